@@ -1,0 +1,167 @@
+"""Every page's Python blocks run, every relative link leads somewhere, every command named exists.
+
+A block after the comment ``<!-- no-run: reason -->`` is only compiled.
+"""
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+EXECUTED = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+LINKED = sorted(p for p in ROOT.rglob("*.md") if not any(part[0] == "." for part in p.relative_to(ROOT).parts))
+
+FENCE = re.compile(r"^ {0,3}(`{3,}|~{3,})\s*([^\s`]*)")
+NO_RUN = re.compile(r"^\s*<!--\s*no-run:(.*?)-->\s*$")
+LINK = re.compile(r"\]\(\s*<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\s*\)|^ {0,3}\[[^\]^][^\]]*\]:\s*<?([^\s>]+)", re.MULTILINE)
+HEADING = re.compile(r"^#{1,6}\s+(.*?)\s*#*$", re.MULTILINE)
+HTML_ANCHOR = re.compile(r"<a\s+(?:id|name)=\"([^\"]+)\"")
+
+
+@dataclass
+class Block:
+    language: str
+    line: int  # of its first line of code, from 1
+    code: str
+    no_run: bool
+
+
+def name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def split(text: str) -> tuple[str, list[Block]]:
+    """A page's prose (its fenced blocks blanked) and its fenced blocks."""
+    prose: list[str] = []
+    blocks: list[Block] = []
+    fence, no_run = "", False
+    for number, line in enumerate(text.splitlines(), start=1):
+        opening = FENCE.match(line)
+        if fence:
+            if opening and opening[1].startswith(fence) and not opening[2]:
+                fence = ""
+            else:
+                blocks[-1].code += line + "\n"
+        elif opening:
+            fence = opening[1]
+            blocks.append(Block(opening[2].lower(), number + 1, "", no_run))
+            if no_run and blocks[-1].language != "python":
+                raise ValueError(f"line {number}: a no-run comment stands before a block that is not ```python")
+            no_run = False
+        else:
+            comment = NO_RUN.match(line)
+            if comment and not comment[1].strip():
+                raise ValueError(f"line {number}: a no-run comment gives its reason")
+            if no_run and line.strip():
+                raise ValueError(f"line {number}: text stands between a no-run comment and its block")
+            no_run = no_run or comment is not None
+            prose.append(line)
+            continue
+        prose.append("")
+    if fence or no_run:
+        raise ValueError("the page ends inside a block" if fence else "the page ends after a no-run comment")
+    return "\n".join(prose), blocks
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub makes of a page's headings, and those written as HTML."""
+    prose, _ = split(page.read_text(encoding="utf-8"))
+    found = set(HTML_ANCHOR.findall(prose))
+    for heading in HEADING.findall(prose):
+        shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").lower()
+        slug = base = re.sub(r"[^\w\- ]", "", shown).replace(" ", "-")
+        repeats = 0
+        while slug in found:
+            repeats += 1
+            slug = f"{base}-{repeats}"
+        found.add(slug)
+    return found
+
+
+def broken_link(page: Path, target: str, root: Path = ROOT) -> str | None:
+    """What is wrong with a link on a page, or None. Links to other hosts are not followed."""
+    if re.match(r"[a-z][a-z0-9+.-]*:", target):
+        return None
+    path, _, anchor = target.partition("#")
+    file = (page.parent / unquote(path)).resolve() if path else page
+    if not file.is_relative_to(root):
+        return f"{target} leaves the repository"
+    if not file.exists():
+        return f"{target} does not exist"
+    if anchor and (file.suffix != ".md" or anchor not in anchors(file)):
+        return f"{target} has no such anchor"
+    return None
+
+
+@pytest.mark.parametrize("page", EXECUTED, ids=name)
+def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    for block in split(page.read_text(encoding="utf-8"))[1]:
+        assert block.language not in {"py", "python3", "pycon"}, f"line {block.line}: write ```python, or it isn't run"
+        if block.language != "python":
+            continue
+        lines_above = "\n" * (block.line - 1)  # so that a traceback shows the page's line
+        compiled = compile(lines_above + block.code, str(page), "exec")
+        if not block.no_run:
+            exec(compiled, namespace)
+
+
+@pytest.mark.parametrize("page", LINKED, ids=name)
+def test_links_lead_somewhere(page: Path) -> None:
+    prose = re.sub(r"(`+)(?!`).*?\1", "", split(page.read_text(encoding="utf-8"))[0])
+    targets = [inline or reference for inline, reference in LINK.findall(prose)]
+    broken = [problem for target in targets if (problem := broken_link(page, target))]
+    assert not broken
+
+
+@pytest.mark.parametrize("page", LINKED, ids=name)
+def test_named_subcommands_of_dev_exist(page: Path) -> None:
+    script = (ROOT / "dev").read_text(encoding="utf-8")
+    known = set(re.findall(r"^#   (\w+) ", script, re.MULTILINE))
+    named = set(re.findall(r"\./dev ([a-z]+)\b", page.read_text(encoding="utf-8")))
+    assert named <= known
+
+
+# The checks themselves: each finds what it is for.
+
+
+def test_split_keeps_lines_and_no_run() -> None:
+    prose, blocks = split("# A\n```python\nx = 1\n```\n<!-- no-run: needs a GPU -->\n\n```python\ny\n```\n")
+    assert prose.splitlines()[0] == "# A"
+    assert "x = 1" not in prose
+    assert [(b.language, b.line, b.code, b.no_run) for b in blocks] == [
+        ("python", 3, "x = 1\n", False),
+        ("python", 8, "y\n", True),
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "```python\nx = 1\n",
+        "<!-- no-run: -->\n```python\n```\n",
+        "<!-- no-run: why -->\n```bash\n```\n",
+        "<!-- no-run: why -->\ntext\n```python\n```\n",
+        "<!-- no-run: why -->\n",
+    ],
+    ids=["open fence", "no reason", "not python", "text between", "no block"],
+)
+def test_split_refuses(text: str) -> None:
+    with pytest.raises(ValueError, match=r"line \d+|page ends"):
+        split(text)
+
+
+def test_broken_links_are_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# The `pair`, [again](x)\n## Two\n## Two\n```\n# no heading\n```\n", encoding="utf-8")
+    assert anchors(page) == {"the-pair-again", "two", "two-1"}
+    for good in ("page.md", "#two-1", "page.md#the-pair-again", "https://example.org/x"):
+        assert broken_link(page, good, tmp_path) is None
+    for bad in ("other.md", "#three", "page.md#no-heading", "../outside.md"):
+        assert broken_link(page, bad, tmp_path)

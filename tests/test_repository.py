@@ -1,0 +1,141 @@
+"""The repository is symmetrical: tests mirror sources, files and functions stay small, the import stays light."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCES = sorted((ROOT / "octavo").rglob("*.py"))
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+# Modules without a test file of their own, and why.
+NO_MIRROR = {
+    "octavo/__main__.py": "two lines; tests/test_cli.py starts it",
+}
+
+MAX_FILE_LINES = 399
+MAX_FUNCTION_LINES = 59  # without its docstring
+MAX_EXAMPLE_LINES = 79
+
+# torch's own requirements, and a module that torch.distributed generates: parts of torch import them when first needed.
+OF_TORCH = {"filelock", "fsspec", "jinja2", "markupsafe", "mpmath", "networkx", "sympy", "typing_extensions"}
+OF_TORCH |= {"torch", "_remote_module_non_scriptable"}
+
+
+def name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def mirrors(source: str) -> list[str]:
+    """Where a module's tests may lie. A kernel and its reference may share one file, which compares them."""
+    folder, _, file = source.removeprefix("octavo").lstrip("/").rpartition("/")
+    folders = [folder]
+    if folder in {"kernels/reference", "kernels/triton"}:
+        folders.append("kernels")
+    return [f"tests/{f}/test_{file}".replace("//", "/") for f in folders]
+
+
+def long_functions(code: str) -> list[str]:
+    """The functions of a module that are too long, a function's own docstring and decorators not counted."""
+    found = []
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if ast.get_docstring(node, clean=False) is not None:
+                lines -= (node.body[0].end_lineno or 0) - node.body[0].lineno + 1
+            if lines > MAX_FUNCTION_LINES:
+                found.append(f"{node.name}, line {node.lineno}: {lines} lines")
+    return found
+
+
+def run_python(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    options = {"env": environment, "timeout": 300, **options}
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False, **options)
+
+
+def test_there_are_sources() -> None:
+    assert SOURCES
+
+
+@pytest.mark.parametrize("source", [name(s) for s in SOURCES if s.name != "__init__.py"])
+def test_tests_mirror_sources(source: str) -> None:
+    exists = [mirror for mirror in mirrors(source) if (ROOT / mirror).is_file()]
+    if source in NO_MIRROR:
+        assert not exists, f"{source} has a test now: take it out of NO_MIRROR"
+    else:
+        assert exists, f"none of {mirrors(source)} exists"
+
+
+def test_exceptions_are_real() -> None:
+    assert [source for source in NO_MIRROR if not (ROOT / source).is_file()] == []
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=name)
+def test_files_and_functions_are_short(source: Path) -> None:
+    code = source.read_text(encoding="utf-8")
+    assert len(code.splitlines()) <= MAX_FILE_LINES
+    assert long_functions(code) == []
+
+
+def test_import_needs_torch_only() -> None:
+    code = """if True:
+        import sys
+        import torch
+        before = set(sys.modules)
+        import octavo
+        print(*sorted({module.partition(".")[0] for module in set(sys.modules) - before}))
+        assert not torch.cuda.is_initialized(), "importing octavo initialises CUDA"
+        """
+    result = run_python("-W", "error", "-c", code)
+    assert result.returncode == 0, result.stderr
+    brought = set(result.stdout.split()) - sys.stdlib_module_names - OF_TORCH - {"octavo"}
+    assert brought == set()
+
+
+def test_import_says_nothing_and_leaves_triton_alone(tmp_path: Path) -> None:
+    # Where Triton isn't installed, an empty module stands in for it: an import of it would succeed and be seen.
+    (tmp_path / "triton.py").touch()
+    code = f"""if True:
+        import sys
+        sys.path.append({str(tmp_path)!r})
+        import octavo
+        sys.exit("octavo imports triton" if "triton" in sys.modules else 0)
+        """
+    result = run_python("-c", code)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+def test_import_without_triton() -> None:
+    result = run_python("-c", "import sys; sys.modules['triton'] = None; import octavo")
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=name)
+def test_example_is_short_and_runs(example: Path, tmp_path: Path) -> None:
+    assert len(example.read_text(encoding="utf-8").splitlines()) <= MAX_EXAMPLE_LINES
+    result = run_python(str(example), cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+
+
+# The checks themselves: each finds what it is for.
+
+
+def test_mirrors() -> None:
+    assert mirrors("octavo/formats.py") == ["tests/test_formats.py"]
+    assert mirrors("octavo/nn/linear.py") == ["tests/nn/test_linear.py"]
+    assert mirrors("octavo/kernels/triton/cast.py") == [
+        "tests/kernels/triton/test_cast.py",
+        "tests/kernels/test_cast.py",
+    ]
+
+
+def test_long_functions() -> None:
+    body = "    x = 1\n" * (MAX_FUNCTION_LINES - 1)
+    docstring = '    """One.\n\n    Two.\n    """\n'
+    assert long_functions(f"def f():\n{docstring}{body}") == []
+    assert long_functions(f"def f():\n{body}    x = 2\n") == [f"f, line 1: {MAX_FUNCTION_LINES + 1} lines"]
