@@ -1,0 +1,48 @@
+"""Octavo trains PyTorch models in 8-bit floating point.
+
+The one idea: an FP8 tensor is the pair (qdata, scale_inv), value = qdata x scale_inv. Whoever writes the codes writes
+their scale_inv, and nothing changes the one without the other. A recipe only says how the next cast is made.
+"""
+
+from octavo import nn, recipes
+from octavo.errors import HigherOrderGradientError, MissingExtraError, OctavoError, UnsupportedOpError
+from octavo.formats import E4M3, E5M2, Format
+from octavo.granularity import Granularity, PerBlock, PerRow, PerTensor
+from octavo.nn.convert import convert, restore, set_recipe
+from octavo.nn.summary import summary
+from octavo.nn.weight_cache import invalidate
+from octavo.scaling.delayed import delayed_state_dict, load_delayed_state_dict
+from octavo.scaling.recipe import Cast, Delayed, Dynamic, Recipe
+from octavo.tensor.conversions import quantize
+from octavo.tensor.scaled_tensor import ScaledTensor
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "E4M3",
+    "E5M2",
+    "Cast",
+    "Delayed",
+    "Dynamic",
+    "Format",
+    "Granularity",
+    "HigherOrderGradientError",
+    "MissingExtraError",
+    "OctavoError",
+    "PerBlock",
+    "PerRow",
+    "PerTensor",
+    "Recipe",
+    "ScaledTensor",
+    "UnsupportedOpError",
+    "convert",
+    "delayed_state_dict",
+    "invalidate",
+    "load_delayed_state_dict",
+    "nn",
+    "quantize",
+    "recipes",
+    "restore",
+    "set_recipe",
+    "summary",
+]

@@ -1,0 +1,266 @@
+"""The three products of a linear layer, written once for every module and recipe.
+
+    output       y_TN  = input_TK . weight_NK^T        forward
+    grad_input   dx_TK = grad_output_TN . weight_KN^T  backward
+    grad_weight  dW_NK = grad_output_NT . input_KT^T   backward
+
+Legend: T tokens, K in features, N out features; a suffix gives the layout, contracted dimension last. An operand is a
+pair (qdata, scale_inv); what forward saves for backward is the pair itself, never a copy, never the recipe's scale:
+however the recipe moves on, the pair reads back as it was written.
+
+Delayed state is committed by backward's cast of grad_output, see scaling/delayed.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from octavo import kernels
+from octavo.errors import HigherOrderGradientError
+from octavo.kernels.layouts import needs_transposed_codes
+from octavo.scaling.recipe import Cast, Delayed, Recipe, RoleCasts
+
+INPUT, WEIGHT, GRAD_OUTPUT = range(3)  # rows of the delayed state
+
+Pair = tuple[Tensor, Tensor]  # (qdata, scale_inv)
+
+
+class Operands(NamedTuple):
+    """A role's pairs. ``amax`` [1, 1] fp32 is what a Delayed cast found; None where nothing was cast that way."""
+
+    as_is: Pair | None = None
+    transposed: Pair | None = None
+    amax: Tensor | None = None
+
+
+class State(NamedTuple):
+    """A module's delayed state: scale [3] and amax history [3, H], float32."""
+
+    scale: Tensor
+    amax_history: Tensor
+
+
+def cast_role(
+    x_RC: Tensor, casts: RoleCasts, as_is: bool, transposed: bool, state: State | None, role: int
+) -> Operands:
+    """Cast a role for the products that need it, reading it once where one kernel can.
+
+    Args:
+        x_RC: bf16, fp16 or fp32.
+        casts: the role's casts; None among them is a product in high precision.
+        as_is, transposed: which of the two layouts are needed now.
+        state: read by Delayed casts.
+        role: INPUT, WEIGHT or GRAD_OUTPUT.
+
+    Returns:
+        pairs laid as their products want them: as_is [R, C], transposed [C, R] (on some devices a strided view).
+    """
+    first = casts.as_is if as_is else None
+    second = casts.transposed if transposed else None
+    if first is not None and second is not None:
+        if casts.once:
+            return _cast_once(x_RC, first, state, role)
+        if not _is_delayed(first) and not _is_delayed(second):
+            return _cast_two_scalings(x_RC, first, second)
+        (a, a_amax), (b, b_amax) = _cast(x_RC, first, state, role), _cast_transposed(x_RC, second, state, role)
+        return Operands(a, b, a_amax if a_amax is not None else b_amax)
+    if first is not None:
+        pair, amax = _cast(x_RC, first, state, role)
+        return Operands(pair, None, amax)
+    if second is not None:
+        pair, amax = _cast_transposed(x_RC, second, state, role)
+        return Operands(None, pair, amax)
+    return Operands()
+
+
+def _is_delayed(cast: Cast) -> bool:
+    return isinstance(cast.rule, Delayed)
+
+
+def _scale_source(cast: Cast, state: State | None) -> Tensor | None:
+    return state.scale if state is not None and _is_delayed(cast) else None
+
+
+def _cast(x: Tensor, cast: Cast, state: State | None, role: int) -> tuple[Pair, Tensor | None]:
+    q, scale_inv, amax = kernels.cast(
+        x, _scale_source(cast, state), role, cast.format.dtype, cast.tile, cast.power_of_two, cast.margin
+    )
+    return (q, scale_inv), amax if _is_delayed(cast) else None
+
+
+def _cast_transposed(x_RC: Tensor, cast: Cast, state: State | None, role: int) -> tuple[Pair, Tensor | None]:
+    if needs_transposed_codes(x_RC.device):
+        return _cast(x_RC.t(), cast, state, role)
+    tile = cast.granularity.transposed().tile
+    q, scale_inv, amax = kernels.cast(
+        x_RC, _scale_source(cast, state), role, cast.format.dtype, tile, cast.power_of_two, cast.margin
+    )
+    return (q.t(), scale_inv.t()), amax if _is_delayed(cast) else None
+
+
+def _cast_once(x_RC: Tensor, cast: Cast, state: State | None, role: int) -> Operands:
+    args = (x_RC, _scale_source(cast, state), role, cast.format.dtype, cast.tile, cast.power_of_two, cast.margin)
+    if needs_transposed_codes(x_RC.device):
+        q_RC, q_CR, scale_inv, amax = kernels.cast_transpose(*args)
+    else:
+        q_RC, scale_inv, amax = kernels.cast(*args)
+        q_CR = q_RC.t()
+    return Operands((q_RC, scale_inv), (q_CR, scale_inv.t()), amax if _is_delayed(cast) else None)
+
+
+def _cast_two_scalings(x_RC: Tensor, first: Cast, second: Cast) -> Operands:
+    transpose = needs_transposed_codes(x_RC.device)
+    q_RC, scale_inv, q2, scale_inv2 = kernels.cast_two_scalings(
+        x_RC,
+        first.format.dtype,
+        first.tile,
+        first.power_of_two,
+        first.margin,
+        second.format.dtype,
+        second.granularity.transposed().tile,
+        second.power_of_two,
+        second.margin,
+        transpose,
+    )
+    return Operands((q_RC, scale_inv), (q2, scale_inv2) if transpose else (q2.t(), scale_inv2.t()))
+
+
+def _cast_grad_output(
+    grad_TN: Tensor,
+    recipe: Recipe,
+    as_is: bool,
+    transposed: bool,
+    state: State | None,
+    saved: tuple[Tensor | None, ...],
+) -> Operands:
+    """Cast grad_output and commit the delayed state with forward's amax and this one's."""
+    casts = recipe.grad_output_casts
+    if state is None:
+        return cast_role(grad_TN, casts, as_is, transposed, None, GRAD_OUTPUT)
+    amax_input, amax_weight = saved
+    update = recipe.delayed_update
+    cast = casts.as_is or casts.transposed
+    if cast is not None and casts.once and _is_delayed(cast) and (as_is or transposed):
+        both = transposed and needs_transposed_codes(grad_TN.device)
+        q_TN, q_NT, scale_inv = kernels.cast_and_commit(
+            grad_TN, *state, amax_input, amax_weight, cast.format.dtype, cast.power_of_two, cast.margin, *update, both
+        )
+        return Operands((q_TN, scale_inv), (q_NT if both else q_TN.t(), scale_inv))
+    operands = cast_role(grad_TN, casts, as_is, transposed, state, GRAD_OUTPUT)
+    kernels.delayed_update(*state, amax_input, amax_weight, operands.amax, *update)
+    return operands
+
+
+def _matmul(
+    a: Pair, a_cast: Cast, b: Pair, b_cast: Cast, bias: Tensor | None, dtype: torch.dtype, fast_accum: bool = False
+) -> Tensor:
+    return kernels.matmul(*a, a_cast.tile, *b, b_cast.tile, bias, dtype, fast_accum)
+
+
+def _output(x_TK: Tensor, weight_NK: Tensor, bias: Tensor | None, recipe: Recipe, x: Operands, w: Operands) -> Tensor:
+    if recipe.output is None:
+        return F.linear(x_TK, weight_NK.to(x_TK.dtype), None if bias is None else bias.to(x_TK.dtype))
+    assert x.as_is is not None and w.as_is is not None
+    input_cast, weight_cast = recipe.output
+    return _matmul(x.as_is, input_cast, w.as_is, weight_cast, bias, x_TK.dtype, fast_accum=True)
+
+
+class _Linear(torch.autograd.Function):
+    """y = x . W^T + b with a recipe's products."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TK: Tensor,
+        weight_NK: Tensor,
+        bias: Tensor | None,
+        weight: Operands,
+        recipe: Recipe,
+        state: State | None,
+    ) -> Tensor:
+        needs_dx, needs_dw, _ = ctx.needs_input_grad[:3]
+        x = cast_role(x_TK, recipe.input_casts, True, needs_dw, state, INPUT)
+        ctx.recipe, ctx.state = recipe, state
+        ctx.dtypes = x_TK.dtype, weight_NK.dtype, None if bias is None else bias.dtype
+        ctx.save_for_backward(
+            x_TK if needs_dw and recipe.grad_weight is None else None,
+            *((x.transposed if needs_dw else None) or (None, None)),
+            weight_NK if needs_dx and recipe.grad_input is None else None,
+            *((weight.transposed if needs_dx else None) or (None, None)),
+            x.amax,
+            weight.amax,
+        )
+        return _output(x_TK, weight_NK, bias, recipe, x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise HigherOrderGradientError(
+                "create_graph=True asks for second derivatives, which FP8 products don't have; use "
+                "octavo.set_recipe(model, octavo.recipes.high_precision()) for that pass"
+            )
+        (grad_TN,) = grads
+        needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
+        x_TK, x_q, x_scale_inv, weight_NK, w_q, w_scale_inv, *amax = ctx.saved_tensors
+        recipe, (x_dtype, weight_dtype, bias_dtype) = ctx.recipe, ctx.dtypes
+        g = _cast_grad_output(grad_TN, recipe, needs_dx, needs_dw, ctx.state, tuple(amax))
+        dx_TK = dw_NK = db_N = None
+        if needs_dx:
+            if recipe.grad_input is None:
+                dx_TK = torch.mm(grad_TN, weight_NK.to(grad_TN.dtype))
+            else:
+                assert g.as_is is not None
+                g_cast, w_cast = recipe.grad_input
+                dx_TK = _matmul(g.as_is, g_cast, (w_q, w_scale_inv), w_cast, None, x_dtype)
+        if needs_dw:
+            if recipe.grad_weight is None:
+                dw_NK = torch.mm(grad_TN.t(), x_TK).to(weight_dtype)
+            else:
+                assert g.transposed is not None
+                g_cast, x_cast = recipe.grad_weight
+                dw_NK = _matmul(g.transposed, g_cast, (x_q, x_scale_inv), x_cast, None, x_dtype).to(weight_dtype)
+        if needs_db:
+            db_N = grad_TN.sum(0).to(bias_dtype)
+        return dx_TK, dw_NK, db_N, None, None, None
+
+
+def linear(
+    x: Tensor,
+    weight_NK: Tensor,
+    bias: Tensor | None,
+    weight: Operands,
+    recipe: Recipe,
+    state: State | None,
+    commit_in_forward: bool,
+) -> Tensor:
+    """y = x . weight^T + bias by a recipe's products.
+
+    Args:
+        x: [..., K] bf16, fp16 or fp32: also the dtype of the result.
+        weight_NK: the weight that gradients flow to, any of those dtypes.
+        bias: [N] or None.
+        weight: the weight's operands, made by ``cast_role``.
+        recipe: at least one product in FP8.
+        state: delayed state where the recipe is delayed.
+        commit_in_forward: a training step whose backward will not come by here commits now.
+
+    Returns:
+        [..., N], dtype of x.
+    """
+    x_TK = x if x.ndim == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])  # -1 is ambiguous for K = 0
+    if torch.is_grad_enabled() and (x.requires_grad or weight_NK.requires_grad or _requires_grad(bias)):
+        y_TN = _Linear.apply(x_TK, weight_NK, bias, weight, recipe, state)
+    else:
+        operands = cast_role(x_TK, recipe.input_casts, True, False, state, INPUT)
+        y_TN = _output(x_TK, weight_NK, bias, recipe, operands, weight)
+        if state is not None and commit_in_forward:
+            kernels.delayed_update(*state, operands.amax, weight.amax, None, *recipe.delayed_update)
+    return y_TN if x.ndim == 2 else y_TN.view(*x.shape[:-1], weight_NK.shape[0])
+
+
+def _requires_grad(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.requires_grad

@@ -1,0 +1,19 @@
+"""Octavo's own errors. Wrong arguments raise ValueError or TypeError; these are for what those can't say."""
+
+from __future__ import annotations
+
+
+class OctavoError(Exception):
+    """Base of the errors that only octavo raises."""
+
+
+class UnsupportedOpError(OctavoError, NotImplementedError):
+    """An aten op reached a ScaledTensor that has no rule for it; nothing was dequantised."""
+
+
+class HigherOrderGradientError(OctavoError, RuntimeError):
+    """A second derivative, or a torch.func transform, was asked of an FP8 product."""
+
+
+class MissingExtraError(OctavoError, ImportError):
+    """An optional dependency is absent; the message names the extra that installs it."""

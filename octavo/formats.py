@@ -1,0 +1,103 @@
+"""The two float8 formats, with their limits computed from their bit layout.
+
+E4M3 (torch.float8_e4m3fn) has no infinity: exponent 15 with mantissa 7 is NaN and every other code is finite, so its
+largest value is 1.75 x 2^8 = 448. E5M2 (torch.float8_e5m2) is the upper byte of IEEE float16, infinities included.
+Source: Micikevicius et al., "FP8 Formats for Deep Learning", arXiv 2209.05433, table 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Format:
+    """A float8 format: what its 256 codes mean.
+
+    Attributes:
+        name: the field's name for it, ``"E4M3"`` or ``"E5M2"``.
+        dtype: the torch dtype of the codes.
+        exponent_bits: width of the exponent field.
+        mantissa_bits: width of the mantissa field, without the hidden bit.
+        has_inf: whether the top exponent holds infinities.
+
+    Example:
+        >>> from octavo import E4M3, E5M2
+        >>> E4M3.max, E5M2.max
+        (448.0, 57344.0)
+        >>> E4M3.smallest_subnormal == 2.0**-9
+        True
+    """
+
+    name: str
+    dtype: torch.dtype
+    exponent_bits: int
+    mantissa_bits: int
+    has_inf: bool
+
+    @property
+    def bias(self) -> int:
+        """The exponent's bias."""
+        return 2 ** (self.exponent_bits - 1) - 1
+
+    @property
+    def max(self) -> float:
+        """The largest finite value."""
+        top = 2**self.exponent_bits - 1 - self.bias
+        if self.has_inf:  # the top exponent is not for numbers
+            return (2.0 - 2.0**-self.mantissa_bits) * 2.0 ** (top - 1)
+        return (2.0 - 2.0 ** (1 - self.mantissa_bits)) * 2.0**top  # only the top mantissa is NaN
+
+    @property
+    def smallest_normal(self) -> float:
+        """The smallest positive value with a hidden bit."""
+        return 2.0 ** (1 - self.bias)
+
+    @property
+    def smallest_subnormal(self) -> float:
+        """The smallest positive value."""
+        return 2.0 ** (1 - self.bias - self.mantissa_bits)
+
+    @property
+    def nan_code(self) -> int:
+        """The one code that Octavo writes for NaN."""
+        return 0x7F
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def __reduce__(self) -> str:
+        return self.name  # pickled as the module-level constant, so that identity survives
+
+
+E4M3 = Format("E4M3", torch.float8_e4m3fn, exponent_bits=4, mantissa_bits=3, has_inf=False)
+E5M2 = Format("E5M2", torch.float8_e5m2, exponent_bits=5, mantissa_bits=2, has_inf=True)
+
+FORMATS: dict[torch.dtype, Format] = {fmt.dtype: fmt for fmt in (E4M3, E5M2)}
+
+
+def format_of(dtype: torch.dtype) -> Format:
+    """The format of a torch float8 dtype.
+
+    Args:
+        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+
+    Raises:
+        TypeError: for any other dtype.
+
+    Example:
+        >>> import torch
+        >>> format_of(torch.float8_e5m2)
+        E5M2
+    """
+    try:
+        return FORMATS[dtype]
+    except KeyError:
+        raise TypeError(
+            f"{dtype} is no float8 format of octavo; use torch.float8_e4m3fn or torch.float8_e5m2"
+        ) from None

@@ -1,0 +1,178 @@
+"""Granularity: which elements of a tensor share a scale.
+
+Every granularity is a *tile* (rows, columns) over the last two dimensions, -1 meaning all of that dimension. The tiles
+are laid from index 0, so the last one of a dimension may be ragged. All dimensions before the last two are independent.
+
+    PerTensor()       tile (-1, -1)   scale_shape of [T, K]: (1, 1); it alone spans the leading dimensions too
+    PerRow()          tile (1, -1)    (T, 1)
+    PerRow(dim=-2)    tile (-1, 1)    (1, K): what a transposed PerRow becomes
+    PerBlock(r, c)    tile (r, c)     (ceil(T / r), ceil(K / c))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Tile = tuple[int, int]
+ALL = -1
+
+
+@dataclass(frozen=True)
+class Granularity:
+    """Base of PerTensor, PerRow and PerBlock."""
+
+    @property
+    def tile(self) -> Tile:
+        """(rows, columns) that share a scale; -1 stands for the whole dimension."""
+        raise NotImplementedError
+
+    def transposed(self) -> Granularity:
+        """The granularity of the tensor with its last two dimensions exchanged."""
+        raise NotImplementedError
+
+    def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of scale_inv for a tensor of this shape.
+
+        Args:
+            shape: the tensor's shape, any number of dimensions, sizes may be 0.
+
+        Returns:
+            as many dimensions as ``shape``; for [T, K]: PerTensor (1, 1), PerRow (T, 1),
+            PerBlock(r, c) (ceil(T / r), ceil(K / c)).
+
+        Example:
+            >>> from octavo import PerBlock, PerRow, PerTensor
+            >>> PerBlock(128, 128).scale_shape((300, 256))
+            (3, 2)
+            >>> PerRow().scale_shape((8, 4, 16)), PerTensor().scale_shape((8, 4, 16))
+            ((8, 4, 1), (1, 1, 1))
+        """
+        return scale_shape(shape, self.tile)
+
+
+@dataclass(frozen=True)
+class PerTensor(Granularity):
+    """One scale for the whole tensor.
+
+    Example:
+        >>> from octavo import PerTensor
+        >>> PerTensor().scale_shape((512, 256))
+        (1, 1)
+    """
+
+    @property
+    def tile(self) -> Tile:
+        """(-1, -1)."""
+        return (ALL, ALL)
+
+    def transposed(self) -> PerTensor:
+        """Itself."""
+        return self
+
+
+@dataclass(frozen=True)
+class PerRow(Granularity):
+    """One scale for each slice along ``dim``: with the default, for each row.
+
+    Args:
+        dim: the dimension whose elements share a scale, -1 or -2.
+
+    Raises:
+        ValueError: for another ``dim``.
+
+    Example:
+        >>> from octavo import PerRow
+        >>> PerRow().scale_shape((512, 256)), PerRow().transposed()
+        ((512, 1), PerRow(dim=-2))
+    """
+
+    dim: int = -1
+
+    def __post_init__(self) -> None:
+        if self.dim not in (-1, -2):
+            raise ValueError(f"PerRow(dim={self.dim}): dim is -1 (a scale per row) or -2 (a scale per column)")
+
+    @property
+    def tile(self) -> Tile:
+        """(1, -1), or (-1, 1) for ``dim=-2``."""
+        return (1, ALL) if self.dim == -1 else (ALL, 1)
+
+    def transposed(self) -> PerRow:
+        """The other ``dim``."""
+        return PerRow(dim=-3 - self.dim)
+
+    def __repr__(self) -> str:
+        return "PerRow()" if self.dim == -1 else f"PerRow(dim={self.dim})"
+
+
+@dataclass(frozen=True)
+class PerBlock(Granularity):
+    """One scale for each block of ``rows`` x ``cols`` elements; the last blocks may be ragged.
+
+    Args:
+        rows: block height, at least 1.
+        cols: block width, at least 1.
+
+    Raises:
+        ValueError: for a block without elements.
+
+    Example:
+        >>> from octavo import PerBlock
+        >>> PerBlock(1, 128).scale_shape((512, 300))
+        (512, 3)
+    """
+
+    rows: int
+    cols: int
+
+    def __post_init__(self) -> None:
+        for name, size in (("rows", self.rows), ("cols", self.cols)):
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f"PerBlock({self.rows}, {self.cols}): {name} must be an integer of at least 1")
+
+    @property
+    def tile(self) -> Tile:
+        """(rows, cols)."""
+        return (self.rows, self.cols)
+
+    def transposed(self) -> PerBlock:
+        """Rows and columns exchanged."""
+        return PerBlock(self.cols, self.rows)
+
+    def __repr__(self) -> str:
+        return f"PerBlock({self.rows}, {self.cols})"
+
+
+def granularity_of(tile: Sequence[int]) -> Granularity:
+    """The granularity of a tile.
+
+    Example:
+        >>> granularity_of((1, -1)), granularity_of((128, 128))
+        (PerRow(), PerBlock(128, 128))
+    """
+    rows, cols = tile
+    if rows == ALL and cols == ALL:
+        return PerTensor()
+    if cols == ALL and rows == 1:
+        return PerRow()
+    if rows == ALL and cols == 1:
+        return PerRow(dim=-2)
+    return PerBlock(rows, cols)
+
+
+def scale_shape(shape: Sequence[int], tile: Sequence[int]) -> tuple[int, ...]:
+    """``Granularity.scale_shape`` for a tile. A tensor of fewer than two dimensions is one row."""
+    if tile[0] == ALL and tile[1] == ALL:
+        return (1,) * len(shape)
+    if len(shape) == 0:
+        return ()
+    cols = tiles_along(shape[-1], tile[1])
+    if len(shape) == 1:
+        return (cols,)
+    return (*shape[:-2], tiles_along(shape[-2], tile[0]), cols)
+
+
+def tiles_along(size: int, tile: int) -> int:
+    """How many tiles cover a dimension of ``size`` elements: one for a whole-dimension tile, even when it is empty."""
+    return 1 if tile == ALL else -(-size // tile)

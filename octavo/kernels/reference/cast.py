@@ -1,0 +1,111 @@
+"""Casts: from bf16, fp16 or fp32 to codes, their scale_inv and the amax. The contracts are in signatures.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from octavo.formats import format_of
+from octavo.granularity import ALL
+from octavo.kernels.reference.amax import amax_and_finiteness
+from octavo.kernels.reference.codes import encode
+from octavo.kernels.reference.delayed_update import delayed_update
+from octavo.kernels.reference.tiles import as_tiles, from_tiles, over_tiles
+from octavo.numerics import scale_from_amax, scale_inv_from_scale
+
+
+def cast(
+    x: Tensor,
+    delayed_scale: Tensor | None,
+    role: int,
+    dtype: torch.dtype,
+    tile: Sequence[int],
+    power_of_two: bool,
+    margin: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``octavo::cast``."""
+    amax, all_finite = amax_and_finiteness(x, tile)
+    limit = format_of(dtype).max
+    if delayed_scale is None:
+        scale = scale_from_amax(amax, limit, power_of_two, margin)
+    else:
+        scale = delayed_scale[role].view(amax.shape)
+        if not bool(scale):  # no history yet: this tensor's own amax
+            scale = scale_from_amax(amax, limit, power_of_two, margin)
+    codes = encode(_scaled(x, scale, tile), dtype, x, all_finite)
+    return codes, scale_inv_from_scale(scale), amax
+
+
+def cast_transpose(
+    x: Tensor,
+    delayed_scale: Tensor | None,
+    role: int,
+    dtype: torch.dtype,
+    tile: Sequence[int],
+    power_of_two: bool,
+    margin: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``octavo::cast_transpose``."""
+    codes, scale_inv, amax = cast(x, delayed_scale, role, dtype, tile, power_of_two, margin)
+    return codes, _transposed(codes), scale_inv, amax
+
+
+def cast_two_scalings(
+    x: Tensor,
+    dtype: torch.dtype,
+    tile: Sequence[int],
+    power_of_two: bool,
+    margin: int,
+    second_dtype: torch.dtype,
+    second_tile: Sequence[int],
+    second_power_of_two: bool,
+    second_margin: int,
+    transpose_second: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``octavo::cast_two_scalings``."""
+    codes, scale_inv, _ = cast(x, None, 0, dtype, tile, power_of_two, margin)
+    second, second_scale_inv, _ = cast(x, None, 0, second_dtype, second_tile, second_power_of_two, second_margin)
+    if transpose_second:
+        return codes, scale_inv, _transposed(second), second_scale_inv.t().contiguous()
+    return codes, scale_inv, second, second_scale_inv
+
+
+def cast_and_commit(
+    x: Tensor,
+    delayed_scale: Tensor,
+    delayed_amax_history: Tensor,
+    amax_input: Tensor | None,
+    amax_weight: Tensor | None,
+    dtype: torch.dtype,
+    power_of_two: bool,
+    margin: int,
+    limits: Sequence[float],
+    powers_of_two: Sequence[bool],
+    margins: Sequence[int],
+    reduce: str,
+    transpose: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``octavo::cast_and_commit``."""
+    codes, scale_inv, amax = cast(x, delayed_scale, 2, dtype, (ALL, ALL), power_of_two, margin)
+    delayed_update(
+        delayed_scale, delayed_amax_history, amax_input, amax_weight, amax, limits, powers_of_two, margins, reduce
+    )
+    transposed = _transposed(codes) if transpose else codes.new_empty((0, 0))
+    return codes, transposed, scale_inv
+
+
+def _scaled(x: Tensor, scale: Tensor, tile: Sequence[int]) -> Tensor:
+    """x times the scale of each tile, in float32, contiguous, never aliasing x."""
+    if tile[0] == ALL and tile[1] == ALL:
+        product = x * scale
+    elif tile in ([1, ALL], (1, ALL), [ALL, 1], (ALL, 1)):
+        product = x * scale
+    else:
+        product = from_tiles(as_tiles(x, tile) * over_tiles(scale), x.shape)
+    return product.contiguous()
+
+
+def _transposed(x: Tensor) -> Tensor:
+    return x.view(torch.uint8).t().contiguous().view(x.dtype)

@@ -1,0 +1,5 @@
+"""FP8 modules, and the conversion of models to them."""
+
+from octavo.nn.linear import Linear
+
+__all__ = ["Linear"]

@@ -1,0 +1,23 @@
+"""transformers' Conv1D (GPT-2): a linear layer that stores its weight as [K, N]."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from transformers.pytorch_utils import Conv1D as TransformersConv1D
+
+from octavo.nn.recipe_module import RecipeModule
+
+
+class Conv1D(RecipeModule, TransformersConv1D):
+    """y = x . W + b, W [K, N], with each product cast as the recipe says. Made by octavo.convert only.
+
+    Importing this module needs transformers; convert does it only for a model that already holds a Conv1D.
+    """
+
+    weight: Tensor
+    bias: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., K] -> [..., N]."""
+        weight_KN = self.weight
+        return self._product(x, weight_KN.t(), self.bias, weight_KN)

@@ -1,0 +1,172 @@
+"""convert, restore and set_recipe: a model's linear layers to FP8 modules and back, in place."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from torch import nn
+
+from octavo.nn.linear import Linear
+from octavo.nn.recipe_module import CASTABLE, RecipeModule
+from octavo.scaling.recipe import Recipe
+
+Select = Callable[[nn.Module, str], bool]
+
+# Below this a layer's casts cost more than its products gain. From the roofline, not measured: a cast moves about 3
+# bytes an element and an FP8 product saves half of a bf16 one, so at 4.3 TB/s and 790 TFLOP/s (H200) a layer needs
+# about 500 features.
+MIN_FEATURES = 512
+
+
+def large_enough(module: nn.Module, name: str) -> bool:
+    """The default ``select``: both feature counts are at least 512.
+
+    Args:
+        module: an nn.Linear or Conv1D.
+        name: its name in the model.
+
+    Example:
+        >>> import torch
+        >>> large_enough(torch.nn.Linear(4096, 128), "gate")
+        False
+    """
+    return min(features(module)) >= MIN_FEATURES
+
+
+def features(module: nn.Module) -> tuple[int, int]:
+    """(in_features, out_features) of an nn.Linear or a Conv1D."""
+    rows, cols = module.get_parameter("weight").shape
+    return (cols, rows) if isinstance(module, nn.Linear) else (rows, cols)
+
+
+def convert(model: nn.Module, recipe: Recipe, select: Select | None = None) -> nn.Module:
+    """Turn the model's linear layers into FP8 modules, in place.
+
+    A module changes its class and nothing else: hooks, attributes, tied weights, the parameters, and every reference to
+    it stay as they are; plain checkpoints load into the result and back. Converted are torch.nn.Linear itself (not its
+    subclasses, which may mean something else) and transformers' Conv1D. ``octavo.summary`` lists the rest with the
+    reason. Already converted modules take the new recipe.
+
+    Args:
+        model: any module, itself a Linear perhaps.
+        recipe: an octavo.Recipe.
+        select: ``select(module, name) -> bool`` says which candidates to convert; the default takes layers with at
+            least 512 features in and out, below which FP8 gains nothing on a GPU.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        TypeError: if ``recipe`` is no Recipe or ``model`` no Module; nothing is changed then.
+
+    Example:
+        >>> import torch, octavo
+        >>> model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.GELU(), torch.nn.Linear(512, 4))
+        >>> octavo.convert(model, octavo.recipes.delayed())
+        Sequential(
+          (0): Linear(in_features=512, out_features=512, bias=True, recipe=delayed)
+          (1): GELU(approximate='none')
+          (2): Linear(in_features=512, out_features=4, bias=True)
+        )
+    """
+    _check(model, recipe)
+    chosen = large_enough if select is None else select
+    targets = []
+    for name, module in model.named_modules():
+        if isinstance(module, RecipeModule):
+            targets.append((module, type(module)))
+        elif (target := fp8_class(module)) is not None and why_left_alone(module) is None and chosen(module, name):
+            targets.append((module, target))
+    for module, target in targets:
+        if type(module) is not target:
+            module.__class__ = target
+        module.adopt_recipe(recipe, module.get_parameter("weight").device)
+    return model
+
+
+def set_recipe(model: nn.Module, recipe: Recipe) -> nn.Module:
+    """Give every FP8 module of the model another recipe, from the next forward on.
+
+    Backward passes of forwards already run use what those saved. Delayed state survives a spell under another recipe.
+
+    Args:
+        model: a converted model.
+        recipe: an octavo.Recipe; ``recipes.high_precision()`` computes as torch.nn.Linear.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        TypeError: if ``recipe`` is no Recipe.
+        ValueError: if the model has no FP8 module.
+
+    Example:
+        >>> import octavo
+        >>> octavo.set_recipe(octavo.nn.Linear(64, 64), octavo.recipes.high_precision())
+        Linear(in_features=64, out_features=64, bias=True, recipe=high_precision)
+    """
+    _check(model, recipe)
+    modules = [module for module in model.modules() if isinstance(module, RecipeModule)]
+    if not modules:
+        raise ValueError("the model holds no octavo module; call octavo.convert(model, recipe) first")
+    for module in modules:
+        module.adopt_recipe(recipe, module.get_parameter("weight").device)
+    return model
+
+
+def restore(model: nn.Module) -> nn.Module:
+    """Turn every FP8 module back into the class it came from; parameters, hooks and attributes stay.
+
+    Args:
+        model: any module.
+
+    Returns:
+        ``model``.
+
+    Example:
+        >>> import octavo
+        >>> octavo.restore(octavo.nn.Linear(64, 64))
+        Linear(in_features=64, out_features=64, bias=True)
+    """
+    for module in model.modules():
+        if isinstance(module, RecipeModule):
+            module.forget_recipe()
+            module.__class__ = plain_class(module)  # type: ignore[assignment]
+    return model
+
+
+def fp8_class(module: nn.Module) -> type[RecipeModule] | None:
+    """The FP8 class for a plain module's exact class, or None."""
+    if type(module) is nn.Linear:
+        return Linear
+    transformers = sys.modules.get("transformers.pytorch_utils")
+    if transformers is not None and type(module) is transformers.Conv1D:
+        from octavo.nn.conv1d import Conv1D
+
+        return Conv1D
+    return None
+
+
+def plain_class(module: RecipeModule) -> type[nn.Module]:
+    """The class that an FP8 module was made from: its last base."""
+    return type(module).__mro__[type(module).__mro__.index(RecipeModule) + 1]
+
+
+def why_left_alone(module: nn.Module) -> str | None:
+    """Why a module of a convertible class must not be converted, or None."""
+    if "forward" in module.__dict__:
+        return "its forward was replaced on the instance, so converting would change nothing"
+    if module._parameters.get("weight") is None:
+        return "its weight is computed from other parameters (weight_norm or the like)"
+    weight = module._parameters["weight"]
+    if weight is not None and weight.dtype not in CASTABLE:
+        return f"its weight is {weight.dtype}"
+    return None
+
+
+def _check(model: nn.Module, recipe: Recipe) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}, not a torch.nn.Module")
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"recipe={recipe!r} is no octavo.Recipe; try octavo.recipes.dynamic()")

@@ -1,0 +1,146 @@
+"""What every FP8 module has: a recipe, delayed state where the recipe asks for it, and a weight cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from octavo.autograd.products import WEIGHT, Operands, State, cast_role, linear
+from octavo.errors import HigherOrderGradientError
+from octavo.kernels.emulation import warn_once_if_emulated
+from octavo.nn.weight_cache import WeightCache
+from octavo.scaling.delayed import BUFFERS, register_delayed_state
+from octavo.scaling.recipe import Recipe
+
+CASTABLE = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class RecipeModule(nn.Module):
+    """Base of octavo's modules; mixed in before the torch class whose parameters it has."""
+
+    recipe: Recipe
+    delayed_scale: Tensor | None
+    delayed_amax_history: Tensor | None
+    _weight_cache: WeightCache
+
+    def adopt_recipe(self, recipe: Recipe, device: torch.device) -> None:
+        """Set the recipe for the next forward; graphs already built keep the one they were built with.
+
+        Args:
+            recipe: an octavo.Recipe.
+            device: where delayed state is created, if there is none of this history length yet.
+
+        Raises:
+            TypeError: for anything but a Recipe.
+        """
+        if not isinstance(recipe, Recipe):
+            raise TypeError(f"recipe={recipe!r} is no octavo.Recipe; try octavo.recipes.dynamic()")
+        self.recipe = recipe
+        self._weight_cache = WeightCache()
+        if recipe.delayed is not None:
+            register_delayed_state(self, recipe.delayed, device)
+        if not recipe.is_high_precision:
+            warn_once_if_emulated(device)
+
+    def reset_delayed_state(self) -> None:
+        """Forget the history: the next cast takes its own amax."""
+        with torch.no_grad():
+            for name in BUFFERS:
+                buffer = self._buffers.get(name)
+                if buffer is not None:
+                    buffer.zero_()
+
+    def reset_parameters(self) -> None:
+        """Initialise as the torch class does, and empty the delayed state."""
+        super().reset_parameters()  # type: ignore[misc]
+        self.reset_delayed_state()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """Move parameters and buffers, but never the delayed state to another dtype.
+
+        ``model.bfloat16()`` would round the scales; and ``to_empty()`` leaves garbage where the meta device held
+        nothing.
+        """
+        before = {name: self._buffers[name] for name in BUFFERS if self._buffers.get(name) is not None}
+        super()._apply(fn, recurse)
+        for name, old in before.items():
+            new = self._buffers[name]
+            if old is None or new is None:
+                continue
+            if old.is_meta and not new.is_meta:
+                self._buffers[name] = torch.zeros_like(new, dtype=torch.float32)
+            elif new.dtype != torch.float32:
+                self._buffers[name] = old.to(new.device)
+        self.__dict__.get("_weight_cache", WeightCache()).clear()
+        return self
+
+    def _product(self, input: Tensor, weight_NK: Tensor, bias: Tensor | None, parameter: Tensor) -> Tensor:
+        """input . weight^T + bias by this module's recipe.
+
+        Args:
+            input: [..., K].
+            weight_NK: [N, K], a view of ``parameter``.
+            bias: [N] or None.
+            parameter: the leaf that the weight cache watches.
+        """
+        recipe = self.recipe
+        device_type = input.device.type
+        if torch.is_autocast_enabled(device_type):
+            if recipe.is_high_precision:
+                return nn.functional.linear(input, weight_NK, bias)
+            if input.dtype in CASTABLE:  # as autocast itself, which leaves float64 and integers alone
+                input = input.to(torch.get_autocast_dtype(device_type))
+        elif input.dtype != weight_NK.dtype:
+            raise TypeError(
+                f"input is {input.dtype} but the weight is {weight_NK.dtype}; convert one of them or use torch.autocast"
+            )
+        if input.shape[-1:] != weight_NK.shape[1:]:
+            raise ValueError(f"input of shape {tuple(input.shape)} needs in_features={weight_NK.shape[1]} last")
+        if recipe.is_high_precision:
+            return nn.functional.linear(input, weight_NK, bias)
+        if input.dtype not in CASTABLE:
+            raise TypeError(f"octavo casts bfloat16, float16 and float32 to FP8, not {input.dtype}")
+        if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+            raise HigherOrderGradientError(
+                "torch.func transforms (grad, vmap, jvp, ...) can't pass an FP8 product; use torch.autograd, or "
+                "octavo.set_recipe(model, octavo.recipes.high_precision())"
+            )
+        grad_enabled = torch.is_grad_enabled()
+        state = None
+        if recipe.delayed is not None:
+            if self.delayed_scale.is_meta and not input.is_meta:  # type: ignore[union-attr]
+                # load_state_dict(assign=True) took the parameters off the meta device and left these buffers there
+                register_delayed_state(self, recipe.delayed, input.device)
+            state = State(self.delayed_scale, self.delayed_amax_history)  # type: ignore[arg-type]
+        weight = self._weight_operands(weight_NK, parameter, grad_enabled, grad_enabled and input.requires_grad, state)
+        return linear(input, weight_NK, bias, weight, recipe, state, self.training and grad_enabled)
+
+    def _weight_operands(
+        self, weight_NK: Tensor, parameter: Tensor, grad_enabled: bool, transposed: bool, state: State | None
+    ) -> Operands:
+        recipe = self.recipe
+        caching = (
+            self.training
+            and grad_enabled
+            and parameter.requires_grad
+            and parameter.is_leaf  # not one computed by a parametrization or passed to functional_call
+            and not torch.compiler.is_compiling()
+        )
+        if caching:
+            cached = self._weight_cache.get(parameter, recipe, transposed)
+            if cached is not None:
+                return cached
+        operands = cast_role(weight_NK.detach(), recipe.weight_casts, True, transposed, state, WEIGHT)
+        if caching:
+            self._weight_cache.put(parameter, recipe, operands)
+        return operands
+
+    def forget_recipe(self) -> None:
+        """Drop all that adopt_recipe added."""
+        for name in BUFFERS:
+            self._buffers.pop(name, None)
+            self._non_persistent_buffers_set.discard(name)
+        for name in ("recipe", "_weight_cache"):
+            self.__dict__.pop(name, None)

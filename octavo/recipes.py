@@ -1,0 +1,116 @@
+"""The named recipes. Each returns a frozen octavo.Recipe; dataclasses.replace makes variants."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from octavo.formats import E4M3, E5M2
+from octavo.granularity import PerBlock, PerRow, PerTensor
+from octavo.scaling.recipe import Cast, Delayed, Dynamic, Recipe
+
+
+def dynamic(power_of_two: bool = False) -> Recipe:
+    """One scale a tensor, from its own amax; E4M3 forward, E5M2 gradients.
+
+    Source: "current scaling" in Transformer Engine, "tensorwise" in torchao.
+
+    Args:
+        power_of_two: round scales down to powers of two.
+
+    Example:
+        >>> from octavo import recipes
+        >>> print(recipes.dynamic())
+        dynamic:
+          output      input Cast(E4M3, PerTensor(), Dynamic()), weight Cast(E4M3, PerTensor(), Dynamic())
+          grad_input  grad_output Cast(E5M2, PerTensor(), Dynamic()), weight Cast(E4M3, PerTensor(), Dynamic())
+          grad_weight grad_output Cast(E5M2, PerTensor(), Dynamic()), input Cast(E4M3, PerTensor(), Dynamic())
+    """
+    forward = Cast(E4M3, PerTensor(), Dynamic(), power_of_two)
+    gradient = Cast(E5M2, PerTensor(), Dynamic(), power_of_two)
+    return _linear("dynamic", forward, forward, gradient)
+
+
+def delayed(history_length: int = 16, reduce: Literal["max", "most_recent"] = "max", margin: int = 0) -> Recipe:
+    """One scale a tensor, from the amax of earlier steps; E4M3 forward, E5M2 gradients.
+
+    Source: Micikevicius et al., arXiv 2209.05433; Transformer Engine's DelayedScaling (whose history is 1024 long).
+
+    Args:
+        history_length: how many amax are kept a role.
+        reduce: ``"max"`` or ``"most_recent"``.
+        margin: divide scales by 2^margin, room for an amax that grows.
+
+    Example:
+        >>> from octavo import recipes
+        >>> recipes.delayed(history_length=4).delayed
+        Delayed(history_length=4, reduce='max')
+    """
+    rule = Delayed(history_length, reduce)
+    forward = Cast(E4M3, PerTensor(), rule, margin=margin)
+    gradient = Cast(E5M2, PerTensor(), rule, margin=margin)
+    return _linear("delayed", forward, forward, gradient)
+
+
+def rowwise(power_of_two: bool = False) -> Recipe:
+    """One scale for each row of a product's result; E4M3 throughout.
+
+    Source: torchao's "rowwise"; Meta's FP8 recipe for Llama 3, arXiv 2407.21783, section 6.2.
+
+    Args:
+        power_of_two: round scales down to powers of two.
+
+    Example:
+        >>> from octavo import recipes
+        >>> recipes.rowwise().grad_weight[1]
+        Cast(E4M3, PerRow(), Dynamic())
+    """
+    cast = Cast(E4M3, PerRow(), Dynamic(), power_of_two)
+    return _linear("rowwise", cast, cast, cast)
+
+
+def blockwise(power_of_two: bool = True) -> Recipe:
+    """1x128 blocks for inputs and gradients, 128x128 blocks for weights; E4M3 throughout.
+
+    Source: DeepSeek-V3 technical report, arXiv 2412.19437, section 3.3.
+
+    Args:
+        power_of_two: round scales down to powers of two.
+
+    Example:
+        >>> from octavo import recipes
+        >>> recipes.blockwise().output[1].granularity
+        PerBlock(128, 128)
+    """
+    vector = Cast(E4M3, PerBlock(1, 128), Dynamic(), power_of_two)
+    square = Cast(E4M3, PerBlock(128, 128), Dynamic(), power_of_two)
+    return _linear("blockwise", vector, square, vector)
+
+
+def mx() -> Recipe:
+    """1x32 blocks with power-of-two scales; E4M3 throughout.
+
+    Source: OCP Microscaling Formats v1.0; Mishra et al., arXiv 2506.08027, whose rounding of the scale keeps every
+    block's largest element from saturating, as rounding down does here.
+
+    Example:
+        >>> from octavo import recipes
+        >>> recipes.mx().output[0]
+        Cast(E4M3, PerBlock(1, 32), Dynamic(), power_of_two=True)
+    """
+    cast = Cast(E4M3, PerBlock(1, 32), Dynamic(), power_of_two=True)
+    return _linear("mx", cast, cast, cast)
+
+
+def high_precision() -> Recipe:
+    """No product in FP8: a layer computes as torch.nn.Linear does.
+
+    Example:
+        >>> from octavo import recipes
+        >>> recipes.high_precision().is_high_precision
+        True
+    """
+    return Recipe(name="high_precision")
+
+
+def _linear(name: str, input: Cast, weight: Cast, grad_output: Cast) -> Recipe:
+    return Recipe((input, weight), (grad_output, weight), (grad_output, input), name)

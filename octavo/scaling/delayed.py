@@ -1,0 +1,96 @@
+"""The state of delayed scaling: two ordinary buffers on the module that owns it.
+
+    delayed_scale         [3]     float32, one scale a role (input, weight, grad_output); 0 = no history yet
+    delayed_amax_history  [3, H]  float32, newest first
+
+Forward only reads it. Backward's cast of grad_output commits: it rolls the histories and writes the next scales, so a
+recomputed forward (activation checkpointing) sees what the first one saw. The buffers are not persistent: a converted
+model's state_dict has the keys of the plain model. Losing them costs one step whose scales are each tensor's own; for
+a bit-identical continuation save ``delayed_state_dict`` beside the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from octavo.scaling.recipe import ROLES, Delayed
+
+BUFFERS = ("delayed_scale", "delayed_amax_history")
+
+
+def register_delayed_state(module: nn.Module, rule: Delayed, device: torch.device) -> None:
+    """Give ``module`` an empty delayed state for ``rule``; a real one of the same length is kept as it is."""
+    history = getattr(module, "delayed_amax_history", None)
+    if history is not None and history.shape[1] == rule.history_length and not history.is_meta:
+        return
+    module.register_buffer(
+        "delayed_scale", torch.zeros(len(ROLES), dtype=torch.float32, device=device), persistent=False
+    )
+    module.register_buffer(
+        "delayed_amax_history",
+        torch.zeros(len(ROLES), rule.history_length, dtype=torch.float32, device=device),
+        persistent=False,
+    )
+
+
+def delayed_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """The delayed state of every converted module in ``model``.
+
+    Args:
+        model: any module; parts without delayed state are passed over.
+
+    Returns:
+        ``{"<module name>.delayed_scale": [3] float32, "<module name>.delayed_amax_history": [3, H] float32, ...}``,
+        detached copies on their devices; empty where no recipe is delayed.
+
+    Example:
+        >>> import torch, octavo
+        >>> layer = octavo.nn.Linear(64, 64, recipe=octavo.recipes.delayed())
+        >>> layer(torch.randn(8, 64)).sum().backward()
+        >>> sorted(octavo.delayed_state_dict(torch.nn.Sequential(layer)))
+        ['0.delayed_amax_history', '0.delayed_scale']
+    """
+    return {name: buffer.detach().clone() for name, buffer in _buffers(model)}
+
+
+def load_delayed_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Put back what ``delayed_state_dict`` returned; nothing is changed unless all of it fits.
+
+    Args:
+        model: a model converted with a recipe of the same history length.
+        state: names and tensors as ``delayed_state_dict`` gives them.
+
+    Raises:
+        ValueError: for missing or unexpected names, or another shape.
+
+    Example:
+        >>> import octavo
+        >>> layer = octavo.nn.Linear(64, 64, recipe=octavo.recipes.delayed())
+        >>> octavo.load_delayed_state_dict(layer, octavo.delayed_state_dict(layer))
+    """
+    own = dict(_buffers(model))
+    missing, unexpected = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+    if missing or unexpected:
+        raise ValueError(
+            f"delayed state does not fit the model: missing {missing[:4]}, unexpected {unexpected[:4]}; "
+            "convert the model with the recipe it was saved under first"
+        )
+    for name, buffer in own.items():
+        if state[name].shape != buffer.shape:
+            raise ValueError(
+                f"{name}: saved shape {tuple(state[name].shape)}, the model's {tuple(buffer.shape)}; "
+                "use the same history_length"
+            )
+    for name, buffer in own.items():
+        buffer.copy_(state[name])
+
+
+def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for prefix, module in model.named_modules():
+        for name in BUFFERS:
+            buffer = module._buffers.get(name)
+            if buffer is not None:
+                yield (f"{prefix}.{name}" if prefix else name), buffer

@@ -1,0 +1,251 @@
+"""Cast and Recipe: values that say how the *next* cast is made.
+
+A linear layer's three products, each operand laid with the contracted dimension last (STYLE: suffix = layout):
+
+    product       result      first operand     second operand     contracts over
+    output        y_TN        input_TK          weight_NK          K
+    grad_input    dx_TK       grad_output_TN    weight_KN          N
+    grad_weight   dW_NK       grad_output_NT    input_KT           T
+
+So each role is an operand of two products, once as it lies and once transposed. Where its two casts read the same tile
+of the same tensor (per tensor; 128x128) it is cast once and used twice; else it is read once and rounded twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from octavo.formats import E4M3, E5M2, Format
+from octavo.granularity import Granularity, PerRow, PerTensor, Tile
+
+ROLES = ("input", "weight", "grad_output")
+PRODUCTS = ("output", "grad_input", "grad_weight")
+
+
+@dataclass(frozen=True)
+class Dynamic:
+    """Rule: the scale comes from this tensor's own amax.
+
+    Example:
+        >>> Dynamic()
+        Dynamic()
+    """
+
+
+@dataclass(frozen=True)
+class Delayed:
+    """Rule: the scale comes from a history of amax of earlier steps, so that a cast is one pass over its tensor.
+
+    Args:
+        history_length: how many amax are kept, at least 1.
+        reduce: ``"max"`` takes the largest of the history, ``"most_recent"`` its newest.
+
+    Raises:
+        ValueError: for another ``reduce`` or a history without room.
+
+    Source:
+        Micikevicius et al., arXiv 2209.05433; Transformer Engine's DelayedScaling.
+
+    Example:
+        >>> Delayed(history_length=16)
+        Delayed(history_length=16, reduce='max')
+    """
+
+    history_length: int = 16
+    reduce: Literal["max", "most_recent"] = "max"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.history_length, int) or self.history_length < 1:
+            raise ValueError(f"history_length={self.history_length!r}: needs an integer of at least 1")
+        if self.reduce not in ("max", "most_recent"):
+            raise ValueError(f"reduce={self.reduce!r}: use 'max' or 'most_recent'")
+
+
+@dataclass(frozen=True)
+class Cast:
+    """How one operand of one product is cast.
+
+    Args:
+        format: E4M3 or E5M2.
+        granularity: that of the operand laid with the contracted dimension last.
+        rule: Dynamic() or Delayed(...); Delayed needs PerTensor().
+        power_of_two: round the scale down to a power of two.
+        margin: divide the scale by 2^margin, 0 to 64.
+
+    Raises:
+        TypeError, ValueError: for a wrong field, naming it and the remedy.
+
+    Example:
+        >>> from octavo import E4M3, PerRow
+        >>> Cast(E4M3, PerRow())
+        Cast(E4M3, PerRow(), Dynamic())
+    """
+
+    format: Format
+    granularity: Granularity
+    rule: Dynamic | Delayed = Dynamic()
+    power_of_two: bool = False
+    margin: int = 0
+
+    def __post_init__(self) -> None:
+        for name, kind in (("format", Format), ("granularity", Granularity), ("rule", (Dynamic, Delayed))):
+            if not isinstance(getattr(self, name), kind):
+                raise TypeError(f"Cast: {name}={getattr(self, name)!r} is no {name}; e.g. {_EXAMPLES[name]}")
+        if not isinstance(self.margin, int) or not 0 <= self.margin <= 64:
+            raise ValueError(
+                f"Cast: margin={self.margin!r} must be an integer from 0 to 64 (the scale is divided by 2^margin)"
+            )
+        if isinstance(self.rule, Delayed) and self.granularity != PerTensor():
+            raise ValueError(
+                f"Cast: a Delayed rule keeps one scale a role, so it needs PerTensor(), not {self.granularity}"
+            )
+        if isinstance(self.granularity, PerRow) and self.granularity.dim != -1:
+            raise ValueError("Cast: an operand is laid with the contracted dimension last, so its rows are PerRow()")
+
+    @property
+    def tile(self) -> Tile:
+        """The granularity's tile."""
+        return self.granularity.tile
+
+    def __repr__(self) -> str:
+        extra = (", power_of_two=True" if self.power_of_two else "") + (
+            f", margin={self.margin}" if self.margin else ""
+        )
+        return f"Cast({self.format}, {self.granularity}, {self.rule}{extra})"
+
+
+_EXAMPLES = {"format": "octavo.E4M3", "granularity": "octavo.PerTensor()", "rule": "octavo.Dynamic()"}
+
+
+class RoleCasts(NamedTuple):
+    """A role's two casts: as it lies, and transposed; None where that product stays in high precision.
+
+    ``once``: both exist and coincide, so one cast serves both.
+    """
+
+    as_is: Cast | None
+    transposed: Cast | None
+    once: bool
+
+
+class DelayedUpdate(NamedTuple):
+    """How each role's next scale is made: the arguments of ``octavo::delayed_update``."""
+
+    limits: tuple[float, ...]
+    powers_of_two: tuple[bool, ...]
+    margins: tuple[int, ...]
+    reduce: str
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """For each product, the casts of its two operands, or None: that product stays in high precision.
+
+    Args:
+        output: (cast of input, cast of weight).
+        grad_input: (cast of grad_output, cast of weight).
+        grad_weight: (cast of grad_output, cast of input).
+        name: how it is printed; not compared.
+
+    Raises:
+        TypeError, ValueError: for what no kernel or state could carry out, with the remedy.
+
+    Example:
+        >>> import dataclasses
+        >>> from octavo import recipes
+        >>> dataclasses.replace(recipes.dynamic(), grad_weight=None, name="dynamic, high-precision dW").output[0]
+        Cast(E4M3, PerTensor(), Dynamic())
+    """
+
+    output: tuple[Cast, Cast] | None = None
+    grad_input: tuple[Cast, Cast] | None = None
+    grad_weight: tuple[Cast, Cast] | None = None
+    name: str = field(default="custom", compare=False)
+
+    def __post_init__(self) -> None:
+        for product in PRODUCTS:
+            casts = getattr(self, product)
+            if casts is None:
+                continue
+            if not (isinstance(casts, tuple) and len(casts) == 2 and all(isinstance(cast, Cast) for cast in casts)):
+                raise TypeError(f"Recipe: {product}={casts!r} must be None or a pair of Casts, one for each operand")
+            if casts[0].format is E5M2 and casts[1].format is E5M2:
+                raise ValueError(f"Recipe: {product} multiplies E5M2 by E5M2, which no GPU does; make one operand E4M3")
+        casts_by_role = {role: self._casts_of(role) for role in ROLES}
+        delayed = {
+            cast.rule for pair in casts_by_role.values() for cast in pair if cast and isinstance(cast.rule, Delayed)
+        }
+        if len(delayed) > 1:
+            raise ValueError(
+                f"Recipe: a layer keeps one kind of history, but the casts ask for {sorted(map(str, delayed))}"
+            )
+        for role, (as_is, transposed) in casts_by_role.items():
+            both_delayed = all(cast is not None and isinstance(cast.rule, Delayed) for cast in (as_is, transposed))
+            if both_delayed and as_is != transposed:
+                raise ValueError(
+                    f"Recipe: {role} has one delayed scale but two casts, {as_is} and {transposed}; "
+                    "make them equal or one of them Dynamic"
+                )
+        for role, pair in casts_by_role.items():  # derived once, read on every forward
+            object.__setattr__(self, f"{role}_casts", RoleCasts(*pair, once=_coincide(*pair)))
+        object.__setattr__(self, "delayed", next(iter(delayed), None))
+        object.__setattr__(self, "delayed_update", _delayed_update([casts_by_role[role] for role in ROLES]))
+
+    # derived in __post_init__
+    input_casts: RoleCasts = field(init=False, repr=False, compare=False)
+    weight_casts: RoleCasts = field(init=False, repr=False, compare=False)
+    grad_output_casts: RoleCasts = field(init=False, repr=False, compare=False)
+    delayed: Delayed | None = field(init=False, repr=False, compare=False)
+    delayed_update: DelayedUpdate = field(init=False, repr=False, compare=False)
+
+    def _casts_of(self, role: str) -> tuple[Cast | None, Cast | None]:
+        """(as it lies, transposed)."""
+        as_is, transposed = {
+            "input": ((self.output, 0), (self.grad_weight, 1)),
+            "weight": ((self.output, 1), (self.grad_input, 1)),
+            "grad_output": ((self.grad_input, 0), (self.grad_weight, 0)),
+        }[role]
+        return tuple(None if product is None else product[side] for product, side in (as_is, transposed))  # type: ignore[return-value]
+
+    @property
+    def is_high_precision(self) -> bool:
+        """Whether no product is in FP8."""
+        return self.output is None and self.grad_input is None and self.grad_weight is None
+
+    def __str__(self) -> str:
+        lines = [f"{self.name}:"]
+        for product, names in zip(
+            PRODUCTS, (("input", "weight"), ("grad_output", "weight"), ("grad_output", "input")), strict=True
+        ):
+            casts = getattr(self, product)
+            text = (
+                "high precision" if casts is None else ", ".join(f"{n} {c}" for n, c in zip(names, casts, strict=True))
+            )
+            lines.append(f"  {product:<12}{text}")
+        return "\n".join(lines)
+
+
+def _coincide(as_is: Cast | None, transposed: Cast | None) -> bool:
+    """Whether one cast serves both layouts: the same but for the tile, and the tile is the other's transpose."""
+    if as_is is None or transposed is None:
+        return False
+    same = (as_is.format, as_is.rule, as_is.power_of_two, as_is.margin) == (
+        transposed.format,
+        transposed.rule,
+        transposed.power_of_two,
+        transposed.margin,
+    )
+    return same and as_is.granularity.transposed() == transposed.granularity
+
+
+def _delayed_update(casts_by_role: list[tuple[Cast | None, Cast | None]]) -> DelayedUpdate:
+    """The update's arguments; a role without a Delayed cast is never rolled, so any value stands for it."""
+    idle = Cast(E4M3, PerTensor(), Delayed())
+    chosen = [next((c for c in pair if c is not None and isinstance(c.rule, Delayed)), idle) for pair in casts_by_role]
+    return DelayedUpdate(
+        tuple(cast.format.max for cast in chosen),
+        tuple(cast.power_of_two for cast in chosen),
+        tuple(cast.margin for cast in chosen),
+        next((cast.rule.reduce for cast in chosen if cast is not idle and isinstance(cast.rule, Delayed)), "max"),
+    )

@@ -1,0 +1,182 @@
+"""How aten ops move a pair. An op that has no row here raises by name; nothing is dequantised on the way.
+
+Each rule takes the op, its arguments and keywords and returns the op's result. Views cut
+only between tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.errors import UnsupportedOpError
+from octavo.granularity import ALL, Granularity, scale_shape, tiles_along
+from octavo.tensor.scaled_tensor import ScaledTensor
+
+aten = torch.ops.aten
+
+Rule = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
+TABLE: dict[Any, Rule] = {}
+
+
+def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run ``func`` by its rule.
+
+    Raises:
+        UnsupportedOpError: if it has none.
+    """
+    rule = TABLE.get(func)
+    if rule is None:
+        raise UnsupportedOpError(
+            f"{func} is not defined for a ScaledTensor and nothing dequantises silently; call .dequantize() on it first"
+        )
+    return rule(func, args, kwargs)
+
+
+def _rule(*ops: Any) -> Callable[[Rule], Rule]:
+    def register(rule: Rule) -> Rule:
+        TABLE.update(dict.fromkeys(ops, rule))
+        return rule
+
+    return register
+
+
+def _filled(args: Sequence[Any], *defaults: Any) -> tuple[Any, ...]:
+    """All arguments of an op, those after the first by default."""
+    return (*args, *defaults[len(args) - 1 :])
+
+
+def _like(pair: ScaledTensor, qdata: Tensor, scale_inv: Tensor, granularity: Granularity | None = None) -> ScaledTensor:
+    return ScaledTensor(qdata, scale_inv, granularity or pair.granularity, pair.dtype)
+
+
+@_rule(aten.detach.default, aten.alias.default)
+def _same(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> ScaledTensor:
+    (pair,) = args
+    return _like(pair, func(pair.qdata), func(pair.scale_inv))
+
+
+@_rule(aten.clone.default)
+def _clone(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> ScaledTensor:
+    (pair,) = args
+    return _like(pair, func(pair.qdata, **kwargs), func(pair.scale_inv))
+
+
+@_rule(aten.t.default, aten.transpose.int)
+def _transpose(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> ScaledTensor:
+    pair, *dims = args
+    ndim = pair.ndim
+    first, second = sorted(dim % ndim for dim in dims) if dims else (0, ndim - 1)
+    if first == second:
+        return _like(pair, func(pair.qdata, *dims), func(pair.scale_inv, *dims))
+    if (first, second) != (ndim - 2, ndim - 1):
+        if (pair.scale_inv.numel() != 1 and pair.granularity.tile != (1, ALL)) or second == ndim - 1:
+            raise UnsupportedOpError(
+                f"{func} of dimensions {tuple(dims)} would mix the tiles of {pair.granularity}; exchange the last two "
+                "dimensions, or call .dequantize() first"
+            )
+        return _like(pair, func(pair.qdata, *dims), func(pair.scale_inv, *dims))
+    return _like(pair, func(pair.qdata, *dims), func(pair.scale_inv, *dims), pair.granularity.transposed())
+
+
+@_rule(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+def _view(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> ScaledTensor:
+    pair, shape = args
+    qdata = func(pair.qdata, shape)
+    new, old, tile = qdata.shape, pair.shape, pair.granularity.tile
+    if tile == (ALL, ALL):
+        return _like(pair, qdata, pair.scale_inv.view(scale_shape(new, tile)))
+    kept = 1 if tile[0] == 1 else 2  # trailing dimensions that the tiles reach over
+    if new == old or (len(new) >= kept and len(old) >= kept and new[len(new) - kept :] == old[len(old) - kept :]):
+        return _like(pair, qdata, pair.scale_inv.view(scale_shape(new, tile)))
+    raise UnsupportedOpError(
+        f"{func} from {tuple(old)} to {tuple(new)} would cut through the tiles of {pair.granularity}; keep the last "
+        f"{kept} dimension(s), or call .dequantize() first"
+    )
+
+
+@_rule(aten.slice.Tensor)
+def _slice(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> ScaledTensor:
+    pair, dim, start, end, step = _filled(args, 0, None, None, 1)
+    dim %= pair.ndim
+    size = pair.shape[dim]
+    start, stop, _ = slice(start, end).indices(size)
+    qdata = func(pair.qdata, dim, start, stop, step)
+    tile = _tile_along(pair, dim)
+    if tile == ALL or (pair.scale_inv.numel() == 1 and pair.granularity.tile == (ALL, ALL)):
+        return _like(pair, qdata, pair.scale_inv)
+    if tile != 1 and (start % tile or step != 1):
+        raise UnsupportedOpError(
+            f"slice [{start}:{stop}:{step}] of dimension {dim} would cut through the tiles of {pair.granularity}; "
+            f"start at a multiple of {tile} with step 1, or call .dequantize() first"
+        )
+    scale_inv = func(pair.scale_inv, dim, start // tile, tiles_along(max(stop, start), tile), step)
+    return _like(pair, qdata, scale_inv)
+
+
+@_rule(aten.split.Tensor)
+def _split(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[ScaledTensor, ...]:
+    pair, size, dim = _filled(args, None, 0)
+    starts = range(0, max(pair.shape[dim], 1), size) if size else [0]
+    return tuple(_slice(aten.slice.Tensor, (pair, dim, start, start + size), {}) for start in starts)
+
+
+@_rule(aten.split_with_sizes.default)
+def _split_with_sizes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[ScaledTensor, ...]:
+    pair, sizes, dim = _filled(args, None, 0)
+    parts, start = [], 0
+    for size in sizes:
+        parts.append(_slice(aten.slice.Tensor, (pair, dim, start, start + size), {}))
+        start += size
+    return tuple(parts)
+
+
+def _tile_along(pair: ScaledTensor, dim: int) -> int:
+    from_last = pair.ndim - 1 - dim
+    if pair.granularity.tile == (ALL, ALL):
+        return ALL
+    return {0: pair.granularity.tile[1], 1: pair.granularity.tile[0]}.get(from_last, 1)
+
+
+@_rule(aten.as_strided.default)
+def _as_strided(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> ScaledTensor:
+    pair, size, stride, offset = _filled(args, None, None, None)
+    same = (
+        tuple(size) == tuple(pair.shape) and tuple(stride) == pair.stride() and offset in (None, pair.storage_offset())
+    )
+    if same:
+        return _like(pair, pair.qdata, pair.scale_inv)
+    if pair.granularity.tile == (ALL, ALL):
+        qdata = func(pair.qdata, size, stride, pair.storage_offset() if offset is None else offset)
+        return _like(pair, qdata, pair.scale_inv.view(scale_shape(qdata.shape, (ALL, ALL))))
+    raise UnsupportedOpError(
+        f"{func} with another layout than its own would cut through the tiles of {pair.granularity}; use view, slice "
+        "or transpose, or call .dequantize() first"
+    )
+
+
+@_rule(aten.copy_.default)
+def _copy(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    target, source = args[:2]
+    if not (isinstance(target, ScaledTensor) and isinstance(source, ScaledTensor)):
+        remedy = "octavo.quantize(source, ...)" if isinstance(target, ScaledTensor) else "source.dequantize()"
+        raise UnsupportedOpError(f"copy_ between a ScaledTensor and a plain tensor converts silently; copy {remedy}")
+    for name in ("shape", "granularity", "format"):
+        if getattr(target, name) != getattr(source, name):
+            raise ValueError(f"copy_: {name} is {getattr(target, name)} here and {getattr(source, name)} in the source")
+    func(target.qdata, source.qdata, *args[2:])
+    func(target.scale_inv, source.scale_inv, *args[2:])
+    return target
+
+
+@_rule(aten._to_copy.default)
+def _to_copy(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> ScaledTensor:
+    """To another device, or another dtype to read back to; the codes stay as they are."""
+    (pair,) = args
+    dtype = kwargs.pop("dtype", None) or pair.dtype
+    memory_format = kwargs.pop("memory_format", None) or torch.preserve_format
+    qdata = func(pair.qdata, memory_format=memory_format, **kwargs)
+    return ScaledTensor(qdata, func(pair.scale_inv, **kwargs), pair.granularity, dtype)

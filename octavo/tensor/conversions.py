@@ -1,0 +1,131 @@
+"""The pair's two conversions, quantize and dequantize, and their gradients.
+
+They stand here and not in autograd/ because they are methods of the pair: dequantize() has to be differentiable
+wherever a ScaledTensor goes, and imports point down.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo import kernels
+from octavo.formats import Format
+from octavo.granularity import ALL, Granularity, Tile
+from octavo.tensor.scaled_tensor import ScaledTensor
+
+_CASTABLE = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def quantize(
+    x: Tensor, format: Format, granularity: Granularity, power_of_two: bool = False, margin: int = 0
+) -> ScaledTensor:
+    """Round ``x`` to FP8 with scales from its own amax.
+
+    The gradient is straight-through: that of the result where the scaled value is within the format's range, 0 where
+    it was clipped (which takes a NaN or infinite element: a scale from the tensor's own amax clips no finite one).
+
+    Args:
+        x: bfloat16, float16 or float32, any shape.
+        format: octavo.E4M3 or octavo.E5M2.
+        granularity: PerTensor(), PerRow() or PerBlock(rows, cols), over the last two dimensions.
+        power_of_two: round scales down to powers of two.
+        margin: divide scales by 2^margin.
+
+    Returns:
+        a ScaledTensor of x's shape and dtype; qdata is contiguous.
+
+    Raises:
+        TypeError: for another dtype, or arguments of the wrong kind.
+
+    Example:
+        >>> import torch, octavo
+        >>> q = octavo.quantize(torch.randn(300, 256), octavo.E4M3, octavo.PerBlock(128, 128), power_of_two=True)
+        >>> q.qdata.dtype, q.scale_inv.shape
+        (torch.float8_e4m3fn, torch.Size([3, 2]))
+    """
+    if isinstance(x, ScaledTensor):
+        raise TypeError("x is a ScaledTensor already; quantize x.dequantize() to change its granularity")
+    if not isinstance(x, Tensor) or x.dtype not in _CASTABLE:
+        kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"octavo casts bfloat16, float16 and float32 tensors to FP8, not {kind}")
+    if not isinstance(format, Format):
+        raise TypeError(f"format={format!r}: use octavo.E4M3 or octavo.E5M2")
+    if not isinstance(granularity, Granularity):
+        raise TypeError(f"granularity={granularity!r}: use octavo.PerTensor(), PerRow() or PerBlock(rows, cols)")
+    if not isinstance(margin, int) or not 0 <= margin <= 64:
+        raise ValueError(f"margin={margin!r} must be an integer from 0 to 64")
+    result: ScaledTensor = _Quantize.apply(x, format, granularity, power_of_two, margin)
+    return result
+
+
+def dequantize(pair: ScaledTensor) -> Tensor:
+    """``ScaledTensor.dequantize``."""
+    result: Tensor = _Dequantize.apply(pair)
+    return result
+
+
+def amax_of(pair: ScaledTensor) -> Tensor:
+    """The amax of each tile of the values as stored: float32, shape of scale_inv."""
+    parts = [
+        kernels.amax(kernels.dequantize(q, s, pair.granularity.tile, torch.float32), pair.granularity.tile)
+        for q, s in _matrices(pair.qdata, pair.scale_inv, pair.granularity.tile)
+    ]
+    return torch.cat([part.reshape(-1) for part in parts]).view(pair.scale_inv.shape)
+
+
+class _Quantize(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, format: Format, granularity: Granularity, power_of_two: bool, margin: int
+    ) -> ScaledTensor:
+        ctx.save_for_backward(x if ctx.needs_input_grad[0] else None)
+        tile = granularity.tile
+        codes, scales = [], []
+        for matrix in _matrices_of(x, tile):
+            q, s, _ = kernels.cast(matrix, None, 0, format.dtype, tile, power_of_two, margin)
+            codes.append(q)
+            scales.append(s)
+        qdata = codes[0] if len(codes) == 1 else torch.stack([q.view(torch.uint8) for q in codes]).view(format.dtype)
+        scale_inv = scales[0] if len(scales) == 1 else torch.stack(scales)
+        return ScaledTensor(qdata.view(x.shape), scale_inv.view(granularity.scale_shape(x.shape)), granularity, x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        return torch.where(torch.isfinite(x), grads[0], 0), None, None, None, None
+
+
+class _Dequantize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, pair: ScaledTensor) -> Tensor:
+        tile = pair.granularity.tile
+        values = [kernels.dequantize(q, s, tile, pair.dtype) for q, s in _matrices(pair.qdata, pair.scale_inv, tile)]
+        return (values[0] if len(values) == 1 else torch.stack(values)).view(pair.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+def _matrices(qdata: Tensor, scale_inv: Tensor, tile: Tile) -> list[tuple[Tensor, Tensor]]:
+    """The pair as 2-D pairs."""
+    matrices = _matrices_of(qdata, tile)
+    count = len(matrices)
+    scales = scale_inv.reshape(count, -1, scale_inv.shape[-1]) if scale_inv.ndim > 0 else scale_inv.view(1, 1, 1)
+    if count == 1 and tile[0] == ALL and tile[1] == ALL:
+        scales = scale_inv.reshape(1, 1, 1)
+    return list(zip(matrices, scales.unbind(0), strict=True))
+
+
+def _matrices_of(x: Tensor, tile: Tile) -> list[Tensor]:
+    """x as 2-D tensors that no tile crosses: one, unless the tiles of the leading dimensions would run together."""
+    if x.ndim < 2:
+        return [x.reshape(1, -1)]
+    rows, cols = x.shape[-2:]
+    per_tensor = tile[0] == ALL and tile[1] == ALL
+    if x.ndim == 2 or per_tensor or tile[0] == 1 or (tile[0] != ALL and rows % tile[0] == 0):
+        return [x.reshape(x.numel() // cols if cols else x.shape[:-1].numel(), cols)]
+    return list(x.reshape(-1, rows, cols).unbind(0))
