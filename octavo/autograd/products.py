@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from octavo import kernels
 from octavo.errors import HigherOrderGradientError
+from octavo.granularity import PerBlock
 from octavo.kernels.layouts import needs_transposed_codes
 from octavo.scaling.recipe import Cast, Delayed, Recipe, RoleCasts
 
@@ -30,11 +31,16 @@ Pair = tuple[Tensor, Tensor]  # (qdata, scale_inv)
 
 
 class Operands(NamedTuple):
-    """A role's pairs. ``amax`` [1, 1] fp32 is what a Delayed cast found; None where nothing was cast that way."""
+    """A role's pairs.
+
+    ``amax`` [1, 1] fp32 is what a Delayed cast found; None where nothing was cast that way. ``fresh``: just cast, not
+    cached, so that amax is still to be rolled into the history.
+    """
 
     as_is: Pair | None = None
     transposed: Pair | None = None
     amax: Tensor | None = None
+    fresh: bool = True
 
 
 class State(NamedTuple):
@@ -135,13 +141,13 @@ def _cast_grad_output(
     as_is: bool,
     transposed: bool,
     state: State | None,
-    saved: tuple[Tensor | None, ...],
+    forward_amax: tuple[Tensor | None, Tensor | None] | None,
 ) -> Operands:
-    """Cast grad_output and commit the delayed state with forward's amax and this one's."""
+    """Cast grad_output and, given the amax of forward's (input, weight), commit the delayed state with all three."""
     casts = recipe.grad_output_casts
-    if state is None:
-        return cast_role(grad_TN, casts, as_is, transposed, None, GRAD_OUTPUT)
-    amax_input, amax_weight = saved
+    if state is None or forward_amax is None:
+        return cast_role(grad_TN, casts, as_is, transposed, state, GRAD_OUTPUT)
+    amax_input, amax_weight = forward_amax
     update = recipe.delayed_update
     cast = casts.as_is or casts.transposed
     if cast is not None and casts.once and _is_delayed(cast) and (as_is or transposed):
@@ -169,6 +175,15 @@ def _output(x_TK: Tensor, weight_NK: Tensor, bias: Tensor | None, recipe: Recipe
     return _matmul(x.as_is, input_cast, w.as_is, weight_cast, bias, x_TK.dtype, fast_accum=True)
 
 
+def _packed(pair: Pair | None, cast: Cast | None) -> tuple[Tensor | None, Tensor | None]:
+    """A pair to save for backward: block scales that are powers of two as E8M0, exact in a quarter of the bytes."""
+    if pair is None or cast is None:
+        return None, None
+    q, scale_inv = pair
+    blocks = isinstance(cast.granularity, PerBlock)
+    return q, scale_inv.to(torch.float8_e8m0fnu) if blocks and cast.power_of_two else scale_inv
+
+
 class _Linear(torch.autograd.Function):
     """y = x . W^T + b with a recipe's products."""
 
@@ -181,18 +196,19 @@ class _Linear(torch.autograd.Function):
         weight: Operands,
         recipe: Recipe,
         state: State | None,
+        training: bool,
     ) -> Tensor:
         needs_dx, needs_dw, _ = ctx.needs_input_grad[:3]
         x = cast_role(x_TK, recipe.input_casts, True, needs_dw, state, INPUT)
-        ctx.recipe, ctx.state = recipe, state
+        ctx.recipe, ctx.state, ctx.commits, ctx.rolls_weight = recipe, state, training, weight.fresh
         ctx.dtypes = x_TK.dtype, weight_NK.dtype, None if bias is None else bias.dtype
         ctx.save_for_backward(
             x_TK if needs_dw and recipe.grad_weight is None else None,
-            *((x.transposed if needs_dw else None) or (None, None)),
+            *_packed(x.transposed if needs_dw else None, recipe.input_casts.transposed),
             weight_NK if needs_dx and recipe.grad_input is None else None,
-            *((weight.transposed if needs_dx else None) or (None, None)),
+            *_packed(weight.transposed if needs_dx else None, recipe.weight_casts.transposed),
             x.amax,
-            weight.amax,
+            weight.amax,  # not rolled but saved all the same: a checkpoint counts what its second forward saves
         )
         return _output(x_TK, weight_NK, bias, recipe, x, weight)
 
@@ -205,9 +221,10 @@ class _Linear(torch.autograd.Function):
             )
         (grad_TN,) = grads
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
-        x_TK, x_q, x_scale_inv, weight_NK, w_q, w_scale_inv, *amax = ctx.saved_tensors
+        x_TK, x_q, x_scale_inv, weight_NK, w_q, w_scale_inv, x_amax, w_amax = ctx.saved_tensors
         recipe, (x_dtype, weight_dtype, bias_dtype) = ctx.recipe, ctx.dtypes
-        g = _cast_grad_output(grad_TN, recipe, needs_dx, needs_dw, ctx.state, tuple(amax))
+        amax = (x_amax, w_amax if ctx.rolls_weight else None) if ctx.commits else None
+        g = _cast_grad_output(grad_TN, recipe, needs_dx, needs_dw, ctx.state, amax)
         dx_TK = dw_NK = db_N = None
         if needs_dx:
             if recipe.grad_input is None:
@@ -215,17 +232,19 @@ class _Linear(torch.autograd.Function):
             else:
                 assert g.as_is is not None
                 g_cast, w_cast = recipe.grad_input
-                dx_TK = _matmul(g.as_is, g_cast, (w_q, w_scale_inv), w_cast, None, x_dtype)
+                weight = w_q, w_scale_inv.to(torch.float32)
+                dx_TK = _matmul(g.as_is, g_cast, weight, w_cast, None, x_dtype)
         if needs_dw:
             if recipe.grad_weight is None:
                 dw_NK = torch.mm(grad_TN.t(), x_TK).to(weight_dtype)
             else:
                 assert g.transposed is not None
                 g_cast, x_cast = recipe.grad_weight
-                dw_NK = _matmul(g.transposed, g_cast, (x_q, x_scale_inv), x_cast, None, x_dtype).to(weight_dtype)
+                x = x_q, x_scale_inv.to(torch.float32)
+                dw_NK = _matmul(g.transposed, g_cast, x, x_cast, None, x_dtype).to(weight_dtype)
         if needs_db:
             db_N = grad_TN.sum(0).to(bias_dtype)
-        return dx_TK, dw_NK, db_N, None, None, None
+        return dx_TK, dw_NK, db_N, None, None, None, None
 
 
 def linear(
@@ -235,7 +254,7 @@ def linear(
     weight: Operands,
     recipe: Recipe,
     state: State | None,
-    commit_in_forward: bool,
+    training: bool,
 ) -> Tensor:
     """y = x . weight^T + bias by a recipe's products.
 
@@ -246,18 +265,18 @@ def linear(
         weight: the weight's operands, made by ``cast_role``.
         recipe: at least one product in FP8.
         state: delayed state where the recipe is delayed.
-        commit_in_forward: a training step whose backward will not come by here commits now.
+        training: whether delayed state is committed: by backward, or now where backward will not come by.
 
     Returns:
         [..., N], dtype of x.
     """
     x_TK = x if x.ndim == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])  # -1 is ambiguous for K = 0
     if torch.is_grad_enabled() and (x.requires_grad or weight_NK.requires_grad or _requires_grad(bias)):
-        y_TN = _Linear.apply(x_TK, weight_NK, bias, weight, recipe, state)
+        y_TN = _Linear.apply(x_TK, weight_NK, bias, weight, recipe, state, training)
     else:
         operands = cast_role(x_TK, recipe.input_casts, True, False, state, INPUT)
         y_TN = _output(x_TK, weight_NK, bias, recipe, operands, weight)
-        if state is not None and commit_in_forward:
+        if state is not None and training:
             kernels.delayed_update(*state, operands.amax, weight.amax, None, *recipe.delayed_update)
     return y_TN if x.ndim == 2 else y_TN.view(*x.shape[:-1], weight_NK.shape[0])
 

@@ -15,8 +15,8 @@ import torch
 from octavo.kernels.reference import KERNELS
 from octavo.kernels.signatures import SCHEMAS
 
-_is_compiling = torch.compiler.is_compiling
-_modes_active = torch._C._len_torch_dispatch_stack
+_is_compiling: Callable[[], bool] = torch.compiler.is_compiling
+_modes_active: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
 def _entry(name: str) -> Callable[..., Any]:

@@ -121,9 +121,8 @@ class RecipeModule(nn.Module):
         self, weight_NK: Tensor, parameter: Tensor, grad_enabled: bool, transposed: bool, state: State | None
     ) -> Operands:
         recipe = self.recipe
-        caching = (
+        caching = (  # read without gradients too: a reentrant checkpoint's first pass must see what its second will
             self.training
-            and grad_enabled
             and parameter.requires_grad
             and parameter.is_leaf  # not one computed by a parametrization or passed to functional_call
             and not torch.compiler.is_compiling()
@@ -133,7 +132,7 @@ class RecipeModule(nn.Module):
             if cached is not None:
                 return cached
         operands = cast_role(weight_NK.detach(), recipe.weight_casts, True, transposed, state, WEIGHT)
-        if caching:
+        if caching and grad_enabled and not torch.is_inference_mode_enabled():
             self._weight_cache.put(parameter, recipe, operands)
         return operands
 

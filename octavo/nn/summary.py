@@ -39,7 +39,7 @@ class Summary:
 
     @property
     def converted(self) -> tuple[ModuleSummary, ...]:
-        """Those in FP8."""
+        """Those that follow a recipe."""
         return tuple(m for m in self.modules if m.recipe is not None)
 
     @property
@@ -48,9 +48,10 @@ class Summary:
         return tuple(m for m in self.modules if m.recipe is None)
 
     def __str__(self) -> str:
+        in_fp8 = [m for m in self.converted if m.recipe is not None and not m.recipe.is_high_precision]
         total = sum(_numel(m) for m in self.modules) or 1
-        share = 100 * sum(_numel(m) for m in self.converted) / total
-        lines = [f"{len(self.converted)} of {len(self.modules)} matrices in FP8 ({share:.1f} % of their elements)"]
+        share = 100 * sum(_numel(m) for m in in_fp8) / total
+        lines = [f"{len(in_fp8)} of {len(self.modules)} matrices in FP8 ({share:.1f} % of their elements)"]
         width = max((len(m.name or "(model)") for m in self.modules), default=0)
         for m in self.modules:
             state = f"recipe {m.recipe.name}" if m.recipe is not None else f"left alone: {m.reason}"

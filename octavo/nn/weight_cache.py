@@ -2,7 +2,7 @@
 
 Reuse is only right while nothing can have changed the weight. All of these must hold:
 
-    the same storage and address     p.data = t swaps them; the storage is held by a weak reference, so none can recur
+    the same storage and layout      p.data = t swaps them; the storage is held by a weak reference, so none can recur
     the same version                 in-place operations and load_state_dict move it
     no optimizer step since          fused optimizers and those that write p.data do not move the version
     gradients are being accumulated  weight.grad is not None: a first micro-batch always casts anew
@@ -57,7 +57,7 @@ class WeightCache:
         self._key: tuple[Any, ...] = ()
 
     def get(self, weight: Tensor, recipe: Recipe, transposed: bool) -> Operands | None:
-        """The cached operands, without amax, or None where the weight must be cast.
+        """The cached operands, no longer fresh, or None where the weight must be cast.
 
         Args:
             weight: the parameter itself, a leaf.
@@ -74,13 +74,13 @@ class WeightCache:
 
     def put(self, weight: Tensor, recipe: Recipe, operands: Operands) -> None:
         """Keep operands just cast from ``weight``."""
-        self._operands = operands._replace(amax=None)  # a cached weight is not rolled into the history again
+        self._operands = operands._replace(fresh=False)  # a cached weight is not rolled into the history again
         self._storage = StorageWeakRef(weight.untyped_storage())
         self._key = self._key_of(weight, recipe)
 
     @staticmethod
     def _key_of(weight: Tensor, recipe: Recipe) -> tuple[Any, ...]:
-        return weight.data_ptr(), weight._version, OPTIMIZER_STEPS.count, id(recipe)
+        return weight.data_ptr(), weight.stride(), weight._version, OPTIMIZER_STEPS.count, id(recipe)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightCache:
         return WeightCache()

@@ -30,6 +30,9 @@ def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """
     rule = TABLE.get(func)
     if rule is None:
+        result = func.decompose(*args, **kwargs)  # composites (mT, chunk, to) arrive whole in inference mode
+        if result is not NotImplemented:
+            return result
         raise UnsupportedOpError(
             f"{func} is not defined for a ScaledTensor and nothing dequantises silently; call .dequantize() on it first"
         )
@@ -65,24 +68,37 @@ def _clone(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> ScaledTens
     return _like(pair, func(pair.qdata, **kwargs), func(pair.scale_inv))
 
 
-@_rule(aten.t.default, aten.transpose.int)
-def _transpose(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> ScaledTensor:
+@_rule(aten.t.default, aten.transpose.int, aten.permute.default)
+def _permute(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> ScaledTensor:
     pair, *dims = args
-    ndim = pair.ndim
-    first, second = sorted(dim % ndim for dim in dims) if dims else (0, ndim - 1)
-    if first == second:
-        return _like(pair, func(pair.qdata, *dims), func(pair.scale_inv, *dims))
-    if (first, second) != (ndim - 2, ndim - 1):
-        if (pair.scale_inv.numel() != 1 and pair.granularity.tile != (1, ALL)) or second == ndim - 1:
-            raise UnsupportedOpError(
-                f"{func} of dimensions {tuple(dims)} would mix the tiles of {pair.granularity}; exchange the last two "
-                "dimensions, or call .dequantize() first"
-            )
-        return _like(pair, func(pair.qdata, *dims), func(pair.scale_inv, *dims))
-    return _like(pair, func(pair.qdata, *dims), func(pair.scale_inv, *dims), pair.granularity.transposed())
+    qdata, scale_inv = func(pair.qdata, *dims), func(pair.scale_inv, *dims)
+    ndim, (rows, cols) = pair.ndim, pair.granularity.tile
+    order = _order(func, ndim, dims)
+    last, second_last = ndim - 1, ndim - 2
+    if ndim < 2 or rows == cols == ALL or order[-2:] == [second_last, last] or (rows == 1 and order[-1] == last):
+        return _like(pair, qdata, scale_inv)
+    if order[-2:] == [last, second_last]:
+        return _like(pair, qdata, scale_inv, pair.granularity.transposed())
+    raise UnsupportedOpError(
+        f"{func} of dimensions {tuple(dims)} would mix the tiles of {pair.granularity}; exchange the last two "
+        "dimensions, or call .dequantize() first"
+    )
 
 
-@_rule(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+def _order(func: Any, ndim: int, dims: Sequence[Any]) -> list[int]:
+    """Which dimension comes to stand at each place."""
+    if func is aten.permute.default:
+        return [dim % ndim for dim in dims[0]]
+    order = list(range(ndim))
+    if func is aten.t.default:
+        return order[::-1]
+    first, second = dims
+    if ndim > 0:
+        order[first], order[second] = order[second], order[first]
+    return order
+
+
+@_rule(aten.view.default, aten._unsafe_view.default)
 def _view(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> ScaledTensor:
     pair, shape = args
     qdata = func(pair.qdata, shape)
@@ -104,6 +120,8 @@ def _slice(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> ScaledTens
     dim %= pair.ndim
     size = pair.shape[dim]
     start, stop, _ = slice(start, end).indices(size)
+    if stop <= start:  # nothing, which cuts no tile
+        start = stop = 0
     qdata = func(pair.qdata, dim, start, stop, step)
     tile = _tile_along(pair, dim)
     if tile == ALL or (pair.scale_inv.numel() == 1 and pair.granularity.tile == (ALL, ALL)):
@@ -113,24 +131,18 @@ def _slice(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> ScaledTens
             f"slice [{start}:{stop}:{step}] of dimension {dim} would cut through the tiles of {pair.granularity}; "
             f"start at a multiple of {tile} with step 1, or call .dequantize() first"
         )
-    scale_inv = func(pair.scale_inv, dim, start // tile, tiles_along(max(stop, start), tile), step)
+    scale_inv = func(pair.scale_inv, dim, start // tile, tiles_along(stop, tile), step)
     return _like(pair, qdata, scale_inv)
 
 
-@_rule(aten.split.Tensor)
+@_rule(aten.split.Tensor, aten.split_with_sizes.default)
 def _split(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[ScaledTensor, ...]:
-    pair, size, dim = _filled(args, None, 0)
-    starts = range(0, max(pair.shape[dim], 1), size) if size else [0]
-    return tuple(_slice(aten.slice.Tensor, (pair, dim, start, start + size), {}) for start in starts)
-
-
-@_rule(aten.split_with_sizes.default)
-def _split_with_sizes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[ScaledTensor, ...]:
-    pair, sizes, dim = _filled(args, None, 0)
+    pair, _, dim = _filled(args, None, 0)
     parts, start = [], 0
-    for size in sizes:
-        parts.append(_slice(aten.slice.Tensor, (pair, dim, start, start + size), {}))
-        start += size
+    for part in func(pair.qdata, *args[1:]):  # torch checks the sizes
+        stop = start + part.shape[dim]
+        parts.append(_slice(aten.slice.Tensor, (pair, dim, start, stop), {}))
+        start = stop
     return tuple(parts)
 
 

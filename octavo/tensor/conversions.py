@@ -69,6 +69,8 @@ def dequantize(pair: ScaledTensor) -> Tensor:
 
 def amax_of(pair: ScaledTensor) -> Tensor:
     """The amax of each tile of the values as stored: float32, shape of scale_inv."""
+    if pair.numel() == 0:
+        return torch.zeros_like(pair.scale_inv)
     parts = [
         kernels.amax(kernels.dequantize(q, s, pair.granularity.tile, torch.float32), pair.granularity.tile)
         for q, s in _matrices(pair.qdata, pair.scale_inv, pair.granularity.tile)
@@ -83,6 +85,9 @@ class _Quantize(torch.autograd.Function):
     ) -> ScaledTensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[0] else None)
         tile = granularity.tile
+        if x.numel() == 0:
+            scale_inv = x.new_ones(granularity.scale_shape(x.shape), dtype=torch.float32)
+            return ScaledTensor(x.new_empty(x.shape, dtype=format.dtype), scale_inv, granularity, x.dtype)
         codes, scales = [], []
         for matrix in _matrices_of(x, tile):
             q, s, _ = kernels.cast(matrix, None, 0, format.dtype, tile, power_of_two, margin)
@@ -102,6 +107,8 @@ class _Dequantize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, pair: ScaledTensor) -> Tensor:
         tile = pair.granularity.tile
+        if pair.numel() == 0:
+            return pair.qdata.new_empty(pair.shape, dtype=pair.dtype)
         values = [kernels.dequantize(q, s, tile, pair.dtype) for q, s in _matrices(pair.qdata, pair.scale_inv, tile)]
         return (values[0] if len(values) == 1 else torch.stack(values)).view(pair.shape)
 
@@ -111,7 +118,7 @@ class _Dequantize(torch.autograd.Function):
 
 
 def _matrices(qdata: Tensor, scale_inv: Tensor, tile: Tile) -> list[tuple[Tensor, Tensor]]:
-    """The pair as 2-D pairs."""
+    """The pair, of at least one element, as 2-D pairs."""
     matrices = _matrices_of(qdata, tile)
     count = len(matrices)
     scales = scale_inv.reshape(count, -1, scale_inv.shape[-1]) if scale_inv.ndim > 0 else scale_inv.view(1, 1, 1)
@@ -121,11 +128,14 @@ def _matrices(qdata: Tensor, scale_inv: Tensor, tile: Tile) -> list[tuple[Tensor
 
 
 def _matrices_of(x: Tensor, tile: Tile) -> list[Tensor]:
-    """x as 2-D tensors that no tile crosses: one, unless the tiles of the leading dimensions would run together."""
+    """x, of at least one element, as 2-D tensors that no tile crosses.
+
+    One, unless the tiles of the leading dimensions would run together.
+    """
     if x.ndim < 2:
         return [x.reshape(1, -1)]
     rows, cols = x.shape[-2:]
     per_tensor = tile[0] == ALL and tile[1] == ALL
     if x.ndim == 2 or per_tensor or tile[0] == 1 or (tile[0] != ALL and rows % tile[0] == 0):
-        return [x.reshape(x.numel() // cols if cols else x.shape[:-1].numel(), cols)]
+        return [x.reshape(-1, cols)]
     return list(x.reshape(-1, rows, cols).unbind(0))

@@ -135,6 +135,7 @@ class ScaledTensor(torch.Tensor):
             self.granularity.tile,
             self.dtype,
             self.requires_grad,
+            isinstance(self, torch.nn.Parameter),
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -166,9 +167,13 @@ def rebuild_scaled_tensor(
     tile: tuple[int, int],
     dtype: torch.dtype,
     requires_grad: bool,
+    is_parameter: bool,
 ) -> ScaledTensor:
     """Unpickle a ScaledTensor from its parts; they are validated like any."""
-    return ScaledTensor(codes.view(code_dtype), scale_inv, granularity_of(tile), dtype).requires_grad_(requires_grad)  # type: ignore[return-value]
+    pair = ScaledTensor(codes.view(code_dtype), scale_inv, granularity_of(tile), dtype)
+    if is_parameter:
+        return torch.nn.Parameter(pair, requires_grad)  # type: ignore[return-value]
+    return pair.requires_grad_(requires_grad)  # type: ignore[return-value]
 
 
 torch.serialization.add_safe_globals([ScaledTensor, rebuild_scaled_tensor, PerTensor, PerRow, PerBlock])

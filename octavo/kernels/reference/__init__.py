@@ -1,12 +1,15 @@
 """The reference kernels: the definition of every op, in plain torch, on any device; one file an op."""
 
+from collections.abc import Callable
+from typing import Any
+
 from octavo.kernels.reference.amax import amax
 from octavo.kernels.reference.cast import cast, cast_and_commit, cast_transpose, cast_two_scalings
 from octavo.kernels.reference.delayed_update import delayed_update
 from octavo.kernels.reference.dequantize import dequantize
 from octavo.kernels.reference.matmul import matmul
 
-KERNELS = {
+KERNELS: dict[str, Callable[..., Any]] = {
     "amax": amax,
     "cast": cast,
     "cast_transpose": cast_transpose,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from octavo.granularity import ALL, scale_shape
-from octavo.kernels.reference.tiles import as_tiles
+from octavo.kernels.reference.tiles import as_tiles, row_runs
 
 
 def amax(x: Tensor, tile: Sequence[int]) -> Tensor:
@@ -27,7 +27,7 @@ def amax_and_finiteness(x: Tensor, tile: Sequence[int]) -> tuple[Tensor, bool]:
     if x.numel() == 0:
         return x.new_zeros(shape, dtype=torch.float32), True
     largest = _largest(x, tile, shape)
-    if math.isfinite(largest.max()):
+    if math.isfinite(float(largest.max() if largest.numel() > 1 else largest)):
         return largest, True
     return _largest(torch.where(torch.isfinite(x), x, 0), tile, shape), False
 
@@ -37,4 +37,10 @@ def _largest(x: Tensor, tile: Sequence[int], shape: Sequence[int]) -> Tensor:
     if tile[0] == ALL and tile[1] == ALL:
         low, high = torch.aminmax(x)
         return x.new_full(shape, max(abs(float(low)), abs(float(high))), dtype=torch.float32)
-    return as_tiles(x.abs(), tile).amax(dim=(1, 3)).to(torch.float32).view(shape)
+    largest = x.new_zeros(shape, dtype=torch.float32)
+    for run_largest, scratch, source in row_runs(tile, largest, x):
+        # in float32: reducing 32 neighbours of 2048x256 bf16 takes 1044 us, converting and reducing 120 us (1 core,
+        # Zen 5)
+        found = as_tiles(scratch.copy_(source).abs_(), tile).amax(dim=(1, 3))
+        run_largest.copy_(torch.maximum(run_largest, found))
+    return largest

@@ -12,7 +12,6 @@ from octavo.granularity import ALL
 from octavo.kernels.reference.amax import amax_and_finiteness
 from octavo.kernels.reference.codes import encode
 from octavo.kernels.reference.delayed_update import delayed_update
-from octavo.kernels.reference.tiles import as_tiles, from_tiles, over_tiles
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
 
 
@@ -34,7 +33,7 @@ def cast(
         scale = delayed_scale[role].view(amax.shape)
         if not bool(scale):  # no history yet: this tensor's own amax
             scale = scale_from_amax(amax, limit, power_of_two, margin)
-    codes = encode(_scaled(x, scale, tile), dtype, x, all_finite)
+    codes = encode(x, scale, tile, dtype, all_finite)
     return codes, scale_inv_from_scale(scale), amax
 
 
@@ -96,16 +95,6 @@ def cast_and_commit(
     return codes, transposed, scale_inv
 
 
-def _scaled(x: Tensor, scale: Tensor, tile: Sequence[int]) -> Tensor:
-    """x times the scale of each tile, in float32, contiguous, never aliasing x."""
-    if tile[0] == ALL and tile[1] == ALL:
-        product = x * scale
-    elif tile in ([1, ALL], (1, ALL), [ALL, 1], (ALL, 1)):
-        product = x * scale
-    else:
-        product = from_tiles(as_tiles(x, tile) * over_tiles(scale), x.shape)
-    return product.contiguous()
-
-
 def _transposed(x: Tensor) -> Tensor:
-    return x.view(torch.uint8).t().contiguous().view(x.dtype)
+    # not contiguous(): of a single row or column that is x itself, and an op's results must not alias
+    return x.view(torch.uint8).t().clone(memory_format=torch.contiguous_format).view(x.dtype)

@@ -22,18 +22,18 @@ def delayed_update(
     reduce: str,
 ) -> None:
     """``octavo::delayed_update``."""
-    amaxes = (amax_input, amax_weight, amax_grad_output)
-    newest = torch.tensor([0.0 if amax is None else float(amax) for amax in amaxes])
-    rolled = torch.cat((newest[:, None], delayed_amax_history[:, :-1]), dim=1)
-    reduced = rolled.amax(dim=1) if reduce == "max" else newest
-    limit = torch.tensor([limit * 2.0**-margin for limit, margin in zip(limits, margins, strict=True)])
-    scale = scale_from_amax(reduced, limit, powers_of_two[0], previous=delayed_scale)
-    if len(set(powers_of_two)) > 1:
-        other = scale_from_amax(reduced, limit, not powers_of_two[0], previous=delayed_scale)
-        scale = torch.where(torch.tensor(powers_of_two) == powers_of_two[0], scale, other)
-    if any(amax is None for amax in amaxes):
-        given = torch.tensor([amax is not None for amax in amaxes])
-        rolled = torch.where(given[:, None], rolled, delayed_amax_history)
-        scale = torch.where(given, scale, delayed_scale)
-    delayed_amax_history.copy_(rolled)
-    delayed_scale.copy_(scale)
+    found = {role: amax for role, amax in enumerate((amax_input, amax_weight, amax_grad_output)) if amax is not None}
+    if not found:
+        return
+    roles = list(found)
+    rows = slice(roles[0], roles[-1] + 1, 2 if roles == [0, 2] else 1)
+    history, previous = delayed_amax_history[rows], delayed_scale[rows]
+    newest = previous.new_tensor([float(amax) for amax in found.values()])
+    history.copy_(torch.cat((newest[:, None], history[:, :-1]), dim=1))
+    reduced = history.amax(dim=1) if reduce == "max" else newest
+    limit = previous.new_tensor([limits[role] * 2.0 ** -margins[role] for role in roles])
+    scale = scale_from_amax(reduced, limit, powers_of_two[roles[0]], previous=previous)
+    if len({powers_of_two[role] for role in roles}) > 1:
+        for row, role in enumerate(roles):
+            scale[row] = scale_from_amax(reduced[row], limit[row], powers_of_two[role], previous=previous[row])
+    previous.copy_(scale)

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from octavo.granularity import ALL
 from octavo.kernels.reference.codes import decode
-from octavo.kernels.reference.dequantize import times_scale_inv
 from octavo.numerics import MAX_SCALE, MIN_SCALE
 
 
@@ -36,9 +35,16 @@ def matmul(
     a_MK, a_rest = _operand(a, a_scale_inv, a_tile, compute)
     b_NK, b_rest = _operand(b, b_scale_inv, b_tile, compute)
     out_MN = a_MK.new_empty(a_MK.shape[0], b_NK.shape[0])
-    torch.mm(a_MK, b_NK.t(), out=out_MN)  # autocast leaves out= alone; in float16 a sum of codes overflows
-    for factor in _factors(a_rest, b_rest):
-        out_MN.mul_(factor)
+    # with out=, autocast leaves the products alone: in float16 a sum of codes overflows
+    factor = _common_factor(a_rest, b_rest)
+    if factor is not None:  # inside the product: one rounding and no second pass over the result
+        start, beta = (out_MN, 0) if bias is None else (bias.to(compute), 1)
+        torch.addmm(start, a_MK, b_NK.t(), beta=beta, alpha=factor, out=out_MN)
+        return out_MN.to(out_dtype)
+    torch.mm(a_MK, b_NK.t(), out=out_MN)
+    for rest in (a_rest, None if b_rest is None else b_rest.t()):
+        if rest is not None:
+            out_MN.mul_(rest)
     if bias is not None:
         out_MN.add_(bias)
     return out_MN.to(out_dtype)
@@ -46,22 +52,15 @@ def matmul(
 
 def _operand(q: Tensor, scale_inv: Tensor, tile: Sequence[int], compute: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """The operand [rows, K] to multiply, and what is left to multiply into the result's rows ([rows, 1] or [1, 1])."""
-    values = decode(q, compute)
     if tile[1] != ALL:
-        return times_scale_inv(values, scale_inv, tile), None
-    if tile[0] in (1, ALL):
-        return values, scale_inv
-    return values, scale_inv.repeat_interleave(tile[0], dim=0)[: q.shape[0]]
+        return decode(q, compute, scale_inv, tile), None
+    return decode(q, compute), scale_inv
 
 
-def _factors(a_rest: Tensor | None, b_rest: Tensor | None) -> list[Tensor | float]:
-    """What multiplies the result [M, N].
-
-    Two factors stay two where their product could leave float32's normal range while the result does not.
-    """
-    factors = [rest for rest in (a_rest, None if b_rest is None else b_rest.t()) if rest is not None]
-    if all(rest.numel() == 1 for rest in factors):
-        numbers = [float(rest) for rest in factors]
-        product = math.prod(numbers)
-        return [product] if MIN_SCALE <= product <= MAX_SCALE else [*numbers]
-    return [*factors]
+def _common_factor(a_rest: Tensor | None, b_rest: Tensor | None) -> float | None:
+    """The one number that multiplies the whole result; None where there is none, or float32 would not hold it."""
+    rests = [rest for rest in (a_rest, b_rest) if rest is not None]
+    if any(rest.numel() != 1 for rest in rests):
+        return None
+    factor = math.prod(float(rest) for rest in rests)
+    return factor if MIN_SCALE <= factor <= MAX_SCALE else None

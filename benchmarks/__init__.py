@@ -1,0 +1,1 @@
+"""Benchmarks: one file a subject. ``python -m benchmarks`` lists them; results/ holds what was measured."""

@@ -1,0 +1,64 @@
+"""A whole training step on a CPU: the trainer's model in bf16, 256 wide, 4 layers, 8 x 256 tokens, AdamW."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from benchmarks.measure import interleaved, ratio, table, write_results
+from benchmarks.models import OCTAVO, TORCHAO, with_octavo, with_torchao
+from octavo.train.config import VOCABULARY, ModelConfig
+from octavo.train.model import GPT, next_byte_loss
+
+SIZES = ModelConfig(width=256, layers=4, heads=4, context=256)
+BATCH = 8
+AIMS = {"dynamic": 1.5, "delayed": 1.5, "rowwise": 2.0, "blockwise": 2.0, "mx": 2.0}  # of bf16's step
+
+
+def step_of(convert: Callable[[nn.Module], nn.Module]) -> Callable[[], None]:
+    """One training step of a converted model."""
+    torch.manual_seed(0)
+    model = convert(GPT(SIZES).bfloat16())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    tokens = torch.randint(0, VOCABULARY, (BATCH, SIZES.context))
+    targets = torch.randint(0, VOCABULARY, (BATCH, SIZES.context))
+
+    def step() -> None:
+        next_byte_loss(model(tokens), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks cpu_step", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--no-write", action="store_true", help="print only")
+    options = parser.parse_args(arguments)
+
+    variants = {"bf16": step_of(lambda model: model)}
+    variants |= {f"octavo {name}": step_of(lambda model, name=name: with_octavo(model, name)) for name in OCTAVO}
+    variants |= {f"torchao {name}": step_of(lambda model, name=name: with_torchao(model, name)) for name in TORCHAO}
+    seconds = interleaved(variants, options.rounds, warmup=2)
+    rows = [
+        {
+            "variant": name,
+            "step_ms": f"{statistics.median(seconds[name]) * 1e3:.1f}",
+            "by_bf16": f"{ratio(seconds, name, 'bf16'):.3f}",
+        }
+        for name in variants
+    ]
+    print(table(rows))
+    if not options.no_write:
+        print(f"written to {write_results('cpu_step', rows)}")
+    fastest_torchao = min(ratio(seconds, f"torchao {name}", "bf16") for name in TORCHAO)
+    for name, aim in AIMS.items():
+        value = ratio(seconds, f"octavo {name}", "bf16")
+        verdict = "ok" if value <= aim and value < fastest_torchao else "MISSED"
+        print(f"{verdict}: octavo {name} {value:.3f} of bf16, aim {aim}; fastest torchao {fastest_torchao:.3f}")
+    return 0

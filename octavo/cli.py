@@ -1,0 +1,265 @@
+"""The `octavo` command: train, compare, info. Every fault is one line on stderr and exit code 2; Ctrl-C is 130."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import os
+import shlex
+import signal
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from octavo.train import RunResult, TrainConfig
+
+RUNS = Path("runs")  # where runs go that give no --out
+FAULT = 2
+INTERRUPTED = 130
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise SystemExit(_fault(f"{message} (see {self.prog} --help)"))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit code.
+
+    Args:
+        arguments: what follows `octavo` on the command line (default: sys.argv).
+    """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        options = _parser().parse_args(arguments)
+        return options.command(options, arguments)
+    except SystemExit as stop:  # argparse, after --help, --version or a wrong argument
+        return stop.code if isinstance(stop.code, int) else FAULT
+    except KeyboardInterrupt:
+        print("octavo: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of our output is gone, and flushing at exit must not complain again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAULT
+    except Exception as error:
+        if (message := _expected(error)) is None:
+            raise
+        return _fault(message)
+
+
+def _fault(message: str) -> int:
+    print(f"octavo: error: {' '.join(message.split())}", file=sys.stderr)
+    return FAULT
+
+
+def _expected(error: Exception) -> str | None:
+    """The line for an error that the user can do something about, or None for a bug of ours."""
+    import torch
+
+    from octavo.errors import OctavoError
+
+    if isinstance(error, OctavoError):
+        return str(error)
+    if isinstance(error, OSError):
+        return f"{error.filename}: {error.strerror}" if error.filename else str(error)
+    text = str(error)
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in text:
+        return "out of memory: lower --width, --layers, --context or --batch, or raise --micro-batches"
+    if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+        return f"--compile failed ({text.splitlines()[0]}): leave it out, or see what torch.compile needs here"
+    return None
+
+
+# --- flags from dataclasses -------------------------------------------------------------------------------------------
+
+
+def _configs() -> tuple[type, ...]:
+    from octavo.train import config
+
+    return config.ModelConfig, config.DataConfig, config.OptimizerConfig, config.RunConfig
+
+
+def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
+    """Adds a flag for each field of a dataclass; its help is the field's, with the default."""
+    group = parser.add_argument_group((config.__doc__ or config.__name__).splitlines()[0].rstrip("."))
+    hints = typing.get_type_hints(config)
+    for field in dataclasses.fields(config):
+        flag, text = "--" + field.name.replace("_", "-"), field.metadata["help"]
+        if field.default is not None and hints[field.name] is not bool:
+            text += f" (default: {field.default})"
+        if hints[field.name] is bool:
+            group.add_argument(flag, action="store_true", help=text)
+        else:
+            kind = _plain(hints[field.name])
+            group.add_argument(flag, type=kind, default=field.default, help=text, metavar=kind.__name__.upper())
+
+
+def _plain(hint: Any) -> type:
+    """The type itself, or that of `type | None`."""
+    if isinstance(hint, types.UnionType):
+        return next(part for part in typing.get_args(hint) if part is not type(None))
+    return hint
+
+
+def read_flags(options: argparse.Namespace, config: type) -> Any:
+    """Builds the dataclass from parsed flags."""
+    return config(**{field.name: getattr(options, field.name) for field in dataclasses.fields(config)})
+
+
+def _parser() -> argparse.ArgumentParser:
+    import octavo
+    from octavo.train.config import BASELINE, RECIPES
+
+    parser = _Parser(prog="octavo", description="Train PyTorch models in FP8.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"octavo {octavo.__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, dest="name")
+    known = ", ".join(RECIPES)
+    for name, command, help in (
+        ("train", _train, "train a byte-level GPT with one recipe"),
+        ("compare", _compare, "train it in bf16 and in FP8, and compare"),
+    ):
+        sub = commands.add_parser(name, help=help, description=f"{help[0].upper()}{help[1:]}.", allow_abbrev=False)
+        sub.set_defaults(command=command)
+        if name == "train":
+            sub.add_argument("--recipe", default="dynamic", help=f"one of {known} (default: dynamic)")
+        else:
+            chosen = [BASELINE, "dynamic", "delayed"]
+            sub.add_argument(
+                "--recipes",
+                nargs="+",
+                default=chosen,
+                metavar="RECIPE",
+                help=f"some of {known} (default: {' '.join(chosen)})",
+            )
+        for config in _configs():
+            add_flags(sub, config)
+    sub = commands.add_parser("info", help="versions, devices, and where FP8 is native", allow_abbrev=False)
+    sub.set_defaults(command=_info)
+    return parser
+
+
+# --- train and compare ------------------------------------------------------------------------------------------------
+
+
+def _config(options: argparse.Namespace, recipes: Sequence[str]) -> TrainConfig:
+    """All options, with the folder found that a missing --out means."""
+    from octavo.train import TrainConfig, TrainError
+    from octavo.train.checkpoint import RunFolder
+    from octavo.train.config import check_recipe
+
+    try:
+        for recipe in recipes:
+            check_recipe(recipe)
+        config = TrainConfig(*(read_flags(options, part) for part in _configs()))
+    except ValueError as error:
+        raise TrainError(str(error)) from error
+    out = config.run.out or _default_folder(options.name, config.run.resume)
+    if config.run.resume and not any(RunFolder(out / recipe).holds_run() for recipe in recipes):
+        raise TrainError(f"nothing to resume: {out} holds no run of {', '.join(recipes)}; give the right --out")
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, out=out))
+
+
+def _default_folder(command: str, resume: bool) -> Path:
+    """runs/COMMAND-001 or the first free one after it; the last one there to resume."""
+    taken = sorted(RUNS.glob(f"{command}-[0-9][0-9][0-9]"))
+    if resume and taken:
+        return taken[-1]
+    return RUNS / f"{command}-{int(taken[-1].name[-3:]) + 1 if taken else 1:03}"
+
+
+def _train(options: argparse.Namespace, arguments: list[str]) -> int:
+    from octavo.train import report, run
+
+    config = _config(options, [options.recipe])
+    results = _supervised(lambda hooks: [run(config, options.recipe, hooks=hooks)])
+    if results[-1].interrupted:
+        return _stopped(results[-1], config, arguments)
+    try:
+        report.require_plotting()
+        plot = True
+    except ImportError as error:  # training needs no extra, and what it came to is worth showing without
+        print(f"octavo: {error}", file=sys.stderr)
+        plot = False
+    return _report(results, config, plot)
+
+
+def _compare(options: argparse.Namespace, arguments: list[str]) -> int:
+    from octavo.train import compare, report
+
+    report.require_plotting()  # before minutes of training
+    config = _config(options, options.recipes)
+    results = _supervised(lambda hooks: compare(config, options.recipes, hooks=hooks))
+    if results[-1].interrupted:
+        return _stopped(results[-1], config, arguments)
+    return _report(results, config, plot=True)
+
+
+def _supervised(train: Callable[..., list[RunResult]]) -> list[RunResult]:
+    """Trains with progress shown; the first Ctrl-C or SIGTERM stops after the step, a second Ctrl-C at once."""
+    from octavo.train import Hooks
+    from octavo.train.progress import choose_progress
+
+    with _stop_requested() as requested:
+        return train(Hooks(should_stop=lambda: bool(requested), progress=choose_progress()))
+
+
+@contextlib.contextmanager
+def _stop_requested() -> Iterator[list[int]]:
+    """A list that a first signal to stop is put into."""
+    requested: list[int] = []
+
+    def note(number: int, frame: types.FrameType | None) -> None:
+        if requested and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        requested.append(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield requested
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _stopped(result: RunResult, config: TrainConfig, arguments: list[str]) -> int:
+    again = [argument for argument in arguments if argument != "--resume"]
+    if not any(argument == "--out" or argument.startswith("--out=") for argument in again):
+        again += ["--out", str(config.run.out)]
+    command = shlex.join(["octavo", *again, "--resume"])
+    print(
+        f"octavo: stopped {result.name} at step {len(result.rows)} of {result.steps}, saved; go on with: {command}",
+        file=sys.stderr,
+    )
+    return INTERRUPTED
+
+
+def _report(results: list[RunResult], config: TrainConfig, plot: bool) -> int:
+    from octavo.train import report
+
+    out = config.run.out
+    assert out is not None  # _config chose one
+    written = [out / "results.csv"]
+    report.write_csv(results, written[0])
+    if plot:
+        written.append(out / "loss.png")
+        report.plot(results, written[1])
+    print(report.table(results))
+    print(f"wrote {' and '.join(str(path) for path in written)}")
+    return 0
+
+
+# --- info -------------------------------------------------------------------------------------------------------------
+
+
+def _info(options: argparse.Namespace, arguments: list[str]) -> int:
+    from octavo.train import environment
+
+    print(environment.describe())
+    return 0

@@ -1,0 +1,37 @@
+"""The trainer behind the CLI: a byte-level GPT, trained the same way with any recipe."""
+
+from octavo.train.config import (
+    BASELINE,
+    RECIPES,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    TrainConfig,
+)
+from octavo.train.data import Batches, Corpus, load_corpus
+from octavo.train.errors import CheckpointError, DivergedError, TrainError
+from octavo.train.loop import Hooks, RunResult, compare, run
+from octavo.train.model import GPT, next_byte_loss
+
+__all__ = [
+    "BASELINE",
+    "RECIPES",
+    "ModelConfig",
+    "DataConfig",
+    "OptimizerConfig",
+    "RunConfig",
+    "TrainConfig",
+    "Corpus",
+    "Batches",
+    "load_corpus",
+    "GPT",
+    "next_byte_loss",
+    "Hooks",
+    "RunResult",
+    "run",
+    "compare",
+    "TrainError",
+    "CheckpointError",
+    "DivergedError",
+]

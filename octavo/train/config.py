@@ -1,0 +1,171 @@
+"""The options of a run: four frozen dataclasses, checked when built; the CLI's flags are made from their fields.
+
+Example:
+    >>> from octavo.train import ModelConfig
+    >>> ModelConfig(width=100, heads=3)
+    Traceback (most recent call last):
+    ...
+    ValueError: width 100 is not a multiple of 2 x heads (heads 3): choose width 96 or 102
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 256  # bytes
+DTYPES = ("bfloat16", "float32")
+BASELINE = "bf16"
+RECIPES = (BASELINE, "dynamic", "delayed", "rowwise", "blockwise", "mx", "high_precision")
+LARGEST = 2**31 - 1  # torch indexes with int64, but no size below may need it
+
+
+def option(default: Any, help: str) -> Any:
+    """A dataclass field whose help becomes its flag's."""
+    return field(default=default, metadata={"help": help})
+
+
+def _whole(config: object, lowest: int, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value <= LARGEST:
+            raise ValueError(f"{name} is {value!r}: choose a whole number from {lowest} to {LARGEST}")
+
+
+def _number(config: object, name: str, low: float, high: float, open_low: bool = False) -> None:
+    value = getattr(config, name)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or not low <= value <= high or (open_low and value == low):
+        bound = "above" if open_low else "from"
+        raise ValueError(f"{name} is {value!r}: choose a number {bound} {low:g} up to {high:g}")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes of the byte-level GPT."""
+
+    width: int = option(192, "features of the residual stream")
+    layers: int = option(4, "transformer blocks")
+    heads: int = option(3, "attention heads; width / heads must be even")
+    context: int = option(128, "bytes that the model sees at once")
+
+    def __post_init__(self) -> None:
+        _whole(self, 1, "width", "layers", "heads", "context")
+        step = 2 * self.heads  # rotary positions turn pairs of features
+        if self.width % step:
+            below = self.width // step * step
+            choices = f"{below} or {below + step}" if below else f"{step}"
+            raise ValueError(
+                f"width {self.width} is not a multiple of 2 x heads (heads {self.heads}): choose width {choices}"
+            )
+
+    @property
+    def head_width(self) -> int:
+        """Features of one attention head."""
+        return self.width // self.heads
+
+    @property
+    def hidden(self) -> int:
+        """Features inside the SwiGLU: 8/3 of the width (the parameters of a plain 4x MLP), rounded up to 32."""
+        return -(-8 * self.width // 3 // 32) * 32
+
+    @property
+    def parameters(self) -> int:
+        """The number of parameters."""
+        block = 4 * self.width**2 + 3 * self.width * self.hidden + 2 * self.width
+        return self.layers * block + 2 * VOCABULARY * self.width + self.width
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which text, and how much of it in each step."""
+
+    data: Path | None = option(  # noqa: RUF009 (it is a field)
+        None, "text file, or folder of text files (default: Python's own standard library)"
+    )
+    batch: int = option(16, "sequences in each step")
+    micro_batches: int = option(1, "parts in which a step's batch is computed; their gradients are summed")
+    eval_windows: int = option(512, "validation sequences, the same ones each time")
+
+    def __post_init__(self) -> None:
+        _whole(self, 1, "batch", "micro_batches", "eval_windows")
+        if self.batch % self.micro_batches:
+            raise ValueError(
+                f"batch {self.batch} does not divide into {self.micro_batches} micro_batches: "
+                f"choose a batch of {math.ceil(self.batch / self.micro_batches) * self.micro_batches}"
+            )
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW, with a linear warmup and a cosine decay."""
+
+    steps: int = option(400, "optimizer steps")
+    lr: float = option(2e-3, "peak learning rate")
+    final_lr: float = option(0.02, "last learning rate, as a part of the peak")
+    warmup: float = option(0.1, "part of the steps in which the learning rate rises")
+    weight_decay: float = option(0.1, "decoupled weight decay of the matrices")
+    beta1: float = option(0.9, "decay of AdamW's first moment")
+    beta2: float = option(0.95, "decay of AdamW's second moment")
+    clip: float = option(1.0, "largest norm of all gradients together (0: no clipping)")
+
+    def __post_init__(self) -> None:
+        _whole(self, 1, "steps")
+        _number(self, "lr", 0.0, 1e3, open_low=True)
+        for name in ("final_lr", "warmup", "weight_decay"):
+            _number(self, name, 0.0, 1.0)
+        for name in ("beta1", "beta2"):
+            _number(self, name, 0.0, 0.999999)
+        _number(self, "clip", 0.0, 1e9)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Where and how a run is computed, and what it leaves behind."""
+
+    seed: int = option(0, "seed of the initial weights and of the data order")
+    device: str = option("auto", "auto (cuda if there is one), cpu, cuda, cuda:1, ...")
+    dtype: str = option("bfloat16", "bfloat16: autocast over float32 parameters; float32: no autocast")
+    compile: bool = option(False, "compile the model with torch.compile")
+    out: Path | None = option(  # noqa: RUF009 (it is a field)
+        None, "folder for checkpoints, logs and plots (default: a new one under runs/)"
+    )
+    resume: bool = option(False, "continue the run in the folder --out (default: the newest one under runs/)")
+    checkpoint_every: int = option(100, "steps between checkpoints (0: only at the end and when interrupted)")
+    eval_every: int = option(50, "steps between validations (0: only at the end)")
+
+    def __post_init__(self) -> None:
+        _whole(self, 0, "seed", "checkpoint_every", "eval_every")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype is {self.dtype!r}: choose {' or '.join(DTYPES)}")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """All options of a run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+    def identity(self) -> dict[str, int | float | str]:
+        """The options that decide the loss curve: a run can only be resumed with the same ones.
+
+        The data's path is not among them (its contents are compared instead), nor device, compile, out, resume and the
+        two intervals.
+        """
+        chosen: dict[str, int | float | str] = {}
+        for part in (self.model, self.data, self.optimizer):
+            chosen |= {name: value for name, value in dataclasses.asdict(part).items() if name != "data"}
+        return chosen | {"seed": self.run.seed, "dtype": self.run.dtype}
+
+
+def check_recipe(name: str) -> str:
+    """Returns the name, or raises ValueError with the known ones."""
+    if name not in RECIPES:
+        raise ValueError(f"unknown recipe {name!r}: choose from {', '.join(RECIPES)}")
+    return name

@@ -1,0 +1,179 @@
+"""Text as bytes: where it is read, how it is split, and which windows of it each step sees.
+
+Step `s` of a run with seed `r` sees windows that depend on (r, s) and the data only, so a resumed run goes on exactly
+where it stopped, and every recipe of a comparison sees the same bytes.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from octavo.train.config import ModelConfig
+from octavo.train.errors import TrainError
+
+VALIDATION_PART = 0.1
+CHUNK = 1 << 20
+
+# Not written by hand as programs (tables, 2to3 fixtures), or not the library itself.
+SKIPPED_FOLDERS = frozenset(
+    "site-packages dist-packages test tests idlelib lib2to3 encodings pydoc_data turtledemo distutils ensurepip "
+    "__pycache__ __phello__".split()
+)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Text in two parts that share no byte; the last tenth of it is for validation.
+
+    Attributes:
+        train: [n] uint8.
+        validation: [m] uint8.
+        description: where it came from, for people.
+        digest: a hash of the whole text.
+    """
+
+    train: Tensor
+    validation: Tensor
+    description: str
+    digest: str
+
+    @classmethod
+    def of(cls, text: bytes | bytearray, description: str) -> Corpus:
+        """Splits a text."""
+        whole = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
+        split = len(text) - int(len(text) * VALIDATION_PART)
+        return cls(whole[:split], whole[split:], description, hashlib.sha256(text).hexdigest())
+
+    def require(self, model: ModelConfig) -> None:
+        """Raises TrainError unless both parts hold at least one window (context + 1 bytes)."""
+        if min(len(self.train), len(self.validation)) > model.context:
+            return
+        needed = int((model.context + 1) / VALIDATION_PART) + 1
+        held = len(self.train) + len(self.validation)
+        raise TrainError(
+            f"{self.description} is too small: {held} bytes, but context {model.context} needs {needed} "
+            "(a tenth is for validation); give more text or a smaller --context"
+        )
+
+
+def load_corpus(data: Path | None = None) -> Corpus:
+    """Reads a file, a folder, or Python's standard library.
+
+    Args:
+        data: a UTF-8 text file; a folder, of which every text file is read, in sorted order, hidden ones and files that
+            are not text left out; None for the source of Python's standard library.
+
+    Raises:
+        TrainError: nothing is there, or it is empty or not text.
+    """
+    if data is None:
+        return _load_standard_library()
+    if data.is_dir():
+        return _load_folder(data)
+    if not data.exists():
+        raise TrainError(f"no such file or folder: {data}")
+    if not data.is_file():
+        raise TrainError(f"{data} is not a regular file: give a text file or a folder of text files")
+    try:
+        text = data.read_bytes()
+    except OSError as error:
+        raise TrainError(f"cannot read {data}: {error.strerror}") from error
+    if not text:
+        raise TrainError(f"{data} is empty: give a text file")
+    if (fault := why_not_text(text)) is not None:
+        raise TrainError(f"{data} is not text: {fault}; give UTF-8 text")
+    return Corpus.of(text, str(data))
+
+
+def why_not_text(text: bytes) -> str | None:
+    """The first reason why these bytes are not UTF-8 text, or None."""
+    if (at := text.find(b"\0")) >= 0:
+        return f"NUL at byte {at}"
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    for start in range(0, len(text) + 1, CHUNK):  # in pieces: a whole decoded text takes up to 4 bytes a character
+        try:
+            decoder.decode(text[start : start + CHUNK], final=start + CHUNK > len(text))
+        except UnicodeDecodeError as error:
+            return f"not UTF-8 near byte {start + error.start}"
+    return None
+
+
+def _walk(root: Path, skipped: Iterable[str] = ()) -> Iterator[Path]:
+    """Regular files below root in an order that depends on their names only; hidden names left out."""
+    leave_out = frozenset(skipped)
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted(f for f in folders if not f.startswith(".") and f not in leave_out)
+        yield from (Path(folder, n) for n in sorted(names) if not n.startswith(".") and Path(folder, n).is_file())
+
+
+def _load_folder(root: Path) -> Corpus:
+    pieces, left_out = [], []
+    for path in _walk(root):
+        try:
+            text = path.read_bytes()
+        except OSError:
+            left_out.append(path)
+            continue
+        if text and why_not_text(text) is None:
+            pieces.append(text)
+        elif text:
+            left_out.append(path)
+    aside = f", {len(left_out)} left out as not text, such as {left_out[0]}" if left_out else ""
+    if not pieces:
+        raise TrainError(f"no text in {root}{aside}: give a folder with UTF-8 text files")
+    return Corpus.of(b"\n".join(pieces), f"{root} ({len(pieces)} files{aside})")
+
+
+def _load_standard_library() -> Corpus:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    sources = (path.read_bytes() for path in _walk(root, SKIPPED_FOLDERS) if path.suffix == ".py")
+    pieces = [text for text in sources if text and why_not_text(text) is None]
+    if not pieces:
+        raise TrainError(f"Python's standard library has no sources in {root}: give text with --data")
+    return Corpus.of(b"\n".join(pieces), f"Python's standard library ({len(pieces)} files)")
+
+
+class Batches:
+    """The windows of a corpus that a run sees.
+
+    Args:
+        corpus: the text.
+        context: bytes that the model sees at once, C.
+        batch: sequences in a step, B.
+        seed: with the step, decides which windows.
+    """
+
+    def __init__(self, corpus: Corpus, context: int, batch: int, seed: int) -> None:
+        self.corpus = corpus
+        self.context = context
+        self.batch = batch
+        self.seed = seed
+
+    def training(self, step: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of a step, each [B, C] uint8; targets are the inputs one byte later."""
+        # torch's CPU generator keeps 32 bits of its seed, so seed and step are hashed into 32.
+        mixed = hashlib.blake2b(f"{self.seed} {step}".encode(), digest_size=4).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(mixed, "little"))
+        starts = torch.randint(len(self.corpus.train) - self.context, (self.batch,), generator=generator)
+        return self._windows(self.corpus.train, starts)
+
+    def validation(self, windows: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Inputs and targets of evenly spaced windows, in batches of at most B, the same ones each time."""
+        last = len(self.corpus.validation) - self.context - 1
+        spaced = [last * index // max(windows - 1, 1) for index in range(windows)]
+        starts = torch.tensor(sorted(set(spaced)))
+        for part in starts.split(self.batch):
+            yield self._windows(self.corpus.validation, part)
+
+    def _windows(self, text: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+        windows = text[starts[:, None] + torch.arange(self.context + 1)]  # [B, C + 1]
+        return windows[:, :-1], windows[:, 1:]

@@ -1,0 +1,70 @@
+"""What this machine has and does: versions, devices, whether FP8 is native, which extras are there."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from importlib.util import find_spec
+
+import torch
+
+import octavo
+
+EXTRAS = {"cli": ("rich", "matplotlib"), "onnx": ("onnx", "onnxruntime", "onnxscript")}
+NATIVE = "native FP8"
+EMULATED = "emulated FP8 (the reference)"
+
+
+def has_native_fp8(capability: tuple[int, int]) -> bool:
+    """Whether an NVIDIA GPU of this compute capability multiplies FP8: sm_89, sm_90, sm_100 and later.
+
+    Example:
+        >>> [has_native_fp8(sm) for sm in ((8, 6), (8, 9), (9, 0), (10, 0))]
+        [False, True, True, True]
+    """
+    return capability >= (8, 9)
+
+
+def version(package: str) -> str | None:
+    """The installed version of a package, or None."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def devices() -> list[tuple[str, str, str]]:
+    """Each device as (name for --device, what it is, native or emulated)."""
+    found = [("cpu", f"{platform.machine()}, {torch.get_num_threads()} threads", EMULATED)]
+    for index in range(torch.cuda.device_count()):
+        name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
+        # AMD's GPUs answer here too, with numbers that mean something else.
+        native = torch.version.hip is None and has_native_fp8(capability)
+        architecture = "" if torch.version.hip else f", sm_{capability[0]}{capability[1]}"
+        found.append((f"cuda:{index}", name + architecture, NATIVE if native else EMULATED))
+    if torch.backends.mps.is_available():
+        found.append(("mps", "Apple GPU", EMULATED))
+    if torch.xpu.is_available():
+        found += [(f"xpu:{i}", torch.xpu.get_device_name(i), EMULATED) for i in range(torch.xpu.device_count())]
+    return found
+
+
+def describe() -> str:
+    """All of it, as text."""
+    versions = {
+        "octavo": octavo.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__ + (f" (CUDA {torch.version.cuda})" if torch.version.cuda else ""),
+        "triton": version("triton") or "absent",
+    }
+    lines = [f"{name:<9}{value}" for name, value in versions.items()]
+    lines += ["", "devices"]
+    rows = devices()
+    widths = [max(len(row[column]) for row in rows) for column in range(2)]
+    lines += [f"  {name:<{widths[0]}}  {what:<{widths[1]}}  {fp8}" for name, what, fp8 in rows]
+    lines += ["", "extras"]
+    for extra, packages in EXTRAS.items():
+        absent = [package for package in packages if find_spec(package) is None]
+        state = "installed" if not absent else f"pip install octavo[{extra}] ({', '.join(absent)} absent)"
+        lines.append(f"  {extra:<5}  {state}")
+    return "\n".join(lines)

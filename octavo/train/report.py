@@ -1,0 +1,208 @@
+"""What runs came to: a table, the same as CSV, and a plot of the loss curves and their gap."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from octavo.errors import MissingExtraError
+from octavo.train.checkpoint import replace_file
+from octavo.train.config import BASELINE
+from octavo.train.loop import RunResult
+
+# Okabe and Ito's palette, told apart with any kind of colour vision; the baseline is black.
+BASELINE_COLOUR = "#000000"
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+SMOOTHING = 0.03  # width of the smoothing window, as a part of the run
+
+
+def require_plotting() -> None:
+    """Raises MissingExtraError when matplotlib is absent."""
+    if find_spec("matplotlib") is None:
+        raise MissingExtraError("the plot needs matplotlib: pip install octavo[cli]")
+
+
+def gap(result: RunResult, baseline: RunResult | None) -> float:
+    """How much higher a run's final validation loss is than the baseline's, in %; nan without a baseline."""
+    if baseline is None:
+        return math.nan
+    return 100 * (result.final_validation / baseline.final_validation - 1)
+
+
+def find_baseline(results: Sequence[RunResult]) -> RunResult | None:
+    """The bf16 run, where there is one."""
+    return next((result for result in results if result.name == BASELINE), None)
+
+
+def table(results: Sequence[RunResult]) -> str:
+    """The results as aligned text: validation loss, gap to bf16, time of a step, speed."""
+    baseline = find_baseline(results)
+    lines = [("recipe", "validation loss", "gap to bf16", "time/step", "vs bf16", "tokens/s")]
+    for result in results:
+        seconds = result.seconds_per_step
+        lines.append(
+            (
+                result.name,
+                f"{result.final_validation:.4f} nats/byte",
+                "" if baseline is None else f"{gap(result, baseline):+.2f} %",
+                f"{1000 * seconds:.1f} ms",
+                "" if baseline is None else f"{seconds / baseline.seconds_per_step:.2f}x",
+                f"{result.tokens_per_s:,.0f}",
+            )
+        )
+    if baseline is None:
+        lines = [(line[0], line[1], line[3], line[5]) for line in lines]  # type: ignore[misc]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    text = [
+        "  ".join(cell.ljust(width) if column == 0 else cell.rjust(width) for column, (cell, width) in enumerate(cells))
+        for cells in ([*zip(line, widths, strict=True)] for line in lines)
+    ]
+    return "\n".join([text[0], "  ".join("-" * width for width in widths), *text[1:]])
+
+
+def write_csv(results: Sequence[RunResult], path: Path) -> None:
+    """Writes the table's numbers in full."""
+    baseline = find_baseline(results)
+    lines = ["recipe,validation_loss,gap_percent,seconds_per_step,tokens_per_s,steps,parameters"]
+    for result in results:
+        percent = gap(result, baseline)
+        lines.append(
+            f"{result.name},{result.final_validation!r},{'' if math.isnan(percent) else repr(percent)},"
+            f"{result.seconds_per_step:.6f},{result.tokens_per_s:.1f},{result.steps},{result.parameters}"
+        )
+    replace_file(path, ("\n".join(lines) + "\n").encode())
+
+
+def smooth(losses: Sequence[float], width: float) -> list[float]:
+    """A Gaussian mean of that standard deviation in steps.
+
+    Where the curve starts, and falls fast, the window narrows so that both its sides are equal; at the end one is cut.
+    """
+    reach = math.ceil(3 * width)
+    weights = [math.exp(-0.5 * (offset / max(width, 1e-9)) ** 2) for offset in range(reach + 1)]
+    means = []
+    for step in range(len(losses)):
+        side = min(reach, step)
+        near = range(step - side, min(step + side + 1, len(losses)))
+        total = sum(weights[abs(other - step)] for other in near)
+        means.append(sum(weights[abs(other - step)] * losses[other] for other in near) / total)
+    return means
+
+
+def plot(results: Sequence[RunResult], path: Path) -> None:
+    """Writes a PNG: training and validation loss above, the gap to bf16 below (where there is one to show).
+
+    Raises:
+        MissingExtraError: matplotlib is absent.
+    """
+    require_plotting()
+    from matplotlib.figure import Figure
+
+    baseline = find_baseline(results)
+    others = [result for result in results if result is not baseline]
+    has_gap = baseline is not None and bool(others)
+    figure = Figure(figsize=(8.5, 7.2 if has_gap else 4.6), dpi=160, layout="constrained")
+    if has_gap:
+        upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    else:
+        upper, lower = figure.subplots(), None
+    styles = _styles(results, baseline)
+    _draw_losses(upper, results, styles)
+    if lower is not None and baseline is not None:
+        _draw_gaps(lower, others, baseline, styles)
+    for axes in figure.axes:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="#e4e4e4", linewidth=0.8)
+        axes.set_axisbelow(True)
+    figure.axes[-1].set_xlabel("step")
+    figure.align_ylabels()
+    image = io.BytesIO()
+    figure.savefig(image, format="png")
+    replace_file(path, image.getvalue())
+
+
+@dataclass(frozen=True)
+class _Style:
+    """How one run is drawn. Curves may coincide, so that each is thinner than the one below it."""
+
+    colour: str
+    marker: str
+    width: float
+    size: float
+
+    def line(self) -> dict[str, Any]:
+        return {"color": self.colour, "linewidth": self.width, "solid_capstyle": "round"}
+
+    def marks(self) -> dict[str, Any]:
+        return {
+            "color": self.colour,
+            "marker": self.marker,
+            "markersize": self.size,
+            "markerfacecolor": "none",
+            "markeredgewidth": 1.4,
+        }
+
+
+def _styles(results: Sequence[RunResult], baseline: RunResult | None) -> dict[str, _Style]:
+    """A style for each run by name; the baseline is black and thickest, whatever its place."""
+    ordered = sorted(results, key=lambda result: result is not baseline)
+    colours = iter(COLOURS)
+    styles = {}
+    for index, result in enumerate(ordered):
+        colour = BASELINE_COLOUR if result is baseline else next(colours)
+        part = index / max(len(ordered) - 1, 1)
+        styles[result.name] = _Style(colour, MARKERS[index], 3.6 - 2.2 * part, 9.0 - 4.5 * part)
+    return styles
+
+
+def _draw_losses(axes: Any, results: Sequence[RunResult], styles: dict[str, _Style]) -> None:
+    for result in sorted(results, key=lambda result: -styles[result.name].width):
+        style = styles[result.name]
+        steps = [row.step for row in result.rows]
+        axes.plot(steps, result.losses, color=style.colour, alpha=0.12, linewidth=0.6)
+        axes.plot(steps, smooth(result.losses, SMOOTHING * len(steps) / 2), **style.line())
+        axes.plot(*zip(*result.validations, strict=True), linestyle="none", **style.marks())
+        axes.plot([], [], label=f"{result.name}  {result.final_validation:.4f}", **style.line(), **_only(style.marks()))
+    axes.set_title("Training loss (lines, smoothed) and validation loss (marks)", loc="left", fontsize=11)
+    axes.set_ylabel("loss (nats/byte)")
+    axes.legend(title="final validation loss", frameon=False, alignment="left")
+    # The first steps fall from log(256) = 5.5: the scale is made for what comes after the first tenth.
+    after = [loss for result in results for loss in result.losses[len(result.losses) // 10 :]]
+    low, high = min(after), max(after)
+    axes.set_ylim(low - 0.05 * (high - low) - 1e-3, high + 0.15 * (high - low) + 1e-3)
+    axes.margins(x=0.01)
+
+
+def _draw_gaps(axes: Any, others: Sequence[RunResult], baseline: RunResult, styles: dict[str, _Style]) -> None:
+    width = SMOOTHING * len(baseline.losses) / 2
+    reference = smooth(baseline.losses, width)
+    axes.axhline(0, color=BASELINE_COLOUR, linewidth=1.2)
+    visible = [0.5]  # the axis shows at least ± this
+    for result in others:
+        style = styles[result.name]
+        percent = [
+            100 * (ours / theirs - 1) for ours, theirs in zip(smooth(result.losses, width), reference, strict=True)
+        ]
+        axes.plot([row.step for row in result.rows], percent, color=style.colour, linewidth=1.6)
+        theirs = dict(baseline.validations)
+        marks = [(step, 100 * (loss / theirs[step] - 1)) for step, loss in result.validations if step in theirs]
+        axes.plot(*zip(*marks, strict=True), linestyle="none", **style.marks())
+        label = f"{result.name}  {gap(result, baseline):+.2f} %"
+        axes.plot([], [], label=label, linewidth=1.6, **style.marks())
+        visible += [abs(value) for value in percent[len(percent) // 10 :]] + [abs(value) for _, value in marks]
+    axes.set_title(f"Gap to {baseline.name}: above zero is worse", loc="left", fontsize=11)
+    axes.set_ylabel(f"loss over {baseline.name}'s (%)")
+    axes.legend(title="final validation gap", frameon=False, alignment="left", ncols=4, loc="upper left")
+    limit = 1.15 * max(visible)
+    axes.set_ylim(-limit, 1.7 * limit)  # room for the legend
+
+
+def _only(marks: dict[str, Any]) -> dict[str, Any]:
+    """The marks' style beside a line's, which gives the colour."""
+    return {name: value for name, value in marks.items() if name != "color"}

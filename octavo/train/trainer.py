@@ -1,0 +1,160 @@
+"""The model, its optimizer, and one step of both: what is computed, without what is written or shown."""
+
+from __future__ import annotations
+
+import math
+import os
+
+import torch
+from torch import Tensor, nn
+
+import octavo
+from octavo.scaling.recipe import Recipe
+from octavo.train.checkpoint import Identity, Row, State
+from octavo.train.config import BASELINE, VOCABULARY, ModelConfig, OptimizerConfig, TrainConfig, check_recipe
+from octavo.train.data import Batches
+from octavo.train.errors import CheckpointError, TrainError
+from octavo.train.model import GPT, next_byte_loss
+
+
+def learning_rate(step: int, config: OptimizerConfig) -> float:
+    """The learning rate of a step (the first is 0): a linear warmup, then half a cosine down to final_lr x lr."""
+    warmup = round(config.warmup * config.steps)
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
+    done = (step - warmup) / max(config.steps - warmup - 1, 1)
+    return config.lr * (config.final_lr + (1 - config.final_lr) * 0.5 * (1 + math.cos(math.pi * done)))
+
+
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW that decays matrices only: not the norms' gains."""
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
+
+
+def choose_device(name: str) -> torch.device:
+    """The device that a name means; `auto` is cuda where there is one.
+
+    Raises:
+        TrainError: there is no such device here.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device).add_(1)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # what an absent backend raises
+        raise TrainError(f"device {name!r} cannot be used here: choose auto, or one that octavo info lists") from error
+    return device
+
+
+def require_memory(config: TrainConfig, device: torch.device) -> None:
+    """Raises TrainError when weights, gradients, moments and activations cannot possibly fit.
+
+    A lower bound: 16 bytes a parameter, and for each token about 20 width of activations a layer in 2 bytes, and its
+    logits in 4.
+    """
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+    elif device.type == "cpu" and hasattr(os, "sysconf"):
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    else:
+        return
+    model, data = config.model, config.data
+    tokens = data.batch // data.micro_batches * model.context
+    needed = 16 * model.parameters + tokens * (40 * model.width * model.layers + 4 * VOCABULARY)
+    if needed > total:
+        raise TrainError(
+            f"this model needs at least {needed / 2**30:,.1f} GiB, but {device} has {total / 2**30:,.1f} GiB: "
+            "lower --width, --layers, --context or --batch, or raise --micro-batches"
+        )
+
+
+def build_model(config: ModelConfig, recipe: str | Recipe, seed: int) -> GPT:
+    """The model with the initial weights of a seed, every Linear of it converted unless the recipe is bf16."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        model = GPT(config)
+    if isinstance(recipe, str):
+        if check_recipe(recipe) == BASELINE:
+            return model
+        casts: Recipe = getattr(octavo.recipes, recipe)()
+    else:
+        casts = recipe
+    octavo.convert(model, casts, select=lambda module, name: True)
+    return model
+
+
+class Trainer:
+    """The model, its optimizer and one step of both.
+
+    Args:
+        config: all options.
+        model: on its device, converted.
+        batches: what it trains on.
+    """
+
+    def __init__(self, config: TrainConfig, model: GPT, batches: Batches) -> None:
+        self.config = config
+        self.model = model
+        self.batches = batches
+        self.device = model.head.weight.device
+        self.optimizer = build_optimizer(model, config.optimizer)
+        self.compiled = torch.compile(model) if config.run.compile else model
+
+    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """The loss of a batch, in autocast when the dtype asks for it; both [B, C] uint8."""
+        inputs, targets = inputs.to(self.device), targets.to(self.device)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.run.dtype == "bfloat16"):
+            return next_byte_loss(self.compiled(inputs), targets)
+
+    def step(self, step: int) -> tuple[Tensor, Tensor, float]:
+        """One optimizer step.
+
+        Returns:
+            The loss and the norm of the gradients, both on the device, and the learning rate.
+        """
+        options = self.config.optimizer
+        lr = learning_rate(step, options)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.zero_grad()
+        inputs, targets = self.batches.training(step)
+        parts = self.config.data.micro_batches
+        total = torch.zeros((), device=self.device)
+        for part_inputs, part_targets in zip(inputs.chunk(parts), targets.chunk(parts), strict=True):
+            loss = self.loss(part_inputs, part_targets) / parts
+            loss.backward()
+            total += loss.detach()
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), options.clip or math.inf)
+        self.optimizer.step()
+        return total, norm, lr
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        """Mean loss over the validation windows, nats a byte."""
+        self.model.eval()
+        windows = self.config.data.eval_windows
+        sums = [(self.loss(x, y) * len(x), len(x)) for x, y in self.batches.validation(windows)]
+        self.model.train()
+        return sum(float(loss) for loss, _ in sums) / sum(count for _, count in sums)
+
+    def state(self, step: int, identity: Identity, rows: list[Row]) -> State:
+        """What a checkpoint holds."""
+        delayed = octavo.delayed_state_dict(self.model)
+        return State(step, self.model.state_dict(), self.optimizer.state_dict(), delayed, identity, rows)
+
+    def load(self, state: State) -> None:
+        """Goes back to a checkpoint.
+
+        Raises:
+            CheckpointError: it holds another model's weights.
+        """
+        try:
+            self.model.load_state_dict(state.model)
+            self.optimizer.load_state_dict(state.optimizer)
+            octavo.load_delayed_state_dict(self.model, state.delayed)
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise CheckpointError("the checkpoint does not fit this model: it was made by another octavo") from error

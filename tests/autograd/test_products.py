@@ -1,0 +1,144 @@
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from octavo import E4M3, Cast, Delayed, Dynamic, PerBlock, PerRow, PerTensor, Recipe, recipes
+from octavo.autograd.products import INPUT, WEIGHT, Operands, State, cast_role, linear
+from octavo.kernels import dequantize
+from octavo.scaling.recipe import PRODUCTS, RoleCasts
+from tests.helpers import FP8_RECIPES, CountOps, sqnr
+
+T, K, N = 48, 96, 80
+
+
+def state(recipe: Recipe) -> State | None:
+    return None if recipe.delayed is None else State(torch.zeros(3), torch.zeros(3, recipe.delayed.history_length))
+
+
+def run(recipe, x, weight, bias, grad, kept=None):
+    """y, dx, dW, db by a recipe."""
+    x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    bias = None if bias is None else bias.clone().requires_grad_()
+    kept = state(recipe) if kept is None else kept
+    operands = cast_role(weight.detach(), recipe.weight_casts, True, True, kept, WEIGHT)
+    y = linear(x, weight, bias, operands, recipe, kept, True)
+    y.backward(grad)
+    return y.detach(), x.grad, weight.grad, None if bias is None else bias.grad
+
+
+def data(dtype=torch.float32):
+    return (
+        torch.randn(T, K, dtype=dtype),
+        torch.randn(N, K, dtype=dtype),
+        torch.randn(N, dtype=dtype),
+        torch.randn(T, N, dtype=dtype),
+    )
+
+
+def truth(x, weight, bias, grad):
+    x, weight, bias, grad = (t.double() for t in (x, weight, bias, grad))
+    return F.linear(x, weight, bias), grad @ weight, grad.t() @ x, grad.sum(0)
+
+
+@pytest.mark.parametrize("name", FP8_RECIPES)
+@pytest.mark.parametrize("kept", PRODUCTS)
+def test_a_product_left_in_high_precision_is_exactly_that(name, kept):
+    x, weight, bias, grad = data()
+    results = dict(
+        zip(
+            PRODUCTS, run(dataclasses.replace(FP8_RECIPES[name](), **{kept: None}), x, weight, bias, grad), strict=False
+        )
+    )
+    for (product, result), expected in zip(results.items(), truth(x, weight, bias, grad), strict=False):
+        if product == kept:
+            torch.testing.assert_close(result, expected.float(), rtol=1e-5, atol=1e-4)
+        else:
+            assert 22 < sqnr(result, expected) < 34, product
+
+
+@pytest.mark.parametrize("name", FP8_RECIPES)
+def test_a_lone_fp8_product_is_the_one_of_the_whole_recipe(name):
+    tensors = data()
+    whole = run(FP8_RECIPES[name](), *tensors)
+    for index, product in enumerate(PRODUCTS):
+        others = {other: None for other in PRODUCTS if other != product}
+        alone = run(dataclasses.replace(FP8_RECIPES[name](), **others), *tensors)
+        torch.testing.assert_close(alone[index], whole[index], rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("pick", list(itertools.product(FP8_RECIPES, repeat=3)), ids="-".join)
+def test_any_mixture_of_recipes_computes(pick):
+    chosen = {product: getattr(FP8_RECIPES[name](), product) for product, name in zip(PRODUCTS, pick, strict=True)}
+    tensors = data()
+    for result, expected in zip(run(Recipe(**chosen), *tensors), truth(*tensors), strict=True):
+        assert sqnr(result, expected) > 22
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_dtypes_of_results(dtype):
+    x, weight, bias, grad = data(dtype)
+    for result in run(recipes.dynamic(), x, weight, bias, grad):
+        assert result.dtype == dtype
+    y, dx, dw, db = run(recipes.dynamic(), x, weight.float(), bias.double(), grad)
+    assert (y.dtype, dx.dtype, dw.dtype, db.dtype) == (dtype, dtype, torch.float32, torch.float64)
+
+
+@pytest.mark.parametrize("name", FP8_RECIPES)
+def test_cast_role_lays_each_operand_for_its_product(name):
+    recipe = FP8_RECIPES[name]()
+    x = torch.randn(130, 70)
+    operands = cast_role(x, recipe.input_casts, True, True, state(recipe), INPUT)
+    for pair, laid, cast in (
+        (operands.as_is, x, recipe.output[0]),
+        (operands.transposed, x.t(), recipe.grad_weight[1]),
+    ):
+        qdata, scale_inv = pair
+        assert qdata.shape == laid.shape
+        assert scale_inv.shape == cast.granularity.scale_shape(laid.shape)
+        back = dequantize(qdata, scale_inv, cast.tile, torch.float32)
+        assert 29 < sqnr(back, laid) < 36
+    assert (operands.amax is None) == (recipe.delayed is None)
+
+
+def test_only_what_is_asked_for_is_cast():
+    x = torch.randn(8, 8)
+    casts = recipes.rowwise().input_casts
+    assert cast_role(x, casts, False, False, None, INPUT) == Operands()
+    assert cast_role(x, casts, True, False, None, INPUT).transposed is None
+    assert cast_role(x, casts, False, True, None, INPUT).as_is is None
+    assert cast_role(x, RoleCasts(None, None, False), True, True, None, INPUT) == Operands()
+    for recipe, expected in ((recipes.dynamic(), {"cast": 1}), (recipes.rowwise(), {"cast_two_scalings": 1})):
+        with CountOps() as ops:
+            cast_role(x, recipe.input_casts, True, True, None, INPUT)
+        assert ops.calls == expected  # x is read once
+
+
+def test_a_role_with_one_delayed_and_one_dynamic_cast():
+    delayed = Cast(E4M3, PerTensor(), Delayed(2))
+    row = Cast(E4M3, PerRow(), Dynamic())
+    x = torch.randn(8, 8)
+    for casts in (RoleCasts(delayed, row, False), RoleCasts(row, delayed, False)):
+        operands = cast_role(x, casts, True, True, State(torch.zeros(3), torch.zeros(3, 2)), INPUT)
+        assert operands.amax == x.abs().max()
+
+
+def test_a_delayed_role_of_a_mixed_recipe_is_committed_and_the_others_are_not():
+    delayed, block = Cast(E4M3, PerTensor(), Delayed(2)), Cast(E4M3, PerBlock(1, 32))
+    for recipe, rows in (
+        (Recipe(output=(delayed, block)), [True, False, False]),
+        (Recipe(output=(block, delayed)), [False, True, False]),
+        (Recipe(grad_input=(delayed, block)), [False, False, True]),
+        (Recipe(grad_weight=(block, delayed)), [True, False, False]),
+        (dataclasses.replace(recipes.delayed(2), grad_weight=None), [True, True, True]),
+        (dataclasses.replace(recipes.delayed(2), output=None), [True, True, True]),
+        (dataclasses.replace(recipes.delayed(2), grad_input=(block, block)), [True, True, True]),
+    ):
+        kept = state(recipe)
+        x, weight, bias, grad = data()
+        run(recipe, x, weight, bias, grad, kept)
+        assert kept.scale.ne(0).tolist() == rows
+        assert kept.amax_history[:, 0].ne(0).tolist() == rows
+        assert not kept.amax_history[:, 1].any()  # committed once

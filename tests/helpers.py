@@ -1,0 +1,64 @@
+"""What several tests share."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import octavo
+from octavo import Recipe, recipes
+
+FP8_RECIPES: dict[str, Callable[[], Recipe]] = {
+    "dynamic": recipes.dynamic,
+    "delayed": recipes.delayed,
+    "rowwise": recipes.rowwise,
+    "blockwise": recipes.blockwise,
+    "mx": recipes.mx,
+}
+
+
+def every_layer(module: nn.Module, name: str) -> bool:
+    """A ``select`` for models too small for the default one."""
+    return True
+
+
+def to_fp8(model: nn.Module, recipe: Recipe) -> nn.Module:
+    return octavo.convert(model, recipe, select=every_layer)
+
+
+def sqnr(result: Tensor, truth: Tensor) -> float:
+    """Signal to quantisation noise of ``result``, in dB."""
+    truth = truth.double()
+    return 20 * torch.log10(truth.norm() / (result.double() - truth).norm()).item()
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    """The same names and, bit for bit, the same tensors."""
+    assert a.keys() == b.keys()
+    assert a
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+class CountOps(TorchDispatchMode):
+    """Counts the octavo ops called, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "octavo":
+            self.calls[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def casts(self) -> int:
+        return sum(count for name, count in self.calls.items() if name.startswith("cast"))

@@ -1,0 +1,135 @@
+"""What is kept for backward, and the most that a step needs at once."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import octavo
+from octavo.formats import FORMATS
+from tests.helpers import FP8_RECIPES, to_fp8
+
+T = 4096
+
+
+def saved_tensors(net: nn.Module, x: Tensor) -> list[Tensor]:
+    """What a forward saves for backward, the parameters not counted: they are there anyway."""
+    own = {p.untyped_storage()._cdata for p in net.parameters()}
+    saved = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage()._cdata not in own:
+            saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        net(x).sum()
+    return saved
+
+
+def saved_bytes(net: nn.Module, x: Tensor) -> int:
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in saved_tensors(net, x)}
+    return sum(storages.values())
+
+
+def stack(*widths: int, activation: type[nn.Module] | None = None) -> nn.Module:
+    layers: list[nn.Module] = []
+    for k, n in itertools.pairwise(widths):
+        layers += [nn.Linear(k, n), *([activation()] if activation else [])]
+    return nn.Sequential(*(layers[:-1] if activation else layers)).bfloat16()
+
+
+@pytest.mark.parametrize("name", FP8_RECIPES)
+@pytest.mark.parametrize(
+    ("widths", "activation", "tokens", "most"),
+    [
+        ((256,) * 9, None, T, 0.55),
+        ((256, 256, 256), nn.GELU, T, 0.75),
+        ((256, 1024, 256), nn.GELU, 2 * T, 0.75),
+    ],
+    ids=["eight Linears", "Linear-GELU-Linear", "four times as wide inside"],
+)
+def test_saved_for_backward(name, widths, activation, tokens, most):
+    net = stack(*widths, activation=activation)
+    x = torch.randn(tokens, widths[0], dtype=torch.bfloat16, requires_grad=True)
+    in_bf16 = saved_bytes(net, x)
+    assert in_bf16 >= tokens * 2 * sum(widths[:-1])
+    assert saved_bytes(to_fp8(net, FP8_RECIPES[name]()), x) <= most * in_bf16
+
+
+@pytest.mark.parametrize("name", FP8_RECIPES)
+def test_only_codes_and_scales_are_saved(name):
+    layer = octavo.nn.Linear(256, 128, recipe=FP8_RECIPES[name](), dtype=torch.bfloat16)
+    saved = saved_tensors(layer, torch.randn(T, 256, dtype=torch.bfloat16, requires_grad=True))
+    codes = [t for t in saved if t.dtype in FORMATS]
+    scales = [t for t in saved if t.dtype in (torch.float32, torch.float8_e8m0fnu)]
+    assert len(codes) == 2
+    assert sum(t.numel() for t in codes) == T * 256 + 128 * 256
+    assert len(codes) + len(scales) == len(saved)
+    if name in ("dynamic", "delayed"):
+        assert all(t.numel() == 1 for t in scales)
+
+
+@pytest.mark.parametrize(
+    ("frozen", "x_requires_grad", "numel"),
+    [("weight", True, 128 * 256), ("none", False, T * 256), ("weight", False, 0)],
+)
+def test_nothing_is_saved_for_a_gradient_that_nobody_asked_for(frozen, x_requires_grad, numel):
+    layer = octavo.nn.Linear(256, 128)
+    layer.weight.requires_grad_(frozen != "weight")
+    saved = saved_tensors(layer, torch.randn(T, 256, requires_grad=x_requires_grad))
+    assert sum(t.numel() for t in saved if t.dtype.itemsize == 1) == numel
+
+
+def peak_bytes(step) -> int:
+    """The most that a call holds above what was there before it: all of the allocator's events, temporaries too."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        step()
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = most = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    return most
+
+
+def cached_bytes(net: nn.Module) -> int:
+    storages = {}
+    for module in net.modules():
+        cache = getattr(module, "_weight_cache", None)
+        if cache is not None and cache._operands is not None:
+            for pair in cache._operands[:2]:
+                for tensor in pair or ():
+                    storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("name", ["dynamic", "delayed", "rowwise", "blockwise", "mx"])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_peak_of_a_training_step(name, micro_batches):
+    def needs(net: nn.Module) -> int:
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+        x = torch.randn(2048, 256, dtype=torch.bfloat16)
+
+        def step() -> None:
+            for _ in range(micro_batches):
+                net(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step()
+        return cached_bytes(net) + peak_bytes(step)
+
+    net = stack(*(256,) * 17, activation=nn.GELU)
+    in_bf16 = needs(net)
+    assert in_bf16 > 16 * 2 * 2048 * 256 * 2  # the profile saw what nn.Linear and GELU save
+    to_fp8(net, FP8_RECIPES[name]())
+    ours = needs(net)
+    assert cached_bytes(net) > 16 * 256 * 256
+    assert ours <= in_bf16
+
+
+def test_peak_bytes_sees_temporaries():
+    x = torch.ones(1 << 20)
+    assert peak_bytes(lambda: (x + 1).sum()) >= 4 << 20

@@ -1,0 +1,182 @@
+"""What people put around a training step: loss scaling, clipping, averages, hooks, compiled optimizers."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import octavo
+from octavo import recipes
+from tests.helpers import FP8_RECIPES, assert_equal, gradients, sqnr, to_fp8
+
+each_recipe = pytest.mark.parametrize("name", FP8_RECIPES)
+
+
+def make(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    return to_fp8(nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 16)), FP8_RECIPES[name]()).to(dtype)
+
+
+def fit(net: nn.Module, steps: int = 30, **autocast) -> list[float]:
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu", enabled=bool(autocast))
+    x = torch.randn(64, 32)
+    losses = []
+    for _ in range(steps):
+        with torch.autocast("cpu", enabled=bool(autocast), **autocast):
+            loss = (net(x).float() - x[:, :16]).square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@each_recipe
+@pytest.mark.parametrize("autocast", [{}, {"dtype": torch.bfloat16}, {"dtype": torch.float16}], ids=str)
+def test_it_learns(name, autocast):
+    losses = fit(make(name), **autocast)
+    assert losses[-1] < 0.6 * losses[0]
+
+
+@each_recipe
+def test_grad_scaler_skips_a_step_that_overflowed(name):
+    net = make(name)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    stepped, scales = [], []
+    for step in range(4):
+        before = copy.deepcopy(net.state_dict())
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = net(torch.randn(8, 32)).float().square().mean()
+        if step == 1:
+            loss = loss * torch.inf
+        state = octavo.delayed_state_dict(net)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        stepped.append(not torch.equal(net[0].weight, before["0.weight"]))
+        scales.append(scaler.get_scale())
+        if step == 1:  # nothing finite: the gradient's scale stays
+            assert all(
+                torch.equal(octavo.delayed_state_dict(net)[k][2], v[2]) for k, v in state.items() if "scale" in k
+            )
+    assert stepped == [True, False, True, True]
+    assert scales == [2.0**16, 2.0**15, 2.0**15, 2.0**15]
+
+
+@each_recipe
+def test_an_infinite_activation_gradient_reaches_the_scaler(name):
+    """float16 gradients that overflow between two layers: the codes must carry it to every weight before."""
+    net = make(name, torch.float16)
+    y = net(torch.randn(8, 32, dtype=torch.float16))
+    grad = torch.zeros_like(y)
+    grad[0, 0] = torch.inf
+    y.backward(grad)
+    assert not any(p.grad.isfinite().all() for n, p in net.named_parameters() if n != "2.bias")
+
+
+@each_recipe
+def test_clipping(name):
+    net = make(name)
+    net(torch.randn(8, 32)).square().sum().backward()
+    raw = gradients(net)
+    norm = nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+    torch.testing.assert_close(norm, torch.stack([g.norm() for g in raw.values()]).norm())
+    clipped = gradients(net)
+    torch.testing.assert_close(torch.stack([g.norm() for g in clipped.values()]).norm(), torch.tensor(0.5))
+
+
+@each_recipe
+def test_averaged_models(name):
+    net = make(name)
+    average = torch.optim.swa_utils.AveragedModel(net, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    expected = {n: p.detach().clone() for n, p in net.named_parameters()}
+    for step in range(3):
+        net(torch.randn(8, 32)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update_parameters(net)
+        for n, p in net.named_parameters():
+            expected[n] = p.detach().clone() if step == 0 else expected[n].lerp(p.detach(), 0.5)
+    for n, p in average.module.named_parameters():
+        torch.testing.assert_close(p.detach(), expected[n])
+    x = torch.randn(8, 32)
+    with torch.no_grad():
+        y = average.eval()(x)
+        plain = octavo.restore(copy.deepcopy(average.module))(x)
+    assert sqnr(y, plain) > 20  # its own weights, in FP8
+    assert average.module[0].recipe.name == name
+
+
+@each_recipe
+def test_accumulation_is_the_sum_of_micro_batches(name):
+    net = make(name)
+    batches = [torch.randn(8, 32) for _ in range(3)]
+    total: dict[str, torch.Tensor] = {}
+    for batch in batches:
+        alone = copy.deepcopy(net)
+        alone.zero_grad()
+        alone(batch).sum().backward()
+        for n, g in gradients(alone).items():
+            total[n] = total[n] + g if n in total else g
+    for batch in batches:
+        net(batch).sum().backward()
+    for n, g in gradients(net).items():
+        if name == "delayed":  # its input scales are those of earlier batches
+            assert sqnr(g, total[n]) > 20
+        else:
+            torch.testing.assert_close(g, total[n])
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_compiled_optimizer(fused):
+    torch.compiler.reset()
+    net = make("dynamic")
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, fused=fused)
+    compiled = torch.compile(lambda: optimizer.step(), backend="eager")
+    x = torch.randn(8, 32)
+    for _ in range(2):
+        net(x).sum().backward()
+        compiled()  # and the gradients stay, so the cache would be used
+        assert torch.equal(net(x), copy.deepcopy(net)(x))
+
+
+def test_set_recipe_in_the_middle_of_training():
+    net = make("delayed")
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    x = torch.randn(64, 32)
+    losses = []
+    for name in ["delayed", "high_precision", "dynamic", "blockwise", "delayed"]:
+        octavo.set_recipe(net, getattr(recipes, name)())
+        for _ in range(6):
+            loss = (net(x) - x[:, :16]).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses == sorted(losses, reverse=True)
+
+
+@each_recipe
+def test_backward_in_another_thread(name):
+    import threading
+
+    net = make(name)
+    other = copy.deepcopy(net)
+    x = torch.randn(8, 32)
+    thread = threading.Thread(target=lambda: net(x).sum().backward())
+    thread.start()
+    thread.join()
+    other(x).sum().backward()
+    assert_equal(gradients(net), gradients(other))
+
+
+@each_recipe
+def test_anomaly_detection(name):
+    net = make(name)
+    with pytest.warns(UserWarning, match="Anomaly Detection"), torch.autograd.detect_anomaly():
+        net(torch.randn(8, 32)).sum().backward()

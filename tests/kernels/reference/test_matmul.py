@@ -1,0 +1,208 @@
+"""The product of two pairs against the float64 product of what the pairs read."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo import Granularity, PerBlock, PerRow, PerTensor, kernels
+from tests import definitions
+from tests.definitions import sqnr
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+GRANULARITIES = [
+    PerTensor(),
+    PerRow(),
+    PerRow(dim=-2),
+    PerBlock(1, 128),
+    PerBlock(128, 128),
+    PerBlock(1, 32),
+    PerBlock(128, 1),
+    PerBlock(3, 5),
+]
+OUT = [torch.bfloat16, torch.float16, torch.float32]
+# dB: what is lost beside the codes' own error (about 31 dB). bf16 rounds the product and each of its factors, see
+# reference/matmul.py; float16 and float32 round once at the end
+LEAST = {torch.bfloat16: 48.0, torch.float16: 68.0, torch.float32: 125.0}
+
+Pair = tuple[Tensor, Tensor]
+
+
+def pair(x: Tensor, granularity: Granularity, fmt: torch.dtype = E4M3, power_of_two: bool = False) -> Pair:
+    qdata, scale_inv, _ = kernels.cast(x, None, 0, fmt, granularity.tile, power_of_two, 0)
+    return qdata, scale_inv
+
+
+def product(
+    a: Pair, a_g: Granularity, b: Pair, b_g: Granularity, out: torch.dtype = torch.float32, bias: Tensor | None = None
+) -> Tensor:
+    result = kernels.matmul(*a, a_g.tile, *b, b_g.tile, bias, out, False)
+    assert result.dtype == out and result.is_contiguous()
+    return result
+
+
+def exact_product(a: Pair, a_g: Granularity, b: Pair, b_g: Granularity) -> Tensor:
+    return definitions.dequantize(*a, a_g.tile) @ definitions.dequantize(*b, b_g.tile).t()
+
+
+def uneven(rows: int, cols: int) -> Tensor:
+    """Normal values whose rows and columns differ in size, so that a scale from the wrong tile is seen."""
+    return torch.randn(rows, cols) * (1 + torch.arange(cols) // 3 % 4) * (1 + torch.arange(rows) // 5 % 3)[:, None]
+
+
+@pytest.mark.parametrize("b_g", GRANULARITIES, ids=str)
+@pytest.mark.parametrize("a_g", GRANULARITIES, ids=str)
+def test_every_pair_of_granularities(a_g: Granularity, b_g: Granularity) -> None:
+    a_MK, b_NK = uneven(37, 139), uneven(133, 139)
+    a, b = pair(a_MK, a_g), pair(b_NK, b_g, E5M2)
+    exact = exact_product(a, a_g, b, b_g)
+    bias = torch.randn(133) * 100
+    for out in OUT:
+        assert sqnr(product(a, a_g, b, b_g, out), exact) > LEAST[out]
+        assert sqnr(product(a, a_g, b, b_g, out, bias.to(out)), exact + bias.to(out).double()) > LEAST[out]
+
+
+@pytest.mark.parametrize("formats", list(itertools.product([E4M3, E5M2], repeat=2)), ids=str)
+@pytest.mark.parametrize("granularity", [PerTensor(), PerRow(), PerBlock(1, 32)], ids=str)
+def test_format_mixes(granularity: Granularity, formats: tuple[torch.dtype, torch.dtype]) -> None:
+    a, b = pair(uneven(64, 96), granularity, formats[0]), pair(uneven(80, 96), granularity, formats[1])
+    for out in OUT:
+        assert (
+            sqnr(product(a, granularity, b, granularity, out), exact_product(a, granularity, b, granularity))
+            > LEAST[out]
+        )
+
+
+@pytest.mark.parametrize("granularity", [PerTensor(), PerBlock(1, 32), PerBlock(128, 128)], ids=str)
+def test_powers_of_two_lose_only_the_results_rounding(granularity: Granularity) -> None:
+    a = pair(uneven(40, 256), granularity, power_of_two=True)
+    b = pair(uneven(50, 256), granularity, power_of_two=True)
+    exact = exact_product(a, granularity, b, granularity)
+    assert sqnr(product(a, granularity, b, granularity, torch.bfloat16), exact) > 54
+
+
+def test_integers_are_exact() -> None:
+    # small integers are codes, and their sums are exact in float32
+    a_MK, b_NK = torch.randint(-8, 9, (31, 200)).float(), torch.randint(-4, 5, (29, 200)).float()
+    for a_g, b_g in itertools.product([PerTensor(), PerBlock(1, 32), PerBlock(128, 128)], repeat=2):
+        a, b = pair(a_MK, a_g, power_of_two=True), pair(b_NK, b_g, power_of_two=True)
+        assert torch.equal(product(a, a_g, b, b_g), a_MK @ b_NK.t())
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
+def test_strided_operands(granularity: Granularity) -> None:
+    a, b = pair(uneven(33, 140), granularity), pair(uneven(41, 140), granularity, E5M2)
+    exact = exact_product(a, granularity, b, granularity)
+    # laid the other way round, as a cast of the transposed tensor leaves it
+    a_t = (a[0].t().contiguous().t(), a[1].t().contiguous().t())
+    # a part of something larger
+    b_part = (torch.cat((b[0], b[0]), 1)[:, :140], torch.stack((b[1], b[1]), 2)[..., 0])
+    for x, y in itertools.product([a, a_t], [b, b_part]):
+        for out in OUT:
+            assert sqnr(product(x, granularity, y, granularity, out), exact) > LEAST[out]
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
+@pytest.mark.parametrize("shape", [(0, 5, 7), (5, 0, 7), (5, 7, 0), (0, 0, 0), (1, 1, 1), (1, 300, 1)], ids=str)
+def test_sizes(shape: tuple[int, int, int], granularity: Granularity) -> None:
+    m, k, n = shape
+    a, b = pair(torch.randn(m, k), granularity), pair(torch.randn(n, k), granularity)
+    bias = torch.randn(n)
+    for out in OUT:
+        result = product(a, granularity, b, granularity, out, bias.to(out))
+        assert result.shape == (m, n)
+        if k == 0:
+            assert torch.equal(result, bias.to(out).expand(m, n))
+        elif m and n:
+            exact = exact_product(a, granularity, b, granularity) + bias.to(out).double()
+            assert sqnr(result, exact) > LEAST[out] - 15  # of one element, not of many
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
+@pytest.mark.parametrize("fault", [math.nan, math.inf, -math.inf])
+def test_faults_reach_their_row_and_column_and_no_other(fault: float, granularity: Granularity) -> None:
+    a_MK, b_NK = uneven(9, 140), uneven(11, 140)
+    clean = product(pair(a_MK, granularity, E5M2), granularity, pair(b_NK, granularity, E5M2), granularity)
+    a_MK[4, 131], b_NK[7, 3] = fault, fault
+    a, b = pair(a_MK, granularity, E5M2), pair(b_NK, granularity, E5M2)
+    for out in OUT:
+        result = product(a, granularity, b, granularity, out)
+        hit = torch.zeros(9, 11, dtype=torch.bool)
+        hit[4], hit[:, 7] = True, True
+        assert torch.equal(~torch.isfinite(result), hit)
+        if math.isinf(fault):  # the sign of an infinite sum is that of its infinite term
+            column = read_sign(b[0][:, 131]) * fault
+            assert torch.equal(result[4, :7].double(), column[:7])
+        else:
+            assert bool(torch.isnan(result[hit]).all())
+    # the fault is no part of any amax, but the elements that it replaced were
+    assert sqnr(result[:4, :7], clean[:4, :7].double()) > 20
+
+
+def read_sign(codes: Tensor) -> Tensor:
+    sign = definitions.read(codes).sign()
+    assert bool((sign != 0).all())
+    return sign
+
+
+@pytest.mark.parametrize("b_g", [PerTensor(), PerRow(), PerBlock(1, 32)], ids=str)
+@pytest.mark.parametrize("a_g", [PerTensor(), PerRow(), PerBlock(1, 32)], ids=str)
+@pytest.mark.parametrize(
+    "scales", [(1e-35, 1e30), (1e30, 1e-35), (1e-35, 1e32), (1e32, 1e-30), (1e-20, 1e-10)], ids=str
+)
+def test_extreme_scales_do_not_overflow_on_the_way(
+    scales: tuple[float, float], a_g: Granularity, b_g: Granularity
+) -> None:
+    a, b = pair(uneven(8, 64), a_g), pair(uneven(6, 64), b_g)
+    a, b = (a[0], a[1] * scales[0]), (b[0], b[1] * scales[1])
+    exact = exact_product(a, a_g, b, b_g)
+    for out in (torch.bfloat16, torch.float32):
+        assert sqnr(product(a, a_g, b, b_g, out) / scales[0] / scales[1], exact / scales[0] / scales[1]) > 45
+
+
+def test_tiny_times_huge_per_tensor() -> None:
+    a, b = pair(torch.randn(8, 64) * 1e-30, PerTensor()), pair(torch.randn(6, 64) * 1e30, PerTensor())
+    exact = exact_product(a, PerTensor(), b, PerTensor())
+    assert sqnr(product(a, PerTensor(), b, PerTensor()), exact) > LEAST[torch.float32]
+
+
+@pytest.mark.parametrize(("a_g", "b_g"), list(itertools.product([PerTensor(), PerRow()], repeat=2)), ids=str)
+def test_the_product_of_two_scales_may_leave_float32s_range(a_g: Granularity, b_g: Granularity) -> None:
+    # 2.9e-44 would keep 4 bits as a float32; the result is an ordinary number
+    a, b = pair(torch.full((3, 64), 448.0), a_g), pair(torch.full((5, 64), -448.0), b_g)
+    a, b = (a[0], torch.full_like(a[1], 1.7e-22)), (b[0], torch.full_like(b[1], 1.7e-22))
+    exact = exact_product(a, a_g, b, b_g)
+    assert sqnr(product(a, a_g, b, b_g) * 2.0**120, exact * 2.0**120) > LEAST[torch.float32]
+
+
+def test_a_float32_sum_is_kept_in_float32() -> None:
+    # in bf16 or fp16 accumulation the ones would be lost beside 448 x 448
+    a_MK, b_NK = torch.ones(1, 2049), torch.ones(1, 2049)
+    a_MK[0, 0] = b_NK[0, 0] = 448.0
+    a, b = pair(a_MK, PerTensor()), pair(b_NK, PerTensor())
+    assert product(a, PerTensor(), b, PerTensor()).item() == 448.0 * 448.0 + 2048
+
+
+def test_float16_output_beyond_its_range_is_infinite_and_not_the_accumulation() -> None:
+    # the sum of codes is beyond float16, the product is not
+    a = pair(torch.full((2, 512), 1e-2), PerTensor())
+    result = product(a, PerTensor(), a, PerTensor(), torch.float16)
+    assert sqnr(result, torch.full((2, 2), 512e-4, dtype=torch.float64)) > 60
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
+def test_operands_are_untouched_and_results_fresh(granularity: Granularity) -> None:
+    a, b, bias = pair(torch.randn(4, 6), granularity), pair(torch.randn(5, 6), granularity), torch.randn(5)
+    before = [t.clone() for t in (*a, *b, bias)]
+    for out in OUT:
+        product(a, granularity, b, granularity, out, bias).zero_()
+    assert all(definitions.same_bits(x, y) for x, y in zip((*a, *b, bias), before, strict=True))
+
+
+def test_fast_accum_is_a_permission() -> None:
+    a, b = pair(uneven(16, 300), PerTensor()), pair(uneven(24, 300), PerTensor())
+    tiles = (PerTensor().tile,) * 2
+    fast = kernels.matmul(*a, tiles[0], *b, tiles[1], None, torch.float32, True)
+    assert sqnr(fast, exact_product(a, PerTensor(), b, PerTensor())) > 60

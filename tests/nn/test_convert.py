@@ -1,0 +1,278 @@
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+import octavo
+from octavo import recipes
+from octavo.nn.convert import MIN_FEATURES, features, large_enough
+from tests.helpers import FP8_RECIPES, assert_equal, every_layer, gradients, to_fp8
+
+BIG = MIN_FEATURES
+
+
+class Block(nn.Module):
+    def __init__(self, size: int = 32) -> None:
+        super().__init__()
+        self.up = nn.Linear(size, 2 * size)
+        self.down = nn.Linear(2 * size, size, bias=False)
+        self.up_again = self.up  # a second name for the same module
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(nn.functional.gelu(self.up_again(self.down(self.up(x)))))
+
+
+def test_in_place_and_everything_stays():
+    net = Block()
+    net.up.note = "mine"
+    called = []
+    net.up.register_forward_hook(lambda *_: called.append("forward"))
+    net.up.register_full_backward_hook(lambda *_: called.append("backward"))
+    net.up.register_buffer("extra", torch.ones(2))
+    modules, parameters = dict(net.named_modules()), dict(net.named_parameters())
+    values = {name: p.detach().clone() for name, p in parameters.items()}
+    assert to_fp8(net, recipes.delayed()) is net
+    for step in ("converted", "restored"):
+        assert all(module is modules[name] for name, module in net.named_modules())
+        assert all(p is parameters[name] for name, p in net.named_parameters())
+        assert_equal(dict(net.named_parameters()), values)
+        assert net.up is net.up_again
+        assert net.up.note == "mine"
+        called.clear()
+        net(torch.randn(3, 32, requires_grad=True)).sum().backward()
+        assert called.count("forward") == called.count("backward") == 2
+        assert type(net.up) is (octavo.nn.Linear if step == "converted" else nn.Linear)
+        assert ("extra" in net.state_dict().keys().__str__()) is True
+        assert octavo.restore(net) is net
+    assert type(net.down) is nn.Linear
+    assert dict(net.named_buffers()).keys() == {"up.extra"}
+    assert repr(net.down) == "Linear(in_features=64, out_features=32, bias=False)"
+
+
+def test_a_root_linear():
+    layer = nn.Linear(8, 8)
+    assert to_fp8(layer, recipes.dynamic()) is layer
+    assert type(layer) is octavo.nn.Linear
+    assert octavo.restore(layer) is layer
+    assert type(layer) is nn.Linear
+
+
+def test_a_converted_layer_computes_as_a_built_one():
+    net = to_fp8(nn.Linear(32, 16), recipes.blockwise())
+    built = octavo.nn.Linear(32, 16, recipe=recipes.blockwise())
+    built.load_state_dict(net.state_dict())
+    x = torch.randn(4, 32)
+    assert torch.equal(net(x), built(x))
+    assert net.__dict__.keys() == built.__dict__.keys()
+
+
+def test_the_default_select():
+    net = nn.ModuleDict(
+        {
+            "both": nn.Linear(BIG, BIG),
+            "thin": nn.Linear(BIG, BIG - 1),
+            "short": nn.Linear(BIG - 1, BIG),
+        }
+    )
+    octavo.convert(net, recipes.dynamic())
+    assert [name for name, m in net.items() if isinstance(m, octavo.nn.Linear)] == ["both"]
+    assert [large_enough(m, name) for name, m in net.items()] == [True, False, False]
+    assert features(net["thin"]) == (BIG, BIG - 1)
+
+
+def test_select_sees_module_and_name_of_each_candidate_once():
+    net, seen = Block(), []
+
+    def select(module, name):
+        seen.append((name, module))
+        return name == "down"
+
+    octavo.convert(net, recipes.dynamic(), select)
+    assert [name for name, _ in seen] == ["up", "down"]
+    assert all(net.get_submodule(name) is module for name, module in seen)
+    assert type(net.up) is nn.Linear
+    assert type(net.down) is octavo.nn.Linear
+
+
+def test_converting_again_changes_the_recipe_and_adds_layers():
+    net = octavo.convert(Block(), recipes.dynamic(), lambda module, name: name == "up")
+    octavo.convert(net, recipes.mx(), lambda module, name: name == "down")
+    assert net.up.recipe == net.down.recipe == recipes.mx()
+
+
+class Special(nn.Linear):
+    pass
+
+
+def legacy_weight_norm() -> nn.Module:
+    with pytest.warns(FutureWarning, match="weight_norm"):
+        return nn.utils.weight_norm(nn.Linear(8, 8))
+
+
+def with_own_forward() -> nn.Module:
+    layer = nn.Linear(8, 8)
+    layer.forward = lambda x: x
+    return layer
+
+
+LEFT_ALONE = {
+    "subclass": lambda: Special(8, 8),
+    "attention": lambda: nn.MultiheadAttention(8, 2),
+    "parametrized": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)),
+    "weight_norm": legacy_weight_norm,
+    "own forward": with_own_forward,
+    "float64": lambda: nn.Linear(8, 8, dtype=torch.float64),
+    "float8": lambda: nn.Linear(8, 8).requires_grad_(False).to(torch.float8_e4m3fn),
+    "embedding": lambda: nn.Embedding(8, 8),
+    "bilinear": lambda: nn.Bilinear(8, 8, 8),
+    "conv": lambda: nn.Conv2d(8, 8, 1),
+    "lazy": lambda: nn.LazyLinear(8),
+}
+
+
+@pytest.mark.parametrize("kind", LEFT_ALONE)
+def test_left_alone(kind):
+    net = nn.Sequential(LEFT_ALONE[kind]())
+    classes = {name: type(m) for name, m in net.named_modules()}
+    to_fp8(net, recipes.dynamic())
+    assert {name: type(m) for name, m in net.named_modules()} == classes
+    assert octavo.summary(net).converted == ()
+
+
+def test_a_transformer_layer():
+    net = nn.TransformerEncoderLayer(32, 2, dim_feedforward=64, dropout=0.0, batch_first=True)
+    to_fp8(net, recipes.dynamic())
+    assert type(net.linear1) is type(net.linear2) is octavo.nn.Linear
+    net(torch.randn(2, 5, 32)).square().sum().backward()
+    assert all(p.grad is not None for p in net.parameters())
+
+
+@pytest.mark.parametrize("call", [octavo.convert, octavo.set_recipe])
+@pytest.mark.parametrize(("net", "recipe"), [("model", recipes.dynamic()), (nn.Linear(8, 8), "dynamic")])
+def test_wrong_arguments(call, net, recipe):
+    with pytest.raises(TypeError, match=r"not a torch\.nn\.Module|is no octavo\.Recipe"):
+        call(net, recipe)
+
+
+def test_errors_change_nothing():
+    net = Block()
+
+    def fails_later(module, name):
+        if name == "down":
+            raise RuntimeError("mine")
+        return True
+
+    with pytest.raises(RuntimeError, match="mine"):
+        octavo.convert(net, recipes.dynamic(), fails_later)
+    assert type(net.up) is nn.Linear
+    with pytest.raises(ValueError, match=r"call octavo\.convert"):
+        octavo.set_recipe(net, recipes.dynamic())
+    to_fp8(net, recipes.mx())
+    with pytest.raises(TypeError):
+        octavo.set_recipe(net, "dynamic")
+    assert net.up.recipe == recipes.mx()
+
+
+def test_an_optimizer_made_before_goes_on():
+    net = Block()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    x = torch.randn(64, 32)
+    target = x.roll(1, dims=1)
+    losses = []
+    for step in range(60):
+        if step == 10:
+            to_fp8(net, recipes.delayed())
+        elif step == 40:
+            octavo.restore(net)
+        loss = (net(x) - target).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[59] < losses[39] < losses[9] < losses[0]
+
+
+def test_plain_checkpoints_load_both_ways():
+    plain, ours = Block(), to_fp8(Block(), recipes.delayed())
+    ours(torch.randn(2, 32)).sum().backward()
+    assert ours.load_state_dict(plain.state_dict(), strict=True) == ([], [])
+    assert_equal(ours.state_dict(), plain.state_dict())
+    file = io.BytesIO()
+    torch.save(ours.state_dict(), file)
+    file.seek(0)
+    other = Block()
+    assert other.load_state_dict(torch.load(file, weights_only=True), strict=True) == ([], [])
+    assert_equal(other.state_dict(), plain.state_dict())
+
+
+def test_tied_weights_stay_tied():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(16, 32)
+            self.head = nn.Linear(32, 16, bias=False)
+            self.head.weight = self.embedding.weight
+
+        def forward(self, tokens):
+            return self.head(self.embedding(tokens))
+
+    net = to_fp8(Tied(), recipes.dynamic())
+    assert net.head.weight is net.embedding.weight
+    assert len(list(net.parameters())) == 1
+    net(torch.arange(16)).logsumexp(-1).sum().backward()
+    assert copy.deepcopy(net).head.weight.shape == (16, 32)
+    octavo.restore(net)
+    assert net.head.weight is net.embedding.weight
+
+
+@pytest.mark.parametrize("between", [n for n in FP8_RECIPES if n != "delayed"] + ["high_precision"])
+def test_the_delayed_state_survives_a_spell_under_another_recipe(between):
+    net = to_fp8(Block(), recipes.delayed(4))
+    net(torch.randn(4, 32)).sum().backward()
+    before = octavo.delayed_state_dict(net)
+    assert octavo.set_recipe(net, getattr(recipes, between)()) is net
+    net(torch.randn(4, 32)).sum().backward()
+    octavo.set_recipe(net, recipes.delayed(4, "most_recent"))
+    assert_equal(octavo.delayed_state_dict(net), before)
+
+
+def test_high_precision_is_the_plain_model():
+    plain = Block()
+    net = octavo.set_recipe(to_fp8(copy.deepcopy(plain), recipes.dynamic()), recipes.high_precision())
+    x = torch.randn(4, 32)
+    assert torch.equal(net(x), plain(x))
+    net(x).sum().backward()
+    plain(x).sum().backward()
+    assert_equal(gradients(net), gradients(plain))
+
+
+def test_a_subclass_of_octavos_linear():
+    class Mine(octavo.nn.Linear):
+        pass
+
+    layer = Mine(8, 8)
+    octavo.convert(layer, recipes.mx())
+    assert type(layer) is Mine
+    assert layer.recipe == recipes.mx()
+    assert type(octavo.restore(layer)) is nn.Linear
+
+
+def test_nothing_to_restore():
+    net = Block()
+    assert octavo.restore(net) is net
+    assert type(net.up) is nn.Linear
+
+
+def test_compiled_after_conversion_and_converted_after_compilation():
+    x = torch.randn(4, 32)
+    for order in ("convert first", "compile first"):
+        net = Block()
+        if order == "convert first":
+            to_fp8(net, recipes.dynamic())
+        compiled = torch.compile(net, backend="aot_eager")
+        compiled(x)
+        if order == "compile first":
+            octavo.convert(net, recipes.dynamic(), select=every_layer)
+        assert torch.equal(compiled(x), net(x))

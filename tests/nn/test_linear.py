@@ -1,0 +1,370 @@
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import octavo
+from octavo import HigherOrderGradientError, recipes
+from tests.helpers import FP8_RECIPES, CountOps, assert_equal, gradients, sqnr
+
+each_recipe = pytest.mark.parametrize("name", FP8_RECIPES)
+
+
+def layer(name: str = "dynamic", k: int = 64, n: int = 48, **options) -> octavo.nn.Linear:
+    return octavo.nn.Linear(k, n, recipe=FP8_RECIPES[name](), **options)
+
+
+def test_it_is_a_torch_linear():
+    torch.manual_seed(3)
+    plain = nn.Linear(24, 40)
+    torch.manual_seed(3)
+    ours = octavo.nn.Linear(24, 40)
+    assert isinstance(ours, nn.Linear)
+    assert ours.recipe == recipes.dynamic()
+    assert_equal(ours.state_dict(), plain.state_dict())
+    assert [name for name, _ in ours.named_parameters()] == ["weight", "bias"]
+    assert repr(ours) == "Linear(in_features=24, out_features=40, bias=True, recipe=dynamic)"
+    assert octavo.nn.Linear(24, 40, bias=False, device="meta", dtype=torch.float16).weight.dtype == torch.float16
+
+
+def test_a_recipe_must_be_a_recipe():
+    with pytest.raises(TypeError, match=r"'dynamic' is no octavo\.Recipe; try"):
+        octavo.nn.Linear(8, 8, recipe="dynamic")
+    with pytest.raises(TypeError, match=r"no octavo\.Recipe"):
+        octavo.nn.Linear(8, 8, recipe=recipes.dynamic)
+
+
+@each_recipe
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(5, 64), (64,), (2, 3, 64), (2, 0, 64), (0, 64), (1, 2, 3, 4, 64), (1, 64)], ids=str)
+def test_any_leading_dimensions(name, bias, shape):
+    ours = layer(name, bias=bias)
+    x = torch.randn(shape, requires_grad=True)
+    y = ours(x)
+    assert y.shape == (*shape[:-1], 48)
+    expected = F.linear(x.detach().double(), ours.weight.double(), ours.bias.double() if bias else None)
+    y.sum().backward()
+    assert x.grad.shape == shape
+    if x.numel():
+        assert sqnr(y, expected) > 25
+        assert sqnr(ours.weight.grad, x.detach().double().reshape(-1, 64).sum(0).expand(48, 64)) > 20
+    else:
+        assert not ours.weight.grad.any()
+    if bias:
+        assert torch.equal(ours.bias.grad, torch.full((48,), float(x.numel() // 64)))
+
+
+@each_recipe
+@pytest.mark.parametrize("k", [1, 17, 130])
+@pytest.mark.parametrize("n", [1, 33, 129])
+def test_odd_sizes(name, k, n):
+    ours = layer(name, k, n, bias=False)
+    weight = ours.weight.detach().double()
+    for t in (1, 31, 131):
+        x = torch.randn(t, k, requires_grad=True)
+        grad = torch.randn(t, n)
+        ours.zero_grad()
+        ours.reset_delayed_state()
+        y = ours(x)
+        y.backward(grad)
+        assert_rounded(y, x.double(), weight.t(), 2**-4)
+        assert_rounded(x.grad, grad.double(), weight, 2**-3)
+        assert_rounded(ours.weight.grad, grad.double().t(), x.double(), 2**-3)
+
+
+def assert_rounded(result, a, b, relative):
+    """``result`` is a . b but for half a unit in the last place of each element of a (relative) and b (2^-4)."""
+    bound = ((1 + relative) * (1 + 2**-4) - 1) * (a.abs() @ b.abs())
+    assert ((result - a @ b).abs() <= bound + 1e-4).all()
+
+
+@each_recipe
+@pytest.mark.parametrize(("k", "n"), [(0, 8), (8, 0)])
+def test_no_features(name, k, n):
+    with warnings.catch_warnings(action="ignore"):  # torch: "Initializing zero-element tensors is a no-op"
+        ours = layer(name, k, n)
+    x = torch.randn(2, 3, k, requires_grad=True)
+    y = ours(x)
+    y.sum().backward()
+    assert torch.equal(y, ours.bias.expand(2, 3, n))
+    assert (x.grad.shape, ours.weight.grad.shape) == ((2, 3, k), (n, k))
+    assert not x.grad.any()
+
+
+@each_recipe
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_parameter_dtypes(name, dtype):
+    ours = layer(name, dtype=dtype)
+    x = torch.randn(40, 64, dtype=dtype, requires_grad=True)
+    y = ours(x)
+    y.backward(torch.randn_like(y))
+    assert {t.dtype for t in (y, x.grad, ours.weight.grad, ours.bias.grad)} == {dtype}
+    assert sqnr(y, F.linear(x.double(), ours.weight.double(), ours.bias.double())) > 26
+
+
+def test_errors_name_both_sides():
+    ours = layer()
+    with pytest.raises(TypeError, match=r"bfloat16.*float32.*autocast"):
+        ours(torch.randn(2, 64, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match=r"\(2, 63\) needs in_features=64"):
+        ours(torch.randn(2, 63))
+    with pytest.raises(ValueError, match=r"\(\) needs in_features=64"):
+        ours(torch.tensor(1.0))
+    with pytest.raises(TypeError, match="float64"):
+        layer(dtype=torch.float64)(torch.randn(2, 64, dtype=torch.float64))
+    with pytest.raises(TypeError, match="int64"):
+        ours(torch.ones(2, 64, dtype=torch.int64))
+
+
+@each_recipe
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(name, dtype):
+    ours = layer(name, 256, 256)
+    x = torch.randn(128, 256, requires_grad=True)
+    with torch.autocast("cpu", dtype=dtype):
+        y = ours(x)
+        grad = torch.randn_like(y)
+        y.backward(grad)  # in the context and outside: autocast must not reach the products of codes
+        inside = gradients(ours)
+        ours.zero_grad()
+        ours.reset_delayed_state()
+        again = ours(x)
+    again.backward(grad)
+    assert y.dtype == dtype
+    assert {p.grad.dtype for p in ours.parameters()} == {x.grad.dtype} == {torch.float32}
+    assert sqnr(y, F.linear(x.double(), ours.weight.double(), ours.bias.double())) > 27
+    assert sqnr(ours.weight.grad, grad.double().t() @ x.double()) > 23
+    assert_equal(gradients(ours), inside)
+
+
+def test_autocast_does_not_cast_what_it_leaves_alone_in_torch():
+    ours = layer()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for dtype in (torch.int64, torch.float64):
+            with pytest.raises(TypeError, match=str(dtype)):
+                ours(torch.ones(2, 64, dtype=dtype))
+
+
+def test_high_precision_is_torch():
+    ours = octavo.nn.Linear(64, 48, recipe=recipes.high_precision())
+    plain = nn.Linear(64, 48)
+    plain.load_state_dict(ours.state_dict())
+    x = torch.randn(4, 64)
+    assert torch.equal(ours(x), plain(x))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(ours(x), plain(x))
+
+
+@pytest.mark.parametrize("name", ["dynamic", "rowwise", "blockwise", "mx"])
+def test_a_retained_graph_gives_the_same_gradients_twice(name):
+    ours = layer(name)
+    y = ours(torch.randn(8, 64))
+    grad = torch.randn_like(y)
+    y.backward(grad, retain_graph=True)
+    first = gradients(ours)
+    ours.zero_grad()
+    y.backward(grad)
+    assert_equal(gradients(ours), first)
+
+
+def test_a_retained_graph_commits_each_time():
+    ours = layer("delayed")
+    y = ours(torch.randn(8, 64))
+    for n in range(3):
+        y.backward(torch.randn_like(y), retain_graph=True)
+        assert ours.delayed_amax_history.ne(0).sum(1).tolist() == [n + 1] * 3
+
+
+@each_recipe
+def test_a_frozen_weight_passes_gradients_on(name):
+    ours, frozen = layer(name), layer(name)
+    frozen.load_state_dict(ours.state_dict())
+    frozen.weight.requires_grad_(False)
+    x, grad = torch.randn(8, 64), torch.randn(8, 48)
+    results = []
+    for module in (ours, frozen):
+        leaf = x.clone().requires_grad_()
+        with CountOps() as ops:
+            module(leaf).backward(grad)
+        results.append(leaf.grad)
+        assert ops.calls["matmul"] == (3 if module is ours else 2)
+    assert torch.equal(*results)
+    assert frozen.weight.grad is None
+    assert torch.equal(frozen.bias.grad, ours.bias.grad)
+
+
+@each_recipe
+def test_a_first_layer_computes_no_grad_input(name):
+    ours = layer(name)
+    with CountOps() as ops:
+        ours(torch.randn(8, 64)).sum().backward()
+    assert ops.calls["matmul"] == 2
+
+
+@each_recipe
+def test_a_lone_trainable_bias(name):
+    ours = layer(name)
+    ours.weight.requires_grad_(False)
+    with CountOps() as ops:
+        ours(torch.randn(8, 64)).sum().backward()
+    assert ops.calls["matmul"] == 1
+    assert torch.equal(ours.bias.grad, torch.full((48,), 8.0))
+
+
+@each_recipe
+def test_no_grad_does_no_more_than_the_output(name):
+    ours = layer(name)
+    with torch.no_grad(), CountOps() as ops:
+        ours(torch.randn(8, 64))
+    assert ops.calls == {"cast": 2, "matmul": 1}
+
+
+@each_recipe
+def test_called_twice_in_one_forward_and_tied(name):
+    ours = layer(name, 64, 64)
+    tied = layer(name, 64, 64)
+    tied.weight, tied.bias = ours.weight, ours.bias
+    x = torch.randn(16, 64)
+    ours(ours(x)).square().sum().backward()
+    twice = gradients(ours)
+    ours.zero_grad()
+    ours.reset_delayed_state()
+    tied(ours(x)).square().sum().backward()
+    # delayed: the second call's commit moves the first call's grad_output scale only where the module is the same
+    if name == "delayed":
+        assert sqnr(ours.weight.grad, twice["weight"]) > 20
+    else:
+        assert_equal(gradients(ours), twice)
+
+
+@each_recipe
+def test_deepcopy_is_independent(name):
+    ours = layer(name)
+    ours(torch.randn(8, 64)).sum().backward()
+    other = copy.deepcopy(ours)
+    x = torch.randn(8, 64)
+    assert torch.equal(other(x), ours(x))
+    before = {n: b.clone() for n, b in ours.named_buffers()}
+    other(x).sum().backward()
+    with torch.no_grad():
+        other.weight.zero_()
+    assert torch.equal(other(x), other.bias.expand(8, 48))
+    assert ours(x).std() > 0.1
+    assert all(torch.equal(b, before[n]) for n, b in ours.named_buffers())
+
+
+@each_recipe
+def test_all_kinds_of_hooks(name):
+    ours = layer(name)
+    seen = []
+    ours.register_forward_pre_hook(lambda module, args: seen.append("forward pre"))
+    ours.register_forward_hook(lambda module, args, output: seen.append("forward"))
+    ours.register_full_backward_pre_hook(lambda module, grad: seen.append("backward pre"))
+    ours.register_full_backward_hook(lambda module, grad_in, grad_out: seen.append(tuple(grad_in[0].shape)))
+    ours.weight.register_post_accumulate_grad_hook(lambda p: seen.append("accumulated"))
+    ours(torch.randn(8, 64, requires_grad=True)).sum().backward()
+    assert seen[:3] == ["forward pre", "forward", "backward pre"]
+    assert set(seen[3:]) == {(8, 64), "accumulated"}
+
+
+def test_a_result_may_be_changed_in_place():
+    for shape in ((8, 64), (2, 4, 64)):
+        ours, x = layer(), torch.randn(shape)
+        grads = []
+        for in_place in (False, True):
+            ours.zero_grad()
+            y = ours(x)
+            y = y.add_(1).relu_() if in_place else (y + 1).relu()
+            y.sum().backward()
+            grads.append(gradients(ours))
+        assert_equal(*grads)
+
+
+def test_what_is_saved_is_a_copy_of_input_and_weight():
+    ours = layer()
+    x = torch.randn(8, 64, requires_grad=True)
+    ours(x).sum().backward()
+    expected, grad_x = gradients(ours), x.grad.clone()
+    ours.zero_grad()
+    x.grad = None
+    y = ours(x)
+    with torch.no_grad():
+        x.zero_()
+        ours.weight.zero_()
+    y.sum().backward()
+    assert_equal(gradients(ours), expected)
+    assert torch.equal(x.grad, grad_x)
+
+
+@each_recipe
+def test_input_of_any_strides(name):
+    ours = layer(name)
+    x = torch.randn(8, 64)
+    expected = ours(x).detach()
+    ours.reset_delayed_state()
+    assert torch.equal(ours(x.t().contiguous().t()), expected)
+    wide = torch.randn(8, 128)
+    wide[:, ::2] = x
+    assert torch.equal(ours(wide[:, ::2]), expected)
+    three = x.view(2, 4, 64).transpose(0, 1)
+    assert torch.equal(ours(three).transpose(0, 1).reshape(8, 48), expected)
+
+
+@each_recipe
+def test_create_graph_says_what_to_do(name):
+    ours = layer(name)
+    x = torch.randn(4, 64, requires_grad=True)
+    with pytest.raises(HigherOrderGradientError, match=r"create_graph=True.*high_precision"):
+        torch.autograd.grad(ours(x).sum(), x, create_graph=True)
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda f, x: torch.func.grad(lambda x: f(x).sum())(x),
+        lambda f, x: torch.func.vmap(f)(x),
+        lambda f, x: torch.func.jvp(f, (x,), (x,)),
+        lambda f, x: torch.func.vjp(f, x),
+        lambda f, x: torch.func.jacrev(f)(x),
+    ],
+    ids=["grad", "vmap", "jvp", "vjp", "jacrev"],
+)
+def test_torch_func_transforms_say_what_to_do(transform):
+    ours = layer()
+    with pytest.raises(HigherOrderGradientError, match=r"torch\.func.*high_precision"):
+        transform(ours, torch.randn(4, 64))
+    octavo.set_recipe(ours, recipes.high_precision())
+    transform(ours, torch.randn(4, 64))
+
+
+def test_high_precision_allows_double_backward():
+    ours = octavo.set_recipe(layer(), recipes.high_precision())
+    x = torch.randn(4, 64, requires_grad=True)
+    (grad,) = torch.autograd.grad(ours(x).square().sum(), x, create_graph=True)
+    grad.square().sum().backward()
+    assert ours.weight.grad.abs().sum() > 0
+
+
+def test_functional_call_with_computed_weights():
+    ours, x = layer(), torch.randn(4, 64)
+    source = {n: p.detach().clone().requires_grad_() for n, p in ours.named_parameters()}
+    for factor in (1.0, 2.0):  # not leaves: never cached, and torch warns if their .grad is read
+        y = torch.func.functional_call(ours, {n: factor * p for n, p in source.items()}, (x,))
+        torch.testing.assert_close(y, factor * ours(x))
+        y.sum().backward()
+    assert source["weight"].grad.abs().sum() > 0
+
+
+def test_a_parametrization_put_on_afterwards():
+    ours, x = layer(bias=False), torch.randn(4, 64)
+    nn.utils.parametrizations.weight_norm(ours)
+    for _ in range(2):
+        y = ours(x)
+        y.sum().backward()
+    with torch.no_grad():
+        ours.parametrizations.weight.original0.mul_(2)
+    torch.testing.assert_close(ours(x), 2 * y)
+    assert ours.parametrizations.weight.original1.grad.abs().sum() > 0

@@ -1,0 +1,186 @@
+import copy
+import io
+import logging
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import octavo
+from octavo import recipes
+from octavo.kernels import emulation
+from tests.helpers import assert_equal, gradients, to_fp8
+
+DELAYED = recipes.delayed(2)
+
+
+def trained(dtype: torch.dtype = torch.float32) -> nn.Module:
+    net = to_fp8(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8)), DELAYED).to(dtype)
+    net(torch.randn(4, 16, dtype=dtype)).sum().backward()
+    net.zero_grad()
+    return net
+
+
+@pytest.mark.parametrize(
+    "change", [nn.Module.bfloat16, nn.Module.half, nn.Module.double, lambda m: m.to(torch.bfloat16)]
+)
+def test_changing_dtype_leaves_the_delayed_state_as_it_is(change):
+    net = trained()
+    before = octavo.delayed_state_dict(net)
+    change(net)
+    assert net[0].weight.dtype != torch.float32
+    after = octavo.delayed_state_dict(net)
+    assert {b.dtype for b in after.values()} == {torch.float32}
+    assert_equal(after, before)
+
+
+def test_the_state_goes_where_the_module_goes():
+    net = trained().to("meta")
+    assert net[0].delayed_scale.is_meta
+    net.to_empty(device="cpu")
+    assert not any(b.any() for b in octavo.delayed_state_dict(net).values())  # not the garbage of fresh memory
+    assert net[0].delayed_scale.dtype == torch.float32
+
+
+@pytest.mark.parametrize("materialise", ["to_empty", "assign"])
+def test_meta_initialisation(materialise):
+    with torch.device("meta"):
+        net = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 8))
+    to_fp8(net, DELAYED)
+    source = trained()
+    state = {k.replace("2.", "1."): v for k, v in source.state_dict().items()}
+    if materialise == "to_empty":
+        net.to_empty(device="cpu")
+        net.load_state_dict(state)
+    else:
+        net.load_state_dict(state, assign=True)
+    y = net(torch.randn(4, 16))
+    assert y.device.type == "cpu"
+    y.sum().backward()
+    assert all(layer.delayed_scale.gt(0).all() for layer in net)
+
+
+def test_reset_parameters_forgets_the_history():
+    net = trained()
+    weight = net[0].weight.clone()
+    net[0].reset_parameters()
+    assert not net[0].delayed_scale.any()
+    assert not net[0].delayed_amax_history.any()
+    assert not torch.equal(net[0].weight, weight)
+
+
+def test_forward_has_no_side_effect_and_backward_commits():
+    net = trained()
+    before = octavo.delayed_state_dict(net)
+    y = net(torch.randn(4, 16))
+    assert_equal(octavo.delayed_state_dict(net), before)
+    y.sum().backward()
+    after = octavo.delayed_state_dict(net)
+    for name in ("0.delayed_amax_history", "2.delayed_amax_history"):
+        assert torch.equal(after[name][:, 1], before[name][:, 0])
+        assert after[name].ne(before[name]).any(1).all()
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("training", [True, False])
+def test_forwards_without_gradients_leave_the_state_alone(context, training):
+    net = trained().train(training)
+    before = octavo.delayed_state_dict(net)
+    with context():
+        net(torch.randn(4, 16))
+    assert_equal(octavo.delayed_state_dict(net), before)
+
+
+def test_a_frozen_layer_commits_in_forward_in_training_only():
+    net = trained()
+    net[0].requires_grad_(False)
+    before = octavo.delayed_state_dict(net)
+    net.eval()(torch.randn(4, 16))
+    assert_equal(octavo.delayed_state_dict(net), before)
+    x = torch.randn(4, 16)
+    net.train()(x)
+    after = octavo.delayed_state_dict(net)
+    assert after["0.delayed_amax_history"][:, 0].tolist() == [
+        x.abs().max(),
+        net[0].weight.abs().max(),
+        before["0.delayed_amax_history"][2, 0],  # no gradient came by
+    ]
+    assert torch.equal(after["2.delayed_scale"], before["2.delayed_scale"])
+
+
+def test_a_frozen_layer_behind_a_trainable_one_commits_in_backward():
+    net = trained()
+    net[2].requires_grad_(False)
+    before = octavo.delayed_state_dict(net)
+    y = net(torch.randn(4, 16))
+    assert_equal(octavo.delayed_state_dict(net), before)
+    y.sum().backward()
+    assert not torch.equal(net[2].delayed_amax_history, before["2.delayed_amax_history"])
+
+
+def test_two_forwards_then_two_backwards_commit_twice():
+    layer = octavo.nn.Linear(16, 8, recipe=DELAYED)
+    a, b = torch.randn(4, 16), 5 * torch.randn(4, 16)
+    ya, yb = layer(a), layer(b)
+    (ga, gb) = torch.randn(4, 8), 3 * torch.randn(4, 8)
+    yb.backward(gb)
+    ya.backward(ga)
+    assert layer.delayed_amax_history.tolist() == [
+        [a.abs().max(), b.abs().max()],
+        [layer.weight.abs().max()] * 2,
+        [ga.abs().max(), gb.abs().max()],
+    ]
+
+
+@pytest.mark.parametrize("size", [1e-8, 1e8])
+def test_the_first_step_flushes_and_saturates_nothing(size):
+    layer = octavo.nn.Linear(64, 48, recipe=recipes.delayed(), bias=False)
+    dynamic = octavo.nn.Linear(64, 48, recipe=recipes.dynamic(), bias=False)
+    dynamic.load_state_dict(layer.state_dict())
+    x, grad = torch.randn(32, 64) / size, size * torch.randn(32, 48)
+    leaves = []
+    for module in (layer, dynamic):
+        leaf = x.clone().requires_grad_()
+        module(leaf).backward(grad)
+        leaves.append(leaf.grad)
+    assert torch.equal(*leaves)
+    assert_equal(gradients(layer), gradients(dynamic))
+    assert leaves[0].count_nonzero() == leaves[0].numel()
+
+
+@pytest.mark.parametrize("recipe", [recipes.dynamic(), DELAYED, recipes.blockwise()], ids=lambda r: r.name)
+def test_whole_modules_are_saved_pickled_and_copied(recipe):
+    net = to_fp8(nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 8)), recipe)
+    net(torch.randn(4, 16)).sum().backward()  # a cached weight, a history
+    file = io.BytesIO()
+    torch.save(net, file)
+    file.seek(0)
+    x = torch.randn(4, 16)
+    for other in (torch.load(file, weights_only=False), pickle.loads(pickle.dumps(net)), copy.deepcopy(net)):
+        assert other[0].recipe == recipe
+        assert torch.equal(other(x), net(x))
+        if recipe.delayed:
+            assert_equal(octavo.delayed_state_dict(other), octavo.delayed_state_dict(net))
+
+
+def test_the_emulation_warning_comes_once(caplog, monkeypatch):
+    monkeypatch.setattr(emulation, "_warned", set())
+    with caplog.at_level(logging.WARNING, logger="octavo"):
+        octavo.nn.Linear(8, 8, recipe=recipes.high_precision(), device="cpu")
+        assert not caplog.records
+        octavo.nn.Linear(8, 8, device="meta")
+        assert not caplog.records
+        for _ in range(3):
+            octavo.nn.Linear(8, 8, device="cpu")
+    assert [record.name for record in caplog.records] == ["octavo"]
+    assert "cpu" in caplog.text
+
+
+def test_forget_recipe_leaves_nothing_behind():
+    layer = octavo.nn.Linear(8, 8, recipe=DELAYED)
+    plain = nn.Linear(8, 8)
+    layer.forget_recipe()
+    assert layer.__dict__.keys() == plain.__dict__.keys()
+    assert not layer._buffers
+    assert not layer._non_persistent_buffers_set

@@ -1,0 +1,82 @@
+import pytest
+import torch
+from torch import nn
+
+import octavo
+from octavo import recipes
+from tests.helpers import to_fp8
+from tests.nn.test_convert import LEFT_ALONE, Block
+
+REASONS = {
+    "subclass": "a subclass of Linear (Special)",
+    "attention": "MultiheadAttention is not a linear layer",
+    "weight_norm": "computed from other parameters",
+    "own forward": "forward was replaced on the instance",
+    "float64": "its weight is torch.float64",
+    "float8": "its weight is torch.float8_e4m3fn",
+    "embedding": "Embedding is not a linear layer",
+    "bilinear": "3-D parameter",
+    "conv": "Conv2d is not a linear layer",
+    "parametrized": "not a linear layer",
+}
+
+
+@pytest.mark.parametrize("kind", REASONS)
+def test_everything_left_alone_has_its_reason(kind):
+    found = octavo.summary(nn.Sequential(LEFT_ALONE[kind]()))
+    assert found.left_alone
+    assert REASONS[kind] in found.left_alone[0].reason
+    assert all(m.reason in str(found) for m in found.left_alone)
+
+
+def test_experts():
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.Parameter(torch.randn(4, 8, 16))
+            self.scale = nn.Parameter(torch.ones(8))
+
+    (row,) = octavo.summary(nn.ModuleDict({"moe": Experts()})).modules
+    assert (row.name, row.kind, row.shape) == ("moe.up", "Experts", (4, 8, 16))
+    assert "3-D parameter (expert weights)" in row.reason
+
+
+def test_rows_of_a_converted_model():
+    net = octavo.convert(Block(), recipes.mx(), lambda module, name: name == "up")
+    found = octavo.summary(net)
+    (up,), (down,) = found.converted, found.left_alone
+    assert (up.name, up.kind, up.shape, up.recipe, up.reason) == ("up", "Linear", (64, 32), recipes.mx(), "")
+    assert (down.name, down.recipe) == ("down", None)
+    text = str(found)
+    assert text == repr(found)
+    assert text.startswith("1 of 2 matrices in FP8 (50.0 % of their elements)\n")
+    assert text.endswith(str(recipes.mx()))  # with which casts
+    assert "  up    Linear [64, 32]  recipe mx\n" in text
+
+
+def test_the_default_select_is_named():
+    big, small = nn.Linear(512, 512, device="meta"), nn.Linear(512, 4, device="meta")
+    found = octavo.summary(nn.ModuleDict({"big": big, "small": small}))
+    assert [m.reason for m in found.modules] == [
+        "not selected",
+        "4 x 512 features; the default select converts from 512 on",
+    ]
+
+
+def test_high_precision_is_not_called_fp8():
+    net = octavo.set_recipe(to_fp8(Block(), recipes.dynamic()), recipes.high_precision())
+    assert str(octavo.summary(net)).startswith("0 of 2 matrices in FP8 (0.0 %")
+    assert "recipe high_precision" in str(octavo.summary(net))
+
+
+def test_a_root_and_nothing_at_all():
+    found = octavo.summary(octavo.nn.Linear(8, 8))
+    assert found.converted[0].name == ""
+    assert "(model)" in str(found)
+    assert str(octavo.summary(nn.ReLU())) == "0 of 0 matrices in FP8 (0.0 % of their elements)"
+
+
+def test_two_recipes_are_both_printed():
+    net = nn.Sequential(octavo.nn.Linear(8, 8, recipe=recipes.mx()), octavo.nn.Linear(8, 8))
+    assert str(recipes.mx()) in str(octavo.summary(net))
+    assert str(recipes.dynamic()) in str(octavo.summary(net))

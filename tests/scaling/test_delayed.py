@@ -1,0 +1,130 @@
+import pytest
+import torch
+from torch import nn
+
+import octavo
+from octavo import Delayed, recipes
+from octavo.scaling.delayed import register_delayed_state
+from tests.helpers import assert_equal, to_fp8
+
+
+def model(recipe=None) -> nn.Module:
+    return to_fp8(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8)), recipe or recipes.delayed(3))
+
+
+def step(net: nn.Module, size: float = 1.0) -> torch.Tensor:
+    loss = net(size * torch.randn(4, 16)).square().sum()
+    loss.backward()
+    return loss.detach()
+
+
+def test_the_state_is_two_plain_float32_buffers_outside_the_state_dict():
+    net = model()
+    assert {name: (tuple(b.shape), b.dtype) for name, b in net[0].named_buffers()} == {
+        "delayed_scale": ((3,), torch.float32),
+        "delayed_amax_history": ((3, 3), torch.float32),
+    }
+    assert not any("delayed" in name for name in net.state_dict())
+
+
+def test_the_history_holds_the_amax_of_each_role_newest_first():
+    layer = octavo.nn.Linear(16, 8, recipe=recipes.delayed(3))
+    weight_amax = layer.weight.abs().max()
+    expected = torch.zeros(3, 3)
+    for n in range(5):
+        x, g = torch.randn(4, 16) * (n + 1), torch.randn(4, 8) / (n + 1)
+        layer.zero_grad()
+        layer(x).backward(g)
+        amax = torch.stack([x.abs().max(), weight_amax, g.abs().max()])
+        expected = torch.cat([amax[:, None], expected[:, :2]], dim=1)
+        assert torch.equal(layer.delayed_amax_history, expected)
+        limits = torch.tensor([448.0, 448.0, 57344.0])
+        torch.testing.assert_close(layer.delayed_scale, limits / expected.amax(1), rtol=1e-6, atol=0)
+
+
+def test_most_recent_and_margin():
+    layer = octavo.nn.Linear(16, 8, recipe=recipes.delayed(4, "most_recent", margin=3))
+    for size in (8.0, 0.5):
+        x = size * torch.randn(4, 16)
+        layer(x).sum().backward()
+    torch.testing.assert_close(layer.delayed_scale[0], 448 / x.abs().max() / 8, rtol=1e-6, atol=0)
+
+
+def test_a_scale_is_used_one_step_later():
+    layer = octavo.nn.Linear(16, 8, recipe=recipes.delayed(1), bias=False)
+    x = torch.randn(4, 16)
+    first = layer(x)
+    first.sum().backward()  # scales for |x| are known now
+    big = layer(100 * x)  # saturates: its scale is that of x
+    assert big.abs().max() < 50 * first.abs().max()
+    big.sum().backward()
+    assert layer(100 * x).abs().max() > 50 * first.abs().max()
+
+
+def test_zero_gradients_keep_the_scale():
+    layer = octavo.nn.Linear(16, 8, recipe=recipes.delayed(2))
+    x = torch.randn(4, 16)
+    (0 * layer(x)).sum().backward()
+    assert layer.delayed_scale[2] == 0  # still none
+    layer(x).sum().backward()
+    scale = layer.delayed_scale[2].clone()
+    assert scale == 57344
+    for _ in range(4):  # longer than the history
+        (0 * layer(x)).sum().backward()
+        assert layer.delayed_scale[2] == scale
+    assert layer.weight.grad.isfinite().all()
+
+
+def test_save_and_load_continue_bit_for_bit():
+    torch.manual_seed(1)
+    net = model()
+    step(net)
+    net.zero_grad()  # between optimizer steps; while gradients accumulate, a cached weight isn't rolled
+    saved = octavo.delayed_state_dict(net)
+    assert sorted(saved) == [f"{n}.{b}" for n in "02" for b in ("delayed_amax_history", "delayed_scale")]
+    other = model()
+    other.load_state_dict(net.state_dict())
+    octavo.load_delayed_state_dict(other, saved)
+    torch.manual_seed(2)
+    expected = [step(net, size) for size in (0.5, 2.0)]
+    assert saved["0.delayed_scale"].ne(net[0].delayed_scale).any()  # what was saved is a copy
+    torch.manual_seed(2)
+    assert [step(other, size) for size in (0.5, 2.0)] == expected
+    assert_equal(octavo.delayed_state_dict(other), octavo.delayed_state_dict(net))
+
+
+def test_names_of_a_bare_layer():
+    layer = octavo.nn.Linear(16, 8, recipe=recipes.delayed())
+    assert set(octavo.delayed_state_dict(layer)) == {"delayed_scale", "delayed_amax_history"}
+
+
+def test_no_delayed_recipe_no_state():
+    assert octavo.delayed_state_dict(model(recipes.dynamic())) == {}
+    octavo.load_delayed_state_dict(model(recipes.dynamic()), {})
+
+
+@pytest.mark.parametrize("fault", ["missing", "unexpected", "shape"])
+def test_loading_changes_all_or_nothing(fault):
+    net, source = model(), model()
+    step(source)
+    state = octavo.delayed_state_dict(source)
+    if fault == "missing":
+        del state["2.delayed_scale"]
+    elif fault == "unexpected":
+        state["3.delayed_scale"] = torch.zeros(3)
+    else:
+        state["2.delayed_amax_history"] = torch.zeros(3, 5)
+    with pytest.raises(ValueError, match=r"(2|3)\.delayed_"):
+        octavo.load_delayed_state_dict(net, state)
+    assert not any(buffer.any() for buffer in octavo.delayed_state_dict(net).values())
+
+
+def test_registering_keeps_a_state_of_the_same_length():
+    layer = octavo.nn.Linear(16, 8, recipe=recipes.delayed(2))
+    layer(torch.randn(4, 16)).sum().backward()
+    before = layer.delayed_scale.clone()
+    register_delayed_state(layer, Delayed(2, "most_recent"), torch.device("cpu"))
+    assert torch.equal(layer.delayed_scale, before)
+    register_delayed_state(layer, Delayed(3), torch.device("cpu"))
+    assert layer.delayed_amax_history.shape == (3, 3)
+    assert not layer.delayed_scale.any()

@@ -1,0 +1,28 @@
+import pytest
+
+import octavo
+from octavo import errors
+
+
+@pytest.mark.parametrize(
+    ("error", "builtin"),
+    [
+        (octavo.UnsupportedOpError, NotImplementedError),
+        (octavo.HigherOrderGradientError, RuntimeError),
+        (octavo.MissingExtraError, ImportError),
+    ],
+)
+def test_each_error_is_caught_as_octavos_and_as_pythons(error: type[Exception], builtin: type[Exception]) -> None:
+    for base in (error, octavo.OctavoError, builtin):
+        with pytest.raises(base, match="the remedy"):
+            raise error("the remedy")
+
+
+def test_all_are_public() -> None:
+    own = {name for name, value in vars(errors).items() if isinstance(value, type)}
+    assert own <= {*octavo.__all__}
+    assert all(getattr(octavo, name) is getattr(errors, name) for name in own)
+
+
+def test_errors_have_reasons() -> None:
+    assert all(vars(errors)[name].__doc__ for name in vars(errors) if name.endswith("Error"))

@@ -1,0 +1,94 @@
+import copy
+import dataclasses
+import math
+import pickle
+
+import pytest
+
+from octavo import Granularity, PerBlock, PerRow, PerTensor
+from octavo.granularity import granularity_of, scale_shape, tiles_along
+from tests.definitions import scale_grid
+
+GRANULARITIES = [PerTensor(), PerRow(), PerRow(dim=-2), PerBlock(1, 128), PerBlock(128, 128), PerBlock(3, 5)]
+SIZES = [0, 1, 2, 3, 5, 17, 127, 128, 129, 300]
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
+def test_scale_shape_of_matrices(granularity: Granularity) -> None:
+    for rows in SIZES:
+        for cols in SIZES:
+            assert granularity.scale_shape((rows, cols)) == scale_grid((rows, cols), granularity.tile)
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
+def test_leading_dimensions_are_independent_but_for_per_tensor(granularity: Granularity) -> None:
+    shape = granularity.scale_shape((4, 0, 130, 7))
+    if granularity == PerTensor():
+        assert shape == (1, 1, 1, 1)
+    else:
+        assert shape == (4, 0, *granularity.scale_shape((130, 7)))
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
+def test_fewer_dimensions_are_one_row(granularity: Granularity) -> None:
+    assert granularity.scale_shape(()) == ()
+    for size in SIZES:
+        assert granularity.scale_shape((size,)) == granularity.scale_shape((1, size))[1:]
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
+def test_transposed(granularity: Granularity) -> None:
+    assert granularity.transposed().tile == granularity.tile[::-1]
+    assert granularity.transposed().transposed() == granularity
+    for shape in ((0, 7), (17, 129), (128, 256)):
+        assert granularity.transposed().scale_shape(shape[::-1]) == granularity.scale_shape(shape)[::-1]
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
+def test_values(granularity: Granularity) -> None:
+    assert granularity_of(granularity.tile) == granularity == granularity_of(list(granularity.tile))
+    for twin in (pickle.loads(pickle.dumps(granularity)), copy.deepcopy(granularity), eval(repr(granularity))):
+        assert twin == granularity and hash(twin) == hash(granularity)
+    assert len({*GRANULARITIES}) == len(GRANULARITIES)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        granularity.dim = 3
+
+
+def test_names() -> None:
+    assert [repr(g) for g in GRANULARITIES] == [
+        "PerTensor()",
+        "PerRow()",
+        "PerRow(dim=-2)",
+        "PerBlock(1, 128)",
+        "PerBlock(128, 128)",
+        "PerBlock(3, 5)",
+    ]
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, -3])
+def test_other_dimensions_are_refused(dim: int) -> None:
+    with pytest.raises(ValueError, match=rf"dim={dim}.*-1 .*or -2"):
+        PerRow(dim=dim)
+
+
+@pytest.mark.parametrize("block", [(0, 1), (1, 0), (-1, 128), (128, -1), (1.5, 2), ("1", 2)])
+def test_blocks_without_elements_are_refused(block: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match="integer of at least 1"):
+        PerBlock(*block)
+
+
+@pytest.mark.parametrize("tile", [(-1, 128), (2, -1), (0, 1)])
+def test_tiles_that_are_no_granularity_are_refused(tile: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match="integer of at least 1"):
+        granularity_of(tile)
+
+
+def test_tiles_along() -> None:
+    for size in SIZES:
+        assert tiles_along(size, -1) == 1
+        for tile in (1, 2, 3, 128):
+            assert tiles_along(size, tile) == math.ceil(size / tile)
+
+
+def test_scale_shape_takes_a_list() -> None:
+    assert scale_shape([300, 256], [1, 128]) == (300, 2)

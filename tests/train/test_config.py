@@ -1,0 +1,62 @@
+import dataclasses
+
+import pytest
+
+from octavo import recipes
+from octavo.train import BASELINE, GPT, RECIPES, DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
+from octavo.train.config import check_recipe
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: ModelConfig(width=0), "width is 0"),
+        (lambda: ModelConfig(layers=-1), "layers is -1"),
+        (lambda: ModelConfig(context=2**40), "context is 1099511627776"),
+        (lambda: ModelConfig(width=100, heads=3), "choose width 96 or 102"),
+        (lambda: ModelConfig(width=3, heads=3), "choose width 6"),  # heads of one feature
+        (lambda: DataConfig(batch=0), "batch is 0"),
+        (lambda: DataConfig(batch=10, micro_batches=4), "choose a batch of 12"),
+        (lambda: OptimizerConfig(steps=-5), "steps is -5"),
+        (lambda: OptimizerConfig(steps=True), "steps is True"),
+        (lambda: OptimizerConfig(lr=0.0), "lr is 0.0"),
+        (lambda: OptimizerConfig(lr=float("nan")), "lr is nan"),
+        (lambda: OptimizerConfig(beta2=1.0), "beta2 is 1.0"),
+        (lambda: OptimizerConfig(warmup=1.5), "warmup is 1.5"),
+        (lambda: RunConfig(seed=-1), "seed is -1"),
+        (lambda: RunConfig(dtype="float8"), "choose bfloat16 or float32"),
+        (lambda: RunConfig(checkpoint_every=-1), "checkpoint_every is -1"),
+        (lambda: check_recipe("fp8"), "unknown recipe 'fp8': choose from bf16, dynamic"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_value_and_the_remedy(make, says):
+    with pytest.raises(ValueError) as fault:
+        make()
+    assert says in str(fault.value) and "choose" in str(fault.value)
+
+
+@pytest.mark.parametrize("config", [ModelConfig, DataConfig, OptimizerConfig, RunConfig])
+def test_options_are_few_frozen_and_explained(config):
+    assert len(dataclasses.fields(config)) <= 8
+    assert all(field.metadata["help"] for field in dataclasses.fields(config))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config().anything = 1
+
+
+@pytest.mark.parametrize("sizes", [(32, 2, 2, 16), (30, 1, 3, 8), (192, 4, 3, 128)])
+def test_parameters_are_counted(sizes):
+    config = ModelConfig(*sizes)
+    assert config.parameters == sum(p.numel() for p in GPT(config).parameters())
+
+
+def test_identity_holds_what_decides_the_loss_and_nothing_else():
+    config = TrainConfig()
+    other_place = TrainConfig(run=RunConfig(device="cpu", resume=True, eval_every=7, checkpoint_every=9, compile=True))
+    assert config.identity() == other_place.identity()
+    assert config.identity() != TrainConfig(run=RunConfig(seed=1)).identity()
+    assert config.identity() != TrainConfig(optimizer=OptimizerConfig(steps=3)).identity()
+    assert "data" not in config.identity()
+
+
+def test_each_recipe_exists():
+    assert all(callable(getattr(recipes, name)) for name in RECIPES if name != BASELINE)

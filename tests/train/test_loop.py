@@ -1,0 +1,233 @@
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+import octavo
+from octavo.train import (
+    CheckpointError,
+    DivergedError,
+    Hooks,
+    ModelConfig,
+    TrainError,
+    compare,
+    run,
+)
+from octavo.train.checkpoint import HEADER, Row
+from octavo.train.loop import Recorder
+
+
+def at(config, folder, **changes):
+    return replace(config, run=replace(config.run, out=folder, **changes))
+
+
+def steps(config, count):
+    return replace(config, optimizer=replace(config.optimizer, steps=count))
+
+
+def stop_after(count):
+    """Hooks that stop a run once it did that many steps."""
+    seen = []
+    return Hooks(on_step=seen.append, should_stop=lambda: len(seen) >= count)
+
+
+def curve(result):
+    return [(row.step, row.loss, row.lr, row.val_loss) for row in result.rows if not math.isnan(row.val_loss)], [
+        row.loss for row in result.rows
+    ]
+
+
+def log_curve(path):
+    """The log's columns that don't depend on the machine's speed."""
+    return [line.split(",")[:3] + line.split(",")[4:] for line in path.read_text().splitlines()]
+
+
+def test_it_learns_and_says_what_it_did(config):
+    result = run(config)
+    assert result.name == "bf16" and result.steps == len(result.rows) == 20 and not result.interrupted
+    assert result.losses[-1] < result.losses[0] - 1
+    assert [step for step, _ in result.validations] == [5, 10, 15, 20]
+    assert result.final_validation == result.validations[-1][1] < 4.5
+    assert result.tokens_per_step == 64 and result.tokens_per_s > 0 and result.seconds_per_step > 0
+    assert result.folder is None
+
+
+def test_two_runs_are_equal_and_seeds_differ(config):
+    assert curve(run(config, "dynamic")) == curve(run(config, "dynamic"))
+    other = replace(config, run=replace(config.run, seed=1))
+    assert run(config).losses != run(other).losses
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "dynamic", "delayed", "blockwise"])
+def test_a_resumed_run_is_the_run_in_one_piece(config, recipe, tmp_path):
+    whole = run(at(config, tmp_path / "whole"), recipe)
+    first = run(at(config, tmp_path / "parts"), recipe, hooks=stop_after(10))
+    assert first.interrupted and len(first.rows) == 10 and math.isnan(first.final_validation)
+    second = run(at(config, tmp_path / "parts", resume=True), recipe)
+    assert not second.interrupted and curve(second) == curve(whole)
+    assert log_curve(tmp_path / "parts" / recipe / "log.csv") == log_curve(tmp_path / "whole" / recipe / "log.csv")
+
+
+def test_a_killed_run_goes_on_from_its_checkpoint_and_its_log_loses_what_came_after(config, tmp_path):
+    config = at(config, tmp_path, checkpoint_every=8)
+
+    class Killed(Exception):
+        pass
+
+    def kill(row):
+        if row.step == 13:
+            raise Killed
+
+    with pytest.raises(Killed):
+        run(config, "delayed", hooks=Hooks(on_step=kill))
+    log = tmp_path / "delayed" / "log.csv"
+    assert len(log.read_text().splitlines()) == 1 + 13
+    seen = []
+    second = run(at(config, tmp_path, resume=True), "delayed", hooks=Hooks(on_step=seen.append))
+    assert seen[0].step == 9
+    assert curve(second) == curve(run(replace(config, run=replace(config.run, out=None)), "delayed"))
+    assert [line.split(",")[0] for line in log.read_text().splitlines()[1:]] == [str(i) for i in range(1, 21)]
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_again(config, tmp_path):
+    folder = tmp_path / "bf16"
+    folder.mkdir()
+    (folder / "log.csv").write_text(HEADER + "1,9.9,0.1,5.0,\n")
+    assert curve(run(at(config, tmp_path, resume=True))) == curve(run(config))
+
+
+def test_a_finished_run_is_read_and_not_trained_again(config, tmp_path):
+    first = run(at(config, tmp_path))
+    written = (tmp_path / "bf16" / "checkpoint.pt").stat().st_mtime_ns
+
+    def refuse(model):
+        raise AssertionError("it trains")
+
+    again = run(at(config, tmp_path, resume=True), hooks=Hooks(on_model=refuse))
+    assert [row.csv() for row in again.rows] == [row.csv() for row in first.rows]
+    assert again.final_validation == first.final_validation
+    assert (tmp_path / "bf16" / "checkpoint.pt").stat().st_mtime_ns == written
+
+
+def test_nothing_is_lost_to_a_second_run_in_the_same_folder(config, tmp_path):
+    run(at(config, tmp_path))
+    before = (tmp_path / "bf16" / "log.csv").read_bytes()
+    with pytest.raises(CheckpointError, match="already holds a run"):
+        run(at(config, tmp_path))
+    with pytest.raises(CheckpointError, match="has steps 20, not 30"):
+        run(at(steps(config, 30), tmp_path, resume=True))
+    config.data.data.write_text(config.data.data.read_text() + "more")
+    with pytest.raises(CheckpointError, match="has text"):
+        run(at(config, tmp_path, resume=True))
+    assert (tmp_path / "bf16" / "log.csv").read_bytes() == before
+
+
+def test_resuming_with_another_recipe_of_the_same_name(config, tmp_path):
+    run(at(config, tmp_path), octavo.recipes.delayed(history_length=4), name="mine", hooks=stop_after(3))
+    with pytest.raises(CheckpointError, match="has recipe"):
+        run(at(config, tmp_path, resume=True), octavo.recipes.delayed(history_length=5), name="mine")
+    assert run(at(config, tmp_path, resume=True), octavo.recipes.delayed(history_length=4), name="mine").steps == 20
+
+
+def test_an_interrupted_comparison_goes_on_and_trains_nothing_twice(config, tmp_path):
+    names = ["bf16", "dynamic", "delayed"]
+    whole = compare(at(config, tmp_path / "whole"), names)
+    parts = compare(at(config, tmp_path / "parts"), names, hooks=stop_after(33))
+    assert [(result.name, len(result.rows), result.interrupted) for result in parts] == [
+        ("bf16", 20, False),
+        ("dynamic", 13, True),
+    ]
+    seen = []
+    rest = compare(at(config, tmp_path / "parts", resume=True), names, hooks=Hooks(on_step=seen.append))
+    assert len(seen) == 7 + 20
+    assert [curve(result) for result in rest] == [curve(result) for result in whole]
+
+
+def test_recipes_start_from_the_same_weights_and_see_the_same_bytes(config):
+    bf16, dynamic, again = compare(steps(config, 4), ["bf16", "dynamic", "high_precision", "bf16"])
+    assert bf16.losses == again.losses  # high_precision is bf16's arithmetic
+    assert bf16.losses[0] == pytest.approx(dynamic.losses[0], rel=0.01)
+    assert bf16.losses != dynamic.losses
+    assert bf16.losses[-1] == pytest.approx(dynamic.losses[-1], rel=0.02)
+
+
+def test_every_linear_layer_is_converted(config):
+    models = []
+    run(steps(config, 1), "dynamic", hooks=Hooks(on_model=models.append))
+    linear = [module for module in models[0].modules() if isinstance(module, torch.nn.Linear | octavo.nn.Linear)]
+    assert len(linear) == 9
+    assert all(isinstance(module, octavo.nn.Linear) for module in linear)
+
+
+def test_comparison_checks_all_before_it_trains(config, tmp_path):
+    def refuse(model):
+        raise AssertionError("it trains")
+
+    with pytest.raises(ValueError, match="unknown recipe 'fp9'"):
+        compare(config, ["bf16", "fp9"], hooks=Hooks(on_model=refuse))
+    run(at(config, tmp_path), "dynamic", hooks=stop_after(3))
+    with pytest.raises(CheckpointError, match=r"dynamic already holds"):
+        compare(at(config, tmp_path), ["bf16", "dynamic"], hooks=Hooks(on_model=refuse))
+    (tmp_path / "dynamic" / "checkpoint.pt").write_bytes(b"junk")
+    with pytest.raises(CheckpointError, match="damaged"):
+        compare(at(config, tmp_path, resume=True), ["bf16", "dynamic"], hooks=Hooks(on_model=refuse))
+    with pytest.raises(TrainError, match="too small"):
+        too_long = replace(config, model=ModelConfig(32, 2, 2, context=10**5))
+        compare(at(too_long, tmp_path / "new"), ["bf16"], hooks=Hooks(on_model=refuse))
+    assert not (tmp_path / "new").exists()
+
+
+def test_divergence_stops_the_run_and_keeps_its_checkpoint(config, tmp_path):
+    config = at(config, tmp_path, checkpoint_every=4)
+
+    def poison(model):
+        calls = iter(range(10**6))
+
+        def hook(module, args, out):
+            return out * math.nan if model.training and next(calls) == 6 else out
+
+        model.head.register_forward_hook(hook)
+
+    with pytest.raises(
+        DivergedError, match=r"bf16 diverged: the loss became nan in step 7; .* step 4 is kept"
+    ) as fault:
+        run(config, hooks=Hooks(on_model=poison))
+    assert "--lr" in str(fault.value)
+    assert len((tmp_path / "bf16" / "log.csv").read_text().splitlines()) == 1 + 6
+    assert len(run(at(config, tmp_path, resume=True)).rows) == 20
+
+
+def test_gradients_that_are_not_finite_stop_the_run_too(config, tmp_path):
+    def poison(model):
+        model.blocks[0].attention.out.weight.register_hook(lambda gradient: gradient * math.inf)
+
+    with pytest.raises(DivergedError, match=r"norm of the gradients became (nan|inf) in step 1"):
+        run(at(config, tmp_path, checkpoint_every=1), hooks=Hooks(on_model=poison))
+    assert not (tmp_path / "bf16" / "checkpoint.pt").exists()
+
+
+def test_a_loss_that_runs_away_is_divergence():
+    recorder = Recorder(64, [], on_accelerator=False)
+    with pytest.raises(DivergedError, match=r"ran away, to 20.0 nats a byte at step 20"):
+        for step in range(30):
+            recorder.add(step + 1, torch.tensor(20.0), torch.tensor(1.0), 1e-3)
+            recorder.read()
+
+
+def test_losses_are_read_in_groups_on_an_accelerator():
+    recorder = Recorder(64, [], on_accelerator=True)
+    assert recorder.every > 1
+    for step in range(3):
+        recorder.add(step + 1, torch.tensor(float(step)), torch.tensor(1.0), 1e-3)
+    assert recorder.rows == []
+    assert [row.loss for row in recorder.read()] == [0.0, 1.0, 2.0] == [row.loss for row in recorder.rows]
+    assert recorder.read() == []
+    assert recorder.validated(1.5) is recorder.rows[-1] and recorder.rows[-1].val_loss == 1.5
+    with pytest.raises(DivergedError, match="validation loss became nan"):
+        recorder.validated(math.nan)
+
+
+def test_time_left_follows_the_speed():
+    rows = [Row(step + 1, 1.0, 1e-3, 128.0 if step % 2 else 64.0) for step in range(10)]
+    assert Recorder(64, rows, on_accelerator=False).seconds_left(30) == pytest.approx(20 * (0.5 + 1.0) / 2)

@@ -1,0 +1,67 @@
+import io
+import sys
+
+import pytest
+
+from octavo.train.checkpoint import Row
+from octavo.train.progress import Bar, Lines, Silent, choose_progress, clock
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (-1, "0:00"), (59.6, "1:00"), (3725, "1:02:05")])
+def test_clock(seconds, text):
+    assert clock(seconds) == text
+
+
+def test_lines_come_now_and_then_and_for_each_validation():
+    stream = io.StringIO()
+    lines = Lines(stream, interval=1e9)
+    lines.begin("dynamic", 0, 10)
+    for step in range(1, 11):
+        lines.update(Row(step, 2.5, 1e-3, 12345.6, 3.25 if step == 4 else float("nan")), seconds_left=75)
+    lines.end()
+    assert stream.getvalue().splitlines() == [
+        "dynamic  step 4/10  loss 2.5000  validation 3.2500  12,346 tokens/s  1:15 left",
+        "dynamic  step 10/10  loss 2.5000  12,346 tokens/s  1:15 left",
+    ]
+    eager = Lines(stream, interval=0)
+    eager.begin("dynamic", 0, 10)
+    eager.update(Row(1, 2.5, 1e-3, 1.0), 0)
+    assert "step 1/10" in stream.getvalue()
+
+
+def test_a_bar_shows_loss_speed_and_time_left(monkeypatch):
+    pytest.importorskip("rich")
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setenv("TERM", "xterm")
+    bar = choose_progress()
+    assert isinstance(bar, Bar)
+    bar.message("before [brackets]")
+    bar.begin("delayed", 3, 10)
+    bar.update(Row(10, 2.5, 1e-3, 12345.6, 3.25), seconds_left=75)
+    bar.end()
+    bar.end()  # once more is harmless
+    for part in ("before [brackets]", "delayed", "10/10", "loss 2.5000", "validation 3.2500", "12,346", "1:15 left"):
+        assert part in stream.getvalue()
+
+
+def test_lines_where_there_is_no_terminal_or_no_rich(monkeypatch):
+    assert isinstance(choose_progress(io.StringIO()), Lines)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setattr("octavo.train.progress.find_spec", lambda name: None)
+    assert isinstance(choose_progress(), Lines)
+
+
+def test_silent_says_nothing(capsys):
+    silent = Silent()
+    silent.begin("x", 0, 1)
+    silent.update(Row(1, 1.0, 1.0, 1.0), 0)
+    silent.message("x")
+    silent.end()
+    assert capsys.readouterr() == ("", "")

@@ -1,0 +1,86 @@
+import csv
+import math
+import struct
+
+import pytest
+
+from octavo.errors import MissingExtraError
+from octavo.train import RunResult
+from octavo.train.checkpoint import Row
+from octavo.train.report import gap, plot, require_plotting, smooth, table, write_csv
+
+
+def make_result(name, final, tokens_per_s=1000.0, steps=20):
+    rows = [Row(i, final + 2 / i, 1e-3, tokens_per_s, final if i % 5 == 0 else math.nan) for i in range(1, steps + 1)]
+    return RunResult(name, steps, rows, parameters=7, tokens_per_step=100)
+
+
+def read_csv(path):
+    return list(csv.DictReader(path.read_text().splitlines()))
+
+
+RESULTS = [make_result("bf16", 2.0), make_result("dynamic", 2.01, 500.0), make_result("delayed", 1.99)]
+
+
+def test_table_says_loss_gap_and_speed():
+    lines = table(RESULTS).splitlines()
+    assert len({len(line) for line in lines}) == 1
+    assert lines[0].split("  ")[0] == "recipe"
+    assert lines[2].split() == ["bf16", "2.0000", "nats/byte", "+0.00", "%", "100.0", "ms", "1.00x", "1,000"]
+    assert lines[3].split() == ["dynamic", "2.0100", "nats/byte", "+0.50", "%", "200.0", "ms", "2.00x", "500"]
+    assert "-0.50 %" in lines[4]
+
+
+def test_table_without_a_baseline_has_no_gap():
+    text = table(RESULTS[1:])
+    assert "gap" not in text and "vs bf16" not in text and "2.0100" in text
+    assert math.isnan(gap(RESULTS[1], None))
+
+
+def test_csv_holds_the_numbers_in_full(tmp_path):
+    write_csv(RESULTS, tmp_path / "results.csv")
+    rows = read_csv(tmp_path / "results.csv")
+    assert [row["recipe"] for row in rows] == ["bf16", "dynamic", "delayed"]
+    assert float(rows[1]["gap_percent"]) == gap(RESULTS[1], RESULTS[0]) == pytest.approx(0.5)
+    assert float(rows[1]["seconds_per_step"]) == pytest.approx(0.2)
+    write_csv(RESULTS[1:], tmp_path / "results.csv")
+    assert read_csv(tmp_path / "results.csv")[0]["gap_percent"] == ""
+
+
+def test_smoothing_keeps_a_constant_and_a_slope_and_removes_noise():
+    assert smooth([3.0] * 50, 4) == pytest.approx([3.0] * 50)
+    slope = [float(i) for i in range(50)]
+    assert smooth(slope, 2)[:40] == pytest.approx(slope[:40])
+    noisy = smooth([float(i % 2) for i in range(100)], 5)
+    assert max(abs(value - 0.5) for value in noisy[20:80]) < 0.01
+    assert smooth([1.0, 5.0], 0) == [1.0, 5.0]
+    assert smooth([], 3) == []
+
+
+@pytest.mark.parametrize("results", [RESULTS, RESULTS[:1], RESULTS[1:], [RESULTS[2], RESULTS[0]]])
+def test_plot_is_a_png_of_some_size(tmp_path, results):
+    pytest.importorskip("matplotlib")
+    plot(results, tmp_path / "loss.png")
+    image = (tmp_path / "loss.png").read_bytes()
+    assert image.startswith(b"\x89PNG")
+    width, height = struct.unpack(">II", image[16:24])
+    assert width > 1000 and height > 700
+    assert [path.name for path in tmp_path.iterdir()] == ["loss.png"]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 7])
+def test_plot_of_the_shortest_runs(tmp_path, steps):
+    pytest.importorskip("matplotlib")
+    results = [make_result(name, 2.0, steps=steps) for name in ("bf16", "mx")]
+    for result in results:
+        result.rows[-1] = Row(steps, 3.0, 1e-3, 10.0, 3.0)
+    plot(results, tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").stat().st_size > 10_000
+
+
+def test_without_matplotlib_it_names_the_extra(monkeypatch, tmp_path):
+    monkeypatch.setattr("octavo.train.report.find_spec", lambda name: None)
+    for attempt in (require_plotting, lambda: plot(RESULTS, tmp_path / "loss.png")):
+        with pytest.raises(MissingExtraError, match=r"pip install octavo\[cli\]"):
+            attempt()
+    assert not (tmp_path / "loss.png").exists()

@@ -1,0 +1,114 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from octavo.train import Batches, DataConfig, ModelConfig, OptimizerConfig, TrainConfig, TrainError, load_corpus
+from octavo.train.trainer import (
+    Trainer,
+    build_model,
+    build_optimizer,
+    choose_device,
+    learning_rate,
+    require_memory,
+)
+
+
+def make_trainer(config, recipe="bf16"):
+    batches = Batches(load_corpus(config.data.data), config.model.context, config.data.batch, config.run.seed)
+    return Trainer(config, build_model(config.model, recipe, config.run.seed), batches)
+
+
+def test_learning_rate_rises_then_falls_to_its_last_value():
+    config = OptimizerConfig(steps=100, lr=1e-2, final_lr=0.1, warmup=0.1)
+    rates = [learning_rate(step, config) for step in range(100)]
+    assert rates[0] == pytest.approx(1e-3) and rates[9] == rates[10] == pytest.approx(1e-2)
+    assert rates[-1] == pytest.approx(1e-3)
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(1, 0.0), (1, 1.0), (2, 0.5), (5, 1.0), (3, 0.0)])
+def test_learning_rate_of_short_runs(steps, warmup):
+    config = OptimizerConfig(steps=steps, lr=1e-2, warmup=warmup)
+    assert all(0 < learning_rate(step, config) <= 1e-2 for step in range(steps))
+
+
+def test_only_matrices_decay():
+    model = build_model(ModelConfig(width=32, layers=1, heads=2, context=8), "bf16", seed=0)
+    decaying, others = build_optimizer(model, OptimizerConfig(weight_decay=0.3)).param_groups
+    assert decaying["weight_decay"] == 0.3 and all(p.dim() == 2 for p in decaying["params"])
+    assert others["weight_decay"] == 0 and len(others["params"]) == 3  # the norms' gains
+    assert len(decaying["params"]) + 3 == len(list(model.parameters()))
+
+
+def test_initial_weights_depend_on_the_seed_only():
+    config = ModelConfig(width=32, layers=1, heads=2, context=8)
+    first = build_model(config, "bf16", seed=5)
+    state = torch.get_rng_state()
+    second = build_model(config, "delayed", seed=5)
+    assert torch.equal(torch.get_rng_state(), state)  # the caller's generator is his own
+    other = build_model(config, "bf16", seed=6)
+    assert first.state_dict().keys() == second.state_dict().keys()
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    assert not torch.equal(first.head.weight, other.head.weight)
+
+
+def test_micro_batches_add_up_to_the_batch(config):
+    whole = make_trainer(replace(config, run=replace(config.run, dtype="float32")))
+    parted = make_trainer(
+        replace(config, data=replace(config.data, micro_batches=4), run=replace(config.run, dtype="float32"))
+    )
+    for step in range(3):
+        loss, norm, _ = whole.step(step)
+        parts_loss, parts_norm, _ = parted.step(step)
+        torch.testing.assert_close(parts_loss, loss, rtol=1e-4, atol=0)
+        torch.testing.assert_close(parts_norm, norm, rtol=1e-3, atol=0)
+
+
+def test_the_dtype_is_that_of_the_products(config):
+    for dtype in (torch.bfloat16, torch.float32):
+        trainer = make_trainer(replace(config, run=replace(config.run, dtype=str(dtype).removeprefix("torch."))))
+        seen = []
+        trainer.model.head.register_forward_hook(lambda module, args, out, seen=seen: seen.append(out.dtype))
+        trainer.step(0)
+        assert seen == [dtype]
+        assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
+
+
+def test_validation_changes_nothing(config):
+    trainer = make_trainer(config, "delayed")
+    trainer.step(0)
+    before = {name: buffer.clone() for name, buffer in trainer.model.named_buffers()}
+    assert trainer.validate() == trainer.validate()
+    assert trainer.model.training
+    assert all(torch.equal(buffer, before[name]) for name, buffer in trainer.model.named_buffers())
+
+
+def test_no_clipping_when_it_is_zero(config):
+    trainer = make_trainer(replace(config, optimizer=replace(config.optimizer, clip=0.0)))
+    _, norm, _ = trainer.step(0)
+    gradients = torch.stack([p.grad.norm() for p in trainer.model.parameters()])
+    torch.testing.assert_close(gradients.norm(), norm)
+
+
+def test_devices():
+    assert choose_device("cpu").type == "cpu"
+    assert choose_device("auto").type in ("cpu", "cuda")
+    for name in ("gpu", "cuda:99", "cpu:x"):
+        with pytest.raises(TrainError, match="cannot be used here"):
+            choose_device(name)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        TrainConfig(model=ModelConfig(width=10**6, heads=1)),
+        TrainConfig(model=ModelConfig(layers=10**8)),
+        TrainConfig(data=DataConfig(batch=10**8)),
+        TrainConfig(model=ModelConfig(context=2**31 - 1), data=DataConfig(batch=2**20)),
+    ],
+)
+def test_sizes_that_cannot_fit_are_refused_before_anything_is_allocated(config):
+    with pytest.raises(TrainError, match="GiB"):
+        require_memory(config, torch.device("cpu"))
+    require_memory(TrainConfig(), torch.device("cpu"))
