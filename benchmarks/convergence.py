@@ -1,9 +1,9 @@
 """Same quality, really FP8: the trainer's default run in bf16 and in every recipe, over several seeds.
 
 A seed fixes the initial weights and the order of the data, so that runs pair up. Asserted: for each recipe the mean
-over seeds of (final validation loss / bf16's - 1) is within 0.5 %; every product of every layer went through an FP8
-matmul, and its error against float64 shows it (below 31 dB SQNR, where bf16 has about 50). The curves of every seed are
-written to results/convergence-<device>.csv, the summary to results/convergence_summary-<device>.csv.
+over seeds of (final validation loss / bf16's - 1) is within 0.5 %; every product of every block's layers went through
+an FP8 matmul, and its error against float64 shows it (below 31 dB SQNR, where bf16 has about 50). The curves of every
+seed are written to results/convergence-<device>.csv, the summary to results/convergence_summary-<device>.csv.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from multiprocessing import get_context
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import octavo
@@ -55,16 +55,16 @@ def prove_fp8(model: GPT, tokens: Tensor, targets: Tensor) -> dict[str, float]:
     Raises:
         AssertionError: if a layer has a product that is not in FP8.
     """
-    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    layers = [module for module in model.modules() if isinstance(module, octavo.nn.Linear)]
     with CountMatmuls() as count:
         with torch.autocast(tokens.device.type, torch.bfloat16):
             loss = next_byte_loss(model(tokens), targets)
         loss.backward()
+    assert len(layers) == 4 * len(model.blocks), "a block's Linear is not converted"
     assert count.calls["fp8"] == 3 * len(layers), f"{count.calls['fp8']} FP8 products of {3 * len(layers)}"
 
     worst = dict.fromkeys(PRODUCTS, 0.0)
     for layer in layers:
-        assert isinstance(layer, octavo.nn.Linear)
         layer.zero_grad()
         layer.reset_delayed_state()  # the scales of this step's tensors are not those of N(0, 1)
         x = torch.randn(512, layer.in_features, requires_grad=True)

@@ -8,6 +8,7 @@ Source: Micikevicius et al., "FP8 Formats for Deep Learning", arXiv 2209.05433, 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -42,7 +43,7 @@ class Format:
         """The exponent's bias."""
         return 2 ** (self.exponent_bits - 1) - 1
 
-    @property
+    @cached_property
     def max(self) -> float:
         """The largest finite value."""
         top = 2**self.exponent_bits - 1 - self.bias

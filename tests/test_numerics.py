@@ -101,11 +101,21 @@ def test_scale_inv_is_the_correctly_rounded_reciprocal() -> None:
 @pytest.mark.parametrize("power_of_two", [False, True])
 def test_amax_zero(zero: float, power_of_two: bool) -> None:
     amax = torch.tensor([[zero, 2.0], [zero, zero]])
-    previous = torch.tensor([[7.0, 8.0], [0.0, 0.1]])
     scale = scale_of(2.0, 448.0, power_of_two, 3)
     assert numerics.scale_from_amax(amax, 448.0, power_of_two, 3).tolist() == [[1.0, scale], [1.0, 1.0]]
-    kept = numerics.scale_from_amax(amax, 448.0, power_of_two, 3, previous=previous)
-    assert torch.equal(kept, torch.tensor([[7.0, scale], [0.0, 0.1]]))
+    assert numerics.scale_of(zero, 448.0, power_of_two, 3) == 1.0
+    assert numerics.scale_of(zero, 448.0, power_of_two, 3, previous=7.0) == 7.0
+
+
+@pytest.mark.parametrize("limit", [448.0, 57344.0])
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("margin", [0, 5, 64])
+def test_one_number_has_the_same_arithmetic(limit: float, power_of_two: bool, margin: int) -> None:
+    amax = amaxes()
+    scale = numerics.scale_from_amax(amax, limit, power_of_two, margin)
+    assert [numerics.scale_of(a, limit, power_of_two, margin) for a in amax.tolist()] == scale.tolist()
+    scale_inv = torch.tensor([numerics.scale_inv_of(s) for s in scale.tolist()])
+    assert torch.equal(scale_inv, numerics.scale_inv_from_scale(scale))
 
 
 @pytest.mark.parametrize("shape", [(), (1, 1), (0, 3), (3, 1), (2, 3, 4)])
@@ -120,10 +130,3 @@ def test_floor_power_of_two() -> None:
     scale = torch.tensor([2.0**-126, 0.75, 1.0, 1.9999999, 2.0, 3.0, 2.0**127, math.inf])
     floored = [2.0**-126, 0.5, 1.0, 1.0, 2.0, 2.0, 2.0**127, math.inf]
     assert numerics.floor_power_of_two(scale).tolist() == floored
-
-
-def test_is_power_of_two() -> None:
-    assert numerics.is_power_of_two(torch.tensor([[2.0**-126, 1.0], [2.0**126, 0.5]]))
-    assert numerics.is_power_of_two(torch.empty(0, 3))
-    for odd in (3.0, 1.0000001, 0.1):
-        assert not numerics.is_power_of_two(torch.tensor([1.0, odd]))

@@ -1,7 +1,7 @@
 """A byte-level GPT: RMSNorm, rotary positions, causal attention, SwiGLU, and plain bias-free `nn.Linear` layers.
 
 Shapes: B sequences, C positions (context), W width, H heads, D width of a head, F hidden features, V = 256 bytes.
-`octavo.convert` turns every Linear below into an FP8 one; nothing else here knows about FP8.
+`octavo.convert` turns the Linears of the blocks into FP8 ones; nothing else here knows about FP8.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from octavo.train.config import VOCABULARY, ModelConfig
 
 ROTARY_BASE = 10_000.0
+HEAD = "head"  # the name of the output layer
 
 
 def rotary_table(context: int, head_width: int, base: float = ROTARY_BASE) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from octavo.train.checkpoint import Identity, Row, State
 from octavo.train.config import BASELINE, VOCABULARY, ModelConfig, OptimizerConfig, TrainConfig, check_recipe
 from octavo.train.data import Batches
 from octavo.train.errors import CheckpointError, TrainError
-from octavo.train.model import GPT, next_byte_loss
+from octavo.train.model import GPT, HEAD, next_byte_loss
 
 
 def learning_rate(step: int, config: OptimizerConfig) -> float:
@@ -73,7 +73,11 @@ def require_memory(config: TrainConfig, device: torch.device) -> None:
 
 
 def build_model(config: ModelConfig, recipe: str | Recipe, seed: int) -> GPT:
-    """The model with the initial weights of a seed, every Linear of it converted unless the recipe is bf16."""
+    """The model with the initial weights of a seed; unless the recipe is bf16, all its blocks' Linears are converted.
+
+    The output head stays in high precision, as FP8 training usually has it: it is a small part of the work, and to
+    round the gradients of the loss at their source costs more than anywhere else.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         model = GPT(config)
@@ -83,7 +87,7 @@ def build_model(config: ModelConfig, recipe: str | Recipe, seed: int) -> GPT:
         casts: Recipe = getattr(octavo.recipes, recipe)()
     else:
         casts = recipe
-    octavo.convert(model, casts, select=lambda module, name: True)
+    octavo.convert(model, casts, select=lambda module, name: name != HEAD)
     return model
 
 

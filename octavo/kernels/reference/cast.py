@@ -9,10 +9,10 @@ from torch import Tensor
 
 from octavo.formats import format_of
 from octavo.granularity import ALL
-from octavo.kernels.reference.amax import amax_and_finiteness
+from octavo.kernels.reference.amax import amax_and_finiteness, one_amax_and_finiteness
 from octavo.kernels.reference.codes import encode
 from octavo.kernels.reference.delayed_update import delayed_update
-from octavo.numerics import scale_from_amax, scale_inv_from_scale
+from octavo.numerics import scale_from_amax, scale_inv_from_scale, scale_inv_of, scale_of
 
 
 def cast(
@@ -25,16 +25,18 @@ def cast(
     margin: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``octavo::cast``."""
-    amax, all_finite = amax_and_finiteness(x, tile)
     limit = format_of(dtype).max
-    if delayed_scale is None:
-        scale = scale_from_amax(amax, limit, power_of_two, margin)
-    else:
-        scale = delayed_scale[role].view(amax.shape)
-        if not bool(scale):  # no history yet: this tensor's own amax
-            scale = scale_from_amax(amax, limit, power_of_two, margin)
+    if tile[0] != ALL or tile[1] != ALL:
+        amax, all_finite = amax_and_finiteness(x, tile)
+        scales = scale_from_amax(amax, limit, power_of_two, margin)
+        return encode(x, scales, tile, dtype, all_finite), scale_inv_from_scale(scales), amax
+    largest, all_finite = one_amax_and_finiteness(x)
+    scale = 0.0 if delayed_scale is None else float(delayed_scale[role])
+    if scale == 0.0:  # Dynamic, or no history yet: this tensor's own amax
+        scale = scale_of(largest, limit, power_of_two, margin)
     codes = encode(x, scale, tile, dtype, all_finite)
-    return codes, scale_inv_from_scale(scale), amax
+    shape = (1,) * x.ndim
+    return codes, _float32(x, shape, scale_inv_of(scale)), _float32(x, shape, largest)
 
 
 def cast_transpose(
@@ -93,6 +95,10 @@ def cast_and_commit(
     )
     transposed = _transposed(codes) if transpose else codes.new_empty((0, 0))
     return codes, transposed, scale_inv
+
+
+def _float32(like: Tensor, shape: tuple[int, ...], value: float) -> Tensor:
+    return like.new_full(shape, value, dtype=torch.float32)
 
 
 def _transposed(x: Tensor) -> Tensor:

@@ -23,12 +23,12 @@ from octavo.kernels.reference.tiles import multiply_tiles_, row_runs
 _SMALL = 4096  # below this, one conversion at 2 ns an element is faster than eight calls
 
 
-def encode(x: Tensor, scale: Tensor, tile: Sequence[int], dtype: torch.dtype, all_finite: bool) -> Tensor:
+def encode(x: Tensor, scale: Tensor | float, tile: Sequence[int], dtype: torch.dtype, all_finite: bool) -> Tensor:
     """Round x times its scale, a float32 product, to codes.
 
     Args:
         x: [R, C] bf16, fp16 or fp32.
-        scale: float32, one a tile.
+        scale: float32, one a tile, or a float32 number.
         tile: (rows, columns) that share a scale.
         dtype: the float8 dtype.
         all_finite: whether x is known to hold no inf and no NaN.
@@ -63,15 +63,15 @@ def decode(
         tile: (rows, columns) that share a scale_inv.
 
     Returns:
-        [R, C] of ``dtype``, a fresh tensor, contiguous unless codes is a transposed contiguous tensor.
+        [R, C] of ``dtype``, a fresh tensor, laid out as codes where those are dense.
     """
+    if codes.numel() < _SMALL and scale_inv is None:
+        return codes.to(dtype)
     if not codes.is_contiguous():
         if codes.t().is_contiguous():
             flipped = None if scale_inv is None else scale_inv.t()
             return decode(codes.t(), dtype, flipped, (tile[1], tile[0])).t()
         codes = codes.contiguous()
-    if codes.numel() < _SMALL and scale_inv is None:
-        return codes.to(dtype)
     # E4M3: s eeee mmm -> s 0eeee mmm0000000, a float16 whose exponent reads 2^8 too small. (int8 extends the sign to
     # two bits, the mask drops the second.) By way of float16, because CPUs told to flush subnormals leave its
     # conversion alone. E5M2 is the upper byte of a float16, inf and NaN included.

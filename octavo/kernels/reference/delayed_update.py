@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from octavo.numerics import scale_from_amax
+from octavo.numerics import scale_of
 
 
 def delayed_update(
@@ -27,13 +26,11 @@ def delayed_update(
         return
     roles = list(found)
     rows = slice(roles[0], roles[-1] + 1, 2 if roles == [0, 2] else 1)
-    history, previous = delayed_amax_history[rows], delayed_scale[rows]
-    newest = previous.new_tensor([float(amax) for amax in found.values()])
-    history.copy_(torch.cat((newest[:, None], history[:, :-1]), dim=1))
-    reduced = history.amax(dim=1) if reduce == "max" else newest
-    limit = previous.new_tensor([limits[role] * 2.0 ** -margins[role] for role in roles])
-    scale = scale_from_amax(reduced, limit, powers_of_two[roles[0]], previous=previous)
-    if len({powers_of_two[role] for role in roles}) > 1:
-        for row, role in enumerate(roles):
-            scale[row] = scale_from_amax(reduced[row], limit[row], powers_of_two[role], previous=previous[row])
-    previous.copy_(scale)
+    history, scale = delayed_amax_history[rows], delayed_scale[rows]
+    rolled = [[float(found[role]), *old[:-1]] for role, old in zip(roles, history.tolist(), strict=True)]
+    next_scales = [
+        scale_of(max(row) if reduce == "max" else row[0], limits[role], powers_of_two[role], margins[role], previous)
+        for role, row, previous in zip(roles, rolled, scale.tolist(), strict=True)
+    ]
+    history.copy_(history.new_tensor(rolled))
+    scale.copy_(scale.new_tensor(next_scales))

@@ -8,7 +8,6 @@ operand once more to bf16: at 2^-9 that is 25 dB below the error of the codes th
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -59,8 +58,7 @@ def _operand(q: Tensor, scale_inv: Tensor, tile: Sequence[int], compute: torch.d
 
 def _common_factor(a_rest: Tensor | None, b_rest: Tensor | None) -> float | None:
     """The one number that multiplies the whole result; None where there is none, or float32 would not hold it."""
-    rests = [rest for rest in (a_rest, b_rest) if rest is not None]
-    if any(rest.numel() != 1 for rest in rests):
+    if a_rest is None or b_rest is None or a_rest.numel() != 1 or b_rest.numel() != 1:
         return None
-    factor = math.prod(float(rest) for rest in rests)
+    factor = float(a_rest) * float(b_rest)
     return factor if MIN_SCALE <= factor <= MAX_SCALE else None

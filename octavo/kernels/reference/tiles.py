@@ -15,14 +15,16 @@ from octavo.granularity import ALL, tiles_along
 # AMD EPYC Zen 5).
 RUN = 1 << 18
 
+_BROADCASTS = (ALL, 1)
 
-def row_runs(tile: Sequence[int], scale: Tensor | None, *tensors: Tensor) -> Iterable[tuple[Any, ...]]:
+
+def row_runs(tile: Sequence[int], scale: Tensor | float | None, *tensors: Tensor) -> Iterable[tuple[Any, ...]]:
     """Split [R, C] tensors of one shape between tiles into runs of rows, with the part of ``scale`` that belongs to
     each.
 
     Args:
         tile: (rows, columns) of a tile.
-        scale: [R / r, C / c], or None.
+        scale: [R / r, C / c], or one number, or None.
         tensors: [R, C] each.
 
     Returns:
@@ -35,7 +37,8 @@ def row_runs(tile: Sequence[int], scale: Tensor | None, *tensors: Tensor) -> Ite
     step = max(RUN // cols // unit, 1) * unit
     parts = [tensor.split(step) for tensor in tensors]
     scratch = tensors[0].new_empty((step, cols), dtype=torch.float32)
-    scales = [scale] * len(parts[0]) if scale is None or tile[0] == ALL else scale.split(step // unit)
+    split = isinstance(scale, Tensor) and tile[0] != ALL
+    scales = scale.split(step // unit) if split else [scale] * len(parts[0])  # type: ignore[union-attr]
     return [(s, scratch[: len(part[0])], *part) for s, *part in zip(scales, *parts, strict=True)]
 
 
@@ -50,9 +53,9 @@ def as_tiles(x_RC: Tensor, tile: Sequence[int]) -> Tensor:
     return x_RC.unflatten(1, (n_c, c)).unflatten(0, (n_r, r))
 
 
-def multiply_tiles_(x_RC: Tensor, scale: Tensor, tile: Sequence[int]) -> Tensor:
+def multiply_tiles_(x_RC: Tensor, scale: Tensor | float, tile: Sequence[int]) -> Tensor:
     """Multiply each tile of [R, C] by its element of scale [R / r, C / c], in place (in a copy if ragged)."""
-    if all(size == ALL or size == 1 for size in tile):
+    if isinstance(scale, float) or (tile[0] in _BROADCASTS and tile[1] in _BROADCASTS):
         return x_RC.mul_(scale)
     tiled = as_tiles(x_RC, tile).mul_(scale[:, None, :, None])
     rows, cols = x_RC.shape
