@@ -79,6 +79,9 @@ class Format:
 E4M3 = Format("E4M3", torch.float8_e4m3fn, exponent_bits=4, mantissa_bits=3, has_inf=False)
 E5M2 = Format("E5M2", torch.float8_e5m2, exponent_bits=5, mantissa_bits=2, has_inf=True)
 
+# What octavo casts from and reads back to.
+HIGH_PRECISION = (torch.bfloat16, torch.float16, torch.float32)
+
 FORMATS: dict[torch.dtype, Format] = {fmt.dtype: fmt for fmt in (E4M3, E5M2)}
 
 

@@ -1,10 +1,7 @@
-import os
-
 import pytest
 import torch
 
-if "PYTEST_XDIST_WORKER" in os.environ:
-    torch.set_num_threads(1)
+torch.set_num_threads(1)  # a worker a core; and small tensors gain nothing by two
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 from torch import nn
 
+from octavo.formats import HIGH_PRECISION
 from octavo.nn.linear import Linear
-from octavo.nn.recipe_module import CASTABLE, RecipeModule
+from octavo.nn.recipe_module import RecipeModule
 from octavo.scaling.recipe import Recipe
 
 Select = Callable[[nn.Module, str], bool]
@@ -160,7 +161,7 @@ def why_left_alone(module: nn.Module) -> str | None:
     if module._parameters.get("weight") is None:
         return "its weight is computed from other parameters (weight_norm or the like)"
     weight = module._parameters["weight"]
-    if weight is not None and weight.dtype not in CASTABLE:
+    if weight is not None and weight.dtype not in HIGH_PRECISION:
         return f"its weight is {weight.dtype}"
     return None
 

@@ -9,12 +9,11 @@ from torch import Tensor, nn
 
 from octavo.autograd.products import WEIGHT, Operands, State, cast_role, linear
 from octavo.errors import HigherOrderGradientError
+from octavo.formats import HIGH_PRECISION
 from octavo.kernels.emulation import warn_once_if_emulated
 from octavo.nn.weight_cache import WeightCache
 from octavo.scaling.delayed import BUFFERS, register_delayed_state
 from octavo.scaling.recipe import Recipe
-
-CASTABLE = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class RecipeModule(nn.Module):
@@ -90,17 +89,17 @@ class RecipeModule(nn.Module):
         if torch.is_autocast_enabled(device_type):
             if recipe.is_high_precision:
                 return nn.functional.linear(input, weight_NK, bias)
-            if input.dtype in CASTABLE:  # as autocast itself, which leaves float64 and integers alone
+            if input.dtype in HIGH_PRECISION:  # as autocast itself, which leaves float64 and integers alone
                 input = input.to(torch.get_autocast_dtype(device_type))
         elif input.dtype != weight_NK.dtype:
             raise TypeError(
                 f"input is {input.dtype} but the weight is {weight_NK.dtype}; convert one of them or use torch.autocast"
             )
-        if input.shape[-1:] != weight_NK.shape[1:]:
+        if input.ndim == 0 or input.shape[-1] != weight_NK.shape[1]:
             raise ValueError(f"input of shape {tuple(input.shape)} needs in_features={weight_NK.shape[1]} last")
         if recipe.is_high_precision:
             return nn.functional.linear(input, weight_NK, bias)
-        if input.dtype not in CASTABLE:
+        if input.dtype not in HIGH_PRECISION:
             raise TypeError(f"octavo casts bfloat16, float16 and float32 to FP8, not {input.dtype}")
         if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
             raise HigherOrderGradientError(

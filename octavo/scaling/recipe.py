@@ -189,6 +189,7 @@ class Recipe:
                 )
         for role, pair in casts_by_role.items():  # derived once, read on every forward
             object.__setattr__(self, f"{role}_casts", RoleCasts(*pair, once=_coincide(*pair)))
+        object.__setattr__(self, "is_high_precision", not any(getattr(self, product) for product in PRODUCTS))
         object.__setattr__(self, "delayed", next(iter(delayed), None))
         object.__setattr__(self, "delayed_update", _delayed_update([casts_by_role[role] for role in ROLES]))
 
@@ -196,6 +197,7 @@ class Recipe:
     input_casts: RoleCasts = field(init=False, repr=False, compare=False)
     weight_casts: RoleCasts = field(init=False, repr=False, compare=False)
     grad_output_casts: RoleCasts = field(init=False, repr=False, compare=False)
+    is_high_precision: bool = field(init=False, repr=False, compare=False)  # no product is in FP8
     delayed: Delayed | None = field(init=False, repr=False, compare=False)
     delayed_update: DelayedUpdate = field(init=False, repr=False, compare=False)
 
@@ -207,11 +209,6 @@ class Recipe:
             "grad_output": ((self.grad_input, 0), (self.grad_weight, 0)),
         }[role]
         return tuple(None if product is None else product[side] for product, side in (as_is, transposed))  # type: ignore[return-value]
-
-    @property
-    def is_high_precision(self) -> bool:
-        """Whether no product is in FP8."""
-        return self.output is None and self.grad_input is None and self.grad_weight is None
 
     def __str__(self) -> str:
         lines = [f"{self.name}:"]

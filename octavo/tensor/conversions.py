@@ -12,11 +12,9 @@ import torch
 from torch import Tensor
 
 from octavo import kernels
-from octavo.formats import Format
+from octavo.formats import HIGH_PRECISION, Format
 from octavo.granularity import ALL, Granularity, Tile
 from octavo.tensor.scaled_tensor import ScaledTensor
-
-_CASTABLE = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def quantize(
@@ -48,7 +46,7 @@ def quantize(
     """
     if isinstance(x, ScaledTensor):
         raise TypeError("x is a ScaledTensor already; quantize x.dequantize() to change its granularity")
-    if not isinstance(x, Tensor) or x.dtype not in _CASTABLE:
+    if not isinstance(x, Tensor) or x.dtype not in HIGH_PRECISION:
         kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(f"octavo casts bfloat16, float16 and float32 tensors to FP8, not {kind}")
     if not isinstance(format, Format):

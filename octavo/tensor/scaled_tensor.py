@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.formats import Format, format_of
+from octavo.formats import HIGH_PRECISION, Format, format_of
 from octavo.granularity import Granularity, PerBlock, PerRow, PerTensor, granularity_of
 
 
@@ -82,7 +82,7 @@ class ScaledTensor(torch.Tensor):
             )
         if self.scale_inv.dtype != torch.float32:
             raise TypeError(f"scale_inv is {self.scale_inv.dtype}; it must be torch.float32")
-        if self.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        if self.dtype not in HIGH_PRECISION:
             raise TypeError(f"a ScaledTensor reads back to bfloat16, float16 or float32, not {self.dtype}")
         expected = self.granularity.scale_shape(self.qdata.shape)
         if tuple(self.scale_inv.shape) != expected:

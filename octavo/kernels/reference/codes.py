@@ -18,6 +18,7 @@ from torch import Tensor
 
 from octavo.formats import format_of
 from octavo.granularity import ALL
+from octavo.kernels.reference import tiles
 from octavo.kernels.reference.tiles import multiply_tiles_, row_runs
 
 _SMALL = 4096  # below this, one conversion at 2 ns an element is faster than eight calls
@@ -37,9 +38,14 @@ def encode(x: Tensor, scale: Tensor | float, tile: Sequence[int], dtype: torch.d
         codes [R, C], contiguous.
     """
     fmt = format_of(dtype)
-    codes = torch.empty(x.shape, dtype=dtype, device=x.device)
-    for run_scale, scratch, source, target in row_runs(tile, scale, x, codes):
-        target.copy_(multiply_tiles_(scratch.copy_(source), run_scale, tile).clamp_(-fmt.max, fmt.max))
+    if x.numel() <= tiles.RUN:  # one run needs no scratch
+        wide = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        codes = multiply_tiles_(wide, scale, tile).clamp_(-fmt.max, fmt.max)
+        codes = codes.to(dtype, memory_format=torch.contiguous_format)
+    else:
+        codes = torch.empty(x.shape, dtype=dtype, device=x.device)
+        for run_scale, scratch, source, target in row_runs(tile, scale, x, codes):
+            target.copy_(multiply_tiles_(scratch.copy_(source), run_scale, tile).clamp_(-fmt.max, fmt.max))
     if not all_finite:
         raw = codes.view(torch.uint8)
         inf = torch.isinf(x)
