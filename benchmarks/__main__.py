@@ -6,7 +6,7 @@ import sys
 SUBJECTS = {
     "host_overhead": "host time of one eager Linear, beside torch.nn.Linear and torchao",
     "cpu_step": "a whole training step of the trainer's model on a CPU, beside bf16 and torchao",
-    "convergence": "final losses of every recipe beside bf16 over three seeds (about 40 minutes on 2 cores)",
+    "convergence": "final losses of every recipe beside bf16 over three seeds (about 20 minutes on 2 cores)",
 }
 
 

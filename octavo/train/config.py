@@ -103,9 +103,9 @@ class DataConfig:
 class OptimizerConfig:
     """AdamW, with a linear warmup and a cosine decay."""
 
-    steps: int = option(400, "optimizer steps")
-    lr: float = option(2e-3, "peak learning rate")
-    final_lr: float = option(0.02, "last learning rate, as a part of the peak")
+    steps: int = option(240, "optimizer steps")
+    lr: float = option(1.5e-3, "peak learning rate")
+    final_lr: float = option(0.01, "last learning rate, as a part of the peak")
     warmup: float = option(0.1, "part of the steps in which the learning rate rises")
     weight_decay: float = option(0.1, "decoupled weight decay of the matrices")
     beta1: float = option(0.9, "decay of AdamW's first moment")

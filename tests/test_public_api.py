@@ -1,0 +1,40 @@
+"""What `import octavo` gives: each public name is documented, with an example that the tests run."""
+
+import inspect
+
+import pytest
+
+import octavo
+
+FUNCTIONS = [
+    *(value for name in octavo.__all__ if inspect.isfunction(value := getattr(octavo, name))),
+    *(value for value in vars(octavo.recipes).values() if inspect.isfunction(value) and value.__name__[0] != "_"),
+]
+CLASSES = [
+    *(value for name in octavo.__all__ if inspect.isclass(value := getattr(octavo, name))),
+    *(getattr(octavo.nn, name) for name in octavo.nn.__all__),
+]
+
+
+def test_the_names_are_those_of_the_design():
+    promised = "quantize ScaledTensor E4M3 E5M2 PerTensor PerRow PerBlock Cast Recipe recipes nn"
+    promised += " convert set_recipe restore summary invalidate"
+    assert set(promised.split()) <= set(octavo.__all__)
+    assert {"dynamic", "delayed", "rowwise", "blockwise", "mx", "high_precision"} <= vars(octavo.recipes).keys()
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__qualname__)
+def test_function_has_an_example(function):
+    assert ">>> " in (function.__doc__ or "")
+
+
+@pytest.mark.parametrize(
+    "kind", [k for k in CLASSES if not issubclass(k, Exception)], ids=lambda kind: kind.__qualname__
+)
+def test_class_has_an_example(kind):
+    assert kind is octavo.Granularity or ">>> " in (kind.__doc__ or "")
+
+
+@pytest.mark.parametrize("kind", [*CLASSES, *FUNCTIONS], ids=lambda kind: kind.__qualname__)
+def test_documented(kind):
+    assert kind.__doc__ and kind.__module__.startswith("octavo")
