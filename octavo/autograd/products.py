@@ -265,7 +265,7 @@ def linear(
         weight: the weight's operands, made by ``cast_role``.
         recipe: at least one product in FP8.
         state: delayed state where the recipe is delayed.
-        training: whether delayed state is committed: by backward, or now where backward will not come by.
+        training: whether backward commits the delayed state.
 
     Returns:
         [..., N], dtype of x.
@@ -276,8 +276,6 @@ def linear(
     else:
         operands = cast_role(x_TK, recipe.input_casts, True, False, state, INPUT)
         y_TN = _output(x_TK, weight_NK, bias, recipe, operands, weight)
-        if state is not None and training:
-            kernels.delayed_update(*state, operands.amax, weight.amax, None, *recipe.delayed_update)
     return y_TN if x.ndim == 2 else y_TN.view(*x.shape[:-1], weight_NK.shape[0])
 
 

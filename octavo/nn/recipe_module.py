@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -74,6 +75,12 @@ class RecipeModule(nn.Module):
                 self._buffers[name] = old.to(new.device)
         self.__dict__.get("_weight_cache", WeightCache()).clear()
         return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
+        """Load, and forget the history: it belongs to the weight that is gone."""
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        if f"{prefix}weight" in state_dict:
+            self.reset_delayed_state()
 
     def _product(self, input: Tensor, weight_NK: Tensor, bias: Tensor | None, parameter: Tensor) -> Tensor:
         """input . weight^T + bias by this module's recipe.

@@ -122,9 +122,6 @@ def test_frozen_layers_inside_a_recomputed_region(kind):
     assert_equal(train(net, kind), train(net, "none"))
 
 
-@pytest.mark.xfail(
-    reason="a layer in which nothing needs a gradient commits in forward, so in each recomputation", strict=True
-)
 def test_a_frozen_layer_at_the_start_of_a_recomputed_region():
     net = to_fp8(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 8)), recipes.delayed(3))
     net[0].requires_grad_(False)
