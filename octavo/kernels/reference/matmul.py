@@ -15,6 +15,7 @@ from torch import Tensor
 
 from octavo.granularity import ALL
 from octavo.kernels.reference.codes import decode
+from octavo.kernels.reference.tiles import row_runs
 from octavo.numerics import MAX_SCALE, MIN_SCALE
 
 
@@ -41,11 +42,16 @@ def matmul(
         torch.addmm(start, a_MK, b_NK.t(), beta=beta, alpha=factor, out=out_MN)
         return out_MN.to(out_dtype)
     torch.mm(a_MK, b_NK.t(), out=out_MN)
-    for rest in (a_rest, None if b_rest is None else b_rest.t()):
-        if rest is not None:
-            out_MN.mul_(rest)
-    if bias is not None:
-        out_MN.add_(bias)
+    if a_rest is None and b_rest is None and bias is None:
+        return out_MN.to(out_dtype)
+    tile = (1, ALL) if a_rest is not None and len(a_rest) > 1 else (ALL, ALL)
+    for a_run, wide, run in row_runs(tile, a_rest, out_MN):
+        wide.copy_(run)
+        if a_run is not None:
+            wide.mul_(a_run)
+        if b_rest is not None:
+            wide.mul_(b_rest.t())
+        run.copy_(wide if bias is None else wide.add_(bias))
     return out_MN.to(out_dtype)
 
 
