@@ -82,13 +82,16 @@ def decode(
     # two bits, the mask drops the second.) By way of float16, because CPUs told to flush subnormals leave its
     # conversion alone. E5M2 is the upper byte of a float16, inf and NaN included.
     is_e4m3 = codes.dtype == torch.float8_e4m3fn
-    shift, mask, factor = (7, -0x4080, 256.0) if is_e4m3 else (8, -1, 1.0)
     values = torch.empty(codes.shape, dtype=dtype, device=codes.device)
     for run_scale_inv, scratch, source, target in row_runs(tile, scale_inv, codes, values):
-        bits = source.view(torch.int8).to(torch.int16).bitwise_left_shift_(shift).bitwise_and_(mask)
-        wide = scratch.copy_(bits.view(torch.float16)).mul_(factor)
-        if is_e4m3 and _holds_nan(source):
-            wide.masked_fill_(source.view(torch.uint8).bitwise_and(0x7F) == 0x7F, float("nan"))
+        bits = source.view(torch.int8).to(torch.int16)
+        if is_e4m3:
+            half = bits.bitwise_left_shift_(7).bitwise_and_(-0x4080).view(torch.float16)
+            wide = scratch.copy_(half).mul_(256.0)
+            if _holds_nan(source):
+                wide.masked_fill_(source.view(torch.uint8).bitwise_and(0x7F) == 0x7F, float("nan"))
+        else:
+            wide = scratch.copy_(bits.bitwise_left_shift_(8).view(torch.float16))
         target.copy_(wide if run_scale_inv is None else multiply_tiles_(wide, run_scale_inv, tile))
     return values
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from octavo.granularity import ALL
+from octavo.kernels.reference import tiles
 from octavo.kernels.reference.codes import decode
 from octavo.kernels.reference.tiles import row_runs
 from octavo.numerics import MAX_SCALE, MIN_SCALE
@@ -32,27 +33,38 @@ def matmul(
 ) -> Tensor:
     """``octavo::matmul``."""
     compute = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
-    a_MK, a_rest = _operand(a, a_scale_inv, a_tile, compute)
     b_NK, b_rest = _operand(b, b_scale_inv, b_tile, compute)
-    out_MN = a_MK.new_empty(a_MK.shape[0], b_NK.shape[0])
-    # with out=, autocast leaves the products alone: in float16 a sum of codes overflows
+    bias = None if bias is None else bias.to(compute)
+    out_MN = b_NK.new_empty(a.shape[0], b.shape[0])
+    # in runs of a's rows, which stay in the cache between reading them and multiplying them
+    in_runs = a.numel() > tiles.RUN and a.is_contiguous()
+    runs = row_runs(a_tile, a_scale_inv, a, out_MN) if in_runs else [(a_scale_inv, None, a, out_MN)]
+    for a_run_scale_inv, _, a_run, out_run in runs:
+        a_MK, a_rest = _operand(a_run, a_run_scale_inv, a_tile, compute)
+        _multiply(a_MK, a_rest, b_NK, b_rest, bias, out_run)
+    return out_MN.to(out_dtype)
+
+
+def _multiply(
+    a_MK: Tensor, a_rest: Tensor | None, b_NK: Tensor, b_rest: Tensor | None, bias: Tensor | None, out_MN: Tensor
+) -> None:
+    """Write a . b^T times the scales left, plus bias.
+
+    By out=, because autocast would turn the product into float16, where a sum of codes overflows.
+    """
     factor = _common_factor(a_rest, b_rest)
     if factor is not None:  # inside the product: one rounding and no second pass over the result
-        start, beta = (out_MN, 0) if bias is None else (bias.to(compute), 1)
+        start, beta = (out_MN, 0) if bias is None else (bias, 1)
         torch.addmm(start, a_MK, b_NK.t(), beta=beta, alpha=factor, out=out_MN)
-        return out_MN.to(out_dtype)
+        return
     torch.mm(a_MK, b_NK.t(), out=out_MN)
     if a_rest is None and b_rest is None and bias is None:
-        return out_MN.to(out_dtype)
-    tile = (1, ALL) if a_rest is not None and len(a_rest) > 1 else (ALL, ALL)
-    for a_run, wide, run in row_runs(tile, a_rest, out_MN):
-        wide.copy_(run)
-        if a_run is not None:
-            wide.mul_(a_run)
-        if b_rest is not None:
-            wide.mul_(b_rest.t())
-        run.copy_(wide if bias is None else wide.add_(bias))
-    return out_MN.to(out_dtype)
+        return
+    wide = out_MN.to(torch.float32, copy=True)
+    for rest in (a_rest, None if b_rest is None else b_rest.t()):
+        if rest is not None:
+            wide.mul_(rest)
+    out_MN.copy_(wide if bias is None else wide.add_(bias))
 
 
 def _operand(q: Tensor, scale_inv: Tensor, tile: Sequence[int], compute: torch.dtype) -> tuple[Tensor, Tensor | None]:

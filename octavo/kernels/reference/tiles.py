@@ -25,7 +25,7 @@ def row_runs(tile: Sequence[int], scale: Tensor | float | None, *tensors: Tensor
     Args:
         tile: (rows, columns) of a tile.
         scale: [R / r, C / c], or one number, or None.
-        tensors: [R, C] each.
+        tensors: [R, C], whose size decides on the runs, and others of R rows.
 
     Returns:
         (scale, scratch, *tensors) for each run; scratch is float32 of the run's shape, the same memory each time.
