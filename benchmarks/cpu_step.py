@@ -37,14 +37,15 @@ def step_of(convert: Callable[[nn.Module], nn.Module]) -> Callable[[], None]:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks cpu_step", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=5, help="in a row in each round, as in training")
     parser.add_argument("--no-write", action="store_true", help="print only")
     options = parser.parse_args(arguments)
 
     variants = {"bf16": step_of(lambda model: model)}
     variants |= {f"octavo {name}": step_of(lambda model, name=name: with_octavo(model, name)) for name in OCTAVO}
     variants |= {f"torchao {name}": step_of(lambda model, name=name: with_torchao(model, name)) for name in TORCHAO}
-    seconds = interleaved(variants, options.rounds, warmup=2)
+    seconds = interleaved(variants, options.rounds, options.steps)
     rows = [
         {
             "variant": name,

@@ -14,6 +14,8 @@ from octavo.kernels.reference.codes import encode
 from octavo.kernels.reference.delayed_update import delayed_update
 from octavo.numerics import scale_from_amax, scale_inv_from_scale, scale_inv_of, scale_of
 
+_ROUNDING = 1 + 2.0**-20  # a scale of float32 may take its amax past the format's max by its own rounding
+
 
 def cast(
     x: Tensor,
@@ -29,12 +31,12 @@ def cast(
     if tile[0] != ALL or tile[1] != ALL:
         amax, all_finite = amax_and_finiteness(x, tile)
         scales = scale_from_amax(amax, limit, power_of_two, margin)
-        return encode(x, scales, tile, dtype, all_finite), scale_inv_from_scale(scales), amax
+        return encode(x, scales, tile, dtype, all_finite, clips=False), scale_inv_from_scale(scales), amax
     largest, all_finite = one_amax_and_finiteness(x)
     scale = 0.0 if delayed_scale is None else float(delayed_scale[role])
     if scale == 0.0:  # Dynamic, or no history yet: this tensor's own amax
         scale = scale_of(largest, limit, power_of_two, margin)
-    codes = encode(x, scale, tile, dtype, all_finite)
+    codes = encode(x, scale, tile, dtype, all_finite, clips=largest * scale > limit * _ROUNDING)
     shape = (1,) * x.ndim
     return codes, _float32(x, shape, scale_inv_of(scale)), _float32(x, shape, largest)
 

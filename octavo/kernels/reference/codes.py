@@ -24,7 +24,9 @@ from octavo.kernels.reference.tiles import multiply_tiles_, row_runs
 _SMALL = 4096  # below this, one conversion at 2 ns an element is faster than eight calls
 
 
-def encode(x: Tensor, scale: Tensor | float, tile: Sequence[int], dtype: torch.dtype, all_finite: bool) -> Tensor:
+def encode(
+    x: Tensor, scale: Tensor | float, tile: Sequence[int], dtype: torch.dtype, all_finite: bool, clips: bool
+) -> Tensor:
     """Round x times its scale, a float32 product, to codes.
 
     Args:
@@ -33,19 +35,22 @@ def encode(x: Tensor, scale: Tensor | float, tile: Sequence[int], dtype: torch.d
         tile: (rows, columns) that share a scale.
         dtype: the float8 dtype.
         all_finite: whether x is known to hold no inf and no NaN.
+        clips: whether the scale may take a finite element past the format's max by more than float32's rounding.
 
     Returns:
         codes [R, C], contiguous.
     """
     fmt = format_of(dtype)
+    clamps = clips or not all_finite
     if x.numel() <= tiles.RUN:  # one run needs no scratch
         wide = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-        codes = multiply_tiles_(wide, scale, tile).clamp_(-fmt.max, fmt.max)
-        codes = codes.to(dtype, memory_format=torch.contiguous_format)
+        wide = multiply_tiles_(wide, scale, tile)
+        codes = (wide.clamp_(-fmt.max, fmt.max) if clamps else wide).to(dtype, memory_format=torch.contiguous_format)
     else:
         codes = torch.empty(x.shape, dtype=dtype, device=x.device)
         for run_scale, scratch, source, target in row_runs(tile, scale, x, codes):
-            target.copy_(multiply_tiles_(scratch.copy_(source), run_scale, tile).clamp_(-fmt.max, fmt.max))
+            wide = multiply_tiles_(scratch.copy_(source), run_scale, tile)
+            target.copy_(wide.clamp_(-fmt.max, fmt.max) if clamps else wide)
     if not all_finite:
         raw = codes.view(torch.uint8)
         inf = torch.isinf(x)
