@@ -92,6 +92,15 @@ def test_forwards_without_gradients_leave_the_state_alone(context, training):
     assert_equal(octavo.delayed_state_dict(net), before)
 
 
+def test_backward_in_evaluation_leaves_the_state_alone():
+    net = trained().eval()
+    before = octavo.delayed_state_dict(net)
+    x = torch.randn(4, 16, requires_grad=True)
+    net(x).sum().backward()
+    assert x.grad.any()
+    assert_equal(octavo.delayed_state_dict(net), before)
+
+
 def test_a_frozen_layer_that_no_backward_reaches_keeps_its_state():
     net = trained()
     net[0].requires_grad_(False)
