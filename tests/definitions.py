@@ -11,6 +11,19 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
+from octavo import PerBlock, PerRow, PerTensor
+
+# one of each kind, and blocks that leave every other size ragged
+GRANULARITIES = [
+    PerTensor(),
+    PerRow(),
+    PerRow(dim=-2),
+    PerBlock(1, 128),
+    PerBlock(128, 128),
+    PerBlock(1, 32),
+    PerBlock(128, 1),
+    PerBlock(3, 5),
+]
 FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127
 E4M3_CODES, E5M2_CODES = torch.float8_e4m3fn, torch.float8_e5m2
 

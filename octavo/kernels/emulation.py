@@ -11,8 +11,10 @@ _warned: set[str] = set()
 
 
 def runs_natively(device: torch.device) -> bool:
-    """Whether the device has FP8 tensor cores: sm_89, sm_90, sm_100 and later."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    """Whether the device has FP8 tensor cores that octavo uses: NVIDIA's sm_89, sm_90, sm_100 and later."""
+    # AMD's GPUs answer to the name of cuda too, with capabilities that mean something else
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    return nvidia and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def warn_once_if_emulated(device: torch.device) -> None:

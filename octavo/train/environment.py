@@ -9,20 +9,11 @@ from importlib.util import find_spec
 import torch
 
 import octavo
+from octavo.kernels.emulation import runs_natively
 
 EXTRAS = {"cli": ("rich", "matplotlib"), "onnx": ("onnx", "onnxruntime", "onnxscript")}
 NATIVE = "native FP8"
 EMULATED = "emulated FP8 (the reference)"
-
-
-def has_native_fp8(capability: tuple[int, int]) -> bool:
-    """Whether an NVIDIA GPU of this compute capability multiplies FP8: sm_89, sm_90, sm_100 and later.
-
-    Example:
-        >>> [has_native_fp8(sm) for sm in ((8, 6), (8, 9), (9, 0), (10, 0))]
-        [False, True, True, True]
-    """
-    return capability >= (8, 9)
 
 
 def version(package: str) -> str | None:
@@ -38,8 +29,7 @@ def devices() -> list[tuple[str, str, str]]:
     found = [("cpu", f"{platform.machine()}, {torch.get_num_threads()} threads", EMULATED)]
     for index in range(torch.cuda.device_count()):
         name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
-        # AMD's GPUs answer here too, with numbers that mean something else.
-        native = torch.version.hip is None and has_native_fp8(capability)
+        native = runs_natively(torch.device("cuda", index))
         architecture = "" if torch.version.hip else f", sm_{capability[0]}{capability[1]}"
         found.append((f"cuda:{index}", name + architecture, NATIVE if native else EMULATED))
     if torch.backends.mps.is_available():

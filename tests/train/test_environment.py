@@ -5,22 +5,6 @@ import octavo
 from octavo.train import environment
 
 
-@pytest.mark.parametrize(
-    ("capability", "native"),
-    [
-        ((7, 5), False),
-        ((8, 0), False),
-        ((8, 6), False),
-        ((8, 9), True),
-        ((9, 0), True),
-        ((10, 0), True),
-        ((12, 0), True),
-    ],
-)
-def test_which_gpus_are_native(capability, native):
-    assert environment.has_native_fp8(capability) is native
-
-
 def test_it_names_versions_devices_and_extras(monkeypatch):
     monkeypatch.setattr(environment, "find_spec", lambda name: None if name == "matplotlib" else object())
     text = environment.describe()
@@ -36,6 +20,6 @@ def test_it_names_versions_devices_and_extras(monkeypatch):
 def test_gpus_of_two_makers(monkeypatch, hip, capability, fp8):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "hip", hip)
     assert ("cuda:0", "a GPU" if hip else "a GPU, sm_90", fp8) in environment.devices()

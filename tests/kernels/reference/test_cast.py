@@ -7,23 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo import PerBlock, PerRow, PerTensor, kernels
+from octavo import kernels
 from octavo.kernels.reference import tiles
 from tests import definitions
-from tests.definitions import FLOAT32_MAX, MAX, read, same_bits
+from tests.definitions import FLOAT32_MAX, GRANULARITIES, MAX, read, same_bits
 
 E4M3, E5M2 = FORMATS = [torch.float8_e4m3fn, torch.float8_e5m2]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-GRANULARITIES = [
-    PerTensor(),
-    PerRow(),
-    PerRow(dim=-2),
-    PerBlock(1, 128),
-    PerBlock(128, 128),
-    PerBlock(1, 32),
-    PerBlock(128, 1),
-    PerBlock(3, 5),
-]
 TILES = [g.tile for g in GRANULARITIES]
 ALL = (-1, -1)
 

@@ -3,20 +3,11 @@ import math
 import pytest
 import torch
 
-from octavo import PerBlock, PerRow, PerTensor, kernels
+from octavo import kernels
 from octavo.kernels.reference import tiles
 from tests import definitions
-from tests.definitions import all_codes, same_bits, scale_grid
+from tests.definitions import GRANULARITIES, all_codes, same_bits, scale_grid
 
-GRANULARITIES = [
-    PerTensor(),
-    PerRow(),
-    PerRow(dim=-2),
-    PerBlock(1, 128),
-    PerBlock(128, 128),
-    PerBlock(128, 1),
-    PerBlock(3, 5),
-]
 each_tile = pytest.mark.parametrize("tile", [g.tile for g in GRANULARITIES], ids=map(str, GRANULARITIES))
 each_format = pytest.mark.parametrize("fmt", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["E4M3", "E5M2"])
 OUT = [torch.bfloat16, torch.float16, torch.float32]

@@ -9,19 +9,9 @@ from torch import Tensor
 
 from octavo import Granularity, PerBlock, PerRow, PerTensor, kernels
 from tests import definitions
-from tests.definitions import sqnr
+from tests.definitions import GRANULARITIES, sqnr
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-GRANULARITIES = [
-    PerTensor(),
-    PerRow(),
-    PerRow(dim=-2),
-    PerBlock(1, 128),
-    PerBlock(128, 128),
-    PerBlock(1, 32),
-    PerBlock(128, 1),
-    PerBlock(3, 5),
-]
 OUT = [torch.bfloat16, torch.float16, torch.float32]
 # dB: what is lost beside the codes' own error (about 31 dB). bf16 rounds the product and each of its factors, see
 # reference/matmul.py; float16 and float32 round once at the end
