@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from octavo import kernels
 from octavo.errors import HigherOrderGradientError
-from octavo.granularity import PerBlock
+from octavo.granularity import PerBlock, Tile
 from octavo.kernels.layouts import needs_transposed_codes
 from octavo.scaling.recipe import Cast, Delayed, Recipe, RoleCasts
 
@@ -87,34 +87,32 @@ def _is_delayed(cast: Cast) -> bool:
     return isinstance(cast.rule, Delayed)
 
 
-def _scale_source(cast: Cast, state: State | None) -> Tensor | None:
-    return state.scale if state is not None and _is_delayed(cast) else None
+def _cast_arguments(x: Tensor, cast: Cast, state: State | None, role: int, tile: Tile) -> tuple[Any, ...]:
+    """What ``octavo::cast`` and ``octavo::cast_transpose`` take."""
+    delayed_scale = state.scale if state is not None and _is_delayed(cast) else None
+    return x, delayed_scale, role, cast.format.dtype, tile, cast.power_of_two, cast.margin
 
 
-def _cast(x: Tensor, cast: Cast, state: State | None, role: int) -> tuple[Pair, Tensor | None]:
-    q, scale_inv, amax = kernels.cast(
-        x, _scale_source(cast, state), role, cast.format.dtype, cast.tile, cast.power_of_two, cast.margin
-    )
+def _cast(
+    x: Tensor, cast: Cast, state: State | None, role: int, tile: Tile | None = None
+) -> tuple[Pair, Tensor | None]:
+    """Cast ``x`` as it lies, by the cast's tile or another; with its amax, if the cast is Delayed."""
+    q, scale_inv, amax = kernels.cast(*_cast_arguments(x, cast, state, role, tile or cast.tile))
     return (q, scale_inv), amax if _is_delayed(cast) else None
 
 
 def _cast_transposed(x_RC: Tensor, cast: Cast, state: State | None, role: int) -> tuple[Pair, Tensor | None]:
     if needs_transposed_codes(x_RC.device):
         return _cast(x_RC.t(), cast, state, role)
-    tile = cast.granularity.transposed().tile
-    q, scale_inv, amax = kernels.cast(
-        x_RC, _scale_source(cast, state), role, cast.format.dtype, tile, cast.power_of_two, cast.margin
-    )
-    return (q.t(), scale_inv.t()), amax if _is_delayed(cast) else None
+    (q, scale_inv), amax = _cast(x_RC, cast, state, role, cast.granularity.transposed().tile)
+    return (q.t(), scale_inv.t()), amax
 
 
 def _cast_once(x_RC: Tensor, cast: Cast, state: State | None, role: int) -> Operands:
-    args = (x_RC, _scale_source(cast, state), role, cast.format.dtype, cast.tile, cast.power_of_two, cast.margin)
-    if needs_transposed_codes(x_RC.device):
-        q_RC, q_CR, scale_inv, amax = kernels.cast_transpose(*args)
-    else:
-        q_RC, scale_inv, amax = kernels.cast(*args)
-        q_CR = q_RC.t()
+    if not needs_transposed_codes(x_RC.device):
+        (q_RC, scale_inv), amax = _cast(x_RC, cast, state, role)
+        return Operands((q_RC, scale_inv), (q_RC.t(), scale_inv.t()), amax)
+    q_RC, q_CR, scale_inv, amax = kernels.cast_transpose(*_cast_arguments(x_RC, cast, state, role, cast.tile))
     return Operands((q_RC, scale_inv), (q_CR, scale_inv.t()), amax if _is_delayed(cast) else None)
 
 

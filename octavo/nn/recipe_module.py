@@ -73,7 +73,7 @@ class RecipeModule(nn.Module):
                 self._buffers[name] = torch.zeros_like(new, dtype=torch.float32)
             elif new.dtype != torch.float32:
                 self._buffers[name] = old.to(new.device)
-        self.__dict__.get("_weight_cache", WeightCache()).clear()
+        self._weight_cache.clear()
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:

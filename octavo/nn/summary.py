@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -49,8 +50,8 @@ class Summary:
 
     def __str__(self) -> str:
         in_fp8 = [m for m in self.converted if m.recipe is not None and not m.recipe.is_high_precision]
-        total = sum(_numel(m) for m in self.modules) or 1
-        share = 100 * sum(_numel(m) for m in in_fp8) / total
+        total = sum(math.prod(m.shape) for m in self.modules) or 1
+        share = 100 * sum(math.prod(m.shape) for m in in_fp8) / total
         lines = [f"{len(in_fp8)} of {len(self.modules)} matrices in FP8 ({share:.1f} % of their elements)"]
         width = max((len(m.name or "(model)") for m in self.modules), default=0)
         for m in self.modules:
@@ -104,10 +105,3 @@ def _reason(module: nn.Module, parameter: torch.Tensor) -> str:
     if parameter.ndim == 3:
         return "a 3-D parameter (expert weights) is not a linear layer"
     return f"{type(module).__name__} is not a linear layer"
-
-
-def _numel(module: ModuleSummary) -> int:
-    numel = 1
-    for size in module.shape:
-        numel *= size
-    return numel

@@ -1,7 +1,8 @@
 """Rounding to float8 codes and reading them back, on plain torch tensors.
 
 torch's own conversion rounds right (to nearest, ties to even, subnormals included) on every version, but what it does
-past the largest value differs between versions and formats, so values are clamped first and faults are set by hand:
+past the largest value differs between versions and formats, so what may lie there is clamped first and faults are set
+by hand:
 
     NaN -> 0x7F        +-inf -> 0x7F in E4M3, +-inf in E5M2        finite -> saturates at +-max
 

@@ -19,8 +19,7 @@ _BROADCASTS = (ALL, 1)
 
 
 def row_runs(tile: Sequence[int], scale: Tensor | float | None, *tensors: Tensor) -> Iterable[tuple[Any, ...]]:
-    """Split [R, C] tensors of one shape between tiles into runs of rows, with the part of ``scale`` that belongs to
-    each.
+    """Split tensors between tiles into runs of rows, with the part of ``scale`` that belongs to each.
 
     Args:
         tile: (rows, columns) of a tile.
