@@ -63,7 +63,6 @@ def main(arguments: list[str]) -> int:
         value = ratio(seconds, f"octavo {name}", "bf16")
         ok = value <= aim and value < fastest_torchao
         missed |= not ok
-        print(
-            f"{'ok' if ok else 'MISSED'}: octavo {name} {value:.3f} of bf16, aim {aim}; fastest torchao {fastest_torchao:.3f}"
-        )
+        verdict = "ok" if ok else "MISSED"
+        print(f"{verdict}: octavo {name} {value:.3f} of bf16, aim {aim}; fastest torchao {fastest_torchao:.3f}")
     return int(missed)
