@@ -22,8 +22,8 @@ from torch.nn import functional as F
 from octavo import kernels
 from octavo.errors import HigherOrderGradientError
 from octavo.granularity import PerBlock, Tile
-from octavo.kernels.layouts import needs_transposed_codes
-from octavo.scaling.recipe import Cast, Delayed, Recipe, RoleCasts
+from octavo.kernels.layouts import contraction_multiple, needs_transposed_codes
+from octavo.scaling.recipe import Cast, Delayed, Recipe
 
 INPUT, WEIGHT, GRAD_OUTPUT = range(3)  # rows of the delayed state
 
@@ -33,13 +33,15 @@ Pair = tuple[Tensor, Tensor]  # (qdata, scale_inv)
 class Operands(NamedTuple):
     """A role's pairs.
 
-    ``amax`` [1, 1] fp32 is what a Delayed cast found; None where nothing was cast that way. ``fresh``: just cast, not
-    cached, so that amax is still to be rolled into the history.
+    ``amax`` [1, 1] fp32 is what a Delayed cast found; None where nothing was cast that way. ``column_sum`` [C] of x's
+    dtype, where it was asked for and the cast could find it. ``fresh``: just cast, not cached, so that amax is still to
+    be rolled into the history.
     """
 
     as_is: Pair | None = None
     transposed: Pair | None = None
     amax: Tensor | None = None
+    column_sum: Tensor | None = None
     fresh: bool = True
 
 
@@ -51,35 +53,43 @@ class State(NamedTuple):
 
 
 def cast_role(
-    x_RC: Tensor, casts: RoleCasts, as_is: bool, transposed: bool, state: State | None, role: int
+    x_RC: Tensor,
+    recipe: Recipe,
+    role: int,
+    as_is: bool,
+    transposed: bool,
+    state: State | None,
+    column_sum: bool = False,
 ) -> Operands:
     """Cast a role for the products that need it, reading it once where one kernel can.
 
     Args:
         x_RC: bf16, fp16 or fp32.
-        casts: the role's casts; None among them is a product in high precision.
+        recipe: whose casts of this role are made; a product in high precision needs none.
+        role: INPUT, WEIGHT or GRAD_OUTPUT.
         as_is, transposed: which of the two layouts are needed now.
         state: read by Delayed casts.
-        role: INPUT, WEIGHT or GRAD_OUTPUT.
+        column_sum: find it in the same read, if ``as_is`` is cast.
 
     Returns:
-        pairs laid as their products want them: as_is [R, C], transposed [C, R] (on some devices a strided view).
+        pairs laid as their products want them: as_is [R, C'], transposed [C, R'], the contraction padded as the device
+        wants it (transposed on some devices a strided view).
     """
+    casts = recipe.casts[role]
+    extras = contraction_multiple(x_RC.device) if recipe.pads else 1, column_sum
     first = casts.as_is if as_is else None
     second = casts.transposed if transposed else None
     if first is not None and second is not None:
         if casts.once:
-            return _cast_once(x_RC, first, state, role)
+            return _cast_once(x_RC, first, state, role, extras)
         if not _is_delayed(first) and not _is_delayed(second):
-            return _cast_two_scalings(x_RC, first, second)
-        (a, a_amax), (b, b_amax) = _cast(x_RC, first, state, role), _cast_transposed(x_RC, second, state, role)
-        return Operands(a, b, a_amax if a_amax is not None else b_amax)
+            return _cast_two_scalings(x_RC, first, second, extras)
+        a, b = _cast(x_RC, first, state, role, extras), _cast_transposed(x_RC, second, state, role, extras[0])
+        return a._replace(transposed=b.transposed, amax=b.amax if a.amax is None else a.amax)
     if first is not None:
-        pair, amax = _cast(x_RC, first, state, role)
-        return Operands(pair, None, amax)
+        return _cast(x_RC, first, state, role, extras)
     if second is not None:
-        pair, amax = _cast_transposed(x_RC, second, state, role)
-        return Operands(None, pair, amax)
+        return _cast_transposed(x_RC, second, state, role, extras[0])
     return Operands()
 
 
@@ -88,37 +98,47 @@ def _is_delayed(cast: Cast) -> bool:
 
 
 def _cast_arguments(x: Tensor, cast: Cast, state: State | None, role: int, tile: Tile) -> tuple[Any, ...]:
-    """What ``octavo::cast`` and ``octavo::cast_transpose`` take."""
+    """What ``octavo::cast`` and ``octavo::cast_transpose`` take first."""
     delayed_scale = state.scale if state is not None and _is_delayed(cast) else None
     return x, delayed_scale, role, cast.format.dtype, tile, cast.power_of_two, cast.margin
 
 
 def _cast(
-    x: Tensor, cast: Cast, state: State | None, role: int, tile: Tile | None = None
-) -> tuple[Pair, Tensor | None]:
+    x: Tensor, cast: Cast, state: State | None, role: int, extras: tuple[int, bool], tile: Tile | None = None
+) -> Operands:
     """Cast ``x`` as it lies, by the cast's tile or another; with its amax, if the cast is Delayed."""
-    q, scale_inv, amax = kernels.cast(*_cast_arguments(x, cast, state, role, tile or cast.tile))
-    return (q, scale_inv), amax if _is_delayed(cast) else None
+    q, scale_inv, amax, sums = kernels.cast(*_cast_arguments(x, cast, state, role, tile or cast.tile), *extras)
+    return Operands((q, scale_inv), None, amax if _is_delayed(cast) else None, sums if extras[1] else None)
 
 
-def _cast_transposed(x_RC: Tensor, cast: Cast, state: State | None, role: int) -> tuple[Pair, Tensor | None]:
+def _cast_transposed(x_RC: Tensor, cast: Cast, state: State | None, role: int, pad: int) -> Operands:
     if needs_transposed_codes(x_RC.device):
-        return _cast(x_RC.t(), cast, state, role)
-    (q, scale_inv), amax = _cast(x_RC, cast, state, role, cast.granularity.transposed().tile)
-    return (q.t(), scale_inv.t()), amax
+        laid = _cast(x_RC.t(), cast, state, role, (pad, False))
+        return Operands(None, laid.as_is, laid.amax)
+    laid = _cast(x_RC, cast, state, role, (pad, False), cast.granularity.transposed().tile)
+    q, scale_inv = laid.as_is  # type: ignore[misc]
+    return Operands(None, (q.t(), scale_inv.t()), laid.amax)
 
 
-def _cast_once(x_RC: Tensor, cast: Cast, state: State | None, role: int) -> Operands:
+def _cast_once(x_RC: Tensor, cast: Cast, state: State | None, role: int, extras: tuple[int, bool]) -> Operands:
     if not needs_transposed_codes(x_RC.device):
-        (q_RC, scale_inv), amax = _cast(x_RC, cast, state, role)
-        return Operands((q_RC, scale_inv), (q_RC.t(), scale_inv.t()), amax)
-    q_RC, q_CR, scale_inv, amax = kernels.cast_transpose(*_cast_arguments(x_RC, cast, state, role, cast.tile))
-    return Operands((q_RC, scale_inv), (q_CR, scale_inv.t()), amax if _is_delayed(cast) else None)
+        laid = _cast(x_RC, cast, state, role, extras)
+        q_RC, scale_inv = laid.as_is  # type: ignore[misc]
+        return laid._replace(transposed=(q_RC.t(), scale_inv.t()))
+    q_RC, q_CR, scale_inv, amax, sums = kernels.cast_transpose(
+        *_cast_arguments(x_RC, cast, state, role, cast.tile), *extras
+    )
+    return Operands(
+        (q_RC, scale_inv),
+        (q_CR, scale_inv.t()),
+        amax if _is_delayed(cast) else None,
+        sums if extras[1] else None,
+    )
 
 
-def _cast_two_scalings(x_RC: Tensor, first: Cast, second: Cast) -> Operands:
+def _cast_two_scalings(x_RC: Tensor, first: Cast, second: Cast, extras: tuple[int, bool]) -> Operands:
     transpose = needs_transposed_codes(x_RC.device)
-    q_RC, scale_inv, q2, scale_inv2 = kernels.cast_two_scalings(
+    q_RC, scale_inv, q2, scale_inv2, sums = kernels.cast_two_scalings(
         x_RC,
         first.format.dtype,
         first.tile,
@@ -129,8 +149,10 @@ def _cast_two_scalings(x_RC: Tensor, first: Cast, second: Cast) -> Operands:
         second.power_of_two,
         second.margin,
         transpose,
+        *extras,
     )
-    return Operands((q_RC, scale_inv), (q2, scale_inv2) if transpose else (q2.t(), scale_inv2.t()))
+    second_pair = (q2, scale_inv2) if transpose else (q2.t(), scale_inv2.t())
+    return Operands((q_RC, scale_inv), second_pair, None, sums if extras[1] else None)
 
 
 def _cast_grad_output(
@@ -140,21 +162,34 @@ def _cast_grad_output(
     transposed: bool,
     state: State | None,
     forward_amax: tuple[Tensor | None, Tensor | None] | None,
+    column_sum: bool,
 ) -> Operands:
     """Cast grad_output and, given the amax of forward's (input, weight), commit the delayed state with all three."""
     casts = recipe.grad_output_casts
     if state is None or forward_amax is None:
-        return cast_role(grad_TN, casts, as_is, transposed, state, GRAD_OUTPUT)
+        return cast_role(grad_TN, recipe, GRAD_OUTPUT, as_is, transposed, state, column_sum)
     amax_input, amax_weight = forward_amax
     update = recipe.delayed_update
     cast = casts.as_is or casts.transposed
     if cast is not None and casts.once and _is_delayed(cast) and (as_is or transposed):
-        both = transposed and needs_transposed_codes(grad_TN.device)
-        q_TN, q_NT, scale_inv = kernels.cast_and_commit(
-            grad_TN, *state, amax_input, amax_weight, cast.format.dtype, cast.power_of_two, cast.margin, *update, both
+        device = grad_TN.device
+        both = transposed and needs_transposed_codes(device)
+        q_TN, q_NT, scale_inv, sums = kernels.cast_and_commit(
+            grad_TN,
+            *state,
+            amax_input,
+            amax_weight,
+            cast.format.dtype,
+            cast.power_of_two,
+            cast.margin,
+            *update,
+            both,
+            contraction_multiple(device) if recipe.pads else 1,
+            column_sum,
         )
-        return Operands((q_TN, scale_inv), (q_NT if both else q_TN.t(), scale_inv))
-    operands = cast_role(grad_TN, casts, as_is, transposed, state, GRAD_OUTPUT)
+        transposed_pair = (q_NT if both else q_TN.t(), scale_inv)
+        return Operands((q_TN, scale_inv), transposed_pair, None, sums if column_sum else None)
+    operands = cast_role(grad_TN, recipe, GRAD_OUTPUT, as_is, transposed, state, column_sum)
     kernels.delayed_update(*state, amax_input, amax_weight, operands.amax, *update)
     return operands
 
@@ -197,7 +232,7 @@ class _Linear(torch.autograd.Function):
         training: bool,
     ) -> Tensor:
         needs_dx, needs_dw, _ = ctx.needs_input_grad[:3]
-        x = cast_role(x_TK, recipe.input_casts, True, needs_dw, state, INPUT)
+        x = cast_role(x_TK, recipe, INPUT, True, needs_dw, state)
         ctx.recipe, ctx.state, ctx.commits, ctx.rolls_weight = recipe, state, training, weight.fresh
         ctx.dtypes = x_TK.dtype, weight_NK.dtype, None if bias is None else bias.dtype
         ctx.save_for_backward(
@@ -222,7 +257,7 @@ class _Linear(torch.autograd.Function):
         x_TK, x_q, x_scale_inv, weight_NK, w_q, w_scale_inv, x_amax, w_amax = ctx.saved_tensors
         recipe, (x_dtype, weight_dtype, bias_dtype) = ctx.recipe, ctx.dtypes
         amax = (x_amax, w_amax if ctx.rolls_weight else None) if ctx.commits else None
-        g = _cast_grad_output(grad_TN, recipe, needs_dx, needs_dw, ctx.state, amax)
+        g = _cast_grad_output(grad_TN, recipe, needs_dx, needs_dw, ctx.state, amax, needs_db)
         dx_TK = dw_NK = db_N = None
         if needs_dx:
             if recipe.grad_input is None:
@@ -241,7 +276,7 @@ class _Linear(torch.autograd.Function):
                 x = x_q, x_scale_inv.to(torch.float32)
                 dw_NK = _matmul(g.transposed, g_cast, x, x_cast, None, x_dtype).to(weight_dtype)
         if needs_db:
-            db_N = grad_TN.sum(0).to(bias_dtype)
+            db_N = (grad_TN.sum(0) if g.column_sum is None else g.column_sum).to(bias_dtype)
         return dx_TK, dw_NK, db_N, None, None, None, None
 
 
@@ -272,7 +307,7 @@ def linear(
     if torch.is_grad_enabled() and (x.requires_grad or weight_NK.requires_grad or _requires_grad(bias)):
         y_TN = _Linear.apply(x_TK, weight_NK, bias, weight, recipe, state, training)
     else:
-        operands = cast_role(x_TK, recipe.input_casts, True, False, state, INPUT)
+        operands = cast_role(x_TK, recipe, INPUT, True, False, state)
         y_TN = _output(x_TK, weight_NK, bias, recipe, operands, weight)
     return y_TN if x.ndim == 2 else y_TN.view(*x.shape[:-1], weight_NK.shape[0])
 

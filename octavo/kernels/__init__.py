@@ -1,17 +1,18 @@
 """The kernels, by name: plain tensors in, plain tensors out. Contracts are in signatures.py.
 
-In eager a call goes straight to the kernel; while anything traces (torch.compile, fake tensors, dispatch modes) it
-goes through the registered op, so that graphs hold one opaque node and modes see it. The dispatcher would cost 4 us a
-call, with four calls in a layer's step.
+In eager a call goes straight to the kernel that the device has (devices.py); while anything traces (torch.compile, fake
+tensors, dispatch modes) it goes through the registered op, so that graphs hold one opaque node and modes see it. The
+dispatcher would cost 4 us a call, with four calls in a layer's step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from octavo.kernels.devices import ON_CUDA
 from octavo.kernels.reference import KERNELS
 from octavo.kernels.signatures import SCHEMAS
 
@@ -21,12 +22,14 @@ _modes_active: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 def _entry(name: str) -> Callable[..., Any]:
     op = getattr(torch.ops.octavo, name).default
-    reference = KERNELS[name]
+    reference, on_cuda = KERNELS[name], ON_CUDA[name]
 
     def call(x: torch.Tensor, *args: Any) -> Any:
-        if _is_compiling() or type(x) is not torch.Tensor or not x.is_cpu or _modes_active():
+        if _is_compiling() or type(x) is not torch.Tensor or _modes_active():
             return op(x, *args)
-        return reference(x, *args)
+        if x.is_cpu:
+            return reference(x, *args)
+        return on_cuda(x, *args) if x.is_cuda else op(x, *args)
 
     call.__name__, call.__doc__ = name, f"octavo::{name}{SCHEMAS[name]}"
     return call
@@ -40,5 +43,11 @@ cast_and_commit = _entry("cast_and_commit")
 delayed_update = _entry("delayed_update")
 dequantize = _entry("dequantize")
 matmul = _entry("matmul")
+
+
+def multi_tensor_cast(xs: Sequence[torch.Tensor], *args: Any) -> None:
+    """By the op itself: what a list of tensors saves is launches, beside which its dispatch is little."""
+    torch.ops.octavo.multi_tensor_cast(xs, *args)
+
 
 __all__ = list(SCHEMAS)

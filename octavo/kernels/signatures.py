@@ -12,7 +12,10 @@ Arguments that mean the same everywhere:
     delayed_scale  [3] fp32: the delayed scales of (input, weight, grad_output), 0 where there is no history yet, or
                    None for Dynamic; the op reads element ``role``. With one, tile is (-1, -1); with none or 0, the
                    scale is that of this tensor's own amax
-    qdata          codes, contiguous, shape of x; ``transposed`` ones are contiguous [C, R]
+    qdata          codes, contiguous [R, C']; ``transposed`` ones are contiguous [C, R']. C' and R' are C and R rounded
+                   up to a multiple of ``pad``, the codes beyond are 0: a product contracts over the last dimension,
+                   and some tensor cores want it so. Where pad > 1, that dimension's tile is -1 or a multiple of pad
+    sums           [C] of x's dtype: the sum of each column, in float32 and rounded once; [0] without ``column_sum``
     scale_inv      fp32, contiguous, granularity.scale_shape(x.shape, tile), always written
     amax           fp32, shape of scale_inv: largest absolute finite value of x, unscaled
 
@@ -28,28 +31,33 @@ import torch
 from torch import Tensor
 
 from octavo.granularity import scale_shape
+from octavo.kernels.devices import ON_CUDA
+from octavo.kernels.layouts import padded
 from octavo.kernels.reference import KERNELS
 
 _CAST = "ScalarType dtype, int[2] tile, bool power_of_two, int margin"
+_EXTRAS = "int pad=1, bool column_sum=False"
 _STATE = "Tensor(a!) delayed_scale, Tensor(b!) delayed_amax_history"
 _UPDATE = "float[3] limits, bool[3] powers_of_two, int[3] margins, str reduce"
 
 SCHEMAS = {
     # amax of each tile
     "amax": "(Tensor x, int[2] tile) -> Tensor",
-    # one layout, one scaling: (qdata, scale_inv, amax)
-    "cast": f"(Tensor x, Tensor? delayed_scale, int role, {_CAST}) -> (Tensor, Tensor, Tensor)",
-    # both layouts, one scaling: (qdata, transposed qdata, scale_inv, amax); the transposed pair's scale_inv is
+    # one layout, one scaling: (qdata, scale_inv, amax, sums)
+    "cast": f"(Tensor x, Tensor? delayed_scale, int role, {_CAST}, {_EXTRAS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    # both layouts, one scaling: (qdata, transposed qdata, scale_inv, amax, sums); the transposed pair's scale_inv is
     # scale_inv.t()
-    "cast_transpose": f"(Tensor x, Tensor? delayed_scale, int role, {_CAST}) -> (Tensor, Tensor, Tensor, Tensor)",
-    # two scalings from one read, Dynamic: (qdata, scale_inv, second qdata, second scale_inv). second_tile is a tile of
-    # x; transpose_second writes the second pair's tensors transposed
+    "cast_transpose": f"(Tensor x, Tensor? delayed_scale, int role, {_CAST}, {_EXTRAS}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    # two scalings from one read, Dynamic: (qdata, scale_inv, second qdata, second scale_inv, sums). second_tile is a
+    # tile of x; transpose_second writes the second pair's tensors transposed
     "cast_two_scalings": f"(Tensor x, {_CAST}, ScalarType second_dtype, int[2] second_tile, bool second_power_of_two, "
-    "int second_margin, bool transpose_second) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"int second_margin, bool transpose_second, {_EXTRAS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     # the delayed cast of grad_output, and delayed_update with the amax it finds: (qdata, transposed qdata or [0, 0],
-    # scale_inv)
+    # scale_inv, sums)
     "cast_and_commit": f"(Tensor x, {_STATE}, Tensor? amax_input, Tensor? amax_weight, "
-    f"ScalarType dtype, bool power_of_two, int margin, {_UPDATE}, bool transpose) -> (Tensor, Tensor, Tensor)",
+    f"ScalarType dtype, bool power_of_two, int margin, {_UPDATE}, bool transpose, {_EXTRAS}) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
     # for each role whose amax is given: history <- (amax, history[:-1]); scale <- that of the largest of the history,
     # or of its newest ("most_recent"); an amax of 0 keeps the scale. limits, powers_of_two, margins: one a role
     "delayed_update": f"({_STATE}, Tensor? amax_input, Tensor? amax_weight, Tensor? amax_grad_output, {_UPDATE}) -> ()",
@@ -60,7 +68,22 @@ SCHEMAS = {
     # accumulator
     "matmul": "(Tensor a, Tensor a_scale_inv, int[2] a_tile, Tensor b, Tensor b_scale_inv, int[2] b_tile, "
     "Tensor? bias, ScalarType out_dtype, bool fast_accum) -> Tensor",
+    # cast_transpose of each of xs, of one dtype and contiguous rows, in one launch (Dynamic per tensor: two), into
+    # qdata[i] [R, C'], transposed[i] [C, R'] (or none at all), scale_inv[i], amax[i]; delayed_scales none for Dynamic.
+    # tile: (-1, -1) or a block of powers of two up to 128. Where skip [1] is not 0 nothing is written: a weight that
+    # did not change, in a CUDA graph
+    "multi_tensor_cast": "(Tensor[] xs, Tensor(a!)[] qdata, Tensor(b!)[] transposed, Tensor(c!)[] scale_inv, "
+    "Tensor(d!)[] amax, Tensor[] delayed_scales, int role, int[2] tile, bool power_of_two, int margin, "
+    "Tensor? skip=None) -> ()",
 }
+
+
+def _fake_codes(x: Tensor, rows: int, cols: int, dtype: torch.dtype, pad: int) -> Tensor:
+    return x.new_empty((rows, padded(cols, pad)), dtype=dtype)
+
+
+def _fake_sums(x: Tensor, column_sum: bool) -> Tensor:
+    return x.new_empty(x.shape[1] if column_sum else 0)
 
 
 def _fake_scale_inv(x: Tensor, tile: Sequence[int]) -> Tensor:
@@ -79,13 +102,28 @@ def _fake_cast(
     tile: Sequence[int],
     power_of_two: bool,
     margin: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return x.new_empty(x.shape, dtype=dtype), _fake_scale_inv(x, tile), _fake_scale_inv(x, tile)
+    pad: int = 1,
+    column_sum: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    qdata = _fake_codes(x, x.shape[0], x.shape[1], dtype, pad)
+    return qdata, _fake_scale_inv(x, tile), _fake_scale_inv(x, tile), _fake_sums(x, column_sum)
 
 
-def _fake_cast_transpose(x: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    qdata, scale_inv, amax = _fake_cast(x, *args)
-    return qdata, qdata.new_empty((x.shape[1], x.shape[0])), scale_inv, amax
+def _fake_cast_transpose(
+    x: Tensor,
+    delayed_scale: Tensor | None,
+    role: int,
+    dtype: torch.dtype,
+    tile: Sequence[int],
+    power_of_two: bool,
+    margin: int,
+    pad: int = 1,
+    column_sum: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    qdata, scale_inv, amax, sums = _fake_cast(
+        x, delayed_scale, role, dtype, tile, power_of_two, margin, pad, column_sum
+    )
+    return qdata, _fake_codes(x, x.shape[1], x.shape[0], dtype, pad), scale_inv, amax, sums
 
 
 def _fake_cast_two_scalings(
@@ -99,16 +137,20 @@ def _fake_cast_two_scalings(
     second_power_of_two: bool,
     second_margin: int,
     transpose_second: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    second_shape, second_scale_shape = list(x.shape), list(scale_shape(x.shape, second_tile))
+    pad: int = 1,
+    column_sum: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    rows, cols = x.shape
+    second_rows, second_cols = (cols, rows) if transpose_second else (rows, cols)
+    second_scale_shape = list(scale_shape(x.shape, second_tile))
     if transpose_second:
-        second_shape.reverse()
         second_scale_shape.reverse()
     return (
-        x.new_empty(x.shape, dtype=dtype),
+        _fake_codes(x, rows, cols, dtype, pad),
         _fake_scale_inv(x, tile),
-        x.new_empty(second_shape, dtype=second_dtype),
+        _fake_codes(x, second_rows, second_cols, second_dtype, pad),
         x.new_empty(second_scale_shape, dtype=torch.float32),
+        _fake_sums(x, column_sum),
     )
 
 
@@ -126,16 +168,19 @@ def _fake_cast_and_commit(
     margins: Sequence[int],
     reduce: str,
     transpose: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    transposed_shape = (x.shape[1], x.shape[0]) if transpose else (0, 0)
+    pad: int = 1,
+    column_sum: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows, cols = x.shape
     return (
-        x.new_empty(x.shape, dtype=dtype),
-        x.new_empty(transposed_shape, dtype=dtype),
+        _fake_codes(x, rows, cols, dtype, pad),
+        _fake_codes(x, cols if transpose else 0, rows if transpose else 0, dtype, pad),
         x.new_empty((1, 1), dtype=torch.float32),
+        _fake_sums(x, column_sum),
     )
 
 
-def _fake_delayed_update(*args: Any) -> None:
+def _fake_nothing(*args: Any) -> None:
     return None
 
 
@@ -163,9 +208,10 @@ FAKES: dict[str, Callable[..., Any]] = {
     "cast_transpose": _fake_cast_transpose,
     "cast_two_scalings": _fake_cast_two_scalings,
     "cast_and_commit": _fake_cast_and_commit,
-    "delayed_update": _fake_delayed_update,
+    "delayed_update": _fake_nothing,
     "dequantize": _fake_dequantize,
     "matmul": _fake_matmul,
+    "multi_tensor_cast": _fake_nothing,
 }
 
 LIBRARY = torch.library.Library("octavo", "DEF")
@@ -173,4 +219,5 @@ LIBRARY = torch.library.Library("octavo", "DEF")
 for _name, _schema in SCHEMAS.items():
     LIBRARY.define(_name + _schema, tags=(torch.Tag.needs_exact_strides,))
     LIBRARY.impl(_name, KERNELS[_name], "CompositeExplicitAutograd")
+    LIBRARY.impl(_name, ON_CUDA[_name], "CUDA")
     torch.library.register_fake(f"octavo::{_name}", FAKES[_name], lib=LIBRARY)

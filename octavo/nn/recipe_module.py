@@ -137,7 +137,7 @@ class RecipeModule(nn.Module):
             cached = self._weight_cache.get(parameter, recipe, transposed)
             if cached is not None:
                 return cached
-        operands = cast_role(weight_NK.detach(), recipe.weight_casts, True, transposed, state, WEIGHT)
+        operands = cast_role(weight_NK.detach(), recipe, WEIGHT, True, transposed, state)
         if caching and grad_enabled and not torch.is_inference_mode_enabled():
             self._weight_cache.put(parameter, recipe, operands)
         return operands

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from octavo.formats import E4M3, E5M2, Format
-from octavo.granularity import Granularity, PerRow, PerTensor, Tile
+from octavo.granularity import ALL, Granularity, PerRow, PerTensor, Tile
 
 ROLES = ("input", "weight", "grad_output")
 PRODUCTS = ("output", "grad_input", "grad_weight")
@@ -189,6 +189,8 @@ class Recipe:
                 )
         for role, pair in casts_by_role.items():  # derived once, read on every forward
             object.__setattr__(self, f"{role}_casts", RoleCasts(*pair, once=_coincide(*pair)))
+        object.__setattr__(self, "casts", (self.input_casts, self.weight_casts, self.grad_output_casts))
+        object.__setattr__(self, "pads", all(_tiles_take_padding(role_casts) for role_casts in self.casts))
         object.__setattr__(self, "is_high_precision", not any(getattr(self, product) for product in PRODUCTS))
         object.__setattr__(self, "delayed", next(iter(delayed), None))
         object.__setattr__(self, "delayed_update", _delayed_update([casts_by_role[role] for role in ROLES]))
@@ -197,6 +199,8 @@ class Recipe:
     input_casts: RoleCasts = field(init=False, repr=False, compare=False)
     weight_casts: RoleCasts = field(init=False, repr=False, compare=False)
     grad_output_casts: RoleCasts = field(init=False, repr=False, compare=False)
+    casts: tuple[RoleCasts, RoleCasts, RoleCasts] = field(init=False, repr=False, compare=False)  # by role
+    pads: bool = field(init=False, repr=False, compare=False)  # whether every operand's contraction may be padded
     is_high_precision: bool = field(init=False, repr=False, compare=False)  # no product is in FP8
     delayed: Delayed | None = field(init=False, repr=False, compare=False)
     delayed_update: DelayedUpdate = field(init=False, repr=False, compare=False)
@@ -234,6 +238,12 @@ def _coincide(as_is: Cast | None, transposed: Cast | None) -> bool:
         transposed.margin,
     )
     return same and as_is.granularity.transposed() == transposed.granularity
+
+
+def _tiles_take_padding(casts: RoleCasts) -> bool:
+    """Whether padding the contraction to a multiple of 16 adds no tile to either operand."""
+    given = [cast.tile[1] for cast in casts[:2] if cast is not None]
+    return all(cols == ALL or cols % 16 == 0 for cols in given)
 
 
 def _delayed_update(casts_by_role: list[tuple[Cast | None, Cast | None]]) -> DelayedUpdate:

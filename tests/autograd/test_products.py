@@ -6,9 +6,9 @@ import torch
 from torch.nn import functional as F
 
 from octavo import E4M3, Cast, Delayed, Dynamic, PerBlock, PerRow, PerTensor, Recipe, recipes
-from octavo.autograd.products import INPUT, WEIGHT, Operands, State, cast_role, linear
+from octavo.autograd.products import GRAD_OUTPUT, INPUT, WEIGHT, Operands, State, cast_role, linear
 from octavo.kernels import dequantize
-from octavo.scaling.recipe import PRODUCTS, RoleCasts
+from octavo.scaling.recipe import PRODUCTS
 from tests.helpers import FP8_RECIPES, CountOps, sqnr
 
 T, K, N = 48, 96, 80
@@ -23,7 +23,7 @@ def run(recipe, x, weight, bias, grad, kept=None):
     x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
     bias = None if bias is None else bias.clone().requires_grad_()
     kept = state(recipe) if kept is None else kept
-    operands = cast_role(weight.detach(), recipe.weight_casts, True, True, kept, WEIGHT)
+    operands = cast_role(weight.detach(), recipe, WEIGHT, True, True, kept)
     y = linear(x, weight, bias, operands, recipe, kept, True)
     y.backward(grad)
     return y.detach(), x.grad, weight.grad, None if bias is None else bias.grad
@@ -90,7 +90,7 @@ def test_dtypes_of_results(dtype):
 def test_cast_role_lays_each_operand_for_its_product(name):
     recipe = FP8_RECIPES[name]()
     x = torch.randn(130, 70)
-    operands = cast_role(x, recipe.input_casts, True, True, state(recipe), INPUT)
+    operands = cast_role(x, recipe, INPUT, True, True, state(recipe))
     for pair, laid, cast in (
         (operands.as_is, x, recipe.output[0]),
         (operands.transposed, x.t(), recipe.grad_weight[1]),
@@ -105,23 +105,34 @@ def test_cast_role_lays_each_operand_for_its_product(name):
 
 def test_only_what_is_asked_for_is_cast():
     x = torch.randn(8, 8)
-    casts = recipes.rowwise().input_casts
-    assert cast_role(x, casts, False, False, None, INPUT) == Operands()
-    assert cast_role(x, casts, True, False, None, INPUT).transposed is None
-    assert cast_role(x, casts, False, True, None, INPUT).as_is is None
-    assert cast_role(x, RoleCasts(None, None, False), True, True, None, INPUT) == Operands()
-    for recipe, expected in ((recipes.dynamic(), {"cast": 1}), (recipes.rowwise(), {"cast_two_scalings": 1})):
+    rowwise = recipes.rowwise()
+    assert cast_role(x, rowwise, INPUT, False, False, None) == Operands()
+    assert cast_role(x, rowwise, INPUT, True, False, None).transposed is None
+    assert cast_role(x, rowwise, INPUT, False, True, None).as_is is None
+    assert cast_role(x, recipes.high_precision(), INPUT, True, True, None) == Operands()
+    for recipe, expected in ((recipes.dynamic(), {"cast": 1}), (rowwise, {"cast_two_scalings": 1})):
         with CountOps() as ops:
-            cast_role(x, recipe.input_casts, True, True, None, INPUT)
+            cast_role(x, recipe, INPUT, True, True, None)
         assert ops.calls == expected  # x is read once
+
+
+@pytest.mark.parametrize("name", FP8_RECIPES)
+def test_column_sums_come_with_the_cast(name):
+    x = torch.randn(8, 8)
+    recipe = FP8_RECIPES[name]()
+    for transposed in (False, True):
+        sums = cast_role(x, recipe, GRAD_OUTPUT, True, transposed, state(recipe), column_sum=True).column_sum
+        assert torch.equal(sums, x.sum(0))
+    assert cast_role(x, recipe, GRAD_OUTPUT, True, True, state(recipe)).column_sum is None
 
 
 def test_a_role_with_one_delayed_and_one_dynamic_cast():
     delayed = Cast(E4M3, PerTensor(), Delayed(2))
     row = Cast(E4M3, PerRow(), Dynamic())
     x = torch.randn(8, 8)
-    for casts in (RoleCasts(delayed, row, False), RoleCasts(row, delayed, False)):
-        operands = cast_role(x, casts, True, True, State(torch.zeros(3), torch.zeros(3, 2)), INPUT)
+    for casts in ((delayed, row), (row, delayed)):
+        recipe = Recipe(output=(casts[0], row), grad_weight=(row, casts[1]))
+        operands = cast_role(x, recipe, INPUT, True, True, State(torch.zeros(3), torch.zeros(3, 2)))
         assert operands.amax == x.abs().max()
 
 

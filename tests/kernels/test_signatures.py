@@ -42,13 +42,14 @@ def cases(shape: tuple[int, int], tile: tuple[int, int]) -> list[tuple[str, tupl
         found.append(("amax", (x, tile)))
         delayed = state()[0] if tile == (-1, -1) else None
         for scale in {id(s): s for s in (None, delayed)}.values():
-            found.append(("cast", (x, scale, 1, E4M3, tile, True, 1)))
-            found.append(("cast_transpose", (x, scale, 0, E5M2, tile, False, 0)))
-        for transpose in (False, True):
-            second = (E5M2, tile[::-1], True, 1, transpose)
+            for extras in ((), (16, True)):  # pad, column_sum
+                found.append(("cast", (x, scale, 1, E4M3, tile, True, 1, *extras)))
+                found.append(("cast_transpose", (x, scale, 0, E5M2, tile, False, 0, *extras)))
+        for transpose, extras in ((False, ()), (True, ()), (False, (16,)), (True, (2, True))):
+            second = (E5M2, tile[::-1], True, 1, transpose, *extras)
             found.append(("cast_two_scalings", (x, E4M3, tile, False, 0, *second)))
             amaxes = (torch.ones(1, 1), None)
-            found.append(("cast_and_commit", (x, *state(), *amaxes, E5M2, False, 0, *UPDATE, transpose)))
+            found.append(("cast_and_commit", (x, *state(), *amaxes, E5M2, False, 0, *UPDATE, transpose, *extras)))
     found.append(("delayed_update", (*state(), torch.ones(1, 1), None, torch.zeros(1, 1), *UPDATE)))
     a, b = pair(shape, tile, E4M3), pair((4, shape[1]), tile, E5M2)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -166,8 +167,8 @@ def test_only_the_state_is_written() -> None:
 
 def test_the_ops_compile_in_one_graph() -> None:
     def step(x: Tensor, scale: Tensor, history: Tensor) -> tuple[Tensor, Tensor]:
-        q, scale_inv, amax = kernels.cast(x, scale, 0, E4M3, (-1, -1), False, 0)
-        g, _, g_scale_inv = kernels.cast_and_commit(x, scale, history, amax, None, E5M2, False, 0, *UPDATE, False)
+        q, scale_inv, amax, _ = kernels.cast(x, scale, 0, E4M3, (-1, -1), False, 0)
+        g, _, g_scale_inv, _ = kernels.cast_and_commit(x, scale, history, amax, None, E5M2, False, 0, *UPDATE, False)
         out = kernels.matmul(q, scale_inv, (-1, -1), g, g_scale_inv, (-1, -1), None, torch.float32, False)
         return out, kernels.dequantize(q, scale_inv, (-1, -1), torch.float32)
 

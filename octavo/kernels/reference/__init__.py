@@ -8,6 +8,7 @@ from octavo.kernels.reference.cast import cast, cast_and_commit, cast_transpose,
 from octavo.kernels.reference.delayed_update import delayed_update
 from octavo.kernels.reference.dequantize import dequantize
 from octavo.kernels.reference.matmul import matmul
+from octavo.kernels.reference.multi_tensor_cast import multi_tensor_cast
 
 KERNELS: dict[str, Callable[..., Any]] = {
     "amax": amax,
@@ -18,4 +19,5 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "delayed_update": delayed_update,
     "dequantize": dequantize,
     "matmul": matmul,
+    "multi_tensor_cast": multi_tensor_cast,
 }

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from octavo.formats import format_of
 from octavo.granularity import ALL
@@ -25,8 +26,24 @@ def cast(
     tile: Sequence[int],
     power_of_two: bool,
     margin: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+    pad: int = 1,
+    column_sum: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``octavo::cast``."""
+    codes, scale_inv, amax = _cast(x, delayed_scale, role, dtype, tile, power_of_two, margin)
+    return _padded(codes, pad), scale_inv, amax, _column_sum(x, column_sum)
+
+
+def _cast(
+    x: Tensor,
+    delayed_scale: Tensor | None,
+    role: int,
+    dtype: torch.dtype,
+    tile: Sequence[int],
+    power_of_two: bool,
+    margin: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One scaling of x as it lies: (codes, scale_inv, amax)."""
     limit = format_of(dtype).max
     if tile[0] != ALL or tile[1] != ALL:
         amax, all_finite = amax_and_finiteness(x, tile)
@@ -49,10 +66,12 @@ def cast_transpose(
     tile: Sequence[int],
     power_of_two: bool,
     margin: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    pad: int = 1,
+    column_sum: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``octavo::cast_transpose``."""
-    codes, scale_inv, amax = cast(x, delayed_scale, role, dtype, tile, power_of_two, margin)
-    return codes, _transposed(codes), scale_inv, amax
+    codes, scale_inv, amax = _cast(x, delayed_scale, role, dtype, tile, power_of_two, margin)
+    return _padded(codes, pad), _padded(_transposed(codes), pad), scale_inv, amax, _column_sum(x, column_sum)
 
 
 def cast_two_scalings(
@@ -66,13 +85,15 @@ def cast_two_scalings(
     second_power_of_two: bool,
     second_margin: int,
     transpose_second: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    pad: int = 1,
+    column_sum: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``octavo::cast_two_scalings``."""
-    codes, scale_inv, _ = cast(x, None, 0, dtype, tile, power_of_two, margin)
-    second, second_scale_inv, _ = cast(x, None, 0, second_dtype, second_tile, second_power_of_two, second_margin)
+    codes, scale_inv, _ = _cast(x, None, 0, dtype, tile, power_of_two, margin)
+    second, second_scale_inv, _ = _cast(x, None, 0, second_dtype, second_tile, second_power_of_two, second_margin)
     if transpose_second:
-        return codes, scale_inv, _transposed(second), second_scale_inv.t().contiguous()
-    return codes, scale_inv, second, second_scale_inv
+        second, second_scale_inv = _transposed(second), second_scale_inv.t().contiguous()
+    return _padded(codes, pad), scale_inv, _padded(second, pad), second_scale_inv, _column_sum(x, column_sum)
 
 
 def cast_and_commit(
@@ -89,18 +110,29 @@ def cast_and_commit(
     margins: Sequence[int],
     reduce: str,
     transpose: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+    pad: int = 1,
+    column_sum: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``octavo::cast_and_commit``."""
-    codes, scale_inv, amax = cast(x, delayed_scale, 2, dtype, (ALL, ALL), power_of_two, margin)
+    codes, scale_inv, amax = _cast(x, delayed_scale, 2, dtype, (ALL, ALL), power_of_two, margin)
     delayed_update(
         delayed_scale, delayed_amax_history, amax_input, amax_weight, amax, limits, powers_of_two, margins, reduce
     )
-    transposed = _transposed(codes) if transpose else codes.new_empty((0, 0))
-    return codes, transposed, scale_inv
+    transposed = _padded(_transposed(codes), pad) if transpose else codes.new_empty((0, 0))
+    return _padded(codes, pad), transposed, scale_inv, _column_sum(x, column_sum)
 
 
 def _float32(like: Tensor, shape: tuple[int, ...], value: float) -> Tensor:
     return like.new_full(shape, value, dtype=torch.float32)
+
+
+def _padded(codes: Tensor, pad: int) -> Tensor:
+    missing = -codes.shape[1] % pad
+    return F.pad(codes.view(torch.uint8), (0, missing)).view(codes.dtype) if missing else codes
+
+
+def _column_sum(x: Tensor, wanted: bool) -> Tensor:
+    return x.sum(0, dtype=torch.float32).to(x.dtype) if wanted else x.new_empty(0)
 
 
 def _transposed(x: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ each_tile = pytest.mark.parametrize("tile", TILES, ids=map(str, GRANULARITIES))
 
 def check(x: Tensor, fmt: torch.dtype, tile: Sequence[int], power_of_two: bool = False, margin: int = 0) -> Tensor:
     before = x.clone()
-    qdata, scale_inv, amax = kernels.cast(x, None, 0, fmt, tile, power_of_two, margin)
+    qdata, scale_inv, amax, _ = kernels.cast(x, None, 0, fmt, tile, power_of_two, margin)
     codes, expected_scale_inv, expected_amax = definitions.cast(x, fmt, tile, power_of_two, margin)
     assert qdata.dtype == fmt
     assert same_bits(scale_inv, expected_scale_inv)
@@ -86,13 +87,13 @@ def test_edge_amax(dtype: torch.dtype, fmt: torch.dtype, tile: tuple[int, int]) 
 
 
 def test_amax_zero_reads_back_as_zero() -> None:
-    qdata, scale_inv, amax = kernels.cast(torch.tensor([[0.0, -0.0]]), None, 0, E4M3, ALL, False, 7)
+    qdata, scale_inv, amax, _ = kernels.cast(torch.tensor([[0.0, -0.0]]), None, 0, E4M3, ALL, False, 7)
     assert (qdata.view(torch.uint8).tolist(), scale_inv.item(), amax.item()) == ([[0, 0x80]], 1.0, 0.0)
 
 
 def test_an_empty_tensor_has_scale_one() -> None:
     for shape in ((0, 5), (5, 0), (0, 0)):
-        qdata, scale_inv, amax = kernels.cast(torch.empty(shape), None, 0, E4M3, ALL, True, 7)
+        qdata, scale_inv, amax, _ = kernels.cast(torch.empty(shape), None, 0, E4M3, ALL, True, 7)
         assert (qdata.shape, scale_inv.tolist(), amax.tolist()) == (shape, [[1.0]], [[0.0]])
 
 
@@ -103,10 +104,10 @@ def test_an_empty_tensor_has_scale_one() -> None:
 def test_one_fault_stays_local(fault: float, dtype: torch.dtype, fmt: torch.dtype, tile: tuple[int, int]) -> None:
     x = torch.randn(9, 133).to(dtype)
     x[4, 7] = 0.0
-    intact, scale_inv, amax = kernels.cast(x, None, 0, fmt, tile, False, 0)
+    intact, scale_inv, amax, _ = kernels.cast(x, None, 0, fmt, tile, False, 0)
     x[4, 7] = fault
     qdata = check(x, fmt, tile)
-    _, faulty_scale_inv, faulty_amax = kernels.cast(x, None, 0, fmt, tile, False, 0)
+    _, faulty_scale_inv, faulty_amax, _ = kernels.cast(x, None, 0, fmt, tile, False, 0)
     assert same_bits(scale_inv, faulty_scale_inv) and same_bits(amax, faulty_amax)
     differs = qdata.view(torch.uint8) != intact.view(torch.uint8)
     assert differs.nonzero().tolist() == [[4, 7]]
@@ -133,7 +134,7 @@ def test_a_delayed_scale_is_used_as_it_is(scale: float, dtype: torch.dtype, fmt:
         state[role] = scale
         before = state.clone()
         # power_of_two and margin are the next scale's affair
-        qdata, scale_inv, amax = kernels.cast(x, state, role, fmt, ALL, True, 5)
+        qdata, scale_inv, amax, _ = kernels.cast(x, state, role, fmt, ALL, True, 5)
         codes, expected_scale_inv, expected_amax = definitions.cast(x, fmt, ALL, scale=float(before[role]))
         assert same_bits(qdata.view(torch.uint8), codes)
         assert same_bits(scale_inv, expected_scale_inv) and same_bits(amax, expected_amax)
@@ -143,7 +144,7 @@ def test_a_delayed_scale_is_used_as_it_is(scale: float, dtype: torch.dtype, fmt:
 def test_a_delayed_scale_that_is_too_large_saturates() -> None:
     x = torch.tensor([[1.0, -2.0, 3e38, -0.001]])
     for fmt in FORMATS:
-        qdata, scale_inv, amax = kernels.cast(x, torch.full((3,), 1e5), 0, fmt, ALL, False, 0)
+        qdata, scale_inv, amax, _ = kernels.cast(x, torch.full((3,), 1e5), 0, fmt, ALL, False, 0)
         assert read(qdata)[0, :3].tolist() == [MAX[fmt], -MAX[fmt], MAX[fmt]]
         assert amax.item() == x[0, 2] and scale_inv.item() == float(torch.tensor(1e-5))
 
@@ -157,13 +158,13 @@ def test_no_history_means_this_tensors_own_amax(zero: float, fmt: torch.dtype) -
         delayed = kernels.cast(x, state, 1, fmt, ALL, power_of_two, margin)
         dynamic = kernels.cast(x, None, 0, fmt, ALL, power_of_two, margin)
         assert all(same_bits(a, b) for a, b in zip(delayed, dynamic, strict=True))
-    empty, scale_inv, amax = kernels.cast(x[:0], state, 1, fmt, ALL, False, 0)
+    empty, scale_inv, amax, _ = kernels.cast(x[:0], state, 1, fmt, ALL, False, 0)
     assert (empty.numel(), scale_inv.item(), amax.item()) == (0, 1.0, 0.0)
 
 
 def test_an_empty_tensor_under_a_delayed_scale() -> None:
     for shape in ((0, 4), (4, 0)):
-        _, scale_inv, amax = kernels.cast(torch.empty(shape), torch.full((3,), 4.0), 2, E5M2, ALL, False, 0)
+        _, scale_inv, amax, _ = kernels.cast(torch.empty(shape), torch.full((3,), 4.0), 2, E5M2, ALL, False, 0)
         assert (scale_inv.tolist(), amax.tolist()) == ([[0.25]], [[0.0]])
 
 
@@ -179,8 +180,8 @@ def test_cast_transpose(shape: tuple[int, int], tile: tuple[int, int]) -> None:
         state = torch.tensor([0.0, 0.0, 9.0]) if tile == ALL else None
         for role in (0, 2):
             once = kernels.cast(x, state, role, E5M2, tile, True, 1)
-            qdata, transposed, scale_inv, amax = kernels.cast_transpose(x, state, role, E5M2, tile, True, 1)
-            for a, b in zip((qdata, scale_inv, amax), once, strict=True):
+            qdata, transposed, *others = kernels.cast_transpose(x, state, role, E5M2, tile, True, 1)
+            for a, b in zip((qdata, *others), once, strict=True):
                 assert same_bits(a, b)
             assert transposed.dtype == E5M2 and transposed.is_contiguous()
             assert same_bits(transposed.view(torch.uint8), qdata.view(torch.uint8).t())
@@ -195,11 +196,11 @@ def test_outputs_share_no_memory(tile: tuple[int, int]) -> None:
         delayed = state if tile == ALL else None
         update = ([448.0] * 3, [False] * 3, [0] * 3, "max")
         results = [
-            kernels.cast(x, delayed, 0, E4M3, tile, False, 0),
-            kernels.cast_transpose(x, delayed, 0, E4M3, tile, False, 0),
-            kernels.cast_two_scalings(x, E4M3, tile, False, 0, E4M3, tile, False, 0, True),
-            kernels.cast_two_scalings(x, E4M3, tile, False, 0, E4M3, tile, False, 0, False),
-            kernels.cast_and_commit(x, state, history, torch.ones(1, 1), None, E4M3, False, 0, *update, True),
+            kernels.cast(x, delayed, 0, E4M3, tile, False, 0, 1, True),
+            kernels.cast_transpose(x, delayed, 0, E4M3, tile, False, 0, 1, True),
+            kernels.cast_two_scalings(x, E4M3, tile, False, 0, E4M3, tile, False, 0, True, 1, True),
+            kernels.cast_two_scalings(x, E4M3, tile, False, 0, E4M3, tile, False, 0, False, 2, True),
+            kernels.cast_and_commit(x, state, history, torch.ones(1, 1), None, E4M3, False, 0, *update, True, 1, True),
         ]
         for result in results:
             tensors = [x, state, history, *result]
@@ -214,7 +215,7 @@ def test_cast_two_scalings(shape: tuple[int, int], transpose_second: bool) -> No
     if x.numel() > 1:
         x.view(-1)[1] = math.inf
     for tile, second_tile in [((1, -1), (-1, 1)), ((1, 128), (128, 1)), ((1, 32), (32, 1)), ((3, 5), (128, 128))]:
-        qdata, scale_inv, second, second_scale_inv = kernels.cast_two_scalings(
+        qdata, scale_inv, second, second_scale_inv, _ = kernels.cast_two_scalings(
             x, E4M3, tile, False, 1, E5M2, second_tile, True, 2, transpose_second
         )
         codes, expected, _ = definitions.cast(x, E4M3, tile, False, 1)
@@ -237,10 +238,10 @@ def test_cast_and_commit_is_a_cast_and_then_an_update(reduce: str, transpose: bo
     for scale in (0.0, 5.0):
         state, history = torch.tensor([1.0, 2.0, scale]), torch.rand(3, 4)
         other_state, other_history = state.clone(), history.clone()
-        qdata, transposed, scale_inv = kernels.cast_and_commit(
+        qdata, transposed, scale_inv, _ = kernels.cast_and_commit(
             x, state, history, amax_input, amax_weight, E5M2, True, 3, *update, transpose
         )
-        expected, expected_scale_inv, amax = kernels.cast(x, other_state, 2, E5M2, ALL, True, 3)
+        expected, expected_scale_inv, amax, _ = kernels.cast(x, other_state, 2, E5M2, ALL, True, 3)
         kernels.delayed_update(other_state, other_history, amax_input, amax_weight, amax, *update)
         assert same_bits(qdata, expected) and same_bits(scale_inv, expected_scale_inv)
         assert torch.equal(state, other_state) and torch.equal(history, other_history)
@@ -254,7 +255,7 @@ def test_cast_and_commit_is_a_cast_and_then_an_update(reduce: str, transpose: bo
 def test_cast_and_commit_of_an_empty_gradient_keeps_the_scale() -> None:
     state, history = torch.tensor([1.0, 2.0, 8.0]), torch.zeros(3, 2)
     update = ([448.0, 448.0, 57344.0], [False] * 3, [0] * 3, "max")
-    _, _, scale_inv = kernels.cast_and_commit(
+    _, _, scale_inv, _ = kernels.cast_and_commit(
         torch.empty(0, 8), state, history, None, None, E5M2, False, 0, *update, True
     )
     assert scale_inv.item() == 0.125 and state.tolist() == [1.0, 2.0, 8.0] and not history.any()
@@ -277,3 +278,71 @@ def test_in_runs_of_rows(monkeypatch: pytest.MonkeyPatch, run: int, tile: tuple[
     x[70, 3], x[130, 130] = math.inf, math.nan
     for fmt in FORMATS:
         check(x.bfloat16(), fmt, tile, True)
+
+
+def every_cast(x: Tensor, tile: Sequence[int], *extras: Any) -> list[tuple[str, tuple[Tensor, ...]]]:
+    """The results of each op that casts; ``extras`` are pad and column_sum."""
+    update = ([448.0] * 3, [False] * 3, [0] * 3, "max")
+    state, history = torch.zeros(3), torch.zeros(3, 2)
+    found = [
+        ("cast", kernels.cast(x, None, 0, E4M3, tile, False, 0, *extras)),
+        ("cast_transpose", kernels.cast_transpose(x, None, 0, E4M3, tile, False, 0, *extras)),
+    ]
+    for transpose in (False, True):
+        second = (E5M2, tile[::-1], True, 1, transpose)
+        found.append(("cast_two_scalings", kernels.cast_two_scalings(x, E4M3, tile, False, 0, *second, *extras)))
+        if tuple(tile) == ALL:
+            commit = (x, state.clone(), history.clone(), None, None, E4M3, False, 0, *update, transpose, *extras)
+            found.append(("cast_and_commit", kernels.cast_and_commit(*commit)))
+    return found
+
+
+@each_tile
+@pytest.mark.parametrize("pad", [1, 2, 16])
+def test_padding_is_codes_of_zero(pad: int, tile: tuple[int, int]) -> None:
+    for shape in ((7, 20), (16, 32), (1, 1), (17, 1), (0, 5), (5, 0), (0, 0)):
+        x = torch.randn(shape)
+        plain, padded = every_cast(x, tile), every_cast(x, tile, pad)
+        for (name, results), (_, wider) in zip(plain, padded, strict=True):
+            for a, b in zip(results, wider, strict=True):
+                if a.dtype not in FORMATS or a.shape == (0, 0):
+                    assert same_bits(a, b), name
+                    continue
+                rows, cols = a.shape
+                assert b.dtype == a.dtype and b.is_contiguous()
+                assert b.shape == (rows, math.ceil(cols / pad) * pad)
+                assert same_bits(b.view(torch.uint8)[:, :cols], a.view(torch.uint8))
+                assert not b.view(torch.uint8)[:, cols:].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_column_sum_is_rounded_once(dtype: torch.dtype) -> None:
+    # float32 holds the sums of whole numbers exactly, bf16 and fp16 neither them nor the partial ones
+    whole = torch.randint(-120, 128, (601, 33)).to(dtype)
+    for x in (whole, whole.t().contiguous().t(), whole[1::2, ::3], whole[:1], whole[:0], whole[:, :0]):
+        for tile in (ALL, (1, -1), (3, 5)):
+            for name, (*_, sums) in every_cast(x, tile, 1, True):
+                assert same_bits(sums, x.double().sum(0).float().to(dtype)), name
+                assert sums.is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_column_sum_against_float64(dtype: torch.dtype) -> None:
+    x = (torch.randn(1000, 7) * torch.logspace(-3, 3, 7)).to(dtype)
+    exact = x.double().sum(0)
+    allowed = torch.finfo(dtype).eps / 2 * exact.abs() + 2.0**-20 * x.double().abs().sum(0)
+    for name, (*_, sums) in every_cast(x, ALL, 16, True):
+        assert bool(((sums.double() - exact).abs() <= allowed).all()), name
+
+
+def test_a_fault_shows_in_its_column_sum_only() -> None:
+    x = torch.ones(9, 4)
+    x[3, 1], x[4, 2], x[5, 3] = math.nan, -math.inf, math.inf
+    for name, (*_, sums) in every_cast(x, ALL, 1, True):
+        assert sums[0] == 9 and sums[1].isnan() and sums[2:].tolist() == [-math.inf, math.inf], name
+
+
+def test_no_column_sum_unless_asked_for() -> None:
+    for dtype in DTYPES:
+        for name, (*_, sums) in every_cast(torch.ones(3, 4, dtype=dtype), ALL):
+            assert (sums.shape, sums.dtype) == ((0,), dtype), name

@@ -1,0 +1,40 @@
+"""Which kernels a device runs: Triton's where FP8 is native, elsewhere the reference."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.emulation import runs_natively
+from octavo.kernels.reference import KERNELS
+
+_logger = logging.getLogger("octavo")
+
+
+@functools.cache
+def kernels_of(index: int) -> dict[str, Callable[..., Any]]:
+    """The kernels by name for tensors on CUDA device ``index``; Triton is imported by the first such."""
+    if not runs_natively(torch.device("cuda", index)):
+        return KERNELS
+    try:
+        from octavo.kernels import triton
+    except ImportError as error:
+        _logger.warning("Triton can't be imported (%s): cuda:%d runs the reference kernels, slowly", error, index)
+        return KERNELS
+    return triton.KERNELS
+
+
+def _on_cuda(name: str) -> Callable[..., Any]:
+    def call(x: Tensor | Sequence[Tensor], *args: Any) -> Any:
+        first = x if isinstance(x, Tensor) else x[0]
+        return kernels_of(first.get_device())[name](x, *args)
+
+    return call
+
+
+ON_CUDA: dict[str, Callable[..., Any]] = {name: _on_cuda(name) for name in KERNELS}

@@ -1,0 +1,65 @@
+"""Many casts as one op, into outputs that are there already: the definition is one cast after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from octavo.granularity import ALL
+from octavo.kernels.reference.cast import cast_transpose
+
+_BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+def check_multi_tensor_cast(xs: Sequence[Tensor], qdata: Sequence[Tensor], tile: Sequence[int]) -> None:
+    """Refuse what one launch can't do.
+
+    Raises:
+        ValueError: for another tile than (-1, -1) or a block of powers of two up to 128, for tensors of several dtypes,
+            or rows that are not contiguous.
+    """
+    if tuple(tile) != (ALL, ALL) and not all(size in _BLOCK_SIZES for size in tile):
+        raise ValueError(f"tile={tuple(tile)}: many are cast per tensor or by blocks of powers of two up to 128")
+    for name, tensors in (("xs", xs), ("qdata", qdata)):
+        dtypes = sorted({str(tensor.dtype) for tensor in tensors})
+        if len(dtypes) > 1:
+            raise ValueError(f"{name} have the dtypes {dtypes}; make a call for each")
+    for index, x in enumerate(xs):
+        if x.ndim != 2 or x.stride(1) != 1:
+            raise ValueError(f"xs[{index}] of shape {tuple(x.shape)}, strides {x.stride()}: needs contiguous rows")
+
+
+def multi_tensor_cast(
+    xs: Sequence[Tensor],
+    qdata: Sequence[Tensor],
+    transposed: Sequence[Tensor],
+    scale_inv: Sequence[Tensor],
+    amax: Sequence[Tensor],
+    delayed_scales: Sequence[Tensor],
+    role: int,
+    tile: Sequence[int],
+    power_of_two: bool,
+    margin: int,
+    skip: Tensor | None = None,
+) -> None:
+    """``octavo::multi_tensor_cast``."""
+    check_multi_tensor_cast(xs, qdata, tile)
+    if skip is not None and bool(skip):
+        return
+    for index, x in enumerate(xs):
+        delayed_scale = delayed_scales[index] if delayed_scales else None
+        dtype = qdata[index].dtype
+        codes, other, scales, found, _ = cast_transpose(x, delayed_scale, role, dtype, tile, power_of_two, margin)
+        _copy_codes(qdata[index], codes)
+        if transposed:
+            _copy_codes(transposed[index], other)
+        scale_inv[index].copy_(scales)
+        amax[index].copy_(found)
+
+
+def _copy_codes(out: Tensor, codes: Tensor) -> None:
+    padding = out.shape[1] - codes.shape[1]
+    out.view(torch.uint8).copy_(F.pad(codes.view(torch.uint8), (0, padding)))

@@ -1,0 +1,23 @@
+"""The Triton kernels, on CUDA tensors: each equals its reference bit for bit on codes and scale_inv; one file an op."""
+
+from collections.abc import Callable
+from typing import Any
+
+from octavo.kernels.triton.amax import amax
+from octavo.kernels.triton.cast import cast, cast_and_commit, cast_transpose, cast_two_scalings
+from octavo.kernels.triton.delayed_update import delayed_update
+from octavo.kernels.triton.dequantize import dequantize
+from octavo.kernels.triton.matmul import matmul
+from octavo.kernels.triton.multi_tensor_cast import multi_tensor_cast
+
+KERNELS: dict[str, Callable[..., Any]] = {
+    "amax": amax,
+    "cast": cast,
+    "cast_transpose": cast_transpose,
+    "cast_two_scalings": cast_two_scalings,
+    "cast_and_commit": cast_and_commit,
+    "delayed_update": delayed_update,
+    "dequantize": dequantize,
+    "matmul": matmul,
+    "multi_tensor_cast": multi_tensor_cast,
+}

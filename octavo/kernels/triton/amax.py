@@ -1,0 +1,17 @@
+"""amax of each tile: of a tensor by a kernel of its own, of rows and blocks by the casts' kernels, which find it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from octavo.granularity import ALL
+from octavo.kernels.triton.cast import amax_of_tensor, amax_of_tiles
+from octavo.kernels.triton.launch import on_its_device
+
+
+@on_its_device
+def amax(x: Tensor, tile: Sequence[int]) -> Tensor:
+    """``octavo::amax``."""
+    return amax_of_tensor(x) if tile[0] == ALL and tile[1] == ALL else amax_of_tiles(x, tile)

@@ -1,0 +1,93 @@
+"""The delayed state's update, alone or at the end of the cast that found grad_output's amax.
+
+UPDATE is (limits, powers_of_two, most_recent, history length, that rounded up to a power of two), the first two with an
+element a role.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.kernels.triton.history import committed
+from octavo.kernels.triton.launch import next_power_of_two, on_its_device
+from octavo.kernels.triton.tiles import scale_from_amax
+
+
+@triton.jit
+def roll(scale_ptr, history_ptr, amax, ROLE: tl.constexpr, UPDATE: tl.constexpr):
+    """history[ROLE] <- (amax, history[ROLE][:-1]) and the next scale; history is [3, length]."""
+    LENGTH: tl.constexpr = UPDATE[3]
+    index = tl.arange(0, UPDATE[4])
+    row_ptr = history_ptr + ROLE * LENGTH
+    old = tl.load(row_ptr + index - 1, mask=(index > 0) & (index < LENGTH), other=0.0)
+    previous = tl.load(scale_ptr + ROLE)
+    rolled = tl.where(index == 0, amax, old)
+    if UPDATE[2]:
+        largest = amax
+    else:
+        largest = tl.max(rolled, 0)
+    tl.debug_barrier()  # every thread has read its neighbour's element
+    tl.store(row_ptr + index, rolled, mask=index < LENGTH)
+    scale = scale_from_amax(largest, UPDATE[0][ROLE], UPDATE[1][ROLE])
+    tl.store(scale_ptr + ROLE, tl.where(largest > 0, scale, previous))
+
+
+@triton.jit
+def roll_others(scale_ptr, history_ptr, amax_input_ptr, amax_weight_ptr, UPDATE: tl.constexpr):
+    """Roll input and weight where their amax is given."""
+    if amax_input_ptr is not None:
+        roll(scale_ptr, history_ptr, tl.load(amax_input_ptr), 0, UPDATE)
+    if amax_weight_ptr is not None:
+        roll(scale_ptr, history_ptr, tl.load(amax_weight_ptr), 1, UPDATE)
+
+
+@triton.jit
+def delayed_update_kernel(
+    scale_ptr, history_ptr, amax_input_ptr, amax_weight_ptr, amax_grad_output_ptr, UPDATE: tl.constexpr
+):
+    """Roll the roles whose amax is given."""
+    roll_others(scale_ptr, history_ptr, amax_input_ptr, amax_weight_ptr, UPDATE)
+    if amax_grad_output_ptr is not None:
+        roll(scale_ptr, history_ptr, tl.load(amax_grad_output_ptr), 2, UPDATE)
+
+
+@functools.cache
+def update_of(
+    limits: tuple[float, ...], powers_of_two: tuple[bool, ...], margins: tuple[int, ...], reduce: str, length: int
+) -> tuple[Any, ...]:
+    """The kernels' UPDATE from the op's arguments."""
+    margined = tuple(limit * 2.0**-margin for limit, margin in zip(limits, margins, strict=True))
+    return margined, powers_of_two, reduce == "most_recent", length, next_power_of_two(length)
+
+
+@on_its_device
+def delayed_update(
+    delayed_scale: Tensor,
+    delayed_amax_history: Tensor,
+    amax_input: Tensor | None,
+    amax_weight: Tensor | None,
+    amax_grad_output: Tensor | None,
+    limits: Sequence[float],
+    powers_of_two: Sequence[bool],
+    margins: Sequence[int],
+    reduce: str,
+) -> None:
+    """``octavo::delayed_update``."""
+    length = delayed_amax_history.shape[1]
+    delayed_update_kernel[(1,)](
+        delayed_scale,
+        delayed_amax_history,
+        amax_input,
+        amax_weight,
+        amax_grad_output,
+        update_of(tuple(limits), tuple(powers_of_two), tuple(margins), reduce, length),
+        num_warps=4 if length > 32 else 1,
+        enable_fp_fusion=False,
+    )
+    committed(delayed_scale, delayed_amax_history)

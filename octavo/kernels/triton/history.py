@@ -1,0 +1,58 @@
+"""Which delayed scales are known to exist, so that an eager cast can leave out the amax launch for those that may not.
+
+Only the device knows whether a scale is still 0 (a role not yet rolled, or only ever with an amax of 0). After a commit
+the three scales are copied to the host, without waiting; once the copy has arrived and shows them, and as long as
+nobody else writes the buffer (its version), they exist: a commit never takes a scale away.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import Tensor
+
+
+class _Entry:
+    def __init__(self, delayed_scale: Tensor) -> None:
+        key = id(delayed_scale)
+        self.owner = weakref.ref(delayed_scale, lambda _: _entries.pop(key, None))
+        self.version = delayed_scale._version
+        self.exists: tuple[bool, ...] = (False, False, False)
+        self.copy: Tensor | None = None
+        self.arrived: torch.cuda.Event | None = None
+
+
+_entries: dict[int, _Entry] = {}
+
+
+def scale_exists(delayed_scale: Tensor, role: int) -> bool:
+    """Whether element ``role`` is known to be other than 0."""
+    entry = _entries.get(id(delayed_scale))
+    if entry is None or entry.owner() is not delayed_scale or entry.version != delayed_scale._version:
+        return False
+    if entry.copy is not None and (entry.arrived is None or entry.arrived.query()):
+        entry.exists = tuple(scale != 0 for scale in entry.copy.tolist())
+        entry.copy = None
+    return entry.exists[role]
+
+
+def committed(delayed_scale: Tensor, delayed_amax_history: Tensor) -> None:
+    """Note that a kernel has just rolled the state: both tensors' versions move, and the scales are looked at."""
+    if delayed_scale.is_inference():  # has no version, so nothing can be known of it
+        return
+    entry = _entries.get(id(delayed_scale))
+    current = entry is not None and entry.owner() is delayed_scale and entry.version == delayed_scale._version
+    torch.autograd.graph.increment_version((delayed_scale, delayed_amax_history))
+    if entry is None or not current:
+        entry = _entries[id(delayed_scale)] = _Entry(delayed_scale)
+    entry.version = delayed_scale._version
+    if all(entry.exists) or entry.copy is not None:
+        return
+    if not delayed_scale.is_cuda:
+        entry.copy, entry.arrived = delayed_scale.detach().clone(), None
+    elif not torch.cuda.is_current_stream_capturing():
+        entry.copy = torch.empty(3, dtype=torch.float32, pin_memory=True)
+        entry.copy.copy_(delayed_scale, non_blocking=True)
+        entry.arrived = torch.cuda.Event()
+        entry.arrived.record()

@@ -1,0 +1,90 @@
+"""What every launch needs: its configuration, the scratch that programs share, and the right device.
+
+Configurations come from configs.json, measured by ``python -m benchmarks tune``; nothing is tuned while a model trains.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Config(NamedTuple):
+    """A kernel's tile [block_r, block_c], how many of them a program does, and its warps."""
+
+    block_r: int
+    block_c: int
+    tiles: int
+    num_warps: int
+
+
+def next_power_of_two(n: int) -> int:
+    """The smallest power of two that is at least ``n``."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+TABLE: dict[str, list[list[int]]] = json.loads(Path(__file__).with_name("configs.json").read_text())["configs"]
+
+
+@functools.cache
+def config(kernel: str, log2_elements: int) -> Config:
+    """The configuration of a kernel for a tensor of 2^(log2_elements - 1) to 2^log2_elements elements.
+
+    A table's row is [the largest log2_elements it is for, *Config]; the last row serves all larger ones too.
+    """
+    rows = TABLE[kernel]
+    return Config(*next((row for row in rows if log2_elements <= row[0]), rows[-1])[1:])
+
+
+WORK = 1 << 14  # int32 counters a stream: an amax, its counter, and one for each strip of columns
+_work: dict[tuple[int, int], Tensor] = {}
+_pools: dict[int, list[Tensor]] = {}
+
+
+def workspace(x: Tensor, size: int) -> Tensor:
+    """int32 zeros for one launch on the current stream, which leaves them zero again.
+
+    Launches on a stream follow each other, so each stream has its own and no launch clears it. All streams' come from
+    one allocation, made and cleared outside of any CUDA graph.
+
+    Raises:
+        RuntimeError: if the device's first launch is inside a graph capture.
+    """
+    if size > WORK:
+        return torch.zeros(size, dtype=torch.int32, device=x.device)
+    index = x.get_device()
+    stream = torch._C._cuda_getCurrentRawStream(index) if index >= 0 else 0
+    work = _work.get((index, stream))
+    if work is None:
+        work = _work[index, stream] = _next_work(x.device, index)
+    return work
+
+
+def _next_work(device: torch.device, index: int) -> Tensor:
+    pool = _pools.get(index)
+    if not pool:
+        if index >= 0 and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("run the step once before capturing it in a CUDA graph: octavo's scratch is made there")
+        pool = _pools[index] = list(torch.zeros(32, WORK, dtype=torch.int32, device=device).unbind())
+        if index >= 0:
+            torch.cuda.synchronize(device)  # other streams will use it
+    return pool.pop()
+
+
+def on_its_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Launch where the first argument lies, whatever the current device is."""
+
+    @functools.wraps(kernel)
+    def call(x: Tensor, *args: Any) -> Any:
+        if x.is_cuda and x.get_device() != torch._C._cuda_getDevice():
+            with torch.cuda.device(x.device):
+                return kernel(x, *args)
+        return kernel(x, *args)
+
+    return call

@@ -1,0 +1,232 @@
+"""The product of two pairs, a . b^T: torch's scaled product where it serves, a Triton one for all others.
+
+torch's (cuBLAS) takes operands contiguous along the contraction, whose sizes K and N are multiples of 16: casts pad K
+for it. LIBRARY says for which granularities it is used. Tiles that no step of 32 along K divides go to the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.functional import ScalingType
+
+from octavo.granularity import ALL
+from octavo.kernels.reference import matmul as reference_matmul
+from octavo.kernels.triton.launch import config, on_its_device
+from octavo.kernels.triton.tiles import decode, narrow
+
+
+class Operand(NamedTuple):
+    """Codes [rows, K], contiguous along K, and their scale_inv."""
+
+    ptr: Any
+    rows: Any
+    stride: Any
+    scale_inv: Any
+    scale_stride_r: Any
+    scale_stride_c: Any
+
+
+@triton.jit
+def matmul_kernel(
+    a,
+    b,
+    bias_ptr,
+    out_ptr,
+    K,
+    A_TILE: tl.constexpr,  # (rows, columns) that share a scale; columns -1: all
+    B_TILE: tl.constexpr,
+    FAST: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Out [M, N] = a [M, K] . b [N, K]^T + bias; a step of BLOCK_K lies in one tile of each."""
+    first_m, first_n = first_of_program(a.rows, b.rows, BLOCK_M, BLOCK_N)
+    m = first_m + tl.arange(0, BLOCK_M)
+    n = first_n + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    # rows beyond the end read the first one again, and are not written
+    a_rows = tl.where(m < a.rows, m, 0)
+    b_rows = tl.where(n < b.rows, n, 0)
+    a_ptrs = a.ptr + a_rows.to(tl.int64)[:, None] * a.stride + k[None, :]
+    b_ptrs = b.ptr + b_rows.to(tl.int64)[None, :] * b.stride + k[:, None]
+    a_scale_ptrs = a.scale_inv + (a_rows // A_TILE[0]) * a.scale_stride_r
+    b_scale_ptrs = b.scale_inv + (b_rows // B_TILE[0]) * b.scale_stride_r
+    accumulator = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        if EVEN_K:
+            a_codes = tl.load(a_ptrs)
+            b_codes = tl.load(b_ptrs)
+        else:
+            a_codes = tl.load(a_ptrs, mask=(start + k < K)[None, :], other=0.0)
+            b_codes = tl.load(b_ptrs, mask=(start + k < K)[:, None], other=0.0)
+        if A_TILE[1] == -1 and B_TILE[1] == -1:
+            accumulator = dot(a_codes, b_codes, accumulator, FAST)
+        else:
+            part = dot(a_codes, b_codes, tl.zeros([BLOCK_M, BLOCK_N], tl.float32), True)
+            if A_TILE[1] != -1:
+                part *= tl.load(a_scale_ptrs + (start // A_TILE[1]) * a.scale_stride_c)[:, None]
+            if B_TILE[1] != -1:
+                if B_TILE[0] % BLOCK_N == 0:  # one for all of the program's columns
+                    row = (first_n // B_TILE[0]) * b.scale_stride_r
+                    part *= tl.load(b.scale_inv + row + (start // B_TILE[1]) * b.scale_stride_c)
+                else:
+                    part *= tl.load(b_scale_ptrs + (start // B_TILE[1]) * b.scale_stride_c)[None, :]
+            accumulator += part
+        a_ptrs += BLOCK_K
+        b_ptrs += BLOCK_K
+    if A_TILE[1] == -1:
+        accumulator *= tl.load(a_scale_ptrs)[:, None]
+    if B_TILE[1] == -1:
+        accumulator *= tl.load(b_scale_ptrs)[None, :]
+    if bias_ptr is not None:
+        accumulator += tl.load(bias_ptr + b_rows).to(tl.float32)[None, :]
+    result = narrow(accumulator, out_ptr.dtype.element_ty)
+    offsets = m.to(tl.int64)[:, None] * b.rows + n[None, :]
+    tl.store(out_ptr + offsets, result, mask=(m < a.rows)[:, None] & (n < b.rows)[None, :])
+
+
+@triton.jit
+def first_of_program(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """A program's first row and column; eight programs that are neighbours in M share b's rows in the cache."""
+    GROUP: tl.constexpr = 8
+    in_group = GROUP * tl.cdiv(N, BLOCK_N)
+    first = (tl.program_id(0) // in_group) * GROUP
+    height = tl.minimum(tl.cdiv(M, BLOCK_M) - first, GROUP)
+    place = tl.program_id(0) % in_group
+    return (first + place % height) * BLOCK_M, (place // height) * BLOCK_N
+
+
+if triton.knobs.runtime.interpret:
+
+    @triton.jit
+    def dot(a, b, accumulator, FAST: tl.constexpr):
+        """Add a [M, K] . b [K, N] in float32."""
+        return tl.dot(decode(a), decode(b), accumulator, input_precision="ieee")
+
+else:
+
+    @triton.jit
+    def dot(a, b, accumulator, FAST: tl.constexpr):
+        """Add a [M, K] . b [K, N]; unless FAST, Hopper's short accumulator is emptied every K."""
+        if FAST:
+            result = tl.dot(a, b, accumulator)
+        else:
+            result = tl.dot(a, b, accumulator, max_num_imprecise_acc=a.shape[1])
+        return result
+
+
+_ALL_ROWS = 1 << 30  # a tile of so many rows holds them all
+_TENSOR, _ROW = (ALL, ALL), (1, ALL)
+
+# (a's tile, b's tile) -> how torch's product is called for it
+LIBRARY = {
+    (_TENSOR, _TENSOR): ScalingType.TensorWise,
+    (_ROW, _ROW): ScalingType.RowWise,
+}
+
+
+@on_its_device
+def matmul(
+    a: Tensor,
+    a_scale_inv: Tensor,
+    a_tile: Sequence[int],
+    b: Tensor,
+    b_scale_inv: Tensor,
+    b_tile: Sequence[int],
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> Tensor:
+    """``octavo::matmul``."""
+    a_tile, b_tile = (a_tile[0], a_tile[1]), (b_tile[0], b_tile[1])
+    scaling = LIBRARY.get((a_tile, b_tile))
+    if scaling is not None and _library_takes(a, b, bias, out_dtype, scaling):
+        return F.scaled_mm(
+            a,
+            b.t(),
+            a_scale_inv.reshape(-1).unsqueeze(1),  # even a size of 1 must have the stride of a contiguous tensor
+            scaling,
+            b_scale_inv.reshape(-1).unsqueeze(0),
+            scaling,
+            bias=bias if bias is None or bias.dtype is out_dtype else bias.to(out_dtype),
+            output_dtype=out_dtype,
+            use_fast_accum=fast_accum,
+        )
+    step = _step(a_tile[1], b_tile[1])
+    if step is None:
+        return reference_matmul(a, a_scale_inv, a_tile, b, b_scale_inv, b_tile, bias, out_dtype, fast_accum)
+    return triton_matmul(a, a_scale_inv, a_tile, b, b_scale_inv, b_tile, bias, out_dtype, fast_accum, step)
+
+
+def _library_takes(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, scaling: ScalingType) -> bool:
+    """Whether torch's product has this case: what its checks and cuBLAS ask for."""
+    K, N = a.shape[1], b.shape[0]
+    return (
+        K % 16 == 0
+        and N % 16 == 0
+        and a.shape[0] > 0
+        and K > 0
+        and N > 0
+        and a.stride() == (K, 1)
+        and b.stride() == (K, 1)
+        and not (a.dtype is torch.float8_e5m2 and b.dtype is torch.float8_e5m2)
+        and (out_dtype is torch.bfloat16 or (scaling is ScalingType.TensorWise and bias is None))
+    )
+
+
+def _step(a_cols: int, b_cols: int) -> int | None:
+    """How far along K the Triton kernel may go under one scale, up to 128."""
+    for step in (128, 64, 32):
+        if all(cols == ALL or cols % step == 0 for cols in (a_cols, b_cols)):
+            return step
+    return None
+
+
+def triton_matmul(
+    a: Tensor,
+    a_scale_inv: Tensor,
+    a_tile: tuple[int, int],
+    b: Tensor,
+    b_scale_inv: Tensor,
+    b_tile: tuple[int, int],
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+    step: int,
+) -> Tensor:
+    """The Triton kernel's product, ``step`` along K at a time, none of which crosses a tile."""
+    (M, K), N = a.shape, b.shape[0]
+    out = a.new_empty((M, N), dtype=out_dtype)
+    if out.numel() == 0:
+        return out
+    a = a if a.stride(1) == 1 else a.contiguous()
+    b = b if b.stride(1) == 1 else b.contiguous()
+    scaled_steps = a_tile[1] != ALL or b_tile[1] != ALL
+    chosen = config("matmul_blocks" if scaled_steps else "matmul", out.numel().bit_length())
+    matmul_kernel[(-(-M // chosen.block_r) * -(-N // chosen.block_c),)](
+        Operand(a, M, a.stride(0), a_scale_inv, *a_scale_inv.stride()),
+        Operand(b, N, b.stride(0), b_scale_inv, *b_scale_inv.stride()),
+        bias,
+        out,
+        K,
+        (_ALL_ROWS if a_tile[0] == ALL else a_tile[0], a_tile[1]),
+        (_ALL_ROWS if b_tile[0] == ALL else b_tile[0], b_tile[1]),
+        fast_accum,
+        K % step == 0,
+        chosen.block_r,
+        chosen.block_c,
+        step,
+        num_warps=chosen.num_warps,
+        num_stages=chosen.tiles,
+        enable_fp_fusion=True,
+    )
+    return out

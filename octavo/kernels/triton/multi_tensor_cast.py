@@ -1,0 +1,325 @@
+"""Many casts in one launch (Dynamic per tensor: two), into outputs that are there already.
+
+A table on the device says where each tensor and its outputs lie and which programs work on it; a program finds its
+tensor by bisection. The table is kept while the same tensors come, so that in a training loop or a CUDA graph nothing
+is copied.
+
+TABLE, int64 [tensors, 12]: x, q, t, scale_inv, amax and delayed_scale's addresses; R, C; q's and t's row stride; the
+first program; x's row stride.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.granularity import ALL
+from octavo.kernels.reference.multi_tensor_cast import check_multi_tensor_cast
+from octavo.kernels.triton.cast import Rounding, rounding_of
+from octavo.kernels.triton.cast_blocks import encode_blocks
+from octavo.kernels.triton.cast_tensor import cast_strip, strip_amax
+from octavo.kernels.triton.history import scale_exists
+from octavo.kernels.triton.launch import Config, config, on_its_device, workspace
+from octavo.kernels.triton.tiles import (
+    Codes,
+    Source,
+    is_last_program,
+    load_tile,
+    raise_amax,
+    scale_from_amax,
+    scale_inv_from_scale,
+    store_codes,
+    take_amax,
+)
+
+
+@triton.jit
+def find_tensor(table_ptr, program, TENSORS: tl.constexpr):
+    """The tensor that a program works on, the last whose first program is not beyond it: (its index, its row)."""
+    STEPS: tl.constexpr = TENSORS[1]
+    low = 0
+    for step in tl.static_range(STEPS):
+        middle = low + (1 << (STEPS - 1 - step))
+        inside = middle < TENSORS[0]
+        first = tl.load(table_ptr + tl.where(inside, middle, 0) * 12 + 10)
+        low = tl.where(inside & (first <= program), middle, low)
+    return low, table_ptr + low * 12
+
+
+@triton.jit
+def pointer(row_ptr, COLUMN: tl.constexpr, dtype: tl.constexpr, ALIGNED: tl.constexpr):
+    """An address of the table as a pointer to dtype."""
+    address = tl.load(row_ptr + COLUMN).to(tl.pointer_type(dtype))
+    if ALIGNED:
+        address = tl.multiple_of(address, 16)
+    return address
+
+
+@triton.jit
+def size(row_ptr, COLUMN: tl.constexpr, ALIGNED: tl.constexpr):
+    """A size of the table."""
+    value = tl.load(row_ptr + COLUMN).to(tl.int32)
+    if ALIGNED:
+        value = tl.multiple_of(value, 16)
+    return value
+
+
+@triton.jit
+def source(row_ptr, dtype: tl.constexpr, ALIGNED: tl.constexpr):
+    """The row's tensor."""
+    stride = size(row_ptr, 11, ALIGNED)
+    return Source(pointer(row_ptr, 0, dtype, ALIGNED), size(row_ptr, 6, False), size(row_ptr, 7, ALIGNED), stride, 1)
+
+
+@triton.jit
+def outputs(row_ptr, E5M2: tl.constexpr, TRANSPOSED: tl.constexpr, ALIGNED: tl.constexpr):
+    """Where the row's codes go."""
+    if E5M2:
+        dtype: tl.constexpr = tl.float8e5
+    else:
+        dtype: tl.constexpr = tl.float8e4nv  # type: ignore[no-redef]
+    q = pointer(row_ptr, 1, dtype, ALIGNED)
+    if TRANSPOSED:
+        out = Codes(q, size(row_ptr, 8, ALIGNED), pointer(row_ptr, 2, dtype, ALIGNED), size(row_ptr, 9, ALIGNED))
+    else:
+        out = Codes(q, size(row_ptr, 8, ALIGNED), None, 0)
+    return out
+
+
+@triton.jit
+def programs_of(row_ptr, tensor, programs, TENSORS: tl.constexpr):
+    """(the tensor's first program, how many it has)."""
+    first = size(row_ptr, 10, False)
+    end = programs
+    if tensor + 1 < TENSORS[0]:
+        end = size(row_ptr + 12, 10, False)
+    return first, end - first
+
+
+@triton.jit(do_not_specialize=["programs"])
+def multi_tensor_amax_kernel(
+    table_ptr,
+    skip_ptr,  # None, or: return at once where it is not 0
+    work_ptr,
+    programs,
+    X_TYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    TENSORS: tl.constexpr,  # (how many, the steps of their bisection)
+    DELAYED: tl.constexpr,  # only where no scale exists
+    ROLE: tl.constexpr,
+    SHAPE: tl.constexpr,  # see cast_tensor.py
+):
+    """The amax of each tensor."""
+    if skip_ptr is not None:
+        if tl.load(skip_ptr) != 0:
+            return
+    tensor, row_ptr = find_tensor(table_ptr, tl.program_id(0), TENSORS)
+    if DELAYED:
+        if tl.load(pointer(row_ptr, 5, tl.float32, False) + ROLE) != 0:
+            return
+    first, count = programs_of(row_ptr, tensor, programs, TENSORS)
+    x = source(row_ptr, X_TYPE, ALIGNED)
+    strips = tl.maximum(tl.cdiv(x.C, SHAPE[3]), 1)
+    program = tl.program_id(0) - first
+    cols = (program % strips) * SHAPE[3] + tl.arange(0, SHAPE[3])
+    raise_amax(work_ptr + 2 * tensor, strip_amax(x, (program // strips) * (SHAPE[1] * SHAPE[2]), cols, SHAPE))
+    if is_last_program(work_ptr + 2 * tensor + 1, count):
+        tl.store(pointer(row_ptr, 4, tl.float32, False), take_amax(work_ptr + 2 * tensor))
+
+
+@triton.jit(do_not_specialize=["programs"])
+def multi_tensor_cast_kernel(
+    table_ptr,
+    skip_ptr,  # None, or: return at once where it is not 0
+    work_ptr,
+    programs,
+    X_TYPE: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    ROUNDING: tl.constexpr,  # (E5M2, limit, power_of_two)
+    ALIGNED: tl.constexpr,
+    TENSORS: tl.constexpr,  # (how many, the steps of their bisection)
+    DELAYED: tl.constexpr,
+    ROLE: tl.constexpr,
+    SHAPE: tl.constexpr,  # see cast_tensor.py
+):
+    """One scale for each tensor."""
+    if skip_ptr is not None:
+        if tl.load(skip_ptr) != 0:
+            return
+    tensor, row_ptr = find_tensor(table_ptr, tl.program_id(0), TENSORS)
+    first, count = programs_of(row_ptr, tensor, programs, TENSORS)
+    amax_ptr = pointer(row_ptr, 4, tl.float32, False)
+    scale = 0.0
+    if DELAYED:
+        scale = tl.load(pointer(row_ptr, 5, tl.float32, False) + ROLE)
+    if scale == 0:
+        scale = scale_from_amax(tl.load(amax_ptr), ROUNDING[1], ROUNDING[2])
+    program = tl.program_id(0) - first
+    if program == 0:
+        tl.store(pointer(row_ptr, 3, tl.float32, False), scale_inv_from_scale(scale, False))
+    x = source(row_ptr, X_TYPE, ALIGNED)
+    strips = tl.maximum(tl.cdiv(x.C, SHAPE[3]), 1)
+    cols = (program % strips) * SHAPE[3] + tl.arange(0, SHAPE[3])
+    out = outputs(row_ptr, ROUNDING[0], TRANSPOSED, ALIGNED)
+    first_row = (program // strips) * (SHAPE[1] * SHAPE[2])
+    amax, _ = cast_strip(x, out, scale, first_row, cols, ROUNDING[0], False, SHAPE)
+    if DELAYED:
+        raise_amax(work_ptr + 2 * tensor, amax)
+        if is_last_program(work_ptr + 2 * tensor + 1, count):
+            tl.store(amax_ptr, take_amax(work_ptr + 2 * tensor))
+
+
+@triton.jit
+def multi_tensor_cast_blocks_kernel(
+    table_ptr,
+    skip_ptr,  # None, or: return at once where it is not 0
+    X_TYPE: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    ROUNDING: tl.constexpr,  # (E5M2, limit, power_of_two)
+    BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    TENSORS: tl.constexpr,  # (how many, the steps of their bisection)
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """A scale for each block of each tensor."""
+    if skip_ptr is not None:
+        if tl.load(skip_ptr) != 0:
+            return
+    _, row_ptr = find_tensor(table_ptr, tl.program_id(0), TENSORS)
+    x = source(row_ptr, X_TYPE, ALIGNED)
+    program = tl.program_id(0) - size(row_ptr, 10, False)
+    strips = tl.cdiv(x.C, BLOCK_C)
+    group = program // strips
+    strip = program % strips
+    rows = group * BLOCK_R + tl.arange(0, BLOCK_R)
+    cols = strip * BLOCK_C + tl.arange(0, BLOCK_C)
+    blocks = (tl.cdiv(x.R, BLOCK[0]), tl.cdiv(x.C, BLOCK[1]))
+    codes = encode_blocks(
+        load_tile(x, rows, cols, False),
+        pointer(row_ptr, 3, tl.float32, False),
+        pointer(row_ptr, 4, tl.float32, False),
+        (group * (BLOCK_R // BLOCK[0]), strip * (BLOCK_C // BLOCK[1])),
+        blocks,
+        (blocks[1], 1),
+        ROUNDING,
+        BLOCK,
+    )
+    store_codes(codes, outputs(row_ptr, ROUNDING[0], TRANSPOSED, ALIGNED), rows, cols, x, False)
+
+
+_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+
+class _Work(NamedTuple):
+    """A launch's table on the device, how many programs it is for, and whether all of it is multiples of 16."""
+
+    table: Tensor
+    programs: int
+    aligned: bool
+
+
+@functools.lru_cache(maxsize=64)
+def _work_of(
+    addresses: tuple[tuple[int, ...], ...],
+    sizes: tuple[tuple[int, ...], ...],
+    blocks: bool,
+    chosen: Config,
+    device: torch.device,
+) -> _Work:
+    """What a launch reads first.
+
+    Args:
+        addresses: of xs, qdata, transposed, scale_inv, amax, delayed_scales; none of those that are left out.
+        sizes: a tensor's (R, C, row stride of x, of qdata, of transposed).
+        blocks: no program for a tensor without elements; else each has one, for its scale_inv.
+        chosen: the kernel's configuration.
+        device: where the tensors lie.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("run the step once before capturing it in a CUDA graph: these tensors are new to octavo")
+    rows, programs = [], 0
+    for index, (R, C, x_stride, q_stride, t_stride) in enumerate(sizes):
+        strips = -(-C // chosen.block_c) or (not blocks)
+        groups = -(-R // (chosen.block_r * chosen.tiles)) or (not blocks)
+        pointers = [group[index] if group else 0 for group in addresses]
+        rows.append([*pointers, R, C, q_stride, t_stride, programs, x_stride])
+        programs += strips * groups
+    vectors = [*addresses[0], *addresses[1], *addresses[2], *(n for (_, *wide) in sizes for n in wide)]
+    table = torch.tensor(rows, dtype=torch.int64).to(device)
+    return _Work(table, programs, all(n % 16 == 0 for n in vectors))
+
+
+def multi_tensor_cast(
+    xs: Sequence[Tensor],
+    qdata: Sequence[Tensor],
+    transposed: Sequence[Tensor],
+    scale_inv: Sequence[Tensor],
+    amax: Sequence[Tensor],
+    delayed_scales: Sequence[Tensor],
+    role: int,
+    tile: Sequence[int],
+    power_of_two: bool,
+    margin: int,
+    skip: Tensor | None = None,
+) -> None:
+    """``octavo::multi_tensor_cast``."""
+    check_multi_tensor_cast(xs, qdata, tile)
+    if not xs:
+        return
+    blocks = tile[0] != ALL
+    chosen = config("cast_blocks_transpose" if blocks else "cast_transpose", 64)
+    if blocks:
+        chosen = Config(max(chosen.block_r, tile[0]), max(chosen.block_c, tile[1]), 1, chosen.num_warps)
+    groups = (xs, qdata, transposed, scale_inv, amax, delayed_scales)
+    addresses = tuple(tuple(tensor.data_ptr() for tensor in group) for group in groups)
+    t_strides = [t.shape[1] for t in transposed] or [0] * len(xs)
+    sizes = tuple(
+        (x.shape[0], x.shape[1], x.stride(0), q.shape[1], t_stride)
+        for x, q, t_stride in zip(xs, qdata, t_strides, strict=True)
+    )
+    work = _work_of(addresses, sizes, blocks, chosen, xs[0].device)
+    rounding = rounding_of(qdata[0].dtype, power_of_two, margin)
+    no_history = not all(scale_exists(delayed_scale, role) for delayed_scale in delayed_scales)
+    if work.programs > 0:
+        _launch(
+            xs[0], work, chosen, tuple(tile), rounding, bool(transposed), bool(delayed_scales), no_history, role, skip
+        )
+
+
+@on_its_device
+def _launch(
+    x: Tensor,  # the first, which speaks for all
+    work: _Work,
+    chosen: Config,
+    tile: tuple[int, ...],
+    rounding: Rounding,
+    transposed: bool,
+    delayed: bool,
+    no_history: bool,
+    role: int,
+    skip: Tensor | None,
+) -> None:
+    table, programs, aligned = work
+    search = table.shape[0], (table.shape[0] - 1).bit_length()
+    x_type = _TYPES[x.dtype]
+    options: dict[str, Any] = {"num_warps": chosen.num_warps, "enable_fp_fusion": False}
+    grid = (programs,)
+    if tile[0] != ALL:
+        block_r, block_c = chosen.block_r, chosen.block_c
+        multi_tensor_cast_blocks_kernel[grid](
+            table, skip, x_type, transposed, rounding, tile, aligned, search, block_r, block_c, **options
+        )
+        return
+    shape = False, chosen.tiles, chosen.block_r, chosen.block_c
+    counters = workspace(x, 2 * table.shape[0])
+    found = table, skip, counters, programs, x_type
+    if no_history or not delayed:
+        multi_tensor_amax_kernel[grid](*found, aligned, search, delayed, role, shape, **options)
+    multi_tensor_cast_kernel[grid](*found, transposed, rounding, aligned, search, delayed, role, shape, **options)

@@ -1,0 +1,257 @@
+"""What every kernel shares: the arithmetic of a scale, rounding to codes, and how many programs end as one.
+
+The definitions are numerics.py and reference/codes.py; these are the same in Triton. On a GPU rounding is the
+hardware's conversion. Triton's interpreter rounds float8 wrongly where the mantissa carries (124.5 -> 64), so there it
+is bit arithmetic.
+
+Legend: x is float32 unless its name says otherwise; [BR, BC] is a program's tile of rows and columns.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+# No constants here that kernels read: Triton compares each at every launch, about 1 us apiece.
+
+
+class Source(NamedTuple):
+    """What is read: x [R, C] of any strides. On the host a tensor and integers, in a kernel a pointer and values."""
+
+    ptr: Any
+    R: Any
+    C: Any
+    stride_r: Any
+    stride_c: Any
+
+
+class Codes(NamedTuple):
+    """Where codes go, as they lie [R, q_stride] and transposed [C, t_stride]; None is left out.
+
+    The strides are C and R, or more where the contraction is padded.
+    """
+
+    q: Any
+    q_stride: Any
+    t: Any
+    t_stride: Any
+
+
+@triton.jit
+def scale_from_amax(amax, LIMIT: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+    """numerics.scale_from_amax; LIMIT is format.max / 2^margin."""
+    limit = tl.full(amax.shape, LIMIT, tl.float32)
+    largest: tl.constexpr = 2.0**126
+    smallest: tl.constexpr = 2.0**-126
+    if POWER_OF_TWO:
+        # The quotient's exponent is the difference of the bits' exponents, less one where the mantissas borrow: a tenth
+        # of a division's instructions, and the same result, since no quotient below a power of two rounds up to it.
+        subnormal = amax < smallest
+        bits = tl.where(subnormal, amax * 2.0**24, amax).to(tl.int32, bitcast=True)
+        exponent = ((limit.to(tl.int32, bitcast=True) - bits) >> 23) + tl.where(subnormal, 127 + 24, 127)
+        exponent = tl.where(exponent > 253, 253, tl.where(exponent < 1, 1, exponent))
+        scale = (exponent << 23).to(tl.float32, bitcast=True)
+    else:
+        scale = tl.math.div_rn(limit, tl.where(amax > 0, amax, 1.0))  # a plain / is not correctly rounded
+        scale = tl.where(scale > largest, largest, tl.where(scale < smallest, smallest, scale))
+    return tl.where(amax > 0, scale, 1.0)
+
+
+@triton.jit
+def scale_inv_from_scale(scale, POWER_OF_TWO: tl.constexpr):
+    """numerics.scale_inv_from_scale; POWER_OF_TWO: the scale is known to be one."""
+    if POWER_OF_TWO:
+        result = ((254 << 23) - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+    else:
+        result = tl.math.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    return result
+
+
+@triton.jit
+def finite_abs(x):
+    """|x|, 0 where x is inf or NaN: what amax looks at."""
+    a = tl.abs(x)
+    return tl.where(a < float("inf"), a, 0.0)
+
+
+@triton.jit
+def encode(x, scale, E5M2: tl.constexpr):
+    """Codes of x times its scale: saturated if finite; NaN -> 0x7F; +-inf -> 0x7F in E4M3, +-inf in E5M2."""
+    is_inf = tl.abs(x) == float("inf")
+    if E5M2:
+        codes = encode_finite(x, scale, E5M2).to(tl.uint8, bitcast=True)
+        codes = tl.where(is_inf, tl.where(x < 0, 0xFC, 0x7C).to(tl.uint8), codes)
+        result = codes.to(tl.float8e5, bitcast=True)
+    else:
+        result = encode_finite(tl.where(is_inf, float("nan"), x), scale, E5M2)
+    return result
+
+
+@triton.jit
+def round_by_bits(y, MANTISSA_BITS: tl.constexpr, BIAS: tl.constexpr, MAX_BITS: tl.constexpr):
+    """Round float32 to the nearest float8 code, ties to even, saturating; NaN -> 0x7F. uint8.
+
+    Args:
+        y: float32.
+        MANTISSA_BITS, BIAS: of the format.
+        MAX_BITS: the format's max as float32 bits.
+    """
+    SHIFT: tl.constexpr = 23 - MANTISSA_BITS
+    # adding it leaves the code of a subnormal in the low bits, rounded as float32 sums are
+    MAGIC_BITS: tl.constexpr = (127 + 23 + 1 - BIAS - MANTISSA_BITS) << 23
+    bits = y.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    is_nan = magnitude > 0x7F800000
+    magnitude = tl.where(magnitude > MAX_BITS, MAX_BITS, magnitude)
+    rounded = magnitude + ((1 << (SHIFT - 1)) - 1) + ((magnitude >> SHIFT) & 1)
+    normal = (rounded >> SHIFT) - ((127 - BIAS) << MANTISSA_BITS)
+    magic = tl.full(y.shape, MAGIC_BITS, tl.int32).to(tl.float32, bitcast=True)
+    subnormal = (magnitude.to(tl.float32, bitcast=True) + magic).to(tl.int32, bitcast=True) - MAGIC_BITS
+    code = tl.where(magnitude < ((128 - BIAS) << 23), subnormal, normal) | ((bits >> 24) & 0x80)
+    return tl.where(is_nan, 0x7F, code).to(tl.uint8)
+
+
+@triton.jit
+def decode_bits(codes):
+    """The float32 value of each float8 code, by its bits."""
+    bits = codes.to(tl.uint8, bitcast=True).to(tl.int32)
+    magnitude = bits & 0x7F
+    sign = (bits & 0x80) << 24
+    if codes.dtype == tl.float8e5:  # the upper byte of a float16, whose exponent float32 has 112 above
+        inf_or_nan = magnitude >= 0x7C
+        value = (magnitude << 21).to(tl.float32, bitcast=True) * 2.0**112
+        special = tl.where(magnitude == 0x7C, float("inf"), float("nan"))
+    else:
+        inf_or_nan = magnitude == 0x7F
+        value = (magnitude << 20).to(tl.float32, bitcast=True) * 2.0**120
+        special = tl.full(codes.shape, float("nan"), tl.float32)
+    value = tl.where(inf_or_nan, special, value)
+    return (value.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+
+
+if triton.knobs.runtime.interpret:
+
+    @triton.jit
+    def encode_finite(x, scale, E5M2: tl.constexpr):
+        """``encode`` where x holds no inf, at a third of the instructions; NaN is right."""
+        y = x * scale
+        if E5M2:
+            result = round_by_bits(y, 2, 15, 0x47600000).to(tl.float8e5, bitcast=True)
+        else:
+            result = round_by_bits(y, 3, 7, 0x43E00000).to(tl.float8e4nv, bitcast=True)
+        return result
+
+    decode = decode_bits
+
+    @triton.jit
+    def narrow(x, dtype: tl.constexpr):
+        """Round float32 to dtype."""
+        if dtype == tl.bfloat16:  # Triton's interpreter doesn't round this either
+            bits = x.to(tl.int32, bitcast=True)
+            rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
+            result = tl.where(x == x, rounded, 0x7FC0).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        else:
+            result = x.to(dtype)
+        return result
+
+else:
+
+    @triton.jit
+    def narrow(x, dtype: tl.constexpr):
+        """Round float32 to dtype."""
+        return x.to(dtype)
+
+    @triton.jit
+    def decode(codes):
+        """The float32 value of each float8 code."""
+        return codes.to(tl.float32)
+
+    @triton.jit
+    def encode_finite(x, scale, E5M2: tl.constexpr):
+        """``encode`` where x holds no inf, which the conversion would turn into max; NaN is right."""
+        y = x * scale
+        if E5M2:
+            result = y.to(tl.float8e5)
+        else:
+            result = y.to(tl.float8e4nv)
+        return result
+
+
+@triton.jit
+def raise_amax(work_ptr, amax):
+    """Raise the amax that this launch's programs share; amax is a scalar, finite and not negative."""
+    # such floats are ordered as their bits are
+    tl.atomic_max(work_ptr, amax.to(tl.int32, bitcast=True), sem="relaxed")
+
+
+@triton.jit
+def is_last_program(counter_ptr, programs):
+    """Whether all others of ``programs`` have passed here; what they wrote before is then visible.
+
+    The last one sets the counter back to 0 for the next launch.
+    """
+    tl.debug_barrier()  # all of this program's threads have written
+    last = tl.atomic_add(counter_ptr, 1, sem="acq_rel") == programs - 1
+    if last:
+        tl.atomic_xchg(counter_ptr, 0, sem="relaxed")
+    return last
+
+
+@triton.jit
+def take_amax(work_ptr):
+    """The amax that all programs raised, set back to 0 for the next launch. For the last program only."""
+    return tl.atomic_xchg(work_ptr, 0, sem="relaxed").to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def load_tile(x, rows, cols, EVEN: tl.constexpr):
+    """The tile [BR, BC] of a Source as float32, 0 outside of it; rows [BR], cols [BC]. EVEN: none of it is outside."""
+    offsets = rows.to(tl.int64)[:, None] * x.stride_r + cols.to(tl.int64)[None, :] * x.stride_c
+    if EVEN:
+        tile = tl.load(x.ptr + offsets)
+    else:
+        tile = tl.load(x.ptr + offsets, mask=(rows < x.R)[:, None] & (cols < x.C)[None, :], other=0.0)
+    return tile.to(tl.float32)
+
+
+@triton.jit
+def store_codes(codes, out, rows, cols, x, EVEN: tl.constexpr):
+    """Write codes [BR, BC] of the Source x to the Codes out.
+
+    The padding's codes are 0, since load_tile's are. EVEN: there is no padding, and the tile is inside.
+    """
+    if out.q is not None:
+        offsets = rows.to(tl.int64)[:, None] * out.q_stride + cols[None, :]
+        if EVEN:
+            tl.store(out.q + offsets, codes)
+        else:
+            tl.store(out.q + offsets, codes, mask=(rows < x.R)[:, None] & (cols < out.q_stride)[None, :])
+    if out.t is not None:
+        offsets = cols.to(tl.int64)[:, None] * out.t_stride + rows[None, :]
+        if EVEN:
+            tl.store(out.t + offsets, tl.trans(codes))
+        else:
+            tl.store(out.t + offsets, tl.trans(codes), mask=(cols < x.C)[:, None] & (rows < out.t_stride)[None, :])
+
+
+@triton.jit
+def finish_column_sum(sums, sum_ptr, partial_ptr, counter_ptr, part, parts, cols, C):
+    """Add the column sums of ``parts`` programs in their order; the last program writes the total.
+
+    Args:
+        sums: [BC] float32, this program's.
+        sum_ptr: [C], of x's dtype.
+        partial_ptr: [parts, C] float32 scratch.
+        counter_ptr: this strip of columns' counter, 0 before and after.
+        part, parts: which program this is of those that share the columns.
+        cols: [BC].
+    """
+    tl.store(partial_ptr + part * C + cols, sums, mask=cols < C)
+    if is_last_program(counter_ptr, parts):
+        total = tl.zeros_like(sums)
+        for i in range(parts):
+            # from L2: this multiprocessor's own cache doesn't see what others wrote
+            total += tl.load(partial_ptr + i * C + cols, mask=cols < C, other=0.0, cache_modifier=".cg")
+        tl.store(sum_ptr + cols, narrow(total, sum_ptr.dtype.element_ty), mask=cols < C)

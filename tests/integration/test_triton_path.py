@@ -1,0 +1,99 @@
+"""A layer whose casts and products are the Triton kernels', as on a GPU, beside one that runs the reference."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+import octavo
+from octavo import kernels as entries
+from octavo.autograd import products
+from octavo.kernels.signatures import SCHEMAS
+from tests.helpers import FP8_RECIPES, sqnr
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def device(kernels: Any) -> Iterator[torch.device]:
+    """Where layers run the Triton kernels; without a GPU they are put in the reference's place, laid as on Hopper."""
+    with ExitStack() as stack:
+        if kernels.device.type == "cpu":
+            for name in SCHEMAS:
+                stack.enter_context(mock.patch.object(entries, name, getattr(kernels, name)))
+            stack.enter_context(mock.patch.object(products, "needs_transposed_codes", lambda device: True))
+            stack.enter_context(mock.patch.object(products, "contraction_multiple", lambda device: 16))
+        yield kernels.device
+
+
+def layer(recipe: octavo.Recipe, bias: bool, sizes: tuple[int, int], dtype: torch.dtype) -> octavo.nn.Linear:
+    torch.manual_seed(1)
+    return octavo.nn.Linear(*sizes, bias=bias, recipe=recipe, dtype=dtype)
+
+
+def steps(module: octavo.nn.Linear, inputs: list[Tensor], grads: list[Tensor], device: torch.device) -> list[Tensor]:
+    """Each step's output and gradients, and the delayed state after it."""
+    module = module.to(device)
+    found = []
+    for x, grad in zip(inputs, grads, strict=True):
+        x = x.to(device).requires_grad_()
+        y = module(x)
+        y.backward(grad.to(device))
+        found += [y.detach(), x.grad, *(p.grad for p in module.parameters())]
+        found += list(octavo.delayed_state_dict(module).values())
+        module.zero_grad()
+    return [tensor.cpu() for tensor in found]
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize(("tokens", "sizes"), [(32, (64, 48)), (19, (45, 33))], ids=["even", "odd"])
+@pytest.mark.parametrize("name", FP8_RECIPES)
+def test_a_layer_is_that_of_the_reference(
+    name: str, tokens: int, sizes: tuple[int, int], bias: bool, device: torch.device
+) -> None:
+    recipe = FP8_RECIPES[name]()
+    inputs = [torch.randn(tokens, sizes[0]) for _ in range(3)]
+    grads = [torch.randn(tokens, sizes[1]) * 1e-3 for _ in range(3)]
+    got = steps(layer(recipe, bias, sizes, torch.float32), inputs, grads, device)
+    with (
+        mock.patch.multiple(entries, **{op: getattr(torch.ops.octavo, op).default for op in SCHEMAS}),
+        mock.patch.multiple(
+            products, needs_transposed_codes=lambda device: False, contraction_multiple=lambda device: 1
+        ),
+    ):
+        expected = steps(layer(recipe, bias, sizes, torch.float32), inputs, grads, torch.device("cpu"))
+    assert len(got) == len(expected)
+    for ours, theirs in zip(got, expected, strict=True):
+        assert ours.shape == theirs.shape and ours.dtype == theirs.dtype
+        # the codes are the same, and the products round differently: on a GPU also by its tensor cores' short sums
+        assert sqnr(ours, theirs) > (45 if device.type == "cuda" else 110)
+    if recipe.delayed is not None:
+        for ours, theirs in zip(got[-2:], expected[-2:], strict=True):
+            assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["dynamic", "delayed", "rowwise"])
+def test_bfloat16_layers_take_the_library_s_product(name: str, device: torch.device) -> None:
+    recipe = FP8_RECIPES[name]()
+    x, grad = torch.randn(32, 64).bfloat16(), torch.randn(32, 48).bfloat16()
+    y, *_ = steps(layer(recipe, True, (64, 48), torch.bfloat16), [x], [grad], device)
+    plain = layer(recipe, True, (64, 48), torch.bfloat16)
+    exact = torch.nn.functional.linear(x.float(), plain.weight.float(), plain.bias.float())
+    assert 25 < sqnr(y, exact) < 35
+
+
+@pytest.mark.parametrize("name", ["dynamic", "delayed", "blockwise"])
+def test_no_tokens(name: str, device: torch.device) -> None:
+    recipe = FP8_RECIPES[name]()
+    y, dx, dw, db, *_ = steps(
+        layer(recipe, True, (64, 48), torch.bfloat16),
+        [torch.empty(0, 64).bfloat16()],
+        [torch.empty(0, 48).bfloat16()],
+        device,
+    )
+    assert y.shape == (0, 48) and dx.shape == (0, 64)
+    assert not dw.any() and not db.any()

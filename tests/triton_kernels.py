@@ -1,0 +1,136 @@
+"""The Triton kernels as tests run them: on the GPU where there is one, else in Triton's interpreter on CPU tensors.
+
+Whether a kernel is interpreted is settled as ``@triton.jit`` decorates it, and other tests compile the same modules for
+a GPU. So the interpreter gets its own copy of them, and no other test sees it.
+"""
+
+import functools
+import importlib
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+
+PACKAGE = "octavo.kernels.triton"
+COPIED = (PACKAGE, "tests.tile_kernels")
+
+
+class TritonKernels:
+    """Each kernel by its op's name: ``kernels.cast(...)``; and where its tensors must lie: ``kernels.device``."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.modules = _real() if self.device.type == "cuda" else _copy()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return self.modules[PACKAGE].KERNELS[name]
+
+    def module(self, name: str) -> ModuleType:
+        """A module of octavo/kernels/triton, or another that was copied, by its whole name."""
+        return self.modules[name if "." in name else f"{PACKAGE}.{name}"]
+
+
+@functools.cache
+def load() -> TritonKernels:
+    """The kernels, once a process."""
+    return TritonKernels()
+
+
+@contextmanager
+def running() -> Iterator[TritonKernels]:
+    """The kernels, and while it lasts, they can run."""
+    kernels = load()
+    with ExitStack() as stack:
+        if kernels.device.type == "cpu":
+            stack.enter_context(_interpreting())
+        yield kernels
+
+
+def _ours() -> dict[str, ModuleType]:
+    found = {}
+    for name, module in sys.modules.items():
+        if any(name == copied or name.startswith(f"{copied}.") for copied in COPIED):
+            found[name] = module
+    return found
+
+
+def _real() -> dict[str, ModuleType]:
+    for name in COPIED:
+        importlib.import_module(name)
+    return _ours()
+
+
+def _copy() -> dict[str, ModuleType]:
+    import triton
+
+    packages = [
+        importlib.import_module(name.rpartition(".")[0]) for name in COPIED
+    ]  # they hold the modules as attributes
+    attributes = [dict(vars(package)) for package in packages]
+    before, interpret = _ours(), triton.knobs.runtime.interpret
+    for name in before:
+        del sys.modules[name]
+    triton.knobs.runtime.interpret = True
+    try:
+        return _real()
+    finally:
+        triton.knobs.runtime.interpret = interpret
+        for name in _ours():
+            del sys.modules[name]
+        sys.modules.update(before)
+        for package, attribute in zip(packages, attributes, strict=True):
+            _restore(package, attribute)
+
+
+def _restore(owner: Any, before: dict[str, Any]) -> None:
+    for name, value in dict(vars(owner)).items():
+        if name not in before:
+            delattr(owner, name)
+        elif value is not before[name]:
+            setattr(owner, name, before[name])
+
+
+@contextmanager
+def _interpreting() -> Iterator[None]:
+    """Make triton.language the interpreter's.
+
+    The interpreter does so itself, at every call of a function, which takes longer than the function; and it does not
+    put all of it back, which would spoil a compilation later in this process. Triton's own tl.max and its like were
+    decorated as Triton was imported, so a call of one is handed to the interpreter here.
+    """
+    import numpy
+    import triton.language as tl
+    from triton.runtime import interpreter
+    from triton.runtime.jit import JITFunction
+
+    def call(function: JITFunction, *args: Any, **kwargs: Any) -> Any:
+        return interpreter.InterpretedFunction(function.fn)(*args, **kwargs)
+
+    def convert(values: Any, given: tl.dtype, wanted: tl.dtype, rounding: Any) -> Any:
+        if given == tl.bfloat16 and wanted == tl.float32:  # the interpreter's own is wrong for subnormals
+            return values.astype(numpy.uint32) << 16
+        return convert_float(values, given, wanted, rounding)
+
+    convert_float = interpreter._convert_float
+    owners = [tl, tl.core, tl.math, tl.tensor, tl.dtype, tl.condition, tl.core.tensor_descriptor_base]
+    before = [dict(vars(owner)) for owner in owners]
+    done = types.SimpleNamespace(restore=lambda: None)
+    try:
+        interpreter._patch_lang(types.FunctionType((lambda: None).__code__, {"tl": tl, "core": tl.core}))
+        with (
+            mock.patch.object(interpreter, "_patch_lang", lambda function: done),
+            mock.patch.object(interpreter, "_convert_float", convert),
+            mock.patch.object(JITFunction, "__call__", call),
+            numpy.errstate(all="ignore"),  # infinities and NaN are meant
+            warnings.catch_warnings(action="ignore", category=RuntimeWarning),
+        ):
+            yield
+    finally:
+        for owner, attributes in zip(owners, before, strict=True):
+            _restore(owner, attributes)
