@@ -6,19 +6,19 @@ import functools
 
 import torch
 
+from octavo.kernels.emulation import runs_natively
+
 
 def needs_transposed_codes(device: torch.device) -> bool:
     """Whether the product wants both operands contiguous along the contraction, so casts write codes transposed too.
 
-    True for Ada and Hopper (sm_89, sm_90), whose FP8 tensor cores have no transposed form; Blackwell's (sm_100) and the
-    reference read any strides.
+    True where FP8 is native: Ada's and Hopper's FP8 tensor cores have no transposed form, and torch's product takes no
+    other layout on later GPUs either. The reference reads any strides.
     """
-    return device.type == "cuda" and _needs_transposed_codes(device)
+    return device.type == "cuda" and _runs_natively(device)
 
 
-@functools.cache
-def _needs_transposed_codes(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device)[0] < 10
+_runs_natively = functools.cache(runs_natively)  # asking the driver costs microseconds
 
 
 def contraction_multiple(device: torch.device) -> int:

@@ -129,3 +129,17 @@ def test_same_tile_but_other_values_is_not_cast_once():
     turned = Cast(E4M3, PerBlock(64, 32))
     assert Recipe(output=(square, square), grad_weight=(turned, turned)).input_casts.once
     assert not Recipe(output=(square, square), grad_weight=(square, square)).input_casts.once
+
+
+def test_contractions_are_padded_where_no_operand_gets_a_tile_more():
+    for make in (recipes.dynamic, recipes.delayed, recipes.rowwise, recipes.blockwise, recipes.mx):
+        assert make().pads
+    assert recipes.high_precision().pads
+    odd = Cast(E4M3, PerBlock(16, 24))
+    assert not Recipe(output=(TENSOR, odd)).pads
+    assert Recipe(output=(TENSOR, Cast(E4M3, PerBlock(24, 16)))).pads
+
+
+def test_casts_by_role():
+    recipe = recipes.rowwise()
+    assert recipe.casts == (recipe.input_casts, recipe.weight_casts, recipe.grad_output_casts)

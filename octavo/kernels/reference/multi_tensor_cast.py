@@ -14,13 +14,22 @@ from octavo.kernels.reference.cast import cast_transpose
 _BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
-def check_multi_tensor_cast(xs: Sequence[Tensor], qdata: Sequence[Tensor], tile: Sequence[int]) -> None:
+def check_multi_tensor_cast(groups: Sequence[Sequence[Tensor]], tile: Sequence[int]) -> None:
     """Refuse what one launch can't do.
 
+    Args:
+        groups: xs, qdata, transposed, scale_inv, amax, delayed_scales.
+        tile: the op's.
+
     Raises:
-        ValueError: for another tile than (-1, -1) or a block of powers of two up to 128, for tensors of several dtypes,
-            or rows that are not contiguous.
+        ValueError: for another tile than (-1, -1) or a block of powers of two up to 128, for lists of several lengths,
+            tensors of several dtypes, or rows that are not contiguous.
     """
+    xs, qdata, transposed, scale_inv, amax, delayed_scales = groups
+    lengths = [len(group) for group in (qdata, scale_inv, amax)]
+    lengths += [len(group) for group in (transposed, delayed_scales) if group]
+    if any(length != len(xs) for length in lengths):
+        raise ValueError(f"the lists are {[len(group) for group in groups]} long; give each tensor its outputs")
     if tuple(tile) != (ALL, ALL) and not all(size in _BLOCK_SIZES for size in tile):
         raise ValueError(f"tile={tuple(tile)}: many are cast per tensor or by blocks of powers of two up to 128")
     for name, tensors in (("xs", xs), ("qdata", qdata)):
@@ -46,7 +55,7 @@ def multi_tensor_cast(
     skip: Tensor | None = None,
 ) -> None:
     """``octavo::multi_tensor_cast``."""
-    check_multi_tensor_cast(xs, qdata, tile)
+    check_multi_tensor_cast((xs, qdata, transposed, scale_inv, amax, delayed_scales), tile)
     if skip is not None and bool(skip):
         return
     for index, x in enumerate(xs):

@@ -25,7 +25,7 @@ from octavo.kernels.triton.cast_rows import cast_rows_kernel
 from octavo.kernels.triton.cast_tensor import amax_kernel, cast_tensor_kernel
 from octavo.kernels.triton.delayed_update import update_of
 from octavo.kernels.triton.history import committed, scale_exists
-from octavo.kernels.triton.launch import Config, config, next_power_of_two, on_its_device, workspace
+from octavo.kernels.triton.launch import Config, config, key_of, launch, next_power_of_two, on_its_device, workspace
 from octavo.kernels.triton.tiles import Codes, Source
 
 Rounding = tuple[bool, float, bool]  # E5M2, format.max / 2^margin, power_of_two: the kernels' ROUNDING
@@ -145,7 +145,7 @@ def cast_and_commit(
     rounding = rounding_of(dtype, power_of_two, margin)
     commit = delayed_amax_history, amax_input, amax_weight
     scale_inv, _, sums = _cast_tensor(x, delayed_scale, 2, rounding, q, t, column_sum, commit, update)
-    committed(delayed_scale, delayed_amax_history)
+    committed(delayed_scale, delayed_amax_history, (amax_input is not None, amax_weight is not None, True))
     return q, x.new_empty((0, 0), dtype=dtype) if t is None else t, scale_inv, sums
 
 
@@ -170,7 +170,7 @@ def _cast(
     """One scaling into q, t or both: (scale_inv, amax, column sum)."""
     rows, cols = tile
     if rows == ALL and cols == ALL:
-        return _cast_tensor(x, delayed_scale, role, rounding, q, t, column_sum, None, None)
+        return _cast_tensor(x, delayed_scale, role, rounding, q, t, column_sum, (None, None, None), None)
     if rows == 1 and cols == ALL:
         scale_inv, amax, _ = _cast_rows(x, rounding, q, t, False)
         return scale_inv, amax, _column_sum(x, column_sum)
@@ -209,17 +209,9 @@ def amax_of_tensor(x: Tensor, delayed_scale: Tensor | None = None, role: int = 0
     chosen = config("amax", x.numel().bit_length())
     strips, groups, shape = _shape(x, chosen)
     amax = _float32(x, (1, 1))
-    amax_kernel[(strips * groups,)](
-        _source(x),
-        amax,
-        delayed_scale,
-        workspace(x, 2),
-        groups,
-        role,
-        shape,
-        num_warps=chosen.num_warps,
-        enable_fp_fusion=False,
-    )
+    key = key_of(x, (delayed_scale,), "amax", delayed_scale is None, role, chosen)
+    arguments = _source(x), amax, delayed_scale, workspace(x, 2), groups, role, shape
+    launch(amax_kernel, strips * groups, arguments, chosen.num_warps, key)
     return amax
 
 
@@ -236,7 +228,7 @@ def _cast_tensor(
     q: Tensor | None,
     t: Tensor | None,
     column_sum: bool,
-    commit: tuple[Tensor | None, ...] | None,
+    commit: tuple[Tensor | None, Tensor | None, Tensor | None],  # history, amax of input and weight
     update: tuple[Any, ...] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     chosen = config("cast" if t is None else "cast_transpose", x.numel().bit_length())
@@ -247,14 +239,17 @@ def _cast_tensor(
     scale_inv = _float32(x, (1, 1))
     amax = own_amax if own_amax is not None and delayed_scale is None else _float32(x, (1, 1))
     sums = x.new_empty(x.shape[1] if column_sum else 0)
-    cast_tensor_kernel[(strips * groups,)](
+    out = _out(q, t)
+    given = (delayed_scale, *commit)
+    none = [tensor is None for tensor in (*given, own_amax, q, t)]
+    options = role, rounding, update, chosen, out.q_stride, out.t_stride, column_sum, *none
+    arguments = (
         _source(x),
-        _out(q, t),
+        out,
         scale_inv,
         amax,
         own_amax,
-        delayed_scale,
-        commit,
+        *given,
         (sums, _float32(x, (groups, x.shape[1]))) if column_sum else None,
         workspace(x, 2 + strips),
         groups,
@@ -262,9 +257,9 @@ def _cast_tensor(
         rounding,
         update,
         shape,
-        num_warps=chosen.num_warps,
-        enable_fp_fusion=False,
     )
+    key = key_of(x, given, "cast_tensor", *options)
+    launch(cast_tensor_kernel, strips * groups, arguments, chosen.num_warps, key)
     return scale_inv, amax, sums
 
 
@@ -282,9 +277,10 @@ def _cast_rows(
     block_c = min(chosen.block_c, widest)
     # narrow rows: as many as fill half a tile
     block_r = chosen.block_r * max(1, chosen.block_c // (2 * block_c))
-    cast_rows_kernel[(-(-rows // block_r),)](
+    out = _out(q, t)
+    arguments = (
         _source(x),
-        _out(q, t),
+        out,
         scale_inv,
         amax,
         sums if row_sum else None,
@@ -293,9 +289,9 @@ def _cast_rows(
         widest <= block_c,
         block_r,
         block_c,
-        num_warps=chosen.num_warps,
-        enable_fp_fusion=False,
     )
+    key = key_of(x, (), "cast_rows", rounding, chosen, out.q_stride, out.t_stride, q is None, t is None, row_sum)
+    launch(cast_rows_kernel, -(-rows // block_r), arguments, chosen.num_warps, key)
     return scale_inv, amax, sums
 
 
@@ -335,26 +331,32 @@ def _cast_blocks(
     second_strides = None
     if second is not None:  # as the second scale_inv lies, seen from x
         second_strides = second.scale_inv.stride() if second.t is None else second.scale_inv.stride()[::-1]
-    cast_blocks_kernel[(strips * groups,)](
+    out = _out(q, t)
+    second_out = None if second is None else _out(second.q, second.t)
+    second_rounding = None if second is None else second.rounding
+    second_tile = None if second is None else tuple(second.tile)
+    arguments = (
         _source(x),
-        _out(q, t),
+        out,
         scale_inv,
         amax if second is None else None,
-        None if second is None else _out(second.q, second.t),
+        second_out,
         None if second is None else second.scale_inv,
         second_strides,
         (sums, _float32(x, (groups, cols))) if column_sum else None,
         workspace(x, 2 + strips) if column_sum else None,
         rounding,
         tuple(tile),
-        None if second is None else second.rounding,
-        None if second is None else tuple(second.tile),
+        second_rounding,
+        second_tile,
         rows % block_r == 0 and cols % block_c == 0,
         block_r,
         block_c,
-        num_warps=chosen.num_warps,
-        enable_fp_fusion=False,
     )
+    widths = out.q_stride, out.t_stride, q is None, t is None
+    second_widths = None if second_out is None else (second_out.q is None, second_out.q_stride, second_out.t_stride)
+    options = rounding, tuple(tile), chosen, widths, second_rounding, second_tile, second_widths, column_sum
+    launch(cast_blocks_kernel, strips * groups, arguments, chosen.num_warps, key_of(x, (), "cast_blocks", *options))
     return scale_inv, amax, sums
 
 
@@ -369,7 +371,7 @@ def _cast_any_block(
         if codes is not None and codes.shape[1] > width:
             codes.view(torch.uint8)[:, width:].zero_()
     if amax.numel() > 0:
-        cast_any_block_kernel[(amax.numel(),)](
+        arguments = (
             _source(x),
             _out(q, t),
             scale_inv,
@@ -379,7 +381,6 @@ def _cast_any_block(
             rounding,
             min(32, next_power_of_two(block_rows)),
             min(128, next_power_of_two(block_cols)),
-            num_warps=4,
-            enable_fp_fusion=False,
         )
+        launch(cast_any_block_kernel, amax.numel(), arguments, 4, None)
     return scale_inv, amax

@@ -39,6 +39,9 @@ def encode_blocks(tile, scale_inv_ptr, amax_ptr, first, blocks, strides, ROUNDIN
         ROUNDING: (E5M2, limit, power_of_two).
         BLOCK: a block's (rows, columns), powers of two that divide the tile's.
     """
+    E5M2: tl.constexpr = ROUNDING[0]
+    LIMIT: tl.constexpr = ROUNDING[1]
+    POWER_OF_TWO: tl.constexpr = ROUNDING[2]
     ROWS: tl.constexpr = BLOCK[0]
     COLS: tl.constexpr = BLOCK[1]
     BR: tl.constexpr = tile.shape[0]
@@ -47,19 +50,19 @@ def encode_blocks(tile, scale_inv_ptr, amax_ptr, first, blocks, strides, ROUNDIN
     any_inf = tl.max(tl.max(amax, 1), 0) == float("inf")
     if any_inf:
         amax = amax_of_blocks(finite_abs(tile), ROWS, COLS)
-    scale = scale_from_amax(amax, ROUNDING[1], ROUNDING[2])
+    scale = scale_from_amax(amax, LIMIT, POWER_OF_TWO)
     row = first[0] + tl.arange(0, BR // ROWS)
     col = first[1] + tl.arange(0, BC // COLS)
     mask = (row < blocks[0])[:, None] & (col < blocks[1])[None, :]
     offsets = row[:, None] * strides[0] + col[None, :] * strides[1]
-    tl.store(scale_inv_ptr + offsets, scale_inv_from_scale(scale, ROUNDING[2]), mask=mask)
+    tl.store(scale_inv_ptr + offsets, scale_inv_from_scale(scale, POWER_OF_TWO), mask=mask)
     if amax_ptr is not None:
         tl.store(amax_ptr + offsets, amax, mask=mask)
     wide = tl.broadcast_to(scale[:, None, :, None], [BR // ROWS, ROWS, BC // COLS, COLS])
     wide = tl.reshape(wide, [BR, BC])
-    codes = encode_finite(tile, wide, ROUNDING[0])
+    codes = encode_finite(tile, wide, E5M2)
     if any_inf:
-        codes = encode(tile, wide, ROUNDING[0])
+        codes = encode(tile, wide, E5M2)
     return codes
 
 
@@ -93,7 +96,7 @@ def cast_blocks_kernel(
     blocks = (tl.cdiv(x.R, BLOCK[0]), tl.cdiv(x.C, BLOCK[1]))
     codes = encode_blocks(tile, scale_inv_ptr, amax_ptr, first, blocks, (blocks[1], 1), ROUNDING, BLOCK)
     store_codes(codes, out, rows, cols, x, EVEN)
-    if second_out is not None:
+    if second_scale_inv_ptr is not None:
         first = (group * (BLOCK_R // SECOND_BLOCK[0]), strip * (BLOCK_C // SECOND_BLOCK[1]))
         blocks = (tl.cdiv(x.R, SECOND_BLOCK[0]), tl.cdiv(x.C, SECOND_BLOCK[1]))
         codes = encode_blocks(
@@ -118,6 +121,9 @@ def cast_any_block_kernel(
     BLOCK_C: tl.constexpr,
 ):
     """One block a program, of any size, read twice. Writes no padding."""
+    E5M2: tl.constexpr = ROUNDING[0]
+    LIMIT: tl.constexpr = ROUNDING[1]
+    POWER_OF_TWO: tl.constexpr = ROUNDING[2]
     col_blocks = tl.cdiv(x.C, COLS)
     first_row = (tl.program_id(0) // col_blocks) * ROWS
     first_col = (tl.program_id(0) % col_blocks) * COLS
@@ -132,15 +138,15 @@ def cast_any_block_kernel(
             found = tl.where(inside, finite_abs(load_tile(x, rows, cols, False)), 0.0)
             largest = tl.maximum(largest, found)
     amax = tl.max(tl.max(largest, 1), 0)
-    scale = scale_from_amax(amax, ROUNDING[1], ROUNDING[2])
+    scale = scale_from_amax(amax, LIMIT, POWER_OF_TWO)
     tl.store(amax_ptr + tl.program_id(0), amax)
-    tl.store(scale_inv_ptr + tl.program_id(0), scale_inv_from_scale(scale, ROUNDING[2]))
+    tl.store(scale_inv_ptr + tl.program_id(0), scale_inv_from_scale(scale, POWER_OF_TWO))
     for row in range(first_row, end_row, BLOCK_R):
         for col in range(first_col, end_col, BLOCK_C):
             rows = row + tl.arange(0, BLOCK_R)
             cols = col + tl.arange(0, BLOCK_C)
             inside = (rows < end_row)[:, None] & (cols < end_col)[None, :]
-            codes = encode(load_tile(x, rows, cols, False), scale, ROUNDING[0])
+            codes = encode(load_tile(x, rows, cols, False), scale, E5M2)
             if out.q is not None:
                 tl.store(out.q + rows.to(tl.int64)[:, None] * out.q_stride + cols[None, :], codes, mask=inside)
             if out.t is not None:

@@ -35,6 +35,9 @@ def cast_rows_kernel(
     BLOCK_C: tl.constexpr,
 ):
     """A scale for each row of x."""
+    E5M2: tl.constexpr = ROUNDING[0]
+    LIMIT: tl.constexpr = ROUNDING[1]
+    POWER_OF_TWO: tl.constexpr = ROUNDING[2]
     rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     cols = tl.arange(0, BLOCK_C)
     tile = load_tile(x, rows, cols, EVEN)
@@ -56,15 +59,15 @@ def cast_rows_kernel(
         for start in range(0, x.C, BLOCK_C):
             largest = tl.maximum(largest, finite_abs(load_tile(x, rows, start + cols, EVEN)))
         amax = tl.max(largest, 1)
-    scale = scale_from_amax(amax, ROUNDING[1], ROUNDING[2])
+    scale = scale_from_amax(amax, LIMIT, POWER_OF_TWO)
     tl.store(amax_ptr + rows, amax, mask=rows < x.R)
-    tl.store(scale_inv_ptr + rows, scale_inv_from_scale(scale, ROUNDING[2]), mask=rows < x.R)
+    tl.store(scale_inv_ptr + rows, scale_inv_from_scale(scale, POWER_OF_TWO), mask=rows < x.R)
     if ONE_TILE:
-        store_codes(encode_rows(tile, scale, any_inf, ROUNDING[0]), out, rows, cols, x, EVEN)
+        store_codes(encode_rows(tile, scale, any_inf, E5M2), out, rows, cols, x, EVEN)
     else:
         for start in range(0, x.C, BLOCK_C):
             tile = load_tile(x, rows, start + cols, EVEN)
-            store_codes(encode_rows(tile, scale, any_inf, ROUNDING[0]), out, rows, start + cols, x, EVEN)
+            store_codes(encode_rows(tile, scale, any_inf, E5M2), out, rows, start + cols, x, EVEN)
 
 
 @triton.jit

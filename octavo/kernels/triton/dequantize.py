@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.granularity import ALL
-from octavo.kernels.triton.launch import config, on_its_device
+from octavo.kernels.triton.launch import config, key_of, launch, on_its_device
 from octavo.kernels.triton.tiles import decode, narrow
 
 
@@ -52,7 +52,7 @@ def dequantize(qdata: Tensor, scale_inv: Tensor, tile: Sequence[int], dtype: tor
     if out.numel() == 0:
         return out
     chosen = config("cast", out.numel().bit_length())
-    dequantize_kernel[(-(-rows // chosen.block_r) * -(-cols // chosen.block_c),)](
+    arguments = (
         qdata,
         scale_inv,
         out,
@@ -64,7 +64,8 @@ def dequantize(qdata: Tensor, scale_inv: Tensor, tile: Sequence[int], dtype: tor
         cols if tile[1] == ALL else tile[1],
         chosen.block_r,
         chosen.block_c,
-        num_warps=chosen.num_warps,
-        enable_fp_fusion=False,
     )
+    programs = -(-rows // chosen.block_r) * -(-cols // chosen.block_c)
+    key = key_of(qdata, (scale_inv,), "dequantize", tuple(tile), dtype, chosen, scale_inv.stride())
+    launch(dequantize_kernel, programs, arguments, chosen.num_warps, key)
     return out

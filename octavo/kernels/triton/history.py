@@ -31,14 +31,19 @@ def scale_exists(delayed_scale: Tensor, role: int) -> bool:
     entry = _entries.get(id(delayed_scale))
     if entry is None or entry.owner() is not delayed_scale or entry.version != delayed_scale._version:
         return False
-    if entry.copy is not None and (entry.arrived is None or entry.arrived.query()):
+    if not entry.exists[role] and entry.copy is not None and _has_arrived(entry.arrived):
         entry.exists = tuple(scale != 0 for scale in entry.copy.tolist())
         entry.copy = None
     return entry.exists[role]
 
 
-def committed(delayed_scale: Tensor, delayed_amax_history: Tensor) -> None:
-    """Note that a kernel has just rolled the state: both tensors' versions move, and the scales are looked at."""
+def _has_arrived(event: torch.cuda.Event | None) -> bool:
+    # an event must not be asked while a CUDA graph is captured
+    return event is None or (not torch.cuda.is_current_stream_capturing() and event.query())
+
+
+def committed(delayed_scale: Tensor, delayed_amax_history: Tensor, rolled: tuple[bool, bool, bool]) -> None:
+    """Note that a kernel has just rolled these roles: the state's versions move, and the scales are looked at."""
     if delayed_scale.is_inference():  # has no version, so nothing can be known of it
         return
     entry = _entries.get(id(delayed_scale))
@@ -47,7 +52,7 @@ def committed(delayed_scale: Tensor, delayed_amax_history: Tensor) -> None:
     if entry is None or not current:
         entry = _entries[id(delayed_scale)] = _Entry(delayed_scale)
     entry.version = delayed_scale._version
-    if all(entry.exists) or entry.copy is not None:
+    if entry.copy is not None or not any(new and not old for new, old in zip(rolled, entry.exists, strict=True)):
         return
     if not delayed_scale.is_cuda:
         entry.copy, entry.arrived = delayed_scale.detach().clone(), None

@@ -1,7 +1,8 @@
 """The product of two pairs, a . b^T: torch's scaled product where it serves, a Triton one for all others.
 
 torch's (cuBLAS) takes operands contiguous along the contraction, whose sizes K and N are multiples of 16: casts pad K
-for it. LIBRARY says for which granularities it is used. Tiles that no step of 32 along K divides go to the reference.
+for it. LIBRARY, of configs.json, says for which granularities it was the faster or the only one measured. Tiles that no
+step of 32 along K divides go to the reference.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.functional import ScalingType
 
-from octavo.granularity import ALL
+from octavo.granularity import ALL, Tile
 from octavo.kernels.reference import matmul as reference_matmul
-from octavo.kernels.triton.launch import config, on_its_device
+from octavo.kernels.triton.launch import LIBRARY, config, key_of, launch, on_its_device
 from octavo.kernels.triton.tiles import decode, narrow
 
 
@@ -125,12 +126,14 @@ else:
 
 
 _ALL_ROWS = 1 << 30  # a tile of so many rows holds them all
-_TENSOR, _ROW = (ALL, ALL), (1, ALL)
+_TENSOR, _ROW, _BLOCK = (ALL, ALL), (1, ALL), (1, 128)
 
-# (a's tile, b's tile) -> how torch's product is called for it
-LIBRARY = {
-    (_TENSOR, _TENSOR): ScalingType.TensorWise,
-    (_ROW, _ROW): ScalingType.RowWise,
+# What torch's product calls a tile; those of blocks are for Hopper.
+_SCALINGS = {
+    _TENSOR: ScalingType.TensorWise,
+    _ROW: ScalingType.RowWise,
+    _BLOCK: ScalingType.BlockWise1x128,
+    (128, 128): ScalingType.BlockWise128x128,
 }
 
 
@@ -148,62 +151,93 @@ def matmul(
 ) -> Tensor:
     """``octavo::matmul``."""
     a_tile, b_tile = (a_tile[0], a_tile[1]), (b_tile[0], b_tile[1])
-    scaling = LIBRARY.get((a_tile, b_tile))
-    if scaling is not None and _library_takes(a, b, bias, out_dtype, scaling):
-        return F.scaled_mm(
-            a,
-            b.t(),
-            a_scale_inv.reshape(-1).unsqueeze(1),  # even a size of 1 must have the stride of a contiguous tensor
-            scaling,
-            b_scale_inv.reshape(-1).unsqueeze(0),
-            scaling,
-            bias=bias if bias is None or bias.dtype is out_dtype else bias.to(out_dtype),
-            output_dtype=out_dtype,
-            use_fast_accum=fast_accum,
-        )
-    step = _step(a_tile[1], b_tile[1])
-    if step is None:
+    if (a_tile, b_tile, fast_accum) in LIBRARY and _library_takes(a, b, a_tile, b_tile, bias, out_dtype):
+        return library_matmul(a, a_scale_inv, a_tile, b, b_scale_inv, b_tile, bias, out_dtype, fast_accum)
+    if _step(a_tile, b_tile) == 0:
         return reference_matmul(a, a_scale_inv, a_tile, b, b_scale_inv, b_tile, bias, out_dtype, fast_accum)
-    return triton_matmul(a, a_scale_inv, a_tile, b, b_scale_inv, b_tile, bias, out_dtype, fast_accum, step)
+    return triton_matmul(a, a_scale_inv, a_tile, b, b_scale_inv, b_tile, bias, out_dtype, fast_accum)
 
 
-def _library_takes(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, scaling: ScalingType) -> bool:
+def _library_takes(a: Tensor, b: Tensor, a_tile: Tile, b_tile: Tile, bias: Tensor | None, out: torch.dtype) -> bool:
     """Whether torch's product has this case: what its checks and cuBLAS ask for."""
-    K, N = a.shape[1], b.shape[0]
-    return (
+    (M, K), N = a.shape, b.shape[0]
+    if not (
         K % 16 == 0
         and N % 16 == 0
-        and a.shape[0] > 0
-        and K > 0
-        and N > 0
-        and a.stride() == (K, 1)
-        and b.stride() == (K, 1)
+        and a.stride() == b.stride() == (K, 1)
+        and M * N * K > 0
         and not (a.dtype is torch.float8_e5m2 and b.dtype is torch.float8_e5m2)
-        and (out_dtype is torch.bfloat16 or (scaling is ScalingType.TensorWise and bias is None))
+    ):
+        return False
+    if a_tile == b_tile == _TENSOR:
+        return out is torch.bfloat16 or bias is None
+    if out is not torch.bfloat16:
+        return False
+    # the scales of 1x128 blocks lie row by row, in sixteens of bytes
+    aligned = all(tile != _BLOCK or rows % 4 == 0 for tile, rows in ((a_tile, M), (b_tile, N)))
+    return (a_tile == b_tile == _ROW) or (aligned and K % 128 == 0)
+
+
+def library_matmul(
+    a: Tensor,
+    a_scale_inv: Tensor,
+    a_tile: Tile,
+    b: Tensor,
+    b_scale_inv: Tensor,
+    b_tile: Tile,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> Tensor:
+    """torch's product, for what ``_library_takes``."""
+    return F.scaled_mm(
+        a,
+        b.t(),
+        _library_scale_inv(a_scale_inv, a_tile, 1),
+        _SCALINGS[a_tile],
+        _library_scale_inv(b_scale_inv, b_tile, 0),
+        _SCALINGS[b_tile],
+        bias=bias if bias is None or bias.dtype is out_dtype else bias.to(out_dtype),
+        output_dtype=out_dtype,
+        use_fast_accum=fast_accum and a_tile[1] == ALL,  # blocks have none
     )
 
 
-def _step(a_cols: int, b_cols: int) -> int | None:
-    """How far along K the Triton kernel may go under one scale, up to 128."""
-    for step in (128, 64, 32):
-        if all(cols == ALL or cols % step == 0 for cols in (a_cols, b_cols)):
-            return step
-    return None
+def _library_scale_inv(scale_inv: Tensor, tile: Tile, dim: int) -> Tensor:
+    """scale_inv laid as torch's product wants it.
+
+    Args:
+        scale_inv: [rows, 1] for a tensor or rows, else [row blocks, blocks along K].
+        tile: of the operand, the contraction last.
+        dim: which dimension of a single column's result has size 1.
+    """
+    if tile[1] == ALL:
+        return scale_inv.reshape(-1).unsqueeze(dim)  # even a size of 1 must have the stride of a contiguous tensor
+    if tile == _BLOCK:
+        return scale_inv.t().contiguous().t()
+    # without the padding to a multiple of 4 cuBLAS reads the wrong ones
+    return F.pad(scale_inv, (0, -scale_inv.shape[1] % 4)).contiguous().t()
+
+
+def _step(a_tile: Tile, b_tile: Tile) -> int:
+    """How far along K the Triton kernel may go under one scale, up to 128; 0 where not even 32."""
+    columns = [cols for _, cols in (a_tile, b_tile) if cols != ALL]
+    return next((step for step in (128, 64, 32) if all(cols % step == 0 for cols in columns)), 0)
 
 
 def triton_matmul(
     a: Tensor,
     a_scale_inv: Tensor,
-    a_tile: tuple[int, int],
+    a_tile: Tile,
     b: Tensor,
     b_scale_inv: Tensor,
-    b_tile: tuple[int, int],
+    b_tile: Tile,
     bias: Tensor | None,
     out_dtype: torch.dtype,
     fast_accum: bool,
-    step: int,
 ) -> Tensor:
-    """The Triton kernel's product, ``step`` along K at a time, none of which crosses a tile."""
+    """The Triton kernel's product, for tiles whose columns are a multiple of 32, or all."""
+    step = _step(a_tile, b_tile)
     (M, K), N = a.shape, b.shape[0]
     out = a.new_empty((M, N), dtype=out_dtype)
     if out.numel() == 0:
@@ -212,21 +246,26 @@ def triton_matmul(
     b = b if b.stride(1) == 1 else b.contiguous()
     scaled_steps = a_tile[1] != ALL or b_tile[1] != ALL
     chosen = config("matmul_blocks" if scaled_steps else "matmul", out.numel().bit_length())
-    matmul_kernel[(-(-M // chosen.block_r) * -(-N // chosen.block_c),)](
+    tiles = (
+        (_ALL_ROWS if a_tile[0] == ALL else a_tile[0], a_tile[1]),
+        (_ALL_ROWS if b_tile[0] == ALL else b_tile[0], b_tile[1]),
+    )
+    arguments = (
         Operand(a, M, a.stride(0), a_scale_inv, *a_scale_inv.stride()),
         Operand(b, N, b.stride(0), b_scale_inv, *b_scale_inv.stride()),
         bias,
         out,
         K,
-        (_ALL_ROWS if a_tile[0] == ALL else a_tile[0], a_tile[1]),
-        (_ALL_ROWS if b_tile[0] == ALL else b_tile[0], b_tile[1]),
+        *tiles,
         fast_accum,
         K % step == 0,
         chosen.block_r,
         chosen.block_c,
         step,
-        num_warps=chosen.num_warps,
-        num_stages=chosen.tiles,
-        enable_fp_fusion=True,
     )
+    dtypes = b.dtype, None if bias is None else bias.dtype, out_dtype
+    layouts = N, b.stride(0), a_scale_inv.stride(), b_scale_inv.stride()
+    key = key_of(a, (b, a_scale_inv, b_scale_inv, bias), "matmul", tiles, fast_accum, chosen, dtypes, layouts)
+    programs = -(-M // chosen.block_r) * -(-N // chosen.block_c)
+    launch(matmul_kernel, programs, arguments, chosen.num_warps, key, num_stages=chosen.tiles, enable_fp_fusion=True)
     return out

@@ -42,11 +42,12 @@ from octavo.kernels.triton.tiles import (
 @triton.jit
 def find_tensor(table_ptr, program, TENSORS: tl.constexpr):
     """The tensor that a program works on, the last whose first program is not beyond it: (its index, its row)."""
+    COUNT: tl.constexpr = TENSORS[0]
     STEPS: tl.constexpr = TENSORS[1]
     low = 0
     for step in tl.static_range(STEPS):
         middle = low + (1 << (STEPS - 1 - step))
-        inside = middle < TENSORS[0]
+        inside = middle < COUNT
         first = tl.load(table_ptr + tl.where(inside, middle, 0) * 12 + 10)
         low = tl.where(inside & (first <= program), middle, low)
     return low, table_ptr + low * 12
@@ -119,16 +120,18 @@ def multi_tensor_amax_kernel(
     if skip_ptr is not None:
         if tl.load(skip_ptr) != 0:
             return
+    STRIP_ROWS: tl.constexpr = SHAPE[1] * SHAPE[2]
+    BLOCK_C: tl.constexpr = SHAPE[3]
     tensor, row_ptr = find_tensor(table_ptr, tl.program_id(0), TENSORS)
     if DELAYED:
         if tl.load(pointer(row_ptr, 5, tl.float32, False) + ROLE) != 0:
             return
     first, count = programs_of(row_ptr, tensor, programs, TENSORS)
     x = source(row_ptr, X_TYPE, ALIGNED)
-    strips = tl.maximum(tl.cdiv(x.C, SHAPE[3]), 1)
+    strips = tl.maximum(tl.cdiv(x.C, BLOCK_C), 1)
     program = tl.program_id(0) - first
-    cols = (program % strips) * SHAPE[3] + tl.arange(0, SHAPE[3])
-    raise_amax(work_ptr + 2 * tensor, strip_amax(x, (program // strips) * (SHAPE[1] * SHAPE[2]), cols, SHAPE))
+    cols = (program % strips) * BLOCK_C + tl.arange(0, BLOCK_C)
+    raise_amax(work_ptr + 2 * tensor, strip_amax(x, (program // strips) * STRIP_ROWS, cols, SHAPE))
     if is_last_program(work_ptr + 2 * tensor + 1, count):
         tl.store(pointer(row_ptr, 4, tl.float32, False), take_amax(work_ptr + 2 * tensor))
 
@@ -152,6 +155,11 @@ def multi_tensor_cast_kernel(
     if skip_ptr is not None:
         if tl.load(skip_ptr) != 0:
             return
+    E5M2: tl.constexpr = ROUNDING[0]
+    LIMIT: tl.constexpr = ROUNDING[1]
+    POWER_OF_TWO: tl.constexpr = ROUNDING[2]
+    STRIP_ROWS: tl.constexpr = SHAPE[1] * SHAPE[2]
+    BLOCK_C: tl.constexpr = SHAPE[3]
     tensor, row_ptr = find_tensor(table_ptr, tl.program_id(0), TENSORS)
     first, count = programs_of(row_ptr, tensor, programs, TENSORS)
     amax_ptr = pointer(row_ptr, 4, tl.float32, False)
@@ -159,16 +167,16 @@ def multi_tensor_cast_kernel(
     if DELAYED:
         scale = tl.load(pointer(row_ptr, 5, tl.float32, False) + ROLE)
     if scale == 0:
-        scale = scale_from_amax(tl.load(amax_ptr), ROUNDING[1], ROUNDING[2])
+        scale = scale_from_amax(tl.load(amax_ptr), LIMIT, POWER_OF_TWO)
     program = tl.program_id(0) - first
     if program == 0:
         tl.store(pointer(row_ptr, 3, tl.float32, False), scale_inv_from_scale(scale, False))
     x = source(row_ptr, X_TYPE, ALIGNED)
-    strips = tl.maximum(tl.cdiv(x.C, SHAPE[3]), 1)
-    cols = (program % strips) * SHAPE[3] + tl.arange(0, SHAPE[3])
-    out = outputs(row_ptr, ROUNDING[0], TRANSPOSED, ALIGNED)
-    first_row = (program // strips) * (SHAPE[1] * SHAPE[2])
-    amax, _ = cast_strip(x, out, scale, first_row, cols, ROUNDING[0], False, SHAPE)
+    strips = tl.maximum(tl.cdiv(x.C, BLOCK_C), 1)
+    cols = (program % strips) * BLOCK_C + tl.arange(0, BLOCK_C)
+    out = outputs(row_ptr, E5M2, TRANSPOSED, ALIGNED)
+    first_row = (program // strips) * STRIP_ROWS
+    amax, _ = cast_strip(x, out, scale, first_row, cols, E5M2, False, SHAPE)
     if DELAYED:
         raise_amax(work_ptr + 2 * tensor, amax)
         if is_last_program(work_ptr + 2 * tensor + 1, count):
@@ -192,6 +200,9 @@ def multi_tensor_cast_blocks_kernel(
     if skip_ptr is not None:
         if tl.load(skip_ptr) != 0:
             return
+    E5M2: tl.constexpr = ROUNDING[0]
+    ROWS: tl.constexpr = BLOCK[0]
+    COLS: tl.constexpr = BLOCK[1]
     _, row_ptr = find_tensor(table_ptr, tl.program_id(0), TENSORS)
     x = source(row_ptr, X_TYPE, ALIGNED)
     program = tl.program_id(0) - size(row_ptr, 10, False)
@@ -200,18 +211,18 @@ def multi_tensor_cast_blocks_kernel(
     strip = program % strips
     rows = group * BLOCK_R + tl.arange(0, BLOCK_R)
     cols = strip * BLOCK_C + tl.arange(0, BLOCK_C)
-    blocks = (tl.cdiv(x.R, BLOCK[0]), tl.cdiv(x.C, BLOCK[1]))
+    blocks = (tl.cdiv(x.R, ROWS), tl.cdiv(x.C, COLS))
     codes = encode_blocks(
         load_tile(x, rows, cols, False),
         pointer(row_ptr, 3, tl.float32, False),
         pointer(row_ptr, 4, tl.float32, False),
-        (group * (BLOCK_R // BLOCK[0]), strip * (BLOCK_C // BLOCK[1])),
+        (group * (BLOCK_R // ROWS), strip * (BLOCK_C // COLS)),
         blocks,
         (blocks[1], 1),
         ROUNDING,
         BLOCK,
     )
-    store_codes(codes, outputs(row_ptr, ROUNDING[0], TRANSPOSED, ALIGNED), rows, cols, x, False)
+    store_codes(codes, outputs(row_ptr, E5M2, TRANSPOSED, ALIGNED), rows, cols, x, False)
 
 
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -270,14 +281,14 @@ def multi_tensor_cast(
     skip: Tensor | None = None,
 ) -> None:
     """``octavo::multi_tensor_cast``."""
-    check_multi_tensor_cast(xs, qdata, tile)
+    groups = (xs, qdata, transposed, scale_inv, amax, delayed_scales)
+    check_multi_tensor_cast(groups, tile)
     if not xs:
         return
     blocks = tile[0] != ALL
     chosen = config("cast_blocks_transpose" if blocks else "cast_transpose", 64)
     if blocks:
         chosen = Config(max(chosen.block_r, tile[0]), max(chosen.block_c, tile[1]), 1, chosen.num_warps)
-    groups = (xs, qdata, transposed, scale_inv, amax, delayed_scales)
     addresses = tuple(tuple(tensor.data_ptr() for tensor in group) for group in groups)
     t_strides = [t.shape[1] for t in transposed] or [0] * len(xs)
     sizes = tuple(

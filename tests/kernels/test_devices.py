@@ -1,0 +1,53 @@
+import logging
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from octavo.kernels import devices
+from octavo.kernels.devices import ON_CUDA, kernels_of
+from octavo.kernels.reference import KERNELS
+
+
+@pytest.fixture(autouse=True)
+def _forget_devices() -> Iterator[None]:
+    kernels_of.cache_clear()
+    yield
+    kernels_of.cache_clear()
+
+
+def test_a_gpu_with_native_fp8_runs_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    found = kernels_of(0)
+    assert found.keys() == KERNELS.keys()
+    assert all(kernel.__module__.startswith("octavo.kernels.triton.") for kernel in found.values())
+
+
+def test_any_other_runs_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert kernels_of(0) is KERNELS
+
+
+def test_without_triton_it_runs_the_reference_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setitem(sys.modules, "octavo.kernels.triton", None)
+    monkeypatch.delattr("octavo.kernels.triton", raising=False)
+    with caplog.at_level(logging.WARNING, logger="octavo"):
+        assert kernels_of(0) is kernels_of(0) is KERNELS
+    (record,) = caplog.records
+    assert "Triton can't be imported" in record.getMessage() and "cuda:0" in record.getMessage()
+
+
+def test_a_call_goes_to_the_kernels_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kernels(index: int) -> dict[str, Any]:
+        return {"amax": lambda x, tile: (index, tile), "multi_tensor_cast": lambda xs, role: (index, role)}
+
+    monkeypatch.setattr(devices, "kernels_of", kernels)
+    x = torch.empty(2, 2)  # of device index -1
+    assert ON_CUDA["amax"](x, (1, -1)) == (-1, (1, -1))
+    assert ON_CUDA["multi_tensor_cast"]([x], 1) == (-1, 1)

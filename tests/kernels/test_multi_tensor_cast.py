@@ -1,0 +1,165 @@
+"""Many casts as one op: the reference beside single casts, the Triton kernels beside the reference."""
+
+import re
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo import kernels as entries
+from octavo.granularity import scale_shape
+from octavo.kernels.layouts import padded
+from octavo.kernels.reference import KERNELS as REFERENCE
+from tests.definitions import same_bits
+from tests.triton_cases import (
+    ALL,
+    E4M3,
+    E5M2,
+    assert_counters_are_zero,
+    poisoned_memory,
+    to,
+    use_small_tiles,
+    values_of,
+)
+from tests.triton_kernels import TritonKernels
+
+SHAPES = [(64, 64), (17, 127), (0, 5), (130, 70), (200, 16), (5, 0), (1, 1)]
+WEIGHT = 1
+
+
+class Outputs(NamedTuple):
+    qdata: list[Tensor]
+    transposed: list[Tensor]
+    scale_inv: list[Tensor]
+    amax: list[Tensor]
+
+
+def outputs(tile: tuple[int, int], fmt: torch.dtype, pad: int = 1, transpose: bool = True) -> Outputs:
+    """Memory for the results, filled with NaN."""
+    with poisoned_memory():
+        return Outputs(
+            [torch.empty(r, padded(c, pad), dtype=fmt) for r, c in SHAPES],
+            [torch.empty(c, padded(r, pad), dtype=fmt) for r, c in SHAPES] if transpose else [],
+            [torch.empty(scale_shape(shape, tile)) for shape in SHAPES],
+            [torch.empty(scale_shape(shape, tile)) for shape in SHAPES],
+        )
+
+
+def weights(dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    kinds = ["varied", "faults", "zeros", "edge", "varied", "varied", "varied"]
+    return [values_of(kind, shape, dtype) for kind, shape in zip(kinds, SHAPES, strict=True)]
+
+
+def states(scales: str) -> list[Tensor]:
+    """A delayed scale a tensor: none, all, or some of them 0."""
+    if scales == "dynamic":
+        return []
+    found = [torch.tensor([0.0, 2.5, 1.0]) for _ in SHAPES]
+    if scales == "mixed":
+        for state in found[::2]:
+            state[WEIGHT] = 0
+    return found
+
+
+@pytest.mark.parametrize(("tile", "scales"), [(ALL, "dynamic"), (ALL, "mixed"), ((128, 128), "dynamic")])
+@pytest.mark.parametrize("pad", [1, 16])
+def test_the_reference_is_one_cast_after_the_other(tile: tuple[int, int], scales: str, pad: int) -> None:
+    xs, out, delayed = weights(), outputs(tile, E4M3, pad), states(scales)
+    entries.multi_tensor_cast(xs, *out, delayed, WEIGHT, tile, True, 1)
+    for index, x in enumerate(xs):
+        single = entries.cast_transpose(x, delayed[index] if delayed else None, WEIGHT, E4M3, tile, True, 1, pad)
+        for ours, theirs in zip((group[index] for group in out), single, strict=False):
+            assert same_bits(ours, theirs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "as it lies"])
+@pytest.mark.parametrize(
+    ("tile", "scales", "pad", "fmt", "dtype"),
+    [
+        (ALL, "dynamic", 16, E4M3, torch.bfloat16),
+        (ALL, "dynamic", 1, E5M2, torch.float32),
+        (ALL, "delayed", 16, E4M3, torch.float16),
+        (ALL, "mixed", 1, E4M3, torch.bfloat16),
+        ((128, 128), "dynamic", 16, E4M3, torch.bfloat16),
+        ((1, 32), "dynamic", 1, E5M2, torch.float32),
+        ((4, 16), "dynamic", 1, E4M3, torch.float16),
+    ],
+    ids=str,
+)
+def test_kernels(
+    tile: tuple[int, int],
+    scales: str,
+    pad: int,
+    fmt: torch.dtype,
+    dtype: torch.dtype,
+    transpose: bool,
+    kernels: TritonKernels,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    use_small_tiles(kernels, monkeypatch)
+    xs, delayed = weights(dtype), states(scales)
+    expected = outputs(tile, fmt, pad, transpose)
+    args = (delayed, WEIGHT, tile, True, 1, None)
+    REFERENCE["multi_tensor_cast"](xs, *expected, *args)
+    found = to(kernels.device, outputs(tile, fmt, pad, transpose))
+    kernels.multi_tensor_cast(to(kernels.device, xs), *found, *to(kernels.device, args))
+    for name, ours, theirs in zip(Outputs._fields, found, expected, strict=True):
+        for index, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+            assert same_bits(a.cpu(), b), f"{name} of {SHAPES[index]}"
+    assert_counters_are_zero(kernels)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("tile", "scales"), [(ALL, "dynamic"), (ALL, "mixed"), ((128, 128), "dynamic")])
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+def test_the_flag_leaves_everything_as_it_is(
+    tile: tuple[int, int], scales: str, implementation: str, kernels: TritonKernels
+) -> None:
+    run: Any = kernels.multi_tensor_cast if implementation == "triton" else REFERENCE["multi_tensor_cast"]
+    xs, delayed = to(kernels.device, weights()), to(kernels.device, states(scales))
+    out = to(kernels.device, outputs(tile, E4M3))
+    before = to("cpu", out)
+    skip = torch.ones(1, dtype=torch.int32, device=kernels.device)
+    run(xs, *out, delayed, WEIGHT, tile, True, 0, skip)
+    for ours, theirs in zip(out, before, strict=True):
+        assert all(same_bits(a.cpu(), b) for a, b in zip(ours, theirs, strict=True))
+    run(xs, *out, delayed, WEIGHT, tile, True, 0, skip.zero_())
+    assert not same_bits(out.qdata[0].cpu(), before.qdata[0])
+
+
+@pytest.mark.gpu
+def test_the_table_is_made_once_for_the_same_tensors(kernels: TritonKernels) -> None:
+    work_of = kernels.module("multi_tensor_cast")._work_of
+    xs, out = to(kernels.device, weights()), to(kernels.device, outputs(ALL, E4M3))
+    kernels.multi_tensor_cast(xs, *out, [], WEIGHT, ALL, True, 0, None)
+    made = work_of.cache_info().misses
+    kernels.multi_tensor_cast(xs, *out, [], WEIGHT, ALL, True, 0, None)
+    assert work_of.cache_info().misses == made
+    kernels.multi_tensor_cast(xs[1:], *(group[1:] for group in out), [], WEIGHT, ALL, True, 0, None)
+    assert work_of.cache_info().misses == made + 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+def test_no_tensors(implementation: str, kernels: TritonKernels) -> None:
+    run: Any = kernels.multi_tensor_cast if implementation == "triton" else REFERENCE["multi_tensor_cast"]
+    run([], [], [], [], [], [], WEIGHT, ALL, True, 0, None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+def test_what_one_launch_cannot_do_is_refused(implementation: str, kernels: TritonKernels) -> None:
+    run: Any = kernels.multi_tensor_cast if implementation == "triton" else REFERENCE["multi_tensor_cast"]
+    out = to(kernels.device, outputs(ALL, E4M3))
+    xs = to(kernels.device, weights())
+    for tile in ((1, -1), (3, 5), (256, 256)):
+        with pytest.raises(ValueError, match=re.escape(f"tile={tile}: many are cast per tensor or by blocks")):
+            run(xs, *out, [], WEIGHT, tile, True, 0, None)
+    with pytest.raises(ValueError, match=r"xs have the dtypes .*bfloat16.*float32"):
+        run([xs[0].float(), *xs[1:]], *out, [], WEIGHT, ALL, True, 0, None)
+    with pytest.raises(ValueError, match=r"xs\[0\] of shape \(64, 64\), strides \(1, 64\): needs contiguous rows"):
+        run([xs[0].t(), *xs[1:]], *out, [], WEIGHT, ALL, True, 0, None)
+    with pytest.raises(ValueError, match=r"the lists are \[6, 7, 7, 7, 7, 0\] long"):
+        run(xs[1:], *out, [], WEIGHT, ALL, True, 0, None)
