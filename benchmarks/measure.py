@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import csv
 import math
+import os
 import platform
 import re
 import statistics
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -58,29 +60,54 @@ def _cpu_name() -> str:
     return f"cpu {match.group(1) if match else platform.processor() or platform.machine()}"
 
 
-def provenance() -> dict[str, str]:
-    """Where a row comes from: commit (with + if the tree is changed), versions, threads."""
+def commit() -> str:
+    """The commit checked out, with + if the tree is changed; without git, what OCTAVO_COMMIT says."""
     root = Path(__file__).parents[1]
+    if named := os.environ.get("OCTAVO_COMMIT"):
+        return named
 
     def git(*args: str) -> str:
-        return subprocess.run(
-            ["git", "-C", str(root), *args], capture_output=True, text=True, check=False
-        ).stdout.strip()
+        try:
+            run = subprocess.run(["git", "-C", str(root), *args], capture_output=True, text=True, check=False)
+        except OSError:  # no git here
+            return ""
+        return run.stdout.strip()
 
     changed = "+" if git("status", "--porcelain", "--", "octavo", "benchmarks/*.py") else ""
+    return git("rev-parse", "--short", "HEAD") + changed
+
+
+def provenance() -> dict[str, str]:
+    """Where a row comes from: device, threads, versions, commit."""
     return {
         "device": device_name(),
         "threads": str(torch.get_num_threads()),
         "torch": torch.__version__,
+        "triton": _version("triton"),
         "python": platform.python_version(),
-        "commit": git("rev-parse", "--short", "HEAD") + changed,
+        "commit": commit(),
     }
 
 
-def write_results(subject: str, rows: Sequence[Mapping[str, object]], path: Path | None = None) -> Path:
-    """Write rows, each with its provenance, to results/<subject>-<device>.csv."""
-    origin = provenance()
-    path = path or RESULTS / f"{subject}-{origin['device']}.csv"
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def write_results(
+    subject: str,
+    rows: Sequence[Mapping[str, object]],
+    path: Path | None = None,
+    origin: Mapping[str, str] | None = None,
+) -> Path:
+    """Write rows, each with its provenance, to results/<subject>-<device>.csv.
+
+    ``origin`` is the provenance of what doesn't depend on the device, and is written to results/<subject>.csv.
+    """
+    path = path or RESULTS / (f"{subject}-{device_name()}.csv" if origin is None else f"{subject}.csv")
+    origin = provenance() if origin is None else origin
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, [*rows[0], *origin])
@@ -94,3 +121,24 @@ def table(rows: Sequence[Mapping[str, object]]) -> str:
     cells = [list(rows[0]), *([str(value) for value in row.values()] for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in cells)
+
+
+class LiveTable:
+    """Prints rows as they come, in columns of given widths; a row's ``note`` goes under it."""
+
+    def __init__(self, widths: Mapping[str, int]) -> None:
+        self._widths = widths
+        self._printed_header = False
+
+    def add(self, row: Mapping[str, object]) -> None:
+        """Print one row."""
+        if not self._printed_header:
+            self._print({name: name for name in self._widths})
+            self._printed_header = True
+        self._print(row)
+        if row.get("note"):
+            print(f"    {row['note']}", flush=True)
+
+    def _print(self, row: Mapping[str, object]) -> None:
+        cells = (str(row.get(name, "")).ljust(width) for name, width in self._widths.items())
+        print(" ".join(cells).rstrip(), flush=True)

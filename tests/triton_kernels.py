@@ -69,23 +69,23 @@ def _real() -> dict[str, ModuleType]:
 def _copy() -> dict[str, ModuleType]:
     import triton
 
-    packages = [
-        importlib.import_module(name.rpartition(".")[0]) for name in COPIED
-    ]  # they hold the modules as attributes
-    attributes = [dict(vars(package)) for package in packages]
-    before, interpret = _ours(), triton.knobs.runtime.interpret
+    before = _ours()
     for name in before:
         del sys.modules[name]
-    triton.knobs.runtime.interpret = True
     try:
-        return _real()
+        with triton.knobs.runtime.scope():
+            triton.knobs.runtime.interpret = True
+            return _real()
     finally:
-        triton.knobs.runtime.interpret = interpret
         for name in _ours():
             del sys.modules[name]
         sys.modules.update(before)
-        for package, attribute in zip(packages, attributes, strict=True):
-            _restore(package, attribute)
+        for name in COPIED:  # a package has its modules as attributes too
+            package, _, module = name.rpartition(".")
+            if name in before:
+                setattr(sys.modules[package], module, before[name])
+            else:
+                delattr(sys.modules[package], module)
 
 
 def _restore(owner: Any, before: dict[str, Any]) -> None:

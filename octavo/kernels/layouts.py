@@ -30,5 +30,11 @@ def contraction_multiple(device: torch.device) -> int:
 
 
 def padded(size: int, multiple: int) -> int:
-    """``size`` rounded up to a multiple."""
+    """``size`` rounded up to a multiple.
+
+    Raises:
+        ValueError: unless the multiple divides 16: kernels write their padding in tiles of that.
+    """
+    if multiple < 1 or 16 % multiple:
+        raise ValueError(f"pad={multiple}: codes are padded to multiples of 1, 2, 4, 8 or 16")
     return -(-size // multiple) * multiple

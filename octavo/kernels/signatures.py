@@ -13,8 +13,8 @@ Arguments that mean the same everywhere:
                    None for Dynamic; the op reads element ``role``. With one, tile is (-1, -1); with none or 0, the
                    scale is that of this tensor's own amax
     qdata          codes, contiguous [R, C']; ``transposed`` ones are contiguous [C, R']. C' and R' are C and R rounded
-                   up to a multiple of ``pad``, the codes beyond are 0: a product contracts over the last dimension,
-                   and some tensor cores want it so. Where pad > 1, that dimension's tile is -1 or a multiple of pad
+                   up to a multiple of ``pad`` (1, 2, 4, 8 or 16), the codes beyond are 0: a product contracts over
+                   the last dimension, and some want it so. Where pad > 1, that dimension's tile is -1 or a multiple
     sums           [C] of x's dtype: the sum of each column, in float32 and rounded once; [0] without ``column_sum``
     scale_inv      fp32, contiguous, granularity.scale_shape(x.shape, tile), always written
     amax           fp32, shape of scale_inv: largest absolute finite value of x, unscaled

@@ -34,3 +34,9 @@ def test_products_of_native_fp8_need_them(
 def test_padded() -> None:
     assert [padded(size, 16) for size in (0, 1, 16, 17)] == [0, 16, 16, 32]
     assert padded(17, 1) == 17
+
+
+@pytest.mark.parametrize("multiple", [0, -1, 3, 24, 32])
+def test_other_multiples_are_refused(multiple: int) -> None:
+    with pytest.raises(ValueError, match=f"pad={multiple}: .* 1, 2, 4, 8 or 16"):
+        padded(10, multiple)

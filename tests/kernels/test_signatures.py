@@ -35,6 +35,11 @@ def pair(shape: tuple[int, int], tile: tuple[int, int], fmt: torch.dtype) -> tup
     return kernels.cast(torch.randn(shape), None, 0, fmt, tile, False, 0)[:2]
 
 
+def many_tile(tile: tuple[int, int]) -> tuple[int, int]:
+    """What multi_tensor_cast takes."""
+    return tile if tile in ((-1, -1), (1, 128)) else (128, 128)
+
+
 def cases(shape: tuple[int, int], tile: tuple[int, int]) -> list[tuple[str, tuple[Any, ...]]]:
     """Arguments for every op."""
     found: list[tuple[str, tuple[Any, ...]]] = []
@@ -51,6 +56,10 @@ def cases(shape: tuple[int, int], tile: tuple[int, int]) -> list[tuple[str, tupl
             amaxes = (torch.ones(1, 1), None)
             found.append(("cast_and_commit", (x, *state(), *amaxes, E5M2, False, 0, *UPDATE, transpose, *extras)))
     found.append(("delayed_update", (*state(), torch.ones(1, 1), None, torch.zeros(1, 1), *UPDATE)))
+    outputs = kernels.cast_transpose(torch.randn(shape), None, 0, E4M3, many_tile(tile), False, 0, 16)[:4]
+    for delayed_scales in [[], [state()[0]]][: 2 if tile == (-1, -1) else 1]:
+        many = (delayed_scales, 1, many_tile(tile), True, 1)
+        found.append(("multi_tensor_cast", ([torch.randn(shape)], *([out] for out in outputs), *many)))
     a, b = pair(shape, tile, E4M3), pair((4, shape[1]), tile, E5M2)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         found.append(("dequantize", (*a, tile, dtype)))
@@ -95,9 +104,10 @@ def test_fakes_agree_with_what_the_ops_return(shape: tuple[int, int], tile: tupl
 @pytest.mark.parametrize("shape", [(7, 12), (1, 6), (0, 5)], ids=str)
 def test_opcheck(shape: tuple[int, int], tile: tuple[int, int]) -> None:
     for name, args in cases(shape, tile):
-        # the schema check compares inputs by allclose, which torch lacks for float8: test_dequantize.py and
-        # test_matmul.py look themselves whether theirs are left alone
-        utils = ["test_faketensor", *(["test_schema"] if name not in {"dequantize", "matmul"} else [])]
+        # the schema check compares arguments by allclose, which torch lacks for float8: test_dequantize.py and
+        # test_matmul.py look themselves whether theirs are left alone, test_multi_tensor_cast.py at what is written
+        with_codes = {"dequantize", "matmul", "multi_tensor_cast"}
+        utils = ["test_faketensor", *(["test_schema"] if name not in with_codes else [])]
         torch.library.opcheck(op_of(name), args, test_utils=utils)
 
 
@@ -162,6 +172,7 @@ def test_only_the_state_is_written() -> None:
     assert {name: names for name, names in written.items() if names} == {
         "cast_and_commit": buffers,
         "delayed_update": buffers,
+        "multi_tensor_cast": ["qdata", "transposed", "scale_inv", "amax"],
     }
 
 

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from octavo.formats import format_of
 from octavo.granularity import ALL
+from octavo.kernels.layouts import padded
 from octavo.kernels.reference.amax import amax_and_finiteness, one_amax_and_finiteness
 from octavo.kernels.reference.codes import encode
 from octavo.kernels.reference.delayed_update import delayed_update
@@ -127,7 +128,7 @@ def _float32(like: Tensor, shape: tuple[int, ...], value: float) -> Tensor:
 
 
 def _padded(codes: Tensor, pad: int) -> Tensor:
-    missing = -codes.shape[1] % pad
+    missing = padded(codes.shape[1], pad) - codes.shape[1]
     return F.pad(codes.view(torch.uint8), (0, missing)).view(codes.dtype) if missing else codes
 
 

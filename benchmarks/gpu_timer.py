@@ -1,0 +1,182 @@
+"""How long kernels take on a GPU, and what the GPU can do at best, measured in the same run.
+
+A reading is the time between two CUDA events around calls that were queued while the GPU was kept busy, so that no time
+of the host is in it. Calls rotate among input sets, and the results of the last ones stay allocated, so that neither is
+read from or written to memory that the L2 cache still holds. Variants take turns, so drift of the machine hits all
+alike. On a CPU the same functions read the host's clock.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+_L2_BYTES = 60 << 20
+_LONG_ENOUGH = 100e-6  # seconds of a reading: an event's own time is about 1 us
+_HERTZ = 2e9  # at most, of the GPU's clock
+
+
+class Timings(NamedTuple):
+    """Seconds a call, a reading a round, and why a variant has none."""
+
+    seconds: dict[str, list[float]]
+    errors: dict[str, str]
+
+    def median(self, name: str) -> float:
+        """NaN where the variant failed."""
+        return statistics.median(self.seconds[name]) if name in self.seconds else math.nan
+
+
+class Deadline:
+    """So many minutes from now."""
+
+    def __init__(self, minutes: float) -> None:
+        self._end = time.monotonic() + 60 * minutes
+
+    def left(self) -> float:
+        """Seconds left, negative when past."""
+        return self._end - time.monotonic()
+
+
+def input_sets(nbytes: int) -> int:
+    """How many inputs of this size outgrow the L2 cache."""
+    return max(2, min(32, math.ceil(2 * _L2_BYTES / max(nbytes, 1)))) if ON_GPU else 1
+
+
+def synchronize() -> None:
+    """Wait for the GPU, if there is one."""
+    if ON_GPU:
+        torch.cuda.synchronize()
+
+
+def describe(error: BaseException) -> str:
+    """An error in one short line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:120]
+
+
+def timings(
+    variants: Mapping[str, Sequence[Callable[[], object]]],
+    rounds: int = 10,
+    seconds_a_variant: float = 0.5,
+    hide_host: bool = True,
+) -> Timings:
+    """Time variants, each a list of calls that do the same work on different inputs.
+
+    A variant whose first calls raise has an error instead of readings. One so slow that its rounds would take longer
+    than ``seconds_a_variant`` has fewer of them. Unless ``hide_host``, a reading is of several calls in a row, the
+    first of which finds the GPU idle: if the host is the slower one, it is the host's time.
+    """
+    ready: dict[str, tuple[Sequence[Callable[[], object]], int, float]] = {}
+    errors = {}
+    for name, calls in variants.items():
+        try:
+            ready[name] = (calls, *_warm_up(calls))
+        except Exception as error:
+            errors[name] = describe(error)
+    seconds: dict[str, list[float]] = {name: [] for name in ready}
+    spent = dict.fromkeys(ready, 0.0)
+    for _ in range(rounds):
+        pending = {}
+        for name, (calls, count, host) in ready.items():
+            if seconds[name] and spent[name] > seconds_a_variant:
+                continue
+            start = time.perf_counter()
+            if not hide_host:
+                count, host = max(count, 4) if ON_GPU else 1, math.nan
+            pending[name] = count, _reading(calls, count, host)
+            spent[name] += time.perf_counter() - start
+        synchronize()
+        for name, (count, reading) in pending.items():
+            value = reading if isinstance(reading, float) else reading[0].elapsed_time(reading[1]) / 1e3
+            seconds[name].append(value / count)
+            spent[name] += value if ON_GPU else 0.0
+    return Timings(seconds, errors)
+
+
+def _warm_up(calls: Sequence[Callable[[], object]]) -> tuple[int, float]:
+    """Call all once, then say how many make a reading long enough and the host's seconds for one."""
+    kept: deque[object] = deque(maxlen=len(calls))
+    for call in calls:
+        kept.append(call())
+    synchronize()
+    start = time.perf_counter()
+    for i in range(3 if ON_GPU else 1):
+        kept.append(calls[i % len(calls)]())
+    host = (time.perf_counter() - start) / (3 if ON_GPU else 1)
+    if not ON_GPU:
+        return 1, host
+    reading = _reading(calls, len(calls), host)
+    synchronize()
+    device = reading[0].elapsed_time(reading[1]) / 1e3 / len(calls)  # type: ignore[index]
+    return max(1, min(100, math.ceil(_LONG_ENOUGH / max(device, 1e-6)))), host
+
+
+def _reading(
+    calls: Sequence[Callable[[], object]], count: int, host: float
+) -> float | tuple[torch.cuda.Event, torch.cuda.Event]:
+    """Time ``count`` calls that the host needs ``host`` seconds each for; NaN: its time is not to be hidden."""
+    kept: deque[object] = deque(maxlen=len(calls))
+    if not ON_GPU:
+        before = time.perf_counter()
+        for i in range(count):
+            kept.append(calls[i % len(calls)]())
+        return time.perf_counter() - before
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    if math.isnan(host):
+        torch.cuda.synchronize()
+    else:  # busy until the calls are queued, with room for the host's hiccups
+        torch.cuda._sleep(int(min(1.5 * host * count + 50e-6, 0.05) * _HERTZ))
+    start.record()
+    for i in range(count):
+        kept.append(calls[i % len(calls)]())
+    end.record()
+    return start, end
+
+
+class Peaks(NamedTuple):
+    """What the device did at best in this run: bytes/s read + written, FLOP/s."""
+
+    copy: float
+    bf16: float
+    fp8: float  # the tensor cores' short accumulator
+    fp8_exact: float
+
+    def __str__(self) -> str:
+        return (
+            f"measured peaks: copy {self.copy / 1e12:.3f} TB/s, bf16 {self.bf16 / 1e12:.0f} TFLOP/s, "
+            f"FP8 {self.fp8 / 1e12:.0f} TFLOP/s fast accumulation, {self.fp8_exact / 1e12:.0f} without"
+        )
+
+
+def peaks(toy: bool = False) -> Peaks:
+    """Measure them: a copy of 1 GiB, square products of random numbers, 8192 a side."""
+    elements, side = (1 << 16, 64) if toy else (1 << 30, 8192)
+    source, target = (torch.zeros(elements, dtype=torch.uint8, device=DEVICE) for _ in range(2))
+    a, b = (torch.randn(side, side, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
+    a8, b8 = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
+    one = torch.ones((), device=DEVICE)
+
+    def fp8(fast: bool) -> Tensor:
+        return torch._scaled_mm(a8, b8.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=fast)
+
+    found = timings(
+        {
+            "copy": [lambda: target.copy_(source)],
+            "bf16": [lambda: torch.mm(a, b.t())],
+            "fp8": [lambda: fp8(True)],
+            "fp8_exact": [lambda: fp8(False)],
+        },
+        rounds=20,
+    )
+    flop = 2 * side**3
+    return Peaks(2 * elements / found.median("copy"), *(flop / found.median(name) for name in Peaks._fields[1:]))

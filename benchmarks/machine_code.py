@@ -1,0 +1,155 @@
+"""A compiled kernel's machine code, and what is checked of it.
+
+    nothing spills and no stack is used
+    codes are made and read by the hardware's conversions
+    x, codes and results of aligned tensors move 16 bytes an access
+    a product runs on the FP8 tensor cores
+
+The tools are Triton's own: its wheel carries nvdisasm and cuobjdump.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import triton
+from triton.compiler import CompiledKernel
+from triton.runtime.jit import JITFunction
+
+from octavo.kernels.triton import tiles
+
+
+class Instruction(NamedTuple):
+    """One of a kernel's instructions and the source lines (file's name, line) that it comes from, innermost first."""
+
+    name: str  # with its suffixes: LDG.E.128
+    lines: tuple[tuple[str, int], ...]
+
+
+_LINE = re.compile(r'"([^"]+)", line (\d+)')
+_INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]+\*/\s+(?:@!?\w+ )?\s*([A-Z][A-Z0-9_.]*)")
+
+
+def _tool(tool: Any, kernel: CompiledKernel, *options: str) -> str:
+    """What a tool of Triton's own wheel says of a kernel's machine code."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        return subprocess.run([tool.path, *options, file.name], capture_output=True, text=True, check=True).stdout
+
+
+def instructions(kernel: CompiledKernel) -> list[Instruction]:
+    """A kernel's machine code."""
+    found: list[Instruction] = []
+    lines: list[tuple[str, int]] = []
+    in_lines = False
+    for text in _tool(triton.knobs.nvidia.nvdisasm, kernel, "-gi", "-c").splitlines():
+        if "//##" in text:
+            if not in_lines:
+                lines = []
+            lines += [(path.rpartition("/")[2], int(line)) for path, line in _LINE.findall(text)[:1]]
+            in_lines = True
+        elif match := _INSTRUCTION.match(text):
+            in_lines = False
+            found.append(Instruction(match[1], tuple(lines)))
+    return found
+
+
+def resources(kernel: CompiledKernel) -> dict[str, int]:
+    """Registers a thread and bytes of stack: {"REG": ..., "STACK": ...}."""
+    text = _tool(triton.knobs.nvidia.cuobjdump, kernel, "--dump-resource-usage")
+    return {name: int(value) for name, value in re.findall(r"\b(REG|STACK):(\d+)", text)}
+
+
+@functools.cache
+def _source() -> dict[tuple[str, int], str]:
+    """The kernels' source lines by (file's name, line)."""
+    folder = Path(tiles.__file__).parent
+    return {
+        (file.name, number): line
+        for file in folder.glob("*.py")
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
+    }
+
+
+_BITS = re.compile(r"\.(?:U|S)?(8|16|64|128|256)(?:\.|$)")
+_TENSOR_CORES = {90: "QGMMA", 100: "UTCQMMA"}
+
+
+def _bits(instruction: Instruction) -> int:
+    match = _BITS.search(instruction.name)
+    return int(match[1]) if match else 32
+
+
+def _is_of(function: JITFunction, instruction: Instruction) -> bool:
+    """Whether an access is one of tiles.py's ``function``.
+
+    Triton 3.6 gives its line only. 3.9 gives the callers' too, but its own is off by a few, since the lines of inline
+    assembly count.
+    """
+    (file, line), *callers = instruction.lines or [("", 0)]
+    first = function.starting_line_number
+    inside = first <= line < first + len(function.raw_src)
+    calls = any(re.search(rf"\b{function.__name__}\(", _source().get(caller, "")) for caller in callers)
+    return file == "tiles.py" and (calls or (inside and not callers))
+
+
+def _widths(name: str, code: list[Instruction]) -> tuple[set[int], set[int]]:
+    """Bits an access, of a kernel's loads and stores of tiles; scales and their like are narrow and few."""
+    loads = [i for i in code if i.name.startswith("LDG.")]
+    stores = [i for i in code if i.name.startswith("STG.")]
+    if name == "matmul_kernel":
+        loads = [i for i in code if i.name.startswith("LDGSTS.")]
+    elif name == "dequantize_kernel":
+        loads = [i for i in loads if _bits(i) == max(map(_bits, loads))]
+    elif name != "cast_any_block_kernel":
+        loads = [i for i in loads if _is_of(tiles.load_tile, i)]
+        stores = [i for i in stores if _is_of(tiles.store_codes, i)]
+    return set(map(_bits, loads)), set(map(_bits, stores))
+
+
+def examine(kernel: CompiledKernel, bits: int = 128) -> tuple[dict[str, object], list[str]]:
+    """What a kernel's machine code is like, and what is amiss with it.
+
+    Args:
+        kernel: compiled for an sm_90 or sm_100.
+        bits: how wide its accesses of tiles should be at least.
+    """
+    code, used = instructions(kernel), resources(kernel)
+    loads, stores = _widths(kernel.name, code)
+    conversions = sorted({match[0] for i in code if (match := re.search(r"^F2FP.*E[45]M[23]", i.name))})
+    tensor_core = sorted({i.name for i in code if "MMA" in i.name and not i.name.startswith("HFMA2")})
+    spills = sum(i.name.startswith(("STL", "LDL")) for i in code)
+    misses = []
+    if spills or used["STACK"]:
+        misses.append(f"{spills} spills, {used['STACK']} bytes of stack")
+    # a product gives the tensor cores codes as they are
+    formats = set() if kernel.name == "matmul_kernel" else set(re.findall(r"\bf8(E4M3|E5M2)", kernel.asm["ttir"]))
+    for name in sorted(formats):
+        if not any(name in conversion for conversion in conversions):
+            misses.append(f"no hardware conversion of {name}")
+    wanted = _TENSOR_CORES[kernel.metadata.target.arch]
+    if kernel.name == "matmul_kernel" and not any(name.startswith(wanted) for name in tensor_core):
+        misses.append(f"no {wanted}")
+    if kernel.name != "delayed_update_kernel" and min(loads, default=0) < bits:
+        misses.append(f"loads of {sorted(loads) or 'no'} bits")
+    if (formats or tensor_core) and min(stores, default=0) < bits:
+        misses.append(f"stores of {sorted(stores) or 'no'} bits")
+    return {
+        "kernel": kernel.name,
+        "capability": f"sm_{kernel.metadata.target.arch}",
+        "warps": kernel.metadata.num_warps,
+        "registers": used["REG"],
+        "stack_bytes": used["STACK"],
+        "spills": spills,
+        "shared_bytes": kernel.metadata.shared,
+        "load_bits": "/".join(map(str, sorted(loads))),
+        "store_bits": "/".join(map(str, sorted(stores))),
+        "conversions": " ".join(conversions),
+        "tensor_core": " ".join(tensor_core),
+    }, misses

@@ -1,0 +1,106 @@
+"""Triton without a GPU: kernels are compiled for a real target and bound by Triton's own launcher, but not launched.
+
+    with offline(90) as launches:
+        cast(torch.randn(256, 256), ...)        # plain CPU tensors stand for a GPU's
+    launches[0].kernel.asm["cubin"]             # what machine_code.py reads
+
+Each capability counts as a device of its own, so that Triton's caches and octavo's keep them apart. Works with Triton
+3.6 to 3.9.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest import mock
+
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.driver import CudaLauncher
+from triton.compiler import CompiledKernel
+from triton.runtime.driver import driver
+
+from octavo.kernels.triton import launch
+
+SHARED_MEMORY = {90: 232448, 100: 232448}  # bytes a program may have, opted in
+_COMPILED: dict[int, dict[Any, Any]] = {capability: {} for capability in SHARED_MEMORY}  # octavo's, by its own keys
+
+
+class Launch(NamedTuple):
+    """What was to be launched: the compiled kernel and its grid."""
+
+    kernel: CompiledKernel
+    grid: tuple[int, int, int]
+
+
+class _Launcher(CudaLauncher):
+    """Triton's launcher without what it calls in C, which alone reads the arguments and calls the driver."""
+
+    gsan_enabled = False
+    arg_annotations = kernel_signature = None
+
+    def __init__(self, source: Any, metadata: Any) -> None:
+        self.num_ctas = metadata.num_ctas
+        self.global_scratch_size, self.global_scratch_align = (
+            metadata.global_scratch_size,
+            metadata.global_scratch_align,
+        )
+        self.profile_scratch_size = self.profile_scratch_align = 0
+        self.launch_cooperative_grid, self.launch_pdl = metadata.launch_cooperative_grid, metadata.launch_pdl
+        self.launch = _nothing
+
+
+def _nothing(*args: Any) -> None:
+    return None
+
+
+def _load_binary(name: str, binary: bytes, shared: int, device: int) -> tuple[None, int, int, int, int]:
+    """(module, function, registers, spills, most threads): without a module, none is unloaded when the kernel dies."""
+    return None, 1, 0, 0, 1024
+
+
+class _Driver:
+    """As much of a driver as compiling and binding need."""
+
+    launcher_cls = _Launcher
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+        properties = {"max_shared_mem": SHARED_MEMORY[capability], "multiprocessor_count": 132}
+        self.utils = SimpleNamespace(load_binary=_load_binary, get_device_properties=lambda device: properties)
+        # closures, as fast as torch's own functions are in the real driver
+        self.get_current_device: Callable[[], int] = lambda: capability
+        self.get_current_stream: Callable[[int], int] = lambda device: 0
+
+    def set_current_device(self, device: int) -> None:
+        pass
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+
+@contextmanager
+def offline(capability: int, record: bool = True) -> Iterator[list[Launch]]:
+    """Compile for ``capability`` (90 or 100) and launch nothing; the launches are listed unless ``record`` is False."""
+    launches: list[Launch] = []
+    original, previous = CompiledKernel.run, driver._active
+
+    def run(kernel: CompiledKernel) -> Callable[..., None]:
+        launcher = original.fget(kernel)
+
+        def recorded(x: int, y: int, z: int, *args: Any) -> None:
+            launches.append(Launch(kernel, (x, y, z)))
+            launcher(x, y, z, *args)
+
+        return recorded
+
+    driver.set_active(_Driver(capability))
+    if record:
+        CompiledKernel.run = property(run)
+    try:
+        with mock.patch.object(launch, "_compiled", _COMPILED[capability]):
+            yield launches
+    finally:
+        CompiledKernel.run = original
+        driver._active = previous

@@ -1,0 +1,106 @@
+"""The products of two pairs that are timed: their operands, and that their results are right.
+
+A product's shape is (M, N, K): [M, K] . [N, K]^T, both in E4M3. By their tiles these are the products of the recipes:
+tensor . tensor is delayed's and dynamic's, rows . rows rowwise's, 1x128 . 128x128 blockwise's output and grad_input,
+1x128 . 1x128 its grad_weight, 1x32 . 1x32 mx's.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import benchmarks.interpreter  # noqa: F401
+from benchmarks.cases import E4M3, ROWS, TENSOR, inputs
+from benchmarks.gpu_timer import ON_GPU
+from benchmarks.measure import sqnr
+from benchmarks.roofline import product_flop
+from octavo.granularity import Tile
+from octavo.kernels.reference import KERNELS as REFERENCE
+from octavo.kernels.triton import KERNELS as TRITON
+
+# by its path: the function of the same name hides the module
+_module = importlib.import_module("octavo.kernels.triton.matmul")
+LEAST_SQNR = 35.0  # dB of a result in bf16, whose own rounding is at 50; fast accumulation costs some
+CHECKED_ROWS = 256
+
+
+class Product(NamedTuple):
+    """Tiles of the two operands, and the function."""
+
+    a_tile: Tile
+    b_tile: Tile
+    function: Callable[..., Tensor]
+
+
+TILES: dict[str, tuple[Tile, Tile]] = {
+    "tensor . tensor": (TENSOR, TENSOR),
+    "rows . rows": (ROWS, ROWS),
+    "1x128 . 128x128": ((1, 128), (128, 128)),
+    "1x128 . 1x128": ((1, 128), (1, 128)),
+    "1x32 . 1x32": ((1, 32), (1, 32)),
+}
+# those that torch's own product has here; a CPU has no blocks
+TORCH = [name for name in TILES if name != "1x32 . 1x32" and (ON_GPU or "128" not in name)]
+PRODUCTS = {f"{name}, Triton": Product(*tiles, _module.triton_matmul) for name, tiles in TILES.items()}
+PRODUCTS |= {f"{name}, torch": Product(*TILES[name], _module.library_matmul) for name in TORCH}
+
+
+def operand(x: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
+    """The pair of x in E4M3; scales of blocks are powers of two."""
+    return TRITON["cast"](x, None, 0, E4M3, tile, tile[1] > 0, 0)[:2]
+
+
+def arguments(name: str, shape: tuple[int, ...], fast_accum: bool = False) -> tuple[Any, ...]:
+    """What ``octavo::matmul`` takes, from random numbers."""
+    rows, cols, contraction = shape
+    product = PRODUCTS[name]
+    a, b = (
+        operand(inputs(rows, contraction, 1)[0], product.a_tile),
+        operand(inputs(cols, contraction, 2)[1], product.b_tile),
+    )
+    return *a, product.a_tile, *b, product.b_tile, None, torch.bfloat16, fast_accum
+
+
+def calls(name: str, shape: tuple[int, ...], sets: int, fast_accum: bool = False) -> list[Callable[[], Tensor]]:
+    """The product; of one set, for it is arithmetic that bounds it."""
+    function, bound = PRODUCTS[name].function, arguments(name, shape, fast_accum)
+    return [lambda: function(*bound)]
+
+
+def flop(shape: tuple[int, ...]) -> float:
+    """Of the product."""
+    return product_flop(*shape)
+
+
+def wrong(name: str, shape: tuple[int, ...], fast_accum: bool = False) -> str:
+    """What is wrong with its first rows, "" for nothing: against the same pairs multiplied in float32."""
+    a, a_scale_inv, a_tile, b, b_scale_inv, b_tile, *others = arguments(name, shape, fast_accum)
+    result = PRODUCTS[name].function(a, a_scale_inv, a_tile, b, b_scale_inv, b_tile, *others)
+    rows = min(CHECKED_ROWS, shape[0])
+    a_rows_scale_inv = a_scale_inv[:rows] if a_tile[0] == 1 else a_scale_inv
+    a_rows = REFERENCE["dequantize"](a[:rows], a_rows_scale_inv, a_tile, torch.float32)
+    exact = a_rows @ REFERENCE["dequantize"](b, b_scale_inv, b_tile, torch.float32).t()
+    found = sqnr(result[:rows].float(), exact)
+    return "" if found > LEAST_SQNR else f"{found:.1f} dB"
+
+
+def torchao_call(name: str, shape: tuple[int, ...]) -> Callable[[], Tensor] | None:
+    """torchao's own kernel for the product's tiles, where it has one: for blocks."""
+    if not ON_GPU or name not in ("1x128 . 128x128", "1x128 . 1x128"):
+        return None
+    try:
+        from torchao.prototype.blockwise_fp8_training import kernels
+    except Exception:  # absent, or not for this Triton
+        return None
+    a, b = inputs(shape[0], shape[2], 1)[0], inputs(shape[1], shape[2], 1)[0]
+    a_codes, a_scale = kernels.triton_fp8_blockwise_act_quant_lhs(a)
+    if name == "1x128 . 128x128":
+        b_codes, b_scale = kernels.triton_fp8_blockwise_weight_quant_transposed_rhs(b)
+        return lambda: kernels.triton_fp8_gemm_1x128_128x128(a_codes, b_codes, a_scale, b_scale, 128, torch.bfloat16)
+    b_codes, b_scale = kernels.triton_fp8_blockwise_act_quant_rhs(b.t().contiguous())
+    return lambda: kernels.triton_fp8_gemm_1x128_128x1(a_codes, b_codes, a_scale, b_scale, 128, torch.bfloat16)

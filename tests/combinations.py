@@ -1,0 +1,36 @@
+"""Few cases that meet every pair of options, where all combinations would be too many."""
+
+import itertools
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+Choice = tuple[str, int]  # an option and which of its values
+
+
+def all_pairs(**options: Sequence[Any]) -> list[dict[str, Any]]:
+    """Cases such that any value of one option occurs with any value of another; always the same ones."""
+    choices = [[(name, i) for i in range(len(values))] for name, values in options.items()]
+    left = {frozenset(pair) for a, b in itertools.combinations(choices, 2) for pair in itertools.product(a, b)}
+    shuffle, cases = random.Random(0), []
+    while left:
+        case = set(min(left, key=sorted))
+        unset = [c for c in choices if not case & {*c}]
+        shuffle.shuffle(unset)
+        for values in unset:
+            case.add(max(values, key=lambda v: (sum(frozenset((v, c)) in left for c in case), shuffle.random())))
+        left -= {frozenset(pair) for pair in itertools.combinations(case, 2)}
+        cases.append({name: options[name][i] for name, i in sorted(case, key=lambda c: [*options].index(c[0]))})
+    return cases
+
+
+def each_pair(**options: Sequence[Any]) -> pytest.MarkDecorator:
+    """A test of each of these cases, which it gets as ``case``."""
+    cases = all_pairs(**options)
+    return pytest.mark.parametrize("case", cases, ids=["-".join(map(_short, case.values())) for case in cases])
+
+
+def _short(value: Any) -> str:
+    return str(value).removeprefix("torch.").replace(" ", "")

@@ -1,0 +1,93 @@
+"""The kernels' machine code for Hopper and Blackwell, made without a GPU and checked by benchmarks/compiled.py."""
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+compiled = importlib.import_module("benchmarks.compiled")
+gpu_host = importlib.import_module("benchmarks.gpu_host")
+launch = importlib.import_module("octavo.kernels.triton.launch")
+
+ROOT = Path(__file__).parents[2]
+OLDEST = "3.6.0"  # Triton, what torch 2.11 brings
+
+
+@pytest.mark.parametrize("capability", compiled.CAPABILITIES)
+@pytest.mark.parametrize("group", compiled.GROUPS)
+def test_machine_code(group: str, capability: int) -> None:
+    found = list(compiled.compiled(capability, group))
+    assert found
+    assert [(row["kernel"], row["op"], row["case"], miss) for row, misses in found for miss in misses] == []
+
+
+def test_every_configuration_is_compiled() -> None:
+    logs = [(rows * cols).bit_length() for rows, cols in compiled.SIZES]
+    for kernel, rows in launch.TABLE.items():
+        assert {launch.config(kernel, log) for log in logs} == {launch.Config(*row[1:]) for row in rows}
+
+
+def test_every_op_is_compiled() -> None:
+    with compiled.offline(90):  # making a case may launch
+        ops = {case.op for cases in compiled.GROUPS.values() for case in cases()}
+    assert ops == set(compiled.KERNELS)
+
+
+def test_narrow_accesses_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    shifted = torch.empty(1024, 1025, dtype=torch.bfloat16)[:, 1:]
+    case = compiled._cast("cast", compiled.ROW, x=shifted, pad=1)
+    monkeypatch.setitem(compiled.GROUPS, "narrow", lambda: iter([case]))
+    ((row, misses),) = compiled.compiled(90, "narrow")
+    assert row["load_bits"] == "16"
+    assert misses == ["loads of [16] bits"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "expected"),
+    [
+        ("delayed", ["cast_tensor_kernel"] * 2),  # the input; grad_output, with the commit and the bias's gradient
+        ("dynamic", ["amax_kernel", "cast_tensor_kernel"] * 2),
+        ("blockwise", ["cast_blocks_kernel"] * 2),
+        ("mx", ["cast_blocks_kernel"] * 2),
+    ],
+)
+def test_casts_of_a_step_whose_weight_is_cached(recipe: str, expected: list[str]) -> None:
+    with gpu_host.on_gpu_path(record=True) as launches:
+        _, step = gpu_host.steps(gpu_host.linear(recipe), cached=True)
+        step()
+        launches.clear()
+        step()
+    assert [kernel.name for kernel, _ in launches if kernel.name != "matmul_kernel"] == expected
+
+
+@pytest.mark.slow
+def test_machine_code_of_the_oldest_triton(tmp_path: Path) -> None:
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    installed = subprocess.run(
+        [*pip, "--no-deps", "--target", str(tmp_path), f"triton=={OLDEST}"], capture_output=True, text=True, check=False
+    )
+    if installed.returncode != 0:
+        pytest.skip(f"pip could not install triton=={OLDEST}: {installed.stderr.strip().splitlines()[-1:]}")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
+    version = subprocess.run(
+        [sys.executable, "-c", "import triton; print(triton.__version__)"],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert version.stdout.strip() == OLDEST, version.stderr
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "benchmarks", "compiled", "--no-write"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=1200,
+    )
+    assert (result.returncode, result.stderr) == (0, ""), result.stdout + result.stderr

@@ -1,0 +1,114 @@
+"""Casts with two scalings, and the cast that commits, bit for bit."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.combinations import each_pair
+from tests.triton_cases import (
+    ALL,
+    DTYPES,
+    E4M3,
+    E5M2,
+    FORMATS,
+    LAYOUTS,
+    SHAPES,
+    VALUES,
+    check,
+    laid,
+    update_args,
+    use_small_tiles,
+    values_of,
+)
+from tests.triton_kernels import TritonKernels
+
+pytestmark = pytest.mark.gpu
+
+FEW = [(0, 17), (17, 0), (1, 1), (1, 1000), (1000, 1), (17, 127), (127, 128), (128, 17), (96, 160)]
+# both from one launch; and not both
+TILES = [((1, 128), (128, 1)), ((1, 32), (32, 1)), ((128, 128), (128, 128)), ((1, 128), (128, 128)), ((8, 2), (1, 64))]
+TILES += [((1, -1), (-1, 1)), (ALL, (-1, 1)), ((-1, 1), ALL), ((1, 16), (1, -1)), ((20, 48), (32, 1))]
+
+
+@each_pair(
+    tiles=TILES,
+    shape=FEW,
+    dtype=DTYPES,
+    formats=[(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3), (E5M2, E5M2)],
+    layout=LAYOUTS,
+    values=VALUES,
+    powers_of_two=[(False, False), (True, True), (False, True)],
+    transpose_second=[False, True],
+    pad=[1, 16],
+    column_sum=[False, True],
+    small=[False, True],
+)
+def test_cast_two_scalings(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, case: dict[str, Any]) -> None:
+    if case["small"]:
+        use_small_tiles(kernels, monkeypatch)
+    x = laid(values_of(case["values"], case["shape"], case["dtype"]), case["layout"], kernels.device)
+    (tile, second_tile), (fmt, second_fmt) = case["tiles"], case["formats"]
+    power_of_two, second_power_of_two = case["powers_of_two"]
+    first, second = (fmt, tile, power_of_two, 1), (second_fmt, second_tile, second_power_of_two, 2)
+    extras = (case["transpose_second"], case["pad"], case["column_sum"])
+    check(kernels, "cast_two_scalings", x, *first, *second, *extras, compare_sums=case["values"] != "edge")
+
+
+@each_pair(
+    shape=SHAPES,
+    dtype=DTYPES,
+    fmt=FORMATS,
+    layout=LAYOUTS,
+    values=VALUES,
+    scale=[0.0, 0.37, 2.0**60],
+    length=[1, 4, 5, 16],
+    reduce=["max", "most_recent"],
+    amaxes=[(None, None), (3.0, None), (None, 0.0), (1e-3, 20.0)],
+    powers_of_two=[(False, True, False), (True, False, True)],
+    transpose=[False, True],
+    pad=[1, 16],
+    column_sum=[False, True],
+    small=[False, True],
+)
+def test_cast_and_commit(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, case: dict[str, Any]) -> None:
+    if case["small"]:
+        use_small_tiles(kernels, monkeypatch)
+    x = laid(values_of(case["values"], case["shape"], case["dtype"]), case["layout"], kernels.device)
+    state = torch.tensor([5.0, 0.0, case["scale"]], device=kernels.device)
+    history = torch.rand(3, case["length"]).to(kernels.device)
+    amaxes = [None if a is None else torch.full((1, 1), a, device=kernels.device) for a in case["amaxes"]]
+    update = update_args(case["reduce"], case["powers_of_two"])
+    cast = (case["fmt"], case["powers_of_two"][2], 2)
+    extras = (case["transpose"], case["pad"], case["column_sum"])
+    sums = case["values"] != "edge"
+    check(kernels, "cast_and_commit", x, state, history, *amaxes, *cast, *update, *extras, compare_sums=sums)
+
+
+@pytest.mark.parametrize("reduce", ["max", "most_recent"])
+@pytest.mark.parametrize("length", [1, 4, 5, 16])
+def test_a_sequence_of_steps(kernels: TritonKernels, length: int, reduce: str) -> None:
+    # from no history on; what one step leaves the next one reads
+    state, history = torch.zeros(3, device=kernels.device), torch.zeros(3, length, device=kernels.device)
+    update = update_args(reduce)
+    for step in range(length + 3):
+        x, weight, g = (steps_values(step, role).to(kernels.device) for role in range(3))
+        *_, amax_x, _ = check(kernels, "cast", x, state, 0, E4M3, ALL, False, 0)
+        *_, amax_weight, _ = check(kernels, "cast_transpose", weight, state, 1, E4M3, ALL, True, 1, 16)
+        amaxes = (amax_x.to(kernels.device), None if step % 3 == 1 else amax_weight.to(kernels.device))
+        check(kernels, "cast_and_commit", g, state, history, *amaxes, E5M2, False, 2, *update, True, 1, True)
+    assert (state != 0).all() and bool((history != 0).any())
+
+
+def steps_values(step: int, role: int) -> Tensor:
+    """What a role casts in a step: nothing but zeros at times, nothing at all, or with a fault."""
+    x = torch.randn(17, 40).bfloat16() * 2.0 ** (step * (-1) ** role)
+    if (step + role) % 4 == 0:
+        x.zero_()
+    if (step + role) % 5 == 3:
+        x = x[:0]
+    if (step + role) % 3 == 0:
+        x[2:3, 2:4] = torch.tensor([math.nan, math.inf])
+    return x

@@ -1,0 +1,99 @@
+"""Configurations, and the scratch that programs share."""
+
+import pytest
+import torch
+
+from tests.triton_cases import ALL, E4M3, E5M2, assert_counters_are_zero, update_args
+from tests.triton_kernels import TritonKernels
+
+pytestmark = pytest.mark.gpu
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def test_the_table(kernels: TritonKernels) -> None:
+    launch = kernels.module("launch")
+    for kernel, rows in launch.TABLE.items():
+        assert rows, kernel
+        limits = [row[0] for row in rows]
+        assert limits == sorted(set(limits)), f"{kernel}: sizes must ascend"
+        for _, *row in rows:
+            config = launch.Config(*row)
+            for size in (config.block_r, config.block_c):
+                assert size == launch.next_power_of_two(size) <= 2**14, kernel
+            assert config.block_c % 16 == 0, f"{kernel}: rows are padded to 16"
+            if "transpose" in kernel:
+                assert config.block_r % 16 == 0, f"{kernel}: transposed rows are padded to 16"
+            assert config.block_r * config.block_c <= 2**20, f"{kernel}: more than Triton allows"
+            assert config.num_warps in (1, 2, 4, 8, 16) and config.tiles >= 1, kernel
+
+
+def test_config_goes_by_size(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = kernels.module("launch")
+    small, large = [16, 32, 1, 4], [64, 64, 2, 8]
+    monkeypatch.setitem(launch.TABLE, "some kernel", [[20, *small], [30, *large]])
+    found = [[*launch.config("some kernel", size)] for size in (0, 20, 21, 30, 31, 60)]
+    assert found == [small, small, large, large, large, large]
+
+
+def test_next_power_of_two(kernels: TritonKernels) -> None:
+    next_power_of_two = kernels.module("launch").next_power_of_two
+    found = [next_power_of_two(n) for n in (0, 1, 2, 3, 4, 5, 127, 128, 129)]
+    assert found == [1, 1, 2, 4, 4, 8, 128, 128, 256]
+
+
+def test_workspace(kernels: TritonKernels) -> None:
+    launch = kernels.module("launch")
+    x = torch.empty(0, device=kernels.device)
+    work = launch.workspace(x, 5)
+    assert work.dtype == torch.int32 and work.device == x.device and work.numel() == launch.WORK
+    assert not work.any()
+    assert launch.workspace(x, launch.WORK).data_ptr() == work.data_ptr()
+    more = launch.workspace(x, launch.WORK + 1)  # for which none is kept
+    assert more.numel() > launch.WORK and not more.any() and more.data_ptr() != work.data_ptr()
+
+
+def test_more_strips_than_there_are_counters(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels.module("launch"), "WORK", 3)
+    x = torch.randn(40, 600).to(kernels.device)
+    for tile in (ALL, (1, 128)):
+        *_, amax, sums = kernels.cast_transpose(x, None, 0, E4M3, tile, False, 0, 1, True)
+        assert amax.max() == x.abs().max()
+        assert torch.allclose(sums.double(), x.double().sum(0), rtol=0, atol=1e-4)
+    assert_counters_are_zero(kernels)
+
+
+@needs_gpu
+def test_a_stream_has_its_own_workspace(kernels: TritonKernels) -> None:
+    workspace = kernels.module("launch").workspace
+    x = torch.empty(0, device=kernels.device)
+    found = {}
+    for stream in (torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()):
+        with torch.cuda.stream(stream):
+            found[stream.cuda_stream] = workspace(x, 5).data_ptr()
+            assert workspace(x, 5).data_ptr() == found[stream.cuda_stream]
+    assert len({*found.values()}) == len(found) == 3
+
+
+@needs_gpu
+def test_the_first_launch_may_not_be_captured(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = kernels.module("launch")
+    monkeypatch.setattr(launch, "_work", {})
+    monkeypatch.setattr(launch, "_pools", {})
+    x = torch.randn(4, 4, device=kernels.device)
+    first_launch = pytest.raises(RuntimeError, match="run the step once before capturing")
+    with first_launch, torch.cuda.graph(torch.cuda.CUDAGraph()):
+        kernels.amax(x + 1, ALL)
+    assert kernels.amax(x, ALL).item() == x.abs().max()
+
+
+def test_launches_one_after_the_other(kernels: TritonKernels) -> None:
+    # an amax or a counter left behind by one would be seen by the next, smaller one
+    state, history = (torch.zeros(size, device=kernels.device) for size in ((3,), (3, 2)))
+    for scale in (8.0, 4.0, 1.0, 0.0, 2.0):
+        x = torch.full((70, 300), scale, device=kernels.device)
+        assert kernels.amax(x, ALL).item() == scale
+        assert kernels.cast(x, None, 0, E4M3, ALL, False, 0)[2].item() == scale
+        kernels.cast_and_commit(x, state, history, None, None, E5M2, False, 0, *update_args("max"), True, 1, True)
+        assert history[2, 0].item() == scale
+        assert_counters_are_zero(kernels)

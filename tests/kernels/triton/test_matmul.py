@@ -1,0 +1,153 @@
+"""The product of two pairs: Triton's kernel beside the reference, and which product a case goes to."""
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.granularity import Tile
+from octavo.kernels.reference import KERNELS as REFERENCE
+from octavo.kernels.triton.launch import LIBRARY
+from tests.helpers import sqnr
+from tests.triton_cases import ALL, E4M3, E5M2, poisoned_memory, to
+from tests.triton_kernels import TritonKernels
+
+pytestmark = pytest.mark.gpu
+
+ROWS, BLOCK, SQUARE, MX = (1, -1), (1, 128), (128, 128), (1, 32)
+SHAPES = [(64, 48, 128), (17, 19, 127), (1, 1, 1), (130, 70, 300), (5, 3, 0), (0, 4, 16), (4, 0, 16)]
+TILES = [(ALL, ALL), (ROWS, ROWS), (BLOCK, SQUARE), (BLOCK, BLOCK), (MX, MX), (ROWS, (128, 64)), (ALL, (64, 96))]
+
+
+def operand(rows: int, cols: int, tile: Tile, fmt: torch.dtype) -> tuple[Tensor, Tensor]:
+    x = torch.randn(rows, cols) * torch.logspace(-2, 2, rows)[:, None]
+    return REFERENCE["cast"](x, None, 0, fmt, tile, False, 0)[:2]
+
+
+def operands(shape: tuple[int, int, int], tiles: tuple[Tile, Tile], formats: tuple[Any, Any]) -> tuple[Any, ...]:
+    M, N, K = shape
+    return *operand(M, K, tiles[0], formats[0]), tiles[0], *operand(N, K, tiles[1], formats[1]), tiles[1]
+
+
+def close(ours: Tensor, theirs: Tensor, kernels: TritonKernels, fast: bool = False) -> None:
+    """As near as sums in another order are; the tensor cores' short accumulator has 14 bits."""
+    assert ours.shape == theirs.shape and ours.dtype == theirs.dtype and ours.is_contiguous()
+    least = {torch.float32: 110, torch.float16: 60, torch.bfloat16: 48}[ours.dtype]
+    on_gpu = kernels.device.type == "cuda"
+    assert torch.equal(ours, theirs) or sqnr(ours, theirs) > (min(least, 40 if fast else 55) if on_gpu else least)
+
+
+@pytest.mark.parametrize("tiles", TILES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_triton_s_product(shape: tuple[int, int, int], tiles: tuple[Tile, Tile], kernels: TritonKernels) -> None:
+    triton_matmul = kernels.module("matmul").triton_matmul
+    for formats, dtype, bias_dtype, fast in (
+        ((E4M3, E4M3), torch.float32, None, True),
+        ((E5M2, E4M3), torch.bfloat16, torch.bfloat16, False),
+        ((E4M3, E5M2), torch.float16, torch.float32, False),
+    ):
+        args = operands(shape, tiles, formats)
+        if dtype == torch.float16:  # within its range
+            args = (args[0], args[1] * 1e-2, *args[2:])
+        bias = None if bias_dtype is None else torch.randn(shape[1]).to(bias_dtype)
+        expected = REFERENCE["matmul"](*args, bias, torch.float32, fast).to(dtype)
+        with poisoned_memory():
+            found = triton_matmul(*to(kernels.device, (*args, bias)), dtype, fast)
+        close(found.cpu(), expected, kernels, fast)
+
+
+def test_a_fault_reaches_only_its_row(kernels: TritonKernels) -> None:
+    args = operands((20, 24, 64), (ALL, ALL), (E4M3, E4M3))
+    args[0].view(torch.uint8)[3, 5] = 0x7F  # NaN
+    found = kernels.module("matmul").triton_matmul(*to(kernels.device, args), None, torch.float32, False).cpu()
+    assert found[3].isnan().all()
+    assert not found[[i for i in range(20) if i != 3]].isnan().any()
+
+
+@pytest.mark.parametrize("tiles", [(ALL, ALL), (BLOCK, SQUARE)], ids=str)
+def test_operands_of_any_strides(tiles: tuple[Tile, Tile], kernels: TritonKernels) -> None:
+    args = operands((32, 48, 256), tiles, (E4M3, E4M3))
+    expected = REFERENCE["matmul"](*args, None, torch.float32, False)
+    a, a_scale_inv, a_tile, b, b_scale_inv, b_tile = to(kernels.device, args)
+    turned = [t.view(torch.uint8).t().contiguous().view(E4M3).t() for t in (a, b)]
+    scales = [s.t().contiguous().t() for s in (a_scale_inv, b_scale_inv)]
+    wide = [torch.zeros(t.shape[0], 300, dtype=torch.uint8, device=t.device) for t in (a, b)]
+    for w, t in zip(wide, (a, b), strict=True):
+        w[:, : t.shape[1]] = t.view(torch.uint8)
+    sliced = [w.view(E4M3)[:, :256] for w in wide]
+    for first, second in (turned, sliced, (turned[0], sliced[1])):
+        found = kernels.matmul(first, scales[0], a_tile, second, scales[1], b_tile, None, torch.float32, False)
+        close(found.cpu(), expected, kernels)
+
+
+def chosen(kernels: TritonKernels, *args: Any) -> str:
+    """Which product ``matmul`` goes to."""
+    module = kernels.module("matmul")
+    with (
+        mock.patch.object(module, "library_matmul", return_value="torch"),
+        mock.patch.object(module, "triton_matmul", return_value="Triton"),
+        mock.patch.object(module, "reference_matmul", return_value="reference"),
+    ):
+        found: str = kernels.matmul(*to(kernels.device, args))
+        return found
+
+
+def test_the_choice(kernels: TritonKernels) -> None:
+    bf16 = torch.bfloat16
+    both, pair = (ALL, ALL), (E4M3, E4M3)
+    even = operands((32, 48, 64), both, pair)
+    assert chosen(kernels, *even, None, bf16, True) == chosen(kernels, *even, None, torch.float32, False) == "torch"
+    assert chosen(kernels, *even, torch.ones(48), bf16, True) == "torch"
+    assert chosen(kernels, *even, torch.ones(48), torch.float32, True) == "Triton"  # torch's has no such bias
+    assert chosen(kernels, *operands((17, 48, 64), both, pair), None, bf16, True) == "torch"
+    for odd in ((32, 47, 64), (32, 48, 63), (0, 48, 64)):
+        assert chosen(kernels, *operands(odd, both, pair), None, bf16, True) == "Triton"
+    assert chosen(kernels, *operands((32, 48, 64), both, (E5M2, E5M2)), None, bf16, True) == "Triton"
+    assert chosen(kernels, *operands((32, 48, 60), ((1, 20), (1, 20)), pair), None, bf16, True) == "reference"
+    assert chosen(kernels, *operands((32, 48, 64), (MX, MX), pair), None, bf16, False) == "Triton"
+
+
+@pytest.mark.parametrize("tiles", [(ROWS, ROWS), (BLOCK, SQUARE), (BLOCK, BLOCK)], ids=str)
+def test_the_choice_is_the_table_s(tiles: tuple[Tile, Tile], kernels: TritonKernels) -> None:
+    module = kernels.module("matmul")
+    args = (*operands((32, 64, 256), tiles, (E4M3, E4M3)), None, torch.bfloat16, False)
+    for table, expected in (({(*tiles, False)}, "torch"), ({(*tiles, True)}, "Triton"), (set(), "Triton")):
+        with mock.patch.object(module, "LIBRARY", table):
+            assert chosen(kernels, *args) == expected
+    with mock.patch.object(module, "LIBRARY", {(*tiles, False)}):
+        half = (*operands((32, 64, 192), tiles, (E4M3, E4M3)), None, torch.bfloat16, False)
+        assert chosen(kernels, *half) == ("torch" if tiles[0] == ROWS else "Triton")  # half a block
+        short = (*operands((30, 64, 256), tiles, (E4M3, E4M3)), None, torch.bfloat16, False)
+        assert chosen(kernels, *short) == ("torch" if tiles[0] == ROWS else "Triton")  # scales not in sixteens
+    assert (ALL, ALL, True) in LIBRARY
+
+
+@pytest.mark.parametrize("blocks", [1, 3, 4, 6])
+def test_scales_are_laid_as_torch_s_product_wants_them(blocks: int, kernels: TritonKernels) -> None:
+    laid = kernels.module("matmul")._library_scale_inv
+    vectors = torch.rand(8, blocks)
+    found = laid(vectors, BLOCK, 1)
+    assert torch.equal(found, vectors) and found.stride(0) == 1 and found.stride(1) in (1, 8)
+    squares = torch.rand(2, blocks)
+    found = laid(squares, SQUARE, 0)
+    padded = -(-blocks // 4) * 4
+    assert found.shape == (padded, 2) and found.stride() == (1, padded)
+    assert torch.equal(found[:blocks].t(), squares) and not found[blocks:].any()
+    for dim, shape in ((0, (1, 8)), (1, (8, 1))):
+        found = laid(torch.rand(1, 8).t(), ROWS, dim)
+        assert found.shape == shape and found.stride() == torch.empty(shape).stride()
+
+
+@pytest.mark.parametrize("tiles", [(ALL, ALL), (ROWS, ROWS), (BLOCK, SQUARE), (BLOCK, BLOCK)], ids=str)
+def test_torch_s_product(tiles: tuple[Tile, Tile], kernels: TritonKernels) -> None:
+    if kernels.device.type == "cpu" and tiles[0] == BLOCK:
+        pytest.skip("torch's product has no blocks on a CPU")
+    library_matmul = kernels.module("matmul").library_matmul
+    for shape in ((32, 48, 128), (256, 256, 384)):
+        for bias in (None, torch.randn(shape[1]), torch.randn(shape[1]).bfloat16()):
+            args = operands(shape, tiles, (E5M2 if tiles[0] != BLOCK else E4M3, E4M3))
+            expected = REFERENCE["matmul"](*args, bias, torch.float32, False).bfloat16()
+            found = library_matmul(*to(kernels.device, (*args, bias)), torch.bfloat16, False)
+            close(found.cpu(), expected, kernels)

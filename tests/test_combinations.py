@@ -1,0 +1,18 @@
+import itertools
+
+from tests.combinations import all_pairs
+
+OPTIONS = {"a": [0, 1, 2], "b": ["x", "y", "z", "w"], "c": [True, False], "d": [None], "e": range(3)}
+
+
+def test_every_pair_occurs_in_few_cases() -> None:
+    cases = all_pairs(**OPTIONS)
+    for one, other in itertools.combinations(OPTIONS, 2):
+        found = {(case[one], case[other]) for case in cases}
+        assert found == set(itertools.product(OPTIONS[one], OPTIONS[other]))
+    assert all([*case] == [*OPTIONS] for case in cases)
+    assert len(cases) <= 16  # 12 at least; all of them are 72
+
+
+def test_always_the_same() -> None:
+    assert all_pairs(**OPTIONS) == all_pairs(**OPTIONS)
