@@ -97,3 +97,12 @@ def test_no_tokens(name: str, device: torch.device) -> None:
     )
     assert y.shape == (0, 48) and dx.shape == (0, 64)
     assert not dw.any() and not db.any()
+
+
+@pytest.mark.parametrize("name", ["dynamic", "delayed", "rowwise", "blockwise"])
+def test_gradients_of_a_sum_which_autograd_expands(name: str, device: torch.device) -> None:
+    module = layer(FP8_RECIPES[name](), True, (64, 48), torch.bfloat16).to(device)
+    x = torch.randn(40, 64, device=device).bfloat16().requires_grad_()
+    module(x).sum().backward()
+    assert torch.equal(module.bias.grad.cpu(), torch.full((48,), 40.0).bfloat16())
+    assert sqnr(x.grad.float().cpu(), module.weight.float().sum(0).expand(40, 64).cpu()) > 25

@@ -1,0 +1,179 @@
+"""A launch that leaves Triton's binder out hands over what the binder would have."""
+
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+triton = pytest.importorskip("triton")
+offline = importlib.import_module("benchmarks.offline").offline
+launch = importlib.import_module("octavo.kernels.triton.launch")
+history = importlib.import_module("octavo.kernels.triton.history")
+KERNELS = importlib.import_module("octavo.kernels.triton").KERNELS
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+ALL, ROW = (-1, -1), (1, -1)
+UPDATE = ((448.0, 448.0, 57344.0), (False,) * 3, (0,) * 3, "max")
+
+
+class Launches:
+    """What came to the compiled kernels: (kernel, grid, arguments), tensors as their dtype, shape and strides."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Any, ...]] = []
+        self.bound = 0  # by Triton's binder
+
+    def take(self) -> tuple[list[tuple[Any, ...]], int]:
+        found = self.seen, self.bound
+        self.seen, self.bound = [], 0
+        return found
+
+
+def described(argument: Any) -> Any:
+    return tree_map(
+        lambda a: (a.dtype, tuple(a.shape), a.stride()) if isinstance(a, Tensor) else a,
+        argument,
+    )
+
+
+@pytest.fixture
+def launches() -> Iterator[Launches]:
+    found = Launches()
+    compiled, jit = triton.compiler.CompiledKernel, triton.runtime.jit.JITFunction
+    run = jit.run
+
+    def launcher(kernel: Any) -> Callable[..., None]:
+        def record(x: int, y: int, z: int, stream: int, function: Any, metadata: Any, *rest: Any) -> None:
+            _, _, _, *arguments = rest  # launch metadata and hooks
+            found.seen.append((kernel.hash, (x, y, z), stream, metadata, described(tuple(arguments))))
+
+        return record
+
+    def bind(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found.bound += 1
+        return run(self, *args, **kwargs)
+
+    with (
+        offline(90, record=False),
+        mock.patch.object(launch, "_compiled", {}),
+        mock.patch.object(compiled, "run", property(launcher)),
+        mock.patch.object(jit, "run", bind),
+    ):
+        yield found
+
+
+def states() -> tuple[Tensor, Tensor]:
+    scale, amax_history = torch.ones(3), torch.zeros(3, 4)
+    history.committed(scale, amax_history, (True, True, True))
+    return scale, amax_history
+
+
+def pair(rows: int, cols: int) -> tuple[Tensor, Tensor]:
+    return torch.zeros(rows, cols).to(E4M3), torch.ones(rows, 1)
+
+
+CASES: dict[str, Callable[[Tensor], Any]] = {
+    "amax": lambda x: KERNELS["amax"](x, ALL),
+    "dynamic": lambda x: KERNELS["cast_transpose"](x, None, 0, E4M3, ALL, False, 0, 16),
+    "delayed": lambda x: KERNELS["cast"](x, states()[0], 0, E4M3, ALL, False, 0, 16),
+    "no history": lambda x: KERNELS["cast"](x, torch.zeros(3), 0, E4M3, ALL, False, 0, 16),
+    "commit": lambda x: KERNELS["cast_and_commit"](
+        x, *states(), torch.ones(1, 1), None, E5M2, False, 0, *UPDATE, True, 16, True
+    ),
+    "rows": lambda x: KERNELS["cast"](x, None, 0, E4M3, ROW, True, 1, 16),
+    "columns": lambda x: KERNELS["cast"](x.t(), None, 0, E4M3, ROW, False, 0, 16),
+    "two rows": lambda x: KERNELS["cast_two_scalings"](x, E4M3, ROW, False, 0, E4M3, (-1, 1), False, 0, True, 16, True),
+    "blocks": lambda x: KERNELS["cast_transpose"](x, None, 0, E4M3, (128, 128), True, 0, 16),
+    "two blocks": lambda x: KERNELS["cast_two_scalings"](
+        x, E4M3, (1, 128), True, 0, E4M3, (128, 1), True, 0, True, 16, True
+    ),
+    "update": lambda x: KERNELS["delayed_update"](*states(), torch.ones(1, 1), None, torch.ones(1, 1), *UPDATE),
+    "dequantize": lambda x: KERNELS["dequantize"](*pair(*x.shape), ROW, torch.bfloat16),
+    "product": lambda x: KERNELS["matmul"](
+        *pair(*x.shape), ROW, *pair(30, x.shape[1]), ROW, torch.ones(30), torch.float32, False
+    ),
+}
+
+
+@pytest.mark.parametrize("shape", [(64, 256), (33, 100)], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_what_the_binder_hands_over(name: str, shape: tuple[int, int], launches: Launches) -> None:
+    call = CASES[name]
+    call(torch.randn(shape).bfloat16())
+    by_binder, bound = launches.take()
+    assert bound == len(by_binder) > 0
+    call(torch.randn(shape).bfloat16())
+    directly, bound = launches.take()
+    assert bound == 0
+    assert directly == by_binder
+
+
+def test_what_changes_the_code_is_in_the_key(launches: Launches) -> None:
+    """Each of these follows an aligned, contiguous bf16 cast of [64, 256], and must not be taken for it."""
+    x = torch.randn(64, 256).bfloat16()
+    memory = torch.randn(64 * 256 + 1).bfloat16()
+
+    def cast(
+        x: Tensor, fmt: torch.dtype = E4M3, pad: int = 16, *, power_of_two: bool = False, sums: bool = False
+    ) -> Any:
+        return KERNELS["cast"](x, None, 0, fmt, ROW, power_of_two, 0, pad, sums)
+
+    cast(x)
+    launches.take()
+    for other in (
+        lambda: cast(x.float()),
+        lambda: cast(x[:, ::2]),
+        lambda: cast(x[:48]),
+        lambda: cast(x.t()),
+        lambda: cast(memory[1:].view(64, 256)),
+        lambda: cast(x, E5M2),
+        lambda: cast(x, power_of_two=True),
+        lambda: cast(x[:, :250], pad=1),
+        lambda: cast(x[:, :250], pad=16),
+        lambda: KERNELS["cast_transpose"](x, None, 0, E4M3, ROW, False, 0, 16),
+    ):
+        other()
+        _, bound = launches.take()
+        assert bound == 1
+    cast(x)
+    assert launches.take()[1] == 0
+
+
+def test_addresses_that_are_not_aligned_are_left_to_the_binder(launches: Launches) -> None:
+    x = torch.randn(64 * 256 + 1).bfloat16()[1:].view(64, 256)
+    for _ in range(2):
+        KERNELS["cast"](x, None, 0, E4M3, ROW, False, 0)
+        assert launches.take()[1] == 1
+    aligned, shifted = torch.randn(64, 256).bfloat16(), torch.ones(4)[1:]
+    history.committed(shifted, torch.zeros(3, 4), (True, True, True))
+    for scale, bound in ((states()[0], 1), (states()[0], 0), (shifted, 1), (shifted, 1)):
+        KERNELS["cast"](aligned, scale, 0, E4M3, ALL, False, 0)
+        assert launches.take()[1] == bound
+
+
+def test_a_profiler_sees_every_launch(launches: Launches) -> None:
+    heard: list[Any] = []
+    x = torch.randn(64, 256).bfloat16()
+    KERNELS["cast"](x, None, 0, E4M3, ROW, False, 0)
+    launches.take()
+    hook = triton.knobs.runtime.launch_enter_hook
+    hook.add(heard.append)
+    try:
+        KERNELS["cast"](x, None, 0, E4M3, ROW, False, 0)
+    finally:
+        hook.remove(heard.append)
+    assert launches.take()[1] == 1
+    KERNELS["cast"](x, None, 0, E4M3, ROW, False, 0)
+    assert launches.take()[1] == 0
+
+
+def test_the_keys_do_not_grow_without_bound(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_MOST", 3)
+    for rows in range(16, 160, 16):
+        KERNELS["cast"](torch.randn(rows, 256).bfloat16(), None, 0, E4M3, ROW, False, 0)
+        assert len(launch._compiled) <= 3
