@@ -91,7 +91,7 @@ KINDS = {
     ),
     "cast_blocks_transpose": Kind(
         ("cast 1x128 + 128x1", "cast+transpose 128x128"),
-        lambda: _tiles((128, 256), (128, 256), (1,), 16384, 32768),
+        lambda: _tiles((32, 64, 128), (32, 64, 128), (1,), 1024, 16384),
         SIZES,
     ),
     "matmul_blocks": Kind(("1x128 . 128x128, Triton", "1x128 . 1x128, Triton"), lambda: _products((3, 4, 5)), PRODUCTS),

@@ -133,7 +133,7 @@ def _padded(codes: Tensor, pad: int) -> Tensor:
 
 
 def _column_sum(x: Tensor, wanted: bool) -> Tensor:
-    return x.sum(0, dtype=torch.float32).to(x.dtype) if wanted else x.new_empty(0)
+    return x.sum(0) if wanted else x.new_empty(0)
 
 
 def _transposed(x: Tensor) -> Tensor:

@@ -25,7 +25,16 @@ from octavo.kernels.triton.cast_rows import cast_rows_kernel
 from octavo.kernels.triton.cast_tensor import amax_kernel, cast_tensor_kernel
 from octavo.kernels.triton.delayed_update import update_of
 from octavo.kernels.triton.history import committed, scale_exists
-from octavo.kernels.triton.launch import Config, config, key_of, launch, next_power_of_two, on_its_device, workspace
+from octavo.kernels.triton.launch import (
+    Config,
+    config,
+    key_of,
+    launch,
+    next_power_of_two,
+    on_its_device,
+    with_room_for,
+    workspace,
+)
 from octavo.kernels.triton.tiles import Codes, Source
 
 Rounding = tuple[bool, float, bool]  # E5M2, format.max / 2^margin, power_of_two: the kernels' ROUNDING
@@ -183,7 +192,7 @@ def _cast(
 
 
 def _column_sum(x: Tensor, wanted: bool) -> Tensor:
-    return x.sum(0, dtype=torch.float32).to(x.dtype) if wanted else x.new_empty(0)
+    return x.sum(0) if wanted else x.new_empty(0)
 
 
 def _source(x: Tensor) -> Source:
@@ -321,9 +330,8 @@ def _cast_blocks(
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, cols = x.shape
     kind = "cast_blocks" if t is None and second is None else "cast_blocks_transpose"
-    chosen = config(kind, x.numel().bit_length())
-    other = tile if second is None else second.tile
-    block_r, block_c = max(chosen.block_r, tile[0], other[0]), max(chosen.block_c, tile[1], other[1])
+    chosen = with_room_for(config(kind, x.numel().bit_length()), tile, tile if second is None else second.tile)
+    block_r, block_c = chosen.block_r, chosen.block_c
     strips, groups = -(-cols // block_c), -(-rows // block_r)
     shape = scale_shape(x.shape, tile)
     scale_inv, amax = _float32(x, shape), _float32(x, shape)

@@ -50,6 +50,14 @@ def config(kernel: str, log2_elements: int) -> Config:
     return Config(*next((row for row in rows if log2_elements <= row[0]), rows[-1])[1:])
 
 
+def with_room_for(chosen: Config, *blocks: Sequence[int]) -> Config:
+    """A configuration whose tile holds whole blocks of these (rows, columns), with warps in proportion, up to 16."""
+    block_r = max(chosen.block_r, *(rows for rows, _ in blocks))
+    block_c = max(chosen.block_c, *(cols for _, cols in blocks))
+    larger = block_r * block_c // (chosen.block_r * chosen.block_c)
+    return Config(block_r, block_c, chosen.tiles, min(16, chosen.num_warps * larger))
+
+
 WORK = 1 << 14  # int32 counters a stream: an amax, its counter, and one for each strip of columns
 _work: dict[tuple[int, int], Tensor] = {}
 _pools: dict[int, list[Tensor]] = {}

@@ -207,10 +207,12 @@ def _library_scale_inv(scale_inv: Tensor, tile: Tile, dim: int) -> Tensor:
     """scale_inv laid as torch's product wants it.
 
     Args:
-        scale_inv: [rows, 1] for a tensor or rows, else [row blocks, blocks along K].
+        scale_inv: [1, 1], [rows, 1] for rows, [row blocks, blocks along K] for blocks.
         tile: of the operand, the contraction last.
         dim: which dimension of a single column's result has size 1.
     """
+    if tile == _TENSOR:
+        return scale_inv
     if tile[1] == ALL:
         return scale_inv.reshape(-1).unsqueeze(dim)  # even a size of 1 must have the stride of a contiguous tensor
     if tile == _BLOCK:

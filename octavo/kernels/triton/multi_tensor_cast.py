@@ -25,7 +25,7 @@ from octavo.kernels.triton.cast import Rounding, rounding_of
 from octavo.kernels.triton.cast_blocks import encode_blocks
 from octavo.kernels.triton.cast_tensor import cast_strip, strip_amax
 from octavo.kernels.triton.history import scale_exists
-from octavo.kernels.triton.launch import Config, config, on_its_device, workspace
+from octavo.kernels.triton.launch import Config, config, on_its_device, with_room_for, workspace
 from octavo.kernels.triton.tiles import (
     Codes,
     Source,
@@ -79,18 +79,13 @@ def source(row_ptr, dtype: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def outputs(row_ptr, E5M2: tl.constexpr, TRANSPOSED: tl.constexpr, ALIGNED: tl.constexpr):
-    """Where the row's codes go."""
+def code_pointer(row_ptr, COLUMN: tl.constexpr, E5M2: tl.constexpr, ALIGNED: tl.constexpr):
+    """Where codes go."""
     if E5M2:
-        dtype: tl.constexpr = tl.float8e5
+        result = pointer(row_ptr, COLUMN, tl.float8e5, ALIGNED)
     else:
-        dtype: tl.constexpr = tl.float8e4nv  # type: ignore[no-redef]
-    q = pointer(row_ptr, 1, dtype, ALIGNED)
-    if TRANSPOSED:
-        out = Codes(q, size(row_ptr, 8, ALIGNED), pointer(row_ptr, 2, dtype, ALIGNED), size(row_ptr, 9, ALIGNED))
-    else:
-        out = Codes(q, size(row_ptr, 8, ALIGNED), None, 0)
-    return out
+        result = pointer(row_ptr, COLUMN, tl.float8e4nv, ALIGNED)
+    return result
 
 
 @triton.jit
@@ -174,7 +169,12 @@ def multi_tensor_cast_kernel(
     x = source(row_ptr, X_TYPE, ALIGNED)
     strips = tl.maximum(tl.cdiv(x.C, BLOCK_C), 1)
     cols = (program % strips) * BLOCK_C + tl.arange(0, BLOCK_C)
-    out = outputs(row_ptr, E5M2, TRANSPOSED, ALIGNED)
+    q = code_pointer(row_ptr, 1, E5M2, ALIGNED)
+    if TRANSPOSED:
+        t = code_pointer(row_ptr, 2, E5M2, ALIGNED)
+        out = Codes(q, size(row_ptr, 8, ALIGNED), t, size(row_ptr, 9, ALIGNED))
+    else:
+        out = Codes(q, size(row_ptr, 8, ALIGNED), None, 0)
     first_row = (program // strips) * STRIP_ROWS
     amax, _ = cast_strip(x, out, scale, first_row, cols, E5M2, False, SHAPE)
     if DELAYED:
@@ -222,7 +222,13 @@ def multi_tensor_cast_blocks_kernel(
         ROUNDING,
         BLOCK,
     )
-    store_codes(codes, outputs(row_ptr, E5M2, TRANSPOSED, ALIGNED), rows, cols, x, False)
+    q = code_pointer(row_ptr, 1, E5M2, ALIGNED)
+    if TRANSPOSED:
+        t = code_pointer(row_ptr, 2, E5M2, ALIGNED)
+        out = Codes(q, size(row_ptr, 8, ALIGNED), t, size(row_ptr, 9, ALIGNED))
+    else:
+        out = Codes(q, size(row_ptr, 8, ALIGNED), None, 0)
+    store_codes(codes, out, rows, cols, x, False)
 
 
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -288,7 +294,7 @@ def multi_tensor_cast(
     blocks = tile[0] != ALL
     chosen = config("cast_blocks_transpose" if blocks else "cast_transpose", 64)
     if blocks:
-        chosen = Config(max(chosen.block_r, tile[0]), max(chosen.block_c, tile[1]), 1, chosen.num_warps)
+        chosen = with_room_for(chosen, tile)
     addresses = tuple(tuple(tensor.data_ptr() for tensor in group) for group in groups)
     t_strides = [t.shape[1] for t in transposed] or [0] * len(xs)
     sizes = tuple(
