@@ -15,7 +15,7 @@ def needs_transposed_codes(device: torch.device) -> bool:
     True where FP8 is native: Ada's and Hopper's FP8 tensor cores have no transposed form, and torch's product takes no
     other layout on later GPUs either. The reference reads any strides.
     """
-    return device.type == "cuda" and _runs_natively(device)
+    return _runs_natively(device)
 
 
 _runs_natively = functools.cache(runs_natively)  # asking the driver costs microseconds

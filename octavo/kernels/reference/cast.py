@@ -128,6 +128,8 @@ def _float32(like: Tensor, shape: tuple[int, ...], value: float) -> Tensor:
 
 
 def _padded(codes: Tensor, pad: int) -> Tensor:
+    if pad == 1:
+        return codes
     missing = padded(codes.shape[1], pad) - codes.shape[1]
     return F.pad(codes.view(torch.uint8), (0, missing)).view(codes.dtype) if missing else codes
 
