@@ -38,8 +38,15 @@ def assert_numbers(rows: list[dict[str, str]], *columns: str) -> None:
         assert all(float(row[column]) >= 0 for column in columns), row
 
 
-def test_kernels(tmp_path: Path) -> None:
-    output = run("kernels", "--toy", "--output", tmp_path / "kernels.csv")
+def test_gpu_session(tmp_path: Path) -> None:
+    """The tests, kernels and layer."""
+    output = run("gpu_session", "--toy", "--processes", "2", "--output", tmp_path)
+    assert " 0 failed" in output
+    check_kernels(tmp_path, output)
+    check_layer(tmp_path)
+
+
+def check_kernels(tmp_path: Path, output: str) -> None:
     rows = rows_of(tmp_path / "kernels.csv")
     assert_numbers(rows, "us", "moved_mb", "rate", "of_peak", "floor_us")
     casts = [row for row in rows if row["op"].startswith(("amax", "cast"))]
@@ -48,8 +55,7 @@ def test_kernels(tmp_path: Path) -> None:
     assert all(row["op"] in output for row in rows)
 
 
-def test_layer(tmp_path: Path) -> None:
-    run("layer", "--toy", "--output", tmp_path / "layer.csv")
+def check_layer(tmp_path: Path) -> None:
     rows = rows_of(tmp_path / "layer.csv")
     octavos = [row for row in rows if not row["variant"].startswith("torchao")]  # may not be installed
     assert_numbers(octavos, "ms", "by_eager", "by_compiled")
