@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 from octavo.kernels.emulation import runs_natively
@@ -15,10 +13,17 @@ def needs_transposed_codes(device: torch.device) -> bool:
     True where FP8 is native: Ada's and Hopper's FP8 tensor cores have no transposed form, and torch's product takes no
     other layout on later GPUs either. The reference reads any strides.
     """
-    return _runs_natively(device)
+    if device.type != "cuda":
+        return False
+    native = _native.get(device)
+    if native is None:
+        native = runs_natively(device)
+        if not torch.compiler.is_compiling():
+            _native[device] = native
+    return native
 
 
-_runs_natively = functools.cache(runs_natively)  # asking the driver costs microseconds
+_native: dict[torch.device, bool] = {}  # asking the driver costs microseconds; dynamo warns of functools.cache
 
 
 def contraction_multiple(device: torch.device) -> int:

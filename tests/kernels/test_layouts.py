@@ -1,5 +1,3 @@
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -8,10 +6,8 @@ from octavo.kernels.layouts import contraction_multiple, needs_transposed_codes,
 
 
 @pytest.fixture(autouse=True)
-def _forget_devices() -> Iterator[None]:
-    layouts._runs_natively.cache_clear()
-    yield
-    layouts._runs_natively.cache_clear()
+def _forget_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layouts, "_native", {})
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -29,6 +25,14 @@ def test_products_of_native_fp8_need_them(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert needs_transposed_codes(torch.device("cuda:0")) is needs
     assert contraction_multiple(torch.device("cuda:0")) == (16 if needs else 1)
+
+
+def test_the_driver_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: asked.append(device) or (9, 0))
+    for _ in range(3):
+        assert needs_transposed_codes(torch.device("cuda:0"))
+    assert len(asked) == 1
 
 
 def test_padded() -> None:
