@@ -173,9 +173,10 @@ def _cast_grad_output(
     cast = casts.as_is or casts.transposed
     if cast is not None and casts.once and _is_delayed(cast) and (as_is or transposed):
         device = grad_TN.device
-        both = transposed and needs_transposed_codes(device)
-        q_TN, q_NT, scale_inv, sums = kernels.cast_and_commit(
-            grad_TN,
+        lays = transposed and needs_transposed_codes(device)
+        alone = lays and not as_is and not column_sum  # in a first layer only the transposed codes are needed
+        q, q_t, scale_inv, sums = kernels.cast_and_commit(
+            grad_TN.t() if alone else grad_TN,
             *state,
             amax_input,
             amax_weight,
@@ -183,12 +184,13 @@ def _cast_grad_output(
             cast.power_of_two,
             cast.margin,
             *update,
-            both,
+            lays and not alone,
             contraction_multiple(device) if recipe.pads else 1,
             column_sum,
         )
-        transposed_pair = (q_NT if both else q_TN.t(), scale_inv)
-        return Operands((q_TN, scale_inv), transposed_pair, None, sums if column_sum else None)
+        if alone:
+            return Operands(None, (q, scale_inv))
+        return Operands((q, scale_inv), (q_t if lays else q.t(), scale_inv), None, sums if column_sum else None)
     operands = cast_role(grad_TN, recipe, GRAD_OUTPUT, as_is, transposed, state, column_sum)
     kernels.delayed_update(*state, amax_input, amax_weight, operands.amax, *update)
     return operands

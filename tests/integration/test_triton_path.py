@@ -106,3 +106,19 @@ def test_gradients_of_a_sum_which_autograd_expands(name: str, device: torch.devi
     module(x).sum().backward()
     assert torch.equal(module.bias.grad.cpu(), torch.full((48,), 40.0).bfloat16())
     assert sqnr(x.grad.float().cpu(), module.weight.float().sum(0).expand(40, 64).cpu()) > 25
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("name", ["dynamic", "delayed", "rowwise", "blockwise"])
+def test_a_first_layer_whose_input_needs_no_gradient(name: str, bias: bool, device: torch.device) -> None:
+    x, grad = torch.randn(40, 64), torch.randn(40, 48)
+    found = []
+    for needs_dx in (False, True):
+        module = layer(FP8_RECIPES[name](), bias, (64, 48), torch.float32).to(device)
+        module(x.to(device).requires_grad_(needs_dx)).backward(grad.to(device))
+        found.append((module.weight.grad, module.bias.grad if bias else None, octavo.delayed_state_dict(module)))
+    (weight, bias_grad, state), (weight_too, bias_grad_too, state_too) = found
+    assert torch.equal(weight, weight_too)
+    assert state.keys() == state_too.keys() and all(torch.equal(state[key], state_too[key]) for key in state)
+    if bias:  # summed in another order
+        torch.testing.assert_close(bias_grad, bias_grad_too)
