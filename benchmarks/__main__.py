@@ -4,7 +4,7 @@ import importlib
 import sys
 
 SUBJECTS = {
-    "gpu_session": "all that is to be done on a GPU: the kernels' tests, kernels, layer",
+    "on_gpu": "all that is to be done on a GPU: the kernels' tests, kernels, layer",
     "kernels": "each kernel on a GPU: time, share of the roofline, beside torch.compile and torchao",
     "layer": "a Linear forward + backward on a GPU, beside bf16 and torchao",
     "tune": "which tiles each kernel is fastest with: writes octavo/kernels/triton/configs.json",

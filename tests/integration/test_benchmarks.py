@@ -38,9 +38,9 @@ def assert_numbers(rows: list[dict[str, str]], *columns: str) -> None:
         assert all(float(row[column]) >= 0 for column in columns), row
 
 
-def test_gpu_session(tmp_path: Path) -> None:
+def test_all_that_runs_on_a_gpu(tmp_path: Path) -> None:
     """The tests, kernels and layer."""
-    output = run("gpu_session", "--toy", "--processes", "2", "--output", tmp_path)
+    output = run("on_gpu", "--toy", "--processes", "2", "--output", tmp_path)
     assert " 0 failed" in output
     check_kernels(tmp_path, output)
     check_layer(tmp_path)

@@ -53,7 +53,7 @@ def subject(name: str, *arguments: str) -> bool:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks gpu_session", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks on_gpu", description=__doc__)
     parser.add_argument("--output", type=Path, required=True, help="a folder for what it writes")
     parser.add_argument("--toy", action="store_true", help="without a GPU: a few tests, and toy sizes")
     parser.add_argument("--tune", action="store_true")
