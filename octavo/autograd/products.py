@@ -76,7 +76,7 @@ def cast_role(
         wants it (transposed on some devices a strided view).
     """
     casts = recipe.casts[role]
-    extras = contraction_multiple(x_RC.device) if recipe.pads else 1, column_sum
+    extras = _pad(x_RC, recipe), column_sum
     first = casts.as_is if as_is else None
     second = casts.transposed if transposed else None
     if first is not None and second is not None:
@@ -91,6 +91,11 @@ def cast_role(
     if second is not None:
         return _cast_transposed(x_RC, second, state, role, extras[0])
     return Operands()
+
+
+def _pad(x: Tensor, recipe: Recipe) -> int:
+    """The multiple that both operands of a product are padded to along the contraction."""
+    return contraction_multiple(x.device) if recipe.pads else 1
 
 
 def _is_delayed(cast: Cast) -> bool:
@@ -172,8 +177,7 @@ def _cast_grad_output(
     update = recipe.delayed_update
     cast = casts.as_is or casts.transposed
     if cast is not None and casts.once and _is_delayed(cast) and (as_is or transposed):
-        device = grad_TN.device
-        lays = transposed and needs_transposed_codes(device)
+        lays = transposed and needs_transposed_codes(grad_TN.device)
         alone = lays and not as_is and not column_sum  # in a first layer only the transposed codes are needed
         q, q_t, scale_inv, sums = kernels.cast_and_commit(
             grad_TN.t() if alone else grad_TN,
@@ -185,7 +189,7 @@ def _cast_grad_output(
             cast.margin,
             *update,
             lays and not alone,
-            contraction_multiple(device) if recipe.pads else 1,
+            _pad(grad_TN, recipe),
             column_sum,
         )
         if alone:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from octavo.kernels.emulation import runs_natively
@@ -32,6 +34,11 @@ def contraction_multiple(device: torch.device) -> int:
     16 where torch's product takes bytes in sixteens; 1 where operands are strided views, or the reference.
     """
     return 16 if needs_transposed_codes(device) else 1
+
+
+def is_small_block(tile: Sequence[int]) -> bool:
+    """Whether a Triton program holds whole blocks of this size: powers of two up to 128."""
+    return all(size in (1, 2, 4, 8, 16, 32, 64, 128) for size in tile)
 
 
 def padded(size: int, multiple: int) -> int:

@@ -32,7 +32,7 @@ def cast(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``octavo::cast``."""
     codes, scale_inv, amax = _cast(x, delayed_scale, role, dtype, tile, power_of_two, margin)
-    return _padded(codes, pad), scale_inv, amax, _column_sum(x, column_sum)
+    return _padded(codes, pad), scale_inv, amax, column_sum_of(x, column_sum)
 
 
 def _cast(
@@ -72,7 +72,7 @@ def cast_transpose(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``octavo::cast_transpose``."""
     codes, scale_inv, amax = _cast(x, delayed_scale, role, dtype, tile, power_of_two, margin)
-    return _padded(codes, pad), _padded(_transposed(codes), pad), scale_inv, amax, _column_sum(x, column_sum)
+    return _padded(codes, pad), _padded(_transposed(codes), pad), scale_inv, amax, column_sum_of(x, column_sum)
 
 
 def cast_two_scalings(
@@ -94,7 +94,7 @@ def cast_two_scalings(
     second, second_scale_inv, _ = _cast(x, None, 0, second_dtype, second_tile, second_power_of_two, second_margin)
     if transpose_second:
         second, second_scale_inv = _transposed(second), second_scale_inv.t().contiguous()
-    return _padded(codes, pad), scale_inv, _padded(second, pad), second_scale_inv, _column_sum(x, column_sum)
+    return _padded(codes, pad), scale_inv, _padded(second, pad), second_scale_inv, column_sum_of(x, column_sum)
 
 
 def cast_and_commit(
@@ -120,7 +120,7 @@ def cast_and_commit(
         delayed_scale, delayed_amax_history, amax_input, amax_weight, amax, limits, powers_of_two, margins, reduce
     )
     transposed = _padded(_transposed(codes), pad) if transpose else codes.new_empty((0, 0))
-    return _padded(codes, pad), transposed, scale_inv, _column_sum(x, column_sum)
+    return _padded(codes, pad), transposed, scale_inv, column_sum_of(x, column_sum)
 
 
 def _float32(like: Tensor, shape: tuple[int, ...], value: float) -> Tensor:
@@ -134,7 +134,8 @@ def _padded(codes: Tensor, pad: int) -> Tensor:
     return F.pad(codes.view(torch.uint8), (0, missing)).view(codes.dtype) if missing else codes
 
 
-def _column_sum(x: Tensor, wanted: bool) -> Tensor:
+def column_sum_of(x: Tensor, wanted: bool) -> Tensor:
+    """The ops' ``sums``. torch adds in float32 and rounds once."""
     return x.sum(0) if wanted else x.new_empty(0)
 
 

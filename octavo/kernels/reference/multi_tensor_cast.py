@@ -9,9 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo.granularity import ALL
+from octavo.kernels.layouts import is_small_block
 from octavo.kernels.reference.cast import cast_transpose
-
-_BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 def check_multi_tensor_cast(groups: Sequence[Sequence[Tensor]], tile: Sequence[int]) -> None:
@@ -30,7 +29,7 @@ def check_multi_tensor_cast(groups: Sequence[Sequence[Tensor]], tile: Sequence[i
     lengths += [len(group) for group in (transposed, delayed_scales) if group]
     if any(length != len(xs) for length in lengths):
         raise ValueError(f"the lists are {[len(group) for group in groups]} long; give each tensor its outputs")
-    if tuple(tile) != (ALL, ALL) and not all(size in _BLOCK_SIZES for size in tile):
+    if tuple(tile) != (ALL, ALL) and not is_small_block(tile):
         raise ValueError(f"tile={tuple(tile)}: many are cast per tensor or by blocks of powers of two up to 128")
     for name, tensors in (("xs", xs), ("qdata", qdata)):
         dtypes = sorted({str(tensor.dtype) for tensor in tensors})

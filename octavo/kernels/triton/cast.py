@@ -19,7 +19,8 @@ from torch import Tensor
 
 from octavo.formats import E5M2, format_of
 from octavo.granularity import ALL, scale_shape
-from octavo.kernels.layouts import padded
+from octavo.kernels.layouts import is_small_block, padded
+from octavo.kernels.reference.cast import column_sum_of
 from octavo.kernels.triton.cast_blocks import cast_any_block_kernel, cast_blocks_kernel
 from octavo.kernels.triton.cast_rows import cast_rows_kernel
 from octavo.kernels.triton.cast_tensor import amax_kernel, cast_tensor_kernel
@@ -101,17 +102,15 @@ def cast_two_scalings(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``octavo::cast_two_scalings``."""
     rows, cols = x.shape
-    first, second = (
-        rounding_of(dtype, power_of_two, margin),
-        rounding_of(second_dtype, second_power_of_two, second_margin),
-    )
+    first = rounding_of(dtype, power_of_two, margin)
+    second = rounding_of(second_dtype, second_power_of_two, second_margin)
     q = _codes(x, rows, cols, dtype, pad)
     second_q = second_t = None
     if transpose_second:
         other = second_t = _codes(x, cols, rows, second_dtype, pad)
     else:
         other = second_q = _codes(x, rows, cols, second_dtype, pad)
-    if _in_registers(tile) and _in_registers(second_tile) and x.numel() > 0:
+    if is_small_block(tile) and is_small_block(second_tile) and x.numel() > 0:
         shape = scale_shape(x.shape, second_tile)
         second_scale_inv = _float32(x, shape[::-1] if transpose_second else shape)
         outputs = _Second(second, second_tile, second_q, second_t, second_scale_inv)
@@ -182,17 +181,13 @@ def _cast(
         return _cast_tensor(x, delayed_scale, role, rounding, q, t, column_sum, (None, None, None), None)
     if rows == 1 and cols == ALL:
         scale_inv, amax, _ = _cast_rows(x, rounding, q, t, False)
-        return scale_inv, amax, _column_sum(x, column_sum)
+        return scale_inv, amax, column_sum_of(x, column_sum)
     if rows == ALL and cols == 1:
         scale_inv, amax, sums = _cast_rows(x.t(), rounding, t, q, column_sum)
         return scale_inv.view(1, -1), amax.view(1, -1), sums
-    if x.numel() > 0 and _in_registers(tile):
+    if x.numel() > 0 and is_small_block(tile):
         return _cast_blocks(x, rounding, tile, q, t, column_sum)
-    return *_cast_any_block(x, rounding, tile, q, t), _column_sum(x, column_sum)
-
-
-def _column_sum(x: Tensor, wanted: bool) -> Tensor:
-    return x.sum(0) if wanted else x.new_empty(0)
+    return *_cast_any_block(x, rounding, tile, q, t), column_sum_of(x, column_sum)
 
 
 def _source(x: Tensor) -> Source:
@@ -312,11 +307,6 @@ class _Second(NamedTuple):
     q: Tensor | None
     t: Tensor | None
     scale_inv: Tensor
-
-
-def _in_registers(tile: Sequence[int]) -> bool:
-    """Whether a program's tile holds whole blocks of this size."""
-    return all(size in (1, 2, 4, 8, 16, 32, 64, 128) for size in tile)
 
 
 def _cast_blocks(

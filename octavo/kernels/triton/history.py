@@ -26,10 +26,18 @@ class _Entry:
 _entries: dict[int, _Entry] = {}
 
 
-def scale_exists(delayed_scale: Tensor, role: int) -> bool:
-    """Whether element ``role`` is known to be other than 0."""
+def _current(delayed_scale: Tensor) -> _Entry | None:
+    """What is known of this buffer, unless someone else has written it since."""
     entry = _entries.get(id(delayed_scale))
     if entry is None or entry.owner() is not delayed_scale or entry.version != delayed_scale._version:
+        return None
+    return entry
+
+
+def scale_exists(delayed_scale: Tensor, role: int) -> bool:
+    """Whether element ``role`` is known to be other than 0."""
+    entry = _current(delayed_scale)
+    if entry is None:
         return False
     if not entry.exists[role] and entry.copy is not None and _has_arrived(entry.arrived):
         entry.exists = tuple(scale != 0 for scale in entry.copy.tolist())
@@ -46,10 +54,9 @@ def committed(delayed_scale: Tensor, delayed_amax_history: Tensor, rolled: tuple
     """Note that a kernel has just rolled these roles: the state's versions move, and the scales are looked at."""
     if delayed_scale.is_inference():  # has no version, so nothing can be known of it
         return
-    entry = _entries.get(id(delayed_scale))
-    current = entry is not None and entry.owner() is delayed_scale and entry.version == delayed_scale._version
+    entry = _current(delayed_scale)
     torch.autograd.graph.increment_version((delayed_scale, delayed_amax_history))
-    if entry is None or not current:
+    if entry is None:
         entry = _entries[id(delayed_scale)] = _Entry(delayed_scale)
     entry.version = delayed_scale._version
     if entry.copy is not None or not any(new and not old for new, old in zip(rolled, entry.exists, strict=True)):

@@ -1,6 +1,7 @@
 """What every launch needs: its configuration, the scratch that programs share, the right device, and little host time.
 
-Configurations come from configs.json, measured by ``python -m benchmarks tune``; nothing is tuned while a model trains.
+Configurations come from configs.json, which ``python -m benchmarks tune`` measures and writes, and which says where it
+was measured; nothing is tuned while a model trains.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ def next_power_of_two(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-_MEASURED = json.loads(Path(__file__).with_name("configs.json").read_text())
-TABLE: dict[str, list[list[int]]] = _MEASURED["configs"]
+_CONFIGS = json.loads(Path(__file__).with_name("configs.json").read_text())
+TABLE: dict[str, list[list[int]]] = _CONFIGS["configs"]
 
 # (a's tile, b's tile, fast_accum) of the products that torch's own scaled product makes
-LIBRARY: set[tuple[Tile, Tile, bool]] = {(tuple(a), tuple(b), fast) for a, b, fast in _MEASURED["library"]}
+LIBRARY: set[tuple[Tile, Tile, bool]] = {(tuple(a), tuple(b), fast) for a, b, fast in _CONFIGS["library"]}
 
 
 @functools.cache

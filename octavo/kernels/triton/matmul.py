@@ -1,8 +1,8 @@
 """The product of two pairs, a . b^T: torch's scaled product where it serves, a Triton one for all others.
 
 torch's (cuBLAS) takes operands contiguous along the contraction, whose sizes K and N are multiples of 16: casts pad K
-for it. LIBRARY, of configs.json, says for which granularities it was the faster or the only one measured. Tiles that no
-step of 32 along K divides go to the reference.
+for it. LIBRARY, of configs.json, says for which granularities it is called. Tiles that no step of 32 along K divides go
+to the reference.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def source(row_ptr, dtype: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def code_pointer(row_ptr, COLUMN: tl.constexpr, E5M2: tl.constexpr, ALIGNED: tl.constexpr):
-    """Where codes go."""
+    """Where codes go; not a whole Codes, since Triton 3.6 can't return one that holds None."""
     if E5M2:
         result = pointer(row_ptr, COLUMN, tl.float8e5, ALIGNED)
     else:

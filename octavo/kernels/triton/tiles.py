@@ -135,7 +135,7 @@ if triton.knobs.runtime.interpret:
 
     @triton.jit
     def encode_finite(x, scale, E5M2: tl.constexpr):
-        """``encode`` where x holds no inf, at a third of the instructions; NaN is right."""
+        """``encode`` where x holds no inf, which would become max; NaN is right."""
         y = x * scale
         if E5M2:
             result = round_by_bits(y, 2, 15, 0x47600000).to(tl.float8e5, bitcast=True)
@@ -170,7 +170,7 @@ else:
 
     @triton.jit
     def encode_finite(x, scale, E5M2: tl.constexpr):
-        """``encode`` where x holds no inf, which the conversion would turn into max; NaN is right."""
+        """``encode`` where x holds no inf, which would become max; NaN is right."""
         y = x * scale
         if E5M2:
             result = y.to(tl.float8e5)
