@@ -43,6 +43,10 @@ cast_and_commit = _entry("cast_and_commit")
 delayed_update = _entry("delayed_update")
 dequantize = _entry("dequantize")
 matmul = _entry("matmul")
+matmul_cast = _entry("matmul_cast")
+norm_cast = _entry("norm_cast")
+norm_cast_two_scalings = _entry("norm_cast_two_scalings")
+norm_backward = _entry("norm_backward")
 
 
 def multi_tensor_cast(xs: Sequence[torch.Tensor], *args: Any) -> None:

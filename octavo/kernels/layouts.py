@@ -41,6 +41,11 @@ def is_small_block(tile: Sequence[int]) -> bool:
     return all(size in (1, 2, 4, 8, 16, 32, 64, 128) for size in tile)
 
 
+def sums_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a cast's column sums: that of what it reads, float32 where that is codes."""
+    return torch.float32 if dtype.itemsize == 1 else dtype
+
+
 def padded(size: int, multiple: int) -> int:
     """``size`` rounded up to a multiple.
 
@@ -50,3 +55,16 @@ def padded(size: int, multiple: int) -> int:
     if multiple < 1 or 16 % multiple:
         raise ValueError(f"pad={multiple}: codes are padded to multiples of 1, 2, 4, 8 or 16")
     return -(-size // multiple) * multiple
+
+
+def check_norm(x: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None, kind: str) -> None:
+    """What a norm of x [R, C] asks of its arguments.
+
+    Raises:
+        ValueError: for another kind than "layer_norm" or "rms_norm", or a gamma or beta that is not [C].
+    """
+    if kind not in ("layer_norm", "rms_norm"):
+        raise ValueError(f"kind={kind!r}: use 'layer_norm' or 'rms_norm'")
+    for name, vector in (("gamma", gamma), ("beta", beta)):
+        if vector is not None and tuple(vector.shape) != (x.shape[1],):
+            raise ValueError(f"{name} of shape {list(vector.shape)}: rows of x have {x.shape[1]} elements")

@@ -15,9 +15,18 @@ Arguments that mean the same everywhere:
     qdata          codes, contiguous [R, C']; ``transposed`` ones are contiguous [C, R']. C' and R' are C and R rounded
                    up to a multiple of ``pad`` (1, 2, 4, 8 or 16), the codes beyond are 0: a product contracts over
                    the last dimension, and some want it so. Where pad > 1, that dimension's tile is -1 or a multiple
-    sums           [C] of x's dtype: the sum of each column, in float32 and rounded once; [0] without ``column_sum``
-    scale_inv      fp32, contiguous, granularity.scale_shape(x.shape, tile), always written
-    amax           fp32, shape of scale_inv: largest absolute finite value of x, unscaled
+    sums           [C] of x's dtype (fp32 if that is codes): the sum of each column, in float32 and rounded once; [0]
+                   without ``column_sum``
+    scale_inv      fp32, contiguous, granularity.scale_shape of what is cast, always written
+    amax           fp32, shape of scale_inv: largest absolute finite value of what is cast, unscaled
+    activation     "" where x itself is cast. Else a name of activations.py: activation(x) is cast, computed in float32
+                   and not rounded before; [R, C] of the above is its shape
+    preactivation  given, x is the gradient of activation's output, and that of its input, preactivation, is cast
+    h_scale_inv    given, the activation's input (x, or preactivation) is codes, and this their scale_inv of ``h_tile``
+    kind           "layer_norm" or "rms_norm", computed in float32 over rows of x; reference/norm.py has the formulas.
+                   gamma and beta are [C]
+    mean, rstd     [R] fp32, a norm's row statistics; mean is [0] for rms_norm
+    keep           a norm returns y too, rounded to x's dtype; else [0, 0]
 
 Ops are registered by torch.library.Library rather than by the custom_op decorator: 4 us against 17 us a call in eager.
 """
@@ -30,13 +39,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.granularity import scale_shape
+from octavo.granularity import ALL, scale_shape
+from octavo.kernels.activations import cast_shape
 from octavo.kernels.devices import ON_CUDA
-from octavo.kernels.layouts import padded
+from octavo.kernels.layouts import check_norm, padded, sums_dtype
 from octavo.kernels.reference import KERNELS
 
 _CAST = "ScalarType dtype, int[2] tile, bool power_of_two, int margin"
-_EXTRAS = "int pad=1, bool column_sum=False"
+_SECOND = "ScalarType second_dtype, int[2] second_tile, bool second_power_of_two, int second_margin"
+_EXTRAS = (
+    'int pad=1, bool column_sum=False, str activation="", Tensor? preactivation=None, Tensor? h_scale_inv=None, '
+    "int[2] h_tile=[-1, -1]"
+)
+_NORM = "Tensor x, Tensor gamma, Tensor? beta, str kind, float eps, bool zero_centered"
+_PRODUCT = "Tensor a, Tensor a_scale_inv, int[2] a_tile, Tensor b, Tensor b_scale_inv, int[2] b_tile, Tensor? bias"
 _STATE = "Tensor(a!) delayed_scale, Tensor(b!) delayed_amax_history"
 _UPDATE = "float[3] limits, bool[3] powers_of_two, int[3] margins, str reduce"
 
@@ -51,8 +67,8 @@ SCHEMAS = {
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     # two scalings from one read, Dynamic: (qdata, scale_inv, second qdata, second scale_inv, sums). second_tile is a
     # tile of x; transpose_second writes the second pair's tensors transposed
-    "cast_two_scalings": f"(Tensor x, {_CAST}, ScalarType second_dtype, int[2] second_tile, bool second_power_of_two, "
-    f"int second_margin, bool transpose_second, {_EXTRAS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "cast_two_scalings": f"(Tensor x, {_CAST}, {_SECOND}, bool transpose_second, {_EXTRAS}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     # the delayed cast of grad_output, and delayed_update with the amax it finds: (qdata, transposed qdata or [0, 0],
     # scale_inv, sums)
     "cast_and_commit": f"(Tensor x, {_STATE}, Tensor? amax_input, Tensor? amax_weight, "
@@ -66,8 +82,10 @@ SCHEMAS = {
     # a [M, K] . b^T, b [N, K], any strides -> [M, N] out_dtype, contiguous; fp32 accumulation. tiles are of a and b as
     # laid here: contraction last. bias [N] is added to each row. fast_accum permits the tensor cores' shorter
     # accumulator
-    "matmul": "(Tensor a, Tensor a_scale_inv, int[2] a_tile, Tensor b, Tensor b_scale_inv, int[2] b_tile, "
-    "Tensor? bias, ScalarType out_dtype, bool fast_accum) -> Tensor",
+    "matmul": f"({_PRODUCT}, ScalarType out_dtype, bool fast_accum) -> Tensor",
+    # the same, cast: (qdata, transposed qdata or [0, 0], scale_inv, amax)
+    "matmul_cast": f"({_PRODUCT}, bool fast_accum, Tensor? delayed_scale, int role, {_CAST}, bool transpose, "
+    "int pad=1) -> (Tensor, Tensor, Tensor, Tensor)",
     # cast_transpose of each of xs, of one dtype and contiguous rows, in one launch (Dynamic per tensor: two), into
     # qdata[i] [R, C'], transposed[i] [C, R'] (or none at all), scale_inv[i], amax[i]; delayed_scales none for Dynamic.
     # tile: (-1, -1) or a block of powers of two up to 128. Where skip [1] is not 0 nothing is written: a weight that
@@ -75,23 +93,43 @@ SCHEMAS = {
     "multi_tensor_cast": "(Tensor[] xs, Tensor(a!)[] qdata, Tensor(b!)[] transposed, Tensor(c!)[] scale_inv, "
     "Tensor(d!)[] amax, Tensor[] delayed_scales, int role, int[2] tile, bool power_of_two, int margin, "
     "Tensor? skip=None) -> ()",
+    # a norm, cast: (qdata, transposed qdata or [0, 0], scale_inv, amax, mean, rstd, y)
+    "norm_cast": f"({_NORM}, Tensor? delayed_scale, int role, {_CAST}, bool transpose, int pad=1, bool keep=False) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    # a norm in two scalings, Dynamic: (qdata, scale_inv, second qdata, second scale_inv, mean, rstd, y)
+    "norm_cast_two_scalings": f"({_NORM}, {_CAST}, {_SECOND}, bool transpose_second, int pad=1, bool keep=False) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    # (dx [R, C] of x's dtype, dgamma [C], dbeta [C] or [0] of gamma's); residual [R, C] is added to dx before it is
+    # rounded
+    "norm_backward": "(Tensor dy, Tensor x, Tensor gamma, Tensor mean, Tensor rstd, str kind, bool zero_centered, "
+    "bool with_beta, Tensor? residual=None) -> (Tensor, Tensor, Tensor)",
 }
 
 
-def _fake_codes(x: Tensor, rows: int, cols: int, dtype: torch.dtype, pad: int) -> Tensor:
+def _codes(x: Tensor, shape: Sequence[int], dtype: torch.dtype, pad: int, transpose: bool = False) -> Tensor:
+    rows, cols = shape[::-1] if transpose else shape
     return x.new_empty((rows, padded(cols, pad)), dtype=dtype)
 
 
-def _fake_sums(x: Tensor, column_sum: bool) -> Tensor:
-    return x.new_empty(x.shape[1] if column_sum else 0)
+def _no_codes(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.new_empty((0, 0), dtype=dtype)
 
 
-def _fake_scale_inv(x: Tensor, tile: Sequence[int]) -> Tensor:
-    return x.new_empty(scale_shape(x.shape, tile), dtype=torch.float32)
+def _scale_inv(x: Tensor, shape: Sequence[int], tile: Sequence[int], transpose: bool = False) -> Tensor:
+    found = scale_shape(shape, tile)
+    return x.new_empty(found[::-1] if transpose else found, dtype=torch.float32)
 
 
 def _fake_amax(x: Tensor, tile: Sequence[int]) -> Tensor:
-    return _fake_scale_inv(x, tile)
+    return _scale_inv(x, x.shape, tile)
+
+
+def _shape_and_sums(
+    x: Tensor, column_sum: bool, activation: str = "", preactivation: Tensor | None = None, *of_codes: Any
+) -> tuple[tuple[int, int], Tensor]:
+    """The shape of what is cast, and its column sums."""
+    shape = cast_shape(x.shape, activation, None if preactivation is None else preactivation.shape)
+    return shape, x.new_empty(shape[1] if column_sum else 0, dtype=sums_dtype(x.dtype))
 
 
 def _fake_cast(
@@ -104,9 +142,10 @@ def _fake_cast(
     margin: int,
     pad: int = 1,
     column_sum: bool = False,
+    *activation: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    qdata = _fake_codes(x, x.shape[0], x.shape[1], dtype, pad)
-    return qdata, _fake_scale_inv(x, tile), _fake_scale_inv(x, tile), _fake_sums(x, column_sum)
+    shape, sums = _shape_and_sums(x, column_sum, *activation)
+    return _codes(x, shape, dtype, pad), _scale_inv(x, shape, tile), _scale_inv(x, shape, tile), sums
 
 
 def _fake_cast_transpose(
@@ -119,11 +158,26 @@ def _fake_cast_transpose(
     margin: int,
     pad: int = 1,
     column_sum: bool = False,
+    *activation: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    qdata, scale_inv, amax, sums = _fake_cast(
-        x, delayed_scale, role, dtype, tile, power_of_two, margin, pad, column_sum
-    )
-    return qdata, _fake_codes(x, x.shape[1], x.shape[0], dtype, pad), scale_inv, amax, sums
+    shape, sums = _shape_and_sums(x, column_sum, *activation)
+    codes, laid = _codes(x, shape, dtype, pad), _codes(x, shape, dtype, pad, transpose=True)
+    return codes, laid, _scale_inv(x, shape, tile), _scale_inv(x, shape, tile), sums
+
+
+def _two_scalings(
+    x: Tensor,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    tile: Sequence[int],
+    second_dtype: torch.dtype,
+    second_tile: Sequence[int],
+    transpose_second: bool,
+    pad: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    first = _codes(x, shape, dtype, pad), _scale_inv(x, shape, tile)
+    second = _codes(x, shape, second_dtype, pad, transpose_second)
+    return *first, second, _scale_inv(x, shape, second_tile, transpose_second)
 
 
 def _fake_cast_two_scalings(
@@ -139,19 +193,10 @@ def _fake_cast_two_scalings(
     transpose_second: bool,
     pad: int = 1,
     column_sum: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    rows, cols = x.shape
-    second_rows, second_cols = (cols, rows) if transpose_second else (rows, cols)
-    second_scale_shape = list(scale_shape(x.shape, second_tile))
-    if transpose_second:
-        second_scale_shape.reverse()
-    return (
-        _fake_codes(x, rows, cols, dtype, pad),
-        _fake_scale_inv(x, tile),
-        _fake_codes(x, second_rows, second_cols, second_dtype, pad),
-        x.new_empty(second_scale_shape, dtype=torch.float32),
-        _fake_sums(x, column_sum),
-    )
+    *activation: Any,
+) -> tuple[Tensor, ...]:
+    shape, sums = _shape_and_sums(x, column_sum, *activation)
+    return *_two_scalings(x, shape, dtype, tile, second_dtype, second_tile, transpose_second, pad), sums
 
 
 def _fake_cast_and_commit(
@@ -170,14 +215,11 @@ def _fake_cast_and_commit(
     transpose: bool,
     pad: int = 1,
     column_sum: bool = False,
+    *activation: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rows, cols = x.shape
-    return (
-        _fake_codes(x, rows, cols, dtype, pad),
-        _fake_codes(x, cols if transpose else 0, rows if transpose else 0, dtype, pad),
-        x.new_empty((1, 1), dtype=torch.float32),
-        _fake_sums(x, column_sum),
-    )
+    shape, sums = _shape_and_sums(x, column_sum, *activation)
+    laid = _codes(x, shape, dtype, pad, transpose=True) if transpose else _no_codes(x, dtype)
+    return _codes(x, shape, dtype, pad), laid, _scale_inv(x, shape, (ALL, ALL)), sums
 
 
 def _fake_nothing(*args: Any) -> None:
@@ -202,6 +244,98 @@ def _fake_matmul(
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
 
+def _statistics(x: Tensor, kind: str, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """A norm's (mean, rstd, y)."""
+    rstd = x.new_empty(x.shape[0], dtype=torch.float32)
+    mean = torch.empty_like(rstd) if kind == "layer_norm" else rstd.new_empty(0)
+    return mean, rstd, x.new_empty(x.shape if keep else (0, 0))
+
+
+def _fake_norm_cast(
+    x: Tensor,
+    gamma: Tensor,
+    beta: Tensor | None,
+    kind: str,
+    eps: float,
+    zero_centered: bool,
+    delayed_scale: Tensor | None,
+    role: int,
+    dtype: torch.dtype,
+    tile: Sequence[int],
+    power_of_two: bool,
+    margin: int,
+    transpose: bool,
+    pad: int = 1,
+    keep: bool = False,
+) -> tuple[Tensor, ...]:
+    check_norm(x, gamma, beta, kind)
+    laid = _codes(x, x.shape, dtype, pad, transpose=True) if transpose else _no_codes(x, dtype)
+    scales = _scale_inv(x, x.shape, tile), _scale_inv(x, x.shape, tile)
+    return _codes(x, x.shape, dtype, pad), laid, *scales, *_statistics(x, kind, keep)
+
+
+def _fake_norm_cast_two_scalings(
+    x: Tensor,
+    gamma: Tensor,
+    beta: Tensor | None,
+    kind: str,
+    eps: float,
+    zero_centered: bool,
+    dtype: torch.dtype,
+    tile: Sequence[int],
+    power_of_two: bool,
+    margin: int,
+    second_dtype: torch.dtype,
+    second_tile: Sequence[int],
+    second_power_of_two: bool,
+    second_margin: int,
+    transpose_second: bool,
+    pad: int = 1,
+    keep: bool = False,
+) -> tuple[Tensor, ...]:
+    check_norm(x, gamma, beta, kind)
+    pairs = _two_scalings(x, x.shape, dtype, tile, second_dtype, second_tile, transpose_second, pad)
+    return *pairs, *_statistics(x, kind, keep)
+
+
+def _fake_norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    gamma: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    kind: str,
+    zero_centered: bool,
+    with_beta: bool,
+    residual: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    check_norm(x, gamma, None, kind)
+    return x.new_empty(x.shape), gamma.new_empty(gamma.shape), gamma.new_empty(gamma.shape if with_beta else 0)
+
+
+def _fake_matmul_cast(
+    a: Tensor,
+    a_scale_inv: Tensor,
+    a_tile: Sequence[int],
+    b: Tensor,
+    b_scale_inv: Tensor,
+    b_tile: Sequence[int],
+    bias: Tensor | None,
+    fast_accum: bool,
+    delayed_scale: Tensor | None,
+    role: int,
+    dtype: torch.dtype,
+    tile: Sequence[int],
+    power_of_two: bool,
+    margin: int,
+    transpose: bool,
+    pad: int = 1,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    shape = a.shape[0], b.shape[0]
+    laid = _codes(a, shape, dtype, pad, transpose=True) if transpose else _no_codes(a, dtype)
+    return _codes(a, shape, dtype, pad), laid, _scale_inv(a, shape, tile), _scale_inv(a, shape, tile)
+
+
 FAKES: dict[str, Callable[..., Any]] = {
     "amax": _fake_amax,
     "cast": _fake_cast,
@@ -211,7 +345,11 @@ FAKES: dict[str, Callable[..., Any]] = {
     "delayed_update": _fake_nothing,
     "dequantize": _fake_dequantize,
     "matmul": _fake_matmul,
+    "matmul_cast": _fake_matmul_cast,
     "multi_tensor_cast": _fake_nothing,
+    "norm_cast": _fake_norm_cast,
+    "norm_cast_two_scalings": _fake_norm_cast_two_scalings,
+    "norm_backward": _fake_norm_backward,
 }
 
 LIBRARY = torch.library.Library("octavo", "DEF")

@@ -40,21 +40,66 @@ def many_tile(tile: tuple[int, int]) -> tuple[int, int]:
     return tile if tile in ((-1, -1), (1, 128)) else (128, 128)
 
 
+def produced_by(shape: tuple[int, int], tile: tuple[int, int]) -> list[tuple[Any, ...]]:
+    """x and the arguments from ``pad`` on, of casts of activations and of their gradients."""
+    rows, cols = shape
+    x, wide = torch.randn(shape).bfloat16(), torch.randn(rows, 2 * cols)
+    codes, scale_inv = pair((rows, 2 * cols), tile, E4M3)
+    return [
+        (x, 1, False, "gelu"),
+        (wide, 16, True, "swiglu"),
+        (x, 1, True, "silu", x.t().contiguous().t()),
+        (x, 2, True, "geglu", wide),
+        (codes, 1, True, "reglu", None, scale_inv, tile),
+        (x, 16, False, "geglu_tanh", codes, scale_inv, tile),
+    ]
+
+
+def casts(
+    x: Tensor, tile: tuple[int, int], some_extras: list[tuple[tuple[Any, ...], bool]]
+) -> list[tuple[str, tuple[Any, ...]]]:
+    """Arguments for the ops that cast x; of (extras, transpose), extras are those from ``pad`` on."""
+    found: list[tuple[str, tuple[Any, ...]]] = []
+    for extras, transpose in some_extras:
+        for scale in [None, state()[0]][: 2 if tile == (-1, -1) else 1]:
+            found.append(("cast", (x, scale, 1, E4M3, tile, True, 1, *extras)))
+            found.append(("cast_transpose", (x, scale, 0, E5M2, tile, False, 0, *extras)))
+        second = (E5M2, tile[::-1], True, 1, transpose, *extras)
+        found.append(("cast_two_scalings", (x, E4M3, tile, False, 0, *second)))
+        amaxes = (torch.ones(1, 1), None)
+        found.append(("cast_and_commit", (x, *state(), *amaxes, E5M2, False, 0, *UPDATE, transpose, *extras)))
+    return found
+
+
+def norms(shape: tuple[int, int], tile: tuple[int, int]) -> list[tuple[str, tuple[Any, ...]]]:
+    """Arguments for the ops that have a norm in them."""
+    found: list[tuple[str, tuple[Any, ...]]] = []
+    rows, cols = shape
+    delayed = state()[0] if tile == (-1, -1) else None
+    for x, kind, beta, extras in (
+        (inputs(shape, torch.bfloat16)[1], "layer_norm", torch.randn(cols), (16, True)),
+        (inputs(shape, torch.float32)[0], "layer_norm", None, ()),
+        (inputs(shape, torch.float16)[0], "rms_norm", None, (1, True)),
+    ):
+        gamma, dy, rstd = torch.randn(cols), torch.randn(cols, rows).t().to(x.dtype), torch.rand(rows)
+        norm = (x, gamma, beta, kind, 1e-5, bool(extras))
+        found.append(("norm_cast", (*norm, delayed, 0, E4M3, tile, True, 0, kind == "layer_norm", *extras)))
+        second = (E5M2, tile[::-1], True, 1, beta is None, *extras)
+        found.append(("norm_cast_two_scalings", (*norm, E4M3, tile, False, 0, *second)))
+        mean, residual = rstd if kind == "layer_norm" else rstd[:0], None if extras else dy.clone()
+        found.append(("norm_backward", (dy, x, gamma, mean, rstd, kind, bool(extras), beta is not None, residual)))
+    return found
+
+
 def cases(shape: tuple[int, int], tile: tuple[int, int]) -> list[tuple[str, tuple[Any, ...]]]:
     """Arguments for every op."""
     found: list[tuple[str, tuple[Any, ...]]] = []
     for x in (*inputs(shape, torch.bfloat16), inputs(shape, torch.float32)[0]):
         found.append(("amax", (x, tile)))
-        delayed = state()[0] if tile == (-1, -1) else None
-        for scale in {id(s): s for s in (None, delayed)}.values():
-            for extras in ((), (16, True)):  # pad, column_sum
-                found.append(("cast", (x, scale, 1, E4M3, tile, True, 1, *extras)))
-                found.append(("cast_transpose", (x, scale, 0, E5M2, tile, False, 0, *extras)))
-        for transpose, extras in ((False, ()), (True, ()), (False, (16,)), (True, (2, True))):
-            second = (E5M2, tile[::-1], True, 1, transpose, *extras)
-            found.append(("cast_two_scalings", (x, E4M3, tile, False, 0, *second)))
-            amaxes = (torch.ones(1, 1), None)
-            found.append(("cast_and_commit", (x, *state(), *amaxes, E5M2, False, 0, *UPDATE, transpose, *extras)))
+        found += casts(x, tile, [((), False), ((16, True), True), ((2,), False)])
+    for i, (x, *extras) in enumerate(produced_by(shape, tile)):  # every other op each
+        found += casts(x, tile, [(tuple(extras), len(extras) > 4)])[i % 2 :: 2]
+    found += norms(shape, tile)
     found.append(("delayed_update", (*state(), torch.ones(1, 1), None, torch.zeros(1, 1), *UPDATE)))
     outputs = kernels.cast_transpose(torch.randn(shape), None, 0, E4M3, many_tile(tile), False, 0, 16)[:4]
     for delayed_scales in [[], [state()[0]]][: 2 if tile == (-1, -1) else 1]:
@@ -66,7 +111,10 @@ def cases(shape: tuple[int, int], tile: tuple[int, int]) -> list[tuple[str, tupl
         found.append(("matmul", (*a, tile, *b, tile, None, dtype, False)))
     found.append(("dequantize", (a[0].t(), a[1].t(), tile[::-1], torch.bfloat16)))
     laid = (b[0].t().contiguous().t(), b[1].t().contiguous().t())
-    found.append(("matmul", (*a, tile, *laid, tile, torch.randn(4).bfloat16(), torch.bfloat16, True)))
+    product = (*a, tile, *laid, tile, torch.randn(4).bfloat16())
+    found.append(("matmul", (*product, torch.bfloat16, True)))
+    found.append(("matmul_cast", (*product, False, None, 0, E4M3, tile, True, 0, True, 16)))
+    found.append(("matmul_cast", (*a, tile, *b, tile, None, True, state()[0], 1, E5M2, (-1, -1), False, 1, False)))
     return found
 
 
@@ -104,16 +152,16 @@ def test_fakes_agree_with_what_the_ops_return(shape: tuple[int, int], tile: tupl
 @pytest.mark.parametrize("shape", [(7, 12), (1, 6), (0, 5)], ids=str)
 def test_opcheck(shape: tuple[int, int], tile: tuple[int, int]) -> None:
     for name, args in cases(shape, tile):
-        # the schema check compares arguments by allclose, which torch lacks for float8: test_dequantize.py and
-        # test_matmul.py look themselves whether theirs are left alone, test_multi_tensor_cast.py at what is written
-        with_codes = {"dequantize", "matmul", "multi_tensor_cast"}
-        utils = ["test_faketensor", *(["test_schema"] if name not in with_codes else [])]
+        # the schema check compares arguments by allclose, which torch lacks for float8: the references' tests look
+        # themselves whether theirs are left alone, test_multi_tensor_cast.py at what is written
+        with_codes = any(isinstance(a, Tensor) and a.dtype in (E4M3, E5M2) for a in tree_leaves(args))
+        utils = ["test_faketensor", *([] if with_codes else ["test_schema"])]
         torch.library.opcheck(op_of(name), args, test_utils=utils)
 
 
 def test_opcheck_of_dynamic_shapes() -> None:
     seen = set()
-    for name, args in cases((7, 12), (1, 5)):
+    for name, args in sorted(cases((7, 12), (1, 5)), key=lambda case: -len(case[1])):  # the most arguments of each op
         if name not in seen:
             seen.add(name)
             torch.library.opcheck(op_of(name), args, test_utils="test_aot_dispatch_dynamic")
@@ -192,6 +240,29 @@ def test_the_ops_compile_in_one_graph() -> None:
         for eager, other in zip(eager_state, compiled_state, strict=True):
             assert torch.equal(eager, other)
     assert eager_state[0].count_nonzero() == 2
+
+
+def test_a_gated_block_compiles_in_one_graph() -> None:
+    tile = (-1, -1)
+    w, gamma = torch.randn(8, 6), torch.ones(6)
+    w_pair = kernels.cast(w, None, 0, E4M3, tile, False, 0)[:2]
+
+    def step(x: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
+        norm = (x, gamma, None, "rms_norm", 1e-5, True)
+        q, _, scale_inv, _, mean, rstd, _ = kernels.norm_cast(*norm, None, 0, E4M3, tile, False, 0, False)
+        two = kernels.norm_cast_two_scalings(*norm, E4M3, (1, -1), False, 0, E4M3, (-1, 1), False, 0, True)
+        product = (q, scale_inv, tile, *w_pair, tile, None)
+        h, _, h_scale_inv, _ = kernels.matmul_cast(*product, False, None, 0, E4M3, tile, False, 0, False)
+        activation = ("swiglu", None, h_scale_inv, tile)
+        y = kernels.cast(h, None, 0, E4M3, tile, False, 0, 1, True, *activation)
+        dh = kernels.cast_transpose(dy, None, 0, E5M2, tile, False, 0, 1, True, "swiglu", h, h_scale_inv, tile)
+        dx = kernels.norm_backward(x, x, gamma, mean, rstd, "rms_norm", True, False, x)
+        return *two, *y, *dh, *dx
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True, dynamic=True)
+    for rows in (5, 3):
+        x, dy = torch.randn(rows, 6), torch.randn(rows, 4)
+        assert all(map(same_bits, compiled(x, dy), step(x, dy)))
 
 
 def test_a_wrong_dtype_is_refused_by_name() -> None:

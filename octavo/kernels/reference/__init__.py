@@ -8,7 +8,9 @@ from octavo.kernels.reference.cast import cast, cast_and_commit, cast_transpose,
 from octavo.kernels.reference.delayed_update import delayed_update
 from octavo.kernels.reference.dequantize import dequantize
 from octavo.kernels.reference.matmul import matmul
+from octavo.kernels.reference.matmul_cast import matmul_cast
 from octavo.kernels.reference.multi_tensor_cast import multi_tensor_cast
+from octavo.kernels.reference.norm import norm_backward, norm_cast, norm_cast_two_scalings
 
 KERNELS: dict[str, Callable[..., Any]] = {
     "amax": amax,
@@ -20,4 +22,8 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "dequantize": dequantize,
     "matmul": matmul,
     "multi_tensor_cast": multi_tensor_cast,
+    "norm_cast": norm_cast,
+    "norm_cast_two_scalings": norm_cast_two_scalings,
+    "norm_backward": norm_backward,
+    "matmul_cast": matmul_cast,
 }

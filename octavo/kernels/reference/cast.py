@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from octavo.formats import format_of
 from octavo.granularity import ALL
-from octavo.kernels.layouts import padded
-from octavo.kernels.reference.amax import amax_and_finiteness, one_amax_and_finiteness
-from octavo.kernels.reference.codes import encode
+from octavo.kernels.activations import cast_shape
+from octavo.kernels.layouts import padded, sums_dtype
+from octavo.kernels.reference.activation import produced
 from octavo.kernels.reference.delayed_update import delayed_update
-from octavo.numerics import scale_from_amax, scale_inv_from_scale, scale_inv_of, scale_of
-
-_ROUNDING = 1 + 2.0**-20  # a scale of float32 may take its amax past the format's max by its own rounding
+from octavo.kernels.reference.in_runs import Pair, Scaling, cast_in_runs, cast_values
+from octavo.kernels.reference.tiles import tile_rows
 
 
 def cast(
@@ -29,34 +28,12 @@ def cast(
     margin: int,
     pad: int = 1,
     column_sum: bool = False,
+    *activation: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``octavo::cast``."""
-    codes, scale_inv, amax = _cast(x, delayed_scale, role, dtype, tile, power_of_two, margin)
-    return _padded(codes, pad), scale_inv, amax, column_sum_of(x, column_sum)
-
-
-def _cast(
-    x: Tensor,
-    delayed_scale: Tensor | None,
-    role: int,
-    dtype: torch.dtype,
-    tile: Sequence[int],
-    power_of_two: bool,
-    margin: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """One scaling of x as it lies: (codes, scale_inv, amax)."""
-    limit = format_of(dtype).max
-    if tile[0] != ALL or tile[1] != ALL:
-        amax, all_finite = amax_and_finiteness(x, tile)
-        scales = scale_from_amax(amax, limit, power_of_two, margin)
-        return encode(x, scales, tile, dtype, all_finite, clips=False), scale_inv_from_scale(scales), amax
-    largest, all_finite = one_amax_and_finiteness(x)
-    scale = 0.0 if delayed_scale is None else float(delayed_scale[role])
-    if scale == 0.0:  # Dynamic, or no history yet: this tensor's own amax
-        scale = scale_of(largest, limit, power_of_two, margin)
-    codes = encode(x, scale, tile, dtype, all_finite, clips=largest * scale > limit * _ROUNDING)
-    shape = (1,) * x.ndim
-    return codes, _float32(x, shape, scale_inv_of(scale)), _float32(x, shape, largest)
+    scaling = Scaling(dtype, tile, power_of_two, margin, delayed_scale_of(delayed_scale, role))
+    ((codes, scale_inv, amax),), sums = _cast(x, [scaling], column_sum, *activation)
+    return with_padding(codes, pad), scale_inv, amax, sums
 
 
 def cast_transpose(
@@ -69,10 +46,12 @@ def cast_transpose(
     margin: int,
     pad: int = 1,
     column_sum: bool = False,
+    *activation: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``octavo::cast_transpose``."""
-    codes, scale_inv, amax = _cast(x, delayed_scale, role, dtype, tile, power_of_two, margin)
-    return _padded(codes, pad), _padded(_transposed(codes), pad), scale_inv, amax, column_sum_of(x, column_sum)
+    scaling = Scaling(dtype, tile, power_of_two, margin, delayed_scale_of(delayed_scale, role))
+    ((codes, scale_inv, amax),), sums = _cast(x, [scaling], column_sum, *activation)
+    return with_padding(codes, pad), with_padding(transposed(codes), pad), scale_inv, amax, sums
 
 
 def cast_two_scalings(
@@ -88,13 +67,15 @@ def cast_two_scalings(
     transpose_second: bool,
     pad: int = 1,
     column_sum: bool = False,
+    *activation: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``octavo::cast_two_scalings``."""
-    codes, scale_inv, _ = _cast(x, None, 0, dtype, tile, power_of_two, margin)
-    second, second_scale_inv, _ = _cast(x, None, 0, second_dtype, second_tile, second_power_of_two, second_margin)
+    first = Scaling(dtype, tile, power_of_two, margin)
+    other = Scaling(second_dtype, second_tile, second_power_of_two, second_margin)
+    ((codes, scale_inv, _), (second, second_scale_inv, _)), sums = _cast(x, [first, other], column_sum, *activation)
     if transpose_second:
-        second, second_scale_inv = _transposed(second), second_scale_inv.t().contiguous()
-    return _padded(codes, pad), scale_inv, _padded(second, pad), second_scale_inv, column_sum_of(x, column_sum)
+        second, second_scale_inv = transposed(second), second_scale_inv.t().contiguous()
+    return with_padding(codes, pad), scale_inv, with_padding(second, pad), second_scale_inv, sums
 
 
 def cast_and_commit(
@@ -113,21 +94,48 @@ def cast_and_commit(
     transpose: bool,
     pad: int = 1,
     column_sum: bool = False,
+    *activation: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``octavo::cast_and_commit``."""
-    codes, scale_inv, amax = _cast(x, delayed_scale, 2, dtype, (ALL, ALL), power_of_two, margin)
+    scaling = Scaling(dtype, (ALL, ALL), power_of_two, margin, delayed_scale_of(delayed_scale, 2))
+    ((codes, scale_inv, amax),), sums = _cast(x, [scaling], column_sum, *activation)
     delayed_update(
         delayed_scale, delayed_amax_history, amax_input, amax_weight, amax, limits, powers_of_two, margins, reduce
     )
-    transposed = _padded(_transposed(codes), pad) if transpose else codes.new_empty((0, 0))
-    return _padded(codes, pad), transposed, scale_inv, column_sum_of(x, column_sum)
+    laid = with_padding(transposed(codes), pad) if transpose else codes.new_empty((0, 0))
+    return with_padding(codes, pad), laid, scale_inv, sums
 
 
-def _float32(like: Tensor, shape: tuple[int, ...], value: float) -> Tensor:
-    return like.new_full(shape, value, dtype=torch.float32)
+def _cast(
+    x: Tensor,
+    scalings: Sequence[Scaling],
+    column_sum: bool,
+    activation: str = "",
+    preactivation: Tensor | None = None,
+    h_scale_inv: Tensor | None = None,
+    h_tile: Sequence[int] = (ALL, ALL),
+) -> tuple[list[Pair], Tensor]:
+    """x, or what is computed of it, in each scaling; and the op's ``sums``."""
+    shape = cast_shape(x.shape, activation, None if preactivation is None else preactivation.shape)
+    if not activation:
+        return [cast_values(x, scaling) for scaling in scalings], column_sum_of(x, column_sum)
+
+    def make(rows: slice) -> Tensor:
+        scale_inv = None if h_scale_inv is None else tile_rows(h_scale_inv, h_tile, rows)
+        h = None if preactivation is None else preactivation[rows]
+        return produced(x[rows], activation, h, scale_inv, h_tile)
+
+    pairs, sums = cast_in_runs(make, shape, max(h_tile[0], 1), scalings, column_sum)
+    return pairs, sums.to(sums_dtype(x.dtype))
 
 
-def _padded(codes: Tensor, pad: int) -> Tensor:
+def delayed_scale_of(delayed_scale: Tensor | None, role: int) -> float:
+    """The scale of a role, 0 where there is none."""
+    return 0.0 if delayed_scale is None else float(delayed_scale[role])
+
+
+def with_padding(codes: Tensor, pad: int) -> Tensor:
+    """``codes`` with zero codes after each row, up to a multiple of ``pad``."""
     if pad == 1:
         return codes
     missing = padded(codes.shape[1], pad) - codes.shape[1]
@@ -135,10 +143,11 @@ def _padded(codes: Tensor, pad: int) -> Tensor:
 
 
 def column_sum_of(x: Tensor, wanted: bool) -> Tensor:
-    """The ops' ``sums``. torch adds in float32 and rounds once."""
+    """The ops' ``sums`` of x itself. torch adds in float32 and rounds once."""
     return x.sum(0) if wanted else x.new_empty(0)
 
 
-def _transposed(x: Tensor) -> Tensor:
+def transposed(x: Tensor) -> Tensor:
+    """Codes [R, C] as a contiguous copy [C, R]."""
     # not contiguous(): of a single row or column that is x itself, and an op's results must not alias
     return x.view(torch.uint8).t().clone(memory_format=torch.contiguous_format).view(x.dtype)

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from octavo.granularity import ALL
-from octavo.kernels.reference import tiles
 from octavo.kernels.reference.codes import decode
-from octavo.kernels.reference.tiles import row_runs
+from octavo.kernels.reference.tiles import row_slices, tile_rows
 from octavo.numerics import MAX_SCALE, MIN_SCALE
 
 
@@ -36,12 +35,15 @@ def matmul(
     b_NK, b_rest = _operand(b, b_scale_inv, b_tile, compute)
     bias = None if bias is None else bias.to(compute)
     out_MN = b_NK.new_empty(a.shape[0], b.shape[0])
-    # in runs of a's rows, which stay in the cache between reading them and multiplying them
-    in_runs = a.numel() > tiles.RUN and a.is_contiguous()
-    runs = row_runs(a_tile, a_scale_inv, a, out_MN) if in_runs else [(a_scale_inv, None, a, out_MN)]
-    for a_run_scale_inv, _, a_run, out_run in runs:
-        a_MK, a_rest = _operand(a_run, a_run_scale_inv, a_tile, compute)
-        _multiply(a_MK, a_rest, b_NK, b_rest, bias, out_run)
+    # In runs of a's rows, which stay in the cache between reading them and multiplying them. Of a transposed operand
+    # rows are columns in memory, and runs larger: there they only keep all of it from being there in bf16.
+    lies_transposed = not a.is_contiguous() and a.t().is_contiguous()
+    unit = 1 if a_tile[0] == ALL else a_tile[0]
+    runs = row_slices((a.shape[0], a.shape[1]), unit, 4 if lies_transposed else 1)
+    for rows in runs if lies_transposed or a.is_contiguous() else [slice(0, a.shape[0])]:
+        a_run = a.t()[:, rows].contiguous().t() if lies_transposed else a[rows]
+        a_MK, a_rest = _operand(a_run, tile_rows(a_scale_inv, a_tile, rows), a_tile, compute)
+        _multiply(a_MK, a_rest, b_NK, b_rest, bias, out_MN[rows])
     return out_MN.to(out_dtype)
 
 

@@ -59,3 +59,15 @@ def multiply_tiles_(x_RC: Tensor, scale: Tensor | float, tile: Sequence[int]) ->
     tiled = as_tiles(x_RC, tile).mul_(scale[:, None, :, None])
     rows, cols = x_RC.shape
     return tiled.flatten(2, 3).flatten(0, 1)[:rows, :cols]
+
+
+def row_slices(shape: tuple[int, int], unit: int, runs: int = 1) -> list[slice]:
+    """Rows in runs of about so many times RUN elements, each of whole units but the last."""
+    rows, cols = shape
+    step = max(runs * RUN // max(cols, 1) // unit, 1) * unit
+    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)] or [slice(0, 0)]
+
+
+def tile_rows(scales: Tensor, tile: Sequence[int], rows: slice) -> Tensor:
+    """The scales of whole tiles' rows."""
+    return scales if tile[0] == ALL else scales[rows.start // tile[0] : -(-rows.stop // tile[0])]

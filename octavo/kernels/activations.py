@@ -1,0 +1,92 @@
+"""The activations that casts can compute on their way: what is cast is activation(h), or its gradient.
+
+    plain   y [R, C] = f(h),  h [R, C]                  dh = dy . f'(h)
+    gated   y [R, C] = f(gate) . up,  h [R, 2C] = (gate | up)
+                                                        dh [R, 2C] = (dy . up . f'(gate) | dy . f(gate))
+
+f by name, in float32; sigmoid is s, the normal distribution's function Phi and density phi:
+
+    relu            h where h > 0, else 0
+    squared_relu    relu(h)^2                           So et al., arXiv 2109.08668
+    silu            h s(h)                              Elfwing et al., arXiv 1702.03118
+    quick_gelu      h s(1.702 h)                        Hendrycks and Gimpel, arXiv 1606.08415
+    gelu            h Phi(h), torch.nn.GELU()           the same
+    gelu_tanh       h (1 + tanh(u)) / 2 = h s(2u), u = sqrt(2 / pi) (h + 0.044715 h^3)
+
+Gated ones (Shazeer, arXiv 2002.05202): swiglu, geglu, geglu_tanh, reglu.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Activation(NamedTuple):
+    """An activation: which function, and whether it is of a gate that multiplies ``up``."""
+
+    function: str
+    gated: bool
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    "relu": Activation("relu", False),
+    "squared_relu": Activation("squared_relu", False),
+    "silu": Activation("silu", False),
+    "quick_gelu": Activation("quick_gelu", False),
+    "gelu": Activation("gelu", False),
+    "gelu_tanh": Activation("gelu_tanh", False),
+    "swiglu": Activation("silu", True),
+    "geglu": Activation("gelu", True),
+    "geglu_tanh": Activation("gelu_tanh", True),
+    "reglu": Activation("relu", True),
+}
+
+
+def activation_of(name: str) -> Activation:
+    """The activation of this name.
+
+    Raises:
+        ValueError: for another name, listing those there are.
+
+    Example:
+        >>> activation_of("swiglu")
+        Activation(function='silu', gated=True)
+    """
+    if name not in ACTIVATIONS:
+        raise ValueError(f"activation={name!r}: use one of {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
+
+
+def cast_shape(x: Sequence[int], activation: str = "", preactivation: Sequence[int] | None = None) -> tuple[int, int]:
+    """The shape [R, C] of what a cast casts.
+
+    Args:
+        x: shape of the tensor it reads.
+        activation: a name, or "" where x itself is cast.
+        preactivation: shape of the activation's input, where x is the gradient of its output.
+
+    Raises:
+        ValueError: for an unknown activation, or shapes that don't fit it.
+
+    Example:
+        >>> cast_shape((4, 32), "swiglu"), cast_shape((4, 16), "swiglu", (4, 32))
+        ((4, 16), (4, 32))
+    """
+    rows, cols = x
+    if not activation:
+        if preactivation is not None:
+            raise ValueError("preactivation is given without the name of its activation")
+        return rows, cols
+    gated = activation_of(activation).gated
+    if preactivation is not None:
+        width = 2 * cols if gated else cols
+        if tuple(preactivation) != (rows, width):
+            raise ValueError(
+                f"a gradient of shape [{rows}, {cols}] belongs to an input of {activation} of shape "
+                f"[{rows}, {width}], not {list(preactivation)}"
+            )
+        return rows, width
+    if gated and cols % 2:
+        raise ValueError(f"{activation} takes (gate | up), an even number of columns, not {cols}")
+    return rows, cols // 2 if gated else cols

@@ -1,0 +1,135 @@
+"""Casts of what is computed on the way, run of rows by run of rows: in float32 it is never there as a whole.
+
+A run fits a cache. It is computed twice where a scale needs the amax of all rows before the first code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.formats import format_of
+from octavo.granularity import ALL, scale_shape
+from octavo.kernels.reference.amax import amax_and_finiteness, one_amax_and_finiteness
+from octavo.kernels.reference.codes import encode
+from octavo.kernels.reference.tiles import row_slices, tile_rows
+from octavo.numerics import scale_from_amax, scale_inv_from_scale, scale_inv_of, scale_of
+
+_ROUNDING = 1 + 2.0**-20  # a scale of float32 may take its amax past the format's max by its own rounding
+
+Pair = tuple[Tensor, Tensor, Tensor]  # (codes, scale_inv, amax)
+
+
+class Scaling(NamedTuple):
+    """How a tensor is cast; ``scale``: a delayed one, or 0 where it comes from the tensor's own amax."""
+
+    dtype: torch.dtype
+    tile: Sequence[int]
+    power_of_two: bool
+    margin: int
+    scale: float = 0.0
+
+
+def cast_values(x: Tensor, scaling: Scaling) -> Pair:
+    """Cast x [R, C], any float dtype, as it lies."""
+    dtype, tile, power_of_two, margin, scale = scaling
+    limit = format_of(dtype).max
+    if tile[0] != ALL or tile[1] != ALL:
+        amax, all_finite = amax_and_finiteness(x, tile)
+        scales = scale_from_amax(amax, limit, power_of_two, margin)
+        return encode(x, scales, tile, dtype, all_finite, clips=False), scale_inv_from_scale(scales), amax
+    largest, all_finite = one_amax_and_finiteness(x)
+    if scale == 0.0:  # Dynamic, or no history yet: this tensor's own amax
+        scale = scale_of(largest, limit, power_of_two, margin)
+    codes = encode(x, scale, tile, dtype, all_finite, clips=largest * scale > limit * _ROUNDING)
+    shape = (1,) * x.ndim
+    return codes, _float32(x, shape, scale_inv_of(scale)), _float32(x, shape, largest)
+
+
+def cast_in_runs(
+    make: Callable[[slice], Tensor], shape: tuple[int, int], unit: int, scalings: Sequence[Scaling], column_sum: bool
+) -> tuple[list[Pair], Tensor]:
+    """Cast y [R, C] in one or two scalings.
+
+    Args:
+        make: rows of y, float32, from their slice.
+        shape: of y.
+        unit: runs begin at multiples of it.
+        scalings: how.
+        column_sum: find the sums of columns.
+
+    Returns:
+        each scaling's result, and the sums [C] float32, or [0].
+    """
+    runs = row_slices(shape, math.lcm(unit, *(s.tile[0] for s in scalings if s.tile[0] != ALL)))
+    if len(runs) == 1:
+        y = make(runs[0])
+        return [cast_values(y, scaling) for scaling in scalings], y.sum(0) if column_sum else y.new_empty(0)
+    spanning = [scaling for scaling in scalings if scaling.tile[0] == ALL and scaling.scale == 0.0]
+    amaxes: list[Tensor] = []
+    if spanning:
+        found = [[amax_and_finiteness(y, s.tile)[0] for s in spanning] for y in map(make, runs)]
+        amaxes = [torch.stack(of_runs).amax(0) for of_runs in zip(*found, strict=True)]
+    parts = [_Parts(scaling, shape, amaxes.pop(0) if scaling in spanning else None) for scaling in scalings]
+    sums: Tensor | None = None
+    for rows in runs:
+        y = make(rows)
+        for part in parts:
+            part.add(y, rows)
+        if column_sum:
+            sums = y.sum(0) if sums is None else sums.add_(y.sum(0))
+    return [part.result() for part in parts], y.new_empty(0) if sums is None else sums
+
+
+class _Parts:
+    """One scaling's result, as its runs come."""
+
+    def __init__(self, scaling: Scaling, shape: tuple[int, int], amax: Tensor | None) -> None:
+        self.scaling, self.shape, self.spans = scaling, shape, scaling.tile[0] == ALL
+        self.amax = amax  # of tiles that span all rows: known before, or found by runs
+        self.scale: Tensor | float = scaling.scale
+        if amax is not None:
+            limit = format_of(scaling.dtype).max
+            self.scale = scale_from_amax(amax, limit, scaling.power_of_two, scaling.margin)
+            if scaling.tile[1] == ALL:
+                self.scale = float(self.scale)
+        self.codes: Tensor | None = None
+        self.of_tiles: tuple[Tensor, Tensor] | None = None  # scale_inv and amax, where tiles lie within runs
+
+    def add(self, y: Tensor, rows: slice) -> None:
+        """Cast a run."""
+        dtype, tile = self.scaling.dtype, self.scaling.tile
+        if self.codes is None:
+            self.codes = torch.empty(self.shape, dtype=dtype, device=y.device)
+        if not self.spans:
+            if self.of_tiles is None:
+                grid = scale_shape(self.shape, tile)
+                self.of_tiles = y.new_empty(grid), y.new_empty(grid)
+            codes, *of_run = cast_values(y, self.scaling)
+            for whole, part in zip(self.of_tiles, of_run, strict=True):
+                tile_rows(whole, tile, rows).copy_(part)
+        elif tile[1] == ALL:
+            codes, _, amax = cast_values(y, self.scaling._replace(scale=float(self.scale)))
+            if self.scaling.scale:
+                self.amax = amax if self.amax is None else torch.maximum(self.amax, amax)
+        else:
+            codes = encode(y, self.scale, tile, dtype, bool(y.isfinite().all()), clips=False)
+        self.codes[rows] = codes
+
+    def result(self) -> Pair:
+        """All runs together."""
+        assert self.codes is not None
+        if self.of_tiles is not None:
+            return self.codes, *self.of_tiles
+        assert self.amax is not None
+        if isinstance(self.scale, Tensor):
+            return self.codes, scale_inv_from_scale(self.scale), self.amax
+        return self.codes, _float32(self.amax, (1, 1), scale_inv_of(self.scale)), self.amax
+
+
+def _float32(like: Tensor, shape: tuple[int, ...], value: float) -> Tensor:
+    return like.new_full(shape, value, dtype=torch.float32)

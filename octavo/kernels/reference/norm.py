@@ -1,0 +1,163 @@
+"""LayerNorm and RMSNorm, forward with the cast and backward, in float32.
+
+    layer_norm   y = (x - mean) rstd g + beta,   rstd = 1 / sqrt(mean((x - mean)^2) + eps)
+    rms_norm     y = x rstd g (+ beta),          rstd = 1 / sqrt(mean(x^2) + eps)
+
+over each row of x [R, C]; g is gamma, or 1 + gamma where it is zero-centred. With n = (x - mean) rstd and w = dy g,
+
+    dx = rstd (w - n mean(w n) - mean(w)),   dgamma = sum over rows of dy n,   dbeta = sum over rows of dy
+
+where rms_norm has no mean(w). Ba et al., arXiv 1607.06450; Zhang and Sennrich, arXiv 1910.07467.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.layouts import check_norm
+from octavo.kernels.reference.cast import delayed_scale_of, transposed, with_padding
+from octavo.kernels.reference.in_runs import Pair, Scaling, cast_in_runs
+from octavo.kernels.reference.tiles import row_slices
+
+
+def norm_cast(
+    x: Tensor,
+    gamma: Tensor,
+    beta: Tensor | None,
+    kind: str,
+    eps: float,
+    zero_centered: bool,
+    delayed_scale: Tensor | None,
+    role: int,
+    dtype: torch.dtype,
+    tile: Sequence[int],
+    power_of_two: bool,
+    margin: int,
+    transpose: bool,
+    pad: int = 1,
+    keep: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``octavo::norm_cast``."""
+    scaling = Scaling(dtype, tile, power_of_two, margin, delayed_scale_of(delayed_scale, role))
+    norm = gamma, beta, kind, eps, zero_centered
+    ((codes, scale_inv, amax),), mean, rstd, y = _cast(x, norm, [scaling], keep)
+    laid = with_padding(transposed(codes), pad) if transpose else codes.new_empty((0, 0))
+    return with_padding(codes, pad), laid, scale_inv, amax, mean, rstd, y
+
+
+def norm_cast_two_scalings(
+    x: Tensor,
+    gamma: Tensor,
+    beta: Tensor | None,
+    kind: str,
+    eps: float,
+    zero_centered: bool,
+    dtype: torch.dtype,
+    tile: Sequence[int],
+    power_of_two: bool,
+    margin: int,
+    second_dtype: torch.dtype,
+    second_tile: Sequence[int],
+    second_power_of_two: bool,
+    second_margin: int,
+    transpose_second: bool,
+    pad: int = 1,
+    keep: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``octavo::norm_cast_two_scalings``."""
+    first = Scaling(dtype, tile, power_of_two, margin)
+    other = Scaling(second_dtype, second_tile, second_power_of_two, second_margin)
+    norm = gamma, beta, kind, eps, zero_centered
+    ((codes, scale_inv, _), (second, second_scale_inv, _)), mean, rstd, y = _cast(x, norm, [first, other], keep)
+    if transpose_second:
+        second, second_scale_inv = transposed(second), second_scale_inv.t().contiguous()
+    pairs = with_padding(codes, pad), scale_inv, with_padding(second, pad), second_scale_inv
+    return *pairs, mean, rstd, y
+
+
+def _cast(
+    x: Tensor, norm: tuple[Tensor, Tensor | None, str, float, bool], scalings: Sequence[Scaling], keep: bool
+) -> tuple[list[Pair], Tensor, Tensor, Tensor]:
+    """y in each scaling, mean, rstd, and y itself as the ops return it."""
+    check_norm(x, *norm[:3])
+    rows, cols = x.shape
+    rstd = x.new_empty(rows, dtype=torch.float32)
+    mean = torch.empty_like(rstd) if norm[2] == "layer_norm" else rstd.new_empty(0)
+    kept = x.new_empty((rows, cols) if keep else (0, 0))
+
+    def make(run: slice) -> Tensor:
+        y, mean_of_run, rstd[run] = normalise(x[run], *norm)
+        if mean.numel():
+            mean[run] = mean_of_run
+        if keep:
+            kept[run] = y
+        return y
+
+    pairs, _ = cast_in_runs(make, (rows, cols), 1, scalings, False)
+    return pairs, mean, rstd, kept
+
+
+def normalise(
+    x: Tensor, gamma: Tensor, beta: Tensor | None, kind: str, eps: float, zero_centered: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(y [R, C], mean [R], or [0] for rms_norm, and rstd [R]), float32."""
+    check_norm(x, gamma, beta, kind)
+    wide = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    if kind == "layer_norm":
+        mean = wide.mean(1)
+        wide.sub_(mean[:, None])
+    else:
+        mean = wide.new_empty(0)
+    rstd = torch.reciprocal(wide.square().mean(1).add_(eps).sqrt_())
+    wide.mul_(rstd[:, None]).mul_(_factor(gamma, zero_centered))
+    return wide if beta is None else wide.add_(beta), mean, rstd
+
+
+def _factor(gamma: Tensor, zero_centered: bool) -> Tensor:
+    wide = gamma.to(torch.float32)
+    return wide + 1.0 if zero_centered else wide
+
+
+def norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    gamma: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    kind: str,
+    zero_centered: bool,
+    with_beta: bool,
+    residual: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``octavo::norm_backward``."""
+    check_norm(x, gamma, None, kind)
+    dx = x.new_empty(x.shape)
+    sums = torch.zeros(2, x.shape[1], dtype=torch.float32, device=x.device)
+    for run in row_slices((x.shape[0], x.shape[1]), 1):
+        centre = mean[run, None] if kind == "layer_norm" else None
+        more = None if residual is None else residual[run]
+        dx[run] = _backward_of_rows(dy[run], x[run], _factor(gamma, zero_centered), centre, rstd[run, None], more, sums)
+    dgamma, dbeta = sums.to(gamma.dtype)
+    return dx, dgamma.clone(), dbeta.clone() if with_beta else gamma.new_empty(0)
+
+
+def _backward_of_rows(
+    dy: Tensor, x: Tensor, factor: Tensor, mean: Tensor | None, rstd: Tensor, residual: Tensor | None, sums: Tensor
+) -> Tensor:
+    """dx of some rows, float32; adds to the sums of dy n and of dy [2, C]."""
+    n = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    if mean is not None:
+        n.sub_(mean)
+    n.mul_(rstd)
+    wide_dy = dy.to(torch.float32).contiguous()
+    sums[0].add_((wide_dy * n).sum(0))
+    sums[1].add_(wide_dy.sum(0))
+    w = wide_dy * factor
+    dx = torch.addcmul(w, n, (w * n).mean(1, keepdim=True), value=-1)
+    if mean is not None:
+        dx.sub_(w.mean(1, keepdim=True))
+    dx.mul_(rstd)
+    return dx if residual is None else dx.add_(residual)

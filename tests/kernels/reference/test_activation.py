@@ -1,0 +1,360 @@
+"""Activations and their gradients against float64, and casts of them against casts of what they compute."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from octavo import kernels
+from octavo.kernels.reference import tiles
+from octavo.kernels.reference.activation import produced, slope, value
+from tests import definitions
+from tests.combinations import each_pair
+from tests.definitions import FLOAT32_MAX, all_codes, same_bits
+from tests.kernels.reference.test_cast import every_cast
+
+E4M3, E5M2 = FORMATS = [torch.float8_e4m3fn, torch.float8_e5m2]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+ALL = (-1, -1)
+HALF_ULP, SMALLEST = 2.0**-24, 2.0**-149
+
+PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "squared_relu": lambda h: F.relu(h) ** 2,
+    "silu": F.silu,
+    "quick_gelu": lambda h: h * F.sigmoid(1.702 * h),
+    "gelu": F.gelu,
+    "gelu_tanh": lambda h: F.gelu(h, approximate="tanh"),
+}
+GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}
+# f = h s(u): u, and h u', which in a slope multiplies 1 - s and its rounding
+SIGMOIDS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "silu": (lambda h: h, lambda h: h),
+    "quick_gelu": (lambda h: 1.702 * h, lambda h: 1.702 * h),
+    "gelu_tanh": (
+        lambda h: math.sqrt(8 / math.pi) * (h + 0.044715 * h**3),
+        lambda h: math.sqrt(8 / math.pi) * (h + 3 * 0.044715 * h**3),
+    ),
+}
+
+each_function = pytest.mark.parametrize("function", PLAIN)
+each_activation = pytest.mark.parametrize("activation", [*PLAIN, *GATED])
+
+
+def exact(h: Tensor, activation: str) -> Tensor:
+    """The activation in the dtype of h."""
+    if activation in PLAIN:
+        return PLAIN[activation](h)
+    gate, up = h[:, : h.shape[1] // 2], h[:, h.shape[1] // 2 :]
+    return PLAIN[GATED[activation]](gate) * up
+
+
+def exact_gradient(dy: Tensor, h: Tensor, activation: str) -> Tensor:
+    h = h.double().requires_grad_()
+    return torch.autograd.grad(exact(h, activation), h, dy.double())[0]
+
+
+def slope_error(h: Tensor, function: str) -> Tensor:
+    """What a slope may be wrong by; s is 1 in float32 where h u' is 40."""
+    steep = SIGMOIDS[function][1](h.double()).abs().clamp(max=40.0) if function in SIGMOIDS else torch.zeros_like(h)
+    return HALF_ULP * (8 + steep)
+
+
+def off(actual: Tensor, truth: Tensor) -> Tensor:
+    """By how much, beyond the rounding of ``truth`` itself."""
+    return (actual.double() - truth).abs() - 2 * HALF_ULP * truth.abs() - 2 * SMALLEST
+
+
+def grid() -> Tensor:
+    """[n, 64]: every bfloat16 up to 1e38, float32 where the functions bend."""
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).float()
+    h = torch.cat((every[every.abs() <= 1e38], torch.linspace(-20, 20, 10_001), 2 * torch.randn(10_000)))
+    return h[: len(h) // 64 * 64].view(-1, 64)
+
+
+def gates(activation: str) -> Tensor:
+    """An input of this activation."""
+    h = grid()
+    return torch.cat((h, torch.rand_like(h) * 2 - 1), 1) if activation in GATED else h
+
+
+@each_activation
+def test_values_against_float64(activation: str) -> None:
+    h = gates(activation)
+    y, truth = produced(h, activation), exact(h.double(), activation)
+    assert y.dtype == torch.float32 and y.is_contiguous()
+    over = truth.abs() > FLOAT32_MAX
+    assert bool((y[over] == math.inf).all()) and bool(over.any()) == (activation == "squared_relu")
+    natural = (h[:, :64] * h[:, 64:] if activation in GATED else h).double().abs()
+    assert bool((off(y, truth) <= 2 * HALF_ULP * natural)[~over].all())
+
+
+@each_activation
+def test_gradients_against_float64(activation: str) -> None:
+    h = gates(activation)
+    dy = torch.rand(len(h), 64) * 2 - 1
+    dh, truth = produced(dy, activation, h), exact_gradient(dy, h, activation)
+    assert dh.dtype == torch.float32 and dh.is_contiguous()
+    gate, of_value = h[:, :64].double(), dy.double()
+    if activation in GATED:
+        of_value = of_value * h[:, 64:]
+        assert bool((off(dh, truth)[:, 64:] <= 2 * HALF_ULP * (dy * gate).abs()).all())
+    allowed = slope_error(gate, GATED.get(activation, activation)) * of_value.abs()
+    assert bool((off(dh, truth)[:, :64] <= allowed).all())
+
+
+@each_activation
+def test_gradients_are_central_differences(activation: str) -> None:
+    # of each column by itself, a step apart from where relu bends
+    h = torch.linspace(-9, 9, 1202, dtype=torch.float64).float()[:, None]
+    h = torch.cat((h, torch.randn_like(h)), 1) if activation in GATED else h
+    dy, step = torch.randn(len(h), 1), 1e-4
+    dh = produced(dy, activation, h).double()
+    for column, by in enumerate(torch.eye(h.shape[1], dtype=torch.float64) * step):
+        difference = exact(h + by, activation) - exact(h - by, activation)
+        truth = (dy * difference / (2 * step))[:, 0]
+        if column == 0:
+            allowed = slope_error(h[:, 0], GATED.get(activation, activation)) + 1e-8
+            allowed *= h[:, 1].abs() if activation in GATED else 1.0
+        else:
+            allowed = 2 * HALF_ULP * h[:, 0].abs() + 1e-8
+        assert bool((off(dh[:, column], truth) <= allowed * dy[:, 0].abs()).all())
+
+
+@pytest.mark.parametrize("function", SIGMOIDS)
+def test_tails_keep_their_digits(function: str) -> None:
+    # where (1 + tanh) / 2 would have cancelled
+    u_of, steepness = SIGMOIDS[function]
+    h = -torch.linspace(0.1, 45, 10_000)
+    u = u_of(h.double())
+    h, u = h[u > -80], u[u > -80]
+    truth = h.double() * F.sigmoid(u)
+    assert bool((off(value(h, function), truth) <= HALF_ULP * (2 + 3 * u.abs()) * truth.abs()).all())
+    s = F.sigmoid(u)
+    inner = (1 - s) * steepness(h.double())
+    allowed = HALF_ULP * s * (2 + 3 * u.abs()) * (1 + inner.abs())
+    assert bool((off(slope(h, function), s * (1 + inner)) <= allowed).all())
+
+
+def test_relu_is_exact() -> None:
+    h = torch.cat((grid().view(-1), torch.tensor([FLOAT32_MAX, -FLOAT32_MAX])))
+    assert same_bits(value(h, "relu"), torch.where(h > 0, h, 0.0))
+    assert same_bits(value(h, "squared_relu"), torch.where(h > 0, h.double() ** 2, 0.0).float())
+    assert same_bits(slope(h, "relu"), (h > 0).float())
+    assert same_bits(slope(h, "squared_relu"), torch.where(h > 0, 2 * h.double(), 0.0).float())
+
+
+@each_activation
+def test_finite_inputs_have_finite_gradients(activation: str) -> None:
+    sizes = (0.0, SMALLEST, 2.0**-126, 1.0, 88.8, 104.0, 127.9, 128.0, 1e4, 2.0**64, 1e38)
+    h = torch.tensor([[s] for size in sizes for s in (size, -size)])
+    if activation in GATED:
+        h = torch.cat([torch.cat((h, torch.full_like(h, up)), 1) for up in (0.0, -1.0, 1e-30)])
+    for small in (0.0, 1.0, -1e-3, 1e-38):
+        dh = produced(torch.full((len(h), 1), small), activation, h)
+        assert bool(dh.isfinite().all())
+        assert small or not dh.any()
+    if activation != "squared_relu":  # 1e76
+        assert bool(produced(h, activation).isfinite().all())
+
+
+@each_function
+def test_zero_is_zero(function: str) -> None:
+    zero = value(torch.tensor([0.0, -0.0]), function)
+    assert zero.tolist() == [0.0, 0.0]
+    assert torch.signbit(zero).tolist() == [False, "relu" not in function]
+    at_zero = slope(torch.tensor([0.0, -0.0]), function)
+    assert at_zero.tolist() == [0.0 if "relu" in function else 0.5] * 2
+
+
+@each_activation
+def test_a_nan_stays_and_stays_local(activation: str) -> None:
+    for column in range(0, 40, 3) if activation in GATED else range(0, 20, 3):
+        h, dy = torch.randn(3, 40 if activation in GATED else 20), torch.randn(3, 20)
+        clean, clean_gradient = produced(h, activation), produced(dy, activation, h)
+        h[1, column] = math.nan
+        hit, gate = torch.zeros(3, 20, dtype=torch.bool), column < 20
+        hit[1, column % 20] = True
+        y, dh = produced(h, activation), produced(dy, activation, h)
+        assert torch.equal(y.isnan(), hit) and torch.equal(y[~hit], clean[~hit])
+        # dgate is of gate and up, dup of gate alone
+        reached = torch.cat((hit, hit & gate), 1) if activation in GATED else hit
+        assert torch.equal(dh.isnan(), reached) and torch.equal(dh[~reached], clean_gradient[~reached])
+        dy[1, column % 20] = math.nan
+        every = torch.cat((hit, hit), 1) if activation in GATED else hit
+        assert torch.equal(produced(dy, activation, h).isnan(), every)
+
+
+@each_function
+def test_infinities(function: str) -> None:
+    h = torch.tensor([math.inf, -math.inf])
+    if "relu" in function:
+        assert value(h, function).tolist() == [math.inf, 0.0]
+        assert slope(h, function).tolist() == [math.inf if function == "squared_relu" else 1.0, 0.0]
+    else:  # as in torch, a fault stays one: f(-inf) and the slopes are inf times 0
+        top, bottom = value(h, function).tolist()
+        assert top == math.inf and math.isnan(bottom)
+        assert bool(slope(h, function).isnan().all())
+
+
+def wider(cols: int, activation: str) -> int:
+    return 2 * cols if activation in GATED else cols
+
+
+def laid(x: Tensor, how: str) -> Tensor:
+    """The same numbers in another layout."""
+    if how == "rows":
+        return x
+    if how == "columns":
+        return x.t().contiguous().t()
+    part = x.new_zeros((2 * x.shape[0], x.shape[1] + 3))[::2, 1 : x.shape[1] + 1]
+    return part.copy_(x)
+
+
+Given = tuple[Tensor, tuple[Any, ...]]
+
+
+def given(
+    shape: tuple[int, int], activation: str, backward: bool, dtype: torch.dtype, h_tile: Any, how: str, **_: Any
+) -> tuple[Given, Given]:
+    """(x, the arguments of its activation), and the same in contiguous float32; [R, C] is the activation's output."""
+    rows, cols = shape
+    h = (torch.randn(rows, wider(cols, activation)) * torch.logspace(-1, 1, rows)[:, None]).to(dtype)
+    scales: tuple[Any, ...] = ()
+    wide = h.float()
+    if h_tile:
+        codes, scale_inv = kernels.cast(h, None, 0, E4M3, h_tile, False, 0)[:2]
+        wide = definitions.dequantize(codes, scale_inv, h_tile).float()
+        h, scales = codes, (laid(scale_inv, how), h_tile)
+    if not backward:
+        return (laid(h, how), (activation, None, *scales)), (wide, (activation,))
+    dy = torch.randn(shape).to(dtype)
+    return (laid(dy, how), (activation, laid(h, how), *scales)), (dy.float(), (activation, wide))
+
+
+@each_pair(
+    activation=[*PLAIN, *GATED],
+    backward=[False, True],
+    dtype=DTYPES,
+    h_tile=[None, ALL, (1, 128), (128, 128), (1, -1)],
+    shape=[(0, 17), (17, 0), (1, 1), (17, 127), (127, 128)],
+    how=["rows", "columns", "part"],
+    tile=[ALL, (1, 128), (128, 128), (1, -1), (-1, 1), (3, 5)],
+    extras=[(1, False), (16, True)],
+)
+def test_casts(case: dict[str, Any]) -> None:
+    tile, (pad, column_sum) = case["tile"], case["extras"]
+    (x, activation), (wide, wide_activation) = given(**case)
+    before = [t.clone() for t in (x, *activation) if isinstance(t, Tensor)]
+    y = produced(wide, *wide_activation)
+    assert same_bits(produced(x, *activation), y)
+
+    codes, scale_inv, amax = definitions.cast(y, E4M3, tile)
+    qdata, *found, sums = kernels.cast(x, None, 0, E4M3, tile, False, 0, 1, column_sum, *activation)
+    assert same_bits(qdata.view(torch.uint8), codes)
+    assert same_bits(found[0], scale_inv) and same_bits(found[1], amax)
+    reads_codes = x.dtype == E4M3
+    assert sums.dtype == (torch.float32 if reads_codes else case["dtype"])
+
+    results = every_cast(x, tile, pad, column_sum, *activation)
+    for (name, actual), (_, expected) in zip(results, every_cast(y, tile, pad, column_sum), strict=True):
+        assert same_bits(actual[0].view(torch.uint8)[:, : y.shape[1]], codes), name
+        for a, b in zip(actual[:-1], expected[:-1], strict=True):
+            assert same_bits(a, b), name
+        assert same_bits(actual[-1], expected[-1].to(sums.dtype)), name
+    assert all(map(same_bits, [t for t in (x, *activation) if isinstance(t, Tensor)], before))
+
+
+def test_column_sums_are_of_what_is_cast() -> None:
+    x, h = torch.randn(300, 6).bfloat16(), torch.randn(300, 12).bfloat16()
+    for sums, truth in (
+        (kernels.cast(h, None, 0, E4M3, ALL, False, 0, 1, True, "swiglu")[-1], exact(h.double(), "swiglu")),
+        (kernels.cast(x, None, 0, E4M3, ALL, False, 0, 1, True, "swiglu", h)[-1], exact_gradient(x, h, "swiglu")),
+    ):
+        allowed = 2.0**-8 * truth.sum(0).abs() + 2.0**-20 * truth.abs().sum(0)
+        assert bool(((sums.double() - truth.sum(0)).abs() <= allowed).all())
+        assert sums.dtype == torch.bfloat16
+
+
+def test_a_delayed_scale_is_of_what_is_cast() -> None:
+    h = torch.randn(9, 14)
+    y = produced(h, "swiglu")
+    for scale in (0.0, 3.0):
+        state, history = torch.tensor([7.0, 7.0, scale]), torch.zeros(3, 2)
+        qdata, scale_inv, amax, _ = kernels.cast(h, state, 2, E5M2, ALL, True, 1, 1, False, "swiglu")
+        codes, expected, expected_amax = definitions.cast(y, E5M2, ALL, True, 1, scale)
+        assert same_bits(qdata.view(torch.uint8), codes)
+        assert same_bits(scale_inv, expected) and same_bits(amax, expected_amax)
+        update = ([448.0] * 3, [False] * 3, [0] * 3, "max")
+        commit = (None, None, E5M2, True, 1, *update, False, 1, False, "swiglu")
+        assert same_bits(kernels.cast_and_commit(h, state, history, *commit)[0], qdata)
+        assert history[2].tolist() == [amax.item(), 0.0]
+
+
+@each_activation
+@pytest.mark.parametrize("fmt", FORMATS, ids=["E4M3", "E5M2"])
+def test_every_code(fmt: torch.dtype, activation: str) -> None:
+    codes = all_codes(fmt).view(16, 16)
+    for scale_inv, tile in ((torch.tensor([[0.37]]), ALL), (torch.rand(16, 4) + 0.1, (1, 4))):
+        wide = definitions.dequantize(codes, scale_inv, tile).float()
+        dy = torch.randn(16, 8 if activation in GATED else 16)
+        found = produced(codes, activation, None, scale_inv, tile), produced(dy, activation, codes, scale_inv, tile)
+        for a, b in zip(found, (produced(wide, activation), produced(dy, activation, wide)), strict=True):
+            assert torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
+        assert bool(found[0].isnan().any())
+
+
+@each_activation
+@pytest.mark.parametrize("h_tile", [None, ALL, (1, 128), (128, 128), (1, -1)], ids=str)
+def test_in_runs_of_rows(monkeypatch: pytest.MonkeyPatch, h_tile: tuple[int, int] | None, activation: str) -> None:
+    # what is larger than tiles.RUN is worked on in parts; an element's value must not depend on which
+    for how in ("rows", "columns"):
+        for backward in (False, True):
+            (x, arguments), _ = given((131, 45), activation, backward, torch.bfloat16, h_tile, how)
+            expected = produced(x, *arguments)
+            for run in (1, 400):
+                with monkeypatch.context() as patched:
+                    patched.setattr(tiles, "RUN", run)
+                    assert same_bits(produced(x, *arguments), expected)
+
+
+def test_larger_than_a_run() -> None:
+    rows = tiles.RUN // 512 + 7
+    h = torch.randn(rows, 1024).bfloat16()
+    assert h.numel() > tiles.RUN
+    y = produced(h, "swiglu")
+    assert same_bits(y, torch.cat([produced(part, "swiglu") for part in h.split(100)]))
+    assert bool((off(y, exact(h.double(), "swiglu")) <= 2 * HALF_ULP * (h[:, :512] * h[:, 512:]).abs()).all())
+
+
+def test_without_an_activation_x_itself_is_cast() -> None:
+    x = torch.randn(3, 5).bfloat16()
+    assert produced(x) is x
+
+
+@pytest.mark.parametrize(
+    ("activation", "preactivation", "said"),
+    [
+        (("swish",), None, "activation='swish': use one of relu, "),
+        (("swiglu",), None, r"swiglu takes \(gate \| up\), an even number of columns, not 7"),
+        (("swiglu",), (4, 7), r"of shape \[4, 14\], not \[4, 7\]"),
+        (("silu",), (5, 7), r"of shape \[4, 7\], not \[5, 7\]"),
+        (("",), (4, 7), "preactivation is given without the name"),
+    ],
+)
+def test_wrong_arguments_are_refused(activation: tuple[str], preactivation: Any, said: str) -> None:
+    given = (*activation, None if preactivation is None else torch.zeros(preactivation))
+    second = (E4M3, ALL, False, 0, False)
+    for device in ("cpu", "meta"):
+        x = torch.zeros(4, 7, device=device)
+        for call in (
+            lambda x: kernels.cast(x, None, 0, E4M3, ALL, False, 0, 1, False, *given),
+            lambda x: kernels.cast_transpose(x, None, 0, E4M3, ALL, False, 0, 1, False, *given),
+            lambda x: kernels.cast_two_scalings(x, E4M3, ALL, False, 0, *second, 1, False, *given),
+        ):
+            with pytest.raises(ValueError, match=said):
+                call(x)

@@ -1,0 +1,113 @@
+"""Casts of what is made run by run: the same, bit for bit, as of all of it at once."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.kernels.reference import tiles
+from octavo.kernels.reference.in_runs import Scaling, cast_in_runs, cast_values
+from tests import definitions
+from tests.combinations import each_pair
+from tests.definitions import GRANULARITIES, same_bits
+
+E4M3, E5M2 = FORMATS = [torch.float8_e4m3fn, torch.float8_e5m2]
+ALL = (-1, -1)
+TILES = [g.tile for g in GRANULARITIES]
+RUNS = [1, 500, 3000, 1 << 30]
+
+
+class Made:
+    """Gives out rows of ``y`` and remembers which."""
+
+    def __init__(self, y: Tensor) -> None:
+        self.y, self.asked = y, []
+
+    def __call__(self, rows: slice) -> Tensor:
+        self.asked.append(rows)
+        return self.y[rows].clone()
+
+
+def given(shape: tuple[int, int]) -> Tensor:
+    rows, cols = shape
+    return torch.randn(shape) * torch.logspace(-1, 2, rows)[:, None] * torch.logspace(1, -2, cols)
+
+
+def check(y: Tensor, scaling: Scaling, found: tuple[Tensor, Tensor, Tensor]) -> None:
+    codes, scale_inv, amax = found
+    dtype, tile, power_of_two, margin, scale = scaling
+    expected = definitions.cast(y, dtype, tile, power_of_two, margin, scale)
+    assert codes.dtype == dtype and codes.is_contiguous()
+    for a, b in zip((codes.view(torch.uint8), scale_inv, amax), expected, strict=True):
+        assert same_bits(a, b), scaling
+
+
+@each_pair(
+    shape=[(0, 7), (5, 0), (1, 1), (17, 130), (150, 40), (300, 9)],
+    run=RUNS,
+    tile=TILES,
+    second=[None, *TILES],
+    dtype=FORMATS,
+    power_of_two=[False, True],
+    margin=[0, 2],
+    unit=[1, 4, 128],
+    fault=[None, math.nan, -math.inf],
+)
+def test_by_the_definition(monkeypatch: pytest.MonkeyPatch, case: dict[str, Any]) -> None:
+    monkeypatch.setattr(tiles, "RUN", case["run"])
+    y = given(case["shape"])
+    if case["fault"] is not None and y.numel():
+        y[len(y) // 2, 0] = case["fault"]
+    scalings = [Scaling(case["dtype"], case["tile"], case["power_of_two"], case["margin"])]
+    if case["second"] is not None:
+        scalings.append(Scaling(FORMATS[case["dtype"] == E4M3], case["second"], not case["power_of_two"], 0))
+    make = Made(y)
+    found, sums = cast_in_runs(make, tuple(y.shape), case["unit"], scalings, True)
+    for scaling, pair in zip(scalings, found, strict=True):
+        check(y, scaling, pair)
+    torch.testing.assert_close(sums, y.sum(0), rtol=1e-5, atol=1e-4, equal_nan=True)
+    whole = math.lcm(case["unit"], *(s.tile[0] for s in scalings if s.tile[0] != -1))
+    assert all(rows.start % whole == 0 for rows in make.asked)
+    spans = any(s.tile[0] == -1 for s in scalings)
+    starts = [rows.start for rows in make.asked]
+    assert len(starts) == len(set(starts)) * (2 if spans and len(set(starts)) > 1 else 1)
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("scale", [0.25, 2.0**20])
+def test_a_delayed_scale_takes_one_pass_and_clips(monkeypatch: pytest.MonkeyPatch, scale: float, run: int) -> None:
+    monkeypatch.setattr(tiles, "RUN", run)
+    y, scaling = given((150, 40)), Scaling(E4M3, ALL, False, 0, scale)
+    make = Made(y)
+    (found,), sums = cast_in_runs(make, (150, 40), 1, [scaling], False)
+    check(y, scaling, found)
+    assert len(make.asked) == len({rows.start for rows in make.asked})
+    assert sums.shape == (0,)
+    assert found[2].item() == y.abs().max()
+
+
+def test_zeros_and_the_largest_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for run in RUNS:
+        monkeypatch.setattr(tiles, "RUN", run)
+        for y in (torch.zeros(40, 50), torch.full((40, 50), definitions.FLOAT32_MAX), torch.full((40, 50), 1e-44)):
+            y[:20] = 0.0
+            for tile in TILES:
+                (found,), _ = cast_in_runs(Made(y), (40, 50), 1, [Scaling(E4M3, tile, False, 0)], False)
+                check(y, Scaling(E4M3, tile, False, 0), found)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_values_of_any_dtype(dtype: torch.dtype) -> None:
+    y = given((33, 20)).to(dtype)
+    for tile in TILES:
+        check(y, Scaling(E5M2, tile, True, 0), cast_values(y, Scaling(E5M2, tile, True, 0)))
+    check(y, Scaling(E4M3, ALL, True, 0, 0.5), cast_values(y, Scaling(E4M3, ALL, True, 0, 0.5)))
+
+
+def test_no_run_holds_more_than_its_rows() -> None:
+    shape = 4 * tiles.RUN // 256 + 3, 256
+    make = Made(torch.ones(shape))
+    cast_in_runs(make, shape, 1, [Scaling(E4M3, (1, 128), False, 0)], False)
+    assert [rows.stop - rows.start for rows in make.asked] == [tiles.RUN // 256] * 4 + [3]

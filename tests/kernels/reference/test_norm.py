@@ -1,0 +1,377 @@
+"""Norms and their gradients against float64, and casts of them against casts of what they compute."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from octavo import kernels
+from octavo.kernels.reference.norm import normalise
+from tests import definitions
+from tests.combinations import each_pair
+from tests.definitions import same_bits
+from tests.kernels.reference.test_cast import shares_memory
+
+E4M3, E5M2 = FORMATS = [torch.float8_e4m3fn, torch.float8_e5m2]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+KINDS = ["layer_norm", "rms_norm"]
+SHAPES = [(0, 5), (1, 1), (17, 1), (1, 1000), (17, 127), (127, 128)]
+ALL = (-1, -1)
+HALF_ULP = 2.0**-24
+
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+class Norm(NamedTuple):
+    """The arguments that every norm begins with."""
+
+    x: Tensor
+    gamma: Tensor
+    beta: Tensor | None
+    kind: str
+    eps: float
+    zero_centered: bool
+
+    def double(self) -> "Norm":
+        return Norm(*(a.double() if isinstance(a, Tensor) else a for a in self))
+
+
+def given(
+    shape: tuple[int, int],
+    kind: str,
+    dtype: torch.dtype = torch.float32,
+    of_gamma: torch.dtype = torch.float32,
+    beta: bool = True,
+    zero_centered: bool = False,
+    eps: float = 1e-5,
+    offset: float = 0.0,
+    **_: Any,
+) -> Norm:
+    rows, cols = shape
+    x = (torch.randn(shape) + offset) * torch.logspace(-1, 1, rows)[:, None]
+    gamma, added = torch.randn(cols).to(of_gamma), torch.randn(cols).to(of_gamma)
+    return Norm(x.to(dtype), gamma, added if beta else None, kind, eps, zero_centered)
+
+
+def exact(norm: Norm) -> Tensor:
+    x, gamma, beta, kind, eps, zero_centered = norm
+    factor = gamma + 1 if zero_centered else gamma
+    if kind == "layer_norm":
+        return F.layer_norm(x, x.shape[1:], factor, beta, eps)
+    y = F.rms_norm(x, x.shape[1:], factor, eps)
+    return y if beta is None else y + beta
+
+
+def statistics(norm: Norm) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """In float64 mean and rstd [R, 1], n [R, C], and [R, 1] by how much a rounding of x grows in n."""
+    x = norm.x.double()
+    mean = x.mean(1, keepdim=True) if norm.kind == "layer_norm" else torch.zeros(len(x), 1, dtype=torch.float64)
+    rstd = ((x - mean).square().mean(1, keepdim=True) + norm.eps).rsqrt()
+    growth = 1 + x.abs().mean(1, keepdim=True) * rstd * (norm.kind == "layer_norm")
+    return mean, rstd, (x - mean) * rstd, growth
+
+
+def factor_of(norm: Norm) -> Tensor:
+    return norm.gamma.double() + norm.zero_centered
+
+
+def rounding(dtype: torch.dtype, truth: Tensor) -> Tensor:
+    """The error of rounding to ``dtype``."""
+    info = torch.finfo(dtype)
+    return info.eps / 2 * truth.abs() + info.smallest_normal * info.eps
+
+
+def cast(norm: Norm, *args: Any, keep: bool = False, pad: int = 1, transpose: bool = False) -> tuple[Tensor, ...]:
+    """norm_cast; args are delayed_scale to margin."""
+    return kernels.norm_cast(*norm, *(args or (None, 0, E4M3, ALL, False, 0)), transpose, pad, keep)
+
+
+@each_pair(
+    kind=KINDS,
+    shape=SHAPES,
+    dtype=DTYPES,
+    of_gamma=DTYPES,
+    beta=[False, True],
+    zero_centered=[False, True],
+    eps=[1e-6, 1e-5, 1e-2],
+    offset=[0.0, 3.0, 1000.0],
+)
+def test_against_float64(case: dict[str, Any]) -> None:
+    norm = given(**case)
+    truth = exact(norm.double())
+    mean, rstd, n, growth = statistics(norm)
+    y, found_mean, found_rstd = normalise(*norm)
+    natural = (n.abs() + growth) * factor_of(norm).abs() + (0.0 if norm.beta is None else norm.beta.double().abs())
+    assert bool(((y.double() - truth).abs() <= 4 * HALF_ULP * natural).all())
+    assert y.dtype == found_mean.dtype == found_rstd.dtype == torch.float32
+    assert y.is_contiguous() and found_rstd.shape == (case["shape"][0],)
+    assert bool(((found_rstd.double() - rstd[:, 0]).abs() <= 4 * HALF_ULP * rstd[:, 0]).all())
+    if norm.kind == "layer_norm":
+        allowed = 4 * HALF_ULP * norm.x.double().abs().mean(1)
+        assert bool(((found_mean.double() - mean[:, 0]).abs() <= allowed).all())
+    else:
+        assert found_mean.shape == (0,)
+
+    *_, op_mean, op_rstd, kept = cast(norm, keep=True)
+    assert same_bits(op_mean, found_mean) and same_bits(op_rstd, found_rstd)
+    assert same_bits(kept, y.to(norm.x.dtype))
+
+
+@each_kind
+def test_a_large_offset_costs_no_digits_of_the_deviation(kind: str) -> None:
+    # mean(x^2) - mean^2 would leave two digits here; n itself keeps what float32 holds of x
+    norm = given((50, 1000), kind, offset=1000.0)
+    y, _, rstd = normalise(*norm)
+    _, truth, _, _ = statistics(norm)
+    assert float((rstd.double() / truth[:, 0] - 1).abs().max()) < 2.0**-22
+    assert definitions.sqnr(y, exact(norm.double())) > (80 if kind == "layer_norm" else 120)
+
+
+@each_pair(
+    kind=KINDS,
+    shape=SHAPES,
+    dtype=DTYPES,
+    of_gamma=DTYPES,
+    beta=[False, True],
+    zero_centered=[False, True],
+    residual=[False, True],
+    offset=[0.0, 30.0],
+)
+def test_backward_against_float64(case: dict[str, Any]) -> None:
+    norm = given(**case)
+    dy, residual = torch.randn(2, *norm.x.shape).to(norm.x.dtype)
+    *_, mean, rstd, _ = cast(norm)
+    added = residual if case["residual"] else None
+    dx, dgamma, dbeta = kernels.norm_backward(dy, *norm[:2], mean, rstd, *norm[3::2], case["beta"], added)
+
+    leaves = [a.double().requires_grad_() for a in norm[:3] if a is not None]
+    y = exact(Norm(*leaves, *[None] * (3 - len(leaves)), *norm[3:]))
+    truth, truth_gamma, *truth_beta = torch.autograd.grad((y * dy).sum(), leaves)
+    truth = truth + (residual.double() if case["residual"] else 0.0)
+    _, exact_rstd, n, growth = statistics(norm)
+    w, n = (dy * factor_of(norm)).abs(), n.abs()
+    natural = exact_rstd * growth * (w + n * (w * n).mean(1, keepdim=True) + w.mean(1, keepdim=True)) + truth.abs()
+    assert (dx.dtype, dgamma.dtype) == (norm.x.dtype, norm.gamma.dtype)
+    assert bool(((dx.double() - truth).abs() <= 4 * HALF_ULP * natural + rounding(dx.dtype, truth)).all())
+    allowed = 4 * HALF_ULP * (dy.abs() * (n + growth)).sum(0) + rounding(dgamma.dtype, truth_gamma)
+    assert bool(((dgamma.double() - truth_gamma).abs() <= allowed).all())
+    if case["beta"]:
+        allowed = 4 * HALF_ULP * dy.double().abs().sum(0) + rounding(dgamma.dtype, truth_beta[0])
+        assert bool(((dbeta.double() - truth_beta[0]).abs() <= allowed).all())
+    else:
+        assert dbeta.shape == (0,) and dbeta.dtype == norm.gamma.dtype
+
+
+def differences(f: Callable[[Tensor], Tensor], at: Tensor, step: float = 1e-5) -> Tensor:
+    """The gradient of a scalar function by central differences."""
+    steps = step * torch.eye(at.numel(), dtype=torch.float64).view(-1, *at.shape)
+    return torch.stack([(f(at + by) - f(at - by)) / (2 * step) for by in steps]).view(at.shape)
+
+
+@each_kind
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_backward_is_central_differences(zero_centered: bool, kind: str) -> None:
+    norm = given((3, 5), kind, zero_centered=zero_centered, eps=0.1)
+    dy = torch.randn(3, 5)
+
+    def loss(x: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
+        centred = x - x.mean(1, keepdim=True) if kind == "layer_norm" else x
+        n = centred / ((centred**2).mean(1, keepdim=True) + 0.1).sqrt()
+        return (dy * (n * (1 + gamma if zero_centered else gamma) + beta)).sum()
+
+    x, gamma, beta = (a.double() for a in norm[:3])
+    *_, mean, rstd, _ = cast(norm)
+    found = kernels.norm_backward(dy, *norm[:2], mean, rstd, kind, zero_centered, True)
+    truth = (
+        differences(lambda a: loss(a, gamma, beta), x),
+        differences(lambda a: loss(x, a, beta), gamma),
+        differences(lambda a: loss(x, gamma, a), beta),
+    )
+    for a, b in zip(found, truth, strict=True):
+        assert float((a - b).abs().max()) < 1e-6 * max(1.0, float(b.abs().max()))
+
+
+@each_kind
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_gradients_are_rounded_once(dtype: torch.dtype, kind: str) -> None:
+    norm = given((17, 64), kind, dtype, dtype)
+    dy, residual = torch.randn(2, 17, 64).to(dtype)
+    *_, mean, rstd, _ = cast(norm)
+    arguments = mean, rstd, kind, False, True
+    wide = kernels.norm_backward(dy.float(), norm.x.float(), norm.gamma.float(), *arguments)
+    dx, *others = kernels.norm_backward(dy, *norm[:2], *arguments, residual)
+    assert same_bits(dx, (wide[0] + residual.float()).to(dtype))
+    assert all(same_bits(a, b.to(dtype)) for a, b in zip(others, wide[1:], strict=True))
+
+
+@each_pair(
+    kind=KINDS,
+    shape=[(0, 5), (1, 1), (17, 127), (127, 130)],
+    dtype=DTYPES,
+    beta=[False, True],
+    fmt=FORMATS,
+    tile=[ALL, (1, 128), (128, 128), (1, -1), (-1, 1), (3, 5)],
+    scale=[None, 0.0, 3.0],
+    scaling=[(False, 0), (True, 0), (False, 2)],
+    transpose=[False, True],
+    pad=[1, 16],
+    keep=[False, True],
+)
+def test_norm_cast(case: dict[str, Any]) -> None:
+    norm, fmt, tile, pad = given(**case), case["fmt"], case["tile"], case["pad"]
+    rows, cols = norm.x.shape
+    before = [t.clone() for t in norm[:3] if t is not None]
+    y, mean, rstd = normalise(*norm)
+    scale = case["scale"] if tile == ALL else None
+    state = None if scale is None else torch.tensor([7.0, scale, 7.0])
+    result = cast(norm, state, 1, fmt, tile, *case["scaling"], keep=case["keep"], pad=pad, transpose=case["transpose"])
+    qdata, laid, scale_inv, amax, *others = result
+    codes, expected, expected_amax = definitions.cast(y, fmt, tile, *case["scaling"], scale or 0.0)
+    assert same_bits(scale_inv, expected) and same_bits(amax, expected_amax)
+    check_codes(qdata, codes, fmt, pad)
+    if case["transpose"]:
+        check_codes(laid, codes.t(), fmt, pad)
+    else:
+        assert laid.shape == (0, 0) and laid.dtype == fmt
+    kept = y.to(norm.x.dtype) if case["keep"] else norm.x.new_empty(0, 0)
+    assert all(map(same_bits, others, (mean, rstd, kept)))
+    assert state is None or state.tolist() == [7.0, scale, 7.0]
+    assert all(map(same_bits, [t for t in norm[:3] if t is not None], before))
+    assert qdata.shape == (rows, math.ceil(cols / pad) * pad)
+
+
+def check_codes(qdata: Tensor, codes: Tensor, fmt: torch.dtype, pad: int) -> None:
+    """That qdata is these, and zeros up to a multiple of ``pad``."""
+    rows, cols = codes.shape
+    raw = qdata.view(torch.uint8)
+    assert qdata.dtype == fmt and qdata.is_contiguous() and qdata.shape == (rows, math.ceil(cols / pad) * pad)
+    assert same_bits(raw[:, :cols], codes) and not raw[:, cols:].any()
+
+
+@each_pair(
+    kind=KINDS,
+    shape=[(0, 5), (1, 1), (17, 127), (127, 130)],
+    dtype=DTYPES,
+    beta=[False, True],
+    tiles=[((1, -1), (-1, 1)), ((1, 128), (128, 1)), (ALL, (3, 5))],
+    transpose=[False, True],
+    pad=[1, 16],
+    keep=[False, True],
+)
+def test_norm_cast_two_scalings(case: dict[str, Any]) -> None:
+    norm, (tile, second_tile), pad = given(**case), case["tiles"], case["pad"]
+    y, mean, rstd = normalise(*norm)
+    qdata, scale_inv, second, second_scale_inv, *others = kernels.norm_cast_two_scalings(
+        *norm, E4M3, tile, False, 1, E5M2, second_tile, True, 2, case["transpose"], pad, case["keep"]
+    )
+    codes, expected, _ = definitions.cast(y, E4M3, tile, False, 1)
+    check_codes(qdata, codes, E4M3, pad)
+    assert same_bits(scale_inv, expected)
+    codes, expected, _ = definitions.cast(y, E5M2, second_tile, True, 2)
+    if case["transpose"]:
+        codes, expected = codes.t(), expected.t()
+    check_codes(second, codes, E5M2, pad)
+    assert same_bits(second_scale_inv, expected) and second_scale_inv.is_contiguous()
+    kept = y.to(norm.x.dtype) if case["keep"] else norm.x.new_empty(0, 0)
+    assert all(map(same_bits, others, (mean, rstd, kept)))
+
+
+@each_kind
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_strides_do_not_matter(dtype: torch.dtype, kind: str) -> None:
+    norm = given((17, 40), kind, dtype, dtype)
+    dy, residual = torch.randn(2, 17, 40).to(dtype)
+    expected = cast(norm, keep=True, transpose=True)
+    arguments = *expected[4:6], kind, False, True
+    gradients = kernels.norm_backward(dy, *norm[:2], *arguments, residual)
+
+    def turned(t: Tensor) -> Tensor:
+        return t.t().contiguous().t() if t.ndim == 2 else torch.stack((t, t), 1)[:, 0]
+
+    others = norm._replace(x=turned(norm.x), gamma=turned(norm.gamma), beta=turned(norm.beta))
+    found = cast(others, keep=True, transpose=True)
+    for back in (dy, turned(dy)):
+        again = kernels.norm_backward(back, *others[:2], *arguments, turned(residual))
+        for a, b in zip((*found, *again), (*expected, *gradients), strict=True):
+            assert same_bits(a, b) and a.is_contiguous()
+
+
+@each_kind
+@pytest.mark.parametrize("shape", [(1, 1), (1, 6), (6, 1), (4, 6)], ids=str)
+def test_results_are_fresh_and_arguments_untouched(shape: tuple[int, int], kind: str) -> None:
+    norm, dy, residual = given(shape, kind), torch.randn(shape), torch.randn(shape)
+    results = cast(norm, keep=True, transpose=True)
+    given_back = (dy, *norm[:2], *results[4:6], kind, False, True, residual)
+    arguments = [t for t in (*norm, *given_back) if isinstance(t, Tensor)]
+    before = [t.clone() for t in arguments]
+    second = (E4M3, ALL, False, 0, True, 1, True)
+    results += kernels.norm_cast_two_scalings(*norm, E4M3, ALL, False, 0, *second)
+    results += kernels.norm_backward(*given_back)
+    assert all(map(same_bits, arguments, before))
+    others = [norm.x, norm.gamma, norm.beta, dy, residual, *results]
+    assert not any(shares_memory(a, b) for i, a in enumerate(others) for b in others[:i])
+
+
+@each_kind
+@pytest.mark.parametrize("fault", [math.nan, math.inf])
+def test_a_fault_stays_in_its_row(fault: float, kind: str) -> None:
+    norm = given((9, 20), kind)
+    dy = torch.randn(9, 20)
+    clean, clean_amax = normalise(*norm)[0], cast(norm)[3]
+    norm.x[4, 7] = fault
+    y, mean, rstd = normalise(*norm)
+    others = torch.arange(9) != 4
+    assert same_bits(y[others], clean[others]) and bool(y[4].isnan().any())
+    qdata, _, _, amax, *_ = cast(norm)
+    assert bool((qdata.view(torch.uint8)[4] == 0x7F).any())
+    assert amax.item() == float(y[y.isfinite()].abs().max()) <= clean_amax.item()
+    dx, dgamma, dbeta = kernels.norm_backward(dy, *norm[:2], mean, rstd, kind, False, True)
+    assert bool(dx[others].isfinite().all()) and bool(dx[4].isnan().any())
+    assert bool(dgamma.isnan().any()) and bool(dbeta.isfinite().all())
+
+
+def test_one_column() -> None:
+    # x is its own mean: nothing is left but beta, and no gradient
+    norm = given((5, 1), "layer_norm", offset=100.0)
+    y, mean, rstd = normalise(*norm)
+    assert torch.equal(y, norm.beta.expand(5, 1)) and torch.equal(mean, norm.x[:, 0])
+    dx, dgamma, _ = kernels.norm_backward(torch.randn(5, 1), *norm[:2], mean, rstd, "layer_norm", False, True)
+    assert not dx.any() and not dgamma.any()
+
+
+def test_a_row_of_zeros_has_no_fault() -> None:
+    for kind in KINDS:
+        norm = given((2, 8), kind)
+        norm.x.zero_()
+        y, _, rstd = normalise(*norm)
+        assert torch.equal(y, norm.beta.expand(2, 8))
+        assert torch.allclose(rstd, torch.tensor(norm.eps**-0.5), rtol=2.0**-22)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"kind": "batch_norm"}, "kind='batch_norm': use 'layer_norm' or 'rms_norm'"),
+        ({"gamma": torch.ones(4)}, r"gamma of shape \[4\]: rows of x have 5 elements"),
+        ({"gamma": torch.ones(1, 5)}, r"gamma of shape \[1, 5\]: rows of x have 5 elements"),
+        ({"beta": torch.ones(1)}, r"beta of shape \[1\]: rows of x have 5 elements"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments_are_refused(wrong: dict[str, Any], said: str) -> None:
+    second = (E4M3, ALL, False, 0, False)
+    for device in ("cpu", "meta"):
+        norm = given((3, 5), "layer_norm")._replace(**wrong)
+        norm = Norm(*(a.to(device) if isinstance(a, Tensor) else a for a in norm))
+        with pytest.raises(ValueError, match=said):
+            cast(norm)
+        with pytest.raises(ValueError, match=said):
+            kernels.norm_cast_two_scalings(*norm, E4M3, ALL, False, 0, *second)
+        if "beta" not in wrong:
+            rows = torch.ones(3, device=device)
+            with pytest.raises(ValueError, match=said):
+                kernels.norm_backward(norm.x, *norm[:2], rows, rows, norm.kind, False, True)
