@@ -1,16 +1,24 @@
 """What the Triton kernels' tests put in, and the one comparison with the reference."""
 
+import inspect
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from octavo.formats import format_of
+from octavo.kernels.activations import activation_of
 from octavo.kernels.reference import KERNELS as REFERENCE
+from octavo.kernels.reference.activation import produced
+from octavo.kernels.reference.cast import transposed, with_padding
+from octavo.kernels.reference.codes import decode
+from octavo.kernels.reference.tiles import multiply_tiles_
+from octavo.numerics import scale_from_amax, scale_inv_from_scale
 from tests.definitions import same_bits
 from tests.triton_kernels import TritonKernels
 
@@ -22,6 +30,14 @@ LAYOUTS = ["rows", "columns", "strided", "offset"]
 VALUES = ["varied", "faults", "only faults", "zeros", "edge"]
 ALL = (-1, -1)
 
+RESULTS = {
+    "cast": ["q", "scale_inv", "amax", "sums"],
+    "cast_transpose": ["q", "t", "scale_inv", "amax", "sums"],
+    "cast_two_scalings": ["q", "scale_inv", "second", "second_scale_inv", "sums"],
+    "cast_and_commit": ["q", "t", "scale_inv", "sums"],
+}
+ROUNDINGS = 2.0**-20  # what float32's make of an activation or a slope, relative to ``magnitude``
+
 # Smaller tiles than a table has, so that small tensors are several programs in each direction. What is padded to 16
 # needs tiles of 16.
 SMALL_TILES = {
@@ -32,6 +48,11 @@ SMALL_TILES = {
     "cast_rows_transpose": [16, 64, 1, 4],
     "cast_blocks": [16, 32, 1, 4],
     "cast_blocks_transpose": [32, 32, 1, 4],
+    "norm_cast": [2, 128, 2, 4],
+    "norm_cast_transpose": [16, 32, 2, 4],
+    "norm_cast_blocks": [2, 128, 1, 4],
+    "norm_cast_blocks_transpose": [32, 32, 1, 4],
+    "norm_backward": [4, 64, 1, 8],
 }
 
 
@@ -102,6 +123,28 @@ def to(device: str | torch.device, tree: Any) -> Any:
     return tree_map(lambda a: a.detach().to(device, copy=True) if isinstance(a, Tensor) else a, tree)
 
 
+class Run(NamedTuple):
+    """What an op and its reference made of the same arguments, all on one device."""
+
+    op: str
+    given: tuple[Any, ...]  # the arguments before
+    actual: tuple[Tensor, ...]
+    left: tuple[Any, ...]  # the arguments afterwards
+    expected: tuple[Tensor, ...]
+    right: tuple[Any, ...]  # as the reference left them
+
+
+def run_both(kernels: TritonKernels, op: str, args: tuple[Any, ...], where: str = "cpu") -> Run:
+    """Run an op, into poisoned memory, and its reference."""
+    given, right = to(where, args), to(where, args)
+    expected = REFERENCE[op](*right)
+    with poisoned_memory():
+        actual = getattr(kernels, op)(*args)
+    assert all(result.is_contiguous() and result.device.type == kernels.device.type for result in actual)
+    assert_counters_are_zero(kernels)
+    return Run(op, given, to(where, actual), to(where, args), expected, right)
+
+
 def check(
     kernels: TritonKernels, op: str, *args: Any, compare_sums: bool = True, where: str = "cpu"
 ) -> tuple[Tensor, ...]:
@@ -117,32 +160,172 @@ def check(
     Returns:
         the results, on that device.
     """
-    reference_args = to(where, args)
-    expected = REFERENCE[op](*reference_args)
-    with poisoned_memory():
-        actual = getattr(kernels, op)(*args)
-    assert all(result.is_contiguous() and result.device.type == kernels.device.type for result in actual)
-    names = [f"result {i}" for i in range(len(actual) - 1)] + [f"argument {i}" for i in range(len(args))]
-    found, right = to(where, [*actual[:-1], *args]), [*expected[:-1], *reference_args]
+    run = run_both(kernels, op, args, where)
+    names = [f"result {i}" for i in range(len(run.actual) - 1)] + [f"argument {i}" for i in range(len(args))]
+    found, right = [*run.actual[:-1], *run.left], [*run.expected[:-1], *run.right]
     for name, a, b in zip(names, found, right, strict=True):
         assert not isinstance(a, Tensor) or same_bits(a, b), f"{op}: {name} differs"
-    assert_counters_are_zero(kernels)
-    actual = to(where, actual)
     if compare_sums:
-        assert_sums(actual[-1], expected[-1], reference_args[0])
-    return actual
+        given = named_arguments(op, run.given)
+        assert_sums(run.actual[-1], run.expected[-1], produced(given["x"], *given["activation"]))
+    return run.actual
 
 
-def assert_sums(sums: Tensor, expected: Tensor, x: Tensor) -> None:
-    """Column sums, which may be added in any order."""
-    assert sums.shape == expected.shape and sums.dtype == expected.dtype == x.dtype
+def check_close(
+    kernels: TritonKernels, op: str, *args: Any, compare_sums: bool = True, where: str = "cpu"
+) -> tuple[Tensor, ...]:
+    """``check`` of an activation, whose kernel rounds otherwise on its way to what is cast; see ``assert_close``."""
+    run = run_both(kernels, op, args, where)
+    assert_close(run, compare_sums)
+    return run.actual
+
+
+def assert_close(run: Run, compare_sums: bool = True) -> None:
+    """Compare what a cast of an activation or of its gradient left with what the reference did.
+
+    An amax is wrong by no more than float32's roundings, a scale is that of the amax found, and codes are those of
+    values that are wrong by roundings. All else is the same, and the transposed codes are the others, transposed.
+    """
+    given, left, right = (named_arguments(run.op, args) for args in (run.given, run.left, run.right))
+    actual, expected = (dict(zip(RESULTS[run.op], results, strict=True)) for results in (run.actual, run.expected))
+    x = given["x"], *given["activation"]
+    values = Values(produced(*x), magnitude(*x))
+    assert all(a.shape == b.shape and a.dtype == b.dtype for a, b in zip(run.actual, run.expected, strict=True))
+    commits, written = run.op == "cast_and_commit", ()
+    if commits:
+        written = given["delayed_scale"], given["delayed_amax_history"]
+        actual["amax"] = left["delayed_amax_history"][2:, :1]
+        assert_committed(left, right)
+    for before, a, b in zip(run.given, run.left, run.right, strict=True):
+        assert not isinstance(a, Tensor) or same_bits(a, b) or any(before is state for state in written)
+    cols = values.y.shape[1]
+    if "t" in expected and expected["t"].numel() > 0:
+        assert same_bits(actual["t"], with_padding(transposed(actual["q"][:, :cols]), given["pad"]))
+    tile = given.get("tile", ALL)
+    assert_codes_close(actual["q"], expected["q"], actual["scale_inv"], values, tile)
+    state, role = given.get("delayed_scale"), given.get("role", 2)
+    if state is not None and state[role] != 0:
+        assert same_bits(actual["scale_inv"], expected["scale_inv"])
+        assert_amax_close(actual["amax"], values, ALL)
+    else:
+        cast = given["dtype"], given["power_of_two"], given["margin"]
+        assert_scales_close(actual["scale_inv"], actual.get("amax"), values, tile, *cast)
+    if compare_sums:
+        assert_sums(actual["sums"], expected["sums"], values.y, values.size)
+    if "second" in expected:
+        tile = given["second_tile"]
+        if given["transpose_second"]:
+            values, tile = Values(values.y.t(), values.size.t()), tile[::-1]
+        assert_codes_close(actual["second"], expected["second"], actual["second_scale_inv"], values, tile)
+        cast = given["second_dtype"], given["second_power_of_two"], given["second_margin"]
+        assert_scales_close(actual["second_scale_inv"], None, values, tile, *cast)
+
+
+class Values(NamedTuple):
+    """What is cast, and what the roundings on the way to it are relative to."""
+
+    y: Tensor  # [R, C] fp32
+    size: Tensor  # [R, C] fp64
+
+
+def named_arguments(op: str, args: Sequence[Any]) -> dict[str, Any]:
+    """An op's arguments by the names that its reference gives them."""
+    bound = inspect.signature(REFERENCE[op]).bind(*args)
+    bound.apply_defaults()
+    return bound.arguments
+
+
+def magnitude(
+    x: Tensor,
+    activation: str = "",
+    preactivation: Tensor | None = None,
+    h_scale_inv: Tensor | None = None,
+    h_tile: Sequence[int] = ALL,
+) -> Tensor:
+    """|h| or |gate up|; of a gradient |dy| or (|dy up| | |dy gate|). float64."""
+    h = x if preactivation is None else preactivation
+    size = (h if h_scale_inv is None else decode(h, torch.float32, h_scale_inv, h_tile)).double()
+    if activation and activation_of(activation).gated:
+        gate, up = size.chunk(2, dim=1)
+        size = gate * up if preactivation is None else torch.cat((x * up, x * gate), 1)
+    elif preactivation is not None:
+        size = x.double()
+    return size.abs()
+
+
+def assert_codes_close(codes: Tensor, expected: Tensor, scale_inv: Tensor, values: Values, tile: Sequence[int]) -> None:
+    """Codes [R, C'] that values within their roundings have in this scale_inv; faults and padding the same."""
+    cols = values.y.shape[1]
+    a, b = (c.view(torch.uint8).int() for c in (codes, expected))
+    assert torch.equal(a[:, cols:], b[:, cols:])
+    a, b, fault = a[:, :cols], b[:, :cols], 0x7F if codes.dtype == E4M3 else 0x7C
+    faulty = ((a & 0x7F) >= fault) | ((b & 0x7F) >= fault)
+    assert torch.equal(a[faulty], b[faulty])
+    wide = multiply_tiles_(torch.ones_like(values.y), scale_inv, tile)
+    scaled, limit = values.y / wide.double(), torch.finfo(codes.dtype).max
+    error = values.size * ROUNDINGS / wide + scaled.abs() * 2.0**-22
+    bounds = ((scaled + e).clamp(-limit, limit).float().to(codes.dtype) for e in (-error, error))
+    least, most = (ordered(bound.view(torch.uint8).int()) for bound in bounds)
+    found = ordered(a)
+    assert bool(((least <= found) & (found <= most) | faulty).all())
+
+
+def ordered(codes: Tensor) -> Tensor:
+    """Bits of codes as integers that ascend with their values."""
+    return torch.where(codes < 0x80, codes, 0x80 - codes)
+
+
+def assert_amax_close(amax: Tensor, values: Values, tile: Sequence[int]) -> None:
+    """An amax but for roundings."""
+    allowed = REFERENCE["amax"]((values.size * ROUNDINGS).float(), tile)
+    assert bool(((amax - REFERENCE["amax"](values.y, tile)).abs() <= allowed).all())
+
+
+def assert_scales_close(
+    scale_inv: Tensor,
+    amax: Tensor | None,
+    values: Values,
+    tile: Sequence[int],
+    dtype: torch.dtype,
+    power_of_two: bool,
+    margin: int,
+) -> None:
+    """The scale_inv of this amax, which is right; or where it is not known, of one that may be."""
+
+    def of(amax: Tensor) -> Tensor:
+        return scale_inv_from_scale(scale_from_amax(amax, format_of(dtype).max, power_of_two, margin))
+
+    if amax is not None:
+        assert_amax_close(amax, values, tile)
+        assert same_bits(scale_inv, of(amax))
+        return
+    amax, allowed = (REFERENCE["amax"](v.float(), tile) for v in (values.y, values.size * ROUNDINGS))
+    least, most = of((amax - allowed).clamp(min=2.0**-149)), of(amax + allowed)
+    assert bool((((least <= scale_inv) & (scale_inv <= most)) | (scale_inv == of(amax))).all())
+
+
+def assert_committed(left: dict[str, Any], right: dict[str, Any]) -> None:
+    """The delayed state after a commit, but for the amax that it found: its scale is that of this history."""
+    (scale, history), (expected, expected_history) = (
+        (s["delayed_scale"], s["delayed_amax_history"]) for s in (left, right)
+    )
+    assert same_bits(history[:2], expected_history[:2]) and same_bits(history[2, 1:], expected_history[2, 1:])
+    largest = history[2, :1] if left["reduce"] == "most_recent" else history[2].max().view(1)
+    own = scale_from_amax(largest, left["limits"][2], left["powers_of_two"][2], left["margins"][2])
+    assert same_bits(scale, torch.cat((expected[:2], torch.where(largest > 0, own, expected[2:]))))
+
+
+def assert_sums(sums: Tensor, expected: Tensor, x: Tensor, size: Tensor | None = None) -> None:
+    """Column sums of x, which may be added in any order; roundings in x itself are relative to ``size``."""
+    assert sums.shape == expected.shape and sums.dtype == expected.dtype
     if sums.numel() == 0:
         return
-    exact, size = x.double().sum(0), x.double().abs().sum(0)
+    exact, size = x.double().sum(0), (x.double().abs() if size is None else size).sum(0)
     finite, infinite = exact.isfinite(), exact.isinf()
     assert torch.equal(sums.isnan(), exact.isnan())
     assert torch.equal(sums[infinite].double(), exact[infinite])
-    allowed = torch.finfo(x.dtype).eps / 2 * exact.abs() + 2.0**-18 * size
+    info = torch.finfo(sums.dtype)
+    allowed = info.eps / 2 * (exact.abs() + info.smallest_normal) + 2.0**-18 * size
     assert bool(((sums.double() - exact).abs() <= allowed)[finite].all())
 
 
@@ -159,11 +342,26 @@ def use_small_tiles(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> 
     config = launch.config
 
     def small(kernel: str, log2_elements: int) -> Any:
-        return launch.Config(*SMALL_TILES[kernel]) if kernel in SMALL_TILES else config(kernel, log2_elements)
+        name = kernel.removesuffix("_activation").removesuffix("_gradient").removesuffix("_gated").removesuffix("_norm")
+        return launch.Config(*SMALL_TILES[name]) if name in SMALL_TILES else config(kernel, log2_elements)
 
     for module in kernels.modules.values():
         if vars(module).get("config") is config:
             monkeypatch.setattr(module, "config", small)
+
+
+def count_launches(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the kernels that are launched in the rest of the test, as they are."""
+    launch, names = kernels.module("launch").launch, []
+
+    def record(kernel: Any, *args: Any, **options: Any) -> None:
+        names.append(kernel.__name__)
+        launch(kernel, *args, **options)
+
+    for module in kernels.modules.values():
+        if vars(module).get("launch") is launch:
+            monkeypatch.setattr(module, "launch", record)
+    return names
 
 
 def update_args(

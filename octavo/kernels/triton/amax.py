@@ -6,12 +6,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from octavo.granularity import ALL
-from octavo.kernels.triton.cast import amax_of_tensor, amax_of_tiles
+from octavo.kernels.triton.cast import amax_by_tile
 from octavo.kernels.triton.launch import on_its_device
 
 
 @on_its_device
 def amax(x: Tensor, tile: Sequence[int]) -> Tensor:
     """``octavo::amax``."""
-    return amax_of_tensor(x) if tile[0] == ALL and tile[1] == ALL else amax_of_tiles(x, tile)
+    return amax_by_tile(x, tile)

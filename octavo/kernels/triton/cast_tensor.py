@@ -1,95 +1,140 @@
-"""The kernels of one scale a tensor: amax, and the cast with both layouts, amax, column sums and the delayed roll.
+"""The casts of one scale a tensor: the amax, and the cast with both layouts, amax, column sums and the delayed roll.
 
 A program works down a strip of columns, TILES tiles of [BLOCK_R, BLOCK_C], so that few programs meet at the shared amax
 and a strip's column sums have few parts. What spans programs is finished by the last of them, in the same launch.
 
-SHAPE is (EVEN, TILES, BLOCK_R, BLOCK_C); EVEN: x is made of whole programs' tiles, so nothing is masked.
+SHAPE is (EVEN, TILES, BLOCK_R, BLOCK_C, PAIR); EVEN: what is cast is made of whole programs' tiles, so nothing is
+masked; PAIR: ``produce`` makes two tiles.
 
 work (int32, all 0 before and after): [0] the bits of the shared amax, [1] its counter, [2...] a counter a strip.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from octavo.kernels.triton.delayed_update import roll, roll_others
+from octavo.kernels.triton.given import Given, Rounding, out_of
+from octavo.kernels.triton.history import scale_exists
+from octavo.kernels.triton.launch import Config, launch, workspace
+from octavo.kernels.triton.produce import produce
 from octavo.kernels.triton.tiles import (
     encode,
     encode_finite,
     finish_column_sum,
     finite_abs,
     is_last_program,
-    load_tile,
     raise_amax,
     scale_from_amax,
     scale_inv_from_scale,
     store_codes,
+    store_half,
     take_amax,
 )
 
 
 @triton.jit
-def strip_amax(x, first_row, cols, SHAPE: tl.constexpr):
+def strip_amax(x, h, first_row, cols, FUNCTION: tl.constexpr, SHAPE: tl.constexpr):
     """The amax of a program's tiles, a scalar."""
-    EVEN: tl.constexpr = SHAPE[0]
-    TILES: tl.constexpr = SHAPE[1]
     BLOCK_R: tl.constexpr = SHAPE[2]
     BLOCK_C: tl.constexpr = SHAPE[3]
     largest = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
-    for i in range(TILES):
+    for i in range(SHAPE[1]):
         rows = first_row + i * BLOCK_R + tl.arange(0, BLOCK_R)
         # NaN loses; inf is looked for once at the end, which costs a third of a look at each element
-        largest = tl.maximum(largest, tl.abs(load_tile(x, rows, cols, EVEN)))
+        tile, second = produce(x, h, rows, cols, FUNCTION, SHAPE[0])
+        largest = tl.maximum(largest, tl.abs(tile))
+        if SHAPE[4]:
+            largest = tl.maximum(largest, tl.abs(second))
     amax = tl.max(tl.max(largest, 1), 0)
     if amax == float("inf"):
         largest = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
-        for i in range(TILES):
+        for i in range(SHAPE[1]):
             rows = first_row + i * BLOCK_R + tl.arange(0, BLOCK_R)
-            largest = tl.maximum(largest, finite_abs(load_tile(x, rows, cols, EVEN)))
+            tile, second = produce(x, h, rows, cols, FUNCTION, SHAPE[0])
+            largest = tl.maximum(largest, tl.maximum(finite_abs(tile), finite_abs(second)))
         amax = tl.max(tl.max(largest, 1), 0)
     return amax
 
 
 @triton.jit
-def cast_strip(x, out, scale, first_row, cols, E5M2: tl.constexpr, SUMS: tl.constexpr, SHAPE: tl.constexpr):
-    """Write the codes of a program's tiles: (their amax, the sums of their columns [BLOCK_C] if SUMS)."""
-    EVEN: tl.constexpr = SHAPE[0]
-    TILES: tl.constexpr = SHAPE[1]
+def store_tiles(tile, second, x, out, scale, rows, cols, ANY: tl.constexpr, E5M2: tl.constexpr, SHAPE: tl.constexpr):
+    """Write the codes of what ``produce`` made. ANY: it may hold inf."""
+    if ANY:
+        codes = encode(tile, scale, E5M2)
+    else:
+        codes = encode_finite(tile, scale, E5M2)
+    if SHAPE[4]:
+        store_half(codes, out, rows, cols, x, 0, False, SHAPE[0])
+        if ANY:
+            codes = encode(second, scale, E5M2)
+        else:
+            codes = encode_finite(second, scale, E5M2)
+        store_half(codes, out, rows, cols, x, 1, False, SHAPE[0])
+    else:
+        store_codes(codes, out, rows, cols, x, SHAPE[0])
+
+
+@triton.jit
+def cast_strip(
+    x,
+    h,
+    out,
+    scale,
+    first_row,
+    cols,
+    FUNCTION: tl.constexpr,
+    E5M2: tl.constexpr,
+    SUMS: tl.constexpr,
+    SHAPE: tl.constexpr,
+):
+    """Write the codes of a program's tiles: (their amax, their columns' sums [BLOCK_C], those of the second tiles)."""
     BLOCK_R: tl.constexpr = SHAPE[2]
     BLOCK_C: tl.constexpr = SHAPE[3]
     largest = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
     sums = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
-    for i in range(TILES):
+    second_sums = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
+    for i in range(SHAPE[1]):
         rows = first_row + i * BLOCK_R + tl.arange(0, BLOCK_R)
-        tile = load_tile(x, rows, cols, EVEN)
+        tile, second = produce(x, h, rows, cols, FUNCTION, SHAPE[0])
         largest = tl.maximum(largest, tl.abs(tile))
+        if SHAPE[4]:
+            largest = tl.maximum(largest, tl.abs(second))
         if SUMS:
             sums += tile
-        store_codes(encode_finite(tile, scale, E5M2), out, rows, cols, x, EVEN)
+            if SHAPE[4]:
+                second_sums += second
+        store_tiles(tile, second, x, out, scale, rows, cols, False, E5M2, SHAPE)
     amax = tl.max(tl.max(largest, 1), 0)
     if amax == float("inf"):  # then once more, with care
         tl.debug_barrier()
         amax = 0.0
-        for i in range(TILES):
+        for i in range(SHAPE[1]):
             rows = first_row + i * BLOCK_R + tl.arange(0, BLOCK_R)
-            tile = load_tile(x, rows, cols, EVEN)
-            amax = tl.maximum(amax, tl.max(tl.max(finite_abs(tile), 1), 0))
-            store_codes(encode(tile, scale, E5M2), out, rows, cols, x, EVEN)
-    return amax, tl.sum(sums, 0)
+            tile, second = produce(x, h, rows, cols, FUNCTION, SHAPE[0])
+            amax = tl.maximum(amax, tl.max(tl.max(tl.maximum(finite_abs(tile), finite_abs(second)), 1), 0))
+            store_tiles(tile, second, x, out, scale, rows, cols, True, E5M2, SHAPE)
+    return amax, tl.sum(sums, 0), tl.sum(second_sums, 0)
 
 
 @triton.jit(do_not_specialize=["groups"])
 def amax_kernel(
     x,
+    h,
     amax_ptr,
     delayed_scale_ptr,  # None, or: return at once where a scale exists
     work_ptr,
     groups,  # of TILES tiles in a strip
     ROLE: tl.constexpr,
+    FUNCTION: tl.constexpr,  # see produce.py
     SHAPE: tl.constexpr,
 ):
-    """The amax of all of x."""
+    """The amax of all that is to be cast."""
     if delayed_scale_ptr is not None:
         if tl.load(delayed_scale_ptr + ROLE) != 0:
             return
@@ -98,14 +143,32 @@ def amax_kernel(
     strips = tl.num_programs(0) // groups
     program = tl.program_id(0)
     cols = (program % strips) * BLOCK_C + tl.arange(0, BLOCK_C)
-    raise_amax(work_ptr, strip_amax(x, (program // strips) * STRIP_ROWS, cols, SHAPE))
+    raise_amax(work_ptr, strip_amax(x, h, (program // strips) * STRIP_ROWS, cols, FUNCTION, SHAPE))
     if is_last_program(work_ptr + 1, tl.num_programs(0)):
         tl.store(amax_ptr, take_amax(work_ptr))
+
+
+@triton.jit
+def scale_of(delayed_scale_ptr, own_amax_ptr, ROLE: tl.constexpr, ROUNDING: tl.constexpr):
+    """The delayed scale, or where there is none yet, or for Dynamic, that of the tensor's own amax."""
+    LIMIT: tl.constexpr = ROUNDING[1]
+    POWER_OF_TWO: tl.constexpr = ROUNDING[2]
+    if delayed_scale_ptr is not None:
+        scale = tl.load(delayed_scale_ptr + ROLE)
+        if scale == 0:
+            if own_amax_ptr is not None:
+                scale = scale_from_amax(tl.load(own_amax_ptr), LIMIT, POWER_OF_TWO)
+            else:  # a CUDA graph replayed after the state was emptied
+                scale = 1.0
+    else:
+        scale = scale_from_amax(tl.load(own_amax_ptr), LIMIT, POWER_OF_TWO)
+    return scale
 
 
 @triton.jit(do_not_specialize=["groups"])
 def cast_tensor_kernel(
     x,
+    h,
     out,
     scale_inv_ptr,
     amax_ptr,  # written if Delayed
@@ -118,27 +181,19 @@ def cast_tensor_kernel(
     work_ptr,
     groups,  # of TILES tiles in a strip
     ROLE: tl.constexpr,
+    FUNCTION: tl.constexpr,  # see produce.py
     ROUNDING: tl.constexpr,  # (E5M2, limit, power_of_two)
     UPDATE: tl.constexpr,  # see delayed_update.py
     SHAPE: tl.constexpr,
 ):
-    """One scale for all of x: codes in one or both layouts, scale_inv, and what else is asked for."""
+    """One scale for all that is cast: codes in one or both layouts, scale_inv, and what else is asked for."""
     E5M2: tl.constexpr = ROUNDING[0]
-    LIMIT: tl.constexpr = ROUNDING[1]
-    POWER_OF_TWO: tl.constexpr = ROUNDING[2]
     STRIP_ROWS: tl.constexpr = SHAPE[1] * SHAPE[2]
     BLOCK_C: tl.constexpr = SHAPE[3]
     programs = tl.num_programs(0)
     program = tl.program_id(0)
-    if delayed_scale_ptr is not None:
-        scale = tl.load(delayed_scale_ptr + ROLE)
-        if scale == 0:
-            if own_amax_ptr is not None:
-                scale = scale_from_amax(tl.load(own_amax_ptr), LIMIT, POWER_OF_TWO)
-            else:  # a CUDA graph replayed after the state was emptied
-                scale = 1.0
-    else:
-        scale = scale_from_amax(tl.load(own_amax_ptr), LIMIT, POWER_OF_TWO)
+    scale = scale_of(delayed_scale_ptr, own_amax_ptr, ROLE, ROUNDING)
+    if delayed_scale_ptr is None:
         program = programs - 1 - program  # what amax_kernel read last is still in the cache
     if program == 0:
         tl.store(scale_inv_ptr, scale_inv_from_scale(scale, False))
@@ -146,9 +201,16 @@ def cast_tensor_kernel(
     strip = program % strips
     group = program // strips
     cols = strip * BLOCK_C + tl.arange(0, BLOCK_C)
-    amax, parts = cast_strip(x, out, scale, group * STRIP_ROWS, cols, E5M2, sums is not None, SHAPE)
+    first_row = group * STRIP_ROWS
+    amax, parts, second_parts = cast_strip(x, h, out, scale, first_row, cols, FUNCTION, E5M2, sums is not None, SHAPE)
     if sums is not None:
-        finish_column_sum(parts, sums[0], sums[1], work_ptr + 2 + strip, group, groups, cols, x.C)
+        counters = work_ptr + 2 + strip
+        finish_column_sum(parts, sums[0], sums[1], counters, group, groups, cols, x.C)
+        if SHAPE[4]:
+            sum_ptr = sums[0] + x.C
+            finish_column_sum(
+                second_parts, sum_ptr, sums[1] + groups * x.C, counters + strips, group, groups, cols, x.C
+            )
     if delayed_scale_ptr is not None:
         raise_amax(work_ptr, amax)
         if is_last_program(work_ptr + 1, programs):
@@ -157,3 +219,80 @@ def cast_tensor_kernel(
             if history_ptr is not None:  # all programs have read their scale
                 roll_others(delayed_scale_ptr, history_ptr, amax_input_ptr, amax_weight_ptr, UPDATE)
                 roll(delayed_scale_ptr, history_ptr, amax, ROLE, UPDATE)
+
+
+def _shape(given: Given, chosen: Config) -> tuple[int, int, tuple[bool, int, int, int, bool]]:
+    """How programs share what is cast: (strips of columns, groups in a strip, SHAPE)."""
+    rows, cols = given.rows, given.cols
+    block_r, block_c, tiles, _ = chosen
+    strips = -(-cols // block_c) or 1
+    groups = -(-rows // (block_r * tiles)) or 1
+    even = rows == groups * block_r * tiles and cols == strips * block_c
+    return strips, groups, (even, tiles, block_r, block_c, given.halves == 2)
+
+
+def amax_of(given: Given, delayed_scale: Tensor | None = None, role: int = 0) -> Tensor:
+    """amax [1, 1]; given ``delayed_scale``, left unwritten where that has a scale for ``role``."""
+    chosen = given.config("amax")
+    strips, groups, shape = _shape(given, chosen)
+    amax = given.float32((1, 1))
+    key = given.key((delayed_scale,), "amax", delayed_scale is None, role, chosen)
+    arguments = (
+        given.source,
+        given.h,
+        amax,
+        delayed_scale,
+        workspace(given.x, 2),
+        groups,
+        role,
+        given.function,
+        shape,
+    )
+    launch(amax_kernel, strips * groups, arguments, chosen.num_warps, key, **given.options)
+    return amax
+
+
+def cast_by_tensor(
+    given: Given,
+    delayed_scale: Tensor | None,
+    role: int,
+    rounding: Rounding,
+    q: Tensor | None,
+    t: Tensor | None,
+    column_sum: bool,
+    commit: Sequence[Tensor | None] = (None, None, None),  # history, amax of input, amax of weight
+    update: tuple[Any, ...] | None = None,
+    own_amax: Tensor | None = None,  # if known
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One scale for all: (scale_inv, amax, column sums)."""
+    chosen = given.config("cast" if t is None else "cast_transpose")
+    strips, groups, shape = _shape(given, chosen)
+    if own_amax is None and (delayed_scale is None or not scale_exists(delayed_scale, role)):
+        own_amax = amax_of(given, delayed_scale, role)
+    scale_inv = given.float32((1, 1))
+    amax = own_amax if own_amax is not None and delayed_scale is None else given.float32((1, 1))
+    sums = given.sums(column_sum)
+    out = out_of(q, t)
+    changed = (delayed_scale, *commit)
+    none = [tensor is None for tensor in (*changed, own_amax, q, t)]
+    options = role, rounding, update, chosen, out.q_stride, out.t_stride, column_sum, *none
+    arguments = (
+        given.source,
+        given.h,
+        out,
+        scale_inv,
+        amax,
+        own_amax,
+        *changed,
+        (sums, given.float32((groups * given.halves, given.cols))) if column_sum else None,
+        workspace(given.x, 2 + strips * given.halves),
+        groups,
+        role,
+        given.function,
+        rounding,
+        update,
+        shape,
+    )
+    key = given.key(changed, "cast_tensor", *options)
+    launch(cast_tensor_kernel, strips * groups, arguments, chosen.num_warps, key, **given.options)
+    return scale_inv, amax, sums

@@ -7,6 +7,7 @@ to the reference.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from torch.nn.functional import ScalingType
 
 from octavo.granularity import ALL, Tile
 from octavo.kernels.reference import matmul as reference_matmul
-from octavo.kernels.triton.launch import LIBRARY, config, key_of, launch, on_its_device
+from octavo.kernels.triton.launch import LIBRARY, Config, config, key_of, launch, on_its_device
 from octavo.kernels.triton.tiles import decode, narrow
 
 
@@ -35,32 +36,47 @@ class Operand(NamedTuple):
 
 
 @triton.jit
-def matmul_kernel(
-    a,
-    b,
-    bias_ptr,
-    out_ptr,
-    K,
-    A_TILE: tl.constexpr,  # (rows, columns) that share a scale; columns -1: all
-    B_TILE: tl.constexpr,
-    FAST: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """Out [M, N] = a [M, K] . b [N, K]^T + bias; a step of BLOCK_K lies in one tile of each."""
+def matmul_kernel(a, b, bias_ptr, K, out_ptr, PRODUCT: tl.constexpr):
+    """Out [M, N] = a [M, K] . b [N, K]^T + bias; the arguments but out_ptr are product_tile's."""
+    BLOCK_M: tl.constexpr = PRODUCT[4]
+    BLOCK_N: tl.constexpr = PRODUCT[5]
     first_m, first_n = first_of_program(a.rows, b.rows, BLOCK_M, BLOCK_N)
     m = first_m + tl.arange(0, BLOCK_M)
     n = first_n + tl.arange(0, BLOCK_N)
+    result = narrow(product_tile(a, b, bias_ptr, K, first_m, first_n, PRODUCT), out_ptr.dtype.element_ty)
+    offsets = m.to(tl.int64)[:, None] * b.rows + n[None, :]
+    tl.store(out_ptr + offsets, result, mask=(m < a.rows)[:, None] & (n < b.rows)[None, :])
+
+
+@triton.jit
+def product_tile(a, b, bias_ptr, K, first_m, first_n, PRODUCT: tl.constexpr):
+    """A program's part of the product [BLOCK_M, BLOCK_N], float32; beyond its end the first row or column again.
+
+    Args:
+        a, b: Operands [M, K] and [N, K].
+        bias_ptr: [N], or None.
+        K: of both.
+        first_m, first_n: the part's first row and column.
+        PRODUCT: (a's tile, b's tile, FAST, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K). Tiles are (rows, columns) that share a
+            scale, columns -1 for all; a step of BLOCK_K lies in one tile of each. EVEN_K: K is whole steps.
+    """
+    A_TILE: tl.constexpr = PRODUCT[0]
+    B_TILE: tl.constexpr = PRODUCT[1]
+    FAST: tl.constexpr = PRODUCT[2]
+    EVEN_K: tl.constexpr = PRODUCT[3]
+    BLOCK_M: tl.constexpr = PRODUCT[4]
+    BLOCK_N: tl.constexpr = PRODUCT[5]
+    BLOCK_K: tl.constexpr = PRODUCT[6]
+    m = first_m + tl.arange(0, BLOCK_M)
+    n = first_n + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    # rows beyond the end read the first one again, and are not written
     a_rows = tl.where(m < a.rows, m, 0)
     b_rows = tl.where(n < b.rows, n, 0)
     a_ptrs = a.ptr + a_rows.to(tl.int64)[:, None] * a.stride + k[None, :]
     b_ptrs = b.ptr + b_rows.to(tl.int64)[None, :] * b.stride + k[:, None]
-    a_scale_ptrs = a.scale_inv + (a_rows // A_TILE[0]) * a.scale_stride_r
-    b_scale_ptrs = b.scale_inv + (b_rows // B_TILE[0]) * b.scale_stride_r
+    # as offsets of 32 bits: a thread holds one for each of its columns, and pointers take two registers
+    a_scales = (a_rows // A_TILE[0]) * a.scale_stride_r
+    b_scales = (b_rows // B_TILE[0]) * b.scale_stride_r
     accumulator = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, K, BLOCK_K):
         if EVEN_K:
@@ -74,25 +90,23 @@ def matmul_kernel(
         else:
             part = dot(a_codes, b_codes, tl.zeros([BLOCK_M, BLOCK_N], tl.float32), True)
             if A_TILE[1] != -1:
-                part *= tl.load(a_scale_ptrs + (start // A_TILE[1]) * a.scale_stride_c)[:, None]
+                part *= tl.load(a.scale_inv + (a_scales + (start // A_TILE[1]) * a.scale_stride_c))[:, None]
             if B_TILE[1] != -1:
                 if B_TILE[0] % BLOCK_N == 0:  # one for all of the program's columns
                     row = (first_n // B_TILE[0]) * b.scale_stride_r
                     part *= tl.load(b.scale_inv + row + (start // B_TILE[1]) * b.scale_stride_c)
                 else:
-                    part *= tl.load(b_scale_ptrs + (start // B_TILE[1]) * b.scale_stride_c)[None, :]
+                    part *= tl.load(b.scale_inv + (b_scales + (start // B_TILE[1]) * b.scale_stride_c))[None, :]
             accumulator += part
         a_ptrs += BLOCK_K
         b_ptrs += BLOCK_K
     if A_TILE[1] == -1:
-        accumulator *= tl.load(a_scale_ptrs)[:, None]
+        accumulator *= tl.load(a.scale_inv + a_scales)[:, None]
     if B_TILE[1] == -1:
-        accumulator *= tl.load(b_scale_ptrs)[None, :]
+        accumulator *= tl.load(b.scale_inv + b_scales)[None, :]
     if bias_ptr is not None:
         accumulator += tl.load(bias_ptr + b_rows).to(tl.float32)[None, :]
-    result = narrow(accumulator, out_ptr.dtype.element_ty)
-    offsets = m.to(tl.int64)[:, None] * b.rows + n[None, :]
-    tl.store(out_ptr + offsets, result, mask=(m < a.rows)[:, None] & (n < b.rows)[None, :])
+    return accumulator
 
 
 @triton.jit
@@ -153,7 +167,7 @@ def matmul(
     a_tile, b_tile = (a_tile[0], a_tile[1]), (b_tile[0], b_tile[1])
     if (a_tile, b_tile, fast_accum) in LIBRARY and _library_takes(a, b, a_tile, b_tile, bias, out_dtype):
         return library_matmul(a, a_scale_inv, a_tile, b, b_scale_inv, b_tile, bias, out_dtype, fast_accum)
-    if _step(a_tile, b_tile) == 0:
+    if step_along(a_tile, b_tile) == 0:
         return reference_matmul(a, a_scale_inv, a_tile, b, b_scale_inv, b_tile, bias, out_dtype, fast_accum)
     return triton_matmul(a, a_scale_inv, a_tile, b, b_scale_inv, b_tile, bias, out_dtype, fast_accum)
 
@@ -221,8 +235,9 @@ def _library_scale_inv(scale_inv: Tensor, tile: Tile, dim: int) -> Tensor:
     return F.pad(scale_inv, (0, -scale_inv.shape[1] % 4)).contiguous().t()
 
 
-def _step(a_tile: Tile, b_tile: Tile) -> int:
-    """How far along K the Triton kernel may go under one scale, up to 128; 0 where not even 32."""
+@functools.cache
+def step_along(a_tile: Tile, b_tile: Tile) -> int:
+    """How far along K the Triton kernels may go under one scale, up to 128; 0 where not even 32."""
     columns = [cols for _, cols in (a_tile, b_tile) if cols != ALL]
     return next((step for step in (128, 64, 32) if all(cols % step == 0 for cols in columns)), 0)
 
@@ -239,35 +254,87 @@ def triton_matmul(
     fast_accum: bool,
 ) -> Tensor:
     """The Triton kernel's product, for tiles whose columns are a multiple of 32, or all."""
-    step = _step(a_tile, b_tile)
-    (M, K), N = a.shape, b.shape[0]
-    out = a.new_empty((M, N), dtype=out_dtype)
+    out = a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
     if out.numel() == 0:
         return out
+    chosen = config("matmul_blocks" if scales_along(a_tile, b_tile) else "matmul", out.numel().bit_length())
+    product = product_of(a, a_scale_inv, a_tile, b, b_scale_inv, b_tile, bias, fast_accum, chosen)
+    launch_product(matmul_kernel, product, (out,), ("matmul", out_dtype))
+    return out
+
+
+def scales_along(a_tile: Tile, b_tile: Tile) -> bool:
+    """Whether a scale changes along K, so that a program has two accumulators."""
+    return a_tile[1] != ALL or b_tile[1] != ALL
+
+
+class Product(NamedTuple):
+    """A product as its kernels take it: their first arguments, their last one, and how they are launched."""
+
+    a: Operand
+    b: Operand
+    bias: Tensor | None
+    K: int
+    constant: tuple[Any, ...]  # PRODUCT
+    chosen: Config
+
+
+def product_of(
+    a: Tensor,
+    a_scale_inv: Tensor,
+    a_tile: Tile,
+    b: Tensor,
+    b_scale_inv: Tensor,
+    b_tile: Tile,
+    bias: Tensor | None,
+    fast_accum: bool,
+    chosen: Config,
+) -> Product:
+    """What a kernel takes of ``octavo::matmul``'s arguments; ``step_along`` isn't 0, and the result isn't empty."""
+    (M, K), N = a.shape, b.shape[0]
     a = a if a.stride(1) == 1 else a.contiguous()
     b = b if b.stride(1) == 1 else b.contiguous()
-    scaled_steps = a_tile[1] != ALL or b_tile[1] != ALL
-    chosen = config("matmul_blocks" if scaled_steps else "matmul", out.numel().bit_length())
-    tiles = (
+    step = step_along(a_tile, b_tile)
+    constant = (
         (_ALL_ROWS if a_tile[0] == ALL else a_tile[0], a_tile[1]),
         (_ALL_ROWS if b_tile[0] == ALL else b_tile[0], b_tile[1]),
-    )
-    arguments = (
-        Operand(a, M, a.stride(0), a_scale_inv, *a_scale_inv.stride()),
-        Operand(b, N, b.stride(0), b_scale_inv, *b_scale_inv.stride()),
-        bias,
-        out,
-        K,
-        *tiles,
         fast_accum,
         K % step == 0,
         chosen.block_r,
         chosen.block_c,
         step,
     )
-    dtypes = b.dtype, None if bias is None else bias.dtype, out_dtype
-    layouts = N, b.stride(0), a_scale_inv.stride(), b_scale_inv.stride()
-    key = key_of(a, (b, a_scale_inv, b_scale_inv, bias), "matmul", tiles, fast_accum, chosen, dtypes, layouts)
-    programs = -(-M // chosen.block_r) * -(-N // chosen.block_c)
-    launch(matmul_kernel, programs, arguments, chosen.num_warps, key, num_stages=chosen.tiles, enable_fp_fusion=True)
-    return out
+    return Product(
+        Operand(a, M, a.stride(0), a_scale_inv, *a_scale_inv.stride()),
+        Operand(b, N, b.stride(0), b_scale_inv, *b_scale_inv.stride()),
+        bias,
+        K,
+        constant,
+        chosen,
+    )
+
+
+def launch_product(
+    kernel: Any,
+    product: Product,
+    arguments: Sequence[Any],
+    options: tuple[Any, ...],
+    given: Sequence[Tensor | None] = (),
+) -> None:
+    """Launch a kernel of a product's tiles.
+
+    Args:
+        kernel: takes a, b, bias, K, its own ``arguments`` and PRODUCT.
+        product: of ``product_of``.
+        arguments: the kernel's own.
+        options: what ``key_of`` is to know of these, the kernel's name first.
+        given: those of them that come from the caller.
+    """
+    a, b, bias, K, constant, chosen = product
+    dtypes = b.ptr.dtype, None if bias is None else bias.dtype
+    layouts = b.rows, b.stride, a.scale_inv.stride(), b.scale_inv.stride()
+    tensors = b.ptr, a.scale_inv, b.scale_inv, bias, *given
+    key = key_of(a.ptr, tensors, *options, constant, chosen, dtypes, layouts)
+    programs = -(-a.rows // chosen.block_r) * -(-b.rows // chosen.block_c)
+    arguments = a, b, bias, K, *arguments, constant
+    launch(kernel, programs, arguments, chosen.num_warps, key, num_stages=chosen.tiles, enable_fp_fusion=True)

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from octavo.granularity import ALL
 from octavo.kernels.reference.multi_tensor_cast import check_multi_tensor_cast
-from octavo.kernels.triton.cast import Rounding, rounding_of
 from octavo.kernels.triton.cast_blocks import encode_blocks
 from octavo.kernels.triton.cast_tensor import cast_strip, strip_amax
+from octavo.kernels.triton.given import Rounding, rounding_of
 from octavo.kernels.triton.history import scale_exists
 from octavo.kernels.triton.launch import Config, config, on_its_device, with_room_for, workspace
 from octavo.kernels.triton.tiles import (
@@ -126,7 +126,7 @@ def multi_tensor_amax_kernel(
     strips = tl.maximum(tl.cdiv(x.C, BLOCK_C), 1)
     program = tl.program_id(0) - first
     cols = (program % strips) * BLOCK_C + tl.arange(0, BLOCK_C)
-    raise_amax(work_ptr + 2 * tensor, strip_amax(x, (program // strips) * STRIP_ROWS, cols, SHAPE))
+    raise_amax(work_ptr + 2 * tensor, strip_amax(x, None, (program // strips) * STRIP_ROWS, cols, ("",), SHAPE))
     if is_last_program(work_ptr + 2 * tensor + 1, count):
         tl.store(pointer(row_ptr, 4, tl.float32, False), take_amax(work_ptr + 2 * tensor))
 
@@ -176,7 +176,7 @@ def multi_tensor_cast_kernel(
     else:
         out = Codes(q, size(row_ptr, 8, ALIGNED), None, 0)
     first_row = (program // strips) * STRIP_ROWS
-    amax, _ = cast_strip(x, out, scale, first_row, cols, E5M2, False, SHAPE)
+    amax, _, _ = cast_strip(x, None, out, scale, first_row, cols, ("",), E5M2, False, SHAPE)
     if DELAYED:
         raise_amax(work_ptr + 2 * tensor, amax)
         if is_last_program(work_ptr + 2 * tensor + 1, count):
@@ -334,7 +334,7 @@ def _launch(
             table, skip, x_type, transposed, rounding, tile, aligned, search, block_r, block_c, **options
         )
         return
-    shape = False, chosen.tiles, chosen.block_r, chosen.block_c
+    shape = False, chosen.tiles, chosen.block_r, chosen.block_c, False
     counters = workspace(x, 2 * table.shape[0])
     found = table, skip, counters, programs, x_type
     if no_history or not delayed:

@@ -237,6 +237,33 @@ def store_codes(codes, out, rows, cols, x, EVEN: tl.constexpr):
 
 
 @triton.jit
+def store_half(codes, out, rows, cols, x, half, ALONG_ROWS: tl.constexpr, EVEN: tl.constexpr):
+    """``store_codes`` where two tensors like x are written side by side, or one below the other; half: 0 or 1."""
+    row_shift = 0
+    col_shift = 0
+    row_end = out.t_stride
+    col_end = out.q_stride
+    if ALONG_ROWS:
+        row_shift = half * x.R
+        row_end = tl.where(half == 0, x.R, row_end - x.R)  # the first half has no padding
+    else:
+        col_shift = half * x.C
+        col_end = tl.where(half == 0, x.C, col_end - x.C)
+    if out.q is not None:
+        offsets = (rows + row_shift).to(tl.int64)[:, None] * out.q_stride + (cols + col_shift)[None, :]
+        if EVEN:
+            tl.store(out.q + offsets, codes)
+        else:
+            tl.store(out.q + offsets, codes, mask=(rows < x.R)[:, None] & (cols < col_end)[None, :])
+    if out.t is not None:
+        offsets = (cols + col_shift).to(tl.int64)[:, None] * out.t_stride + (rows + row_shift)[None, :]
+        if EVEN:
+            tl.store(out.t + offsets, tl.trans(codes))
+        else:
+            tl.store(out.t + offsets, tl.trans(codes), mask=(cols < x.C)[:, None] & (rows < row_end)[None, :])
+
+
+@triton.jit
 def finish_column_sum(sums, sum_ptr, partial_ptr, counter_ptr, part, parts, cols, C):
     """Add the column sums of ``parts`` programs in their order; the last program writes the total.
 

@@ -1,0 +1,181 @@
+"""What a cast is given, on the host: the tensor it reads, what is computed of it, and where its codes go."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.formats import E5M2, format_of
+from octavo.granularity import ALL
+from octavo.kernels.activations import activation_of, cast_shape
+from octavo.kernels.layouts import is_small_block, padded, sums_dtype
+from octavo.kernels.reference.activation import produced
+from octavo.kernels.triton.launch import TABLE, Config, Key, config, key_of
+from octavo.kernels.triton.produce import Input, Norm
+from octavo.kernels.triton.tiles import Codes, Source
+
+Rounding = tuple[bool, float, bool]  # E5M2, format.max / 2^margin, power_of_two: the kernels' ROUNDING
+_WHOLE = {(ALL, ALL), (1, ALL), (ALL, 1)}
+_ALL = 1 << 30  # a tile of so many rows or columns holds them all
+
+
+@functools.cache
+def rounding_of(dtype: torch.dtype, power_of_two: bool, margin: int) -> Rounding:
+    """The kernels' ROUNDING from an op's arguments."""
+    fmt = format_of(dtype)
+    return fmt is E5M2, fmt.max * 2.0**-margin, power_of_two
+
+
+class Given(NamedTuple):
+    """x, and the function of it that is cast; or all of that seen transposed.
+
+    rows, cols: of a half, where a gated gradient writes two, which lie along the columns, or transposed along the rows.
+    tensors: all others that are read, for the launch's key, and what else it depends on.
+    """
+
+    x: Tensor
+    rows: int
+    cols: int
+    h: Input | Norm | None = None
+    function: tuple[Any, ...] = ("",)
+    halves: int = 1
+    is_transposed: bool = False
+    tensors: tuple[Tensor | None, ...] = ()
+    read_dtype: torch.dtype | None = None  # of the tensor that was read, where x was made of it
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape of all that is cast, as seen here."""
+        if self.is_transposed:
+            return self.rows * self.halves, self.cols
+        return self.rows, self.cols * self.halves
+
+    @property
+    def source(self) -> Source:
+        """What kernels take for x."""
+        return Source(self.x, self.rows, self.cols, *self.x.stride())
+
+    def config(self, kernel: str) -> Config:
+        """The configuration of a kernel that casts this: a row of its own where what is computed has one."""
+        name = f"{kernel}_{self.kind}" if self.kind else kernel
+        return config(name if name in TABLE else kernel, (self.rows * self.cols).bit_length())
+
+    @property
+    def kind(self) -> str:
+        """Nothing for x itself, else norm, activation, gradient or gated_gradient."""
+        name, *options = self.function
+        if name in ("", "norm"):
+            return name
+        return "activation" if not options[1] else "gated_gradient" if options[0] else "gradient"
+
+    def key(self, given: Iterable[Tensor | None], *options: Any) -> Key | None:
+        """``key_of`` a launch that reads this and ``given``."""
+        if not self.function[0]:
+            return key_of(self.x, given, self.is_transposed, *options)
+        kinds = [None if t is None else (t.dtype, t.shape, t.stride()) for t in self.tensors]
+        return key_of(self.x, (*self.tensors, *given), self.is_transposed, self.function, *kinds, *options)
+
+    @property
+    def options(self) -> dict[str, bool]:
+        """How Triton compiles: a function may fuse multiply-adds; in a plain cast there is nothing to gain."""
+        return {"enable_fp_fusion": True} if self.function[0] else {}
+
+    def t(self) -> Given:
+        """The same seen transposed."""
+        h, function = self.h, self.function
+        if isinstance(h, Input):
+            ptr, stride_r, stride_c, shift, scale_inv, scale_r, scale_c, scale_shift = h
+            h = Input(ptr, stride_c, stride_r, shift, scale_inv, scale_c, scale_r, scale_shift)
+            function = (*function[:3], function[4], function[3])
+        elif isinstance(h, Norm):
+            function = (*function[:2], not function[2])
+        return self._replace(
+            x=self.x.t(), rows=self.cols, cols=self.rows, h=h, function=function, is_transposed=not self.is_transposed
+        )
+
+    def fits(self, tile: Sequence[int]) -> bool:
+        """Whether the kernels of rows, columns, small blocks or a whole tensor cast this by ``tile``."""
+        if tuple(tile) in _WHOLE:
+            return True
+        if self.rows * self.cols == 0 or not is_small_block(tile):
+            return False
+        return self.halves == 1 or self.cols % tile[1] == 0  # no block reaches into the other half
+
+    def codes(self, dtype: torch.dtype, pad: int, transpose: bool = False) -> Tensor:
+        """Where codes go, unwritten."""
+        rows, cols = self.shape[::-1] if transpose else self.shape
+        width = padded(cols, pad)
+        if self.halves == 2 and not transpose and width - self.cols > padded(self.cols, 16):
+            return self.x.new_zeros((rows, width), dtype=dtype)  # no tile of a half may reach the end of the padding
+        return self.x.new_empty((rows, width), dtype=dtype)
+
+    def float32(self, shape: Sequence[int]) -> Tensor:
+        """Where scales and the like go, unwritten."""
+        return self.x.new_empty(shape, dtype=torch.float32)
+
+    def sums(self, column_sum: bool) -> Tensor:
+        """Where the column sums go, unwritten."""
+        return self.x.new_empty(self.shape[1] if column_sum else 0, dtype=sums_dtype(self.read_dtype or self.x.dtype))
+
+
+def given_of(
+    x: Tensor,
+    activation: str = "",
+    preactivation: Tensor | None = None,
+    h_scale_inv: Tensor | None = None,
+    h_tile: Sequence[int] = (ALL, ALL),
+) -> Given:
+    """What the ops' arguments of these names mean."""
+    if not activation:
+        return Given(x, *x.shape)
+    rows, cols = cast_shape(x.shape, activation, None if preactivation is None else preactivation.shape)
+    function, gated = activation_of(activation)
+    h = x if preactivation is None else preactivation
+    half = h.shape[1] // 2 if gated else h.shape[1]
+    shift = scale_r = scale_c = scale_shift = 0
+    tile_r, tile_c = (_ALL if size == ALL else size for size in h_tile)
+    if gated:
+        shift = half * h.stride(1)
+    if h_scale_inv is not None and h_scale_inv.numel() == 0:
+        h_scale_inv = None  # of no codes, and kernels read one at least
+    if h_scale_inv is not None:
+        if gated and tile_c != _ALL and half % tile_c:  # up doesn't begin with a tile of its own
+            return materialised(x, activation, preactivation, h_scale_inv, h_tile)
+        scale_r, scale_c = h_scale_inv.stride()
+        scale_shift = half // tile_c * scale_c if gated else 0
+    halves = 2 if gated and preactivation is not None else 1
+    return Given(
+        x,
+        rows,
+        cols // halves,
+        Input(h, h.stride(0), h.stride(1), shift, h_scale_inv, scale_r, scale_c, scale_shift),
+        (function, gated, preactivation is not None, tile_r, tile_c),
+        halves,
+        False,
+        (preactivation, h_scale_inv),
+    )
+
+
+def given_of_norm(
+    x: Tensor, mean: Tensor, rstd: Tensor, gamma: Tensor, beta: Tensor | None, kind: str, zero_centered: bool
+) -> Given:
+    """A norm of x whose statistics are known."""
+    norm = Norm(mean if kind == "layer_norm" else None, rstd, gamma, beta)
+    function = ("norm", zero_centered, False)
+    rows, cols = x.shape
+    return Given(x, rows, cols, norm, function, 1, False, (norm.mean, rstd, gamma, beta))
+
+
+def materialised(x: Tensor, *activation: Any) -> Given:
+    """What ``given_of`` would stand for, as a tensor of its own, for casts that it doesn't fit."""
+    made: Tensor = produced(x, *activation)
+    return Given(x=made, rows=made.shape[0], cols=made.shape[1], read_dtype=x.dtype)
+
+
+def out_of(q: Tensor | None, t: Tensor | None) -> Codes:
+    """Where a kernel writes codes, as they lie and transposed."""
+    return Codes(q, 0 if q is None else q.shape[1], t, 0 if t is None else t.shape[1])

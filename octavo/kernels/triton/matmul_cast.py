@@ -1,0 +1,206 @@
+"""The product of two pairs that is itself a pair: each program casts the float32 results that it has accumulated.
+
+One launch where a program knows its scales by itself:
+
+    Delayed, whose scale is known to exist    the amax of the result is gathered on the way
+    blocks of powers of two up to 128         each lies in one program's tile
+
+Two passes for all others, a float32 product and then the cast of it. Per tensor, Dynamic's scale needs the amax of all
+programs, as Delayed's does until one is known to exist; a row's or a column's needs that of all programs along it, and
+a block of another size lies in several. So do operands whose blocks no step of 32 along K divides, which the reference
+multiplies, and results without elements, of which there is only a scale to write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.granularity import scale_shape
+from octavo.kernels.layouts import is_small_block, padded
+from octavo.kernels.triton.cast import cast, cast_transpose
+from octavo.kernels.triton.cast_blocks import encode_blocks
+from octavo.kernels.triton.given import out_of, rounding_of
+from octavo.kernels.triton.history import scale_exists
+from octavo.kernels.triton.launch import config, on_its_device, with_room_for, workspace
+from octavo.kernels.triton.matmul import (
+    first_of_program,
+    launch_product,
+    matmul,
+    product_of,
+    product_tile,
+    scales_along,
+    step_along,
+)
+from octavo.kernels.triton.tiles import (
+    encode,
+    encode_finite,
+    finite_abs,
+    is_last_program,
+    raise_amax,
+    scale_inv_from_scale,
+    store_codes,
+    take_amax,
+)
+
+
+class Shape(NamedTuple):
+    """The result's [R, C], as store_codes wants them."""
+
+    R: Any
+    C: Any
+
+
+@triton.jit
+def result_tile(a, b, bias_ptr, K, EVEN: tl.constexpr, PRODUCT: tl.constexpr):
+    """(A program's part of the product, 0 beyond the result; its first row; its first column)."""
+    BLOCK_M: tl.constexpr = PRODUCT[4]
+    BLOCK_N: tl.constexpr = PRODUCT[5]
+    first_m, first_n = first_of_program(a.rows, b.rows, BLOCK_M, BLOCK_N)
+    tile = product_tile(a, b, bias_ptr, K, first_m, first_n, PRODUCT)
+    m = first_m + tl.arange(0, BLOCK_M)
+    n = first_n + tl.arange(0, BLOCK_N)
+    if not EVEN:
+        tile = tl.where((m < a.rows)[:, None] & (n < b.rows)[None, :], tile, 0.0)
+    return tile, first_m, first_n
+
+
+@triton.jit
+def matmul_cast_kernel(
+    a,
+    b,
+    bias_ptr,
+    K,
+    out,
+    scale_inv_ptr,
+    amax_ptr,
+    delayed_scale_ptr,
+    work_ptr,  # [0] the bits of the shared amax, [1] its counter; 0 before and after
+    ROLE: tl.constexpr,
+    E5M2: tl.constexpr,
+    EVEN: tl.constexpr,  # the result is made of whole programs' tiles
+    PRODUCT: tl.constexpr,  # see product_tile
+):
+    """One delayed scale for all of the result."""
+    scale = tl.load(delayed_scale_ptr + ROLE)
+    scale = tl.where(scale == 0, 1.0, scale)  # a CUDA graph replayed after the state was emptied
+    if tl.program_id(0) == 0:
+        tl.store(scale_inv_ptr, scale_inv_from_scale(scale, False))
+    tile, first_m, first_n = result_tile(a, b, bias_ptr, K, EVEN, PRODUCT)
+    amax = tl.max(tl.abs(tile))  # NaN loses; dimension by dimension Triton 3.6 fails to compile it for sm_100
+    codes = encode_finite(tile, scale, E5M2)
+    if amax == float("inf"):  # then once more, with care
+        amax = tl.max(finite_abs(tile))
+        codes = encode(tile, scale, E5M2)
+    raise_amax(work_ptr, tl.where(amax == amax, amax, 0.0))  # a tile of NaN alone
+    if is_last_program(work_ptr + 1, tl.num_programs(0)):  # before the codes: the counter would wait for them
+        tl.store(amax_ptr, take_amax(work_ptr))
+    m = first_m + tl.arange(0, PRODUCT[4])
+    n = first_n + tl.arange(0, PRODUCT[5])
+    store_codes(codes, out, m, n, Shape(a.rows, b.rows), EVEN)
+
+
+@triton.jit
+def matmul_cast_blocks_kernel(
+    a,
+    b,
+    bias_ptr,
+    K,
+    out,
+    scale_inv_ptr,
+    amax_ptr,
+    ROUNDING: tl.constexpr,  # (E5M2, limit, power_of_two)
+    BLOCK: tl.constexpr,  # (rows, columns) of the result that share a scale; they divide the program's tile
+    EVEN: tl.constexpr,  # the result is made of whole programs' tiles
+    PRODUCT: tl.constexpr,  # see product_tile
+):
+    """A scale for each block of the result."""
+    tile, first_m, first_n = result_tile(a, b, bias_ptr, K, EVEN, PRODUCT)
+    first = (first_m // BLOCK[0], first_n // BLOCK[1])
+    blocks = (tl.cdiv(a.rows, BLOCK[0]), tl.cdiv(b.rows, BLOCK[1]))
+    codes = encode_blocks(tile, scale_inv_ptr, amax_ptr, first, blocks, (blocks[1], 1), ROUNDING, BLOCK)
+    m = first_m + tl.arange(0, PRODUCT[4])
+    n = first_n + tl.arange(0, PRODUCT[5])
+    store_codes(codes, out, m, n, Shape(a.rows, b.rows), EVEN)
+
+
+@on_its_device
+def matmul_cast(
+    a: Tensor,
+    a_scale_inv: Tensor,
+    a_tile: Sequence[int],
+    b: Tensor,
+    b_scale_inv: Tensor,
+    b_tile: Sequence[int],
+    bias: Tensor | None,
+    fast_accum: bool,
+    delayed_scale: Tensor | None,
+    role: int,
+    dtype: torch.dtype,
+    tile: Sequence[int],
+    power_of_two: bool,
+    margin: int,
+    transpose: bool,
+    pad: int = 1,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``octavo::matmul_cast``."""
+    a_tile, b_tile = (a_tile[0], a_tile[1]), (b_tile[0], b_tile[1])
+    operands = a, a_scale_inv, a_tile, b, b_scale_inv, b_tile, bias
+    M, N = shape = a.shape[0], b.shape[0]
+    if not (M * N > 0 and step_along(a_tile, b_tile) > 0 and _is_local(delayed_scale, role, tile)):
+        x = matmul(*operands, torch.float32, fast_accum)
+        return _cast(x, delayed_scale, role, dtype, tile, power_of_two, margin, transpose, pad)
+    chosen = config("matmul_cast_blocks" if scales_along(a_tile, b_tile) else "matmul_cast", (M * N).bit_length())
+    if delayed_scale is None:
+        chosen = with_room_for(chosen, tile)
+        # with 16 warps Triton doesn't use Blackwell's FP8 tensor cores
+        chosen = chosen._replace(num_warps=min(chosen.num_warps, 8))
+    product = product_of(*operands, fast_accum, chosen)
+    q, t = _codes(a, M, N, dtype, pad), _codes(a, N, M, dtype, pad) if transpose else None
+    scales = scale_shape(shape, tile)
+    scale_inv, amax = a.new_empty(scales, dtype=torch.float32), a.new_empty(scales, dtype=torch.float32)
+    outputs = (out := out_of(q, t)), scale_inv, amax
+    widths = out.q_stride, out.t_stride, transpose
+    rounding = rounding_of(dtype, power_of_two, margin)
+    even = M % chosen.block_r == 0 and N % chosen.block_c == 0
+    if delayed_scale is None:
+        blocks = rounding, tuple(tile), even
+        options = "matmul_cast_blocks", *blocks, *widths
+        launch_product(matmul_cast_blocks_kernel, product, (*outputs, *blocks), options)
+    else:
+        shared, one = (delayed_scale, workspace(a, 2)), (role, rounding[0], even)
+        given = (delayed_scale,)
+        launch_product(matmul_cast_kernel, product, (*outputs, *shared, *one), ("matmul_cast", *one, *widths), given)
+    return q, a.new_empty((0, 0), dtype=dtype) if t is None else t, scale_inv, amax
+
+
+def _is_local(delayed_scale: Tensor | None, role: int, tile: Sequence[int]) -> bool:
+    """Whether a program knows its scales without the others."""
+    return is_small_block(tile) if delayed_scale is None else scale_exists(delayed_scale, role)
+
+
+def _codes(a: Tensor, rows: int, cols: int, dtype: torch.dtype, pad: int) -> Tensor:
+    return a.new_empty((rows, padded(cols, pad)), dtype=dtype)
+
+
+def _cast(
+    x: Tensor,
+    delayed_scale: Tensor | None,
+    role: int,
+    dtype: torch.dtype,
+    tile: Sequence[int],
+    power_of_two: bool,
+    margin: int,
+    transpose: bool,
+    pad: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The second pass."""
+    if transpose:
+        return cast_transpose(x, delayed_scale, role, dtype, tile, power_of_two, margin, pad)[:4]
+    q, scale_inv, amax, _ = cast(x, delayed_scale, role, dtype, tile, power_of_two, margin, pad)
+    return q, x.new_empty((0, 0), dtype=dtype), scale_inv, amax

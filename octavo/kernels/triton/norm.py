@@ -1,0 +1,286 @@
+"""LayerNorm and RMSNorm with the cast of what they return. The contracts are in signatures.py.
+
+One launch, of norm_kernels.py, where a program that owns rows knows the scales of what it normalises:
+
+    Delayed                        whose scale is known to exist; the amax is gathered on the way
+    per row                        whose amax takes another look at them
+    per block of up to 32 rows     which lie in a program's tile; two such scalings too
+
+All else is a launch for the statistics, with Dynamic the amax too, and then the cast, which normalises for itself. So
+are blocks of more rows: few programs would own so many, and no cache would hold them until they are read again. Tiles
+that no kernel casts so, and tensors without elements, are cast after the reference has normalised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.granularity import ALL, scale_shape
+from octavo.kernels.layouts import check_norm, is_small_block
+from octavo.kernels.reference.norm import normalise
+from octavo.kernels.triton.cast import cast_by_tile
+from octavo.kernels.triton.cast_blocks import Second, cast_by_block
+from octavo.kernels.triton.given import Given, Rounding, given_of_norm, out_of, rounding_of
+from octavo.kernels.triton.history import scale_exists
+from octavo.kernels.triton.launch import Config, config, key_of, launch, next_power_of_two, on_its_device, workspace
+from octavo.kernels.triton.norm_kernels import norm_blocks_kernel, norm_rows_kernel, norm_tensor_kernel
+from octavo.kernels.triton.produce import Norm
+from octavo.kernels.triton.tiles import Source
+
+_MOST_ROWS = 32  # of a block, for one launch: of 4096 rows the programs of 128 would be 32
+
+
+class _Call(NamedTuple):
+    """What an op is asked to normalise, and where its statistics and y go."""
+
+    x: Tensor
+    gamma: Tensor
+    beta: Tensor | None
+    kind: str
+    eps: float
+    zero_centered: bool
+    mean: Tensor
+    rstd: Tensor
+    y: Tensor | None
+
+    @property
+    def given(self) -> Given:
+        """What a cast that normalises takes, once the statistics are known."""
+        return given_of_norm(self.x, self.mean, self.rstd, self.gamma, self.beta, self.kind, self.zero_centered)
+
+    @property
+    def results(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(mean, rstd, y), as the ops return them."""
+        return self.mean, self.rstd, self.x.new_empty((0, 0)) if self.y is None else self.y
+
+    def by_reference(self) -> tuple[_Call, Given]:
+        """The same, computed; and what it makes of x, to be cast."""
+        wide, mean, rstd = normalise(*self[:6])
+        y = None if self.y is None else wide.to(self.x.dtype, copy=True)
+        return self._replace(mean=mean, rstd=rstd, y=y), Given(wide, *wide.shape)
+
+
+def _call_of(
+    x: Tensor, gamma: Tensor, beta: Tensor | None, kind: str, eps: float, zero_centered: bool, keep: bool
+) -> _Call:
+    check_norm(x, gamma, beta, kind)
+    gamma, beta = gamma.contiguous(), None if beta is None else beta.contiguous()
+    rstd = x.new_empty(x.shape[0], dtype=torch.float32)
+    mean = torch.empty_like(rstd) if kind == "layer_norm" else rstd.new_empty(0)
+    return _Call(x, gamma, beta, kind, float(eps), zero_centered, mean, rstd, x.new_empty(x.shape) if keep else None)
+
+
+@on_its_device
+def norm_cast(
+    x: Tensor,
+    gamma: Tensor,
+    beta: Tensor | None,
+    kind: str,
+    eps: float,
+    zero_centered: bool,
+    delayed_scale: Tensor | None,
+    role: int,
+    dtype: torch.dtype,
+    tile: Sequence[int],
+    power_of_two: bool,
+    margin: int,
+    transpose: bool,
+    pad: int = 1,
+    keep: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``octavo::norm_cast``."""
+    call = _call_of(x, gamma, beta, kind, eps, zero_centered, keep)
+    given = call.given
+    q, t = given.codes(dtype, pad), given.codes(dtype, pad, transpose=True) if transpose else None
+    rounding = rounding_of(dtype, power_of_two, margin)
+    if x.numel() > 0 and given.fits(tile):
+        scale_inv, amax = _cast(call, delayed_scale, role, rounding, tile, q, t)
+    else:
+        call, given = call.by_reference()
+        scale_inv, amax, _ = cast_by_tile(given, delayed_scale, role, rounding, tile, q, t, False)
+    return q, x.new_empty((0, 0), dtype=dtype) if t is None else t, scale_inv, amax, *call.results
+
+
+@on_its_device
+def norm_cast_two_scalings(
+    x: Tensor,
+    gamma: Tensor,
+    beta: Tensor | None,
+    kind: str,
+    eps: float,
+    zero_centered: bool,
+    dtype: torch.dtype,
+    tile: Sequence[int],
+    power_of_two: bool,
+    margin: int,
+    second_dtype: torch.dtype,
+    second_tile: Sequence[int],
+    second_power_of_two: bool,
+    second_margin: int,
+    transpose_second: bool,
+    pad: int = 1,
+    keep: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``octavo::norm_cast_two_scalings``."""
+    call = _call_of(x, gamma, beta, kind, eps, zero_centered, keep)
+    given = call.given
+    q, other = given.codes(dtype, pad), given.codes(second_dtype, pad, transpose_second)
+    second_q, second_t = (None, other) if transpose_second else (other, None)
+    first = rounding_of(dtype, power_of_two, margin)
+    second = rounding_of(second_dtype, second_power_of_two, second_margin)
+    fits = x.numel() > 0 and given.fits(tile) and given.fits(second_tile)
+    if fits and is_small_block(tile) and is_small_block(second_tile):
+        shape = scale_shape(x.shape, second_tile)
+        second_scale_inv = given.float32(shape[::-1] if transpose_second else shape)
+        scale_inv = _cast_two_blocks(
+            call, first, tile, q, Second(second, second_tile, second_q, second_t, second_scale_inv)
+        )
+        return q, scale_inv, other, second_scale_inv, *call.results
+    if fits:
+        scale_inv, _ = _cast(call, None, 0, first, tile, q, None)
+    else:
+        call, given = call.by_reference()
+        scale_inv, *_ = cast_by_tile(given, None, 0, first, tile, q, None, False)
+    second_scale_inv, *_ = cast_by_tile(given, None, 0, second, second_tile, second_q, second_t, False)
+    if transpose_second:
+        second_scale_inv = second_scale_inv.t().contiguous()  # nothing to move for a row or a column
+    return q, scale_inv, other, second_scale_inv, *call.results
+
+
+def _cast(
+    call: _Call,
+    delayed_scale: Tensor | None,
+    role: int,
+    rounding: Rounding,
+    tile: Sequence[int],
+    q: Tensor,
+    t: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Statistics, y, and one scaling into q and t: (scale_inv, amax)."""
+    of_tensor = tile[0] == ALL and tile[1] == ALL
+    if of_tensor and delayed_scale is not None and scale_exists(delayed_scale, role):
+        return _cast_tensor(call, delayed_scale, role, rounding, q, t)
+    if tile[0] == 1 and tile[1] == ALL:
+        return _cast_rows(call, rounding, q, t)
+    if is_small_block(tile) and tile[0] <= _MOST_ROWS:
+        return _cast_blocks(call, rounding, tile, q, t)
+    own_amax = _find_statistics(call, of_tensor)
+    return cast_by_tile(call.given, delayed_scale, role, rounding, tile, q, t, False, own_amax)[:2]
+
+
+def _cast_two_blocks(call: _Call, rounding: Rounding, tile: Sequence[int], q: Tensor, second: Second) -> Tensor:
+    """The same in two scalings of small blocks: the first's scale_inv."""
+    if max(tile[0], second.tile[0]) <= _MOST_ROWS:
+        return _cast_blocks(call, rounding, tile, q, None, second)[0]
+    _find_statistics(call, False)
+    return cast_by_block(call.given, rounding, tile, q, None, False, second)[0]
+
+
+def _find_statistics(call: _Call, of_tensor: bool) -> Tensor | None:
+    """Statistics, y, and if wanted the amax of what is to be cast [1, 1]."""
+    amax = call.rstd.new_empty((1, 1)) if of_tensor else None
+    arguments = out_of(None, None), None, amax, None, workspace(call.x, 2) if of_tensor else None
+    _launch(norm_tensor_kernel, call, _config(call, None), (), arguments, (0, False), ("statistics", of_tensor))
+    return amax
+
+
+def _cast_tensor(
+    call: _Call, delayed_scale: Tensor, role: int, rounding: Rounding, q: Tensor, t: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    scale_inv, amax = call.rstd.new_empty((1, 1)), call.rstd.new_empty((1, 1))
+    out = out_of(q, t)
+    arguments = out, scale_inv, amax, delayed_scale, workspace(call.x, 2)
+    constants = role, rounding[0]
+    options = "norm_tensor", *constants, out.q_stride, out.t_stride, t is None
+    _launch(norm_tensor_kernel, call, _config(call, t), (), arguments, constants, options, delayed_scale)
+    return scale_inv, amax
+
+
+def _cast_rows(call: _Call, rounding: Rounding, q: Tensor, t: Tensor | None) -> tuple[Tensor, Tensor]:
+    rows = call.x.shape[0]
+    scale_inv, amax = call.rstd.new_empty((rows, 1)), call.rstd.new_empty((rows, 1))
+    out = out_of(q, t)
+    options = "norm_rows", rounding, out.q_stride, out.t_stride, t is None
+    _launch(norm_rows_kernel, call, _config(call, t), (), (out, scale_inv, amax), (rounding,), options)
+    return scale_inv, amax
+
+
+def _cast_blocks(
+    call: _Call, rounding: Rounding, tile: Sequence[int], q: Tensor, t: Tensor | None, second: Second | None = None
+) -> tuple[Tensor, Tensor]:
+    shape = scale_shape(call.x.shape, tile)
+    scale_inv, amax = call.rstd.new_empty(shape), call.rstd.new_empty(shape)
+    out, block = out_of(q, t), (tile[0], tile[1])
+    second_out = second_scale_inv = second_strides = second_rounding = second_block = None
+    options: tuple[Any, ...] = ("norm_blocks", rounding, block, out.q_stride, out.t_stride, t is None)
+    if second is not None:
+        second_rounding, second_block = second.rounding, (second.tile[0], second.tile[1])
+        second_out, second_scale_inv = out_of(second.q, second.t), second.scale_inv
+        second_strides = second_scale_inv.stride() if second.t is None else second_scale_inv.stride()[::-1]
+        widths = second_out.q_stride, second_out.t_stride
+        options = *options, second_rounding, second_block, second.t is None, *widths
+    of_first = out, scale_inv, amax if second is None else None, scale_inv.stride()
+    arguments = *of_first, second_out, second_scale_inv, second_strides
+    constants = (rounding, second_rounding), (block, second_block)
+    blocks = [block] if second_block is None else [block, second_block]
+    name = _config(call, t if second is None else second.t, "norm_cast_blocks")
+    _launch(norm_blocks_kernel, call, name, blocks, arguments, constants, options)
+    return scale_inv, amax
+
+
+def _config(call: _Call, t: Tensor | None, kernel: str = "norm_cast") -> str:
+    """The name of a configuration: for rows read and written as they lie, or not."""
+    return kernel if t is None and call.x.stride(1) == 1 else f"{kernel}_transpose"
+
+
+def _launch(
+    kernel: Any,
+    call: _Call,
+    name: str,
+    blocks: Sequence[Sequence[int]],
+    arguments: Sequence[Any],
+    constants: Sequence[Any],
+    options: Sequence[Any],
+    delayed_scale: Tensor | None = None,
+) -> None:
+    """Launch a kernel of norm_kernels.py.
+
+    Args:
+        kernel: which.
+        call: what it normalises.
+        name: its configuration's.
+        blocks: (rows, columns) that a tile is to hold whole.
+        arguments: the kernel's, from ``out`` on.
+        constants: its constants but the first and the last.
+        options: what ``key_of`` is to know of these.
+        delayed_scale: the one that they hold.
+    """
+    x, gamma, beta, kind, eps, zero_centered, mean, rstd, y = call
+    rows, cols = x.shape
+    chosen = config(name, (rows * cols).bit_length())
+    block_r, block_c = _tile(chosen, cols, blocks)
+    tiles = chosen.tiles if kernel is norm_tensor_kernel else 1  # fewer programs then meet at the shared amax
+    height = block_r * tiles
+    even, one_tile = rows % height == 0 and cols % block_c == 0, block_c >= cols
+    shape = even, one_tile, tiles, block_r, block_c, 16 // x.element_size()
+    given = gamma.dtype, None if beta is None else beta.dtype, kind, zero_centered, y is None
+    key = key_of(x, (gamma, beta, delayed_scale), *options, *given, shape, chosen.num_warps)
+    norm = Norm(mean if kind == "layer_norm" else None, rstd, gamma, beta)
+    first = Source(x, rows, cols, *x.stride()), norm, y, eps
+    launch(kernel, -(-rows // height), (*first, *arguments, zero_centered, *constants, shape), chosen.num_warps, key)
+
+
+def _tile(chosen: Config, cols: int, blocks: Sequence[Sequence[int]]) -> tuple[int, int]:
+    """(rows, columns) of a tile of whole blocks, as large as a configuration's; twice that if it then holds a row."""
+    elements = chosen.block_r * chosen.block_c
+    block_r = max(chosen.block_r, *(rows for rows, _ in blocks), 1)
+    least = max(16, *(cols for _, cols in blocks), 1)
+    widest = max(next_power_of_two(cols), least)
+    block_c = max(elements // block_r, least)
+    if widest <= block_c or (block_r == 1 and widest == 2 * block_c):
+        block_c = widest
+    return max(block_r, elements // block_c), block_c

@@ -1,0 +1,229 @@
+"""The gradient of LayerNorm and RMSNorm. The contract is in signatures.py, the formulas in reference/norm.py.
+
+A fixed number of programs, each of which goes over rows far apart: it reads dy and x once, writes dx, and adds up its
+part of dgamma and dbeta. A second launch adds the parts in their order, so that results never differ from run to run.
+
+SHAPE is (EVEN, BLOCK_R, BLOCK_C, FOLD). EVEN: x is made of whole tiles; FOLD: elements that a thread loads at once.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.kernels.layouts import check_norm
+from octavo.kernels.triton.launch import Config, config, key_of, launch, next_power_of_two, on_its_device, with_room_for
+from octavo.kernels.triton.norm_kernels import fold_sum, store_y, vector
+from octavo.kernels.triton.produce import Norm, factor
+from octavo.kernels.triton.tiles import Source, load_tile, narrow
+
+
+@triton.jit
+def normalised_rows(dy, x, norm, rows, cols, ZERO_CENTERED: tl.constexpr, EVEN: tl.constexpr):
+    """Tiles [BR, BC] of dy, of n = (x - mean) rstd, and of w = dy gamma; and rstd [BR]. dy and w are 0 outside of x."""
+    inside = rows < x.R
+    rstd = tl.load(norm.rstd + rows, mask=inside, other=0.0)
+    gradient = load_tile(dy, rows, cols, EVEN)
+    n = load_tile(x, rows, cols, EVEN)
+    if norm.mean is not None:
+        n -= tl.load(norm.mean + rows, mask=inside, other=0.0)[:, None]
+    n *= rstd[:, None]
+    w = gradient * factor(vector(norm.gamma, cols, x, EVEN), ZERO_CENTERED)[None, :]
+    return gradient, n, w, rstd
+
+
+@triton.jit
+def store_dx(w, n, mean_wn, mean_w, rstd, residual, dx_ptr, x, rows, cols, EVEN: tl.constexpr):
+    """Write a tile [BR, BC] of rstd (w - n mean(w n) - mean(w)) + residual."""
+    dx = (w - n * mean_wn[:, None] - mean_w[:, None]) * rstd[:, None]
+    if residual is not None:
+        dx += load_tile(residual, rows, cols, EVEN)
+    store_y(dx, dx_ptr, x, rows, cols, EVEN)
+
+
+@triton.jit
+def norm_backward_kernel(
+    dy,
+    x,
+    residual,  # Source, or None
+    norm,
+    dx_ptr,
+    parts_ptr,  # [1 or 2, programs, C]: of dgamma, and of dbeta
+    WITH_BETA: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+    SHAPE: tl.constexpr,
+):
+    """Rows that fit a tile, which keeps the parts in registers."""
+    EVEN: tl.constexpr = SHAPE[0]
+    BLOCK_R: tl.constexpr = SHAPE[1]
+    BLOCK_C: tl.constexpr = SHAPE[2]
+    programs = tl.num_programs(0)
+    cols = tl.arange(0, BLOCK_C)
+    count = tl.full([BLOCK_R], x.C, tl.float32)
+    dgamma = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
+    dbeta = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
+    for first in range(tl.program_id(0) * BLOCK_R, x.R, programs * BLOCK_R):
+        rows = first + tl.arange(0, BLOCK_R)
+        gradient, n, w, rstd = normalised_rows(dy, x, norm, rows, cols, ZERO_CENTERED, EVEN)
+        dgamma += gradient * n
+        if WITH_BETA:
+            dbeta += gradient
+        mean_wn = tl.math.div_rn(tl.sum(w * n, 1), count)
+        mean_w = tl.zeros([BLOCK_R], tl.float32)
+        if norm.mean is not None:
+            mean_w = tl.math.div_rn(tl.sum(w, 1), count)
+        store_dx(w, n, mean_wn, mean_w, rstd, residual, dx_ptr, x, rows, cols, EVEN)
+    tl.store(parts_ptr + tl.program_id(0) * x.C + cols, tl.sum(dgamma, 0), mask=cols < x.C)
+    if WITH_BETA:
+        tl.store(parts_ptr + (programs + tl.program_id(0)) * x.C + cols, tl.sum(dbeta, 0), mask=cols < x.C)
+
+
+@triton.jit
+def norm_backward_long_kernel(
+    dy,
+    x,
+    residual,  # Source, or None
+    norm,
+    dx_ptr,
+    parts_ptr,  # [1 or 2, programs, C]: of dgamma, and of dbeta
+    WITH_BETA: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+    SHAPE: tl.constexpr,
+):
+    """Rows of any length, read again from the cache; the parts grow where they are written."""
+    EVEN: tl.constexpr = SHAPE[0]
+    BLOCK_R: tl.constexpr = SHAPE[1]
+    BLOCK_C: tl.constexpr = SHAPE[2]
+    FOLD: tl.constexpr = SHAPE[3]
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    count = tl.full([BLOCK_R], x.C, tl.float32)
+    for first in range(program * BLOCK_R, x.R, programs * BLOCK_R):
+        rows = first + tl.arange(0, BLOCK_R)
+        sums_wn = tl.zeros([BLOCK_R, BLOCK_C // FOLD], tl.float32)
+        sums_w = tl.zeros([BLOCK_R, BLOCK_C // FOLD], tl.float32)
+        for start in range(0, x.C, BLOCK_C):
+            cols = start + tl.arange(0, BLOCK_C)
+            _, n, w, _ = normalised_rows(dy, x, norm, rows, cols, ZERO_CENTERED, EVEN)
+            sums_wn += fold_sum(w * n, FOLD)
+            if norm.mean is not None:
+                sums_w += fold_sum(w, FOLD)
+        mean_wn = tl.math.div_rn(tl.sum(sums_wn, 1), count)
+        mean_w = tl.math.div_rn(tl.sum(sums_w, 1), count)
+        for start in range(0, x.C, BLOCK_C):
+            cols = start + tl.arange(0, BLOCK_C)
+            gradient, n, w, rstd = normalised_rows(dy, x, norm, rows, cols, ZERO_CENTERED, EVEN)
+            written = tl.where(first == program * BLOCK_R, 0, x.C)  # nothing yet, the first time
+            grow(parts_ptr + program * x.C, tl.sum(gradient * n, 0), cols, written, x.C)
+            if WITH_BETA:
+                grow(parts_ptr + (programs + program) * x.C, tl.sum(gradient, 0), cols, written, x.C)
+            store_dx(w, n, mean_wn, mean_w, rstd, residual, dx_ptr, x, rows, cols, EVEN)
+        tl.debug_barrier()  # another thread may read what this one has written
+
+
+@triton.jit
+def grow(ptr, values, cols, written, C):
+    """Add values to elements ``cols`` of [C], of which so many were written."""
+    before = tl.load(ptr + cols, mask=cols < written, other=0.0)
+    tl.store(ptr + cols, before + values, mask=cols < C)
+
+
+@triton.jit
+def norm_backward_sum_kernel(
+    parts,  # of dgamma, followed by those of dbeta if that is not None
+    dgamma_ptr,
+    dbeta_ptr,
+    strips,
+    EVEN: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """The sums of all programs' parts."""
+    of_beta = tl.program_id(0) // strips
+    cols = (tl.program_id(0) % strips) * BLOCK_C + tl.arange(0, BLOCK_C)
+    first = of_beta * parts.R
+    end = first + parts.R
+    total = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
+    for start in range(first, end, BLOCK_R):
+        rows = start + tl.arange(0, BLOCK_R)
+        total += load_tile(Source(parts.ptr, end, parts.C, parts.stride_r, parts.stride_c), rows, cols, EVEN)
+    result = narrow(tl.sum(total, 0), dgamma_ptr.dtype.element_ty)
+    if of_beta == 0:
+        tl.store(dgamma_ptr + cols, result, mask=cols < parts.C)
+    elif dbeta_ptr is not None:
+        tl.store(dbeta_ptr + cols, result, mask=cols < parts.C)
+
+
+@on_its_device
+def norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    gamma: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    kind: str,
+    zero_centered: bool,
+    with_beta: bool,
+    residual: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``octavo::norm_backward``."""
+    check_norm(x, gamma, None, kind)
+    rows, cols = x.shape
+    dx, dgamma = x.new_empty((rows, cols)), gamma.new_empty(cols)
+    dbeta = gamma.new_empty(cols) if with_beta else None
+    if rows * cols == 0:
+        return dx, dgamma.zero_(), gamma.new_empty(0) if dbeta is None else dbeta.zero_()
+    gamma, mean, rstd = gamma.contiguous(), mean.contiguous(), rstd.contiguous()
+    chosen, one_tile = _tile(config("norm_backward", (rows * cols).bit_length()), cols)
+    block_r, block_c, per_multiprocessor, num_warps = chosen
+    programs = min(-(-rows // block_r), per_multiprocessor * _multiprocessors(x.get_device()))
+    parts = rstd.new_empty((1 + with_beta, programs, cols))
+    even = rows % block_r == 0 and cols % block_c == 0
+    norm = Norm(mean if kind == "layer_norm" else None, rstd, gamma, None)
+    dy_source = Source(dy, rows, cols, *dy.stride())
+    residual_source = None if residual is None else Source(residual, rows, cols, *residual.stride())
+    constants = with_beta, zero_centered, (even, block_r, block_c, 16 // x.element_size())
+    arguments = dy_source, Source(x, rows, cols, *x.stride()), residual_source, norm, dx, parts, *constants
+    kinds = [None if tensor is None else (tensor.dtype, tensor.stride()) for tensor in (dy, gamma, residual)]
+    key = key_of(x, (dy, gamma, mean, rstd, residual), "norm_backward", kind, *kinds, *constants, one_tile, num_warps)
+    kernel = norm_backward_kernel if one_tile else norm_backward_long_kernel
+    launch(kernel, programs, arguments, num_warps, key, enable_fp_fusion=True)
+    _sum_parts(parts, dgamma, dbeta)
+    return dx, dgamma, gamma.new_empty(0) if dbeta is None else dbeta
+
+
+def _tile(chosen: Config, cols: int) -> tuple[Config, bool]:
+    """A configuration of as many elements a thread for rows of ``cols``, and whether a tile holds them.
+
+    ``tiles`` is how many programs a multiprocessor has.
+    """
+    widest = max(16, next_power_of_two(cols))
+    wide = with_room_for(chosen, (1, widest))
+    larger = wide.block_c // chosen.block_c
+    if wide.num_warps < larger * chosen.num_warps:  # more than 16 warps could hold
+        block_r = min(4, chosen.block_r * chosen.block_c // 16)
+        return chosen._replace(block_r=block_r, block_c=chosen.block_r * chosen.block_c // block_r), False
+    if larger > 1:
+        return wide._replace(tiles=max(1, chosen.tiles // larger)), True
+    return chosen._replace(block_r=chosen.block_r * chosen.block_c // widest, block_c=widest), True
+
+
+def _sum_parts(parts: Tensor, dgamma: Tensor, dbeta: Tensor | None) -> None:
+    _, programs, cols = parts.shape
+    block_r, block_c = 32, 32
+    strips = -(-cols // block_c)
+    even = programs % block_r == 0 and cols % block_c == 0
+    source = Source(parts, programs, cols, cols, 1)
+    key = key_of(parts, (), "norm_backward_sum", dgamma.dtype, dbeta is None)
+    arguments = source, dgamma, dbeta, strips, even, block_r, block_c
+    launch(norm_backward_sum_kernel, strips * parts.shape[0], arguments, 4, key)
+
+
+@functools.cache
+def _multiprocessors(index: int) -> int:
+    """Of a CUDA device; a CPU, where kernels are interpreted, passes for two."""
+    return 2 if index < 0 else torch.cuda.get_device_properties(index).multi_processor_count

@@ -1,0 +1,146 @@
+"""How many kernels a cast launches, which docs/kernels.md says."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.kernels.reference import KERNELS as REFERENCE
+from tests.triton_cases import ALL, E4M3, E5M2, count_launches, update_args
+from tests.triton_kernels import TritonKernels
+
+pytestmark = pytest.mark.gpu
+
+TENSOR, ROWS, BLOCKS, ANY_BLOCK = (
+    "cast_tensor_kernel",
+    "cast_rows_kernel",
+    "cast_blocks_kernel",
+    "cast_any_block_kernel",
+)
+AMAX = "amax_kernel"
+
+
+def state(kernels: TritonKernels) -> tuple[Tensor, Tensor]:
+    """Delayed scales that are known to exist, and their histories."""
+    scale, history = torch.ones(3, device=kernels.device), torch.zeros(3, 4, device=kernels.device)
+    kernels.module("history").committed(scale, history, (True, True, True))
+    if kernels.device.type == "cuda":
+        torch.cuda.synchronize()
+    return scale, history
+
+
+def casts(op: str, *scaling: Any) -> Callable[..., Any]:
+    """A call of an op of Dynamic: of (kernels, x, activation)."""
+    return lambda kernels, x, activation: getattr(kernels, op)(x, *scaling, *activation)
+
+
+def delayed(kernels: TritonKernels, x: Tensor, activation: tuple[Any, ...]) -> Any:
+    return kernels.cast_transpose(x, state(kernels)[0], 0, E4M3, ALL, False, 0, 16, True, *activation)
+
+
+def no_history(kernels: TritonKernels, x: Tensor, activation: tuple[Any, ...]) -> Any:
+    return kernels.cast(x, torch.zeros(3, device=kernels.device), 0, E4M3, ALL, False, 0, 16, False, *activation)
+
+
+def commits(kernels: TritonKernels, x: Tensor, activation: tuple[Any, ...]) -> Any:
+    amax = torch.ones(1, 1, device=kernels.device)
+    update = update_args("max")
+    return kernels.cast_and_commit(x, *state(kernels), amax, amax, E5M2, False, 0, *update, True, 16, True, *activation)
+
+
+def one(tile: tuple[int, int]) -> tuple[Any, ...]:
+    return None, 0, E4M3, tile, False, 0, 16
+
+
+def two(tile: tuple[int, int], second_tile: tuple[int, int]) -> tuple[Any, ...]:
+    return E4M3, tile, False, 0, E5M2, second_tile, False, 0, True, 16, True
+
+
+CASTS: dict[str, tuple[Callable[..., Any], list[str]]] = {
+    "delayed": (delayed, [TENSOR]),
+    "no history": (no_history, [AMAX, TENSOR]),
+    "commit": (commits, [TENSOR]),
+    "dynamic": (casts("cast", *one(ALL), True), [AMAX, TENSOR]),
+    "dynamic, both layouts": (casts("cast_transpose", *one(ALL), True), [AMAX, TENSOR]),
+    "rows": (casts("cast", *one((1, -1)), False), [ROWS]),
+    "columns": (casts("cast_transpose", *one((-1, 1)), True), [ROWS]),
+    "blocks": (casts("cast_transpose", *one((1, 32)), True), [BLOCKS]),
+    "square blocks": (casts("cast", *one((32, 32)), True), [BLOCKS]),
+    "other blocks": (casts("cast", *one((24, 40)), False), [ANY_BLOCK]),
+    "two block scalings": (casts("cast_two_scalings", *two((1, 64), (64, 1))), [BLOCKS]),
+    "rows and columns": (casts("cast_two_scalings", *two((1, -1), (-1, 1))), [ROWS, ROWS]),
+}
+WHAT = {
+    "x": lambda device: (numbers(device), ("",)),
+    "SwiGLU": lambda device: (numbers(device), ("swiglu",)),
+    "its gradient": lambda device: (numbers(device, 64), ("swiglu", numbers(device))),
+    "its gradient, of codes": lambda device: (numbers(device, 64), ("swiglu", *codes(device))),
+}
+
+
+def numbers(device: torch.device, cols: int = 128) -> Tensor:
+    return torch.randn(48, cols).bfloat16().to(device)
+
+
+def codes(device: torch.device) -> tuple[Any, ...]:
+    q, scale_inv, *_ = REFERENCE["cast"](numbers(torch.device("cpu")), None, 0, E4M3, (1, 64), False, 0)
+    return q.to(device), scale_inv.to(device), (1, 64)
+
+
+@pytest.mark.parametrize("what", WHAT)
+@pytest.mark.parametrize("name", CASTS)
+def test_launches(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, name: str, what: str) -> None:
+    call, expected = CASTS[name]
+    x, activation = WHAT[what](kernels.device)
+    launched = count_launches(kernels, monkeypatch)
+    call(kernels, x, activation)
+    assert launched == expected
+
+
+@pytest.mark.parametrize(
+    ("tile", "is_delayed", "expected"),
+    [(ALL, False, ["amax", "cast"]), (ALL, True, ["cast"]), ((32, 32), False, ["cast_blocks"])],
+)
+def test_launches_of_many_tensors(
+    kernels: TritonKernels,
+    monkeypatch: pytest.MonkeyPatch,
+    tile: tuple[int, int],
+    is_delayed: bool,
+    expected: list[str],
+) -> None:
+    xs = [numbers(kernels.device, cols) for cols in (64, 128, 100)]
+    outputs = zip(*(kernels.cast_transpose(x, *one(tile))[:4] for x in xs), strict=True)
+    scales = [state(kernels)[0] for _ in xs] if is_delayed else []
+    module, launched = kernels.module("multi_tensor_cast"), []
+    for name in ("amax", "cast", "cast_blocks"):
+        kernel = getattr(module, f"multi_tensor_{name}_kernel")
+        monkeypatch.setattr(module, f"multi_tensor_{name}_kernel", Recorded(name, kernel, launched))
+    kernels.multi_tensor_cast(xs, *map(list, outputs), scales, 0, tile, False, 0)
+    assert launched == expected
+
+
+class Recorded(NamedTuple):
+    """A kernel whose launches are written down."""
+
+    name: str
+    kernel: Any
+    launched: list[str]
+
+    def __getitem__(self, grid: Any) -> Any:
+        self.launched.append(self.name)
+        return self.kernel[grid]
+
+
+def test_the_host_learns_that_a_scale_exists(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, activation = WHAT["its gradient"](kernels.device)
+    scale, history = torch.zeros(3, device=kernels.device), torch.zeros(3, 4, device=kernels.device)
+    launched = count_launches(kernels, monkeypatch)
+    for expected in ([AMAX, TENSOR], [TENSOR], [TENSOR]):
+        commit = (None, None, E5M2, False, 0, *update_args("max"), True, 16, True, *activation)
+        kernels.cast_and_commit(x, scale, history, *commit)
+        assert launched == expected
+        launched.clear()
+        if kernels.device.type == "cuda":
+            torch.cuda.synchronize()

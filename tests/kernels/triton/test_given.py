@@ -1,0 +1,265 @@
+"""What a cast is given, as the host sees it before any launch."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from octavo.kernels.activations import ACTIVATIONS
+from octavo.kernels.reference.activation import produced
+from tests.definitions import same_bits
+from tests.triton_cases import ALL, E4M3, E5M2, FORMATS, laid, poisoned_memory
+from tests.triton_kernels import TritonKernels
+
+pytestmark = pytest.mark.gpu
+
+BF16, FP32 = torch.bfloat16, torch.float32
+TILES = [ALL, (1, -1), (1, 32), (32, 32), (3, 8)]
+
+
+@pytest.fixture
+def given(kernels: TritonKernels) -> Any:
+    """The module."""
+    return kernels.module("given")
+
+
+def of(
+    module: Any,
+    device: torch.device,
+    activation: str = "swiglu",
+    *,
+    shape: tuple[int, int] = (64, 32),
+    dtype: torch.dtype = BF16,
+    h_dtype: torch.dtype = BF16,
+    h_tile: tuple[int, int] | None = None,
+    forward: bool = False,
+    layouts: tuple[str, str, str] = ("rows", "rows", "rows"),
+) -> Any:
+    """What is given by fresh tensors: an activation's gradient, or forward itself; shape is that of its output."""
+    rows, cols = shape
+    wide = 2 * cols if activation and ACTIVATIONS[activation].gated else cols
+    h = laid(torch.randn(rows, wide).to(h_dtype).view(torch.uint8 if h_tile else h_dtype), layouts[1], device).view(
+        h_dtype
+    )
+    scaling: tuple[Any, ...] = ()
+    if h_tile:
+        scales = [-(-size // tile) if tile > 0 else 1 for size, tile in zip(h.shape, h_tile, strict=True)]
+        scaling = laid(torch.rand(*scales), layouts[2], device), h_tile
+    if not activation or forward:
+        return module.given_of(h, activation, *((None, *scaling) if activation else ()))
+    return module.given_of(laid(torch.randn(shape).to(dtype), layouts[0], device), activation, h, *scaling)
+
+
+def test_what_is_cast_and_how_large_it_is(kernels: TritonKernels, given: Any) -> None:
+    for activation, (function, gated) in ACTIVATIONS.items():
+        forward = of(given, kernels.device, activation, forward=True)
+        assert forward.shape == (64, 32) and forward.halves == 1 and forward.kind == "activation"
+        assert forward.function[:3] == (function, gated, False) and forward.h.ptr is forward.x
+        gradient = of(given, kernels.device, activation)
+        assert gradient.shape == (64, 64 if gated else 32) and (gradient.rows, gradient.cols) == (64, 32)
+        assert gradient.halves == (2 if gated else 1) and gradient.kind == ("gated_gradient" if gated else "gradient")
+        assert gradient.function[:3] == (function, gated, True)
+        assert gradient.h.shift == (32 if gated else 0) and gradient.t().shape == gradient.shape[::-1]
+    plain = of(given, kernels.device, "")
+    assert plain.shape == (64, 32) and plain.function == ("",) and plain.kind == "" and plain.h is None
+
+
+@pytest.mark.parametrize("h_tile", [None, *TILES], ids=str)
+@pytest.mark.parametrize("layout", ["rows", "columns", "strided"])
+def test_transposed_twice_it_is_the_same(
+    kernels: TritonKernels, given: Any, layout: str, h_tile: tuple[int, int] | None
+) -> None:
+    for forward in (False, True):
+        one = of(
+            given,
+            kernels.device,
+            h_dtype=E4M3 if h_tile else BF16,
+            h_tile=h_tile,
+            forward=forward,
+            layouts=(layout,) * 3,
+        )
+        flipped, again = one.t(), one.t().t()
+        assert again._replace(x=one.x) == one and again.source._replace(ptr=None) == one.source._replace(ptr=None)
+        assert flipped.is_transposed and (flipped.rows, flipped.cols) == (one.cols, one.rows)
+        assert flipped.source[1:] == (*one.source[2:0:-1], *one.source[:2:-1])
+        h, other = one.h, flipped.h
+        assert (other.stride_r, other.stride_c) == (h.stride_c, h.stride_r)
+        assert (other.scale_stride_r, other.scale_stride_c) == (h.scale_stride_c, h.scale_stride_r)
+        assert (other.ptr, other.shift, other.scale_inv, other.scale_shift) == (
+            h.ptr,
+            h.shift,
+            h.scale_inv,
+            h.scale_shift,
+        )
+        assert flipped.function == (*one.function[:3], one.function[4], one.function[3])
+
+
+def test_a_transposed_norm(kernels: TritonKernels, given: Any) -> None:
+    x, row, col = (torch.randn(size, device=kernels.device) for size in ((4, 6), 4, 6))
+    for kind in ("layer_norm", "rms_norm"):
+        one = given.given_of_norm(x, row, row, col, None, kind, True)
+        assert one.function == ("norm", True, False) and one.kind == "norm"
+        assert one.t().function == ("norm", True, True) and one.t().h is one.h
+        assert one.t().t()._replace(x=x) == one
+        assert (one.h.mean is None) == (kind == "rms_norm")
+
+
+def test_up_and_its_scales_lie_behind_the_gate(kernels: TritonKernels, given: Any) -> None:
+    for layout, (shift, scale_shift) in {
+        "rows": (32, 4),
+        "columns": (32 * 64, 4 * 22),
+        "strided": (32 * 3, 4 * 3),
+    }.items():
+        one = of(given, kernels.device, h_dtype=E4M3, h_tile=(3, 8), layouts=("rows", layout, layout))
+        assert (one.h.shift, one.h.scale_shift) == (shift, scale_shift)
+        assert one.h.ptr[0, 32].data_ptr() - one.h.ptr.data_ptr() == shift
+        assert one.h.scale_inv[0, 4].data_ptr() - one.h.scale_inv.data_ptr() == 4 * scale_shift
+        for tile in (ALL, (1, -1)):
+            assert of(given, kernels.device, h_dtype=E4M3, h_tile=tile).h.scale_shift == 0
+
+
+def test_fits(kernels: TritonKernels, given: Any) -> None:
+    def fits(tile: tuple[int, int], cols: int = 48, activation: str = "swiglu", rows: int = 64, **how: Any) -> bool:
+        return of(given, kernels.device, activation, shape=(rows, cols), **how).fits(tile)
+
+    whole, small, others = (
+        [ALL, (1, -1), (-1, 1)],
+        [(1, 16), (64, 1), (8, 16)],
+        [(3, 16), (-1, 16), (16, -1), (256, 16)],
+    )
+    for tile in whole:
+        assert all(fits(tile, cols, activation) for cols in (0, 48, 7) for activation in ("", "silu", "swiglu"))
+    for tile in small:
+        assert fits(tile) and not fits(tile, rows=0) and not fits(tile, cols=0)
+        assert fits(tile, cols=40, forward=True) and fits(tile, cols=40, activation="silu")
+    assert not any(map(fits, others))
+    assert not fits((1, 32)) and fits((1, 32), cols=64) and fits((32, 1), cols=7) and not fits((1, 2), cols=7)
+
+
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"activation": ""},
+    {"activation": "", "h_dtype": FP32},
+    {"activation": "silu"},
+    {"activation": "gelu"},
+    {"activation": "geglu"},
+    {"forward": True},
+    {"dtype": FP32},
+    {"h_dtype": FP32},
+    {"shape": (64, 48)},
+    {"shape": (48, 32)},
+    {"layouts": ("columns", "rows", "rows")},
+    {"layouts": ("rows", "columns", "rows")},
+    {"layouts": ("columns", "columns", "rows")},
+    *({"h_dtype": fmt, "h_tile": tile} for fmt in FORMATS for tile in TILES),
+    {"h_dtype": E4M3, "h_tile": (1, 32), "layouts": ("rows", "rows", "columns")},
+    {"h_dtype": E4M3, "h_tile": (32, 32), "layouts": ("rows", "rows", "columns")},
+]
+
+
+def test_a_key_is_that_of_equal_calls_alone(kernels: TritonKernels, given: Any) -> None:
+    made = [of(given, kernels.device, **how) for how in VARIANTS]
+    made += [one.t() for one in made]
+    keys = [one.key((), "kernel", *options) for one in made for options in ((), (1,))]
+    assert None not in keys and len({*keys}) == len(keys)
+    again = [of(given, kernels.device, **how) for how in VARIANTS]  # other memory, laid as before
+    again += [one.t() for one in again]
+    assert [one.key((), "kernel", *options) for one in again for options in ((), (1,))] == keys
+
+
+def test_no_key_where_an_address_is_not_aligned(kernels: TritonKernels, given: Any) -> None:
+    aligned = torch.zeros(4, device=kernels.device)
+    for offset in itertools.product(("rows", "offset"), repeat=3):
+        one = of(given, kernels.device, h_dtype=E4M3, h_tile=(1, 32), layouts=offset)
+        for state in (None, aligned, aligned[1:]):
+            known = offset == ("rows",) * 3 and (state is None or state is aligned)
+            assert (one.key((state,), "kernel") is not None) == known
+
+
+@pytest.mark.parametrize("pad", [1, 2, 16])
+@pytest.mark.parametrize("shape", [(0, 17), (17, 0), (9, 16), (3, 9), (5, 121), (5, 48)], ids=str)
+def test_where_codes_go(kernels: TritonKernels, given: Any, shape: tuple[int, int], pad: int) -> None:
+    one = of(given, kernels.device, shape=shape)
+    rows, cols = shape[0], 2 * shape[1]
+    with poisoned_memory():
+        codes, laid_transposed = one.codes(E5M2, pad), one.codes(E5M2, pad, transpose=True)
+    assert codes.shape == (rows, -(-cols // pad) * pad) and laid_transposed.shape == (cols, -(-rows // pad) * pad)
+    assert codes.dtype == laid_transposed.dtype == E5M2 and codes.is_contiguous()
+    # tiles reach the next multiple of 16 of a half; what padding lies beyond must be 0 before
+    reached = shape[1] + -(-shape[1] // 16) * 16
+    assert not codes.view(torch.uint8)[:, reached:].any()
+
+
+def test_the_dtype_of_sums(kernels: TritonKernels, given: Any) -> None:
+    for dtype in (BF16, torch.float16, FP32):
+        for h_dtype, h_tile in ((FP32, None), (E4M3, ALL), (E4M3, (1, 5))):  # the last is materialised
+            assert of(given, kernels.device, dtype=dtype, h_dtype=h_dtype, h_tile=h_tile).sums(True).dtype == dtype
+        one = of(given, kernels.device, h_dtype=dtype, forward=True)
+        assert one.sums(True).dtype == dtype and one.sums(True).shape == (32,)
+        assert one.t().sums(True).shape == (64,) and one.sums(False).shape == (0,)
+    for h_tile in (ALL, (1, 5)):
+        assert of(given, kernels.device, h_dtype=E5M2, h_tile=h_tile, forward=True).sums(True).dtype == FP32
+    assert of(given, kernels.device).sums(True).shape == (64,)
+
+
+@pytest.mark.parametrize("forward", [False, True], ids=["gradient", "forward"])
+def test_what_no_kernel_computes_is_a_tensor(kernels: TritonKernels, given: Any, forward: bool) -> None:
+    for activation, h_tile, is_made in (
+        ("swiglu", (1, 5), True),
+        ("swiglu", (7, 64), True),  # a tile of gate and up
+        ("swiglu", (7, 16), False),
+        ("swiglu", (7, -1), False),
+        ("silu", (1, 5), False),
+    ):
+        one = of(given, kernels.device, activation, h_dtype=E4M3, h_tile=h_tile, forward=forward)
+        assert (one.function == ("",)) == is_made
+        if is_made:
+            assert one.x.dtype == FP32 and one.h is None and one.halves == 1 and one.fits((1, 32))
+            assert one.read_dtype == (E4M3 if forward else BF16)
+    dy, h = (laid(torch.randn(5, cols), "rows", kernels.device) for cols in (7, 14))
+    made = given.materialised(dy, "geglu", h)
+    assert same_bits(made.x, produced(dy, "geglu", h)) and made.shape == (5, 14)
+
+
+def test_no_scales_of_no_codes(kernels: TritonKernels, given: Any) -> None:
+    # of which a kernel would read the first
+    for shape in ((0, 32), (32, 0)):
+        for h_tile in ((1, 32), (32, 32), (1, 5)):
+            one = of(given, kernels.device, shape=shape, h_dtype=E4M3, h_tile=h_tile)
+            assert one.h is None or one.h.scale_inv is None
+    assert of(given, kernels.device, shape=(0, 32), h_dtype=E4M3, h_tile=ALL).h.scale_inv is not None
+
+
+def test_a_configuration_of_its_own(kernels: TritonKernels, given: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch, table = kernels.module("launch"), {"some": [[64, 16, 16, 1, 1]], "some_gradient": [[64, 32, 16, 1, 1]]}
+    for name, rows in table.items():
+        monkeypatch.setitem(launch.TABLE, name, rows)
+    for expected, one in (
+        (16, of(given, kernels.device, "")),
+        (16, of(given, kernels.device, forward=True)),
+        (32, of(given, kernels.device, "silu")),
+        (16, of(given, kernels.device)),  # gated_gradient
+    ):
+        assert one.config("some").block_r == expected
+
+
+def test_rounding_of(given: Any) -> None:
+    assert given.rounding_of(E4M3, False, 0) == (False, 448.0, False)
+    assert given.rounding_of(E5M2, True, 3) == (True, 57344.0 / 8, True)
+
+
+def test_out_of(given: Any) -> None:
+    q, t = torch.empty(3, 16), torch.empty(5, 4)
+    assert given.out_of(q, None) == (q, 16, None, 0) and given.out_of(None, t) == (None, 0, t, 4)
+
+
+def test_wrong_arguments_are_refused(kernels: TritonKernels, given: Any) -> None:
+    x = torch.zeros(4, 7, device=kernels.device)
+    for activation, preactivation, said in (
+        ("swish", None, "activation='swish': use one of relu, "),
+        ("swiglu", None, "an even number of columns, not 7"),
+        ("swiglu", x, r"of shape \[4, 14\], not \[4, 7\]"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            given.given_of(x, activation, preactivation)

@@ -1,0 +1,274 @@
+"""Casts of norms: against the reference, and their statistics against float64."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.kernels.reference.cast import transposed, with_padding
+from octavo.kernels.reference.norm import normalise
+from tests.combinations import each_pair
+from tests.definitions import same_bits
+from tests.triton_cases import (
+    ALL,
+    DTYPES,
+    E4M3,
+    E5M2,
+    FORMATS,
+    LAYOUTS,
+    ROUNDINGS,
+    Run,
+    Values,
+    assert_amax_close,
+    assert_codes_close,
+    assert_scales_close,
+    count_launches,
+    laid,
+    named_arguments,
+    run_both,
+    use_small_tiles,
+    values_of,
+)
+from tests.triton_kernels import TritonKernels
+
+pytestmark = pytest.mark.gpu
+
+KINDS = ["layer_norm", "rms_norm"]
+SHAPES = [(0, 17), (17, 0), (1, 1), (1, 1000), (17, 127), (127, 128), (150, 17), (64, 256)]
+VALUES = ["varied", "faults", "only faults", "zeros"]
+ROW, COLUMN = (1, -1), (-1, 1)
+RESULTS = {
+    "norm_cast": ["q", "t", "scale_inv", "amax", "mean", "rstd", "y"],
+    "norm_cast_two_scalings": ["q", "scale_inv", "second", "second_scale_inv", "mean", "rstd", "y"],
+}
+
+# (tile, the delayed scale, whether it is known to exist)
+CASTS: list[tuple[tuple[int, int], float | None, bool]] = [(ALL, None, False), (ALL, 0.0, False), (ALL, 0.37, False)]
+CASTS += [(ALL, 0.37, True), (ALL, 2.0**60, True), (ROW, None, False), (COLUMN, None, False), ((1, 128), None, False)]
+CASTS += [((32, 1), None, False), ((128, 128), None, False), ((64, 300), None, False)]
+TWO = [((1, 32), (32, 1)), ((1, 128), (128, 1)), ((8, 2), (1, 64)), (ROW, COLUMN), (COLUMN, ROW), (ALL, (1, 32))]
+TWO += [((1, 128), ROW), ((1, 16), (64, 300))]
+
+NORM: dict[str, Any] = {
+    "kind": KINDS,
+    "shape": SHAPES,
+    "dtype": DTYPES,
+    "of_gamma": DTYPES,
+    "beta": [False, True],
+    "zero_centered": [False, True],
+    "eps": [1e-5, 1e-3],
+    "layout": LAYOUTS,
+    "values": VALUES,
+    "pad": [1, 16],
+    "keep": [False, True],
+    "small": [False, True],
+}
+
+
+def norm_of(device: torch.device, case: dict[str, Any]) -> tuple[Any, ...]:
+    """The arguments that both ops begin with."""
+    x = laid(values_of(case["values"], case["shape"], case["dtype"]), case["layout"], device)
+    gamma, beta = (torch.randn(case["shape"][1]).to(case["of_gamma"]).to(device) for _ in range(2))
+    return x, gamma, beta if case["beta"] else None, case["kind"], case["eps"], case["zero_centered"]
+
+
+def state_of(kernels: TritonKernels, scale: float, known: bool = True, role: int = 1) -> Tensor:
+    state = torch.full((3,), 7.0)
+    state[role] = scale
+    state = state.to(kernels.device)
+    if known:
+        kernels.module("history").committed(state, torch.zeros(3, 4).to(kernels.device), (True, True, True))
+        if kernels.device.type == "cuda":
+            torch.cuda.synchronize()
+    return state
+
+
+@each_pair(**NORM, cast=CASTS, fmt=FORMATS, power_of_two=[False, True], margin=[0, 3], transpose=[False, True])
+def test_norm_cast(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, case: dict[str, Any]) -> None:
+    if case["small"]:
+        use_small_tiles(kernels, monkeypatch)
+    tile, scale, known = case["cast"]
+    state = None if scale is None else state_of(kernels, scale, known)
+    cast = state, 1, case["fmt"], tile, case["power_of_two"], case["margin"]
+    extras = case["transpose"], case["pad"], case["keep"]
+    check_norm(kernels, "norm_cast", *norm_of(kernels.device, case), *cast, *extras)
+
+
+@each_pair(
+    **NORM,
+    tiles=TWO,
+    formats=[(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)],
+    powers_of_two=[(False, False), (True, False), (False, True)],
+    transpose_second=[False, True],
+)
+def test_norm_cast_two_scalings(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, case: dict[str, Any]) -> None:
+    if case["small"]:
+        use_small_tiles(kernels, monkeypatch)
+    casts = (arg for i in range(2) for arg in (case["formats"][i], case["tiles"][i], case["powers_of_two"][i], i))
+    extras = case["transpose_second"], case["pad"], case["keep"]
+    check_norm(kernels, "norm_cast_two_scalings", *norm_of(kernels.device, case), *casts, *extras)
+
+
+def check_norm(kernels: TritonKernels, op: str, *args: Any) -> dict[str, Tensor]:
+    """Run an op and compare each result with the reference's, float32 ones but for what roundings make of them."""
+    run = run_both(kernels, op, args)
+    given = named_arguments(op, run.given)
+    actual, expected = (dict(zip(RESULTS[op], results, strict=True)) for results in (run.actual, run.expected))
+    for before, after in zip(run.given, run.left, strict=True):
+        assert not isinstance(before, Tensor) or same_bits(before, after)
+    assert all(a.shape == b.shape and a.dtype == b.dtype for a, b in zip(run.actual, run.expected, strict=True))
+    values = assert_statistics(run, actual)
+    tile, cast = given["tile"], (given["dtype"], given["power_of_two"], given["margin"])
+    assert_codes(actual["q"], expected["q"], actual["scale_inv"], values, tile)
+    if op == "norm_cast":
+        laid_q = with_padding(transposed(actual["q"][:, : given["x"].shape[1]]), given["pad"])
+        assert same_bits(actual["t"], laid_q if given["transpose"] else expected["t"])
+        state = given["delayed_scale"]
+        if state is not None and state[given["role"]] != 0:
+            assert same_bits(actual["scale_inv"], expected["scale_inv"])
+            assert_amax_close(actual["amax"], values, tile)
+        else:
+            assert_scales_close(actual["scale_inv"], actual["amax"], values, tile, *cast)
+    else:
+        assert_scales_close(actual["scale_inv"], None, values, tile, *cast)
+        tile, cast = given["second_tile"], (given["second_dtype"], given["second_power_of_two"], given["second_margin"])
+        if given["transpose_second"]:
+            values, tile = Values(values.y.t(), values.size.t()), tile[::-1]
+        assert_codes(actual["second"], expected["second"], actual["second_scale_inv"], values, tile)
+        assert_scales_close(actual["second_scale_inv"], None, values, tile, *cast)
+    return actual
+
+
+def assert_codes(codes: Tensor, expected: Tensor, *found: Any) -> None:
+    """Those of values within their roundings, and hardly any of them another than the reference's."""
+    assert_codes_close(codes, expected, *found)
+    assert (codes.view(torch.uint8) != expected.view(torch.uint8)).sum() <= max(1, codes.numel() // 1000)
+
+
+def assert_statistics(run: Run, actual: dict[str, Tensor]) -> Values:
+    """Compare mean, rstd and y with float64."""
+    x, gamma, beta, kind, eps, zero_centered = run.given[:6]
+    y, *_ = normalise(x, gamma, beta, kind, eps, zero_centered)
+    wide = x.double()
+    mean = wide.mean(1) if kind == "layer_norm" else torch.zeros(len(x)).double()
+    centred, size = wide - mean[:, None], wide.abs().mean(1)
+    rstd = (centred.square().mean(1) + eps).rsqrt()
+    finite, growth = rstd.isfinite() & (rstd > 0), 1 + (size * rstd) ** 2  # of roundings, where the mean is far from 0
+    if kind == "layer_norm":
+        assert ((actual["mean"] - mean).abs() <= ROUNDINGS * size)[finite].all()
+    assert ((actual["rstd"] - rstd).abs() <= ROUNDINGS * rstd * growth)[finite].all()
+    size = (wide.abs() + size[:, None]) * (rstd * growth)[:, None] * (gamma.double().abs() + zero_centered)
+    size = size.nan_to_num(0.0) + (0.0 if beta is None else beta.double().abs())
+    found = actual["y"]
+    if found.numel() > 0:
+        fault = ~y.isfinite()
+        info = torch.finfo(x.dtype)
+        allowed = info.eps / 2 * (y.double().abs() + info.smallest_normal) + ROUNDINGS * size
+        assert ((found.double() - y).abs() <= allowed)[~fault].all()
+        assert torch.equal(found[fault].isnan(), y[fault].isnan())
+    return Values(y, size)
+
+
+def one_scaling(tile: tuple[int, int], state: Tensor | None = None) -> Callable[..., tuple[Tensor, ...]]:
+    def call(kernels: TritonKernels, *norm: Any) -> tuple[Tensor, ...]:
+        return kernels.norm_cast(*norm, state, 1, E4M3, tile, False, 0, True, 16, True)
+
+    return call
+
+
+def two_scalings(tile: tuple[int, int], second: tuple[int, int]) -> Callable[..., tuple[Tensor, ...]]:
+    def call(kernels: TritonKernels, *norm: Any) -> tuple[Tensor, ...]:
+        return kernels.norm_cast_two_scalings(*norm, E4M3, tile, False, 0, E4M3, second, False, 0, True, 16, True)
+
+    return call
+
+
+LAUNCHES: dict[str, tuple[Callable[..., tuple[Tensor, ...]], list[str]]] = {
+    "Dynamic": (one_scaling(ALL), ["norm_tensor_kernel", "cast_tensor_kernel"]),
+    "rows": (one_scaling(ROW), ["norm_rows_kernel"]),
+    "columns": (one_scaling(COLUMN), ["norm_tensor_kernel", "cast_rows_kernel"]),
+    "1x128": (one_scaling((1, 128)), ["norm_blocks_kernel"]),
+    "32x32": (one_scaling((32, 32)), ["norm_blocks_kernel"]),
+    "128x128": (one_scaling((128, 128)), ["norm_tensor_kernel", "cast_blocks_kernel"]),
+    "1x32 and 32x1": (two_scalings((1, 32), (32, 1)), ["norm_blocks_kernel"]),
+    "1x128 and 128x1": (two_scalings((1, 128), (128, 1)), ["norm_tensor_kernel", "cast_blocks_kernel"]),
+    "rows and columns": (two_scalings(ROW, COLUMN), ["norm_rows_kernel", "cast_rows_kernel"]),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_launches(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, name: str, kind: str) -> None:
+    call, expected = LAUNCHES[name]
+    x, gamma = torch.randn(40, 48).to(kernels.device), torch.randn(48).to(kernels.device)
+    launched = count_launches(kernels, monkeypatch)
+    call(kernels, x, gamma, None, kind, 1e-5, False)
+    assert launched == expected
+
+
+def test_launches_with_a_delayed_scale(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, gamma = torch.randn(40, 48).to(kernels.device), torch.randn(48).to(kernels.device)
+    launched = count_launches(kernels, monkeypatch)
+    for state, expected in (
+        (state_of(kernels, 2.0), ["norm_tensor_kernel"]),
+        (state_of(kernels, 2.0, known=False), ["norm_tensor_kernel", "cast_tensor_kernel"]),
+        (state_of(kernels, 0.0), ["norm_tensor_kernel", "cast_tensor_kernel"]),
+    ):
+        launched.clear()
+        one_scaling(ALL, state)(kernels, x, gamma, None, "rms_norm", 1e-5, False)
+        assert launched == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_rows(kernels: TritonKernels, kind: str) -> None:
+    x, gamma = torch.randn(1000, 17).to(kernels.device), torch.randn(17).to(kernels.device)
+    norm = x, gamma, None, kind, 1e-5, False
+    check_norm(kernels, "norm_cast", *norm, state_of(kernels, 50.0), 1, E4M3, ALL, False, 0, True, 16, True)
+    check_norm(kernels, "norm_cast_two_scalings", *norm, E4M3, ROW, False, 0, E4M3, COLUMN, False, 0, True, 16)
+
+
+@pytest.mark.parametrize("cast", [CASTS[0], CASTS[3], *CASTS[5:8]], ids=str)
+@pytest.mark.parametrize("small", [False, True])
+def test_infinities_made_on_the_way(
+    kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, cast: tuple[Any, ...], small: bool
+) -> None:
+    # gamma has them, or overflows: amax is that of what is finite, and all else is cast as if they were not there
+    if small:
+        use_small_tiles(kernels, monkeypatch)
+    tile, scale, known = cast
+    x, gamma = torch.randn(17, 150), torch.randn(150)
+    gamma[[7, 100, 149]] = torch.tensor([math.inf, -math.inf, math.nan])
+    state = None if scale is None else state_of(kernels, scale, known)
+    for fmt in FORMATS:
+        norm = x.to(kernels.device), gamma.to(kernels.device), None, "layer_norm", 1e-5, False
+        found = check_norm(kernels, "norm_cast", *norm, state, 1, fmt, tile, False, 0, True, 16, True)
+        assert found["amax"].isfinite().all() and (found["amax"] > 0).any()
+        values = found["q"][:, :150].float()
+        assert not values[:, 7].isfinite().any() and values[:, [6, 8]].isfinite().all()
+
+
+def test_parameters_that_are_not_contiguous(kernels: TritonKernels) -> None:
+    x = torch.randn(20, 40).to(kernels.device)
+    gamma, beta = (torch.randn(40, 3).to(kernels.device)[:, 1] for _ in range(2))
+    for tile in (ALL, ROW, (1, 32)):
+        args = x, gamma, beta, "layer_norm", 1e-5, False, None, 0, E4M3, tile, False, 0, True
+        check_norm(kernels, "norm_cast", *args)
+
+
+def test_bad_arguments(kernels: TritonKernels) -> None:
+    x, gamma = torch.randn(4, 8).to(kernels.device), torch.randn(8).to(kernels.device)
+    cast = None, 0, E4M3, ALL, False, 0, True
+    with pytest.raises(ValueError, match="use 'layer_norm' or 'rms_norm'"):
+        kernels.norm_cast(x, gamma, None, "batch_norm", 1e-5, False, *cast)
+    with pytest.raises(ValueError, match=r"gamma of shape \[7\]: rows of x have 8"):
+        kernels.norm_cast(x, gamma[:7], None, "rms_norm", 1e-5, False, *cast)
+    with pytest.raises(ValueError, match=r"beta of shape \[1, 8\]"):
+        kernels.norm_cast(x, gamma, gamma[None], "rms_norm", 1e-5, False, *cast)
+    with pytest.raises(ValueError, match="pad=3"):
+        kernels.norm_cast(x, gamma, None, "rms_norm", 1e-5, False, *cast, 3)
+    two = E4M3, ROW, False, 0, E5M2, COLUMN, False, 0, True
+    with pytest.raises(ValueError, match="use 'layer_norm' or 'rms_norm'"):
+        kernels.norm_cast_two_scalings(x, gamma, None, "", 1e-5, False, *two)

@@ -1,0 +1,197 @@
+"""The gradients of norms against float64, and that they never differ from run to run."""
+
+import math
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.combinations import each_pair
+from tests.definitions import same_bits
+from tests.triton_cases import (
+    ALL,
+    DTYPES,
+    E4M3,
+    LAYOUTS,
+    assert_counters_are_zero,
+    count_launches,
+    laid,
+    poisoned_memory,
+    to,
+    use_small_tiles,
+    values_of,
+)
+from tests.triton_kernels import TritonKernels
+
+pytestmark = pytest.mark.gpu
+
+KINDS = ["layer_norm", "rms_norm"]
+# with small tiles rows of more than 256 elements don't fit one
+SHAPES = [(0, 17), (17, 0), (1, 1), (1, 1000), (17, 127), (127, 128), (150, 17), (40, 256), (19, 300)]
+EPS = 1e-4
+ROUNDINGS = 2.0**-19
+
+
+class Exact(NamedTuple):
+    """The results in float64, and what roundings are relative to."""
+
+    results: tuple[Tensor, Tensor, Tensor]
+    sizes: tuple[Tensor, Tensor, Tensor]
+
+
+def normalised(x: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
+    """(n [R, C], mean [R, 1] or 0, rstd [R, 1])."""
+    mean = x.mean(1, keepdim=True) if kind == "layer_norm" else x.new_zeros(len(x), 1)
+    rstd = ((x - mean).square().mean(1, keepdim=True) + EPS).rsqrt()
+    return (x - mean) * rstd, mean, rstd
+
+
+def exact(dy: Tensor, x: Tensor, gamma: Tensor, kind: str, zero_centered: bool, residual: Tensor | None) -> Exact:
+    """By autograd."""
+    wide, g, b = (t.double().requires_grad_() for t in (x, gamma, torch.zeros_like(gamma)))
+    (normalised(wide, kind)[0] * (g + float(zero_centered)) + b).backward(dy.double())
+    dx, dgamma, dbeta = wide.grad, g.grad, b.grad
+    n, mean, rstd = normalised(x.double(), kind)
+    grown = n.abs() + x.double().abs() * rstd + mean.abs() * rstd  # what a rounding of x or of the mean becomes
+    w = (dy.double() * (gamma.double() + float(zero_centered))).abs()
+    size = rstd * (w + grown * (w * grown).mean(1, keepdim=True) + w.mean(1, keepdim=True))
+    added = torch.zeros(()) if residual is None else residual.double()
+    results = dx + added, dgamma, dbeta
+    return Exact(results, (size + added.abs(), (dy.double().abs() * grown).sum(0), dy.double().abs().sum(0)))
+
+
+def assert_close(actual: Tensor, right: Tensor, size: Tensor) -> None:
+    info = torch.finfo(actual.dtype)
+    allowed = info.eps / 2 * (right.abs() + info.smallest_normal) + ROUNDINGS * size
+    assert ((actual.double() - right).abs() <= allowed).all()
+
+
+def statistics(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    _, mean, rstd = normalised(x.double(), kind)
+    return (mean.float().flatten() if kind == "layer_norm" else torch.zeros(0)), rstd.float().flatten()
+
+
+@each_pair(
+    kind=KINDS,
+    shape=SHAPES,
+    of_dy=DTYPES,
+    dtype=DTYPES,
+    of_gamma=DTYPES,
+    of_residual=[None, *DTYPES],
+    zero_centered=[False, True],
+    with_beta=[False, True],
+    layout=LAYOUTS,
+    dy_layout=LAYOUTS,
+    residual_layout=LAYOUTS,
+    small=[False, True],
+)
+def test_gradients(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, case: dict[str, Any]) -> None:
+    if case["small"]:
+        use_small_tiles(kernels, monkeypatch)
+    shape, kind, zero_centered = case["shape"], case["kind"], case["zero_centered"]
+    x, dy = values_of("varied", shape, case["dtype"]), torch.randn(shape).to(case["of_dy"])
+    gamma = torch.randn(shape[1]).to(case["of_gamma"])
+    residual = None if case["of_residual"] is None else torch.randn(shape).to(case["of_residual"])
+    right, sizes = exact(dy, x, gamma, kind, zero_centered, residual)
+    tensors = [laid(dy, case["dy_layout"], kernels.device), laid(x, case["layout"], kernels.device)]
+    args = [*tensors, *to(kernels.device, (gamma, *statistics(x, kind))), kind, zero_centered, case["with_beta"]]
+    args.append(None if residual is None else laid(residual, case["residual_layout"], kernels.device))
+    given = to("cpu", args)
+    with poisoned_memory():
+        found = kernels.norm_backward(*args)
+    assert_counters_are_zero(kernels)
+    assert all(not isinstance(a, Tensor) or same_bits(a, b) for a, b in zip(given, to("cpu", args), strict=True))
+    dx, dgamma, dbeta = to("cpu", found)
+    assert dx.shape == x.shape and dx.dtype == x.dtype and dx.is_contiguous()
+    assert dgamma.shape == gamma.shape and dgamma.dtype == dbeta.dtype == gamma.dtype
+    assert dbeta.shape == (gamma.shape if case["with_beta"] else (0,))
+    assert_close(dx, right[0], sizes[0])
+    assert_close(dgamma, right[1], sizes[1])
+    if case["with_beta"]:
+        assert_close(dbeta, right[2], sizes[2])
+
+
+@pytest.mark.parametrize("small", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_finite_differences(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, kind: str, small: bool) -> None:
+    # of what the forward kernel computes
+    if small:
+        use_small_tiles(kernels, monkeypatch)
+    x, dy, gamma, beta = torch.randn(6, 260), torch.randn(6, 260), torch.randn(260), torch.randn(260)
+
+    def forward(x: Tensor, gamma: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        norm = *to(kernels.device, (x, gamma, beta)), kind, EPS, True
+        results = kernels.norm_cast(*norm, None, 0, E4M3, ALL, False, 0, False, 1, True)
+        return results[4:]
+
+    mean, rstd, _ = forward(x, gamma, beta)
+    args = *to(kernels.device, (dy, x, gamma)), mean, rstd, kind, True, True
+    gradients = to("cpu", kernels.norm_backward(*args))
+    directions = [torch.randn_like(t) for t in (x, gamma, beta)]
+    for i, step in enumerate((1e-2, 0.1, 0.1)):
+        ends = []
+        for sign in (1, -1):
+            moved = [x, gamma, beta]
+            moved[i] = moved[i] + sign * step * directions[i]
+            ends.append((forward(*moved)[2].cpu().double() * dy).sum())
+        slope = (ends[0] - ends[1]) / (2 * step)
+        expected = (gradients[i].double() * directions[i]).sum()
+        assert abs(slope - expected) <= 2e-3 * (gradients[i].double() * directions[i]).abs().sum().sqrt() + 1e-3
+
+
+@pytest.mark.parametrize("small", [False, True])
+def test_the_same_bits_each_time(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, small: bool) -> None:
+    if small:
+        use_small_tiles(kernels, monkeypatch)
+    x, dy, gamma = torch.randn(20, 260), torch.randn(20, 260), torch.randn(260)
+    args = *to(kernels.device, (dy, x, gamma, *statistics(x, "layer_norm"))), "layer_norm", False, True
+    first, second = kernels.norm_backward(*args), kernels.norm_backward(*args)
+    assert all(same_bits(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("small", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_launches(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, kind: str, small: bool) -> None:
+    if small:
+        use_small_tiles(kernels, monkeypatch)
+    x, dy, gamma = torch.randn(20, 300), torch.randn(20, 300), torch.randn(300)
+    args = *to(kernels.device, (dy, x, gamma, *statistics(x, kind))), kind, False, True
+    launched = count_launches(kernels, monkeypatch)
+    kernels.norm_backward(*args)
+    assert launched == [f"norm_backward_{'long_' * small}kernel", "norm_backward_sum_kernel"]
+
+
+@pytest.mark.parametrize("small", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fault_stays_in_its_row(
+    kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, kind: str, small: bool
+) -> None:
+    if small:
+        use_small_tiles(kernels, monkeypatch)
+    x, dy, gamma = torch.randn(23, 270), torch.randn(23, 270), torch.randn(270)
+    x[5, 200], dy[22, 269] = math.nan, math.inf
+    args = *to(kernels.device, (dy, x, gamma, *statistics(x, kind))), kind, False, True
+    dx, dgamma, dbeta = to("cpu", kernels.norm_backward(*args))
+    faulty = torch.zeros(23, dtype=torch.bool)
+    faulty[[5, 22]] = True
+    assert dx[~faulty].isfinite().all() and not dx[5].isfinite().any() and not dx[22].isfinite().any()
+    assert not dgamma.isfinite().any()  # row 5 is in each
+    assert dbeta[:269].isfinite().all() and dbeta[269] == math.inf
+
+
+def test_statistics_and_gamma_in_any_memory(kernels: TritonKernels) -> None:
+    x, dy, gamma = torch.randn(20, 40), torch.randn(20, 40), torch.randn(40)
+    mean, rstd = statistics(x, "layer_norm")
+    expected = kernels.norm_backward(*to(kernels.device, (dy, x, gamma, mean, rstd)), "layer_norm", False, True)
+    strided = [torch.stack((t, t + 1), 1).to(kernels.device)[:, 0] for t in (gamma, mean, rstd)]
+    found = kernels.norm_backward(*to(kernels.device, (dy, x)), *strided, "layer_norm", False, True)
+    assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_bad_arguments(kernels: TritonKernels) -> None:
+    x, gamma, row = (torch.randn(size).to(kernels.device) for size in ((4, 8), (8,), (4,)))
+    with pytest.raises(ValueError, match="use 'layer_norm' or 'rms_norm'"):
+        kernels.norm_backward(x, x, gamma, row, row, "group_norm", False, True)
+    with pytest.raises(ValueError, match=r"gamma of shape \[3\]"):
+        kernels.norm_backward(x, x, gamma[:3], row, row, "layer_norm", False, True)

@@ -1,0 +1,294 @@
+"""Casts of activations and of their gradients: against the reference, and against float64."""
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.kernels.activations import ACTIVATIONS
+from octavo.kernels.reference import KERNELS as REFERENCE
+from tests import definitions
+from tests.combinations import each_pair
+from tests.definitions import all_codes
+from tests.kernels.reference.test_activation import GATED, exact, exact_gradient
+from tests.triton_cases import (
+    ALL,
+    DTYPES,
+    E4M3,
+    E5M2,
+    FORMATS,
+    LAYOUTS,
+    check,
+    check_close,
+    laid,
+    magnitude,
+    to,
+    update_args,
+    use_small_tiles,
+    values_of,
+)
+from tests.triton_kernels import TritonKernels
+
+pytestmark = pytest.mark.gpu
+
+EXACT = {"relu", "squared_relu", "reglu"}  # no rounding but a product's: the same bits
+EVERY = list(itertools.product(ACTIVATIONS, (False, True)))
+SOME = list(itertools.product(["silu", "squared_relu", "swiglu", "geglu", "reglu"], (False, True)))
+# the size of (gate | up) is twice as many columns
+SHAPES = [(0, 17), (17, 0), (0, 0), (1, 1), (1, 1000), (1000, 1), (17, 127), (33, 125), (127, 128), (128, 17), (64, 96)]
+FEW_SHAPES = [(0, 17), (17, 0), (1, 1), (3, 300), (300, 3), (33, 57), (40, 45), (64, 96), (32, 128)]
+# what h is: numbers, or codes and the tile of their scale_inv
+H = [*DTYPES, (E4M3, ALL), (E5M2, (1, -1)), (E4M3, (1, 128)), (E5M2, (1, 32)), (E4M3, (128, 128)), (E4M3, (3, 5))]
+# of h and of its output's gradient
+VALUES = [("varied", "varied"), ("faults", "varied"), ("varied", "faults"), ("only faults", "varied"), ("edge", "edge")]
+VALUES += [("varied", "only faults"), ("zeros", "varied"), ("varied", "zeros"), ("edge", "varied"), ("varied", "edge")]
+
+SMALLEST = 2.0**-149
+
+INPUTS: dict[str, Any] = {
+    "h": H,
+    "values": VALUES,
+    "dtype": DTYPES,
+    "layout": LAYOUTS,
+    "h_layout": LAYOUTS,
+    "scale_layout": ["rows", "columns", "strided"],
+    "small": [False, True],
+    "pad": [1, 16],
+    "column_sum": [False, True],
+}
+
+
+def given(
+    device: torch.device,
+    shape: tuple[int, int],
+    what: tuple[str, bool],
+    h: Any,
+    values: tuple[str, str] = ("varied", "varied"),
+    dtype: torch.dtype = torch.bfloat16,
+    layout: str = "rows",
+    h_layout: str = "rows",
+    scale_layout: str = "rows",
+    **_: Any,
+) -> tuple[Tensor, tuple[Any, ...]]:
+    """X and its activation; ``shape`` is that of the activation's output."""
+    (activation, backward), (rows, cols) = what, shape
+    wide = rows, 2 * cols if activation in GATED else cols
+    scaling: tuple[Any, ...] = ()
+    if isinstance(h, tuple):
+        fmt, tile = h
+        numbers = values_of(values[0], wide, torch.float32)
+        codes, scale_inv, *_ = REFERENCE["cast"](numbers, None, 0, fmt, tile, False, 0)
+        of_h = laid(codes.view(torch.uint8), h_layout, device).view(fmt)
+        scaling = laid(scale_inv, scale_layout, device), tile
+    else:
+        of_h = laid(values_of(values[0], wide, h), h_layout, device)
+    if not backward:
+        return of_h, (activation, None, *scaling)
+    return laid(values_of(values[1], shape, dtype), layout, device), (activation, of_h, *scaling)
+
+
+def run(
+    kernels: TritonKernels,
+    monkeypatch: pytest.MonkeyPatch,
+    case: dict[str, Any],
+    op: str,
+    *args: Any,
+) -> None:
+    """Run an op with these arguments between x and its activation, and compare it with the reference."""
+    if case["small"]:
+        use_small_tiles(kernels, monkeypatch)
+    x, activation = given(kernels.device, **case)
+    compare = check if case["what"][0] in EXACT else check_close
+    sums = "edge" not in case["values"]
+    compare(kernels, op, x, *args, case["pad"], case["column_sum"], *activation, compare_sums=sums)
+
+
+# a tile, or of the whole tensor the delayed scale
+SCALINGS = [None, 0.0, 0.37, 2.0**60, (1, -1), (-1, 1), (1, 128), (128, 128), (1, 32), (32, 1), (1, 1), (24, 40)]
+
+
+@each_pair(
+    op=["cast", "cast_transpose"],
+    scaling=SCALINGS,
+    role=[0, 1, 2],
+    what=EVERY,
+    shape=SHAPES,
+    fmt=FORMATS,
+    power_of_two=[False, True],
+    margin=[0, 3],
+    **INPUTS,
+)
+def test_cast(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, case: dict[str, Any]) -> None:
+    state, tile = None, case["scaling"]
+    if isinstance(tile, float):
+        state = torch.full((3,), 7.0)
+        state[case["role"]] = tile
+        state = state.to(kernels.device)
+    cast = case["fmt"], tile if isinstance(tile, tuple) else ALL, case["power_of_two"], case["margin"]
+    run(kernels, monkeypatch, case, case["op"], state, case["role"], *cast)
+
+
+# both from one launch; and not both
+TILES = [((1, 128), (128, 1)), ((1, 32), (32, 1)), ((128, 128), (8, 2)), ((1, -1), (-1, 1)), (ALL, (-1, 1))]
+TILES += [((-1, 1), ALL), ((1, 16), (1, -1)), ((20, 48), (32, 1))]
+
+
+@each_pair(
+    tiles=TILES,
+    what=SOME,
+    shape=FEW_SHAPES,
+    formats=[(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)],
+    powers_of_two=[(False, False), (True, True), (False, True)],
+    transpose_second=[False, True],
+    **INPUTS,
+)
+def test_cast_two_scalings(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, case: dict[str, Any]) -> None:
+    (tile, second_tile), (fmt, second_fmt) = case["tiles"], case["formats"]
+    power_of_two, second_power_of_two = case["powers_of_two"]
+    first, second = (fmt, tile, power_of_two, 1), (second_fmt, second_tile, second_power_of_two, 2)
+    run(kernels, monkeypatch, case, "cast_two_scalings", *first, *second, case["transpose_second"])
+
+
+@each_pair(
+    scale=[0.0, 0.37, 2.0**60],
+    what=SOME,
+    shape=FEW_SHAPES,
+    fmt=FORMATS,
+    length=[1, 4, 5],
+    reduce=["max", "most_recent"],
+    amaxes=[(None, None), (3.0, None), (1e-3, 20.0)],
+    powers_of_two=[(False, True, False), (True, False, True)],
+    transpose=[False, True],
+    **INPUTS,
+)
+def test_cast_and_commit(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, case: dict[str, Any]) -> None:
+    state = torch.tensor([5.0, 0.0, case["scale"]], device=kernels.device)
+    history = torch.rand(3, case["length"]).to(kernels.device)
+    amaxes = [None if a is None else torch.full((1, 1), a, device=kernels.device) for a in case["amaxes"]]
+    update = update_args(case["reduce"], case["powers_of_two"])
+    cast = (case["fmt"], case["powers_of_two"][2], 2)
+    run(kernels, monkeypatch, case, "cast_and_commit", state, history, *amaxes, *cast, *update, case["transpose"])
+
+
+@pytest.mark.parametrize("small", [False, True], ids=["", "small"])
+@pytest.mark.parametrize("cols", [3, 9, 20, 57, 121])
+def test_padding_of_the_second_half(
+    kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, cols: int, small: bool
+) -> None:
+    # after 3 and 20 it lies in the tiles that hold the half, after the others it ends beyond them
+    if small:
+        use_small_tiles(kernels, monkeypatch)
+    dy, (*_, h) = given(kernels.device, (21, cols), ("reglu", True), torch.bfloat16)
+    for tile in (ALL, (1, -1), (-1, 1), (16, 1)):
+        check(kernels, "cast_transpose", dy, None, 0, E4M3, tile, False, 0, 16, True, "reglu", h)
+        check(kernels, "cast", dy, None, 0, E4M3, tile, False, 0, 16, True, "reglu", h)
+
+
+@pytest.mark.parametrize("fault", [0.0, math.inf], ids=["", "inf"])
+@pytest.mark.parametrize("zeros", [slice(0, 100), slice(100, 200)], ids=["gate", "up"])
+def test_either_half_may_hold_the_amax(kernels: TritonKernels, zeros: slice, fault: float) -> None:
+    dy, (*_, h) = given(kernels.device, (40, 100), ("swiglu", True), torch.bfloat16)
+    h[:, zeros] = 0
+    dy[7, 50] = fault
+    for tile, state in ((ALL, None), (ALL, torch.full((3,), 0.5, device=kernels.device)), ((1, -1), None)):
+        check_close(kernels, "cast", dy, state, 0, E4M3, tile, False, 0, 1, False, "swiglu", h)
+
+
+def test_more_strips_than_there_are_counters(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels.module("launch"), "WORK", 3)
+    dy, (*_, h) = given(kernels.device, (40, 300), ("reglu", True), torch.bfloat16)
+    for tile in (ALL, (1, 4)):
+        check(kernels, "cast_transpose", dy, None, 0, E4M3, tile, False, 0, 1, True, "reglu", h)
+
+
+def grid(activation: str) -> Tensor:
+    """[64, 64] where the functions bend and far beyond, or a gate and factors of it [64, 128]."""
+    far = [0.0, -0.0, 2.0**-149, 1e-20, 88.8, 104.0, 127.9, 128.5, 1e4, 2.0**40]
+    h = torch.cat((torch.linspace(-20, 20, 4096 - 2 * len(far)), torch.tensor([s * a for a in far for s in (1, -1)])))
+    h = h.view(64, 64)
+    return torch.cat((h, torch.rand_like(h) * 2 - 1), 1) if activation in GATED else h
+
+
+# as they don't cancel where (1 + tanh) / 2 and (1 + erf) / 2 do
+TAILS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": lambda h: h * torch.sigmoid(h),
+    "quick_gelu": lambda h: h * torch.sigmoid(1.702 * h),
+    "gelu": lambda h: h * torch.erfc(h * -math.sqrt(0.5)) / 2,
+    "gelu_tanh": lambda h: h * torch.sigmoid(math.sqrt(8 / math.pi) * (h + 0.044715 * h**3)),
+}
+
+
+def each_value(kernels: TritonKernels, x: Tensor, *activation: Any) -> Tensor:
+    """What is cast, float32: as the amax of blocks of one element and their sign."""
+    arguments = to(kernels.device, (x, None, 0, E4M3, (1, 1), True, 0, 1, False, *activation))
+    codes, _, amax, _ = kernels.cast(*arguments)
+    negative = codes.view(torch.uint8) >= 0x80
+    return torch.where(negative, -amax, amax).cpu()
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_values_in_float32_against_float64(kernels: TritonKernels, activation: str) -> None:
+    h = grid(activation)
+    y, truth = each_value(kernels, h, activation), exact(h.double(), activation)
+    assert bool(((y - truth).abs() <= 2.0**-21 * (magnitude(h, activation) + truth.abs()) + SMALLEST).all())
+
+
+@pytest.mark.parametrize("function", TAILS)
+def test_tails_keep_their_digits(kernels: TritonKernels, function: str) -> None:
+    h = -torch.linspace(0.1, 45, 4096).view(64, 64)
+    truth = TAILS[function](h.double())
+    assert bool(((each_value(kernels, h, function) - truth).abs() <= 2.0**-16 * truth.abs() + 2.0**-119).all())
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gradients_in_float32_against_float64(kernels: TritonKernels, activation: str) -> None:
+    h, dy = grid(activation), torch.rand(64, 64) * 2 - 1
+    dh, truth = each_value(kernels, dy, activation, h), exact_gradient(dy, h, activation)
+    allowed = 2.0**-18 * magnitude(dy, activation, h)  # 1 - s has few digits where h is 15
+    allowed[:, 64:] /= 8
+    assert bool(((dh - truth).abs() <= allowed + 2.0**-21 * truth.abs() + SMALLEST).all())
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+@pytest.mark.parametrize("what", EVERY, ids=str)
+def test_every_code(kernels: TritonKernels, what: tuple[str, bool], fmt: torch.dtype) -> None:
+    (activation, backward), codes = what, all_codes(fmt).view(16, 16)
+    if activation in GATED:
+        codes = torch.cat([codes.view(torch.uint8), codes.view(torch.uint8).flip(0, 1)], 1).view(fmt)
+    codes, scale_inv = codes.to(kernels.device), torch.full((1, 1), 0.37, device=kernels.device)
+    x, preactivation = (torch.randn(16, 16).to(kernels.device), codes) if backward else (codes, None)
+    compare = check if activation in EXACT else check_close
+    compare(kernels, "cast", x, None, 0, E5M2, (1, 1), False, 0, 1, True, activation, preactivation, scale_inv, ALL)
+
+
+def half_step(value: Tensor, fmt: torch.dtype) -> Tensor:
+    """Half the distance of the codes around each value."""
+    mantissa_bits, least = (3, -6) if fmt == E4M3 else (2, -14)
+    return 2.0 ** ((torch.frexp(value)[1] - 1).clamp(min=least) - mantissa_bits - 1)
+
+
+@each_pair(
+    what=EVERY,
+    tile=[ALL, (1, -1), (-1, 1), (1, 32), (32, 32), (24, 40)],
+    fmt=FORMATS,
+    h=H,
+    dtype=DTYPES,
+    shape=[(33, 64), (17, 31), (5, 128)],
+    layout=["rows", "columns"],
+    power_of_two=[False, True],
+)
+def test_codes_against_float64(kernels: TritonKernels, case: dict[str, Any]) -> None:
+    tile, fmt, (activation, backward) = case["tile"], case["fmt"], case["what"]
+    x, arguments = given(kernels.device, **case)
+    q, scale_inv, *_ = to("cpu", kernels.cast(x, None, 0, fmt, tile, case["power_of_two"], 0, 1, False, *arguments))
+    h, *scaling = to("cpu", (arguments[1], *arguments[2:]) if backward else (x, *arguments[2:]))
+    h = definitions.dequantize(h, *scaling) if scaling else h.double()
+    truth = exact_gradient(x.cpu(), h, activation) if backward else exact(h, activation)
+    size = magnitude(x.cpu() if backward else h, activation, h if backward else None)
+    wide = definitions.dequantize(torch.ones_like(q), scale_inv, tile)
+    allowed = half_step(truth / wide, fmt) * wide + 2.0**-20 * (size + truth.abs())
+    assert bool(((definitions.dequantize(q, scale_inv, tile) - truth).abs() <= allowed).all())
