@@ -5,11 +5,11 @@ import sys
 
 SUBJECTS = {
     "on_gpu": "all that is to be done on a GPU: the kernels' tests, kernels, layer",
-    "kernels": "each kernel on a GPU: time, share of the roofline, beside torch.compile and torchao",
+    "kernels": "each kernel on a GPU: time, share of the roofline, beside torch.compile and other libraries",
     "layer": "a Linear forward + backward on a GPU, beside bf16 and torchao",
     "tune": "which tiles each kernel is fastest with: writes octavo/kernels/triton/configs.json",
     "compiled": "every Triton kernel's machine code for Hopper and Blackwell, made and checked without a GPU",
-    "gpu_host": "host time of a cast and a Linear on a GPU's path, without one, beside torchao",
+    "gpu_host": "host time of casts, norms and a Linear on a GPU's path, without one, beside torchao",
     "host_overhead": "host time of one eager Linear, beside torch.nn.Linear and torchao",
     "cpu_step": "a whole training step of the trainer's model on a CPU, beside bf16 and torchao",
     "convergence": "final losses of every recipe beside bf16 over three seeds (about 20 minutes on 2 cores)",

@@ -1,4 +1,4 @@
-"""Host time of one eager cast and of one Linear on a GPU's path, without a GPU.
+"""Host time of one eager cast, norm and Linear on a GPU's path, without a GPU.
 
 Measured is all that Python runs, Triton's binder and launcher included, on 16 x 16 bf16 CPU tensors that stand for a
 GPU's; kernels are compiled for Hopper and not launched. Left out is what happens in C beyond that: the driver's launch,
@@ -30,7 +30,7 @@ from benchmarks.measure import interleaved, ratio, table, write_results
 from benchmarks.models import OCTAVO, with_torchao
 from benchmarks.offline import Launch, offline
 from octavo import kernels, recipes
-from octavo.autograd import products
+from octavo.autograd import casts as operands
 from octavo.kernels import devices, emulation, layouts
 
 CAST_AIM, FORWARD_AIM, BOTH_AIM = 25.0, 80.0, 200.0  # us
@@ -55,7 +55,7 @@ def on_gpu_path(record: bool = False) -> Iterator[list[Launch]]:
         stack.enter_context(mock.patch.object(kernels, "KERNELS", devices.ON_CUDA))  # what entries give CPU tensors to
         for name in devices.ON_CUDA.keys() - {"multi_tensor_cast"}:  # which is called by its op
             stack.enter_context(mock.patch.object(kernels, name, kernels._entry(name)))
-        for module in (layouts, products):
+        for module in (layouts, operands):
             stack.enter_context(mock.patch.object(module, "needs_transposed_codes", transposed))
         stack.enter_context(mock.patch.object(emulation, "runs_natively", lambda device: True))
         stack.enter_context(mock.patch.object(torch, "_scaled_mm_v2", _scaled_mm))
@@ -65,12 +65,13 @@ def on_gpu_path(record: bool = False) -> Iterator[list[Launch]]:
 def casts() -> dict[str, Callable[[], object]]:
     """Each kind of cast as a layer calls it on Hopper."""
     x = torch.randn(SIZE, SIZE, dtype=torch.bfloat16)
-    scale, history, amax = torch.ones(3), torch.zeros(3, 16), torch.ones(1, 1)
+    gate_up = torch.randn(SIZE, 2 * SIZE, dtype=torch.bfloat16)
+    scale, history, amax = _state()
     update = recipes.delayed().delayed_update
-    kernels.delayed_update(scale, history, amax, amax, amax, *update)  # the scales are known to exist from here
     tensor = E4M3, TENSOR, False, 0, 16, False
     square = E4M3, (128, 128), True, 0, 16, False
     vectors = E4M3, (1, 128), True, 0, E4M3, (128, 1), True, 0, True, 16, True
+    commit = scale, history, amax, amax, E5M2, False, 0, *update, True, 16, True
     return {
         "cast delayed": lambda: kernels.cast(x, scale, 0, *tensor),
         "cast_transpose delayed": lambda: kernels.cast_transpose(x, scale, 0, *tensor),
@@ -78,10 +79,31 @@ def casts() -> dict[str, Callable[[], object]]:
         "cast rows": lambda: kernels.cast(x, None, 0, E4M3, ROW, False, 0, 16, False),
         "cast_transpose 128x128": lambda: kernels.cast_transpose(x, None, 0, *square),
         "cast_two_scalings 1x128": lambda: kernels.cast_two_scalings(x, *vectors),
-        "cast_and_commit": lambda: kernels.cast_and_commit(
-            x, scale, history, amax, amax, E5M2, False, 0, *update, True, 16, True
-        ),
+        "cast_and_commit": lambda: kernels.cast_and_commit(x, *commit),
+        "swiglu, cast_transpose delayed": lambda: kernels.cast_transpose(gate_up, scale, 0, *tensor, "swiglu"),
+        "swiglu gradient, cast_and_commit": lambda: kernels.cast_and_commit(x, *commit, "swiglu", gate_up),
     }
+
+
+def norms() -> dict[str, Callable[[], object]]:
+    """RMSNorm with its delayed cast, and its gradient."""
+    x = torch.randn(SIZE, SIZE, dtype=torch.bfloat16)
+    gamma, rows = torch.ones(SIZE, dtype=torch.bfloat16), torch.ones(SIZE)
+    scale, *_ = _state()
+    norm = x, gamma, None, "rms_norm", 1e-5, False
+    delayed = scale, 0, E4M3, TENSOR, False, 0, True, 16
+    gradient = x, x, gamma, rows.new_empty(0), rows, "rms_norm", False, False, x
+    return {
+        "norm_cast delayed": lambda: kernels.norm_cast(*norm, *delayed),
+        "norm_backward": lambda: kernels.norm_backward(*gradient),
+    }
+
+
+def _state() -> tuple[Tensor, Tensor, Tensor]:
+    """(scales, history, an amax); the scales are known to exist."""
+    scale, history, amax = torch.ones(3), torch.zeros(3, 16), torch.ones(1, 1)
+    kernels.delayed_update(scale, history, amax, amax, amax, *recipes.delayed().delayed_update)
+    return scale, history, amax
 
 
 def linear(recipe: str) -> octavo.nn.Linear:
@@ -101,7 +123,7 @@ class Subject(NamedTuple):
 
 
 def subjects() -> dict[str, Subject]:
-    found = {name: Subject(call, CAST_AIM) for name, call in casts().items()}
+    found = {name: Subject(call, CAST_AIM) for name, call in (casts() | norms()).items()}
     layers: dict[str, nn.Module] = {f"Linear {name}": linear(name) for name in OCTAVO}
     layers["nn.Linear"] = nn.Linear(SIZE, SIZE, dtype=torch.bfloat16)
     layers[TORCHAO] = with_torchao(nn.Linear(SIZE, SIZE, dtype=torch.bfloat16), "tensorwise")

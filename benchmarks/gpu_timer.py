@@ -108,13 +108,13 @@ def _warm_up(calls: Sequence[Callable[[], object]]) -> tuple[int, float]:
     kept: deque[object] = deque(maxlen=len(calls))
     for call in calls:
         kept.append(call())
+    if not ON_GPU:
+        return 1, 0.0
     synchronize()
     start = time.perf_counter()
-    for i in range(3 if ON_GPU else 1):
+    for i in range(3):
         kept.append(calls[i % len(calls)]())
-    host = (time.perf_counter() - start) / (3 if ON_GPU else 1)
-    if not ON_GPU:
-        return 1, host
+    host = (time.perf_counter() - start) / 3
     reading = _reading(calls, len(calls), host)
     synchronize()
     device = reading[0].elapsed_time(reading[1]) / 1e3 / len(calls)  # type: ignore[index]

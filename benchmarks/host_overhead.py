@@ -19,7 +19,7 @@ import octavo
 from benchmarks.measure import interleaved, ratio, table, write_results
 from benchmarks.models import OCTAVO, TORCHAO, with_torchao
 from octavo import recipes
-from octavo.autograd.products import Operands, State
+from octavo.autograd.casts import Operands, State
 
 SIZE = 16
 TARGET = 0.45  # of torchao's tensorwise, forward and forward + backward

@@ -1,8 +1,10 @@
-"""Every kernel on a GPU: time, bytes, share of the measured peak; beside it the same by torch.compile and torchao.
+"""Every kernel on a GPU: time, bytes, share of the measured peak; beside it the same by others.
 
-A cast is held against the copy bandwidth, a product against the FP8 rate, both measured in the same run. A kernel whose
-results are not its reference's has no time, but FAILED and what differs. The aim is for 16384x8192. Times are of the
-device alone: the host runs ahead. Of casts rate is TB/s; of products TFLOP/s, and inductor_us is bf16's torch.mm.
+A cast or a norm is held against the copy bandwidth, a product against the FP8 rate, both measured in the same run. A
+kernel whose results are not its reference's has no time, but FAILED and what differs. The aim is for 16384x8192. Times
+are of the device alone: the host runs ahead. Of casts and norms rate is TB/s; of products TFLOP/s, and inductor_us is
+bf16's torch.mm. Others: torch.compile of plain torch, torchao, and of activations and norms Liger-Kernel, which writes
+bf16, and Transformer Engine (te); a column is empty where a library is not installed or has no such kernel.
 """
 
 from __future__ import annotations
@@ -14,38 +16,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import benchmarks.interpreter  # noqa: F401
-from benchmarks import cases, products, rivals
+from benchmarks import cases, fused_cases, products
 from benchmarks.gpu_timer import ON_GPU, Deadline, Peaks, describe, input_sets, peaks, timings
 from benchmarks.measure import LiveTable, write_results
-from benchmarks.roofline import floor_seconds, product_bytes
+from benchmarks.rivals import RIVALS, rivals_of
+from benchmarks.roofline import floor_seconds
 from benchmarks.workers import precompile
 
 SHAPES = ((16384, 8192), (4096, 4096), (2048, 1408))
 PRODUCT_SHAPES = ((8192, 8192, 8192), (15872, 4096, 4096))
-TOY_SHAPES, TOY_PRODUCT_SHAPES = ((128, 128),), ((32, 48, 128),)
-AIM = 0.85  # of copy bandwidth, casts at the first shape
+TOY_SHAPE, TOY_PRODUCT_SHAPES = (128, 128), ((32, 48, 128),)
+TOY_SHAPE_OF = {**dict.fromkeys(fused_cases.CASES, (128, 256)), "five weights at once": (32, 64)}
+AIM = 0.85  # of copy bandwidth, casts and norms at the first shape
 BUILD_S = 2.0  # to compile one rival that was compiled ahead
 
-COLUMNS = {"op": 29, "shape": 15, "us": 8, "moved_mb": 8, "rate": 7, "of_peak": 7, "inductor_us": 11, "torchao_us": 10}
+COLUMNS = {"op": 44, "shape": 15, "us": 8, "moved_mb": 8, "rate": 7, "of_peak": 7}
+COLUMNS |= {"inductor_us": 11, "torchao_us": 10, "liger_us": 8, "te_us": 8}
 
 Row = dict[str, str]
-
-
-def _works(name: str, toy: bool) -> dict[str, rivals.Work]:
-    """The rivals of a case: plain torch compiled, torchao's."""
-    found = {}
-    if name in rivals.PLAIN:
-        found["inductor"] = rivals.compiled(rivals.PLAIN[name], toy)
-    try:
-        torchao, to_compile = rivals.torchao_works()
-    except Exception:  # no torchao here
-        return found
-    if name in torchao:
-        found["torchao"] = rivals.compiled(torchao[name], toy) if name in to_compile else torchao[name]
-    return found
 
 
 def compile_one(name: str, shape: tuple[int, ...]) -> None:
@@ -53,13 +43,15 @@ def compile_one(name: str, shape: tuple[int, ...]) -> None:
     if name in products.PRODUCTS:
         for fast in (True, False):
             products.calls(name, shape, 1, fast)[0]()
+            if passes := products.two_passes(name, shape, fast):
+                passes()
         if torchao := products.torchao_call(name, shape):
             torchao()
         return
     (x,) = cases.inputs(*shape, 1)  # type: ignore[arg-type]
     cases.calls(name, [x])[0]()
-    for work in _works(name, False).values():
-        work(x)
+    for rival in rivals_of(name, False).values():
+        rival.bound(cases.reads(name, x))()
 
 
 def _row(name: str, shape: tuple[int, ...], **values: object) -> Row:
@@ -67,17 +59,13 @@ def _row(name: str, shape: tuple[int, ...], **values: object) -> Row:
     return {
         "op": name,
         "shape": "x".join(map(str, shape)),
-        **dict.fromkeys(("us", "moved_mb", "rate", "of_peak", "inductor_us", "torchao_us", "floor_us"), ""),
+        **dict.fromkeys(("us", "moved_mb", "rate", "of_peak", *(f"{who}_us" for who in RIVALS), "floor_us"), ""),
         **{key: str(value) for key, value in values.items()},
     }
 
 
 def _number(value: float, digits: int = 1) -> str:
     return "" if math.isnan(value) else f"{value:.{digits}f}"
-
-
-def _bound(work: Callable[[Tensor], Any], xs: list[Tensor]) -> list[Callable[[], Any]]:
-    return [lambda x=x: work(x) for x in xs]  # type: ignore[misc]
 
 
 def cast_row(name: str, shape: tuple[int, ...], peak: Peaks, toy: bool, with_rivals: bool) -> Row:
@@ -88,11 +76,14 @@ def cast_row(name: str, shape: tuple[int, ...], peak: Peaks, toy: bool, with_riv
         return _row(name, shape, us="FAILED", note=problem)
     calls = cases.calls(name, xs)
     nbytes = cases.moved_bytes(name, xs[0], calls[0]())
-    works = _works(name, toy) if with_rivals else {}
-    found = timings({"octavo": calls, **{who: _bound(work, xs) for who, work in works.items()}}, 1 if toy else 15)
+    others = rivals_of(name, toy) if with_rivals else {}
+    bound = {who: [rival.bound(cases.reads(name, x)) for x in xs] for who, rival in others.items()}
+    found = timings({"octavo": calls, **bound}, 1 if toy else 15)
     seconds = found.median("octavo")
     if "octavo" in found.errors:
         return _row(name, shape, us="FAILED", note=found.errors["octavo"])
+    notes = [f"{who}: {error}" for who, error in found.errors.items()]
+    notes += [rival.note for who, rival in others.items() if rival.note and who in found.seconds]
     return _row(
         name,
         shape,
@@ -101,14 +92,13 @@ def cast_row(name: str, shape: tuple[int, ...], peak: Peaks, toy: bool, with_riv
         rate=_number(nbytes / seconds / 1e12, 3),
         of_peak=_number(nbytes / seconds / peak.copy, 3),
         floor_us=_number(floor_seconds(peak, nbytes) * 1e6),
-        inductor_us=_number(found.median("inductor") * 1e6),
-        torchao_us=_number(found.median("torchao") * 1e6),
-        note="; ".join(f"{who}: {error}" for who, error in found.errors.items()),
+        note="; ".join(notes),
+        **{f"{who}_us": _number(found.median(who) * 1e6) for who in RIVALS},
     )
 
 
 def product_row(name: str, shape: tuple[int, ...], fast: bool, peak: Peaks, toy: bool, with_rivals: bool) -> Row:
-    """Time one product; beside it bf16's, in inductor's column."""
+    """Time one product; beside it bf16's, in inductor's column; if it is cast, two passes too, in the note."""
     text, note = f"{name}{', fast' if fast else ''}", ""
     if problem := products.wrong(name, shape, fast):
         return _row(text, shape, us="FAILED", note=problem)
@@ -123,11 +113,16 @@ def product_row(name: str, shape: tuple[int, ...], fast: bool, peak: Peaks, toy:
         torchao, note = None, f"torchao: {describe(error)}; "
     if torchao is not None:
         variants["torchao"] = [torchao]
+    if passes := products.two_passes(name, shape, fast):
+        variants["two passes"] = [passes]
     found = timings(variants, 1 if toy else 10)
     seconds, flop = found.median("octavo"), products.flop(shape)
+    if "two passes" in found.seconds:
+        apart = found.median("two passes")
+        note += f"{_number(seconds / apart, 3)} of the {_number(apart * 1e6)} us that two passes take; "
     if "octavo" in found.errors:
         return _row(text, shape, us="FAILED", note=found.errors["octavo"])
-    nbytes = product_bytes(*shape)
+    nbytes = products.moved_bytes(name, shape)
     return _row(
         text,
         shape,
@@ -147,29 +142,31 @@ Task = tuple[str, tuple[int, ...], Callable[[Peaks, bool], Row]]
 
 def _tasks(toy: bool) -> Iterator[Task]:
     """What is timed, the most important first: (name, shape, what makes its row)."""
-    shapes, product_shapes = (TOY_SHAPES, TOY_PRODUCT_SHAPES) if toy else (SHAPES, PRODUCT_SHAPES)
+    product_shapes, passes = (TOY_PRODUCT_SHAPES, 1) if toy else (PRODUCT_SHAPES, len(SHAPES))
 
-    def cast(name: str, shape: tuple[int, ...]) -> Task:
+    def cast(name: str, number: int) -> Task:
+        shape = TOY_SHAPE_OF.get(name, TOY_SHAPE) if toy else SHAPES[number]
         return name, shape, lambda peak, rival: cast_row(name, shape, peak, toy, rival)
 
     def product(name: str, shape: tuple[int, ...], fast: bool) -> Task:
         return name, shape, lambda peak, rival: product_row(name, shape, fast, peak, toy, rival)
 
-    yield from (cast(name, shapes[0]) for name in cases.CASES)
+    yield from (cast(name, 0) for name in cases.CASES)
     yield from (product(name, product_shapes[0], fast) for name in products.PRODUCTS for fast in (True, False))
-    yield from (cast(name, shape) for shape in shapes[1:] for name in cases.CASES)
+    yield from (cast(name, number) for number in range(1, passes) for name in cases.CASES)
     yield from (
         product(name, s, fast) for s in product_shapes[1:] for name in products.PRODUCTS for fast in (True, False)
     )
 
 
 def verdicts(rows: list[Row], main_shape: str) -> int:
-    """Print ok or MISSED for each cast at the main shape; 1 if one was missed or failed."""
+    """Print ok or MISSED for each cast and norm at the main shape; 1 if one was missed or failed."""
     missed = [row["op"] for row in rows if row["us"] == "FAILED"]
     for name in missed:
         print(f"FAILED: {name}")
     for row in rows:
-        is_cast = row["op"].startswith("cast") and row["shape"] == main_shape and row["us"] != "FAILED"
+        has_aim = row["op"].startswith("cast") or row["op"] in fused_cases.CASES
+        is_cast = has_aim and row["shape"] == main_shape and row["us"] != "FAILED"
         if is_cast and float(row["of_peak"]) < AIM:
             missed.append(row["op"])
             print(f"MISSED: {row['op']} {row['of_peak']} of copy bandwidth, aim {AIM}")
@@ -182,7 +179,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks kernels", description=__doc__)
     parser.add_argument("--toy", action="store_true", help="tiny shapes, with or without a GPU; no aim counts")
     parser.add_argument("--minutes", type=float, default=3.5, help="what is not timed by then is left out")
-    parser.add_argument("--no-rivals", action="store_true", help="without torch.compile and torchao")
+    parser.add_argument("--no-rivals", action="store_true", help="without torch.compile and other libraries")
     parser.add_argument("--output", type=Path, help="the CSV, instead of results/kernels-<device>.csv")
     parser.add_argument("--no-write", action="store_true", help="print only")
     options = parser.parse_args(arguments)

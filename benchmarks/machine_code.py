@@ -14,6 +14,7 @@ import functools
 import re
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ import triton
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
-from octavo.kernels.triton import tiles
+from octavo.kernels.triton import produce, tiles
 
 
 class Instruction(NamedTuple):
@@ -78,6 +79,7 @@ def _source() -> dict[tuple[str, int], str]:
 
 
 _BITS = re.compile(r"\.(?:U|S)?(8|16|64|128|256)(?:\.|$)")
+_PRODUCTS = ("matmul_kernel", "matmul_cast_kernel", "matmul_cast_blocks_kernel")
 _TENSOR_CORES = {90: "QGMMA", 100: "UTCQMMA"}
 
 
@@ -86,30 +88,41 @@ def _bits(instruction: Instruction) -> int:
     return int(match[1]) if match else 32
 
 
-def _is_of(function: JITFunction, instruction: Instruction) -> bool:
-    """Whether an access is one of tiles.py's ``function``.
+# what reads and writes tiles of tensors; scales and their like are narrow and few
+_READ = (tiles.load_tile, produce.load_input)
+_WRITE = (tiles.store_codes, tiles.store_half)
+
+
+def _is_of(functions: Sequence[JITFunction], instruction: Instruction) -> bool:
+    """Whether an access is one of these functions' own.
 
     Triton 3.6 gives its line only. 3.9 gives the callers' too, but its own is off by a few, since the lines of inline
     assembly count.
     """
     (file, line), *callers = instruction.lines or [("", 0)]
-    first = function.starting_line_number
-    inside = first <= line < first + len(function.raw_src)
-    calls = any(re.search(rf"\b{function.__name__}\(", _source().get(caller, "")) for caller in callers)
-    return file == "tiles.py" and (calls or (inside and not callers))
+    for function in functions:
+        first = function.starting_line_number
+        inside = function.__module__.endswith(f".{file.removesuffix('.py')}") and (
+            first <= line < first + len(function.raw_src)
+        )
+        called = callers and re.search(rf"\b{function.__name__}\(", _source().get(callers[0], ""))
+        if called or (inside and not callers):
+            return True
+    return False
 
 
 def _widths(name: str, code: list[Instruction]) -> tuple[set[int], set[int]]:
-    """Bits an access, of a kernel's loads and stores of tiles; scales and their like are narrow and few."""
+    """Bits an access, of a kernel's loads and stores of tiles."""
     loads = [i for i in code if i.name.startswith("LDG.")]
     stores = [i for i in code if i.name.startswith("STG.")]
-    if name == "matmul_kernel":
+    if name in _PRODUCTS:
         loads = [i for i in code if i.name.startswith("LDGSTS.")]
     elif name == "dequantize_kernel":
         loads = [i for i in loads if _bits(i) == max(map(_bits, loads))]
     elif name != "cast_any_block_kernel":
-        loads = [i for i in loads if _is_of(tiles.load_tile, i)]
-        stores = [i for i in stores if _is_of(tiles.store_codes, i)]
+        loads = [i for i in loads if _is_of(_READ, i)]
+    if name not in ("matmul_kernel", "dequantize_kernel", "cast_any_block_kernel"):
+        stores = [i for i in stores if _is_of(_WRITE, i)]
     return set(map(_bits, loads)), set(map(_bits, stores))
 
 
@@ -128,13 +141,15 @@ def examine(kernel: CompiledKernel, bits: int = 128) -> tuple[dict[str, object],
     misses = []
     if spills or used["STACK"]:
         misses.append(f"{spills} spills, {used['STACK']} bytes of stack")
-    # a product gives the tensor cores codes as they are
-    formats = set() if kernel.name == "matmul_kernel" else set(re.findall(r"\bf8(E4M3|E5M2)", kernel.asm["ttir"]))
+    text = kernel.asm["ttir"]
+    if kernel.name in _PRODUCTS:  # gives the tensor cores codes as they are, and may write some
+        text = "\n".join(line for line in text.splitlines() if "tt.store" in line)
+    formats = set(re.findall(r"\bf8(E4M3|E5M2)", text))
     for name in sorted(formats):
         if not any(name in conversion for conversion in conversions):
             misses.append(f"no hardware conversion of {name}")
     wanted = _TENSOR_CORES[kernel.metadata.target.arch]
-    if kernel.name == "matmul_kernel" and not any(name.startswith(wanted) for name in tensor_core):
+    if kernel.name in _PRODUCTS and not any(name.startswith(wanted) for name in tensor_core):
         misses.append(f"no {wanted}")
     if kernel.name != "delayed_update_kernel" and min(loads, default=0) < bits:
         misses.append(f"loads of {sorted(loads) or 'no'} bits")

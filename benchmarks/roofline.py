@@ -22,6 +22,6 @@ def product_flop(rows: int, cols: int, contraction: int) -> float:
     return 2.0 * rows * cols * contraction
 
 
-def product_bytes(rows: int, cols: int, contraction: int) -> float:
-    """Bytes of FP8 operands and a bf16 result."""
-    return (rows + cols) * contraction + 2.0 * rows * cols
+def product_bytes(rows: int, cols: int, contraction: int, result: float = 2.0) -> float:
+    """Bytes of FP8 operands and a result of so many bytes an element."""
+    return (rows + cols) * contraction + result * rows * cols

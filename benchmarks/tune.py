@@ -26,6 +26,7 @@ from torch import Tensor
 import benchmarks.interpreter  # noqa: F401
 from benchmarks import cases, products
 from benchmarks.gpu_timer import ON_GPU, Deadline, Timings, describe, input_sets, timings
+from benchmarks.kinds import KINDS, PRODUCTS, TOY_PRODUCTS, Shape
 from benchmarks.measure import provenance
 from benchmarks.workers import precompile
 from octavo.kernels.triton.launch import Config
@@ -34,69 +35,6 @@ launch = importlib.import_module("octavo.kernels.triton.launch")
 TABLE_FILE = Path(launch.__file__).with_name("configs.json")
 FINALISTS = 6
 SHARED = 1.02  # a neighbouring bucket's configuration is taken when it costs less than this
-
-Shape = tuple[int, ...]
-
-
-class Kind(NamedTuple):
-    """A row of the table: its cases, the first of which decides who is timed again, its grid and its buckets."""
-
-    cases: tuple[str, ...]
-    grid: Callable[[], list[Config]]
-    buckets: dict[int, tuple[Shape, ...]]  # largest log2 of elements -> shapes timed
-
-
-def _tiles(rows: Sequence[int], cols: Sequence[int], tiles: Sequence[int], smallest: int, largest: int) -> list[Config]:
-    """Tiles of ``smallest`` to ``largest`` elements; each thread holds 16 to 64 of them, or 128 of the largest."""
-    found = []
-    for r, c, t, warps in itertools.product(rows, cols, tiles, (2, 4, 8, 16)):
-        most = 128 if r * c >= 1 << 14 else 64
-        if smallest <= r * c <= largest and 16 <= r * c / (32 * warps) <= most:
-            found.append(Config(r, c, t, warps))
-    return found
-
-
-def _products(stages: Sequence[int]) -> list[Config]:
-    found = []
-    for m, n, s, warps in itertools.product((64, 128, 256), (64, 128, 256), stages, (4, 8)):
-        fits = (m + n) * 128 * s <= 220 << 10 and 64 <= m * n / (32 * warps) <= 256
-        if fits:
-            found.append(Config(m, n, s, warps))
-    return found
-
-
-SIZES = {20: ((768, 1024),), 22: ((2048, 1408),), 25: ((4096, 4096),), 64: ((16384, 8192), (15872, 4096))}
-WIDE = {**SIZES, 64: ((16384, 8192), (15872, 4096), (15872, 16384))}
-TOY_PRODUCTS: tuple[Shape, ...] = ((32, 48, 128),)
-PRODUCTS = {20: ((768, 1024, 4096),), 22: ((2048, 1408, 4096),), 64: ((8192, 8192, 8192), (15872, 4096, 4096))}
-
-KINDS = {
-    "cast_transpose": Kind(
-        ("cast+transpose delayed", "cast+transpose+sum+commit"),
-        lambda: _tiles((32, 64, 128, 256), (32, 64, 128, 256), (1, 2, 4, 8), 4096, 16384),
-        SIZES,
-    ),
-    "cast": Kind(
-        ("cast delayed",), lambda: _tiles((8, 16, 32, 64), (128, 256, 512, 1024), (1, 2, 4, 8), 2048, 16384), SIZES
-    ),
-    "amax": Kind(("amax",), lambda: _tiles((8, 16, 32, 64), (128, 256, 512, 1024), (1, 2, 4, 8), 2048, 16384), SIZES),
-    "cast_rows": Kind(
-        ("cast rows",), lambda: _tiles((1, 2, 4), (1024, 2048, 4096, 8192, 16384), (1,), 1024, 16384), WIDE
-    ),
-    "cast_rows_transpose": Kind(
-        ("cast columns",), lambda: _tiles((8, 16, 32, 64, 128), (32, 64, 128, 256, 512), (1,), 1024, 16384), SIZES
-    ),
-    "cast_blocks": Kind(
-        ("cast 1x128",), lambda: _tiles((1, 4, 8, 16, 32, 64), (128, 256, 512), (1,), 512, 16384), SIZES
-    ),
-    "cast_blocks_transpose": Kind(
-        ("cast 1x128 + 128x1", "cast+transpose 128x128"),
-        lambda: _tiles((32, 64, 128), (32, 64, 128), (1,), 1024, 16384),
-        SIZES,
-    ),
-    "matmul_blocks": Kind(("1x128 . 128x128, Triton", "1x128 . 1x128, Triton"), lambda: _products((3, 4, 5)), PRODUCTS),
-    "matmul": Kind(("rows . rows, Triton",), lambda: _products((3, 4, 5)), PRODUCTS),
-}
 
 
 def _toy(kind: str) -> dict[int, tuple[Shape, ...]]:
@@ -114,6 +52,7 @@ def _tables(rows: dict[str, list[list[int]]]) -> Iterator[None]:
     try:
         yield
     finally:
+        launch.TABLE.clear()  # a kind may have had no row
         launch.TABLE.update(before)
         launch.config.cache_clear()
 
@@ -121,6 +60,27 @@ def _tables(rows: dict[str, list[list[int]]]) -> Iterator[None]:
 def _table(kind: str, config: Config) -> AbstractContextManager[None]:
     """The table with one configuration for all sizes of a kind."""
     return _tables({kind: [[64, *config]]})
+
+
+class _Watched(list[list[int]]):
+    """A kind's rows, which know whether they were looked at."""
+
+    looked_at = False
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.looked_at = True
+        return super().__iter__()
+
+
+def _unaffected(kind: str, shape: Shape) -> str:
+    """A case of the kind that its row of the table makes no difference to, "" for none."""
+    for name in KINDS[kind].cases:
+        rows = _Watched([[64, *KINDS[kind].grid()[0]]])
+        with _tables({kind: rows}):
+            _bound(name, shape, 1)[0]()
+        if not rows.looked_at:
+            return name
+    return ""
 
 
 @functools.lru_cache(maxsize=4)
@@ -233,6 +193,8 @@ def _tune(kind: str, buckets: dict[int, tuple[Shape, ...]], quick: bool, log: li
     """The kind's rows of the table, largest bucket last; a bucket that can't be tuned is left out."""
     rows: list[list[int]] = []
     neighbour = None
+    if name := _unaffected(kind, next(iter(buckets.values()))[0]):
+        raise ValueError(f"{name} is not of this kind")
     for bucket, shapes in sorted(buckets.items(), reverse=True):
         grid = KINDS[kind].grid()
         if quick:
@@ -320,7 +282,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks tune", description=__doc__)
     parser.add_argument("kinds", nargs="*", metavar="KIND", help=f"of {', '.join(KINDS)}; all by default")
     parser.add_argument("--toy", action="store_true", help="tiny shapes, two configurations; writes no table")
-    parser.add_argument("--minutes", type=float, default=7.0, help="kinds not reached by then keep their rows")
+    parser.add_argument("--minutes", type=float, default=9.0, help="kinds not reached by then keep their rows")
     parser.add_argument("--output", type=Path, default=TABLE_FILE, help="the table to write")
     parser.add_argument("--log", type=Path, help="a CSV of all readings")
     options = parser.parse_args(arguments)

@@ -44,6 +44,7 @@ def _attempt(function: Callable[..., Any], task: tuple[Any, ...]) -> str:
             import torch
 
             torch.cuda.synchronize()
+            torch.cuda.empty_cache()  # for the other processes
         return ""
     except Exception as error:
         return describe(error)

@@ -1,0 +1,112 @@
+"""Whether a kernel's results are its reference's: bit for bit, or but for float32's roundings on the way to a cast.
+
+A kernel may add up in another order, and compute an activation with other instructions. Then few codes lie on the other
+side of a rounding, a scale that is a power of two may lie on the other side of one, and all else is as near as its
+dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FEW = 1000  # one code of so many may differ
+FLIPS = 10000  # one scale of so many may be another power of two
+CLOSE = 1e-5  # relative, of float32
+TINY = 2.0**-20  # float32's roundings, relative to the largest number that was cast
+
+
+def difference(results: Sequence[Tensor], expected: Sequence[Tensor], exact: bool, rows: int) -> str:
+    """The first result that differs, and how; "" for none.
+
+    Args:
+        results: the kernel's.
+        expected: the reference's.
+        exact: all must be the same bits but for sums of columns.
+        rows: how many numbers are added in such a sum.
+    """
+    excused = 0
+    for index, (result, truth) in enumerate(zip(results, expected, strict=True)):
+        if result.shape != truth.shape or result.dtype != truth.dtype:
+            return f"output {index}: {tuple(result.shape)} {result.dtype}, not {tuple(truth.shape)} {truth.dtype}"
+        if not exact and _is_scale(result):
+            excused += int(_flips(result, truth).sum()) * (results[0].numel() // result.numel())
+    for index, (result, truth) in enumerate(zip(results, expected, strict=True)):
+        if found := _difference(result, truth, exact, rows, excused):
+            return f"output {index}: {found}"
+    return ""
+
+
+def same_state(arguments: Sequence[Any], expected: Sequence[Any], exact: bool) -> bool:
+    """Whether the kernel left its arguments in float32 as the reference did."""
+    for left, right in zip(arguments, expected, strict=True):
+        if isinstance(left, Tensor) and left.dtype == torch.float32:
+            same = torch.equal(left, right) if exact else torch.allclose(left, right, rtol=CLOSE, atol=0)
+            if not same:
+                return False
+    return True
+
+
+def _difference(result: Tensor, truth: Tensor, exact: bool, rows: int, excused: int) -> str:
+    if result.numel() == 0:
+        return ""
+    is_sum = result.ndim == 1 and result.dtype != torch.float32
+    if is_sum:
+        close = torch.allclose(result, truth, rtol=2**-7, atol=1e-3 * rows**0.5)
+        return "" if close else f"sums differ by {_largest(result.float() - truth.float()):.3g}"
+    if exact:
+        differing = int((_bits(result) != _bits(truth)).sum())
+        return f"{differing} of {result.numel()} differ" if differing else ""
+    if result.element_size() == 1:
+        return _code_difference(result, truth, excused)
+    if result.dtype != torch.float32:  # y or dx, rounded once more
+        close = torch.allclose(result, truth, rtol=2**-7, atol=1e-5)
+        return "" if close else f"differs by {_largest(result.float() - truth.float()):.3g}"
+    # a mean may be near 0
+    near = torch.isclose(result, truth, rtol=CLOSE, atol=1e-6 if result.ndim == 1 else 0.0)
+    if _is_scale(result):
+        near |= _flips(result, truth)
+    return "" if bool(near.all()) else f"differs by {_largest(result / truth - 1):.3g} relative"
+
+
+def _code_difference(codes: Tensor, truth: Tensor, excused: int) -> str:
+    """What is amiss with codes that may be one apart, or as far as roundings of numbers near 0 may put them."""
+    a, b = (_ordered(c) for c in (codes, truth))
+    differing = a != b
+    if int(differing.sum()) > excused + max(1, codes.numel() // FEW):
+        return f"{int(differing.sum())} of {codes.numel()} codes differ"
+    far = (a - b).abs() > 1
+    if bool(far.any()):
+        numbers, right = (c.view(torch.uint8)[far].view(c.dtype).float() for c in (codes, truth))
+        largest = (truth.view(torch.uint8) & 0x7F).max().view(truth.dtype).float()
+        strays = int(((numbers - right).abs() > TINY * largest).sum())
+        if strays > excused:
+            return f"{strays} of {codes.numel()} codes are further than one apart"
+    return ""
+
+
+def _ordered(codes: Tensor) -> Tensor:
+    """Integers in the codes' order."""
+    bits = codes.view(torch.uint8).to(torch.int16)
+    return torch.where(bits < 0x80, bits, 0x80 - bits)
+
+
+def _is_scale(result: Tensor) -> bool:
+    return result.ndim == 2 and result.dtype == torch.float32
+
+
+def _flips(result: Tensor, truth: Tensor) -> Tensor:
+    """Where a scale is the neighbouring power of two; nowhere if too many are."""
+    flips = (result == 2 * truth) ^ (2 * result == truth)
+    return flips if int(flips.sum()) <= flips.numel() // FLIPS else torch.zeros_like(flips)
+
+
+def _largest(differences: Tensor) -> float:
+    return differences.abs().max().item()
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8)

@@ -1,0 +1,127 @@
+"""What is tuned: each row of configs.json, the cases that it serves, the configurations tried, and at which sizes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from octavo.kernels.triton.launch import Config
+
+Shape = tuple[int, ...]
+
+
+class Kind(NamedTuple):
+    """A row of the table: its cases, the first of which decides who is timed again, its grid and its buckets."""
+
+    cases: tuple[str, ...]
+    grid: Callable[[], list[Config]]
+    buckets: dict[int, tuple[Shape, ...]]  # largest log2 of elements -> shapes timed
+
+
+def _tiles(
+    rows: Sequence[int],
+    cols: Sequence[int],
+    tiles: Sequence[int],
+    smallest: int,
+    largest: int,
+    per_thread: tuple[int, int] = (16, 64),
+) -> list[Config]:
+    """Tiles of ``smallest`` to ``largest`` elements; each thread holds so many of them, or twice as many of 2^14."""
+    found = []
+    for r, c, t, warps in itertools.product(rows, cols, tiles, (2, 4, 8, 16)):
+        least, most = per_thread[0], per_thread[1] * (2 if r * c >= 1 << 14 else 1)
+        if smallest <= r * c <= largest and least <= r * c / (32 * warps) <= most:
+            found.append(Config(r, c, t, warps))
+    return found
+
+
+def _products(stages: Sequence[int]) -> list[Config]:
+    found = []
+    for m, n, s, warps in itertools.product((64, 128, 256), (64, 128, 256), stages, (4, 8)):
+        fits = (m + n) * 128 * s <= 220 << 10 and 64 <= m * n / (32 * warps) <= 256
+        if fits:
+            found.append(Config(m, n, s, warps))
+    return found
+
+
+SIZES = {20: ((768, 1024),), 22: ((2048, 1408),), 25: ((4096, 4096),), 64: ((16384, 8192), (15872, 4096))}
+WIDE = {**SIZES, 64: ((16384, 8192), (15872, 4096), (15872, 16384))}
+# of what plain casts have shown already
+FEW = {22: ((2048, 1408),), 64: ((16384, 8192), (15872, 4096))}
+TOY_PRODUCTS: tuple[Shape, ...] = ((32, 48, 128),)
+PRODUCTS = {20: ((768, 1024, 4096),), 22: ((2048, 1408, 4096),), 64: ((8192, 8192, 8192), (15872, 4096, 4096))}
+
+KINDS = {
+    "cast_transpose": Kind(
+        ("cast+transpose delayed", "cast+transpose+sum+commit"),
+        lambda: _tiles((32, 64, 128, 256), (32, 64, 128, 256), (1, 2, 4, 8), 4096, 16384),
+        SIZES,
+    ),
+    "cast": Kind(
+        ("cast delayed",), lambda: _tiles((8, 16, 32, 64), (128, 256, 512, 1024), (1, 2, 4, 8), 2048, 16384), SIZES
+    ),
+    "amax": Kind(("amax",), lambda: _tiles((8, 16, 32, 64), (128, 256, 512, 1024), (1, 2, 4, 8), 2048, 16384), SIZES),
+    "cast_rows": Kind(
+        ("cast rows",), lambda: _tiles((1, 2, 4), (1024, 2048, 4096, 8192, 16384), (1,), 1024, 16384), WIDE
+    ),
+    "cast_rows_transpose": Kind(
+        ("cast columns",), lambda: _tiles((8, 16, 32, 64, 128), (32, 64, 128, 256, 512), (1,), 1024, 16384), SIZES
+    ),
+    "cast_blocks": Kind(
+        ("cast 1x128",), lambda: _tiles((1, 4, 8, 16, 32, 64), (128, 256, 512), (1,), 512, 16384), SIZES
+    ),
+    "cast_blocks_transpose": Kind(
+        ("cast 1x128 + 128x1", "cast+transpose 128x128"),
+        lambda: _tiles((32, 64, 128), (32, 64, 128), (1,), 1024, 16384),
+        SIZES,
+    ),
+    # two tiles a read, and what they are computed from: half the elements a thread
+    "amax_gated_gradient": Kind(
+        ("swiglu gradient + cast+transpose+sum dynamic",),
+        lambda: _tiles((8, 16, 32), (128, 256, 512), (1, 4, 8), 2048, 8192, (8, 32)),
+        FEW,
+    ),
+    "cast_gated_gradient": Kind(
+        ("swiglu gradient + cast+sum delayed",),
+        lambda: _tiles((8, 16, 32), (128, 256, 512), (1, 4, 8), 2048, 8192, (8, 32)),
+        FEW,
+    ),
+    "cast_transpose_gated_gradient": Kind(
+        ("swiglu gradient + cast+transpose+sum+commit",),
+        lambda: _tiles((32, 64, 128), (32, 64, 128), (1, 4, 8), 2048, 8192, (8, 32)),
+        FEW,
+    ),
+    "cast_rows_gated_gradient": Kind(
+        ("swiglu gradient + rows",), lambda: _tiles((1, 2), (1024, 2048, 4096, 8192), (1,), 1024, 8192, (4, 32)), FEW
+    ),
+    "norm_cast": Kind(
+        ("rmsnorm + cast delayed", "rmsnorm + rows"),
+        lambda: _tiles((1, 2, 4), (2048, 4096, 8192, 16384), (1, 4), 4096, 16384),
+        FEW,
+    ),
+    "norm_cast_transpose": Kind(
+        ("rmsnorm + cast+transpose delayed", "layernorm + cast+transpose delayed"),
+        lambda: _tiles((8, 16, 32, 64), (64, 128, 256, 512, 1024), (1,), 4096, 16384),
+        FEW,
+    ),
+    "norm_cast_blocks": Kind(
+        ("rmsnorm + 1x128",), lambda: _tiles((1, 2, 4), (1024, 2048, 4096, 8192), (1,), 2048, 8192), FEW
+    ),
+    "norm_cast_blocks_transpose": Kind(
+        ("rmsnorm + 1x32 + 32x1",), lambda: _tiles((32, 64), (32, 64, 128, 256), (1,), 1024, 8192), FEW
+    ),
+    "norm_backward": Kind(  # tiles: how many programs a multiprocessor has
+        ("rmsnorm gradient + residual", "layernorm gradient + residual"),
+        lambda: _tiles((1,), (2048, 4096, 8192), (1, 2, 4), 2048, 8192, (4, 32)),
+        FEW,
+    ),
+    "matmul_blocks": Kind(("1x128 . 128x128, Triton", "1x128 . 1x128, Triton"), lambda: _products((3, 4, 5)), PRODUCTS),
+    "matmul": Kind(("rows . rows, Triton",), lambda: _products((3, 4, 5)), PRODUCTS),
+    "matmul_cast_blocks": Kind(
+        ("1x128 . 128x128 to 1x128", "1x128 . 128x128 to 128x128 + transpose"), lambda: _products((3, 4)), PRODUCTS
+    ),
+    "matmul_cast": Kind(
+        ("tensor . tensor to delayed + transpose", "tensor . tensor to delayed"), lambda: _products((3, 4)), PRODUCTS
+    ),
+}
