@@ -13,6 +13,7 @@ from octavo.nn.summary import summary
 from octavo.nn.weight_cache import invalidate
 from octavo.scaling.delayed import delayed_state_dict, load_delayed_state_dict
 from octavo.scaling.recipe import Cast, Delayed, Dynamic, Recipe
+from octavo.scaling.recipe_map import RecipeMap
 from octavo.tensor.conversions import quantize
 from octavo.tensor.scaled_tensor import ScaledTensor
 
@@ -33,6 +34,7 @@ __all__ = [
     "PerRow",
     "PerTensor",
     "Recipe",
+    "RecipeMap",
     "ScaledTensor",
     "UnsupportedOpError",
     "convert",

@@ -113,4 +113,4 @@ def high_precision() -> Recipe:
 
 
 def _linear(name: str, input: Cast, weight: Cast, grad_output: Cast) -> Recipe:
-    return Recipe((input, weight), (grad_output, weight), (grad_output, input), name)
+    return Recipe((input, weight), (grad_output, weight), (grad_output, input), name=name)

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import octavo
 from octavo import Recipe, recipes
+from octavo.autograd.casts import State
 
 FP8_RECIPES: dict[str, Callable[[], Recipe]] = {
     "dynamic": recipes.dynamic,
@@ -27,6 +28,11 @@ def every_layer(module: nn.Module, name: str) -> bool:
 
 def to_fp8(model: nn.Module, recipe: Recipe) -> nn.Module:
     return octavo.convert(model, recipe, select=every_layer)
+
+
+def delayed_state(recipe: Recipe) -> State | None:
+    """An empty one, if the recipe has any."""
+    return None if recipe.delayed is None else State(torch.zeros(3), torch.zeros(3, recipe.delayed.history_length))
 
 
 def sqnr(result: Tensor, truth: Tensor) -> float:

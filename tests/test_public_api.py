@@ -8,11 +8,12 @@ import octavo
 
 FUNCTIONS = [
     *(value for name in octavo.__all__ if inspect.isfunction(value := getattr(octavo, name))),
+    *(value for name in octavo.nn.__all__ if inspect.isfunction(value := getattr(octavo.nn, name))),
     *(value for value in vars(octavo.recipes).values() if inspect.isfunction(value) and value.__name__[0] != "_"),
 ]
 CLASSES = [
     *(value for name in octavo.__all__ if inspect.isclass(value := getattr(octavo, name))),
-    *(getattr(octavo.nn, name) for name in octavo.nn.__all__),
+    *(value for name in octavo.nn.__all__ if inspect.isclass(value := getattr(octavo.nn, name))),
 ]
 
 

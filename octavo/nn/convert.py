@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
 
 from torch import nn
@@ -10,7 +11,9 @@ from torch import nn
 from octavo.formats import HIGH_PRECISION
 from octavo.nn.linear import Linear
 from octavo.nn.recipe_module import RecipeModule
+from octavo.recipes import high_precision
 from octavo.scaling.recipe import Recipe
+from octavo.scaling.recipe_map import RecipeMap, recipe_of
 
 Select = Callable[[nn.Module, str], bool]
 
@@ -41,7 +44,7 @@ def features(module: nn.Module) -> tuple[int, int]:
     return (cols, rows) if isinstance(module, nn.Linear) else (rows, cols)
 
 
-def convert(model: nn.Module, recipe: Recipe, select: Select | None = None) -> nn.Module:
+def convert(model: nn.Module, recipe: Recipe | RecipeMap, select: Select | None = None) -> nn.Module:
     """Turn the model's linear layers into FP8 modules, in place.
 
     A module changes its class and nothing else: hooks, attributes, tied weights, the parameters, and every reference to
@@ -51,7 +54,7 @@ def convert(model: nn.Module, recipe: Recipe, select: Select | None = None) -> n
 
     Args:
         model: any module, itself a Linear perhaps.
-        recipe: an octavo.Recipe.
+        recipe: an octavo.Recipe, or an octavo.RecipeMap of the names of ``model.named_modules()``.
         select: ``select(module, name) -> bool`` says which candidates to convert; the default takes layers with at
             least 512 features in and out, below which FP8 gains nothing on a GPU.
 
@@ -76,24 +79,24 @@ def convert(model: nn.Module, recipe: Recipe, select: Select | None = None) -> n
     targets = []
     for name, module in model.named_modules():
         if isinstance(module, RecipeModule):
-            targets.append((module, type(module)))
+            targets.append((name, module, type(module)))
         elif (target := fp8_class(module)) is not None and why_left_alone(module) is None and chosen(module, name):
-            targets.append((module, target))
-    for module, target in targets:
+            targets.append((name, module, target))
+    for name, module, target in targets:
         if type(module) is not target:
             module.__class__ = target
-        module.adopt_recipe(recipe, module.get_parameter("weight").device)
+        module.adopt_recipe(recipe_of(recipe, name), module.get_parameter("weight").device)
     return model
 
 
-def set_recipe(model: nn.Module, recipe: Recipe) -> nn.Module:
+def set_recipe(model: nn.Module, recipe: Recipe | RecipeMap) -> nn.Module:
     """Give every FP8 module of the model another recipe, from the next forward on.
 
     Backward passes of forwards already run use what those saved. Delayed state survives a spell under another recipe.
 
     Args:
         model: a converted model.
-        recipe: an octavo.Recipe; ``recipes.high_precision()`` computes as torch.nn.Linear.
+        recipe: an octavo.Recipe or RecipeMap; ``recipes.high_precision()`` computes as torch.nn.Linear.
 
     Returns:
         ``model``.
@@ -108,16 +111,18 @@ def set_recipe(model: nn.Module, recipe: Recipe) -> nn.Module:
         Linear(in_features=64, out_features=64, bias=True, recipe=high_precision)
     """
     _check(model, recipe)
-    modules = [module for module in model.modules() if isinstance(module, RecipeModule)]
+    modules = [(name, module) for name, module in model.named_modules() if isinstance(module, RecipeModule)]
     if not modules:
         raise ValueError("the model holds no octavo module; call octavo.convert(model, recipe) first")
-    for module in modules:
-        module.adopt_recipe(recipe, module.get_parameter("weight").device)
+    for name, module in modules:
+        module.adopt_recipe(recipe_of(recipe, name), module.get_parameter("weight").device)
     return model
 
 
 def restore(model: nn.Module) -> nn.Module:
     """Turn every FP8 module back into the class it came from; parameters, hooks and attributes stay.
+
+    A Linear with named splits, which torch has not, stays what it is and computes in high precision.
 
     Args:
         model: any module.
@@ -131,7 +136,9 @@ def restore(model: nn.Module) -> nn.Module:
         Linear(in_features=64, out_features=64, bias=True)
     """
     for module in model.modules():
-        if isinstance(module, RecipeModule):
+        if isinstance(module, Linear) and module.splits is not None:
+            module.adopt_recipe(high_precision(), module.weight.device)
+        elif isinstance(module, RecipeModule):
             module.forget_recipe()
             module.__class__ = plain_class(module)  # type: ignore[assignment]
     return model
@@ -166,8 +173,10 @@ def why_left_alone(module: nn.Module) -> str | None:
     return None
 
 
-def _check(model: nn.Module, recipe: Recipe) -> None:
+def _check(model: nn.Module, recipe: Recipe | RecipeMap) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, not a torch.nn.Module")
-    if not isinstance(recipe, Recipe):
+    if not isinstance(recipe, Recipe | RecipeMap):
         raise TypeError(f"recipe={recipe!r} is no octavo.Recipe; try octavo.recipes.dynamic()")
+    if isinstance(recipe, RecipeMap) and (unmatched := recipe.unmatched(name for name, _ in model.named_modules())):
+        warnings.warn(f"these patterns of the RecipeMap match no module: {unmatched}", stacklevel=3)

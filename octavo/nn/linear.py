@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from octavo import recipes
 from octavo.nn.recipe_module import RecipeModule
+from octavo.nn.splits import Splits, checked_splits, merge_keys, part
 from octavo.scaling.recipe import Recipe
+from octavo.scaling.recipe_map import RecipeMap, recipe_of
 
 
 class Linear(RecipeModule, nn.Linear):
@@ -19,14 +23,16 @@ class Linear(RecipeModule, nn.Linear):
 
     Args:
         in_features: K, any size.
-        out_features: N, any size.
+        out_features: N, any size; or {name: size} where several layers read one input (query, key and value; gate and
+            up): they are one matrix, and the input is cast once. The result is then a tuple, a view for each in order;
+            load_state_dict takes their separate ``<name>.weight`` and ``<name>.bias`` too.
         bias: whether there is a bias [N].
-        recipe: an octavo.Recipe; octavo.recipes.dynamic() by default.
+        recipe: an octavo.Recipe or RecipeMap (of the name ""); octavo.recipes.dynamic() by default.
         device: where the parameters are created.
         dtype: bfloat16, float16 or float32.
 
     Shape:
-        input [..., K], result [..., N] of the same dtype, any leading dimensions, 0 tokens included.
+        input [..., K], result [..., N] (or a tuple of such) of the same dtype; any leading dimensions, 0 tokens too.
 
     Raises:
         TypeError: input and weight of different dtypes without autocast, or float64.
@@ -40,23 +46,41 @@ class Linear(RecipeModule, nn.Linear):
         torch.Size([4, 16, 512])
     """
 
+    splits: dict[str, int] | None = None
+
     def __init__(
         self,
         in_features: int,
-        out_features: int,
+        out_features: int | Splits,
         bias: bool = True,
-        recipe: Recipe | None = None,
+        recipe: Recipe | RecipeMap | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        nn.Linear.__init__(self, in_features, out_features, bias, device, dtype)
-        self.adopt_recipe(recipes.dynamic() if recipe is None else recipe, self.weight.device)
+        size, splits = checked_splits(out_features)
+        nn.Linear.__init__(self, in_features, size, bias, device, dtype)
+        if splits is not None:  # else there is nothing that torch's Linear has not
+            self.splits = splits
+        self.adopt_recipe(recipe_for(recipe, ""), self.weight.device)
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Any:
         """See the class."""
         weight = self.weight
-        return self._product(input, weight, self.bias, weight)
+        output = self._product(input, weight, self.bias, weight)
+        return output if self.splits is None else part(output, self.splits)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
+        """Load, from separate layers' keys too; the last argument is torch's list of errors."""
+        if self.splits is not None:
+            args[-1].extend(merge_keys(state_dict, prefix, self.splits))
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
-        """torch's, and the recipe's name."""
-        return f"{super().extra_repr()}, recipe={self.recipe.name}"
+        """torch's, the splits, and the recipe's name."""
+        splits = "" if self.splits is None else f", splits={self.splits}"
+        return f"{super().extra_repr()}{splits}, recipe={self.recipe.name}"
+
+
+def recipe_for(recipe: Recipe | RecipeMap | None, name: str) -> Recipe:
+    """What a module's ``recipe`` argument means for its part of this name; dynamic() where there is none."""
+    return recipes.dynamic() if recipe is None else recipe_of(recipe, name)

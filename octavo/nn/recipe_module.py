@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.autograd.products import WEIGHT, Operands, State, cast_role, linear
+from octavo.autograd.casts import WEIGHT, Operands, State, cast_role
+from octavo.autograd.products import Layer, linear
 from octavo.errors import HigherOrderGradientError
 from octavo.formats import HIGH_PRECISION
 from octavo.kernels.emulation import warn_once_if_emulated
@@ -91,13 +92,12 @@ class RecipeModule(nn.Module):
             bias: [N] or None.
             parameter: the leaf that the weight cache watches.
         """
-        recipe = self.recipe
-        device_type = input.device.type
-        if torch.is_autocast_enabled(device_type):
+        recipe, autocast = self.recipe, autocast_dtype(input)
+        if autocast is not None:
             if recipe.is_high_precision:
                 return nn.functional.linear(input, weight_NK, bias)
             if input.dtype in HIGH_PRECISION:  # as autocast itself, which leaves float64 and integers alone
-                input = input.to(torch.get_autocast_dtype(device_type))
+                input = input.to(autocast)
         elif input.dtype != weight_NK.dtype:
             raise TypeError(
                 f"input is {input.dtype} but the weight is {weight_NK.dtype}; convert one of them or use torch.autocast"
@@ -106,22 +106,20 @@ class RecipeModule(nn.Module):
             raise ValueError(f"input of shape {tuple(input.shape)} needs in_features={weight_NK.shape[1]} last")
         if recipe.is_high_precision:
             return nn.functional.linear(input, weight_NK, bias)
-        if input.dtype not in HIGH_PRECISION:
-            raise TypeError(f"octavo casts bfloat16, float16 and float32 to FP8, not {input.dtype}")
-        if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-            raise HigherOrderGradientError(
-                "torch.func transforms (grad, vmap, jvp, ...) can't pass an FP8 product; use torch.autograd, or "
-                "octavo.set_recipe(model, octavo.recipes.high_precision())"
-            )
-        grad_enabled = torch.is_grad_enabled()
+        refuse_for_fp8(input)
+        return linear(input, weight_NK, bias, self.layer_of(input, weight_NK, parameter, input.requires_grad))
+
+    def layer_of(self, input: Tensor, weight_NK: Tensor, parameter: Tensor, needs_input_grad: bool) -> Layer:
+        """What this module brings to its products with ``input``; see ``_product``."""
+        recipe, grad_enabled = self.recipe, torch.is_grad_enabled()
         state = None
         if recipe.delayed is not None:
             if self.delayed_scale.is_meta and not input.is_meta:  # type: ignore[union-attr]
                 # load_state_dict(assign=True) took the parameters off the meta device and left these buffers there
                 register_delayed_state(self, recipe.delayed, input.device)
             state = State(self.delayed_scale, self.delayed_amax_history)  # type: ignore[arg-type]
-        weight = self._weight_operands(weight_NK, parameter, grad_enabled, grad_enabled and input.requires_grad, state)
-        return linear(input, weight_NK, bias, weight, recipe, state, self.training and grad_enabled)
+        weight = self._weight_operands(weight_NK, parameter, grad_enabled, grad_enabled and needs_input_grad, state)
+        return Layer(weight, recipe, state, self.training and grad_enabled)
 
     def _weight_operands(
         self, weight_NK: Tensor, parameter: Tensor, grad_enabled: bool, transposed: bool, state: State | None
@@ -149,3 +147,27 @@ class RecipeModule(nn.Module):
             self._non_persistent_buffers_set.discard(name)
         for name in ("recipe", "_weight_cache"):
             self.__dict__.pop(name, None)
+
+
+def autocast_dtype(input: Tensor) -> torch.dtype | None:
+    """The dtype of products under autocast; None outside of it, and on the meta device, which knows none."""
+    device_type = input.device.type
+    if input.is_meta or not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
+def refuse_for_fp8(input: Tensor) -> None:
+    """What FP8 products can't take.
+
+    Raises:
+        TypeError: for a dtype other than bf16, fp16 and fp32.
+        HigherOrderGradientError: under torch.func transforms.
+    """
+    if input.dtype not in HIGH_PRECISION:
+        raise TypeError(f"octavo casts bfloat16, float16 and float32 to FP8, not {input.dtype}")
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        raise HigherOrderGradientError(
+            "torch.func transforms (grad, vmap, jvp, ...) can't pass an FP8 product; use torch.autograd, or "
+            "octavo.set_recipe(model, octavo.recipes.high_precision())"
+        )

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from octavo.autograd.products import Operands
+from octavo.autograd.casts import Operands
 from octavo.scaling.recipe import Recipe
 
 

@@ -146,6 +146,9 @@ class Recipe:
         output: (cast of input, cast of weight).
         grad_input: (cast of grad_output, cast of weight).
         grad_weight: (cast of grad_output, cast of input).
+        saved: how a fused MLP keeps the input of its activation (the gate and up pair) for backward: a Dynamic Cast of
+            that tensor [T, N] as it lies, or None, in its own dtype. The activation's gradient reads it, and where
+            grad_weight of the layer behind it is in high precision, the activation is computed from it once more.
         name: how it is printed; not compared.
 
     Raises:
@@ -161,6 +164,7 @@ class Recipe:
     output: tuple[Cast, Cast] | None = None
     grad_input: tuple[Cast, Cast] | None = None
     grad_weight: tuple[Cast, Cast] | None = None
+    saved: Cast | None = None
     name: str = field(default="custom", compare=False)
 
     def __post_init__(self) -> None:
@@ -172,6 +176,8 @@ class Recipe:
                 raise TypeError(f"Recipe: {product}={casts!r} must be None or a pair of Casts, one for each operand")
             if casts[0].format is E5M2 and casts[1].format is E5M2:
                 raise ValueError(f"Recipe: {product} multiplies E5M2 by E5M2, which no GPU does; make one operand E4M3")
+        if self.saved is not None and not (isinstance(self.saved, Cast) and isinstance(self.saved.rule, Dynamic)):
+            raise TypeError(f"Recipe: saved={self.saved!r} must be None or a Cast whose rule is Dynamic()")
         casts_by_role = {role: self._casts_of(role) for role in ROLES}
         delayed = {
             cast.rule for pair in casts_by_role.values() for cast in pair if cast and isinstance(cast.rule, Delayed)
@@ -224,6 +230,8 @@ class Recipe:
                 "high precision" if casts is None else ", ".join(f"{n} {c}" for n, c in zip(names, casts, strict=True))
             )
             lines.append(f"  {product:<12}{text}")
+        if self.saved is not None:
+            lines.append(f"  {'saved':<12}{self.saved}")
         return "\n".join(lines)
 
 

@@ -5,26 +5,22 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from octavo import E4M3, Cast, Delayed, Dynamic, PerBlock, PerRow, PerTensor, Recipe, recipes
-from octavo.autograd.products import GRAD_OUTPUT, INPUT, WEIGHT, Operands, State, cast_role, linear
-from octavo.kernels import dequantize
+from octavo import E4M3, Cast, Delayed, PerBlock, PerTensor, Recipe, recipes
+from octavo.autograd.casts import WEIGHT, cast_role
+from octavo.autograd.products import Layer, linear
 from octavo.scaling.recipe import PRODUCTS
-from tests.helpers import FP8_RECIPES, CountOps, sqnr
+from tests.helpers import FP8_RECIPES, delayed_state, sqnr
 
 T, K, N = 48, 96, 80
-
-
-def state(recipe: Recipe) -> State | None:
-    return None if recipe.delayed is None else State(torch.zeros(3), torch.zeros(3, recipe.delayed.history_length))
 
 
 def run(recipe, x, weight, bias, grad, kept=None):
     """y, dx, dW, db by a recipe."""
     x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
     bias = None if bias is None else bias.clone().requires_grad_()
-    kept = state(recipe) if kept is None else kept
+    kept = delayed_state(recipe) if kept is None else kept
     operands = cast_role(weight.detach(), recipe, WEIGHT, True, True, kept)
-    y = linear(x, weight, bias, operands, recipe, kept, True)
+    y = linear(x, weight, bias, Layer(operands, recipe, kept, True))
     y.backward(grad)
     return y.detach(), x.grad, weight.grad, None if bias is None else bias.grad
 
@@ -86,56 +82,6 @@ def test_dtypes_of_results(dtype):
     assert (y.dtype, dx.dtype, dw.dtype, db.dtype) == (dtype, dtype, torch.float32, torch.float64)
 
 
-@pytest.mark.parametrize("name", FP8_RECIPES)
-def test_cast_role_lays_each_operand_for_its_product(name):
-    recipe = FP8_RECIPES[name]()
-    x = torch.randn(130, 70)
-    operands = cast_role(x, recipe, INPUT, True, True, state(recipe))
-    for pair, laid, cast in (
-        (operands.as_is, x, recipe.output[0]),
-        (operands.transposed, x.t(), recipe.grad_weight[1]),
-    ):
-        qdata, scale_inv = pair
-        assert qdata.shape == laid.shape
-        assert scale_inv.shape == cast.granularity.scale_shape(laid.shape)
-        back = dequantize(qdata, scale_inv, cast.tile, torch.float32)
-        assert 29 < sqnr(back, laid) < 36
-    assert (operands.amax is None) == (recipe.delayed is None)
-
-
-def test_only_what_is_asked_for_is_cast():
-    x = torch.randn(8, 8)
-    rowwise = recipes.rowwise()
-    assert cast_role(x, rowwise, INPUT, False, False, None) == Operands()
-    assert cast_role(x, rowwise, INPUT, True, False, None).transposed is None
-    assert cast_role(x, rowwise, INPUT, False, True, None).as_is is None
-    assert cast_role(x, recipes.high_precision(), INPUT, True, True, None) == Operands()
-    for recipe, expected in ((recipes.dynamic(), {"cast": 1}), (rowwise, {"cast_two_scalings": 1})):
-        with CountOps() as ops:
-            cast_role(x, recipe, INPUT, True, True, None)
-        assert ops.calls == expected  # x is read once
-
-
-@pytest.mark.parametrize("name", FP8_RECIPES)
-def test_column_sums_come_with_the_cast(name):
-    x = torch.randn(8, 8)
-    recipe = FP8_RECIPES[name]()
-    for transposed in (False, True):
-        sums = cast_role(x, recipe, GRAD_OUTPUT, True, transposed, state(recipe), column_sum=True).column_sum
-        assert torch.equal(sums, x.sum(0))
-    assert cast_role(x, recipe, GRAD_OUTPUT, True, True, state(recipe)).column_sum is None
-
-
-def test_a_role_with_one_delayed_and_one_dynamic_cast():
-    delayed = Cast(E4M3, PerTensor(), Delayed(2))
-    row = Cast(E4M3, PerRow(), Dynamic())
-    x = torch.randn(8, 8)
-    for casts in ((delayed, row), (row, delayed)):
-        recipe = Recipe(output=(casts[0], row), grad_weight=(row, casts[1]))
-        operands = cast_role(x, recipe, INPUT, True, True, State(torch.zeros(3), torch.zeros(3, 2)))
-        assert operands.amax == x.abs().max()
-
-
 def test_a_delayed_role_of_a_mixed_recipe_is_committed_and_the_others_are_not():
     delayed, block = Cast(E4M3, PerTensor(), Delayed(2)), Cast(E4M3, PerBlock(1, 32))
     for recipe, rows in (
@@ -147,7 +93,7 @@ def test_a_delayed_role_of_a_mixed_recipe_is_committed_and_the_others_are_not():
         (dataclasses.replace(recipes.delayed(2), output=None), [True, True, True]),
         (dataclasses.replace(recipes.delayed(2), grad_input=(block, block)), [True, True, True]),
     ):
-        kept = state(recipe)
+        kept = delayed_state(recipe)
         x, weight, bias, grad = data()
         run(recipe, x, weight, bias, grad, kept)
         assert kept.scale.ne(0).tolist() == rows

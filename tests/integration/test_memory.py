@@ -1,5 +1,6 @@
 """What is kept for backward, and the most that a step needs at once."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -7,7 +8,10 @@ import torch
 from torch import Tensor, nn
 
 import octavo
+from octavo import recipes
 from octavo.formats import FORMATS
+from octavo.kernels.reference import tiles
+from tests.fused_cases import SAVED
 from tests.helpers import FP8_RECIPES, to_fp8
 
 T = 4096
@@ -128,6 +132,47 @@ def test_peak_of_a_training_step(name, micro_batches):
     ours = needs(net)
     assert cached_bytes(net) > 16 * 256 * 256
     assert ours <= in_bf16
+
+
+def block(recipe: octavo.Recipe, norm: str, width: int = 256) -> nn.Module:
+    options = {"recipe": recipe, "norm": norm, "dtype": torch.bfloat16}
+    return octavo.nn.TransformerBlock(width, 7 * width // 2, width // 32, **options)
+
+
+# In high precision a block is plain PyTorch. On a CPU torch's RMSNorm in bf16 saves and needs float32 copies; its
+# LayerNorm needs none, as on a GPU neither does.
+@pytest.mark.parametrize(("saved", "most"), [(None, 0.80), (SAVED, 0.65)], ids=["", "saved in FP8"])
+@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("name", FP8_RECIPES)
+def test_a_transformer_block_saves(name, norm, saved, most):
+    x = torch.randn(8, 256, 256, dtype=torch.bfloat16, requires_grad=True)
+    in_bf16 = saved_bytes(block(recipes.high_precision(), norm), x)
+    assert in_bf16 >= 25 * x.nbytes
+    ours = block(dataclasses.replace(FP8_RECIPES[name](), saved=saved), norm)
+    assert saved_bytes(ours, x) <= most * in_bf16
+
+
+def test_the_most_that_a_transformer_blocks_step_needs(monkeypatch):
+    monkeypatch.setattr(tiles, "RUN", 1 << 14)  # scratch is small beside activations, as with more tokens it always is
+
+    def needs(recipe: octavo.Recipe) -> int:
+        net = block(recipe, "layer_norm", 64)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+        x = torch.randn(32, 128, 64, dtype=torch.bfloat16)
+
+        def step() -> None:
+            net(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step()
+        octavo.invalidate(net)  # the profile would see the cached weights neither come nor go
+        return peak_bytes(step)
+
+    in_bf16 = needs(recipes.high_precision())
+    assert in_bf16 > 30 * 4096 * 64 * 2
+    for name in FP8_RECIPES:
+        assert needs(FP8_RECIPES[name]()) <= in_bf16, name
 
 
 def test_peak_bytes_sees_temporaries():

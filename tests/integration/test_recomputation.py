@@ -1,6 +1,7 @@
 """Activation checkpointing changes nothing: gradients and delayed state are bit-equal, eager and compiled."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo import recipes
+from tests.fused_cases import SAVED
 from tests.helpers import FP8_RECIPES, assert_equal, gradients, sqnr, to_fp8
 
 REENTRANT = {"none": None, "reentrant": True, "not reentrant": False}
@@ -32,6 +34,26 @@ class Net(nn.Module):
             else:
                 x = x + checkpoint(block, x, use_reentrant=REENTRANT[kind])
         return x
+
+
+class Sequences(octavo.nn.TransformerBlock):
+    """A block of [2, 4, W] from and to [8, W]; Net adds its input once more."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.unflatten(0, (2, 4))).flatten(0, 1)
+
+
+FUSED = {
+    "LayerNormMLP": lambda recipe: octavo.nn.LayerNormMLP(24, 32, "gelu", zero_centered_gamma=True, recipe=recipe),
+    "RMSNormMLP": lambda recipe: octavo.nn.RMSNormMLP(24, 32, bias=False, recipe=recipe),
+    "TransformerBlock": lambda recipe: Sequences(24, 32, heads=2, kv_heads=1, recipe=recipe),
+}
+
+
+def fused(kind: str, recipe: octavo.Recipe) -> Net:
+    net = Net()
+    net.blocks = nn.ModuleList(FUSED[kind](recipe) for _ in range(2))
+    return to_fp8(net, recipe)
 
 
 def train(net: Net, kind: str, call=None, micro_batches: int = 2) -> dict[str, Tensor]:
@@ -135,3 +157,49 @@ def test_a_frozen_layer_at_the_start_of_a_recomputed_region():
             y.square().sum().backward()
         results.append({**gradients(model), **octavo.delayed_state_dict(model)})
     assert_equal(*results)
+
+
+@pytest.mark.parametrize("way", ["reentrant", "not reentrant"])
+@pytest.mark.parametrize("kind", FUSED)
+@pytest.mark.parametrize("name", [*FP8_RECIPES, "saved"])
+def test_fused_modules(name, kind, way):
+    recipe = dataclasses.replace(recipes.delayed(3), saved=SAVED) if name == "saved" else FP8_RECIPES[name]()
+    net = fused(kind, recipe)
+    assert_equal(train(net, way), train(net, "none"))
+
+
+@pytest.mark.parametrize("way", ["reentrant", "not reentrant"])
+@pytest.mark.parametrize("frozen", ["norm", "fc1", "fc2", "fc1.bias"])
+def test_frozen_parts_inside_a_recomputed_region(frozen, way):
+    net = fused("LayerNormMLP", recipes.delayed(3))
+    for block in net.blocks:
+        for name, parameter in block.named_parameters():
+            parameter.requires_grad_(not name.startswith(frozen))
+    assert_equal(train(net, way), train(net, "none"))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "way"),
+    [
+        ("dynamic", "RMSNormMLP", "none"),
+        ("dynamic", "TransformerBlock", "none"),
+        ("delayed", "RMSNormMLP", "none"),
+        ("delayed", "LayerNormMLP", "not reentrant"),
+        ("delayed", "TransformerBlock", "none"),
+        ("delayed", "TransformerBlock", "reentrant"),
+    ],
+)
+def test_fused_modules_compiled_in_one_graph(name, kind, way):
+    net = fused(kind, FP8_RECIPES[name]())
+    torch.compiler.reset()
+    compiled = torch.compile(lambda model, x: model(x, way), backend="aot_eager", fullgraph=True)
+    expected = train(net, "none", micro_batches=1)  # in a graph the weight is cast each time
+    assert_equal(train(net, way, compiled, micro_batches=1), expected)
+
+
+@pytest.mark.parametrize("change", [{"grad_input": None, "saved": SAVED}, {"grad_weight": None}], ids=" ".join)
+def test_variants_compiled_in_one_graph(change):
+    net = fused("RMSNormMLP", dataclasses.replace(recipes.rowwise(), **change))
+    torch.compiler.reset()
+    compiled = torch.compile(lambda model, x: model(x, "none"), backend="aot_eager", fullgraph=True)
+    assert_equal(train(net, "none", compiled, 1), train(net, "none", micro_batches=1))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import octavo
 from octavo import kernels as entries
-from octavo.autograd import products
+from octavo.autograd import casts
 from octavo.kernels.signatures import SCHEMAS
 from tests.helpers import FP8_RECIPES, sqnr
 
@@ -25,8 +25,8 @@ def device(kernels: Any) -> Iterator[torch.device]:
         if kernels.device.type == "cpu":
             for name in SCHEMAS:
                 stack.enter_context(mock.patch.object(entries, name, getattr(kernels, name)))
-            stack.enter_context(mock.patch.object(products, "needs_transposed_codes", lambda device: True))
-            stack.enter_context(mock.patch.object(products, "contraction_multiple", lambda device: 16))
+            stack.enter_context(mock.patch.object(casts, "needs_transposed_codes", lambda device: True))
+            stack.enter_context(mock.patch.object(casts, "contraction_multiple", lambda device: 16))
         yield kernels.device
 
 
@@ -61,9 +61,7 @@ def test_a_layer_is_that_of_the_reference(
     got = steps(layer(recipe, bias, sizes, torch.float32), inputs, grads, device)
     with (
         mock.patch.multiple(entries, **{op: getattr(torch.ops.octavo, op).default for op in SCHEMAS}),
-        mock.patch.multiple(
-            products, needs_transposed_codes=lambda device: False, contraction_multiple=lambda device: 1
-        ),
+        mock.patch.multiple(casts, needs_transposed_codes=lambda device: False, contraction_multiple=lambda device: 1),
     ):
         expected = steps(layer(recipe, bias, sizes, torch.float32), inputs, grads, torch.device("cpu"))
     assert len(got) == len(expected)

@@ -276,3 +276,25 @@ def test_compiled_after_conversion_and_converted_after_compilation():
         if order == "compile first":
             octavo.convert(net, recipes.dynamic(), select=every_layer)
         assert torch.equal(compiled(x), net(x))
+
+
+def test_restoring_named_splits_leaves_them_in_high_precision():
+    net = nn.Sequential(
+        octavo.nn.Linear(16, {"a": 8, "b": 8}, recipe=recipes.delayed()),
+        nn.Identity(),
+        octavo.nn.RMSNormMLP(8, 12, recipe=recipes.delayed()),
+    )
+    plain = copy.deepcopy(net)
+    octavo.set_recipe(plain, recipes.high_precision())
+    keys = list(net.state_dict())
+    assert octavo.restore(net) is net
+    assert type(net[0]) is type(net[2].fc1) is octavo.nn.Linear and type(net[2].fc2) is nn.Linear
+    assert net[0].recipe.is_high_precision and net[2].fc1.recipe.is_high_precision
+    assert list(net.state_dict()) == keys
+    x = torch.randn(4, 16)
+    for a, b in zip(net[0](x), plain[0](x), strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(net[2](a), plain[2](b))
+    octavo.convert(net, recipes.mx(), select=every_layer)
+    assert {m.recipe.name for m in octavo.summary(net).modules} == {"mx"}
+    assert type(net[2].fc2) is octavo.nn.Linear

@@ -80,3 +80,18 @@ def test_two_recipes_are_both_printed():
     net = nn.Sequential(octavo.nn.Linear(8, 8, recipe=recipes.mx()), octavo.nn.Linear(8, 8))
     assert str(recipes.mx()) in str(octavo.summary(net))
     assert str(recipes.dynamic()) in str(octavo.summary(net))
+
+
+def test_parts_of_fused_modules_have_their_names():
+    module = octavo.nn.TransformerBlock(16, 24, 2, recipe=octavo.RecipeMap(recipes.mx(), {"*.fc2": None}))
+    found = octavo.summary(module)
+    assert [(m.name, m.kind, m.shape, m.recipe.name) for m in found.modules] == [
+        ("attention.qkv.linear", "Linear", (48, 16), "mx"),
+        ("attention.out", "Linear", (16, 16), "mx"),
+        ("mlp.fc1", "Linear", (48, 16), "mx"),
+        ("mlp.fc2", "Linear", (16, 24), "high_precision"),
+    ]
+    assert str(found).startswith("3 of 4 matrices in FP8 (82.4 % of their elements)\n")
+    octavo.restore(module)
+    assert str(octavo.summary(module)).startswith("0 of 4 matrices in FP8 (0.0 %")
+    assert [m.name for m in octavo.summary(module).left_alone] == ["attention.out", "mlp.fc2"]

@@ -209,7 +209,7 @@ def test_after_a_change_of_the_weight(change):
 def test_an_address_that_recurs():
     for size in (64, 1024):  # a size that malloc recycles and one that it maps anew
         recurred = False
-        for _ in range(20):
+        for _ in range(200):
             layer = octavo.nn.Linear(size, size, bias=False)
             layer(torch.randn(4, size)).sum().backward()
             layer.weight.data = torch.randn(size, size)

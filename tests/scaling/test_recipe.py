@@ -143,3 +143,19 @@ def test_contractions_are_padded_where_no_operand_gets_a_tile_more():
 def test_casts_by_role():
     recipe = recipes.rowwise()
     assert recipe.casts == (recipe.input_casts, recipe.weight_casts, recipe.grad_output_casts)
+
+
+def test_saved_is_a_dynamic_cast_and_part_of_the_value():
+    recipe = dataclasses.replace(recipes.mx(), saved=TENSOR)
+    assert recipe != recipes.mx()
+    assert (recipe.casts, recipe.pads, recipe.delayed) == (recipes.mx().casts, True, None)  # no product's
+    assert recipes.mx().saved is None
+    assert str(recipe).endswith("\n  saved       Cast(E4M3, PerTensor(), Dynamic())")
+    assert "saved" not in str(recipes.mx())
+    assert Recipe(saved=GRADIENT).is_high_precision  # it is no product
+
+
+@pytest.mark.parametrize("saved", ["E4M3", E4M3, (TENSOR, TENSOR), Cast(E4M3, PerTensor(), Delayed())])
+def test_anything_else_saved_is_refused(saved):
+    with pytest.raises(TypeError, match=r"saved=.*None or a Cast whose rule is Dynamic\(\)"):
+        Recipe(saved=saved)

@@ -1,0 +1,194 @@
+"""One or two linear layers with what comes before them, in which only pairs travel from kernel to kernel.
+
+    [norm] -> cast -> product                                   LayerNormLinear
+    [norm] -> cast -> product -> activation + cast -> product   LayerNormMLP
+
+A norm writes the pairs that the first product reads. The activation reads that product's output h and writes the pairs
+that the second product reads; backward its gradient reads h again and writes the pairs of the first layer's
+grad_output. Neither the norm's nor the activation's output, nor its gradient, is written in high precision. The
+products and their saved pairs are those of products.py.
+
+Saved for backward, beside each layer's pairs: the norm's input and row statistics, and h, as it is or by the recipe's
+``saved`` cast.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo import kernels
+from octavo.autograd.casts import INPUT, Norm, cast_norm, cast_role
+from octavo.autograd.products import (
+    SAVED,
+    Layer,
+    as_rows,
+    cast_gradient,
+    gradients,
+    in_high_precision,
+    output,
+    packed,
+    plan_of,
+    refuse_second_derivatives,
+    requires_grad,
+    to_save,
+)
+from octavo.granularity import ALL
+
+Saved = tuple[Tensor | None, ...]
+
+
+class Chain(NamedTuple):
+    """What a chain does: every layer's ``output`` product must be in FP8.
+
+    Attributes:
+        norm: before the first layer, or None.
+        layers: one, or two with an activation between them.
+        activation: a name of kernels/activations.py.
+        dtype: of all results; the input's own where there is no norm.
+        returns_norm: whether the norm's output is a second result.
+    """
+
+    norm: Norm | None
+    layers: tuple[Layer, ...]
+    activation: str
+    dtype: torch.dtype
+    returns_norm: bool
+
+
+class Tensors(NamedTuple):
+    """What gradients flow to: x [T, K], the norm's parameters [K], weights [N, K] and biases [N] of the layers."""
+
+    x: Tensor
+    gamma: Tensor | None
+    beta: Tensor | None
+    weight: Tensor
+    bias: Tensor | None
+    second_weight: Tensor | None
+    second_bias: Tensor | None
+
+
+def _forward(tensors: Tensors, chain: Chain, needs: tuple[bool, ...]) -> tuple[Tensor, Tensor | None, Saved]:
+    """(the output [T, N], the norm's output if it is returned, what to save for the gradients that are needed)."""
+    x, gamma, beta, weight, bias, second_weight, second_bias = tensors
+    first, *rest = chain.layers
+    needs_dx, needs_dw = any(needs[:3]), needs[3]
+    y = mean = rstd = None
+    if chain.norm is None:
+        y, operands = x, cast_role(x, first.recipe, INPUT, True, needs_dw, first.state)
+    else:
+        assert gamma is not None
+        keep = chain.returns_norm or (needs_dw and first.recipe.grad_weight is None)
+        operands, y, mean, rstd = cast_norm(x, gamma, beta, chain.norm, first.recipe, needs_dw, first.state, keep)
+        y = None if y is None else y.to(chain.dtype)
+    h = output(y, operands, weight, bias, first, chain.dtype)
+    saved = to_save(y, operands, weight, first, needs_dx, needs_dw)
+    of_norm = (x, gamma, mean, rstd) if needs_dx and chain.norm is not None else (None,) * 4
+    if not rest:
+        return h, y, (*of_norm, *saved)
+    (second,) = rest
+    assert second_weight is not None
+    a = cast_role(h, second.recipe, INPUT, True, needs[5], second.state, False, (chain.activation,))
+    result = output(None, a, second_weight, second_bias, second, chain.dtype)
+    saved_second = to_save(None, a, second_weight, second, any(needs[:5]), needs[5])
+    reads_h = any(needs[:5]) or (needs[5] and second.recipe.grad_weight is None)
+    return result, y, (*of_norm, *saved, *(_saved_input(h, second) if reads_h else (None, None)), *saved_second)
+
+
+def _saved_input(h: Tensor, layer: Layer) -> tuple[Tensor | None, Tensor | None]:
+    """An activation's input, as the recipe of the layer that it leads to saves it: (tensor or codes, scale_inv)."""
+    cast = layer.recipe.saved
+    if cast is None:
+        return h, None
+    q, scale_inv, *_ = kernels.cast(h, None, INPUT, cast.format.dtype, cast.tile, cast.power_of_two, cast.margin)
+    return packed((q, scale_inv), cast)
+
+
+class _Chain(torch.autograd.Function):
+    """See the module."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        gamma: Tensor | None,
+        beta: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        second_weight: Tensor | None,
+        second_bias: Tensor | None,
+        chain: Chain,
+    ) -> Any:
+        tensors = Tensors(x, gamma, beta, weight, bias, second_weight, second_bias)
+        result, y, saved = _forward(tensors, chain, ctx.needs_input_grad)
+        parameters = ((weight, bias), (second_weight, second_bias))
+        ctx.plans = [plan_of(layer, chain.dtype, *own) for layer, own in zip(chain.layers, parameters, strict=False)]  # type: ignore[arg-type]
+        ctx.norm, ctx.has_beta, ctx.activation = chain.norm, beta is not None, chain.activation
+        ctx.save_for_backward(*saved)
+        ctx.set_materialize_grads(False)
+        return (result, y) if chain.returns_norm else result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives()
+        needs, saved = ctx.needs_input_grad, ctx.saved_tensors
+        x, gamma, mean, rstd = saved[:4]
+        grad, *of_y = grads  # None: nothing was computed from that result
+        dx = dw = db = dw2 = db2 = dgamma = dbeta = None
+        activation: tuple[Any, ...] = ()
+        if grad is not None and len(ctx.plans) == 2:
+            activation, of_second = _activation_of(ctx, saved[4 + SAVED :], needs[5])
+            layer = of_second, ctx.plans[1], (any(needs[:5]), needs[5], needs[6])
+            grad, dw2, db2 = gradients(cast_gradient(grad, *layer), *layer)
+        if grad is not None and any(needs[:5]):
+            layer = saved[4 : 4 + SAVED], ctx.plans[0], (any(needs[:3]), needs[3], needs[4])
+            g = [cast_gradient(grad, *layer, activation)]
+            del grad  # it is large, and read no more
+            dx, dw, db = gradients(g.pop(), *layer)
+        dys = [dy for dy in (dx, *of_y) if dy is not None]
+        if ctx.norm is not None and any(needs[:3]) and dys:
+            kind, _, zero_centered = ctx.norm
+            dy = dys[0] if len(dys) == 1 else dys[0] + dys[1]
+            dx, dgamma, dbeta = kernels.norm_backward(dy, x, gamma, mean, rstd, kind, zero_centered, ctx.has_beta)
+        return dx, dgamma, dbeta if ctx.has_beta else None, dw, db, dw2, db2, None
+
+
+def _activation_of(ctx: Any, saved: Saved, needs_dw: bool) -> tuple[tuple[Any, ...], Saved]:
+    """(The activation's gradient, as casts take it; what the second layer saved, with its input if that is read)."""
+    h, h_scale_inv, *of_second = saved
+    recipe = ctx.plans[1].recipe
+    if h_scale_inv is not None:
+        h_scale_inv = h_scale_inv.to(torch.float32)
+    read_back = h_scale_inv, (ALL, ALL) if recipe.saved is None else recipe.saved.tile
+    if needs_dw and recipe.grad_weight is None:
+        assert h is not None
+        of_second[0] = in_high_precision(h, ctx.activation, None, *read_back).to(ctx.plans[1].dtypes[0])
+    return (ctx.activation, h, *read_back), tuple(of_second)
+
+
+def run_chain(
+    x: Tensor,
+    norm_parameters: tuple[Tensor | None, Tensor | None],
+    parameters: list[tuple[Tensor, Tensor | None]],
+    chain: Chain,
+) -> Any:
+    """A chain of x [..., K]: [..., N] of ``chain.dtype``, and the norm's output [..., K] if it is returned.
+
+    Args:
+        x: bf16, fp16 or fp32.
+        norm_parameters: (gamma, beta), None where there is none.
+        parameters: (weight, bias) of each layer.
+        chain: what is done.
+    """
+    second = parameters[1] if len(parameters) == 2 else (None, None)
+    tensors = Tensors(as_rows(x), *norm_parameters, *parameters[0], *second)
+    if torch.is_grad_enabled() and any(map(requires_grad, tensors)):
+        results = _Chain.apply(*tensors, chain)
+        results = results if chain.returns_norm else (results,)
+    else:
+        result, y, _ = _forward(tensors, chain, (False,) * 7)
+        results = (result, y) if chain.returns_norm else (result,)
+    shaped = [result if x.ndim == 2 else result.view(*x.shape[:-1], result.shape[-1]) for result in results]
+    return tuple(shaped) if chain.returns_norm else shaped[0]

@@ -1,0 +1,259 @@
+"""A norm, linear layers and the activation between them, run as one: pairs travel from kernel to kernel.
+
+Each module holds ordinary parts under their names (norm, linear; norm, fc1, fc2), and computes what these compute one
+after the other; autograd/chain.py says what is fused. So parameters, delayed state, recipes and weight caches are the
+parts' own. The parts do run one after the other where something wants to see them do so:
+
+    a hook on a part                  so that it is called
+    a part or its forward replaced    restored to torch's, quantised, adapted: that is what counts
+    the output product of a part in high precision
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.autograd.chain import Chain, run_chain
+from octavo.autograd.products import requires_grad
+from octavo.formats import HIGH_PRECISION
+from octavo.nn.activation import activate, input_width
+from octavo.nn.linear import Linear, recipe_for
+from octavo.nn.norm import LayerNorm, RMSNorm
+from octavo.nn.recipe_module import autocast_dtype, refuse_for_fp8
+from octavo.nn.splits import Splits, part
+from octavo.scaling.recipe import Recipe
+from octavo.scaling.recipe_map import RecipeMap
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_NORMS: dict[str, Callable[..., LayerNorm | RMSNorm]] = {"layer_norm": LayerNorm, "rms_norm": RMSNorm}
+
+
+def norm_of(kind: str, features: int, eps: float, zero_centered_gamma: bool, **options: Any) -> LayerNorm | RMSNorm:
+    """The norm module of a kind.
+
+    Raises:
+        ValueError: for another kind than "layer_norm" or "rms_norm".
+    """
+    if kind not in _NORMS:
+        raise ValueError(f"norm={kind!r}: use 'layer_norm' or 'rms_norm'")
+    return _NORMS[kind](features, eps, zero_centered_gamma, **options)
+
+
+class Fused(nn.Module):
+    """Base of the modules whose parts run as one."""
+
+    norm: LayerNorm | RMSNorm
+
+    def _linears(self) -> tuple[Linear, ...]:
+        """The linear parts in order."""
+        raise NotImplementedError
+
+    def _can_fuse(self) -> bool:
+        """Whether nothing wants to see the parts run one after the other."""
+        linears = self._linears()
+        if type(self.norm) not in (LayerNorm, RMSNorm) or any(type(linear) is not Linear for linear in linears):
+            return False
+        for module in (self.norm, *linears):
+            if "forward" in module.__dict__ or any(getattr(module, hooks) for hooks in _HOOKS):
+                return False
+        return all(linear.recipe.output is not None for linear in linears)
+
+    def _fused(self, input: Tensor, activation: str, returns_norm: bool) -> Any:
+        """The chain of all parts."""
+        norm, linears = self.norm, self._linears()
+        dtype = self._dtype_of(input)
+        refuse_for_fp8(input)
+        needs_grad = input.requires_grad or norm.weight.requires_grad or requires_grad(norm.bias)
+        layers = []
+        for linear in linears:
+            layers.append(linear.layer_of(input, linear.weight, linear.weight, needs_grad))
+            needs_grad = needs_grad or linear.weight.requires_grad or requires_grad(linear.bias)
+        chain = Chain(norm.norm(), tuple(layers), activation, dtype, returns_norm)
+        return run_chain(input, (norm.weight, norm.bias), [(linear.weight, linear.bias) for linear in linears], chain)
+
+    def _dtype_of(self, input: Tensor) -> torch.dtype:
+        """The dtype of the products' results."""
+        autocast, weight = autocast_dtype(input), self._linears()[0].weight
+        if input.ndim == 0 or input.shape[-1] != weight.shape[1]:
+            raise ValueError(f"input of shape {tuple(input.shape)} needs {weight.shape[1]} features last")
+        if autocast is not None and input.dtype in HIGH_PRECISION:
+            return autocast
+        if input.dtype != weight.dtype:
+            raise TypeError(
+                f"input is {input.dtype} but the weight is {weight.dtype}; convert one of them or use torch.autocast"
+            )
+        return input.dtype
+
+
+class _NormLinear(Fused):
+    """A norm, then a linear layer."""
+
+    kind: str
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int | Splits,
+        eps: float = 1e-5,
+        bias: bool = True,
+        recipe: Recipe | RecipeMap | None = None,
+        zero_centered_gamma: bool = False,
+        return_norm_output: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.return_norm_output = return_norm_output
+        self.norm = norm_of(self.kind, in_features, eps, zero_centered_gamma, device=device, dtype=dtype)
+        self.linear = Linear(in_features, out_features, bias, recipe_for(recipe, "linear"), device, dtype)
+
+    def _linears(self) -> tuple[Linear, ...]:
+        return (self.linear,)
+
+    def forward(self, input: Tensor) -> Any:
+        """See the class."""
+        if self._can_fuse():
+            found = self._fused(input, "", self.return_norm_output)
+            output, normed = found if self.return_norm_output else (found, None)
+            output = part(output, self.linear.splits)
+        else:
+            normed = self.norm(input)
+            output = self.linear(normed)
+        return (output, normed) if self.return_norm_output else output
+
+
+class LayerNormLinear(_NormLinear):
+    """``linear(norm(x))``: torch's LayerNorm, then octavo's Linear; the norm writes the pairs that the product reads.
+
+    Args:
+        in_features: K.
+        out_features: N, or {name: size}: see octavo.nn.Linear.
+        eps: the norm's.
+        bias: of the linear layer; the norm always has one.
+        recipe: an octavo.Recipe or RecipeMap (of the name "linear"); octavo.recipes.dynamic() by default.
+        zero_centered_gamma: the norm multiplies by 1 + weight.
+        return_norm_output: return ``(output, norm(x))``.
+        device: where the parameters are created.
+        dtype: bfloat16, float16 or float32.
+
+    Shape:
+        input [..., K], result [..., N], dtype of the input or autocast's.
+
+    Raises:
+        TypeError, ValueError, HigherOrderGradientError: as octavo.nn.Linear.
+
+    Example:
+        >>> import torch, octavo
+        >>> layer = octavo.nn.LayerNormLinear(64, {"query": 64, "key": 32, "value": 32})
+        >>> [output.shape[-1] for output in layer(torch.randn(2, 64))]
+        [64, 32, 32]
+    """
+
+    kind = "layer_norm"
+
+
+class RMSNormLinear(_NormLinear):
+    """``linear(norm(x))``: torch's RMSNorm, then octavo's Linear; else as LayerNormLinear.
+
+    Example:
+        >>> import torch, octavo
+        >>> layer = octavo.nn.RMSNormLinear(64, 32, bias=False, return_norm_output=True)
+        >>> output, normed = layer(torch.randn(2, 64))
+        >>> output.shape, normed.shape
+        (torch.Size([2, 32]), torch.Size([2, 64]))
+    """
+
+    kind = "rms_norm"
+
+
+class _NormMLP(Fused):
+    """A norm, a linear layer, an activation, a linear layer."""
+
+    kind: str
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        activation: str = "swiglu",
+        eps: float = 1e-5,
+        bias: bool = True,
+        recipe: Recipe | RecipeMap | None = None,
+        zero_centered_gamma: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.activation = activation
+        width = input_width(activation, ffn_hidden_size)
+        halves = {"gate": ffn_hidden_size, "up": ffn_hidden_size} if width > ffn_hidden_size else width
+        self.norm = norm_of(self.kind, hidden_size, eps, zero_centered_gamma, device=device, dtype=dtype)
+        self.fc1 = Linear(hidden_size, halves, bias, recipe_for(recipe, "fc1"), device, dtype)
+        self.fc2 = Linear(ffn_hidden_size, hidden_size, bias, recipe_for(recipe, "fc2"), device, dtype)
+
+    def _linears(self) -> tuple[Linear, ...]:
+        return self.fc1, self.fc2
+
+    def forward(self, input: Tensor) -> Tensor:
+        """See the class."""
+        if self._can_fuse():
+            output: Tensor = self._fused(input, self.activation, False)
+            return output
+        return self.fc2(activate(self.fc1(self.norm(input)), self.activation))
+
+    def extra_repr(self) -> str:
+        """The activation."""
+        return f"activation={self.activation}"
+
+
+class LayerNormMLP(_NormMLP):
+    """``fc2(activation(fc1(norm(x))))`` with torch's LayerNorm: a transformer's feed-forward half.
+
+    With a recipe in FP8 the norm, the activation and its gradient write the pairs that products read; none of their
+    results is written in high precision. ``fc1`` of a gated activation is one matrix (gate | up), whose separate
+    ``fc1.gate.weight`` and ``fc1.up.weight`` load_state_dict takes too.
+
+    Args:
+        hidden_size: features in and out.
+        ffn_hidden_size: features of the activation's output.
+        activation: "swiglu", "geglu", "geglu_tanh", "reglu" (gated), "gelu", "gelu_tanh", "relu", "squared_relu",
+            "silu" or "quick_gelu".
+        eps: the norm's.
+        bias: of the two linear layers; the norm always has one.
+        recipe: an octavo.Recipe or RecipeMap (of the names "fc1" and "fc2"); octavo.recipes.dynamic() by default. Its
+            ``saved`` says how backward's copy of the activation's input is kept.
+        zero_centered_gamma: the norm multiplies by 1 + weight.
+        device: where the parameters are created.
+        dtype: bfloat16, float16 or float32.
+
+    Shape:
+        input [..., hidden_size], result the same, dtype of the input or autocast's.
+
+    Raises:
+        ValueError: for another activation.
+        TypeError, ValueError, HigherOrderGradientError: as octavo.nn.Linear.
+
+    Example:
+        >>> import torch, octavo
+        >>> mlp = octavo.nn.LayerNormMLP(64, 256, activation="gelu_tanh", recipe=octavo.recipes.delayed())
+        >>> mlp(torch.randn(2, 64)).shape
+        torch.Size([2, 64])
+    """
+
+    kind = "layer_norm"
+
+
+class RMSNormMLP(_NormMLP):
+    """``fc2(activation(fc1(norm(x))))`` with torch's RMSNorm; else as LayerNormMLP.
+
+    Example:
+        >>> import torch, octavo
+        >>> octavo.nn.RMSNormMLP(64, 192, bias=False, recipe=octavo.recipes.blockwise())(torch.randn(2, 64)).shape
+        torch.Size([2, 64])
+    """
+
+    kind = "rms_norm"

@@ -1,0 +1,85 @@
+"""LayerNorm and RMSNorm whose gamma may be zero-centred, so that weight decay draws it to 1."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from octavo.autograd.casts import Norm
+
+
+class LayerNorm(nn.LayerNorm):
+    """torch.nn.LayerNorm over the last dimension; with ``zero_centered_gamma`` it multiplies by 1 + weight.
+
+    Args:
+        features: size of the last dimension.
+        eps: added to the variance.
+        zero_centered_gamma: see above; the weight then starts at 0.
+        options: torch.nn.LayerNorm's ``bias``, ``device`` and ``dtype``.
+
+    Example:
+        >>> LayerNorm(8, zero_centered_gamma=True).weight.sum().item()
+        0.0
+    """
+
+    def __init__(self, features: int, eps: float = 1e-5, zero_centered_gamma: bool = False, **options: Any) -> None:
+        self.zero_centered_gamma = zero_centered_gamma
+        super().__init__(features, eps, **options)
+
+    def reset_parameters(self) -> None:
+        """As torch, the weight such that it multiplies by 1."""
+        super().reset_parameters()
+        if self.zero_centered_gamma:
+            nn.init.zeros_(self.weight)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """See the class."""
+        return F.layer_norm(input, self.normalized_shape, factor_of(self), self.bias, self.eps)
+
+    def norm(self) -> Norm:
+        """What the fused kernels do in this module's place."""
+        return Norm("layer_norm", self.eps, self.zero_centered_gamma)
+
+
+class RMSNorm(nn.RMSNorm):
+    """torch.nn.RMSNorm over the last dimension; with ``zero_centered_gamma`` it multiplies by 1 + weight.
+
+    Args:
+        features: size of the last dimension.
+        eps: added to the mean square.
+        zero_centered_gamma: see above; the weight then starts at 0.
+        options: ``device`` and ``dtype``.
+
+    Example:
+        >>> RMSNorm(8).weight.sum().item()
+        8.0
+    """
+
+    bias = None
+
+    def __init__(self, features: int, eps: float = 1e-5, zero_centered_gamma: bool = False, **options: Any) -> None:
+        self.zero_centered_gamma = zero_centered_gamma
+        super().__init__(features, eps, **options)
+
+    def reset_parameters(self) -> None:
+        """As torch, the weight such that it multiplies by 1."""
+        super().reset_parameters()
+        if self.zero_centered_gamma:
+            nn.init.zeros_(self.weight)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """See the class."""
+        return F.rms_norm(input, self.normalized_shape, factor_of(self), self.eps)
+
+    def norm(self) -> Norm:
+        """What the fused kernels do in this module's place."""
+        eps = torch.finfo(torch.float32).eps if self.eps is None else self.eps  # as torch does for None
+        return Norm("rms_norm", eps, self.zero_centered_gamma)
+
+
+def factor_of(module: LayerNorm | RMSNorm) -> Tensor:
+    """What a norm multiplies by."""
+    return 1 + module.weight if module.zero_centered_gamma else module.weight

@@ -1,0 +1,209 @@
+"""A transformer block: causal attention with rotary positions and grouped queries, then an MLP, each after its norm.
+
+Shapes: B sequences, C positions, W width, H heads, G heads of keys and values, D width of a head (even).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from octavo.nn.fused import LayerNormLinear, LayerNormMLP, RMSNormLinear, RMSNormMLP
+from octavo.nn.linear import Linear
+from octavo.scaling.recipe import Recipe
+from octavo.scaling.recipe_map import RecipeMap, under
+
+Rotary = tuple[Tensor, Tensor]  # cosines and sines [C, D / 2]
+ROTARY_BASE = 10_000.0
+
+
+def rotary_table(
+    positions: int, head_width: int, base: float = ROTARY_BASE, device: torch.device | str | None = None
+) -> Rotary:
+    """Cosines and sines of the rotary angles (Su et al. 2021, arXiv 2104.09864).
+
+    Args:
+        positions: C.
+        head_width: features of one head, D (even).
+        base: the longest wavelength is about 2π × base positions.
+        device: where they are made.
+
+    Returns:
+        cos and sin, each [C, D / 2] float32.
+
+    Example:
+        >>> cos, sin = rotary_table(128, 64)
+        >>> cos.shape
+        torch.Size([128, 32])
+    """
+    steps = torch.arange(0, head_width, 2, dtype=torch.float64, device=device)
+    angle = torch.arange(positions, dtype=torch.float64, device=device)[:, None] * base ** (-steps / head_width)
+    return angle.cos().float(), angle.sin().float()
+
+
+def rotate(x: Tensor, rotary: Rotary) -> Tensor:
+    """Turn each pair (x[i], x[i + D/2]) by its position's angle, so that q . k depends on the distance only.
+
+    Args:
+        x: [..., C, D], any float dtype.
+        rotary: cos and sin, [C, D / 2] each.
+
+    Returns:
+        [..., C, D], the dtype of x.
+    """
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = (table.to(x.dtype) for table in rotary)
+    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
+
+
+class SelfAttention(nn.Module):
+    """Causal self-attention after a norm: ``out(attention(qkv(norm(x))))``.
+
+    The norm and the one product of query, key and value are a LayerNormLinear or RMSNormLinear; the attention itself is
+    torch's scaled_dot_product_attention in the product's dtype.
+
+    Args:
+        hidden_size: W.
+        heads: H, a divisor of W with an even quotient.
+        kv_heads: G, a divisor of H: so many heads share their keys and values; H by default.
+        norm: "rms_norm" or "layer_norm".
+        eps: the norm's.
+        bias: of the two linear layers.
+        recipe: an octavo.Recipe or RecipeMap (of the names "qkv.linear" and "out").
+        device: where the parameters are created.
+        dtype: bfloat16, float16 or float32.
+
+    Raises:
+        ValueError: for heads that don't divide the width, or kv_heads that don't divide the heads.
+
+    Example:
+        >>> import torch, octavo
+        >>> attention = octavo.nn.SelfAttention(64, heads=4, kv_heads=1, recipe=octavo.recipes.rowwise())
+        >>> attention(torch.randn(2, 16, 64)).shape
+        torch.Size([2, 16, 64])
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        heads: int,
+        kv_heads: int | None = None,
+        norm: str = "rms_norm",
+        eps: float = 1e-5,
+        bias: bool = False,
+        recipe: Recipe | RecipeMap | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        kv_heads = heads if kv_heads is None else kv_heads
+        if heads < 1 or hidden_size % (2 * heads):
+            raise ValueError(f"hidden_size={hidden_size} is not a multiple of 2 x heads (heads={heads})")
+        if kv_heads < 1 or heads % kv_heads:
+            raise ValueError(f"kv_heads={kv_heads} does not divide heads={heads}")
+        self.heads, self.kv_heads, self.head_width = heads, kv_heads, hidden_size // heads
+        shared = kv_heads * self.head_width
+        splits = {"query": hidden_size, "key": shared, "value": shared}
+        self.qkv = _norm_linear(norm)(hidden_size, splits, eps, bias, under(recipe, "qkv"), device=device, dtype=dtype)
+        self.out = Linear(hidden_size, hidden_size, bias, under(recipe, "out"), device, dtype)
+
+    def forward(self, x: Tensor, rotary: Rotary | None = None) -> Tensor:
+        """Attend.
+
+        Args:
+            x: [B, C, W].
+            rotary: of at least C positions; made here where a model has none to share between its blocks.
+
+        Returns:
+            [B, C, W].
+        """
+        if x.ndim != 3:
+            raise ValueError(f"input of shape {tuple(x.shape)} must be [sequences, positions, features]")
+        positions = x.shape[1]
+        query, key, value = (part.unflatten(-1, (-1, self.head_width)) for part in self.qkv(x))
+        if rotary is None:
+            rotary = rotary_table(positions, self.head_width, device=x.device)
+        rotary = rotary[0][:positions], rotary[1][:positions]
+        attended = F.scaled_dot_product_attention(
+            rotate(query.transpose(1, 2), rotary),
+            rotate(key.transpose(1, 2), rotary),
+            value.transpose(1, 2),
+            is_causal=True,
+            enable_gqa=self.kv_heads != self.heads,
+        )
+        return self.out(attended.transpose(1, 2).flatten(2))
+
+
+class TransformerBlock(nn.Module):
+    """``x + attention(x)``, then ``x + mlp(x)``, each with its own norm before it (pre-norm).
+
+    Args:
+        hidden_size: W.
+        ffn_hidden_size: features of the MLP's activation.
+        heads: attention heads, a divisor of W with an even quotient.
+        kv_heads: heads of keys and values, a divisor of heads; as many by default.
+        activation: the MLP's, see octavo.nn.LayerNormMLP.
+        norm: "rms_norm" or "layer_norm".
+        eps: the norms'.
+        bias: of the linear layers.
+        recipe: an octavo.Recipe or RecipeMap (of the names "attention.qkv.linear", "attention.out", "mlp.fc1",
+            "mlp.fc2"); octavo.recipes.dynamic() by default.
+        device: where the parameters are created.
+        dtype: bfloat16, float16 or float32.
+
+    Example:
+        >>> import torch, octavo
+        >>> block = octavo.nn.TransformerBlock(64, 176, heads=4, kv_heads=2, recipe=octavo.recipes.delayed())
+        >>> block(torch.randn(2, 16, 64)).shape
+        torch.Size([2, 16, 64])
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        heads: int,
+        kv_heads: int | None = None,
+        *,
+        activation: str = "swiglu",
+        norm: str = "rms_norm",
+        eps: float = 1e-5,
+        bias: bool = False,
+        recipe: Recipe | RecipeMap | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.attention = SelfAttention(
+            hidden_size, heads, kv_heads, norm, eps, bias, under(recipe, "attention"), device, dtype
+        )
+        mlp = {"rms_norm": RMSNormMLP, "layer_norm": LayerNormMLP}[norm]
+        self.mlp = mlp(
+            hidden_size, ffn_hidden_size, activation, eps, bias, under(recipe, "mlp"), device=device, dtype=dtype
+        )
+
+    def forward(self, x: Tensor, rotary: Rotary | None = None) -> Tensor:
+        """One block.
+
+        Args:
+            x: [B, C, W].
+            rotary: see SelfAttention.
+
+        Returns:
+            [B, C, W].
+        """
+        x = x + self.attention(x, rotary)
+        return x + self.mlp(x)
+
+
+def _norm_linear(norm: str) -> Callable[..., LayerNormLinear | RMSNormLinear]:
+    kinds: dict[str, Callable[..., LayerNormLinear | RMSNormLinear]] = {
+        "rms_norm": RMSNormLinear,
+        "layer_norm": LayerNormLinear,
+    }
+    if norm not in kinds:
+        raise ValueError(f"norm={norm!r}: use 'layer_norm' or 'rms_norm'")
+    return kinds[norm]

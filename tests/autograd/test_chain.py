@@ -1,0 +1,121 @@
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo import recipes
+from octavo.autograd.casts import WEIGHT, Norm, cast_role
+from octavo.autograd.chain import Chain, run_chain
+from octavo.autograd.products import Layer, linear
+from octavo.nn.activation import activate, input_width
+from tests.fused_cases import SAVED
+from tests.helpers import FP8_RECIPES, CountOps, delayed_state, sqnr
+
+T, K, F, N = 48, 64, 96, 40
+each_recipe = pytest.mark.parametrize("name", FP8_RECIPES)
+
+
+def layer(weight: Tensor, recipe, fresh: bool = True) -> Layer:
+    state = delayed_state(recipe)
+    return Layer(cast_role(weight.detach(), recipe, WEIGHT, True, True, state), recipe, state, True)
+
+
+def weights(*shapes: tuple[int, int]) -> list[tuple[Tensor, Tensor]]:
+    return [(torch.randn(n, k).requires_grad_(), torch.randn(n).requires_grad_()) for n, k in shapes]
+
+
+def leaves(*groups) -> list[Tensor]:
+    return [tensor for group in groups for tensor in group if tensor is not None]
+
+
+def gradients(result: Tensor, grad: Tensor, tensors: list[Tensor]) -> list[Tensor]:
+    return [result.detach(), *torch.autograd.grad(result, tensors, grad)]
+
+
+@each_recipe
+def test_one_layer_without_a_norm_is_that_layer(name):
+    recipe = FP8_RECIPES[name]()
+    x, (own,) = torch.randn(2, 3, K, requires_grad=True), weights((N, K))
+    grad = torch.randn(2, 3, N)
+    chain = Chain(None, (layer(own[0], recipe),), "", torch.float32, False)
+    found = gradients(run_chain(x, (None, None), [own], chain), grad, [x, *own])
+    expected = gradients(linear(x, *own, layer(own[0], recipe)), grad, [x, *own])
+    assert all(map(torch.equal, found, expected))
+
+
+@each_recipe
+@pytest.mark.parametrize("activation", ["relu", "gelu", "swiglu", "geglu_tanh"])
+def test_two_layers_without_a_norm_are_those_with_the_activation_between(name, activation):
+    recipe = FP8_RECIPES[name]()
+    x = torch.randn(T, K, requires_grad=True)
+    first, second = weights((input_width(activation, F), K), (N, F))
+    tensors, grad = [x, *first, *second], torch.randn(T, N)
+    layers = layer(first[0], recipe), layer(second[0], recipe)
+    with CountOps() as ops:
+        y = run_chain(x, (None, None), [first, second], Chain(None, layers, activation, torch.float32, False))
+        found = gradients(y, grad, tensors)
+    assert ops.calls["matmul"] == 6 and sum(ops.calls.values()) == 10  # and the casts of two inputs and two gradients
+    h = activate(linear(x, *first, layer(first[0], recipe)), activation)
+    expected = gradients(linear(h, *second, layer(second[0], recipe)), grad, tensors)
+    for a, b in zip(found, expected, strict=True):  # but for the last bit of the activation, and what it rounds to
+        assert sqnr(a, b) > 30
+
+
+@each_recipe
+@pytest.mark.parametrize("kind", ["layer_norm", "rms_norm"])
+def test_what_is_returned_and_what_is_asked_for(name, kind):
+    recipe, norm = FP8_RECIPES[name](), Norm(kind, 1e-5, False)
+    x = torch.randn(T, K, dtype=torch.bfloat16)
+    (own,) = weights((N, K))
+    parameters = torch.ones(K), torch.zeros(K) if kind == "layer_norm" else None
+    for dtype, returns in itertools.product([torch.bfloat16, torch.float32], [False, True]):
+        chain = Chain(norm, (layer(own[0], recipe),), "", dtype, returns)
+        found = run_chain(x, parameters, [own], chain)
+        with torch.no_grad():
+            alone = run_chain(x, parameters, [own], chain)
+        assert isinstance(found, tuple) == isinstance(alone, tuple) == returns
+        for a, b in zip(found, alone, strict=True) if returns else [(found, alone)]:
+            assert a.dtype == dtype and torch.equal(a, b)
+
+
+def test_results_of_the_next_dtype_where_x_and_parameters_have_their_own():
+    recipe = dataclasses.replace(recipes.dynamic(), grad_weight=None)  # whose inputs are saved as they are
+    x = torch.randn(T, K, requires_grad=True)
+    first, second = weights((2 * F, K), (N, F))
+    gamma = torch.ones(K, dtype=torch.float16, requires_grad=True)
+    layers = layer(first[0], recipe), layer(second[0], dataclasses.replace(recipe, saved=SAVED))
+    norm = Norm("rms_norm", 1e-5, False)
+    y = run_chain(x, (gamma, None), [first, second], Chain(norm, layers, "swiglu", torch.bfloat16, False))
+    assert y.dtype == torch.bfloat16
+    y.sum().backward()
+    assert x.grad.dtype == first[0].grad.dtype == second[1].grad.dtype == torch.float32
+    assert gamma.grad.dtype == torch.float16
+
+
+@each_recipe
+def test_no_more_is_cast_than_the_gradients_asked_for(name):
+    recipe = FP8_RECIPES[name]()
+    (own,) = weights((N, K))
+    norm = Norm("rms_norm", 1e-5, False)
+    for needs, products in (((True, False, False), 2), ((False, True, False), 2), ((False, False, True), 1)):
+        x, weight, bias = (t.detach().requires_grad_(n) for t, n in zip((torch.ones(T, K), *own), needs, strict=True))
+        made = layer(own[0], recipe)
+        with CountOps() as ops:
+            chain = Chain(norm, (made,), "", torch.float32, False)
+            run_chain(x, (torch.ones(K), None), [(weight, bias)], chain).sum().backward()
+        assert ops.calls["matmul"] == products
+        assert ops.calls["norm_backward"] == needs[0]
+        assert [t.grad is not None for t in (x, weight, bias)] == list(needs)
+
+
+def test_a_gradient_that_is_zero_throughout():
+    recipe = recipes.delayed()
+    first, second = weights((F, K), (N, F))
+    layers = layer(first[0], recipe), layer(second[0], recipe)
+    chain = Chain(Norm("layer_norm", 1e-5, True), layers, "relu", torch.float32, False)
+    x = torch.randn(T, K, requires_grad=True)
+    run_chain(x, (torch.zeros(K), torch.zeros(K)), [first, second], chain).backward(torch.zeros(T, N))
+    for tensor in leaves([x], first, second):
+        assert tensor.grad.shape == tensor.shape and not tensor.grad.any()

@@ -1,0 +1,193 @@
+"""Llama, Qwen2 and GPT-2 of transformers train converted, in every recipe as in bf16; they save, load and restore.
+
+The models are tiny, random and built offline. The learning rate is one at which bf16's loss about halves on the fixed
+batch. Where it nears 0 instead, the little that is left differs by some percent between bf16 and float32 too.
+"""
+
+import copy
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import octavo
+from octavo import Recipe, RecipeMap, recipes
+from tests.helpers import FP8_RECIPES, CountOps, assert_equal, every_layer, gradients, to_fp8
+
+transformers = pytest.importorskip("transformers")
+
+WIDTH, VOCABULARY, POSITIONS, BATCH = 64, 64, 32, 4
+STEPS, LR = 30, 1e-3
+
+
+def llama(**changes: object) -> nn.Module:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**_sizes() | changes))
+
+
+def qwen2(**changes: object) -> nn.Module:
+    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**_sizes() | changes))
+
+
+def gpt2() -> nn.Module:
+    sizes = {"vocab_size": VOCABULARY, "n_positions": POSITIONS, "n_embd": WIDTH, "n_layer": 2, "n_head": 4}
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    tokens = {"bos_token_id": 0, "eos_token_id": 0}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **no_dropout, **tokens))
+
+
+def _sizes() -> dict[str, object]:
+    return {
+        "vocab_size": VOCABULARY,
+        "hidden_size": WIDTH,
+        "intermediate_size": 176,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": POSITIONS,
+    }
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama": llama,
+    "qwen2": qwen2,
+    "gpt2": gpt2,
+    "qwen2, tied": lambda: qwen2(tie_word_embeddings=True),
+}
+LAYERS = {"llama": 15, "qwen2": 15, "gpt2": 9, "qwen2, tied": 15}  # linear layers, the head among them
+TIED = ("gpt2", "qwen2, tied")
+
+each_model = pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2"])
+each_recipe = pytest.mark.parametrize("name", FP8_RECIPES)
+
+
+def build(kind: str, recipe: Recipe | RecipeMap | None = None) -> nn.Module:
+    """The model of a seed, converted if there is a recipe."""
+    torch.manual_seed(0)
+    net = MODELS[kind]().train()
+    return net if recipe is None else octavo.convert(net, recipe, select=every_layer)
+
+
+TOKENS = torch.randint(VOCABULARY, (BATCH, POSITIONS), generator=torch.Generator().manual_seed(5))
+
+
+class Trained(NamedTuple):
+    """A model after some steps on one batch, their losses, and the gradients of the first."""
+
+    net: nn.Module
+    losses: list[float]
+    first_gradients: dict[str, Tensor]
+
+
+def train(net: nn.Module, steps: int) -> Trained:
+    optimizer = torch.optim.AdamW(net.parameters(), lr=LR)
+    losses, first = [], {}
+    for step in range(steps):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = net(input_ids=TOKENS, labels=TOKENS, use_cache=False).loss
+        loss.backward()
+        if step == 0:
+            first = gradients(net)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return Trained(net, losses, first)
+
+
+@functools.cache
+def baseline(kind: str) -> Trained:
+    return train(build(kind), STEPS)
+
+
+def logits(net: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return net.eval()(input_ids=TOKENS).logits
+
+
+def embedding_and_head(net: nn.Module) -> tuple[Tensor, Tensor]:
+    return net.get_input_embeddings().weight, net.get_output_embeddings().weight
+
+
+@each_model
+def test_bf16_learns(kind: str) -> None:
+    losses = baseline(kind).losses
+    assert losses[-1] <= 0.7 * losses[0]
+
+
+@each_recipe
+@each_model
+def test_it_trains_as_bf16_does(kind: str, name: str) -> None:
+    theirs, ours = baseline(kind), train(build(kind, FP8_RECIPES[name]()), STEPS)
+    assert ours.losses == pytest.approx(theirs.losses, rel=0.02)
+    assert ours.losses != theirs.losses
+    assert ours.first_gradients.keys() == theirs.first_gradients.keys() == dict(ours.net.named_parameters()).keys()
+    for parameter, gradient in ours.first_gradients.items():
+        expected = theirs.first_gradients[parameter]
+        assert torch.cosine_similarity(gradient.flatten(), expected.flatten(), dim=0) >= 0.98, parameter
+
+
+@each_recipe
+@each_model
+def test_every_product_of_every_layer_is_in_fp8(kind: str, name: str) -> None:
+    net = build(kind, FP8_RECIPES[name]())
+    assert len(octavo.summary(net).converted) == LAYERS[kind]
+    with CountOps() as ops:
+        net(input_ids=TOKENS, labels=TOKENS, use_cache=False).loss.backward()
+    assert ops.calls["matmul"] == 3 * LAYERS[kind]
+
+
+@each_model
+def test_it_saves_and_loads_and_comes_back(kind: str, tmp_path: Path) -> None:
+    plain = build(kind)
+    net = train(build(kind, recipes.delayed()), 2).net
+    state = net.state_dict()
+    assert state.keys() == plain.state_dict().keys()
+    net.save_pretrained(tmp_path)
+
+    read = type(plain).from_pretrained(tmp_path)
+    plain.load_state_dict(state, strict=True)
+    assert_equal(read.state_dict(), plain.state_dict())
+    for other in (read, plain):
+        to_fp8(other, recipes.delayed())
+        octavo.load_delayed_state_dict(other, octavo.delayed_state_dict(net))
+        assert torch.equal(logits(other), logits(net))
+    assert train(read.train(), 2).losses == train(copy.deepcopy(net).train(), 2).losses
+
+    untouched = build(kind)
+    octavo.restore(net)
+    assert [type(module) for module in net.modules()] == [type(module) for module in untouched.modules()]
+    untouched.load_state_dict(state, strict=True)
+    assert torch.equal(logits(net), logits(untouched))
+    assert octavo.delayed_state_dict(net) == {}
+
+
+@pytest.mark.parametrize("kind", TIED)
+def test_a_tied_head_stays_tied(kind: str, tmp_path: Path) -> None:
+    net = build(kind, recipes.dynamic())
+    embedding, head = embedding_and_head(net)
+    assert isinstance(net.get_output_embeddings(), octavo.nn.Linear)
+    assert embedding is head
+    before = embedding.clone()
+    train(net, 2)
+    assert embedding_and_head(net) == (embedding, embedding)
+    assert not torch.equal(embedding, before)
+    net.save_pretrained(tmp_path)
+    for other in (copy.deepcopy(net), type(net).from_pretrained(tmp_path), octavo.restore(net)):
+        embedding, head = embedding_and_head(other)
+        assert embedding is head
+        assert torch.equal(embedding, net.get_input_embeddings().weight)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_the_head_in_high_precision(kind: str) -> None:
+    net = build(kind, RecipeMap(recipes.dynamic(), {"lm_head": None}))
+    assert net.get_output_embeddings().recipe.is_high_precision
+    in_fp8 = [m for m in octavo.summary(net).converted if m.recipe is not None and not m.recipe.is_high_precision]
+    assert len(in_fp8) == LAYERS[kind] - 1
+    with CountOps() as ops:
+        net(input_ids=TOKENS, labels=TOKENS, use_cache=False).loss.backward()
+    assert ops.calls["matmul"] == 3 * len(in_fp8)
+    assert train(net, 10).losses == pytest.approx(baseline(kind).losses[:10], rel=0.02)

@@ -1,0 +1,274 @@
+import copy
+import io
+import itertools
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import octavo
+from octavo import HigherOrderGradientError, recipes
+from octavo.kernels.activations import ACTIVATIONS
+from tests.combinations import each_pair
+from tests.fused_cases import LINEARS, in_float64, in_parts, linear, mlp, results
+from tests.helpers import FP8_RECIPES, CountOps, assert_equal, sqnr
+
+T, K, N = 40, 64, 48
+FUSED = {"norm_cast", "norm_cast_two_scalings"}
+ALL_FOUR = {
+    "LayerNormLinear": lambda **options: linear("layer_norm", **options),
+    "RMSNormLinear": lambda **options: linear("rms_norm", **options),
+    "LayerNormMLP": lambda **options: mlp("layer_norm", **options),
+    "RMSNormMLP": lambda **options: mlp("rms_norm", **options),
+}
+each_module = pytest.mark.parametrize("kind", ALL_FOUR)
+each_recipe = pytest.mark.parametrize("recipe", FP8_RECIPES)
+each_norm = pytest.mark.parametrize("norm", LINEARS)
+
+
+def is_fused(module: nn.Module, *shape: int) -> bool:
+    with CountOps() as ops, torch.no_grad():
+        module(torch.randn(*(shape or (4, K)), dtype=module.norm.weight.dtype))
+    return bool(FUSED & ops.calls.keys())
+
+
+def forget(module: nn.Module) -> None:
+    for part in module._linears():
+        part.reset_delayed_state()
+
+
+def width_of(module: nn.Module) -> int:
+    return N if hasattr(module, "linear") else K
+
+
+def assert_near(found: dict, expected: dict, db: float = 20.0) -> None:
+    """The same but for FP8 roundings that fell otherwise."""
+    assert found.keys() == expected.keys()
+    for name in found:
+        assert found[name].shape == expected[name].shape and found[name].dtype == expected[name].dtype
+        assert sqnr(found[name], expected[name]) > db, name
+
+
+def test_parameters_are_those_of_the_parts():
+    for norm, bias in itertools.product(LINEARS, (True, False)):
+        module, plain = LINEARS[norm](K, N, bias=bias), {"layer_norm": nn.LayerNorm, "rms_norm": nn.RMSNorm}[norm](K)
+        names = [f"norm.{name}" for name, _ in plain.named_parameters()]
+        names += ["linear.weight", "linear.bias"] if bias else ["linear.weight"]
+        assert list(module.state_dict()) == names
+        assert torch.equal(module.norm.weight, plain.weight)
+    assert octavo.nn.RMSNormMLP(K, 96).fc1.weight.shape == (192, K)
+    assert octavo.nn.RMSNormMLP(K, 96, "relu").fc1.weight.shape == (96, K)
+    module = octavo.nn.LayerNormMLP(K, 96, eps=1e-3, dtype=torch.bfloat16, device="meta")
+    assert {(p.dtype, p.device.type) for p in module.parameters()} == {(torch.bfloat16, "meta")}
+    assert module.norm.eps == 1e-3
+    assert "activation=swiglu" in repr(module)
+    assert module.fc1.recipe == recipes.dynamic()
+
+
+@each_pair(kind=[*ALL_FOUR], recipe=[*FP8_RECIPES], dtype=[torch.bfloat16, torch.float16, torch.float32])
+def test_any_leading_dimensions(case):
+    module, dtype = ALL_FOUR[case["kind"]](recipe=case["recipe"], dtype=case["dtype"]), case["dtype"]
+    for shape in [(K,), (5, K), (2, 3, K), (2, 3, 4, K), (0, K), (2, 0, K)]:
+        x = torch.randn(shape, dtype=dtype, requires_grad=True)
+        module.zero_grad()
+        forget(module)
+        y = module(x)
+        assert y.shape == (*shape[:-1], width_of(module)) and y.dtype == dtype
+        y.sum().backward()  # a gradient of stride 0
+        assert x.grad.shape == shape
+        assert all(p.grad.dtype == dtype for p in module.parameters())
+        if x.numel():
+            assert sqnr(y, in_float64(module)(x.detach().double())) > 20
+        else:
+            assert not any(p.grad.any() for p in module.parameters())
+    x = torch.randn(K, 4, 3, dtype=dtype).transpose(0, 2)  # any strides
+    forget(module)
+    assert torch.equal(module(x), module(x.contiguous()))
+
+
+@each_module
+def test_errors_name_both_sides(kind):
+    module = ALL_FOUR[kind]()
+    with pytest.raises(TypeError, match=r"bfloat16.*float32.*autocast"):
+        module(torch.randn(2, K, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match=r"\(2, 63\) needs 64 features last"):
+        module(torch.randn(2, K - 1))
+    with pytest.raises(ValueError, match=r"\(\) needs 64 features"):
+        module(torch.tensor(1.0))
+    with pytest.raises(TypeError, match="float64"):
+        copy.deepcopy(module).double()(torch.randn(2, K, dtype=torch.float64))
+    with pytest.raises(HigherOrderGradientError, match=r"torch\.func.*high_precision"):
+        torch.func.grad(lambda x: module(x).sum())(torch.randn(2, K))
+    x = torch.randn(2, K, requires_grad=True)
+    with pytest.raises(HigherOrderGradientError, match=r"create_graph=True.*high_precision"):
+        torch.autograd.grad(module(x).sum(), x, create_graph=True)
+
+
+def test_wrong_arguments():
+    with pytest.raises(ValueError, match=r"activation='swish': use one of relu, .*swiglu"):
+        octavo.nn.LayerNormMLP(8, 8, "swish")
+    with pytest.raises(TypeError, match=r"'dynamic' is no octavo\.Recipe"):
+        octavo.nn.RMSNormLinear(8, 8, recipe="dynamic")
+    with pytest.raises(ValueError, match="norm='batch_norm': use 'layer_norm' or 'rms_norm'"):
+        octavo.nn.fused.norm_of("batch_norm", 8, 1e-5, False)
+
+
+HOOKS = {
+    "forward": lambda part, call: part.register_forward_hook(call),
+    "forward pre": lambda part, call: part.register_forward_pre_hook(call),
+    "backward": lambda part, call: part.register_full_backward_hook(call),
+    "backward pre": lambda part, call: part.register_full_backward_pre_hook(call),
+}
+
+
+@each_norm
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_hook_on_a_part_is_called(norm, hook):
+    for module in (linear(norm), mlp(norm)):
+        x, grad = torch.randn(T, K), torch.randn(T, width_of(module))
+        expected = results(module, x, grad)
+        for part in module.children():
+            called = []
+            handle = HOOKS[hook](part, lambda *args, called=called: called.append(args))
+            found = results(module, x, grad)
+            assert len(called) == 1
+            assert_near(found, expected)
+            assert not is_fused(module)
+            handle.remove()
+            assert is_fused(module)
+        assert_equal(results(module, x, grad), expected)
+
+
+@each_module
+def test_a_replaced_part_is_called(kind):
+    module = ALL_FOUR[kind]()
+    for name, part in list(module.named_children()):
+        part.forward = lambda x, forward=part.forward: forward(x)  # as tools that wrap a forward do
+        assert not is_fused(module)
+        del part.forward
+        setattr(module, name, torch.nn.utils.parametrizations.weight_norm(copy.deepcopy(part)))
+        assert not is_fused(module) or name == "norm"
+        setattr(module, name, type("Mine", (type(part),), {})(*part.weight.shape[::-1]))
+        assert not is_fused(module)
+        setattr(module, name, part)
+        assert is_fused(module)
+    restored = octavo.restore(copy.deepcopy(module))
+    assert not is_fused(restored)
+    x = torch.randn(T, K)
+    assert torch.equal(restored(x), octavo.set_recipe(module, recipes.high_precision())(x))
+
+
+@each_recipe
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_parts_compute_the_same(recipe, activation):
+    module = mlp("layer_norm", recipe, activation=activation)
+    x, grad = torch.randn(T, K), torch.randn(T, K)
+    assert_near(results(module, x, grad), results(in_parts(module), x, grad), db=15)  # relu's slope jumps
+
+
+@each_module
+@pytest.mark.parametrize("zero", [False, True])
+def test_finite_differences_in_high_precision(kind, zero):
+    options = {"k": 6, "n": {"a": 3, "b": 2}} if "Linear" in kind else {"width": 6, "inside": 4}
+    module = ALL_FOUR[kind](recipe=recipes.high_precision(), dtype=torch.float64, zero_centered_gamma=zero, **options)
+    module.return_norm_output = True
+    tensors = [torch.randn(3, 6, dtype=torch.float64), *(p.detach() for p in module.parameters())]
+    names = [name for name, _ in module.named_parameters()]
+
+    def call(x, *parameters):
+        found = torch.func.functional_call(module, dict(zip(names, parameters, strict=True)), (x,))
+        return tuple(torch.utils._pytree.tree_leaves(found))
+
+    torch.autograd.gradcheck(call, [tensor.requires_grad_() for tensor in tensors])
+
+
+@each_norm
+@each_recipe
+def test_a_zero_centered_gamma_is_one_less(norm, recipe):
+    for build in (linear, mlp):
+        plain, centered = build(norm, recipe), build(norm, recipe, zero_centered_gamma=True)
+        centered.load_state_dict(plain.state_dict())
+        with torch.no_grad():
+            plain.norm.weight.copy_(torch.randint(-8, 9, (K,)) / 8)
+            centered.norm.weight.copy_(plain.norm.weight - 1)
+        x, grad = torch.randn(T, K), torch.randn(T, width_of(plain))
+        assert_equal(results(centered, x, grad), results(plain, x, grad))
+
+
+@each_module
+@each_recipe
+def test_without_gradients_no_more_is_done_than_the_output(kind, recipe):
+    module = ALL_FOUR[kind](recipe=recipe)
+    x = torch.randn(T, K)
+    expected = module(x).detach()
+    products = len(module._linears())
+    for context in (torch.no_grad, torch.inference_mode):
+        with context(), CountOps() as ops:
+            assert torch.equal(module(x), expected)
+        assert ops.calls == {"norm_cast": 1, "matmul": products, "cast": 2 * products - 1}
+    module.eval()
+    before = octavo.delayed_state_dict(module)
+    y = module(x)
+    assert torch.equal(y, expected)
+    y.sum().backward()
+    assert all(p.grad is not None for p in module.parameters())
+    if before:
+        assert_equal(octavo.delayed_state_dict(module), before)
+
+
+@each_module
+@each_recipe
+def test_micro_batches_share_the_cast_weights(kind, recipe):
+    module = ALL_FOUR[kind](recipe=recipe)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+    products, casts = len(module._linears()), []
+    for batch in range(4):
+        with CountOps() as ops:
+            module(torch.randn(T, K, requires_grad=True)).sum().backward()
+        casts.append(ops.casts)
+        assert ops.calls["matmul"] == 3 * products and ops.calls["norm_backward"] == 1
+        if batch == 2:
+            optimizer.step()
+    rest = 2 * products - 1  # grad_outputs, and the activation
+    assert casts == [rest + products, rest, rest, rest + products]
+
+
+@each_module
+@each_recipe
+def test_copies_pickles_and_state_dicts(kind, recipe):
+    module = ALL_FOUR[kind](recipe=recipe)
+    x, grad = torch.randn(T, K), torch.randn(T, width_of(module))
+    results(module, x, grad)  # a cached weight, a history
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    loaded = ALL_FOUR[kind](recipe=recipe)
+    loaded.load_state_dict(module.state_dict())
+    octavo.load_delayed_state_dict(loaded, octavo.delayed_state_dict(module))
+    others = copy.deepcopy(module), pickle.loads(pickle.dumps(module)), torch.load(file, weights_only=False), loaded
+    expected = results(module, x, grad)
+    for other in others:
+        assert is_fused(other)
+        assert_equal(results(other, x, grad), expected)
+        assert octavo.delayed_state_dict(other).keys() == octavo.delayed_state_dict(module).keys()
+        for name, state in octavo.delayed_state_dict(other).items():
+            assert torch.equal(state, octavo.delayed_state_dict(module)[name])
+
+
+@each_module
+def test_from_the_meta_device(kind):
+    module = ALL_FOUR[kind](recipe="delayed", device="meta", zero_centered_gamma=True)
+    assert module(torch.empty(2, 3, K, device="meta")).shape == (2, 3, width_of(module))
+    module.to_empty(device="cpu")
+    for part in module.children():
+        part.reset_parameters()
+    assert not module.norm.weight.any()
+    x, grad = torch.randn(T, K), torch.randn(T, width_of(module))
+    found, truth = results(module, x, grad), results(in_float64(module), x.double(), grad.double())
+    assert all(sqnr(found[name], truth[name]) > 15 for name in found)
+    assert all(state.any() for state in octavo.delayed_state_dict(module).values())
+    source = ALL_FOUR[kind](recipe="delayed", zero_centered_gamma=True)
+    assigned = ALL_FOUR[kind](recipe="delayed", device="meta", zero_centered_gamma=True)
+    assigned.load_state_dict(source.state_dict(), assign=True)
+    assert torch.equal(assigned(x), source(x))
