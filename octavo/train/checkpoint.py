@@ -70,7 +70,7 @@ class State:
 
     Attributes:
         step: steps done.
-        model: the model's state_dict (plain nn.Linear keys, whatever the recipe).
+        model: the model's state_dict (the same keys, whatever the recipe).
         optimizer: the optimizer's state_dict.
         delayed: scales and amax histories of delayed scaling (empty for other recipes).
         identity: the options and the data that decide the loss curve.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from octavo.scaling.recipe import Recipe
+from octavo.scaling.recipe_map import RecipeMap
 from octavo.train.checkpoint import Identity, Row, RunFolder, State
 from octavo.train.config import BASELINE, VOCABULARY, TrainConfig, check_recipe
 from octavo.train.data import Batches, Corpus, load_corpus
@@ -143,7 +144,7 @@ class Hooks:
 
 def run(
     config: TrainConfig,
-    recipe: str | Recipe = BASELINE,
+    recipe: str | Recipe | RecipeMap = BASELINE,
     *,
     name: str | None = None,
     corpus: Corpus | None = None,
@@ -156,8 +157,9 @@ def run(
 
     Args:
         config: all options. With `config.run.out` None nothing is written.
-        recipe: a name in `octavo.train.RECIPES` (bf16: the model as it is, not converted), or a Recipe of your own.
-        name: what the run is called, and its folder in `config.run.out` (default: the recipe's name).
+        recipe: a name in `octavo.train.RECIPES` (bf16: the model as it is built), or a Recipe or RecipeMap of your own.
+        name: what the run is called, and its folder in `config.run.out` (default: the recipe's, or that of a map's
+            default).
         corpus: text already loaded (default: `load_corpus(config.data.data)`).
         hooks: what is called while it runs.
 
@@ -176,7 +178,7 @@ def run(
         >>> len(result.losses), result.final_validation < 6
         (3, True)
     """
-    name = name or (check_recipe(recipe) if isinstance(recipe, str) else recipe.name)
+    name = name or _name_of(recipe)
     hooks = hooks or Hooks()
     corpus = corpus or load_corpus(config.data.data)
     device = _check(config, corpus)
@@ -193,6 +195,12 @@ def run(
             trainer.load(state)
         _Session(trainer, result, folder, identity, hooks).run()
     return result
+
+
+def _name_of(recipe: str | Recipe | RecipeMap) -> str:
+    if isinstance(recipe, str):
+        return check_recipe(recipe)
+    return recipe.default.name if isinstance(recipe, RecipeMap) else recipe.name
 
 
 def _check(config: TrainConfig, corpus: Corpus) -> torch.device:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import octavo
 from octavo.scaling.recipe import Recipe
+from octavo.scaling.recipe_map import RecipeMap
 from octavo.train.checkpoint import Identity, Row, State
 from octavo.train.config import BASELINE, VOCABULARY, ModelConfig, OptimizerConfig, TrainConfig, check_recipe
 from octavo.train.data import Batches
@@ -72,8 +73,8 @@ def require_memory(config: TrainConfig, device: torch.device) -> None:
         )
 
 
-def build_model(config: ModelConfig, recipe: str | Recipe, seed: int) -> GPT:
-    """The model with the initial weights of a seed; unless the recipe is bf16, all its blocks' Linears are converted.
+def build_model(config: ModelConfig, recipe: str | Recipe | RecipeMap, seed: int) -> GPT:
+    """The model with the initial weights of a seed; unless the recipe is bf16, all its blocks follow it.
 
     The output head stays in high precision, as FP8 training usually has it: it is a small part of the work, and to
     round the gradients of the loss at their source costs more than anywhere else.
@@ -84,7 +85,7 @@ def build_model(config: ModelConfig, recipe: str | Recipe, seed: int) -> GPT:
     if isinstance(recipe, str):
         if check_recipe(recipe) == BASELINE:
             return model
-        casts: Recipe = getattr(octavo.recipes, recipe)()
+        casts: Recipe | RecipeMap = getattr(octavo.recipes, recipe)()
     else:
         casts = recipe
     octavo.convert(model, casts, select=lambda module, name: name != HEAD)

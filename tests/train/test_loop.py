@@ -157,7 +157,21 @@ def test_every_linear_layer_but_the_head_is_converted(config):
     run(steps(config, 1), "dynamic", hooks=Hooks(on_model=models.append))
     linear = [module for module in models[0].modules() if isinstance(module, torch.nn.Linear | octavo.nn.Linear)]
     assert len(linear) == 9
-    assert all(isinstance(module, octavo.nn.Linear) == (module is not models[0].head) for module in linear)
+    converted = [module for module in linear if isinstance(module, octavo.nn.Linear)]
+    assert len(converted) == 8 and models[0].head not in converted
+    assert all(module.recipe.name == "dynamic" for module in converted)
+
+
+def test_a_recipe_by_names(config, tmp_path):
+    models = []
+    recipe = octavo.RecipeMap(octavo.recipes.dynamic(), {"blocks.0.*": None, "*.fc2": {"grad_weight": None}})
+    result = run(at(steps(config, 3), tmp_path), recipe, hooks=Hooks(on_model=models.append))
+    assert result.name == "dynamic" and len(result.rows) == 3
+    first, second = models[0].blocks
+    assert first.mlp.fc2.recipe.is_high_precision and second.attention.out.recipe == octavo.recipes.dynamic()
+    assert second.mlp.fc2.recipe.grad_weight is None and second.mlp.fc2.recipe.output is not None
+    with pytest.raises(CheckpointError, match="has recipe"):
+        run(at(steps(config, 3), tmp_path, resume=True), octavo.recipes.dynamic())
 
 
 def test_comparison_checks_all_before_it_trains(config, tmp_path):

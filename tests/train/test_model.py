@@ -5,29 +5,9 @@ import torch
 from torch import nn
 
 from octavo.train import GPT, ModelConfig, next_byte_loss
-from octavo.train.model import rotary_table, rotate
+from tests.helpers import CountOps
 
 SMALL = ModelConfig(width=32, layers=2, heads=2, context=24)
-
-
-def test_rotary_products_depend_on_the_distance_only():
-    cos, sin = rotary_table(64, 16)
-    query, key = torch.randn(16, dtype=torch.float64), torch.randn(16, dtype=torch.float64)
-    queries, keys = (rotate(x.expand(64, 16), cos.double(), sin.double()) for x in (query, key))
-    products = queries @ keys.T  # [position of the query, of the key]
-    for distance in (0, 1, 7, 30):
-        along = products.diagonal(-distance)
-        torch.testing.assert_close(along, along[:1].expand_as(along), rtol=1e-5, atol=1e-5)
-    assert products.diagonal(-1)[0] != products.diagonal(1)[0]  # which of them comes first matters
-
-
-def test_rotary_turns_keep_lengths_and_leave_the_first_position_alone():
-    cos, sin = rotary_table(32, 8)
-    x = torch.randn(3, 32, 8)
-    y = rotate(x, cos, sin)
-    torch.testing.assert_close(y.norm(dim=-1), x.norm(dim=-1))
-    torch.testing.assert_close(y[:, 0], x[:, 0])
-    assert rotate(x.bfloat16(), cos, sin).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("position", [0, 5, 22])
@@ -64,9 +44,27 @@ def test_shorter_sequences_and_any_integer_type():
     assert torch.equal(model(tokens), model(tokens.long()))
 
 
-def test_all_its_products_are_plain_linear_layers():
-    linear = [module for module in GPT(SMALL).modules() if isinstance(module, nn.Linear)]
+def test_its_blocks_compute_as_plain_torch_until_they_get_a_recipe():
+    model = GPT(SMALL)
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
     assert len(linear) == 4 * SMALL.layers + 1
-    assert all(type(module) is nn.Linear and module.bias is None for module in linear)
+    assert all(module.bias is None for module in linear)
+    assert type(model.head) is nn.Linear
+    assert all(module.recipe.is_high_precision for module in linear if module is not model.head)
+    with CountOps() as ops, torch.autocast("cpu", torch.bfloat16):
+        next_byte_loss(model(torch.randint(256, (2, 24))), torch.randint(256, (2, 24))).backward()
+    assert not ops.calls
     # what a checkpoint holds are parameters: the rotary tables are made anew
-    assert all(name.endswith("weight") for name in GPT(SMALL).state_dict())
+    assert all(name.endswith("weight") for name in model.state_dict())
+
+
+def test_initial_weights_have_variance_one_by_fan_in():
+    config = ModelConfig(width=128, layers=2, heads=2, context=8)
+    for name, weight in GPT(config).state_dict().items():
+        if weight.ndim == 1:
+            assert torch.equal(weight, torch.ones_like(weight))
+            continue
+        expected = {"embedding.weight": 1.0, "head.weight": 0.5 * 128**-0.5}.get(name, weight.shape[1] ** -0.5)
+        if name.endswith(("out.weight", "fc2.weight")):
+            expected /= math.sqrt(2 * config.layers)
+        assert weight.std().item() == pytest.approx(expected, rel=0.05), name
