@@ -1,9 +1,11 @@
 """The repository is symmetrical: tests mirror sources, files and functions stay small, the import stays light."""
 
 import ast
+import itertools
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,22 @@ def long_functions(code: str) -> list[str]:
     return found
 
 
+def code_lines(code: str) -> list[str]:
+    """A module's lines without their indentation, docstrings, comments, imports and blank lines."""
+    lines = code.splitlines()
+    for node in ast.walk(ast.parse(code)):
+        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if is_text or isinstance(node, ast.Import | ast.ImportFrom):
+            lines[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
+    return [line for line in map(str.strip, lines) if line and not line.startswith("#")]
+
+
+def shared_runs(a: list[str], b: list[str], length: int) -> list[str]:
+    """The first lines of the runs of this length that two modules share, or that one holds twice."""
+    runs = [Counter(tuple(lines[i : i + length]) for i in range(len(lines) - length + 1)) for lines in (a, b)]
+    return [run[0] for run in runs[0] if (runs[0][run] > 1 if a is b else run in runs[1])]
+
+
 def run_python(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     options = {"env": environment, "timeout": 300, **options}
@@ -80,6 +98,18 @@ def test_files_and_functions_are_short(source: Path) -> None:
     code = source.read_text(encoding="utf-8")
     assert len(code.splitlines()) <= MAX_FILE_LINES
     assert long_functions(code) == []
+
+
+COPIED_LINES = 10
+
+
+@pytest.mark.parametrize("rooms", [("nn", "autograd")], ids=" and ".join)
+def test_nothing_is_copied(rooms: tuple[str, ...]) -> None:
+    modules = {
+        name(s): code_lines(s.read_text(encoding="utf-8")) for r in rooms for s in (ROOT / "octavo" / r).glob("*.py")
+    }
+    for a, b in itertools.combinations_with_replacement(modules, 2):
+        assert shared_runs(modules[a], modules[b], COPIED_LINES) == [], f"{a} and {b}"
 
 
 def test_import_needs_torch_only() -> None:
@@ -139,3 +169,13 @@ def test_long_functions() -> None:
     docstring = '    """One.\n\n    Two.\n    """\n'
     assert long_functions(f"def f():\n{docstring}{body}") == []
     assert long_functions(f"def f():\n{body}    x = 2\n") == [f"f, line 1: {MAX_FUNCTION_LINES + 1} lines"]
+
+
+def test_shared_runs() -> None:
+    text = '    """One.\n\n    Two.\n    """\n'
+    code = f"import x\n\ndef f():\n{text}    # why\n    a = 1\n    b = (\n        2\n    )\n"
+    lines = code_lines(code)
+    assert lines == ["def f():", "a = 1", "b = (", "2", ")"]
+    assert shared_runs(lines, ["x = 0", *lines[1:], "y"], 4) == ["a = 1"]
+    assert shared_runs(lines, lines[1:], 5) == shared_runs(lines, lines, 4) == []
+    assert shared_runs(twice := lines + lines, twice, 5) == ["def f():"]
