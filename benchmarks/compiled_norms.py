@@ -30,7 +30,7 @@ from benchmarks.compiled_case import (
 from octavo.granularity import Tile, granularity_of
 from octavo.kernels.triton import KERNELS
 
-LONG = (4096, 16384)  # rows that no tile holds
+LONG = (2048, 32768)  # rows that no tile holds
 
 
 def norm() -> Iterator[Case]:
@@ -38,7 +38,7 @@ def norm() -> Iterator[Case]:
         yield _norm("layer_norm", TENSOR, transpose, shape, state=delayed_state()[0])
     yield _norm("layer_norm", TENSOR, True, RAGGED, state=delayed_state()[0], keep=True)
     yield _norm("layer_norm", TENSOR, True, dtype=FP32, state=delayed_state()[0], keep=True)
-    for tile, shape in itertools.product((ROW, VECTOR), (LARGE, LONG, RAGGED, (16384, 1024))):
+    for tile, shape in itertools.product((ROW, VECTOR), (LARGE, LONG, RAGGED, (16384, 1024), (4096, 16384))):
         yield _norm("layer_norm", tile, False, shape)
     for kind in ("layer_norm", "rms_norm"):
         yield _norm(kind, TENSOR, True, state=torch.ones(3))  # a first step, whose scale may not exist

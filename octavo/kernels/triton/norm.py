@@ -262,25 +262,27 @@ def _launch(
     x, gamma, beta, kind, eps, zero_centered, mean, rstd, y = call
     rows, cols = x.shape
     chosen = config(name, (rows * cols).bit_length())
-    block_r, block_c = _tile(chosen, cols, blocks)
-    tiles = chosen.tiles if kernel is norm_tensor_kernel else 1  # fewer programs then meet at the shared amax
+    block_r, block_c, tiles, num_warps = _tile(chosen, cols, blocks)
+    tiles = tiles if kernel is norm_tensor_kernel else 1  # fewer programs then meet at the shared amax
     height = block_r * tiles
     even, one_tile = rows % height == 0 and cols % block_c == 0, block_c >= cols
     shape = even, one_tile, tiles, block_r, block_c, 16 // x.element_size()
     given = gamma.dtype, None if beta is None else beta.dtype, kind, zero_centered, y is None
-    key = key_of(x, (gamma, beta, delayed_scale), *options, *given, shape, chosen.num_warps)
+    key = key_of(x, (gamma, beta, delayed_scale), *options, *given, shape, num_warps)
     norm = Norm(mean if kind == "layer_norm" else None, rstd, gamma, beta)
     first = Source(x, rows, cols, *x.stride()), norm, y, eps
-    launch(kernel, -(-rows // height), (*first, *arguments, zero_centered, *constants, shape), chosen.num_warps, key)
+    launch(kernel, -(-rows // height), (*first, *arguments, zero_centered, *constants, shape), num_warps, key)
 
 
-def _tile(chosen: Config, cols: int, blocks: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """(rows, columns) of a tile of whole blocks, as large as a configuration's; twice that if it then holds a row."""
+def _tile(chosen: Config, cols: int, blocks: Sequence[Sequence[int]]) -> Config:
+    """A configuration whose tile has whole blocks, and whole rows where up to 16 warps can hold one."""
     elements = chosen.block_r * chosen.block_c
     block_r = max(chosen.block_r, *(rows for rows, _ in blocks), 1)
-    least = max(16, *(cols for _, cols in blocks), 1)
+    least = max(16, *(size for _, size in blocks), 1)
     widest = max(next_power_of_two(cols), least)
     block_c = max(elements // block_r, least)
-    if widest <= block_c or (block_r == 1 and widest == 2 * block_c):
-        block_c = widest
-    return max(block_r, elements // block_c), block_c
+    larger = widest // block_c
+    if block_r == 1 and 1 < larger and larger * chosen.num_warps <= 16:
+        return Config(1, widest, chosen.tiles, larger * chosen.num_warps)
+    block_c = min(block_c, widest)
+    return chosen._replace(block_r=max(block_r, elements // block_c), block_c=block_c)

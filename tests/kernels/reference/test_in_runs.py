@@ -1,5 +1,6 @@
 """Casts of what is made run by run: the same, bit for bit, as of all of it at once."""
 
+import itertools
 import math
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.kernels.reference import tiles
+from octavo.kernels.reference import in_runs, tiles
 from octavo.kernels.reference.in_runs import Scaling, cast_in_runs, cast_values
 from tests import definitions
 from tests.combinations import each_pair
@@ -47,6 +48,7 @@ def check(y: Tensor, scaling: Scaling, found: tuple[Tensor, Tensor, Tensor]) -> 
 @each_pair(
     shape=[(0, 7), (5, 0), (1, 1), (17, 130), (150, 40), (300, 9)],
     run=RUNS,
+    kept=[0, 2000, 1 << 30],
     tile=TILES,
     second=[None, *TILES],
     dtype=FORMATS,
@@ -57,6 +59,7 @@ def check(y: Tensor, scaling: Scaling, found: tuple[Tensor, Tensor, Tensor]) -> 
 )
 def test_by_the_definition(monkeypatch: pytest.MonkeyPatch, case: dict[str, Any]) -> None:
     monkeypatch.setattr(tiles, "RUN", case["run"])
+    monkeypatch.setattr(in_runs, "KEPT", case["kept"])
     y = given(case["shape"])
     if case["fault"] is not None and y.numel():
         y[len(y) // 2, 0] = case["fault"]
@@ -71,21 +74,38 @@ def test_by_the_definition(monkeypatch: pytest.MonkeyPatch, case: dict[str, Any]
     whole = math.lcm(case["unit"], *(s.tile[0] for s in scalings if s.tile[0] != -1))
     assert all(rows.start % whole == 0 for rows in make.asked)
     spans = any(s.tile[0] == -1 for s in scalings)
-    starts = [rows.start for rows in make.asked]
-    assert len(starts) == len(set(starts)) * (2 if spans and len(set(starts)) > 1 else 1)
+    sizes = {rows.start: (rows.stop - rows.start) * y.shape[1] for rows in make.asked}
+    not_kept = [
+        start for start, held in zip(sizes, itertools.accumulate(sizes.values()), strict=True) if held > case["kept"]
+    ]
+    assert [rows.start for rows in make.asked] == [*sizes, *(not_kept if spans and len(sizes) > 1 else [])]
 
 
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("scale", [0.25, 2.0**20])
 def test_a_delayed_scale_takes_one_pass_and_clips(monkeypatch: pytest.MonkeyPatch, scale: float, run: int) -> None:
     monkeypatch.setattr(tiles, "RUN", run)
-    y, scaling = given((150, 40)), Scaling(E4M3, ALL, False, 0, scale)
-    make = Made(y)
-    (found,), sums = cast_in_runs(make, (150, 40), 1, [scaling], False)
-    check(y, scaling, found)
-    assert len(make.asked) == len({rows.start for rows in make.asked})
-    assert sums.shape == (0,)
-    assert found[2].item() == y.abs().max()
+    scaling = Scaling(E4M3, ALL, False, 0, scale)
+    for y in (given((150, 40)), given((150, 40)).flip(0)):  # the largest in the last run, and in the first
+        make = Made(y)
+        (found,), sums = cast_in_runs(make, (150, 40), 1, [scaling], False)
+        check(y, scaling, found)
+        assert len(make.asked) == len({rows.start for rows in make.asked})
+        assert sums.shape == (0,)
+        assert found[2].item() == y.abs().max()
+
+
+@pytest.mark.parametrize("kept", [0, 1 << 30])
+@pytest.mark.parametrize("fmt", FORMATS, ids=["E4M3", "E5M2"])
+def test_faults_in_some_run(monkeypatch: pytest.MonkeyPatch, fmt: torch.dtype, kept: int) -> None:
+    monkeypatch.setattr(tiles, "RUN", 500)
+    monkeypatch.setattr(in_runs, "KEPT", kept)
+    for tile in TILES:
+        for row in (0, 70, 149):
+            y = given((150, 40))
+            y[row, :3] = torch.tensor([math.nan, math.inf, -math.inf])
+            (found,), _ = cast_in_runs(Made(y), (150, 40), 1, [Scaling(fmt, tile, False, 0)], False)
+            check(y, Scaling(fmt, tile, False, 0), found)
 
 
 def test_zeros_and_the_largest_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

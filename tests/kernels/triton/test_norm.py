@@ -258,6 +258,26 @@ def test_parameters_that_are_not_contiguous(kernels: TritonKernels) -> None:
         check_norm(kernels, "norm_cast", *args)
 
 
+def test_tiles(kernels: TritonKernels) -> None:
+    config, tile = kernels.module("launch").Config, kernels.module("norm")._tile
+    wide, tall = config(1, 4096, 4, 4), config(16, 512, 1, 8)
+    for chosen, cols, blocks, expected in (
+        (wide, 4096, [], (1, 4096, 4, 4)),
+        (wide, 1000, [], (4, 1024, 4, 4)),
+        (wide, 3, [], (256, 16, 4, 4)),
+        (wide, 5000, [], (1, 8192, 4, 8)),
+        (wide, 16384, [], (1, 16384, 4, 16)),
+        (wide, 16385, [], (1, 4096, 4, 4)),
+        (wide, 5000, [(8, 2)], (8, 512, 4, 4)),
+        (wide, 40, [(1, 128)], (32, 128, 4, 4)),
+        (tall, 4096, [], (16, 512, 1, 8)),
+        (tall, 100, [], (64, 128, 1, 8)),
+        (tall, 100, [(1, 32), (32, 1)], (64, 128, 1, 8)),
+        (tall, 4096, [(1, 32), (32, 1)], (32, 256, 1, 8)),
+    ):
+        assert tile(chosen, cols, blocks) == expected
+
+
 def test_bad_arguments(kernels: TritonKernels) -> None:
     x, gamma = torch.randn(4, 8).to(kernels.device), torch.randn(8).to(kernels.device)
     cast = None, 0, E4M3, ALL, False, 0, True

@@ -133,8 +133,8 @@ def test_cast(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, case: dic
 
 
 # both from one launch; and not both
-TILES = [((1, 128), (128, 1)), ((1, 32), (32, 1)), ((128, 128), (8, 2)), ((1, -1), (-1, 1)), (ALL, (-1, 1))]
-TILES += [((-1, 1), ALL), ((1, 16), (1, -1)), ((20, 48), (32, 1))]
+TILES = [((1, 128), (128, 1)), ((1, 32), (32, 1)), ((8, 2), (128, 128)), ((1, -1), (-1, 1)), (ALL, (-1, 1))]
+TILES += [((-1, 1), ALL), ((1, 16), (1, -1)), ((32, 1), (20, 48))]
 
 
 @each_pair(
@@ -196,6 +196,16 @@ def test_either_half_may_hold_the_amax(kernels: TritonKernels, zeros: slice, fau
     dy[7, 50] = fault
     for tile, state in ((ALL, None), (ALL, torch.full((3,), 0.5, device=kernels.device)), ((1, -1), None)):
         check_close(kernels, "cast", dy, state, 0, E4M3, tile, False, 0, 1, False, "swiglu", h)
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "gradient"])
+def test_nothing_but_nan(kernels: TritonKernels, backward: bool) -> None:
+    h = values_of("varied", (64, 64), torch.float32)
+    h[16:32], h[:, 16:32] = math.nan, math.nan
+    dy, h = torch.ones(64, 64, device=kernels.device), h.to(kernels.device)
+    x, preactivation = (dy, h) if backward else (h, None)
+    for tile in (ALL, (1, -1), (-1, 1), (16, 16)):
+        check_close(kernels, "cast", x, None, 0, E4M3, tile, False, 0, 1, False, "silu", preactivation)
 
 
 def test_more_strips_than_there_are_counters(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:
