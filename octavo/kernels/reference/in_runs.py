@@ -116,9 +116,7 @@ class _Kept:
 class _Parts:
     """One scaling's result, as its runs come."""
 
-    def __init__(
-        self, scaling: Scaling, shape: tuple[int, int], amax: Tensor | None, all_finite: bool = False
-    ) -> None:
+    def __init__(self, scaling: Scaling, shape: tuple[int, int], amax: Tensor | None, all_finite: bool = False) -> None:
         self.scaling, self.shape, self.spans = scaling, shape, scaling.tile[0] == ALL
         self.amax = amax  # of tiles that span all rows: known before, or found by runs
         self.all_finite = all_finite  # all rows, as far as is known

@@ -39,7 +39,7 @@ EXACT = {"relu", "squared_relu", "reglu"}  # no rounding but a product's: the sa
 EVERY = list(itertools.product(ACTIVATIONS, (False, True)))
 SOME = list(itertools.product(["silu", "squared_relu", "swiglu", "geglu", "reglu"], (False, True)))
 # the size of (gate | up) is twice as many columns
-SHAPES = [(0, 17), (17, 0), (0, 0), (1, 1), (1, 1000), (1000, 1), (17, 127), (33, 125), (127, 128), (128, 17), (64, 96)]
+SHAPES = [(0, 17), (17, 0), (0, 0), (1, 1), (1, 1000), (1000, 1), (17, 127), (33, 125), (40, 128), (128, 17), (64, 96)]
 FEW_SHAPES = [(0, 17), (17, 0), (1, 1), (3, 300), (300, 3), (33, 57), (40, 45), (64, 96), (32, 128)]
 # what h is: numbers, or codes and the tile of their scale_inv
 H = [*DTYPES, (E4M3, ALL), (E5M2, (1, -1)), (E4M3, (1, 128)), (E5M2, (1, 32)), (E4M3, (128, 128)), (E4M3, (3, 5))]
