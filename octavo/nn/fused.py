@@ -110,6 +110,7 @@ class _NormLinear(Fused):
         self.return_norm_output = return_norm_output
         self.norm = norm_of(self.kind, in_features, eps, zero_centered_gamma, device=device, dtype=dtype)
         self.linear = Linear(in_features, out_features, bias, recipe_for(recipe, "linear"), device, dtype)
+        self.splits = self.linear.splits
 
     def _linears(self) -> tuple[Linear, ...]:
         return (self.linear,)
@@ -119,10 +120,11 @@ class _NormLinear(Fused):
         if self._can_fuse():
             found = self._fused(input, "", self.return_norm_output)
             output, normed = found if self.return_norm_output else (found, None)
-            output = part(output, self.linear.splits)
         else:
             normed = self.norm(input)
             output = self.linear(normed)
+        if isinstance(output, Tensor):  # as also of a part put in the linear layer's place
+            output = part(output, self.splits)
         return (output, normed) if self.return_norm_output else output
 
 

@@ -272,3 +272,9 @@ def test_from_the_meta_device(kind):
     assigned = ALL_FOUR[kind](recipe="delayed", device="meta", zero_centered_gamma=True)
     assigned.load_state_dict(source.state_dict(), assign=True)
     assert torch.equal(assigned(x), source(x))
+
+
+def test_a_replaced_part_is_split_too():
+    layer = octavo.nn.RMSNormLinear(64, {"query": 64, "key": 32}, bias=False)
+    layer.linear = torch.nn.Linear(64, 96, bias=False)
+    assert [output.shape for output in layer(torch.randn(2, 64))] == [(2, 64), (2, 32)]
