@@ -1,4 +1,7 @@
-"""The Triton kernels, on CUDA tensors: each equals its reference bit for bit on codes and scale_inv; one file an op."""
+"""The Triton kernels, on CUDA tensors; one file an op.
+
+Casts equal their reference bit for bit; where exp or a row's sum is in it, to float32's rounding.
+"""
 
 from collections.abc import Callable
 from typing import Any
