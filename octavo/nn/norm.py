@@ -11,7 +11,27 @@ from torch.nn import functional as F
 from octavo.autograd.casts import Norm
 
 
-class LayerNorm(nn.LayerNorm):
+class _ZeroCentered(nn.Module):
+    """What both norms add to torch's; mixed in before it."""
+
+    weight: nn.Parameter
+
+    def __init__(self, features: int, eps: float = 1e-5, zero_centered_gamma: bool = False, **options: Any) -> None:
+        self.zero_centered_gamma = zero_centered_gamma
+        super().__init__(features, eps, **options)
+
+    def reset_parameters(self) -> None:
+        """As torch, the weight such that it multiplies by 1."""
+        super().reset_parameters()  # type: ignore[misc]
+        if self.zero_centered_gamma:
+            nn.init.zeros_(self.weight)
+
+    def factor(self) -> Tensor:
+        """What the norm multiplies by."""
+        return 1 + self.weight if self.zero_centered_gamma else self.weight
+
+
+class LayerNorm(_ZeroCentered, nn.LayerNorm):
     """torch.nn.LayerNorm over the last dimension; with ``zero_centered_gamma`` it multiplies by 1 + weight.
 
     Args:
@@ -25,26 +45,16 @@ class LayerNorm(nn.LayerNorm):
         0.0
     """
 
-    def __init__(self, features: int, eps: float = 1e-5, zero_centered_gamma: bool = False, **options: Any) -> None:
-        self.zero_centered_gamma = zero_centered_gamma
-        super().__init__(features, eps, **options)
-
-    def reset_parameters(self) -> None:
-        """As torch, the weight such that it multiplies by 1."""
-        super().reset_parameters()
-        if self.zero_centered_gamma:
-            nn.init.zeros_(self.weight)
-
     def forward(self, input: Tensor) -> Tensor:
         """See the class."""
-        return F.layer_norm(input, self.normalized_shape, factor_of(self), self.bias, self.eps)
+        return F.layer_norm(input, self.normalized_shape, self.factor(), self.bias, self.eps)
 
     def norm(self) -> Norm:
         """What the fused kernels do in this module's place."""
         return Norm("layer_norm", self.eps, self.zero_centered_gamma)
 
 
-class RMSNorm(nn.RMSNorm):
+class RMSNorm(_ZeroCentered, nn.RMSNorm):
     """torch.nn.RMSNorm over the last dimension; with ``zero_centered_gamma`` it multiplies by 1 + weight.
 
     Args:
@@ -60,26 +70,11 @@ class RMSNorm(nn.RMSNorm):
 
     bias = None
 
-    def __init__(self, features: int, eps: float = 1e-5, zero_centered_gamma: bool = False, **options: Any) -> None:
-        self.zero_centered_gamma = zero_centered_gamma
-        super().__init__(features, eps, **options)
-
-    def reset_parameters(self) -> None:
-        """As torch, the weight such that it multiplies by 1."""
-        super().reset_parameters()
-        if self.zero_centered_gamma:
-            nn.init.zeros_(self.weight)
-
     def forward(self, input: Tensor) -> Tensor:
         """See the class."""
-        return F.rms_norm(input, self.normalized_shape, factor_of(self), self.eps)
+        return F.rms_norm(input, self.normalized_shape, self.factor(), self.eps)
 
     def norm(self) -> Norm:
         """What the fused kernels do in this module's place."""
         eps = torch.finfo(torch.float32).eps if self.eps is None else self.eps  # as torch does for None
         return Norm("rms_norm", eps, self.zero_centered_gamma)
-
-
-def factor_of(module: LayerNorm | RMSNorm) -> Tensor:
-    """What a norm multiplies by."""
-    return 1 + module.weight if module.zero_centered_gamma else module.weight

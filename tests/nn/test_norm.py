@@ -8,7 +8,6 @@ from torch.nn import functional as F
 from octavo.autograd.casts import Norm
 from octavo.kernels.reference.norm import normalise
 from octavo.nn import LayerNorm, RMSNorm
-from octavo.nn.norm import factor_of
 from tests.helpers import assert_equal, gradients
 
 KINDS = {"layer_norm": (LayerNorm, nn.LayerNorm), "rms_norm": (RMSNorm, nn.RMSNorm)}
@@ -43,7 +42,7 @@ def test_a_zero_centered_gamma_starts_as_the_identity_and_adds_one(kind):
             ours.weight.normal_()
         plain.load_state_dict({**ours.state_dict(), "weight": 1 + ours.weight})
         torch.testing.assert_close(ours(x), plain(x), rtol=1e-6, atol=1e-6)
-        assert torch.equal(factor_of(ours), plain.weight)
+        assert torch.equal(ours.factor(), plain.weight)
         ours.reset_parameters()
         plain.reset_parameters()
     assert copy.deepcopy(ours).zero_centered_gamma
