@@ -29,37 +29,47 @@ def produced(
     shape = cast_shape(x.shape, activation, None if preactivation is None else preactivation.shape)
     if not activation:
         return x
-    h_RC = x if preactivation is None else preactivation
+    runs = row_runs(h_tile, h_scale_inv, x if preactivation is None else preactivation, x)
+    parts = (
+        _gradient(_wide(h, scale_inv, h_tile), grad.to(torch.float32), activation)
+        if preactivation is not None
+        else _activated(_wide(h, scale_inv, h_tile), activation)
+        for scale_inv, h, grad in runs
+    )
+    if len(runs) == 1:
+        return next(parts)
     result = torch.empty(shape, dtype=torch.float32, device=x.device)
-    for scale_inv, _, h, grad, out in row_runs(h_tile, h_scale_inv, h_RC, x, result):
-        wide = h.to(torch.float32) if scale_inv is None else decode(h, torch.float32, scale_inv, h_tile)
-        if preactivation is None:
-            _forward(wide, activation, out)
-        else:
-            _backward(grad.to(torch.float32), wide, activation, out)
+    for out, part in zip(result.split(len(runs[0][1])), parts, strict=True):
+        out.copy_(part)
     return result
 
 
-def _forward(h: Tensor, activation: str, out: Tensor) -> None:
-    function, gated = activation_of(activation)
-    if not gated:
-        out.copy_(value(h, function))
-        return
-    gate, up = h.chunk(2, dim=1)
-    torch.mul(value(gate, function), up, out=out)
+def _wide(h: Tensor, scale_inv: Tensor | None, tile: Sequence[int]) -> Tensor:
+    """h as float32, a fresh contiguous tensor."""
+    if scale_inv is None:
+        return h.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    return decode(h, torch.float32, scale_inv, tile).contiguous()
 
 
-def _backward(dy: Tensor, h: Tensor, activation: str, out: Tensor) -> None:
+def _activated(h: Tensor, activation: str) -> Tensor:
     function, gated = activation_of(activation)
     if not gated:
-        torch.mul(dy, slope(h, function), out=out)
-        return
+        return value(h, function)
     gate, up = h.chunk(2, dim=1)
-    dgate, dup = out.chunk(2, dim=1)
+    return value(gate, function).mul_(up)
+
+
+def _gradient(h: Tensor, dy: Tensor, activation: str) -> Tensor:
+    """The gradient of h, where h was."""
+    function, gated = activation_of(activation)
+    if not gated:
+        return slope(h, function).mul_(dy)
+    gate, up = h.chunk(2, dim=1)
     of_gate, slopes = value_and_slope(gate, function)
     # not by out=, which torch's compiler refuses for parts of rows, and which takes a CPU 1.4 times as long
-    dgate.copy_((dy * up).mul_(slopes))
-    dup.copy_(of_gate.mul_(dy))
+    gate.copy_(slopes.mul_(dy).mul_(up))
+    up.copy_(of_gate.mul_(dy))
+    return h
 
 
 def value(h: Tensor, function: str) -> Tensor:
@@ -89,15 +99,15 @@ def value_and_slope(h: Tensor, function: str) -> tuple[Tensor, Tensor]:
         below = _normal_distribution(h)
         bell = h.square().mul_(-0.5).exp_().mul_(_DENSITY)
         return below * h, bell.mul_(h).add_(below)
-    s = _sigmoid(h, function)
-    rest, of_h = 1.0 - s, s * h
-    if function == "quick_gelu":
-        rest.mul_(1.702)
-    elif function == "gelu_tanh":
-        # where the square is larger, rest or h s is 0, and times inf it would be NaN
+    if function == "gelu_tanh":
         factor, cubic = _TANH
-        rest.mul_(h.square().clamp_(max=1e4).mul_(3 * factor * cubic).add_(factor))
-    return of_h, rest.mul_(of_h).add_(s)
+        # from a square of 1e4 on the sigmoid is 0 or 1, and the slope's own would multiply a 0 by inf
+        inner = h.square().clamp_(max=1e4).mul_(factor * cubic).add_(factor)
+        s = torch.mul(inner, h).sigmoid_()
+        return s * h, torch.ops.aten.sigmoid_backward(h, s).mul_(inner.mul_(3.0).sub_(2 * factor)).add_(s)
+    s = _sigmoid(h, function)
+    bend = torch.ops.aten.sigmoid_backward(h, s)  # h (1 - s) s
+    return s * h, (bend.mul_(1.702) if function == "quick_gelu" else bend).add_(s)
 
 
 def _relu(h: Tensor) -> Tensor:
@@ -111,13 +121,10 @@ def _normal_distribution(h: Tensor) -> Tensor:
 
 
 def _sigmoid(h: Tensor, function: str) -> Tensor:
-    """The sigmoid that multiplies h in f."""
+    """The sigmoid that multiplies h in f. Of a tensor's last few elements torch rounds another way, in the last bit."""
     if function == "silu":
-        u = -h
-    elif function == "quick_gelu":
-        u = h * -1.702
-    else:
-        factor, cubic = _TANH
-        u = h.square().mul_(-factor * cubic).sub_(factor).mul_(h)
-    # not torch.sigmoid: for a tensor's last few elements it takes another path, whose last bit differs in 4 % of them
-    return u.exp_().add_(1.0).reciprocal_()
+        return h.sigmoid()
+    if function == "quick_gelu":
+        return h.mul(1.702).sigmoid_()
+    factor, cubic = _TANH
+    return h.square().mul_(factor * cubic).add_(factor).mul_(h).sigmoid_()

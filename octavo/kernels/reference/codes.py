@@ -20,13 +20,20 @@ from torch import Tensor
 from octavo.formats import format_of
 from octavo.granularity import ALL
 from octavo.kernels.reference import tiles
-from octavo.kernels.reference.tiles import multiply_tiles_, row_runs
+from octavo.kernels.reference.tiles import multiply_tiles_, row_runs, with_scratch
 
 _SMALL = 4096  # below this, one conversion at 2 ns an element is faster than eight calls
 
 
 def encode(
-    x: Tensor, scale: Tensor | float, tile: Sequence[int], dtype: torch.dtype, all_finite: bool, clips: bool
+    x: Tensor,
+    scale: Tensor | float,
+    tile: Sequence[int],
+    dtype: torch.dtype,
+    all_finite: bool,
+    clips: bool,
+    into: Tensor | None = None,
+    overwrites: bool = False,
 ) -> Tensor:
     """Round x times its scale, a float32 product, to codes.
 
@@ -37,19 +44,24 @@ def encode(
         dtype: the float8 dtype.
         all_finite: whether x is known to hold no inf and no NaN.
         clips: whether the scale may take a finite element past the format's max by more than float32's rounding.
+        into: where codes are written, [R, C]; a fresh tensor by default.
+        overwrites: x, contiguous float32 of at most one run, is needed no more.
 
     Returns:
-        codes [R, C], contiguous.
+        codes [R, C], contiguous unless ``into`` is not.
     """
     fmt = format_of(dtype)
     clamps = clips or not all_finite
     if x.numel() <= tiles.RUN:  # one run needs no scratch
-        wide = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        in_place = overwrites and all_finite  # where the faults are is read from x
+        wide = x if in_place else x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         wide = multiply_tiles_(wide, scale, tile)
-        codes = (wide.clamp_(-fmt.max, fmt.max) if clamps else wide).to(dtype, memory_format=torch.contiguous_format)
+        if clamps:
+            wide.clamp_(-fmt.max, fmt.max)
+        codes = wide.to(dtype, memory_format=torch.contiguous_format) if into is None else into.copy_(wide)
     else:
-        codes = torch.empty(x.shape, dtype=dtype, device=x.device)
-        for run_scale, scratch, source, target in row_runs(tile, scale, x, codes):
+        codes = torch.empty(x.shape, dtype=dtype, device=x.device) if into is None else into
+        for run_scale, scratch, source, target in with_scratch(row_runs(tile, scale, x, codes)):
             wide = multiply_tiles_(scratch.copy_(source), run_scale, tile)
             target.copy_(wide.clamp_(-fmt.max, fmt.max) if clamps else wide)
     if not all_finite:
@@ -89,15 +101,15 @@ def decode(
     # conversion alone. E5M2 is the upper byte of a float16, inf and NaN included.
     is_e4m3 = codes.dtype == torch.float8_e4m3fn
     values = torch.empty(codes.shape, dtype=dtype, device=codes.device)
-    for run_scale_inv, scratch, source, target in row_runs(tile, scale_inv, codes, values):
+    for run_scale_inv, scratch, source, target in with_scratch(row_runs(tile, scale_inv, codes, values)):
         bits = source.view(torch.int8).to(torch.int16)
         if is_e4m3:
-            half = bits.bitwise_left_shift_(7).bitwise_and_(-0x4080).view(torch.float16)
+            half = bits.mul_(1 << 7).bitwise_and_(-0x4080).view(torch.float16)
             wide = scratch.copy_(half).mul_(256.0)
             if _holds_nan(source):
                 wide.masked_fill_(source.view(torch.uint8).bitwise_and(0x7F) == 0x7F, float("nan"))
         else:
-            wide = scratch.copy_(bits.bitwise_left_shift_(8).view(torch.float16))
+            wide = scratch.copy_(bits.mul_(1 << 8).view(torch.float16))
         target.copy_(wide if run_scale_inv is None else multiply_tiles_(wide, run_scale_inv, tile))
     return values
 

@@ -39,18 +39,20 @@ class Scaling(NamedTuple):
     scale: float = 0.0
 
 
-def cast_values(x: Tensor, scaling: Scaling) -> Pair:
-    """Cast x [R, C], any float dtype, as it lies."""
+def cast_values(x: Tensor, scaling: Scaling, into: Tensor | None = None, overwrites: bool = False) -> Pair:
+    """Cast x [R, C], any float dtype, as it lies; ``into`` and ``overwrites`` as of encode."""
     dtype, tile, power_of_two, margin, scale = scaling
     limit = format_of(dtype).max
     if tile[0] != ALL or tile[1] != ALL:
         amax, all_finite = amax_and_finiteness(x, tile)
         scales = scale_from_amax(amax, limit, power_of_two, margin)
-        return encode(x, scales, tile, dtype, all_finite, clips=False), scale_inv_from_scale(scales), amax
+        codes = encode(x, scales, tile, dtype, all_finite, False, into, overwrites)
+        return codes, scale_inv_from_scale(scales), amax
     largest, all_finite = one_amax_and_finiteness(x)
     if scale == 0.0:  # Dynamic, or no history yet: this tensor's own amax
         scale = scale_of(largest, limit, power_of_two, margin)
-    codes = encode(x, scale, tile, dtype, all_finite, clips=largest * scale > limit * _ROUNDING)
+    clips = largest * scale > limit * _ROUNDING
+    codes = encode(x, scale, tile, dtype, all_finite, clips, into, overwrites)
     shape = (1,) * x.ndim
     return codes, _float32(x, shape, scale_inv_of(scale)), _float32(x, shape, largest)
 
@@ -61,7 +63,7 @@ def cast_in_runs(
     """Cast y [R, C] in one or two scalings.
 
     Args:
-        make: rows of y, float32, from their slice.
+        make: rows of y, float32, from their slice; a fresh tensor, which is overwritten.
         shape: of y.
         unit: runs begin at multiples of it.
         scalings: how.
@@ -71,9 +73,11 @@ def cast_in_runs(
         each scaling's result, and the sums [C] float32, or [0].
     """
     runs = row_slices(shape, math.lcm(unit, *(s.tile[0] for s in scalings if s.tile[0] != ALL)))
+    sums: Tensor | None = None
     if len(runs) == 1:
         y = make(runs[0])
-        return [cast_values(y, scaling) for scaling in scalings], y.sum(0) if column_sum else y.new_empty(0)
+        sums = y.sum(0) if column_sum else y.new_empty(0)
+        return [cast_values(y, scaling, None, scaling is scalings[-1]) for scaling in scalings], sums
     kept = _Kept(make)
     spanning = [scaling for scaling in scalings if scaling.tile[0] == ALL and scaling.scale == 0.0]
     amaxes: list[tuple[Tensor, bool]] = []
@@ -83,14 +87,15 @@ def cast_in_runs(
             largest, all_finite = zip(*of_runs, strict=True)
             amaxes.append((torch.stack(largest).amax(0), all(all_finite)))
     parts = [_Parts(scaling, shape, *(amaxes.pop(0) if scaling in spanning else (None,))) for scaling in scalings]
-    sums: Tensor | None = None
     for rows in runs:
         y = kept.again(rows)
-        for part in parts:
-            part.add(y, rows)
         if column_sum:
             sums = y.sum(0) if sums is None else sums.add_(y.sum(0))
-    return [part.result() for part in parts], y.new_empty(0) if sums is None else sums
+        for part in parts:
+            part.add(y, rows, part is parts[-1])
+        empty = y.new_empty(0)
+        del y  # before the next is made
+    return [part.result() for part in parts], empty if sums is None else sums
 
 
 class _Kept:
@@ -129,25 +134,25 @@ class _Parts:
         self.codes: Tensor | None = None
         self.of_tiles: tuple[Tensor, Tensor] | None = None  # scale_inv and amax, where tiles lie within runs
 
-    def add(self, y: Tensor, rows: slice) -> None:
-        """Cast a run."""
+    def add(self, y: Tensor, rows: slice, is_last: bool) -> None:
+        """Cast a run, which the last scaling overwrites."""
         dtype, tile = self.scaling.dtype, self.scaling.tile
         if self.codes is None:
             self.codes = torch.empty(self.shape, dtype=dtype, device=y.device)
+        codes = self.codes[rows]
         if not self.spans:
             if self.of_tiles is None:
                 grid = scale_shape(self.shape, tile)
                 self.of_tiles = y.new_empty(grid), y.new_empty(grid)
-            codes, *of_run = cast_values(y, self.scaling)
+            _, *of_run = cast_values(y, self.scaling, codes, is_last)
             for whole, part in zip(self.of_tiles, of_run, strict=True):
                 tile_rows(whole, tile, rows).copy_(part)
         elif self.scaling.scale:
-            codes, _, amax = cast_values(y, self.scaling)
+            _, _, amax = cast_values(y, self.scaling, codes, is_last)
             self.amax = amax if self.amax is None else torch.maximum(self.amax, amax)
         else:
             all_finite = self.all_finite or bool(y.isfinite().all())
-            codes = encode(y, self.scale, tile, dtype, all_finite, clips=False)
-        self.codes[rows] = codes
+            encode(y, self.scale, tile, dtype, all_finite, False, codes, is_last)
 
     def result(self) -> Pair:
         """All runs together."""

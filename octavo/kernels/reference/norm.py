@@ -107,13 +107,15 @@ def normalise(
     check_norm(x, gamma, beta, kind)
     wide = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     if kind == "layer_norm":
-        mean = wide.mean(1)
-        wide.sub_(mean[:, None])
+        mean = wide.mean(1, keepdim=True)  # first, as torch's layer norm loses digits to a large one
+        y, rest, rstd = torch.native_layer_norm(wide.sub_(mean), (wide.shape[1],), None, None, eps)
+        mean, rstd = mean.add_(rest).flatten(), rstd.flatten()
     else:
         mean = wide.new_empty(0)
-    rstd = torch.reciprocal(wide.square().mean(1).add_(eps).sqrt_())
-    wide.mul_(rstd[:, None]).mul_(_factor(gamma, zero_centered))
-    return wide if beta is None else wide.add_(beta), mean, rstd
+        rstd = torch.reciprocal(wide.square().mean(1).add_(eps).sqrt_())
+        y = wide.mul_(rstd[:, None])
+    y.mul_(_factor(gamma, zero_centered))
+    return y if beta is None else y.add_(beta), mean, rstd
 
 
 def _factor(gamma: Tensor, zero_centered: bool) -> Tensor:
@@ -148,16 +150,17 @@ def _backward_of_rows(
     dy: Tensor, x: Tensor, factor: Tensor, mean: Tensor | None, rstd: Tensor, residual: Tensor | None, sums: Tensor
 ) -> Tensor:
     """dx of some rows, float32; adds to the sums of dy n and of dy [2, C]."""
-    n = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    if mean is not None:
-        n.sub_(mean)
-    n.mul_(rstd)
+    wide = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     wide_dy = dy.to(torch.float32).contiguous()
-    sums[0].add_((wide_dy * n).sum(0))
-    sums[1].add_(wide_dy.sum(0))
-    w = wide_dy * factor
-    dx = torch.addcmul(w, n, (w * n).mean(1, keepdim=True), value=-1)
     if mean is not None:
-        dx.sub_(w.mean(1, keepdim=True))
-    dx.mul_(rstd)
+        # about its mean first, as torch's too loses digits to a large one
+        args = wide.sub_(mean), factor.shape, torch.zeros_like(mean), rstd, factor, factor, [True] * 3
+        dx, dgamma, dbeta = torch.ops.aten.native_layer_norm_backward(wide_dy, *args)
+    else:
+        n = wide.mul_(rstd)
+        dgamma, dbeta = (wide_dy * n).sum(0), wide_dy.sum(0)
+        w = wide_dy * factor
+        dx = torch.addcmul(w, n, (w * n).mean(1, keepdim=True), value=-1).mul_(rstd)
+    sums[0].add_(dgamma)
+    sums[1].add_(dbeta)
     return dx if residual is None else dx.add_(residual)

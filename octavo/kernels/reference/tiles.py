@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ RUN = 1 << 18
 _BROADCASTS = (ALL, 1)
 
 
-def row_runs(tile: Sequence[int], scale: Tensor | float | None, *tensors: Tensor) -> Iterable[tuple[Any, ...]]:
+def row_runs(tile: Sequence[int], scale: Tensor | float | None, *tensors: Tensor) -> list[tuple[Any, ...]]:
     """Split tensors between tiles into runs of rows, with the part of ``scale`` that belongs to each.
 
     Args:
@@ -27,18 +27,26 @@ def row_runs(tile: Sequence[int], scale: Tensor | float | None, *tensors: Tensor
         tensors: [R, C], whose size decides on the runs, and others of R rows.
 
     Returns:
-        (scale, scratch, *tensors) for each run; scratch is float32 of the run's shape, the same memory each time.
+        (scale, *tensors) for each run, the first as long as any other.
     """
     rows, cols = tensors[0].shape
     if rows * cols <= RUN:
-        return [(scale, torch.empty_like(tensors[0], dtype=torch.float32), *tensors)]
+        return [(scale, *tensors)]
     unit = 1 if tile[0] == ALL else tile[0]
     step = max(RUN // cols // unit, 1) * unit
     parts = [tensor.split(step) for tensor in tensors]
-    scratch = tensors[0].new_empty((step, cols), dtype=torch.float32)
     split = isinstance(scale, Tensor) and tile[0] != ALL
     scales = scale.split(step // unit) if split else [scale] * len(parts[0])  # type: ignore[union-attr]
-    return [(s, scratch[: len(part[0])], *part) for s, *part in zip(scales, *parts, strict=True)]
+    return list(zip(scales, *parts, strict=True))
+
+
+def with_scratch(runs: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
+    """Runs as (scale, scratch, *tensors): float32 of the first tensor's run, the same memory each time."""
+    whole: Tensor | None = None
+    for scale, *parts in runs:
+        if whole is None:
+            whole = torch.empty_like(parts[0], dtype=torch.float32)
+        yield scale, whole[: len(parts[0])], *parts
 
 
 def as_tiles(x_RC: Tensor, tile: Sequence[int]) -> Tensor:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from octavo.kernels.reference import tiles
-from octavo.kernels.reference.tiles import as_tiles, multiply_tiles_, row_runs, row_slices, tile_rows
+from octavo.kernels.reference.tiles import as_tiles, multiply_tiles_, row_runs, row_slices, tile_rows, with_scratch
 from tests.definitions import scale_grid, tiles_of
 
 TILES = [(-1, -1), (1, -1), (-1, 1), (1, 128), (128, 128), (3, 5), (128, 1)]
@@ -74,10 +74,13 @@ def test_runs_of_rows(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], r
     result, expected = torch.full(shape, -1.0), torch.full(shape, -1.0)
     for i, j, r, c in tiles_of(shape, tile):
         expected[r, c] = x[r, c] * scale[i, j]
-    for run_scale, scratch, source, target in row_runs(tile, scale, x, result):
+    memory = set()
+    for run_scale, scratch, source, target in with_scratch(row_runs(tile, scale, x, result)):
         assert scratch.shape == source.shape == target.shape and scratch.dtype == torch.float32
+        memory.add(scratch.data_ptr())
         target.copy_(multiply_tiles_(scratch.copy_(source), run_scale, tile))
     assert torch.equal(result, expected)
+    assert len(memory) == 1
     assert all(scale is None for scale, *_ in row_runs(tile, None, x))
 
 
