@@ -58,16 +58,19 @@ def activation_of(name: str) -> Activation:
     return ACTIVATIONS[name]
 
 
-def cast_shape(x: Sequence[int], activation: str = "", preactivation: Sequence[int] | None = None) -> tuple[int, int]:
+def cast_shape(
+    x: Sequence[int], activation: str = "", preactivation: Sequence[int] | None = None, has_scale_inv: bool = False
+) -> tuple[int, int]:
     """The shape [R, C] of what a cast casts.
 
     Args:
         x: shape of the tensor it reads.
         activation: a name, or "" where x itself is cast.
         preactivation: shape of the activation's input, where x is the gradient of its output.
+        has_scale_inv: whether a scale_inv of the activation's input is given.
 
     Raises:
-        ValueError: for an unknown activation, or shapes that don't fit it.
+        ValueError: for an unknown activation, shapes that don't fit it, or what belongs to one where none is named.
 
     Example:
         >>> cast_shape((4, 32), "swiglu"), cast_shape((4, 16), "swiglu", (4, 32))
@@ -75,8 +78,9 @@ def cast_shape(x: Sequence[int], activation: str = "", preactivation: Sequence[i
     """
     rows, cols = x
     if not activation:
-        if preactivation is not None:
-            raise ValueError("preactivation is given without the name of its activation")
+        if preactivation is not None or has_scale_inv:
+            given = "h_scale_inv" if preactivation is None else "preactivation"
+            raise ValueError(f"{given} is given without the name of its activation")
         return rows, cols
     gated = activation_of(activation).gated
     if preactivation is not None:

@@ -57,14 +57,25 @@ def padded(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def check_norm(x: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None, kind: str) -> None:
-    """What a norm of x [R, C] asks of its arguments.
+def check_norm(
+    x: torch.Tensor,
+    gamma: torch.Tensor,
+    beta: torch.Tensor | None,
+    kind: str,
+    dy: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+) -> None:
+    """What a norm of x [R, C], or its backward, asks of its arguments.
 
     Raises:
-        ValueError: for another kind than "layer_norm" or "rms_norm", or a gamma or beta that is not [C].
+        ValueError: for another kind than "layer_norm" or "rms_norm", a gamma or beta that is not [C], or a dy or
+            residual that is not [R, C].
     """
     if kind not in ("layer_norm", "rms_norm"):
         raise ValueError(f"kind={kind!r}: use 'layer_norm' or 'rms_norm'")
     for name, vector in (("gamma", gamma), ("beta", beta)):
         if vector is not None and tuple(vector.shape) != (x.shape[1],):
             raise ValueError(f"{name} of shape {list(vector.shape)}: rows of x have {x.shape[1]} elements")
+    for name, matrix in (("dy", dy), ("residual", residual)):
+        if matrix is not None and matrix.shape != x.shape:
+            raise ValueError(f"{name} of shape {list(matrix.shape)} needs the shape of x, {list(x.shape)}")

@@ -125,10 +125,17 @@ def _fake_amax(x: Tensor, tile: Sequence[int]) -> Tensor:
 
 
 def _shape_and_sums(
-    x: Tensor, column_sum: bool, activation: str = "", preactivation: Tensor | None = None, *of_codes: Any
+    x: Tensor,
+    column_sum: bool,
+    activation: str = "",
+    preactivation: Tensor | None = None,
+    h_scale_inv: Tensor | None = None,
+    h_tile: Sequence[int] = (),
 ) -> tuple[tuple[int, int], Tensor]:
     """The shape of what is cast, and its column sums."""
-    shape = cast_shape(x.shape, activation, None if preactivation is None else preactivation.shape)
+    shape = cast_shape(
+        x.shape, activation, None if preactivation is None else preactivation.shape, h_scale_inv is not None
+    )
     return shape, x.new_empty(shape[1] if column_sum else 0, dtype=sums_dtype(x.dtype))
 
 
@@ -309,7 +316,7 @@ def _fake_norm_backward(
     with_beta: bool,
     residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    check_norm(x, gamma, None, kind)
+    check_norm(x, gamma, None, kind, dy, residual)
     return x.new_empty(x.shape), gamma.new_empty(gamma.shape), gamma.new_empty(gamma.shape if with_beta else 0)
 
 

@@ -123,6 +123,8 @@ class _NormLinear(Fused):
         else:
             normed = self.norm(input)
             output = self.linear(normed)
+            first = output[0] if isinstance(output, tuple) else output
+            normed = normed.to(first.dtype)  # as where they are fused: under autocast a norm's may differ
         if isinstance(output, Tensor):  # as also of a part put in the linear layer's place
             output = part(output, self.splits)
         return (output, normed) if self.return_norm_output else output
@@ -138,7 +140,7 @@ class LayerNormLinear(_NormLinear):
         bias: of the linear layer; the norm always has one.
         recipe: an octavo.Recipe or RecipeMap (of the name "linear"); octavo.recipes.dynamic() by default.
         zero_centered_gamma: the norm multiplies by 1 + weight.
-        return_norm_output: return ``(output, norm(x))``.
+        return_norm_output: return ``(output, norm(x))``, both of one dtype.
         device: where the parameters are created.
         dtype: bfloat16, float16 or float32.
 

@@ -92,6 +92,21 @@ CASES: dict[str, Callable[[Tensor], Any]] = {
     "two blocks": lambda x: KERNELS["cast_two_scalings"](
         x, E4M3, (1, 128), True, 0, E4M3, (128, 1), True, 0, True, 16, True
     ),
+    "activation": lambda x: KERNELS["cast_transpose"](x, states()[0], 0, E4M3, ALL, False, 0, 16, False, "swiglu"),
+    "its gradient": lambda x: KERNELS["cast_and_commit"](
+        x[:, ::2].contiguous(), *states(), torch.ones(1, 1), None, E5M2, False, 0, *UPDATE, True, 16, True, "swiglu", x
+    ),
+    "in rows": lambda x: KERNELS["cast"](x, None, 0, E4M3, ROW, False, 0, 16, False, "gelu"),
+    "in blocks": lambda x: KERNELS["cast"](x, None, 0, E4M3, (128, 128), True, 0, 16, False, "relu"),
+    "norm": lambda x: KERNELS["norm_cast"](
+        x, torch.ones(x.shape[1]), None, "rms_norm", 1e-5, False, states()[0], 0, E4M3, ALL, False, 0, True, 16
+    ),
+    "norm's backward": lambda x: KERNELS["norm_backward"](
+        x, x, *torch.ones(1, x.shape[1]), torch.zeros(len(x)), torch.ones(len(x)), "layer_norm", False, True
+    ),
+    "product and cast": lambda x: KERNELS["matmul_cast"](
+        *pair(*x.shape), ALL, *pair(30, x.shape[1]), ALL, None, True, states()[0], 0, E4M3, ALL, False, 0, True, 16
+    ),
     "update": lambda x: KERNELS["delayed_update"](*states(), torch.ones(1, 1), None, torch.ones(1, 1), *UPDATE),
     "dequantize": lambda x: KERNELS["dequantize"](*pair(*x.shape), ROW, torch.bfloat16),
     "product": lambda x: KERNELS["matmul"](

@@ -183,6 +183,17 @@ def test_finite_differences_in_high_precision(kind, zero):
     torch.autograd.gradcheck(call, [tensor.requires_grad_() for tensor in tensors])
 
 
+@pytest.mark.parametrize("n", [N, {"a": 32, "b": 16}], ids=["", "splits"])
+@pytest.mark.parametrize("recipe", [recipes.dynamic(), recipes.high_precision()], ids=["FP8", "in parts"])
+@each_norm
+def test_the_norms_output_has_the_outputs_dtype(norm, recipe, n):
+    module = linear(norm, recipe, n=n, return_norm_output=True)
+    for enabled, expected in ((False, torch.float32), (True, torch.bfloat16)):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            found = torch.utils._pytree.tree_leaves(module(torch.randn(T, K)))
+        assert {t.dtype for t in found} == {expected}
+
+
 @each_norm
 @each_recipe
 def test_a_zero_centered_gamma_is_one_less(norm, recipe):

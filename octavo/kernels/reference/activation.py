@@ -26,7 +26,9 @@ def produced(
     h_tile: Sequence[int] = (ALL, ALL),
 ) -> Tensor:
     """What a cast casts: x itself, or float32 [R, C]; see signatures.py."""
-    shape = cast_shape(x.shape, activation, None if preactivation is None else preactivation.shape)
+    shape = cast_shape(
+        x.shape, activation, None if preactivation is None else preactivation.shape, h_scale_inv is not None
+    )
     if not activation:
         return x
     runs = row_runs(h_tile, h_scale_inv, x if preactivation is None else preactivation, x)

@@ -116,7 +116,9 @@ def _cast(
     h_tile: Sequence[int] = (ALL, ALL),
 ) -> tuple[list[Pair], Tensor]:
     """x, or what is computed of it, in each scaling; and the op's ``sums``."""
-    shape = cast_shape(x.shape, activation, None if preactivation is None else preactivation.shape)
+    shape = cast_shape(
+        x.shape, activation, None if preactivation is None else preactivation.shape, h_scale_inv is not None
+    )
     if not activation:
         return [cast_values(x, scaling) for scaling in scalings], column_sum_of(x, column_sum)
 

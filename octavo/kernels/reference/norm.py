@@ -135,7 +135,7 @@ def norm_backward(
     residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``octavo::norm_backward``."""
-    check_norm(x, gamma, None, kind)
+    check_norm(x, gamma, None, kind, dy, residual)
     dx = x.new_empty(x.shape)
     sums = torch.zeros(2, x.shape[1], dtype=torch.float32, device=x.device)
     for run in row_slices((x.shape[0], x.shape[1]), 1):

@@ -132,7 +132,9 @@ def given_of(
     """What the ops' arguments of these names mean."""
     if not activation:
         return Given(x, *x.shape)
-    rows, cols = cast_shape(x.shape, activation, None if preactivation is None else preactivation.shape)
+    rows, cols = cast_shape(
+        x.shape, activation, None if preactivation is None else preactivation.shape, h_scale_inv is not None
+    )
     function, gated = activation_of(activation)
     h = x if preactivation is None else preactivation
     half = h.shape[1] // 2 if gated else h.shape[1]

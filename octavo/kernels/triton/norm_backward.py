@@ -171,7 +171,7 @@ def norm_backward(
     residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``octavo::norm_backward``."""
-    check_norm(x, gamma, None, kind)
+    check_norm(x, gamma, None, kind, dy, residual)
     rows, cols = x.shape
     dx, dgamma = x.new_empty((rows, cols)), gamma.new_empty(cols)
     dbeta = gamma.new_empty(cols) if with_beta else None

@@ -346,10 +346,11 @@ def test_without_an_activation_x_itself_is_cast() -> None:
         (("swiglu",), (4, 7), r"of shape \[4, 14\], not \[4, 7\]"),
         (("silu",), (5, 7), r"of shape \[4, 7\], not \[5, 7\]"),
         (("",), (4, 7), "preactivation is given without the name"),
+        (("", None, torch.ones(1, 1), ALL), None, "h_scale_inv is given without the name"),
     ],
 )
-def test_wrong_arguments_are_refused(activation: tuple[str], preactivation: Any, said: str) -> None:
-    given = (*activation, None if preactivation is None else torch.zeros(preactivation))
+def test_wrong_arguments_are_refused(activation: tuple[Any, ...], preactivation: Any, said: str) -> None:
+    given = activation if preactivation is None else (*activation, torch.zeros(preactivation))
     second = (E4M3, ALL, False, 0, False)
     for device in ("cpu", "meta"):
         x = torch.zeros(4, 7, device=device)

@@ -376,3 +376,15 @@ def test_wrong_arguments_are_refused(wrong: dict[str, Any], said: str) -> None:
             rows = torch.ones(3, device=device)
             with pytest.raises(ValueError, match=said):
                 kernels.norm_backward(norm.x, *norm[:2], rows, rows, norm.kind, False, True)
+
+
+def test_gradients_of_another_shape_are_refused() -> None:
+    for device in ("cpu", "meta"):
+        x, gamma, rows = torch.ones(3, 5, device=device), torch.ones(5, device=device), torch.ones(3, device=device)
+        of_x = x, gamma, rows, rows, "layer_norm", False, True
+        for dy, residual, said in (
+            (x[:2], None, r"dy of shape \[2, 5\]"),
+            (x, x[:, :4], r"residual of shape \[3, 4\]"),
+        ):
+            with pytest.raises(ValueError, match=said):
+                kernels.norm_backward(dy, *of_x, residual)
