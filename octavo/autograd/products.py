@@ -13,6 +13,7 @@ Delayed state is committed by backward's cast of grad_output, see scaling/delaye
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -240,7 +241,8 @@ def linear(x: Tensor, weight_NK: Tensor, bias: Tensor | None, layer: Layer) -> T
 
 def as_rows(x: Tensor) -> Tensor:
     """[..., K] as [T, K]."""
-    return x if x.ndim == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])  # -1 is ambiguous for K = 0
+    # not by -1, which is ambiguous for K = 0, nor by Size.numel(), which makes a traced size a constant
+    return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def requires_grad(tensor: Tensor | None) -> bool:
