@@ -116,11 +116,11 @@ def _cast(
     h_tile: Sequence[int] = (ALL, ALL),
 ) -> tuple[list[Pair], Tensor]:
     """x, or what is computed of it, in each scaling; and the op's ``sums``."""
+    if not activation and preactivation is None and h_scale_inv is None:
+        return [cast_values(x, scaling) for scaling in scalings], column_sum_of(x, column_sum)
     shape = cast_shape(
         x.shape, activation, None if preactivation is None else preactivation.shape, h_scale_inv is not None
     )
-    if not activation:
-        return [cast_values(x, scaling) for scaling in scalings], column_sum_of(x, column_sum)
 
     def make(rows: slice) -> Tensor:
         scale_inv = None if h_scale_inv is None else tile_rows(h_scale_inv, h_tile, rows)

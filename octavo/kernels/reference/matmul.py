@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from octavo.granularity import ALL
+from octavo.kernels.reference import tiles
 from octavo.kernels.reference.codes import decode
 from octavo.kernels.reference.tiles import row_slices, tile_rows
 from octavo.numerics import MAX_SCALE, MIN_SCALE
@@ -35,6 +36,9 @@ def matmul(
     b_NK, b_rest = _operand(b, b_scale_inv, b_tile, compute)
     bias = None if bias is None else bias.to(compute)
     out_MN = b_NK.new_empty(a.shape[0], b.shape[0])
+    if a.numel() <= tiles.RUN:
+        _multiply(*_operand(a, a_scale_inv, a_tile, compute), b_NK, b_rest, bias, out_MN)
+        return out_MN.to(out_dtype)
     # In runs of a's rows, which stay in the cache between reading them and multiplying them. Of a transposed operand
     # rows are columns in memory, and runs larger: there they only keep all of it from being there in bf16.
     lies_transposed = not a.is_contiguous() and a.t().is_contiguous()
