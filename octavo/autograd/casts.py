@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from octavo import kernels
-from octavo.granularity import Tile
+from octavo.granularity import ALL, Tile
 from octavo.kernels.layouts import contraction_multiple, needs_transposed_codes
 from octavo.scaling.recipe import Cast, Delayed, Recipe
 
@@ -132,7 +132,8 @@ def _cast_once(x_RC: Tensor, cast: Cast, state: State | None, role: int, extras:
     if not needs_transposed_codes(x_RC.device):
         laid = _cast(x_RC, cast, state, role, extras)
         q_RC, scale_inv = laid.as_is  # type: ignore[misc]
-        return laid._replace(transposed=(q_RC.t(), scale_inv.t()))
+        whole = cast.tile == (ALL, ALL)  # one scale is its own transpose
+        return Operands(laid.as_is, (q_RC.t(), scale_inv if whole else scale_inv.t()), laid.amax, laid.column_sum)
     q_RC, q_CR, scale_inv, amax, sums = kernels.cast_transpose(
         *_cast_arguments(x_RC, cast, state, role, cast.tile), *extras
     )
