@@ -1,4 +1,4 @@
-"""The `octavo` command: train, compare, info. Every fault is one line on stderr and exit code 2; Ctrl-C is 130."""
+"""The `octavo` command: train, compare, export, info. A fault is one line on stderr and exit code 2; Ctrl-C is 130."""
 
 from __future__ import annotations
 
@@ -140,6 +140,7 @@ def _parser() -> argparse.ArgumentParser:
             )
         for config in _configs():
             add_flags(sub, config)
+    _add_export(commands)
     sub = commands.add_parser("info", help="versions, devices, and where FP8 is native", allow_abbrev=False)
     sub.set_defaults(command=_info)
     return parser
@@ -252,6 +253,48 @@ def _report(results: list[RunResult], config: TrainConfig, plot: bool) -> int:
         report.plot(results, written[1])
     print(report.table(results))
     print(f"wrote {' and '.join(str(path) for path in written)}")
+    return 0
+
+
+# --- export -----------------------------------------------------------------------------------------------------------
+
+
+def _add_export(commands: Any) -> None:
+    help = "write a trained model as ONNX, and check it in onnxruntime"
+    sub = commands.add_parser("export", help=help, description=f"{help[0].upper()}{help[1:]}.", allow_abbrev=False)
+    sub.add_argument("source", type=Path, metavar="RUN_OR_CHECKPOINT", help="a run's folder, or its checkpoint.pt")
+    sub.add_argument("--onnx", type=Path, required=True, metavar="FILE", help="the file to write")
+    sub.add_argument("--opset", type=int, default=21, metavar="INT", help="19 to 24 (default: 21)")
+    sub.add_argument("--weights", default="bfloat16", choices=("bfloat16", "float32"), help="of other weights than FP8")
+    sub.add_argument(
+        "--data", type=Path, metavar="PATH", help="text to check it on (default: Python's own standard library)"
+    )
+    sub.set_defaults(command=_export)
+
+
+def _export(options: argparse.Namespace, arguments: list[str]) -> int:
+    import torch
+
+    from octavo import export
+    from octavo.train import Batches, load_corpus, next_byte_loss
+    from octavo.train.trained import trained_model
+
+    model = trained_model(options.source)
+    corpus = load_corpus(options.data)
+    corpus.require(model.config)
+    tokens, targets = next(Batches(corpus, model.config.context, 16, 0).validation(16))
+    written = export.to_onnx(
+        model, (tokens.int(),), options.onnx, opset=options.opset, weights=getattr(torch, options.weights)
+    )
+    sqnr = export.sqnr_in_onnxruntime(model, tokens.int(), written)
+    with torch.no_grad():
+        ours = float(next_byte_loss(model(tokens), targets))
+    theirs = float(next_byte_loss(export.run_onnx(written, tokens.int())[0], targets))
+    size, in_bf16 = written.stat().st_size, 2 * sum(parameter.numel() for parameter in model.parameters())
+    print(
+        f"wrote {written}: {size:,} bytes, {size / in_bf16:.2f} of its weights in bf16\n"
+        f"in onnxruntime: SQNR {sqnr:.1f} dB, validation loss {theirs:.4f} nats a byte (octavo {ours:.4f})"
+    )
     return 0
 
 

@@ -17,3 +17,7 @@ class HigherOrderGradientError(OctavoError, RuntimeError):
 
 class MissingExtraError(OctavoError, ImportError):
     """An optional dependency is absent; the message names the extra that installs it."""
+
+
+class ExportError(OctavoError, ValueError):
+    """A model, recipe or path that can't be exported; the message says why and what works."""

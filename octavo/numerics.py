@@ -45,7 +45,7 @@ def scale_from_amax(amax: Tensor, limit: float, power_of_two: bool, margin: int)
     scale = torch.div(torch.full_like(amax, limit * 2.0**-margin), amax)
     if power_of_two:
         scale = floor_power_of_two(scale)
-    return torch.where(amax > 0, scale.clamp_(MIN_SCALE, MAX_SCALE), 1.0)
+    return torch.where(amax > 0, scale.clamp(MIN_SCALE, MAX_SCALE), 1.0)
 
 
 def scale_of(amax: float, limit: float, power_of_two: bool, margin: int, previous: float = 1.0) -> float:
@@ -75,6 +75,13 @@ def scale_of(amax: float, limit: float, power_of_two: bool, margin: int, previou
 def floor_power_of_two(scale: Tensor) -> Tensor:
     """The largest power of two not above each element (float32, positive normal or inf)."""
     return scale.view(torch.int32).bitwise_and(_SIGN_AND_EXPONENT).view(torch.float32)
+
+
+def floor_power_of_two_by_comparison(scale: Tensor) -> Tensor:
+    """``floor_power_of_two`` without looking at bits, which an exported graph can't (float32 from 2^-126 to 2^126)."""
+    power = torch.exp2(torch.floor(torch.log2(scale)))  # near a power of two the logarithm may round to the wrong side
+    power = torch.where(power > scale, power * 0.5, power)
+    return torch.where(power * 2.0 <= scale, power * 2.0, power)
 
 
 def scale_inv_from_scale(scale: Tensor) -> Tensor:

@@ -261,3 +261,37 @@ def test_python_dash_m_and_a_light_import():
     assert process.communicate(timeout=60) == (f"octavo {octavo.__version__}\n", "")
     code = "import sys, octavo; sys.exit(any(name.startswith(('octavo.train', 'octavo.cli')) for name in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}).returncode == 0
+
+
+def test_export_writes_a_file_that_onnxruntime_runs(capsys):
+    pytest.importorskip("onnxruntime")
+    train("--recipe", "delayed", "--out", "runs/it", "--context", "32")
+    capsys.readouterr()
+    for source in ("runs/it/delayed", "runs/it/delayed/checkpoint.pt"):
+        assert cli.main(["export", source, "--onnx", "m.onnx", "--data", "text.py"]) == 0
+        wrote, checked = capsys.readouterr().out.splitlines()
+        assert wrote.startswith(f"wrote m.onnx: {Path('m.onnx').stat().st_size:,} bytes, ")
+        assert float(checked.split("SQNR ")[1].split(" dB")[0]) >= 30
+        theirs, ours = (
+            float(part.split()[0].rstrip(")")) for part in (checked.split("loss ")[1], checked.split("octavo ")[1])
+        )
+        assert abs(theirs / ours - 1) <= 1e-3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["no", "--onnx", "m.onnx"], "no does not exist"),
+        (["runs", "--onnx", "m.onnx"], "choose one of runs/dynamic"),
+        (["runs/dynamic", "--onnx", "no/m.onnx"], "the folder no does not exist"),
+        (["runs/dynamic", "--onnx", "m.onnx", "--opset", "3"], "opset=3: use 19 to 24"),
+        (["runs/dynamic", "--onnx", "m.onnx", "--data", "none"], "none"),
+    ],
+)
+def test_an_export_that_fails_is_one_line_and_writes_nothing(arguments, says, folder, capsys):
+    train("--out", "runs")
+    before = sorted(folder.rglob("*"))
+    capsys.readouterr()
+    assert cli.main(["export", "--data", "text.py", *arguments]) == cli.FAULT
+    assert says in one_line(capsys)
+    assert sorted(folder.rglob("*")) == before

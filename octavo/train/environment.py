@@ -11,7 +11,11 @@ import torch
 import octavo
 from octavo.kernels.emulation import runs_natively
 
-EXTRAS = {"cli": ("rich", "matplotlib"), "onnx": ("onnx", "onnxruntime", "onnxscript")}
+EXTRAS = {
+    "cli": ("rich", "matplotlib"),
+    "onnx": ("onnx", "onnxruntime", "onnxscript"),
+    "safetensors": ("safetensors", "huggingface_hub"),
+}
 NATIVE = "native FP8"
 EMULATED = "emulated FP8 (the reference)"
 
@@ -56,5 +60,5 @@ def describe() -> str:
     for extra, packages in EXTRAS.items():
         absent = [package for package in packages if find_spec(package) is None]
         state = "installed" if not absent else f"pip install octavo[{extra}] ({', '.join(absent)} absent)"
-        lines.append(f"  {extra:<5}  {state}")
+        lines.append(f"  {extra:<11}  {state}")
     return "\n".join(lines)

@@ -10,7 +10,7 @@ def test_it_names_versions_devices_and_extras(monkeypatch):
     text = environment.describe()
     assert octavo.__version__ in text and torch.__version__ in text and "python" in text and "triton" in text
     assert "cpu" in text and environment.EMULATED in text
-    assert "pip install octavo[cli] (matplotlib absent)" in text and "onnx   installed" in text
+    assert "pip install octavo[cli] (matplotlib absent)" in text and "onnx         installed" in text
     assert environment.version("no such package") is None
 
 

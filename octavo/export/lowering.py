@@ -1,0 +1,217 @@
+"""Octavo's ops in ONNX's standard ones: QuantizeLinear, DequantizeLinear, and what torch.onnx makes of aten.
+
+Each function here has an op's arguments and says what it is, in aten and torch.onnx.ops.symbolic; torch.export's
+run_decompositions puts it in the op's place. They hold for what evaluation on a CPU computes, in float32.
+
+A scale_inv is a QuantizeLinear's y_scale: a scalar for a whole tensor, a vector for rows or columns (``axis``), a
+matrix for blocks along one dimension (``block_size``, from opset 21). Tiles of several rows repeat theirs for each row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.onnx import ops as onnx_ops
+
+from octavo.errors import ExportError
+from octavo.formats import format_of
+from octavo.granularity import ALL
+from octavo.kernels.activations import activation_of
+from octavo.numerics import floor_power_of_two_by_comparison, scale_from_amax, scale_inv_from_scale
+
+BLOCKS_FROM = 21  # the opset in which QuantizeLinear got block_size and output_dtype
+_TYPES = {torch.float8_e4m3fn: 17, torch.float8_e5m2: 19}  # TensorProto's FLOAT8E4M3FN and FLOAT8E5M2
+
+
+def decompositions(opset: int) -> dict[Any, Callable[..., Any]]:
+    """What each octavo op becomes, for torch.export.ExportedProgram.run_decompositions."""
+    lowering = _Lowering(opset)
+    table = {name: getattr(lowering, name) for name in ("amax", "cast", "dequantize", "matmul", "norm_cast")}
+    return {getattr(torch.ops.octavo, name).default: function for name, function in table.items()}
+
+
+class _Lowering:
+    def __init__(self, opset: int) -> None:
+        self.opset = opset
+
+    def amax(self, x: Tensor, tile: Sequence[int]) -> Tensor:
+        return _amax(x, tile)
+
+    def cast(
+        self,
+        x: Tensor,
+        delayed_scale: Tensor | None,
+        role: int,
+        dtype: torch.dtype,
+        tile: Sequence[int],
+        power_of_two: bool,
+        margin: int,
+        pad: int = 1,
+        column_sum: bool = False,
+        activation: str = "",
+        preactivation: Tensor | None = None,
+        h_scale_inv: Tensor | None = None,
+        h_tile: Sequence[int] = (ALL, ALL),
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        if preactivation is not None or h_scale_inv is not None or column_sum:
+            raise ExportError("a gradient can't be exported: call the model under torch.no_grad()")
+        y = _activated(x, activation)
+        codes, scale_inv, amax = self._quantized(y, delayed_scale, role, dtype, tile, power_of_two, margin)
+        return codes, scale_inv, amax, x.new_empty(0)
+
+    def norm_cast(
+        self,
+        x: Tensor,
+        gamma: Tensor,
+        beta: Tensor | None,
+        kind: str,
+        eps: float,
+        zero_centered: bool,
+        delayed_scale: Tensor | None,
+        role: int,
+        dtype: torch.dtype,
+        tile: Sequence[int],
+        power_of_two: bool,
+        margin: int,
+        transpose: bool,
+        pad: int = 1,
+        keep: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        factor, features = gamma + 1.0 if zero_centered else gamma, (x.shape[1],)
+        if kind == "layer_norm":
+            y = F.layer_norm(x, features, factor, beta, eps)
+        else:
+            y = F.rms_norm(x, features, factor, eps)
+            y = y if beta is None else y + beta
+        codes, scale_inv, amax = self._quantized(y, delayed_scale, role, dtype, tile, power_of_two, margin)
+        none = x.new_empty(0)
+        return codes, codes.new_empty((0, 0)), scale_inv, amax, none, none, y if keep else x.new_empty((0, 0))
+
+    def _quantized(
+        self,
+        x: Tensor,
+        delayed_scale: Tensor | None,
+        role: int,
+        dtype: torch.dtype,
+        tile: Sequence[int],
+        power_of_two: bool,
+        margin: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(codes, scale_inv, amax)."""
+        amax = _amax(x, tile)
+        if delayed_scale is None:
+            scale = scale_from_amax(amax, format_of(dtype).max, False, margin)
+            scale = floor_power_of_two_by_comparison(scale) if power_of_two else scale
+        else:
+            scale = delayed_scale[role].reshape(1, 1)
+        scale_inv = scale_inv_from_scale(scale)
+        return self._linear("QuantizeLinear", x, scale_inv, tile, dtype), scale_inv, amax
+
+    def dequantize(self, qdata: Tensor, scale_inv: Tensor, tile: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return self._linear("DequantizeLinear", qdata, scale_inv, tile, torch.float32).to(dtype)
+
+    def matmul(
+        self,
+        a: Tensor,
+        a_scale_inv: Tensor,
+        a_tile: Sequence[int],
+        b: Tensor,
+        b_scale_inv: Tensor,
+        b_tile: Sequence[int],
+        bias: Tensor | None,
+        out_dtype: torch.dtype,
+        fast_accum: bool,
+    ) -> Tensor:
+        x = self._linear("DequantizeLinear", a, a_scale_inv, a_tile, torch.float32)
+        weight = self._linear("DequantizeLinear", b, b_scale_inv, b_tile, torch.float32)
+        return F.linear(x, weight, bias).to(out_dtype)
+
+    def _linear(self, op: str, x: Tensor, scale_inv: Tensor, tile: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """QuantizeLinear or DequantizeLinear of x [R, C] to ``dtype``, whose scale_inv [R / r, C / c] is one a tile."""
+        (rows, cols), (r, c) = x.shape, tile
+        if r == ALL and c == ALL:
+            return self._node(op, x, scale_inv.reshape(()), {}, dtype)
+        if c == ALL:
+            return self._node(op, x, _repeated(scale_inv, r, rows).reshape(rows), {"axis": 0}, dtype)
+        if r == ALL:
+            return self._node(op, x, _repeated(scale_inv.t(), c, cols).reshape(cols), {"axis": 1}, dtype)
+        by_rows = _repeated(scale_inv, r, rows)
+        if self.opset < BLOCKS_FROM:
+            raise ExportError(
+                f"blocks need QuantizeLinear's block_size, which opset {self.opset} lacks: use opset={BLOCKS_FROM}, or "
+                "octavo.recipes.rowwise()"
+            )
+        return self._node(op, x, by_rows, {"axis": 1, "block_size": c}, dtype)
+
+    def _node(self, op: str, x: Tensor, scale_inv: Tensor, attributes: dict[str, Any], dtype: torch.dtype) -> Tensor:
+        inputs = [x, scale_inv]
+        if op == "QuantizeLinear":
+            if self.opset >= BLOCKS_FROM:
+                attributes = {**attributes, "output_dtype": _TYPES[dtype]}
+            else:  # the zero point alone says what is written
+                inputs.append((scale_inv * 0.0).to(dtype))
+        version = BLOCKS_FROM if self.opset >= BLOCKS_FROM else 19
+        return onnx_ops.symbolic(op, inputs, attributes, dtype=dtype, shape=x.shape, version=version)
+
+
+def _repeated(scale_inv: Tensor, times: int, rows: int) -> Tensor:
+    """Each row of scale_inv for every row of its tile, [rows, ...]."""
+    if times == 1:
+        return scale_inv
+    tiles, cols = scale_inv.shape
+    if times == ALL:
+        return scale_inv.expand(rows, cols)
+    return scale_inv[:, None].expand(tiles, times, cols).reshape(tiles * times, cols)[:rows]
+
+
+def _tiles(size: int, extent: int) -> int:
+    """How many tiles there are along a dimension; of positive numbers, as torch.onnx rounds quotients towards 0."""
+    return (size + extent - 1) // extent
+
+
+def _amax(x: Tensor, tile: Sequence[int]) -> Tensor:
+    """The amax of each tile. Unlike octavo's own it is inf or NaN where one of the tile's elements is."""
+    rows, cols = x.shape
+    r, c = (size if extent == ALL else extent for size, extent in zip((rows, cols), tile, strict=True))
+    found = x.abs()
+    if tile[0] == ALL and tile[1] == ALL:
+        return found.amax((0, 1), keepdim=True)
+    if tile[1] == ALL:
+        found = found.amax(1, keepdim=True)
+    elif c > 1:
+        n_c = _tiles(cols, c)
+        if n_c * c != cols:
+            found = F.pad(found, (0, n_c * c - cols))
+        found = found.reshape(rows, n_c, c).amax(2)
+    if tile[0] == ALL:
+        return found.amax(0, keepdim=True)
+    if r > 1:
+        n_r = _tiles(rows, r)
+        found = F.pad(found, (0, 0, 0, n_r * r - rows)).reshape(n_r, r, found.shape[1]).amax(1)
+    return found
+
+
+def _activated(x: Tensor, activation: str) -> Tensor:
+    if not activation:
+        return x
+    function, gated = activation_of(activation)
+    if not gated:
+        return _value(x, function)
+    gate, up = x.chunk(2, dim=1)
+    return _value(gate, function) * up
+
+
+def _value(h: Tensor, function: str) -> Tensor:
+    if function == "squared_relu":
+        return F.relu(h).square()
+    if function == "quick_gelu":
+        return h * torch.sigmoid(1.702 * h)
+    if function == "gelu_tanh":
+        return F.gelu(h, approximate="tanh")
+    if function == "gelu":
+        return F.gelu(h)
+    return F.silu(h) if function == "silu" else F.relu(h)

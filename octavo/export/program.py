@@ -1,0 +1,122 @@
+"""A model's evaluation as a torch.export program whose weights are FP8 already."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import Dim, ExportedProgram
+from torch.utils import _pytree as pytree
+
+from octavo.errors import ExportError
+
+_DELAYED_SCALE = {"cast": 1, "norm_cast": 6}  # which argument it is
+
+
+def program_of(model: nn.Module, example_inputs: tuple[Any, ...], dynamic_shapes: Any) -> ExportedProgram:
+    """Trace a model in evaluation mode, without gradients, and fold the casts of its weights.
+
+    Args:
+        model: on the CPU.
+        example_inputs: its positional arguments.
+        dynamic_shapes: as torch.export.export takes them; None: each size that the model leaves open.
+
+    Raises:
+        ExportError: where torch.export can't trace it.
+    """
+    if dynamic_shapes is None:
+        dynamic_shapes = pytree.tree_map(
+            lambda leaf: dict.fromkeys(range(leaf.ndim), Dim.AUTO) if isinstance(leaf, Tensor) else None, example_inputs
+        )
+    was_training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            graph = _traced(model, example_inputs, dynamic_shapes).module()
+            assert isinstance(graph, fx.GraphModule)
+            _fold(graph)
+            return _traced(graph, example_inputs, dynamic_shapes)
+    finally:
+        for module in was_training:
+            module.training = True
+
+
+def _traced(model: nn.Module, example_inputs: tuple[Any, ...], dynamic_shapes: Any) -> ExportedProgram:
+    try:
+        return torch.export.export(model, example_inputs, dynamic_shapes=dynamic_shapes, strict=False)
+    except Exception as error:  # torch documents no type: whatever the model or the tracer raises
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ExportError(f"torch.export can't trace {type(model).__name__}: {reason}") from error
+
+
+def _fold(module: fx.GraphModule) -> None:
+    """Put the results of octavo's ops on weights in the ops' place, and what delayed scales are worth now."""
+    value = _evaluator(module)
+    for node in list(module.graph.nodes):
+        if node.op != "call_function" or not _is_octavos(node):
+            continue
+        results = value(node)
+        if results is None:
+            _set_delayed_scale(node, value)
+            continue
+        for user in list(node.users):
+            if user.op == "call_function" and user.target is operator.getitem:
+                _replace(module, user, results[user.args[1]])
+        if node.users:
+            _replace(module, node, results)
+    module.graph.eliminate_dead_code()
+    module.delete_all_unused_submodules()
+    module.recompile()
+
+
+def _is_octavos(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "octavo"
+
+
+def _evaluator(module: fx.GraphModule) -> Callable[[fx.Node], Any]:
+    """A function that gives a node's value, or None where it depends on the inputs."""
+    known: dict[fx.Node, Any] = {}
+
+    def value(node: fx.Node) -> Any:
+        if node not in known:
+            known[node] = None
+            if node.op == "get_attr":
+                known[node] = operator.attrgetter(str(node.target))(module)
+            elif node.op == "call_function" and node.all_input_nodes:
+                found = {argument: value(argument) for argument in node.all_input_nodes}
+                if all(result is not None for result in found.values()):
+                    arguments, options = fx.node.map_arg((node.args, node.kwargs), found.__getitem__)
+                    known[node] = node.target(*arguments, **options)  # type: ignore[operator]
+        return known[node]
+
+    return value
+
+
+def is_delayed(node: fx.Node) -> bool:
+    """Whether a program's node is a cast by a delayed scale."""
+    if node.op != "call_function" or not _is_octavos(node):
+        return False
+    at = _DELAYED_SCALE.get(str(node.target._opname))  # type: ignore[union-attr]
+    return at is not None and isinstance(node.args[at], fx.Node)
+
+
+def _set_delayed_scale(node: fx.Node, value: Callable[[fx.Node], Any]) -> None:
+    """A cast without a history takes its input's own amax, in evaluation too: then it is a cast that isn't delayed."""
+    if is_delayed(node):
+        at = _DELAYED_SCALE[str(node.target._opname)]  # type: ignore[union-attr]
+        scale, role = node.args[at], node.args[at + 1]
+        if value(scale)[role] == 0.0:  # type: ignore[arg-type]
+            node.update_arg(at, None)
+
+
+def _replace(module: fx.GraphModule, node: fx.Node, result: Any) -> None:
+    """A buffer in place of a node."""
+    name = f"{node.name}_folded"
+    module.register_buffer(name, result.detach().clone(), persistent=True)
+    with module.graph.inserting_before(node):
+        buffer = module.graph.get_attr(name)
+    node.replace_all_uses_with(buffer)
+    module.graph.erase_node(node)

@@ -1,0 +1,387 @@
+import dataclasses
+import json
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import octavo
+from octavo import E4M3, E5M2, Cast, PerBlock, PerTensor, Recipe, recipes
+from octavo.errors import ExportError, MissingExtraError
+from octavo.export.checkpoints import to_safetensors
+from tests.helpers import sqnr, to_fp8
+
+safetensors = pytest.importorskip("safetensors.torch")
+pytest.importorskip("huggingface_hub")
+
+COMPRESSED = "compressed-tensors"
+
+
+def read(folder: Path) -> dict[str, Tensor]:
+    return {key: tensor for file in folder.glob("*.safetensors") for key, tensor in safetensors.load_file(file).items()}
+
+
+def quantization_config(folder: Path) -> dict:
+    return json.loads((folder / "config.json").read_text())["quantization_config"]
+
+
+def layer_of(recipe: Recipe, n: int = 256, k: int = 128, dtype: torch.dtype = torch.float32) -> nn.Module:
+    return octavo.nn.Linear(k, n, recipe=recipe, dtype=dtype)
+
+
+def dequantized(layer: nn.Module) -> Tensor:
+    """The pair's values by octavo's own conversions, from the weight's own amax."""
+    cast = layer.recipe.output[1]
+    return octavo.quantize(layer.weight, cast.format, cast.granularity, cast.power_of_two, cast.margin).dequantize()
+
+
+def llama(recipe: Recipe, tied: bool = False, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        tie_word_embeddings=tied,
+    )
+    model = transformers.LlamaForCausalLM(config).to(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():  # whose amax differs from row to row and block to block
+            parameter.mul_(torch.rand(parameter.shape[0], *[1] * (parameter.ndim - 1)).to(dtype) + 0.5)
+    return to_fp8(model, octavo.RecipeMap(recipe, {"lm_head": None})).eval()
+
+
+def load(folder: Path, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    """By transformers' from_pretrained, which dequantises to the model's dtype."""
+    transformers = pytest.importorskip("transformers")
+    if quantization_config(folder)["quant_method"] == "fp8":
+        from transformers.quantizers import quantizer_finegrained_fp8
+
+        # asked for at the door; dequantising doesn't use it
+        monkeypatch.setattr(quantizer_finegrained_fp8, "is_accelerate_available", lambda: True)
+        options = transformers.FineGrainedFP8Config(dequantize=True)
+    else:
+        pytest.importorskip("compressed_tensors")
+        options = transformers.CompressedTensorsConfig(dequantize=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*already has a `quantization_config`")  # it is told how to read that one
+        return transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=options)
+
+
+def assert_same_model(found: nn.Module, model: nn.Module) -> None:
+    """Bit for bit: dequantised weights where a layer is in FP8, the parameters themselves elsewhere."""
+    modules, theirs = dict(model.named_modules()), dict(found.named_parameters())
+    ours = dict(model.named_parameters())
+    assert theirs.keys() == ours.keys()
+    for name, parameter in ours.items():
+        recipe = getattr(modules[name.rpartition(".")[0]], "recipe", recipes.high_precision())
+        expected = parameter if recipe.is_high_precision else dequantized(modules[name.rpartition(".")[0]])
+        assert theirs[name].dtype == parameter.dtype
+        assert torch.equal(theirs[name], expected), name
+
+
+@pytest.mark.parametrize("shard_bytes", [5_000_000_000, 100_000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_fine_grained_is_what_transformers_reads(tmp_path, monkeypatch, dtype, shard_bytes):
+    model = llama(recipes.blockwise(), dtype=dtype)
+    to_safetensors(model, tmp_path / "out", max_shard_bytes=shard_bytes)
+    assert (tmp_path / "out/model.safetensors.index.json").exists() == (shard_bytes < 1_000_000)
+    found = load(tmp_path / "out", monkeypatch)
+    assert_same_model(found, model)
+    tokens = torch.randint(64, (2, 16))
+    assert sqnr(found(tokens).logits, model(tokens).logits) > 25  # ours casts the inputs too; measured: 28.5 dB
+
+
+@pytest.mark.parametrize("name", ["dynamic", "delayed", "rowwise"])
+def test_compressed_tensors_is_what_transformers_reads(tmp_path, monkeypatch, name):
+    model = llama(getattr(recipes, name)())
+    to_safetensors(model, tmp_path / "out", COMPRESSED)
+    found = load(tmp_path / "out", monkeypatch)
+    assert_same_model(found, model)
+    tokens = torch.randint(64, (2, 16))
+    assert sqnr(found(tokens).logits, model(tokens).logits) > 25  # measured: 28.5 to 28.9 dB
+
+
+def test_tied_weights_are_written_once(tmp_path, monkeypatch):
+    model = llama(recipes.blockwise(), tied=True)
+    to_safetensors(model, tmp_path / "out")
+    keys = read(tmp_path / "out").keys()
+    assert "lm_head.weight" not in keys
+    assert "model.embed_tokens.weight" in keys
+    found = load(tmp_path / "out", monkeypatch)
+    assert found.lm_head.weight is found.model.embed_tokens.weight
+    assert_same_model(found, model)
+
+
+def test_the_keys_are_those_of_transformers_fp8_model(tmp_path):
+    model = llama(recipes.blockwise())
+    to_safetensors(model, tmp_path / "out")
+    import transformers
+    from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
+
+    config = transformers.FineGrainedFP8Config.from_dict(quantization_config(tmp_path / "out"))
+    plain = transformers.LlamaForCausalLM(model.config).bfloat16()
+    theirs = replace_with_fp8_linear(plain, config.modules_to_not_convert, config, pre_quantized=True).state_dict()
+    ours = read(tmp_path / "out")
+    assert {key: (t.dtype, t.shape) for key, t in ours.items()} == {
+        key: (t.dtype, t.shape) for key, t in theirs.items()
+    }
+
+
+@pytest.mark.parametrize(("n", "k"), [(64, 64), (256, 128), (128, 384), (300, 200)])
+@pytest.mark.filterwarnings("ignore:.*128 does not divide.*:UserWarning")
+def test_a_layer_fits_transformers_own_fp8_layer(tmp_path, n, k):
+    pytest.importorskip("transformers")
+    from transformers.integrations.finegrained_fp8 import FP8Linear, _dequantize_fp8_weight
+
+    layer = layer_of(recipes.blockwise(), n, k)
+    to_safetensors(layer, tmp_path / "out")
+    stored = read(tmp_path / "out")
+    theirs = FP8Linear(k, n, block_size=(128, 128), has_bias=True)
+    assert {key: (t.dtype, t.shape) for key, t in stored.items()} == {
+        key: (t.dtype, t.shape) for key, t in theirs.state_dict().items()
+    }
+    weight = _dequantize_fp8_weight(stored["weight"], stored["weight_scale_inv"], (128, 128), torch.float32)
+    assert torch.equal(weight, dequantized(layer))
+    assert torch.equal(stored["bias"], layer.bias)
+
+
+def test_the_warning_of_ragged_blocks_is_still_due(tmp_path):
+    """That is, transformers' dequantisation takes the block's size from the number of scales."""
+    pytest.importorskip("transformers")
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    layer = layer_of(recipes.blockwise(), 192, 128)
+    with torch.no_grad():
+        layer.weight[128:] *= 16
+    with pytest.warns(UserWarning, match=r"1 layers have sizes over 128 .* the model \[192, 128\]"):
+        to_safetensors(layer, tmp_path / "out")
+    stored = read(tmp_path / "out")
+    weight = Fp8Dequantize(None)._dequantize_one(stored["weight"], stored["weight_scale_inv"])
+    assert not torch.equal(weight, dequantized(layer))
+
+
+@pytest.mark.parametrize("name", ["dynamic", "delayed", "rowwise"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_layer_is_decompressed_by_compressed_tensors(tmp_path, name, dtype):
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+
+    layer = layer_of(getattr(recipes, name)(), 300, 200, dtype)
+    to_safetensors(layer, tmp_path / "out", COMPRESSED)
+    stored = read(tmp_path / "out")
+    config = QuantizationConfig.model_validate(quantization_config(tmp_path / "out"))
+    plain = nn.Sequential(nn.Linear(200, 300))
+    apply_quantization_config(plain, config)
+    theirs, scheme = plain[0].state_dict(), plain[0].quantization_scheme
+    assert stored["weight_scale"].shape == theirs["weight_scale"].shape
+    assert stored["weight"].dtype == scheme.weights.pytorch_dtype()
+    compressor = BaseCompressor.get_value_from_registry(config.format)
+    assert compressor.can_compress(nn.Linear, scheme)
+    assert set(stored) == {"bias", *compressor.compression_param_names(scheme)}
+    values = compressor.decompress(stored, scheme)["weight"]
+    assert torch.equal(values.to(dtype), dequantized(layer))
+
+
+def test_each_kind_of_scale_is_a_group(tmp_path):
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+
+    model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(4)])
+    by_name = {"1": recipes.rowwise(), "2": None}
+    to_safetensors(to_fp8(model, octavo.RecipeMap(recipes.dynamic(), by_name)), tmp_path / "out", COMPRESSED)
+    plain = nn.Sequential(*[nn.Linear(32, 32) for _ in range(4)])
+    apply_quantization_config(plain, QuantizationConfig.model_validate(quantization_config(tmp_path / "out")))
+    schemes = [getattr(layer, "quantization_scheme", None) for layer in plain]
+    assert [scheme and scheme.weights.strategy for scheme in schemes] == ["tensor", "channel", None, "tensor"]
+    assert {scheme.input_activations.dynamic for scheme in schemes if scheme} == {True}
+
+
+def test_a_delayed_scale_is_the_one_of_evaluation(tmp_path):
+    layer = octavo.nn.Linear(64, 32, bias=False, recipe=recipes.delayed())
+    for _ in range(2):
+        layer(torch.randn(8, 64)).sum().backward()
+    with torch.no_grad():
+        layer.weight.mul_(0.3)  # its own amax would give another scale
+    to_safetensors(layer, tmp_path / "out", COMPRESSED)
+    stored = read(tmp_path / "out")
+    assert torch.equal(stored["weight_scale"], layer.delayed_scale[1:2].reciprocal())
+    x = torch.eye(64) * layer.delayed_scale[0].reciprocal()  # exact in FP8, so that the product shows the weight
+    shown = layer.eval()(x).t() * layer.delayed_scale[0]
+    torch.testing.assert_close(shown, stored["weight"].float() * stored["weight_scale"], rtol=1e-6, atol=0)
+
+
+def test_a_delayed_state_left_on_the_meta_device_is_no_history(tmp_path):
+    with torch.device("meta"):
+        layer = octavo.nn.Linear(64, 32, recipe=recipes.delayed())
+    layer.load_state_dict(nn.Linear(64, 32).state_dict(), assign=True)
+    to_safetensors(layer, tmp_path / "out", COMPRESSED)
+    stored = read(tmp_path / "out")
+    assert torch.equal(stored["weight"].float() * stored["weight_scale"], dequantized(layer))
+
+
+def test_padding_for_a_product_is_not_written(tmp_path, monkeypatch):
+    monkeypatch.setattr("octavo.autograd.casts.contraction_multiple", lambda device: 16)
+    layer = layer_of(recipes.rowwise(), 24, 20)
+    to_safetensors(layer, tmp_path / "out", COMPRESSED)
+    stored = read(tmp_path / "out")
+    assert torch.equal(stored["weight"].float() * stored["weight_scale"], dequantized(layer))
+
+
+def test_fused_modules_keep_their_own_keys(tmp_path):
+    model = nn.ModuleDict({"mlp": octavo.nn.RMSNormMLP(64, 96, bias=False, recipe=recipes.blockwise())})
+    model["head"] = nn.Linear(64, 8)
+    with pytest.warns(UserWarning, match=r"1 layers have sizes over 128 .* first mlp.fc1 \[192, 64\]"):
+        to_safetensors(model, tmp_path / "out")
+    stored = read(tmp_path / "out")
+    fp8 = {f"mlp.{part}.{key}" for part in ("fc1", "fc2") for key in ("weight", "weight_scale_inv")}
+    assert stored.keys() == fp8 | {"mlp.norm.weight", "head.weight", "head.bias"}
+    assert torch.equal(stored["mlp.norm.weight"], model["mlp"].norm.weight)
+    assert quantization_config(tmp_path / "out")["modules_to_not_convert"] == ["head"]
+
+
+def test_views_and_products_in_high_precision_are_written_as_they_are(tmp_path):
+    only_backward = dataclasses.replace(recipes.blockwise(), output=None)
+    model = to_fp8(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), recipes.blockwise())
+    octavo.set_recipe(model[1], only_backward)
+    model[0].bias.data = torch.arange(16.0)[::2]
+    folder = tmp_path / "new" / "out"
+    folder.mkdir(parents=True)  # an empty folder is as good as none
+    to_safetensors(model, folder)
+    stored = read(folder)
+    assert torch.equal(stored["0.bias"], torch.arange(16.0)[::2])
+    assert torch.equal(stored["1.weight"], model[1].weight)
+    assert list(folder.parent.iterdir()) == [folder]
+    with safetensors.safe_open(folder / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+E5M2_WEIGHT = Recipe(output=(Cast(E4M3, PerTensor()), Cast(E5M2, PerTensor())))
+SMALL_BLOCKS = Recipe(output=(Cast(E4M3, PerBlock(1, 64)), Cast(E4M3, PerBlock(64, 64))))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "layout", "message"),
+    [
+        (recipes.dynamic(), "fine-grained", r"PerTensor\(\); layout='compressed-tensors' holds those"),
+        (recipes.rowwise(), "fine-grained", r"PerRow\(\); layout='compressed-tensors' holds those"),
+        (recipes.blockwise(), COMPRESSED, r"PerBlock\(128, 128\); layout='fine-grained' holds those"),
+        (recipes.mx(), "fine-grained", r"PerBlock\(1, 32\); octavo.set_recipe\(model, octavo.recipes.blockwise\(\)\)"),
+        (recipes.mx(), COMPRESSED, r"PerBlock\(1, 32\); octavo.set_recipe\(model, octavo.recipes.rowwise\(\)\)"),
+        (SMALL_BLOCKS, "fine-grained", r"PerBlock\(64, 64\); octavo.set_recipe\(model, octavo.recipes.blockwise\(\)\)"),
+        (E5M2_WEIGHT, COMPRESSED, r"cast to E5M2, which no layout holds; octavo.set_recipe\(.*rowwise\(\)\)"),
+    ],
+)
+def test_a_cast_without_a_place_is_refused(tmp_path, recipe, layout, message):
+    model = to_fp8(nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)}), recipe)
+    with pytest.raises(ExportError, match=f"layout='{layout}' can't hold a and 1 more layers: .*{message}"):
+        to_safetensors(model, tmp_path / "out", layout)
+    assert not any(tmp_path.iterdir())
+
+
+def two_layers() -> nn.Module:
+    return to_fp8(nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)}), recipes.blockwise())
+
+
+def parametrized() -> nn.Module:
+    model = two_layers()
+    nn.utils.parametrizations.weight_norm(model["b"])
+    return model
+
+
+def with_buffer(tensor: Tensor) -> nn.Module:
+    model = two_layers()
+    model["a"].register_buffer("extra", tensor)
+    return model
+
+
+def with_shared_weight() -> nn.Module:
+    model = nn.ModuleDict({"table": nn.Embedding(8, 8), "head": nn.Linear(8, 8, bias=False)})
+    model["head"].weight = model["table"].weight
+    return to_fp8(model, recipes.blockwise())
+
+
+def with_names_alike() -> nn.Module:
+    model = nn.ModuleDict({"q_proj": nn.Linear(8, 8), "proj": nn.Linear(8, 8)})
+    return to_fp8(model, octavo.RecipeMap(recipes.blockwise(), {"proj": None}))
+
+
+def conv1d() -> nn.Module:
+    pytest.importorskip("transformers")
+    from transformers.pytorch_utils import Conv1D
+
+    return to_fp8(nn.ModuleDict({"c_fc": Conv1D(8, 8)}), recipes.blockwise())
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: nn.Linear(8, 8), "no layer's output product is in FP8; call octavo.convert"),
+        (lambda: layer_of(recipes.high_precision()), "no layer's output product is in FP8"),
+        (parametrized, "b: its weight is computed .* remove_parametrizations"),
+        (conv1d, r"c_fc: Conv1D stores its weight as \[K, N\].*RecipeMap\(recipe, {'c_fc': None}\)"),
+        (lambda: two_layers().to("meta"), "a.weight is on the meta device"),
+        (lambda: with_buffer(torch.empty(2, device="meta")), "a.extra is on the meta device"),
+        (lambda: with_buffer(octavo.quantize(torch.ones(2), E4M3, PerTensor())), "a.extra is a ScaledTensor, not a"),
+        (with_shared_weight, r"head: its weight is table.weight too.*RecipeMap\(recipe, {'head': None}\)"),
+        (with_names_alike, "'proj' stays in high precision.*'q_proj' too"),
+    ],
+)
+def test_a_model_that_cannot_be_stored_is_refused(tmp_path, build, message):
+    with pytest.raises(ExportError, match=message):
+        to_safetensors(build(), tmp_path / "out")
+    assert not any(tmp_path.iterdir())
+
+
+def test_two_layers_of_one_weight_are_both_written(tmp_path):
+    model = two_layers()
+    model["b"].weight = model["a"].weight
+    to_safetensors(model, tmp_path / "out")
+    stored = read(tmp_path / "out")
+    assert torch.equal(stored["a.weight"].float(), stored["b.weight"].float())
+    assert torch.equal(stored["a.weight_scale_inv"], stored["b.weight_scale_inv"])
+
+
+def test_a_folder_in_use_is_left_alone(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ExportError, match="is not empty"):
+        to_safetensors(two_layers(), tmp_path)
+    with pytest.raises(ExportError, match=r"notes.txt is a file"):
+        to_safetensors(two_layers(), tmp_path / "notes.txt")
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_nothing_is_left_of_a_failure(tmp_path, monkeypatch):
+    def full(tensors, path, metadata):
+        path.write_bytes(b"half")
+        raise OSError("no space left")
+
+    monkeypatch.setattr(safetensors, "save_file", full)
+    with pytest.raises(OSError, match="no space left"):
+        to_safetensors(two_layers(), tmp_path / "out")
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"layout": "gguf"}, "layout='gguf': use 'fine-grained' or 'compressed-tensors'"),
+        ({"max_shard_bytes": 0}, "max_shard_bytes=0 must be an integer of at least 1"),
+    ],
+)
+def test_wrong_arguments(tmp_path, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        to_safetensors(two_layers(), tmp_path / "out", **arguments)
+
+
+@pytest.mark.parametrize("absent", ["safetensors.torch", "huggingface_hub"])
+def test_an_absent_library_is_named(tmp_path, monkeypatch, absent):
+    monkeypatch.setitem(sys.modules, absent, None)
+    with pytest.raises(MissingExtraError, match=r"pip install octavo\[safetensors\]"):
+        to_safetensors(two_layers(), tmp_path / "out")

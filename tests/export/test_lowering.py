@@ -1,0 +1,40 @@
+"""What octavo's ops become, computed by torch: the parts around QuantizeLinear."""
+
+import pytest
+import torch
+
+from octavo import kernels
+from octavo.export.lowering import _activated, _amax, _repeated
+from octavo.kernels.activations import ACTIVATIONS
+from octavo.kernels.reference.activation import produced
+from octavo.numerics import floor_power_of_two, floor_power_of_two_by_comparison
+from tests.definitions import GRANULARITIES
+
+
+@pytest.mark.parametrize("tile", [g.tile for g in GRANULARITIES], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (17, 130), (150, 40), (128, 256)], ids=str)
+def test_amax(shape, tile):
+    x = torch.randn(shape)
+    assert torch.equal(_amax(x, tile), kernels.amax(x, tile))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations(activation):
+    h = 3 * torch.randn(50, 64)
+    torch.testing.assert_close(_activated(h, activation), produced(h, activation), rtol=1e-4, atol=1e-6)
+
+
+def test_scales_of_tiles_for_each_row():
+    scale = torch.arange(6.0).view(3, 2)
+    assert _repeated(scale, 1, 3) is scale
+    assert _repeated(scale, 4, 10)[:, 0].tolist() == [0, 0, 0, 0, 2, 2, 2, 2, 4, 4]
+    assert _repeated(scale[:1], -1, 5).shape == (5, 2)
+
+
+def test_powers_of_two_by_comparison():
+    exponents = torch.arange(-126, 127)
+    exact = 2.0 ** exponents.float()
+    near = [torch.nextafter(exact, torch.full_like(exact, to)) for to in (0.0, torch.inf)]
+    for scale in (exact, *near, exact * 1.5, torch.rand(10_000) + 1e-3):
+        scale = scale.clamp(2.0**-126, 2.0**126)
+        assert torch.equal(floor_power_of_two_by_comparison(scale), floor_power_of_two(scale))

@@ -1,0 +1,68 @@
+"""What is left of octavo's ops in a traced program: those that depend on the inputs."""
+
+import pytest
+import torch
+from torch import nn
+
+import octavo
+from octavo import recipes
+from octavo.errors import ExportError
+from octavo.export.program import is_delayed, program_of
+
+X = torch.randn(3, 4, 32)
+
+
+def ops_of(program: torch.export.ExportedProgram) -> list[str]:
+    return [n.target._opname for n in program.graph.nodes if getattr(n.target, "namespace", "") == "octavo"]
+
+
+@pytest.mark.parametrize("recipe", [recipes.dynamic(), recipes.delayed(), recipes.blockwise()], ids=lambda r: r.name)
+def test_weights_are_folded_and_the_rest_computes_the_same(recipe):
+    module = octavo.nn.LayerNormMLP(32, 48, recipe=recipe)
+    module(X).sum().backward()
+    program = program_of(module, (X,), None)
+    assert ops_of(program) == ["norm_cast", "matmul", "cast", "matmul"]
+    folded = [t for t in program.state_dict.values() if t.dtype == torch.float8_e4m3fn]
+    assert sorted(t.numel() for t in folded) == [48 * 32, 96 * 32]
+    module.eval()
+    for shape in ((3, 4, 32), (5, 2, 32)):
+        x = torch.randn(shape)
+        with torch.no_grad():
+            assert torch.equal(program.module()(x), module(x))
+
+
+def test_a_delayed_cast_without_a_history_is_dynamic():
+    layer = octavo.nn.Linear(32, 16, recipe=recipes.delayed())
+    for delayed in (False, True):
+        nodes = program_of(layer, (X,), None).graph.nodes
+        assert any(map(is_delayed, nodes)) == delayed
+        layer(X).sum().backward()
+
+
+def test_the_model_keeps_its_modes():
+    net = nn.Sequential(octavo.nn.Linear(32, 32), nn.Dropout(), octavo.nn.Linear(32, 32))
+    net[1].eval()
+    program_of(net, (X,), None)
+    assert [module.training for module in net.modules()] == [True, True, False, True]
+
+
+def test_given_shapes_are_kept():
+    batch = torch.export.Dim("batch", max=8)
+    program = program_of(octavo.nn.Linear(32, 16), (X,), ({0: batch},))
+    (x,) = (
+        n.meta["val"]
+        for n in program.graph.nodes
+        if n.op == "placeholder" and n.name in program.graph_signature.user_inputs
+    )
+    assert isinstance(x.shape[0], torch.SymInt) and x.shape[1:] == (4, 32)
+
+
+def test_what_can_not_be_traced_says_why():
+    class Peeks(nn.Module):
+        def forward(self, x: torch.Tensor) -> float:
+            return x.sum().item() if x.sum().item() > 0 else 0.0
+
+    with pytest.raises(ExportError, match=r"torch.export can't trace Peeks: .+"):
+        program_of(Peeks(), (X,), None)
+    with pytest.raises(ExportError, match="can't trace Linear"):
+        program_of(octavo.nn.Linear(16, 16), (X,), None)
