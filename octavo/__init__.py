@@ -4,8 +4,11 @@ The one idea: an FP8 tensor is the pair (qdata, scale_inv), value = qdata x scal
 their scale_inv, and nothing changes the one without the other. A recipe only says how the next cast is made.
 """
 
+import importlib
+from typing import Any
+
 from octavo import nn, recipes
-from octavo.errors import HigherOrderGradientError, MissingExtraError, OctavoError, UnsupportedOpError
+from octavo.errors import ExportError, HigherOrderGradientError, MissingExtraError, OctavoError, UnsupportedOpError
 from octavo.formats import E4M3, E5M2, Format
 from octavo.granularity import Granularity, PerBlock, PerRow, PerTensor
 from octavo.nn.convert import convert, restore, set_recipe
@@ -25,6 +28,7 @@ __all__ = [
     "Cast",
     "Delayed",
     "Dynamic",
+    "ExportError",
     "Format",
     "Granularity",
     "HigherOrderGradientError",
@@ -48,3 +52,9 @@ __all__ = [
     "set_recipe",
     "summary",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "export":  # what it needs of torch takes a quarter of a second to import, and few programs export
+        return importlib.import_module("octavo.export")
+    raise AttributeError(f"module 'octavo' has no attribute {name!r}")

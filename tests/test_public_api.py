@@ -7,6 +7,7 @@ import pytest
 import octavo
 
 FUNCTIONS = [
+    *(getattr(octavo.export, name) for name in octavo.export.__all__),
     *(value for name in octavo.__all__ if inspect.isfunction(value := getattr(octavo, name))),
     *(value for name in octavo.nn.__all__ if inspect.isfunction(value := getattr(octavo.nn, name))),
     *(value for value in vars(octavo.recipes).values() if inspect.isfunction(value) and value.__name__[0] != "_"),
@@ -39,3 +40,8 @@ def test_class_has_an_example(kind):
 @pytest.mark.parametrize("kind", [*CLASSES, *FUNCTIONS], ids=lambda kind: kind.__qualname__)
 def test_documented(kind):
     assert kind.__doc__ and kind.__module__.startswith("octavo")
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="'octavo' has no attribute 'exports'"):
+        _ = octavo.exports

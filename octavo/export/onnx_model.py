@@ -185,19 +185,23 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _store(exported: Any, names: set[str], dtype: torch.dtype) -> None:
-    """Keep float32 parameters of these names in another dtype, and make float32 of them where they are used."""
-    if dtype == torch.float32:
-        return
+def _store(exported: Any, parameters: set[str], dtype: torch.dtype) -> None:
+    """Keep parameters of these names in another dtype, and make float32 of them where they are used.
+
+    What bfloat16 holds exactly, such as scales that are powers of two, is kept in it whatever it is.
+    """
     import onnx_ir as ir
     from onnx_ir.tensor_adapters import TorchTensor
 
     graph = exported.graph
-    for name in names & graph.initializers.keys():
-        value = graph.initializers[name]
-        if value.dtype != ir.DataType.FLOAT or value.const_value.size < _SMALL:
+    for name, value in list(graph.initializers.items()):
+        if value.dtype != ir.DataType.FLOAT or value.const_value.size < _SMALL or value.is_graph_output():
             continue
-        stored = TorchTensor(torch.from_numpy(value.const_value.numpy().copy()).to(dtype), name=name)
+        wide = torch.from_numpy(value.const_value.numpy().copy())
+        smaller = wide.to(dtype if name in parameters else torch.bfloat16)
+        if smaller.dtype == wide.dtype or (name not in parameters and not torch.equal(smaller.to(wide.dtype), wide)):
+            continue
+        stored = TorchTensor(smaller, name=name)
         kept = ir.Value(name=name, shape=value.shape, type=ir.TensorType(stored.dtype), const_value=stored)
         cast = ir.node("Cast", [kept], {"to": ir.DataType.FLOAT})
         cast.outputs[0].shape, cast.outputs[0].dtype = value.shape, ir.DataType.FLOAT

@@ -24,6 +24,11 @@ def run_onnx(path: str | os.PathLike[str], *inputs: Tensor) -> list[Tensor]:
     Raises:
         ExportError: where onnxruntime can't load or run it.
         MissingExtraError: where it is not installed.
+
+    Example:
+        >>> import torch, octavo
+        >>> octavo.export.run_onnx("mlp.onnx", torch.randn(4, 64))[0].shape  # doctest: +SKIP
+        torch.Size([4, 64])
     """
     try:
         import onnxruntime
@@ -50,6 +55,11 @@ def sqnr_in_onnxruntime(model: nn.Module, inputs: Tensor | tuple[Any, ...], path
 
     Returns:
         dB, of all outputs together; inf where they are equal.
+
+    Example:
+        >>> import torch, octavo
+        >>> octavo.export.sqnr_in_onnxruntime(model, torch.randn(4, 64), "mlp.onnx") > 40  # doctest: +SKIP
+        True
     """
     arguments = inputs if isinstance(inputs, tuple) else (inputs,)
     arguments = pytree.tree_map(

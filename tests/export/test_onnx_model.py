@@ -117,6 +117,17 @@ def test_a_recipe_map_and_other_casts(tmp_path):
         assert sqnr_in_onnxruntime(net, torch.randn(rows, K), path) >= 40
 
 
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_the_file_is_at_most_three_fifths_of_the_same_models_in_bf16(recipe, tmp_path):
+    def mlp(recipe: octavo.Recipe) -> nn.Module:
+        return octavo.nn.LayerNormMLP(512, 1024, "gelu", recipe=recipe, dtype=torch.bfloat16)
+
+    x = torch.randn(2, 512, dtype=torch.bfloat16)
+    in_bf16 = to_onnx(mlp(recipes.high_precision()), x, tmp_path / "bf16.onnx").stat().st_size
+    assert in_bf16 > 2 * 2 * 512 * 1024
+    assert to_onnx(mlp(FP8_RECIPES[recipe]()), x, tmp_path / "fp8.onnx").stat().st_size <= 0.6 * in_bf16
+
+
 def test_weights_lie_beside_a_file_that_would_be_too_large(tmp_path, monkeypatch):
     monkeypatch.setattr(onnx_model, "LARGEST_FILE", 1000)
     module = MODULES["RMSNormMLP"](recipe=recipes.blockwise())
