@@ -12,6 +12,7 @@ SUBJECTS = {
     "gpu_host": "host time of casts, norms and a Linear on a GPU's path, without one, beside torchao",
     "host_overhead": "host time of one eager Linear, beside torch.nn.Linear and torchao",
     "cpu_step": "a whole training step of the trainer's model on a CPU, beside bf16 and torchao",
+    "compile_matrix": "torch.compile beside eager: graphs, breaks, recompiles, differences; the time it takes",
     "onnx_export": "exported models in onnxruntime: every recipe and opset, the trained demo (about 20 minutes)",
     "convergence": "final losses of every recipe beside bf16 over three seeds (about 20 minutes on 2 cores)",
 }

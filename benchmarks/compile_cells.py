@@ -1,0 +1,191 @@
+"""What torch.compile is asked to take in one graph: every kind of model and step, beside the same in eager.
+
+A cell is a step, its model built twice from the same seed: one is trained in eager, one compiled, with the same data.
+Counted is what the compiler did; compared is all that training leaves: losses, weights, and delayed state.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo import testing, utils
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import octavo
+from octavo import recipes
+from octavo.train.config import ModelConfig
+from octavo.train.model import GPT
+
+WIDTH, POSITIONS, VOCABULARY = 32, 16, 250  # the last is no multiple of 16
+RECIPES: dict[str, Callable[[], octavo.Recipe | octavo.RecipeMap]] = {
+    "dynamic": recipes.dynamic,
+    "delayed": lambda: recipes.delayed(history_length=4),
+    "rowwise": recipes.rowwise,
+    "blockwise": recipes.blockwise,
+    "mx": recipes.mx,
+    "high_precision": recipes.high_precision,
+    "recipe map": lambda: octavo.RecipeMap(
+        recipes.delayed(), {"*fc2": recipes.rowwise(), "*out": {"grad_weight": None}, "*head": None}
+    ),
+}
+Step = Callable[[nn.Module, Tensor, Tensor], Tensor]  # (model, input, target) -> loss
+
+
+class Checkpointed(nn.Module):
+    """Two blocks whose activations are computed again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(octavo.nn.TransformerBlock(WIDTH, 48, 2) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+def transformer() -> nn.Module:
+    """The demo's, with its output projection to a vocabulary that 16 does not divide."""
+    model = GPT(ModelConfig(width=WIDTH, layers=2, heads=2, context=POSITIONS))
+    model.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+    return model
+
+
+def mean_square(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
+    outputs = torch.utils._pytree.tree_leaves(model(x))
+    return sum(((y - target.mean()).square().mean() for y in outputs), torch.zeros(()))
+
+
+def next_token(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(model(tokens).float().flatten(0, 1), targets.flatten())
+
+
+def in_autocast(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+    with torch.autocast(tokens.device.type, torch.bfloat16):
+        return next_token(model, tokens, targets)
+
+
+@dataclasses.dataclass(frozen=True)
+class What:
+    """A kind of model, its step, and whether the loss is compiled with it."""
+
+    build: Callable[[], nn.Module]
+    step: Step = mean_square
+    whole_step: bool = False
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether inputs are tokens."""
+        return self.step is not mean_square
+
+
+WHATS = {
+    "Linear": What(lambda: nn.Linear(WIDTH, 40)),
+    "LayerNormLinear": What(lambda: octavo.nn.LayerNormLinear(WIDTH, {"a": 16, "b": 24})),
+    "RMSNormLinear": What(lambda: octavo.nn.RMSNormLinear(WIDTH, 40, return_norm_output=True)),
+    "LayerNormMLP": What(lambda: octavo.nn.LayerNormMLP(WIDTH, 48, "gelu")),
+    "RMSNormMLP": What(lambda: octavo.nn.RMSNormMLP(WIDTH, 48, "swiglu", bias=False)),
+    "TransformerBlock": What(lambda: octavo.nn.TransformerBlock(WIDTH, 48, 2, 1)),
+    "transformer and output projection": What(transformer, next_token),
+    "training step": What(transformer, next_token, whole_step=True),
+    "training step in autocast": What(transformer, in_autocast, whole_step=True),
+    "activation checkpointing": What(Checkpointed),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """Of one cell.
+
+    Attributes:
+        graphs: how many were compiled.
+        breaks: of a graph.
+        recompiles: graphs compiled after the second step.
+        difference: largest absolute difference from eager in losses, weights and delayed state, by the largest value of
+            each; 0: bit for bit.
+    """
+
+    graphs: int
+    breaks: int
+    recompiles: int
+    difference: float
+
+
+def built(what: What, recipe: str, seed: int = 0) -> nn.Module:
+    """The model of a cell."""
+    torch.manual_seed(seed)
+    model = what.build()
+    return octavo.convert(model, RECIPES[recipe](), select=lambda module, name: True)
+
+
+def batch(what: What, step: int, sequences: int = 2, positions: int = POSITIONS) -> tuple[Tensor, Tensor]:
+    """The input and target of a step."""
+    generator = torch.Generator().manual_seed(step)
+    if what.reads_tokens:
+        shape = (2, sequences, positions)
+        tokens, targets = torch.randint(0, VOCABULARY, shape, generator=generator)
+        return tokens, targets
+    return torch.randn(sequences, positions, WIDTH, generator=generator), torch.randn(3, generator=generator)
+
+
+def trained(what: What, model: nn.Module, step: Step, steps: int) -> dict[str, Tensor]:
+    """All that training leaves: losses, weights, delayed state."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    losses = []
+    for index in range(steps):
+        loss = step(model, *batch(what, index))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    return {"losses": torch.stack(losses)} | state | octavo.delayed_state_dict(model)
+
+
+def compiled_step(what: What, backend: Any, **options: Any) -> Step:
+    """The step with its model compiled, or all of it."""
+    if what.whole_step:
+        return torch.compile(what.step, backend=backend, fullgraph=True, **options)
+    call = torch.compile(lambda model, x: model(x), backend=backend, fullgraph=True, **options)
+
+    def step(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
+        return what.step(lambda inputs: call(model, inputs), x, target)  # type: ignore[arg-type]
+
+    return step
+
+
+def difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    """The largest difference of any tensor, by its largest value."""
+    assert a.keys() == b.keys()
+    off = [float((a[k].double() - b[k].double()).abs().max() / b[k].double().abs().max().clamp(1e-30)) for k in a]
+    return max(off)
+
+
+def measure(name: str, recipe: str, backend: str = "aot_eager", steps: int = 4) -> Result:
+    """Compile a cell and train it beside eager.
+
+    Raises:
+        torch._dynamo.exc.Unsupported: at a graph break.
+    """
+    what = WHATS[name]
+    torch.compiler.reset()
+    utils.counters.clear()
+    counter = testing.CompileCounterWithBackend(backend)
+    step = compiled_step(what, counter)
+    model = built(what, recipe)
+    frames: list[int] = []
+
+    def counted(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
+        loss = step(model, x, target)
+        frames.append(counter.frame_count)
+        return loss
+
+    found = trained(what, model, counted, steps)
+    expected = trained(what, built(what, recipe), what.step, steps)
+    breaks = sum(utils.counters["graph_break"].values())
+    return Result(frames[-1], breaks, frames[-1] - frames[1], difference(found, expected))

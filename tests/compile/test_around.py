@@ -1,0 +1,181 @@
+"""What happens around a compiled step: micro-batches, other recipes and sizes, evaluation, DDP, whole models."""
+
+import copy
+import os
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+
+import octavo
+from benchmarks.compile_cells import RECIPES, WHATS, batch, built, difference, mean_square
+from octavo import recipes
+from tests.helpers import FP8_RECIPES, to_fp8
+
+BLOCK = WHATS["TransformerBlock"]
+each_recipe = pytest.mark.parametrize("recipe", RECIPES)
+
+
+def compiled(**options):
+    """(a function that calls a model, compiled in one graph; what counts its graphs)."""
+    torch.compiler.reset()
+    counters.clear()
+    counter = CompileCounterWithBackend("aot_eager")
+    return torch.compile(lambda model, x: model(x), backend=counter, fullgraph=True, **options), counter
+
+
+def state_of(model):
+    gradients = {f"{name}.grad": p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {name: value.detach().clone() for name, value in model.state_dict().items()} | gradients
+
+
+def check_equal(model, other):
+    assert difference(state_of(model), state_of(other)) == 0.0
+    delayed = octavo.delayed_state_dict(model)
+    if delayed:
+        assert difference(delayed, octavo.delayed_state_dict(other)) == 0.0
+
+
+@each_recipe
+def test_micro_batches_on_an_unchanged_weight(recipe):
+    call, counter = compiled()
+    model, eager = built(BLOCK, recipe), built(BLOCK, recipe)
+    for net, forward in ((model, call), (eager, lambda net, x: net(x))):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for step in range(3):
+            for micro_batch in range(3):
+                x, target = batch(BLOCK, 3 * step + micro_batch)
+                mean_square(lambda x, net=net, forward=forward: forward(net, x), x, target).backward()
+            if step < 2:
+                optimizer.step()
+                optimizer.zero_grad()
+    check_equal(model, eager)
+    assert counter.frame_count == 1
+
+
+def test_set_recipe_between_steps_compiles_once_for_each_distinct_recipe():
+    call, counter = compiled()
+    model, eager = built(BLOCK, "dynamic"), built(BLOCK, "dynamic")
+    for step, name in enumerate(["dynamic", "delayed", "dynamic", "rowwise", "delayed", "rowwise", "high_precision"]):
+        x, target = batch(BLOCK, step)
+        for net, forward in ((model, lambda x: call(model, x)), (eager, eager)):
+            octavo.set_recipe(net, RECIPES[name]())  # an equal value, not the same
+            mean_square(forward, x, target).backward()
+    check_equal(model, eager)
+    assert counter.frame_count == 4
+
+
+@each_recipe
+def test_sizes_of_batch_and_sequence(recipe):
+    call, counter = compiled(dynamic=True)
+    model, eager = built(BLOCK, recipe), built(BLOCK, recipe)
+    for step, (sequences, positions) in enumerate([(2, 16), (3, 16), (3, 9), (5, 24), (2, 17)]):
+        x, target = batch(BLOCK, step, sequences, positions)
+        mean_square(lambda x: call(model, x), x, target).backward()
+        mean_square(eager, x, target).backward()
+    check_equal(model, eager)
+    assert counter.frame_count == 1
+
+
+@each_recipe
+def test_evaluation_in_between(recipe):
+    call, counter = compiled()
+    model, eager = built(BLOCK, recipe), built(BLOCK, recipe)
+    graphs = []
+    for step in range(4):
+        x, target = batch(BLOCK, step)
+        mean_square(lambda x: call(model, x), x, target).backward()
+        mean_square(eager, x, target).backward()
+        for mode in (torch.no_grad, torch.inference_mode):
+            for net in (model, eager):
+                net.eval()
+            with mode():
+                assert torch.equal(call(model, x), eager(x))
+            for net in (model, eager):
+                net.train()
+        graphs.append(counter.frame_count)
+    check_equal(model, eager)
+    assert graphs[0] <= 3 and graphs == graphs[:1] * 4
+
+
+# --- no more graphs, breaks or recompiles than the same model in bf16 -------------------------------------------------
+
+
+def counted(call, model, steps):
+    """(graphs, breaks, graphs after the second step) of a compiled model's training."""
+    torch.compiler.reset()
+    counters.clear()
+    counter = CompileCounterWithBackend("aot_eager")
+    run, graphs = call(model, counter), []
+    for step in range(steps):
+        run(step).backward()
+        graphs.append(counter.frame_count)
+    return graphs[-1], sum(counters["graph_break"].values()), graphs[-1] - graphs[1]
+
+
+def llama():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32}
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads, use_cache=False)).bfloat16()
+
+
+def compiled_llama(model, backend):
+    call = torch.compile(model, backend=backend)
+
+    def run(step):
+        tokens = torch.randint(0, 60, (2, 16), generator=torch.Generator().manual_seed(step))
+        return call(input_ids=tokens, labels=tokens).loss
+
+    return run
+
+
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_a_whole_hugging_face_llama(recipe):
+    in_bf16 = counted(compiled_llama, llama(), 4)
+    model = to_fp8(llama(), FP8_RECIPES[recipe]())
+    ours = counted(compiled_llama, model, 4)
+    assert all(a <= b for a, b in zip(ours, in_bf16, strict=True)), (ours, in_bf16)
+    assert sum(isinstance(module, octavo.nn.Linear) for module in model.modules()) == 15
+
+
+def ddp_rank(rank, port, results):
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    try:
+        for name, recipe in (("bf16", recipes.high_precision()), ("delayed", recipes.delayed()), ("mx", recipes.mx())):
+            torch.manual_seed(0)
+            block = octavo.nn.TransformerBlock(32, 48, 2, recipe=recipe)
+
+            def call(model, backend):
+                parallel = nn.parallel.DistributedDataParallel(torch.compile(model, backend=backend))
+                return lambda step: parallel(batch(BLOCK, 2 * step + rank)[0]).square().mean()
+
+            found = counted(call, block, 4)
+            gradients = torch.cat([p.grad.flatten() for p in block.parameters()])
+            results[rank, name] = found, gradients.tolist(), bool(gradients.isfinite().all())
+    finally:
+        dist.destroy_process_group()
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def test_ddp_of_a_compiled_model_on_two_ranks():
+    with torch.multiprocessing.get_context("spawn").Manager() as manager:
+        results = manager.dict()
+        torch.multiprocessing.spawn(ddp_rank, (free_port(), results), nprocs=2)
+        results = copy.deepcopy(dict(results))
+    for name in ("delayed", "mx"):
+        (ours, a, finite), (_, b, _) = results[0, name], results[1, name]
+        assert finite and a == b
+        assert all(x <= y for x, y in zip(ours, results[0, "bf16"][0], strict=True)), (ours, results[0, "bf16"][0])

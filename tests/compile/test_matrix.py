@@ -1,0 +1,116 @@
+"""Every kind of model and step in one graph, forward and backward, bit for bit as in eager; faults would show."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import octavo
+from benchmarks import compile_cells
+from benchmarks.compile_cells import RECIPES, WHATS, Result, built, compiled_step, difference, measure, trained
+from octavo.kernels.reference import KERNELS
+
+GREEN = Result(graphs=1, breaks=0, recompiles=0, difference=0.0)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("what", WHATS)
+def test_one_graph_and_bit_for_bit(what, recipe):
+    assert measure(what, recipe) == GREEN
+
+
+@pytest.mark.parametrize("what", ["training step", "activation checkpointing"])
+def test_twenty_steps_of_delayed_scaling(what):
+    assert measure(what, "delayed", steps=20) == GREEN
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("what", ["LayerNormMLP", "training step", "activation checkpointing"])
+def test_one_graph_in_inductor(what, recipe):
+    found = measure(what, recipe, "inductor")
+    assert dataclasses.replace(found, difference=0.0) == GREEN
+    assert found.difference <= 2.0**-4
+
+
+def test_graphs_and_breaks_are_counted():
+    class Breaks(torch.nn.Linear):
+        def forward(self, x):
+            torch._dynamo.graph_break()
+            return super().forward(x)
+
+    what = compile_cells.What(lambda: Breaks(32, 32))
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        trained(what, what.build(), compiled_step(what, "aot_eager"), 1)
+
+
+# --- what a compiler could get wrong must show as a difference --------------------------------------------------------
+
+
+def forgets_the_update(name, call):
+    """A commit that writes neither scale nor history."""
+
+    def forgetful(x, *args):
+        if name != "cast_and_commit":
+            return call(x, *args)
+        return call(x, args[0].clone(), args[1].clone(), *args[2:])
+
+    return forgetful
+
+
+def reads_a_stale_scale(name, call):
+    """Casts of activations by the scale of the step before."""
+    before = {}
+
+    def stale(x, delayed_scale, *args):
+        if name not in ("cast", "cast_transpose") or delayed_scale is None:
+            return call(x, delayed_scale, *args)
+        used = before.get(delayed_scale.data_ptr(), delayed_scale)
+        before[delayed_scale.data_ptr()] = delayed_scale.clone()
+        return call(x, used, *args)
+
+    return stale
+
+
+def moves_the_scale_before_recomputation(name, call):
+    """Every second cast of one input, which recomputation does, by another scale."""
+    seen = set()
+
+    def moved(x, delayed_scale, *args):
+        if name not in ("cast", "cast_transpose") or delayed_scale is None or args[0] != 0:
+            return call(x, delayed_scale, *args)
+        again = (tuple(x.shape), float(x.double().sum()))
+        scale = delayed_scale * 0.7 if again in seen else delayed_scale
+        seen.symmetric_difference_update({again})
+        return call(x, scale, *args)
+
+    return moved
+
+
+@pytest.mark.parametrize(
+    ("fault", "what"),
+    [
+        (forgets_the_update, "training step"),
+        (reads_a_stale_scale, "training step"),
+        (moves_the_scale_before_recomputation, "activation checkpointing"),
+    ],
+)
+def test_a_fault_in_the_graph_is_seen(fault, what, monkeypatch):
+    torch.compiler.reset()
+    kind = WHATS[what]
+    expected = trained(kind, built(kind, "delayed"), kind.step, 4)
+    step = compiled_step(kind, "aot_eager")
+    assert difference(trained(kind, built(kind, "delayed"), step, 4), expected) == 0.0
+
+    with torch.library._scoped_library("octavo", "IMPL") as library:  # eager calls go past the dispatcher, graphs don't
+        for name in ("cast", "cast_transpose", "cast_and_commit", "norm_cast"):
+            library.impl(name, fault(name, KERNELS[name]), "CPU")
+        assert difference(trained(kind, built(kind, "delayed"), step, 4), expected) > 0.0
+
+
+def test_a_difference_in_any_tensor_is_seen():
+    kept = octavo.nn.Linear(32, 32, recipe=octavo.recipes.delayed()).state_dict()
+    other = {name: value.clone() for name, value in kept.items()}
+    assert difference(kept, other) == 0.0
+    other["bias"][3] += 1e-6
+    assert difference(kept, other) > 0.0
