@@ -76,6 +76,7 @@ def first_step_seconds(recipe: str | None) -> float:
 
 def times(repeats: int, rounds: int) -> list[dict[str, str]]:
     names: list[str | None] = [None, *TIMED]
+    seconds: dict[str | None, list[float]] = {name: [] for name in names}
     with torch._inductor.config.patch(force_disable_caches=True):
         first_step_seconds(None)  # what a process's first compilation loads
         for _ in range(repeats):
