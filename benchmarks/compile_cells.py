@@ -7,6 +7,7 @@ Counted is what the compiler did; compared is all that training leaves: losses, 
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -120,7 +121,9 @@ def built(what: What, recipe: str, seed: int = 0) -> nn.Module:
     """The model of a cell."""
     torch.manual_seed(seed)
     model = what.build()
-    return octavo.convert(model, RECIPES[recipe](), select=lambda module, name: True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # not every model has each layer that the recipe map names
+        return octavo.convert(model, RECIPES[recipe](), select=lambda module, name: True)
 
 
 def batch(what: What, step: int, sequences: int = 2, positions: int = POSITIONS) -> tuple[Tensor, Tensor]:

@@ -49,6 +49,8 @@ def test_micro_batches_on_an_unchanged_weight(recipe):
         for step in range(3):
             for micro_batch in range(3):
                 x, target = batch(BLOCK, 3 * step + micro_batch)
+                if net is eager:
+                    octavo.invalidate(net)  # what is compiled casts the weight for each micro-batch
                 mean_square(lambda x, net=net, forward=forward: forward(net, x), x, target).backward()
             if step < 2:
                 optimizer.step()
@@ -63,6 +65,7 @@ def test_set_recipe_between_steps_compiles_once_for_each_distinct_recipe():
     for step, name in enumerate(["dynamic", "delayed", "dynamic", "rowwise", "delayed", "rowwise", "high_precision"]):
         x, target = batch(BLOCK, step)
         for net, forward in ((model, lambda x: call(model, x)), (eager, eager)):
+            net.zero_grad()
             octavo.set_recipe(net, RECIPES[name]())  # an equal value, not the same
             mean_square(forward, x, target).backward()
     check_equal(model, eager)
@@ -71,14 +74,19 @@ def test_set_recipe_between_steps_compiles_once_for_each_distinct_recipe():
 
 @each_recipe
 def test_sizes_of_batch_and_sequence(recipe):
-    call, counter = compiled(dynamic=True)
+    call, _ = compiled(dynamic=True)
     model, eager = built(BLOCK, recipe), built(BLOCK, recipe)
-    for step, (sequences, positions) in enumerate([(2, 16), (3, 16), (3, 9), (5, 24), (2, 17)]):
+    for step, (sequences, positions) in enumerate(
+        [(9, 16), (10, 16), (11, 13), (12, 24), (9, 17)]
+    ):  # all of several blocks
         x, target = batch(BLOCK, step, sequences, positions)
+        model.zero_grad()
+        eager.zero_grad()
         mean_square(lambda x: call(model, x), x, target).backward()
         mean_square(eager, x, target).backward()
+        # not the backend's count: for sizes that are dynamic from the start torch asks it twice for the one graph
+        assert counters["stats"]["unique_graphs"] == 1
     check_equal(model, eager)
-    assert counter.frame_count == 1
 
 
 @each_recipe
@@ -88,6 +96,8 @@ def test_evaluation_in_between(recipe):
     graphs = []
     for step in range(4):
         x, target = batch(BLOCK, step)
+        model.zero_grad()
+        eager.zero_grad()
         mean_square(lambda x: call(model, x), x, target).backward()
         mean_square(eager, x, target).backward()
         for mode in (torch.no_grad, torch.inference_mode):
