@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo import testing, utils
+from torch._dynamo import utils
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -59,7 +59,7 @@ def transformer() -> nn.Module:
 
 def mean_square(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
     outputs = torch.utils._pytree.tree_leaves(model(x))
-    return sum(((y - target.mean()).square().mean() for y in outputs), torch.zeros(()))
+    return sum(((y - target.mean()).square().mean() for y in outputs), target.new_zeros(()))
 
 
 def next_token(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -138,10 +138,11 @@ def batch(what: What, step: int, sequences: int = 2, positions: int = POSITIONS)
 
 def trained(what: What, model: nn.Module, step: Step, steps: int) -> dict[str, Tensor]:
     """All that training leaves: losses, weights, delayed state."""
+    device = next(model.parameters()).device
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     losses = []
     for index in range(steps):
-        loss = step(model, *batch(what, index))
+        loss = step(model, *(tensor.to(device) for tensor in batch(what, index)))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -169,8 +170,10 @@ def difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     return max(off)
 
 
-def measure(name: str, recipe: str, backend: str = "aot_eager", steps: int = 4) -> Result:
-    """Compile a cell and train it beside eager.
+def measure(
+    name: str, recipe: str, backend: str = "aot_eager", steps: int = 4, device: str = "cpu", **options: Any
+) -> Result:
+    """Compile a cell and train it beside eager; options are torch.compile's.
 
     Raises:
         torch._dynamo.exc.Unsupported: at a graph break.
@@ -178,17 +181,16 @@ def measure(name: str, recipe: str, backend: str = "aot_eager", steps: int = 4) 
     what = WHATS[name]
     torch.compiler.reset()
     utils.counters.clear()
-    counter = testing.CompileCounterWithBackend(backend)
-    step = compiled_step(what, counter)
-    model = built(what, recipe)
-    frames: list[int] = []
+    step = compiled_step(what, backend, **options)
+    model = built(what, recipe).to(device)
+    graphs: list[int] = []
 
     def counted(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
         loss = step(model, x, target)
-        frames.append(counter.frame_count)
+        graphs.append(utils.counters["stats"]["unique_graphs"])
         return loss
 
     found = trained(what, model, counted, steps)
-    expected = trained(what, built(what, recipe), what.step, steps)
+    expected = trained(what, built(what, recipe).to(device), what.step, steps)
     breaks = sum(utils.counters["graph_break"].values())
-    return Result(frames[-1], breaks, frames[-1] - frames[1], difference(found, expected))
+    return Result(graphs[-1], breaks, graphs[-1] - graphs[1], difference(found, expected))
