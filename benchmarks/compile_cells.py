@@ -37,6 +37,21 @@ RECIPES: dict[str, Callable[[], octavo.Recipe | octavo.RecipeMap]] = {
 Step = Callable[[nn.Module, Tensor, Tensor], Tensor]  # (model, input, target) -> loss
 
 
+class FusedModules(nn.Module):
+    """One of each, all of whose outputs count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer_norm_linear = octavo.nn.LayerNormLinear(WIDTH, {"a": 16, "b": 24})
+        self.rms_norm_linear = octavo.nn.RMSNormLinear(WIDTH, 40, return_norm_output=True)
+        self.layer_norm_mlp = octavo.nn.LayerNormMLP(WIDTH, 48, "gelu")
+        self.rms_norm_mlp = octavo.nn.RMSNormMLP(WIDTH, 48, "swiglu", bias=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = self.rms_norm_mlp(self.layer_norm_mlp(x))
+        return *self.layer_norm_linear(x), *self.rms_norm_linear(y), y
+
+
 class Checkpointed(nn.Module):
     """Two blocks whose activations are computed again in backward."""
 
@@ -87,13 +102,9 @@ class What:
 
 WHATS = {
     "Linear": What(lambda: nn.Linear(WIDTH, 40)),
-    "LayerNormLinear": What(lambda: octavo.nn.LayerNormLinear(WIDTH, {"a": 16, "b": 24})),
-    "RMSNormLinear": What(lambda: octavo.nn.RMSNormLinear(WIDTH, 40, return_norm_output=True)),
-    "LayerNormMLP": What(lambda: octavo.nn.LayerNormMLP(WIDTH, 48, "gelu")),
-    "RMSNormMLP": What(lambda: octavo.nn.RMSNormMLP(WIDTH, 48, "swiglu", bias=False)),
+    "fused modules": What(FusedModules),
     "TransformerBlock": What(lambda: octavo.nn.TransformerBlock(WIDTH, 48, 2, 1)),
     "transformer and output projection": What(transformer, next_token),
-    "training step": What(transformer, next_token, whole_step=True),
     "training step in autocast": What(transformer, in_autocast, whole_step=True),
     "activation checkpointing": What(Checkpointed),
 }

@@ -19,14 +19,14 @@ def test_one_graph_and_bit_for_bit(what, recipe):
     assert measure(what, recipe) == GREEN
 
 
-@pytest.mark.parametrize("what", ["training step", "activation checkpointing"])
+@pytest.mark.parametrize("what", ["training step in autocast", "activation checkpointing"])
 def test_twenty_steps_of_delayed_scaling(what):
     assert measure(what, "delayed", steps=20) == GREEN
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("what", ["LayerNormMLP", "training step", "activation checkpointing"])
+@pytest.mark.parametrize("what", ["fused modules", "training step in autocast", "activation checkpointing"])
 def test_one_graph_in_inductor(what, recipe):
     found = measure(what, recipe, "inductor")
     assert dataclasses.replace(found, difference=0.0) == GREEN
@@ -37,7 +37,7 @@ def test_one_graph_in_inductor(what, recipe):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("what", ["LayerNormMLP", "training step in autocast", "activation checkpointing"])
+@pytest.mark.parametrize("what", ["fused modules", "training step in autocast", "activation checkpointing"])
 def test_one_graph_on_a_gpu(what, recipe, mode):
     found = measure(what, recipe, "inductor", device="cuda", mode=mode)
     assert dataclasses.replace(found, difference=0.0) == GREEN
@@ -101,8 +101,8 @@ def moves_the_scale_before_recomputation(name, call):
 @pytest.mark.parametrize(
     ("fault", "what"),
     [
-        (forgets_the_update, "training step"),
-        (reads_a_stale_scale, "training step"),
+        (forgets_the_update, "training step in autocast"),
+        (reads_a_stale_scale, "training step in autocast"),
         (moves_the_scale_before_recomputation, "activation checkpointing"),
     ],
 )

@@ -11,7 +11,7 @@ import octavo
 from octavo import recipes
 from octavo.errors import ExportError, MissingExtraError
 from octavo.export import onnx_model, run_onnx, sqnr_in_onnxruntime, to_onnx
-from tests.helpers import FP8_RECIPES
+from tests.helpers import FP8_RECIPES, sqnr
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -39,15 +39,31 @@ def trained_a_little(module: nn.Module, *shape: int) -> nn.Module:
     return module
 
 
+class OneOfEach(nn.Module):
+    """Every module on the same input: an export takes seconds."""
+
+    def __init__(self, recipe: octavo.Recipe) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict({kind: build(recipe=recipe) for kind, build in MODULES.items()})
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return torch.utils._pytree.tree_leaves([part(x) for part in self.parts.values()])
+
+
 @pytest.mark.parametrize("recipe", ALL_RECIPES)
-@pytest.mark.parametrize("kind", MODULES)
-def test_modules(kind, recipe, tmp_path):
-    module = trained_a_little(MODULES[kind](recipe=ALL_RECIPES[recipe]()), 3, 7, K)
+def test_every_module(recipe, tmp_path):
+    module = trained_a_little(OneOfEach(ALL_RECIPES[recipe]()), 3, 7, K)
     state = copy.deepcopy(module.state_dict())
     path = to_onnx(module, torch.randn(2, 5, K), tmp_path / "m.onnx")
-    for shape in ((2, 5, K), (1, 1, K), (4, 33, K)):
-        assert sqnr_in_onnxruntime(module, torch.randn(shape), path) >= 40
     assert module.training and all(torch.equal(state[name], value) for name, value in module.state_dict().items())
+    module.eval()
+    for shape in ((2, 5, K), (1, 1, K), (4, 33, K)):
+        x = torch.randn(shape)
+        with torch.no_grad():
+            expected = module(x)
+        found = run_onnx(path, x)
+        assert len(found) == len(MODULES) + 1  # one has two outputs
+        assert min(sqnr(*pair) for pair in zip(found, expected, strict=True)) >= 40
 
 
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
@@ -98,7 +114,7 @@ def test_a_half_precision_model_computes_in_float32_and_keeps_its_bytes(dtype, t
     assert all(p.dtype == dtype for p in net.parameters())
 
 
-@pytest.mark.parametrize("opset", [19, 20, 23, 24])
+@pytest.mark.parametrize("opset", [19, 20, 24])
 @pytest.mark.parametrize("recipe", ["dynamic", "rowwise"])
 def test_opsets(recipe, opset, tmp_path):
     layer = octavo.nn.Linear(K, 40, recipe=FP8_RECIPES[recipe]())
