@@ -116,7 +116,8 @@ def main(arguments: list[str]) -> int:
         or (row["backend"] == "aot_eager" and row["difference"] != "0")
     ]
     timed = times(options.repeats, options.rounds) if options.repeats else []
-    print(table(timed))
+    if timed:
+        print(table(timed))
     if not options.no_write:
         print(f"written to {write_results('compile_matrix', rows)}")
         if timed:
