@@ -83,7 +83,7 @@ def to_onnx(
     stored = weights or _dtype_of(model)
     wide, inputs = _in_float32(model), pytree.tree_map(_input_in_float32, inputs)
     exported = _translated(wide, inputs, dynamic_shapes, opset)
-    _store(exported, {name for name, _ in wide.named_parameters()}, stored)
+    _store(exported, dict(wide.named_parameters()), stored)
     for node in exported.graph:  # where each came from in Python: as large as a small model
         node.metadata_props.clear()
     _write(exported, target)
@@ -156,8 +156,8 @@ def _translated(model: nn.Module, inputs: tuple[Any, ...], dynamic_shapes: Any, 
         try:
             program = program.run_decompositions(table)
             found = torch.onnx.export(program, (), dynamo=True, opset_version=opset, optimize=True, verbose=False)
-        except ExportError:
-            raise
+        except ExportError as error:  # torch has added where in the graph it was
+            raise ExportError(str(error).splitlines()[0]) from None
         except Exception as error:  # torch documents no type
             raise ExportError(f"torch.onnx can't translate the model: {_reason(error)}") from error
     assert found is not None
@@ -185,8 +185,8 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _store(exported: Any, parameters: set[str], dtype: torch.dtype) -> None:
-    """Keep parameters of these names in another dtype, and make float32 of them where they are used.
+def _store(exported: Any, parameters: dict[str, nn.Parameter], dtype: torch.dtype) -> None:
+    """Keep parameters in another dtype, and make float32 of them where they are used.
 
     What bfloat16 holds exactly, such as scales that are powers of two, is kept in it whatever it is.
     """
@@ -198,8 +198,13 @@ def _store(exported: Any, parameters: set[str], dtype: torch.dtype) -> None:
         if value.dtype != ir.DataType.FLOAT or value.const_value.size < _SMALL or value.is_graph_output():
             continue
         wide = torch.from_numpy(value.const_value.numpy().copy())
-        smaller = wide.to(dtype if name in parameters else torch.bfloat16)
-        if smaller.dtype == wide.dtype or (name not in parameters and not torch.equal(smaller.to(wide.dtype), wide)):
+        is_parameter = name in parameters or any(  # or is its transpose, computed by torch.onnx
+            p.shape == wide.t().shape and torch.equal(p, wide.t())
+            for p in parameters.values()
+            if p.ndim == wide.ndim == 2
+        )
+        smaller = wide.to(dtype if is_parameter else torch.bfloat16)
+        if smaller.dtype == wide.dtype or not (is_parameter or torch.equal(smaller.to(wide.dtype), wide)):
             continue
         stored = TorchTensor(smaller, name=name)
         kept = ir.Value(name=name, shape=value.shape, type=ir.TensorType(stored.dtype), const_value=stored)

@@ -11,6 +11,8 @@ import octavo
 from octavo import recipes
 from octavo.errors import ExportError, MissingExtraError
 from octavo.export import onnx_model, run_onnx, sqnr_in_onnxruntime, to_onnx
+from octavo.train.config import ModelConfig
+from octavo.train.trainer import build_model
 from tests.helpers import FP8_RECIPES, sqnr
 
 onnx = pytest.importorskip("onnx")
@@ -144,6 +146,13 @@ def test_the_file_is_at_most_three_fifths_of_the_same_models_in_bf16(recipe, tmp
     assert to_onnx(mlp(FP8_RECIPES[recipe]()), x, tmp_path / "fp8.onnx").stat().st_size <= 0.6 * in_bf16
 
 
+def test_the_demos_file_too(tmp_path):
+    tokens = torch.zeros(2, 16, dtype=torch.int32)
+    in_bf16 = to_onnx(build_model(ModelConfig(), "bf16", 0).bfloat16(), tokens, tmp_path / "bf16.onnx")
+    of_most_scales = to_onnx(build_model(ModelConfig(), "mx", 0), tokens, tmp_path / "mx.onnx", weights=torch.bfloat16)
+    assert of_most_scales.stat().st_size <= 0.6 * in_bf16.stat().st_size
+
+
 def test_weights_lie_beside_a_file_that_would_be_too_large(tmp_path, monkeypatch):
     monkeypatch.setattr(onnx_model, "LARGEST_FILE", 1000)
     module = MODULES["RMSNormMLP"](recipe=recipes.blockwise())
@@ -173,8 +182,9 @@ class Branches(nn.Module):
 def test_what_can_not_be_exported(model, options, says, tmp_path):
     if isinstance(model, octavo.nn.TransformerBlock):
         trained_a_little(model, 2, 4, K)
-    with pytest.raises(ExportError, match=says):
+    with pytest.raises(ExportError, match=says) as found:
         to_onnx(model, torch.randn(2, 4, K), tmp_path / "m.onnx", **options)
+    assert len(str(found.value).splitlines()) == 1
     assert not list(tmp_path.iterdir())
 
 
