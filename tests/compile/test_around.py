@@ -17,7 +17,10 @@ from octavo import recipes
 from tests.helpers import FP8_RECIPES, to_fp8
 
 BLOCK = WHATS["TransformerBlock"]
-each_recipe = pytest.mark.parametrize("recipe", RECIPES)
+QUICK = ("dynamic", "delayed", "recipe map")  # the others are in the slow set
+each_recipe = pytest.mark.parametrize(
+    "recipe", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in RECIPES]
+)
 
 
 def compiled(**options):
@@ -145,7 +148,9 @@ def compiled_llama(model, backend):
     return run
 
 
-@pytest.mark.parametrize("recipe", FP8_RECIPES)
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in FP8_RECIPES]
+)
 def test_a_whole_hugging_face_llama(recipe):
     in_bf16 = counted(compiled_llama, llama(), 4)
     model = to_fp8(llama(), FP8_RECIPES[recipe]())

@@ -52,7 +52,10 @@ class OneOfEach(nn.Module):
         return torch.utils._pytree.tree_leaves([part(x) for part in self.parts.values()])
 
 
-@pytest.mark.parametrize("recipe", ALL_RECIPES)
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param(r, marks=[] if r in ("dynamic", "delayed", "blockwise") else pytest.mark.slow) for r in ALL_RECIPES],
+)
 def test_every_module(recipe, tmp_path):
     module = trained_a_little(OneOfEach(ALL_RECIPES[recipe]()), 3, 7, K)
     state = copy.deepcopy(module.state_dict())
@@ -116,7 +119,7 @@ def test_a_half_precision_model_computes_in_float32_and_keeps_its_bytes(dtype, t
     assert all(p.dtype == dtype for p in net.parameters())
 
 
-@pytest.mark.parametrize("opset", [19, 20, 24])
+@pytest.mark.parametrize("opset", [19, pytest.param(20, marks=pytest.mark.slow), 24])
 @pytest.mark.parametrize("recipe", ["dynamic", "rowwise"])
 def test_opsets(recipe, opset, tmp_path):
     layer = octavo.nn.Linear(K, 40, recipe=FP8_RECIPES[recipe]())
