@@ -21,3 +21,8 @@ class MissingExtraError(OctavoError, ImportError):
 
 class ExportError(OctavoError, ValueError):
     """A model, recipe or path that can't be exported; the message says why and what works."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says, or its type where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from octavo.errors import ExportError, MissingExtraError
+from octavo.errors import ExportError, MissingExtraError, first_line
 from octavo.export.lowering import BLOCKS_FROM, decompositions
 from octavo.export.program import is_delayed, program_of
 from octavo.formats import HIGH_PRECISION
@@ -125,8 +125,7 @@ def _in_float32(model: nn.Module) -> nn.Module:
     try:
         wide = copy.deepcopy(model)
     except Exception as error:  # whatever the model's own attributes raise
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ExportError(f"{type(model).__name__} can't be copied: {reason}") from error
+        raise ExportError(f"{type(model).__name__} can't be copied: {first_line(error)}") from error
     return wide.cpu().float()
 
 
@@ -157,7 +156,7 @@ def _translated(model: nn.Module, inputs: tuple[Any, ...], dynamic_shapes: Any, 
             program = program.run_decompositions(table)
             found = torch.onnx.export(program, (), dynamo=True, opset_version=opset, optimize=True, verbose=False)
         except ExportError as error:  # torch has added where in the graph it was
-            raise ExportError(str(error).splitlines()[0]) from None
+            raise ExportError(first_line(error)) from None
         except Exception as error:  # torch documents no type
             raise ExportError(f"torch.onnx can't translate the model: {_reason(error)}") from error
     assert found is not None
@@ -168,7 +167,7 @@ def _reason(error: BaseException) -> str:
     """The first line of what caused an error in the first place."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return first_line(error)
 
 
 @contextlib.contextmanager

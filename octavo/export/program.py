@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
-from octavo.errors import ExportError
+from octavo.errors import ExportError, first_line
 
 _DELAYED_SCALE = {"cast": 1, "norm_cast": 6}  # which argument it is
 
@@ -48,8 +48,7 @@ def _traced(model: nn.Module, example_inputs: tuple[Any, ...], dynamic_shapes: A
     try:
         return torch.export.export(model, example_inputs, dynamic_shapes=dynamic_shapes, strict=False)
     except Exception as error:  # torch documents no type: whatever the model or the tracer raises
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ExportError(f"torch.export can't trace {type(model).__name__}: {reason}") from error
+        raise ExportError(f"torch.export can't trace {type(model).__name__}: {first_line(error)}") from error
 
 
 def _fold(module: fx.GraphModule) -> None:

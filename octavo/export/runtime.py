@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from octavo.errors import ExportError, MissingExtraError
+from octavo.errors import ExportError, MissingExtraError, first_line
 from octavo.formats import HIGH_PRECISION
 
 
@@ -41,7 +41,7 @@ def run_onnx(path: str | os.PathLike[str], *inputs: Tensor) -> list[Tensor]:
         session = onnxruntime.InferenceSession(os.fspath(path), options, providers=["CPUExecutionProvider"])
         found = session.run(None, dict(zip((i.name for i in session.get_inputs()), arrays, strict=True)))
     except Exception as error:  # its exceptions have no common base but this
-        raise ExportError(f"onnxruntime can't run {os.fspath(path)}: {str(error).splitlines()[0]}") from error
+        raise ExportError(f"onnxruntime can't run {os.fspath(path)}: {first_line(error)}") from error
     return [torch.from_numpy(array) for array in found]
 
 

@@ -123,8 +123,8 @@ class _NormLinear(Fused):
         else:
             normed = self.norm(input)
             output = self.linear(normed)
-            first = output[0] if isinstance(output, tuple) else output
-            normed = normed.to(first.dtype)  # as where they are fused: under autocast a norm's may differ
+            if self.return_norm_output:  # of the dtype that it has where they are fused: autocast's norms differ
+                normed = normed.to((output[0] if isinstance(output, tuple) else output).dtype)
         if isinstance(output, Tensor):  # as also of a part put in the linear layer's place
             output = part(output, self.splits)
         return (output, normed) if self.return_norm_output else output
