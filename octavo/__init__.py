@@ -12,6 +12,7 @@ from octavo.errors import ExportError, HigherOrderGradientError, MissingExtraErr
 from octavo.formats import E4M3, E5M2, Format
 from octavo.granularity import Granularity, PerBlock, PerRow, PerTensor
 from octavo.nn.convert import convert, restore, set_recipe
+from octavo.nn.kept_weights import KeptWeights
 from octavo.nn.summary import summary
 from octavo.nn.weight_cache import invalidate
 from octavo.scaling.delayed import delayed_state_dict, load_delayed_state_dict
@@ -32,6 +33,7 @@ __all__ = [
     "Format",
     "Granularity",
     "HigherOrderGradientError",
+    "KeptWeights",
     "MissingExtraError",
     "OctavoError",
     "PerBlock",

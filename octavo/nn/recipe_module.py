@@ -125,11 +125,16 @@ class RecipeModule(nn.Module):
         self, weight_NK: Tensor, parameter: Tensor, grad_enabled: bool, transposed: bool, state: State | None
     ) -> Operands:
         recipe = self.recipe
+        kept = self._weight_cache.kept(recipe) if self.training else None
+        if kept is not None:
+            return kept
         caching = (  # read without gradients too: a reentrant checkpoint's first pass must see what its second will
             self.training
             and parameter.requires_grad
             and parameter.is_leaf  # not one computed by a parametrization or passed to functional_call
             and not torch.compiler.is_compiling()
+            # a captured graph runs again without asking whether the weight is the same
+            and not (parameter.is_cuda and torch.cuda.is_current_stream_capturing())
         )
         if caching:
             cached = self._weight_cache.get(parameter, recipe, transposed)

@@ -55,6 +55,15 @@ class WeightCache:
         self._operands: Operands | None = None
         self._storage: StorageWeakRef | None = None
         self._key: tuple[Any, ...] = ()
+        self._kept: tuple[Recipe, Operands] | None = None
+
+    def keep(self, recipe: Recipe, operands: Operands) -> None:
+        """Use these under this recipe, whatever the weight does, until cleared: see KeptWeights."""
+        self._kept = recipe, operands
+
+    def kept(self, recipe: Recipe) -> Operands | None:
+        """What ``keep`` was given, if it was for this recipe."""
+        return self._kept[1] if self._kept is not None and self._kept[0] is recipe else None
 
     def get(self, weight: Tensor, recipe: Recipe, transposed: bool) -> Operands | None:
         """The cached operands, no longer fresh, or None where the weight must be cast.

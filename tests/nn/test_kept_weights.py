@@ -1,0 +1,194 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import octavo
+from octavo import recipes
+from tests.helpers import CountOps, assert_equal, gradients, to_fp8
+
+KEPT = {"dynamic": recipes.dynamic, "delayed": lambda: recipes.delayed(history_length=4), "blockwise": recipes.blockwise}
+
+
+def model(recipe, seed=0):
+    torch.manual_seed(seed)
+    return to_fp8(nn.Sequential(nn.Linear(48, 160), nn.GELU(), nn.Linear(160, 24, bias=False)), recipe)
+
+
+def batches(steps, micro_batches):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(steps, micro_batches, 16, 48, generator=generator)
+
+
+def trained(net, call, kept=None, device="cpu"):
+    """Losses, weights, the last gradients and delayed state after four steps of three micro-batches."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    losses = []
+    for step in batches(4, 3).to(device):
+        optimizer.zero_grad()
+        if kept is not None:
+            kept.cast()
+        for x in step:
+            loss = call(x).square().mean()
+            loss.backward()
+            losses.append(loss.detach())
+        optimizer.step()
+    state = {f"weight {name}": value.clone() for name, value in net.state_dict().items()}
+    return {"losses": torch.stack(losses)} | state | gradients(net) | octavo.delayed_state_dict(net)
+
+
+@pytest.mark.parametrize("recipe", KEPT)
+def test_equal_to_a_layers_own_casts(recipe):
+    own, net = model(KEPT[recipe]()), model(KEPT[recipe]())
+    kept = octavo.KeptWeights(net)
+    assert kept.names == ("0", "2")
+    assert_equal(trained(net, net, kept), trained(own, own))
+
+
+@pytest.mark.parametrize("recipe", KEPT)
+def test_compiled_micro_batches_equal_eager(recipe):
+    torch.compiler.reset()
+    own, net = model(KEPT[recipe]()), model(KEPT[recipe]())
+    call = torch.compile(lambda x: net(x), backend="aot_eager", fullgraph=True)
+    torch._dynamo.utils.counters.clear()
+    assert_equal(trained(net, call, octavo.KeptWeights(net)), trained(own, own))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_one_op_casts_all_and_forwards_none():
+    net = model(recipes.dynamic())
+    kept = octavo.KeptWeights(net)
+    with CountOps() as ops:
+        kept.cast()
+    assert ops.calls == {"multi_tensor_cast": 1}
+    with CountOps() as ops:
+        net(torch.randn(16, 48))
+    assert ops.casts == 2  # the inputs'
+
+
+@pytest.mark.parametrize("recipe", KEPT)
+def test_a_flag_leaves_all_as_it_is(recipe):
+    net, flag = model(KEPT[recipe]()), torch.zeros(1, dtype=torch.int32)
+    kept = octavo.KeptWeights(net)
+    kept.cast(skip=flag)
+    before, state = net(torch.ones(4, 48)), octavo.delayed_state_dict(net)
+    with torch.no_grad():
+        for p in net.parameters():
+            p.mul_(-3)
+    kept.cast(skip=flag.fill_(1))
+    after = octavo.delayed_state_dict(net)
+    assert all(torch.equal(after[name], state[name]) for name in state)
+    bias = net[0].bias / -3  # as it was
+    with torch.no_grad():
+        net[0].bias.copy_(bias)
+    assert torch.allclose(net(torch.ones(4, 48)), before, rtol=1e-3, atol=1e-5)
+    kept.cast(skip=flag.zero_())
+    assert not torch.allclose(net(torch.ones(4, 48)), before, rtol=1e-3, atol=1e-5)
+    assert not state or any(not torch.equal(octavo.delayed_state_dict(net)[name], state[name]) for name in state)
+
+
+def forward_casts(net):
+    with CountOps() as ops:
+        net(torch.randn(16, 48))
+    return ops.casts
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda net, kept: kept.remove(),
+        lambda net, kept: octavo.invalidate(net),
+        lambda net, kept: net.eval(),
+        lambda net, kept: octavo.set_recipe(net, recipes.dynamic()),
+        lambda net, kept: net.double().float(),
+    ],
+    ids=["remove", "invalidate", "eval", "set_recipe", "to another dtype and back"],
+)
+def test_what_ends_it(change):
+    net = model(recipes.dynamic())
+    kept = octavo.KeptWeights(net)
+    kept.cast()
+    assert forward_casts(net) == 2
+    change(net, kept)
+    assert forward_casts(net) == 4
+
+
+def test_a_copy_casts_its_own_weights():
+    net = model(recipes.dynamic())
+    octavo.KeptWeights(net).cast()
+    assert forward_casts(copy.deepcopy(net)) == 4
+    assert forward_casts(net) == 2
+
+
+def test_what_cannot_be_kept():
+    with pytest.raises(ValueError, match="no layer's weight can be kept"):
+        octavo.KeptWeights(model(recipes.rowwise()))
+    mixed = model(octavo.RecipeMap(recipes.delayed(), {"0": recipes.mx()}))
+    assert octavo.KeptWeights(mixed).names == ("2",)
+
+
+def test_a_converted_model_needs_new_ones():
+    net = model(recipes.dynamic())
+    kept = octavo.KeptWeights(net)
+    net.bfloat16()
+    with pytest.raises(ValueError, match="make its KeptWeights anew"):
+        kept.cast()
+
+
+# --- captured -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("recipe", KEPT)
+def test_a_captured_step_serves_all_micro_batches(recipe):
+    own, net = model(KEPT[recipe]()).cuda(), model(KEPT[recipe]()).cuda()
+    expected = trained(own, own, device="cuda")
+    kept, later = octavo.KeptWeights(net), torch.zeros(1, dtype=torch.int32, device="cuda")
+    x = torch.zeros(16, 48, device="cuda")
+    initial = octavo.delayed_state_dict(net)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for p in net.parameters():
+            p.grad = torch.zeros_like(p)
+        for _ in range(3):
+            kept.cast(skip=later)
+            net(x).square().mean().backward()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept.cast(skip=later)
+        loss = net(x).square().mean()
+        loss.backward()
+    octavo.load_delayed_state_dict(net, initial)
+    optimizer, losses = torch.optim.SGD(net.parameters(), lr=0.1), []
+    for step in batches(4, 3).cuda():
+        optimizer.zero_grad(set_to_none=False)
+        for index, batch in enumerate(step):
+            later.fill_(index > 0)
+            x.copy_(batch)
+            graph.replay()
+            losses.append(loss.detach().clone())
+        optimizer.step()
+    state = {f"weight {name}": value.clone() for name, value in net.state_dict().items()}
+    found = {"losses": torch.stack(losses)} | state | gradients(net) | octavo.delayed_state_dict(net)
+    assert_equal(found, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_capture_does_not_read_a_cached_weight():
+    """Else the graph would multiply by the weight of the step that was captured for ever."""
+    net, x = model(recipes.dynamic()).cuda(), torch.randn(16, 48, device="cuda")
+    for _ in range(3):
+        net(x).sum().backward()  # gradients are there: the next forward would take the cached weight
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = net(x)
+    with torch.no_grad():
+        net[0].weight.mul_(2)
+    graph.replay()
+    assert torch.equal(y, net(x))
