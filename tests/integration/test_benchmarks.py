@@ -47,6 +47,7 @@ def assert_numbers(rows: list[dict[str, str]], *columns: str) -> None:
         assert all(float(row[column]) >= 0 for column in columns), row
 
 
+@pytest.mark.slow
 def test_all_that_runs_on_a_gpu(tmp_path: Path) -> None:
     """The tests, kernels and layer."""
     output = run("on_gpu", "--toy", "--processes", "2", "--output", tmp_path)

@@ -18,7 +18,9 @@ ROOT = Path(__file__).parents[2]
 OLDEST = "3.6.0"  # Triton, what torch 2.11 brings
 
 
-@pytest.mark.parametrize("capability", compiled.CAPABILITIES)
+@pytest.mark.parametrize(
+    "capability", [pytest.param(c, marks=[pytest.mark.slow] if c != 90 else []) for c in compiled.CAPABILITIES]
+)
 @pytest.mark.parametrize("group", compiled.GROUPS)
 def test_machine_code(group: str, capability: int) -> None:
     found = list(compiled.compiled(capability, group))
