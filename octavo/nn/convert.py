@@ -9,11 +9,13 @@ from collections.abc import Callable
 from torch import nn
 
 from octavo.formats import HIGH_PRECISION
+from octavo.nn.gather import GatherGroup
 from octavo.nn.linear import Linear
 from octavo.nn.recipe_module import RecipeModule
 from octavo.recipes import high_precision
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap, recipe_of
+from octavo.tensor.sharded_weight import forget_gathered
 
 Select = Callable[[nn.Module, str], bool]
 
@@ -82,10 +84,14 @@ def convert(model: nn.Module, recipe: Recipe | RecipeMap, select: Select | None 
             targets.append((name, module, type(module)))
         elif (target := fp8_class(module)) is not None and why_left_alone(module) is None and chosen(module, name):
             targets.append((name, module, target))
+    group = GatherGroup()
     for name, module, target in targets:
         if type(module) is not target:
             module.__class__ = target
         module.adopt_recipe(recipe_of(recipe, name), module.get_parameter("weight").device)
+        module.gather.join(group, module)
+    _others_share(model)
+    _gather_anew(model)
     return model
 
 
@@ -116,6 +122,7 @@ def set_recipe(model: nn.Module, recipe: Recipe | RecipeMap) -> nn.Module:
         raise ValueError("the model holds no octavo module; call octavo.convert(model, recipe) first")
     for name, module in modules:
         module.adopt_recipe(recipe_of(recipe, name), module.get_parameter("weight").device)
+    _gather_anew(model)
     return model
 
 
@@ -141,7 +148,31 @@ def restore(model: nn.Module) -> nn.Module:
         elif isinstance(module, RecipeModule):
             module.forget_recipe()
             module.__class__ = plain_class(module)  # type: ignore[assignment]
+    _gather_anew(model)
     return model
+
+
+def _gather_anew(model: nn.Module) -> None:
+    """Under FSDP2: the weights are gathered by the recipes that they have now."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return
+    forget_gathered(model)
+    for module in model.modules():
+        if isinstance(module, RecipeModule):
+            module.gather.used = None
+
+
+def _others_share(model: nn.Module) -> None:
+    """Note which weights a module of another kind (an embedding, say) has too: it needs them in high precision."""
+    others = {
+        id(parameter)
+        for module in model.modules()
+        if not isinstance(module, RecipeModule)
+        for parameter in module.parameters(recurse=False)
+    }
+    for module in model.modules():
+        if isinstance(module, RecipeModule):
+            module.gather.shared = id(module._parameters["weight"]) in others
 
 
 def fp8_class(module: nn.Module) -> type[RecipeModule] | None:

@@ -13,9 +13,11 @@ from octavo.autograd.products import Layer, linear
 from octavo.errors import HigherOrderGradientError
 from octavo.formats import HIGH_PRECISION
 from octavo.kernels.emulation import warn_once_if_emulated
+from octavo.nn.gather import Gather, before_gather, gathered_operands
 from octavo.nn.weight_cache import WeightCache
 from octavo.scaling.delayed import BUFFERS, register_delayed_state
 from octavo.scaling.recipe import Recipe
+from octavo.tensor.sharded_weight import GatheredWeight, attach, plain
 
 
 class RecipeModule(nn.Module):
@@ -40,10 +42,43 @@ class RecipeModule(nn.Module):
             raise TypeError(f"recipe={recipe!r} is no octavo.Recipe; try octavo.recipes.dynamic()")
         self.recipe = recipe
         self._weight_cache = WeightCache()
+        self.gather.forget()
         if recipe.delayed is not None:
             register_delayed_state(self, recipe.delayed, device)
         if not recipe.is_high_precision:
             warn_once_if_emulated(device)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As any module's, but a weight that FSDP2 has just sharded learns to be gathered in FP8 (nn/gather.py)."""
+        parameters = self.__dict__.get("_parameters")
+        if parameters is not None and name in parameters and isinstance(value, nn.Parameter):
+            if name == "weight" and type(value) is not GatheredWeight and type(value) is not nn.Parameter:
+                self._adopt_shard(value)
+            parameters[name] = value  # what torch's does after checks; FSDP2 does it four times a step
+            return
+        super().__setattr__(name, value)
+
+    def _adopt_shard(self, weight: nn.Parameter) -> None:
+        gather = self.gather
+        if not attach(weight):
+            return
+        if gather.parameter is not weight:
+            gather.parameter = weight
+            gather.forget()
+            if gather.group is not None:
+                gather.group.add(self)
+
+    @property
+    def gather(self) -> Gather:
+        """What the module keeps for gathers of its weight."""
+        found: Gather | None = self.__dict__.get("_gather")
+        if found is None:
+            found = self.__dict__["_gather"] = Gather()
+        return found
+
+    def before_gather(self, shard: Tensor, mesh: Any, outer_size: torch.Size, mp_policy: Any) -> Any:
+        """FSDP2's hook asks here what to send of the weight; see nn/gather.py."""
+        return before_gather(self, shard, mesh, outer_size, mp_policy)
 
     def reset_delayed_state(self) -> None:
         """Forget the history: the next cast takes its own amax."""
@@ -75,6 +110,8 @@ class RecipeModule(nn.Module):
             elif new.dtype != torch.float32:
                 self._buffers[name] = old.to(new.device)
         self._weight_cache.clear()
+        if self.gather.parameter is not None:
+            self._adopt_shard(self._parameters["weight"])  # type: ignore[arg-type]
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
@@ -82,6 +119,14 @@ class RecipeModule(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
         if f"{prefix}weight" in state_dict:
             self.reset_delayed_state()
+            self.gather.generation += 1
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """Save; a sharded weight as a DTensor of a plain local part, so that files need no class of octavo."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
+        weight = destination.get(f"{prefix}weight")
+        if not keep_vars and weight is not None and type(weight) is not Tensor:
+            destination[f"{prefix}weight"] = plain(weight)
 
     def _product(self, input: Tensor, weight_NK: Tensor, bias: Tensor | None, parameter: Tensor) -> Tensor:
         """input . weight^T + bias by this module's recipe.
@@ -125,6 +170,8 @@ class RecipeModule(nn.Module):
         self, weight_NK: Tensor, parameter: Tensor, grad_enabled: bool, transposed: bool, state: State | None
     ) -> Operands:
         recipe = self.recipe
+        if isinstance(parameter, GatheredWeight):
+            return gathered_operands(self, parameter, self.training and grad_enabled)
         kept = self._weight_cache.kept(recipe) if self.training else None
         if kept is not None:
             return kept
@@ -150,7 +197,7 @@ class RecipeModule(nn.Module):
         for name in BUFFERS:
             self._buffers.pop(name, None)
             self._non_persistent_buffers_set.discard(name)
-        for name in ("recipe", "_weight_cache"):
+        for name in ("recipe", "_weight_cache", "_gather"):
             self.__dict__.pop(name, None)
 
 

@@ -17,30 +17,10 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from octavo.autograd.casts import Operands
+from octavo.optimizer_steps import OPTIMIZER_STEPS
 from octavo.scaling.recipe import Recipe
-
-
-class _OptimizerSteps:
-    """Counts the steps of every torch.optim.Optimizer in the process, from the first layer built on."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._watching = False
-
-    def watch(self) -> None:
-        """Start counting; more calls change nothing."""
-        if not self._watching:
-            register_optimizer_step_post_hook(self._stepped)
-            self._watching = True
-
-    def _stepped(self, *args: Any) -> None:
-        self.count += 1
-
-
-OPTIMIZER_STEPS = _OptimizerSteps()
 
 
 class WeightCache:

@@ -1,0 +1,331 @@
+"""How a converted module's weight is gathered under FSDP2 (fully_shard), and the scales that its ranks share.
+
+Three ways, chosen for each weight by ``Gather.way``:
+
+    in FP8      the shard is cast, codes are sent: half of bf16's bytes. Per tensor the scale is that of the whole weight:
+                one collective finds the amax of all weights of the model together. Blocks of which each lies on one rank
+                need none; their scales are sent beside the codes.
+    cast after  the shard is sent in the parameter's dtype (or the mixed-precision policy's), and cast once an unshard:
+                recipes whose two layouts are scaled differently (rows, 1 x 32), where codes would be sent twice.
+    as it is    a weight that a product reads in high precision, or that another kind of module shares.
+
+In FP8 the shards are cast once a step, all in one launch, into codes that stay until the weights change: both gathers of a
+step and all micro-batches send these.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo import kernels
+from octavo.autograd.casts import WEIGHT, Operands, State, cast_role
+from octavo.granularity import ALL, scale_shape
+from octavo.kernels.layouts import is_small_block, needs_transposed_codes, padded
+from octavo.numerics import scale_from_amax
+from octavo.optimizer_steps import OPTIMIZER_STEPS
+from octavo.scaling.recipe import Cast, Delayed, Recipe
+from octavo.tensor.sharded_weight import (
+    After,
+    GatheredWeight,
+    Parts,
+    gather_as_it_is,
+    local_part,
+    padded_rows,
+    rows_on_each_rank,
+)
+
+if TYPE_CHECKING:
+    from octavo.nn.recipe_module import RecipeModule
+
+IN_FP8, CAST_AFTER, AS_IT_IS = "in FP8", "cast after", "as it is"
+
+_NO_AMAX = (0,)  # shape of Parts.amax where no rule asks for one
+
+
+class Gather:
+    """What one module keeps for its weight's gathers.
+
+    Args:
+        group: whose weights find their scales together; None: this one's is cast after its gather.
+        shared: whether a module of another kind has the same weight.
+    """
+
+    def __init__(self, group: GatherGroup | None = None, shared: bool = False) -> None:
+        self.group, self.shared = group, shared
+        self.parameter: Any = None  # the sharded one
+        self.generation = 0  # of parameters and loads: a 0-row shard has no address that would tell them
+        self.seen: tuple[Any, ...] = ()
+        self.fresh = False  # cast since the last forward in training
+        self.used: tuple[Any, ...] | None = None  # how FSDP2 has gathered it
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop what was cast, of another recipe or parameter."""
+        self.codes: Tensor | None = None
+        self.scale = self.amax = self.scale_inv = torch.empty(0)
+        self.generation += 1
+
+    def join(self, group: GatherGroup, module: RecipeModule) -> None:
+        """Find scales together with this group from now on."""
+        self.group = group
+        if self.parameter is not None:
+            group.add(module)
+
+    def key(self, recipe: Recipe) -> tuple[Any, ...]:
+        """What is the same while the shard is, on every rank alike."""
+        version = self.parameter._local_tensor._version
+        return OPTIMIZER_STEPS.count, version, self.generation, id(recipe)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Gather:
+        return Gather(None if self.group is None else self.group.copied(memo), self.shared)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Gather, (self.group, self.shared)
+
+
+class GatherGroup:
+    """The sharded weights of one ``octavo.convert``: their scales are found together, in one collective."""
+
+    def __init__(self) -> None:
+        self._members: list[weakref.ref[RecipeModule]] = []
+
+    def add(self, module: RecipeModule) -> None:
+        """Take in a module whose weight was sharded; ranks do it in one order."""
+        if all(reference() is not module for reference in self._members):
+            self._members.append(weakref.ref(module))
+
+    def refresh(self, module: RecipeModule, mesh: Any) -> None:
+        """Find scales anew and cast all shards that lie on this one's mesh, once their weights may have changed.
+
+        Every rank decides this alike: by optimizer steps, versions and loads, never by values.
+        """
+        own = module.gather.parameter.device_mesh
+        together: dict[tuple[Any, ...], list[RecipeModule]] = {}
+        for reference in self._members:
+            member = reference()
+            if member is None or member.gather.parameter is None or member.gather.parameter.device_mesh != own:
+                continue
+            if way(member, mesh, member.gather.parameter) != IN_FP8:
+                continue
+            member.gather.seen, member.gather.fresh = member.gather.key(member.recipe), True
+            cast = member.recipe.weight_casts.as_is
+            assert cast is not None
+            shard = local_part(member.gather.parameter)
+            together.setdefault((cast, shard.dtype, shard.device), []).append(member)
+        per_tensor = [m for (cast, *_), found in together.items() if cast.tile == (ALL, ALL) for m in found]
+        if per_tensor:
+            _find_scales(per_tensor, mesh)
+        for (cast, *_), members in together.items():
+            _cast_shards(members, cast, mesh)
+
+    def copied(self, memo: dict[int, Any]) -> GatherGroup:
+        """An empty one, the same for all modules copied together."""
+        copy: GatherGroup = memo.setdefault(id(self), GatherGroup())
+        return copy
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GatherGroup:
+        return self.copied(memo)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return GatherGroup, ()
+
+
+def _find_scales(members: list[RecipeModule], mesh: Any) -> None:
+    """The scale and global amax of every weight cast per tensor: one collective."""
+    import torch.distributed as dist
+
+    shards = [local_part(member.gather.parameter) for member in members]
+    amax = torch.cat([kernels.amax(shard, (ALL, ALL)).reshape(1) for shard in shards])
+    home, amax = amax.device, amax.to(mesh.device_type)
+    dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=mesh.get_group())
+    amax = amax.to(home)
+    for index, member in enumerate(members):
+        gather, cast = member.gather, member.recipe.weight_casts.as_is
+        assert cast is not None
+        found = amax[index : index + 1]
+        scale = scale_from_amax(found, cast.format.max, cast.power_of_two, cast.margin)
+        if isinstance(cast.rule, Delayed):
+            assert member.delayed_scale is not None
+            kept = member.delayed_scale[WEIGHT].to(home)
+            scale = torch.where(kept > 0, kept, scale)
+        gather.scale, gather.amax = scale, found.reshape(1, 1)
+        gather.scale_inv = scale.reciprocal().reshape(1, 1)
+
+
+def _cast_shards(members: list[RecipeModule], cast: Cast, mesh: Any) -> None:
+    """Cast shards of one dtype by one cast: one launch."""
+    per_tensor = cast.tile == (ALL, ALL)
+    for member in members:
+        gather = member.gather
+        cols, rows = gather.parameter.shape[1], rows_on_each_rank(gather.parameter.shape[0], mesh.size())
+        if gather.codes is None:
+            device = local_part(gather.parameter).device
+            gather.codes = torch.zeros(rows, cols, dtype=torch.uint8, device=device)
+            if not per_tensor:
+                shape = scale_shape((rows, cols), cast.tile)
+                gather.scale_inv = torch.ones(shape, dtype=torch.float32, device=device)
+    full = [member for member in members if local_part(member.gather.parameter).numel() > 0]
+    if not full:
+        return
+    shards = [local_part(member.gather.parameter) for member in full]
+    codes = [_codes(member)[: shard.shape[0]].view(cast.format.dtype) for member, shard in zip(full, shards, strict=True)]
+    if per_tensor:
+        scale_inv = [shard.new_empty(1, 1, dtype=torch.float32) for shard in shards]
+    else:  # of whole blocks; rows that a last rank has not are zeros, and their scale 1
+        scale_inv = [
+            member.gather.scale_inv[: -(-shard.shape[0] // cast.tile[0])]
+            for member, shard in zip(full, shards, strict=True)
+        ]
+    kernels.multi_tensor_cast(
+        shards,
+        codes,
+        [],
+        scale_inv,
+        [torch.empty_like(part) for part in scale_inv],
+        [member.gather.scale for member in full] if per_tensor else [],
+        0,
+        cast.tile,
+        cast.power_of_two,
+        cast.margin,
+        None,
+    )
+
+
+def _codes(member: RecipeModule) -> Tensor:
+    assert member.gather.codes is not None
+    return member.gather.codes
+
+
+def way(module: RecipeModule, mesh: Any, parameter: Any) -> str:
+    """How a module's weight is gathered over a mesh of ranks."""
+    recipe, gather = module.recipe, module.gather
+    casts = recipe.weight_casts
+    if casts.as_is is None or casts.transposed is None or gather.shared or not isinstance(module, _linear_class()):
+        return AS_IT_IS
+    if not casts.once or mesh.size() == 1 or gather.group is None or parameter.placements[-1].dim != 0:
+        return CAST_AFTER
+    if casts.as_is.tile == (ALL, ALL):
+        return IN_FP8
+    rows, block = parameter.shape[0], casts.as_is.tile
+    whole = rows % mesh.size() == 0 and (rows // mesh.size()) % block[0] == 0
+    return IN_FP8 if whole and block[0] == block[1] and is_small_block(block) else CAST_AFTER
+
+
+def _linear_class() -> type[nn.Module]:
+    from octavo.nn.linear import Linear
+
+    return Linear
+
+
+def before_gather(
+    module: RecipeModule, shard: Tensor, mesh: Any, outer_size: torch.Size, mp_policy: Any
+) -> tuple[tuple[Tensor, ...], After]:
+    """What FSDP2's first hook does: see ShardedWeight.fsdp_pre_all_gather."""
+    gather, recipe = module.gather, module.recipe
+    chosen = way(module, mesh, gather.parameter)
+    used = chosen, recipe.weight_casts
+    if gather.used is not None and gather.used != used:
+        raise RuntimeError(
+            "a weight under FSDP2 took another recipe than it was gathered by; call octavo.set_recipe on the module that "
+            "fully_shard was applied to (or one that holds it)"
+        )
+    gather.used = used
+    if chosen == AS_IT_IS:
+        return gather_as_it_is(shard, mesh, outer_size, mp_policy)
+    stale = gather.seen != gather.key(recipe)
+    if chosen == CAST_AFTER:
+        if stale:
+            gather.seen, gather.fresh = gather.key(recipe), True
+            if recipe.delayed is not None:
+                assert module.delayed_scale is not None
+                gather.scale = module.delayed_scale.clone()  # of all unshards until the weight changes
+        sent = padded_rows(shard, rows_on_each_rank(outer_size[0], mesh.size()))
+        return (sent.to(mp_policy.param_dtype or shard.dtype),), _cast_after(module, outer_size)
+    if stale:
+        assert gather.group is not None
+        gather.group.refresh(module, mesh)
+    codes = _codes(module).to(shard.device, non_blocking=True)
+    if gather.scale_inv.numel() == 1 and recipe.weight_casts.as_is.tile == (ALL, ALL):  # type: ignore[union-attr]
+        return (codes,), _take_codes(module, outer_size, gather.scale_inv.to(shard.device), gather.amax)
+    return (codes, gather.scale_inv.to(shard.device, non_blocking=True)), _take_codes(module, outer_size, None, None)
+
+
+def _take_codes(module: RecipeModule, shape: torch.Size, scale_inv: Tensor | None, amax: Tensor | None) -> After:
+    recipe = module.recipe
+    cast = recipe.weight_casts.as_is
+    assert cast is not None
+
+    @torch.no_grad()
+    def after(outputs: tuple[Tensor, ...], dtype: torch.dtype, out: Any) -> Any:
+        q = outputs[0][: shape[0]].view(cast.format.dtype)
+        scales = outputs[1] if scale_inv is None else scale_inv
+        found = amax if amax is not None and isinstance(cast.rule, Delayed) else q.new_empty(_NO_AMAX, dtype=torch.float32)
+        laid, transposed, inner = _laid(q, recipe, out)
+        parts = Parts(laid, scales, transposed, scales.t(), found.to(q.device))
+        if out is not None:
+            return out.refill(parts)
+        return GatheredWeight(parts, shape, dtype, recipe.weight_casts), inner
+
+    return after
+
+
+def _laid(q: Tensor, recipe: Recipe, out: GatheredWeight | None) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """Gathered codes in both layouts, and those of them that are not the gathered storage."""
+    if not needs_transposed_codes(q.device):
+        return q, q.t(), ()
+    (rows, cols), multiple = q.shape, 16 if recipe.pads else 1
+    bits, inner, laid = q.view(torch.uint8), [], q
+    if padded(cols, multiple) != cols:
+        laid = q.new_empty(rows, padded(cols, multiple)) if out is None else out.q
+        inner.append(laid)
+    transposed = q.new_empty(cols, padded(rows, multiple)) if out is None else out.transposed_q
+    inner.append(transposed)
+    with torch.autograd._unsafe_preserve_version_counter(tuple(inner)):
+        for target, source in ((laid, bits), (transposed, bits.t())):
+            if target is not q:
+                target.view(torch.uint8)[:, : source.shape[1]].copy_(source)
+                target.view(torch.uint8)[:, source.shape[1] :].zero_()
+    return laid, transposed, tuple(inner)
+
+
+def _cast_after(module: RecipeModule, shape: torch.Size) -> After:
+    recipe, gather = module.recipe, module.gather
+
+    @torch.no_grad()
+    def after(outputs: tuple[Tensor, ...], dtype: torch.dtype, out: Any) -> Any:
+        wide = outputs[0][: shape[0]]
+        state = None
+        if recipe.delayed is not None:
+            assert module.delayed_amax_history is not None
+            state = State(gather.scale, module.delayed_amax_history)
+        operands = cast_role(wide, recipe, WEIGHT, True, True, state)
+        assert operands.as_is is not None and operands.transposed is not None
+        amax = operands.amax if operands.amax is not None else wide.new_empty(_NO_AMAX, dtype=torch.float32)
+        parts = Parts(*operands.as_is, *operands.transposed, amax)
+        if out is not None:
+            return out.refill(parts)
+        inner = {part.untyped_storage().data_ptr(): part for part in (parts.q, parts.transposed_q)}
+        return GatheredWeight(parts, shape, dtype, recipe.weight_casts), tuple(inner.values())
+
+    return after
+
+
+def gathered_operands(module: RecipeModule, weight: GatheredWeight, rolls: bool) -> Operands:
+    """The operands of a gathered weight; ``rolls``: this forward's backward may roll the weight's history."""
+    recipe = module.recipe
+    if weight.casts is not recipe.weight_casts and weight.casts != recipe.weight_casts:
+        raise RuntimeError(
+            "the weight was gathered by other casts than this layer's recipe has: layers that share a weight need one "
+            "recipe, and octavo.set_recipe waits until no forward is under way"
+        )
+    amax = weight.amax if weight.amax.numel() else None
+    fresh = True
+    if not torch.compiler.is_compiling():  # a graph would be bound to one of the two, as to a cast of its own
+        fresh, module.gather.fresh = module.gather.fresh, module.gather.fresh and not rolls
+    as_is, transposed = (weight.q, weight.scale_inv), (weight.transposed_q, weight.transposed_scale_inv)
+    return Operands(as_is, transposed, amax, None, fresh)
+

@@ -1,0 +1,277 @@
+"""A weight under FSDP2: the shard that says how it is gathered, and what gathering gives.
+
+    ShardedWeight    the local part of a sharded parameter: an ordinary tensor whose class has FSDP2's two hooks. It asks
+                     the module that owns the weight (``before_gather``), so that it holds nothing of its own and none of
+                     torch's ways to make a new local tensor (padding, moving, loading) can lose anything.
+    GatheredWeight   the unsharded parameter: pairs behind the facade of a high-precision matrix, to which gradients
+                     flow. FSDP2 frees and refills their storage.
+
+All that octavo reads of FSDP2 beyond its documented extension hooks is in this file (PRIVATE); tested with torch 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from octavo.errors import OctavoError, UnsupportedOpError
+
+aten = torch.ops.aten
+
+PRIVATE = (
+    "DTensor._local_tensor",
+    "FSDPModule._get_fsdp_state",
+    "FSDPState._fsdp_param_groups (torch 2.13), _fsdp_param_group (2.11)",
+    "FSDPParam._sharded_local_tensor, .all_gather_outputs, ._unsharded_param, ._unsharded_inner_tensors",
+    "torch.autograd._unsafe_preserve_version_counter",
+)
+TESTED = "torch 2.13"
+
+After = Callable[[tuple[Tensor, ...], torch.dtype, Tensor | None], Any]  # what post_all_gather does
+
+
+class ShardedWeight(Tensor):
+    """The local part of a sharded weight; views and copies of it to another device are of this class, all else plain."""
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: nn.Module, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], After]:
+        """What this rank sends, each of as many rows as every other rank's, and what to make of all ranks'."""
+        shard = self.as_subclass(Tensor)
+        before = getattr(module, "before_gather", None)
+        if before is None:  # an embedding that shares its weight with a linear layer
+            return gather_as_it_is(shard, mesh, outer_size, mp_policy)
+        return before(shard, mesh, outer_size, mp_policy)
+
+    def fsdp_post_all_gather(
+        self, all_gather_outputs: tuple[Tensor, ...], metadata: After, param_dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        """The unsharded weight and the tensors whose storage FSDP2 frees; None where ``out`` is refilled."""
+        return metadata(all_gather_outputs, param_dtype, out)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        if type(result) is Tensor and getattr(func, "__name__", "") in _STAYS and isinstance(args[0], ShardedWeight):
+            return result.as_subclass(cls)
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)  # files hold plain tensors
+
+
+# by name: torch functions and aten overloads alike
+_STAYS = {
+    name + suffix
+    for name in "detach alias view narrow slice split clone new_zeros to _to_copy cpu cuda pin_memory _pin_memory".split()
+    for suffix in ("", ".default", ".Tensor", ".int", ".dtype")
+}
+
+
+def rows_on_each_rank(rows: int, ranks: int) -> int:
+    """How many rows FSDP2 pads every rank's part of a matrix to."""
+    return -(-rows // ranks)
+
+
+def padded_rows(shard: Tensor, rows: int) -> Tensor:
+    """The shard with rows of zeros behind it, contiguous."""
+    if shard.shape[0] == rows:
+        return shard
+    whole = shard.new_zeros(rows, *shard.shape[1:])
+    whole[: shard.shape[0]] = shard
+    return whole
+
+
+def gather_as_it_is(
+    shard: Tensor, mesh: Any, outer_size: torch.Size, mp_policy: Any
+) -> tuple[tuple[Tensor, ...], After]:
+    """What FSDP2 does without hooks."""
+    dtype = mp_policy.param_dtype or shard.dtype
+    sent = padded_rows(shard, rows_on_each_rank(outer_size[0], mesh.size())).to(dtype)
+
+    def after(outputs: tuple[Tensor, ...], param_dtype: torch.dtype, out: Tensor | None) -> Any:
+        if out is None:
+            return outputs[0][: outer_size[0]], ()
+        return None  # it is the gathered storage itself
+
+    return (sent,), after
+
+
+class Parts(NamedTuple):
+    """A gathered weight's tensors: the pairs of both layouts, contraction last, and the amax that a Delayed rule rolls.
+
+    ``transposed_q`` may be a view of ``q``.
+    """
+
+    q: Tensor
+    scale_inv: Tensor
+    transposed_q: Tensor
+    transposed_scale_inv: Tensor
+    amax: Tensor
+
+
+class GatheredWeight(Tensor):
+    """The facade of an unsharded weight: its values are its parts, and gradients flow to it.
+
+    Args:
+        parts: see Parts; each is an attribute too.
+        shape: of the weight.
+        dtype: what it stands for, and its gradient's.
+        casts: what the parts were cast by; hashable.
+    """
+
+    q: Tensor
+    scale_inv: Tensor
+    transposed_q: Tensor
+    transposed_scale_inv: Tensor
+    amax: Tensor
+    casts: Any
+
+    @staticmethod
+    def __new__(cls, parts: Parts, shape: Any, dtype: torch.dtype, casts: Any) -> GatheredWeight:
+        """Make the facade."""
+        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=parts.q.device)
+        self.q, self.scale_inv, self.transposed_q, self.transposed_scale_inv, self.amax = parts
+        self.casts = casts
+        return self
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return list(Parts._fields), (self.dtype, self.casts)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any
+    ) -> GatheredWeight:
+        dtype, casts = context
+        return GatheredWeight(Parts(**inner), outer_size, dtype, casts)
+
+    def refill(self, parts: Parts) -> None:
+        """Take other parts of the same shapes; codes are written into the storage that is there."""
+        codes = [(own, new) for own, new in ((self.q, parts.q), (self.transposed_q, parts.transposed_q))]
+        written: set[int] = set()
+        for own, new in codes:
+            address = own.untyped_storage().data_ptr()
+            if address == new.untyped_storage().data_ptr() or address in written:
+                continue
+            written.add(address)
+            if own.is_inference():
+                own.view(torch.uint8).copy_(new.view(torch.uint8))
+                continue
+            # saved for a backward whose forward read the same codes
+            with torch.autograd._unsafe_preserve_version_counter(own):
+                own.view(torch.uint8).copy_(new.view(torch.uint8))
+        _, self.scale_inv, _, self.transposed_scale_inv, self.amax = parts
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[Any, Any] | None = None
+    ) -> Any:
+        weight = args[0]
+        if func in (aten.detach.default, aten.alias.default) or (
+            func is aten.as_strided.default and tuple(args[1]) == tuple(weight.shape)
+        ):
+            return GatheredWeight(weight._parts(), weight.shape, weight.dtype, weight.casts)
+        if func in _LIKE:  # a gradient of zeros for a weight that was not used
+            options = {"dtype": weight.dtype, "device": weight.device} | (kwargs or {})
+            options.pop("memory_format", None)
+            return _LIKE[func](weight.shape, **options)
+        raise UnsupportedOpError(
+            f"{func} of a gathered FP8 weight: between unshard and reshard it exists in FP8 only. Read the sharded "
+            "parameter, or keep the layer out of FP8 with octavo.recipes.high_precision()"
+        )
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def _parts(self) -> Parts:
+        return Parts(self.q, self.scale_inv, self.transposed_q, self.transposed_scale_inv, self.amax)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"GatheredWeight({tuple(self.shape)}, {self.dtype}, codes {self.q.dtype})"
+
+
+_LIKE = {
+    aten.zeros_like.default: torch.zeros,
+    aten.empty_like.default: torch.empty,
+    aten.ones_like.default: torch.ones,
+}
+
+
+def attach(param: nn.Parameter) -> bool:
+    """Make the local part of a parameter that was just sharded a ShardedWeight; whether it is one now.
+
+    A parameter that is sharded in other ways too (tensor parallel) is left as it is.
+    """
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    if not isinstance(param, DTensor):
+        return False
+    *outer, last = param.placements
+    if type(last) is not Shard or any(type(placement) is not Replicate for placement in outer):
+        return False
+    local = _private(lambda: param._local_tensor)
+    if type(local) is Tensor:
+        param._local_tensor = local.as_subclass(ShardedWeight)
+    return type(param._local_tensor) is ShardedWeight
+
+
+def local_part(param: nn.Parameter) -> Tensor:
+    """The shard of a sharded parameter, as a plain tensor."""
+    return _private(lambda: param._local_tensor).as_subclass(Tensor)  # type: ignore[attr-defined]
+
+
+def plain(param: Tensor) -> Tensor:
+    """A DTensor whose local part is plain, over the same storage; anything else as it is."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(param, DTensor) or type(_private(lambda: param._local_tensor)) is not ShardedWeight:
+        return param
+    local = local_part(param)  # type: ignore[arg-type]
+    return DTensor.from_local(
+        local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
+
+
+def forget_gathered(model: nn.Module) -> None:
+    """Make FSDP2 forget how it gathered weights with hooks of ours, since they may be gathered otherwise now.
+
+    Args:
+        model: a module that fully_shard was applied to, or that holds such.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        for param in _private(lambda module=module: list(_fsdp_params(module))):
+            if type(param._sharded_local_tensor) is ShardedWeight and hasattr(param, "_unsharded_param"):
+                module.reshard()
+                param.all_gather_outputs = []
+                param._unsharded_inner_tensors = []
+                del param._unsharded_param
+
+
+def _fsdp_params(module: Any) -> Iterator[Any]:
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    for group in groups:
+        yield from group.fsdp_params
+
+
+def _private(read: Callable[[], Any]) -> Any:
+    """What is read of torch's private parts.
+
+    Raises:
+        OctavoError: where this torch has them no more.
+    """
+    try:
+        return read()
+    except AttributeError as error:
+        raise OctavoError(
+            f"torch {torch.__version__} has changed what octavo reads of FSDP2 ({error}); tested with {TESTED}"
+        ) from error
