@@ -244,7 +244,10 @@ def before_gather(
                 assert module.delayed_scale is not None
                 gather.scale = module.delayed_scale.clone()  # of all unshards until the weight changes
         sent = padded_rows(shard, rows_on_each_rank(outer_size[0], mesh.size()))
-        return (sent.to(mp_policy.param_dtype or shard.dtype),), _cast_after(module, outer_size)
+        # where nothing is sent, what several ranks would send in FP8 is cast from its own dtype, as there
+        alone = mesh.size() == 1 and recipe.weight_casts.once
+        dtype = shard.dtype if alone else mp_policy.param_dtype or shard.dtype
+        return (sent.to(dtype),), _cast_after(module, outer_size)
     if stale:
         assert gather.group is not None
         gather.group.refresh(module, mesh)

@@ -1,0 +1,269 @@
+"""What sharded training meets, and a training run in each: of a replicated model, or of one under FSDP2."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+import octavo
+from octavo import recipes
+
+RECIPES = {
+    "dynamic": recipes.dynamic,
+    "delayed": lambda: recipes.delayed(history_length=4),
+    "rowwise": recipes.rowwise,
+    "blockwise": recipes.blockwise,
+    "mx": recipes.mx,
+    "high_precision": recipes.high_precision,
+    "power of two": lambda: octavo.Recipe(*[powers(pair) for pair in products(recipes.dynamic())]),
+}
+
+
+def products(recipe: octavo.Recipe) -> list[Any]:
+    return [recipe.output, recipe.grad_input, recipe.grad_weight]
+
+
+def powers(pair: Any) -> Any:
+    return tuple(dataclasses.replace(cast, power_of_two=True, margin=1) for cast in pair)
+
+
+@dataclasses.dataclass(frozen=True)
+class Situation:
+    """How a model is built, sharded and trained; see SITUATIONS."""
+
+    sizes: tuple[int, int, int] = (256, 512, 40)  # width, hidden, outputs
+    micro_batches: int = 1
+    sync_each: bool = True
+    clip: float | None = None
+    frozen: bool = False
+    tied: bool = False
+    with_embedding: bool = False
+    mixed_precision: bool = False
+    offload: bool = False
+    meta: bool = False
+    checkpointed: bool = False
+    evaluates: bool = False
+    changes_weights: bool = False
+
+
+SITUATIONS = {
+    "even shards": Situation(),
+    "uneven shards": Situation(sizes=(49, 97, 3)),
+    "a rank without rows": Situation(sizes=(49, 97, 1)),
+    "micro-batches": Situation(micro_batches=3),
+    "micro-batches synced once": Situation(micro_batches=3, sync_each=False),
+    "clipped": Situation(clip=0.05),
+    "frozen": Situation(frozen=True),
+    "tied": Situation(tied=True),
+    "tied to an embedding": Situation(with_embedding=True),
+    "mixed precision": Situation(mixed_precision=True),
+    "offload": Situation(offload=True),
+    "meta device": Situation(meta=True),
+    "checkpointed": Situation(checkpointed=True, micro_batches=2),
+    "evaluation in between": Situation(evaluates=True),
+    "weights written by hand": Situation(changes_weights=True),
+}
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(width, hidden), nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.fc2(nn.functional.gelu(self.fc1(x)))
+
+
+class Net(nn.Module):
+    def __init__(self, situation: Situation) -> None:
+        super().__init__()
+        width, hidden, outputs = situation.sizes
+        self.situation = situation
+        self.embedding = nn.Embedding(outputs, width) if situation.with_embedding else None
+        self.blocks = nn.ModuleList(Block(width, hidden) for _ in range(2))
+        self.head = nn.Linear(width, outputs, bias=False)
+        if situation.tied:
+            self.blocks[1].fc1.weight = self.blocks[0].fc1.weight
+        if self.embedding is not None:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.embedding is not None:
+            x = x + self.embedding((x.abs().sum(-1).long() * 7) % self.embedding.num_embeddings)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.situation.checkpointed else block(x)
+        return self.head(x)
+
+
+def built(situation: Situation, recipe: str) -> Net:
+    torch.manual_seed(0)
+    net = Net(situation)
+    if situation.frozen:
+        net.blocks[0].requires_grad_(False)
+    return octavo.convert(net, RECIPES[recipe](), select=lambda module, name: True)
+
+
+def sharded(situation: Situation, recipe: str, mesh: Any, reshard: bool) -> nn.Module:
+    net = built(situation, recipe)
+    plain = {name: value.clone() for name, value in net.state_dict().items()}
+    if situation.meta:
+        with torch.device("meta"):
+            net = built(situation, recipe)
+    options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshard}
+    if situation.mixed_precision:
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if situation.offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    if not situation.tied:  # tied weights must be in one group
+        for block in net.blocks:
+            fully_shard(block, **options)
+    fully_shard(net, **options)
+    if situation.meta:
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+        net.to_empty(device="cpu")
+        set_model_state_dict(net, plain, options=StateDictOptions(full_state_dict=True))
+    return net
+
+
+def batch(situation: Situation, step: int, micro_batch: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(step * 1000 + micro_batch * 10 + rank)
+    return torch.randn(16, situation.sizes[0], generator=generator)
+
+
+class Replicated:
+    """The model on every rank, its gradients averaged as FSDP2 averages them."""
+
+    def __init__(self, situation: Situation, recipe: str, mesh: Any, in_fp8: set[str]) -> None:
+        self.situation, self.mesh = situation, mesh
+        self.net = built(situation, recipe)
+        self.in_fp8 = in_fp8
+
+    def loss(self, x: Tensor) -> Tensor:
+        if not self.situation.mixed_precision:
+            return self.net(x).square().mean()
+        # What is sent in bf16 is cast from bf16; a weight that is sent in FP8 from its own dtype.
+        used = {name: p if name in self.in_fp8 else p.bfloat16() for name, p in self.net.named_parameters()}
+        with torch.autocast("cpu", torch.bfloat16):
+            y = torch.func.functional_call(self.net, used, (x.bfloat16(),))
+        return y.float().square().mean()
+
+    def sync(self) -> None:
+        for p in self.net.parameters():
+            if p.grad is not None:
+                p.grad = self.averaged(p.grad)
+
+    def averaged(self, grad: Tensor) -> Tensor:
+        """As FSDP2: a reduce-scatter over the shard ranks, then an all-reduce over replicas."""
+        group, ranks = self.mesh.get_group("shard"), self.mesh["shard"].size()
+        rows = -(-grad.shape[0] // ranks)
+        padded = grad.new_zeros(rows * ranks, *grad.shape[1:])
+        padded[: grad.shape[0]] = grad
+        part = padded.new_empty(rows, *grad.shape[1:])
+        if ranks == 1:
+            part.copy_(padded)
+        else:
+            dist.reduce_scatter_tensor(part, padded, group=group)
+        if self.mesh.ndim == 2:
+            dist.all_reduce(part, group=self.mesh.get_group("replicate"))
+        whole = torch.empty_like(padded)
+        if ranks == 1:
+            whole.copy_(part)
+        else:
+            dist.all_gather_into_tensor(whole, part, group=group)
+        return whole[: grad.shape[0]] / self.mesh.size()
+
+
+class Sharded:
+    """The same under FSDP2."""
+
+    def __init__(self, situation: Situation, recipe: str, mesh: Any, reshard: bool) -> None:
+        self.situation = situation
+        self.net: Any = sharded(situation, recipe, mesh, reshard)
+
+    def loss(self, x: Tensor) -> Tensor:
+        return self.net(x).float().square().mean()
+
+    def sync(self) -> None:
+        pass  # FSDP2 did
+
+
+def train(run: Any, situation: Situation, steps: int) -> dict[str, Tensor]:
+    """Losses, weights and delayed state after some steps of AdamW."""
+    net, rank = run.net, dist.get_rank()
+    optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for step in range(steps):
+        sums: dict[str, Tensor] = {}
+        for index in range(situation.micro_batches):
+            last = index == situation.micro_batches - 1
+            if isinstance(run, Sharded):
+                net.set_requires_gradient_sync(last or situation.sync_each)
+            loss = run.loss(batch(situation, step, index, rank))
+            loss.backward()
+            losses.append(loss.detach())
+            if isinstance(run, Replicated) and situation.sync_each and situation.micro_batches > 1:
+                _sum_synced(run, sums)
+        if sums:
+            for name, p in net.named_parameters():
+                p.grad = sums.get(name)
+        else:
+            run.sync()
+        if situation.clip is not None:
+            nn.utils.clip_grad_norm_(net.parameters(), situation.clip, norm_type=math.inf)  # the same in any order
+        optimizer.step()
+        optimizer.zero_grad()
+        if situation.evaluates:
+            net.eval()
+            with torch.no_grad():
+                losses.append(run.loss(batch(situation, step, 99, rank)))
+            net.train()
+        if situation.changes_weights and step % 3 == 1:
+            with torch.no_grad():
+                for p in net.parameters():
+                    p.mul_(-1.5)
+    for module in net.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    found = {"losses": torch.stack(losses)} | octavo.delayed_state_dict(net)
+    for name, p in net.named_parameters():
+        found[name] = (p.full_tensor() if isinstance(run, Sharded) else p).detach().clone()
+    return found
+
+
+def _sum_synced(run: Replicated, sums: dict[str, Tensor]) -> None:
+    """Average this micro-batch's gradients and add them up; zeros stay, for a micro-batch that may follow."""
+    for name, p in run.net.named_parameters():
+        if p.grad is not None:
+            averaged = run.averaged(p.grad)
+            sums[name] = averaged if name not in sums else sums[name] + averaged
+            p.grad = torch.zeros_like(p)
+
+
+def compare(mesh: Any, recipe: str, name: str, reshard: bool, steps: int = 10) -> tuple[float, dict[str, str]]:
+    """The largest difference of the two runs in any tensor, by its largest value; and how weights were gathered."""
+    situation = SITUATIONS[name]
+    run = Sharded(situation, recipe, mesh, reshard)
+    found = train(run, situation, steps)
+    gathers = {name: module.gather for name, module in run.net.named_modules() if hasattr(module, "gather")}
+    ways = {name: gather.used[0] for name, gather in gathers.items() if gather.used}
+    alone = mesh["shard"].size() == 1
+    in_fp8 = {
+        f"{name}.weight"
+        for name, (way, casts) in ((name, gather.used) for name, gather in gathers.items() if gather.used)
+        if way == "in FP8" or (way == "cast after" and alone and casts.once)
+    }
+    expected = train(Replicated(situation, recipe, mesh, in_fp8), situation, steps)
+    assert found.keys() == expected.keys()
+    return max(off(found[key], expected[key]) for key in found), ways
+
+
+def off(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected.double()).abs().max() / expected.double().abs().max().clamp(1e-30))
