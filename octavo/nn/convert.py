@@ -156,8 +156,7 @@ def _gather_anew(model: nn.Module) -> None:
     """Under FSDP2: the weights are gathered by the recipes that they have now."""
     if "torch.distributed.fsdp" not in sys.modules:
         return
-    forget_gathered(model)
-    for module in model.modules():
+    for module in forget_gathered(model):
         if isinstance(module, RecipeModule):
             module.gather.used = None
 
@@ -173,6 +172,7 @@ def _others_share(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, RecipeModule):
             module.gather.shared = id(module._parameters["weight"]) in others
+            module.gather.way = None
 
 
 def fp8_class(module: nn.Module) -> type[RecipeModule] | None:

@@ -1,6 +1,6 @@
 """How a converted module's weight is gathered under FSDP2 (fully_shard), and the scales that its ranks share.
 
-Three ways, chosen for each weight by ``Gather.way``:
+Three ways, chosen for each weight by ``way``:
 
     in FP8      the shard is cast, codes are sent: half of bf16's bytes. Per tensor the scale is that of the whole weight:
                 one collective finds the amax of all weights of the model together. Blocks of which each lies on one rank
@@ -16,7 +16,7 @@ step and all micro-batches send these.
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 IN_FP8, CAST_AFTER, AS_IT_IS = "in FP8", "cast after", "as it is"
 
-_NO_AMAX = (0,)  # shape of Parts.amax where no rule asks for one
+_NO_AMAX = (0,)  # shape of Parts.found_amax where no rule asks for one
 
 
 class Gather:
@@ -66,12 +66,13 @@ class Gather:
     def forget(self) -> None:
         """Drop what was cast, of another recipe or parameter."""
         self.codes: Tensor | None = None
+        self.way: Way | None = None
         self.scale = self.amax = self.scale_inv = torch.empty(0)
         self.generation += 1
 
     def join(self, group: GatherGroup, module: RecipeModule) -> None:
         """Find scales together with this group from now on."""
-        self.group = group
+        self.group, self.way = group, None
         if self.parameter is not None:
             group.add(module)
 
@@ -109,7 +110,7 @@ class GatherGroup:
             member = reference()
             if member is None or member.gather.parameter is None or member.gather.parameter.device_mesh != own:
                 continue
-            if way(member, mesh, member.gather.parameter) != IN_FP8:
+            if way(member).kind != IN_FP8:
                 continue
             member.gather.seen, member.gather.fresh = member.gather.key(member.recipe), True
             cast = member.recipe.weight_casts.as_is
@@ -172,7 +173,9 @@ def _cast_shards(members: list[RecipeModule], cast: Cast, mesh: Any) -> None:
     if not full:
         return
     shards = [local_part(member.gather.parameter) for member in full]
-    codes = [_codes(member)[: shard.shape[0]].view(cast.format.dtype) for member, shard in zip(full, shards, strict=True)]
+    codes = [
+        _codes(member)[: shard.shape[0]].view(cast.format.dtype) for member, shard in zip(full, shards, strict=True)
+    ]
     if per_tensor:
         scale_inv = [shard.new_empty(1, 1, dtype=torch.float32) for shard in shards]
     else:  # of whole blocks; rows that a last rank has not are zeros, and their scale 1
@@ -200,25 +203,48 @@ def _codes(member: RecipeModule) -> Tensor:
     return member.gather.codes
 
 
-def way(module: RecipeModule, mesh: Any, parameter: Any) -> str:
-    """How a module's weight is gathered over a mesh of ranks."""
-    recipe, gather = module.recipe, module.gather
-    casts = recipe.weight_casts
-    if casts.as_is is None or casts.transposed is None or gather.shared or not isinstance(module, _linear_class()):
-        return AS_IT_IS
-    if not casts.once or mesh.size() == 1 or gather.group is None or parameter.placements[-1].dim != 0:
-        return CAST_AFTER
-    if casts.as_is.tile == (ALL, ALL):
-        return IN_FP8
-    rows, block = parameter.shape[0], casts.as_is.tile
-    whole = rows % mesh.size() == 0 and (rows // mesh.size()) % block[0] == 0
-    return IN_FP8 if whole and block[0] == block[1] and is_small_block(block) else CAST_AFTER
+class Way(NamedTuple):
+    """How a weight is gathered, and why not in FP8 where it is not."""
+
+    kind: str
+    why: str = ""
 
 
-def _linear_class() -> type[nn.Module]:
-    from octavo.nn.linear import Linear
+def way(module: RecipeModule) -> Way:
+    """How a module's sharded weight is gathered."""
+    gather = module.gather
+    if gather.way is None:
+        gather.way = _choose_way(module)
+    return gather.way
 
-    return Linear
+
+def _choose_way(module: RecipeModule) -> Way:
+    gather, parameter = module.gather, module.gather.parameter
+    casts, mesh = module.recipe.weight_casts, parameter.device_mesh
+    ranks = mesh.size(mesh.ndim - 1)
+    if casts.as_is is None or casts.transposed is None:
+        return Way(AS_IT_IS, "a product reads it in high precision")
+    if gather.shared:
+        return Way(AS_IT_IS, "another module shares it")
+    if not hasattr(module, "in_features"):
+        return Way(AS_IT_IS, f"{type(module).__name__} stores it transposed")
+    if not casts.once:
+        return Way(CAST_AFTER, "its two layouts have different scales, and codes of both are bf16's bytes")
+    if ranks == 1:
+        return Way(CAST_AFTER, "one rank gathers nothing")
+    if gather.group is None:
+        return Way(CAST_AFTER, "octavo.convert(model, recipe) before fully_shard lets weights find scales together")
+    if parameter.placements[-1].dim != 0:
+        return Way(CAST_AFTER, "it is not sharded by rows")
+    block = casts.as_is.tile
+    if block == (ALL, ALL):
+        return Way(IN_FP8)
+    rows = parameter.shape[0]
+    if rows % ranks or (rows // ranks) % block[0]:
+        return Way(CAST_AFTER, f"blocks of {block[0]} rows reach over several ranks' shards")
+    if block[0] != block[1] or not is_small_block(block):
+        return Way(CAST_AFTER, f"blocks of {block[0]} x {block[1]} are cast one weight at a time")
+    return Way(IN_FP8)
 
 
 def before_gather(
@@ -226,7 +252,7 @@ def before_gather(
 ) -> tuple[tuple[Tensor, ...], After]:
     """What FSDP2's first hook does: see ShardedWeight.fsdp_pre_all_gather."""
     gather, recipe = module.gather, module.recipe
-    chosen = way(module, mesh, gather.parameter)
+    chosen = way(module).kind
     used = chosen, recipe.weight_casts
     if gather.used is not None and gather.used != used:
         raise RuntimeError(
@@ -266,7 +292,9 @@ def _take_codes(module: RecipeModule, shape: torch.Size, scale_inv: Tensor | Non
     def after(outputs: tuple[Tensor, ...], dtype: torch.dtype, out: Any) -> Any:
         q = outputs[0][: shape[0]].view(cast.format.dtype)
         scales = outputs[1] if scale_inv is None else scale_inv
-        found = amax if amax is not None and isinstance(cast.rule, Delayed) else q.new_empty(_NO_AMAX, dtype=torch.float32)
+        found = (
+            amax if amax is not None and isinstance(cast.rule, Delayed) else q.new_empty(_NO_AMAX, dtype=torch.float32)
+        )
         laid, transposed, inner = _laid(q, recipe, out)
         parts = Parts(laid, scales, transposed, scales.t(), found.to(q.device))
         if out is not None:
@@ -325,10 +353,9 @@ def gathered_operands(module: RecipeModule, weight: GatheredWeight, rolls: bool)
             "the weight was gathered by other casts than this layer's recipe has: layers that share a weight need one "
             "recipe, and octavo.set_recipe waits until no forward is under way"
         )
-    amax = weight.amax if weight.amax.numel() else None
+    amax = weight.found_amax if weight.found_amax.numel() else None
     fresh = True
     if not torch.compiler.is_compiling():  # a graph would be bound to one of the two, as to a cast of its own
         fresh, module.gather.fresh = module.gather.fresh, module.gather.fresh and not rolls
     as_is, transposed = (weight.q, weight.scale_inv), (weight.transposed_q, weight.transposed_scale_inv)
     return Operands(as_is, transposed, amax, None, fresh)
-

@@ -70,7 +70,9 @@ class KeptWeights:
         found = {name: _kept(module) for name, module in model.named_modules() if isinstance(module, Linear)}
         self._kept = {name: kept for name, kept in found.items() if kept is not None}
         if not self._kept:
-            raise ValueError("no layer's weight can be kept; convert the model with dynamic(), delayed() or blockwise()")
+            raise ValueError(
+                "no layer's weight can be kept; convert the model with dynamic(), delayed() or blockwise()"
+            )
         self.names = tuple(self._kept)
         self._groups: dict[tuple[object, ...], list[_Kept]] = {}
         for kept in self._kept.values():
@@ -150,8 +152,9 @@ def _operands(kept: _Kept) -> Operands:
 
 def _roll(kept: _Kept, skip: Tensor | None) -> None:
     """Roll the weight's history by the amax just found, unless skipped: then both states are written and one chosen."""
-    state = kept.layer.delayed_scale, kept.layer.delayed_amax_history
-    assert state[0] is not None and state[1] is not None
+    scale, history = kept.layer.delayed_scale, kept.layer.delayed_amax_history
+    assert scale is not None and history is not None
+    state = scale, history
     if skip is None:
         kernels.delayed_update(*state, None, kept.amax, None, *kept.recipe.delayed_update)
         return

@@ -52,7 +52,7 @@ class RecipeModule(nn.Module):
         """As any module's, but a weight that FSDP2 has just sharded learns to be gathered in FP8 (nn/gather.py)."""
         parameters = self.__dict__.get("_parameters")
         if parameters is not None and name in parameters and isinstance(value, nn.Parameter):
-            if name == "weight" and type(value) is not GatheredWeight and type(value) is not nn.Parameter:
+            if name == "weight" and type(value) not in (nn.Parameter, GatheredWeight):
                 self._adopt_shard(value)
             parameters[name] = value  # what torch's does after checks; FSDP2 does it four times a step
             return
@@ -111,7 +111,7 @@ class RecipeModule(nn.Module):
                 self._buffers[name] = old.to(new.device)
         self._weight_cache.clear()
         if self.gather.parameter is not None:
-            self._adopt_shard(self._parameters["weight"])  # type: ignore[arg-type]
+            self._adopt_shard(self._parameters["weight"])
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:

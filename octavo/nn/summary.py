@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from octavo.nn.convert import MIN_FEATURES, fp8_class, large_enough, why_left_alone
+from octavo.nn.gather import way
 from octavo.nn.recipe_module import RecipeModule
 from octavo.scaling.recipe import Recipe
 
@@ -23,6 +24,8 @@ class ModuleSummary:
         shape: of its weight, as stored.
         recipe: what it is converted with, or None.
         reason: why it is left alone; "" for a converted one.
+        gathered: under FSDP2 how its weight is gathered: "in FP8", "cast after" (sent in the parameter's dtype, or the
+            mixed-precision policy's, and cast once an unshard) or "as it is", and why not in FP8; "" elsewhere.
     """
 
     name: str
@@ -30,6 +33,7 @@ class ModuleSummary:
     shape: tuple[int, ...]
     recipe: Recipe | None
     reason: str
+    gathered: str = ""
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,7 @@ class Summary:
         width = max((len(m.name or "(model)") for m in self.modules), default=0)
         for m in self.modules:
             state = f"recipe {m.recipe.name}" if m.recipe is not None else f"left alone: {m.reason}"
+            state += f", gathered {m.gathered}" if m.gathered else ""
             lines.append(f"  {m.name or '(model)':<{width}}  {m.kind} {list(m.shape)}  {state}")
         recipes = {m.recipe: None for m in self.converted if m.recipe is not None}
         return "\n".join([*lines, *map(str, recipes)])
@@ -88,8 +93,16 @@ def summary(model: nn.Module) -> Summary:
             recipe = module.recipe if isinstance(module, RecipeModule) else None
             label = name if parameter_name == "weight" else f"{name}.{parameter_name}".lstrip(".")
             reason = "" if recipe is not None else _reason(module, parameter)
-            rows.append(ModuleSummary(label, type(module).__name__, tuple(parameter.shape), recipe, reason))
+            kind, gathered = type(module).__name__, _gathered(module) if parameter_name == "weight" else ""
+            rows.append(ModuleSummary(label, kind, tuple(parameter.shape), recipe, reason, gathered))
     return Summary(tuple(rows))
+
+
+def _gathered(module: nn.Module) -> str:
+    if not isinstance(module, RecipeModule) or module.gather.parameter is None:
+        return ""
+    found = way(module)
+    return f"{found.kind} ({found.why})" if found.why else found.kind
 
 
 def _reason(module: nn.Module, parameter: torch.Tensor) -> str:

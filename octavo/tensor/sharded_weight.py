@@ -11,7 +11,7 @@ All that octavo reads of FSDP2 beyond its documented extension hooks is in this 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ PRIVATE = (
     "DTensor._local_tensor",
     "FSDPModule._get_fsdp_state",
     "FSDPState._fsdp_param_groups (torch 2.13), _fsdp_param_group (2.11)",
-    "FSDPParam._sharded_local_tensor, .all_gather_outputs, ._unsharded_param, ._unsharded_inner_tensors",
+    "FSDPParam._module_info, ._sharded_local_tensor, .all_gather_outputs, ._unsharded_param, ._unsharded_inner_tensors",
     "torch.autograd._unsafe_preserve_version_counter",
 )
 TESTED = "torch 2.13"
@@ -111,7 +111,7 @@ class Parts(NamedTuple):
     scale_inv: Tensor
     transposed_q: Tensor
     transposed_scale_inv: Tensor
-    amax: Tensor
+    found_amax: Tensor
 
 
 class GatheredWeight(Tensor):
@@ -128,14 +128,14 @@ class GatheredWeight(Tensor):
     scale_inv: Tensor
     transposed_q: Tensor
     transposed_scale_inv: Tensor
-    amax: Tensor
+    found_amax: Tensor
     casts: Any
 
     @staticmethod
     def __new__(cls, parts: Parts, shape: Any, dtype: torch.dtype, casts: Any) -> GatheredWeight:
         """Make the facade."""
         self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=parts.q.device)
-        self.q, self.scale_inv, self.transposed_q, self.transposed_scale_inv, self.amax = parts
+        self.q, self.scale_inv, self.transposed_q, self.transposed_scale_inv, self.found_amax = parts
         self.casts = casts
         return self
 
@@ -164,7 +164,7 @@ class GatheredWeight(Tensor):
             # saved for a backward whose forward read the same codes
             with torch.autograd._unsafe_preserve_version_counter(own):
                 own.view(torch.uint8).copy_(new.view(torch.uint8))
-        _, self.scale_inv, _, self.transposed_scale_inv, self.amax = parts
+        _, self.scale_inv, _, self.transposed_scale_inv, self.found_amax = parts
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -178,7 +178,7 @@ class GatheredWeight(Tensor):
         if func in _LIKE:  # a gradient of zeros for a weight that was not used
             options = {"dtype": weight.dtype, "device": weight.device} | (kwargs or {})
             options.pop("memory_format", None)
-            return _LIKE[func](weight.shape, **options)
+            return _LIKE[func](weight.shape, **options)  # type: ignore[operator]
         raise UnsupportedOpError(
             f"{func} of a gathered FP8 weight: between unshard and reshard it exists in FP8 only. Read the sharded "
             "parameter, or keep the layer out of FP8 with octavo.recipes.high_precision()"
@@ -187,7 +187,7 @@ class GatheredWeight(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def _parts(self) -> Parts:
-        return Parts(self.q, self.scale_inv, self.transposed_q, self.transposed_scale_inv, self.amax)
+        return Parts(self.q, self.scale_inv, self.transposed_q, self.transposed_scale_inv, self.found_amax)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"GatheredWeight({tuple(self.shape)}, {self.dtype}, codes {self.q.dtype})"
@@ -235,32 +235,41 @@ def plain(param: Tensor) -> Tensor:
     )
 
 
-def forget_gathered(model: nn.Module) -> None:
+def forget_gathered(model: nn.Module) -> list[nn.Module]:
     """Make FSDP2 forget how it gathered weights with hooks of ours, since they may be gathered otherwise now.
 
     Args:
         model: a module that fully_shard was applied to, or that holds such.
+
+    Returns:
+        the modules whose weights those are.
     """
     from torch.distributed.fsdp import FSDPModule
 
+    forgotten = []
     for module in model.modules():
         if not isinstance(module, FSDPModule):
             continue
-        for param in _private(lambda module=module: list(_fsdp_params(module))):
+        for param in _fsdp_params(module):
             if type(param._sharded_local_tensor) is ShardedWeight and hasattr(param, "_unsharded_param"):
                 module.reshard()
                 param.all_gather_outputs = []
                 param._unsharded_inner_tensors = []
                 del param._unsharded_param
+                forgotten.append(param._module_info.module)
+    return forgotten
 
 
-def _fsdp_params(module: Any) -> Iterator[Any]:
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
-        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
-    for group in groups:
-        yield from group.fsdp_params
+def _fsdp_params(module: Any) -> list[Any]:
+    def read() -> list[Any]:
+        state = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:
+            groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+        return [param for group in groups for param in group.fsdp_params]
+
+    found: list[Any] = _private(read)
+    return found
 
 
 def _private(read: Callable[[], Any]) -> Any:

@@ -64,7 +64,8 @@ class Pool:
         ends = [context.Pipe() for _ in range(WORLD)]
         self._connections = [here for here, _ in ends]
         self._processes = [
-            context.Process(target=_serve, args=(rank, port, there), daemon=True) for rank, (_, there) in enumerate(ends)
+            context.Process(target=_serve, args=(rank, port, there), daemon=True)
+            for rank, (_, there) in enumerate(ends)
         ]
         for process in self._processes:
             process.start()

@@ -13,9 +13,7 @@ RESHARD = {"reshard": True, "keep": False}
 # All of recipes x situations x shapes x reshard_after_forward is run but these, which torch does not offer.
 NOT_RUN = {("offload", "keep"): "CPU offload needs reshard_after_forward"}
 
-CELLS = [
-    cell for cell in itertools.product(RECIPES, SITUATIONS, SHAPES, RESHARD) if (cell[1], cell[3]) not in NOT_RUN
-]
+CELLS = [cell for cell in itertools.product(RECIPES, SITUATIONS, SHAPES, RESHARD) if (cell[1], cell[3]) not in NOT_RUN]
 WAYS = {  # of "even shards": (2 ranks, 4 ranks)
     "dynamic": ({"in FP8"}, {"in FP8"}),
     "delayed": ({"in FP8"}, {"in FP8"}),

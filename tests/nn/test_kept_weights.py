@@ -8,7 +8,11 @@ import octavo
 from octavo import recipes
 from tests.helpers import CountOps, assert_equal, gradients, to_fp8
 
-KEPT = {"dynamic": recipes.dynamic, "delayed": lambda: recipes.delayed(history_length=4), "blockwise": recipes.blockwise}
+KEPT = {
+    "dynamic": recipes.dynamic,
+    "delayed": lambda: recipes.delayed(history_length=4),
+    "blockwise": recipes.blockwise,
+}
 
 
 def model(recipe, seed=0):

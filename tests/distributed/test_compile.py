@@ -1,0 +1,153 @@
+"""torch.compile of sharded models: as many graphs as of the plain model, equal to eager bit for bit."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.distributed.fsdp import fully_shard
+
+import octavo
+from tests.distributed.situations import SITUATIONS, batch, built
+
+EVEN = SITUATIONS["even shards"]
+
+
+def in_blocks(net, mesh, backend):
+    """Hooks run around a graph for each block."""
+    for block in net.blocks:
+        if backend:
+            block.compile(backend=backend, fullgraph=True)
+        fully_shard(block, mesh=mesh)
+    return fully_shard(net, mesh=mesh)
+
+
+def in_one_graph(net, mesh, backend):
+    """Hooks run around the root's only graph."""
+    fully_shard(net, mesh=mesh)
+    if backend:
+        net.forward = torch.compile(net.forward, backend=backend, fullgraph=True)
+    return net
+
+
+def around_nested_hooks(net, mesh, backend):
+    """Torch breaks graphs where hooks of blocks run."""
+    for block in net.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    return torch.compile(net, backend=backend) if backend else net
+
+
+HOW = {how.__name__: how for how in (in_blocks, in_one_graph, around_nested_hooks)}
+
+
+def trained(mesh, recipe, how, backend, steps=5):
+    """(losses, graphs after each step, breaks) of a sharded model's training."""
+    torch.compiler.reset()
+    counters.clear()
+    net = built(EVEN, recipe)
+    call = HOW[how](net, mesh, backend)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    losses, graphs = [], []
+    for step in range(steps):
+        loss = call(batch(EVEN, step, 0, dist.get_rank())).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        graphs.append(counters["stats"]["unique_graphs"])
+    state = [value.tolist() for value in octavo.delayed_state_dict(net).values()]
+    return losses, state, graphs, sum(counters["graph_break"].values())
+
+
+def beside_eager(mesh, recipe, how, backend="aot_eager"):
+    return trained(mesh, recipe, how, None), trained(mesh, recipe, how, backend)
+
+
+@pytest.mark.parametrize(
+    "recipe", ["dynamic", "delayed", *(pytest.param(r, marks=pytest.mark.slow) for r in ("rowwise", "blockwise", "mx"))]
+)
+@pytest.mark.parametrize("how", HOW)
+def test_graphs_and_bits(pool, how, recipe):
+    in_bf16 = pool.run(trained, (2,), "high_precision", how, "aot_eager")
+    for rank, (eager, compiled) in enumerate(pool.run(beside_eager, (2,), recipe, how)):
+        assert compiled[:2] == eager[:2]
+        graphs, breaks = compiled[2:]
+        assert graphs[-1] == graphs[1]
+        assert (graphs[-1], breaks) == (in_bf16[rank][2][-1], in_bf16[rank][3])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["dynamic", "delayed", "blockwise"])
+@pytest.mark.parametrize("how", HOW)
+def test_inductor(pool, how, recipe):
+    for eager, compiled in pool.run(beside_eager, (2,), recipe, how, "inductor"):
+        assert compiled[0] == pytest.approx(eager[0], rel=2.0**-12)
+        assert compiled[2][-1] == compiled[2][1]
+
+
+def hooks_cast_compiled(mesh):
+    """The once-a-step cast of all shards, in one graph."""
+    torch.compiler.reset()
+    net = in_blocks(built(EVEN, "delayed"), mesh, None)
+    net(batch(EVEN, 0, 0, dist.get_rank()))
+    eager = [copy.deepcopy(block.fc1.gather.codes) for block in net.blocks]
+    from octavo.nn import gather
+
+    members = [layer for block in net.blocks for layer in (block.fc1, block.fc2)]
+    cast = torch.compile(gather._cast_shards, backend="aot_eager")
+    for layer in members:
+        layer.gather.codes.zero_()
+    cast(members, members[0].recipe.weight_casts.as_is, mesh)
+    return all(torch.equal(block.fc1.gather.codes, codes) for block, codes in zip(net.blocks, eager, strict=True))
+
+
+def test_the_hooks_own_cast(pool):
+    assert all(pool.run(hooks_cast_compiled, (2,)))
+
+
+# --- DDP ----------------------------------------------------------------------------------------------------------------
+
+
+def under_ddp(mesh, recipe, compiled, broadcast):
+    """(losses, parameters, delayed state) under DDP beside those of a model whose gradients are averaged by hand."""
+    torch.compiler.reset()
+    rank, group = dist.get_rank(), mesh.get_group("shard")
+
+    def run(parallel):
+        net = built(EVEN, recipe)
+        call = torch.compile(net, backend="aot_eager") if compiled else net
+        if parallel:
+            call = nn.parallel.DistributedDataParallel(call, process_group=group, broadcast_buffers=broadcast)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        losses = []
+        for step in range(6):
+            loss = call(batch(EVEN, step, 0, rank)).square().mean()
+            loss.backward()
+            if not parallel:
+                for p in net.parameters():
+                    dist.all_reduce(p.grad, group=group)
+                    p.grad /= mesh.size()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        state = {name: value.tolist() for name, value in octavo.delayed_state_dict(net).items()}
+        return losses, [p.detach().flatten()[::97].tolist() for p in net.parameters()], state
+
+    return run(True), run(False)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("recipe", ["delayed", "mx"])
+def test_ddp_equals_gradients_averaged_by_hand(pool, recipe, compiled):
+    for parallel, by_hand in pool.run(under_ddp, (2,), recipe, compiled, False):
+        assert parallel == by_hand
+
+
+def test_ddps_buffer_broadcast_is_right(pool):
+    """Ranks then share rank 0's activation scales; pairs carry theirs, so weights stay the same on all."""
+    (one, alone), (two, _) = pool.run(under_ddp, (2,), "delayed", False, True)
+    assert one[1] == two[1]
+    assert one[0] == pytest.approx(alone[0], rel=0.02)

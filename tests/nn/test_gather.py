@@ -1,0 +1,263 @@
+import copy
+import pickle
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import octavo
+from octavo import recipes
+from octavo.nn import gather
+from octavo.nn.gather import _laid, way
+from octavo.tensor.sharded_weight import GatheredWeight, ShardedWeight
+from tests.distributed.situations import RECIPES, SITUATIONS, batch, built, off
+from tests.helpers import to_fp8
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    yield dist.device_mesh.init_device_mesh("cpu", (4,))
+    dist.destroy_process_group()
+
+
+def layer(recipe, mesh, rows=512, cols=96, **options):
+    linear = to_fp8(nn.Linear(cols, rows), recipe)
+    return fully_shard(linear, mesh=mesh, **options)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "rows", "kind", "why"),
+    [
+        (recipes.dynamic(), 49, "in FP8", ""),
+        (recipes.delayed(), 3, "in FP8", ""),
+        (recipes.blockwise(), 512, "in FP8", ""),
+        (recipes.blockwise(), 500, "cast after", "reach over several ranks"),
+        (recipes.rowwise(), 512, "cast after", "different scales"),
+        (recipes.mx(), 512, "cast after", "different scales"),
+        (recipes.high_precision(), 512, "as it is", "high precision"),
+        (octavo.Recipe(output=recipes.dynamic().output), 512, "as it is", "high precision"),
+    ],
+)
+def test_how_a_weight_is_gathered(mesh, recipe, rows, kind, why):
+    found = way(layer(recipe, mesh, rows))
+    assert found.kind == kind and why in found.why and bool(found.why) == bool(why)
+
+
+def test_what_can_not_be_gathered_in_fp8(mesh):
+    by_columns = layer(recipes.dynamic(), mesh, shard_placement_fn=lambda p: torch.distributed.tensor.Shard(p.ndim - 1))
+    assert way(by_columns).why == "it is not sharded by rows"
+    alone = fully_shard(octavo.nn.Linear(64, 64), mesh=mesh)
+    assert "octavo.convert(model, recipe) before fully_shard" in way(alone).why
+    model = nn.Sequential(nn.Embedding(64, 32), nn.Linear(32, 64, bias=False))
+    model[1].weight = model[0].weight
+    fully_shard(to_fp8(model, recipes.dynamic()), mesh=mesh)
+    assert way(model[1]).why == "another module shares it"
+
+
+def test_summary_says_how(mesh):
+    model = nn.Sequential(nn.Linear(64, 512), nn.Linear(512, 64))
+    to_fp8(model, octavo.RecipeMap(recipes.blockwise(), {"1": recipes.mx()}))
+    assert [m.gathered for m in octavo.summary(model).modules] == ["", ""]
+    fully_shard(model, mesh=mesh)
+    first, second = octavo.summary(model).modules
+    assert first.gathered == "in FP8" and re.match(r"cast after \(its two layouts", second.gathered)
+    assert "recipe blockwise, gathered in FP8\n" in str(octavo.summary(model))
+
+
+def test_the_sharded_parameter_is_an_ordinary_one(mesh):
+    linear = layer(recipes.dynamic(), mesh, rows=49)
+    assert type(linear.weight._local_tensor) is ShardedWeight
+    assert type(linear.state_dict()["weight"]._local_tensor) is torch.Tensor
+    assert linear.state_dict()["weight"]._local_tensor.data_ptr() == linear.weight._local_tensor.data_ptr()
+    state = torch.zeros_like(linear.weight)
+    assert type(state._local_tensor) is torch.Tensor
+    with pytest.raises(ValueError, match="no layer's weight can be kept"):
+        octavo.KeptWeights(linear)
+
+
+def test_copies_find_their_scales_in_a_group_of_their_own():
+    model = to_fp8(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), recipes.dynamic())
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        groups = {id(m.gather.group) for m in copied}
+        assert len(groups) == 1 and groups != {id(model[0].gather.group)}
+
+
+def test_layouts_of_a_gpu(monkeypatch):
+    """Codes transposed and padded to 16, each refilled where it lies."""
+    monkeypatch.setattr(gather, "needs_transposed_codes", lambda device: True)
+    q = torch.randn(20, 24).to(torch.float8_e4m3fn)
+    laid, transposed, inner = _laid(q, recipes.dynamic(), None)
+    assert laid.shape == (20, 32) and transposed.shape == (24, 32) and len(inner) == 2
+    assert torch.equal(laid[:, :24].float(), q.float()) and laid[:, 24:].float().abs().sum() == 0
+    assert torch.equal(transposed[:, :20].float(), q.t().float()) and transposed[:, 20:].float().abs().sum() == 0
+    whole = torch.randn(32, 48).to(torch.float8_e4m3fn)
+    laid, transposed, inner = _laid(whole, recipes.dynamic(), None)
+    assert laid is whole and inner[0] is transposed and len(inner) == 1
+
+    class Out:
+        q, transposed_q = laid, transposed
+
+    other = torch.randn(32, 48).to(torch.float8_e4m3fn)
+    again = _laid(other, recipes.dynamic(), Out)
+    assert again[0] is other and again[1] is transposed and torch.equal(transposed.float(), other.t().float())
+
+
+# --- on ranks -----------------------------------------------------------------------------------------------------------
+
+EVEN = SITUATIONS["even shards"]
+
+
+def sharded_blocks(net, mesh):
+    for block in net.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(net, mesh=mesh)
+
+
+def step(net, optimizer, index, mesh=None):
+    loss = net(batch(EVEN, index, 0, dist.get_rank())).square().mean()
+    loss.backward()
+    if mesh is not None:
+        for p in net.parameters():
+            dist.all_reduce(p.grad, group=mesh.get_group("shard"))
+            p.grad /= mesh.size()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def through_recipes(mesh, names):
+    """The largest difference from a replicated model, over a recipe after the other."""
+    sharded, replicated = sharded_blocks(built(EVEN, names[0]), mesh), built(EVEN, names[0])
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in (sharded, replicated)]
+    for index, name in enumerate(names):
+        for net in (sharded, replicated):
+            octavo.set_recipe(net, RECIPES[name]())
+        for micro in range(2):
+            a = step(sharded, optimizers[0], 2 * index + micro)
+            b = step(replicated, optimizers[1], 2 * index + micro, mesh)
+            assert a == b, (name, a, b)
+    pairs = zip(sharded.parameters(), replicated.parameters(), strict=True)
+    return max(off(p.full_tensor().detach(), q.detach()) for p, q in pairs)
+
+
+def test_recipes_change_under_way(pool):
+    order = ["dynamic", "high_precision", "blockwise", "mx", "delayed", "rowwise", "delayed", "high_precision"]
+    assert pool.run(through_recipes, (2,), order) == [0.0, 0.0]
+
+
+def part_changes(mesh):
+    net = sharded_blocks(built(EVEN, "dynamic"), mesh)
+    net(batch(EVEN, 0, 0, 0)).sum().backward()
+    octavo.set_recipe(net.blocks[0].fc1, recipes.high_precision())
+    try:
+        net(batch(EVEN, 0, 0, 0))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_part_of_a_group_can_not_change_alone(pool):
+    for message in pool.run(part_changes, (2,)):
+        assert "call octavo.set_recipe on the module that fully_shard was applied to" in message
+
+
+def two_recipes_one_weight(mesh):
+    net = built(SITUATIONS["tied"], "dynamic")
+    octavo.set_recipe(net.blocks[1].fc1, recipes.rowwise())
+    fully_shard(net, mesh=mesh)
+    try:
+        net(batch(EVEN, 0, 0, 0))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_one_weight_has_one_recipe(pool):
+    for message in pool.run(two_recipes_one_weight, (2,)):
+        assert "layers that share a weight need one recipe" in message
+
+
+def tied_across_groups(mesh):
+    net = built(SITUATIONS["tied"], "dynamic")
+    try:
+        sharded_blocks(net, mesh)
+        net(batch(EVEN, 0, 0, 0))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_weight_tied_across_groups_is_refused(pool):
+    for message in pool.run(tied_across_groups, (2,)):
+        assert "shared with a parameter already managed by another FSDP group" in message
+
+
+def restored(mesh):
+    net = sharded_blocks(built(EVEN, "dynamic"), mesh)
+    net(batch(EVEN, 0, 0, 0)).sum().backward()
+    octavo.restore(net)
+    plain = built(EVEN, "high_precision")
+    return torch.equal(net(batch(EVEN, 1, 0, 0)), plain(batch(EVEN, 1, 0, 0)))
+
+
+def test_restore(pool):
+    assert pool.run(restored, (2,)) == [True, True]
+
+
+def storage_after_forward(mesh):
+    """Bytes that gathered weights hold before forward, after it, and while unsharded."""
+    net = sharded_blocks(built(EVEN, "mx"), mesh)
+    held, seen = {}, []
+
+    def note(module, *args):
+        held[module] = module.weight
+        seen.append(sum(part.untyped_storage().size() for part in module.weight._parts()[0:3:2]))
+
+    for block in net.blocks:
+        block.fc1.register_forward_hook(note)
+    net(batch(EVEN, 0, 0, 0))
+    after = [part.untyped_storage().size() for weight in held.values() for part in weight._parts()[0:3:2]]
+    return all(isinstance(weight, GatheredWeight) for weight in held.values()), min(seen), max(after)
+
+
+def test_resharding_frees_the_codes(pool):
+    for gathered, while_used, after in pool.run(storage_after_forward, (2,)):
+        assert gathered and while_used == 2 * 512 * 256 and after == 0
+
+
+# --- what could go wrong must show as a difference ----------------------------------------------------------------------
+
+
+def with_fault(mesh, fault, recipe):
+    from tests.distributed.situations import compare
+
+    key = gather.Gather.key
+    find_scales = gather._find_scales
+    try:
+        if fault == "weights are cast once and for all":
+            gather.Gather.key = lambda self, recipe: (id(recipe),)
+        elif fault == "each rank has its own scale":
+            gather._find_scales = lambda members, mesh: find_scales(members, _Alone(mesh))
+        return compare(mesh, recipe, "uneven shards", True, 4)[0]
+    finally:
+        gather.Gather.key, gather._find_scales = key, find_scales
+
+
+class _Alone:
+    def __init__(self, mesh):
+        self.device_type = mesh.device_type
+
+    def get_group(self):
+        return dist.GroupMember.NON_GROUP_MEMBER
+
+
+@pytest.mark.parametrize("recipe", ["dynamic", "delayed"])
+@pytest.mark.parametrize("fault", ["weights are cast once and for all", "each rank has its own scale"])
+def test_a_fault_is_seen(pool, fault, recipe):
+    assert max(pool.run(with_fault, (2,), fault, recipe)) > 0
+    assert max(pool.run(with_fault, (2,), "", recipe)) == 0

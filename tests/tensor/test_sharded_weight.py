@@ -1,0 +1,129 @@
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import octavo
+from octavo.errors import OctavoError
+from octavo.tensor import sharded_weight
+from octavo.tensor.sharded_weight import GatheredWeight, Parts, ShardedWeight, attach, gather_as_it_is, padded_rows
+
+
+def shard(rows=5, cols=3):
+    return torch.arange(rows * cols, dtype=torch.float32).view(rows, cols).as_subclass(ShardedWeight)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda t: t.narrow(0, 0, 2),
+        lambda t: t.view(-1),
+        lambda t: t.to(torch.bfloat16),
+        lambda t: t.detach(),
+        lambda t: t.new_zeros(7, 3),
+        lambda t: t.clone(),
+        lambda t: torch.ops.aten.detach.default(t),
+        lambda t: torch.ops.aten._to_copy.default(t, dtype=torch.float16),
+    ],
+)
+def test_what_torch_makes_of_a_shard_stays_one(call):
+    expected = call(shard().as_subclass(Tensor))
+    found = call(shard())
+    assert torch.equal(found.as_subclass(Tensor), expected)
+    assert type(found) is ShardedWeight
+
+
+def test_all_else_is_plain():
+    for found in (shard() + 1, torch.zeros_like(shard()), shard().sum(), torch.ops.aten.mul.Tensor(shard(), 2)):
+        assert type(found) is Tensor
+    assert type(torch._foreach_mul([shard()], 2.0)[0]) is Tensor
+
+
+def test_written_in_place_it_keeps_its_storage_and_version():
+    own = shard()
+    plain = own.as_subclass(Tensor)
+    own.mul_(2)
+    assert torch.equal(plain, 2 * shard().as_subclass(Tensor))
+    assert own._version == plain._version == 1
+    assert type(own) is ShardedWeight
+
+
+def test_a_file_holds_a_plain_tensor():
+    assert type(pickle.loads(pickle.dumps(shard()))) is Tensor
+
+
+class Mesh:
+    def __init__(self, ranks):
+        self.ranks = ranks
+
+    def size(self):
+        return self.ranks
+
+
+class Policy:
+    def __init__(self, param_dtype=None):
+        self.param_dtype = param_dtype
+
+
+def test_a_module_that_is_not_octavos_gathers_as_torch_does():
+    (sent,), after = shard().fsdp_pre_all_gather(Mesh(2), torch.Size([11, 3]), None, nn.Embedding(11, 3), Policy())
+    assert sent.shape == (6, 3)
+    assert torch.equal(sent[:5], shard().as_subclass(Tensor))
+    whole = torch.cat([sent, sent])
+    weight, inner = shard().fsdp_post_all_gather((whole,), after, torch.float32)
+    assert weight.shape == (11, 3) and inner == ()
+    assert weight.data_ptr() == whole.data_ptr()
+    assert shard().fsdp_post_all_gather((whole,), after, torch.float32, out=weight) is None
+
+
+def test_the_policys_dtype_is_sent():
+    (sent,), _ = gather_as_it_is(torch.ones(4, 3), Mesh(1), torch.Size([4, 3]), Policy(torch.bfloat16))
+    assert sent.dtype == torch.bfloat16
+
+
+def test_padded_rows():
+    x = torch.ones(2, 3)
+    assert padded_rows(x, 2) is x
+    assert padded_rows(x, 4)[2:].abs().sum() == 0
+    assert padded_rows(x[:0], 1).shape == (1, 3)
+
+
+def gathered(scale=2.0, shape=(4, 3)):
+    q = torch.arange(12, dtype=torch.float32).view(shape).to(torch.float8_e4m3fn)
+    scales = torch.full((1, 1), scale)
+    return GatheredWeight(Parts(q, scales, q.t(), scales, torch.empty(0)), shape, torch.bfloat16, "casts")
+
+
+def test_a_gathered_weight_is_a_leaf_of_its_shape_and_dtype():
+    weight = nn.Parameter(torch.as_strided(gathered(), (4, 3), (3, 1), 0))
+    assert isinstance(weight, GatheredWeight) and isinstance(weight, nn.Parameter)
+    assert weight.shape == (4, 3) and weight.dtype == torch.bfloat16 and weight.requires_grad
+    assert weight.q.data_ptr() == weight.detach().q.data_ptr()
+    assert "GatheredWeight((4, 3), torch.bfloat16" in repr(weight)
+    zeros = torch.zeros_like(weight)
+    assert type(zeros) is Tensor and zeros.dtype == torch.bfloat16 and zeros.shape == (4, 3)
+
+
+def test_a_gathered_weight_refuses_to_be_read():
+    for read in (lambda w: w + 1, lambda w: w.t(), lambda w: nn.functional.embedding(torch.tensor([1]), w)):
+        with pytest.raises(octavo.UnsupportedOpError, match="exists in FP8 only"):
+            read(gathered())
+
+
+def test_refilled_in_place_for_the_backward_that_saved_it():
+    weight, other = gathered(), gathered(3.0)
+    other.q.view(torch.uint8).fill_(56)  # 1.0
+    saved, version = weight.q, weight.q._version
+    weight.refill(Parts(other.q, other.scale_inv, other.q.t(), other.scale_inv, other.found_amax))
+    assert weight.q is saved and torch.equal(saved.float(), torch.ones(4, 3)) and saved._version == version
+    assert weight.scale_inv.item() == 3.0
+
+
+def test_a_plain_parameter_is_no_shard():
+    assert not attach(nn.Parameter(torch.ones(2, 2)))
+
+
+def test_what_is_private_in_torch_fails_with_the_tested_version():
+    with pytest.raises(OctavoError, match=r"has changed what octavo reads of FSDP2.*tested with torch 2\.13"):
+        sharded_weight._private(lambda: torch.ones(1)._no_such_thing)
