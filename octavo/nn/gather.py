@@ -306,21 +306,22 @@ def _take_codes(module: RecipeModule, shape: torch.Size, scale_inv: Tensor | Non
 
 def _laid(q: Tensor, recipe: Recipe, out: GatheredWeight | None) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """Gathered codes in both layouts, and those of them that are not the gathered storage."""
+    laid, transposed = lay_out(q, recipe)
+    inner = [part for part in (laid, transposed) if part.untyped_storage().data_ptr() != q.untyped_storage().data_ptr()]
+    return laid, transposed, tuple(inner) if out is None else ()
+
+
+def lay_out(q: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
+    """Codes [N, K] as the products read them: as they lie and transposed, the contraction padded as the device wants."""
     if not needs_transposed_codes(q.device):
-        return q, q.t(), ()
-    (rows, cols), multiple = q.shape, 16 if recipe.pads else 1
-    bits, inner, laid = q.view(torch.uint8), [], q
-    if padded(cols, multiple) != cols:
-        laid = q.new_empty(rows, padded(cols, multiple)) if out is None else out.q
-        inner.append(laid)
-    transposed = q.new_empty(cols, padded(rows, multiple)) if out is None else out.transposed_q
-    inner.append(transposed)
-    with torch.autograd._unsafe_preserve_version_counter(tuple(inner)):
-        for target, source in ((laid, bits), (transposed, bits.t())):
-            if target is not q:
-                target.view(torch.uint8)[:, : source.shape[1]].copy_(source)
-                target.view(torch.uint8)[:, source.shape[1] :].zero_()
-    return laid, transposed, tuple(inner)
+        return q, q.t()
+    multiple = 16 if recipe.pads else 1
+    bits, transposed = q.view(torch.uint8), q.view(torch.uint8).t().contiguous()
+    if padding := padded(q.shape[1], multiple) - q.shape[1]:
+        bits = nn.functional.pad(bits, (0, padding))
+    if padding := padded(q.shape[0], multiple) - q.shape[0]:
+        transposed = nn.functional.pad(transposed, (0, padding))
+    return bits.view(q.dtype), transposed.view(q.dtype)
 
 
 def _cast_after(module: RecipeModule, shape: torch.Size) -> After:

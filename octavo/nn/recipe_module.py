@@ -111,7 +111,7 @@ class RecipeModule(nn.Module):
                 self._buffers[name] = old.to(new.device)
         self._weight_cache.clear()
         if self.gather.parameter is not None:
-            self._adopt_shard(self._parameters["weight"])
+            self._adopt_shard(self.get_parameter("weight"))
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:

@@ -88,7 +88,7 @@ def test_copies_find_their_scales_in_a_group_of_their_own():
 
 
 def test_layouts_of_a_gpu(monkeypatch):
-    """Codes transposed and padded to 16, each refilled where it lies."""
+    """Codes transposed and padded to 16, in storage of their own where they differ from what was gathered."""
     monkeypatch.setattr(gather, "needs_transposed_codes", lambda device: True)
     q = torch.randn(20, 24).to(torch.float8_e4m3fn)
     laid, transposed, inner = _laid(q, recipes.dynamic(), None)
@@ -97,14 +97,7 @@ def test_layouts_of_a_gpu(monkeypatch):
     assert torch.equal(transposed[:, :20].float(), q.t().float()) and transposed[:, 20:].float().abs().sum() == 0
     whole = torch.randn(32, 48).to(torch.float8_e4m3fn)
     laid, transposed, inner = _laid(whole, recipes.dynamic(), None)
-    assert laid is whole and inner[0] is transposed and len(inner) == 1
-
-    class Out:
-        q, transposed_q = laid, transposed
-
-    other = torch.randn(32, 48).to(torch.float8_e4m3fn)
-    again = _laid(other, recipes.dynamic(), Out)
-    assert again[0] is other and again[1] is transposed and torch.equal(transposed.float(), other.t().float())
+    assert laid.data_ptr() == whole.data_ptr() and inner[0] is transposed and len(inner) == 1
 
 
 # --- on ranks -----------------------------------------------------------------------------------------------------------
