@@ -11,6 +11,8 @@ SUBJECTS = {
     "compiled": "every Triton kernel's machine code for Hopper and Blackwell, made and checked without a GPU",
     "gpu_host": "host time of casts, norms and a Linear on a GPU's path, without one, beside torchao",
     "host_overhead": "host time of one eager Linear, beside torch.nn.Linear and torchao",
+    "communication": "bytes and collectives of a step under FSDP2: counted here, modelled for Llama 3",
+    "gather_host": "host time of the hooks by which FSDP2 gathers a weight, beside torchao",
     "cpu_step": "a whole training step of the trainer's model on a CPU, beside bf16 and torchao",
     "compile_matrix": "torch.compile beside eager: graphs, breaks, recompiles, differences; the time it takes",
     "onnx_export": "exported models in onnxruntime: every recipe and opset, the trained demo (about 20 minutes)",

@@ -1,7 +1,7 @@
 """A linear layer that holds a shard of its weight and gathers it in FP8 itself, by functional collectives.
 
 FSDP2 gathers in hooks around a module, which torch.compile does not enter. Here the gather is part of forward, and of
-backward, so that one graph holds the cast, the collective and the product, and a compiler may move them past each other.
+backward, so that one graph holds cast, collective and product, and a compiler may move them past each other.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class ShardedLinear(RecipeModule, nn.Module):
     Outside of torch.compile it computes the same, but ``fully_shard`` overlaps its collectives better there.
 
     Args:
-        linear: an octavo.nn.Linear whose recipe casts weights per tensor (``dynamic()``, ``delayed()``); the same on all
-            ranks.
+        linear: an octavo.nn.Linear whose recipe casts weights per tensor (``dynamic()``, ``delayed()``); the same on
+            all ranks.
         mesh: a 1-D DeviceMesh of the ranks that share the weight.
 
     Attributes:
@@ -137,7 +137,7 @@ class _ShardedLinear(torch.autograd.Function):
         refuse_second_derivatives()
         sharding, needs, saved = ctx.sharding, ctx.needs_input_grad[:3], list(ctx.saved_tensors)
         if needs[0]:
-            saved[4:6] = _gathered(saved[4], saved[5], sharding).transposed
+            saved[4], saved[5] = _gathered(saved[4], saved[5], sharding).transposed  # type: ignore[misc]
         arguments = tuple(saved), ctx.plan, needs
         dx, dw, db = gradients(cast_gradient(grads[0].contiguous(), *arguments), *arguments)
         mesh, ranks = sharding.mesh, sharding.mesh.size()

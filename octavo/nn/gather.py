@@ -2,15 +2,15 @@
 
 Three ways, chosen for each weight by ``way``:
 
-    in FP8      the shard is cast, codes are sent: half of bf16's bytes. Per tensor the scale is that of the whole weight:
-                one collective finds the amax of all weights of the model together. Blocks of which each lies on one rank
-                need none; their scales are sent beside the codes.
+    in FP8      the shard is cast, codes are sent: half of bf16's bytes. Per tensor the scale is that of the whole
+                weight: one collective finds the amax of all weights of the model together. Blocks of which each lies on
+                one rank need none; their scales are sent beside the codes.
     cast after  the shard is sent in the parameter's dtype (or the mixed-precision policy's), and cast once an unshard:
                 recipes whose two layouts are scaled differently (rows, 1 x 32), where codes would be sent twice.
     as it is    a weight that a product reads in high precision, or that another kind of module shares.
 
-In FP8 the shards are cast once a step, all in one launch, into codes that stay until the weights change: both gathers of a
-step and all micro-batches send these.
+In FP8 the shards are cast once a step, all in one launch, into codes that stay until the weights change: both gathers
+of a step and all micro-batches send these.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from octavo import kernels
 from octavo.autograd.casts import WEIGHT, Operands, State, cast_role
 from octavo.granularity import ALL, scale_shape
 from octavo.kernels.layouts import is_small_block, needs_transposed_codes, padded
-from octavo.numerics import scale_from_amax
+from octavo.numerics import scale_from_amax, scale_inv_from_scale
 from octavo.optimizer_steps import OPTIMIZER_STEPS
 from octavo.scaling.recipe import Cast, Delayed, Recipe
 from octavo.tensor.sharded_weight import (
@@ -43,8 +43,6 @@ if TYPE_CHECKING:
 
 IN_FP8, CAST_AFTER, AS_IT_IS = "in FP8", "cast after", "as it is"
 
-_NO_AMAX = (0,)  # shape of Parts.found_amax where no rule asks for one
-
 
 class Gather:
     """What one module keeps for its weight's gathers.
@@ -61,6 +59,7 @@ class Gather:
         self.seen: tuple[Any, ...] = ()
         self.fresh = False  # cast since the last forward in training
         self.used: tuple[Any, ...] | None = None  # how FSDP2 has gathered it
+        self.no_amax: Tensor | None = None
         self.forget()
 
     def forget(self) -> None:
@@ -143,18 +142,26 @@ def _find_scales(members: list[RecipeModule], mesh: Any) -> None:
     amax = torch.cat([kernels.amax(shard, (ALL, ALL)).reshape(1) for shard in shards])
     home, amax = amax.device, amax.to(mesh.device_type)
     dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=mesh.get_group())
-    amax = amax.to(home)
-    for index, member in enumerate(members):
-        gather, cast = member.gather, member.recipe.weight_casts.as_is
+    amax, start = amax.to(home), 0
+    while start < len(members):  # members of one cast lie together
+        cast, stop = members[start].recipe.weight_casts.as_is, start + 1
         assert cast is not None
-        found = amax[index : index + 1]
-        scale = scale_from_amax(found, cast.format.max, cast.power_of_two, cast.margin)
-        if isinstance(cast.rule, Delayed):
-            assert member.delayed_scale is not None
-            kept = member.delayed_scale[WEIGHT].to(home)
-            scale = torch.where(kept > 0, kept, scale)
-        gather.scale, gather.amax = scale, found.reshape(1, 1)
-        gather.scale_inv = scale.reciprocal().reshape(1, 1)
+        while stop < len(members) and members[stop].recipe.weight_casts.as_is == cast:
+            stop += 1
+        _take_scales(members[start:stop], amax[start:stop], cast)
+        start = stop
+
+
+def _take_scales(members: list[RecipeModule], amax: Tensor, cast: Cast) -> None:
+    """Give members of one cast their scales."""
+    scale = scale_from_amax(amax, cast.format.max, cast.power_of_two, cast.margin)
+    if isinstance(cast.rule, Delayed):
+        kept = torch.stack([member.delayed_scale[WEIGHT] for member in members]).to(amax.device)  # type: ignore[index]
+        scale = torch.where(kept > 0, kept, scale)
+    count, scale_inv = len(members), scale_inv_from_scale(scale)
+    parts = (scale.split(1), amax.view(count, 1, 1).unbind(), scale_inv.view(count, 1, 1).unbind())
+    for member, *found in zip(members, *parts, strict=True):
+        member.gather.scale, member.gather.amax, member.gather.scale_inv = found
 
 
 def _cast_shards(members: list[RecipeModule], cast: Cast, mesh: Any) -> None:
@@ -256,8 +263,8 @@ def before_gather(
     used = chosen, recipe.weight_casts
     if gather.used is not None and gather.used != used:
         raise RuntimeError(
-            "a weight under FSDP2 took another recipe than it was gathered by; call octavo.set_recipe on the module that "
-            "fully_shard was applied to (or one that holds it)"
+            "a weight under FSDP2 took another recipe than it was gathered by; call octavo.set_recipe on the module "
+            "that fully_shard was applied to, or one that holds it"
         )
     gather.used = used
     if chosen == AS_IT_IS:
@@ -288,20 +295,25 @@ def _take_codes(module: RecipeModule, shape: torch.Size, scale_inv: Tensor | Non
     cast = recipe.weight_casts.as_is
     assert cast is not None
 
-    @torch.no_grad()
     def after(outputs: tuple[Tensor, ...], dtype: torch.dtype, out: Any) -> Any:
         q = outputs[0][: shape[0]].view(cast.format.dtype)
         scales = outputs[1] if scale_inv is None else scale_inv
-        found = (
-            amax if amax is not None and isinstance(cast.rule, Delayed) else q.new_empty(_NO_AMAX, dtype=torch.float32)
-        )
+        found = amax.to(q.device) if amax is not None and isinstance(cast.rule, Delayed) else _no_amax(module, q)
         laid, transposed, inner = _laid(q, recipe, out)
-        parts = Parts(laid, scales, transposed, scales.t(), found.to(q.device))
+        parts = Parts(laid, scales, transposed, scales.t(), found)
         if out is not None:
             return out.refill(parts)
         return GatheredWeight(parts, shape, dtype, recipe.weight_casts), inner
 
     return after
+
+
+def _no_amax(module: RecipeModule, like: Tensor) -> Tensor:
+    """What stands for an amax where no rule asks for one."""
+    gather = module.gather
+    if gather.no_amax is None or gather.no_amax.device != like.device:
+        gather.no_amax = like.new_empty(0, dtype=torch.float32)
+    return gather.no_amax
 
 
 def _laid(q: Tensor, recipe: Recipe, out: GatheredWeight | None) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
@@ -312,7 +324,7 @@ def _laid(q: Tensor, recipe: Recipe, out: GatheredWeight | None) -> tuple[Tensor
 
 
 def lay_out(q: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
-    """Codes [N, K] as the products read them: as they lie and transposed, the contraction padded as the device wants."""
+    """Codes [N, K] as the products read them: as they lie and transposed, contractions padded as the device wants."""
     if not needs_transposed_codes(q.device):
         return q, q.t()
     multiple = 16 if recipe.pads else 1
@@ -327,7 +339,6 @@ def lay_out(q: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
 def _cast_after(module: RecipeModule, shape: torch.Size) -> After:
     recipe, gather = module.recipe, module.gather
 
-    @torch.no_grad()
     def after(outputs: tuple[Tensor, ...], dtype: torch.dtype, out: Any) -> Any:
         wide = outputs[0][: shape[0]]
         state = None
@@ -336,7 +347,7 @@ def _cast_after(module: RecipeModule, shape: torch.Size) -> After:
             state = State(gather.scale, module.delayed_amax_history)
         operands = cast_role(wide, recipe, WEIGHT, True, True, state)
         assert operands.as_is is not None and operands.transposed is not None
-        amax = operands.amax if operands.amax is not None else wide.new_empty(_NO_AMAX, dtype=torch.float32)
+        amax = operands.amax if operands.amax is not None else _no_amax(module, wide)
         parts = Parts(*operands.as_is, *operands.transposed, amax)
         if out is not None:
             return out.refill(parts)

@@ -53,16 +53,15 @@ class RecipeModule(nn.Module):
         parameters = self.__dict__.get("_parameters")
         if parameters is not None and name in parameters and isinstance(value, nn.Parameter):
             if name == "weight" and type(value) not in (nn.Parameter, GatheredWeight):
-                self._adopt_shard(value)
+                if value is not self.gather.parameter:
+                    self._adopt_shard(value)
             parameters[name] = value  # what torch's does after checks; FSDP2 does it four times a step
             return
         super().__setattr__(name, value)
 
     def _adopt_shard(self, weight: nn.Parameter) -> None:
         gather = self.gather
-        if not attach(weight):
-            return
-        if gather.parameter is not weight:
+        if attach(weight) and gather.parameter is not weight:
             gather.parameter = weight
             gather.forget()
             if gather.group is not None:
@@ -123,7 +122,7 @@ class RecipeModule(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """Save; a sharded weight as a DTensor of a plain local part, so that files need no class of octavo."""
-        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
+        super()._save_to_state_dict(destination, prefix, keep_vars)
         weight = destination.get(f"{prefix}weight")
         if not keep_vars and weight is not None and type(weight) is not Tensor:
             destination[f"{prefix}weight"] = plain(weight)

@@ -1,8 +1,8 @@
 """A weight under FSDP2: the shard that says how it is gathered, and what gathering gives.
 
-    ShardedWeight    the local part of a sharded parameter: an ordinary tensor whose class has FSDP2's two hooks. It asks
-                     the module that owns the weight (``before_gather``), so that it holds nothing of its own and none of
-                     torch's ways to make a new local tensor (padding, moving, loading) can lose anything.
+    ShardedWeight    the local part of a sharded parameter: an ordinary tensor whose class has FSDP2's two hooks. It
+                     asks the module that owns the weight (``before_gather``), so that it holds nothing of its own and
+                     none of torch's ways to make a new local tensor (padding, moving, loading) can lose anything.
     GatheredWeight   the unsharded parameter: pairs behind the facade of a high-precision matrix, to which gradients
                      flow. FSDP2 frees and refills their storage.
 
@@ -11,6 +11,7 @@ All that octavo reads of FSDP2 beyond its documented extension hooks is in this 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -34,7 +35,7 @@ After = Callable[[tuple[Tensor, ...], torch.dtype, Tensor | None], Any]  # what 
 
 
 class ShardedWeight(Tensor):
-    """The local part of a sharded weight; views and copies of it to another device are of this class, all else plain."""
+    """The local part of a sharded weight; views and copies of it are of this class, all else is plain."""
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: nn.Module, mp_policy: Any
@@ -64,10 +65,13 @@ class ShardedWeight(Tensor):
         return self.as_subclass(Tensor).__reduce_ex__(protocol)  # files hold plain tensors
 
 
+# FSDP2 asks for the first hook's signature before each call of it
+ShardedWeight.fsdp_pre_all_gather.__signature__ = inspect.signature(ShardedWeight.fsdp_pre_all_gather)  # type: ignore[attr-defined]
+
 # by name: torch functions and aten overloads alike
 _STAYS = {
     name + suffix
-    for name in "detach alias view narrow slice split clone new_zeros to _to_copy cpu cuda pin_memory _pin_memory".split()
+    for name in "detach alias view narrow slice clone new_zeros to _to_copy cpu cuda pin_memory _pin_memory".split()
     for suffix in ("", ".default", ".Tensor", ".int", ".dtype")
 }
 

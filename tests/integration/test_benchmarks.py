@@ -128,3 +128,16 @@ def test_results_that_differ(output: int, change: Callable[[Tensor], object], ex
     change(changed[output])
     text = difference(changed, results(), exact, 128)
     assert text.startswith(found) and bool(text) == bool(found)
+
+
+def test_communication() -> None:
+    """Counted bytes are those of the formulas."""
+    output = run("communication", "--ranks", "2", "--layers", "1", "--no-write")
+    assert "ok: the formulas give every count exactly" in output and "MODELLED, not measured" in output
+
+
+@pytest.mark.slow
+def test_gather_host() -> None:
+    pytest.importorskip("torchao")
+    output = run("gather_host", "--toy")
+    assert all(name in output for name in ("octavo dynamic", "octavo blockwise", "torchao, precomputed"))

@@ -1,0 +1,123 @@
+"""What FSDP2 sends of converted weights: half of bf16's bytes, and at most one collective a step for their scales."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import octavo
+from benchmarks.byte_counter import GATHER, OTHER, REDUCE, SCATTER, ByteCounter
+from octavo import recipes
+
+WIDTH, LAYERS = 256, 3
+MICRO_BATCHES = 4
+
+
+def model_of(mesh, recipe):
+    """Layers without biases: all that is gathered is weights."""
+    layers = [nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16) for _ in range(LAYERS)]
+    model = nn.Sequential(*layers)
+    if recipe:
+        octavo.convert(model, getattr(recipes, recipe)(), select=lambda module, name: True)
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def counted_steps(mesh, recipe, micro_batches=1, evaluates=False, steps=3):
+    """Calls and bytes of each step's collectives."""
+    model = model_of(mesh, recipe)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x = torch.randn(4, WIDTH, dtype=torch.bfloat16)
+    found = []
+    for _ in range(steps):
+        with ByteCounter() as counter:
+            for _ in range(micro_batches):
+                model(x).sum().backward()
+                if evaluates:
+                    with torch.no_grad():
+                        model.eval()(x)
+                    model.train()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append((dict(counter.calls), dict(counter.bytes)))
+    return found
+
+
+def counted_evaluations(mesh, recipe):
+    """Of three forwards without gradients."""
+    model = model_of(mesh, recipe).eval()
+    with ByteCounter() as counter, torch.no_grad():
+        for _ in range(3):
+            model(torch.randn(4, WIDTH, dtype=torch.bfloat16))
+    return dict(counter.calls)
+
+
+def counted_by_hand(mesh):
+    """Known collectives, as c10d's and as functional ones."""
+    import torch.distributed as dist
+    import torch.distributed._functional_collectives as functional
+
+    ranks, group = mesh.size(), mesh.get_group()
+    with ByteCounter() as counter:
+        dist.all_gather_into_tensor(
+            torch.empty(5 * ranks, dtype=torch.bfloat16), torch.ones(5, dtype=torch.bfloat16), group
+        )
+        functional.all_gather_tensor(torch.ones(7, dtype=torch.uint8), 0, group).sum()
+        dist.reduce_scatter_tensor(torch.empty(3), torch.ones(3 * ranks), group=group)
+        dist.all_reduce(torch.ones(11), group=group)
+        functional.all_reduce(torch.ones(2), "sum", group).sum()
+        dist.barrier(group)
+        dist.broadcast(torch.ones(1), group=group, group_src=0)
+    return dict(counter.calls), dict(counter.bytes)
+
+
+@pytest.fixture(scope="module")
+def in_bf16(pool):
+    """The same steps of the model that is not converted, by schedule."""
+    return functools.cache(lambda *schedule: pool.run(counted_steps, (2,), None, *schedule)[0])
+
+
+def test_the_counter(pool):
+    for calls, bytes in pool.run(counted_by_hand, (2,)):
+        assert calls == {GATHER: 2, SCATTER: 1, REDUCE: 2, OTHER: 1}
+        assert bytes == {GATHER: 20 + 14, SCATTER: 24, REDUCE: 44 + 8, OTHER: 4}
+
+
+@pytest.mark.parametrize(("recipe", "amax_collectives"), [("dynamic", 1), ("delayed", 1), ("blockwise", 0)])
+@pytest.mark.parametrize(
+    ("micro_batches", "evaluates"), [(1, False), (MICRO_BATCHES, False), (1, True), (MICRO_BATCHES, True)]
+)
+def test_bytes_and_collectives(pool, in_bf16, recipe, amax_collectives, micro_batches, evaluates):
+    plain_steps = in_bf16(micro_batches, evaluates)
+    if not evaluates:  # after an evaluation FSDP2 prefetches one more
+        assert all(bytes[GATHER] == micro_batches * 2 * LAYERS * WIDTH * WIDTH * 2 for _, bytes in plain_steps)
+    for steps in pool.run(counted_steps, (2,), recipe, micro_batches, evaluates):
+        for (calls, bytes), (plain_calls, plain_bytes) in zip(steps, plain_steps, strict=True):
+            assert calls.pop(REDUCE, 0) == amax_collectives
+            assert bytes.pop(REDUCE, 0) == amax_collectives * LAYERS * 4
+            assert calls == plain_calls and bytes[SCATTER] == plain_bytes[SCATTER]
+            assert 0.5 <= bytes[GATHER] / plain_bytes[GATHER] <= 0.52
+
+
+@pytest.mark.parametrize(("recipe", "amax_collectives"), [("dynamic", 1), ("delayed", 1), ("blockwise", 0)])
+def test_evaluation_finds_scales_once(pool, recipe, amax_collectives):
+    for calls in pool.run(counted_evaluations, (2,), recipe):
+        assert calls.get(REDUCE, 0) == amax_collectives
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "mx"])
+def test_cast_after_sends_bf16(pool, in_bf16, recipe):
+    assert pool.run(counted_steps, (2,), recipe) == [in_bf16()] * 2
+
+
+def test_four_ranks(pool):
+    """64 rows a rank: no whole block of 128, so that only scales per tensor are sent in FP8."""
+    plain = pool.run(counted_steps, (4,), None)[0][0][1][GATHER]
+    for recipe, share, amax_collectives in (("dynamic", 0.5, 1), ("delayed", 0.5, 1), ("blockwise", 1, 0)):
+        for steps in pool.run(counted_steps, (4,), recipe):
+            for calls, bytes in steps:
+                assert bytes[GATHER] == share * plain
+                assert calls.get(REDUCE, 0) == amax_collectives
