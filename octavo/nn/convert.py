@@ -129,7 +129,8 @@ def set_recipe(model: nn.Module, recipe: Recipe | RecipeMap) -> nn.Module:
 def restore(model: nn.Module) -> nn.Module:
     """Turn every FP8 module back into the class it came from; parameters, hooks and attributes stay.
 
-    A Linear with named splits, which torch has not, stays what it is and computes in high precision.
+    A Linear with named splits, which torch has not, or one that fully_shard itself was applied to, stays what it is and
+    computes in high precision.
 
     Args:
         model: any module.
@@ -143,7 +144,7 @@ def restore(model: nn.Module) -> nn.Module:
         Linear(in_features=64, out_features=64, bias=True)
     """
     for module in model.modules():
-        if isinstance(module, Linear) and module.splits is not None:
+        if isinstance(module, Linear) and (module.splits is not None or class_of(module) is not type(module)):
             module.adopt_recipe(high_precision(), module.weight.device)
         elif isinstance(module, RecipeModule):
             module.forget_recipe()
@@ -175,9 +176,15 @@ def _others_share(model: nn.Module) -> None:
             module.gather.way = None
 
 
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """A module's class; of one that fully_shard was applied to the class that it had before."""
+    classes = type(module).__mro__
+    return classes[2] if classes[1].__name__ == "FSDPModule" else classes[0]
+
+
 def fp8_class(module: nn.Module) -> type[RecipeModule] | None:
     """The FP8 class for a plain module's exact class, or None."""
-    if type(module) is nn.Linear:
+    if class_of(module) is nn.Linear:
         return Linear
     transformers = sys.modules.get("transformers.pytorch_utils")
     if transformers is not None and type(module) is transformers.Conv1D:
@@ -194,6 +201,8 @@ def plain_class(module: RecipeModule) -> type[nn.Module]:
 
 def why_left_alone(module: nn.Module) -> str | None:
     """Why a module of a convertible class must not be converted, or None."""
+    if class_of(module) is not type(module):
+        return "it is sharded already: call octavo.convert before fully_shard"
     if "forward" in module.__dict__:
         return "its forward was replaced on the instance, so converting would change nothing"
     if module._parameters.get("weight") is None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from octavo.nn.convert import MIN_FEATURES, fp8_class, large_enough, why_left_alone
+from octavo.nn.convert import MIN_FEATURES, class_of, fp8_class, large_enough, why_left_alone
 from octavo.nn.gather import way
 from octavo.nn.recipe_module import RecipeModule
 from octavo.scaling.recipe import Recipe
@@ -93,7 +93,7 @@ def summary(model: nn.Module) -> Summary:
             recipe = module.recipe if isinstance(module, RecipeModule) else None
             label = name if parameter_name == "weight" else f"{name}.{parameter_name}".lstrip(".")
             reason = "" if recipe is not None else _reason(module, parameter)
-            kind, gathered = type(module).__name__, _gathered(module) if parameter_name == "weight" else ""
+            kind, gathered = class_of(module).__name__, _gathered(module) if parameter_name == "weight" else ""
             rows.append(ModuleSummary(label, kind, tuple(parameter.shape), recipe, reason, gathered))
     return Summary(tuple(rows))
 

@@ -69,6 +69,20 @@ def test_summary_says_how(mesh):
     assert "recipe blockwise, gathered in FP8\n" in str(octavo.summary(model))
 
 
+def test_what_was_sharded_before_conversion_is_left_alone(mesh):
+    plain = fully_shard(nn.Linear(512, 512), mesh=mesh)
+    model = to_fp8(nn.Sequential(plain, nn.Linear(8, 8)), recipes.dynamic())
+    first, second = octavo.summary(model).modules
+    assert first.kind == second.kind == "Linear"
+    assert first.reason == "it is sharded already: call octavo.convert before fully_shard"
+    assert second.recipe is not None
+
+
+def test_a_layer_sharded_itself_is_restored_to_high_precision(mesh):
+    linear = octavo.restore(layer(recipes.dynamic(), mesh))
+    assert linear.recipe.is_high_precision and isinstance(linear, torch.distributed.fsdp.FSDPModule)
+
+
 def test_the_sharded_parameter_is_an_ordinary_one(mesh):
     linear = layer(recipes.dynamic(), mesh, rows=49)
     assert type(linear.weight._local_tensor) is ShardedWeight
