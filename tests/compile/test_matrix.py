@@ -28,8 +28,8 @@ def test_twenty_steps_of_delayed_scaling(what):
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("what", ["fused modules", "training step in autocast", "activation checkpointing"])
 def test_one_graph_in_inductor(what, recipe):
-    # Left to itself inductor keeps in float32 what eager's autocast rounds to bf16, and a code in FP8 is 16 times coarser
-    # than a bf16 ulp: rounding as eager does shows that nothing else differs.
+    # Left to itself inductor keeps in float32 what eager's autocast rounds to bf16, and a code in FP8 is 16 times
+    # coarser than a bf16 ulp: rounding as eager does shows that nothing else differs.
     with torch._inductor.config.patch(emulate_precision_casts=WHATS[what].whole_step):
         found = measure(what, recipe, "inductor")
     assert dataclasses.replace(found, difference=0.0) == GREEN
