@@ -114,7 +114,7 @@ def test_layouts_of_a_gpu(monkeypatch):
     assert laid.data_ptr() == whole.data_ptr() and inner[0] is transposed and len(inner) == 1
 
 
-# --- on ranks -----------------------------------------------------------------------------------------------------------
+# --- on ranks ---------------------------------------------------------------------------------------------------------
 
 EVEN = SITUATIONS["even shards"]
 
@@ -237,7 +237,7 @@ def test_resharding_frees_the_codes(pool):
         assert gathered and while_used == 2 * 512 * 256 and after == 0
 
 
-# --- what could go wrong must show as a difference ----------------------------------------------------------------------
+# --- what could go wrong must show as a difference --------------------------------------------------------------------
 
 
 def with_fault(mesh, fault, recipe):
