@@ -36,7 +36,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: what follows `octavo` on the command line (default: sys.argv).
     """
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments is not None or "WORLD_SIZE" not in os.environ:
+        return _run(list(sys.argv[1:] if arguments is None else arguments))
+    code = _run(sys.argv[1:])  # one of torchrun's
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    os._exit(code)  # threads of a process group that is gone may abort a process that ends in order
+
+
+def _run(arguments: list[str]) -> int:
     try:
         options = _parser().parse_args(arguments)
         return options.command(options, arguments)
@@ -55,7 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _fault(message: str) -> int:
-    print(f"octavo: error: {' '.join(message.split())}", file=sys.stderr)
+    ranked = int(os.environ.get("WORLD_SIZE", "1")) > 1  # torchrun sets both
+    rank = f"rank {os.environ.get('RANK')}: " if ranked else ""
+    print(f"octavo: error: {rank}{' '.join(message.split())}", file=sys.stderr)
     return FAULT
 
 
@@ -83,7 +94,7 @@ def _expected(error: Exception) -> str | None:
 def _configs() -> tuple[type, ...]:
     from octavo.train import config
 
-    return config.ModelConfig, config.DataConfig, config.OptimizerConfig, config.RunConfig
+    return config.ModelConfig, config.DataConfig, config.OptimizerConfig, config.RunConfig, config.RanksConfig
 
 
 def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
@@ -150,17 +161,23 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _config(options: argparse.Namespace, recipes: Sequence[str]) -> TrainConfig:
-    """All options, with the folder found that a missing --out means."""
+    """All options."""
     from octavo.train import TrainConfig, TrainError
-    from octavo.train.checkpoint import RunFolder
     from octavo.train.config import check_recipe
 
     try:
         for recipe in recipes:
             check_recipe(recipe)
-        config = TrainConfig(*(read_flags(options, part) for part in _configs()))
+        return TrainConfig(*(read_flags(options, part) for part in _configs()))
     except ValueError as error:
         raise TrainError(str(error)) from error
+
+
+def _with_folder(config: TrainConfig, options: argparse.Namespace, recipes: Sequence[str]) -> TrainConfig:
+    """The options with the folder that a missing --out means."""
+    from octavo.train import TrainError
+    from octavo.train.checkpoint import RunFolder
+
     out = config.run.out or _default_folder(options.name, config.run.resume)
     if config.run.resume and not any(RunFolder(out / recipe).holds_run() for recipe in recipes):
         raise TrainError(f"nothing to resume: {out} holds no run of {', '.join(recipes)}; give the right --out")
@@ -177,9 +194,14 @@ def _default_folder(command: str, resume: bool) -> Path:
 
 def _train(options: argparse.Namespace, arguments: list[str]) -> int:
     from octavo.train import report, run
+    from octavo.train.shard import joined
 
     config = _config(options, [options.recipe])
-    results = _supervised(lambda hooks: [run(config, options.recipe, hooks=hooks)])
+    with joined(config) as ranks:
+        config = ranks.first(lambda: _with_folder(config, options, [options.recipe]))
+        results = _supervised(lambda hooks: [run(config, options.recipe, hooks=hooks)], ranks.rank)
+    if ranks.rank > 0:
+        return INTERRUPTED if results[-1].interrupted else 0
     if results[-1].interrupted:
         return _stopped(results[-1], config, arguments)
     try:
@@ -193,22 +215,26 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
 
 def _compare(options: argparse.Namespace, arguments: list[str]) -> int:
     from octavo.train import compare, report
+    from octavo.train.shard import require_one_process
 
     report.require_plotting()  # before minutes of training
     config = _config(options, options.recipes)
+    require_one_process(config.ranks)
+    config = _with_folder(config, options, options.recipes)
     results = _supervised(lambda hooks: compare(config, options.recipes, hooks=hooks))
     if results[-1].interrupted:
         return _stopped(results[-1], config, arguments)
     return _report(results, config, plot=True)
 
 
-def _supervised(train: Callable[..., list[RunResult]]) -> list[RunResult]:
+def _supervised(train: Callable[..., list[RunResult]], rank: int = 0) -> list[RunResult]:
     """Trains with progress shown; the first Ctrl-C or SIGTERM stops after the step, a second Ctrl-C at once."""
     from octavo.train import Hooks
-    from octavo.train.progress import choose_progress
+    from octavo.train.progress import Silent, choose_progress
 
     with _stop_requested() as requested:
-        return train(Hooks(should_stop=lambda: bool(requested), progress=choose_progress()))
+        progress = choose_progress() if rank == 0 else Silent()
+        return train(Hooks(should_stop=lambda: bool(requested), progress=progress))
 
 
 @contextlib.contextmanager
@@ -216,8 +242,10 @@ def _stop_requested() -> Iterator[list[int]]:
     """A list that a first signal to stop is put into."""
     requested: list[int] = []
 
+    from_torchrun = "TORCHELASTIC_RUN_ID" in os.environ  # it passes on a Ctrl-C that ranks have seen already
+
     def note(number: int, frame: types.FrameType | None) -> None:
-        if requested and number == signal.SIGINT:
+        if requested and number == signal.SIGINT and not from_torchrun:
             raise KeyboardInterrupt
         requested.append(number)
 
@@ -233,7 +261,9 @@ def _stopped(result: RunResult, config: TrainConfig, arguments: list[str]) -> in
     again = [argument for argument in arguments if argument != "--resume"]
     if not any(argument == "--out" or argument.startswith("--out=") for argument in again):
         again += ["--out", str(config.run.out)]
-    command = shlex.join(["octavo", *again, "--resume"])
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    program = ["octavo"] if config.ranks.shard == "none" else f"torchrun --nproc-per-node {ranks} -m octavo".split()
+    command = shlex.join([*program, *again, "--resume"])
     print(
         f"octavo: stopped {result.name} at step {len(result.rows)} of {result.steps}, saved; go on with: {command}",
         file=sys.stderr,

@@ -135,6 +135,9 @@ def test_compare_asks_for_the_extra_before_it_trains(capsys, monkeypatch):
         ("train --data text.py --out text.py", "cannot write to text.py"),
         ("train --data text.py --out /proc/octavo", "cannot write to /proc/octavo"),
         ("train --data text.py --out old", "already holds a run"),
+        ("train --data text.py --shard zero", "choose none, fsdp or ddp"),
+        ("train --data text.py --shard fsdp", "torchrun --nproc-per-node 2 -m octavo train --shard fsdp"),
+        ("compare --data text.py --shard ddp", "compare trains in one process"),
         ("train --data text.py --resume", "nothing to resume"),
         ("train --data text.py --out bare --resume", "nothing to resume"),
         ("train --data text.py --out old --resume", "damaged"),
@@ -183,6 +186,13 @@ def test_what_the_machine_lacks_is_one_line(error, says, capsys, monkeypatch):
     monkeypatch.setattr("octavo.train.loop.load_corpus", fail)
     assert train() == 2
     assert says in one_line(capsys)
+
+
+def test_the_line_of_a_fault_names_the_rank(capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "3")
+    assert train("--batch", "8") == 2
+    assert one_line(capsys).startswith("octavo: error: rank 3: 4 processes were started, but shard is none")
 
 
 def test_a_bug_is_not_hidden(monkeypatch):

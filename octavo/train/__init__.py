@@ -6,6 +6,7 @@ from octavo.train.config import (
     DataConfig,
     ModelConfig,
     OptimizerConfig,
+    RanksConfig,
     RunConfig,
     TrainConfig,
 )
@@ -21,6 +22,7 @@ __all__ = [
     "DataConfig",
     "OptimizerConfig",
     "RunConfig",
+    "RanksConfig",
     "TrainConfig",
     "Corpus",
     "Batches",

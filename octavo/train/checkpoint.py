@@ -21,6 +21,7 @@ from octavo.train.errors import CheckpointError
 
 FORMAT = 1
 CHECKPOINT = "checkpoint.pt"
+SHARDED = "checkpoint"  # a folder, of a run on many ranks
 LOG = "log.csv"
 
 Identity = dict[str, int | float | str]  # the options and the data that decide the loss curve, by name
@@ -128,7 +129,7 @@ class RunFolder:
 
     def holds_run(self) -> bool:
         """Whether a run was started here."""
-        return self.checkpoint.exists() or self.log.exists()
+        return self.checkpoint.exists() or (self.path / SHARDED).exists() or self.log.exists()
 
     def open(self, resume: bool) -> None:
         """Makes the folder and proves that it can be written.
@@ -174,6 +175,10 @@ class RunFolder:
             CheckpointError: it is damaged, or belongs to a run with other options or other data.
         """
         if not self.checkpoint.exists():
+            if (self.path / SHARDED).exists():
+                raise CheckpointError(
+                    f"the run in {self.path} was trained on many ranks: resume it with --shard fsdp or ddp"
+                )
             return None
         try:
             content = torch.load(self.checkpoint, map_location="cpu", weights_only=True)
@@ -185,14 +190,18 @@ class RunFolder:
             raise CheckpointError(
                 f"{self.checkpoint} is damaged or not a checkpoint of octavo: move it away to start this run again"
             ) from error
+        self.require(state, identity)
+        self.saved_step = state.step
+        return state
+
+    def require(self, state: State, identity: Identity) -> None:
+        """Raises CheckpointError unless the state is of a run of this identity."""
         for name, wanted in identity.items():
             if (found := state.identity.get(name)) != wanted:
                 raise CheckpointError(
                     f"the run in {self.path} has {name} {found}, not {wanted}: resume it with the same options, "
                     "or give another --out"
                 )
-        self.saved_step = state.step
-        return state
 
     def start_log(self, rows: list[Row]) -> None:
         """Writes the log anew with these rows."""

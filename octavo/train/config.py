@@ -1,4 +1,4 @@
-"""The options of a run: four frozen dataclasses, checked when built; the CLI's flags are made from their fields.
+"""The options of a run: five frozen dataclasses, checked when built; the CLI's flags are made from their fields.
 
 Example:
     >>> from octavo.train import ModelConfig
@@ -19,6 +19,7 @@ from typing import Any
 VOCABULARY = 256  # bytes
 DTYPES = ("bfloat16", "float32")
 BASELINE = "bf16"
+ALONE, FSDP, DDP = "none", "fsdp", "ddp"
 RECIPES = (BASELINE, "dynamic", "delayed", "rowwise", "blockwise", "mx", "high_precision")
 LARGEST = 2**31 - 1  # torch indexes with int64, but no size below may need it
 
@@ -144,6 +145,21 @@ class RunConfig:
 
 
 @dataclass(frozen=True)
+class RanksConfig:
+    """Which processes train together, and how they share the model."""
+
+    shard: str = option(
+        ALONE, "fsdp (each rank has a part of the model) or ddp (the whole of it): train on the ranks of torchrun"
+    )
+    timeout: int = option(60, "seconds that ranks wait for each other before they give up")
+
+    def __post_init__(self) -> None:
+        _whole(self, 1, "timeout")
+        if self.shard not in (ALONE, FSDP, DDP):
+            raise ValueError(f"shard is {self.shard!r}: choose {ALONE}, {FSDP} or {DDP}")
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """All options of a run."""
 
@@ -151,12 +167,13 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    ranks: RanksConfig = field(default_factory=RanksConfig)
 
     def identity(self) -> dict[str, int | float | str]:
         """The options that decide the loss curve: a run can only be resumed with the same ones.
 
-        The data's path is not among them (its contents are compared instead), nor device, compile, out, resume and the
-        two intervals.
+        The data's path is not among them (its contents are compared instead), nor device, compile, out, resume, the
+        two intervals and the ranks.
         """
         chosen: dict[str, int | float | str] = {}
         for part in (self.model, self.data, self.optimizer):

@@ -12,14 +12,18 @@ from statistics import fmean, median
 import torch
 from torch import Tensor
 
+from octavo.distributed.errors import RankError
+from octavo.distributed.ranks import Ranks, lost_ranks
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap
 from octavo.train.checkpoint import Identity, Row, RunFolder, State
-from octavo.train.config import BASELINE, VOCABULARY, TrainConfig, check_recipe
+from octavo.train.config import ALONE, BASELINE, VOCABULARY, TrainConfig, check_recipe
 from octavo.train.data import Batches, Corpus, load_corpus
-from octavo.train.errors import DivergedError
+from octavo.train.errors import DivergedError, TrainError
 from octavo.train.model import GPT
 from octavo.train.progress import Progress, Silent
+from octavo.train.shard import device_name, ranks_of, require_one_process, require_parts
+from octavo.train.sharded_folder import ShardedFolder
 from octavo.train.trainer import Trainer, build_model, choose_device, require_memory
 
 RUNAWAY_LOSS = 2 * math.log(VOCABULARY)  # guessing uniformly costs log(256) = 5.5 nats a byte
@@ -149,6 +153,7 @@ def run(
     name: str | None = None,
     corpus: Corpus | None = None,
     hooks: Hooks | None = None,
+    ranks: Ranks | None = None,
 ) -> RunResult:
     """Trains the byte-level GPT with one recipe.
 
@@ -161,7 +166,8 @@ def run(
         name: what the run is called, and its folder in `config.run.out` (default: the recipe's, or that of a map's
             default).
         corpus: text already loaded (default: `load_corpus(config.data.data)`).
-        hooks: what is called while it runs.
+        hooks: what is called while it runs, on every rank.
+        ranks: who trains together under `config.ranks.shard` (default: the ranks of the default process group).
 
     Returns:
         The run's rows and what they come to.
@@ -169,6 +175,7 @@ def run(
     Raises:
         ValueError: an unknown recipe.
         TrainError: no such device or data, an unusable folder or checkpoint, divergence.
+        RankError: another rank failed or is gone.
 
     Example:
         >>> from octavo.train import DataConfig, ModelConfig, OptimizerConfig, TrainConfig, run
@@ -180,18 +187,27 @@ def run(
     """
     name = name or _name_of(recipe)
     hooks = hooks or Hooks()
-    corpus = corpus or load_corpus(config.data.data)
-    device = _check(config, corpus)
+    ranks = ranks or ranks_of(config.ranks)
+    require_parts(config, ranks)
+    with ranks.together():
+        corpus = corpus or load_corpus(config.data.data)
+        device = _check(config, corpus, ranks)
+    _require_same_text(corpus, ranks)
     identity = config.identity() | {"recipe": str(recipe), "text": corpus.digest}
-    folder, state = _open(config, name, identity)
+    folder, state = _open(config, name, identity, ranks)
     rows = state.rows if state else []
     tokens = config.data.batch * config.model.context
     path = folder.path if folder is not None else None
     result = RunResult(name, config.optimizer.steps, rows, config.model.parameters, tokens, path)
     if len(rows) < result.steps:
         batches = Batches(corpus, config.model.context, config.data.batch, config.run.seed)
-        trainer = Trainer(config, build_model(config.model, recipe, config.run.seed).to(device), batches)
-        if state is not None:
+        with ranks.together():
+            model = build_model(config.model, recipe, config.run.seed).to(device)
+        with lost_ranks():
+            trainer = Trainer(config, model, batches, ranks)
+        if isinstance(folder, ShardedFolder) and state is not None:
+            folder.load_parts(trainer.called, trainer.optimizer)
+        elif state is not None:
             trainer.load(state)
         _Session(trainer, result, folder, identity, hooks).run()
     return result
@@ -203,19 +219,31 @@ def _name_of(recipe: str | Recipe | RecipeMap) -> str:
     return recipe.default.name if isinstance(recipe, RecipeMap) else recipe.name
 
 
-def _check(config: TrainConfig, corpus: Corpus) -> torch.device:
+def _check(config: TrainConfig, corpus: Corpus, ranks: Ranks) -> torch.device:
     """The device, when the model and its windows fit it and the text."""
-    device = choose_device(config.run.device)
-    require_memory(config, device)
+    device = choose_device(device_name(config))
+    if device.type == "cuda" and config.ranks.shard != ALONE:
+        torch.cuda.set_device(device)
+    require_memory(config, device, ranks.size)
     corpus.require(config.model)
     return device
 
 
-def _open(config: TrainConfig, name: str, identity: Identity) -> tuple[RunFolder | None, State | None]:
+def _require_same_text(corpus: Corpus, ranks: Ranks) -> None:
+    first = ranks.first(lambda: corpus.digest)
+    with ranks.together():
+        if corpus.digest != first:
+            raise TrainError(
+                f"{corpus.description} is another text here than on rank 0: give all ranks the same --data"
+            )
+
+
+def _open(config: TrainConfig, name: str, identity: Identity, ranks: Ranks) -> tuple[RunFolder | None, State | None]:
     """The run's folder, and the checkpoint to go on from."""
     if config.run.out is None:
         return None, None
-    folder = RunFolder(config.run.out / name)
+    path = config.run.out / name
+    folder = RunFolder(path) if config.ranks.shard == ALONE else ShardedFolder(path, ranks)
     folder.open(config.run.resume)
     return folder, folder.load(identity) if config.run.resume else None
 
@@ -240,10 +268,11 @@ def compare(
         One result a recipe, in order; after an interruption the last one is the interrupted run's.
     """
     names = [check_recipe(name) for name in dict.fromkeys(recipes)]
+    require_one_process(config.ranks)
     corpus = corpus or load_corpus(config.data.data)
-    _check(config, corpus)
+    _check(config, corpus, Ranks())
     for name in names:  # before the first run: nothing trains for minutes to fail in the second
-        _open(config, name, config.identity() | {"recipe": name, "text": corpus.digest})
+        _open(config, name, config.identity() | {"recipe": name, "text": corpus.digest}, Ranks())
     hooks = hooks or Hooks()
     results = []
     for index, name in enumerate(names):
@@ -279,22 +308,28 @@ class _Session:
             self.folder.start_log(self.result.rows)
         self.hooks.progress.begin(self.result.name, len(self.result.rows), self.result.steps)
         try:
-            self._steps()
+            with lost_ranks():
+                self._steps()
         except DivergedError as error:
-            kept = ""
-            if self.folder is not None and self.folder.saved_step is not None:
-                kept = f"; the checkpoint of step {self.folder.saved_step} is kept in {self.folder.path}"
-            raise DivergedError(f"{self.result.name} diverged: {error}{kept}; try a lower --lr") from error
+            raise DivergedError(f"{self.result.name} diverged: {error}{self._kept()}; try a lower --lr") from error
+        except RankError as error:
+            kept = self._kept()
+            raise RankError(f"{error}{kept}{'; add --resume to go on' if kept else ''}") from error
         finally:
             self.hooks.progress.end()
             if self.folder is not None:
                 self.folder.close()
 
+    def _kept(self) -> str:
+        if self.folder is None or self.folder.saved_step is None:
+            return ""
+        return f"; the checkpoint of step {self.folder.saved_step} is kept in {self.folder.path}"
+
     def _steps(self) -> None:
         intervals, steps = self.trainer.config.run, self.result.steps
         self.recorder.restart_clock()
         for step in range(len(self.result.rows), steps):
-            if self.hooks.should_stop():
+            if self.trainer.ranks.any(self.hooks.should_stop()):
                 self.result.interrupted = True
                 self._read(validate=False, save=True)
                 return
@@ -316,8 +351,11 @@ class _Session:
             self.hooks.on_step(row)
         if new:
             self.hooks.progress.update(new[-1], self.recorder.seconds_left(self.result.steps))
-        if save and self.folder is not None:
-            self.folder.save(self.trainer.state(len(self.result.rows), self.identity, self.result.rows))
+        rows = self.result.rows
+        if save and isinstance(self.folder, ShardedFolder):
+            self.folder.save_parts(self.trainer.called, self.trainer.optimizer, self.identity, rows)
+        elif save and self.folder is not None:
+            self.folder.save(self.trainer.state(len(rows), self.identity, rows))
         self.recorder.restart_clock()
 
 

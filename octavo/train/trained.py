@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import octavo
-from octavo.train.checkpoint import CHECKPOINT, RunFolder
+from octavo.distributed.ranks import Ranks
+from octavo.train.checkpoint import CHECKPOINT, SHARDED, RunFolder
 from octavo.train.config import RECIPES, ModelConfig
 from octavo.train.errors import CheckpointError
 from octavo.train.model import GPT
+from octavo.train.sharded_folder import ShardedFolder
 from octavo.train.trainer import build_model
 
 
@@ -17,16 +19,19 @@ def trained_model(path: Path) -> GPT:
     """The model that a run trained, in evaluation mode, with its recipe and delayed state.
 
     Args:
-        path: the run's folder, or its checkpoint.
+        path: the run's folder, or its checkpoint.pt; of a run on many ranks the folder.
 
     Raises:
         CheckpointError: there is no checkpoint, or none that can be read.
     """
     folder = path.parent if path.name == CHECKPOINT else path
-    if not (folder / CHECKPOINT).is_file():
+    sharded = (folder / SHARDED).is_dir() and not (folder / CHECKPOINT).exists()
+    if not sharded and not (folder / CHECKPOINT).is_file():
         raise CheckpointError(_no_checkpoint(path, folder))
-    state = RunFolder(folder).load({})
-    assert state is not None
+    kept = ShardedFolder(folder, Ranks()) if sharded else RunFolder(folder)
+    state = kept.load({})
+    if state is None:
+        raise CheckpointError(_no_checkpoint(path, folder))
     identity: dict[str, Any] = state.identity
     recipe = identity.get("recipe")
     if recipe not in RECIPES:
@@ -34,17 +39,20 @@ def trained_model(path: Path) -> GPT:
     try:
         sizes = ModelConfig(**{name: identity[name] for name in ModelConfig.__dataclass_fields__})
         model = build_model(sizes, recipe, 0)
-        model.load_state_dict(state.model)
-        octavo.load_delayed_state_dict(model, state.delayed)
+        if isinstance(kept, ShardedFolder):
+            kept.load_parts(model, None)
+        else:
+            model.load_state_dict(state.model)
+            octavo.load_delayed_state_dict(model, state.delayed)
     except (KeyError, RuntimeError, ValueError) as error:
-        raise CheckpointError(f"{folder / CHECKPOINT} does not hold this octavo's model: {error}") from error
+        raise CheckpointError(f"{kept.checkpoint} does not hold this octavo's model: {error}") from error
     return model.eval()
 
 
 def _no_checkpoint(path: Path, folder: Path) -> str:
     if not path.exists():
         return f"{path} does not exist: give a run's folder or its {CHECKPOINT}"
-    runs = sorted(found.parent for found in folder.glob(f"*/{CHECKPOINT}")) if folder.is_dir() else []
-    if runs:
+    found = [*folder.glob(f"*/{CHECKPOINT}"), *folder.glob(f"*/{SHARDED}")] if folder.is_dir() else []
+    if runs := sorted(checkpoint.parent for checkpoint in found):
         return f"{path} holds {len(runs)} runs: choose one of {', '.join(str(run) for run in runs)}"
     return f"{path} is no run of octavo: give a run's folder or its {CHECKPOINT}"

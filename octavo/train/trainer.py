@@ -7,15 +7,18 @@ import os
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import octavo
+from octavo.distributed.ranks import Ranks
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap
 from octavo.train.checkpoint import Identity, Row, State
-from octavo.train.config import BASELINE, VOCABULARY, ModelConfig, OptimizerConfig, TrainConfig, check_recipe
+from octavo.train.config import BASELINE, FSDP, VOCABULARY, ModelConfig, OptimizerConfig, TrainConfig, check_recipe
 from octavo.train.data import Batches
 from octavo.train.errors import CheckpointError, TrainError
 from octavo.train.model import GPT, HEAD, next_byte_loss
+from octavo.train.shard import part_of, shard, syncing
 
 
 def learning_rate(step: int, config: OptimizerConfig) -> float:
@@ -51,11 +54,11 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def require_memory(config: TrainConfig, device: torch.device) -> None:
+def require_memory(config: TrainConfig, device: torch.device, ranks: int = 1) -> None:
     """Raises TrainError when weights, gradients, moments and activations cannot possibly fit.
 
-    A lower bound: 16 bytes a parameter, and for each token about 20 width of activations a layer in 2 bytes, and its
-    logits in 4.
+    A lower bound for each of the ranks: 16 bytes a parameter (under fsdp, of its part), and for each token about 20
+    width of activations a layer in 2 bytes, and its logits in 4.
     """
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
@@ -64,8 +67,9 @@ def require_memory(config: TrainConfig, device: torch.device) -> None:
     else:
         return
     model, data = config.model, config.data
-    tokens = data.batch // data.micro_batches * model.context
-    needed = 16 * model.parameters + tokens * (40 * model.width * model.layers + 4 * VOCABULARY)
+    tokens = data.batch // (data.micro_batches * ranks) * model.context
+    parameters = model.parameters // (ranks if config.ranks.shard == FSDP else 1)
+    needed = 16 * parameters + tokens * (40 * model.width * model.layers + 4 * VOCABULARY)
     if needed > total:
         raise TrainError(
             f"this model needs at least {needed / 2**30:,.1f} GiB, but {device} has {total / 2**30:,.1f} GiB: "
@@ -99,52 +103,67 @@ class Trainer:
         config: all options.
         model: on its device, converted.
         batches: what it trains on.
+        ranks: who trains; the model is the same on each, and is sharded or replicated here (default: this process).
     """
 
-    def __init__(self, config: TrainConfig, model: GPT, batches: Batches) -> None:
+    def __init__(self, config: TrainConfig, model: GPT, batches: Batches, ranks: Ranks | None = None) -> None:
+        self.ranks = ranks or Ranks()
         self.config = config
         self.model = model
         self.batches = batches
         self.device = model.head.weight.device
+        self.called = shard(model, config, self.ranks)
         self.optimizer = build_optimizer(model, config.optimizer)
-        self.compiled = torch.compile(model) if config.run.compile else model
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """The loss of a batch, in autocast when the dtype asks for it; both [B, C] uint8."""
         inputs, targets = inputs.to(self.device), targets.to(self.device)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.run.dtype == "bfloat16"):
-            return next_byte_loss(self.compiled(inputs), targets)
+            return next_byte_loss(self.called(inputs), targets)
 
     def step(self, step: int) -> tuple[Tensor, Tensor, float]:
         """One optimizer step.
 
         Returns:
-            The loss and the norm of the gradients, both on the device, and the learning rate.
+            The loss and the norm of the gradients, over all ranks and both on the device, and the learning rate.
         """
         options = self.config.optimizer
         lr = learning_rate(step, options)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.zero_grad()
-        inputs, targets = self.batches.training(step)
+        inputs, targets = (part_of(part, self.ranks) for part in self.batches.training(step))
         parts = self.config.data.micro_batches
         total = torch.zeros((), device=self.device)
-        for part_inputs, part_targets in zip(inputs.chunk(parts), targets.chunk(parts), strict=True):
-            loss = self.loss(part_inputs, part_targets) / parts
-            loss.backward()
+        pairs = zip(inputs.chunk(parts), targets.chunk(parts), strict=True)
+        for index, (part_inputs, part_targets) in enumerate(pairs):
+            with syncing(self.called, last=index == parts - 1):
+                loss = self.loss(part_inputs, part_targets) / parts
+                loss.backward()
             total += loss.detach()
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), options.clip or math.inf)
         self.optimizer.step()
-        return total, norm, lr
+        return self.ranks.mean(total), norm.full_tensor() if isinstance(norm, DTensor) else norm, lr
 
     @torch.no_grad()
     def validate(self) -> float:
         """Mean loss over the validation windows, nats a byte."""
         self.model.eval()
         windows = self.config.data.eval_windows
-        sums = [(self.loss(x, y) * len(x), len(x)) for x, y in self.batches.validation(windows)]
+        sums = [self._summed(x, y) for x, y in self.batches.validation(windows)]
         self.model.train()
+        sums = [(self.ranks.sum(loss), count) for loss, count in sums]
         return sum(float(loss) for loss, _ in sums) / sum(count for _, count in sums)
+
+    def _summed(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+        """The loss of this rank's sequences of a batch, times their number, and how many all ranks have.
+
+        A rank that has none computes one all the same: under fsdp the others wait for it.
+        """
+        mine, theirs = part_of(inputs, self.ranks), part_of(targets, self.ranks)
+        if len(mine) == 0:
+            return 0 * self.loss(inputs[:1], targets[:1]), len(inputs)
+        return self.loss(mine, theirs) * len(mine), len(inputs)
 
     def state(self, step: int, identity: Identity, rows: list[Row]) -> State:
         """What a checkpoint holds."""

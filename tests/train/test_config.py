@@ -3,7 +3,17 @@ import dataclasses
 import pytest
 
 from octavo import recipes
-from octavo.train import BASELINE, GPT, RECIPES, DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
+from octavo.train import (
+    BASELINE,
+    GPT,
+    RECIPES,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RanksConfig,
+    RunConfig,
+    TrainConfig,
+)
 from octavo.train.config import check_recipe
 
 
@@ -26,6 +36,8 @@ from octavo.train.config import check_recipe
         (lambda: RunConfig(seed=-1), "seed is -1"),
         (lambda: RunConfig(dtype="float8"), "choose bfloat16 or float32"),
         (lambda: RunConfig(checkpoint_every=-1), "checkpoint_every is -1"),
+        (lambda: RanksConfig("fsdp2"), "choose none, fsdp or ddp"),
+        (lambda: RanksConfig(timeout=0), "timeout is 0"),
         (lambda: check_recipe("fp8"), "unknown recipe 'fp8': choose from bf16, dynamic"),
     ],
 )
@@ -35,7 +47,7 @@ def test_what_cannot_be_is_refused_with_the_value_and_the_remedy(make, says):
     assert says in str(fault.value) and "choose" in str(fault.value)
 
 
-@pytest.mark.parametrize("config", [ModelConfig, DataConfig, OptimizerConfig, RunConfig])
+@pytest.mark.parametrize("config", [ModelConfig, DataConfig, OptimizerConfig, RunConfig, RanksConfig])
 def test_options_are_few_frozen_and_explained(config):
     assert len(dataclasses.fields(config)) <= 8
     assert all(field.metadata["help"] for field in dataclasses.fields(config))
@@ -52,7 +64,7 @@ def test_parameters_are_counted(sizes):
 def test_identity_holds_what_decides_the_loss_and_nothing_else():
     config = TrainConfig()
     other_place = TrainConfig(run=RunConfig(device="cpu", resume=True, eval_every=7, checkpoint_every=9, compile=True))
-    assert config.identity() == other_place.identity()
+    assert config.identity() == other_place.identity() == TrainConfig(ranks=RanksConfig("ddp")).identity()
     assert config.identity() != TrainConfig(run=RunConfig(seed=1)).identity()
     assert config.identity() != TrainConfig(optimizer=OptimizerConfig(steps=3)).identity()
     assert "data" not in config.identity()

@@ -1,0 +1,151 @@
+"""Ranks that work together: what one finds, what all agree on, and how a fault of one ends all of them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from octavo.distributed.errors import RankError
+from octavo.errors import OctavoError, first_line
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """The processes of a group; a lone process is a group of one, and then nothing is communicated.
+
+    Args:
+        group: a process group of torch.distributed, or None for this process alone.
+
+    Attributes:
+        rank: this process's, from 0.
+        size: how many there are.
+
+    Example:
+        >>> alone = Ranks()
+        >>> alone.rank, alone.size, alone.any(False), alone.first(lambda: "found")
+        (0, 1, False, 'found')
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        self.group = group
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.size = 1 if group is None else dist.get_world_size(group)
+
+    @classmethod
+    def of_process(cls) -> Ranks:
+        """Those of the default process group; this process alone where there is none."""
+        return cls(dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Runs a block on every rank; where it fails on any it fails on all, and none waits for another.
+
+        The block may hold no collective in which others would wait for a rank that failed.
+
+        Raises:
+            RankError: it failed on another rank. A rank's own error is raised as it is.
+        """
+        failed: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            failed = error
+        if self.any(failed is not None):
+            said = self._all_objects(None if failed is None else _said(failed))
+            if failed is None:
+                rank = next(rank for rank, text in enumerate(said) if text is not None)
+                raise RankError(f"rank {rank} failed: {said[rank]}")
+        if failed is not None:
+            raise failed
+
+    def first(self, find: Callable[[], T]) -> T:
+        """What rank 0 finds, on all ranks; its error, too."""
+        found: list[T | None] = [None]
+        with self.together():
+            if self.rank == 0:
+                found[0] = find()
+        if self.size > 1:
+            with lost_ranks():
+                dist.broadcast_object_list(found, group=self.group, group_src=0)
+        return cast(T, found[0])
+
+    def any(self, flag: bool) -> bool:
+        """Whether it is set on any rank."""
+        if self.size == 1:
+            return flag
+        flags = torch.tensor([flag], dtype=torch.int32, device=self._device())
+        with lost_ranks():
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
+            return bool(flags)
+
+    def sum(self, value: Tensor) -> Tensor:
+        """The sum over ranks, the same bits on each; `value` is left as it is."""
+        if self.size == 1:
+            return value
+        total = value.clone()
+        with lost_ranks():
+            dist.all_reduce(total, group=self.group)
+        return total
+
+    def mean(self, value: Tensor) -> Tensor:
+        """The mean over ranks."""
+        return value if self.size == 1 else self.sum(value) / self.size
+
+    def gather(self, value: Tensor) -> Tensor:
+        """The values of all ranks, stacked: [size, *value.shape]."""
+        parts = [torch.empty_like(value) for _ in range(self.size)]
+        if self.size == 1 or value.numel() == 0:
+            return torch.stack([value] * self.size)
+        with lost_ranks():
+            dist.all_gather(parts, value.contiguous(), group=self.group)
+        return torch.stack(parts)
+
+    def _all_objects(self, own: Any) -> list[Any]:
+        objects = [own] * self.size
+        if self.size > 1:
+            with lost_ranks():
+                dist.all_gather_object(objects, own, group=self.group)
+        return objects
+
+    def _device(self) -> torch.device:
+        """Where small values travel: on the CPU unless the group knows accelerators only."""
+        if "cpu" in str(dist.get_backend_config(self.group)):
+            return torch.device("cpu")
+        accelerator = torch.accelerator.current_accelerator()
+        return torch.device("cpu") if accelerator is None else accelerator
+
+
+def _said(error: BaseException) -> str:
+    return (
+        first_line(error)
+        if isinstance(error, OctavoError | OSError)
+        else f"{type(error).__name__}: {first_line(error)}"
+    )
+
+
+@contextlib.contextmanager
+def lost_ranks() -> Iterator[None]:
+    """Makes a RankError of what a collective raises when another rank is gone or does not come.
+
+    Raises:
+        RankError: instead of torch's errors of many kinds.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not _of_a_collective(error):
+            raise
+        waited = "imed out" in str(error) or "timeout" in str(error)
+        what = "another rank did not answer in time" if waited else "another rank ended"
+        raise RankError(f"{what}: its own message says why; mend that and start all ranks again") from error
+
+
+def _of_a_collective(error: RuntimeError) -> bool:
+    # gloo raises plain RuntimeErrors that name its source file
+    return isinstance(error, dist.DistError) or any(word in str(error) for word in ("gloo", "NCCL", "ProcessGroup"))

@@ -1,0 +1,149 @@
+"""A run on the ranks that torchrun starts: who takes part, and what each has of the model and of every batch."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from octavo.distributed.ranks import Ranks, lost_ranks
+from octavo.train.config import ALONE, FSDP, RanksConfig, TrainConfig
+from octavo.train.errors import TrainError
+from octavo.train.model import GPT
+
+LAUNCH = "torchrun --nproc-per-node 2 -m octavo train"
+
+
+def require_launch(config: RanksConfig) -> None:
+    """Raises TrainError unless processes were started as `shard` needs them."""
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if config.shard == ALONE and started > 1:
+        raise TrainError(f"{started} processes were started, but shard is none: add --shard fsdp or --shard ddp")
+    if config.shard != ALONE and not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        raise TrainError(
+            f"shard {config.shard} trains on ranks that torchrun starts: {LAUNCH} --shard {config.shard} ..."
+        )
+
+
+def require_one_process(config: RanksConfig) -> None:
+    """Raises TrainError unless this process is to train alone."""
+    if config.shard != ALONE or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise TrainError("compare trains in one process: start it without torchrun and --shard, or use octavo train")
+
+
+@contextlib.contextmanager
+def joined(config: TrainConfig) -> Iterator[Ranks]:
+    """The ranks of a run, joined by what torchrun says of them; a lone process where `config.ranks.shard` is none.
+
+    Raises:
+        TrainError: processes were not started as `config.ranks.shard` needs them.
+        RankError: some did not come.
+    """
+    require_launch(config.ranks)
+    if config.ranks.shard == ALONE:
+        yield Ranks()
+        return
+    accelerated, ended = device_name(config).startswith("cuda"), False
+    try:
+        with lost_ranks():
+            # what ranks agree on goes by gloo, beside NCCL
+            backend = "cpu:gloo,cuda:nccl" if accelerated else "gloo"
+            dist.init_process_group(backend, timeout=timedelta(seconds=config.ranks.timeout))
+        yield Ranks(dist.group.WORLD)
+        ended = True
+    finally:
+        if dist.is_initialized() and (ended or not accelerated):  # NCCL would wait for the ranks that are gone
+            dist.destroy_process_group()
+
+
+def ranks_of(config: RanksConfig) -> Ranks:
+    """The ranks of a run: those of the default process group, or this process alone.
+
+    Raises:
+        TrainError: there is no process group.
+    """
+    if config.shard == ALONE:
+        return Ranks()
+    ranks = Ranks.of_process()
+    if ranks.group is None:
+        raise TrainError(
+            f"shard {config.shard} needs a process group: {LAUNCH} --shard {config.shard} ..., or joined(config)"
+        )
+    return ranks
+
+
+def device_name(config: TrainConfig) -> str:
+    """The device of this process; of several on one machine each has a GPU of its own."""
+    name = config.run.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if name == "cuda" and config.ranks.shard != ALONE else name
+
+
+def require_parts(config: TrainConfig, ranks: Ranks) -> None:
+    """Raises TrainError unless every rank gets as many sequences in each micro-batch."""
+    data, parts = config.data, ranks.size * config.data.micro_batches
+    if data.batch % parts:
+        raise TrainError(
+            f"batch {data.batch} does not divide into {ranks.size} ranks x {data.micro_batches} micro_batches: "
+            f"choose a batch of {-(-data.batch // parts) * parts}"
+        )
+
+
+def part_of(batch: Tensor, ranks: Ranks) -> Tensor:
+    """This rank's sequences of a batch."""
+    return batch.tensor_split(ranks.size)[ranks.rank]
+
+
+def shard(model: GPT, config: TrainConfig, ranks: Ranks) -> nn.Module:
+    """Shards the model over the ranks, or replicates it, and compiles it where the run asks for that.
+
+    Returns:
+        The module to call: the model itself or one that holds it.
+    """
+    if config.ranks.shard == FSDP:
+        return _fully_sharded(model, config, ranks)
+    called: Any = torch.compile(model) if config.run.compile else model
+    if config.ranks.shard == ALONE:
+        return called
+    # Forward leaves buffers as they are. The model's own are constants; a delayed state is each rank's: its scales are
+    # from what this rank saw, and its pairs carry them. Rank 0's would let other ranks' larger values saturate.
+    replicated = nn.parallel.DistributedDataParallel
+    known = inspect.signature(replicated).parameters
+    buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # until torch 2.12
+    options: dict[str, Any] = {buffers: False}
+    return replicated(called, process_group=ranks.group, **options)
+
+
+def _fully_sharded(model: GPT, config: TrainConfig, ranks: Ranks) -> nn.Module:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = DeviceMesh.from_group(ranks.group, model.head.weight.device.type)
+    for block in model.blocks:
+        if config.run.compile:
+            block.compile()  # what fully_shard hangs in around it stays out of the graph
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+@contextlib.contextmanager
+def syncing(called: nn.Module, last: bool) -> Iterator[None]:
+    """Runs a forward and backward whose gradients are sent only after the last micro-batch."""
+    from torch.distributed.fsdp import FSDPModule
+
+    if isinstance(called, FSDPModule):
+        called.set_requires_gradient_sync(last)
+    if isinstance(called, nn.parallel.DistributedDataParallel) and not last:
+        with called.no_sync():
+            yield
+    else:
+        yield

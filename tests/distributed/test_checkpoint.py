@@ -1,0 +1,388 @@
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import octavo
+from octavo.distributed import checkpoint
+from octavo.distributed.checkpoint import load_checkpoint, load_extra, save_checkpoint
+from octavo.distributed.errors import CheckpointError
+from octavo.distributed.ranks import Ranks
+
+WIDTH, HIDDEN, OUTPUTS = 32, 49, 3  # on four ranks uneven, and one has none
+DELAYED = {"delayed": lambda: octavo.recipes.delayed(history_length=3), "dynamic": octavo.recipes.dynamic}
+
+
+def build(recipe="delayed", seed=0, outputs=OUTPUTS, dtype=torch.float32):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, outputs, bias=False)).to(dtype)
+    return model if recipe is None else octavo.convert(model, DELAYED[recipe](), select=lambda module, name: True)
+
+
+def shared(model, kind, mesh):
+    if kind == "ddp":
+        return DistributedDataParallel(model, process_group=mesh.get_group())
+    if kind == "fsdp":
+        for layer in (model[0], model[2]):
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    return model
+
+
+def adamw(model):
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+
+def train(model, optimizer, first, last, ranks=None):
+    """Losses of some steps; each rank sees its part of the step's batch."""
+    ranks, losses = ranks or Ranks(), []
+    for step in range(first, last):
+        batch = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step))
+        x = batch.chunk(ranks.size)[ranks.rank]
+        loss = model(x).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+def whole(value):
+    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+
+
+def plain_name(name):
+    return name.removeprefix("module.")
+
+
+def everything(model, optimizer):
+    """All that training depends on, by plain names."""
+    found = {plain_name(name): whole(p) for name, p in model.named_parameters()}
+    for name, p in model.named_parameters():
+        for key, value in optimizer.state.get(p, {}).items():
+            found[f"{plain_name(name)}.{key}"] = whole(value)
+    return found | {plain_name(name): value for name, value in octavo.delayed_state_dict(model).items()}
+
+
+def equal(first, second):
+    return first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+
+
+# --- across ranks -----------------------------------------------------------------------------------------------------
+
+
+def continue_(mesh, kind, recipe, folder):
+    ranks = Ranks(mesh.get_group())
+    model = shared(build(recipe), kind, mesh)
+    optimizer = adamw(model)
+    train(model, optimizer, 0, 3, ranks)
+    save_checkpoint(folder, model, optimizer, {"rank": ranks.rank}, ranks=ranks)
+    losses = train(model, optimizer, 3, 6, ranks)
+    again = shared(build(recipe, seed=1), kind, mesh)
+    its_optimizer = adamw(again)
+    extra = load_checkpoint(folder, again, its_optimizer, ranks=ranks)
+    same_losses = torch.equal(train(again, its_optimizer, 3, 6, ranks), losses)
+    return extra, same_losses, equal(everything(again, its_optimizer), everything(model, optimizer))
+
+
+@pytest.mark.parametrize(("kind", "recipe"), [("fsdp", "delayed"), ("fsdp", "dynamic"), ("ddp", "delayed")])
+def test_on_as_many_ranks_training_goes_on_bit_for_bit(pool, kind, recipe, tmp_path):
+    assert pool.run(continue_, (2,), kind, recipe, str(tmp_path)) == [({"rank": 0}, True, True)] * 2
+
+
+def save(mesh, kind, folder):
+    ranks = Ranks(mesh.get_group())
+    model = shared(build(), kind, mesh)
+    optimizer = adamw(model)
+    train(model, optimizer, 0, 4, ranks)
+    save_checkpoint(folder, model, optimizer, {"text": "kept", "rows": torch.arange(3.0)}, ranks=ranks)
+    return everything(model, optimizer)
+
+
+def load(mesh, kind, folder):
+    ranks = Ranks(mesh.get_group())
+    model = shared(build(seed=1), kind, mesh)
+    optimizer = adamw(model)
+    extra = load_checkpoint(folder, model, optimizer, ranks=ranks)
+    found = everything(model, optimizer)
+    losses = train(model, optimizer, 4, 6, ranks)
+    return extra, found, ranks.mean(losses)
+
+
+@pytest.mark.parametrize(
+    ("before", "kind", "after"),
+    [(1, "fsdp", 2), (2, "fsdp", 4), (4, "fsdp", 1), (2, "fsdp", 1), (4, "fsdp", 2), (1, "ddp", 4)],
+)
+def test_any_number_of_ranks_reads_it(pool, before, kind, after, tmp_path):
+    saved = pool.run(save, (before,), kind, str(tmp_path))
+    other = "ddp" if (before, after) == (4, 2) else "fsdp"
+    curves = []
+    for extra, found, losses in pool.run(load, (after,), other, str(tmp_path)):
+        assert extra["text"] == "kept" and extra["rows"].tolist() == [0, 1, 2]
+        assert found.keys() == saved[0].keys()
+        for name, value in found.items():
+            each = torch.stack([rank[name] for rank in saved])
+            if name.endswith("history"):
+                assert torch.equal(value, each.amax(0))
+            elif name.endswith("scale"):
+                assert torch.equal(value, each.amin(0)) and (value > 0).all()
+            else:
+                assert torch.equal(value, saved[0][name]), name
+        curves.append(losses)
+    alone = build(seed=1)
+    optimizer = adamw(alone)
+    load_checkpoint(tmp_path, alone, optimizer)
+    torch.testing.assert_close(curves[0], train(alone, optimizer, 4, 6), rtol=5e-2, atol=0)
+
+
+def convert_between(mesh, folder):
+    """A plain bf16 model's checkpoint into a converted sharded one, and back; by DCP alone, too."""
+    ranks = Ranks(mesh.get_group())
+    plain = build(None, dtype=torch.bfloat16)
+    save_checkpoint(folder + "/plain", plain, ranks=ranks)
+    model = shared(build(seed=1), "fsdp", mesh)
+    load_checkpoint(folder + "/plain", model, ranks=ranks)
+    same = [torch.equal(whole(a), b.float()) for a, b in zip(model.parameters(), plain.parameters(), strict=True)]
+    model(torch.randn(4, WIDTH)).sum().backward()  # gathered anew, not what was cast before
+    save_checkpoint(folder + "/sharded", model, ranks=ranks)
+    back = build(None, seed=2, dtype=torch.bfloat16)
+    load_checkpoint(folder + "/sharded", back, ranks=ranks)
+    same += [torch.equal(a, b) for a, b in zip(back.parameters(), plain.parameters(), strict=True)]
+    options = {"process_group": ranks.group}
+    dcp.save(plain.state_dict(), checkpoint_id=folder + "/torch", **options)
+    model = shared(build(seed=3), "fsdp", mesh)
+    state = get_model_state_dict(model)
+    dcp.load(state, checkpoint_id=folder + "/torch", **options)
+    set_model_state_dict(model, state)
+    return same + [
+        torch.equal(whole(a), b.float()) for a, b in zip(model.parameters(), plain.parameters(), strict=True)
+    ]
+
+
+def test_plain_models_and_converted_ones_read_each_other(pool, tmp_path):
+    assert pool.run(convert_between, (2,), str(tmp_path)) == [[True] * 9] * 2
+
+
+def fail(mesh, folder, failing):
+    ranks = Ranks(mesh.get_group())
+    model = shared(build(), "fsdp", mesh)
+    optimizer = adamw(model)
+    train(model, optimizer, 0, 2, ranks)
+    save_checkpoint(folder, model, optimizer, 2, ranks=ranks)
+    before = everything(model, optimizer)
+    train(model, optimizer, 2, 3, ranks)
+    said = []
+    with pytest.MonkeyPatch.context() as patch:
+        if ranks.rank == failing:
+            patch.setattr(dcp.FileSystemWriter, "write_data", lambda *args: (_ for _ in ()).throw(OSError(28, "Full")))
+        try:
+            save_checkpoint(folder, model, optimizer, 3, ranks=ranks)
+        except CheckpointError as error:
+            said.append(str(error))
+    extra = load_checkpoint(folder, model, optimizer, ranks=ranks)
+    same = equal(everything(model, optimizer), before)
+    if ranks.rank == 0:
+        damaged = next(Path(folder).glob(f"save-*/__{failing}_0.distcp"))
+        damaged.write_bytes(damaged.read_bytes()[:100])
+    ranks.first(lambda: None)
+    try:
+        load_checkpoint(folder, model, optimizer, ranks=ranks)
+    except CheckpointError as error:
+        said.append(str(error))
+    return extra, same, said
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_what_fails_on_one_rank_fails_on_all_and_keeps_the_one_before(pool, failing, tmp_path):
+    for extra, same, (wrote, read) in pool.run(fail, (2,), str(tmp_path), failing):
+        assert extra == 2 and same
+        assert (
+            f"cannot write a checkpoint to {tmp_path}: rank {failing} failed: Full; what was saved before is kept"
+            in wrote
+        )
+        assert f"cannot read the checkpoint in {tmp_path}" in read and "failed" in read
+
+
+# --- one process ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def model():
+    model = build()
+    train(model, adamw(model), 0, 2)
+    return model
+
+
+class Killed(BaseException):
+    pass
+
+
+def kill(*args, **kwargs):
+    raise Killed
+
+
+KILLS = {
+    "folder made": ("octavo.distributed.checkpoint.dcp.save", 1),
+    "tensors written": ("octavo.distributed.checkpoint._finish", 1),
+    "pointer written": ("os.replace", 1),
+    "older ones not yet gone": ("shutil.rmtree", 2),
+}
+
+
+@pytest.mark.parametrize("when", KILLS)
+def test_a_save_cut_off_anywhere_leaves_one_that_loads(when, model, tmp_path, monkeypatch):
+    optimizer = adamw(model)
+    train(model, optimizer, 2, 4)
+    save_checkpoint(tmp_path, model, optimizer, 1)
+    first = everything(model, optimizer)
+    train(model, optimizer, 4, 5)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(KILLS[when][0], kill)
+        save_checkpoint(tmp_path, model, optimizer, KILLS[when][1])
+    extra = load_checkpoint(tmp_path, model, optimizer)
+    assert extra == KILLS[when][1] and (extra == 2 or equal(everything(model, optimizer), first))
+    save_checkpoint(tmp_path, model, optimizer, 3)
+    assert load_checkpoint(tmp_path, model, optimizer) == load_extra(tmp_path) == 3
+    assert sorted(path.name[:5] for path in tmp_path.iterdir()) == ["lates", "save-"]
+
+
+def test_before_the_first_step_and_without_an_optimizer(tmp_path):
+    model = build()
+    optimizer = adamw(model)
+    save_checkpoint(tmp_path, model, optimizer)
+    assert not optimizer.state
+    losses = train(model, optimizer, 0, 2)
+    assert load_checkpoint(tmp_path, model, optimizer) is None
+    assert not optimizer.state and torch.equal(train(model, optimizer, 0, 2), losses)
+    save_checkpoint(tmp_path, model)
+    load_checkpoint(tmp_path, build(seed=1), None)
+
+
+def test_frozen_weights_have_no_state(tmp_path):
+    model = build()
+    model[0].requires_grad_(False)
+    optimizer = adamw(model)
+    train(model, optimizer, 0, 2)
+    save_checkpoint(tmp_path, model, optimizer)
+    again = build(seed=1)
+    again[0].requires_grad_(False)
+    its_optimizer = adamw(again)
+    load_checkpoint(tmp_path, again, its_optimizer)
+    assert equal(everything(again, its_optimizer), everything(model, optimizer))
+
+
+def test_the_groups_of_the_optimizer_come_back(model, tmp_path):
+    def groups(model):
+        matrices, vectors = [p for p in model.parameters() if p.dim() > 1], [model[0].bias]
+        return torch.optim.AdamW([{"params": matrices, "weight_decay": 0.3}, {"params": vectors}], lr=1e-2)
+
+    optimizer = groups(model)
+    train(model, optimizer, 0, 1)
+    optimizer.param_groups[1]["lr"] = 3e-4
+    save_checkpoint(tmp_path, model, optimizer)
+    again = build(seed=1)
+    its_optimizer = groups(again)
+    load_checkpoint(tmp_path, again, its_optimizer)
+    assert [(g["lr"], g["weight_decay"]) for g in its_optimizer.param_groups] == [(1e-2, 0.3), (3e-4, 1e-2)]
+
+
+def test_delayed_state_without_a_place_or_of_another_length(model, tmp_path):
+    save_checkpoint(tmp_path, model)
+    load_checkpoint(tmp_path, build("dynamic"))
+    longer = octavo.convert(build(None), octavo.recipes.delayed(history_length=5), select=lambda module, name: True)
+    train(longer, adamw(longer), 0, 2)
+    load_checkpoint(tmp_path, longer)
+    assert not any(value.any() for value in octavo.delayed_state_dict(longer).values())
+    assert all(value.any() for value in octavo.delayed_state_dict(model).values())
+
+
+def test_names_are_those_of_the_plain_model(model, tmp_path):
+    compiled = torch.compile(model)
+    save_checkpoint(tmp_path, compiled)
+    again = build(seed=1)
+    load_checkpoint(tmp_path, again)
+    assert equal(again.state_dict(), model.state_dict())
+    assert equal(octavo.delayed_state_dict(again), octavo.delayed_state_dict(model))
+    again = torch.compile(build(seed=1))
+    load_checkpoint(tmp_path, again)
+    assert octavo.delayed_state_dict(again)["_orig_mod.0.delayed_scale"].all()
+
+
+def fill(folder, name, data):
+    (folder / (folder / "latest").read_text().strip() / name).write_bytes(data)
+
+
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, ("evil",)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda folder: (folder / "latest").unlink(), "holds no checkpoint: give the folder"),
+        (lambda folder: (folder / "latest").write_text("../elsewhere"), "latest is damaged"),
+        (lambda folder: shutil.rmtree(next(folder.glob("save-*"))), "is gone or damaged"),
+        (lambda folder: fill(folder, "octavo.pt", b"junk"), "octavo.pt is damaged or not octavo's"),
+        (lambda folder: fill(folder, "octavo.pt", pickle.dumps(Evil())), "octavo.pt is damaged or not octavo's"),
+        (lambda folder: fill(folder, ".metadata", b""), ".metadata is damaged"),
+        (lambda folder: fill(folder, ".metadata", pickle.dumps(Evil())), "mkdir, which no checkpoint needs"),
+        (lambda folder: fill(folder, "__0_0.distcp", b"short"), "cannot read the checkpoint"),
+    ],
+)
+def test_a_damaged_one_is_said_so_and_runs_nothing(spoil, says, model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_checkpoint(tmp_path / "kept", model)
+    spoil(tmp_path / "kept")
+    with pytest.raises(CheckpointError) as fault:
+        load_checkpoint(tmp_path / "kept", model)
+    assert says in str(fault.value) and "\n" not in str(fault.value)
+    assert not (tmp_path / "evil").exists()
+
+
+def test_another_model_is_refused_before_it_is_touched(model, tmp_path):
+    save_checkpoint(tmp_path, model)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    wider = build(outputs=8)
+    for other, says in ((nn.Sequential(model), r"has no \['model.0.0.bias'"), (wider, "Size mismatch")):
+        with pytest.raises(CheckpointError, match=says):
+            load_checkpoint(tmp_path, other)
+    assert equal(before, model.state_dict())
+
+
+def test_another_optimizer_is_refused(model, tmp_path):
+    optimizer = adamw(model)
+    train(model, optimizer, 0, 1)
+    save_checkpoint(tmp_path, model, optimizer)
+    for other in (torch.optim.SGD(model.parameters(), momentum=0.9), adamw(model[0])):
+        with pytest.raises(CheckpointError, match=r"its optimizer kept \['exp_avg', 'exp_avg_sq', 'step'\] of"):
+            load_checkpoint(tmp_path, model, other)
+
+
+def test_what_cannot_be_read_back_is_not_written(model, tmp_path):
+    save_checkpoint(tmp_path, model, extra=1)
+    with pytest.raises(CheckpointError, match="extra, or a group of the optimizer, holds more than"):
+        save_checkpoint(tmp_path, model, extra={"path": Path("x")})
+    assert load_extra(tmp_path) == 1
+
+
+def test_a_folder_that_cannot_be_made(model, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"cannot write a checkpoint to .*file"):
+        save_checkpoint(tmp_path / "file", model)
+
+
+def test_file_names_are_those_of_the_docstring(model, tmp_path):
+    save_checkpoint(tmp_path, model)
+    names = sorted(path.name for path in tmp_path.rglob("*"))
+    assert names == [".metadata", "__0_0.distcp", "latest", "octavo.pt", "save-00000001"]
+    assert all(name in (checkpoint.__doc__ or "") for name in names if name != "save-00000001")

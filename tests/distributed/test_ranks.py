@@ -1,0 +1,85 @@
+import pytest
+import torch
+import torch.distributed as dist
+
+from octavo.distributed.errors import RankError
+from octavo.distributed.ranks import Ranks, lost_ranks
+
+
+def ranks_of(mesh):
+    return Ranks(mesh.get_group())
+
+
+def values(mesh):
+    ranks = ranks_of(mesh)
+    own = torch.tensor([float(ranks.rank), 1.0])
+    found = ranks.sum(own), ranks.mean(own), ranks.gather(own), ranks.any(ranks.rank == 1), ranks.any(False)
+    return *found, ranks.first(lambda: {"of": ranks.rank}), own, ranks.size
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_values_of_all_ranks(pool, size):
+    for rank, (total, mean, stacked, one, none, first, own, known) in enumerate(pool.run(values, (size,))):
+        assert total.tolist() == [sum(range(size)), size] and mean.tolist() == [(size - 1) / 2, 1.0]
+        assert stacked.tolist() == [[r, 1.0] for r in range(size)] and own.tolist() == [rank, 1.0]
+        assert one and not none and first == {"of": 0} and known == size
+
+
+def faults(mesh, failing):
+    ranks = ranks_of(mesh)
+    messages = []
+    for error in (OSError(28, "No space left on device"), ZeroDivisionError("so it is")):
+        try:
+            with ranks.together():
+                if ranks.rank == failing:
+                    raise error
+        except Exception as raised:
+            messages.append((type(raised), str(raised)))
+    try:
+        ranks.first(lambda: [][0])
+    except Exception as raised:
+        messages.append((type(raised), str(raised)))
+    with ranks.together():  # and all goes on
+        pass
+    return messages
+
+
+def test_a_fault_of_one_is_raised_by_all(pool):
+    first, second = pool.run(faults, (2,), 1)
+    assert [kind for kind, _ in first] == [RankError, RankError, IndexError]
+    assert [kind for kind, _ in second] == [OSError, ZeroDivisionError, RankError]
+    assert "rank 1 failed: [Errno 28] No space left on device" in first[0][1]
+    assert first[1][1] == "rank 1 failed: ZeroDivisionError: so it is"
+    assert second[2][1] == "rank 0 failed: IndexError: list index out of range"
+
+
+def test_a_lone_process_communicates_nothing():
+    alone = Ranks.of_process()
+    assert (alone.group, alone.rank, alone.size) == (None, 0, 1)
+    value = torch.ones(3)
+    assert alone.sum(value) is value and alone.mean(value) is value and alone.gather(value).shape == (1, 3)
+    assert alone.any(True) and alone.first(lambda: 3) == 3
+    with pytest.raises(KeyError), alone.together():
+        raise KeyError("own")
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (
+            RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1"),
+            "another rank ended",
+        ),
+        (RuntimeError("[gloo/unbound_buffer.cc:78] Timed out waiting 2000ms for recv"), "did not answer in time"),
+        (dist.DistBackendError("NCCL error: remote process exited"), "another rank ended"),
+    ],
+)
+def test_what_collectives_raise_is_named(error, says):
+    with pytest.raises(RankError, match=says), lost_ranks():
+        raise error
+
+
+def test_other_errors_keep_their_names():
+    with pytest.raises(RuntimeError, match="a bug") as fault, lost_ranks():
+        raise RuntimeError("a bug")
+    assert not isinstance(fault.value, RankError)

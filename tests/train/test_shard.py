@@ -1,0 +1,385 @@
+"""Runs on many ranks: in processes that stay (fast), and as torchrun starts them, with ranks that are killed (slow)."""
+
+import math
+import os
+import random
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from octavo import cli
+from octavo.distributed.checkpoint import load_extra
+from octavo.distributed.ranks import Ranks
+from octavo.train import (
+    CheckpointError,
+    DataConfig,
+    Hooks,
+    ModelConfig,
+    RanksConfig,
+    RunConfig,
+    TrainConfig,
+    TrainError,
+    compare,
+    run,
+)
+from octavo.train.shard import device_name, joined
+from octavo.train.trained import trained_model
+from octavo.train.trainer import require_memory
+from tests.distributed.pool import free_port
+
+ROOT = Path(__file__).parents[2]
+
+
+def changed(config, **parts):
+    return replace(config, **{name: replace(getattr(config, name), **values) for name, values in parts.items()})
+
+
+def curve(result):
+    """Losses and validation losses, where there are some; comparable with ==."""
+    return [(row.loss, None if math.isnan(row.val_loss) else row.val_loss) for row in result.rows]
+
+
+def train_on(mesh, config, recipe="dynamic", stop_after=None, poisoned=None):
+    """A run's curve and the model's norm of gradients as it says; or the error's type and text."""
+    ranks, seen, modules = Ranks(mesh.get_group()), [], []
+
+    def on_model(model):
+        modules.append(sum(isinstance(module, FSDPModule) for module in model.modules()))
+        if poisoned == ranks.rank:
+            model.head.register_forward_hook(lambda module, args, out: out * math.nan if len(seen) == 3 else out)
+
+    def should_stop():
+        return ranks.rank == 1 and stop_after is not None and len(seen) >= stop_after
+
+    hooks = Hooks(on_model=on_model, on_step=seen.append, should_stop=should_stop)
+    try:
+        result = run(config, recipe, hooks=hooks, ranks=ranks)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return curve(result), result.interrupted, modules
+
+
+def nearly(first, second, rel):
+    numbers = [value for pair in first for value in pair if value is not None]
+    others = [value for pair in second for value in pair if value is not None]
+    return numbers == pytest.approx(others, rel=rel)
+
+
+@pytest.mark.parametrize(("ranks", "micro_batches", "windows"), [(2, 2, 6), (4, 1, 5)])
+def test_the_curve_is_that_of_one_process(pool, config, ranks, micro_batches, windows):
+    config = changed(config, data={"micro_batches": micro_batches, "eval_windows": windows}, run={"dtype": "float32"})
+    config = changed(config, optimizer={"steps": 8})
+    alone = curve(run(changed(config, data={"micro_batches": 1})))
+    found = {}
+    for shard in ("fsdp", "ddp"):
+        answers = pool.run(train_on, (ranks,), changed(config, ranks={"shard": shard}), "bf16")
+        assert all(answer[0] == answers[0][0] for answer in answers)
+        found[shard] = answers[0][0]
+        assert nearly(found[shard], alone, 1e-4)
+        assert answers[0][2] == [3 if shard == "fsdp" else 0]  # two blocks and the root
+    config = changed(config, run={"dtype": "bfloat16"}, ranks={"shard": "fsdp"})
+    ((fp8, *_), *_) = pool.run(train_on, (ranks,), config, "dynamic")
+    assert nearly(fp8, alone, 0.05) and not nearly(fp8, found["fsdp"], 1e-6)
+
+
+@pytest.mark.parametrize(("shard", "recipe"), [("fsdp", "delayed"), ("ddp", "delayed"), ("fsdp", "blockwise")])
+def test_a_run_stopped_on_one_rank_goes_on_exactly(pool, config, shard, recipe, tmp_path):
+    config = changed(config, ranks={"shard": shard}, run={"out": tmp_path / "whole"})
+    ((whole, *_), *_) = pool.run(train_on, (2,), config, recipe)
+    config = changed(config, run={"out": tmp_path / "parts"})
+    for part, interrupted, _ in pool.run(train_on, (2,), config, recipe, 8):
+        assert interrupted and [loss for loss, _ in part] == [loss for loss, _ in whole[: len(part)]]
+        assert len(part) == 8
+    config = changed(config, run={"resume": True})
+    for again, interrupted, _ in pool.run(train_on, (2,), config, recipe):
+        assert not interrupted and again == whole
+    logs = [(tmp_path / part / recipe / "log.csv").read_text().splitlines() for part in ("whole", "parts")]
+    assert [line.split(",")[:3] for line in logs[0]] == [line.split(",")[:3] for line in logs[1]] and len(logs[0]) == 21
+    assert sorted(path.name for path in (tmp_path / "parts" / recipe).iterdir()) == ["checkpoint", "log.csv"]
+
+
+def test_it_goes_on_on_another_number_of_ranks_and_its_model_is_read_by_one(pool, config, tmp_path):
+    config = changed(config, run={"out": tmp_path}, ranks={"shard": "fsdp"})
+    ((part, *_), *_) = pool.run(train_on, (2,), config, "delayed", 8)
+    config = changed(config, run={"resume": True})
+    ((second, interrupted, _), *_) = pool.run(train_on, (4,), config, "delayed", 6)
+    assert interrupted and len(second) == 14
+    ((third, *_), *_) = pool.run(train_on, (1,), changed(config, ranks={"shard": "ddp"}), "delayed")
+    assert [loss for loss, _ in third[:8]] == [loss for loss, _ in part]
+    alone = curve(run(changed(config, run={"out": None, "resume": False}, ranks={"shard": "none"}), "delayed"))
+    assert nearly(third, alone, 0.05)
+    model = trained_model(tmp_path / "delayed")
+    assert not model.training and model.blocks[0].mlp.fc2.delayed_scale.all()
+    with pytest.raises(CheckpointError, match="trained on many ranks: resume it with --shard"):
+        run(changed(config, ranks={"shard": "none"}), "delayed")
+
+
+def test_faults_are_those_of_all_ranks(pool, config, tmp_path):
+    config = changed(config, ranks={"shard": "fsdp"}, run={"out": tmp_path, "checkpoint_every": 2})
+    for kind, text in pool.run(train_on, (2,), changed(config, data={"batch": 6, "micro_batches": 2})):
+        assert (
+            kind == "TrainError"
+            and "batch 6 does not divide into 2 ranks x 2 micro_batches: choose a batch of 8" in text
+        )
+    for kind, text in pool.run(train_on, (2,), config, "dynamic", None, 1):
+        assert kind == "DivergedError" and "the loss became nan in step 4; the checkpoint of step 2 is kept" in text
+    (mine, first), (other, second) = pool.run(train_on, (2,), config)
+    assert mine == "CheckpointError" and "already holds a run: add --resume" in first
+    assert other == "RankError" and second == f"rank 0 failed: {first}"
+    (tmp_path / "dynamic" / "checkpoint" / "latest").write_text("junk")
+    for _, text in pool.run(train_on, (2,), changed(config, run={"resume": True})):
+        assert "latest is damaged" in text and "move" in text
+
+
+def write_differs(mesh, config, folder):
+    rank = mesh.get_rank()
+    path = Path(folder) / f"text{rank}.py"
+    path.write_text(f"x = {rank}\n" * 500)
+    return train_on(mesh, changed(config, data={"data": path}))
+
+
+def full(mesh, config):
+    """Rank 0 cannot write the log."""
+    with pytest.MonkeyPatch.context() as patch:
+        if mesh.get_rank() == 0:
+            error = CheckpointError("cannot write log.csv: No space left on device")
+            patch.setattr("octavo.train.checkpoint.RunFolder.append", lambda *args: (_ for _ in ()).throw(error))
+        return train_on(mesh, config)
+
+
+def test_what_one_rank_lacks_stops_all(pool, config, tmp_path):
+    config = changed(config, ranks={"shard": "ddp"})
+    (good, text), (bad, own) = pool.run(write_differs, (2,), config, str(tmp_path))
+    assert (good, bad) == ("RankError", "TrainError")
+    assert text == f"rank 1 failed: {own}" and "another text here than on rank 0" in own
+    (bad, own), (good, text) = pool.run(full, (2,), changed(config, run={"out": tmp_path}))
+    assert (bad, good) == ("CheckpointError", "RankError")
+    assert text.startswith(f"rank 0 failed: {own}")
+
+
+def test_what_was_not_started_so_is_refused(config, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    sharded = changed(config, ranks={"shard": "fsdp"})
+    with pytest.raises(TrainError, match=r"torchrun --nproc-per-node 2 -m octavo train --shard fsdp"), joined(sharded):
+        pass
+    with pytest.raises(TrainError, match="needs a process group"):
+        run(sharded)
+    with pytest.raises(TrainError, match="compare trains in one process"):
+        compare(sharded, ["bf16"])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(TrainError, match="2 processes were started, but shard is none"), joined(config):
+        pass
+    with pytest.raises(TrainError, match="compare trains in one process"):
+        compare(config, ["bf16"])
+
+
+def test_a_group_of_one(config, monkeypatch, tmp_path):
+    values = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    sharded = changed(config, ranks={"shard": "ddp"}, run={"out": tmp_path})
+    with joined(sharded) as ranks:
+        assert ranks.group is not None and ranks.size == 1
+        found = run(sharded, "delayed")
+    assert curve(found) == curve(run(config, "delayed"))
+    with joined(config) as ranks:
+        assert ranks.group is None
+
+
+def test_devices_and_memory_of_each_rank(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    names = [
+        device_name(TrainConfig(run=RunConfig(device=d), ranks=RanksConfig("fsdp"))) for d in ("cuda", "cpu", "cuda:1")
+    ]
+    assert names == ["cuda:3", "cpu", "cuda:1"] and device_name(TrainConfig(run=RunConfig(device="cuda"))) == "cuda"
+    large = TrainConfig(model=ModelConfig(width=10**6, heads=1), ranks=RanksConfig("fsdp"))
+    with pytest.raises(TrainError, match="GiB"):
+        require_memory(large, torch.device("cpu"), 4)
+    require_memory(
+        replace(large, data=DataConfig(batch=2**20), model=ModelConfig(layers=1)), torch.device("cpu"), 2**10
+    )
+
+
+# --- as torchrun starts them ------------------------------------------------------------------------------------------
+
+TINY = "--width 32 --layers 2 --heads 2 --context 16 --batch 4 --eval-windows 6 --eval-every 5 --device cpu".split()
+SECONDS = 120  # within which a run that lost a rank must end; far more than --timeout
+
+
+class Started:
+    """The ranks of a run in processes of their own, without torchrun, which would end them itself."""
+
+    def __init__(self, count, *arguments, code=None):
+        program = ["-m", "octavo"] if code is None else ["-c", code]
+        self.processes = []
+        shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        for rank in range(count):
+            self.processes.append(
+                subprocess.Popen(
+                    [sys.executable, *program, "train", *TINY, *arguments],
+                    env=environment() | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+
+    def ends(self, but=()):
+        """(stdout, stderr, exit code) of each rank but some; each must end by itself."""
+        return [(*p.communicate(timeout=SECONDS), p.returncode) for r, p in enumerate(self.processes) if r not in but]
+
+    def end_well(self):
+        ended = self.ends()
+        assert all(code == 0 for *_, code in ended), ended
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        for process in self.processes:
+            process.kill()
+            process.communicate()
+
+
+def environment():
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
+    return kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def rows(folder):
+    """How many steps its log has, and all of it but the speeds."""
+    path = folder / "log.csv"
+    lines = path.read_text().splitlines()[1:] if path.exists() else []
+    return len(lines), [line.split(",")[:3] + line.split(",")[4:] for line in lines]
+
+
+def one_error(err):
+    lines = [line for line in err.splitlines() if line.startswith("octavo: error: ")]
+    assert len(lines) == 1 and "Traceback" not in err, err
+    return lines[0]
+
+
+@pytest.mark.slow
+def test_torchrun(text_file, tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
+    command += ["--master-port", str(free_port()), "-m", "octavo", "train", *TINY, "--data", str(text_file)]
+    arguments = "--shard fsdp --steps 10 --micro-batches 2 --recipe delayed --compile --out".split()
+    done = subprocess.run(
+        [*command, *arguments, str(tmp_path / "compiled")],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("delayed") == 1 and done.stderr.count("step 10/10") == 1  # rank 0 alone tells
+    arguments = "--shard ddp --steps 10 --micro-batches 2 --recipe delayed --compile --out".split()
+    with Started(2, "--data", str(text_file), *arguments, str(tmp_path / "ddp")) as ranks:
+        ranks.end_well()
+    arguments = "--steps 10 --recipe delayed --out".split()
+    assert cli.main(["train", *TINY, "--data", str(text_file), *arguments, str(tmp_path / "alone")]) == 0
+    curves = [rows(tmp_path / name / "delayed")[1] for name in ("compiled", "ddp", "alone")]
+    for found in curves[:2]:
+        assert [float(row[1]) for row in found] == pytest.approx([float(row[1]) for row in curves[2]], rel=0.02)
+
+
+@pytest.mark.slow
+def test_ctrl_c_stops_all_and_is_resumed(text_file, tmp_path):
+    arguments = ["--data", str(text_file), "--shard", "fsdp", "--steps", "400", "--out", str(tmp_path)]
+    with Started(2, *arguments) as ranks:
+        wait_for(tmp_path / "dynamic", 3, ranks)
+        ranks.processes[1].send_signal(signal.SIGTERM)
+        (_, first, code), (_, second, other) = ranks.ends()
+    assert code == other == 130 and "octavo: stopped" not in second, first
+    again = shlex.split(first.splitlines()[-1].partition("go on with: ")[2])
+    assert again[:6] == "torchrun --nproc-per-node 2 -m octavo train".split()
+    done, _ = rows(tmp_path / "dynamic")
+    assert f"stopped dynamic at step {done} of 400" in first
+    assert len(trained_model(tmp_path / "dynamic").blocks) == 2
+
+
+def wait_for(folder, step, ranks):
+    """Until the log has that many steps."""
+    deadline = time.monotonic() + SECONDS
+    while rows(folder)[0] < step and time.monotonic() < deadline:
+        if any(process.poll() is not None for process in ranks.processes):
+            break
+        time.sleep(0.002)
+    ended = [process.communicate() for process in ranks.processes if process.poll() is not None]
+    assert rows(folder)[0] >= step, ended
+
+
+@pytest.mark.slow
+def test_ten_killed_ranks(text_file, tmp_path):
+    """Wherever a rank is killed the other ends with one line, the last checkpoint loads, and the curve is the same."""
+    chosen, steps = random.Random(0), 60
+    run_options = f"--shard fsdp --recipe delayed --steps {steps} --checkpoint-every 3 --timeout 15".split()
+    run_options += ["--data", str(text_file), "--out"]
+    with Started(2, *run_options, str(tmp_path / "whole")) as ranks:
+        ranks.end_well()
+    folder, reached = tmp_path / "parts" / "delayed", 0
+    for kill in range(10):
+        (folder / "log.csv").unlink(missing_ok=True)  # it is written anew
+        more = ["--resume"] if (folder / "checkpoint" / "latest").exists() else []
+        with Started(2, *run_options, str(tmp_path / "parts"), *more) as ranks:
+            if kill % 5 == 4:  # while they start
+                time.sleep(chosen.uniform(1, 4))
+            else:
+                wait_for(folder, reached + chosen.randint(1, 6), ranks)
+                time.sleep(chosen.uniform(0, 0.1))
+            killed = chosen.randrange(2)
+            ranks.processes[killed].kill()
+            ((_, err, code),) = ranks.ends(but=[killed])
+        said = one_error(err)
+        assert code == 2 and said.startswith(f"octavo: error: rank {1 - killed}: "), said
+        assert "another rank ended" in said or "another rank did not answer in time" in said, said
+        assert "is kept" not in said or "--resume to go on" in said, said
+        if (folder / "checkpoint" / "latest").exists():
+            assert trained_model(folder).blocks[0].mlp.fc2.delayed_scale.all()
+            reached = load_extra(folder / "checkpoint")["step"]
+    with Started(2, *run_options, str(tmp_path / "parts"), "--resume") as ranks:
+        ranks.end_well()
+    assert rows(folder) == rows(tmp_path / "whole" / "delayed") and rows(folder)[0] == steps
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_and_one_whose_disk_is_full(text_file, tmp_path):
+    arguments = ["--data", str(text_file), "--shard", "fsdp", "--steps", "4000", "--timeout", "5", "--out"]
+    with Started(2, *arguments, str(tmp_path / "hangs")) as ranks:
+        wait_for(tmp_path / "hangs" / "dynamic", 3, ranks)
+        ranks.processes[1].send_signal(signal.SIGSTOP)
+        begin = time.monotonic()
+        ((_, err, code),) = ranks.ends(but=[1])
+        assert time.monotonic() - begin < 30 and code == 2
+        assert "another rank did not answer in time" in one_error(err)
+    code = (
+        "import os, resource, signal\n"
+        "from octavo import cli\n"
+        "from octavo.train.sharded_folder import ShardedFolder\n"
+        "save = ShardedFolder.save_parts\n"
+        "def save_once(self, *arguments):\n"
+        "    save(self, *arguments)\n"
+        "    if os.environ['RANK'] == '1':\n"
+        "        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "        resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))\n"  # as on a full disk
+        "ShardedFolder.save_parts = save_once\n"
+        "cli.main()\n"
+    )
+    with Started(2, *arguments, str(tmp_path / "full"), "--checkpoint-every", "2", code=code) as ranks:
+        for rank, (_, err, exit_code) in enumerate(ranks.ends()):
+            assert exit_code == 2 and one_error(err).startswith(
+                f"octavo: error: rank {rank}: cannot write a checkpoint"
+            )
+            assert "rank 1 failed: File too large" in err and "kept (step 2); add --resume to go on" in err
+    assert load_extra(tmp_path / "full" / "dynamic" / "checkpoint")["step"] == 2
