@@ -57,7 +57,7 @@ class Gather:
         self.parameter: Any = None  # the sharded one
         self.generation = 0  # of parameters and loads: a 0-row shard has no address that would tell them
         self.seen: tuple[Any, ...] = ()
-        self.fresh = False  # cast since the last forward in training
+        self.rolled: tuple[Any, ...] = ()  # the weight whose amax a forward in training was given to roll
         self.used: tuple[Any, ...] | None = None  # how FSDP2 has gathered it
         self.no_amax: Tensor | None = None
         self.forget()
@@ -111,7 +111,7 @@ class GatherGroup:
                 continue
             if way(member).kind != IN_FP8:
                 continue
-            member.gather.seen, member.gather.fresh = member.gather.key(member.recipe), True
+            member.gather.seen = member.gather.key(member.recipe)
             cast = member.recipe.weight_casts.as_is
             assert cast is not None
             shard = local_part(member.gather.parameter)
@@ -272,7 +272,7 @@ def before_gather(
     stale = gather.seen != gather.key(recipe)
     if chosen == CAST_AFTER:
         if stale:
-            gather.seen, gather.fresh = gather.key(recipe), True
+            gather.seen = gather.key(recipe)
             if recipe.delayed is not None:
                 assert module.delayed_scale is not None
                 gather.scale = module.delayed_scale.clone()  # of all unshards until the weight changes
@@ -368,6 +368,9 @@ def gathered_operands(module: RecipeModule, weight: GatheredWeight, rolls: bool)
     amax = weight.found_amax if weight.found_amax.numel() else None
     fresh = True
     if not torch.compiler.is_compiling():  # a graph would be bound to one of the two, as to a cast of its own
-        fresh, module.gather.fresh = module.gather.fresh, module.gather.fresh and not rolls
+        key = module.gather.key(recipe)
+        fresh = module.gather.rolled != key
+        if rolls:
+            module.gather.rolled = key
     as_is, transposed = (weight.q, weight.scale_inv), (weight.transposed_q, weight.transposed_scale_inv)
     return Operands(as_is, transposed, amax, None, fresh)
