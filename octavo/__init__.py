@@ -7,7 +7,7 @@ their scale_inv, and nothing changes the one without the other. A recipe only sa
 import importlib
 from typing import Any
 
-from octavo import nn, recipes
+from octavo import nn, optim, recipes
 from octavo.errors import ExportError, HigherOrderGradientError, MissingExtraError, OctavoError, UnsupportedOpError
 from octavo.formats import E4M3, E5M2, Format
 from octavo.granularity import Granularity, PerBlock, PerRow, PerTensor
@@ -48,6 +48,7 @@ __all__ = [
     "invalidate",
     "load_delayed_state_dict",
     "nn",
+    "optim",
     "quantize",
     "recipes",
     "restore",

@@ -1,8 +1,11 @@
-"""The two float8 formats, with their limits computed from their bit layout.
+"""The float8 formats, with their limits computed from their bit layout.
 
 E4M3 (torch.float8_e4m3fn) has no infinity: exponent 15 with mantissa 7 is NaN and every other code is finite, so its
 largest value is 1.75 x 2^8 = 448. E5M2 (torch.float8_e5m2) is the upper byte of IEEE float16, infinities included.
 Source: Micikevicius et al., "FP8 Formats for Deep Learning", arXiv 2209.05433, table 1.
+
+E4M4 is for optimizers' second moments alone, which have no sign: E4M3 whose sign bit is a mantissa bit. torch has no
+dtype for it, so its codes are bytes; nothing casts to it.
 """
 
 from __future__ import annotations
@@ -18,11 +21,12 @@ class Format:
     """A float8 format: what its 256 codes mean.
 
     Attributes:
-        name: the field's name for it, ``"E4M3"`` or ``"E5M2"``.
+        name: the field's name for it, ``"E4M3"``, ``"E5M2"`` or ``"E4M4"``.
         dtype: the torch dtype of the codes.
         exponent_bits: width of the exponent field.
         mantissa_bits: width of the mantissa field, without the hidden bit.
         has_inf: whether the top exponent holds infinities.
+        signed: whether there is a sign bit.
 
     Example:
         >>> from octavo import E4M3, E5M2
@@ -37,6 +41,7 @@ class Format:
     exponent_bits: int
     mantissa_bits: int
     has_inf: bool
+    signed: bool = True
 
     @property
     def bias(self) -> int:
@@ -64,7 +69,7 @@ class Format:
     @property
     def nan_code(self) -> int:
         """The one code that Octavo writes for NaN."""
-        return 0x7F
+        return 0x7F if self.signed else 0xFF
 
     def __str__(self) -> str:
         return self.name
@@ -78,6 +83,7 @@ class Format:
 
 E4M3 = Format("E4M3", torch.float8_e4m3fn, exponent_bits=4, mantissa_bits=3, has_inf=False)
 E5M2 = Format("E5M2", torch.float8_e5m2, exponent_bits=5, mantissa_bits=2, has_inf=True)
+E4M4 = Format("E4M4", torch.uint8, exponent_bits=4, mantissa_bits=4, has_inf=False, signed=False)
 
 # What octavo casts from and reads back to.
 HIGH_PRECISION = (torch.bfloat16, torch.float16, torch.float32)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from octavo import E4M3, E5M2, Format
-from octavo.formats import FORMATS, format_of
+from octavo.formats import E4M4, FORMATS, format_of
 from tests.definitions import FINITE, VALUES, all_codes, read
 
 
@@ -52,6 +52,14 @@ def test_a_format_is_one_object(fmt: Format) -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         fmt.name = "other"
     assert str(fmt) == repr(fmt) == fmt.name
+
+
+def test_e4m4_has_no_sign_and_a_mantissa_bit_more() -> None:
+    assert (E4M4.max, E4M4.smallest_normal, E4M4.smallest_subnormal, E4M4.bias) == (480.0, 2.0**-6, 2.0**-10, 7)
+    assert (E4M4.nan_code, E4M4.signed, E4M3.signed, E5M2.signed) == (0xFF, False, True, True)
+    assert E4M4.exponent_bits + E4M4.mantissa_bits == 8
+    assert pickle.loads(pickle.dumps(E4M4)) is E4M4 is copy.deepcopy(E4M4)
+    assert E4M4 not in FORMATS.values()
 
 
 def test_other_dtypes_are_refused_by_name() -> None:

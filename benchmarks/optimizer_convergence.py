@@ -1,0 +1,131 @@
+"""Every way to keep an optimizer's state, on one small byte-level GPT: final loss over seeds and betas.
+
+Beside torch's AdamW in float32: octavo's schemes, and by octavo's own parts the schemes of the field, each with and
+without the clip to R_t; torchao's 8-bit optimizers where it is installed. A seed fixes weights and data, so runs pair
+up. Each run's loss is the mean of its last 50 steps' (nats a byte). Written to
+results/optimizer_convergence-<device>.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import statistics
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+
+from benchmarks.measure import table, write_results
+from octavo import E4M3, E5M2, PerTensor
+from octavo.optim import E4M4, AdamW, Moment
+from octavo.train import GPT, Batches, ModelConfig, load_corpus, next_byte_loss
+
+SIZES = ModelConfig(width=64, layers=2, heads=2, context=64)
+BATCH, STEPS, LR, AVERAGED = 16, 1200, 3e-3, 50
+BETAS = ((0.9, 0.95), (0.9, 0.999))
+LIMIT = 0.02  # nats/byte above float32's
+Optimizer = Callable[[Iterable[Any], tuple[float, float]], Any]
+
+
+def ours(moments: Any, **options: Any) -> Optimizer:
+    return lambda params, betas: AdamW(params, LR, betas, 1e-8, 0.1, moments=moments, **options)
+
+
+def linear_v(fmt: Any, **options: Any) -> tuple[Moment, Moment]:
+    return Moment(E4M3, **options), Moment(fmt, **options)
+
+
+def root_v(fmt: Any, **options: Any) -> tuple[Moment, Moment]:
+    return Moment(E4M3, **options), Moment(fmt, root=True, **options)
+
+
+def torchao(name: str) -> Optimizer:
+    def build(params: Iterable[Any], betas: tuple[float, float]) -> Any:
+        import torchao.optim
+
+        return getattr(torchao.optim, name)(params, lr=LR, betas=betas, weight_decay=0.1)
+
+    return build
+
+
+PREVIOUS: dict[str, Any] = {"granularity": PerTensor(), "scale": "previous"}
+SCHEMES: dict[str, Optimizer] = {
+    "torch AdamW, fp32": lambda params, betas: torch.optim.AdamW(params, lr=LR, betas=betas, weight_decay=0.1),
+    "fp8 (the default)": ours("fp8"),
+    "fp8, to nearest": ours((Moment(E4M3), Moment(E4M4, root=True))),
+    "fp8, not clipped": ours("fp8", clip_update=False),
+    "bf16, stochastic": ours("bf16"),
+    "bf16, to nearest": ours((Moment("bf16"), Moment("bf16"))),
+    "v in E4M3, blocks": ours(linear_v(E4M3), clip_update=False),
+    "v in E4M3, blocks, clipped": ours(linear_v(E4M3)),
+    "v in E4M3, per tensor": ours(linear_v(E4M3, granularity=PerTensor()), clip_update=False),
+    "v in E4M3, per tensor, clipped": ours(linear_v(E4M3, granularity=PerTensor())),
+    "sqrt(v) in E4M3, previous amax": ours(root_v(E4M3, **PREVIOUS), clip_update=False),
+    "sqrt(v) in E4M3, previous amax, clipped": ours(root_v(E4M3, **PREVIOUS)),
+    "sqrt(v) in E5M2, previous amax": ours(root_v(E5M2, **PREVIOUS), clip_update=False),
+    "sqrt(v) in E5M2, previous amax, clipped": ours(root_v(E5M2, **PREVIOUS)),
+    "torchao AdamWFp8": torchao("AdamWFp8"),
+    "torchao AdamW8bit": torchao("AdamW8bit"),
+}
+
+
+def one_run(task: tuple[str, int, tuple[float, float], int]) -> float:
+    """The mean loss of a run's last steps; inf where it is not finite."""
+    scheme, seed, betas, steps = task
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    model = GPT(SIZES)
+    optimizer = SCHEMES[scheme](model.parameters(), betas)
+    batches, losses = Batches(load_corpus(None), SIZES.context, BATCH, seed), []
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            rate = LR * min((step + 1) / 50, 0.5 * (1 + math.cos(math.pi * step / steps)))
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+        loss = next_byte_loss(model(batches.training(step)[0]), batches.training(step)[1])
+        if not math.isfinite(float(loss.detach())):
+            return math.inf
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return statistics.mean(losses[-AVERAGED:])
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks optimizer_convergence", description=__doc__)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3])
+    parser.add_argument("--schemes", nargs="+", default=list(SCHEMES), choices=SCHEMES)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--no-write", action="store_true", help="print only")
+    options = parser.parse_args(arguments)
+    base = next(iter(SCHEMES))
+    schemes = list(dict.fromkeys([base, *options.schemes]))
+    tasks = [(scheme, seed, betas, options.steps) for scheme in schemes for betas in BETAS for seed in options.seeds]
+    losses: dict[tuple[Any, ...], float] = {}
+    with ProcessPoolExecutor(options.workers, mp_context=get_context("spawn")) as pool:
+        for (scheme, seed, betas, _), loss in zip(tasks, pool.map(one_run, tasks), strict=True):
+            losses[scheme, betas, seed] = loss
+            print(f"{scheme}, betas {betas}, seed {seed}: {loss:.4f}", flush=True)
+    rows = []
+    for scheme in schemes:
+        for betas in BETAS:
+            own = [losses[scheme, betas, seed] for seed in options.seeds]
+            gaps = [losses[scheme, betas, seed] - losses[base, betas, seed] for seed in options.seeds]
+            row = {"scheme": scheme, "beta2": str(betas[1]), "loss": f"{statistics.mean(own):.4f}"}
+            row |= {"mean_gap": f"{statistics.mean(gaps):+.4f}", "largest_gap": f"{max(gaps):+.4f}"}
+            rows.append(row | {f"seed_{seed}": f"{loss:.4f}" for seed, loss in zip(options.seeds, own, strict=True)})
+    print(table(rows))
+    if not options.no_write:
+        print(f"written to {write_results('optimizer_convergence', rows)}")
+    default = [row for row in rows if "default" in row["scheme"]]
+    missed = [row for row in default if float(row["largest_gap"]) > LIMIT]
+    print(f"{'MISSED' if missed else 'ok'}: the default is within {LIMIT} nats/byte of float32 in every run")
+    return int(bool(missed))

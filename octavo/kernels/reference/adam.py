@@ -1,0 +1,182 @@
+"""Adam of one tensor, read and written once, piece by piece: no temporary is as large as the tensor."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.reference.master_weights import MasterWeight
+from octavo.kernels.reference.optimizer_state import Piece, StoredMoment, finite_amax, pieces
+from octavo.kernels.reference.random_bits import key_of, random_bits
+from octavo.numerics import scale_from_amax
+
+
+class AdamStep(NamedTuple):
+    """The numbers of a step.
+
+    Attributes:
+        lr, beta1, beta2, eps, weight_decay: as torch.optim.AdamW's.
+        step: counted from 1.
+        decoupled: decay multiplies the weight (AdamW); else it is added to the gradient (Adam).
+        maximize: go up.
+        max_update: |m_hat / sqrt(v_hat)| is clipped to it; inf: not.
+        key: of random bits: of the seed and the tensor.
+    """
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: int
+    decoupled: bool
+    maximize: bool
+    max_update: float
+    key: int
+
+
+class _Scales(NamedTuple):
+    """Scales that serve whole tensors, [1, 1], and where their next amax is gathered; None where blocks have theirs."""
+
+    first: tuple[Tensor | None, Tensor | None]
+    second: tuple[Tensor | None, Tensor | None]
+    master: tuple[Tensor | None, Tensor | None]
+
+
+def adam_update(
+    master: MasterWeight,
+    amax: Tensor | None,
+    grad: Tensor,
+    first: StoredMoment,
+    second: StoredMoment,
+    h: AdamStep,
+    first_row: int = 0,
+) -> None:
+    """Update a weight and its state in place.
+
+    Args:
+        master: the weight [R, C] and its master.
+        amax: [1, 1] float32, the float16 master's amax after the last step; raised to the new one. Else None.
+        grad: [R, C], any float dtype.
+        first, second: exp_avg and exp_avg_sq.
+        h: the step's numbers.
+        first_row: the row of the whole tensor that this one begins with; random bits depend on it.
+    """
+    rows, cols = grad.shape
+    if grad.numel() == 0:
+        return
+    scales = _Scales(_begin(first), _begin(second), _master_scale(master, amax, h))
+    if first.needs_amax_first or second.needs_amax_first:
+        scales = scales._replace(**_amax_of_all(master, grad, first, second, h, first_row))
+    for piece in pieces(rows, cols, first_row):
+        m, v, w = _moments(piece, master, grad, first, second, h)
+        _apply(w, m, v, h)
+        low, high, bits = _bits(piece, m, first, second, master, h)
+        first.write(piece, m, low, *scales.first)
+        second.write(piece, v, high, *scales.second)
+        master.write(piece, w, bits, *scales.master)
+    for moment, (scale, found) in ((first, scales.first), (second, scales.second)):
+        if scale is not None:
+            assert moment.scale_inv is not None
+            moment.scale_inv.copy_(scale.reciprocal())
+        if moment.amax is not None and found is not None:
+            moment.amax.copy_(found)
+    if scales.master[0] is not None:
+        assert master.scale_inv is not None and amax is not None and scales.master[1] is not None
+        master.scale_inv.copy_(scales.master[0].reciprocal())
+        amax.copy_(scales.master[1])
+
+
+def _moments(
+    piece: Piece,
+    master: MasterWeight,
+    grad: Tensor,
+    first: StoredMoment,
+    second: StoredMoment,
+    h: AdamStep,
+    keep: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The piece's new moments, unrounded, and its master; ``keep``: what is stored stays as it is."""
+    g = piece.of(grad).to(torch.float32)
+    if h.maximize:
+        g = -g
+    w = master.read(piece)
+    if h.weight_decay and not h.decoupled:
+        g = g.add(w, alpha=h.weight_decay)
+    m, v = first.read(piece), second.read(piece)
+    if keep:
+        m, v = m.clone(), v.clone()
+    m.lerp_(g, 1 - h.beta1)
+    v.mul_(h.beta2).addcmul_(g, g, value=1 - h.beta2)
+    return m, v, w
+
+
+def _apply(w: Tensor, m: Tensor, v: Tensor, h: AdamStep) -> None:
+    """Update the master; the operations and their order are torch's."""
+    correction1 = 1 - h.beta1**h.step
+    correction2 = math.sqrt(1 - h.beta2**h.step)
+    if h.weight_decay and h.decoupled:
+        w.mul_(1 - h.lr * h.weight_decay)
+    denominator = v.sqrt().div_(correction2).add_(h.eps)
+    if math.isinf(h.max_update):
+        w.addcdiv_(m, denominator, value=-h.lr / correction1)
+        return
+    limit = h.max_update * correction1
+    w.add_(torch.div(m, denominator, out=denominator).clamp_(-limit, limit), alpha=-h.lr / correction1)
+
+
+def _bits(
+    piece: Piece, like: Tensor, first: StoredMoment, second: StoredMoment, master: MasterWeight, h: AdamStep
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """16 random bits an element for each that is rounded stochastically."""
+    low = high = bits = None
+    if first.stochastic or second.stochastic:
+        drawn = random_bits(key_of(h.key, h.step, 0), piece.index(like.device))
+        low, high = drawn & 0xFFFF, (drawn >> 16).bitwise_and_(0xFFFF)
+    if master.is_random:
+        bits = random_bits(key_of(h.key, h.step, 1), piece.index(like.device)).bitwise_and_(0xFFFF)
+    return low, high, bits
+
+
+def _begin(moment: StoredMoment) -> tuple[Tensor | None, Tensor | None]:
+    """(scale, found) of a moment that takes the previous amax: known before the update, as is one for all."""
+    if moment.amax is None:
+        return None, None
+    assert moment.fmt is not None
+    return scale_from_amax(moment.amax, moment.fmt.max, False, 0), torch.zeros_like(moment.amax)
+
+
+def _master_scale(master: MasterWeight, amax: Tensor | None, h: AdamStep) -> tuple[Tensor | None, Tensor | None]:
+    """(scale, found) of a float16 master, by the bound of what this step can make of it."""
+    if master.kind != "fp16_scaled":
+        return None, None
+    assert amax is not None
+    return scale_from_amax(bound_after(amax, h), 65504.0, True, 0), torch.zeros_like(amax)
+
+
+def bound_after(amax: Tensor, h: AdamStep) -> Tensor:
+    """The most that |w| can be after a step whose update is clipped."""
+    kept = 1 - h.lr * h.weight_decay if h.decoupled else 1.0
+    # a rounding or two of float32 on the way
+    return (amax * abs(kept) + h.lr * h.max_update) * (1 + 2.0**-20)
+
+
+def _amax_of_all(
+    master: MasterWeight, grad: Tensor, first: StoredMoment, second: StoredMoment, h: AdamStep, first_row: int
+) -> dict[str, tuple[Tensor, None]]:
+    """The scales of moments that have one for all, and no earlier amax: the moments are computed twice."""
+    found = {name: grad.new_zeros(1, 1, dtype=torch.float32) for name in ("first", "second")}
+    for piece in pieces(grad.shape[0], grad.shape[1], first_row):
+        m, v, _ = _moments(piece, master, grad, first, second, h, keep=True)
+        for name, moment, wide in (("first", first, m), ("second", second, v)):
+            stored = wide.sqrt() if moment.root else wide
+            torch.maximum(found[name], finite_amax(stored).max(), out=found[name])
+    scales: dict[str, tuple[Tensor, None]] = {}
+    for name, moment in (("first", first), ("second", second)):
+        if moment.needs_amax_first:
+            assert moment.fmt is not None
+            scales[name] = scale_from_amax(found[name], moment.fmt.max, False, 0), None
+    return scales

@@ -1,0 +1,81 @@
+"""Eight-bit codes of an optimizer's moments: to nearest or stochastically, signed or not.
+
+A float32 number times 2^(bias - 127) has the bits of its code in its upper bits, subnormals included; below them are
+those that rounding drops. To nearest, the number is rounded before that: added to 2^(23 - mantissa bits) times its own
+power of two, or the smallest normal, it loses them. (After it, a subnormal would be rounded twice.) Stochastically, 16
+random bits are added at the top of the dropped ones, so that a number goes up with the probability of the part that is
+dropped; what a subnormal has below 2^-20 of a step, the product has rounded before.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from octavo.formats import Format
+
+_EXPONENT = 0x7F800000  # of a float32's bits
+
+
+def encode_moment(y: Tensor, fmt: Format, bits16: Tensor | None) -> Tensor:
+    """Round scaled numbers to codes.
+
+    Args:
+        y: float32, overwritten; not negative where the format has no sign. What lies past the format's max saturates;
+            NaN and inf become NaN.
+        fmt: E4M3, E5M2 or E4M4.
+        bits16: int32 below 2^16, y's shape, for stochastic rounding; None rounds to nearest, ties to even.
+
+    Returns:
+        uint8 of y's shape.
+    """
+    dropped = 23 - fmt.mantissa_bits
+    largest = _code_of_max(fmt)
+    sign = (y.view(torch.int32) >> 24).bitwise_and_(0x80) if fmt.signed else None
+    finite = bool(torch.isfinite(y.sum()))  # a sum of finite numbers may overflow, so look again
+    faults = None if finite else ~torch.isfinite(y)
+    y.abs_()
+    if bits16 is None:
+        power = y.view(torch.int32).bitwise_and(_EXPONENT).view(torch.float32)
+        power.clamp_(fmt.smallest_normal, fmt.max).mul_(2.0**dropped)
+        y.add_(power).sub_(power)
+    bits = y.mul_(2.0 ** (fmt.bias - 127)).view(torch.int32)
+    if bits16 is not None:
+        bits.add_(bits16, alpha=1 << (dropped - 16))
+    bits.bitwise_right_shift_(dropped).clamp_(0, largest)
+    if sign is not None:
+        bits.bitwise_or_(sign)
+    if faults is not None:
+        bits.masked_fill_(faults, fmt.nan_code)
+    return bits.to(torch.uint8)
+
+
+def decode_moment(codes: Tensor, fmt: Format) -> Tensor:
+    """Read codes as float32, exactly.
+
+    Args:
+        codes: uint8.
+        fmt: theirs.
+    """
+    half = codes.to(torch.int16)  # as the upper bits of a float16, whose exponent reads too small
+    if fmt.signed:
+        half = codes.view(torch.int8).to(torch.int16).mul_(1 << (10 - fmt.mantissa_bits))
+        half.bitwise_and_(-0x4080 if fmt.exponent_bits == 4 else -1)
+    else:
+        half.mul_(1 << (10 - fmt.mantissa_bits))
+    wide = half.view(torch.float16).to(torch.float32)
+    if fmt.bias != 15:
+        wide.mul_(2.0 ** (15 - fmt.bias))
+    largest = fmt.nan_code if not fmt.has_inf else None
+    if largest is not None and codes.numel() > 0:
+        magnitude = codes.bitwise_and(0x7F) if fmt.signed else codes
+        if int(magnitude.max()) == largest:
+            wide.masked_fill_(magnitude == largest, float("nan"))
+    return wide
+
+
+def _code_of_max(fmt: Format) -> int:
+    """The code of the largest finite value."""
+    if fmt.has_inf:
+        return ((1 << fmt.exponent_bits) - 1 << fmt.mantissa_bits) - 1
+    return fmt.nan_code - 1

@@ -1,0 +1,90 @@
+"""SGD with momentum of one tensor, piece by piece as Adam."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.reference.master_weights import MasterWeight
+from octavo.kernels.reference.optimizer_state import Piece, StoredMoment, finite_amax, pieces
+from octavo.kernels.reference.random_bits import key_of, random_bits
+from octavo.numerics import scale_from_amax
+
+
+class SgdStep(NamedTuple):
+    """The numbers of a step; as torch.optim.SGD's, with the step's number, from 1, and the key of random bits."""
+
+    lr: float
+    momentum: float
+    dampening: float
+    weight_decay: float
+    nesterov: bool
+    maximize: bool
+    step: int
+    key: int
+
+
+def sgd_update(master: MasterWeight, grad: Tensor, buffer: StoredMoment | None, h: SgdStep, first_row: int = 0) -> None:
+    """Update a weight and its momentum in place.
+
+    Args:
+        master: the weight [R, C] and its master; not a scaled float16 one.
+        grad: [R, C], any float dtype.
+        buffer: the momentum; None without.
+        h: the step's numbers.
+        first_row: the row of the whole tensor that this one begins with.
+    """
+    if grad.numel() == 0:
+        return
+    scale = found = None
+    if buffer is not None and buffer.amax is not None:
+        assert buffer.fmt is not None
+        scale, found = scale_from_amax(buffer.amax, buffer.fmt.max, False, 0), torch.zeros_like(buffer.amax)
+    elif buffer is not None and buffer.needs_amax_first:
+        scale = _scale_of_all(master, grad, buffer, h, first_row)
+    for piece in pieces(grad.shape[0], grad.shape[1], first_row):
+        w = master.read(piece)
+        g = _gradient(piece, grad, w, h)
+        update, average = g, None
+        if buffer is not None:
+            average = _averaged(buffer.read(piece), g, h)
+            update = g.add(average, alpha=h.momentum) if h.nesterov else average
+        w.add_(update, alpha=-h.lr)
+        drawn = None
+        if master.is_random or (buffer is not None and buffer.stochastic):
+            drawn = random_bits(key_of(h.key, h.step), piece.index(w.device))
+        if buffer is not None:
+            assert average is not None
+            buffer.write(piece, average, None if drawn is None else drawn & 0xFFFF, scale, found)
+        master.write(piece, w, None if drawn is None else (drawn >> 16).bitwise_and_(0xFFFF), None, None)
+    if buffer is not None and scale is not None:
+        assert buffer.scale_inv is not None
+        buffer.scale_inv.copy_(scale.reciprocal())
+        if buffer.amax is not None and found is not None:
+            buffer.amax.copy_(found)
+
+
+def _gradient(piece: Piece, grad: Tensor, w: Tensor, h: SgdStep) -> Tensor:
+    g = piece.of(grad).to(torch.float32)
+    if h.maximize:
+        g = -g
+    return g.add(w, alpha=h.weight_decay) if h.weight_decay else g
+
+
+def _averaged(stored: Tensor, g: Tensor, h: SgdStep) -> Tensor:
+    """The new momentum: the first is the gradient itself, as torch's."""
+    if h.step == 1:
+        return stored.copy_(g)
+    return stored.mul_(h.momentum).add_(g, alpha=1 - h.dampening)
+
+
+def _scale_of_all(master: MasterWeight, grad: Tensor, buffer: StoredMoment, h: SgdStep, first_row: int) -> Tensor:
+    """The scale of a momentum that has one for all: the momentum is computed twice."""
+    assert buffer.fmt is not None
+    found = grad.new_zeros(1, 1, dtype=torch.float32)
+    for piece in pieces(grad.shape[0], grad.shape[1], first_row):
+        average = _averaged(buffer.read(piece).clone(), _gradient(piece, grad, master.read(piece), h), h)
+        torch.maximum(found, finite_amax(average).max(), out=found)
+    return scale_from_amax(found, buffer.fmt.max, False, 0)

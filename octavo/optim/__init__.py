@@ -1,0 +1,8 @@
+"""Optimizers whose state takes few bytes."""
+
+from octavo.formats import E4M4
+from octavo.optim.adam import Adam, AdamW
+from octavo.optim.moment import Moment
+from octavo.optim.sgd import SGD
+
+__all__ = ["E4M4", "SGD", "Adam", "AdamW", "Moment"]

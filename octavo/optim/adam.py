@@ -1,0 +1,138 @@
+"""AdamW and Adam whose moments take one or two bytes, on weights of any master."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from octavo.kernels.reference.adam import AdamStep, adam_update
+from octavo.kernels.reference.master_weights import MasterWeight
+from octavo.kernels.reference.optimizer_state import StoredMoment
+from octavo.optim.base import CompactOptimizer
+from octavo.optim.moment import Moment, moments_of
+from octavo.scaling.bounded import adam_max_update
+
+
+class _Adam(CompactOptimizer):
+    """What Adam and AdamW share."""
+
+    names = ("exp_avg", "exp_avg_sq")
+    decoupled = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        moments: str | tuple[Moment, Moment] = "fp8",
+        master: str | None = "auto",
+        maximize: bool = False,
+        clip_update: bool | None = None,
+        seed: int = 0,
+    ) -> None:
+        for name, value in (("lr", float(lr)), ("eps", eps), ("weight_decay", weight_decay)):
+            if not value >= 0.0:
+                raise ValueError(f"{name}={value!r} must be at least 0")
+        if not all(0.0 <= beta < 1.0 for beta in betas):
+            raise ValueError(f"betas={betas!r} must be at least 0 and below 1")
+        kept = moments_of(moments)
+        low = any(moment.format != "fp32" for moment in kept) or master == "fp16_scaled"
+        self.clip_update = low if clip_update is None else clip_update
+        if master == "fp16_scaled" and not self.clip_update:
+            raise ValueError("master='fp16_scaled' finds its scale by the largest update: leave clip_update on")
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, defaults, kept, master, seed)
+
+    def max_update(self, step: int) -> float:
+        """R_t of the first group's betas: the most that a step moves an element, by its learning rate."""
+        return adam_max_update(step, *self.param_groups[0]["betas"])
+
+    def _run(
+        self,
+        group: dict[str, Any],
+        step: int,
+        key: int,
+        stored: tuple[MasterWeight, list[StoredMoment], Tensor | None],
+        gradient: Tensor,
+        first_row: int,
+    ) -> None:
+        beta1, beta2 = group["betas"]
+        limit = adam_max_update(step, beta1, beta2) if self.clip_update else math.inf
+        numbers = AdamStep(
+            float(group["lr"]),
+            beta1,
+            beta2,
+            group["eps"],
+            group["weight_decay"],
+            step,
+            self.decoupled,
+            group["maximize"],
+            limit,
+            key,
+        )
+        master, (first, second), amax = stored
+        adam_update(master, amax, gradient, first, second, numbers, first_row)
+
+
+class AdamW(_Adam):
+    """torch.optim.AdamW, its moments in few bytes, and weights in bf16 with a master of the chosen size.
+
+    With ``moments="fp32"`` and float32 weights its results are torch's, bit for bit (foreach=False on a CPU). An update
+    is clipped to the most that exact moments can give (adam_max_update), which never changes exact Adam.
+
+    Args:
+        params: parameters, or groups; plain or sharded by rows (FSDP2).
+        lr: a number or a tensor of one.
+        betas, eps, weight_decay, maximize: as torch's.
+        moments: "fp8" (2.06 bytes an element), "bf16" (4), "fp32" (8), or two Moments. Of vectors that are sharded,
+            "fp32" stands in for codes.
+        master: "auto": float32 weights are their own master, bf16 ones have "split32". "split32": bf16 + 16 bits;
+            "split24": bf16 + 8 bits; "fp16_scaled": bf16 + a scaled float16; None: bf16 alone, rounded stochastically;
+            "fp32": float32 weights only. Float32 weights stay as they are under each of them.
+        clip_update: clip to R_t; by default where moments or master are not exact.
+        seed: of stochastic rounding, whose bits depend on it, the step and the element's index alone.
+
+    Raises:
+        TypeError, ValueError: for arguments out of range, or weights of a dtype that the master is not for.
+
+    Example:
+        >>> import torch, octavo
+        >>> layer = torch.nn.Linear(256, 256, dtype=torch.bfloat16)
+        >>> optimizer = octavo.optim.AdamW(layer.parameters(), lr=1e-2, moments="fp8", master="split24")
+        >>> layer(torch.ones(1, 256, dtype=torch.bfloat16)).sum().backward()
+        >>> optimizer.step()
+        >>> sorted(optimizer.state[layer.weight])[:3]
+        ['exp_avg_codes', 'exp_avg_scale_inv', 'exp_avg_sq_codes']
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        **options: Any,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, **options)
+
+
+class Adam(_Adam):
+    """torch.optim.Adam: weight decay is added to the gradient, so that it enters the moments. Else as AdamW.
+
+    Example:
+        >>> import torch, octavo
+        >>> weight = torch.nn.Parameter(torch.ones(4))
+        >>> weight.grad = torch.ones(4)
+        >>> octavo.optim.Adam([weight], lr=0.5, moments="fp32").step()
+        >>> weight.detach()
+        tensor([0.5000, 0.5000, 0.5000, 0.5000])
+    """
+
+    decoupled = False

@@ -1,0 +1,52 @@
+"""Masters: what an optimizer updates in place of a weight of few bits.
+
+One file each, with one shape:
+
+name       the ``master`` argument's
+dtypes     of the weights that it is for
+random     whether it rounds stochastically
+new_state  what it keeps in the optimizer's state
+stored     what the kernels read and write
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from octavo.optim.masters import fp16_scaled, fp32, split24, split32, stochastic
+
+NAMED: dict[str | None, Any] = {
+    "fp32": fp32.Fp32(),
+    "split32": split32.Split32(),
+    "split24": split24.Split24(),
+    "fp16_scaled": fp16_scaled.Fp16Scaled(),
+    None: stochastic.Stochastic(),
+}
+
+
+def master_of(param: nn.Parameter, master: str | None) -> Any:
+    """The master of a weight.
+
+    Args:
+        param: the weight.
+        master: a name of NAMED; or "auto": float32 weights are their own, bf16 ones have "split32".
+
+    Raises:
+        ValueError: for another name, or a weight of another dtype than the master is for.
+    """
+    if master == "auto":
+        master = "split32" if param.dtype == torch.bfloat16 else "fp32"
+    if master not in NAMED:
+        raise ValueError(f"master={master!r}: use 'auto', {', '.join(map(repr, NAMED))}")
+    found = NAMED[master]
+    if param.dtype not in found.dtypes:
+        if param.dtype == torch.float32 and master in ("split32", "split24", None, "fp16_scaled"):
+            return NAMED["fp32"]  # as is: a norm's weight, say, beside bf16 matrices
+        raise ValueError(
+            f"master={master!r} is for weights of {', '.join(map(str, found.dtypes))}, not {param.dtype}; "
+            "use 'auto', or convert the model"
+        )
+    return found

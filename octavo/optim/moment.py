@@ -1,0 +1,137 @@
+"""Moment: how an optimizer keeps one of its moving averages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from octavo.formats import E4M3, E4M4, Format
+from octavo.granularity import Granularity, PerBlock, PerTensor
+from octavo.kernels.reference.optimizer_state import BLOCK, StoredMoment, blocks_of
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Moment:
+    """How a moving average is stored.
+
+    Args:
+        format: "fp32", "bf16", or codes of octavo.E4M3, octavo.E5M2, octavo.optim.E4M4 (no sign: second moments).
+        root: store the square root (of second moments): half the octaves, twice the relative error.
+        granularity: of codes' scales: PerBlock(1, 128), along rows of the first dimension, or PerTensor().
+        rounding: "nearest" or "stochastic". To nearest, an average that moves by less than half a step stands still.
+        scale: "block": from what is stored now; "previous": from the amax of the step before, PerTensor() only.
+
+    Raises:
+        TypeError, ValueError: for what can't be, with the remedy.
+
+    Example:
+        >>> from octavo import E4M3
+        >>> Moment(E4M3, rounding="stochastic")
+        Moment(E4M3, PerBlock(1, 128), stochastic)
+        >>> Moment("bf16")
+        Moment(bf16, nearest)
+    """
+
+    format: Literal["fp32", "bf16"] | Format
+    root: bool = False
+    granularity: Granularity = PerBlock(1, BLOCK)
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    scale: Literal["block", "previous"] = "block"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.format, Format) and self.format not in DTYPES:
+            raise TypeError(f"Moment: format={self.format!r}: use 'fp32', 'bf16', E4M3, E5M2 or E4M4")
+        if self.rounding not in ("nearest", "stochastic") or (self.format == "fp32" and self.rounding != "nearest"):
+            raise ValueError(f"Moment: rounding={self.rounding!r} of {self.format}: use 'nearest' or 'stochastic'")
+        if self.granularity not in (PerBlock(1, BLOCK), PerTensor()):
+            raise ValueError(f"Moment: granularity={self.granularity}: use PerBlock(1, {BLOCK}) or PerTensor()")
+        if self.scale not in ("block", "previous"):
+            raise ValueError(f"Moment: scale={self.scale!r}: use 'block' or 'previous'")
+        if self.scale == "previous" and self.granularity != PerTensor():
+            raise ValueError("Moment: scale='previous' keeps one amax, so it needs granularity=PerTensor()")
+        if self.root and not isinstance(self.format, Format):
+            raise ValueError(f"Moment: root=True is for codes; {self.format} holds the octaves without it")
+
+    def __repr__(self) -> str:
+        parts = [str(self.format)]
+        if isinstance(self.format, Format):
+            parts += (["root"] if self.root else []) + [str(self.granularity)]
+        parts.append(self.rounding)
+        return f"Moment({', '.join(parts + (['previous amax'] if self.scale == 'previous' else []))})"
+
+    def check(self, second: bool) -> None:
+        """Raise ValueError for what fits only the other moment."""
+        if not second and (self.root or (isinstance(self.format, Format) and not self.format.signed)):
+            raise ValueError(f"{self} has no sign: it is for second moments")
+
+    def new_state(self, name: str, shape: torch.Size, device: torch.device) -> dict[str, Tensor]:
+        """Zeros, as they are kept in an optimizer's state under names that begin with this one."""
+        if not isinstance(self.format, Format):
+            return {name: torch.zeros(shape, dtype=DTYPES[self.format], device=device)}
+        rows, cols = as_matrix_shape(shape)
+        scales = (rows, blocks_of(cols)) if self.granularity != PerTensor() else (1, 1)
+        state = {
+            f"{name}_codes": torch.zeros(shape, dtype=torch.uint8, device=device),
+            f"{name}_scale_inv": torch.ones(scales, dtype=torch.float32, device=device),
+        }
+        if self.scale == "previous":
+            state[f"{name}_amax"] = torch.zeros(1, 1, dtype=torch.float32, device=device)
+        return state
+
+    def stored(self, name: str, state: dict[str, Tensor]) -> StoredMoment:
+        """What the kernels read and write, over the tensors of ``new_state``."""
+        stochastic = self.rounding == "stochastic"
+        if not isinstance(self.format, Format):
+            return StoredMoment(as_matrix(state[name]), stochastic=stochastic)
+        return StoredMoment(
+            as_matrix(state[f"{name}_codes"]),
+            self.format,
+            state[f"{name}_scale_inv"],
+            state.get(f"{name}_amax"),
+            self.root,
+            stochastic,
+        )
+
+
+def as_matrix_shape(shape: Any) -> tuple[int, int]:
+    """(R, C) of a tensor as the kernels see it: its first dimension by all others; vectors are one row."""
+    if len(shape) < 2:
+        return 1, int(torch.Size(shape).numel())
+    return shape[0], int(torch.Size(shape[1:]).numel())
+
+
+def as_matrix(tensor: Tensor) -> Tensor:
+    """A contiguous tensor as [R, C]."""
+    return tensor.view(as_matrix_shape(tensor.shape))
+
+
+_STOCHASTIC: Any = "stochastic"
+# "fp8": the sign bit that a second moment has not becomes a mantissa bit, the root halves the octaves to be held,
+# blocks of 128 keep underflow below one element in a thousand, stochastic rounding lets averages follow.
+NAMED: dict[str, tuple[Moment, Moment]] = {
+    "fp32": (Moment("fp32"), Moment("fp32")),
+    "bf16": (Moment("bf16", rounding=_STOCHASTIC), Moment("bf16", rounding=_STOCHASTIC)),
+    "fp8": (Moment(E4M3, rounding=_STOCHASTIC), Moment(E4M4, root=True, rounding=_STOCHASTIC)),
+}
+
+
+def moments_of(moments: Any) -> tuple[Moment, Moment]:
+    """What a ``moments`` argument means.
+
+    Raises:
+        TypeError, ValueError: for anything but a name of NAMED or a pair of Moments.
+    """
+    if isinstance(moments, str):
+        if moments not in NAMED:
+            raise ValueError(f"moments={moments!r}: use {', '.join(map(repr, NAMED))} or a pair of octavo.optim.Moment")
+        return NAMED[moments]
+    if not (isinstance(moments, tuple) and len(moments) == 2 and all(isinstance(m, Moment) for m in moments)):
+        raise TypeError(f"moments={moments!r}: use {', '.join(map(repr, NAMED))} or a pair of octavo.optim.Moment")
+    for moment, second in zip(moments, (False, True), strict=True):
+        moment.check(second)
+    return moments

@@ -1,0 +1,91 @@
+"""SGD whose momentum takes one or two bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from octavo.kernels.reference.master_weights import MasterWeight
+from octavo.kernels.reference.optimizer_state import StoredMoment
+from octavo.kernels.reference.sgd import SgdStep, sgd_update
+from octavo.optim.base import CompactOptimizer
+from octavo.optim.moment import NAMED, Moment
+
+
+class SGD(CompactOptimizer):
+    """torch.optim.SGD, its momentum in few bytes, on weights of any master but "fp16_scaled".
+
+    With ``moments="fp32"`` and float32 weights its results are torch's, bit for bit (foreach=False on a CPU).
+
+    Args:
+        params, lr, momentum, dampening, weight_decay, nesterov, maximize: as torch's.
+        moments: "fp8" (1.03 bytes an element: E4M3 in blocks of 128, rounded stochastically), "bf16", "fp32", or a
+            Moment.
+        master, seed: as AdamW's.
+
+    Raises:
+        TypeError, ValueError: for arguments out of range, or weights of a dtype that the master is not for.
+
+    Example:
+        >>> import torch, octavo
+        >>> weight = torch.nn.Parameter(torch.ones(4))
+        >>> weight.grad = torch.ones(4)
+        >>> octavo.optim.SGD([weight], lr=0.5, momentum=0.9).step()
+        >>> weight.detach()
+        tensor([0.5000, 0.5000, 0.5000, 0.5000])
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        moments: str | Moment = "fp8",
+        master: str | None = "auto",
+        maximize: bool = False,
+        seed: int = 0,
+    ) -> None:
+        for name, value in (("lr", float(lr)), ("momentum", momentum), ("weight_decay", weight_decay)):
+            if not value >= 0.0:
+                raise ValueError(f"{name}={value!r} must be at least 0")
+        if nesterov and (momentum == 0.0 or dampening != 0.0):
+            raise ValueError("nesterov=True needs a momentum and no dampening")
+        if master == "fp16_scaled":
+            raise ValueError("master='fp16_scaled' finds its scale by the largest update, which SGD does not bound")
+        if isinstance(moments, str) and moments not in NAMED:
+            raise ValueError(f"moments={moments!r}: use {', '.join(map(repr, NAMED))} or an octavo.optim.Moment")
+        moment = NAMED[moments][0] if isinstance(moments, str) else moments
+        if not isinstance(moment, Moment):
+            raise TypeError(f"moments={moments!r}: use {', '.join(map(repr, NAMED))} or an octavo.optim.Moment")
+        moment.check(second=False)
+        self.names = ("momentum_buffer",) if momentum else ()
+        defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
+        defaults |= {"nesterov": nesterov, "maximize": maximize}
+        super().__init__(params, defaults, (moment,) if momentum else (), master, seed)
+
+    def _run(
+        self,
+        group: dict[str, Any],
+        step: int,
+        key: int,
+        stored: tuple[MasterWeight, list[StoredMoment], Tensor | None],
+        gradient: Tensor,
+        first_row: int,
+    ) -> None:
+        numbers = SgdStep(
+            float(group["lr"]),
+            group["momentum"],
+            group["dampening"],
+            group["weight_decay"],
+            group["nesterov"],
+            group["maximize"],
+            step,
+            key,
+        )
+        master, moments, _ = stored
+        sgd_update(master, gradient, moments[0] if moments else None, numbers, first_row)

@@ -1,0 +1,173 @@
+"""An optimizer's state: sharded like its weights, described, converted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.formats import E4M3, E4M4, E5M2, Format
+from octavo.granularity import PerBlock, PerTensor
+from octavo.kernels.reference.optimizer_state import BLOCK, pieces
+from octavo.numerics import scale_from_amax
+from octavo.optim.masters import master_of
+from octavo.optim.moment import Moment, as_matrix
+
+_FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2, E4M4)}
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor."""
+    if type(tensor) in (Tensor, nn.Parameter):
+        return tensor
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
+
+
+def is_sharded_vector(param: Tensor) -> bool:
+    """Whether its blocks would end where a rank's part does, which is elsewhere for another number of ranks."""
+    return param.ndim < 2 and getattr(param, "placements", None) is not None
+
+
+def moments_for(param: Tensor, moments: tuple[Moment, ...]) -> tuple[Moment, ...]:
+    """A parameter's moments: float32 in place of codes where it is a sharded vector."""
+    if not is_sharded_vector(param):
+        return moments
+    return tuple(Moment("fp32") if isinstance(moment.format, Format) else moment for moment in moments)
+
+
+def check(param: Tensor, moments: tuple[Moment, ...], master: str | None) -> None:
+    """Raise ValueError for a weight that can't be updated."""
+    if param.is_complex() or param.is_sparse:
+        raise ValueError("octavo's optimizers are for dense real weights")
+    found = master_of(param, master)  # type: ignore[arg-type]
+    if getattr(param, "placements", None) is None:
+        return
+    if found.name == "fp16_scaled":
+        raise ValueError("master='fp16_scaled' has one scale, which sharded weights do not share: use 'split24'")
+    for moment in moments_for(param, moments):
+        if isinstance(moment.format, Format) and moment.granularity == PerTensor():
+            raise ValueError(f"{moment} has one scale, which sharded weights do not share: use PerBlock(1, {BLOCK})")
+
+
+def first_row(param: nn.Parameter) -> int:
+    """The row of the whole weight that this rank's part begins with."""
+    placements = getattr(param, "placements", None)
+    if placements is None:
+        return 0
+    from torch.distributed.tensor import Shard
+
+    last, mesh = placements[-1], param.device_mesh  # type: ignore[attr-defined]
+    if type(last) is not Shard:
+        return 0
+    dim = mesh.ndim - 1
+    if last.dim != 0:
+        raise ValueError("octavo's optimizers take weights sharded by their first dimension")
+    rows = -(-param.shape[0] // mesh.size(dim))
+    return min(mesh.get_local_rank(dim) * rows, param.shape[0])
+
+
+def like_param(tensor: Tensor, param: nn.Parameter) -> Tensor:
+    """A tensor of this rank's state as a sharded one, where the weight is: so that checkpoints can reshard it."""
+    placements = getattr(param, "placements", None)
+    if placements is None or tensor.shape[:1] != local(param).shape[:1]:
+        return tensor
+    from torch.distributed.tensor import DTensor
+
+    mesh = param.device_mesh  # type: ignore[attr-defined]
+    shape = torch.Size((param.shape[0], *tensor.shape[1:]))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(tensor, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def is_like(own: Tensor, given: Any) -> bool:
+    """Whether what was loaded can be copied as it is."""
+    return isinstance(given, Tensor) and given.dtype == own.dtype and local(given).shape == local(own).shape
+
+
+def copy_into(own: Tensor, given: Tensor) -> None:
+    """Copy a loaded tensor, plain or sharded, into this rank's."""
+    local(own).copy_(local(given))
+
+
+def description(moments: tuple[Moment, ...], master: str | None, seed: int) -> dict[str, Any]:
+    """How a state is to be read, in numbers and strings."""
+    return {"moments": [_described(moment) for moment in moments], "master": str(master), "seed": seed}
+
+
+def _described(moment: Moment) -> dict[str, Any]:
+    return {
+        "format": str(moment.format),
+        "root": moment.root,
+        "per_tensor": moment.granularity == PerTensor(),
+        "rounding": moment.rounding,
+        "scale": moment.scale,
+    }
+
+
+def moment_from(described: dict[str, Any]) -> Moment:
+    """The Moment that was described."""
+    fmt: Any = _FORMATS.get(described["format"], described["format"])
+    granularity = PerTensor() if described["per_tensor"] else PerBlock(1, BLOCK)
+    return Moment(fmt, described["root"], granularity, described["rounding"], described["scale"])
+
+
+def convert(
+    param: nn.Parameter,
+    given: dict[str, Any],
+    described: dict[str, Any] | None,
+    state: dict[str, Any],
+    moments: tuple[Moment, ...],
+    names: tuple[str, ...],
+) -> None:
+    """Fill a new state from one of other moments or another master.
+
+    Raises:
+        ValueError: if its moments are not there or of another shape.
+    """
+    before = moments if described is None else tuple(moment_from(m) for m in described["moments"])
+    masters = [name for name in state if name.startswith("master_")]
+    if all(is_like(state[name], given.get(name)) for name in masters):
+        for name in masters:
+            copy_into(state[name], given[name])
+    for name, old, new in zip(names, before, moments_for(param, moments), strict=True):
+        values = as_fp32(name, old, given)
+        if values.shape != local(param).shape:
+            raise ValueError(f"{name} of shape {tuple(values.shape)} does not fit a weight of {tuple(param.shape)}")
+        _store(values, new, name, {key: local(value) for key, value in state.items() if isinstance(value, Tensor)})
+
+
+def as_fp32(name: str, moment: Moment, given: dict[str, Any]) -> Tensor:
+    """A moment's values, whatever it is stored in.
+
+    Raises:
+        ValueError: if it is not there.
+    """
+    tensors = {key: local(value) for key, value in given.items() if isinstance(value, Tensor)}
+    if name in tensors:
+        return tensors[name].to(torch.float32)
+    if f"{name}_codes" not in tensors or not isinstance(moment.format, Format):
+        raise ValueError(f"the state holds neither {name} nor {name}_codes, only {sorted(given)}")
+    stored = moment.stored(name, tensors)
+    values = torch.empty(tensors[f"{name}_codes"].shape, dtype=torch.float32, device=stored.data.device)
+    for piece in pieces(*stored.data.shape):
+        piece.of(as_matrix(values)).copy_(stored.read(piece))
+    return values
+
+
+def _store(values: Tensor, moment: Moment, name: str, state: dict[str, Tensor]) -> None:
+    """Write values, to nearest."""
+    stored, matrix = moment.stored(name, state), as_matrix(values.contiguous())
+    scale = None
+    if stored.scale_inv is not None and stored.scale_inv.numel() == 1 and moment.granularity == PerTensor():
+        assert stored.fmt is not None
+        amax = matrix.abs().amax().reshape(1, 1) if matrix.numel() else torch.zeros_like(stored.scale_inv)
+        amax = amax.sqrt() if moment.root else amax
+        scale = scale_from_amax(amax, stored.fmt.max, False, 0)
+        stored.scale_inv.copy_(scale.reciprocal())
+        if stored.amax is not None:
+            stored.amax.copy_(amax)
+    stored.stochastic = False
+    for piece in pieces(*matrix.shape):
+        stored.write(piece, piece.of(matrix).clone(), None, scale, None)

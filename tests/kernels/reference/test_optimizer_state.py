@@ -1,0 +1,208 @@
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo import E4M3, E5M2
+from octavo.formats import E4M4
+from octavo.kernels.reference import optimizer_state
+from octavo.kernels.reference.optimizer_state import BLOCK, PIECE, StoredMoment, blocks_of, finite_amax, pieces
+
+COLS = [1, 31, 127, 128, 129, 4095]
+CPU = torch.device("cpu")
+
+
+def stored(fmt, shape, root=False, stochastic=False, per_tensor=False, previous=None) -> StoredMoment:
+    scales = (1, 1) if per_tensor else (shape[0], blocks_of(shape[1]))
+    amax = None if previous is None else torch.full((1, 1), previous)
+    codes = torch.zeros(shape, dtype=torch.uint8)
+    return StoredMoment(codes, fmt, torch.ones(scales), amax, root, stochastic)
+
+
+def write(moment: StoredMoment, values: Tensor, scale: Tensor | None = None, found: Tensor | None = None) -> None:
+    for piece in pieces(*values.shape):
+        wide = piece.of(values.clone())
+        bits16 = torch.randint(0, 1 << 16, wide.shape, dtype=torch.int32) if moment.stochastic else None
+        moment.write(piece, wide, bits16, scale, found)
+
+
+def read(moment: StoredMoment) -> Tensor:
+    found = torch.full(moment.data.shape, math.nan)
+    for piece in pieces(*moment.data.shape):
+        piece.of(found).copy_(moment.read(piece))
+    return found
+
+
+def check_cover(rows: int, cols: int, first_row: int = 0) -> None:
+    index = torch.full((rows, cols), -1, dtype=torch.int64)
+    blocks = torch.full((rows, blocks_of(cols)), -1, dtype=torch.int64)
+    for piece in pieces(rows, cols, first_row):
+        view = piece.of(index)
+        assert (view == -1).all() and view.shape[2] <= BLOCK
+        assert view.numel() <= max(PIECE, BLOCK)
+        view.copy_(piece.index(CPU))
+        assert torch.equal(piece.index(CPU).view(-1)[0], torch.tensor(piece.start))
+        scales = piece.scales_of(blocks)
+        assert scales.shape == (*view.shape[:2], 1) or blocks.numel() == 1
+        # the block of each element is that of its scale
+        columns = view.sub(first_row * cols).remainder(cols)
+        scales.copy_(columns[..., :1] // BLOCK)
+        assert torch.equal((columns // BLOCK).expand(view.shape), scales.expand(view.shape))
+    assert torch.equal(index, torch.arange(first_row * cols, (first_row + rows) * cols).view(rows, cols))
+    assert torch.equal(blocks, torch.arange(blocks_of(cols)).expand(rows, -1))
+
+
+@pytest.mark.parametrize("cols", COLS)
+@pytest.mark.parametrize("rows", [0, 1, 5])
+@pytest.mark.parametrize("first_row", [0, 3])
+def test_pieces_cover_each_element_once(rows, cols, first_row):
+    check_cover(rows, cols, first_row)
+
+
+def test_pieces_of_long_rows_and_of_many(monkeypatch):
+    check_cover(2, PIECE + 129)
+    check_cover(2, 2 * PIECE)
+    check_cover(PIECE // 64 + 3, 64)
+    check_cover(0, 0)
+    check_cover(4, 0)
+    monkeypatch.setattr(optimizer_state, "PIECE", 512)
+    for shape in ((7, 200), (3, 1000), (3, 1024), (9, 129), (600, 1), (1, 513)):
+        check_cover(*shape)
+    monkeypatch.setattr(optimizer_state, "PIECE", 300)  # no whole number of blocks
+    check_cover(3, 1000)
+
+
+def test_an_index_past_two_to_the_32_does_not_wrap():
+    first_row = (1 << 32) // 200 + 1
+    indices = torch.cat([p.index(CPU).flatten() for p in pieces(2, 200, first_row)]).sort().values
+    assert torch.equal(indices, torch.arange(first_row * 200, (first_row + 2) * 200))
+
+
+# (format, root) -> the largest relative error of what is stored, and the rms of that of sqrt(v), both to nearest
+ERRORS = {(E4M3, False): (2**-4, 0.013), (E5M2, False): (2**-3, 0.027), (E4M3, True): (2**-4, 0.027)}
+ERRORS |= {(E5M2, True): (2**-3, 0.053), (E4M4, True): (2**-5, 0.013)}
+
+
+@pytest.mark.parametrize("cols", COLS)
+@pytest.mark.parametrize(("fmt", "root"), ERRORS, ids=str)
+def test_codes_to_nearest_are_as_near_as_the_format_allows(fmt, root, cols):
+    most, rms = ERRORS[fmt, root]
+    v = torch.randn(5, cols).square() * torch.randn(5, 1).mul(10).exp()  # each row has its own size
+    moment = stored(fmt, v.shape, root)
+    write(moment, v)
+    kept, found = (v.sqrt(), read(moment).sqrt()) if root else (v, read(moment))
+    smallest = moment.scale_inv.repeat_interleave(BLOCK, 1)[:, :cols] * fmt.smallest_normal
+    normal = kept >= smallest
+    error = (found - kept).abs()
+    assert (error[normal] <= kept[normal] * (most * 1.001)).all()
+    assert (error[~normal] <= (smallest * 2**-fmt.mantissa_bits)[~normal] * 0.501).all()
+    if cols == 4095:
+        relative = (read(moment).sqrt() / v.sqrt() - 1)[normal]
+        assert float(relative.square().mean().sqrt()) == pytest.approx(rms, rel=0.12)
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
+def test_signs_and_zeros_are_kept(fmt):
+    m = torch.randn(3, 300)
+    m[:, ::3] = 0
+    m[1] = 0
+    moment = stored(fmt, m.shape)
+    write(moment, m)
+    found = read(moment)
+    assert (found[m == 0] == 0).all()
+    assert ((found.sign() == m.sign()) | (found == 0)).all()
+    assert (moment.scale_inv[1] == 1).all()
+    amax = torch.stack([part.abs().amax(1) for part in m.split(BLOCK, 1)], 1)
+    assert torch.allclose(moment.scale_inv[::2], amax[::2] / fmt.max)
+    largest = torch.stack([part.abs().amax(1) for part in found.split(BLOCK, 1)], 1)
+    assert torch.allclose(largest, amax)
+
+
+def test_the_root_halves_the_octaves_that_are_lost():
+    v = torch.logspace(0, -50, 128, base=2.0).view(1, -1)
+    lost = {}
+    for fmt, root in ((E4M3, False), (E4M3, True), (E4M4, False), (E4M4, True)):
+        moment = stored(fmt, v.shape, root)
+        write(moment, v)
+        lost[fmt, root] = float(v[read(moment) == 0].max().log2())
+    # half of the smallest subnormal lies 18.8 octaves below E4M3's largest, and 19.9 below E4M4's
+    assert lost[E4M3, False] == pytest.approx(-18.8, abs=0.4)
+    assert lost[E4M3, True] == pytest.approx(-37.6, abs=0.4)
+    assert lost[E4M4, False] == pytest.approx(-19.9, abs=0.4)
+    assert lost[E4M4, True] == pytest.approx(-39.8, abs=0.4)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("fault", [0, 200, 259])
+@pytest.mark.parametrize(("fmt", "root"), [(E4M3, False), (E5M2, True), (E4M4, True)], ids=str)
+def test_a_fault_stays_alone(fmt, root, fault, value):
+    v = torch.rand(3, 260) + 0.1
+    clean = stored(fmt, v.shape, root)
+    v[1, fault] = v[1, fault - 1] / 2  # not the block's largest, on which its scale depends
+    write(clean, v)
+    v[1, fault] = value
+    moment = stored(fmt, v.shape, root)
+    write(moment, v)
+    expected = read(clean)
+    expected[1, fault] = math.nan
+    assert torch.equal(moment.scale_inv, clean.scale_inv)
+    assert torch.equal(read(moment).nan_to_num(nan=-1), expected.nan_to_num(nan=-1))
+
+
+def test_finite_amax():
+    x = torch.tensor([[[1.0, -3.0], [0.0, -0.0]], [[math.nan, -2.0], [-math.inf, math.inf]]])
+    assert finite_amax(x).tolist() == [[[3.0], [0.0]], [[2.0], [0.0]]]
+    assert finite_amax(torch.full((3, 1, 2), 3e38)).tolist() == [[[torch.tensor(3e38).item()]]] * 3  # the sum overflows
+
+
+@pytest.mark.parametrize("root", [False, True])
+def test_one_scale_and_the_previous_amax(root):
+    v = torch.rand(4, 300) + 0.5
+    kept = v.sqrt() if root else v
+    moment = stored(E5M2, v.shape, root, per_tensor=True, previous=2.0)
+    assert not moment.needs_amax_first
+    assert stored(E5M2, v.shape, root, per_tensor=True).needs_amax_first
+    assert not stored(E5M2, v.shape, root).needs_amax_first
+    found, scale = torch.zeros(1, 1), torch.full((1, 1), 57344.0 / 2)
+    write(moment, v, scale, found)
+    assert torch.equal(found, kept.max().view(1, 1))
+    assert (moment.scale_inv == 1).all()  # whoever gave the scale writes it, once all is read
+    moment.scale_inv.copy_(1 / scale)
+    back = read(moment).sqrt() if root else read(moment)
+    assert ((back - kept).abs() <= kept / 8).all()
+    write(moment, torch.full_like(v, 1e6), scale, found)  # more than the scale is for saturates
+    assert torch.allclose(read(moment), torch.tensor(4.0 if root else 2.0))
+    assert float(found) == (1e3 if root else 1e6)
+
+
+def test_stochastic_rounding_is_unbiased_in_what_is_stored():
+    v = (torch.rand(1, 128) + 0.01).repeat(2000, 1)
+    for fmt, root in ((E4M3, False), (E4M4, True)):
+        moment = stored(fmt, v.shape, root, stochastic=True)
+        write(moment, v)
+        kept, found = (v[0].sqrt(), read(moment).sqrt()) if root else (v[0], read(moment))
+        sigma = kept * 2.0**-fmt.mantissa_bits / 2 / 2000**0.5
+        assert ((found.mean(0) - kept).abs() <= 4.5 * sigma + 1e-6).all()
+        assert float((found.mean(0) / kept - 1).mean().abs()) < 2e-4
+        assert (found != kept).any(0).sum() > 100
+
+
+def test_bf16_and_float32():
+    x = torch.randn(2000, 130)[:1].repeat(2000, 1)
+    x[0, :3] = torch.tensor([math.nan, math.inf, -math.inf])
+    plain = StoredMoment(torch.zeros(x.shape))
+    write(plain, x)
+    assert torch.equal(read(plain).nan_to_num(7.0), x.nan_to_num(7.0))
+    piece = next(iter(pieces(*x.shape)))
+    assert plain.read(piece).data_ptr() == plain.data.data_ptr()
+    near = StoredMoment(torch.zeros(x.shape, dtype=torch.bfloat16))
+    write(near, x)
+    assert torch.equal(near.data.float().nan_to_num(7.0), x.bfloat16().float().nan_to_num(7.0))
+    random = StoredMoment(torch.zeros(x.shape, dtype=torch.bfloat16), stochastic=True)
+    write(random, x)
+    assert random.data[0, 0].isnan() and random.data[0, 1:3].tolist() == [math.inf, -math.inf]
+    found, x = read(random)[1:], x[1:]
+    assert ((found - x).abs() <= x.abs() * 2.0**-7).all()
+    assert ((found.mean(0) - x[0]).abs() <= 4.5 * x[0].abs() * 2.0**-8 / 2000**0.5).all()
+    assert (found != found[0]).any()

@@ -1,0 +1,347 @@
+"""AdamW and Adam against torch's, and the cases that 8-bit moments meet."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from octavo.optim import Adam, AdamW, Moment
+from octavo.scaling.bounded import adam_max_update
+from tests.integration.test_memory import peak_bytes
+from tests.optim.trained import MASTERS, MOMENTS, moments_of, parameter, train
+
+# float32: torch's
+
+
+@pytest.mark.parametrize(("ours", "torchs"), [(AdamW, torch.optim.AdamW), (Adam, torch.optim.Adam)])
+@pytest.mark.parametrize(("decay", "maximize"), [(0.0, False), (0.1, True)])
+def test_float32_is_torchs_bit_for_bit_in_the_state_too(ours, torchs, decay, maximize):
+    def trained(kind: type, **options: object) -> list[Tensor]:
+        torch.manual_seed(0)
+        params = [parameter(5, 7), parameter(3), parameter(2, 3, 4, 5), parameter(), parameter(1000, 200)]
+        groups = [{"params": params[:2]}, {"params": params[2:], "lr": 0.02, "betas": (0.8, 0.9), "eps": 1e-4}]
+        optimizer = kind(groups, lr=0.01, weight_decay=decay, maximize=maximize, **options)
+        train(optimizer, 3)
+        states = [optimizer.state[p][name] for p in params for name in ("step", "exp_avg", "exp_avg_sq")]
+        return [*params, *states]
+
+    pairs = zip(trained(ours, moments="fp32"), trained(torchs, foreach=False), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_defaults_are_torchs():
+    p = parameter(2)
+    for ours, theirs in ((AdamW([p]), torch.optim.AdamW([p])), (Adam([p]), torch.optim.Adam([p]))):
+        for name in ("lr", "betas", "eps", "weight_decay", "maximize"):
+            assert ours.defaults[name] == theirs.defaults[name]
+
+
+def test_split32_trains_as_float32_weights_do():
+    p = parameter(40, 300, dtype=torch.bfloat16)
+    exact = nn.Parameter(p.detach().float())
+    optimizers = [AdamW([p], lr=1e-4, moments="fp32", master="split32"), AdamW([exact], lr=1e-4, moments="fp32")]
+    for _ in range(20):
+        p.grad = torch.randn(p.shape).bfloat16()
+        exact.grad = p.grad.float()
+        for optimizer in optimizers:
+            optimizer.step()
+    rest = optimizers[0].state[p]["master_rest"]
+    bits = (p.detach().view(torch.int16).int() << 16) + rest.int()
+    assert torch.equal(bits.view(torch.float32), exact)
+
+
+# the cases
+
+
+@pytest.mark.parametrize("moments", ["fp32", "fp8", "bf16"])
+def test_the_losss_scale_does_not_matter(moments):
+    x, y = torch.randn(64, 32), torch.randn(64, 8)
+
+    def loss_after(scale: float) -> float:
+        torch.manual_seed(1)
+        net = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8))
+        optimizer = AdamW(net.parameters(), lr=3e-3, eps=1e-30, moments=moments)
+        for _ in range(100):
+            optimizer.zero_grad()
+            loss = (net(x) - y).square().mean()
+            (loss * scale).backward()
+            optimizer.step()
+        return float(loss.detach())
+
+    losses = [loss_after(scale) for scale in (1.0, 1e-4, 1e-6)]
+    assert losses[0] < 0.4
+    assert max(losses) - min(losses) < 1e-2
+
+
+def tracking_error(moments: object, drop: float, steps: int) -> Tensor:
+    """Log2 of sqrt(v) as it is kept over sqrt(v) in float32, after gradients fell."""
+    torch.manual_seed(0)
+    p, exact = parameter(2, 256), torch.zeros(2, 256)
+    optimizer = AdamW([p], lr=0.0, betas=(0.9, 0.999), moments=moments)
+    for number in range(1000 + steps):
+        p.grad = torch.randn(2, 256) * (1.0 if number < 1000 else drop)
+        exact.mul_(0.999).addcmul_(p.grad, p.grad, value=0.001)
+        optimizer.step()
+    return (moments_of(optimizer, p)[1].sqrt() / exact.sqrt()).log2()
+
+
+def test_the_second_moment_follows_when_gradients_fall():
+    assert abs(float(tracking_error("fp8", 1 / 8, 3000).mean())) < 0.1
+    standing = Moment("bf16"), Moment("bf16")  # to nearest: a step is less than half of its last bit
+    assert float(tracking_error(standing, 1 / 8, 3000).mean()) > 1.0
+
+
+def test_the_second_moment_is_unbiased_while_gradients_stay():
+    error = tracking_error("fp8", 1.0, 1000)
+    assert abs(float(error.mean())) < 0.02
+    assert float(error.std()) < 0.2
+
+
+@pytest.mark.parametrize("moments", MOMENTS)
+@pytest.mark.parametrize("master", MASTERS)
+def test_the_adversarial_gradients_reach_the_bound_and_no_more(master, moments):
+    beta1, beta2, steps, lr = 0.9, 0.999, 40, 2.0**-10
+    p = nn.Parameter(torch.zeros(3, 200, dtype=torch.bfloat16))
+    optimizer = AdamW([p], lr, (beta1, beta2), 1e-30, 0.0, moments=MOMENTS[moments], master=master, clip_update=True)
+    for number in range(1, steps + 1):
+        p.grad = torch.full((3, 200), (beta1 / beta2) ** (steps - number), dtype=torch.bfloat16)
+        before = p.detach().float()
+        optimizer.step()
+        moved, limit = (p.detach().float() - before).abs(), lr * adam_max_update(number, beta1, beta2)
+        assert p.isfinite().all()
+        assert moved.max() <= limit + p.detach().abs().max() * 2.0**-7
+    assert moved.mean() > 0.8 * limit
+    assert optimizer.max_update(steps) == adam_max_update(steps, beta1, beta2)
+    assert all(value.isfinite().all() for value in optimizer.state[p].values())
+
+
+@pytest.mark.parametrize(("moments", "zeros"), [("fp8", 10_000), ("one scale", 2_000)])
+def test_a_spike_is_forgotten(moments, zeros):
+    p = parameter(1, 256)
+    optimizer = AdamW([p], lr=1e-3, weight_decay=0.0, moments=MOMENTS[moments])
+    train(optimizer, 20)
+    start = p.detach().clone()
+    p.grad = torch.full((1, 256), 1e4)
+    optimizer.step()
+    p.grad = torch.zeros(1, 256)
+    for _ in range(zeros):
+        optimizer.step()
+    moved = p.detach() - start
+    assert moved.isfinite().all() and moved.abs().max() < 0.3
+    left = 1e8 * 0.001 * 0.999**zeros
+    m, v = moments_of(optimizer, p)
+    assert m.abs().max() < 1e-3
+    if moments == "fp8":
+        assert float(v.sqrt().mean()) == pytest.approx(left**0.5, rel=0.1)
+    else:  # the previous amax's scale had no room for the spike
+        assert v.max() < 1.0
+    left = float(v.mean())
+    train(optimizer, 1000)
+    m, v = moments_of(optimizer, p)
+    expected = left * 0.999**1000 + 1.09 * (1 - 0.999**1000)
+    assert float(v.sqrt().mean()) == pytest.approx(expected**0.5, rel=0.05)
+
+
+@pytest.mark.parametrize("moments", MOMENTS)
+def test_what_gets_no_gradient_stays_as_it_is(moments):
+    embedding, matrix, unused = nn.Embedding(10, 200), parameter(4, 300), parameter(5)
+    start = embedding.weight.detach().clone()
+    optimizer = AdamW([embedding.weight, matrix, unused], weight_decay=0.0, moments=MOMENTS[moments])
+    for _ in range(3):
+        optimizer.zero_grad()
+        embedding(torch.tensor([1, 3])).sum().backward()
+        matrix.grad = torch.zeros(4, 300)
+        before = matrix.detach().clone()
+        optimizer.step()
+        assert torch.equal(matrix, before)
+    touched = torch.tensor([1, 3])
+    untouched = torch.tensor([0, 2, 4, 5, 6, 7, 8, 9])
+    assert torch.equal(embedding.weight[untouched], start[untouched])
+    assert (embedding.weight[touched] != start[touched]).all()
+    for moment in moments_of(optimizer, embedding.weight):
+        assert (moment[untouched] == 0).all() and (moment[touched] != 0).all()
+    assert unused not in optimizer.state
+
+
+@pytest.mark.parametrize("moments", ["fp8", "bf16", "fp32"])
+def test_a_nan_stays_in_its_block(moments):
+    p, clean = parameter(3, 300), None
+    for fault in (False, True):
+        q = nn.Parameter(p.detach().clone())
+        optimizer = AdamW([q], moments=moments)
+        for number in range(4):
+            torch.manual_seed(number)
+            q.grad = torch.randn(3, 300)
+            if fault and number == 1:
+                q.grad[1, 140] = math.nan
+            optimizer.step()
+        clean = q.detach().clone() if clean is None else clean
+    assert q[1, 140].isnan()
+    same = torch.eq(q, clean)
+    same[1, 128:256] = True
+    assert same.all()
+    assert q[1, 128:256].isnan().sum() == 1
+
+
+def test_coupled_decay_enters_the_moments():
+    p = nn.Parameter(torch.full((1, 128), 2.0))
+    p.grad = torch.zeros(1, 128)
+    coupled, decoupled = Adam([p], weight_decay=0.5), AdamW([nn.Parameter(p.detach().clone())], weight_decay=0.5)
+    decoupled.param_groups[0]["params"][0].grad = p.grad
+    coupled.step()
+    decoupled.step()
+    assert torch.allclose(moments_of(coupled, p)[0], torch.tensor(0.1), rtol=0.07)
+    assert (moments_of(decoupled, decoupled.param_groups[0]["params"][0])[0] == 0).all()
+
+
+# shapes and memory
+
+
+@pytest.mark.parametrize("moments", MOMENTS)
+@pytest.mark.parametrize("master", ["auto", *MASTERS])
+@pytest.mark.parametrize("shape", [(1,), (31,), (4095,), (), (1, 1), (3, 31), (0,), (0, 4), (4, 0), (2, 3, 4)], ids=str)
+def test_any_shape(shape, master, moments):
+    p = nn.Parameter(torch.randn(shape).bfloat16())
+    start = p.detach().clone()
+    optimizer = AdamW([p], lr=0.1, moments=MOMENTS[moments], master=master)
+    train(optimizer, 2)
+    assert p.shape == shape and p.isfinite().all() and (p != start).all()
+    again = AdamW([p], lr=0.1, moments=MOMENTS[moments], master=master)
+    again.load_state_dict(optimizer.state_dict())
+    other = AdamW([p], moments="bf16" if moments == "fp8" else "fp8", master=master)
+    with pytest.warns(UserWarning, match="was converted"):
+        other.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("master", ["auto", *MASTERS])
+@pytest.mark.parametrize("moments", MOMENTS)
+def test_strides_do_not_matter(master, moments):
+    dtype = torch.float32 if master == "auto" else torch.bfloat16
+    for start in (torch.randn(300, 40).t(), torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)):
+        start = start.to(dtype)
+        strided, plain = nn.Parameter(start.clone()), nn.Parameter(start.contiguous())
+        assert not strided.is_contiguous()
+        optimizers = [AdamW([q], lr=0.1, moments=MOMENTS[moments], master=master) for q in (strided, plain)]
+        for _ in range(2):
+            plain.grad = torch.randn(start.shape).to(dtype)
+            strided.grad = torch.empty_like(strided).copy_(plain.grad)
+            for optimizer in optimizers:
+                optimizer.step()
+        assert torch.equal(strided, plain)
+        assert strided.stride() == start.stride()
+
+
+def test_a_state_of_two_bytes():
+    p = parameter(512, 512)
+    optimizer = AdamW([p])
+    train(optimizer, 1)
+    size = sum(value.nbytes for value in optimizer.state[p].values())
+    assert size / p.numel() <= 2.1
+    bf16 = parameter(512, 512, dtype=torch.bfloat16)
+    for master, most in (("split32", 4.1), ("split24", 3.1), ("fp16_scaled", 4.1), (None, 2.1)):
+        optimizer = AdamW([bf16], master=master)
+        train(optimizer, 1)
+        assert sum(value.nbytes for value in optimizer.state[bf16].values()) / bf16.numel() <= most
+
+
+@pytest.mark.parametrize("moments", ["fp32", "fp8", "one scale"])
+@pytest.mark.parametrize("master", ["auto", "split32", "split24", "fp16_scaled"])
+def test_a_step_needs_little_beside_the_state(master, moments, monkeypatch):
+    monkeypatch.setattr("octavo.kernels.reference.optimizer_state.PIECE", 1 << 13)
+    p = parameter(512, 1024, dtype=torch.float32 if master == "auto" else torch.bfloat16)
+    optimizer = AdamW([p], moments=MOMENTS[moments], master=master)
+    train(optimizer, 1)
+    assert peak_bytes(optimizer.step) < p.numel()  # a quarter of one temporary in float32
+
+
+# groups, schedules, closures
+
+
+def test_groups_and_schedules_and_a_learning_rate_that_is_a_tensor():
+    def trained(as_tensor: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        a, b = parameter(3, 200), parameter(3, 200)
+        lr = torch.tensor(0.5) if as_tensor else 0.5
+        optimizer = AdamW([{"params": [a]}, {"params": [b], "lr": 0.25, "weight_decay": 0.5}], lr=lr)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+        for _ in range(4):
+            train(optimizer, 1)
+            schedule.step()
+        assert [float(group["lr"]) for group in optimizer.param_groups] == [0.125, 0.0625]
+        return [a.detach(), b.detach()]
+
+    assert all(torch.equal(x, y) for x, y in zip(trained(False), trained(True), strict=True))
+
+
+def test_maximize_goes_up():
+    p = parameter(3, 200)
+    down = nn.Parameter(p.detach().clone())
+    start = p.detach().clone()
+    optimizers = [AdamW([p], maximize=True, weight_decay=0.0), AdamW([down], weight_decay=0.0)]
+    p.grad = down.grad = torch.randn(3, 200)
+    for optimizer in optimizers:
+        optimizer.step()
+    assert ((p - start).sign() == p.grad.sign()).all()
+    assert ((down - start).sign() == -p.grad.sign()).all()
+
+
+def test_a_closure_is_called_with_gradients_on():
+    p = parameter(3)
+    optimizer = AdamW([p], lr=0.1)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = p.square().sum()
+        loss.backward()
+        return loss
+
+    losses = [float(optimizer.step(closure).detach()) for _ in range(3)]
+    assert losses[0] > losses[1] > losses[2]
+    assert optimizer.step() is None
+
+
+def test_a_weight_that_was_written_is_seen_by_autograd():
+    for start in (torch.randn(3, 4), torch.randn(4, 3).t()):
+        p = nn.Parameter(start)
+        loss = (p * p).sum()
+        p.grad = torch.ones(3, 4)
+        AdamW([p]).step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_a_group_added_later_is_checked():
+    optimizer = AdamW([parameter(3)])
+    optimizer.add_param_group({"params": [parameter(4)], "lr": 1.0})
+    with pytest.raises(ValueError, match=r"not torch\.float64"):
+        optimizer.add_param_group({"params": [parameter(4, dtype=torch.float64)]})
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 1]
+    train(optimizer, 1)
+
+
+def test_what_is_refused():
+    p = parameter(3)
+    for options, message in (
+        ({"lr": -1.0}, "lr=-1.0 must be at least 0"),
+        ({"lr": math.nan}, "lr=nan must"),
+        ({"eps": -1.0}, "eps=-1.0 must"),
+        ({"weight_decay": -1.0}, "weight_decay=-1.0 must"),
+        ({"betas": (0.9, 1.0)}, r"betas=\(0.9, 1.0\) must be at least 0 and below 1"),
+        ({"betas": (-0.1, 0.9)}, "betas="),
+        ({"moments": "fp4"}, "moments='fp4': use 'fp32', 'bf16', 'fp8' or a pair"),
+        ({"master": "fp64"}, "master='fp64': use 'auto', 'fp32'"),
+        ({"master": "fp16_scaled", "clip_update": False}, "leave clip_update on"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            AdamW([p], **options)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'amsgrad'"):
+        AdamW([p], amsgrad=True)
+    with pytest.raises(ValueError, match="dense real weights"):
+        AdamW([nn.Parameter(torch.ones(2, dtype=torch.complex64))])
+    with pytest.raises(ValueError, match="dense real weights"):
+        AdamW([nn.Parameter(torch.eye(2).to_sparse())])
+    embedding = nn.Embedding(4, 3, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(RuntimeError, match="dense gradients only"):
+        AdamW(embedding.parameters()).step()

@@ -1,0 +1,87 @@
+import re
+
+import pytest
+import torch
+
+from octavo import E4M3, E5M2, PerBlock, PerRow, PerTensor
+from octavo.optim import E4M4, Moment
+from octavo.optim.moment import NAMED, as_matrix, as_matrix_shape, moments_of
+
+
+def test_names_and_pairs():
+    for name, pair in NAMED.items():
+        assert moments_of(name) is pair
+    first, second = NAMED["fp8"]
+    assert (first.format, second.format, second.root) == (E4M3, E4M4, True)
+    assert first.rounding == second.rounding == "stochastic"
+    pair = (Moment(E4M3), Moment("bf16"))
+    assert moments_of(pair) is pair
+
+
+@pytest.mark.parametrize(
+    "moments", [None, ("fp8", "fp8"), (Moment("fp32"),), [Moment("fp32"), Moment("fp32")], 8], ids=str
+)
+def test_what_is_no_pair(moments):
+    with pytest.raises(TypeError, match=r"moments=.*: use 'fp32', 'bf16', 'fp8' or a pair of octavo.optim.Moment"):
+        moments_of(moments)
+
+
+@pytest.mark.parametrize("first", [Moment(E4M4), Moment(E4M3, root=True)], ids=str)
+def test_a_first_moment_has_a_sign(first):
+    with pytest.raises(ValueError, match=re.escape(f"{first} has no sign: it is for second moments")):
+        moments_of((first, Moment("fp32")))
+    moments_of((Moment("fp32"), first))
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"format": "fp8"}, TypeError, "format='fp8': use 'fp32', 'bf16', E4M3, E5M2 or E4M4"),
+        ({"format": torch.float8_e4m3fn}, TypeError, "use 'fp32', 'bf16'"),
+        ({"format": E4M3, "rounding": "up"}, ValueError, "rounding='up' of E4M3: use 'nearest' or 'stochastic'"),
+        ({"format": "fp32", "rounding": "stochastic"}, ValueError, "rounding='stochastic' of fp32"),
+        ({"format": E4M3, "granularity": PerRow()}, ValueError, r"granularity=PerRow.*: use PerBlock\(1, 128\) or"),
+        ({"format": E4M3, "granularity": PerBlock(1, 64)}, ValueError, "granularity=PerBlock"),
+        ({"format": E4M3, "scale": "next"}, ValueError, "scale='next': use 'block' or 'previous'"),
+        ({"format": E4M3, "scale": "previous"}, ValueError, r"needs granularity=PerTensor\(\)"),
+        ({"format": "bf16", "root": True}, ValueError, "root=True is for codes"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be(options, kind, message):
+    with pytest.raises(kind, match=message):
+        Moment(**options)
+
+
+def test_repr():
+    assert repr(Moment(E5M2, True, PerTensor(), "nearest", "previous")) == (
+        "Moment(E5M2, root, PerTensor(), nearest, previous amax)"
+    )
+    assert repr(Moment("fp32")) == "Moment(fp32, nearest)"
+
+
+@pytest.mark.parametrize(
+    ("shape", "matrix"),
+    [((), (1, 1)), ((5,), (1, 5)), ((2, 3), (2, 3)), ((2, 3, 4), (2, 12)), ((0,), (1, 0)), ((3, 0), (3, 0))],
+)
+def test_a_tensor_as_a_matrix(shape, matrix):
+    assert as_matrix_shape(shape) == matrix
+    x = torch.zeros(shape)
+    assert as_matrix(x).shape == matrix and as_matrix(x).data_ptr() == x.data_ptr()
+
+
+def test_a_new_state_reads_zeros():
+    cpu, shape = torch.device("cpu"), torch.Size((3, 300))
+    for moment in (Moment("fp32"), Moment("bf16"), Moment(E4M3), Moment(E4M4, True, PerTensor(), scale="previous")):
+        state = moment.new_state("m", shape, cpu)
+        stored = moment.stored("m", state)
+        assert stored.data.shape == shape and (stored.data == 0).all()
+        assert (stored.fmt, stored.root, stored.stochastic) == (
+            moment.format if stored.fmt else None,
+            moment.root,
+            False,
+        )
+        assert (stored.amax is not None) == (moment.scale == "previous")
+        scales = {"bf16": None, "fp32": None}.get(str(moment.format), (1, 1) if stored.amax is not None else (3, 3))
+        assert (None if stored.scale_inv is None else tuple(stored.scale_inv.shape)) == scales
+    assert Moment("bf16", rounding="stochastic").stored("m", {"m": torch.zeros(2)}).stochastic

@@ -1,0 +1,126 @@
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import octavo
+from octavo import E4M3, E5M2, PerTensor
+from octavo.optim import E4M4, SGD, Moment
+
+OPTIONS = [
+    {},
+    {"momentum": 0.9},
+    {"momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1},
+    {"momentum": 0.8, "nesterov": True, "weight_decay": 0.01},
+    {"momentum": 0.9, "maximize": True},
+]
+
+
+def steps(optimizer, params, count, start=0):
+    for step in range(start, start + count):
+        generator = torch.Generator().manual_seed(step)
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+        optimizer.step()
+
+
+def params(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(99)
+    shapes = [(40, 200), (300,), (3, 5, 7), ()]
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_fp32_is_torchs_bit_for_bit(options):
+    ours, torchs = params(), params()
+    steps(SGD(ours, lr=0.1, moments="fp32", **options), ours, 4)
+    steps(torch.optim.SGD(torchs, lr=0.1, foreach=False, **options), torchs, 4)
+    assert all(torch.equal(a, b) for a, b in zip(ours, torchs, strict=True))
+
+
+@pytest.mark.parametrize(
+    "moments", ["fp8", "bf16", Moment(E5M2), Moment(E4M3, granularity=PerTensor()), Moment("bf16")], ids=str
+)
+def test_few_bytes_stay_near(moments):
+    ours, torchs = params(), params()
+    steps(SGD(ours, lr=0.1, momentum=0.9, moments=moments), ours, 10)
+    steps(torch.optim.SGD(torchs, lr=0.1, momentum=0.9), torchs, 10)
+    start = params()
+    for a, b, c in zip(ours, torchs, start, strict=True):
+        assert (a - b).norm() < 0.15 * (b - c).norm()
+
+
+@pytest.mark.parametrize("master", ["split32", "split24", None])
+def test_masters(master):
+    ours, exact = params(torch.bfloat16), [nn.Parameter(p.detach().float()) for p in params(torch.bfloat16)]
+    steps(SGD(ours, lr=1e-3, momentum=0.9, moments="fp32", master=master), ours, 10)
+    optimizer = torch.optim.SGD(exact, lr=1e-3, momentum=0.9)
+    for step in range(10):
+        generator = torch.Generator().manual_seed(step)
+        for p in exact:
+            p.grad = torch.randn(p.shape, generator=generator).bfloat16().float()
+        optimizer.step()
+    for a, b in zip(ours, exact, strict=True):
+        nearest = b.detach().bfloat16()
+        assert torch.equal(a.detach(), nearest) if master == "split32" else (a - b).abs().max() <= 0.02 * b.abs().max()
+
+
+def test_save_load_continue():
+    ours = params(torch.bfloat16)
+    optimizer = SGD(ours, lr=0.1, momentum=0.9, master="split24")
+    steps(optimizer, ours, 3)
+    again = [nn.Parameter(p.detach().clone()) for p in ours]
+    loaded = SGD(again, lr=0.1, momentum=0.9, master="split24")
+    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    steps(optimizer, ours, 3, 3)
+    steps(loaded, again, 3, 3)
+    assert all(torch.equal(a, b) for a, b in zip(ours, again, strict=True))
+    assert copy.deepcopy(loaded).names == ("momentum_buffer",)
+
+
+def test_torchs_state_goes_on():
+    ours, torchs = params(), params()
+    before = torch.optim.SGD(torchs, lr=0.1, momentum=0.9, foreach=False)
+    steps(before, torchs, 3)
+    for a, b in zip(ours, torchs, strict=True):
+        a.data.copy_(b.data)
+    exact, rounded = SGD(ours, lr=0.1, momentum=0.9, moments="fp32"), SGD(params(), lr=0.1, momentum=0.9)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        exact.load_state_dict(copy.deepcopy(before.state_dict()))
+    with pytest.warns(UserWarning, match="converted: from torch's"):
+        rounded.load_state_dict(copy.deepcopy(before.state_dict()))
+    steps(before, torchs, 2, 3)
+    steps(exact, ours, 2, 3)
+    assert all(torch.equal(a, b) for a, b in zip(ours, torchs, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1.0}, "lr=-1.0"),
+        ({"momentum": -0.1}, "momentum=-0.1"),
+        ({"nesterov": True}, "nesterov=True needs"),
+        ({"master": "fp16_scaled"}, "SGD does not bound"),
+        ({"momentum": 0.9, "moments": "fp9"}, "moments='fp9'"),
+        ({"momentum": 0.9, "moments": Moment(E4M4)}, "has no sign"),
+    ],
+)
+def test_wrong_arguments(options, message):
+    with pytest.raises(ValueError, match=message):
+        SGD(params(), **options)
+
+
+def test_a_pair_of_moments_is_no_momentum():
+    with pytest.raises(TypeError, match=r"octavo\.optim\.Moment"):
+        SGD(params(), momentum=0.9, moments=(Moment("fp32"), Moment("fp32")))
+
+
+def test_bytes():
+    weight = nn.Parameter(torch.randn(512, 512))
+    optimizer = octavo.optim.SGD([weight], lr=0.1, momentum=0.9)
+    steps(optimizer, [weight], 1)
+    kept = sum(v.numel() * v.element_size() for v in optimizer.state[weight].values() if v.ndim)
+    assert kept / weight.numel() <= 1.04

@@ -1,0 +1,199 @@
+"""An optimizer's state saved, loaded, converted, and over several ranks."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from octavo import E4M3, E5M2
+from octavo.optim import Adam, AdamW, Moment
+from octavo.optim.state import description, moment_from
+from tests.optim import situations
+from tests.optim.trained import MASTERS, MOMENTS, ONE_SCALE, moments_of, parameter, train
+
+
+@pytest.mark.parametrize("moments", MOMENTS)
+@pytest.mark.parametrize("master", ["auto", *MASTERS])
+def test_saved_and_loaded_it_goes_on_bit_for_bit(master, moments):
+    params = [parameter(3, 300, dtype=torch.float32 if master == "auto" else torch.bfloat16), parameter(5)]
+    options = {"lr": 0.01, "moments": MOMENTS[moments], "master": master}
+    optimizer = AdamW(params, seed=7, **options)
+    train(optimizer, 3)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    copies = [nn.Parameter(p.detach().clone()) for p in params]
+    train(optimizer, 3, seed=1)
+    other = AdamW(copies, **options)
+    file.seek(0)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    train(other, 3, seed=1)
+    for p, q in zip(params, copies, strict=True):
+        assert torch.equal(p, q)
+        for name, value in optimizer.state[p].items():
+            assert torch.equal(value, other.state[q][name]) and value.dtype == other.state[q][name].dtype
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+def test_a_copied_optimizer_goes_on(way):
+    p = parameter(3, 300, dtype=torch.bfloat16)
+    optimizer = Adam([p], lr=0.01, moments=ONE_SCALE, master="split24", seed=3, clip_update=False)
+    train(optimizer, 2)
+    other = copy.deepcopy(optimizer) if way == "deepcopy" else pickle.loads(pickle.dumps(optimizer))
+    q = other.param_groups[0]["params"][0]
+    assert q is not p
+    train(optimizer, 2, seed=1)
+    train(other, 2, seed=1)
+    assert torch.equal(p, q)
+    assert (other.moments, other.master, other.seed, other.clip_update) == (ONE_SCALE, "split24", 3, False)
+
+
+def test_torchs_loads_ours_and_ours_loads_torchs():
+    params = [parameter(3, 300), parameter(5)]
+    ours = AdamW(params, lr=0.01, moments="fp32")
+    train(ours, 3)
+    copies = [nn.Parameter(p.detach().clone()) for p in params]
+    theirs = torch.optim.AdamW(copies, foreach=False)
+    theirs.load_state_dict(copy.deepcopy(ours.state_dict()))  # of which torch's keeps the tensors
+    assert theirs.param_groups[0]["lr"] == 0.01
+    for optimizer in (ours, theirs):
+        train(optimizer, 3, seed=1)
+    assert all(torch.equal(p, q) for p, q in zip(params, copies, strict=True))
+    back = AdamW(params, moments="fp32")
+    back.load_state_dict(theirs.state_dict())
+    for optimizer in (back, theirs):
+        train(optimizer, 3, seed=2)
+    assert all(torch.equal(p, q) for p, q in zip(params, copies, strict=True))
+
+
+@pytest.mark.parametrize("moments", ["fp8", "bf16", "one scale"])
+def test_torchs_state_is_converted_with_a_warning(moments):
+    p = parameter(3, 300)
+    theirs = torch.optim.AdamW([p], lr=0.01)
+    train(theirs, 3)
+    ours = AdamW([p], moments=MOMENTS[moments])
+    with pytest.warns(UserWarning, match="converted: from torch's to"):
+        ours.load_state_dict(theirs.state_dict())
+    assert int(ours.state[p]["step"]) == 3 and ours.param_groups[0]["lr"] == 0.01
+    m, v = moments_of(ours, p)
+    state = theirs.state[p]
+    assert float((m - state["exp_avg"]).norm() / state["exp_avg"].norm()) < 0.05
+    assert float((v.sqrt() - state["exp_avg_sq"].sqrt()).norm() / state["exp_avg_sq"].sqrt().norm()) < 0.03
+    train(ours, 2)
+
+
+@pytest.mark.parametrize("first", MOMENTS)
+@pytest.mark.parametrize("second", MOMENTS)
+def test_other_moments_are_converted_and_masters_kept(first, second):
+    p = parameter(3, 300, dtype=torch.bfloat16)
+    before = AdamW([p], lr=0.01, moments=MOMENTS[first], master="split24")
+    train(before, 3)
+    after = AdamW([p], moments=MOMENTS[second], master="split24")
+    if first == second:
+        after.load_state_dict(before.state_dict())
+    else:
+        with pytest.warns(UserWarning, match=r"converted: from \(Moment.*, master split24 to \(Moment"):
+            after.load_state_dict(before.state_dict())
+    assert torch.equal(after.state[p]["master_rest"], before.state[p]["master_rest"])
+    for a, b in zip(moments_of(after, p), moments_of(before, p), strict=True):
+        assert float((a - b).norm() / b.norm()) < 0.06
+
+
+def test_another_master_begins_as_the_weight():
+    p = parameter(3, 300, dtype=torch.bfloat16)
+    before = AdamW([p], lr=0.01, master="split32")
+    train(before, 3)
+    after = AdamW([p], master="split24")
+    with pytest.warns(UserWarning, match="master split32 to .* master split24"):
+        after.load_state_dict(before.state_dict())
+    assert after.state[p]["master_rest"].dtype == torch.int8 and (after.state[p]["master_rest"] == 0).all()
+    train(after, 1)
+
+
+def test_a_state_that_does_not_fit_is_refused():
+    p, optimizer = parameter(3, 300), AdamW([parameter(4, 300)])
+    train(optimizer, 1)
+    with pytest.raises(ValueError, match=r"shape \(4, 300\) does not fit a weight of \(3, 300\)"):
+        AdamW([p]).load_state_dict(optimizer.state_dict())
+    with pytest.raises(ValueError, match="parameter group"):
+        AdamW([p, parameter(3)]).load_state_dict(optimizer.state_dict())
+    momentum = torch.optim.SGD([p], lr=0.1, momentum=0.9)
+    train(momentum, 1)
+    state = momentum.state_dict()
+    state["state"][0]["step"] = torch.tensor(1.0)
+    with pytest.raises(ValueError, match="neither exp_avg nor exp_avg_codes"):
+        AdamW([p]).load_state_dict(state)
+
+
+def nets() -> tuple[nn.Module, nn.Module]:
+    net = nn.Linear(300, 4, dtype=torch.bfloat16)
+    return net, copy.deepcopy(net)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("moments", MOMENTS)
+@pytest.mark.parametrize("master", ["split32", "fp16_scaled"])
+def test_it_goes_through_torchs_state_dicts_of_names(master, moments, flat):
+    net, other = nets()
+    options = {"lr": 0.01, "moments": MOMENTS[moments], "master": master}
+    optimizer, loaded = AdamW(net.parameters(), **options), AdamW(other.parameters(), **options)
+    train(optimizer, 2)
+    names = StateDictOptions(flatten_optimizer_state_dict=flat)
+    saved = copy.deepcopy(get_optimizer_state_dict(net, optimizer, options=names))
+    other.load_state_dict(net.state_dict())
+    set_optimizer_state_dict(other, loaded, saved, options=names)
+    for o in (optimizer, loaded):
+        train(o, 2, seed=1)
+    assert all(torch.equal(p, q) for p, q in zip(net.parameters(), other.parameters(), strict=True))
+
+
+def test_codes_that_came_by_names_are_not_read_as_others():
+    net, other = nets()
+    optimizer = AdamW(net.parameters(), moments="fp8")
+    train(optimizer, 2)
+    loaded = AdamW(other.parameters(), moments=(Moment(E5M2), Moment(E5M2)))
+    with pytest.warns(UserWarning, match="was converted"):
+        set_optimizer_state_dict(other, loaded, get_optimizer_state_dict(net, optimizer))
+    p, q = net.weight, other.weight
+    for a, b in zip(moments_of(optimizer, p), moments_of(loaded, q), strict=True):
+        assert float((a - b).norm() / a.norm()) < 0.1
+
+
+@pytest.mark.parametrize("moments", [*MOMENTS.values(), (Moment(E5M2), Moment(E4M3, rounding="stochastic"))], ids=str)
+def test_a_description_says_all(moments):
+    pair = AdamW([parameter(1)], moments=moments).moments
+    described = description(pair, None, 3)
+    assert tuple(map(moment_from, described["moments"])) == pair
+    assert (described["master"], described["seed"]) == ("None", 3)
+
+
+# several ranks
+
+
+@pytest.mark.parametrize("master", ["auto", "split32", "split24", None])
+@pytest.mark.parametrize("moments", ["fp8", "bf16"])
+def test_two_ranks_are_as_one(pool, master, moments):
+    whole = situations.unsharded(moments, master)
+    for found in pool.run(situations.sharded, (2,), moments, master):
+        for name, value in whole.items():
+            assert torch.equal(found[name], value) or (moments == "fp8" and name.endswith("bias")), name
+
+
+@pytest.mark.parametrize("master", ["auto", "split24"])
+def test_a_checkpoint_of_two_ranks_goes_on_bit_for_bit(pool, master):
+    assert all(pool.run(situations.reloaded, (2,), "fp8", master))
+
+
+def test_a_checkpoint_of_one_rank_serves_two_and_back(pool):
+    assert all(pool.run(situations.resharded, (2,)))
+
+
+def test_one_scale_for_sharded_weights_is_refused(pool):
+    assert all(pool.run(situations.refused, (2,)))
