@@ -16,6 +16,7 @@ SUBJECTS = {
     "cpu_step": "a whole training step of the trainer's model on a CPU, beside bf16 and torchao",
     "compile_matrix": "torch.compile beside eager: graphs, breaks, recompiles, differences; the time it takes",
     "onnx_export": "exported models in onnxruntime: every recipe and opset, the trained demo (about 20 minutes)",
+    "optimizer_convergence": "final losses of every way to keep an optimizer's state beside float32 (an hour)",
     "convergence": "final losses of every recipe beside bf16 over three seeds (about 20 minutes on 2 cores)",
 }
 
@@ -24,7 +25,7 @@ def main() -> int:
     if len(sys.argv) < 2 or sys.argv[1] not in SUBJECTS:
         print("usage: python -m benchmarks SUBJECT [--help]")
         for name, text in SUBJECTS.items():
-            print(f"  {name:<16}{text}")
+            print(f"  {name:<23}{text}")
         return 0 if len(sys.argv) > 1 and sys.argv[1] in ("-h", "--help") else 2
     return int(importlib.import_module(f"benchmarks.{sys.argv[1]}").main(sys.argv[2:]) or 0)
 

@@ -94,7 +94,14 @@ def _expected(error: Exception) -> str | None:
 def _configs() -> tuple[type, ...]:
     from octavo.train import config
 
-    return config.ModelConfig, config.DataConfig, config.OptimizerConfig, config.RunConfig, config.RanksConfig
+    return (
+        config.ModelConfig,
+        config.DataConfig,
+        config.OptimizerConfig,
+        config.RunConfig,
+        config.RanksConfig,
+        config.StateConfig,
+    )
 
 
 def add_flags(parser: argparse.ArgumentParser, config: type) -> None:

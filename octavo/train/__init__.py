@@ -8,6 +8,7 @@ from octavo.train.config import (
     OptimizerConfig,
     RanksConfig,
     RunConfig,
+    StateConfig,
     TrainConfig,
 )
 from octavo.train.data import Batches, Corpus, load_corpus
@@ -22,6 +23,7 @@ __all__ = [
     "DataConfig",
     "OptimizerConfig",
     "RunConfig",
+    "StateConfig",
     "RanksConfig",
     "TrainConfig",
     "Corpus",

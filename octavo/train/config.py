@@ -1,4 +1,4 @@
-"""The options of a run: five frozen dataclasses, checked when built; the CLI's flags are made from their fields.
+"""The options of a run: seven frozen dataclasses, checked when built; the CLI's flags are made from their fields.
 
 Example:
     >>> from octavo.train import ModelConfig
@@ -20,6 +20,8 @@ VOCABULARY = 256  # bytes
 DTYPES = ("bfloat16", "float32")
 BASELINE = "bf16"
 ALONE, FSDP, DDP = "none", "fsdp", "ddp"
+MOMENTS = ("fp32", "bf16", "fp8")
+MASTERS = ("auto", "fp32", "split32", "split24", "fp16_scaled", "none")
 RECIPES = (BASELINE, "dynamic", "delayed", "rowwise", "blockwise", "mx", "high_precision")
 LARGEST = 2**31 - 1  # torch indexes with int64, but no size below may need it
 
@@ -124,6 +126,28 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
+class StateConfig:
+    """In how many bytes the optimizer keeps its state, and the weights."""
+
+    moments: str = option("fp32", "how AdamW's moments are kept: fp32 (torch's own optimizer), bf16 or fp8")
+    master: str = option(
+        "auto",
+        "weights in bf16 behind a master: split32, split24, fp16_scaled or none (auto, fp32: float32 weights)",
+    )
+
+    def __post_init__(self) -> None:
+        if self.moments not in MOMENTS:
+            raise ValueError(f"moments is {self.moments!r}: choose {', '.join(MOMENTS)}")
+        if self.master not in MASTERS:
+            raise ValueError(f"master is {self.master!r}: choose {', '.join(MASTERS)}")
+
+    @property
+    def bf16_weights(self) -> bool:
+        """Whether the model's weights are bf16."""
+        return self.master not in ("auto", "fp32")
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """Where and how a run is computed, and what it leaves behind."""
 
@@ -168,6 +192,11 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     run: RunConfig = field(default_factory=RunConfig)
     ranks: RanksConfig = field(default_factory=RanksConfig)
+    state: StateConfig = field(default_factory=StateConfig)
+
+    def __post_init__(self) -> None:
+        if self.state.bf16_weights and self.run.dtype != "bfloat16":
+            raise ValueError(f"master {self.state.master} keeps weights in bf16: choose dtype bfloat16")
 
     def identity(self) -> dict[str, int | float | str]:
         """The options that decide the loss curve: a run can only be resumed with the same ones.
@@ -178,6 +207,8 @@ class TrainConfig:
         chosen: dict[str, int | float | str] = {}
         for part in (self.model, self.data, self.optimizer):
             chosen |= {name: value for name, value in dataclasses.asdict(part).items() if name != "data"}
+        if self.state != StateConfig():  # runs from before there was a choice can still be resumed
+            chosen |= dataclasses.asdict(self.state)
         return chosen | {"seed": self.run.seed, "dtype": self.run.dtype}
 
 

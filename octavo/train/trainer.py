@@ -14,7 +14,16 @@ from octavo.distributed.ranks import Ranks
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap
 from octavo.train.checkpoint import Identity, Row, State
-from octavo.train.config import BASELINE, FSDP, VOCABULARY, ModelConfig, OptimizerConfig, TrainConfig, check_recipe
+from octavo.train.config import (
+    BASELINE,
+    FSDP,
+    VOCABULARY,
+    ModelConfig,
+    OptimizerConfig,
+    StateConfig,
+    TrainConfig,
+    check_recipe,
+)
 from octavo.train.data import Batches
 from octavo.train.errors import CheckpointError, TrainError
 from octavo.train.model import GPT, HEAD, next_byte_loss
@@ -30,12 +39,19 @@ def learning_rate(step: int, config: OptimizerConfig) -> float:
     return config.lr * (config.final_lr + (1 - config.final_lr) * 0.5 * (1 + math.cos(math.pi * done)))
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW that decays matrices only: not the norms' gains."""
+def build_optimizer(
+    model: nn.Module, config: OptimizerConfig, state: StateConfig | None = None
+) -> torch.optim.Optimizer:
+    """AdamW that decays matrices only: not the norms' gains. Torch's, unless the state takes fewer bytes."""
+    state = state or StateConfig()
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
+    betas = config.beta1, config.beta2
+    if state == StateConfig(master=state.master) and not state.bf16_weights:
+        return torch.optim.AdamW(groups, lr=config.lr, betas=betas, fused=True)
+    master = None if state.master == "none" else state.master
+    return octavo.optim.AdamW(groups, config.lr, betas, moments=state.moments, master=master)
 
 
 def choose_device(name: str) -> torch.device:
@@ -112,8 +128,11 @@ class Trainer:
         self.model = model
         self.batches = batches
         self.device = model.head.weight.device
+        if config.state.bf16_weights:
+            for parameter in model.parameters():  # buffers stay: delayed state, rotary tables
+                parameter.data = parameter.data.bfloat16()
         self.called = shard(model, config, self.ranks)
-        self.optimizer = build_optimizer(model, config.optimizer)
+        self.optimizer = build_optimizer(model, config.optimizer, config.state)
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """The loss of a batch, in autocast when the dtype asks for it; both [B, C] uint8."""

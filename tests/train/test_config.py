@@ -12,6 +12,7 @@ from octavo.train import (
     OptimizerConfig,
     RanksConfig,
     RunConfig,
+    StateConfig,
     TrainConfig,
 )
 from octavo.train.config import check_recipe
@@ -38,6 +39,9 @@ from octavo.train.config import check_recipe
         (lambda: RunConfig(checkpoint_every=-1), "checkpoint_every is -1"),
         (lambda: RanksConfig("fsdp2"), "choose none, fsdp or ddp"),
         (lambda: RanksConfig(timeout=0), "timeout is 0"),
+        (lambda: StateConfig(moments="fp4"), "moments is 'fp4'"),
+        (lambda: StateConfig(master="fp64"), "master is 'fp64'"),
+        (lambda: TrainConfig(run=RunConfig(dtype="float32"), state=StateConfig(master="split24")), "master split24"),
         (lambda: check_recipe("fp8"), "unknown recipe 'fp8': choose from bf16, dynamic"),
     ],
 )
@@ -47,7 +51,7 @@ def test_what_cannot_be_is_refused_with_the_value_and_the_remedy(make, says):
     assert says in str(fault.value) and "choose" in str(fault.value)
 
 
-@pytest.mark.parametrize("config", [ModelConfig, DataConfig, OptimizerConfig, RunConfig, RanksConfig])
+@pytest.mark.parametrize("config", [ModelConfig, DataConfig, OptimizerConfig, RunConfig, RanksConfig, StateConfig])
 def test_options_are_few_frozen_and_explained(config):
     assert len(dataclasses.fields(config)) <= 8
     assert all(field.metadata["help"] for field in dataclasses.fields(config))
@@ -67,6 +71,8 @@ def test_identity_holds_what_decides_the_loss_and_nothing_else():
     assert config.identity() == other_place.identity() == TrainConfig(ranks=RanksConfig("ddp")).identity()
     assert config.identity() != TrainConfig(run=RunConfig(seed=1)).identity()
     assert config.identity() != TrainConfig(optimizer=OptimizerConfig(steps=3)).identity()
+    assert config.identity() != TrainConfig(state=StateConfig("fp8")).identity()
+    assert "moments" not in config.identity()  # as in runs from before there was a choice
     assert "data" not in config.identity()
 
 

@@ -10,6 +10,7 @@ from octavo.train import (
     DivergedError,
     Hooks,
     ModelConfig,
+    StateConfig,
     TrainError,
     compare,
     run,
@@ -67,6 +68,26 @@ def test_a_resumed_run_is_the_run_in_one_piece(config, recipe, tmp_path):
     second = run(at(config, tmp_path / "parts", resume=True), recipe)
     assert not second.interrupted and curve(second) == curve(whole)
     assert log_curve(tmp_path / "parts" / recipe / "log.csv") == log_curve(tmp_path / "whole" / recipe / "log.csv")
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        StateConfig("fp8"),
+        StateConfig("fp8", "split24"),
+        StateConfig("bf16", "none"),
+        StateConfig("fp32", "fp16_scaled"),
+    ],
+    ids=str,
+)
+def test_so_is_one_whose_state_takes_few_bytes(config, state, tmp_path):
+    config = replace(config, state=StateConfig(*state))
+    whole = run(config, "delayed")
+    assert run(at(config, tmp_path), "delayed", hooks=stop_after(10)).interrupted
+    assert curve(run(at(config, tmp_path, resume=True), "delayed")) == curve(whole)
+    plain = run(replace(config, state=StateConfig()), "delayed")
+    assert whole.final_validation == pytest.approx(plain.final_validation, rel=0.05)
+    assert curve(whole) != curve(plain)
 
 
 def test_a_killed_run_goes_on_from_its_checkpoint_and_its_log_loses_what_came_after(config, tmp_path):
