@@ -36,6 +36,7 @@ from octavo.tensor.sharded_weight import (
     local_part,
     padded_rows,
     rows_on_each_rank,
+    version_of,
 )
 
 if TYPE_CHECKING:
@@ -77,8 +78,7 @@ class Gather:
 
     def key(self, recipe: Recipe) -> tuple[Any, ...]:
         """What is the same while the shard is, on every rank alike."""
-        version = self.parameter._local_tensor._version
-        return OPTIMIZER_STEPS.count, version, self.generation, id(recipe)
+        return OPTIMIZER_STEPS.count, version_of(self.parameter), self.generation, id(recipe)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Gather:
         return Gather(None if self.group is None else self.group.copied(memo), self.shared)

@@ -9,9 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from octavo.kernels.reference.adam import AdamStep, adam_update
-from octavo.kernels.reference.master_weights import MasterWeight
-from octavo.kernels.reference.optimizer_state import StoredMoment
-from octavo.optim.base import CompactOptimizer
+from octavo.optim.base import CompactOptimizer, Update
 from octavo.optim.moment import Moment, moments_of
 from octavo.scaling.bounded import adam_max_update
 
@@ -53,31 +51,22 @@ class _Adam(CompactOptimizer):
         """R_t of the first group's betas: the most that a step moves an element, by its learning rate."""
         return adam_max_update(step, *self.param_groups[0]["betas"])
 
-    def _run(
-        self,
-        group: dict[str, Any],
-        step: int,
-        key: int,
-        stored: tuple[MasterWeight, list[StoredMoment], Tensor | None],
-        gradient: Tensor,
-        first_row: int,
-    ) -> None:
+    def _run(self, update: Update) -> None:
+        group, (first, second) = update.group, update.moments
         beta1, beta2 = group["betas"]
-        limit = adam_max_update(step, beta1, beta2) if self.clip_update else math.inf
         numbers = AdamStep(
             float(group["lr"]),
             beta1,
             beta2,
             group["eps"],
             group["weight_decay"],
-            step,
+            update.step,
             self.decoupled,
             group["maximize"],
-            limit,
-            key,
+            adam_max_update(update.step, beta1, beta2) if self.clip_update else math.inf,
+            update.key,
         )
-        master, (first, second), amax = stored
-        adam_update(master, amax, gradient, first, second, numbers, first_row)
+        adam_update(update.master, update.amax, update.gradient, first, second, numbers, update.first_row)
 
 
 class AdamW(_Adam):

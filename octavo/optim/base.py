@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,30 @@ from octavo.kernels.reference.random_bits import key_of
 from octavo.optim import state as states
 from octavo.optim.masters import master_of
 from octavo.optim.moment import Moment, as_matrix
+
+
+class Update(NamedTuple):
+    """What a step of one weight reads and writes.
+
+    Attributes:
+        group: its group's options.
+        step: counted from 1.
+        key: of random bits: of the seed and the weight's number.
+        master: the weight [R, C] and its master.
+        moments: in the order of ``names``.
+        amax: [1, 1], of a scaled master; else None.
+        gradient: [R, C].
+        first_row: of the whole weight that these rows begin with.
+    """
+
+    group: dict[str, Any]
+    step: int
+    key: int
+    master: MasterWeight
+    moments: list[StoredMoment]
+    amax: Tensor | None
+    gradient: Tensor
+    first_row: int
 
 
 class CompactOptimizer(Optimizer):
@@ -37,16 +61,8 @@ class CompactOptimizer(Optimizer):
         self.moments, self.master, self.seed = moments, master, seed
         super().__init__(params, defaults)
 
-    def _run(
-        self,
-        group: dict[str, Any],
-        step: int,
-        key: int,
-        stored: tuple[MasterWeight, list[StoredMoment], Tensor | None],
-        gradient: Tensor,
-        first_row: int,
-    ) -> None:
-        """Update one weight: (its master, its moments, the master's amax), by its gradient [R, C]."""
+    def _run(self, update: Update) -> None:
+        """Update one weight and its state in place."""
         raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -95,9 +111,10 @@ class CompactOptimizer(Optimizer):
             gradient, matrix = as_matrix(grad.contiguous()), as_matrix(whole)
         pairs = zip(states.moments_for(param, self.moments), self.names, strict=True)
         moments = [moment.stored(name, kept) for moment, name in pairs]
-        stored = master_of(param, self.master).stored(matrix, kept), moments, kept.get("master_amax")
+        master = master_of(param, self.master).stored(matrix, kept)
         key, row = key_of(self.seed, index), states.first_row(param)
-        self._run(group, int(state["step"]), key, stored, gradient, row)
+        amax = kept.get("master_amax")
+        self._run(Update(group, int(state["step"]), key, master, moments, amax, gradient, row))
         if whole is not weight:
             weight.copy_(whole)
         torch.autograd.graph.increment_version(param)  # of a sharded weight only the local part was written

@@ -6,10 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from octavo.kernels.reference.master_weights import MasterWeight
-from octavo.kernels.reference.optimizer_state import StoredMoment
 from octavo.kernels.reference.sgd import SgdStep, sgd_update
-from octavo.optim.base import CompactOptimizer
+from octavo.optim.base import CompactOptimizer, Update
 from octavo.optim.moment import NAMED, Moment
 
 
@@ -68,15 +66,8 @@ class SGD(CompactOptimizer):
         defaults |= {"nesterov": nesterov, "maximize": maximize}
         super().__init__(params, defaults, (moment,) if momentum else (), master, seed)
 
-    def _run(
-        self,
-        group: dict[str, Any],
-        step: int,
-        key: int,
-        stored: tuple[MasterWeight, list[StoredMoment], Tensor | None],
-        gradient: Tensor,
-        first_row: int,
-    ) -> None:
+    def _run(self, update: Update) -> None:
+        group = update.group
         numbers = SgdStep(
             float(group["lr"]),
             group["momentum"],
@@ -84,8 +75,8 @@ class SGD(CompactOptimizer):
             group["weight_decay"],
             group["nesterov"],
             group["maximize"],
-            step,
-            key,
+            update.step,
+            update.key,
         )
-        master, moments, _ = stored
-        sgd_update(master, gradient, moments[0] if moments else None, numbers, first_row)
+        buffer = update.moments[0] if update.moments else None
+        sgd_update(update.master, update.gradient, buffer, numbers, update.first_row)

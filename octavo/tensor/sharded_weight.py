@@ -227,6 +227,12 @@ def local_part(param: nn.Parameter) -> Tensor:
     return _private(lambda: param._local_tensor).as_subclass(Tensor)  # type: ignore[attr-defined]
 
 
+def version_of(param: nn.Parameter) -> int:
+    """How often the shard was written in place."""
+    version: int = _private(lambda: param._local_tensor._version)  # type: ignore[attr-defined]
+    return version
+
+
 def plain(param: Tensor) -> Tensor:
     """A DTensor whose local part is plain, over the same storage; anything else as it is."""
     from torch.distributed.tensor import DTensor
