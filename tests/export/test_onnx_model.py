@@ -149,6 +149,7 @@ def test_the_file_is_at_most_three_fifths_of_the_same_models_in_bf16(recipe, tmp
     assert to_onnx(mlp(FP8_RECIPES[recipe]()), x, tmp_path / "fp8.onnx").stat().st_size <= 0.6 * in_bf16
 
 
+@pytest.mark.slow
 def test_the_demos_file_too(tmp_path):
     tokens = torch.zeros(2, 16, dtype=torch.int32)
     in_bf16 = to_onnx(build_model(ModelConfig(), "bf16", 0).bfloat16(), tokens, tmp_path / "bf16.onnx")
