@@ -82,7 +82,8 @@ def invalidate(model: nn.Module) -> None:
     """Make every layer cast its weight anew at the next forward.
 
     Needed only after code of yours wrote weights through ``.data`` outside any torch.optim.Optimizer while gradients
-    are being accumulated; nothing else can leave a stale FP8 weight behind.
+    are being accumulated, or under FSDP2 at all (then call it on every rank); nothing else can leave a stale FP8 weight
+    behind.
 
     Args:
         model: any module.
@@ -97,3 +98,5 @@ def invalidate(model: nn.Module) -> None:
         cache = module.__dict__.get("_weight_cache")
         if isinstance(cache, WeightCache):
             cache.clear()
+            # of a sharded weight; every rank does so, as they find scales together
+            module.gather.generation += 1  # type: ignore[union-attr, operator]

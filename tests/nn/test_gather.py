@@ -216,6 +216,24 @@ def test_restore(pool):
     assert pool.run(restored, (2,)) == [True, True]
 
 
+def written_through_data(mesh):
+    net = sharded_blocks(built(EVEN, "dynamic"), mesh)
+    x, layer = batch(EVEN, 0, 0, 0), net.blocks[0].fc1
+    net(x).sum().backward()
+    before = layer.gather.codes.clone(), layer.gather.scale_inv.clone()
+    layer.weight.to_local().data.mul_(-3)
+    net(x).sum().backward()
+    stale = torch.equal(layer.gather.codes, before[0])
+    octavo.invalidate(net)
+    net(x).sum().backward()
+    return stale, torch.equal(layer.gather.codes, before[0] ^ 0x80), float(layer.gather.scale_inv / before[1])
+
+
+def test_invalidate(pool):
+    for stale, negated, ratio in pool.run(written_through_data, (2,)):
+        assert stale and negated and ratio == pytest.approx(3, rel=1e-6)
+
+
 def storage_after_forward(mesh):
     """Bytes that gathered weights hold before forward, after it, and while unsharded."""
     net = sharded_blocks(built(EVEN, "mx"), mesh)
