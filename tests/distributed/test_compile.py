@@ -84,7 +84,10 @@ def test_graphs_and_bits(pool, how, recipe):
 @pytest.mark.parametrize("how", HOW)
 def test_inductor(pool, how, recipe):
     for eager, compiled in pool.run(beside_eager, (2,), recipe, how, "inductor"):
-        assert compiled[0] == pytest.approx(eager[0], rel=2.0**-12)
+        assert compiled[0][0] == pytest.approx(eager[0][0], rel=2.0**-20)
+        # An ulp of inductor's GELU may move a value to the next code, and Adam's first updates are of one size whatever
+        # the gradient's: from then on the two are different runs of the same training.
+        assert compiled[0] == pytest.approx(eager[0], rel=2.0**-7)
         assert compiled[2][-1] == compiled[2][1]
 
 
