@@ -98,6 +98,19 @@ def one_run(task: tuple[str, int, tuple[float, float], int]) -> float:
     return statistics.mean(losses[-AVERAGED:])
 
 
+def summary(losses: dict[tuple[Any, ...], float], schemes: list[str], seeds: list[int]) -> list[dict[str, str]]:
+    """A row a scheme and beta2: mean loss, and its differences from the first scheme's of the same seed."""
+    rows = []
+    for scheme in schemes:
+        for betas in BETAS:
+            own = [losses[scheme, betas, seed] for seed in seeds]
+            gaps = [losses[scheme, betas, seed] - losses[schemes[0], betas, seed] for seed in seeds]
+            row = {"scheme": scheme, "beta2": str(betas[1]), "loss": f"{statistics.mean(own):.4f}"}
+            row |= {"mean_gap": f"{statistics.mean(gaps):+.4f}", "largest_gap": f"{max(gaps):+.4f}"}
+            rows.append(row | {f"seed_{seed}": f"{loss:.4f}" for seed, loss in zip(seeds, own, strict=True)})
+    return rows
+
+
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks optimizer_convergence", description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3])
@@ -114,14 +127,7 @@ def main(arguments: list[str]) -> int:
         for (scheme, seed, betas, _), loss in zip(tasks, pool.map(one_run, tasks), strict=True):
             losses[scheme, betas, seed] = loss
             print(f"{scheme}, betas {betas}, seed {seed}: {loss:.4f}", flush=True)
-    rows = []
-    for scheme in schemes:
-        for betas in BETAS:
-            own = [losses[scheme, betas, seed] for seed in options.seeds]
-            gaps = [losses[scheme, betas, seed] - losses[base, betas, seed] for seed in options.seeds]
-            row = {"scheme": scheme, "beta2": str(betas[1]), "loss": f"{statistics.mean(own):.4f}"}
-            row |= {"mean_gap": f"{statistics.mean(gaps):+.4f}", "largest_gap": f"{max(gaps):+.4f}"}
-            rows.append(row | {f"seed_{seed}": f"{loss:.4f}" for seed, loss in zip(options.seeds, own, strict=True)})
+    rows = summary(losses, schemes, options.seeds)
     print(table(rows))
     if not options.no_write:
         print(f"written to {write_results('optimizer_convergence', rows)}")
