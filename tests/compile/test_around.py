@@ -2,7 +2,6 @@
 
 import copy
 import os
-import socket
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from torch._dynamo.utils import counters
 import octavo
 from benchmarks.compile_cells import RECIPES, WHATS, batch, built, difference, mean_square
 from octavo import recipes
+from tests.distributed.pool import free_port
 from tests.helpers import FP8_RECIPES, to_fp8
 
 BLOCK = WHATS["TransformerBlock"]
@@ -177,12 +177,6 @@ def ddp_rank(rank, port, results):
             results[rank, name] = found, gradients.tolist(), bool(gradients.isfinite().all())
     finally:
         dist.destroy_process_group()
-
-
-def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 def test_ddp_of_a_compiled_model_on_two_ranks():

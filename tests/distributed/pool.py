@@ -6,7 +6,6 @@ import contextlib
 import importlib
 import os
 import socket
-import tempfile
 import traceback
 import warnings
 from collections.abc import Sequence
@@ -91,8 +90,3 @@ class Pool:
         for process in self._processes:
             process.kill()
             process.join()
-
-
-def scratch() -> str:
-    """A folder that all ranks can name."""
-    return tempfile.mkdtemp()

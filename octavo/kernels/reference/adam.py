@@ -68,7 +68,7 @@ def adam_update(
     rows, cols = grad.shape
     if grad.numel() == 0:
         return
-    scales = _Scales(_begin(first), _begin(second), _master_scale(master, amax, h))
+    scales = _Scales(first.begin(), second.begin(), _master_scale(master, amax, h))
     if first.needs_amax_first or second.needs_amax_first:
         scales = scales._replace(**_amax_of_all(master, grad, first, second, h, first_row))
     for piece in pieces(rows, cols, first_row):
@@ -78,12 +78,8 @@ def adam_update(
         first.write(piece, m, low, *scales.first)
         second.write(piece, v, high, *scales.second)
         master.write(piece, w, bits, *scales.master)
-    for moment, (scale, found) in ((first, scales.first), (second, scales.second)):
-        if scale is not None:
-            assert moment.scale_inv is not None
-            moment.scale_inv.copy_(scale.reciprocal())
-        if moment.amax is not None and found is not None:
-            moment.amax.copy_(found)
+    first.end(*scales.first)
+    second.end(*scales.second)
     if scales.master[0] is not None:
         assert master.scale_inv is not None and amax is not None and scales.master[1] is not None
         master.scale_inv.copy_(scales.master[0].reciprocal())
@@ -139,14 +135,6 @@ def _bits(
     if master.is_random:
         bits = random_bits(key_of(h.key, h.step, 1), piece.index(like.device)).bitwise_and_(0xFFFF)
     return low, high, bits
-
-
-def _begin(moment: StoredMoment) -> tuple[Tensor | None, Tensor | None]:
-    """(scale, found) of a moment that takes the previous amax: known before the update, as is one for all."""
-    if moment.amax is None:
-        return None, None
-    assert moment.fmt is not None
-    return scale_from_amax(moment.amax, moment.fmt.max, False, 0), torch.zeros_like(moment.amax)
 
 
 def _master_scale(master: MasterWeight, amax: Tensor | None, h: AdamStep) -> tuple[Tensor | None, Tensor | None]:

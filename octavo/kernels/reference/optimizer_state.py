@@ -101,6 +101,21 @@ class StoredMoment:
         """Whether one scale for all takes the amax of all before the first code."""
         return self.fmt is not None and self.scale_inv is not None and self.scale_inv.numel() == 1 and self.amax is None
 
+    def begin(self) -> tuple[Tensor | None, Tensor | None]:
+        """(scale, found) to ``write`` with, of a moment whose scale the amax before gives; else (None, None)."""
+        if self.amax is None:
+            return None, None
+        assert self.fmt is not None
+        return scale_from_amax(self.amax, self.fmt.max, False, 0), torch.zeros_like(self.amax)
+
+    def end(self, scale: Tensor | None, found: Tensor | None) -> None:
+        """Note the one scale that all was written with, and the amax that was found."""
+        if scale is not None:
+            assert self.scale_inv is not None
+            self.scale_inv.copy_(scale.reciprocal())
+        if self.amax is not None and found is not None:
+            self.amax.copy_(found)
+
     def read(self, piece: Piece) -> Tensor:
         """The piece in float32: the stored one itself where it is that, else a fresh tensor."""
         stored = piece.of(self.data)

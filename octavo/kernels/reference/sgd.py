@@ -38,11 +38,8 @@ def sgd_update(master: MasterWeight, grad: Tensor, buffer: StoredMoment | None, 
     """
     if grad.numel() == 0:
         return
-    scale = found = None
-    if buffer is not None and buffer.amax is not None:
-        assert buffer.fmt is not None
-        scale, found = scale_from_amax(buffer.amax, buffer.fmt.max, False, 0), torch.zeros_like(buffer.amax)
-    elif buffer is not None and buffer.needs_amax_first:
+    scale, found = (None, None) if buffer is None else buffer.begin()
+    if buffer is not None and buffer.needs_amax_first:
         scale = _scale_of_all(master, grad, buffer, h, first_row)
     for piece in pieces(grad.shape[0], grad.shape[1], first_row):
         w = master.read(piece)
@@ -59,11 +56,8 @@ def sgd_update(master: MasterWeight, grad: Tensor, buffer: StoredMoment | None, 
             assert average is not None
             buffer.write(piece, average, None if drawn is None else drawn & 0xFFFF, scale, found)
         master.write(piece, w, None if drawn is None else (drawn >> 16).bitwise_and_(0xFFFF), None, None)
-    if buffer is not None and scale is not None:
-        assert buffer.scale_inv is not None
-        buffer.scale_inv.copy_(scale.reciprocal())
-        if buffer.amax is not None and found is not None:
-            buffer.amax.copy_(found)
+    if buffer is not None:
+        buffer.end(scale, found)
 
 
 def _gradient(piece: Piece, grad: Tensor, w: Tensor, h: SgdStep) -> Tensor:
