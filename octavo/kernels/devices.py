@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,16 +18,21 @@ _logger = logging.getLogger("octavo")
 
 
 @functools.cache
-def kernels_of(index: int) -> dict[str, Callable[..., Any]]:
-    """The kernels by name for tensors on CUDA device ``index``; Triton is imported by the first such."""
-    if not runs_natively(torch.device("cuda", index)):
-        return KERNELS
+def triton_kernels() -> ModuleType | None:
+    """The Triton kernels' package, imported by the first to ask; None where it can't be."""
     try:
         from octavo.kernels import triton
     except ImportError as error:
-        _logger.warning("Triton can't be imported (%s): cuda:%d runs the reference kernels, slowly", error, index)
-        return KERNELS
-    return triton.KERNELS
+        _logger.warning("Triton can't be imported (%s): GPUs run the reference kernels, slowly", error)
+        return None
+    return triton
+
+
+@functools.cache
+def kernels_of(index: int) -> dict[str, Callable[..., Any]]:
+    """The kernels by name for tensors on CUDA device ``index``."""
+    package = triton_kernels() if runs_natively(torch.device("cuda", index)) else None
+    return KERNELS if package is None else package.KERNELS
 
 
 def _on_cuda(name: str) -> Callable[..., Any]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
 
-from octavo.kernels.reference.adam import AdamStep, adam_update
-from octavo.optim.base import CompactOptimizer, Update
+from octavo.kernels.reference.optimizer_step import AdamGroup
+from octavo.optim.base import CompactOptimizer
 from octavo.optim.moment import Moment, moments_of
 from octavo.scaling.bounded import adam_max_update
 
@@ -33,6 +32,7 @@ class _Adam(CompactOptimizer):
         maximize: bool = False,
         clip_update: bool | None = None,
         seed: int = 0,
+        skip_nonfinite: bool = False,
     ) -> None:
         for name, value in (("lr", float(lr)), ("eps", eps), ("weight_decay", weight_decay)):
             if not value >= 0.0:
@@ -45,28 +45,15 @@ class _Adam(CompactOptimizer):
         if master == "fp16_scaled" and not self.clip_update:
             raise ValueError("master='fp16_scaled' finds its scale by the largest update: leave clip_update on")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, defaults, kept, master, seed)
+        super().__init__(params, defaults, kept, master, seed, skip_nonfinite)
 
     def max_update(self, step: int) -> float:
         """R_t of the first group's betas: the most that a step moves an element, by its learning rate."""
         return adam_max_update(step, *self.param_groups[0]["betas"])
 
-    def _run(self, update: Update) -> None:
-        group, (first, second) = update.group, update.moments
-        beta1, beta2 = group["betas"]
-        numbers = AdamStep(
-            float(group["lr"]),
-            beta1,
-            beta2,
-            group["eps"],
-            group["weight_decay"],
-            update.step,
-            self.decoupled,
-            group["maximize"],
-            adam_max_update(update.step, beta1, beta2) if self.clip_update else math.inf,
-            update.key,
-        )
-        adam_update(update.master, update.amax, update.gradient, first, second, numbers, update.first_row)
+    def _options(self, group: dict[str, Any]) -> AdamGroup:
+        betas, decay = group["betas"], group["weight_decay"]
+        return AdamGroup(group["lr"], *betas, group["eps"], decay, group["maximize"], self.decoupled, self.clip_update)
 
 
 class AdamW(_Adam):
@@ -86,6 +73,8 @@ class AdamW(_Adam):
             "fp32": float32 weights only. Float32 weights stay as they are under each of them.
         clip_update: clip to R_t; by default where moments or master are not exact.
         seed: of stochastic rounding, whose bits depend on it, the step and the element's index alone.
+        skip_nonfinite: do nothing in a step of which a gradient is inf or NaN, and don't wait to know (a GradScaler's
+            finding is heeded without it).
 
     Raises:
         TypeError, ValueError: for arguments out of range, or weights of a dtype that the master is not for.

@@ -10,36 +10,21 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from octavo.kernels.reference.master_weights import MasterWeight
-from octavo.kernels.reference.optimizer_state import StoredMoment
+from octavo.kernels.optimizer_step import optimizer_step
+from octavo.kernels.reference.optimizer_step import AdamGroup, SgdGroup, WeightUpdate
 from octavo.kernels.reference.random_bits import key_of
 from octavo.optim import state as states
 from octavo.optim.masters import master_of
 from octavo.optim.moment import Moment, as_matrix
 
 
-class Update(NamedTuple):
-    """What a step of one weight reads and writes.
+class _Kept(NamedTuple):
+    """A weight's update, all but its gradient, and what it was made of: while that stays, so does the update."""
 
-    Attributes:
-        group: its group's options.
-        step: counted from 1.
-        key: of random bits: of the seed and the weight's number.
-        master: the weight [R, C] and its master.
-        moments: in the order of ``names``.
-        amax: [1, 1], of a scaled master; else None.
-        gradient: [R, C].
-        first_row: of the whole weight that these rows begin with.
-    """
-
-    group: dict[str, Any]
-    step: int
-    key: int
-    master: MasterWeight
-    moments: list[StoredMoment]
-    amax: Tensor | None
-    gradient: Tensor
-    first_row: int
+    update: WeightUpdate
+    weight: Tensor
+    address: int
+    state: tuple[int, ...]
 
 
 class CompactOptimizer(Optimizer):
@@ -51,18 +36,27 @@ class CompactOptimizer(Optimizer):
         moments: how each of ``names`` is stored.
         master: see AdamW.
         seed: of stochastic rounding.
+        skip_nonfinite: do nothing in a step of which a gradient is not finite.
     """
 
     names: tuple[str, ...]
+    _step_supports_amp_scaling = True  # GradScaler sets grad_scale and found_inf, and does not wait for them
 
     def __init__(
-        self, params: Any, defaults: dict[str, Any], moments: tuple[Moment, ...], master: str | None, seed: int
+        self,
+        params: Any,
+        defaults: dict[str, Any],
+        moments: tuple[Moment, ...],
+        master: str | None,
+        seed: int,
+        skip_nonfinite: bool = False,
     ) -> None:
-        self.moments, self.master, self.seed = moments, master, seed
+        self.moments, self.master, self.seed, self.skip_nonfinite = moments, master, seed, skip_nonfinite
+        self._kept: dict[nn.Parameter, _Kept] = {}
         super().__init__(params, defaults)
 
-    def _run(self, update: Update) -> None:
-        """Update one weight and its state in place."""
+    def _options(self, group: dict[str, Any]) -> AdamGroup | SgdGroup:
+        """A group's options as the kernels take them."""
         raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -76,53 +70,85 @@ class CompactOptimizer(Optimizer):
             raise
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("moments", "master", "seed", "clip_update", "names")
+        own = ("moments", "master", "seed", "skip_nonfinite", "clip_update", "names")
         return {**super().__getstate__(), **{name: vars(self)[name] for name in own if name in vars(self)}}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._kept = {}
+
+    @torch.compiler.disable
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the weights that have gradients."""
+        """Update the weights that have gradients.
+
+        On a GPU that is one launch, without waiting for the device; it can be captured in a CUDA graph once it has run,
+        with lr as a tensor if it is to change.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        params: list[nn.Parameter] = []
+        updates: dict[torch.device, list[WeightUpdate]] = {}
         index = 0
-        for group in self.param_groups:
+        for number, group in enumerate(self.param_groups):
             for param in group["params"]:
                 if param.grad is not None:
-                    self._update(param, group, index)
+                    params.append(param)
+                    update = self._update(param, number, index)
+                    updates.setdefault(update.gradient.device, []).append(update)
                 index += 1
+        if params:
+            self._run(params, updates)
         return loss
 
-    def _update(self, param: nn.Parameter, group: dict[str, Any], index: int) -> None:
+    def _run(self, params: list[nn.Parameter], updates: dict[torch.device, list[WeightUpdate]]) -> None:
+        groups: Any = [self._options(group) for group in self.param_groups]
+        skip, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        if skip is None and self.skip_nonfinite:
+            skip = ~torch.isfinite(states.largest([param.grad for param in params]))
+        for device, some in updates.items():
+            given = (None if x is None else x.to(device, torch.float32, non_blocking=True) for x in (skip, scale))
+            optimizer_step(some, groups, *given)
+        for param in params:
+            whole = self._kept[param].weight
+            if whole.data_ptr() != states.local(param).data_ptr():
+                states.local(param).copy_(whole)
+        torch.autograd.graph.increment_version(params)  # of a sharded weight only the local part was written
+
+    def _update(self, param: nn.Parameter, group: int, index: int) -> WeightUpdate:
         weight, grad = states.local(param), states.local(param.grad)  # type: ignore[arg-type]
         if grad.is_sparse:
             raise RuntimeError("octavo's optimizers take dense gradients only")
         state = self.state[param]
         if not state:
             self._begin(param, state)
-        state["step"] += 1
+        kept, ids = self._kept.get(param), (group, index, self.seed, *map(id, state.values()))
+        if kept is None or kept.address != weight.data_ptr() or kept.state != ids or not weight.is_contiguous():
+            kept = self._kept[param] = self._keep(param, weight, state, ids)
+        gradient = grad.contiguous().view(kept.update.master.weight.shape)
+        return kept.update._replace(gradient=gradient)
+
+    def _keep(self, param: nn.Parameter, weight: Tensor, state: dict[str, Any], ids: tuple[int, ...]) -> _Kept:
+        group, index = ids[:2]
         kept = {name: states.local(value) for name, value in state.items() if isinstance(value, Tensor)}
-        whole = weight.contiguous()  # itself, where it is that
+        whole = weight.detach().contiguous()  # itself, where it is that
+        matrix = as_matrix(whole)
         if states.is_sharded_vector(param):  # a row an element, so that its index is that of the whole vector
             kept = {name: value.view(-1, 1) if value.ndim else value for name, value in kept.items()}
-            gradient, matrix = grad.contiguous().view(-1, 1), whole.view(-1, 1)
-        else:
-            gradient, matrix = as_matrix(grad.contiguous()), as_matrix(whole)
+            matrix = whole.view(-1, 1)
         pairs = zip(states.moments_for(param, self.moments), self.names, strict=True)
-        moments = [moment.stored(name, kept) for moment, name in pairs]
+        moments = tuple(moment.stored(name, kept) for moment, name in pairs)
         master = master_of(param, self.master).stored(matrix, kept)
         key, row = key_of(self.seed, index), states.first_row(param)
-        amax = kept.get("master_amax")
-        self._run(Update(group, int(state["step"]), key, master, moments, amax, gradient, row))
-        if whole is not weight:
-            weight.copy_(whole)
-        torch.autograd.graph.increment_version(param)  # of a sharded weight only the local part was written
+        update = WeightUpdate(master, moments, kept.get("master_amax"), matrix, state["step"], key, group, row)
+        return _Kept(update, whole, weight.data_ptr(), ids)
 
     def _begin(self, param: nn.Parameter, state: dict[str, Any]) -> None:
         """An empty state; of a sharded weight its tensors are sharded alike."""
         weight = states.local(param)
-        state["step"] = torch.tensor(0.0, dtype=torch.float32)
+        state["step"] = torch.zeros((), dtype=torch.float32, device=weight.device)
         found: dict[str, Tensor] = {}
         for moment, name in zip(states.moments_for(param, self.moments), self.names, strict=True):
             found |= moment.new_state(name, weight.shape, weight.device)
@@ -173,7 +199,7 @@ class CompactOptimizer(Optimizer):
         state: dict[str, Any] = {}
         self._begin(param, state)
         step = given.get("step", 1.0)  # torch's SGD keeps none
-        state["step"] = torch.as_tensor(step, dtype=torch.float32).detach().clone().cpu()
+        state["step"].copy_(torch.as_tensor(step, dtype=torch.float32))
         fits = same and all(states.is_like(value, given.get(name)) for name, value in state.items() if name != "step")
         if fits:
             for name, value in state.items():

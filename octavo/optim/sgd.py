@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from octavo.kernels.reference.sgd import SgdStep, sgd_update
-from octavo.optim.base import CompactOptimizer, Update
+from octavo.kernels.reference.optimizer_step import SgdGroup
+from octavo.optim.base import CompactOptimizer
 from octavo.optim.moment import NAMED, Moment
 
 
@@ -20,7 +20,7 @@ class SGD(CompactOptimizer):
         params, lr, momentum, dampening, weight_decay, nesterov, maximize: as torch's.
         moments: "fp8" (1.03 bytes an element: E4M3 in blocks of 128, rounded stochastically), "bf16", "fp32", or a
             Moment.
-        master, seed: as AdamW's.
+        master, seed, skip_nonfinite: as AdamW's.
 
     Raises:
         TypeError, ValueError: for arguments out of range, or weights of a dtype that the master is not for.
@@ -47,6 +47,7 @@ class SGD(CompactOptimizer):
         master: str | None = "auto",
         maximize: bool = False,
         seed: int = 0,
+        skip_nonfinite: bool = False,
     ) -> None:
         for name, value in (("lr", float(lr)), ("momentum", momentum), ("weight_decay", weight_decay)):
             if not value >= 0.0:
@@ -64,19 +65,8 @@ class SGD(CompactOptimizer):
         self.names = ("momentum_buffer",) if momentum else ()
         defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
         defaults |= {"nesterov": nesterov, "maximize": maximize}
-        super().__init__(params, defaults, (moment,) if momentum else (), master, seed)
+        super().__init__(params, defaults, (moment,) if momentum else (), master, seed, skip_nonfinite)
 
-    def _run(self, update: Update) -> None:
-        group = update.group
-        numbers = SgdStep(
-            float(group["lr"]),
-            group["momentum"],
-            group["dampening"],
-            group["weight_decay"],
-            group["nesterov"],
-            group["maximize"],
-            update.step,
-            update.key,
-        )
-        buffer = update.moments[0] if update.moments else None
-        sgd_update(update.master, update.gradient, buffer, numbers, update.first_row)
+    def _options(self, group: dict[str, Any]) -> SgdGroup:
+        names = "lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"
+        return SgdGroup(*(group[name] for name in names))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -66,6 +67,13 @@ def first_row(param: nn.Parameter) -> int:
         raise ValueError("octavo's optimizers take weights sharded by their first dimension")
     rows = -(-param.shape[0] // mesh.size(dim))
     return min(mesh.get_local_rank(dim) * rows, param.shape[0])
+
+
+def largest(gradients: list[Tensor]) -> Tensor:
+    """The largest absolute value of all; NaN where there is one. The same on all ranks, and without waiting for it."""
+    found = torch.nn.utils.get_total_norm([gradient.detach() for gradient in gradients], math.inf, foreach=True)
+    full_tensor = getattr(found, "full_tensor", None)
+    return found if full_tensor is None else full_tensor()
 
 
 def like_param(tensor: Tensor, param: nn.Parameter) -> Tensor:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.reference.master_weights import MasterWeight
-from octavo.kernels.reference.optimizer_state import Piece, StoredMoment, finite_amax, pieces
+from octavo.kernels.reference.optimizer_state import Piece, StoredMoment, finite_amax, gradient_of, pieces
 from octavo.kernels.reference.random_bits import key_of, random_bits
+from octavo.kernels.reference.step_numbers import bound_after, power
 from octavo.numerics import scale_from_amax
 
 
@@ -22,8 +23,9 @@ class AdamStep(NamedTuple):
         step: counted from 1.
         decoupled: decay multiplies the weight (AdamW); else it is added to the gradient (Adam).
         maximize: go up.
-        max_update: |m_hat / sqrt(v_hat)| is clipped to it; inf: not.
+        max_update: |m_hat / sqrt(v_hat)| is clipped to it; None: not.
         key: of random bits: of the seed and the tensor.
+        grad_scale: what the gradient is divided by.
     """
 
     lr: float
@@ -34,8 +36,9 @@ class AdamStep(NamedTuple):
     step: int
     decoupled: bool
     maximize: bool
-    max_update: float
+    max_update: float | None
     key: int
+    grad_scale: float = 1.0
 
 
 class _Scales(NamedTuple):
@@ -96,9 +99,7 @@ def _moments(
     keep: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The piece's new moments, unrounded, and its master; ``keep``: what is stored stays as it is."""
-    g = piece.of(grad).to(torch.float32)
-    if h.maximize:
-        g = -g
+    g = gradient_of(piece, grad, h.grad_scale, h.maximize)
     w = master.read(piece)
     if h.weight_decay and not h.decoupled:
         g = g.add(w, alpha=h.weight_decay)
@@ -112,12 +113,12 @@ def _moments(
 
 def _apply(w: Tensor, m: Tensor, v: Tensor, h: AdamStep) -> None:
     """Update the master; the operations and their order are torch's."""
-    correction1 = 1 - h.beta1**h.step
-    correction2 = math.sqrt(1 - h.beta2**h.step)
+    correction1 = 1 - power(h.beta1, h.step)
+    correction2 = math.sqrt(1 - power(h.beta2, h.step))
     if h.weight_decay and h.decoupled:
         w.mul_(1 - h.lr * h.weight_decay)
     denominator = v.sqrt().div_(correction2).add_(h.eps)
-    if math.isinf(h.max_update):
+    if h.max_update is None:
         w.addcdiv_(m, denominator, value=-h.lr / correction1)
         return
     limit = h.max_update * correction1
@@ -141,15 +142,9 @@ def _master_scale(master: MasterWeight, amax: Tensor | None, h: AdamStep) -> tup
     """(scale, found) of a float16 master, by the bound of what this step can make of it."""
     if master.kind != "fp16_scaled":
         return None, None
-    assert amax is not None
-    return scale_from_amax(bound_after(amax, h), 65504.0, True, 0), torch.zeros_like(amax)
-
-
-def bound_after(amax: Tensor, h: AdamStep) -> Tensor:
-    """The most that |w| can be after a step whose update is clipped."""
-    kept = 1 - h.lr * h.weight_decay if h.decoupled else 1.0
-    # a rounding or two of float32 on the way
-    return (amax * abs(kept) + h.lr * h.max_update) * (1 + 2.0**-20)
+    assert amax is not None and h.max_update is not None
+    bound = bound_after(amax, h.lr, h.max_update, h.weight_decay if h.decoupled else 0.0)
+    return scale_from_amax(bound, 65504.0, True, 0), torch.zeros_like(amax)
 
 
 def _amax_of_all(

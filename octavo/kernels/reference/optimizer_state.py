@@ -76,6 +76,14 @@ def pieces(rows: int, cols: int, first_row: int = 0) -> Iterator[Piece]:
                 yield Piece(slice(top, bottom), slice(left, right), width, (first_row + top) * cols + left, cols)
 
 
+def gradient_of(piece: Piece, grad: Tensor, grad_scale: float, maximize: bool) -> Tensor:
+    """A piece of the gradient in float32, unscaled, its sign turned to go up; not to be written to."""
+    g = piece.of(grad).to(torch.float32)
+    if grad_scale != 1.0:
+        g = g / grad_scale
+    return -g if maximize else g
+
+
 @dataclass
 class StoredMoment:
     """A moment of a tensor.

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.reference.master_weights import MasterWeight
-from octavo.kernels.reference.optimizer_state import Piece, StoredMoment, finite_amax, pieces
+from octavo.kernels.reference.optimizer_state import Piece, StoredMoment, finite_amax, gradient_of, pieces
 from octavo.kernels.reference.random_bits import key_of, random_bits
 from octavo.numerics import scale_from_amax
 
 
 class SgdStep(NamedTuple):
-    """The numbers of a step; as torch.optim.SGD's, with the step's number, from 1, and the key of random bits."""
+    """The numbers of a step: torch.optim.SGD's, the step's number from 1, the key of random bits, and AdamStep's."""
 
     lr: float
     momentum: float
@@ -24,6 +24,7 @@ class SgdStep(NamedTuple):
     maximize: bool
     step: int
     key: int
+    grad_scale: float = 1.0
 
 
 def sgd_update(master: MasterWeight, grad: Tensor, buffer: StoredMoment | None, h: SgdStep, first_row: int = 0) -> None:
@@ -61,9 +62,7 @@ def sgd_update(master: MasterWeight, grad: Tensor, buffer: StoredMoment | None, 
 
 
 def _gradient(piece: Piece, grad: Tensor, w: Tensor, h: SgdStep) -> Tensor:
-    g = piece.of(grad).to(torch.float32)
-    if h.maximize:
-        g = -g
+    g = gradient_of(piece, grad, h.grad_scale, h.maximize)
     return g.add(w, alpha=h.weight_decay) if h.weight_decay else g
 
 
