@@ -39,6 +39,7 @@ from benchmarks.compiled_case import (
     tensor,
 )
 from benchmarks.compiled_norms import norm, norm_backward
+from benchmarks.compiled_optimizer import optimizer
 from benchmarks.machine_code import examine
 from benchmarks.measure import commit, table, write_results
 from benchmarks.offline import SHARED_MEMORY, offline
@@ -243,6 +244,7 @@ GROUPS: dict[str, Callable[[], Iterator[Case]]] = {
     "activations": activations,
     "norm": norm,
     "norm backward": norm_backward,
+    "optimizer": optimizer,
 }
 
 

@@ -22,7 +22,7 @@ import triton
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
-from octavo.kernels.triton import produce, tiles
+from octavo.kernels.triton import optimizer_state, produce, tiles
 
 
 class Instruction(NamedTuple):
@@ -89,8 +89,8 @@ def _bits(instruction: Instruction) -> int:
 
 
 # what reads and writes tiles of tensors; scales and their like are narrow and few
-_READ = (tiles.load_tile, produce.load_input)
-_WRITE = (tiles.store_codes, tiles.store_half)
+_READ = (tiles.load_tile, produce.load_input, optimizer_state.load_at)
+_WRITE = (tiles.store_codes, tiles.store_half, optimizer_state.store_at)
 
 
 def _is_of(functions: Sequence[JITFunction], instruction: Instruction) -> bool:
@@ -153,7 +153,8 @@ def examine(kernel: CompiledKernel, bits: int = 128) -> tuple[dict[str, object],
         misses.append(f"no {wanted}")
     if kernel.name != "delayed_update_kernel" and min(loads, default=0) < bits:
         misses.append(f"loads of {sorted(loads) or 'no'} bits")
-    if (formats or tensor_core) and min(stores, default=0) < bits:
+    updates = kernel.name == "optimizer_step_kernel" and bool(stores)  # some launches only look
+    if (formats or tensor_core or updates) and min(stores, default=0) < bits:
         misses.append(f"stores of {sorted(stores) or 'no'} bits")
     return {
         "kernel": kernel.name,

@@ -6,6 +6,7 @@ It is no op of torch's: nothing traces or differentiates an optimizer.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -19,10 +20,13 @@ def optimizer_step(
     groups: Sequence[AdamGroup] | Sequence[SgdGroup],
     skip: Tensor | None = None,
     grad_scale: Tensor | None = None,
+    plans: dict[Any, Any] | None = None,
 ) -> None:
-    """``reference.optimizer_step``."""
+    """``reference.optimizer_step``; ``plans``: the optimizer's, where a launch is kept for the next step."""
     if not updates:
         return
     package = triton_kernels() if updates[0].gradient.is_cuda else None
-    step = reference if package is None else package.optimizer_step
-    step(updates, groups, skip, grad_scale)
+    if package is None:
+        reference(updates, groups, skip, grad_scale)
+    else:
+        package.optimizer_step(updates, groups, skip, grad_scale, plans)

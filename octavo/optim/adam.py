@@ -52,8 +52,9 @@ class _Adam(CompactOptimizer):
         return adam_max_update(step, *self.param_groups[0]["betas"])
 
     def _options(self, group: dict[str, Any]) -> AdamGroup:
-        betas, decay = group["betas"], group["weight_decay"]
-        return AdamGroup(group["lr"], *betas, group["eps"], decay, group["maximize"], self.decoupled, self.clip_update)
+        (beta1, beta2), decay, maximize = group["betas"], group["weight_decay"], group["maximize"]
+        rules = self.decoupled, self.clip_update
+        return AdamGroup(group["lr"], beta1, beta2, group["eps"], decay, maximize, *rules)
 
 
 class AdamW(_Adam):

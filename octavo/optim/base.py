@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -53,6 +54,7 @@ class CompactOptimizer(Optimizer):
     ) -> None:
         self.moments, self.master, self.seed, self.skip_nonfinite = moments, master, seed, skip_nonfinite
         self._kept: dict[nn.Parameter, _Kept] = {}
+        self._plans: dict[Any, Any] = {}
         super().__init__(params, defaults)
 
     def _options(self, group: dict[str, Any]) -> AdamGroup | SgdGroup:
@@ -75,16 +77,18 @@ class CompactOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._kept = {}
+        self._kept, self._plans = {}, {}
 
-    @torch.compiler.disable
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the weights that have gradients.
 
         On a GPU that is one launch, without waiting for the device; it can be captured in a CUDA graph once it has run,
-        with lr as a tensor if it is to change.
+        with lr as a tensor if it is to change. In compiled code it is a graph break.
         """
+        return _untraced()(self, closure)
+
+    @torch.no_grad()
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -107,10 +111,10 @@ class CompactOptimizer(Optimizer):
         groups: Any = [self._options(group) for group in self.param_groups]
         skip, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         if skip is None and self.skip_nonfinite:
-            skip = ~torch.isfinite(states.largest([param.grad for param in params]))
+            skip = ~torch.isfinite(states.largest([param.grad for param in params if param.grad is not None]))
         for device, some in updates.items():
-            given = (None if x is None else x.to(device, torch.float32, non_blocking=True) for x in (skip, scale))
-            optimizer_step(some, groups, *given)
+            there = [None if x is None else x.to(device, torch.float32, non_blocking=True) for x in (skip, scale)]
+            optimizer_step(some, groups, there[0], there[1], self._plans)
         for param in params:
             whole = self._kept[param].weight
             if whole.data_ptr() != states.local(param).data_ptr():
@@ -126,6 +130,8 @@ class CompactOptimizer(Optimizer):
             self._begin(param, state)
         kept, ids = self._kept.get(param), (group, index, self.seed, *map(id, state.values()))
         if kept is None or kept.address != weight.data_ptr() or kept.state != ids or not weight.is_contiguous():
+            if kept is not None:
+                self._plans.clear()
             kept = self._kept[param] = self._keep(param, weight, state, ids)
         gradient = grad.contiguous().view(kept.update.master.weight.shape)
         return kept.update._replace(gradient=gradient)
@@ -209,3 +215,9 @@ class CompactOptimizer(Optimizer):
             states.convert(param, given, described, state, self.moments, self.names)
         self.state[param] = state
         return not fits
+
+
+@functools.cache
+def _untraced() -> Callable[..., Any]:
+    """``_step``, which nothing should trace; later, for torch.compiler.disable brings in the whole compiler."""
+    return torch.compiler.disable(CompactOptimizer._step)

@@ -107,7 +107,9 @@ class StoredMoment:
     @property
     def needs_amax_first(self) -> bool:
         """Whether one scale for all takes the amax of all before the first code."""
-        return self.fmt is not None and self.scale_inv is not None and self.scale_inv.numel() == 1 and self.amax is None
+        if self.fmt is None or self.scale_inv is None or self.scale_inv.numel() > 1 or self.amax is not None:
+            return False
+        return self.data.shape[0] * blocks_of(self.data.shape[1]) > 1
 
     def begin(self) -> tuple[Tensor | None, Tensor | None]:
         """(scale, found) to ``write`` with, of a moment whose scale the amax before gives; else (None, None)."""

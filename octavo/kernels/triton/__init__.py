@@ -15,6 +15,9 @@ from octavo.kernels.triton.matmul_cast import matmul_cast
 from octavo.kernels.triton.multi_tensor_cast import multi_tensor_cast
 from octavo.kernels.triton.norm import norm_cast, norm_cast_two_scalings
 from octavo.kernels.triton.norm_backward import norm_backward
+from octavo.kernels.triton.optimizer_step import optimizer_step
+
+__all__ = ["KERNELS", "optimizer_step"]
 
 KERNELS: dict[str, Callable[..., Any]] = {
     "amax": amax,

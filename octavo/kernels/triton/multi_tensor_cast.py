@@ -1,8 +1,7 @@
 """Many casts in one launch (Dynamic per tensor: two), into outputs that are there already.
 
-A table on the device says where each tensor and its outputs lie and which programs work on it; a program finds its
-tensor by bisection. The table is kept while the same tensors come, so that in a training loop or a CUDA graph nothing
-is copied.
+A table on the device (table.py) says where each tensor and its outputs lie and which programs work on it. It is kept
+while the same tensors come, so that in a training loop or a CUDA graph nothing is copied.
 
 TABLE, int64 [tensors, 12]: x, q, t, scale_inv, amax and delayed_scale's addresses; R, C; q's and t's row stride; the
 first program; x's row stride.
@@ -26,6 +25,7 @@ from octavo.kernels.triton.cast_tensor import cast_strip, strip_amax
 from octavo.kernels.triton.given import Rounding, rounding_of
 from octavo.kernels.triton.history import scale_exists
 from octavo.kernels.triton.launch import Config, config, on_its_device, with_room_for, workspace
+from octavo.kernels.triton.table import find_tensor, pointer, search, size
 from octavo.kernels.triton.tiles import (
     Codes,
     Source,
@@ -37,38 +37,6 @@ from octavo.kernels.triton.tiles import (
     store_codes,
     take_amax,
 )
-
-
-@triton.jit
-def find_tensor(table_ptr, program, TENSORS: tl.constexpr):
-    """The tensor that a program works on, the last whose first program is not beyond it: (its index, its row)."""
-    COUNT: tl.constexpr = TENSORS[0]
-    STEPS: tl.constexpr = TENSORS[1]
-    low = 0
-    for step in tl.static_range(STEPS):
-        middle = low + (1 << (STEPS - 1 - step))
-        inside = middle < COUNT
-        first = tl.load(table_ptr + tl.where(inside, middle, 0) * 12 + 10)
-        low = tl.where(inside & (first <= program), middle, low)
-    return low, table_ptr + low * 12
-
-
-@triton.jit
-def pointer(row_ptr, COLUMN: tl.constexpr, dtype: tl.constexpr, ALIGNED: tl.constexpr):
-    """An address of the table as a pointer to dtype."""
-    address = tl.load(row_ptr + COLUMN).to(tl.pointer_type(dtype))
-    if ALIGNED:
-        address = tl.multiple_of(address, 16)
-    return address
-
-
-@triton.jit
-def size(row_ptr, COLUMN: tl.constexpr, ALIGNED: tl.constexpr):
-    """A size of the table."""
-    value = tl.load(row_ptr + COLUMN).to(tl.int32)
-    if ALIGNED:
-        value = tl.multiple_of(value, 16)
-    return value
 
 
 @triton.jit
@@ -117,7 +85,7 @@ def multi_tensor_amax_kernel(
             return
     STRIP_ROWS: tl.constexpr = SHAPE[1] * SHAPE[2]
     BLOCK_C: tl.constexpr = SHAPE[3]
-    tensor, row_ptr = find_tensor(table_ptr, tl.program_id(0), TENSORS)
+    tensor, row_ptr = find_tensor(table_ptr, tl.program_id(0), TENSORS, 12, 10)
     if DELAYED:
         if tl.load(pointer(row_ptr, 5, tl.float32, False) + ROLE) != 0:
             return
@@ -155,7 +123,7 @@ def multi_tensor_cast_kernel(
     POWER_OF_TWO: tl.constexpr = ROUNDING[2]
     STRIP_ROWS: tl.constexpr = SHAPE[1] * SHAPE[2]
     BLOCK_C: tl.constexpr = SHAPE[3]
-    tensor, row_ptr = find_tensor(table_ptr, tl.program_id(0), TENSORS)
+    tensor, row_ptr = find_tensor(table_ptr, tl.program_id(0), TENSORS, 12, 10)
     first, count = programs_of(row_ptr, tensor, programs, TENSORS)
     amax_ptr = pointer(row_ptr, 4, tl.float32, False)
     scale = 0.0
@@ -203,7 +171,7 @@ def multi_tensor_cast_blocks_kernel(
     E5M2: tl.constexpr = ROUNDING[0]
     ROWS: tl.constexpr = BLOCK[0]
     COLS: tl.constexpr = BLOCK[1]
-    _, row_ptr = find_tensor(table_ptr, tl.program_id(0), TENSORS)
+    _, row_ptr = find_tensor(table_ptr, tl.program_id(0), TENSORS, 12, 10)
     x = source(row_ptr, X_TYPE, ALIGNED)
     program = tl.program_id(0) - size(row_ptr, 10, False)
     strips = tl.cdiv(x.C, BLOCK_C)
@@ -324,19 +292,19 @@ def _launch(
     skip: Tensor | None,
 ) -> None:
     table, programs, aligned = work
-    search = table.shape[0], (table.shape[0] - 1).bit_length()
+    tensors = search(table.shape[0])
     x_type = _TYPES[x.dtype]
     options: dict[str, Any] = {"num_warps": chosen.num_warps, "enable_fp_fusion": False}
     grid = (programs,)
     if tile[0] != ALL:
         block_r, block_c = chosen.block_r, chosen.block_c
         multi_tensor_cast_blocks_kernel[grid](
-            table, skip, x_type, transposed, rounding, tile, aligned, search, block_r, block_c, **options
+            table, skip, x_type, transposed, rounding, tile, aligned, tensors, block_r, block_c, **options
         )
         return
     shape = False, chosen.tiles, chosen.block_r, chosen.block_c, False
     counters = workspace(x, 2 * table.shape[0])
     found = table, skip, counters, programs, x_type
     if no_history or not delayed:
-        multi_tensor_amax_kernel[grid](*found, aligned, search, delayed, role, shape, **options)
-    multi_tensor_cast_kernel[grid](*found, transposed, rounding, aligned, search, delayed, role, shape, **options)
+        multi_tensor_amax_kernel[grid](*found, aligned, tensors, delayed, role, shape, **options)
+    multi_tensor_cast_kernel[grid](*found, transposed, rounding, aligned, tensors, delayed, role, shape, **options)

@@ -1,0 +1,63 @@
+"""The cases of compiled.py that are steps of optimizers: masters, moments, layouts."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from benchmarks.compiled_case import BF16, FP32, LARGE, Case, tensor
+from octavo.formats import E4M3, E5M2
+from octavo.granularity import PerTensor
+from octavo.kernels.reference.optimizer_step import AdamGroup, SgdGroup, WeightUpdate
+from octavo.kernels.triton import optimizer_step
+from octavo.optim.masters import NAMED as MASTERS
+from octavo.optim.moment import NAMED, Moment, as_matrix
+
+ADAM = AdamGroup(1e-3, 0.9, 0.999, 1e-8, 0.01, False, True, True)
+SGD = SgdGroup(1e-3, 0.9, 0.0, 0.01, False, False)
+ODD = (1000, 1000)  # rows end within a block
+
+_PREVIOUS = (
+    Moment(E4M3, granularity=PerTensor(), scale="previous"),
+    Moment(E5M2, root=True, granularity=PerTensor(), scale="previous"),
+)
+_TWO_STAGES = (Moment(E4M3, granularity=PerTensor()), Moment(E5M2, root=True, granularity=PerTensor()))
+
+
+def update(
+    shape: tuple[int, int], moments: tuple[Moment, ...], master: str | None, dtype: torch.dtype, grad: torch.dtype
+) -> WeightUpdate:
+    """A weight's update, of memory that is never read."""
+    weight = tensor(shape, dtype)
+    state: dict[str, Tensor] = {}
+    for number, moment in enumerate(moments):
+        state |= moment.new_state(str(number), weight.shape, weight.device)
+    small = MASTERS[master].new_state(tensor((1, 1), dtype))
+    state |= {name: like if name != "master_rest" else tensor(shape, like.dtype) for name, like in small.items()}
+    stored = tuple(moment.stored(str(number), state) for number, moment in enumerate(moments))
+    kept = MASTERS[master].stored(as_matrix(weight), state)
+    return WeightUpdate(kept, stored, state.get("master_amax"), tensor(shape, grad), torch.zeros(()), 1, 0, 0)
+
+
+def optimizer() -> Iterator[Case]:
+    fp8 = NAMED["fp8"]
+    for master, dtype in (("fp32", FP32), ("split32", BF16), ("split24", BF16), ("fp16_scaled", BF16), (None, BF16)):
+        yield _case(f"Adam fp8, {master}", [update(LARGE, fp8, master, dtype, BF16)])
+    for name in ("fp32", "bf16"):
+        yield _case(f"Adam {name}, split32", [update(LARGE, NAMED[name], "split32", BF16, FP32)])
+    for name, moments in (("previous amax", _PREVIOUS), ("two stages", _TWO_STAGES)):
+        yield _case(f"Adam {name}, split24", [update(LARGE, moments, "split24", BF16, BF16)])
+    yield _case("Adam fp8, odd rows", [update(ODD, fp8, "split32", BF16, BF16)])._replace(bits=8)
+    mixed = [update(LARGE, fp8, "split32", BF16, BF16), update((1, 4096), fp8, "fp32", FP32, FP32)]
+    yield _case("Adam fp8, two kinds of weights", mixed)
+    yield _case("Adam coupled fp8, split32", mixed[:1], ADAM._replace(decoupled=False, clip=False))
+    yield _case("SGD fp8, split24", [update(LARGE, fp8[:1], "split24", BF16, BF16)], SGD)
+
+
+def _case(what: str, updates: list[WeightUpdate], group: AdamGroup | SgdGroup = ADAM) -> Case:
+    return Case(
+        "optimizer_step", what, functools.partial(optimizer_step, updates, [group]), bits=64
+    )  # 8 codes a thread

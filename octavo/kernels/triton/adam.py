@@ -1,0 +1,88 @@
+"""reference/adam.py in Triton: a tile."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from octavo.kernels.triton.master_weights import read_master, write_master
+from octavo.kernels.triton.optimizer_state import FIRST, SECOND, START, gradient_tile, read_moment, write_moment
+from octavo.kernels.triton.random_bits import half, random_bits, with_number
+from octavo.kernels.triton.tiles import finite_abs
+
+
+@triton.jit
+def lerp(a, b, weight):
+    """a + weight (b - a), as torch's."""
+    near = weight < 0.5
+    factor = tl.where(near, weight, weight - 1.0)
+    return tl.fma(tl.zeros_like(a) + factor, b - a, tl.where(near, a, b))
+
+
+@triton.jit
+def adam_weight(w, m, v, n, DECOUPLED: tl.constexpr, CLIP: tl.constexpr):
+    """The updated master; unclipped, the operations and their order are torch's."""
+    if DECOUPLED:
+        w = w * n.kept
+    if CLIP:
+        u = tl.math.div_rn(m, tl.sqrt_rn(v) * n.correction2_inv + n.eps)
+        u = tl.where(u > n.limit, n.limit, tl.where(u < -n.limit, -n.limit, u))
+        result = tl.fma(tl.zeros_like(w) + n.rate, u, w)
+    else:
+        denominator = tl.math.div_rn(tl.sqrt_rn(v), tl.zeros_like(v) + n.correction2) + n.eps
+        result = w + tl.math.div_rn(m * n.rate, denominator)
+    return result
+
+
+@triton.jit
+def adam_tile(
+    row_ptr,
+    gradient_ptr,
+    place,
+    n,
+    scales,
+    key,
+    CLASSES: tl.constexpr,
+    I: tl.constexpr,  # noqa: E741
+    DECOUPLED: tl.constexpr,
+    CLIP: tl.constexpr,
+    FIND: tl.constexpr,
+):
+    """A tile's step: (the amax found of the first moment, of the second, of the master)."""
+    WEIGHT: tl.constexpr = CLASSES[I + 1]
+    MASTER: tl.constexpr = CLASSES[I + 2]
+    EVEN: tl.constexpr = CLASSES[I + 3]
+    KIND1: tl.constexpr = CLASSES[I + 5]
+    STOCHASTIC1: tl.constexpr = CLASSES[I + 7]
+    SCALE1: tl.constexpr = CLASSES[I + 8]
+    KIND2: tl.constexpr = CLASSES[I + 9]
+    ROOT: tl.constexpr = CLASSES[I + 10]
+    STOCHASTIC2: tl.constexpr = CLASSES[I + 11]
+    SCALE2: tl.constexpr = CLASSES[I + 12]
+    w = read_master(row_ptr, place, scales.master_inv, WEIGHT, MASTER, EVEN)
+    g = gradient_tile(gradient_ptr, place, n, scales, w, CLASSES[I], EVEN, not DECOUPLED)
+    m = read_moment(row_ptr, FIRST, place, KIND1, False, SCALE1, EVEN)
+    v = read_moment(row_ptr, SECOND, place, KIND2, ROOT, SCALE2, EVEN)
+    m = lerp(m, g, n.weight1)
+    v = tl.fma(g * n.square, g, v * n.beta2)
+    if FIND:
+        found1 = tl.max(tl.max(finite_abs(m), 1), 0)
+        found2 = tl.max(tl.max(finite_abs(tl.sqrt_rn(v) if ROOT else v), 1), 0)
+        found_w = 0.0
+    else:
+        w = adam_weight(w, m, v, n, DECOUPLED, CLIP)
+        start = tl.load(row_ptr + START) + place.base
+        bits1 = 0
+        bits2 = 0
+        bits_w = 0
+        if STOCHASTIC1 or STOCHASTIC2:
+            drawn = random_bits(with_number(key, tl.full((), 0, tl.int64)), start, place.offsets, CLASSES[I + 4])
+            bits1 = half(drawn, False)
+            bits2 = half(drawn, True)
+        if MASTER == 2 or MASTER == 4:
+            drawn = random_bits(with_number(key, tl.full((), 1, tl.int64)), start, place.offsets, CLASSES[I + 4])
+            bits_w = half(drawn, False)
+        found1 = write_moment(row_ptr, FIRST, place, m, bits1, scales.first, KIND1, False, STOCHASTIC1, SCALE1, EVEN)
+        found2 = write_moment(row_ptr, SECOND, place, v, bits2, scales.second, KIND2, ROOT, STOCHASTIC2, SCALE2, EVEN)
+        found_w = write_master(row_ptr, place, w, bits_w, scales.master, WEIGHT, MASTER, EVEN)
+    return found1, found2, found_w

@@ -1,0 +1,51 @@
+"""reference/random_bits.py in Triton."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def mixed(x):
+    """Each bit of the result depends on all of x's (lowbias32); uint32."""
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def with_number(key, number):
+    """``key_of``'s next number, an int64."""
+    low = number.to(tl.uint32)
+    high = (number >> 32).to(tl.uint32)
+    key = mixed(key * 0x9E3779B1 + low + 0x7F4A7C15)
+    return mixed(key * 0x9E3779B1 + high + 0x7F4A7C15)
+
+
+@triton.jit
+def random_bits(key, start, offsets, LARGE: tl.constexpr):
+    """32 bits for each element, uint32.
+
+    Args:
+        key: uint32.
+        start: int64, the index of the first element of the program's tile.
+        offsets: of each element from it, int32 or int64.
+        LARGE: whether indices may pass 2^32.
+    """
+    if LARGE:
+        index = start + offsets.to(tl.int64)
+        low = index.to(tl.uint32) ^ ((index >> 32).to(tl.uint32) * 0x9E3779B9)
+    else:
+        low = start.to(tl.uint32) + offsets.to(tl.uint32)
+    return mixed(low ^ key)
+
+
+@triton.jit
+def half(drawn, UPPER: tl.constexpr):
+    """16 of 32 random bits, int32."""
+    if UPPER:
+        result = drawn >> 16
+    else:
+        result = drawn & 0xFFFF
+    return result.to(tl.int32)

@@ -1,0 +1,49 @@
+"""A table on the device of what a launch works on: a row of int64 for each tensor, its addresses, sizes, first program.
+
+A program finds its tensor by bisection.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def find_tensor(table_ptr, program, TENSORS: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr):
+    """The tensor that a program works on, the last whose first program is not beyond it: (its index, its row).
+
+    TENSORS: (how many, the steps of their bisection); WIDTH: of a row; FIRST: the column of the first program.
+    """
+    COUNT: tl.constexpr = TENSORS[0]
+    STEPS: tl.constexpr = TENSORS[1]
+    low = 0
+    for step in tl.static_range(STEPS):
+        middle = low + (1 << (STEPS - 1 - step))
+        inside = middle < COUNT
+        first = tl.load(table_ptr + tl.where(inside, middle, 0) * WIDTH + FIRST)
+        low = tl.where(inside & (first <= program), middle, low)
+    return low, table_ptr + low * WIDTH
+
+
+@triton.jit
+def pointer(row_ptr, COLUMN: tl.constexpr, dtype: tl.constexpr, ALIGNED: tl.constexpr):
+    """An address of the table as a pointer to dtype."""
+    address = tl.load(row_ptr + COLUMN).to(tl.pointer_type(dtype))
+    if ALIGNED:
+        address = tl.multiple_of(address, 16)
+    return address
+
+
+@triton.jit
+def size(row_ptr, COLUMN: tl.constexpr, ALIGNED: tl.constexpr):
+    """A size of the table."""
+    value = tl.load(row_ptr + COLUMN).to(tl.int32)
+    if ALIGNED:
+        value = tl.multiple_of(value, 16)
+    return value
+
+
+def search(tensors: int) -> tuple[int, int]:
+    """``find_tensor``'s TENSORS."""
+    return tensors, (tensors - 1).bit_length()
