@@ -9,6 +9,8 @@ from torch import Tensor
 from octavo.kernels.reference.optimizer_step import SgdGroup
 from octavo.optim.base import CompactOptimizer
 from octavo.optim.moment import NAMED, Moment
+from octavo.optim.state import as_fp32, largest
+from octavo.scaling.bounded import sgd_max_update
 
 
 class SGD(CompactOptimizer):
@@ -67,6 +69,29 @@ class SGD(CompactOptimizer):
         defaults |= {"nesterov": nesterov, "maximize": maximize}
         super().__init__(params, defaults, (moment,) if momentum else (), master, seed, skip_nonfinite)
 
+    def max_update(self, step: int) -> float:
+        """The most that the next step moves an element, by its learning rate, with the gradients that are there.
+
+        Args:
+            step: of no account: momenta and gradients bound the update.
+        """
+        most = 0.0
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    gradient = _amax(param.grad) + group["weight_decay"] * _amax(param)
+                    rest = group["momentum"], group["dampening"], group["nesterov"]
+                    most = max(most, sgd_max_update(self._momentum_amax(param), gradient, *rest))
+        return most
+
+    def _momentum_amax(self, param: Tensor) -> float:
+        state = self.state.get(param)
+        return _amax(as_fp32(self.names[0], self.moments[0], state)) if state and self.names else 0.0
+
     def _options(self, group: dict[str, Any]) -> SgdGroup:
         names = "lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"
         return SgdGroup(*(group[name] for name in names))
+
+
+def _amax(tensor: Tensor) -> float:
+    return float(largest([tensor]))

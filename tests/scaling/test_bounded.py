@@ -4,7 +4,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.scaling.bounded import adam_max_update, bound_after
+import octavo
+from octavo import E4M3
+from octavo.scaling.bounded import (
+    Bounded,
+    PreviousAmax,
+    TwoStage,
+    WeightRule,
+    adam_max_update,
+    bound_after,
+    sgd_max_update,
+)
 
 BETAS = [(0.9, 0.999), (0.9, 0.95), (0.9, 0.9), (0.95, 0.9), (0.0, 0.999), (0.0, 0.0), (0.5, 0.25), (0.99, 0.9)]
 
@@ -59,3 +69,52 @@ def test_a_weight_stays_within_its_bound():
     assert bound_after(2.0, 0.1, 7.0) == pytest.approx(2.7)
     assert bound_after(2.0, 0.1, 7.0, weight_decay=0.5) == pytest.approx(2.6)
     assert bound_after(2.0, 1.0, 0.0, weight_decay=3.0) == pytest.approx(4.0)  # decay that overshoots
+
+
+def saturated(rule: WeightRule, weights: list[Tensor], bounds: list[Tensor]) -> int:
+    """In how many steps a rule's scale brings an element past the format's max."""
+    count = 0
+    for before, after, bound in zip(weights[:-1], weights[1:], bounds, strict=True):
+        scale = rule.scale(E4M3, before.abs().amax(), bound, lambda after=after: after)
+        count += bool((after * scale).abs().max() > E4M3.max * (1 + 2.0**-22))  # but for the product's rounding
+    return count
+
+
+@pytest.mark.parametrize("power_of_two", [True, False])
+@pytest.mark.parametrize("kind", ["adam", "sgd", "nesterov", "sign"])
+def test_only_the_previous_amax_overflows(kind, power_of_two):
+    """Weights that grow with every step, as far as the optimizer can move them."""
+    lr, weight = 0.05, torch.nn.Parameter(torch.full((64,), 0.01))
+    optimizer = {
+        "adam": lambda: octavo.optim.AdamW([weight], lr=lr, betas=(0.9, 0.95), weight_decay=0.1, moments="fp32"),
+        "sgd": lambda: octavo.optim.SGD([weight], lr=lr, momentum=0.9, moments="fp32"),
+        "nesterov": lambda: octavo.optim.SGD([weight], lr=lr, momentum=0.9, nesterov=True, moments="fp32"),
+        "sign": lambda: None,
+    }[kind]()
+    weights, bounds = [weight.detach().clone()], []
+    for number in range(1, 40):
+        weight.grad = -torch.rand(64) - 0.5
+        most = 1.0 if optimizer is None else optimizer.max_update(number)
+        bounds.append(bound_after(weight.detach().abs().amax(), lr, most, 0.1 if kind == "adam" else 0.0))
+        if optimizer is None:
+            weight.data.sub_(lr * weight.grad.sign())
+        else:
+            optimizer.step()
+        weights.append(weight.detach().clone())
+        assert weights[-1].abs().max() <= bounds[-1]
+    assert saturated(Bounded(power_of_two), weights, bounds) == 0
+    assert saturated(TwoStage(power_of_two), weights, bounds) == 0
+    assert saturated(PreviousAmax(power_of_two), weights, bounds) > (0 if power_of_two else 30)
+    assert (Bounded.passes, TwoStage.passes, PreviousAmax.passes) == (1, 2, 1)
+
+
+def test_sgds_bound():
+    assert sgd_max_update(2.0, 1.0, 0.0) == 1.0
+    assert sgd_max_update(2.0, 1.0, 0.9) == pytest.approx(2.8)
+    assert sgd_max_update(2.0, 1.0, 0.9, nesterov=True) == pytest.approx(3.52)
+    assert sgd_max_update(2.0, 1.0, 0.9, dampening=0.5) == pytest.approx(2.8)  # the first step's momentum is all of it
+    weight = torch.nn.Parameter(torch.tensor([-8.0, 1.0]))
+    optimizer = octavo.optim.SGD([weight, torch.nn.Parameter(torch.ones(3))], weight_decay=0.5)
+    assert optimizer.max_update(1) == 0.0
+    weight.grad = torch.tensor([1.0, -2.0])
+    assert optimizer.max_update(1) == 6.0
