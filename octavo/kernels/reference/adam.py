@@ -8,11 +8,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from octavo.kernels.reference.fp8_weights import Fp8Weight
 from octavo.kernels.reference.master_weights import MasterWeight
 from octavo.kernels.reference.optimizer_state import Piece, StoredMoment, finite_amax, gradient_of, pieces
 from octavo.kernels.reference.random_bits import key_of, random_bits
 from octavo.kernels.reference.step_numbers import bound_after, power
 from octavo.numerics import scale_from_amax
+
+Master = MasterWeight | Fp8Weight
 
 
 class AdamStep(NamedTuple):
@@ -50,7 +53,7 @@ class _Scales(NamedTuple):
 
 
 def adam_update(
-    master: MasterWeight,
+    master: Master,
     amax: Tensor | None,
     grad: Tensor,
     first: StoredMoment,
@@ -62,7 +65,7 @@ def adam_update(
 
     Args:
         master: the weight [R, C] and its master.
-        amax: [1, 1] float32, the float16 master's amax after the last step; raised to the new one. Else None.
+        amax: float32 of scale_inv's shape, a scaled master's amax after the last step; becomes the new one. Else None.
         grad: [R, C], any float dtype.
         first, second: exp_avg and exp_avg_sq.
         h: the step's numbers.
@@ -83,15 +86,14 @@ def adam_update(
         master.write(piece, w, bits, *scales.master)
     first.end(*scales.first)
     second.end(*scales.second)
-    if scales.master[0] is not None:
-        assert master.scale_inv is not None and amax is not None and scales.master[1] is not None
-        master.scale_inv.copy_(scales.master[0].reciprocal())
-        amax.copy_(scales.master[1])
+    if amax is not None:
+        assert scales.master[0] is not None and scales.master[1] is not None
+        master.end(scales.master[0], scales.master[1], amax)
 
 
 def _moments(
     piece: Piece,
-    master: MasterWeight,
+    master: Master,
     grad: Tensor,
     first: StoredMoment,
     second: StoredMoment,
@@ -129,7 +131,7 @@ def _apply(w: Tensor, m: Tensor, v: Tensor, h: AdamStep) -> None:
 
 
 def _bits(
-    piece: Piece, like: Tensor, first: StoredMoment, second: StoredMoment, master: MasterWeight, h: AdamStep
+    piece: Piece, like: Tensor, first: StoredMoment, second: StoredMoment, master: Master, h: AdamStep
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """16 random bits an element for each that is rounded stochastically."""
     low = high = bits = None
@@ -141,17 +143,16 @@ def _bits(
     return low, high, bits
 
 
-def _master_scale(master: MasterWeight, amax: Tensor | None, h: AdamStep) -> tuple[Tensor | None, Tensor | None]:
-    """(scale, found) of a float16 master, by the bound of what this step can make of it."""
-    if master.kind != "fp16_scaled":
+def _master_scale(master: Master, amax: Tensor | None, h: AdamStep) -> tuple[Tensor | None, Tensor | None]:
+    """(scale, found) of a scaled master, by the bound of what this step can make of it."""
+    if not master.needs_bound:
         return None, None
     assert amax is not None and h.max_update is not None
-    bound = bound_after(amax, h.lr, h.max_update, h.weight_decay if h.decoupled else 0.0)
-    return scale_from_amax(bound, 65504.0, True, 0), torch.zeros_like(amax)
+    return master.begin(bound_after(amax, h.lr, h.max_update, h.weight_decay if h.decoupled else 0.0))
 
 
 def _amax_of_all(
-    master: MasterWeight, grad: Tensor, first: StoredMoment, second: StoredMoment, h: AdamStep, first_row: int
+    master: Master, grad: Tensor, first: StoredMoment, second: StoredMoment, h: AdamStep, first_row: int
 ) -> dict[str, tuple[Tensor, None]]:
     """The scales of moments that have one for all, and no earlier amax: the moments are computed twice."""
     found = {name: grad.new_zeros(1, 1, dtype=torch.float32) for name in ("first", "second")}

@@ -3,7 +3,8 @@
     float32 weight            the master is the weight
     bf16 + 16-bit remainder   all of float32: weight and remainder add up to its bits
     bf16 + 8-bit remainder    its upper 24 bits; the lower 8 are rounded stochastically
-    bf16, float16 master      the master times a power of two, known before the update (scaling/bounded.py)
+    bf16, float16 master      the master times a power of two, known before the update (scaling/bounded.py), rounded
+                              stochastically
     bf16 alone                rounded stochastically
 
 A bf16 weight is its master rounded to nearest, ties away from zero: so the remainder, master minus weight in units of
@@ -17,7 +18,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from octavo.kernels.reference.optimizer_state import Piece, finite_amax, round_to_bf16
+from octavo.kernels.reference.optimizer_state import Piece, finite_amax, round_to_bf16, round_to_half
+from octavo.numerics import scale_from_amax
+
+FLOAT16_MAX = 65504.0
 
 
 @dataclass
@@ -39,7 +43,22 @@ class MasterWeight:
     @property
     def is_random(self) -> bool:
         """Whether writing takes random bits."""
-        return self.kind in ("split24", "stochastic")
+        return self.kind in ("split24", "fp16_scaled", "stochastic")
+
+    @property
+    def needs_bound(self) -> bool:
+        """Whether it is written with a scale that a bound of the update gives."""
+        return self.kind == "fp16_scaled"
+
+    def begin(self, bound: Tensor) -> tuple[Tensor, Tensor]:
+        """(scale, found) to ``write`` with; bound [1, 1]: of |w| after the step."""
+        return scale_from_amax(bound, FLOAT16_MAX, True, 0), torch.zeros_like(bound)
+
+    def end(self, scale: Tensor, found: Tensor, amax: Tensor) -> None:
+        """Note the scale that was written with, and the amax found."""
+        assert self.scale_inv is not None
+        self.scale_inv.copy_(scale.reciprocal())
+        amax.copy_(found)
 
     def read(self, piece: Piece) -> Tensor:
         """The master in float32: the weight's own piece where it is that, else a fresh tensor."""
@@ -78,9 +97,9 @@ class MasterWeight:
             return
         assert self.rest is not None
         if self.kind == "fp16_scaled":
-            assert scale is not None and found is not None
+            assert scale is not None and found is not None and bits16 is not None
             weight.copy_(wide)
-            rest = wide.mul_(scale.view(1, 1, 1)).half()
+            rest = round_to_half(wide.mul_(scale.view(1, 1, 1)), bits16)
             piece.of(self.rest).copy_(rest)
             wide.copy_(rest).div_(scale.view(1, 1, 1))  # the master as it is stored: rounding may have made it larger
             torch.maximum(found, finite_amax(wide).max(), out=found)

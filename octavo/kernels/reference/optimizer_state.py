@@ -185,3 +185,13 @@ def round_to_bf16(wide: Tensor, bits16: Tensor) -> Tensor:
     if bool(torch.isfinite(wide.sum())):
         return rounded
     return torch.where(torch.isfinite(wide), rounded, wide.to(torch.bfloat16))
+
+
+def round_to_half(wide: Tensor, bits16: Tensor) -> Tensor:
+    """Round float32, below float16's max, to float16 stochastically; NaN and inf stay what they are."""
+    sign = (wide.view(torch.int32) >> 16) & -0x8000
+    bits = (wide.abs().mul_(2.0**-112).view(torch.int32) + (bits16 >> 3)) >> 13
+    rounded = (bits | sign).to(torch.int16).view(torch.float16)
+    if bool(torch.isfinite(wide.sum())):
+        return rounded
+    return torch.where(torch.isfinite(wide), rounded, wide.half())

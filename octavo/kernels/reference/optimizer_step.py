@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from octavo.kernels.reference.adam import AdamStep, adam_update
+from octavo.kernels.reference.adam import AdamStep, Master, adam_update
 from octavo.kernels.reference.master_weights import MasterWeight
 from octavo.kernels.reference.optimizer_state import StoredMoment
 from octavo.kernels.reference.sgd import SgdStep, sgd_update
@@ -47,7 +47,7 @@ class WeightUpdate(NamedTuple):
     Attributes:
         master: the weight [R, C] and its master.
         moments: as many as the rule has, all [R, C].
-        amax: [1, 1], of a scaled master; else None.
+        amax: float32, of a scaled master, in scale_inv's shape; else None.
         gradient: [R, C] of any float dtype.
         step: float32, one number on the weight's device: the steps before this one.
         key: of random bits: of the seed and the weight's number.
@@ -55,7 +55,7 @@ class WeightUpdate(NamedTuple):
         first_row: of the whole weight that these rows begin with.
     """
 
-    master: MasterWeight
+    master: Master
     moments: tuple[StoredMoment, ...]
     amax: Tensor | None
     gradient: Tensor
@@ -90,6 +90,7 @@ def optimizer_step(
             h = adam_step(group, number, update.key, divisor)
             adam_update(update.master, update.amax, update.gradient, first, second, h, update.first_row)
         else:
+            assert isinstance(update.master, MasterWeight)  # others need a bound of the update
             buffer = update.moments[0] if update.moments else None
             rest = group.momentum, group.dampening, group.weight_decay, group.nesterov, group.maximize
             numbers = SgdStep(float(group.lr), *rest, number, update.key, divisor)

@@ -79,7 +79,7 @@ def adam_tile(
             drawn = random_bits(with_number(key, tl.full((), 0, tl.int64)), start, place.offsets, CLASSES[I + 4])
             bits1 = half(drawn, False)
             bits2 = half(drawn, True)
-        if MASTER == 2 or MASTER == 4:
+        if MASTER >= 2:
             drawn = random_bits(with_number(key, tl.full((), 1, tl.int64)), start, place.offsets, CLASSES[I + 4])
             bits_w = half(drawn, False)
         found1 = write_moment(row_ptr, FIRST, place, m, bits1, scales.first, KIND1, False, STOCHASTIC1, SCALE1, EVEN)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from octavo.kernels.triton.moment_codes import round_to_bf16
+from octavo.kernels.triton.moment_codes import round_to_bf16, round_to_half
 from octavo.kernels.triton.optimizer_state import REST, WEIGHT_COLUMN, load_at, load_float, store_at, typed
 from octavo.kernels.triton.tiles import finite_abs, narrow
 
@@ -37,7 +37,7 @@ def write_master(row_ptr, place, w, bits16, scale, WEIGHT: tl.constexpr, MASTER:
     if MASTER == 0 or MASTER == 3:
         store_at(weight_ptr, place, narrow(w, weight_ptr.dtype.element_ty))
     if MASTER == 3:
-        rest = (w * scale).to(tl.float16)
+        rest = round_to_half(w * scale, bits16)
         store_at(typed(row_ptr, REST, 6, EVEN), place, rest)
         held = tl.where(place.inside, tl.math.div_rn(rest.to(tl.float32), tl.full(w.shape, 1.0, tl.float32) * scale), 0)
         found = tl.max(tl.max(finite_abs(held), 1), 0)

@@ -62,3 +62,12 @@ def round_to_bf16(wide, bits16):
     """float32 to bf16, stochastically; NaN and inf stay what they are."""
     rounded = ((wide.to(tl.int32, bitcast=True) + bits16) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     return tl.where(finite_abs(wide) == tl.abs(wide), rounded, narrow(wide, tl.bfloat16))
+
+
+@triton.jit
+def round_to_half(wide, bits16):
+    """float32, below float16's max, to float16, stochastically; NaN and inf stay what they are."""
+    sign = (wide.to(tl.int32, bitcast=True) >> 16) & -0x8000
+    bits = ((tl.abs(wide) * 2.0**-112).to(tl.int32, bitcast=True) + (bits16 >> 3)) >> 13
+    rounded = (bits | sign).to(tl.int16).to(tl.float16, bitcast=True)
+    return tl.where(finite_abs(wide) == tl.abs(wide), rounded, wide.to(tl.float16))

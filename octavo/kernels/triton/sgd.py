@@ -44,7 +44,7 @@ def sgd_tile(
         w = tl.fma(tl.zeros_like(w) + n.lr, update, w)
         bits = 0
         bits_w = 0
-        if STOCHASTIC or MASTER == 2 or MASTER == 4:
+        if STOCHASTIC or MASTER >= 2:
             start = tl.load(row_ptr + START) + place.base
             drawn = random_bits(key, start, place.offsets, CLASSES[I + 4])
             bits = half(drawn, False)

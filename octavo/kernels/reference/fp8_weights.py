@@ -1,0 +1,158 @@
+"""Masters of weights that live in FP8: the codes are the master's high part.
+
+    split16   code + 8 bits: 4 exponent and 11 mantissa bits, rounded stochastically
+    split24   code + 16 bits: 19 mantissa bits, rounded stochastically
+    fp16      a float16 master of 128 times the codes' scale, rounded stochastically
+    fp32      a float32 master
+    None      the code alone, rounded stochastically
+
+The code is the master rounded to nearest, so a remainder, the difference, always fits. Scales are powers of two: a new
+scale changes no master but those that become subnormal. They are known before the update (scaling/bounded.py), one for
+the weight or one for each block of 128 x 128.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from octavo.formats import E4M3
+from octavo.kernels.reference.moment_codes import decode_moment, encode_moment
+from octavo.kernels.reference.optimizer_state import BLOCK, Piece, finite_amax, round_to_half
+from octavo.numerics import scale_from_amax, scale_inv_from_scale
+
+_EXPONENT = 2.0 ** (E4M3.bias - 127)  # of codes against float32
+_LARGEST = 0x7E
+FLOAT16_FACTOR = 128.0  # of the float16 master against codes: it holds that many times as large numbers
+_REST_BITS = {"fp8_split16": 8, "fp8_split24": 16}
+
+
+@dataclass
+class Fp8Weight:
+    """A weight in codes [R, C] and what its master has besides.
+
+    Attributes:
+        weight: uint8, of E4M3.
+        kind: "fp8_split16", "fp8_split24", "fp8_fp16", "fp8_fp32" or "fp8_stochastic".
+        scale_inv: float32 powers of two, [1, 1] or [ceil(R / 128), ceil(C / 128)].
+        rest: int8 or int16 remainder, or the float16 or float32 master; None for the last kind.
+    """
+
+    weight: Tensor
+    kind: str
+    scale_inv: Tensor
+    rest: Tensor | None = None
+
+    @property
+    def is_random(self) -> bool:
+        """Whether writing takes random bits."""
+        return self.kind != "fp8_fp32"
+
+    @property
+    def needs_bound(self) -> bool:
+        """Whether it is written with a scale that a bound of the update gives."""
+        return True
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether its scales are those of blocks."""
+        return self.scale_inv.numel() > 1
+
+    def begin(self, bound: Tensor) -> tuple[Tensor, Tensor]:
+        """(scale, found) to ``write`` with; bound: of |w| after the step, in scale_inv's shape."""
+        scale = scale_from_amax(bound, E4M3.max, True, 0)
+        if self.has_blocks:
+            scale = self._by_rows(scale)
+        return scale, torch.zeros_like(scale)
+
+    def end(self, scale: Tensor, found: Tensor, amax: Tensor) -> None:
+        """Note the scales that were written with, and the amaxes found."""
+        if self.has_blocks:
+            rows = -(-found.shape[0] // BLOCK) * BLOCK
+            whole = found.new_zeros(rows, found.shape[1])
+            whole[: found.shape[0]] = found
+            found, scale = whole.view(-1, BLOCK, found.shape[1]).amax(1), scale[::BLOCK]
+        self.scale_inv.copy_(scale_inv_from_scale(scale))
+        amax.copy_(found)
+
+    def read(self, piece: Piece) -> Tensor:
+        """The master in float32, a fresh tensor."""
+        codes = piece.of(self.weight)
+        if self.kind == "fp8_fp32":
+            return piece.of(self._rest()).clone()
+        scale_inv = piece.scales_of(self._by_rows(self.scale_inv) if self.has_blocks else self.scale_inv)
+        if self.kind == "fp8_fp16":
+            return piece.of(self._rest()).float().mul_(scale_inv / FLOAT16_FACTOR)
+        if self.kind == "fp8_stochastic":
+            return decode_moment(codes, E4M3).mul_(scale_inv)
+        bits = _REST_BITS[self.kind]
+        wide = codes.to(torch.int32)
+        sign = (wide & 0x80) << 24
+        magnitude = ((wide & 0x7F) << bits).add_(piece.of(self._rest()))
+        faults = (wide & 0x7F) == E4M3.nan_code
+        value = (magnitude << (20 - bits)).view(torch.float32).mul_(1 / _EXPONENT)
+        value = (value.view(torch.int32) | sign).view(torch.float32).mul_(scale_inv)
+        return value.masked_fill_(faults, float("nan"))
+
+    def write(
+        self, piece: Piece, wide: Tensor, bits16: Tensor | None, scale: Tensor | None, found: Tensor | None
+    ) -> None:
+        """Store the updated master and the codes.
+
+        Args:
+            piece: where.
+            wide: float32; overwritten.
+            bits16: random bits, where ``is_random``.
+            scale: of ``begin``.
+            found: of ``begin``; raised to the master's amax as it is stored.
+        """
+        assert scale is not None and found is not None
+        scales = piece.scales_of(scale)
+        y = wide * scales
+        if self.kind in _REST_BITS:
+            assert bits16 is not None
+            largest = self._write_split(piece, y, bits16)
+        elif self.kind == "fp8_stochastic":
+            codes = encode_moment(y, E4M3, bits16)
+            piece.of(self.weight).copy_(codes)
+            largest = finite_amax(decode_moment(codes, E4M3))
+        else:
+            piece.of(self.weight).copy_(encode_moment(y.clone(), E4M3, None))
+            rest = wide
+            if self.kind == "fp8_fp16":
+                assert bits16 is not None
+                rest = round_to_half(y.mul_(FLOAT16_FACTOR), bits16)
+            piece.of(self._rest()).copy_(rest)
+            largest = (
+                finite_amax(rest.float()) / FLOAT16_FACTOR if self.kind == "fp8_fp16" else finite_amax(wide) * scales
+            )
+        amax = largest * scale_inv_from_scale(scales)
+        if found.numel() == 1:
+            torch.maximum(found, amax.max(), out=found)
+        else:
+            piece.scales_of(found).copy_(amax)
+
+    def _write_split(self, piece: Piece, y: Tensor, bits16: Tensor) -> Tensor:
+        """Write codes and remainders; the amax of each block, scaled."""
+        bits = _REST_BITS[self.kind]
+        dropped = 20 - bits
+        sign = (y.view(torch.int32) >> 24).bitwise_and_(0x80)
+        faults = ~torch.isfinite(y)
+        magnitude = y.abs_().mul_(_EXPONENT).view(torch.int32).add_(bits16 >> (16 - dropped))
+        magnitude.bitwise_right_shift_(dropped).clamp_(0, _LARGEST << bits).masked_fill_(faults, 0)
+        largest = magnitude.amax(-1, keepdim=True)
+        codes = (magnitude + (1 << (bits - 1))) >> bits
+        piece.of(self._rest()).copy_(magnitude.sub_(codes << bits))
+        codes.masked_fill_(faults, E4M3.nan_code).bitwise_or_(sign)
+        piece.of(self.weight).copy_(codes)
+        return (largest << dropped).view(torch.float32) * (1 / _EXPONENT)
+
+    def _rest(self) -> Tensor:
+        assert self.rest is not None
+        return self.rest
+
+    def _by_rows(self, blocks: Tensor) -> Tensor:
+        """[ceil(R / 128), n] -> [R, n]."""
+        return blocks.repeat_interleave(BLOCK, 0)[: self.weight.shape[0]]
