@@ -1,0 +1,117 @@
+"""The trainer's default run, its optimizer's state in few bytes: validation losses beside torch's AdamW in float32.
+
+Layers compute in bf16 throughout, so that only the optimizer differs: torch's AdamW on float32 weights, and octavo's
+with moments in FP8 on every master. A seed fixes the initial weights and the order of the data, so that runs pair up.
+Asserted: for each master the mean over seeds of (final validation loss / float32's - 1) is within 0.5 % of 0. Written
+to results/optimizer_training-<device>.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import os
+import statistics
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.measure import table, write_results
+from octavo.train import (
+    BASELINE,
+    DataConfig,
+    DivergedError,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    StateConfig,
+    TrainConfig,
+    run,
+)
+
+LIMIT = 0.5  # %
+BASE = "torch AdamW, fp32"
+SCHEMES = {BASE: StateConfig()} | {
+    f"fp8, master {master}": StateConfig("fp8", master)
+    for master in ("fp32", "split32", "split24", "fp16_scaled", "none")
+}
+TOY_MODEL = ModelConfig(width=32, layers=1, heads=2, context=32)
+TOY_DATA = DataConfig(batch=4, eval_windows=4)
+Task = tuple[str, int, int, bool]  # scheme, seed, steps (0: the default run's), toy
+
+
+def config_of(task: Task) -> TrainConfig:
+    """All options of a run: the trainer's defaults but for the state, the seed, and that it writes nothing."""
+    scheme, seed, steps, toy = task
+    config = TrainConfig(run=RunConfig(seed=seed, eval_every=0), state=SCHEMES[scheme])
+    if toy:
+        config = dataclasses.replace(config, model=TOY_MODEL, data=TOY_DATA, optimizer=OptimizerConfig(steps=3))
+    if steps:
+        config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, steps=steps))
+    return config
+
+
+def one_run(task: Task) -> tuple[float, float]:
+    """Train with one scheme and seed: (final validation loss, inf where it diverged; seconds a step)."""
+    torch.set_num_threads(1)
+    try:
+        result = run(config_of(task), BASELINE)
+    except DivergedError:
+        return math.inf, math.nan
+    return result.final_validation, result.seconds_per_step
+
+
+def rows_of(tasks: list[Task], results: list[tuple[float, float]]) -> list[dict[str, Any]]:
+    """A row a scheme and seed: final validation loss, and how far above float32's of that seed it is."""
+    exact = {seed: loss for (scheme, seed, *_), (loss, _) in zip(tasks, results, strict=True) if scheme == BASE}
+    return [
+        {
+            "scheme": task[0],
+            "seed": task[1],
+            "steps": config_of(task).optimizer.steps,
+            "val_loss": f"{loss:.5f}",
+            "gap_percent": f"{100 * (loss / exact[task[1]] - 1):+.4f}",
+            "step_ms": f"{seconds * 1e3:.0f}",
+        }
+        for task, (loss, seconds) in zip(tasks, results, strict=True)
+    ]
+
+
+def check(rows: list[dict[str, Any]]) -> int:
+    """Print a verdict a scheme; 1 if one fails."""
+    missed = False
+    for scheme in dict.fromkeys(row["scheme"] for row in rows if row["scheme"] != BASE):
+        gaps = [float(row["gap_percent"]) for row in rows if row["scheme"] == scheme]
+        mean, worst = statistics.mean(gaps), max(gaps, key=abs)
+        ok = abs(mean) <= LIMIT  # which nan is not
+        missed |= not ok
+        print(f"{'ok' if ok else 'MISSED'}: {scheme} {mean:+.3f} % of {BASE} (aim {LIMIT}), at most {worst:+.3f} %")
+    return int(missed)
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks optimizer_training", description=__doc__)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--schemes", nargs="+", default=list(SCHEMES), choices=SCHEMES)
+    parser.add_argument("--steps", type=int, default=0, help="instead of the default run's")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="runs at a time, one thread each")
+    parser.add_argument("--toy", action="store_true", help="a tiny model, three steps; no aim counts")
+    parser.add_argument("--output", type=Path, help="the CSV, instead of results/optimizer_training-<device>.csv")
+    parser.add_argument("--no-write", action="store_true", help="print only; a toy writes to --output alone")
+    options = parser.parse_args(arguments)
+    schemes = list(dict.fromkeys([BASE, *options.schemes]))
+    tasks = [(scheme, seed, options.steps, options.toy) for scheme in schemes for seed in options.seeds]
+    results = []
+    with ProcessPoolExecutor(options.workers, mp_context=get_context("spawn")) as pool:
+        for (scheme, seed, *_), result in zip(tasks, pool.map(one_run, tasks), strict=True):
+            results.append(result)
+            print(f"{scheme}, seed {seed}: {result[0]:.5f} nats/byte", flush=True)
+    rows = rows_of(tasks, results)
+    print(table(rows))
+    if not options.no_write and (options.output or not options.toy):
+        print(f"written to {write_results('optimizer_training', rows, options.output)}")
+    return 0 if options.toy else check(rows)
