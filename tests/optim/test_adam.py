@@ -330,7 +330,7 @@ def test_what_is_refused():
         ({"betas": (0.9, 1.0)}, r"betas=\(0.9, 1.0\) must be at least 0 and below 1"),
         ({"betas": (-0.1, 0.9)}, "betas="),
         ({"moments": "fp4"}, "moments='fp4': use 'fp32', 'bf16', 'fp8' or a pair"),
-        ({"master": "fp64"}, "master='fp64': use 'auto', 'fp32'"),
+        ({"master": "fp64"}, "master='fp64': use 'auto', 'split16', 'fp32'"),
         ({"master": "fp16_scaled", "clip_update": False}, "leave clip_update on"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -21,7 +21,9 @@ def test_other_dtypes_are_refused():
     with pytest.raises(ValueError, match=r"master='split24' is for weights of torch.bfloat16, not torch.float16"):
         master_of(nn.Parameter(torch.ones(2, dtype=torch.float16)), "split24")
     with pytest.raises(
-        ValueError, match="master='split8': use 'auto', 'fp32', 'split32', 'split24', 'fp16_scaled', None"
+        ValueError, match="master='split8': use 'auto', 'split16', 'fp32', 'split32', 'split24', 'fp16_scaled', None"
     ):
         master_of(nn.Parameter(torch.ones(2)), "split8")
     assert NAMED["split24"].dtypes == (torch.bfloat16,)
+    assert master_of(nn.Parameter(torch.ones(2, dtype=torch.bfloat16)), "split16") is NAMED["split24"]
+    assert master_of(nn.Parameter(torch.ones(2)), "split16") is NAMED["fp32"]
