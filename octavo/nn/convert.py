@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Literal
 
 from torch import nn
 
@@ -12,6 +13,7 @@ from octavo.formats import HIGH_PRECISION
 from octavo.nn.gather import GatherGroup
 from octavo.nn.linear import Linear
 from octavo.nn.recipe_module import RecipeModule
+from octavo.nn.stored_weights import store_weight, why_not_stored, widen_weight
 from octavo.recipes import high_precision
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap, recipe_of
@@ -46,7 +48,12 @@ def features(module: nn.Module) -> tuple[int, int]:
     return (cols, rows) if isinstance(module, nn.Linear) else (rows, cols)
 
 
-def convert(model: nn.Module, recipe: Recipe | RecipeMap, select: Select | None = None) -> nn.Module:
+def convert(
+    model: nn.Module,
+    recipe: Recipe | RecipeMap,
+    select: Select | None = None,
+    weight_storage: Literal["fp8"] | None = None,
+) -> nn.Module:
     """Turn the model's linear layers into FP8 modules, in place.
 
     A module changes its class and nothing else: hooks, attributes, tied weights, the parameters, and every reference to
@@ -59,12 +66,16 @@ def convert(model: nn.Module, recipe: Recipe | RecipeMap, select: Select | None 
         recipe: an octavo.Recipe, or an octavo.RecipeMap of the names of ``model.named_modules()``.
         select: ``select(module, name) -> bool`` says which candidates to convert; the default takes layers with at
             least 512 features in and out, below which FP8 gains nothing on a GPU.
+        weight_storage: "fp8": the weights themselves become codes with their scale, one byte each; products read them
+            without a cast, and octavo.optim.AdamW updates them. Then make the optimizer after. Weights that a module of
+            another kind shares stay as they are. None leaves weights as they are; a model without stored weights.
 
     Returns:
         ``model``.
 
     Raises:
         TypeError: if ``recipe`` is no Recipe or ``model`` no Module; nothing is changed then.
+        ValueError: if weights can't be stored under the recipe; nothing is changed then.
 
     Example:
         >>> import torch, octavo
@@ -84,15 +95,44 @@ def convert(model: nn.Module, recipe: Recipe | RecipeMap, select: Select | None 
             targets.append((name, module, type(module)))
         elif (target := fp8_class(module)) is not None and why_left_alone(module) is None and chosen(module, name):
             targets.append((name, module, target))
+    stored = _check_storage(model, recipe, targets, weight_storage)
     group = GatherGroup()
+    found: dict[int, nn.Parameter] = {}
     for name, module, target in targets:
         if type(module) is not target:
             module.__class__ = target
+        if name in stored:
+            store_weight(module, recipe_of(recipe, name), found)
         module.adopt_recipe(recipe_of(recipe, name), module.get_parameter("weight").device)
         module.gather.join(group, module)
     _others_share(model)
     _gather_anew(model)
     return model
+
+
+def _check_storage(
+    model: nn.Module,
+    recipe: Recipe | RecipeMap,
+    targets: Sequence[tuple[str, nn.Module, type[nn.Module]]],
+    weight_storage: str | None,
+) -> set[str]:
+    """The names of the modules whose weights are to be stored in FP8."""
+    if weight_storage is None:
+        return set()
+    if weight_storage != "fp8":
+        raise ValueError(f"weight_storage={weight_storage!r}: use 'fp8' or None")
+    others = _weights_of_others(model, {id(module) for _, module, _ in targets})
+    stored = set()
+    for name, module, target in targets:
+        wanted = recipe_of(recipe, name)
+        if wanted.is_high_precision or id(module.get_parameter("weight")) in others:
+            continue
+        if not issubclass(target, nn.Linear):
+            raise ValueError(f"{name or 'the model'}: a {target.__name__}'s weight, [K, N], can't be stored in FP8")
+        if reason := why_not_stored(wanted):
+            raise ValueError(f"{name or 'the model'}: weights can't be stored in FP8 under {wanted.name!r}: {reason}")
+        stored.add(name)
+    return stored
 
 
 def set_recipe(model: nn.Module, recipe: Recipe | RecipeMap) -> nn.Module:
@@ -129,8 +169,8 @@ def set_recipe(model: nn.Module, recipe: Recipe | RecipeMap) -> nn.Module:
 def restore(model: nn.Module) -> nn.Module:
     """Turn every FP8 module back into the class it came from; parameters, hooks and attributes stay.
 
-    A Linear with named splits, which torch has not, or one that fully_shard itself was applied to, stays what it is and
-    computes in high precision.
+    Weights stored in FP8 become parameters in their high precision again. A Linear with named splits, which torch has
+    not, or one that fully_shard itself was applied to, stays what it is and computes in high precision.
 
     Args:
         model: any module.
@@ -143,10 +183,12 @@ def restore(model: nn.Module) -> nn.Module:
         >>> octavo.restore(octavo.nn.Linear(64, 64))
         Linear(in_features=64, out_features=64, bias=True)
     """
+    found: dict[int, nn.Parameter] = {}
     for module in model.modules():
         if isinstance(module, Linear) and (module.splits is not None or class_of(module) is not type(module)):
             module.adopt_recipe(high_precision(), module.weight.device)
         elif isinstance(module, RecipeModule):
+            widen_weight(module, found)
             module.forget_recipe()
             module.__class__ = plain_class(module)  # type: ignore[assignment]
     _gather_anew(model)
@@ -164,16 +206,21 @@ def _gather_anew(model: nn.Module) -> None:
 
 def _others_share(model: nn.Module) -> None:
     """Note which weights a module of another kind (an embedding, say) has too: it needs them in high precision."""
-    others = {
-        id(parameter)
-        for module in model.modules()
-        if not isinstance(module, RecipeModule)
-        for parameter in module.parameters(recurse=False)
-    }
+    others = _weights_of_others(model, {id(module) for module in model.modules() if isinstance(module, RecipeModule)})
     for module in model.modules():
         if isinstance(module, RecipeModule):
             module.gather.shared = id(module._parameters["weight"]) in others
             module.gather.way = None
+
+
+def _weights_of_others(model: nn.Module, ours: set[int]) -> set[int]:
+    """The ids of the parameters of all modules but these."""
+    return {
+        id(parameter)
+        for module in model.modules()
+        if id(module) not in ours
+        for parameter in module.parameters(recurse=False)
+    }
 
 
 def class_of(module: nn.Module) -> type[nn.Module]:

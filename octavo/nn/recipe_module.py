@@ -14,10 +14,12 @@ from octavo.errors import HigherOrderGradientError
 from octavo.formats import HIGH_PRECISION
 from octavo.kernels.emulation import warn_once_if_emulated
 from octavo.nn.gather import Gather, before_gather, gathered_operands
+from octavo.nn.stored_weights import check_recipe, in_high_precision, load_stored, save_stored, stored_operands
 from octavo.nn.weight_cache import WeightCache
 from octavo.scaling.delayed import BUFFERS, register_delayed_state
 from octavo.scaling.recipe import Recipe
 from octavo.tensor.sharded_weight import GatheredWeight, attach, plain
+from octavo.tensor.stored_weight import StoredWeight
 
 
 class RecipeModule(nn.Module):
@@ -37,9 +39,13 @@ class RecipeModule(nn.Module):
 
         Raises:
             TypeError: for anything but a Recipe.
+        ValueError: for one that can't read the weight as it is stored.
         """
         if not isinstance(recipe, Recipe):
             raise TypeError(f"recipe={recipe!r} is no octavo.Recipe; try octavo.recipes.dynamic()")
+        weight = self._parameters.get("weight")
+        if isinstance(weight, StoredWeight):
+            check_recipe(recipe, weight)
         self.recipe = recipe
         self._weight_cache = WeightCache()
         self.gather.forget()
@@ -114,16 +120,19 @@ class RecipeModule(nn.Module):
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
-        """Load, and forget the history: it belongs to the weight that is gone."""
+        """Load, from FP8 too, and forget the history: it belongs to the weight that is gone."""
+        load_stored(self._parameters.get("weight"), state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
         if f"{prefix}weight" in state_dict:
             self.reset_delayed_state()
             self.gather.generation += 1
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """Save; a sharded weight as a DTensor of a plain local part, so that files need no class of octavo."""
+        """Save plain tensors, so that files need no class of octavo: of a sharded weight the DTensor's local part."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         weight = destination.get(f"{prefix}weight")
+        if isinstance(weight, StoredWeight):
+            return save_stored(weight, destination, prefix)
         if not keep_vars and weight is not None and type(weight) is not Tensor:
             destination[f"{prefix}weight"] = plain(weight)
 
@@ -139,7 +148,7 @@ class RecipeModule(nn.Module):
         recipe, autocast = self.recipe, autocast_dtype(input)
         if autocast is not None:
             if recipe.is_high_precision:
-                return nn.functional.linear(input, weight_NK, bias)
+                return nn.functional.linear(input, in_high_precision(weight_NK), bias)
             if input.dtype in HIGH_PRECISION:  # as autocast itself, which leaves float64 and integers alone
                 input = input.to(autocast)
         elif input.dtype != weight_NK.dtype:
@@ -149,7 +158,7 @@ class RecipeModule(nn.Module):
         if input.ndim == 0 or input.shape[-1] != weight_NK.shape[1]:
             raise ValueError(f"input of shape {tuple(input.shape)} needs in_features={weight_NK.shape[1]} last")
         if recipe.is_high_precision:
-            return nn.functional.linear(input, weight_NK, bias)
+            return nn.functional.linear(input, in_high_precision(weight_NK), bias)
         refuse_for_fp8(input)
         return linear(input, weight_NK, bias, self.layer_of(input, weight_NK, parameter, input.requires_grad))
 
@@ -169,6 +178,8 @@ class RecipeModule(nn.Module):
         self, weight_NK: Tensor, parameter: Tensor, grad_enabled: bool, transposed: bool, state: State | None
     ) -> Operands:
         recipe = self.recipe
+        if isinstance(parameter, StoredWeight):
+            return stored_operands(parameter, recipe, transposed)
         if isinstance(parameter, GatheredWeight):
             return gathered_operands(self, parameter, self.training and grad_enabled)
         kept = self._weight_cache.kept(recipe) if self.training else None

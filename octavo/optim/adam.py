@@ -11,6 +11,7 @@ from octavo.kernels.reference.optimizer_step import AdamGroup
 from octavo.optim.base import CompactOptimizer
 from octavo.optim.moment import Moment, moments_of
 from octavo.scaling.bounded import adam_max_update
+from octavo.tensor.stored_weight import StoredWeight
 
 
 class _Adam(CompactOptimizer):
@@ -41,11 +42,25 @@ class _Adam(CompactOptimizer):
             raise ValueError(f"betas={betas!r} must be at least 0 and below 1")
         kept = moments_of(moments)
         low = any(moment.format != "fp32" for moment in kept) or master == "fp16_scaled"
-        self.clip_update = low if clip_update is None else clip_update
+        self._clip, self.clip_update = clip_update, low if clip_update is None else clip_update
         if master == "fp16_scaled" and not self.clip_update:
             raise ValueError("master='fp16_scaled' finds its scale by the largest update: leave clip_update on")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults, kept, master, seed, skip_nonfinite)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; weights that are stored in FP8 have the update clipped."""
+        params = param_group["params"]
+        params = param_group["params"] = [params] if isinstance(params, Tensor) else list(params)
+        named = [param[1] if isinstance(param, tuple) else param for param in params]
+        if self._clip is None and any(isinstance(param, StoredWeight) for param in named):
+            self.clip_update = True
+        super().add_param_group(param_group)
+
+    @property
+    def bounds_update(self) -> bool:  # type: ignore[override]
+        """Whether a step moves an element by no more than max_update times the learning rate."""
+        return self.clip_update
 
     def max_update(self, step: int) -> float:
         """R_t of the first group's betas: the most that a step moves an element, by its learning rate."""
@@ -71,7 +86,8 @@ class AdamW(_Adam):
             "fp32" stands in for codes.
         master: "auto": float32 weights are their own master, bf16 ones have "split32". "split32": bf16 + 16 bits;
             "split24": bf16 + 8 bits; "fp16_scaled": bf16 + a scaled float16; None: bf16 alone, rounded stochastically;
-            "fp32": float32 weights only. Float32 weights stay as they are under each of them.
+            "fp32": float32 weights only. Float32 weights stay as they are under each of them. Weights that are stored
+            in FP8 ("auto": "split16"): code + 8 bits; "split24": code + 16 bits; "fp16_scaled", "fp32", None.
         clip_update: clip to R_t; by default where moments or master are not exact.
         seed: of stochastic rounding, whose bits depend on it, the step and the element's index alone.
         skip_nonfinite: do nothing in a step of which a gradient is inf or NaN, and don't wait to know (a GradScaler's

@@ -16,14 +16,14 @@ from octavo.kernels.reference.optimizer_step import AdamGroup, SgdGroup, WeightU
 from octavo.kernels.reference.random_bits import key_of
 from octavo.optim import state as states
 from octavo.optim.masters import master_of
-from octavo.optim.moment import Moment, as_matrix
+from octavo.optim.moment import Moment
+from octavo.tensor.stored_weight import StoredWeight
 
 
 class _Kept(NamedTuple):
     """A weight's update, all but its gradient, and what it was made of: while that stays, so does the update."""
 
     update: WeightUpdate
-    weight: Tensor
     address: int
     state: tuple[int, ...]
 
@@ -41,6 +41,7 @@ class CompactOptimizer(Optimizer):
     """
 
     names: tuple[str, ...]
+    bounds_update = False  # whether it knows how far a step can move a weight before it computes it
     _step_supports_amp_scaling = True  # GradScaler sets grad_scale and found_inf, and does not wait for them
 
     def __init__(
@@ -66,13 +67,13 @@ class CompactOptimizer(Optimizer):
         super().add_param_group(param_group)
         try:
             for param in self.param_groups[-1]["params"]:
-                states.check(param, self.moments, self.master)
+                states.check(param, self.moments, self.master, self.bounds_update)
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("moments", "master", "seed", "skip_nonfinite", "clip_update", "names")
+        own = ("moments", "master", "seed", "skip_nonfinite", "clip_update", "_clip", "names")
         return {**super().__getstate__(), **{name: vars(self)[name] for name in own if name in vars(self)}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -115,11 +116,14 @@ class CompactOptimizer(Optimizer):
         for device, some in updates.items():
             there = [None if x is None else x.to(device, torch.float32, non_blocking=True) for x in (skip, scale)]
             optimizer_step(some, groups, there[0], there[1], self._plans)
+        written: list[Tensor] = list(params)
         for param in params:
-            whole = self._kept[param].weight
-            if whole.data_ptr() != states.local(param).data_ptr():
-                states.local(param).copy_(whole)
-        torch.autograd.graph.increment_version(params)  # of a sharded weight only the local part was written
+            kept, weight = self._kept[param], states.local(param)
+            if isinstance(weight, StoredWeight):
+                written.append(weight.q)
+            elif kept.update.master.weight.data_ptr() != kept.address:
+                weight.copy_(kept.update.master.weight.view(weight.shape))
+        torch.autograd.graph.increment_version(written)  # of a sharded weight only the local part was written
 
     def _update(self, param: nn.Parameter, group: int, index: int) -> WeightUpdate:
         weight, grad = states.local(param), states.local(param.grad)  # type: ignore[arg-type]
@@ -129,7 +133,8 @@ class CompactOptimizer(Optimizer):
         if not state:
             self._begin(param, state)
         kept, ids = self._kept.get(param), (group, index, self.seed, *map(id, state.values()))
-        if kept is None or kept.address != weight.data_ptr() or kept.state != ids or not weight.is_contiguous():
+        held = weight.q if isinstance(weight, StoredWeight) else weight
+        if kept is None or kept.address != held.data_ptr() or kept.state != ids or not held.is_contiguous():
             if kept is not None:
                 self._plans.clear()
             kept = self._kept[param] = self._keep(param, weight, state, ids)
@@ -139,17 +144,18 @@ class CompactOptimizer(Optimizer):
     def _keep(self, param: nn.Parameter, weight: Tensor, state: dict[str, Any], ids: tuple[int, ...]) -> _Kept:
         group, index = ids[:2]
         kept = {name: states.local(value) for name, value in state.items() if isinstance(value, Tensor)}
-        whole = weight.detach().contiguous()  # itself, where it is that
-        matrix = as_matrix(whole)
+        matrix = states.matrix_of(weight)
         if states.is_sharded_vector(param):  # a row an element, so that its index is that of the whole vector
             kept = {name: value.view(-1, 1) if value.ndim else value for name, value in kept.items()}
-            matrix = whole.view(-1, 1)
+            matrix = matrix.view(-1, 1)
         pairs = zip(states.moments_for(param, self.moments), self.names, strict=True)
         moments = tuple(moment.stored(name, kept) for moment, name in pairs)
-        master = master_of(param, self.master).stored(matrix, kept)
+        scale_inv = (weight.scale_inv,) if isinstance(weight, StoredWeight) else ()
+        master = master_of(param, self.master).stored(matrix, kept, *scale_inv)
         key, row = key_of(self.seed, index), states.first_row(param)
         update = WeightUpdate(master, moments, kept.get("master_amax"), matrix, state["step"], key, group, row)
-        return _Kept(update, whole, weight.data_ptr(), ids)
+        held = weight.q if isinstance(weight, StoredWeight) else weight
+        return _Kept(update, held.data_ptr(), ids)
 
     def _begin(self, param: nn.Parameter, state: dict[str, Any]) -> None:
         """An empty state; of a sharded weight its tensors are sharded alike."""

@@ -14,6 +14,7 @@ from octavo.kernels.reference.optimizer_state import BLOCK, pieces
 from octavo.numerics import scale_from_amax
 from octavo.optim.masters import master_of
 from octavo.optim.moment import Moment, as_matrix
+from octavo.tensor.stored_weight import StoredWeight
 
 _FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2, E4M4)}
 
@@ -24,6 +25,13 @@ def local(tensor: Tensor) -> Tensor:
         return tensor
     to_local = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()
+
+
+def matrix_of(weight: Tensor) -> Tensor:
+    """A weight [R, C] as the kernels take it, contiguous: itself, where it is that; of a stored one the codes."""
+    if isinstance(weight, StoredWeight):
+        return weight.q.view(torch.uint8)
+    return as_matrix(weight.detach().contiguous())
 
 
 def is_sharded_vector(param: Tensor) -> bool:
@@ -38,8 +46,13 @@ def moments_for(param: Tensor, moments: tuple[Moment, ...]) -> tuple[Moment, ...
     return tuple(Moment("fp32") if isinstance(moment.format, Format) else moment for moment in moments)
 
 
-def check(param: Tensor, moments: tuple[Moment, ...], master: str | None) -> None:
-    """Raise ValueError for a weight that can't be updated."""
+def check(param: Tensor, moments: tuple[Moment, ...], master: str | None, bounds: bool) -> None:
+    """Raise ValueError for a weight that can't be updated; ``bounds``: whether the optimizer bounds its update."""
+    if isinstance(param, StoredWeight) and not bounds:
+        raise ValueError(
+            "a weight that is stored in FP8 is written with a scale that the largest update gives: use "
+            "octavo.optim.AdamW or Adam, with clip_update on"
+        )
     if param.is_complex() or param.is_sparse:
         raise ValueError("octavo's optimizers are for dense real weights")
     found = master_of(param, master)  # type: ignore[arg-type]

@@ -17,6 +17,8 @@ import torch
 from torch import nn
 
 from octavo.optim.masters import fp16_scaled, fp32, split24, split32, stochastic
+from octavo.optim.masters.stored import STORED
+from octavo.tensor.stored_weight import StoredWeight
 
 NAMED: dict[str | None, Any] = {
     "fp32": fp32.Fp32(),
@@ -32,15 +34,26 @@ def master_of(param: nn.Parameter, master: str | None) -> Any:
 
     Args:
         param: the weight.
-        master: a name of NAMED; or "auto": float32 weights are their own, bf16 ones have "split32".
+        master: a name of NAMED; or "auto": float32 weights are their own, bf16 ones have "split32", stored ones
+            "split16". "split16" is 8 bits of remainder: of bf16 weights it is "split24"; and "fp32" of
+            these is "split32".
 
     Raises:
         ValueError: for another name, or a weight of another dtype than the master is for.
     """
+    if isinstance(param, StoredWeight):
+        wanted = "split16" if master == "auto" else master
+        if wanted not in STORED:
+            raise ValueError(f"master={master!r}: weights stored in FP8 take {', '.join(map(repr, STORED))}")
+        return STORED[wanted]
+    if master == "fp32" and param.dtype == torch.bfloat16:
+        master = "split32"  # the same float32 master, half of it the weight
+    if master == "split16":
+        master = "split24" if param.dtype == torch.bfloat16 else "fp32"
     if master == "auto":
         master = "split32" if param.dtype == torch.bfloat16 else "fp32"
     if master not in NAMED:
-        raise ValueError(f"master={master!r}: use 'auto', {', '.join(map(repr, NAMED))}")
+        raise ValueError(f"master={master!r}: use 'auto', 'split16', {', '.join(map(repr, NAMED))}")
     found = NAMED[master]
     if param.dtype not in found.dtypes:
         if param.dtype == torch.float32 and master in ("split32", "split24", None, "fp16_scaled"):

@@ -5,11 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.kernels.reference.master_weights import MasterWeight
+from octavo.kernels.reference.master_weights import FLOAT16_MAX, MasterWeight
 from octavo.numerics import scale_from_amax
 from octavo.optim.moment import as_matrix
-
-MAX = 65504.0
 
 
 class Fp16Scaled:
@@ -21,7 +19,7 @@ class Fp16Scaled:
     def new_state(self, weight: Tensor) -> dict[str, Tensor]:
         """The master, its scale_inv and its amax, which bounds the next."""
         amax = weight.detach().abs().amax().float() if weight.numel() else weight.new_zeros((), dtype=torch.float32)
-        scale = scale_from_amax(amax.reshape(1, 1), MAX, True, 0)
+        scale = scale_from_amax(amax.reshape(1, 1), FLOAT16_MAX, True, 0)
         return {
             "master_rest": (weight.detach().float().contiguous() * scale.reshape(())).half(),
             "master_scale_inv": scale.reciprocal(),

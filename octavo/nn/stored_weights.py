@@ -1,0 +1,111 @@
+"""Modules whose weight is a StoredWeight: how products read it, which recipes can, and what files hold of it.
+
+In a state_dict it is ``weight``, the codes, beside ``weight_scale_inv``: the keys and the meaning of fine-grained FP8
+checkpoints. Either kind of module loads either kind of file.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.autograd.casts import Operands
+from octavo.formats import E4M3
+from octavo.granularity import granularity_of
+from octavo.kernels.layouts import needs_transposed_codes
+from octavo.nn.gather import lay_out
+from octavo.scaling.recipe import Recipe
+from octavo.tensor.stored_weight import GRANULARITIES, StoredWeight
+
+SCALE_INV = "weight_scale_inv"
+
+
+def stored_operands(weight: StoredWeight, recipe: Recipe, transposed: bool) -> Operands:
+    """The operands of a stored weight: its codes; on some devices also laid out transposed, if backward needs them."""
+    if transposed or not needs_transposed_codes(weight.q.device):
+        q, q_t = lay_out(weight.q, recipe)
+        return Operands((q, weight.scale_inv), (q_t, weight.scale_inv.t()), None, None, False)
+    q, _ = lay_out(weight.q, recipe)
+    return Operands((q, weight.scale_inv), None, None, None, False)
+
+
+def in_high_precision(weight: Tensor) -> Tensor:
+    """A weight for a product in high precision; stored ones are dequantised, and gradients flow to them."""
+    return weight.dequantize() if isinstance(weight, StoredWeight) else weight
+
+
+def why_not_stored(recipe: Recipe) -> str | None:
+    """Why weights can't be stored in FP8 under a recipe, or None."""
+    casts = recipe.weight_casts
+    if casts.as_is is None or casts.transposed is None:
+        return "a product reads the weight in high precision"
+    if not casts.once:
+        return "its two layouts have different scales, so that one set of codes can't serve both"
+    if casts.as_is.format != E4M3:
+        return f"its weights are {casts.as_is.format}, and stored ones E4M3"
+    if granularity_of(casts.as_is.tile) not in GRANULARITIES:
+        return f"its weights are scaled {granularity_of(casts.as_is.tile)}, and stored ones per tensor or 128 x 128"
+    return None
+
+
+def check_recipe(recipe: Recipe, weight: StoredWeight) -> None:
+    """Raise ValueError where a recipe can't read a stored weight."""
+    if recipe.is_high_precision:
+        return
+    if reason := why_not_stored(recipe):
+        raise ValueError(f"the recipe {recipe.name!r} can't read weights that are stored in FP8: {reason}")
+    cast = recipe.weight_casts.as_is
+    assert cast is not None
+    wanted = granularity_of(cast.tile)
+    if wanted.scale_shape(tuple(weight.shape)) != tuple(weight.scale_inv.shape):
+        raise ValueError(
+            f"the recipe {recipe.name!r} reads weights scaled {wanted}, but they are stored {weight.granularity}; "
+            "octavo.convert(model, recipe, weight_storage='fp8') stores them anew"
+        )
+
+
+def store_weight(module: nn.Module, recipe: Recipe, found: dict[int, nn.Parameter]) -> None:
+    """Put a module's weight into FP8; ``found``: those stored already, by the id of what they were, for tied ones."""
+    old = module.get_parameter("weight")
+    cast = recipe.weight_casts.as_is
+    assert cast is not None
+    if id(old) not in found:
+        values = old.dequantize() if isinstance(old, StoredWeight) else old.detach()
+        found[id(old)] = nn.Parameter(StoredWeight.cast(values, granularity_of(cast.tile)), old.requires_grad)
+    module._parameters["weight"] = found[id(old)]
+
+
+def widen_weight(module: nn.Module, found: dict[int, nn.Parameter]) -> None:
+    """Put a stored weight back into its high precision."""
+    old = module._parameters.get("weight")
+    if isinstance(old, StoredWeight):
+        if id(old) not in found:
+            found[id(old)] = nn.Parameter(old.detach().dequantize(), old.requires_grad)
+        module._parameters["weight"] = found[id(old)]
+
+
+def save_stored(weight: StoredWeight, destination: dict[str, Any], prefix: str) -> None:
+    """Put codes and scale_inv into a state_dict in place of the weight."""
+    destination[f"{prefix}weight"] = weight.q.detach()
+    destination[f"{prefix}{SCALE_INV}"] = weight.scale_inv.detach()
+
+
+def load_stored(weight: Tensor | None, state_dict: dict[str, Any], prefix: str) -> None:
+    """Make of codes and scale_inv in a state_dict what the module's weight can be loaded from; in place.
+
+    Raises:
+        ValueError: if they don't fit together.
+    """
+    codes, scale_inv = state_dict.get(f"{prefix}weight"), state_dict.pop(f"{prefix}{SCALE_INV}", None)
+    if codes is None or scale_inv is None:
+        return
+    if codes.dtype != torch.float8_e4m3fn:
+        raise ValueError(f"{prefix}weight beside {prefix}{SCALE_INV} is {codes.dtype}, not torch.float8_e4m3fn")
+    fits = [g for g in GRANULARITIES if g.scale_shape(tuple(codes.shape)) == tuple(scale_inv.shape)]
+    if not fits:
+        raise ValueError(f"{prefix}{SCALE_INV} of shape {tuple(scale_inv.shape)} does not fit {tuple(codes.shape)}")
+    dtype = torch.float32 if weight is None else weight.dtype
+    stored = StoredWeight(codes, scale_inv, dtype)
+    state_dict[f"{prefix}weight"] = stored if isinstance(weight, StoredWeight) else stored.dequantize()
