@@ -2,7 +2,17 @@
 
 from octavo.formats import E4M4
 from octavo.optim.adam import Adam, AdamW
+from octavo.optim.in_backward import LastStepNorm, PerParameterNorm, update_in_backward
 from octavo.optim.moment import Moment
 from octavo.optim.sgd import SGD
 
-__all__ = ["E4M4", "SGD", "Adam", "AdamW", "Moment"]
+__all__ = [
+    "E4M4",
+    "SGD",
+    "Adam",
+    "AdamW",
+    "LastStepNorm",
+    "Moment",
+    "PerParameterNorm",
+    "update_in_backward",
+]

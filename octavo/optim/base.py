@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -56,6 +56,8 @@ class CompactOptimizer(Optimizer):
         self.moments, self.master, self.seed, self.skip_nonfinite = moments, master, seed, skip_nonfinite
         self._kept: dict[nn.Parameter, _Kept] = {}
         self._plans: dict[Any, Any] = {}
+        self._placed: tuple[Any, dict[nn.Parameter, tuple[int, int]]] = ((), {})
+        self.in_backward: Any = None  # of update_in_backward
         super().__init__(params, defaults)
 
     def _options(self, group: dict[str, Any]) -> AdamGroup | SgdGroup:
@@ -78,7 +80,8 @@ class CompactOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._kept, self._plans = {}, {}
+        self._kept, self._plans, self._placed = {}, {}, ((), {})
+        self.in_backward = vars(self).get("in_backward")
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the weights that have gradients.
@@ -88,31 +91,43 @@ class CompactOptimizer(Optimizer):
         """
         return _untraced()(self, closure)
 
+    def step_some(self, params: Iterable[nn.Parameter], grad_scale: Tensor | None = None) -> None:
+        """Update these weights alone, all of which have gradients: their step is counted, others' is not.
+
+        Args:
+            params: of this optimizer.
+            grad_scale: one number that gradients are divided by.
+        """
+        with torch.no_grad():
+            self._run(list(params), None, grad_scale)
+
     @torch.no_grad()
     def _step(self, closure: Callable[[], Any] | None) -> Any:
+        if self.in_backward is not None:
+            if closure is not None:
+                raise RuntimeError("a closure's gradients would be used before it returns; remove() update_in_backward")
+            self.in_backward.finish()
+            return None
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        params: list[nn.Parameter] = []
-        updates: dict[torch.device, list[WeightUpdate]] = {}
-        index = 0
-        for number, group in enumerate(self.param_groups):
-            for param in group["params"]:
-                if param.grad is not None:
-                    params.append(param)
-                    update = self._update(param, number, index)
-                    updates.setdefault(update.gradient.device, []).append(update)
-                index += 1
-        if params:
-            self._run(params, updates)
+        params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
+        skip, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        if skip is None and self.skip_nonfinite and params:
+            skip = ~torch.isfinite(states.largest([param.grad for param in params if param.grad is not None]))
+        self._run(params, skip, scale)
         return loss
 
-    def _run(self, params: list[nn.Parameter], updates: dict[torch.device, list[WeightUpdate]]) -> None:
+    def _run(self, params: list[nn.Parameter], skip: Tensor | None, scale: Tensor | None) -> None:
+        if not params:
+            return
+        updates: dict[torch.device, list[WeightUpdate]] = {}
+        places = self._places()
+        for param in params:
+            update = self._update(param, *places[param])
+            updates.setdefault(update.gradient.device, []).append(update)
         groups: Any = [self._options(group) for group in self.param_groups]
-        skip, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-        if skip is None and self.skip_nonfinite:
-            skip = ~torch.isfinite(states.largest([param.grad for param in params if param.grad is not None]))
         for device, some in updates.items():
             there = [None if x is None else x.to(device, torch.float32, non_blocking=True) for x in (skip, scale)]
             optimizer_step(some, groups, there[0], there[1], self._plans)
@@ -124,6 +139,15 @@ class CompactOptimizer(Optimizer):
             elif kept.update.master.weight.data_ptr() != kept.address:
                 weight.copy_(kept.update.master.weight.view(weight.shape))
         torch.autograd.graph.increment_version(written)  # of a sharded weight only the local part was written
+
+    def _places(self) -> dict[nn.Parameter, tuple[int, int]]:
+        """Each parameter's group and its number among all, on which random bits depend."""
+        counts = tuple(len(group["params"]) for group in self.param_groups)
+        if self._placed[0] != counts:
+            numbers = [number for number, count in enumerate(counts) for _ in range(count)]
+            params = [param for group in self.param_groups for param in group["params"]]
+            self._placed = counts, dict(zip(params, zip(numbers, range(len(params)), strict=True), strict=True))
+        return self._placed[1]
 
     def _update(self, param: nn.Parameter, group: int, index: int) -> WeightUpdate:
         weight, grad = states.local(param), states.local(param.grad)  # type: ignore[arg-type]

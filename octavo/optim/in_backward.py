@@ -1,0 +1,222 @@
+"""Updates while backward runs: gradients are used and freed as they come, in batches of one launch.
+
+A hook after each parameter's last gradient puts it on a list; when the list holds ``outstanding_weight_updates_bytes``
+of gradients, one launch updates all of it, uneven sizes together. ``optimizer.step()`` stays where it was: it updates
+what is left and makes later work wait for the updates.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.optim import state as states
+from octavo.optim.base import CompactOptimizer
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class PerParameterNorm:
+    """Each gradient is scaled down to this 2-norm: what clip_grad_norm_ does to a parameter alone."""
+
+    max_norm: float
+
+
+@dataclass(frozen=True)
+class LastStepNorm:
+    """All gradients are scaled by what would have brought the step before to this global 2-norm."""
+
+    max_norm: float
+
+
+def update_in_backward(
+    optimizer: CompactOptimizer,
+    outstanding_weight_updates_bytes: int = 64 * MIB,
+    clip: PerParameterNorm | LastStepNorm | None = None,
+) -> UpdatesInBackward:
+    """Update weights while backward runs, so that no more gradients exist at a time than this and one tensor's.
+
+    The result is that of a step after backward, bit for bit. The training loop stays as it is: backward, then
+    ``optimizer.step()``. On a GPU updates run beside backward on a stream of their own.
+
+    What needs all gradients at once can't be exact and is refused or has another name: clipping by the global norm (the
+    update is clipped to R_t already; ``clip`` offers PerParameterNorm and LastStepNorm; torch's clip_grad_norm_ finds
+    no gradients), GradScaler, skip_nonfinite, closures, and DistributedDataParallel, whose ranks have not exchanged a
+    gradient yet when its hook runs. FSDP2's sharded gradients are exchanged before.
+
+    Args:
+        optimizer: octavo's AdamW, Adam or SGD.
+        outstanding_weight_updates_bytes: of gradients that wait for a launch; 0 updates each at once.
+        clip: see above.
+
+    Returns:
+        a handle: ``accumulate()`` for all micro-batches but the last, ``remove()`` to undo it.
+
+    Raises:
+        TypeError: for another optimizer.
+        ValueError, RuntimeError: for what can't be exact, with the reason.
+
+    Example:
+        >>> import torch, octavo
+        >>> layer = torch.nn.Linear(64, 64)
+        >>> optimizer = octavo.optim.AdamW(layer.parameters())
+        >>> handle = octavo.optim.update_in_backward(optimizer, outstanding_weight_updates_bytes=0)
+        >>> layer(torch.ones(2, 64)).sum().backward()
+        >>> layer.weight.grad is None, handle.launches
+        (True, 2)
+        >>> optimizer.step()
+        >>> handle.remove()
+    """
+    if not isinstance(optimizer, CompactOptimizer):
+        raise TypeError(f"update_in_backward is for octavo.optim's optimizers, not {type(optimizer).__name__}")
+    if optimizer.in_backward is not None:
+        raise RuntimeError("the optimizer updates in backward already; remove() that handle first")
+    if optimizer.skip_nonfinite:
+        raise ValueError("skip_nonfinite decides by all gradients of a step; those in backward are gone by then")
+    if outstanding_weight_updates_bytes < 0:
+        raise ValueError(f"outstanding_weight_updates_bytes={outstanding_weight_updates_bytes} must be at least 0")
+    handle = UpdatesInBackward(optimizer, outstanding_weight_updates_bytes, clip)
+    handle.refuse_ddp()
+    return handle
+
+
+class UpdatesInBackward:
+    """The handle of ``update_in_backward``.
+
+    Attributes:
+        launches: how many there were, the one in step() included.
+        most_bytes: the most bytes of gradients that waited at a time.
+    """
+
+    def __init__(
+        self, optimizer: CompactOptimizer, threshold: int, clip: PerParameterNorm | LastStepNorm | None
+    ) -> None:
+        self.optimizer, self.threshold, self.clip = optimizer, threshold, clip
+        self.launches = self.most_bytes = 0
+        self._pending: dict[nn.Parameter, None] = {}  # in the order of their gradients
+        self._bytes = 0
+        self._updated: set[nn.Parameter] = set()
+        self._accumulating = False
+        self._streams: dict[torch.device, Any] = {}
+        self._last_norm: Tensor | None = None
+        self._norms: list[Tensor] = []
+        params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
+        self._hooks = [param.register_post_accumulate_grad_hook(self._take) for param in params]
+        optimizer.in_backward = self
+
+    def remove(self) -> None:
+        """Undo it: from now on gradients stay until ``optimizer.step()``. Gradients that wait are not lost."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._wait()
+        self.optimizer.in_backward = None
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Within it backward only accumulates gradients: for all micro-batches of a step but the last."""
+        before, self._accumulating = self._accumulating, True
+        try:
+            yield
+        finally:
+            self._accumulating = before
+
+    def refuse_ddp(self) -> None:
+        """Raise RuntimeError if DistributedDataParallel has a parameter of the optimizer."""
+        if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+            return
+        own = {id(param) for group in self.optimizer.param_groups for param in group["params"]}
+        for found in gc.get_objects():
+            if isinstance(found, nn.parallel.DistributedDataParallel):
+                if any(id(param) in own for param in found.module.parameters()):
+                    self.remove()
+                    raise RuntimeError(
+                        "DistributedDataParallel exchanges a gradient after update_in_backward would have used it; "
+                        "use fully_shard (FSDP2), whose gradients are exchanged before, or step() after backward"
+                    )
+
+    def finish(self) -> None:
+        """End a step: update what is left and wait for it. ``optimizer.step()`` calls it."""
+        if getattr(self.optimizer, "found_inf", None) is not None:
+            raise RuntimeError(
+                "a GradScaler decides by all gradients whether to skip a step, but update_in_backward has used them; "
+                "train in bf16, or remove() the handle"
+            )
+        if not self._updated:
+            self.refuse_ddp()  # it may have wrapped the model since
+        for group in self.optimizer.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._pending.setdefault(param)
+        self._flush()
+        self._wait()
+        self._updated.clear()
+        if isinstance(self.clip, LastStepNorm) and self._norms:
+            self._last_norm = torch.linalg.vector_norm(torch.stack([norm.to(self._norms[0]) for norm in self._norms]))
+            self._norms = []
+
+    def _take(self, param: nn.Parameter) -> None:
+        """A parameter's gradient is complete."""
+        if self._accumulating or param in self._pending:
+            return
+        if param in self._updated:
+            raise RuntimeError(
+                "a gradient came for a weight that this step has updated already. Several backward passes a step: run "
+                "all but the last within handle.accumulate(). A weight that two reentrant checkpoints share: use "
+                "checkpoint(..., use_reentrant=False)"
+            )
+        self._pending[param] = None
+        gradient = states.local(param.grad)  # type: ignore[arg-type]
+        self._bytes += gradient.numel() * gradient.element_size()
+        self.most_bytes = max(self.most_bytes, self._bytes)
+        if self._bytes >= self.threshold:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Update all that waits, in one launch a device, and free its gradients."""
+        params = list(self._pending)
+        self._pending, self._bytes = {}, 0
+        if not params:
+            return
+        self.launches += 1
+        self._updated.update(params)
+        with self._stream(params):
+            self.optimizer.step_some(params, self._clipped(params))
+        for param in params:
+            param.grad = None
+
+    def _clipped(self, params: list[nn.Parameter]) -> Tensor | None:
+        """Clip the gradients, or say what they are to be divided by."""
+        if isinstance(self.clip, PerParameterNorm):
+            for param in params:
+                nn.utils.clip_grad_norm_([param], self.clip.max_norm)
+        elif isinstance(self.clip, LastStepNorm):
+            norm = nn.utils.get_total_norm([param.grad for param in params if param.grad is not None])
+            self._norms.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+            if self._last_norm is not None:
+                return (self._last_norm / self.clip.max_norm).clamp(min=1.0)
+        return None
+
+    def _stream(self, params: list[nn.Parameter]) -> Any:
+        """Where updates run: on a GPU beside backward, once the gradients are there."""
+        device = params[0].device
+        if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+            return nullcontext()
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        stream = self._streams[device]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        for param in params:
+            states.local(param.grad).record_stream(stream)  # type: ignore[arg-type]
+        return torch.cuda.stream(stream)
+
+    def _wait(self) -> None:
+        for device, stream in self._streams.items():
+            torch.cuda.current_stream(device).wait_stream(stream)
