@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -10,11 +11,13 @@ from torch import Tensor
 
 from benchmarks.compiled_case import BF16, FP32, LARGE, Case, tensor
 from octavo.formats import E4M3, E5M2
-from octavo.granularity import PerTensor
+from octavo.granularity import Granularity, PerBlock, PerTensor
 from octavo.kernels.reference.optimizer_step import AdamGroup, SgdGroup, WeightUpdate
 from octavo.kernels.triton import optimizer_step
 from octavo.optim.masters import NAMED as MASTERS
+from octavo.optim.masters.stored import STORED
 from octavo.optim.moment import NAMED, Moment, as_matrix
+from octavo.tensor.stored_weight import StoredWeight
 
 ADAM = AdamGroup(1e-3, 0.9, 0.999, 1e-8, 0.01, False, True, True)
 SGD = SgdGroup(1e-3, 0.9, 0.0, 0.01, False, False)
@@ -42,6 +45,17 @@ def update(
     return WeightUpdate(kept, stored, state.get("master_amax"), tensor(shape, grad), torch.zeros(()), 1, 0, 0)
 
 
+def stored_update(shape: tuple[int, int], master: str | None, granularity: Granularity) -> WeightUpdate:
+    """The update of a weight that is stored in FP8."""
+    scale_inv = torch.empty(granularity.scale_shape(shape))
+    weight = StoredWeight(tensor(shape, torch.float8_e4m3fn), scale_inv)
+    like = STORED[master]
+    state = {"master_rest": tensor(shape, like.rest)} if like.rest is not None else {}
+    moments = update(shape, NAMED["fp8"], "split32", BF16, BF16)
+    kept = like.stored(weight.q.view(torch.uint8), state, scale_inv)
+    return moments._replace(master=kept, amax=torch.empty_like(scale_inv))
+
+
 def optimizer() -> Iterator[Case]:
     fp8 = NAMED["fp8"]
     for master, dtype in (("fp32", FP32), ("split32", BF16), ("split24", BF16), ("fp16_scaled", BF16), (None, BF16)):
@@ -54,6 +68,8 @@ def optimizer() -> Iterator[Case]:
     mixed = [update(LARGE, fp8, "split32", BF16, BF16), update((1, 4096), fp8, "fp32", FP32, FP32)]
     yield _case("Adam fp8, two kinds of weights", mixed)
     yield _case("Adam coupled fp8, split32", mixed[:1], ADAM._replace(decoupled=False, clip=False))
+    for master, granularity in itertools.product(STORED, (PerTensor(), PerBlock(128, 128))):
+        yield _case(f"Adam fp8, E4M3 weight {granularity}, {master}", [stored_update(LARGE, master, granularity)])
     yield _case("SGD fp8, split24", [update(LARGE, fp8[:1], "split24", BF16, BF16)], SGD)
 
 

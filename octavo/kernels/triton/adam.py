@@ -51,7 +51,7 @@ def adam_tile(
     """A tile's step: (the amax found of the first moment, of the second, of the master)."""
     WEIGHT: tl.constexpr = CLASSES[I + 1]
     MASTER: tl.constexpr = CLASSES[I + 2]
-    EVEN: tl.constexpr = CLASSES[I + 3]
+    EVEN: tl.constexpr = CLASSES[I + 3] % 2 == 1
     KIND1: tl.constexpr = CLASSES[I + 5]
     STOCHASTIC1: tl.constexpr = CLASSES[I + 7]
     SCALE1: tl.constexpr = CLASSES[I + 8]
@@ -79,7 +79,7 @@ def adam_tile(
             drawn = random_bits(with_number(key, tl.full((), 0, tl.int64)), start, place.offsets, CLASSES[I + 4])
             bits1 = half(drawn, False)
             bits2 = half(drawn, True)
-        if MASTER >= 2:
+        if MASTER >= 2 and MASTER != 8:
             drawn = random_bits(with_number(key, tl.full((), 1, tl.int64)), start, place.offsets, CLASSES[I + 4])
             bits_w = half(drawn, False)
         found1 = write_moment(row_ptr, FIRST, place, m, bits1, scales.first, KIND1, False, STOCHASTIC1, SCALE1, EVEN)

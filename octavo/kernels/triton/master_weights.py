@@ -1,7 +1,7 @@
 """reference/master_weights.py in Triton.
 
-MASTER names the kind: 0 the weight itself, 1 split32, 2 split24, 3 fp16_scaled, 4 stochastic. WEIGHT is the weight's
-dtype as in optimizer_state.py.
+MASTER names the kind: 0 the weight itself, 1 split32, 2 split24, 3 fp16_scaled, 4 stochastic; from 5 on see
+fp8_weights.py. WEIGHT is the weight's dtype as in optimizer_state.py.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from octavo.kernels.triton.fp8_weights import read_fp8_master, write_fp8_master
 from octavo.kernels.triton.moment_codes import round_to_bf16, round_to_half
 from octavo.kernels.triton.optimizer_state import REST, WEIGHT_COLUMN, load_at, load_float, store_at, typed
 from octavo.kernels.triton.tiles import finite_abs, narrow
@@ -17,7 +18,9 @@ from octavo.kernels.triton.tiles import finite_abs, narrow
 @triton.jit
 def read_master(row_ptr, place, scale_inv, WEIGHT: tl.constexpr, MASTER: tl.constexpr, EVEN: tl.constexpr):
     """The master's tile in float32."""
-    if MASTER == 3:
+    if MASTER >= 5:
+        result = read_fp8_master(row_ptr, place, scale_inv, MASTER, EVEN)
+    elif MASTER == 3:
         rest = load_float(row_ptr, REST, place, 6, EVEN)
         result = rest * scale_inv
     else:
@@ -34,6 +37,8 @@ def write_master(row_ptr, place, w, bits16, scale, WEIGHT: tl.constexpr, MASTER:
     """Store the master's tile, and the weight's; returns the largest absolute value that a scaled one holds."""
     weight_ptr = typed(row_ptr, WEIGHT_COLUMN, WEIGHT, EVEN)
     found = 0.0
+    if MASTER >= 5:
+        found = write_fp8_master(row_ptr, place, w, bits16, scale, MASTER, EVEN)
     if MASTER == 0 or MASTER == 3:
         store_at(weight_ptr, place, narrow(w, weight_ptr.dtype.element_ty))
     if MASTER == 3:

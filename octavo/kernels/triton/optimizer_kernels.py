@@ -1,7 +1,8 @@
 """The kernel of an optimizer's step: every tile of every tensor read, updated and written once.
 
 CLASSES, a tuple of FIELDS integers for each way in which tensors of a launch differ: gradient, weight (KINDs), master,
-whether it is EVEN, whether its indices pass 2^31; then of each moment its KIND, root, stochastic, SCALE (see
+its layout (1 EVEN, 2 in squares of 128 x 128 as
+their scales, 3 both, else 0), whether its indices pass 2^31; then of each moment its KIND, root, stochastic, SCALE (see
 optimizer_state.py and master_weights.py). Each class is compiled apart, and a program runs the one of its tensor.
 """
 
@@ -24,13 +25,14 @@ from octavo.kernels.triton.optimizer_state import (
     STEP,
     WIDTH,
     Scales,
+    place_in_square,
     place_of,
 )
 from octavo.kernels.triton.random_bits import with_number
 from octavo.kernels.triton.sgd import sgd_tile
 from octavo.kernels.triton.step_numbers import adam_numbers, sgd_numbers
 from octavo.kernels.triton.table import find_tensor, pointer
-from octavo.kernels.triton.tiles import is_last_program, raise_amax, scale_from_amax
+from octavo.kernels.triton.tiles import is_last_program, raise_amax, scale_from_amax, scale_inv_from_scale
 
 FIELDS: tl.constexpr = tl.constexpr(13)
 
@@ -48,16 +50,23 @@ def moment_scale(row_ptr, COLUMN: tl.constexpr, found_ptr, KIND: tl.constexpr, S
 
 
 @triton.jit
-def master_scales(row_ptr, n, DECOUPLED: tl.constexpr):
-    """(the new scale of a float16 master, by its bound; its scale_inv until now)."""
-    amax = tl.load(pointer(row_ptr, REST + 2, tl.float32, False))
+def master_scales(row_ptr, n, square, DECOUPLED: tl.constexpr, LIMIT: tl.constexpr):
+    """(a scaled master's new scale, by its bound; its scale_inv until now), of the tensor or a square."""
+    amax = tl.load(pointer(row_ptr, REST + 2, tl.float32, False) + square)
     if DECOUPLED:
         amax = amax * tl.abs(n.kept)
     else:
         amax = amax * 1.0
     SLACK: tl.constexpr = 1 + 2.0**-20
-    scale = scale_from_amax((amax + n.bound) * SLACK, 65504.0, True)
-    return scale, tl.load(pointer(row_ptr, REST + 1, tl.float32, False))
+    scale = scale_from_amax((amax + n.bound) * SLACK, LIMIT, True)
+    return scale, tl.load(pointer(row_ptr, REST + 1, tl.float32, False) + square)
+
+
+@triton.jit
+def note_square(row_ptr, square, scale, amax):
+    """Write a square's scale_inv and amax: no other program reads them."""
+    tl.store(pointer(row_ptr, REST + 1, tl.float32, False) + square, scale_inv_from_scale(scale, True))
+    tl.store(pointer(row_ptr, REST + 2, tl.float32, False) + square, amax)
 
 
 @triton.jit
@@ -119,19 +128,19 @@ def update_tensor(
     """A program's tiles of a tensor of class I / FIELDS."""
     SCALE1: tl.constexpr = CLASSES[I + 8]
     SCALE2: tl.constexpr = CLASSES[I + 12]
-    MASTER: tl.constexpr = CLASSES[I + 2]
-    DECOUPLED: tl.constexpr = RULE[1]
+    SCALED: tl.constexpr = CLASSES[I + 2] == 3 or CLASSES[I + 2] >= 5
+    SQUARE: tl.constexpr = CLASSES[I + 3] >= 2
     number = tl.load(pointer(row_ptr, STEP, tl.float32, False)).to(tl.int64) + 1
     key = with_number(tl.load(row_ptr + KEY).to(tl.uint32), number)
-    lr_address = tl.load(row_ptr + LR)
     if RULE[0] == 1:
-        n = adam_numbers(group_ptr, lr_address, number)
+        n = adam_numbers(group_ptr, tl.load(row_ptr + LR), number)
     else:
-        n = sgd_numbers(group_ptr, lr_address, number)
+        n = sgd_numbers(group_ptr, tl.load(row_ptr + LR), number)
     master = 1.0
     master_inv = 1.0
-    if MASTER == 3:
-        master, master_inv = master_scales(row_ptr, n, DECOUPLED)
+    if SCALED:
+        LIMIT: tl.constexpr = 65504.0 if CLASSES[I + 2] == 3 else 448.0
+        master, master_inv = master_scales(row_ptr, n, program if SQUARE else 0, RULE[1], LIMIT)
     grad_scale = None
     if grad_scale_ptr is not None:
         grad_scale = tl.load(grad_scale_ptr)
@@ -141,11 +150,14 @@ def update_tensor(
     largest1 = 0.0
     largest2 = 0.0
     largest_w = 0.0
-    for i in range(TILE[1]):
-        place = place_of(row_ptr, program * TILE[1] + i, TILE[0], CLASSES[I + 3], CLASSES[I + 4])
+    for i in range(128 // TILE[0] if SQUARE else TILE[1]):
+        if SQUARE:
+            place = place_in_square(row_ptr, program.to(tl.int64), i, TILE[0], CLASSES[I + 3] == 3)
+        else:
+            place = place_of(row_ptr, program * TILE[1] + i, TILE[0], CLASSES[I + 3] == 1, CLASSES[I + 4])
         if RULE[0] == 1:
             found1, found2, found_w = adam_tile(
-                row_ptr, gradient_ptr, place, n, scales, key, CLASSES, I, DECOUPLED, RULE[2], FIND
+                row_ptr, gradient_ptr, place, n, scales, key, CLASSES, I, RULE[1], RULE[2], FIND
             )
         else:
             found1, found2, found_w = sgd_tile(row_ptr, gradient_ptr, place, n, scales, key, CLASSES, I, FIND)
@@ -158,10 +170,12 @@ def update_tensor(
     if SCALE2 == LOOKED:
         raise_amax(found_ptr + 2 * COUNT, largest2)
     if not FIND:
-        if MASTER == 3:
+        if SQUARE:
+            note_square(row_ptr, program, master, largest_w)
+        elif SCALED:
             raise_amax(found_ptr + 4 * COUNT, largest_w)
         if program == 0:
-            leave_scales(found_ptr, scales, COUNT, SCALE1 != 0, SCALE2 != 0, MASTER == 3)
+            leave_scales(found_ptr, scales, COUNT, SCALE1 != 0, SCALE2 != 0, SCALED and not SQUARE)
 
 
 @triton.jit(do_not_specialize=["programs"])

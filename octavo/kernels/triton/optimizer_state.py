@@ -77,6 +77,27 @@ def place_of(row_ptr, tile, BLOCKS: tl.constexpr, EVEN: tl.constexpr, LARGE: tl.
 
 
 @triton.jit
+def place_in_square(row_ptr, square, part, BLOCKS: tl.constexpr, EVEN: tl.constexpr):
+    """The place of some rows of a tensor's block of 128 x 128: part number ``part`` of BLOCKS rows."""
+    lanes = tl.arange(0, 128)
+    blocks = tl.arange(0, BLOCKS)
+    rows = tl.load(row_ptr + ROWS)
+    cols = tl.load(row_ptr + COLS)
+    if EVEN:
+        cols = tl.multiple_of(cols, 128)
+    a_row = tl.cdiv(cols, 128)
+    top = square // a_row * 128 + part * BLOCKS
+    left = square % a_row * 128
+    base = top * cols + left
+    offsets = (blocks.to(tl.int64)[:, None] * cols) + lanes[None, :]
+    is_block = top + blocks < rows
+    inside = is_block[:, None] & (left + lanes < cols)[None, :]
+    if EVEN:
+        inside = is_block[:, None] & (lanes >= 0)[None, :]
+    return Place(base, offsets, inside, top * a_row + square % a_row, blocks * a_row, is_block)
+
+
+@triton.jit
 def typed(row_ptr, COLUMN: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr):
     """A column's address as a pointer to what KIND names."""
     if KIND == 1:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from octavo.formats import E4M3, E4M4, E5M2
+from octavo.kernels.reference.fp8_weights import Fp8Weight
 from octavo.kernels.reference.optimizer_state import BLOCK, StoredMoment, blocks_of
 from octavo.kernels.reference.optimizer_step import AdamGroup, SgdGroup, WeightUpdate
 from octavo.kernels.reference.random_bits import key_of
@@ -21,9 +22,11 @@ from octavo.kernels.triton.launch import config, on_its_device, workspace
 from octavo.kernels.triton.optimizer_kernels import optimizer_step_kernel
 from octavo.kernels.triton.table import search
 
-_FLOATS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 6}
+_FLOATS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 6, torch.uint8: 3}  # bytes: a weight's E4M3 codes
 _CODES = {E4M3: 3, E5M2: 4, E4M4: 5}
 _MASTERS = {"weight": 0, "split32": 1, "split24": 2, "fp16_scaled": 3, "stochastic": 4}
+_MASTERS |= {"fp8_split16": 5, "fp8_split24": 6, "fp8_fp16": 7, "fp8_fp32": 8, "fp8_stochastic": 9}
+_EVEN, _SQUARE = 1, 2
 _NO_MOMENT = (0, 0, 0, 0)
 
 
@@ -149,10 +152,12 @@ def _plan_of(updates: Sequence[WeightUpdate], rates: tuple[int, ...], kind: type
     rows, programs = [], 0
     classes: dict[tuple[int, ...], int] = {}
     for update in updates:
-        shape, start, even = _layout(update)
-        fields = _class_of(update, even, start + shape[0] * shape[1] > 1 << 31)
+        shape, start, layout = _layout(update)
+        fields = _class_of(update, layout, start + shape[0] * shape[1] > 1 << 31)
         number = classes.setdefault(fields, len(classes))
         tiles = -(-shape[0] * blocks_of(shape[1]) // chosen.block_r)
+        if layout >= _SQUARE:
+            tiles = blocks_of(shape[0]) * blocks_of(shape[1]) * chosen.tiles
         row = [
             *_addresses(update),
             rates[update.group],
@@ -171,15 +176,22 @@ def _plan_of(updates: Sequence[WeightUpdate], rates: tuple[int, ...], kind: type
     return _Plan(tuple(updates), table, programs, flat, any(row[-1] for row in rows), two_stages, {})
 
 
-def _layout(update: WeightUpdate) -> tuple[tuple[int, int], int, bool]:
-    """(rows and columns, the first element's index, whether tiles are whole and aligned)."""
+def _is_square(update: WeightUpdate) -> bool:
+    """Whether the weight's scales are those of blocks of 128 x 128."""
+    return isinstance(update.master, Fp8Weight) and update.master.has_blocks
+
+
+def _layout(update: WeightUpdate) -> tuple[tuple[int, int], int, int]:
+    """(rows and columns, the first element's index, how tiles lie: see CLASSES)."""
     rows, cols = update.gradient.shape
     start = update.first_row * cols
-    if not any(_has_blocks(moment) for moment in update.moments):
+    square = _is_square(update)
+    if not square and not any(_has_blocks(moment) for moment in update.moments):
         rows, cols = 1, rows * cols
     tensors = [update.gradient, *_stored(update)]
-    even = (rows == 1 or cols % BLOCK == 0) and rows * cols % 16 == 0
-    return (rows, cols), start, even and all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+    even = ((rows == 1 and not square) or cols % BLOCK == 0) and rows * cols % 16 == 0
+    even = even and all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+    return (rows, cols), start, _EVEN * even + _SQUARE * square
 
 
 def _stored(update: WeightUpdate) -> list[Tensor]:
@@ -196,9 +208,9 @@ def _scale_from(moment: StoredMoment) -> int:
     return 1 if moment.amax is not None else 2 * moment.needs_amax_first
 
 
-def _class_of(update: WeightUpdate, even: bool, large: bool) -> tuple[int, ...]:
+def _class_of(update: WeightUpdate, layout: int, large: bool) -> tuple[int, ...]:
     master = update.master
-    fields = [_FLOATS[update.gradient.dtype], _FLOATS[master.weight.dtype], _MASTERS[master.kind], even, large]
+    fields = [_FLOATS[update.gradient.dtype], _FLOATS[master.weight.dtype], _MASTERS[master.kind], layout, large]
     for moment in (*update.moments, None, None)[:2]:
         if moment is None:
             fields += _NO_MOMENT
@@ -220,4 +232,6 @@ def _addresses(update: WeightUpdate) -> list[int]:
 
 def _one_scale(update: WeightUpdate) -> int:
     bits = [moment is not None and _scale_from(moment) != 0 for moment in (*update.moments, None, None)[:2]]
-    return sum(1 << place for place, bit in enumerate([*bits, update.master.kind == "fp16_scaled"]) if bit)
+    return sum(
+        1 << place for place, bit in enumerate([*bits, update.master.needs_bound and not _is_square(update)]) if bit
+    )

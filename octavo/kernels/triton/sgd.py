@@ -26,7 +26,7 @@ def sgd_tile(
     """A tile's step: (the amax found of the momentum, 0, 0)."""
     WEIGHT: tl.constexpr = CLASSES[I + 1]
     MASTER: tl.constexpr = CLASSES[I + 2]
-    EVEN: tl.constexpr = CLASSES[I + 3]
+    EVEN: tl.constexpr = CLASSES[I + 3] % 2 == 1
     KIND: tl.constexpr = CLASSES[I + 5]
     STOCHASTIC: tl.constexpr = CLASSES[I + 7]
     w = read_master(row_ptr, place, scales.master_inv, WEIGHT, MASTER, EVEN)
@@ -44,7 +44,7 @@ def sgd_tile(
         w = tl.fma(tl.zeros_like(w) + n.lr, update, w)
         bits = 0
         bits_w = 0
-        if STOCHASTIC or MASTER >= 2:
+        if STOCHASTIC or (MASTER >= 2 and MASTER != 8):
             start = tl.load(row_ptr + START) + place.base
             drawn = random_bits(key, start, place.offsets, CLASSES[I + 4])
             bits = half(drawn, False)
