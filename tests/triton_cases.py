@@ -369,3 +369,14 @@ def update_args(
 ) -> tuple[Any, ...]:
     """An update's limits, powers_of_two, margins and reduce."""
     return [448.0, 448.0, 57344.0], list(powers_of_two), list(margins), reduce
+
+
+def row_of(kernels: TritonKernels, **columns: int | Tensor) -> Tensor:
+    """A row of the table of an optimizer's step: columns by their names in optimizer_state.py, 0 where not given."""
+    state = kernels.module("optimizer_state")
+    row = [0] * state.WIDTH.value
+    for name, value in columns.items():
+        column, _, offset = name.partition("_plus_")
+        number = value.data_ptr() if isinstance(value, Tensor) else value
+        row[getattr(state, column).value + int(offset or 0)] = number
+    return torch.tensor(row, device=kernels.device)

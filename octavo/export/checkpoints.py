@@ -27,7 +27,9 @@ from octavo.errors import ExportError, MissingExtraError
 from octavo.formats import E4M3
 from octavo.granularity import ALL, Tile
 from octavo.nn.recipe_module import RecipeModule
+from octavo.nn.stored_weights import SCALE_INV
 from octavo.scaling.recipe import Cast
+from octavo.tensor.stored_weight import StoredWeight
 
 Layers = dict[str, RecipeModule]  # the modules whose output product is in FP8, by name
 BLOCK = 128
@@ -233,8 +235,11 @@ def _contents(model: nn.Module, layers: Layers, layout: Layout) -> dict[str, Sto
     state = model.state_dict(keep_vars=True)
     dropped = _tied(model, state, weights)
     contents = {}
+    scales = {_join(name, SCALE_INV) for name in layers}  # of weights that are stored in FP8, written with these
     for key, tensor in state.items():
         _check_tensor(key, tensor)
+        if key in scales:
+            continue
         if key in weights:
             name = weights[key]
             contents[key] = stored(name, 0, tensor.shape, E4M3.dtype)
@@ -297,6 +302,8 @@ def _scale_shape(module: RecipeModule) -> tuple[int, ...]:
 def _weight_pair(module: RecipeModule) -> tuple[Tensor, Tensor]:
     """(codes [N, K], scales) on the CPU, as the output product reads them."""
     weight_NK = module.get_parameter("weight").detach()
+    if isinstance(weight_NK, StoredWeight):
+        return _owned(weight_NK.q), _owned(weight_NK.scale_inv).view(_scale_shape(module))
     state = None
     if module.recipe.delayed is not None and not module.delayed_scale.is_meta:  # type: ignore[union-attr]
         state = State(module.delayed_scale, module.delayed_amax_history)  # type: ignore[arg-type]

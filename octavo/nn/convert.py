@@ -10,14 +10,16 @@ from typing import Literal
 from torch import nn
 
 from octavo.formats import HIGH_PRECISION
+from octavo.granularity import Granularity
 from octavo.nn.gather import GatherGroup
 from octavo.nn.linear import Linear
 from octavo.nn.recipe_module import RecipeModule
-from octavo.nn.stored_weights import store_weight, why_not_stored, widen_weight
+from octavo.nn.stored_weights import check_recipe, store_weight, why_not_stored, widen_weight
 from octavo.recipes import high_precision
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap, recipe_of
 from octavo.tensor.sharded_weight import forget_gathered
+from octavo.tensor.stored_weight import StoredWeight
 
 Select = Callable[[nn.Module, str], bool]
 
@@ -96,6 +98,7 @@ def convert(
         elif (target := fp8_class(module)) is not None and why_left_alone(module) is None and chosen(module, name):
             targets.append((name, module, target))
     stored = _check_storage(model, recipe, targets, weight_storage)
+    _check_stored([(name, module) for name, module, _ in targets if name not in stored], recipe)
     group = GatherGroup()
     found: dict[int, nn.Parameter] = {}
     for name, module, target in targets:
@@ -121,8 +124,10 @@ def _check_storage(
         return set()
     if weight_storage != "fp8":
         raise ValueError(f"weight_storage={weight_storage!r}: use 'fp8' or None")
-    others = _weights_of_others(model, {id(module) for _, module, _ in targets})
-    stored = set()
+    ours = {id(module) for name, module, _ in targets if not recipe_of(recipe, name).is_high_precision}
+    others = _weights_of_others(model, ours)
+    stored: set[str] = set()
+    granularities: dict[int, Granularity] = {}
     for name, module, target in targets:
         wanted = recipe_of(recipe, name)
         if wanted.is_high_precision or id(module.get_parameter("weight")) in others:
@@ -131,8 +136,19 @@ def _check_storage(
             raise ValueError(f"{name or 'the model'}: a {target.__name__}'s weight, [K, N], can't be stored in FP8")
         if reason := why_not_stored(wanted):
             raise ValueError(f"{name or 'the model'}: weights can't be stored in FP8 under {wanted.name!r}: {reason}")
+        granularity = wanted.weight_casts.as_is.granularity  # type: ignore[union-attr]
+        if granularities.setdefault(id(module.get_parameter("weight")), granularity) != granularity:
+            raise ValueError(f"{name or 'the model'}: modules that share a weight need recipes that scale it alike")
         stored.add(name)
     return stored
+
+
+def _check_stored(modules: Sequence[tuple[str, nn.Module]], recipe: Recipe | RecipeMap) -> None:
+    """Raise ValueError if a weight is stored in FP8 in a way that its recipe can't read."""
+    for name, module in modules:
+        weight = module._parameters.get("weight")
+        if isinstance(weight, StoredWeight):
+            check_recipe(recipe_of(recipe, name), weight)
 
 
 def set_recipe(model: nn.Module, recipe: Recipe | RecipeMap) -> nn.Module:
@@ -149,7 +165,8 @@ def set_recipe(model: nn.Module, recipe: Recipe | RecipeMap) -> nn.Module:
 
     Raises:
         TypeError: if ``recipe`` is no Recipe.
-        ValueError: if the model has no FP8 module.
+        ValueError: if the model has no FP8 module, or a weight that is stored in FP8 in a way that the recipe can't
+            read; nothing is changed then.
 
     Example:
         >>> import octavo
@@ -160,6 +177,7 @@ def set_recipe(model: nn.Module, recipe: Recipe | RecipeMap) -> nn.Module:
     modules = [(name, module) for name, module in model.named_modules() if isinstance(module, RecipeModule)]
     if not modules:
         raise ValueError("the model holds no octavo module; call octavo.convert(model, recipe) first")
+    _check_stored(modules, recipe)
     for name, module in modules:
         module.adopt_recipe(recipe_of(recipe, name), module.get_parameter("weight").device)
     _gather_anew(model)
@@ -186,6 +204,7 @@ def restore(model: nn.Module) -> nn.Module:
     found: dict[int, nn.Parameter] = {}
     for module in model.modules():
         if isinstance(module, Linear) and (module.splits is not None or class_of(module) is not type(module)):
+            widen_weight(module, found)
             module.adopt_recipe(high_precision(), module.weight.device)
         elif isinstance(module, RecipeModule):
             widen_weight(module, found)

@@ -17,7 +17,7 @@ from octavo.granularity import granularity_of
 from octavo.kernels.layouts import needs_transposed_codes
 from octavo.nn.gather import lay_out
 from octavo.scaling.recipe import Recipe
-from octavo.tensor.stored_weight import GRANULARITIES, StoredWeight
+from octavo.tensor.stored_weight import GRANULARITIES, StoredWeight, has_powers_of_two
 
 SCALE_INV = "weight_scale_inv"
 
@@ -108,4 +108,6 @@ def load_stored(weight: Tensor | None, state_dict: dict[str, Any], prefix: str) 
         raise ValueError(f"{prefix}{SCALE_INV} of shape {tuple(scale_inv.shape)} does not fit {tuple(codes.shape)}")
     dtype = torch.float32 if weight is None else weight.dtype
     stored = StoredWeight(codes, scale_inv, dtype)
+    if isinstance(weight, StoredWeight) and not has_powers_of_two(scale_inv):
+        stored = StoredWeight.cast(stored.dequantize(), weight.granularity)
     state_dict[f"{prefix}weight"] = stored if isinstance(weight, StoredWeight) else stored.dequantize()

@@ -55,6 +55,13 @@ class _Adam(CompactOptimizer):
         named = [param[1] if isinstance(param, tuple) else param for param in params]
         if self._clip is None and any(isinstance(param, StoredWeight) for param in named):
             self.clip_update = True
+        beta1, beta2 = param_group.get("betas", self.defaults["betas"])
+        scaled = any(isinstance(param, StoredWeight) for param in named) or self.master == "fp16_scaled"
+        if scaled and beta1 * beta1 > beta2:
+            raise ValueError(
+                f"betas={(beta1, beta2)!r}: the largest update grows without end where beta1^2 > beta2, so it can give "
+                "no scale; use a larger beta2, or float32 weights"
+            )
         super().add_param_group(param_group)
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -25,6 +24,7 @@ class _Kept(NamedTuple):
 
     update: WeightUpdate
     address: int
+    version: int  # of the weight after the last step
     state: tuple[int, ...]
 
 
@@ -41,6 +41,7 @@ class CompactOptimizer(Optimizer):
     """
 
     names: tuple[str, ...]
+    _untraced: Callable[..., Any]  # _step, which torch.compile must not trace
     bounds_update = False  # whether it knows how far a step can move a weight before it computes it
     _step_supports_amp_scaling = True  # GradScaler sets grad_scale and found_inf, and does not wait for them
 
@@ -59,6 +60,8 @@ class CompactOptimizer(Optimizer):
         self._placed: tuple[Any, dict[nn.Parameter, tuple[int, int]]] = ((), {})
         self.in_backward: Any = None  # of update_in_backward
         super().__init__(params, defaults)
+        # not with the module: torch.compiler.disable brings in the whole compiler, as torch's __init__ has by now
+        CompactOptimizer._untraced = staticmethod(torch.compiler.disable(CompactOptimizer._step))
 
     def _options(self, group: dict[str, Any]) -> AdamGroup | SgdGroup:
         """A group's options as the kernels take them."""
@@ -89,7 +92,7 @@ class CompactOptimizer(Optimizer):
         On a GPU that is one launch, without waiting for the device; it can be captured in a CUDA graph once it has run,
         with lr as a tensor if it is to change. In compiled code it is a graph break.
         """
-        return _untraced()(self, closure)
+        return self._untraced(self, closure)
 
     def step_some(self, params: Iterable[nn.Parameter], grad_scale: Tensor | None = None) -> None:
         """Update these weights alone, all of which have gradients: their step is counted, others' is not.
@@ -139,6 +142,11 @@ class CompactOptimizer(Optimizer):
             elif kept.update.master.weight.data_ptr() != kept.address:
                 weight.copy_(kept.update.master.weight.view(weight.shape))
         torch.autograd.graph.increment_version(written)  # of a sharded weight only the local part was written
+        for param in params:
+            kept = self._kept[param]
+            if kept.update.master.needs_bound:
+                held = param.q if isinstance(param, StoredWeight) else param
+                self._kept[param] = kept._replace(version=held._version)
 
     def _places(self) -> dict[nn.Parameter, tuple[int, int]]:
         """Each parameter's group and its number among all, on which random bits depend."""
@@ -160,8 +168,12 @@ class CompactOptimizer(Optimizer):
         held = weight.q if isinstance(weight, StoredWeight) else weight
         if kept is None or kept.address != held.data_ptr() or kept.state != ids or not held.is_contiguous():
             if kept is not None:
-                self._plans.clear()
+                self._plans = {name: plan for name, plan in self._plans.items() if name == "captured"}
             kept = self._kept[param] = self._keep(param, weight, state, ids)
+        elif kept.update.master.needs_bound and kept.version != held._version:  # loaded, or written otherwise
+            fresh = master_of(param, self.master).new_state(weight)
+            for name, value in fresh.items():
+                state[name].copy_(value)
         gradient = grad.contiguous().view(kept.update.master.weight.shape)
         return kept.update._replace(gradient=gradient)
 
@@ -179,7 +191,7 @@ class CompactOptimizer(Optimizer):
         key, row = key_of(self.seed, index), states.first_row(param)
         update = WeightUpdate(master, moments, kept.get("master_amax"), matrix, state["step"], key, group, row)
         held = weight.q if isinstance(weight, StoredWeight) else weight
-        return _Kept(update, held.data_ptr(), ids)
+        return _Kept(update, held.data_ptr(), held._version, ids)
 
     def _begin(self, param: nn.Parameter, state: dict[str, Any]) -> None:
         """An empty state; of a sharded weight its tensors are sharded alike."""
@@ -245,9 +257,3 @@ class CompactOptimizer(Optimizer):
             states.convert(param, given, described, state, self.moments, self.names)
         self.state[param] = state
         return not fits
-
-
-@functools.cache
-def _untraced() -> Callable[..., Any]:
-    """``_step``, which nothing should trace; later, for torch.compiler.disable brings in the whole compiler."""
-    return torch.compiler.disable(CompactOptimizer._step)

@@ -84,7 +84,10 @@ def first_row(param: nn.Parameter) -> int:
 
 def largest(gradients: list[Tensor]) -> Tensor:
     """The largest absolute value of all; NaN where there is one. The same on all ranks, and without waiting for it."""
-    found = torch.nn.utils.get_total_norm([gradient.detach() for gradient in gradients], math.inf, foreach=True)
+    some = [gradient.detach() for gradient in gradients if gradient.numel() > 0]
+    if not some:
+        return torch.zeros((), device=gradients[0].device)
+    found = torch.nn.utils.get_total_norm(some, math.inf, foreach=True)
     full_tensor = getattr(found, "full_tensor", None)
     return found if full_tensor is None else full_tensor()
 

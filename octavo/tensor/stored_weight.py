@@ -68,7 +68,7 @@ class StoredWeight(Tensor):
     @property
     def granularity(self) -> Granularity:
         """Which elements share a scale; PerTensor() where one block is all."""
-        return GRANULARITIES[self.scale_inv.numel() > 1]
+        return GRANULARITIES[self.scale_inv.shape != (1, 1)]
 
     def pair(self) -> ScaledTensor:
         """The pair, over the same codes."""
@@ -93,6 +93,8 @@ class StoredWeight(Tensor):
         kwargs, own = kwargs or {}, args[0]
         if func in _MOVES:
             return own._with(func)
+        if func is aten.view.default and tuple(args[1]) == (-1,):  # DistributedDataParallel's broadcast
+            return own.pair().dequantize().view(-1)
         if func is aten.view.default and tuple(args[1]) == tuple(own.shape):  # so torch asks for a gradient's node
             return own._with(aten.alias.default)
         if func is aten._to_copy.default:
@@ -101,12 +103,20 @@ class StoredWeight(Tensor):
             return own._with(lambda part: func(part, **kwargs), dtype)
         if func is aten.clone.default:
             return own._with(torch.clone)
-        if func is aten.copy_.default:
+        if func is aten.copy_.default and isinstance(own, StoredWeight):
             return own._take(args[1])
+        if func is aten.empty_like.default:  # of Module.to_empty
+            device = kwargs.get("device", own.device)
+            return own._with(lambda part: torch.empty_like(part, device=device), kwargs.get("dtype"))
         if func in _LIKE and isinstance(own, StoredWeight):  # a gradient of zeros, an optimizer's state
             options = {"dtype": own.dtype, "device": own.device} | kwargs
             options.pop("memory_format", None)
-            return _LIKE[func](own.shape, **options)  # type: ignore[operator]
+            return _LIKE[func](own.shape, **options)
+        if func is aten.split.Tensor:
+            raise UnsupportedOpError(
+                "weights that are stored in FP8 can't be sharded by FSDP2 yet; use DDP, or shard "
+                "high-precision weights, which octavo gathers in FP8"
+            )
         raise UnsupportedOpError(
             f"{func} of a weight that is stored in FP8. Optimize it with octavo.optim.AdamW, which writes codes and "
             "scales together (torch.optim can't); read it with .dequantize(); or keep it in high precision with "
@@ -121,11 +131,20 @@ class StoredWeight(Tensor):
     def _take(self, other: Tensor) -> StoredWeight:
         """Take another's values: stored ones as they are, plain ones cast."""
         if not isinstance(other, StoredWeight):
+            if torch.equal(self.pair().dequantize(), other.to(self.device, self.dtype)):
+                return self  # the scale stays, on which a master's remainder depends
             other = StoredWeight.cast(other.to(self.device), self.granularity)
-        if other.scale_inv.shape != self.scale_inv.shape:
+        elif other.scale_inv.shape != self.scale_inv.shape or not has_powers_of_two(other.scale_inv):
             other = StoredWeight.cast(other.pair().dequantize(), self.granularity)
         self.q.view(torch.uint8).copy_(other.q.view(torch.uint8))
         self.scale_inv.copy_(other.scale_inv)
+        torch.autograd.graph.increment_version([self.q])  # which does not happen by itself below autograd
+        return self
+
+    def share_memory_(self) -> StoredWeight:
+        """Move both parts to shared memory."""
+        self.q.share_memory_()
+        self.scale_inv.share_memory_()
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -136,10 +155,14 @@ class StoredWeight(Tensor):
         return f"StoredWeight({tuple(self.shape)}, {self.dtype}, {self.granularity})"
 
 
+def has_powers_of_two(scale_inv: Tensor) -> bool:
+    """Whether all scales are powers of two, as a stored weight's must be."""
+    return bool((torch.frexp(scale_inv)[0] == 0.5).all())
+
+
 _MOVES = {aten.detach.default, aten.alias.default}
 _LIKE = {
     aten.zeros_like.default: torch.zeros,
-    aten.empty_like.default: torch.empty,
     aten.ones_like.default: torch.ones,
 }
 

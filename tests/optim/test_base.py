@@ -1,6 +1,11 @@
+import copy
+import math
+import pickle
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import octavo
 from octavo.optim.base import CompactOptimizer
@@ -22,3 +27,191 @@ def test_amsgrads_state_is_refused():
     torchs.step()
     with pytest.raises(ValueError, match="amsgrad=True"):
         octavo.optim.AdamW([weight]).load_state_dict(torchs.state_dict())
+
+
+KINDS = [octavo.optim.AdamW, octavo.optim.Adam, octavo.optim.SGD]
+each_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+
+
+def of(kind: type, **options: Any) -> tuple[list[nn.Parameter], CompactOptimizer]:
+    """Equal weights and an optimizer of them, at each call."""
+    generator = torch.Generator().manual_seed(3)
+    params = []
+    for shape, dtype in (((5, 200), torch.bfloat16), ((7,), torch.float32)):
+        params.append(nn.Parameter(torch.randn(shape, generator=generator).to(dtype)))
+    options = {"lr": 0.1, **({"momentum": 0.9} if kind is octavo.optim.SGD else {}), **options}
+    return params, kind(params, **options)
+
+
+def fill(params: list[nn.Parameter], seed: int, factor: float = 1.0, fault: float | None = None) -> None:
+    """The gradients of a step, one of them a fault where that is given."""
+    generator = torch.Generator().manual_seed(seed)
+    for param in params:
+        param.grad = torch.randn(param.shape, generator=generator).to(param.dtype) * factor
+    if fault is not None:
+        params[1].grad[3] = fault  # type: ignore[index]
+
+
+def kept(params: list[nn.Parameter], optimizer: CompactOptimizer) -> list[Tensor]:
+    """Copies of all weights and states."""
+    states = [value for param in params for value in optimizer.state[param].values()]
+    return [tensor.detach().clone() for tensor in (*params, *states)]
+
+
+def equal(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def trained(steps: int, kind: type, **options: Any) -> list[Tensor]:
+    """What ``steps`` plain steps leave."""
+    params, optimizer = of(kind, **options)
+    for seed in range(steps):
+        fill(params, seed)
+        optimizer.step()
+    return kept(params, optimizer)
+
+
+@each_kind
+def test_a_grad_scaler_is_heeded(kind: type) -> None:
+    params, optimizer = of(kind)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    for seed in (0, 1):
+        fill(params, seed, factor=scaler.get_scale())
+        scaler.scale(torch.zeros(()))  # begins it
+        scaler.step(optimizer)
+        scaler.update()
+    assert equal(kept(params, optimizer), trained(2, kind))
+    before, scale = kept(params, optimizer), scaler.get_scale()
+    assert scale == 2.0**11
+    for fault in (math.inf, math.nan):
+        fill(params, 2, factor=scaler.get_scale(), fault=fault)
+        scaler.step(optimizer)
+        scaler.update()
+        assert equal(kept(params, optimizer), before)
+    assert scaler.get_scale() == scale / 4
+    fill(params, 2, factor=scaler.get_scale())
+    scaler.step(optimizer)
+    scaler.update()
+    assert equal(kept(params, optimizer), trained(3, kind))
+
+
+@each_kind
+def test_a_grad_scaler_that_has_unscaled(kind: type) -> None:
+    params, optimizer = of(kind)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    scaler.scale(torch.zeros(()))
+    for seed in (0, 1):
+        fill(params, seed, factor=scaler.get_scale())
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    assert equal(kept(params, optimizer), trained(2, kind))
+
+
+@each_kind
+def test_a_step_that_is_not_finite_is_skipped(kind: type) -> None:
+    params, optimizer = of(kind, skip_nonfinite=True)
+    fill(params, 0)
+    optimizer.step()
+    before = kept(params, optimizer)
+    for fault in (math.nan, math.inf, -math.inf):
+        fill(params, 1, fault=fault)
+        optimizer.step()
+        assert equal(kept(params, optimizer), before)
+    fill(params, 1)
+    optimizer.step()
+    assert equal(kept(params, optimizer), trained(2, kind))
+
+
+@each_kind
+def test_a_step_that_is_not_finite_is_not_skipped_unasked(kind: type) -> None:
+    params, optimizer = of(kind)
+    fill(params, 0, fault=math.nan)
+    optimizer.step()
+    assert float(optimizer.state[params[1]]["step"]) == 1.0
+    assert params[1].isnan().sum() >= 1
+
+
+@each_kind
+@pytest.mark.parametrize("what", ["state", "data", "whole state", "load_state_dict"])
+def test_what_is_replaced_between_steps_is_noticed(kind: type, what: str) -> None:
+    params, optimizer = of(kind)
+    fill(params, 0)
+    optimizer.step()
+    for param in params:
+        if what == "state":
+            state = optimizer.state[param]
+            state.update({name: value.clone() for name, value in state.items()})
+        elif what == "data":
+            old = param.data
+            param.data = old.clone()
+            old.fill_(99.0)  # nobody's now
+        elif what == "whole state":
+            optimizer.state[param] = {name: value.clone() for name, value in optimizer.state[param].items()}
+    if what == "load_state_dict":
+        saved = copy.deepcopy(optimizer.state_dict())
+        fill(params, 7)
+        optimizer.step()
+        optimizer.load_state_dict(saved)
+        for param, value in zip(params, trained(1, kind), strict=False):
+            param.data.copy_(value)
+    fill(params, 1)
+    optimizer.step()
+    assert equal(kept(params, optimizer), trained(2, kind))
+
+
+@each_kind
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+def test_a_copy_steps_on_its_own(kind: type, way: str) -> None:
+    params, optimizer = of(kind, skip_nonfinite=True, seed=5)
+    fill(params, 0)
+    optimizer.step()
+    both = params, optimizer
+    again, other = copy.deepcopy(both) if way == "deepcopy" else pickle.loads(pickle.dumps(both))
+    before = kept(params, optimizer)
+    assert other.skip_nonfinite and other.seed == 5
+    fill(again, 1)
+    other.step()
+    assert equal(kept(params, optimizer), before)
+    assert equal(kept(again, other), trained(2, kind, seed=5))
+    fill(params, 1)
+    optimizer.step()
+    assert equal(kept(params, optimizer), kept(again, other))
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_an_empty_weight_is_no_hindrance(skip: bool) -> None:
+    weight = nn.Parameter(torch.empty(0, 3))
+    optimizer = octavo.optim.AdamW([weight], skip_nonfinite=skip)
+    weight.grad = torch.empty(0, 3)
+    optimizer.step()
+    assert float(optimizer.state[weight]["step"]) == 1.0
+
+
+def test_compiled_code_is_not_warned_about() -> None:
+    params, optimizer = of(octavo.optim.AdamW)
+    fill(params, 0)
+    torch.compiler.reset()
+    torch.compile(lambda: optimizer.step(), backend="eager")()
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_in_compiled_code_it_is_a_graph_break(backend: str) -> None:
+    params, optimizer = of(octavo.optim.AdamW)
+
+    def step(x: Tensor) -> Tensor:
+        y = x * 2
+        optimizer.step()
+        return y + params[1].sum()
+
+    torch.compiler.reset()
+    compiled = torch.compile(step, backend=backend)
+    for seed in (0, 1, 2):
+        fill(params, seed)
+        found = compiled(torch.ones(3))
+        assert torch.equal(found, torch.full((3,), 2.0) + params[1].detach().sum())
+    assert equal(kept(params, optimizer), trained(3, octavo.optim.AdamW))
+    torch.compiler.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(step, backend=backend, fullgraph=True)(torch.ones(3))
+    torch.compiler.reset()

@@ -58,7 +58,7 @@ class Fp8Weight:
     @property
     def has_blocks(self) -> bool:
         """Whether its scales are those of blocks."""
-        return self.scale_inv.numel() > 1
+        return self.scale_inv.shape != (1, 1)
 
     def begin(self, bound: Tensor) -> tuple[Tensor, Tensor]:
         """(scale, found) to ``write`` with; bound: of |w| after the step, in scale_inv's shape."""

@@ -27,6 +27,7 @@ _CODES = {E4M3: 3, E5M2: 4, E4M4: 5}
 _MASTERS = {"weight": 0, "split32": 1, "split24": 2, "fp16_scaled": 3, "stochastic": 4}
 _MASTERS |= {"fp8_split16": 5, "fp8_split24": 6, "fp8_fp16": 7, "fp8_fp32": 8, "fp8_stochastic": 9}
 _EVEN, _SQUARE = 1, 2
+_MOST_PLANS = 64
 _NO_MOMENT = (0, 0, 0, 0)
 
 
@@ -69,10 +70,16 @@ def optimizer_step(
     plan = plans.get(key)
     if plan is None:
         _check_capture("these weights or gradients are new to the optimizer")
-        plan = plans[key] = _plan_of(updates, rates, type(groups[0]))
+        if len(plans) > _MOST_PLANS:
+            captured = plans.get("captured", [])
+            plans.clear()
+            plans["captured"] = captured
+        plan = plans[key] = _plan_of(updates, rates)
+    if _is_capturing():
+        plans.setdefault("captured", []).append(plan)  # the graph reads its tensors
     if plan.programs == 0:
         for update in updates:
-            update.step.add_(1)
+            update.step.add_(1 if skip is None else skip == 0)
         return
     gradients = _sent(plan, "gradients", addresses, torch.int64)
     options = _sent(plan, "groups", [_row_of(group) for group in groups], torch.float64)
@@ -128,8 +135,12 @@ def _sent(plan: _Plan, name: str, values: list[Any], dtype: torch.dtype) -> Tens
     return tensor
 
 
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 def _check_capture(what: str) -> None:
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if _is_capturing():
         raise RuntimeError(f"run the step once before capturing it in a CUDA graph: {what}")
 
 
@@ -147,7 +158,7 @@ def _row_of(group: AdamGroup | SgdGroup) -> list[float]:
     return [lr, *rest, 0.0, 0.0]
 
 
-def _plan_of(updates: Sequence[WeightUpdate], rates: tuple[int, ...], kind: type) -> _Plan:
+def _plan_of(updates: Sequence[WeightUpdate], rates: tuple[int, ...]) -> _Plan:
     chosen = config("optimizer_step", 64)
     rows, programs = [], 0
     classes: dict[tuple[int, ...], int] = {}

@@ -41,7 +41,8 @@ class Stored:
 
 
 def _amax_of(values: Tensor, shape: torch.Size) -> Tensor:
-    """Of all, or of each block of 128 x 128."""
+    """Of all finite values, or of each block of 128 x 128."""
+    values = values.nan_to_num(0.0, 0.0, 0.0)
     if shape == (1, 1):
         return values.abs().amax().reshape(1, 1) if values.numel() else values.new_zeros(1, 1)
     rows, cols = values.shape

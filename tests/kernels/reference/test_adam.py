@@ -11,8 +11,8 @@ from octavo.kernels.reference import adam, optimizer_state
 from octavo.kernels.reference.adam import AdamStep, adam_update
 from octavo.kernels.reference.master_weights import MasterWeight
 from octavo.kernels.reference.optimizer_state import StoredMoment, blocks_of
-from octavo.numerics import scale_from_amax
 from octavo.kernels.reference.step_numbers import adam_max_update, bound_after
+from octavo.numerics import scale_from_amax
 
 SHAPES = [(1, 1), (3, 31), (5, 128), (4, 300), (2, 1000)]
 

@@ -1,0 +1,71 @@
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+
+from octavo.kernels.reference.step_numbers import adam_max_update, bound_after, power, ratio_of
+
+BASES = [0.0, 0.25, 0.5, 0.9, 0.95, 0.99, 0.999, 1 - 1e-7, 1.0, 1.01, 1.62]
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_a_power_is_maths_to_rounding(base: float) -> None:
+    for exponent in (1, 2, 3, 4, 5, 7, 8, 31, 64, 100, 1000):
+        exact = Fraction(base) ** exponent
+        if exact == 0 or not 1e-290 < exact < 1e290:
+            continue
+        error = abs(Fraction(power(base, exponent)) - exact) / exact
+        assert error <= 2 * exponent * Fraction(1, 1 << 53)  # a square doubles what was wrong before
+        assert power(base, exponent) == pytest.approx(math.pow(base, exponent), rel=exponent * 2.0**-52)
+
+
+def test_a_power_is_made_of_products_alone() -> None:
+    # in this order, which the kernel has too: 13 = 1 + 4 + 8
+    b = 0.9
+    assert power(b, 1) == b
+    assert power(b, 2) == b * b
+    assert power(b, 3) == b * (b * b)
+    b4 = (b * b) * (b * b)
+    assert power(b, 13) == b * b4 * (b4 * b4)
+    assert power(0.0, 5) == 0.0 and power(1.0, 1 << 40) == 1.0
+
+
+def test_a_power_that_is_too_large_is_inf_and_too_small_is_0() -> None:
+    assert power(1.62, 1 << 20) == math.inf
+    assert power(0.9, 1 << 20) == 0.0
+
+
+def test_a_ratio() -> None:
+    assert ratio_of(0.9, 0.99) == 0.9 * 0.9 / 0.99
+    assert ratio_of(0.0, 0.9) == ratio_of(0.0, 0.0) == 0.0
+    assert ratio_of(0.9, 0.0) == math.inf
+    assert ratio_of(0.5, 0.25) == 1.0
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.5, 0.25), (0.9, 0.5), (0.0, 0.9), (0.0, 0.0)], ids=str)
+def test_the_largest_update_is_that_of_the_worst_gradients(betas: tuple[float, float]) -> None:
+    beta1, beta2 = betas
+    for step in (1, 2, 5, 20):
+        m = v = 0.0
+        for number in range(1, step + 1):
+            # Cauchy-Schwarz is an equality for gradients in proportion to beta1^(t-i) / beta2^(t-i)
+            g = 1.0 if number == step else (beta1 / beta2) ** (step - number) if beta1 else 0.0
+            m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
+        found = m / (1 - beta1**step) / math.sqrt(v / (1 - beta2**step))
+        assert adam_max_update(step, beta1, beta2) == pytest.approx(found, rel=1e-9)
+
+
+def test_updates_without_a_bound() -> None:
+    assert adam_max_update(1, 0.9, 0.0) == 1.0
+    assert adam_max_update(2, 0.9, 0.0) == math.inf
+    assert adam_max_update(10**5, 0.9, 0.5) == math.inf
+    assert adam_max_update(10**7, 0.0, 0.0) == 1.0
+
+
+def test_a_bound_is_of_numbers_and_tensors() -> None:
+    for decay in (0.0, 0.5, 30.0):
+        number = bound_after(2.0, 0.1, 3.0, decay)
+        assert number == pytest.approx((2.0 * abs(1 - 0.1 * decay) + 0.3) * (1 + 2.0**-20), rel=1e-15)
+        tensor = bound_after(torch.tensor([[2.0]]), 0.1, 3.0, decay)
+        assert tensor.dtype == torch.float32 and float(tensor) == pytest.approx(number, rel=2.0**-22)

@@ -1,0 +1,66 @@
+"""Where a step goes."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from octavo.kernels import optimizer_step as module
+from octavo.kernels.optimizer_step import optimizer_step
+from octavo.kernels.reference.master_weights import MasterWeight
+from octavo.kernels.reference.optimizer_step import SgdGroup, WeightUpdate
+
+GROUPS = [SgdGroup(0.5, 0.0, 0.0, 0.0, False, False)]
+FLAG, SCALE = torch.tensor(0.0), torch.tensor(2.0)
+
+
+def on_a_cpu() -> WeightUpdate:
+    master = MasterWeight(torch.ones(2, 3), "weight")
+    return WeightUpdate(master, (), None, torch.ones(2, 3), torch.zeros(()), 0, 0, 0)
+
+
+def on_a_gpu() -> Any:
+    return SimpleNamespace(gradient=SimpleNamespace(is_cuda=True))
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What the reference was called with."""
+    found: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(module, "reference", lambda *args: found.append(args))
+    return found
+
+
+def test_a_cpu_runs_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "triton_kernels", lambda: pytest.fail("Triton is for GPUs"))
+    update = on_a_cpu()
+    optimizer_step([update], GROUPS, FLAG, SCALE, {})
+    assert torch.equal(update.master.weight, torch.full((2, 3), 0.75))
+    optimizer_step([update], GROUPS, torch.ones(()))
+    assert torch.equal(update.master.weight, torch.full((2, 3), 0.75))
+    assert float(update.step) == 1.0
+
+
+def test_a_gpu_runs_the_launch(monkeypatch: pytest.MonkeyPatch, calls: list[tuple[Any, ...]]) -> None:
+    launched: list[tuple[Any, ...]] = []
+    package = SimpleNamespace(optimizer_step=lambda *args: launched.append(args))
+    monkeypatch.setattr(module, "triton_kernels", lambda: package)
+    updates, plans = [on_a_gpu()], {}
+    optimizer_step(updates, GROUPS, FLAG, SCALE, plans)
+    ((*given, kept),) = launched
+    assert given == [updates, GROUPS, FLAG, SCALE] and kept is plans
+    assert not calls
+
+
+def test_a_gpu_without_triton_runs_the_reference(monkeypatch: pytest.MonkeyPatch, calls: list[tuple[Any, ...]]) -> None:
+    monkeypatch.setattr(module, "triton_kernels", lambda: None)
+    updates = [on_a_gpu()]
+    optimizer_step(updates, GROUPS, FLAG, SCALE, {})
+    assert calls == [(updates, GROUPS, FLAG, SCALE)]
+
+
+def test_nothing_to_update(monkeypatch: pytest.MonkeyPatch, calls: list[tuple[Any, ...]]) -> None:
+    monkeypatch.setattr(module, "triton_kernels", lambda: pytest.fail("no weight, no device"))
+    optimizer_step([], GROUPS)
+    assert not calls

@@ -1,0 +1,398 @@
+"""The launch beside its reference, bit for bit: what is stored after some steps of many weights."""
+
+import copy
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo import E4M3, E5M2, PerTensor
+from octavo.formats import E4M4
+from octavo.kernels.reference.master_weights import MasterWeight
+from octavo.kernels.reference.optimizer_step import AdamGroup, SgdGroup, WeightUpdate
+from octavo.kernels.reference.optimizer_step import optimizer_step as reference
+from octavo.kernels.reference.step_numbers import adam_max_update
+from octavo.optim.moment import NAMED, Moment
+from tests.correct_roots import correct_roots
+from tests.triton_cases import assert_counters_are_zero
+from tests.triton_kernels import TritonKernels
+
+pytestmark = pytest.mark.gpu
+
+ONE: Any = {"granularity": PerTensor()}
+PREVIOUS: Any = {**ONE, "scale": "previous"}
+STOCHASTIC: Any = {"rounding": "stochastic"}
+SCHEMES = {
+    **NAMED,
+    "nearest": (Moment(E4M3), Moment(E4M4, root=True)),
+    "E5M2": (Moment(E5M2, **STOCHASTIC), Moment(E5M2, root=True)),
+    "mixed": (Moment("bf16"), Moment(E4M4, root=True)),
+    "previous": (Moment(E4M3, **PREVIOUS), Moment(E5M2, root=True, **PREVIOUS, **STOCHASTIC)),
+    "two stages": (Moment(E5M2, **ONE), Moment(E4M3, **ONE)),
+    "a root in two stages": (Moment("fp32"), Moment(E4M4, root=True, **ONE, **STOCHASTIC)),
+}
+MASTERS = ["weight", "split32", "split24", "stochastic", "fp16_scaled"]
+SHAPES = [(1, 1), (1, 31), (3, 31), (5, 128), (0, 5), (2, 300), (17, 256), (5, 0), (7, 16), (1, 4095)]
+GRADIENTS = [torch.float32, torch.bfloat16, torch.float16]
+ADAM = AdamGroup(0.01, 0.9, 0.99, 1e-8, 0.1, False, True, True)
+OTHER = ADAM._replace(lr=0.02, beta1=0.5, beta2=0.95, eps=1e-6, weight_decay=0.0, maximize=True)
+SGD = SgdGroup(0.1, 0.9, 0.0, 0.01, False, False)
+
+
+def update_of(
+    shape: tuple[int, int],
+    moments: Sequence[Moment],
+    master: str = "weight",
+    gradient: torch.dtype = torch.float32,
+    number: int = 0,
+    first_row: int = 0,
+    step: int = 0,
+) -> WeightUpdate:
+    """A weight with a state of 0, on the CPU; number: of the weight; it is of group number % 2."""
+    weight = torch.randn(shape).to(torch.float32 if master == "weight" else torch.bfloat16)
+    rest = scale_inv = amax = None
+    if master == "split32":
+        rest = torch.randint(-30000, 30000, shape).to(torch.int16)
+    if master == "split24":
+        rest = torch.randint(-128, 127, shape).to(torch.int8)
+    if master == "fp16_scaled":
+        amax = (weight.float().abs().max() if weight.numel() else torch.zeros(())).view(1, 1)
+        scale_inv, rest = torch.tensor([[2.0**-13]]), (weight.float() * 2**13).half()
+    stored = []
+    for index, moment in enumerate(moments):
+        stored.append(moment.stored(str(index), moment.new_state(str(index), torch.Size(shape), torch.device("cpu"))))
+    steps, grad = torch.tensor(float(step)), torch.randn(shape).to(gradient)
+    held = MasterWeight(weight, master, rest, scale_inv)
+    return WeightUpdate(held, tuple(stored), amax, grad, steps, number * 77, number % 2, first_row)
+
+
+def moved(update: WeightUpdate, device: torch.device) -> WeightUpdate:
+    """A copy on the device."""
+
+    def to(x: Any) -> Any:
+        return x.to(device, copy=True) if isinstance(x, Tensor) else x
+
+    master, *moments = (copy.copy(x) for x in (update.master, *update.moments))
+    for part in (master, *moments):
+        vars(part).update({name: to(x) for name, x in vars(part).items()})
+    rest = {name: to(getattr(update, name)) for name in ("amax", "gradient", "step")}
+    return update._replace(master=master, moments=tuple(moments), **rest)
+
+
+def tensors_of(update: WeightUpdate) -> dict[str, Tensor]:
+    """All that a step may write."""
+    found: dict[str, Any] = {"amax": update.amax, "step": update.step}
+    for name, part in zip(("master", "first", "second"), (update.master, *update.moments), strict=False):
+        found |= {f"{name}.{key}": value for key, value in vars(part).items()}
+    return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+
+
+def differences(ours: Iterable[WeightUpdate], theirs: Iterable[WeightUpdate]) -> list[str]:
+    """What is not the same bit for bit; any NaN is as another."""
+    found = []
+    for index, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        for (name, x), y in zip(tensors_of(a).items(), tensors_of(b).values(), strict=True):
+            bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()]
+            wrong = (x.contiguous().view(bits) != y.contiguous().view(bits)) & ~(x.isnan() & y.isnan())
+            if wrong.any():
+                found.append(f"{index} {tuple(a.gradient.shape)} {a.master.kind} {name}: {int(wrong.sum())}")
+    return found
+
+
+class Both:
+    """Weights that the kernel updates, and the same that the reference does."""
+
+    def __init__(self, kernels: TritonKernels, updates: Sequence[WeightUpdate], groups: Sequence[Any]) -> None:
+        self.kernels, self.groups = kernels, groups
+        self.module: Any = kernels.module("optimizer_step")
+        self.ours = [moved(update, kernels.device) for update in updates]
+        self.theirs = [moved(update, kernels.device) for update in updates]
+        self.plans: dict[Any, Any] = {}
+
+    def new_gradients(self, factor: float = 1.0, spoil: Callable[[Tensor], Any] = lambda g: None) -> None:
+        for a, b in zip(self.ours, self.theirs, strict=True):
+            g = torch.randn(a.gradient.shape) * factor
+            spoil(g)
+            a.gradient.copy_(g)
+            b.gradient.copy_(g)
+
+    def step(self, skip: Tensor | None = None, grad_scale: Tensor | None = None) -> None:
+        """A step of both; they must agree in all that they store."""
+        with correct_roots():
+            reference(self.theirs, self.groups, skip, grad_scale)
+        self.module.optimizer_step(self.ours, self.groups, skip, grad_scale, self.plans)
+        assert differences(self.ours, self.theirs) == []
+        assert_counters_are_zero(self.kernels)
+
+    def steps(self, count: int, factor: float = 10.0) -> None:
+        """Steps whose gradients grow."""
+        for number in range(count):
+            self.new_gradients(factor**number)
+            self.step()
+
+
+@pytest.fixture
+def small(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs of two tiles of 3 blocks: small tensors are several."""
+    config = kernels.module("launch").Config(4, 128, 2, 4)
+    monkeypatch.setattr(kernels.module("optimizer_step"), "config", lambda *_: config)
+
+
+def mixed(moments: Sequence[Moment], masters: Sequence[str], each: int, shift: int) -> list[WeightUpdate]:
+    """``each`` weights a master, of all sizes and dtypes of gradients, from the shift-th on."""
+    found = []
+    for number, master in enumerate(master for master in masters for _ in range(each)):
+        shape, gradient = SHAPES[(number + shift) % len(SHAPES)], GRADIENTS[(number + shift) % 3]
+        found.append(update_of(shape, moments, master, gradient, number))
+    return found
+
+
+@pytest.mark.parametrize(("decoupled", "clip"), [(True, True), (False, False)], ids=["clipped", "coupled"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_adam(scheme: str, decoupled: bool, clip: bool, kernels: TritonKernels, small: None) -> None:
+    groups = [group._replace(decoupled=decoupled, clip=clip) for group in (ADAM, OTHER)]
+    shift = list(SCHEMES).index(scheme) + 3 * clip
+    both = Both(kernels, mixed(SCHEMES[scheme], MASTERS if clip else MASTERS[:4], 2, shift), groups)
+    both.steps(3)
+    assert len(both.plans) == 1
+
+
+@pytest.mark.parametrize(("decoupled", "clip"), [(True, False), (False, True)])
+def test_the_other_rules(decoupled: bool, clip: bool, kernels: TritonKernels, small: None) -> None:
+    groups = [group._replace(decoupled=decoupled, clip=clip) for group in (ADAM, OTHER)]
+    for scheme in ("fp32", "fp8"):
+        Both(kernels, mixed(SCHEMES[scheme], MASTERS if clip else MASTERS[:4], 1, 5), groups).steps(2)
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "two stages"])
+def test_sizes(scheme: str, kernels: TritonKernels) -> None:
+    shapes = [*SHAPES, (4, 2048), (3, 2900), (65, 130)]
+    updates = [update_of(shape, SCHEMES[scheme], number=number) for number, shape in enumerate(shapes)]
+    Both(kernels, updates, [ADAM, OTHER]).steps(2)
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "previous", "two stages"])
+def test_sizes_in_small_tiles(scheme: str, kernels: TritonKernels, small: None) -> None:
+    masters = itertools.cycle(["split24", "fp16_scaled"])
+    updates = [update_of(s, SCHEMES[scheme], next(masters), number=n) for n, s in enumerate(SHAPES)]
+    Both(kernels, updates, [ADAM, OTHER]).steps(2)
+
+
+@pytest.mark.parametrize("betas", [(0.0, 0.9), (0.9, 0.0), (0.0, 0.0), (0.9, 0.5), (0.5, 0.25)], ids=str)
+def test_betas(betas: tuple[float, float], kernels: TritonKernels) -> None:
+    group = ADAM._replace(beta1=betas[0], beta2=betas[1])
+    for first in (0, 4000):
+        bounded = math.isfinite(adam_max_update(first + 3, *betas))
+        masters = MASTERS[::2] if bounded else MASTERS[:4:2]
+        updates = [update_of((2, 150), NAMED["fp8"], m, number=2 * n, step=first) for n, m in enumerate(masters)]
+        Both(kernels, updates, [group]).steps(3, 0.1)
+
+
+@pytest.mark.parametrize("scheme", ["fp32", "fp8", "bf16", "previous", "two stages"])
+@pytest.mark.parametrize(
+    "group",
+    [
+        SGD,
+        SGD._replace(nesterov=True, maximize=True),
+        SGD._replace(dampening=0.5, weight_decay=0.0),
+        SGD._replace(momentum=0.0),
+    ],
+    ids=["plain", "nesterov", "dampening", "no momentum"],
+)
+def test_sgd(group: SgdGroup, scheme: str, kernels: TritonKernels, small: None) -> None:
+    moments = SCHEMES[scheme][:1] if group.momentum else ()
+    both = Both(kernels, mixed(moments, MASTERS[:4], 1, len(scheme)), [group, group._replace(lr=0.3)])
+    both.steps(2)
+    assert len(both.plans) == 1
+
+
+FURTHER = [1 << 23, (1 << 24) - 3, 1 << 24, (5 << 24) + 1]  # in rows of 256 that end past 2^31, 2^32, or begin there
+
+
+@pytest.mark.parametrize("first_row", [3, *FURTHER])
+def test_rows_further_on(first_row: int, kernels: TritonKernels, small: None) -> None:
+    updates = [update_of((7, 256), NAMED["fp8"], m, number=n, first_row=first_row) for n, m in enumerate(MASTERS[2:4])]
+    updates.append(update_of((3, 300), NAMED["bf16"], "stochastic", number=2, first_row=first_row))
+    updates.append(update_of((3, 299), NAMED["fp8"], "stochastic", number=3, first_row=first_row))
+    Both(kernels, updates, [ADAM, OTHER]).steps(2)
+    sgd = [update_of((7, 256), NAMED["fp8"][:1], "split24", first_row=first_row)]
+    Both(kernels, sgd, [SGD]).steps(2)
+
+
+@pytest.mark.parametrize("where", [0, 127, 128, 300])
+def test_the_last_program_ends_all_of_many_tensors(where: int, kernels: TritonKernels) -> None:
+    updates = [update_of((1, 0), SCHEMES["previous"], number=number) for number in range(301)]
+    for number in {where, 299}:
+        updates[number] = update_of((2, 3), SCHEMES["previous"], "fp16_scaled", number=number)
+    Both(kernels, updates, [ADAM, OTHER]).steps(2)
+
+
+@pytest.mark.parametrize("scheme", ["fp32", "bf16", "fp8", "nearest", "previous", "two stages"])
+def test_a_fault_stays_where_it_is(scheme: str, kernels: TritonKernels) -> None:
+    masters = MASTERS[:4] if scheme == "previous" else MASTERS
+    updates = [update_of((3, 300), SCHEMES[scheme], master, number=n) for n, master in enumerate(masters)]
+    both, places = Both(kernels, updates, [ADAM, OTHER]), [0, 130, 299]
+    both.new_gradients()
+    both.step()
+    where, faults = (torch.arange(3), torch.tensor(places)), torch.tensor([math.nan, math.inf, -math.inf])
+    both.new_gradients(spoil=lambda g: g.index_put_(where, faults))
+    both.step()
+    for update in both.ours[:4]:  # a scaled master's weights too
+        spoilt = ~update.master.weight.cpu().isfinite()
+        assert spoilt.nonzero().tolist() == [[row, col] for row, col in enumerate(places)]
+    both.new_gradients()
+    both.step()
+
+
+def test_a_step_is_skipped(kernels: TritonKernels) -> None:
+    flag = torch.ones((), device=kernels.device)
+    for scheme in ("fp8", "previous", "two stages"):
+        both = Both(kernels, mixed(SCHEMES[scheme], MASTERS[1::3], 1, 1), [ADAM, OTHER])
+        both.new_gradients()
+        both.step(flag.zero_())
+        before = copy.deepcopy(both.ours)
+        both.new_gradients(math.nan)
+        both.step(flag.fill_(1.0))
+        assert differences(both.ours, before) == []
+        both.new_gradients()
+        both.step(flag.zero_())
+        assert all(float(update.step) == 2.0 for update in both.ours)
+
+
+@pytest.mark.parametrize("group", [ADAM, SGD], ids=["Adam", "SGD"])
+def test_gradients_are_divided(group: Any, kernels: TritonKernels) -> None:
+    scale = torch.tensor(3.0, device=kernels.device)
+    moments = NAMED["fp8"][: 1 + (group is ADAM)]
+    both = Both(kernels, mixed(moments, MASTERS[:4], 1, 2), [group, group._replace(maximize=True)])
+    for _ in range(2):
+        both.new_gradients()
+        both.step(None, scale)
+    unscaled = Both(kernels, [update_of((2, 150), moments)], [group])
+    unscaled.new_gradients()
+    halves = Both(kernels, unscaled.theirs, [group])
+    halves.ours[0].gradient.mul_(8)
+    halves.theirs[0].gradient.mul_(8)
+    halves.step(None, scale.fill_(8.0))
+    unscaled.step()
+    assert differences(halves.ours, unscaled.ours) == []
+
+
+@pytest.mark.parametrize("group", [ADAM, SGD], ids=["Adam", "SGD"])
+def test_learning_rates(group: Any, kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = kernels.module("optimizer_step")
+    rate = torch.tensor(0.05, device=kernels.device)
+    groups = [group._replace(lr=rate), group._replace(lr=torch.tensor(0.05, dtype=torch.float64))]
+    if kernels.device.type == "cpu":  # as if it were on a GPU
+        monkeypatch.setattr(module, "_address", lambda lr: lr.data_ptr() if lr is rate else 0)
+    moments = NAMED["fp32"][: 1 + (group is ADAM)]
+    both = Both(kernels, [update_of((2, 10), moments, number=n) for n in range(2)], groups)
+    both.steps(1)
+    plan = next(iter(both.plans.values()))
+    assert (plan.table[:, 11] != 0).tolist() == [True, False]
+    assert plan.sent["groups"][0][0][0] == 0.0
+    rate.fill_(0.5)
+    sent = plan.sent["groups"]
+    both.steps(1)
+    assert len(both.plans) == 1 and plan.sent["groups"] is sent  # nothing new to send
+
+
+def record(both: Both, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Launches in the rest of the test: whether each only finds amaxes."""
+    kernel, found = both.module.optimizer_step_kernel, []
+
+    class Recorder:
+        def __getitem__(self, grid: Any) -> Callable[..., Any]:
+            def launch(*args: Any, **options: Any) -> None:
+                found.append(args[-1])
+                kernel[grid](*args, **options)
+
+            return launch
+
+    monkeypatch.setattr(both.module, "optimizer_step_kernel", Recorder())
+    return found
+
+
+def test_one_launch_or_two(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    for scheme, expected in (("fp8", [False]), ("previous", [False]), ("two stages", [True, False])):
+        both = Both(kernels, [update_of((2, 150), SCHEMES[scheme], m) for m in MASTERS[::2]], [ADAM])
+        with monkeypatch.context() as patch:
+            launches = record(both, patch)
+            both.steps(2)
+            assert launches == expected * 2
+    both = Both(kernels, [update_of((1, 128), SCHEMES["two stages"])], [ADAM])  # a block's amax is all's
+    launches = record(both, monkeypatch)
+    both.steps(1)
+    assert launches == [False]
+
+
+def test_a_plan_stays_while_weights_do(kernels: TritonKernels) -> None:
+    both = Both(kernels, mixed(NAMED["fp8"], MASTERS[:2], 2, 1), [ADAM, OTHER])
+    both.steps(2)
+    (plan,) = both.plans.values()
+    table, sent = plan.table, dict(plan.sent)
+    both.step()  # with what was there before
+    assert all(plan.sent[name] is sent[name] for name in ("gradients", "groups"))
+    both.ours = [u._replace(gradient=u.gradient.clone()) for u in both.ours]
+    both.step()
+    assert plan.sent["groups"] is sent["groups"]
+    assert plan.sent["gradients"] is not sent["gradients"]
+    both.groups = [ADAM._replace(lr=0.5), OTHER]
+    both.step()
+    assert plan.sent["groups"] is not sent["groups"]
+    assert all(plan.sent[name][1] is sent[name][1] for name in sent)  # where a graph would read them
+    assert plan.table is table and len(both.plans) == 1
+    both.ours, both.theirs = both.ours[1:], both.theirs[1:]
+    both.step()
+    assert len(both.plans) == 2
+    both.ours = [u._replace(gradient=u.gradient.float()) for u in both.ours]
+    both.theirs = [u._replace(gradient=u.gradient.float()) for u in both.theirs]
+    both.step()
+    assert len(both.plans) == 3
+
+
+@pytest.mark.parametrize("what", ["gradient", "weight", "moment"])
+def test_misaligned(what: str, kernels: TritonKernels) -> None:
+    def shifted(x: Tensor) -> Tensor:
+        memory = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)
+        return memory[1:].view(x.shape).copy_(x)
+
+    updates = [update_of((2, 256), NAMED["fp8"], "split32", torch.bfloat16, number=n) for n in range(2)]
+    both = Both(kernels, updates, [ADAM, OTHER])
+    both.steps(1)
+    update = both.ours[0]
+    if what == "gradient":
+        both.ours[0] = update._replace(gradient=shifted(update.gradient))
+    else:  # as an optimizer does, which sees that it is another tensor
+        part, name = (update.master, "weight") if what == "weight" else (update.moments[1], "data")
+        setattr(part, name, shifted(getattr(part, name)))
+        both.plans.clear()
+    both.steps(2)
+    plan = list(both.plans.values())[-1]
+    assert plan.classes[3::13] == (0, 1)  # one apart, the other read in vectors
+
+
+def test_nothing_to_update(kernels: TritonKernels) -> None:
+    both = Both(kernels, [update_of(shape, NAMED["fp8"]) for shape in ((0, 5), (5, 0))], [ADAM])
+    both.step()
+    assert float(both.ours[0].step) == 1.0
+
+
+def test_nothing_to_update_is_skipped_too(kernels: TritonKernels) -> None:
+    both = Both(kernels, [update_of((0, 5), NAMED["fp8"])], [ADAM])
+    both.step(torch.ones((), device=kernels.device))
+
+
+def test_a_graph_is_captured_after_a_step(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    both = Both(kernels, [update_of((2, 150), NAMED["fp8"])], [ADAM])
+    both.step()
+    if kernels.device.type == "cpu":  # as if one were being captured
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    both.step()
+    for groups, plans, what in (([OTHER], both.plans, "addresses or the options changed"), ([ADAM], {}, "are new")):
+        with pytest.raises(RuntimeError, match=f"run the step once before capturing it in a CUDA graph: .*{what}"):
+            both.module.optimizer_step(both.ours, groups, None, None, plans)

@@ -1,0 +1,129 @@
+import io
+
+import pytest
+import torch
+from torch import nn
+
+import octavo.export
+from octavo import recipes
+from octavo.tensor.stored_weight import StoredWeight
+from tests.helpers import sqnr
+from tests.stored_weights import STORED, T, inputs, net, store, trace, widened
+
+both = pytest.mark.parametrize("recipe", ["dynamic", "blockwise"])
+
+
+def filed(model):
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+
+
+@both
+def test_a_state_dict_holds_plain_tensors(recipe):
+    model = net(recipe)
+    for state in (model.state_dict(), filed(model), model.state_dict(keep_vars=True)):
+        assert set(state) == {f"{name}.weight{end}" for name in "02" for end in ("", "_scale_inv")} | {"0.bias"}
+        assert all(type(value) in (torch.Tensor, nn.Parameter) for value in state.values())
+        assert state["0.weight"].dtype == torch.float8_e4m3fn and state["0.weight_scale_inv"].dtype == torch.float32
+    assert model.state_dict()["0.weight"].data_ptr() == model[0].weight.q.data_ptr()
+
+
+@both
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("to_stored", [False, True], ids=["into plain", "into stored"])
+@pytest.mark.parametrize("from_stored", [False, True], ids=["of plain", "of stored"])
+def test_each_loads_the_others_file(from_stored, to_stored, assign, recipe):
+    source, target = net(recipe), net(recipe, seed=1)
+    values = widened(source)
+    source = source if from_stored else values
+    target = target if to_stored else widened(target, STORED[recipe]())
+    parameter = target[0].weight
+    target.load_state_dict(filed(source), strict=True, assign=assign)
+    assert assign or target[0].weight is parameter
+    assert isinstance(target[0].weight, StoredWeight if to_stored and (from_stored or not assign) else nn.Parameter)
+    octavo.restore(target)
+    assert all(torch.equal(value, values.state_dict()[name]) for name, value in target.state_dict().items())
+
+
+def fine_grained(power_of_two):
+    """As DeepSeek's checkpoints: scales from each block's amax."""
+    x = torch.randn(256, 384)
+    scale_inv = x.view(2, 128, 3, 128).abs().amax((1, 3)) / 448
+    if power_of_two:
+        scale_inv = torch.exp2(torch.ceil(torch.log2(scale_inv)))
+    each = scale_inv.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    q = (x / each).to(torch.float8_e4m3fn)
+    return {"weight": q, "weight_scale_inv": scale_inv}, q.float() * each
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_fine_grained_file_loads(stored):
+    given, values = fine_grained(power_of_two=True)
+    layer = octavo.nn.Linear(384, 256, bias=False, recipe=recipes.blockwise())
+    layer = store(layer, recipes.blockwise()) if stored else layer
+    layer.load_state_dict(given)
+    assert list(given) == ["weight", "weight_scale_inv"]  # the caller's stays as it was
+    assert torch.equal(octavo.restore(layer).weight, values)
+
+
+def test_a_fine_grained_file_of_any_scales_has_right_gradients():
+    given, values = fine_grained(power_of_two=False)
+    layer = store(octavo.nn.Linear(384, 256, bias=False), recipes.blockwise())
+    layer.load_state_dict(given)
+    assert sqnr(layer.weight.dequantize(), values) > 25
+    x = inputs(T, 384, dtype=torch.float32)
+    found, truth = trace(layer, x), trace(widened(layer), x)
+    assert all(sqnr(found[name], truth[name]) > 20 for name in truth)
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_files_that_do_not_fit(stored):
+    given, _ = fine_grained(power_of_two=True)
+    layer = octavo.nn.Linear(384, 256, bias=False, recipe=recipes.blockwise())
+    layer = store(layer, recipes.blockwise()) if stored else layer
+    for scales in (torch.ones(3, 2), torch.ones(2), torch.ones(256, 1)):
+        with pytest.raises(ValueError, match=r"weight_scale_inv of shape .* does not fit \(256, 384\)"):
+            layer.load_state_dict(given | {"weight_scale_inv": scales})
+    with pytest.raises(ValueError, match=r"weight beside weight_scale_inv is torch.bfloat16, not torch.float8_e4m3fn"):
+        layer.load_state_dict(given | {"weight": torch.ones(256, 384).bfloat16()})
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        layer.load_state_dict({"weight": torch.ones(384, 256)})
+    with pytest.raises(RuntimeError, match="Missing key"):
+        layer.load_state_dict({"weight_scale_inv": torch.ones(2, 3)})
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_safetensors(stored, tmp_path):
+    files = pytest.importorskip("safetensors.torch")
+    source, target = net("blockwise"), net("blockwise", seed=1)
+    target = target if stored else widened(target, recipes.blockwise())
+    files.save_file(source.state_dict(), tmp_path / "weights.safetensors")
+    target.load_state_dict(files.load_file(tmp_path / "weights.safetensors"))
+    x = inputs()
+    assert torch.equal(target(x), source(x))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("stored", [False, True])
+def test_checkpoints_of_torch_distributed(stored, tmp_path):
+    import torch.distributed.checkpoint as dcp
+
+    source, target = net("blockwise"), net("blockwise", seed=1)
+    dcp.save(source.state_dict(), checkpoint_id=tmp_path, no_dist=True)
+    state = net("blockwise", seed=1).state_dict()
+    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    target = target if stored else widened(target, recipes.blockwise())
+    target.load_state_dict(state)
+    x = inputs()
+    assert torch.equal(target(x), source(x))
+
+
+@pytest.mark.filterwarnings("ignore:.* layers have sizes over 128")
+@pytest.mark.parametrize("recipe", ["dynamic", "blockwise"])
+def test_an_export_has_the_stored_codes(recipe, tmp_path):
+    files = pytest.importorskip("safetensors.torch")
+    model = net(recipe)
+    octavo.export.to_safetensors(model, tmp_path, "compressed-tensors" if recipe == "dynamic" else "fine-grained")
+    written = files.load_file(next(tmp_path.glob("*.safetensors")))
+    assert torch.equal(written["0.weight"].view(torch.uint8), model[0].weight.q.view(torch.uint8))

@@ -1,0 +1,335 @@
+import copy
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import octavo
+from octavo import E5M2, PerBlock, recipes
+from octavo.nn.stored_weights import why_not_stored
+from octavo.tensor.stored_weight import StoredWeight
+from tests.helpers import CountOps, assert_equal, every_layer, gradients, sqnr, to_fp8
+from tests.stored_weights import STORED, H, K, N, T, codes, inputs, net, plain, store, trace, widened
+
+BY_POWERS_OF_TWO = ["dynamic by powers of two", "blockwise"]
+dynamic = recipes.dynamic()
+CAST = dynamic.output[1]
+E5M2_WEIGHT, SMALL_BLOCKS = (
+    dataclasses.replace(CAST, **change) for change in ({"format": E5M2}, {"granularity": PerBlock(64, 64)})
+)
+REFUSED = {
+    "rowwise": (recipes.rowwise(), "its two layouts have different scales"),
+    "mx": (recipes.mx(), "its two layouts have different scales"),
+    "no grad_input": (dataclasses.replace(dynamic, grad_input=None), "a product reads the weight in high precision"),
+    "no output": (dataclasses.replace(dynamic, output=None), "a product reads the weight in high precision"),
+    "E5M2": (
+        dataclasses.replace(
+            dynamic, output=(dynamic.output[0], E5M2_WEIGHT), grad_input=(dynamic.output[0], E5M2_WEIGHT)
+        ),
+        "its weights are E5M2, and stored ones E4M3",
+    ),
+    "small blocks": (
+        dataclasses.replace(
+            recipes.blockwise(),
+            output=(recipes.blockwise().output[0], SMALL_BLOCKS),
+            grad_input=(recipes.blockwise().grad_input[0], SMALL_BLOCKS),
+        ),
+        r"its weights are scaled PerBlock\(64, 64\), and stored ones per tensor or 128 x 128",
+    ),
+}
+each_recipe = pytest.mark.parametrize("recipe", STORED)
+both = pytest.mark.parametrize("recipe", ["dynamic", "blockwise"])
+
+
+# --- convert ----------------------------------------------------------------------------------------------------------
+
+
+@each_recipe
+def test_recipes_that_store_weights(recipe):
+    model, before = plain(), plain()
+    assert octavo.convert(model, STORED[recipe](), select=every_layer, weight_storage="fp8") is model
+    granularity = STORED[recipe]().weight_casts.as_is.granularity
+    for name in ("0", "2"):
+        weight, values = model.get_parameter(f"{name}.weight"), before.get_parameter(f"{name}.weight")
+        assert isinstance(weight, StoredWeight) and isinstance(weight, nn.Parameter) and weight.requires_grad
+        assert weight.granularity == granularity and weight.dtype == torch.bfloat16 and weight.shape == values.shape
+        assert torch.equal(weight.dequantize(), StoredWeight.cast(values, granularity).dequantize())
+    assert type(model[0].bias) is nn.Parameter
+    x = inputs()
+    found, truth = trace(model, x), trace(before, x)
+    assert all(sqnr(found[name], truth[name]) > 17 for name in truth)
+    assert type(model[0].weight.grad) is torch.Tensor and model[0].weight.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_recipes_that_cannot_say_why_and_change_nothing(name):
+    recipe, reason = REFUSED[name]
+    assert why_not_stored(dynamic) is None
+    for wanted in (recipe, octavo.RecipeMap(dynamic, {"2": recipe})):
+        model = plain()
+        before = dict(model.named_parameters())
+        with pytest.raises(ValueError, match=rf"^[02]: weights can't be stored in FP8 under .*{reason}"):
+            store(model, wanted)
+        assert [type(module) for module in model] == [nn.Linear, nn.GELU, nn.Linear]
+        assert all(parameter is before[name] for name, parameter in model.named_parameters())
+        with pytest.raises(ValueError, match=f"the recipe .* can't read weights that are stored in FP8: {reason}"):
+            octavo.set_recipe(store(model), wanted)
+
+
+def test_another_storage_is_refused():
+    with pytest.raises(ValueError, match="weight_storage='int8': use 'fp8' or None"):
+        octavo.convert(plain(), dynamic, weight_storage="int8")
+
+
+def test_layers_in_high_precision_and_those_not_selected_stay_plain():
+    model = store(plain(), octavo.RecipeMap(dynamic, {"2": recipes.high_precision()}))
+    assert isinstance(model[0].weight, StoredWeight) and type(model[2].weight) is nn.Parameter
+    trace(model, inputs())
+    model = octavo.convert(plain(), dynamic, lambda module, name: name == "2", "fp8")
+    assert type(model[0]) is nn.Linear and isinstance(model[2].weight, StoredWeight)
+
+
+def test_converted_twice():
+    model = net()
+    weight, before = model[0].weight, widened(model)[0].weight
+    store(model)
+    assert torch.equal(model[0].weight.dequantize(), before)
+    store(model, recipes.blockwise())
+    assert model[0].weight.granularity == PerBlock(128, 128)
+    assert torch.equal(model[0].weight.dequantize(), StoredWeight.cast(before, PerBlock(128, 128)).dequantize())
+    kept = model[0].weight
+    octavo.convert(model, recipes.blockwise())  # leaves them as they are
+    assert model[0].weight is kept is not weight and isinstance(kept, StoredWeight)
+    trace(model, inputs())
+    store(to_fp8(plain(), recipes.rowwise()))  # from plain weights of a converted model
+
+
+def test_restored_weights_are_plain():
+    model = net()
+    model[0].weight.requires_grad_(False)
+    values = [module.weight.dequantize() for module in (model[0], model[2])]
+    octavo.restore(model)
+    for module, value in zip((model[0], model[2]), values, strict=True):
+        assert type(module) is nn.Linear and type(module.weight) is nn.Parameter and torch.equal(module.weight, value)
+    assert not model[0].weight.requires_grad and model[2].weight.requires_grad
+    assert "weight_scale_inv" not in " ".join(model.state_dict())
+
+
+def test_restored_splits_are_plain():
+    model = store(octavo.nn.LayerNormMLP(64, 128))
+    assert type(octavo.restore(model).fc1.weight) is nn.Parameter
+
+
+# --- shared weights ---------------------------------------------------------------------------------------------------
+
+
+def tied(recipe):
+    model = nn.Sequential(nn.Linear(K, K, bias=False), nn.Tanh(), nn.Linear(K, K, bias=False)).bfloat16()
+    model[2].weight = model[0].weight
+    return store(model, recipe)
+
+
+def test_tied_weights_stay_tied():
+    model = tied(dynamic)
+    assert model[0].weight is model[2].weight and isinstance(model[0].weight, StoredWeight)
+    x = inputs()
+    first, found = trace(copy.deepcopy(model).requires_grad_(False), x), trace(model, x)
+    assert torch.equal(first["y"], found["y"]) and list(gradients(model)) == ["0.weight"]
+    octavo.restore(model)
+    assert model[0].weight is model[2].weight and type(model[0].weight) is nn.Parameter
+
+
+def test_weights_tied_to_a_layer_in_high_precision_stay_tied():
+    model = tied(octavo.RecipeMap(dynamic, {"2": recipes.high_precision()}))
+    assert model[0].weight is model[2].weight
+
+
+def test_weights_tied_across_granularities_change_nothing():
+    model = nn.Sequential(nn.Linear(K, K), nn.Linear(K, K))
+    weight = model[1].weight = model[0].weight
+    with pytest.raises(ValueError):
+        store(model, octavo.RecipeMap(dynamic, {"1": recipes.blockwise()}))
+    assert model[0].weight is weight and type(model[0]) is nn.Linear
+
+
+def test_a_weight_that_an_embedding_shares_stays_plain():
+    model = nn.ModuleDict({"embed": nn.Embedding(N, K), "fc": nn.Linear(K, K), "head": nn.Linear(K, N, bias=False)})
+    model["head"].weight = model["embed"].weight
+    store(model)
+    assert model["head"].weight is model["embed"].weight and type(model["head"].weight) is nn.Parameter
+    assert isinstance(model["fc"].weight, StoredWeight)
+    model["head"](model["fc"](model["embed"](torch.arange(5)))).sum().backward()
+    assert model["embed"].weight.grad is not None
+
+
+# --- products ---------------------------------------------------------------------------------------------------------
+
+
+@each_recipe
+def test_no_product_casts_a_weight(recipe):
+    model, other, x = net(recipe), to_fp8(plain(), STORED[recipe]()), inputs()
+    with CountOps() as forward:
+        y = model(x)
+    with CountOps() as backward:
+        y.sum().backward()
+    assert forward.casts == 2 and backward.casts == 2  # the inputs', the gradients'
+    with CountOps() as ops:
+        other(x)
+    assert ops.casts == 4
+    with CountOps() as ops, torch.no_grad():
+        model.eval()(x)
+    assert ops.casts == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize("recipe", BY_POWERS_OF_TWO)
+def test_equal_to_a_cast_of_the_same_values(recipe, dtype):
+    model, x = net(recipe, dtype=dtype), inputs(2, T, K, dtype=dtype)
+    assert_equal(trace(model, x), trace(widened(model, STORED[recipe]()), x))
+
+
+FUSED = {
+    "LayerNormLinear": lambda **o: octavo.nn.LayerNormLinear(K, H, **o),
+    "RMSNormLinear of splits": lambda **o: octavo.nn.RMSNormLinear(K, {"query": 128, "value": 32}, **o),
+    "LayerNormMLP": lambda **o: octavo.nn.LayerNormMLP(K, H, **o),
+    "RMSNormMLP": lambda **o: octavo.nn.RMSNormMLP(K, H, "gelu", **o),
+    "SelfAttention": lambda **o: octavo.nn.SelfAttention(K, 5, **o),
+    "TransformerBlock": lambda **o: octavo.nn.TransformerBlock(K, H, 5, **o),
+}
+
+
+@pytest.mark.parametrize("recipe", BY_POWERS_OF_TWO)
+@pytest.mark.parametrize("kind", FUSED)
+def test_fused_modules(kind, recipe):
+    made = STORED[recipe]()
+    module = FUSED[kind](recipe=made, dtype=torch.bfloat16)
+    other, x = copy.deepcopy(module), inputs(2, T, K)
+    store(module, made)
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, StoredWeight):
+            other.get_parameter(name).data.copy_(parameter.dequantize())
+    assert any(isinstance(parameter, StoredWeight) for parameter in module.parameters())
+
+    def call(module):
+        return lambda x: torch.cat([y.flatten() for y in ys]) if isinstance(ys := module(x), tuple) else ys
+
+    assert_equal(trace(module, x, call(module)), trace(other, x, call(other)))
+
+
+def test_autocast():
+    model, x = net("blockwise", dtype=torch.float32), inputs(dtype=torch.float32)
+    other = widened(model, recipes.blockwise())
+    found = []
+    for each in (model, other):
+        with torch.autocast("cpu", torch.bfloat16):
+            found.append(trace(each, x))
+        assert found[-1]["y"].dtype == torch.bfloat16 and found[-1]["0.weight"].dtype == torch.float32
+    assert_equal(*found)
+    octavo.set_recipe(model, recipes.high_precision())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_equal(trace(model, x), trace(octavo.restore(other), x))
+
+
+@both
+def test_frozen_weights_take_a_byte_and_pass_gradients_on(recipe):
+    model, x = net(recipe), inputs()
+    expected = trace(model, x)["dx"]
+    model.zero_grad()
+    model.requires_grad_(False)
+    assert torch.equal(trace(model, x)["dx"], expected)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    for weight in (model[0].weight, model[2].weight):
+        tensors = [value for value in vars(weight).values() if isinstance(value, torch.Tensor)]
+        assert sum(value.untyped_storage().nbytes() for value in tensors) == weight.numel() + 4 * len(
+            weight.scale_inv.flatten()
+        )
+    with pytest.raises(ValueError, match="empty parameter list"):
+        octavo.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad])
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@both
+def test_activation_checkpointing(recipe, reentrant):
+    model, x = net(recipe), inputs()
+
+    def call(x):
+        return checkpoint(model, x, use_reentrant=reentrant)
+
+    assert_equal(trace(model, x, call), trace(model, x))
+
+
+# --- recipes ----------------------------------------------------------------------------------------------------------
+
+
+@both
+def test_high_precision_and_back(recipe):
+    model, x = net(recipe), inputs()
+    before, stored = trace(model, x), codes(model)
+    octavo.set_recipe(model, recipes.high_precision())
+    assert_equal(trace(model, x), trace(widened(model), x))
+    octavo.set_recipe(model, STORED[recipe]())
+    assert_equal(trace(model, x), before)
+    assert_equal(codes(model), stored)
+
+
+def test_a_recipe_of_another_granularity_is_refused():
+    model = octavo.set_recipe(net(), recipes.delayed())
+    with pytest.raises(ValueError, match=r"reads weights scaled PerBlock\(128, 128\), but they are stored PerTensor"):
+        octavo.set_recipe(model, recipes.blockwise())
+    octavo.set_recipe(store(nn.Linear(128, 128)), recipes.blockwise())  # one block is all
+
+
+@pytest.mark.parametrize("change", [octavo.set_recipe, octavo.convert], ids=lambda change: change.__name__)
+def test_a_recipe_that_is_refused_changes_nothing(change):
+    model = net()
+    with pytest.raises(ValueError, match="can't read weights"):
+        change(model, octavo.RecipeMap(recipes.delayed(), {"2": recipes.rowwise()}))
+    assert [model[0].recipe.name, model[2].recipe.name] == ["dynamic", "dynamic"]
+
+
+# --- the rest of training ---------------------------------------------------------------------------------------------
+
+
+def trained(model, call, xs):
+    optimizer, found = octavo.optim.AdamW(model.parameters(), lr=1e-2), {}
+    for number, x in enumerate(xs):
+        found |= {f"{number} {name}": value.clone() for name, value in trace(model, x, call).items()}
+        optimizer.step()
+    return found | codes(model)
+
+
+@each_recipe
+def test_compiled_equals_eager_and_is_compiled_once(recipe):
+    torch.compiler.reset()
+    eager, model, xs = net(recipe), net(recipe), [inputs() for _ in range(4)]
+    call = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch._dynamo.utils.counters.clear()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert_equal(trained(model, call, xs), trained(eager, eager, xs))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def on_ranks(mesh, init_sync):
+    """What DDP finds on this rank, what averaging by hand does, and the codes after a step."""
+    torch.manual_seed(0)
+    seed, batches = (mesh.get_rank() if init_sync else 0), torch.randn(2, T, K, dtype=torch.bfloat16)
+    model = net("blockwise", seed=seed)
+    parallel = nn.parallel.DistributedDataParallel(model, process_group=mesh.get_group(), init_sync=init_sync)
+    found = trace(model, batches[mesh.get_rank()], parallel)
+    parts = [trace(net("blockwise"), x) for x in batches]
+    names = [name for name in parts[0] if name not in ("y", "dx")]
+    octavo.optim.AdamW(model.parameters(), lr=1e-2).step()
+    averaged = {name: parts[0][name] / 2 + parts[1][name] / 2 for name in names}
+    equal = all(torch.equal(found[name], averaged[name]) for name in names) and len(names) == 3
+    return equal, {name: value.tolist() for name, value in codes(model).items()}
+
+
+@pytest.mark.parametrize(
+    "init_sync",
+    [False, True],
+)
+def test_ddp_averages_gradients(pool, init_sync):
+    (equal, first), (also, second) = pool.run(on_ranks, (2,), init_sync, seconds=60)
+    assert equal and also and first == second and len(first) == 4

@@ -1,0 +1,62 @@
+"""A small model whose weights are stored in FP8, and what several tests do with it."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import octavo
+from octavo import Recipe, recipes
+from octavo.tensor.stored_weight import StoredWeight
+from tests.helpers import every_layer, gradients, to_fp8
+
+STORED: dict[str, Callable[[], Recipe]] = {
+    "dynamic": recipes.dynamic,
+    "dynamic by powers of two": lambda: recipes.dynamic(power_of_two=True),
+    "delayed": recipes.delayed,
+    "blockwise": recipes.blockwise,
+    "blockwise, any scale": lambda: recipes.blockwise(power_of_two=False),
+}
+K, H, N, T = 160, 288, 96, 16  # blocks are ragged
+
+
+def plain(dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(K, H), nn.GELU(), nn.Linear(H, N, bias=False)).to(dtype)
+
+
+def store(model: nn.Module, recipe: Any = None) -> Any:
+    return octavo.convert(model, recipe or recipes.dynamic(), select=every_layer, weight_storage="fp8")
+
+
+def net(recipe: str = "dynamic", **options: Any) -> Any:
+    return store(plain(**options), STORED[recipe]())
+
+
+def inputs(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(*(shape or (T, K)), dtype=dtype).requires_grad_()
+
+
+def widened(model: nn.Module, recipe: Recipe | None = None) -> Any:
+    """A converted copy whose weights are plain, with the values that the stored ones have."""
+    found = octavo.restore(copy.deepcopy(model))
+    return found if recipe is None else to_fp8(found, recipe)
+
+
+def trace(model: nn.Module, x: Tensor, call: Callable[..., Any] | None = None) -> dict[str, Tensor]:
+    """What a forward and backward give."""
+    model.zero_grad()
+    leaf = x.detach().clone().requires_grad_()
+    y = (model if call is None else call)(leaf)
+    y.float().square().mean().backward()
+    return {"y": y.detach(), "dx": leaf.grad} | gradients(model)
+
+
+def codes(model: nn.Module) -> dict[str, Tensor]:
+    found = {}
+    for name, weight in model.named_parameters():
+        if isinstance(weight, StoredWeight):
+            found |= {name: weight.q.view(torch.uint8).clone(), f"{name} scales": weight.scale_inv.clone()}
+    return found

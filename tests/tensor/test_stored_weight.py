@@ -1,0 +1,282 @@
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from octavo import E4M3, PerBlock, PerRow, PerTensor, UnsupportedOpError, quantize
+from octavo.tensor.scaled_tensor import ScaledTensor
+from octavo.tensor.stored_weight import GRANULARITIES, StoredWeight
+
+N, K = 200, 300
+
+each_granularity = pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
+
+
+def stored(granularity=GRANULARITIES[0], dtype=torch.bfloat16, shape=(N, K)):
+    return StoredWeight.cast(torch.randn(shape, dtype=dtype), granularity)
+
+
+def parameter(**options):
+    return nn.Parameter(stored(**options))
+
+
+def holder(weight):
+    module = nn.Module()
+    module.register_parameter("weight", weight)
+    return module
+
+
+def same(a, b):
+    return (
+        isinstance(a, StoredWeight)
+        and isinstance(b, StoredWeight)
+        and (a.dtype, a.device) == (b.dtype, b.device)
+        and torch.equal(a.q.view(torch.uint8), b.q.view(torch.uint8))
+        and torch.equal(a.scale_inv, b.scale_inv)
+    )
+
+
+# --- what it is -------------------------------------------------------------------------------------------------------
+
+
+@each_granularity
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 31), (N, K), (256, 256)], ids=str)
+def test_the_facade(shape, dtype, granularity):
+    x = torch.randn(shape, dtype=dtype)
+    weight = StoredWeight.cast(x, granularity)
+    assert weight.shape == shape and weight.dtype == dtype and weight.device == x.device and weight.ndim == 2
+    assert not weight.requires_grad and weight.is_leaf and weight.numel() == x.numel()
+    assert weight.q.dtype == torch.float8_e4m3fn and weight.q.is_contiguous() and weight.q.shape == shape
+    assert weight.scale_inv.dtype == torch.float32 and weight.scale_inv.shape == granularity.scale_shape(shape)
+    assert (torch.log2(weight.scale_inv) % 1 == 0).all()
+    assert weight.granularity == (granularity if weight.scale_inv.numel() > 1 else PerTensor())
+    pair = quantize(x, E4M3, granularity, power_of_two=True)
+    assert isinstance(weight.pair(), ScaledTensor) and weight.pair().qdata.data_ptr() == weight.q.data_ptr()
+    assert torch.equal(weight.dequantize(), pair.dequantize()) and type(weight.dequantize()) is torch.Tensor
+    assert ((weight.dequantize() - x).abs() <= x.abs() * 2.0**-4 + x.abs().max() * 2.0**-17).all()
+
+
+@each_granularity
+def test_its_repr(granularity):
+    assert repr(stored(granularity)) == f"StoredWeight((200, 300), torch.bfloat16, {granularity})"
+    assert repr(stored(dtype=torch.float32)) == "StoredWeight((200, 300), torch.float32, PerTensor())"
+
+
+@pytest.mark.parametrize("granularity", [PerRow(), PerRow(dim=-2), PerBlock(1, 128), PerBlock(64, 64)], ids=str)
+def test_other_granularities_are_refused(granularity):
+    with pytest.raises(ValueError, match=r"per tensor or in blocks of 128 x 128, not Per.*serve the forward product"):
+        stored(granularity)
+
+
+def test_other_dtypes_are_refused():
+    for x in (torch.ones(2, 2, dtype=torch.float64), torch.ones(2, 2, dtype=torch.int32)):
+        with pytest.raises(TypeError, match="bfloat16, float16 and float32"):
+            StoredWeight.cast(x)
+
+
+def test_a_strided_weight():
+    x = torch.randn(K, N)
+    assert torch.equal(StoredWeight.cast(x.t()).dequantize(), StoredWeight.cast(x.t().contiguous()).dequantize())
+
+
+def test_an_empty_weight_of_blocks():
+    assert stored(PerBlock(128, 128), shape=(0, 8)).dequantize().shape == (0, 8)
+
+
+def test_an_empty_weight():
+    assert stored(shape=(0, 8)).dequantize().shape == (0, 8)
+
+
+# --- copies and moves -------------------------------------------------------------------------------------------------
+
+
+def test_detach_shares_and_clone_does_not():
+    weight = parameter()
+    for alias in (weight.detach(), weight.data):
+        assert same(alias, weight) and not alias.requires_grad
+        assert alias.q.data_ptr() == weight.q.data_ptr() and alias.scale_inv.data_ptr() == weight.scale_inv.data_ptr()
+    clone = weight.detach().clone()
+    assert same(clone, weight) and clone.q.data_ptr() != weight.q.data_ptr()
+    assert clone.scale_inv.data_ptr() != weight.scale_inv.data_ptr()
+
+
+def saved(weight, weights_only):
+    file = io.BytesIO()
+    torch.save(weight, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=weights_only)
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda weight: pickle.loads(pickle.dumps(weight)),
+    "torch.save": lambda weight: saved(weight, weights_only=False),
+    "torch.save, weights only": lambda weight: saved(weight, weights_only=True),
+}
+
+
+@each_granularity
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("way", COPIES)
+def test_copies(way, requires_grad, granularity):
+    weight = nn.Parameter(stored(granularity), requires_grad)
+    found = COPIES[way](weight)
+    assert same(found, weight) and isinstance(found, nn.Parameter) and found.requires_grad is requires_grad
+    assert found.is_leaf and found.q.data_ptr() != weight.q.data_ptr()
+    found = COPIES[way](stored(granularity))
+    assert type(found) is StoredWeight and not isinstance(found, nn.Parameter) and not found.requires_grad
+
+
+def test_a_copy_has_the_gradient_too():
+    weight = parameter()
+    weight.grad = torch.ones(N, K, dtype=torch.bfloat16)
+    assert torch.equal(copy.deepcopy(holder(weight)).weight.grad, weight.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_module_of_another_dtype_keeps_the_codes(dtype):
+    module = holder(parameter(granularity=PerBlock(128, 128)))
+    before = module.weight.detach().clone()
+    module.to(dtype)
+    assert module.weight.dtype == dtype and isinstance(module.weight, nn.Parameter) and module.weight.requires_grad
+    assert same(module.weight.detach(), before._with(torch.clone, dtype))
+    assert module.weight.q.dtype == torch.float8_e4m3fn and module.weight.scale_inv.dtype == torch.float32
+    module.weight.dequantize().sum().backward()
+    assert module.weight.grad.dtype == dtype
+
+
+def test_to_meta():
+    module = holder(parameter()).to("meta")
+    assert isinstance(module.weight, StoredWeight) and module.weight.q.is_meta and module.weight.scale_inv.is_meta
+    assert module.weight.device.type == "meta" and module.weight.shape == (N, K)
+
+
+def test_to_empty_stays_in_fp8():
+    module = holder(parameter()).to("meta").to_empty(device="cpu")
+    assert isinstance(module.weight, StoredWeight) and not module.weight.q.is_meta
+
+
+def test_to_and_copies_of_itself():
+    weight = stored()
+    assert same(weight.to("cpu"), weight) and same(weight.cpu(), weight) and same(weight.contiguous(), weight)
+    assert same(weight.to(torch.float32, copy=True), weight._with(torch.clone, torch.float32))
+
+
+# --- taking values ----------------------------------------------------------------------------------------------------
+
+
+@each_granularity
+def test_copy_from_a_plain_weight_casts(granularity):
+    weight, x = nn.Parameter(stored(granularity)), 1000 * torch.randn(N, K)
+    addresses, version = (weight.q.data_ptr(), weight.scale_inv.data_ptr()), weight._version
+    with torch.no_grad():
+        assert weight.copy_(x) is weight
+    assert torch.equal(weight.q.view(torch.uint8), StoredWeight.cast(x, granularity).q.view(torch.uint8))
+    assert torch.equal(weight.scale_inv, StoredWeight.cast(x, granularity).scale_inv) and weight.dtype == torch.bfloat16
+    assert (weight.q.data_ptr(), weight.scale_inv.data_ptr()) == addresses and weight._version > version
+
+
+@each_granularity
+@pytest.mark.parametrize("source", GRANULARITIES, ids=str)
+def test_copy_from_a_stored_weight(source, granularity):
+    weight, other = stored(granularity), stored(source)
+    weight.copy_(other)
+    if source == granularity:
+        assert same(weight, other)
+    else:
+        assert weight.granularity == granularity
+        assert same(weight, StoredWeight.cast(other.dequantize(), granularity))
+
+
+def test_a_plain_tensor_does_not_take_a_stored_one_silently():
+    with pytest.raises(UnsupportedOpError, match="copy_"):
+        torch.empty(N, K).copy_(stored())
+
+
+# --- gradients --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_gradient_of_dequantize(dtype):
+    weight, factor = parameter(dtype=dtype), torch.randn(N, K, dtype=dtype)
+    for times in (1, 2):
+        (weight.dequantize() * factor).sum().backward()
+        assert type(weight.grad) is torch.Tensor and weight.grad.dtype == dtype
+        assert torch.equal(weight.grad, times * factor)
+    assert weight.is_leaf and weight.dequantize().grad_fn is not None
+    assert weight.detach().dequantize().grad_fn is None
+    called = []
+    weight.register_post_accumulate_grad_hook(called.append)
+    weight.dequantize().sum().backward()
+    assert called == [weight] or called[0] is weight
+
+
+def test_zeros_like_is_plain():
+    weight = parameter()
+    for found, value in ((torch.zeros_like(weight), 0), (torch.ones_like(weight), 1)):
+        assert type(found) is torch.Tensor and found.dtype == weight.dtype and (found == value).all()
+    assert torch.zeros_like(weight, dtype=torch.float32, memory_format=torch.preserve_format).dtype == torch.float32
+
+
+def test_gradients_are_clipped():
+    weight = parameter()
+    weight.grad = torch.ones(N, K, dtype=torch.bfloat16)
+    nn.utils.clip_grad_norm_([weight], 1.0)
+    assert weight.grad.float().norm() < 1.05
+    nn.utils.clip_grad_value_([weight], 1e-3)
+    assert float(weight.grad.max()) <= 1e-3
+
+
+# --- what it refuses --------------------------------------------------------------------------------------------------
+
+TORCHS = {
+    f"{kind}, foreach={foreach}": lambda p, kind=kind, foreach=foreach: getattr(torch.optim, kind)(
+        p, lr=0.1, foreach=foreach
+    )
+    for kind in ("AdamW", "Adam", "SGD", "RMSprop", "NAdam")
+    for foreach in (False, True)
+}
+TORCHS["AdamW, fused"] = lambda p: torch.optim.AdamW(p, lr=0.1, fused=True)
+TORCHS["SGD, fused"] = lambda p: torch.optim.SGD(p, lr=0.1, fused=True)
+TORCHS["SGD, momentum"] = lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1, foreach=True)
+TORCHS["Muon"] = lambda p: torch.optim.Muon(p, lr=0.1)
+
+
+@pytest.mark.parametrize("kind", TORCHS)
+def test_torchs_optimizers_are_told_the_remedy(kind):
+    weight = parameter()
+    before = weight.detach().clone()
+    optimizer = TORCHS[kind]([weight])
+    weight.grad = torch.ones(N, K, dtype=torch.bfloat16)
+    with pytest.raises(UnsupportedOpError, match=r"(?s)aten\..*octavo\.optim\.AdamW.*torch\.optim can't.*dequantize"):
+        optimizer.step()
+    assert same(weight.detach(), before)
+
+
+OPS = {
+    "mm": lambda w: torch.ones(3, N, dtype=w.dtype) @ w,
+    "t": lambda w: nn.functional.linear(torch.ones(3, K, dtype=w.dtype), w),
+    "mul": lambda w: w * 2,
+    "add_": lambda w: w.add_(1),
+    "zero_": lambda w: w.zero_(),
+    "uniform_": lambda w: nn.init.uniform_(w),
+    "slice": lambda w: w[:3],
+    "view": lambda w: w.view(-1, 2),
+    "sum": lambda w: w.sum(),
+    "equal": lambda w: torch.equal(w, w),
+    "cat": lambda w: torch.cat([w, w]),
+    "_foreach_mul": lambda w: torch._foreach_mul_([w], 2.0),
+    "embedding": lambda w: nn.functional.embedding(torch.tensor([1]), w),
+}
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_any_other_op_is_refused_by_name(name):
+    weight = stored()
+    with pytest.raises(UnsupportedOpError, match=rf"aten\..*{name}.* of a weight that is stored in FP8"):
+        OPS[name](weight)
+    with pytest.raises(NotImplementedError):
+        OPS[name](weight)
