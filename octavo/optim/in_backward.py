@@ -93,6 +93,7 @@ class UpdatesInBackward:
     Attributes:
         launches: how many there were, the one in step() included.
         most_bytes: the most bytes of gradients that waited at a time.
+        last_norm: the 2-norm of all gradients of the last step, where ``clip`` is a LastStepNorm; else None.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class UpdatesInBackward:
         self._updated: set[nn.Parameter] = set()
         self._accumulating = False
         self._streams: dict[torch.device, Any] = {}
-        self._last_norm: Tensor | None = None
+        self.last_norm: Tensor | None = None
         self._norms: list[Tensor] = []
         params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
         self._hooks = [param.register_post_accumulate_grad_hook(self._take) for param in params]
@@ -159,7 +160,7 @@ class UpdatesInBackward:
         self._wait()
         self._updated.clear()
         if isinstance(self.clip, LastStepNorm) and self._norms:
-            self._last_norm = torch.linalg.vector_norm(torch.stack([norm.to(self._norms[0]) for norm in self._norms]))
+            self.last_norm = torch.linalg.vector_norm(torch.stack([norm.to(self._norms[0]) for norm in self._norms]))
             self._norms = []
 
     def _take(self, param: nn.Parameter) -> None:
@@ -200,8 +201,8 @@ class UpdatesInBackward:
         elif isinstance(self.clip, LastStepNorm):
             norm = nn.utils.get_total_norm([param.grad for param in params if param.grad is not None])
             self._norms.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-            if self._last_norm is not None:
-                return (self._last_norm / self.clip.max_norm).clamp(min=1.0)
+            if self.last_norm is not None:
+                return (self.last_norm / self.clip.max_norm).clamp(min=1.0)
         return None
 
     def _stream(self, params: list[nn.Parameter]) -> Any:

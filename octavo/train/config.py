@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ DTYPES = ("bfloat16", "float32")
 BASELINE = "bf16"
 ALONE, FSDP, DDP = "none", "fsdp", "ddp"
 MOMENTS = ("fp32", "bf16", "fp8")
-MASTERS = ("auto", "fp32", "split32", "split24", "fp16_scaled", "none")
+MASTERS = ("auto", "fp32", "split32", "split24", "split16", "fp16_scaled", "none")
 RECIPES = (BASELINE, "dynamic", "delayed", "rowwise", "blockwise", "mx", "high_precision")
 LARGEST = 2**31 - 1  # torch indexes with int64, but no size below may need it
 
@@ -125,6 +126,18 @@ class OptimizerConfig:
         _number(self, "clip", 0.0, 1e9)
 
 
+def bytes_of(text: str) -> int:
+    """A number of bytes: "0", "4096", "64MB" (2^20), "1GB"; 0 for "".
+
+    Raises:
+        ValueError: for anything else.
+    """
+    match = re.fullmatch(r"(\d+)(KB|MB|GB|)", text.strip().upper())
+    if match is None and text:
+        raise ValueError(f"update_in_backward is {text!r}: choose a number of bytes, such as 64MB or 0")
+    return int(match[1]) << {"": 0, "KB": 10, "MB": 20, "GB": 30}[match[2]] if match else 0
+
+
 @dataclass(frozen=True)
 class StateConfig:
     """In how many bytes the optimizer keeps its state, and the weights."""
@@ -132,19 +145,31 @@ class StateConfig:
     moments: str = option("fp32", "how AdamW's moments are kept: fp32 (torch's own optimizer), bf16 or fp8")
     master: str = option(
         "auto",
-        "weights in bf16 behind a master: split32, split24, fp16_scaled or none (auto, fp32: float32 weights)",
+        "weights in bf16 behind a master: split32, split24, split16, fp16_scaled or none (auto, fp32: float32 weights)",
     )
+    weight_storage: str = option("none", "fp8: the blocks' weights live in FP8 (masters split16, split24, ...)")
+    update_in_backward: str = option("", "update weights while backward runs, by so many bytes of gradients: 64MB")
 
     def __post_init__(self) -> None:
         if self.moments not in MOMENTS:
             raise ValueError(f"moments is {self.moments!r}: choose {', '.join(MOMENTS)}")
         if self.master not in MASTERS:
             raise ValueError(f"master is {self.master!r}: choose {', '.join(MASTERS)}")
+        if self.weight_storage not in ("none", "fp8"):
+            raise ValueError(f"weight_storage is {self.weight_storage!r}: choose none or fp8")
+        if self.weight_storage == "fp8" and self.master == "split32":
+            raise ValueError("master is 'split32': weights that live in FP8 take auto, split16, split24, fp32, ...")
+        bytes_of(self.update_in_backward)
 
     @property
     def bf16_weights(self) -> bool:
         """Whether the model's weights are bf16."""
         return self.master not in ("auto", "fp32")
+
+    @property
+    def outstanding_bytes(self) -> int | None:
+        """Bytes of gradients that wait for an update in backward; None: updates come after it."""
+        return bytes_of(self.update_in_backward) if self.update_in_backward else None
 
 
 @dataclass(frozen=True)
@@ -197,6 +222,10 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.state.bf16_weights and self.run.dtype != "bfloat16":
             raise ValueError(f"master {self.state.master} keeps weights in bf16: choose dtype bfloat16")
+        if self.state.weight_storage == "fp8" and self.ranks.shard == FSDP:
+            raise ValueError("weight_storage fp8 can't be sharded yet: choose shard none or ddp")
+        if self.state.update_in_backward and self.ranks.shard == DDP:
+            raise ValueError("update_in_backward uses gradients before ddp has exchanged them: choose shard fsdp")
 
     def identity(self) -> dict[str, int | float | str]:
         """The options that decide the loss curve: a run can only be resumed with the same ones.

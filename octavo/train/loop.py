@@ -202,7 +202,7 @@ def run(
     if len(rows) < result.steps:
         batches = Batches(corpus, config.model.context, config.data.batch, config.run.seed)
         with ranks.together():
-            model = build_model(config.model, recipe, config.run.seed).to(device)
+            model = build_model(config.model, recipe, config.run.seed, config.state).to(device)
         with lost_ranks():
             trainer = Trainer(config, model, batches, ranks)
         if isinstance(folder, ShardedFolder) and state is not None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -93,7 +95,9 @@ def require_memory(config: TrainConfig, device: torch.device, ranks: int = 1) ->
         )
 
 
-def build_model(config: ModelConfig, recipe: str | Recipe | RecipeMap, seed: int) -> GPT:
+def build_model(
+    config: ModelConfig, recipe: str | Recipe | RecipeMap, seed: int, state: StateConfig | None = None
+) -> GPT:
     """The model with the initial weights of a seed; unless the recipe is bf16, all its blocks follow it.
 
     The output head stays in high precision, as FP8 training usually has it: it is a small part of the work, and to
@@ -102,13 +106,23 @@ def build_model(config: ModelConfig, recipe: str | Recipe | RecipeMap, seed: int
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         model = GPT(config)
+    state = state or StateConfig()
+    if state.bf16_weights:
+        for parameter in model.parameters():  # buffers stay: rotary tables
+            parameter.data = parameter.data.bfloat16()
     if isinstance(recipe, str):
         if check_recipe(recipe) == BASELINE:
+            if state.weight_storage != "none":
+                raise TrainError(f"weight_storage {state.weight_storage} needs an FP8 recipe, not {BASELINE}")
             return model
         casts: Recipe | RecipeMap = getattr(octavo.recipes, recipe)()
     else:
         casts = recipe
-    octavo.convert(model, casts, select=lambda module, name: name != HEAD)
+    storage: Any = None if state.weight_storage == "none" else state.weight_storage
+    try:
+        octavo.convert(model, casts, select=lambda module, name: name != HEAD, weight_storage=storage)
+    except ValueError as error:
+        raise TrainError(str(error)) from error
     return model
 
 
@@ -128,11 +142,12 @@ class Trainer:
         self.model = model
         self.batches = batches
         self.device = model.head.weight.device
-        if config.state.bf16_weights:
-            for parameter in model.parameters():  # buffers stay: delayed state, rotary tables
-                parameter.data = parameter.data.bfloat16()
         self.called = shard(model, config, self.ranks)
         self.optimizer = build_optimizer(model, config.optimizer, config.state)
+        self.in_backward: Any = None
+        if (outstanding := config.state.outstanding_bytes) is not None:
+            clip = octavo.optim.LastStepNorm(config.optimizer.clip or math.inf)
+            self.in_backward = octavo.optim.update_in_backward(self.optimizer, outstanding, clip)  # type: ignore[arg-type]
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """The loss of a batch, in autocast when the dtype asks for it; both [B, C] uint8."""
@@ -156,13 +171,21 @@ class Trainer:
         total = torch.zeros((), device=self.device)
         pairs = zip(inputs.chunk(parts), targets.chunk(parts), strict=True)
         for index, (part_inputs, part_targets) in enumerate(pairs):
-            with syncing(self.called, last=index == parts - 1):
+            last = index == parts - 1
+            with syncing(self.called, last=last), self._updating(last):
                 loss = self.loss(part_inputs, part_targets) / parts
                 loss.backward()
             total += loss.detach()
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), options.clip or math.inf)
+        if self.in_backward is None:
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), options.clip or math.inf)
         self.optimizer.step()
+        if self.in_backward is not None:
+            norm = self.in_backward.last_norm
         return self.ranks.mean(total), norm.full_tensor() if isinstance(norm, DTensor) else norm, lr
+
+    def _updating(self, last: bool) -> AbstractContextManager[None]:
+        """Where weights are updated in backward: only in that of a step's last micro-batch."""
+        return nullcontext() if last or self.in_backward is None else self.in_backward.accumulate()
 
     @torch.no_grad()
     def validate(self) -> float:

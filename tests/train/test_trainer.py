@@ -16,7 +16,7 @@ from octavo.train.trainer import (
 
 def make_trainer(config, recipe="bf16"):
     batches = Batches(load_corpus(config.data.data), config.model.context, config.data.batch, config.run.seed)
-    return Trainer(config, build_model(config.model, recipe, config.run.seed), batches)
+    return Trainer(config, build_model(config.model, recipe, config.run.seed, config.state), batches)
 
 
 def test_learning_rate_rises_then_falls_to_its_last_value():
