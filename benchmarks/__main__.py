@@ -4,7 +4,7 @@ import importlib
 import sys
 
 SUBJECTS = {
-    "on_gpu": "all that is to be done on a GPU: the kernels' tests, kernels, layer, optimizer_step",
+    "on_gpu": "all that is to be done on a GPU: the kernels' tests, kernels, layer, optimizer steps",
     "kernels": "each kernel on a GPU: time, share of the roofline, beside torch.compile and other libraries",
     "layer": "a Linear forward + backward on a GPU, beside bf16 and torchao",
     "tune": "which tiles each kernel is fastest with: writes octavo/kernels/triton/configs.json",
@@ -17,6 +17,7 @@ SUBJECTS = {
     "compile_matrix": "torch.compile beside eager: graphs, breaks, recompiles, differences; the time it takes",
     "onnx_export": "exported models in onnxruntime: every recipe and opset, the trained demo (about 20 minutes)",
     "optimizer_step": "an optimizer's step, on a GPU or a CPU: time and bytes, beside torch's and torchao's",
+    "update_overlap": "updates during backward beside a step after it: time, bytes of gradients, launches",
     "optimizer_convergence": "final losses of every way to keep an optimizer's state beside float32 (an hour)",
     "optimizer_training": "the trainer's run with moments in FP8 and every master, beside float32 (about 10 minutes)",
     "optimizer_state": "what 8 bits do to Adam's state: derived beside Monte-Carlo, for docs/study (3 minutes)",

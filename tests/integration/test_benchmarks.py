@@ -54,6 +54,8 @@ def test_all_that_runs_on_a_gpu(tmp_path: Path) -> None:
     assert " 0 failed" in output
     check_kernels(tmp_path, output)
     check_layer(tmp_path)
+    check_steps(tmp_path / "optimizer_step.csv")
+    check_overlap(tmp_path / "update_overlap.csv")
 
 
 def check_kernels(tmp_path: Path, output: str) -> None:
@@ -75,6 +77,34 @@ def check_layer(tmp_path: Path) -> None:
     assert {"octavo delayed", "octavo dynamic", "bf16"} <= {
         row["variant"] for row in rows if row["shape"] == "4 layers"
     }
+
+
+def check_steps(path: Path) -> None:
+    rows = rows_of(path)
+    columns = "step_ms", "ns_an_element", "state_bytes_an_element", "peak_bytes_an_element", "of_roofline"
+    assert_numbers(rows, *columns)
+    names = [row["optimizer"] for row in rows]
+    assert names[0] == "octavo fp8, float32" and "torch fused, float32" in names
+    by_name = {row["optimizer"]: float(row["state_bytes_an_element"]) for row in rows}
+    assert by_name["octavo fp8, split24"] == pytest.approx(by_name["octavo fp8, no master"] + 1, abs=1e-3)
+
+
+def check_overlap(path: Path) -> None:
+    rows = rows_of(path)
+    assert_numbers(rows, "step_ms", "most_gradient_bytes", "launches_a_step")
+    held = {(row["weights"], row["threshold"]): int(row["most_gradient_bytes"]) for row in rows}
+    assert held["fp8", "0"] == held["bf16", "0"] == held["bf16", ""] / 4  # of four layers
+
+
+def test_steps_of_optimizers(tmp_path: Path) -> None:
+    run("optimizer_step", "--toy", "--output", tmp_path / "steps.csv")
+    check_steps(tmp_path / "steps.csv")
+
+
+def test_updates_in_backward(tmp_path: Path) -> None:
+    output = run("update_overlap", "--toy", "--output", tmp_path / "overlap.csv")
+    check_overlap(tmp_path / "overlap.csv")
+    assert "MISSED" not in output
 
 
 def test_tune(tmp_path: Path) -> None:
