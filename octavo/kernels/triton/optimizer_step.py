@@ -41,6 +41,7 @@ class _Plan(NamedTuple):
         classes: see optimizer_kernels.py.
         one_scale, two_stages: whether any tensor has one scale, or finds its amax first.
         sent: what was last sent to the device: "gradients" and "groups", each (the values, the tensor).
+        captured: the ids of such tensors that a CUDA graph reads.
     """
 
     updates: Sequence[WeightUpdate]
@@ -50,6 +51,7 @@ class _Plan(NamedTuple):
     one_scale: bool
     two_stages: bool
     sent: dict[str, tuple[Any, Tensor]]
+    captured: set[int]
 
 
 def optimizer_step(
@@ -75,14 +77,15 @@ def optimizer_step(
             plans.clear()
             plans["captured"] = captured
         plan = plans[key] = _plan_of(updates, rates)
-    if _is_capturing():
-        plans.setdefault("captured", []).append(plan)  # the graph reads its tensors
     if plan.programs == 0:
         for update in updates:
             update.step.add_(1 if skip is None else skip == 0)
         return
     gradients = _sent(plan, "gradients", addresses, torch.int64)
     options = _sent(plan, "groups", [_row_of(group) for group in groups], torch.float64)
+    if _is_capturing():  # the graph will read them as they are: none is freed or written again
+        plans.setdefault("captured", []).append((plan.table, gradients, options))
+        plan.captured.update((id(gradients), id(options)))
     rule = (1, groups[0].decoupled, groups[0].clip) if isinstance(groups[0], AdamGroup) else (2, False, False)
     _launch(plan.table, plan, gradients, options, rule, skip, grad_scale)
 
@@ -127,9 +130,9 @@ def _sent(plan: _Plan, name: str, values: list[Any], dtype: torch.dtype) -> Tens
         return found[1]
     _check_capture("the gradients' addresses or the options changed")
     tensor = torch.tensor(values, dtype=dtype)
-    if found is None:
+    if found is None or id(found[1]) in plan.captured:
         tensor = tensor.to(plan.table.device)
-    else:  # in place, for a graph may read it
+    else:
         tensor = found[1].copy_(tensor, non_blocking=True)
     plan.sent[name] = values, tensor
     return tensor
@@ -184,7 +187,7 @@ def _plan_of(updates: Sequence[WeightUpdate], rates: tuple[int, ...]) -> _Plan:
     table = torch.tensor(rows, dtype=torch.int64).to(updates[0].gradient.device)
     flat = tuple(field for fields in classes for field in fields)
     two_stages = any(moment.needs_amax_first for update in updates for moment in update.moments)
-    return _Plan(tuple(updates), table, programs, flat, any(row[-1] for row in rows), two_stages, {})
+    return _Plan(tuple(updates), table, programs, flat, any(row[-1] for row in rows), two_stages, {}, set())
 
 
 def _is_square(update: WeightUpdate) -> bool:
