@@ -1,0 +1,102 @@
+"""What it would cost to keep gradients in FP8 between backward and update: validation losses of the trainer's run.
+
+Each gradient is rounded to codes and back as soon as it is complete; all else is the default run in bf16 with torch's
+float32 AdamW, whose losses are those of optimizer_training's rows. A gap of more than 0.5 % on average is too much.
+Written to results/gradient_storage-<device>.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import statistics
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from benchmarks.measure import RESULTS, device_name, table, write_results
+from benchmarks.optimizer_training import BASE, LIMIT, config_of
+from octavo import E4M3, E5M2, Format, Granularity, PerBlock, PerTensor, quantize
+from octavo.train import BASELINE, loop, run
+from octavo.train.trainer import Trainer
+
+SCHEMES: dict[str, tuple[Format, Granularity]] = {
+    "E4M3, blocks of 128": (E4M3, PerBlock(1, 128)),
+    "E5M2, blocks of 128": (E5M2, PerBlock(1, 128)),
+    "E4M3, one scale": (E4M3, PerTensor()),
+    "E5M2, one scale": (E5M2, PerTensor()),
+}
+Task = tuple[str, int, bool]  # scheme, seed, toy
+
+
+def rounded(param: Tensor, fmt: Format, granularity: Granularity) -> None:
+    """Round a parameter's gradient to FP8."""
+    grad = param.grad
+    assert grad is not None
+    matrix = grad.view(grad.shape[0], -1) if grad.ndim > 1 else grad.view(1, -1)
+    grad.copy_(quantize(matrix, fmt, granularity).dequantize().view(grad.shape))
+
+
+class _Rounding(Trainer):
+    """A trainer whose gradients are rounded as they come."""
+
+    scheme = ""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        fmt, granularity = SCHEMES[self.scheme]
+        for param in self.model.parameters():
+            param.register_post_accumulate_grad_hook(partial(rounded, fmt=fmt, granularity=granularity))
+
+
+def one_run(task: Task) -> float:
+    """Train with one scheme and seed: final validation loss."""
+    scheme, seed, toy = task
+    torch.set_num_threads(1)
+    kind = type("Rounding", (_Rounding,), {"scheme": scheme})
+    with mock.patch.object(loop, "Trainer", kind):
+        return run(config_of((BASE, seed, 0, toy)), BASELINE).final_validation
+
+
+def exact_losses() -> dict[int, float]:
+    """Float32 AdamW's losses by seed."""
+    with (RESULTS / f"optimizer_training-{device_name()}.csv").open(newline="") as file:
+        return {int(row["seed"]): float(row["val_loss"]) for row in csv.DictReader(file) if row["scheme"] == BASE}
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks gradient_storage", description=__doc__)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--schemes", nargs="+", default=list(SCHEMES), choices=SCHEMES)
+    parser.add_argument("--workers", type=int, default=1, help="runs at a time, one thread each")
+    parser.add_argument("--toy", action="store_true", help="a tiny model, three steps; no aim counts")
+    parser.add_argument("--output", type=Path, help="another file to write")
+    options = parser.parse_args(arguments)
+    tasks = [(scheme, seed, options.toy) for scheme in options.schemes for seed in options.seeds]
+    with ProcessPoolExecutor(options.workers, mp_context=get_context("spawn")) as pool:
+        losses = list(pool.map(one_run, tasks))
+    exact = exact_losses()
+    rows = [
+        {
+            "gradients": scheme,
+            "seed": seed,
+            "val_loss": f"{loss:.5f}",
+            "gap_percent": f"{100 * (loss / exact[seed] - 1):+.4f}",
+        }
+        for (scheme, seed, _), loss in zip(tasks, losses, strict=True)
+    ]
+    print(table(rows))
+    if not options.toy or options.output:
+        print(f"written to {write_results('gradient_storage', rows, options.output)}")
+    missed = False
+    for scheme in options.schemes:
+        mean = statistics.mean(float(row["gap_percent"]) for row in rows if row["gradients"] == scheme)
+        print(f"{scheme}: {mean:+.3f} % (at most {LIMIT})")
+        missed |= not abs(mean) <= LIMIT
+    return int(missed and not options.toy)
