@@ -238,13 +238,11 @@ def _contents(model: nn.Module, layers: Layers, layout: Layout) -> dict[str, Sto
     scales = {_join(name, SCALE_INV) for name in layers}  # of weights that are stored in FP8, written with these
     for key, tensor in state.items():
         _check_tensor(key, tensor)
-        if key in scales:
-            continue
         if key in weights:
             name = weights[key]
             contents[key] = stored(name, 0, tensor.shape, E4M3.dtype)
             contents[_join(name, layout.scale_key)] = stored(name, 1, _scale_shape(layers[name]), torch.float32)
-        elif key not in dropped:
+        elif key not in dropped | scales:
             contents[key] = Stored(torch.empty_like(tensor, device="meta"), functools.partial(_owned, tensor))
     return contents
 

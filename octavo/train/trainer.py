@@ -180,7 +180,7 @@ class Trainer:
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), options.clip or math.inf)
         self.optimizer.step()
         if self.in_backward is not None:
-            norm = self.in_backward.last_norm
+            norm = self.in_backward.last_norm if self.in_backward.last_norm is not None else torch.zeros(())
         return self.ranks.mean(total), norm.full_tensor() if isinstance(norm, DTensor) else norm, lr
 
     def _updating(self, last: bool) -> AbstractContextManager[None]:

@@ -111,6 +111,35 @@ def leave_scales(
 
 
 @triton.jit
+def tile_step(
+    row_ptr,
+    gradient_ptr,
+    program,
+    i,  # which of the program's tiles
+    n,
+    scales,
+    key,
+    CLASSES: tl.constexpr,
+    I: tl.constexpr,  # noqa: E741
+    RULE: tl.constexpr,
+    TILE: tl.constexpr,
+    FIND: tl.constexpr,
+):
+    """A tile's step: (the amax found of the first moment, of the second, of the master)."""
+    LAYOUT: tl.constexpr = CLASSES[I + 3]
+    if LAYOUT >= 2:
+        tl.static_assert(TILE[0] <= 128)
+        place = place_in_square(row_ptr, program.to(tl.int64), i, TILE[0], LAYOUT == 3)
+    else:
+        place = place_of(row_ptr, program * TILE[1] + i, TILE[0], LAYOUT == 1, CLASSES[I + 4])
+    if RULE[0] == 1:
+        found = adam_tile(row_ptr, gradient_ptr, place, n, scales, key, CLASSES, I, RULE[1], RULE[2], FIND)
+    else:
+        found = sgd_tile(row_ptr, gradient_ptr, place, n, scales, key, CLASSES, I, FIND)
+    return found
+
+
+@triton.jit
 def update_tensor(
     row_ptr,
     gradient_ptr,
@@ -151,16 +180,9 @@ def update_tensor(
     largest2 = 0.0
     largest_w = 0.0
     for i in range(128 // TILE[0] if SQUARE else TILE[1]):
-        if SQUARE:
-            place = place_in_square(row_ptr, program.to(tl.int64), i, TILE[0], CLASSES[I + 3] == 3)
-        else:
-            place = place_of(row_ptr, program * TILE[1] + i, TILE[0], CLASSES[I + 3] == 1, CLASSES[I + 4])
-        if RULE[0] == 1:
-            found1, found2, found_w = adam_tile(
-                row_ptr, gradient_ptr, place, n, scales, key, CLASSES, I, RULE[1], RULE[2], FIND
-            )
-        else:
-            found1, found2, found_w = sgd_tile(row_ptr, gradient_ptr, place, n, scales, key, CLASSES, I, FIND)
+        found1, found2, found_w = tile_step(
+            row_ptr, gradient_ptr, program, i, n, scales, key, CLASSES, I, RULE, TILE, FIND
+        )
         largest1 = tl.maximum(largest1, found1)
         largest2 = tl.maximum(largest2, found2)
         largest_w = tl.maximum(largest_w, found_w)

@@ -1,0 +1,35 @@
+"""What ranks do for test_in_backward.py."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from octavo.optim import AdamW, update_in_backward
+from octavo.optim.state import local
+
+
+def sharded_equals(mesh: Any, dtype: torch.dtype) -> list[str]:
+    """What differs between updates in backward and a step after it, for a few thresholds."""
+    found, runs = [], {}
+    for threshold in (None, 0, 9000, 1 << 30):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 37), nn.Linear(37, 5)).to(dtype)
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        if threshold is not None:
+            update_in_backward(optimizer, threshold)
+        torch.manual_seed(1 + mesh.get_local_rank())
+        for _ in range(3):
+            model(torch.randn(8, 64, dtype=dtype)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        runs[threshold] = {name: local(p).detach().clone() for name, p in model.named_parameters()}
+        for name, p in model.named_parameters():
+            runs[threshold] |= {f"{name} {key}": local(value).clone() for key, value in optimizer.state[p].items()}
+    for threshold, tensors in runs.items():
+        found += [f"{threshold} {name}" for name, x in tensors.items() if not torch.equal(x, runs[None][name])]
+    return found

@@ -1,0 +1,362 @@
+"""Updates in backward equal a step after it, bit for bit; gradients do not stay; what can't be exact is refused."""
+
+import copy
+import itertools
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import octavo
+from octavo.optim import AdamW, base, update_in_backward
+from octavo.optim.in_backward import LastStepNorm, PerParameterNorm
+from octavo.tensor.stored_weight import StoredWeight
+from tests.distributed.pool import free_port
+from tests.helpers import every_layer
+from tests.optim import in_backward_tasks
+
+D = 64
+WEIGHT = D * D * 2  # bytes of a bf16 gradient
+HUGE = 1 << 30
+THRESHOLDS = [0, 2 * WEIGHT + 1, HUGE]
+KINDS = ["bf16", "fp32", "fp8", "fp8 in blocks", "tied"]
+
+each_kind = pytest.mark.parametrize("kind", KINDS)
+each_threshold = pytest.mark.parametrize("threshold", THRESHOLDS)
+
+
+def model_of(kind: str = "bf16") -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(D, D) for _ in range(4)])
+    model.to(torch.float32 if kind == "fp32" else torch.bfloat16)
+    if kind.startswith("fp8"):
+        recipe = octavo.recipes.blockwise() if "blocks" in kind else octavo.recipes.dynamic()
+        octavo.convert(model, recipe, select=every_layer, weight_storage="fp8")
+    if kind == "tied":
+        model[3].weight = model[0].weight
+    return model
+
+
+def loss_of(model: nn.Sequential, reentrant: bool | None = None) -> Tensor:
+    y = torch.randn(8, D).to(model[0].bias.dtype).requires_grad_(reentrant is True)
+    for layer in model:
+        y = layer(y) if reentrant is None else checkpoint(layer, y, use_reentrant=reentrant)
+    return y.float().square().mean()
+
+
+def train(model: nn.Sequential, optimizer: Any, steps: int = 3, micro: int = 1, reentrant: bool | None = None) -> None:
+    handle = optimizer.in_backward
+    for _ in range(steps):
+        for number in range(micro):
+            if handle is not None and number < micro - 1:
+                with handle.accumulate():
+                    loss_of(model, reentrant).backward()
+            else:
+                loss_of(model, reentrant).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def run(kind: str, threshold: int | None, clip: Any = None, **options: Any) -> tuple[nn.Sequential, Any]:
+    model = model_of(kind)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    if threshold is not None:
+        update_in_backward(optimizer, threshold, clip)
+    train(model, optimizer, **options)
+    return model, optimizer
+
+
+def tensors_of(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    found = {}
+    for name, param in model.named_parameters():
+        if isinstance(param, StoredWeight):
+            found |= {name: param.q.view(torch.uint8), f"{name} scales": param.scale_inv}
+        else:
+            found[name] = param.detach()
+        found |= {f"{name} {key}": value for key, value in optimizer.state[param].items()}
+    return found
+
+
+def assert_same(one: tuple[Any, Any], other: tuple[Any, Any]) -> None:
+    a, b = tensors_of(*one), tensors_of(*other)
+    assert a.keys() == b.keys()
+    assert [name for name in a if not torch.equal(a[name], b[name])] == []
+
+
+@each_threshold
+@each_kind
+@pytest.mark.parametrize("micro", [1, 3])
+def test_equal_to_a_step_after_backward(kind: str, threshold: int, micro: int) -> None:
+    assert_same(run(kind, threshold, micro=micro), run(kind, None, micro=micro))
+
+
+@each_threshold
+@pytest.mark.parametrize("kind", ["bf16", "fp8", "tied"])
+def test_checkpoints(kind: str, threshold: int) -> None:
+    assert_same(run(kind, threshold, reentrant=False), run(kind, None, reentrant=False))
+
+
+@each_threshold
+def test_reentrant_checkpoints(threshold: int) -> None:
+    assert_same(run("bf16", threshold, reentrant=True), run("bf16", None, reentrant=True))
+
+
+def test_reentrant_checkpoints_that_share_a_weight() -> None:
+    assert_same(run("tied", HUGE, reentrant=True), run("tied", None, reentrant=True))
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        run("tied", 0, reentrant=True)
+
+
+def test_a_second_backward_is_refused() -> None:
+    model = model_of()
+    optimizer = AdamW(model.parameters())
+    update_in_backward(optimizer, 0)
+    loss_of(model).backward()
+    with pytest.raises(RuntimeError, match=r"within handle\.accumulate\(\)"):
+        loss_of(model).backward()
+
+
+@each_threshold
+def test_gradients_do_not_stay(threshold: int) -> None:
+    model = model_of()
+    params = list(model.parameters())
+    handle = update_in_backward(AdamW(params), threshold)
+    live: list[int] = []
+
+    def count(param: nn.Parameter) -> None:  # after update_in_backward's
+        live.append(sum(p.grad.numel() * p.grad.element_size() for p in params if p.grad is not None))
+
+    for param in params:
+        param.register_post_accumulate_grad_hook(count)
+    loss_of(model).backward()
+    assert len(live) == len(params)
+    assert all(found < max(threshold, 1) for found in live)
+    assert handle.most_bytes <= min(threshold + WEIGHT, 4 * (WEIGHT + 2 * D))
+    handle.optimizer.step()
+    assert all(param.grad is None for param in params)
+
+
+@pytest.mark.parametrize(
+    ("threshold", "in_backward", "in_all"), [(0, 8, 8), (2 * (WEIGHT + 2 * D), 2, 2), (HUGE, 0, 1)]
+)
+def test_a_launch_a_crossing(threshold: int, in_backward: int, in_all: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    launch = base.optimizer_step
+    monkeypatch.setattr(base, "optimizer_step", lambda some, *rest: (calls.append(len(some)), launch(some, *rest)))
+    model = model_of()
+    optimizer = AdamW(model.parameters())
+    handle = update_in_backward(optimizer, threshold)
+    loss_of(model).backward()
+    assert handle.launches == len(calls) == in_backward
+    optimizer.step()
+    assert handle.launches == len(calls) == in_all
+    assert sum(calls) == 8
+
+
+class Mixed(nn.Module):
+    """10 M parameters in tensors of uneven sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = [512, 1024, 2048, 1024, 1536, 1024, 640]
+        self.embedding = nn.Embedding(128, sizes[0])
+        self.norms = nn.ModuleList(nn.LayerNorm(size) for size in sizes[:-1])
+        self.layers = nn.ModuleList(nn.Linear(*pair) for pair in itertools.pairwise(sizes))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        y = self.embedding(tokens)
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            y = layer(norm(y))
+        return y
+
+
+def test_bytes_a_parameter() -> None:
+    model = Mixed().bfloat16()
+    octavo.convert(model, octavo.recipes.dynamic(), select=every_layer, weight_storage="fp8")
+    optimizer = AdamW(model.parameters(), moments="fp8", master="auto")
+    handle = update_in_backward(optimizer, 1 << 20)
+    model(torch.arange(16)).float().square().mean().backward()
+    optimizer.step()
+    params = list(model.parameters())
+    kept = [part for p in params for part in ((p.q, p.scale_inv) if isinstance(p, StoredWeight) else (p,))]
+    kept += [value for p in params for value in optimizer.state[p].values()]
+    count = sum(p.numel() for p in params)
+    assert 8e6 < count < 12e6 and len({p.numel() for p in params}) > 8
+    assert sum(x.numel() * x.element_size() for x in kept) / count <= 4.15
+    assert handle.most_bytes <= (1 << 20) + 2 * max(p.numel() for p in params)
+
+
+def test_a_scheduler() -> None:
+    found = []
+    for threshold in (None, 0):
+        model = model_of()
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        if threshold is not None:
+            update_in_backward(optimizer, threshold)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        torch.manual_seed(1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(3):
+                train(model, optimizer, 1)
+                scheduler.step()
+        assert scheduler.get_last_lr() == [1e-2 / 8]
+        found.append((model, optimizer))
+    assert_same(*found)
+
+
+def test_remove() -> None:
+    model = model_of()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    handle = update_in_backward(optimizer, HUGE)
+    train(model, optimizer, 2)
+    loss_of(model).backward()
+    handle.remove()  # gradients that wait are the step's
+    assert all(param.grad is not None for param in model.parameters())
+    optimizer.step()
+    assert all(param.grad is not None for param in model.parameters())
+    optimizer.zero_grad()
+    train(model, optimizer, 1)
+    assert handle.launches == 2
+    assert_same((model, optimizer), run("bf16", None, steps=4))
+    update_in_backward(optimizer).remove()
+
+
+def test_gradients_that_wait_may_be_dropped() -> None:
+    model = model_of()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    handle = update_in_backward(optimizer, HUGE)
+    loss_of(model).backward()
+    optimizer.zero_grad()
+    optimizer.step()
+    assert handle.launches == 0 and not optimizer.state
+    train(model, optimizer, 2)
+    assert handle.most_bytes == 4 * (WEIGHT + 2 * D)
+
+
+def test_what_is_refused() -> None:
+    params = list(model_of().parameters())
+    with pytest.raises(TypeError, match="not AdamW"):
+        update_in_backward(torch.optim.AdamW(params))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="skip_nonfinite"):
+        update_in_backward(AdamW(params, skip_nonfinite=True))
+    optimizer = AdamW(params)
+    with pytest.raises(ValueError, match="=-1 must be at least 0"):
+        update_in_backward(optimizer, -1)
+    assert optimizer.in_backward is None
+    update_in_backward(optimizer)
+    with pytest.raises(RuntimeError, match="already"):
+        update_in_backward(optimizer)
+    with pytest.raises(RuntimeError, match="closure"):
+        optimizer.step(lambda: 1.0)
+
+
+def test_a_grad_scaler_is_refused() -> None:
+    model = model_of("fp32")
+    optimizer = AdamW(model.parameters())
+    update_in_backward(optimizer, HUGE)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss_of(model)).backward()
+    with pytest.raises(RuntimeError, match="GradScaler"):
+        scaler.step(optimizer)
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_ddp_is_refused(group: None) -> None:
+    model = model_of()
+    optimizer = AdamW(model.parameters())
+    update_in_backward(optimizer, HUGE)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    loss_of(model).backward()
+    with pytest.raises(RuntimeError, match="fully_shard"):
+        optimizer.step()
+    again = AdamW(wrapped.parameters())
+    with pytest.raises(RuntimeError, match="fully_shard"):
+        update_in_backward(again)
+    assert again.in_backward is None
+    update_in_backward(AdamW(model_of().parameters()))  # another model's
+
+
+@pytest.mark.parametrize("threshold", [0, HUGE])
+def test_each_parameter_is_clipped(threshold: int) -> None:
+    model = model_of()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    for _ in range(3):
+        loss_of(model).backward()
+        for param in model.parameters():
+            nn.utils.clip_grad_norm_([param], 1e-3)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same(run("bf16", threshold, PerParameterNorm(1e-3)), (model, optimizer))
+
+
+@pytest.mark.parametrize("threshold", [0, HUGE])
+@pytest.mark.parametrize("most", [1e-3, 1e3])
+def test_clipped_by_the_norm_of_the_step_before(threshold: int, most: float) -> None:
+    model = model_of("fp32")
+    optimizer, last = AdamW(model.parameters(), lr=1e-2, moments="fp32"), None
+    for _ in range(3):
+        loss_of(model).backward()
+        norm = nn.utils.get_total_norm([param.grad for param in model.parameters()])
+        divisor = None if last is None else (last / most).clamp(min=1.0)
+        optimizer.step_some(list(model.parameters()), divisor)
+        optimizer.zero_grad()
+        last = norm
+    twin = model_of("fp32")
+    other = AdamW(twin.parameters(), lr=1e-2, moments="fp32")
+    update_in_backward(other, threshold, LastStepNorm(most))
+    train(twin, other)
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-7)  # norms are summed in another order
+        torch.testing.assert_close(other.state[b]["exp_avg"], optimizer.state[a]["exp_avg"], rtol=1e-5, atol=1e-9)
+
+
+def test_frozen_and_unused_parameters() -> None:
+    found = []
+    for threshold in (None, 0):
+        model = model_of()
+        model.unused = nn.Parameter(torch.ones(3))
+        model[1].weight.requires_grad_(False)
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        if threshold is not None:
+            update_in_backward(optimizer, threshold)
+        for _ in range(3):
+            loss_of(model[:4]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert not optimizer.state[model.unused] and not optimizer.state[model[1].weight]
+        found.append((model, optimizer))
+        torch.manual_seed(0)
+    assert_same(*found)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+def test_saved_and_loaded(kind: str) -> None:
+    expected = run(kind, None, steps=4)
+    model, optimizer = run(kind, 0, steps=2)
+    random = torch.get_rng_state()
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    again = model_of(kind)
+    again.load_state_dict(saved[0])
+    other = AdamW(again.parameters(), lr=1e-2)
+    update_in_backward(other, 0)
+    other.load_state_dict(saved[1])
+    torch.set_rng_state(random)
+    train(again, other, 2)
+    assert_same((again, other), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_sharded(dtype: torch.dtype, pool: Any) -> None:
+    assert pool.run(in_backward_tasks.sharded_equals, (2,), dtype) == [[], []]
