@@ -1,10 +1,10 @@
 """The trainer's default run, its optimizer's state in few bytes: validation losses beside torch's AdamW in float32.
 
-Layers compute in bf16, so that only the optimizer differs: torch's AdamW on float32 weights, and octavo's
-with moments in FP8 on every master. Of the last two, the blocks compute in FP8 too (dynamic), and their weights live in
-FP8. Updates in backward clip gradients by the last step's norm, all others by their own. A seed fixes the initial weights and the order of the data, so that runs pair up.
-Asserted: for each master the mean over seeds of (final validation loss / float32's - 1) is within 0.5 % of 0. Written
-to results/optimizer_training-<device>.csv.
+Layers compute in bf16, so that only the optimizer differs: torch's AdamW on float32 weights, and octavo's with moments
+in FP8 on every master. Of the last two schemes, the blocks compute in FP8 too (dynamic), and their weights live in FP8;
+updates in backward clip gradients by the last step's norm, all others by their own. A seed fixes the initial weights
+and the order of the data, so that runs pair up. Asserted: for each scheme the mean over seeds of (final validation loss
+/ float32's - 1) is within 0.5 % of 0. Written to results/optimizer_training-<device>.csv.
 """
 
 from __future__ import annotations

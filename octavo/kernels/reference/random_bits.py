@@ -14,7 +14,7 @@ def random_bits(key: int, index: Tensor) -> Tensor:
 
     Args:
         key: 32 bits, of ``key_of``.
-        index: int64, the elements' indices in the whole tensor; overwritten.
+        index: int32 or int64, the elements' indices in the whole tensor; overwritten.
 
     Returns:
         int32, index's shape.
@@ -22,7 +22,8 @@ def random_bits(key: int, index: Tensor) -> Tensor:
     Source:
         the finaliser "lowbias32" of C. Wellons, hash-prospector (bias 0.17 of the ideal's).
     """
-    if index.numel() and int(index.view(-1)[-1]) >> 32:  # the upper half of a large tensor's index enters as well
+    if index.dtype == torch.int64 and index.numel() and int(index.view(-1)[-1]) >> 32:
+        # the upper half of a large tensor's index enters as well
         index.bitwise_xor_((index >> 32) * 0x9E3779B9)
     x = index.to(torch.int32).bitwise_xor_(_signed(key))
     x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(_FIRST)
