@@ -71,7 +71,8 @@ class KeptWeights:
         self._kept = {name: kept for name, kept in found.items() if kept is not None}
         if not self._kept:
             raise ValueError(
-                "no layer's weight can be kept; convert the model with dynamic(), delayed() or blockwise()"
+                "no layer's weight can be kept; convert the model with dynamic(), delayed() or blockwise() "
+                "(weights that are stored in FP8 need no cast)"
             )
         self.names = tuple(self._kept)
         self._groups: dict[tuple[object, ...], list[_Kept]] = {}
