@@ -216,7 +216,7 @@ def scales_kernel(
     """The first moment's new scale; the master's, and its scale_inv until now."""
     n = adam_numbers(group_ptr, tl.full((), 0, tl.int64), tl.full((), 3, tl.int64))
     tl.store(out_ptr, moment_scale(row_ptr, FIRST, found_ptr, KIND, SCALE))
-    scale, scale_inv = master_scales(row_ptr, n, DECOUPLED)
+    scale, scale_inv = master_scales(row_ptr, n, 0, DECOUPLED, 65504.0)
     tl.store(out_ptr + 1, scale)
     tl.store(out_ptr + 2, scale_inv)
 
