@@ -327,13 +327,13 @@ def lay_out(q: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
     """Codes [N, K] as the products read them: as they lie and transposed, contractions padded as the device wants."""
     if not needs_transposed_codes(q.device):
         return q, q.t()
-    multiple = 16 if recipe.pads else 1
-    bits, transposed = q.view(torch.uint8), q.view(torch.uint8).t().contiguous()
-    if padding := padded(q.shape[1], multiple) - q.shape[1]:
-        bits = nn.functional.pad(bits, (0, padding))
-    if padding := padded(q.shape[0], multiple) - q.shape[0]:
-        transposed = nn.functional.pad(transposed, (0, padding))
-    return bits.view(q.dtype), transposed.view(q.dtype)
+    return with_padding(q, recipe), with_padding(q.view(torch.uint8).t().contiguous().view(q.dtype), recipe)
+
+
+def with_padding(q: Tensor, recipe: Recipe) -> Tensor:
+    """Codes [N, K] with zeros behind the contraction, as a device wants it that needs transposed codes."""
+    padding = padded(q.shape[1], 16 if recipe.pads else 1) - q.shape[1]
+    return nn.functional.pad(q.view(torch.uint8), (0, padding)).view(q.dtype) if padding else q
 
 
 def _cast_after(module: RecipeModule, shape: torch.Size) -> After:

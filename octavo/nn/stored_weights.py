@@ -15,7 +15,7 @@ from octavo.autograd.casts import Operands
 from octavo.formats import E4M3
 from octavo.granularity import granularity_of
 from octavo.kernels.layouts import needs_transposed_codes
-from octavo.nn.gather import lay_out
+from octavo.nn.gather import lay_out, with_padding
 from octavo.scaling.recipe import Recipe
 from octavo.tensor.stored_weight import GRANULARITIES, StoredWeight, has_powers_of_two
 
@@ -27,8 +27,7 @@ def stored_operands(weight: StoredWeight, recipe: Recipe, transposed: bool) -> O
     if transposed or not needs_transposed_codes(weight.q.device):
         q, q_t = lay_out(weight.q, recipe)
         return Operands((q, weight.scale_inv), (q_t, weight.scale_inv.t()), None, None, False)
-    q, _ = lay_out(weight.q, recipe)
-    return Operands((q, weight.scale_inv), None, None, None, False)
+    return Operands((with_padding(weight.q, recipe), weight.scale_inv), None, None, None, False)
 
 
 def in_high_precision(weight: Tensor) -> Tensor:

@@ -145,8 +145,7 @@ class CompactOptimizer(Optimizer):
         for param in params:
             kept = self._kept[param]
             if kept.update.master.needs_bound:
-                held = param.q if isinstance(param, StoredWeight) else param
-                self._kept[param] = kept._replace(version=held._version)
+                self._kept[param] = kept._replace(version=states.held(param)._version)
 
     def _places(self) -> dict[nn.Parameter, tuple[int, int]]:
         """Each parameter's group and its number among all, on which random bits depend."""
@@ -165,7 +164,7 @@ class CompactOptimizer(Optimizer):
         if not state:
             self._begin(param, state)
         kept, ids = self._kept.get(param), (group, index, self.seed, *map(id, state.values()))
-        held = weight.q if isinstance(weight, StoredWeight) else weight
+        held = states.held(weight)
         if kept is None or kept.address != held.data_ptr() or kept.state != ids or not held.is_contiguous():
             if kept is not None:
                 self._plans = {name: plan for name, plan in self._plans.items() if name == "captured"}
@@ -190,7 +189,7 @@ class CompactOptimizer(Optimizer):
         master = master_of(param, self.master).stored(matrix, kept, *scale_inv)
         key, row = key_of(self.seed, index), states.first_row(param)
         update = WeightUpdate(master, moments, kept.get("master_amax"), matrix, state["step"], key, group, row)
-        held = weight.q if isinstance(weight, StoredWeight) else weight
+        held = states.held(weight)
         return _Kept(update, held.data_ptr(), held._version, ids)
 
     def _begin(self, param: nn.Parameter, state: dict[str, Any]) -> None:

@@ -104,7 +104,7 @@ class UpdatesInBackward:
         self._pending: dict[nn.Parameter, None] = {}  # in the order of their gradients
         self._bytes = 0
         self._updated: set[nn.Parameter] = set()
-        self._accumulating = False
+        self._accumulating = self._stepped = False
         self._streams: dict[torch.device, Any] = {}
         self.last_norm: Tensor | None = None
         self._norms: list[Tensor] = []
@@ -150,8 +150,9 @@ class UpdatesInBackward:
                 "a GradScaler decides by all gradients whether to skip a step, but update_in_backward has used them; "
                 "train in bf16, or remove() the handle"
             )
-        if not self._updated:
-            self.refuse_ddp()  # it may have wrapped the model since
+        if not self._stepped:
+            self._stepped = True
+            self.refuse_ddp()  # it may have wrapped the model since; to look takes too long for every step
         for group in self.optimizer.param_groups:
             for param in group["params"]:
                 if param.grad is not None:

@@ -27,6 +27,11 @@ def local(tensor: Tensor) -> Tensor:
     return tensor if to_local is None else to_local()
 
 
+def held(weight: Tensor) -> Tensor:
+    """What a step writes of a weight: of a stored one the codes."""
+    return weight.q if isinstance(weight, StoredWeight) else weight
+
+
 def matrix_of(weight: Tensor) -> Tensor:
     """A weight [R, C] as the kernels take it, contiguous: itself, where it is that; of a stored one the codes."""
     if isinstance(weight, StoredWeight):

@@ -82,7 +82,7 @@ class Fp8Weight:
         codes = piece.of(self.weight)
         if self.kind == "fp8_fp32":
             return piece.of(self._rest()).clone()
-        scale_inv = piece.scales_of(self._by_rows(self.scale_inv) if self.has_blocks else self.scale_inv)
+        scale_inv = self._scale_inv_of(piece)
         if self.kind == "fp8_fp16":
             return piece.of(self._rest()).float().mul_(scale_inv / FLOAT16_FACTOR)
         if self.kind == "fp8_stochastic":
@@ -152,6 +152,15 @@ class Fp8Weight:
     def _rest(self) -> Tensor:
         assert self.rest is not None
         return self.rest
+
+    def _scale_inv_of(self, piece: Piece) -> Tensor:
+        """The piece's scale_inv [rows, blocks, 1], or [1, 1, 1]."""
+        if not self.has_blocks:
+            return self.scale_inv.view(1, 1, 1)
+        top, left = piece.rows.start // BLOCK, piece.cols.start // BLOCK
+        squares = self.scale_inv[top : -(-piece.rows.stop // BLOCK), left : -(-piece.cols.stop // BLOCK)]
+        rows = squares.repeat_interleave(BLOCK, 0)[piece.rows.start - top * BLOCK :]
+        return rows[: piece.rows.stop - piece.rows.start, :, None]
 
     def _by_rows(self, blocks: Tensor) -> Tensor:
         """[ceil(R / 128), n] -> [R, n]."""
