@@ -10,6 +10,7 @@ from torch import Tensor
 from octavo.kernels.reference.optimizer_step import AdamGroup
 from octavo.optim.base import CompactOptimizer
 from octavo.optim.moment import Moment, moments_of
+from octavo.optim.stores import Settings
 from octavo.scaling.bounded import adam_max_update
 from octavo.tensor.stored_weight import StoredWeight
 
@@ -41,8 +42,8 @@ class _Adam(CompactOptimizer):
         if not all(0.0 <= beta < 1.0 for beta in betas):
             raise ValueError(f"betas={betas!r} must be at least 0 and below 1")
         kept = moments_of(moments)
-        low = any(moment.format != "fp32" for moment in kept) or master == "fp16_scaled"
-        self._clip, self.clip_update = clip_update, low if clip_update is None else clip_update
+        self._clip = clip_update
+        self.clip_update = self.will_bound(Settings(kept, self.names, master), stored=False)
         if master == "fp16_scaled" and not self.clip_update:
             raise ValueError("master='fp16_scaled' finds its scale by the largest update: leave clip_update on")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
@@ -55,14 +56,33 @@ class _Adam(CompactOptimizer):
         named = [param[1] if isinstance(param, tuple) else param for param in params]
         if self._clip is None and any(isinstance(param, StoredWeight) for param in named):
             self.clip_update = True
-        beta1, beta2 = param_group.get("betas", self.defaults["betas"])
-        scaled = any(isinstance(param, StoredWeight) for param in named) or self.master == "fp16_scaled"
-        if scaled and beta1 * beta1 > beta2:
+        super().add_param_group(param_group)
+
+    def check(self, weight: Tensor, group: dict[str, Any], settings: Settings, bounds: bool) -> None:
+        """As any optimizer's; also that the largest update has a bound where a scale comes from it."""
+        beta1, beta2 = group["betas"]
+        if (isinstance(weight, StoredWeight) or settings.master == "fp16_scaled") and beta1 * beta1 > beta2:
             raise ValueError(
                 f"betas={(beta1, beta2)!r}: the largest update grows without end where beta1^2 > beta2, so it can give "
                 "no scale; use a larger beta2, or float32 weights"
             )
-        super().add_param_group(param_group)
+        super().check(weight, group, settings, bounds)
+
+    def moments_of(self, moments: Any) -> tuple[Moment, ...]:
+        """A pair, by its name or as it is."""
+        return moments_of(moments)
+
+    def will_bound(self, settings: Settings, stored: bool) -> bool:
+        """Where it was not told: if anything that it keeps is not exact."""
+        if self._clip is not None:
+            return self._clip
+        return stored or settings.master == "fp16_scaled" or any(m.format != "fp32" for m in settings.moments)
+
+    def adopt(self, settings: Settings, replaced: dict[Any, Any]) -> None:
+        """As any optimizer's; also decides anew whether updates are clipped."""
+        super().adopt(settings, replaced)
+        params = (param for group in self.param_groups for param in group["params"])
+        self.clip_update = self.will_bound(settings, any(isinstance(param, StoredWeight) for param in params))
 
     @property
     def bounds_update(self) -> bool:  # type: ignore[override]

@@ -16,6 +16,7 @@ from octavo.kernels.reference.random_bits import key_of
 from octavo.optim import state as states
 from octavo.optim.masters import master_of
 from octavo.optim.moment import Moment
+from octavo.optim.stores import Settings, new_state, stores_of
 from octavo.tensor.stored_weight import StoredWeight
 
 
@@ -40,7 +41,7 @@ class CompactOptimizer(Optimizer):
         skip_nonfinite: do nothing in a step of which a gradient is not finite.
     """
 
-    names: tuple[str, ...]
+    names: tuple[str, ...] = ()
     _untraced: Callable[..., Any]  # _step, which torch.compile must not trace
     bounds_update = False  # whether it knows how far a step can move a weight before it computes it
     _step_supports_amp_scaling = True  # GradScaler sets grad_scale and found_inf, and does not wait for them
@@ -72,10 +73,30 @@ class CompactOptimizer(Optimizer):
         super().add_param_group(param_group)
         try:
             for param in self.param_groups[-1]["params"]:
-                states.check(param, self.moments, self.master, self.bounds_update)
+                self.check(param, self.param_groups[-1], self.settings, self.bounds_update)
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
+
+    def check(self, weight: Tensor, group: dict[str, Any], settings: Settings, bounds: bool) -> None:
+        """Raise ValueError for a weight that can't be kept so; ``bounds``: whether its update will be bounded."""
+        states.check(weight, settings.moments, settings.master, bounds)
+
+    def moments_of(self, moments: Any) -> tuple[Moment, ...]:
+        """What a ``moments`` argument means for this optimizer."""
+        raise NotImplementedError
+
+    def will_bound(self, settings: Settings, stored: bool) -> bool:
+        """Whether it would bound its updates; ``stored``: whether any weight lives in FP8."""
+        return False
+
+    def adopt(self, settings: Settings, replaced: dict[nn.Parameter, nn.Parameter]) -> None:
+        """Go on with weights and state that optim/conversion.py has changed."""
+        self.moments, self.master = settings.moments, settings.master
+        self._kept, self._placed = {}, ((), {})
+        self._plans = {name: plan for name, plan in self._plans.items() if name == "captured"}
+        if self.in_backward is not None:
+            self.in_backward.watch(replaced.values())
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("moments", "master", "seed", "skip_nonfinite", "clip_update", "_clip", "names")
@@ -162,7 +183,7 @@ class CompactOptimizer(Optimizer):
             raise RuntimeError("octavo's optimizers take dense gradients only")
         state = self.state[param]
         if not state:
-            self._begin(param, state)
+            state.update(new_state(param, weight, self.settings))
         kept, ids = self._kept.get(param), (group, index, self.seed, *map(id, state.values()))
         held = states.held(weight)
         if kept is None or kept.address != held.data_ptr() or kept.state != ids or not held.is_contiguous():
@@ -178,29 +199,16 @@ class CompactOptimizer(Optimizer):
 
     def _keep(self, param: nn.Parameter, weight: Tensor, state: dict[str, Any], ids: tuple[int, ...]) -> _Kept:
         group, index = ids[:2]
-        kept = {name: states.local(value) for name, value in state.items() if isinstance(value, Tensor)}
-        matrix = states.matrix_of(weight)
-        if states.is_sharded_vector(param):  # a row an element, so that its index is that of the whole vector
-            kept = {name: value.view(-1, 1) if value.ndim else value for name, value in kept.items()}
-            matrix = matrix.view(-1, 1)
-        pairs = zip(states.moments_for(param, self.moments), self.names, strict=True)
-        moments = tuple(moment.stored(name, kept) for moment, name in pairs)
-        scale_inv = (weight.scale_inv,) if isinstance(weight, StoredWeight) else ()
-        master = master_of(param, self.master).stored(matrix, kept, *scale_inv)
+        own = stores_of(param, weight, state, self.settings)
         key, row = key_of(self.seed, index), states.first_row(param)
-        update = WeightUpdate(master, moments, kept.get("master_amax"), matrix, state["step"], key, group, row)
+        update = WeightUpdate(own.master, own.moments, own.amax, own.matrix, state["step"], key, group, row)
         held = states.held(weight)
         return _Kept(update, held.data_ptr(), held._version, ids)
 
-    def _begin(self, param: nn.Parameter, state: dict[str, Any]) -> None:
-        """An empty state; of a sharded weight its tensors are sharded alike."""
-        weight = states.local(param)
-        state["step"] = torch.zeros((), dtype=torch.float32, device=weight.device)
-        found: dict[str, Tensor] = {}
-        for moment, name in zip(states.moments_for(param, self.moments), self.names, strict=True):
-            found |= moment.new_state(name, weight.shape, weight.device)
-        found |= master_of(param, self.master).new_state(weight)
-        state.update({name: states.like_param(value, param) for name, value in found.items()})
+    @property
+    def settings(self) -> Settings:
+        """How it keeps weights."""
+        return Settings(self.moments, self.names, self.master)
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with the moments' and masters' own tensors; each group says how they are to be read."""
@@ -243,8 +251,7 @@ class CompactOptimizer(Optimizer):
 
     def _adopt(self, param: nn.Parameter, given: dict[str, Any], described: dict[str, Any] | None, same: bool) -> bool:
         """Put a parameter's loaded state in place; whether it had to be converted."""
-        state: dict[str, Any] = {}
-        self._begin(param, state)
+        state = new_state(param, states.local(param), self.settings)
         step = given.get("step", 1.0)  # torch's SGD keeps none
         state["step"].copy_(torch.as_tensor(step, dtype=torch.float32))
         fits = same and all(states.is_like(value, given.get(name)) for name, value in state.items() if name != "step")

@@ -8,7 +8,7 @@ what is left and makes later work wait for the updates.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -108,9 +108,13 @@ class UpdatesInBackward:
         self._streams: dict[torch.device, Any] = {}
         self.last_norm: Tensor | None = None
         self._norms: list[Tensor] = []
-        params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
-        self._hooks = [param.register_post_accumulate_grad_hook(self._take) for param in params]
+        self._hooks: list[Any] = []
+        self.watch(param for group in optimizer.param_groups for param in group["params"])
         optimizer.in_backward = self
+
+    def watch(self, params: Iterable[nn.Parameter]) -> None:
+        """Take the gradients of these too."""
+        self._hooks += [param.register_post_accumulate_grad_hook(self._take) for param in params if param.requires_grad]
 
     def remove(self) -> None:
         """Undo it: from now on gradients stay until ``optimizer.step()``. Gradients that wait are not lost."""

@@ -58,16 +58,20 @@ class SGD(CompactOptimizer):
             raise ValueError("nesterov=True needs a momentum and no dampening")
         if master == "fp16_scaled":
             raise ValueError("master='fp16_scaled' finds its scale by the largest update, which SGD does not bound")
+        self.names = ("momentum_buffer",) if momentum else ()
+        defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
+        defaults |= {"nesterov": nesterov, "maximize": maximize}
+        super().__init__(params, defaults, self.moments_of(moments), master, seed, skip_nonfinite)
+
+    def moments_of(self, moments: Any) -> tuple[Moment, ...]:
+        """The momentum's, by its name or as it is; none without momentum."""
         if isinstance(moments, str) and moments not in NAMED:
             raise ValueError(f"moments={moments!r}: use {', '.join(map(repr, NAMED))} or an octavo.optim.Moment")
         moment = NAMED[moments][0] if isinstance(moments, str) else moments
         if not isinstance(moment, Moment):
             raise TypeError(f"moments={moments!r}: use {', '.join(map(repr, NAMED))} or an octavo.optim.Moment")
         moment.check(second=False)
-        self.names = ("momentum_buffer",) if momentum else ()
-        defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
-        defaults |= {"nesterov": nesterov, "maximize": maximize}
-        super().__init__(params, defaults, (moment,) if momentum else (), master, seed, skip_nonfinite)
+        return (moment,) if self.names else ()
 
     def max_update(self, step: int) -> float:
         """The most that the next step moves an element, by its learning rate, with the gradients that are there.

@@ -164,7 +164,9 @@ def convert(
         values = as_fp32(name, old, given)
         if values.shape != local(param).shape:
             raise ValueError(f"{name} of shape {tuple(values.shape)} does not fit a weight of {tuple(param.shape)}")
-        _store(values, new, name, {key: local(value) for key, value in state.items() if isinstance(value, Tensor)})
+        store_moment(
+            values, new, name, {key: local(value) for key, value in state.items() if isinstance(value, Tensor)}
+        )
 
 
 def as_fp32(name: str, moment: Moment, given: dict[str, Any]) -> Tensor:
@@ -185,7 +187,7 @@ def as_fp32(name: str, moment: Moment, given: dict[str, Any]) -> Tensor:
     return values
 
 
-def _store(values: Tensor, moment: Moment, name: str, state: dict[str, Tensor]) -> None:
+def store_moment(values: Tensor, moment: Moment, name: str, state: dict[str, Tensor]) -> None:
     """Write values, to nearest."""
     stored, matrix = moment.stored(name, state), as_matrix(values.contiguous())
     scale = None

@@ -1,0 +1,171 @@
+"""Other moments, another master, another storage for weights in training: one tensor at a time, values as they are.
+
+A master is read in float32, which holds each kind, and written as the new one, to nearest: exactly where the new one
+has room for it. Beside the old state there is never more than one tensor's new one and float32 values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.formats import E4M3
+from octavo.granularity import Granularity
+from octavo.kernels.reference.adam import Master
+from octavo.kernels.reference.fp8_weights import Fp8Weight
+from octavo.kernels.reference.optimizer_state import BLOCK, Piece, blocks_of, finite_amax, pieces
+from octavo.optim import state as states
+from octavo.optim.base import CompactOptimizer
+from octavo.optim.masters import master_of
+from octavo.optim.stores import Settings, stores_of
+from octavo.tensor.stored_weight import StoredWeight
+
+Storage = Granularity | None  # of a weight's codes; None: it is a plain tensor
+
+
+def change(
+    optimizer: CompactOptimizer, settings: Settings, storage: Mapping[nn.Parameter, Storage]
+) -> dict[nn.Parameter, nn.Parameter]:
+    """Keep an optimizer's weights otherwise from now on, in place.
+
+    Args:
+        optimizer: its groups, state and hooks follow.
+        settings: its new moments and master.
+        storage: weights that are to be stored otherwise.
+
+    Returns:
+        for each weight whose storage changed the parameter that takes its place; modules have the old one still.
+
+    Raises:
+        ValueError: if a weight can't be kept so; nothing is changed then.
+    """
+    before = optimizer.settings
+    _check(optimizer, settings, storage)
+    replaced: dict[nn.Parameter, nn.Parameter] = {}
+    for group in optimizer.param_groups:
+        for place, param in enumerate(group["params"]):
+            new = _change(param, optimizer.state.pop(param, {}), before, settings, storage, optimizer)
+            if new is not param:
+                group["params"][place] = replaced[param] = new
+    optimizer.adopt(settings, replaced)
+    return replaced
+
+
+def stored_anew(param: nn.Parameter, storage: Storage) -> nn.Parameter:
+    """A weight without a master, frozen or not trained yet, stored otherwise."""
+    values = param.dequantize() if isinstance(param, StoredWeight) else param
+    values = values.detach()
+    return nn.Parameter(values if storage is None else StoredWeight.cast(values, storage), param.requires_grad)
+
+
+def _check(optimizer: CompactOptimizer, settings: Settings, storage: Mapping[nn.Parameter, Storage]) -> None:
+    targets = [
+        (_blank(param, storage[param], "meta") if param in storage else param, group)
+        for group in optimizer.param_groups
+        for param in group["params"]
+    ]
+    bounds = optimizer.will_bound(settings, any(isinstance(target, StoredWeight) for target, _ in targets))
+    for target, group in targets:
+        optimizer.check(target, group, settings, bounds)
+
+
+def _blank(param: nn.Parameter, storage: Storage, device: Any = None) -> Tensor:
+    """Zeros in place of a weight, stored as asked."""
+    device = param.device if device is None else device
+    if storage is None:
+        return torch.zeros(param.shape, dtype=param.dtype, device=device)
+    codes = torch.zeros(param.shape, dtype=E4M3.dtype, device=device)
+    return StoredWeight(codes, torch.ones(storage.scale_shape(tuple(param.shape)), device=device), param.dtype)
+
+
+def _change(
+    param: nn.Parameter,
+    state: dict[str, Any],
+    before: Settings,
+    after: Settings,
+    storage: Mapping[nn.Parameter, Storage],
+    optimizer: CompactOptimizer,
+) -> nn.Parameter:
+    """Change a weight and its state; the parameter that has both now."""
+    moves = param in storage
+    if not state:
+        return stored_anew(param, storage[param]) if moves else param
+    weight = states.local(param.detach())
+    old = stores_of(param, weight, state, before)
+    new_param = nn.Parameter(_blank(param, storage[param]), param.requires_grad) if moves else param
+    new_weight = states.local(new_param.detach())
+    found = {"step": state["step"]} | _moments(param, state, before, after)
+    old_master, new_master = master_of(param, before.master), master_of(new_param, after.master)
+    if moves or old_master is not new_master:
+        own = new_master.new_state(new_weight)
+        found |= {name: states.like_param(value, new_param) for name, value in own.items()}
+        new = stores_of(new_param, new_weight, found, after)
+        codes = states.held(weight).clone() if not moves else None
+        _rewrite(old.master, new.master, new.amax, same_storage=not moves)
+        if codes is not None and isinstance(new.master, Fp8Weight) and new.master.kind in ("fp8_fp16", "fp8_fp32"):
+            states.held(weight).view(torch.uint8).copy_(codes.view(torch.uint8))  # where ties went the other way
+    else:
+        found |= {name: value for name, value in state.items() if name.startswith("master_")}
+    optimizer.state[new_param] = found
+    return new_param
+
+
+def _moments(param: nn.Parameter, state: dict[str, Any], before: Settings, after: Settings) -> dict[str, Any]:
+    """The tensors of all moments; those that stay as they are are the same ones."""
+    found: dict[str, Any] = {}
+    pairs = zip(*(states.moments_for(param, settings.moments) for settings in (before, after)), strict=True)
+    for name, (old, new) in zip(after.names, pairs, strict=True):
+        if old == new:
+            found |= {key: value for key, value in state.items() if key in _names_of(name)}
+            continue
+        values = states.as_fp32(name, old, state)
+        own = new.new_state(name, values.shape, values.device)
+        states.store_moment(values, new, name, own)
+        found |= {key: states.like_param(value, param) for key, value in own.items()}
+    return found
+
+
+def _names_of(name: str) -> tuple[str, ...]:
+    return name, f"{name}_codes", f"{name}_scale_inv", f"{name}_amax"
+
+
+@torch.no_grad()
+def _rewrite(old: Master, new: Master, amax: Tensor | None, same_storage: bool) -> None:
+    """Write a master as another kind, to nearest. Where the weight's storage stays, so does its scale."""
+    rows, cols = old.weight.shape
+    scale = found = None
+    if new.needs_bound:
+        if same_storage and isinstance(new, Fp8Weight):
+            bound = new.scale_inv * E4M3.max
+        else:
+            bound = amax_of(old, new.scale_inv.shape)  # type: ignore[union-attr]
+        scale, found = new.begin(bound)
+    for piece in pieces(rows, cols):
+        wide = _read(old, piece)
+        half = torch.full_like(wide, 1 << 15, dtype=torch.int32)  # bits that round to nearest
+        new.write(piece, wide, half, scale, found)
+    if scale is not None and found is not None and amax is not None:
+        new.end(scale, found, amax)
+
+
+def _read(master: Master, piece: Piece) -> Tensor:
+    wide = master.read(piece)
+    return wide.clone() if wide.data_ptr() == piece.of(master.weight).data_ptr() else wide
+
+
+def amax_of(master: Master, shape: torch.Size) -> Tensor:
+    """The largest absolute finite value of a master: of all, [1, 1], or of blocks of 128 x 128."""
+    rows, cols = master.weight.shape
+    found = torch.zeros(rows, blocks_of(cols), dtype=torch.float32, device=master.weight.device)
+    for piece in pieces(rows, cols):
+        piece_found = finite_amax(_read(master, piece))[..., 0]
+        first = piece.cols.start // BLOCK
+        found[piece.rows, first : first + piece_found.shape[1]] = piece_found
+    if shape == (1, 1):
+        return found.amax().reshape(1, 1) if found.numel() else found.new_zeros(1, 1)
+    whole = found.new_zeros(-(-rows // BLOCK) * BLOCK, found.shape[1])
+    whole[:rows] = found
+    return whole.view(-1, BLOCK, found.shape[1]).amax(1)

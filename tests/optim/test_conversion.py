@@ -1,0 +1,230 @@
+import math
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from octavo import PerBlock, PerTensor
+from octavo.kernels.reference.optimizer_state import pieces
+from octavo.optim import SGD, AdamW, update_in_backward
+from octavo.optim.conversion import change, stored_anew
+from octavo.optim.masters import master_of
+from octavo.optim.stores import Settings, stores_of
+from octavo.tensor.stored_weight import StoredWeight
+
+SHAPE = (130, 300)
+PLAIN = [("plain", master) for master in ("split32", "split24", "fp16_scaled", None)]
+CODES = [(kind, m) for kind in ("tensor", "blocks") for m in ("split16", "split24", "fp16_scaled", "fp32", None)]
+STORAGES = {"plain": None, "tensor": PerTensor(), "blocks": PerBlock(128, 128)}
+# which kinds hold every value of which: significant bits, and whether they reach as far down as float32
+BITS = {"split16": 12, "split24": 20, "fp16_scaled": 11, "fp32": 24, None: 4}
+PLAIN_BITS = {"split32": 24, "split24": 16, "fp16_scaled": 11, None: 8}
+
+
+def bits_of(kind: tuple[str, str | None]) -> int:
+    return PLAIN_BITS[kind[1]] if kind[0] == "plain" else BITS[kind[1]]
+
+
+def weight_of(kind: tuple[str, str | None], values: Tensor) -> nn.Parameter:
+    storage = STORAGES[kind[0]]
+    return nn.Parameter(values.clone() if storage is None else StoredWeight.cast(values, storage))
+
+
+def trained(kind: tuple[str, str | None], moments: object = "fp8", steps: int = 3) -> AdamW:
+    # within 2^6 of each other: far from any kind's subnormal numbers
+    values = (torch.rand(SHAPE) + 1 / 64).mul_(torch.randn(SHAPE).sign()).bfloat16()
+    optimizer = AdamW([weight_of(kind, values)], 1e-4, moments=moments, master=kind[1])
+    for _ in range(steps):
+        step(optimizer, torch.randn(SHAPE))
+    return optimizer
+
+
+def step(optimizer, gradient: Tensor) -> None:
+    (weight,) = optimizer.param_groups[0]["params"]
+    weight.grad = gradient.to(weight.dtype)
+    optimizer.step()
+
+
+def only(optimizer) -> nn.Parameter:
+    (weight,) = optimizer.param_groups[0]["params"]
+    return weight
+
+
+def master_values(optimizer) -> Tensor:
+    weight = only(optimizer)
+    own = stores_of(weight, weight.detach(), optimizer.state[weight], optimizer.settings)
+    found = torch.full(weight.shape, math.nan)
+    for piece in pieces(*weight.shape):
+        piece.of(found).copy_(own.master.read(piece))
+    return found
+
+
+def values_of(weight: nn.Parameter) -> Tensor:
+    weight = weight.detach()
+    return (weight.dequantize() if isinstance(weight, StoredWeight) else weight).float().clone()
+
+
+def changed(optimizer, kind: tuple[str, str | None], moments: object = None) -> dict:
+    weight = only(optimizer)
+    storage = {} if same_storage(weight, kind) else {weight: STORAGES[kind[0]]}
+    kept = optimizer.moments if moments is None else optimizer.moments_of(moments)
+    return change(optimizer, Settings(kept, optimizer.names, kind[1]), storage)
+
+
+def same_storage(weight: nn.Parameter, kind: tuple[str, str | None]) -> bool:
+    own = weight.granularity if isinstance(weight, StoredWeight) else None
+    return own == STORAGES[kind[0]]
+
+
+@pytest.mark.parametrize(("old", "new"), list(product(PLAIN + CODES, repeat=2)), ids=str)
+def test_every_change_keeps_the_masters_values_as_far_as_the_new_one_has_bits(old, new):
+    optimizer = trained(old)
+    weight, before, before_weight = only(optimizer), master_values(optimizer), values_of(only(optimizer))
+    replaced = changed(optimizer, new)
+    after, now = master_values(optimizer), only(optimizer)
+    assert set(replaced) == (set() if same_storage(weight, new) else {weight})
+    assert isinstance(now, StoredWeight) == (new[0] != "plain") and optimizer.master == new[1]
+    if bits_of(new) >= bits_of(old):
+        assert torch.equal(before, after)
+    else:
+        error = (after - before).abs() / before.abs()
+        assert error.max() <= 2.0 ** -bits_of(new)
+    assert (values_of(now) - after).abs().max() <= after.abs().max() * 2.0 ** (-8 if new[0] == "plain" else -4)
+    if now is weight and bits_of(new) >= bits_of(old) and not old[1] == "fp16_scaled":  # whose ties go to even
+        assert torch.equal(values_of(now), before_weight)
+    step(optimizer, torch.randn(SHAPE))
+    moved = (master_values(optimizer) - after).abs()
+    assert 0 < moved.max() < 1e-2 or new[1] is None
+
+
+@pytest.mark.parametrize("storage", ["plain", "tensor", "blocks"])
+def test_a_change_and_back_loses_nothing_and_trains_on_bit_for_bit(storage):
+    low = (storage, "split24" if storage == "plain" else "split16")
+    torch.manual_seed(0)
+    there = trained(low)
+    torch.manual_seed(0)
+    stayed = trained(low)
+    changed(there, ("plain", "split32"), "fp32")
+    changed(there, low, "fp8")
+    gradient = torch.randn(SHAPE)
+    for optimizer in (there, stayed):
+        step(optimizer, gradient)
+    assert torch.equal(values_of(only(there)), values_of(only(stayed)))
+    assert torch.equal(master_values(there), master_values(stayed))
+
+
+@pytest.mark.parametrize(("old", "new"), list(product(("fp8", "bf16", "fp32"), repeat=2)))
+def test_moments_keep_their_values(old, new):
+    optimizer = trained(("plain", "split32"), old)
+    weight, state = only(optimizer), dict(optimizer.state[only(optimizer)])
+    before = moments(optimizer)
+    changed(optimizer, ("plain", "split32"), new)
+    after = moments(optimizer)
+    assert optimizer.state[weight]["step"] is state["step"]
+    if old == new:
+        assert all(optimizer.state[weight][name] is value for name, value in state.items())
+    for was, now in zip(before, after, strict=True):
+        limit = {"fp32": 0.0, "bf16": 2.0**-8, "fp8": 2.0**-3}[new] if old != new else 0.0
+        assert ((was - now).abs() <= limit * was.abs() + (was.abs().max() * 2.0**-9 if limit > 0.1 else 0)).all()
+    assert optimizer.clip_update == (new != "fp32")
+
+
+def moments(optimizer) -> list[Tensor]:
+    weight = only(optimizer)
+    own = stores_of(weight, weight.detach(), optimizer.state[weight], optimizer.settings)
+    found = []
+    for moment in own.moments:
+        found.append(torch.empty(weight.shape))
+        for piece in pieces(*weight.shape):
+            piece.of(found[-1]).copy_(moment.read(piece))
+    return found
+
+
+def test_float32_weights_are_their_own_master_before_and_after():
+    weight = nn.Parameter(torch.randn(40, 30))
+    optimizer = AdamW([weight], 0.01, moments="fp32", master="fp32")
+    step(optimizer, torch.randn(40, 30))
+    before = weight.detach().clone()
+    assert change(optimizer, optimizer.settings._replace(master="split24"), {}) == {}
+    assert torch.equal(weight, before)
+    replaced = change(optimizer, optimizer.settings._replace(master="fp32"), {weight: PerTensor()})
+    assert torch.equal(master_values(optimizer), before) and replaced[weight].dtype == torch.float32
+    change(optimizer, optimizer.settings, {replaced[weight]: None})
+    assert torch.equal(only(optimizer), before) and type(only(optimizer)) is nn.Parameter
+
+
+def test_weights_that_have_not_stepped_change_their_storage_alone():
+    weight = nn.Parameter(torch.randn(64, 64).bfloat16())
+    optimizer = AdamW([weight], 0.01, master="auto")
+    replaced = change(optimizer, optimizer.settings, {weight: PerTensor()})
+    stored = replaced[weight]
+    assert torch.equal(values_of(stored), values_of(nn.Parameter(StoredWeight.cast(weight.detach()))))
+    assert optimizer.state[stored] == {} and master_of(stored, "auto").name == "split16"
+    assert torch.equal(stored_anew(stored, None), stored.detach().dequantize())
+    step(optimizer, torch.randn(64, 64))
+
+
+def test_vectors_and_odd_shapes():
+    shapes = [(1,), (31,), (), (3, 5, 7), (0, 4), (1, 4095)]
+    weights = [nn.Parameter(torch.randn(shape).bfloat16()) for shape in shapes]
+    optimizer = AdamW(weights, 0.01, master="split24")
+    for _ in range(2):
+        for weight in weights:
+            weight.grad = torch.randn_like(weight)
+        optimizer.step()
+    before = [weight.detach().clone() for weight in weights]
+    change(optimizer, Settings(optimizer.moments_of("fp32"), optimizer.names, "split32"), {})
+    assert all(torch.equal(old, new) for old, new in zip(before, weights, strict=True))
+    change(optimizer, Settings(optimizer.moments_of("fp8"), optimizer.names, "split24"), {})
+    assert all(torch.equal(old, new) for old, new in zip(before, weights, strict=True))
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("settings", "storage", "message"),
+    [
+        ({"master": "split32"}, PerTensor(), "weights stored in FP8 take"),
+        ({"master": "nothing"}, None, "master='nothing'"),
+    ],
+)
+def test_what_can_not_be_changes_nothing(settings, storage, message):
+    optimizer = trained(("plain", "split24"))
+    weight, state = only(optimizer), dict(optimizer.state[only(optimizer)])
+    with pytest.raises(ValueError, match=message):
+        change(optimizer, optimizer.settings._replace(**settings), {weight: storage} if storage else {})
+    assert only(optimizer) is weight and optimizer.master == "split24"
+    assert all(optimizer.state[weight][name] is value for name, value in state.items())
+
+
+def test_sgd_changes_too_but_stores_no_weight_in_fp8():
+    weight = nn.Parameter(torch.randn(64, 64).bfloat16())
+    optimizer = SGD([weight], 0.01, 0.9, master="split24")
+    step(optimizer, torch.randn(64, 64))
+    before = weight.detach().clone()
+    change(optimizer, Settings(optimizer.moments_of("fp32"), optimizer.names, "split32"), {})
+    assert torch.equal(weight, before) and "momentum_buffer" in optimizer.state[weight]
+    with pytest.raises(ValueError, match="AdamW or Adam"):
+        change(optimizer, optimizer.settings._replace(master="split16"), {weight: PerTensor()})
+
+
+def test_updates_in_backward_go_on():
+    weight = nn.Parameter(torch.randn(64, 64).bfloat16())
+    optimizer = AdamW([weight], 0.01, master="split24")
+    handle = update_in_backward(optimizer, 0)
+    (weight * 2).sum().backward()
+    optimizer.step()
+    stored = change(optimizer, optimizer.settings._replace(master="split16"), {weight: PerTensor()})[weight]
+    stored.dequantize().mul(2).sum().backward()
+    assert stored.grad is None and handle.launches == 2
+    optimizer.step()
+
+
+def test_a_nan_stays_in_its_element():
+    optimizer = trained(("tensor", "split16"))
+    with torch.no_grad():
+        only(optimizer).q.view(torch.uint8)[3, 5] = 0x7F
+    changed(optimizer, ("plain", "split32"))
+    assert only(optimizer).isnan().nonzero().tolist() == [[3, 5]]
+    changed(optimizer, ("blocks", "split24"))
+    assert master_values(optimizer).isnan().nonzero().tolist() == [[3, 5]]
