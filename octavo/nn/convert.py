@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from torch import nn
@@ -14,7 +14,7 @@ from octavo.granularity import Granularity
 from octavo.nn.gather import GatherGroup
 from octavo.nn.linear import Linear
 from octavo.nn.recipe_module import RecipeModule
-from octavo.nn.stored_weights import check_recipe, store_weight, why_not_stored, widen_weight
+from octavo.nn.stored_weights import check_recipe, store_weight, stored_granularity, why_not_stored, widen_weight
 from octavo.recipes import high_precision
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap, recipe_of
@@ -143,12 +143,60 @@ def _check_storage(
     return stored
 
 
+def storages(
+    model: nn.Module,
+    recipe: Recipe | RecipeMap,
+    weight_storage: str | None,
+    now: Mapping[nn.Parameter, Granularity | None],
+) -> dict[nn.Parameter, Granularity | None]:
+    """How the weights of a converted model's octavo modules would be stored, and that the recipe reads them so.
+
+    Args:
+        model, recipe: as set_recipe's.
+        weight_storage: "fp8", None or "same".
+        now: how they are; None: as plain tensors.
+
+    Raises:
+        ValueError: where it can't be.
+    """
+    modules = [(name, module) for name, module in model.named_modules() if isinstance(module, RecipeModule)]
+    stored: set[str] = set()
+    if weight_storage == "fp8":
+        stored = _check_storage(model, recipe, [(name, module, type(module)) for name, module in modules], "fp8")
+    then = dict(now)
+    for name, module in modules:
+        weight = module.get_parameter("weight")
+        if name in stored:
+            then[weight] = stored_granularity(recipe_of(recipe, name), weight.shape)
+        elif weight_storage is None:
+            then[weight] = None
+    for name, module in modules:
+        weight = module.get_parameter("weight")
+        if (granularity := then[weight]) is not None:
+            check_recipe(recipe_of(recipe, name), weight.shape, granularity)
+    return then
+
+
+def stored_now(model: nn.Module) -> dict[nn.Parameter, Granularity | None]:
+    """How the weights of a model's octavo modules are stored."""
+    weights = [module.get_parameter("weight") for module in model.modules() if isinstance(module, RecipeModule)]
+    return {weight: weight.granularity if isinstance(weight, StoredWeight) else None for weight in weights}
+
+
+def put_weights(model: nn.Module, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    """Put parameters into the places of others, wherever modules have these."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter in replaced:
+                module._parameters[name] = replaced[parameter]
+
+
 def _check_stored(modules: Sequence[tuple[str, nn.Module]], recipe: Recipe | RecipeMap) -> None:
     """Raise ValueError if a weight is stored in FP8 in a way that its recipe can't read."""
     for name, module in modules:
         weight = module._parameters.get("weight")
         if isinstance(weight, StoredWeight):
-            check_recipe(recipe_of(recipe, name), weight)
+            check_recipe(recipe_of(recipe, name), weight.shape, weight.granularity)
 
 
 def set_recipe(model: nn.Module, recipe: Recipe | RecipeMap) -> nn.Module:

@@ -45,7 +45,7 @@ class RecipeModule(nn.Module):
             raise TypeError(f"recipe={recipe!r} is no octavo.Recipe; try octavo.recipes.dynamic()")
         weight = self._parameters.get("weight")
         if isinstance(weight, StoredWeight):
-            check_recipe(recipe, weight)
+            check_recipe(recipe, weight.shape, weight.granularity)
         self.recipe = recipe
         self._weight_cache = WeightCache()
         self.gather.forget()

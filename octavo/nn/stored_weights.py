@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from octavo.autograd.casts import Operands
 from octavo.formats import E4M3
-from octavo.granularity import granularity_of
+from octavo.granularity import Granularity, PerTensor, granularity_of
 from octavo.kernels.layouts import needs_transposed_codes
 from octavo.nn.gather import lay_out, with_padding
 from octavo.scaling.recipe import Recipe
@@ -49,30 +49,35 @@ def why_not_stored(recipe: Recipe) -> str | None:
     return None
 
 
-def check_recipe(recipe: Recipe, weight: StoredWeight) -> None:
-    """Raise ValueError where a recipe can't read a stored weight."""
+def check_recipe(recipe: Recipe, shape: torch.Size, stored: Granularity) -> None:
+    """Raise ValueError where a recipe can't read a weight that is stored so."""
     if recipe.is_high_precision:
         return
     if reason := why_not_stored(recipe):
         raise ValueError(f"the recipe {recipe.name!r} can't read weights that are stored in FP8: {reason}")
-    cast = recipe.weight_casts.as_is
-    assert cast is not None
-    wanted = granularity_of(cast.tile)
-    if wanted.scale_shape(tuple(weight.shape)) != tuple(weight.scale_inv.shape):
+    wanted = stored_granularity(recipe, shape)
+    if wanted != stored:
         raise ValueError(
-            f"the recipe {recipe.name!r} reads weights scaled {wanted}, but they are stored {weight.granularity}; "
+            f"the recipe {recipe.name!r} reads weights scaled {wanted}, but they are stored {stored}; "
             "octavo.convert(model, recipe, weight_storage='fp8') stores them anew"
         )
+
+
+def stored_granularity(recipe: Recipe, shape: torch.Size) -> Granularity:
+    """How a weight is stored that a recipe can read; PerTensor() where one block is all."""
+    cast = recipe.weight_casts.as_is
+    assert cast is not None
+    granularity = granularity_of(cast.tile)
+    return PerTensor() if granularity.scale_shape(tuple(shape)) == (1, 1) else granularity
 
 
 def store_weight(module: nn.Module, recipe: Recipe, found: dict[int, nn.Parameter]) -> None:
     """Put a module's weight into FP8; ``found``: those stored already, by the id of what they were, for tied ones."""
     old = module.get_parameter("weight")
-    cast = recipe.weight_casts.as_is
-    assert cast is not None
     if id(old) not in found:
         values = old.dequantize() if isinstance(old, StoredWeight) else old.detach()
-        found[id(old)] = nn.Parameter(StoredWeight.cast(values, granularity_of(cast.tile)), old.requires_grad)
+        stored = StoredWeight.cast(values, stored_granularity(recipe, old.shape))
+        found[id(old)] = nn.Parameter(stored, old.requires_grad)
     module._parameters["weight"] = found[id(old)]
 
 

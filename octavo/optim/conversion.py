@@ -43,7 +43,7 @@ def change(
         ValueError: if a weight can't be kept so; nothing is changed then.
     """
     before = optimizer.settings
-    _check(optimizer, settings, storage)
+    check_change(optimizer, settings, storage)
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     for group in optimizer.param_groups:
         for place, param in enumerate(group["params"]):
@@ -61,7 +61,8 @@ def stored_anew(param: nn.Parameter, storage: Storage) -> nn.Parameter:
     return nn.Parameter(values if storage is None else StoredWeight.cast(values, storage), param.requires_grad)
 
 
-def _check(optimizer: CompactOptimizer, settings: Settings, storage: Mapping[nn.Parameter, Storage]) -> None:
+def check_change(optimizer: CompactOptimizer, settings: Settings, storage: Mapping[nn.Parameter, Storage]) -> None:
+    """Raise ValueError if the optimizer's weights can't be kept so; arguments as ``change``'s."""
     targets = [
         (_blank(param, storage[param], "meta") if param in storage else param, group)
         for group in optimizer.param_groups

@@ -22,18 +22,20 @@ BUFFERS = ("delayed_scale", "delayed_amax_history")
 
 
 def register_delayed_state(module: nn.Module, rule: Delayed, device: torch.device) -> None:
-    """Give ``module`` an empty delayed state for ``rule``; a real one of the same length is kept as it is."""
-    history = getattr(module, "delayed_amax_history", None)
+    """Give ``module`` a delayed state for ``rule``.
+
+    A real one of the same length is kept as it is; of another length its scales and last amaxes are. Else it is empty.
+    """
+    history, scale = getattr(module, "delayed_amax_history", None), getattr(module, "delayed_scale", None)
     if history is not None and history.shape[1] == rule.history_length and not history.is_meta:
         return
-    module.register_buffer(
-        "delayed_scale", torch.zeros(len(ROLES), dtype=torch.float32, device=device), persistent=False
-    )
-    module.register_buffer(
-        "delayed_amax_history",
-        torch.zeros(len(ROLES), rule.history_length, dtype=torch.float32, device=device),
-        persistent=False,
-    )
+    new_scale = torch.zeros(len(ROLES), dtype=torch.float32, device=device)
+    new_history = torch.zeros(len(ROLES), rule.history_length, dtype=torch.float32, device=device)
+    if history is not None and scale is not None and not history.is_meta:
+        new_scale.copy_(scale)
+        new_history[:, 0] = history[:, 0]
+    module.register_buffer("delayed_scale", new_scale, persistent=False)
+    module.register_buffer("delayed_amax_history", new_history, persistent=False)
 
 
 def delayed_state_dict(model: nn.Module) -> dict[str, Tensor]:

@@ -1,0 +1,310 @@
+"""PrecisionSchedule: phases that begin while a model trains, and recovery from faults."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from octavo.distributed.ranks import Ranks
+from octavo.optim.base import CompactOptimizer
+from octavo.optim.state import largest
+from octavo.schedule.phase import Phase
+from octavo.schedule.plan import Plan, plan_of
+from octavo.schedule.recovery import Recovery, Watch, said
+from octavo.schedule.switch import Target, switch, targets_of
+
+RESOLUTION_EVERY = 10  # steps whose updates are taken together; their ratio is read as many steps later, without a wait
+_logger = logging.getLogger("octavo")
+
+
+@dataclass(frozen=True)
+class Switch:
+    """One that happened.
+
+    Attributes:
+        step: optimizer steps done before it.
+        phase: the phase's index; -1 for a recovery's.
+        name: its recipe's.
+        reason: what began it.
+    """
+
+    step: int
+    phase: int
+    name: str
+    reason: str
+
+
+class PrecisionSchedule:
+    """Switches a training from phase to phase, in place.
+
+    The first phase begins at once. ``step()`` belongs after every ``optimizer.step()``. A switch changes the recipe,
+    and where the phases say so the storage of weights, their masters and the moments, one tensor after the other:
+    beside the larger of both forms no more than one tensor lies in memory. Upwards no value changes: a master that has
+    more bits holds what the old one did. Parameters whose storage changes are new objects; in the model, the optimizer
+    and update_in_backward they take the place of the old ones.
+
+    To resume, load its state first: it puts model and optimizer into the form that theirs were saved in.
+
+    Args:
+        model: a converted model.
+        optimizer: of its parameters. With one of torch's only recipes change.
+        phases: the first without a trigger, each other with one; they begin in this order.
+        recovery: what to do about faults; then ``observe(loss)`` belongs before every ``optimizer.step()``.
+
+    Attributes:
+        steps: how many were counted.
+        tokens: how many were counted.
+        index: the phase's; during a recovery that of the phase to which it returns.
+        switches: all Switches so far.
+
+    Raises:
+        TypeError, ValueError: naming the phase that can't be, with the reason.
+
+    Example:
+        >>> import torch, octavo
+        >>> model = octavo.nn.Linear(64, 64)
+        >>> optimizer = octavo.optim.AdamW(model.parameters())
+        >>> low, high = octavo.recipes.delayed(), octavo.recipes.high_precision()
+        >>> schedule = octavo.PrecisionSchedule(
+        ...     model, optimizer, [octavo.Phase(low), octavo.Phase(high, moments="fp32", from_step=2)]
+        ... )
+        >>> for _ in range(3):
+        ...     model(torch.ones(8, 64)).sum().backward()
+        ...     optimizer.step()
+        ...     schedule.step()
+        >>> model.recipe.name, schedule.switches[-1].step
+        ('high_precision', 2)
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, phases: Sequence[Phase], recovery: Recovery | None = None
+    ) -> None:
+        self.model, self.optimizer, self.phases, self.recovery = model, optimizer, tuple(phases), recovery
+        _check_order(self.phases)
+        self.steps = self.tokens = self.index = 0
+        self.switches: list[Switch] = []
+        self._recovering = self._recoveries = 0  # steps left (-1: to the end), and how many there were
+        self._highest_lr = 0.0
+        self._watch: Watch | None = None
+        self._observed = True
+        self._targets = targets_of(model, optimizer, self.phases)
+        self._resolution: list[Tensor] = []
+        if recovery is not None:
+            self._prepare_recovery(recovery)
+        self._enter(self._targets[0], 0, "the first phase")
+
+    def _prepare_recovery(self, recovery: Recovery) -> None:
+        """Every phase must be able to go there and back."""
+        if getattr(self.optimizer, "in_backward", None) is not None:
+            raise ValueError("a recovery decides by the loss and all gradients; remove() update_in_backward")
+        self._watch, self._observed = Watch(recovery), False
+        for phase in self.phases:
+            targets_of(self.model, self.optimizer, [phase, recovery.phase, phase])
+
+    @property
+    def phase(self) -> Phase:
+        """The phase that it is in; the recovery's during one."""
+        recovering = self.recovery is not None and self._recovering
+        return self.recovery.phase if recovering and self.recovery else self.phases[self.index]
+
+    def observe(self, loss: Tensor) -> None:
+        """Look at a step before the optimizer takes it; faulty ones change nothing. It does not wait for the device.
+
+        With an optimizer of torch's, which can't leave a step out by itself, it does wait.
+
+        Args:
+            loss: of the step, over all its micro-batches; under torch.distributed this rank's.
+        """
+        if self._watch is None:
+            raise RuntimeError("the schedule has no recovery: PrecisionSchedule(..., recovery=octavo.Recovery(...))")
+        params = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if not params:
+            raise RuntimeError("observe(loss) belongs between backward and optimizer.step(): there are no gradients")
+        ranks = Ranks.of_process()
+        found = self._watch.look(
+            ranks.mean(loss.detach().float()),
+            largest([p.grad for p in params if p.grad is not None]),
+            spikes=not self._recovering,  # where the loss may stay what it jumped to
+        )
+        self._observed = True
+        if isinstance(self.optimizer, CompactOptimizer):
+            self.optimizer.skip = found
+        elif bool(found):
+            for param in params:
+                param.grad = None
+
+    def step(self, tokens: int = 0) -> None:
+        """Count an optimizer step, and begin the next phase if it is time.
+
+        Args:
+            tokens: trained on in this step, on all ranks.
+        """
+        if not self._observed:
+            raise RuntimeError("with a recovery, observe(loss) belongs before each optimizer.step()")
+        self.steps += 1
+        self.tokens += tokens
+        self._observed = self._watch is None
+        if isinstance(self.optimizer, CompactOptimizer):
+            self.optimizer.skip = None
+        rate = max(float(group["lr"]) for group in self.optimizer.param_groups) if self._asks_for_lr() else 0.0
+        self._highest_lr = max(self._highest_lr, rate)
+        ratio = self._next_resolution()
+        while self.index + 1 < len(self.phases):
+            reason = self._reason(self.phases[self.index + 1], rate, ratio)
+            if not reason:
+                break
+            self.index += 1
+            ratio = None
+            if not self._recovering:
+                self._enter(self._targets[self.index], self.index, reason)
+        self._recover()
+
+    def _reason(self, phase: Phase, rate: float, ratio: float | None) -> str:
+        """Why a phase begins now; "" if it does not."""
+        if phase.from_step is not None and self.steps >= phase.from_step:
+            return f"step {phase.from_step}"
+        if phase.from_tokens is not None and self.tokens >= phase.from_tokens:
+            return f"{self.tokens} tokens"
+        below = phase.when_lr_below
+        if below is not None and rate < below and rate < self._highest_lr:
+            return f"the learning rate fell to {rate:.3g}"
+        limit = phase.when_update_below_resolution
+        if limit is not None and ratio is not None and ratio < limit:
+            return f"updates fell to {ratio:.3g} of the weights' resolution"
+        return ""
+
+    def _asks_for_lr(self) -> bool:
+        return any(phase.when_lr_below is not None for phase in self.phases[self.index + 1 :])
+
+    def _next_resolution(self) -> float | None:
+        """The ratio of the interval before the last, where one has just ended."""
+        if not isinstance(self.optimizer, CompactOptimizer) or self.steps % RESOLUTION_EVERY:
+            return None
+        if not self.optimizer.measures_resolution:
+            return None
+        self._resolution.append(self.optimizer.take_resolution())
+        if len(self._resolution) < 2:
+            return None
+        updates, noise = self._resolution.pop(0).tolist()
+        return (updates / noise) ** 0.5 if noise > 0 else None
+
+    def _recover(self) -> None:
+        """Begin or end a recovery."""
+        policy, watch = self.recovery, self._watch
+        if policy is None or watch is None:
+            return
+        faults = watch.read() if self.steps % policy.check_every == 0 else 0
+        if faults and not self._recovering:
+            self._recoveries += 1
+            for_good = policy.attempts is not None and self._recoveries > policy.attempts
+            self._recovering = -1 if for_good else policy.steps
+            target = targets_of(self.model, self.optimizer, [self.phases[self.index], policy.phase])[1]
+            self._enter(target, -1, said(faults) + (f" again after {policy.attempts} recoveries" if for_good else ""))
+        elif self._recovering > 0:
+            self._recovering -= 1
+            if not self._recovering:
+                self._enter(self._targets[self.index], self.index, f"{policy.steps} steps of recovery are done")
+
+    def _enter(self, target: Target, index: int, reason: str) -> None:
+        switch(self.model, self.optimizer, target)
+        self.switches.append(Switch(self.steps, index, target.phase.name, reason))
+        _logger.info("step %d: %s, since %s", self.steps, target.phase, reason)
+        self._measure()
+
+    def _measure(self) -> None:
+        """Measure updates against the weights' resolution while a later phase waits for that."""
+        if isinstance(self.optimizer, CompactOptimizer):
+            waits = any(phase.when_update_below_resolution is not None for phase in self.phases[self.index + 1 :])
+            if waits != self.optimizer.measures_resolution:
+                self.optimizer.measure_resolution(waits)
+                self._resolution = []
+
+    def plan(self, budget_bytes: int | None = None, example_inputs: Iterable[Any] | None = None) -> Plan:
+        """What each phase takes: bytes of weights, masters, moments, gradients and of what forward saves.
+
+        Nothing is computed and no memory is taken: the model runs on tensors without data.
+
+        Args:
+            budget_bytes: of memory, for all of that.
+            example_inputs: the model's arguments, of one micro-batch; without them saved activations are not counted.
+
+        Raises:
+            BudgetError: if a phase takes more than the budget, with the cheapest way to fit.
+
+        Example:
+            >>> import torch, octavo
+            >>> model = octavo.nn.Linear(512, 512, bias=False, dtype=torch.bfloat16)
+            >>> optimizer = octavo.optim.AdamW(model.parameters(), master="split24")
+            >>> low, high = octavo.recipes.dynamic(), octavo.recipes.high_precision()
+            >>> phases = [octavo.Phase(low), octavo.Phase(high, moments="fp32", master="split32", from_step=9000)]
+            >>> print(octavo.PrecisionSchedule(model, optimizer, phases).plan())
+            phase  recipe          weights  masters  moments  gradients  bytes a parameter   total
+                0  dynamic         0.50 MiB  0.25 MiB  0.52 MiB   0.50 MiB               7.06  1.77 MiB
+        """
+        return plan_of(self.model, self.optimizer, self._targets, budget_bytes, example_inputs)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Numbers, strings and small tensors."""
+        return {
+            "steps": self.steps,
+            "tokens": self.tokens,
+            "index": self.index,
+            "phases": [repr(phase) for phase in self.phases],
+            "recovering": self._recovering,
+            "recoveries": self._recoveries,
+            "highest_lr": self._highest_lr,
+            "switches": [asdict(switch) for switch in self.switches],
+            "watch": None if self._watch is None else self._watch.state(),
+            "resolution": self._resolution_state(),
+        }
+
+    def _resolution_state(self) -> dict[str, Any] | None:
+        if not isinstance(self.optimizer, CompactOptimizer) or not self.optimizer.measures_resolution:
+            return None
+        return {"waiting": [part.cpu() for part in self._resolution], "sums": self.optimizer.resolution_sums()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take a state, and put model and optimizer into its phase; load theirs after it.
+
+        Raises:
+            ValueError: if it is of other phases.
+        """
+        own = [repr(phase) for phase in self.phases]
+        if state_dict["phases"] != own:
+            raise ValueError(f"the state is of the phases {state_dict['phases']}, not {own}")
+        if (state_dict["watch"] is None) != (self._watch is None):
+            raise ValueError("the state was saved with a recovery and the schedule has none, or the other way round")
+        self.steps, self.tokens, self.index = (state_dict[name] for name in ("steps", "tokens", "index"))
+        self._recovering, self._recoveries = state_dict["recovering"], state_dict["recoveries"]
+        self._highest_lr = state_dict["highest_lr"]
+        self.switches = [Switch(**found) for found in state_dict["switches"]]
+        target = self._targets[self.index]
+        if self._recovering and self.recovery is not None:
+            target = targets_of(self.model, self.optimizer, [target.phase, self.recovery.phase])[1]
+        switch(self.model, self.optimizer, target)
+        if self._watch is not None:
+            self._watch.load(state_dict["watch"])
+        self._measure()
+        if isinstance(self.optimizer, CompactOptimizer) and state_dict["resolution"] is not None:
+            self._resolution = list(state_dict["resolution"]["waiting"])
+            self.optimizer.load_resolution_sums(state_dict["resolution"]["sums"])
+
+
+def _check_order(phases: Sequence[Phase]) -> None:
+    if not phases or not all(isinstance(phase, Phase) for phase in phases):
+        raise TypeError("phases: a list of octavo.Phase, at least one")
+    if phases[0].trigger is not None:
+        raise ValueError(f"phase 0, {phases[0]}: the first begins at once, so it takes no {phases[0].trigger}")
+    for name in ("from_step", "from_tokens"):
+        given = [getattr(phase, name) for phase in phases if getattr(phase, name) is not None]
+        if any(later <= earlier for earlier, later in zip(given, given[1:], strict=False)):
+            raise ValueError(f"phases begin one after the other, but {name} is {', '.join(map(str, given))}")
+    for index, phase in enumerate(phases[1:], 1):
+        if phase.trigger is None:
+            raise ValueError(f"phase {index}, {phase}: needs from_step, from_tokens or another trigger")

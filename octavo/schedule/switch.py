@@ -1,0 +1,115 @@
+"""From one phase to the next, in place: recipe, weights, masters and moments."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from octavo.granularity import Granularity
+from octavo.nn.convert import put_weights, set_recipe, storages, stored_now
+from octavo.nn.recipe_module import RecipeModule
+from octavo.optim.base import CompactOptimizer
+from octavo.optim.conversion import change, check_change, stored_anew
+from octavo.optim.stores import Settings
+from octavo.scaling.recipe import Recipe
+from octavo.scaling.recipe_map import RecipeMap, recipe_of
+from octavo.schedule.phase import SAME, Phase
+
+
+@dataclass(frozen=True)
+class Target:
+    """A phase with nothing left open.
+
+    Attributes:
+        phase: the phase.
+        settings: how the optimizer keeps weights; None for one of torch's, which keeps its own way.
+        storage: how each weight of an octavo module is stored: its index among ``stored_now(model)`` -> granularity.
+    """
+
+    phase: Phase
+    settings: Settings | None
+    storage: tuple[Granularity | None, ...]
+
+
+def targets_of(model: nn.Module, optimizer: Optimizer, phases: Sequence[Phase]) -> tuple[Target, ...]:
+    """What each phase means, "same" after "same"; all of them possible.
+
+    Raises:
+        ValueError, TypeError: naming the phase that can't be, and why.
+    """
+    if not any(isinstance(module, RecipeModule) for module in model.modules()):
+        raise ValueError("the model holds no octavo module; call octavo.convert(model, recipe) first")
+    settings = optimizer.settings if isinstance(optimizer, CompactOptimizer) else None
+    now = stored_now(model)
+    found = []
+    for index, phase in enumerate(phases):
+        try:
+            settings = _settings_of(phase, optimizer, settings)
+            now = storages(model, phase.recipe, phase.weight_storage, now)
+            moved = changed_storage(stored_now(model), now)
+            if isinstance(optimizer, CompactOptimizer):
+                assert settings is not None
+                check_change(optimizer, settings, moved)
+            elif moved:
+                raise ValueError("weights change their storage with an optimizer of octavo.optim only")
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"phase {index}, {phase}: {error}") from None
+        found.append(Target(phase, settings, tuple(now.values())))
+    return tuple(found)
+
+
+def _settings_of(phase: Phase, optimizer: Optimizer, before: Settings | None) -> Settings | None:
+    if isinstance(optimizer, CompactOptimizer) and before is not None:
+        moments = before.moments if phase.moments == SAME else optimizer.moments_of(phase.moments)
+        return Settings(moments, before.names, before.master if phase.master == SAME else phase.master)
+    for name in ("moments", "master", "weight_storage"):
+        if getattr(phase, name) != SAME:
+            raise ValueError(f"{name} changes with an optimizer of octavo.optim only, not {type(optimizer).__name__}")
+    if phase.when_update_below_resolution is not None:
+        raise ValueError("when_update_below_resolution is measured by the optimizers of octavo.optim only")
+    return None
+
+
+def changed_storage(
+    now: Mapping[nn.Parameter, Granularity | None], then: Mapping[nn.Parameter, Granularity | None]
+) -> dict[nn.Parameter, Granularity | None]:
+    """The weights that are to be stored otherwise than now."""
+    return {weight: granularity for weight, granularity in then.items() if granularity != now[weight]}
+
+
+def switch(model: nn.Module, optimizer: Optimizer, target: Target) -> None:
+    """Put a model and its optimizer into a phase: one tensor after the other, so that little lies there twice."""
+    now = stored_now(model)
+    moved = changed_storage(now, dict(zip(now, target.storage, strict=True)))
+    if moved:
+        _refuse_ddp(moved)
+    replaced: dict[nn.Parameter, nn.Parameter] = {}
+    if isinstance(optimizer, CompactOptimizer):
+        assert target.settings is not None
+        if moved or target.settings != optimizer.settings:
+            replaced = change(optimizer, target.settings, moved)
+    for weight, granularity in moved.items():  # frozen ones, say
+        if weight not in replaced:
+            replaced[weight] = stored_anew(weight, granularity)
+    put_weights(model, replaced)
+    _take_recipe(model, target.phase.recipe)
+
+
+def _take_recipe(model: nn.Module, recipe: Recipe | RecipeMap) -> None:
+    """Set the recipe. A delayed state that has seen nothing for a while begins anew, by the next tensors' own amax."""
+    modules = {name: module for name, module in model.named_modules() if isinstance(module, RecipeModule)}
+    idle = [name for name, module in modules.items() if module.recipe.delayed is None]
+    set_recipe(model, recipe)
+    for name in idle:
+        if recipe_of(recipe, name).delayed is not None:
+            modules[name].reset_delayed_state()
+
+
+def _refuse_ddp(weights: Mapping[nn.Parameter, Any]) -> None:
+    """DistributedDataParallel keeps the parameters that it was built with."""
