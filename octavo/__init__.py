@@ -18,6 +18,7 @@ from octavo.nn.weight_cache import invalidate
 from octavo.scaling.delayed import delayed_state_dict, load_delayed_state_dict
 from octavo.scaling.recipe import Cast, Delayed, Dynamic, Recipe
 from octavo.scaling.recipe_map import RecipeMap
+from octavo.schedule import BudgetError, Phase, PrecisionSchedule, Recovery
 from octavo.tensor.conversions import quantize
 from octavo.tensor.scaled_tensor import ScaledTensor
 
@@ -26,6 +27,7 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "E4M3",
     "E5M2",
+    "BudgetError",
     "Cast",
     "Delayed",
     "Dynamic",
@@ -39,8 +41,11 @@ __all__ = [
     "PerBlock",
     "PerRow",
     "PerTensor",
+    "Phase",
+    "PrecisionSchedule",
     "Recipe",
     "RecipeMap",
+    "Recovery",
     "ScaledTensor",
     "UnsupportedOpError",
     "convert",

@@ -206,7 +206,9 @@ def sgd_tile_kernel(row_ptr, gradient_ptr, group_ptr, number_ptr, found_ptr, CLA
     n = sgd_numbers(group_ptr, tl.full((), 0, tl.int64), tl.load(number_ptr))
     key = with_number(tl.load(row_ptr + KEY).to(tl.uint32), tl.load(number_ptr))
     scales = Scales(1.0, 1.0, 1.0, 1.0, None)
-    found, _, _ = sgd_tile(row_ptr, Gradient(tl.load(gradient_ptr), None), place, n, scales, key, CLASSES, 0, FIND)
+    found, _, _, _, _ = sgd_tile(
+        row_ptr, Gradient(tl.load(gradient_ptr), None), place, n, scales, key, CLASSES, 0, FIND, False
+    )
     tl.store(found_ptr, found)
 
 

@@ -21,12 +21,13 @@ def optimizer_step(
     skip: Tensor | None = None,
     grad_scale: Tensor | None = None,
     plans: dict[Any, Any] | None = None,
+    resolution: Tensor | None = None,
 ) -> None:
     """``reference.optimizer_step``; ``plans``: the optimizer's, where a launch is kept for the next step."""
     if not updates:
         return
     package = triton_kernels() if updates[0].gradient.is_cuda else None
     if package is None:
-        reference(updates, groups, skip, grad_scale)
+        reference(updates, groups, skip, grad_scale, resolution)
     else:
-        package.optimizer_step(updates, groups, skip, grad_scale, plans)
+        package.optimizer_step(updates, groups, skip, grad_scale, plans, resolution)

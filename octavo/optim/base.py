@@ -18,6 +18,7 @@ from octavo.optim import state as states
 from octavo.optim.gradients import GradientStorage, check_storage
 from octavo.optim.masters import master_of
 from octavo.optim.moment import Moment
+from octavo.optim.resolution import Resolution
 from octavo.optim.stores import Settings, new_state, stores_of
 from octavo.tensor.stored_gradient import StoredGradient
 from octavo.tensor.stored_weight import StoredWeight
@@ -68,6 +69,8 @@ class CompactOptimizer(Optimizer):
         self._plans: dict[Any, Any] = {}
         self._placed: tuple[Any, dict[nn.Parameter, tuple[int, int]]] = ((), {})
         self.in_backward: Any = None  # of update_in_backward
+        self.skip: Tensor | None = None  # one number; where it is not 0, the next step does nothing
+        self.resolution: Resolution | None = None
         super().__init__(params, defaults)
         # not with the module: torch.compiler.disable brings in the whole compiler, as torch's __init__ has by now
         CompactOptimizer._untraced = staticmethod(torch.compiler.disable(CompactOptimizer._step))
@@ -103,12 +106,23 @@ class CompactOptimizer(Optimizer):
     def adopt(self, settings: Settings, replaced: dict[nn.Parameter, nn.Parameter]) -> None:
         """Go on with weights and state that optim/conversion.py has changed."""
         self.moments, self.master = settings.moments, settings.master
-        self._kept, self._placed = {}, ((), {})
-        self._plans = {name: plan for name, plan in self._plans.items() if name == "captured"}
+        self._forget()
         if self.in_backward is not None:
             self.in_backward.watch(replaced.values())
+        if self.resolution is not None:
+            self.resolution.follow(replaced)
         if self._gradients is not None:
             self._gradients.follow(replaced)
+
+    def measure(self, resolution: Resolution | None) -> None:
+        """Have steps add to a Resolution from now on; None: to none."""
+        self.resolution = resolution
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop what was kept for the next steps."""
+        self._kept, self._placed = {}, ((), {})
+        self._plans = {name: plan for name, plan in self._plans.items() if name == "captured"}
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("moments", "master", "seed", "skip_nonfinite", "clip_update", "_clip", "names", "gradient_storage")
@@ -117,7 +131,8 @@ class CompactOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._kept, self._plans, self._placed = {}, {}, ((), {})
-        self.in_backward = vars(self).get("in_backward")
+        for name in ("in_backward", "skip", "resolution"):
+            setattr(self, name, vars(self).get(name))
         self.gradient_storage = vars(self).get("gradient_storage")
         self._gradients = None if self.gradient_storage is None else GradientStorage()
         self._attach()
@@ -181,6 +196,8 @@ class CompactOptimizer(Optimizer):
         skip, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         if skip is None and self.skip_nonfinite and params:
             skip = ~torch.isfinite(states.largest([param.grad for param in params if param.grad is not None]))
+        if self.skip is not None:
+            skip = self.skip if skip is None else skip + self.skip.to(skip.device)
         self._run(params, skip, scale)
         return loss
 
@@ -195,7 +212,8 @@ class CompactOptimizer(Optimizer):
         groups: Any = [self._options(group) for group in self.param_groups]
         for device, some in updates.items():
             there = [None if x is None else x.to(device, torch.float32, non_blocking=True) for x in (skip, scale)]
-            optimizer_step(some, groups, there[0], there[1], self._plans)
+            sums = None if self.resolution is None else self.resolution.on(device)
+            optimizer_step(some, groups, there[0], there[1], self._plans, sums)
         written: list[Tensor] = list(params)
         for param in params:
             kept, weight = self._kept[param], states.local(param)
@@ -246,6 +264,8 @@ class CompactOptimizer(Optimizer):
         own = stores_of(param, weight, state, self.settings)
         key, row = key_of(self.seed, index), states.first_row(param)
         update = WeightUpdate(own.master, own.moments, own.amax, own.matrix, state["step"], key, group, row)
+        if self.resolution is not None and param in self.resolution.params:
+            update = update._replace(measured=True)
         held = states.held(weight)
         return _Kept(update, held.data_ptr(), held._version, ids)
 

@@ -64,7 +64,7 @@ def stored_anew(param: nn.Parameter, storage: Storage) -> nn.Parameter:
 def check_change(optimizer: CompactOptimizer, settings: Settings, storage: Mapping[nn.Parameter, Storage]) -> None:
     """Raise ValueError if the optimizer's weights can't be kept so; arguments as ``change``'s."""
     targets = [
-        (_blank(param, storage[param], "meta") if param in storage else param, group)
+        (blank(param, storage[param], "meta") if param in storage else param, group)
         for group in optimizer.param_groups
         for param in group["params"]
     ]
@@ -73,8 +73,8 @@ def check_change(optimizer: CompactOptimizer, settings: Settings, storage: Mappi
         optimizer.check(target, group, settings, bounds)
 
 
-def _blank(param: nn.Parameter, storage: Storage, device: Any = None) -> Tensor:
-    """Zeros in place of a weight, stored as asked."""
+def blank(param: Tensor, storage: Storage, device: Any = None) -> Tensor:
+    """Zeros in place of a weight, stored as asked, on its device or another."""
     device = param.device if device is None else device
     if storage is None:
         return torch.zeros(param.shape, dtype=param.dtype, device=device)
@@ -96,7 +96,7 @@ def _change(
         return stored_anew(param, storage[param]) if moves else param
     weight = states.local(param.detach())
     old = stores_of(param, weight, state, before)
-    new_param = nn.Parameter(_blank(param, storage[param]), param.requires_grad) if moves else param
+    new_param = nn.Parameter(blank(param, storage[param]), param.requires_grad) if moves else param
     new_weight = states.local(new_param.detach())
     found = {"step": state["step"]} | _moments(param, state, before, after)
     old_master, new_master = master_of(param, before.master), master_of(new_param, after.master)

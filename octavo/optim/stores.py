@@ -55,6 +55,33 @@ def new_state(param: nn.Parameter, weight: Tensor, settings: Settings) -> dict[s
     return found | {name: states.like_param(value, param) for name, value in own.items()}
 
 
+class StateBytes(NamedTuple):
+    """What a weight takes on this rank: itself with its scales, its master's rest, its moments."""
+
+    weight: int
+    master: int
+    moments: int
+
+
+def bytes_of(param: nn.Parameter, weight: Tensor, settings: Settings | None) -> StateBytes:
+    """Bytes of a weight and its state.
+
+    Args:
+        param: the parameter that has it now.
+        weight: what it is to be, on the meta device, this rank's part.
+        settings: how it is kept; None: it is frozen.
+    """
+    own = [weight.q, weight.scale_inv] if isinstance(weight, StoredWeight) else [weight]
+    master: dict[str, Tensor] = {}
+    moments: dict[str, Tensor] = {}
+    if settings is not None:
+        master = master_of(nn.Parameter(weight, False), settings.master).new_state(weight)
+        for moment, name in zip(states.moments_for(param, settings.moments), settings.names, strict=True):
+            moments |= moment.new_state(name, weight.shape, weight.device)
+    parts = own, master.values(), moments.values()
+    return StateBytes(*(sum(part.numel() * part.element_size() for part in some) for some in parts))
+
+
 def stores_of(param: nn.Parameter, weight: Tensor, state: dict[str, Any], settings: Settings) -> Stores:
     """Master and moments over the tensors of a state; arguments as ``new_state``'s."""
     kept = {name: states.local(value) for name, value in state.items() if isinstance(value, Tensor)}

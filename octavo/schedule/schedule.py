@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from octavo.distributed.ranks import Ranks
 from octavo.optim.base import CompactOptimizer
+from octavo.optim.resolution import Reading, Resolution
 from octavo.optim.state import largest
 from octavo.schedule.phase import Phase
 from octavo.schedule.plan import Plan, plan_of
 from octavo.schedule.recovery import Recovery, Watch, said
-from octavo.schedule.switch import Target, switch, targets_of
+from octavo.schedule.switch import Target, fp8_weights, switch, targets_of
 
 RESOLUTION_EVERY = 10  # steps whose updates are taken together; their ratio is read as many steps later, without a wait
 _logger = logging.getLogger("octavo")
@@ -94,7 +95,8 @@ class PrecisionSchedule:
         self._watch: Watch | None = None
         self._observed = True
         self._targets = targets_of(model, optimizer, self.phases)
-        self._resolution: list[Tensor] = []
+        self._rescues: tuple[Target, ...] = ()  # the recovery's phase after each
+        self._reading: Reading | None = None
         if recovery is not None:
             self._prepare_recovery(recovery)
         self._enter(self._targets[0], 0, "the first phase")
@@ -104,8 +106,9 @@ class PrecisionSchedule:
         if getattr(self.optimizer, "in_backward", None) is not None:
             raise ValueError("a recovery decides by the loss and all gradients; remove() update_in_backward")
         self._watch, self._observed = Watch(recovery), False
-        for phase in self.phases:
-            targets_of(self.model, self.optimizer, [phase, recovery.phase, phase])
+        self._rescues = tuple(
+            targets_of(self.model, self.optimizer, [recovery.phase], after=target)[0] for target in self._targets
+        )
 
     @property
     def phase(self) -> Phase:
@@ -184,15 +187,11 @@ class PrecisionSchedule:
 
     def _next_resolution(self) -> float | None:
         """The ratio of the interval before the last, where one has just ended."""
-        if not isinstance(self.optimizer, CompactOptimizer) or self.steps % RESOLUTION_EVERY:
+        measured = getattr(self.optimizer, "resolution", None)
+        if measured is None or self.steps % RESOLUTION_EVERY:
             return None
-        if not self.optimizer.measures_resolution:
-            return None
-        self._resolution.append(self.optimizer.take_resolution())
-        if len(self._resolution) < 2:
-            return None
-        updates, noise = self._resolution.pop(0).tolist()
-        return (updates / noise) ** 0.5 if noise > 0 else None
+        last, self._reading = self._reading, measured.take()
+        return None if last is None else last.ratio()
 
     def _recover(self) -> None:
         """Begin or end a recovery."""
@@ -204,8 +203,8 @@ class PrecisionSchedule:
             self._recoveries += 1
             for_good = policy.attempts is not None and self._recoveries > policy.attempts
             self._recovering = -1 if for_good else policy.steps
-            target = targets_of(self.model, self.optimizer, [self.phases[self.index], policy.phase])[1]
-            self._enter(target, -1, said(faults) + (f" again after {policy.attempts} recoveries" if for_good else ""))
+            again = f", after {policy.attempts} recoveries" if for_good else ""
+            self._enter(self._rescues[self.index], -1, said(faults) + again)
         elif self._recovering > 0:
             self._recovering -= 1
             if not self._recovering:
@@ -219,11 +218,12 @@ class PrecisionSchedule:
 
     def _measure(self) -> None:
         """Measure updates against the weights' resolution while a later phase waits for that."""
-        if isinstance(self.optimizer, CompactOptimizer):
-            waits = any(phase.when_update_below_resolution is not None for phase in self.phases[self.index + 1 :])
-            if waits != self.optimizer.measures_resolution:
-                self.optimizer.measure_resolution(waits)
-                self._resolution = []
+        if not isinstance(self.optimizer, CompactOptimizer):
+            return
+        waits = any(phase.when_update_below_resolution is not None for phase in self.phases[self.index + 1 :])
+        if waits != (self.optimizer.resolution is not None):
+            self.optimizer.measure(Resolution(fp8_weights(self.model)) if waits else None)
+            self._reading = None
 
     def plan(self, budget_bytes: int | None = None, example_inputs: Iterable[Any] | None = None) -> Plan:
         """What each phase takes: bytes of weights, masters, moments, gradients and of what forward saves.
@@ -247,7 +247,8 @@ class PrecisionSchedule:
             phase  recipe          weights  masters  moments  gradients  bytes a parameter   total
                 0  dynamic         0.50 MiB  0.25 MiB  0.52 MiB   0.50 MiB               7.06  1.77 MiB
         """
-        return plan_of(self.model, self.optimizer, self._targets, budget_bytes, example_inputs)
+        inputs = None if example_inputs is None else tuple(example_inputs)
+        return plan_of(self.model, self.optimizer, (*self._targets, *self._rescues[:1]), budget_bytes, inputs)
 
     def state_dict(self) -> dict[str, Any]:
         """Numbers, strings and small tensors."""
@@ -265,9 +266,10 @@ class PrecisionSchedule:
         }
 
     def _resolution_state(self) -> dict[str, Any] | None:
-        if not isinstance(self.optimizer, CompactOptimizer) or not self.optimizer.measures_resolution:
+        measured = getattr(self.optimizer, "resolution", None)
+        if measured is None:
             return None
-        return {"waiting": [part.cpu() for part in self._resolution], "sums": self.optimizer.resolution_sums()}
+        return {"sums": measured.state(), "reading": None if self._reading is None else self._reading.sums().cpu()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take a state, and put model and optimizer into its phase; load theirs after it.
@@ -284,16 +286,14 @@ class PrecisionSchedule:
         self._recovering, self._recoveries = state_dict["recovering"], state_dict["recoveries"]
         self._highest_lr = state_dict["highest_lr"]
         self.switches = [Switch(**found) for found in state_dict["switches"]]
-        target = self._targets[self.index]
-        if self._recovering and self.recovery is not None:
-            target = targets_of(self.model, self.optimizer, [target.phase, self.recovery.phase])[1]
-        switch(self.model, self.optimizer, target)
+        switch(self.model, self.optimizer, (self._rescues if self._recovering else self._targets)[self.index])
         if self._watch is not None:
             self._watch.load(state_dict["watch"])
         self._measure()
-        if isinstance(self.optimizer, CompactOptimizer) and state_dict["resolution"] is not None:
-            self._resolution = list(state_dict["resolution"]["waiting"])
-            self.optimizer.load_resolution_sums(state_dict["resolution"]["sums"])
+        if (measured := getattr(self.optimizer, "resolution", None)) is not None:
+            measured.load(state_dict["resolution"]["sums"])
+            reading = state_dict["resolution"]["reading"]
+            self._reading = None if reading is None else Reading(reading)
 
 
 def _check_order(phases: Sequence[Phase]) -> None:
@@ -303,7 +303,7 @@ def _check_order(phases: Sequence[Phase]) -> None:
         raise ValueError(f"phase 0, {phases[0]}: the first begins at once, so it takes no {phases[0].trigger}")
     for name in ("from_step", "from_tokens"):
         given = [getattr(phase, name) for phase in phases if getattr(phase, name) is not None]
-        if any(later <= earlier for earlier, later in zip(given, given[1:], strict=False)):
+        if any(later <= earlier for earlier, later in itertools.pairwise(given)):
             raise ValueError(f"phases begin one after the other, but {name} is {', '.join(map(str, given))}")
     for index, phase in enumerate(phases[1:], 1):
         if phase.trigger is None:

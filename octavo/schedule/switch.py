@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -16,6 +13,7 @@ from octavo.nn.convert import put_weights, set_recipe, storages, stored_now
 from octavo.nn.recipe_module import RecipeModule
 from octavo.optim.base import CompactOptimizer
 from octavo.optim.conversion import change, check_change, stored_anew
+from octavo.optim.gradients import refuse_ddp
 from octavo.optim.stores import Settings
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap, recipe_of
@@ -37,8 +35,15 @@ class Target:
     storage: tuple[Granularity | None, ...]
 
 
-def targets_of(model: nn.Module, optimizer: Optimizer, phases: Sequence[Phase]) -> tuple[Target, ...]:
+def targets_of(
+    model: nn.Module, optimizer: Optimizer, phases: Sequence[Phase], after: Target | None = None
+) -> tuple[Target, ...]:
     """What each phase means, "same" after "same"; all of them possible.
+
+    Args:
+        model, optimizer: a schedule's.
+        phases: one after the other.
+        after: the one before them; None: what is now.
 
     Raises:
         ValueError, TypeError: naming the phase that can't be, and why.
@@ -47,6 +52,8 @@ def targets_of(model: nn.Module, optimizer: Optimizer, phases: Sequence[Phase]) 
         raise ValueError("the model holds no octavo module; call octavo.convert(model, recipe) first")
     settings = optimizer.settings if isinstance(optimizer, CompactOptimizer) else None
     now = stored_now(model)
+    if after is not None:
+        settings, now = after.settings, dict(zip(now, after.storage, strict=True))
     found = []
     for index, phase in enumerate(phases):
         try:
@@ -76,6 +83,12 @@ def _settings_of(phase: Phase, optimizer: Optimizer, before: Settings | None) ->
     return None
 
 
+def fp8_weights(model: nn.Module) -> list[nn.Parameter]:
+    """The weights that products read in FP8."""
+    modules = [module for module in model.modules() if isinstance(module, RecipeModule)]
+    return [module.get_parameter("weight") for module in modules if not module.recipe.is_high_precision]
+
+
 def changed_storage(
     now: Mapping[nn.Parameter, Granularity | None], then: Mapping[nn.Parameter, Granularity | None]
 ) -> dict[nn.Parameter, Granularity | None]:
@@ -88,7 +101,11 @@ def switch(model: nn.Module, optimizer: Optimizer, target: Target) -> None:
     now = stored_now(model)
     moved = changed_storage(now, dict(zip(now, target.storage, strict=True)))
     if moved:
-        _refuse_ddp(moved)
+        refuse_ddp(
+            moved,
+            "DistributedDataParallel keeps the parameters that it was built with, so the storage of weights can't "
+            "change under it; use fully_shard (FSDP2), or phases with the same weight_storage",
+        )
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     if isinstance(optimizer, CompactOptimizer):
         assert target.settings is not None
@@ -109,7 +126,3 @@ def _take_recipe(model: nn.Module, recipe: Recipe | RecipeMap) -> None:
     for name in idle:
         if recipe_of(recipe, name).delayed is not None:
             modules[name].reset_delayed_state()
-
-
-def _refuse_ddp(weights: Mapping[nn.Parameter, Any]) -> None:
-    """DistributedDataParallel keeps the parameters that it was built with."""

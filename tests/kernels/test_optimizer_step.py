@@ -47,9 +47,10 @@ def test_a_gpu_runs_the_launch(monkeypatch: pytest.MonkeyPatch, calls: list[tupl
     package = SimpleNamespace(optimizer_step=lambda *args: launched.append(args))
     monkeypatch.setattr(module, "triton_kernels", lambda: package)
     updates, plans = [on_a_gpu()], {}
-    optimizer_step(updates, GROUPS, FLAG, SCALE, plans)
-    ((*given, kept),) = launched
-    assert given == [updates, GROUPS, FLAG, SCALE] and kept is plans
+    sums = torch.zeros(2, dtype=torch.float64)
+    optimizer_step(updates, GROUPS, FLAG, SCALE, plans, sums)
+    ((*given, kept, resolution),) = launched
+    assert given == [updates, GROUPS, FLAG, SCALE] and kept is plans and resolution is sums
     assert not calls
 
 
@@ -57,7 +58,7 @@ def test_a_gpu_without_triton_runs_the_reference(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(module, "triton_kernels", lambda: None)
     updates = [on_a_gpu()]
     optimizer_step(updates, GROUPS, FLAG, SCALE, {})
-    assert calls == [(updates, GROUPS, FLAG, SCALE)]
+    assert calls == [(updates, GROUPS, FLAG, SCALE, None)]
 
 
 def test_nothing_to_update(monkeypatch: pytest.MonkeyPatch, calls: list[tuple[Any, ...]]) -> None:

@@ -12,6 +12,7 @@ from octavo.kernels.reference.fp8_weights import Fp8Weight
 from octavo.kernels.reference.master_weights import MasterWeight
 from octavo.kernels.reference.optimizer_state import Gradient, Piece, StoredMoment, finite_amax, gradient_of, pieces
 from octavo.kernels.reference.random_bits import key_of, random_bits
+from octavo.kernels.reference.resolution import add_resolution
 from octavo.kernels.reference.step_numbers import bound_after, power
 from octavo.numerics import scale_from_amax
 
@@ -60,6 +61,7 @@ def adam_update(
     second: StoredMoment,
     h: AdamStep,
     first_row: int = 0,
+    sums: Tensor | None = None,
 ) -> None:
     """Update a weight and its state in place.
 
@@ -70,6 +72,7 @@ def adam_update(
         first, second: exp_avg and exp_avg_sq.
         h: the step's numbers.
         first_row: the row of the whole tensor that this one begins with; random bits depend on it.
+        sums: resolution.py's, or None.
     """
     rows, cols = master.weight.shape
     if rows * cols == 0:
@@ -79,7 +82,10 @@ def adam_update(
         scales = scales._replace(**_amax_of_all(master, grad, first, second, h, first_row))
     for piece in pieces(rows, cols, first_row):
         m, v, w = _moments(piece, master, grad, first, second, h)
+        before = None if sums is None else w.clone()
         _apply(w, m, v, h)
+        if sums is not None and before is not None:
+            add_resolution(sums, piece, before, w, master)
         low, high, bits = _bits(piece, m, first, second, master, h)
         first.write(piece, m, low, *scales.first)
         second.write(piece, v, high, *scales.second)

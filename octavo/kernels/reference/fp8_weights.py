@@ -82,7 +82,7 @@ class Fp8Weight:
         codes = piece.of(self.weight)
         if self.kind == "fp8_fp32":
             return piece.of(self._rest()).clone()
-        scale_inv = self._scale_inv_of(piece)
+        scale_inv = self.scale_inv_of(piece)
         if self.kind == "fp8_fp16":
             return piece.of(self._rest()).float().mul_(scale_inv / FLOAT16_FACTOR)
         if self.kind == "fp8_stochastic":
@@ -153,7 +153,7 @@ class Fp8Weight:
         assert self.rest is not None
         return self.rest
 
-    def _scale_inv_of(self, piece: Piece) -> Tensor:
+    def scale_inv_of(self, piece: Piece) -> Tensor:
         """The piece's scale_inv [rows, blocks, 1], or [1, 1, 1]."""
         if not self.has_blocks:
             return self.scale_inv.view(1, 1, 1)

@@ -54,6 +54,7 @@ class WeightUpdate(NamedTuple):
         group: the index of its options.
         first_row: of the whole weight that these rows begin with.
         gradient_scale_inv: of a gradient in codes, see CodedGradient; else None.
+        measured: whether its update counts for the resolution (resolution.py).
     """
 
     master: Master
@@ -65,6 +66,7 @@ class WeightUpdate(NamedTuple):
     group: int
     first_row: int
     gradient_scale_inv: Tensor | None = None
+    measured: bool = False
 
     @property
     def read_gradient(self) -> Gradient:
@@ -79,6 +81,7 @@ def optimizer_step(
     groups: Sequence[AdamGroup] | Sequence[SgdGroup],
     skip: Tensor | None = None,
     grad_scale: Tensor | None = None,
+    resolution: Tensor | None = None,
 ) -> None:
     """Update weights and their state in place.
 
@@ -87,6 +90,7 @@ def optimizer_step(
         groups: all of one kind.
         skip: one number; where it is not 0, nothing is done.
         grad_scale: one number that gradients are divided by.
+        resolution: float64 [2], to which the measured weights' sums are added; None: nothing is measured.
     """
     if skip is not None and bool(skip != 0):
         return
@@ -94,16 +98,17 @@ def optimizer_step(
     for update in updates:
         group = groups[update.group]
         number = int(update.step) + 1
+        sums = resolution if update.measured else None
         if isinstance(group, AdamGroup):
             first, second = update.moments
             h = adam_step(group, number, update.key, divisor)
-            adam_update(update.master, update.amax, update.read_gradient, first, second, h, update.first_row)
+            adam_update(update.master, update.amax, update.read_gradient, first, second, h, update.first_row, sums)
         else:
             assert isinstance(update.master, MasterWeight)  # others need a bound of the update
             buffer = update.moments[0] if update.moments else None
             rest = group.momentum, group.dampening, group.weight_decay, group.nesterov, group.maximize
             numbers = SgdStep(float(group.lr), *rest, number, update.key, divisor)
-            sgd_update(update.master, update.read_gradient, buffer, numbers, update.first_row)
+            sgd_update(update.master, update.read_gradient, buffer, numbers, update.first_row, sums)
         update.step.fill_(number)
 
 

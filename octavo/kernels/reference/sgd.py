@@ -10,6 +10,7 @@ from torch import Tensor
 from octavo.kernels.reference.master_weights import MasterWeight
 from octavo.kernels.reference.optimizer_state import Gradient, Piece, StoredMoment, finite_amax, gradient_of, pieces
 from octavo.kernels.reference.random_bits import key_of, random_bits
+from octavo.kernels.reference.resolution import add_resolution
 from octavo.numerics import scale_from_amax
 
 
@@ -28,7 +29,12 @@ class SgdStep(NamedTuple):
 
 
 def sgd_update(
-    master: MasterWeight, grad: Gradient, buffer: StoredMoment | None, h: SgdStep, first_row: int = 0
+    master: MasterWeight,
+    grad: Gradient,
+    buffer: StoredMoment | None,
+    h: SgdStep,
+    first_row: int = 0,
+    sums: Tensor | None = None,
 ) -> None:
     """Update a weight and its momentum in place.
 
@@ -38,6 +44,7 @@ def sgd_update(
         buffer: the momentum; None without.
         h: the step's numbers.
         first_row: the row of the whole tensor that this one begins with.
+        sums: resolution.py's, or None.
     """
     if master.weight.numel() == 0:
         return
@@ -52,7 +59,10 @@ def sgd_update(
         if buffer is not None:
             average = _averaged(buffer.read(piece), g, h)
             update = g.add(average, alpha=h.momentum) if h.nesterov else average
+        before = None if sums is None else w.clone()
         w.add_(update, alpha=-h.lr)
+        if sums is not None and before is not None:
+            add_resolution(sums, piece, before, w, master)
         drawn = None
         if master.is_random or (buffer is not None and buffer.stochastic):
             drawn = random_bits(key_of(h.key, h.step), piece.index(w.device))

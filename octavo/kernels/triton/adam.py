@@ -8,6 +8,7 @@ import triton.language as tl
 from octavo.kernels.triton.master_weights import read_master, write_master
 from octavo.kernels.triton.optimizer_state import FIRST, SECOND, START, gradient_tile, read_moment, write_moment
 from octavo.kernels.triton.random_bits import half, random_bits, with_number
+from octavo.kernels.triton.resolution import resolution_tile
 from octavo.kernels.triton.tiles import finite_abs
 
 
@@ -47,8 +48,9 @@ def adam_tile(
     DECOUPLED: tl.constexpr,
     CLIP: tl.constexpr,
     FIND: tl.constexpr,
+    MEASURE: tl.constexpr,
 ):
-    """A tile's step: (the amax found of the first moment, of the second, of the master)."""
+    """A tile's step: (the amax found of the first moment, of the second, of the master), and resolution_tile's."""
     WEIGHT: tl.constexpr = CLASSES[I + 1]
     MASTER: tl.constexpr = CLASSES[I + 2]
     EVEN: tl.constexpr = CLASSES[I + 3] % 2 == 1
@@ -65,12 +67,17 @@ def adam_tile(
     v = read_moment(row_ptr, SECOND, place, KIND2, ROOT, SCALE2, EVEN)
     m = lerp(m, g, n.weight1)
     v = tl.fma(g * n.square, g, v * n.beta2)
+    moved = 0.0
+    grid = 0.0
     if FIND:
         found1 = tl.max(tl.max(finite_abs(m), 1), 0)
         found2 = tl.max(tl.max(finite_abs(tl.sqrt_rn(v) if ROOT else v), 1), 0)
         found_w = 0.0
     else:
+        before = w
         w = adam_weight(w, m, v, n, DECOUPLED, CLIP)
+        if MEASURE:
+            moved, grid = resolution_tile(place, before, w, scales.master_inv * 2.0**-9 if MASTER >= 5 else 0.0)
         start = tl.load(row_ptr + START) + place.base
         bits1 = 0
         bits2 = 0
@@ -85,4 +92,4 @@ def adam_tile(
         found1 = write_moment(row_ptr, FIRST, place, m, bits1, scales.first, KIND1, False, STOCHASTIC1, SCALE1, EVEN)
         found2 = write_moment(row_ptr, SECOND, place, v, bits2, scales.second, KIND2, ROOT, STOCHASTIC2, SCALE2, EVEN)
         found_w = write_master(row_ptr, place, w, bits_w, scales.master, WEIGHT, MASTER, EVEN)
-    return found1, found2, found_w
+    return found1, found2, found_w, moved, grid

@@ -19,6 +19,7 @@ from octavo.kernels.triton.optimizer_state import (
     GROUP,
     KEY,
     LR,
+    MEASURED,
     ONE_SCALE,
     REST,
     SECOND,
@@ -30,6 +31,7 @@ from octavo.kernels.triton.optimizer_state import (
     place_of,
 )
 from octavo.kernels.triton.random_bits import with_number
+from octavo.kernels.triton.resolution import add_resolution
 from octavo.kernels.triton.sgd import sgd_tile
 from octavo.kernels.triton.step_numbers import adam_numbers, sgd_numbers
 from octavo.kernels.triton.table import find_tensor, pointer
@@ -125,8 +127,9 @@ def tile_step(
     RULE: tl.constexpr,
     TILE: tl.constexpr,
     FIND: tl.constexpr,
+    MEASURE: tl.constexpr,
 ):
-    """A tile's step: (the amax found of the first moment, of the second, of the master)."""
+    """A tile's step: see adam_tile."""
     LAYOUT: tl.constexpr = CLASSES[I + 3]
     if LAYOUT >= 2:
         tl.static_assert(TILE[0] <= 128)
@@ -134,9 +137,9 @@ def tile_step(
     else:
         place = place_of(row_ptr, program * TILE[1] + i, TILE[0], LAYOUT == 1, CLASSES[I + 4])
     if RULE[0] == 1:
-        found = adam_tile(row_ptr, gradient, place, n, scales, key, CLASSES, I, RULE[1], RULE[2], FIND)
+        found = adam_tile(row_ptr, gradient, place, n, scales, key, CLASSES, I, RULE[1], RULE[2], FIND, MEASURE)
     else:
-        found = sgd_tile(row_ptr, gradient, place, n, scales, key, CLASSES, I, FIND)
+        found = sgd_tile(row_ptr, gradient, place, n, scales, key, CLASSES, I, FIND, MEASURE)
     return found
 
 
@@ -146,6 +149,7 @@ def update_tensor(
     gradient_ptr,  # to its address, and COUNT further to its scale_inv's, of codes
     group_ptr,
     grad_scale_ptr,
+    resolution_ptr,
     found_ptr,  # int32, the tensor's: found amax and new scale of the first moment, the second, the master
     program,  # of the tensor's
     CLASSES: tl.constexpr,
@@ -184,8 +188,15 @@ def update_tensor(
     largest1 = 0.0
     largest2 = 0.0
     largest_w = 0.0
+    all_moved = 0.0
+    all_grid = 0.0
+    MEASURE: tl.constexpr = resolution_ptr is not None
     for i in range(128 // TILE[0] if SQUARE else TILE[1]):
-        found1, found2, found_w = tile_step(row_ptr, gradient, program, i, n, scales, key, CLASSES, I, RULE, TILE, FIND)
+        found1, found2, found_w, moved, grid = tile_step(
+            row_ptr, gradient, program, i, n, scales, key, CLASSES, I, RULE, TILE, FIND, MEASURE
+        )
+        all_moved += moved
+        all_grid += grid
         largest1 = tl.maximum(largest1, found1)
         largest2 = tl.maximum(largest2, found2)
         largest_w = tl.maximum(largest_w, found_w)
@@ -195,6 +206,9 @@ def update_tensor(
     if SCALE2 == LOOKED:
         raise_amax(found_ptr + 2 * COUNT, largest2)
     if not FIND:
+        if MEASURE:
+            if tl.load(row_ptr + ONE_SCALE) >= MEASURED:
+                add_resolution(resolution_ptr, all_moved, all_grid)
         if SQUARE:
             note_square(row_ptr, program, master, largest_w)
         elif SCALED:
@@ -210,6 +224,7 @@ def optimizer_step_kernel(
     groups_ptr,  # float64 [groups, 8], see step_numbers.py
     skip_ptr,  # None, or: return at once where it is not 0
     grad_scale_ptr,  # None, or what gradients are divided by
+    resolution_ptr,  # None, or float64 [2], see reference/resolution.py
     work_ptr,  # int32, zeros: a counter; of each tensor, found amax and new scale of each that has one
     programs,
     TENSORS: tl.constexpr,
@@ -237,6 +252,7 @@ def optimizer_step_kernel(
                 gradients_ptr + tensor,
                 group_ptr,
                 grad_scale_ptr,
+                resolution_ptr,
                 found_ptr,
                 program,
                 CLASSES,

@@ -33,6 +33,7 @@ START: tl.constexpr = tl.constexpr(16)  # the index of the first element
 KEY: tl.constexpr = tl.constexpr(17)  # key_of the update's
 FIRST_PROGRAM: tl.constexpr = tl.constexpr(18)
 ONE_SCALE: tl.constexpr = tl.constexpr(19)  # bits: the first moment, the second, the master have one scale for all
+MEASURED: tl.constexpr = tl.constexpr(8)  # and whether the update counts for the resolution
 WIDTH: tl.constexpr = tl.constexpr(20)
 
 

@@ -65,6 +65,7 @@ def optimizer_step(
     skip: Tensor | None = None,
     grad_scale: Tensor | None = None,
     plans: dict[Any, Any] | None = None,
+    resolution: Tensor | None = None,
 ) -> None:
     """``reference.optimizer_step``; ``plans`` keeps launches for the next steps."""
     plans = {} if plans is None else plans
@@ -95,7 +96,7 @@ def optimizer_step(
         plans.setdefault("captured", []).append((plan.table, gradients, options))
         plan.captured.update((id(gradients), id(options)))
     rule = (1, groups[0].decoupled, groups[0].clip) if isinstance(groups[0], AdamGroup) else (2, False, False)
-    _launch(plan.table, plan, gradients, options, rule, skip, grad_scale)
+    _launch(plan.table, plan, gradients, options, rule, skip, grad_scale, resolution)
 
 
 @on_its_device
@@ -107,6 +108,7 @@ def _launch(
     rule: tuple[int, bool, bool],
     skip: Tensor | None,
     grad_scale: Tensor | None,
+    resolution: Tensor | None,
 ) -> None:
     chosen = config("optimizer_step", 64)
     tensors = search(table.shape[0])
@@ -118,6 +120,7 @@ def _launch(
             options,
             skip,
             grad_scale,
+            resolution,
             work,
             plan.programs,
             tensors,
@@ -190,12 +193,12 @@ def _plan_of(updates: Sequence[WeightUpdate], rates: tuple[int, ...]) -> _Plan:
             key_of(update.key),
             programs,
         ]
-        rows.append([*row, _one_scale(update) if tiles else 0])
+        rows.append([*row, _flags(update) if tiles else 0])
         programs += -(-tiles // chosen.tiles)
     table = torch.tensor(rows, dtype=torch.int64).to(updates[0].gradient.device)
     flat = tuple(field for fields in classes for field in fields)
     two_stages = any(moment.needs_amax_first for update in updates for moment in update.moments)
-    return _Plan(tuple(updates), table, programs, flat, any(row[-1] for row in rows), two_stages, {}, set())
+    return _Plan(tuple(updates), table, programs, flat, any(row[-1] & 7 for row in rows), two_stages, {}, set())
 
 
 def _is_square(update: WeightUpdate) -> bool:
@@ -258,8 +261,7 @@ def _addresses(update: WeightUpdate) -> list[int]:
     return [0 if tensor is None else tensor.data_ptr() for tensor in found]
 
 
-def _one_scale(update: WeightUpdate) -> int:
+def _flags(update: WeightUpdate) -> int:
     bits = [moment is not None and _scale_from(moment) != 0 for moment in (*update.moments, None, None)[:2]]
-    return sum(
-        1 << place for place, bit in enumerate([*bits, update.master.needs_bound and not _is_square(update)]) if bit
-    )
+    bits += [update.master.needs_bound and not _is_square(update), update.measured]
+    return sum(1 << place for place, bit in enumerate(bits) if bit)

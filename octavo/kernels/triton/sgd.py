@@ -8,6 +8,7 @@ import triton.language as tl
 from octavo.kernels.triton.master_weights import read_master, write_master
 from octavo.kernels.triton.optimizer_state import FIRST, START, gradient_tile, read_moment, write_moment
 from octavo.kernels.triton.random_bits import half, random_bits
+from octavo.kernels.triton.resolution import resolution_tile
 from octavo.kernels.triton.tiles import finite_abs
 
 
@@ -22,8 +23,9 @@ def sgd_tile(
     CLASSES: tl.constexpr,
     I: tl.constexpr,  # noqa: E741
     FIND: tl.constexpr,
+    MEASURE: tl.constexpr,
 ):
-    """A tile's step: (the amax found of the momentum, 0, 0)."""
+    """A tile's step: (the amax found of the momentum, 0, 0), and resolution_tile's."""
     WEIGHT: tl.constexpr = CLASSES[I + 1]
     MASTER: tl.constexpr = CLASSES[I + 2]
     EVEN: tl.constexpr = CLASSES[I + 3] % 2 == 1
@@ -38,10 +40,15 @@ def sgd_tile(
         average = tl.where(n.is_first, g, tl.fma(tl.zeros_like(g) + n.new, g, stored * n.momentum))
         update = tl.where(n.nesterov, tl.fma(tl.zeros_like(g) + n.momentum, average, g), average)
     found = 0.0
+    moved = 0.0
+    grid = 0.0
     if FIND:
         found = tl.max(tl.max(finite_abs(average), 1), 0)
     else:
+        before = w
         w = tl.fma(tl.zeros_like(w) + n.lr, update, w)
+        if MEASURE:
+            moved, grid = resolution_tile(place, before, w, 0.0)
         bits = 0
         bits_w = 0
         if STOCHASTIC or (MASTER >= 2 and MASTER != 8):
@@ -54,4 +61,4 @@ def sgd_tile(
                 row_ptr, FIRST, place, average, bits, scales.first, KIND, False, STOCHASTIC, CLASSES[I + 8], EVEN
             )
         write_master(row_ptr, place, w, bits_w, scales.master, WEIGHT, MASTER, EVEN)
-    return found, 0.0, 0.0
+    return found, 0.0, 0.0, moved, grid

@@ -1,0 +1,99 @@
+"""How far updates move weights beside the grid that E4M3 has for them, summed by the step itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.optim import state as states
+
+
+class Resolution:
+    """Sums over steps, on each device; nothing waits for them.
+
+    Args:
+        params: the weights that count.
+
+    Example:
+        >>> import torch, octavo
+        >>> weight = torch.nn.Parameter(torch.ones(4, 4))
+        >>> weight.grad = torch.ones(4, 4)
+        >>> optimizer = octavo.optim.AdamW([weight], lr=0.125 / 12**0.5, weight_decay=0.0, moments="fp32")
+        >>> optimizer.measure(Resolution([weight]))
+        >>> optimizer.step()
+        >>> round(optimizer.resolution.take().ratio(), 3)
+        1.0
+    """
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        self.params = set(params)
+        self._sums: dict[torch.device, Tensor] = {}
+
+    def on(self, device: torch.device) -> Tensor:
+        """Where the steps on a device add to: float64 [2], see kernels/reference/resolution.py."""
+        if device not in self._sums:
+            self._sums[device] = torch.zeros(2, dtype=torch.float64, device=device)
+        return self._sums[device]
+
+    def follow(self, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """Parameters that take the places of others count in their stead."""
+        self.params = {replaced.get(param, param) for param in self.params}
+
+    def take(self) -> Reading:
+        """The sums over all devices and ranks since the last time."""
+        if not self._sums:
+            return Reading(torch.zeros(2, dtype=torch.float64))
+        parts = list(self._sums.values())
+        total = torch.stack([part.to(parts[0].device) for part in parts]).sum(0)
+        if (group := self._group()) is not None:
+            torch.distributed.all_reduce(total, group=group)
+        for part in parts:
+            part.zero_()
+        return Reading(total)
+
+    def _group(self) -> Any:
+        """Of the ranks that hold parts of the weights."""
+        for param in self.params:
+            if getattr(param, "placements", None) is not None:
+                return param.device_mesh.get_group(param.device_mesh.ndim - 1)  # type: ignore[attr-defined]
+        return None
+
+    def state(self) -> Tensor:
+        """This rank's sums, on the CPU."""
+        return torch.stack([torch.zeros(2, dtype=torch.float64), *(part.cpu() for part in self._sums.values())]).sum(0)
+
+    def load(self, state: Tensor) -> None:
+        """Go on from such sums."""
+        self._sums = {}
+        for param in self.params:
+            self.on(states.local(param.detach()).device).copy_(state)
+            break
+
+
+class Reading:
+    """Sums on their way to the host; they travel while work goes on."""
+
+    def __init__(self, sums: Tensor) -> None:
+        self._event: Any = None
+        if not sums.is_cuda:
+            self._sums = sums
+            return
+        self._sums = torch.empty(2, dtype=torch.float64, pin_memory=True)
+        self._sums.copy_(sums, non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record()
+
+    def sums(self) -> Tensor:
+        """On the CPU: waits for what was launched before ``take``, no later work."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._sums
+
+    def ratio(self) -> float:
+        """The root mean square of the updates over that of the grid's rounding noise, step / sqrt(12); nan of none."""
+        moved, grid = self.sums().tolist()
+        return math.sqrt(12 * moved / grid) if grid > 0 else math.nan

@@ -1,0 +1,281 @@
+"""What the phases of a schedule take, before anything is computed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from octavo.errors import OctavoError
+from octavo.granularity import Granularity
+from octavo.nn.convert import put_weights, set_recipe, stored_now
+from octavo.nn.recipe_module import RecipeModule
+from octavo.nn.weight_cache import WeightCache
+from octavo.optim import state as states
+from octavo.optim.base import CompactOptimizer
+from octavo.optim.conversion import blank
+from octavo.optim.stores import Settings, bytes_of
+from octavo.schedule.switch import Target
+from octavo.tensor.stored_gradient import StoredGradient
+
+MIB = 1 << 20
+Storage = dict[nn.Parameter, Granularity | None]
+
+
+class BudgetError(OctavoError, ValueError):
+    """A phase takes more than the budget; the message names it and the cheapest way to fit."""
+
+
+@dataclass(frozen=True)
+class PhasePlan:
+    """Bytes of a phase, on this rank.
+
+    Attributes:
+        name: its recipe's.
+        parameters: how many elements all weights have.
+        weights: of all weights, with the scales of those in FP8.
+        masters: of what masters have besides.
+        moments: of the optimizer's moving averages.
+        gradients: of what backward holds at most.
+        activations: of what the model's forward saves for backward; None where it was not asked for.
+    """
+
+    name: str
+    parameters: int
+    weights: int
+    masters: int
+    moments: int
+    gradients: int
+    activations: int | None = None
+
+    @property
+    def bytes_per_parameter(self) -> float:
+        """Of weights, masters and moments."""
+        return (self.weights + self.masters + self.moments) / max(self.parameters, 1)
+
+    @property
+    def total(self) -> int:
+        """Of all."""
+        return self.weights + self.masters + self.moments + self.gradients + (self.activations or 0)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What each phase takes; ``str()`` of it is a table. A recovery's phase is the last."""
+
+    phases: tuple[PhasePlan, ...]
+
+    def __str__(self) -> str:
+        columns = ["weights", "masters", "moments", "gradients"]
+        columns += ["activations"] if any(phase.activations is not None for phase in self.phases) else []
+        lines = [["phase", "recipe", *columns, "bytes a parameter", "total"]]
+        for index, phase in enumerate(self.phases):
+            sizes = [_mib(getattr(phase, name) or 0) for name in columns]
+            lines.append([str(index), phase.name, *sizes, f"{phase.bytes_per_parameter:.2f}", _mib(phase.total)])
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        rows = [[cell.rjust(width) for cell, width in zip(line, widths, strict=True)] for line in lines]
+        return "\n".join("  ".join(row) for row in rows)
+
+    __repr__ = __str__
+
+
+def _mib(size: int) -> str:
+    return f"{size / MIB:,.2f} MiB"
+
+
+def plan_of(
+    model: nn.Module,
+    optimizer: Optimizer,
+    targets: Sequence[Target],
+    budget: int | None,
+    inputs: tuple[Any, ...] | None,
+) -> Plan:
+    """PrecisionSchedule.plan of these phases."""
+    found: list[PhasePlan] = []
+    for index, target in enumerate(targets):
+        phase = _phase_plan(model, optimizer, target, inputs)
+        if budget is not None and phase.total > budget:
+            before = targets[index - 1] if index else None
+            way = _cheapest(model, optimizer, target, before, phase, budget)
+            raise BudgetError(
+                f"phase {index}, {target.phase}, takes {_mib(phase.total)}, {_mib(phase.total - budget)} more than the "
+                f"budget of {_mib(budget)}; {way}"
+            )
+        found.append(phase)
+    return Plan(tuple(found))
+
+
+def _phase_plan(
+    model: nn.Module,
+    optimizer: Optimizer,
+    target: Target,
+    inputs: tuple[Any, ...] | None,
+    activations: int | None = None,
+) -> PhasePlan:
+    storage = dict(zip(stored_now(model), target.storage, strict=True))
+    trained = {param for group in optimizer.param_groups for param in group["params"]}
+    weights = masters = moments = parameters = 0
+    for param in model.parameters():
+        local = states.local(param.detach())
+        own = blank(local, storage[param], "meta") if param in storage else torch.empty_like(local, device="meta")
+        kept = target.settings if param in trained and param.requires_grad else None
+        size = bytes_of(param, own, kept)
+        weights, masters, moments = weights + size.weight, masters + size.master, moments + size.moments
+        parameters += local.numel()
+        if param in trained and not isinstance(optimizer, CompactOptimizer):
+            moments += _torch_moments(optimizer, param)
+    if inputs is not None:
+        activations = saved_bytes(model, target, inputs)
+    gradients = _gradients(model, optimizer)
+    return PhasePlan(target.phase.name, parameters, weights, masters, moments, gradients, activations)
+
+
+def _gradients(model: nn.Module, optimizer: Optimizer) -> int:
+    """The most that backward holds: all, or what waits for an update and the largest beside it."""
+    sizes = [0]
+    coded = getattr(optimizer, "gradient_storage", None) is not None
+    for param in model.parameters():
+        if not param.requires_grad:
+            continue
+        local = torch.empty_like(states.local(param.detach()), dtype=param.dtype, device="meta")
+        parts: list[Tensor] = [local]
+        if coded:
+            stored = StoredGradient.cast(local, param.dtype)
+            parts = [stored.q, stored.scale_inv]
+        sizes.append(sum(part.numel() * part.element_size() for part in parts))
+    waiting = getattr(getattr(optimizer, "in_backward", None), "threshold", None)
+    return sum(sizes) if waiting is None else min(sum(sizes), waiting + max(sizes))
+
+
+def _torch_moments(optimizer: Optimizer, param: nn.Parameter) -> int:
+    """What an optimizer of torch's keeps of a parameter."""
+    state = optimizer.state.get(param)
+    if state:
+        return sum(x.numel() * x.element_size() for x in state.values() if isinstance(x, Tensor))
+    local = states.local(param.detach())
+    group = next(group for group in optimizer.param_groups if any(param is own for own in group["params"]))
+    if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
+        count = 3 if group["amsgrad"] else 2
+    elif isinstance(optimizer, torch.optim.SGD):
+        count = 1 if group["momentum"] else 0
+    else:
+        raise TypeError(
+            f"what {type(optimizer).__name__} keeps is known after its first step only; plan with torch's Adam, AdamW "
+            "or SGD, or octavo.optim"
+        )
+    return count * local.numel() * local.element_size()
+
+
+def _cheapest(
+    model: nn.Module, optimizer: Optimizer, target: Target, before: Target | None, phase: PhasePlan, budget: int
+) -> str:
+    """The change to a phase that fits and gives up least."""
+    own = target.settings
+    if own is None or not isinstance(optimizer, CompactOptimizer):
+        return "nothing but its recipe is the schedule's to change: train on smaller batches, or with octavo.optim"
+    ways: dict[str, tuple[Settings, tuple[Granularity | None, ...]]] = {}
+    if before is not None and before.settings is not None:
+        last, storage = before.settings, target.storage
+        ways["leave moments as they were, and promote the master alone"] = last._replace(master=own.master), storage
+        ways["leave masters as they were, and promote the moments alone"] = last._replace(moments=own.moments), storage
+        ways["leave moments and masters as they were"] = last, storage
+        ways[f"only compute in {phase.name}, which takes no memory for parameters"] = last, before.storage
+    else:
+        low, middle = optimizer.moments_of("fp8"), optimizer.moments_of("bf16")
+        ways["moments='bf16'"] = own._replace(moments=middle), target.storage
+        ways["moments='fp8'"] = own._replace(moments=low), target.storage
+        ways["moments='fp8', master='split16'"] = own._replace(moments=low, master="split16"), target.storage
+    plans = {}
+    for name, (settings, storage) in ways.items():
+        plans[name] = _phase_plan(
+            model, optimizer, replace(target, settings=settings, storage=storage), None, phase.activations
+        )
+    fitting = {name: plan.total for name, plan in plans.items() if plan.total <= budget}
+    if fitting:
+        name = max(fitting, key=lambda name: fitting[name])
+        return f"cheapest way to fit: {name} ({_mib(fitting[name])})"
+    name = min(plans, key=lambda name: plans[name].total)
+    return (
+        f"no other way of this phase fits; the smallest takes {_mib(plans[name].total)} ({name}): train on smaller "
+        "micro-batches, checkpoint activations, or use gradient_storage='fp8' or update_in_backward"
+    )
+
+
+def saved_bytes(model: nn.Module, target: Target, inputs: tuple[Any, ...]) -> int:
+    """Bytes that the model's forward saves for backward in a phase, besides parameters, buffers and inputs.
+
+    The forward runs on a copy of the model whose tensors have no data.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    twin = _without_data(model, mode)
+    now = stored_now(twin)
+    with mode:
+        replaced = {
+            weight: nn.Parameter(blank(weight, granularity), weight.requires_grad)
+            for (weight, own), granularity in zip(now.items(), target.storage, strict=True)
+            if own != granularity
+        }
+        put_weights(twin, replaced)
+        set_recipe(twin, target.phase.recipe)
+        for module in twin.modules():
+            if isinstance(module, RecipeModule):
+                module._weight_cache = _NoCache()
+        twin.train()
+        arguments = torch.utils._pytree.tree_map_only(Tensor, mode.from_tensor, inputs)
+        known = {_storage(part) for part in (*_parts(twin), *torch.utils._pytree.tree_leaves(arguments))}
+        found: dict[int, Tensor] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            for part in _inner(tensor):
+                found[_storage(part)] = part
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            output = twin(*arguments)
+        total = sum(part.untyped_storage().nbytes() for key, part in found.items() if key not in known)
+        del output
+    return total
+
+
+class _NoCache(WeightCache):
+    """Keeps nothing: weights without data have no address to be known by."""
+
+    def put(self, *_: Any) -> None:
+        """Keep nothing."""
+
+    def get(self, *_: Any) -> None:
+        """Nothing is kept."""
+
+
+def _without_data(model: nn.Module, mode: Any) -> nn.Module:
+    """A copy whose parameters and buffers are fake; nothing of them is copied."""
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if getattr(tensor, "placements", None) is not None:
+            raise ValueError(
+                "example_inputs: make the plan before fully_shard; a sharded model can't be run without data"
+            )
+        memo[id(tensor)] = mode.from_tensor(tensor)
+    return copy.deepcopy(model, memo)
+
+
+def _parts(model: nn.Module) -> list[Tensor]:
+    return [part for tensor in (*model.parameters(), *model.buffers()) for part in _inner(tensor)]
+
+
+def _inner(tensor: Tensor) -> list[Tensor]:
+    """The tensors that a wrapper holds, or itself."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        return [part for name in tensor.__tensor_flatten__()[0] for part in _inner(getattr(tensor, name))]
+    return [tensor]
+
+
+def _storage(tensor: Any) -> int:
+    return tensor.untyped_storage()._cdata if isinstance(tensor, Tensor) else 0

@@ -1,0 +1,60 @@
+"""The resolution's sums in the launch, against the reference's: the order of additions is another."""
+
+import pytest
+import torch
+
+from octavo import PerBlock, PerTensor
+from octavo.kernels.reference.fp8_weights import Fp8Weight
+from octavo.kernels.reference.optimizer_step import WeightUpdate
+from octavo.kernels.reference.optimizer_step import optimizer_step as reference
+from octavo.tensor.stored_weight import StoredWeight
+from tests.correct_roots import correct_roots
+from tests.kernels.triton.test_optimizer_step import ADAM, MASTERS, OTHER, SCHEMES, SGD, Both, mixed, small, update_of
+from tests.triton_kernels import TritonKernels
+
+pytestmark = pytest.mark.gpu
+
+__all__ = ["small"]  # a fixture
+
+
+def compare(both: Both, steps: int = 2) -> None:
+    device = both.kernels.device
+    ours, theirs = (torch.zeros(2, dtype=torch.float64, device=device) for _ in range(2))
+    for _ in range(steps):
+        both.new_gradients()
+        with correct_roots():
+            reference(both.theirs, both.groups, None, None, theirs)
+        both.module.optimizer_step(both.ours, both.groups, None, None, both.plans, ours)
+    assert (theirs > 0).all()
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0.0)
+    both.module.optimizer_step(
+        both.ours, both.groups, torch.ones((), device=device), None, both.plans, ours
+    )  # a skipped step adds nothing
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0.0)
+
+
+def half_measured(updates: list[WeightUpdate]) -> list[WeightUpdate]:
+    return [update._replace(measured=index % 2 == 0) for index, update in enumerate(updates)]
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "fp32", "two stages", "previous"])
+def test_adam(scheme: str, kernels: TritonKernels, small: None) -> None:
+    compare(Both(kernels, half_measured(mixed(SCHEMES[scheme], MASTERS, 2, 1)), [ADAM, OTHER]))
+
+
+def test_sgd(kernels: TritonKernels, small: None) -> None:
+    updates = mixed(SCHEMES["fp8"][:1], MASTERS[:4], 2, 1)
+    compare(Both(kernels, half_measured(updates), [SGD, SGD._replace(nesterov=True)]))
+
+
+@pytest.mark.parametrize("granularity", [PerTensor(), PerBlock(128, 128)], ids=str)
+def test_weights_in_fp8(granularity: PerTensor | PerBlock, kernels: TritonKernels, small: None) -> None:
+    updates = []
+    for number, shape in enumerate([(130, 300), (7, 16), (256, 256)]):
+        values = torch.randn(shape) * torch.logspace(-6, 0, shape[1])
+        stored = StoredWeight.cast(values, granularity)
+        amax = values.abs().amax().reshape(1, 1).expand_as(stored.scale_inv).clone()
+        master = Fp8Weight(stored.q.view(torch.uint8), "fp8_stochastic", stored.scale_inv)
+        plain = update_of(shape, SCHEMES["fp8"], number=number)
+        updates.append(plain._replace(master=master, amax=amax, measured=True))
+    compare(Both(kernels, updates, [ADAM, OTHER]))

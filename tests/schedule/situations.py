@@ -1,0 +1,65 @@
+"""A small training: a model of two layers, an optimizer of octavo's, a target that it can learn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import octavo
+from octavo import recipes
+from octavo.optim import AdamW
+
+LOW, HIGH = recipes.dynamic(), recipes.high_precision()
+
+
+def net(recipe: Any = LOW, dtype: torch.dtype = torch.bfloat16, storage: Any = None, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(64, 160), nn.GELU(), nn.Linear(160, 8, bias=False), nn.LayerNorm(8)).to(dtype)
+    octavo.convert(model, recipe, select=lambda *_: True, weight_storage=storage)
+    return model
+
+
+def optimizer_of(model: nn.Module, **options: Any) -> AdamW:
+    return AdamW(model.parameters(), **{"lr": 3e-3, "moments": "fp8", "master": "split24"} | options)
+
+
+def batch(step: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 + step)
+    x = torch.randn(32, 64, generator=generator)
+    return x.to(dtype), x[:, :8].tanh().to(dtype)
+
+
+def loss_of(model: nn.Module, step: int) -> Tensor:
+    x, y = batch(step, next(model.parameters()).dtype)
+    return nn.functional.mse_loss(model(x).float(), y.float())
+
+
+def train(model: nn.Module, optimizer: Any, schedule: Any, steps: range) -> list[float]:
+    """Losses of each step."""
+    found = []
+    for step in steps:
+        optimizer.zero_grad()
+        loss = loss_of(model, step)
+        loss.backward()
+        if schedule.recovery is not None:
+            schedule.observe(loss)
+        optimizer.step()
+        schedule.step(tokens=32)
+        found.append(float(loss.detach()))
+    return found
+
+
+def tensors(model: nn.Module, optimizer: Any) -> list[Tensor]:
+    """Copies of all that decides how a training goes on."""
+    found = list(model.state_dict().values())
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            found += list(optimizer.state[param].values())
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+    return [value.detach().contiguous().view(bits[value.element_size()]).clone() for value in found]
+
+
+def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    return len(ours) == len(theirs) and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))

@@ -1,0 +1,185 @@
+import pytest
+import torch
+from torch import Tensor, nn
+
+import octavo
+from octavo import BudgetError, Phase, PrecisionSchedule, RecipeMap, Recovery, recipes
+from octavo.schedule.plan import MIB
+from octavo.schedule.switch import switch
+from octavo.tensor.stored_weight import StoredWeight
+from octavo.train import GPT, ModelConfig
+from tests.schedule.situations import HIGH, LOW, loss_of, net, optimizer_of
+
+PHASES = [
+    Phase(recipes.delayed(), moments="fp8", master="split16", weight_storage="fp8"),
+    Phase(recipes.blockwise(), master=None, weight_storage="fp8", from_step=1),
+    Phase(recipes.rowwise(), moments="bf16", master="split24", weight_storage=None, from_step=2),
+    Phase(recipes.mx(), master="fp16_scaled", from_step=3),
+    Phase(HIGH, moments="fp32", master="split32", from_step=4),
+]
+
+
+def bytes_in(*tensors: Tensor) -> int:
+    found = 0
+    for tensor in tensors:
+        parts = (tensor.q, tensor.scale_inv) if hasattr(tensor, "scale_inv") else (tensor,)
+        found += sum(part.numel() * part.element_size() for part in parts)
+    return found
+
+
+def measured(model: nn.Module, optimizer) -> tuple[int, int, int]:
+    """(weights, masters, moments)."""
+    states = [optimizer.state[p] for p in model.parameters() if p in optimizer.state]
+    named = [(name, value) for state in states for name, value in state.items() if name != "step"]
+    return (
+        bytes_in(*model.parameters()),
+        bytes_in(*(value for name, value in named if name.startswith("master_"))),
+        bytes_in(*(value for name, value in named if not name.startswith("master_"))),
+    )
+
+
+def saved(model: nn.Module, *inputs: Tensor) -> int:
+    """Bytes of storages that a real forward saves, besides those that are there anyway."""
+    there = [part for t in (*model.parameters(), *model.buffers(), *inputs) for part in inner(t)]
+    known = {part.untyped_storage().data_ptr() for part in there}
+    found: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        for part in inner(tensor):
+            found[part.untyped_storage().data_ptr()] = part
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = model(*inputs)
+    total = sum(part.untyped_storage().nbytes() for key, part in found.items() if key not in known)
+    output.float().sum().backward()
+    return total
+
+
+def inner(tensor: Tensor) -> list[Tensor]:
+    return [tensor.q, tensor.scale_inv] if isinstance(tensor, StoredWeight) else [tensor]
+
+
+def test_every_phase_takes_what_was_planned():
+    torch.manual_seed(0)
+    model = GPT(ModelConfig(width=128, layers=2, heads=2, context=64)).bfloat16()
+    octavo.convert(model, LOW, select=lambda module, name: name != "head")
+    optimizer = optimizer_of(model, master="auto")
+    schedule = PrecisionSchedule(model, optimizer, PHASES)
+    tokens = torch.randint(0, 256, (4, 64), dtype=torch.uint8)
+    plan = schedule.plan(example_inputs=(tokens,))
+    model(tokens).float().square().mean().backward()
+    optimizer.step()
+    for phase, target in zip(plan.phases, schedule._targets, strict=True):
+        optimizer.zero_grad()
+        switch(model, optimizer, target)
+        activations = saved(model, tokens)
+        gradients = bytes_in(*(p.grad for p in model.parameters()))
+        found = *measured(model, optimizer), gradients, activations
+        expected = phase.weights, phase.masters, phase.moments, phase.gradients, phase.activations
+        assert found[:4] == expected[:4]
+        assert activations == pytest.approx(phase.activations, rel=0.05) and activations > MIB // 4
+        assert sum(found) == pytest.approx(phase.total, rel=0.05)
+        optimizer.step()
+
+
+def test_nothing_is_computed_or_changed():
+    model = net()
+    optimizer = optimizer_of(model)
+    schedule = PrecisionSchedule(model, optimizer, PHASES[-2:][:1] and [Phase(LOW), PHASES[-1]])
+    before = {name: (id(p), p.detach().clone()) for name, p in model.named_parameters()}
+    schedule.plan(example_inputs=(torch.zeros(2, 64, dtype=torch.bfloat16),))
+    for name, p in model.named_parameters():
+        assert id(p) == before[name][0] and torch.equal(p, before[name][1])
+    assert model[0].recipe == LOW and not optimizer.state
+
+
+def test_gradients_that_do_not_stay():
+    model = net()
+    sizes = [p.numel() for p in model.parameters()]
+    optimizer = optimizer_of(model)
+    schedule = PrecisionSchedule(model, optimizer, [Phase(LOW)])
+    assert schedule.plan().phases[0].gradients == 2 * sum(sizes)
+    octavo.optim.update_in_backward(optimizer, 1000)
+    assert schedule.plan().phases[0].gradients == 1000 + 2 * max(sizes)
+    stored = optimizer_of(net(), gradient_storage="fp8")
+    model = nn.Module()
+    schedule = PrecisionSchedule(net(), stored, [Phase(LOW)])
+    assert schedule.plan().phases[0].gradients <= 1.2 * sum(sizes)
+
+
+def test_frozen_weights_have_no_state():
+    model = net(storage="fp8")
+    model.requires_grad_(False)
+    model[3].requires_grad_(True)
+    optimizer = optimizer_of(model, master="auto")
+    (phase,) = PrecisionSchedule(model, optimizer, [Phase(LOW)]).plan().phases
+    assert phase.masters == 2 * 16 and phase.gradients == 2 * 16
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD])
+def test_optimizers_of_torchs(kind):
+    model = net(dtype=torch.float32)
+    optimizer = kind(model.parameters(), 1e-3)
+    schedule = PrecisionSchedule(model, optimizer, [Phase(LOW), Phase(HIGH, from_step=2)])
+    planned = schedule.plan().phases[1].moments
+    loss_of(model, 0).backward()
+    optimizer.step()
+    state = [v for s in optimizer.state.values() for n, v in s.items() if n != "step" and v is not None]
+    assert planned == bytes_in(*state)
+
+
+def test_an_optimizer_whose_state_is_not_known_before_it_steps():
+    model = net(dtype=torch.float32)
+    optimizer = torch.optim.Adagrad(model.parameters(), 1e-3)
+    optimizer.state.clear()
+    with pytest.raises(TypeError, match="what Adagrad keeps is known after its first step only"):
+        PrecisionSchedule(model, optimizer, [Phase(LOW)]).plan()
+
+
+def test_a_budget_names_the_phase_and_the_cheapest_way_to_fit():
+    model = octavo.convert(nn.Sequential(nn.Linear(1024, 1024, bias=False)).bfloat16(), LOW)
+    optimizer = optimizer_of(model, master="split24")
+    phases = [Phase(LOW), Phase(HIGH, moments="fp32", master="split32", from_step=9000)]
+    schedule = PrecisionSchedule(model, optimizer, phases)
+    first, second = schedule.plan(14 * MIB).phases
+    assert first.total < second.total == 14 * MIB
+    assert first.bytes_per_parameter == pytest.approx(5.06, abs=0.01) and second.bytes_per_parameter == 12.0
+    with pytest.raises(BudgetError, match=r"phase 1, .*from_step=9000\), takes 14.00 MiB, 1.00 MiB more than .*13.00"):
+        schedule.plan(13 * MIB)
+    ways = {8.1: "leave moments as they were, and promote the master alone", 7.5: "leave moments and masters"}
+    for budget, way in ways.items():
+        with pytest.raises(BudgetError, match=f"cheapest way to fit: {way}"):
+            schedule.plan(int(budget * MIB))
+    with pytest.raises(
+        BudgetError, match=r"phase 0, .*cheapest way to fit: moments='fp8', master='split16'|no other way"
+    ):
+        schedule.plan(7 * MIB)
+    with pytest.raises(BudgetError, match="no other way of this phase fits; the smallest takes"):
+        schedule.plan(MIB)
+
+
+def test_computing_in_high_precision_takes_no_memory_for_parameters():
+    model = octavo.convert(nn.Sequential(nn.Linear(1024, 1024, bias=False)).bfloat16(), LOW)
+    optimizer = optimizer_of(model, master="auto")
+    phases = [Phase(LOW, master="split16", weight_storage="fp8"), Phase(HIGH, weight_storage=None, from_step=9)]
+    schedule = PrecisionSchedule(model, optimizer, phases)
+    with pytest.raises(BudgetError, match="cheapest way to fit: only compute in high_precision, which takes no memory"):
+        schedule.plan(int(6.2 * MIB))
+
+
+def test_a_recoverys_phase_is_planned_too():
+    model = net()
+    policy = Recovery(Phase(HIGH, moments="fp32"))
+    schedule = PrecisionSchedule(model, optimizer_of(model), [Phase(LOW)], policy)
+    first, rescue = schedule.plan().phases
+    assert rescue.name == "high_precision" and rescue.moments > 3 * first.moments
+
+
+def test_a_table():
+    model = net()
+    text = str(PrecisionSchedule(model, optimizer_of(model), [Phase(RecipeMap(LOW))]).plan())
+    assert text.splitlines()[0].split() == [
+        *("phase", "recipe", "weights", "masters", "moments", "gradients", "bytes", "a", "parameter", "total")
+    ]
+    assert "map of dynamic" in text

@@ -1,0 +1,320 @@
+import copy
+import logging
+import math
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import octavo
+from octavo import Phase, PrecisionSchedule, Recovery, recipes
+from octavo.tensor.stored_weight import StoredWeight
+from tests.schedule.situations import HIGH, LOW, loss_of, net, optimizer_of, same, tensors, train
+
+DELAYED = recipes.delayed(history_length=4)
+UP = Phase(HIGH, moments="fp32", master="split32", weight_storage=None, from_step=4)
+LOWEST = Phase(LOW, moments="fp8", master="split16", weight_storage="fp8")
+
+
+def started(*phases, recovery=None, **options):
+    model = net()
+    optimizer = optimizer_of(model, **{"master": "auto"} | options)
+    return model, optimizer, PrecisionSchedule(model, optimizer, phases, recovery)
+
+
+def test_the_first_phase_begins_at_once_and_others_after_so_many_steps():
+    model, optimizer, schedule = started(LOWEST, UP, Phase(DELAYED, from_step=6))
+    assert isinstance(model[0].weight, StoredWeight) and schedule.phase is LOWEST
+    names = []
+    for step in range(8):
+        train(model, optimizer, schedule, range(step, step + 1))
+        names.append(model[0].recipe.name)
+    assert names == ["dynamic"] * 3 + ["high_precision"] * 2 + ["delayed"] * 3
+    assert [(s.step, s.phase, s.name) for s in schedule.switches] == [
+        (0, 0, "dynamic"),
+        (4, 1, "high_precision"),
+        (6, 2, "delayed"),
+    ]
+    assert schedule.switches[1].reason == "step 4" and schedule.steps == 8 and schedule.index == 2
+    assert optimizer.master == "split32" and type(model[0].weight) is torch.nn.Parameter
+
+
+def test_phases_that_are_due_together_begin_one_after_the_other():
+    model, optimizer, schedule = started(Phase(LOW), Phase(HIGH, from_tokens=64), Phase(DELAYED, from_step=2))
+    train(model, optimizer, schedule, range(2))
+    assert [s.name for s in schedule.switches] == ["dynamic", "high_precision", "delayed"]
+    assert schedule.tokens == 64 and schedule.switches[1].reason == "64 tokens"
+
+
+def test_the_learning_rate_counts_once_it_falls():
+    model, optimizer, schedule = started(Phase(LOW), Phase(HIGH, when_lr_below=0.05))
+    rates = [0.01, 0.04, 0.1, 0.08, 0.06, 0.04, 0.02]
+    found = []
+    for step, rate in enumerate(rates):
+        optimizer.param_groups[0]["lr"] = rate
+        train(model, optimizer, schedule, range(step, step + 1))
+        found.append(schedule.index)
+    assert found == [0, 0, 0, 0, 0, 1, 1]
+    assert schedule.switches[-1].reason == "the learning rate fell to 0.04"
+
+
+def test_updates_below_the_resolution():
+    model, optimizer, schedule = started(LOWEST, Phase(HIGH, when_update_below_resolution=0.05), lr=1e-2)
+    assert optimizer.resolution is not None
+    for step in range(120):
+        optimizer.param_groups[0]["lr"] = 1e-2 * 0.93**step
+        train(model, optimizer, schedule, range(step, step + 1))
+        if schedule.index:
+            break
+    assert 20 <= schedule.steps < 120 and schedule.steps % 10 == 0
+    assert "of the weights' resolution" in schedule.switches[-1].reason
+    assert optimizer.resolution is None  # nothing waits for it any more
+
+
+def test_the_resolution_is_the_updates_root_mean_square_over_the_grids_noise():
+    model, optimizer, schedule = started(Phase(LOW), Phase(HIGH, when_update_below_resolution=1e-9), master="split32")
+    train(model, optimizer, schedule, range(1))
+    weights = [model[0].weight, model[2].weight]
+    before = [w.detach().float().clone() for w in weights]
+    optimizer.resolution.take()
+    loss_of(model, 1).backward()
+    optimizer.step()
+    moved = sum(float((w.detach().float() - b).square().sum()) for w, b in zip(weights, before, strict=True))
+    noise = sum(float((torch.exp2(torch.frexp(b)[1].float() - 4)).square().sum()) / 12 for b in before)
+    ratio = optimizer.resolution.take().ratio()
+    assert ratio == pytest.approx(math.sqrt(moved / noise), rel=0.05)  # weights are read in bf16 here
+
+
+def test_an_upward_switch_changes_no_value_and_training_goes_on_as_without_it():
+    runs = []
+    for phases in ([Phase(LOW)], [Phase(LOW), Phase(LOW, moments="fp32", master="split32", from_step=4)]):
+        model, optimizer, schedule = started(*phases, master="split24")
+        train(model, optimizer, schedule, range(3))
+        before = [p.detach().clone() for p in model.parameters()]
+        schedule_step = schedule.step
+        loss_of(model, 3).backward()
+        optimizer.step()
+        before = [p.detach().clone() for p in model.parameters()]
+        schedule_step(32)
+        assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+        optimizer.zero_grad()
+        runs.append(train(model, optimizer, schedule, range(4, 24)))
+    seeds = []
+    for seed in (0, 1):
+        model = net(seed=seed)
+        optimizer = optimizer_of(model)
+        seeds.append(train(model, optimizer, PrecisionSchedule(model, optimizer, [Phase(LOW)]), range(24))[4:])
+    gap = max(abs(a - b) for a, b in zip(*runs, strict=True))
+    spread = max(abs(a - b) for a, b in zip(*seeds, strict=True))
+    assert runs[0][0] == runs[1][0] and 0 < gap < spread
+
+
+@pytest.mark.parametrize("at", [2, 4, 5, 7])
+def test_a_training_resumes_bit_for_bit_within_a_phase_and_across_a_switch(at):
+    phases = [LOWEST, UP, Phase(DELAYED, moments="fp8", master="split16", weight_storage="fp8", from_step=6)]
+    model, optimizer, schedule = started(*phases)
+    train(model, optimizer, schedule, range(at))
+    saved = copy.deepcopy((schedule.state_dict(), model.state_dict(), optimizer.state_dict()))
+    delayed = octavo.delayed_state_dict(model)
+    train(model, optimizer, schedule, range(at, 9))
+    again, other, resumed = started(*phases)
+    resumed.load_state_dict(saved[0])
+    again.load_state_dict(saved[1])
+    other.load_state_dict(saved[2])
+    octavo.load_delayed_state_dict(again, delayed)
+    train(again, other, resumed, range(at, 9))
+    assert same(tensors(model, optimizer), tensors(again, other))
+    assert resumed.switches == schedule.switches and resumed.state_dict() == schedule.state_dict()
+
+
+def test_a_resumed_schedule_reads_the_resolution_where_the_other_did():
+    phases = [LOWEST, Phase(HIGH, when_update_below_resolution=0.1)]
+
+    def rated(model, optimizer, schedule, steps):
+        for step in steps:
+            optimizer.param_groups[0]["lr"] = 1e-2 * 0.93**step
+            train(model, optimizer, schedule, range(step, step + 1))
+
+    model, optimizer, schedule = started(*phases)
+    rated(model, optimizer, schedule, range(13))
+    saved = copy.deepcopy((schedule.state_dict(), model.state_dict(), optimizer.state_dict()))
+    rated(model, optimizer, schedule, range(13, 70))
+    again, other, resumed = started(*phases)
+    resumed.load_state_dict(saved[0])
+    again.load_state_dict(saved[1])
+    other.load_state_dict(saved[2])
+    rated(again, other, resumed, range(13, 70))
+    assert schedule.index == 1 and resumed.switches == schedule.switches
+    assert same(tensors(model, optimizer), tensors(again, other))
+
+
+def test_each_distinct_recipe_compiles_once():
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    model, optimizer, schedule = started(
+        Phase(LOW), Phase(HIGH, from_step=2), Phase(LOW, from_step=4), Phase(HIGH, from_step=6)
+    )
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for step in range(8):
+        optimizer.zero_grad()
+        x = torch.randn(32, 64, dtype=torch.bfloat16)
+        compiled(x).float().square().mean().backward()
+        optimizer.step()
+        schedule.step()
+        assert counter.frame_count == (1 if step < 2 else 2)
+
+
+def test_switches_are_logged(caplog):
+    model, optimizer, schedule = started(LOWEST, UP)
+    with caplog.at_level(logging.INFO, "octavo"):
+        train(model, optimizer, schedule, range(4))
+    assert "step 4: Phase(high_precision" in caplog.text and "since step 4" in caplog.text
+
+
+def test_updates_in_backward_are_measured_and_switched():
+    model, optimizer, schedule = started(LOWEST, UP)
+    handle = octavo.optim.update_in_backward(optimizer, 1 << 10)
+    train(model, optimizer, schedule, range(6))
+    assert all(p.grad is None for p in model.parameters()) and handle.launches >= 12
+    assert type(model[0].weight) is torch.nn.Parameter
+
+
+def test_stored_gradients_go_on():
+    model, optimizer, schedule = started(LOWEST, UP, gradient_storage="fp8")
+    train(model, optimizer, schedule, range(6))
+    optimizer.zero_grad()
+    loss_of(model, 6).backward()
+    assert all("Stored" in type(p.grad).__name__ for p in model.parameters())
+
+
+def faulty(model, schedule, optimizer, step: int, spoil) -> float:
+    optimizer.zero_grad()
+    loss = loss_of(model, step)
+    loss.backward()
+    loss = spoil(loss)
+    schedule.observe(loss)
+    optimizer.step()
+    schedule.step()
+    return float(loss.detach())
+
+
+def spoil_gradient(model):
+    def spoil(loss):
+        model[0].weight.grad[0, 0] = math.nan
+        return loss
+
+    return spoil
+
+
+@pytest.mark.parametrize("kind", ["gradient", "loss", "spike"])
+def test_a_faulty_step_touches_nothing_and_begins_a_recovery_that_ends(kind):
+    policy = Recovery(Phase(HIGH), steps=3, window=8, spike=6.0)
+    model, optimizer, schedule = started(LOWEST, recovery=policy)
+    train(model, optimizer, schedule, range(8))
+    before = tensors(model, optimizer)
+    spoil = {
+        "gradient": spoil_gradient(model),
+        "loss": lambda loss: loss * math.nan,
+        "spike": lambda loss: loss + 1000.0,
+    }[kind]
+    faulty(model, schedule, optimizer, 8, spoil)
+    assert same(before, tensors(model, optimizer))
+    assert schedule.phase is policy.phase and model[0].recipe == HIGH
+    train(model, optimizer, schedule, range(9, 12))
+    assert not same(before, tensors(model, optimizer))
+    assert model[0].recipe == LOW and schedule.phase is LOWEST
+    first, rescue, back = schedule.switches
+    assert (rescue.step, rescue.phase, back.step) == (9, -1, 12) and first.step == 0
+    assert rescue.reason == ("the loss is a spike" if kind == "spike" else "a gradient or the loss is not finite")
+    assert back.reason == "3 steps of recovery are done"
+
+
+def test_after_so_many_recoveries_it_stays():
+    policy = Recovery(Phase(HIGH), steps=1, attempts=2, spike=None)
+    model, optimizer, schedule = started(Phase(LOW), recovery=policy)
+    for step in range(12):
+        spoil = spoil_gradient(model) if model[0].recipe == LOW else lambda loss: loss
+        faulty(model, schedule, optimizer, step, spoil)
+    assert [s.phase for s in schedule.switches] == [0, -1, 0, -1, 0, -1]
+    assert schedule.switches[-1].reason.endswith("after 2 recoveries") and model[0].recipe == HIGH
+
+
+def test_a_phase_that_is_due_during_a_recovery_follows_it():
+    policy = Recovery(Phase(HIGH), steps=4, spike=None)
+    model, optimizer, schedule = started(Phase(LOW), Phase(DELAYED, from_step=3), recovery=policy)
+    train(model, optimizer, schedule, range(1))
+    faulty(model, schedule, optimizer, 1, spoil_gradient(model))
+    train(model, optimizer, schedule, range(2, 6))
+    assert [s.name for s in schedule.switches] == ["dynamic", "high_precision", "delayed"]
+
+
+def test_the_host_may_read_late_and_faulty_steps_still_do_nothing():
+    policy = Recovery(Phase(HIGH), steps=3, check_every=4, spike=None)
+    model, optimizer, schedule = started(Phase(LOW), recovery=policy)
+    train(model, optimizer, schedule, range(4))
+    before = tensors(model, optimizer)
+    for step in range(4, 7):
+        faulty(model, schedule, optimizer, step, spoil_gradient(model))
+        assert same(before, tensors(model, optimizer)) and model[0].recipe == LOW
+    train(model, optimizer, schedule, range(7, 8))
+    assert model[0].recipe == HIGH and schedule.switches[-1].step == 8
+
+
+def test_a_recovery_with_an_optimizer_of_torchs():
+    model = net(dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    schedule = PrecisionSchedule(model, optimizer, [Phase(LOW)], Recovery(Phase(HIGH), steps=2, spike=None))
+    train(model, optimizer, schedule, range(3))
+    before = tensors(model, optimizer)
+    faulty(model, schedule, optimizer, 3, spoil_gradient(model))
+    assert same(before, tensors(model, optimizer)) and model[0].recipe == HIGH
+
+
+def test_a_recovery_resumes():
+    policy = Recovery(Phase(HIGH, moments="fp32"), steps=4, spike=None)
+    model, optimizer, schedule = started(Phase(LOW), recovery=policy)
+    train(model, optimizer, schedule, range(2))
+    faulty(model, schedule, optimizer, 2, spoil_gradient(model))
+    train(model, optimizer, schedule, range(3, 5))
+    saved = copy.deepcopy((schedule.state_dict(), model.state_dict(), optimizer.state_dict()))
+    train(model, optimizer, schedule, range(5, 9))
+    again, other, resumed = started(Phase(LOW), recovery=policy)
+    resumed.load_state_dict(saved[0])
+    assert again[0].recipe == HIGH
+    again.load_state_dict(saved[1])
+    other.load_state_dict(saved[2])
+    train(again, other, resumed, range(5, 9))
+    assert same(tensors(model, optimizer), tensors(again, other)) and resumed.switches == schedule.switches
+
+
+def test_what_is_out_of_order():
+    model, optimizer, schedule = started(Phase(LOW), recovery=Recovery(Phase(HIGH)))
+    with pytest.raises(RuntimeError, match="there are no gradients"):
+        schedule.observe(torch.tensor(1.0))
+    with pytest.raises(RuntimeError, match=r"observe\(loss\) belongs before each"):
+        schedule.step()
+    plain = PrecisionSchedule(model, optimizer, [Phase(LOW)])
+    with pytest.raises(RuntimeError, match="no recovery"):
+        plain.observe(torch.tensor(1.0))
+    octavo.optim.update_in_backward(optimizer)
+    with pytest.raises(ValueError, match="update_in_backward"):
+        PrecisionSchedule(model, optimizer, [Phase(LOW)], Recovery(Phase(HIGH)))
+    with pytest.raises(ValueError, match="recovery and the schedule has none"):
+        plain.load_state_dict(schedule.state_dict() | {"phases": plain.state_dict()["phases"]})
+    with pytest.raises(ValueError, match="is of the phases"):
+        PrecisionSchedule(model, optimizer, [Phase(HIGH)]).load_state_dict(plain.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("phases", "error", "message"),
+    [
+        ([], TypeError, "a list of octavo.Phase"),
+        ([LOW], TypeError, "a list of octavo.Phase"),
+        ([Phase(LOW, from_step=3)], ValueError, "the first begins at once, so it takes no from_step"),
+        ([Phase(LOW), Phase(HIGH)], ValueError, "phase 1, .*needs from_step"),
+        ([Phase(LOW), Phase(HIGH, from_step=5), Phase(LOW, from_step=5)], ValueError, "from_step is 5, 5"),
+    ],
+)
+def test_phases_that_make_no_schedule(phases, error, message):
+    with pytest.raises(error, match=message):
+        started(*phases)
