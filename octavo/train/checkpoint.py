@@ -76,6 +76,7 @@ class State:
         delayed: scales and amax histories of delayed scaling (empty for other recipes).
         identity: the options and the data that decide the loss curve.
         rows: the log so far.
+        schedule: the precision schedule's state; empty without one.
     """
 
     step: int
@@ -84,6 +85,7 @@ class State:
     delayed: dict[str, Tensor]
     identity: Identity
     rows: list[Row] = field(default_factory=list)
+    schedule: dict[str, Any] = field(default_factory=dict)
 
 
 def replace_file(path: Path, data: bytes) -> None:

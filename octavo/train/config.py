@@ -23,6 +23,7 @@ BASELINE = "bf16"
 ALONE, FSDP, DDP = "none", "fsdp", "ddp"
 MOMENTS = ("fp32", "bf16", "fp8")
 MASTERS = ("auto", "fp32", "split32", "split24", "split16", "fp16_scaled", "none")
+AUTO = "auto"
 RECIPES = (BASELINE, "dynamic", "delayed", "rowwise", "blockwise", "mx", "high_precision")
 LARGEST = 2**31 - 1  # torch indexes with int64, but no size below may need it
 
@@ -140,7 +141,7 @@ def bytes_of(text: str) -> int:
 
 @dataclass(frozen=True)
 class StateConfig:
-    """In how many bytes the optimizer keeps its state, and the weights."""
+    """In how many bytes the optimizer keeps its state, and the weights, and when that changes."""
 
     moments: str = option("fp32", "how AdamW's moments are kept: fp32 (torch's own optimizer), bf16 or fp8")
     master: str = option(
@@ -150,6 +151,7 @@ class StateConfig:
     weight_storage: str = option("none", "fp8: the blocks' weights live in FP8 (masters split16, split24, ...)")
     update_in_backward: str = option("", "update weights while backward runs, by so many bytes of gradients: 64MB")
     gradient_storage: str = option("none", "fp8: gradients are kept in FP8 between backward and update")
+    schedule: str = option("", "phases of the run: fp8-then-bf16@0.7 (from 70 %% of its steps on), or auto")
 
     def __post_init__(self) -> None:
         if self.moments not in MOMENTS:
@@ -165,6 +167,8 @@ class StateConfig:
         bytes_of(self.update_in_backward)
         if self.update_in_backward and self.gradient_storage == "fp8":
             raise ValueError("gradient_storage keeps gradients that update_in_backward does not: choose one")
+        if self.schedule:
+            check_schedule(self.schedule)
 
     @property
     def bf16_weights(self) -> bool:
@@ -246,6 +250,17 @@ class TrainConfig:
         if self.state != StateConfig():  # runs from before there was a choice can still be resumed
             chosen |= dataclasses.asdict(self.state)
         return chosen | {"seed": self.run.seed, "dtype": self.run.dtype}
+
+
+def check_schedule(text: str) -> str:
+    """Returns the schedule, or raises ValueError; see phases.py."""
+    names = "|".join(("fp8", *RECIPES))
+    if text != AUTO and re.fullmatch(rf"({names})(-then-({names})@(0?\.\d+))+", text) is None:
+        raise ValueError(
+            f"schedule is {text!r}: choose auto, or phases and the shares of the steps where they begin, such as "
+            f"fp8-then-bf16@0.7 (fp8: the run's recipe; others: {', '.join(RECIPES)})"
+        )
+    return text
 
 
 def check_recipe(name: str) -> str:

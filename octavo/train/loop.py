@@ -16,6 +16,7 @@ from octavo.distributed.errors import RankError
 from octavo.distributed.ranks import Ranks, lost_ranks
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap
+from octavo.schedule import Switch
 from octavo.train.checkpoint import Identity, Row, RunFolder, State
 from octavo.train.config import ALONE, BASELINE, VOCABULARY, TrainConfig, check_recipe
 from octavo.train.data import Batches, Corpus, load_corpus
@@ -24,7 +25,7 @@ from octavo.train.model import GPT
 from octavo.train.progress import Progress, Silent
 from octavo.train.shard import device_name, ranks_of, require_one_process, require_parts
 from octavo.train.sharded_folder import ShardedFolder
-from octavo.train.trainer import Trainer, build_model, choose_device, require_memory
+from octavo.train.trainer import Trainer, build_model, choose_device, recipe_named, require_memory
 
 RUNAWAY_LOSS = 2 * math.log(VOCABULARY)  # guessing uniformly costs log(256) = 5.5 nats a byte
 RUNAWAY_STEPS = 20
@@ -43,6 +44,7 @@ class RunResult:
         tokens_per_step: bytes trained on in a step.
         folder: where its files are, or None.
         interrupted: whether it was stopped before its end.
+        switches: where its phases began; empty without a schedule.
     """
 
     name: str
@@ -52,6 +54,7 @@ class RunResult:
     tokens_per_step: int
     folder: Path | None = None
     interrupted: bool = False
+    switches: list[Switch] = field(default_factory=list, repr=False)
 
     @property
     def losses(self) -> list[float]:
@@ -199,13 +202,16 @@ def run(
     tokens = config.data.batch * config.model.context
     path = folder.path if folder is not None else None
     result = RunResult(name, config.optimizer.steps, rows, config.model.parameters, tokens, path)
+    if state is not None and state.schedule:
+        result.switches = [Switch(**found) for found in state.schedule["switches"]]
     if len(rows) < result.steps:
         batches = Batches(corpus, config.model.context, config.data.batch, config.run.seed)
         with ranks.together():
             model = build_model(config.model, recipe, config.run.seed, config.state).to(device)
         with lost_ranks():
-            trainer = Trainer(config, model, batches, ranks)
+            trainer = Trainer(config, model, batches, ranks, recipe_named(recipe))
         if isinstance(folder, ShardedFolder) and state is not None:
+            trainer.load_schedule(state)
             folder.load_parts(trainer.called, trainer.optimizer)
         elif state is not None:
             trainer.load(state)
@@ -334,11 +340,21 @@ class _Session:
                 self._read(validate=False, save=True)
                 return
             self.recorder.add(step + 1, *self.trainer.step(step))
+            self._note_switches()
             done = step + 1
             validate = done == steps or _due(done, intervals.eval_every)
             save = done == steps or _due(done, intervals.checkpoint_every)
             if validate or save or _due(done, self.recorder.every):
                 self._read(validate, save)
+
+    def _note_switches(self) -> None:
+        """Says which phases have begun."""
+        if self.trainer.schedule is None:
+            return
+        known = len(self.result.switches)
+        self.result.switches = list(self.trainer.schedule.switches)
+        for switch in self.result.switches[max(known, 1) :]:
+            self.hooks.progress.message(f"{self.result.name}  step {switch.step}: {switch.name}, since {switch.reason}")
 
     def _read(self, validate: bool, save: bool) -> None:
         """Makes rows of the steps launched since the last time, and writes and shows them."""
@@ -353,7 +369,8 @@ class _Session:
             self.hooks.progress.update(new[-1], self.recorder.seconds_left(self.result.steps))
         rows = self.result.rows
         if save and isinstance(self.folder, ShardedFolder):
-            self.folder.save_parts(self.trainer.called, self.trainer.optimizer, self.identity, rows)
+            schedule = None if self.trainer.schedule is None else self.trainer.schedule.state_dict()
+            self.folder.save_parts(self.trainer.called, self.trainer.optimizer, self.identity, rows, schedule)
         elif save and self.folder is not None:
             self.folder.save(self.trainer.state(len(rows), self.identity, rows))
         self.recorder.restart_clock()

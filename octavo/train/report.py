@@ -114,6 +114,8 @@ def plot(results: Sequence[RunResult], path: Path) -> None:
         upper, lower = figure.subplots(), None
     styles = _styles(results, baseline)
     _draw_losses(upper, results, styles)
+    for axes in figure.axes:
+        _shade_phases(axes, results, styles)
     if lower is not None and baseline is not None:
         _draw_gaps(lower, others, baseline, styles)
     for axes in figure.axes:
@@ -177,6 +179,25 @@ def _draw_losses(axes: Any, results: Sequence[RunResult], styles: dict[str, _Sty
     low, high = min(after), max(after)
     axes.set_ylim(low - 0.05 * (high - low) - 1e-3, high + 0.15 * (high - low) + 1e-3)
     axes.margins(x=0.01)
+
+
+def _shade_phases(axes: Any, results: Sequence[RunResult], styles: dict[str, _Style]) -> None:
+    """Every second phase of a run in its colour, with the recipe's name; those of several runs one below the other."""
+    scheduled = [result for result in results if len(result.switches) > 1]
+    for place, result in enumerate(scheduled):
+        ends = [switch.step for switch in result.switches[1:]] + [result.steps]
+        bottom, top = 1 - (place + 1) / len(scheduled), 1 - place / len(scheduled)
+        for index, (switch, end) in enumerate(zip(result.switches, ends, strict=True)):
+            if index % 2:
+                colour = styles[result.name].colour
+                axes.axvspan(switch.step, end, bottom, top, color=colour, alpha=0.12, linewidth=0)
+                axes.text(
+                    *((switch.step + end) / 2, bottom + 0.02, switch.name),
+                    transform=axes.get_xaxis_transform(),
+                    ha="center",
+                    fontsize=8,
+                    color=colour,
+                )
 
 
 def _draw_gaps(axes: Any, others: Sequence[RunResult], baseline: RunResult, styles: dict[str, _Style]) -> None:

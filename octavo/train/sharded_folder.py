@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -59,7 +60,8 @@ class ShardedFolder(RunFolder):
             return None
         try:
             extra = load_extra(self.checkpoint)
-            state = State(extra["step"], {}, {}, {}, extra["identity"], rows_from_tensor(extra["rows"]))
+            rows, schedule = rows_from_tensor(extra["rows"]), extra.get("schedule", {})
+            state = State(extra["step"], {}, {}, {}, extra["identity"], rows, schedule)
         except (RanksCheckpointError, KeyError, TypeError) as error:
             raise CheckpointError(f"{error}: move {self.checkpoint} away to start this run again") from error
         self.require(state, identity)
@@ -74,7 +76,14 @@ class ShardedFolder(RunFolder):
         except RanksCheckpointError as error:
             raise CheckpointError(str(error)) from error
 
-    def save_parts(self, model: nn.Module, optimizer: Optimizer, identity: Identity, rows: list[Row]) -> None:
+    def save_parts(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        identity: Identity,
+        rows: list[Row],
+        schedule: dict[str, Any] | None = None,
+    ) -> None:
         """Replaces the checkpoint; when that fails the previous one is still there.
 
         Raises:
@@ -82,7 +91,7 @@ class ShardedFolder(RunFolder):
         """
         from octavo.distributed.checkpoint import save_checkpoint
 
-        extra = {"step": len(rows), "identity": identity, "rows": rows_to_tensor(rows)}
+        extra = {"step": len(rows), "identity": identity, "rows": rows_to_tensor(rows), "schedule": schedule or {}}
         try:
             save_checkpoint(self.checkpoint, model, optimizer, extra, ranks=self.ranks)
         except RanksCheckpointError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from contextlib import AbstractContextManager, nullcontext
@@ -29,6 +30,7 @@ from octavo.train.config import (
 from octavo.train.data import Batches
 from octavo.train.errors import CheckpointError, TrainError
 from octavo.train.model import GPT, HEAD, next_byte_loss
+from octavo.train.phases import phases_of
 from octavo.train.shard import part_of, shard, syncing
 
 
@@ -44,7 +46,7 @@ def learning_rate(step: int, config: OptimizerConfig) -> float:
 def build_optimizer(
     model: nn.Module, config: OptimizerConfig, state: StateConfig | None = None
 ) -> torch.optim.Optimizer:
-    """AdamW that decays matrices only: not the norms' gains. Torch's, unless the state takes fewer bytes."""
+    """AdamW that decays matrices only: not the norms' gains. Torch's, unless the state takes fewer bytes or changes."""
     state = state or StateConfig()
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.dim() < 2]
@@ -112,20 +114,24 @@ def build_model(
     if state.bf16_weights:
         for parameter in model.parameters():  # buffers stay: rotary tables
             parameter.data = parameter.data.bfloat16()
-    if isinstance(recipe, str):
-        if check_recipe(recipe) == BASELINE:
-            if state.weight_storage != "none":
-                raise TrainError(f"weight_storage {state.weight_storage} needs an FP8 recipe, not {BASELINE}")
-            return model
-        casts: Recipe | RecipeMap = getattr(octavo.recipes, recipe)()
-    else:
-        casts = recipe
+    casts = recipe_named(recipe)
+    if casts is None:
+        if state.weight_storage != "none":
+            raise TrainError(f"weight_storage {state.weight_storage} needs an FP8 recipe, not {BASELINE}")
+        return model
     storage: Any = None if state.weight_storage == "none" else state.weight_storage
     try:
         octavo.convert(model, casts, select=lambda module, name: name != HEAD, weight_storage=storage)
     except ValueError as error:
         raise TrainError(str(error)) from error
     return model
+
+
+def recipe_named(recipe: str | Recipe | RecipeMap) -> Recipe | RecipeMap | None:
+    """The recipe of a name, or itself; None: the model stays as it is built."""
+    if not isinstance(recipe, str):
+        return recipe
+    return None if check_recipe(recipe) == BASELINE else getattr(octavo.recipes, recipe)()
 
 
 class Trainer:
@@ -136,20 +142,39 @@ class Trainer:
         model: on its device, converted.
         batches: what it trains on.
         ranks: who trains; the model is the same on each, and is sharded or replicated here (default: this process).
+        recipe: the model's, of which the config's schedule makes its phases; None: it has no FP8 and no phases.
+
+    Attributes:
+        schedule: the PrecisionSchedule, or None.
     """
 
-    def __init__(self, config: TrainConfig, model: GPT, batches: Batches, ranks: Ranks | None = None) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        model: GPT,
+        batches: Batches,
+        ranks: Ranks | None = None,
+        recipe: Recipe | RecipeMap | None = None,
+    ) -> None:
         self.ranks = ranks or Ranks()
         self.config = config
         self.model = model
         self.batches = batches
         self.device = model.head.weight.device
         self.called = shard(model, config, self.ranks)
-        self.optimizer = build_optimizer(model, config.optimizer, config.state)
+        state = config.state if recipe is not None else dataclasses.replace(config.state, schedule="")
+        self.optimizer = build_optimizer(model, config.optimizer, state)
         self.in_backward: Any = None
         if (outstanding := config.state.outstanding_bytes) is not None:
             clip = octavo.optim.LastStepNorm(config.optimizer.clip or math.inf)
             self.in_backward = octavo.optim.update_in_backward(self.optimizer, outstanding, clip)  # type: ignore[arg-type]
+        self.schedule: octavo.PrecisionSchedule | None = None
+        if state.schedule and recipe is not None:
+            phases = phases_of(state.schedule, recipe, config.optimizer.steps, state)
+            try:
+                self.schedule = octavo.PrecisionSchedule(model, self.optimizer, phases)
+            except ValueError as error:
+                raise TrainError(f"schedule {state.schedule}: {error}") from error
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """The loss of a batch, in autocast when the dtype asks for it; both [B, C] uint8."""
@@ -181,6 +206,8 @@ class Trainer:
         if self.in_backward is None:
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), options.clip or math.inf)
         self.optimizer.step()
+        if self.schedule is not None:
+            self.schedule.step(inputs.numel() * self.ranks.size)
         if self.in_backward is not None:
             norm = self.in_backward.last_norm if self.in_backward.last_norm is not None else torch.zeros(())
         return self.ranks.mean(total), norm.full_tensor() if isinstance(norm, DTensor) else norm, lr
@@ -214,7 +241,20 @@ class Trainer:
     def state(self, step: int, identity: Identity, rows: list[Row]) -> State:
         """What a checkpoint holds."""
         delayed = octavo.delayed_state_dict(self.model)
-        return State(step, self.model.state_dict(), self.optimizer.state_dict(), delayed, identity, rows)
+        schedule = {} if self.schedule is None else self.schedule.state_dict()
+        return State(step, self.model.state_dict(), self.optimizer.state_dict(), delayed, identity, rows, schedule)
+
+    def load_schedule(self, state: State) -> None:
+        """Put model and optimizer into the phase of a checkpoint, in whose form theirs are.
+
+        Raises:
+            CheckpointError: it is of another schedule.
+        """
+        if self.schedule is not None:
+            try:
+                self.schedule.load_state_dict(state.schedule)
+            except (KeyError, ValueError) as error:
+                raise CheckpointError(f"the checkpoint does not fit this schedule: {error}") from error
 
     def load(self, state: State) -> None:
         """Goes back to a checkpoint.
@@ -222,6 +262,7 @@ class Trainer:
         Raises:
             CheckpointError: it holds another model's weights.
         """
+        self.load_schedule(state)
         try:
             self.model.load_state_dict(state.model)
             self.optimizer.load_state_dict(state.optimizer)

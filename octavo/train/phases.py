@@ -1,0 +1,59 @@
+"""What ``--schedule`` says: phases of a run, by their names and shares of its steps.
+
+    fp8-then-bf16@0.7    the run's recipe, weights and state for 70 % of the steps, then all in high precision
+    bf16-then-fp8@0.3    the other way round
+    dynamic-then-blockwise@0.5-then-bf16@0.9
+    auto                 the run's recipe until updates fall below the weights' resolution, then high precision
+
+In bf16 layers compute in high precision, weights are plain, and masters and moments are float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import octavo
+from octavo.scaling.recipe import Recipe
+from octavo.scaling.recipe_map import RecipeMap
+from octavo.schedule import Phase
+from octavo.train.config import AUTO, BASELINE, StateConfig, check_schedule
+from octavo.train.errors import TrainError
+
+BELOW = 1.0  # auto's threshold: updates of the size of the rounding noise; benchmarks/adaptive.py
+
+
+def phases_of(text: str, recipe: Recipe | RecipeMap, steps: int, state: StateConfig) -> list[Phase]:
+    """The phases of a run.
+
+    Args:
+        text: what --schedule says; not empty.
+        recipe: the run's.
+        steps: the run's.
+        state: how FP8 phases keep weights and state.
+
+    Raises:
+        TrainError: for a schedule whose phases begin in no step of the run.
+    """
+    if check_schedule(text) == AUTO:
+        return [_phase("fp8", recipe, state), _phase(BASELINE, recipe, state, when_update_below_resolution=BELOW)]
+    first, *rest = text.split("-then-")
+    phases, before = [_phase(first, recipe, state)], 0
+    for part in rest:
+        name, share = part.split("@")
+        begins = round(float(share) * steps)
+        if not before < begins < steps:
+            raise TrainError(
+                f"schedule {text}: {name} would begin at step {begins} of {steps}, after one at step {before}: "
+                "choose a share of the steps between those around it"
+            )
+        phases.append(_phase(name, recipe, state, from_step=begins))
+        before = begins
+    return phases
+
+
+def _phase(name: str, recipe: Recipe | RecipeMap, state: StateConfig, **trigger: Any) -> Phase:
+    if name == BASELINE:
+        return Phase(octavo.recipes.high_precision(), "fp32", "fp32", None, **trigger)
+    master, storage = (None if value == "none" else value for value in (state.master, state.weight_storage))
+    own = recipe if name == "fp8" else getattr(octavo.recipes, name)()
+    return Phase(own, state.moments, master, storage, **trigger)  # type: ignore[arg-type]
