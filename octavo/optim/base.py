@@ -108,7 +108,7 @@ class CompactOptimizer(Optimizer):
         self.moments, self.master = settings.moments, settings.master
         self._forget()
         if self.in_backward is not None:
-            self.in_backward.watch(replaced.values())
+            self.in_backward.follow(replaced)
         if self.resolution is not None:
             self.resolution.follow(replaced)
         if self._gradients is not None:
