@@ -134,7 +134,8 @@ class CompactOptimizer(Optimizer):
         for name in ("in_backward", "skip", "resolution"):
             setattr(self, name, vars(self).get(name))
         self.gradient_storage = vars(self).get("gradient_storage")
-        self._gradients = None if self.gradient_storage is None else GradientStorage()
+        if vars(self).setdefault("_gradients") is None and self.gradient_storage is not None:  # a copy
+            self._gradients = GradientStorage()
         self._attach()
 
     def _attach(self) -> None:
