@@ -23,6 +23,7 @@ SUBJECTS = {
     "optimizer_training": "the trainer's run with moments in FP8 and every master, beside float32 (about 10 minutes)",
     "backward_clip": "validation losses of the trainer's run by how updates in backward clip gradients (30 minutes)",
     "gradient_storage": "validation losses of the trainer's run with gradients in FP8 (20 minutes)",
+    "adaptive": "the trainer's runs in FP8 early and high precision late, and the other way round (40 minutes)",
     "optimizer_state": "what 8 bits do to Adam's state: derived beside Monte-Carlo, for docs/study (3 minutes)",
     "convergence": "final losses of every recipe beside bf16 over three seeds (about 20 minutes on 2 cores)",
 }

@@ -26,8 +26,8 @@ class Phase:
         from_step: it begins once so many optimizer steps were done.
         from_tokens: once so many tokens were trained on, as ``PrecisionSchedule.step(tokens)`` counts them.
         when_lr_below: once the learning rate, the largest of all groups', is below this and no longer its highest.
-        when_update_below_resolution: once the root mean square of a step's update is less than this many times the
-            rounding noise of the weights' E4M3 grid (a step of it / sqrt(12)); see docs/adaptive.md.
+        when_update_below_resolution: once the root mean square of a step's update has fallen below this many times the
+            rounding noise of the weights' E4M3 grid (a step of it / sqrt(12)), having been above; see docs/adaptive.md.
 
     The first phase of a schedule begins with it and has no trigger; each of the others has one.
 

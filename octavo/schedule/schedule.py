@@ -91,7 +91,7 @@ class PrecisionSchedule:
         self.steps = self.tokens = self.index = 0
         self.switches: list[Switch] = []
         self._recovering = self._recoveries = 0  # steps left (-1: to the end), and how many there were
-        self._highest_lr = 0.0
+        self._highest_lr = self._highest_ratio = 0.0
         self._watch: Watch | None = None
         self._observed = True
         self._targets = targets_of(model, optimizer, self.phases)
@@ -158,6 +158,7 @@ class PrecisionSchedule:
         rate = max(float(group["lr"]) for group in self.optimizer.param_groups) if self._asks_for_lr() else 0.0
         self._highest_lr = max(self._highest_lr, rate)
         ratio = self._next_resolution()
+        self._highest_ratio = max(self._highest_ratio, ratio or 0.0)
         while self.index + 1 < len(self.phases):
             reason = self._reason(self.phases[self.index + 1], rate, ratio)
             if not reason:
@@ -178,7 +179,7 @@ class PrecisionSchedule:
         if below is not None and rate < below and rate < self._highest_lr:
             return f"the learning rate fell to {rate:.3g}"
         limit = phase.when_update_below_resolution
-        if limit is not None and ratio is not None and ratio < limit:
+        if limit is not None and ratio is not None and ratio < limit <= self._highest_ratio:
             return f"updates fell to {ratio:.3g} of the weights' resolution"
         return ""
 
@@ -260,6 +261,7 @@ class PrecisionSchedule:
             "recovering": self._recovering,
             "recoveries": self._recoveries,
             "highest_lr": self._highest_lr,
+            "highest_ratio": self._highest_ratio,
             "switches": [asdict(switch) for switch in self.switches],
             "watch": None if self._watch is None else self._watch.state(),
             "resolution": self._resolution_state(),
@@ -284,7 +286,7 @@ class PrecisionSchedule:
             raise ValueError("the state was saved with a recovery and the schedule has none, or the other way round")
         self.steps, self.tokens, self.index = (state_dict[name] for name in ("steps", "tokens", "index"))
         self._recovering, self._recoveries = state_dict["recovering"], state_dict["recoveries"]
-        self._highest_lr = state_dict["highest_lr"]
+        self._highest_lr, self._highest_ratio = state_dict["highest_lr"], state_dict["highest_ratio"]
         self.switches = [Switch(**found) for found in state_dict["switches"]]
         switch(self.model, self.optimizer, (self._rescues if self._recovering else self._targets)[self.index])
         if self._watch is not None:

@@ -19,7 +19,7 @@ from octavo.schedule import Phase
 from octavo.train.config import AUTO, BASELINE, StateConfig, check_schedule
 from octavo.train.errors import TrainError
 
-BELOW = 1.0  # auto's threshold: updates of the size of the rounding noise; benchmarks/adaptive.py
+BELOW = 0.06  # auto's threshold, which the default run crosses after three quarters; benchmarks/adaptive.py
 
 
 def phases_of(text: str, recipe: Recipe | RecipeMap, steps: int, state: StateConfig) -> list[Phase]:

@@ -1,0 +1,161 @@
+"""Precision that changes while a model trains: all high, all low, low then high, high then low, and by itself.
+
+Low: FP8 products (dynamic), weights that live in FP8 without a master, FP8 moments: 3.07 bytes a parameter of the
+blocks. High: bf16 products, float32 masters and moments. Two models of the trainer: the default one (240 steps), and a
+small one (64 wide, 2 layers, 400 steps). A seed fixes the initial weights and the data, so that runs pair up. Columns:
+final validation loss, its difference from bf16's of the seed, where phases began, the share of all products' operations
+that ran in FP8, and bytes a parameter of weights, masters and moments, averaged over steps and at most. Asserted: low
+then high, at 70 % and of the small model, is no worse than all high in 7 of 8 seeds. Written to
+results/adaptive-<device>.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import statistics
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.measure import table, write_results
+from octavo.train import (
+    BASELINE,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    RunResult,
+    StateConfig,
+    TrainConfig,
+    run,
+)
+from octavo.train.trainer import build_model, build_optimizer
+
+SMALL, DEFAULT = "small", "default"
+CONFIGS = {
+    SMALL: TrainConfig(
+        ModelConfig(width=64, layers=2, heads=2, context=64), optimizer=OptimizerConfig(steps=400, lr=3e-3)
+    ),
+    DEFAULT: TrainConfig(),
+}
+TOY = TrainConfig(
+    ModelConfig(width=32, layers=1, heads=2, context=32), DataConfig(batch=4, eval_windows=4), OptimizerConfig(steps=10)
+)
+SEEDS = {SMALL: range(8), DEFAULT: range(3)}
+LOW = StateConfig("fp8", "none", "fp8")
+HIGH, ALL_LOW, BEST = "bf16", "fp8", "fp8-then-bf16@0.7"
+SCHEMES = [HIGH, ALL_LOW, BEST, "fp8-then-bf16@0.8", "fp8-then-bf16@0.9", "bf16-then-fp8@0.3", "auto"]
+WINS = 7
+Task = tuple[str, str, int, bool]  # model, scheme, seed, toy
+
+
+def one_run(task: Task) -> dict[str, Any]:
+    """Train: a row."""
+    model, scheme, seed, toy = task
+    torch.set_num_threads(1)
+    config = TOY if toy else CONFIGS[model]
+    constant = {HIGH: StateConfig(), ALL_LOW: LOW}
+    state = constant[scheme] if scheme in constant else dataclasses.replace(LOW, schedule=scheme)
+    config = dataclasses.replace(config, run=RunConfig(seed=seed, eval_every=0), state=state)
+    recipe = BASELINE if scheme == HIGH else "dynamic"
+    result = run(config, recipe)
+    low = steps_in_fp8(result, recipe)
+    begun = " ".join(f"{switch.name}@{switch.step}" for switch in result.switches[1:])
+    row: dict[str, Any] = {"model": model, "scheme": scheme, "seed": seed, "val_loss": f"{result.final_validation:.5f}"}
+    mean, most = bytes_of(config, low / result.steps)
+    row |= {"phases": begun, "fp8_flops_percent": f"{100 * fp8_share(config.model) * low / result.steps:.1f}"}
+    return row | {"mean_bytes": f"{mean:.2f}", "most_bytes": f"{most:.2f}"}
+
+
+def steps_in_fp8(result: RunResult, recipe: str) -> int:
+    """Steps whose products ran in FP8."""
+    if not result.switches:
+        return 0 if recipe == BASELINE else result.steps
+    ends = [switch.step for switch in result.switches[1:]] + [result.steps]
+    spans = zip(result.switches, ends, strict=True)
+    return sum(end - switch.step for switch, end in spans if switch.name != "high_precision")
+
+
+def fp8_share(model: ModelConfig) -> float:
+    """The share of a step's operations in products that a low phase computes in FP8: a token's, forward."""
+    blocks = model.layers * (4 * model.width**2 + 3 * model.width * model.hidden)
+    attention = model.layers * 2 * model.context * model.width  # scores and values
+    return blocks / (blocks + attention + 256 * model.width)
+
+
+def bytes_of(config: TrainConfig, low: float) -> tuple[float, float]:
+    """(mean, most) bytes a parameter of weights, masters and moments; ``low``: the part of the steps in FP8."""
+    found = []
+    for state, recipe in ((LOW, "dynamic"), (StateConfig(), BASELINE)):
+        model = build_model(config.model, recipe, 0, state)
+        optimizer = build_optimizer(model, config.optimizer, state)
+        for param in model.parameters():
+            param.grad = torch.zeros(param.shape, dtype=param.dtype)
+        optimizer.step()
+        kept = [*model.parameters(), *(x for own in optimizer.state.values() for x in own.values() if x.ndim)]
+        parts = [part for x in kept for part in ((x.q, x.scale_inv) if hasattr(x, "scale_inv") else (x,))]
+        found.append(sum(part.numel() * part.element_size() for part in parts) / config.model.parameters)
+    in_low, in_high = found
+    return low * in_low + (1 - low) * in_high, in_low if low == 1 else in_high
+
+
+def with_gaps(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows with the difference from bf16's loss of the same model and seed."""
+    exact = {(row["model"], row["seed"]): float(row["val_loss"]) for row in rows if row["scheme"] == HIGH}
+    return [row | {"gap": f"{float(row['val_loss']) - exact[row['model'], row['seed']]:+.5f}"} for row in rows]
+
+
+def summary(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
+    """A line a model and scheme: mean loss and gap, and in how many seeds it is no worse than bf16."""
+    lines = []
+    for model, scheme in dict.fromkeys((row["model"], row["scheme"]) for row in rows):
+        own = [row for row in rows if (row["model"], row["scheme"]) == (model, scheme)]
+        gaps = [float(row["gap"]) for row in own]
+        line = {"model": model, "scheme": scheme, "mean_gap": f"{statistics.mean(gaps):+.4f}"}
+        line |= {"no_worse": f"{sum(gap <= 0 for gap in gaps)} of {len(gaps)}"}
+        for name in ("fp8_flops_percent", "mean_bytes", "most_bytes"):
+            line[name] = f"{statistics.mean(float(row[name]) for row in own):.2f}"
+        lines.append(line)
+    return lines
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks adaptive", description=__doc__)
+    parser.add_argument("--models", nargs="+", default=list(CONFIGS), choices=CONFIGS)
+    parser.add_argument("--schemes", nargs="+", default=SCHEMES, choices=SCHEMES)
+    parser.add_argument("--seeds", type=int, nargs="+", help="instead of 0 to 7, and 0 to 2 of the default model")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="runs at a time, one thread each")
+    parser.add_argument("--toy", action="store_true", help="a tiny model, ten steps; no aim counts")
+    parser.add_argument("--output", type=Path, help="another file to write")
+    options = parser.parse_args(arguments)
+    schemes = list(dict.fromkeys([HIGH, *options.schemes]))
+    tasks = [
+        (model, scheme, seed, options.toy)
+        for model in options.models
+        for seed in options.seeds or SEEDS[model]
+        for scheme in schemes
+    ]
+    rows = []
+    with ProcessPoolExecutor(options.workers, mp_context=get_context("spawn")) as pool:
+        for row in pool.map(one_run, tasks):
+            rows.append(row)
+            print(*row.values(), flush=True)
+    rows = with_gaps(rows)
+    lines = summary(rows)
+    print(table(lines))
+    if not options.toy or options.output:
+        print(f"written to {write_results('adaptive', rows, options.output)}")
+    missed = False
+    for line in lines:
+        if (line["model"], line["scheme"]) == (SMALL, BEST) and not options.toy:
+            wins, runs = map(int, line["no_worse"].split(" of "))
+            missed = wins < WINS * runs / 8
+            print(
+                f"{'MISSED' if missed else 'ok'}: {BEST} is no worse than {HIGH} in {line['no_worse']} (aim {WINS} of 8)"
+            )
+    return int(missed)
