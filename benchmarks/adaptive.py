@@ -155,7 +155,6 @@ def main(arguments: list[str]) -> int:
         if (line["model"], line["scheme"]) == (SMALL, BEST) and not options.toy:
             wins, runs = map(int, line["no_worse"].split(" of "))
             missed = wins < WINS * runs / 8
-            print(
-                f"{'MISSED' if missed else 'ok'}: {BEST} is no worse than {HIGH} in {line['no_worse']} (aim {WINS} of 8)"
-            )
+            verdict = "MISSED" if missed else "ok"
+            print(f"{verdict}: {BEST} is no worse than {HIGH} in {line['no_worse']} (aim {WINS} of 8)")
     return int(missed)
