@@ -19,7 +19,7 @@ from octavo.recipes import high_precision
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap, recipe_of
 from octavo.tensor.sharded_weight import forget_gathered
-from octavo.tensor.stored_weight import StoredWeight
+from octavo.tensor.stored_weight import StoredWeight, stored_part
 
 Select = Callable[[nn.Module, str], bool]
 
@@ -124,6 +124,7 @@ def _check_storage(
         return set()
     if weight_storage != "fp8":
         raise ValueError(f"weight_storage={weight_storage!r}: use 'fp8' or None")
+    _refuse_shards(model, "octavo.convert(..., weight_storage='fp8')")
     ours = {id(module) for name, module, _ in targets if not recipe_of(recipe, name).is_high_precision}
     others = _weights_of_others(model, ours)
     stored: set[str] = set()
@@ -143,12 +144,21 @@ def _check_storage(
     return stored
 
 
+def _refuse_shards(model: nn.Module, what: str) -> None:
+    """Raise ValueError if a module's weight lives in FP8 and is sharded: FSDP2 would keep the one that it has."""
+    for name, module in model.named_modules():
+        weight = module._parameters.get("weight")
+        if stored_part(weight) is not None and not isinstance(weight, StoredWeight):
+            raise ValueError(
+                f"{name or 'the model'}: {what} of a weight that fully_shard has sharded in FP8; do it before, or save "
+                "and load: octavo.distributed.checkpoint, or state_dict"
+            )
+
+
 def _check_stored(modules: Sequence[tuple[str, nn.Module]], recipe: Recipe | RecipeMap) -> None:
     """Raise ValueError if a weight is stored in FP8 in a way that its recipe can't read."""
     for name, module in modules:
-        weight = module._parameters.get("weight")
-        if isinstance(weight, StoredWeight):
-            check_recipe(recipe_of(recipe, name), weight)
+        check_recipe(recipe_of(recipe, name), module._parameters.get("weight"))
 
 
 def set_recipe(model: nn.Module, recipe: Recipe | RecipeMap) -> nn.Module:
@@ -196,11 +206,15 @@ def restore(model: nn.Module) -> nn.Module:
     Returns:
         ``model``.
 
+    Raises:
+        ValueError: for weights that fully_shard has sharded in FP8; nothing is changed then.
+
     Example:
         >>> import octavo
         >>> octavo.restore(octavo.nn.Linear(64, 64))
         Linear(in_features=64, out_features=64, bias=True)
     """
+    _refuse_shards(model, "octavo.restore")
     found: dict[int, nn.Parameter] = {}
     for module in model.modules():
         if isinstance(module, Linear) and (module.splits is not None or class_of(module) is not type(module)):

@@ -11,7 +11,7 @@ from octavo.kernels.reference.optimizer_step import AdamGroup
 from octavo.optim.base import CompactOptimizer
 from octavo.optim.moment import Moment, moments_of
 from octavo.scaling.bounded import adam_max_update
-from octavo.tensor.stored_weight import StoredWeight
+from octavo.tensor.stored_weight import stored_part
 
 
 class _Adam(CompactOptimizer):
@@ -53,11 +53,11 @@ class _Adam(CompactOptimizer):
         params = param_group["params"]
         params = param_group["params"] = [params] if isinstance(params, Tensor) else list(params)
         named = [param[1] if isinstance(param, tuple) else param for param in params]
-        if self._clip is None and any(isinstance(param, StoredWeight) for param in named):
+        stored = any(stored_part(param) is not None for param in named)
+        if self._clip is None and stored:
             self.clip_update = True
         beta1, beta2 = param_group.get("betas", self.defaults["betas"])
-        scaled = any(isinstance(param, StoredWeight) for param in named) or self.master == "fp16_scaled"
-        if scaled and beta1 * beta1 > beta2:
+        if (stored or self.master == "fp16_scaled") and beta1 * beta1 > beta2:
             raise ValueError(
                 f"betas={(beta1, beta2)!r}: the largest update grows without end where beta1^2 > beta2, so it can give "
                 "no scale; use a larger beta2, or float32 weights"

@@ -168,6 +168,7 @@ class UpdatesInBackward:
         """A parameter's gradient is complete."""
         if self._accumulating or param in self._pending:
             return
+        self.optimizer.begin_step()  # with the first gradient, which is the same weight's on all ranks
         if param in self._updated:
             raise RuntimeError(
                 "a gradient came for a weight that this step has updated already. Several backward passes a step: run "

@@ -14,7 +14,8 @@ from octavo.kernels.reference.optimizer_state import BLOCK, pieces
 from octavo.numerics import scale_from_amax
 from octavo.optim.masters import master_of
 from octavo.optim.moment import Moment, as_matrix
-from octavo.tensor.stored_weight import StoredWeight
+from octavo.tensor.sharded_weight import like_sharded
+from octavo.tensor.stored_weight import StoredWeight, stored_part
 
 _FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2, E4M4)}
 
@@ -53,7 +54,8 @@ def moments_for(param: Tensor, moments: tuple[Moment, ...]) -> tuple[Moment, ...
 
 def check(param: Tensor, moments: tuple[Moment, ...], master: str | None, bounds: bool) -> None:
     """Raise ValueError for a weight that can't be updated; ``bounds``: whether the optimizer bounds its update."""
-    if isinstance(param, StoredWeight) and not bounds:
+    stored = stored_part(param) is not None
+    if stored and not bounds:
         raise ValueError(
             "a weight that is stored in FP8 is written with a scale that the largest update gives: use "
             "octavo.optim.AdamW or Adam, with clip_update on"
@@ -63,7 +65,7 @@ def check(param: Tensor, moments: tuple[Moment, ...], master: str | None, bounds
     found = master_of(param, master)  # type: ignore[arg-type]
     if getattr(param, "placements", None) is None:
         return
-    if found.name == "fp16_scaled":
+    if found.name == "fp16_scaled" and not stored:  # of stored ones its scale is the codes', which ranks agree on
         raise ValueError("master='fp16_scaled' has one scale, which sharded weights do not share: use 'split24'")
     for moment in moments_for(param, moments):
         if isinstance(moment.format, Format) and moment.granularity == PerTensor():
@@ -99,15 +101,48 @@ def largest(gradients: list[Tensor]) -> Tensor:
 
 def like_param(tensor: Tensor, param: nn.Parameter) -> Tensor:
     """A tensor of this rank's state as a sharded one, where the weight is: so that checkpoints can reshard it."""
-    placements = getattr(param, "placements", None)
-    if placements is None or tensor.shape[:1] != local(param).shape[:1]:
+    if getattr(param, "placements", None) is None or tensor.shape[:1] != local(param).shape[:1]:
         return tensor
-    from torch.distributed.tensor import DTensor
+    return like_sharded(tensor, param, torch.Size((param.shape[0], *tensor.shape[1:])))
 
-    mesh = param.device_mesh  # type: ignore[attr-defined]
-    shape = torch.Size((param.shape[0], *tensor.shape[1:]))
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(tensor, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+def begun(param: nn.Parameter, names: tuple[str, ...], moments: tuple[Moment, ...], master: str | None) -> Any:
+    """The tensors of an empty state, the step's count aside; of a sharded weight they are sharded alike."""
+    weight = local(param)
+    found: dict[str, Tensor] = {}
+    for moment, name in zip(moments_for(param, moments), names, strict=True):
+        found |= moment.new_state(name, weight.shape, weight.device)
+    found |= master_of(param, master).new_state(weight)
+    amax = found.pop("master_amax", None)
+    found = {name: like_param(value, param) for name, value in found.items()}
+    return found if amax is None else found | {"master_amax": _amax_like(amax, param)}
+
+
+def stand_in(
+    part: StoredWeight, master: Any, moments: tuple[Moment, ...], names: tuple[str, ...], kept: dict[str, Tensor]
+) -> tuple[StoredWeight, dict[str, Tensor]]:
+    """A row of zeros for a part without rows, and its state: updated with the others, it keeps the scale theirs.
+
+    Args:
+        part: [0, K] with one scale, which the row shares.
+        master: of it.
+        moments, names: of its optimizer.
+        kept: its state; the row shares ``master_amax``.
+    """
+    codes = torch.zeros(1, part.shape[1], dtype=torch.uint8, device=part.device).view(part.q.dtype)
+    row = StoredWeight(codes, part.scale_inv, part.dtype, part.granularity, is_part=True)
+    own: dict[str, Tensor] = {}
+    for moment, name in zip(moments, names, strict=True):
+        own |= moment.new_state(name, row.shape, row.device)
+    return row, own | master.new_state(row) | {"master_amax": kept["master_amax"]}
+
+
+def _amax_like(amax: Tensor, param: Tensor) -> Tensor:
+    """A stored weight's amax as its scale_inv: plain, where it is one for all ranks; of blocks a sharded one."""
+    part = stored_part(param)
+    if part is None or part is param or part.granularity == PerTensor():
+        return amax
+    return like_sharded(amax, param, torch.Size(part.granularity.scale_shape(tuple(param.shape))))
 
 
 def is_like(own: Tensor, given: Any) -> bool:
