@@ -107,7 +107,7 @@ class CompactOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._kept, self._plans, self._placed = {}, {}, ((), {})
-        self._agreement, self._begun, self._loaded = Agreement(), False, False
+        self._agreement, self._begun, self._loaded = vars(self).get("_agreement") or Agreement(), False, False
         self.in_backward = vars(self).get("in_backward")
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -235,7 +235,7 @@ class CompactOptimizer(Optimizer):
         written = kept is not None and kept.update.master.needs_bound and _written(kept, weight, held)
         if kept is None or _moved(kept, weight, held) or kept.state != ids or not held.is_contiguous():
             if kept is not None:
-                self._forget_plans()
+                self._plans = {name: plan for name, plan in self._plans.items() if name == "captured"}
             kept = self._kept[param] = self._keep(param, weight, state, ids)
         if written:  # loaded, or otherwise
             fresh = master_of(param, self.master).new_state(weight)
@@ -243,9 +243,6 @@ class CompactOptimizer(Optimizer):
                 states.copy_into(state[name], value)
             kept = self._kept[param] = kept._replace(held=held, version=held._version)
         return kept, anew or written
-
-    def _forget_plans(self) -> None:
-        self._plans = {name: plan for name, plan in self._plans.items() if name == "captured"}
 
     def _keep(self, param: nn.Parameter, weight: Tensor, state: dict[str, Any], ids: tuple[int, ...]) -> _Kept:
         group, index = ids[:2]
@@ -293,9 +290,8 @@ class CompactOptimizer(Optimizer):
                 raise ValueError("the state is of amsgrad=True, whose largest second moments octavo does not keep")
         own = state_dict["state"]
         self._agreement.finish()
-        self._kept, self._loaded = {}, True
-        self._forget_plans()
         super().load_state_dict({"state": {}, "param_groups": groups})
+        self._loaded = True
         if described is not None:
             self.seed = described["seed"]
         same = described in (None, states.description(self.moments, self.master, self.seed))

@@ -24,6 +24,9 @@ def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor."""
     if type(tensor) in (Tensor, nn.Parameter):
         return tensor
+    part = stored_part(tensor)
+    if part is not None:
+        return part  # itself: to_local() makes a view, on whose codes no version is counted
     to_local = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()
 
