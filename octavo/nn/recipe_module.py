@@ -80,6 +80,18 @@ class RecipeModule(nn.Module):
             found = self.__dict__["_gather"] = Gather()
         return found
 
+    @property
+    def weight_scale_inv(self) -> Tensor:
+        """Of a weight that lives in FP8 its scale_inv, on this rank; torch.distributed.checkpoint asks for each key.
+
+        Raises:
+            AttributeError: for a weight in high precision.
+        """
+        part = stored_part(self._parameters.get("weight"))
+        if part is None:
+            raise AttributeError(f"{type(self).__name__} has no weight that lives in FP8")
+        return part.scale_inv
+
     def before_gather(self, shard: Tensor, mesh: Any, outer_size: torch.Size, mp_policy: Any) -> Any:
         """FSDP2's hook asks here what to send of the weight; see nn/gather.py and nn/stored_shards.py."""
         if isinstance(shard, StoredWeight):

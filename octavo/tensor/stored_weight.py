@@ -135,7 +135,8 @@ class StoredWeight(ShardHooks, Tensor):
             return own._take(args[1])
         if func is aten.empty_like.default:  # of Module.to_empty
             device = kwargs.get("device", own.device)
-            return own._with(lambda part: torch.empty_like(part, device=device), kwargs.get("dtype"))
+            scale_inv = torch.ones_like(own.scale_inv, device=device)  # FSDP2 copies even what is empty
+            return own._like(torch.empty_like(own.q, device=device), scale_inv, kwargs.get("dtype"))
         if func in _LIKE and isinstance(own, StoredWeight):  # a gradient of zeros, an optimizer's state
             options = {"dtype": own.dtype, "device": own.device} | kwargs
             options.pop("memory_format", None)

@@ -1,5 +1,6 @@
 """What ranks do for test_in_backward.py."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch.distributed.fsdp import fully_shard
 
 from octavo.optim import AdamW, update_in_backward
 from octavo.optim.state import local
+from tests import sharded_weights as cases
 
 
 def sharded_equals(mesh: Any, dtype: torch.dtype) -> list[str]:
@@ -32,4 +34,27 @@ def sharded_equals(mesh: Any, dtype: torch.dtype) -> list[str]:
             runs[threshold] |= {f"{name} {key}": local(value).clone() for key, value in optimizer.state[p].items()}
     for threshold, tensors in runs.items():
         found += [f"{threshold} {name}" for name, x in tensors.items() if not torch.equal(x, runs[None][name])]
+    return found
+
+
+def stored_equals(mesh: Any, recipe: str, clip: Any = None) -> list[str]:
+    """The same of weights that live in FP8, with micro-batches; the thresholds part ranks' updates differently."""
+    found, runs = [], {}
+    for threshold in (None, 0, 3000, 9000, 1 << 30):
+        if clip is not None and threshold is None:
+            continue
+        net = cases.sharded(recipe, mesh)
+        optimizer = cases.adamw(net)
+        handle = None if threshold is None else update_in_backward(optimizer, threshold, clip)
+        for step in range(3):
+            for last in (False, True):
+                net.set_requires_gradient_sync(last)
+                with nullcontext() if handle is None or last else handle.accumulate():
+                    net(cases.batch(2 * step + last, mesh.get_local_rank())).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        runs[threshold] = cases.held(net, optimizer)
+    expected = next(iter(runs.values()))
+    for threshold, tensors in runs.items():
+        found += [f"{threshold} {name}" for name, x in tensors.items() if not torch.equal(x, expected[name])]
     return found

@@ -360,3 +360,8 @@ def test_saved_and_loaded(kind: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_sharded(dtype: torch.dtype, pool: Any) -> None:
     assert pool.run(in_backward_tasks.sharded_equals, (2,), dtype) == [[], []]
+
+
+@pytest.mark.parametrize(("recipe", "ranks"), [("dynamic", 2), ("dynamic", 4), ("blockwise", 2)])
+def test_sharded_weights_in_fp8(recipe: str, ranks: int, pool: Any) -> None:
+    assert pool.run(in_backward_tasks.stored_equals, (ranks,), recipe, seconds=60) == [[]] * ranks

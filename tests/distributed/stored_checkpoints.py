@@ -1,0 +1,36 @@
+"""What ranks do for test_checkpoint.py with weights that live in FP8: save on some, go on on others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from octavo.distributed.checkpoint import load_checkpoint, save_checkpoint
+from octavo.distributed.ranks import Ranks
+from tests.sharded_weights import adamw, differences, held, model, sharded, steps
+
+
+def go_on(mesh: Any, recipe: str, kind: str, folder: str, first: int, last: int, save: bool) -> list[str]:
+    """Load, if there is something, take steps and save; what differs from the whole model's uninterrupted steps."""
+    ranks = Ranks(mesh.get_group())
+    net = sharded(recipe, mesh, seed=first) if kind == "fsdp" else model(recipe, seed=first)
+    optimizer = adamw(net)
+    if first:
+        load_checkpoint(folder, net, optimizer, ranks=ranks)
+    steps(net, optimizer, first, last)
+    if save:
+        save_checkpoint(folder, net, optimizer, ranks=ranks)
+    found, expected = held(net, optimizer), uninterrupted(recipe, last)
+    return differences(found, expected, mesh) if kind == "fsdp" else differences_of_whole(found, expected)
+
+
+def differences_of_whole(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
+    return [name for name, value in expected.items() if not value.equal(found[name])]
+
+
+def uninterrupted(recipe: str, last: int) -> dict[str, Tensor]:
+    net = model(recipe)
+    optimizer = adamw(net)
+    steps(net, optimizer, 0, last)
+    return held(net, optimizer)
