@@ -176,8 +176,8 @@ class UpdatesInBackward:
                 "checkpoint(..., use_reentrant=False)"
             )
         self._pending[param] = None
-        gradient = states.local(param.grad)  # type: ignore[arg-type]
-        self._bytes += gradient.numel() * gradient.element_size()
+        # ranks flush at the same gradient, so that collectives (of a norm, say) come in one order among FSDP2's
+        self._bytes += states.bytes_of_part(param.grad)  # type: ignore[arg-type]
         self.most_bytes = max(self.most_bytes, self._bytes)
         if self._bytes >= self.threshold:
             self._flush()

@@ -148,6 +148,16 @@ def _amax_like(amax: Tensor, param: Tensor) -> Tensor:
     return like_sharded(amax, param, torch.Size(part.granularity.scale_shape(tuple(param.shape))))
 
 
+def bytes_of_part(tensor: Tensor) -> int:
+    """Bytes of the largest part that a rank has of a tensor, which all ranks count alike; of a plain one its own."""
+    placements = getattr(tensor, "placements", None)
+    if placements is None or tensor.ndim == 0:
+        return tensor.numel() * tensor.element_size()
+    mesh = tensor.device_mesh  # type: ignore[attr-defined]
+    ranks = mesh.size(mesh.ndim - 1) if placements[-1].is_shard(0) else 1
+    return -(-tensor.shape[0] // ranks) * tensor.shape[1:].numel() * tensor.element_size()
+
+
 def is_like(own: Tensor, given: Any) -> bool:
     """Whether what was loaded can be copied as it is."""
     return isinstance(given, Tensor) and given.dtype == own.dtype and local(given).shape == local(own).shape

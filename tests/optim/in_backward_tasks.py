@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from octavo.optim import AdamW, update_in_backward
+from octavo.optim import AdamW, LastStepNorm, update_in_backward
 from octavo.optim.state import local
 from tests import sharded_weights as cases
 
@@ -57,4 +57,19 @@ def stored_equals(mesh: Any, recipe: str, clip: Any = None) -> list[str]:
     expected = next(iter(runs.values()))
     for threshold, tensors in runs.items():
         found += [f"{threshold} {name}" for name, x in tensors.items() if not torch.equal(x, expected[name])]
+    return found
+
+
+def norms_of_ranks(mesh: Any) -> list[float]:
+    """The last step's norm by thresholds; ranks without rows have no bytes of a gradient."""
+    found = []
+    for threshold in (0, 100, 3000, 1 << 30):
+        net = cases.sharded("dynamic", mesh)
+        optimizer = cases.adamw(net)
+        handle = update_in_backward(optimizer, threshold, LastStepNorm(0.1))
+        for step in range(3):
+            net(cases.batch(step, mesh.get_local_rank())).float().square().mean().backward()
+            optimizer.step()
+        assert handle.last_norm is not None
+        found.append(float(handle.last_norm))
     return found
