@@ -179,6 +179,7 @@ def test_weights_in_fp8_go_from_ranks_to_one_and_back(pool, recipe, alone, tmp_p
     for ranks, kind, steps in ((2, "fsdp", (0, 2, True)), (1, alone, (2, 4, True)), (2, "fsdp", (4, 6, False))):
         found = pool.run(stored_checkpoints.go_on, (ranks,), recipe, kind, str(tmp_path), *steps, seconds=60)
         assert found == [[]] * ranks
+    assert alone == "fsdp" or pool.run(stored_checkpoints.wrapped, (2,), str(tmp_path), seconds=60) == [[]] * 2
 
 
 def fail(mesh, folder, failing):
