@@ -224,7 +224,7 @@ def _finish(root: Path, folder: str, content: dict[str, Any]) -> None:
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """The model in DistributedDataParallel or torch.compile, whose names torch takes off, but not weight_scale_inv's."""
+    """The model inside DistributedDataParallel and torch.compile, whose names torch leaves on weight_scale_inv."""
     while isinstance(model, DistributedDataParallel) or "_orig_mod" in model._modules:
         model = model.module if isinstance(model, DistributedDataParallel) else model._modules["_orig_mod"]  # type: ignore[assignment]
     return model

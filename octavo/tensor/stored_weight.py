@@ -217,7 +217,7 @@ def part_of_rows(weight: StoredWeight, start: int, stop: int) -> StoredWeight:
 
 def _split(weight: StoredWeight, rows: int, dim: int = 0) -> list[StoredWeight]:
     total = weight.shape[0]
-    ranks = -(-total // max(rows, 1))
+    ranks = -(-total // rows)
     if dim != 0:
         raise UnsupportedOpError("weights that are stored in FP8 are sharded by rows: fully_shard with Shard(0)")
     if weight.granularity != GRANULARITIES[0] and ranks > 1 and (rows % BLOCK or total % rows):
@@ -226,9 +226,7 @@ def _split(weight: StoredWeight, rows: int, dim: int = 0) -> list[StoredWeight]:
             f"{rows} rows each are no whole blocks, or the last rank has fewer. Shard over ranks that each get the "
             "same multiple of 128 rows (HSDP), or use a recipe with one scale a weight (dynamic, delayed)"
         )
-    return [part_of_rows(weight, start, min(start + rows, total)) for start in range(0, total, max(rows, 1))] or [
-        part_of_rows(weight, 0, 0)
-    ]
+    return [part_of_rows(weight, start, min(start + rows, total)) for start in range(0, total, rows)]
 
 
 def _slice(weight: StoredWeight, dim: int = 0, start: Any = None, stop: Any = None, step: int = 1) -> Any:
