@@ -249,6 +249,11 @@ def _new_zeros(weight: StoredWeight, size: Any, **options: Any) -> Any:
 
 def _new_empty(weight: StoredWeight, size: Any, **_: Any) -> Any:
     """What stands for the part of a rank without rows."""
+    if weight.is_part and weight.granularity != GRANULARITIES[0]:
+        raise UnsupportedOpError(
+            f"blocks of 128 x 128 can't be sharded over so many ranks that the first get {tuple(weight.shape)} and the "
+            "last nothing: shard over fewer (HSDP), or use a recipe with one scale a weight (dynamic, delayed)"
+        )
     return torch.empty(size, dtype=weight.dtype, device=weight.device) if 0 in size else None
 
 

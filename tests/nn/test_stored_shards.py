@@ -58,6 +58,9 @@ def test_blocks_that_reach_over_ranks(mesh):
         layer = octavo.convert(nn.Linear(256, rows), recipes.blockwise(), lambda module, name: True, "fp8")
         with pytest.raises(UnsupportedOpError, match=rf"\({rows}, 256\) stored in blocks .* over 2 ranks.*HSDP"):
             fully_shard(layer, mesh=mesh)
+    one_row = octavo.convert(nn.Linear(300, 1), recipes.blockwise(), lambda module, name: True, "fp8")
+    with pytest.raises(UnsupportedOpError, match=r"the first get \(1, 300\) and the last nothing"):
+        fully_shard(one_row, mesh=mesh)
     one_block = octavo.convert(nn.Linear(100, 90), recipes.blockwise(), lambda module, name: True, "fp8")
     assert stored_part(fully_shard(one_block, mesh=mesh).weight).shape == (45, 100)
 
