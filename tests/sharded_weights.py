@@ -108,5 +108,6 @@ def average(net: nn.Module, mesh: Any) -> None:
     """Gradients of a replicated model as FSDP2 averages them."""
     for p in net.parameters():
         if p.grad is not None:
-            dist.all_reduce(p.grad, group=mesh.get_group(mesh.ndim - 1))
-            p.grad /= mesh.size(mesh.ndim - 1)
+            for dim in reversed(range(mesh.ndim)):
+                dist.all_reduce(p.grad, group=mesh.get_group(dim))
+            p.grad /= mesh.size()

@@ -144,6 +144,11 @@ def test_training_equals_that_of_replicas(pool, recipe, option, how):
     assert pool.run(beside_replicas, (2,), recipe, option, how, seconds=60) == [[]] * 2
 
 
+@both
+def test_replicas_of_shards(pool, recipe):
+    assert pool.run(beside_replicas, (2, 2), recipe, "", "", seconds=60) == [[]] * 4
+
+
 def on_one_batch(mesh: Any) -> bool:
     """Whether training on one batch everywhere is that of one process, and all ranks gather its codes in the end."""
     losses, nets = [], [sharded("dynamic", mesh), model("dynamic")]
