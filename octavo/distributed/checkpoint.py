@@ -78,7 +78,7 @@ def save_checkpoint(
     with _told(f"cannot write a checkpoint to {root}", "what was saved before is kept"):
         folder = ranks.first(lambda: _new_folder(root))
         with ranks.together():
-            tensors, content = _collect(model, optimizer)
+            tensors, content = _collect(_unwrapped(model), optimizer)
         content |= {"octavo_distributed": FORMAT, "delayed": _gather_delayed(model, ranks), "extra": extra}
         ranks.first(lambda: _require_plain(content))
         dcp.save(
@@ -124,7 +124,7 @@ def load_checkpoint(
         folder = ranks.first(lambda: _latest(root))
         with ranks.together():
             content = _read_content(folder)
-            tensors, state = _places(model, optimizer, content)
+            tensors, state = _places(_unwrapped(model), optimizer, content)
             reader = Reader(folder)
         dcp.load(
             tensors,
@@ -134,9 +134,9 @@ def load_checkpoint(
             no_dist=ranks.group is None,
         )
         with ranks.together():
-            set_model_state_dict(model, state["model"])
+            set_model_state_dict(_unwrapped(model), state["model"])
             if optimizer is not None:
-                _set_optimizer(model, optimizer, state["optimizer"])
+                _set_optimizer(_unwrapped(model), optimizer, state["optimizer"])
             _load_delayed(model, content["delayed"], ranks)
     return content["extra"]
 
@@ -221,6 +221,13 @@ def _finish(root: Path, folder: str, content: dict[str, Any]) -> None:
 
 
 # --- what is in them --------------------------------------------------------------------------------------------------
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside DistributedDataParallel and torch.compile, whose names torch leaves on weight_scale_inv."""
+    while isinstance(model, DistributedDataParallel) or "_orig_mod" in model._modules:
+        model = model.module if isinstance(model, DistributedDataParallel) else model._modules["_orig_mod"]  # type: ignore[assignment]
+    return model
 
 
 def _collect(model: nn.Module, optimizer: Optimizer | None) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -14,12 +14,19 @@ from octavo.granularity import Granularity
 from octavo.nn.gather import GatherGroup
 from octavo.nn.linear import Linear
 from octavo.nn.recipe_module import RecipeModule
-from octavo.nn.stored_weights import check_recipe, store_weight, stored_granularity, why_not_stored, widen_weight
+from octavo.nn.stored_weights import (
+    check_granularity,
+    check_recipe,
+    store_weight,
+    stored_granularity,
+    why_not_stored,
+    widen_weight,
+)
 from octavo.recipes import high_precision
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap, recipe_of
 from octavo.tensor.sharded_weight import forget_gathered
-from octavo.tensor.stored_weight import StoredWeight
+from octavo.tensor.stored_weight import StoredWeight, stored_part
 
 Select = Callable[[nn.Module, str], bool]
 
@@ -69,8 +76,8 @@ def convert(
         select: ``select(module, name) -> bool`` says which candidates to convert; the default takes layers with at
             least 512 features in and out, below which FP8 gains nothing on a GPU.
         weight_storage: "fp8": the weights themselves become codes with their scale, one byte each; products read them
-            without a cast, and octavo.optim.AdamW updates them. Then make the optimizer after. Weights that a module of
-            another kind shares stay as they are. None leaves weights as they are; a model without stored weights.
+            without a cast, and octavo.optim.AdamW updates them. Then fully_shard, if at all, and make the optimizer
+            after. Weights that a module of another kind shares stay as they are. None leaves weights as they are.
 
     Returns:
         ``model``.
@@ -124,6 +131,7 @@ def _check_storage(
         return set()
     if weight_storage != "fp8":
         raise ValueError(f"weight_storage={weight_storage!r}: use 'fp8' or None")
+    _refuse_shards(model, "octavo.convert(..., weight_storage='fp8')")
     ours = {id(module) for name, module, _ in targets if not recipe_of(recipe, name).is_high_precision}
     others = _weights_of_others(model, ours)
     stored: set[str] = set()
@@ -173,14 +181,15 @@ def storages(
     for name, module in modules:
         weight = module.get_parameter("weight")
         if (granularity := then[weight]) is not None:
-            check_recipe(recipe_of(recipe, name), weight.shape, granularity)
+            check_granularity(recipe_of(recipe, name), weight.shape, granularity)
     return then
 
 
 def stored_now(model: nn.Module) -> dict[nn.Parameter, Granularity | None]:
     """How the weights of a model's octavo modules are stored."""
     weights = [module.get_parameter("weight") for module in model.modules() if isinstance(module, RecipeModule)]
-    return {weight: weight.granularity if isinstance(weight, StoredWeight) else None for weight in weights}
+    parts = {weight: stored_part(weight) for weight in weights}
+    return {weight: None if part is None else part.granularity for weight, part in parts.items()}
 
 
 def put_weights(model: nn.Module, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
@@ -191,12 +200,21 @@ def put_weights(model: nn.Module, replaced: Mapping[nn.Parameter, nn.Parameter])
                 module._parameters[name] = replaced[parameter]
 
 
+def _refuse_shards(model: nn.Module, what: str) -> None:
+    """Raise ValueError if a module's weight lives in FP8 and is sharded: FSDP2 would keep the one that it has."""
+    for name, module in model.named_modules():
+        weight = module._parameters.get("weight")
+        if stored_part(weight) is not None and not isinstance(weight, StoredWeight):
+            raise ValueError(
+                f"{name or 'the model'}: {what} of a weight that fully_shard has sharded in FP8; do it before, or save "
+                "and load: octavo.distributed.checkpoint, or state_dict"
+            )
+
+
 def _check_stored(modules: Sequence[tuple[str, nn.Module]], recipe: Recipe | RecipeMap) -> None:
     """Raise ValueError if a weight is stored in FP8 in a way that its recipe can't read."""
     for name, module in modules:
-        weight = module._parameters.get("weight")
-        if isinstance(weight, StoredWeight):
-            check_recipe(recipe_of(recipe, name), weight.shape, weight.granularity)
+        check_recipe(recipe_of(recipe, name), module._parameters.get("weight"))
 
 
 def set_recipe(model: nn.Module, recipe: Recipe | RecipeMap) -> nn.Module:
@@ -244,11 +262,15 @@ def restore(model: nn.Module) -> nn.Module:
     Returns:
         ``model``.
 
+    Raises:
+        ValueError: for weights that fully_shard has sharded in FP8; nothing is changed then.
+
     Example:
         >>> import octavo
         >>> octavo.restore(octavo.nn.Linear(64, 64))
         Linear(in_features=64, out_features=64, bias=True)
     """
+    _refuse_shards(model, "octavo.restore")
     found: dict[int, nn.Parameter] = {}
     for module in model.modules():
         if isinstance(module, Linear) and (module.splits is not None or class_of(module) is not type(module)):

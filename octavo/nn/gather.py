@@ -9,6 +9,8 @@ Three ways, chosen for each weight by ``way``:
                 recipes whose two layouts are scaled differently (rows, 1 x 32), where codes would be sent twice.
     as it is    a weight that a product reads in high precision, or that another kind of module shares.
 
+A weight that lives in FP8 is gathered as stored, whatever the recipe: see nn/stored_shards.py.
+
 In FP8 the shards are cast once a step, all in one launch, into codes that stay until the weights change: both gathers
 of a step and all micro-batches send these.
 """
@@ -38,11 +40,12 @@ from octavo.tensor.sharded_weight import (
     rows_on_each_rank,
     version_of,
 )
+from octavo.tensor.stored_weight import stored_part
 
 if TYPE_CHECKING:
     from octavo.nn.recipe_module import RecipeModule
 
-IN_FP8, CAST_AFTER, AS_IT_IS = "in FP8", "cast after", "as it is"
+IN_FP8, CAST_AFTER, AS_IT_IS, AS_STORED = "in FP8", "cast after", "as it is", "as stored"
 
 
 class Gather:
@@ -229,6 +232,8 @@ def _choose_way(module: RecipeModule) -> Way:
     gather, parameter = module.gather, module.gather.parameter
     casts, mesh = module.recipe.weight_casts, parameter.device_mesh
     ranks = mesh.size(mesh.ndim - 1)
+    if stored_part(parameter) is not None:
+        return Way(AS_STORED)
     if casts.as_is is None or casts.transposed is None:
         return Way(AS_IT_IS, "a product reads it in high precision")
     if gather.shared:
@@ -254,19 +259,28 @@ def _choose_way(module: RecipeModule) -> Way:
     return Way(IN_FP8)
 
 
-def before_gather(
-    module: RecipeModule, shard: Tensor, mesh: Any, outer_size: torch.Size, mp_policy: Any
-) -> tuple[tuple[Tensor, ...], After]:
-    """What FSDP2's first hook does: see ShardedWeight.fsdp_pre_all_gather."""
-    gather, recipe = module.gather, module.recipe
-    chosen = way(module).kind
-    used = chosen, recipe.weight_casts
+def note_use(module: RecipeModule, kind: str) -> None:
+    """Note how a weight is gathered.
+
+    Raises:
+        RuntimeError: if FSDP2 has gathered it otherwise before.
+    """
+    gather, used = module.gather, (kind, module.recipe.weight_casts)
     if gather.used is not None and gather.used != used:
         raise RuntimeError(
             "a weight under FSDP2 took another recipe than it was gathered by; call octavo.set_recipe on the module "
             "that fully_shard was applied to, or one that holds it"
         )
     gather.used = used
+
+
+def before_gather(
+    module: RecipeModule, shard: Tensor, mesh: Any, outer_size: torch.Size, mp_policy: Any
+) -> tuple[tuple[Tensor, ...], After]:
+    """What FSDP2's first hook does: see ShardedWeight.fsdp_pre_all_gather."""
+    gather, recipe = module.gather, module.recipe
+    chosen = way(module).kind
+    note_use(module, chosen)
     if chosen == AS_IT_IS:
         return gather_as_it_is(shard, mesh, outer_size, mp_policy)
     stale = gather.seen != gather.key(recipe)
@@ -298,7 +312,7 @@ def _take_codes(module: RecipeModule, shape: torch.Size, scale_inv: Tensor | Non
     def after(outputs: tuple[Tensor, ...], dtype: torch.dtype, out: Any) -> Any:
         q = outputs[0][: shape[0]].view(cast.format.dtype)
         scales = outputs[1] if scale_inv is None else scale_inv
-        found = amax.to(q.device) if amax is not None and isinstance(cast.rule, Delayed) else _no_amax(module, q)
+        found = amax.to(q.device) if amax is not None and isinstance(cast.rule, Delayed) else no_amax(module, q)
         laid, transposed, inner = _laid(q, recipe, out)
         parts = Parts(laid, scales, transposed, scales.t(), found)
         if out is not None:
@@ -308,7 +322,7 @@ def _take_codes(module: RecipeModule, shape: torch.Size, scale_inv: Tensor | Non
     return after
 
 
-def _no_amax(module: RecipeModule, like: Tensor) -> Tensor:
+def no_amax(module: RecipeModule, like: Tensor) -> Tensor:
     """What stands for an amax where no rule asks for one."""
     gather = module.gather
     if gather.no_amax is None or gather.no_amax.device != like.device:
@@ -347,7 +361,7 @@ def _cast_after(module: RecipeModule, shape: torch.Size) -> After:
             state = State(gather.scale, module.delayed_amax_history)
         operands = cast_role(wide, recipe, WEIGHT, True, True, state)
         assert operands.as_is is not None and operands.transposed is not None
-        amax = operands.amax if operands.amax is not None else _no_amax(module, wide)
+        amax = operands.amax if operands.amax is not None else no_amax(module, wide)
         parts = Parts(*operands.as_is, *operands.transposed, amax)
         if out is not None:
             return out.refill(parts)

@@ -14,12 +14,13 @@ from octavo.errors import HigherOrderGradientError
 from octavo.formats import HIGH_PRECISION
 from octavo.kernels.emulation import warn_once_if_emulated
 from octavo.nn.gather import Gather, before_gather, gathered_operands
+from octavo.nn.stored_shards import before_stored_gather
 from octavo.nn.stored_weights import check_recipe, in_high_precision, load_stored, save_stored, stored_operands
 from octavo.nn.weight_cache import WeightCache
 from octavo.scaling.delayed import BUFFERS, register_delayed_state
 from octavo.scaling.recipe import Recipe
 from octavo.tensor.sharded_weight import GatheredWeight, attach, plain
-from octavo.tensor.stored_weight import StoredWeight
+from octavo.tensor.stored_weight import StoredWeight, stored_part
 
 
 class RecipeModule(nn.Module):
@@ -39,13 +40,11 @@ class RecipeModule(nn.Module):
 
         Raises:
             TypeError: for anything but a Recipe.
-        ValueError: for one that can't read the weight as it is stored.
+            ValueError: for one that can't read the weight as it is stored.
         """
         if not isinstance(recipe, Recipe):
             raise TypeError(f"recipe={recipe!r} is no octavo.Recipe; try octavo.recipes.dynamic()")
-        weight = self._parameters.get("weight")
-        if isinstance(weight, StoredWeight):
-            check_recipe(recipe, weight.shape, weight.granularity)
+        check_recipe(recipe, self._parameters.get("weight"))
         self.recipe = recipe
         self._weight_cache = WeightCache()
         self.gather.forget()
@@ -81,8 +80,22 @@ class RecipeModule(nn.Module):
             found = self.__dict__["_gather"] = Gather()
         return found
 
+    @property
+    def weight_scale_inv(self) -> Tensor:
+        """Of a weight that lives in FP8 its scale_inv, on this rank; torch.distributed.checkpoint asks for each key.
+
+        Raises:
+            AttributeError: for a weight in high precision.
+        """
+        part = stored_part(self._parameters.get("weight"))
+        if part is None:
+            raise AttributeError(f"{type(self).__name__} has no weight that lives in FP8")
+        return part.scale_inv
+
     def before_gather(self, shard: Tensor, mesh: Any, outer_size: torch.Size, mp_policy: Any) -> Any:
-        """FSDP2's hook asks here what to send of the weight; see nn/gather.py."""
+        """FSDP2's hook asks here what to send of the weight; see nn/gather.py and nn/stored_shards.py."""
+        if isinstance(shard, StoredWeight):
+            return before_stored_gather(self, shard, mesh, outer_size)
         return before_gather(self, shard, mesh, outer_size, mp_policy)
 
     def reset_delayed_state(self) -> None:
@@ -131,8 +144,8 @@ class RecipeModule(nn.Module):
         """Save plain tensors, so that files need no class of octavo: of a sharded weight the DTensor's local part."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         weight = destination.get(f"{prefix}weight")
-        if isinstance(weight, StoredWeight):
-            return save_stored(weight, destination, prefix)
+        if (part := stored_part(weight)) is not None:
+            return save_stored(weight, part, destination, prefix)
         if not keep_vars and weight is not None and type(weight) is not Tensor:
             destination[f"{prefix}weight"] = plain(weight)
 

@@ -1,7 +1,7 @@
 """Modules whose weight is a StoredWeight: how products read it, which recipes can, and what files hold of it.
 
 In a state_dict it is ``weight``, the codes, beside ``weight_scale_inv``: the keys and the meaning of fine-grained FP8
-checkpoints. Either kind of module loads either kind of file.
+checkpoints. Either kind of module loads either kind of file. Sharded ones are in nn/stored_shards.py.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from octavo.formats import E4M3
 from octavo.granularity import Granularity, PerTensor, granularity_of
 from octavo.kernels.layouts import needs_transposed_codes
 from octavo.nn.gather import lay_out, with_padding
+from octavo.nn.stored_shards import as_shard, save_shard
 from octavo.scaling.recipe import Recipe
-from octavo.tensor.stored_weight import GRANULARITIES, StoredWeight, has_powers_of_two
+from octavo.tensor.sharded_weight import GatheredWeight, like_sharded, on_this_rank
+from octavo.tensor.stored_weight import GRANULARITIES, StoredWeight, dequantized, has_powers_of_two, stored_part
 
 SCALE_INV = "weight_scale_inv"
 
@@ -32,7 +34,7 @@ def stored_operands(weight: StoredWeight, recipe: Recipe, transposed: bool) -> O
 
 def in_high_precision(weight: Tensor) -> Tensor:
     """A weight for a product in high precision; stored ones are dequantised, and gradients flow to them."""
-    return weight.dequantize() if isinstance(weight, StoredWeight) else weight
+    return dequantized(weight) if isinstance(weight, StoredWeight | GatheredWeight) else weight
 
 
 def why_not_stored(recipe: Recipe) -> str | None:
@@ -49,14 +51,21 @@ def why_not_stored(recipe: Recipe) -> str | None:
     return None
 
 
-def check_recipe(recipe: Recipe, shape: torch.Size, stored: Granularity) -> None:
+def check_recipe(recipe: Recipe, weight: Tensor | None) -> None:
+    """Raise ValueError where a recipe can't read a weight as it is stored."""
+    part = stored_part(weight)
+    if part is not None and weight is not None:
+        check_granularity(recipe, weight.shape, part.granularity)
+
+
+def check_granularity(recipe: Recipe, shape: torch.Size, stored: Granularity) -> None:
     """Raise ValueError where a recipe can't read a weight that is stored so."""
     if recipe.is_high_precision:
         return
     if reason := why_not_stored(recipe):
         raise ValueError(f"the recipe {recipe.name!r} can't read weights that are stored in FP8: {reason}")
     wanted = stored_granularity(recipe, shape)
-    if wanted != stored:
+    if wanted.scale_shape(tuple(shape)) != stored.scale_shape(tuple(shape)):
         raise ValueError(
             f"the recipe {recipe.name!r} reads weights scaled {wanted}, but they are stored {stored}; "
             "octavo.convert(model, recipe, weight_storage='fp8') stores them anew"
@@ -90,10 +99,12 @@ def widen_weight(module: nn.Module, found: dict[int, nn.Parameter]) -> None:
         module._parameters["weight"] = found[id(old)]
 
 
-def save_stored(weight: StoredWeight, destination: dict[str, Any], prefix: str) -> None:
-    """Put codes and scale_inv into a state_dict in place of the weight."""
-    destination[f"{prefix}weight"] = weight.q.detach()
-    destination[f"{prefix}{SCALE_INV}"] = weight.scale_inv.detach()
+def save_stored(weight: Tensor, part: StoredWeight, destination: dict[str, Any], prefix: str) -> None:
+    """Put codes and scale_inv into a state_dict in place of the weight, of which this rank has ``part``."""
+    keys = f"{prefix}weight", f"{prefix}{SCALE_INV}"
+    if part is not weight:
+        return save_shard(weight, part, destination, keys)
+    destination[keys[0]], destination[keys[1]] = part.q.detach(), part.scale_inv.detach()
 
 
 def load_stored(weight: Tensor | None, state_dict: dict[str, Any], prefix: str) -> None:
@@ -103,15 +114,32 @@ def load_stored(weight: Tensor | None, state_dict: dict[str, Any], prefix: str) 
         ValueError: if they don't fit together.
     """
     codes, scale_inv = state_dict.get(f"{prefix}weight"), state_dict.pop(f"{prefix}{SCALE_INV}", None)
-    if codes is None or scale_inv is None:
+    part = stored_part(weight)
+    sharded = weight is not None and part is not None and part is not weight
+    if codes is None or (scale_inv is None and not sharded):
         return
+    if scale_inv is not None:
+        _check_pair(codes, scale_inv, prefix)
+    if sharded:
+        assert weight is not None and part is not None
+        state_dict[f"{prefix}weight"] = as_shard(weight, part, codes, scale_inv)
+        return
+    dtype = torch.float32 if weight is None else weight.dtype
+    if codes is not (local := on_this_rank(codes)):
+        granularity = GRANULARITIES[scale_inv.shape != (1, 1)]
+        values = StoredWeight(local, on_this_rank(scale_inv), dtype, granularity).dequantize()
+        state_dict[f"{prefix}weight"] = like_sharded(values, codes, codes.shape)
+        return
+    stored = StoredWeight(codes, scale_inv, dtype)
+    if part is not None and not has_powers_of_two(scale_inv):
+        stored = StoredWeight.cast(stored.dequantize(), part.granularity)
+    state_dict[f"{prefix}weight"] = stored if part is not None else stored.dequantize()
+
+
+def _check_pair(codes: Tensor, scale_inv: Tensor, prefix: str) -> None:
+    """Raise ValueError if codes and scale_inv don't fit together."""
     if codes.dtype != torch.float8_e4m3fn:
         raise ValueError(f"{prefix}weight beside {prefix}{SCALE_INV} is {codes.dtype}, not torch.float8_e4m3fn")
     fits = [g for g in GRANULARITIES if g.scale_shape(tuple(codes.shape)) == tuple(scale_inv.shape)]
     if not fits:
         raise ValueError(f"{prefix}{SCALE_INV} of shape {tuple(scale_inv.shape)} does not fit {tuple(codes.shape)}")
-    dtype = torch.float32 if weight is None else weight.dtype
-    stored = StoredWeight(codes, scale_inv, dtype)
-    if isinstance(weight, StoredWeight) and not has_powers_of_two(scale_inv):
-        stored = StoredWeight.cast(stored.dequantize(), weight.granularity)
-    state_dict[f"{prefix}weight"] = stored if isinstance(weight, StoredWeight) else stored.dequantize()

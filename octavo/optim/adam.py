@@ -12,7 +12,7 @@ from octavo.optim.base import CompactOptimizer
 from octavo.optim.moment import Moment, moments_of
 from octavo.optim.stores import Settings
 from octavo.scaling.bounded import adam_max_update
-from octavo.tensor.stored_weight import StoredWeight
+from octavo.tensor.stored_weight import stored_part
 
 
 class _Adam(CompactOptimizer):
@@ -55,14 +55,15 @@ class _Adam(CompactOptimizer):
         params = param_group["params"]
         params = param_group["params"] = [params] if isinstance(params, Tensor) else list(params)
         named = [param[1] if isinstance(param, tuple) else param for param in params]
-        if self._clip is None and any(isinstance(param, StoredWeight) for param in named):
+        stored = any(stored_part(param) is not None for param in named)
+        if self._clip is None and stored:
             self.clip_update = True
         super().add_param_group(param_group)
 
     def check(self, weight: Tensor, group: dict[str, Any], settings: Settings, bounds: bool) -> None:
         """As any optimizer's; also that the largest update has a bound where a scale comes from it."""
         beta1, beta2 = group["betas"]
-        if (isinstance(weight, StoredWeight) or settings.master == "fp16_scaled") and beta1 * beta1 > beta2:
+        if (stored_part(weight) is not None or settings.master == "fp16_scaled") and beta1 * beta1 > beta2:
             raise ValueError(
                 f"betas={(beta1, beta2)!r}: the largest update grows without end where beta1^2 > beta2, so it can give "
                 "no scale; use a larger beta2, or float32 weights"
@@ -83,7 +84,7 @@ class _Adam(CompactOptimizer):
         """As any optimizer's; also decides anew whether updates are clipped."""
         super().adopt(settings, replaced)
         params = (param for group in self.param_groups for param in group["params"])
-        self.clip_update = self.will_bound(settings, any(isinstance(param, StoredWeight) for param in params))
+        self.clip_update = self.will_bound(settings, any(stored_part(param) is not None for param in params))
 
     @property
     def bounds_update(self) -> bool:  # type: ignore[override]

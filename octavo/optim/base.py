@@ -15,6 +15,7 @@ from octavo.kernels.optimizer_step import optimizer_step
 from octavo.kernels.reference.optimizer_step import AdamGroup, SgdGroup, WeightUpdate
 from octavo.kernels.reference.random_bits import key_of
 from octavo.optim import state as states
+from octavo.optim.agreement import Agreement, needs_agreement
 from octavo.optim.gradients import GradientStorage, check_storage
 from octavo.optim.masters import master_of
 from octavo.optim.moment import Moment
@@ -28,9 +29,28 @@ class _Kept(NamedTuple):
     """A weight's update, all but its gradient, and what it was made of: while that stays, so does the update."""
 
     update: WeightUpdate
+    held: Tensor  # what it writes of the weight
     address: int
     version: int  # of the weight after the last step
     state: tuple[int, ...]
+
+
+def _is_part(weight: Tensor) -> bool:
+    return isinstance(weight, StoredWeight) and weight.is_part
+
+
+def _moved(kept: _Kept, weight: Tensor, held: Tensor) -> bool:
+    """Whether a weight lies elsewhere now; a part without rows has no address that would tell."""
+    return kept.held is not held if _is_part(weight) else kept.address != held.data_ptr()
+
+
+def _written(kept: _Kept, weight: Tensor, held: Tensor) -> bool:
+    """Whether anything but a step has written a weight since; FSDP2 gives parts other storage when they are loaded."""
+    if not _is_part(weight):
+        return kept.address == held.data_ptr() and kept.version != held._version
+    if kept.held._version != kept.version:
+        return True
+    return kept.held is not held and not torch.equal(kept.held.view(torch.uint8), held.view(torch.uint8))
 
 
 class CompactOptimizer(Optimizer):
@@ -68,6 +88,8 @@ class CompactOptimizer(Optimizer):
         self._kept: dict[nn.Parameter, _Kept] = {}
         self._plans: dict[Any, Any] = {}
         self._placed: tuple[Any, dict[nn.Parameter, tuple[int, int]]] = ((), {})
+        self._sharded: list[nn.Parameter] = []  # in FP8, with one scale
+        self._agreement, self._begun, self._loaded = Agreement(), False, False
         self.in_backward: Any = None  # of update_in_backward
         self.skip: Tensor | None = None  # one number; where it is not 0, the next step does nothing
         self.resolution: Resolution | None = None
@@ -125,6 +147,7 @@ class CompactOptimizer(Optimizer):
         self._plans = {name: plan for name, plan in self._plans.items() if name == "captured"}
 
     def __getstate__(self) -> dict[str, Any]:
+        self._agreement.finish()
         own = ("moments", "master", "seed", "skip_nonfinite", "clip_update", "_clip", "names", "gradient_storage")
         return {**super().__getstate__(), **{name: vars(self)[name] for name in own if name in vars(self)}}
 
@@ -133,6 +156,7 @@ class CompactOptimizer(Optimizer):
         self._kept, self._plans, self._placed = {}, {}, ((), {})
         for name in ("in_backward", "skip", "resolution"):
             setattr(self, name, vars(self).get(name))
+        self._agreement, self._begun, self._loaded = vars(self).get("_agreement") or Agreement(), False, False
         self.gradient_storage = vars(self).get("gradient_storage")
         if vars(self).setdefault("_gradients") is None and self.gradient_storage is not None:  # a copy
             self._gradients = GradientStorage()
@@ -174,19 +198,50 @@ class CompactOptimizer(Optimizer):
     def step_some(self, params: Iterable[nn.Parameter], grad_scale: Tensor | None = None) -> None:
         """Update these weights alone, all of which have gradients: their step is counted, others' is not.
 
+        Where weights in FP8 are sharded, ``step()`` has to end each step.
+
         Args:
             params: of this optimizer.
             grad_scale: one number that gradients are divided by.
         """
         with torch.no_grad():
+            self.begin_step()
             self._run(list(params), None, grad_scale)
+
+    @torch.no_grad()
+    def begin_step(self) -> None:
+        """Have what ranks agree on: the last step's or, where weights were loaded or written otherwise, what they hold.
+
+        Every rank decides this alike, by states, versions and loads; once a step.
+        """
+        if self._begun:
+            return
+        self._begun = True
+        self._agreement.finish()
+        params, places = self._agreeing(), self._places()
+        anew = [self._current(param, *places[param])[1] for param in params]
+        if any(anew) or (self._loaded and params):
+            self._agreement.start(params, self.state)
+            self._agreement.finish()
+        self._loaded = False
+
+    def _end_step(self) -> None:
+        self._begun = False
+        if params := self._agreeing():
+            self._agreement.start(params, self.state)
+
+    def _agreeing(self) -> list[nn.Parameter]:
+        self._places()
+        return [param for param in self._sharded if param.requires_grad]
 
     @torch.no_grad()
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         if self.in_backward is not None:
             if closure is not None:
                 raise RuntimeError("a closure's gradients would be used before it returns; remove() update_in_backward")
+            self.begin_step()
             self.in_backward.finish()
+            self._end_step()
             return None
         self._attach()
         loss = None
@@ -199,7 +254,9 @@ class CompactOptimizer(Optimizer):
             skip = ~torch.isfinite(states.largest([param.grad for param in params if param.grad is not None]))
         if self.skip is not None:
             skip = self.skip if skip is None else skip + self.skip.to(skip.device)
+        self.begin_step()
         self._run(params, skip, scale)
+        self._end_step()
         return loss
 
     def _run(self, params: list[nn.Parameter], skip: Tensor | None, scale: Tensor | None) -> None:
@@ -226,7 +283,8 @@ class CompactOptimizer(Optimizer):
         for param in params:
             kept = self._kept[param]
             if kept.update.master.needs_bound:
-                self._kept[param] = kept._replace(version=states.held(param)._version)
+                held = states.held(states.local(param))
+                self._kept[param] = kept._replace(held=held, version=held._version)
 
     def _places(self) -> dict[nn.Parameter, tuple[int, int]]:
         """Each parameter's group and its number among all, on which random bits depend."""
@@ -234,31 +292,42 @@ class CompactOptimizer(Optimizer):
         if self._placed[0] != counts:
             numbers = [number for number, count in enumerate(counts) for _ in range(count)]
             params = [param for group in self.param_groups for param in group["params"]]
+            self._sharded = [param for param in params if needs_agreement(param)]
             self._placed = counts, dict(zip(params, zip(numbers, range(len(params)), strict=True), strict=True))
         return self._placed[1]
 
     def _update(self, param: nn.Parameter, group: int, index: int) -> WeightUpdate:
-        weight, grad = states.local(param), states.local(param.grad)  # type: ignore[arg-type]
+        grad = states.local(param.grad)  # type: ignore[arg-type]
         if grad.is_sparse:
             raise RuntimeError("octavo's optimizers take dense gradients only")
-        state = self.state[param]
-        if not state:
-            state.update(new_state(param, weight, self.settings))
+        update = self._current(param, group, index)[0].update
+        shape = update.master.weight.shape
+        if grad.numel() == 0 and shape.numel() > 0:  # of a row that stands in for none
+            return update._replace(gradient=torch.zeros(shape, device=grad.device))
+        if isinstance(grad, StoredGradient):
+            codes = grad.q.view(torch.uint8).view(shape)
+            return update._replace(gradient=codes, gradient_scale_inv=grad.scale_inv)
+        return update._replace(gradient=grad.contiguous().view(shape))
+
+    def _current(self, param: nn.Parameter, group: int, index: int) -> tuple[_Kept, bool]:
+        """A weight's update, and whether its master begins anew: with the first step, or since it was written."""
+        weight, state = states.local(param), self.state[param]
+        anew = not state
+        if anew:
+            state.update(new_state(param, self.settings))
         kept, ids = self._kept.get(param), (group, index, self.seed, *map(id, state.values()))
         held = states.held(weight)
-        if kept is None or kept.address != held.data_ptr() or kept.state != ids or not held.is_contiguous():
+        written = kept is not None and kept.update.master.needs_bound and _written(kept, weight, held)
+        if kept is None or _moved(kept, weight, held) or kept.state != ids or not held.is_contiguous():
             if kept is not None:
                 self._plans = {name: plan for name, plan in self._plans.items() if name == "captured"}
             kept = self._kept[param] = self._keep(param, weight, state, ids)
-        elif kept.update.master.needs_bound and kept.version != held._version:  # loaded, or written otherwise
+        if written:  # loaded, or otherwise
             fresh = master_of(param, self.master).new_state(weight)
             for name, value in fresh.items():
-                state[name].copy_(value)
-        shape = kept.update.master.weight.shape
-        if isinstance(grad, StoredGradient):
-            codes = grad.q.view(torch.uint8).view(shape)
-            return kept.update._replace(gradient=codes, gradient_scale_inv=grad.scale_inv)
-        return kept.update._replace(gradient=grad.contiguous().view(shape))
+                states.copy_into(state[name], value)
+            kept = self._kept[param] = kept._replace(held=held, version=held._version)
+        return kept, anew or written
 
     def _keep(self, param: nn.Parameter, weight: Tensor, state: dict[str, Any], ids: tuple[int, ...]) -> _Kept:
         group, index = ids[:2]
@@ -268,7 +337,7 @@ class CompactOptimizer(Optimizer):
         if self.resolution is not None and param in self.resolution.params:
             update = update._replace(measured=True)
         held = states.held(weight)
-        return _Kept(update, held.data_ptr(), held._version, ids)
+        return _Kept(update, held, held.data_ptr(), held._version, ids)
 
     @property
     def settings(self) -> Settings:
@@ -277,6 +346,7 @@ class CompactOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with the moments' and masters' own tensors; each group says how they are to be read."""
+        self._agreement.finish()
         found = super().state_dict()
         for group in found["param_groups"]:  # which, unlike a key beside them, torch.distributed.checkpoint keeps
             group["octavo"] = states.description(self.moments, self.master, self.seed)
@@ -297,7 +367,9 @@ class CompactOptimizer(Optimizer):
             if group.get("amsgrad"):
                 raise ValueError("the state is of amsgrad=True, whose largest second moments octavo does not keep")
         own = state_dict["state"]
+        self._agreement.finish()
         super().load_state_dict({"state": {}, "param_groups": groups})
+        self._loaded = True
         if described is not None:
             self.seed = described["seed"]
         same = described in (None, states.description(self.moments, self.master, self.seed))
@@ -316,7 +388,7 @@ class CompactOptimizer(Optimizer):
 
     def _adopt(self, param: nn.Parameter, given: dict[str, Any], described: dict[str, Any] | None, same: bool) -> bool:
         """Put a parameter's loaded state in place; whether it had to be converted."""
-        state = new_state(param, states.local(param), self.settings)
+        state = new_state(param, self.settings)
         step = given.get("step", 1.0)  # torch's SGD keeps none
         state["step"].copy_(torch.as_tensor(step, dtype=torch.float32))
         fits = same and all(states.is_like(value, given.get(name)) for name, value in state.items() if name != "step")

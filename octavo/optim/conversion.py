@@ -20,8 +20,8 @@ from octavo.kernels.reference.optimizer_state import BLOCK, Piece, blocks_of, fi
 from octavo.optim import state as states
 from octavo.optim.base import CompactOptimizer
 from octavo.optim.masters import master_of
-from octavo.optim.stores import Settings, stores_of
-from octavo.tensor.stored_weight import StoredWeight
+from octavo.optim.stores import Settings, sharded_like, stores_of
+from octavo.tensor.stored_weight import StoredWeight, stored_part
 
 Storage = Granularity | None  # of a weight's codes; None: it is a plain tensor
 
@@ -68,7 +68,7 @@ def check_change(optimizer: CompactOptimizer, settings: Settings, storage: Mappi
         for group in optimizer.param_groups
         for param in group["params"]
     ]
-    bounds = optimizer.will_bound(settings, any(isinstance(target, StoredWeight) for target, _ in targets))
+    bounds = optimizer.will_bound(settings, any(stored_part(target) is not None for target, _ in targets))
     for target, group in targets:
         optimizer.check(target, group, settings, bounds)
 
@@ -102,7 +102,7 @@ def _change(
     old_master, new_master = master_of(param, before.master), master_of(new_param, after.master)
     if moves or old_master is not new_master:
         own = new_master.new_state(new_weight)
-        found |= {name: states.like_param(value, new_param) for name, value in own.items()}
+        found |= sharded_like(own, new_param)
         new = stores_of(new_param, new_weight, found, after)
         codes = states.held(weight).clone() if not moves else None
         _rewrite(old.master, new.master, new.amax, same_storage=not moves)

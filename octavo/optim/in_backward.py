@@ -191,6 +191,7 @@ class UpdatesInBackward:
         """A parameter's gradient is complete."""
         if self._accumulating or param in self._pending:
             return
+        self.optimizer.begin_step()  # with the first gradient, which is the same weight's on all ranks
         if param in self._updated:
             raise RuntimeError(
                 "a gradient came for a weight that this step has updated already. Several backward passes a step: run "
@@ -198,8 +199,8 @@ class UpdatesInBackward:
                 "checkpoint(..., use_reentrant=False)"
             )
         self._pending[param] = None
-        gradient = states.local(param.grad)  # type: ignore[arg-type]
-        self._bytes += gradient.numel() * gradient.element_size()
+        # ranks flush at the same gradient, so that collectives (of a norm, say) come in one order among FSDP2's
+        self._bytes += states.bytes_of_part(param.grad)  # type: ignore[arg-type]
         self.most_bytes = max(self.most_bytes, self._bytes)
         if self._bytes >= self.threshold:
             self._flush()

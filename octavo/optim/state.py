@@ -14,7 +14,8 @@ from octavo.kernels.reference.optimizer_state import BLOCK, pieces
 from octavo.numerics import scale_from_amax
 from octavo.optim.masters import master_of
 from octavo.optim.moment import Moment, as_matrix
-from octavo.tensor.stored_weight import StoredWeight
+from octavo.tensor.sharded_weight import like_sharded
+from octavo.tensor.stored_weight import StoredWeight, stored_part
 
 _FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2, E4M4)}
 
@@ -23,6 +24,9 @@ def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor."""
     if type(tensor) in (Tensor, nn.Parameter):
         return tensor
+    part = stored_part(tensor)
+    if part is not None:
+        return part  # itself: to_local() makes a view, on whose codes no version is counted
     to_local = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()
 
@@ -53,7 +57,8 @@ def moments_for(param: Tensor, moments: tuple[Moment, ...]) -> tuple[Moment, ...
 
 def check(param: Tensor, moments: tuple[Moment, ...], master: str | None, bounds: bool) -> None:
     """Raise ValueError for a weight that can't be updated; ``bounds``: whether the optimizer bounds its update."""
-    if isinstance(param, StoredWeight) and not bounds:
+    stored = stored_part(param) is not None
+    if stored and not bounds:
         raise ValueError(
             "a weight that is stored in FP8 is written with a scale that the largest update gives: use "
             "octavo.optim.AdamW or Adam, with clip_update on"
@@ -63,7 +68,7 @@ def check(param: Tensor, moments: tuple[Moment, ...], master: str | None, bounds
     found = master_of(param, master)  # type: ignore[arg-type]
     if getattr(param, "placements", None) is None:
         return
-    if found.name == "fp16_scaled":
+    if found.name == "fp16_scaled" and not stored:  # of stored ones its scale is the codes', which ranks agree on
         raise ValueError("master='fp16_scaled' has one scale, which sharded weights do not share: use 'split24'")
     for moment in moments_for(param, moments):
         if isinstance(moment.format, Format) and moment.granularity == PerTensor():
@@ -99,15 +104,19 @@ def largest(gradients: list[Tensor]) -> Tensor:
 
 def like_param(tensor: Tensor, param: nn.Parameter) -> Tensor:
     """A tensor of this rank's state as a sharded one, where the weight is: so that checkpoints can reshard it."""
-    placements = getattr(param, "placements", None)
-    if placements is None or tensor.shape[:1] != local(param).shape[:1]:
+    if getattr(param, "placements", None) is None or tensor.shape[:1] != local(param).shape[:1]:
         return tensor
-    from torch.distributed.tensor import DTensor
+    return like_sharded(tensor, param, torch.Size((param.shape[0], *tensor.shape[1:])))
 
-    mesh = param.device_mesh  # type: ignore[attr-defined]
-    shape = torch.Size((param.shape[0], *tensor.shape[1:]))
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(tensor, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+def bytes_of_part(tensor: Tensor) -> int:
+    """Bytes of the largest part that a rank has of a tensor, which all ranks count alike; of a plain one its own."""
+    placements = getattr(tensor, "placements", None)
+    if placements is None or tensor.ndim == 0:
+        return tensor.numel() * tensor.element_size()
+    mesh = tensor.device_mesh  # type: ignore[attr-defined]
+    ranks = mesh.size(mesh.ndim - 1) if placements[-1].is_shard(0) else 1
+    return -(-tensor.shape[0] // ranks) * tensor.shape[1:].numel() * tensor.element_size()
 
 
 def is_like(own: Tensor, given: Any) -> bool:

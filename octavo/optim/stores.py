@@ -7,12 +7,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from octavo.granularity import PerTensor
 from octavo.kernels.reference.adam import Master
 from octavo.kernels.reference.optimizer_state import StoredMoment
 from octavo.optim import state as states
 from octavo.optim.masters import master_of
 from octavo.optim.moment import Moment
-from octavo.tensor.stored_weight import StoredWeight
+from octavo.tensor.sharded_weight import like_sharded
+from octavo.tensor.stored_weight import StoredWeight, stored_part
 
 
 class Settings(NamedTuple):
@@ -39,20 +41,36 @@ class Stores(NamedTuple):
     amax: Tensor | None
 
 
-def new_state(param: nn.Parameter, weight: Tensor, settings: Settings) -> dict[str, Any]:
+def new_state(param: nn.Parameter, settings: Settings) -> dict[str, Any]:
     """An empty state; of a sharded weight its tensors are sharded alike.
 
     Args:
         param: the weight.
-        weight: this rank's part of it.
         settings: how it is kept.
     """
-    found: dict[str, Any] = {"step": torch.zeros((), dtype=torch.float32, device=weight.device)}
+    weight = states.local(param.detach())
     own: dict[str, Tensor] = {}
     for moment, name in zip(states.moments_for(param, settings.moments), settings.names, strict=True):
         own |= moment.new_state(name, weight.shape, weight.device)
     own |= master_of(param, settings.master).new_state(weight)
-    return found | {name: states.like_param(value, param) for name, value in own.items()}
+    step = torch.zeros((), dtype=torch.float32, device=weight.device)
+    return {"step": step} | sharded_like(own, param)
+
+
+def sharded_like(own: dict[str, Tensor], param: Tensor) -> dict[str, Tensor]:
+    """This rank's tensors of a state, sharded as the weight is: so that checkpoints can reshard them."""
+    return {
+        name: _amax_like(value, param) if name == "master_amax" else states.like_param(value, param)  # type: ignore[arg-type]
+        for name, value in own.items()
+    }
+
+
+def _amax_like(amax: Tensor, param: Tensor) -> Tensor:
+    """A stored weight's amax as its scale_inv: plain, where it is one for all ranks; of blocks a sharded one."""
+    part = stored_part(param)
+    if part is None or part is param or part.granularity == PerTensor():
+        return amax
+    return like_sharded(amax, param, torch.Size(part.granularity.scale_shape(tuple(param.shape))))
 
 
 class StateBytes(NamedTuple):
@@ -82,15 +100,42 @@ def bytes_of(param: nn.Parameter, weight: Tensor, settings: Settings | None) -> 
     return StateBytes(*(sum(part.numel() * part.element_size() for part in some) for some in parts))
 
 
+def _stand_in(
+    part: StoredWeight, master: Any, moments: tuple[Moment, ...], names: tuple[str, ...], kept: dict[str, Tensor]
+) -> tuple[StoredWeight, dict[str, Tensor]]:
+    """A row of zeros for a part without rows, and its state: updated with the others, it keeps the scale theirs.
+
+    Args:
+        part: [0, K] with one scale, which the row shares.
+        master: of it.
+        moments, names: of its optimizer.
+        kept: its state; the row shares ``master_amax``.
+    """
+    codes = torch.zeros(1, part.shape[1], dtype=torch.uint8, device=part.device).view(part.q.dtype)
+    row = StoredWeight(codes, part.scale_inv, part.dtype, part.granularity, is_part=True)
+    own: dict[str, Tensor] = {}
+    for moment, name in zip(moments, names, strict=True):
+        own |= moment.new_state(name, row.shape, row.device)
+    return row, own | master.new_state(row) | {"master_amax": kept["master_amax"]}
+
+
 def stores_of(param: nn.Parameter, weight: Tensor, state: dict[str, Any], settings: Settings) -> Stores:
-    """Master and moments over the tensors of a state; arguments as ``new_state``'s."""
+    """Master and moments over the tensors of a state.
+
+    Args:
+        param: the weight.
+        weight: this rank's part of it.
+        state: its state.
+        settings: how it is kept.
+    """
     kept = {name: states.local(value) for name, value in state.items() if isinstance(value, Tensor)}
+    master, chosen = master_of(param, settings.master), states.moments_for(param, settings.moments)
+    if isinstance(weight, StoredWeight) and weight.is_part and weight.shape[0] == 0:
+        weight, kept = _stand_in(weight, master, chosen, settings.names, kept)
     matrix = states.matrix_of(weight)
     if states.is_sharded_vector(param):  # a row an element, so that its index is that of the whole vector
         kept = {name: value.view(-1, 1) if value.ndim else value for name, value in kept.items()}
         matrix = matrix.view(-1, 1)
-    pairs = zip(states.moments_for(param, settings.moments), settings.names, strict=True)
-    moments = tuple(moment.stored(name, kept) for moment, name in pairs)
+    moments = tuple(moment.stored(name, kept) for moment, name in zip(chosen, settings.names, strict=True))
     scale_inv = (weight.scale_inv,) if isinstance(weight, StoredWeight) else ()
-    master = master_of(param, settings.master).stored(matrix, kept, *scale_inv)
-    return Stores(matrix, master, moments, kept.get("master_amax"))
+    return Stores(matrix, master.stored(matrix, kept, *scale_inv), moments, kept.get("master_amax"))

@@ -1,8 +1,9 @@
 """A weight under FSDP2: the shard that says how it is gathered, and what gathering gives.
 
-    ShardedWeight    the local part of a sharded parameter: an ordinary tensor whose class has FSDP2's two hooks. It
-                     asks the module that owns the weight (``before_gather``), so that it holds nothing of its own and
-                     none of torch's ways to make a new local tensor (padding, moving, loading) can lose anything.
+    ShardHooks       FSDP2's two hooks, which ask the module that owns the weight (``before_gather``).
+    ShardedWeight    the local part of a sharded parameter: an ordinary tensor whose class has the hooks. It holds
+                     nothing of its own, so none of torch's ways to make a new local tensor (padding, moving, loading)
+                     can lose anything. Of a weight that lives in FP8 the local part is a StoredWeight.
     GatheredWeight   the unsharded parameter: pairs behind the facade of a high-precision matrix, to which gradients
                      flow. FSDP2 frees and refills their storage.
 
@@ -19,6 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from octavo.errors import OctavoError, UnsupportedOpError
+from octavo.granularity import PerBlock, PerTensor
+from octavo.tensor.scaled_tensor import ScaledTensor
 
 aten = torch.ops.aten
 
@@ -34,24 +37,52 @@ TESTED = "torch 2.13"
 After = Callable[[tuple[Tensor, ...], torch.dtype, Tensor | None], Any]  # what post_all_gather does
 
 
-class ShardedWeight(Tensor):
-    """The local part of a sharded weight; views and copies of it are of this class, all else is plain."""
+class ShardHooks:
+    """FSDP2's two hooks: the local part of a sharded parameter that has them asks its module how it is gathered."""
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], After]:
         """What this rank sends, each of as many rows as every other rank's, and what to make of all ranks'."""
-        shard = self.as_subclass(Tensor)
         before = getattr(module, "before_gather", None)
         if before is None:  # an embedding that shares its weight with a linear layer
-            return gather_as_it_is(shard, mesh, outer_size, mp_policy)
-        return before(shard, mesh, outer_size, mp_policy)
+            return self.gather_without_recipe(mesh, outer_size, module, mp_policy)
+        found: tuple[tuple[Tensor, ...], After] = before(self.shard(), mesh, outer_size, mp_policy)
+        return found
 
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[Tensor, ...], metadata: After, param_dtype: torch.dtype, *, out: Any = None
     ) -> Any:
         """The unsharded weight and the tensors whose storage FSDP2 frees; None where ``out`` is refilled."""
         return metadata(all_gather_outputs, param_dtype, out)
+
+    def shard(self) -> Tensor:
+        """What the module sends of."""
+        raise NotImplementedError
+
+    def gather_without_recipe(
+        self, mesh: Any, outer_size: torch.Size, module: nn.Module, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], After]:
+        """The first hook's, where the module has no recipe."""
+        raise NotImplementedError
+
+
+# FSDP2 asks for the first hook's signature before each call of it
+ShardHooks.fsdp_pre_all_gather.__signature__ = inspect.signature(ShardHooks.fsdp_pre_all_gather)  # type: ignore[attr-defined]
+
+
+class ShardedWeight(ShardHooks, Tensor):
+    """The local part of a sharded weight; views and copies of it are of this class, all else is plain."""
+
+    def shard(self) -> Tensor:
+        """The part as a plain tensor."""
+        return self.as_subclass(Tensor)
+
+    def gather_without_recipe(
+        self, mesh: Any, outer_size: torch.Size, module: nn.Module, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], After]:
+        """As FSDP2 does without hooks."""
+        return gather_as_it_is(self.shard(), mesh, outer_size, mp_policy)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -64,9 +95,6 @@ class ShardedWeight(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.as_subclass(Tensor).__reduce_ex__(protocol)  # files hold plain tensors
 
-
-# FSDP2 asks for the first hook's signature before each call of it
-ShardedWeight.fsdp_pre_all_gather.__signature__ = inspect.signature(ShardedWeight.fsdp_pre_all_gather)  # type: ignore[attr-defined]
 
 # by name: torch functions and aten overloads alike
 _STAYS = {
@@ -190,6 +218,11 @@ class GatheredWeight(Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
+    def pair(self) -> ScaledTensor:
+        """The pair as it lies, where its codes are those of a stored weight: per tensor or in blocks of 128 x 128."""
+        granularity = PerTensor() if self.scale_inv.shape == (1, 1) else PerBlock(128, 128)
+        return ScaledTensor(self.q, self.scale_inv, granularity, self.dtype)
+
     def _parts(self) -> Parts:
         return Parts(self.q, self.scale_inv, self.transposed_q, self.transposed_scale_inv, self.found_amax)
 
@@ -205,7 +238,7 @@ _LIKE = {
 
 
 def attach(param: nn.Parameter) -> bool:
-    """Make the local part of a parameter that was just sharded a ShardedWeight; whether it is one now.
+    """Make the local part of a parameter that was just sharded one with hooks; whether it is one now.
 
     A parameter that is sharded in other ways too (tensor parallel) is left as it is.
     """
@@ -219,7 +252,13 @@ def attach(param: nn.Parameter) -> bool:
     local = _private(lambda: param._local_tensor)
     if type(local) is Tensor:
         param._local_tensor = local.as_subclass(ShardedWeight)
-    return type(param._local_tensor) is ShardedWeight
+    return isinstance(param._local_tensor, ShardHooks)
+
+
+def on_this_rank(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor, with its class; any other tensor as it is."""
+    local: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
 
 
 def local_part(param: nn.Parameter) -> Tensor:
@@ -239,10 +278,32 @@ def plain(param: Tensor) -> Tensor:
 
     if not isinstance(param, DTensor) or type(_private(lambda: param._local_tensor)) is not ShardedWeight:
         return param
-    local = local_part(param)  # type: ignore[arg-type]
-    return DTensor.from_local(
-        local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-    )
+    return like_sharded(local_part(param), param, param.shape)  # type: ignore[arg-type]
+
+
+def like_sharded(local: Tensor, param: Tensor, shape: torch.Size) -> Tensor:
+    """A DTensor of this shape, sharded as ``param`` is, whose part on this rank is ``local``."""
+    from torch.distributed.tensor import DTensor
+
+    mesh, placements = param.device_mesh, param.placements  # type: ignore[attr-defined]
+    stride = torch.empty(shape, device="meta").stride()
+    with torch.no_grad():
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def group_of(param: Tensor) -> Any:
+    """The process group of the ranks that share a sharded weight among them; replicas (HSDP) have one each."""
+    mesh = param.device_mesh  # type: ignore[attr-defined]
+    return mesh.get_group(mesh.ndim - 1)
+
+
+def largest_of_ranks(values: Tensor, param: Tensor) -> Tensor:
+    """The largest of each of ``values`` over the ranks that share a sharded weight: a collective."""
+    import torch.distributed as dist
+
+    found = values.to(param.device_mesh.device_type, copy=True)  # type: ignore[attr-defined]
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group_of(param))
+    return found.to(values.device)
 
 
 def forget_gathered(model: nn.Module) -> list[nn.Module]:
@@ -261,7 +322,7 @@ def forget_gathered(model: nn.Module) -> list[nn.Module]:
         if not isinstance(module, FSDPModule):
             continue
         for param in _fsdp_params(module):
-            if type(param._sharded_local_tensor) is ShardedWeight and hasattr(param, "_unsharded_param"):
+            if isinstance(param._sharded_local_tensor, ShardHooks) and hasattr(param, "_unsharded_param"):
                 module.reshard()
                 param.all_gather_outputs = []
                 param._unsharded_inner_tensors = []

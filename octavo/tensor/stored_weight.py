@@ -2,6 +2,9 @@
 
 It is a pair behind the facade of a high-precision matrix, to which gradients flow. Products read its codes as they are;
 octavo's optimizers write codes and scale_inv together. Nothing else changes it, and nothing dequantises it silently.
+
+FSDP2 (fully_shard) cuts it into parts of rows, each of which is a StoredWeight too. Per tensor every part has the scale
+of the whole; blocks have to lie on one rank each.
 """
 
 from __future__ import annotations
@@ -17,19 +20,23 @@ from octavo.formats import E4M3
 from octavo.granularity import Granularity, PerBlock, PerTensor, granularity_of
 from octavo.tensor.conversions import quantize
 from octavo.tensor.scaled_tensor import ScaledTensor
+from octavo.tensor.sharded_weight import After, GatheredWeight, ShardHooks, on_this_rank
 
 aten = torch.ops.aten
 
-GRANULARITIES = (PerTensor(), PerBlock(128, 128))
+BLOCK = 128
+GRANULARITIES = (PerTensor(), PerBlock(BLOCK, BLOCK))
 
 
-class StoredWeight(Tensor):
+class StoredWeight(ShardHooks, Tensor):
     """A weight [N, K] in E4M3 codes; its scale is a power of two, of the weight or of each block of 128 x 128.
 
     Args:
         q: float8_e4m3fn [N, K], contiguous.
         scale_inv: float32 [1, 1] or [ceil(N / 128), ceil(K / 128)].
         dtype: what it stands for, and its gradient's.
+        granularity: which elements share a scale; by default PerTensor() where there is one scale.
+        is_part: whether these are some rows of a weight that is sharded; [1, 1] is then the whole one's scale.
 
     Example:
         >>> import torch
@@ -42,12 +49,22 @@ class StoredWeight(Tensor):
 
     q: Tensor
     scale_inv: Tensor
+    granularity: Granularity
+    is_part: bool
 
     @staticmethod
-    def __new__(cls, q: Tensor, scale_inv: Tensor, dtype: torch.dtype = torch.bfloat16) -> StoredWeight:
+    def __new__(
+        cls,
+        q: Tensor,
+        scale_inv: Tensor,
+        dtype: torch.dtype = torch.bfloat16,
+        granularity: Granularity | None = None,
+        is_part: bool = False,
+    ) -> StoredWeight:
         """Make the facade."""
         self = torch.Tensor._make_wrapper_subclass(cls, q.shape, dtype=dtype, device=q.device)
-        self.q, self.scale_inv = q, scale_inv
+        self.q, self.scale_inv, self.is_part = q, scale_inv, is_part
+        self.granularity = granularity or GRANULARITIES[scale_inv.shape != (1, 1)]
         return self
 
     @classmethod
@@ -65,26 +82,33 @@ class StoredWeight(Tensor):
         pair = quantize(weight.detach().contiguous(), E4M3, granularity, power_of_two=True)
         return cls(pair.qdata, pair.scale_inv.clone(), weight.dtype)
 
-    @property
-    def granularity(self) -> Granularity:
-        """Which elements share a scale; PerTensor() where one block is all."""
-        return GRANULARITIES[self.scale_inv.shape != (1, 1)]
-
     def pair(self) -> ScaledTensor:
         """The pair, over the same codes."""
         return ScaledTensor(self.q, self.scale_inv, self.granularity, self.dtype)
 
     def dequantize(self) -> Tensor:
         """Its values as a plain tensor; gradients flow through."""
-        result: Tensor = _Dequantize.apply(self)
-        return result
+        return dequantized(self)
 
-    def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
-        return ["q", "scale_inv"], self.dtype
+    def shard(self) -> StoredWeight:
+        """Itself, for FSDP2's hooks."""
+        return self
+
+    def gather_without_recipe(
+        self, mesh: Any, outer_size: torch.Size, module: torch.nn.Module, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], After]:
+        """Raise UnsupportedOpError: only octavo's modules read codes."""
+        raise UnsupportedOpError(
+            f"a {type(module).__name__} can't read a weight that is stored in FP8; octavo.convert(model, recipe, "
+            "weight_storage='fp8') before fully_shard, and no octavo.restore after it"
+        )
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["q", "scale_inv"], (self.dtype, self.granularity, self.is_part)
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any) -> Any:
-        return StoredWeight(inner["q"], inner["scale_inv"], context)
+        return StoredWeight(inner["q"], inner["scale_inv"], *context)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -93,6 +117,10 @@ class StoredWeight(Tensor):
         kwargs, own = kwargs or {}, args[0]
         if func in _MOVES:
             return own._with(func)
+        if func in _OF_SHARDING and isinstance(own, StoredWeight):
+            found = _OF_SHARDING[func](own, *args[1:], **kwargs)
+            if found is not None:
+                return found
         if func is aten.view.default and tuple(args[1]) == (-1,):  # DistributedDataParallel's broadcast
             return own.pair().dequantize().view(-1)
         if func is aten.view.default and tuple(args[1]) == tuple(own.shape):  # so torch asks for a gradient's node
@@ -107,16 +135,12 @@ class StoredWeight(Tensor):
             return own._take(args[1])
         if func is aten.empty_like.default:  # of Module.to_empty
             device = kwargs.get("device", own.device)
-            return own._with(lambda part: torch.empty_like(part, device=device), kwargs.get("dtype"))
+            scale_inv = torch.ones_like(own.scale_inv, device=device)  # FSDP2 copies even what is empty
+            return own._like(torch.empty_like(own.q, device=device), scale_inv, kwargs.get("dtype"))
         if func in _LIKE and isinstance(own, StoredWeight):  # a gradient of zeros, an optimizer's state
             options = {"dtype": own.dtype, "device": own.device} | kwargs
             options.pop("memory_format", None)
             return _LIKE[func](own.shape, **options)
-        if func is aten.split.Tensor:
-            raise UnsupportedOpError(
-                "weights that are stored in FP8 can't be sharded by FSDP2 yet; use DDP, or shard "
-                "high-precision weights, which octavo gathers in FP8"
-            )
         raise UnsupportedOpError(
             f"{func} of a weight that is stored in FP8. Optimize it with octavo.optim.AdamW, which writes codes and "
             "scales together (torch.optim can't); read it with .dequantize(); or keep it in high precision with "
@@ -126,15 +150,28 @@ class StoredWeight(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def _with(self, move: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> StoredWeight:
-        return StoredWeight(move(self.q), move(self.scale_inv), dtype or self.dtype)
+        return self._like(move(self.q), move(self.scale_inv), dtype)
+
+    def _like(
+        self, q: Tensor, scale_inv: Tensor, dtype: torch.dtype | None = None, is_part: bool | None = None
+    ) -> StoredWeight:
+        is_part = self.is_part if is_part is None else is_part
+        return StoredWeight(q, scale_inv, dtype or self.dtype, self.granularity, is_part)
 
     def _take(self, other: Tensor) -> StoredWeight:
         """Take another's values: stored ones as they are, plain ones cast."""
+        same_shape = isinstance(other, StoredWeight) and other.scale_inv.shape == self.scale_inv.shape
+        fits = same_shape and has_powers_of_two(other.scale_inv)  # type: ignore[attr-defined]
+        if self.is_part and self.granularity == GRANULARITIES[0] and not fits:
+            raise UnsupportedOpError(
+                f"{tuple(self.shape)} is this rank's part of a weight with one scale, which ranks find together: write "
+                "it by model.load_state_dict or octavo.distributed.checkpoint.load_checkpoint on all ranks"
+            )
         if not isinstance(other, StoredWeight):
             if torch.equal(self.pair().dequantize(), other.to(self.device, self.dtype)):
                 return self  # the scale stays, on which a master's remainder depends
             other = StoredWeight.cast(other.to(self.device), self.granularity)
-        elif other.scale_inv.shape != self.scale_inv.shape or not has_powers_of_two(other.scale_inv):
+        elif not fits:
             other = StoredWeight.cast(other.pair().dequantize(), self.granularity)
         self.q.view(torch.uint8).copy_(other.q.view(torch.uint8))
         self.scale_inv.copy_(other.scale_inv)
@@ -149,7 +186,9 @@ class StoredWeight(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         parts = self.q.detach().view(torch.uint8), self.scale_inv.detach()
-        return rebuild_stored_weight, (*parts, self.dtype, self.requires_grad, isinstance(self, torch.nn.Parameter))
+        of_blocks = self.granularity != GRANULARITIES[0]
+        kind = self.requires_grad, isinstance(self, torch.nn.Parameter), of_blocks, self.is_part
+        return rebuild_stored_weight, (*parts, self.dtype, *kind)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"StoredWeight({tuple(self.shape)}, {self.dtype}, {self.granularity})"
@@ -157,7 +196,93 @@ class StoredWeight(Tensor):
 
 def has_powers_of_two(scale_inv: Tensor) -> bool:
     """Whether all scales are powers of two, as a stored weight's must be."""
-    return bool((torch.frexp(scale_inv)[0] == 0.5).all())
+    return scale_inv.is_meta or bool((torch.frexp(scale_inv)[0] == 0.5).all())
+
+
+# --- what FSDP2 makes parts of a weight with --------------------------------------------------------------------------
+
+
+def part_of_rows(weight: StoredWeight, start: int, stop: int) -> StoredWeight:
+    """Rows start to stop as a part over the same codes and, per tensor, the same scale.
+
+    Raises:
+        UnsupportedOpError: if a block reaches beyond them.
+    """
+    if weight.granularity == GRANULARITIES[0]:
+        return weight._like(weight.q[start:stop], weight.scale_inv, is_part=True)
+    if start % BLOCK or (stop % BLOCK and stop != weight.shape[0]):
+        raise UnsupportedOpError(f"rows {start} to {stop} of {weight} are no whole blocks")
+    return weight._like(weight.q[start:stop], weight.scale_inv[start // BLOCK : -(-stop // BLOCK)], is_part=True)
+
+
+def _split(weight: StoredWeight, rows: int, dim: int = 0) -> list[StoredWeight]:
+    total = weight.shape[0]
+    ranks = -(-total // rows)
+    if dim != 0:
+        raise UnsupportedOpError("weights that are stored in FP8 are sharded by rows: fully_shard with Shard(0)")
+    if weight.granularity != GRANULARITIES[0] and ranks > 1 and (rows % BLOCK or total % rows):
+        raise UnsupportedOpError(
+            f"a weight {tuple(weight.shape)} stored in blocks of 128 x 128 can't be sharded over {ranks} ranks: "
+            f"{rows} rows each are no whole blocks, or the last rank has fewer. Shard over ranks that each get the "
+            "same multiple of 128 rows (HSDP), or use a recipe with one scale a weight (dynamic, delayed)"
+        )
+    return [part_of_rows(weight, start, min(start + rows, total)) for start in range(0, total, rows)]
+
+
+def _slice(weight: StoredWeight, dim: int = 0, start: Any = None, stop: Any = None, step: int = 1) -> Any:
+    if not weight.is_part or dim != 0 or step != 1:
+        return None
+    start, stop, _ = slice(start, stop).indices(weight.shape[0])
+    return part_of_rows(weight, start, stop)
+
+
+def _new_zeros(weight: StoredWeight, size: Any, **options: Any) -> Any:
+    """A part of zeros, with the whole one's scale: of a rank without rows it stays that."""
+    if len(size) != 2 or size[1] != weight.shape[1] or options.get("dtype") not in (None, weight.dtype):
+        return None
+    codes = torch.zeros(size, dtype=torch.uint8, device=weight.device).view(weight.q.dtype)
+    if weight.granularity == GRANULARITIES[0]:
+        return weight._like(codes, weight.scale_inv.clone(), is_part=True)
+    shape = weight.granularity.scale_shape(tuple(size))
+    return weight._like(codes, weight.scale_inv.new_ones(shape), is_part=True)
+
+
+def _new_empty(weight: StoredWeight, size: Any, **_: Any) -> Any:
+    """What stands for the part of a rank without rows."""
+    if weight.is_part and weight.granularity != GRANULARITIES[0]:
+        raise UnsupportedOpError(
+            f"blocks of 128 x 128 can't be sharded over so many ranks that the first get {tuple(weight.shape)} and the "
+            "last nothing: shard over fewer (HSDP), or use a recipe with one scale a weight (dynamic, delayed)"
+        )
+    return torch.empty(size, dtype=weight.dtype, device=weight.device) if 0 in size else None
+
+
+def _flat(weight: StoredWeight, size: Any) -> Any:
+    """A part's codes in a row, over the same storage."""
+    if not weight.is_part or tuple(size) != (-1,):
+        return None
+    return weight._like(weight.q.view(-1), weight.scale_inv)
+
+
+def _pinned(weight: StoredWeight, device: Any = None) -> StoredWeight:
+    return weight._with(torch.Tensor.pin_memory)
+
+
+_OF_SHARDING: dict[Any, Callable[..., Any]] = {
+    aten.split.Tensor: _split,
+    aten.slice.Tensor: _slice,
+    aten.new_zeros.default: _new_zeros,
+    aten.new_empty.default: _new_empty,
+    aten.view.default: _flat,
+    aten.is_pinned.default: lambda weight, device=None: weight.q.is_pinned(),
+    aten._pin_memory.default: _pinned,
+}
+
+
+def stored_part(weight: Any) -> StoredWeight | None:
+    """The StoredWeight that a weight is, or that this rank has of it where it is sharded; else None."""
+    local = on_this_rank(weight)
+    return local if isinstance(local, StoredWeight) else None
 
 
 _MOVES = {aten.detach.default, aten.alias.default}
@@ -167,11 +292,17 @@ _LIKE = {
 }
 
 
+def dequantized(weight: StoredWeight | GatheredWeight) -> Tensor:
+    """The values of a stored weight, or of one that was gathered of its parts; gradients flow through."""
+    result: Tensor = _Dequantize.apply(weight)
+    return result
+
+
 class _Dequantize(torch.autograd.Function):
     """A stored weight's values; the gradient is the weight's."""
 
     @staticmethod
-    def forward(ctx: Any, weight: StoredWeight) -> Tensor:
+    def forward(ctx: Any, weight: StoredWeight | GatheredWeight) -> Tensor:
         return weight.pair().dequantize()
 
     @staticmethod
@@ -180,10 +311,16 @@ class _Dequantize(torch.autograd.Function):
 
 
 def rebuild_stored_weight(
-    codes: Tensor, scale_inv: Tensor, dtype: torch.dtype, requires_grad: bool, is_parameter: bool
+    codes: Tensor,
+    scale_inv: Tensor,
+    dtype: torch.dtype,
+    requires_grad: bool,
+    is_parameter: bool,
+    of_blocks: bool,
+    is_part: bool,
 ) -> StoredWeight:
     """Unpickle one."""
-    weight = StoredWeight(codes.view(torch.float8_e4m3fn), scale_inv, dtype)
+    weight = StoredWeight(codes.view(torch.float8_e4m3fn), scale_inv, dtype, GRANULARITIES[of_blocks], is_part)
     if is_parameter:
         return torch.nn.Parameter(weight, requires_grad)  # type: ignore[return-value]
     return weight.requires_grad_(requires_grad)  # type: ignore[return-value]

@@ -231,8 +231,6 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.state.bf16_weights and self.run.dtype != "bfloat16":
             raise ValueError(f"master {self.state.master} keeps weights in bf16: choose dtype bfloat16")
-        if self.state.weight_storage == "fp8" and self.ranks.shard == FSDP:
-            raise ValueError("weight_storage fp8 can't be sharded yet: choose shard none or ddp")
         if self.state.update_in_backward and self.ranks.shard == DDP:
             raise ValueError("update_in_backward uses gradients before ddp has exchanged them: choose shard fsdp")
         if self.state.gradient_storage == "fp8" and self.ranks.shard == DDP:

@@ -8,7 +8,7 @@ from typing import Any
 import octavo
 from octavo.distributed.ranks import Ranks
 from octavo.train.checkpoint import CHECKPOINT, SHARDED, RunFolder
-from octavo.train.config import RECIPES, ModelConfig
+from octavo.train.config import RECIPES, ModelConfig, StateConfig
 from octavo.train.errors import CheckpointError
 from octavo.train.model import GPT
 from octavo.train.sharded_folder import ShardedFolder
@@ -38,10 +38,12 @@ def trained_model(path: Path) -> GPT:
         raise CheckpointError(f"{folder} was trained with a recipe of its own, {recipe}: build its model in Python")
     try:
         sizes = ModelConfig(**{name: identity[name] for name in ModelConfig.__dataclass_fields__})
-        model = build_model(sizes, recipe, 0)
-        if isinstance(kept, ShardedFolder):
+        if isinstance(kept, ShardedFolder):  # whose keys are those of the weights' storage
+            kept_in = {name: identity[name] for name in StateConfig.__dataclass_fields__ if name in identity}
+            model = build_model(sizes, recipe, 0, StateConfig(**kept_in))
             kept.load_parts(model, None)
         else:
+            model = build_model(sizes, recipe, 0)
             model.load_state_dict(state.model)
             octavo.load_delayed_state_dict(model, state.delayed)
     except (KeyError, RuntimeError, ValueError) as error:

@@ -17,6 +17,7 @@ from octavo.distributed import checkpoint
 from octavo.distributed.checkpoint import load_checkpoint, load_extra, save_checkpoint
 from octavo.distributed.errors import CheckpointError
 from octavo.distributed.ranks import Ranks
+from tests.distributed import stored_checkpoints
 
 WIDTH, HIDDEN, OUTPUTS = 32, 49, 3  # on four ranks uneven, and one has none
 DELAYED = {"delayed": lambda: octavo.recipes.delayed(history_length=3), "dynamic": octavo.recipes.dynamic}
@@ -170,6 +171,15 @@ def convert_between(mesh, folder):
 
 def test_plain_models_and_converted_ones_read_each_other(pool, tmp_path):
     assert pool.run(convert_between, (2,), str(tmp_path)) == [[True] * 9] * 2
+
+
+@pytest.mark.parametrize("alone", ["fsdp", "none"])
+@pytest.mark.parametrize("recipe", ["dynamic", "blockwise"])
+def test_weights_in_fp8_go_from_ranks_to_one_and_back(pool, recipe, alone, tmp_path):
+    for ranks, kind, steps in ((2, "fsdp", (0, 2, True)), (1, alone, (2, 4, True)), (2, "fsdp", (4, 6, False))):
+        found = pool.run(stored_checkpoints.go_on, (ranks,), recipe, kind, str(tmp_path), *steps, seconds=60)
+        assert found == [[]] * ranks
+    assert alone == "fsdp" or pool.run(stored_checkpoints.wrapped, (2,), str(tmp_path), seconds=60) == [[]] * 2
 
 
 def fail(mesh, folder, failing):

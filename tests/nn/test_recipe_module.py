@@ -207,3 +207,11 @@ def test_forget_recipe_leaves_nothing_behind():
     assert layer.__dict__.keys() == plain.__dict__.keys()
     assert not layer._buffers
     assert not layer._non_persistent_buffers_set
+
+
+def test_the_scale_of_a_weight_that_lives_in_fp8():
+    layer = octavo.convert(nn.Linear(64, 32), recipes.dynamic(), lambda module, name: True, "fp8")
+    assert layer.weight_scale_inv is layer.weight.scale_inv
+    with pytest.raises(AttributeError, match="weight_scale_inv"):
+        _ = octavo.restore(layer).weight_scale_inv
+    assert not hasattr(octavo.nn.Linear(64, 32), "weight_scale_inv")

@@ -1,5 +1,6 @@
 """What ranks do for test_in_backward.py."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -7,9 +8,10 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from octavo.optim import AdamW, update_in_backward
+from octavo.optim import AdamW, LastStepNorm, update_in_backward
 from octavo.optim.gradient_norms import squared_norms
 from octavo.optim.state import local
+from tests import sharded_weights as cases
 
 
 def sharded_equals(mesh: Any, dtype: torch.dtype) -> list[str]:
@@ -45,3 +47,41 @@ def squares_of_sharded(mesh: Any) -> tuple[list[float], list[float]]:
     gradients = [distribute_tensor(tensor, mesh, placements) for tensor in tensors]
     gradients[1] = tensors[1]
     return squared_norms(gradients).tolist(), [float(tensor.float().square().sum()) for tensor in tensors]
+
+
+def stored_equals(mesh: Any, recipe: str, clip: Any = None) -> list[str]:
+    """The same of weights that live in FP8, with micro-batches; the thresholds part ranks' updates differently."""
+    found, runs = [], {}
+    for threshold in (None, 0, 3000, 9000, 1 << 30):
+        if clip is not None and threshold is None:
+            continue
+        net = cases.sharded(recipe, mesh)
+        optimizer = cases.adamw(net)
+        handle = None if threshold is None else update_in_backward(optimizer, threshold, clip)
+        for step in range(3):
+            for last in (False, True):
+                net.set_requires_gradient_sync(last)
+                with nullcontext() if handle is None or last else handle.accumulate():
+                    net(cases.batch(2 * step + last, mesh.get_local_rank())).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        runs[threshold] = cases.held(net, optimizer)
+    expected = next(iter(runs.values()))
+    for threshold, tensors in runs.items():
+        found += [f"{threshold} {name}" for name, x in tensors.items() if not torch.equal(x, expected[name])]
+    return found
+
+
+def norms_of_ranks(mesh: Any) -> list[float]:
+    """The last step's norm by thresholds; ranks without rows have no bytes of a gradient."""
+    found = []
+    for threshold in (0, 100, 3000, 1 << 30):
+        net = cases.sharded("dynamic", mesh)
+        optimizer = cases.adamw(net)
+        handle = update_in_backward(optimizer, threshold, LastStepNorm(0.1))
+        for step in range(3):
+            net(cases.batch(step, mesh.get_local_rank())).float().square().mean().backward()
+            optimizer.step()
+        assert handle.last_norm is not None
+        found.append(float(handle.last_norm))
+    return found

@@ -365,3 +365,16 @@ def test_saved_and_loaded(kind: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_sharded(dtype: torch.dtype, pool: Any) -> None:
     assert pool.run(in_backward_tasks.sharded_equals, (2,), dtype) == [[], []]
+
+
+@pytest.mark.parametrize(("recipe", "ranks"), [("dynamic", 2), ("dynamic", 4), ("blockwise", 2)])
+def test_sharded_weights_in_fp8(recipe: str, ranks: int, pool: Any) -> None:
+    assert pool.run(in_backward_tasks.stored_equals, (ranks,), recipe, seconds=60) == [[]] * ranks
+
+
+def test_sharded_weights_in_fp8_with_clipped_gradients(pool: Any) -> None:
+    clip = PerParameterNorm(0.01)
+    assert pool.run(in_backward_tasks.stored_equals, (4,), "dynamic", clip, seconds=60) == [[]] * 4
+    norms = pool.run(in_backward_tasks.norms_of_ranks, (4,), seconds=60)
+    assert all(found == norms[0] for found in norms)
+    assert norms[0] == pytest.approx([norms[0][0]] * 4, rel=0.05)

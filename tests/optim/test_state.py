@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from octavo import E4M3, E5M2
 from octavo.optim import Adam, AdamW, Moment
-from octavo.optim.state import description, moment_from
+from octavo.optim.state import bytes_of_part, description, moment_from
 from tests.optim import situations
 from tests.optim.trained import MASTERS, MOMENTS, ONE_SCALE, moments_of, parameter, train
 
@@ -197,3 +198,17 @@ def test_a_checkpoint_of_one_rank_serves_two_and_back(pool):
 
 def test_one_scale_for_sharded_weights_is_refused(pool):
     assert all(pool.run(situations.refused, (2,)))
+
+
+def part_bytes(mesh: Any) -> list[int]:
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    tensors = [torch.ones(5, 3), torch.ones(1, 3, dtype=torch.bfloat16), torch.ones(4)]
+    found = [distribute_tensor(tensor, mesh, [Shard(0)]) for tensor in tensors]
+    found.append(distribute_tensor(tensors[0], mesh, [Replicate()]))
+    return [bytes_of_part(tensor) for tensor in found]
+
+
+def test_bytes_of_a_part_are_the_same_on_all_ranks(pool: Any) -> None:
+    assert pool.run(part_bytes, (4,), seconds=60) == [[24, 6, 4, 60]] * 4
+    assert bytes_of_part(torch.ones(5, 3)) == 60 and bytes_of_part(torch.ones(())) == 4

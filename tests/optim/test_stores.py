@@ -12,7 +12,7 @@ from octavo.tensor.stored_weight import StoredWeight
 def test_a_state_has_the_tensors_that_a_step_begins_with(moments, shape):
     weight = nn.Parameter(torch.randn(shape).bfloat16())
     optimizer = AdamW([weight], moments=moments, master="split24")
-    mine = new_state(weight, weight.detach(), optimizer.settings)
+    mine = new_state(weight, optimizer.settings)
     weight.grad = torch.zeros_like(weight)
     optimizer.step()
     begun = optimizer.state[weight]
@@ -24,7 +24,7 @@ def test_a_state_has_the_tensors_that_a_step_begins_with(moments, shape):
 def test_stores_are_over_the_states_own_tensors():
     weight = nn.Parameter(StoredWeight.cast(torch.randn(130, 70).bfloat16()))
     optimizer = AdamW([weight], master="split16")
-    state = new_state(weight, weight.detach(), optimizer.settings)
+    state = new_state(weight, optimizer.settings)
     own = stores_of(weight, weight.detach(), state, optimizer.settings)
     assert (
         own.matrix.data_ptr() == weight.q.data_ptr() and own.master.rest.data_ptr() == state["master_rest"].data_ptr()

@@ -8,7 +8,7 @@ from torch import nn
 
 from octavo import E4M3, PerBlock, PerRow, PerTensor, UnsupportedOpError, quantize
 from octavo.tensor.scaled_tensor import ScaledTensor
-from octavo.tensor.stored_weight import GRANULARITIES, StoredWeight
+from octavo.tensor.stored_weight import GRANULARITIES, StoredWeight, stored_part
 
 N, K = 200, 300
 
@@ -194,6 +194,100 @@ def test_copy_from_a_stored_weight(source, granularity):
 def test_a_plain_tensor_does_not_take_a_stored_one_silently():
     with pytest.raises(UnsupportedOpError, match="copy_"):
         torch.empty(N, K).copy_(stored())
+
+
+# --- parts of rows, as FSDP2 makes them -------------------------------------------------------------------------------
+
+
+def parts_of(weight, ranks):
+    return weight.chunk(ranks)
+
+
+@each_granularity
+def test_parts_are_views_with_the_scales_of_their_rows(granularity):
+    weight = stored(granularity, shape=(512, K))
+    first, second = parts_of(weight, 2)
+    assert first.is_part and second.is_part and first.granularity == second.granularity == granularity
+    assert torch.equal(torch.cat([first.dequantize(), second.dequantize()]), weight.dequantize())
+    assert second.q.data_ptr() == weight.q[256:].data_ptr()
+    own = weight.scale_inv if granularity == PerTensor() else weight.scale_inv[2:]
+    assert second.scale_inv.data_ptr() == own.data_ptr() and torch.equal(second.scale_inv, own)
+    assert [tuple(part.shape) for part in parts_of(stored(shape=(5, K)), 4)] == [(2, K), (2, K), (1, K)]
+
+
+def test_a_part_that_is_one_block_stays_of_blocks():
+    part, _ = parts_of(stored(PerBlock(128, 128), shape=(256, 128)), 2)
+    for found in (
+        part,
+        part.detach(),
+        part.clone(),
+        part.to(torch.float32),
+        part[:128],
+        pickle.loads(pickle.dumps(part)),
+    ):
+        assert found.scale_inv.shape == (1, 1) and found.granularity == PerBlock(128, 128) and found.is_part
+
+
+@pytest.mark.parametrize(("rows", "ranks"), [(320, 2), (384, 2), (500, 4), (512, 8)])
+def test_blocks_do_not_reach_over_parts(rows, ranks):
+    with pytest.raises(
+        UnsupportedOpError, match=rf"\({rows}, {K}\) stored in blocks of 128 x 128 .* over {ranks} ranks"
+    ):
+        parts_of(stored(PerBlock(128, 128), shape=(rows, K)), ranks)
+    assert len(parts_of(stored(PerBlock(128, 128), shape=(rows, K)), 1)) == 1
+
+
+@each_granularity
+def test_zeros_to_copy_a_part_into(granularity):
+    part = parts_of(stored(granularity, shape=(512, K)), 2)[1]
+    zeros = part.new_zeros(256, K)
+    assert zeros.is_part and (zeros.dequantize() == 0).all() and zeros.granularity == granularity
+    assert granularity != PerTensor() or torch.equal(zeros.scale_inv, part.scale_inv)  # also where nothing is copied
+    zeros.narrow(0, 0, 256).copy_(part)
+    assert same(zeros, part) and zeros.q.data_ptr() != part.q.data_ptr()
+    empty = zeros.narrow(0, 0, 0)
+    assert empty.shape == (0, K) and empty.is_part
+    for size in ((256,), (256, K + 1)):
+        with pytest.raises(UnsupportedOpError, match="new_zeros"):
+            part.new_zeros(size)
+    if granularity != PerTensor():
+        with pytest.raises(UnsupportedOpError, match="no whole blocks"):
+            part[:100]
+
+
+def test_a_part_in_a_row_is_the_same_codes():
+    part = parts_of(stored(), 2)[0]
+    flat = part.view(-1)
+    assert isinstance(flat, StoredWeight) and flat.shape == (N // 2 * K,) and flat.q.data_ptr() == part.q.data_ptr()
+    assert type(stored().view(-1)) is torch.Tensor  # DistributedDataParallel's broadcast of whole weights
+
+
+def test_a_part_does_not_find_a_scale_of_its_own():
+    part, other = parts_of(stored(), 2)
+    for values in (torch.ones(N // 2, K), StoredWeight(part.q, part.scale_inv * 3, part.dtype)):
+        with pytest.raises(UnsupportedOpError, match="one scale, which ranks find together"):
+            part.copy_(values)
+    part.copy_(other)
+    assert same(part, other)
+    blocks = parts_of(stored(PerBlock(128, 128), shape=(512, K)), 2)[0]
+    assert same(blocks.copy_(torch.ones(256, K)), StoredWeight.cast(torch.ones(256, K).bfloat16(), PerBlock(128, 128)))
+
+
+def test_empty_ones_have_a_scale():
+    empty = torch.empty_like(stored())
+    assert (empty.scale_inv == 1).all() and empty.shape == (N, K)
+
+
+def test_pinned_memory(monkeypatch):
+    part = parts_of(stored(), 2)[0]
+    assert not part.is_pinned()
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.clone)  # which needs a GPU
+    assert same(torch.ops.aten._pin_memory.default(part), part)
+
+
+def test_which_weight_is_stored():
+    weight = parameter()
+    assert stored_part(weight) is weight and stored_part(torch.ones(2)) is None and stored_part(None) is None
 
 
 # --- gradients --------------------------------------------------------------------------------------------------------

@@ -1,12 +1,18 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 from octavo.distributed import checkpoint
 from octavo.distributed.ranks import Ranks
-from octavo.train import CheckpointError
+from octavo.tensor.stored_weight import StoredWeight
+from octavo.train import CheckpointError, run
 from octavo.train.checkpoint import HEADER, Row
+from octavo.train.config import StateConfig
 from octavo.train.sharded_folder import ShardedFolder
+from octavo.train.trained import trained_model
+from tests.train.test_shard import changed, curve, nearly, train_on
 
 ROWS = [Row(1, 5.5, 1e-3, 1000.0), Row(2, 1 / 3, 2e-3, 2000.0, 4.25)]
 IDENTITY = {"width": 4, "recipe": "dynamic"}
@@ -69,3 +75,30 @@ def test_a_full_disk_keeps_the_checkpoint_before(folder, parts, monkeypatch):
         patch.setattr(checkpoint, "_finish", lambda *args: (_ for _ in ()).throw(OSError(28, "Full")))
         folder.save_parts(*parts, IDENTITY, [*ROWS, ROWS[0]])
     assert folder.load(IDENTITY).step == 2
+
+
+@pytest.mark.parametrize("update_in_backward", ["", "4KB"])
+def test_a_run_whose_weights_live_in_fp8(pool, config, update_in_backward, tmp_path):
+    """Sharded: stopped and gone on with on as many ranks, exactly, and on others; read by one process."""
+    state = StateConfig("fp8", "split16", "fp8", update_in_backward)
+    config = replace(config, state=state)
+    alone = curve(run(config, "delayed"))
+    config = changed(config, ranks={"shard": "fsdp"}, run={"out": tmp_path / "whole"})
+    ((whole, *_), *_) = pool.run(train_on, (2,), config, "delayed", seconds=100)
+    assert nearly(whole, alone, 0.05) and len(whole) == 20
+    if update_in_backward:  # clips by the last step's norm, which no checkpoint holds
+        return
+    config = changed(config, run={"out": tmp_path / "parts"})
+    pool.run(train_on, (2,), config, "delayed", 8, seconds=100)
+    config = changed(config, run={"resume": True})
+    pool.run(train_on, (2,), config, "delayed", 6, seconds=100)
+    for again, interrupted, _ in pool.run(train_on, (2,), config, "delayed", seconds=100):
+        assert not interrupted and again == whole
+    config = changed(config, optimizer={"steps": 20}, run={"out": tmp_path / "others", "resume": False})
+    pool.run(train_on, (2,), config, "delayed", 8, seconds=100)
+    config = changed(config, run={"resume": True})
+    for again, interrupted, _ in pool.run(train_on, (4,), config, "delayed", seconds=100):
+        assert not interrupted and again[:8] == whole[:8] and nearly(again, whole, 0.05)
+    model = trained_model(tmp_path / "others" / "delayed")
+    assert isinstance(model.blocks[0].mlp.fc2.weight, StoredWeight)
+    assert model(torch.zeros(1, 4, dtype=torch.uint8)).isfinite().all()

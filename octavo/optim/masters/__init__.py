@@ -18,7 +18,7 @@ from torch import nn
 
 from octavo.optim.masters import fp16_scaled, fp32, split24, split32, stochastic
 from octavo.optim.masters.stored import STORED
-from octavo.tensor.stored_weight import StoredWeight
+from octavo.tensor.stored_weight import stored_part
 
 NAMED: dict[str | None, Any] = {
     "fp32": fp32.Fp32(),
@@ -41,7 +41,7 @@ def master_of(param: nn.Parameter, master: str | None) -> Any:
     Raises:
         ValueError: for another name, or a weight of another dtype than the master is for.
     """
-    if isinstance(param, StoredWeight):
+    if stored_part(param) is not None:
         wanted = "split16" if master == "auto" else master
         if wanted not in STORED:
             raise ValueError(f"master={master!r}: weights stored in FP8 take {', '.join(map(repr, STORED))}")

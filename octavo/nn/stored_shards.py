@@ -1,0 +1,130 @@
+"""Weights that live in FP8 under FSDP2: how a module gathers them, and what files hold of them.
+
+What is sent is the codes as they are, 1 byte an element, and the scales of blocks. Per tensor every rank has the whole
+weight's scale already (octavo.optim keeps it so), so no collective but the gather runs in forward and backward.
+
+In a state_dict ``weight`` is a DTensor of the codes; ``weight_scale_inv`` is plain and the same on every rank, or a
+DTensor of the blocks' scales.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from octavo import kernels
+from octavo.formats import E4M3
+from octavo.granularity import PerTensor
+from octavo.nn.gather import AS_STORED, lay_out, no_amax, note_use
+from octavo.numerics import scale_from_amax, scale_inv_from_scale
+from octavo.tensor.conversions import quantize
+from octavo.tensor.scaled_tensor import ScaledTensor
+from octavo.tensor.sharded_weight import (
+    After,
+    GatheredWeight,
+    Parts,
+    largest_of_ranks,
+    like_sharded,
+    on_this_rank,
+    padded_rows,
+    rows_on_each_rank,
+)
+from octavo.tensor.stored_weight import GRANULARITIES, StoredWeight, has_powers_of_two
+
+if TYPE_CHECKING:
+    from octavo.nn.recipe_module import RecipeModule
+
+
+def before_stored_gather(
+    module: RecipeModule, part: StoredWeight, mesh: Any, outer_size: torch.Size
+) -> tuple[tuple[Tensor, ...], After]:
+    """What FSDP2's first hook does of a weight that is stored in FP8: codes, and scales of blocks."""
+    note_use(module, AS_STORED)
+    codes = padded_rows(part.q.view(torch.uint8), rows_on_each_rank(outer_size[0], mesh.size()))
+    scale_inv = part.scale_inv.clone()  # what belongs to these codes, whenever the next step writes
+    if part.granularity == PerTensor():
+        return (codes,), _take_codes(module, outer_size, part.q.dtype, scale_inv)
+    return (codes, scale_inv), _take_codes(module, outer_size, part.q.dtype, None)
+
+
+def _take_codes(module: RecipeModule, shape: torch.Size, dtype: torch.dtype, scale_inv: Tensor | None) -> After:
+    recipe = module.recipe
+
+    def after(outputs: tuple[Tensor, ...], wide: torch.dtype, out: Any) -> Any:
+        q = outputs[0][: shape[0]].view(dtype)
+        scales = outputs[1] if scale_inv is None else scale_inv
+        laid, transposed = (q, q.t()) if recipe.is_high_precision else lay_out(q, recipe)
+        parts = Parts(laid, scales, transposed, scales.t(), no_amax(module, q))
+        if out is not None:
+            return out.refill(parts)
+        own = q.untyped_storage().data_ptr()
+        inner = tuple(part for part in (laid, transposed) if part.untyped_storage().data_ptr() != own)
+        return GatheredWeight(parts, shape, wide, recipe.weight_casts), inner
+
+    return after
+
+
+def save_shard(weight: Tensor, part: StoredWeight, destination: dict[str, Any], keys: tuple[str, str]) -> None:
+    """Put a sharded weight's codes and scale_inv into a state_dict.
+
+    Args:
+        weight: the DTensor.
+        part: what this rank has of it.
+        destination: the state_dict.
+        keys: of the codes and of scale_inv.
+    """
+    destination[keys[0]] = like_sharded(part.q.detach(), weight, weight.shape)
+    scale_inv = part.scale_inv.detach()
+    if part.granularity != PerTensor():
+        scale_inv = like_sharded(scale_inv, weight, torch.Size(part.granularity.scale_shape(tuple(weight.shape))))
+    destination[keys[1]] = scale_inv
+
+
+def as_shard(weight: Tensor, part: StoredWeight, given: Tensor, scale_inv: Tensor | None) -> Tensor:
+    """What a sharded weight can be loaded from. All ranks call it: values need one scale for all.
+
+    Args:
+        weight: the DTensor.
+        part: what this rank has of it.
+        given: codes or high-precision values, sharded as ``weight`` is.
+        scale_inv: of codes, as ``save_shard`` puts it; None for values.
+
+    Returns:
+        a DTensor like ``weight``.
+
+    Raises:
+        ValueError: if ``given`` is sharded otherwise.
+    """
+    local = on_this_rank(given)
+    if local is given or local.shape != part.shape:
+        raise ValueError(
+            f"a sharded weight {tuple(weight.shape)}, here {tuple(part.shape)}, is loaded from one that is sharded "
+            f"alike, not from a {type(given).__name__} of {tuple(local.shape)}: use set_model_state_dict of "
+            "torch.distributed.checkpoint.state_dict, or octavo.distributed.checkpoint.load_checkpoint"
+        )
+    if scale_inv is None:
+        return like_sharded(_cast(local, weight, part), weight, weight.shape)
+    scales = on_this_rank(scale_inv)
+    if scales.shape == part.scale_inv.shape and has_powers_of_two(scales):
+        kept = StoredWeight(local, scales, part.dtype, part.granularity, is_part=True)
+        return like_sharded(kept, weight, weight.shape)
+    values = ScaledTensor(local, scales, GRANULARITIES[scales.shape != (1, 1)], part.dtype).dequantize()
+    return like_sharded(_cast(values, weight, part), weight, weight.shape)
+
+
+def _cast(values: Tensor, weight: Tensor, part: StoredWeight) -> StoredWeight:
+    """Some rows in FP8, with the scale that the whole weight's amax gives."""
+    if part.granularity != PerTensor():
+        pair = quantize(values.detach().contiguous(), E4M3, part.granularity, power_of_two=True)
+        return StoredWeight(pair.qdata, pair.scale_inv, part.dtype, part.granularity, is_part=True)
+    tile = PerTensor().tile
+    amax = values.new_zeros(1, 1, dtype=torch.float32)
+    if values.numel():
+        amax = kernels.amax(values.detach().contiguous(), tile)
+    scale = scale_from_amax(largest_of_ranks(amax, weight), E4M3.max, True, 0)
+    codes = torch.empty_like(values, dtype=E4M3.dtype)
+    if values.numel():
+        codes, *_ = kernels.cast(values.detach().contiguous(), scale.view(1), 0, E4M3.dtype, tile, True, 0, 1, False)
+    return StoredWeight(codes, scale_inv_from_scale(scale).view(1, 1), part.dtype, part.granularity, is_part=True)

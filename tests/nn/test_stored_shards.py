@@ -1,0 +1,347 @@
+"""Weights that live in FP8 under FSDP2: what is gathered, trained, saved and loaded."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
+
+import octavo
+from benchmarks.byte_counter import GATHER, REDUCE, ByteCounter
+from octavo import UnsupportedOpError, recipes
+from octavo.tensor.sharded_weight import GatheredWeight
+from octavo.tensor.stored_weight import StoredWeight, stored_part
+from tests.sharded_weights import adamw, average, batch, differences, gradients, held, model, rows_of, shard, sharded
+from tests.stored_weights import widened
+
+FULL = StateDictOptions(full_state_dict=True)
+each_recipe = pytest.mark.parametrize("recipe", ["dynamic", "delayed", "blockwise"])
+both = pytest.mark.parametrize("recipe", ["dynamic", "blockwise"])
+
+
+@pytest.fixture
+def mesh():
+    """Rank 1 of 2, alone."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    yield dist.device_mesh.init_device_mesh("cpu", (2,))
+    dist.destroy_process_group()
+
+
+# --- the shards -------------------------------------------------------------------------------------------------------
+
+
+@each_recipe
+def test_a_part_takes_a_byte_an_element(recipe, mesh):
+    net, whole = sharded(recipe, mesh), model(recipe)
+    for (name, p), q in zip(net.named_parameters(), whole.parameters(), strict=True):
+        part = stored_part(p)
+        assert isinstance(p, DTensor) and p.shape == q.shape and p.dtype == q.dtype and part.is_part
+        assert part.granularity == q.granularity
+        assert torch.equal(part.q.view(torch.uint8), rows_of(q.q.view(torch.uint8), mesh)), name
+        rows = -(-q.shape[0] // 2)
+        assert part.q.untyped_storage().nbytes() == rows * q.shape[1]
+        same = part.scale_inv if recipe != "blockwise" else rows_of(q.scale_inv, mesh)
+        assert torch.equal(part.scale_inv, same)
+    assert [m.gathered for m in octavo.summary(net).modules] == ["as stored"] * 3
+
+
+def test_blocks_that_reach_over_ranks(mesh):
+    for rows in (320, 384, 300):
+        layer = octavo.convert(nn.Linear(256, rows), recipes.blockwise(), lambda module, name: True, "fp8")
+        with pytest.raises(UnsupportedOpError, match=rf"\({rows}, 256\) stored in blocks .* over 2 ranks.*HSDP"):
+            fully_shard(layer, mesh=mesh)
+    one_row = octavo.convert(nn.Linear(300, 1), recipes.blockwise(), lambda module, name: True, "fp8")
+    with pytest.raises(UnsupportedOpError, match=r"the first get \(1, 300\) and the last nothing"):
+        fully_shard(one_row, mesh=mesh)
+    one_block = octavo.convert(nn.Linear(100, 90), recipes.blockwise(), lambda module, name: True, "fp8")
+    assert stored_part(fully_shard(one_block, mesh=mesh).weight).shape == (45, 100)
+
+
+def test_other_ways_to_shard_are_refused(mesh):
+    layer = octavo.convert(nn.Linear(256, 256), recipes.dynamic(), lambda module, name: True, "fp8")
+    with pytest.raises(UnsupportedOpError, match="sharded by rows"):
+        fully_shard(layer, mesh=mesh, shard_placement_fn=lambda p: Shard(p.ndim - 1))
+
+
+def test_what_comes_too_late(mesh):
+    net = sharded("dynamic", mesh)
+    for change in (octavo.restore, lambda net: octavo.convert(net, recipes.dynamic(), weight_storage="fp8")):
+        with pytest.raises(ValueError, match=r"0: octavo.* of a weight that fully_shard has sharded in FP8; do"):
+            change(net)
+    with pytest.raises(ValueError, match=r"reads weights scaled PerBlock\(128, 128\), but they are stored PerTensor"):
+        octavo.set_recipe(net, recipes.blockwise())
+    assert net[0].recipe.name == "dynamic"
+    octavo.convert(net, recipes.delayed())
+    assert net[0].recipe.name == "delayed"
+
+
+def test_a_plain_module_does_not_read_codes(mesh):
+    layer = nn.Linear(4, 6, bias=False)
+    layer.weight = nn.Parameter(StoredWeight.cast(torch.ones(6, 4)))
+    with pytest.raises(UnsupportedOpError, match="a FSDPLinear can't read a weight that is stored in FP8"):
+        fully_shard(layer, mesh=mesh)(torch.ones(2, 4))
+
+
+def test_torchs_optimizers_are_told_the_remedy(mesh):
+    net = sharded("dynamic", mesh)
+    optimizer = torch.optim.AdamW(net.parameters())
+    gradients(net, 0)
+    with pytest.raises(UnsupportedOpError, match=r"octavo\.optim\.AdamW"):
+        optimizer.step()
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+OPTIONS: dict[str, Any] = {
+    "": {},
+    "kept gathered": {"reshard_after_forward": False},
+    "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    "mixed precision": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
+}
+
+
+def train(mesh: Any, net: Any, call: Any, frozen: bool = False) -> dict[str, torch.Tensor]:
+    net[2].weight.requires_grad_(not frozen)
+    optimizer, losses = adamw(net), []
+    for step in range(4):
+        loss = call(batch(step, dist.get_rank())).float().square().mean()
+        loss.backward()
+        losses.append(loss.detach())
+        if not isinstance(net[0].weight, DTensor):
+            average(net, mesh)
+        optimizer.step()
+        optimizer.zero_grad()
+    return held(net, optimizer) | {"losses": torch.stack(losses)}
+
+
+def beside_replicas(mesh: Any, recipe: str, option: str, how: str) -> list[str]:
+    """What differs between training a sharded model and one that every rank has."""
+    found = []
+    for net in (sharded(recipe, mesh, **OPTIONS[option]), model(recipe)):
+        call = (lambda x, net=net: checkpoint(net, x, use_reentrant=False)) if how == "checkpointed" else net
+        found.append(train(mesh, net, call, how == "frozen"))
+        if hasattr(net, "reshard"):
+            for module in net.modules():
+                if hasattr(module, "reshard"):
+                    module.reshard()
+    losses = [run.pop("losses") for run in found]
+    return differences(*found, mesh) + ["losses"] * (not torch.equal(*losses))
+
+
+@each_recipe
+@pytest.mark.parametrize(
+    ("option", "how"), [("", ""), ("", "checkpointed"), ("", "frozen")] + [(name, "") for name in OPTIONS if name]
+)
+def test_training_equals_that_of_replicas(pool, recipe, option, how):
+    assert pool.run(beside_replicas, (2,), recipe, option, how, seconds=60) == [[]] * 2
+
+
+@both
+def test_replicas_of_shards(pool, recipe):
+    assert pool.run(beside_replicas, (2, 2), recipe, "", "", seconds=60) == [[]] * 4
+
+
+def on_one_batch(mesh: Any) -> bool:
+    """Whether training on one batch everywhere is that of one process, and all ranks gather its codes in the end."""
+    losses, nets = [], [sharded("dynamic", mesh), model("dynamic")]
+    for net in nets:
+        optimizer = adamw(net)
+        for step in range(4):
+            loss = net(batch(step, 0)).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        optimizer.state_dict()
+    expected = [part for p in nets[1].parameters() for part in (p.q.view(torch.uint8), p.scale_inv)]
+    gathered = whole_codes(nets[0])
+    return losses[:4] == losses[4:] and all(torch.equal(*pair) for pair in zip(gathered, expected, strict=True))
+
+
+def test_training_where_ranks_have_no_rows(pool):
+    assert pool.run(on_one_batch, (4,), seconds=60) == [True] * 4
+
+
+def whole_codes(net: Any) -> list[torch.Tensor]:
+    found = []
+    for module in net:
+        if isinstance(module, nn.Linear):
+            module.unshard()
+            assert isinstance(module.weight, GatheredWeight)
+            found += [module.weight.q.view(torch.uint8).clone(), module.weight.scale_inv.clone()]
+            module.reshard()
+    return found
+
+
+def counted(mesh: Any, recipe: str) -> list[Any]:
+    """Bytes gathered and all-reduces within a forward and backward, of the second step."""
+    net = sharded(recipe, mesh)
+    optimizer = adamw(net)
+    for _ in range(2):
+        with ByteCounter() as counter:
+            net(batch(0, 0)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    rows = sum(2 * -(-p.shape[0] // 2) * p.shape[1] for p in net.parameters())
+    return [counter.bytes[GATHER] / rows, counter.calls[REDUCE]]
+
+
+@both
+def test_a_byte_a_weight_and_nothing_but_gathers(pool, recipe):
+    for share, reduces in pool.run(counted, (2,), recipe, seconds=60):
+        assert reduces == 0 and 1.0 <= share / 2 <= 1.001  # forward and backward
+
+
+# --- recipes and compile ----------------------------------------------------------------------------------------------
+
+
+def in_high_precision(mesh: Any, recipe: str) -> list[bool]:
+    """Products in bf16 read the gathered codes' values; then FP8 products as before."""
+    net, whole = sharded(recipe, mesh), widened(model(recipe))
+    x = batch(0, 0)
+    before = net(x)
+    octavo.set_recipe(net, recipes.high_precision())
+    with torch.no_grad():
+        same = [torch.equal(net.eval()(x), whole(x))]
+    net.train()(x).float().sum().backward()
+    whole(x).float().sum().backward()
+    for p, q in zip(net.parameters(), whole.parameters(), strict=True):
+        same.append(torch.equal(p.grad.to_local(), rows_of(q.grad, mesh)))
+    octavo.set_recipe(net, getattr(recipes, recipe)())
+    return [*same, torch.equal(net(x), before)]
+
+
+@both
+def test_high_precision_and_back(pool, recipe):
+    assert pool.run(in_high_precision, (2,), recipe, seconds=60) == [[True] * 5] * 2
+
+
+def compiled(mesh: Any, recipe: str) -> Any:
+    torch.compiler.reset()
+    counters.clear()
+    found, graphs = [], []
+    for compile in (False, True):
+        net = sharded(recipe, mesh)
+        for layer in net:
+            if compile and isinstance(layer, nn.Linear):
+                layer.compile(backend="aot_eager", fullgraph=True)
+        optimizer = adamw(net)
+        for step in range(4):
+            net(batch(step, dist.get_rank())).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            graphs.append(counters["stats"]["unique_graphs"])
+        found.append(held(net, optimizer))
+    return all(torch.equal(found[0][name], found[1][name]) for name in found[0]), graphs[4:]
+
+
+@both
+def test_compiled_equals_eager_and_is_compiled_once(pool, recipe):
+    for same, graphs in pool.run(compiled, (2,), recipe, seconds=120):
+        assert same and graphs[-1] == graphs[1] > 0
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+@both
+def test_a_state_dict_holds_sharded_codes(recipe, mesh):
+    net, whole = sharded(recipe, mesh), model(recipe).state_dict()
+    state = net.state_dict()
+    assert state.keys() == whole.keys()
+    for name, value in state.items():
+        assert value.shape == whole[name].shape and value.dtype == whole[name].dtype
+        plain = name.endswith("scale_inv") and recipe == "dynamic"
+        assert type(value) is (torch.Tensor if plain else DTensor), name
+        local = value if plain else value.to_local()
+        assert type(local) is torch.Tensor
+    assert state["0.weight"].to_local().data_ptr() == stored_part(net[0].weight).q.data_ptr()
+
+
+def moved(mesh: Any, recipe: str) -> list[Any]:
+    """State dicts between sharded models, and full ones of plain values (gloo sends no float8)."""
+    net, other = sharded(recipe, mesh), sharded(recipe, mesh, seed=1)
+    other.load_state_dict(net.state_dict())
+    same = [codes_equal(net, other)]
+    again = sharded(recipe, mesh, seed=2)
+    set_model_state_dict(again, get_model_state_dict(net))
+    again, state = sharded(recipe, mesh, seed=2), widened(model(recipe)).state_dict()
+    set_model_state_dict(again, state, options=FULL)
+    return [*same, values_equal(net, again)]
+
+
+def values_equal(a: nn.Module, b: nn.Module) -> bool:
+    pairs = zip(a.parameters(), b.parameters(), strict=True)
+    return all(torch.equal(stored_part(p).dequantize(), stored_part(q).dequantize()) for p, q in pairs)
+
+
+def codes_equal(a: nn.Module, b: nn.Module) -> bool:
+    pairs = [(stored_part(p), stored_part(q)) for p, q in zip(a.parameters(), b.parameters(), strict=True)]
+    return all(
+        torch.equal(p.q.view(torch.uint8), q.q.view(torch.uint8)) and torch.equal(p.scale_inv, q.scale_inv)
+        for p, q in pairs
+    )
+
+
+@both
+def test_state_dicts_move(pool, recipe):
+    for found in pool.run(moved, (2,), recipe, seconds=60):
+        assert all(found)
+
+
+def of_values(mesh: Any, recipe: str) -> bool:
+    """High-precision values, sharded, are cast as the whole ones are."""
+    values = widened(model(recipe, seed=1))
+    net = sharded(recipe, mesh)
+    plain = shard(copy.deepcopy(values), mesh)
+    net.load_state_dict(plain.state_dict())
+    same = values_equal(net, sharded(recipe, mesh, seed=1))
+    plain = shard(octavo.convert(model_of_zeros(recipe), recipes.dynamic(), lambda module, name: True), mesh)
+    plain.load_state_dict(net.state_dict())
+    return same and all(
+        torch.equal(p.to_local(), rows_of(q, mesh))
+        for p, q in zip(plain.parameters(), values.parameters(), strict=True)
+    )
+
+
+def model_of_zeros(recipe: str) -> nn.Module:
+    net = widened(model(recipe))
+    for p in net.parameters():
+        p.data.zero_()
+    return net
+
+
+@both
+def test_plain_values_and_back(pool, recipe):
+    assert pool.run(of_values, (2,), recipe, seconds=60) == [True, True]
+
+
+def test_what_does_not_fit(mesh):
+    net = sharded("dynamic", mesh)
+    state = net.state_dict() | {"0.weight": torch.ones(37, 140)}
+    del state["0.weight_scale_inv"]
+    with pytest.raises(ValueError, match=r"a sharded weight \(37, 140\), here \(18, 140\), is loaded from one that is"):
+        net.load_state_dict(state)
+    with pytest.raises(UnsupportedOpError, match="one scale, which ranks find together"):
+        stored_part(net[0].weight).copy_(torch.ones(18, 140))
+
+
+def from_meta(mesh: Any, recipe: str) -> bool:
+    with torch.device("meta"):
+        net = model(recipe)
+    net = shard(net, mesh).to_empty(device="cpu")
+    set_model_state_dict(net, widened(model(recipe, seed=1)).state_dict(), options=FULL)
+    return values_equal(net, sharded(recipe, mesh, seed=1))
+
+
+@both
+def test_from_the_meta_device(pool, recipe):
+    assert pool.run(from_meta, (2,), recipe, seconds=60) == [True, True]

@@ -1,0 +1,113 @@
+"""A small model whose weights live in FP8, on several ranks: sharded by FSDP2, beside the same one whole."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import octavo
+from octavo.optim import AdamW
+from octavo.tensor.sharded_weight import like_sharded, on_this_rank
+from octavo.tensor.stored_weight import stored_part
+
+RECIPES = {"dynamic": octavo.recipes.dynamic, "delayed": octavo.recipes.delayed, "blockwise": octavo.recipes.blockwise}
+UNEVEN, BLOCKS = (140, 37, 5, 1), (140, 512, 256, 256)  # rows of 2 ranks; of 3 the last layers leave ranks without any
+SIZES = {"dynamic": UNEVEN, "delayed": UNEVEN, "blockwise": BLOCKS}
+
+
+def model(recipe: str, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
+    torch.manual_seed(seed)
+    layers = [nn.Linear(k, n, bias=False) for k, n in itertools.pairwise(SIZES[recipe])]
+    for layer in layers:
+        layer.weight.data[0] *= 20  # the first rank's amax is the whole one's, by far
+    net = nn.Sequential(layers[0], nn.Tanh(), *layers[1:]).to(dtype)
+    return octavo.convert(net, RECIPES[recipe](), lambda module, name: True, "fp8")
+
+
+def shard(net: nn.Module, mesh: Any, **options: Any) -> Any:
+    for layer in net.children():
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(net, mesh=mesh, **options)
+
+
+def sharded(recipe: str, mesh: Any, seed: int = 0, **options: Any) -> Any:
+    return shard(model(recipe, seed), mesh, **options)
+
+
+def adamw(net: nn.Module, master: str | None = "auto", moments: Any = "fp8") -> AdamW:
+    return AdamW(net.parameters(), lr=0.05, moments=moments, master=master, weight_decay=0.1)
+
+
+def gradients(net: nn.Module, step: int) -> None:
+    """Gradients that do not depend on the weights, so that a rank's are a part of the whole one's."""
+    generator = torch.Generator().manual_seed(step)
+    for p in net.parameters():
+        p.grad = like(torch.randn(p.shape, generator=generator).to(p.dtype), p)
+
+
+def like(whole: Tensor, p: Tensor) -> Tensor:
+    """A whole tensor, sharded if the parameter is."""
+    return part_of(whole, p) if isinstance(p, DTensor) else whole
+
+
+def part_of(whole: Tensor, p: DTensor) -> Tensor:
+    mesh = p.device_mesh
+    return like_sharded(rows_of(whole, mesh).clone(), p, whole.shape)
+
+
+def rows_of(whole: Tensor, mesh: Any) -> Tensor:
+    """This rank's rows."""
+    dim = mesh.ndim - 1
+    parts = [*whole.chunk(mesh.size(dim)), *[whole[:0]] * mesh.size(dim)]
+    return parts[mesh.get_local_rank(dim)]
+
+
+def steps(net: nn.Module, optimizer: AdamW, first: int, last: int) -> None:
+    for step in range(first, last):
+        gradients(net, step)
+        optimizer.step()
+
+
+def held(net: nn.Module, optimizer: AdamW) -> dict[str, Tensor]:
+    """All that training depends on, of this rank's part."""
+    optimizer.state_dict()  # waits for what ranks agree on
+    found: dict[str, Tensor] = {}
+    for name, p in net.named_parameters():
+        part = stored_part(p)
+        if part is None:
+            found[name] = on_this_rank(p).detach()
+        else:
+            found |= {f"{name} codes": part.q.view(torch.uint8), f"{name} scale_inv": part.scale_inv}
+        for key, value in optimizer.state[p].items():
+            found[f"{name} {key}"] = on_this_rank(value)
+    return {name: value.clone() for name, value in found.items()}
+
+
+def differences(found: dict[str, Tensor], whole: dict[str, Tensor], mesh: Any) -> list[str]:
+    """The names of tensors that are not the whole ones' part."""
+    assert found.keys() == whole.keys(), found.keys() ^ whole.keys()
+    return [name for name, value in found.items() if not torch.equal(value, _part(whole[name], value, mesh))]
+
+
+def _part(whole: Tensor, like: Tensor, mesh: Any) -> Tensor:
+    return whole if whole.ndim == 0 or whole.shape == like.shape == (1, 1) else rows_of(whole, mesh)
+
+
+def batch(step: int, rank: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(16, UNEVEN[0], generator=torch.Generator().manual_seed(100 * step + rank)).to(dtype)
+
+
+def average(net: nn.Module, mesh: Any) -> None:
+    """Gradients of a replicated model as FSDP2 averages them."""
+    for p in net.parameters():
+        if p.grad is not None:
+            for dim in reversed(range(mesh.ndim)):
+                dist.all_reduce(p.grad, group=mesh.get_group(dim))
+            p.grad /= mesh.size()
