@@ -145,7 +145,8 @@ def test_training_equals_that_of_replicas(pool, recipe, option, how):
 
 
 @both
-def test_replicas_of_shards(pool, recipe):
+def test_replicas_of_shards_and_one_rank(pool, recipe):
+    assert pool.run(beside_replicas, (1,), recipe, "", "", seconds=60) == [[]]
     assert pool.run(beside_replicas, (2, 2), recipe, "", "", seconds=60) == [[]] * 4
 
 
