@@ -77,7 +77,8 @@ def convert(
             least 512 features in and out, below which FP8 gains nothing on a GPU.
         weight_storage: "fp8": the weights themselves become codes with their scale, one byte each; products read them
             without a cast, and octavo.optim.AdamW updates them. Then fully_shard, if at all, and make the optimizer
-            after. Weights that a module of another kind shares stay as they are. None leaves weights as they are.
+            after. Weights that a module of another kind shares stay as they are. None leaves weights as they are; a
+            model without stored weights.
 
     Returns:
         ``model``.

@@ -44,7 +44,7 @@ def before_stored_gather(
     note_use(module, AS_STORED)
     codes = padded_rows(part.q.view(torch.uint8), rows_on_each_rank(outer_size[0], mesh.size()))
     scale_inv = part.scale_inv.clone()  # what belongs to these codes, whenever the next step writes
-    if part.granularity == PerTensor():
+    if part.granularity == PerTensor() or mesh.size() == 1:  # on one rank FSDP2 hands on the first tensor only
         return (codes,), _take_codes(module, outer_size, part.q.dtype, scale_inv)
     return (codes, scale_inv), _take_codes(module, outer_size, part.q.dtype, None)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,40 +17,13 @@ from octavo.kernels.reference.random_bits import key_of
 from octavo.optim import state as states
 from octavo.optim.agreement import Agreement, needs_agreement
 from octavo.optim.gradients import GradientStorage, check_storage
+from octavo.optim.kept import Kept, has_moved, was_written
 from octavo.optim.masters import master_of
 from octavo.optim.moment import Moment
 from octavo.optim.resolution import Resolution
 from octavo.optim.stores import Settings, new_state, stores_of
 from octavo.tensor.stored_gradient import StoredGradient
 from octavo.tensor.stored_weight import StoredWeight
-
-
-class _Kept(NamedTuple):
-    """A weight's update, all but its gradient, and what it was made of: while that stays, so does the update."""
-
-    update: WeightUpdate
-    held: Tensor  # what it writes of the weight
-    address: int
-    version: int  # of the weight after the last step
-    state: tuple[int, ...]
-
-
-def _is_part(weight: Tensor) -> bool:
-    return isinstance(weight, StoredWeight) and weight.is_part
-
-
-def _moved(kept: _Kept, weight: Tensor, held: Tensor) -> bool:
-    """Whether a weight lies elsewhere now; a part without rows has no address that would tell."""
-    return kept.held is not held if _is_part(weight) else kept.address != held.data_ptr()
-
-
-def _written(kept: _Kept, weight: Tensor, held: Tensor) -> bool:
-    """Whether anything but a step has written a weight since; FSDP2 gives parts other storage when they are loaded."""
-    if not _is_part(weight):
-        return kept.address == held.data_ptr() and kept.version != held._version
-    if kept.held._version != kept.version:
-        return True
-    return kept.held is not held and not torch.equal(kept.held.view(torch.uint8), held.view(torch.uint8))
 
 
 class CompactOptimizer(Optimizer):
@@ -85,7 +58,7 @@ class CompactOptimizer(Optimizer):
         self.gradient_storage = gradient_storage
         self._gradients = None if gradient_storage is None else GradientStorage()
         self.moments, self.master, self.seed, self.skip_nonfinite = moments, master, seed, skip_nonfinite
-        self._kept: dict[nn.Parameter, _Kept] = {}
+        self._kept: dict[nn.Parameter, Kept] = {}
         self._plans: dict[Any, Any] = {}
         self._placed: tuple[Any, dict[nn.Parameter, tuple[int, int]]] = ((), {})
         self._sharded: list[nn.Parameter] = []  # in FP8, with one scale
@@ -309,7 +282,7 @@ class CompactOptimizer(Optimizer):
             return update._replace(gradient=codes, gradient_scale_inv=grad.scale_inv)
         return update._replace(gradient=grad.contiguous().view(shape))
 
-    def _current(self, param: nn.Parameter, group: int, index: int) -> tuple[_Kept, bool]:
+    def _current(self, param: nn.Parameter, group: int, index: int) -> tuple[Kept, bool]:
         """A weight's update, and whether its master begins anew: with the first step, or since it was written."""
         weight, state = states.local(param), self.state[param]
         anew = not state
@@ -317,8 +290,8 @@ class CompactOptimizer(Optimizer):
             state.update(new_state(param, self.settings))
         kept, ids = self._kept.get(param), (group, index, self.seed, *map(id, state.values()))
         held = states.held(weight)
-        written = kept is not None and kept.update.master.needs_bound and _written(kept, weight, held)
-        if kept is None or _moved(kept, weight, held) or kept.state != ids or not held.is_contiguous():
+        written = kept is not None and kept.update.master.needs_bound and was_written(kept, weight, held)
+        if kept is None or has_moved(kept, weight, held) or kept.state != ids or not held.is_contiguous():
             if kept is not None:
                 self._plans = {name: plan for name, plan in self._plans.items() if name == "captured"}
             kept = self._kept[param] = self._keep(param, weight, state, ids)
@@ -329,7 +302,7 @@ class CompactOptimizer(Optimizer):
             kept = self._kept[param] = kept._replace(held=held, version=held._version)
         return kept, anew or written
 
-    def _keep(self, param: nn.Parameter, weight: Tensor, state: dict[str, Any], ids: tuple[int, ...]) -> _Kept:
+    def _keep(self, param: nn.Parameter, weight: Tensor, state: dict[str, Any], ids: tuple[int, ...]) -> Kept:
         group, index = ids[:2]
         own = stores_of(param, weight, state, self.settings)
         key, row = key_of(self.seed, index), states.first_row(param)
@@ -337,7 +310,7 @@ class CompactOptimizer(Optimizer):
         if self.resolution is not None and param in self.resolution.params:
             update = update._replace(measured=True)
         held = states.held(weight)
-        return _Kept(update, held, held.data_ptr(), held._version, ids)
+        return Kept(update, held, held.data_ptr(), held._version, ids)
 
     @property
     def settings(self) -> Settings:

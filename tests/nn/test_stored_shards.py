@@ -145,7 +145,8 @@ def test_training_equals_that_of_replicas(pool, recipe, option, how):
 
 
 @both
-def test_replicas_of_shards(pool, recipe):
+def test_replicas_of_shards_and_one_rank(pool, recipe):
+    assert pool.run(beside_replicas, (1,), recipe, "", "", seconds=60) == [[]]
     assert pool.run(beside_replicas, (2, 2), recipe, "", "", seconds=60) == [[]] * 4
 
 
@@ -224,14 +225,17 @@ def test_high_precision_and_back(pool, recipe):
     assert pool.run(in_high_precision, (2,), recipe, seconds=60) == [[True] * 5] * 2
 
 
-def compiled(mesh: Any, recipe: str) -> Any:
+def compiled(mesh: Any, recipe: str, whole: bool) -> Any:
+    """Whether a compiled model trains as the eager one, and the graphs after each step."""
     torch.compiler.reset()
     counters.clear()
     found, graphs = [], []
     for compile in (False, True):
-        net = sharded(recipe, mesh)
+        net = fully_shard(model(recipe), mesh=mesh) if whole else sharded(recipe, mesh)
+        if compile and whole:
+            net.forward = torch.compile(net.forward, backend="aot_eager", fullgraph=True)
         for layer in net:
-            if compile and isinstance(layer, nn.Linear):
+            if compile and not whole and isinstance(layer, nn.Linear):
                 layer.compile(backend="aot_eager", fullgraph=True)
         optimizer = adamw(net)
         for step in range(4):
@@ -243,9 +247,10 @@ def compiled(mesh: Any, recipe: str) -> Any:
     return all(torch.equal(found[0][name], found[1][name]) for name in found[0]), graphs[4:]
 
 
+@pytest.mark.parametrize("whole", [False, True], ids=["in layers", "in one graph"])
 @both
-def test_compiled_equals_eager_and_is_compiled_once(pool, recipe):
-    for same, graphs in pool.run(compiled, (2,), recipe, seconds=120):
+def test_compiled_equals_eager_and_is_compiled_once(pool, recipe, whole):
+    for same, graphs in pool.run(compiled, (2,), recipe, whole, seconds=120):
         assert same and graphs[-1] == graphs[1] > 0
 
 
