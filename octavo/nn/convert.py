@@ -106,6 +106,8 @@ def convert(
         elif (target := fp8_class(module)) is not None and why_left_alone(module) is None and chosen(module, name):
             targets.append((name, module, target))
     stored = _check_storage(model, recipe, targets, weight_storage)
+    if stored:
+        _refuse_shards(model, "octavo.convert(..., weight_storage='fp8')")
     _check_stored([(name, module) for name, module, _ in targets if name not in stored], recipe)
     group = GatherGroup()
     found: dict[int, nn.Parameter] = {}
@@ -117,7 +119,7 @@ def convert(
         module.adopt_recipe(recipe_of(recipe, name), module.get_parameter("weight").device)
         module.gather.join(group, module)
     _others_share(model)
-    _gather_anew(model)
+    gather_anew(model)
     return model
 
 
@@ -132,7 +134,6 @@ def _check_storage(
         return set()
     if weight_storage != "fp8":
         raise ValueError(f"weight_storage={weight_storage!r}: use 'fp8' or None")
-    _refuse_shards(model, "octavo.convert(..., weight_storage='fp8')")
     ours = {id(module) for name, module, _ in targets if not recipe_of(recipe, name).is_high_precision}
     others = _weights_of_others(model, ours)
     stored: set[str] = set()
@@ -247,7 +248,7 @@ def set_recipe(model: nn.Module, recipe: Recipe | RecipeMap) -> nn.Module:
     _check_stored(modules, recipe)
     for name, module in modules:
         module.adopt_recipe(recipe_of(recipe, name), module.get_parameter("weight").device)
-    _gather_anew(model)
+    gather_anew(model)
     return model
 
 
@@ -281,11 +282,11 @@ def restore(model: nn.Module) -> nn.Module:
             widen_weight(module, found)
             module.forget_recipe()
             module.__class__ = plain_class(module)  # type: ignore[assignment]
-    _gather_anew(model)
+    gather_anew(model)
     return model
 
 
-def _gather_anew(model: nn.Module) -> None:
+def gather_anew(model: nn.Module) -> None:
     """Under FSDP2: the weights are gathered by the recipes that they have now."""
     if "torch.distributed.fsdp" not in sys.modules:
         return

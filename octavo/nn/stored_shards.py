@@ -14,24 +14,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from octavo import kernels
-from octavo.formats import E4M3
 from octavo.granularity import PerTensor
 from octavo.nn.gather import AS_STORED, lay_out, no_amax, note_use
-from octavo.numerics import scale_from_amax, scale_inv_from_scale
-from octavo.tensor.conversions import quantize
 from octavo.tensor.scaled_tensor import ScaledTensor
 from octavo.tensor.sharded_weight import (
     After,
     GatheredWeight,
     Parts,
-    largest_of_ranks,
     like_sharded,
     on_this_rank,
     padded_rows,
     rows_on_each_rank,
 )
-from octavo.tensor.stored_weight import GRANULARITIES, StoredWeight, has_powers_of_two
+from octavo.tensor.stored_weight import GRANULARITIES, StoredWeight, cast_part, has_powers_of_two
 
 if TYPE_CHECKING:
     from octavo.nn.recipe_module import RecipeModule
@@ -105,26 +100,10 @@ def as_shard(weight: Tensor, part: StoredWeight, given: Tensor, scale_inv: Tenso
             "torch.distributed.checkpoint.state_dict, or octavo.distributed.checkpoint.load_checkpoint"
         )
     if scale_inv is None:
-        return like_sharded(_cast(local, weight, part), weight, weight.shape)
+        return like_sharded(cast_part(local, weight, part.granularity, part.dtype), weight, weight.shape)
     scales = on_this_rank(scale_inv)
     if scales.shape == part.scale_inv.shape and has_powers_of_two(scales):
         kept = StoredWeight(local, scales, part.dtype, part.granularity, is_part=True)
         return like_sharded(kept, weight, weight.shape)
     values = ScaledTensor(local, scales, GRANULARITIES[scales.shape != (1, 1)], part.dtype).dequantize()
-    return like_sharded(_cast(values, weight, part), weight, weight.shape)
-
-
-def _cast(values: Tensor, weight: Tensor, part: StoredWeight) -> StoredWeight:
-    """Some rows in FP8, with the scale that the whole weight's amax gives."""
-    if part.granularity != PerTensor():
-        pair = quantize(values.detach().contiguous(), E4M3, part.granularity, power_of_two=True)
-        return StoredWeight(pair.qdata, pair.scale_inv, part.dtype, part.granularity, is_part=True)
-    tile = PerTensor().tile
-    amax = values.new_zeros(1, 1, dtype=torch.float32)
-    if values.numel():
-        amax = kernels.amax(values.detach().contiguous(), tile)
-    scale = scale_from_amax(largest_of_ranks(amax, weight), E4M3.max, True, 0)
-    codes = torch.empty_like(values, dtype=E4M3.dtype)
-    if values.numel():
-        codes, *_ = kernels.cast(values.detach().contiguous(), scale.view(1), 0, E4M3.dtype, tile, True, 0, 1, False)
-    return StoredWeight(codes, scale_inv_from_scale(scale).view(1, 1), part.dtype, part.granularity, is_part=True)
+    return like_sharded(cast_part(values, weight, part.granularity, part.dtype), weight, weight.shape)

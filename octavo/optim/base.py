@@ -102,6 +102,7 @@ class CompactOptimizer(Optimizer):
         """Go on with weights and state that optim/conversion.py has changed."""
         self.moments, self.master = settings.moments, settings.master
         self._forget()
+        self._end_step()  # ranks have to agree on amaxes anew
         if self.in_backward is not None:
             self.in_backward.follow(replaced)
         if self.resolution is not None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.formats import E4M3
-from octavo.granularity import Granularity
+from octavo.granularity import Granularity, PerTensor
 from octavo.kernels.reference.adam import Master
 from octavo.kernels.reference.fp8_weights import Fp8Weight
 from octavo.kernels.reference.optimizer_state import BLOCK, Piece, blocks_of, finite_amax, pieces
@@ -21,7 +21,8 @@ from octavo.optim import state as states
 from octavo.optim.base import CompactOptimizer
 from octavo.optim.masters import master_of
 from octavo.optim.stores import Settings, sharded_like, stores_of
-from octavo.tensor.stored_weight import StoredWeight, stored_part
+from octavo.tensor.sharded_weight import largest_of_ranks, like_sharded, local_part, on_this_rank
+from octavo.tensor.stored_weight import StoredWeight, cast_part, stored_part
 
 Storage = Granularity | None  # of a weight's codes; None: it is a plain tensor
 
@@ -55,14 +56,29 @@ def change(
 
 
 def stored_anew(param: nn.Parameter, storage: Storage) -> nn.Parameter:
-    """A weight without a master, frozen or not trained yet, stored otherwise."""
-    values = param.dequantize() if isinstance(param, StoredWeight) else param
-    values = values.detach()
-    return nn.Parameter(values if storage is None else StoredWeight.cast(values, storage), param.requires_grad)
+    """A weight without a master, frozen or not trained yet, stored otherwise.
+
+    Returns:
+        a new parameter; of a sharded weight, which all ranks have to call it for, the same one with another part.
+    """
+    part = stored_part(param)
+    if on_this_rank(param) is param:
+        values = (param if part is None else part.dequantize()).detach()
+        return nn.Parameter(values if storage is None else StoredWeight.cast(values, storage), param.requires_grad)
+    values = (local_part(param) if part is None else part.dequantize()).detach()
+    _put(param, values if storage is None else cast_part(values, param, storage, param.dtype))
+    return param
+
+
+def _put(param: nn.Parameter, part: Tensor) -> None:
+    """Give a sharded parameter another part."""
+    param._local_tensor = part  # type: ignore[attr-defined]
 
 
 def check_change(optimizer: CompactOptimizer, settings: Settings, storage: Mapping[nn.Parameter, Storage]) -> None:
     """Raise ValueError if the optimizer's weights can't be kept so; arguments as ``change``'s."""
+    for param, granularity in storage.items():
+        _check_blocks(param, granularity)
     targets = [
         (blank(param, storage[param], "meta") if param in storage else param, group)
         for group in optimizer.param_groups
@@ -73,13 +89,27 @@ def check_change(optimizer: CompactOptimizer, settings: Settings, storage: Mappi
         optimizer.check(target, group, settings, bounds)
 
 
-def blank(param: Tensor, storage: Storage, device: Any = None) -> Tensor:
-    """Zeros in place of a weight, stored as asked, on its device or another."""
-    device = param.device if device is None else device
+def _check_blocks(param: nn.Parameter, storage: Storage) -> None:
+    """Raise ValueError if blocks would reach over several ranks' parts."""
+    if on_this_rank(param) is param or storage in (None, PerTensor()):
+        return
+    ranks = param.device_mesh.size(param.device_mesh.ndim - 1)  # type: ignore[attr-defined]
+    if param.shape[0] % (ranks * BLOCK) and ranks > 1:
+        raise ValueError(
+            f"a weight {tuple(param.shape)} can't be stored in blocks of 128 x 128 on {ranks} ranks: each needs the "
+            "same multiple of 128 rows; use a recipe with one scale a weight (dynamic, delayed)"
+        )
+
+
+def blank(weight: Tensor, storage: Storage, device: Any = None) -> Tensor:
+    """Zeros in place of a weight, or of this rank's part of it, stored as asked, on its device or another."""
+    part = on_this_rank(weight)
+    device = part.device if device is None else device
     if storage is None:
-        return torch.zeros(param.shape, dtype=param.dtype, device=device)
-    codes = torch.zeros(param.shape, dtype=E4M3.dtype, device=device)
-    return StoredWeight(codes, torch.ones(storage.scale_shape(tuple(param.shape)), device=device), param.dtype)
+        return torch.zeros(part.shape, dtype=weight.dtype, device=device)
+    codes = torch.zeros(part.shape, dtype=E4M3.dtype, device=device)
+    scale_inv = torch.ones(storage.scale_shape(tuple(part.shape)), device=device)
+    return StoredWeight(codes, scale_inv, weight.dtype, storage, is_part=part is not weight)
 
 
 def _change(
@@ -91,12 +121,15 @@ def _change(
     optimizer: CompactOptimizer,
 ) -> nn.Parameter:
     """Change a weight and its state; the parameter that has both now."""
-    moves = param in storage
+    moves, is_sharded = param in storage, on_this_rank(param) is not param
     if not state:
         return stored_anew(param, storage[param]) if moves else param
     weight = states.local(param.detach())
     old = stores_of(param, weight, state, before)
-    new_param = nn.Parameter(blank(param, storage[param]), param.requires_grad) if moves else param
+    new_param: Any = param
+    if moves:
+        made = blank(param, storage[param])
+        new_param = like_sharded(made, param, param.shape) if is_sharded else nn.Parameter(made, param.requires_grad)
     new_weight = states.local(new_param.detach())
     found = {"step": state["step"]} | _moments(param, state, before, after)
     old_master, new_master = master_of(param, before.master), master_of(new_param, after.master)
@@ -105,11 +138,14 @@ def _change(
         found |= sharded_like(own, new_param)
         new = stores_of(new_param, new_weight, found, after)
         codes = states.held(weight).clone() if not moves else None
-        _rewrite(old.master, new.master, new.amax, same_storage=not moves)
+        _rewrite(old.master, new.master, new.amax, param if is_sharded else None, same_storage=not moves)
         if codes is not None and isinstance(new.master, Fp8Weight) and new.master.kind in ("fp8_fp16", "fp8_fp32"):
             states.held(weight).view(torch.uint8).copy_(codes.view(torch.uint8))  # where ties went the other way
     else:
         found |= {name: value for name, value in state.items() if name.startswith("master_")}
+    if moves and is_sharded:
+        _put(param, new_weight)
+        new_param = param
     optimizer.state[new_param] = found
     return new_param
 
@@ -134,16 +170,27 @@ def _names_of(name: str) -> tuple[str, ...]:
 
 
 @torch.no_grad()
-def _rewrite(old: Master, new: Master, amax: Tensor | None, same_storage: bool) -> None:
-    """Write a master as another kind, to nearest. Where the weight's storage stays, so does its scale."""
-    rows, cols = old.weight.shape
+def _rewrite(old: Master, new: Master, amax: Tensor | None, sharded: Tensor | None, same_storage: bool) -> None:
+    """Write a master as another kind, to nearest. Where the weight's storage stays, so does its scale.
+
+    Args:
+        old, new: over the weight's old and new tensors.
+        amax: the new one's, where it is scaled.
+        sharded: the DTensor whose part this is, or None: one scale is for all ranks.
+        same_storage: whether the weight stays as it is stored.
+    """
+    rows, cols = new.weight.shape
     scale = found = None
     if new.needs_bound:
         if same_storage and isinstance(new, Fp8Weight):
             bound = new.scale_inv * E4M3.max
         else:
             bound = amax_of(old, new.scale_inv.shape)  # type: ignore[union-attr]
+            if sharded is not None and bound.numel() == 1:
+                bound = largest_of_ranks(bound, sharded)
         scale, found = new.begin(bound)
+    if old.weight.shape != new.weight.shape:
+        rows = 0  # a part without rows, for which a row stands in on one side
     for piece in pieces(rows, cols):
         wide = _read(old, piece)
         half = torch.full_like(wide, 1 << 15, dtype=torch.int32)  # bits that round to nearest

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from octavo.granularity import Granularity
-from octavo.nn.convert import put_weights, set_recipe, storages, stored_now
+from octavo.nn.convert import gather_anew, put_weights, set_recipe, storages, stored_now
 from octavo.nn.recipe_module import RecipeModule
 from octavo.optim.base import CompactOptimizer
 from octavo.optim.conversion import change, check_change, stored_anew
@@ -18,6 +18,7 @@ from octavo.optim.stores import Settings
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap, recipe_of
 from octavo.schedule.phase import SAME, Phase
+from octavo.tensor.sharded_weight import on_this_rank, take_parts
 
 
 @dataclass(frozen=True)
@@ -106,15 +107,21 @@ def switch(model: nn.Module, optimizer: Optimizer, target: Target) -> None:
             "DistributedDataParallel keeps the parameters that it was built with, so the storage of weights can't "
             "change under it; use fully_shard (FSDP2), or phases with the same weight_storage",
         )
+    shards = [weight for weight in moved if weight is not on_this_rank(weight)]
+    if shards:
+        gather_anew(model)
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     if isinstance(optimizer, CompactOptimizer):
         assert target.settings is not None
         if moved or target.settings != optimizer.settings:
             replaced = change(optimizer, target.settings, moved)
-    for weight, granularity in moved.items():  # frozen ones, say
-        if weight not in replaced:
+    owned = {weight for group in optimizer.param_groups for weight in group["params"]} | set(replaced)
+    for weight, granularity in moved.items():
+        if weight not in owned:  # frozen ones, say
             replaced[weight] = stored_anew(weight, granularity)
     put_weights(model, replaced)
+    if shards:
+        take_parts(model, shards)
     _take_recipe(model, target.phase.recipe)
 
 

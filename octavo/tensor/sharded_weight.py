@@ -29,7 +29,8 @@ PRIVATE = (
     "DTensor._local_tensor",
     "FSDPModule._get_fsdp_state",
     "FSDPState._fsdp_param_groups (torch 2.13), _fsdp_param_group (2.11)",
-    "FSDPParam._module_info, ._sharded_local_tensor, .all_gather_outputs, ._unsharded_param, ._unsharded_inner_tensors",
+    "FSDPParam.sharded_param, .reset_sharded_param, ._module_info, ._sharded_local_tensor, .all_gather_outputs",
+    "FSDPParam._unsharded_param, ._unsharded_inner_tensors",
     "torch.autograd._unsafe_preserve_version_counter",
 )
 TESTED = "torch 2.13"
@@ -329,6 +330,18 @@ def forget_gathered(model: nn.Module) -> list[nn.Module]:
                 del param._unsharded_param
                 forgotten.append(param._module_info.module)
     return forgotten
+
+
+def take_parts(model: nn.Module, params: Iterable[Tensor]) -> None:
+    """Make FSDP2 take the local parts that sharded parameters were given, after ``forget_gathered``."""
+    from torch.distributed.fsdp import FSDPModule
+
+    own = {id(param) for param in params}
+    for module in model.modules():
+        for param in _fsdp_params(module) if isinstance(module, FSDPModule) else ():
+            if id(param.sharded_param) in own:
+                attach(param.sharded_param)
+                param.reset_sharded_param()
 
 
 def _fsdp_params(module: Any) -> list[Any]:

@@ -15,12 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo import kernels
 from octavo.errors import UnsupportedOpError
 from octavo.formats import E4M3
 from octavo.granularity import Granularity, PerBlock, PerTensor, granularity_of
+from octavo.numerics import scale_from_amax, scale_inv_from_scale
 from octavo.tensor.conversions import quantize
 from octavo.tensor.scaled_tensor import ScaledTensor
-from octavo.tensor.sharded_weight import After, GatheredWeight, ShardHooks, on_this_rank
+from octavo.tensor.sharded_weight import After, GatheredWeight, ShardHooks, largest_of_ranks, on_this_rank
 
 aten = torch.ops.aten
 
@@ -277,6 +279,28 @@ _OF_SHARDING: dict[Any, Callable[..., Any]] = {
     aten.is_pinned.default: lambda weight, device=None: weight.q.is_pinned(),
     aten._pin_memory.default: _pinned,
 }
+
+
+def cast_part(values: Tensor, weight: Tensor, granularity: Granularity, dtype: torch.dtype) -> StoredWeight:
+    """Some rows of a sharded weight in FP8, with the scale that the whole one's amax gives: all ranks call it.
+
+    Args:
+        values: high-precision [n, K], this rank's rows.
+        weight: the DTensor.
+        granularity: of GRANULARITIES.
+        dtype: what it stands for.
+    """
+    values = values.detach().contiguous()
+    if granularity != PerTensor():
+        pair = quantize(values, E4M3, granularity, power_of_two=True)
+        return StoredWeight(pair.qdata, pair.scale_inv, dtype, granularity, is_part=True)
+    tile = PerTensor().tile
+    amax = kernels.amax(values, tile) if values.numel() else values.new_zeros(1, 1, dtype=torch.float32)
+    scale = scale_from_amax(largest_of_ranks(amax, weight), E4M3.max, True, 0)
+    codes = torch.empty_like(values, dtype=E4M3.dtype)
+    if values.numel():
+        codes, *_ = kernels.cast(values, scale.view(1), 0, E4M3.dtype, tile, True, 0, 1, False)
+    return StoredWeight(codes, scale_inv_from_scale(scale).view(1, 1), dtype, granularity, is_part=True)
 
 
 def stored_part(weight: Any) -> StoredWeight | None:

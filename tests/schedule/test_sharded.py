@@ -1,0 +1,114 @@
+"""Phases of a model that FSDP2 has sharded, beside those of the same one whole: bit for bit."""
+
+from typing import Any
+
+import pytest
+
+from octavo import Phase, PrecisionSchedule, recipes
+from octavo.tensor.sharded_weight import ShardedWeight, on_this_rank
+from octavo.tensor.stored_weight import StoredWeight
+from tests.sharded_weights import RECIPES, adamw, average, batch, differences, gradients, held, model, sharded
+
+HIGH = recipes.high_precision()
+
+
+def phases_of(recipe: str, first: str) -> list[Phase]:
+    low = {"moments": "fp8", "master": "split16", "weight_storage": "fp8"}
+    high = {"moments": "fp32", "master": "split32", "weight_storage": None}
+    names = ("low", "high", "low") if first == "low" else ("high", "low", "high")
+    found = []
+    for number, name in enumerate(names):
+        trigger = {"from_step": 2 * number} if number else {}
+        own = RECIPES[recipe]() if name == "low" else HIGH
+        found.append(Phase(own, **(low if name == "low" else high), **trigger))
+    return found
+
+
+def steps_beside_whole(mesh: Any, recipe: str, first: str) -> list[str]:
+    """What differs after each of six steps, with switches after the second and the fourth."""
+    found = []
+    nets = sharded(recipe, mesh), model(recipe)
+    optimizers = [adamw(net) for net in nets]
+    phases = phases_of(recipe, first)
+    schedules = [PrecisionSchedule(*pair, phases) for pair in zip(nets, optimizers, strict=True)]
+    for step in range(6):
+        for net, optimizer, schedule in zip(nets, optimizers, schedules, strict=True):
+            gradients(net, step)
+            optimizer.step()
+            schedule.step()
+        runs = [held(net, optimizer) for net, optimizer in zip(nets, optimizers, strict=True)]
+        found += [f"step {step}: {name}" for name in differences(*runs, mesh)]
+        kind = StoredWeight if schedules[0].phase.weight_storage == "fp8" else ShardedWeight
+        found += [name for name, p in nets[0].named_parameters() if not isinstance(on_this_rank(p), kind)]
+    return found
+
+
+@pytest.mark.parametrize("first", ["low", "high"])
+@pytest.mark.parametrize("recipe", ["dynamic", "blockwise"])
+def test_switches_equal_those_of_whole_weights(pool, recipe, first):
+    assert pool.run(steps_beside_whole, (2,), recipe, first, seconds=120) == [[]] * 2
+
+
+def test_switches_on_ranks_without_rows(pool):
+    assert pool.run(steps_beside_whole, (4,), "dynamic", "low", seconds=120) == [[]] * 4
+
+
+def trained_beside_replicas(mesh: Any, recipe: str) -> list[str]:
+    """Losses and weights of real steps, forward and backward, beside those of a replicated model."""
+    found, rank = [], mesh.get_local_rank()
+    nets = sharded(recipe, mesh), model(recipe)
+    optimizers = [adamw(net) for net in nets]
+    phases = phases_of(recipe, "low")
+    schedules = [PrecisionSchedule(*pair, phases) for pair in zip(nets, optimizers, strict=True)]
+    for step in range(6):
+        losses = []
+        for net, optimizer, schedule in zip(nets, optimizers, schedules, strict=True):
+            loss = net(batch(step, rank)).float().square().mean()
+            loss.backward()
+            if net is nets[1]:
+                average(net, mesh)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        if losses[0] != losses[1]:
+            found.append(f"step {step}: {losses}")
+    return found + differences(*(held(net, own) for net, own in zip(nets, optimizers, strict=True)), mesh)
+
+
+@pytest.mark.parametrize("recipe", ["dynamic", "delayed", "blockwise"])
+def test_training_goes_on_over_switches(pool, recipe):
+    assert pool.run(trained_beside_replicas, (2,), recipe, seconds=120) == [[]] * 2
+
+
+def measured(mesh: Any) -> list[tuple[int, str]]:
+    net = sharded("dynamic", mesh)
+    optimizer = adamw(net)
+    phases = [Phase(recipes.dynamic()), Phase(HIGH, when_update_below_resolution=0.3)]
+    schedule = PrecisionSchedule(net, optimizer, phases)
+    for step in range(70):
+        optimizer.param_groups[0]["lr"] = 0.05 * 0.9**step
+        gradients(net, step)
+        optimizer.step()
+        schedule.step()
+    return [(switch.step, switch.reason) for switch in schedule.switches]
+
+
+def test_ranks_find_one_resolution(pool):
+    one, other = pool.run(measured, (2,), seconds=120)
+    assert one == other and len(one) == 2 and "resolution" in one[1][1]
+
+
+def uneven_blocks(mesh: Any) -> str:
+    net = sharded("dynamic", mesh)
+    optimizer = adamw(net)
+    try:
+        PrecisionSchedule(net, optimizer, [Phase(recipes.blockwise(), weight_storage="fp8")])
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_blocks_that_would_reach_over_ranks_are_refused_at_once(pool):
+    for text in pool.run(uneven_blocks, (2,), seconds=60):
+        assert "phase 0" in text and "on 2 ranks: each needs the same multiple of 128 rows" in text
