@@ -41,6 +41,19 @@ class GradientNorms:
         """Parameters have taken the places of others, and have their norms."""
         self._numbers = {replaced.get(param, param): number for param, number in self._numbers.items()}
 
+    def state(self, params: list[nn.Parameter]) -> dict[str, Any]:
+        """The last step's squares, and of which of ``params`` they are: sums depend on the order."""
+        places = {param: place for place, param in enumerate(params)}
+        return {"order": [places[param] for param in self._numbers], "squares": self._last.cpu()}
+
+    def load(self, state: dict[str, Any], params: list[nn.Parameter]) -> None:
+        """Go on from such a state."""
+        device = states.local(params[0].detach()).device
+        self._numbers = {params[place]: number for number, place in enumerate(state["order"])}
+        self._last = state["squares"].to(device, copy=True)
+        self._now = torch.full_like(self._last, _TO_COME)
+        self._cells = self._now.unbind()
+
     def last(self) -> Tensor:
         """The last step's global norm; 0 before there is one."""
         return self._last.sum().sqrt()

@@ -125,7 +125,7 @@ class UpdatesInBackward:
         self.last_norm: Tensor | None = None
         self._norms = GradientNorms()
         self._hooks: list[Any] = []
-        self.watch(param for group in optimizer.param_groups for param in group["params"])
+        self.watch(self._params())
         optimizer.in_backward = self
 
     def watch(self, params: Iterable[nn.Parameter]) -> None:
@@ -136,6 +136,25 @@ class UpdatesInBackward:
         """Parameters have taken the places of others."""
         self.watch(replaced.values())
         self._norms.follow(replaced)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next step's clip knows of this one: save it between steps, beside the optimizer's."""
+        return self._norms.state(self._params())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a state of an optimizer of the same parameters.
+
+        Raises:
+            ValueError: if it is of more parameters.
+        """
+        params = self._params()
+        if any(place >= len(params) for place in state_dict["order"]):
+            raise ValueError(f"the state is of more parameters than the optimizer's {len(params)}")
+        self._norms.load(state_dict, params)
+        self.last_norm = self._norms.last() if state_dict["order"] else None
+
+    def _params(self) -> list[nn.Parameter]:
+        return [param for group in self.optimizer.param_groups for param in group["params"]]
 
     def remove(self) -> None:
         """Undo it: from now on gradients stay until ``optimizer.step()``. Gradients that wait are not lost."""
@@ -156,10 +175,9 @@ class UpdatesInBackward:
 
     def refuse_ddp(self) -> None:
         """Raise RuntimeError if DistributedDataParallel has a parameter of the optimizer."""
-        params = [param for group in self.optimizer.param_groups for param in group["params"]]
         try:
             refuse_ddp(
-                params,
+                self._params(),
                 "DistributedDataParallel exchanges a gradient after update_in_backward would have used it; "
                 "use fully_shard (FSDP2), whose gradients are exchanged before, or step() after backward",
             )
@@ -177,10 +195,9 @@ class UpdatesInBackward:
         if not self._stepped:
             self._stepped = True
             self.refuse_ddp()  # it may have wrapped the model since; to look takes too long for every step
-        for group in self.optimizer.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self._pending.setdefault(param)
+        for param in self._params():
+            if param.grad is not None:
+                self._pending.setdefault(param)
         self._flush()
         self._wait()
         if self._updated and isinstance(self.clip, LastStepNorm | EstimatedNorm):

@@ -77,6 +77,7 @@ class State:
         identity: the options and the data that decide the loss curve.
         rows: the log so far.
         schedule: the precision schedule's state; empty without one.
+        in_backward: that of updates in backward; empty without them.
     """
 
     step: int
@@ -86,6 +87,7 @@ class State:
     identity: Identity
     rows: list[Row] = field(default_factory=list)
     schedule: dict[str, Any] = field(default_factory=dict)
+    in_backward: dict[str, Any] = field(default_factory=dict)
 
 
 def replace_file(path: Path, data: bytes) -> None:

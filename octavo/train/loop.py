@@ -211,7 +211,7 @@ def run(
         with lost_ranks():
             trainer = Trainer(config, model, batches, ranks, recipe_named(recipe))
         if isinstance(folder, ShardedFolder) and state is not None:
-            trainer.load_schedule(state)
+            trainer.load_parts(state)
             folder.load_parts(trainer.called, trainer.optimizer)
         elif state is not None:
             trainer.load(state)
@@ -369,8 +369,8 @@ class _Session:
             self.hooks.progress.update(new[-1], self.recorder.seconds_left(self.result.steps))
         rows = self.result.rows
         if save and isinstance(self.folder, ShardedFolder):
-            schedule = None if self.trainer.schedule is None else self.trainer.schedule.state_dict()
-            self.folder.save_parts(self.trainer.called, self.trainer.optimizer, self.identity, rows, schedule)
+            trainer = self.trainer
+            self.folder.save_parts(trainer.called, trainer.optimizer, self.identity, rows, trainer.parts())
         elif save and self.folder is not None:
             self.folder.save(self.trainer.state(len(rows), self.identity, rows))
         self.recorder.restart_clock()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +61,8 @@ class ShardedFolder(RunFolder):
             return None
         try:
             extra = load_extra(self.checkpoint)
-            rows, schedule = rows_from_tensor(extra["rows"]), extra.get("schedule", {})
-            state = State(extra["step"], {}, {}, {}, extra["identity"], rows, schedule)
+            parts = {name: extra[name] for name in ("schedule", "in_backward") if name in extra}
+            state = State(extra["step"], {}, {}, {}, extra["identity"], rows_from_tensor(extra["rows"]), **parts)
         except (RanksCheckpointError, KeyError, TypeError) as error:
             raise CheckpointError(f"{error}: move {self.checkpoint} away to start this run again") from error
         self.require(state, identity)
@@ -82,7 +83,7 @@ class ShardedFolder(RunFolder):
         optimizer: Optimizer,
         identity: Identity,
         rows: list[Row],
-        schedule: dict[str, Any] | None = None,
+        parts: Mapping[str, Any] | None = None,
     ) -> None:
         """Replaces the checkpoint; when that fails the previous one is still there.
 
@@ -91,7 +92,7 @@ class ShardedFolder(RunFolder):
         """
         from octavo.distributed.checkpoint import save_checkpoint
 
-        extra = {"step": len(rows), "identity": identity, "rows": rows_to_tensor(rows), "schedule": schedule or {}}
+        extra = {"step": len(rows), "identity": identity, "rows": rows_to_tensor(rows), **(parts or {})}
         try:
             save_checkpoint(self.checkpoint, model, optimizer, extra, ranks=self.ranks)
         except RanksCheckpointError as error:

@@ -241,20 +241,28 @@ class Trainer:
     def state(self, step: int, identity: Identity, rows: list[Row]) -> State:
         """What a checkpoint holds."""
         delayed = octavo.delayed_state_dict(self.model)
-        schedule = {} if self.schedule is None else self.schedule.state_dict()
-        return State(step, self.model.state_dict(), self.optimizer.state_dict(), delayed, identity, rows, schedule)
+        return State(
+            step, self.model.state_dict(), self.optimizer.state_dict(), delayed, identity, rows, **self.parts()
+        )
 
-    def load_schedule(self, state: State) -> None:
-        """Put model and optimizer into the phase of a checkpoint, in whose form theirs are.
+    def parts(self) -> dict[str, Any]:
+        """States of the schedule and of updates in backward, where there are these."""
+        found = {"schedule": self.schedule, "in_backward": self.in_backward}
+        return {name: part.state_dict() for name, part in found.items() if part is not None}
+
+    def load_parts(self, state: State) -> None:
+        """Put model and optimizer into the phase of a checkpoint, in whose form theirs are, before these are loaded.
 
         Raises:
             CheckpointError: it is of another schedule.
         """
-        if self.schedule is not None:
-            try:
+        try:
+            if self.schedule is not None:
                 self.schedule.load_state_dict(state.schedule)
-            except (KeyError, ValueError) as error:
-                raise CheckpointError(f"the checkpoint does not fit this schedule: {error}") from error
+            if self.in_backward is not None and state.in_backward:  # there is none in older ones
+                self.in_backward.load_state_dict(state.in_backward)
+        except (KeyError, ValueError) as error:
+            raise CheckpointError(f"the checkpoint does not fit this run: {error}") from error
 
     def load(self, state: State) -> None:
         """Goes back to a checkpoint.
@@ -262,7 +270,7 @@ class Trainer:
         Raises:
             CheckpointError: it holds another model's weights.
         """
-        self.load_schedule(state)
+        self.load_parts(state)
         try:
             self.model.load_state_dict(state.model)
             self.optimizer.load_state_dict(state.optimizer)

@@ -1,3 +1,4 @@
+import copy
 import math
 from typing import Any
 
@@ -5,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from octavo.optim import AdamW, EstimatedNorm, LastStepNorm, update_in_backward
 from octavo.optim.gradient_norms import GradientNorms, squared_norms
 from tests.optim import in_backward_tasks
 
@@ -106,3 +108,34 @@ def test_sharded(shape: tuple[int, ...], pool: Any) -> None:
     assert len(found) == math.prod(shape)
     for squares, expected in found:
         assert squares == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("clip", [LastStepNorm(0.1), EstimatedNorm(0.1)], ids=str)
+def test_what_a_clip_knows_is_saved(clip):
+    def steps(model, optimizer, numbers):
+        for number in numbers:
+            x = torch.randn(8, 16, generator=torch.Generator().manual_seed(number))
+            (model(x) * (number + 1)).square().mean().backward()
+            optimizer.step()
+
+    def begun():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
+        optimizer = AdamW(model.parameters(), 1e-2)
+        return model, optimizer, update_in_backward(optimizer, 500, clip)
+
+    model, optimizer, handle = begun()
+    steps(model, optimizer, range(3))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), handle.state_dict()))
+    steps(model, optimizer, range(3, 6))
+    again, other, loaded = begun()
+    again.load_state_dict(saved[0])
+    other.load_state_dict(saved[1])
+    loaded.load_state_dict(saved[2])
+    assert loaded.last_norm is not None
+    steps(again, other, range(3, 6))
+    for ours, theirs in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert handle.last_norm == loaded.last_norm
+    with pytest.raises(ValueError, match="more parameters than the optimizer's 1"):
+        update_in_backward(AdamW([nn.Parameter(torch.ones(2))])).load_state_dict(saved[2])

@@ -1,0 +1,65 @@
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from octavo.optim import SGD, AdamW
+from octavo.optim.resolution import Reading, Resolution
+
+
+def step(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.grad = torch.ones_like(param)
+    optimizer.step()
+
+
+def test_only_the_weights_that_count_are_summed_and_taking_begins_anew():
+    one, two = (nn.Parameter(torch.full((3, 40), 1.5)) for _ in range(2))
+    optimizer = AdamW([one, two], lr=0.25, weight_decay=0.0, moments="fp32")
+    optimizer.measure(Resolution([one]))
+    step(optimizer)
+    moved, grid = optimizer.resolution.take().sums().tolist()
+    assert moved == pytest.approx(120 * 0.25**2, rel=1e-5) and grid == 120 * 0.125**2
+    assert optimizer.resolution.take().sums().tolist() == [0.0, 0.0]
+    optimizer.measure(None)
+    step(optimizer)
+    assert optimizer.resolution is None
+
+
+def test_the_ratio_is_of_root_mean_squares():
+    assert Reading(torch.tensor([3.0, 36.0])).ratio() == 1.0
+    assert math.isnan(Reading(torch.zeros(2)).ratio())
+    assert math.isnan(Resolution([nn.Parameter(torch.ones(2))]).take().ratio())
+
+
+def test_a_skipped_step_and_other_optimizers():
+    weight = nn.Parameter(torch.ones(4, 4))
+    optimizer = SGD([weight], lr=0.5)
+    optimizer.measure(Resolution([weight]))
+    optimizer.skip = torch.ones(())
+    step(optimizer)
+    assert optimizer.resolution.take().sums().tolist() == [0.0, 0.0] and (weight == 1).all()
+    optimizer.skip = None
+    step(optimizer)
+    assert optimizer.resolution.take().sums().tolist() == [4.0, 16 * 0.125**2]
+
+
+def test_parameters_that_take_the_places_of_others():
+    old, new = (nn.Parameter(torch.ones(4, 4)) for _ in range(2))
+    resolution = Resolution([old])
+    resolution.follow({old: new})
+    assert resolution.params == {new}
+
+
+def test_its_state():
+    weight = nn.Parameter(torch.ones(4, 4))
+    optimizer = AdamW([weight], moments="fp32")
+    optimizer.measure(Resolution([weight]))
+    step(optimizer)
+    state = copy.deepcopy(optimizer.resolution.state())
+    other = Resolution([weight])
+    other.load(state)
+    assert torch.equal(other.take().sums(), state) and float(state[1]) > 0
