@@ -18,7 +18,7 @@ from octavo.optim.state import largest
 from octavo.schedule.phase import Phase
 from octavo.schedule.plan import Plan, plan_of
 from octavo.schedule.recovery import Recovery, Watch, said
-from octavo.schedule.switch import Target, fp8_weights, switch, targets_of
+from octavo.schedule.switch import Target, forget_delayed, fp8_weights, switch, targets_of
 
 RESOLUTION_EVERY = 10  # steps whose updates are taken together; their ratio is read as many steps later, without a wait
 _logger = logging.getLogger("octavo")
@@ -204,6 +204,7 @@ class PrecisionSchedule:
             self._recoveries += 1
             for_good = policy.attempts is not None and self._recoveries > policy.attempts
             self._recovering = -1 if for_good else policy.steps
+            forget_delayed(self.model)
             again = f", after {policy.attempts} recoveries" if for_good else ""
             self._enter(self._rescues[self.index], -1, said(faults) + again)
         elif self._recovering > 0:

@@ -125,6 +125,13 @@ def switch(model: nn.Module, optimizer: Optimizer, target: Target) -> None:
     _take_recipe(model, target.phase.recipe)
 
 
+def forget_delayed(model: nn.Module) -> None:
+    """Empty all delayed state: what it has seen of a faulty step, too."""
+    for module in model.modules():
+        if isinstance(module, RecipeModule):
+            module.reset_delayed_state()
+
+
 def _take_recipe(model: nn.Module, recipe: Recipe | RecipeMap) -> None:
     """Set the recipe. A delayed state that has seen nothing for a while begins anew, by the next tensors' own amax."""
     modules = {name: module for name, module in model.named_modules() if isinstance(module, RecipeModule)}
