@@ -144,6 +144,41 @@ def tile_step(
 
 
 @triton.jit
+def numbers_of(row_ptr, group_ptr, number, RULE: tl.constexpr):
+    """The numbers of a tensor's step."""
+    if RULE[0] == 1:
+        result = adam_numbers(group_ptr, tl.load(row_ptr + LR), number)
+    else:
+        result = sgd_numbers(group_ptr, tl.load(row_ptr + LR), number)
+    return result
+
+
+@triton.jit
+def raise_moments(
+    found_ptr,
+    largest1,
+    largest2,
+    COUNT: tl.constexpr,
+    SCALE1: tl.constexpr,
+    SCALE2: tl.constexpr,
+    FIND: tl.constexpr,
+):
+    """Raise the amaxes of moments that a launch of this kind looks for."""
+    LOOKED: tl.constexpr = 2 if FIND else 1
+    if SCALE1 == LOOKED:
+        raise_amax(found_ptr, largest1)
+    if SCALE2 == LOOKED:
+        raise_amax(found_ptr + 2 * COUNT, largest2)
+
+
+@triton.jit
+def note_resolution(row_ptr, resolution_ptr, moved, grid):
+    """Add a program's sums, of a tensor that is measured."""
+    if tl.load(row_ptr + ONE_SCALE) >= MEASURED:
+        add_resolution(resolution_ptr, moved, grid)
+
+
+@triton.jit
 def update_tensor(
     row_ptr,
     gradient_ptr,  # to its address, and COUNT further to its scale_inv's, of codes
@@ -166,10 +201,7 @@ def update_tensor(
     SQUARE: tl.constexpr = CLASSES[I + 3] >= 2
     number = tl.load(pointer(row_ptr, STEP, tl.float32, False)).to(tl.int64) + 1
     key = with_number(tl.load(row_ptr + KEY).to(tl.uint32), number)
-    if RULE[0] == 1:
-        n = adam_numbers(group_ptr, tl.load(row_ptr + LR), number)
-    else:
-        n = sgd_numbers(group_ptr, tl.load(row_ptr + LR), number)
+    n = numbers_of(row_ptr, group_ptr, number, RULE)
     master = 1.0
     master_inv = 1.0
     if SCALED:
@@ -178,10 +210,7 @@ def update_tensor(
     grad_scale = None
     if grad_scale_ptr is not None:
         grad_scale = tl.load(grad_scale_ptr)
-    gradient_scale_inv = None
-    if CLASSES[I] == 3:
-        gradient_scale_inv = tl.load(gradient_ptr + COUNT)
-    gradient = Gradient(tl.load(gradient_ptr), gradient_scale_inv)
+    gradient = Gradient(tl.load(gradient_ptr), tl.load(gradient_ptr + COUNT) if CLASSES[I] == 3 else None)
     first = moment_scale(row_ptr, FIRST, found_ptr, CLASSES[I + 5], SCALE1)
     second = moment_scale(row_ptr, SECOND, found_ptr + 2 * COUNT, CLASSES[I + 9], SCALE2)
     scales = Scales(first, second, master, master_inv, grad_scale)
@@ -200,15 +229,10 @@ def update_tensor(
         largest1 = tl.maximum(largest1, found1)
         largest2 = tl.maximum(largest2, found2)
         largest_w = tl.maximum(largest_w, found_w)
-    LOOKED: tl.constexpr = 2 if FIND else 1
-    if SCALE1 == LOOKED:
-        raise_amax(found_ptr, largest1)
-    if SCALE2 == LOOKED:
-        raise_amax(found_ptr + 2 * COUNT, largest2)
+    raise_moments(found_ptr, largest1, largest2, COUNT, SCALE1, SCALE2, FIND)
     if not FIND:
         if MEASURE:
-            if tl.load(row_ptr + ONE_SCALE) >= MEASURED:
-                add_resolution(resolution_ptr, all_moved, all_grid)
+            note_resolution(row_ptr, resolution_ptr, all_moved, all_grid)
         if SQUARE:
             note_square(row_ptr, program, master, largest_w)
         elif SCALED:
