@@ -87,9 +87,14 @@ def optimizer() -> Iterator[Case]:
     odd = coded(update(ODD, fp8, "split32", BF16, BF16))
     yield _case("Adam fp8, odd rows, gradients in E4M3", [odd])._replace(bits=8)
     yield _case("SGD fp8, split24, gradients in E4M3", [coded(update(LARGE, fp8[:1], "split24", BF16, BF16))], SGD)
+    measured = {"resolution": torch.empty(2, dtype=torch.float64)}
+    for master, granularity in itertools.product(("split16", None), (PerTensor(), PerBlock(128, 128))):
+        one = stored_update(LARGE, master, granularity)._replace(measured=True)
+        yield _case(f"Adam fp8, E4M3 weight {granularity}, {master}, measured", [one], **measured)
+    one = update(LARGE, fp8, "split32", BF16, BF16)._replace(measured=True)
+    yield _case("Adam fp8, split32, measured", [one], **measured)
 
 
-def _case(what: str, updates: list[WeightUpdate], group: AdamGroup | SgdGroup = ADAM) -> Case:
-    return Case(
-        "optimizer_step", what, functools.partial(optimizer_step, updates, [group]), bits=64
-    )  # 8 codes a thread
+def _case(what: str, updates: list[WeightUpdate], group: AdamGroup | SgdGroup = ADAM, **options: Tensor) -> Case:
+    step = functools.partial(optimizer_step, updates, [group], **options)
+    return Case("optimizer_step", what, step, bits=64)  # 8 codes a thread
