@@ -48,8 +48,9 @@ def change(
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     for group in optimizer.param_groups:
         for place, param in enumerate(group["params"]):
-            new = _change(param, optimizer.state.pop(param, {}), before, settings, storage, optimizer)
+            new = _change(param, optimizer.state.get(param, {}), before, settings, storage, optimizer)
             if new is not param:
+                optimizer.state.pop(param, None)
                 group["params"][place] = replaced[param] = new
     optimizer.adopt(settings, replaced)
     return replaced

@@ -173,6 +173,8 @@ class PrecisionSchedule:
         """Why a phase begins now; "" if it does not."""
         if phase.from_step is not None and self.steps >= phase.from_step:
             return f"step {phase.from_step}"
+        if phase.from_tokens is not None and not self.tokens:
+            raise RuntimeError(f"{phase} begins by tokens: schedule.step(tokens) counts those of each step")
         if phase.from_tokens is not None and self.tokens >= phase.from_tokens:
             return f"{self.tokens} tokens"
         below = phase.when_lr_below

@@ -287,6 +287,12 @@ def test_a_recovery_resumes():
     assert same(tensors(model, optimizer), tensors(again, other)) and resumed.switches == schedule.switches
 
 
+def test_tokens_have_to_be_counted():
+    _, _, schedule = started(Phase(LOW), Phase(HIGH, from_tokens=64))
+    with pytest.raises(RuntimeError, match=r"schedule.step\(tokens\) counts"):
+        schedule.step()
+
+
 def test_what_is_out_of_order():
     model, optimizer, schedule = started(Phase(LOW), recovery=Recovery(Phase(HIGH)))
     with pytest.raises(RuntimeError, match="there are no gradients"):
