@@ -353,6 +353,9 @@ class CompactOptimizer(Optimizer):
         for index, param in zip(ids, params, strict=True):
             if own.get(index):
                 converted |= self._adopt(param, own[index], described, same)
+        for part in (self.resolution, self.in_backward):
+            if part is not None:
+                part.restart()
         if converted:
             before = "torch's"
             if described is not None:

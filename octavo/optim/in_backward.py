@@ -123,6 +123,7 @@ class UpdatesInBackward:
         self._accumulating = self._stepped = False
         self._streams: dict[torch.device, Any] = {}
         self.last_norm: Tensor | None = None
+        self._loaded: dict[str, Any] | None = None
         self._norms = GradientNorms()
         self._hooks: list[Any] = []
         self.watch(self._params())
@@ -150,8 +151,15 @@ class UpdatesInBackward:
         params = self._params()
         if any(place >= len(params) for place in state_dict["order"]):
             raise ValueError(f"the state is of more parameters than the optimizer's {len(params)}")
+        self._loaded = state_dict
         self._norms.load(state_dict, params)
         self.last_norm = self._norms.last() if state_dict["order"] else None
+
+    def restart(self) -> None:
+        """The optimizer's state was loaded, perhaps after torch's step of nothing: what was loaded here counts."""
+        if self._loaded is not None:
+            self.load_state_dict(self._loaded)
+            self._loaded = None
 
     def _params(self) -> list[nn.Parameter]:
         return [param for group in self.optimizer.param_groups for param in group["params"]]

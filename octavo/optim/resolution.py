@@ -31,6 +31,7 @@ class Resolution:
 
     def __init__(self, params: Iterable[nn.Parameter]) -> None:
         self.params = set(params)
+        self._loaded: Tensor | None = None
         self._sums: dict[torch.device, Tensor] = {}
 
     def on(self, device: torch.device) -> Tensor:
@@ -68,10 +69,17 @@ class Resolution:
 
     def load(self, state: Tensor) -> None:
         """Go on from such sums."""
-        self._sums = {}
+        self._sums, self._loaded = {}, state
         for param in self.params:
             self.on(states.local(param.detach()).device).copy_(state)
             break
+
+    def restart(self) -> None:
+        """The optimizer's state was loaded, perhaps after torch's step of nothing: what was loaded here counts."""
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None:
+            self.load(loaded)
+            self._loaded = None
 
 
 class Reading:

@@ -251,7 +251,7 @@ class Trainer:
         return {name: part.state_dict() for name, part in found.items() if part is not None}
 
     def load_parts(self, state: State) -> None:
-        """Put model and optimizer into the phase of a checkpoint, in whose form theirs are, before these are loaded.
+        """Load what goes before model and optimizer: they have the form of the schedule's phase.
 
         Raises:
             CheckpointError: it is of another schedule.

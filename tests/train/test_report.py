@@ -1,11 +1,13 @@
 import csv
+import importlib
 import math
 import struct
 
 import pytest
 
 from octavo.errors import MissingExtraError
-from octavo.train import RunResult
+from octavo.schedule import Switch
+from octavo.train import RunResult, report
 from octavo.train.checkpoint import Row
 from octavo.train.report import gap, plot, require_plotting, smooth, table, write_csv
 
@@ -76,6 +78,20 @@ def test_plot_of_the_shortest_runs(tmp_path, steps):
         result.rows[-1] = Row(steps, 3.0, 1e-3, 10.0, 3.0)
     plot(results, tmp_path / "loss.png")
     assert (tmp_path / "loss.png").stat().st_size > 10_000
+
+
+def test_phases_are_shaded_in_the_runs_colour():
+    figure = importlib.import_module("matplotlib.figure").Figure()
+    axes = figure.subplots()
+    results = [make_result("bf16", 2.0), make_result("dynamic", 2.1), make_result("delayed", 2.2)]
+    results[1].switches = [Switch(0, 0, "dynamic", ""), Switch(5, 1, "high_precision", ""), Switch(9, 2, "dynamic", "")]
+    results[2].switches = [Switch(0, 0, "delayed", ""), Switch(12, 1, "high_precision", "")]
+    report._shade_phases(axes, results, report._styles(results, results[0]))
+    spans = [(patch.get_x(), patch.get_width(), patch.get_y()) for patch in axes.patches]
+    assert spans == [(5, 4, 0.5), (12, 8, 0.0)]
+    assert [text.get_text() for text in axes.texts] == ["high_precision"] * 2
+    colours = {patch.get_facecolor()[:3] for patch in axes.patches}
+    assert len(colours) == 2
 
 
 def test_without_matplotlib_it_names_the_extra(monkeypatch, tmp_path):

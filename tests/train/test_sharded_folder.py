@@ -77,17 +77,18 @@ def test_a_full_disk_keeps_the_checkpoint_before(folder, parts, monkeypatch):
     assert folder.load(IDENTITY).step == 2
 
 
-@pytest.mark.parametrize("update_in_backward", ["", "4KB"])
-def test_a_run_whose_weights_live_in_fp8(pool, config, update_in_backward, tmp_path):
+PHASES = {"schedule": "fp8-then-bf16@0.3-then-fp8@0.6"}  # before and after both of the stops
+
+
+@pytest.mark.parametrize("options", [{}, {"update_in_backward": "4KB"}, PHASES], ids=["after", "in backward", "phases"])
+def test_a_run_whose_weights_live_in_fp8(pool, config, options, tmp_path):
     """Sharded: stopped and gone on with on as many ranks, exactly, and on others; read by one process."""
-    state = StateConfig("fp8", "split16", "fp8", update_in_backward)
+    state = StateConfig("fp8", "split16", "fp8", **options)
     config = replace(config, state=state)
     alone = curve(run(config, "delayed"))
     config = changed(config, ranks={"shard": "fsdp"}, run={"out": tmp_path / "whole"})
     ((whole, *_), *_) = pool.run(train_on, (2,), config, "delayed", seconds=100)
     assert nearly(whole, alone, 0.05) and len(whole) == 20
-    if update_in_backward:  # clips by the last step's norm, which no checkpoint holds
-        return
     config = changed(config, run={"out": tmp_path / "parts"})
     pool.run(train_on, (2,), config, "delayed", 8, seconds=100)
     config = changed(config, run={"resume": True})
