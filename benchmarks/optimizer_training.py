@@ -1,11 +1,12 @@
 """The trainer's default run, its optimizer's state in few bytes: validation losses beside torch's AdamW in float32.
 
 Layers compute in bf16, so that only the optimizer differs: torch's AdamW on float32 weights, and octavo's with moments
-in FP8 on every master. Of the last two schemes, the blocks compute in FP8 too (dynamic), and their weights live in FP8;
-updates in backward clip gradients by an estimate of their norm (EstimatedNorm), all others by the norm. A seed fixes
-the initial weights and the order of the data, so that runs pair up. Asserted: for each scheme the mean over seeds of
-(final validation loss / float32's - 1) is within 0.5 % of 0. Written to results/optimizer_training-<device>.csv, and
-the losses on the way of the last two schemes and float32's to results/optimizer_training_curves-<device>.csv.
+in FP8 on every master. Of the last schemes, the blocks compute in FP8 too (dynamic), and their weights live in FP8;
+updates in backward, in launches of 64 KB, 1 MB or (all gradients of this small model) 64 MB, clip gradients by an
+estimate of their norm (EstimatedNorm), all others by the norm. A seed fixes the initial weights and the order of the
+data, so that runs pair up. Asserted: for each scheme the mean over seeds of (final validation loss / float32's - 1) is
+within 0.5 % of 0. Written to results/optimizer_training-<device>.csv, and the losses on the way of the last schemes
+and float32's to results/optimizer_training_curves-<device>.csv.
 """
 
 from __future__ import annotations
@@ -44,9 +45,11 @@ SCHEMES = {BASE: StateConfig()} | {
     for master in ("fp32", "split32", "split24", "fp16_scaled", "none")
 }
 FULL, AFTER = "all in FP8, updates in backward", "all in FP8"
-RECIPE = {FULL: "dynamic", AFTER: "dynamic"}  # of the blocks; of all others bf16
-SCHEMES |= {AFTER: StateConfig("fp8", "split16", "fp8"), FULL: StateConfig("fp8", "split16", "fp8", "64KB")}
-CURVES, AVERAGED, EVAL_EVERY = (BASE, AFTER, FULL), 10, 40  # whose curves are kept, steps a row, a validation
+OUTSTANDING = {FULL: "64KB", f"{FULL}, 1MB": "1MB", f"{FULL}, 64MB": "64MB"}  # of 3.6 MB of gradients
+RECIPE = dict.fromkeys((AFTER, *OUTSTANDING), "dynamic")  # of the blocks; of all others bf16
+SCHEMES |= {AFTER: StateConfig("fp8", "split16", "fp8")}
+SCHEMES |= {name: StateConfig("fp8", "split16", "fp8", waiting) for name, waiting in OUTSTANDING.items()}
+CURVES, AVERAGED, EVAL_EVERY = (BASE, *RECIPE), 10, 40  # whose curves are kept, steps a row, a validation
 TOY_MODEL = ModelConfig(width=32, layers=1, heads=2, context=32)
 TOY_DATA = DataConfig(batch=4, eval_windows=4)
 Task = tuple[str, int, int, bool]  # scheme, seed, steps (0: the default run's), toy
