@@ -119,12 +119,14 @@ def test_loading_changes_all_or_nothing(fault):
     assert not any(buffer.any() for buffer in octavo.delayed_state_dict(net).values())
 
 
-def test_registering_keeps_a_state_of_the_same_length():
+def test_registering_keeps_a_state_of_the_same_length_and_scales_and_last_amaxes_of_another():
     layer = octavo.nn.Linear(16, 8, recipe=recipes.delayed(2))
     layer(torch.randn(4, 16)).sum().backward()
-    before = layer.delayed_scale.clone()
+    before, history = layer.delayed_scale.clone(), layer.delayed_amax_history.clone()
     register_delayed_state(layer, Delayed(2, "most_recent"), torch.device("cpu"))
     assert torch.equal(layer.delayed_scale, before)
     register_delayed_state(layer, Delayed(3), torch.device("cpu"))
     assert layer.delayed_amax_history.shape == (3, 3)
-    assert not layer.delayed_scale.any()
+    assert torch.equal(layer.delayed_scale, before) and before.all()
+    assert torch.equal(layer.delayed_amax_history[:, 0], history[:, 0])
+    assert not layer.delayed_amax_history[:, 1:].any()
