@@ -194,12 +194,14 @@ def stored_now(model: nn.Module) -> dict[nn.Parameter, Granularity | None]:
     return {weight: None if part is None else part.granularity for weight, part in parts.items()}
 
 
-def put_weights(model: nn.Module, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
-    """Put parameters into the places of others, wherever modules have these."""
+def places_of(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
+    """Where modules have each parameter: the modules and the names that it has there."""
+    found: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            if parameter is not None and parameter in replaced:
-                module._parameters[name] = replaced[parameter]
+            if parameter is not None:
+                found.setdefault(parameter, []).append((module, name))
+    return found
 
 
 def _refuse_shards(model: nn.Module, what: str) -> None:

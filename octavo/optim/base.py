@@ -101,7 +101,7 @@ class CompactOptimizer(Optimizer):
     def adopt(self, settings: Settings, replaced: dict[nn.Parameter, nn.Parameter]) -> None:
         """Go on with weights and state that optim/conversion.py has changed."""
         self.moments, self.master = settings.moments, settings.master
-        self._forget()
+        self.forget_kept()
         self._end_step()  # ranks have to agree on amaxes anew
         if self.in_backward is not None:
             self.in_backward.follow(replaced)
@@ -113,9 +113,9 @@ class CompactOptimizer(Optimizer):
     def measure(self, resolution: Resolution | None) -> None:
         """Have steps add to a Resolution from now on; None: to none."""
         self.resolution = resolution
-        self._forget()
+        self.forget_kept()
 
-    def _forget(self) -> None:
+    def forget_kept(self) -> None:
         """Drop what was kept for the next steps."""
         self._kept, self._placed = {}, ((), {})
         self._plans = {name: plan for name, plan in self._plans.items() if name == "captured"}

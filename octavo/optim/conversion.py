@@ -6,7 +6,7 @@ has room for it. Beside the old state there is never more than one tensor's new 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -28,7 +28,10 @@ Storage = Granularity | None  # of a weight's codes; None: it is a plain tensor
 
 
 def change(
-    optimizer: CompactOptimizer, settings: Settings, storage: Mapping[nn.Parameter, Storage]
+    optimizer: CompactOptimizer,
+    settings: Settings,
+    storage: Mapping[nn.Parameter, Storage],
+    placed: Callable[[nn.Parameter, nn.Parameter], None] = lambda old, new: None,
 ) -> dict[nn.Parameter, nn.Parameter]:
     """Keep an optimizer's weights otherwise from now on, in place.
 
@@ -36,15 +39,18 @@ def change(
         optimizer: its groups, state and hooks follow.
         settings: its new moments and master.
         storage: weights that are to be stored otherwise.
+        placed: called with each of these weights, as soon as it is stored so, and the parameter that takes its place:
+            it has to put that into the model. Of a sharded weight both are the same one, with another part.
 
     Returns:
-        for each weight whose storage changed the parameter that takes its place; modules have the old one still.
+        for each weight whose storage changed the parameter that takes its place; the old ones are empty.
 
     Raises:
         ValueError: if a weight can't be kept so; nothing is changed then.
     """
     before = optimizer.settings
     check_change(optimizer, settings, storage)
+    optimizer.forget_kept()
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     for group in optimizer.param_groups:
         for place, param in enumerate(group["params"]):
@@ -52,6 +58,10 @@ def change(
             if new is not param:
                 optimizer.state.pop(param, None)
                 group["params"][place] = replaced[param] = new
+            if param in storage:
+                placed(param, new)
+            if new is not param:
+                empty(param)
     optimizer.adopt(settings, replaced)
     return replaced
 
@@ -69,6 +79,16 @@ def stored_anew(param: nn.Parameter, storage: Storage) -> nn.Parameter:
     values = (local_part(param) if part is None else part.dequantize()).detach()
     _put(param, values if storage is None else cast_part(values, param, storage, param.dtype))
     return param
+
+
+@torch.no_grad()
+def empty(param: nn.Parameter) -> None:
+    """Free the memory of a parameter that another has taken the place of."""
+    param.grad = None
+    if isinstance(param, StoredWeight):
+        param.q, param.scale_inv = param.q.new_empty(0, 0), param.scale_inv.new_empty(0, 0)
+    else:
+        param.data = param.data.new_empty(0)
 
 
 def _put(param: nn.Parameter, part: Tensor) -> None:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from octavo.errors import OctavoError
 from octavo.granularity import Granularity
-from octavo.nn.convert import put_weights, set_recipe, stored_now
+from octavo.nn.convert import places_of, set_recipe, stored_now
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.weight_cache import WeightCache
 from octavo.optim import state as states
@@ -222,7 +222,9 @@ def saved_bytes(model: nn.Module, target: Target, inputs: tuple[Any, ...]) -> in
             for (weight, own), granularity in zip(now.items(), target.storage, strict=True)
             if own != granularity
         }
-        put_weights(twin, replaced)
+        for old, places in places_of(twin).items():
+            for module, name in places:
+                module._parameters[name] = replaced.get(old, old)
         set_recipe(twin, target.phase.recipe)
         for module in twin.modules():
             if isinstance(module, RecipeModule):

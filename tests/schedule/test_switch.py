@@ -1,10 +1,13 @@
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import octavo
 from octavo import PerBlock, PerTensor, Phase, recipes
 from octavo.nn.convert import stored_now
+from octavo.optim.state import held
+from octavo.schedule import switch as switching
 from octavo.schedule.switch import fp8_weights, switch, targets_of
 from octavo.tensor.stored_weight import StoredWeight
 from tests.schedule.situations import HIGH, LOW, loss_of, net, optimizer_of
@@ -52,6 +55,41 @@ def test_weights_become_codes_and_plain_again_wherever_they_are():
         loss_of(model, 1).backward()
         optimizer.step()
     assert model[0].recipe == HIGH
+
+
+@pytest.mark.parametrize("storage", ["fp8", None])
+def test_no_more_than_one_old_weight_is_there_beside_the_new_ones(storage, monkeypatch):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(6))).bfloat16()
+    octavo.convert(model, LOW, select=lambda *_: True, weight_storage=None if storage else "fp8")
+    optimizer = optimizer_of(model, master="auto")
+    x = torch.randn(4, 64, dtype=torch.bfloat16)
+    model(x).square().sum().backward()
+    optimizer.step()
+    old = [StorageWeakRef(held(layer.weight).untyped_storage()) for layer in model]
+    states = [
+        StorageWeakRef(value.untyped_storage())
+        for layer in model
+        for name, value in optimizer.state[layer.weight].items()
+        if name.startswith("master_")
+    ]
+    left = []
+    changing = switching.change
+
+    def change(optimizer, settings, moved, place):
+        def placed(before, after):
+            place(before, after)
+            left.append(sum(not weight.expired() for weight in old))
+
+        return changing(optimizer, settings, moved, placed)
+
+    monkeypatch.setattr(switching, "change", change)
+    (target,) = targets_of(model, optimizer, [Phase(LOW, weight_storage=storage)])
+    switch(model, optimizer, target)
+    assert left == [6, 5, 4, 3, 2, 1]
+    assert all(weight.expired() for weight in old) and all(state.expired() for state in states)
+    model(x).square().sum().backward()
+    optimizer.step()
 
 
 def test_from_one_scale_to_blocks():
