@@ -85,9 +85,17 @@ def one_run(task: tuple[str, int, tuple[float, float], int]) -> float:
     """The mean loss of a run's last steps; inf where it is not finite."""
     scheme, seed, betas, steps = task
     torch.set_num_threads(1)
+    model = model_of(seed)
+    return trained(model, SCHEMES[scheme](model.parameters(), betas), seed, steps)
+
+
+def model_of(seed: int) -> GPT:
     torch.manual_seed(seed)
-    model = GPT(SIZES)
-    optimizer = SCHEMES[scheme](model.parameters(), betas)
+    return GPT(SIZES)
+
+
+def trained(model: torch.nn.Module, optimizer: Any, seed: int, steps: int) -> float:
+    """Train on a seed's data: the mean loss of the last steps; inf where it is not finite."""
     batches, losses = Batches(load_corpus(None), SIZES.context, BATCH, seed), []
     for step in range(steps):
         for group in optimizer.param_groups:
