@@ -21,6 +21,7 @@ SUBJECTS = {
     "optimizer_convergence": "final losses of every way to keep an optimizer's state beside float32 (an hour)",
     "stored_weights": "final losses with weights that live in FP8, by master and rounding (20 minutes)",
     "optimizer_training": "the trainer's run with moments in FP8 and every master, beside float32 (about 10 minutes)",
+    "backward_clip": "validation losses of the trainer's run by how updates in backward clip gradients (30 minutes)",
     "gradient_storage": "validation losses of the trainer's run with gradients rounded to FP8 (12 minutes)",
     "optimizer_state": "what 8 bits do to Adam's state: derived beside Monte-Carlo, for docs/study (3 minutes)",
     "convergence": "final losses of every recipe beside bf16 over three seeds (about 20 minutes on 2 cores)",

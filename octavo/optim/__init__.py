@@ -2,7 +2,7 @@
 
 from octavo.formats import E4M4
 from octavo.optim.adam import Adam, AdamW
-from octavo.optim.in_backward import LastStepNorm, PerParameterNorm, update_in_backward
+from octavo.optim.in_backward import EstimatedNorm, LastStepNorm, PerParameterNorm, update_in_backward
 from octavo.optim.moment import Moment
 from octavo.optim.sgd import SGD
 
@@ -11,6 +11,7 @@ __all__ = [
     "SGD",
     "Adam",
     "AdamW",
+    "EstimatedNorm",
     "LastStepNorm",
     "Moment",
     "PerParameterNorm",

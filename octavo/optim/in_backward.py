@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from octavo.optim import state as states
 from octavo.optim.base import CompactOptimizer
+from octavo.optim.gradient_norms import GradientNorms
 
 MIB = 1 << 20
 
@@ -36,10 +37,25 @@ class LastStepNorm:
     max_norm: float
 
 
+@dataclass(frozen=True)
+class EstimatedNorm:
+    """All gradients are scaled by what would bring the step's estimated global 2-norm to this.
+
+    Those that come with a step's last launch have the exact norm, the others what has come so far and an estimate of
+    the rest: the last step's, changed as what has come has changed (GradientNorms.estimate). In the first step nothing
+    is known of the rest.
+    """
+
+    max_norm: float
+
+
+Clip = PerParameterNorm | LastStepNorm | EstimatedNorm
+
+
 def update_in_backward(
     optimizer: CompactOptimizer,
     outstanding_weight_updates_bytes: int = 64 * MIB,
-    clip: PerParameterNorm | LastStepNorm | None = None,
+    clip: Clip | None = None,
 ) -> UpdatesInBackward:
     """Update weights while backward runs, so that no more gradients exist at a time than this and one tensor's.
 
@@ -47,9 +63,9 @@ def update_in_backward(
     ``optimizer.step()``. On a GPU updates run beside backward on a stream of their own.
 
     What needs all gradients at once can't be exact and is refused or has another name: clipping by the global norm (the
-    update is clipped to R_t already; ``clip`` offers PerParameterNorm and LastStepNorm; torch's clip_grad_norm_ finds
-    no gradients), GradScaler, skip_nonfinite, closures, and DistributedDataParallel, whose ranks have not exchanged a
-    gradient yet when its hook runs. FSDP2's sharded gradients are exchanged before.
+    update is clipped to R_t already; ``clip`` offers EstimatedNorm, LastStepNorm and PerParameterNorm; torch's
+    clip_grad_norm_ finds no gradients), GradScaler, skip_nonfinite, closures, and DistributedDataParallel, whose ranks
+    have not exchanged a gradient yet when its hook runs. FSDP2's sharded gradients are exchanged before.
 
     Args:
         optimizer: octavo's AdamW, Adam or SGD.
@@ -93,12 +109,10 @@ class UpdatesInBackward:
     Attributes:
         launches: how many there were, the one in step() included.
         most_bytes: the most bytes of gradients that waited at a time.
-        last_norm: the 2-norm of all gradients of the last step, where ``clip`` is a LastStepNorm; else None.
+        last_norm: the 2-norm of all gradients of the last step, where ``clip`` knows it; else None.
     """
 
-    def __init__(
-        self, optimizer: CompactOptimizer, threshold: int, clip: PerParameterNorm | LastStepNorm | None
-    ) -> None:
+    def __init__(self, optimizer: CompactOptimizer, threshold: int, clip: Clip | None) -> None:
         self.optimizer, self.threshold, self.clip = optimizer, threshold, clip
         self.launches = self.most_bytes = 0
         self._pending: dict[nn.Parameter, None] = {}  # in the order of their gradients
@@ -107,7 +121,7 @@ class UpdatesInBackward:
         self._accumulating = self._stepped = False
         self._streams: dict[torch.device, Any] = {}
         self.last_norm: Tensor | None = None
-        self._norms: list[Tensor] = []
+        self._norms = GradientNorms()
         params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
         self._hooks = [param.register_post_accumulate_grad_hook(self._take) for param in params]
         optimizer.in_backward = self
@@ -159,10 +173,9 @@ class UpdatesInBackward:
                     self._pending.setdefault(param)
         self._flush()
         self._wait()
+        if self._updated and isinstance(self.clip, LastStepNorm | EstimatedNorm):
+            self.last_norm = self._norms.end_step()
         self._updated.clear()
-        if isinstance(self.clip, LastStepNorm) and self._norms:
-            self.last_norm = torch.linalg.vector_norm(torch.stack([norm.to(self._norms[0]) for norm in self._norms]))
-            self._norms = []
 
     def _take(self, param: nn.Parameter) -> None:
         """A parameter's gradient is complete."""
@@ -199,11 +212,10 @@ class UpdatesInBackward:
         if isinstance(self.clip, PerParameterNorm):
             for param in params:
                 nn.utils.clip_grad_norm_([param], self.clip.max_norm)
-        elif isinstance(self.clip, LastStepNorm):
-            norm = nn.utils.get_total_norm([param.grad for param in params if param.grad is not None])
-            self._norms.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-            if self.last_norm is not None:
-                return (self.last_norm / self.clip.max_norm).clamp(min=1.0)
+        elif self.clip is not None:
+            self._norms.add(params)
+            norm = self._norms.last() if isinstance(self.clip, LastStepNorm) else self._norms.estimate()
+            return (norm / self.clip.max_norm).clamp(min=1.0)
         return None
 
     def _stream(self, params: list[nn.Parameter]) -> Any:

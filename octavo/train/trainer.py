@@ -146,7 +146,7 @@ class Trainer:
         self.optimizer = build_optimizer(model, config.optimizer, config.state)
         self.in_backward: Any = None
         if (outstanding := config.state.outstanding_bytes) is not None:
-            clip = octavo.optim.LastStepNorm(config.optimizer.clip or math.inf)
+            clip = octavo.optim.EstimatedNorm(config.optimizer.clip or math.inf)
             self.in_backward = octavo.optim.update_in_backward(self.optimizer, outstanding, clip)  # type: ignore[arg-type]
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:

@@ -5,8 +5,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from octavo.optim import AdamW, update_in_backward
+from octavo.optim.gradient_norms import squared_norms
 from octavo.optim.state import local
 
 
@@ -33,3 +35,13 @@ def sharded_equals(mesh: Any, dtype: torch.dtype) -> list[str]:
     for threshold, tensors in runs.items():
         found += [f"{threshold} {name}" for name, x in tensors.items() if not torch.equal(x, runs[None][name])]
     return found
+
+
+def squares_of_sharded(mesh: Any) -> tuple[list[float], list[float]]:
+    """(squared norms, what they have to be) of two sharded gradients and a plain one between them."""
+    torch.manual_seed(0)
+    tensors = [torch.randn(5, 3), torch.randn(4), torch.randn(1, 6, dtype=torch.bfloat16)]
+    placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
+    gradients = [distribute_tensor(tensor, mesh, placements) for tensor in tensors]
+    gradients[1] = tensors[1]
+    return squared_norms(gradients).tolist(), [float(tensor.float().square().sum()) for tensor in tensors]

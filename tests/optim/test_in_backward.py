@@ -10,82 +10,32 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo.optim import AdamW, base, update_in_backward
-from octavo.optim.in_backward import LastStepNorm, PerParameterNorm
+from octavo.optim.gradient_norms import GradientNorms
+from octavo.optim.in_backward import EstimatedNorm, LastStepNorm, PerParameterNorm
 from octavo.tensor.stored_weight import StoredWeight
 from tests.distributed.pool import free_port
 from tests.helpers import every_layer
 from tests.optim import in_backward_tasks
+from tests.optim.in_backward_models import (
+    HUGE,
+    WEIGHT,
+    D,
+    assert_close,
+    assert_same,
+    loss_of,
+    model_of,
+    run,
+    train,
+)
 
-D = 64
-WEIGHT = D * D * 2  # bytes of a bf16 gradient
-HUGE = 1 << 30
 THRESHOLDS = [0, 2 * WEIGHT + 1, HUGE]
 KINDS = ["bf16", "fp32", "fp8", "fp8 in blocks", "tied"]
 
 each_kind = pytest.mark.parametrize("kind", KINDS)
 each_threshold = pytest.mark.parametrize("threshold", THRESHOLDS)
-
-
-def model_of(kind: str = "bf16") -> nn.Sequential:
-    torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Linear(D, D) for _ in range(4)])
-    model.to(torch.float32 if kind == "fp32" else torch.bfloat16)
-    if kind.startswith("fp8"):
-        recipe = octavo.recipes.blockwise() if "blocks" in kind else octavo.recipes.dynamic()
-        octavo.convert(model, recipe, select=every_layer, weight_storage="fp8")
-    if kind == "tied":
-        model[3].weight = model[0].weight
-    return model
-
-
-def loss_of(model: nn.Sequential, reentrant: bool | None = None) -> Tensor:
-    y = torch.randn(8, D).to(model[0].bias.dtype).requires_grad_(reentrant is True)
-    for layer in model:
-        y = layer(y) if reentrant is None else checkpoint(layer, y, use_reentrant=reentrant)
-    return y.float().square().mean()
-
-
-def train(model: nn.Sequential, optimizer: Any, steps: int = 3, micro: int = 1, reentrant: bool | None = None) -> None:
-    handle = optimizer.in_backward
-    for _ in range(steps):
-        for number in range(micro):
-            if handle is not None and number < micro - 1:
-                with handle.accumulate():
-                    loss_of(model, reentrant).backward()
-            else:
-                loss_of(model, reentrant).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def run(kind: str, threshold: int | None, clip: Any = None, **options: Any) -> tuple[nn.Sequential, Any]:
-    model = model_of(kind)
-    optimizer = AdamW(model.parameters(), lr=1e-2)
-    if threshold is not None:
-        update_in_backward(optimizer, threshold, clip)
-    train(model, optimizer, **options)
-    return model, optimizer
-
-
-def tensors_of(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
-    found = {}
-    for name, param in model.named_parameters():
-        if isinstance(param, StoredWeight):
-            found |= {name: param.q.view(torch.uint8), f"{name} scales": param.scale_inv}
-        else:
-            found[name] = param.detach()
-        found |= {f"{name} {key}": value for key, value in optimizer.state[param].items()}
-    return found
-
-
-def assert_same(one: tuple[Any, Any], other: tuple[Any, Any]) -> None:
-    a, b = tensors_of(*one), tensors_of(*other)
-    assert a.keys() == b.keys()
-    assert [name for name in a if not torch.equal(a[name], b[name])] == []
 
 
 @each_threshold
@@ -317,9 +267,64 @@ def test_clipped_by_the_norm_of_the_step_before(threshold: int, most: float) -> 
     other = AdamW(twin.parameters(), lr=1e-2, moments="fp32")
     update_in_backward(other, threshold, LastStepNorm(most))
     train(twin, other)
-    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-7)  # norms are summed in another order
-        torch.testing.assert_close(other.state[b]["exp_avg"], optimizer.state[a]["exp_avg"], rtol=1e-5, atol=1e-9)
+    assert_close((model, optimizer), (twin, other))
+
+
+@pytest.mark.parametrize("most", [1e-3, 1e3])
+def test_the_estimate_of_all_gradients_is_their_norm(most: float) -> None:
+    models = model_of("fp32"), model_of("fp32")
+    optimizers = [AdamW(model.parameters(), lr=1e-2, moments="fp32") for model in models]
+    handle = update_in_backward(optimizers[1], HUGE, EstimatedNorm(most))
+    torch.manual_seed(1)
+    for _ in range(3):
+        loss_of(models[0]).backward()
+        norm = nn.utils.clip_grad_norm_(models[0].parameters(), most)
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+    torch.manual_seed(1)
+    train(models[1], optimizers[1])
+    assert float(handle.last_norm) == pytest.approx(float(norm), rel=1e-5)  # type: ignore[arg-type]
+    for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(b, a, rtol=2e-3, atol=2e-5)  # clip_grad_norm_ adds 1e-6 to the norm
+
+
+def test_clipped_by_an_estimate_of_the_norm() -> None:
+    most, model = 1e-3, model_of("fp32")
+    optimizer, norms = AdamW(model.parameters(), lr=1e-2, moments="fp32"), GradientNorms()
+    batches = [[2 * index, 2 * index + 1] for index in reversed(range(4))]  # of a layer's weight and bias
+    for _ in range(3):
+        loss_of(model).backward()
+        params = list(model.parameters())
+        for batch in batches:
+            some = [params[index] for index in batch]
+            norms.add(some)
+            optimizer.step_some(some, (norms.estimate() / most).clamp(min=1.0))
+        norms.end_step()
+        optimizer.zero_grad()
+    twin = model_of("fp32")
+    other = AdamW(twin.parameters(), lr=1e-2, moments="fp32")
+    handle = update_in_backward(other, 2 * WEIGHT + 4 * D, EstimatedNorm(most))
+    train(twin, other)
+    assert handle.launches == 3 * len(batches)
+    assert_close((model, optimizer), (twin, other))
+
+
+def test_an_estimate_of_frozen_and_new_parameters() -> None:
+    model = model_of("fp32")
+    model[1].weight.requires_grad_(False)
+    optimizer = AdamW(model[:3].parameters(), lr=1e-2)
+    handle = update_in_backward(optimizer, 0, EstimatedNorm(1.0))
+    train(model, optimizer, 2)
+    optimizer.step()  # without gradients
+    before = handle.last_norm
+    assert before is not None and float(before) > 0
+    optimizer.add_param_group({"params": model[3].parameters()})  # no hooks: updated in step()
+    model[1].weight.requires_grad_(True)
+    loss_of(model).backward()
+    norm = nn.utils.get_total_norm([param.grad for param in model.parameters() if param.grad is not None])
+    optimizer.step()
+    assert handle.last_norm is not None and float(handle.last_norm) > float(norm) > 0
+    assert float(before) != float(handle.last_norm)
 
 
 def test_frozen_and_unused_parameters() -> None:
