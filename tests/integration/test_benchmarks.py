@@ -1,4 +1,4 @@
-"""The benchmarks that need a GPU run end to end without one, at toy size, and every row they write is a number.
+"""Benchmarks that need a GPU, or long, run end to end without one, at toy size, and every row they write is a number.
 
 They say so where a kernel's results are not its reference's.
 """
@@ -105,6 +105,42 @@ def test_updates_in_backward(tmp_path: Path) -> None:
     output = run("update_overlap", "--toy", "--output", tmp_path / "overlap.csv")
     check_overlap(tmp_path / "overlap.csv")
     assert "MISSED" not in output
+
+
+def test_stored_weights(tmp_path: Path) -> None:
+    run("stored_weights", "--toy", "--seeds", "0", "--output", tmp_path / "weights.csv")
+    rows = {(row["weights"], row["beta2"]): row for row in rows_of(tmp_path / "weights.csv")}
+    assert_numbers(list(rows.values()), "loss", "seed_0")
+    assert len(rows) == 10 and float(rows["torch AdamW, fp32 weights", "0.999"]["mean_gap"]) == 0.0
+    assert len({rows[name, "0.95"]["loss"] for name in ("split16", "split24", "fp32")}) == 1  # in so few steps
+    assert float(rows["no master, fp32 moments", "0.95"]["mean_gap"]) < float(rows["split16", "0.95"]["mean_gap"])
+
+
+def test_training_curves(tmp_path: Path) -> None:
+    output, schemes = tmp_path / "training.csv", ("all in FP8", "fp8, master split24")
+    run("optimizer_training", "--toy", "--seeds", "0", "--workers", "1", "--schemes", *schemes, "--output", output)
+    first = rows_of(output)
+    assert [row["scheme"] for row in first] == ["torch AdamW, fp32", *reversed(schemes)]
+    curves = rows_of(tmp_path / "training_curves.csv")
+    assert_numbers(curves, "train_loss", "val_loss")
+    assert [(row["scheme"], row["step"]) for row in curves] == [("torch AdamW, fp32", "3"), (schemes[0], "3")]
+    assert [row["val_loss"] for row in curves] == [first[0]["val_loss"], first[2]["val_loss"]]
+    more = "--schemes", "all in FP8, updates in backward", "--merge"
+    run("optimizer_training", "--toy", "--seeds", "0", "--workers", "1", *more, "--output", output)
+    merged = rows_of(output)
+    assert len(merged) == 4 and merged[1:3] == first[1:]
+    assert len(rows_of(tmp_path / "training_curves.csv")) == 3
+
+
+def test_clips_in_backward(tmp_path: Path) -> None:
+    run("backward_clip", "--toy", "--seeds", "0", "--output", tmp_path / "clip.csv")
+    rows = rows_of(tmp_path / "clip.csv")
+    assert_numbers(rows, "val_loss", "divisor_error")
+    errors = {(row["setting"], row["clip"]): float(row["divisor_error"]) for row in rows}
+    assert len(errors) == 8
+    for setting in {row["setting"] for row in rows}:
+        estimated, last = errors[setting, "estimated norm"], errors[setting, "last step's norm"]
+        assert estimated < last < errors[setting, "none"]
 
 
 def test_tune(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import octavo
+from benchmarks.stored_weights import to_nearest
 from octavo import PerBlock, PerTensor, recipes
 from octavo.kernels.reference.optimizer_state import pieces
 from octavo.optim import SGD, Adam, AdamW
@@ -17,13 +18,7 @@ from octavo.tensor.stored_weight import StoredWeight
 from tests.stored_weights import STORED as RECIPES
 from tests.stored_weights import codes, inputs, net, store
 
-RESTS = {
-    "split16": torch.int8,
-    "split24": torch.int16,
-    "fp16_scaled": torch.float16,
-    "fp32": torch.float32,
-    None: None,
-}
+RESTS = {"split16": torch.int8, "split24": torch.int16, "fp16_scaled": torch.float16, "fp32": torch.float32, None: None}
 each_master = pytest.mark.parametrize("master", RESTS, ids=str)
 each_granularity = pytest.mark.parametrize("granularity", [PerTensor(), PerBlock(128, 128)], ids=str)
 SHAPE = (130, 300)
@@ -207,6 +202,23 @@ def test_without_a_master_the_mean_is_right(granularity):
     sigma = math.sqrt(steps * ulp * lr / weight.numel())
     assert abs(float(moved.double().mean()) + steps * lr) < 5 * sigma
     assert 0.6 < float((moved == 0).float().mean()) < 0.9
+
+
+def fitted(weight: nn.Parameter) -> Tensor:
+    optimizer = AdamW([weight], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0, moments="fp32", master=None)
+    for _ in range(20):
+        values = weight.dequantize() if isinstance(weight, StoredWeight) else weight
+        step(optimizer, torch.autograd.grad((values.float().mean(1) - 0.25).square().sum(), weight)[0])
+    return values.detach()
+
+
+def test_small_updates_arrive_on_average():
+    """A fit in steps of a thirtieth of the codes' distance: to nearest, no code ever changes."""
+    start = torch.full((16, 4096), 0.3125)
+    exact, found = fitted(nn.Parameter(start.clone())), fitted(parameter(values=start))
+    assert torch.allclose(found.mean(1), exact.mean(1), atol=2e-3) and (exact < 0.296).all()
+    with to_nearest():
+        assert torch.equal(fitted(parameter(values=start)), start)
 
 
 def test_bytes_for_each_parameter():
