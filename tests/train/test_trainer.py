@@ -3,7 +3,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from octavo.train import Batches, DataConfig, ModelConfig, OptimizerConfig, TrainConfig, TrainError, load_corpus
+from octavo.train import (
+    Batches,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    StateConfig,
+    TrainConfig,
+    TrainError,
+    load_corpus,
+)
 from octavo.train.trainer import (
     Trainer,
     build_model,
@@ -63,6 +72,21 @@ def test_micro_batches_add_up_to_the_batch(config):
         parts_loss, parts_norm, _ = parted.step(step)
         torch.testing.assert_close(parts_loss, loss, rtol=1e-4, atol=0)
         torch.testing.assert_close(parts_norm, norm, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_updates_in_backward_clip_as_those_after_it(config, parts):
+    """By the same norm where all gradients come before an update, else by one that is near it."""
+    config = replace(config, data=replace(config.data, micro_batches=parts), run=replace(config.run, dtype="float32"))
+    runs = {}
+    for threshold in ("", "64MB", "1KB"):
+        trainer = make_trainer(replace(config, state=StateConfig(update_in_backward=threshold)))
+        assert (trainer.in_backward is not None) == bool(threshold)
+        runs[threshold] = [[float(value) for value in trainer.step(step)[:2]] for step in range(8)]
+    assert min(norm for _, norm in runs[""]) > config.optimizer.clip
+    for exact, at_once, early in zip(*runs.values(), strict=True):
+        assert at_once == pytest.approx(exact, rel=1e-3)
+        assert early == pytest.approx(exact, rel=0.05)
 
 
 def test_the_dtype_is_that_of_the_products(config):
