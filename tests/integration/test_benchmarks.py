@@ -133,14 +133,13 @@ def test_training_curves(tmp_path: Path) -> None:
 
 
 def test_clips_in_backward(tmp_path: Path) -> None:
-    run("backward_clip", "--toy", "--seeds", "0", "--output", tmp_path / "clip.csv")
+    run("backward_clip", "--toy", "--seeds", "0", "--roundings", "1", "--output", tmp_path / "clip.csv")
     rows = rows_of(tmp_path / "clip.csv")
     assert_numbers(rows, "val_loss", "divisor_error")
     errors = {(row["setting"], row["clip"]): float(row["divisor_error"]) for row in rows}
-    assert len(errors) == 8
+    assert len(errors) == 6
     for setting in {row["setting"] for row in rows}:
-        estimated, last = errors[setting, "estimated norm"], errors[setting, "last step's norm"]
-        assert estimated < last < errors[setting, "none"]
+        assert errors[setting, "estimated norm"] < errors[setting, "last step's norm"]
 
 
 def test_tune(tmp_path: Path) -> None:
