@@ -2,10 +2,10 @@
 
 In backward a step's global norm is not known yet. Beside clipping by it, after backward: by EstimatedNorm and by
 LastStepNorm; in the default run in bf16 with float32 AdamW, where the clip is all that differs, and with all in FP8,
-whose random bits have several seeds: optimizer_training's is 0, and runs of one data seed differ by chance. Updates come by 64 KiB of gradients, so most alone. ``gap_percent`` is above optimizer_training's rows of bf16
-with torch's AdamW. ``divisor_error`` is the root mean square, over steps and elements, of log(what gradients were
-divided by / what the step's norm, known at its end, says). Rows are written as they come, to
-results/backward_clip-<device>.csv.
+whose random bits have several seeds: optimizer_training's is 0, and runs of one data seed differ by chance. Updates
+come by 64 KiB of gradients, so most alone. ``gap_percent`` is above optimizer_training's rows of bf16 with torch's
+AdamW. ``divisor_error`` is the root mean square, over steps and elements, of log(what gradients were divided by / what
+the step's norm, known at its end, says). Rows are written as they come, to results/backward_clip-<device>.csv.
 """
 
 from __future__ import annotations
