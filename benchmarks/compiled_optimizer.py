@@ -56,6 +56,13 @@ def stored_update(shape: tuple[int, int], master: str | None, granularity: Granu
     return moments._replace(master=kept, amax=torch.empty_like(scale_inv))
 
 
+def coded(update: WeightUpdate) -> WeightUpdate:
+    """With its gradient in E4M3 codes."""
+    rows, cols = update.gradient.shape
+    codes = tensor((rows, cols), torch.uint8)
+    return update._replace(gradient=codes, gradient_scale_inv=torch.empty(rows, -(-cols // 128)))
+
+
 def optimizer() -> Iterator[Case]:
     fp8 = NAMED["fp8"]
     for master, dtype in (("fp32", FP32), ("split32", BF16), ("split24", BF16), ("fp16_scaled", BF16), (None, BF16)):
@@ -71,6 +78,15 @@ def optimizer() -> Iterator[Case]:
     for master, granularity in itertools.product(STORED, (PerTensor(), PerBlock(128, 128))):
         yield _case(f"Adam fp8, E4M3 weight {granularity}, {master}", [stored_update(LARGE, master, granularity)])
     yield _case("SGD fp8, split24", [update(LARGE, fp8[:1], "split24", BF16, BF16)], SGD)
+    for number, master in enumerate(("fp32", "split24")):
+        one = coded(update(LARGE, fp8, master, (FP32, BF16)[number], BF16))
+        yield _case(f"Adam fp8, {master}, gradients in E4M3", [one])
+    yield _case("Adam fp32, gradients in E4M3", [coded(update(LARGE, NAMED["fp32"], "fp32", FP32, FP32))])
+    stored = coded(stored_update(LARGE, "split16", PerBlock(128, 128)))
+    yield _case("Adam fp8, E4M3 weight in blocks, split16, gradients in E4M3", [stored])
+    odd = coded(update(ODD, fp8, "split32", BF16, BF16))
+    yield _case("Adam fp8, odd rows, gradients in E4M3", [odd])._replace(bits=8)
+    yield _case("SGD fp8, split24, gradients in E4M3", [coded(update(LARGE, fp8[:1], "split24", BF16, BF16))], SGD)
 
 
 def _case(what: str, updates: list[WeightUpdate], group: AdamGroup | SgdGroup = ADAM) -> Case:

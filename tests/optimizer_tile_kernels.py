@@ -12,6 +12,7 @@ from octavo.kernels.triton.optimizer_state import (
     KEY,
     SECOND,
     WEIGHT_COLUMN,
+    Gradient,
     Scales,
     gradient_tile,
     place_of,
@@ -161,8 +162,8 @@ def gradient_kernel(
     scales = Scales(1.0, 1.0, 1.0, 1.0, grad_scale)
     weight = typed(row_ptr, WEIGHT_COLUMN, 1, EVEN)
     w = tl.load(weight + place.base + place.offsets, mask=place.inside, other=0)
-    address = tl.load(gradient_ptr)
-    store_at(out_ptr, place, gradient_tile(address, place, n, scales, w, GRAD, EVEN, COUPLED))
+    gradient = Gradient(tl.load(gradient_ptr), tl.load(gradient_ptr + 1) if GRAD == 3 else None)
+    store_at(out_ptr, place, gradient_tile(gradient, place, n, scales, w, GRAD, EVEN, COUPLED))
 
 
 @triton.jit
@@ -205,7 +206,7 @@ def sgd_tile_kernel(row_ptr, gradient_ptr, group_ptr, number_ptr, found_ptr, CLA
     n = sgd_numbers(group_ptr, tl.full((), 0, tl.int64), tl.load(number_ptr))
     key = with_number(tl.load(row_ptr + KEY).to(tl.uint32), tl.load(number_ptr))
     scales = Scales(1.0, 1.0, 1.0, 1.0, None)
-    found, _, _ = sgd_tile(row_ptr, tl.load(gradient_ptr), place, n, scales, key, CLASSES, 0, FIND)
+    found, _, _ = sgd_tile(row_ptr, Gradient(tl.load(gradient_ptr), None), place, n, scales, key, CLASSES, 0, FIND)
     tl.store(found_ptr, found)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from octavo.kernels.reference.fp8_weights import Fp8Weight
 from octavo.kernels.reference.master_weights import MasterWeight
-from octavo.kernels.reference.optimizer_state import Piece, StoredMoment, finite_amax, gradient_of, pieces
+from octavo.kernels.reference.optimizer_state import Gradient, Piece, StoredMoment, finite_amax, gradient_of, pieces
 from octavo.kernels.reference.random_bits import key_of, random_bits
 from octavo.kernels.reference.step_numbers import bound_after, power
 from octavo.numerics import scale_from_amax
@@ -55,7 +55,7 @@ class _Scales(NamedTuple):
 def adam_update(
     master: Master,
     amax: Tensor | None,
-    grad: Tensor,
+    grad: Gradient,
     first: StoredMoment,
     second: StoredMoment,
     h: AdamStep,
@@ -66,13 +66,13 @@ def adam_update(
     Args:
         master: the weight [R, C] and its master.
         amax: float32 of scale_inv's shape, a scaled master's amax after the last step; becomes the new one. Else None.
-        grad: [R, C], any float dtype.
+        grad: [R, C], any float dtype or coded.
         first, second: exp_avg and exp_avg_sq.
         h: the step's numbers.
         first_row: the row of the whole tensor that this one begins with; random bits depend on it.
     """
-    rows, cols = grad.shape
-    if grad.numel() == 0:
+    rows, cols = master.weight.shape
+    if rows * cols == 0:
         return
     scales = _Scales(first.begin(), second.begin(), _master_scale(master, amax, h))
     if first.needs_amax_first or second.needs_amax_first:
@@ -94,7 +94,7 @@ def adam_update(
 def _moments(
     piece: Piece,
     master: Master,
-    grad: Tensor,
+    grad: Gradient,
     first: StoredMoment,
     second: StoredMoment,
     h: AdamStep,
@@ -152,11 +152,17 @@ def _master_scale(master: Master, amax: Tensor | None, h: AdamStep) -> tuple[Ten
 
 
 def _amax_of_all(
-    master: Master, grad: Tensor, first: StoredMoment, second: StoredMoment, h: AdamStep, first_row: int
+    master: Master,
+    grad: Gradient,
+    first: StoredMoment,
+    second: StoredMoment,
+    h: AdamStep,
+    first_row: int,
 ) -> dict[str, tuple[Tensor, None]]:
     """The scales of moments that have one for all, and no earlier amax: the moments are computed twice."""
-    found = {name: grad.new_zeros(1, 1, dtype=torch.float32) for name in ("first", "second")}
-    for piece in pieces(grad.shape[0], grad.shape[1], first_row):
+    found = {name: master.weight.new_zeros(1, 1, dtype=torch.float32) for name in ("first", "second")}
+    rows, cols = master.weight.shape
+    for piece in pieces(rows, cols, first_row):
         m, v, _ = _moments(piece, master, grad, first, second, h, keep=True)
         for name, moment, wide in (("first", first, m), ("second", second, v)):
             stored = wide.sqrt() if moment.root else wide

@@ -10,11 +10,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from octavo.formats import Format
+from octavo.formats import E4M3, Format
 from octavo.kernels.reference.moment_codes import decode_moment, encode_moment
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
 
@@ -85,9 +86,33 @@ def pieces(rows: int, cols: int, first_row: int = 0) -> Iterator[Piece]:
                 yield Piece(slice(top, bottom), slice(left, right), width, (first_row + top) * cols + left, cols)
 
 
-def gradient_of(piece: Piece, grad: Tensor, grad_scale: float, maximize: bool) -> Tensor:
+class CodedGradient(NamedTuple):
+    """A gradient in E4M3.
+
+    Attributes:
+        codes: uint8 [R, C].
+        scale_inv: float32 [R, blocks]; of a vector that is seen as [n, 1], of blocks along it: [1, ceil(n / 128)].
+    """
+
+    codes: Tensor
+    scale_inv: Tensor
+
+    def read(self, piece: Piece) -> Tensor:
+        """The piece in float32."""
+        if self.scale_inv.shape[0] == self.codes.shape[0]:
+            scale_inv = piece.scales_of(self.scale_inv)
+        else:
+            rows = torch.arange(piece.rows.start, piece.rows.stop, device=self.codes.device)
+            scale_inv = self.scale_inv.view(-1)[rows // BLOCK].view(-1, 1, 1)
+        return decode_moment(piece.of(self.codes), E4M3).mul_(scale_inv)
+
+
+Gradient = Tensor | CodedGradient
+
+
+def gradient_of(piece: Piece, grad: Gradient, grad_scale: float, maximize: bool) -> Tensor:
     """A piece of the gradient in float32, unscaled, its sign turned to go up; not to be written to."""
-    g = piece.of(grad).to(torch.float32)
+    g = grad.read(piece) if isinstance(grad, CodedGradient) else piece.of(grad).to(torch.float32)
     if grad_scale != 1.0:
         g = g / grad_scale
     return -g if maximize else g

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from octavo.kernels.reference.adam import AdamStep, Master, adam_update
 from octavo.kernels.reference.master_weights import MasterWeight
-from octavo.kernels.reference.optimizer_state import StoredMoment
+from octavo.kernels.reference.optimizer_state import CodedGradient, Gradient, StoredMoment
 from octavo.kernels.reference.sgd import SgdStep, sgd_update
 from octavo.kernels.reference.step_numbers import adam_max_update
 
@@ -48,11 +48,12 @@ class WeightUpdate(NamedTuple):
         master: the weight [R, C] and its master.
         moments: as many as the rule has, all [R, C].
         amax: float32, of a scaled master, in scale_inv's shape; else None.
-        gradient: [R, C] of any float dtype.
+        gradient: [R, C] of any float dtype, or uint8: codes of E4M3.
         step: float32, one number on the weight's device: the steps before this one.
         key: of random bits: of the seed and the weight's number.
         group: the index of its options.
         first_row: of the whole weight that these rows begin with.
+        gradient_scale_inv: of a gradient in codes, see CodedGradient; else None.
     """
 
     master: Master
@@ -63,6 +64,14 @@ class WeightUpdate(NamedTuple):
     key: int
     group: int
     first_row: int
+    gradient_scale_inv: Tensor | None = None
+
+    @property
+    def read_gradient(self) -> Gradient:
+        """The gradient as ``gradient_of`` takes it."""
+        if self.gradient_scale_inv is None:
+            return self.gradient
+        return CodedGradient(self.gradient, self.gradient_scale_inv)
 
 
 def optimizer_step(
@@ -88,13 +97,13 @@ def optimizer_step(
         if isinstance(group, AdamGroup):
             first, second = update.moments
             h = adam_step(group, number, update.key, divisor)
-            adam_update(update.master, update.amax, update.gradient, first, second, h, update.first_row)
+            adam_update(update.master, update.amax, update.read_gradient, first, second, h, update.first_row)
         else:
             assert isinstance(update.master, MasterWeight)  # others need a bound of the update
             buffer = update.moments[0] if update.moments else None
             rest = group.momentum, group.dampening, group.weight_decay, group.nesterov, group.maximize
             numbers = SgdStep(float(group.lr), *rest, number, update.key, divisor)
-            sgd_update(update.master, update.gradient, buffer, numbers, update.first_row)
+            sgd_update(update.master, update.read_gradient, buffer, numbers, update.first_row)
         update.step.fill_(number)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.reference.master_weights import MasterWeight
-from octavo.kernels.reference.optimizer_state import Piece, StoredMoment, finite_amax, gradient_of, pieces
+from octavo.kernels.reference.optimizer_state import Gradient, Piece, StoredMoment, finite_amax, gradient_of, pieces
 from octavo.kernels.reference.random_bits import key_of, random_bits
 from octavo.numerics import scale_from_amax
 
@@ -27,22 +27,25 @@ class SgdStep(NamedTuple):
     grad_scale: float = 1.0
 
 
-def sgd_update(master: MasterWeight, grad: Tensor, buffer: StoredMoment | None, h: SgdStep, first_row: int = 0) -> None:
+def sgd_update(
+    master: MasterWeight, grad: Gradient, buffer: StoredMoment | None, h: SgdStep, first_row: int = 0
+) -> None:
     """Update a weight and its momentum in place.
 
     Args:
         master: the weight [R, C] and its master; not a scaled float16 one.
-        grad: [R, C], any float dtype.
+        grad: [R, C], any float dtype or coded.
         buffer: the momentum; None without.
         h: the step's numbers.
         first_row: the row of the whole tensor that this one begins with.
     """
-    if grad.numel() == 0:
+    if master.weight.numel() == 0:
         return
     scale, found = (None, None) if buffer is None else buffer.begin()
     if buffer is not None and buffer.needs_amax_first:
         scale = _scale_of_all(master, grad, buffer, h, first_row)
-    for piece in pieces(grad.shape[0], grad.shape[1], first_row):
+    rows, cols = master.weight.shape
+    for piece in pieces(rows, cols, first_row):
         w = master.read(piece)
         g = _gradient(piece, grad, w, h)
         update, average = g, None
@@ -61,7 +64,7 @@ def sgd_update(master: MasterWeight, grad: Tensor, buffer: StoredMoment | None, 
         buffer.end(scale, found)
 
 
-def _gradient(piece: Piece, grad: Tensor, w: Tensor, h: SgdStep) -> Tensor:
+def _gradient(piece: Piece, grad: Gradient, w: Tensor, h: SgdStep) -> Tensor:
     g = gradient_of(piece, grad, h.grad_scale, h.maximize)
     return g.add(w, alpha=h.weight_decay) if h.weight_decay else g
 
@@ -73,11 +76,12 @@ def _averaged(stored: Tensor, g: Tensor, h: SgdStep) -> Tensor:
     return stored.mul_(h.momentum).add_(g, alpha=1 - h.dampening)
 
 
-def _scale_of_all(master: MasterWeight, grad: Tensor, buffer: StoredMoment, h: SgdStep, first_row: int) -> Tensor:
+def _scale_of_all(master: MasterWeight, grad: Gradient, buffer: StoredMoment, h: SgdStep, first_row: int) -> Tensor:
     """The scale of a momentum that has one for all: the momentum is computed twice."""
     assert buffer.fmt is not None
-    found = grad.new_zeros(1, 1, dtype=torch.float32)
-    for piece in pieces(grad.shape[0], grad.shape[1], first_row):
+    found = master.weight.new_zeros(1, 1, dtype=torch.float32)
+    rows, cols = master.weight.shape
+    for piece in pieces(rows, cols, first_row):
         average = _averaged(buffer.read(piece).clone(), _gradient(piece, grad, master.read(piece), h), h)
         torch.maximum(found, finite_amax(average).max(), out=found)
     return scale_from_amax(found, buffer.fmt.max, False, 0)

@@ -37,7 +37,7 @@ def adam_weight(w, m, v, n, DECOUPLED: tl.constexpr, CLIP: tl.constexpr):
 @triton.jit
 def adam_tile(
     row_ptr,
-    gradient_ptr,
+    gradient,
     place,
     n,
     scales,
@@ -60,7 +60,7 @@ def adam_tile(
     STOCHASTIC2: tl.constexpr = CLASSES[I + 11]
     SCALE2: tl.constexpr = CLASSES[I + 12]
     w = read_master(row_ptr, place, scales.master_inv, WEIGHT, MASTER, EVEN)
-    g = gradient_tile(gradient_ptr, place, n, scales, w, CLASSES[I], EVEN, not DECOUPLED)
+    g = gradient_tile(gradient, place, n, scales, w, CLASSES[I], EVEN, not DECOUPLED)
     m = read_moment(row_ptr, FIRST, place, KIND1, False, SCALE1, EVEN)
     v = read_moment(row_ptr, SECOND, place, KIND2, ROOT, SCALE2, EVEN)
     m = lerp(m, g, n.weight1)

@@ -24,6 +24,7 @@ from octavo.kernels.triton.optimizer_state import (
     SECOND,
     STEP,
     WIDTH,
+    Gradient,
     Scales,
     place_in_square,
     place_of,
@@ -113,7 +114,7 @@ def leave_scales(
 @triton.jit
 def tile_step(
     row_ptr,
-    gradient_ptr,
+    gradient,
     program,
     i,  # which of the program's tiles
     n,
@@ -133,16 +134,16 @@ def tile_step(
     else:
         place = place_of(row_ptr, program * TILE[1] + i, TILE[0], LAYOUT == 1, CLASSES[I + 4])
     if RULE[0] == 1:
-        found = adam_tile(row_ptr, gradient_ptr, place, n, scales, key, CLASSES, I, RULE[1], RULE[2], FIND)
+        found = adam_tile(row_ptr, gradient, place, n, scales, key, CLASSES, I, RULE[1], RULE[2], FIND)
     else:
-        found = sgd_tile(row_ptr, gradient_ptr, place, n, scales, key, CLASSES, I, FIND)
+        found = sgd_tile(row_ptr, gradient, place, n, scales, key, CLASSES, I, FIND)
     return found
 
 
 @triton.jit
 def update_tensor(
     row_ptr,
-    gradient_ptr,
+    gradient_ptr,  # to its address, and COUNT further to its scale_inv's, of codes
     group_ptr,
     grad_scale_ptr,
     found_ptr,  # int32, the tensor's: found amax and new scale of the first moment, the second, the master
@@ -173,6 +174,10 @@ def update_tensor(
     grad_scale = None
     if grad_scale_ptr is not None:
         grad_scale = tl.load(grad_scale_ptr)
+    gradient_scale_inv = None
+    if CLASSES[I] == 3:
+        gradient_scale_inv = tl.load(gradient_ptr + COUNT)
+    gradient = Gradient(tl.load(gradient_ptr), gradient_scale_inv)
     first = moment_scale(row_ptr, FIRST, found_ptr, CLASSES[I + 5], SCALE1)
     second = moment_scale(row_ptr, SECOND, found_ptr + 2 * COUNT, CLASSES[I + 9], SCALE2)
     scales = Scales(first, second, master, master_inv, grad_scale)
@@ -180,9 +185,7 @@ def update_tensor(
     largest2 = 0.0
     largest_w = 0.0
     for i in range(128 // TILE[0] if SQUARE else TILE[1]):
-        found1, found2, found_w = tile_step(
-            row_ptr, gradient_ptr, program, i, n, scales, key, CLASSES, I, RULE, TILE, FIND
-        )
+        found1, found2, found_w = tile_step(row_ptr, gradient, program, i, n, scales, key, CLASSES, I, RULE, TILE, FIND)
         largest1 = tl.maximum(largest1, found1)
         largest2 = tl.maximum(largest2, found2)
         largest_w = tl.maximum(largest_w, found_w)
@@ -203,7 +206,7 @@ def update_tensor(
 @triton.jit(do_not_specialize=["programs"])
 def optimizer_step_kernel(
     table_ptr,
-    gradients_ptr,  # int64 [tensors], addresses
+    gradients_ptr,  # int64 [1 or 2, tensors], addresses; the second row, where any has codes, is of their scale_inv
     groups_ptr,  # float64 [groups, 8], see step_numbers.py
     skip_ptr,  # None, or: return at once where it is not 0
     grad_scale_ptr,  # None, or what gradients are divided by
@@ -224,7 +227,6 @@ def optimizer_step_kernel(
     KINDS: tl.constexpr = len(CLASSES) // FIELDS
     tensor, row_ptr = find_tensor(table_ptr, tl.program_id(0), TENSORS, WIDTH, FIRST_PROGRAM)
     program = tl.program_id(0) - tl.load(row_ptr + FIRST_PROGRAM).to(tl.int32)
-    gradient_ptr = tl.load(gradients_ptr + tensor)
     group_ptr = groups_ptr + tl.load(row_ptr + GROUP) * 8
     kind = tl.load(row_ptr + CLASS)
     found_ptr = work_ptr + 1 + tensor
@@ -232,7 +234,7 @@ def optimizer_step_kernel(
         if kind == i:
             update_tensor(
                 row_ptr,
-                gradient_ptr,
+                gradients_ptr + tensor,
                 group_ptr,
                 grad_scale_ptr,
                 found_ptr,

@@ -134,6 +134,12 @@ def load_float(row_ptr, COLUMN: tl.constexpr, place, KIND: tl.constexpr, EVEN: t
 
 
 @triton.jit
+def block_scales(scale_inv_ptr, place):
+    """The scale_inv of a tile's blocks, [NB, 1]."""
+    return tl.load(scale_inv_ptr + place.first + place.blocks, mask=place.is_block, other=1.0)[:, None]
+
+
+@triton.jit
 def read_moment(
     row_ptr,
     COLUMN: tl.constexpr,
@@ -150,7 +156,7 @@ def read_moment(
         codes = load_at(typed(row_ptr, COLUMN, KIND, EVEN), place)
         scale_inv_ptr = pointer(row_ptr, COLUMN + 1, tl.float32, False)
         if SCALE == 0:
-            scale_inv = tl.load(scale_inv_ptr + place.first + place.blocks, mask=place.is_block, other=1.0)[:, None]
+            scale_inv = block_scales(scale_inv_ptr, place)
         else:
             scale_inv = tl.load(scale_inv_ptr)
         result = decode_moment(codes, KIND) * scale_inv
@@ -199,6 +205,13 @@ def write_moment(
     return found
 
 
+class Gradient(NamedTuple):
+    """Addresses of a gradient: its values, and of codes their scale_inv, else None."""
+
+    values: Any
+    scale_inv: Any
+
+
 class Scales(NamedTuple):
     """What serves a whole tensor: new scales of those that have one, the master's scale_inv, what gradients are
     divided by.
@@ -212,17 +225,23 @@ class Scales(NamedTuple):
 
 
 @triton.jit
-def gradient_tile(gradient_ptr, place, n, scales, w, GRAD: tl.constexpr, EVEN: tl.constexpr, COUPLED: tl.constexpr):
+def gradient_tile(gradient, place, n, scales, w, GRAD: tl.constexpr, EVEN: tl.constexpr, COUPLED: tl.constexpr):
     """The gradient in float32, unscaled, up where that is asked for, and with its share of the weight."""
     if GRAD == 1:
-        ptr = gradient_ptr.to(tl.pointer_type(tl.float32))
+        ptr = gradient.values.to(tl.pointer_type(tl.float32))
     elif GRAD == 2:
-        ptr = gradient_ptr.to(tl.pointer_type(tl.bfloat16))
+        ptr = gradient.values.to(tl.pointer_type(tl.bfloat16))
+    elif GRAD == 3:
+        ptr = gradient.values.to(tl.pointer_type(tl.uint8))
     else:
-        ptr = gradient_ptr.to(tl.pointer_type(tl.float16))
+        ptr = gradient.values.to(tl.pointer_type(tl.float16))
     if EVEN:
         ptr = tl.multiple_of(ptr, 16)
-    g = load_at(ptr, place).to(tl.float32)
+    stored = load_at(ptr, place)
+    if GRAD == 3:
+        g = decode_moment(stored, GRAD) * block_scales(gradient.scale_inv.to(tl.pointer_type(tl.float32)), place)
+    else:
+        g = stored.to(tl.float32)
     if scales.grad is not None:
         g = tl.math.div_rn(g, tl.zeros_like(g) + scales.grad)
     g = tl.where(n.maximize, -g, g)

@@ -22,7 +22,12 @@ from octavo.kernels.triton.launch import config, on_its_device, workspace
 from octavo.kernels.triton.optimizer_kernels import optimizer_step_kernel
 from octavo.kernels.triton.table import search
 
-_FLOATS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 6, torch.uint8: 3}  # bytes: a weight's E4M3 codes
+_FLOATS = {
+    torch.float32: 1,
+    torch.bfloat16: 2,
+    torch.float16: 6,
+    torch.uint8: 3,
+}  # bytes: E4M3 codes of a weight or gradient
 _CODES = {E4M3: 3, E5M2: 4, E4M4: 5}
 _MASTERS = {"weight": 0, "split32": 1, "split24": 2, "fp16_scaled": 3, "stochastic": 4}
 _MASTERS |= {"fp8_split16": 5, "fp8_split24": 6, "fp8_fp16": 7, "fp8_fp32": 8, "fp8_stochastic": 9}
@@ -81,6 +86,9 @@ def optimizer_step(
         for update in updates:
             update.step.add_(1 if skip is None else skip == 0)
         return
+    scales = [update.gradient_scale_inv for update in updates]
+    if any(scale_inv is not None for scale_inv in scales):
+        addresses += [0 if scale_inv is None else scale_inv.data_ptr() for scale_inv in scales]
     gradients = _sent(plan, "gradients", addresses, torch.int64)
     options = _sent(plan, "groups", [_row_of(group) for group in groups], torch.float64)
     if _is_capturing():  # the graph will read them as they are: none is freed or written again
@@ -200,7 +208,7 @@ def _layout(update: WeightUpdate) -> tuple[tuple[int, int], int, int]:
     rows, cols = update.gradient.shape
     start = update.first_row * cols
     square = _is_square(update)
-    if not square and not any(_has_blocks(moment) for moment in update.moments):
+    if not square and not any(_has_blocks(moment) for moment in update.moments) and not _has_rows(update):
         rows, cols = 1, rows * cols
     tensors = [update.gradient, *_stored(update)]
     even = ((rows == 1 and not square) or cols % BLOCK == 0) and rows * cols % 16 == 0
@@ -211,6 +219,12 @@ def _layout(update: WeightUpdate) -> tuple[tuple[int, int], int, int]:
 def _stored(update: WeightUpdate) -> list[Tensor]:
     kept = [update.master.weight, update.master.rest, *(moment.data for moment in update.moments)]
     return [tensor for tensor in kept if tensor is not None]
+
+
+def _has_rows(update: WeightUpdate) -> bool:
+    """Whether the gradient is in codes whose blocks lie along its rows, not along all of a vector that is [n, 1]."""
+    scale_inv = update.gradient_scale_inv
+    return scale_inv is not None and scale_inv.shape[0] == update.gradient.shape[0]
 
 
 def _has_blocks(moment: StoredMoment) -> bool:

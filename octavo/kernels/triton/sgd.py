@@ -14,7 +14,7 @@ from octavo.kernels.triton.tiles import finite_abs
 @triton.jit
 def sgd_tile(
     row_ptr,
-    gradient_ptr,
+    gradient,
     place,
     n,
     scales,
@@ -30,7 +30,7 @@ def sgd_tile(
     KIND: tl.constexpr = CLASSES[I + 5]
     STOCHASTIC: tl.constexpr = CLASSES[I + 7]
     w = read_master(row_ptr, place, scales.master_inv, WEIGHT, MASTER, EVEN)
-    g = gradient_tile(gradient_ptr, place, n, scales, w, CLASSES[I], EVEN, True)
+    g = gradient_tile(gradient, place, n, scales, w, CLASSES[I], EVEN, True)
     update = g
     average = g
     if KIND != 0:

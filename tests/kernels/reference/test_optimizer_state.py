@@ -4,10 +4,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo import E4M3, E5M2
+from octavo import E4M3, E5M2, PerBlock, quantize
 from octavo.formats import E4M4
 from octavo.kernels.reference import optimizer_state
-from octavo.kernels.reference.optimizer_state import BLOCK, PIECE, StoredMoment, blocks_of, finite_amax, pieces
+from octavo.kernels.reference.optimizer_state import (
+    BLOCK,
+    PIECE,
+    CodedGradient,
+    StoredMoment,
+    blocks_of,
+    finite_amax,
+    gradient_of,
+    pieces,
+)
 
 COLS = [1, 31, 127, 128, 129, 4095]
 CPU = torch.device("cpu")
@@ -206,3 +215,21 @@ def test_bf16_and_float32():
     assert ((found - x).abs() <= x.abs() * 2.0**-7).all()
     assert ((found.mean(0) - x[0]).abs() <= 4.5 * x[0].abs() * 2.0**-8 / 2000**0.5).all()
     assert (found != found[0]).any()
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 31), (2, 300), (5, 256), (1, 5000), (300, 1)], ids=str)
+@pytest.mark.parametrize("vector", [False, True], ids=["matrix", "vector in rows of one"])
+def test_a_gradient_in_codes(shape, vector):
+    values = torch.randn(shape) * torch.logspace(-3, 3, shape[0])[:, None]
+    values[-1, -1] = math.inf  # which E4M3 has as NaN
+    pair = quantize(values.view(1, -1) if vector else values, E4M3, PerBlock(1, BLOCK))
+    expected = pair.dequantize()
+    rows = (expected.numel(), 1) if vector else shape
+    grad = CodedGradient(pair.qdata.view(torch.uint8).view(rows), pair.scale_inv)
+    found = torch.empty(rows)
+    for piece in pieces(*rows, first_row=7):
+        piece.of(found).copy_(gradient_of(piece, grad, 1.0, False))
+        third = gradient_of(piece, grad, 3.0, True)
+        assert torch.equal(third.nan_to_num(), -(gradient_of(piece, grad, 1.0, False) / 3.0).nan_to_num())
+    assert torch.equal(found.view(expected.shape).nan_to_num(), expected.nan_to_num())
+    assert int(found.isnan().sum()) == 1

@@ -12,6 +12,7 @@ from octavo.kernels.reference.optimizer_step import AdamGroup, SgdGroup, WeightU
 from octavo.kernels.reference.sgd import SgdStep, sgd_update
 from octavo.kernels.reference.step_numbers import adam_max_update
 from octavo.optim.moment import NAMED
+from tests.coded_gradients import coded
 
 SHAPES = [(1, 1), (3, 300), (0, 5), (2, 128)]
 ADAM = [
@@ -92,3 +93,16 @@ def test_a_steps_numbers() -> None:
     expected = AdamStep(0.5, 0.5, 0.9, 1e-6, 0.0, 3, False, True, adam_max_update(3, 0.5, 0.9), 7, 2.0)
     assert h == expected
     assert adam_step(ADAM[1], 3, 7, 2.0).max_update is None
+
+
+@pytest.mark.parametrize("groups", [ADAM, SGD], ids=["Adam", "SGD"])
+def test_a_gradient_in_codes_is_what_the_codes_say(groups: list[Any]) -> None:
+    ours, theirs = [coded(update) for update in weights(groups)], weights(groups)
+    for _ in range(2):
+        for number, update in enumerate(ours):
+            scales = update.gradient_scale_inv.repeat_interleave(128, 1)[:, : update.gradient.shape[1]]
+            wide = update.gradient.view(torch.float8_e4m3fn).float() * scales
+            theirs[number] = theirs[number]._replace(gradient=wide)
+        optimizer_step(ours, groups, None, torch.tensor(2.0))
+        optimizer_step(theirs, groups, None, torch.tensor(2.0))
+    assert equal(ours, theirs)

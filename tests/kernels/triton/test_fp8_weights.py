@@ -12,8 +12,17 @@ from octavo import E4M3, PerTensor
 from octavo.kernels.reference.fp8_weights import Fp8Weight
 from octavo.kernels.reference.optimizer_step import AdamGroup, WeightUpdate
 from octavo.optim.moment import NAMED, Moment
+from tests.coded_gradients import coded
 from tests.kernels.reference.test_fp8_weights import RESTS, amax_of, read, store, values_of, weight
-from tests.kernels.triton.test_optimizer_step import ADAM, GRADIENTS, OTHER, Both, differences, moved, update_of
+from tests.kernels.triton.test_optimizer_step import (
+    ADAM,
+    GRADIENTS,
+    OTHER,
+    Both,
+    differences,
+    moved,
+    update_of,
+)
 from tests.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.gpu
@@ -83,6 +92,14 @@ def test_all_kinds_in_one_launch(scheme: str, groups: list[AdamGroup], kernels: 
     shapes = itertools.cycle(SMALL)
     updates = [fp8_update(next(shapes), *cell, SCHEMES[scheme], number) for number, cell in enumerate(cells)]
     Both(kernels, with_ordinary(updates, SCHEMES[scheme]), groups).steps(2, 0.01)
+
+
+@each_granularity
+def test_gradients_in_codes(blocks: bool, kernels: TritonKernels) -> None:
+    shapes = itertools.cycle(SHAPES)
+    updates = [coded(fp8_update(next(shapes), kind, blocks, number=n)) for n, kind in enumerate(RESTS)]
+    updates += [coded(fp8_update((256, 384), "fp8_split16", blocks, NAMED["fp32"], 9))]
+    Both(kernels, with_ordinary(updates, NAMED["fp8"]), [ADAM, OTHER]).steps(2, 0.01)
 
 
 @pytest.mark.parametrize("block_r", [16, 64])

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.gpu
 
 SHAPES = [(1, 1), (1, 31), (1, 128), (3, 31), (5, 128), (2, 300), (7, 16), (4, 256), (1, 2064)]
 KINDS = {None: 1, E4M3: 3, E5M2: 4, E4M4: 5}
+GRADIENTS = {1: torch.float32, 2: torch.bfloat16, 3: torch.float8_e4m3fn, 6: torch.float16}
 
 
 def is_even(rows: int, cols: int) -> bool:
@@ -100,20 +101,24 @@ def test_a_moment(fmt: Any, options: Any, scale: int, shape: tuple[int, int], ke
 
 @pytest.mark.parametrize("even", [True, False])
 @pytest.mark.parametrize("coupled", [True, False])
-@pytest.mark.parametrize(("dtype", "kind"), [(torch.float32, 1), (torch.bfloat16, 2), (torch.float16, 6)], ids=str)
-def test_a_gradient(dtype: torch.dtype, kind: int, coupled: bool, even: bool, kernels: TritonKernels) -> None:
+@pytest.mark.parametrize("kind", GRADIENTS)
+def test_a_gradient(kind: int, coupled: bool, even: bool, kernels: TritonKernels) -> None:
     shape = (4, 128) if even else (4, 131)
-    weight, grad = torch.randn(shape), torch.randn(shape).to(dtype)
+    weight, grad, scale_inv = torch.randn(shape), torch.randn(shape).to(GRADIENTS[kind]), None
+    wide = grad.float()
+    if kind == 3:
+        scale_inv = torch.rand(4, blocks_of(shape[1])) + 0.1
+        wide = grad.float() * scale_inv.repeat_interleave(128, 1)[:, : shape[1]]
     for scale, maximize, decay in ((None, False, 0.25), (3.0, True, 0.25), (3.0, False, 0.0)):
-        expected = grad.float() if scale is None else grad.float() / torch.tensor(scale)
+        expected = wide if scale is None else wide / torch.tensor(scale)
         expected = -expected if maximize else expected
         if coupled and decay:
             expected = expected.add(weight, alpha=decay)
-        args: list[Tensor] = [x.to(kernels.device) for x in (weight, grad)]
+        args: list[Tensor] = [x.to(kernels.device) for x in (weight, grad, scale_inv) if x is not None]
         row = row_of(kernels, ROWS=shape[0], COLS=shape[1], WEIGHT_COLUMN=args[0])
         group = torch.tensor([1, 0.9, 0.9, 0, decay, maximize, 0.9, 0], dtype=torch.float64, device=kernels.device)
         out = torch.empty(shape, device=kernels.device)
-        address = torch.tensor([args[1].data_ptr()], device=kernels.device)
+        address = torch.tensor([x.data_ptr() for x in args[1:]], device=kernels.device)
         divisor = None if scale is None else torch.tensor(scale, device=kernels.device)
         launch(kernels, "gradient_kernel", shape, 4, row, address, group, divisor, out, kind, even, coupled)
         assert torch.equal(out.cpu(), expected)

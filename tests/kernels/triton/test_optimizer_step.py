@@ -17,6 +17,7 @@ from octavo.kernels.reference.optimizer_step import AdamGroup, SgdGroup, WeightU
 from octavo.kernels.reference.optimizer_step import optimizer_step as reference
 from octavo.kernels.reference.step_numbers import adam_max_update
 from octavo.optim.moment import NAMED, Moment
+from tests.coded_gradients import put
 from tests.correct_roots import correct_roots
 from tests.triton_cases import assert_counters_are_zero
 from tests.triton_kernels import TritonKernels
@@ -79,7 +80,7 @@ def moved(update: WeightUpdate, device: torch.device) -> WeightUpdate:
     master, *moments = (copy.copy(x) for x in (update.master, *update.moments))
     for part in (master, *moments):
         vars(part).update({name: to(x) for name, x in vars(part).items()})
-    rest = {name: to(getattr(update, name)) for name in ("amax", "gradient", "step")}
+    rest = {name: to(getattr(update, name)) for name in ("amax", "gradient", "step", "gradient_scale_inv")}
     return update._replace(master=master, moments=tuple(moments), **rest)
 
 
@@ -117,8 +118,8 @@ class Both:
         for a, b in zip(self.ours, self.theirs, strict=True):
             g = torch.randn(a.gradient.shape) * factor
             spoil(g)
-            a.gradient.copy_(g)
-            b.gradient.copy_(g)
+            put(a, g)
+            put(b, g)
 
     def step(self, skip: Tensor | None = None, grad_scale: Tensor | None = None) -> None:
         """A step of both; they must agree in all that they store."""
