@@ -34,6 +34,7 @@ class _Adam(CompactOptimizer):
         clip_update: bool | None = None,
         seed: int = 0,
         skip_nonfinite: bool = False,
+        gradient_storage: str | None = None,
     ) -> None:
         for name, value in (("lr", float(lr)), ("eps", eps), ("weight_decay", weight_decay)):
             if not value >= 0.0:
@@ -46,7 +47,7 @@ class _Adam(CompactOptimizer):
         if master == "fp16_scaled" and not self.clip_update:
             raise ValueError("master='fp16_scaled' finds its scale by the largest update: leave clip_update on")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, defaults, kept, master, seed, skip_nonfinite)
+        super().__init__(params, defaults, kept, master, seed, skip_nonfinite, gradient_storage)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; weights that are stored in FP8 have the update clipped."""
@@ -99,6 +100,8 @@ class AdamW(_Adam):
         seed: of stochastic rounding, whose bits depend on it, the step and the element's index alone.
         skip_nonfinite: do nothing in a step of which a gradient is inf or NaN, and don't wait to know (a GradScaler's
             finding is heeded without it).
+        gradient_storage: "fp8": a gradient is kept in E4M3 with a scale for each 128 elements from its end until the
+            step, 1.03 bytes an element; several backward passes a step take ``accumulate()``. None: as torch keeps it.
 
     Raises:
         TypeError, ValueError: for arguments out of range, or weights of a dtype that the master is not for.

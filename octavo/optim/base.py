@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -14,8 +15,10 @@ from octavo.kernels.optimizer_step import optimizer_step
 from octavo.kernels.reference.optimizer_step import AdamGroup, SgdGroup, WeightUpdate
 from octavo.kernels.reference.random_bits import key_of
 from octavo.optim import state as states
+from octavo.optim.gradients import GradientStorage, check_storage
 from octavo.optim.masters import master_of
 from octavo.optim.moment import Moment
+from octavo.tensor.stored_gradient import StoredGradient
 from octavo.tensor.stored_weight import StoredWeight
 
 
@@ -38,6 +41,7 @@ class CompactOptimizer(Optimizer):
         master: see AdamW.
         seed: of stochastic rounding.
         skip_nonfinite: do nothing in a step of which a gradient is not finite.
+        gradient_storage: see AdamW.
     """
 
     names: tuple[str, ...]
@@ -53,7 +57,11 @@ class CompactOptimizer(Optimizer):
         master: str | None,
         seed: int,
         skip_nonfinite: bool = False,
+        gradient_storage: str | None = None,
     ) -> None:
+        check_storage(gradient_storage)
+        self.gradient_storage = gradient_storage
+        self._gradients = None if gradient_storage is None else GradientStorage()
         self.moments, self.master, self.seed, self.skip_nonfinite = moments, master, seed, skip_nonfinite
         self._kept: dict[nn.Parameter, _Kept] = {}
         self._plans: dict[Any, Any] = {}
@@ -76,15 +84,45 @@ class CompactOptimizer(Optimizer):
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
+        if self._gradients is not None:
+            self._gradients.attach(self.param_groups[-1]["params"])
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("moments", "master", "seed", "skip_nonfinite", "clip_update", "_clip", "names")
+        own = ("moments", "master", "seed", "skip_nonfinite", "clip_update", "_clip", "names", "gradient_storage")
         return {**super().__getstate__(), **{name: vars(self)[name] for name in own if name in vars(self)}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._kept, self._plans, self._placed = {}, {}, ((), {})
         self.in_backward = vars(self).get("in_backward")
+        self.gradient_storage = vars(self).get("gradient_storage")
+        self._gradients = None if self.gradient_storage is None else GradientStorage()
+        self._attach()
+
+    def _attach(self) -> None:
+        """Keep gradients of parameters that are no longer frozen too."""
+        if self._gradients is not None:
+            self._gradients.attach(param for group in self.param_groups for param in group["params"])
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """For all micro-batches of a step but the last, where gradients are kept in FP8: sums stay float32.
+
+        With update_in_backward it is its handle's; else it does nothing, and gradients add up as torch's do.
+
+        Example:
+            >>> import torch, octavo
+            >>> layer = torch.nn.Linear(128, 128)
+            >>> optimizer = octavo.optim.AdamW(layer.parameters(), gradient_storage="fp8")
+            >>> with optimizer.accumulate():
+            ...     layer(torch.ones(2, 128)).sum().backward()
+            >>> layer(torch.ones(2, 128)).sum().backward()
+            >>> layer.weight.grad
+            StoredGradient((128, 128), torch.float32)
+            >>> optimizer.step()
+        """
+        if self.in_backward is not None:
+            return self.in_backward.accumulate()
+        return nullcontext() if self._gradients is None else self._gradients.accumulate()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the weights that have gradients.
@@ -111,6 +149,7 @@ class CompactOptimizer(Optimizer):
                 raise RuntimeError("a closure's gradients would be used before it returns; remove() update_in_backward")
             self.in_backward.finish()
             return None
+        self._attach()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -173,8 +212,11 @@ class CompactOptimizer(Optimizer):
             fresh = master_of(param, self.master).new_state(weight)
             for name, value in fresh.items():
                 state[name].copy_(value)
-        gradient = grad.contiguous().view(kept.update.master.weight.shape)
-        return kept.update._replace(gradient=gradient)
+        shape = kept.update.master.weight.shape
+        if isinstance(grad, StoredGradient):
+            codes = grad.q.view(torch.uint8).view(shape)
+            return kept.update._replace(gradient=codes, gradient_scale_inv=grad.scale_inv)
+        return kept.update._replace(gradient=grad.contiguous().view(shape))
 
     def _keep(self, param: nn.Parameter, weight: Tensor, state: dict[str, Any], ids: tuple[int, ...]) -> _Kept:
         group, index = ids[:2]

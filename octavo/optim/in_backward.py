@@ -7,7 +7,6 @@ what is left and makes later work wait for the updates.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from octavo.optim import state as states
 from octavo.optim.base import CompactOptimizer
+from octavo.optim.gradients import refuse_ddp
 
 MIB = 1 << 20
 
@@ -78,6 +78,8 @@ def update_in_backward(
         raise TypeError(f"update_in_backward is for octavo.optim's optimizers, not {type(optimizer).__name__}")
     if optimizer.in_backward is not None:
         raise RuntimeError("the optimizer updates in backward already; remove() that handle first")
+    if optimizer.gradient_storage is not None:
+        raise ValueError("gradient_storage keeps gradients until step(), update_in_backward keeps none: choose one")
     if optimizer.skip_nonfinite:
         raise ValueError("skip_nonfinite decides by all gradients of a step; those in backward are gone by then")
     if outstanding_weight_updates_bytes < 0:
@@ -131,17 +133,16 @@ class UpdatesInBackward:
 
     def refuse_ddp(self) -> None:
         """Raise RuntimeError if DistributedDataParallel has a parameter of the optimizer."""
-        if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-            return
-        own = {id(param) for group in self.optimizer.param_groups for param in group["params"]}
-        for found in gc.get_objects():
-            if issubclass(type(found), nn.parallel.DistributedDataParallel):  # asks nothing of proxies
-                if any(id(param) in own for param in found.module.parameters()):
-                    self.remove()
-                    raise RuntimeError(
-                        "DistributedDataParallel exchanges a gradient after update_in_backward would have used it; "
-                        "use fully_shard (FSDP2), whose gradients are exchanged before, or step() after backward"
-                    )
+        params = [param for group in self.optimizer.param_groups for param in group["params"]]
+        try:
+            refuse_ddp(
+                params,
+                "DistributedDataParallel exchanges a gradient after update_in_backward would have used it; "
+                "use fully_shard (FSDP2), whose gradients are exchanged before, or step() after backward",
+            )
+        except RuntimeError:
+            self.remove()
+            raise
 
     def finish(self) -> None:
         """End a step: update what is left and wait for it. ``optimizer.step()`` calls it."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from octavo.formats import E4M3, E4M4, Format
 from octavo.granularity import Granularity, PerBlock, PerTensor
-from octavo.kernels.reference.optimizer_state import BLOCK, StoredMoment, blocks_of
+from octavo.kernels.reference.optimizer_state import BLOCK, StoredMoment, as_matrix_shape, blocks_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -96,13 +96,6 @@ class Moment:
             self.root,
             stochastic,
         )
-
-
-def as_matrix_shape(shape: Any) -> tuple[int, int]:
-    """(R, C) of a tensor as the kernels see it: its first dimension by all others; vectors are one row."""
-    if len(shape) < 2:
-        return 1, int(torch.Size(shape).numel())
-    return shape[0], int(torch.Size(shape[1:]).numel())
 
 
 def as_matrix(tensor: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ class SGD(CompactOptimizer):
         params, lr, momentum, dampening, weight_decay, nesterov, maximize: as torch's.
         moments: "fp8" (1.03 bytes an element: E4M3 in blocks of 128, rounded stochastically), "bf16", "fp32", or a
             Moment.
-        master, seed, skip_nonfinite: as AdamW's.
+        master, seed, skip_nonfinite, gradient_storage: as AdamW's.
 
     Raises:
         TypeError, ValueError: for arguments out of range, or weights of a dtype that the master is not for.
@@ -50,6 +50,7 @@ class SGD(CompactOptimizer):
         maximize: bool = False,
         seed: int = 0,
         skip_nonfinite: bool = False,
+        gradient_storage: str | None = None,
     ) -> None:
         for name, value in (("lr", float(lr)), ("momentum", momentum), ("weight_decay", weight_decay)):
             if not value >= 0.0:
@@ -67,7 +68,9 @@ class SGD(CompactOptimizer):
         self.names = ("momentum_buffer",) if momentum else ()
         defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
         defaults |= {"nesterov": nesterov, "maximize": maximize}
-        super().__init__(params, defaults, (moment,) if momentum else (), master, seed, skip_nonfinite)
+        super().__init__(
+            params, defaults, (moment,) if momentum else (), master, seed, skip_nonfinite, gradient_storage
+        )
 
     def max_update(self, step: int) -> float:
         """The most that the next step moves an element, by its learning rate, with the gradients that are there.

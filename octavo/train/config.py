@@ -149,6 +149,7 @@ class StateConfig:
     )
     weight_storage: str = option("none", "fp8: the blocks' weights live in FP8 (masters split16, split24, ...)")
     update_in_backward: str = option("", "update weights while backward runs, by so many bytes of gradients: 64MB")
+    gradient_storage: str = option("none", "fp8: gradients are kept in FP8 between backward and update")
 
     def __post_init__(self) -> None:
         if self.moments not in MOMENTS:
@@ -159,7 +160,11 @@ class StateConfig:
             raise ValueError(f"weight_storage is {self.weight_storage!r}: choose none or fp8")
         if self.weight_storage == "fp8" and self.master == "split32":
             raise ValueError("master is 'split32': weights that live in FP8 take auto, split16, split24, fp32, ...")
+        if self.gradient_storage not in ("none", "fp8"):
+            raise ValueError(f"gradient_storage is {self.gradient_storage!r}: choose none or fp8")
         bytes_of(self.update_in_backward)
+        if self.update_in_backward and self.gradient_storage == "fp8":
+            raise ValueError("gradient_storage keeps gradients that update_in_backward does not: choose one")
 
     @property
     def bf16_weights(self) -> bool:
@@ -226,6 +231,8 @@ class TrainConfig:
             raise ValueError("weight_storage fp8 can't be sharded yet: choose shard none or ddp")
         if self.state.update_in_backward and self.ranks.shard == DDP:
             raise ValueError("update_in_backward uses gradients before ddp has exchanged them: choose shard fsdp")
+        if self.state.gradient_storage == "fp8" and self.ranks.shard == DDP:
+            raise ValueError("gradient_storage fp8 rounds gradients before ddp exchanges them: choose shard fsdp")
 
     def identity(self) -> dict[str, int | float | str]:
         """The options that decide the loss curve: a run can only be resumed with the same ones.
@@ -238,6 +245,8 @@ class TrainConfig:
             chosen |= {name: value for name, value in dataclasses.asdict(part).items() if name != "data"}
         if self.state != StateConfig():  # runs from before there was a choice can still be resumed
             chosen |= dataclasses.asdict(self.state)
+            if self.state.gradient_storage == "none":  # the same
+                del chosen["gradient_storage"]
         return chosen | {"seed": self.run.seed, "dtype": self.run.dtype}
 
 

@@ -53,7 +53,9 @@ def build_optimizer(
     if state == StateConfig(master=state.master) and not state.bf16_weights:
         return torch.optim.AdamW(groups, lr=config.lr, betas=betas, fused=True)
     master = None if state.master == "none" else state.master
-    return octavo.optim.AdamW(groups, config.lr, betas, moments=state.moments, master=master)
+    gradients = None if state.gradient_storage == "none" else state.gradient_storage
+    options: dict[str, Any] = {"moments": state.moments, "master": master, "gradient_storage": gradients}
+    return octavo.optim.AdamW(groups, config.lr, betas, **options)
 
 
 def choose_device(name: str) -> torch.device:
@@ -184,8 +186,10 @@ class Trainer:
         return self.ranks.mean(total), norm.full_tensor() if isinstance(norm, DTensor) else norm, lr
 
     def _updating(self, last: bool) -> AbstractContextManager[None]:
-        """Where weights are updated in backward: only in that of a step's last micro-batch."""
-        return nullcontext() if last or self.in_backward is None else self.in_backward.accumulate()
+        """Where weights are updated in backward, or gradients rounded: only in that of a step's last micro-batch."""
+        if last or not isinstance(self.optimizer, octavo.optim.AdamW):
+            return nullcontext()
+        return self.optimizer.accumulate()
 
     @torch.no_grad()
     def validate(self) -> float:

@@ -8,7 +8,8 @@ of them. Each store knows how to ``read`` a piece as float32 and to ``write`` it
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -64,6 +65,13 @@ class Piece:
 def counted(count: int, device: torch.device) -> Tensor:
     """0, 1, ..., int32; not to be written to."""
     return torch.arange(count, dtype=torch.int32, device=device)
+
+
+def as_matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """(R, C) of a tensor as the kernels see it: its first dimension by all others; vectors are one row."""
+    if len(shape) < 2:
+        return 1, math.prod(shape)
+    return shape[0], math.prod(shape[1:])
 
 
 def blocks_of(cols: int) -> int:

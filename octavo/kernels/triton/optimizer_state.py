@@ -206,9 +206,9 @@ def write_moment(
 
 
 class Gradient(NamedTuple):
-    """Addresses of a gradient: its values, and of codes their scale_inv, else None."""
+    """Where a gradient lies, and the scale_inv of its codes, else None: two addresses."""
 
-    values: Any
+    address: Any
     scale_inv: Any
 
 
@@ -228,13 +228,13 @@ class Scales(NamedTuple):
 def gradient_tile(gradient, place, n, scales, w, GRAD: tl.constexpr, EVEN: tl.constexpr, COUPLED: tl.constexpr):
     """The gradient in float32, unscaled, up where that is asked for, and with its share of the weight."""
     if GRAD == 1:
-        ptr = gradient.values.to(tl.pointer_type(tl.float32))
+        ptr = gradient.address.to(tl.pointer_type(tl.float32))
     elif GRAD == 2:
-        ptr = gradient.values.to(tl.pointer_type(tl.bfloat16))
+        ptr = gradient.address.to(tl.pointer_type(tl.bfloat16))
     elif GRAD == 3:
-        ptr = gradient.values.to(tl.pointer_type(tl.uint8))
+        ptr = gradient.address.to(tl.pointer_type(tl.uint8))
     else:
-        ptr = gradient.values.to(tl.pointer_type(tl.float16))
+        ptr = gradient.address.to(tl.pointer_type(tl.float16))
     if EVEN:
         ptr = tl.multiple_of(ptr, 16)
     stored = load_at(ptr, place)

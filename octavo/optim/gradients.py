@@ -1,0 +1,139 @@
+"""Gradients between backward and update: rounded to FP8 as soon as they are complete, summed in float32 until then.
+
+A hook after each parameter's gradient puts a StoredGradient in its place, and the high-precision one is freed. Within
+``accumulate()`` the hook only sees to it that sums are float32: torch adds to them, and the first backward outside
+rounds the whole sum, once.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.optim import state as states
+from octavo.tensor.stored_gradient import StoredGradient
+
+
+class GradientStorage:
+    """What keeps an optimizer's gradients in FP8; it ends with the optimizer.
+
+    Example:
+        >>> import torch
+        >>> weight = torch.nn.Parameter(torch.ones(300))
+        >>> storage = GradientStorage()
+        >>> storage.attach([weight])
+        >>> with storage.accumulate():
+        ...     weight.sum().backward()
+        >>> weight.grad.dtype
+        torch.float32
+        >>> weight.sum().backward()
+        >>> weight.grad
+        StoredGradient((300,), torch.float32)
+        >>> weight.grad.dequantize()[:2]
+        tensor([2., 2.])
+    """
+
+    def __init__(self) -> None:
+        self._hooks: dict[nn.Parameter, Any] = {}
+        self._dtypes: dict[nn.Parameter, tuple[Any, torch.dtype]] = {}  # of gradients whose sums are float32 meanwhile
+        self._accumulating = self._looked = False
+        weakref.finalize(self, _remove, self._hooks).atexit = False
+
+    def attach(self, params: Iterable[nn.Parameter]) -> None:
+        """Keep these parameters' gradients too; frozen ones have none."""
+        taking = weakref.WeakMethod(self._take)
+
+        def take(param: nn.Parameter) -> None:
+            method = taking()
+            if method is not None:
+                method(param)
+
+        for param in params:
+            if param.requires_grad and param not in self._hooks:
+                self._hooks[param] = param.register_post_accumulate_grad_hook(take)
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Within it gradients are summed in float32: for all micro-batches of a step but the last."""
+        for param in self._hooks:
+            stored = None if param.grad is None else states.local(param.grad)
+            if isinstance(stored, StoredGradient) and stored.is_zero:  # of zero_grad(set_to_none=False)
+                param.grad = torch.zeros_like(param, dtype=param.grad.dtype)  # type: ignore[union-attr]
+        before, self._accumulating = self._accumulating, True
+        try:
+            yield
+        finally:
+            self._accumulating = before
+
+    @torch.no_grad()
+    def _take(self, param: nn.Parameter) -> None:
+        """A parameter's gradient is complete, or the part of a micro-batch."""
+        if not self._looked:
+            self._looked = True
+            refuse_ddp(
+                self._hooks,
+                "DistributedDataParallel exchanges a gradient after gradient_storage='fp8' would have rounded it; use "
+                "fully_shard (FSDP2), whose gradients are exchanged before, or gradient_storage=None",
+            )
+        whole = param.grad
+        assert whole is not None
+        gradient = states.local(whole)
+        if isinstance(gradient, StoredGradient) or gradient.is_sparse:
+            return
+        if not self._accumulating:
+            own, dtype = self._dtypes.pop(param, (param.grad_dtype, gradient.dtype))
+            _set(param, _like(whole, StoredGradient.cast(gradient, dtype)), own)
+        elif gradient.dtype != torch.float32:
+            self._dtypes[param] = param.grad_dtype, gradient.dtype
+            _set(param, _like(whole, gradient.float()), torch.float32)
+
+
+def _set(param: nn.Parameter, gradient: Tensor, dtype: torch.dtype | None) -> None:
+    """Put a gradient in place of another, where autograd will add gradients of ``dtype``."""
+    param.grad = None
+    if param.grad_dtype != dtype:
+        param.grad_dtype = dtype
+    param.grad = gradient
+
+
+def _like(whole: Tensor, local: Tensor) -> Tensor:
+    """A rank's part of a gradient, sharded as the gradient is."""
+    if getattr(whole, "placements", None) is None:
+        return local
+    from torch.distributed.tensor import DTensor
+
+    mesh, placements = whole.device_mesh, whole.placements  # type: ignore[attr-defined]
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+
+
+def _remove(hooks: dict[nn.Parameter, Any]) -> None:
+    for hook in hooks.values():
+        hook.remove()
+
+
+def refuse_ddp(params: Iterable[nn.Parameter], reason: str) -> None:
+    """Raise RuntimeError if DistributedDataParallel has any of the parameters.
+
+    Args:
+        params: of an optimizer that uses gradients before DistributedDataParallel has exchanged them.
+        reason: what is raised.
+    """
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return
+    own = {id(param) for param in params}
+    for found in gc.get_objects():
+        if issubclass(type(found), nn.parallel.DistributedDataParallel):  # asks nothing of proxies
+            if any(id(param) in own for param in found.module.parameters()):
+                raise RuntimeError(reason)
+
+
+def check_storage(gradient_storage: str | None) -> None:
+    """Raise ValueError for what ``gradient_storage`` can't be."""
+    if gradient_storage not in (None, "fp8"):
+        raise ValueError(f"gradient_storage={gradient_storage!r}: use None or 'fp8'")

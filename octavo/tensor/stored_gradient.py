@@ -1,0 +1,253 @@
+"""StoredGradient: a gradient that is kept in FP8 between backward and update.
+
+It is a pair behind the facade of a high-precision tensor of any shape, so that torch takes it as a parameter's
+``grad``. Norms read its values, a factor goes to its scales, octavo's optimizers read codes and scales as they are.
+Nothing adds to it, which would round it again, and nothing dequantises it silently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo import kernels
+from octavo.errors import UnsupportedOpError
+from octavo.formats import E4M3
+from octavo.granularity import PerBlock
+from octavo.kernels.reference.optimizer_state import BLOCK, as_matrix_shape
+from octavo.tensor.conversions import quantize
+from octavo.tensor.scaled_tensor import ScaledTensor
+
+aten = torch.ops.aten
+
+GRANULARITY = PerBlock(1, BLOCK)
+_PART = 1 << 24  # elements that a norm reads at a time, in float32
+
+
+class StoredGradient(Tensor):
+    """A gradient in E4M3 codes, with a scale for each block of 1 x 128 of its matrix, 1.03 bytes an element.
+
+    The matrix [R, C] is its first dimension by all others; a vector is one row.
+
+    Args:
+        q: float8_e4m3fn [R, C], contiguous.
+        scale_inv: float32 [R, ceil(C / 128)].
+        shape: the gradient's, of R x C elements.
+        dtype: what it reads back to.
+
+    Example:
+        >>> import torch
+        >>> weight = torch.nn.Parameter(torch.zeros(2, 3, 4))
+        >>> weight.grad = StoredGradient.cast(torch.full((2, 3, 4), 0.5))
+        >>> weight.grad
+        StoredGradient((2, 3, 4), torch.float32)
+        >>> torch.nn.utils.clip_grad_norm_([weight], 1.0)
+        tensor(2.4495)
+        >>> weight.grad.dequantize()[0, 0]
+        tensor([0.2041, 0.2041, 0.2041, 0.2041])
+    """
+
+    q: Tensor
+    scale_inv: Tensor
+    is_zero: bool  # by zero_(): a gradient can be added, as nothing was rounded yet
+
+    @staticmethod
+    def __new__(
+        cls, q: Tensor, scale_inv: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32
+    ) -> StoredGradient:
+        """Make the facade."""
+        self = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=q.device)
+        self.q, self.scale_inv, self.is_zero = q, scale_inv, False
+        return self
+
+    @classmethod
+    def cast(cls, gradient: Tensor, dtype: torch.dtype | None = None) -> StoredGradient:
+        """A high-precision gradient of any shape, rounded to nearest; inf and NaN become NaN.
+
+        Args:
+            gradient: bfloat16, float16 or float32.
+            dtype: what it reads back to, if not to the gradient's.
+        """
+        matrix = gradient.detach().contiguous().view(as_matrix_shape(gradient.shape))
+        pair = quantize(matrix, E4M3, GRANULARITY)
+        return cls(pair.qdata, pair.scale_inv, gradient.shape, dtype or gradient.dtype)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Its values as a plain tensor of its shape; float32 holds them as norms and optimizers read them.
+
+        Args:
+            dtype: bfloat16, float16 or float32; by default its own.
+        """
+        pair = ScaledTensor(self.q, self.scale_inv, GRANULARITY, dtype or self.dtype)
+        return pair.dequantize().view(self.shape)
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[torch.Size, torch.dtype]]:
+        return ["q", "scale_inv"], (self.shape, self.dtype)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any) -> Any:
+        return StoredGradient(inner["q"], inner["scale_inv"], *context)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[Any, Any] | None = None
+    ) -> Any:
+        rule = _RULES.get(func)
+        if rule is not None:
+            return rule(func, *args, **(kwargs or {}))
+        raise UnsupportedOpError(
+            f"{func} of a gradient that is kept in FP8. Step with octavo.optim's optimizer, which reads it "
+            "(torch.optim can't); read it with .grad.dequantize(); or keep gradients in high precision with "
+            "gradient_storage=None"
+        )
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def _with(self, move: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> StoredGradient:
+        return StoredGradient(move(self.q), move(self.scale_inv), self.shape, dtype or self.dtype)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        codes = self.q.detach().view(torch.uint8)
+        return rebuild_stored_gradient, (codes, self.scale_inv.detach(), tuple(self.shape), self.dtype)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"StoredGradient({tuple(self.shape)}, {self.dtype})"
+
+
+def rebuild_stored_gradient(
+    codes: Tensor, scale_inv: Tensor, shape: tuple[int, ...], dtype: torch.dtype
+) -> StoredGradient:
+    """Unpickle one."""
+    return StoredGradient(codes.view(torch.float8_e4m3fn), scale_inv, shape, dtype)
+
+
+def _move(func: Any, own: StoredGradient, *args: Any, **kwargs: Any) -> StoredGradient:
+    return own._with(torch.clone if func is aten.clone.default else func)
+
+
+def _view(func: Any, own: StoredGradient, shape: Sequence[int]) -> StoredGradient:
+    if tuple(shape) != tuple(own.shape):
+        raise UnsupportedOpError(
+            f"a gradient that is kept in FP8 has the shape {tuple(own.shape)}, not {tuple(shape)}; view "
+            ".grad.dequantize() instead"
+        )
+    return own._with(aten.alias.default)
+
+
+def _to_copy(func: Any, own: StoredGradient, **kwargs: Any) -> StoredGradient:
+    dtype = kwargs.pop("dtype", None) or own.dtype
+    kwargs.pop("memory_format", None)
+    return own._with(lambda part: func(part, **kwargs), dtype)
+
+
+def _zero(func: Any, own: StoredGradient) -> StoredGradient:
+    own.q.view(torch.uint8).zero_()
+    own.scale_inv.fill_(1.0)
+    own.is_zero = True
+    return own
+
+
+def _zero_all(func: Any, gradients: Sequence[Tensor]) -> None:
+    for gradient in gradients:
+        gradient.zero_()
+
+
+def _add(func: Any, *args: Any, **kwargs: Any) -> StoredGradient:
+    own, other = args[:2]
+    if func is aten.add_.Tensor and isinstance(own, StoredGradient) and own.is_zero and own.shape == other.shape:
+        fresh = other if isinstance(other, StoredGradient) else StoredGradient.cast(other)
+        own.q.view(torch.uint8).copy_(fresh.q.view(torch.uint8))
+        own.scale_inv.copy_(fresh.scale_inv)
+        own.is_zero = False
+        return own
+    raise UnsupportedOpError(
+        "a gradient that is kept in FP8 can't be added to: it would be rounded a second time, and small addends lost. "
+        "Several backward passes a step: run all but the last within optimizer.accumulate(); one a step: call "
+        "optimizer.zero_grad() before it; otherwise add to .grad.dequantize()"
+    )
+
+
+def _scale(func: Any, own: StoredGradient, factor: Any) -> StoredGradient:
+    if not isinstance(own, StoredGradient) or (isinstance(factor, Tensor) and factor.numel() != 1):
+        raise UnsupportedOpError(
+            f"{func}: a gradient that is kept in FP8 takes one factor for all, which goes to its scales; use "
+            ".grad.dequantize() for others"
+        )
+    if isinstance(factor, Tensor):
+        factor = factor.reshape(())
+    func(own.scale_inv, factor)
+    return own
+
+
+def _scale_all(func: Any, gradients: Sequence[Tensor], factor: Any) -> None:
+    factors = factor if isinstance(factor, list | tuple) else [factor] * len(gradients)
+    for gradient, one in zip(gradients, factors, strict=True):
+        gradient.div_(one) if func in _DIVISIONS else gradient.mul_(one)
+
+
+def _norm(
+    func: Any, own: StoredGradient, ord: Any = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None
+) -> Tensor:
+    if dim is not None or keepdim:
+        raise UnsupportedOpError("a gradient that is kept in FP8 has a norm of all of it; use .grad.dequantize()")
+    return norm_of(own, ord).to(dtype or torch.float32)
+
+
+def _norms(func: Any, gradients: Sequence[Tensor], ord: Any = 2, dtype: Any = None) -> list[Tensor]:
+    return [torch.linalg.vector_norm(gradient, ord, dtype=dtype) for gradient in gradients]
+
+
+def norm_of(gradient: StoredGradient, ord: float = 2) -> Tensor:
+    """The norm of a gradient's values, in float32 as codes and scales have them: one number."""
+    q, scale_inv = gradient.q, gradient.scale_inv
+    if q.numel() == 0:
+        return torch.zeros((), device=q.device)
+    parts = []
+    step = max(_PART // q.shape[1], 1)
+    for top in range(0, q.shape[0], step):
+        some = q[top : top + step], scale_inv[top : top + step]
+        values = kernels.dequantize(*some, GRANULARITY.tile, torch.float32)
+        parts.append(torch.linalg.vector_norm(values, ord))
+    return parts[0] if len(parts) == 1 else torch.linalg.vector_norm(torch.stack(parts), ord)
+
+
+def _unscale(func: Any, gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    """What a GradScaler does: note whether any value is not finite, and multiply by inv_scale."""
+    plain = [gradient for gradient in gradients if not isinstance(gradient, StoredGradient)]
+    if plain:
+        func(plain, found_inf, inv_scale)
+    for gradient in gradients:
+        if isinstance(gradient, StoredGradient):
+            gradient.mul_(inv_scale)
+            finite = torch.isfinite(norm_of(gradient, float("inf")))
+            found_inf.copy_(torch.where(finite, found_inf, 1.0))
+
+
+_DIVISIONS = {aten._foreach_div_.Tensor, aten._foreach_div_.Scalar}
+_RULES: dict[Any, Callable[..., Any]] = {
+    aten.detach.default: _move,
+    aten.alias.default: _move,
+    aten.clone.default: _move,
+    aten.view.default: _view,
+    aten._to_copy.default: _to_copy,
+    aten.zero_.default: _zero,
+    aten._foreach_zero_.default: _zero_all,
+    aten.add_.Tensor: _add,
+    aten.add.Tensor: _add,
+    aten.mul_.Tensor: _scale,
+    aten.mul_.Scalar: _scale,
+    aten.div_.Tensor: _scale,
+    aten.div_.Scalar: _scale,
+    aten._foreach_mul_.Tensor: _scale_all,
+    aten._foreach_mul_.Scalar: _scale_all,
+    aten._foreach_div_.Tensor: _scale_all,
+    aten._foreach_div_.Scalar: _scale_all,
+    aten.linalg_vector_norm.default: _norm,
+    aten._foreach_norm.Scalar: _norms,
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
+}
+
+torch.serialization.add_safe_globals([StoredGradient, rebuild_stored_gradient])
