@@ -166,7 +166,8 @@ def _add(func: Any, *args: Any, **kwargs: Any) -> StoredGradient:
     raise UnsupportedOpError(
         "a gradient that is kept in FP8 can't be added to: it would be rounded a second time, and small addends lost. "
         "Several backward passes a step: run all but the last within optimizer.accumulate(); one a step: call "
-        "optimizer.zero_grad() before it; otherwise add to .grad.dequantize()"
+        "optimizer.zero_grad() before it. A weight that two reentrant checkpoints share: use checkpoint(..., "
+        "use_reentrant=False). Otherwise add to .grad.dequantize()"
     )
 
 
@@ -183,9 +184,11 @@ def _scale(func: Any, own: StoredGradient, factor: Any) -> StoredGradient:
 
 
 def _scale_all(func: Any, gradients: Sequence[Tensor], factor: Any) -> None:
-    factors = factor if isinstance(factor, list | tuple) else [factor] * len(gradients)
-    for gradient, one in zip(gradients, factors, strict=True):
-        gradient.div_(one) if func in _DIVISIONS else gradient.mul_(one)
+    for gradient in gradients:
+        if func in _DIVISIONS:
+            gradient.div_(factor)
+        else:
+            gradient.mul_(factor)
 
 
 def _norm(

@@ -12,6 +12,7 @@ from octavo.kernels.reference.optimizer_state import (
     PIECE,
     CodedGradient,
     StoredMoment,
+    as_matrix_shape,
     blocks_of,
     finite_amax,
     gradient_of,
@@ -233,3 +234,11 @@ def test_a_gradient_in_codes(shape, vector):
         assert torch.equal(third.nan_to_num(), -(gradient_of(piece, grad, 1.0, False) / 3.0).nan_to_num())
     assert torch.equal(found.view(expected.shape).nan_to_num(), expected.nan_to_num())
     assert int(found.isnan().sum()) == 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "matrix"),
+    [((), (1, 1)), ((5,), (1, 5)), ((2, 3), (2, 3)), ((2, 3, 4), (2, 12)), ((0,), (1, 0)), ((3, 0), (3, 0))],
+)
+def test_a_tensor_as_a_matrix(shape, matrix):
+    assert as_matrix_shape(shape) == as_matrix_shape(torch.Size(shape)) == matrix
