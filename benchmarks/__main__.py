@@ -20,7 +20,7 @@ SUBJECTS = {
     "update_overlap": "updates during backward beside a step after it: time, bytes of gradients, launches",
     "optimizer_convergence": "final losses of every way to keep an optimizer's state beside float32 (an hour)",
     "optimizer_training": "the trainer's run with moments in FP8 and every master, beside float32 (about 10 minutes)",
-    "gradient_storage": "validation losses of the trainer's run with gradients in FP8 (15 minutes)",
+    "gradient_storage": "validation losses of the trainer's run with gradients in FP8 (20 minutes)",
     "optimizer_state": "what 8 bits do to Adam's state: derived beside Monte-Carlo, for docs/study (3 minutes)",
     "convergence": "final losses of every recipe beside bf16 over three seeds (about 20 minutes on 2 cores)",
 }

@@ -40,7 +40,7 @@ def one_run(mesh: Any, dtype: torch.dtype, storage: str | None, micro: int) -> d
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     params = list(model.parameters())
-    optimizer = AdamW(params, lr=1e-2, gradient_storage=storage)
+    optimizer = AdamW(params, lr=1e-2, skip_nonfinite=True, gradient_storage=storage)
     torch.manual_seed(1 + mesh.get_local_rank())
     found = {}
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from octavo.optim import AdamW
 from octavo.tensor.stored_gradient import StoredGradient
-from tests.optim.kept_gradients import OPTIMIZERS, by_hand, grads_of, loss_of, model_of
+from tests.optim.kept_gradients import KINDS, OPTIMIZERS, by_hand, grads_of, loss_of, model_of
 from tests.optim.test_in_backward import assert_same, tensors_of
 
 # SGD does not step weights that are stored in FP8

@@ -71,7 +71,16 @@ def test_a_resumed_run_is_the_run_in_one_piece(config, recipe, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "state", [("fp8", "auto"), ("fp8", "split24"), ("bf16", "none"), ("fp32", "fp16_scaled")], ids=", ".join
+    "state",
+    [
+        ("fp8", "auto"),
+        ("fp8", "split24"),
+        ("bf16", "none"),
+        ("fp32", "fp16_scaled"),
+        ("fp32", "auto", "none", "", "fp8"),
+        ("fp8", "split16", "fp8", "", "fp8"),
+    ],
+    ids=", ".join,
 )
 def test_so_is_one_whose_state_takes_few_bytes(config, state, tmp_path):
     config = replace(config, state=StateConfig(*state))
