@@ -196,9 +196,8 @@ class RunFolder:
 
     def require(self, state: State, identity: Identity) -> None:
         """Raises CheckpointError unless the state is of a run of this identity."""
-        for name in {**identity, **state.identity}:  # the one may name options that the other leaves at their default
-            wanted, found = identity.get(name, "the default"), state.identity.get(name, "the default")
-            if found != wanted:
+        for name, wanted in identity.items():
+            if (found := state.identity.get(name)) != wanted:
                 raise CheckpointError(
                     f"the run in {self.path} has {name} {found}, not {wanted}: resume it with the same options, "
                     "or give another --out"

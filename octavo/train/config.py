@@ -245,8 +245,6 @@ class TrainConfig:
             chosen |= {name: value for name, value in dataclasses.asdict(part).items() if name != "data"}
         if self.state != StateConfig():  # runs from before there was a choice can still be resumed
             chosen |= dataclasses.asdict(self.state)
-            if self.state.gradient_storage == "none":  # the same
-                del chosen["gradient_storage"]
         return chosen | {"seed": self.run.seed, "dtype": self.run.dtype}
 
 
