@@ -96,7 +96,8 @@ class CompactOptimizer(Optimizer):
         self._kept, self._plans, self._placed = {}, {}, ((), {})
         self.in_backward = vars(self).get("in_backward")
         self.gradient_storage = vars(self).get("gradient_storage")
-        self._gradients = None if self.gradient_storage is None else GradientStorage()
+        if vars(self).setdefault("_gradients") is None and self.gradient_storage is not None:  # a copy
+            self._gradients = GradientStorage()
         self._attach()
 
     def _attach(self) -> None:

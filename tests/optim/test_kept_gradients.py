@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from octavo.optim import AdamW
+from octavo.optim import SGD, AdamW
 from octavo.tensor.stored_gradient import StoredGradient
 from tests.optim.kept_gradients import KINDS, OPTIMIZERS, by_hand, grads_of, loss_of, model_of
 from tests.optim.test_in_backward import assert_same, tensors_of
@@ -84,6 +84,25 @@ def test_gradients_that_are_set_to_zero_can_be_added_to(of_model: bool, micro: i
         found.append((model, optimizer))
         torch.manual_seed(0)
     assert_same(*found)
+
+
+def test_the_bound_of_sgd_reads_them() -> None:
+    weight = nn.Parameter(torch.ones(3, 5))
+    optimizer = SGD([weight], gradient_storage="fp8")
+    (weight * torch.arange(15.0).view(3, 5)).sum().backward()
+    assert optimizer.max_update(1) == 14.0
+
+
+def test_loading_a_state_keeps_the_hooks() -> None:
+    model = model_of("bf16")
+    optimizer = AdamW(model.parameters(), gradient_storage="fp8")
+    loss_of(model).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert [len(param._post_accumulate_grad_hooks) for param in model.parameters()] == [1] * 8
+    loss_of(model).backward()
+    assert {type(grad) for grad in grads_of(model)} == {StoredGradient}
 
 
 def test_a_step_by_zeros_decays() -> None:
