@@ -22,12 +22,8 @@ from octavo.kernels.triton.launch import config, on_its_device, workspace
 from octavo.kernels.triton.optimizer_kernels import optimizer_step_kernel
 from octavo.kernels.triton.table import search
 
-_FLOATS = {
-    torch.float32: 1,
-    torch.bfloat16: 2,
-    torch.float16: 6,
-    torch.uint8: 3,
-}  # bytes: E4M3 codes of a weight or gradient
+# bytes are E4M3 codes, of a weight or a gradient
+_FLOATS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 6, torch.uint8: 3}
 _CODES = {E4M3: 3, E5M2: 4, E4M4: 5}
 _MASTERS = {"weight": 0, "split32": 1, "split24": 2, "fp16_scaled": 3, "stochastic": 4}
 _MASTERS |= {"fp8_split16": 5, "fp8_split24": 6, "fp8_fp16": 7, "fp8_fp32": 8, "fp8_stochastic": 9}
@@ -40,7 +36,7 @@ class _Plan(NamedTuple):
     """A launch, but for what changes from step to step.
 
     Attributes:
-        updates: of the weights, which must stay; the gradients are old ones.
+        updates: of the weights, which must stay; without their gradients, which must not.
         table: int64, on the device.
         programs: how many.
         classes: see optimizer_kernels.py.
@@ -195,7 +191,8 @@ def _plan_of(updates: Sequence[WeightUpdate], rates: tuple[int, ...]) -> _Plan:
     table = torch.tensor(rows, dtype=torch.int64).to(updates[0].gradient.device)
     flat = tuple(field for fields in classes for field in fields)
     two_stages = any(moment.needs_amax_first for update in updates for moment in update.moments)
-    return _Plan(tuple(updates), table, programs, flat, any(row[-1] for row in rows), two_stages, {}, set())
+    kept = tuple(update._replace(gradient=update.master.weight, gradient_scale_inv=None) for update in updates)
+    return _Plan(kept, table, programs, flat, any(row[-1] for row in rows), two_stages, {}, set())
 
 
 def _is_square(update: WeightUpdate) -> bool:

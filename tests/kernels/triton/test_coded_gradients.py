@@ -1,6 +1,7 @@
 """Gradients in E4M3 codes with their scales beside, in the launch and its reference: bit for bit."""
 
 import itertools
+import weakref
 from collections.abc import Sequence
 
 import pytest
@@ -71,6 +72,14 @@ def test_all_codes_of_a_gradient(kernels: TritonKernels) -> None:
     for name in ("ours", "theirs"):
         (found,) = getattr(both, name)
         assert found.master.weight.isnan().nonzero().tolist() == [[r, c] for r in range(2) for c in (127, 255)]
+
+
+def test_a_plan_keeps_no_gradient(kernels: TritonKernels) -> None:
+    both = Both(kernels, [coded(update_of((3, 300), NAMED["fp8"])), update_of((3, 300), NAMED["fp8"])], [ADAM, OTHER])
+    both.step()
+    ends = [weakref.ref(update.gradient) for update in both.ours]
+    both.ours = [update._replace(gradient=update.master.weight, gradient_scale_inv=None) for update in both.ours]
+    assert len(both.plans) == 1 and all(end() is None for end in ends)
 
 
 def doubled(update: WeightUpdate) -> WeightUpdate:
