@@ -118,6 +118,10 @@ class CompactOptimizer(Optimizer):
     def forget_kept(self) -> None:
         """Drop what was kept for the next steps."""
         self._kept, self._placed = {}, ((), {})
+        self._forget_plans()
+
+    def _forget_plans(self) -> None:
+        """Drop launches, but for what CUDA graphs read."""
         self._plans = {name: plan for name, plan in self._plans.items() if name == "captured"}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -294,7 +298,7 @@ class CompactOptimizer(Optimizer):
         written = kept is not None and kept.update.master.needs_bound and was_written(kept, weight, held)
         if kept is None or has_moved(kept, weight, held) or kept.state != ids or not held.is_contiguous():
             if kept is not None:
-                self._plans = {name: plan for name, plan in self._plans.items() if name == "captured"}
+                self._forget_plans()
             kept = self._kept[param] = self._keep(param, weight, state, ids)
         if written:  # loaded, or otherwise
             fresh = master_of(param, self.master).new_state(weight)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from octavo.formats import E4M3
 from octavo.granularity import Granularity, PerTensor
 from octavo.kernels.reference.adam import Master
-from octavo.kernels.reference.fp8_weights import Fp8Weight
+from octavo.kernels.reference.fp8_weights import Fp8Weight, largest_in_squares
 from octavo.kernels.reference.optimizer_state import BLOCK, Piece, blocks_of, finite_amax, pieces
 from octavo.optim import state as states
 from octavo.optim.base import CompactOptimizer
@@ -158,10 +158,11 @@ def _change(
         own = new_master.new_state(new_weight)
         found |= sharded_like(own, new_param)
         new = stores_of(new_param, new_weight, found, after)
-        codes = states.held(weight).clone() if not moves else None
+        keeps_codes = not moves and new.master.kind in ("fp8_fp16", "fp8_fp32")  # whose ties go the other way
+        codes = new.master.weight.clone() if keeps_codes else None
         _rewrite(old.master, new.master, new.amax, param if is_sharded else None, same_storage=not moves)
-        if codes is not None and isinstance(new.master, Fp8Weight) and new.master.kind in ("fp8_fp16", "fp8_fp32"):
-            states.held(weight).view(torch.uint8).copy_(codes.view(torch.uint8))  # where ties went the other way
+        if codes is not None:
+            new.master.weight.copy_(codes)
     else:
         found |= {name: value for name, value in state.items() if name.startswith("master_")}
     if moves and is_sharded:
@@ -235,6 +236,4 @@ def amax_of(master: Master, shape: torch.Size) -> Tensor:
         found[piece.rows, first : first + piece_found.shape[1]] = piece_found
     if shape == (1, 1):
         return found.amax().reshape(1, 1) if found.numel() else found.new_zeros(1, 1)
-    whole = found.new_zeros(-(-rows // BLOCK) * BLOCK, found.shape[1])
-    whole[:rows] = found
-    return whole.view(-1, BLOCK, found.shape[1]).amax(1)
+    return largest_in_squares(found)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.optim import state as states
+from octavo.tensor.sharded_weight import group_of
 
 
 class Resolution:
@@ -60,7 +61,7 @@ class Resolution:
         """Of the ranks that hold parts of the weights."""
         for param in self.params:
             if getattr(param, "placements", None) is not None:
-                return param.device_mesh.get_group(param.device_mesh.ndim - 1)  # type: ignore[attr-defined]
+                return group_of(param)
         return None
 
     def state(self) -> Tensor:

@@ -70,10 +70,7 @@ class Fp8Weight:
     def end(self, scale: Tensor, found: Tensor, amax: Tensor) -> None:
         """Note the scales that were written with, and the amaxes found."""
         if self.has_blocks:
-            rows = -(-found.shape[0] // BLOCK) * BLOCK
-            whole = found.new_zeros(rows, found.shape[1])
-            whole[: found.shape[0]] = found
-            found, scale = whole.view(-1, BLOCK, found.shape[1]).amax(1), scale[::BLOCK]
+            found, scale = largest_in_squares(found), scale[::BLOCK]
         self.scale_inv.copy_(scale_inv_from_scale(scale))
         amax.copy_(found)
 
@@ -165,3 +162,11 @@ class Fp8Weight:
     def _by_rows(self, blocks: Tensor) -> Tensor:
         """[ceil(R / 128), n] -> [R, n]."""
         return blocks.repeat_interleave(BLOCK, 0)[: self.weight.shape[0]]
+
+
+def largest_in_squares(amax: Tensor) -> Tensor:
+    """Of the amaxes of rows' blocks [R, n], those of squares: [ceil(R / 128), n]."""
+    rows, cols = amax.shape
+    whole = amax.new_zeros(-(-rows // BLOCK) * BLOCK, cols)
+    whole[:rows] = amax
+    return whole.view(-1, BLOCK, cols).amax(1)
