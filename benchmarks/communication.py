@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 import octavo
-from benchmarks.byte_counter import GATHER, REDUCE, SCATTER, ByteCounter
 from benchmarks.communication_model import LLAMA, RECIPES, Hardware, Shapes, Traffic, step, traffic, transformer
 from benchmarks.communication_ranks import on_ranks
 from benchmarks.measure import table, write_results
@@ -22,6 +21,7 @@ from octavo import recipes
 from octavo.nn import TransformerBlock
 from octavo.train.config import VOCABULARY, ModelConfig
 from octavo.train.model import GPT, HEAD, next_byte_loss
+from tests.support.byte_counter import GATHER, REDUCE, SCATTER, ByteCounter
 
 WIDTH, LAYERS, HIDDEN, CONTEXT = 512, 2, 1024, 16  # on 2 and 4 ranks every shard is of whole 128x128 blocks
 STEPS = 3

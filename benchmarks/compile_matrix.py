@@ -16,11 +16,11 @@ from collections.abc import Callable
 import torch
 
 import octavo
-from benchmarks.compile_cells import RECIPES, WHATS, measure
 from benchmarks.measure import interleaved, ratio, table, write_results
 from octavo import recipes
 from octavo.train.config import VOCABULARY, ModelConfig
 from octavo.train.model import GPT, next_byte_loss
+from tests.support.compile_cells import RECIPES, WHATS, measure
 
 TIMED = ("dynamic", "delayed", "rowwise", "blockwise", "mx")
 TIME_AIM, STEP_AIM = 1.5, 1.5  # of the same model's in bf16

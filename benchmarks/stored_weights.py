@@ -12,20 +12,18 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 
 import octavo
 from benchmarks.measure import table, write_results
 from benchmarks.optimizer_convergence import LIMIT, LR, STEPS, model_of, ours, trained
-from octavo.kernels.reference import fp8_weights
+from tests.support.stored_weights import to_nearest
 
 GAP = 0.1  # nats/byte that rounding to nearest costs at least
 
@@ -50,14 +48,6 @@ SCHEMES = {
     "no master, fp32 moments, to nearest": Scheme(None, "fp32", True, BOTH),
 }
 Task = tuple[str, float, int, int]  # scheme, beta2, seed, steps
-
-
-@contextmanager
-def to_nearest() -> Iterator[None]:
-    """Within it masterless weights get no random bits."""
-    encode = fp8_weights.encode_moment
-    with mock.patch.object(fp8_weights, "encode_moment", lambda y, fmt, bits16: encode(y, fmt, None)):
-        yield
 
 
 def one_run(task: Task) -> float:

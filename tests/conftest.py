@@ -3,8 +3,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests import triton_kernels
-from tests.distributed.pool import Pool
+from tests.support import triton_kernels
+from tests.support.pool import Pool
 
 torch.set_num_threads(1)  # a worker a core; and small tensors gain nothing by two
 
@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
-    """Four ranks; see tests/distributed/pool.py."""
+    """Four ranks; see tests/support/pool.py."""
     found = Pool()
     yield found
     found.stop()

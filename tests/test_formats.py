@@ -7,7 +7,7 @@ import torch
 
 from octavo import E4M3, E5M2, Format
 from octavo.formats import E4M4, FORMATS, format_of
-from tests.definitions import FINITE, VALUES, all_codes, read
+from tests.support.definitions import FINITE, VALUES, all_codes, read
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)

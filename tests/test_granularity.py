@@ -7,7 +7,7 @@ import pytest
 
 from octavo import Granularity, PerBlock, PerRow, PerTensor
 from octavo.granularity import granularity_of, scale_shape, tiles_along
-from tests.definitions import scale_grid
+from tests.support.definitions import scale_grid
 
 GRANULARITIES = [PerTensor(), PerRow(), PerRow(dim=-2), PerBlock(1, 128), PerBlock(128, 128), PerBlock(3, 5)]
 SIZES = [0, 1, 2, 3, 5, 17, 127, 128, 129, 300]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from octavo import numerics
-from tests.definitions import FLOAT32_MAX, scale_inv_of, scale_of
+from tests.support.definitions import FLOAT32_MAX, scale_inv_of, scale_of
 
 LIMITS = [448.0, 57344.0]
 EDGES = [

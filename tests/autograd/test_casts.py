@@ -4,7 +4,7 @@ import torch
 from octavo import E4M3, Cast, Delayed, Dynamic, PerRow, PerTensor, Recipe, recipes
 from octavo.autograd.casts import GRAD_OUTPUT, INPUT, Operands, State, cast_role
 from octavo.kernels import dequantize
-from tests.helpers import FP8_RECIPES, CountOps, delayed_state, sqnr
+from tests.support.helpers import FP8_RECIPES, CountOps, delayed_state, sqnr
 
 
 @pytest.mark.parametrize("name", FP8_RECIPES)

@@ -10,8 +10,8 @@ from octavo.autograd.casts import WEIGHT, Norm, cast_role
 from octavo.autograd.chain import Chain, run_chain
 from octavo.autograd.products import Layer, linear
 from octavo.nn.activation import activate, input_width
-from tests.fused_cases import SAVED
-from tests.helpers import FP8_RECIPES, CountOps, delayed_state, sqnr
+from tests.support.fused_cases import SAVED
+from tests.support.helpers import FP8_RECIPES, CountOps, delayed_state, sqnr
 
 T, K, F, N = 48, 64, 96, 40
 each_recipe = pytest.mark.parametrize("name", FP8_RECIPES)

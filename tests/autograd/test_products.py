@@ -9,7 +9,7 @@ from octavo import E4M3, Cast, Delayed, PerBlock, PerTensor, Recipe, recipes
 from octavo.autograd.casts import WEIGHT, cast_role
 from octavo.autograd.products import Layer, linear
 from octavo.scaling.recipe import PRODUCTS
-from tests.helpers import FP8_RECIPES, delayed_state, sqnr
+from tests.support.helpers import FP8_RECIPES, delayed_state, sqnr
 
 T, K, N = 48, 96, 80
 

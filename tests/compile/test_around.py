@@ -11,10 +11,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
 import octavo
-from benchmarks.compile_cells import RECIPES, WHATS, batch, built, difference, mean_square
 from octavo import recipes
-from tests.distributed.pool import free_port
-from tests.helpers import FP8_RECIPES, to_fp8
+from tests.support.compile_cells import RECIPES, WHATS, batch, built, difference, mean_square
+from tests.support.helpers import FP8_RECIPES, to_fp8
+from tests.support.pool import free_port
 
 BLOCK = WHATS["TransformerBlock"]
 QUICK = ("dynamic", "delayed", "recipe map")  # the others are in the slow set

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import octavo
-from benchmarks import compile_cells
-from benchmarks.compile_cells import RECIPES, WHATS, Result, built, compiled_step, difference, measure, trained
 from octavo.kernels.reference import KERNELS
+from tests.support import compile_cells
+from tests.support.compile_cells import RECIPES, WHATS, Result, built, compiled_step, difference, measure, trained
 
 GREEN = Result(graphs=1, breaks=0, recompiles=0, difference=0.0)
 

@@ -8,8 +8,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import octavo
-from benchmarks.byte_counter import GATHER, OTHER, REDUCE, SCATTER, ByteCounter
 from octavo import recipes
+from tests.support.byte_counter import GATHER, OTHER, REDUCE, SCATTER, ByteCounter
 
 WIDTH, LAYERS = 256, 3
 MICRO_BATCHES = 4

@@ -17,7 +17,7 @@ from octavo.distributed import checkpoint
 from octavo.distributed.checkpoint import load_checkpoint, load_extra, save_checkpoint
 from octavo.distributed.errors import CheckpointError
 from octavo.distributed.ranks import Ranks
-from tests.distributed import stored_checkpoints
+from tests.support import stored_checkpoints
 
 WIDTH, HIDDEN, OUTPUTS = 32, 49, 3  # on four ranks uneven, and one has none
 DELAYED = {"delayed": lambda: octavo.recipes.delayed(history_length=3), "dynamic": octavo.recipes.dynamic}

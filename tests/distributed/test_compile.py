@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.fsdp import fully_shard
 
 import octavo
-from tests.distributed.situations import SITUATIONS, batch, built
+from tests.support.fsdp_situations import SITUATIONS, batch, built
 
 EVEN = SITUATIONS["even shards"]
 

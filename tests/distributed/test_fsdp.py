@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from tests.distributed import situations
-from tests.distributed.situations import RECIPES, SITUATIONS
+from tests.support import fsdp_situations as situations
+from tests.support.fsdp_situations import RECIPES, SITUATIONS
 
 SHAPES = {"1 rank": (1,), "2 ranks": (2,), "4 ranks": (4,), "2 replicas of 2": (2, 2)}
 RESHARD = {"reshard": True, "keep": False}

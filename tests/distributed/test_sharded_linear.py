@@ -8,7 +8,7 @@ from torch import nn
 import octavo
 from octavo import recipes
 from octavo.distributed.sharded_linear import ShardedLinear
-from tests.distributed.situations import RECIPES, off
+from tests.support.fsdp_situations import RECIPES, off
 
 K, N, T = 48, 49, 16  # N does not divide by the ranks
 

@@ -12,7 +12,7 @@ import octavo
 from octavo import E4M3, E5M2, Cast, PerBlock, PerTensor, Recipe, recipes
 from octavo.errors import ExportError, MissingExtraError
 from octavo.export.checkpoints import to_safetensors
-from tests.helpers import sqnr, to_fp8
+from tests.support.helpers import sqnr, to_fp8
 
 safetensors = pytest.importorskip("safetensors.torch")
 pytest.importorskip("huggingface_hub")

@@ -8,7 +8,7 @@ from octavo.export.lowering import _activated, _amax, _repeated
 from octavo.kernels.activations import ACTIVATIONS
 from octavo.kernels.reference.activation import produced
 from octavo.numerics import floor_power_of_two, floor_power_of_two_by_comparison
-from tests.definitions import GRANULARITIES
+from tests.support.definitions import GRANULARITIES
 
 
 @pytest.mark.parametrize("tile", [g.tile for g in GRANULARITIES], ids=str)

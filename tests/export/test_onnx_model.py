@@ -13,7 +13,7 @@ from octavo.errors import ExportError, MissingExtraError
 from octavo.export import onnx_model, run_onnx, sqnr_in_onnxruntime, to_onnx
 from octavo.train.config import ModelConfig
 from octavo.train.trainer import build_model
-from tests.helpers import FP8_RECIPES, sqnr
+from tests.support.helpers import FP8_RECIPES, sqnr
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")

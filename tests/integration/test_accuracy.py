@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import octavo
-from tests.helpers import FP8_RECIPES, CountOps, sqnr
+from tests.support.helpers import FP8_RECIPES, CountOps, sqnr
 
 T, K, N = 256, 512, 384
 

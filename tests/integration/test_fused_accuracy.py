@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 import octavo
 from octavo.kernels.activations import ACTIVATIONS
-from tests.combinations import each_pair
-from tests.fused_cases import in_float64, in_parts, linear, mlp, named, results
-from tests.helpers import FP8_RECIPES, CountOps, sqnr
+from tests.support.combinations import each_pair
+from tests.support.fused_cases import in_float64, in_parts, linear, mlp, named, results
+from tests.support.helpers import FP8_RECIPES, CountOps, sqnr
 
 T, K, N, INSIDE = 256, 96, 80, 160
 AT_MOST = 1.05

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import octavo
 from octavo import Recipe, RecipeMap, recipes
-from tests.helpers import FP8_RECIPES, CountOps, assert_equal, every_layer, gradients, to_fp8
+from tests.support.helpers import FP8_RECIPES, CountOps, assert_equal, every_layer, gradients, to_fp8
 
 transformers = pytest.importorskip("transformers")
 

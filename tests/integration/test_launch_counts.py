@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.reference import KERNELS as REFERENCE
-from tests.triton_cases import ALL, E4M3, E5M2, count_launches, update_args
-from tests.triton_kernels import TritonKernels
+from tests.support.triton_cases import ALL, E4M3, E5M2, count_launches, update_args
+from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.gpu
 

@@ -11,8 +11,8 @@ import octavo
 from octavo import recipes
 from octavo.formats import FORMATS
 from octavo.kernels.reference import in_runs, tiles
-from tests.fused_cases import SAVED
-from tests.helpers import FP8_RECIPES, to_fp8
+from tests.support.fused_cases import SAVED
+from tests.support.helpers import FP8_RECIPES, to_fp8
 
 T = 4096
 

@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo import recipes
-from tests.fused_cases import SAVED
-from tests.helpers import FP8_RECIPES, assert_equal, gradients, sqnr, to_fp8
+from tests.support.fused_cases import SAVED
+from tests.support.helpers import FP8_RECIPES, assert_equal, gradients, sqnr, to_fp8
 
 REENTRANT = {"none": None, "reentrant": True, "not reentrant": False}
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo import E4M3, Cast, Delayed, PerTensor, Phase, PrecisionSchedule, Recipe, Recovery, recipes
-from tests.schedule.situations import loss_of, net, optimizer_of
+from tests.support.schedule_situations import loss_of, net, optimizer_of
 
 RULE = Delayed(history_length=512)
 CAST, GRADIENT = Cast(E4M3, PerTensor(), RULE), Cast(E4M3, PerTensor(), RULE, margin=8)

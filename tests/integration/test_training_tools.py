@@ -8,7 +8,7 @@ from torch import nn
 
 import octavo
 from octavo import recipes
-from tests.helpers import FP8_RECIPES, assert_equal, gradients, sqnr, to_fp8
+from tests.support.helpers import FP8_RECIPES, assert_equal, gradients, sqnr, to_fp8
 
 each_recipe = pytest.mark.parametrize("name", FP8_RECIPES)
 

@@ -13,7 +13,7 @@ import octavo
 from octavo import kernels as entries
 from octavo.autograd import casts
 from octavo.kernels.signatures import SCHEMAS
-from tests.helpers import FP8_RECIPES, sqnr
+from tests.support.helpers import FP8_RECIPES, sqnr
 
 pytestmark = pytest.mark.gpu
 

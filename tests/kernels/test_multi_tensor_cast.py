@@ -11,8 +11,8 @@ from octavo import kernels as entries
 from octavo.granularity import scale_shape
 from octavo.kernels.layouts import padded
 from octavo.kernels.reference import KERNELS as REFERENCE
-from tests.definitions import same_bits
-from tests.triton_cases import (
+from tests.support.definitions import same_bits
+from tests.support.triton_cases import (
     ALL,
     E4M3,
     E5M2,
@@ -22,7 +22,7 @@ from tests.triton_cases import (
     use_small_tiles,
     values_of,
 )
-from tests.triton_kernels import TritonKernels
+from tests.support.triton_kernels import TritonKernels
 
 SHAPES = [(64, 64), (17, 127), (0, 5), (130, 70), (200, 16), (5, 0), (1, 1)]
 WEIGHT = 1

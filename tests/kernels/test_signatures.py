@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from octavo import kernels
 from octavo.kernels.reference import KERNELS
 from octavo.kernels.signatures import FAKES, SCHEMAS
-from tests.definitions import same_bits
+from tests.support.definitions import same_bits
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 TILES = [(-1, -1), (1, -1), (-1, 1), (1, 128), (128, 128), (3, 5)]

@@ -7,7 +7,7 @@ from torch import nn
 import octavo
 from octavo import recipes
 from octavo.nn.convert import features
-from tests.helpers import FP8_RECIPES, CountOps, assert_equal, gradients, sqnr, to_fp8
+from tests.support.helpers import FP8_RECIPES, CountOps, assert_equal, gradients, sqnr, to_fp8
 
 transformers = pytest.importorskip("transformers")
 from transformers.pytorch_utils import Conv1D  # noqa: E402

@@ -8,7 +8,7 @@ from torch import nn
 import octavo
 from octavo import recipes
 from octavo.nn.convert import MIN_FEATURES, features, large_enough
-from tests.helpers import FP8_RECIPES, assert_equal, every_layer, gradients, to_fp8
+from tests.support.helpers import FP8_RECIPES, assert_equal, every_layer, gradients, to_fp8
 
 BIG = MIN_FEATURES
 

@@ -10,9 +10,9 @@ from torch import nn
 import octavo
 from octavo import HigherOrderGradientError, recipes
 from octavo.kernels.activations import ACTIVATIONS
-from tests.combinations import each_pair
-from tests.fused_cases import LINEARS, in_float64, in_parts, linear, mlp, results
-from tests.helpers import FP8_RECIPES, CountOps, assert_equal, sqnr
+from tests.support.combinations import each_pair
+from tests.support.fused_cases import LINEARS, in_float64, in_parts, linear, mlp, results
+from tests.support.helpers import FP8_RECIPES, CountOps, assert_equal, sqnr
 
 T, K, N = 40, 64, 48
 FUSED = {"norm_cast", "norm_cast_two_scalings"}

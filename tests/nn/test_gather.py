@@ -14,8 +14,8 @@ from octavo import recipes
 from octavo.nn import gather
 from octavo.nn.gather import _laid, way
 from octavo.tensor.sharded_weight import GatheredWeight, ShardedWeight
-from tests.distributed.situations import RECIPES, SITUATIONS, batch, built, off
-from tests.helpers import to_fp8
+from tests.support.fsdp_situations import RECIPES, SITUATIONS, batch, built, off
+from tests.support.helpers import to_fp8
 
 
 @pytest.fixture(scope="module")
@@ -259,7 +259,7 @@ def test_resharding_frees_the_codes(pool):
 
 
 def with_fault(mesh, fault, recipe):
-    from tests.distributed.situations import compare
+    from tests.support.fsdp_situations import compare
 
     key = gather.Gather.key
     find_scales = gather._find_scales

@@ -6,7 +6,7 @@ from torch import nn
 
 import octavo
 from octavo import recipes
-from tests.helpers import CountOps, assert_equal, gradients, to_fp8
+from tests.support.helpers import CountOps, assert_equal, gradients, to_fp8
 
 KEPT = {
     "dynamic": recipes.dynamic,

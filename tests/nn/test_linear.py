@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import octavo
 from octavo import HigherOrderGradientError, recipes
-from tests.helpers import FP8_RECIPES, CountOps, assert_equal, gradients, sqnr
+from tests.support.helpers import FP8_RECIPES, CountOps, assert_equal, gradients, sqnr
 
 each_recipe = pytest.mark.parametrize("name", FP8_RECIPES)
 

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from octavo.autograd.casts import Norm
 from octavo.kernels.reference.norm import normalise
 from octavo.nn import LayerNorm, RMSNorm
-from tests.helpers import assert_equal, gradients
+from tests.support.helpers import assert_equal, gradients
 
 KINDS = {"layer_norm": (LayerNorm, nn.LayerNorm), "rms_norm": (RMSNorm, nn.RMSNorm)}
 each_kind = pytest.mark.parametrize("kind", KINDS)

@@ -10,7 +10,7 @@ from torch import nn
 import octavo
 from octavo import recipes
 from octavo.kernels import emulation
-from tests.helpers import assert_equal, gradients, to_fp8
+from tests.support.helpers import assert_equal, gradients, to_fp8
 
 DELAYED = recipes.delayed(2)
 

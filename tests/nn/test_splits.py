@@ -7,7 +7,7 @@ from torch import nn
 import octavo
 from octavo import recipes
 from octavo.nn.splits import checked_splits, merge_keys, part
-from tests.helpers import FP8_RECIPES, CountOps, assert_equal, gradients
+from tests.support.helpers import FP8_RECIPES, CountOps, assert_equal, gradients
 
 SPLITS = {"query": 4, "key": 2, "value": 2}
 

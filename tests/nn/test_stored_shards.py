@@ -15,12 +15,23 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 import octavo
-from benchmarks.byte_counter import GATHER, REDUCE, ByteCounter
 from octavo import UnsupportedOpError, recipes
 from octavo.tensor.sharded_weight import GatheredWeight
 from octavo.tensor.stored_weight import StoredWeight, stored_part
-from tests.sharded_weights import adamw, average, batch, differences, gradients, held, model, rows_of, shard, sharded
-from tests.stored_weights import widened
+from tests.support.byte_counter import GATHER, REDUCE, ByteCounter
+from tests.support.sharded_weights import (
+    adamw,
+    average,
+    batch,
+    differences,
+    gradients,
+    held,
+    model,
+    rows_of,
+    shard,
+    sharded,
+)
+from tests.support.stored_weights import widened
 
 FULL = StateDictOptions(full_state_dict=True)
 each_recipe = pytest.mark.parametrize("recipe", ["dynamic", "delayed", "blockwise"])

@@ -7,8 +7,8 @@ from torch import nn
 import octavo.export
 from octavo import recipes
 from octavo.tensor.stored_weight import StoredWeight
-from tests.helpers import sqnr
-from tests.stored_weights import STORED, T, inputs, net, store, trace, widened
+from tests.support.helpers import sqnr
+from tests.support.stored_weights import STORED, T, inputs, net, store, trace, widened
 
 both = pytest.mark.parametrize("recipe", ["dynamic", "blockwise"])
 

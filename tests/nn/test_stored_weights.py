@@ -10,8 +10,8 @@ import octavo
 from octavo import E5M2, PerBlock, recipes
 from octavo.nn.stored_weights import why_not_stored
 from octavo.tensor.stored_weight import StoredWeight
-from tests.helpers import CountOps, assert_equal, every_layer, gradients, sqnr, to_fp8
-from tests.stored_weights import STORED, H, K, N, T, codes, inputs, net, plain, store, trace, widened
+from tests.support.helpers import CountOps, assert_equal, every_layer, gradients, sqnr, to_fp8
+from tests.support.stored_weights import STORED, H, K, N, T, codes, inputs, net, plain, store, trace, widened
 
 BY_POWERS_OF_TWO = ["dynamic by powers of two", "blockwise"]
 dynamic = recipes.dynamic()

@@ -4,8 +4,8 @@ from torch import nn
 
 import octavo
 from octavo import recipes
-from tests.helpers import to_fp8
 from tests.nn.test_convert import LEFT_ALONE, Block
+from tests.support.helpers import to_fp8
 
 REASONS = {
     "subclass": "a subclass of Linear (Special)",

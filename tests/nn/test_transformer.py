@@ -10,9 +10,9 @@ import octavo
 from octavo import RecipeMap, recipes
 from octavo.nn import SelfAttention, TransformerBlock, rotary_table
 from octavo.nn.transformer import rotate
-from tests.combinations import each_pair
-from tests.fused_cases import in_float64, results, shaken
-from tests.helpers import FP8_RECIPES, assert_equal, sqnr
+from tests.support.combinations import each_pair
+from tests.support.fused_cases import in_float64, results, shaken
+from tests.support.helpers import FP8_RECIPES, assert_equal, sqnr
 
 B, C, W, H, FFN = 2, 24, 64, 4, 96
 

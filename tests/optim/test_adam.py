@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from octavo.optim import Adam, AdamW, Moment
 from octavo.scaling.bounded import adam_max_update
 from tests.integration.test_memory import peak_bytes
-from tests.optim.trained import MASTERS, MOMENTS, moments_of, parameter, train
+from tests.support.trained import MASTERS, MOMENTS, moments_of, parameter, train
 
 # float32: torch's
 

@@ -9,12 +9,12 @@ import torch.distributed as dist
 from torch import nn
 
 import octavo
-from benchmarks.byte_counter import REDUCE, ByteCounter
 from octavo.optim import Moment
 from octavo.optim.agreement import Agreement, needs_agreement
 from octavo.tensor.stored_weight import stored_part
-from tests import sharded_weights as cases
-from tests.sharded_weights import adamw, differences, held, model, sharded, steps
+from tests.support import sharded_weights as cases
+from tests.support.byte_counter import REDUCE, ByteCounter
+from tests.support.sharded_weights import adamw, differences, held, model, sharded, steps
 
 each_master = pytest.mark.parametrize("master", ["split16", "split24", "fp16_scaled", "fp32", None])
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from octavo.optim import AdamW, EstimatedNorm, LastStepNorm, update_in_backward
 from octavo.optim.gradient_norms import GradientNorms, squared_norms
-from tests.optim import in_backward_tasks
+from tests.support import in_backward_tasks
 
 
 def params_with(*norms: float) -> list[nn.Parameter]:

@@ -14,10 +14,10 @@ from octavo.errors import UnsupportedOpError
 from octavo.optim import SGD, Adam, AdamW, update_in_backward
 from octavo.optim.gradients import GradientStorage, refuse_ddp
 from octavo.tensor.stored_gradient import StoredGradient
-from tests.distributed.pool import free_port
-from tests.optim import gradient_tasks
-from tests.optim.kept_gradients import each_kind, grads_of, loss_of, model_of
 from tests.optim.test_in_backward import assert_same
+from tests.support import gradient_tasks
+from tests.support.kept_gradients import each_kind, grads_of, loss_of, model_of
+from tests.support.pool import free_port
 
 
 @each_kind

@@ -16,10 +16,9 @@ from octavo.optim import AdamW, base, update_in_backward
 from octavo.optim.gradient_norms import GradientNorms
 from octavo.optim.in_backward import EstimatedNorm, LastStepNorm, PerParameterNorm
 from octavo.tensor.stored_weight import StoredWeight
-from tests.distributed.pool import free_port
-from tests.helpers import every_layer
-from tests.optim import in_backward_tasks
-from tests.optim.in_backward_models import (
+from tests.support import in_backward_tasks
+from tests.support.helpers import every_layer
+from tests.support.in_backward_models import (
     HUGE,
     WEIGHT,
     D,
@@ -30,6 +29,7 @@ from tests.optim.in_backward_models import (
     run,
     train,
 )
+from tests.support.pool import free_port
 
 THRESHOLDS = [0, 2 * WEIGHT + 1, HUGE]
 KINDS = ["bf16", "fp32", "fp8", "fp8 in blocks", "tied"]

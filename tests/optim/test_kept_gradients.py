@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from octavo.optim import SGD, AdamW
 from octavo.tensor.stored_gradient import StoredGradient
-from tests.optim.in_backward_models import assert_same, tensors_of
-from tests.optim.kept_gradients import KINDS, OPTIMIZERS, by_hand, grads_of, loss_of, model_of
+from tests.support.in_backward_models import assert_same, tensors_of
+from tests.support.kept_gradients import KINDS, OPTIMIZERS, by_hand, grads_of, loss_of, model_of
 
 # SGD does not step weights that are stored in FP8
 CELLS = [(kind, name) for kind in KINDS for name in OPTIMIZERS if not (kind.startswith("fp8") and "SGD" in name)]

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.state_dict import (
 from octavo import E4M3, E5M2
 from octavo.optim import Adam, AdamW, Moment
 from octavo.optim.state import bytes_of_part, description, moment_from
-from tests.optim import situations
-from tests.optim.trained import MASTERS, MOMENTS, ONE_SCALE, moments_of, parameter, train
+from tests.support import optim_situations as situations
+from tests.support.trained import MASTERS, MOMENTS, ONE_SCALE, moments_of, parameter, train
 
 
 @pytest.mark.parametrize("moments", MOMENTS)

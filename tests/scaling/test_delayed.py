@@ -5,7 +5,7 @@ from torch import nn
 import octavo
 from octavo import Delayed, recipes
 from octavo.scaling.delayed import register_delayed_state
-from tests.helpers import assert_equal, to_fp8
+from tests.support.helpers import assert_equal, to_fp8
 
 
 def model(recipe=None) -> nn.Module:

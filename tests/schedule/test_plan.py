@@ -8,7 +8,7 @@ from octavo.schedule.plan import MIB
 from octavo.schedule.switch import switch
 from octavo.tensor.stored_weight import StoredWeight
 from octavo.train import GPT, ModelConfig
-from tests.schedule.situations import HIGH, LOW, loss_of, net, optimizer_of
+from tests.support.schedule_situations import HIGH, LOW, loss_of, net, optimizer_of
 
 PHASES = [
     Phase(recipes.delayed(), moments="fp8", master="split16", weight_storage="fp8"),

@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import octavo
 from octavo import Phase, PrecisionSchedule, Recovery, recipes
 from octavo.tensor.stored_weight import StoredWeight
-from tests.schedule.situations import HIGH, LOW, loss_of, net, optimizer_of, same, tensors, train
+from tests.support.schedule_situations import HIGH, LOW, loss_of, net, optimizer_of, same, tensors, train
 
 DELAYED = recipes.delayed(history_length=4)
 UP = Phase(HIGH, moments="fp32", master="split32", weight_storage=None, from_step=4)

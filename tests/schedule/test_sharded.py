@@ -7,7 +7,7 @@ import pytest
 from octavo import Phase, PrecisionSchedule, recipes
 from octavo.tensor.sharded_weight import ShardedWeight, on_this_rank
 from octavo.tensor.stored_weight import StoredWeight
-from tests.sharded_weights import RECIPES, adamw, average, batch, differences, gradients, held, model, sharded
+from tests.support.sharded_weights import RECIPES, adamw, average, batch, differences, gradients, held, model, sharded
 
 HIGH = recipes.high_precision()
 

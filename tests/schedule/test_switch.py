@@ -10,7 +10,7 @@ from octavo.optim.state import held
 from octavo.schedule import switch as switching
 from octavo.schedule.switch import fp8_weights, switch, targets_of
 from octavo.tensor.stored_weight import StoredWeight
-from tests.schedule.situations import HIGH, LOW, loss_of, net, optimizer_of
+from tests.support.schedule_situations import HIGH, LOW, loss_of, net, optimizer_of
 
 
 def begun(**options):

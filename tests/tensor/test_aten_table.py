@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from octavo import E4M3, E5M2, Granularity, PerBlock, PerRow, PerTensor, ScaledTensor, UnsupportedOpError, quantize
 from octavo.tensor.aten_table import TABLE
-from tests.definitions import same_bits
+from tests.support.definitions import same_bits
 
 aten = torch.ops.aten
 Op = Callable[[Any], Any]

@@ -7,8 +7,8 @@ from torch import Tensor
 import octavo
 from octavo import E4M3, E5M2, Format, Granularity, PerBlock, PerRow, PerTensor, ScaledTensor, quantize
 from octavo.tensor.conversions import amax_of, dequantize
-from tests import definitions
-from tests.definitions import same_bits
+from tests.support import definitions
+from tests.support.definitions import same_bits
 
 GRANULARITIES = [
     PerTensor(),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo import E4M3, E5M2, Format, Granularity, PerBlock, PerRow, PerTensor, ScaledTensor, quantize
-from tests.definitions import same_bits
+from tests.support.definitions import same_bits
 
 BLOCK = PerBlock(3, 5)
 GRANULARITIES = [PerTensor(), PerRow(), PerRow(dim=-2), PerBlock(1, 5), BLOCK]

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from octavo.train import GPT, ModelConfig, next_byte_loss
-from tests.helpers import CountOps
+from tests.support.helpers import CountOps
 
 SMALL = ModelConfig(width=32, layers=2, heads=2, context=24)
 

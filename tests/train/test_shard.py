@@ -33,7 +33,7 @@ from octavo.train import (
 from octavo.train.shard import device_name, joined
 from octavo.train.trained import trained_model
 from octavo.train.trainer import require_memory
-from tests.distributed.pool import free_port
+from tests.support.pool import free_port
 
 ROOT = Path(__file__).parents[2]
 

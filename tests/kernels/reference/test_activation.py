@@ -12,10 +12,10 @@ from torch.nn import functional as F
 from octavo import kernels
 from octavo.kernels.reference import tiles
 from octavo.kernels.reference.activation import produced, slope, value
-from tests import definitions
-from tests.combinations import each_pair
-from tests.definitions import FLOAT32_MAX, all_codes, same_bits
 from tests.kernels.reference.test_cast import every_cast
+from tests.support import definitions
+from tests.support.combinations import each_pair
+from tests.support.definitions import FLOAT32_MAX, all_codes, same_bits
 
 E4M3, E5M2 = FORMATS = [torch.float8_e4m3fn, torch.float8_e5m2]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

@@ -7,7 +7,7 @@ from torch import Tensor
 from octavo import kernels
 from octavo.kernels.reference import tiles
 from octavo.kernels.reference.amax import amax_and_finiteness
-from tests.definitions import FLOAT32_MAX, scale_grid, tiles_of
+from tests.support.definitions import FLOAT32_MAX, scale_grid, tiles_of
 
 TILES = [(-1, -1), (1, -1), (-1, 1), (1, 128), (128, 128), (1, 32), (128, 1), (3, 5)]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

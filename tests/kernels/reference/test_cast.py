@@ -1,4 +1,4 @@
-"""Every cast against one that walks the tiles one by one (tests/definitions.py), bit for bit."""
+"""Every cast against one that walks the tiles one by one (tests/support/definitions.py), bit for bit."""
 
 import math
 from collections.abc import Sequence
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from octavo import kernels
 from octavo.kernels.reference import tiles
-from tests import definitions
-from tests.definitions import FLOAT32_MAX, GRANULARITIES, MAX, read, same_bits
+from tests.support import definitions
+from tests.support.definitions import FLOAT32_MAX, GRANULARITIES, MAX, read, same_bits
 
 E4M3, E5M2 = FORMATS = [torch.float8_e4m3fn, torch.float8_e5m2]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

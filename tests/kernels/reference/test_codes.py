@@ -10,7 +10,7 @@ from torch import Tensor
 
 from octavo import kernels
 from octavo.kernels.reference.codes import decode
-from tests.definitions import FINITE, FLOAT32_MAX, MAX, VALUES, all_codes, read, round_to_codes, same_bits
+from tests.support.definitions import FINITE, FLOAT32_MAX, MAX, VALUES, all_codes, read, round_to_codes, same_bits
 
 FORMATS = [torch.float8_e4m3fn, torch.float8_e5m2]
 pytestmark = pytest.mark.parametrize("dtype", FORMATS, ids=["E4M3", "E5M2"])

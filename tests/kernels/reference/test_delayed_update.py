@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from octavo import kernels
-from tests.definitions import same_bits, scale_of
+from tests.support.definitions import same_bits, scale_of
 
 LIMITS = [448.0, 448.0, 57344.0]
 

@@ -5,8 +5,8 @@ import torch
 
 from octavo import kernels
 from octavo.kernels.reference import tiles
-from tests import definitions
-from tests.definitions import GRANULARITIES, all_codes, same_bits, scale_grid
+from tests.support import definitions
+from tests.support.definitions import GRANULARITIES, all_codes, same_bits, scale_grid
 
 each_tile = pytest.mark.parametrize("tile", [g.tile for g in GRANULARITIES], ids=map(str, GRANULARITIES))
 each_format = pytest.mark.parametrize("fmt", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["E4M3", "E5M2"])

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from octavo.kernels.reference import in_runs, tiles
 from octavo.kernels.reference.in_runs import Scaling, cast_in_runs, cast_values
-from tests import definitions
-from tests.combinations import each_pair
-from tests.definitions import GRANULARITIES, same_bits
+from tests.support import definitions
+from tests.support.combinations import each_pair
+from tests.support.definitions import GRANULARITIES, same_bits
 
 E4M3, E5M2 = FORMATS = [torch.float8_e4m3fn, torch.float8_e5m2]
 ALL = (-1, -1)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from octavo import Granularity, PerBlock, PerRow, PerTensor, kernels
-from tests import definitions
-from tests.definitions import GRANULARITIES, sqnr
+from tests.support import definitions
+from tests.support.definitions import GRANULARITIES, sqnr
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 OUT = [torch.bfloat16, torch.float16, torch.float32]

@@ -7,7 +7,7 @@ from torch import Tensor
 from octavo import E4M3, E5M2, Format
 from octavo.formats import E4M4
 from octavo.kernels.reference.moment_codes import decode_moment, encode_moment
-from tests.definitions import value_of
+from tests.support.definitions import value_of
 
 FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2, E4M4], ids=str)
 ALL = torch.arange(256, dtype=torch.int32).to(torch.uint8)

@@ -12,7 +12,7 @@ from octavo.kernels.reference.optimizer_step import AdamGroup, SgdGroup, WeightU
 from octavo.kernels.reference.sgd import SgdStep, sgd_update
 from octavo.kernels.reference.step_numbers import adam_max_update
 from octavo.optim.moment import NAMED
-from tests.coded_gradients import coded
+from tests.support.coded_gradients import coded
 
 SHAPES = [(1, 1), (3, 300), (0, 5), (2, 128)]
 ADAM = [

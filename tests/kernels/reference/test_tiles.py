@@ -5,7 +5,7 @@ import torch
 
 from octavo.kernels.reference import tiles
 from octavo.kernels.reference.tiles import as_tiles, multiply_tiles_, row_runs, row_slices, tile_rows, with_scratch
-from tests.definitions import scale_grid, tiles_of
+from tests.support.definitions import scale_grid, tiles_of
 
 TILES = [(-1, -1), (1, -1), (-1, 1), (1, 128), (128, 128), (3, 5), (128, 1)]
 SHAPES = [(1, 1), (17, 130), (128, 256), (6, 10), (5, 0), (0, 5), (0, 0)]

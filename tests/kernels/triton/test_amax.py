@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from octavo.kernels.reference import KERNELS as REFERENCE
-from tests.combinations import each_pair
-from tests.definitions import same_bits
-from tests.triton_cases import (
+from tests.support.combinations import each_pair
+from tests.support.definitions import same_bits
+from tests.support.triton_cases import (
     ALL,
     DTYPES,
     LAYOUTS,
@@ -20,7 +20,7 @@ from tests.triton_cases import (
     use_small_tiles,
     values_of,
 )
-from tests.triton_kernels import TritonKernels
+from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.gpu
 

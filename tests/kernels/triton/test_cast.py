@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.combinations import each_pair
-from tests.triton_cases import (
+from tests.support.combinations import each_pair
+from tests.support.triton_cases import (
     ALL,
     DTYPES,
     E4M3,
@@ -23,7 +23,7 @@ from tests.triton_cases import (
     use_small_tiles,
     values_of,
 )
-from tests.triton_kernels import TritonKernels
+from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.gpu
 

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.combinations import each_pair
-from tests.triton_cases import (
+from tests.support.combinations import each_pair
+from tests.support.triton_cases import (
     ALL,
     DTYPES,
     FORMATS,
@@ -18,7 +18,7 @@ from tests.triton_cases import (
     use_small_tiles,
     values_of,
 )
-from tests.triton_kernels import TritonKernels
+from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.gpu
 

@@ -9,7 +9,6 @@ import torch
 
 from octavo.kernels.reference.optimizer_step import WeightUpdate
 from octavo.optim.moment import NAMED
-from tests.coded_gradients import coded
 from tests.kernels.triton.test_optimizer_step import (
     ADAM,
     MASTERS,
@@ -23,7 +22,8 @@ from tests.kernels.triton.test_optimizer_step import (
     small,
     update_of,
 )
-from tests.triton_kernels import TritonKernels
+from tests.support.coded_gradients import coded
+from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.gpu
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from octavo.kernels.reference import KERNELS as REFERENCE
-from tests.combinations import each_pair
-from tests.definitions import same_bits
-from tests.triton_cases import update_args
-from tests.triton_kernels import TritonKernels
+from tests.support.combinations import each_pair
+from tests.support.definitions import same_bits
+from tests.support.triton_cases import update_args
+from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.gpu
 

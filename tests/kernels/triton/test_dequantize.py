@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from octavo.kernels.reference import KERNELS as REFERENCE
-from tests.combinations import each_pair
-from tests.definitions import all_codes, same_bits
-from tests.triton_cases import ALL, DTYPES, FORMATS, LAYOUTS, SHAPES, laid, poisoned_memory, values_of
-from tests.triton_kernels import TritonKernels
+from tests.support.combinations import each_pair
+from tests.support.definitions import all_codes, same_bits
+from tests.support.triton_cases import ALL, DTYPES, FORMATS, LAYOUTS, SHAPES, laid, poisoned_memory, values_of
+from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.gpu
 

@@ -12,7 +12,6 @@ from octavo import E4M3, PerTensor
 from octavo.kernels.reference.fp8_weights import Fp8Weight
 from octavo.kernels.reference.optimizer_step import AdamGroup, WeightUpdate
 from octavo.optim.moment import NAMED, Moment
-from tests.coded_gradients import coded
 from tests.kernels.reference.test_fp8_weights import RESTS, amax_of, read, store, values_of, weight
 from tests.kernels.triton.test_optimizer_step import (
     ADAM,
@@ -23,7 +22,8 @@ from tests.kernels.triton.test_optimizer_step import (
     moved,
     update_of,
 )
-from tests.triton_kernels import TritonKernels
+from tests.support.coded_gradients import coded
+from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.gpu
 

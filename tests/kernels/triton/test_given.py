@@ -8,9 +8,9 @@ import torch
 
 from octavo.kernels.activations import ACTIVATIONS
 from octavo.kernels.reference.activation import produced
-from tests.definitions import same_bits
-from tests.triton_cases import ALL, E4M3, E5M2, FORMATS, laid, poisoned_memory
-from tests.triton_kernels import TritonKernels
+from tests.support.definitions import same_bits
+from tests.support.triton_cases import ALL, E4M3, E5M2, FORMATS, laid, poisoned_memory
+from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.gpu
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tests.triton_cases import ALL, E4M3, E5M2, assert_counters_are_zero, update_args
-from tests.triton_kernels import TritonKernels
+from tests.support.triton_cases import ALL, E4M3, E5M2, assert_counters_are_zero, update_args
+from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.gpu
 

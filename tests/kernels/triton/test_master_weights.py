@@ -7,8 +7,8 @@ from torch import Tensor
 
 from octavo.kernels.reference.master_weights import MasterWeight
 from octavo.kernels.reference.optimizer_state import blocks_of, pieces
-from tests.triton_cases import row_of
-from tests.triton_kernels import TritonKernels
+from tests.support.triton_cases import row_of
+from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.gpu
 
@@ -64,7 +64,7 @@ def test_a_master(kind: str, dtype: torch.dtype, shape: tuple[int, int], faults:
     given = [x.to(kernels.device) for x in (new, bits, scales)]
     even = shape == (4, 256)
     programs = -(-shape[0] * blocks_of(shape[1]) // 4)
-    kernel = kernels.module("tests.optimizer_tile_kernels").master_kernel
+    kernel = kernels.module("tests.support.optimizer_tile_kernels").master_kernel
     kernel[(programs,)](row, wide, *given, found, DTYPES[dtype], KINDS[kind], even, 4, enable_fp_fusion=False)
     amax, scale = torch.zeros(1, 1), scales[1].view(1, 1)
     for piece in pieces(*shape):

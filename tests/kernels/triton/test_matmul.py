@@ -10,9 +10,9 @@ from torch import Tensor
 from octavo.granularity import Tile
 from octavo.kernels.reference import KERNELS as REFERENCE
 from octavo.kernels.triton.launch import LIBRARY
-from tests.helpers import sqnr
-from tests.triton_cases import ALL, E4M3, E5M2, poisoned_memory, to
-from tests.triton_kernels import TritonKernels
+from tests.support.helpers import sqnr
+from tests.support.triton_cases import ALL, E4M3, E5M2, poisoned_memory, to
+from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.gpu
 

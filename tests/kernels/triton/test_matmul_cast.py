@@ -12,10 +12,10 @@ from octavo.formats import format_of
 from octavo.granularity import Tile, scale_shape
 from octavo.kernels.reference import KERNELS as REFERENCE
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
-from tests.combinations import each_pair
-from tests.definitions import same_bits
-from tests.triton_cases import ALL, E4M3, E5M2, FORMATS, run_both, to
-from tests.triton_kernels import TritonKernels
+from tests.support.combinations import each_pair
+from tests.support.definitions import same_bits
+from tests.support.triton_cases import ALL, E4M3, E5M2, FORMATS, run_both, to
+from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.gpu
 

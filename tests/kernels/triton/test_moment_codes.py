@@ -8,8 +8,8 @@ from octavo import E4M3, E5M2, Format
 from octavo.formats import E4M4
 from octavo.kernels.reference import moment_codes as reference
 from octavo.kernels.reference.optimizer_state import round_to_bf16
-from tests.definitions import same_bits
-from tests.triton_kernels import TritonKernels
+from tests.support.definitions import same_bits
+from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.gpu
 
@@ -40,7 +40,7 @@ def bits_like(x: Tensor, kind: str) -> Tensor:
 @FORMATS
 def test_every_code_is_read_as_the_reference_does(fmt: Format, kernels: TritonKernels) -> None:
     out = torch.empty(256, device=kernels.device)
-    kernel = kernels.module("tests.optimizer_tile_kernels").decode_moment_kernel
+    kernel = kernels.module("tests.support.optimizer_tile_kernels").decode_moment_kernel
     kernel[(1,)](CODES.to(kernels.device), out, KINDS[fmt], 256)
     expected, found = reference.decode_moment(CODES, fmt), out.cpu()
     assert torch.equal(found.isnan(), expected.isnan())
@@ -53,7 +53,7 @@ def test_numbers_get_the_references_codes(fmt: Format, kind: str, kernels: Trito
     x = numbers(fmt)
     bits = bits_like(x, kind)
     codes = torch.empty(x.shape, dtype=torch.uint8, device=kernels.device)
-    kernel = kernels.module("tests.optimizer_tile_kernels").encode_moment_kernel
+    kernel = kernels.module("tests.support.optimizer_tile_kernels").encode_moment_kernel
     given = x.to(kernels.device), bits.to(kernels.device), codes, len(x), KINDS[fmt], kind != "nearest", BLOCK
     kernel[(-(-len(x) // BLOCK),)](*given)
     expected = reference.encode_moment(x.clone(), fmt, None if kind == "nearest" else bits)
@@ -65,7 +65,7 @@ def test_bf16_is_rounded_as_the_reference_does(kind: str, kernels: TritonKernels
     x = torch.cat([numbers(E5M2), torch.randn(1000), torch.tensor([3.3e38, -3.4e38, -0.0, 1e-40])])
     bits = bits_like(x, kind)
     out = torch.empty(x.shape, dtype=torch.bfloat16, device=kernels.device)
-    kernel = kernels.module("tests.optimizer_tile_kernels").round_to_bf16_kernel
+    kernel = kernels.module("tests.support.optimizer_tile_kernels").round_to_bf16_kernel
     kernel[(-(-len(x) // BLOCK),)](x.to(kernels.device), bits.to(kernels.device), out, len(x), BLOCK)
     expected, found = round_to_bf16(x, bits), out.cpu()
     assert torch.equal(found.isnan(), expected.isnan())

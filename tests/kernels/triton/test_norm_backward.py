@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.combinations import each_pair
-from tests.definitions import same_bits
-from tests.triton_cases import (
+from tests.support.combinations import each_pair
+from tests.support.definitions import same_bits
+from tests.support.triton_cases import (
     ALL,
     DTYPES,
     E4M3,
@@ -22,7 +22,7 @@ from tests.triton_cases import (
     use_small_tiles,
     values_of,
 )
-from tests.triton_kernels import TritonKernels
+from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.gpu
 

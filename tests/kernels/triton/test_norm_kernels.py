@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.triton_cases import ALL, E4M3, use_small_tiles
-from tests.triton_kernels import TritonKernels
+from tests.support.triton_cases import ALL, E4M3, use_small_tiles
+from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.gpu
 

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from octavo.kernels.reference.step_numbers import adam_max_update, bound_after
 from octavo.numerics import scale_from_amax
-from tests.triton_cases import row_of
-from tests.triton_kernels import TritonKernels
+from tests.support.triton_cases import row_of
+from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.gpu
 
@@ -25,7 +25,7 @@ def test_scales_of_whole_tensors(kind: int, decoupled: bool, kernels: TritonKern
         gathered = (moment * 2).view(torch.int32)
         for scale, of in ((0, None), (1, moment), (2, moment * 2)):
             out = torch.zeros(3, device=kernels.device)
-            kernel = kernels.module("tests.optimizer_tile_kernels").scales_kernel
+            kernel = kernels.module("tests.support.optimizer_tile_kernels").scales_kernel
             kernel[(1,)](row, options, gathered, out, kind, scale, decoupled, enable_fp_fusion=False)
             first = 1.0 if of is None else float(scale_from_amax(of.cpu(), LIMITS[kind], False, 0))
             most = adam_max_update(3, 0.9, 0.99)
@@ -37,7 +37,7 @@ def test_a_scale_is_left_for_each_that_has_one(kernels: TritonKernels) -> None:
     scales = torch.rand(2, 3, device=kernels.device) + 1
     for has in ((True, False, True), (False, True, False), (True, True, True)):
         work = torch.zeros(13, dtype=torch.int32, device=kernels.device)
-        kernels.module("tests.optimizer_tile_kernels").leave_kernel[(2,)](work, scales, 2, *has)
+        kernels.module("tests.support.optimizer_tile_kernels").leave_kernel[(2,)](work, scales, 2, *has)
         left = work[1:].view(3, 2, 2)  # of each that may have one: the amax found, the scale; of each tensor
         assert not left[:, 0].any()
         for k in range(3):
@@ -68,7 +68,7 @@ def test_the_last_program_ends_the_step(count: int, any_one: bool, kernels: Trit
     work = torch.zeros(1 + 6 * count, dtype=torch.int32)
     work[1:] = torch.where(has[:, None], left, 0.0).flatten().view(torch.int32)
     work = work.to(kernels.device)
-    kernel = kernels.module("tests.optimizer_tile_kernels").finish_kernel
+    kernel = kernels.module("tests.support.optimizer_tile_kernels").finish_kernel
     kernel[(1,)](table, work, count, any_one, enable_fp_fusion=False)
     assert torch.equal(steps.cpu(), torch.arange(float(count)) + 1)
     assert not work.any()

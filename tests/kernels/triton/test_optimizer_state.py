@@ -10,9 +10,9 @@ from octavo import E4M3, E5M2
 from octavo.formats import E4M4
 from octavo.kernels.reference.optimizer_state import StoredMoment, blocks_of, pieces
 from octavo.numerics import scale_from_amax
-from tests.correct_roots import correct_roots
-from tests.triton_cases import row_of
-from tests.triton_kernels import TritonKernels
+from tests.support.correct_roots import correct_roots
+from tests.support.triton_cases import row_of
+from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.gpu
 
@@ -28,7 +28,7 @@ def is_even(rows: int, cols: int) -> bool:
 def launch(kernels: TritonKernels, name: str, shape: tuple[int, int], blocks: int, *args: Any) -> None:
     """A program for each tile of so many blocks."""
     programs = -(-shape[0] * blocks_of(shape[1]) // blocks)
-    getattr(kernels.module("tests.optimizer_tile_kernels"), name)[(programs,)](*args, enable_fp_fusion=False)
+    getattr(kernels.module("tests.support.optimizer_tile_kernels"), name)[(programs,)](*args, enable_fp_fusion=False)
 
 
 @pytest.mark.parametrize("large", [False, True], ids=["int32", "int64"])

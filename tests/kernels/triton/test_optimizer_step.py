@@ -17,10 +17,10 @@ from octavo.kernels.reference.optimizer_step import AdamGroup, SgdGroup, WeightU
 from octavo.kernels.reference.optimizer_step import optimizer_step as reference
 from octavo.kernels.reference.step_numbers import adam_max_update
 from octavo.optim.moment import NAMED, Moment
-from tests.coded_gradients import put
-from tests.correct_roots import correct_roots
-from tests.triton_cases import assert_counters_are_zero
-from tests.triton_kernels import TritonKernels
+from tests.support.coded_gradients import put
+from tests.support.correct_roots import correct_roots
+from tests.support.triton_cases import assert_counters_are_zero
+from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.gpu
 

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from octavo.kernels.activations import ACTIVATIONS
 from octavo.kernels.reference import KERNELS as REFERENCE
-from tests import definitions
-from tests.combinations import each_pair
-from tests.definitions import all_codes
 from tests.kernels.reference.test_activation import GATED, exact, exact_gradient
-from tests.triton_cases import (
+from tests.support import definitions
+from tests.support.combinations import each_pair
+from tests.support.definitions import all_codes
+from tests.support.triton_cases import (
     ALL,
     DTYPES,
     E4M3,
@@ -31,7 +31,7 @@ from tests.triton_cases import (
     use_small_tiles,
     values_of,
 )
-from tests.triton_kernels import TritonKernels
+from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.gpu
 

@@ -8,9 +8,9 @@ from octavo.kernels.reference.fp8_weights import Fp8Weight
 from octavo.kernels.reference.optimizer_step import WeightUpdate
 from octavo.kernels.reference.optimizer_step import optimizer_step as reference
 from octavo.tensor.stored_weight import StoredWeight
-from tests.correct_roots import correct_roots
 from tests.kernels.triton.test_optimizer_step import ADAM, MASTERS, OTHER, SCHEMES, SGD, Both, mixed, small, update_of
-from tests.triton_kernels import TritonKernels
+from tests.support.correct_roots import correct_roots
+from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.gpu
 

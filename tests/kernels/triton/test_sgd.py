@@ -8,8 +8,8 @@ from octavo.kernels.reference.master_weights import MasterWeight
 from octavo.kernels.reference.optimizer_state import StoredMoment
 from octavo.kernels.reference.random_bits import key_of
 from octavo.kernels.reference.sgd import SgdStep, sgd_update
-from tests.triton_cases import row_of
-from tests.triton_kernels import TritonKernels
+from tests.support.triton_cases import row_of
+from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.gpu
 
@@ -30,7 +30,7 @@ def test_a_tile(step: int, nesterov: bool, momentum: float, kernels: TritonKerne
     number, found = torch.tensor([step], device=kernels.device), torch.full((1,), -1.0, device=kernels.device)
     buffer = (3, 0, 1, 0) if momentum else (0, 0, 0, 0)
     classes = (1, 2, 4, 0, 0, *buffer, 0, 0, 0, 0)
-    kernel = kernels.module("tests.optimizer_tile_kernels").sgd_tile_kernel
+    kernel = kernels.module("tests.support.optimizer_tile_kernels").sgd_tile_kernel
     before = [x.clone() for x in ours]
     kernel[(1,)](row, address, group, number, found, classes, True, enable_fp_fusion=False)
     assert all(torch.equal(a, b) for a, b in zip(ours, before, strict=True))  # it only looked

@@ -8,9 +8,19 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.reference import KERNELS as REFERENCE
-from tests.definitions import same_bits
-from tests.triton_cases import ALL, DTYPES, E4M3, E5M2, assert_counters_are_zero, assert_sums, check, to, update_args
-from tests.triton_kernels import TritonKernels
+from tests.support.definitions import same_bits
+from tests.support.triton_cases import (
+    ALL,
+    DTYPES,
+    E4M3,
+    E5M2,
+    assert_counters_are_zero,
+    assert_sums,
+    check,
+    to,
+    update_args,
+)
+from tests.support.triton_kernels import TritonKernels
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from octavo import numerics
-from tests.definitions import FINITE, FLOAT32_MAX, MAX, VALUES, all_codes, round_to_codes, same_bits
-from tests.triton_cases import E5M2, FORMATS
-from tests.triton_kernels import TritonKernels
+from tests.support.definitions import FINITE, FLOAT32_MAX, MAX, VALUES, all_codes, round_to_codes, same_bits
+from tests.support.triton_cases import E5M2, FORMATS
+from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.gpu
 
@@ -21,10 +21,10 @@ each_format = pytest.mark.parametrize("fmt", FORMATS, ids=["E4M3", "E5M2"])
 
 @pytest.fixture
 def tile_kernel(kernels: TritonKernels) -> Callable[..., None]:
-    """Runs one of tests/tile_kernels.py."""
+    """Runs one of tests/support/tile_kernels.py."""
 
     def run(name: str, first: Tensor, *args: Any) -> None:
-        kernel = getattr(kernels.module("tests.tile_kernels"), name)
+        kernel = getattr(kernels.module("tests.support.tile_kernels"), name)
         kernel[(-(-len(first) // BLOCK),)](first, *args, BLOCK=BLOCK, enable_fp_fusion=False)
 
     return run
@@ -75,7 +75,9 @@ def test_encode(kernels: TritonKernels, tile_kernel: Callable[..., None], scale:
 @each_format
 def test_decode(kernels: TritonKernels, fmt: torch.dtype) -> None:
     found = torch.full((2, 256), 99.0, device=kernels.device)
-    kernels.module("tests.tile_kernels").decode_kernel[(1,)](all_codes(fmt).to(kernels.device), *found, BLOCK=256)
+    kernels.module("tests.support.tile_kernels").decode_kernel[(1,)](
+        all_codes(fmt).to(kernels.device), *found, BLOCK=256
+    )
     for values in found.cpu().double():
         assert torch.equal(values.isnan(), VALUES[fmt].isnan())
         assert same_bits(values[~values.isnan()], VALUES[fmt][~values.isnan()])
@@ -136,6 +138,6 @@ def test_one_program_is_the_last_and_leaves_zeros(kernels: TritonKernels, progra
     for launch in range(launches):
         x = torch.rand(programs) * 10.0**-launch  # so that an amax left behind would show
         amax = torch.full((1,), math.nan, device=kernels.device)
-        kernels.module("tests.tile_kernels").largest_kernel[(programs,)](x.to(kernels.device), work, amax, ends)
+        kernels.module("tests.support.tile_kernels").largest_kernel[(programs,)](x.to(kernels.device), work, amax, ends)
         assert amax.item() == x.max() and not work.any()
     assert ends.item() == launches

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 import octavo
-from benchmarks.stored_weights import to_nearest
 from octavo import PerBlock, PerTensor, recipes
 from octavo.kernels.reference.optimizer_state import pieces
 from octavo.optim import SGD, Adam, AdamW
@@ -15,8 +14,8 @@ from octavo.optim.masters import master_of
 from octavo.optim.masters.stored import STORED
 from octavo.optim.state import matrix_of
 from octavo.tensor.stored_weight import StoredWeight
-from tests.stored_weights import STORED as RECIPES
-from tests.stored_weights import codes, inputs, net, store
+from tests.support.stored_weights import STORED as RECIPES
+from tests.support.stored_weights import codes, inputs, net, store, to_nearest
 
 RESTS = {"split16": torch.int8, "split24": torch.int16, "fp16_scaled": torch.float16, "fp32": torch.float32, None: None}
 each_master = pytest.mark.parametrize("master", RESTS, ids=str)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import octavo
 from octavo import E4M3, Cast, PerBlock, Recipe, RecipeMap, recipes
 from octavo.nn.activation import activate
-from tests.helpers import FP8_RECIPES, gradients
+from tests.support.helpers import FP8_RECIPES, gradients
 
 LINEARS = {"layer_norm": octavo.nn.LayerNormLinear, "rms_norm": octavo.nn.RMSNormLinear}
 MLPS = {"layer_norm": octavo.nn.LayerNormMLP, "rms_norm": octavo.nn.RMSNormMLP}

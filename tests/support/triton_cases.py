@@ -19,8 +19,8 @@ from octavo.kernels.reference.cast import transposed, with_padding
 from octavo.kernels.reference.codes import decode
 from octavo.kernels.reference.tiles import multiply_tiles_
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
-from tests.definitions import same_bits
-from tests.triton_kernels import TritonKernels
+from tests.support.definitions import same_bits
+from tests.support.triton_kernels import TritonKernels
 
 E4M3, E5M2 = FORMATS = [torch.float8_e4m3fn, torch.float8_e5m2]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from octavo.distributed.checkpoint import load_checkpoint, save_checkpoint
 from octavo.distributed.ranks import Ranks
-from tests.sharded_weights import adamw, differences, held, model, sharded, steps
+from tests.support.sharded_weights import adamw, differences, held, model, sharded, steps
 
 
 def go_on(mesh: Any, recipe: str, kind: str, folder: str, first: int, last: int, save: bool) -> list[str]:

@@ -13,7 +13,7 @@ from triton.runtime.jit import JITFunction
 
 from octavo.kernels import triton as package
 from octavo.kernels.triton import tiles
-from tests import triton_kernels
+from tests.support import triton_kernels
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is interpreted where there is a GPU")
 

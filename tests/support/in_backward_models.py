@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 import octavo
 from octavo.optim import AdamW, update_in_backward
 from octavo.tensor.stored_weight import StoredWeight
-from tests.helpers import every_layer
+from tests.support.helpers import every_layer
 
 D = 64
 WEIGHT = D * D * 2  # bytes of a bf16 gradient

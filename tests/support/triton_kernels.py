@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 
 PACKAGE = "octavo.kernels.triton"
-COPIED = (PACKAGE, "tests.tile_kernels", "tests.optimizer_tile_kernels")
+COPIED = (PACKAGE, "tests.support.tile_kernels", "tests.support.optimizer_tile_kernels")
 
 
 class TritonKernels:

@@ -1,6 +1,6 @@
 import itertools
 
-from tests.combinations import all_pairs
+from tests.support.combinations import all_pairs
 
 OPTIONS = {"a": [0, 1, 2], "b": ["x", "y", "z", "w"], "c": [True, False], "d": [None], "e": range(3)}
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from octavo.optim import AdamW, LastStepNorm, update_in_backward
 from octavo.optim.gradient_norms import squared_norms
 from octavo.optim.state import local
-from tests import sharded_weights as cases
+from tests.support import sharded_weights as cases
 
 
 def sharded_equals(mesh: Any, dtype: torch.dtype) -> list[str]:

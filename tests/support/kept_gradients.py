@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import octavo
 from octavo import E4M3, PerBlock, quantize
 from octavo.optim import SGD, Adam, AdamW
-from tests.helpers import every_layer
+from tests.support.helpers import every_layer
 
 KINDS = ["fp32", "bf16", "fp8", "fp8 in blocks", "tied"]
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
