@@ -1,7 +1,8 @@
-"""Where FP8 is native, and the one warning where it is not."""
+"""Where FP8 is native, which dtype a device multiplies fastest, and the one warning where FP8 is emulated."""
 
 from __future__ import annotations
 
+import functools
 import logging
 
 import torch
@@ -15,6 +16,23 @@ def runs_natively(device: torch.device) -> bool:
     # AMD's GPUs answer to the name of cuda too, with capabilities that mean something else
     nvidia = device.type == "cuda" and torch.version.hip is None
     return nvidia and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def fast_dtype(device: torch.device) -> torch.dtype:
+    """The dtype of the fastest products on a device that hold bfloat16's values exactly: bfloat16, or float32.
+
+    A CPU without instructions for bfloat16 multiplies it about five times slower than float32.
+    """
+    return torch.float32 if device.type == "cpu" and not _cpu_multiplies_bfloat16() else torch.bfloat16
+
+
+@functools.cache
+def _cpu_multiplies_bfloat16() -> bool:
+    """Asked once a process: x86 with AVX512_BF16 or AMX, Arm with BF16."""
+    if not hasattr(torch.cpu, "get_capabilities"):  # an older torch
+        return torch.cpu._is_avx512_bf16_supported()
+    capabilities = torch.cpu.get_capabilities()
+    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"))
 
 
 def warn_once_if_emulated(device: torch.device) -> None:
