@@ -1,12 +1,21 @@
+from __future__ import annotations
+
+import os
+from collections import defaultdict
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
-from tests.support import triton_kernels
+from tests.support import sets, triton_kernels
 from tests.support.pool import Pool
 
 torch.set_num_threads(1)  # a worker a core; and small tensors gain nothing by two
+
+LIMIT = 5.0  # seconds that a test of the default set may take
+# Tests that may take longer, and why.
+LONG: dict[str, str] = {}
 
 
 @pytest.fixture(autouse=True)
@@ -21,16 +30,85 @@ def kernels() -> Iterator[triton_kernels.TritonKernels]:
         yield found
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that run on several ranks share one pool of processes, so one worker runs them all."""
-    for item in items:
-        if "pool" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("pool"))
-
-
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
-    """Four ranks; see tests/support/pool.py."""
+    """Ranks; see tests/support/pool.py."""
     found = Pool()
     yield found
     found.stop()
+
+
+# --- which tests run, and what they take ------------------------------------------------------------------------------
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("octavo")
+    group.addoption("--full", action="store_true", help="all tests, not the default set")
+    group.addoption("--part", metavar="K/N", help="only the Kth of N parts that take equally long")
+    group.addoption("--write-seconds", action="store_true", help="write what files took to tests/seconds.csv")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--part"):
+        try:
+            sets.parse_part(config.getoption("--part"))
+        except ValueError as error:
+            raise pytest.UsageError(str(error)) from error
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Seconds(config), "octavo-seconds")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The default set, unless --full, or a test was given by its name."""
+    full = config.getoption("--full") or any("::" in argument for argument in config.args)
+    sets.choose(items, full, config.getoption("--part"), lambda rest: config.hook.pytest_deselected(items=rest))
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    if not config.getoption("--full"):
+        return f"default set: covering arrays of seed {sets.SEED}; --full runs all tests"
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", config.getoption("numprocesses", None) or 1))
+    seconds = sets.seconds_of_part(config.getoption("--part")) / workers
+    return f"full set: about {seconds / 60:.0f} min with {workers} workers (tests/seconds.csv)"
+
+
+class _Seconds:
+    """What tests took: shown, written when asked, and too much of it a failure."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.tests: dict[str, float] = defaultdict(float)
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        self.tests[report.nodeid] += report.duration
+
+    def too_long(self) -> dict[str, float]:
+        if self.config.getoption("--full") or any("::" in argument for argument in self.config.args):
+            return {}
+        return {test: seconds for test, seconds in self.tests.items() if seconds > LIMIT and test not in LONG}
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self.too_long() and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        if self.config.getoption("--write-seconds"):
+            sets.write_seconds(self.by_file())
+
+    def by_file(self) -> dict[str, float]:
+        files: dict[str, float] = defaultdict(float)
+        for test, seconds in self.tests.items():
+            files[test.partition("::")[0]] += seconds
+        return files
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        write = terminalreporter.write_line
+        terminalreporter.section("seconds")
+        for found in (self.by_file(), self.tests):
+            longest = sorted(found.items(), key=lambda pair: -pair[1])[:10]
+            for name, seconds in longest:
+                if seconds > 1:
+                    write(f"{seconds:7.1f}  {name}")
+        write(f"{sum(self.tests.values()):7.1f}  all {len(self.tests)} tests, on all workers together")
+        for name, seconds in self.too_long().items():
+            write(f"TOO LONG: {name} took {seconds:.1f} s: make it cheaper, mark it full, or give the reason in LONG")

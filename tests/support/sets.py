@@ -1,0 +1,142 @@
+"""Which tests a run takes: of products of parameters a covering array, or all; and of all, one part of several.
+
+The default set leaves out what is marked ``full``. Of a parametrised test it takes so many cells that every pair of
+values of every two parameters occurs, or, where the marker ``covering(1)`` says so, every value once.
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import random
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+SEED = 0
+SECONDS_FILE = Path(__file__).parents[1] / "seconds.csv"  # what each file takes in the full set, on one worker
+UNKNOWN = 0.1  # seconds of a test in a file that is not there
+
+
+def covering(cells: Sequence[Mapping[str, Hashable]], strength: int = 2) -> list[int]:
+    """Indices of cells in which all combinations of ``strength`` parameters' values occur that occur at all."""
+    strength = min(strength, len(cells[0]))
+    tuples = [{*itertools.combinations(sorted(cell.items(), key=_name), strength)} for cell in cells]
+    order = [*range(len(cells))]
+    random.Random(SEED).shuffle(order)
+    left, chosen = set[Any]().union(*tuples), list[int]()
+    while left:
+        best = max(order, key=lambda index: len(tuples[index] & left))
+        left -= tuples[best]
+        chosen.append(best)
+        order = [index for index in order if tuples[index] & left]
+    return sorted(chosen)
+
+
+def _name(item: tuple[str, Hashable]) -> str:
+    return item[0]
+
+
+def _hashable(value: Any) -> Hashable:
+    """The value as it is told from others; True is not 1."""
+    try:
+        hash(value)
+    except TypeError:
+        return repr(value)
+    return type(value).__name__, value
+
+
+def default_set(items: Iterable[Any]) -> set[Any]:
+    """The items (pytest's) of the default set."""
+    chosen, functions = set(), defaultdict[Any, list[Any]](list)
+    for item in items:
+        if item.get_closest_marker("full") is not None:
+            continue
+        callspec = getattr(item, "callspec", None)
+        if callspec is None or not callspec.params:
+            chosen.add(item)
+        else:
+            functions[item.nodeid.partition("[")[0]].append(item)
+    for cells in functions.values():
+        marker = cells[0].get_closest_marker("covering")
+        values = [{name: _hashable(value) for name, value in cell.callspec.params.items()} for cell in cells]
+        chosen.update(cells[index] for index in covering(values, *(marker.args if marker else ())))
+    return chosen
+
+
+def file_of(item: Any) -> str:
+    """The item's file, from the root."""
+    return item.nodeid.partition("::")[0]
+
+
+def known_seconds() -> dict[str, float]:
+    """Seconds of each file's tests in the full set."""
+    if not SECONDS_FILE.exists():
+        return {}
+    with SECONDS_FILE.open(newline="") as file:
+        return {row["file"]: float(row["seconds"]) for row in csv.DictReader(file)}
+
+
+def write_seconds(measured: Mapping[str, float]) -> None:
+    """Puts these files' seconds in place of what is known of them; files that are gone are dropped."""
+    root = SECONDS_FILE.parents[1]
+    rows = {file: seconds for file, seconds in {**known_seconds(), **measured}.items() if (root / file).exists()}
+    with SECONDS_FILE.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["file", "seconds"])
+        writer.writerows((name, f"{rows[name]:.1f}") for name in sorted(rows))
+
+
+def expected_seconds(items: Sequence[Any]) -> dict[str, float]:
+    """Seconds of each file among these items, on one worker."""
+    known, counts = known_seconds(), defaultdict[str, int](int)
+    for item in items:
+        counts[file_of(item)] += 1
+    return {file: known.get(file, UNKNOWN * count) for file, count in counts.items()}
+
+
+def cheapest_first(items: Sequence[Any]) -> list[Any]:
+    """Files by the seconds of one of their tests: what fails soon fails first."""
+    seconds, counts = expected_seconds(items), defaultdict[str, int](int)
+    for item in items:
+        counts[file_of(item)] += 1
+    return sorted(items, key=lambda item: (seconds[file_of(item)] / counts[file_of(item)], file_of(item)))
+
+
+def part(items: Sequence[Any], which: str) -> list[Any]:
+    """The items of part ``K/N``: whole files, such that all parts take equally long."""
+    number, parts = parse_part(which)
+    loads, members = [0.0] * parts, [set[str]() for _ in range(parts)]
+    for file, seconds in sorted(expected_seconds(items).items(), key=lambda pair: (-pair[1], pair[0])):
+        least = loads.index(min(loads))
+        loads[least] += seconds
+        members[least].add(file)
+    return [item for item in items if file_of(item) in members[number - 1]]
+
+
+def seconds_of_part(which: str | None) -> float:
+    """What the full set takes on one worker, or a part of it, as far as is known."""
+    return sum(known_seconds().values()) / (1 if which is None else parse_part(which)[1])
+
+
+def parse_part(which: str) -> tuple[int, int]:
+    """K and N of ``K/N``.
+
+    Raises:
+        ValueError: K is not 1 to N.
+    """
+    number, _, parts = which.partition("/")
+    if not (number.isdecimal() and parts.isdecimal() and 1 <= int(number) <= int(parts)):
+        raise ValueError(f"--part is {which!r}: give K/N with K from 1 to N, such as 2/6")
+    return int(number), int(parts)
+
+
+def choose(items: list[Any], full: bool, which: str | None, deselect: Callable[[list[Any]], None]) -> None:
+    """Leaves in ``items`` what the run takes, in its order, and tells of the rest."""
+    chosen = {*items} if full else default_set(items)
+    if which is not None:
+        chosen = {*part([item for item in items if item in chosen], which)}
+    if left_out := [item for item in items if item not in chosen]:
+        deselect(left_out)
+    items[:] = cheapest_first([item for item in items if item in chosen])
