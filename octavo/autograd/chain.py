@@ -82,7 +82,8 @@ def _forward(tensors: Tensors, chain: Chain, needs: tuple[bool, ...]) -> tuple[T
         assert gamma is not None
         keep = chain.returns_norm or (needs_dw and first.recipe.grad_weight is None)
         operands, y, mean, rstd = cast_norm(x, gamma, beta, chain.norm, first.recipe, needs_dw, first.state, keep)
-        y = None if y is None else y.to(chain.dtype)
+        if y is not None and y.dtype != chain.dtype:  # to y's own dtype .to() would return y, see _Chain
+            y = y.to(chain.dtype)
     h = output(y, operands, weight, bias, first, chain.dtype)
     saved = to_save(y, operands, weight, first, needs_dx, needs_dw)
     of_norm = (x, gamma, mean, rstd) if needs_dx and chain.norm is not None else (None,) * 4
@@ -107,7 +108,11 @@ def _saved_input(h: Tensor, layer: Layer) -> tuple[Tensor | None, Tensor | None]
 
 
 class _Chain(torch.autograd.Function):
-    """See the module."""
+    """See the module.
+
+    No result may be the very tensor that another name in forward held before: torch.compile of torch 2.11 returns that
+    one too, and loses the gradient of the two (pytorch issue 180642).
+    """
 
     @staticmethod
     def forward(
