@@ -88,6 +88,23 @@ def _copy() -> dict[str, ModuleType]:
                 delattr(sys.modules[package], module)
 
 
+def _fma(builder: Any, x: Any, y: Any, z: Any) -> Any:
+    """x * y + z of float32, rounded once: Triton 3.6's interpreter rounds the product too.
+
+    In float64 the product is exact, and the sum, rounded to odd, rounds to float32 as the exact sum does.
+    """
+    from triton.runtime.interpreter import TensorHandle
+
+    product, addend = x.data.astype("float64") * y.data, z.data.astype("float64")
+    total = product + addend
+    back = total - product
+    error = (product - (total - back)) + (addend - back)
+    bits = total.view("int64")
+    is_even_and_inexact = (bits & 1 == 0) & (abs(error) > 0)
+    odd = bits + is_even_and_inexact * (1 - 2 * ((error > 0) != (total > 0)))
+    return TensorHandle(odd.view("float64").astype("float32"), z.dtype.scalar)
+
+
 def _restore(owner: Any, before: dict[str, Any]) -> None:
     for name, value in dict(vars(owner)).items():
         if name not in before:
@@ -117,7 +134,9 @@ def _interpreting() -> Iterator[None]:
             return values.astype(numpy.uint32) << 16
         return convert_float(values, given, wanted, rounding)
 
+    builder = interpreter.InterpreterBuilder
     convert_float = interpreter._convert_float
+    fma = builder.create_fma if hasattr(interpreter._interpreter, "fma_fp32") else _fma
     owners = [tl, tl.core, tl.math, tl.tensor, tl.dtype, tl.condition, tl.core.tensor_descriptor_base]
     before = [dict(vars(owner)) for owner in owners]
     done = types.SimpleNamespace(restore=lambda: None)
@@ -127,6 +146,10 @@ def _interpreting() -> Iterator[None]:
             mock.patch.object(interpreter, "_patch_lang", lambda function: done),
             mock.patch.object(interpreter, "_convert_float", convert),
             mock.patch.object(JITFunction, "__call__", call),
+            mock.patch.object(builder, "create_fma", fma),
+            # where one is NaN the other counts; in Triton 3.6's interpreter, NaN
+            mock.patch.object(builder, "create_minnumf", lambda own, x, y: own.binary_op(x, y, numpy.fmin)),
+            mock.patch.object(builder, "create_maxnumf", lambda own, x, y: own.binary_op(x, y, numpy.fmax)),
             numpy.errstate(all="ignore"),  # infinities and NaN are meant
             warnings.catch_warnings(action="ignore", category=RuntimeWarning),
         ):
