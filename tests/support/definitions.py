@@ -1,14 +1,18 @@
-"""What the tests hold Octavo against, written from the standards and not from its sources.
+"""What the tests hold Octavo against, kept by others or written from the standards, and not from its sources.
 
-E4M3 and E5M2 are enumerated from the bit layout of the "OCP 8-bit Floating Point Specification", revision 1.0, table 1.
-Scales are computed with fractions; rounding to codes is a search among the midpoints of all finite codes.
+What a code of E4M3 or E5M2 reads and which code is nearest say ml_dtypes and gfloat (tests/test_formats.py holds these
+against each other); gfloat also reads and rounds to E4M4, from the description below. Scales are float64 quotients that
+gfloat rounds to float32, and down to E8M0's powers of two.
 """
 
 import math
 from collections.abc import Iterator, Sequence
-from fractions import Fraction
 
+import gfloat
+import ml_dtypes
+import numpy as np
 import torch
+from gfloat.formats import format_info_binary32, format_info_ocp_e4m3, format_info_ocp_e5m2, format_info_ocp_e8m0
 from torch import Tensor
 
 from octavo import PerBlock, PerRow, PerTensor
@@ -24,82 +28,97 @@ GRANULARITIES = [
     PerBlock(128, 1),
     PerBlock(3, 5),
 ]
-FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127
-E4M3_CODES, E5M2_CODES = torch.float8_e4m3fn, torch.float8_e5m2
-
-
-def value_of(code: int, dtype: torch.dtype) -> float:
-    """What a code reads."""
-    sign = -1.0 if code & 0x80 else 1.0
-    if dtype == E4M3_CODES:  # s eeee mmm, bias 7; S.1111.111 is NaN, there is no infinity
-        exponent, mantissa, bias, steps = (code >> 3) & 15, code & 7, 7, 8
-        if exponent == 15 and mantissa == 7:
-            return math.nan
-    else:  # s eeeee mm, bias 15; S.11111.00 is infinity, S.11111.{01, 10, 11} are NaN
-        exponent, mantissa, bias, steps = (code >> 2) & 31, code & 3, 15, 4
-        if exponent == 31:
-            return math.nan if mantissa else sign * math.inf
-    if exponent == 0:
-        return sign * (mantissa / steps) * 2.0 ** (1 - bias)
-    return sign * (1 + mantissa / steps) * 2.0 ** (exponent - bias)
-
-
+FLOAT32_MAX = torch.finfo(torch.float32).max
+# The formats as gfloat describes them. E4M4 is our own: E4M3 without its sign, and its bit in the mantissa.
+FORMAT_INFO = {
+    "E4M3": format_info_ocp_e4m3,
+    "E5M2": format_info_ocp_e5m2,
+    "E4M4": gfloat.FormatInfo(
+        "e4m4",
+        k=8,
+        precision=5,
+        bias=7,
+        is_signed=False,
+        domain=gfloat.Domain.Finite,
+        has_nz=False,
+        num_high_nans=1,
+        has_subnormals=True,
+        is_twos_complement=False,
+    ),
+}
+ML_DTYPES = {torch.float8_e4m3fn: ml_dtypes.float8_e4m3fn, torch.float8_e5m2: ml_dtypes.float8_e5m2}
+MAX = {dtype: float(ml_dtypes.finfo(oracle).max) for dtype, oracle in ML_DTYPES.items()}
 # what each code reads, by dtype, float64; and the non-negative finite ones: they ascend with the code
-VALUES = {d: torch.tensor([value_of(c, d) for c in range(256)], dtype=torch.float64) for d in (E4M3_CODES, E5M2_CODES)}
-FINITE = {E4M3_CODES: VALUES[E4M3_CODES][:0x7F], E5M2_CODES: VALUES[E5M2_CODES][:0x7C]}
-MAX = {E4M3_CODES: 448.0, E5M2_CODES: 57344.0}
+_BYTES = np.arange(256, dtype=np.uint8)
+VALUES = {dtype: torch.from_numpy(_BYTES.view(oracle).astype(np.float64)) for dtype, oracle in ML_DTYPES.items()}
+FINITE = {dtype: values[:128][values[:128].isfinite()] for dtype, values in VALUES.items()}
 
 
 def all_codes(dtype: torch.dtype) -> Tensor:
     """The 256 codes."""
-    return torch.arange(256, dtype=torch.int32).to(torch.uint8).view(dtype)
+    return torch.from_numpy(_BYTES.copy()).view(dtype)
 
 
 def read(codes: Tensor) -> Tensor:
-    """Codes as float64, by enumeration."""
+    """Codes as float64."""
     return VALUES[codes.dtype][codes.contiguous().view(torch.uint8).int()]
 
 
 def round_to_codes(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """The nearest codes (as uint8), ties to the even one.
+    """The nearest codes (as uint8) to bf16, fp16 or fp32, ties to the even one.
 
     Finite values saturate; NaN becomes 0x7F, as infinity does in E4M3.
     """
-    value = value.double()
-    grid = FINITE[dtype]
-    middle = (grid[1:] + grid[:-1]) / 2
-    magnitude = value.abs().nan_to_num(nan=0.0).contiguous()
-    code = torch.searchsorted(middle, magnitude)  # how many midpoints lie below it
-    tie = middle[code.clamp(max=len(middle) - 1)] == magnitude
-    code = torch.where(tie & (code % 2 == 1), code + 1, code)
-    code = torch.where(torch.isinf(value), 0x7F if dtype == E4M3_CODES else 0x7C, code)
-    code = code + torch.where(torch.signbit(value), 0x80, 0)
-    faulty = torch.isnan(value) | (torch.isinf(value) & (dtype == E4M3_CODES))
-    return torch.where(faulty, 0x7F, code).to(torch.uint8)
+    wide = torch.where(value.isfinite(), value.float().clamp(-MAX[dtype], MAX[dtype]), value.float())
+    with np.errstate(invalid="ignore"):  # a signalling NaN
+        codes = torch.from_numpy(wide.contiguous().numpy().astype(ML_DTYPES[dtype]).view(np.uint8))
+    return codes.masked_fill(read(codes.view(dtype)).isnan(), 0x7F)
 
 
-def float32(x: Fraction) -> float:
-    """A positive fraction rounded to nearest float32, ties to even, subnormals included."""
-    exponent = x.numerator.bit_length() - x.denominator.bit_length()
-    exponent -= x < Fraction(2) ** exponent  # now 2^exponent <= x < 2^(exponent + 1)
-    unit = Fraction(2) ** max(exponent - 23, -149)
-    rounded = round(x / unit) * unit  # of a Fraction: half to even
-    return math.inf if rounded >= 2**128 else float(rounded)
+def all_bfloat16() -> Tensor:
+    """Every bfloat16 value."""
+    return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+
+
+def neighbours(values: Tensor, distance: int = 3) -> Tensor:
+    """Each of these non-negative float32 values and the ``distance`` ones next to it on either side, finite ones."""
+    bits = values.float().view(torch.int32)[:, None] + torch.arange(-distance, distance + 1, dtype=torch.int32)
+    near = bits[bits >= 0].view(torch.float32)
+    return near[near.isfinite()]
+
+
+def around_codes(grid: Tensor) -> Tensor:
+    """Float32 values around each of these codes' values and the middles between them, and what no code reaches."""
+    beyond = grid[-1] * torch.tensor([17 / 16, 2.0, 1e4], dtype=torch.float64)
+    ends = torch.tensor([2.0**-149, 2.0**-126, FLOAT32_MAX], dtype=torch.float64)
+    return neighbours(torch.cat([grid, (grid[1:] + grid[:-1]) / 2, beyond, ends]))
+
+
+def boundaries(dtype: torch.dtype) -> Tensor:
+    """``around_codes`` of a float8 dtype, of both signs."""
+    near = around_codes(FINITE[dtype])
+    return torch.cat([near, -near])
+
+
+def scales_of(amax: Tensor, limit: float, power_of_two: bool, margin: int = 0, previous: float = 1.0) -> Tensor:
+    """The scale for each ``amax``, float32."""
+    # rounded to float64 and then to float32, which is to float32: a quotient's 53 bits are at least 2 x 24 + 2
+    with np.errstate(divide="ignore"):
+        scale = gfloat.round_ndarray(format_info_binary32, limit / 2.0**margin / amax.double().numpy())
+    scale = scale.clip(2.0**-126, 2.0**126)
+    if power_of_two:
+        scale = gfloat.round_ndarray(format_info_ocp_e8m0, scale, gfloat.RoundMode.TowardZero)
+    return torch.where(amax == 0, previous, torch.from_numpy(scale)).float()
 
 
 def scale_of(amax: float, limit: float, power_of_two: bool, margin: int = 0, previous: float = 1.0) -> float:
-    """The scale for ``amax``, rounded to float32."""
-    if amax == 0:
-        return previous
-    scale = float32(Fraction(limit) / 2**margin / Fraction(amax))
-    if power_of_two and 0 < scale < math.inf:
-        scale = 2.0 ** (math.frexp(scale)[1] - 1)
-    return min(max(scale, 2.0**-126), 2.0**126)
+    """The scale for one ``amax``."""
+    return scales_of(torch.tensor([amax], dtype=torch.float64), limit, power_of_two, margin, previous).item()
 
 
-def scale_inv_of(scale: float) -> float:
-    """Its reciprocal."""
-    return float32(1 / Fraction(scale))
+def scale_invs_of(scale: Tensor) -> Tensor:
+    """Their reciprocals."""
+    return torch.from_numpy(gfloat.round_ndarray(format_info_binary32, 1.0 / scale.double().numpy())).float()
 
 
 def tiles_of(shape: Sequence[int], tile: Sequence[int]) -> Iterator[tuple[int, int, slice, slice]]:
@@ -114,38 +133,34 @@ def tiles_of(shape: Sequence[int], tile: Sequence[int]) -> Iterator[tuple[int, i
 
 def scale_grid(shape: Sequence[int], tile: Sequence[int]) -> tuple[int, int]:
     """Rows and columns of scale_inv."""
-    last = max(((i, j) for i, j, _, _ in tiles_of(shape, tile)), default=None)
-    if last is not None:
-        return last[0] + 1, last[1] + 1
     return tuple(1 if step == -1 else math.ceil(size / step) for size, step in zip(shape, tile, strict=True))
+
+
+def tile_numbers(shape: Sequence[int], tile: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The row [R, 1] and the column [1, C] of scale_inv that each element of an [R, C] tensor finds its own in."""
+    rows, cols = (
+        torch.arange(size) // (max(size, 1) if step == -1 else step) for size, step in zip(shape, tile, strict=True)
+    )
+    return rows[:, None], cols[None]
 
 
 def cast(
     x: Tensor, dtype: torch.dtype, tile: Sequence[int], power_of_two: bool = False, margin: int = 0, scale: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(codes as uint8, scale_inv, amax), tile after tile; with ``scale`` not 0, that one for all."""
-    grid = scale_grid(x.shape, tile)
-    scale_inv, amax = torch.full(grid, math.nan), torch.full(grid, math.nan)
-    scaled = torch.full(x.shape, math.nan, dtype=torch.float64)
-    exact = x.double()
-    for i, j, rows, cols in tiles_of(x.shape, tile):
-        part = exact[rows, cols]
-        finite = part[torch.isfinite(part)].abs()
-        largest = float(finite.max()) if finite.numel() else 0.0
-        s = scale or scale_of(largest, MAX[dtype], power_of_two, margin)
-        amax[i, j], scale_inv[i, j] = largest, scale_inv_of(s)
-        scaled[rows, cols] = part * s  # 48 significant bits at most: exact in float64
-    saturating = scaled.float().clamp(-FLOAT32_MAX, FLOAT32_MAX).double()
-    rounded = torch.where(torch.isfinite(exact), saturating, exact)
-    return round_to_codes(rounded, dtype), scale_inv, amax
+    """(codes as uint8, scale_inv, amax); with ``scale`` not 0, that one for all."""
+    rows, cols = tile_numbers(x.shape, tile)
+    amax = torch.zeros(scale_grid(x.shape, tile))
+    magnitude = torch.where(x.isfinite(), x.float().abs(), 0.0)
+    amax.view(-1).scatter_reduce_(0, (rows * amax.shape[1] + cols).flatten(), magnitude.flatten(), "amax")
+    scales = torch.full_like(amax, scale) if scale else scales_of(amax, MAX[dtype], power_of_two, margin)
+    scaled = x.double() * scales.double()[rows, cols]  # 48 significant bits at most: exact in float64
+    saturating = scaled.float().clamp(-FLOAT32_MAX, FLOAT32_MAX)
+    return round_to_codes(torch.where(x.isfinite(), saturating, x.float()), dtype), scale_invs_of(scales), amax
 
 
 def dequantize(codes: Tensor, scale_inv: Tensor, tile: Sequence[int]) -> Tensor:
     """The exact values of a pair [R, C], float64."""
-    value = read(codes)
-    for i, j, rows, cols in tiles_of(codes.shape, tile):
-        value[rows, cols] *= scale_inv[i, j].double()
-    return value
+    return read(codes) * scale_inv.double()[tile_numbers(codes.shape, tile)]
 
 
 def sqnr(actual: Tensor, exact: Tensor) -> float:

@@ -9,13 +9,22 @@ import torch
 from torch import Tensor
 
 from octavo import numerics
-from tests.support.definitions import FINITE, FLOAT32_MAX, MAX, VALUES, all_codes, round_to_codes, same_bits
+from tests.support.definitions import (
+    FLOAT32_MAX,
+    MAX,
+    VALUES,
+    all_bfloat16,
+    all_codes,
+    boundaries,
+    neighbours,
+    round_to_codes,
+    same_bits,
+)
 from tests.support.triton_cases import E5M2, FORMATS
 from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.gpu
 
-BLOCK = 2048
 each_format = pytest.mark.parametrize("fmt", FORMATS, ids=["E4M3", "E5M2"])
 
 
@@ -25,34 +34,20 @@ def tile_kernel(kernels: TritonKernels) -> Callable[..., None]:
 
     def run(name: str, first: Tensor, *args: Any) -> None:
         kernel = getattr(kernels.module("tests.support.tile_kernels"), name)
-        kernel[(-(-len(first) // BLOCK),)](first, *args, BLOCK=BLOCK, enable_fp_fusion=False)
+        # on a GPU as much as its registers hold; the interpreter takes 3 ms a program, whatever its size
+        block = 2048 if first.is_cuda else 1 << min((len(first) - 1).bit_length(), 16)
+        kernel[(-(-len(first) // block),)](first, *args, BLOCK=block, enable_fp_fusion=False)
 
     return run
 
 
-def neighbours(values: Tensor) -> Tensor:
-    """Each of these non-negative float32 values and the three next to it on either side, of both signs."""
-    bits = values.float().view(torch.int32)[:, None] + torch.arange(-3, 4, dtype=torch.int32)
-    near = bits[bits >= 0].view(torch.float32)
-    return torch.cat([near, -near])
-
-
-def all_bfloat16() -> Tensor:
-    return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-
-
-def boundaries(fmt: torch.dtype) -> Tensor:
-    """Where a code begins or ends, and what no code reaches."""
-    grid = FINITE[fmt]
-    beyond = [1.001 * MAX[fmt], 17 / 16 * MAX[fmt], 2 * MAX[fmt], FLOAT32_MAX, 2.0**-126, 2.0**-149]
-    near = neighbours(torch.cat([grid, (grid[1:] + grid[:-1]) / 2, torch.tensor(beyond, dtype=torch.float64)]))
-    assert len(near) > 7 * 2 * 2 * 120
-    return torch.cat([near, torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, -math.nan])])
+def with_faults(x: Tensor) -> Tensor:
+    return torch.cat([x, torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, -math.nan])])
 
 
 @each_format
 def test_round_by_bits(kernels: TritonKernels, tile_kernel: Callable[..., None], fmt: torch.dtype) -> None:
-    for x in (all_bfloat16().float(), boundaries(fmt)):
+    for x in (all_bfloat16().float(), with_faults(boundaries(fmt))):
         codes = torch.full(x.shape, 99, dtype=torch.uint8, device=kernels.device)
         tile_kernel("round_kernel", x.to(kernels.device), codes, len(x), fmt == E5M2)
         # infinities too are numbers beyond the largest here
@@ -63,7 +58,8 @@ def test_round_by_bits(kernels: TritonKernels, tile_kernel: Callable[..., None],
 @pytest.mark.parametrize("scale", [1.0, 0.7, 2.0**40])
 def test_encode(kernels: TritonKernels, tile_kernel: Callable[..., None], scale: float, fmt: torch.dtype) -> None:
     scales = torch.full((1,), scale, device=kernels.device)
-    for x in (all_bfloat16(), boundaries(fmt), (boundaries(fmt) / scale).half()):
+    near = with_faults(boundaries(fmt))
+    for x in (all_bfloat16(), near, (near / scale).half()):
         product = (x.float() * scales.cpu()).clamp(-FLOAT32_MAX, FLOAT32_MAX)
         expected = round_to_codes(torch.where(x.isinf(), x.float(), product), fmt)
         for finite, values, right in ((False, x, expected), (True, x[~x.isinf()], expected[~x.isinf()])):
@@ -89,8 +85,9 @@ def test_narrow(kernels: TritonKernels, tile_kernel: Callable[..., None], dtype:
     halfway = lattice[:-1] + 0x8000
     if dtype == torch.float16:
         halfway = halfway[::3] + (torch.randint(0, 8, halfway[::3].shape, dtype=torch.int32) << 12)
-    special = torch.tensor([math.inf, -math.inf, 65504.0, 65519.996, 65520.0, FLOAT32_MAX])
-    x = torch.cat([neighbours(lattice.view(torch.float32)), neighbours(halfway.view(torch.float32)), special])
+    special = torch.tensor([math.inf, math.nan, 65504.0, 65519.996, 65520.0, FLOAT32_MAX])
+    x = torch.cat([neighbours(torch.cat([lattice, halfway]).view(torch.float32), 1), special])
+    x = torch.cat([x, -x])
     out = torch.empty(x.shape, dtype=dtype, device=kernels.device)
     tile_kernel("narrow_kernel", x.to(kernels.device), out, len(x))
     assert torch.equal(out.cpu().isnan(), x.isnan())
@@ -104,8 +101,7 @@ def amaxes(limit: float) -> Tensor:
     near = neighbours(torch.cat([powers, mantissa * powers[:-1]]))
     anything = torch.randint(0, 0x7F800000, (20000,), dtype=torch.int32).view(torch.float32)
     largest = torch.tensor([0.0, FLOAT32_MAX])
-    found = torch.cat([near[near >= 0], anything, largest])
-    return found[found.isfinite()]
+    return torch.cat([near, anything, largest])
 
 
 @each_format
@@ -130,7 +126,7 @@ def test_finite_abs(kernels: TritonKernels, tile_kernel: Callable[..., None]) ->
     assert same_bits(out.cpu(), torch.where(x.isfinite(), x.abs(), 0.0))
 
 
-@pytest.mark.parametrize("programs", [1, 2, 100])
+@pytest.mark.parametrize("programs", [1, 2, 17])
 def test_one_program_is_the_last_and_leaves_zeros(kernels: TritonKernels, programs: int) -> None:
     work = torch.zeros(2, dtype=torch.int32, device=kernels.device)
     launches = 3
