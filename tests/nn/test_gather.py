@@ -268,7 +268,7 @@ def with_fault(mesh, fault, recipe):
             gather.Gather.key = lambda self, recipe: (id(recipe),)
         elif fault == "each rank has its own scale":
             gather._find_scales = lambda members, mesh: find_scales(members, _Alone(mesh))
-        return compare(mesh, recipe, "uneven shards", True, 4)[0]
+        return compare(mesh, recipe, "uneven shards", True)[0]
     finally:
         gather.Gather.key, gather._find_scales = key, find_scales
 
@@ -284,5 +284,4 @@ class _Alone:
 @pytest.mark.parametrize("recipe", ["dynamic", "delayed"])
 @pytest.mark.parametrize("fault", ["weights are cast once and for all", "each rank has its own scale"])
 def test_a_fault_is_seen(pool, fault, recipe):
-    assert max(pool.run(with_fault, (2,), fault, recipe)) > 0
-    assert max(pool.run(with_fault, (2,), "", recipe)) == 0
+    assert max(pool.run(with_fault, (2,), fault, recipe)) > 0  # without it 0: tests/distributed/test_fsdp.py

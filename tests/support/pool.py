@@ -1,11 +1,16 @@
-"""Four processes that stay, joined by gloo: a task runs on the first ranks of them."""
+"""Processes that stay, joined by gloo: a task runs on the first ranks of them. They are two until a task wants more."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import math
+import multiprocessing
+import multiprocessing.connection
+import multiprocessing.forkserver
 import os
 import socket
+import time
 import traceback
 import warnings
 from collections.abc import Sequence
@@ -13,9 +18,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
-WORLD = 4
+FEW, MANY = 2, 4
+SECONDS_AFTER_A_FAULT = 5  # in which the others may still tell of theirs
+
+# Imported once, in a process without threads that ranks are forked from: each would take seconds for it.
+PRELOADED = [
+    "tests.support.pool",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "octavo.train",
+    "octavo.distributed.checkpoint",
+]
 
 
 def free_port() -> int:
@@ -24,12 +38,21 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
-def _serve(rank: int, port: int, connection: Any) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+def prepare() -> Any:
+    """Begin to import what ranks need, in the background."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    multiprocessing.forkserver.ensure_running()
+    return context
+
+
+def _serve(rank: int, world: int, port: int, connection: Any) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    with contextlib.suppress(KeyboardInterrupt):
-        dist.init_process_group("gloo", rank=rank, world_size=WORLD)
+    with contextlib.suppress(KeyboardInterrupt, EOFError):
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
         meshes: dict[Any, Any] = {}
         while (task := connection.recv()) is not None:
             module, name, shape, arguments = task
@@ -42,9 +65,8 @@ def _serve(rank: int, port: int, connection: Any) -> None:
 
 def _run(rank: int, meshes: dict[Any, Any], module: str, name: str, shape: tuple[int, ...], arguments: Any) -> Any:
     if shape not in meshes:  # every rank takes part in making the groups
-        count = int(torch.tensor(shape).prod())
         names = ("replicate", "shard")[-len(shape) :]
-        meshes[shape] = dist.DeviceMesh("cpu", torch.arange(count).view(shape), mesh_dim_names=names)
+        meshes[shape] = dist.DeviceMesh("cpu", torch.arange(math.prod(shape)).view(shape), mesh_dim_names=names)
     if rank >= meshes[shape].size():
         return None
     torch.manual_seed(0)
@@ -56,18 +78,18 @@ class Pool:
 
     def __init__(self) -> None:
         self._processes: list[Any] = []
-        self._start()
+        self._connections: list[Any] = []
 
-    def _start(self) -> None:
-        context, port = mp.get_context("spawn"), free_port()
-        ends = [context.Pipe() for _ in range(WORLD)]
-        self._connections = [here for here, _ in ends]
-        self._processes = [
-            context.Process(target=_serve, args=(rank, port, there), daemon=True)
-            for rank, (_, there) in enumerate(ends)
-        ]
-        for process in self._processes:
-            process.start()
+    def _start(self, world: int) -> None:
+        context = prepare()
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # at a free port
+        for rank in range(world):
+            here, there = context.Pipe()
+            arguments = rank, world, self._store.port, there
+            self._processes.append(context.Process(target=_serve, args=arguments, daemon=True))
+            self._processes[-1].start()
+            there.close()
+            self._connections.append(here)
 
     def run(self, task: Any, shape: Sequence[int], *arguments: Any, seconds: float = 300) -> list[Any]:
         """What each rank returned.
@@ -75,18 +97,42 @@ class Pool:
         Raises:
             AssertionError: with the ranks' tracebacks, where any failed or took longer.
         """
+        size = math.prod(shape)
+        if size > len(self._processes):
+            self.stop()
+            self._start(FEW if size <= FEW else MANY)
         for connection in self._connections:
             connection.send((task.__module__, task.__name__, tuple(shape), arguments))
-        answers = [connection.recv() if connection.poll(seconds) else None for connection in self._connections]
-        failed = [f"rank {rank}:\n{answer[1]}" for rank, answer in enumerate(answers) if answer and not answer[0]]
-        failed += [f"rank {rank}: no answer" for rank, answer in enumerate(answers) if answer is None]
+        answers = self._answers(seconds)
+        failed = [f"rank {rank}: {answer}" for rank, (good, answer) in enumerate(answers) if not good]
         if failed:
-            self.stop()
-            self._start()  # collectives may be half done
+            self.stop(seconds=0)  # collectives may be half done
             raise AssertionError("\n".join(failed))
-        return [answer[1] for answer in answers if answer][: int(torch.tensor(tuple(shape)).prod())]
+        return [answer for _, answer in answers[:size]]
 
-    def stop(self) -> None:
+    def _answers(self, seconds: float) -> list[tuple[bool, Any]]:
+        """Whether each rank did its task, and what it returned or raised."""
+        found: dict[Any, tuple[bool, Any]] = {}
+        deadline = time.monotonic() + seconds
+        while left := [connection for connection in self._connections if connection not in found]:
+            ready = multiprocessing.connection.wait(left, max(0.0, deadline - time.monotonic()))
+            for connection in ready or left:
+                try:
+                    found[connection] = connection.recv() if ready else (False, "no answer")
+                except EOFError:
+                    found[connection] = False, "it ended"
+                if not found[connection][0]:
+                    deadline = min(deadline, time.monotonic() + SECONDS_AFTER_A_FAULT)
+        return [found[connection] for connection in self._connections]
+
+    def stop(self, seconds: float = 5) -> None:
+        """End all ranks; those that do not within some seconds are killed."""
+        deadline = time.monotonic() + seconds
+        for connection in self._connections:
+            with contextlib.suppress(OSError):
+                connection.send(None)
         for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
             process.kill()
             process.join()
+        self._processes, self._connections = [], []
