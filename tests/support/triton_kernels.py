@@ -4,6 +4,7 @@ Whether a kernel is interpreted is settled as ``@triton.jit`` decorates it, and 
 a GPU. So the interpreter gets its own copy of them, and no other test sees it.
 """
 
+import dataclasses
 import functools
 import importlib
 import sys
@@ -134,17 +135,32 @@ def _interpreting() -> Iterator[None]:
             return values.astype(numpy.uint32) << 16
         return convert_float(values, given, wanted, rounding)
 
-    builder = interpreter.InterpreterBuilder
-    convert_float = interpreter._convert_float
+    def dtype_of(given: tl.dtype) -> numpy.dtype:
+        element = getattr(given, "element_ty", given) if given.is_block() else given
+        return numpy.dtype(numpy.uint64) if element.is_ptr() else dtypes[element]
+
+    def untyped(values: Any, fields: Any = None) -> Any:  # of a tuple nothing asks for more than its fields' names
+        return tl.core.tuple_type([], fields)
+
+    integers = [tl.int1, *(getattr(tl, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64))]
+    scalars = [*integers, tl.float16, tl.bfloat16, tl.float32, tl.float64, tl.float8e5, tl.float8e4nv]
+    builder, convert_float = interpreter.InterpreterBuilder, interpreter._convert_float
+    unsanitized = dataclasses.replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+    dtypes = {element: interpreter._get_np_dtype(element) for element in scalars}
     fma = builder.create_fma if hasattr(interpreter._interpreter, "fma_fp32") else _fma
     owners = [tl, tl.core, tl.math, tl.tensor, tl.dtype, tl.condition, tl.core.tensor_descriptor_base]
     before = [dict(vars(owner)) for owner in owners]
     done = types.SimpleNamespace(restore=lambda: None)
     try:
         interpreter._patch_lang(types.FunctionType((lambda: None).__code__, {"tl": tl, "core": tl.core}))
+        tl.tensor.__index__ = lambda value: value.handle.data.item()  # NumPy 2.4 refuses how Triton 3.6 does it
         with (
             mock.patch.object(interpreter, "_patch_lang", lambda function: done),
             mock.patch.object(interpreter, "_convert_float", convert),
+            # what costs half of the interpreter's time: overflow looked for in each integer sum, and types made anew
+            mock.patch.object(interpreter.interpreter_builder, "options", unsanitized),
+            mock.patch.object(interpreter, "_get_np_dtype", dtype_of),
+            mock.patch.object(tl.core, "_type_for_tuple_values", untyped),
             mock.patch.object(JITFunction, "__call__", call),
             mock.patch.object(builder, "create_fma", fma),
             # where one is NaN the other counts; in Triton 3.6's interpreter, NaN
