@@ -23,6 +23,7 @@ from octavo.kernels.reference import tiles
 from octavo.kernels.reference.tiles import multiply_tiles_, row_runs, with_scratch
 
 _SMALL = 4096  # below this, one conversion at 2 ns an element is faster than eight calls
+_FACTOR = {torch.float8_e4m3fn: 256.0, torch.float8_e5m2: 1.0}  # of what codes' bits read as a float16
 
 
 def encode(
@@ -76,7 +77,11 @@ def encode(
 
 
 def decode(
-    codes: Tensor, dtype: torch.dtype, scale_inv: Tensor | None = None, tile: Sequence[int] = (ALL, ALL)
+    codes: Tensor,
+    dtype: torch.dtype,
+    scale_inv: Tensor | None = None,
+    tile: Sequence[int] = (ALL, ALL),
+    into: Tensor | None = None,
 ) -> Tensor:
     """Read codes as numbers: exactly, or times their scale_inv in float32 and then rounded once.
 
@@ -85,37 +90,73 @@ def decode(
         dtype: bfloat16, float16 or float32; bfloat16 and float32 hold every code exactly.
         scale_inv: float32, one a tile, or None.
         tile: (rows, columns) that share a scale_inv.
+        into: memory to write to, as many elements of ``dtype``, if codes are dense; fresh by default.
 
     Returns:
-        [R, C] of ``dtype``, a fresh tensor, laid out as codes where those are dense.
+        [R, C] of ``dtype``, laid out as codes where those are dense.
     """
-    if codes.numel() < _SMALL and scale_inv is None:
-        return codes.to(dtype)
+    if codes.numel() < _SMALL:
+        if scale_inv is None:
+            return codes.to(dtype)
+        return multiply_tiles_(codes.to(torch.float32), scale_inv, tile).to(dtype)
+    return _decode(codes, dtype, scale_inv, tile, into, codes.dtype == torch.float8_e4m3fn)
+
+
+def decode_apart(codes: Tensor, dtype: torch.dtype, into: Tensor | None = None) -> tuple[Tensor, float]:
+    """Read codes as numbers apart from a factor, a power of two that a product applies to its result for nothing.
+
+    Args:
+        codes, dtype, into: as of decode.
+
+    Returns:
+        numbers [R, C], exact in bfloat16 and float32; and the factor that makes them what the codes read.
+    """
+    if codes.numel() < _SMALL:
+        return codes.to(dtype), 1.0
+    return _decode(codes, dtype, None, (ALL, ALL), into, False), _FACTOR[codes.dtype]
+
+
+def _decode(
+    codes: Tensor,
+    dtype: torch.dtype,
+    scale_inv: Tensor | None,
+    tile: Sequence[int],
+    into: Tensor | None,
+    whole: bool,
+) -> Tensor:
+    """Numbers times their scale_inv, and, if ``whole``, the factor of their format."""
     if not codes.is_contiguous():
         if codes.t().is_contiguous():
             flipped = None if scale_inv is None else scale_inv.t()
-            return decode(codes.t(), dtype, flipped, (tile[1], tile[0])).t()
+            return _decode(codes.t(), dtype, flipped, (tile[1], tile[0]), into, whole).t()
         codes = codes.contiguous()
+    values = torch.empty(codes.shape, dtype=dtype, device=codes.device) if into is None else into.view(codes.shape)
+    factor = _FACTOR[codes.dtype] if whole else 1.0
+    holds_nan = codes.dtype == torch.float8_e4m3fn and _holds_nan(codes)
+    runs = row_runs(tile, scale_inv, codes, values)
+    in_place = ((scale, target, source, target) for scale, source, target in runs)
+    for run_scale_inv, wide, source, target in in_place if dtype == torch.float32 else with_scratch(runs):
+        _read(source, wide, holds_nan)
+        if factor != 1.0:
+            wide.mul_(factor)
+        scaled = wide if run_scale_inv is None else multiply_tiles_(wide, run_scale_inv, tile)
+        if scaled is not target:
+            target.copy_(scaled)
+    return values
+
+
+def _read(codes: Tensor, wide: Tensor, holds_nan: bool) -> None:
+    """Write what contiguous codes read, divided by their format's factor, to float32 memory."""
     # E4M3: s eeee mmm -> s 0eeee mmm0000000, a float16 whose exponent reads 2^8 too small. (int8 extends the sign to
     # two bits, the mask drops the second.) By way of float16, because CPUs told to flush subnormals leave its
     # conversion alone. E5M2 is the upper byte of a float16, inf and NaN included.
-    is_e4m3 = codes.dtype == torch.float8_e4m3fn
-    values = torch.empty(codes.shape, dtype=dtype, device=codes.device)
-    for run_scale_inv, scratch, source, target in with_scratch(row_runs(tile, scale_inv, codes, values)):
-        bits = source.view(torch.int8).to(torch.int16)
-        if is_e4m3:
-            half = bits.mul_(1 << 7).bitwise_and_(-0x4080).view(torch.float16)
-            wide = scratch.copy_(half).mul_(256.0)
-            if _holds_nan(source):
-                wide.masked_fill_(source.view(torch.uint8).bitwise_and(0x7F) == 0x7F, float("nan"))
-        else:
-            wide = scratch.copy_(bits.mul_(1 << 8).view(torch.float16))
-        target.copy_(wide if run_scale_inv is None else multiply_tiles_(wide, run_scale_inv, tile))
-    return values
+    bits = codes.view(torch.int8).to(torch.int16)
+    bits = bits.mul_(1 << 7).bitwise_and_(-0x4080) if codes.dtype == torch.float8_e4m3fn else bits.mul_(1 << 8)
+    wide.copy_(bits.view(torch.float16))
+    if holds_nan:
+        wide.masked_fill_(codes.view(torch.uint8).bitwise_and(0x7F) == 0x7F, float("nan"))
 
 
 def _holds_nan(codes: Tensor) -> bool:
     """Whether any E4M3 code is NaN: 0x7F is the largest int8, 0xFF the largest uint8."""
-    if codes.numel() == 0:
-        return False
     return bool(codes.view(torch.int8).max() == 0x7F) or bool(codes.view(torch.uint8).max() == 0xFF)

@@ -1,21 +1,27 @@
 """The product of two pairs, a . b^T, on any device.
 
-Codes are exact in bfloat16, so a CPU multiplies them there: its own float8 product (oneDNN) is 2-8 times slower than
-a bf16 one, and there is no float32 output for bf16 operands. A scale that is constant along K multiplies the result;
-one that varies along K must multiply the operand first, which is exact for powers of two and otherwise rounds each
-operand once more to bf16: at 2^-9 that is 25 dB below the error of the codes themselves.
+Codes are exact in bfloat16 and in float32, so a CPU multiplies them in the one that it multiplies faster: its own
+float8 product (oneDNN) is 2-8 times slower. A scale that is constant along K multiplies the result; one that varies
+along K must multiply the operand first.
+
+In float32 all is applied before the one rounding to the result's dtype. In bfloat16, for which torch has no float32
+output, two things round once more, each to bf16, at 2^-9 25 dB below the error of the codes themselves: an operand
+whose scales vary along K and are no powers of two, and a product that several scales multiply.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from octavo.granularity import ALL
+from octavo.kernels import emulation
 from octavo.kernels.reference import tiles
-from octavo.kernels.reference.codes import decode
+from octavo.kernels.reference.codes import decode, decode_apart
 from octavo.kernels.reference.tiles import row_slices, tile_rows
 from octavo.numerics import MAX_SCALE, MIN_SCALE
 
@@ -32,57 +38,139 @@ def matmul(
     fast_accum: bool,
 ) -> Tensor:
     """``octavo::matmul``."""
-    compute = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
-    b_NK, b_rest = _operand(b, b_scale_inv, b_tile, compute)
-    bias = None if bias is None else bias.to(compute)
-    out_MN = b_NK.new_empty(a.shape[0], b.shape[0])
+    compute = emulation.fast_dtype(a.device) if out_dtype == torch.bfloat16 else torch.float32
+    if bias is not None:
+        bias = bias.to(torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32).to(compute)
+    a_pair, b_pair = _Pair(a, a_scale_inv, a_tile), _Pair(b, b_scale_inv, b_tile)
+    if max(a.numel(), b.numel()) > tiles.RUN and compute == torch.float32 and lies_transposed(a) and lies_transposed(b):
+        return _in_runs_of_terms(a_pair, b_pair, bias).to(out_dtype)
     if a.numel() <= tiles.RUN:
-        _multiply(*_operand(a, a_scale_inv, a_tile, compute), b_NK, b_rest, bias, out_MN)
+        out_MN = a.new_empty((a.shape[0], b.shape[0]), dtype=compute)
+        _multiply(_operand(a_pair, compute), _operand(b_pair, compute), bias, out_MN)
         return out_MN.to(out_dtype)
-    # In runs of a's rows, which stay in the cache between reading them and multiplying them. Of a transposed operand
-    # rows are columns in memory, and runs larger: there they only keep all of it from being there in bf16.
-    lies_transposed = not a.is_contiguous() and a.t().is_contiguous()
-    unit = 1 if a_tile[0] == ALL else a_tile[0]
-    runs = row_slices((a.shape[0], a.shape[1]), unit, 4 if lies_transposed else 1)
-    for rows in runs if lies_transposed or a.is_contiguous() else [slice(0, a.shape[0])]:
-        a_run = a.t()[:, rows].contiguous().t() if lies_transposed else a[rows]
-        a_MK, a_rest = _operand(a_run, tile_rows(a_scale_inv, a_tile, rows), a_tile, compute)
-        _multiply(a_MK, a_rest, b_NK, b_rest, bias, out_MN[rows])
-    return out_MN.to(out_dtype)
+    return _in_runs_of_rows(a_pair, b_pair, bias, compute, out_dtype)
 
 
-def _multiply(
-    a_MK: Tensor, a_rest: Tensor | None, b_NK: Tensor, b_rest: Tensor | None, bias: Tensor | None, out_MN: Tensor
-) -> None:
+class _Pair(NamedTuple):
+    q: Tensor
+    scale_inv: Tensor
+    tile: Sequence[int]
+
+
+class _Operand(NamedTuple):
+    """An operand [rows, K] to multiply, and what is left to multiply the result with.
+
+    ``rest``: [rows, 1] or [1, 1], or None; ``factor``: a power of two.
+    """
+
+    values: Tensor
+    rest: Tensor | None
+    factor: float
+
+
+def lies_transposed(x: Tensor) -> bool:
+    """Whether columns, and not rows, are contiguous one after the other."""
+    return not x.is_contiguous() and x.t().is_contiguous()
+
+
+def _in_runs_of_rows(a: _Pair, b: _Pair, bias: Tensor | None, compute: torch.dtype, out_dtype: torch.dtype) -> Tensor:
+    """In runs of a's rows, which stay in the cache between reading them and multiplying them.
+
+    Of a transposed operand rows are columns in memory, and runs larger: there they only keep all of it from being there
+    in another dtype.
+    """
+    (q, scale_inv, tile), multiplied = a, _operand(b, compute)
+    rows, cols = q.shape[0], b.q.shape[0]
+    out_MN = q.new_empty((rows, cols), dtype=out_dtype)
+    transposed = lies_transposed(q)
+    unit = 1 if tile[0] == ALL else tile[0]
+    widest = q.shape[1] if compute == out_dtype else max(q.shape[1], cols)
+    runs = row_slices((rows, widest), unit, 4 if transposed else 1)
+    memory = wide = None
+    for run in runs if transposed or q.is_contiguous() else [slice(0, rows)]:
+        a_run = q.t()[:, run].contiguous().t() if transposed else q[run]
+        if memory is None:
+            memory = q.new_empty(a_run.numel(), dtype=compute)
+            wide = None if compute == out_dtype else q.new_empty((len(a_run), cols), dtype=compute)
+        pair = _Pair(a_run, tile_rows(scale_inv, tile, run), tile)
+        operand = _operand(pair, compute, memory[: a_run.numel()])
+        if wide is None:
+            _multiply(operand, multiplied, bias, out_MN[run])
+        else:
+            _multiply(operand, multiplied, bias, wide[: len(a_run)])
+            out_MN[run].copy_(wide[: len(a_run)])
+    return out_MN
+
+
+def _in_runs_of_terms(a: _Pair, b: _Pair, bias: Tensor | None) -> Tensor:
+    """In float32, of operands that both lie transposed, as grad_weight's do: some terms of all sums after others.
+
+    So neither operand is ever in float32 as a whole.
+    """
+    rows, cols, terms = a.q.shape[0], b.q.shape[0], a.q.shape[1]
+    unit = math.lcm(*(max(pair.tile[1], 1) for pair in (a, b)))
+    out_MN = a.q.new_zeros((rows, cols), dtype=torch.float32)
+    memories: list[Tensor] | None = None
+    left = right = None
+    for run in row_slices((terms, max(rows, cols)), unit):
+        if memories is None:
+            memories = [pair.q.new_empty((run.stop, len(pair.q)), dtype=torch.float32) for pair in (a, b)]
+        left, right = (
+            _operand(_terms(pair, run), torch.float32, memory[: run.stop - run.start])
+            for pair, memory in zip((a, b), memories, strict=True)
+        )
+        torch.addmm(out_MN, left.values, right.values.t(), alpha=left.factor * right.factor, out=out_MN)
+    assert left is not None and right is not None
+    _multiply_rests(out_MN, left.rest, right.rest, bias)
+    return out_MN
+
+
+def _terms(pair: _Pair, run: slice) -> _Pair:
+    """Some columns of an operand, whole tiles."""
+    q, scale_inv, tile = pair
+    of_run = tile_rows(scale_inv.t(), (tile[1], tile[0]), run).t()
+    return _Pair(q.t()[run].t(), of_run, tile)
+
+
+def _operand(pair: _Pair, compute: torch.dtype, memory: Tensor | None = None) -> _Operand:
+    q, scale_inv, tile = pair
+    if tile[1] != ALL:
+        return _Operand(decode(q, compute, scale_inv, tile, memory), None, 1.0)
+    values, factor = decode_apart(q, compute, memory)
+    return _Operand(values, scale_inv, factor)
+
+
+def _multiply(a: _Operand, b: _Operand, bias: Tensor | None, out_MN: Tensor) -> None:
     """Write a . b^T times the scales left, plus bias.
 
     By out=, because autocast would turn the product into float16, where a sum of codes overflows.
     """
-    factor = _common_factor(a_rest, b_rest)
-    if factor is not None:  # inside the product: one rounding and no second pass over the result
+    factor, common = a.factor * b.factor, _common_factor(a, b)
+    if common is not None:  # inside the product: one rounding and no second pass over the result
         start, beta = (out_MN, 0) if bias is None else (bias, 1)
-        torch.addmm(start, a_MK, b_NK.t(), beta=beta, alpha=factor, out=out_MN)
+        torch.addmm(start, a.values, b.values.t(), beta=beta, alpha=common, out=out_MN)
         return
-    torch.mm(a_MK, b_NK.t(), out=out_MN)
-    if a_rest is None and b_rest is None and bias is None:
-        return
-    wide = out_MN.to(torch.float32, copy=True)
+    torch.addmm(out_MN, a.values, b.values.t(), beta=0, alpha=factor, out=out_MN)
+    if out_MN.dtype == torch.float32:
+        _multiply_rests(out_MN, a.rest, b.rest, bias)
+    elif a.rest is not None or b.rest is not None or bias is not None:
+        wide = out_MN.to(torch.float32)
+        _multiply_rests(wide, a.rest, b.rest, bias)
+        out_MN.copy_(wide)
+
+
+def _multiply_rests(wide_MN: Tensor, a_rest: Tensor | None, b_rest: Tensor | None, bias: Tensor | None) -> None:
+    """Multiply float32 rows by a's scales and columns by b's; add bias."""
     for rest in (a_rest, None if b_rest is None else b_rest.t()):
         if rest is not None:
-            wide.mul_(rest)
-    out_MN.copy_(wide if bias is None else wide.add_(bias))
+            wide_MN.mul_(rest)
+    if bias is not None:
+        wide_MN.add_(bias)
 
 
-def _operand(q: Tensor, scale_inv: Tensor, tile: Sequence[int], compute: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """The operand [rows, K] to multiply, and what is left to multiply into the result's rows ([rows, 1] or [1, 1])."""
-    if tile[1] != ALL:
-        return decode(q, compute, scale_inv, tile), None
-    return decode(q, compute), scale_inv
-
-
-def _common_factor(a_rest: Tensor | None, b_rest: Tensor | None) -> float | None:
+def _common_factor(a: _Operand, b: _Operand) -> float | None:
     """The one number that multiplies the whole result; None where there is none, or float32 would not hold it."""
-    if a_rest is None or b_rest is None or a_rest.numel() != 1 or b_rest.numel() != 1:
+    if a.rest is None or b.rest is None or a.rest.numel() != 1 or b.rest.numel() != 1:
         return None
-    factor = float(a_rest) * float(b_rest)
+    factor = float(a.rest) * a.factor * float(b.rest) * b.factor
     return factor if MIN_SCALE <= factor <= MAX_SCALE else None

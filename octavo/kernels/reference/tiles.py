@@ -65,6 +65,8 @@ def multiply_tiles_(x_RC: Tensor, scale: Tensor | float, tile: Sequence[int]) ->
     if isinstance(scale, float) or (tile[0] in _BROADCASTS and tile[1] in _BROADCASTS):
         return x_RC.mul_(scale)
     tiled = as_tiles(x_RC, tile).mul_(scale[:, None, :, None])
+    if tiled.data_ptr() == x_RC.data_ptr():
+        return x_RC
     rows, cols = x_RC.shape
     return tiled.flatten(2, 3).flatten(0, 1)[:rows, :cols]
 

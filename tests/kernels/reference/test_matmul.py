@@ -2,12 +2,15 @@
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from octavo import Granularity, PerBlock, PerRow, PerTensor, kernels
+from octavo.kernels import emulation
+from octavo.kernels.reference import tiles
 from tests.support import definitions
 from tests.support.definitions import GRANULARITIES, sqnr
 
@@ -129,6 +132,74 @@ def test_faults_reach_their_row_and_column_and_no_other(fault: float, granularit
             assert bool(torch.isnan(result[hit]).all())
     # the fault is no part of any amax, but the elements that it replaced were
     assert sqnr(result[:4, :7], clean[:4, :7].double()) > 20
+
+
+def only_rounded_once(result: Tensor, a: Pair, a_g: Granularity, b: Pair, b_g: Granularity, bias: Tensor) -> bool:
+    """Whether a bf16 result is the rounding of some float32 sum of the exact terms.
+
+    However K terms and a bias are added, in float32 each of K additions, and each product with a scale, is off by at
+    most 2^-24 of what it gives: in all by (K + 8) 2^-24 of the sum of the terms' magnitudes. Rounding keeps order.
+    """
+    a_MK, b_NK = definitions.dequantize(*a, a_g.tile), definitions.dequantize(*b, b_g.tile)
+    exact = a_MK @ b_NK.t() + bias.double()
+    off = (a_MK.shape[1] + 8) * 2.0**-24 * (a_MK.abs() @ b_NK.abs().t() + bias.double().abs())
+    low, high = (exact - off).to(torch.bfloat16), (exact + off).to(torch.bfloat16)
+    return bool(((low <= result) & (result <= high)).all())
+
+
+@pytest.mark.parametrize("run", [500, 1 << 18])
+@pytest.mark.parametrize("laid", ["as it is", "transposed"])
+@pytest.mark.parametrize("a_g", GRANULARITIES, ids=str)
+def test_two_dtypes_differ_in_the_order_of_additions_alone(
+    monkeypatch: pytest.MonkeyPatch, a_g: Granularity, laid: str, run: int
+) -> None:
+    monkeypatch.setattr(tiles, "RUN", run)
+    for b_g, power_of_two in [(a_g, True), (PerBlock(128, 128), True), (PerTensor(), a_g != PerTensor())]:
+        a, b = (pair(uneven(rows, 300), g, E4M3, power_of_two) for rows, g in ((37, a_g), (33, b_g)))
+        if laid == "transposed":
+            a, b = ((q.t().contiguous().t(), s.t().contiguous().t()) for q, s in (a, b))
+        # of scales that differ by row or block bf16 rounds the product before it adds a bias
+        bias = (torch.randn(33) * 100).bfloat16() if a_g == b_g == PerTensor() else torch.zeros(33)
+        for fast in (torch.float32, torch.bfloat16):
+            monkeypatch.setattr(emulation, "fast_dtype", lambda device, fast=fast: fast)
+            given = bias if bias.any() else None
+            assert only_rounded_once(product(a, a_g, b, b_g, torch.bfloat16, given), a, a_g, b, b_g, bias), (fast, b_g)
+
+
+@pytest.mark.parametrize("run", [500, 1 << 18])
+@pytest.mark.parametrize("a_g", GRANULARITIES, ids=str)
+def test_float32_applies_all_before_the_one_rounding(
+    monkeypatch: pytest.MonkeyPatch, a_g: Granularity, run: int
+) -> None:
+    monkeypatch.setattr(tiles, "RUN", run)
+    monkeypatch.setattr(emulation, "fast_dtype", lambda device: torch.float32)
+    for b_g in GRANULARITIES:
+        a, b, bias = pair(uneven(37, 300), a_g), pair(uneven(33, 300), b_g, E5M2), (torch.randn(33) * 100).bfloat16()
+        a_t, b_t = ((q.t().contiguous().t(), s.t().contiguous().t()) for q, s in (a, b))
+        for x, y in itertools.product([a, a_t], [b, b_t]):
+            assert only_rounded_once(product(x, a_g, y, b_g, torch.bfloat16, bias), a, a_g, b, b_g, bias), b_g
+
+
+@pytest.mark.parametrize("formats", list(itertools.product([E4M3, E5M2], repeat=2)), ids=str)
+def test_no_operand_is_widened_as_a_whole(
+    monkeypatch: pytest.MonkeyPatch, formats: tuple[torch.dtype, torch.dtype]
+) -> None:
+    monkeypatch.setattr(tiles, "RUN", 500)
+    seen: list[int] = []
+    addmm = torch.addmm
+
+    def watched(start: Tensor, a_MK: Tensor, b_KN: Tensor, **options: Any) -> Tensor:
+        seen.append(max(a_MK.numel(), b_KN.numel()))
+        return addmm(start, a_MK, b_KN, **options)
+
+    monkeypatch.setattr(torch, "addmm", watched)
+    for granularity in GRANULARITIES:
+        # grad_weight: both operands are activations; one of them may be narrow
+        a, b = pair(uneven(7, 1000), granularity, formats[0]), pair(uneven(20, 1000), granularity, formats[1])
+        a_t, b_t = ((q.t().contiguous().t(), s.t().contiguous().t()) for q, s in (a, b))
+        assert sqnr(product(a_t, granularity, b_t, granularity), exact_product(a, granularity, b, granularity)) > 120
+        assert max(seen) <= max(500, 20 * granularity.tile[1]), granularity
+        seen.clear()
 
 
 def read_sign(codes: Tensor) -> Tensor:
