@@ -130,6 +130,7 @@ def describe(result: Any) -> list[tuple[Any, ...]]:
     return [(t.shape, t.dtype, t.device, t.is_contiguous()) for t in tree_leaves(result) if isinstance(t, Tensor)]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_fakes_agree_with_what_the_ops_return(shape: tuple[int, int], tile: tuple[int, int]) -> None:
@@ -148,6 +149,7 @@ def test_fakes_agree_with_what_the_ops_return(shape: tuple[int, int], tile: tupl
     assert seen == {*SCHEMAS}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("tile", [(-1, -1), (1, -1), (3, 5)], ids=str)
 @pytest.mark.parametrize("shape", [(7, 12), (1, 6), (0, 5)], ids=str)
 def test_opcheck(shape: tuple[int, int], tile: tuple[int, int]) -> None:
@@ -184,6 +186,7 @@ def test_a_call_by_name_is_the_op(tile: tuple[int, int]) -> None:
             assert same_bits(a, b) if isinstance(a, Tensor) else a == b, name
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_no_op_reads_memory_that_it_did_not_write(shape: tuple[int, int], tile: tuple[int, int]) -> None:
