@@ -248,11 +248,15 @@ GROUPS: dict[str, Callable[[], Iterator[Case]]] = {
 }
 
 
-def compiled(capability: int, group: str) -> Iterator[tuple[dict[str, object], list[str]]]:
-    """The row of each distinct kernel of a group, and what is amiss with it."""
+def compiled(
+    capability: int, group: str, only: tuple[str, str] | None = None
+) -> Iterator[tuple[dict[str, object], list[str]]]:
+    """The row of each distinct kernel of a group, and what is amiss with it; of ``only`` one (op, case) where given."""
     seen = set()
     with offline(capability) as launches:
         for case in GROUPS[group]():
+            if only not in (None, (case.op, case.what)):
+                continue
             launches.clear()  # making a case may launch too
             case.call()
             for launch in launches:

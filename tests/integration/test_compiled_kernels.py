@@ -1,5 +1,6 @@
 """The kernels' machine code for Hopper and Blackwell, made without a GPU and checked by benchmarks/compiled.py."""
 
+import csv
 import importlib
 import os
 import subprocess
@@ -12,20 +13,42 @@ import torch
 triton = pytest.importorskip("triton")
 compiled = importlib.import_module("benchmarks.compiled")
 gpu_host = importlib.import_module("benchmarks.gpu_host")
+uncompiled = importlib.import_module("tests.support.uncompiled").uncompiled
 launch = importlib.import_module("octavo.kernels.triton.launch")
 
 ROOT = Path(__file__).parents[2]
+KERNELS = ROOT / "octavo/kernels/triton"
 OLDEST = "3.6.0"  # Triton, what torch 2.11 brings
 
 
-@pytest.mark.parametrize(
-    "capability", [pytest.param(c, marks=[pytest.mark.slow] if c != 90 else []) for c in compiled.CAPABILITIES]
-)
+with (ROOT / "benchmarks/results/compiled.csv").open(newline="") as file:
+    # of each kernel the first call that launches it
+    FIRST = {row["kernel"]: (row["op"], row["case"]) for row in reversed(list(csv.DictReader(file)))}
+
+
+def misses(found: list[tuple[dict[str, object], list[str]]]) -> list[tuple[object, ...]]:
+    return [(row["kernel"], row["op"], row["case"], miss) for row, misses in found for miss in misses]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("capability", compiled.CAPABILITIES)
 @pytest.mark.parametrize("group", compiled.GROUPS)
 def test_machine_code(group: str, capability: int) -> None:
     found = list(compiled.compiled(capability, group))
-    assert found
-    assert [(row["kernel"], row["op"], row["case"], miss) for row, misses in found for miss in misses] == []
+    assert found and misses(found) == []
+
+
+@pytest.mark.parametrize("kernel", FIRST)
+def test_machine_code_of_one_of_each_kernel(kernel: str) -> None:
+    found = [row for group in compiled.GROUPS for row in compiled.compiled(90, group, FIRST[kernel])]
+    assert kernel in {row["kernel"] for row, _ in found}, f"{FIRST[kernel]}: run benchmarks compiled, which writes it"
+    assert misses(found) == []
+
+
+def test_every_kernel_is_compiled() -> None:
+    modules = [importlib.import_module(f"octavo.kernels.triton.{file.stem}") for file in KERNELS.glob("[a-z]*.py")]
+    jitted = (value for module in modules for value in vars(module).values() if hasattr(value, "raw_src"))
+    assert {f.__name__ for f in jitted if f.__name__.endswith("_kernel")} == FIRST.keys()
 
 
 def test_every_configuration_is_compiled() -> None:
@@ -35,7 +58,7 @@ def test_every_configuration_is_compiled() -> None:
 
 
 def test_every_op_is_compiled() -> None:
-    with compiled.offline(90):  # making a case may launch
+    with compiled.offline(90), uncompiled():  # making a case may launch
         ops = {case.op for cases in compiled.GROUPS.values() for case in cases()}
     assert ops == {*compiled.KERNELS, "optimizer_step"}
 
@@ -44,9 +67,9 @@ def test_narrow_accesses_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     shifted = torch.empty(1024, 1025, dtype=torch.bfloat16)[:, 1:]
     case = compiled._cast("cast", compiled.ROW, x=shifted, pad=1)
     monkeypatch.setitem(compiled.GROUPS, "narrow", lambda: iter([case]))
-    ((row, misses),) = compiled.compiled(90, "narrow")
+    ((row, missed),) = compiled.compiled(90, "narrow")
     assert row["load_bits"] == "16"
-    assert misses == ["loads of [16] bits"]
+    assert missed == ["loads of [16] bits"]
 
 
 @pytest.mark.parametrize(
@@ -59,7 +82,7 @@ def test_narrow_accesses_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_casts_of_a_step_whose_weight_is_cached(recipe: str, expected: list[str]) -> None:
-    with gpu_host.on_gpu_path(record=True) as launches:
+    with gpu_host.on_gpu_path(record=True) as launches, uncompiled():
         _, step = gpu_host.steps(gpu_host.linear(recipe), cached=True)
         step()
         launches.clear()
@@ -67,7 +90,7 @@ def test_casts_of_a_step_whose_weight_is_cached(recipe: str, expected: list[str]
     assert [kernel.name for kernel, _ in launches if kernel.name != "matmul_kernel"] == expected
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_machine_code_of_the_oldest_triton(tmp_path: Path) -> None:
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     installed = subprocess.run(

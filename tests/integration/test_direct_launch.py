@@ -15,6 +15,7 @@ offline = importlib.import_module("benchmarks.offline").offline
 launch = importlib.import_module("octavo.kernels.triton.launch")
 history = importlib.import_module("octavo.kernels.triton.history")
 KERNELS = importlib.import_module("octavo.kernels.triton").KERNELS
+uncompiled = importlib.import_module("tests.support.uncompiled").uncompiled
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ALL, ROW = (-1, -1), (1, -1)
@@ -22,7 +23,7 @@ UPDATE = ((448.0, 448.0, 57344.0), (False,) * 3, (0,) * 3, "max")
 
 
 class Launches:
-    """What came to the compiled kernels: (kernel, grid, arguments), tensors as their dtype, shape and strides."""
+    """What came to the kernels: (kernel, grid, arguments), tensors as their dtype, shape and strides."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[Any, ...]] = []
@@ -60,7 +61,7 @@ def launches() -> Iterator[Launches]:
 
     with (
         offline(90, record=False),
-        mock.patch.object(launch, "_compiled", {}),
+        uncompiled(),
         mock.patch.object(compiled, "run", property(launcher)),
         mock.patch.object(jit, "run", bind),
     ):
