@@ -133,15 +133,15 @@ def read_flags(options: argparse.Namespace, config: type) -> Any:
 
 def _parser() -> argparse.ArgumentParser:
     import octavo
-    from octavo.train.config import BASELINE, RECIPES
+    from octavo.train.config import BASELINE, RECIPES, UNCONVERTED
 
     parser = _Parser(prog="octavo", description="Train PyTorch models in FP8.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"octavo {octavo.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, dest="name")
-    known = ", ".join(RECIPES)
+    known = f"{', '.join(RECIPES)}; the first {len(UNCONVERTED)} without FP8: in --dtype, in bfloat16, in float32"
     for name, command, help in (
         ("train", _train, "train a byte-level GPT with one recipe"),
-        ("compare", _compare, "train it in bf16 and in FP8, and compare"),
+        ("compare", _compare, "train it in high precision and in FP8, and compare"),
     ):
         sub = commands.add_parser(name, help=help, description=f"{help[0].upper()}{help[1:]}.", allow_abbrev=False)
         sub.set_defaults(command=command)
@@ -180,14 +180,18 @@ def _config(options: argparse.Namespace, recipes: Sequence[str]) -> TrainConfig:
         raise TrainError(str(error)) from error
 
 
-def _with_folder(config: TrainConfig, options: argparse.Namespace, recipes: Sequence[str]) -> TrainConfig:
-    """The options with the folder that a missing --out means."""
+def _settled(config: TrainConfig, options: argparse.Namespace, recipes: Sequence[str]) -> TrainConfig:
+    """The options with the dtype that --dtype auto means, and the folder that a missing --out does."""
     from octavo.train import TrainError
     from octavo.train.checkpoint import RunFolder
+    from octavo.train.shard import device_name
+    from octavo.train.trainer import choose_device, settle_dtype
 
+    config = settle_dtype(config, choose_device(device_name(config)), recipes)
+    names = [config.called(recipe) for recipe in recipes]
     out = config.run.out or _default_folder(options.name, config.run.resume)
-    if config.run.resume and not any(RunFolder(out / recipe).holds_run() for recipe in recipes):
-        raise TrainError(f"nothing to resume: {out} holds no run of {', '.join(recipes)}; give the right --out")
+    if config.run.resume and not any(RunFolder(out / name).holds_run() for name in names):
+        raise TrainError(f"nothing to resume: {out} holds no run of {', '.join(names)}; give the right --out")
     return dataclasses.replace(config, run=dataclasses.replace(config.run, out=out))
 
 
@@ -205,7 +209,7 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
 
     config = _config(options, [options.recipe])
     with joined(config) as ranks:
-        config = ranks.first(lambda: _with_folder(config, options, [options.recipe]))
+        config = ranks.first(lambda: _settled(config, options, [options.recipe]))
         results = _supervised(lambda hooks: [run(config, options.recipe, hooks=hooks)], ranks.rank)
     if ranks.rank > 0:
         return INTERRUPTED if results[-1].interrupted else 0
@@ -227,7 +231,7 @@ def _compare(options: argparse.Namespace, arguments: list[str]) -> int:
     report.require_plotting()  # before minutes of training
     config = _config(options, options.recipes)
     require_one_process(config.ranks)
-    config = _with_folder(config, options, options.recipes)
+    config = _settled(config, options, options.recipes)
     results = _supervised(lambda hooks: compare(config, options.recipes, hooks=hooks))
     if results[-1].interrupted:
         return _stopped(results[-1], config, arguments)
@@ -235,30 +239,43 @@ def _compare(options: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def _supervised(train: Callable[..., list[RunResult]], rank: int = 0) -> list[RunResult]:
-    """Trains with progress shown; the first Ctrl-C or SIGTERM stops after the step, a second Ctrl-C at once."""
+    """Trains with progress shown. Ctrl-C and SIGTERM stop after the step, before there are steps at once."""
     from octavo.train import Hooks
     from octavo.train.progress import Silent, choose_progress
 
-    with _stop_requested() as requested:
+    with _stop_requested(rank) as stop:
         progress = choose_progress() if rank == 0 else Silent()
-        return train(Hooks(should_stop=lambda: bool(requested), progress=progress))
+        return train(Hooks(on_model=stop.note_model, should_stop=lambda: stop.requested, progress=progress))
+
+
+@dataclasses.dataclass
+class _Stop:
+    """Whether a signal asked to stop, and whether there are steps to stop after."""
+
+    has_steps: bool = False
+    requested: bool = False
+
+    def note_model(self, model: object) -> None:
+        self.has_steps = True
 
 
 @contextlib.contextmanager
-def _stop_requested() -> Iterator[list[int]]:
-    """A list that a first signal to stop is put into."""
-    requested: list[int] = []
-
+def _stop_requested(rank: int) -> Iterator[_Stop]:
+    """Takes the two signals; a second Ctrl-C interrupts the step."""
+    stop = _Stop()
     from_torchrun = "TORCHELASTIC_RUN_ID" in os.environ  # it passes on a Ctrl-C that ranks have seen already
 
     def note(number: int, frame: types.FrameType | None) -> None:
-        if requested and number == signal.SIGINT and not from_torchrun:
+        if not stop.has_steps or (stop.requested and number == signal.SIGINT and not from_torchrun):
             raise KeyboardInterrupt
-        requested.append(number)
+        if rank == 0 and not stop.requested:
+            # not by sys.stderr, which the signal may have found in the middle of a line
+            os.write(2, f"{os.linesep * os.isatty(2)}octavo: stopping after this step{os.linesep}".encode())
+        stop.requested = True
 
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield requested
+        yield stop
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -266,8 +283,9 @@ def _stop_requested() -> Iterator[list[int]]:
 
 def _stopped(result: RunResult, config: TrainConfig, arguments: list[str]) -> int:
     again = [argument for argument in arguments if argument != "--resume"]
-    if not any(argument == "--out" or argument.startswith("--out=") for argument in again):
-        again += ["--out", str(config.run.out)]
+    for flag, value in (("--out", str(config.run.out)), ("--dtype", config.run.dtype)):
+        if not any(argument == flag or argument.startswith(f"{flag}=") for argument in again):
+            again += [flag, value]
     ranks = os.environ.get("WORLD_SIZE", "1")
     program = ["octavo"] if config.ranks.shard == "none" else f"torchrun --nproc-per-node {ranks} -m octavo".split()
     command = shlex.join([*program, *again, "--resume"])

@@ -13,18 +13,20 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 VOCABULARY = 256  # bytes
-DTYPES = ("bfloat16", "float32")
-BASELINE = "bf16"
+BASELINE = "baseline"  # the model as it is built, in the run's dtype, by which it is called:
+DTYPES = {"bfloat16": "bf16", "float32": "float32"}
+UNCONVERTED = (BASELINE, *DTYPES.values())
 ALONE, FSDP, DDP = "none", "fsdp", "ddp"
 MOMENTS = ("fp32", "bf16", "fp8")
 MASTERS = ("auto", "fp32", "split32", "split24", "split16", "fp16_scaled", "none")
 AUTO = "auto"
-RECIPES = (BASELINE, "dynamic", "delayed", "rowwise", "blockwise", "mx", "high_precision")
+RECIPES = (*UNCONVERTED, "dynamic", "delayed", "rowwise", "blockwise", "mx", "high_precision")
 LARGEST = 2**31 - 1  # torch indexes with int64, but no size below may need it
 
 
@@ -93,7 +95,7 @@ class DataConfig:
     )
     batch: int = option(16, "sequences in each step")
     micro_batches: int = option(1, "parts in which a step's batch is computed; their gradients are summed")
-    eval_windows: int = option(512, "validation sequences, the same ones each time")
+    eval_windows: int = option(256, "validation sequences, the same ones each time")
 
     def __post_init__(self) -> None:
         _whole(self, 1, "batch", "micro_batches", "eval_windows")
@@ -187,19 +189,23 @@ class RunConfig:
 
     seed: int = option(0, "seed of the initial weights and of the data order")
     device: str = option("auto", "auto (cuda if there is one), cpu, cuda, cuda:1, ...")
-    dtype: str = option("bfloat16", "bfloat16: autocast over float32 parameters; float32: no autocast")
+    dtype: str = option(
+        AUTO,
+        "of what is not FP8: bfloat16 (autocast over float32 parameters), float32 (no autocast), or auto: bfloat16, "
+        "but float32 on a CPU without instructions for it",
+    )
     compile: bool = option(False, "compile the model with torch.compile")
     out: Path | None = option(  # noqa: RUF009 (it is a field)
         None, "folder for checkpoints, logs and plots (default: a new one under runs/)"
     )
     resume: bool = option(False, "continue the run in the folder --out (default: the newest one under runs/)")
     checkpoint_every: int = option(100, "steps between checkpoints (0: only at the end and when interrupted)")
-    eval_every: int = option(50, "steps between validations (0: only at the end)")
+    eval_every: int = option(80, "steps between validations (0: only at the end)")
 
     def __post_init__(self) -> None:
         _whole(self, 0, "seed", "checkpoint_every", "eval_every")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype is {self.dtype!r}: choose {' or '.join(DTYPES)}")
+        if self.dtype not in (AUTO, *DTYPES):
+            raise ValueError(f"dtype is {self.dtype!r}: choose {AUTO}, {' or '.join(DTYPES)}")
 
 
 @dataclass(frozen=True)
@@ -229,18 +235,42 @@ class TrainConfig:
     state: StateConfig = field(default_factory=StateConfig)
 
     def __post_init__(self) -> None:
-        if self.state.bf16_weights and self.run.dtype != "bfloat16":
+        if self.state.bf16_weights and self.run.dtype == "float32":
             raise ValueError(f"master {self.state.master} keeps weights in bf16: choose dtype bfloat16")
         if self.state.update_in_backward and self.ranks.shard == DDP:
             raise ValueError("update_in_backward uses gradients before ddp has exchanged them: choose shard fsdp")
         if self.state.gradient_storage == "fp8" and self.ranks.shard == DDP:
             raise ValueError("gradient_storage fp8 rounds gradients before ddp exchanges them: choose shard fsdp")
 
+    def with_dtype(self, recipes: Collection[object], fastest: str) -> TrainConfig:
+        """The options with the dtype that `auto` means.
+
+        Args:
+            recipes: all that are compared; bf16 and float32 say the dtype.
+            fastest: the dtype where nothing says another.
+
+        Raises:
+            ValueError: recipes, dtype and master say different ones.
+        """
+        said = {dtype for dtype, name in DTYPES.items() if name in recipes or dtype == self.run.dtype}
+        said |= {"bfloat16"} if self.state.bf16_weights else set()
+        if len(said) > 1:
+            names = ", ".join(str(recipe) for recipe in recipes)
+            raise ValueError(
+                f"recipe {names}, dtype {self.run.dtype} and master {self.state.master} mean both "
+                f"{' and '.join(DTYPES)}: choose one dtype, and recipe {BASELINE} for the run in it"
+            )
+        return dataclasses.replace(self, run=dataclasses.replace(self.run, dtype=said.pop() if said else fastest))
+
+    def called(self, recipe: str) -> str:
+        """What a run of this recipe is called: the baseline by the dtype, which must be settled."""
+        return DTYPES[self.run.dtype] if recipe in UNCONVERTED else recipe
+
     def identity(self) -> dict[str, int | float | str]:
         """The options that decide the loss curve: a run can only be resumed with the same ones.
 
         The data's path is not among them (its contents are compared instead), nor device, compile, out, resume, the
-        two intervals and the ranks.
+        two intervals and the ranks. The dtype must be settled.
         """
         chosen: dict[str, int | float | str] = {}
         for part in (self.model, self.data, self.optimizer):

@@ -4,32 +4,31 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 
 import torch
-from torch import Tensor
 
 from octavo.distributed.errors import RankError
 from octavo.distributed.ranks import Ranks, lost_ranks
+from octavo.kernels.emulation import fast_dtype
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap
 from octavo.schedule import Switch
 from octavo.train.checkpoint import Identity, Row, RunFolder, State
-from octavo.train.config import ALONE, BASELINE, VOCABULARY, TrainConfig, check_recipe
+from octavo.train.config import ALONE, BASELINE, TrainConfig, check_recipe
 from octavo.train.data import Batches, Corpus, load_corpus
 from octavo.train.errors import DivergedError, TrainError
 from octavo.train.model import GPT
-from octavo.train.progress import Progress, Silent
+from octavo.train.progress import Progress, Silent, in_words
+from octavo.train.recorder import Recorder
 from octavo.train.shard import device_name, ranks_of, require_one_process, require_parts
 from octavo.train.sharded_folder import ShardedFolder
-from octavo.train.trainer import Trainer, build_model, choose_device, recipe_named, require_memory
+from octavo.train.trainer import Trainer, build_model, choose_device, recipe_named, require_memory, settle_dtype
 
-RUNAWAY_LOSS = 2 * math.log(VOCABULARY)  # guessing uniformly costs log(256) = 5.5 nats a byte
-RUNAWAY_STEPS = 20
-STEPS_BETWEEN_READS = 10  # on an accelerator: reading the loss waits for the device
+FORECAST_AFTER = 4  # steps: the first ones are slow
 
 
 @dataclass
@@ -37,11 +36,12 @@ class RunResult:
     """What a run came to.
 
     Attributes:
-        name: the recipe's name.
+        name: the recipe's name; the baseline's is that of its dtype, bf16 or float32.
         steps: steps that the run has in all.
         rows: one for each step done.
         parameters: the model's parameters.
         tokens_per_step: bytes trained on in a step.
+        dtype: bfloat16 or float32, of what is not FP8.
         folder: where its files are, or None.
         interrupted: whether it was stopped before its end.
         switches: where its phases began; empty without a schedule.
@@ -52,6 +52,7 @@ class RunResult:
     rows: list[Row] = field(repr=False)
     parameters: int
     tokens_per_step: int
+    dtype: str
     folder: Path | None = None
     interrupted: bool = False
     switches: list[Switch] = field(default_factory=list, repr=False)
@@ -80,56 +81,6 @@ class RunResult:
     def seconds_per_step(self) -> float:
         """Time of a step, validation not counted."""
         return self.tokens_per_step / self.tokens_per_s
-
-
-class Recorder:
-    """Turns steps into rows: reads their losses from the device now and then, and looks whether they diverge."""
-
-    def __init__(self, tokens_per_step: int, rows: list[Row], on_accelerator: bool) -> None:
-        self.rows = rows
-        self.every = STEPS_BETWEEN_READS if on_accelerator else 1
-        self._tokens = tokens_per_step
-        self._pending: list[tuple[int, Tensor, Tensor, float]] = []
-        self._since = 0.0
-
-    def restart_clock(self) -> None:
-        """What happened until now was not training."""
-        self._since = time.perf_counter()
-
-    def add(self, step: int, loss: Tensor, norm: Tensor, lr: float) -> None:
-        """A step was launched."""
-        self._pending.append((step, loss, norm, lr))
-
-    def read(self) -> list[Row]:
-        """Waits for the steps launched since the last time, and returns their rows.
-
-        Raises:
-            DivergedError: a loss or the gradients' norm is not finite, or the loss has run away.
-        """
-        values = [(step, float(loss), float(norm), lr) for step, loss, norm, lr in self._pending]
-        speed = self._tokens * len(values) / max(time.perf_counter() - self._since, 1e-9)
-        self._pending.clear()
-        for step, loss, norm, lr in values:
-            for what, value in (("loss", loss), ("norm of the gradients", norm)):
-                if not math.isfinite(value):
-                    raise DivergedError(f"the {what} became {value} in step {step}")
-            self.rows.append(Row(step, loss, lr, speed))
-            recent = [row.loss for row in self.rows[-RUNAWAY_STEPS:]]
-            if len(recent) == RUNAWAY_STEPS and fmean(recent) > RUNAWAY_LOSS:
-                raise DivergedError(f"the loss ran away, to {fmean(recent):.1f} nats a byte at step {step}")
-        return self.rows[len(self.rows) - len(values) :]
-
-    def validated(self, loss: float) -> Row:
-        """Writes the validation loss into the last row, and returns it."""
-        if not math.isfinite(loss):
-            raise DivergedError(f"the validation loss became {loss} after step {self.rows[-1].step}")
-        self.rows[-1] = replace(self.rows[-1], val_loss=loss)
-        return self.rows[-1]
-
-    def seconds_left(self, steps: int) -> float:
-        """What the remaining steps will take at the mean pace of the last ones, slow ones and all."""
-        pace = fmean(self._tokens / row.tokens_per_s for row in self.rows[-20:])
-        return (steps - len(self.rows)) * pace
 
 
 @dataclass(frozen=True)
@@ -165,9 +116,10 @@ def run(
 
     Args:
         config: all options. With `config.run.out` None nothing is written.
-        recipe: a name in `octavo.train.RECIPES` (bf16: the model as it is built), or a Recipe or RecipeMap of your own.
-        name: what the run is called, and its folder in `config.run.out` (default: the recipe's, or that of a map's
-            default).
+        recipe: a name in `octavo.train.RECIPES`, or a Recipe or RecipeMap of your own. `baseline` is the model as it is
+            built, in the run's dtype; `bf16` and `float32` are the same and say the dtype.
+        name: what the run is called, and its folder in `config.run.out` (default: the recipe's, that of a map's
+            default, of the baseline bf16 or float32).
         corpus: text already loaded (default: `load_corpus(config.data.data)`).
         hooks: what is called while it runs, on every rank.
         ranks: who trains together under `config.ranks.shard` (default: the ranks of the default process group).
@@ -177,7 +129,8 @@ def run(
 
     Raises:
         ValueError: an unknown recipe.
-        TrainError: no such device or data, an unusable folder or checkpoint, divergence.
+        TrainError: a recipe and a dtype that contradict each other, no such device or data, an unusable folder or
+            checkpoint, divergence.
         RankError: another rank failed or is gone.
 
     Example:
@@ -188,70 +141,19 @@ def run(
         >>> len(result.losses), result.final_validation < 6
         (3, True)
     """
-    name = name or _name_of(recipe)
-    hooks = hooks or Hooks()
-    ranks = ranks or ranks_of(config.ranks)
-    require_parts(config, ranks)
-    with ranks.together():
-        corpus = corpus or load_corpus(config.data.data)
-        device = _check(config, corpus, ranks)
-    _require_same_text(corpus, ranks)
-    identity = config.identity() | {"recipe": str(recipe), "text": corpus.digest}
-    folder, state = _open(config, name, identity, ranks)
-    rows = state.rows if state else []
-    tokens = config.data.batch * config.model.context
-    path = folder.path if folder is not None else None
-    result = RunResult(name, config.optimizer.steps, rows, config.model.parameters, tokens, path)
-    if state is not None and state.schedule:
-        result.switches = [Switch(**found) for found in state.schedule["switches"]]
-    if len(rows) < result.steps:
-        batches = Batches(corpus, config.model.context, config.data.batch, config.run.seed)
-        with ranks.together():
-            model = build_model(config.model, recipe, config.run.seed, config.state).to(device)
-        with lost_ranks():
-            trainer = Trainer(config, model, batches, ranks, recipe_named(recipe))
-        if isinstance(folder, ShardedFolder) and state is not None:
-            trainer.load_parts(state)
-            folder.load_parts(trainer.called, trainer.optimizer)
-        elif state is not None:
-            trainer.load(state)
-        _Session(trainer, result, folder, identity, hooks).run()
-    return result
-
-
-def _name_of(recipe: str | Recipe | RecipeMap) -> str:
     if isinstance(recipe, str):
-        return check_recipe(recipe)
+        check_recipe(recipe)
+    shared = _Shared.of(config, [recipe], corpus, hooks or Hooks(), ranks or ranks_of(config.ranks))
+    name = name or _name_of(recipe, shared.config)
+    opened = shared.open(name, recipe)
+    shared.hooks.progress.message(shared.first_line([name]))
+    return shared.run(name, recipe, *opened)
+
+
+def _name_of(recipe: str | Recipe | RecipeMap, config: TrainConfig) -> str:
+    if isinstance(recipe, str):
+        return config.called(recipe)
     return recipe.default.name if isinstance(recipe, RecipeMap) else recipe.name
-
-
-def _check(config: TrainConfig, corpus: Corpus, ranks: Ranks) -> torch.device:
-    """The device, when the model and its windows fit it and the text."""
-    device = choose_device(device_name(config))
-    if device.type == "cuda" and config.ranks.shard != ALONE:
-        torch.cuda.set_device(device)
-    require_memory(config, device, ranks.size)
-    corpus.require(config.model)
-    return device
-
-
-def _require_same_text(corpus: Corpus, ranks: Ranks) -> None:
-    first = ranks.first(lambda: corpus.digest)
-    with ranks.together():
-        if corpus.digest != first:
-            raise TrainError(
-                f"{corpus.description} is another text here than on rank 0: give all ranks the same --data"
-            )
-
-
-def _open(config: TrainConfig, name: str, identity: Identity, ranks: Ranks) -> tuple[RunFolder | None, State | None]:
-    """The run's folder, and the checkpoint to go on from."""
-    if config.run.out is None:
-        return None, None
-    path = config.run.out / name
-    folder = RunFolder(path) if config.ranks.shard == ALONE else ShardedFolder(path, ranks)
-    folder.open(config.run.resume)
-    return folder, folder.load(identity) if config.run.resume else None
 
 
 def compare(
@@ -273,20 +175,116 @@ def compare(
     Returns:
         One result a recipe, in order; after an interruption the last one is the interrupted run's.
     """
-    names = [check_recipe(name) for name in dict.fromkeys(recipes)]
+    recipes = [check_recipe(name) for name in recipes]
     require_one_process(config.ranks)
-    corpus = corpus or load_corpus(config.data.data)
-    _check(config, corpus, Ranks())
-    for name in names:  # before the first run: nothing trains for minutes to fail in the second
-        _open(config, name, config.identity() | {"recipe": name, "text": corpus.digest}, Ranks())
-    hooks = hooks or Hooks()
+    shared = _Shared.of(config, recipes, corpus, hooks or Hooks(), Ranks())
+    names = list(dict.fromkeys(shared.config.called(name) for name in recipes))
+    ahead = []  # steps; opened before the first run: nothing trains for minutes to fail in the second
+    for name in names:
+        _, state = shared.open(name, name)
+        ahead.append(config.optimizer.steps - (len(state.rows) if state else 0))
+    shared.hooks.progress.message(shared.first_line(names))
     results = []
     for index, name in enumerate(names):
-        hooks.progress.message(f"run {index + 1} of {len(names)}: {name}")
-        results.append(run(config, name, corpus=corpus, hooks=hooks))
+        shared.hooks.progress.message(f"run {index + 1} of {len(names)}: {name}")
+        later = [steps for steps in ahead[index + 1 :] if steps]
+        results.append(shared.run(name, name, *shared.open(name, name), later))
         if results[-1].interrupted:
             break
     return results
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """What the runs of a comparison have in common. The config's dtype is settled."""
+
+    config: TrainConfig
+    corpus: Corpus
+    device: torch.device
+    hooks: Hooks
+    ranks: Ranks
+
+    @classmethod
+    def of(
+        cls, config: TrainConfig, recipes: Collection[object], corpus: Corpus | None, hooks: Hooks, ranks: Ranks
+    ) -> _Shared:
+        """All of it, when the model and its windows fit the device and the text."""
+        require_parts(config, ranks)
+        with ranks.together():
+            device = choose_device(device_name(config))
+            if device.type == "cuda" and config.ranks.shard != ALONE:
+                torch.cuda.set_device(device)
+            require_memory(config, device, ranks.size)
+        config = ranks.first(lambda: settle_dtype(config, device, recipes))
+        with ranks.together():
+            corpus = corpus or load_corpus(config.data.data)
+            corpus.require(config.model)
+        first = ranks.first(lambda: corpus.digest)
+        with ranks.together():
+            if corpus.digest != first:
+                raise TrainError(
+                    f"{corpus.description} is another text here than on rank 0: give all ranks the same --data"
+                )
+        return cls(config, corpus, device, hooks, ranks)
+
+    def identity(self, recipe: str | Recipe | RecipeMap) -> Identity:
+        """What decides the loss curve of a run."""
+        called = self.config.called(recipe) if isinstance(recipe, str) else str(recipe)
+        return self.config.identity() | {"recipe": called, "text": self.corpus.digest}
+
+    def open(self, name: str, recipe: str | Recipe | RecipeMap) -> tuple[RunFolder | None, State | None]:
+        """A run's folder, and the checkpoint to go on from."""
+        config, ranks = self.config, self.ranks
+        if config.run.out is None:
+            return None, None
+        path = config.run.out / name
+        folder = RunFolder(path) if config.ranks.shard == ALONE else ShardedFolder(path, ranks)
+        folder.open(config.run.resume)
+        return folder, folder.load(self.identity(recipe)) if config.run.resume else None
+
+    def first_line(self, names: Collection[str]) -> str:
+        """What is trained, where, and in which dtype."""
+        dtype, each = self.config.run.dtype, " each" if len(names) > 1 else ""
+        if fast_dtype(self.device) == torch.bfloat16:
+            why = f"--dtype {'float32' if dtype == 'bfloat16' else 'bfloat16'} decides otherwise"
+        elif dtype == "float32":
+            why = "this CPU has no instructions for bfloat16; --dtype bfloat16 decides otherwise"
+        else:
+            why = "this CPU has no instructions for it: --dtype float32 is faster"
+        return (
+            f"{', '.join(names)}: {self.config.optimizer.steps} steps{each} on {self.device}; "
+            f"what is not FP8 is {dtype} ({why})"
+        )
+
+    def run(
+        self,
+        name: str,
+        recipe: str | Recipe | RecipeMap,
+        folder: RunFolder | None,
+        state: State | None,
+        later: Collection[int] = (),
+    ) -> RunResult:
+        """One run, from its checkpoint on; `later` are the steps of each of those after it."""
+        config, ranks = self.config, self.ranks
+        rows = state.rows if state else []
+        tokens = config.data.batch * config.model.context
+        path = folder.path if folder is not None else None
+        result = RunResult(name, config.optimizer.steps, rows, config.model.parameters, tokens, config.run.dtype, path)
+        if state is not None and state.schedule:
+            result.switches = [Switch(**found) for found in state.schedule["switches"]]
+        if len(rows) < result.steps:
+            batches = Batches(self.corpus, config.model.context, config.data.batch, config.run.seed)
+            with ranks.together():
+                model = build_model(config.model, recipe, config.run.seed, config.state).to(self.device)
+            with lost_ranks():
+                trainer = Trainer(config, model, batches, ranks, recipe_named(recipe))
+            if isinstance(folder, ShardedFolder) and state is not None:
+                trainer.load_parts(state)
+                folder.load_parts(trainer.called, trainer.optimizer)
+            elif state is not None:
+                trainer.load(state)
+            _Session(trainer, result, folder, self.identity(recipe), self.hooks, later).run()
+        return result
 
 
 class _Session:
@@ -299,13 +297,16 @@ class _Session:
         folder: RunFolder | None,
         identity: Identity,
         hooks: Hooks,
+        later: Collection[int],
     ) -> None:
         self.trainer = trainer
         self.result = result
         self.folder = folder
         self.identity = identity
         self.hooks = hooks
-        self.recorder = Recorder(result.tokens_per_step, result.rows, trainer.device.type != "cpu")
+        self.later = later
+        self.recorder = Recorder(trainer.config, result.rows, trainer.device.type != "cpu")
+        self._forecast_at = len(result.rows) + FORECAST_AFTER
 
     def run(self) -> None:
         """From the last row to the end, or until it is stopped."""
@@ -360,14 +361,20 @@ class _Session:
         """Makes rows of the steps launched since the last time, and writes and shows them."""
         new = self.recorder.read()
         if validate:
-            new[-1] = self.recorder.validated(self.trainer.validate())
+            since = time.perf_counter()
+            loss = self.trainer.validate()
+            new[-1] = self.recorder.validated(loss, time.perf_counter() - since)
         if self.folder is not None:
             self.folder.append(new)
         for row in new:
             self.hooks.on_step(row)
-        if new:
-            self.hooks.progress.update(new[-1], self.recorder.seconds_left(self.result.steps))
         rows = self.result.rows
+        if new:
+            left = self.recorder.seconds_left(self.result.steps - len(rows) + sum(self.later))
+            if len(rows) >= self._forecast_at and len(rows) - len(new) < self._forecast_at:
+                runs = f"{1 + len(self.later)} runs" if self.later else "this run"
+                self.hooks.progress.message(f"about {in_words(left)} for {runs}")
+            self.hooks.progress.update(new[-1], left)
         if save and isinstance(self.folder, ShardedFolder):
             trainer = self.trainer
             self.folder.save_parts(trainer.called, trainer.optimizer, self.identity, rows, trainer.parts())

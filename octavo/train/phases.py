@@ -5,7 +5,8 @@
     dynamic-then-blockwise@0.5-then-bf16@0.9
     auto                 the run's recipe until updates fall below the weights' resolution, then high precision
 
-In bf16 layers compute in high precision, weights are plain, and masters and moments are float32.
+In bf16 (float32 and baseline are the same here) layers compute in high precision, in the run's dtype; weights are
+plain, and masters and moments float32.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import octavo
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap
 from octavo.schedule import Phase
-from octavo.train.config import AUTO, BASELINE, StateConfig, check_schedule
+from octavo.train.config import AUTO, BASELINE, UNCONVERTED, StateConfig, check_schedule
 from octavo.train.errors import TrainError
 
 BELOW = 0.06  # auto's threshold, which the default run crosses after three quarters; benchmarks/adaptive.py
@@ -52,7 +53,7 @@ def phases_of(text: str, recipe: Recipe | RecipeMap, steps: int, state: StateCon
 
 
 def _phase(name: str, recipe: Recipe | RecipeMap, state: StateConfig, **trigger: Any) -> Phase:
-    if name == BASELINE:
+    if name in UNCONVERTED:
         return Phase(octavo.recipes.high_precision(), "fp32", "fp32", None, **trigger)
     master, storage = (None if value == "none" else value for value in (state.master, state.weight_storage))
     own = recipe if name == "fp8" else getattr(octavo.recipes, name)()

@@ -19,7 +19,7 @@ class Progress(Protocol):
         """A run starts, or goes on after `step` of `steps`."""
 
     def update(self, row: Row, seconds_left: float) -> None:
-        """A step is done."""
+        """A step is done; what is left of all runs takes so long."""
 
     def message(self, text: str) -> None:
         """Something worth a line."""
@@ -45,6 +45,13 @@ def clock(seconds: float) -> str:
     minutes, second = divmod(max(0, round(seconds)), 60)
     hour, minute = divmod(minutes, 60)
     return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"
+
+
+def in_words(seconds: float) -> str:
+    """Seconds as people say them: 40 s, 3 min, 2.5 h."""
+    if seconds < 55:
+        return f"{max(5, 5 * round(seconds / 5))} s"
+    return f"{max(1, round(seconds / 60))} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 class Lines:

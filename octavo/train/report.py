@@ -12,7 +12,7 @@ from typing import Any
 
 from octavo.errors import MissingExtraError
 from octavo.train.checkpoint import replace_file
-from octavo.train.config import BASELINE
+from octavo.train.config import UNCONVERTED
 from octavo.train.loop import RunResult
 
 # Okabe and Ito's palette, told apart with any kind of colour vision; the baseline is black.
@@ -36,14 +36,15 @@ def gap(result: RunResult, baseline: RunResult | None) -> float:
 
 
 def find_baseline(results: Sequence[RunResult]) -> RunResult | None:
-    """The bf16 run, where there is one."""
-    return next((result for result in results if result.name == BASELINE), None)
+    """The run without FP8, bf16 or float32, where there is one."""
+    return next((result for result in results if result.name in UNCONVERTED), None)
 
 
 def table(results: Sequence[RunResult]) -> str:
-    """The results as aligned text: validation loss, gap to bf16, time of a step, speed."""
+    """The results as aligned text: validation loss, gap to the baseline, time of a step, speed; below it, the dtype."""
     baseline = find_baseline(results)
-    lines = [("recipe", "validation loss", "gap to bf16", "time/step", "vs bf16", "tokens/s")]
+    beside = "" if baseline is None else baseline.name
+    lines = [("recipe", "validation loss", f"gap to {beside}", "time/step", f"vs {beside}", "tokens/s")]
     for result in results:
         seconds = result.seconds_per_step
         lines.append(
@@ -63,18 +64,19 @@ def table(results: Sequence[RunResult]) -> str:
         "  ".join(cell.ljust(width) if column == 0 else cell.rjust(width) for column, (cell, width) in enumerate(cells))
         for cells in ([*zip(line, widths, strict=True)] for line in lines)
     ]
-    return "\n".join([text[0], "  ".join("-" * width for width in widths), *text[1:]])
+    rule = "  ".join("-" * width for width in widths)
+    return "\n".join([text[0], rule, *text[1:], f"What is not FP8 was computed in {results[0].dtype}."])
 
 
 def write_csv(results: Sequence[RunResult], path: Path) -> None:
     """Writes the table's numbers in full."""
     baseline = find_baseline(results)
-    lines = ["recipe,validation_loss,gap_percent,seconds_per_step,tokens_per_s,steps,parameters"]
+    lines = ["recipe,validation_loss,gap_percent,seconds_per_step,tokens_per_s,steps,parameters,dtype"]
     for result in results:
         percent = gap(result, baseline)
         lines.append(
             f"{result.name},{result.final_validation!r},{'' if math.isnan(percent) else repr(percent)},"
-            f"{result.seconds_per_step:.6f},{result.tokens_per_s:.1f},{result.steps},{result.parameters}"
+            f"{result.seconds_per_step:.6f},{result.tokens_per_s:.1f},{result.steps},{result.parameters},{result.dtype}"
         )
     replace_file(path, ("\n".join(lines) + "\n").encode())
 
@@ -96,7 +98,7 @@ def smooth(losses: Sequence[float], width: float) -> list[float]:
 
 
 def plot(results: Sequence[RunResult], path: Path) -> None:
-    """Writes a PNG: training and validation loss above, the gap to bf16 below (where there is one to show).
+    """Writes a PNG: training and validation loss above, the gap to the baseline below (where there is one to show).
 
     Raises:
         MissingExtraError: matplotlib is absent.
@@ -171,7 +173,8 @@ def _draw_losses(axes: Any, results: Sequence[RunResult], styles: dict[str, _Sty
         axes.plot(steps, smooth(result.losses, SMOOTHING * len(steps) / 2), **style.line())
         axes.plot(*zip(*result.validations, strict=True), linestyle="none", **style.marks())
         axes.plot([], [], label=f"{result.name}  {result.final_validation:.4f}", **style.line(), **_only(style.marks()))
-    axes.set_title("Training loss (lines, smoothed) and validation loss (marks)", loc="left", fontsize=11)
+    title = f"Training loss (lines, smoothed) and validation loss (marks); {results[0].dtype} where not FP8"
+    axes.set_title(title, loc="left", fontsize=11)
     axes.set_ylabel("loss (nats/byte)")
     axes.legend(title="final validation loss", frameon=False, alignment="left")
     # The first steps fall from log(256) = 5.5: the scale is made for what comes after the first tenth.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,12 +15,13 @@ from torch.distributed.tensor import DTensor
 
 import octavo
 from octavo.distributed.ranks import Ranks
+from octavo.kernels.emulation import fast_dtype
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap
 from octavo.train.checkpoint import Identity, Row, State
 from octavo.train.config import (
-    BASELINE,
     FSDP,
+    UNCONVERTED,
     VOCABULARY,
     ModelConfig,
     OptimizerConfig,
@@ -76,6 +78,18 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
+def settle_dtype(config: TrainConfig, device: torch.device, recipes: Collection[object] = ()) -> TrainConfig:
+    """The options with the dtype that `auto` means on a device for these recipes.
+
+    Raises:
+        TrainError: they say different ones.
+    """
+    try:
+        return config.with_dtype(recipes, str(fast_dtype(device)).removeprefix("torch."))
+    except ValueError as error:
+        raise TrainError(str(error)) from error
+
+
 def require_memory(config: TrainConfig, device: torch.device, ranks: int = 1) -> None:
     """Raises TrainError when weights, gradients, moments and activations cannot possibly fit.
 
@@ -102,7 +116,7 @@ def require_memory(config: TrainConfig, device: torch.device, ranks: int = 1) ->
 def build_model(
     config: ModelConfig, recipe: str | Recipe | RecipeMap, seed: int, state: StateConfig | None = None
 ) -> GPT:
-    """The model with the initial weights of a seed; unless the recipe is bf16, all its blocks follow it.
+    """The model with the initial weights of a seed; unless the recipe is the baseline, all its blocks follow it.
 
     The output head stays in high precision, as FP8 training usually has it: it is a small part of the work, and to
     round the gradients of the loss at their source costs more than anywhere else.
@@ -117,7 +131,7 @@ def build_model(
     casts = recipe_named(recipe)
     if casts is None:
         if state.weight_storage != "none":
-            raise TrainError(f"weight_storage {state.weight_storage} needs an FP8 recipe, not {BASELINE}")
+            raise TrainError(f"weight_storage {state.weight_storage} needs an FP8 recipe, not {recipe}")
         return model
     storage: Any = None if state.weight_storage == "none" else state.weight_storage
     try:
@@ -131,7 +145,7 @@ def recipe_named(recipe: str | Recipe | RecipeMap) -> Recipe | RecipeMap | None:
     """The recipe of a name, or itself; None: the model stays as it is built."""
     if not isinstance(recipe, str):
         return recipe
-    return None if check_recipe(recipe) == BASELINE else getattr(octavo.recipes, recipe)()
+    return None if check_recipe(recipe) in UNCONVERTED else getattr(octavo.recipes, recipe)()
 
 
 class Trainer:
@@ -157,10 +171,10 @@ class Trainer:
         recipe: Recipe | RecipeMap | None = None,
     ) -> None:
         self.ranks = ranks or Ranks()
-        self.config = config
         self.model = model
         self.batches = batches
         self.device = model.head.weight.device
+        self.config = config = settle_dtype(config, self.device)
         self.called = shard(model, config, self.ranks)
         state = config.state if recipe is not None else dataclasses.replace(config.state, schedule="")
         self.optimizer = build_optimizer(model, config.optimizer, state)

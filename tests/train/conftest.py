@@ -21,5 +21,5 @@ def config(text_file: Path) -> TrainConfig:
         ModelConfig(width=32, layers=2, heads=2, context=16),
         DataConfig(data=text_file, batch=4, eval_windows=6),
         OptimizerConfig(steps=20, lr=1e-2),
-        RunConfig(device="cpu", eval_every=5, checkpoint_every=0),
+        RunConfig(device="cpu", dtype="bfloat16", eval_every=5, checkpoint_every=0),
     )

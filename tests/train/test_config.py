@@ -4,7 +4,6 @@ import pytest
 
 from octavo import recipes
 from octavo.train import (
-    BASELINE,
     GPT,
     RECIPES,
     DataConfig,
@@ -15,7 +14,7 @@ from octavo.train import (
     StateConfig,
     TrainConfig,
 )
-from octavo.train.config import check_recipe
+from octavo.train.config import BASELINE, UNCONVERTED, check_recipe
 
 
 @pytest.mark.parametrize(
@@ -35,7 +34,7 @@ from octavo.train.config import check_recipe
         (lambda: OptimizerConfig(beta2=1.0), "beta2 is 1.0"),
         (lambda: OptimizerConfig(warmup=1.5), "warmup is 1.5"),
         (lambda: RunConfig(seed=-1), "seed is -1"),
-        (lambda: RunConfig(dtype="float8"), "choose bfloat16 or float32"),
+        (lambda: RunConfig(dtype="float8"), "choose auto, bfloat16 or float32"),
         (lambda: RunConfig(checkpoint_every=-1), "checkpoint_every is -1"),
         (lambda: RanksConfig("fsdp2"), "choose none, fsdp or ddp"),
         (lambda: RanksConfig(timeout=0), "timeout is 0"),
@@ -48,7 +47,7 @@ from octavo.train.config import check_recipe
             "gradient_storage fp8 rounds gradients before ddp exchanges them",
         ),
         (lambda: TrainConfig(run=RunConfig(dtype="float32"), state=StateConfig(master="split24")), "master split24"),
-        (lambda: check_recipe("fp8"), "unknown recipe 'fp8': choose from bf16, dynamic"),
+        (lambda: check_recipe("fp8"), "unknown recipe 'fp8': choose from baseline, bf16"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_value_and_the_remedy(make, says):
@@ -73,6 +72,8 @@ def test_parameters_are_counted(sizes):
 
 def test_identity_holds_what_decides_the_loss_and_nothing_else():
     config = TrainConfig()
+    for dtype in ("bfloat16", "float32"):
+        assert config.with_dtype([], dtype).identity()["dtype"] == dtype
     other_place = TrainConfig(run=RunConfig(device="cpu", resume=True, eval_every=7, checkpoint_every=9, compile=True))
     assert config.identity() == other_place.identity() == TrainConfig(ranks=RanksConfig("ddp")).identity()
     assert config.identity() != TrainConfig(run=RunConfig(seed=1)).identity()
@@ -84,4 +85,30 @@ def test_identity_holds_what_decides_the_loss_and_nothing_else():
 
 
 def test_each_recipe_exists():
-    assert all(callable(getattr(recipes, name)) for name in RECIPES if name != BASELINE)
+    assert all(callable(getattr(recipes, name)) for name in RECIPES if name not in UNCONVERTED)
+
+
+@pytest.mark.parametrize(
+    ("said", "recipes", "dtype", "baseline"),
+    [
+        ({}, [BASELINE, "dynamic"], "float32", "float32"),  # the fastest
+        ({}, ["dynamic", "bf16"], "bfloat16", "bf16"),
+        ({"dtype": "bfloat16"}, [BASELINE], "bfloat16", "bf16"),
+        ({"master": "split24"}, [recipes.dynamic()], "bfloat16", "bf16"),
+        ({"dtype": "float32"}, ["float32"], "float32", "float32"),
+        ({"dtype": "float32"}, ["dynamic", "bf16"], None, None),
+        ({"master": "split24"}, ["float32"], None, None),
+        ({}, ["float32", "bf16"], None, None),
+    ],
+)
+def test_the_dtype_is_settled_once_and_names_the_baseline(said, recipes, dtype, baseline):
+    run = RunConfig(**{key: value for key, value in said.items() if key == "dtype"})
+    state = StateConfig(**{key: value for key, value in said.items() if key == "master"})
+    config = TrainConfig(run=run, state=state)
+    if dtype is None:
+        with pytest.raises(ValueError, match="choose one dtype, and recipe baseline"):
+            config.with_dtype(recipes, "float32")
+        return
+    settled = config.with_dtype(recipes, "float32")
+    assert settled.run.dtype == dtype and settled.with_dtype((), "bfloat16") == settled
+    assert settled.called(BASELINE) == baseline and settled.called("mx") == "mx"

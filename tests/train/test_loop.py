@@ -15,8 +15,7 @@ from octavo.train import (
     compare,
     run,
 )
-from octavo.train.checkpoint import HEADER, Row
-from octavo.train.loop import Recorder
+from octavo.train.checkpoint import HEADER
 
 
 def at(config, folder, **changes):
@@ -242,29 +241,3 @@ def test_gradients_that_are_not_finite_stop_the_run_too(config, tmp_path):
     with pytest.raises(DivergedError, match=r"norm of the gradients became (nan|inf) in step 1"):
         run(at(config, tmp_path, checkpoint_every=1), hooks=Hooks(on_model=poison))
     assert not (tmp_path / "bf16" / "checkpoint.pt").exists()
-
-
-def test_a_loss_that_runs_away_is_divergence():
-    recorder = Recorder(64, [], on_accelerator=False)
-    with pytest.raises(DivergedError, match=r"ran away, to 20.0 nats a byte at step 20"):
-        for step in range(30):
-            recorder.add(step + 1, torch.tensor(20.0), torch.tensor(1.0), 1e-3)
-            recorder.read()
-
-
-def test_losses_are_read_in_groups_on_an_accelerator():
-    recorder = Recorder(64, [], on_accelerator=True)
-    assert recorder.every > 1
-    for step in range(3):
-        recorder.add(step + 1, torch.tensor(float(step)), torch.tensor(1.0), 1e-3)
-    assert recorder.rows == []
-    assert [row.loss for row in recorder.read()] == [0.0, 1.0, 2.0] == [row.loss for row in recorder.rows]
-    assert recorder.read() == []
-    assert recorder.validated(1.5) is recorder.rows[-1] and recorder.rows[-1].val_loss == 1.5
-    with pytest.raises(DivergedError, match="validation loss became nan"):
-        recorder.validated(math.nan)
-
-
-def test_time_left_follows_the_speed():
-    rows = [Row(step + 1, 1.0, 1e-3, 128.0 if step % 2 else 64.0) for step in range(10)]
-    assert Recorder(64, rows, on_accelerator=False).seconds_left(30) == pytest.approx(20 * (0.5 + 1.0) / 2)

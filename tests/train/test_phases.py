@@ -5,7 +5,17 @@ import torch
 
 from octavo import Phase, recipes
 from octavo.tensor.stored_weight import StoredWeight
-from octavo.train import DataConfig, ModelConfig, OptimizerConfig, RunConfig, StateConfig, TrainConfig, TrainError, run
+from octavo.train import (
+    DataConfig,
+    Hooks,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    StateConfig,
+    TrainConfig,
+    TrainError,
+    run,
+)
 from octavo.train.phases import BELOW, phases_of
 
 DYNAMIC = recipes.dynamic()
@@ -51,30 +61,21 @@ def test_a_run_switches_and_resumes_bit_for_bit(state, tmp_path):
     config = replace(TINY, state=replace(state, schedule="fp8-then-bf16@0.4-then-fp8@0.8"))
     whole = run(config, "dynamic")
     assert [(s.step, s.name) for s in whole.switches] == [(0, "dynamic"), (4, "high_precision"), (8, "dynamic")]
-    for stop in (3, 6, 9):
-        folder = replace(config, run=replace(config.run, out=tmp_path / str(stop)))
-        count = []
-
-        def should_stop(stop=stop, count=count):
-            count.append(1)
-            return len(count) > stop
-
-        from octavo.train import Hooks
-
-        first = run(folder, "dynamic", hooks=Hooks(should_stop=should_stop))
-        assert first.interrupted and len(first.rows) == stop
-        rest = run(replace(folder, run=replace(folder.run, resume=True)), "dynamic")
+    config = replace(config, run=replace(config.run, out=tmp_path))
+    for stop in (3, 6, 9):  # in each phase, and gone on with from there
+        done = iter(range(3))
+        part = run(config, "dynamic", hooks=Hooks(should_stop=lambda done=done: next(done, None) is None))
+        assert part.interrupted and len(part.rows) == stop
+        config = replace(config, run=replace(config.run, resume=True))
+    for _ in range(2):  # to its end; and read again
+        rest = run(config, "dynamic")
         assert rest.losses == whole.losses and rest.final_validation == whole.final_validation
         assert rest.switches == whole.switches
-    again = run(replace(folder, run=replace(folder.run, resume=True)), "dynamic")
-    assert again.switches == whole.switches
 
 
 def test_weights_take_the_form_of_the_phase():
     config = replace(TINY, state=replace(STATE, schedule="bf16-then-fp8@0.5"))
     models = []
-    from octavo.train import Hooks
-
     run(config, "dynamic", hooks=Hooks(on_model=models.append))
     weights = [p for p in models[0].parameters() if isinstance(p, StoredWeight)]
     assert len(weights) == 4 and all(p.dtype == torch.bfloat16 for p in weights)

@@ -4,7 +4,7 @@ import sys
 import pytest
 
 from octavo.train.checkpoint import Row
-from octavo.train.progress import Bar, Lines, Silent, choose_progress, clock
+from octavo.train.progress import Bar, Lines, Silent, choose_progress, clock, in_words
 
 
 class Terminal(io.StringIO):
@@ -15,6 +15,13 @@ class Terminal(io.StringIO):
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (-1, "0:00"), (59.6, "1:00"), (3725, "1:02:05")])
 def test_clock(seconds, text):
     assert clock(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.1, "5 s"), (42, "40 s"), (56, "1 min"), (170, "3 min"), (9000, "2.5 h")]
+)
+def test_in_words(seconds, text):
+    assert in_words(seconds) == text
 
 
 def test_lines_come_now_and_then_and_for_each_validation():
