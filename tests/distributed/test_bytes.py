@@ -12,7 +12,7 @@ from octavo import recipes
 from tests.support.byte_counter import GATHER, OTHER, REDUCE, SCATTER, ByteCounter
 
 WIDTH, LAYERS = 256, 3
-MICRO_BATCHES = 4
+MICRO_BATCHES = 2
 
 
 def model_of(mesh, recipe):
@@ -26,7 +26,7 @@ def model_of(mesh, recipe):
     return fully_shard(model, mesh=mesh)
 
 
-def counted_steps(mesh, recipe, micro_batches=1, evaluates=False, steps=3):
+def counted_steps(mesh, recipe, micro_batches=1, evaluates=False, steps=2):
     """Calls and bytes of each step's collectives."""
     model = model_of(mesh, recipe)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -113,6 +113,7 @@ def test_cast_after_sends_bf16(pool, in_bf16, recipe):
     assert pool.run(counted_steps, (2,), recipe) == [in_bf16()] * 2
 
 
+@pytest.mark.full
 def test_four_ranks(pool):
     """64 rows a rank: no whole block of 128, so that only scales per tensor are sent in FP8."""
     plain = pool.run(counted_steps, (4,), None)[0][0][1][GATHER]

@@ -1,6 +1,7 @@
 """torch.compile of sharded models: as many graphs as of the plain model, equal to eager bit for bit."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import octavo
 from tests.support.fsdp_situations import SITUATIONS, batch, built
 
 EVEN = SITUATIONS["even shards"]
+STEPS = 3
 
 
 def in_blocks(net, mesh, backend):
@@ -43,15 +45,15 @@ def around_nested_hooks(net, mesh, backend):
 HOW = {how.__name__: how for how in (in_blocks, in_one_graph, around_nested_hooks)}
 
 
-def trained(mesh, recipe, how, backend, steps=5):
+def trained(mesh, recipe, how, backend, depth=1):
     """(losses, graphs after each step, breaks) of a sharded model's training."""
     torch.compiler.reset()
     counters.clear()
-    net = built(EVEN, recipe)
+    net = built(replace(EVEN, depth=depth), recipe)
     call = HOW[how](net, mesh, backend)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     losses, graphs = [], []
-    for step in range(steps):
+    for step in range(STEPS):
         loss = call(batch(EVEN, step, 0, dist.get_rank())).square().mean()
         loss.backward()
         optimizer.step()
@@ -62,28 +64,29 @@ def trained(mesh, recipe, how, backend, steps=5):
     return losses, state, graphs, sum(counters["graph_break"].values())
 
 
-def beside_eager(mesh, recipe, how, backend="aot_eager"):
-    return trained(mesh, recipe, how, None), trained(mesh, recipe, how, backend)
+def beside_eager(mesh, recipe, how, backend, depth=1):
+    return [trained(mesh, recipe, how, backend, depth) for backend in (None, backend)]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
-    "recipe", ["dynamic", "delayed", *(pytest.param(r, marks=pytest.mark.slow) for r in ("rowwise", "blockwise", "mx"))]
+    "recipe", ["dynamic", "delayed", *(pytest.param(r, marks=pytest.mark.full) for r in ("rowwise", "blockwise", "mx"))]
 )
 @pytest.mark.parametrize("how", HOW)
 def test_graphs_and_bits(pool, how, recipe):
-    in_bf16 = pool.run(trained, (2,), "high_precision", how, "aot_eager")
-    for rank, (eager, compiled) in enumerate(pool.run(beside_eager, (2,), recipe, how)):
+    plain = pool.run(trained, (2,), "high_precision", how, "aot_eager")
+    for in_bf16, (eager, compiled) in zip(plain, pool.run(beside_eager, (2,), recipe, how, "aot_eager"), strict=True):
         assert compiled[:2] == eager[:2]
         graphs, breaks = compiled[2:]
         assert graphs[-1] == graphs[1]
-        assert (graphs[-1], breaks) == (in_bf16[rank][2][-1], in_bf16[rank][3])
+        assert (graphs[-1], breaks) == (in_bf16[2][-1], in_bf16[3])
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("recipe", ["dynamic", "delayed", "blockwise"])
 @pytest.mark.parametrize("how", HOW)
 def test_inductor(pool, how, recipe):
-    for eager, compiled in pool.run(beside_eager, (2,), recipe, how, "inductor"):
+    for eager, compiled in pool.run(beside_eager, (2,), recipe, how, "inductor", 2):
         assert compiled[0][0] == pytest.approx(eager[0][0], rel=2.0**-20)
         # An ulp of inductor's GELU may move a value to the next code, and Adam's first updates are of one size whatever
         # the gradient's: from then on the two are different runs of the same training.
@@ -94,7 +97,7 @@ def test_inductor(pool, how, recipe):
 def hooks_cast_compiled(mesh):
     """The once-a-step cast of all shards, in one graph."""
     torch.compiler.reset()
-    net = in_blocks(built(EVEN, "delayed"), mesh, None)
+    net = in_blocks(built(replace(EVEN, depth=1), "delayed"), mesh, None)
     net(batch(EVEN, 0, 0, dist.get_rank()))
     eager = [copy.deepcopy(block.fc1.gather.codes) for block in net.blocks]
     from octavo.nn import gather
@@ -120,13 +123,13 @@ def under_ddp(mesh, recipe, compiled, broadcast):
     rank, group = dist.get_rank(), mesh.get_group("shard")
 
     def run(parallel):
-        net = built(EVEN, recipe)
-        call = torch.compile(net, backend="aot_eager") if compiled else net
+        net = built(replace(EVEN, depth=1), recipe)
+        call = torch.compile(net, backend="aot_eager") if compiled and parallel else net
         if parallel:
             call = nn.parallel.DistributedDataParallel(call, process_group=group, broadcast_buffers=broadcast)
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
         losses = []
-        for step in range(6):
+        for step in range(STEPS):
             loss = call(batch(EVEN, step, 0, rank)).square().mean()
             loss.backward()
             if not parallel:
@@ -142,6 +145,7 @@ def under_ddp(mesh, recipe, compiled, broadcast):
     return run(True), run(False)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("recipe", ["delayed", "mx"])
 def test_ddp_equals_gradients_averaged_by_hand(pool, recipe, compiled):

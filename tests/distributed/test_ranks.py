@@ -17,7 +17,7 @@ def values(mesh):
     return *found, ranks.first(lambda: {"of": ranks.rank}), own, ranks.size
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_values_of_all_ranks(pool, size):
     for rank, (total, mean, stacked, one, none, first, own, known) in enumerate(pool.run(values, (size,))):
         assert total.tolist() == [sum(range(size)), size] and mean.tolist() == [(size - 1) / 2, 1.0]

@@ -42,6 +42,7 @@ class Situation:
     """How a model is built, sharded and trained; see SITUATIONS."""
 
     sizes: tuple[int, int, int] = (256, 512, 40)  # width, hidden, outputs
+    depth: int = 2
     micro_batches: int = 1
     sync_each: bool = True
     clip: float | None = None
@@ -90,7 +91,7 @@ class Net(nn.Module):
         width, hidden, outputs = situation.sizes
         self.situation = situation
         self.embedding = nn.Embedding(outputs, width) if situation.with_embedding else None
-        self.blocks = nn.ModuleList(Block(width, hidden) for _ in range(2))
+        self.blocks = nn.ModuleList(Block(width, hidden) for _ in range(situation.depth))
         self.head = nn.Linear(width, outputs, bias=False)
         if situation.tied:
             self.blocks[1].fc1.weight = self.blocks[0].fc1.weight

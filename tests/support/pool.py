@@ -23,13 +23,7 @@ FEW, MANY = 2, 4
 SECONDS_AFTER_A_FAULT = 5  # in which the others may still tell of theirs
 
 # Imported once, in a process without threads that ranks are forked from: each would take seconds for it.
-PRELOADED = [
-    "tests.support.pool",
-    "torch._dynamo",
-    "torch.distributed.fsdp",
-    "octavo.train",
-    "octavo.distributed.checkpoint",
-]
+PRELOADED = ["tests.support.pool", "torch._inductor.compile_fx", "torch.distributed.fsdp", "octavo.train"]
 
 
 def free_port() -> int:
