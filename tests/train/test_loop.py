@@ -16,6 +16,7 @@ from octavo.train import (
     run,
 )
 from octavo.train.checkpoint import HEADER
+from octavo.train.progress import Silent
 
 
 def at(config, folder, **changes):
@@ -54,72 +55,84 @@ def test_it_learns_and_says_what_it_did(config):
 
 
 def test_two_runs_are_equal_and_seeds_differ(config):
+    config = steps(config, 4)
     assert curve(run(config, "dynamic")) == curve(run(config, "dynamic"))
     other = replace(config, run=replace(config.run, seed=1))
     assert run(config).losses != run(other).losses
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "dynamic", "delayed", "blockwise"])
+@pytest.mark.parametrize("recipe", ["bf16", "delayed"])  # other recipes have no state
 def test_a_resumed_run_is_the_run_in_one_piece(config, recipe, tmp_path):
+    config = steps(config, 10)
     whole = run(at(config, tmp_path / "whole"), recipe)
-    first = run(at(config, tmp_path / "parts"), recipe, hooks=stop_after(10))
-    assert first.interrupted and len(first.rows) == 10 and math.isnan(first.final_validation)
+    first = run(at(config, tmp_path / "parts"), recipe, hooks=stop_after(5))
+    assert first.interrupted and len(first.rows) == 5 and math.isnan(first.final_validation)
     second = run(at(config, tmp_path / "parts", resume=True), recipe)
     assert not second.interrupted and curve(second) == curve(whole)
     assert log_curve(tmp_path / "parts" / recipe / "log.csv") == log_curve(tmp_path / "whole" / recipe / "log.csv")
 
 
+@pytest.fixture(scope="module")
+def plain_run():
+    """A run whose state is torch's own, kept by its recipe."""
+    return {}
+
+
 @pytest.mark.parametrize(
     "state",
     [
-        ("fp8", "auto"),
         ("fp8", "split24"),
         ("bf16", "none"),
-        ("fp32", "fp16_scaled"),
-        ("fp32", "auto", "none", "", "fp8"),
         ("fp8", "split16", "fp8", "", "fp8"),
+        pytest.param(("fp8", "auto"), marks=pytest.mark.full),
+        pytest.param(("fp32", "fp16_scaled"), marks=pytest.mark.full),
+        pytest.param(("fp32", "auto", "none", "", "fp8"), marks=pytest.mark.full),
     ],
     ids=", ".join,
 )
-def test_so_is_one_whose_state_takes_few_bytes(config, state, tmp_path):
+def test_so_is_one_whose_state_takes_few_bytes(config, state, tmp_path, plain_run):
+    config = steps(config, 10)
+    if "delayed" not in plain_run:
+        plain_run["delayed"] = run(config, "delayed")
+    plain = plain_run["delayed"]
     config = replace(config, state=StateConfig(*state))
     whole = run(config, "delayed")
-    assert run(at(config, tmp_path), "delayed", hooks=stop_after(10)).interrupted
+    assert run(at(config, tmp_path), "delayed", hooks=stop_after(5)).interrupted
     assert curve(run(at(config, tmp_path, resume=True), "delayed")) == curve(whole)
-    plain = run(replace(config, state=StateConfig()), "delayed")
     assert whole.final_validation == pytest.approx(plain.final_validation, rel=0.05)
     assert curve(whole) != curve(plain)
 
 
 def test_a_killed_run_goes_on_from_its_checkpoint_and_its_log_loses_what_came_after(config, tmp_path):
-    config = at(config, tmp_path, checkpoint_every=8)
+    config = at(steps(config, 10), tmp_path, checkpoint_every=4)
 
     class Killed(Exception):
         pass
 
     def kill(row):
-        if row.step == 13:
+        if row.step == 7:
             raise Killed
 
     with pytest.raises(Killed):
         run(config, "delayed", hooks=Hooks(on_step=kill))
     log = tmp_path / "delayed" / "log.csv"
-    assert len(log.read_text().splitlines()) == 1 + 13
+    assert len(log.read_text().splitlines()) == 1 + 7
     seen = []
     second = run(at(config, tmp_path, resume=True), "delayed", hooks=Hooks(on_step=seen.append))
-    assert seen[0].step == 9
+    assert seen[0].step == 5
     assert curve(second) == curve(run(replace(config, run=replace(config.run, out=None)), "delayed"))
-    assert [line.split(",")[0] for line in log.read_text().splitlines()[1:]] == [str(i) for i in range(1, 21)]
+    assert [line.split(",")[0] for line in log.read_text().splitlines()[1:]] == [str(i) for i in range(1, 11)]
 
 
 def test_a_run_killed_before_its_first_checkpoint_starts_again(config, tmp_path):
-    folder = tmp_path / "bf16"
+    folder, config = tmp_path / "bf16", steps(config, 2)
     folder.mkdir()
     (folder / "log.csv").write_text(HEADER + "1,9.9,0.1,5.0,\n")
     assert curve(run(at(config, tmp_path, resume=True))) == curve(run(config))
 
 
 def test_a_finished_run_is_read_and_not_trained_again(config, tmp_path):
+    config = steps(config, 2)
     first = run(at(config, tmp_path))
     written = (tmp_path / "bf16" / "checkpoint.pt").stat().st_mtime_ns
 
@@ -133,11 +146,12 @@ def test_a_finished_run_is_read_and_not_trained_again(config, tmp_path):
 
 
 def test_nothing_is_lost_to_a_second_run_in_the_same_folder(config, tmp_path):
+    config = steps(config, 2)
     run(at(config, tmp_path))
     before = (tmp_path / "bf16" / "log.csv").read_bytes()
     with pytest.raises(CheckpointError, match="already holds a run"):
         run(at(config, tmp_path))
-    with pytest.raises(CheckpointError, match="has steps 20, not 30"):
+    with pytest.raises(CheckpointError, match="has steps 2, not 30"):
         run(at(steps(config, 30), tmp_path, resume=True))
     config.data.data.write_text(config.data.data.read_text() + "more")
     with pytest.raises(CheckpointError, match="has text"):
@@ -146,23 +160,24 @@ def test_nothing_is_lost_to_a_second_run_in_the_same_folder(config, tmp_path):
 
 
 def test_resuming_with_another_recipe_of_the_same_name(config, tmp_path):
+    config = steps(config, 4)
     run(at(config, tmp_path), octavo.recipes.delayed(history_length=4), name="mine", hooks=stop_after(3))
     with pytest.raises(CheckpointError, match="has recipe"):
         run(at(config, tmp_path, resume=True), octavo.recipes.delayed(history_length=5), name="mine")
-    assert run(at(config, tmp_path, resume=True), octavo.recipes.delayed(history_length=4), name="mine").steps == 20
+    assert run(at(config, tmp_path, resume=True), octavo.recipes.delayed(history_length=4), name="mine").steps == 4
 
 
 def test_an_interrupted_comparison_goes_on_and_trains_nothing_twice(config, tmp_path):
-    names = ["bf16", "dynamic", "delayed"]
+    names, config = ["bf16", "dynamic", "delayed"], steps(config, 5)
     whole = compare(at(config, tmp_path / "whole"), names)
-    parts = compare(at(config, tmp_path / "parts"), names, hooks=stop_after(33))
+    parts = compare(at(config, tmp_path / "parts"), names, hooks=stop_after(7))
     assert [(result.name, len(result.rows), result.interrupted) for result in parts] == [
-        ("bf16", 20, False),
-        ("dynamic", 13, True),
+        ("bf16", 5, False),
+        ("dynamic", 2, True),
     ]
     seen = []
     rest = compare(at(config, tmp_path / "parts", resume=True), names, hooks=Hooks(on_step=seen.append))
-    assert len(seen) == 7 + 20
+    assert len(seen) == 3 + 5
     assert [curve(result) for result in rest] == [curve(result) for result in whole]
 
 
@@ -215,7 +230,7 @@ def test_comparison_checks_all_before_it_trains(config, tmp_path):
 
 
 def test_divergence_stops_the_run_and_keeps_its_checkpoint(config, tmp_path):
-    config = at(config, tmp_path, checkpoint_every=4)
+    config = at(steps(config, 8), tmp_path, checkpoint_every=4)
 
     def poison(model):
         calls = iter(range(10**6))
@@ -231,7 +246,7 @@ def test_divergence_stops_the_run_and_keeps_its_checkpoint(config, tmp_path):
         run(config, hooks=Hooks(on_model=poison))
     assert "--lr" in str(fault.value)
     assert len((tmp_path / "bf16" / "log.csv").read_text().splitlines()) == 1 + 6
-    assert len(run(at(config, tmp_path, resume=True)).rows) == 20
+    assert len(run(at(config, tmp_path, resume=True)).rows) == 8
 
 
 def test_gradients_that_are_not_finite_stop_the_run_too(config, tmp_path):
@@ -241,3 +256,36 @@ def test_gradients_that_are_not_finite_stop_the_run_too(config, tmp_path):
     with pytest.raises(DivergedError, match=r"norm of the gradients became (nan|inf) in step 1"):
         run(at(config, tmp_path, checkpoint_every=1), hooks=Hooks(on_model=poison))
     assert not (tmp_path / "bf16" / "checkpoint.pt").exists()
+
+
+class Messages(Silent):
+    def __init__(self):
+        self.lines = []
+
+    def message(self, text):
+        self.lines.append(text)
+
+
+@pytest.mark.parametrize("fast", [torch.bfloat16, torch.float32])
+def test_the_devices_dtype_names_the_baseline_and_is_said_first(config, fast, monkeypatch, tmp_path):
+    for module in ("trainer", "loop"):
+        monkeypatch.setattr(f"octavo.train.{module}.fast_dtype", lambda device: fast)
+    config = replace(config, run=replace(config.run, dtype="auto"))
+    config, shown, dtypes = at(steps(config, 5), tmp_path), Messages(), set()
+
+    def see(model):
+        model.head.register_forward_hook(lambda module, args, out: dtypes.add(out.dtype))
+
+    results = compare(config, ["baseline", "dynamic"], hooks=Hooks(on_model=see, progress=shown))
+    name, dtype = ("bf16", "bfloat16") if fast == torch.bfloat16 else ("float32", "float32")
+    assert dtypes == {fast} and {result.dtype for result in results} == {dtype}
+    assert [result.name for result in results] == [name, "dynamic"] and (tmp_path / name / "log.csv").exists()
+    assert shown.lines[0].startswith(f"{name}, dynamic: 5 steps each on cpu; what is not FP8 is {dtype} (")
+    assert ("no instructions for bfloat16" in shown.lines[0]) == (fast == torch.float32)
+    assert [line.rpartition(" for ")[2] for line in shown.lines if line.startswith("about ")] == ["2 runs", "this run"]
+    other = "float32" if dtype == "bfloat16" else "bfloat16"
+    shown.lines.clear()
+    chosen = replace(config, run=replace(config.run, dtype=other, out=None))
+    assert run(steps(chosen, 1), hooks=Hooks(progress=shown)).dtype == other in shown.lines[0]
+    with pytest.raises(CheckpointError, match=f"has dtype {dtype}, not {other}"):
+        run(at(chosen, tmp_path, resume=True), "dynamic")

@@ -1,6 +1,5 @@
 """Runs on many ranks: in processes that stay (fast), and as torchrun starts them, with ranks that are killed (slow)."""
 
-import math
 import os
 import random
 import shlex
@@ -13,15 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.fsdp import FSDPModule
 
 from octavo import cli
 from octavo.distributed.checkpoint import load_extra
-from octavo.distributed.ranks import Ranks
 from octavo.train import (
     CheckpointError,
     DataConfig,
-    Hooks,
     ModelConfig,
     RanksConfig,
     RunConfig,
@@ -34,49 +30,17 @@ from octavo.train.shard import device_name, joined
 from octavo.train.trained import trained_model
 from octavo.train.trainer import require_memory
 from tests.support.pool import free_port
+from tests.support.sharded_runs import changed, curve, nearly, train_on
 
 ROOT = Path(__file__).parents[2]
 
 
-def changed(config, **parts):
-    return replace(config, **{name: replace(getattr(config, name), **values) for name, values in parts.items()})
-
-
-def curve(result):
-    """Losses and validation losses, where there are some; comparable with ==."""
-    return [(row.loss, None if math.isnan(row.val_loss) else row.val_loss) for row in result.rows]
-
-
-def train_on(mesh, config, recipe="dynamic", stop_after=None, poisoned=None):
-    """A run's curve and the model's norm of gradients as it says; or the error's type and text."""
-    ranks, seen, modules = Ranks(mesh.get_group()), [], []
-
-    def on_model(model):
-        modules.append(sum(isinstance(module, FSDPModule) for module in model.modules()))
-        if poisoned == ranks.rank:
-            model.head.register_forward_hook(lambda module, args, out: out * math.nan if len(seen) == 3 else out)
-
-    def should_stop():
-        return ranks.rank == 1 and stop_after is not None and len(seen) >= stop_after
-
-    hooks = Hooks(on_model=on_model, on_step=seen.append, should_stop=should_stop)
-    try:
-        result = run(config, recipe, hooks=hooks, ranks=ranks)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return curve(result), result.interrupted, modules
-
-
-def nearly(first, second, rel):
-    numbers = [value for pair in first for value in pair if value is not None]
-    others = [value for pair in second for value in pair if value is not None]
-    return numbers == pytest.approx(others, rel=rel)
-
-
-@pytest.mark.parametrize(("ranks", "micro_batches", "windows"), [(2, 2, 6), (4, 1, 5)])
+@pytest.mark.parametrize(
+    ("ranks", "micro_batches", "windows"), [(2, 2, 6), pytest.param(4, 1, 5, marks=pytest.mark.full)]
+)
 def test_the_curve_is_that_of_one_process(pool, config, ranks, micro_batches, windows):
     config = changed(config, data={"micro_batches": micro_batches, "eval_windows": windows}, run={"dtype": "float32"})
-    config = changed(config, optimizer={"steps": 8})
+    config = changed(config, optimizer={"steps": 4}, run={"eval_every": 2})
     alone = curve(run(changed(config, data={"micro_batches": 1})))
     found = {}
     for shard in ("fsdp", "ddp"):
@@ -90,30 +54,40 @@ def test_the_curve_is_that_of_one_process(pool, config, ranks, micro_batches, wi
     assert nearly(fp8, alone, 0.05) and not nearly(fp8, found["fsdp"], 1e-6)
 
 
-@pytest.mark.parametrize(("shard", "recipe"), [("fsdp", "delayed"), ("ddp", "delayed"), ("fsdp", "blockwise")])
-def test_a_run_stopped_on_one_rank_goes_on_exactly(pool, config, shard, recipe, tmp_path):
-    config = changed(config, ranks={"shard": shard}, run={"out": tmp_path / "whole"})
+@pytest.fixture
+def short(config):
+    return changed(config, optimizer={"steps": 8}, run={"eval_every": 2})
+
+
+@pytest.mark.parametrize(
+    ("shard", "recipe"),
+    [("fsdp", "delayed"), ("ddp", "delayed"), pytest.param("fsdp", "blockwise", marks=pytest.mark.full)],
+)
+def test_a_run_stopped_on_one_rank_goes_on_exactly(pool, short, shard, recipe, tmp_path):
+    config = changed(short, ranks={"shard": shard}, run={"out": tmp_path / "whole"})
     ((whole, *_), *_) = pool.run(train_on, (2,), config, recipe)
     config = changed(config, run={"out": tmp_path / "parts"})
-    for part, interrupted, _ in pool.run(train_on, (2,), config, recipe, 8):
+    for part, interrupted, _ in pool.run(train_on, (2,), config, recipe, 3):
         assert interrupted and [loss for loss, _ in part] == [loss for loss, _ in whole[: len(part)]]
-        assert len(part) == 8
+        assert len(part) == 3
     config = changed(config, run={"resume": True})
     for again, interrupted, _ in pool.run(train_on, (2,), config, recipe):
         assert not interrupted and again == whole
     logs = [(tmp_path / part / recipe / "log.csv").read_text().splitlines() for part in ("whole", "parts")]
-    assert [line.split(",")[:3] for line in logs[0]] == [line.split(",")[:3] for line in logs[1]] and len(logs[0]) == 21
+    assert [line.split(",")[:3] for line in logs[0]] == [line.split(",")[:3] for line in logs[1]] and len(logs[0]) == 9
     assert sorted(path.name for path in (tmp_path / "parts" / recipe).iterdir()) == ["checkpoint", "log.csv"]
 
 
-def test_it_goes_on_on_another_number_of_ranks_and_its_model_is_read_by_one(pool, config, tmp_path):
-    config = changed(config, run={"out": tmp_path}, ranks={"shard": "fsdp"})
-    ((part, *_), *_) = pool.run(train_on, (2,), config, "delayed", 8)
+@pytest.mark.parametrize("between", [None, pytest.param(4, marks=pytest.mark.full)])
+def test_it_goes_on_on_another_number_of_ranks_and_its_model_is_read_by_one(pool, short, between, tmp_path):
+    config = changed(short, run={"out": tmp_path}, ranks={"shard": "fsdp"})
+    ((part, *_), *_) = pool.run(train_on, (2,), config, "delayed", 3)
     config = changed(config, run={"resume": True})
-    ((second, interrupted, _), *_) = pool.run(train_on, (4,), config, "delayed", 6)
-    assert interrupted and len(second) == 14
+    if between is not None:
+        ((second, interrupted, _), *_) = pool.run(train_on, (between,), config, "delayed", 2)
+        assert interrupted and len(second) == 5
     ((third, *_), *_) = pool.run(train_on, (1,), changed(config, ranks={"shard": "ddp"}), "delayed")
-    assert [loss for loss, _ in third[:8]] == [loss for loss, _ in part]
+    assert [loss for loss, _ in third[:3]] == [loss for loss, _ in part]
     alone = curve(run(changed(config, run={"out": None, "resume": False}, ranks={"shard": "none"}), "delayed"))
     assert nearly(third, alone, 0.05)
     model = trained_model(tmp_path / "delayed")
@@ -269,7 +243,7 @@ def one_error(err):
     return lines[0]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_torchrun(text_file, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
     command += ["--master-port", str(free_port()), "-m", "octavo", "train", *TINY, "--data", str(text_file)]
@@ -294,7 +268,7 @@ def test_torchrun(text_file, tmp_path):
         assert [float(row[1]) for row in found] == pytest.approx([float(row[1]) for row in curves[2]], rel=0.02)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_ctrl_c_stops_all_and_is_resumed(text_file, tmp_path):
     arguments = ["--data", str(text_file), "--shard", "fsdp", "--steps", "400", "--out", str(tmp_path)]
     with Started(2, *arguments) as ranks:
@@ -320,7 +294,7 @@ def wait_for(folder, step, ranks):
     assert rows(folder)[0] >= step, ended
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_ten_killed_ranks(text_file, tmp_path):
     """Wherever a rank is killed the other ends with one line, the last checkpoint loads, and the curve is the same."""
     chosen, steps = random.Random(0), 60
@@ -353,7 +327,7 @@ def test_ten_killed_ranks(text_file, tmp_path):
     assert rows(folder) == rows(tmp_path / "whole" / "delayed") and rows(folder)[0] == steps
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_rank_that_hangs_and_one_whose_disk_is_full(text_file, tmp_path):
     arguments = ["--data", str(text_file), "--shard", "fsdp", "--steps", "4000", "--timeout", "5", "--out"]
     with Started(2, *arguments, str(tmp_path / "hangs")) as ranks:
