@@ -44,7 +44,7 @@ def test_the_curve_is_that_of_one_process(pool, config, ranks, micro_batches, wi
     alone = curve(run(changed(config, data={"micro_batches": 1})))
     found = {}
     for shard in ("fsdp", "ddp"):
-        answers = pool.run(train_on, (ranks,), changed(config, ranks={"shard": shard}), "bf16")
+        answers = pool.run(train_on, (ranks,), changed(config, ranks={"shard": shard}), "baseline")
         assert all(answer[0] == answers[0][0] for answer in answers)
         found[shard] = answers[0][0]
         assert nearly(found[shard], alone, 1e-4)
