@@ -1,3 +1,5 @@
+import importlib
+import itertools
 import json
 import os
 import shlex
@@ -8,9 +10,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import octavo
 from octavo import cli
+from octavo.train import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig, report, run
+from octavo.train.checkpoint import RunFolder
+from octavo.train.trainer import Trainer
 
 ROOT = Path(__file__).parents[1]
 TEXT = "".join(f"def f{i}(x):\n    return x + {i * i}\n\n" for i in range(400))
@@ -36,12 +42,10 @@ def one_line(capsys):
     return lines[0]
 
 
-def start(*arguments, **options):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "octavo", *arguments]
-    return subprocess.Popen(
-        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options
-    )
+@pytest.fixture
+def no_plot(monkeypatch):
+    """Training draws nothing, which takes longer than the training here."""
+    monkeypatch.setattr("octavo.cli._report", lambda results, config, plot: print(f"wrote {config.run.out}") or 0)
 
 
 def test_version_help_and_info(capsys):
@@ -67,6 +71,7 @@ def test_train_leaves_a_log_a_checkpoint_a_table_and_a_plot(capsys):
     assert train("--recipe", "delayed", "--out", "here") == 0
     out, err = capsys.readouterr()
     assert "delayed" in out and "nats/byte" in out and "here/loss.png" in out
+    assert err.startswith("delayed: 6 steps on cpu; what is not FP8 is ") and "\nabout " in err
     assert "step 6/6" in err and "tokens/s" in err and "left" in err
     assert sorted(path.name for path in Path("here/delayed").iterdir()) == ["checkpoint.pt", "log.csv"]
     assert Path("here/loss.png").read_bytes().startswith(b"\x89PNG")
@@ -75,18 +80,18 @@ def test_train_leaves_a_log_a_checkpoint_a_table_and_a_plot(capsys):
 
 def test_compare_shows_the_gap_and_resumes_with_one_more_recipe(capsys):
     pytest.importorskip("matplotlib")
-    arguments = ["compare", *TINY, "--data", "text.py", "--out", "here", "--recipes"]
-    assert cli.main([*arguments, "bf16", "dynamic"]) == 0
+    arguments = ["compare", *TINY, "--data", "text.py", "--out", "here", "--dtype", "float32", "--recipes"]
+    assert cli.main([*arguments, "baseline", "dynamic"]) == 0
     out, _ = capsys.readouterr()
-    assert "gap to bf16" in out and "+0.00 %" in out
-    kept = Path("here/bf16/log.csv").read_bytes()
-    assert cli.main([*arguments, "bf16", "dynamic", "mx", "--resume"]) == 0
+    assert "gap to float32" in out and "+0.00 %" in out and "computed in float32" in out
+    kept = Path("here/float32/log.csv").read_bytes()
+    assert cli.main([*arguments, "float32", "dynamic", "delayed", "--resume"]) == 0
     out, _ = capsys.readouterr()
-    assert [line.split()[0] for line in out.splitlines()[2:5]] == ["bf16", "dynamic", "mx"]
-    assert Path("here/bf16/log.csv").read_bytes() == kept
+    assert [line.split()[0] for line in out.splitlines()[2:5]] == ["float32", "dynamic", "delayed"]
+    assert Path("here/float32/log.csv").read_bytes() == kept
 
 
-def test_folders_are_chosen_when_none_is_given(capsys):
+def test_folders_are_chosen_when_none_is_given(capsys, no_plot):
     assert train() == train() == 0
     assert sorted(path.name for path in Path("runs").iterdir()) == ["train-001", "train-002"]
     assert train("--resume") == 0
@@ -124,7 +129,8 @@ def test_compare_asks_for_the_extra_before_it_trains(capsys, monkeypatch):
         ("compare --recipes bf16 fp8", "unknown recipe 'fp8'"),
         ("train --lr nan", "lr is nan"),
         ("train --device cuda:77", "cuda:77"),
-        ("train --dtype int8", "bfloat16 or float32"),
+        ("train --dtype int8", "auto, bfloat16 or float32"),
+        ("compare --recipes bf16 dynamic --dtype float32", "choose one dtype"),
         ("train --data nowhere.txt", "no such file or folder: nowhere.txt"),
         ("train --data empty.txt", "is empty"),
         ("train --data junk.bin", "NUL at byte 0"),
@@ -157,7 +163,7 @@ def test_wrong_input_is_one_line_and_loses_nothing(arguments, says, folder, caps
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
-def test_resuming_with_other_options_is_refused(capsys):
+def test_resuming_with_other_options_is_refused(capsys, no_plot):
     assert train("--out", "here") == 0
     capsys.readouterr()
     assert train("--out", "here", "--resume", "--seed", "3") == 2
@@ -201,107 +207,160 @@ def test_a_bug_is_not_hidden(monkeypatch):
         train()
 
 
-def test_ctrl_c_before_training_is_quiet(capsys, monkeypatch):
-    def interrupt(data):
-        raise KeyboardInterrupt
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_there_are_steps_ends_at_once(stop, capsys, monkeypatch):
+    reached = []
 
-    monkeypatch.setattr("octavo.train.loop.load_corpus", interrupt)
-    assert train() == 130
-    assert capsys.readouterr().err == "octavo: interrupted\n"
+    def read(data):
+        os.kill(os.getpid(), stop)
+        reached.append(time.sleep(0))
+
+    monkeypatch.setattr("octavo.train.loop.load_corpus", read)
+    before = signal.getsignal(stop)
+    assert train("--out", "here") == 130
+    assert capsys.readouterr().err == "octavo: interrupted\n" and not reached
+    assert signal.getsignal(stop) is before and not Path("here").exists()
+
+
+def signals_in_step(monkeypatch, number, *stops):
+    """Sends signals to this process within the step of this number, counted from 0 over all runs."""
+    step, count = Trainer.step, itertools.count()
+
+    def send(trainer, index):
+        result = step(trainer, index)
+        for stop in stops if next(count) == number else ():
+            os.kill(os.getpid(), stop)
+        return result
+
+    monkeypatch.setattr(Trainer, "step", send)
 
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_comparison_is_saved_says_how_to_go_on_and_does(stop, folder, capsys):
+def test_an_interrupted_comparison_is_saved_says_how_to_go_on_and_does(stop, capfd, monkeypatch):
     pytest.importorskip("matplotlib")
-    arguments = ["compare", *TINY, "--data", "text.py", "--recipes", "bf16", "dynamic", "--steps", "60"]
+    monkeypatch.setattr("octavo.cli._report", lambda results, config, plot: print(report.table(results)) or 0)
+    arguments = ["compare", *TINY, "--data", "text.py", "--recipes", "bf16", "dynamic"]
     assert cli.main([*arguments, "--out", "whole"]) == 0
     whole = json.dumps([line.split(",")[:3] for line in Path("whole/dynamic/log.csv").read_text().splitlines()])
-    process = start(*arguments)
-    log = folder / "runs" / "compare-001" / "dynamic" / "log.csv"
-    deadline = time.monotonic() + 60
-    while not (log.exists() and log.read_text().count("\n") > 3) and time.monotonic() < deadline:
-        time.sleep(0.002)
-    process.send_signal(stop)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
-    last = err.splitlines()[-1]
-    assert last.startswith("octavo: stopped dynamic at step ") and "go on with: octavo compare" in last
-    capsys.readouterr()
-    again = shlex.split(last.partition("go on with: ")[2])[1:]
+    with monkeypatch.context() as patch:
+        signals_in_step(patch, 6 + 3, stop)
+        assert cli.main(arguments) == 130
+    lines = capfd.readouterr().err.splitlines()
+    assert "octavo: stopping after this step" in lines
+    assert lines[-1].startswith("octavo: stopped dynamic at step 4 of 6, saved; go on with: octavo compare")
+    again = shlex.split(lines[-1].partition("go on with: ")[2])[1:]
+    assert again[-5:] == ["--out", "runs/compare-001", "--dtype", "bfloat16", "--resume"]
     assert cli.main(again) == 0
-    assert "gap to bf16" in capsys.readouterr().out
+    assert "gap to bf16" in capfd.readouterr().out
+    log = Path("runs/compare-001/dynamic/log.csv")
     assert json.dumps([line.split(",")[:3] for line in log.read_text().splitlines()]) == whole
 
 
+def test_a_second_ctrl_c_does_not_wait_and_a_second_sigterm_does(capfd, monkeypatch, no_plot):
+    with monkeypatch.context() as patch:
+        signals_in_step(patch, 2, signal.SIGTERM, signal.SIGTERM, signal.SIGINT)
+        assert train("--out", "here") == 130
+    err = capfd.readouterr().err
+    assert err.count("stopping after this step") == 1 and err.splitlines()[-1] == "octavo: interrupted"
+    assert train("--out", "here", "--resume") == 0
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="no resource limits")
-def test_a_disk_that_is_full_keeps_the_checkpoint_before(folder):
-    code = (
-        "import resource, signal, sys\n"
-        "from octavo import cli\n"
-        "from octavo.train import checkpoint\n"
-        "save = checkpoint.RunFolder.save\n"
-        "def save_once(self, state):\n"
-        "    save(self, state)\n"
-        "    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "    resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))\n"  # a file may not grow beyond: as on a full disk
-        "checkpoint.RunFolder.save = save_once\n"
-        "sys.exit(cli.main(sys.argv[1:]))\n"
-    )
-    arguments = ["train", *TINY, "--data", "text.py", "--out", "here", "--checkpoint-every", "2"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
-    assert done.returncode == 2, done.stderr
-    last = done.stderr.splitlines()[-1]
-    assert last.startswith("octavo: error: cannot write here/dynamic/checkpoint.pt: File too large; step 2 is kept"), (
-        last
-    )
-    assert "Traceback" not in done.stderr
-    assert cli.main([*arguments, "--resume"]) == 0
+def test_a_disk_that_is_full_keeps_the_checkpoint_before(capfd, monkeypatch, no_plot):
+    resource = importlib.import_module("resource")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    save = RunFolder.save
+
+    def save_once(self, state):
+        save(self, state)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (9000, limits[1]))  # a file may not grow beyond: as on a full disk
+
+    arguments = ["--out", "here", "--checkpoint-every", "2"]
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "save", save_once)
+        try:
+            assert train(*arguments) == 2
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    last = capfd.readouterr().err.splitlines()[-1]
+    assert last.startswith("octavo: error: cannot write here/dynamic/checkpoint.pt: File too large; step 2 is kept")
+    assert train(*arguments, "--resume") == 0
 
 
 def test_python_dash_m_and_a_light_import():
-    process = start("--version")
-    assert process.communicate(timeout=60) == (f"octavo {octavo.__version__}\n", "")
-    code = "import sys, octavo; sys.exit(any(name.startswith(('octavo.train', 'octavo.cli')) for name in sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}).returncode == 0
+    code = (
+        "import runpy, sys, octavo\n"
+        "assert not any(name.startswith(('octavo.train', 'octavo.cli')) for name in sys.modules)\n"
+        "sys.argv = ['octavo', '--version']\n"
+        "runpy.run_module('octavo', run_name='__main__')\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"octavo {octavo.__version__}\n", "")
 
 
-def test_export_writes_a_file_that_onnxruntime_runs(capsys):
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder with text.py and a finished run of delayed."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "text.py").write_text(TEXT)
+    sizes = ModelConfig(width=16, layers=1, heads=2, context=32)
+    options = RunConfig(out=folder / "runs", device="cpu", eval_every=0)
+    data = DataConfig(folder / "text.py", batch=2, eval_windows=2)
+    run(TrainConfig(sizes, data, OptimizerConfig(steps=6), options), "delayed")
+    return folder
+
+
+def exported(capsys):
+    """Exports the run; what is said of the file, and of its check."""
+    assert cli.main(["export", "runs/delayed", "--onnx", "m.onnx", "--data", "text.py"]) == 0
+    wrote, checked = capsys.readouterr().out.splitlines()
+    assert wrote.startswith(f"wrote m.onnx: {Path('m.onnx').stat().st_size:,} bytes, ")
+    Path("m.onnx").unlink()
+    return checked
+
+
+def test_export_checks_what_it_wrote(trained, capsys, monkeypatch):
+    monkeypatch.chdir(trained)
+    seen = []
+
+    def write(model, inputs, path, opset, weights):
+        seen.append((model, opset, weights))
+        path.write_bytes(b"ONNX")
+        return path
+
+    monkeypatch.setattr("octavo.export.to_onnx", write)
+    monkeypatch.setattr("octavo.export.sqnr_in_onnxruntime", lambda model, tokens, path: 41.5)
+    monkeypatch.setattr("octavo.export.run_onnx", lambda path, tokens: [torch.zeros(*tokens.shape, 256)])
+    assert "SQNR 41.5 dB, validation loss 5.5452 nats a byte (octavo " in exported(capsys)
+    assert [(opset, weights) for _, opset, weights in seen] == [(21, torch.bfloat16)] and not seen[0][0].training
+
+
+@pytest.mark.full
+def test_export_writes_a_file_that_onnxruntime_runs(trained, capsys, monkeypatch):
     pytest.importorskip("onnxruntime")
-    train("--recipe", "delayed", "--out", "runs/it", "--context", "32")
-    capsys.readouterr()
-    for source in ("runs/it/delayed", "runs/it/delayed/checkpoint.pt"):
-        assert cli.main(["export", source, "--onnx", "m.onnx", "--data", "text.py"]) == 0
-        wrote, checked = capsys.readouterr().out.splitlines()
-        assert wrote.startswith(f"wrote m.onnx: {Path('m.onnx').stat().st_size:,} bytes, ")
-        assert float(checked.split("SQNR ")[1].split(" dB")[0]) >= 30
-        theirs, ours = (
-            float(part.split()[0].rstrip(")")) for part in (checked.split("loss ")[1], checked.split("octavo ")[1])
-        )
-        assert abs(theirs / ours - 1) <= 1e-3
+    monkeypatch.chdir(trained)
+    checked = exported(capsys)
+    assert float(checked.split("SQNR ")[1].split(" dB")[0]) >= 30
+    theirs, ours = (
+        float(part.split()[0].rstrip(")")) for part in (checked.split("loss ")[1], checked.split("octavo ")[1])
+    )
+    assert abs(theirs / ours - 1) <= 1e-3
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (["no", "--onnx", "m.onnx"], "no does not exist"),
-        (["runs", "--onnx", "m.onnx"], "choose one of runs/dynamic"),
-        (["runs/dynamic", "--onnx", "no/m.onnx"], "the folder no does not exist"),
-        (["runs/dynamic", "--onnx", "m.onnx", "--opset", "3"], "opset=3: use 19 to 24"),
-        (["runs/dynamic", "--onnx", "m.onnx", "--data", "none"], "none"),
+        (["runs", "--onnx", "m.onnx"], "choose one of runs/delayed"),
+        (["runs/delayed", "--onnx", "no/m.onnx"], "the folder no does not exist"),
+        (["runs/delayed", "--onnx", "m.onnx", "--opset", "3"], "opset=3: use 19 to 24"),
+        (["runs/delayed", "--onnx", "m.onnx", "--data", "none"], "none"),
     ],
 )
-def test_an_export_that_fails_is_one_line_and_writes_nothing(arguments, says, folder, capsys):
-    train("--out", "runs")
-    before = sorted(folder.rglob("*"))
-    capsys.readouterr()
+def test_an_export_that_fails_is_one_line_and_writes_nothing(arguments, says, trained, capsys, monkeypatch):
+    monkeypatch.chdir(trained)
+    before = sorted(trained.rglob("*"))
     assert cli.main(["export", "--data", "text.py", *arguments]) == cli.FAULT
     assert says in one_line(capsys)
-    assert sorted(folder.rglob("*")) == before
+    assert sorted(trained.rglob("*")) == before
