@@ -87,9 +87,9 @@ def tracking_error(moments: object, drop: float, steps: int) -> Tensor:
 
 
 def test_the_second_moment_follows_when_gradients_fall():
-    assert abs(float(tracking_error("fp8", 1 / 8, 3000).mean())) < 0.1
+    assert abs(float(tracking_error("fp8", 1 / 8, 2000).mean())) < 0.1
     standing = Moment("bf16"), Moment("bf16")  # to nearest: a step is less than half of its last bit
-    assert float(tracking_error(standing, 1 / 8, 3000).mean()) > 1.0
+    assert float(tracking_error(standing, 1 / 8, 2000).mean()) > 1.0
 
 
 def test_the_second_moment_is_unbiased_while_gradients_stay():
@@ -116,7 +116,7 @@ def test_the_adversarial_gradients_reach_the_bound_and_no_more(master, moments):
     assert all(value.isfinite().all() for value in optimizer.state[p].values())
 
 
-@pytest.mark.parametrize(("moments", "zeros"), [("fp8", 10_000), ("one scale", 2_000)])
+@pytest.mark.parametrize(("moments", "zeros"), [pytest.param("fp8", 10_000, marks=pytest.mark.full), ("fp8", 1_000), ("one scale", 1_000)])
 def test_a_spike_is_forgotten(moments, zeros):
     p = parameter(1, 256)
     optimizer = AdamW([p], lr=1e-3, weight_decay=0.0, moments=MOMENTS[moments])
@@ -137,9 +137,9 @@ def test_a_spike_is_forgotten(moments, zeros):
     else:  # the previous amax's scale had no room for the spike
         assert v.max() < 1.0
     left = float(v.mean())
-    train(optimizer, 1000)
+    train(optimizer, 500)
     m, v = moments_of(optimizer, p)
-    expected = left * 0.999**1000 + 1.09 * (1 - 0.999**1000)
+    expected = left * 0.999**500 + 1.09 * (1 - 0.999**500)
     assert float(v.sqrt().mean()) == pytest.approx(expected**0.5, rel=0.05)
 
 
