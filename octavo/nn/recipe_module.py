@@ -19,7 +19,7 @@ from octavo.nn.stored_weights import check_recipe, in_high_precision, load_store
 from octavo.nn.weight_cache import WeightCache
 from octavo.scaling.delayed import BUFFERS, register_delayed_state
 from octavo.scaling.recipe import Recipe
-from octavo.tensor.sharded_weight import GatheredWeight, attach, plain
+from octavo.tensor.sharded_weight import GatheredWeight, attach, on_this_rank, plain
 from octavo.tensor.stored_weight import StoredWeight, stored_part
 
 
@@ -65,8 +65,15 @@ class RecipeModule(nn.Module):
         super().__setattr__(name, value)
 
     def _adopt_shard(self, weight: nn.Parameter) -> None:
-        gather = self.gather
+        gather, whole = self.gather, self._parameters["weight"]
+        assert whole is not None
         if attach(weight) and gather.parameter is not weight:
+            # torch 2.13 refuses this only when it first runs; with 2.11 the two shards part ways silently
+            if on_this_rank(whole) is whole and whole.__dict__.setdefault("_sharded", weight) is not weight:
+                raise ValueError(
+                    "fully_shard was applied to two modules that share a weight, each of which would train its own; "
+                    "apply it to a module that holds both"
+                )
             gather.parameter = weight
             gather.forget()
             if gather.group is not None:

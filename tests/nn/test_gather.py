@@ -201,7 +201,7 @@ def tied_across_groups(mesh):
 
 def test_a_weight_tied_across_groups_is_refused(pool):
     for message in pool.run(tied_across_groups, (2,)):
-        assert "shared with a parameter already managed by another FSDP group" in message
+        assert "fully_shard was applied to two modules that share a weight" in message
 
 
 def restored(mesh):
