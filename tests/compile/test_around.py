@@ -1,8 +1,5 @@
 """What happens around a compiled step: micro-batches, other recipes and sizes, evaluation, DDP, whole models."""
 
-import copy
-import os
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,16 +8,17 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
 import octavo
-from octavo import recipes
-from tests.support.compile_cells import RECIPES, WHATS, batch, built, difference, mean_square
+from tests.support.compile_cells import RECIPES, WHATS, WIDTH, What, batch, built, difference, mean_square
 from tests.support.helpers import FP8_RECIPES, to_fp8
-from tests.support.pool import free_port
 
-BLOCK = WHATS["TransformerBlock"]
-QUICK = ("dynamic", "delayed", "recipe map")  # the others are in the slow set
-each_recipe = pytest.mark.parametrize(
-    "recipe", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in RECIPES]
-)
+BLOCK = WHATS["TransformerBlock"]  # takes several times as long to trace as
+MLP = What(lambda layers: octavo.nn.RMSNormMLP(WIDTH, 48, "swiglu"))
+
+
+def in_recipes(*quick):
+    """The others are in the full set. The map gives fc1 delayed scaling and fc2 another recipe."""
+    cells = [pytest.param(name, marks=[] if name in quick else pytest.mark.full) for name in RECIPES]
+    return pytest.mark.parametrize("recipe", cells)
 
 
 def compiled(**options):
@@ -43,15 +41,15 @@ def check_equal(model, other):
         assert difference(delayed, octavo.delayed_state_dict(other)) == 0.0
 
 
-@each_recipe
+@in_recipes("recipe map")
 def test_micro_batches_on_an_unchanged_weight(recipe):
     call, counter = compiled()
-    model, eager = built(BLOCK, recipe), built(BLOCK, recipe)
+    model, eager = built(MLP, recipe), built(MLP, recipe)
     for net, forward in ((model, call), (eager, lambda net, x: net(x))):
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         for step in range(3):
             for micro_batch in range(3):
-                x, target = batch(BLOCK, 3 * step + micro_batch)
+                x, target = batch(MLP, 3 * step + micro_batch)
                 if net is eager:
                     octavo.invalidate(net)  # what is compiled casts the weight for each micro-batch
                 mean_square(lambda x, net=net, forward=forward: forward(net, x), x, target).backward()
@@ -64,25 +62,25 @@ def test_micro_batches_on_an_unchanged_weight(recipe):
 
 def test_set_recipe_between_steps_compiles_once_for_each_distinct_recipe():
     call, counter = compiled()
-    model, eager = built(BLOCK, "dynamic"), built(BLOCK, "dynamic")
-    for step, name in enumerate(["dynamic", "delayed", "dynamic", "rowwise", "delayed", "rowwise", "high_precision"]):
-        x, target = batch(BLOCK, step)
+    model, eager = built(MLP, "dynamic"), built(MLP, "dynamic")
+    for step, name in enumerate(["dynamic", "delayed", "dynamic", "high_precision", "delayed", "high_precision"]):
+        x, target = batch(MLP, step)
         for net, forward in ((model, lambda x: call(model, x)), (eager, eager)):
             net.zero_grad()
             octavo.set_recipe(net, RECIPES[name]())  # an equal value, not the same
             mean_square(forward, x, target).backward()
     check_equal(model, eager)
-    assert counter.frame_count == 4
+    assert counter.frame_count == 3
 
 
-@each_recipe
-def test_sizes_of_batch_and_sequence(recipe):
+@in_recipes("blockwise")
+@pytest.mark.parametrize("what", [MLP, pytest.param(BLOCK, marks=pytest.mark.full)], ids=["MLP", "block"])
+def test_sizes_of_batch_and_sequence(recipe, what):
     call, _ = compiled(dynamic=True)
-    model, eager = built(BLOCK, recipe), built(BLOCK, recipe)
-    for step, (sequences, positions) in enumerate(
-        [(9, 16), (10, 16), (11, 13), (12, 24), (9, 17)]
-    ):  # all of several blocks
-        x, target = batch(BLOCK, step, sequences, positions)
+    model, eager = built(what, recipe), built(what, recipe)
+    several_blocks = [(9, 16), (10, 16), (11, 13), (12, 24), (9, 17)]
+    for step, (sequences, positions) in enumerate(several_blocks):
+        x, target = batch(what, step, sequences, positions)
         model.zero_grad()
         eager.zero_grad()
         mean_square(lambda x: call(model, x), x, target).backward()
@@ -92,13 +90,13 @@ def test_sizes_of_batch_and_sequence(recipe):
     check_equal(model, eager)
 
 
-@each_recipe
+@in_recipes("recipe map")
 def test_evaluation_in_between(recipe):
     call, counter = compiled()
-    model, eager = built(BLOCK, recipe), built(BLOCK, recipe)
+    model, eager = built(MLP, recipe), built(MLP, recipe)
     graphs = []
     for step in range(4):
-        x, target = batch(BLOCK, step)
+        x, target = batch(MLP, step)
         model.zero_grad()
         eager.zero_grad()
         mean_square(lambda x: call(model, x), x, target).backward()
@@ -132,7 +130,7 @@ def counted(call, model, steps):
 
 def llama():
     transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32}
     torch.manual_seed(0)
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads, use_cache=False)).bfloat16()
@@ -148,43 +146,31 @@ def compiled_llama(model, backend):
     return run
 
 
-@pytest.mark.parametrize(
-    "recipe", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in FP8_RECIPES]
-)
-def test_a_whole_hugging_face_llama(recipe):
+@pytest.mark.full
+def test_a_whole_hugging_face_llama():
     in_bf16 = counted(compiled_llama, llama(), 4)
-    model = to_fp8(llama(), FP8_RECIPES[recipe]())
-    ours = counted(compiled_llama, model, 4)
-    assert all(a <= b for a, b in zip(ours, in_bf16, strict=True)), (ours, in_bf16)
-    assert sum(isinstance(module, octavo.nn.Linear) for module in model.modules()) == 15
+    for recipe in FP8_RECIPES.values():
+        model = to_fp8(llama(), recipe())
+        ours = counted(compiled_llama, model, 4)
+        assert all(a <= b for a, b in zip(ours, in_bf16, strict=True)), (ours, in_bf16)
+        assert sum(isinstance(module, octavo.nn.Linear) for module in model.modules()) == 8
 
 
-def ddp_rank(rank, port, results):
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
-    try:
-        for name, recipe in (("bf16", recipes.high_precision()), ("delayed", recipes.delayed()), ("mx", recipes.mx())):
-            torch.manual_seed(0)
-            block = octavo.nn.TransformerBlock(32, 48, 2, recipe=recipe)
+def under_ddp(mesh, recipe):
+    """(what is counted of a compiled model's training under DDP, its last gradients)."""
+    model = built(MLP, recipe)
 
-            def call(model, backend):
-                parallel = nn.parallel.DistributedDataParallel(torch.compile(model, backend=backend))
-                return lambda step: parallel(batch(BLOCK, 2 * step + rank)[0]).square().mean()
+    def call(model, backend):
+        parallel = nn.parallel.DistributedDataParallel(torch.compile(model, backend=backend))
+        return lambda step: parallel(batch(MLP, 2 * step + dist.get_rank())[0]).square().mean()
 
-            found = counted(call, block, 4)
-            gradients = torch.cat([p.grad.flatten() for p in block.parameters()])
-            results[rank, name] = found, gradients.tolist(), bool(gradients.isfinite().all())
-    finally:
-        dist.destroy_process_group()
+    return counted(call, model, 4), torch.cat([p.grad.flatten() for p in model.parameters()]).tolist()
 
 
-def test_ddp_of_a_compiled_model_on_two_ranks():
-    with torch.multiprocessing.get_context("spawn").Manager() as manager:
-        results = manager.dict()
-        torch.multiprocessing.spawn(ddp_rank, (free_port(), results), nprocs=2)
-        results = copy.deepcopy(dict(results))
-    for name in ("delayed", "mx"):
-        (ours, a, finite), (_, b, _) = results[0, name], results[1, name]
-        assert finite and a == b
-        assert all(x <= y for x, y in zip(ours, results[0, "bf16"][0], strict=True)), (ours, results[0, "bf16"][0])
+@pytest.mark.full  # the default set has the gradients of the same, in tests/distributed/test_compile.py
+def test_ddp_of_a_compiled_model_makes_no_more_graphs(pool):
+    in_bf16 = pool.run(under_ddp, (2,), "high_precision")[0][0]
+    for recipe in ("delayed", "mx"):
+        (ours, gradients), (_, others) = pool.run(under_ddp, (2,), recipe)
+        assert gradients == others
+        assert all(x <= y for x, y in zip(ours, in_bf16, strict=True)), (ours, in_bf16)

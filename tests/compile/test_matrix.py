@@ -1,6 +1,7 @@
 """Every kind of model and step in one graph, forward and backward, bit for bit as in eager; faults would show."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -13,20 +14,36 @@ from tests.support.compile_cells import RECIPES, WHATS, Result, built, compiled_
 GREEN = Result(graphs=1, breaks=0, recompiles=0, difference=0.0)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("what", WHATS)
+QUICK = {  # each row and each column once, a cell is seconds of tracing; the others are in the full set
+    "Linear": ("dynamic", "high_precision"),
+    "fused modules": ("delayed",),
+    "TransformerBlock": ("recipe map",),
+    "transformer and output projection": ("blockwise",),
+    "training step in autocast": ("rowwise",),
+    "activation checkpointing": ("mx",),
+}
+
+
+@pytest.mark.parametrize(
+    ("what", "recipe"),
+    [
+        pytest.param(what, recipe, marks=[] if recipe in QUICK[what] else pytest.mark.full)
+        for what, recipe in itertools.product(WHATS, RECIPES)
+    ],
+)
 def test_one_graph_and_bit_for_bit(what, recipe):
     assert measure(what, recipe) == GREEN
 
 
-@pytest.mark.parametrize("what", ["training step in autocast", "activation checkpointing"])
-def test_twenty_steps_of_delayed_scaling(what):
-    assert measure(what, "delayed", steps=20) == GREEN
+def unless(quick, values):
+    """The others are in the full set."""
+    return [pytest.param(value, marks=[] if value == quick else pytest.mark.full) for value in values]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("what", ["fused modules", "training step in autocast", "activation checkpointing"])
+@pytest.mark.parametrize("recipe", unless("delayed", RECIPES))
+@pytest.mark.parametrize(
+    "what", unless("Linear", ["Linear", "fused modules", "training step in autocast", "activation checkpointing"])
+)
 def test_one_graph_in_inductor(what, recipe):
     # Left to itself inductor keeps in float32 what eager's autocast rounds to bf16, and a code in FP8 is 16 times
     # coarser than a bf16 ulp: rounding as eager does shows that nothing else differs.
@@ -53,9 +70,9 @@ def test_graphs_and_breaks_are_counted():
             torch._dynamo.graph_break()
             return super().forward(x)
 
-    what = compile_cells.What(lambda: Breaks(32, 32))
+    what = compile_cells.What(lambda layers: Breaks(32, 32))
     with pytest.raises(torch._dynamo.exc.Unsupported):
-        trained(what, what.build(), compiled_step(what, "aot_eager"), 1)
+        trained(what, what.build(1), compiled_step(what, "aot_eager"), 1)
 
 
 # --- what a compiler could get wrong must show as a difference --------------------------------------------------------
@@ -101,25 +118,18 @@ def moves_the_scale_before_recomputation(name, call):
     return moved
 
 
-@pytest.mark.parametrize(
-    ("fault", "what"),
-    [
-        (forgets_the_update, "training step in autocast"),
-        (reads_a_stale_scale, "training step in autocast"),
-        (moves_the_scale_before_recomputation, "activation checkpointing"),
-    ],
-)
-def test_a_fault_in_the_graph_is_seen(fault, what, monkeypatch):
+def test_a_fault_in_the_graph_is_seen():
     torch.compiler.reset()
-    kind = WHATS[what]
-    expected = trained(kind, built(kind, "delayed"), kind.step, 4)
-    step = compiled_step(kind, "aot_eager")
-    assert difference(trained(kind, built(kind, "delayed"), step, 4), expected) == 0.0
-
-    with torch.library._scoped_library("octavo", "IMPL") as library:  # eager calls go past the dispatcher, graphs don't
-        for name in ("cast", "cast_transpose", "cast_and_commit", "norm_cast"):
-            library.impl(name, fault(name, KERNELS[name]), "CPU")
-        assert difference(trained(kind, built(kind, "delayed"), step, 4), expected) > 0.0
+    what, steps = WHATS["activation checkpointing"], 6  # a history is of 4
+    expected = trained(what, built(what, "delayed"), what.step, steps)
+    step = compiled_step(what, "aot_eager")
+    assert difference(trained(what, built(what, "delayed"), step, steps), expected) == 0.0
+    for fault in (forgets_the_update, reads_a_stale_scale, moves_the_scale_before_recomputation):
+        with torch.library._scoped_library("octavo", "IMPL") as library:  # eager goes past the dispatcher, graphs don't
+            for name in ("cast", "cast_transpose", "cast_and_commit", "norm_cast"):
+                library.impl(name, fault(name, KERNELS[name]), "CPU")
+            assert difference(trained(what, built(what, "delayed"), step, steps), expected) > 0.0, fault
+    assert difference(trained(what, built(what, "delayed"), step, steps), expected) == 0.0
 
 
 def test_a_difference_in_any_tensor_is_seen():

@@ -53,11 +53,11 @@ class FusedModules(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """Two blocks whose activations are computed again in backward."""
+    """Blocks whose activations are computed again in backward."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(octavo.nn.TransformerBlock(WIDTH, 48, 2) for _ in range(2))
+        self.blocks = nn.ModuleList(octavo.nn.TransformerBlock(WIDTH, 48, 2) for _ in range(layers))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -65,9 +65,9 @@ class Checkpointed(nn.Module):
         return x
 
 
-def transformer() -> nn.Module:
+def transformer(layers: int) -> nn.Module:
     """The demo's, with its output projection to a vocabulary that 16 does not divide."""
-    model = GPT(ModelConfig(width=WIDTH, layers=2, heads=2, context=POSITIONS))
+    model = GPT(ModelConfig(width=WIDTH, layers=layers, heads=2, context=POSITIONS))
     model.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
     return model
 
@@ -88,9 +88,9 @@ def in_autocast(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class What:
-    """A kind of model, its step, and whether the loss is compiled with it."""
+    """A kind of model of so many layers, its step, and whether the loss is compiled with it."""
 
-    build: Callable[[], nn.Module]
+    build: Callable[[int], nn.Module]
     step: Step = mean_square
     whole_step: bool = False
 
@@ -101,9 +101,9 @@ class What:
 
 
 WHATS = {
-    "Linear": What(lambda: nn.Linear(WIDTH, 40)),
-    "fused modules": What(FusedModules),
-    "TransformerBlock": What(lambda: octavo.nn.TransformerBlock(WIDTH, 48, 2, 1)),
+    "Linear": What(lambda layers: nn.Linear(WIDTH, 40)),
+    "fused modules": What(lambda layers: FusedModules()),
+    "TransformerBlock": What(lambda layers: octavo.nn.TransformerBlock(WIDTH, 48, 2, 1)),
     "transformer and output projection": What(transformer, next_token),
     "training step in autocast": What(transformer, in_autocast, whole_step=True),
     "activation checkpointing": What(Checkpointed),
@@ -128,10 +128,10 @@ class Result:
     difference: float
 
 
-def built(what: What, recipe: str, seed: int = 0) -> nn.Module:
+def built(what: What, recipe: str, layers: int = 1) -> nn.Module:
     """The model of a cell."""
-    torch.manual_seed(seed)
-    model = what.build()
+    torch.manual_seed(0)
+    model = what.build(layers)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # not every model has each layer that the recipe map names
         return octavo.convert(model, RECIPES[recipe](), select=lambda module, name: True)
@@ -182,9 +182,15 @@ def difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 
 
 def measure(
-    name: str, recipe: str, backend: str = "aot_eager", steps: int = 4, device: str = "cpu", **options: Any
+    name: str,
+    recipe: str,
+    backend: str = "aot_eager",
+    steps: int = 4,
+    device: str = "cpu",
+    layers: int = 1,
+    **options: Any,
 ) -> Result:
-    """Compile a cell and train it beside eager; options are torch.compile's.
+    """Compile a cell and train it beside eager; options are torch.compile's. Each layer is traced anew.
 
     Raises:
         torch._dynamo.exc.Unsupported: at a graph break.
@@ -193,7 +199,7 @@ def measure(
     torch.compiler.reset()
     utils.counters.clear()
     step = compiled_step(what, backend, **options)
-    model = built(what, recipe).to(device)
+    model = built(what, recipe, layers).to(device)
     graphs: list[int] = []
 
     def counted(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
@@ -202,6 +208,6 @@ def measure(
         return loss
 
     found = trained(what, model, counted, steps)
-    expected = trained(what, built(what, recipe).to(device), what.step, steps)
+    expected = trained(what, built(what, recipe, layers).to(device), what.step, steps)
     breaks = sum(utils.counters["graph_break"].values())
     return Result(graphs[-1], breaks, graphs[-1] - graphs[1], difference(found, expected))
