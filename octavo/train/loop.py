@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
@@ -215,7 +215,8 @@ class _Shared:
             if device.type == "cuda" and config.ranks.shard != ALONE:
                 torch.cuda.set_device(device)
             require_memory(config, device, ranks.size)
-        config = ranks.first(lambda: settle_dtype(config, device, recipes))
+        dtype = ranks.first(lambda: settle_dtype(config, device, recipes).run.dtype)
+        config = replace(config, run=replace(config.run, dtype=dtype))
         with ranks.together():
             corpus = corpus or load_corpus(config.data.data)
             corpus.require(config.model)
