@@ -152,13 +152,14 @@ def mixed(moments: Sequence[Moment], masters: Sequence[str], each: int, shift: i
     return found
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("decoupled", "clip"), [(True, True), (False, False)], ids=["clipped", "coupled"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_adam(scheme: str, decoupled: bool, clip: bool, kernels: TritonKernels, small: None) -> None:
     groups = [group._replace(decoupled=decoupled, clip=clip) for group in (ADAM, OTHER)]
     shift = list(SCHEMES).index(scheme) + 3 * clip
-    both = Both(kernels, mixed(SCHEMES[scheme], MASTERS if clip else MASTERS[:4], 2, shift), groups)
-    both.steps(3)
+    both = Both(kernels, mixed(SCHEMES[scheme], MASTERS if clip else MASTERS[:4], 1, shift), groups)
+    both.steps(2)
     assert len(both.plans) == 1
 
 
@@ -190,9 +191,10 @@ def test_betas(betas: tuple[float, float], kernels: TritonKernels) -> None:
         bounded = math.isfinite(adam_max_update(first + 3, *betas))
         masters = MASTERS[::2] if bounded else MASTERS[:4:2]
         updates = [update_of((2, 150), NAMED["fp8"], m, number=2 * n, step=first) for n, m in enumerate(masters)]
-        Both(kernels, updates, [group]).steps(3, 0.1)
+        Both(kernels, updates, [group]).steps(2, 0.1)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("scheme", ["fp32", "fp8", "bf16", "previous", "two stages"])
 @pytest.mark.parametrize(
     "group",
@@ -211,7 +213,7 @@ def test_sgd(group: SgdGroup, scheme: str, kernels: TritonKernels, small: None) 
     assert len(both.plans) == 1
 
 
-FURTHER = [1 << 23, (1 << 24) - 3, 1 << 24, (5 << 24) + 1]  # in rows of 256 that end past 2^31, 2^32, or begin there
+FURTHER = [1 << 23, (1 << 24) - 3, (5 << 24) + 1]  # in rows of 256 that end past 2^31, 2^32, or begin there
 
 
 @pytest.mark.parametrize("first_row", [3, *FURTHER])
@@ -232,7 +234,7 @@ def test_the_last_program_ends_all_of_many_tensors(where: int, kernels: TritonKe
     Both(kernels, updates, [ADAM, OTHER]).steps(2)
 
 
-@pytest.mark.parametrize("scheme", ["fp32", "bf16", "fp8", "nearest", "previous", "two stages"])
+@pytest.mark.parametrize("scheme", ["fp32", "fp8", "previous", "two stages"])
 def test_a_fault_stays_where_it_is(scheme: str, kernels: TritonKernels) -> None:
     masters = MASTERS[:4] if scheme == "previous" else MASTERS
     updates = [update_of((3, 300), SCHEMES[scheme], master, number=n) for n, master in enumerate(masters)]
