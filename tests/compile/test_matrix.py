@@ -124,7 +124,10 @@ def test_a_fault_in_the_graph_is_seen():
     expected = trained(what, built(what, "delayed"), what.step, steps)
     step = compiled_step(what, "aot_eager")
     assert difference(trained(what, built(what, "delayed"), step, steps), expected) == 0.0
-    for fault in (forgets_the_update, reads_a_stale_scale, moves_the_scale_before_recomputation):
+    faults = [forgets_the_update, reads_a_stale_scale]
+    if torch.__version__ >= "2.12":  # 2.11's graphs compute casts of activations only once
+        faults.append(moves_the_scale_before_recomputation)
+    for fault in faults:
         with torch.library._scoped_library("octavo", "IMPL") as library:  # eager goes past the dispatcher, graphs don't
             for name in ("cast", "cast_transpose", "cast_and_commit", "norm_cast"):
                 library.impl(name, fault(name, KERNELS[name]), "CPU")
