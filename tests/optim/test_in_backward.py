@@ -367,14 +367,17 @@ def test_sharded(dtype: torch.dtype, pool: Any) -> None:
     assert pool.run(in_backward_tasks.sharded_equals, (2,), dtype) == [[], []]
 
 
-@pytest.mark.parametrize(("recipe", "ranks"), [("dynamic", 2), ("dynamic", 4), ("blockwise", 2)])
+@pytest.mark.parametrize(
+    ("recipe", "ranks"), [("dynamic", 2), ("blockwise", 2), pytest.param("dynamic", 4, marks=pytest.mark.full)]
+)
 def test_sharded_weights_in_fp8(recipe: str, ranks: int, pool: Any) -> None:
     assert pool.run(in_backward_tasks.stored_equals, (ranks,), recipe, seconds=60) == [[]] * ranks
 
 
-def test_sharded_weights_in_fp8_with_clipped_gradients(pool: Any) -> None:
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_sharded_weights_in_fp8_with_clipped_gradients(ranks: int, pool: Any) -> None:
     clip = PerParameterNorm(0.01)
-    assert pool.run(in_backward_tasks.stored_equals, (4,), "dynamic", clip, seconds=60) == [[]] * 4
-    norms = pool.run(in_backward_tasks.norms_of_ranks, (4,), seconds=60)
+    assert pool.run(in_backward_tasks.stored_equals, (ranks,), "dynamic", clip, seconds=60) == [[]] * ranks
+    norms = pool.run(in_backward_tasks.norms_of_ranks, (ranks,), seconds=60)
     assert all(found == norms[0] for found in norms)
-    assert norms[0] == pytest.approx([norms[0][0]] * 4, rel=0.05)
+    assert norms[0] == pytest.approx([norms[0][0]] * 2, rel=0.05)

@@ -10,6 +10,7 @@ from octavo.tensor.stored_weight import StoredWeight
 from tests.support.sharded_weights import RECIPES, adamw, average, batch, differences, gradients, held, model, sharded
 
 HIGH = recipes.high_precision()
+STEPS = 4
 
 
 def phases_of(recipe: str, first: str) -> list[Phase]:
@@ -18,20 +19,20 @@ def phases_of(recipe: str, first: str) -> list[Phase]:
     names = ("low", "high", "low") if first == "low" else ("high", "low", "high")
     found = []
     for number, name in enumerate(names):
-        trigger = {"from_step": 2 * number} if number else {}
+        trigger = {"from_step": number + 1} if number else {}
         own = RECIPES[recipe]() if name == "low" else HIGH
         found.append(Phase(own, **(low if name == "low" else high), **trigger))
     return found
 
 
 def steps_beside_whole(mesh: Any, recipe: str, first: str) -> list[str]:
-    """What differs after each of six steps, with switches after the second and the fourth."""
+    """What differs after each of four steps, with switches after the second and the third."""
     found = []
     nets = sharded(recipe, mesh), model(recipe)
     optimizers = [adamw(net) for net in nets]
     phases = phases_of(recipe, first)
     schedules = [PrecisionSchedule(*pair, phases) for pair in zip(nets, optimizers, strict=True)]
-    for step in range(6):
+    for step in range(STEPS):
         for net, optimizer, schedule in zip(nets, optimizers, schedules, strict=True):
             gradients(net, step)
             optimizer.step()
@@ -43,12 +44,14 @@ def steps_beside_whole(mesh: Any, recipe: str, first: str) -> list[str]:
     return found
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("first", ["low", "high"])
 @pytest.mark.parametrize("recipe", ["dynamic", "blockwise"])
 def test_switches_equal_those_of_whole_weights(pool, recipe, first):
     assert pool.run(steps_beside_whole, (2,), recipe, first, seconds=120) == [[]] * 2
 
 
+@pytest.mark.full
 def test_switches_on_ranks_without_rows(pool):
     assert pool.run(steps_beside_whole, (4,), "dynamic", "low", seconds=120) == [[]] * 4
 
@@ -60,7 +63,7 @@ def trained_beside_replicas(mesh: Any, recipe: str) -> list[str]:
     optimizers = [adamw(net) for net in nets]
     phases = phases_of(recipe, "low")
     schedules = [PrecisionSchedule(*pair, phases) for pair in zip(nets, optimizers, strict=True)]
-    for step in range(6):
+    for step in range(STEPS):
         losses = []
         for net, optimizer, schedule in zip(nets, optimizers, schedules, strict=True):
             loss = net(batch(step, rank)).float().square().mean()
@@ -76,7 +79,9 @@ def trained_beside_replicas(mesh: Any, recipe: str) -> list[str]:
     return found + differences(*(held(net, own) for net, own in zip(nets, optimizers, strict=True)), mesh)
 
 
-@pytest.mark.parametrize("recipe", ["dynamic", "delayed", "blockwise"])
+@pytest.mark.parametrize(
+    "recipe", ["delayed", *(pytest.param(name, marks=pytest.mark.full) for name in ("dynamic", "blockwise"))]
+)
 def test_training_goes_on_over_switches(pool, recipe):
     assert pool.run(trained_beside_replicas, (2,), recipe, seconds=120) == [[]] * 2
 
@@ -86,8 +91,8 @@ def measured(mesh: Any) -> list[tuple[int, str]]:
     optimizer = adamw(net)
     phases = [Phase(recipes.dynamic()), Phase(HIGH, when_update_below_resolution=0.3)]
     schedule = PrecisionSchedule(net, optimizer, phases)
-    for step in range(70):
-        optimizer.param_groups[0]["lr"] = 0.05 * 0.9**step
+    for step in range(35):
+        optimizer.param_groups[0]["lr"] = 0.05 * 0.8**step
         gradients(net, step)
         optimizer.step()
         schedule.step()
