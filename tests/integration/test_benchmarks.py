@@ -3,6 +3,8 @@
 They say so where a kernel's results are not its reference's.
 """
 
+from __future__ import annotations
+
 import csv
 import importlib
 import json
@@ -23,7 +25,41 @@ ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "octavo/kernels/triton/configs.json"
 
 
-def run(*arguments: str | Path) -> str:
+Run = Callable[..., str]
+
+
+class InThisProcess:
+    """A ProcessPoolExecutor of none: torch is not imported again."""
+
+    map = staticmethod(map)
+
+    def __init__(self, *args: object, **options: object) -> None:
+        pass
+
+    def __enter__(self) -> InThisProcess:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a benchmark and returns what it printed."""
+
+    def call(subject: str, *arguments: str | Path) -> str:
+        module = importlib.import_module(f"benchmarks.{subject}")
+        monkeypatch.setattr(module, "ProcessPoolExecutor", InThisProcess, raising=False)
+        status = module.main([*map(str, arguments)])
+        output = capsys.readouterr().out
+        assert not status, output
+        return output
+
+    return call
+
+
+def run_apart(*arguments: str | Path) -> str:
+    """The same of what needs a process of its own, because Triton's kernels are interpreted there."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     environment.pop("TRITON_INTERPRET", None)  # they set it where there is no GPU
     command = [sys.executable, "-m", "benchmarks", *map(str, arguments)]
@@ -47,10 +83,10 @@ def assert_numbers(rows: list[dict[str, str]], *columns: str) -> None:
         assert all(float(row[column]) >= 0 for column in columns), row
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_all_that_runs_on_a_gpu(tmp_path: Path) -> None:
     """The tests, kernels and layer."""
-    output = run("on_gpu", "--toy", "--processes", "2", "--output", tmp_path)
+    output = run_apart("on_gpu", "--toy", "--processes", "2", "--output", tmp_path)
     assert " 0 failed" in output
     check_kernels(tmp_path, output)
     check_layer(tmp_path)
@@ -96,18 +132,18 @@ def check_overlap(path: Path) -> None:
     assert held["fp8", "0"] == held["bf16", "0"] == held["bf16", ""] / 4  # of four layers
 
 
-def test_steps_of_optimizers(tmp_path: Path) -> None:
+def test_steps_of_optimizers(run: Run, tmp_path: Path) -> None:
     run("optimizer_step", "--toy", "--output", tmp_path / "steps.csv")
     check_steps(tmp_path / "steps.csv")
 
 
-def test_updates_in_backward(tmp_path: Path) -> None:
+def test_updates_in_backward(run: Run, tmp_path: Path) -> None:
     output = run("update_overlap", "--toy", "--output", tmp_path / "overlap.csv")
     check_overlap(tmp_path / "overlap.csv")
     assert "MISSED" not in output
 
 
-def test_stored_weights(tmp_path: Path) -> None:
+def test_stored_weights(run: Run, tmp_path: Path) -> None:
     run("stored_weights", "--toy", "--seeds", "0", "--output", tmp_path / "weights.csv")
     rows = {(row["weights"], row["beta2"]): row for row in rows_of(tmp_path / "weights.csv")}
     assert_numbers(list(rows.values()), "loss", "seed_0")
@@ -116,7 +152,7 @@ def test_stored_weights(tmp_path: Path) -> None:
     assert float(rows["no master, fp32 moments", "0.95"]["mean_gap"]) < float(rows["split16", "0.95"]["mean_gap"])
 
 
-def test_training_curves(tmp_path: Path) -> None:
+def test_training_curves(run: Run, tmp_path: Path) -> None:
     output, schemes = tmp_path / "training.csv", ("all in FP8", "fp8, master split24")
     run("optimizer_training", "--toy", "--seeds", "0", "--workers", "1", "--schemes", *schemes, "--output", output)
     first = rows_of(output)
@@ -132,7 +168,7 @@ def test_training_curves(tmp_path: Path) -> None:
     assert len(rows_of(tmp_path / "training_curves.csv")) == 3
 
 
-def test_clips_in_backward(tmp_path: Path) -> None:
+def test_clips_in_backward(run: Run, tmp_path: Path) -> None:
     run("backward_clip", "--toy", "--seeds", "0", "--roundings", "1", "--output", tmp_path / "clip.csv")
     rows = rows_of(tmp_path / "clip.csv")
     assert_numbers(rows, "val_loss", "divisor_error")
@@ -142,9 +178,10 @@ def test_clips_in_backward(tmp_path: Path) -> None:
         assert errors[setting, "estimated norm"] < errors[setting, "last step's norm"]
 
 
+@pytest.mark.full
 def test_tune(tmp_path: Path) -> None:
     before = TABLE.read_bytes()
-    run("tune", "--toy", "--log", tmp_path / "tune.csv")
+    run_apart("tune", "--toy", "--log", tmp_path / "tune.csv")
     assert TABLE.read_bytes() == before
     rows = rows_of(tmp_path / "tune.csv")
     assert_numbers(rows, "us")
@@ -154,7 +191,7 @@ def test_tune(tmp_path: Path) -> None:
 
 
 def test_tune_writes_a_table(tmp_path: Path) -> None:
-    run("tune", "amax", "--toy", "--output", tmp_path / "configs.json")
+    run_apart("tune", "amax", "--toy", "--output", tmp_path / "configs.json")
     written = (tmp_path / "configs.json").read_text()
     assert '"measured_on": "cpu' in written
     unchanged = [line.rstrip(",") for line in TABLE.read_text().splitlines() if '"cast_rows"' in line]
@@ -195,14 +232,15 @@ def test_results_that_differ(output: int, change: Callable[[Tensor], object], ex
     assert text.startswith(found) and bool(text) == bool(found)
 
 
+@pytest.mark.full  # what is counted is held in tests/distributed/test_bytes.py too
 def test_communication() -> None:
     """Counted bytes are those of the formulas."""
-    output = run("communication", "--ranks", "2", "--layers", "1", "--no-write")
+    output = run_apart("communication", "--ranks", "2", "--layers", "1", "--no-write")
     assert "ok: the formulas give every count exactly" in output and "MODELLED, not measured" in output
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_gather_host() -> None:
     pytest.importorskip("torchao")
-    output = run("gather_host", "--toy")
+    output = run_apart("gather_host", "--toy")
     assert all(name in output for name in ("octavo dynamic", "octavo blockwise", "torchao, precomputed"))

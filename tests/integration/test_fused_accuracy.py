@@ -76,7 +76,7 @@ COSTS_OF_SAVED = 1.5  # 0.4 to 0.8 in a matrix, more by chance in a vector
 
 @pytest.mark.parametrize(
     ("width", "inside"),
-    [(512, 1792), pytest.param(4096, 14336, marks=pytest.mark.slow, id="Llama 3 8B")],
+    [(512, 1792), pytest.param(4096, 14336, marks=pytest.mark.full, id="Llama 3 8B")],
 )
 def test_a_llama_shaped_ffn_in_every_recipe(width: int, inside: int) -> None:
     module = mlp(width=width, inside=inside, bias=False, dtype=torch.bfloat16)

@@ -117,6 +117,7 @@ def test_bf16_learns(kind: str) -> None:
     assert losses[-1] <= 0.7 * losses[0]
 
 
+@pytest.mark.covering(1)
 @each_recipe
 @each_model
 def test_it_trains_as_bf16_does(kind: str, name: str) -> None:

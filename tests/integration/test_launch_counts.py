@@ -89,6 +89,7 @@ def codes(device: torch.device) -> tuple[Any, ...]:
     return q.to(device), scale_inv.to(device), (1, 64)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("what", WHAT)
 @pytest.mark.parametrize("name", CASTS)
 def test_launches(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, name: str, what: str) -> None:

@@ -1,6 +1,8 @@
 """What is kept for backward, and the most that a step needs at once."""
 
+import copy
 import dataclasses
+import functools
 import itertools
 
 import pytest
@@ -57,7 +59,7 @@ def stack(*widths: int, activation: type[nn.Module] | None = None) -> nn.Module:
 def test_saved_for_backward(name, widths, activation, tokens, most):
     net = stack(*widths, activation=activation)
     x = torch.randn(tokens, widths[0], dtype=torch.bfloat16, requires_grad=True)
-    in_bf16 = saved_bytes(net, x)
+    in_bf16 = saved_bytes(copy.deepcopy(net).float(), x.float()) / 2  # see test_peak_of_a_training_step
     assert in_bf16 >= tokens * 2 * sum(widths[:-1])
     assert saved_bytes(to_fp8(net, FP8_RECIPES[name]()), x) <= most * in_bf16
 
@@ -109,12 +111,13 @@ def cached_bytes(net: nn.Module) -> int:
     return sum(storages.values())
 
 
-@pytest.mark.parametrize("name", ["dynamic", "delayed", "rowwise", "blockwise", "mx"])
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("name", FP8_RECIPES)
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_peak_of_a_training_step(name, micro_batches):
     def needs(net: nn.Module) -> int:
         optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
-        x = torch.randn(2048, 256, dtype=torch.bfloat16)
+        x = torch.randn(2048, 256, dtype=net[0].weight.dtype)
 
         def step() -> None:
             for _ in range(micro_batches):
@@ -126,7 +129,8 @@ def test_peak_of_a_training_step(name, micro_batches):
         return cached_bytes(net) + peak_bytes(step)
 
     net = stack(*(256,) * 17, activation=nn.GELU)
-    in_bf16 = needs(net)
+    # What the step needs in bf16, to the byte; without a CPU's bf16 instructions that takes 8 s instead of 0.6.
+    in_bf16 = needs(copy.deepcopy(net).float()) / 2
     assert in_bf16 > 16 * 2 * 2048 * 256 * 2  # the profile saw what nn.Linear and GELU save
     to_fp8(net, FP8_RECIPES[name]())
     ours = needs(net)
@@ -141,12 +145,17 @@ def block(recipe: octavo.Recipe, norm: str, width: int = 256) -> nn.Module:
 
 # In high precision a block is plain PyTorch. On a CPU torch's RMSNorm in bf16 saves and needs float32 copies; its
 # LayerNorm needs none, as on a GPU neither does.
+@functools.cache
+def block_saves_in_bf16(norm: str) -> int:
+    return saved_bytes(block(recipes.high_precision(), norm), torch.zeros(8, 256, 256).bfloat16().requires_grad_())
+
+
 @pytest.mark.parametrize(("saved", "most"), [(None, 0.80), (SAVED, 0.65)], ids=["", "saved in FP8"])
 @pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
 @pytest.mark.parametrize("name", FP8_RECIPES)
 def test_a_transformer_block_saves(name, norm, saved, most):
     x = torch.randn(8, 256, 256, dtype=torch.bfloat16, requires_grad=True)
-    in_bf16 = saved_bytes(block(recipes.high_precision(), norm), x)
+    in_bf16 = block_saves_in_bf16(norm)
     assert in_bf16 >= 25 * x.nbytes
     ours = block(dataclasses.replace(FP8_RECIPES[name](), saved=saved), norm)
     assert saved_bytes(ours, x) <= most * in_bf16

@@ -1,9 +1,6 @@
 """The study of the optimizer's state: it runs, and its page holds the tables of the committed results."""
 
 import importlib
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -13,10 +10,7 @@ rounding = importlib.import_module("benchmarks.optimizer_state_rounding")
 
 def test_it_runs_at_toy_size(tmp_path: Path) -> None:
     file = tmp_path / "state.csv"
-    command = [sys.executable, "-m", "benchmarks", "optimizer_state", "--toy", "--output", str(file)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout + result.stderr
+    assert study.main(["--toy", "--output", str(file)]) == 0
     found = study.rows_of(file)
     assert all(row["derived"] or row["measured"] for row in found if row["study"] != "average, 0.999")
     now = {(row["study"], row["case"], row["quantity"]) for row in found}
