@@ -133,7 +133,7 @@ def _cast(
 
 def delayed_scale_of(delayed_scale: Tensor | None, role: int) -> float:
     """The scale of a role, 0 where there is none."""
-    return 0.0 if delayed_scale is None else float(delayed_scale[role])
+    return 0.0 if delayed_scale is None else delayed_scale.tolist()[role]
 
 
 def with_padding(codes: Tensor, pad: int) -> Tensor:

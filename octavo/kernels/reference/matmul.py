@@ -38,16 +38,17 @@ def matmul(
     fast_accum: bool,
 ) -> Tensor:
     """``octavo::matmul``."""
-    compute = emulation.fast_dtype(a.device) if out_dtype == torch.bfloat16 else torch.float32
-    if bias is not None:
-        bias = bias.to(torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32).to(compute)
+    narrow = out_dtype == torch.bfloat16
+    compute = emulation.fast_dtype(a.device) if narrow else torch.float32
+    if bias is not None and not bias.dtype == out_dtype == compute:  # a call of torch is not for nothing
+        bias = bias.to(torch.bfloat16 if narrow else torch.float32).to(compute)
     a_pair, b_pair = _Pair(a, a_scale_inv, a_tile), _Pair(b, b_scale_inv, b_tile)
     if max(a.numel(), b.numel()) > tiles.RUN and compute == torch.float32 and lies_transposed(a) and lies_transposed(b):
         return _in_runs_of_terms(a_pair, b_pair, bias).to(out_dtype)
     if a.numel() <= tiles.RUN:
         out_MN = a.new_empty((a.shape[0], b.shape[0]), dtype=compute)
         _multiply(_operand(a_pair, compute), _operand(b_pair, compute), bias, out_MN)
-        return out_MN.to(out_dtype)
+        return out_MN if compute == out_dtype else out_MN.to(out_dtype)
     return _in_runs_of_rows(a_pair, b_pair, bias, compute, out_dtype)
 
 

@@ -131,3 +131,21 @@ def test_no_run_holds_more_than_its_rows() -> None:
     make = Made(torch.ones(shape))
     cast_in_runs(make, shape, 1, [Scaling(E4M3, (1, 128), False, 0)], False)
     assert [rows.stop - rows.start for rows in make.asked] == [tiles.RUN // 256] * 4 + [3]
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=["E4M3", "E5M2"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_few_elements_and_many_are_cast_alike(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, fmt: torch.dtype
+) -> None:
+    y = given((33, 20)).to(dtype)
+    faulty = y.clone()
+    faulty[3, 4], faulty[5, 6] = math.nan, -math.inf
+    for x, scale in itertools.product([y, y.t(), y[:, ::3], y * 0, y * 1e-30, faulty, y[:1, :1]], [0.0, 0.25, 2.0**20]):
+        for power_of_two, margin in [(False, 0), (True, 2)]:
+            scaling = Scaling(fmt, ALL, power_of_two, margin, scale)
+            monkeypatch.setattr(in_runs, "_FEW", 4096)
+            few = cast_values(x, scaling)
+            monkeypatch.setattr(in_runs, "_FEW", 0)
+            check(x, scaling, few)
+            check(x, scaling, cast_values(x, scaling))
