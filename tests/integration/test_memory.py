@@ -161,14 +161,15 @@ def test_a_transformer_block_saves(name, norm, saved, most):
     assert saved_bytes(ours, x) <= most * in_bf16
 
 
-def test_the_most_that_a_transformer_blocks_step_needs(monkeypatch):
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "mx" else pytest.mark.full) for n in FP8_RECIPES])
+def test_the_most_that_a_transformer_blocks_step_needs(name, monkeypatch):  # mx needs most
     monkeypatch.setattr(tiles, "RUN", 1 << 14)  # scratch, small beside activations, as it is with more tokens
     monkeypatch.setattr(in_runs, "KEPT", 1 << 16)
 
-    def needs(recipe: octavo.Recipe) -> int:
-        net = block(recipe, "layer_norm", 64)
+    def needs(recipe: octavo.Recipe, dtype: torch.dtype) -> int:
+        net = block(recipe, "layer_norm", 64).to(dtype)
         optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
-        x = torch.randn(32, 128, 64, dtype=torch.bfloat16)
+        x = torch.randn(32, 128, 64, dtype=dtype)
 
         def step() -> None:
             net(x).square().mean().backward()
@@ -179,10 +180,9 @@ def test_the_most_that_a_transformer_blocks_step_needs(monkeypatch):
         octavo.invalidate(net)  # the profile would see the cached weights neither come nor go
         return peak_bytes(step)
 
-    in_bf16 = needs(recipes.high_precision())
+    in_bf16 = needs(recipes.high_precision(), torch.float32) / 2  # or a little less: a norm's statistics stay float32
     assert in_bf16 > 30 * 4096 * 64 * 2
-    for name in FP8_RECIPES:
-        assert needs(FP8_RECIPES[name]()) <= in_bf16, name
+    assert needs(FP8_RECIPES[name](), torch.bfloat16) <= in_bf16
 
 
 def test_peak_bytes_sees_temporaries():

@@ -83,22 +83,18 @@ def test_eager(name, kind):
     assert_equal(train(net, kind), train(net, "none"))
 
 
-@pytest.mark.parametrize("kind", REENTRANT)
-@pytest.mark.parametrize("name", ["dynamic", "delayed"])
-def test_compiled_in_one_graph(name, kind):
-    net = to_fp8(Net(), FP8_RECIPES[name]())
+# Without recomputation, and with the kind that is not reentrant, tests/compile has every recipe.
+@pytest.mark.parametrize("name", ["delayed", pytest.param("dynamic", marks=pytest.mark.full)])
+def test_compiled_in_one_graph(name):
+    check_compiled(to_fp8(Net(), FP8_RECIPES[name]()), "reentrant")
+
+
+def check_compiled(net: Net, kind: str) -> None:
     torch.compiler.reset()
+    net.blocks = net.blocks[:1]  # each is traced anew
     compiled = torch.compile(lambda model, x: model(x, kind), backend="aot_eager", fullgraph=True)
     expected = train(net, "none", micro_batches=1)  # in a graph the weight is cast each time
     assert_equal(train(net, kind, compiled, micro_batches=1), expected)
-
-
-@pytest.mark.parametrize("name", ["rowwise", "blockwise"])
-def test_compiled_without_recomputation(name):
-    net = to_fp8(Net(), FP8_RECIPES[name]())
-    torch.compiler.reset()
-    compiled = torch.compile(lambda model, x: model(x, "none"), backend="aot_eager", fullgraph=True)
-    assert_equal(train(net, "none", compiled, 1), train(net, "none", micro_batches=1))
 
 
 @pytest.mark.parametrize("kind", ["reentrant", "not reentrant"])
@@ -178,28 +174,12 @@ def test_frozen_parts_inside_a_recomputed_region(frozen, way):
     assert_equal(train(net, way), train(net, "none"))
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "way"),
-    [
-        ("dynamic", "RMSNormMLP", "none"),
-        ("dynamic", "TransformerBlock", "none"),
-        ("delayed", "RMSNormMLP", "none"),
-        ("delayed", "LayerNormMLP", "not reentrant"),
-        ("delayed", "TransformerBlock", "none"),
-        ("delayed", "TransformerBlock", "reentrant"),
-    ],
-)
-def test_fused_modules_compiled_in_one_graph(name, kind, way):
-    net = fused(kind, FP8_RECIPES[name]())
-    torch.compiler.reset()
-    compiled = torch.compile(lambda model, x: model(x, way), backend="aot_eager", fullgraph=True)
-    expected = train(net, "none", micro_batches=1)  # in a graph the weight is cast each time
-    assert_equal(train(net, way, compiled, micro_batches=1), expected)
+@pytest.mark.full
+@pytest.mark.parametrize("way", ["reentrant", "not reentrant"])
+@pytest.mark.parametrize("kind", FUSED)
+def test_fused_modules_compiled_in_one_graph(kind, way):
+    check_compiled(fused(kind, recipes.delayed()), way)
 
 
-@pytest.mark.parametrize("change", [{"grad_input": None, "saved": SAVED}, {"grad_weight": None}], ids=" ".join)
-def test_variants_compiled_in_one_graph(change):
-    net = fused("RMSNormMLP", dataclasses.replace(recipes.rowwise(), **change))
-    torch.compiler.reset()
-    compiled = torch.compile(lambda model, x: model(x, "none"), backend="aot_eager", fullgraph=True)
-    assert_equal(train(net, "none", compiled, 1), train(net, "none", micro_batches=1))
+def test_what_is_saved_in_fp8_compiled_in_one_graph():
+    check_compiled(fused("RMSNormMLP", dataclasses.replace(recipes.rowwise(), grad_input=None, saved=SAVED)), "none")
