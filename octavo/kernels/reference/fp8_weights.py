@@ -142,7 +142,7 @@ class Fp8Weight:
         largest = magnitude.amax(-1, keepdim=True)
         codes = (magnitude + (1 << (bits - 1))) >> bits
         piece.of(self._rest()).copy_(magnitude.sub_(codes << bits))
-        codes.masked_fill_(faults, E4M3.nan_code).bitwise_or_(sign)
+        codes.bitwise_or_(sign).masked_fill_(faults, E4M3.nan_code)  # whatever a NaN's sign: devices differ in it
         piece.of(self.weight).copy_(codes)
         return (largest << dropped).view(torch.float32) * (1 / _EXPONENT)
 

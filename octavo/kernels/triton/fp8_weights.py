@@ -51,7 +51,7 @@ def write_fp8_master(row_ptr, place, w, bits16, scale, MASTER: tl.constexpr, EVE
         rest = magnitude - (codes << BITS)
         rest_ptr = typed(row_ptr, REST, 8 if MASTER == 5 else 7, EVEN)
         store_at(rest_ptr, place, rest.to(tl.int8) if MASTER == 5 else rest.to(tl.int16))
-        codes = tl.where(is_finite, codes, 0x7F) | ((y.to(tl.int32, bitcast=True) >> 24) & 0x80)
+        codes = tl.where(is_finite, codes | ((y.to(tl.int32, bitcast=True) >> 24) & 0x80), 0x7F)
         store_at(weight_ptr, place, codes.to(tl.uint8))
         held = (magnitude << DROPPED).to(tl.float32, bitcast=True) * 2.0**120
     elif MASTER == 9:
