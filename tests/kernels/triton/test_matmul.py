@@ -144,6 +144,8 @@ def test_scales_are_laid_as_torch_s_product_wants_them(blocks: int, kernels: Tri
 def test_torch_s_product(tiles: tuple[Tile, Tile], kernels: TritonKernels) -> None:
     if kernels.device.type == "cpu" and tiles[0] == BLOCK:
         pytest.skip("torch's product has no blocks on a CPU")
+    if kernels.device.type == "cpu" and torch.__version__ < "2.12":
+        pytest.skip("torch 2.11's product runs on GPUs only")
     library_matmul = kernels.module("matmul").library_matmul
     for shape in ((32, 48, 128), (256, 256, 384)):
         for bias in (None, torch.randn(shape[1]), torch.randn(shape[1]).bfloat16()):
