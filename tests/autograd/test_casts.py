@@ -2,8 +2,10 @@ import pytest
 import torch
 
 from octavo import E4M3, Cast, Delayed, Dynamic, PerRow, PerTensor, Recipe, recipes
-from octavo.autograd.casts import GRAD_OUTPUT, INPUT, Operands, State, cast_role
+from octavo.autograd import casts as module
+from octavo.autograd.casts import GRAD_OUTPUT, INPUT, Norm, Operands, State, cast_grad_output, cast_norm, cast_role
 from octavo.kernels import dequantize
+from tests.support.definitions import same_bits
 from tests.support.helpers import FP8_RECIPES, CountOps, delayed_state, sqnr
 
 
@@ -55,3 +57,85 @@ def test_a_role_with_one_delayed_and_one_dynamic_cast():
         recipe = Recipe(output=(casts[0], row), grad_weight=(row, casts[1]))
         operands = cast_role(x, recipe, INPUT, True, True, State(torch.zeros(3), torch.zeros(3, 2)))
         assert operands.amax == x.abs().max()
+
+
+def mixed_recipe() -> Recipe:
+    """One cast of each role Delayed, the other not."""
+    delayed, row = Cast(E4M3, PerTensor(), Delayed(2)), Cast(E4M3, PerRow(), Dynamic())
+    return Recipe(output=(delayed, row), grad_input=(delayed, row), grad_weight=(row, row))
+
+
+LAYOUTS = [(True, True), (True, False), (False, True)]  # whether a role is asked for as it is, and transposed
+each_recipe = pytest.mark.parametrize("recipe", [*FP8_RECIPES.values(), mixed_recipe], ids=lambda make: make.__name__)
+
+
+def on_both_devices(monkeypatch, call):
+    """What ``call`` of a state returns where transposed codes are views, and where they are laid; and the state."""
+    found = []
+    for lays in (False, True):
+        monkeypatch.setattr(module, "needs_transposed_codes", lambda device, lays=lays: lays)
+        state = State(torch.tensor([3.0, 5.0, 7.0]), torch.ones(3, 2))
+        found.append((call(state), state))
+    (plain, state), (laid, its_state) = found
+    assert all(map(torch.equal, state, its_state))
+    return plain, laid, state
+
+
+def assert_same_operands(a: Operands, b: Operands, asked: tuple[bool, bool]) -> None:
+    """Of the layouts asked for the same codes; more than these are there where they cost nothing."""
+    for wanted, pair, other in zip(asked, a[:2], b[:2], strict=True):
+        if wanted:
+            assert all(map(same_bits, pair, other))
+    for one, other in zip(a[2:4], b[2:4], strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or torch.equal(one, other)
+
+
+@each_recipe
+@pytest.mark.parametrize("asked", LAYOUTS, ids=str)
+@pytest.mark.parametrize("activated", [False, True])
+def test_codes_are_the_same_where_transposed_ones_are_laid(recipe, asked, activated, monkeypatch):
+    x, recipe = torch.randn(48, 32), recipe()
+    activation = ("gelu_tanh", None, None, (-1, -1)) if activated else ()
+    plain, laid, _ = on_both_devices(
+        monkeypatch, lambda state: cast_role(x, recipe, INPUT, *asked, state, False, activation)
+    )
+    assert_same_operands(plain, laid, asked)
+    taken = [cast for wanted, cast in zip(asked, recipe.input_casts[:2], strict=True) if wanted]
+    assert (plain.amax is None) == (not any(isinstance(cast.rule, Delayed) for cast in taken))
+
+
+@each_recipe
+@pytest.mark.parametrize("asked", LAYOUTS, ids=str)
+@pytest.mark.parametrize("activated", [False, True])
+@pytest.mark.parametrize("column_sum", [False, True])
+def test_gradients_commit_and_find_sums_once(recipe, asked, activated, column_sum, monkeypatch):
+    grad, recipe = torch.randn(48, 32), recipe()
+    activation = ("gelu_tanh", torch.randn(48, 32), None, (-1, -1)) if activated else ()
+    amax = torch.full((1, 1), 2.0)
+    plain, laid, state = on_both_devices(
+        monkeypatch,
+        lambda state: cast_grad_output(grad, recipe, *asked, state, (amax, None), column_sum, activation),
+    )
+    if recipe.delayed is None:
+        return
+    assert_same_operands(plain, laid._replace(column_sum=plain.column_sum), asked)
+    if asked[0]:  # else a cast may not read the gradient as it lies
+        assert all((one.column_sum is not None) == column_sum for one in (plain, laid))
+    assert state.amax_history[0].tolist() == [2.0, 1.0] and state.amax_history[1].tolist() == [1.0, 1.0]
+
+
+@each_recipe
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_norm_casts_as_its_result_is_cast(recipe, transposed, keep, monkeypatch):
+    x, gamma, recipe = torch.randn(48, 32), torch.rand(32) + 0.5, recipe()
+    norm = Norm("rms_norm", 1e-5, False)
+    plain, laid, _ = on_both_devices(
+        monkeypatch, lambda state: cast_norm(x, gamma, None, norm, recipe, transposed, state, keep)
+    )
+    assert_same_operands(plain.operands, laid.operands, (True, transposed))
+    state = State(torch.tensor([3.0, 5.0, 7.0]), torch.ones(3, 2))
+    y = cast_norm(x, gamma, None, norm, recipe, transposed, state, True).y
+    assert_same_operands(plain.operands, cast_role(y, recipe, INPUT, True, transposed, state), (True, transposed))
+    assert keep <= (plain.y is not None)

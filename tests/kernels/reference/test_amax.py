@@ -84,3 +84,10 @@ def test_in_runs_of_rows(monkeypatch: pytest.MonkeyPatch, run: int, tile: tuple[
         assert torch.equal(kernels.amax(x, tile), expected_amax(x, tile))
         x[100, 3], x[2, 2] = math.nan, -math.inf
         assert torch.equal(kernels.amax(x, tile), expected_amax(x, tile))
+
+
+@pytest.mark.parametrize("tile", TILES)
+def test_an_empty_tensor_is_finite(tile: tuple[int, int]) -> None:
+    for shape in ((0, 0), (0, 5), (5, 0)):
+        amax, all_finite = amax_and_finiteness(torch.empty(shape), tile)
+        assert all_finite and not amax.any()

@@ -267,3 +267,12 @@ def test_fast_accum_is_a_permission() -> None:
     tiles = (PerTensor().tile,) * 2
     fast = kernels.matmul(*a, tiles[0], *b, tiles[1], None, torch.float32, True)
     assert sqnr(fast, exact_product(a, PerTensor(), b, PerTensor())) > 60
+
+
+@pytest.mark.parametrize("laid", ["as it is", "transposed"])
+def test_rows_in_runs_of_an_operand_that_is_taller_than_wide(monkeypatch: pytest.MonkeyPatch, laid: str) -> None:
+    monkeypatch.setattr(tiles, "RUN", 500)
+    for granularity in GRANULARITIES:
+        a, b = pair(uneven(300, 17), granularity), pair(uneven(5, 17), granularity)
+        given = a if laid == "as it is" else (a[0].t().contiguous().t(), a[1].t().contiguous().t())
+        assert sqnr(product(given, granularity, b, granularity), exact_product(a, granularity, b, granularity)) > 120

@@ -93,3 +93,12 @@ def test_a_key_depends_on_each_number():
     assert (ones - 0.5).abs().max() < 4.5 * 0.5 / 64
     changed = torch.stack([(steps[1:] ^ steps[:-1]) >> i & 1 for i in range(32)]).double().mean(1)
     assert (changed - 0.5).abs().max() < 4.5 * 0.5 / 64
+
+
+def test_a_key_is_the_finaliser_of_one_word_after_the_other():
+    # runs that go on from a checkpoint draw what they would have drawn
+    for numbers in ((0,), (7, 1), (-1, 1 << 33, 12345)):
+        key = 0x243F6A88
+        for word in (word for number in numbers for word in (number & 0xFFFFFFFF, number >> 32 & 0xFFFFFFFF)):
+            key = lowbias32((key * 0x9E3779B1 + word + 0x7F4A7C15) & 0xFFFFFFFF)
+        assert key_of(*numbers) == key
