@@ -37,11 +37,10 @@ from octavo.train import (
 from octavo.train.trainer import build_model, build_optimizer
 
 SMALL, DEFAULT = "small", "default"
+DATA = DataConfig(eval_windows=512)
 CONFIGS = {
-    SMALL: TrainConfig(
-        ModelConfig(width=64, layers=2, heads=2, context=64), optimizer=OptimizerConfig(steps=400, lr=3e-3)
-    ),
-    DEFAULT: TrainConfig(),
+    SMALL: TrainConfig(ModelConfig(width=64, layers=2, heads=2, context=64), DATA, OptimizerConfig(steps=400, lr=3e-3)),
+    DEFAULT: TrainConfig(data=DATA),
 }
 TOY = TrainConfig(
     ModelConfig(width=32, layers=1, heads=2, context=32), DataConfig(batch=4, eval_windows=4), OptimizerConfig(steps=10)
@@ -67,7 +66,7 @@ def one_run(task: Task) -> dict[str, Any]:
     config = TOY if toy else CONFIGS[model]
     constant = {HIGH: StateConfig(), ALL_LOW: LOWS[low]}
     state = constant[scheme] if scheme in constant else dataclasses.replace(LOWS[low], schedule=scheme)
-    config = dataclasses.replace(config, run=RunConfig(seed=seed, eval_every=0), state=state)
+    config = dataclasses.replace(config, run=RunConfig(seed=seed, eval_every=0, dtype="bfloat16"), state=state)
     recipe = BASELINE if scheme == HIGH else "dynamic"
     result = run(config, recipe)
     part = steps_in_fp8(result, recipe) / result.steps

@@ -22,8 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import octavo
 from benchmarks.measure import sqnr, table, write_results
-from octavo.train import BASELINE, GPT, Batches, Hooks, TrainConfig, load_corpus, next_byte_loss, run
+from octavo.train import GPT, Batches, DataConfig, Hooks, TrainConfig, load_corpus, next_byte_loss, run
 
+BASELINE = "bf16"
 RECIPES = (BASELINE, "dynamic", "delayed", "rowwise", "blockwise", "mx")
 LIMIT = 0.5  # %
 PROOF = 31.0  # dB
@@ -85,9 +86,11 @@ def one_run(task: tuple[int, str, int, int]) -> tuple[list[dict[str, object]], d
     """Train one recipe with one seed: (rows of the curve, row of the summary)."""
     seed, recipe, steps, threads = task
     torch.set_num_threads(threads)
-    config = TrainConfig()
+    config = TrainConfig(data=DataConfig(eval_windows=512))
     optimizer = dataclasses.replace(config.optimizer, steps=steps or config.optimizer.steps)
-    config = dataclasses.replace(config, optimizer=optimizer, run=dataclasses.replace(config.run, seed=seed))
+    config = dataclasses.replace(
+        config, optimizer=optimizer, run=dataclasses.replace(config.run, seed=seed, dtype="bfloat16")
+    )
     corpus = load_corpus(None)
     models: list[GPT] = []
     result = run(config, recipe, corpus=corpus, hooks=Hooks(on_model=models.append))

@@ -25,6 +25,7 @@ from octavo.train import (
     Hooks,
     ModelConfig,
     OptimizerConfig,
+    RunConfig,
     TrainConfig,
     load_corpus,
     next_byte_loss,
@@ -67,7 +68,7 @@ def of_demo(recipe: str, steps: int, folder: Path) -> dict[str, str]:
     """The trained demo's columns."""
     trained: list[GPT] = []
     corpus = load_corpus()
-    config = TrainConfig(optimizer=OptimizerConfig(steps=steps))
+    config = TrainConfig(optimizer=OptimizerConfig(steps=steps), run=RunConfig(dtype="bfloat16"))
     run(config, recipe, corpus=corpus, hooks=Hooks(on_model=trained.append))
     model = trained[0].eval()
     tokens, targets = next(Batches(corpus, config.model.context, 16, 0).validation(16))

@@ -51,7 +51,7 @@ SCHEMES |= {AFTER: StateConfig("fp8", "split16", "fp8")}
 SCHEMES |= {name: StateConfig("fp8", "split16", "fp8", waiting) for name, waiting in OUTSTANDING.items()}
 CURVES, AVERAGED, EVAL_EVERY = (BASE, *RECIPE), 10, 40  # whose curves are kept, steps a row, a validation
 TOY_MODEL = ModelConfig(width=32, layers=1, heads=2, context=32)
-TOY_DATA = DataConfig(batch=4, eval_windows=4)
+DATA, TOY_DATA = DataConfig(eval_windows=512), DataConfig(batch=4, eval_windows=4)
 Task = tuple[str, int, int, bool]  # scheme, seed, steps (0: the default run's), toy
 
 
@@ -66,7 +66,9 @@ class Result(NamedTuple):
 def config_of(task: Task) -> TrainConfig:
     """All options of a run: the trainer's defaults but for the state, the seed, and that it writes nothing."""
     scheme, seed, steps, toy = task
-    config = TrainConfig(run=RunConfig(seed=seed, eval_every=EVAL_EVERY), state=SCHEMES[scheme])
+    config = TrainConfig(
+        run=RunConfig(seed=seed, eval_every=EVAL_EVERY, dtype="bfloat16"), data=DATA, state=SCHEMES[scheme]
+    )
     if toy:
         config = dataclasses.replace(config, model=TOY_MODEL, data=TOY_DATA, optimizer=OptimizerConfig(steps=3))
     if steps:

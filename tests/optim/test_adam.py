@@ -116,7 +116,9 @@ def test_the_adversarial_gradients_reach_the_bound_and_no_more(master, moments):
     assert all(value.isfinite().all() for value in optimizer.state[p].values())
 
 
-@pytest.mark.parametrize(("moments", "zeros"), [pytest.param("fp8", 10_000, marks=pytest.mark.full), ("fp8", 1_000), ("one scale", 1_000)])
+@pytest.mark.parametrize(
+    ("moments", "zeros"), [pytest.param("fp8", 10_000, marks=pytest.mark.full), ("fp8", 1_000), ("one scale", 1_000)]
+)
 def test_a_spike_is_forgotten(moments, zeros):
     p = parameter(1, 256)
     optimizer = AdamW([p], lr=1e-3, weight_decay=0.0, moments=MOMENTS[moments])

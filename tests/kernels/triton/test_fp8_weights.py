@@ -13,7 +13,8 @@ from octavo.kernels.reference.fp8_weights import Fp8Weight
 from octavo.kernels.reference.optimizer_step import AdamGroup, WeightUpdate
 from octavo.optim.moment import NAMED, Moment
 from tests.kernels.reference.test_fp8_weights import RESTS, amax_of, read, store, values_of, weight
-from tests.kernels.triton.test_optimizer_step import (
+from tests.support.coded_gradients import coded
+from tests.support.optimizer_both import (
     ADAM,
     GRADIENTS,
     OTHER,
@@ -22,7 +23,6 @@ from tests.kernels.triton.test_optimizer_step import (
     moved,
     update_of,
 )
-from tests.support.coded_gradients import coded
 from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.gpu

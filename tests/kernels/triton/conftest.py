@@ -1,0 +1,10 @@
+import pytest
+
+from tests.support.triton_kernels import TritonKernels
+
+
+@pytest.fixture(params=[4], ids=str)
+def small(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Programs of the optimizer's step have two tiles of 4 rows, or of so many: small tensors are several."""
+    config = kernels.module("launch").Config(request.param, 128, 2, 4)
+    monkeypatch.setattr(kernels.module("optimizer_step"), "config", lambda *_: config)
