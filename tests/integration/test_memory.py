@@ -90,7 +90,9 @@ def test_nothing_is_saved_for_a_gradient_that_nobody_asked_for(frozen, x_require
 
 def peak_bytes(step) -> int:
     """The most that a call holds above what was there before it: all of the allocator's events, temporaries too."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    # acc_events only because torch 2.11 warns without it
+    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
         step()
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
     held = most = 0
