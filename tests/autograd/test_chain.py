@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from octavo import recipes
-from octavo.autograd.casts import WEIGHT, Norm, cast_role
+from octavo.autograd import chain as module
+from octavo.autograd.casts import WEIGHT, Norm, cast_norm, cast_role
 from octavo.autograd.chain import Chain, run_chain
 from octavo.autograd.products import Layer, linear
 from octavo.nn.activation import activate, input_width
@@ -119,3 +120,35 @@ def test_a_gradient_that_is_zero_throughout():
     run_chain(x, (torch.zeros(K), torch.zeros(K)), [first, second], chain).backward(torch.zeros(T, N))
     for tensor in leaves([x], first, second):
         assert tensor.grad.shape == tensor.shape and not tensor.grad.any()
+
+
+@pytest.mark.parametrize("left", [(), ("grad_weight",), ("grad_input", "grad_weight")], ids=str)
+def test_any_tensors_may_ask_for_gradients(left):
+    recipe = dataclasses.replace(recipes.dynamic(), **dict.fromkeys(left))
+    first, second = weights((F, K), (N, F))
+    tensors, grad = [torch.randn(T, K), *first, *second], torch.randn(T, N)
+    layers = layer(first[0], recipe), layer(second[0], recipe)
+
+    def run(needs: tuple[bool, ...]) -> list[Tensor | None]:
+        x, w, b, w2, b2 = own = [t.detach().clone().requires_grad_(n) for t, n in zip(tensors, needs, strict=True)]
+        chain = Chain(None, layers, "gelu", torch.float32, False)
+        run_chain(x, (None, None), [(w, b), (w2, b2)], chain).backward(grad)
+        return [t.grad for t in own]
+
+    whole = run((True,) * 5)
+    for one in range(5):
+        for needs in (tuple(i == one for i in range(5)), tuple(i != one for i in range(5))):
+            for asked, found, expected in zip(needs, run(needs), whole, strict=True):
+                assert torch.equal(found, expected) if asked else found is None
+
+
+def test_the_norm_is_written_only_where_it_is_read(monkeypatch):
+    kept = []
+    monkeypatch.setattr(module, "cast_norm", lambda *arguments: kept.append(arguments[-1]) or cast_norm(*arguments))
+    (own,) = weights((N, K))
+    for recipe in (recipes.dynamic(), dataclasses.replace(recipes.dynamic(), grad_weight=None)):
+        for returns, needs_dw in itertools.product([False, True], repeat=2):
+            weight = own[0].detach().requires_grad_(needs_dw)
+            chain = Chain(Norm("rms_norm", 1e-5, False), (layer(weight, recipe),), "", torch.float32, returns)
+            run_chain(torch.ones(T, K, requires_grad=True), (torch.ones(K), None), [(weight, None)], chain)
+            assert kept.pop() == (returns or (needs_dw and recipe.grad_weight is None))

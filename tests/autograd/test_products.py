@@ -6,8 +6,8 @@ import torch
 from torch.nn import functional as F
 
 from octavo import E4M3, Cast, Delayed, PerBlock, PerTensor, Recipe, recipes
-from octavo.autograd.casts import WEIGHT, cast_role
-from octavo.autograd.products import Layer, linear
+from octavo.autograd.casts import INPUT, WEIGHT, cast_role
+from octavo.autograd.products import Layer, cast_gradient, linear, plan_of, to_save
 from octavo.scaling.recipe import PRODUCTS
 from tests.support.helpers import FP8_RECIPES, delayed_state, sqnr
 
@@ -99,3 +99,25 @@ def test_a_delayed_role_of_a_mixed_recipe_is_committed_and_the_others_are_not():
         assert kept.scale.ne(0).tolist() == rows
         assert kept.amax_history[:, 0].ne(0).tolist() == rows
         assert not kept.amax_history[:, 1].any()  # committed once
+
+
+def test_a_gradient_in_high_precision_is_kept_only_where_a_product_reads_it():
+    x, weight, bias, grad = data()
+    for left in [None, *PRODUCTS]:
+        recipe = dataclasses.replace(recipes.dynamic(), **({} if left is None else {left: None}))
+        layer = Layer(cast_role(weight, recipe, WEIGHT, True, True, None), recipe, None, True)
+        saved = to_save(x, cast_role(x, recipe, INPUT, True, True, None), weight, layer, True, True)
+        for needs in itertools.product([False, True], repeat=3):
+            found = cast_gradient(grad, saved, plan_of(layer, x.dtype, weight, bias), needs)
+            read = (needs[0] and left == "grad_input") or (needs[1] and left == "grad_weight")
+            summed = needs[2] and found.operands.column_sum is None
+            assert (found.wide is not None) == (read or summed)
+
+
+def test_nothing_asks_for_a_gradient():
+    x, weight, bias, grad = data()
+    layer = Layer(cast_role(weight, recipes.dynamic(), WEIGHT, True, True, None), recipes.dynamic(), None, True)
+    for given in (bias, None):
+        y = linear(x, weight, given, layer)
+        assert not y.requires_grad
+        assert torch.equal(y, run(recipes.dynamic(), x, weight, given, grad)[0])
