@@ -1,5 +1,3 @@
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -145,11 +143,11 @@ def test_a_norm_casts_as_its_result_is_cast(recipe, transposed, keep, monkeypatc
 
 def test_one_op_reads_a_gradient_or_makes_a_norm():
     x, amax = torch.randn(48, 32), (torch.ones(1, 1), None)
-    for recipe, layouts in ((recipes.delayed(), LAYOUTS), (replace(recipes.delayed(), grad_weight=None), LAYOUTS[1:2])):
-        for asked in layouts:
-            with CountOps() as ops:
-                cast_grad_output(x, recipe, *asked, delayed_state(recipe), amax, False)
-            assert ops.calls == {"cast_and_commit": 1}
+    recipe = recipes.delayed()
+    for asked in LAYOUTS:
+        with CountOps() as ops:
+            cast_grad_output(x, recipe, *asked, delayed_state(recipe), amax, False)
+        assert ops.calls == {"cast_and_commit": 1}
     for recipe, op in ((recipes.dynamic(), "norm_cast"), (recipes.rowwise(), "norm_cast_two_scalings")):
         with CountOps() as ops:
             cast_norm(x, torch.ones(32), None, Norm("rms_norm", 1e-5, False), recipe, True, None, False)
