@@ -42,6 +42,7 @@ TESTS = [
     *("tests/test_numerics.py", "tests/test_formats.py", "tests/test_granularity.py", "tests/scaling/test_delayed.py"),
     *("tests/kernels/reference", "tests/kernels/test_multi_tensor_cast.py", "tests/autograd"),
     *("tests/nn/test_weight_cache.py", "tests/nn/test_kept_weights.py"),
+    *("tests/optim/test_adam.py", "tests/optim/test_sgd.py", "tests/kernels/triton/test_optimizer_step.py"),
 ]
 OPERATORS = """Add Sub, Mult Div, FloorDiv Mult, Mod FloorDiv, Pow Mult, LShift RShift, BitAnd BitOr, And Or, Lt LtE,
     Gt GtE, Eq NotEq, Is IsNot, In NotIn"""
