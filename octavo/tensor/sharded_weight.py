@@ -7,7 +7,8 @@
     GatheredWeight   the unsharded parameter: pairs behind the facade of a high-precision matrix, to which gradients
                      flow. FSDP2 frees and refills their storage.
 
-All that octavo reads of FSDP2 beyond its documented extension hooks is in this file (PRIVATE); tested with torch 2.13.
+All that octavo reads of FSDP2 beyond its documented extension hooks is in this file (PRIVATE); tested with torch 2.11
+and 2.13.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ PRIVATE = (
     "FSDPParam._unsharded_param, ._unsharded_inner_tensors",
     "torch.autograd._unsafe_preserve_version_counter",
 )
-TESTED = "torch 2.13"
+TESTED = "torch 2.11 and 2.13"
 
 After = Callable[[tuple[Tensor, ...], torch.dtype, Tensor | None], Any]  # what post_all_gather does
 
