@@ -116,8 +116,7 @@ def peak_bytes(step: Callable[[], object]) -> int:
         synchronize()
         return torch.cuda.max_memory_allocated() - before
     activities = [torch.profiler.ProfilerActivity.CPU]
-    # acc_events only because torch 2.11 warns without it
-    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         step()
     held = most = 0
     for event in profile.profiler.kineto_results.events():  # type: ignore[union-attr]

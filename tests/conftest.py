@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 from collections import defaultdict
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from tests.support import sets, triton_kernels
-from tests.support.pool import Pool
+from tests.support.pool import Pool, prepare
 
 torch.set_num_threads(1)  # a worker a core; and small tensors gain nothing by two
 
@@ -63,6 +64,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """The default set, unless --full, or a test was given by its name."""
     full = config.getoption("--full") or any("::" in argument for argument in config.args)
     sets.choose(items, full, config.getoption("--part"), lambda rest: config.hook.pytest_deselected(items=rest))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What takes seconds begins now: the imports of the processes that ranks are forked from."""
+    if (
+        any("pool" in getattr(item, "fixturenames", ()) for item in session.items)
+        and not session.config.option.collectonly
+    ):
+        prepare()
+    gc.collect()
+    gc.freeze()  # what is collected stays: no later collection looks at it
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -132,6 +132,7 @@ def check_overlap(path: Path) -> None:
     assert held["fp8", "0"] == held["bf16", "0"] == held["bf16", ""] / 4  # of four layers
 
 
+@pytest.mark.full
 def test_steps_of_optimizers(run: Run, tmp_path: Path) -> None:
     run("optimizer_step", "--toy", "--output", tmp_path / "steps.csv")
     check_steps(tmp_path / "steps.csv")
@@ -143,6 +144,7 @@ def test_updates_in_backward(run: Run, tmp_path: Path) -> None:
     assert "MISSED" not in output
 
 
+@pytest.mark.full
 def test_stored_weights(run: Run, tmp_path: Path) -> None:
     run("stored_weights", "--toy", "--seeds", "0", "--output", tmp_path / "weights.csv")
     rows = {(row["weights"], row["beta2"]): row for row in rows_of(tmp_path / "weights.csv")}

@@ -12,10 +12,10 @@ from torch import nn
 import octavo
 from octavo import RecipeMap, recipes
 from octavo.formats import FORMATS
-from tests.integration.test_memory import saved_tensors
 from tests.support.combinations import each_pair
 from tests.support.fused_cases import LINEARS, SAVED, in_float64, in_parts, linear, mlp, named, results
 from tests.support.helpers import FP8_RECIPES, CountOps, assert_equal, gradients, sqnr
+from tests.support.memory import saved_tensors
 
 T, K, N = 32, 64, 48
 each_recipe = pytest.mark.parametrize("recipe", FP8_RECIPES)

@@ -46,7 +46,8 @@ def with_outlier(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor,
     return (x,)
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("seed", [0, 1])
 def test_an_outlier_is_survived_with_a_recovery_and_not_without(seed: int) -> None:
     policy = Recovery(Phase(recipes.high_precision()), steps=60)
     clean, _ = trained(None, False, seed)

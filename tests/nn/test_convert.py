@@ -9,19 +9,9 @@ import octavo
 from octavo import recipes
 from octavo.nn.convert import MIN_FEATURES, features, large_enough
 from tests.support.helpers import FP8_RECIPES, assert_equal, every_layer, gradients, to_fp8
+from tests.support.left_alone import LEFT_ALONE, Block
 
 BIG = MIN_FEATURES
-
-
-class Block(nn.Module):
-    def __init__(self, size: int = 32) -> None:
-        super().__init__()
-        self.up = nn.Linear(size, 2 * size)
-        self.down = nn.Linear(2 * size, size, bias=False)
-        self.up_again = self.up  # a second name for the same module
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(nn.functional.gelu(self.up_again(self.down(self.up(x)))))
 
 
 def test_in_place_and_everything_stays():
@@ -100,36 +90,6 @@ def test_converting_again_changes_the_recipe_and_adds_layers():
     net = octavo.convert(Block(), recipes.dynamic(), lambda module, name: name == "up")
     octavo.convert(net, recipes.mx(), lambda module, name: name == "down")
     assert net.up.recipe == net.down.recipe == recipes.mx()
-
-
-class Special(nn.Linear):
-    pass
-
-
-def legacy_weight_norm() -> nn.Module:
-    with pytest.warns(FutureWarning, match="weight_norm"):
-        return nn.utils.weight_norm(nn.Linear(8, 8))
-
-
-def with_own_forward() -> nn.Module:
-    layer = nn.Linear(8, 8)
-    layer.forward = lambda x: x
-    return layer
-
-
-LEFT_ALONE = {
-    "subclass": lambda: Special(8, 8),
-    "attention": lambda: nn.MultiheadAttention(8, 2),
-    "parametrized": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)),
-    "weight_norm": legacy_weight_norm,
-    "own forward": with_own_forward,
-    "float64": lambda: nn.Linear(8, 8, dtype=torch.float64),
-    "float8": lambda: nn.Linear(8, 8).requires_grad_(False).to(torch.float8_e4m3fn),
-    "embedding": lambda: nn.Embedding(8, 8),
-    "bilinear": lambda: nn.Bilinear(8, 8, 8),
-    "conv": lambda: nn.Conv2d(8, 8, 1),
-    "lazy": lambda: nn.LazyLinear(8),
-}
 
 
 @pytest.mark.parametrize("kind", LEFT_ALONE)

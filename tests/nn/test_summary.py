@@ -4,8 +4,8 @@ from torch import nn
 
 import octavo
 from octavo import recipes
-from tests.nn.test_convert import LEFT_ALONE, Block
 from tests.support.helpers import to_fp8
+from tests.support.left_alone import LEFT_ALONE, Block
 
 REASONS = {
     "subclass": "a subclass of Linear (Special)",

@@ -14,8 +14,8 @@ from octavo.errors import UnsupportedOpError
 from octavo.optim import SGD, Adam, AdamW, update_in_backward
 from octavo.optim.gradients import GradientStorage, refuse_ddp
 from octavo.tensor.stored_gradient import StoredGradient
-from tests.optim.test_in_backward import assert_same
 from tests.support import gradient_tasks
+from tests.support.in_backward_models import assert_same
 from tests.support.kept_gradients import each_kind, grads_of, loss_of, model_of
 from tests.support.pool import free_port
 

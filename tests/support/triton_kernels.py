@@ -7,6 +7,7 @@ a GPU. So the interpreter gets its own copy of them, and no other test sees it.
 import dataclasses
 import functools
 import importlib
+import math
 import sys
 import types
 import warnings
@@ -142,6 +143,23 @@ def _interpreting() -> Iterator[None]:
         element = getattr(given, "element_ty", given) if given.is_block() else given
         return numpy.dtype(numpy.uint64) if element.is_ptr() else dtypes[element]
 
+    blocks: dict[Any, tl.block_type] = {}
+
+    def block(own: tl.block_type, element: tl.dtype) -> tl.block_type:
+        if element.is_ptr():
+            return tl.block_type(element, own.shape)
+        if (key := (element.name, own.shape)) not in blocks:
+            blocks[key] = tl.block_type(element, own.shape)
+        return blocks[key]
+
+    @functools.cache
+    def constants(shape: tuple[int, ...]) -> tuple[Any, Any]:
+        return tl.constexpr(math.prod(shape)), tl.tuple([tl.constexpr(size) for size in shape])
+
+    def tensor(own: tl.tensor, handle: Any, given: tl.dtype) -> None:
+        own.handle, own.type, own.dtype = handle, given, given.scalar
+        own.numel, own.shape = constants(tuple(given.shape) if given.is_block() else ())
+
     def untyped(values: Any, fields: Any = None) -> Any:  # of a tuple nothing asks for more than its fields' names
         return tl.core.tuple_type([], fields)
 
@@ -164,6 +182,8 @@ def _interpreting() -> Iterator[None]:
             mock.patch.object(interpreter.interpreter_builder, "options", unsanitized),
             mock.patch.object(interpreter, "_get_np_dtype", dtype_of),
             mock.patch.object(tl.core, "_type_for_tuple_values", untyped),
+            mock.patch.object(tl.tensor, "__init__", tensor),
+            mock.patch.object(tl.block_type, "with_element_ty", block),
             mock.patch.object(JITFunction, "__call__", call),
             mock.patch.object(builder, "create_fma", fma),
             # where one is NaN the other counts; in Triton 3.6's interpreter, NaN

@@ -12,25 +12,17 @@ from torch.nn import functional as F
 from octavo import kernels
 from octavo.kernels.reference import tiles
 from octavo.kernels.reference.activation import produced, slope, value
-from tests.kernels.reference.test_cast import every_cast
 from tests.support import definitions
+from tests.support.casts import every_cast
 from tests.support.combinations import each_pair
 from tests.support.definitions import FLOAT32_MAX, all_codes, same_bits
+from tests.support.exact_activation import GATED, PLAIN, exact, exact_gradient
 
 E4M3, E5M2 = FORMATS = [torch.float8_e4m3fn, torch.float8_e5m2]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 ALL = (-1, -1)
 HALF_ULP, SMALLEST = 2.0**-24, 2.0**-149
 
-PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": F.relu,
-    "squared_relu": lambda h: F.relu(h) ** 2,
-    "silu": F.silu,
-    "quick_gelu": lambda h: h * F.sigmoid(1.702 * h),
-    "gelu": F.gelu,
-    "gelu_tanh": lambda h: F.gelu(h, approximate="tanh"),
-}
-GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}
 # f = h s(u): u, and h u', which in a slope multiplies 1 - s and its rounding
 SIGMOIDS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
     "silu": (lambda h: h, lambda h: h),
@@ -43,19 +35,6 @@ SIGMOIDS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]
 
 each_function = pytest.mark.parametrize("function", PLAIN)
 each_activation = pytest.mark.parametrize("activation", [*PLAIN, *GATED])
-
-
-def exact(h: Tensor, activation: str) -> Tensor:
-    """The activation in the dtype of h."""
-    if activation in PLAIN:
-        return PLAIN[activation](h)
-    gate, up = h[:, : h.shape[1] // 2], h[:, h.shape[1] // 2 :]
-    return PLAIN[GATED[activation]](gate) * up
-
-
-def exact_gradient(dy: Tensor, h: Tensor, activation: str) -> Tensor:
-    h = h.double().requires_grad_()
-    return torch.autograd.grad(exact(h, activation), h, dy.double())[0]
 
 
 def slope_error(h: Tensor, function: str) -> Tensor:

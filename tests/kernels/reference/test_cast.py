@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -11,12 +10,11 @@ from torch import Tensor
 from octavo import kernels
 from octavo.kernels.reference import tiles
 from tests.support import definitions
+from tests.support.casts import ALL, E4M3, E5M2, FORMATS, every_cast, shares_memory
 from tests.support.definitions import FLOAT32_MAX, GRANULARITIES, MAX, read, same_bits
 
-E4M3, E5M2 = FORMATS = [torch.float8_e4m3fn, torch.float8_e5m2]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 TILES = [g.tile for g in GRANULARITIES]
-ALL = (-1, -1)
 
 each_format = pytest.mark.parametrize("fmt", FORMATS, ids=["E4M3", "E5M2"])
 each_tile = pytest.mark.parametrize("tile", TILES, ids=map(str, GRANULARITIES))
@@ -168,10 +166,6 @@ def test_an_empty_tensor_under_a_delayed_scale() -> None:
         assert (scale_inv.tolist(), amax.tolist()) == ([[0.25]], [[0.0]])
 
 
-def shares_memory(a: Tensor, b: Tensor) -> bool:
-    return a.numel() > 0 and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-
-
 @each_tile
 @pytest.mark.parametrize("shape", [(1, 1), (1, 8), (8, 1), (4, 6), (0, 3)], ids=str)
 def test_cast_transpose(shape: tuple[int, int], tile: tuple[int, int]) -> None:
@@ -278,23 +272,6 @@ def test_in_runs_of_rows(monkeypatch: pytest.MonkeyPatch, run: int, tile: tuple[
     x[70, 3], x[130, 130] = math.inf, math.nan
     for fmt in FORMATS:
         check(x.bfloat16(), fmt, tile, True)
-
-
-def every_cast(x: Tensor, tile: Sequence[int], *extras: Any) -> list[tuple[str, tuple[Tensor, ...]]]:
-    """The results of each op that casts; ``extras`` are pad and column_sum."""
-    update = ([448.0] * 3, [False] * 3, [0] * 3, "max")
-    state, history = torch.zeros(3), torch.zeros(3, 2)
-    found = [
-        ("cast", kernels.cast(x, None, 0, E4M3, tile, False, 0, *extras)),
-        ("cast_transpose", kernels.cast_transpose(x, None, 0, E4M3, tile, False, 0, *extras)),
-    ]
-    for transpose in (False, True):
-        second = (E5M2, tile[::-1], True, 1, transpose)
-        found.append(("cast_two_scalings", kernels.cast_two_scalings(x, E4M3, tile, False, 0, *second, *extras)))
-        if tuple(tile) == ALL:
-            commit = (x, state.clone(), history.clone(), None, None, E4M3, False, 0, *update, transpose, *extras)
-            found.append(("cast_and_commit", kernels.cast_and_commit(*commit)))
-    return found
 
 
 @each_tile

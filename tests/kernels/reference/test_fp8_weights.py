@@ -7,15 +7,8 @@ from torch import Tensor
 from octavo.formats import E4M3
 from octavo.kernels.reference import optimizer_state
 from octavo.kernels.reference.fp8_weights import FLOAT16_FACTOR, Fp8Weight
-from octavo.kernels.reference.optimizer_state import pieces
+from tests.support.fp8_weights import RESTS, amax_of, random16, read, store, values_of, weight
 
-RESTS = {
-    "fp8_split16": torch.int8,
-    "fp8_split24": torch.int16,
-    "fp8_fp16": torch.float16,
-    "fp8_fp32": torch.float32,
-    "fp8_stochastic": None,
-}
 MANTISSA = {"fp8_split16": 11, "fp8_split24": 19, "fp8_fp16": 10, "fp8_stochastic": 3}  # bits of the master
 SHAPES = [(1, 1), (3, 31), (130, 300), (256, 256)]
 
@@ -25,21 +18,6 @@ each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 each_granularity = pytest.mark.parametrize("blocks", [False, True], ids=["tensor", "blocks"])
 
 
-def weight(kind: str, shape: tuple[int, int], blocks: bool = False) -> Fp8Weight:
-    scales = (-(-shape[0] // 128), -(-shape[1] // 128)) if blocks else (1, 1)
-    rest = None if RESTS[kind] is None else torch.zeros(shape, dtype=RESTS[kind])
-    return Fp8Weight(torch.zeros(shape, dtype=torch.uint8), kind, torch.ones(scales), rest)
-
-
-def amax_of(values: Tensor, scales: torch.Size) -> Tensor:
-    """The largest finite magnitude of all, or of each block of 128 x 128."""
-    values = torch.where(values.isfinite(), values, 0).abs()
-    if scales == (1, 1):
-        return values.amax().view(1, 1)
-    rows = [values[128 * i : 128 * i + 128] for i in range(scales[0])]
-    return torch.stack([torch.stack([part.amax() for part in row.split(128, 1)]) for row in rows])
-
-
 def spread(scales: Tensor, shape: torch.Size) -> Tensor:
     """Each element's scale."""
     if scales.numel() == 1:
@@ -47,36 +25,8 @@ def spread(scales: Tensor, shape: torch.Size) -> Tensor:
     return scales.repeat_interleave(128, 0)[: shape[0]].repeat_interleave(128, 1)[:, : shape[1]]
 
 
-def random16(shape: torch.Size | tuple[int, int]) -> Tensor:
-    return torch.randint(0, 1 << 16, shape, dtype=torch.int32)
-
-
-def store(m: Fp8Weight, wide: Tensor, bits: Tensor | None = None, bound: Tensor | None = None) -> Tensor:
-    """Write all of it, with a scale of this bound or of its own amax; the amax found."""
-    bits = random16(wide.shape) if bits is None else bits
-    scale, found = m.begin(amax_of(wide, m.scale_inv.shape) if bound is None else bound)
-    amax = torch.full_like(m.scale_inv, math.nan)
-    for piece in pieces(*wide.shape):
-        m.write(piece, piece.of(wide.clone()), piece.of(bits) if m.is_random else None, scale, found)
-    m.end(scale, found, amax)
-    return amax
-
-
-def read(m: Fp8Weight) -> Tensor:
-    found = torch.full(m.weight.shape, math.nan)
-    for piece in pieces(*m.weight.shape):
-        piece.of(found).copy_(m.read(piece))
-    return found
-
-
 def code_values(m: Fp8Weight) -> Tensor:
     return m.weight.view(torch.float8_e4m3fn).float()
-
-
-def values_of(shape: tuple[int, int]) -> Tensor:
-    """Some large, some small, by five orders of magnitude; blocks differ."""
-    sizes = torch.rand(shape).mul(-12).exp() * torch.linspace(0.1, 10, shape[1])
-    return torch.randn(shape) * sizes
 
 
 @each_split

@@ -13,19 +13,12 @@ from octavo.kernels import emulation
 from octavo.kernels.reference import tiles
 from tests.support import definitions
 from tests.support.definitions import GRANULARITIES, sqnr
+from tests.support.exact_product import E4M3, E5M2, Pair, exact_product, pair, uneven
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 OUT = [torch.bfloat16, torch.float16, torch.float32]
 # dB: what is lost beside the codes' own error (about 31 dB). bf16 rounds the product and each of its factors, see
 # reference/matmul.py; float16 and float32 round once at the end
 LEAST = {torch.bfloat16: 48.0, torch.float16: 68.0, torch.float32: 125.0}
-
-Pair = tuple[Tensor, Tensor]
-
-
-def pair(x: Tensor, granularity: Granularity, fmt: torch.dtype = E4M3, power_of_two: bool = False) -> Pair:
-    qdata, scale_inv, _, _ = kernels.cast(x, None, 0, fmt, granularity.tile, power_of_two, 0)
-    return qdata, scale_inv
 
 
 def product(
@@ -34,15 +27,6 @@ def product(
     result = kernels.matmul(*a, a_g.tile, *b, b_g.tile, bias, out, False)
     assert result.dtype == out and result.is_contiguous()
     return result
-
-
-def exact_product(a: Pair, a_g: Granularity, b: Pair, b_g: Granularity) -> Tensor:
-    return definitions.dequantize(*a, a_g.tile) @ definitions.dequantize(*b, b_g.tile).t()
-
-
-def uneven(rows: int, cols: int) -> Tensor:
-    """Normal values whose rows and columns differ in size, so that a scale from the wrong tile is seen."""
-    return torch.randn(rows, cols) * (1 + torch.arange(cols) // 3 % 4) * (1 + torch.arange(rows) // 5 % 3)[:, None]
 
 
 @pytest.mark.parametrize("b_g", GRANULARITIES, ids=str)

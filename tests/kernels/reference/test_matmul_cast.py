@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from octavo import PerBlock, PerRow, PerTensor, kernels
-from tests.kernels.reference.test_cast import shares_memory
-from tests.kernels.reference.test_matmul import exact_product, pair, uneven
-from tests.kernels.reference.test_norm import check_codes
 from tests.support import definitions
+from tests.support.casts import shares_memory
 from tests.support.combinations import each_pair
 from tests.support.definitions import GRANULARITIES, same_bits
+from tests.support.exact_product import exact_product, pair, uneven
+from tests.support.norm_codes import check_codes
 
 E4M3, E5M2 = FORMATS = [torch.float8_e4m3fn, torch.float8_e5m2]
 ALL = (-1, -1)

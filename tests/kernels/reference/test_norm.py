@@ -11,10 +11,11 @@ from torch.nn import functional as F
 
 from octavo import kernels
 from octavo.kernels.reference.norm import normalise
-from tests.kernels.reference.test_cast import shares_memory
 from tests.support import definitions
+from tests.support.casts import shares_memory
 from tests.support.combinations import each_pair
 from tests.support.definitions import same_bits
+from tests.support.norm_codes import check_codes
 
 E4M3, E5M2 = FORMATS = [torch.float8_e4m3fn, torch.float8_e5m2]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -242,14 +243,6 @@ def test_norm_cast(case: dict[str, Any]) -> None:
     assert state is None or state.tolist() == [7.0, scale, 7.0]
     assert all(map(same_bits, [t for t in norm[:3] if t is not None], before))
     assert qdata.shape == (rows, math.ceil(cols / pad) * pad)
-
-
-def check_codes(qdata: Tensor, codes: Tensor, fmt: torch.dtype, pad: int) -> None:
-    """That qdata is these, and zeros up to a multiple of ``pad``."""
-    rows, cols = codes.shape
-    raw = qdata.view(torch.uint8)
-    assert qdata.dtype == fmt and qdata.is_contiguous() and qdata.shape == (rows, math.ceil(cols / pad) * pad)
-    assert same_bits(raw[:, :cols], codes) and not raw[:, cols:].any()
 
 
 @each_pair(

@@ -20,7 +20,7 @@ from tests.support.triton_kernels import TritonKernels
 pytestmark = pytest.mark.gpu
 
 ROWS, COLUMNS, BLOCK, SQUARE, MX = (1, -1), (-1, 1), (1, 128), (128, 128), (1, 32)
-SHAPES = [(64, 48, 128), (17, 19, 127), (1, 1, 1), (70, 130, 200), (5, 3, 0), (0, 4, 16), (4, 0, 16), (33, 64, 300)]
+SHAPES = [(17, 19, 127), (1, 1, 1), (5, 3, 0), (0, 4, 16), (4, 0, 16), (33, 64, 300)]
 OPERANDS = [(ALL, ALL), (ROWS, ROWS), (BLOCK, SQUARE), (BLOCK, BLOCK), (MX, MX), ((1, 48), (32, 24))]
 KNOWN = [(ALL, 0.37), (ALL, 2.0**40)]  # (the result's tile, its delayed scale)
 RULES = [*KNOWN, (ALL, 0.0), (ALL, None), (ROWS, None), (COLUMNS, None), (MX, None), (SQUARE, None)]

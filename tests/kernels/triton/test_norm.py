@@ -37,7 +37,7 @@ from tests.support.triton_kernels import TritonKernels
 pytestmark = pytest.mark.gpu
 
 KINDS = ["layer_norm", "rms_norm"]
-SHAPES = [(0, 17), (17, 0), (1, 1), (1, 270), (17, 127), (150, 17), (64, 128)]
+SHAPES = [(0, 17), (17, 0), (1, 270), (17, 127), (150, 17)]
 VALUES = ["varied", "faults", "only faults", "zeros"]
 ROW, COLUMN = (1, -1), (-1, 1)
 RESULTS = {

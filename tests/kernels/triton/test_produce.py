@@ -10,10 +10,10 @@ from torch import Tensor
 
 from octavo.kernels.activations import ACTIVATIONS
 from octavo.kernels.reference import KERNELS as REFERENCE
-from tests.kernels.reference.test_activation import GATED, exact, exact_gradient
 from tests.support import definitions
 from tests.support.combinations import each_pair
 from tests.support.definitions import all_codes
+from tests.support.exact_activation import GATED, exact, exact_gradient
 from tests.support.triton_cases import (
     ALL,
     DTYPES,
@@ -37,12 +37,12 @@ pytestmark = pytest.mark.gpu
 EXACT = {"relu", "squared_relu", "reglu"}  # no rounding but a product's: the same bits
 SOME = ["silu", "squared_relu", "swiglu", "geglu", "reglu"]
 # the size of (gate | up) is twice as many columns
-SHAPES = [(0, 17), (17, 0), (1, 1), (3, 270), (270, 3), (33, 57), (40, 45), (64, 96), (32, 128)]
+SHAPES = [(0, 17), (17, 0), (3, 270), (270, 3), (33, 57), (32, 128)]
 # what h is: numbers, or codes and the tile of their scale_inv
-H = [*DTYPES, (E4M3, ALL), (E5M2, (1, -1)), (E4M3, (1, 128)), (E5M2, (1, 32)), (E4M3, (128, 128)), (E4M3, (3, 5))]
+H = [*DTYPES, (E4M3, ALL), (E5M2, (1, -1)), (E4M3, (1, 128)), (E4M3, (128, 128)), (E5M2, (3, 5))]
 # of h and of its output's gradient
-VALUES = [("varied", "varied"), ("faults", "varied"), ("varied", "faults"), ("only faults", "varied"), ("edge", "edge")]
-VALUES += [("varied", "only faults"), ("zeros", "varied"), ("varied", "zeros"), ("edge", "varied"), ("varied", "edge")]
+VALUES = [("varied", "varied"), ("faults", "varied"), ("only faults", "faults"), ("edge", "edge")]
+VALUES += [("varied", "only faults"), ("zeros", "varied"), ("varied", "zeros")]
 
 SMALLEST = 2.0**-149
 
@@ -107,14 +107,14 @@ def run(
 
 
 # a tile, or of the whole tensor the delayed scale
-SCALINGS = [None, 0.0, 0.37, 2.0**60, (1, -1), (-1, 1), (1, 128), (128, 128), (1, 32), (32, 1), (1, 1), (24, 40)]
+SCALINGS = [None, 0.0, 0.37, 2.0**60, (1, -1), (-1, 1), (1, 128), (128, 128), (32, 1), (24, 40)]
 
 
 @each_pair(
     op=["cast", "cast_transpose"],
     scaling=SCALINGS,
     role=[0, 1, 2],
-    activation=[*ACTIVATIONS],
+    activation=SOME,
     shape=SHAPES,
     fmt=FORMATS,
     power_of_two=[False, True],
@@ -133,7 +133,7 @@ def test_cast(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, case: dic
 
 # both from one launch; and not both
 TILES = [((1, 128), (128, 1)), ((1, 32), (32, 1)), ((8, 2), (128, 128)), ((1, -1), (-1, 1)), (ALL, (-1, 1))]
-TILES += [((-1, 1), ALL), ((1, 16), (1, -1)), ((32, 1), (20, 48))]
+TILES += [((32, 1), (20, 48))]
 
 
 @each_pair(
@@ -282,7 +282,7 @@ def half_step(value: Tensor, fmt: torch.dtype) -> Tensor:
 
 
 @each_pair(
-    activation=[*ACTIVATIONS],
+    activation=SOME,
     backward=[False, True],
     tile=[ALL, (1, -1), (-1, 1), (1, 32), (32, 32), (24, 40)],
     fmt=FORMATS,

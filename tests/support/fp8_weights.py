@@ -1,0 +1,60 @@
+"""Weights that live in FP8, as the reference's functions take them."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.reference.fp8_weights import Fp8Weight
+from octavo.kernels.reference.optimizer_state import pieces
+
+RESTS = {
+    "fp8_split16": torch.int8,
+    "fp8_split24": torch.int16,
+    "fp8_fp16": torch.float16,
+    "fp8_fp32": torch.float32,
+    "fp8_stochastic": None,
+}
+
+
+def weight(kind: str, shape: tuple[int, int], blocks: bool = False) -> Fp8Weight:
+    scales = (-(-shape[0] // 128), -(-shape[1] // 128)) if blocks else (1, 1)
+    rest = None if RESTS[kind] is None else torch.zeros(shape, dtype=RESTS[kind])
+    return Fp8Weight(torch.zeros(shape, dtype=torch.uint8), kind, torch.ones(scales), rest)
+
+
+def amax_of(values: Tensor, scales: torch.Size) -> Tensor:
+    """The largest finite magnitude of all, or of each block of 128 x 128."""
+    values = torch.where(values.isfinite(), values, 0).abs()
+    if scales == (1, 1):
+        return values.amax().view(1, 1)
+    rows = [values[128 * i : 128 * i + 128] for i in range(scales[0])]
+    return torch.stack([torch.stack([part.amax() for part in row.split(128, 1)]) for row in rows])
+
+
+def random16(shape: torch.Size | tuple[int, int]) -> Tensor:
+    return torch.randint(0, 1 << 16, shape, dtype=torch.int32)
+
+
+def store(m: Fp8Weight, wide: Tensor, bits: Tensor | None = None, bound: Tensor | None = None) -> Tensor:
+    """Write all of it, with a scale of this bound or of its own amax; the amax found."""
+    bits = random16(wide.shape) if bits is None else bits
+    scale, found = m.begin(amax_of(wide, m.scale_inv.shape) if bound is None else bound)
+    amax = torch.full_like(m.scale_inv, math.nan)
+    for piece in pieces(*wide.shape):
+        m.write(piece, piece.of(wide.clone()), piece.of(bits) if m.is_random else None, scale, found)
+    m.end(scale, found, amax)
+    return amax
+
+
+def read(m: Fp8Weight) -> Tensor:
+    found = torch.full(m.weight.shape, math.nan)
+    for piece in pieces(*m.weight.shape):
+        piece.of(found).copy_(m.read(piece))
+    return found
+
+
+def values_of(shape: tuple[int, int]) -> Tensor:
+    """Some large, some small, by five orders of magnitude; blocks differ."""
+    sizes = torch.rand(shape).mul(-12).exp() * torch.linspace(0.1, 10, shape[1])
+    return torch.randn(shape) * sizes

@@ -1,0 +1,36 @@
+"""What a call holds, and what it saves for backward."""
+
+import warnings
+
+import torch
+from torch import Tensor, nn
+
+
+def saved_tensors(net: nn.Module, x: Tensor) -> list[Tensor]:
+    """What a forward saves for backward, the parameters not counted: they are there anyway."""
+    own = {p.untyped_storage()._cdata for p in net.parameters()}
+    saved = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage()._cdata not in own:
+            saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        net(x).sum()
+    return saved
+
+
+def peak_bytes(step) -> int:
+    """The most that a call holds above what was there before it: all of the allocator's events, temporaries too."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch 2.11, which would have its own events kept: they take most of the time
+        with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+            step()
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = most = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    return most
