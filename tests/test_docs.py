@@ -98,7 +98,9 @@ def broken_link(page: Path, target: str, root: Path = ROOT) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("page", EXECUTED, ids=name)
+@pytest.mark.parametrize(
+    "page", [pytest.param(p, marks=pytest.mark.full if p.stem == "export" else []) for p in EXECUTED]
+)
 def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {"__name__": "__main__"}
