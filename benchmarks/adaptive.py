@@ -40,7 +40,7 @@ SMALL, DEFAULT = "small", "default"
 DATA = DataConfig(eval_windows=512)
 CONFIGS = {
     SMALL: TrainConfig(ModelConfig(width=64, layers=2, heads=2, context=64), DATA, OptimizerConfig(steps=400, lr=3e-3)),
-    DEFAULT: TrainConfig(data=DATA),
+    DEFAULT: TrainConfig(data=DATA, optimizer=OptimizerConfig(steps=240)),
 }
 TOY = TrainConfig(
     ModelConfig(width=32, layers=1, heads=2, context=32), DataConfig(batch=4, eval_windows=4), OptimizerConfig(steps=10)

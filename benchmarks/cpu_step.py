@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from benchmarks.measure import interleaved, ratio, table, write_results
+from benchmarks.measure import RESULTS, device_name, interleaved, ratio, table, write_results
 from benchmarks.models import OCTAVO, TORCHAO, with_octavo, with_torchao
 from octavo.kernels.emulation import fast_dtype
 from octavo.train.config import VOCABULARY, ModelConfig
@@ -80,7 +80,9 @@ def main(arguments: list[str]) -> int:
     ]
     print(table(rows))
     if not options.no_write:
-        print(f"written to {write_results('cpu_step', rows)}")
+        kind = "" if fastest == torch.bfloat16 else "-without-bf16"
+        path = RESULTS / f"cpu_step-{device_name()}{kind}.csv"
+        print(f"written to {write_results('cpu_step', rows, path)}")
     fastest_torchao = min(ratio(seconds, f"torchao {name}", "bf16") for name in TORCHAO)
     missed = False
     for name, aim in AIMS[fastest].items():

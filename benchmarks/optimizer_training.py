@@ -67,7 +67,10 @@ def config_of(task: Task) -> TrainConfig:
     """All options of a run: the trainer's defaults but for the state, the seed, and that it writes nothing."""
     scheme, seed, steps, toy = task
     config = TrainConfig(
-        run=RunConfig(seed=seed, eval_every=EVAL_EVERY, dtype="bfloat16"), data=DATA, state=SCHEMES[scheme]
+        run=RunConfig(seed=seed, eval_every=EVAL_EVERY, dtype="bfloat16"),
+        data=DATA,
+        optimizer=OptimizerConfig(steps=240),
+        state=SCHEMES[scheme],
     )
     if toy:
         config = dataclasses.replace(config, model=TOY_MODEL, data=TOY_DATA, optimizer=OptimizerConfig(steps=3))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +17,16 @@ torch.set_num_threads(1)  # a worker a core; and small tensors gain nothing by t
 
 LIMIT = 5.0  # seconds that a test of the default set may take
 # Tests that may take longer, and why.
-LONG: dict[str, str] = {}
+LONG = {
+    "tests/compile/test_around.py::test_sizes_of_batch_and_sequence[MLP-blockwise]": "compiles for several sizes",
+    "tests/compile/test_around.py::test_micro_batches_on_an_unchanged_weight[recipe map]": "compiles two steps",
+    "tests/distributed/test_compile.py::test_graphs_and_bits[around_nested_hooks-dynamic]": "compiles on two ranks",
+    "tests/distributed/test_compile.py::test_graphs_and_bits[in_one_graph-dynamic]": "the same",
+    "tests/distributed/test_compile.py::test_graphs_and_bits[in_blocks-delayed]": "the same",
+    "tests/nn/test_stored_shards.py::test_compiled_equals_eager_and_is_compiled_once[blockwise-in layers]": "the same",
+    "tests/export/test_onnx_model.py::test_every_module[Linear-blockwise]": "the first export imports onnxscript",
+    "tests/test_cli.py::test_python_dash_m_and_a_light_import": "starts Python, which imports torch",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -59,6 +69,14 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(_Seconds(config), "octavo-seconds")
 
 
+@pytest.hookimpl(tryfirst=True, specname="pytest_collection_modifyitems")
+def pytest_group_items(items: list[pytest.Item]) -> None:
+    """One worker runs a file, with its imports and caches, and one all tests that start ranks."""
+    for item in items:
+        group = "pool" if "pool" in getattr(item, "fixturenames", ()) else sets.file_of(item)
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The default set, unless --full, or a test was given by its name."""
@@ -93,7 +111,7 @@ class _Seconds:
         self.tests: dict[str, float] = defaultdict(float)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        self.tests[report.nodeid] += report.duration
+        self.tests[re.sub(r"@(pool|[\w/]+\.py)$", "", report.nodeid)] += report.duration  # without its group
 
     def too_long(self) -> dict[str, float]:
         if self.config.getoption("--full") or any("::" in argument for argument in self.config.args):

@@ -110,7 +110,7 @@ class DataConfig:
 class OptimizerConfig:
     """AdamW, with a linear warmup and a cosine decay."""
 
-    steps: int = option(240, "optimizer steps")
+    steps: int = option(200, "optimizer steps")
     lr: float = option(1.5e-3, "peak learning rate")
     final_lr: float = option(0.01, "last learning rate, as a part of the peak")
     warmup: float = option(0.1, "part of the steps in which the learning rate rises")

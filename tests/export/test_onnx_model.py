@@ -122,8 +122,8 @@ def test_a_half_precision_model_computes_in_float32_and_keeps_its_bytes(dtype, t
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("opset", [19, pytest.param(20, marks=pytest.mark.full), 24])
-@pytest.mark.parametrize("recipe", ["dynamic", "rowwise"])
+@pytest.mark.parametrize("opset", [*(pytest.param(o, marks=pytest.mark.full) for o in (20, 24)), 19])
+@pytest.mark.parametrize("recipe", [pytest.param("dynamic", marks=pytest.mark.full), "rowwise"])
 def test_opsets(recipe, opset, tmp_path):
     layer = octavo.nn.Linear(K, 40, recipe=FP8_RECIPES[recipe]())
     path = to_onnx(layer, torch.randn(2, K), tmp_path / "m.onnx", opset=opset)

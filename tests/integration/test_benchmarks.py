@@ -192,6 +192,7 @@ def test_tune(tmp_path: Path) -> None:
     assert every <= {row["kind"] for row in rows}
 
 
+@pytest.mark.full
 def test_tune_writes_a_table(tmp_path: Path) -> None:
     run_apart("tune", "amax", "--toy", "--output", tmp_path / "configs.json")
     written = (tmp_path / "configs.json").read_text()

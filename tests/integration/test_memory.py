@@ -87,7 +87,7 @@ def cached_bytes(net: nn.Module) -> int:
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("name", FP8_RECIPES)
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("micro_batches", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_peak_of_a_training_step(name, micro_batches):
     def needs(net: nn.Module) -> int:
         optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)

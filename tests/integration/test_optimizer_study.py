@@ -3,11 +3,14 @@
 import importlib
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 study = importlib.import_module("benchmarks.optimizer_state")
 rounding = importlib.import_module("benchmarks.optimizer_state_rounding")
 
 
+@pytest.mark.full
 def test_it_runs_at_toy_size(tmp_path: Path) -> None:
     file = tmp_path / "state.csv"
     assert study.main(["--toy", "--output", str(file)]) == 0

@@ -60,6 +60,7 @@ def test_an_outlier_is_survived_with_a_recovery_and_not_without(seed: int) -> No
     assert back.name == "bad" and back.step == rescue.step + 60 and first.step == 0
 
 
+@pytest.mark.full
 def test_a_training_without_faults_is_left_alone() -> None:
     policy = Recovery(Phase(recipes.high_precision()))
     clean, _ = trained(None, False, 0, OUTLIER_AT)

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.nn.functional import ScalingType
 
 from octavo.granularity import ALL, Tile
-from octavo.kernels.reference import matmul as reference_matmul
+from octavo.kernels.reference.matmul import matmul as reference_matmul
 from octavo.kernels.triton.launch import LIBRARY, Config, config, key_of, launch, on_its_device
 from octavo.kernels.triton.tiles import decode, narrow
 

@@ -46,7 +46,7 @@ def test_gradients_in_codes(scheme: str, kernels: TritonKernels, small: None) ->
 
 @pytest.mark.parametrize("scheme", [*FULL, "fp8"])
 def test_gradients_in_codes_of_all_sizes(scheme: str, kernels: TritonKernels) -> None:
-    shapes = [*SHAPES, (3, 2900), (65, 130), (300, 1)]
+    shapes = [*SHAPES, (65, 130), (300, 1)]
     updates = [coded(update_of(shape, SCHEMES[scheme], number=n, first_row=3 * n)) for n, shape in enumerate(shapes)]
     Both(kernels, updates, [ADAM._replace(decoupled=False), OTHER._replace(decoupled=False)]).steps(2)
     sgd = [update_of(shape, SCHEMES[scheme][:1], number=n) for n, shape in enumerate(SHAPES)]

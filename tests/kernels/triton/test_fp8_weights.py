@@ -35,6 +35,7 @@ SCHEMES = {**NAMED, "two stages": TWO_STAGES}
 COUPLED = [group._replace(decoupled=False) for group in (ADAM, OTHER)]
 
 each_granularity = pytest.mark.parametrize("blocks", [False, True], ids=["tensor", "blocks"])
+SOME = [*RESTS][::2]
 each_kind = pytest.mark.parametrize("kind", RESTS)
 
 
@@ -126,7 +127,7 @@ def test_aligned_blocks_are_read_in_vectors(blocks: bool, kernels: TritonKernels
 def test_scales_follow_the_weights(kernels: TritonKernels) -> None:
     """Of zeros it is 1 and then their bound's; of what decays it shrinks: block by block."""
     group = ADAM._replace(lr=1.0, weight_decay=0.9)
-    updates = [fp8_update((130, 200), kind, blocks, number=0) for kind in RESTS for blocks in (False, True)]
+    updates = [fp8_update((130, 200), kind, blocks, number=0) for kind in SOME for blocks in (False, True)]
     for update in updates:  # zeros in all blocks but the last
         values = torch.zeros(130, 200)
         values[128:, 128:] = 1e6 * torch.randn(2, 72)
