@@ -65,6 +65,8 @@ def pytest_configure(config: pytest.Config) -> None:
             sets.parse_part(config.getoption("--part"))
         except ValueError as error:
             raise pytest.UsageError(str(error)) from error
+    if config.getoption("--write-seconds") and not config.getoption("--full"):
+        raise pytest.UsageError("--write-seconds writes what files take in the full set: add --full")
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Seconds(config), "octavo-seconds")
 
