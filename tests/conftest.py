@@ -84,6 +84,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """The default set, unless --full, or a test was given by its name."""
     full = config.getoption("--full") or any("::" in argument for argument in config.args)
     sets.choose(items, full, config.getoption("--part"), lambda rest: config.hook.pytest_deselected(items=rest))
+    if hasattr(config, "workerinput"):  # one worker begins with what only one can run: at the end the other would wait
+        items.sort(key=lambda item: "pool" not in getattr(item, "fixturenames", ()))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
