@@ -15,7 +15,7 @@ from tests.support.pool import Pool, prepare
 
 torch.set_num_threads(1)  # a worker a core; and small tensors gain nothing by two
 
-LIMIT = 5.0  # seconds that a test of the default set may take; beyond twice as many, which noise does not explain, it fails
+LIMIT = 5.0  # seconds that a test of the default set may take; twice as many, which noise does not explain, fail it
 # Tests that may take longer, and why.
 LONG = {
     "tests/compile/test_around.py::test_sizes_of_batch_and_sequence[MLP-blockwise]": "compiles for several sizes",
@@ -124,7 +124,8 @@ class _Seconds:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if any(seconds > 2 * LIMIT for seconds in self.too_long().values()) and session.exitstatus == pytest.ExitCode.OK:
+        fails = any(seconds > 2 * LIMIT for seconds in self.too_long().values())
+        if fails and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         if self.config.getoption("--write-seconds"):
             sets.write_seconds(self.by_file())

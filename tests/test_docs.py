@@ -99,7 +99,7 @@ def broken_link(page: Path, target: str, root: Path = ROOT) -> str | None:
 
 
 @pytest.mark.parametrize(
-    "page", [pytest.param(p, marks=pytest.mark.full if p.stem == "export" else []) for p in EXECUTED]
+    "page", [pytest.param(p, marks=pytest.mark.full if p.stem == "export" else []) for p in EXECUTED], ids=name
 )
 def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
