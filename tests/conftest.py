@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -45,6 +44,7 @@ def kernels() -> Iterator[triton_kernels.TritonKernels]:
 def pool() -> Iterator[Pool]:
     """Ranks; see tests/support/pool.py."""
     found = Pool()
+    found.start()
     yield found
     found.stop()
 
@@ -71,11 +71,16 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(_Seconds(config), "octavo-seconds")
 
 
+def starts_ranks(item: pytest.Item) -> bool:
+    """Whether a test runs on ranks of the pool; doctests have no fixtures."""
+    return "pool" in getattr(item, "fixturenames", ())
+
+
 @pytest.hookimpl(tryfirst=True, specname="pytest_collection_modifyitems")
 def pytest_group_items(items: list[pytest.Item]) -> None:
     """One worker runs a file, with its imports and caches, and one all tests that start ranks."""
     for item in items:
-        group = "pool" if "pool" in getattr(item, "fixturenames", ()) else sets.file_of(item)
+        group = "pool" if starts_ranks(item) else sets.file_of(item)
         item.add_marker(pytest.mark.xdist_group(group))
 
 
@@ -84,16 +89,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """The default set, unless --full, or a test was given by its name."""
     full = config.getoption("--full") or any("::" in argument for argument in config.args)
     sets.choose(items, full, config.getoption("--part"), lambda rest: config.hook.pytest_deselected(items=rest))
-    if hasattr(config, "workerinput"):  # one worker begins with what only one can run: at the end the other would wait
-        items.sort(key=lambda item: "pool" not in getattr(item, "fixturenames", ()))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """What takes seconds begins now: the imports of the processes that ranks are forked from."""
-    if (
-        any("pool" in getattr(item, "fixturenames", ()) for item in session.items)
-        and not session.config.option.collectonly
-    ):
+    if any(map(starts_ranks, session.items)) and not session.config.option.collectonly:
         prepare()
     gc.collect()
     gc.freeze()  # what is collected stays: no later collection looks at it
@@ -102,7 +102,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def pytest_report_header(config: pytest.Config) -> str:
     if not config.getoption("--full"):
         return f"default set: covering arrays of seed {sets.SEED}; --full runs all tests"
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", config.getoption("numprocesses", None) or 1))
+    workers = config.getoption("numprocesses", None) or 1
     seconds = sets.seconds_of_part(config.getoption("--part")) / workers
     return f"full set: about {seconds / 60:.0f} min with {workers} workers (tests/seconds.csv)"
 
@@ -113,14 +113,18 @@ class _Seconds:
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
         self.tests: dict[str, float] = defaultdict(float)
+        self.calls: dict[str, float] = {}  # without setups: there the first test that needs the pool waits for it
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        self.tests[re.sub(r"@(pool|[\w/]+\.py)$", "", report.nodeid)] += report.duration  # without its group
+        test = re.sub(r"@(pool|[\w/]+\.py)$", "", report.nodeid)  # without its group
+        self.tests[test] += report.duration
+        if report.when == "call":
+            self.calls[test] = report.duration
 
     def too_long(self) -> dict[str, float]:
         if self.config.getoption("--full") or any("::" in argument for argument in self.config.args):
             return {}
-        return {test: seconds for test, seconds in self.tests.items() if seconds > LIMIT and test not in LONG}
+        return {test: seconds for test, seconds in self.calls.items() if seconds > LIMIT and test not in LONG}
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:

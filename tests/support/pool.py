@@ -76,6 +76,11 @@ class Pool:
         self._processes: list[Any] = []
         self._connections: list[Any] = []
 
+    def start(self) -> None:
+        """Start the few ranks that most tasks want, which the first of these would wait for."""
+        if not self._processes:
+            self._start(FEW)
+
     def _start(self, world: int) -> None:
         context = prepare()
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # at a free port
