@@ -76,9 +76,9 @@ def convert(
         select: ``select(module, name) -> bool`` says which candidates to convert; the default takes layers with at
             least 512 features in and out, below which FP8 gains nothing on a GPU.
         weight_storage: "fp8": the weights themselves become codes with their scale, one byte each; products read them
-            without a cast, and octavo.optim.AdamW updates them. Then fully_shard, if at all, and make the optimizer
-            after. Weights that a module of another kind shares stay as they are. None leaves weights as they are; a
-            model without stored weights.
+            without a cast, and octavo.optim.AdamW updates them, made before or after. Then fully_shard, if at all, and
+            that before the optimizer. Weights that a module of another kind shares stay as they are. None leaves
+            weights as they are; a model without stored weights.
 
     Returns:
         ``model``.
@@ -110,12 +110,11 @@ def convert(
         _refuse_shards(model, "octavo.convert(..., weight_storage='fp8')")
     _check_stored([(name, module) for name, module, _ in targets if name not in stored], recipe)
     group = GatherGroup()
-    found: dict[int, nn.Parameter] = {}
     for name, module, target in targets:
         if type(module) is not target:
             module.__class__ = target
         if name in stored:
-            store_weight(module, recipe_of(recipe, name), found)
+            store_weight(module, recipe_of(recipe, name))
         module.adopt_recipe(recipe_of(recipe, name), module.get_parameter("weight").device)
         module.gather.join(group, module)
     _others_share(model)
@@ -194,16 +193,6 @@ def stored_now(model: nn.Module) -> dict[nn.Parameter, Granularity | None]:
     return {weight: None if part is None else part.granularity for weight, part in parts.items()}
 
 
-def places_of(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
-    """Where modules have each parameter: the modules and the names that it has there."""
-    found: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                found.setdefault(parameter, []).append((module, name))
-    return found
-
-
 def _refuse_shards(model: nn.Module, what: str) -> None:
     """Raise ValueError if a module's weight lives in FP8 and is sharded: FSDP2 would keep the one that it has."""
     for name, module in model.named_modules():
@@ -275,13 +264,12 @@ def restore(model: nn.Module) -> nn.Module:
         Linear(in_features=64, out_features=64, bias=True)
     """
     _refuse_shards(model, "octavo.restore")
-    found: dict[int, nn.Parameter] = {}
     for module in model.modules():
         if isinstance(module, Linear) and (module.splits is not None or class_of(module) is not type(module)):
-            widen_weight(module, found)
+            widen_weight(module)
             module.adopt_recipe(high_precision(), module.weight.device)
         elif isinstance(module, RecipeModule):
-            widen_weight(module, found)
+            widen_weight(module)
             module.forget_recipe()
             module.__class__ = plain_class(module)  # type: ignore[assignment]
     gather_anew(model)

@@ -18,6 +18,7 @@ from octavo.kernels.layouts import needs_transposed_codes
 from octavo.nn.gather import lay_out, with_padding
 from octavo.nn.stored_shards import as_shard, save_shard
 from octavo.scaling.recipe import Recipe
+from octavo.tensor.parameters import put_into
 from octavo.tensor.sharded_weight import GatheredWeight, like_sharded, on_this_rank
 from octavo.tensor.stored_weight import GRANULARITIES, StoredWeight, dequantized, has_powers_of_two, stored_part
 
@@ -80,23 +81,22 @@ def stored_granularity(recipe: Recipe, shape: torch.Size) -> Granularity:
     return PerTensor() if granularity.scale_shape(tuple(shape)) == (1, 1) else granularity
 
 
-def store_weight(module: nn.Module, recipe: Recipe, found: dict[int, nn.Parameter]) -> None:
-    """Put a module's weight into FP8; ``found``: those stored already, by the id of what they were, for tied ones."""
-    old = module.get_parameter("weight")
-    if id(old) not in found:
-        values = old.dequantize() if isinstance(old, StoredWeight) else old.detach()
-        stored = StoredWeight.cast(values, stored_granularity(recipe, old.shape))
-        found[id(old)] = nn.Parameter(stored, old.requires_grad)
-    module._parameters["weight"] = found[id(old)]
+def store_weight(module: nn.Module, recipe: Recipe) -> None:
+    """Put a module's weight into FP8, unless it is stored so already; the parameter stays the same object."""
+    weight = module.get_parameter("weight")
+    granularity = stored_granularity(recipe, weight.shape)
+    if isinstance(weight, StoredWeight):
+        if weight.granularity != granularity:
+            put_into(weight, StoredWeight.cast(weight.detach().dequantize(), granularity))
+    else:
+        put_into(weight, StoredWeight.cast(weight.detach(), granularity))
 
 
-def widen_weight(module: nn.Module, found: dict[int, nn.Parameter]) -> None:
-    """Put a stored weight back into its high precision."""
-    old = module._parameters.get("weight")
-    if isinstance(old, StoredWeight):
-        if id(old) not in found:
-            found[id(old)] = nn.Parameter(old.detach().dequantize(), old.requires_grad)
-        module._parameters["weight"] = found[id(old)]
+def widen_weight(module: nn.Module) -> None:
+    """Put a stored weight back into its high precision; the parameter stays the same object."""
+    weight = module._parameters.get("weight")
+    if isinstance(weight, StoredWeight):
+        put_into(module.get_parameter("weight"), weight.detach().dequantize())
 
 
 def save_stored(weight: Tensor, part: StoredWeight, destination: dict[str, Any], prefix: str) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from octavo.kernels.reference.optimizer_step import AdamGroup
 from octavo.optim.base import CompactOptimizer
+from octavo.optim.kept import Kept
 from octavo.optim.moment import Moment, moments_of
 from octavo.optim.stores import Settings
 from octavo.scaling.bounded import adam_max_update
@@ -70,6 +71,11 @@ class _Adam(CompactOptimizer):
             )
         super().check(weight, group, settings, bounds)
 
+    def _keep(self, param: nn.Parameter, *rest: Any) -> Kept:
+        if self._clip is None and stored_part(param) is not None:  # since the optimizer was made
+            self.clip_update = True
+        return super()._keep(param, *rest)
+
     def moments_of(self, moments: Any) -> tuple[Moment, ...]:
         """A pair, by its name or as it is."""
         return moments_of(moments)
@@ -80,9 +86,9 @@ class _Adam(CompactOptimizer):
             return self._clip
         return stored or settings.master == "fp16_scaled" or any(m.format != "fp32" for m in settings.moments)
 
-    def adopt(self, settings: Settings, replaced: dict[Any, Any]) -> None:
+    def adopt(self, settings: Settings) -> None:
         """As any optimizer's; also decides anew whether updates are clipped."""
-        super().adopt(settings, replaced)
+        super().adopt(settings)
         params = (param for group in self.param_groups for param in group["params"])
         self.clip_update = self.will_bound(settings, any(stored_part(param) is not None for param in params))
 

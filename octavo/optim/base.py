@@ -98,17 +98,11 @@ class CompactOptimizer(Optimizer):
         """Whether it would bound its updates; ``stored``: whether any weight lives in FP8."""
         return False
 
-    def adopt(self, settings: Settings, replaced: dict[nn.Parameter, nn.Parameter]) -> None:
+    def adopt(self, settings: Settings) -> None:
         """Go on with weights and state that optim/conversion.py has changed."""
         self.moments, self.master = settings.moments, settings.master
         self.forget_kept()
         self._end_step()  # ranks have to agree on amaxes anew
-        if self.in_backward is not None:
-            self.in_backward.follow(replaced)
-        if self.resolution is not None:
-            self.resolution.follow(replaced)
-        if self._gradients is not None:
-            self._gradients.follow(replaced)
 
     def measure(self, resolution: Resolution | None) -> None:
         """Have steps add to a Resolution from now on; None: to none."""
@@ -309,6 +303,7 @@ class CompactOptimizer(Optimizer):
 
     def _keep(self, param: nn.Parameter, weight: Tensor, state: dict[str, Any], ids: tuple[int, ...]) -> Kept:
         group, index = ids[:2]
+        self.check(param, self.param_groups[group], self.settings, self.bounds_update)  # it may be stored in FP8 since
         own = stores_of(param, weight, state, self.settings)
         key, row = key_of(self.seed, index), states.first_row(param)
         update = WeightUpdate(own.master, own.moments, own.amax, own.matrix, state["step"], key, group, row)

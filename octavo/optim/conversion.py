@@ -21,6 +21,7 @@ from octavo.optim import state as states
 from octavo.optim.base import CompactOptimizer
 from octavo.optim.masters import master_of
 from octavo.optim.stores import Settings, sharded_like, stores_of
+from octavo.tensor.parameters import put_into
 from octavo.tensor.sharded_weight import largest_of_ranks, like_sharded, local_part, on_this_rank
 from octavo.tensor.stored_weight import StoredWeight, cast_part, stored_part
 
@@ -31,19 +32,15 @@ def change(
     optimizer: CompactOptimizer,
     settings: Settings,
     storage: Mapping[nn.Parameter, Storage],
-    placed: Callable[[nn.Parameter, nn.Parameter], None] = lambda old, new: None,
-) -> dict[nn.Parameter, nn.Parameter]:
-    """Keep an optimizer's weights otherwise from now on, in place.
+    stored: Callable[[nn.Parameter], None] = lambda param: None,
+) -> None:
+    """Keep an optimizer's weights otherwise from now on, in place: each parameter stays the same object.
 
     Args:
-        optimizer: its groups, state and hooks follow.
+        optimizer: its state follows.
         settings: its new moments and master.
         storage: weights that are to be stored otherwise.
-        placed: called with each of these weights, as soon as it is stored so, and the parameter that takes its place:
-            it has to put that into the model. Of a sharded weight both are the same one, with another part.
-
-    Returns:
-        for each weight whose storage changed the parameter that takes its place; the old ones are empty.
+        stored: called with each of these weights as soon as it is stored so.
 
     Raises:
         ValueError: if a weight can't be kept so; nothing is changed then.
@@ -51,47 +48,26 @@ def change(
     before = optimizer.settings
     check_change(optimizer, settings, storage)
     optimizer.forget_kept()
-    replaced: dict[nn.Parameter, nn.Parameter] = {}
     for group in optimizer.param_groups:
-        for place, param in enumerate(group["params"]):
-            new = _change(param, optimizer.state.get(param, {}), before, settings, storage, optimizer)
-            if new is not param:
-                optimizer.state.pop(param, None)
-                group["params"][place] = replaced[param] = new
+        for param in group["params"]:
+            _change(param, optimizer.state.get(param, {}), before, settings, storage, optimizer)
             if param in storage:
-                placed(param, new)
-            if new is not param:
-                empty(param)
-    optimizer.adopt(settings, replaced)
-    return replaced
+                stored(param)
+    optimizer.adopt(settings)
 
 
-def stored_anew(param: nn.Parameter, storage: Storage) -> nn.Parameter:
-    """A weight without a master, frozen or not trained yet, stored otherwise.
-
-    Returns:
-        a new parameter; of a sharded weight, which all ranks have to call it for, the same one with another part.
-    """
+def store_anew(param: nn.Parameter, storage: Storage) -> None:
+    """Store a weight without a master, frozen or not trained yet, otherwise; of a sharded one all ranks call it."""
     part = stored_part(param)
     if on_this_rank(param) is param:
         values = (param if part is None else part.dequantize()).detach()
-        return nn.Parameter(values if storage is None else StoredWeight.cast(values, storage), param.requires_grad)
+        put_into(param, values if storage is None else StoredWeight.cast(values, storage))
+        return
     values = (local_part(param) if part is None else part.dequantize()).detach()
-    _put(param, values if storage is None else cast_part(values, param, storage, param.dtype))
-    return param
+    _put_part(param, values if storage is None else cast_part(values, param, storage, param.dtype))
 
 
-@torch.no_grad()
-def empty(param: nn.Parameter) -> None:
-    """Free the memory of a parameter that another has taken the place of."""
-    param.grad = None
-    if isinstance(param, StoredWeight):
-        param.q, param.scale_inv = param.q.new_empty(0, 0), param.scale_inv.new_empty(0, 0)
-    else:
-        param.data = param.data.new_empty(0)
-
-
-def _put(param: nn.Parameter, part: Tensor) -> None:
+def _put_part(param: nn.Parameter, part: Tensor) -> None:
     """Give a sharded parameter another part."""
     param._local_tensor = part  # type: ignore[attr-defined]
 
@@ -140,11 +116,13 @@ def _change(
     after: Settings,
     storage: Mapping[nn.Parameter, Storage],
     optimizer: CompactOptimizer,
-) -> nn.Parameter:
-    """Change a weight and its state; the parameter that has both now."""
+) -> None:
+    """Change a weight and its state."""
     moves, is_sharded = param in storage, on_this_rank(param) is not param
     if not state:
-        return stored_anew(param, storage[param]) if moves else param
+        if moves:
+            store_anew(param, storage[param])
+        return
     weight = states.local(param.detach())
     old = stores_of(param, weight, state, before)
     new_param: Any = param
@@ -165,11 +143,9 @@ def _change(
             new.master.weight.copy_(codes)
     else:
         found |= {name: value for name, value in state.items() if name.startswith("master_")}
-    if moves and is_sharded:
-        _put(param, new_weight)
-        new_param = param
-    optimizer.state[new_param] = found
-    return new_param
+    if moves:
+        (_put_part if is_sharded else put_into)(param, new_weight)
+    optimizer.state[param] = found
 
 
 def _moments(param: nn.Parameter, state: dict[str, Any], before: Settings, after: Settings) -> dict[str, Any]:

@@ -5,7 +5,6 @@ Squared norms stay on the device, one number a parameter, so nothing waits for t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -36,10 +35,6 @@ class GradientNorms:
             )
             self._cells = self._now.unbind()
         torch._foreach_copy_([self._cells[self._numbers[param]] for param in params], list(squares.unbind()))
-
-    def follow(self, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Parameters have taken the places of others, and have their norms."""
-        self._numbers = {replaced.get(param, param): number for param, number in self._numbers.items()}
 
     def state(self, params: list[nn.Parameter]) -> dict[str, Any]:
         """The last step's squares, and of which of ``params`` they are: sums depend on the order."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -57,13 +57,6 @@ class GradientStorage:
         for param in params:
             if param.requires_grad and param not in self._hooks:
                 self._hooks[param] = param.register_post_accumulate_grad_hook(take)
-
-    def follow(self, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Keep the gradients of parameters that take the places of others."""
-        for old in replaced:
-            if (hook := self._hooks.pop(old, None)) is not None:
-                hook.remove()
-        self.attach(replaced.values())
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:

@@ -7,7 +7,7 @@ what is left and makes later work wait for the updates.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -132,11 +132,6 @@ class UpdatesInBackward:
     def watch(self, params: Iterable[nn.Parameter]) -> None:
         """Take the gradients of these too."""
         self._hooks += [param.register_post_accumulate_grad_hook(self._take) for param in params if param.requires_grad]
-
-    def follow(self, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Parameters have taken the places of others."""
-        self.watch(replaced.values())
-        self._norms.follow(replaced)
 
     def state_dict(self) -> dict[str, Any]:
         """What the next step's clip knows of this one: save it between steps, beside the optimizer's."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -40,10 +40,6 @@ class Resolution:
         if device not in self._sums:
             self._sums[device] = torch.zeros(2, dtype=torch.float64, device=device)
         return self._sums[device]
-
-    def follow(self, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Parameters that take the places of others count in their stead."""
-        self.params = {replaced.get(param, param) for param in self.params}
 
     def take(self) -> Reading:
         """The sums over all devices and ranks since the last time."""

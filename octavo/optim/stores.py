@@ -119,6 +119,18 @@ def _stand_in(
     return row, own | master.new_state(row) | {"master_amax": kept["master_amax"]}
 
 
+def _check_storage(weight: Tensor, state: dict[str, Any]) -> None:
+    """Raise RuntimeError for a weight that was stored in FP8, widened, or scaled otherwise since its state was made."""
+    amax = None if "master_scale_inv" in state else state.get("master_amax")  # which weights in FP8 have, one a scale
+    now = weight.scale_inv.shape if isinstance(weight, StoredWeight) else None
+    if now != (None if amax is None else amax.shape):
+        raise RuntimeError(
+            f"a weight {tuple(weight.shape)} is not stored as it was when the optimizer's state of it was made: "
+            "octavo.convert(..., weight_storage=...) or octavo.restore came between two steps. Let "
+            "octavo.PrecisionSchedule change the storage, which takes the state along, or make the optimizer anew"
+        )
+
+
 def stores_of(param: nn.Parameter, weight: Tensor, state: dict[str, Any], settings: Settings) -> Stores:
     """Master and moments over the tensors of a state.
 
@@ -127,8 +139,12 @@ def stores_of(param: nn.Parameter, weight: Tensor, state: dict[str, Any], settin
         weight: this rank's part of it.
         state: its state.
         settings: how it is kept.
+
+    Raises:
+        RuntimeError: if the state was made while the weight was stored otherwise.
     """
     kept = {name: states.local(value) for name, value in state.items() if isinstance(value, Tensor)}
+    _check_storage(weight, kept)
     master, chosen = master_of(param, settings.master), states.moments_for(param, settings.moments)
     if isinstance(weight, StoredWeight) and weight.is_part and weight.shape[0] == 0:
         weight, kept = _stand_in(weight, master, chosen, settings.names, kept)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from octavo.errors import OctavoError
 from octavo.granularity import Granularity
-from octavo.nn.convert import places_of, set_recipe, stored_now
+from octavo.nn.convert import set_recipe, stored_now
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.weight_cache import WeightCache
 from octavo.optim import state as states
@@ -21,6 +21,7 @@ from octavo.optim.base import CompactOptimizer
 from octavo.optim.conversion import blank
 from octavo.optim.stores import Settings, bytes_of
 from octavo.schedule.switch import Target
+from octavo.tensor.parameters import put_into
 from octavo.tensor.stored_gradient import StoredGradient
 
 MIB = 1 << 20
@@ -217,14 +218,9 @@ def saved_bytes(model: nn.Module, target: Target, inputs: tuple[Any, ...]) -> in
     twin = _without_data(model, mode)
     now = stored_now(twin)
     with mode:
-        replaced = {
-            weight: nn.Parameter(blank(weight, granularity), weight.requires_grad)
-            for (weight, own), granularity in zip(now.items(), target.storage, strict=True)
-            if own != granularity
-        }
-        for old, places in places_of(twin).items():
-            for module, name in places:
-                module._parameters[name] = replaced.get(old, old)
+        for (weight, own), granularity in zip(now.items(), target.storage, strict=True):
+            if own != granularity:
+                put_into(weight, blank(weight, granularity))
         set_recipe(twin, target.phase.recipe)
         for module in twin.modules():
             if isinstance(module, RecipeModule):

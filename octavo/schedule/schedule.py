@@ -47,8 +47,7 @@ class PrecisionSchedule:
     The first phase begins at once. ``step()`` belongs after every ``optimizer.step()``. A switch changes the recipe,
     and where the phases say so the storage of weights, their masters and the moments, one tensor after the other:
     beside the larger of both forms no more than one tensor lies in memory. Upwards no value changes: a master that has
-    more bits holds what the old one did. Parameters whose storage changes are new objects; in the model, the optimizer
-    and update_in_backward they take the place of the old ones, which are empty then.
+    more bits holds what the old one did. Parameters stay the same objects, with their hooks, whatever they hold.
 
     To resume, load its state first: it puts model and optimizer into the form that theirs were saved in.
 

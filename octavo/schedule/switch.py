@@ -9,10 +9,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from octavo.granularity import Granularity
-from octavo.nn.convert import gather_anew, places_of, set_recipe, storages, stored_now
+from octavo.nn.convert import gather_anew, set_recipe, storages, stored_now
 from octavo.nn.recipe_module import RecipeModule
 from octavo.optim.base import CompactOptimizer
-from octavo.optim.conversion import change, check_change, empty, stored_anew
+from octavo.optim.conversion import change, check_change, store_anew
 from octavo.optim.gradients import refuse_ddp
 from octavo.optim.stores import Settings
 from octavo.scaling.recipe import Recipe
@@ -110,25 +110,20 @@ def switch(model: nn.Module, optimizer: Optimizer, target: Target) -> None:
     shards = [weight for weight in moved if weight is not on_this_rank(weight)]
     if shards:
         gather_anew(model)
-    places = places_of(model)
     owned = {weight for group in optimizer.param_groups for weight in group["params"]}
     others = [weight for weight in moved if weight not in owned]  # frozen ones, say
 
-    def place(old: nn.Parameter, new: nn.Parameter) -> None:
-        for module, name in places[old]:
-            module._parameters[name] = new
-        if new is old:
-            take_parts(model, [new])
+    def stored(weight: nn.Parameter) -> None:
+        if on_this_rank(weight) is not weight:
+            take_parts(model, [weight])
 
     if isinstance(optimizer, CompactOptimizer):
         assert target.settings is not None
         if moved or target.settings != optimizer.settings:
-            change(optimizer, target.settings, moved, place)
+            change(optimizer, target.settings, moved, stored)
     for weight in others:
-        new = stored_anew(weight, moved[weight])
-        place(weight, new)
-        if new is not weight:
-            empty(weight)
+        store_anew(weight, moved[weight])
+        stored(weight)
     _take_recipe(model, target.phase.recipe)
 
 

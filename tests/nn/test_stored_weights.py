@@ -101,7 +101,7 @@ def test_converted_twice():
     assert torch.equal(model[0].weight.dequantize(), StoredWeight.cast(before, PerBlock(128, 128)).dequantize())
     kept = model[0].weight
     octavo.convert(model, recipes.blockwise())  # leaves them as they are
-    assert model[0].weight is kept is not weight and isinstance(kept, StoredWeight)
+    assert model[0].weight is kept is weight and isinstance(kept, StoredWeight)
     trace(model, inputs())
     store(to_fp8(plain(), recipes.rowwise()))  # from plain weights of a converted model
 

@@ -47,13 +47,6 @@ def test_a_skipped_step_and_other_optimizers():
     assert optimizer.resolution.take().sums().tolist() == [4.0, 16 * 0.125**2]
 
 
-def test_parameters_that_take_the_places_of_others():
-    old, new = (nn.Parameter(torch.ones(4, 4)) for _ in range(2))
-    resolution = Resolution([old])
-    resolution.follow({old: new})
-    assert resolution.params == {new}
-
-
 def test_its_state():
     weight = nn.Parameter(torch.ones(4, 4))
     optimizer = AdamW([weight], moments="fp32")

@@ -76,17 +76,17 @@ def test_no_more_than_one_old_weight_is_there_beside_the_new_ones(storage, monke
     left = []
     changing = switching.change
 
-    def change(optimizer, settings, moved, place):
-        def placed(before, after):
-            place(before, after)
+    def change(optimizer, settings, moved, stored):
+        def then(weight):
+            stored(weight)
             left.append(sum(not weight.expired() for weight in old))
 
-        return changing(optimizer, settings, moved, placed)
+        return changing(optimizer, settings, moved, then)
 
     monkeypatch.setattr(switching, "change", change)
     (target,) = targets_of(model, optimizer, [Phase(LOW, weight_storage=storage)])
     switch(model, optimizer, target)
-    assert left == [6, 5, 4, 3, 2, 1]
+    assert left == [5, 4, 3, 2, 1, 0]
     assert all(weight.expired() for weight in old) and all(state.expired() for state in states)
     model(x).square().sum().backward()
     optimizer.step()

@@ -1,0 +1,58 @@
+"""Another tensor in a parameter that stays the same object: for its module, its optimizer, its hooks and its owner."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+
+def put_into(parameter: nn.Parameter, tensor: Tensor) -> None:
+    """Make a parameter hold other values, of another class or dtype perhaps (a plain weight as a StoredWeight).
+
+    The object stays, and so do its hooks, its gradient, ``requires_grad`` and whatever attributes a user gave it. Weak
+    references to it hold too, which is why this isn't torch.utils.swap_tensors. A backward pass of a forward that read
+    the old values raises RuntimeError: its gradient would reach nobody.
+
+    Args:
+        parameter: a leaf; not a DTensor.
+        tensor: of the same shape; the parameter takes its memory.
+
+    Example:
+        >>> import torch
+        >>> from octavo.tensor.stored_weight import StoredWeight
+        >>> weight = torch.nn.Parameter(torch.eye(256))
+        >>> weight.place = "layer 1"
+        >>> same = weight
+        >>> put_into(weight, StoredWeight.cast(weight))
+        >>> same, same.place
+        (StoredWeight((256, 256), torch.float32, PerTensor()), 'layer 1')
+    """
+    other = nn.Parameter(tensor.detach(), parameter.requires_grad)
+    grad, grad_dtype = parameter.grad, parameter.grad_dtype
+    hooks = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    given = {name: value for name, value in vars(parameter).items() if name not in _own(parameter)}
+    if parameter.requires_grad:
+        torch.autograd.graph.get_gradient_edge(parameter).node.register_prehook(_refuse)
+    kinds, contents = (type(other), type(parameter)), (vars(other) | given, dict(vars(parameter)))
+    for one, kind, content in zip((parameter, other), kinds, contents, strict=True):
+        one.__class__ = kind
+        one.__dict__ = content
+    torch._C._swap_tensor_impl(parameter, other)
+    parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks
+    if parameter.requires_grad and grad_dtype != parameter.grad_dtype:
+        parameter.grad_dtype = grad_dtype
+    parameter.grad = grad
+
+
+def _own(parameter: nn.Parameter) -> set[str]:
+    """The attributes that belong to its class, not to its user."""
+    return {"_is_param", *getattr(type(parameter), "__annotations__", ())}
+
+
+def _refuse(gradients: Any) -> NoReturn:
+    raise RuntimeError(
+        "a backward pass reached a parameter that holds another tensor since the forward (its storage changed): run "
+        "forward again. DistributedDataParallel has to be made after such a change"
+    )
