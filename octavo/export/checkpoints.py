@@ -240,7 +240,7 @@ def _contents(model: nn.Module, layers: Layers, layout: Layout) -> dict[str, Sto
         _check_tensor(key, tensor)
         if key in weights:
             name = weights[key]
-            contents[key] = stored(name, 0, tensor.shape, E4M3.dtype)
+            contents[key] = stored(name, 0, _shape(layers[name]), E4M3.dtype)
             contents[_join(name, layout.scale_key)] = stored(name, 1, _scale_shape(layers[name]), torch.float32)
         elif key not in dropped | scales:
             contents[key] = Stored(torch.empty_like(tensor, device="meta"), functools.partial(_owned, tensor))

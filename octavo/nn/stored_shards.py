@@ -3,8 +3,8 @@
 What is sent is the codes as they are, 1 byte an element, and the scales of blocks. Per tensor every rank has the whole
 weight's scale already (octavo.optim keeps it so), so no collective but the gather runs in forward and backward.
 
-In a state_dict ``weight`` is a DTensor of the codes; ``weight_scale_inv`` is plain and the same on every rank, or a
-DTensor of the blocks' scales.
+In a state_dict ``weight`` is a DTensor of the codes' bytes [N, 1, K]; ``weight_scale_inv`` is plain and the same on
+every rank, or a DTensor of the blocks' scales.
 """
 
 from __future__ import annotations
@@ -61,6 +61,18 @@ def _take_codes(module: RecipeModule, shape: torch.Size, dtype: torch.dtype, sca
     return after
 
 
+def as_bytes(codes: Tensor) -> Tensor:
+    """Codes [N, K] as a state_dict holds them: uint8 [N, 1, K], over the same storage."""
+    return codes.view(torch.uint8).unsqueeze(1)
+
+
+def codes_of(given: Tensor) -> Tensor | None:
+    """The codes [N, K] in a state_dict's tensor, or None where it holds none: uint8 [N, 1, K], or float8 [N, K]."""
+    if given.dtype == torch.uint8 and given.ndim == 3 and given.shape[1] == 1:
+        return given.squeeze(1).view(torch.float8_e4m3fn)
+    return given if given.dtype == torch.float8_e4m3fn and given.ndim == 2 else None
+
+
 def save_shard(weight: Tensor, part: StoredWeight, destination: dict[str, Any], keys: tuple[str, str]) -> None:
     """Put a sharded weight's codes and scale_inv into a state_dict.
 
@@ -70,7 +82,8 @@ def save_shard(weight: Tensor, part: StoredWeight, destination: dict[str, Any], 
         destination: the state_dict.
         keys: of the codes and of scale_inv.
     """
-    destination[keys[0]] = like_sharded(part.q.detach(), weight, weight.shape)
+    shape = torch.Size((weight.shape[0], 1, weight.shape[1]))
+    destination[keys[0]] = like_sharded(as_bytes(part.q.detach()), weight, shape)
     scale_inv = part.scale_inv.detach()
     if part.granularity != PerTensor():
         scale_inv = like_sharded(scale_inv, weight, torch.Size(part.granularity.scale_shape(tuple(weight.shape))))
@@ -83,7 +96,7 @@ def as_shard(weight: Tensor, part: StoredWeight, given: Tensor, scale_inv: Tenso
     Args:
         weight: the DTensor.
         part: what this rank has of it.
-        given: codes or high-precision values, sharded as ``weight`` is.
+        given: codes, as ``save_shard`` puts them, or high-precision values, sharded as ``weight`` is.
         scale_inv: of codes, as ``save_shard`` puts it; None for values.
 
     Returns:
@@ -93,7 +106,9 @@ def as_shard(weight: Tensor, part: StoredWeight, given: Tensor, scale_inv: Tenso
         ValueError: if ``given`` is sharded otherwise.
     """
     local = on_this_rank(given)
-    if local is given or local.shape != part.shape:
+    if (codes := codes_of(local)) is not None:
+        local = codes
+    if on_this_rank(given) is given or local.shape != part.shape:
         raise ValueError(
             f"a sharded weight {tuple(weight.shape)}, here {tuple(part.shape)}, is loaded from one that is sharded "
             f"alike, not from a {type(given).__name__} of {tuple(local.shape)}: use set_model_state_dict of "
@@ -102,6 +117,9 @@ def as_shard(weight: Tensor, part: StoredWeight, given: Tensor, scale_inv: Tenso
     if scale_inv is None:
         return like_sharded(cast_part(local, weight, part.granularity, part.dtype), weight, weight.shape)
     scales = on_this_rank(scale_inv)
+    if scales is scale_inv and scales.shape != (1, 1):  # of a full state dict: those of all ranks' blocks
+        mesh = weight.device_mesh  # type: ignore[attr-defined]
+        scales = scales.chunk(mesh.size(mesh.ndim - 1))[mesh.get_local_rank(mesh.ndim - 1)]
     if scales.shape == part.scale_inv.shape and has_powers_of_two(scales):
         kept = StoredWeight(local, scales, part.dtype, part.granularity, is_part=True)
         return like_sharded(kept, weight, weight.shape)

@@ -1,7 +1,10 @@
 """Modules whose weight is a StoredWeight: how products read it, which recipes can, and what files hold of it.
 
-In a state_dict it is ``weight``, the codes, beside ``weight_scale_inv``: the keys and the meaning of fine-grained FP8
-checkpoints. Either kind of module loads either kind of file. Sharded ones are in nn/stored_shards.py.
+In a state_dict it is ``weight``, the bytes of the codes as uint8 [N, 1, K], beside ``weight_scale_inv``. The dimension
+between is for readers who know nothing of codes: a shape that is not the weight's is an error everywhere, with
+strict=False, in from_pretrained and in copy_ too, where codes [N, K] would be taken for values. Bytes are what every
+backend of torch.distributed sends. Either kind of module loads either kind of file, and float8 codes [N, K], as
+fine-grained FP8 checkpoints have them under the same keys. Sharded ones are in nn/stored_shards.py.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from octavo.formats import E4M3
 from octavo.granularity import Granularity, PerTensor, granularity_of
 from octavo.kernels.layouts import needs_transposed_codes
 from octavo.nn.gather import lay_out, with_padding
-from octavo.nn.stored_shards import as_shard, save_shard
+from octavo.nn.stored_shards import as_bytes, as_shard, codes_of, save_shard
 from octavo.scaling.recipe import Recipe
 from octavo.tensor.parameters import put_into
 from octavo.tensor.sharded_weight import GatheredWeight, like_sharded, on_this_rank
@@ -104,31 +107,36 @@ def save_stored(weight: Tensor, part: StoredWeight, destination: dict[str, Any],
     keys = f"{prefix}weight", f"{prefix}{SCALE_INV}"
     if part is not weight:
         return save_shard(weight, part, destination, keys)
-    destination[keys[0]], destination[keys[1]] = part.q.detach(), part.scale_inv.detach()
+    destination[keys[0]], destination[keys[1]] = as_bytes(part.q.detach()), part.scale_inv.detach()
 
 
 def load_stored(weight: Tensor | None, state_dict: dict[str, Any], prefix: str) -> None:
     """Make of codes and scale_inv in a state_dict what the module's weight can be loaded from; in place.
 
     Raises:
-        ValueError: if they don't fit together.
+        ValueError: if they don't fit together, or codes come without their scale_inv.
     """
-    codes, scale_inv = state_dict.get(f"{prefix}weight"), state_dict.pop(f"{prefix}{SCALE_INV}", None)
+    given, scale_inv = state_dict.get(f"{prefix}weight"), state_dict.pop(f"{prefix}{SCALE_INV}", None)
+    if not isinstance(given, Tensor):
+        return  # torch says what is missing, or wrong
     part = stored_part(weight)
     sharded = weight is not None and part is not None and part is not weight
-    if codes is None or (scale_inv is None and not sharded):
+    local = on_this_rank(given)
+    codes = codes_of(local)
+    if codes is not None or scale_inv is not None:
+        _check_pair(given, scale_inv, prefix)
+    elif not sharded:
         return
-    if scale_inv is not None:
-        _check_pair(codes, scale_inv, prefix)
     if sharded:
         assert weight is not None and part is not None
-        state_dict[f"{prefix}weight"] = as_shard(weight, part, codes, scale_inv)
+        state_dict[f"{prefix}weight"] = as_shard(weight, part, given, scale_inv)
         return
+    assert codes is not None
     dtype = torch.float32 if weight is None else weight.dtype
-    if codes is not (local := on_this_rank(codes)):
+    if local is not given:
         granularity = GRANULARITIES[scale_inv.shape != (1, 1)]
-        values = StoredWeight(local, on_this_rank(scale_inv), dtype, granularity).dequantize()
-        state_dict[f"{prefix}weight"] = like_sharded(values, codes, codes.shape)
+        values = StoredWeight(codes, on_this_rank(scale_inv), dtype, granularity).dequantize()
+        state_dict[f"{prefix}weight"] = like_sharded(values, given, torch.Size((given.shape[0], given.shape[-1])))
         return
     stored = StoredWeight(codes, scale_inv, dtype)
     if part is not None and not has_powers_of_two(scale_inv):
@@ -136,10 +144,15 @@ def load_stored(weight: Tensor | None, state_dict: dict[str, Any], prefix: str) 
     state_dict[f"{prefix}weight"] = stored if part is not None else stored.dequantize()
 
 
-def _check_pair(codes: Tensor, scale_inv: Tensor, prefix: str) -> None:
-    """Raise ValueError if codes and scale_inv don't fit together."""
-    if codes.dtype != torch.float8_e4m3fn:
-        raise ValueError(f"{prefix}weight beside {prefix}{SCALE_INV} is {codes.dtype}, not torch.float8_e4m3fn")
-    fits = [g for g in GRANULARITIES if g.scale_shape(tuple(codes.shape)) == tuple(scale_inv.shape)]
-    if not fits:
-        raise ValueError(f"{prefix}{SCALE_INV} of shape {tuple(scale_inv.shape)} does not fit {tuple(codes.shape)}")
+def _check_pair(given: Tensor, scale_inv: Tensor | None, prefix: str) -> None:
+    """Raise ValueError unless these are codes [N, K] or their bytes, and their scale_inv."""
+    if codes_of(on_this_rank(given)) is None:
+        raise ValueError(
+            f"{prefix}weight beside {prefix}{SCALE_INV} is {given.dtype} {tuple(given.shape)}, neither uint8 [N, 1, K] "
+            "nor torch.float8_e4m3fn [N, K]"
+        )
+    if scale_inv is None:
+        raise ValueError(f"{prefix}weight holds FP8 codes, but there is no {prefix}{SCALE_INV}; give both")
+    shape = given.shape[0], given.shape[-1]
+    if not any(granularity.scale_shape(shape) == tuple(scale_inv.shape) for granularity in GRANULARITIES):
+        raise ValueError(f"{prefix}{SCALE_INV} of shape {tuple(scale_inv.shape)} does not fit {shape}")

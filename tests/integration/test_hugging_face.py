@@ -192,3 +192,16 @@ def test_the_head_in_high_precision(kind: str) -> None:
         net(input_ids=TOKENS, labels=TOKENS, use_cache=False).loss.backward()
     assert ops.calls["matmul"] == 3 * len(in_fp8)
     assert train(net, 10).losses == pytest.approx(baseline(kind).losses[:10], rel=0.02)
+
+
+def test_codes_that_save_pretrained_writes_are_read_by_the_same_model_only(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    net = octavo.convert(build("qwen2"), recipes.dynamic(), select=every_layer, weight_storage="fp8")
+    net.save_pretrained(tmp_path)
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        type(net).from_pretrained(tmp_path)
+    for parameter in (other := copy.deepcopy(net)).parameters():
+        parameter.detach().copy_(torch.zeros(parameter.shape))
+    other.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=False)  # as its Trainer resumes
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in net.state_dict().items())

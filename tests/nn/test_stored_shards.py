@@ -286,15 +286,21 @@ def test_a_state_dict_holds_sharded_codes(recipe, mesh):
 
 
 def moved(mesh: Any, recipe: str) -> list[Any]:
-    """State dicts between sharded models, and full ones of plain values (gloo sends no float8)."""
-    net, other = sharded(recipe, mesh), sharded(recipe, mesh, seed=1)
-    other.load_state_dict(net.state_dict())
-    same = [codes_equal(net, other)]
-    again = sharded(recipe, mesh, seed=2)
-    set_model_state_dict(again, get_model_state_dict(net))
+    """State dicts between sharded models, full ones of codes, and full ones of plain values."""
+    net, found = sharded(recipe, mesh), []
+    for load in (
+        lambda other: other.load_state_dict(net.state_dict()),
+        lambda other: set_model_state_dict(other, get_model_state_dict(net)),
+        lambda other: set_model_state_dict(other, get_model_state_dict(net, options=FULL), options=FULL),
+    ):
+        other = sharded(recipe, mesh, seed=1)
+        load(other)
+        found.append(codes_equal(net, other))
+    full, whole = get_model_state_dict(net, options=FULL), model(recipe).state_dict()
+    found += [torch.equal(full[name], value) for name, value in whole.items()]
     again, state = sharded(recipe, mesh, seed=2), widened(model(recipe)).state_dict()
     set_model_state_dict(again, state, options=FULL)
-    return [*same, values_equal(net, again)]
+    return [*found, values_equal(net, again)]
 
 
 def values_equal(a: nn.Module, b: nn.Module) -> bool:

@@ -8,7 +8,7 @@ import octavo.export
 from octavo import recipes
 from octavo.tensor.stored_weight import StoredWeight
 from tests.support.helpers import sqnr
-from tests.support.stored_weights import STORED, T, inputs, net, store, trace, widened
+from tests.support.stored_weights import STORED, H, K, T, inputs, net, plain, store, trace, widened
 
 both = pytest.mark.parametrize("recipe", ["dynamic", "blockwise"])
 
@@ -25,7 +25,8 @@ def test_a_state_dict_holds_plain_tensors(recipe):
     for state in (model.state_dict(), filed(model), model.state_dict(keep_vars=True)):
         assert set(state) == {f"{name}.weight{end}" for name in "02" for end in ("", "_scale_inv")} | {"0.bias"}
         assert all(type(value) in (torch.Tensor, nn.Parameter) for value in state.values())
-        assert state["0.weight"].dtype == torch.float8_e4m3fn and state["0.weight_scale_inv"].dtype == torch.float32
+        assert state["0.weight"].dtype == torch.uint8 and state["0.weight_scale_inv"].dtype == torch.float32
+        assert state["0.weight"].shape == (H, 1, K)
     assert model.state_dict()["0.weight"].data_ptr() == model[0].weight.q.data_ptr()
 
 
@@ -44,6 +45,16 @@ def test_each_loads_the_others_file(from_stored, to_stored, assign, recipe):
     assert isinstance(target[0].weight, StoredWeight if to_stored and (from_stored or not assign) else nn.Parameter)
     octavo.restore(target)
     assert all(torch.equal(value, values.state_dict()[name]) for name, value in target.state_dict().items())
+
+
+@both
+@pytest.mark.parametrize("options", [{"strict": False}, {"strict": False, "assign": True}], ids=["copy", "assign"])
+def test_a_reader_that_knows_no_codes_takes_none_for_values(recipe, options):
+    """With strict=False too, where torch says nothing of keys."""
+    with pytest.raises(RuntimeError, match=r"size mismatch for 0.weight: .* torch.Size\(\[288, 1, 160\]\)"):
+        plain().load_state_dict(net(recipe).state_dict(), **options)
+    with pytest.raises(RuntimeError, match=r"expanded size|doesn't match"):
+        plain()[0].weight.data.copy_(net(recipe).state_dict()["0.weight"])
 
 
 def fine_grained(power_of_two):
@@ -85,8 +96,11 @@ def test_files_that_do_not_fit(stored):
     for scales in (torch.ones(3, 2), torch.ones(2), torch.ones(256, 1)):
         with pytest.raises(ValueError, match=r"weight_scale_inv of shape .* does not fit \(256, 384\)"):
             layer.load_state_dict(given | {"weight_scale_inv": scales})
-    with pytest.raises(ValueError, match=r"weight beside weight_scale_inv is torch.bfloat16, not torch.float8_e4m3fn"):
-        layer.load_state_dict(given | {"weight": torch.ones(256, 384).bfloat16()})
+    for wrong in (torch.ones(256, 384).bfloat16(), torch.ones(256, 384).byte()):
+        with pytest.raises(ValueError, match=rf"weight beside weight_scale_inv is {wrong.dtype} \(256, 384\), neither"):
+            layer.load_state_dict(given | {"weight": wrong})
+    with pytest.raises(ValueError, match="weight holds FP8 codes, but there is no weight_scale_inv"):
+        layer.load_state_dict({"weight": given["weight"]})
     with pytest.raises(RuntimeError, match="size mismatch"):
         layer.load_state_dict({"weight": torch.ones(384, 256)})
     with pytest.raises(RuntimeError, match="Missing key"):
