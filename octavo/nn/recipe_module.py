@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _global_parameter_registration_hooks
 
 from octavo.autograd.casts import WEIGHT, Operands, State, cast_role
 from octavo.autograd.products import Layer, linear
@@ -54,14 +55,22 @@ class RecipeModule(nn.Module):
             warn_once_if_emulated(device)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """As any module's, but a weight that FSDP2 has just sharded learns to be gathered in FP8 (nn/gather.py)."""
+        """As any module's, but a weight that FSDP2 has just sharded learns to be gathered in FP8 (nn/gather.py).
+
+        And delayed state that leaves the meta device begins empty: what transformers' from_pretrained sets in its place
+        is memory that nobody has written.
+        """
         parameters = self.__dict__.get("_parameters")
         if parameters is not None and name in parameters and isinstance(value, nn.Parameter):
             if name == "weight" and type(value) not in (nn.Parameter, GatheredWeight):
                 if value is not self.gather.parameter:
                     self._adopt_shard(value)
-            parameters[name] = value  # what torch's does after checks; FSDP2 does it four times a step
-            return
+            if not _global_parameter_registration_hooks:
+                parameters[name] = value  # what torch's does after checks; FSDP2 does it four times a step
+                return
+        elif name in BUFFERS and isinstance(value, Tensor) and (old := self._buffers.get(name)) is not None:
+            if old.is_meta and not value.is_meta:
+                value = torch.zeros_like(value, dtype=torch.float32)
         super().__setattr__(name, value)
 
     def _adopt_shard(self, weight: nn.Parameter) -> None:
@@ -107,11 +116,19 @@ class RecipeModule(nn.Module):
 
     def reset_delayed_state(self) -> None:
         """Forget the history: the next cast takes its own amax."""
+        self._take_state_off_meta()
         with torch.no_grad():
             for name in BUFFERS:
                 buffer = self._buffers.get(name)
                 if buffer is not None:
                     buffer.zero_()
+
+    def _take_state_off_meta(self) -> None:
+        """Make the state empty where the weight is, if that has left the meta device alone (load_state_dict(assign=True))."""
+        for name in BUFFERS:
+            buffer = self._buffers.get(name)
+            if buffer is not None and buffer.is_meta and (device := device_of(self)).type != "meta":
+                self._buffers[name] = torch.zeros_like(buffer, device=device)
 
     def reset_parameters(self) -> None:
         """Initialise as the torch class does, and empty the delayed state."""
@@ -119,21 +136,23 @@ class RecipeModule(nn.Module):
         self.reset_delayed_state()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        """Move parameters and buffers, but never the delayed state to another dtype.
+        """Move parameters and buffers, and keep the delayed state's values and dtype.
 
-        ``model.bfloat16()`` would round the scales; and ``to_empty()`` leaves garbage where the meta device held
-        nothing.
+        ``model.bfloat16()`` would round the scales; ``to_empty()`` leaves memory that nobody has written.
         """
+        self._take_state_off_meta()
         before = {name: self._buffers[name] for name in BUFFERS if self._buffers.get(name) is not None}
         super()._apply(fn, recurse)
         for name, old in before.items():
             new = self._buffers[name]
-            if old is None or new is None:
+            if old is None or new is None or new is old:
                 continue
             if old.is_meta and not new.is_meta:
                 self._buffers[name] = torch.zeros_like(new, dtype=torch.float32)
             elif new.dtype != torch.float32:
                 self._buffers[name] = old.to(new.device)
+            else:
+                new.copy_(old)
         self._weight_cache.clear()
         if self.gather.parameter is not None:
             self._adopt_shard(self.get_parameter("weight"))
@@ -229,6 +248,11 @@ class RecipeModule(nn.Module):
             self._non_persistent_buffers_set.discard(name)
         for name in ("recipe", "_weight_cache", "_gather"):
             self.__dict__.pop(name, None)
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Where a module's parameters are; its weight need not be one (weight_norm)."""
+    return next(module.parameters()).device
 
 
 def autocast_dtype(input: Tensor) -> torch.dtype | None:

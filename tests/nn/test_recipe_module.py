@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 import octavo
 from octavo import recipes
@@ -59,6 +60,46 @@ def test_meta_initialisation(materialise):
     assert y.device.type == "cpu"
     y.sum().backward()
     assert all(layer.delayed_scale.gt(0).all() for layer in net)
+
+
+def as_from_pretrained(layer):
+    for name in ("delayed_scale", "delayed_amax_history"):
+        setattr(layer, name, torch.full_like(getattr(layer, name), torch.nan, device="cpu"))
+
+
+def by_hand(layer):
+    for name, parameter in nn.Linear(16, 8).named_parameters():
+        setattr(layer, name, parameter)
+    layer.half()
+
+
+@pytest.mark.parametrize(
+    "load",
+    [as_from_pretrained, by_hand, lambda layer: layer.load_state_dict(nn.Linear(16, 8).state_dict(), assign=True)],
+    ids=["from_pretrained", "by hand", "assign"],
+)
+def test_state_that_leaves_the_meta_device_is_empty(load):
+    layer = octavo.nn.Linear(16, 8, recipe=DELAYED, device="meta")
+    load(layer)
+    for state in octavo.delayed_state_dict(layer).values():
+        assert not state.is_meta and not state.any() and state.dtype == torch.float32
+
+
+def test_to_empty_keeps_the_state():
+    torch.use_deterministic_algorithms(True)  # fills what is empty with NaN
+    try:
+        net = trained()
+        before = octavo.delayed_state_dict(net)
+        assert_equal(octavo.delayed_state_dict(net.to_empty(device="cpu")), before)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_global_registration_hooks_see_parameters_that_are_set():
+    layer, seen = octavo.nn.Linear(16, 8), []
+    with register_module_parameter_registration_hook(lambda module, name, value: seen.append((module, name, value))):
+        layer.weight = weight = nn.Parameter(torch.randn(8, 16))
+    assert seen == [(layer, "weight", weight)]
 
 
 def test_reset_parameters_forgets_the_history():
