@@ -18,7 +18,7 @@ from octavo.nn.gather import Gather, before_gather, gathered_operands
 from octavo.nn.stored_shards import before_stored_gather
 from octavo.nn.stored_weights import check_recipe, in_high_precision, load_stored, save_stored, stored_operands
 from octavo.nn.weight_cache import WeightCache
-from octavo.scaling.delayed import BUFFERS, register_delayed_state
+from octavo.scaling.delayed import BUFFERS, LOADED, drop_delayed_state, register_delayed_state
 from octavo.scaling.recipe import Recipe
 from octavo.tensor.sharded_weight import GatheredWeight, attach, on_this_rank, plain
 from octavo.tensor.stored_weight import StoredWeight, stored_part
@@ -51,6 +51,8 @@ class RecipeModule(nn.Module):
         self.gather.forget()
         if recipe.delayed is not None:
             register_delayed_state(self, recipe.delayed, device)
+        else:
+            drop_delayed_state(self)
         if not recipe.is_high_precision:
             warn_once_if_emulated(device)
 
@@ -83,8 +85,7 @@ class RecipeModule(nn.Module):
                     "fully_shard was applied to two modules that share a weight, each of which would train its own; "
                     "apply it to a module that holds both"
                 )
-            gather.parameter = weight
-            gather.forget()
+            gather.adopt(weight)
             if gather.group is not None:
                 gather.group.add(self)
 
@@ -114,6 +115,20 @@ class RecipeModule(nn.Module):
             return before_stored_gather(self, shard, mesh, outer_size)
         return before_gather(self, shard, mesh, outer_size, mp_policy)
 
+    def notice_writes(self, weight: Tensor, version: Any) -> None:
+        """Before a forward in training: forget the weight's history if anything but its optimizer wrote it.
+
+        An EMA's or a merged LoRA's weight may be many times larger than the history says, and would saturate.
+
+        Args:
+            weight: the parameter, on this rank.
+            version: what moves when it is written.
+        """
+        if self._weight_cache.written_since(weight, version):
+            with torch.no_grad():
+                for name in BUFFERS:
+                    self._buffers[name][WEIGHT].zero_()  # type: ignore[index]
+
     def reset_delayed_state(self) -> None:
         """Forget the history: the next cast takes its own amax."""
         self._take_state_off_meta()
@@ -124,14 +139,14 @@ class RecipeModule(nn.Module):
                     buffer.zero_()
 
     def _take_state_off_meta(self) -> None:
-        """Make the state empty where the weight is, if that has left the meta device alone (load_state_dict(assign=True))."""
+        """Where the weight alone has left the meta device (load_state_dict(assign=True)): empty state beside it."""
         for name in BUFFERS:
             buffer = self._buffers.get(name)
             if buffer is not None and buffer.is_meta and (device := device_of(self)).type != "meta":
                 self._buffers[name] = torch.zeros_like(buffer, device=device)
 
     def reset_parameters(self) -> None:
-        """Initialise as the torch class does, and empty the delayed state."""
+        """Initialise as the torch class does, a weight stored in FP8 too, and empty the delayed state."""
         super().reset_parameters()  # type: ignore[misc]
         self.reset_delayed_state()
 
@@ -159,11 +174,14 @@ class RecipeModule(nn.Module):
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
-        """Load, from FP8 too, and forget the history: it belongs to the weight that is gone."""
+        """Load, from FP8 too, and forget the history, unless it was loaded too: it belongs to the weight that is gone."""
         load_stored(self._parameters.get("weight"), state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
         if f"{prefix}weight" in state_dict:
-            self.reset_delayed_state()
+            scale = self._buffers.get("delayed_scale")
+            if scale is None or self.__dict__.get(LOADED) != scale._version:
+                self.reset_delayed_state()
+            self._weight_cache.clear()
             self.gather.generation += 1
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -209,6 +227,8 @@ class RecipeModule(nn.Module):
             if self.delayed_scale.is_meta and not input.is_meta:  # type: ignore[union-attr]
                 # load_state_dict(assign=True) took the parameters off the meta device and left these buffers there
                 register_delayed_state(self, recipe.delayed, input.device)
+            if self.training and type(parameter) is nn.Parameter and not torch.compiler.is_compiling():
+                self.notice_writes(parameter, (parameter.data_ptr(), parameter._version))
             state = State(self.delayed_scale, self.delayed_amax_history)  # type: ignore[arg-type]
         weight = self._weight_operands(weight_NK, parameter, grad_enabled, grad_enabled and needs_input_grad, state)
         return Layer(weight, recipe, state, self.training and grad_enabled)
@@ -221,17 +241,17 @@ class RecipeModule(nn.Module):
             return stored_operands(parameter, recipe, transposed)
         if isinstance(parameter, GatheredWeight):
             return gathered_operands(self, parameter, self.training and grad_enabled)
-        kept = self._weight_cache.kept(recipe) if self.training else None
+        if not self.training:  # the weight may have been merged, averaged, swapped: its own amax, whatever the history
+            return cast_role(weight_NK.detach(), recipe, WEIGHT, True, transposed, None)
+        # a captured graph runs again without asking whether the weight is the same, and so does a compiled one
+        captured = parameter.is_cuda and torch.cuda.is_current_stream_capturing()
+        traced = torch.compiler.is_compiling() or captured
+        kept = self._weight_cache.kept(parameter, recipe, traced)
         if kept is not None:
             return kept
-        caching = (  # read without gradients too: a reentrant checkpoint's first pass must see what its second will
-            self.training
-            and parameter.requires_grad
-            and parameter.is_leaf  # not one computed by a parametrization or passed to functional_call
-            and not torch.compiler.is_compiling()
-            # a captured graph runs again without asking whether the weight is the same
-            and not (parameter.is_cuda and torch.cuda.is_current_stream_capturing())
-        )
+        # read without gradients too: a reentrant checkpoint's first pass must see what its second will; is_leaf: not a
+        # weight that a parametrization computes
+        caching = parameter.is_leaf and not traced
         if caching:
             cached = self._weight_cache.get(parameter, recipe, transposed)
             if cached is not None:
@@ -243,9 +263,7 @@ class RecipeModule(nn.Module):
 
     def forget_recipe(self) -> None:
         """Drop all that adopt_recipe added."""
-        for name in BUFFERS:
-            self._buffers.pop(name, None)
-            self._non_persistent_buffers_set.discard(name)
+        drop_delayed_state(self)
         for name in ("recipe", "_weight_cache", "_gather"):
             self.__dict__.pop(name, None)
 

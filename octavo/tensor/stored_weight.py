@@ -9,6 +9,7 @@ of the whole; blocks have to lie on one rank each.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -84,6 +85,10 @@ class StoredWeight(ShardHooks, Tensor):
         pair = quantize(weight.detach().contiguous(), E4M3, granularity, power_of_two=True)
         return cls(pair.qdata, pair.scale_inv.clone(), weight.dtype)
 
+    def data_ptr(self) -> int:
+        """The address of its codes, by which others tell parameters apart; the facade itself has no memory."""
+        return self.q.data_ptr()
+
     def pair(self) -> ScaledTensor:
         """The pair, over the same codes."""
         return ScaledTensor(self.q, self.scale_inv, self.granularity, self.dtype)
@@ -139,14 +144,16 @@ class StoredWeight(ShardHooks, Tensor):
             device = kwargs.get("device", own.device)
             scale_inv = torch.ones_like(own.scale_inv, device=device)  # FSDP2 copies even what is empty
             return own._like(torch.empty_like(own.q, device=device), scale_inv, kwargs.get("dtype"))
+        if func in _INITIALIZES:  # of torch.nn.init: as the plain weight, then cast
+            return own._take(func(torch.empty(own.shape, dtype=own.dtype, device=own.device), *args[1:], **kwargs))
         if func in _LIKE and isinstance(own, StoredWeight):  # a gradient of zeros, an optimizer's state
             options = {"dtype": own.dtype, "device": own.device} | kwargs
             options.pop("memory_format", None)
             return _LIKE[func](own.shape, **options)
         raise UnsupportedOpError(
             f"{func} of a weight that is stored in FP8. Optimize it with octavo.optim.AdamW, which writes codes and "
-            "scales together (torch.optim can't); read it with .dequantize(); or keep it in high precision with "
-            "octavo.convert(..., weight_storage=None)"
+            "scales together (torch.optim can't); read it with .dequantize(), and write it with .copy_(values) under "
+            "torch.no_grad(); or keep it in high precision with octavo.convert(..., weight_storage=None)"
         )
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -169,6 +176,8 @@ class StoredWeight(ShardHooks, Tensor):
                 f"{tuple(self.shape)} is this rank's part of a weight with one scale, which ranks find together: write "
                 "it by model.load_state_dict or octavo.distributed.checkpoint.load_checkpoint on all ranks"
             )
+        if self.is_meta:
+            return self
         if not isinstance(other, StoredWeight):
             if torch.equal(self.pair().dequantize(), other.to(self.device, self.dtype)):
                 return self  # the scale stays, on which a master's remainder depends
@@ -185,6 +194,16 @@ class StoredWeight(ShardHooks, Tensor):
         self.q.share_memory_()
         self.scale_inv.share_memory_()
         return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StoredWeight:
+        if id(self) not in memo:  # torch's own takes a tensor with an address for one with memory
+            if not self.is_leaf:
+                raise RuntimeError("only weights that are leaves of autograd's graph can be copied: detach() it first")
+            copied = memo[id(self)] = self._with(lambda part: part).requires_grad_(self.requires_grad)
+            copied.__dict__ = copy.deepcopy(self.__dict__, memo)
+            copied.grad = copy.deepcopy(self.grad, memo)
+        found: StoredWeight = memo[id(self)]
+        return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         parts = self.q.detach().view(torch.uint8), self.scale_inv.detach()
@@ -309,6 +328,7 @@ def stored_part(weight: Any) -> StoredWeight | None:
     return local if isinstance(local, StoredWeight) else None
 
 
+_INITIALIZES = {aten.uniform_.default, aten.normal_.default, aten.fill_.Scalar, aten.zero_.default}
 _MOVES = {aten.detach.default, aten.alias.default}
 _LIKE = {
     aten.zeros_like.default: torch.zeros,

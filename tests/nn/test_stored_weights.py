@@ -335,3 +335,15 @@ def on_ranks(mesh, init_sync):
 def test_ddp_averages_gradients(pool, init_sync):
     (equal, first), (also, second) = pool.run(on_ranks, (2,), init_sync, seconds=60)
     assert equal and also and first == second and len(first) == 4
+
+
+def test_from_meta_to_initial_weights():
+    with torch.device("meta"):
+        model = net("delayed")
+    wanted = plain()
+    model.to_empty(device="cpu")
+    for found in (model, wanted):
+        torch.manual_seed(5)
+        for layer in (found[0], found[2]):
+            layer.reset_parameters()
+    assert_equal(codes(model), codes(store(wanted, recipes.delayed())))

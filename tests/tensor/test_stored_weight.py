@@ -191,6 +191,25 @@ def test_copy_from_a_stored_weight(source, granularity):
         assert same(weight, StoredWeight.cast(other.dequantize(), granularity))
 
 
+@each_granularity
+def test_initialization_is_the_plain_weights_then_cast(granularity):
+    for init in (nn.init.zeros_, nn.init.normal_, nn.init.kaiming_uniform_, lambda x: nn.init.constant_(x, 0.3)):
+        weight, plain = parameter(granularity=granularity), torch.empty(N, K, dtype=torch.bfloat16)
+        for tensor in (weight, plain):
+            torch.manual_seed(0)
+            init(tensor)
+        assert same(weight, StoredWeight.cast(plain, granularity))
+    nn.init.normal_(weight.to("meta"))
+    with pytest.raises(UnsupportedOpError, match=r"write it with .copy_\(values\)"):
+        nn.init.orthogonal_(weight)
+
+
+def test_its_address_is_its_codes():
+    """By which accelerate finds an optimizer's parameters again after fully_shard."""
+    first, second = parameter(), parameter()
+    assert first.data_ptr() == first.q.data_ptr() == first.detach().data_ptr() != second.data_ptr()
+
+
 def test_a_plain_tensor_does_not_take_a_stored_one_silently():
     with pytest.raises(UnsupportedOpError, match="copy_"):
         torch.empty(N, K).copy_(stored())
@@ -355,8 +374,7 @@ OPS = {
     "t": lambda w: nn.functional.linear(torch.ones(3, K, dtype=w.dtype), w),
     "mul": lambda w: w * 2,
     "add_": lambda w: w.add_(1),
-    "zero_": lambda w: w.zero_(),
-    "uniform_": lambda w: nn.init.uniform_(w),
+    "erfinv_": lambda w: w.erfinv_(),
     "slice": lambda w: w[:3],
     "view": lambda w: w.view(-1, 2),
     "sum": lambda w: w.sum(),
