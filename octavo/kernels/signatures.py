@@ -80,8 +80,8 @@ SCHEMAS = {
     # qdata x scale_inv, rounded once from float32 to dtype
     "dequantize": "(Tensor qdata, Tensor scale_inv, int[2] tile, ScalarType dtype) -> Tensor",
     # a [M, K] . b^T, b [N, K], any strides -> [M, N] out_dtype, contiguous; fp32 accumulation. tiles are of a and b as
-    # laid here: contraction last. bias [N] is added to each row. fast_accum permits the tensor cores' shorter
-    # accumulator
+    # laid here: contraction last. bias [N], of any stride, in bf16 where the result is, is added to each row before the
+    # one rounding. fast_accum permits the tensor cores' shorter accumulator
     "matmul": f"({_PRODUCT}, ScalarType out_dtype, bool fast_accum) -> Tensor",
     # the same, cast: (qdata, transposed qdata or [0, 0], scale_inv, amax)
     "matmul_cast": f"({_PRODUCT}, bool fast_accum, Tensor? delayed_scale, int role, {_CAST}, bool transpose, "

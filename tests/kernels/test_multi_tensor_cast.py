@@ -1,6 +1,7 @@
 """Many casts as one op: the reference beside single casts, the Triton kernels beside the reference."""
 
 import re
+import weakref
 from typing import Any, NamedTuple
 
 import pytest
@@ -163,3 +164,30 @@ def test_what_one_launch_cannot_do_is_refused(implementation: str, kernels: Trit
         run([xs[0].t(), *xs[1:]], *out, [], WEIGHT, ALL, True, 0, None)
     with pytest.raises(ValueError, match=r"the lists are \[6, 7, 7, 7, 7, 0\] long"):
         run(xs[1:], *out, [], WEIGHT, ALL, True, 0, None)
+
+
+@pytest.mark.gpu
+def test_a_table_that_a_graph_reads_outlives_all_others(
+    kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, capturing = kernels.module("multi_tensor_cast"), False
+    monkeypatch.setattr(module, "is_capturing", lambda: capturing)
+    monkeypatch.setattr(module, "_launch", lambda *_: None)
+    monkeypatch.setattr(module, "_captured", set())
+
+    tensors = {
+        rows: (torch.empty(rows, 16), torch.empty(rows, 16, dtype=E4M3), torch.empty(1, 1)) for rows in range(80)
+    }
+
+    def cast(rows: int) -> None:
+        x, q, scale_inv = tensors[rows]
+        kernels.multi_tensor_cast([x], [q], [], [scale_inv], [scale_inv], [], WEIGHT, ALL, True, 0)
+
+    cast(2)
+    capturing = True
+    cast(2)
+    capturing = False
+    table = weakref.ref(next(iter(module._captured)).table)
+    for rows in range(3, 80):
+        cast(rows)
+    assert table() is not None

@@ -4,9 +4,9 @@ Codes are exact in bfloat16 and in float32, so a CPU multiplies them in the one 
 float8 product (oneDNN) is 2-8 times slower. A scale that is constant along K multiplies the result; one that varies
 along K must multiply the operand first.
 
-In float32 all is applied before the one rounding to the result's dtype. In bfloat16, for which torch has no float32
-output, two things round once more, each to bf16, at 2^-9 25 dB below the error of the codes themselves: an operand
-whose scales vary along K and are no powers of two, and a product that several scales multiply.
+All is applied before the one rounding to the result's dtype. torch has no bfloat16 product with a float32 output on a
+CPU, so bfloat16 serves where nothing but one number has to multiply the result: of each operand, its scale is one for
+all, or its scales are powers of two, which operands take exactly. All other products are float32's.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from octavo.kernels.reference.codes import decode, decode_apart
 from octavo.kernels.reference.tiles import row_slices, tile_rows
 from octavo.numerics import MAX_SCALE, MIN_SCALE
 
+_MANTISSA = (1 << 23) - 1  # of a float32's bits
+
 
 def matmul(
     a: Tensor,
@@ -39,10 +41,12 @@ def matmul(
 ) -> Tensor:
     """``octavo::matmul``."""
     narrow = out_dtype == torch.bfloat16
+    a_pair, b_pair = _Pair(a, a_scale_inv, a_tile), _Pair(b, b_scale_inv, b_tile)
     compute = emulation.fast_dtype(a.device) if narrow else torch.float32
+    if compute == torch.bfloat16 and not _rounds_once(a_pair, b_pair):
+        compute = torch.float32
     if bias is not None and not bias.dtype == out_dtype == compute:  # a call of torch is not for nothing
         bias = bias.to(torch.bfloat16 if narrow else torch.float32).to(compute)
-    a_pair, b_pair = _Pair(a, a_scale_inv, a_tile), _Pair(b, b_scale_inv, b_tile)
     if max(a.numel(), b.numel()) > tiles.RUN and compute == torch.float32 and lies_transposed(a) and lies_transposed(b):
         return _in_runs_of_terms(a_pair, b_pair, bias).to(out_dtype)
     if a.numel() <= tiles.RUN:
@@ -56,6 +60,22 @@ class _Pair(NamedTuple):
     q: Tensor
     scale_inv: Tensor
     tile: Sequence[int]
+
+
+def _rounds_once(a: _Pair, b: _Pair) -> bool:
+    """Whether a bfloat16 product needs no second rounding, and float32 holds the one number that multiplies it."""
+    number = 1.0
+    for pair in (a, b):
+        if _is_single(pair):
+            number *= float(pair.scale_inv)
+        elif (pair.scale_inv.view(torch.int32) & _MANTISSA).any():
+            return False
+    return MIN_SCALE <= number <= MAX_SCALE / 2**16  # decode_apart leaves up to 2^8 of each operand
+
+
+def _is_single(pair: _Pair) -> bool:
+    """Whether one scale is for all of an operand."""
+    return pair.tile[1] == ALL and pair.scale_inv.numel() == 1
 
 
 class _Operand(NamedTuple):
@@ -135,7 +155,7 @@ def _terms(pair: _Pair, run: slice) -> _Pair:
 
 def _operand(pair: _Pair, compute: torch.dtype, memory: Tensor | None = None) -> _Operand:
     q, scale_inv, tile = pair
-    if tile[1] != ALL:
+    if tile[1] != ALL or (compute == torch.bfloat16 and not _is_single(pair)):
         return _Operand(decode(q, compute, scale_inv, tile, memory), None, 1.0)
     values, factor = decode_apart(q, compute, memory)
     return _Operand(values, scale_inv, factor)
@@ -151,13 +171,9 @@ def _multiply(a: _Operand, b: _Operand, bias: Tensor | None, out_MN: Tensor) -> 
         start, beta = (out_MN, 0) if bias is None else (bias, 1)
         torch.addmm(start, a.values, b.values.t(), beta=beta, alpha=common, out=out_MN)
         return
+    assert out_MN.dtype == torch.float32  # bfloat16 would round here, and again
     torch.addmm(out_MN, a.values, b.values.t(), beta=0, alpha=factor, out=out_MN)
-    if out_MN.dtype == torch.float32:
-        _multiply_rests(out_MN, a.rest, b.rest, bias)
-    elif a.rest is not None or b.rest is not None or bias is not None:
-        wide = out_MN.to(torch.float32)
-        _multiply_rests(wide, a.rest, b.rest, bias)
-        out_MN.copy_(wide)
+    _multiply_rests(out_MN, a.rest, b.rest, bias)
 
 
 def _multiply_rests(wide_MN: Tensor, a_rest: Tensor | None, b_rest: Tensor | None, bias: Tensor | None) -> None:
@@ -171,7 +187,10 @@ def _multiply_rests(wide_MN: Tensor, a_rest: Tensor | None, b_rest: Tensor | Non
 
 def _common_factor(a: _Operand, b: _Operand) -> float | None:
     """The one number that multiplies the whole result; None where there is none, or float32 would not hold it."""
-    if a.rest is None or b.rest is None or a.rest.numel() != 1 or b.rest.numel() != 1:
-        return None
-    factor = float(a.rest) * a.factor * float(b.rest) * b.factor
+    factor = a.factor * b.factor
+    for rest in (a.rest, b.rest):
+        if rest is not None:
+            if rest.numel() != 1:
+                return None
+            factor *= float(rest)
     return factor if MIN_SCALE <= factor <= MAX_SCALE else None

@@ -75,7 +75,7 @@ class Given(NamedTuple):
     def key(self, given: Iterable[Tensor | None], *options: Any) -> Key | None:
         """``key_of`` a launch that reads this and ``given``."""
         if not self.function[0]:
-            return key_of(self.x, given, self.is_transposed, *options)
+            return key_of(self.x, given, self.is_transposed, self.read_dtype, *options)
         kinds = [None if t is None else (t.dtype, t.shape, t.stride()) for t in self.tensors]
         return key_of(self.x, (*self.tensors, *given), self.is_transposed, self.function, *kinds, *options)
 

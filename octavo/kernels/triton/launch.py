@@ -86,7 +86,7 @@ def workspace(x: Tensor, size: int) -> Tensor:
 def _next_work(device: torch.device, index: int) -> Tensor:
     pool = _pools.get(index)
     if not pool:
-        if index >= 0 and torch.cuda.is_current_stream_capturing():
+        if index >= 0 and is_capturing():
             raise RuntimeError("run the step once before capturing it in a CUDA graph: octavo's scratch is made there")
         pool = _pools[index] = list(torch.zeros(32, WORK, dtype=torch.int32, device=device).unbind())
         if index >= 0:
@@ -133,6 +133,11 @@ def launch(
         return
     stream = driver.active.get_current_stream(key[-1])  # type: ignore[index]
     compiled.run(programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
+
+
+def is_capturing() -> bool:
+    """Whether what is launched now goes into a CUDA graph, which will read its arguments again."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _is_profiled() -> bool:

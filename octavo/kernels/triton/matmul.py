@@ -211,7 +211,7 @@ def library_matmul(
         _SCALINGS[a_tile],
         _library_scale_inv(b_scale_inv, b_tile, 0),
         _SCALINGS[b_tile],
-        bias=bias if bias is None or bias.dtype is out_dtype else bias.to(out_dtype),
+        bias=None if bias is None else bias.to(out_dtype).contiguous(),
         output_dtype=out_dtype,
         use_fast_accum=fast_accum and a_tile[1] == ALL,  # blocks have none
     )
@@ -254,6 +254,8 @@ def triton_matmul(
     fast_accum: bool,
 ) -> Tensor:
     """The Triton kernel's product, for tiles whose columns are a multiple of 32, or all."""
+    if bias is not None and out_dtype is torch.bfloat16:
+        bias = bias.to(out_dtype)
     out = a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
     if out.numel() == 0:
         return out
@@ -294,6 +296,7 @@ def product_of(
     (M, K), N = a.shape, b.shape[0]
     a = a if a.stride(1) == 1 else a.contiguous()
     b = b if b.stride(1) == 1 else b.contiguous()
+    bias = None if bias is None else bias.contiguous()
     step = step_along(a_tile, b_tile)
     constant = (
         (_ALL_ROWS if a_tile[0] == ALL else a_tile[0], a_tile[1]),

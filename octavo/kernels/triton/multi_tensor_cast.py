@@ -1,7 +1,8 @@
 """Many casts in one launch (Dynamic per tensor: two), into outputs that are there already.
 
 A table on the device (table.py) says where each tensor and its outputs lie and which programs work on it. It is kept
-while the same tensors come, so that in a training loop or a CUDA graph nothing is copied.
+while the same tensors come, so that in a training loop nothing is copied; and for ever, 96 bytes a tensor, where a CUDA
+graph reads it.
 
 TABLE, int64 [tensors, 12]: x, q, t, scale_inv, amax and delayed_scale's addresses; R, C; q's and t's row stride; the
 first program; x's row stride.
@@ -24,7 +25,7 @@ from octavo.kernels.triton.cast_blocks import encode_blocks
 from octavo.kernels.triton.cast_tensor import cast_strip, strip_amax
 from octavo.kernels.triton.given import Rounding, rounding_of
 from octavo.kernels.triton.history import scale_exists
-from octavo.kernels.triton.launch import Config, config, on_its_device, with_room_for, workspace
+from octavo.kernels.triton.launch import Config, config, is_capturing, on_its_device, with_room_for, workspace
 from octavo.kernels.triton.table import find_tensor, pointer, search, size
 from octavo.kernels.triton.tiles import (
     Codes,
@@ -210,6 +211,9 @@ class _Work(NamedTuple):
     aligned: bool
 
 
+_captured: set[_Work] = set()  # that CUDA graphs read: a graph does not say when it is gone
+
+
 @functools.lru_cache(maxsize=64)
 def _work_of(
     addresses: tuple[tuple[int, ...], ...],
@@ -227,7 +231,7 @@ def _work_of(
         chosen: the kernel's configuration.
         device: where the tensors lie.
     """
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if is_capturing():
         raise RuntimeError("run the step once before capturing it in a CUDA graph: these tensors are new to octavo")
     rows, programs = [], 0
     for index, (R, C, x_stride, q_stride, t_stride) in enumerate(sizes):
@@ -272,6 +276,8 @@ def multi_tensor_cast(
     work = _work_of(addresses, sizes, blocks, chosen, xs[0].device)
     rounding = rounding_of(qdata[0].dtype, power_of_two, margin)
     no_history = not all(scale_exists(delayed_scale, role) for delayed_scale in delayed_scales)
+    if is_capturing():
+        _captured.add(work)
     if work.programs > 0:
         _launch(
             xs[0], work, chosen, tuple(tile), rounding, bool(transposed), bool(delayed_scales), no_history, role, skip

@@ -18,7 +18,7 @@ from octavo.kernels.reference.optimizer_state import BLOCK, StoredMoment, blocks
 from octavo.kernels.reference.optimizer_step import AdamGroup, SgdGroup, WeightUpdate
 from octavo.kernels.reference.random_bits import key_of
 from octavo.kernels.reference.step_numbers import ratio_of
-from octavo.kernels.triton.launch import config, on_its_device, workspace
+from octavo.kernels.triton.launch import config, is_capturing, on_its_device, workspace
 from octavo.kernels.triton.optimizer_kernels import optimizer_step_kernel
 from octavo.kernels.triton.table import search
 
@@ -88,7 +88,7 @@ def optimizer_step(
         addresses += [0 if scale_inv is None else scale_inv.data_ptr() for scale_inv in scales]
     gradients = _sent(plan, "gradients", addresses, torch.int64)
     options = _sent(plan, "groups", [_row_of(group) for group in groups], torch.float64)
-    if _is_capturing():  # the graph will read them as they are: none is freed or written again
+    if is_capturing():  # the graph will read them as they are: none is freed or written again
         plans.setdefault("captured", []).append((plan.table, gradients, options))
         plan.captured.update((id(gradients), id(options)))
     rule = (1, groups[0].decoupled, groups[0].clip) if isinstance(groups[0], AdamGroup) else (2, False, False)
@@ -145,12 +145,8 @@ def _sent(plan: _Plan, name: str, values: list[Any], dtype: torch.dtype) -> Tens
     return tensor
 
 
-def _is_capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
 def _check_capture(what: str) -> None:
-    if _is_capturing():
+    if is_capturing():
         raise RuntimeError(f"run the step once before capturing it in a CUDA graph: {what}")
 
 

@@ -168,6 +168,13 @@ def test_a_key_is_that_of_equal_calls_alone(kernels: TritonKernels, given: Any) 
     assert [one.key((), "kernel", *options) for one in again for options in ((), (1,))] == keys
 
 
+def test_a_key_knows_the_dtype_of_column_sums(kernels: TritonKernels, given: Any) -> None:
+    x = torch.zeros(8, 16, device=kernels.device)
+    sums_of = (given.Given(x, 8, 16), given.Given(x, 8, 16, read_dtype=torch.bfloat16))  # the second was made of bf16
+    assert sums_of[0].sums(True).dtype != sums_of[1].sums(True).dtype
+    assert sums_of[0].key((), "kernel") != sums_of[1].key((), "kernel")
+
+
 def test_no_key_where_an_address_is_not_aligned(kernels: TritonKernels, given: Any) -> None:
     aligned = torch.zeros(4, device=kernels.device)
     for offset in itertools.product(("rows", "offset"), repeat=3):

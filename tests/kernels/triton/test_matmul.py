@@ -82,6 +82,18 @@ def test_operands_of_any_strides(tiles: tuple[Tile, Tile], kernels: TritonKernel
         close(found.cpu(), expected, kernels)
 
 
+@pytest.mark.parametrize("tiles", [(ALL, ALL), (ROWS, ROWS), (BLOCK, SQUARE)], ids=str)
+def test_a_bias_of_any_stride_and_dtype(tiles: tuple[Tile, Tile], kernels: TritonKernels) -> None:
+    args, column = operands((32, 48, 256), tiles, (E4M3, E4M3)), torch.randn(96)[::2] * 100
+    module = kernels.module("matmul")
+    products = [module.triton_matmul] if tiles[0] == BLOCK else [module.triton_matmul, module.library_matmul]
+    for bias in (column, column.bfloat16()):
+        expected = REFERENCE["matmul"](*args, bias, torch.bfloat16, False)
+        for product in products:
+            found = product(*to(kernels.device, args), bias.to(kernels.device), torch.bfloat16, False).cpu()
+            assert (found != expected).float().mean() < 0.01  # float32 sums in another order
+
+
 def chosen(kernels: TritonKernels, *args: Any) -> str:
     """Which product ``matmul`` goes to."""
     module = kernels.module("matmul")

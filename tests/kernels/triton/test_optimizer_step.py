@@ -257,12 +257,12 @@ def test_nothing_to_update_is_skipped_too(kernels: TritonKernels) -> None:
 def test_a_graph_is_captured_after_a_step(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:
     both = Both(kernels, [update_of((2, 150), NAMED["fp8"])], [ADAM])
     both.step()
-    monkeypatch.setattr(both.module, "_is_capturing", lambda: True)  # as if one were being captured
+    monkeypatch.setattr(both.module, "is_capturing", lambda: True)  # as if one were being captured
     both.step()
     for groups, plans, what in (([OTHER], both.plans, "addresses or the options changed"), ([ADAM], {}, "are new")):
         with pytest.raises(RuntimeError, match=f"run the step once before capturing it in a CUDA graph: .*{what}"):
             both.module.optimizer_step(both.ours, groups, None, None, plans)
-    monkeypatch.setattr(both.module, "_is_capturing", lambda: False)
+    monkeypatch.setattr(both.module, "is_capturing", lambda: False)
     ((*read,),) = both.plans["captured"]
     before, both.groups = [tensor.clone() for tensor in read], [OTHER]
     both.step()
