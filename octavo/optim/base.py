@@ -208,18 +208,16 @@ class CompactOptimizer(Optimizer):
 
     @torch.no_grad()
     def _step(self, closure: Callable[[], Any] | None) -> Any:
-        if self.in_backward is not None:
-            if closure is not None:
-                raise RuntimeError("a closure's gradients would be used before it returns; remove() update_in_backward")
-            self.begin_step()
-            self.in_backward.finish()
-            self._end_step()
-            return None
         self._attach()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self.in_backward is not None:
+            self.begin_step()
+            self.in_backward.finish()
+            self._end_step()
+            return loss
         params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
         skip, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         if skip is None and self.skip_nonfinite and params:

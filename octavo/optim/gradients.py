@@ -88,10 +88,10 @@ class GradientStorage:
             return
         if not self._accumulating:
             own, dtype = self._dtypes.pop(param, (param.grad_dtype, gradient.dtype))
-            _set(param, _like(whole, StoredGradient.cast(gradient, dtype)), own)
+            _set(param, states.like_gradient(whole, StoredGradient.cast(gradient, dtype)), own)
         elif gradient.dtype != torch.float32:
             self._dtypes[param] = param.grad_dtype, gradient.dtype
-            _set(param, _like(whole, gradient.float()), torch.float32)
+            _set(param, states.like_gradient(whole, gradient.float()), torch.float32)
 
 
 def _set(param: nn.Parameter, gradient: Tensor, dtype: torch.dtype | None) -> None:
@@ -100,16 +100,6 @@ def _set(param: nn.Parameter, gradient: Tensor, dtype: torch.dtype | None) -> No
     if param.grad_dtype != dtype:
         param.grad_dtype = dtype
     param.grad = gradient
-
-
-def _like(whole: Tensor, local: Tensor) -> Tensor:
-    """A rank's part of a gradient, sharded as the gradient is."""
-    if getattr(whole, "placements", None) is None:
-        return local
-    from torch.distributed.tensor import DTensor
-
-    mesh, placements = whole.device_mesh, whole.placements  # type: ignore[attr-defined]
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
 
 def _remove(hooks: dict[nn.Parameter, Any]) -> None:
@@ -127,10 +117,21 @@ def refuse_ddp(params: Iterable[nn.Parameter], reason: str) -> None:
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return
     own = {id(param) for param in params}
-    for found in gc.get_objects():
-        if issubclass(type(found), nn.parallel.DistributedDataParallel):  # asks nothing of proxies
-            if any(id(param) in own for param in found.module.parameters()):
-                raise RuntimeError(reason)
+    for found in living(nn.parallel.DistributedDataParallel):
+        if any(id(param) in own for param in found.module.parameters()):
+            raise RuntimeError(reason)
+
+
+def living(kind: type) -> list[Any]:
+    """All objects of a class that somebody still holds; to find them takes tens of milliseconds."""
+
+    def look() -> list[Any]:
+        return [found for found in gc.get_objects() if issubclass(type(found), kind)]  # type() asks nothing of proxies
+
+    if look():
+        gc.collect()
+        return look()
+    return []
 
 
 def check_storage(gradient_storage: str | None) -> None:

@@ -7,7 +7,7 @@ what is left and makes later work wait for the updates.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from octavo.errors import UnsupportedOpError
 from octavo.optim import state as states
 from octavo.optim.base import CompactOptimizer
 from octavo.optim.gradient_norms import GradientNorms
-from octavo.optim.gradients import refuse_ddp
+from octavo.optim.gradients import living, refuse_ddp
+from octavo.tensor.used_gradient import TWICE, UsedGradient
 
 MIB = 1 << 20
 
@@ -49,6 +51,10 @@ class EstimatedNorm:
     max_norm: float
 
 
+_SCALER = (
+    "a GradScaler decides by all gradients whether to skip a step, but update_in_backward uses them while they come; "
+    "train in bf16 (a GradScaler(enabled=False) may stay), or remove() the handle"
+)
 Clip = PerParameterNorm | LastStepNorm | EstimatedNorm
 
 
@@ -63,9 +69,10 @@ def update_in_backward(
     ``optimizer.step()``. On a GPU updates run beside backward on a stream of their own.
 
     What needs all gradients at once can't be exact and is refused or has another name: clipping by the global norm (the
-    update is clipped to R_t already; ``clip`` offers EstimatedNorm, LastStepNorm and PerParameterNorm; torch's
-    clip_grad_norm_ finds no gradients), GradScaler, skip_nonfinite, closures, and DistributedDataParallel, whose ranks
-    have not exchanged a gradient yet when its hook runs. FSDP2's sharded gradients are exchanged before.
+    update is clipped to R_t already; ``clip`` offers EstimatedNorm, LastStepNorm and PerParameterNorm), GradScaler,
+    skip_nonfinite, and DistributedDataParallel, whose ranks have not exchanged a gradient yet when its hook runs.
+    FSDP2's sharded gradients are exchanged before. Until ``optimizer.step()`` a used gradient is a UsedGradient, which
+    raises when anything reads it (torch's clip_grad_norm_, say). A closure is evaluated once.
 
     Args:
         optimizer: octavo's AdamW, Adam or SGD.
@@ -85,8 +92,8 @@ def update_in_backward(
         >>> optimizer = octavo.optim.AdamW(layer.parameters())
         >>> handle = octavo.optim.update_in_backward(optimizer, outstanding_weight_updates_bytes=0)
         >>> layer(torch.ones(2, 64)).sum().backward()
-        >>> layer.weight.grad is None, handle.launches
-        (True, 2)
+        >>> layer.weight.grad, handle.launches
+        (UsedGradient((64, 64), torch.float32), 2)
         >>> optimizer.step()
         >>> handle.remove()
     """
@@ -101,7 +108,11 @@ def update_in_backward(
     if outstanding_weight_updates_bytes < 0:
         raise ValueError(f"outstanding_weight_updates_bytes={outstanding_weight_updates_bytes} must be at least 0")
     handle = UpdatesInBackward(optimizer, outstanding_weight_updates_bytes, clip)
-    handle.refuse_ddp()
+    try:
+        handle.refuse_ddp()
+    except RuntimeError:
+        handle.remove()
+        raise
     return handle
 
 
@@ -120,18 +131,24 @@ class UpdatesInBackward:
         self._pending: dict[nn.Parameter, None] = {}  # in the order of their gradients
         self._bytes = 0
         self._updated: set[nn.Parameter] = set()
-        self._accumulating = self._stepped = False
+        self._accumulating = self._looked = self._waiting = False
         self._streams: dict[torch.device, Any] = {}
         self.last_norm: Tensor | None = None
         self._loaded: dict[str, Any] | None = None
         self._norms = GradientNorms()
-        self._hooks: list[Any] = []
-        self.watch(self._params())
+        self._hooks: dict[nn.Parameter, Any] = {}
+        self._watch()
         optimizer.in_backward = self
 
-    def watch(self, params: Iterable[nn.Parameter]) -> None:
-        """Take the gradients of these too."""
-        self._hooks += [param.register_post_accumulate_grad_hook(self._take) for param in params if param.requires_grad]
+    def _watch(self) -> None:
+        """Take the gradients of the parameters that the optimizer has now: a client may have sharded them, say."""
+        params = self._params()
+        for param in params:
+            if param.requires_grad and param not in self._hooks:
+                self._hooks[param] = param.register_post_accumulate_grad_hook(self._take)
+        if len(self._hooks) > sum(param in self._hooks for param in params):
+            for gone in self._hooks.keys() - set(params):
+                self._hooks.pop(gone).remove()
 
     def state_dict(self) -> dict[str, Any]:
         """What the next step's clip knows of this one: save it between steps, beside the optimizer's."""
@@ -161,9 +178,10 @@ class UpdatesInBackward:
 
     def remove(self) -> None:
         """Undo it: from now on gradients stay until ``optimizer.step()``. Gradients that wait are not lost."""
-        for hook in self._hooks:
+        for hook in self._hooks.values():
             hook.remove()
-        self._hooks = []
+        self._hooks = {}
+        self._forget_used()
         self._wait()
         self.optimizer.in_backward = None
 
@@ -178,54 +196,58 @@ class UpdatesInBackward:
 
     def refuse_ddp(self) -> None:
         """Raise RuntimeError if DistributedDataParallel has a parameter of the optimizer."""
-        try:
-            refuse_ddp(
-                self._params(),
-                "DistributedDataParallel exchanges a gradient after update_in_backward would have used it; "
-                "use fully_shard (FSDP2), whose gradients are exchanged before, or step() after backward",
+        refuse_ddp(
+            self._params(),
+            "DistributedDataParallel exchanges a gradient after update_in_backward would have used it; "
+            "use fully_shard (FSDP2), whose gradients are exchanged before, or step() after backward",
+        )
+
+    def _look(self) -> None:
+        """Before the first update, for to look takes too long for every step.
+
+        DistributedDataParallel may have wrapped the model since. And where a GradScaler has scaled a loss, this one
+        perhaps, the first step's updates wait for step(), before which the scaler tells.
+        """
+        if not self._looked:
+            self._looked = True
+            self.refuse_ddp()
+            self._waiting = any(
+                scaler.is_enabled() and scaler._scale is not None for scaler in living(torch.amp.GradScaler)
             )
-        except RuntimeError:
-            self.remove()
-            raise
 
     def finish(self) -> None:
         """End a step: update what is left and wait for it. ``optimizer.step()`` calls it."""
         if getattr(self.optimizer, "found_inf", None) is not None:
-            raise RuntimeError(
-                "a GradScaler decides by all gradients whether to skip a step, but update_in_backward has used them; "
-                "train in bf16, or remove() the handle"
-            )
-        if not self._stepped:
-            self._stepped = True
-            self.refuse_ddp()  # it may have wrapped the model since; to look takes too long for every step
+            raise RuntimeError(_SCALER)
+        self._look()
+        self._forget_used()
         for param in self._params():
             if param.grad is not None:
                 self._pending.setdefault(param)
-        self._flush()
+        self._flush(in_backward=False)
+        self._waiting = False
         self._wait()
         if self._updated and isinstance(self.clip, LastStepNorm | EstimatedNorm):
             self.last_norm = self._norms.end_step()
         self._updated.clear()
+        self._watch()
 
     def _take(self, param: nn.Parameter) -> None:
         """A parameter's gradient is complete."""
         if self._accumulating or param in self._pending:
             return
+        self._look()
         self.optimizer.begin_step()  # with the first gradient, which is the same weight's on all ranks
-        if param in self._updated:
-            raise RuntimeError(
-                "a gradient came for a weight that this step has updated already. Several backward passes a step: run "
-                "all but the last within handle.accumulate(). A weight that two reentrant checkpoints share: use "
-                "checkpoint(..., use_reentrant=False)"
-            )
+        if param in self._updated:  # and the UsedGradient was taken away
+            raise UnsupportedOpError(TWICE)
         self._pending[param] = None
         # ranks flush at the same gradient, so that collectives (of a norm, say) come in one order among FSDP2's
         self._bytes += states.bytes_of_part(param.grad)  # type: ignore[arg-type]
         self.most_bytes = max(self.most_bytes, self._bytes)
-        if self._bytes >= self.threshold:
+        if self._bytes >= self.threshold and not self._waiting:
             self._flush()
 
-    def _flush(self) -> None:
+    def _flush(self, in_backward: bool = True) -> None:
         """Update all that waits, in one launch a device, and free its gradients."""
         params = [param for param in self._pending if param.grad is not None]  # but those that were dropped
         self._pending, self._bytes = {}, 0
@@ -236,7 +258,16 @@ class UpdatesInBackward:
         with self._stream(params):
             self.optimizer.step_some(params, self._clipped(params))
         for param in params:
-            param.grad = None
+            assert param.grad is not None
+            gradient, param.grad = param.grad, None
+            if in_backward:
+                param.grad = states.like_gradient(gradient, UsedGradient(states.local(gradient)))
+
+    def _forget_used(self) -> None:
+        """Drop what stands for used gradients."""
+        for param in self._updated:
+            if param.grad is not None and isinstance(states.local(param.grad), UsedGradient):
+                param.grad = None
 
     def _clipped(self, params: list[nn.Parameter]) -> Tensor | None:
         """Clip the gradients, or say what they are to be divided by."""

@@ -109,6 +109,16 @@ def like_param(tensor: Tensor, param: nn.Parameter) -> Tensor:
     return like_sharded(tensor, param, torch.Size((param.shape[0], *tensor.shape[1:])))
 
 
+def like_gradient(whole: Tensor, local: Tensor) -> Tensor:
+    """A rank's part of a gradient, sharded as the gradient is."""
+    if getattr(whole, "placements", None) is None:
+        return local
+    from torch.distributed.tensor import DTensor
+
+    mesh, placements = whole.device_mesh, whole.placements  # type: ignore[attr-defined]
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+
+
 def bytes_of_part(tensor: Tensor) -> int:
     """Bytes of the largest part that a rank has of a tensor, which all ranks count alike; of a plain one its own."""
     placements = getattr(tensor, "placements", None)

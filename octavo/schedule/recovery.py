@@ -79,6 +79,7 @@ class Watch:
         self.losses = torch.full((policy.window,), math.nan)
         self.seen = torch.zeros((), dtype=torch.int64)  # losses that were no faults
         self.faults = torch.zeros((), dtype=torch.int32)  # since the last reading, bits of FAULTS
+        self._step: tuple[Tensor, Tensor, Tensor] | None = None  # its loss, and the bits of that and of its gradients
 
     def look(self, loss: Tensor, largest: Tensor, spikes: bool) -> Tensor:
         """Whether a step is faulty, as one float32 on the device; without waiting for it.
@@ -90,16 +91,28 @@ class Watch:
         """
         loss = loss.detach().float().reshape(())
         self._move(loss.device)
-        found = torch.where(torch.isfinite(loss) & torch.isfinite(largest.to(loss)), 0, FINITE)
+        of_loss = torch.where(torch.isfinite(loss), 0, FINITE)
         if spikes and self.policy.spike is not None:
-            found = found | torch.where(self._score(loss) > self.policy.spike, SPIKE, 0)
-        found = found.to(torch.int32)
+            of_loss = of_loss | torch.where(self._score(loss) > self.policy.spike, SPIKE, 0)
+        of_gradients = torch.where(torch.isfinite(largest.to(loss)), 0, FINITE)
+        self._step = loss, of_loss.to(torch.int32), of_gradients.to(torch.int32)
+        return ((of_loss | of_gradients) != 0).float()
+
+    def count(self, is_scaled: bool) -> None:
+        """Count what ``look`` found of the step, which is over.
+
+        Args:
+            is_scaled: whether a GradScaler scaled its gradients: that these overflow is how it works, and no fault.
+        """
+        assert self._step is not None
+        loss, found, of_gradients = self._step
+        self._step = None
+        found = found if is_scaled else found | of_gradients
         self.faults |= found
         is_good = found == 0
         place = torch.arange(self.policy.window, device=loss.device) == self.seen % self.policy.window
         self.losses = torch.where(place & is_good, loss, self.losses)
         self.seen = self.seen + is_good
-        return (~is_good).float()
 
     def read(self) -> int:
         """The faults since the last reading; waits for the device."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -12,13 +13,22 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from octavo.distributed.ranks import Ranks
+from octavo.nn.convert import stored_now
 from octavo.optim.base import CompactOptimizer
 from octavo.optim.resolution import Reading, Resolution
 from octavo.optim.state import largest
 from octavo.schedule.phase import Phase
 from octavo.schedule.plan import Plan, plan_of
 from octavo.schedule.recovery import Recovery, Watch, said
-from octavo.schedule.switch import Target, forget_delayed, fp8_weights, switch, targets_of
+from octavo.schedule.switch import (
+    Target,
+    changed_storage,
+    forget_delayed,
+    fp8_weights,
+    refuse_moves,
+    switch,
+    targets_of,
+)
 
 RESOLUTION_EVERY = 10  # steps whose updates are taken together; their ratio is read as many steps later, without a wait
 _logger = logging.getLogger("octavo")
@@ -90,14 +100,17 @@ class PrecisionSchedule:
         self.steps = self.tokens = self.index = 0
         self.switches: list[Switch] = []
         self._recovering = self._recoveries = 0  # steps left (-1: to the end), and how many there were
+        self._rescued = 0  # the phase that the last one came from
         self._highest_lr = self._highest_ratio = 0.0
         self._watch: Watch | None = None
         self._observed = True
+        self._faulty = self._left_out = False  # a step of torch's optimizer; a step by its GradScaler
         self._targets = targets_of(model, optimizer, self.phases)
         self._rescues: tuple[Target, ...] = ()  # the recovery's phase after each
         self._reading: Reading | None = None
         if recovery is not None:
             self._prepare_recovery(recovery)
+        self._refuse_ddp()
         self._enter(self._targets[0], 0, "the first phase")
 
     def _prepare_recovery(self, recovery: Recovery) -> None:
@@ -105,9 +118,28 @@ class PrecisionSchedule:
         if getattr(self.optimizer, "in_backward", None) is not None:
             raise ValueError("a recovery decides by the loss and all gradients; remove() update_in_backward")
         self._watch, self._observed = Watch(recovery), False
+        own = weakref.WeakMethod(self._before_step)
+        self.optimizer.register_step_pre_hook(lambda *_: None if (method := own()) is None else method())
         self._rescues = tuple(
             targets_of(self.model, self.optimizer, [recovery.phase], after=target)[0] for target in self._targets
         )
+
+    def _refuse_ddp(self) -> None:
+        """Raise RuntimeError if a phase to come changes the storage of weights that DistributedDataParallel holds."""
+        now = stored_now(self.model)
+        refuse_moves(
+            weight
+            for target in (*self._targets[self.index :], *self._rescues)
+            for weight in changed_storage(now, dict(zip(now, target.storage, strict=True)))
+        )
+
+    def _before_step(self) -> None:
+        """The optimizer begins a step: no GradScaler has left it out."""
+        self._left_out = getattr(self.optimizer, "found_inf", None) is not None  # or has it do so
+        if self._faulty:
+            for group in self.optimizer.param_groups:
+                for param in group["params"]:
+                    param.grad = None
 
     @property
     def phase(self) -> Phase:
@@ -118,7 +150,8 @@ class PrecisionSchedule:
     def observe(self, loss: Tensor) -> None:
         """Look at a step before the optimizer takes it; faulty ones change nothing. It does not wait for the device.
 
-        With an optimizer of torch's, which can't leave a step out by itself, it does wait.
+        With an optimizer of torch's, which can't leave a step out by itself, it does wait. Gradients that a GradScaler
+        has scaled may overflow: that is no fault, and the scaler's to see to.
 
         Args:
             loss: of the step, over all its micro-batches; under torch.distributed this rank's.
@@ -134,12 +167,11 @@ class PrecisionSchedule:
             largest([p.grad for p in params if p.grad is not None]),
             spikes=not self._recovering,  # where the loss may stay what it jumped to
         )
-        self._observed = True
+        self._observed = self._left_out = True
         if isinstance(self.optimizer, CompactOptimizer):
             self.optimizer.skip = found
-        elif bool(found):
-            for param in params:
-                param.grad = None
+        else:
+            self._faulty = bool(found)
 
     def step(self, tokens: int = 0) -> None:
         """Count an optimizer step, and begin the next phase if it is time.
@@ -149,9 +181,14 @@ class PrecisionSchedule:
         """
         if not self._observed:
             raise RuntimeError("with a recovery, observe(loss) belongs before each optimizer.step()")
+        if not self.steps:
+            self._refuse_ddp()  # it may have wrapped the model since
         self.steps += 1
         self.tokens += tokens
         self._observed = self._watch is None
+        self._faulty = False
+        if self._watch is not None:
+            self._watch.count(is_scaled=self._left_out)
         if isinstance(self.optimizer, CompactOptimizer):
             self.optimizer.skip = None
         rate = max(float(group["lr"]) for group in self.optimizer.param_groups) if self._asks_for_lr() else 0.0
@@ -205,6 +242,7 @@ class PrecisionSchedule:
             self._recoveries += 1
             for_good = policy.attempts is not None and self._recoveries > policy.attempts
             self._recovering = -1 if for_good else policy.steps
+            self._rescued = self.index
             forget_delayed(self.model)
             again = f", after {policy.attempts} recoveries" if for_good else ""
             self._enter(self._rescues[self.index], -1, said(faults) + again)
@@ -263,6 +301,7 @@ class PrecisionSchedule:
             "phases": [repr(phase) for phase in self.phases],
             "recovering": self._recovering,
             "recoveries": self._recoveries,
+            "rescued": self._rescued,
             "highest_lr": self._highest_lr,
             "highest_ratio": self._highest_ratio,
             "switches": [asdict(switch) for switch in self.switches],
@@ -288,10 +327,13 @@ class PrecisionSchedule:
         if (state_dict["watch"] is None) != (self._watch is None):
             raise ValueError("the state was saved with a recovery and the schedule has none, or the other way round")
         self.steps, self.tokens, self.index = (state_dict[name] for name in ("steps", "tokens", "index"))
-        self._recovering, self._recoveries = state_dict["recovering"], state_dict["recoveries"]
+        self._recovering, self._recoveries, self._rescued = (
+            state_dict[name] for name in ("recovering", "recoveries", "rescued")
+        )
         self._highest_lr, self._highest_ratio = state_dict["highest_lr"], state_dict["highest_ratio"]
         self.switches = [Switch(**found) for found in state_dict["switches"]]
-        switch(self.model, self.optimizer, (self._rescues if self._recovering else self._targets)[self.index])
+        target = self._rescues[self._rescued] if self._recovering else self._targets[self.index]
+        switch(self.model, self.optimizer, target)
         if self._watch is not None:
             self._watch.load(state_dict["watch"])
         self._measure()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -97,16 +97,21 @@ def changed_storage(
     return {weight: granularity for weight, granularity in then.items() if granularity != now[weight]}
 
 
+def refuse_moves(moved: Iterable[nn.Parameter]) -> None:
+    """Raise RuntimeError if DistributedDataParallel holds a weight whose storage is to change."""
+    if found := set(moved):
+        refuse_ddp(
+            found,
+            "DistributedDataParallel keeps the tensors that it was built with, so the storage of weights can't change "
+            "under it; use fully_shard (FSDP2), or phases with the same weight_storage",
+        )
+
+
 def switch(model: nn.Module, optimizer: Optimizer, target: Target) -> None:
     """Put a model and its optimizer into a phase: one tensor after the other, so that little lies there twice."""
     now = stored_now(model)
     moved = changed_storage(now, dict(zip(now, target.storage, strict=True)))
-    if moved:
-        refuse_ddp(
-            moved,
-            "DistributedDataParallel keeps the parameters that it was built with, so the storage of weights can't "
-            "change under it; use fully_shard (FSDP2), or phases with the same weight_storage",
-        )
+    refuse_moves(moved)
     shards = [weight for weight in moved if weight is not on_this_rank(weight)]
     if shards:
         gather_anew(model)

@@ -152,8 +152,9 @@ class StoredWeight(ShardHooks, Tensor):
             return _LIKE[func](own.shape, **options)
         raise UnsupportedOpError(
             f"{func} of a weight that is stored in FP8. Optimize it with octavo.optim.AdamW, which writes codes and "
-            "scales together (torch.optim can't); read it with .dequantize(), and write it with .copy_(values) under "
-            "torch.no_grad(); or keep it in high precision with octavo.convert(..., weight_storage=None)"
+            "scales together (torch.optim can't); read it with .dequantize(), to average weights (EMA), say, and write "
+            "it with .copy_(values) under torch.no_grad(); or keep it in high precision, which adapters that compute "
+            "with it (DoRA) need, with octavo.convert(..., weight_storage=None)"
         )
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]

@@ -16,6 +16,7 @@ from octavo.optim import AdamW, base, update_in_backward
 from octavo.optim.gradient_norms import GradientNorms
 from octavo.optim.in_backward import EstimatedNorm, LastStepNorm, PerParameterNorm
 from octavo.tensor.stored_weight import StoredWeight
+from octavo.tensor.used_gradient import UsedGradient
 from tests.support import in_backward_tasks
 from tests.support.helpers import every_layer
 from tests.support.in_backward_models import (
@@ -79,7 +80,8 @@ def test_gradients_do_not_stay(threshold: int) -> None:
     live: list[int] = []
 
     def count(param: nn.Parameter) -> None:  # after update_in_backward's
-        live.append(sum(p.grad.numel() * p.grad.element_size() for p in params if p.grad is not None))
+        own = [p.grad for p in params if p.grad is not None and not isinstance(p.grad, UsedGradient)]
+        live.append(sum(gradient.numel() * gradient.element_size() for gradient in own))
 
     for param in params:
         param.register_post_accumulate_grad_hook(count)
@@ -202,18 +204,82 @@ def test_what_is_refused() -> None:
     update_in_backward(optimizer)
     with pytest.raises(RuntimeError, match="already"):
         update_in_backward(optimizer)
-    with pytest.raises(RuntimeError, match="closure"):
-        optimizer.step(lambda: 1.0)
 
 
-def test_a_grad_scaler_is_refused() -> None:
+def test_a_closure_is_evaluated_once() -> None:
+    model = model_of()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    handle = update_in_backward(optimizer, 0)
+    losses = []
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        losses.append(loss_of(model))
+        losses[-1].backward()
+        return losses[-1]
+
+    for _ in range(3):
+        assert optimizer.step(closure) is losses[-1]
+    assert len(losses) == 3 and handle.launches == 3 * 8
+    assert_same((model, optimizer), run("bf16", None))
+
+
+def test_a_grad_scaler_is_refused_before_the_first_update() -> None:
     model = model_of("fp32")
+    before = copy.deepcopy(model.state_dict())
     optimizer = AdamW(model.parameters())
-    update_in_backward(optimizer, HUGE)
+    handle = update_in_backward(optimizer, 0)
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(loss_of(model)).backward()
-    with pytest.raises(RuntimeError, match="GradScaler"):
+    with pytest.raises(RuntimeError, match="GradScaler decides by all gradients"):
         scaler.step(optimizer)
+    assert handle.launches == 0 and not optimizer.state
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_grad_scaler_of_another_model_delays_the_first_step_alone() -> None:
+    model = model_of()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    handle = update_in_backward(optimizer, 0)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    train(model, optimizer, 2)
+    assert handle.launches == 1 + 8
+    assert_same((model, optimizer), run("bf16", None, steps=2))
+
+
+@pytest.mark.parametrize(
+    ("threshold", "raises"), [(0, True), (2 * (WEIGHT + 2 * D), True), (HUGE, False)], ids=["all", "some", "none"]
+)
+def test_who_clips_gradients_that_were_used_learns_it(threshold: int, raises: bool) -> None:
+    models = model_of(), model_of()
+    optimizers = [AdamW(model.parameters(), lr=1e-2) for model in models]
+    update_in_backward(optimizers[1], threshold)
+    for model, optimizer in zip(models, optimizers, strict=True):
+        torch.manual_seed(0)
+        loss_of(model).backward()
+        if raises and model is models[1]:
+            with pytest.raises(octavo.UnsupportedOpError, match="Switch the caller's clipping off"):
+                nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            with pytest.raises(octavo.UnsupportedOpError, match="Switch the caller's clipping off"):
+                nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+            return
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+    assert_same((models[0], optimizers[0]), (models[1], optimizers[1]))
+
+
+def test_parameters_that_take_the_places_of_others_are_updated_in_backward_too() -> None:
+    model = model_of()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    handle = update_in_backward(optimizer, 0)
+    for module in model.modules():  # as accelerate's FSDP2 does
+        for name, param in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(param.detach().clone()))
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+    train(model, optimizer, 2)
+    assert handle.launches == 1 + 8
+    assert_same((model, optimizer), run("bf16", None, steps=2))
 
 
 @pytest.fixture
@@ -228,9 +294,9 @@ def test_ddp_is_refused(group: None) -> None:
     optimizer = AdamW(model.parameters())
     update_in_backward(optimizer, HUGE)
     wrapped = nn.parallel.DistributedDataParallel(model)
-    loss_of(model).backward()
     with pytest.raises(RuntimeError, match="fully_shard"):
-        optimizer.step()
+        loss_of(model).backward()
+    assert not optimizer.state
     again = AdamW(wrapped.parameters())
     with pytest.raises(RuntimeError, match="fully_shard"):
         update_in_backward(again)
@@ -318,10 +384,10 @@ def test_an_estimate_of_frozen_and_new_parameters() -> None:
     optimizer.step()  # without gradients
     before = handle.last_norm
     assert before is not None and float(before) > 0
-    optimizer.add_param_group({"params": model[3].parameters()})  # no hooks: updated in step()
+    optimizer.add_param_group({"params": model[3].parameters()})  # no hooks yet: updated in step()
     model[1].weight.requires_grad_(True)
     loss_of(model).backward()
-    norm = nn.utils.get_total_norm([param.grad for param in model.parameters() if param.grad is not None])
+    norm = nn.utils.get_total_norm([param.grad for param in model[3].parameters()])
     optimizer.step()
     assert handle.last_norm is not None and float(handle.last_norm) > float(norm) > 0
     assert float(before) != float(handle.last_norm)

@@ -15,7 +15,9 @@ def watch(**options) -> Watch:
 
 
 def look(own: Watch, loss: float, largest: float = 1.0, spikes: bool = True) -> bool:
-    return bool(own.look(torch.tensor(loss), torch.tensor(largest), spikes))
+    found = bool(own.look(torch.tensor(loss), torch.tensor(largest), spikes))
+    own.count(is_scaled=False)
+    return found
 
 
 def test_a_spike_is_many_median_deviations_above_the_median():
