@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 from torch import nn
 
-from octavo.formats import HIGH_PRECISION
 from octavo.granularity import Granularity
+from octavo.nn.candidates import Select, fp8_class, is_sharded, large_enough, restore_class, why_left_alone, why_not
+from octavo.nn.fast_path import leave_fast_path, take_fast_path
 from octavo.nn.gather import GatherGroup
 from octavo.nn.linear import Linear
-from octavo.nn.recipe_module import RecipeModule
+from octavo.nn.recipe_module import RecipeModule, device_of
 from octavo.nn.stored_weights import (
+    TENSOR_PARALLEL,
     check_granularity,
     check_recipe,
     store_weight,
@@ -28,34 +30,6 @@ from octavo.scaling.recipe_map import RecipeMap, recipe_of
 from octavo.tensor.sharded_weight import forget_gathered
 from octavo.tensor.stored_weight import StoredWeight, stored_part
 
-Select = Callable[[nn.Module, str], bool]
-
-# Below this a layer's casts cost more than its products gain. From the roofline, not measured: a cast moves about 3
-# bytes an element and an FP8 product saves half of a bf16 one, so at 4.3 TB/s and 790 TFLOP/s (H200) a layer needs
-# about 500 features.
-MIN_FEATURES = 512
-
-
-def large_enough(module: nn.Module, name: str) -> bool:
-    """The default ``select``: both feature counts are at least 512.
-
-    Args:
-        module: an nn.Linear or Conv1D.
-        name: its name in the model.
-
-    Example:
-        >>> import torch
-        >>> large_enough(torch.nn.Linear(4096, 128), "gate")
-        False
-    """
-    return min(features(module)) >= MIN_FEATURES
-
-
-def features(module: nn.Module) -> tuple[int, int]:
-    """(in_features, out_features) of an nn.Linear or a Conv1D."""
-    rows, cols = module.get_parameter("weight").shape
-    return (cols, rows) if isinstance(module, nn.Linear) else (rows, cols)
-
 
 def convert(
     model: nn.Module,
@@ -66,9 +40,9 @@ def convert(
     """Turn the model's linear layers into FP8 modules, in place.
 
     A module changes its class and nothing else: hooks, attributes, tied weights, the parameters, and every reference to
-    it stay as they are; plain checkpoints load into the result and back. Converted are torch.nn.Linear itself (not its
-    subclasses, which may mean something else) and transformers' Conv1D. ``octavo.summary`` lists the rest with the
-    reason. Already converted modules take the new recipe.
+    it stay as they are; plain checkpoints load into the result and back. Converted are torch.nn.Linear, its subclasses
+    that have no forward of their own, and transformers' Conv1D. ``octavo.summary`` lists the rest with the reason.
+    Already converted modules take the new recipe.
 
     Args:
         model: any module, itself a Linear perhaps.
@@ -84,8 +58,12 @@ def convert(
         ``model``.
 
     Raises:
-        TypeError: if ``recipe`` is no Recipe or ``model`` no Module; nothing is changed then.
+        TypeError: if ``recipe`` is no Recipe, ``model`` no Module or ``select`` no function; nothing is changed then.
         ValueError: if weights can't be stored under the recipe; nothing is changed then.
+
+    Warns:
+        UserWarning: if nothing was converted, with the reasons; of layers that are left alone as they compute under
+            tensor parallelism.
 
     Example:
         >>> import torch, octavo
@@ -98,13 +76,7 @@ def convert(
         )
     """
     _check(model, recipe)
-    chosen = large_enough if select is None else select
-    targets = []
-    for name, module in model.named_modules():
-        if isinstance(module, RecipeModule):
-            targets.append((name, module, type(module)))
-        elif (target := fp8_class(module)) is not None and why_left_alone(module) is None and chosen(module, name):
-            targets.append((name, module, target))
+    targets = _targets(model, select)
     stored = _check_storage(model, recipe, targets, weight_storage)
     if stored:
         _refuse_shards(model, "octavo.convert(..., weight_storage='fp8')")
@@ -115,11 +87,44 @@ def convert(
             module.__class__ = target
         if name in stored:
             store_weight(module, recipe_of(recipe, name))
-        module.adopt_recipe(recipe_of(recipe, name), module.get_parameter("weight").device)
+        module.adopt_recipe(recipe_of(recipe, name), device_of(module))
         module.gather.join(group, module)
+    leave_fast_path(model)
     _others_share(model)
     gather_anew(model)
     return model
+
+
+def _targets(model: nn.Module, select: Select | None) -> list[tuple[str, RecipeModule, type[RecipeModule]]]:
+    """What convert converts: names, modules, the classes that they are to have."""
+    if select is not None and not callable(select):
+        raise TypeError(
+            f"select={select!r} must be a function select(module, name) -> bool, such as lambda module, name: name in "
+            "{'blocks.0.up', 'blocks.0.down'}"
+        )
+    chosen = large_enough if select is None else select
+    targets: list[tuple[str, Any, type[RecipeModule]]] = []
+    reasons: dict[str, list[str]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, RecipeModule):
+            targets.append((name, module, type(module)))
+            continue
+        target = fp8_class(module)
+        if target is not None and why_left_alone(module) is None and chosen(module, name):
+            targets.append((name, module, target))
+        elif target is not None or isinstance(module, nn.Linear):
+            reason = why_not(module) if select is None else why_left_alone(module) or "select returned False"
+            reasons.setdefault(str(reason), []).append(name or "the model")
+    parallel = [name for reason, names in reasons.items() if TENSOR_PARALLEL in reason for name in names]
+    if not targets:
+        found = "; ".join(f"{reason} ({len(names)} such, first {names[0]})" for reason, names in reasons.items())
+        warnings.warn(f"octavo.convert converted nothing: {found or 'the model has no linear layer'}", stacklevel=3)
+    elif parallel:
+        warnings.warn(
+            f"{len(parallel)} layers stay in high precision, first {parallel[0]}: their weights are {TENSOR_PARALLEL}",
+            stacklevel=3,
+        )
+    return targets
 
 
 def _check_storage(
@@ -139,8 +144,10 @@ def _check_storage(
     granularities: dict[int, Granularity] = {}
     for name, module, target in targets:
         wanted = recipe_of(recipe, name)
-        if wanted.is_high_precision or id(module.get_parameter("weight")) in others:
+        if wanted.is_high_precision or id(module._parameters.get("weight")) in others:
             continue
+        if module._parameters.get("weight") is None:
+            raise ValueError(f"{name or 'the model'}: a weight that is computed from others can't be stored in FP8")
         if not issubclass(target, nn.Linear):
             raise ValueError(f"{name or 'the model'}: a {target.__name__}'s weight, [K, N], can't be stored in FP8")
         if reason := why_not_stored(wanted):
@@ -174,22 +181,24 @@ def storages(
         stored = _check_storage(model, recipe, [(name, module, type(module)) for name, module in modules], "fp8")
     then = dict(now)
     for name, module in modules:
-        weight = module.get_parameter("weight")
+        weight = module._parameters.get("weight")
+        if weight is None:
+            continue
         if name in stored:
             then[weight] = stored_granularity(recipe_of(recipe, name), weight.shape)
         elif weight_storage is None:
             then[weight] = None
     for name, module in modules:
-        weight = module.get_parameter("weight")
-        if (granularity := then[weight]) is not None:
+        weight = module._parameters.get("weight")
+        if weight is not None and (granularity := then[weight]) is not None:
             check_granularity(recipe_of(recipe, name), weight.shape, granularity)
     return then
 
 
 def stored_now(model: nn.Module) -> dict[nn.Parameter, Granularity | None]:
     """How the weights of a model's octavo modules are stored."""
-    weights = [module.get_parameter("weight") for module in model.modules() if isinstance(module, RecipeModule)]
-    parts = {weight: stored_part(weight) for weight in weights}
+    weights = [module._parameters.get("weight") for module in model.modules() if isinstance(module, RecipeModule)]
+    parts = {weight: stored_part(weight) for weight in weights if weight is not None}
     return {weight: None if part is None else part.granularity for weight, part in parts.items()}
 
 
@@ -205,7 +214,7 @@ def _refuse_shards(model: nn.Module, what: str) -> None:
 
 
 def _check_stored(modules: Sequence[tuple[str, nn.Module]], recipe: Recipe | RecipeMap) -> None:
-    """Raise ValueError if a weight is stored in FP8 in a way that its recipe can't read."""
+    """Raise ValueError if a weight is stored in a way that its recipe can't read."""
     for name, module in modules:
         check_recipe(recipe_of(recipe, name), module._parameters.get("weight"))
 
@@ -238,7 +247,7 @@ def set_recipe(model: nn.Module, recipe: Recipe | RecipeMap) -> nn.Module:
         raise ValueError("the model holds no octavo module; call octavo.convert(model, recipe) first")
     _check_stored(modules, recipe)
     for name, module in modules:
-        module.adopt_recipe(recipe_of(recipe, name), module.get_parameter("weight").device)
+        module.adopt_recipe(recipe_of(recipe, name), device_of(module))
     gather_anew(model)
     return model
 
@@ -265,13 +274,14 @@ def restore(model: nn.Module) -> nn.Module:
     """
     _refuse_shards(model, "octavo.restore")
     for module in model.modules():
-        if isinstance(module, Linear) and (module.splits is not None or class_of(module) is not type(module)):
+        if isinstance(module, Linear) and (module.splits is not None or is_sharded(type(module))):
             widen_weight(module)
-            module.adopt_recipe(high_precision(), module.weight.device)
+            module.adopt_recipe(high_precision(), device_of(module))
         elif isinstance(module, RecipeModule):
             widen_weight(module)
             module.forget_recipe()
-            module.__class__ = plain_class(module)  # type: ignore[assignment]
+            restore_class(module)
+    take_fast_path(model)
     gather_anew(model)
     return model
 
@@ -290,7 +300,7 @@ def _others_share(model: nn.Module) -> None:
     others = _weights_of_others(model, {id(module) for module in model.modules() if isinstance(module, RecipeModule)})
     for module in model.modules():
         if isinstance(module, RecipeModule):
-            module.gather.shared = id(module._parameters["weight"]) in others
+            module.gather.shared = id(module._parameters.get("weight")) in others
             module.gather.way = None
 
 
@@ -302,43 +312,6 @@ def _weights_of_others(model: nn.Module, ours: set[int]) -> set[int]:
         if id(module) not in ours
         for parameter in module.parameters(recurse=False)
     }
-
-
-def class_of(module: nn.Module) -> type[nn.Module]:
-    """A module's class; of one that fully_shard was applied to the class that it had before."""
-    classes = type(module).__mro__
-    return classes[2] if classes[1].__name__ == "FSDPModule" else classes[0]
-
-
-def fp8_class(module: nn.Module) -> type[RecipeModule] | None:
-    """The FP8 class for a plain module's exact class, or None."""
-    if class_of(module) is nn.Linear:
-        return Linear
-    transformers = sys.modules.get("transformers.pytorch_utils")
-    if transformers is not None and type(module) is transformers.Conv1D:
-        from octavo.nn.conv1d import Conv1D
-
-        return Conv1D
-    return None
-
-
-def plain_class(module: RecipeModule) -> type[nn.Module]:
-    """The class that an FP8 module was made from: its last base."""
-    return type(module).__mro__[type(module).__mro__.index(RecipeModule) + 1]
-
-
-def why_left_alone(module: nn.Module) -> str | None:
-    """Why a module of a convertible class must not be converted, or None."""
-    if class_of(module) is not type(module):
-        return "it is sharded already: call octavo.convert before fully_shard"
-    if "forward" in module.__dict__:
-        return "its forward was replaced on the instance, so converting would change nothing"
-    if module._parameters.get("weight") is None:
-        return "its weight is computed from other parameters (weight_norm or the like)"
-    weight = module._parameters["weight"]
-    if weight is not None and weight.dtype not in HIGH_PRECISION:
-        return f"its weight is {weight.dtype}"
-    return None
 
 
 def _check(model: nn.Module, recipe: Recipe | RecipeMap) -> None:

@@ -7,10 +7,12 @@ parts' own. The parts do run one after the other where something wants to see th
     a hook on a part                  so that it is called
     a part or its forward replaced    restored to torch's, quantised, adapted: that is what counts
     the output product of a part in high precision
+    a norm without a weight           which the kernels would multiply by
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -60,20 +62,21 @@ class Fused(nn.Module):
         for module in (self.norm, *linears):
             if "forward" in module.__dict__ or any(getattr(module, hooks) for hooks in _HOOKS):
                 return False
-        return all(linear.recipe.output is not None for linear in linears)
+        return self.norm.weight is not None and all(linear.recipe.output is not None for linear in linears)
 
     def _fused(self, input: Tensor, activation: str, returns_norm: bool) -> Any:
         """The chain of all parts."""
         norm, linears = self.norm, self._linears()
         dtype = self._dtype_of(input)
-        refuse_for_fp8(input)
+        parameters: list[tuple[Tensor, Tensor | None]] = [(linear.weight, linear.bias) for linear in linears]
+        refuse_for_fp8(input, norm.weight, norm.bias, *itertools.chain(*parameters))
         needs_grad = input.requires_grad or norm.weight.requires_grad or requires_grad(norm.bias)
         layers = []
         for linear in linears:
             layers.append(linear.layer_of(input, linear.weight, linear.weight, needs_grad))
             needs_grad = needs_grad or linear.weight.requires_grad or requires_grad(linear.bias)
         chain = Chain(norm.norm(), tuple(layers), activation, dtype, returns_norm)
-        return run_chain(input, (norm.weight, norm.bias), [(linear.weight, linear.bias) for linear in linears], chain)
+        return run_chain(input, (norm.weight, norm.bias), parameters, chain)
 
     def _dtype_of(self, input: Tensor) -> torch.dtype:
         """The dtype of the products' results."""

@@ -14,7 +14,7 @@ from octavo.autograd.casts import Norm
 class _ZeroCentered(nn.Module):
     """What both norms add to torch's; mixed in before it."""
 
-    weight: nn.Parameter
+    weight: nn.Parameter  # None with elementwise_affine=False, which torch's annotation does not say either
 
     def __init__(self, features: int, eps: float = 1e-5, zero_centered_gamma: bool = False, **options: Any) -> None:
         self.zero_centered_gamma = zero_centered_gamma
@@ -23,12 +23,12 @@ class _ZeroCentered(nn.Module):
     def reset_parameters(self) -> None:
         """As torch, the weight such that it multiplies by 1."""
         super().reset_parameters()  # type: ignore[misc]
-        if self.zero_centered_gamma:
+        if self.zero_centered_gamma and self.weight is not None:
             nn.init.zeros_(self.weight)
 
-    def factor(self) -> Tensor:
-        """What the norm multiplies by."""
-        return 1 + self.weight if self.zero_centered_gamma else self.weight
+    def factor(self) -> Tensor | None:
+        """What the norm multiplies by; None with ``elementwise_affine=False``: by nothing."""
+        return 1 + self.weight if self.zero_centered_gamma and self.weight is not None else self.weight
 
 
 class LayerNorm(_ZeroCentered, nn.LayerNorm):
@@ -38,7 +38,7 @@ class LayerNorm(_ZeroCentered, nn.LayerNorm):
         features: size of the last dimension.
         eps: added to the variance.
         zero_centered_gamma: see above; the weight then starts at 0.
-        options: torch.nn.LayerNorm's ``bias``, ``device`` and ``dtype``.
+        options: torch.nn.LayerNorm's ``elementwise_affine``, ``bias``, ``device`` and ``dtype``.
 
     Example:
         >>> LayerNorm(8, zero_centered_gamma=True).weight.sum().item()
@@ -61,7 +61,7 @@ class RMSNorm(_ZeroCentered, nn.RMSNorm):
         features: size of the last dimension.
         eps: added to the mean square.
         zero_centered_gamma: see above; the weight then starts at 0.
-        options: ``device`` and ``dtype``.
+        options: torch.nn.RMSNorm's ``elementwise_affine``, ``device`` and ``dtype``.
 
     Example:
         >>> RMSNorm(8).weight.sum().item()

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.modules.module import _global_parameter_registration_hooks
 
 from octavo.autograd.casts import WEIGHT, Operands, State, cast_role
@@ -16,7 +17,14 @@ from octavo.formats import HIGH_PRECISION
 from octavo.kernels.emulation import warn_once_if_emulated
 from octavo.nn.gather import Gather, before_gather, gathered_operands
 from octavo.nn.stored_shards import before_stored_gather
-from octavo.nn.stored_weights import check_recipe, in_high_precision, load_stored, save_stored, stored_operands
+from octavo.nn.stored_weights import (
+    check_recipe,
+    in_high_precision,
+    load_stored,
+    save_stored,
+    stored_operands,
+    why_unreadable,
+)
 from octavo.nn.weight_cache import WeightCache
 from octavo.scaling.delayed import BUFFERS, LOADED, drop_delayed_state, register_delayed_state
 from octavo.scaling.recipe import Recipe
@@ -67,6 +75,7 @@ class RecipeModule(nn.Module):
             if name == "weight" and type(value) not in (nn.Parameter, GatheredWeight):
                 if value is not self.gather.parameter:
                     self._adopt_shard(value)
+                    check_recipe(self.recipe, value)
             if not _global_parameter_registration_hooks:
                 parameters[name] = value  # what torch's does after checks; FSDP2 does it four times a step
                 return
@@ -74,6 +83,12 @@ class RecipeModule(nn.Module):
             if old.is_meta and not value.is_meta:
                 value = torch.zeros_like(value, dtype=torch.float32)
         super().__setattr__(name, value)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As any module's, but a weight that the recipe can't read (tensor parallel, say) is refused."""
+        if name == "weight" and "recipe" in self.__dict__:
+            check_recipe(self.recipe, param)
+        super().register_parameter(name, param)
 
     def _adopt_shard(self, weight: nn.Parameter) -> None:
         gather, whole = self.gather, self._parameters["weight"]
@@ -174,7 +189,7 @@ class RecipeModule(nn.Module):
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
-        """Load, from FP8 too, and forget the history, unless it was loaded too: it belongs to the weight that is gone."""
+        """Load, from FP8 too, and forget the history of the weight that is gone, unless one was just loaded."""
         load_stored(self._parameters.get("weight"), state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
         if f"{prefix}weight" in state_dict:
@@ -216,7 +231,7 @@ class RecipeModule(nn.Module):
             raise ValueError(f"input of shape {tuple(input.shape)} needs in_features={weight_NK.shape[1]} last")
         if recipe.is_high_precision:
             return nn.functional.linear(input, in_high_precision(weight_NK), bias)
-        refuse_for_fp8(input)
+        refuse_for_fp8(input, parameter, bias)
         return linear(input, weight_NK, bias, self.layer_of(input, weight_NK, parameter, input.requires_grad))
 
     def layer_of(self, input: Tensor, weight_NK: Tensor, parameter: Tensor, needs_input_grad: bool) -> Layer:
@@ -281,17 +296,30 @@ def autocast_dtype(input: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type)
 
 
-def refuse_for_fp8(input: Tensor) -> None:
+def refuse_for_fp8(input: Tensor, *parameters: Tensor | None) -> None:
     """What FP8 products can't take.
 
+    Args:
+        input: of the first product.
+        parameters: all that computes with it; weights as their modules have them.
+
     Raises:
-        TypeError: for a dtype other than bf16, fp16 and fp32.
-        HigherOrderGradientError: under torch.func transforms.
+        TypeError: for a dtype other than bf16, fp16 and fp32, or a weight of another library's class.
+        HigherOrderGradientError: under torch.func transforms, and for forward-mode derivatives.
     """
     if input.dtype not in HIGH_PRECISION:
         raise TypeError(f"octavo casts bfloat16, float16 and float32 to FP8, not {input.dtype}")
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling():
+        return
+    remedy = "use torch.autograd's backward, or octavo.set_recipe(model, octavo.recipes.high_precision())"
+    if torch._C._are_functorch_transforms_active():
         raise HigherOrderGradientError(
-            "torch.func transforms (grad, vmap, jvp, ...) can't pass an FP8 product; use torch.autograd, or "
-            "octavo.set_recipe(model, octavo.recipes.high_precision())"
+            f"torch.func transforms (grad, vmap, jvp, ...) can't pass an FP8 product; {remedy}"
         )
+    if forward_ad._current_level >= 0 and any(
+        tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in (input, *parameters)
+    ):
+        raise HigherOrderGradientError(f"forward-mode derivatives (dual numbers) can't pass an FP8 product; {remedy}")
+    for tensor in parameters:
+        if type(tensor) is not nn.Parameter and tensor is not None and (what := why_unreadable(tensor)):
+            raise TypeError(f"an FP8 product can't read weights that are {what}")

@@ -22,10 +22,11 @@ from octavo.nn.gather import lay_out, with_padding
 from octavo.nn.stored_shards import as_bytes, as_shard, codes_of, save_shard
 from octavo.scaling.recipe import Recipe
 from octavo.tensor.parameters import put_into
-from octavo.tensor.sharded_weight import GatheredWeight, like_sharded, on_this_rank
+from octavo.tensor.sharded_weight import GatheredWeight, ShardHooks, like_sharded, on_this_rank
 from octavo.tensor.stored_weight import GRANULARITIES, StoredWeight, dequantized, has_powers_of_two, stored_part
 
 SCALE_INV = "weight_scale_inv"
+TENSOR_PARALLEL = "DTensors: convert before fully_shard; octavo does not compute under tensor parallelism yet"
 
 
 def stored_operands(weight: StoredWeight, recipe: Recipe, transposed: bool) -> Operands:
@@ -55,8 +56,25 @@ def why_not_stored(recipe: Recipe) -> str | None:
     return None
 
 
+def why_unreadable(weight: Tensor) -> str | None:
+    """What keeps FP8 products from reading a weight, by its class ("weights that are ..."); or None."""
+    kind, local = type(weight), on_this_rank(weight)
+    if not hasattr(kind, "__tensor_flatten__") or isinstance(weight, StoredWeight | GatheredWeight):
+        return None
+    if local is weight:
+        return f"of {kind.__module__}.{kind.__qualname__}, another library's form"
+    if isinstance(local, ShardHooks):  # of fully_shard, which gathers it before products read it
+        return None
+    return TENSOR_PARALLEL
+
+
 def check_recipe(recipe: Recipe, weight: Tensor | None) -> None:
     """Raise ValueError where a recipe can't read a weight as it is stored."""
+    if weight is not None and not recipe.is_high_precision and (what := why_unreadable(weight)):
+        raise ValueError(
+            f"the recipe {recipe.name!r} can't read weights that are {what}. Take this layer out of FP8 first: "
+            "octavo.restore(layer), or octavo.set_recipe(layer, octavo.recipes.high_precision())"
+        )
     part = stored_part(weight)
     if part is not None and weight is not None:
         check_granularity(recipe, weight.shape, part.granularity)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
-from octavo.nn.convert import MIN_FEATURES, class_of, fp8_class, large_enough, why_left_alone
+from octavo.nn.candidates import class_of, fp8_class, shape_of, why_not
 from octavo.nn.gather import way
 from octavo.nn.recipe_module import RecipeModule
 from octavo.scaling.recipe import Recipe
@@ -85,16 +85,23 @@ def summary(model: nn.Module) -> Summary:
           0  Embedding [16, 8]  left alone: Embedding is not a linear layer
           1  Linear [8, 8]  left alone: 8 x 8 features; the default select converts from 512 on
     """
-    rows = []
+    rows: list[ModuleSummary] = []
+    computed: set[int] = set()  # ids of what computes a linear layer's weight, which is one matrix all the same
     for name, module in model.named_modules():
-        for parameter_name, parameter in module.named_parameters(recurse=False):
-            if parameter.ndim < 2:
-                continue
-            recipe = module.recipe if isinstance(module, RecipeModule) else None
-            label = name if parameter_name == "weight" else f"{name}.{parameter_name}".lstrip(".")
-            reason = "" if recipe is not None else _reason(module, parameter)
-            kind, gathered = class_of(module).__name__, _gathered(module) if parameter_name == "weight" else ""
-            rows.append(ModuleSummary(label, kind, tuple(parameter.shape), recipe, reason, gathered))
+        if id(module) in computed:
+            continue
+        recipe = module.recipe if isinstance(module, RecipeModule) else None
+        matrices = {key: tuple(p.shape) for key, p in module.named_parameters(recurse=False) if p.ndim >= 2}
+        linear = recipe is not None or fp8_class(module) is not None
+        if linear and module._parameters.get("weight") is None:
+            matrices = {"weight": shape_of(module)}  # in place of weight_v, weight_orig
+            if parametrize.is_parametrized(module, "weight"):
+                computed.add(id(module.parametrizations.weight))
+        for key, shape in matrices.items():
+            label = name if key == "weight" else f"{name}.{key}".lstrip(".")
+            reason = "" if recipe is not None else _reason(module, shape)
+            gathered = _gathered(module) if key == "weight" else ""
+            rows.append(ModuleSummary(label, class_of(module).__name__, shape, recipe, reason, gathered))
     return Summary(tuple(rows))
 
 
@@ -105,16 +112,7 @@ def _gathered(module: nn.Module) -> str:
     return f"{found.kind} ({found.why})" if found.why else found.kind
 
 
-def _reason(module: nn.Module, parameter: torch.Tensor) -> str:
-    if fp8_class(module) is not None:
-        if (why := why_left_alone(module)) is not None:
-            return why
-        if not large_enough(module, ""):
-            shape = " x ".join(map(str, parameter.shape))
-            return f"{shape} features; the default select converts from {MIN_FEATURES} on"
-        return "not selected"
-    if isinstance(module, nn.Linear):
-        return f"a subclass of Linear ({type(module).__qualname__}) may mean something else"
-    if parameter.ndim == 3:
+def _reason(module: nn.Module, shape: tuple[int, ...]) -> str:
+    if fp8_class(module) is None and not isinstance(module, nn.Linear) and len(shape) == 3:
         return "a 3-D parameter (expert weights) is not a linear layer"
-    return f"{type(module).__name__} is not a linear layer"
+    return why_not(module) or "not selected"

@@ -6,7 +6,7 @@ from torch import nn
 
 import octavo
 from octavo import recipes
-from octavo.nn.convert import features
+from octavo.nn.candidates import features
 from tests.support.helpers import FP8_RECIPES, CountOps, assert_equal, gradients, sqnr, to_fp8
 
 transformers = pytest.importorskip("transformers")

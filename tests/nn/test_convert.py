@@ -1,17 +1,29 @@
 import copy
 import io
+import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import octavo
 from octavo import recipes
-from octavo.nn.convert import MIN_FEATURES, features, large_enough
-from tests.support.helpers import FP8_RECIPES, assert_equal, every_layer, gradients, to_fp8
-from tests.support.left_alone import LEFT_ALONE, Block
+from octavo.nn.candidates import MIN_FEATURES, features, large_enough
+from octavo.nn.stored_weights import TENSOR_PARALLEL
+from tests.support.helpers import FP8_RECIPES, assert_equal, every_layer, gradients, sqnr, to_fp8
+from tests.support.left_alone import COMPUTED, LEFT_ALONE, Block, foreign
 
 BIG = MIN_FEATURES
+
+
+@pytest.fixture
+def mesh():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    yield dist.device_mesh.init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
 
 
 def test_in_place_and_everything_stays():
@@ -96,9 +108,51 @@ def test_converting_again_changes_the_recipe_and_adds_layers():
 def test_left_alone(kind):
     net = nn.Sequential(LEFT_ALONE[kind]())
     classes = {name: type(m) for name, m in net.named_modules()}
-    to_fp8(net, recipes.dynamic())
+    with pytest.warns(UserWarning, match=r"converted nothing: \S"):
+        to_fp8(net, recipes.dynamic())
     assert {name: type(m) for name, m in net.named_modules()} == classes
     assert octavo.summary(net).converted == ()
+
+
+def test_what_convert_says_when_it_converts_nothing():
+    net = nn.ModuleDict({"a": nn.Linear(8, 4), "b": nn.Linear(8, 4), "c": LEFT_ALONE["own forward"]()})
+    with pytest.warns(
+        UserWarning, match=r"4 x 8 features; .* 512 on \(2 such, first a\); its forward was .* first c\)"
+    ):
+        octavo.convert(net, recipes.dynamic())
+    with pytest.warns(UserWarning, match=r"select returned False \(2 such, first a\)"):
+        octavo.convert(net, recipes.dynamic(), select=lambda module, name: False)
+    with pytest.warns(UserWarning, match="the model has no linear layer"):
+        octavo.convert(nn.ReLU(), recipes.dynamic())
+    with pytest.raises(TypeError, match=r"select=\['a'\] must be a function select\(module, name\) -> bool"):
+        octavo.convert(net, recipes.dynamic(), select=["a"])
+
+
+class Configured(nn.Linear):
+    """As torchtitan's Linear: another constructor, and all else is nn.Linear's."""
+
+    def __init__(self, config):
+        super().__init__(config["size"], config["size"], bias=False)
+        self.config = config
+
+    def scaled(self, x):
+        return self(x) / self.config["size"]
+
+    def extra_repr(self):
+        return "configured"
+
+
+def test_subclasses_that_compute_as_linear_are_converted():
+    net, x = nn.Sequential(Configured({"size": 32})), torch.randn(4, 32)
+    plain = to_fp8(nn.Sequential(nn.Linear(32, 32, bias=False)), recipes.mx())
+    plain.load_state_dict(net.state_dict())
+    to_fp8(net, recipes.mx())
+    copies = [net, copy.deepcopy(net), pickle.loads(pickle.dumps(net))]
+    for found in copies:
+        assert isinstance(found[0], Configured) and isinstance(found[0], octavo.nn.Linear)
+        assert repr(found[0]) == "Configured(configured, recipe=mx)"
+        assert torch.equal(found(x), plain(x)) and torch.equal(found[0].scaled(x), plain(x) / 32)
+    assert type(octavo.restore(net)[0]) is Configured
 
 
 def test_a_transformer_layer():
@@ -107,6 +161,76 @@ def test_a_transformer_layer():
     assert type(net.linear1) is type(net.linear2) is octavo.nn.Linear
     net(torch.randn(2, 5, 32)).square().sum().backward()
     assert all(p.grad is not None for p in net.parameters())
+
+
+@pytest.mark.parametrize("storage", [None, "fp8"])
+def test_a_transformer_encoder_computes_with_its_recipe_in_evaluation(storage):
+    """Where torch computes plain layers by a function that reads weights and calls no module."""
+    layer = nn.TransformerEncoderLayer(32, 2, dim_feedforward=64, dropout=0.0, batch_first=True)
+    net, x = nn.TransformerEncoder(layer, 2), torch.randn(2, 5, 32)
+    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    plain = copy.deepcopy(net).eval()
+    octavo.convert(net, recipes.dynamic(), every_layer, storage)
+    wanted = net(x, src_key_padding_mask=padding)
+    with torch.no_grad():
+        found = copy.deepcopy(net).eval()(x, src_key_padding_mask=padding)
+        torch.testing.assert_close(found[~padding], wanted[~padding].detach())
+        restored = octavo.restore(net).eval()
+        assert vars(restored).keys() == vars(plain).keys() and vars(restored.layers[0]).keys() == vars(layer).keys()
+        if storage is None:
+            assert torch.equal(restored(x), plain(x))
+
+
+@pytest.mark.parametrize("compute", COMPUTED.values(), ids=COMPUTED)
+def test_a_weight_that_is_computed_after_conversion(compute):
+    """It takes recipes, and stays computed when the layer is restored."""
+    net, x = to_fp8(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), recipes.dynamic()), torch.randn(4, 32)
+    compute(net[1])
+    for change in (octavo.set_recipe, to_fp8):
+        change(net, recipes.mx())
+        assert net[0].recipe == net[1].recipe == recipes.mx()
+        net(x).sum().backward()
+    net.eval()
+    wanted = nn.functional.linear(net[0](x), net[1].weight, net[1].bias)
+    assert sqnr(net(x), wanted) > 15
+    found = octavo.restore(net)
+    assert isinstance(found[1], nn.Linear) and not isinstance(found[1], octavo.nn.Linear)
+    assert torch.equal(found(x), nn.functional.linear(found[0](x), found[1].weight, found[1].bias))
+    if hasattr(found[1], "parametrizations"):  # torch does not copy the others
+        assert torch.equal(copy.deepcopy(found)(x), found(x))
+
+
+def test_a_weight_of_another_library_is_refused_wherever_it_comes_from():
+    """As torchao's quantize_ sets it, and as parallelize_module does."""
+    layer = to_fp8(nn.Linear(8, 8), recipes.dynamic())
+    weight = foreign(layer.weight)
+    for put in (setattr, nn.Module.register_parameter, type(layer).register_parameter):
+        before = layer.weight
+        if put is nn.Module.register_parameter:  # past the door
+            put(layer, "weight", weight)
+            with pytest.raises(TypeError, match=r"can't read weights that are of .*TwoTensor"):
+                layer(torch.randn(2, 8))
+            with pytest.raises(ValueError, match=r"'mx' can't read weights .*TwoTensor.*octavo\.restore"):
+                octavo.set_recipe(layer, recipes.mx())
+            layer._parameters["weight"] = before
+            continue
+        with pytest.raises(ValueError, match=r"'dynamic' can't read weights .*TwoTensor.*octavo\.restore"):
+            put(layer, "weight", weight)
+        assert layer.weight is before
+
+
+def test_tensor_parallel_layers(mesh):
+    def parallel(model):
+        return parallelize_module(model, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+
+    net, x = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3))), torch.randn(4, 16)
+    with pytest.raises(ValueError, match=r"'dynamic' can't read weights that are DTensors: .* tensor parallelism"):
+        parallel(to_fp8(copy.deepcopy(net), recipes.dynamic()))
+    wanted = net(x)
+    with pytest.warns(UserWarning, match="2 layers stay in high precision, first 0: .* tensor parallelism"):
+        to_fp8(parallel(net), recipes.dynamic())
+    assert [m.reason for m in octavo.summary(net).left_alone] == [f"weights that are {TENSOR_PARALLEL}"] * 2
+    assert sqnr(net(x), wanted) > 20
 
 
 @pytest.mark.parametrize("call", [octavo.convert, octavo.set_recipe])

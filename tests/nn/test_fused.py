@@ -88,6 +88,15 @@ def test_any_leading_dimensions(case):
 
 
 @each_module
+def test_a_norm_without_a_weight_runs_in_parts(kind):
+    module, x, found = ALL_FOUR[kind](), torch.randn(4, K), []
+    for affine in (True, False):  # of ones and zeros; none
+        module.norm = type(module.norm)(K, elementwise_affine=affine)
+        found.append({"y": module(x)})
+    assert_near(*found)
+
+
+@each_module
 def test_errors_name_both_sides(kind):
     module = ALL_FOUR[kind]()
     with pytest.raises(TypeError, match=r"bfloat16.*float32.*autocast"):

@@ -4,6 +4,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 import octavo
@@ -338,6 +339,23 @@ def test_torch_func_transforms_say_what_to_do(transform):
         transform(ours, torch.randn(4, 64))
     octavo.set_recipe(ours, recipes.high_precision())
     transform(ours, torch.randn(4, 64))
+
+
+@pytest.mark.parametrize("which", ["input", "weight", "bias"])
+@pytest.mark.parametrize("kind", ["linear", "fused"])
+@pytest.mark.parametrize("training", [False, True], ids=["under no_grad", "in training"])
+def test_forward_mode_derivatives_say_what_to_do(training, kind, which):
+    """Without gradients no autograd function runs that would refuse them."""
+    model = octavo.nn.Linear(64, 64) if kind == "linear" else octavo.nn.RMSNormLinear(64, 64)
+    own, x = model if kind == "linear" else model.linear, torch.randn(4, 64)
+    tensors = {"input": x, "weight": own.weight.detach(), "bias": own.bias.detach()}
+    prefix = "" if kind == "linear" else "linear."
+    with torch.set_grad_enabled(training), forward_ad.dual_level():
+        dual = forward_ad.make_dual(tensors[which], torch.ones_like(tensors[which]))
+        given = {} if which == "input" else {prefix + which: dual}
+        with pytest.raises(HigherOrderGradientError, match=r"forward-mode.*high_precision"):
+            torch.func.functional_call(model, given, (dual if which == "input" else x,))
+        model(x)  # no dual number is there
 
 
 def test_high_precision_allows_double_backward():

@@ -5,7 +5,7 @@ from torch import nn
 import octavo
 from octavo import recipes
 from tests.support.helpers import to_fp8
-from tests.support.left_alone import LEFT_ALONE, Block
+from tests.support.left_alone import COMPUTED, LEFT_ALONE, Block
 
 REASONS = {
     "subclass": "a subclass of Linear (Special)",
@@ -17,16 +17,25 @@ REASONS = {
     "embedding": "Embedding is not a linear layer",
     "bilinear": "3-D parameter",
     "conv": "Conv2d is not a linear layer",
-    "parametrized": "not a linear layer",
+    "parametrized": "computed from other parameters",
+    "another library": "weights that are of torch.testing._internal.two_tensor.TwoTensor",
 }
 
 
 @pytest.mark.parametrize("kind", REASONS)
 def test_everything_left_alone_has_its_reason(kind):
     found = octavo.summary(nn.Sequential(LEFT_ALONE[kind]()))
-    assert found.left_alone
+    assert len(found.left_alone) == (2 if kind == "attention" else 1)
     assert REASONS[kind] in found.left_alone[0].reason
     assert all(m.reason in str(found) for m in found.left_alone)
+
+
+@pytest.mark.parametrize("compute", COMPUTED.values(), ids=COMPUTED)
+def test_a_converted_layer_with_a_computed_weight_is_one_matrix(compute):
+    net = to_fp8(nn.Sequential(nn.Linear(8, 4)), recipes.mx())
+    compute(net[0])
+    (row,) = octavo.summary(net).modules
+    assert (row.name, row.kind, row.shape, row.recipe) == ("0", "Linear", (4, 8), recipes.mx())
 
 
 def test_experts():

@@ -3,6 +3,8 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations, parametrize, prune
+from torch.testing._internal.two_tensor import TwoTensor
 
 
 class Block(nn.Module):
@@ -17,12 +19,29 @@ class Block(nn.Module):
 
 
 class Special(nn.Linear):
-    pass
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
 
 
-def legacy_weight_norm() -> nn.Module:
+def legacy_weight_norm(layer: nn.Module) -> nn.Module:
     with pytest.warns(FutureWarning, match="weight_norm"):
-        return nn.utils.weight_norm(nn.Linear(8, 8))
+        return nn.utils.weight_norm(layer)
+
+
+class Twice(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * weight
+
+
+# What makes a layer's weight a result of other parameters.
+COMPUTED = {
+    "register_parametrization": lambda layer: parametrize.register_parametrization(layer, "weight", Twice()),
+    "parametrizations.weight_norm": parametrizations.weight_norm,
+    "parametrizations.orthogonal": parametrizations.orthogonal,
+    "utils.weight_norm": legacy_weight_norm,
+    "utils.spectral_norm": nn.utils.spectral_norm,
+    "prune": lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+}
 
 
 def with_own_forward() -> nn.Module:
@@ -31,11 +50,23 @@ def with_own_forward() -> nn.Module:
     return layer
 
 
+def of_another_library() -> nn.Module:
+    """As torchao's quantised weights: tensors that are wrapped."""
+    layer = nn.Linear(8, 8)
+    layer.weight = foreign(layer.weight)
+    return layer
+
+
+def foreign(weight: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(TwoTensor(weight.detach(), weight.detach().clone()))
+
+
 LEFT_ALONE = {
     "subclass": lambda: Special(8, 8),
     "attention": lambda: nn.MultiheadAttention(8, 2),
-    "parametrized": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)),
-    "weight_norm": legacy_weight_norm,
+    "parametrized": lambda: parametrizations.weight_norm(nn.Linear(8, 8)),
+    "parametrized bias": lambda: parametrize.register_parametrization(nn.Linear(8, 8), "bias", Twice()),
+    "weight_norm": lambda: legacy_weight_norm(nn.Linear(8, 8)),
     "own forward": with_own_forward,
     "float64": lambda: nn.Linear(8, 8, dtype=torch.float64),
     "float8": lambda: nn.Linear(8, 8).requires_grad_(False).to(torch.float8_e4m3fn),
@@ -43,4 +74,5 @@ LEFT_ALONE = {
     "bilinear": lambda: nn.Bilinear(8, 8, 8),
     "conv": lambda: nn.Conv2d(8, 8, 1),
     "lazy": lambda: nn.LazyLinear(8),
+    "another library": of_another_library,
 }

@@ -1,0 +1,151 @@
+"""Which modules convert takes, what each becomes, and why the others are left alone."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
+
+from octavo.formats import HIGH_PRECISION
+from octavo.nn.linear import Linear
+from octavo.nn.recipe_module import RecipeModule
+from octavo.nn.stored_weights import why_unreadable
+
+Select = Callable[[nn.Module, str], bool]
+
+# Below this a layer's casts cost more than its products gain. From the roofline, not measured: a cast moves about 3
+# bytes an element and an FP8 product saves half of a bf16 one, so at 4.3 TB/s and 790 TFLOP/s (H200) a layer needs
+# about 500 features.
+MIN_FEATURES = 512
+
+
+def large_enough(module: nn.Module, name: str) -> bool:
+    """The default ``select``: both feature counts are at least 512.
+
+    Args:
+        module: an nn.Linear or Conv1D.
+        name: its name in the model.
+
+    Example:
+        >>> import torch
+        >>> large_enough(torch.nn.Linear(4096, 128), "gate")
+        False
+    """
+    return min(features(module)) >= MIN_FEATURES
+
+
+def features(module: nn.Module) -> tuple[int, int]:
+    """(in_features, out_features) of an nn.Linear or a Conv1D."""
+    rows, cols = shape_of(module)
+    return (cols, rows) if isinstance(module, nn.Linear) else (rows, cols)
+
+
+def shape_of(module: nn.Module) -> tuple[int, int]:
+    """The shape of the weight of an nn.Linear or a Conv1D, also where it is computed from other parameters."""
+    weight = module._parameters.get("weight")
+    if weight is not None:
+        rows, cols = weight.shape
+        return rows, cols
+    if isinstance(module, nn.Linear):
+        return module.out_features, module.in_features
+    return module.nx, module.nf  # type: ignore[return-value]
+
+
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """A module's class; of one that fully_shard or torch's parametrize was applied to the class that it had before."""
+    found = type(module)
+    while True:
+        if is_sharded(found):
+            found = found.__mro__[2]
+        elif found.__name__.startswith("Parametrized") and parametrize.is_parametrized(module):
+            found = found.__bases__[0]
+        else:
+            return found
+
+
+def is_sharded(kind: type[nn.Module]) -> bool:
+    """Whether it is the class that fully_shard gives to a module that it is applied to."""
+    return kind.__mro__[1].__name__ == "FSDPModule"
+
+
+def fp8_class(module: nn.Module) -> type[RecipeModule] | None:
+    """What a plain linear layer becomes: of nn.Linear, of subclasses that compute as it does, of Conv1D; or None."""
+    kind = class_of(module)
+    if kind is nn.Linear:
+        return Linear
+    transformers = sys.modules.get("transformers.pytorch_utils")
+    if transformers is not None and kind is transformers.Conv1D:
+        from octavo.nn.conv1d import Conv1D
+
+        return Conv1D
+    plain = issubclass(kind, nn.Linear) and not issubclass(kind, RecipeModule)
+    # a MultiheadAttention reads the weight of its NonDynamicallyQuantizableLinear and never calls it
+    if plain and kind.forward is nn.Linear.forward and not issubclass(kind, NonDynamicallyQuantizableLinear):
+        return _of_subclass(kind)  # type: ignore[arg-type]  # torch annotates no hash of classes
+    return None
+
+
+@functools.cache
+def _of_subclass(kind: type[nn.Linear]) -> type[Linear]:
+    """octavo's Linear with all else that a subclass of nn.Linear has."""
+
+    def content(namespace: dict[str, Any]) -> None:
+        namespace["__module__"] = kind.__module__
+        namespace["__reduce_ex__"] = lambda self, protocol: (_new, (kind,), self.__getstate__())
+
+    return types.new_class(kind.__name__, (Linear, kind), exec_body=content)
+
+
+def _new(kind: type[nn.Linear]) -> nn.Module:
+    """Unpickle one of ``_of_subclass``."""
+    found = _of_subclass(kind)  # type: ignore[arg-type]
+    return found.__new__(found)
+
+
+def restore_class(module: RecipeModule) -> None:
+    """Give an FP8 module the class that it was made from: its base after RecipeModule. A parametrization stays."""
+    kind = type(module)
+    plain = kind.__mro__[kind.__mro__.index(RecipeModule) + 1]
+    if class_of(module) is not kind:
+        own = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
+        plain = type(f"Parametrized{plain.__name__}", (plain,), own)
+    module.__class__ = plain
+
+
+def why_left_alone(module: nn.Module) -> str | None:
+    """Why a module of a convertible class must not be converted, or None."""
+    if is_sharded(type(module)):
+        return "it is sharded already: call octavo.convert before fully_shard"
+    if "forward" in module.__dict__:
+        return "its forward was replaced on the instance, so converting would change nothing"
+    weight = module._parameters.get("weight")
+    if weight is None or parametrize.is_parametrized(module):
+        return "its weight is computed from other parameters (weight_norm or the like)"
+    if is_lazy(weight):
+        return "its weight has no size before its first forward"
+    if weight.dtype not in HIGH_PRECISION:
+        return f"its weight is {weight.dtype}"
+    what = why_unreadable(weight)
+    return f"weights that are {what}" if what else None
+
+
+def why_not(module: nn.Module) -> str | None:
+    """Why convert with its default select leaves a module alone; None where it doesn't."""
+    if fp8_class(module) is not None:
+        if (why := why_left_alone(module)) is not None:
+            return why
+        shape = " x ".join(map(str, shape_of(module)))
+        small = f"{shape} features; the default select converts from {MIN_FEATURES} on"
+        return None if large_enough(module, "") else small
+    if isinstance(module, NonDynamicallyQuantizableLinear):
+        return "a MultiheadAttention reads its weight without calling it"
+    if isinstance(module, nn.Linear):
+        return f"a subclass of Linear ({type(module).__qualname__}) with a forward of its own may mean something else"
+    return f"{type(module).__name__} is not a linear layer"
