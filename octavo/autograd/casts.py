@@ -29,7 +29,8 @@ class Operands(NamedTuple):
 
     ``amax`` [1, 1] fp32 is what a Delayed cast found; None where nothing was cast that way. ``column_sum`` [C] of x's
     dtype, where it was asked for and the cast could find it. ``fresh``: just cast, not cached, so that amax is still to
-    be rolled into the history.
+    be rolled into the history. ``refilled``: the pairs' tensors are written again, codes and scales together, while a
+    backward may still read them; what it saves is therefore themselves.
     """
 
     as_is: Pair | None = None
@@ -37,6 +38,7 @@ class Operands(NamedTuple):
     amax: Tensor | None = None
     column_sum: Tensor | None = None
     fresh: bool = True
+    refilled: bool = False
 
 
 class State(NamedTuple):

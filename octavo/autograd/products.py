@@ -78,7 +78,7 @@ def to_save(
         x_TK if needs_dw and recipe.grad_weight is None else None,
         *packed(x.transposed if needs_dw else None, recipe.input_casts.transposed),
         weight_NK if needs_dx and recipe.grad_input is None else None,
-        *packed(weight.transposed if needs_dx else None, recipe.weight_casts.transposed),
+        *packed(weight.transposed if needs_dx else None, recipe.weight_casts.transposed, weight.refilled),
         x.amax,
         weight.amax,  # not rolled but saved all the same: a checkpoint counts what its second forward saves
     )
@@ -87,12 +87,18 @@ def to_save(
 SAVED = 8
 
 
-def packed(pair: Pair | None, cast: Cast | None) -> tuple[Tensor | None, Tensor | None]:
-    """A pair to save for backward: block scales that are powers of two as E8M0, exact in a quarter of the bytes."""
+def packed(pair: Pair | None, cast: Cast | None, refilled: bool = False) -> tuple[Tensor | None, Tensor | None]:
+    """A pair to save for backward: block scales that are powers of two as E8M0, exact in a quarter of the bytes.
+
+    Args:
+        pair: or None.
+        cast: what it was cast by.
+        refilled: whether its own tensors have to be saved, see Operands.
+    """
     if pair is None or cast is None:
         return None, None
     q, scale_inv = pair
-    blocks = isinstance(cast.granularity, PerBlock)
+    blocks = isinstance(cast.granularity, PerBlock) and not refilled
     return q, scale_inv.to(torch.float8_e8m0fnu) if blocks and cast.power_of_two else scale_inv
 
 
@@ -152,7 +158,7 @@ def gradients(
     x_TK, x_q, x_scale_inv, weight_NK, w_q, w_scale_inv, _, _ = saved
     recipe, (dtype, weight_dtype, bias_dtype) = plan.recipe, plan.dtypes
     needs_dx, needs_dw, needs_db = needs
-    (as_is, transposed, _, column_sum, _), grad_TN = g
+    (as_is, transposed, _, column_sum, *_), grad_TN = g
     del g  # what is read no more makes room for the next product
     dx_TK = dw_NK = db_N = None
     if needs_dx:

@@ -11,8 +11,11 @@ Three ways, chosen for each weight by ``way``:
 
 A weight that lives in FP8 is gathered as stored, whatever the recipe: see nn/stored_shards.py.
 
-In FP8 the shards are cast once a step, all in one launch, into codes that stay until the weights change: both gathers
-of a step and all micro-batches send these.
+In FP8 all shards of the model are cast in one launch by the first gather of each forward, so that no write to a weight
+is missed: torch moves no counter for ``p.data`` and ``torch._foreach_*`` of a DTensor. The gathers for backward send
+the same codes again. A gathered weight's codes and scales are always written together, also into what a forward saved.
+
+Under Delayed a weight keeps its scale while micro-batches share it, as an unsharded one does (nn/weight_cache.py).
 """
 
 from __future__ import annotations
@@ -59,11 +62,19 @@ class Gather:
     def __init__(self, group: GatherGroup | None = None, shared: bool = False) -> None:
         self.group, self.shared = group, shared
         self.parameter: Any = None  # the sharded one
+        self.for_training = True  # whether the forward that it was gathered for last was in training
+        self.unsharded: Any = None  # a weak reference to what it is between unshard and reshard
         self.generation = 0  # of parameters and loads: a 0-row shard has no address that would tell them
-        self.seen: tuple[Any, ...] = ()
-        self.rolled: tuple[Any, ...] = ()  # the weight whose amax a forward in training was given to roll
+        self.casts = [0]  # the number of the cast that is current; one list for all modules that share the parameter
+        self.rolled = -1  # the cast whose amax a forward in training was given to roll
         self.used: tuple[Any, ...] | None = None  # how FSDP2 has gathered it
         self.no_amax: Tensor | None = None
+        self.forget()
+
+    def adopt(self, parameter: Any) -> None:
+        """Take a parameter that was just sharded."""
+        self.parameter, self.unsharded, self.rolled = parameter, None, -1
+        self.casts = parameter.__dict__.setdefault("_octavo_casts", [0])
         self.forget()
 
     def forget(self) -> None:
@@ -71,6 +82,10 @@ class Gather:
         self.codes: Tensor | None = None
         self.way: Way | None = None
         self.scale = self.amax = self.scale_inv = torch.empty(0)
+        self.seen: tuple[Any, ...] = ()  # the key of the weight that a forward in training read last
+        self.ready: tuple[Any, ...] | None = None  # what has to be the same for the codes to serve one more forward
+        self.delayed_scale: Tensor | None = None  # [3], of this forward; None: the weight's own amax gives its scale
+        self.step_scale: Tensor | None = None  # [3], of all micro-batches of this step
         self.generation += 1
 
     def join(self, group: GatherGroup, module: RecipeModule) -> None:
@@ -79,9 +94,35 @@ class Gather:
         if self.parameter is not None:
             group.add(module)
 
-    def key(self, recipe: Recipe) -> tuple[Any, ...]:
-        """What is the same while the shard is, on every rank alike."""
-        return OPTIMIZER_STEPS.count, version_of(self.parameter), self.generation, id(recipe)
+    def key(self, module: RecipeModule) -> tuple[Any, ...]:
+        """What moves when the weight is known to have been written, on every rank alike."""
+        parameter = self.parameter
+        versions = parameter._version, version_of(parameter)
+        return OPTIMIZER_STEPS.of(parameter), versions, self.generation, id(module.recipe)
+
+    def accumulates(self) -> bool:
+        """Whether the weight has a gradient already, which this micro-batch adds to; without sync it is unsharded."""
+        unsharded = None if self.unsharded is None else self.unsharded()
+        return self.parameter.grad is not None or (unsharded is not None and unsharded.grad is not None)
+
+    def begin(self, module: RecipeModule) -> None:
+        """Note that a forward is about to read the weight.
+
+        If this is its step's first in training, Delayed takes its scale anew and its backward rolls the amax.
+        """
+        self.for_training = module.training
+        if not module.training:
+            self.delayed_scale = None  # as an unsharded layer: evaluation takes the weight's own amax
+            return
+        key = self.key(module)
+        if self.seen == key and self.accumulates():
+            self.delayed_scale = self.step_scale
+            return
+        self.seen, self.casts[0] = key, self.casts[0] + 1
+        if module.recipe.delayed is not None:
+            module.notice_writes(self.parameter, key[1:3])
+            assert module.delayed_scale is not None
+            self.delayed_scale = self.step_scale = module.delayed_scale.clone()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Gather:
         return Gather(None if self.group is None else self.group.copied(memo), self.shared)
@@ -95,17 +136,19 @@ class GatherGroup:
 
     def __init__(self) -> None:
         self._members: list[weakref.ref[RecipeModule]] = []
+        self.backwards = 0  # how often a weight was gathered for backward
 
     def add(self, module: RecipeModule) -> None:
         """Take in a module whose weight was sharded; ranks do it in one order."""
         if all(reference() is not module for reference in self._members):
             self._members.append(weakref.ref(module))
 
-    def refresh(self, module: RecipeModule, mesh: Any) -> None:
-        """Find scales anew and cast all shards that lie on this one's mesh, once their weights may have changed.
+    def ready(self, module: RecipeModule) -> tuple[Any, ...]:
+        """What has to be the same for codes to serve a forward; every rank finds it alike, never by values."""
+        return self.backwards, module.training, module.gather.key(module)
 
-        Every rank decides this alike: by optimizer steps, versions and loads, never by values.
-        """
+    def refresh(self, module: RecipeModule, mesh: Any) -> None:
+        """Find scales anew and cast all shards that lie on this one's mesh."""
         own = module.gather.parameter.device_mesh
         together: dict[tuple[Any, ...], list[RecipeModule]] = {}
         for reference in self._members:
@@ -114,7 +157,8 @@ class GatherGroup:
                 continue
             if way(member).kind != IN_FP8:
                 continue
-            member.gather.seen = member.gather.key(member.recipe)
+            member.gather.begin(member)
+            member.gather.ready = self.ready(member)
             cast = member.recipe.weight_casts.as_is
             assert cast is not None
             shard = local_part(member.gather.parameter)
@@ -159,8 +203,12 @@ def _take_scales(members: list[RecipeModule], amax: Tensor, cast: Cast) -> None:
     """Give members of one cast their scales."""
     scale = scale_from_amax(amax, cast.format.max, cast.power_of_two, cast.margin)
     if isinstance(cast.rule, Delayed):
-        kept = torch.stack([member.delayed_scale[WEIGHT] for member in members]).to(amax.device)  # type: ignore[index]
-        scale = torch.where(kept > 0, kept, scale)
+        states = [member.gather.delayed_scale for member in members]
+        zero = amax.new_zeros(1)
+        kept = torch.cat([zero if own is None else own[WEIGHT : WEIGHT + 1].to(amax.device) for own in states])
+        # a weight more than twice too large was written by hand, perhaps by what moves no version (torch._foreach_*)
+        written = (kept * amax > 2 * cast.format.max) & amax.isfinite()
+        scale = torch.where((kept > 0) & ~written, kept, scale)
     count, scale_inv = len(members), scale_inv_from_scale(scale)
     parts = (scale.split(1), amax.view(count, 1, 1).unbind(), scale_inv.view(count, 1, 1).unbind())
     for member, *found in zip(members, *parts, strict=True):
@@ -283,21 +331,23 @@ def before_gather(
     note_use(module, chosen)
     if chosen == AS_IT_IS:
         return gather_as_it_is(shard, mesh, outer_size, mp_policy)
-    stale = gather.seen != gather.key(recipe)
+    for_backward = torch._C._current_graph_task_id() != -1  # also of a forward that a checkpoint computes again
     if chosen == CAST_AFTER:
-        if stale:
-            gather.seen = gather.key(recipe)
-            if recipe.delayed is not None:
-                assert module.delayed_scale is not None
-                gather.scale = module.delayed_scale.clone()  # of all unshards until the weight changes
+        if not for_backward:
+            gather.begin(module)
         sent = padded_rows(shard, rows_on_each_rank(outer_size[0], mesh.size()))
         # where nothing is sent, what several ranks would send in FP8 is cast from its own dtype, as there
         alone = mesh.size() == 1 and recipe.weight_casts.once
         dtype = shard.dtype if alone else mp_policy.param_dtype or shard.dtype
         return (sent.to(dtype),), _cast_after(module, outer_size)
-    if stale:
-        assert gather.group is not None
-        gather.group.refresh(module, mesh)
+    group = gather.group
+    assert group is not None
+    if for_backward and gather.codes is not None:
+        group.backwards += 1
+    else:
+        if gather.ready != group.ready(module):
+            group.refresh(module, mesh)
+        gather.ready = None
     codes = _codes(module).to(shard.device, non_blocking=True)
     if gather.scale_inv.numel() == 1 and recipe.weight_casts.as_is.tile == (ALL, ALL):  # type: ignore[union-attr]
         return (codes,), _take_codes(module, outer_size, gather.scale_inv.to(shard.device), gather.amax)
@@ -357,8 +407,9 @@ def _cast_after(module: RecipeModule, shape: torch.Size) -> After:
         wide = outputs[0][: shape[0]]
         state = None
         if recipe.delayed is not None:
-            assert module.delayed_amax_history is not None
-            state = State(gather.scale, module.delayed_amax_history)
+            assert module.delayed_scale is not None and module.delayed_amax_history is not None
+            scale = torch.zeros_like(module.delayed_scale) if gather.delayed_scale is None else gather.delayed_scale
+            state = State(scale, module.delayed_amax_history)
         operands = cast_role(wide, recipe, WEIGHT, True, True, state)
         assert operands.as_is is not None and operands.transposed is not None
         amax = operands.amax if operands.amax is not None else no_amax(module, wide)
@@ -382,9 +433,12 @@ def gathered_operands(module: RecipeModule, weight: GatheredWeight, rolls: bool)
     amax = weight.found_amax if weight.found_amax.numel() else None
     fresh = True
     if not torch.compiler.is_compiling():  # a graph would be bound to one of the two, as to a cast of its own
-        key = module.gather.key(recipe)
-        fresh = module.gather.rolled != key
+        gather = module.gather
+        gather.unsharded = weakref.ref(weight)
+        if rolls and not gather.for_training:  # it stayed gathered after evaluation
+            gather.begin(module)
+        fresh = gather.rolled != gather.casts[0]
         if rolls:
-            module.gather.rolled = key
+            gather.rolled = gather.casts[0]
     as_is, transposed = (weight.q, weight.scale_inv), (weight.transposed_q, weight.transposed_scale_inv)
-    return Operands(as_is, transposed, amax, None, fresh)
+    return Operands(as_is, transposed, amax, None, fresh, refilled=True)

@@ -12,6 +12,7 @@ from octavo.autograd.casts import WEIGHT, Operands
 from octavo.granularity import ALL, scale_shape
 from octavo.kernels.layouts import contraction_multiple, is_small_block, needs_transposed_codes, padded
 from octavo.nn.linear import Linear
+from octavo.nn.weight_cache import version_of
 from octavo.scaling.recipe import Cast, Delayed, Recipe
 
 
@@ -44,8 +45,11 @@ class KeptWeights:
             later.fill_(micro_batch > 0)
             graph.replay()
 
+    What runs without compilation or capture looks for itself: a layer whose weight may have changed since ``cast()``
+    (a step, a write, another parameter, ``functional_call``), one in evaluation and one that took another recipe cast
+    their own weights. A compiled or captured graph can't look, and computes with what ``cast()`` wrote last.
+
     Under a Delayed recipe a cast also rolls the weight's history, as backward of a first micro-batch otherwise does.
-    Evaluation and layers that took another recipe since cast their own weights.
 
     Args:
         model: a converted model. Kept are the weights that one cast serves (per tensor, or square blocks of powers of
@@ -94,6 +98,10 @@ class KeptWeights:
             if any(kept.layer.weight.dtype != dtype or kept.layer.weight.device != device for kept in group):
                 raise ValueError("the model was moved or converted; make its KeptWeights anew")
             delayed = isinstance(group[0].cast.rule, Delayed)
+            captured = group[0].layer.weight.is_cuda and torch.cuda.is_current_stream_capturing()
+            known = skip is None and not captured and not torch.compiler.is_compiling()  # that this cast will happen
+            for kept in group if delayed and known else ():
+                kept.layer.notice_writes(kept.layer.weight, version_of(kept.layer.weight))
             kernels.multi_tensor_cast(
                 [kept.layer.weight.detach() for kept in group],
                 [kept.qdata for kept in group],
@@ -111,7 +119,7 @@ class KeptWeights:
                 if delayed:
                     _roll(kept, skip)
                 # every time: what moves, converts or copies a layer makes its cache anew
-                kept.layer._weight_cache.keep(kept.recipe, _operands(kept))
+                kept.layer._weight_cache.keep(kept.recipe, _operands(kept), kept.layer.weight, captured)
 
     def remove(self) -> None:
         """Let every layer cast its own weight again."""

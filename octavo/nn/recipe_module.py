@@ -25,7 +25,7 @@ from octavo.nn.stored_weights import (
     stored_operands,
     why_unreadable,
 )
-from octavo.nn.weight_cache import WeightCache
+from octavo.nn.weight_cache import WeightCache, version_of
 from octavo.scaling.delayed import BUFFERS, LOADED, drop_delayed_state, register_delayed_state
 from octavo.scaling.recipe import Recipe
 from octavo.tensor.sharded_weight import GatheredWeight, attach, on_this_rank, plain
@@ -243,7 +243,7 @@ class RecipeModule(nn.Module):
                 # load_state_dict(assign=True) took the parameters off the meta device and left these buffers there
                 register_delayed_state(self, recipe.delayed, input.device)
             if self.training and type(parameter) is nn.Parameter and not torch.compiler.is_compiling():
-                self.notice_writes(parameter, (parameter.data_ptr(), parameter._version))
+                self.notice_writes(parameter, version_of(parameter))
             state = State(self.delayed_scale, self.delayed_amax_history)  # type: ignore[arg-type]
         weight = self._weight_operands(weight_NK, parameter, grad_enabled, grad_enabled and needs_input_grad, state)
         return Layer(weight, recipe, state, self.training and grad_enabled)
@@ -264,9 +264,9 @@ class RecipeModule(nn.Module):
         kept = self._weight_cache.kept(parameter, recipe, traced)
         if kept is not None:
             return kept
-        # read without gradients too: a reentrant checkpoint's first pass must see what its second will; is_leaf: not a
-        # weight that a parametrization computes
-        caching = parameter.is_leaf and not traced
+        # Read without gradients too: a reentrant checkpoint's first pass must see what its second will. Not a weight
+        # that a parametrization computes; nor under FSDP2, where a gathered weight does not tell of writes to shards.
+        caching = parameter.is_leaf and not traced and self.gather.parameter is None
         if caching:
             cached = self._weight_cache.get(parameter, recipe, transposed)
             if cached is not None:

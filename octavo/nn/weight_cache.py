@@ -4,8 +4,10 @@ Reuse is only right while nothing can have changed the weight. All of these must
 
     the same storage and layout      p.data = t swaps them; the storage is held by a weak reference, so none can recur
     the same version                 in-place operations and load_state_dict move it
-    no optimizer step since          fused optimizers and those that write p.data do not move the version
-    gradients are being accumulated  weight.grad is not None: a first micro-batch always casts anew
+    no optimizer step since          fused optimizers and those that write p.data do not move the version; the step of
+                                     any optimizer counts, since some write weights that they do not own, from masters
+    gradients are being accumulated  weight.grad is not None: a first micro-batch always casts anew; frozen weights are
+                                     cast once a step
     the same recipe
 
 A write through .data outside any optimizer moves none of them: octavo.invalidate is for that.
@@ -35,15 +37,38 @@ class WeightCache:
         self._operands: Operands | None = None
         self._storage: StorageWeakRef | None = None
         self._key: tuple[Any, ...] = ()
-        self._kept: tuple[Recipe, Operands] | None = None
+        self._kept: tuple[Recipe, Operands, Tensor, tuple[Any, ...] | None] | None = None
+        self._scaled_for: tuple[Any, ...] | None = None
 
-    def keep(self, recipe: Recipe, operands: Operands) -> None:
-        """Use these under this recipe, whatever the weight does, until cleared: see KeptWeights."""
-        self._kept = recipe, operands
+    def keep(self, recipe: Recipe, operands: Operands, weight: Tensor, captured: bool) -> None:
+        """Use these under this recipe until the weight may have changed: see KeptWeights.
 
-    def kept(self, recipe: Recipe) -> Operands | None:
-        """What ``keep`` was given, if it was for this recipe."""
-        return self._kept[1] if self._kept is not None and self._kept[0] is recipe else None
+        Args:
+            recipe: the recipe in force.
+            operands: what ``weight`` was cast into.
+            weight: the layer's parameter.
+            captured: whether the cast was only recorded in a CUDA graph; then only what is captured too may use it.
+        """
+        self._kept = recipe, operands, weight, None if captured else self._full_key(weight, recipe)
+
+    def kept(self, weight: Tensor, recipe: Recipe, traced: bool) -> Operands | None:
+        """What ``keep`` was given, if it was this weight under this recipe, as it is now.
+
+        Args:
+            weight: what the layer computes with: its parameter, or what was put in its place.
+            recipe: the recipe in force.
+            traced: whether a graph is being compiled or captured, which runs again without asking.
+        """
+        if self._kept is None or self._kept[0] is not recipe or self._kept[2] is not weight:
+            return None
+        return self._kept[1] if traced or self._kept[3] == self._full_key(weight, recipe) else None
+
+    def written_since(self, weight: Tensor, version: Any) -> bool:
+        """Whether the weight was written by anything but an optimizer that owns it since this was last asked."""
+        before, self._scaled_for = self._scaled_for, (id(weight), OPTIMIZER_STEPS.of(weight), version)
+        if before is None or before == self._scaled_for:
+            return False
+        return before[0] != id(weight) or before[1] == self._scaled_for[1]
 
     def get(self, weight: Tensor, recipe: Recipe, transposed: bool) -> Operands | None:
         """The cached operands, no longer fresh, or None where the weight must be cast.
@@ -53,7 +78,7 @@ class WeightCache:
             recipe: the recipe in force.
             transposed: whether backward will need the transposed operand.
         """
-        if self._operands is None or weight.grad is None or self._storage is None:
+        if self._operands is None or self._storage is None or (weight.grad is None and weight.requires_grad):
             return None
         if self._storage.cdata != weight.untyped_storage()._cdata or self._key != self._key_of(weight, recipe):
             return None
@@ -71,6 +96,11 @@ class WeightCache:
     def _key_of(weight: Tensor, recipe: Recipe) -> tuple[Any, ...]:
         return weight.data_ptr(), weight.stride(), weight._version, OPTIMIZER_STEPS.count, id(recipe)
 
+    @classmethod
+    def _full_key(cls, weight: Tensor, recipe: Recipe) -> tuple[Any, ...]:
+        """With the storage, for a weight that is not let go while the key is held."""
+        return weight.untyped_storage()._cdata, *cls._key_of(weight, recipe)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightCache:
         return WeightCache()
 
@@ -78,12 +108,17 @@ class WeightCache:
         return WeightCache, ()
 
 
+def version_of(weight: Tensor) -> tuple[int, int]:
+    """What an in-place write moves, and what ``p.data = t`` does."""
+    return weight._version, weight.untyped_storage()._cdata
+
+
 def invalidate(model: nn.Module) -> None:
     """Make every layer cast its weight anew at the next forward.
 
-    Needed only after code of yours wrote weights through ``.data`` outside any torch.optim.Optimizer while gradients
-    are being accumulated, or under FSDP2 at all (then call it on every rank); nothing else can leave a stale FP8 weight
-    behind.
+    Needed only after code of yours wrote weights through ``.data`` outside any torch.optim.Optimizer, of a frozen layer
+    in training or while gradients are being accumulated; nothing else can leave a stale FP8 weight behind. Not needed
+    under FSDP2 (there it costs a cast on every rank, so call it on all of them).
 
     Args:
         model: any module.

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from octavo.scaling.recipe import ROLES, Delayed
 
 BUFFERS = ("delayed_scale", "delayed_amax_history")
+LOADED = "_delayed_state_loaded"  # on a module: the version of delayed_scale when it was loaded
 
 
 def register_delayed_state(module: nn.Module, rule: Delayed, device: torch.device) -> None:
@@ -36,6 +37,14 @@ def register_delayed_state(module: nn.Module, rule: Delayed, device: torch.devic
         new_history[:, 0] = history[:, 0]
     module.register_buffer("delayed_scale", new_scale, persistent=False)
     module.register_buffer("delayed_amax_history", new_history, persistent=False)
+
+
+def drop_delayed_state(module: nn.Module) -> None:
+    """Take the delayed state from ``module``: under another recipe nothing keeps it up to date."""
+    for name in BUFFERS:
+        module._buffers.pop(name, None)
+        module._non_persistent_buffers_set.discard(name)
+    module.__dict__.pop(LOADED, None)
 
 
 def delayed_state_dict(model: nn.Module) -> dict[str, Tensor]:
@@ -61,12 +70,15 @@ def delayed_state_dict(model: nn.Module) -> dict[str, Tensor]:
 def load_delayed_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Put back what ``delayed_state_dict`` returned; nothing is changed unless all of it fits.
 
+    Before ``model.load_state_dict`` or after it: loading weights empties the state, but not one that was just loaded.
+
     Args:
         model: a model converted with a recipe of the same history length.
         state: names and tensors as ``delayed_state_dict`` gives them.
 
     Raises:
-        ValueError: for missing or unexpected names, or another shape.
+        ValueError: for missing or unexpected names, another shape, or values that no cast has found (negative, NaN,
+            infinite scales).
 
     Example:
         >>> import octavo
@@ -86,8 +98,14 @@ def load_delayed_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> No
                 f"{name}: saved shape {tuple(state[name].shape)}, the model's {tuple(buffer.shape)}; "
                 "use the same history_length"
             )
+        # an amax may be infinite or NaN, as the tensor was; a scale is never
+        if bool((state[name] < 0).any()) or (name.endswith(BUFFERS[0]) and not bool(state[name].isfinite().all())):
+            raise ValueError(f"{name}: {state[name].tolist()} holds what is no scale or amax; the file is damaged")
     for name, buffer in own.items():
         buffer.copy_(state[name])
+    for module in model.modules():
+        if BUFFERS[0] in module._buffers:
+            module.__dict__[LOADED] = module._buffers[BUFFERS[0]]._version  # type: ignore[union-attr]
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

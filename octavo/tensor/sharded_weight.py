@@ -184,21 +184,24 @@ class GatheredWeight(Tensor):
         return GatheredWeight(Parts(**inner), outer_size, dtype, casts)
 
     def refill(self, parts: Parts) -> None:
-        """Take other parts of the same shapes; codes are written into the storage that is there."""
-        codes = [(own, new) for own, new in ((self.q, parts.q), (self.transposed_q, parts.transposed_q))]
+        """Take other parts of the same shapes: written into the storage that is there, codes and scales together.
+
+        A forward that saved these tensors for its backward so reads a pair that belongs together, whichever it is.
+        """
         written: set[int] = set()
-        for own, new in codes:
+        for own, new in zip(self._parts()[:4], parts[:4], strict=True):
             address = own.untyped_storage().data_ptr()
             if address == new.untyped_storage().data_ptr() or address in written:
                 continue
             written.add(address)
+            if own.itemsize == 1:
+                own, new = own.view(torch.uint8), new.view(torch.uint8)
             if own.is_inference():
-                own.view(torch.uint8).copy_(new.view(torch.uint8))
+                own.copy_(new)
                 continue
-            # saved for a backward whose forward read the same codes
             with torch.autograd._unsafe_preserve_version_counter(own):
-                own.view(torch.uint8).copy_(new.view(torch.uint8))
-        _, self.scale_inv, _, self.transposed_scale_inv, self.found_amax = parts
+                own.copy_(new)
+        self.found_amax = parts.found_amax
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

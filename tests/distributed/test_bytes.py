@@ -1,4 +1,4 @@
-"""What FSDP2 sends of converted weights: half of bf16's bytes, and at most one collective a step for their scales."""
+"""What FSDP2 sends of converted weights: half of bf16's bytes, and at most one collective a forward for their scales."""
 
 import functools
 
@@ -96,16 +96,17 @@ def test_bytes_and_collectives(pool, in_bf16, recipe, amax_collectives, micro_ba
         assert all(bytes[GATHER] == micro_batches * 2 * LAYERS * WIDTH * WIDTH * 2 for _, bytes in plain_steps)
     for steps in pool.run(counted_steps, (2,), recipe, micro_batches, evaluates):
         for (calls, bytes), (plain_calls, plain_bytes) in zip(steps, plain_steps, strict=True):
-            assert calls.pop(REDUCE, 0) == amax_collectives
-            assert bytes.pop(REDUCE, 0) == amax_collectives * LAYERS * 4
+            forwards = micro_batches * (1 + evaluates)
+            assert calls.pop(REDUCE, 0) == forwards * amax_collectives
+            assert bytes.pop(REDUCE, 0) == forwards * amax_collectives * LAYERS * 4
             assert calls == plain_calls and bytes[SCATTER] == plain_bytes[SCATTER]
             assert 0.5 <= bytes[GATHER] / plain_bytes[GATHER] <= 0.52
 
 
 @pytest.mark.parametrize(("recipe", "amax_collectives"), [("dynamic", 1), ("delayed", 1), ("blockwise", 0)])
-def test_evaluation_finds_scales_once(pool, recipe, amax_collectives):
+def test_evaluation_finds_scales_once_a_forward(pool, recipe, amax_collectives):
     for calls in pool.run(counted_evaluations, (2,), recipe):
-        assert calls.get(REDUCE, 0) == amax_collectives
+        assert calls.get(REDUCE, 0) == 3 * amax_collectives
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "mx"])

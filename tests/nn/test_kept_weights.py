@@ -118,6 +118,55 @@ def test_what_ends_it(change):
     assert forward_casts(net) == 4
 
 
+class Twice(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+OTHERS = {
+    "written": lambda net: net[0].weight.detach().mul_(2),
+    "loaded": lambda net: net.load_state_dict({name: 2 * value for name, value in net.state_dict().items()}),
+    "replaced": lambda net: setattr(net[0], "weight", nn.Parameter(2 * net[0].weight.detach())),
+    "parametrized": lambda net: nn.utils.parametrize.register_parametrization(net[0], "weight", Twice()),
+    "stepped": lambda net: (net(torch.ones(4, 48)).sum().backward(), torch.optim.SGD(net.parameters(), lr=0.1).step()),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_weight_that_was_not_cast_since_is_cast_by_its_layer(name, compiled):
+    """Compiled, only where another tensor takes the weight's place."""
+    if compiled and name not in ("replaced", "parametrized"):
+        return
+    net = model(recipes.dynamic())
+    octavo.KeptWeights(net).cast()
+    OTHERS[name](net)
+    x = torch.randn(16, 48)
+    found = torch.compile(net, backend="eager")(x) if compiled else net(x)
+    assert torch.equal(found, copy.deepcopy(net)(x))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_functional_call_computes_with_what_it_is_given(compiled):
+    net, x = model(recipes.dynamic()), torch.randn(16, 48)
+    octavo.KeptWeights(net).cast()
+    given = {name: 2 * value.detach() for name, value in net.named_parameters()}
+    call = lambda x: torch.func.functional_call(net, given, (x,))  # noqa: E731
+    found = torch.compile(call, backend="eager")(x) if compiled else call(x)
+    assert torch.equal(found, torch.func.functional_call(copy.deepcopy(net), given, (x,)))
+
+
+@pytest.mark.parametrize("recipe", KEPT)
+def test_a_cast_before_backward_raises_there(recipe):
+    net = model(KEPT[recipe]())
+    kept = octavo.KeptWeights(net)
+    kept.cast()
+    loss = net(torch.randn(16, 48)).sum()
+    kept.cast()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_a_copy_casts_its_own_weights():
     net = model(recipes.dynamic())
     octavo.KeptWeights(net).cast()

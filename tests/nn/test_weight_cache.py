@@ -279,11 +279,15 @@ def test_a_forward_for_the_output_only_does_not_serve_one_for_gradients():
     assert x.grad.abs().sum() > 0
 
 
-def test_frozen_weights_are_not_cached():
+def test_frozen_weights_are_cast_once_a_step():
     layer = octavo.nn.Linear(K, N)
     layer.weight.requires_grad_(False)
-    for _ in range(2):
-        assert casts_of_a_forward(layer) == 2
+    assert [casts_of_a_forward(layer) for _ in range(3)] == [2, 1, 1]
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    assert [casts_of_a_forward(layer) for _ in range(2)] == [2, 1]
+    OPTIMIZERS["SGD"]([layer.bias]).step()
+    assert casts_of_a_forward(layer) == 2
 
 
 def test_moving_the_module_forgets():

@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -103,7 +105,7 @@ def test_no_delayed_recipe_no_state():
     octavo.load_delayed_state_dict(model(recipes.dynamic()), {})
 
 
-@pytest.mark.parametrize("fault", ["missing", "unexpected", "shape"])
+@pytest.mark.parametrize("fault", ["missing", "unexpected", "shape", "a NaN", "a negative"])
 def test_loading_changes_all_or_nothing(fault):
     net, source = model(), model()
     step(source)
@@ -112,6 +114,8 @@ def test_loading_changes_all_or_nothing(fault):
         del state["2.delayed_scale"]
     elif fault == "unexpected":
         state["3.delayed_scale"] = torch.zeros(3)
+    elif fault.startswith("a "):
+        state["2.delayed_scale"][1] = {"a NaN": math.nan, "a negative": -1.0}[fault]
     else:
         state["2.delayed_amax_history"] = torch.zeros(3, 5)
     with pytest.raises(ValueError, match=r"(2|3)\.delayed_"):
@@ -130,3 +134,65 @@ def test_registering_keeps_a_state_of_the_same_length_and_scales_and_last_amaxes
     assert torch.equal(layer.delayed_scale, before) and before.all()
     assert torch.equal(layer.delayed_amax_history[:, 0], history[:, 0])
     assert not layer.delayed_amax_history[:, 1:].any()
+
+
+def off(net, x):
+    """How far an FP8 layer is from the product in float64, of that one's norm."""
+    wanted = nn.functional.linear(x.double(), net.weight.double(), net.bias.double())
+    return float(((net(x).double() - wanted).norm() / wanted.norm()).detach())
+
+
+WRITES = {
+    "mul_": lambda net: net.weight.detach().mul_(100),
+    "copy_": lambda net: net.weight.detach().copy_(100 * net.weight),
+    "data": lambda net: setattr(net.weight, "data", 100 * net.weight.data),
+    "another parameter": lambda net: setattr(net, "weight", nn.Parameter(100 * net.weight.detach())),
+    "load_state_dict": lambda net: net.load_state_dict({"weight": 100 * net.weight.detach(), "bias": net.bias}),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_the_history_ends_where_a_weight_is_written_by_hand(name):
+    net = to_fp8(nn.Linear(64, 32), recipes.delayed())
+    x = torch.randn(16, 64)
+    net(x).sum().backward()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    optimizer.step()
+    scale = net.delayed_scale.clone()
+    assert off(net, x) < 0.06 and torch.equal(net.delayed_scale, scale)  # an optimizer's own writes leave it
+    WRITES[name](net)
+    assert off(net, x) < 0.06
+
+
+def test_evaluation_takes_the_weights_own_amax():
+    net = to_fp8(nn.Linear(64, 32), recipes.delayed())
+    x = torch.randn(16, 64)
+    net(x).sum().backward()
+    net.weight.data += 100 * net.weight.data  # as PEFT merges adapters: no counter moves
+    assert off(net.eval(), x) < 0.06
+
+
+def test_leaving_delayed_scaling_empties_its_state():
+    net = model()
+    step(net)
+    octavo.set_recipe(net, recipes.dynamic())
+    assert octavo.delayed_state_dict(net) == {}
+    octavo.set_recipe(net, recipes.delayed(3))
+    state = octavo.delayed_state_dict(net)
+    assert len(state) == 4 and not any(buffer.any() for buffer in state.values())
+
+
+@pytest.mark.parametrize("first", ["weights", "delayed state"])
+def test_weights_and_delayed_state_load_in_any_order(first):
+    source, net = model(), model()
+    step(source)
+    step(net, 7.0)
+    for what in (first, *({"weights", "delayed state"} - {first})):
+        if what == "weights":
+            net.load_state_dict(source.state_dict())
+        else:
+            octavo.load_delayed_state_dict(net, octavo.delayed_state_dict(source))
+    assert_equal(octavo.delayed_state_dict(net), octavo.delayed_state_dict(source))
+    step(net)
+    net.load_state_dict(model().state_dict())
+    assert not any(buffer.any() for buffer in octavo.delayed_state_dict(net).values())
