@@ -9,6 +9,7 @@ import os
 import shlex
 import signal
 import sys
+import threading
 import types
 import typing
 from collections.abc import Callable, Iterator, Sequence
@@ -47,8 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str]) -> int:
     try:
-        options = _parser().parse_args(arguments)
-        return options.command(options, arguments)
+        with _ended_by_sigterm():  # also while torch is imported and data loads
+            options = _parser().parse_args(arguments)
+            return options.command(options, arguments)
     except SystemExit as stop:  # argparse, after --help, --version or a wrong argument
         return stop.code if isinstance(stop.code, int) else FAULT
     except KeyboardInterrupt:
@@ -61,6 +63,23 @@ def _run(arguments: list[str]) -> int:
         if (message := _expected(error)) is None:
             raise
         return _fault(message)
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends the command as Ctrl-C does; only the main thread may say so."""
+
+    def interrupt(number: int, frame: types.FrameType | None) -> NoReturn:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _fault(message: str) -> int:
@@ -175,7 +194,9 @@ def _config(options: argparse.Namespace, recipes: Sequence[str]) -> TrainConfig:
     try:
         for recipe in recipes:
             check_recipe(recipe)
-        return TrainConfig(*(read_flags(options, part) for part in _configs()))
+        config = TrainConfig(*(read_flags(options, part) for part in _configs()))
+        config.require_phases(recipes)
+        return config
     except ValueError as error:
         raise TrainError(str(error)) from error
 

@@ -128,6 +128,12 @@ def test_compare_asks_for_the_extra_before_it_trains(capsys, monkeypatch):
         ("train --recipe fp8", "unknown recipe 'fp8'"),
         ("compare --recipes bf16 fp8", "unknown recipe 'fp8'"),
         ("train --lr nan", "lr is nan"),
+        ("train --beta1 .99 --beta2 .9 --master fp16_scaled", "choose a larger beta2"),
+        ("train --beta1 .99 --beta2 .9 --weight-storage fp8", "choose a larger beta2"),
+        ("train --recipe bf16 --schedule bf16-then-fp8@0.5", "switches FP8 layers, and bf16 has none"),
+        ("compare --data text.py --weight-storage fp8", "needs an FP8 recipe, not bf16"),
+        ("compare --data text.py --weight-storage fp8 --recipes dynamic rowwise", "can't be stored in FP8"),
+        ("compare --data text.py --recipes dynamic --steps 3 --schedule fp8-then-bf16@0.9", "would begin at step"),
         ("train --device cuda:77", "cuda:77"),
         ("train --dtype int8", "auto, bfloat16 or float32"),
         ("compare --recipes bf16 dynamic --dtype float32", "choose one dtype"),
@@ -220,6 +226,13 @@ def test_a_signal_before_there_are_steps_ends_at_once(stop, capsys, monkeypatch)
     assert train("--out", "here") == 130
     assert capsys.readouterr().err == "octavo: interrupted\n" and not reached
     assert signal.getsignal(stop) is before and not Path("here").exists()
+
+
+def test_sigterm_ends_it_at_once_from_the_very_first_import(capsys, monkeypatch):
+    monkeypatch.setattr("octavo.cli._parser", lambda: os.kill(os.getpid(), signal.SIGTERM))
+    before = signal.getsignal(signal.SIGTERM)
+    assert cli.main(["info"]) == 130
+    assert capsys.readouterr().err == "octavo: interrupted\n" and signal.getsignal(signal.SIGTERM) is before
 
 
 def signals_in_step(monkeypatch, number, *stops):

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo.train.config import TrainConfig
 from octavo.train.errors import CheckpointError
 
 FORMAT = 1
@@ -169,11 +170,11 @@ class RunFolder:
             raise CheckpointError(self._cannot_write(self.checkpoint, error)) from error
         self.saved_step = state.step
 
-    def load(self, identity: Identity) -> State | None:
+    def load(self, identity: Identity | None) -> State | None:
         """Reads the checkpoint of this very run, or None when none was written yet.
 
         Args:
-            identity: what the run to be continued has; it must be equal to the checkpoint's.
+            identity: what the run to be continued has, which must be equal to the checkpoint's; None: any run's.
 
         Raises:
             CheckpointError: it is damaged, or belongs to a run with other options or other data.
@@ -198,10 +199,14 @@ class RunFolder:
         self.saved_step = state.step
         return state
 
-    def require(self, state: State, identity: Identity) -> None:
-        """Raises CheckpointError unless the state is of a run of this identity."""
-        for name, wanted in identity.items():
-            if (found := state.identity.get(name)) != wanted:
+    def require(self, state: State, identity: Identity | None) -> None:
+        """Raises CheckpointError unless the state is of a run of this identity; what one leaves out is the default."""
+        if identity is None:
+            return
+        defaults = TrainConfig().identity()
+        for name in identity | state.identity:
+            found, wanted = (own.get(name, defaults.get(name)) for own in (state.identity, identity))
+            if found != wanted:
                 raise CheckpointError(
                     f"the run in {self.path} has {name} {found}, not {wanted}: resume it with the same options, "
                     "or give another --out"

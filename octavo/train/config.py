@@ -241,6 +241,12 @@ class TrainConfig:
             raise ValueError("update_in_backward uses gradients before ddp has exchanged them: choose shard fsdp")
         if self.state.gradient_storage == "fp8" and self.ranks.shard == DDP:
             raise ValueError("gradient_storage fp8 rounds gradients before ddp exchanges them: choose shard fsdp")
+        beta1, beta2 = self.optimizer.beta1, self.optimizer.beta2
+        if beta1 * beta1 > beta2 and (self.state.master == "fp16_scaled" or self.state.weight_storage == "fp8"):
+            raise ValueError(
+                f"beta1 {beta1} and beta2 {beta2}: updates have no bound where beta1^2 is above beta2, and master "
+                "fp16_scaled and weight_storage fp8 need one: choose a larger beta2"
+            )
 
     def with_dtype(self, recipes: Collection[object], fastest: str) -> TrainConfig:
         """The options with the dtype that `auto` means.
@@ -262,6 +268,14 @@ class TrainConfig:
             )
         return dataclasses.replace(self, run=dataclasses.replace(self.run, dtype=said.pop() if said else fastest))
 
+    def require_phases(self, recipes: Collection[object]) -> None:
+        """Raise ValueError where a schedule would change nothing: without a recipe there are no FP8 layers."""
+        if self.state.schedule and all(recipe in UNCONVERTED for recipe in recipes):
+            raise ValueError(
+                f"schedule {self.state.schedule} switches FP8 layers, and {', '.join(map(str, recipes))} has none: "
+                "choose an FP8 recipe, such as dynamic; a phase of the schedule may be bf16"
+            )
+
     def called(self, recipe: str) -> str:
         """What a run of this recipe is called: the baseline by the dtype, which must be settled."""
         return DTYPES[self.run.dtype] if recipe in UNCONVERTED else recipe
@@ -275,9 +289,7 @@ class TrainConfig:
         chosen: dict[str, int | float | str] = {}
         for part in (self.model, self.data, self.optimizer):
             chosen |= {name: value for name, value in dataclasses.asdict(part).items() if name != "data"}
-        if self.state != StateConfig():  # runs from before there was a choice can still be resumed
-            chosen |= dataclasses.asdict(self.state)
-        return chosen | {"seed": self.run.seed, "dtype": self.run.dtype}
+        return chosen | dataclasses.asdict(self.state) | {"seed": self.run.seed, "dtype": self.run.dtype}
 
 
 def check_schedule(text: str) -> str:

@@ -18,7 +18,7 @@ from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap
 from octavo.schedule import Switch
 from octavo.train.checkpoint import Identity, Row, RunFolder, State
-from octavo.train.config import ALONE, BASELINE, TrainConfig, check_recipe
+from octavo.train.config import ALONE, BASELINE, ModelConfig, TrainConfig, check_recipe
 from octavo.train.data import Batches, Corpus, load_corpus
 from octavo.train.errors import DivergedError, TrainError
 from octavo.train.model import GPT
@@ -179,6 +179,8 @@ def compare(
     require_one_process(config.ranks)
     shared = _Shared.of(config, recipes, corpus, hooks or Hooks(), Ranks())
     names = list(dict.fromkeys(shared.config.called(name) for name in recipes))
+    for name in names:
+        shared.rehearse(name)
     ahead = []  # steps; opened before the first run: nothing trains for minutes to fail in the second
     for name in names:
         _, state = shared.open(name, name)
@@ -210,6 +212,10 @@ class _Shared:
     ) -> _Shared:
         """All of it, when the model and its windows fit the device and the text."""
         require_parts(config, ranks)
+        try:
+            config.require_phases(recipes)
+        except ValueError as error:
+            raise TrainError(str(error)) from error
         with ranks.together():
             device = choose_device(device_name(config))
             if device.type == "cuda" and config.ranks.shard != ALONE:
@@ -232,6 +238,11 @@ class _Shared:
         """What decides the loss curve of a run."""
         called = self.config.called(recipe) if isinstance(recipe, str) else str(recipe)
         return self.config.identity() | {"recipe": called, "text": self.corpus.digest}
+
+    def rehearse(self, name: str) -> None:
+        """Raise TrainError for options that a recipe can't have, by a tiny model: nothing trains for minutes before."""
+        model = build_model(ModelConfig(2, 1, 1, 1), name, 0, self.config.state).to(self.device)
+        Trainer(self.config, model, Batches(self.corpus, 1, 1, 0), Ranks(), recipe_named(name))
 
     def open(self, name: str, recipe: str | Recipe | RecipeMap) -> tuple[RunFolder | None, State | None]:
         """A run's folder, and the checkpoint to go on from."""

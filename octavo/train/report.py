@@ -117,7 +117,7 @@ def plot(results: Sequence[RunResult], path: Path) -> None:
     styles = _styles(results, baseline)
     _draw_losses(upper, results, styles)
     for axes in figure.axes:
-        _shade_phases(axes, results, styles)
+        _shade_phases(axes, results, styles, named=axes is upper)
     if lower is not None and baseline is not None:
         _draw_gaps(lower, others, baseline, styles)
     for axes in figure.axes:
@@ -179,25 +179,29 @@ def _draw_losses(axes: Any, results: Sequence[RunResult], styles: dict[str, _Sty
     axes.legend(title="final validation loss", frameon=False, alignment="left")
     # The first steps fall from log(256) = 5.5: the scale is made for what comes after the first tenth.
     after = [loss for result in results for loss in result.losses[len(result.losses) // 10 :]]
+    after += [loss for result in results for step, loss in result.validations if step > len(result.losses) // 10]
     low, high = min(after), max(after)
-    axes.set_ylim(low - 0.05 * (high - low) - 1e-3, high + 0.15 * (high - low) + 1e-3)
-    axes.margins(x=0.01)
+    axes.set_ylim(low - 0.1 * (high - low) - 1e-3, high + 0.15 * (high - low) + 1e-3)
+    axes.margins(x=0.03)  # as far as a mark at the end reaches
 
 
-def _shade_phases(axes: Any, results: Sequence[RunResult], styles: dict[str, _Style]) -> None:
-    """Every second phase of a run in its colour, with the recipe's name; those of several runs one below the other."""
+def _shade_phases(axes: Any, results: Sequence[RunResult], styles: dict[str, _Style], named: bool = True) -> None:
+    """Each phase of a run in its colour, light and darker in turn, with its recipe's name; runs one below the other."""
     scheduled = [result for result in results if len(result.switches) > 1]
     for place, result in enumerate(scheduled):
         ends = [switch.step for switch in result.switches[1:]] + [result.steps]
         bottom, top = 1 - (place + 1) / len(scheduled), 1 - place / len(scheduled)
         for index, (switch, end) in enumerate(zip(result.switches, ends, strict=True)):
-            if index % 2:
-                colour = styles[result.name].colour
-                axes.axvspan(switch.step, end, bottom, top, color=colour, alpha=0.12, linewidth=0)
+            colour = styles[result.name].colour
+            axes.axvspan(switch.step, end, bottom, top, color=colour, alpha=0.16 if index % 2 else 0.06, linewidth=0)
+            if named:
+                is_narrow = (end - switch.step) / result.steps < 0.0085 * len(switch.name)
                 axes.text(
                     *((switch.step + end) / 2, bottom + 0.02, switch.name),
                     transform=axes.get_xaxis_transform(),
+                    rotation=90 if is_narrow else 0,
                     ha="center",
+                    va="bottom",
                     fontsize=8,
                     color=colour,
                 )

@@ -46,13 +46,13 @@ class ShardedFolder(RunFolder):
             if self.ranks.rank == 0:
                 super().open(resume)
 
-    def load(self, identity: Identity) -> State | None:
+    def load(self, identity: Identity | None) -> State | None:
         """The step, identity and rows of the checkpoint, or None when none was written yet; see `load_parts`."""
         state = self.ranks.first(lambda: self._read(identity))
         self.saved_step = state.step if state is not None else None
         return state
 
-    def _read(self, identity: Identity) -> State | None:
+    def _read(self, identity: Identity | None) -> State | None:
         from octavo.distributed.checkpoint import LATEST, load_extra
 
         if (self.path / CHECKPOINT).exists():

@@ -29,7 +29,7 @@ def trained_model(path: Path) -> GPT:
     if not sharded and not (folder / CHECKPOINT).is_file():
         raise CheckpointError(_no_checkpoint(path, folder))
     kept = ShardedFolder(folder, Ranks()) if sharded else RunFolder(folder)
-    state = kept.load({})
+    state = kept.load(None)
     if state is None:
         raise CheckpointError(_no_checkpoint(path, folder))
     identity: dict[str, Any] = state.identity

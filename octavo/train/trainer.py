@@ -131,7 +131,9 @@ def build_model(
     casts = recipe_named(recipe)
     if casts is None:
         if state.weight_storage != "none":
-            raise TrainError(f"weight_storage {state.weight_storage} needs an FP8 recipe, not {recipe}")
+            raise TrainError(
+                f"weight_storage {state.weight_storage} needs an FP8 recipe, not {recipe}: choose FP8 recipes alone"
+            )
         return model
     storage: Any = None if state.weight_storage == "none" else state.weight_storage
     try:
@@ -177,7 +179,10 @@ class Trainer:
         self.config = config = settle_dtype(config, self.device)
         self.called = shard(model, config, self.ranks)
         state = config.state if recipe is not None else dataclasses.replace(config.state, schedule="")
-        self.optimizer = build_optimizer(model, config.optimizer, state)
+        try:
+            self.optimizer = build_optimizer(model, config.optimizer, state)
+        except ValueError as error:
+            raise TrainError(str(error)) from error
         self.in_backward: Any = None
         if (outstanding := config.state.outstanding_bytes) is not None:
             clip = octavo.optim.EstimatedNorm(config.optimizer.clip or math.inf)

@@ -130,6 +130,18 @@ def test_another_runs_checkpoint(folder):
         folder.load(IDENTITY | {"width": 64})
 
 
+def test_options_that_only_one_of_two_runs_names_are_compared_with_the_defaults(folder):
+    state = make_state()
+    state.identity["master"] = "split24"
+    folder.save(state)
+    assert folder.load(IDENTITY | {"master": "split24", "moments": "fp32"}).step == 2
+    assert folder.load(None).step == 2
+    with pytest.raises(CheckpointError, match="has master split24, not auto"):
+        folder.load(IDENTITY)
+    with pytest.raises(CheckpointError, match="has moments fp32, not fp8"):
+        folder.load(state.identity | {"moments": "fp8"})
+
+
 def test_a_file_is_replaced_or_left(tmp_path, monkeypatch):
     path = tmp_path / "file"
     replace_file(path, b"old")

@@ -80,7 +80,6 @@ def test_identity_holds_what_decides_the_loss_and_nothing_else():
     assert config.identity() != TrainConfig(optimizer=OptimizerConfig(steps=3)).identity()
     assert config.identity() != TrainConfig(state=StateConfig("fp8")).identity()
     assert config.identity() != TrainConfig(state=StateConfig(gradient_storage="fp8")).identity()
-    assert "moments" not in config.identity()  # as in runs from before there was a choice
     assert "data" not in config.identity()
 
 

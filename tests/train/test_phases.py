@@ -14,6 +14,7 @@ from octavo.train import (
     StateConfig,
     TrainConfig,
     TrainError,
+    compare,
     run,
 )
 from octavo.train.phases import BELOW, phases_of
@@ -81,6 +82,10 @@ def test_weights_take_the_form_of_the_phase():
     assert len(weights) == 4 and all(p.dtype == torch.bfloat16 for p in weights)
 
 
-def test_the_baseline_has_no_phases():
+def test_the_baseline_has_no_phases_and_stands_beside_runs_that_do():
     config = replace(TINY, state=StateConfig(schedule="fp8-then-bf16@0.5"))
-    assert run(config).switches == [] and run(config).losses == run(replace(TINY, state=StateConfig())).losses
+    with pytest.raises(TrainError, match="switches FP8 layers, and bf16 has none"):
+        run(config, "bf16")
+    baseline, scheduled = compare(config, ["bf16", "dynamic"])
+    assert baseline.switches == [] and baseline.losses == run(replace(TINY, state=StateConfig())).losses
+    assert len(scheduled.switches) == 2

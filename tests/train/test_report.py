@@ -2,6 +2,7 @@ import csv
 import importlib
 import math
 import struct
+from dataclasses import replace
 
 import pytest
 
@@ -93,13 +94,28 @@ def test_phases_are_shaded_in_the_runs_colour():
     axes = figure.subplots()
     results = [make_result("bf16", 2.0), make_result("dynamic", 2.1), make_result("delayed", 2.2)]
     results[1].switches = [Switch(0, 0, "dynamic", ""), Switch(5, 1, "high_precision", ""), Switch(9, 2, "dynamic", "")]
-    results[2].switches = [Switch(0, 0, "delayed", ""), Switch(12, 1, "high_precision", "")]
+    results[2].switches = [Switch(0, 0, "delayed", ""), Switch(18, 1, "high_precision", "")]
     report._shade_phases(axes, results, report._styles(results, results[0]))
     spans = [(patch.get_x(), patch.get_width(), patch.get_y()) for patch in axes.patches]
-    assert spans == [(5, 4, 0.5), (12, 8, 0.0)]
-    assert [text.get_text() for text in axes.texts] == ["high_precision"] * 2
+    assert spans == [(0, 5, 0.5), (5, 4, 0.5), (9, 11, 0.5), (0, 18, 0.0), (18, 2, 0.0)]
+    names = ["dynamic", "high_precision", "dynamic", "delayed", "high_precision"]
+    assert [text.get_text() for text in axes.texts] == names
+    assert [text.get_rotation() for text in axes.texts] == [0, 0, 0, 0, 90]  # where it is narrow
     colours = {patch.get_facecolor()[:3] for patch in axes.patches}
-    assert len(colours) == 2
+    shades = [patch.get_alpha() for patch in axes.patches]
+    assert len(colours) == 2 and shades[0] == shades[2] < shades[1] == shades[4]
+
+
+def test_every_validation_mark_lies_within_the_axes():
+    figure = importlib.import_module("matplotlib.figure").Figure()
+    axes = figure.subplots()
+    result = make_result("bf16", 2.0)
+    result.rows[9:] = [replace(row, val_loss=9.0 if row.step % 10 == 0 else math.nan) for row in result.rows[9:]]
+    report._draw_losses(axes, [result], report._styles([result], result))
+    figure.draw_without_rendering()
+    for step, loss in result.validations:
+        x, y = axes.transAxes.inverted().transform(axes.transData.transform((step, loss)))
+        assert (0.02 < x < 0.98 and 0.02 < y < 0.98) or step <= 2
 
 
 def test_without_matplotlib_it_names_the_extra(monkeypatch, tmp_path):
