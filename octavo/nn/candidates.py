@@ -133,7 +133,7 @@ def why_left_alone(module: nn.Module) -> str | None:
     if weight.dtype not in HIGH_PRECISION:
         return f"its weight is {weight.dtype}"
     what = why_unreadable(weight)
-    return f"weights that are {what}" if what else None
+    return f"octavo can't read weights that are {what}" if what else None
 
 
 def why_not(module: nn.Module) -> str | None:

@@ -76,6 +76,8 @@ def convert(
         )
     """
     _check(model, recipe)
+    if weight_storage not in (None, "fp8"):
+        raise ValueError(f"weight_storage={weight_storage!r}: use 'fp8' or None")
     targets = _targets(model, select)
     stored = _check_storage(model, recipe, targets, weight_storage)
     if stored:
@@ -136,8 +138,6 @@ def _check_storage(
     """The names of the modules whose weights are to be stored in FP8."""
     if weight_storage is None:
         return set()
-    if weight_storage != "fp8":
-        raise ValueError(f"weight_storage={weight_storage!r}: use 'fp8' or None")
     ours = {id(module) for name, module, _ in targets if not recipe_of(recipe, name).is_high_precision}
     others = _weights_of_others(model, ours)
     stored: set[str] = set()

@@ -62,7 +62,7 @@ def why_unreadable(weight: Tensor) -> str | None:
     if not hasattr(kind, "__tensor_flatten__") or isinstance(weight, StoredWeight | GatheredWeight):
         return None
     if local is weight:
-        return f"of {kind.__module__}.{kind.__qualname__}, another library's form"
+        return f"{kind.__module__}.{kind.__qualname__} (another library's, quantised perhaps)"
     if isinstance(local, ShardHooks):  # of fully_shard, which gathers it before products read it
         return None
     return TENSOR_PARALLEL

@@ -208,7 +208,7 @@ def test_a_weight_of_another_library_is_refused_wherever_it_comes_from():
         before = layer.weight
         if put is nn.Module.register_parameter:  # past the door
             put(layer, "weight", weight)
-            with pytest.raises(TypeError, match=r"can't read weights that are of .*TwoTensor"):
+            with pytest.raises(TypeError, match=r"can't read weights that are .*TwoTensor"):
                 layer(torch.randn(2, 8))
             with pytest.raises(ValueError, match=r"'mx' can't read weights .*TwoTensor.*octavo\.restore"):
                 octavo.set_recipe(layer, recipes.mx())
@@ -229,7 +229,7 @@ def test_tensor_parallel_layers(mesh):
     wanted = net(x)
     with pytest.warns(UserWarning, match="2 layers stay in high precision, first 0: .* tensor parallelism"):
         to_fp8(parallel(net), recipes.dynamic())
-    assert [m.reason for m in octavo.summary(net).left_alone] == [f"weights that are {TENSOR_PARALLEL}"] * 2
+    assert [TENSOR_PARALLEL in m.reason for m in octavo.summary(net).left_alone] == [True, True]
     assert sqnr(net(x), wanted) > 20
 
 

@@ -18,7 +18,7 @@ REASONS = {
     "bilinear": "3-D parameter",
     "conv": "Conv2d is not a linear layer",
     "parametrized": "computed from other parameters",
-    "another library": "weights that are of torch.testing._internal.two_tensor.TwoTensor",
+    "another library": "can't read weights that are torch.testing._internal.two_tensor.TwoTensor",
 }
 
 
