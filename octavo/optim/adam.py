@@ -54,7 +54,8 @@ class _Adam(CompactOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; weights that are stored in FP8 have the update clipped."""
         params = param_group["params"]
-        params = param_group["params"] = [params] if isinstance(params, Tensor) else list(params)
+        if not isinstance(params, set):  # which torch refuses
+            params = param_group["params"] = [params] if isinstance(params, Tensor) else list(params)
         named = [param[1] if isinstance(param, tuple) else param for param in params]
         stored = any(stored_part(param) is not None for param in named)
         if self._clip is None and stored:

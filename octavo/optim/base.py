@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import operator
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -14,6 +17,7 @@ from torch.optim import Optimizer
 from octavo.kernels.optimizer_step import optimizer_step
 from octavo.kernels.reference.optimizer_step import AdamGroup, SgdGroup, WeightUpdate
 from octavo.kernels.reference.random_bits import key_of
+from octavo.optim import loading
 from octavo.optim import state as states
 from octavo.optim.agreement import Agreement, needs_agreement
 from octavo.optim.gradients import GradientStorage, check_storage
@@ -60,12 +64,16 @@ class CompactOptimizer(Optimizer):
         self.moments, self.master, self.seed, self.skip_nonfinite = moments, master, seed, skip_nonfinite
         self._kept: dict[nn.Parameter, Kept] = {}
         self._plans: dict[Any, Any] = {}
-        self._placed: tuple[Any, dict[nn.Parameter, tuple[int, int]]] = ((), {})
+        self._placed: dict[nn.Parameter, tuple[int, int]] = {}
         self._sharded: list[nn.Parameter] = []  # in FP8, with one scale
         self._agreement, self._begun, self._loaded = Agreement(), False, False
         self.in_backward: Any = None  # of update_in_backward
         self.skip: Tensor | None = None  # one number; where it is not 0, the next step does nothing
         self.resolution: Resolution | None = None
+        if isinstance(params, set | frozenset):
+            raise TypeError(
+                "the order of a set's parameters changes between runs, and random bits with it: give a list"
+            )
         super().__init__(params, defaults)
         # not with the module: torch.compiler.disable brings in the whole compiler, as torch's __init__ has by now
         CompactOptimizer._untraced = staticmethod(torch.compiler.disable(CompactOptimizer._step))
@@ -75,7 +83,7 @@ class CompactOptimizer(Optimizer):
         raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; also checks that each weight has a master."""
+        """As torch's; also checks that each weight has a master, and notes how its state is to be read."""
         super().add_param_group(param_group)
         try:
             for param in self.param_groups[-1]["params"]:
@@ -83,8 +91,14 @@ class CompactOptimizer(Optimizer):
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
+        self._describe()
         if self._gradients is not None:
             self._gradients.attach(self.param_groups[-1]["params"])
+
+    def _describe(self) -> None:
+        """Have each group say how its state is to be read: torch.distributed.checkpoint keeps what groups hold."""
+        for group in self.param_groups:
+            group["octavo"] = states.description(self.moments, self.master, self.seed)
 
     def check(self, weight: Tensor, group: dict[str, Any], settings: Settings, bounds: bool) -> None:
         """Raise ValueError for a weight that can't be kept so; ``bounds``: whether its update will be bounded."""
@@ -100,7 +114,8 @@ class CompactOptimizer(Optimizer):
 
     def adopt(self, settings: Settings) -> None:
         """Go on with weights and state that optim/conversion.py has changed."""
-        self.moments, self.master = settings.moments, settings.master
+        self.moments, self.master = settings.moments or self.moments, settings.master
+        self._describe()
         self.forget_kept()
         self._end_step()  # ranks have to agree on amaxes anew
 
@@ -111,7 +126,7 @@ class CompactOptimizer(Optimizer):
 
     def forget_kept(self) -> None:
         """Drop what was kept for the next steps."""
-        self._kept, self._placed = {}, ((), {})
+        self._kept, self._placed = {}, {}
         self._forget_plans()
 
     def _forget_plans(self) -> None:
@@ -125,7 +140,7 @@ class CompactOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._kept, self._plans, self._placed = {}, {}, ((), {})
+        self._kept, self._plans, self._placed = {}, {}, {}
         for name in ("in_backward", "skip", "resolution"):
             setattr(self, name, vars(self).get(name))
         self._agreement, self._begun, self._loaded = vars(self).get("_agreement") or Agreement(), False, False
@@ -226,6 +241,8 @@ class CompactOptimizer(Optimizer):
             skip = self.skip if skip is None else skip + self.skip.to(skip.device)
         self.begin_step()
         self._run(params, skip, scale)
+        if scale is not None:
+            states.unscale([param.grad for param in params if param.grad is not None], scale, skip)
         self._end_step()
         return loss
 
@@ -239,6 +256,7 @@ class CompactOptimizer(Optimizer):
             updates.setdefault(update.gradient.device, []).append(update)
         groups: Any = [self._options(group) for group in self.param_groups]
         for device, some in updates.items():
+            states.raise_amaxes(some)
             there = [None if x is None else x.to(device, torch.float32, non_blocking=True) for x in (skip, scale)]
             sums = None if self.resolution is None else self.resolution.on(device)
             optimizer_step(some, groups, there[0], there[1], self._plans, sums)
@@ -251,20 +269,18 @@ class CompactOptimizer(Optimizer):
                 weight.copy_(kept.update.master.weight.view(weight.shape))
         torch.autograd.graph.increment_version(written)  # of a sharded weight only the local part was written
         for param in params:
-            kept = self._kept[param]
-            if kept.update.master.needs_bound:
-                held = states.held(states.local(param))
-                self._kept[param] = kept._replace(held=held, version=held._version)
+            weight = states.local(param)
+            if isinstance(weight, StoredWeight):
+                self._kept[param] = self._kept[param]._replace(held=weight.q, version=weight.q._version)
 
     def _places(self) -> dict[nn.Parameter, tuple[int, int]]:
         """Each parameter's group and its number among all, on which random bits depend."""
-        counts = tuple(len(group["params"]) for group in self.param_groups)
-        if self._placed[0] != counts:
-            numbers = [number for number, count in enumerate(counts) for _ in range(count)]
-            params = [param for group in self.param_groups for param in group["params"]]
+        params = [param for group in self.param_groups for param in group["params"]]
+        if len(params) != len(self._placed) or not all(map(operator.is_, params, self._placed)):
+            numbers = [number for number, group in enumerate(self.param_groups) for _ in group["params"]]
             self._sharded = [param for param in params if needs_agreement(param)]
-            self._placed = counts, dict(zip(params, zip(numbers, range(len(params)), strict=True), strict=True))
-        return self._placed[1]
+            self._placed = dict(zip(params, zip(numbers, range(len(params)), strict=True), strict=True))
+        return self._placed
 
     def _update(self, param: nn.Parameter, group: int, index: int) -> WeightUpdate:
         grad = states.local(param.grad)  # type: ignore[arg-type]
@@ -283,11 +299,12 @@ class CompactOptimizer(Optimizer):
         """A weight's update, and whether its master begins anew: with the first step, or since it was written."""
         weight, state = states.local(param), self.state[param]
         anew = not state
+        averages = self._averages(self.param_groups[group])
         if anew:
-            state.update(new_state(param, self.settings))
-        kept, ids = self._kept.get(param), (group, index, self.seed, *map(id, state.values()))
+            state.update(new_state(param, self._settings_of(averages)))
+        kept, ids = self._kept.get(param), (group, index, self.seed, averages, *map(id, state.values()))
         held = states.held(weight)
-        written = kept is not None and kept.update.master.needs_bound and was_written(kept, weight, held)
+        written = kept is not None and isinstance(weight, StoredWeight) and was_written(kept, weight, held)
         if kept is None or has_moved(kept, weight, held) or kept.state != ids or not held.is_contiguous():
             if kept is not None:
                 self._forget_plans()
@@ -302,7 +319,7 @@ class CompactOptimizer(Optimizer):
     def _keep(self, param: nn.Parameter, weight: Tensor, state: dict[str, Any], ids: tuple[int, ...]) -> Kept:
         group, index = ids[:2]
         self.check(param, self.param_groups[group], self.settings, self.bounds_update)  # it may be stored in FP8 since
-        own = stores_of(param, weight, state, self.settings)
+        own = stores_of(param, weight, state, self._settings_of(bool(ids[3])))
         key, row = key_of(self.seed, index), states.first_row(param)
         update = WeightUpdate(own.master, own.moments, own.amax, own.matrix, state["step"], key, group, row)
         if self.resolution is not None and param in self.resolution.params:
@@ -315,62 +332,61 @@ class CompactOptimizer(Optimizer):
         """How it keeps weights."""
         return Settings(self.moments, self.names, self.master)
 
+    def _averages(self, group: dict[str, Any]) -> bool:
+        """Whether steps of a group read and write moments."""
+        return True
+
+    def _settings_of(self, averages: bool) -> Settings:
+        """How weights are kept, in a group that has moments or one that has none."""
+        return self.settings if averages else Settings((), (), self.master)
+
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with the moments' and masters' own tensors; each group says how they are to be read."""
         self._agreement.finish()
-        found = super().state_dict()
-        for group in found["param_groups"]:  # which, unlike a key beside them, torch.distributed.checkpoint keeps
-            group["octavo"] = states.description(self.moments, self.master, self.seed)
-        return found
+        self._describe()
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take a state of this class, of other moments or another master (converted, with a warning), or of torch's.
 
-        A master is taken over if it is of the same kind; another begins as the weight.
+        A weight's master is taken over if it was kept in the same way; else it begins as the weight.
 
         Raises:
-            ValueError: if it does not fit the parameters.
+            ValueError: if it does not fit the parameters; nothing is changed then.
         """
-        groups = [dict(group) for group in state_dict["param_groups"]]
-        described = None
-        for group in groups:
-            described = group.pop("octavo", None)
-            if group.get("amsgrad"):
-                raise ValueError("the state is of amsgrad=True, whose largest second moments octavo does not keep")
-        own = state_dict["state"]
-        self._agreement.finish()
-        super().load_state_dict({"state": {}, "param_groups": groups})
-        self._loaded = True
-        if described is not None:
-            self.seed = described["seed"]
-        same = described in (None, states.description(self.moments, self.master, self.seed))
+        state_dict = state_dict.copy()
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        groups = copy.deepcopy(state_dict["param_groups"])
+        described = loading.check_groups(groups, self.param_groups)
         ids = [index for group in groups for index in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]
-        converted = False
+        self._agreement.finish()
+        own_way = states.description(self.moments, self.master, self.seed)
+        same = described is None or described | {"seed": self.seed} == own_way
+        found: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
+        converted: list[str] = []
         for index, param in zip(ids, params, strict=True):
-            if own.get(index):
-                converted |= self._adopt(param, own[index], described, same)
+            if state_dict["state"].get(index):
+                given = state_dict["state"][index]
+                found[param], how = loading.loaded(param, given, described, same, self._settings_in(given))
+                converted += how
+        for group, own in zip(groups, self.param_groups, strict=True):
+            if "param_names" in own:
+                group.setdefault("param_names", own["param_names"])
+            group["params"] = own["params"]
+        self.__setstate__({"state": found, "param_groups": groups})
+        self._loaded, self.seed = True, self.seed if described is None else described["seed"]
+        self._describe()
         for part in (self.resolution, self.in_backward):
             if part is not None:
                 part.restart()
         if converted:
-            before = "torch's"
-            if described is not None:
-                before = f"{tuple(map(states.moment_from, described['moments']))}, master {described['master']}"
-            now = f"{self.moments}, master {self.master}"
-            warnings.warn(f"the optimizer's state was converted: from {before} to {now}", stacklevel=2)
+            warnings.warn(loading.said(described, self.moments, self.master, converted), stacklevel=2)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
-    def _adopt(self, param: nn.Parameter, given: dict[str, Any], described: dict[str, Any] | None, same: bool) -> bool:
-        """Put a parameter's loaded state in place; whether it had to be converted."""
-        state = new_state(param, self.settings)
-        step = given.get("step", 1.0)  # torch's SGD keeps none
-        state["step"].copy_(torch.as_tensor(step, dtype=torch.float32))
-        fits = same and all(states.is_like(value, given.get(name)) for name, value in state.items() if name != "step")
-        if fits:
-            for name, value in state.items():
-                if name != "step":
-                    states.copy_into(value, given[name])
-        else:
-            states.convert(param, given, described, state, self.moments, self.names)
-        self.state[param] = state
-        return not fits
+    def _settings_in(self, given: dict[str, Any]) -> Settings:
+        """How a weight's loaded state is to be kept."""
+        return self.settings

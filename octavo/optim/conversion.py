@@ -20,7 +20,8 @@ from octavo.kernels.reference.optimizer_state import BLOCK, Piece, blocks_of, fi
 from octavo.optim import state as states
 from octavo.optim.base import CompactOptimizer
 from octavo.optim.masters import master_of
-from octavo.optim.stores import Settings, sharded_like, stores_of
+from octavo.optim.stores import Settings, stores_of
+from octavo.optim.stores import new_master as begun_master
 from octavo.tensor.parameters import put_into
 from octavo.tensor.sharded_weight import largest_of_ranks, like_sharded, local_part, on_this_rank
 from octavo.tensor.stored_weight import StoredWeight, cast_part, stored_part
@@ -124,6 +125,7 @@ def _change(
             store_anew(param, storage[param])
         return
     weight = states.local(param.detach())
+    before, after = before.in_state(state), after.in_state(state)
     old = stores_of(param, weight, state, before)
     new_param: Any = param
     if moves:
@@ -133,8 +135,7 @@ def _change(
     found = {"step": state["step"]} | _moments(param, state, before, after)
     old_master, new_master = master_of(param, before.master), master_of(new_param, after.master)
     if moves or old_master is not new_master:
-        own = new_master.new_state(new_weight)
-        found |= sharded_like(own, new_param)
+        found |= begun_master(new_param, new_weight, after.master)
         new = stores_of(new_param, new_weight, found, after)
         keeps_codes = not moves and new.master.kind in ("fp8_fp16", "fp8_fp32")  # whose ties go the other way
         codes = new.master.weight.clone() if keeps_codes else None

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from octavo.kernels.reference.optimizer_step import SgdGroup
 from octavo.optim.base import CompactOptimizer
+from octavo.optim.kept import Kept
 from octavo.optim.moment import NAMED, Moment
-from octavo.optim.state import as_fp32, largest
+from octavo.optim.state import as_fp32, holds, largest, like_param, local
+from octavo.optim.stores import Settings
 from octavo.scaling.bounded import sgd_max_update
 
 
@@ -36,6 +38,8 @@ class SGD(CompactOptimizer):
         tensor([0.5000, 0.5000, 0.5000, 0.5000])
     """
 
+    names = ("momentum_buffer",)
+
     def __init__(
         self,
         params: Any,
@@ -59,20 +63,42 @@ class SGD(CompactOptimizer):
             raise ValueError("nesterov=True needs a momentum and no dampening")
         if master == "fp16_scaled":
             raise ValueError("master='fp16_scaled' finds its scale by the largest update, which SGD does not bound")
-        self.names = ("momentum_buffer",) if momentum else ()
         defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
         defaults |= {"nesterov": nesterov, "maximize": maximize}
         super().__init__(params, defaults, self.moments_of(moments), master, seed, skip_nonfinite, gradient_storage)
 
     def moments_of(self, moments: Any) -> tuple[Moment, ...]:
-        """The momentum's, by its name or as it is; none without momentum."""
+        """The momentum's, by its name or as it is."""
         if isinstance(moments, str) and moments not in NAMED:
             raise ValueError(f"moments={moments!r}: use {', '.join(map(repr, NAMED))} or an octavo.optim.Moment")
         moment = NAMED[moments][0] if isinstance(moments, str) else moments
         if not isinstance(moment, Moment):
             raise TypeError(f"moments={moments!r}: use {', '.join(map(repr, NAMED))} or an octavo.optim.Moment")
         moment.check(second=False)
-        return (moment,) if self.names else ()
+        return (moment,)
+
+    def _averages(self, group: dict[str, Any]) -> bool:
+        return bool(group["momentum"])
+
+    def _settings_in(self, given: dict[str, Any]) -> Settings:
+        return Settings(self.moments, self.names, self.master).in_state(given)
+
+    @property
+    def settings(self) -> Settings:
+        """How it keeps weights: with a moment if any group has a momentum."""
+        return self._settings_of(any(map(self._averages, self.param_groups)))
+
+    def _settings_of(self, averages: bool) -> Settings:
+        return Settings(self.moments if averages else (), self.names if averages else (), self.master)
+
+    def _current(self, param: nn.Parameter, group: int, index: int) -> tuple[Kept, bool]:
+        state = self.state[param]
+        if state and self._averages(self.param_groups[group]) and not holds(state, self.names[0]):
+            weight = local(param.detach())  # its group was given a momentum: it begins with this step's gradient
+            for name, value in self.moments[0].new_state(self.names[0], weight.shape, weight.device).items():
+                state[name] = like_param(value, param)
+            state["step"].zero_()
+        return super()._current(param, group, index)
 
     def max_update(self, step: int) -> float:
         """The most that the next step moves an element, by its learning rate, with the gradients that are there.
@@ -91,7 +117,8 @@ class SGD(CompactOptimizer):
 
     def _momentum_amax(self, param: Tensor) -> float:
         state = self.state.get(param)
-        return _amax(as_fp32(self.names[0], self.moments[0], state)) if state and self.names else 0.0
+        averages = state is not None and holds(state, self.names[0])
+        return _amax(as_fp32(self.names[0], self.moments[0], state)) if averages and state is not None else 0.0
 
     def _options(self, group: dict[str, Any]) -> SgdGroup:
         names = "lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"

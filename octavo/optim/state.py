@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,10 +12,12 @@ from torch import Tensor, nn
 from octavo.formats import E4M3, E4M4, E5M2, Format
 from octavo.granularity import PerBlock, PerTensor
 from octavo.kernels.reference.optimizer_state import BLOCK, pieces
+from octavo.kernels.reference.optimizer_step import WeightUpdate
 from octavo.numerics import scale_from_amax
 from octavo.optim.masters import master_of
 from octavo.optim.moment import Moment, as_matrix
 from octavo.tensor.sharded_weight import like_sharded
+from octavo.tensor.stored_gradient import StoredGradient
 from octavo.tensor.stored_weight import StoredWeight, stored_part
 
 _FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2, E4M4)}
@@ -129,6 +132,42 @@ def bytes_of_part(tensor: Tensor) -> int:
     return -(-tensor.shape[0] // ranks) * tensor.shape[1:].numel() * tensor.element_size()
 
 
+def raise_amaxes(updates: Sequence[WeightUpdate]) -> None:
+    """Raise the amaxes of float16 masters to their weights', which may have been written since the last step."""
+    scaled = [update for update in updates if update.master.kind == "fp16_scaled" and update.master.weight.numel()]
+    if not scaled:
+        return
+    weights = [update.master.weight for update in scaled]
+    if weights[0].is_cuda:
+        norms = list(torch._foreach_norm(weights, math.inf, torch.float32))
+    else:  # where that would make all of a weight float32
+        norms = [torch.stack(weight.aminmax()).abs().amax().float() for weight in weights]
+    found = torch.stack(norms)
+    found = torch.where(found.isfinite(), found, 0.0)
+    amaxes = [update.amax.view(()) for update in scaled if update.amax is not None]
+    torch._foreach_maximum_(amaxes, list(found.unbind()))
+
+
+def unscale(gradients: list[Tensor], scale: Tensor, skip: Tensor | None) -> None:
+    """Divide gradients by a GradScaler's scale, as torch's fused optimizers leave them; not where the step is skipped.
+
+    Args:
+        gradients: plain or sharded, in high precision or codes.
+        scale: one number.
+        skip: one number, not 0 where the step is skipped; or None.
+    """
+    divisor = scale if skip is None else torch.where(skip.to(scale.device) != 0, 1.0, scale)
+    parts = [local(gradient) for gradient in gradients]
+    parts = [part.scale_inv if isinstance(part, StoredGradient) else part for part in parts]
+    for device in {part.device for part in parts}:
+        torch._foreach_div_([part for part in parts if part.device == device], divisor.to(device).view(()))
+
+
+def holds(state: dict[str, Any], name: str) -> bool:
+    """Whether a state has a moment of this name."""
+    return state.get(name) is not None or state.get(f"{name}_codes") is not None
+
+
 def is_like(own: Tensor, given: Any) -> bool:
     """Whether what was loaded can be copied as it is."""
     return isinstance(given, Tensor) and given.dtype == own.dtype and local(given).shape == local(own).shape
@@ -159,33 +198,6 @@ def moment_from(described: dict[str, Any]) -> Moment:
     fmt: Any = _FORMATS.get(described["format"], described["format"])
     granularity = PerTensor() if described["per_tensor"] else PerBlock(1, BLOCK)
     return Moment(fmt, described["root"], granularity, described["rounding"], described["scale"])
-
-
-def convert(
-    param: nn.Parameter,
-    given: dict[str, Any],
-    described: dict[str, Any] | None,
-    state: dict[str, Any],
-    moments: tuple[Moment, ...],
-    names: tuple[str, ...],
-) -> None:
-    """Fill a new state from one of other moments or another master.
-
-    Raises:
-        ValueError: if its moments are not there or of another shape.
-    """
-    before = moments if described is None else tuple(moment_from(m) for m in described["moments"])
-    masters = [name for name in state if name.startswith("master_")]
-    if all(is_like(state[name], given.get(name)) for name in masters):
-        for name in masters:
-            copy_into(state[name], given[name])
-    for name, old, new in zip(names, before, moments_for(param, moments), strict=True):
-        values = as_fp32(name, old, given)
-        if values.shape != local(param).shape:
-            raise ValueError(f"{name} of shape {tuple(values.shape)} does not fit a weight of {tuple(param.shape)}")
-        store_moment(
-            values, new, name, {key: local(value) for key, value in state.items() if isinstance(value, Tensor)}
-        )
 
 
 def as_fp32(name: str, moment: Moment, given: dict[str, Any]) -> Tensor:

@@ -11,7 +11,7 @@ from octavo.granularity import PerTensor
 from octavo.kernels.reference.adam import Master
 from octavo.kernels.reference.optimizer_state import StoredMoment
 from octavo.optim import state as states
-from octavo.optim.masters import master_of
+from octavo.optim.masters import KINDS, master_of
 from octavo.optim.moment import Moment
 from octavo.tensor.sharded_weight import like_sharded
 from octavo.tensor.stored_weight import StoredWeight, stored_part
@@ -23,6 +23,11 @@ class Settings(NamedTuple):
     moments: tuple[Moment, ...]
     names: tuple[str, ...]
     master: str | None
+
+    def in_state(self, state: dict[str, Any]) -> Settings:
+        """The same of those moments alone that a state has: SGD's has none before its group has a momentum."""
+        kept = [pair for pair in zip(self.moments, self.names, strict=True) if states.holds(state, pair[1])]
+        return Settings(tuple(moment for moment, _ in kept), tuple(name for _, name in kept), self.master)
 
 
 class Stores(NamedTuple):
@@ -52,9 +57,22 @@ def new_state(param: nn.Parameter, settings: Settings) -> dict[str, Any]:
     own: dict[str, Tensor] = {}
     for moment, name in zip(states.moments_for(param, settings.moments), settings.names, strict=True):
         own |= moment.new_state(name, weight.shape, weight.device)
-    own |= master_of(param, settings.master).new_state(weight)
     step = torch.zeros((), dtype=torch.float32, device=weight.device)
-    return {"step": step} | sharded_like(own, param)
+    return {"step": step} | sharded_like(own, param) | new_master(param, weight, settings.master)
+
+
+def new_master(param: nn.Parameter, weight: Tensor, master: str | None) -> dict[str, Tensor]:
+    """What a weight's master keeps in its state, and which of KINDS it is: names and dtypes of several are the same.
+
+    Args:
+        param: the weight.
+        weight: this rank's part of it.
+        master: the optimizer's argument.
+    """
+    chosen = master_of(param, master)
+    own = chosen.new_state(weight)
+    kind = {"master_kind": torch.tensor(KINDS.index(chosen.kind), dtype=torch.uint8)} if own else {}
+    return sharded_like(own, param) | kind
 
 
 def sharded_like(own: dict[str, Tensor], param: Tensor) -> dict[str, Tensor]:
@@ -93,7 +111,7 @@ def bytes_of(param: nn.Parameter, weight: Tensor, settings: Settings | None) -> 
     master: dict[str, Tensor] = {}
     moments: dict[str, Tensor] = {}
     if settings is not None:
-        master = master_of(nn.Parameter(weight, False), settings.master).new_state(weight)
+        master = new_master(nn.Parameter(weight, False), weight, settings.master)
         for moment, name in zip(states.moments_for(param, settings.moments), settings.names, strict=True):
             moments |= moment.new_state(name, weight.shape, weight.device)
     parts = own, master.values(), moments.values()
@@ -150,7 +168,8 @@ def stores_of(param: nn.Parameter, weight: Tensor, state: dict[str, Any], settin
         weight, kept = _stand_in(weight, master, chosen, settings.names, kept)
     matrix = states.matrix_of(weight)
     if states.is_sharded_vector(param):  # a row an element, so that its index is that of the whole vector
-        kept = {name: value.view(-1, 1) if value.ndim else value for name, value in kept.items()}
+        own = [name for name, value in kept.items() if value.ndim and not name.startswith("master_")]
+        kept |= {name: kept[name].view(-1, 1) for name in own}
         matrix = matrix.view(-1, 1)
     moments = tuple(moment.stored(name, kept) for moment, name in zip(chosen, settings.names, strict=True))
     scale_inv = (weight.scale_inv,) if isinstance(weight, StoredWeight) else ()

@@ -47,7 +47,7 @@ def test_split32_trains_as_float32_weights_do():
         for optimizer in optimizers:
             optimizer.step()
     rest = optimizers[0].state[p]["master_rest"]
-    bits = (p.detach().view(torch.int16).int() << 16) + rest.int()
+    bits = (p.detach().view(torch.int16).int() << 16) + rest.view(torch.int16).squeeze(-1).int()
     assert torch.equal(bits.view(torch.float32), exact)
 
 

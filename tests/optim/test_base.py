@@ -215,3 +215,55 @@ def test_in_compiled_code_it_is_a_graph_break(backend: str) -> None:
     with pytest.raises(torch._dynamo.exc.Unsupported):
         torch.compile(step, backend=backend, fullgraph=True)(torch.ones(3))
     torch.compiler.reset()
+
+
+@each_kind
+def test_a_parameter_that_takes_the_place_of_another_is_stepped(kind: type) -> None:
+    params, optimizer = of(kind)
+    fill(params, 0)
+    optimizer.step()
+    new = nn.Parameter(torch.ones(4))
+    new.grad = torch.ones(4)
+    optimizer.param_groups[0]["params"][0] = new
+    optimizer.step()
+    assert (new < 1).all()
+    optimizer.param_groups[0]["params"][0] = wrong = nn.Parameter(torch.ones(4, dtype=torch.float64))
+    wrong.grad = torch.ones(4, dtype=torch.float64)
+    with pytest.raises(ValueError, match="float64"):
+        optimizer.step()
+
+
+@each_kind
+def test_a_set_has_no_order(kind: type) -> None:
+    for given in ({nn.Parameter(torch.ones(2))}, [{"params": {nn.Parameter(torch.ones(2))}}]):
+        with pytest.raises(TypeError, match=r"set|sets"):
+            kind(given, lr=0.1)
+
+
+@each_kind
+def test_a_grad_scaler_leaves_gradients_unscaled_unless_it_skips(kind: type) -> None:
+    for storage in (None, "fp8"):
+        weight = nn.Parameter(torch.ones(300))
+        optimizer = kind([weight], lr=0.1, gradient_storage=storage)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for factor, expected in ((1.0, 1.0), (math.inf, math.inf)):
+            optimizer.zero_grad()
+            scaler.scale(weight.sum() * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            grad = weight.grad if storage is None else weight.grad.dequantize()  # type: ignore[union-attr]
+            assert grad is not None and (not math.isfinite(expected) or float(grad[0]) == expected)
+
+
+@each_kind
+def test_float16_weights_are_their_own_masters(kind: type) -> None:
+    weight = nn.Parameter(torch.randn(5, 200).half())
+    wide = nn.Parameter(weight.detach().float())
+    optimizer, exact = kind([weight], lr=0.01, moments="fp32"), kind([wide], lr=0.01, moments="fp32")
+    for _ in range(3):
+        weight.grad = torch.randn(5, 200).half()
+        wide.grad = weight.grad.float()
+        optimizer.step()
+        exact.step()
+    assert set(optimizer.state[weight]) <= {"step", "exp_avg", "exp_avg_sq", "momentum_buffer"}
+    assert torch.allclose(weight.detach().float(), wide.detach(), rtol=0, atol=4 * 2.0**-10)

@@ -40,6 +40,27 @@ def test_fp32_is_torchs_bit_for_bit(options):
     assert all(torch.equal(a, b) for a, b in zip(ours, torchs, strict=True))
 
 
+def test_each_group_has_its_own_momentum_and_may_change_it():
+    """As torch's, bit for bit: a momentum that a group has alone, that begins later, that rests, that ends."""
+    changes = {2: (0.0, 0.9, 0.5, 0.9), 4: (0.9, 0.9, 0.0, 0.0), 6: (0.9, 0.5, 0.9, 0.0)}
+    found = []
+    for kind, options in ((SGD, {"moments": "fp32"}), (torch.optim.SGD, {"foreach": False})):
+        weights = params()
+        groups = [{"params": [p], "momentum": m} for p, m in zip(weights, (0.9, 0.0, 0.0, 0.9), strict=True)]
+        del groups[3]["momentum"]
+        optimizer = kind(groups, lr=0.1, momentum=0.9, dampening=0.5, **options)
+        for step in range(8):
+            for group, momentum in zip(optimizer.param_groups, changes.get(step, ()), strict=False):
+                group["momentum"] = momentum
+            steps(optimizer, weights, 1, step)
+        found.append(weights)
+        saved = optimizer.state_dict()
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    again = SGD([{"params": [p]} for p in params()], momentum=0.9, moments="fp32")
+    again.load_state_dict(saved)  # torch's, of which the last group's buffer rests
+    steps(again, [p for group in again.param_groups for p in group["params"]], 1)
+
+
 @pytest.mark.parametrize(
     "moments", ["fp8", "bf16", Moment(E5M2), Moment(E4M3, granularity=PerTensor()), Moment("bf16")], ids=str
 )

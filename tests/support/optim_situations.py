@@ -21,6 +21,9 @@ from octavo.granularity import PerTensor
 from octavo.optim import AdamW, Moment
 
 FULL = StateDictOptions(full_state_dict=True)
+FROM_FIRST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+
+PLAIN = ("step", "master_kind")  # the same on all ranks
 
 
 def model(master: str | None) -> nn.Module:
@@ -78,8 +81,8 @@ def sharded(mesh: Any, moments: Any, master: str | None, steps: int = 4) -> dict
     return weights(net)
 
 
-def reloaded(mesh: Any, moments: Any, master: str | None) -> bool:
-    """Whether a sharded state that was saved and loaded goes on as if it had not been."""
+def reloaded(mesh: Any, moments: Any, master: str | None, full: bool) -> bool:
+    """Whether a sharded state that was saved, in parts or gathered, and loaded goes on as if it had not been."""
     found = []
     for interrupted in (False, True):
         net = model(master)
@@ -87,14 +90,15 @@ def reloaded(mesh: Any, moments: Any, master: str | None) -> bool:
         optimizer = optimizer_of(net, moments, master)
         train(net, optimizer, 3)
         if interrupted:
-            saved = get_optimizer_state_dict(net, optimizer)
+            saved = get_optimizer_state_dict(net, optimizer, options=FULL if full else None)
             saved = {"state": {n: dict(s) for n, s in saved["state"].items()}, "param_groups": saved["param_groups"]}
             for state in saved["state"].values():
-                assert all(isinstance(v, DTensor) for k, v in state.items() if k != "step"), state.keys()
+                assert full or all(isinstance(v, DTensor) for k, v in state.items() if k not in PLAIN), state.keys()
             optimizer = optimizer_of(net, moments, master)
+            net.zero_grad()
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
-                set_optimizer_state_dict(net, optimizer, saved)
+                set_optimizer_state_dict(net, optimizer, saved, options=FROM_FIRST if full else None)
         train(net, optimizer, 3, seed=1)
         found.append(weights(net))
     return same(*found)

@@ -4,11 +4,14 @@
     bf16 + 16-bit remainder   all of float32: weight and remainder add up to its bits
     bf16 + 8-bit remainder    its upper 24 bits; the lower 8 are rounded stochastically
     bf16, float16 master      the master times a power of two, known before the update (scaling/bounded.py), rounded
-                              stochastically
+                              stochastically; the weight is that master, rounded to nearest
     bf16 alone                rounded stochastically
 
-A bf16 weight is its master rounded to nearest, ties away from zero: so the remainder, master minus weight in units of
-the last bit, always fits.
+A bf16 weight with a remainder is its master rounded to nearest, ties away from zero: so the remainder, master minus
+weight in units of the last bit, always fits.
+
+Each master follows a weight that was given other values, however they were written: a remainder is added to what is
+there, and a float16 master counts only where it rounds to the weight.
 """
 
 from __future__ import annotations
@@ -69,7 +72,8 @@ class MasterWeight:
         rest = piece.of(self.rest)
         if self.kind == "fp16_scaled":
             assert self.scale_inv is not None
-            return rest.to(torch.float32).mul_(self.scale_inv.view(1, 1, 1))
+            wide = rest.to(torch.float32).mul_(self.scale_inv.view(1, 1, 1))
+            return torch.where(wide.to(weight.dtype) == weight, wide, weight.to(torch.float32))
         bits = weight.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
         bits.add_(rest.to(torch.int32), alpha=1 if self.kind == "split32" else 1 << 8)
         return bits.view(torch.float32)
@@ -98,10 +102,10 @@ class MasterWeight:
         assert self.rest is not None
         if self.kind == "fp16_scaled":
             assert scale is not None and found is not None and bits16 is not None
-            weight.copy_(wide)
             rest = round_to_half(wide.mul_(scale.view(1, 1, 1)), bits16)
             piece.of(self.rest).copy_(rest)
             wide.copy_(rest).div_(scale.view(1, 1, 1))  # the master as it is stored: rounding may have made it larger
+            weight.copy_(wide)
             torch.maximum(found, finite_amax(wide).max(), out=found)
             return
         bits = wide.view(torch.int32)

@@ -47,7 +47,7 @@ class WeightUpdate(NamedTuple):
     Attributes:
         master: the weight [R, C] and its master.
         moments: as many as the rule has, all [R, C].
-        amax: float32, of a scaled master, in scale_inv's shape; else None.
+        amax: float32, of a scaled master, in scale_inv's shape, no less than the weight's; else None.
         gradient: [R, C] of any float dtype, or uint8: codes of E4M3.
         step: float32, one number on the weight's device: the steps before this one.
         key: of random bits: of the seed and the weight's number.

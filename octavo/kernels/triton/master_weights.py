@@ -21,8 +21,11 @@ def read_master(row_ptr, place, scale_inv, WEIGHT: tl.constexpr, MASTER: tl.cons
     if MASTER >= 5:
         result = read_fp8_master(row_ptr, place, scale_inv, MASTER, EVEN)
     elif MASTER == 3:
-        rest = load_float(row_ptr, REST, place, 6, EVEN)
-        result = rest * scale_inv
+        result = load_float(row_ptr, REST, place, 6, EVEN) * scale_inv
+        weight_ptr = typed(row_ptr, WEIGHT_COLUMN, WEIGHT, EVEN)
+        weight = load_at(weight_ptr, place).to(tl.float32)
+        rounded = narrow(result, weight_ptr.dtype.element_ty).to(tl.float32)
+        result = tl.where(rounded == weight, result, weight)
     else:
         result = load_float(row_ptr, WEIGHT_COLUMN, place, WEIGHT, EVEN)
         if MASTER == 1 or MASTER == 2:
@@ -39,13 +42,14 @@ def write_master(row_ptr, place, w, bits16, scale, WEIGHT: tl.constexpr, MASTER:
     found = 0.0
     if MASTER >= 5:
         found = write_fp8_master(row_ptr, place, w, bits16, scale, MASTER, EVEN)
-    if MASTER == 0 or MASTER == 3:
+    if MASTER == 0:
         store_at(weight_ptr, place, narrow(w, weight_ptr.dtype.element_ty))
     if MASTER == 3:
         rest = round_to_half(w * scale, bits16)
         store_at(typed(row_ptr, REST, 6, EVEN), place, rest)
-        held = tl.where(place.inside, tl.math.div_rn(rest.to(tl.float32), tl.full(w.shape, 1.0, tl.float32) * scale), 0)
-        found = tl.max(tl.max(finite_abs(held), 1), 0)
+        held = tl.math.div_rn(rest.to(tl.float32), tl.full(w.shape, 1.0, tl.float32) * scale)
+        store_at(weight_ptr, place, narrow(held, weight_ptr.dtype.element_ty))
+        found = tl.max(tl.max(finite_abs(tl.where(place.inside, held, 0)), 1), 0)
     if MASTER == 4:
         store_at(weight_ptr, place, round_to_bf16(w, bits16))
     if MASTER == 1 or MASTER == 2:

@@ -7,13 +7,13 @@ from torch import Tensor
 
 from octavo.kernels.reference.master_weights import FLOAT16_MAX, MasterWeight
 from octavo.numerics import scale_from_amax
-from octavo.optim.moment import as_matrix
 
 
 class Fp16Scaled:
     """4 bytes in all, for weights of which the smallest matter less: float16 reaches 40 octaves below the largest."""
 
     name = "fp16_scaled"
+    kind = "fp16_scaled"
     dtypes = (torch.bfloat16, torch.float16)
 
     def new_state(self, weight: Tensor) -> dict[str, Tensor]:
@@ -28,4 +28,4 @@ class Fp16Scaled:
 
     def stored(self, weight_RC: Tensor, state: dict[str, Tensor]) -> MasterWeight:
         """All."""
-        return MasterWeight(weight_RC, "fp16_scaled", as_matrix(state["master_rest"]), state["master_scale_inv"])
+        return MasterWeight(weight_RC, self.kind, state["master_rest"].view(weight_RC.shape), state["master_scale_inv"])

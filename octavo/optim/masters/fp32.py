@@ -1,4 +1,4 @@
-"""A float32 weight is its own master."""
+"""A float32 weight is its own master; so is a float16 one, which is rounded to nearest."""
 
 from __future__ import annotations
 
@@ -8,11 +8,18 @@ from torch import Tensor
 from octavo.kernels.reference.master_weights import MasterWeight
 
 
-class Fp32:
-    """Nothing besides the weight: 4 bytes."""
+class Itself:
+    """Nothing besides the weight.
 
-    name = "fp32"
-    dtypes = (torch.float32,)
+    Args:
+        name: the ``master`` argument's.
+        dtypes: of the weights that it is for.
+    """
+
+    kind = "weight"
+
+    def __init__(self, name: str, dtypes: tuple[torch.dtype, ...]) -> None:
+        self.name, self.dtypes = name, dtypes
 
     def new_state(self, weight: Tensor) -> dict[str, Tensor]:
         """None."""
@@ -20,4 +27,4 @@ class Fp32:
 
     def stored(self, weight_RC: Tensor, state: dict[str, Tensor]) -> MasterWeight:
         """The weight."""
-        return MasterWeight(weight_RC, "weight")
+        return MasterWeight(weight_RC, self.kind)

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.reference.master_weights import MasterWeight
-from octavo.optim.moment import as_matrix
 
 
 class Split24:
     """3 bytes in all."""
 
     name = "split24"
+    kind = "split24"
     dtypes = (torch.bfloat16,)
 
     def new_state(self, weight: Tensor) -> dict[str, Tensor]:
@@ -21,4 +21,4 @@ class Split24:
 
     def stored(self, weight_RC: Tensor, state: dict[str, Tensor]) -> MasterWeight:
         """Both."""
-        return MasterWeight(weight_RC, "split24", as_matrix(state["master_rest"]))
+        return MasterWeight(weight_RC, self.kind, state["master_rest"].view(weight_RC.shape))

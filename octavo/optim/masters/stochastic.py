@@ -12,6 +12,7 @@ class Stochastic:
     """2 bytes."""
 
     name = None
+    kind = "stochastic"
     dtypes = (torch.bfloat16,)
 
     def new_state(self, weight: Tensor) -> dict[str, Tensor]:
@@ -20,4 +21,4 @@ class Stochastic:
 
     def stored(self, weight_RC: Tensor, state: dict[str, Tensor]) -> MasterWeight:
         """The weight."""
-        return MasterWeight(weight_RC, "stochastic")
+        return MasterWeight(weight_RC, self.kind)

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.reference.fp8_weights import FLOAT16_FACTOR, Fp8Weight
-from octavo.optim.moment import as_matrix
 from octavo.tensor.stored_weight import StoredWeight
 
 
@@ -26,8 +25,10 @@ class Stored:
         """The rest, so that the master begins as the weight, and the amax that bounds the next scale."""
         values = weight.pair().dequantize().float()
         state = {"master_amax": _amax_of(values, weight.scale_inv.shape)}
-        if self.rest in (torch.int8, torch.int16):
+        if self.rest == torch.int8:
             state["master_rest"] = torch.zeros(weight.shape, dtype=self.rest, device=weight.device)
+        elif self.rest == torch.int16:  # as bytes [N, K, 2]: NCCL and gloo send no int16
+            state["master_rest"] = torch.zeros(*weight.shape, 2, dtype=torch.uint8, device=weight.device)
         elif self.rest == torch.float16:
             state["master_rest"] = weight.q.float().mul_(FLOAT16_FACTOR).half()
         elif self.rest == torch.float32:
@@ -36,7 +37,10 @@ class Stored:
 
     def stored(self, codes_RC: Tensor, state: dict[str, Tensor], scale_inv: Tensor) -> Fp8Weight:
         """All."""
-        rest = None if self.rest is None else as_matrix(state["master_rest"])
+        rest = None if self.rest is None else state["master_rest"]
+        if rest is not None and self.rest == torch.int16:
+            rest = rest.view(self.rest)
+        rest = None if rest is None else rest.view(codes_RC.shape)
         return Fp8Weight(codes_RC, self.kind, scale_inv, rest)
 
 

@@ -38,3 +38,19 @@ def test_weights_that_grow_a_millionfold_stay_finite():
         p.grad = -torch.ones_like(p)
         optimizer.step()
     assert p.isfinite().all() and float(p.detach().max()) == pytest.approx(2000, rel=0.01)
+
+
+@pytest.mark.parametrize("write", ["copy_", "data.copy_", "data ="])
+def test_a_weight_that_was_written_goes_on_from_there(write):
+    p = nn.Parameter(torch.randn(2, 200).bfloat16())
+    optimizer = AdamW([p], lr=1e-4, weight_decay=0.0, moments="fp32", master="fp16_scaled")
+    for values in (None, 7e4, 1e-3):  # beyond what the scale of before can hold; far below
+        if values is not None:
+            new = torch.full((2, 200), values).bfloat16()
+            if write == "data =":
+                p.data = new.clone()
+            else:
+                (p.detach() if write == "copy_" else p.data).copy_(new)
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        assert values is None or torch.allclose(p.detach(), new - 1e-4, rtol=2.0**-7)

@@ -10,7 +10,7 @@ def test_it_begins_as_the_weight():
     master = master_of(p, "split32")
     state = master.new_state(p)
     assert list(state) == ["master_rest"]
-    assert state["master_rest"].dtype == torch.int16 and state["master_rest"].shape == p.shape
+    assert state["master_rest"].dtype == torch.uint8 and state["master_rest"].shape == (*p.shape, 2)
     assert (state["master_rest"] == 0).all()
     stored = master.stored(p.detach().view(3, 20), state)
     assert stored.kind == "split32" and stored.rest.shape == (3, 20) and stored.is_random is False
