@@ -363,6 +363,7 @@ LIBRARY = torch.library.Library("octavo", "DEF")
 
 for _name, _schema in SCHEMAS.items():
     LIBRARY.define(_name + _schema, tags=(torch.Tag.needs_exact_strides,))
-    LIBRARY.impl(_name, KERNELS[_name], "CompositeExplicitAutograd")
+    # without gradients: a program of torch.export runs them on weights that require some; its backward warns
+    LIBRARY.impl(_name, torch.no_grad()(KERNELS[_name]), "CompositeExplicitAutograd")
     LIBRARY.impl(_name, ON_CUDA[_name], "CUDA")
     torch.library.register_fake(f"octavo::{_name}", FAKES[_name], lib=LIBRARY)

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+import octavo.nn
 from octavo import kernels
 from octavo.kernels.reference import KERNELS
 from octavo.kernels.signatures import FAKES, SCHEMAS
@@ -281,3 +282,12 @@ def test_ops_under_inference_mode_and_no_grad() -> None:
             again = kernels.cast(x, None, 0, E4M3, (1, -1), False, 0)
         for a, b in itertools.zip_longest(expected, again):
             assert torch.equal(a.float(), b.float())
+
+
+def test_an_exported_program_runs_with_gradients_on_and_says_that_it_has_none() -> None:
+    layer, x = octavo.nn.Linear(16, 8), torch.randn(4, 16)
+    program = torch.export.export(layer, (x,)).module()
+    y = program(x)
+    assert torch.equal(y, layer(x))
+    with pytest.warns(UserWarning, match=r"octavo::matmul.*backprop"):
+        y.sum().backward()
