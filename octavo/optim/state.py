@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from octavo.formats import E4M3, E4M4, E5M2, Format
 from octavo.granularity import PerBlock, PerTensor
-from octavo.kernels.reference.optimizer_state import BLOCK, pieces
+from octavo.kernels.reference.optimizer_state import BLOCK, LARGEST_SQUARE, pieces
 from octavo.kernels.reference.optimizer_step import WeightUpdate
 from octavo.numerics import scale_from_amax
 from octavo.optim.masters import master_of
@@ -225,6 +225,7 @@ def store_moment(values: Tensor, moment: Moment, name: str, state: dict[str, Ten
     if stored.scale_inv is not None and stored.scale_inv.numel() == 1 and moment.granularity == PerTensor():
         assert stored.fmt is not None
         amax = matrix.abs().amax().reshape(1, 1) if matrix.numel() else torch.zeros_like(stored.scale_inv)
+        amax = amax.clamp(max=LARGEST_SQUARE) if moment.root else amax
         amax = amax.sqrt() if moment.root else amax
         scale = scale_from_amax(amax, stored.fmt.max, False, 0)
         stored.scale_inv.copy_(scale.reciprocal())
@@ -232,4 +233,5 @@ def store_moment(values: Tensor, moment: Moment, name: str, state: dict[str, Ten
             stored.amax.copy_(amax)
     stored.stochastic = False
     for piece in pieces(*matrix.shape):
-        stored.write(piece, piece.of(matrix).clone(), None, scale, None)
+        wide = piece.of(matrix).clone()
+        stored.write(piece, wide.clamp_(max=LARGEST_SQUARE) if moment.root else wide, None, scale, None)

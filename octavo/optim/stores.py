@@ -111,7 +111,7 @@ def bytes_of(param: nn.Parameter, weight: Tensor, settings: Settings | None) -> 
     master: dict[str, Tensor] = {}
     moments: dict[str, Tensor] = {}
     if settings is not None:
-        master = new_master(nn.Parameter(weight, False), weight, settings.master)
+        master = master_of(nn.Parameter(weight, False), settings.master).new_state(weight)
         for moment, name in zip(states.moments_for(param, settings.moments), settings.names, strict=True):
             moments |= moment.new_state(name, weight.shape, weight.device)
     parts = own, master.values(), moments.values()

@@ -101,6 +101,29 @@ def test_the_second_moment_is_unbiased_while_gradients_stay():
     assert float(error.std()) < 0.2
 
 
+def test_gradients_too_large_for_a_second_moment_move_weights_as_float32_moments_do():
+    ends = []
+    for moments in MOMENTS:
+        p = nn.Parameter(torch.ones(4, 128))
+        optimizer = AdamW([p], lr=0.01, moments=MOMENTS[moments])
+        for gradient in (1.0, 1e30, 1e30):
+            p.grad = torch.full_like(p, gradient)
+            optimizer.step()
+        ends.append(p.detach().clone())
+        for _ in range(30):  # and from then on by no more than any gradients can move them
+            p.grad = torch.ones_like(p)
+            optimizer.step()
+        assert ((p - ends[-1]).abs() < 0.01 * 8).all(), moments
+        saved = optimizer.state_dict()
+        if moments == "fp32":
+            other = AdamW([p], lr=0.01)
+            with pytest.warns(UserWarning, match="was converted"):
+                other.load_state_dict(saved)
+            train(other, 1)
+            assert p.isfinite().all()
+    assert all(torch.allclose(end, ends[0], rtol=1e-3) for end in ends)
+
+
 @pytest.mark.parametrize("moments", MOMENTS)
 @pytest.mark.parametrize("master", MASTERS)
 def test_the_adversarial_gradients_reach_the_bound_and_no_more(master, moments):

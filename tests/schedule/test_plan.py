@@ -30,7 +30,7 @@ def bytes_in(*tensors: Tensor) -> int:
 def measured(model: nn.Module, optimizer) -> tuple[int, int, int]:
     """(weights, masters, moments)."""
     states = [optimizer.state[p] for p in model.parameters() if p in optimizer.state]
-    named = [(name, value) for state in states for name, value in state.items() if name != "step"]
+    named = [(name, value) for state in states for name, value in state.items() if value.ndim]  # not step, master_kind
     return (
         bytes_in(*model.parameters()),
         bytes_in(*(value for name, value in named if name.startswith("master_"))),

@@ -10,7 +10,16 @@ from torch import Tensor
 
 from octavo.kernels.reference.fp8_weights import Fp8Weight
 from octavo.kernels.reference.master_weights import MasterWeight
-from octavo.kernels.reference.optimizer_state import Gradient, Piece, StoredMoment, finite_amax, gradient_of, pieces
+from octavo.kernels.reference.optimizer_state import (
+    LARGEST_ROOT,
+    LARGEST_SQUARE,
+    Gradient,
+    Piece,
+    StoredMoment,
+    finite_amax,
+    gradient_of,
+    pieces,
+)
 from octavo.kernels.reference.random_bits import key_of, random_bits
 from octavo.kernels.reference.resolution import add_resolution
 from octavo.kernels.reference.step_numbers import bound_after, power
@@ -86,6 +95,7 @@ def adam_update(
         _apply(w, m, v, h)
         if sums is not None and before is not None:
             add_resolution(sums, piece, before, w, master)
+        saturate(m, v, first, second)
         low, high, bits = _bits(piece, m, first, second, master, h)
         first.write(piece, m, low, *scales.first)
         second.write(piece, v, high, *scales.second)
@@ -116,7 +126,21 @@ def _moments(
         m, v = m.clone(), v.clone()
     m.lerp_(g, 1 - h.beta1)
     v.mul_(h.beta2).addcmul_(g, g, value=1 - h.beta2)
+    if keep:
+        saturate(m, v, first, second)
     return m, v, w
+
+
+def saturate(m: Tensor, v: Tensor, first: StoredMoment, second: StoredMoment) -> None:
+    """Keep new moments within what codes are for: |m| and the root of v up to 2^63, in place.
+
+    Gradients beyond that make v infinite, which no code can say. In their own step it is so, and nothing moves, as with
+    float32 moments; from then on both moments are as large as each other, and the update is bounded. A NaN stays one.
+    """
+    if first.fmt is not None:
+        m.clamp_(-LARGEST_ROOT, LARGEST_ROOT)
+    if second.fmt is not None:
+        v.clamp_(max=LARGEST_SQUARE)
 
 
 def _apply(w: Tensor, m: Tensor, v: Tensor, h: AdamStep) -> None:

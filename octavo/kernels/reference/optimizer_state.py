@@ -21,6 +21,8 @@ from octavo.kernels.reference.moment_codes import decode_moment, encode_moment
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
 
 BLOCK = 128
+LARGEST_ROOT = 2.0**63  # that moments in codes hold: what is twice as large has no finite square in float32
+LARGEST_SQUARE = LARGEST_ROOT**2
 PIECE = 1 << 17  # elements: with a dozen of float32 scratches it stays in a CPU's second cache
 
 

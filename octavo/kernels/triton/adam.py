@@ -36,6 +36,17 @@ def adam_weight(w, m, v, n, DECOUPLED: tl.constexpr, CLIP: tl.constexpr):
 
 
 @triton.jit
+def saturate(m, v, KIND1: tl.constexpr, KIND2: tl.constexpr):
+    """Moments that become codes, within what these are for; a NaN stays one."""
+    MOST: tl.constexpr = 2.0**63
+    if KIND1 >= 3:
+        m = tl.where(m > MOST, MOST, tl.where(m < -MOST, -MOST, m))
+    if KIND2 >= 3:
+        v = tl.where(v > MOST * MOST, MOST * MOST, v)
+    return m, v
+
+
+@triton.jit
 def adam_tile(
     row_ptr,
     gradient,
@@ -70,12 +81,14 @@ def adam_tile(
     moved = 0.0
     grid = 0.0
     if FIND:
+        m, v = saturate(m, v, KIND1, KIND2)
         found1 = tl.max(tl.max(finite_abs(m), 1), 0)
         found2 = tl.max(tl.max(finite_abs(tl.sqrt_rn(v) if ROOT else v), 1), 0)
         found_w = 0.0
     else:
         before = w
         w = adam_weight(w, m, v, n, DECOUPLED, CLIP)
+        m, v = saturate(m, v, KIND1, KIND2)
         if MEASURE:
             moved, grid = resolution_tile(place, before, w, scales.master_inv * 2.0**-9 if MASTER >= 5 else 0.0)
         start = tl.load(row_ptr + START) + place.base

@@ -118,6 +118,16 @@ def test_a_fault_stays_where_it_is(scheme: str, kernels: TritonKernels) -> None:
     both.step()
 
 
+@pytest.mark.parametrize("scheme", ["fp8", "previous", "two stages"])
+def test_gradients_too_large_for_a_second_moment_make_no_nan(scheme: str, kernels: TritonKernels) -> None:
+    both = Both(kernels, [update_of((3, 300), SCHEMES[scheme], "weight")], [ADAM])
+    places, large = (torch.arange(3), torch.tensor([0, 130, 299])), torch.tensor([1e30, -1e30, 3e38])
+    for spoilt in (False, True, False, True):
+        both.new_gradients(spoil=lambda g, spoilt=spoilt: g.index_put_(places, large) if spoilt else g)
+        both.step()
+    assert all(update.master.weight.isfinite().all() for update in both.ours)
+
+
 def test_a_step_is_skipped(kernels: TritonKernels) -> None:
     flag = torch.ones((), device=kernels.device)
     for scheme in ("fp8", "previous", "two stages"):
