@@ -28,6 +28,7 @@ from octavo.nn.stored_weights import (
 from octavo.nn.weight_cache import WeightCache, version_of
 from octavo.scaling.delayed import BUFFERS, LOADED, drop_delayed_state, register_delayed_state
 from octavo.scaling.recipe import Recipe
+from octavo.tensor.parameters import put_into
 from octavo.tensor.sharded_weight import GatheredWeight, attach, on_this_rank, plain
 from octavo.tensor.stored_weight import StoredWeight, stored_part
 
@@ -168,11 +169,20 @@ class RecipeModule(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Move parameters and buffers, and keep the delayed state's values and dtype.
 
-        ``model.bfloat16()`` would round the scales; ``to_empty()`` leaves memory that nobody has written.
+        ``model.bfloat16()`` would round the scales; ``to_empty()`` leaves memory that nobody has written. A weight
+        stored in FP8 is moved here: torch would lose its attributes and hooks, as of any tensor of a class of its own.
         """
         self._take_state_off_meta()
         before = {name: self._buffers[name] for name in BUFFERS if self._buffers.get(name) is not None}
-        super()._apply(fn, recurse)
+        weight = self._parameters.get("weight")
+        if isinstance(weight, StoredWeight):
+            _move(weight, fn)
+            self._parameters["weight"] = None
+        try:
+            super()._apply(fn, recurse)
+        finally:
+            if isinstance(weight, StoredWeight):
+                self._parameters["weight"] = weight
         for name, old in before.items():
             new = self._buffers[name]
             if old is None or new is None or new is old:
@@ -266,7 +276,7 @@ class RecipeModule(nn.Module):
             return kept
         # Read without gradients too: a reentrant checkpoint's first pass must see what its second will. Not a weight
         # that a parametrization computes; nor under FSDP2, where a gathered weight does not tell of writes to shards.
-        caching = parameter.is_leaf and not traced and self.gather.parameter is None
+        caching = parameter.is_leaf and not parameter.is_inference() and not traced and self.gather.parameter is None
         if caching:
             cached = self._weight_cache.get(parameter, recipe, transposed)
             if cached is not None:
@@ -281,6 +291,17 @@ class RecipeModule(nn.Module):
         drop_delayed_state(self)
         for name in ("recipe", "_weight_cache", "_gather"):
             self.__dict__.pop(name, None)
+
+
+def _move(weight: Any, fn: Callable[[Tensor], Tensor]) -> None:
+    """Module._apply of a stored weight and its gradient; the parameter stays the same object."""
+    with torch.no_grad():
+        moved = fn(weight)
+        if moved is weight:
+            return
+        grad, weight.grad = weight.grad, None
+        put_into(weight, moved)
+        weight.grad = None if grad is None else fn(grad).requires_grad_(grad.requires_grad)
 
 
 def device_of(module: nn.Module) -> torch.device:

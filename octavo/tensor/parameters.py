@@ -31,6 +31,7 @@ def put_into(parameter: nn.Parameter, tensor: Tensor) -> None:
     """
     other = nn.Parameter(tensor.detach(), parameter.requires_grad)
     grad, grad_dtype = parameter.grad, parameter.grad_dtype
+    chosen = grad_dtype != parameter.dtype  # else it is what follows from the parameter's
     hooks = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
     given = {name: value for name, value in vars(parameter).items() if name not in _own(parameter)}
     if parameter.requires_grad:
@@ -41,7 +42,7 @@ def put_into(parameter: nn.Parameter, tensor: Tensor) -> None:
         one.__dict__ = content
     torch._C._swap_tensor_impl(parameter, other)
     parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks
-    if parameter.requires_grad and grad_dtype != parameter.grad_dtype:
+    if parameter.requires_grad and chosen:
         parameter.grad_dtype = grad_dtype
     parameter.grad = grad
 

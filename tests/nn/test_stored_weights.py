@@ -1,5 +1,6 @@
 import copy
 import dataclasses
+import weakref
 
 import pytest
 import torch
@@ -347,3 +348,21 @@ def test_from_meta_to_initial_weights():
         for layer in (found[0], found[2]):
             layer.reset_parameters()
     assert_equal(codes(model), codes(store(wanted, recipes.delayed())))
+
+
+def test_a_move_keeps_the_parameter_its_attributes_hooks_and_gradient():
+    model, calls = net(), []
+    weight = model[0].weight
+    known = weakref.ref(weight)
+    weight.group = "attention"
+    weight.register_hook(lambda gradient: calls.append("gradient"))
+    weight.register_post_accumulate_grad_hook(lambda param: calls.append(param is weight))
+    trace(model, inputs())
+    calls.clear()
+    for move in (nn.Module.float, lambda model: model.to("meta"), lambda model: model.to_empty(device="cpu")):
+        move(model)
+        assert known() is model[0].weight and weight.group == "attention"
+        assert weight.dtype == weight.grad.dtype == torch.float32 and weight.grad.device == weight.device
+    weight.detach().normal_()
+    trace(model, inputs(dtype=torch.float32))
+    assert calls == ["gradient", True]
