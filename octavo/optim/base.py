@@ -92,8 +92,7 @@ class CompactOptimizer(Optimizer):
             self.param_groups.pop()
             raise
         self._describe()
-        if self._gradients is not None:
-            self._gradients.attach(self.param_groups[-1]["params"])
+        self._attach()
 
     def _describe(self) -> None:
         """Have each group say how its state is to be read: torch.distributed.checkpoint keeps what groups hold."""
@@ -150,7 +149,7 @@ class CompactOptimizer(Optimizer):
         self._attach()
 
     def _attach(self) -> None:
-        """Keep gradients of parameters that are no longer frozen too."""
+        """Keep gradients of the parameters that there are now: some are no longer frozen, or were replaced."""
         if self._gradients is not None:
             self._gradients.attach(param for group in self.param_groups for param in group["params"])
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,7 +46,7 @@ class GradientStorage:
         weakref.finalize(self, _remove, self._hooks).atexit = False
 
     def attach(self, params: Iterable[nn.Parameter]) -> None:
-        """Keep these parameters' gradients too; frozen ones have none."""
+        """Keep the gradients of all of these parameters, and of no others; frozen ones have none."""
         taking = weakref.WeakMethod(self._take)
 
         def take(param: nn.Parameter) -> None:
@@ -54,9 +54,7 @@ class GradientStorage:
             if method is not None:
                 method(param)
 
-        for param in params:
-            if param.requires_grad and param not in self._hooks:
-                self._hooks[param] = param.register_post_accumulate_grad_hook(take)
+        hook_all(self._hooks, list(params), take)
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -92,6 +90,22 @@ class GradientStorage:
         elif gradient.dtype != torch.float32:
             self._dtypes[param] = param.grad_dtype, gradient.dtype
             _set(param, states.like_gradient(whole, gradient.float()), torch.float32)
+
+
+def hook_all(hooks: dict[nn.Parameter, Any], params: list[nn.Parameter], hook: Callable[[nn.Parameter], None]) -> None:
+    """Have a hook after the gradients of these parameters, and of no others, which clients may have replaced since.
+
+    Args:
+        hooks: the handles of those that have it.
+        params: frozen ones have none, unless they had.
+        hook: takes the parameter.
+    """
+    for param in params:
+        if param.requires_grad and param not in hooks:
+            hooks[param] = param.register_post_accumulate_grad_hook(hook)
+    if len(hooks) > sum(param in hooks for param in params):
+        for gone in hooks.keys() - set(params):
+            hooks.pop(gone).remove()
 
 
 def _set(param: nn.Parameter, gradient: Tensor, dtype: torch.dtype | None) -> None:

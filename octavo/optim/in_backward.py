@@ -19,7 +19,7 @@ from octavo.errors import UnsupportedOpError
 from octavo.optim import state as states
 from octavo.optim.base import CompactOptimizer
 from octavo.optim.gradient_norms import GradientNorms
-from octavo.optim.gradients import living, refuse_ddp
+from octavo.optim.gradients import hook_all, living, refuse_ddp
 from octavo.tensor.used_gradient import TWICE, UsedGradient
 
 MIB = 1 << 20
@@ -142,13 +142,7 @@ class UpdatesInBackward:
 
     def _watch(self) -> None:
         """Take the gradients of the parameters that the optimizer has now: a client may have sharded them, say."""
-        params = self._params()
-        for param in params:
-            if param.requires_grad and param not in self._hooks:
-                self._hooks[param] = param.register_post_accumulate_grad_hook(self._take)
-        if len(self._hooks) > sum(param in self._hooks for param in params):
-            for gone in self._hooks.keys() - set(params):
-                self._hooks.pop(gone).remove()
+        hook_all(self._hooks, self._params(), self._take)
 
     def state_dict(self) -> dict[str, Any]:
         """What the next step's clip knows of this one: save it between steps, beside the optimizer's."""

@@ -166,8 +166,9 @@ def _add(func: Any, *args: Any, **kwargs: Any) -> StoredGradient:
     raise UnsupportedOpError(
         "a gradient that is kept in FP8 can't be added to: it would be rounded a second time, and small addends lost. "
         "Several backward passes a step: run all but the last within optimizer.accumulate(); one a step: call "
-        "optimizer.zero_grad() before it. A weight that two reentrant checkpoints share: use checkpoint(..., "
-        "use_reentrant=False). Otherwise add to .grad.dequantize()"
+        "optimizer.zero_grad() before it; under a trainer that accumulates by itself: gradient_storage=None. A weight "
+        "that two reentrant checkpoints share: use checkpoint(..., use_reentrant=False). Otherwise add to "
+        ".grad.dequantize()"
     )
 
 

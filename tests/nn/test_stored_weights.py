@@ -107,6 +107,18 @@ def test_converted_twice():
     store(to_fp8(plain(), recipes.rowwise()))  # from plain weights of a converted model
 
 
+def test_weights_are_averaged_in_a_plain_copy_that_loads_back():
+    model = net()
+    averages = octavo.restore(copy.deepcopy(model))
+    with torch.no_grad():
+        for average, weight in zip(averages.parameters(), model.parameters(), strict=True):
+            average.lerp_(weight.dequantize().to(average.dtype), 0.5)
+    assert torch.equal(averages[0].weight, model[0].weight.dequantize())  # they were equal
+    model.load_state_dict(averages.state_dict())
+    with pytest.raises(octavo.UnsupportedOpError, match=r"to average weights \(EMA\)"):
+        model[0].weight.lerp(averages[0].weight, 0.5)
+
+
 def test_restored_weights_are_plain():
     model = net()
     model[0].weight.requires_grad_(False)

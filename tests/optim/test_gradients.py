@@ -1,6 +1,7 @@
 """Gradients kept in FP8: rounded once, summed in float32, and what else is asked of them raises."""
 
 import os
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -199,6 +200,18 @@ def test_the_dtype_that_a_user_gave_gradients_stays() -> None:
         weight.sum().backward()
         assert weight.grad_dtype == dtype
         assert isinstance(weight.grad, StoredGradient)
+
+
+def test_parameters_that_a_client_replaces_are_followed_and_let_go() -> None:
+    first, second = (nn.Parameter(torch.ones(300)) for _ in range(2))
+    optimizer = AdamW([first], gradient_storage="fp8")
+    optimizer.param_groups[0]["params"] = [second]  # as accelerate's FSDP2 does
+    optimizer.step()
+    second.sum().backward()
+    assert isinstance(second.grad, StoredGradient)
+    gone = weakref.ref(first)
+    del first
+    assert gone() is None
 
 
 @pytest.fixture
