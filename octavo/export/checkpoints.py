@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from octavo.autograd.casts import WEIGHT, State, cast_role
+from octavo.autograd.casts import WEIGHT, cast_role
 from octavo.errors import ExportError, MissingExtraError
 from octavo.formats import E4M3
 from octavo.granularity import ALL, Tile
@@ -65,7 +65,7 @@ def to_safetensors(
 
     Written are ``model.safetensors`` (beyond ``max_shard_bytes``: several, and their index) and ``config.json``: a
     Hugging Face model's own, and in it ``quantization_config``. A layer whose output product is in FP8 is stored as its
-    weight's cast for that product; with a Delayed rule by its current scale, which evaluation uses too. All else is
+    weight's cast for that product in evaluation: with a Delayed rule too by the weight's own amax. All else is
     stored as it is, tied weights once. Weights leave their device one at a time, and nothing is left of a failure.
 
     Args:
@@ -302,10 +302,7 @@ def _weight_pair(module: RecipeModule) -> tuple[Tensor, Tensor]:
     weight_NK = module.get_parameter("weight").detach()
     if isinstance(weight_NK, StoredWeight):
         return _owned(weight_NK.q), _owned(weight_NK.scale_inv).view(_scale_shape(module))
-    state = None
-    if module.recipe.delayed is not None and not module.delayed_scale.is_meta:  # type: ignore[union-attr]
-        state = State(module.delayed_scale, module.delayed_amax_history)  # type: ignore[arg-type]
-    operands = cast_role(weight_NK, module.recipe, WEIGHT, True, False, state)
+    operands = cast_role(weight_NK, module.recipe, WEIGHT, True, False, None)
     assert operands.as_is is not None
     codes, scale_inv = operands.as_is
     codes = codes[:, : weight_NK.shape[1]]  # without the padding that a GPU's product wants

@@ -131,16 +131,15 @@ class RecipeModule(nn.Module):
             return before_stored_gather(self, shard, mesh, outer_size)
         return before_gather(self, shard, mesh, outer_size, mp_policy)
 
-    def notice_writes(self, weight: Tensor, version: Any) -> None:
+    def notice_writes(self, weight: Tensor, local: Tensor, version: Any) -> None:
         """Before a forward in training: forget the weight's history if anything but its optimizer wrote it.
 
         An EMA's or a merged LoRA's weight may be many times larger than the history says, and would saturate.
 
         Args:
-            weight: the parameter, on this rank.
-            version: what moves when it is written.
+            weight, local, version: see WeightCache.written_since.
         """
-        if self._weight_cache.written_since(weight, version):
+        if self._weight_cache.written_since(weight, local, version):
             with torch.no_grad():
                 for name in BUFFERS:
                     self._buffers[name][WEIGHT].zero_()  # type: ignore[index]
@@ -253,7 +252,7 @@ class RecipeModule(nn.Module):
                 # load_state_dict(assign=True) took the parameters off the meta device and left these buffers there
                 register_delayed_state(self, recipe.delayed, input.device)
             if self.training and type(parameter) is nn.Parameter and not torch.compiler.is_compiling():
-                self.notice_writes(parameter, version_of(parameter))
+                self.notice_writes(parameter, parameter, version_of(parameter))
             state = State(self.delayed_scale, self.delayed_amax_history)  # type: ignore[arg-type]
         weight = self._weight_operands(weight_NK, parameter, grad_enabled, grad_enabled and needs_input_grad, state)
         return Layer(weight, recipe, state, self.training and grad_enabled)
@@ -276,7 +275,7 @@ class RecipeModule(nn.Module):
             return kept
         # Read without gradients too: a reentrant checkpoint's first pass must see what its second will. Not a weight
         # that a parametrization computes; nor under FSDP2, where a gathered weight does not tell of writes to shards.
-        caching = parameter.is_leaf and not parameter.is_inference() and not traced and self.gather.parameter is None
+        caching = not traced and parameter.is_leaf and not parameter.is_inference() and self.gather.parameter is None
         if caching:
             cached = self._weight_cache.get(parameter, recipe, transposed)
             if cached is not None:
