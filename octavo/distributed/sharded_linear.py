@@ -75,24 +75,23 @@ class ShardedLinear(RecipeModule, nn.Module):
         )
         self.adopt_recipe(linear.recipe, self.weight.device)
 
-    def adopt_recipe(self, recipe: Recipe, device: torch.device) -> None:
-        """Set the recipe for the next forward.
+    def check_recipe(self, recipe: Recipe | None) -> None:
+        """Raise where it can't follow a recipe, and to be restored.
 
         Raises:
-            ValueError: for one that does not cast weights per tensor.
+            ValueError: for a recipe that does not cast weights per tensor.
+            TypeError: for None: there is no plain layer that holds a shard.
         """
+        super().check_recipe(recipe)
+        if recipe is None:
+            raise TypeError("a ShardedLinear can't be restored; keep the Linear that it was made from")
         casts = recipe.weight_casts
         if not casts.once or casts.as_is is None or casts.as_is.tile != (ALL, ALL):
             raise ValueError(f"recipe {recipe.name}: needs one scale for the whole weight, as dynamic() or delayed()")
-        super().adopt_recipe(recipe, device)
 
     def reset_parameters(self) -> None:
         """Raise: its values are those of the layer that it was made from."""
         raise TypeError("a ShardedLinear is made from a Linear that has its values; reset that one")
-
-    def forget_recipe(self) -> None:
-        """Raise: there is no plain layer that holds a shard."""
-        raise TypeError("a ShardedLinear can't be restored; keep the Linear that it was made from")
 
     def forward(self, input: Tensor) -> Tensor:
         """input [..., K] -> [..., N], dtype of the input."""

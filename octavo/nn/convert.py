@@ -82,7 +82,7 @@ def convert(
     stored = _check_storage(model, recipe, targets, weight_storage)
     if stored:
         _refuse_shards(model, "octavo.convert(..., weight_storage='fp8')")
-    _check_stored([(name, module) for name, module, _ in targets if name not in stored], recipe)
+    _check_recipes([(name, module) for name, module, _ in targets if name not in stored], recipe)
     group = GatherGroup()
     for name, module, target in targets:
         if type(module) is not target:
@@ -213,16 +213,20 @@ def _refuse_shards(model: nn.Module, what: str) -> None:
             )
 
 
-def _check_stored(modules: Sequence[tuple[str, nn.Module]], recipe: Recipe | RecipeMap) -> None:
-    """Raise ValueError if a weight is stored in a way that its recipe can't read."""
+def _check_recipes(modules: Sequence[tuple[str, nn.Module]], recipe: Recipe | RecipeMap) -> None:
+    """Raise ValueError if a module can't follow its recipe, or a weight is stored in a way that it can't read."""
     for name, module in modules:
-        check_recipe(recipe_of(recipe, name), module._parameters.get("weight"))
+        if isinstance(module, RecipeModule):
+            module.check_recipe(recipe_of(recipe, name))
+        else:
+            check_recipe(recipe_of(recipe, name), module._parameters.get("weight"))
 
 
 def set_recipe(model: nn.Module, recipe: Recipe | RecipeMap) -> nn.Module:
     """Give every FP8 module of the model another recipe, from the next forward on.
 
-    Backward passes of forwards already run use what those saved. Delayed state survives a spell under another recipe.
+    Backward passes of forwards already run use what those saved. After a spell under another recipe delayed state begins
+    anew.
 
     Args:
         model: a converted model.
@@ -233,8 +237,8 @@ def set_recipe(model: nn.Module, recipe: Recipe | RecipeMap) -> nn.Module:
 
     Raises:
         TypeError: if ``recipe`` is no Recipe.
-        ValueError: if the model has no FP8 module, or a weight that is stored in FP8 in a way that the recipe can't
-            read; nothing is changed then.
+        ValueError: if the model has no FP8 module, or a module can't follow its recipe, or a weight is stored in a way
+            that the recipe can't read; nothing is changed then.
 
     Example:
         >>> import octavo
@@ -245,7 +249,7 @@ def set_recipe(model: nn.Module, recipe: Recipe | RecipeMap) -> nn.Module:
     modules = [(name, module) for name, module in model.named_modules() if isinstance(module, RecipeModule)]
     if not modules:
         raise ValueError("the model holds no octavo module; call octavo.convert(model, recipe) first")
-    _check_stored(modules, recipe)
+    _check_recipes(modules, recipe)
     for name, module in modules:
         module.adopt_recipe(recipe_of(recipe, name), device_of(module))
     gather_anew(model)
@@ -266,6 +270,7 @@ def restore(model: nn.Module) -> nn.Module:
 
     Raises:
         ValueError: for weights that fully_shard has sharded in FP8; nothing is changed then.
+        TypeError: for a ShardedLinear; nothing is changed then.
 
     Example:
         >>> import octavo
@@ -273,6 +278,9 @@ def restore(model: nn.Module) -> nn.Module:
         Linear(in_features=64, out_features=64, bias=True)
     """
     _refuse_shards(model, "octavo.restore")
+    for module in model.modules():
+        if isinstance(module, RecipeModule):
+            module.check_recipe(None)
     for module in model.modules():
         if isinstance(module, Linear) and (module.splits is not None or is_sharded(type(module))):
             widen_weight(module)

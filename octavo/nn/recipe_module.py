@@ -52,9 +52,7 @@ class RecipeModule(nn.Module):
             TypeError: for anything but a Recipe.
             ValueError: for one that can't read the weight as it is stored.
         """
-        if not isinstance(recipe, Recipe):
-            raise TypeError(f"recipe={recipe!r} is no octavo.Recipe; try octavo.recipes.dynamic()")
-        check_recipe(recipe, self._parameters.get("weight"))
+        self.check_recipe(recipe)
         self.recipe = recipe
         self._weight_cache = WeightCache()
         self.gather.forget()
@@ -64,6 +62,13 @@ class RecipeModule(nn.Module):
             drop_delayed_state(self)
         if not recipe.is_high_precision:
             warn_once_if_emulated(device)
+
+    def check_recipe(self, recipe: Recipe | None) -> None:
+        """Raise where the module can't follow a recipe or, for None, can't be restored; as adopt_recipe does."""
+        if recipe is not None:
+            if not isinstance(recipe, Recipe):
+                raise TypeError(f"recipe={recipe!r} is no octavo.Recipe; try octavo.recipes.dynamic()")
+            check_recipe(recipe, self._parameters.get("weight"))
 
     def __setattr__(self, name: str, value: Any) -> None:
         """As any module's, but a weight that FSDP2 has just sharded learns to be gathered in FP8 (nn/gather.py).

@@ -256,7 +256,11 @@ def test_errors_change_nothing():
     to_fp8(net, recipes.mx())
     with pytest.raises(TypeError):
         octavo.set_recipe(net, "dynamic")
-    assert net.up.recipe == recipes.mx()
+    net.down.check_recipe = lambda recipe: 1 / 0  # the last of them
+    for change in (octavo.restore, octavo.convert, octavo.set_recipe):
+        with pytest.raises(ZeroDivisionError):
+            change(net, *[recipes.dynamic()] * (change is not octavo.restore))
+        assert type(net.up) is octavo.nn.Linear and net.up.recipe == recipes.mx()
 
 
 def test_an_optimizer_made_before_goes_on():
@@ -312,14 +316,15 @@ def test_tied_weights_stay_tied():
 
 
 @pytest.mark.parametrize("between", [n for n in FP8_RECIPES if n != "delayed"] + ["high_precision"])
-def test_the_delayed_state_survives_a_spell_under_another_recipe(between):
+def test_the_delayed_state_begins_anew_after_a_spell_under_another_recipe(between):
     net = to_fp8(Block(), recipes.delayed(4))
     net(torch.randn(4, 32)).sum().backward()
     before = octavo.delayed_state_dict(net)
-    assert octavo.set_recipe(net, getattr(recipes, between)()) is net
-    net(torch.randn(4, 32)).sum().backward()
     octavo.set_recipe(net, recipes.delayed(4, "most_recent"))
     assert_equal(octavo.delayed_state_dict(net), before)
+    assert octavo.set_recipe(net, getattr(recipes, between)()) is net
+    octavo.set_recipe(net, recipes.delayed(4))
+    assert not any(state.any() for state in octavo.delayed_state_dict(net).values())
 
 
 def test_high_precision_is_the_plain_model():
