@@ -7,6 +7,7 @@ what is left and makes later work wait for the updates.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -72,7 +73,8 @@ def update_in_backward(
     update is clipped to R_t already; ``clip`` offers EstimatedNorm, LastStepNorm and PerParameterNorm), GradScaler,
     skip_nonfinite, and DistributedDataParallel, whose ranks have not exchanged a gradient yet when its hook runs.
     FSDP2's sharded gradients are exchanged before. Until ``optimizer.step()`` a used gradient is a UsedGradient, which
-    raises when anything reads it (torch's clip_grad_norm_, say). A closure is evaluated once.
+    knows its norm: torch's clip_grad_norm_ returns that of all, and raises if it would clip. A closure is evaluated
+    once.
 
     Args:
         optimizer: octavo's AdamW, Adam or SGD.
@@ -249,13 +251,13 @@ class UpdatesInBackward:
             return
         self.launches += 1
         self._updated.update(params)
+        norms = torch._foreach_norm([states.local(param.grad) for param in params]) if in_backward else []  # type: ignore[arg-type]
         with self._stream(params):
             self.optimizer.step_some(params, self._clipped(params))
-        for param in params:
-            assert param.grad is not None
+        for param, norm in itertools.zip_longest(params, norms):
             gradient, param.grad = param.grad, None
-            if in_backward:
-                param.grad = states.like_gradient(gradient, UsedGradient(states.local(gradient)))
+            if norm is not None and gradient is not None:
+                param.grad = states.like_gradient(gradient, UsedGradient(states.local(gradient), norm))
 
     def _forget_used(self) -> None:
         """Drop what stands for used gradients."""

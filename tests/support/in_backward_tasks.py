@@ -1,5 +1,6 @@
 """What ranks do for test_in_backward.py."""
 
+import math
 from contextlib import nullcontext
 from typing import Any
 
@@ -29,9 +30,10 @@ def sharded_equals(mesh: Any, dtype: torch.dtype) -> list[str]:
         torch.manual_seed(1 + mesh.get_local_rank())
         for _ in range(2):
             model(torch.randn(8, 64, dtype=dtype)).float().square().mean().backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), math.inf).full_tensor()
             optimizer.step()
             optimizer.zero_grad()
-        runs[threshold] = {name: local(p).detach().clone() for name, p in model.named_parameters()}
+        runs[threshold] = {name: local(p).detach().clone() for name, p in model.named_parameters()} | {"norm": norm}
         for name, p in model.named_parameters():
             runs[threshold] |= {f"{name} {key}": local(value).clone() for key, value in optimizer.state[p].items()}
     for threshold, tensors in runs.items():
