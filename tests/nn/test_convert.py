@@ -1,6 +1,5 @@
 import copy
 import io
-import pickle
 
 import pytest
 import torch
@@ -11,12 +10,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import octavo
 from octavo import recipes
-from octavo.nn.candidates import MIN_FEATURES, features, large_enough
 from octavo.nn.stored_weights import TENSOR_PARALLEL
 from tests.support.helpers import FP8_RECIPES, assert_equal, every_layer, gradients, sqnr, to_fp8
 from tests.support.left_alone import COMPUTED, LEFT_ALONE, Block, foreign
-
-BIG = MIN_FEATURES
 
 
 @pytest.fixture
@@ -70,20 +66,6 @@ def test_a_converted_layer_computes_as_a_built_one():
     assert net.__dict__.keys() == built.__dict__.keys()
 
 
-def test_the_default_select():
-    net = nn.ModuleDict(
-        {
-            "both": nn.Linear(BIG, BIG),
-            "thin": nn.Linear(BIG, BIG - 1),
-            "short": nn.Linear(BIG - 1, BIG),
-        }
-    )
-    octavo.convert(net, recipes.dynamic())
-    assert [name for name, m in net.items() if isinstance(m, octavo.nn.Linear)] == ["both"]
-    assert [large_enough(m, name) for name, m in net.items()] == [True, False, False]
-    assert features(net["thin"]) == (BIG, BIG - 1)
-
-
 def test_select_sees_module_and_name_of_each_candidate_once():
     net, seen = Block(), []
 
@@ -104,16 +86,6 @@ def test_converting_again_changes_the_recipe_and_adds_layers():
     assert net.up.recipe == net.down.recipe == recipes.mx()
 
 
-@pytest.mark.parametrize("kind", LEFT_ALONE)
-def test_left_alone(kind):
-    net = nn.Sequential(LEFT_ALONE[kind]())
-    classes = {name: type(m) for name, m in net.named_modules()}
-    with pytest.warns(UserWarning, match=r"converted nothing: \S"):
-        to_fp8(net, recipes.dynamic())
-    assert {name: type(m) for name, m in net.named_modules()} == classes
-    assert octavo.summary(net).converted == ()
-
-
 def test_what_convert_says_when_it_converts_nothing():
     net = nn.ModuleDict({"a": nn.Linear(8, 4), "b": nn.Linear(8, 4), "c": LEFT_ALONE["own forward"]()})
     with pytest.warns(
@@ -128,57 +100,12 @@ def test_what_convert_says_when_it_converts_nothing():
         octavo.convert(net, recipes.dynamic(), select=["a"])
 
 
-class Configured(nn.Linear):
-    """As torchtitan's Linear: another constructor, and all else is nn.Linear's."""
-
-    def __init__(self, config):
-        super().__init__(config["size"], config["size"], bias=False)
-        self.config = config
-
-    def scaled(self, x):
-        return self(x) / self.config["size"]
-
-    def extra_repr(self):
-        return "configured"
-
-
-def test_subclasses_that_compute_as_linear_are_converted():
-    net, x = nn.Sequential(Configured({"size": 32})), torch.randn(4, 32)
-    plain = to_fp8(nn.Sequential(nn.Linear(32, 32, bias=False)), recipes.mx())
-    plain.load_state_dict(net.state_dict())
-    to_fp8(net, recipes.mx())
-    copies = [net, copy.deepcopy(net), pickle.loads(pickle.dumps(net))]
-    for found in copies:
-        assert isinstance(found[0], Configured) and isinstance(found[0], octavo.nn.Linear)
-        assert repr(found[0]) == "Configured(configured, recipe=mx)"
-        assert torch.equal(found(x), plain(x)) and torch.equal(found[0].scaled(x), plain(x) / 32)
-    assert type(octavo.restore(net)[0]) is Configured
-
-
 def test_a_transformer_layer():
     net = nn.TransformerEncoderLayer(32, 2, dim_feedforward=64, dropout=0.0, batch_first=True)
     to_fp8(net, recipes.dynamic())
     assert type(net.linear1) is type(net.linear2) is octavo.nn.Linear
     net(torch.randn(2, 5, 32)).square().sum().backward()
     assert all(p.grad is not None for p in net.parameters())
-
-
-@pytest.mark.parametrize("storage", [None, "fp8"])
-def test_a_transformer_encoder_computes_with_its_recipe_in_evaluation(storage):
-    """Where torch computes plain layers by a function that reads weights and calls no module."""
-    layer = nn.TransformerEncoderLayer(32, 2, dim_feedforward=64, dropout=0.0, batch_first=True)
-    net, x = nn.TransformerEncoder(layer, 2), torch.randn(2, 5, 32)
-    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
-    plain = copy.deepcopy(net).eval()
-    octavo.convert(net, recipes.dynamic(), every_layer, storage)
-    wanted = net(x, src_key_padding_mask=padding)
-    with torch.no_grad():
-        found = copy.deepcopy(net).eval()(x, src_key_padding_mask=padding)
-        torch.testing.assert_close(found[~padding], wanted[~padding].detach())
-        restored = octavo.restore(net).eval()
-        assert vars(restored).keys() == vars(plain).keys() and vars(restored.layers[0]).keys() == vars(layer).keys()
-        if storage is None:
-            assert torch.equal(restored(x), plain(x))
 
 
 @pytest.mark.parametrize("compute", COMPUTED.values(), ids=COMPUTED)
