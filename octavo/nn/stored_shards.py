@@ -26,7 +26,8 @@ from octavo.tensor.sharded_weight import (
     padded_rows,
     rows_on_each_rank,
 )
-from octavo.tensor.stored_weight import GRANULARITIES, StoredWeight, cast_part, has_powers_of_two
+from octavo.tensor.stored_parts import cast_part
+from octavo.tensor.stored_weight import GRANULARITIES, StoredWeight, has_powers_of_two
 
 if TYPE_CHECKING:
     from octavo.nn.recipe_module import RecipeModule

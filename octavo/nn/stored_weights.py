@@ -30,7 +30,13 @@ TENSOR_PARALLEL = "DTensors: convert before fully_shard; octavo does not compute
 
 
 def stored_operands(weight: StoredWeight, recipe: Recipe, transposed: bool) -> Operands:
-    """The operands of a stored weight: its codes; on some devices also laid out transposed, if backward needs them."""
+    """The operands of a stored weight: its codes; on some devices also laid out transposed, if backward needs them.
+
+    A weight that is used without gradients, and that no optimizer waits for, gives up what it was cast from.
+    """
+    if not torch.compiler.is_compiling() and weight.rest is not None and not weight.awaited:
+        if not (torch.is_grad_enabled() and weight.requires_grad):
+            weight.rest = None
     if transposed or not needs_transposed_codes(weight.q.device):
         q, q_t = lay_out(weight.q, recipe)
         return Operands((q, weight.scale_inv), (q_t, weight.scale_inv.t()), None, None, False)
@@ -110,7 +116,7 @@ def store_weight(module: nn.Module, recipe: Recipe) -> None:
         if weight.granularity != granularity:
             put_into(weight, StoredWeight.cast(weight.detach().dequantize(), granularity))
     else:
-        put_into(weight, StoredWeight.cast(weight.detach(), granularity))
+        put_into(weight, StoredWeight.cast(weight.detach(), granularity, keep_rest=weight.requires_grad))
 
 
 def widen_weight(module: nn.Module) -> None:

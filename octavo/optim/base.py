@@ -27,7 +27,7 @@ from octavo.optim.moment import Moment
 from octavo.optim.resolution import Resolution
 from octavo.optim.stores import Settings, new_state, stores_of
 from octavo.tensor.stored_gradient import StoredGradient
-from octavo.tensor.stored_weight import StoredWeight
+from octavo.tensor.stored_weight import StoredWeight, stored_part
 
 
 class CompactOptimizer(Optimizer):
@@ -92,6 +92,9 @@ class CompactOptimizer(Optimizer):
             self.param_groups.pop()
             raise
         self._describe()
+        for param in self.param_groups[-1]["params"]:
+            if (part := stored_part(param)) is not None:
+                part.awaited = True
         self._attach()
 
     def _describe(self) -> None:
@@ -313,6 +316,8 @@ class CompactOptimizer(Optimizer):
             for name, value in fresh.items():
                 states.copy_into(state[name], value)
             kept = self._kept[param] = kept._replace(held=held, version=held._version)
+        if (anew or written) and isinstance(weight, StoredWeight):
+            weight.rest = None
         return kept, anew or written
 
     def _keep(self, param: nn.Parameter, weight: Tensor, state: dict[str, Any], ids: tuple[int, ...]) -> Kept:
@@ -378,6 +383,9 @@ class CompactOptimizer(Optimizer):
         self.__setstate__({"state": found, "param_groups": groups})
         self._loaded, self.seed = True, self.seed if described is None else described["seed"]
         self._describe()
+        for param in found:
+            if (stored := stored_part(param)) is not None:
+                stored.rest = None
         for part in (self.resolution, self.in_backward):
             if part is not None:
                 part.restart()

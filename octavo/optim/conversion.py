@@ -24,7 +24,8 @@ from octavo.optim.stores import Settings, stores_of
 from octavo.optim.stores import new_master as begun_master
 from octavo.tensor.parameters import put_into
 from octavo.tensor.sharded_weight import largest_of_ranks, like_sharded, local_part, on_this_rank
-from octavo.tensor.stored_weight import StoredWeight, cast_part, stored_part
+from octavo.tensor.stored_parts import cast_part
+from octavo.tensor.stored_weight import StoredWeight, stored_part
 
 Storage = Granularity | None  # of a weight's codes; None: it is a plain tensor
 
@@ -62,7 +63,8 @@ def store_anew(param: nn.Parameter, storage: Storage) -> None:
     part = stored_part(param)
     if on_this_rank(param) is param:
         values = (param if part is None else part.dequantize()).detach()
-        put_into(param, values if storage is None else StoredWeight.cast(values, storage))
+        keep_rest = param.requires_grad
+        put_into(param, values if storage is None else StoredWeight.cast(values, storage, keep_rest))
         return
     values = (local_part(param) if part is None else part.dequantize()).detach()
     _put_part(param, values if storage is None else cast_part(values, param, storage, param.dtype))

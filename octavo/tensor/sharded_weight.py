@@ -31,7 +31,7 @@ PRIVATE = (
     "FSDPModule._get_fsdp_state",
     "FSDPState._fsdp_param_groups (torch 2.13), _fsdp_param_group (2.11)",
     "FSDPParam.sharded_param, .reset_sharded_param, ._module_info, ._sharded_local_tensor, .all_gather_outputs",
-    "FSDPParam._unsharded_param, ._unsharded_inner_tensors",
+    "FSDPParam._unsharded_param, ._unsharded_inner_tensors, ._sharded_param_data",
     "torch.autograd._unsafe_preserve_version_counter",
 )
 TESTED = "torch 2.11 and 2.13"
@@ -197,7 +197,8 @@ class GatheredWeight(Tensor):
             if own.itemsize == 1:
                 own, new = own.view(torch.uint8), new.view(torch.uint8)
             if own.is_inference():
-                own.copy_(new)
+                with torch.inference_mode():
+                    own.copy_(new)
                 continue
             with torch.autograd._unsafe_preserve_version_counter(own):
                 own.copy_(new)
@@ -345,6 +346,8 @@ def take_parts(model: nn.Module, params: Iterable[Tensor]) -> None:
         for param in _fsdp_params(module) if isinstance(module, FSDPModule) else ():
             if id(param.sharded_param) in own:
                 attach(param.sharded_param)
+                # before the first forward this is plain, and torch would ask for its storage, which a facade has none of
+                param._sharded_param_data = on_this_rank(param.sharded_param)
                 param.reset_sharded_param()
 
 

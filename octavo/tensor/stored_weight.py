@@ -16,14 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo import kernels
 from octavo.errors import UnsupportedOpError
 from octavo.formats import E4M3
 from octavo.granularity import Granularity, PerBlock, PerTensor, granularity_of
-from octavo.numerics import scale_from_amax, scale_inv_from_scale
+from octavo.kernels.reference.fp8_weights import remainder_of, values_with
 from octavo.tensor.conversions import quantize
 from octavo.tensor.scaled_tensor import ScaledTensor
-from octavo.tensor.sharded_weight import After, GatheredWeight, ShardHooks, largest_of_ranks, on_this_rank
+from octavo.tensor.sharded_weight import After, GatheredWeight, ShardHooks, on_this_rank
 
 aten = torch.ops.aten
 
@@ -54,6 +53,8 @@ class StoredWeight(ShardHooks, Tensor):
     scale_inv: Tensor
     granularity: Granularity
     is_part: bool
+    rest: Tensor | None = None  # int8 [N, K]: what the values that were cast are besides, until an optimizer takes it
+    awaited: bool = False  # whether there is an optimizer that will
 
     @staticmethod
     def __new__(
@@ -71,8 +72,13 @@ class StoredWeight(ShardHooks, Tensor):
         return self
 
     @classmethod
-    def cast(cls, weight: Tensor, granularity: Granularity = GRANULARITIES[0]) -> StoredWeight:
+    def cast(cls, weight: Tensor, granularity: Granularity = GRANULARITIES[0], keep_rest: bool = False) -> StoredWeight:
         """A high-precision matrix [N, K] in FP8.
+
+        Args:
+            weight: the matrix.
+            granularity: which elements share a scale.
+            keep_rest: keep what rounding takes away, to 12 bits in all, for an optimizer's master to begin from.
 
         Raises:
             ValueError: for a granularity other than PerTensor() and PerBlock(128, 128), with the reason.
@@ -83,7 +89,10 @@ class StoredWeight(ShardHooks, Tensor):
                 "of codes serve the forward product and its gradient"
             )
         pair = quantize(weight.detach().contiguous(), E4M3, granularity, power_of_two=True)
-        return cls(pair.qdata, pair.scale_inv.clone(), weight.dtype)
+        stored = cls(pair.qdata, pair.scale_inv.clone(), weight.dtype)
+        if keep_rest and not weight.is_meta:
+            stored.rest = remainder_of(weight.detach().contiguous(), stored.q.view(torch.uint8), stored.scale_inv)
+        return stored
 
     def data_ptr(self) -> int:
         """The address of its codes, by which others tell parameters apart; the facade itself has no memory."""
@@ -96,6 +105,12 @@ class StoredWeight(ShardHooks, Tensor):
     def dequantize(self) -> Tensor:
         """Its values as a plain tensor; gradients flow through."""
         return dequantized(self)
+
+    def before_cast(self) -> Tensor:
+        """The values that were cast, to 12 bits, while they are known; else its values. No gradients flow through."""
+        if self.rest is None:
+            return self.pair().dequantize()
+        return values_with(self.q.view(torch.uint8), self.scale_inv, self.rest).to(self.dtype)
 
     def shard(self) -> StoredWeight:
         """Itself, for FSDP2's hooks."""
@@ -129,7 +144,7 @@ class StoredWeight(ShardHooks, Tensor):
             if found is not None:
                 return found
         if func is aten.view.default and tuple(args[1]) == (-1,):  # DistributedDataParallel's broadcast
-            return own.pair().dequantize().view(-1)
+            return own.before_cast().view(-1)
         if func is aten.view.default and tuple(args[1]) == tuple(own.shape):  # so torch asks for a gradient's node
             return own._with(aten.alias.default)
         if func is aten._to_copy.default:
@@ -160,13 +175,21 @@ class StoredWeight(ShardHooks, Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def _with(self, move: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> StoredWeight:
-        return self._like(move(self.q), move(self.scale_inv), dtype)
+        rest = None if self.rest is None else move(self.rest)
+        return self._like(move(self.q), move(self.scale_inv), dtype, rest=rest)
 
     def _like(
-        self, q: Tensor, scale_inv: Tensor, dtype: torch.dtype | None = None, is_part: bool | None = None
+        self,
+        q: Tensor,
+        scale_inv: Tensor,
+        dtype: torch.dtype | None = None,
+        is_part: bool | None = None,
+        rest: Tensor | None = None,
     ) -> StoredWeight:
         is_part = self.is_part if is_part is None else is_part
-        return StoredWeight(q, scale_inv, dtype or self.dtype, self.granularity, is_part)
+        found = StoredWeight(q, scale_inv, dtype or self.dtype, self.granularity, is_part)
+        found.rest, found.awaited = rest, self.awaited
+        return found
 
     def _take(self, other: Tensor) -> StoredWeight:
         """Take another's values: stored ones as they are, plain ones cast."""
@@ -180,13 +203,17 @@ class StoredWeight(ShardHooks, Tensor):
         if self.is_meta:
             return self
         if not isinstance(other, StoredWeight):
-            if torch.equal(self.pair().dequantize(), other.to(self.device, self.dtype)):
+            if torch.equal(self.before_cast(), other.to(self.device, self.dtype)):
                 return self  # the scale stays, on which a master's remainder depends
-            other = StoredWeight.cast(other.to(self.device), self.granularity)
+            other = StoredWeight.cast(other.to(self.device), self.granularity, keep_rest=True)
         elif not fits:
             other = StoredWeight.cast(other.pair().dequantize(), self.granularity)
         self.q.view(torch.uint8).copy_(other.q.view(torch.uint8))
         self.scale_inv.copy_(other.scale_inv)
+        if self.rest is not None and other.rest is not None:
+            self.rest.copy_(other.rest)  # of a view of rows, as FSDP2 fills its parts
+        else:
+            self.rest = None if other.rest is None else other.rest.to(self.device, copy=True)
         torch.autograd.graph.increment_version([self.q])  # which does not happen by itself below autograd
         return self
 
@@ -230,11 +257,13 @@ def part_of_rows(weight: StoredWeight, start: int, stop: int) -> StoredWeight:
     Raises:
         UnsupportedOpError: if a block reaches beyond them.
     """
+    rest = None if weight.rest is None else weight.rest[start:stop]
     if weight.granularity == GRANULARITIES[0]:
-        return weight._like(weight.q[start:stop], weight.scale_inv, is_part=True)
+        return weight._like(weight.q[start:stop], weight.scale_inv, is_part=True, rest=rest)
     if start % BLOCK or (stop % BLOCK and stop != weight.shape[0]):
         raise UnsupportedOpError(f"rows {start} to {stop} of {weight} are no whole blocks")
-    return weight._like(weight.q[start:stop], weight.scale_inv[start // BLOCK : -(-stop // BLOCK)], is_part=True)
+    scales = weight.scale_inv[start // BLOCK : -(-stop // BLOCK)]
+    return weight._like(weight.q[start:stop], scales, is_part=True, rest=rest)
 
 
 def _split(weight: StoredWeight, rows: int, dim: int = 0) -> list[StoredWeight]:
@@ -263,10 +292,11 @@ def _new_zeros(weight: StoredWeight, size: Any, **options: Any) -> Any:
     if len(size) != 2 or size[1] != weight.shape[1] or options.get("dtype") not in (None, weight.dtype):
         return None
     codes = torch.zeros(size, dtype=torch.uint8, device=weight.device).view(weight.q.dtype)
+    rest = None if weight.rest is None else weight.rest.new_zeros(size)
     if weight.granularity == GRANULARITIES[0]:
-        return weight._like(codes, weight.scale_inv.clone(), is_part=True)
+        return weight._like(codes, weight.scale_inv.clone(), is_part=True, rest=rest)
     shape = weight.granularity.scale_shape(tuple(size))
-    return weight._like(codes, weight.scale_inv.new_ones(shape), is_part=True)
+    return weight._like(codes, weight.scale_inv.new_ones(shape), is_part=True, rest=rest)
 
 
 def _new_empty(weight: StoredWeight, size: Any, **_: Any) -> Any:
@@ -299,28 +329,6 @@ _OF_SHARDING: dict[Any, Callable[..., Any]] = {
     aten.is_pinned.default: lambda weight, device=None: weight.q.is_pinned(),
     aten._pin_memory.default: _pinned,
 }
-
-
-def cast_part(values: Tensor, weight: Tensor, granularity: Granularity, dtype: torch.dtype) -> StoredWeight:
-    """Some rows of a sharded weight in FP8, with the scale that the whole one's amax gives: all ranks call it.
-
-    Args:
-        values: high-precision [n, K], this rank's rows.
-        weight: the DTensor.
-        granularity: of GRANULARITIES.
-        dtype: what it stands for.
-    """
-    values = values.detach().contiguous()
-    if granularity != PerTensor():
-        pair = quantize(values, E4M3, granularity, power_of_two=True)
-        return StoredWeight(pair.qdata, pair.scale_inv, dtype, granularity, is_part=True)
-    tile = PerTensor().tile
-    amax = kernels.amax(values, tile) if values.numel() else values.new_zeros(1, 1, dtype=torch.float32)
-    scale = scale_from_amax(largest_of_ranks(amax, weight), E4M3.max, True, 0)
-    codes = torch.empty_like(values, dtype=E4M3.dtype)
-    if values.numel():
-        codes, *_ = kernels.cast(values, scale.view(1), 0, E4M3.dtype, tile, True, 0, 1, False)
-    return StoredWeight(codes, scale_inv_from_scale(scale).view(1, 1), dtype, granularity, is_part=True)
 
 
 def stored_part(weight: Any) -> StoredWeight | None:

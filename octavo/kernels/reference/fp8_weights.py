@@ -20,7 +20,7 @@ from torch import Tensor
 
 from octavo.formats import E4M3
 from octavo.kernels.reference.moment_codes import decode_moment, encode_moment
-from octavo.kernels.reference.optimizer_state import BLOCK, Piece, finite_amax, round_to_half
+from octavo.kernels.reference.optimizer_state import BLOCK, Piece, finite_amax, pieces, round_to_half
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
 
 _EXPONENT = 2.0 ** (E4M3.bias - 127)  # of codes against float32
@@ -170,3 +170,34 @@ def largest_in_squares(amax: Tensor) -> Tensor:
     whole = amax.new_zeros(-(-rows // BLOCK) * BLOCK, cols)
     whole[:rows] = amax
     return whole.view(-1, BLOCK, cols).amax(1)
+
+
+def remainder_of(values: Tensor, codes: Tensor, scale_inv: Tensor) -> Tensor:
+    """What split16 adds to codes of values, so that they read 12 bits of these: int8 [R, C].
+
+    Args:
+        values: [R, C] of any float dtype, whose cast to nearest the codes are.
+        codes: uint8 [R, C].
+        scale_inv: as Fp8Weight's.
+    """
+    cast = Fp8Weight(codes, "fp8_split16", scale_inv, torch.empty_like(codes, dtype=torch.int8))
+    bits = _REST_BITS[cast.kind]
+    for piece in pieces(*codes.shape):
+        wide = piece.of(values).float() / cast.scale_inv_of(piece)
+        code = piece.of(codes).to(torch.int32).bitwise_and_(0x7F)
+        magnitude = wide.abs_().mul_(_EXPONENT).view(torch.int32)
+        rest = (magnitude + (1 << (19 - bits))).bitwise_right_shift_(20 - bits).sub_(code << bits)
+        # of ties half round the other way here: 1 of 4096 parts is lost
+        piece.of(cast._rest()).copy_(
+            rest.clamp_(-(1 << (bits - 1)), (1 << (bits - 1)) - 1).masked_fill_(code == 0x7F, 0)
+        )
+    return cast._rest()
+
+
+def values_with(codes: Tensor, scale_inv: Tensor, rest: Tensor) -> Tensor:
+    """What codes and such a remainder read, float32 [R, C]; arguments as ``remainder_of``'s and its result."""
+    stored = Fp8Weight(codes, "fp8_split16", scale_inv, rest)
+    values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
+    for piece in pieces(*codes.shape):
+        piece.of(values).copy_(stored.read(piece))
+    return values

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.kernels.reference.fp8_weights import FLOAT16_FACTOR, Fp8Weight
+from octavo.kernels.reference.fp8_weights import FLOAT16_FACTOR, Fp8Weight, values_with
 from octavo.tensor.stored_weight import StoredWeight
 
 
@@ -22,15 +22,22 @@ class Stored:
         self.name, self.kind, self.rest = name, kind, rest
 
     def new_state(self, weight: StoredWeight) -> dict[str, Tensor]:
-        """The rest, so that the master begins as the weight, and the amax that bounds the next scale."""
-        values = weight.pair().dequantize().float()
+        """The rest, so that the master begins as what was cast to the weight, and the amax that bounds the next scale.
+
+        Where that is not known any more, it begins as the weight. Without a master there is nothing to hold it.
+        """
+        rest = weight.rest
+        if rest is None or self.rest is None:
+            rest = torch.zeros(weight.shape, dtype=torch.int8, device=weight.device)
+        values = values_with(weight.q.view(torch.uint8), weight.scale_inv, rest)
         state = {"master_amax": _amax_of(values, weight.scale_inv.shape)}
         if self.rest == torch.int8:
-            state["master_rest"] = torch.zeros(weight.shape, dtype=self.rest, device=weight.device)
+            state["master_rest"] = rest.clone()
         elif self.rest == torch.int16:  # as bytes [N, K, 2]: NCCL and gloo send no int16
-            state["master_rest"] = torch.zeros(*weight.shape, 2, dtype=torch.uint8, device=weight.device)
+            state["master_rest"] = rest.to(torch.int16).mul_(1 << 8).unsqueeze(-1).view(torch.uint8)
         elif self.rest == torch.float16:
-            state["master_rest"] = weight.q.float().mul_(FLOAT16_FACTOR).half()
+            one = torch.full_like(weight.scale_inv, FLOAT16_FACTOR)
+            state["master_rest"] = values_with(weight.q.view(torch.uint8), one, rest).half()
         elif self.rest == torch.float32:
             state["master_rest"] = values
         return state
