@@ -39,7 +39,9 @@ def update(
     for number, moment in enumerate(moments):
         state |= moment.new_state(str(number), weight.shape, weight.device)
     small = MASTERS[master].new_state(tensor((1, 1), dtype))
-    state |= {name: like if name != "master_rest" else tensor(shape, like.dtype) for name, like in small.items()}
+    if (rest := small.pop("master_rest", None)) is not None:
+        small["master_rest"] = torch.empty(*shape, *rest.shape[2:], dtype=rest.dtype)
+    state |= small
     stored = tuple(moment.stored(str(number), state) for number, moment in enumerate(moments))
     kept = MASTERS[master].stored(as_matrix(weight), state)
     return WeightUpdate(kept, stored, state.get("master_amax"), tensor(shape, grad), torch.zeros(()), 1, 0, 0)
@@ -50,7 +52,10 @@ def stored_update(shape: tuple[int, int], master: str | None, granularity: Granu
     scale_inv = torch.empty(granularity.scale_shape(shape))
     weight = StoredWeight(tensor(shape, torch.float8_e4m3fn), scale_inv)
     like = STORED[master]
-    state = {"master_rest": tensor(shape, like.rest)} if like.rest is not None else {}
+    state = {}
+    if like.rest is not None:
+        rest = tensor(shape, like.rest)
+        state["master_rest"] = rest.view(torch.uint8) if like.rest == torch.int16 else rest  # 16 bits are kept as bytes
     moments = update(shape, NAMED["fp8"], "split32", BF16, BF16)
     kept = like.stored(weight.q.view(torch.uint8), state, scale_inv)
     return moments._replace(master=kept, amax=torch.empty_like(scale_inv))
