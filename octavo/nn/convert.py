@@ -12,7 +12,7 @@ from torch import nn
 from octavo.granularity import Granularity
 from octavo.nn.candidates import Select, fp8_class, is_sharded, large_enough, restore_class, why_left_alone, why_not
 from octavo.nn.fast_path import leave_fast_path, take_fast_path
-from octavo.nn.gather import GatherGroup
+from octavo.nn.gather_group import GatherGroup
 from octavo.nn.linear import Linear
 from octavo.nn.recipe_module import RecipeModule, device_of
 from octavo.nn.stored_weights import (
@@ -225,8 +225,8 @@ def _check_recipes(modules: Sequence[tuple[str, nn.Module]], recipe: Recipe | Re
 def set_recipe(model: nn.Module, recipe: Recipe | RecipeMap) -> nn.Module:
     """Give every FP8 module of the model another recipe, from the next forward on.
 
-    Backward passes of forwards already run use what those saved. After a spell under another recipe delayed state begins
-    anew.
+    Backward passes of forwards already run use what those saved. After a spell under another recipe delayed state
+    begins anew.
 
     Args:
         model: a converted model.

@@ -15,7 +15,8 @@ from octavo.autograd.products import Layer, linear
 from octavo.errors import HigherOrderGradientError
 from octavo.formats import HIGH_PRECISION
 from octavo.kernels.emulation import warn_once_if_emulated
-from octavo.nn.gather import Gather, before_gather, gathered_operands
+from octavo.nn.gather import before_gather, gathered_operands
+from octavo.nn.gather_group import Gather
 from octavo.nn.stored_shards import before_stored_gather
 from octavo.nn.stored_weights import (
     check_recipe,
@@ -82,6 +83,8 @@ class RecipeModule(nn.Module):
                 if value is not self.gather.parameter:
                     self._adopt_shard(value)
                     check_recipe(self.recipe, value)
+            elif name == "weight" and value is not parameters[name] and self.gather.parameter is None:
+                self._weight_cache.replaced = True
             if not _global_parameter_registration_hooks:
                 parameters[name] = value  # what torch's does after checks; FSDP2 does it four times a step
                 return

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from octavo.granularity import PerTensor
-from octavo.nn.gather import AS_STORED, lay_out, no_amax, note_use
+from octavo.nn.gather import lay_out, no_amax, note_use
+from octavo.nn.gather_group import AS_STORED
 from octavo.tensor.scaled_tensor import ScaledTensor
 from octavo.tensor.sharded_weight import (
     After,

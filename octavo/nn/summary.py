@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from octavo.nn.candidates import class_of, fp8_class, shape_of, why_not
-from octavo.nn.gather import way
+from octavo.nn.gather_group import way
 from octavo.nn.recipe_module import RecipeModule
 from octavo.scaling.recipe import Recipe
 

@@ -38,7 +38,8 @@ class WeightCache:
         self._storage: StorageWeakRef | None = None
         self._key: tuple[Any, ...] = ()
         self._kept: tuple[Recipe, Operands, Tensor, tuple[Any, ...] | None] | None = None
-        self._scaled_for: tuple[Any, ...] | None = None
+        self._scaled_for: tuple[int, StorageWeakRef, int, Any] | None = None  # the weight that a delayed scale is for
+        self.replaced = False  # whether the layer was given another parameter since, perhaps at the same address
 
     def keep(self, recipe: Recipe, operands: Operands, weight: Tensor, captured: bool) -> None:
         """Use these under this recipe until the weight may have changed: see KeptWeights.
@@ -63,12 +64,22 @@ class WeightCache:
             return None
         return self._kept[1] if traced or self._kept[3] == self._full_key(weight, recipe) else None
 
-    def written_since(self, weight: Tensor, version: Any) -> bool:
-        """Whether the weight was written by anything but an optimizer that owns it since this was last asked."""
-        before, self._scaled_for = self._scaled_for, (id(weight), OPTIMIZER_STEPS.of(weight), version)
-        if before is None or before == self._scaled_for:
+    def written_since(self, weight: Tensor, local: Tensor, version: Any) -> bool:
+        """Whether the weight was written by anything but an optimizer that owns it since this was last asked.
+
+        Args:
+            weight: the parameter.
+            local: this rank's part of it, or itself; other storage is another weight.
+            version: what moves when it is written.
+        """
+        before, replaced, self.replaced = self._scaled_for, self.replaced, False
+        storage, step = local.untyped_storage(), OPTIMIZER_STEPS.of(weight)
+        self._scaled_for = id(weight), StorageWeakRef(storage), step, version
+        if before is None:
             return False
-        return before[0] != id(weight) or before[1] == self._scaled_for[1]
+        if replaced or before[0] != id(weight):
+            return True
+        return before[2] == step and (before[1].cdata != storage._cdata or before[3] != version)
 
     def get(self, weight: Tensor, recipe: Recipe, transposed: bool) -> Operands | None:
         """The cached operands, no longer fresh, or None where the weight must be cast.
@@ -94,7 +105,7 @@ class WeightCache:
 
     @staticmethod
     def _key_of(weight: Tensor, recipe: Recipe) -> tuple[Any, ...]:
-        return weight.data_ptr(), weight.stride(), weight._version, OPTIMIZER_STEPS.count, id(recipe)
+        return weight.data_ptr(), weight.stride(), version_of(weight), OPTIMIZER_STEPS.count, id(recipe)
 
     @classmethod
     def _full_key(cls, weight: Tensor, recipe: Recipe) -> tuple[Any, ...]:
@@ -108,9 +119,9 @@ class WeightCache:
         return WeightCache, ()
 
 
-def version_of(weight: Tensor) -> tuple[int, int]:
-    """What an in-place write moves, and what ``p.data = t`` does."""
-    return weight._version, weight.untyped_storage()._cdata
+def version_of(weight: Tensor) -> int:
+    """What an in-place write moves; inference tensors have none."""
+    return -1 if weight.is_inference() else weight._version
 
 
 def invalidate(model: nn.Module) -> None:

@@ -346,7 +346,7 @@ def take_parts(model: nn.Module, params: Iterable[Tensor]) -> None:
         for param in _fsdp_params(module) if isinstance(module, FSDPModule) else ():
             if id(param.sharded_param) in own:
                 attach(param.sharded_param)
-                # before the first forward this is plain, and torch would ask for its storage, which a facade has none of
+                # before the first forward this is plain, and torch would ask for its storage, which a facade hasn't
                 param._sharded_param_data = on_this_rank(param.sharded_param)
                 param.reset_sharded_param()
 

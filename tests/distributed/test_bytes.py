@@ -1,4 +1,4 @@
-"""What FSDP2 sends of converted weights: half of bf16's bytes, and at most one collective a forward for their scales."""
+"""What FSDP2 sends of converted weights: half of bf16's bytes, and at most one collective a forward for scales."""
 
 import functools
 

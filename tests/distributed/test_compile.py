@@ -100,10 +100,10 @@ def hooks_cast_compiled(mesh):
     net = in_blocks(built(replace(EVEN, depth=1), "delayed"), mesh, None)
     net(batch(EVEN, 0, 0, dist.get_rank()))
     eager = [copy.deepcopy(block.fc1.gather.codes) for block in net.blocks]
-    from octavo.nn import gather
+    from octavo.nn import gather_group
 
     members = [layer for block in net.blocks for layer in (block.fc1, block.fc2)]
-    cast = torch.compile(gather._cast_shards, backend="aot_eager")
+    cast = torch.compile(gather_group._cast_shards, backend="aot_eager")
     for layer in members:
         layer.gather.codes.zero_()
     cast(members, members[0].recipe.weight_casts.as_is, mesh)

@@ -76,6 +76,9 @@ SITUATIONS = {
 }
 
 
+EVEN = SITUATIONS["even shards"]
+
+
 class Block(nn.Module):
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -112,6 +115,13 @@ def built(situation: Situation, recipe: str) -> Net:
     if situation.frozen:
         net.blocks[0].requires_grad_(False)
     return octavo.convert(net, RECIPES[recipe](), select=lambda module, name: True)
+
+
+def sharded_blocks(net: Any, mesh: Any) -> Any:
+    """The net, each of its blocks a group of its own."""
+    for block in net.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(net, mesh=mesh)
 
 
 def sharded(situation: Situation, recipe: str, mesh: Any, reshard: bool) -> nn.Module:

@@ -1,0 +1,416 @@
+"""One FP8 layer and everything that can touch it, beside a twin that keeps nothing and casts anew.
+
+A sequence is a list of (name of an operation, its arguments); after each the layer's output and gradients must be the
+twin's, bit for bit. The twin is made for each forward, out of the weight as it is then. Of delayed scaling it follows
+what octavo promises: micro-batches of a step share a cast and its scale, and roll the weight's amax once; a weight that
+anything but its optimizer wrote takes its own amax.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
+
+import octavo
+from octavo import recipes
+from octavo.autograd.casts import WEIGHT
+from octavo.nn.gather_group import IN_FP8, way
+from octavo.tensor.sharded_weight import like_sharded
+from octavo.tensor.stored_weight import StoredWeight, stored_part
+
+TOKENS, IN, OUT, HISTORY = 16, 64, 32, 2
+
+RECIPES = {
+    "dynamic": recipes.dynamic,
+    "delayed": lambda: recipes.delayed(HISTORY),
+    "blockwise": recipes.blockwise,
+    "rowwise": recipes.rowwise,
+    "mx": recipes.mx,
+}
+STORABLE = ("dynamic", "delayed", "blockwise")
+FACTORS = (0.25, 8.0)
+
+
+class InFlight(NamedTuple):
+    """A forward whose backward is still to come, and its twin's."""
+
+    y: Tensor
+    x: Tensor
+    twin: nn.Module
+    twin_y: Tensor
+    twin_x: Tensor
+    first: bool  # of its step, so that it rolls the weight's amax
+
+
+class Twice(nn.Module):
+    """A parametrization."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """Exact in any format."""
+        return 2 * weight
+
+
+class HandWritten:
+    """An optimizer that torch knows nothing of."""
+
+    def __init__(self, params: list[Any]) -> None:
+        self.params = params
+
+    def step(self) -> None:
+        """Plain descent."""
+        with torch.no_grad():
+            for p in self.params:
+                if p.grad is not None:
+                    p.sub_(0.05 * p.grad)
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.05),
+    "foreach": lambda p: torch.optim.AdamW(p, lr=0.05, foreach=True),
+    "fused": lambda p: torch.optim.AdamW(p, lr=0.05, fused=True),
+    "octavo": lambda p: octavo.optim.AdamW(p, lr=0.05),
+    "octavo's SGD": lambda p: octavo.optim.SGD(p, lr=0.05),
+    "by hand": HandWritten,
+}
+
+WRITES: dict[str, Any] = {  # in place, seen by a counter
+    "mul_": lambda p, factor: p.mul_(factor),
+    "copy_": lambda p, factor: p.copy_(p * factor),
+    "foreach": lambda p, factor: torch._foreach_mul_([p], factor),
+    "inference mode": lambda p, factor: torch.inference_mode()(p.mul_)(factor),
+    "init": lambda p, factor: nn.init.constant_(p, factor),
+}
+
+
+class Subject:
+    """The layer; ``mesh``: sharded by fully_shard over its ranks, each of which runs the same sequence."""
+
+    def __init__(self, recipe: str, stored: bool, dtype: torch.dtype = torch.float32, mesh: Any = None) -> None:
+        torch.manual_seed(0)
+        self.mesh, self.stored = mesh, stored and recipe in STORABLE
+        storage = "fp8" if self.stored else None
+        plain = nn.Linear(IN, OUT, dtype=dtype)
+        model = nn.Sequential(plain)
+        octavo.convert(model, RECIPES[recipe](), select=lambda module, name: True, weight_storage=storage)
+        self.layer: Any = model[0]
+        self.model: nn.Module = model
+        if mesh is not None:
+            from torch.distributed.fsdp import fully_shard
+
+            fully_shard(self.layer, mesh=mesh)
+            fully_shard(model, mesh=mesh)  # which stays gathered after forward
+        self.recipe_name, self.draws = recipe, 0
+        self.state: list[Tensor] = []
+        self.empty_state()
+        self.moved()
+
+    # --- what the twin remembers --------------------------------------------------------------------------------------
+
+    def empty_state(self) -> None:
+        """The twin's delayed state, as new."""
+        self.state = [torch.zeros(3), torch.zeros(3, HISTORY)]
+
+    def moved(self) -> None:
+        """The layer has other parameters: nothing of before reaches them."""
+        self.in_flight: list[InFlight] = []
+        self.gradients: dict[str, Tensor | None] = {"weight": None, "bias": None}
+        self.optimizers: dict[str, Any] = {}
+        self.kept: octavo.KeptWeights | None = None
+        self.model.zero_grad()
+        self.forget()
+
+    def forget(self) -> None:
+        """No cast of before is used again, and no write of before is noticed."""
+        self.step_scale: float | None = None  # of the cast that micro-batches share; None: there is none
+        self.known = False  # whether a training forward under delayed scaling has seen the weight
+        self.written = self.stepped = False  # since then, by hand and by its optimizer
+        self.disturbed = False  # since its last forward
+        self.replaced = False  # since then; the new one may be an optimizer's too
+
+    def wrote(self) -> None:
+        """The weight was written in place."""
+        self.step_scale, self.written = None, True
+
+    def written_in_flight(self) -> None:
+        """Weights are written: what is in flight on ranks reads them if they are gathered anew for its backward."""
+        self.disturbed = True
+        if self.mesh is not None and way(self.layer).kind != IN_FP8:
+            self.in_flight = []
+
+    def parameter(self, name: str = "weight") -> Any:
+        """The sharded one, where the layer is."""
+        return self.layer._parameters[name]
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """All ranks' parts."""
+        part = stored_part(tensor)
+        if part is not None and part is not tensor:
+            codes = like_sharded(part.q.detach().view(torch.uint8), tensor, tensor.shape).full_tensor()  # type: ignore[attr-defined]
+            return StoredWeight(codes.view(part.q.dtype), part.scale_inv.detach().clone(), part.dtype, part.granularity)
+        return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # type: ignore[operator,no-any-return]
+
+    def random(self, *shape: int) -> Tensor:
+        """The same on all ranks."""
+        self.draws += 1
+        return torch.randn(*shape, generator=torch.Generator().manual_seed(self.draws)).to(self.parameter("bias").dtype)
+
+    @torch.inference_mode(False)
+    @torch.enable_grad()
+    def twin(self, weight: Tensor) -> Any:
+        """A layer that has cast nothing yet, with this weight."""
+        twin: Any = octavo.nn.Linear(IN, OUT, recipe=self.layer.recipe)
+        own = weight.detach().clone()
+        twin.weight = nn.Parameter(own, requires_grad=self.parameter("weight").requires_grad)
+        twin.bias = nn.Parameter(self.whole(self.parameter("bias")).detach().clone())
+        twin.train(self.layer.training)
+        if self.layer.recipe.delayed is not None:
+            twin._buffers["delayed_scale"], twin._buffers["delayed_amax_history"] = self.state
+        return twin
+
+    # --- operations -------------------------------------------------------------------------------------------------
+
+    def forward(self, size: float = 1.0, mode: str = "grad", weight: Tensor | None = None) -> None:
+        """A forward; in mode "grad" its backward may come."""
+        x = size * self.random(TOKENS, IN)
+        if mode == "inference" and self.mesh is not None:
+            mode = "no_grad"  # FSDP2 itself cannot gather in inference mode
+        with {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}[mode]():
+            self.run(x, self.model, weight, keep=mode == "grad")
+
+    def run(self, x: Tensor, call: Any, weight: Tensor | None = None, keep: bool = True) -> None:
+        """Compare ``call`` of x with the twin's forward; ``weight``: what it computes with, if not with its own."""
+        own = weight is None
+        weight = self.whole(self.parameter("weight")) if weight is None else weight
+        if self.mesh is not None and (self.disturbed or self.layer.recipe.delayed is not None):
+            self.in_flight = []  # one set of codes serves all that are in flight
+        self.disturbed = False
+        delayed, training = self.layer.recipe.delayed is not None and not self.stored, self.layer.training
+        if delayed and training and own:
+            if self.known and (self.replaced or (self.written and not self.stepped)):
+                for part in self.state:
+                    part[WEIGHT] = 0
+            self.known, self.written, self.stepped, self.replaced = True, False, False, False
+        shared = self.parameter("weight").grad is not None or not self.parameter("weight").requires_grad
+        first = not (training and own and shared and self.step_scale is not None)
+        twin, now = self.twin(weight), float(self.state[0][WEIGHT])
+        if not first:
+            assert self.step_scale is not None
+            self.state[0][WEIGHT] = self.step_scale
+        elif training and own and keep:
+            self.step_scale = now
+        given, twin_x = (t.detach().clone().requires_grad_(keep) for t in (x, x))
+        twin_y = twin(twin_x)
+        self.state[0][WEIGHT] = now
+        y = call(given)
+        assert torch.equal(y, twin_y), f"output is off by {(y - twin_y).abs().max()} of {twin_y.abs().max()}"
+        if keep:
+            self.in_flight.append(InFlight(y, given, twin, twin_y, twin_x, first))
+
+    def backward(self, which: int = 0, factor: float = 1.0) -> None:
+        """Backward of one of the forwards in flight; ``factor``: between its weight and the parameter."""
+        if not self.in_flight:
+            return
+        y, x, twin, twin_y, twin_x, first = self.in_flight.pop(which % len(self.in_flight))
+        gradient = self.random(*y.shape)
+        before = [part[WEIGHT].clone() for part in self.state]
+        y.backward(gradient)
+        twin_y.backward(gradient)
+        if not first:
+            for part, row in zip(self.state, before, strict=True):
+                part[WEIGHT] = row
+        assert x.grad is not None and twin_x.grad is not None
+        assert torch.equal(x.grad, twin_x.grad), f"the input's gradient is off by {(x.grad - twin_x.grad).abs().max()}"
+        for name, old in self.gradients.items():
+            new = getattr(twin, name).grad
+            if new is not None:
+                new = new * factor if name == "weight" else new
+                self.gradients[name] = new.clone() if old is None else old + new
+            found, wanted = self.parameter(name).grad, self.gradients[name]
+            assert (found is None) == (wanted is None)
+            assert found is None or torch.equal(self.whole(found), wanted), f"the {name}'s gradient"
+
+    def step(self, name: str = "SGD") -> None:
+        """A step of an optimizer that owns the layer's parameters."""
+        if self.stored:
+            name, self.in_flight = "octavo", []  # whose backward would read codes that were written since, and raise
+        elif self.mesh is not None and name == "fused":
+            name = "SGD"
+        if name not in self.optimizers:
+            self.optimizers[name] = OPTIMIZERS[name](list(self.model.parameters()))
+        self.written_in_flight()
+        self.optimizers[name].step()
+        if name == "by hand":
+            if self.gradients["weight"] is not None:
+                self.wrote()
+        else:
+            self.step_scale, self.stepped = None, True
+
+    def other_step(self, rank: int = 0) -> None:
+        """A step of an optimizer that owns nothing of it; on one rank only."""
+        if self.mesh is not None and self.mesh.get_rank() != rank:
+            return
+        other = nn.Parameter(torch.ones(1))
+        other.grad = torch.ones(1)
+        torch.optim.SGD([other], lr=0.1).step()
+        if self.mesh is None:  # it might be the master of this weight
+            self.step_scale = None
+
+    def zero_grad(self, to_none: bool = True) -> None:
+        """Clear gradients."""
+        self.model.zero_grad(set_to_none=to_none)
+        self.gradients = {n: None if to_none or g is None else torch.zeros_like(g) for n, g in self.gradients.items()}
+
+    def write(self, name: str = "mul_", factor: float = 8.0) -> None:
+        """Write the weight under no_grad."""
+        self.written_in_flight()
+        parameter = self.parameter()
+        if self.stored and (self.mesh is not None or name not in ("copy_", "init")):
+            return
+        with torch.no_grad():
+            if self.stored:
+                self.in_flight = []
+                parameter.copy_(parameter.dequantize() * factor)
+            else:
+                if self.mesh is not None and name == "foreach" and self.layer.recipe.delayed is not None:
+                    return  # torch moves no version of a DTensor then, so that its history stays
+                WRITES[name](parameter, factor)
+        self.wrote()
+
+    def write_data(self, replace: bool = False, factor: float = 8.0) -> None:
+        """Write the weight through ``.data``, and tell octavo of it where nothing else can."""
+        if self.stored or (self.mesh is not None and (replace or self.layer.recipe.delayed is not None)):
+            return
+        self.written_in_flight()
+        parameter = self.parameter()
+        if replace:
+            parameter.data = parameter.data * factor
+            self.wrote()
+            return
+        parameter.data.mul_(factor)
+        if self.mesh is None:
+            octavo.invalidate(self.layer)
+            self.kept = None
+            self.forget()
+
+    def rest(self) -> None:
+        """A step that updates nothing, of an optimizer with masters: the weight stays what it was written to be."""
+        if self.stored or self.parameter("weight").dtype == torch.float32 or self.mesh is not None:
+            return
+        if "masters" not in self.optimizers:
+            params = list(self.model.parameters())
+            self.optimizers["masters"] = octavo.optim.AdamW(params, lr=0.0, master="fp16_scaled")
+        before = self.parameter("weight").detach().clone()
+        self.optimizers["masters"].step()
+        torch.testing.assert_close(self.parameter("weight").detach(), before, rtol=1e-2, atol=1e-4)
+        self.step_scale, self.stepped = None, True
+
+    def set_recipe(self, recipe: str = "dynamic") -> None:
+        """Another recipe, or the same anew."""
+        if (self.stored or self.mesh is not None) and recipe not in STORABLE:
+            return
+        if self.mesh is not None and self.in_flight:
+            return
+        octavo.set_recipe(self.model, RECIPES[recipe]())
+        if recipe != "delayed" or self.recipe_name != "delayed":
+            self.empty_state()
+        self.recipe_name, self.kept = recipe, None
+        self.forget()
+
+    def load(self, assign: bool = False) -> None:
+        """load_state_dict of other weights."""
+        state = {n: value if value.dtype == torch.uint8 else 2 * value for n, value in self.model.state_dict().items()}
+        if self.stored or self.mesh is not None:
+            assign = False
+        self.written_in_flight()
+        if self.stored:
+            self.in_flight = []
+        self.model.load_state_dict(state, assign=assign)
+        self.empty_state()
+        self.forget()
+        self.kept = None
+        if assign:
+            self.moved()
+
+    def replace(self) -> None:
+        """Another parameter."""
+        if self.mesh is None and not self.stored:
+            self.layer.weight = nn.Parameter(self.random(OUT, IN))
+            known = self.known
+            self.moved()
+            self.known = self.replaced = known
+
+    def call_functionally(self) -> None:
+        """functional_call with other parameters, and its backward."""
+        if self.mesh is not None or self.stored or self.layer.recipe.delayed is not None:
+            return
+        given = {"0.weight": nn.Parameter(self.random(OUT, IN)), "0.bias": self.parameter("bias")}
+        self.run(
+            self.random(TOKENS, IN),
+            lambda x: torch.func.functional_call(self.model, given, (x,)),
+            given["0.weight"],
+            keep=False,
+        )
+        self.step_scale = None
+
+    def parametrize(self) -> None:
+        """A forward and backward while the weight is computed from the parameter."""
+        if self.mesh is not None or self.stored:
+            return
+        in_flight, self.in_flight = self.in_flight, []
+        own = self.parameter()
+        parametrize.register_parametrization(self.layer, "weight", Twice())
+        self.layer._parameters["weight"] = own  # for this class; the module itself looks elsewhere
+        try:
+            self.run(self.random(TOKENS, IN), self.model, 2 * own.detach())
+            self.backward(0, 2.0)
+        finally:
+            del self.layer._parameters["weight"]
+            parametrize.remove_parametrizations(self.layer, "weight", leave_parametrized=False)
+        self.in_flight = in_flight
+
+    def copy(self) -> None:
+        """Go on with a deep copy."""
+        if self.mesh is None:
+            self.model.zero_grad()
+            self.in_flight = []
+            self.model = copy.deepcopy(self.model)
+            self.layer = self.model[0]  # type: ignore[index]
+            self.moved()
+
+    def to(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        """Go on in another dtype."""
+        if self.mesh is None:
+            self.moved()
+            self.model.to(dtype)
+
+    def train(self, training: bool = True) -> None:
+        """Training or evaluation."""
+        self.model.train(training)
+
+    def freeze(self, frozen: bool = True) -> None:
+        """Freeze the weight, or let it train again."""
+        if self.mesh is None:
+            self.zero_grad()
+            self.in_flight = []
+            self.parameter().requires_grad_(not frozen)
+
+    def recompute(self, reentrant: bool = True) -> None:
+        """A checkpointed forward and its backward at once."""
+        in_flight, self.in_flight = self.in_flight if self.mesh is None else [], []
+        self.run(self.random(TOKENS, IN), lambda x: checkpoint(self.model, x, use_reentrant=reentrant))
+        self.backward()
+        self.in_flight = in_flight
+
+    def keep(self, anew: bool = True) -> None:
+        """KeptWeights, cast now."""
+        if self.mesh is not None or self.stored or self.recipe_name not in ("dynamic", "blockwise") or self.in_flight:
+            return
+        if anew or self.kept is None:
+            self.kept = octavo.KeptWeights(self.model)
+        self.kept.cast()
+        self.step_scale = None
