@@ -270,7 +270,6 @@ def restore(model: nn.Module) -> nn.Module:
 
     Raises:
         ValueError: for weights that fully_shard has sharded in FP8; nothing is changed then.
-        TypeError: for a ShardedLinear; nothing is changed then.
 
     Example:
         >>> import octavo
@@ -278,9 +277,6 @@ def restore(model: nn.Module) -> nn.Module:
         Linear(in_features=64, out_features=64, bias=True)
     """
     _refuse_shards(model, "octavo.restore")
-    for module in model.modules():
-        if isinstance(module, RecipeModule):
-            module.check_recipe(None)
     for module in model.modules():
         if isinstance(module, Linear) and (module.splits is not None or is_sharded(type(module))):
             widen_weight(module)

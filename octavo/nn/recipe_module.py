@@ -64,12 +64,11 @@ class RecipeModule(nn.Module):
         if not recipe.is_high_precision:
             warn_once_if_emulated(device)
 
-    def check_recipe(self, recipe: Recipe | None) -> None:
-        """Raise where the module can't follow a recipe or, for None, can't be restored; as adopt_recipe does."""
-        if recipe is not None:
-            if not isinstance(recipe, Recipe):
-                raise TypeError(f"recipe={recipe!r} is no octavo.Recipe; try octavo.recipes.dynamic()")
-            check_recipe(recipe, self._parameters.get("weight"))
+    def check_recipe(self, recipe: Recipe) -> None:
+        """Raise where the module can't follow a recipe, as adopt_recipe does."""
+        if not isinstance(recipe, Recipe):
+            raise TypeError(f"recipe={recipe!r} is no octavo.Recipe; try octavo.recipes.dynamic()")
+        check_recipe(recipe, self._parameters.get("weight"))
 
     def __setattr__(self, name: str, value: Any) -> None:
         """As any module's, but a weight that FSDP2 has just sharded learns to be gathered in FP8 (nn/gather.py).
