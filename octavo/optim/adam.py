@@ -12,7 +12,6 @@ from octavo.optim.base import CompactOptimizer
 from octavo.optim.kept import Kept
 from octavo.optim.moment import Moment, moments_of
 from octavo.optim.stores import Settings
-from octavo.scaling.bounded import adam_max_update
 from octavo.tensor.stored_weight import stored_part
 
 
@@ -95,12 +94,8 @@ class _Adam(CompactOptimizer):
 
     @property
     def bounds_update(self) -> bool:  # type: ignore[override]
-        """Whether a step moves an element by no more than max_update times the learning rate."""
+        """Whether a step moves an element by no more than adam_max_update times the learning rate."""
         return self.clip_update
-
-    def max_update(self, step: int) -> float:
-        """R_t of the first group's betas: the most that a step moves an element, by its learning rate."""
-        return adam_max_update(step, *self.param_groups[0]["betas"])
 
     def _options(self, group: dict[str, Any]) -> AdamGroup:
         (beta1, beta2), decay, maximize = group["betas"], group["weight_decay"], group["maximize"]

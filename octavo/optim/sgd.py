@@ -10,9 +10,8 @@ from octavo.kernels.reference.optimizer_step import SgdGroup
 from octavo.optim.base import CompactOptimizer
 from octavo.optim.kept import Kept
 from octavo.optim.moment import NAMED, Moment
-from octavo.optim.state import as_fp32, holds, largest, like_param, local
+from octavo.optim.state import holds, like_param, local
 from octavo.optim.stores import Settings
-from octavo.scaling.bounded import sgd_max_update
 
 
 class SGD(CompactOptimizer):
@@ -100,30 +99,6 @@ class SGD(CompactOptimizer):
             state["step"].zero_()
         return super()._current(param, group, index)
 
-    def max_update(self, step: int) -> float:
-        """The most that the next step moves an element, by its learning rate, with the gradients that are there.
-
-        Args:
-            step: of no account: momenta and gradients bound the update.
-        """
-        most = 0.0
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    gradient = _amax(param.grad) + group["weight_decay"] * _amax(param)
-                    rest = group["momentum"], group["dampening"], group["nesterov"]
-                    most = max(most, sgd_max_update(self._momentum_amax(param), gradient, *rest))
-        return most
-
-    def _momentum_amax(self, param: Tensor) -> float:
-        state = self.state.get(param)
-        averages = state is not None and holds(state, self.names[0])
-        return _amax(as_fp32(self.names[0], self.moments[0], state)) if averages and state is not None else 0.0
-
     def _options(self, group: dict[str, Any]) -> SgdGroup:
         names = "lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"
         return SgdGroup(*(group[name] for name in names))
-
-
-def _amax(tensor: Tensor) -> float:
-    return float(largest([tensor]))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from octavo.optim import SGD, AdamW
+from octavo.optim import AdamW
 from octavo.tensor.stored_gradient import StoredGradient
 from tests.support.in_backward_models import assert_same, tensors_of
 from tests.support.kept_gradients import KINDS, OPTIMIZERS, by_hand, grads_of, loss_of, model_of
@@ -84,13 +84,6 @@ def test_gradients_that_are_set_to_zero_can_be_added_to(of_model: bool, micro: i
         found.append((model, optimizer))
         torch.manual_seed(0)
     assert_same(*found)
-
-
-def test_the_bound_of_sgd_reads_them() -> None:
-    weight = nn.Parameter(torch.ones(3, 5))
-    optimizer = SGD([weight], gradient_storage="fp8")
-    (weight * torch.arange(15.0).view(3, 5)).sum().backward()
-    assert optimizer.max_update(1) == 14.0
 
 
 def test_loading_a_state_keeps_the_hooks() -> None:

@@ -7,7 +7,7 @@
     None      the code alone, rounded stochastically
 
 The code is the master rounded to nearest, so a remainder, the difference, always fits. Scales are powers of two: a new
-scale changes no master but those that become subnormal. They are known before the update (scaling/bounded.py), one for
+scale changes no master but those that become subnormal. They are known before the update (bound_after), one for
 the weight or one for each block of 128 x 128.
 """
 

@@ -3,7 +3,7 @@
     float32 weight            the master is the weight
     bf16 + 16-bit remainder   all of float32: weight and remainder add up to its bits
     bf16 + 8-bit remainder    its upper 24 bits; the lower 8 are rounded stochastically
-    bf16, float16 master      the master times a power of two, known before the update (scaling/bounded.py), rounded
+    bf16, float16 master      the master times a power of two, known before the update (bound_after), rounded
                               stochastically; the weight is that master, rounded to nearest
     bf16 alone                rounded stochastically
 

@@ -3,6 +3,7 @@ from fractions import Fraction
 
 import pytest
 import torch
+from torch import Tensor
 
 from octavo.kernels.reference.step_numbers import adam_max_update, bound_after, power, ratio_of
 
@@ -43,6 +44,39 @@ def test_a_ratio() -> None:
     assert ratio_of(0.5, 0.25) == 1.0
 
 
+BETAS = [(0.9, 0.999), (0.9, 0.95), (0.9, 0.9), (0.95, 0.9), (0.0, 0.999), (0.0, 0.0), (0.5, 0.25), (0.99, 0.9)]
+
+
+def largest_update(gradients: Tensor, beta1: float, beta2: float) -> Tensor:
+    """|m_hat| / sqrt(v_hat) of Adam in float64 after the last of the gradients [steps, ...]."""
+    m = v = torch.zeros_like(gradients[0])
+    for g in gradients:
+        m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
+    steps = len(gradients)
+    return (m / (1 - beta1**steps)).abs() / (v / (1 - beta2**steps)).sqrt()
+
+
+@pytest.mark.parametrize("betas", BETAS, ids=str)
+@pytest.mark.parametrize("steps", [1, 2, 3, 10, 50])
+def test_no_gradients_exceed_the_largest_update(steps: int, betas: tuple[float, float]) -> None:
+    gradients = torch.randn(steps, 2000, dtype=torch.float64) * torch.randn(steps, 2000).double().mul(3).exp()
+    sparse = torch.where(torch.rand(steps, 2000) < 0.3, gradients, 1e-12)
+    for tried in (gradients, gradients.abs(), sparse):
+        assert largest_update(tried, *betas).max() <= adam_max_update(steps, *betas) * (1 + 1e-12)
+
+
+def test_known_largest_updates() -> None:
+    assert adam_max_update(10**6, 0.9, 0.999) == pytest.approx(7.27, abs=0.005)
+    assert adam_max_update(10**6, 0.9, 0.95) == pytest.approx(1.165, abs=0.0005)
+    for steps in (1, 2, 10, 1000):
+        assert adam_max_update(steps, 0.9, 0.9) == pytest.approx(1.0, rel=1e-12)
+        assert adam_max_update(steps, 0.0, 0.0) == 1.0
+    for betas in BETAS:
+        assert adam_max_update(1, *betas) == pytest.approx(1.0, rel=1e-12)
+    assert adam_max_update(10**6, 0.0, 0.99) == pytest.approx(10.0)
+    assert adam_max_update(4, 0.5, 0.25) == pytest.approx(0.5 / (1 - 0.5**4) * math.sqrt((1 - 0.25**4) / 0.75 * 4))
+
+
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.5, 0.25), (0.9, 0.5), (0.0, 0.9), (0.0, 0.0)], ids=str)
 def test_the_largest_update_is_that_of_the_worst_gradients(betas: tuple[float, float]) -> None:
     beta1, beta2 = betas
@@ -61,6 +95,7 @@ def test_updates_without_a_bound() -> None:
     assert adam_max_update(2, 0.9, 0.0) == math.inf
     assert adam_max_update(10**5, 0.9, 0.5) == math.inf
     assert adam_max_update(10**7, 0.0, 0.0) == 1.0
+    assert adam_max_update(10, 0.99, 0.5) < adam_max_update(20, 0.99, 0.5) < math.inf
 
 
 def test_a_bound_is_of_numbers_and_tensors() -> None:
