@@ -16,6 +16,9 @@ import tempfile
 import time
 from pathlib import Path
 
+TAKES = "10 minutes of a GPU"
+MEASURES = ("octavo/kernels/triton",)
+
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "octavo/kernels/triton/configs.json"
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu"]

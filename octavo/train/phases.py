@@ -20,7 +20,7 @@ from octavo.schedule import Phase
 from octavo.train.config import AUTO, BASELINE, UNCONVERTED, StateConfig, check_schedule
 from octavo.train.errors import TrainError
 
-BELOW = 0.06  # auto's threshold, which the default run crosses after three quarters; benchmarks/adaptive.py
+BELOW = 0.06  # auto's threshold, which the default run crosses after three quarters; benchmarks/training/adaptive.py
 
 
 def phases_of(text: str, recipe: Recipe | RecipeMap, steps: int, state: StateConfig) -> list[Phase]:

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
-difference = importlib.import_module("benchmarks.agreement").difference
+subjects = importlib.import_module("benchmarks.subjects")
+difference = importlib.import_module("benchmarks.kernels.agreement").difference
 
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "octavo/kernels/triton/configs.json"
@@ -48,7 +49,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     """Runs a benchmark and returns what it printed."""
 
     def call(subject: str, *arguments: str | Path) -> str:
-        module = importlib.import_module(f"benchmarks.{subject}")
+        module = subjects.module_of(subject)
         monkeypatch.setattr(module, "ProcessPoolExecutor", InThisProcess, raising=False)
         status = module.main([*map(str, arguments)])
         output = capsys.readouterr().out
@@ -247,3 +248,23 @@ def test_gather_host() -> None:
     pytest.importorskip("torchao")
     output = run_apart("gather_host", "--toy")
     assert all(name in output for name in ("octavo dynamic", "octavo blockwise", "torchao, precomputed"))
+
+
+def test_subjects_say_what_they_are_and_what_they_measure():
+    found = subjects.subjects()
+    assert {"cpu_step", "kernels", "communication"} <= found.keys()
+    for subject in found.values():
+        assert subject.about and subject.takes and all((ROOT / path).exists() for path in subject.measures), subject
+
+
+def test_the_table_in_readme_is_that_of_the_results():
+    assert importlib.import_module("benchmarks.readme").main(["--check"]) == 0
+
+
+def test_results_that_are_older_than_their_code_are_named(tmp_path, monkeypatch):
+    commits = subjects._git("rev-list", "HEAD", "--", "octavo/kernels/reference").split()
+    monkeypatch.setattr(subjects, "RESULTS", tmp_path)
+    for name, commit in {"new": commits[0], "old": commits[1], "changed": commits[0] + "+", "lost": "0" * 7}.items():
+        (tmp_path / f"cpu_step-{name}.csv").write_text(f"commit\n{commit}\n")
+    lines = subjects.stale()
+    assert [line.partition(".csv")[0] for line in lines] == ["cpu_step-changed", "cpu_step-lost", "cpu_step-old"]

@@ -1,4 +1,4 @@
-"""The kernels' machine code for Hopper and Blackwell, made without a GPU and checked by benchmarks/compiled.py."""
+"""The kernels' machine code for Hopper and Blackwell, made without a GPU and checked by ``compiled`` of benchmarks/."""
 
 import csv
 import importlib
@@ -11,8 +11,8 @@ import pytest
 import torch
 
 triton = pytest.importorskip("triton")
-compiled = importlib.import_module("benchmarks.compiled")
-gpu_host = importlib.import_module("benchmarks.gpu_host")
+compiled = importlib.import_module("benchmarks.machine_code.compiled")
+gpu_host = importlib.import_module("benchmarks.host.gpu_host")
 uncompiled = importlib.import_module("tests.support.uncompiled").uncompiled
 launch = importlib.import_module("octavo.kernels.triton.launch")
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 triton = pytest.importorskip("triton")
-offline = importlib.import_module("benchmarks.offline").offline
+offline = importlib.import_module("benchmarks.machine_code.offline").offline
 launch = importlib.import_module("octavo.kernels.triton.launch")
 history = importlib.import_module("octavo.kernels.triton.history")
 KERNELS = importlib.import_module("octavo.kernels.triton").KERNELS

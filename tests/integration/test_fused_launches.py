@@ -14,7 +14,7 @@ import octavo
 from octavo import E4M3, Cast, PerBlock, Recipe, recipes
 
 pytest.importorskip("triton")
-gpu_host = importlib.import_module("benchmarks.gpu_host")
+gpu_host = importlib.import_module("benchmarks.host.gpu_host")
 uncompiled = importlib.import_module("tests.support.uncompiled").uncompiled
 
 W, F, T = 64, 128, 32

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-study = importlib.import_module("benchmarks.optimizer_state")
-rounding = importlib.import_module("benchmarks.optimizer_state_rounding")
+study = importlib.import_module("benchmarks.optimizer.optimizer_state")
+rounding = importlib.import_module("benchmarks.optimizer.optimizer_state_rounding")
 
 
 @pytest.mark.full

@@ -1,0 +1,147 @@
+"""What every benchmark needs: a fair timer, an error measure, and results that say where their numbers come from."""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+import platform
+import re
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks/results"
+UNCOMMITTED = ROOT / "runs/benchmarks"  # not in git
+
+
+def interleaved(
+    variants: Mapping[str, Callable[[], object]], rounds: int, calls: int = 1, warmup: int = 1
+) -> dict[str, list[float]]:
+    """Seconds a call, ``rounds`` readings a variant, taken in turn so that drift of the machine hits all alike."""
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    for turn in range(warmup + rounds):
+        for name, call in variants.items():
+            start = time.perf_counter()
+            for _ in range(calls):
+                call()
+            if turn >= warmup:
+                seconds[name].append((time.perf_counter() - start) / calls)
+    return seconds
+
+
+def ratio(seconds: Mapping[str, Sequence[float]], name: str, base: str) -> float:
+    """Median over rounds of this variant's time by the base's in the same round."""
+    return statistics.median(a / b for a, b in zip(seconds[name], seconds[base], strict=True))
+
+
+def sqnr(result: Tensor, exact: Tensor) -> float:
+    """Signal to quantisation noise in dB: 10 log10(|exact|^2 / |result - exact|^2), in float64."""
+    result, exact = result.detach().double(), exact.detach().double()
+    noise = (result - exact).pow(2).sum().item()
+    return math.inf if noise == 0 else 10 * math.log10(exact.pow(2).sum().item() / noise)
+
+
+def device_name() -> str:
+    """A short name of the device that FP8 runs on here, fit for a file name."""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu_name()
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    text = cpuinfo.read_text() if cpuinfo.exists() else ""
+    match = re.search(r"model name\s*:\s*(.+)", text)
+    return f"cpu {match.group(1) if match else platform.processor() or platform.machine()}"
+
+
+def commit() -> str:
+    """The commit checked out, with + if the tree is changed; without git, what OCTAVO_COMMIT says."""
+    if named := os.environ.get("OCTAVO_COMMIT"):
+        return named
+
+    def git(*args: str) -> str:
+        try:
+            run = subprocess.run(["git", "-C", str(ROOT), *args], capture_output=True, text=True, check=False)
+        except OSError:  # no git here
+            return ""
+        return run.stdout.strip()
+
+    changed = "+" if git("status", "--porcelain", "--", "octavo", "benchmarks/*.py") else ""
+    return git("rev-parse", "--short", "HEAD") + changed
+
+
+def provenance() -> dict[str, str]:
+    """Where a row comes from: device, threads, versions, commit."""
+    return {
+        "device": device_name(),
+        "threads": str(torch.get_num_threads()),
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "python": platform.python_version(),
+        "commit": commit(),
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def write_results(
+    subject: str,
+    rows: Sequence[Mapping[str, object]],
+    path: Path | None = None,
+    origin: Mapping[str, str] | None = None,
+) -> Path:
+    """Write rows, each with its provenance, to results/<subject>-<device>.csv.
+
+    ``origin`` is the provenance of what doesn't depend on the device, and is written to results/<subject>.csv. Rows of
+    changes that are not committed go to runs/benchmarks/: nobody could make them again.
+    """
+    name = f"{subject}-{device_name()}.csv" if origin is None else f"{subject}.csv"
+    origin = provenance() if origin is None else origin
+    path = path or (UNCOMMITTED if origin.get("commit", "").endswith("+") else RESULTS) / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*rows[0], *origin])
+        writer.writeheader()
+        writer.writerows({**row, **origin} for row in rows)
+    return path
+
+
+def table(rows: Sequence[Mapping[str, object]]) -> str:
+    """Rows as text, columns aligned."""
+    cells = [list(rows[0]), *([str(value) for value in row.values()] for row in rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in cells)
+
+
+class LiveTable:
+    """Prints rows as they come, in columns of given widths; a row's ``note`` goes under it."""
+
+    def __init__(self, widths: Mapping[str, int]) -> None:
+        self._widths = widths
+        self._printed_header = False
+
+    def add(self, row: Mapping[str, object]) -> None:
+        """Print one row."""
+        if not self._printed_header:
+            self._print({name: name for name in self._widths})
+            self._printed_header = True
+        self._print(row)
+        if row.get("note"):
+            print(f"    {row['note']}", flush=True)
+
+    def _print(self, row: Mapping[str, object]) -> None:
+        cells = (str(row.get(name, "")).ljust(width) for name, width in self._widths.items())
+        print(" ".join(cells).rstrip(), flush=True)

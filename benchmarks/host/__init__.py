@@ -1,0 +1,1 @@
+"""What the host does before a kernel runs."""

@@ -1,0 +1,176 @@
+"""Host time of one eager cast, norm and Linear on a GPU's path, without a GPU.
+
+Measured is all that Python runs, Triton's binder and launcher included, on 16 x 16 bf16 CPU tensors that stand for a
+GPU's; kernels are compiled for Hopper and not launched. Left out is what happens in C beyond that: the driver's launch,
+and the library's product, of which only the output is allocated (torch.nn.functional.scaled_mm's own Python counts). On
+a GPU the path also asks for the current device and stream, some tenths of a us.
+
+The weight's codes are cached, as in a micro-batch that isn't the first. torchao's times are of its whole work on the
+CPU, where arithmetic of this size costs next to nothing. Aims are held against the least of all readings, which is
+what the code itself takes: whatever else runs on the machine only adds to it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+import octavo
+import octavo.kernels.triton
+from benchmarks.common.measure import interleaved, ratio, table, write_results
+from benchmarks.common.models import OCTAVO, with_torchao
+from benchmarks.host.host_overhead import SIZE, steps
+from benchmarks.machine_code.offline import Launch, offline
+from octavo import kernels, recipes
+from octavo.autograd import casts as operands
+from octavo.kernels import devices, emulation, layouts
+
+TAKES = "1 minute"
+MEASURES = ("octavo/kernels/triton", "octavo/autograd", "octavo/nn/recipe_module.py")
+
+CAST_AIM, FORWARD_AIM, BOTH_AIM = 25.0, 80.0, 200.0  # us
+TORCHAO = "torchao tensorwise"
+TENSOR, ROW = (-1, -1), (1, -1)
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def _scaled_mm(a: Tensor, b: Tensor, *args: Any) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[1]), dtype=args[7])
+
+
+@contextmanager
+def on_gpu_path(record: bool = False) -> Iterator[list[Launch]]:
+    """CPU tensors take a Hopper GPU's path through octavo, up to the launches, which are listed if ``record``."""
+    transposed = functools.cache(lambda device: True)
+    with ExitStack() as stack:
+        launches = stack.enter_context(offline(90, record))
+        stack.enter_context(
+            mock.patch.object(devices, "kernels_of", functools.cache(lambda index: octavo.kernels.triton.KERNELS))
+        )
+        stack.enter_context(mock.patch.object(kernels, "KERNELS", devices.ON_CUDA))  # what entries give CPU tensors to
+        for name in devices.ON_CUDA.keys() - {"multi_tensor_cast"}:  # which is called by its op
+            stack.enter_context(mock.patch.object(kernels, name, kernels._entry(name)))
+        for module in (layouts, operands):
+            stack.enter_context(mock.patch.object(module, "needs_transposed_codes", transposed))
+        stack.enter_context(mock.patch.object(emulation, "runs_natively", lambda device: True))
+        stack.enter_context(mock.patch.object(torch, "_scaled_mm_v2", _scaled_mm))
+        yield launches
+
+
+def casts() -> dict[str, Callable[[], object]]:
+    """Each kind of cast as a layer calls it on Hopper."""
+    x = torch.randn(SIZE, SIZE, dtype=torch.bfloat16)
+    gate_up = torch.randn(SIZE, 2 * SIZE, dtype=torch.bfloat16)
+    scale, history, amax = _state()
+    update = recipes.delayed().delayed_update
+    tensor = E4M3, TENSOR, False, 0, 16, False
+    square = E4M3, (128, 128), True, 0, 16, False
+    vectors = E4M3, (1, 128), True, 0, E4M3, (128, 1), True, 0, True, 16, True
+    commit = scale, history, amax, amax, E5M2, False, 0, *update, True, 16, True
+    return {
+        "cast delayed": lambda: kernels.cast(x, scale, 0, *tensor),
+        "cast_transpose delayed": lambda: kernels.cast_transpose(x, scale, 0, *tensor),
+        "cast_transpose dynamic": lambda: kernels.cast_transpose(x, None, 0, *tensor),
+        "cast rows": lambda: kernels.cast(x, None, 0, E4M3, ROW, False, 0, 16, False),
+        "cast_transpose 128x128": lambda: kernels.cast_transpose(x, None, 0, *square),
+        "cast_two_scalings 1x128": lambda: kernels.cast_two_scalings(x, *vectors),
+        "cast_and_commit": lambda: kernels.cast_and_commit(x, *commit),
+        "swiglu, cast_transpose delayed": lambda: kernels.cast_transpose(gate_up, scale, 0, *tensor, "swiglu"),
+        "swiglu gradient, cast_and_commit": lambda: kernels.cast_and_commit(x, *commit, "swiglu", gate_up),
+    }
+
+
+def norms() -> dict[str, Callable[[], object]]:
+    """RMSNorm with its delayed cast, and its gradient."""
+    x = torch.randn(SIZE, SIZE, dtype=torch.bfloat16)
+    gamma, rows = torch.ones(SIZE, dtype=torch.bfloat16), torch.ones(SIZE)
+    scale, *_ = _state()
+    norm = x, gamma, None, "rms_norm", 1e-5, False
+    delayed = scale, 0, E4M3, TENSOR, False, 0, True, 16
+    gradient = x, x, gamma, rows.new_empty(0), rows, "rms_norm", False, False, x
+    return {
+        "norm_cast delayed": lambda: kernels.norm_cast(*norm, *delayed),
+        "norm_backward": lambda: kernels.norm_backward(*gradient),
+    }
+
+
+def _state() -> tuple[Tensor, Tensor, Tensor]:
+    """(scales, history, an amax); the scales are known to exist."""
+    scale, history, amax = torch.ones(3), torch.zeros(3, 16), torch.ones(1, 1)
+    kernels.delayed_update(scale, history, amax, amax, amax, *recipes.delayed().delayed_update)
+    return scale, history, amax
+
+
+def linear(recipe: str) -> octavo.nn.Linear:
+    """A layer whose delayed scales, if it has any, exist from its first step on."""
+    layer = octavo.nn.Linear(SIZE, SIZE, recipe=getattr(recipes, recipe)(), dtype=torch.bfloat16)
+    for name, buffer in layer.named_buffers():
+        if "scale" in name:
+            buffer.fill_(1)
+    return layer
+
+
+class Subject(NamedTuple):
+    """What is timed, and the most us that it should take."""
+
+    call: Callable[[], object]
+    aim: float | None
+
+
+def subjects() -> dict[str, Subject]:
+    found = {name: Subject(call, CAST_AIM) for name, call in (casts() | norms()).items()}
+    layers: dict[str, nn.Module] = {f"Linear {name}": linear(name) for name in OCTAVO}
+    layers["nn.Linear"] = nn.Linear(SIZE, SIZE, dtype=torch.bfloat16)
+    layers[TORCHAO] = with_torchao(nn.Linear(SIZE, SIZE, dtype=torch.bfloat16), "tensorwise")
+    for name, layer in layers.items():
+        forward, both = steps(layer, cached=True)
+        aims = (FORWARD_AIM, BOTH_AIM) if isinstance(layer, octavo.nn.Linear) else (None, None)
+        found[f"{name}, forward"] = Subject(forward, aims[0])
+        found[f"{name}, forward + backward"] = Subject(both, aims[1])
+    return found
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks gpu_host", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--calls", type=int, default=50)
+    parser.add_argument("--no-write", action="store_true", help="print only")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    with on_gpu_path():
+        found = subjects()
+        for subject in found.values():
+            for _ in range(3):  # compiles, and learns which scales exist
+                subject.call()
+        seconds = interleaved({name: s.call for name, s in found.items()}, options.rounds, options.calls)
+    rows, missed = [], []
+    for name, (_, aim) in found.items():
+        us, least = statistics.median(seconds[name]) * 1e6, min(seconds[name]) * 1e6
+        torchao = name.replace(name.partition(",")[0], TORCHAO)
+        rows.append(
+            {
+                "what": name,
+                "us": f"{us:.1f}",
+                "least_us": f"{least:.1f}",
+                "aim_us": "" if aim is None else f"{aim:g}",
+                "by_torchao_tensorwise": f"{ratio(seconds, name, torchao):.3f}" if torchao in seconds else "",
+            }
+        )
+        if aim is not None and least > aim:
+            missed.append(f"MISSED: {name} {least:.1f} us, aim {aim:g} us")
+    print(table(rows))
+    if not options.no_write:
+        print(f"written to {write_results('gpu_host', rows)}")
+    print(*missed, f"{len(missed)} aims missed", sep="\n")
+    return int(bool(missed))

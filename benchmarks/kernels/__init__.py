@@ -1,0 +1,1 @@
+"""Kernels and a layer on a GPU, beside others' and the roofline."""

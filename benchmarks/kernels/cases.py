@@ -1,0 +1,76 @@
+"""The casts and norms that are timed: how each is called, and that its results are right.
+
+A case's arguments are made once for each input; the same go to the Triton kernel and to the reference. The bytes of a
+case are what it must at least move: its inputs once (twice where the scale needs an amax of the whole tensor first) and
+each of its outputs once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import benchmarks.common.interpreter  # noqa: F401
+from benchmarks.common.gpu_timer import DEVICE, synchronize
+from benchmarks.kernels import fused_cases, plain_cases
+from benchmarks.kernels.agreement import difference, same_state
+from benchmarks.kernels.plain_cases import E4M3, ROWS, TENSOR, many
+from octavo.kernels.reference import KERNELS as REFERENCE
+from octavo.kernels.triton import KERNELS as TRITON
+
+__all__ = ["CASES", "E4M3", "ROWS", "TENSOR", "calls", "inputs", "moved_bytes", "reads", "wrong"]
+
+KERNELS = {**TRITON, "many": many(TRITON["multi_tensor_cast"])}
+DEFINITIONS = {**REFERENCE, "many": many(REFERENCE["multi_tensor_cast"])}
+CASES = {**plain_cases.CASES, **fused_cases.CASES}
+_ALL = {**CASES, **fused_cases.ONLY_TUNED}
+
+
+def inputs(rows: int, cols: int, sets: int) -> list[Tensor]:
+    """So many tensors [rows, cols] of normal numbers, bf16."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    return [torch.randn(rows, cols, dtype=torch.bfloat16, device=DEVICE, generator=generator) for _ in range(sets)]
+
+
+def reads(name: str, x: Tensor) -> tuple[Tensor, ...]:
+    """What the case reads, made from x."""
+    return _ALL[name].inputs(x)
+
+
+def _arguments(name: str, x: Tensor) -> tuple[Any, ...]:
+    return _ALL[name].arguments(*reads(name, x))
+
+
+def calls(name: str, xs: Sequence[Tensor]) -> list[Callable[[], Any]]:
+    """The Triton kernel on each input."""
+    kernel = KERNELS[_ALL[name].op]
+
+    def call(arguments: tuple[Any, ...]) -> Callable[[], Any]:
+        return lambda: kernel(*arguments)
+
+    bound = [call(_arguments(name, x)) for x in xs]
+    synchronize()  # the scales' arrival on the host
+    return bound
+
+
+def moved_bytes(name: str, x: Tensor, result: Any) -> int:
+    """What the case must move at least."""
+    outputs = (result,) if isinstance(result, Tensor) else result
+    read = sum(tensor.nbytes for tensor in reads(name, x))
+    return _ALL[name].reads * read + sum(output.nbytes for output in outputs)
+
+
+def wrong(name: str, x: Tensor) -> str:
+    """What differs between the kernel and its reference beyond what the definition permits, "" for nothing."""
+    case = _ALL[name]
+    arguments, expected_arguments = _arguments(name, x), _arguments(name, x)
+    synchronize()
+    results, expected = KERNELS[case.op](*arguments), DEFINITIONS[case.op](*expected_arguments)
+    results, expected = ((r,) if isinstance(r, Tensor) else tuple(r) for r in (results, expected))
+    found = difference(results, expected, case.exact, x.shape[0])
+    if not found and not same_state(arguments, expected_arguments, case.exact):
+        found = "state differs"
+    return found

@@ -1,0 +1,144 @@
+"""The casts of activations, of their gradients and of norms that are timed, and the norms' own gradients.
+
+x [R, C], from which inputs are made, has the shape of what is cast. All other numbers are from a seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import benchmarks.common.interpreter  # noqa: F401
+from benchmarks.common.gpu_timer import DEVICE
+from benchmarks.kernels.plain_cases import COLUMNS, E4M3, E5M2, ROWS, TENSOR, UPDATE, Case, delayed_state
+from octavo.kernels.reference.norm import normalise
+
+SCALE = 16.0  # of products of normal numbers: nothing saturates
+EPS = 1e-5
+GATED = {"swiglu"}
+KINDS = {"rmsnorm": "rms_norm", "layernorm": "layer_norm"}
+VECTOR, TALL = (1, 128), (128, 1)
+MX, MX_TALL = (1, 32), (32, 1)
+
+Make = Callable[[], tuple[Any, ...]]  # an op's arguments from the scale or the tile up to the margin
+
+
+def _normal(rows: int, cols: int, seed: int) -> Tensor:
+    """Normal numbers [rows, cols], bf16."""
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    return torch.randn(rows, cols, dtype=torch.bfloat16, device=DEVICE, generator=generator)
+
+
+def _delayed() -> tuple[Any, ...]:
+    return delayed_state(SCALE)[0], 0, E4M3, TENSOR, False, 0
+
+
+def _delayed_gradient() -> tuple[Any, ...]:
+    return delayed_state(SCALE)[0], 2, E5M2, TENSOR, False, 0
+
+
+def _dynamic(dtype: torch.dtype, tile: Sequence[int] = TENSOR, power_of_two: bool = False) -> Make:
+    return lambda: (None, 0, dtype, tile, power_of_two, 0)
+
+
+def _commit() -> tuple[Any, ...]:
+    amax = torch.full((1, 1), 5.0, device=DEVICE)
+    return *delayed_state(SCALE), amax, amax, E5M2, False, 0, *UPDATE, True
+
+
+def _two(tile: Sequence[int], second: Sequence[int], power_of_two: bool = True) -> Make:
+    return lambda: (E4M3, tile, power_of_two, 0, E4M3, second, power_of_two, 0)
+
+
+def _activated(activation: str, op: str, make: Make, reads: int = 1) -> Case:
+    """The cast of an activation."""
+
+    def inputs(x: Tensor) -> tuple[Tensor, ...]:
+        return (torch.cat((x, _normal(*x.shape, 1)), 1),) if activation in GATED else (x,)
+
+    def arguments(h: Tensor) -> tuple[Any, ...]:
+        transposed = (True,) if op == "cast_two_scalings" else ()
+        return h, *make(), *transposed, 1, False, activation
+
+    return Case(op, arguments, reads, inputs, exact=False)
+
+
+def _gradient(activation: str, op: str, make: Make, reads: int = 1) -> Case:
+    """The cast of an activation's gradient, with its column sums."""
+
+    def inputs(x: Tensor) -> tuple[Tensor, ...]:
+        rows, cols = x.shape
+        return _normal(rows, cols // 2 if activation in GATED else cols, 1), x
+
+    def arguments(dy: Tensor, h: Tensor) -> tuple[Any, ...]:
+        transposed = (True,) if op == "cast_two_scalings" else ()
+        return dy, *make(), *transposed, 1, True, activation, h
+
+    return Case(op, arguments, reads, inputs, exact=False)
+
+
+def _parameters(norm: str, x: Tensor) -> tuple[Tensor, ...]:
+    """(gamma, beta), or gamma alone."""
+    wide = 0.1 * _normal(2, x.shape[1], 2)
+    return (wide[0] + 1,) if norm == "rmsnorm" else (wide[0] + 1, wide[1])
+
+
+def _normed(norm: str, op: str, make: Make, transpose: bool = True, reads: int = 1, keep: bool = False) -> Case:
+    """The cast of a norm."""
+
+    def inputs(x: Tensor) -> tuple[Tensor, ...]:
+        return x, *_parameters(norm, x)
+
+    def arguments(x: Tensor, gamma: Tensor, beta: Tensor | None = None) -> tuple[Any, ...]:
+        return x, gamma, beta, KINDS[norm], EPS, False, *make(), transpose, 1, keep
+
+    return Case(op, arguments, reads, inputs, exact=False)
+
+
+def _norm_gradient(norm: str) -> Case:
+    """A norm's gradient, to which that of a residual branch is added."""
+
+    def inputs(x: Tensor) -> tuple[Tensor, ...]:
+        gamma, *beta = _parameters(norm, x)
+        _, mean, rstd = normalise(x, gamma, beta[0] if beta else None, KINDS[norm], EPS, False)
+        return _normal(*x.shape, 1), x, gamma, mean, rstd, _normal(*x.shape, 3)
+
+    def arguments(dy: Tensor, *others: Tensor) -> tuple[Any, ...]:
+        *others, residual = others
+        return dy, *others, KINDS[norm], False, norm == "layernorm", residual
+
+    return Case("norm_backward", arguments, 1, inputs, exact=False)
+
+
+CASES = {
+    "swiglu + cast+transpose delayed": _activated("swiglu", "cast_transpose", _delayed),
+    "swiglu + cast+transpose dynamic": _activated("swiglu", "cast_transpose", _dynamic(E4M3), 2),
+    "gelu_tanh + cast+transpose delayed": _activated("gelu_tanh", "cast_transpose", _delayed),
+    "gelu + cast+transpose delayed": _activated("gelu", "cast_transpose", _delayed),
+    "swiglu + rows + columns": _activated("swiglu", "cast_two_scalings", _two(ROWS, COLUMNS, False)),
+    "swiglu + 1x128 + 128x1": _activated("swiglu", "cast_two_scalings", _two(VECTOR, TALL)),
+    "swiglu gradient + cast+transpose+sum+commit": _gradient("swiglu", "cast_and_commit", _commit),
+    "swiglu gradient + cast+transpose+sum dynamic": _gradient("swiglu", "cast_transpose", _dynamic(E5M2), 2),
+    "gelu gradient + cast+transpose+sum+commit": _gradient("gelu", "cast_and_commit", _commit),
+    "swiglu gradient + 1x128 + 128x1 + sum": _gradient("swiglu", "cast_two_scalings", _two(VECTOR, TALL)),
+    "rmsnorm + cast+transpose delayed": _normed("rmsnorm", "norm_cast", _delayed),
+    "rmsnorm + cast+transpose dynamic": _normed("rmsnorm", "norm_cast", _dynamic(E4M3), reads=2),
+    "layernorm + cast+transpose delayed": _normed("layernorm", "norm_cast", _delayed),
+    "rmsnorm, y kept + cast+transpose delayed": _normed("rmsnorm", "norm_cast", _delayed, keep=True),
+    "rmsnorm + 1x128 + 128x1": _normed("rmsnorm", "norm_cast_two_scalings", _two(VECTOR, TALL)),
+    "rmsnorm gradient + residual": _norm_gradient("rmsnorm"),
+    "layernorm gradient + residual": _norm_gradient("layernorm"),
+}
+
+# whose configurations no other case would show
+ONLY_TUNED = {
+    "swiglu gradient + cast+sum delayed": _gradient("swiglu", "cast", _delayed_gradient),
+    "swiglu gradient + rows": _gradient("swiglu", "cast", _dynamic(E4M3, ROWS)),
+    "rmsnorm + cast delayed": _normed("rmsnorm", "norm_cast", _delayed, transpose=False),
+    "rmsnorm + rows": _normed("rmsnorm", "norm_cast", _dynamic(E4M3, ROWS), transpose=False),
+    "rmsnorm + 1x128": _normed("rmsnorm", "norm_cast", _dynamic(E4M3, VECTOR, True), transpose=False),
+    "rmsnorm + 1x32 + 32x1": _normed("rmsnorm", "norm_cast_two_scalings", _two(MX, MX_TALL)),
+}

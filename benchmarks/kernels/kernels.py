@@ -1,0 +1,217 @@
+"""Every kernel on a GPU: time, bytes, share of the measured peak; beside it the same by others.
+
+A cast or a norm is held against the copy bandwidth, a product against the FP8 rate, both measured in the same run. A
+kernel whose results are not its reference's has no time, but FAILED and what differs. The aim is for 16384x8192. Times
+are of the device alone: the host runs ahead. Of casts and norms rate is TB/s; of products TFLOP/s, and inductor_us is
+bf16's torch.mm. Others: torch.compile of plain torch, torchao, and of activations and norms Liger-Kernel, which writes
+bf16, and Transformer Engine (te); a column is empty where a library is not installed or has no such kernel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import benchmarks.common.interpreter  # noqa: F401
+from benchmarks.common.gpu_timer import ON_GPU, Deadline, Peaks, describe, input_sets, peaks, timings
+from benchmarks.common.measure import LiveTable, write_results
+from benchmarks.common.roofline import floor_seconds
+from benchmarks.common.workers import precompile
+from benchmarks.kernels import cases, fused_cases, products
+from benchmarks.kernels.rivals import RIVALS, rivals_of
+
+TAKES = "a GPU; 4 minutes"
+MEASURES = ("octavo/kernels/triton",)
+
+SHAPES = ((16384, 8192), (4096, 4096), (2048, 1408))
+PRODUCT_SHAPES = ((8192, 8192, 8192), (15872, 4096, 4096))
+TOY_SHAPE, TOY_PRODUCT_SHAPES = (128, 128), ((32, 48, 128),)
+TOY_SHAPE_OF = {**dict.fromkeys(fused_cases.CASES, (128, 256)), "five weights at once": (32, 64)}
+AIM = 0.85  # of copy bandwidth, casts and norms at the first shape
+BUILD_S = 2.0  # to compile one rival that was compiled ahead
+
+COLUMNS = {"op": 44, "shape": 15, "us": 8, "moved_mb": 8, "rate": 7, "of_peak": 7}
+COLUMNS |= {"inductor_us": 11, "torchao_us": 10, "liger_us": 8, "te_us": 8}
+
+Row = dict[str, str]
+
+
+def compile_one(name: str, shape: tuple[int, ...]) -> None:
+    """Run a case and its rivals, or a product, once: what a worker does."""
+    if name in products.PRODUCTS:
+        for fast in (True, False):
+            products.calls(name, shape, 1, fast)[0]()
+            if passes := products.two_passes(name, shape, fast):
+                passes()
+        if torchao := products.torchao_call(name, shape):
+            torchao()
+        return
+    (x,) = cases.inputs(*shape, 1)  # type: ignore[arg-type]
+    cases.calls(name, [x])[0]()
+    for rival in rivals_of(name, False).values():
+        rival.bound(cases.reads(name, x))()
+
+
+def _row(name: str, shape: tuple[int, ...], **values: object) -> Row:
+    """A row with all columns."""
+    return {
+        "op": name,
+        "shape": "x".join(map(str, shape)),
+        **dict.fromkeys(("us", "moved_mb", "rate", "of_peak", *(f"{who}_us" for who in RIVALS), "floor_us"), ""),
+        **{key: str(value) for key, value in values.items()},
+    }
+
+
+def _number(value: float, digits: int = 1) -> str:
+    return "" if math.isnan(value) else f"{value:.{digits}f}"
+
+
+def cast_row(name: str, shape: tuple[int, ...], peak: Peaks, toy: bool, with_rivals: bool) -> Row:
+    """Time one case at one shape."""
+    rows, cols = shape
+    xs = cases.inputs(rows, cols, input_sets(2 * rows * cols))
+    if problem := cases.wrong(name, xs[0]):
+        return _row(name, shape, us="FAILED", note=problem)
+    calls = cases.calls(name, xs)
+    nbytes = cases.moved_bytes(name, xs[0], calls[0]())
+    others = rivals_of(name, toy) if with_rivals else {}
+    bound = {who: [rival.bound(cases.reads(name, x)) for x in xs] for who, rival in others.items()}
+    found = timings({"octavo": calls, **bound}, 1 if toy else 15)
+    seconds = found.median("octavo")
+    if "octavo" in found.errors:
+        return _row(name, shape, us="FAILED", note=found.errors["octavo"])
+    notes = [f"{who}: {error}" for who, error in found.errors.items()]
+    notes += [rival.note for who, rival in others.items() if rival.note and who in found.seconds]
+    return _row(
+        name,
+        shape,
+        us=_number(seconds * 1e6),
+        moved_mb=_number(nbytes / 1e6),
+        rate=_number(nbytes / seconds / 1e12, 3),
+        of_peak=_number(nbytes / seconds / peak.copy, 3),
+        floor_us=_number(floor_seconds(peak, nbytes) * 1e6),
+        note="; ".join(notes),
+        **{f"{who}_us": _number(found.median(who) * 1e6) for who in RIVALS},
+    )
+
+
+def product_row(name: str, shape: tuple[int, ...], fast: bool, peak: Peaks, toy: bool, with_rivals: bool) -> Row:
+    """Time one product; beside it bf16's, in inductor's column; if it is cast, two passes too, in the note."""
+    text, note = f"{name}{', fast' if fast else ''}", ""
+    if problem := products.wrong(name, shape, fast):
+        return _row(text, shape, us="FAILED", note=problem)
+    a, b = (cases.inputs(rows, shape[2], 1)[0] for rows in shape[:2])
+    variants: dict[str, list[Callable[[], Any]]] = {
+        "octavo": products.calls(name, shape, 1, fast),
+        "bf16": [lambda: torch.mm(a, b.t())],
+    }
+    try:
+        torchao = products.torchao_call(name, shape) if with_rivals else None
+    except Exception as error:
+        torchao, note = None, f"torchao: {describe(error)}; "
+    if torchao is not None:
+        variants["torchao"] = [torchao]
+    if passes := products.two_passes(name, shape, fast):
+        variants["two passes"] = [passes]
+    found = timings(variants, 1 if toy else 10)
+    seconds, flop = found.median("octavo"), products.flop(shape)
+    if "two passes" in found.seconds:
+        apart = found.median("two passes")
+        note += f"{_number(seconds / apart, 3)} of the {_number(apart * 1e6)} us that two passes take; "
+    if "octavo" in found.errors:
+        return _row(text, shape, us="FAILED", note=found.errors["octavo"])
+    nbytes = products.moved_bytes(name, shape)
+    return _row(
+        text,
+        shape,
+        us=_number(seconds * 1e6),
+        moved_mb=_number(nbytes / 1e6),
+        rate=_number(flop / seconds / 1e12, 0 if ON_GPU else 6),
+        of_peak=_number(flop / seconds / (peak.fp8 if fast else peak.fp8_exact), 3),
+        floor_us=_number(floor_seconds(peak, nbytes, flop, fast) * 1e6),
+        inductor_us=_number(found.median("bf16") * 1e6),
+        torchao_us=_number(found.median("torchao") * 1e6),
+        note=note + "; ".join(f"{who}: {error}" for who, error in found.errors.items()),
+    )
+
+
+Task = tuple[str, tuple[int, ...], Callable[[Peaks, bool], Row]]
+
+
+def _tasks(toy: bool) -> Iterator[Task]:
+    """What is timed, the most important first: (name, shape, what makes its row)."""
+    product_shapes, passes = (TOY_PRODUCT_SHAPES, 1) if toy else (PRODUCT_SHAPES, len(SHAPES))
+
+    def cast(name: str, number: int) -> Task:
+        shape = TOY_SHAPE_OF.get(name, TOY_SHAPE) if toy else SHAPES[number]
+        return name, shape, lambda peak, rival: cast_row(name, shape, peak, toy, rival)
+
+    def product(name: str, shape: tuple[int, ...], fast: bool) -> Task:
+        return name, shape, lambda peak, rival: product_row(name, shape, fast, peak, toy, rival)
+
+    yield from (cast(name, 0) for name in cases.CASES)
+    yield from (product(name, product_shapes[0], fast) for name in products.PRODUCTS for fast in (True, False))
+    yield from (cast(name, number) for number in range(1, passes) for name in cases.CASES)
+    yield from (
+        product(name, s, fast) for s in product_shapes[1:] for name in products.PRODUCTS for fast in (True, False)
+    )
+
+
+def verdicts(rows: list[Row], main_shape: str) -> int:
+    """Print ok or MISSED for each cast and norm at the main shape; 1 if one was missed or failed."""
+    missed = [row["op"] for row in rows if row["us"] == "FAILED"]
+    for name in missed:
+        print(f"FAILED: {name}")
+    for row in rows:
+        has_aim = row["op"].startswith("cast") or row["op"] in fused_cases.CASES
+        is_cast = has_aim and row["shape"] == main_shape and row["us"] != "FAILED"
+        if is_cast and float(row["of_peak"]) < AIM:
+            missed.append(row["op"])
+            print(f"MISSED: {row['op']} {row['of_peak']} of copy bandwidth, aim {AIM}")
+        elif is_cast:
+            print(f"ok: {row['op']} {row['of_peak']} of copy bandwidth, aim {AIM}")
+    return int(bool(missed))
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks kernels", description=__doc__)
+    parser.add_argument("--toy", action="store_true", help="tiny shapes, with or without a GPU; no aim counts")
+    parser.add_argument("--minutes", type=float, default=3.5, help="what is not timed by then is left out")
+    parser.add_argument("--no-rivals", action="store_true", help="without torch.compile and other libraries")
+    parser.add_argument("--output", type=Path, help="the CSV, instead of results/kernels-<device>.csv")
+    parser.add_argument("--no-write", action="store_true", help="print only")
+    options = parser.parse_args(arguments)
+    if not ON_GPU and not options.toy:
+        parser.error("times of kernels need an NVIDIA GPU; --toy runs the code without one")
+    deadline = Deadline(options.minutes)
+    peak = peaks(options.toy)
+    print(peak, flush=True)
+    tasks = list(_tasks(options.toy))
+    if ON_GPU and not options.toy:
+        ahead = list(dict.fromkeys((name, shape) for name, shape, _ in tasks))
+        failures = precompile(compile_one, ahead, options.minutes / 2)
+        print(f"compiled ahead, {deadline.left():.0f} s left; failed: {failures[:3] or 'none'}", flush=True)
+    rows: list[Row] = []
+    live = LiveTable(COLUMNS)
+    for index, (name, shape, make) in enumerate(tasks):
+        if deadline.left() < 5:
+            print(f"{len(tasks) - index} rows left out: no time", flush=True)
+            break
+        # rivals only while there is time for all rows that come after without them
+        rival = not options.no_rivals and deadline.left() > 5 + 0.3 * (len(tasks) - index) + BUILD_S
+        try:
+            row = make(peak, rival)
+        except Exception as error:
+            row = _row(name, shape, us="FAILED", note=describe(error))
+        rows.append({**row, "note": row.get("note", "")})
+        live.add(rows[-1])
+        if not options.no_write:
+            write_results("kernels", rows, options.output)
+        if ON_GPU:
+            torch.cuda.empty_cache()
+    return verdicts(rows, "x".join(map(str, SHAPES[0])))

@@ -1,0 +1,38 @@
+"""The same work as each case by others: torch.compile from plain torch, and whichever of the libraries is there."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from benchmarks.kernels import fused_cases, libraries
+from benchmarks.kernels.libraries import Rival
+from benchmarks.kernels.plain_torch import PLAIN, compiled
+
+RIVALS = ("inductor", "torchao", "liger", "te")
+
+
+def rivals_of(name: str, toy: bool) -> dict[str, Rival]:
+    """Those who have this case, by the names of their columns; what was compiled before is forgotten."""
+    torch.compiler.reset()  # a function compiled for more shapes and cases than 8 is refused
+    found = {"inductor": Rival(compiled(PLAIN[name], toy))} if name in PLAIN else {}
+    if name in fused_cases.CASES:
+        others = {"liger": libraries.liger, "te": libraries.transformer_engine}
+    else:
+        others = {"torchao": functools.partial(libraries.torchao, toy)}
+    for who, works in others.items():
+        try:
+            rivals = works()
+        except ModuleNotFoundError:
+            continue
+        except Exception as error:  # it is there, but not for this torch or GPU
+            rivals = {name: Rival(functools.partial(_raise, error))}
+        if name in rivals:
+            found[who] = rivals[name]
+    return found
+
+
+def _raise(error: Exception, *inputs: Tensor) -> None:
+    raise error

@@ -1,0 +1,1 @@
+"""Kernels compiled for GPUs that are not here, and what their code takes."""

@@ -1,0 +1,1 @@
+"""Optimizer state, updates and FP8 weights."""

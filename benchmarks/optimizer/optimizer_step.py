@@ -1,0 +1,226 @@
+"""How long an optimizer's step takes, and the bytes that it keeps and needs: octavo's beside others'.
+
+On a GPU: 10^9 parameters in 300 uneven tensors, float32 or bf16, against the copy bandwidth of the same run; octavo's
+step also as a captured CUDA graph. On a CPU: 2^23 parameters in 24 of them, one thread, beside torchao's compiled
+steps. torch's and torchao's are as their users call them; flashoptim's and torchao's only where they are installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import octavo
+from benchmarks.common.gpu_timer import DEVICE, ON_GPU, describe, synchronize, timings
+from benchmarks.common.measure import table, write_results
+
+TAKES = "2 minutes"
+MEASURES = ("octavo/optim", "octavo/kernels/reference", "octavo/kernels/triton")
+
+SPEED_AIM, BANDWIDTH_AIM, BYTES_AIM = (
+    2.0,
+    0.85,
+    2.1,
+)  # times torchao's AdamWFp8 (CPU); of the roofline; of a moment pair
+RIVAL = "torchao AdamWFp8"
+ROUNDS = {True: 20, False: 15}  # by whether on a GPU
+
+
+class Variant(NamedTuple):
+    """An optimizer of bf16 or float32 weights."""
+
+    dtype: torch.dtype
+    make: Callable[[Sequence[nn.Parameter]], Any]
+
+
+def _octavo(master: str | None, moments: str = "fp8") -> Callable[[Sequence[nn.Parameter]], Any]:
+    return lambda params: octavo.optim.AdamW(params, lr=1e-4, moments=moments, master=master)
+
+
+def _other(module: str, name: str, **options: Any) -> Callable[[Sequence[nn.Parameter]], Any]:
+    return lambda params: getattr(importlib.import_module(module), name)(params, lr=1e-4, **options)
+
+
+VARIANTS: dict[str, Variant] = {
+    "octavo fp8, float32": Variant(torch.float32, _octavo("fp32")),
+    "octavo fp8, split32": Variant(torch.bfloat16, _octavo("split32")),
+    "octavo fp8, split24": Variant(torch.bfloat16, _octavo("split24")),
+    "octavo fp8, no master": Variant(torch.bfloat16, _octavo(None)),
+    "octavo fp32, float32": Variant(torch.float32, _octavo("fp32", "fp32")),
+    "torch fused, float32": Variant(torch.float32, _other("torch.optim", "AdamW", fused=True)),
+    "torch foreach, float32": Variant(torch.float32, _other("torch.optim", "AdamW", foreach=True)),
+    RIVAL: Variant(torch.float32, _other("torchao.optim", "AdamWFp8")),
+    "torchao AdamW8bit": Variant(torch.float32, _other("torchao.optim", "AdamW8bit")),
+    "flashoptim": Variant(torch.bfloat16, _other("flashoptim", "FlashAdamW")),
+}
+
+
+def shapes(elements: int, tensors: int) -> list[tuple[int, ...]]:
+    """Uneven ones: an embedding of a quarter, as many matrices as vectors, some sides odd; a fixed draw."""
+    draw = random.Random(0)
+    matrices = tensors // 2
+    sizes = [math.exp(draw.uniform(0.0, 4.0)) for _ in range(matrices)]
+    unit = 0.75 * elements / sum(sizes)
+    found: list[tuple[int, ...]] = []
+    for number, part in enumerate(sizes):
+        side = max(int(math.sqrt(part * unit)), 16)
+        step = 1 if number % 20 == 0 else 128 if side >= 512 else 16
+        cols = max(side * 2 // 3 // step * step, step)
+        found.append((max(int(part * unit / cols), 1), cols))
+    found += [(draw.choice((768, 1000, 1024, 4096)),) for _ in range(tensors - matrices - 1)]
+    width = 1024 if elements > 1 << 24 else 256
+    return [(max((elements - sum(math.prod(shape) for shape in found)) // width, 1), width), *found]
+
+
+def parameters(sizes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[nn.Parameter]:
+    """Weights with gradients of their dtype."""
+    params = []
+    for size in sizes:
+        param = nn.Parameter(torch.empty(size, dtype=dtype, device=DEVICE).normal_())
+        param.grad = torch.empty_like(param).normal_()
+        params.append(param)
+    return params
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The plain tensors of a state, inside of tensor subclasses too."""
+    if isinstance(value, dict):
+        for inner in value.values():
+            yield from tensors_in(inner)
+    elif isinstance(value, Tensor):
+        flatten = getattr(value, "__tensor_flatten__", None)
+        if flatten is None:
+            yield value
+        else:
+            for name in flatten()[0]:
+                yield from tensors_in(getattr(value, name))
+
+
+def state_bytes(optimizer: Any) -> int:
+    """Bytes that the optimizer keeps."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(dict(optimizer.state)))
+
+
+def peak_bytes(step: Callable[[], object]) -> int:
+    """The most that a step holds above what is there before it."""
+    if ON_GPU:
+        synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        step()
+    held = most = 0
+    for event in profile.profiler.kineto_results.events():  # type: ignore[union-attr]
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            most = max(most, held)
+    return most
+
+
+def graph_of(optimizer: Any) -> Callable[[], object]:
+    """A captured step."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    return graph.replay
+
+
+def measure(name: str, sizes: Sequence[tuple[int, ...]], seconds: float) -> dict[str, object]:
+    """One optimizer's row."""
+    kind = VARIANTS[name]
+    elements = sum(math.prod(size) for size in sizes)
+    params = parameters(sizes, kind.dtype)
+    optimizer = kind.make(params)
+    optimizer.step()
+    kept = state_bytes(optimizer)
+    moved = 2 * (kept + elements * kind.dtype.itemsize) + elements * kind.dtype.itemsize
+    calls: dict[str, list[Callable[[], object]]] = {name: [optimizer.step]}
+    if ON_GPU and name.startswith("octavo"):
+        calls["graph"] = [graph_of(optimizer)]
+    found = timings(calls, rounds=ROUNDS[ON_GPU], seconds_a_variant=seconds)
+    for error in found.errors.values():
+        raise RuntimeError(error)
+    return {
+        "optimizer": name,
+        "dtype": str(kind.dtype).removeprefix("torch."),
+        "parameters": elements,
+        "tensors": len(sizes),
+        "step_ms": f"{1e3 * found.median(name):.4g}",
+        "graph_ms": f"{1e3 * found.median('graph'):.4g}" if "graph" in calls else "",
+        "ns_an_element": f"{1e9 * found.median(name) / elements:.4g}",
+        "state_bytes_an_element": f"{kept / elements:.4f}",
+        "peak_bytes_an_element": f"{peak_bytes(optimizer.step) / elements:.4f}",
+        "moved_bytes_an_element": f"{moved / elements:.3f}",
+    }
+
+
+def bandwidth() -> float:
+    """Bytes a second of a copy of 1 GiB, read and written."""
+    source, target = (torch.zeros(1 << (30 if ON_GPU else 24), dtype=torch.uint8, device=DEVICE) for _ in range(2))
+    found = timings({"copy": [lambda: target.copy_(source)]}, rounds=20)
+    return 2 * source.numel() / found.median("copy")
+
+
+def judge(rows: list[dict[str, object]]) -> list[str]:
+    """What aims are missed."""
+    by_name = {str(row["optimizer"]): row for row in rows}
+    missed = []
+    for name, row in by_name.items():
+        if not name.startswith("octavo fp8"):
+            continue
+        master = {"octavo fp8, split32": 2.0, "octavo fp8, split24": 1.0}.get(name, 0.0)
+        moments = float(str(row["state_bytes_an_element"])) - master
+        if moments > BYTES_AIM:
+            missed.append(f"{name}: moments take {moments:.3f} bytes an element, more than {BYTES_AIM}")
+        if ON_GPU and float(str(row["of_roofline"])) < BANDWIDTH_AIM:
+            missed.append(f"{name}: {row['of_roofline']} of the roofline, less than {BANDWIDTH_AIM}")
+    ours, theirs = by_name.get("octavo fp8, float32"), by_name.get(RIVAL)
+    if not ON_GPU and ours and theirs:
+        times = float(str(ours["step_ms"])) / float(str(theirs["step_ms"]))
+        print(f"octavo fp8, float32: {times:.2f} of {RIVAL}'s time")
+        if times > SPEED_AIM:
+            missed.append(f"octavo fp8, float32: {times:.2f} times {RIVAL}'s, more than {SPEED_AIM}")
+    return missed
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks optimizer_step", description=__doc__)
+    parser.add_argument("variants", nargs="*", help=f"of {', '.join(VARIANTS)}; all")
+    parser.add_argument("--toy", action="store_true", help="small tensors, octavo's and torch's only; writes nothing")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of readings a variant, at most")
+    parser.add_argument("--output", type=Path, help="another file to write")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    sizes = shapes(1 << 16, 12) if options.toy else shapes(10**9, 300) if ON_GPU else shapes(1 << 23, 24)
+    rows: list[dict[str, object]] = []
+    peak = bandwidth()
+    for name in options.variants or VARIANTS:
+        if options.toy and name.startswith(("torchao", "flash")):
+            continue
+        try:
+            row = measure(name, sizes, 0.1 if options.toy else options.seconds)
+        except Exception as error:
+            print(f"{name}: {describe(error)}")
+            continue
+        fastest = float(str(row["moved_bytes_an_element"])) * float(str(row["parameters"])) / peak
+        rows.append({**row, "of_roofline": f"{1e3 * fastest / float(str(row['step_ms'])):.3f}"})
+        if ON_GPU:
+            torch.cuda.empty_cache()
+    print(table(rows))
+    if not options.toy or options.output:
+        print(f"written to {write_results('optimizer_step', rows, path=options.output)}")
+    missed = judge(rows)
+    print(*(f"MISSED: {line}" for line in missed), sep="\n")
+    return int(bool(missed) and not options.toy)

@@ -1,0 +1,155 @@
+"""Same quality, really FP8: the trainer's default run in bf16 and in every recipe, over several seeds.
+
+A seed fixes the initial weights and the order of the data, so that runs pair up. Asserted: for each recipe the mean
+over seeds of (final validation loss / bf16's - 1) is within 0.5 %; every product of every block's layers went through
+an FP8 matmul, and its error against float64 shows it (below 31 dB SQNR, where bf16 has about 50). The curves of every
+seed are written to results/convergence-<device>.csv, the summary to results/convergence_summary-<device>.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import statistics
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import octavo
+from benchmarks.common.measure import sqnr, table, write_results
+from octavo.train import GPT, Batches, DataConfig, Hooks, TrainConfig, load_corpus, next_byte_loss, run
+
+TAKES = "20 minutes"
+MEASURES = ("octavo/kernels/reference", "octavo/recipes.py", "octavo/autograd")
+
+BASELINE, STEPS = "bf16", 240
+RECIPES = (BASELINE, "dynamic", "delayed", "rowwise", "blockwise", "mx")
+LIMIT = 0.5  # %
+PROOF = 31.0  # dB
+BASELINE_LIMIT = 2.3  # nats/byte
+PRODUCTS = ("output", "grad_input", "grad_weight")
+
+
+class CountMatmuls(TorchDispatchMode):
+    """Counts octavo::matmul with float8 operands."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fp8 = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.octavo.matmul.default and args[0].dtype.itemsize == args[3].dtype.itemsize == 1:
+            self.fp8 += 1
+        return func(*args, **(kwargs or {}))
+
+
+def prove_fp8(model: GPT, tokens: Tensor, targets: Tensor) -> dict[str, float]:
+    """That the model's products are FP8: their count in one step, and the largest SQNR of each product over all layers.
+
+    The SQNR is that of N(0, 1) input and gradients with the layer's own weight. (On the real step's it says less:
+    neighbouring bytes' gradients agree, so that their sum averages the rounding away and reaches 40 dB.)
+
+    Raises:
+        AssertionError: if a layer has a product that is not in FP8.
+    """
+    layers = [module for module in model.modules() if isinstance(module, octavo.nn.Linear)]
+    with CountMatmuls() as count:
+        with torch.autocast(tokens.device.type, torch.bfloat16):
+            loss = next_byte_loss(model(tokens), targets)
+        loss.backward()
+    assert len(layers) == 4 * len(model.blocks), "a block's Linear is not converted"
+    assert count.fp8 == 3 * len(layers), f"{count.fp8} FP8 products of {3 * len(layers)}"
+
+    worst = dict.fromkeys(PRODUCTS, 0.0)
+    for layer in layers:
+        layer.zero_grad()
+        layer.reset_delayed_state()  # the scales of this step's tensors are not those of N(0, 1)
+        x = torch.randn(512, layer.in_features, requires_grad=True)
+        g = torch.randn(512, layer.out_features)
+        y = layer(x) if layer.splits is None else torch.cat(layer(x), dim=-1)
+        y.backward(g)
+        assert x.grad is not None and layer.weight.grad is not None
+        exact_x, exact_g, exact_weight = x.detach().double(), g.double(), layer.weight.detach().double()
+        pairs = (
+            (y, exact_x @ exact_weight.t()),
+            (x.grad, exact_g @ exact_weight),
+            (layer.weight.grad, exact_g.t() @ exact_x),
+        )
+        for product, (result, exact) in zip(PRODUCTS, pairs, strict=True):
+            worst[product] = max(worst[product], sqnr(result, exact))
+    return {**worst, "fp8_products": float(count.fp8)}
+
+
+def one_run(task: tuple[int, str, int, int]) -> tuple[list[dict[str, object]], dict[str, object]]:
+    """Train one recipe with one seed: (rows of the curve, row of the summary)."""
+    seed, recipe, steps, threads = task
+    torch.set_num_threads(threads)
+    config = TrainConfig(data=DataConfig(eval_windows=512))
+    optimizer = dataclasses.replace(config.optimizer, steps=steps or STEPS)
+    config = dataclasses.replace(
+        config, optimizer=optimizer, run=dataclasses.replace(config.run, seed=seed, dtype="bfloat16")
+    )
+    corpus = load_corpus(None)
+    models: list[GPT] = []
+    result = run(config, recipe, corpus=corpus, hooks=Hooks(on_model=models.append))
+    curve: list[dict[str, object]] = [
+        {"seed": seed, "recipe": recipe, "step": row.step, "loss": f"{row.loss:.6f}", "val_loss": f"{row.val_loss:.6f}"}
+        for row in result.rows
+    ]
+    summary: dict[str, object] = {"seed": seed, "recipe": recipe, "val_loss": result.final_validation}
+    proof = dict.fromkeys((*PRODUCTS, "fp8_products"), float("nan"))
+    if recipe != BASELINE:
+        tokens, targets = Batches(corpus, config.model.context, config.data.batch, seed).training(0)
+        proof = prove_fp8(models[0], tokens, targets)
+    return curve, summary | {f"{key}_max_sqnr" if key in PRODUCTS else key: value for key, value in proof.items()}
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks convergence", description=__doc__)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--recipes", nargs="+", default=list(RECIPES), choices=RECIPES)
+    parser.add_argument("--steps", type=int, default=0, help="instead of the default run's")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="runs at a time, one thread each")
+    parser.add_argument("--no-write", action="store_true", help="print only")
+    options = parser.parse_args(arguments)
+    recipes = list(dict.fromkeys([BASELINE, *options.recipes]))
+    tasks = [(seed, recipe, options.steps, 1) for seed in options.seeds for recipe in recipes]
+
+    curves: list[dict[str, object]] = []
+    finals: list[dict[str, Any]] = []
+    with ProcessPoolExecutor(options.workers, mp_context=get_context("spawn")) as pool:
+        for (seed, recipe, *_), (curve, final) in zip(tasks, pool.map(one_run, tasks), strict=True):
+            print(f"seed {seed} {recipe}: {final['val_loss']:.4f} nats/byte", flush=True)
+            curves += curve
+            finals.append(final)
+
+    base = {final["seed"]: final["val_loss"] for final in finals if final["recipe"] == BASELINE}
+    for final in finals:
+        final["gap_percent"] = 100 * (final["val_loss"] / base[final["seed"]] - 1)
+    rows = [{k: f"{v:.4g}" if isinstance(v, float) and k != "val_loss" else v for k, v in f.items()} for f in finals]
+    for row in rows:
+        row["val_loss"] = f"{row['val_loss']:.5f}"
+    print(table(rows))
+    if not options.no_write:
+        print(f"written to {write_results('convergence', curves)} and {write_results('convergence_summary', rows)}")
+    return check(finals, [name for name in recipes if name != BASELINE])
+
+
+def check(finals: list[dict[str, Any]], recipes: list[str]) -> int:
+    """Print a verdict a recipe; 1 if one fails."""
+    highest = max(final["val_loss"] for final in finals if final["recipe"] == BASELINE)
+    failed = highest > BASELINE_LIMIT
+    print(f"{'MISSED' if failed else 'ok'}: bf16 at most {highest:.3f} nats/byte (aim {BASELINE_LIMIT})")
+    for recipe in recipes:
+        own = [final for final in finals if final["recipe"] == recipe]
+        gap = statistics.mean(final["gap_percent"] for final in own)
+        best = max(final[f"{product}_max_sqnr"] for final in own for product in PRODUCTS)
+        ok = abs(gap) <= LIMIT and best < PROOF
+        failed |= not ok
+        print(f"{'ok' if ok else 'MISSED'}: {recipe} {gap:+.3f} % of bf16 (aim {LIMIT}), SQNR at most {best:.1f} dB")
+    return int(failed)

@@ -1,0 +1,97 @@
+"""A whole training step on a CPU: the trainer's model in bf16, 256 wide, 4 layers, 8 x 256 tokens, AdamW.
+
+What bf16 costs depends on the CPU's instructions, so rows name those, and the aims are two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from benchmarks.common.measure import RESULTS, device_name, interleaved, ratio, table, write_results
+from benchmarks.common.models import OCTAVO, TORCHAO, with_octavo, with_torchao
+from octavo.kernels.emulation import fast_dtype
+from octavo.train.config import VOCABULARY, ModelConfig
+from octavo.train.model import GPT, next_byte_loss
+
+TAKES = "3 minutes"
+MEASURES = ("octavo/kernels/reference", "octavo/autograd")
+
+SIZES = ModelConfig(width=256, layers=4, heads=4, context=256)
+BATCH = 8
+AIMS = {  # of bf16's step, by the dtype that the CPU multiplies fastest
+    torch.bfloat16: {"dynamic": 1.5, "delayed": 1.5, "rowwise": 1.9, "blockwise": 1.9, "mx": 1.9},
+    torch.float32: {"dynamic": 0.5, "delayed": 0.5, "rowwise": 0.7, "blockwise": 0.7, "mx": 0.7},
+}
+INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "neon", "bf16", "sve")  # torch.cpu's and Linux's names
+
+
+def instructions() -> str:
+    """Those of INSTRUCTIONS that /proc/cpuinfo names, or torch where there is none."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        named = re.search(r"^(?:flags|Features)\s*:(.*)", cpuinfo.read_text(), re.MULTILINE)
+        found = set(named.group(1).split() if named else ())
+    else:
+        found = {name for name, value in torch.cpu.get_capabilities().items() if value is True}
+    return " ".join(name for name in INSTRUCTIONS if name in found)
+
+
+def step_of(convert: Callable[[nn.Module], nn.Module]) -> Callable[[], None]:
+    """One training step of a converted model."""
+    torch.manual_seed(0)
+    model = convert(GPT(SIZES).bfloat16())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    tokens = torch.randint(0, VOCABULARY, (BATCH, SIZES.context))
+    targets = torch.randint(0, VOCABULARY, (BATCH, SIZES.context))
+
+    def step() -> None:
+        next_byte_loss(model(tokens), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks cpu_step", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=5, help="in a row in each round, as in training")
+    parser.add_argument("--no-write", action="store_true", help="print only")
+    options = parser.parse_args(arguments)
+
+    variants = {"bf16": step_of(lambda model: model)}
+    variants |= {f"octavo {name}": step_of(lambda model, name=name: with_octavo(model, name)) for name in OCTAVO}
+    variants |= {f"torchao {name}": step_of(lambda model, name=name: with_torchao(model, name)) for name in TORCHAO}
+    fastest = fast_dtype(torch.device("cpu"))
+    seconds = interleaved(variants, options.rounds, options.steps)
+    rows = [
+        {
+            "variant": name,
+            "step_ms": f"{statistics.median(seconds[name]) * 1e3:.1f}",
+            "by_bf16": f"{ratio(seconds, name, 'bf16'):.3f}",
+            "codes_in": str(fastest).removeprefix("torch."),
+            "instructions": instructions(),
+        }
+        for name in variants
+    ]
+    print(table(rows))
+    if not options.no_write:
+        kind = "" if fastest == torch.bfloat16 else "-without-bf16"
+        path = RESULTS / f"cpu_step-{device_name()}{kind}.csv"
+        print(f"written to {write_results('cpu_step', rows, path)}")
+    fastest_torchao = min(ratio(seconds, f"torchao {name}", "bf16") for name in TORCHAO)
+    missed = False
+    for name, aim in AIMS[fastest].items():
+        value = ratio(seconds, f"octavo {name}", "bf16")
+        ok = value <= aim and value < fastest_torchao
+        missed |= not ok
+        verdict = "ok" if ok else "MISSED"
+        print(f"{verdict}: octavo {name} {value:.3f} of bf16, aim {aim}; fastest torchao {fastest_torchao:.3f}")
+    return int(missed)
