@@ -4,7 +4,8 @@ import torch
 from torch import nn
 
 import octavo
-from octavo import Phase, recipes
+from octavo import recipes
+from octavo.schedule import Phase
 
 WIDTH, STEPS = 512, 12
 
@@ -20,8 +21,8 @@ def main() -> None:
     high = Phase(
         recipes.high_precision(), moments="fp32", master="split32", weight_storage=None, from_step=round(0.7 * STEPS)
     )
-    recovery = octavo.Recovery(Phase(recipes.high_precision()), steps=2)
-    schedule = octavo.PrecisionSchedule(model, optimizer, [low, high], recovery)
+    recovery = octavo.schedule.Recovery(Phase(recipes.high_precision()), steps=2)
+    schedule = octavo.schedule.PrecisionSchedule(model, optimizer, [low, high], recovery)
     print(schedule.plan(example_inputs=[torch.empty(64, WIDTH, device=device, dtype=torch.bfloat16)]))
 
     for step in range(STEPS):

@@ -5,64 +5,78 @@ their scale_inv, and nothing changes the one without the other. A recipe only sa
 """
 
 import importlib
-from typing import Any
+import warnings
+from typing import TYPE_CHECKING, Any
 
-from octavo import nn, optim, recipes
+from octavo import nn, recipes
 from octavo.errors import ExportError, HigherOrderGradientError, MissingExtraError, OctavoError, UnsupportedOpError
-from octavo.formats import E4M3, E5M2, Format
-from octavo.granularity import Granularity, PerBlock, PerRow, PerTensor
+from octavo.formats import E4M3, E5M2
+from octavo.granularity import PerBlock, PerRow, PerTensor
 from octavo.nn.convert import convert, restore, set_recipe
-from octavo.nn.kept_weights import KeptWeights
 from octavo.nn.summary import summary
-from octavo.nn.weight_cache import invalidate
-from octavo.scaling.delayed import delayed_state_dict, load_delayed_state_dict
 from octavo.scaling.recipe import Cast, Delayed, Dynamic, Recipe
 from octavo.scaling.recipe_map import RecipeMap
-from octavo.schedule import BudgetError, Phase, PrecisionSchedule, Recovery
 from octavo.tensor.conversions import quantize
 from octavo.tensor.scaled_tensor import ScaledTensor
+
+if TYPE_CHECKING:
+    from octavo import distributed, export, optim, schedule
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
     "E4M3",
     "E5M2",
-    "BudgetError",
     "Cast",
     "Delayed",
     "Dynamic",
     "ExportError",
-    "Format",
-    "Granularity",
     "HigherOrderGradientError",
-    "KeptWeights",
     "MissingExtraError",
     "OctavoError",
     "PerBlock",
     "PerRow",
     "PerTensor",
-    "Phase",
-    "PrecisionSchedule",
     "Recipe",
     "RecipeMap",
-    "Recovery",
     "ScaledTensor",
     "UnsupportedOpError",
     "convert",
-    "delayed_state_dict",
-    "invalidate",
-    "load_delayed_state_dict",
+    "distributed",
+    "export",
     "nn",
     "optim",
     "quantize",
     "recipes",
     "restore",
+    "schedule",
     "set_recipe",
     "summary",
 ]
 
+_ROOMS = ("distributed", "export", "optim", "schedule")  # imported when first named, so that the import stays light
+_MOVED = {  # names that were here before and still work in this version
+    "BudgetError": "octavo.schedule",
+    "Phase": "octavo.schedule",
+    "PrecisionSchedule": "octavo.schedule",
+    "Recovery": "octavo.schedule",
+    "KeptWeights": "octavo.nn",
+    "delayed_state_dict": "octavo.nn",
+    "invalidate": "octavo.nn",
+    "load_delayed_state_dict": "octavo.nn",
+    "Format": "octavo.formats",
+    "Granularity": "octavo.granularity",
+}
+
 
 def __getattr__(name: str) -> Any:
-    if name == "export":  # what it needs of torch takes a quarter of a second to import, and few programs export
-        return importlib.import_module("octavo.export")
+    if name in _ROOMS:
+        return importlib.import_module(f"octavo.{name}")
+    if name in _MOVED:
+        warnings.warn(f"octavo.{name} is now {_MOVED[name]}.{name}", DeprecationWarning, stacklevel=2)
+        return getattr(importlib.import_module(_MOVED[name]), name)
     raise AttributeError(f"module 'octavo' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_ROOMS})

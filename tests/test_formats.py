@@ -9,8 +9,8 @@ import pytest
 import torch
 from gfloat.formats import format_info_ocp_e8m0
 
-from octavo import E4M3, E5M2, Format, numerics
-from octavo.formats import E4M4, FORMATS, format_of
+from octavo import E4M3, E5M2, numerics
+from octavo.formats import E4M4, FORMATS, Format, format_of
 from tests.support.definitions import (
     FORMAT_INFO,
     ML_DTYPES,

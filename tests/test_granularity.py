@@ -5,8 +5,8 @@ import pickle
 
 import pytest
 
-from octavo import Granularity, PerBlock, PerRow, PerTensor
-from octavo.granularity import granularity_of, scale_shape, tiles_along
+from octavo import PerBlock, PerRow, PerTensor
+from octavo.granularity import Granularity, granularity_of, scale_shape, tiles_along
 from tests.support.definitions import scale_grid
 
 GRANULARITIES = [PerTensor(), PerRow(), PerRow(dim=-2), PerBlock(1, 128), PerBlock(128, 128), PerBlock(3, 5)]

@@ -120,6 +120,8 @@ def test_import_needs_torch_only() -> None:
         import octavo
         print(*sorted({module.partition(".")[0] for module in set(sys.modules) - before}))
         assert not torch.cuda.is_initialized(), "importing octavo initialises CUDA"
+        later = {f"octavo.{room}" for room in ("distributed", "export", "optim", "schedule")} & set(sys.modules)
+        assert not later, f"importing octavo imports {later}"
         """
     result = run_python("-W", "error", "-c", code)
     assert result.returncode == 0, result.stderr

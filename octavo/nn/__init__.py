@@ -1,11 +1,15 @@
 """FP8 modules, and the conversion of models to them."""
 
 from octavo.nn.fused import LayerNormLinear, LayerNormMLP, RMSNormLinear, RMSNormMLP
+from octavo.nn.kept_weights import KeptWeights
 from octavo.nn.linear import Linear
 from octavo.nn.norm import LayerNorm, RMSNorm
 from octavo.nn.transformer import SelfAttention, TransformerBlock, rotary_table
+from octavo.nn.weight_cache import invalidate
+from octavo.scaling.delayed import delayed_state_dict, load_delayed_state_dict
 
 __all__ = [
+    "KeptWeights",
     "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",
@@ -15,5 +19,8 @@ __all__ = [
     "RMSNormMLP",
     "SelfAttention",
     "TransformerBlock",
+    "delayed_state_dict",
+    "invalidate",
+    "load_delayed_state_dict",
     "rotary_table",
 ]

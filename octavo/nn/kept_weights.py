@@ -37,7 +37,7 @@ class KeptWeights:
     forward in training reads what it wrote, compiled or captured. In a capture, ``skip`` is a flag on the device, so
     that one graph serves all micro-batches:
 
-        kept, later = octavo.KeptWeights(model), torch.zeros(1, dtype=torch.int32, device="cuda")
+        kept, later = octavo.nn.KeptWeights(model), torch.zeros(1, dtype=torch.int32, device="cuda")
         with torch.cuda.graph(graph):
             kept.cast(skip=later)
             loss_of(model, batch).backward()
@@ -64,7 +64,7 @@ class KeptWeights:
     Example:
         >>> import torch, octavo
         >>> layer = octavo.nn.Linear(64, 64)
-        >>> kept = octavo.KeptWeights(layer)
+        >>> kept = octavo.nn.KeptWeights(layer)
         >>> kept.cast()
         >>> layer(torch.randn(8, 64)).sum().backward()
         >>> kept.remove()

@@ -10,7 +10,7 @@ Reuse is only right while nothing can have changed the weight. All of these must
                                      cast once a step
     the same recipe
 
-A write through .data outside any optimizer moves none of them: octavo.invalidate is for that.
+A write through .data outside any optimizer moves none of them: octavo.nn.invalidate is for that.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def invalidate(model: nn.Module) -> None:
         >>> import torch, octavo
         >>> layer = octavo.nn.Linear(64, 64)
         >>> _ = layer.weight.data.mul_(2)
-        >>> octavo.invalidate(layer)
+        >>> octavo.nn.invalidate(layer)
     """
     for module in model.modules():
         cache = module.__dict__.get("_weight_cache")

@@ -144,8 +144,8 @@ def _check_storage(weight: Tensor, state: dict[str, Any]) -> None:
     if now != (None if amax is None else amax.shape):
         raise RuntimeError(
             f"a weight {tuple(weight.shape)} is not stored as it was when the optimizer's state of it was made: "
-            "octavo.convert(..., weight_storage=...) or octavo.restore came between two steps. Let "
-            "octavo.PrecisionSchedule change the storage, which takes the state along, or make the optimizer anew"
+            "octavo.convert(..., weight_storage=...) or octavo.restore came between two steps. Let an "
+            "octavo.schedule.PrecisionSchedule change the storage: the state follows; or make the optimizer anew"
         )
 
 

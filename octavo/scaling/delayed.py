@@ -61,7 +61,7 @@ def delayed_state_dict(model: nn.Module) -> dict[str, Tensor]:
         >>> import torch, octavo
         >>> layer = octavo.nn.Linear(64, 64, recipe=octavo.recipes.delayed())
         >>> layer(torch.randn(8, 64)).sum().backward()
-        >>> sorted(octavo.delayed_state_dict(torch.nn.Sequential(layer)))
+        >>> sorted(octavo.nn.delayed_state_dict(torch.nn.Sequential(layer)))
         ['0.delayed_amax_history', '0.delayed_scale']
     """
     return {name: buffer.detach().clone() for name, buffer in _buffers(model)}
@@ -83,7 +83,7 @@ def load_delayed_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> No
     Example:
         >>> import octavo
         >>> layer = octavo.nn.Linear(64, 64, recipe=octavo.recipes.delayed())
-        >>> octavo.load_delayed_state_dict(layer, octavo.delayed_state_dict(layer))
+        >>> octavo.nn.load_delayed_state_dict(layer, octavo.nn.delayed_state_dict(layer))
     """
     own = dict(_buffers(model))
     missing, unexpected = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())

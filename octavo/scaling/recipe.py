@@ -1,6 +1,6 @@
 """Cast and Recipe: values that say how the *next* cast is made.
 
-A linear layer's three products, each operand laid with the contracted dimension last (a name's suffix gives its layout):
+A linear layer's three products, each operand laid with the contracted dimension last (a name's suffix is its layout):
 
     product       result      first operand     second operand     contracts over
     output        y_TN        input_TK          weight_NK          K

@@ -35,8 +35,8 @@ class Phase:
         TypeError, ValueError: for fields out of range, or two triggers.
 
     Example:
-        >>> import octavo
-        >>> octavo.Phase(octavo.recipes.high_precision(), moments="fp32", from_step=9000)
+        >>> from octavo import recipes
+        >>> Phase(recipes.high_precision(), moments="fp32", from_step=9000)
         Phase(high_precision, moments=fp32, from_step=9000)
     """
 

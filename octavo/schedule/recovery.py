@@ -40,8 +40,8 @@ class Recovery:
         TypeError, ValueError: for fields out of range.
 
     Example:
-        >>> import octavo
-        >>> octavo.Recovery(octavo.Phase(octavo.recipes.high_precision()), steps=100, spike=8.0).window
+        >>> from octavo import recipes
+        >>> Recovery(Phase(recipes.high_precision()), steps=100, spike=8.0).window
         64
     """
 
@@ -54,7 +54,7 @@ class Recovery:
 
     def __post_init__(self) -> None:
         if not isinstance(self.phase, Phase):
-            raise TypeError(f"Recovery: phase={self.phase!r} is no octavo.Phase")
+            raise TypeError(f"Recovery: phase={self.phase!r} is no octavo.schedule.Phase")
         if self.phase.trigger is not None:
             raise ValueError(f"Recovery: {self.phase}: it begins by a fault, not by {self.phase.trigger}")
         for name, lowest in (("steps", 1), ("window", 8), ("attempts", 1), ("check_every", 1)):

@@ -81,9 +81,8 @@ class PrecisionSchedule:
         >>> model = octavo.nn.Linear(64, 64)
         >>> optimizer = octavo.optim.AdamW(model.parameters())
         >>> low, high = octavo.recipes.delayed(), octavo.recipes.high_precision()
-        >>> schedule = octavo.PrecisionSchedule(
-        ...     model, optimizer, [octavo.Phase(low), octavo.Phase(high, moments="fp32", from_step=2)]
-        ... )
+        >>> phases = [Phase(low), Phase(high, moments="fp32", from_step=2)]
+        >>> schedule = PrecisionSchedule(model, optimizer, phases)
         >>> for _ in range(3):
         ...     model(torch.ones(8, 64)).sum().backward()
         ...     optimizer.step()
@@ -157,7 +156,7 @@ class PrecisionSchedule:
             loss: of the step, over all its micro-batches; under torch.distributed this rank's.
         """
         if self._watch is None:
-            raise RuntimeError("the schedule has no recovery: PrecisionSchedule(..., recovery=octavo.Recovery(...))")
+            raise RuntimeError("the schedule has no recovery: PrecisionSchedule(..., recovery=Recovery(...))")
         params = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
         if not params:
             raise RuntimeError("observe(loss) belongs between backward and optimizer.step(): there are no gradients")
@@ -283,8 +282,8 @@ class PrecisionSchedule:
             >>> model = octavo.nn.Linear(512, 512, bias=False, dtype=torch.bfloat16)
             >>> optimizer = octavo.optim.AdamW(model.parameters(), master="split24")
             >>> low, high = octavo.recipes.dynamic(), octavo.recipes.high_precision()
-            >>> phases = [octavo.Phase(low), octavo.Phase(high, moments="fp32", master="split32", from_step=9000)]
-            >>> print(octavo.PrecisionSchedule(model, optimizer, phases).plan())
+            >>> phases = [Phase(low), Phase(high, moments="fp32", master="split32", from_step=9000)]
+            >>> print(PrecisionSchedule(model, optimizer, phases).plan())
             phase          recipe   weights   masters   moments  gradients  bytes a parameter     total
                 0         dynamic  0.50 MiB  0.25 MiB  0.52 MiB   0.50 MiB               5.06  1.77 MiB
                 1  high_precision  0.50 MiB  0.50 MiB  2.00 MiB   0.50 MiB              12.00  3.50 MiB
@@ -345,7 +344,7 @@ class PrecisionSchedule:
 
 def _check_order(phases: Sequence[Phase]) -> None:
     if not phases or not all(isinstance(phase, Phase) for phase in phases):
-        raise TypeError("phases: a list of octavo.Phase, at least one")
+        raise TypeError("phases: a list of octavo.schedule.Phase, at least one")
     if phases[0].trigger is not None:
         raise ValueError(f"phase 0, {phases[0]}: the first begins at once, so it takes no {phases[0].trigger}")
     for name in ("from_step", "from_tokens"):

@@ -45,7 +45,7 @@ def trained_model(path: Path) -> GPT:
         else:
             model = build_model(sizes, recipe, 0)
             model.load_state_dict(state.model)
-            octavo.load_delayed_state_dict(model, state.delayed)
+            octavo.nn.load_delayed_state_dict(model, state.delayed)
     except (KeyError, RuntimeError, ValueError) as error:
         raise CheckpointError(f"{kept.checkpoint} does not hold this octavo's model: {error}") from error
     return model.eval()

@@ -187,11 +187,11 @@ class Trainer:
         if (outstanding := config.state.outstanding_bytes) is not None:
             clip = octavo.optim.EstimatedNorm(config.optimizer.clip or math.inf)
             self.in_backward = octavo.optim.update_in_backward(self.optimizer, outstanding, clip)  # type: ignore[arg-type]
-        self.schedule: octavo.PrecisionSchedule | None = None
+        self.schedule: octavo.schedule.PrecisionSchedule | None = None
         if state.schedule and recipe is not None:
             phases = phases_of(state.schedule, recipe, config.optimizer.steps, state)
             try:
-                self.schedule = octavo.PrecisionSchedule(model, self.optimizer, phases)
+                self.schedule = octavo.schedule.PrecisionSchedule(model, self.optimizer, phases)
             except ValueError as error:
                 raise TrainError(f"schedule {state.schedule}: {error}") from error
 
@@ -259,7 +259,7 @@ class Trainer:
 
     def state(self, step: int, identity: Identity, rows: list[Row]) -> State:
         """What a checkpoint holds."""
-        delayed = octavo.delayed_state_dict(self.model)
+        delayed = octavo.nn.delayed_state_dict(self.model)
         return State(
             step, self.model.state_dict(), self.optimizer.state_dict(), delayed, identity, rows, **self.parts()
         )
@@ -293,6 +293,6 @@ class Trainer:
         try:
             self.model.load_state_dict(state.model)
             self.optimizer.load_state_dict(state.optimizer)
-            octavo.load_delayed_state_dict(self.model, state.delayed)
+            octavo.nn.load_delayed_state_dict(self.model, state.delayed)
         except (RuntimeError, ValueError, KeyError) as error:
             raise CheckpointError("the checkpoint does not fit this model: it was made by another octavo") from error

@@ -36,9 +36,9 @@ def state_of(model):
 
 def check_equal(model, other):
     assert difference(state_of(model), state_of(other)) == 0.0
-    delayed = octavo.delayed_state_dict(model)
+    delayed = octavo.nn.delayed_state_dict(model)
     if delayed:
-        assert difference(delayed, octavo.delayed_state_dict(other)) == 0.0
+        assert difference(delayed, octavo.nn.delayed_state_dict(other)) == 0.0
 
 
 @in_recipes("recipe map")
@@ -51,7 +51,7 @@ def test_micro_batches_on_an_unchanged_weight(recipe):
             for micro_batch in range(3):
                 x, target = batch(MLP, 3 * step + micro_batch)
                 if net is eager:
-                    octavo.invalidate(net)  # what is compiled casts the weight for each micro-batch
+                    octavo.nn.invalidate(net)  # what is compiled casts the weight for each micro-batch
                 mean_square(lambda x, net=net, forward=forward: forward(net, x), x, target).backward()
             if step < 2:
                 optimizer.step()

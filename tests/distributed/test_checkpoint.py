@@ -71,7 +71,7 @@ def everything(model, optimizer):
     for name, p in model.named_parameters():
         for key, value in optimizer.state.get(p, {}).items():
             found[f"{plain_name(name)}.{key}"] = whole(value)
-    return found | {plain_name(name): value for name, value in octavo.delayed_state_dict(model).items()}
+    return found | {plain_name(name): value for name, value in octavo.nn.delayed_state_dict(model).items()}
 
 
 def equal(first, second):
@@ -311,8 +311,8 @@ def test_delayed_state_without_a_place_or_of_another_length(model, tmp_path):
     longer = octavo.convert(build(None), octavo.recipes.delayed(history_length=5), select=lambda module, name: True)
     train(longer, adamw(longer), 0, 2)
     load_checkpoint(tmp_path, longer)
-    assert not any(value.any() for value in octavo.delayed_state_dict(longer).values())
-    assert all(value.any() for value in octavo.delayed_state_dict(model).values())
+    assert not any(value.any() for value in octavo.nn.delayed_state_dict(longer).values())
+    assert all(value.any() for value in octavo.nn.delayed_state_dict(model).values())
 
 
 def test_names_are_those_of_the_plain_model(model, tmp_path):
@@ -321,10 +321,10 @@ def test_names_are_those_of_the_plain_model(model, tmp_path):
     again = build(seed=1)
     load_checkpoint(tmp_path, again)
     assert equal(again.state_dict(), model.state_dict())
-    assert equal(octavo.delayed_state_dict(again), octavo.delayed_state_dict(model))
+    assert equal(octavo.nn.delayed_state_dict(again), octavo.nn.delayed_state_dict(model))
     again = torch.compile(build(seed=1))
     load_checkpoint(tmp_path, again)
-    assert octavo.delayed_state_dict(again)["_orig_mod.0.delayed_scale"].all()
+    assert octavo.nn.delayed_state_dict(again)["_orig_mod.0.delayed_scale"].all()
 
 
 def fill(folder, name, data):

@@ -60,7 +60,7 @@ def trained(mesh, recipe, how, backend, depth=1):
         optimizer.zero_grad()
         losses.append(loss.item())
         graphs.append(counters["stats"]["unique_graphs"])
-    state = [value.tolist() for value in octavo.delayed_state_dict(net).values()]
+    state = [value.tolist() for value in octavo.nn.delayed_state_dict(net).values()]
     return losses, state, graphs, sum(counters["graph_break"].values())
 
 
@@ -139,7 +139,7 @@ def under_ddp(mesh, recipe, compiled, broadcast):
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
-        state = {name: value.tolist() for name, value in octavo.delayed_state_dict(net).items()}
+        state = {name: value.tolist() for name, value in octavo.nn.delayed_state_dict(net).items()}
         return losses, [p.detach().flatten()[::97].tolist() for p in net.parameters()], state
 
     return run(True), run(False)

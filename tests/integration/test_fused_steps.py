@@ -32,7 +32,7 @@ def step(module: nn.Module, x: torch.Tensor, grad: torch.Tensor, x_requires_grad
 
 def assert_near_state(module: nn.Module, other: nn.Module) -> None:
     """The same delayed state but for roundings."""
-    state, expected = octavo.delayed_state_dict(module), octavo.delayed_state_dict(other)
+    state, expected = octavo.nn.delayed_state_dict(module), octavo.nn.delayed_state_dict(other)
     assert state.keys() == expected.keys()
     for name in state:
         assert torch.equal(state[name] == 0, expected[name] == 0), name

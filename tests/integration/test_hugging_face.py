@@ -153,7 +153,7 @@ def test_it_saves_and_loads_and_comes_back(kind: str, tmp_path: Path) -> None:
     assert_equal(read.state_dict(), plain.state_dict())
     for other in (read, plain):
         to_fp8(other, recipes.delayed())
-        octavo.load_delayed_state_dict(other, octavo.delayed_state_dict(net))
+        octavo.nn.load_delayed_state_dict(other, octavo.nn.delayed_state_dict(net))
         assert torch.equal(logits(other), logits(net))
     assert train(read.train(), 2).losses == train(copy.deepcopy(net).train(), 2).losses
 
@@ -162,7 +162,7 @@ def test_it_saves_and_loads_and_comes_back(kind: str, tmp_path: Path) -> None:
     assert [type(module) for module in net.modules()] == [type(module) for module in untouched.modules()]
     untouched.load_state_dict(state, strict=True)
     assert torch.equal(logits(net), logits(untouched))
-    assert octavo.delayed_state_dict(net) == {}
+    assert octavo.nn.delayed_state_dict(net) == {}
 
 
 @pytest.mark.parametrize("kind", TIED)

@@ -151,7 +151,7 @@ def test_the_most_that_a_transformer_blocks_step_needs(name, monkeypatch):  # mx
             optimizer.zero_grad()
 
         step()
-        octavo.invalidate(net)  # the profile would see the cached weights neither come nor go
+        octavo.nn.invalidate(net)  # the profile would see the cached weights neither come nor go
         return peak_bytes(step)
 
     in_bf16 = needs(recipes.high_precision(), torch.float32) / 2  # or a little less: a norm's statistics stay float32

@@ -70,7 +70,7 @@ def train(net: Net, kind: str, call=None, micro_batches: int = 2) -> dict[str, T
             loss.backward()
             found[f"loss {step} {n}"] = loss.detach()
         found |= {f"grad {step} {name}": grad for name, grad in gradients(net).items()}
-        found |= {f"state {step} {name}": b for name, b in octavo.delayed_state_dict(net).items()}
+        found |= {f"state {step} {name}": b for name, b in octavo.nn.delayed_state_dict(net).items()}
         optimizer.step()
         optimizer.zero_grad()
     return found
@@ -106,7 +106,7 @@ def test_two_forwards_then_two_backwards(kind):
         generator = torch.Generator().manual_seed(3)
         losses = [model(torch.randn(8, 16, generator=generator), way).square().mean() for _ in range(2)]
         losses[0].backward()
-        after_one.append({**gradients(model), **octavo.delayed_state_dict(model)})
+        after_one.append({**gradients(model), **octavo.nn.delayed_state_dict(model)})
         losses[1].backward()
         after_two.append(gradients(model))
     assert_equal(*after_one)
@@ -151,7 +151,7 @@ def test_a_frozen_layer_at_the_start_of_a_recomputed_region():
             x = (step + 1) * torch.randn(8, 16, generator=generator)
             y = checkpoint(model, x, use_reentrant=False) if recompute else model(x)
             y.square().sum().backward()
-        results.append({**gradients(model), **octavo.delayed_state_dict(model)})
+        results.append({**gradients(model), **octavo.nn.delayed_state_dict(model)})
     assert_equal(*results)
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from octavo import E4M3, Cast, Delayed, PerTensor, Phase, PrecisionSchedule, Recipe, Recovery, recipes
+from octavo import E4M3, Cast, Delayed, PerTensor, Recipe, recipes
+from octavo.schedule import Phase, PrecisionSchedule, Recovery
 from tests.support.schedule_situations import loss_of, net, optimizer_of
 
 RULE = Delayed(history_length=512)

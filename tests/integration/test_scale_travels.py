@@ -39,7 +39,7 @@ def test_a_state_loaded_or_reset_between_forward_and_backward():
         net = make(recipes.delayed(2))
         torch.manual_seed(8)
         net(torch.randn(8, 32)).sum().backward()
-        saved = octavo.delayed_state_dict(net)
+        saved = octavo.nn.delayed_state_dict(net)
         net.zero_grad()
         x = torch.randn(8, 32, requires_grad=True)
         y = net(x)
@@ -47,7 +47,7 @@ def test_a_state_loaded_or_reset_between_forward_and_backward():
             for layer in (net[0], net[2]):
                 layer.delayed_scale[:2].zero_()
         elif change == "load":
-            octavo.load_delayed_state_dict(net, {k: torch.cat([v[:2] * 16, v[2:]]) for k, v in saved.items()})
+            octavo.nn.load_delayed_state_dict(net, {k: torch.cat([v[:2] * 16, v[2:]]) for k, v in saved.items()})
         y.sum().backward()
         results.append({**gradients(net), "dx": x.grad})
     assert_equal(results[0], results[1])
@@ -77,7 +77,7 @@ def test_evaluation_between_training_steps(name, context, mode):
                 losses.append(loss.detach())
             optimizer.step()
             optimizer.zero_grad()
-        state = octavo.delayed_state_dict(net) if name == "delayed" else {}
+        state = octavo.nn.delayed_state_dict(net) if name == "delayed" else {}
         runs.append({**dict(net.named_parameters()), "losses": torch.stack(losses), **state})
     assert_equal(*runs)
 
@@ -128,7 +128,7 @@ def test_one_fault_in_a_gradient(name, fault):
         grad[3, 5] = bad
         layer(x).backward(grad)
         results.append((x.grad, layer.weight.grad))
-        states.append(octavo.delayed_state_dict(layer))
+        states.append(octavo.nn.delayed_state_dict(layer))
     (dx0, dw0), (dx1, dw1) = results
     assert not dx1[3].isfinite().any()
     assert not dw1[5].isfinite().any()

@@ -52,7 +52,7 @@ def test_grad_scaler_skips_a_step_that_overflowed(name):
             loss = net(torch.randn(8, 32)).float().square().mean()
         if step == 1:
             loss = loss * torch.inf
-        state = octavo.delayed_state_dict(net)
+        state = octavo.nn.delayed_state_dict(net)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
@@ -61,7 +61,7 @@ def test_grad_scaler_skips_a_step_that_overflowed(name):
         scales.append(scaler.get_scale())
         if step == 1:  # nothing finite: the gradient's scale stays
             assert all(
-                torch.equal(octavo.delayed_state_dict(net)[k][2], v[2]) for k, v in state.items() if "scale" in k
+                torch.equal(octavo.nn.delayed_state_dict(net)[k][2], v[2]) for k, v in state.items() if "scale" in k
             )
     assert stepped == [True, False, True, True]
     assert scales == [2.0**16, 2.0**15, 2.0**15, 2.0**15]

@@ -44,7 +44,7 @@ def steps(module: octavo.nn.Linear, inputs: list[Tensor], grads: list[Tensor], d
         y = module(x)
         y.backward(grad.to(device))
         found += [y.detach(), x.grad, *(p.grad for p in module.parameters())]
-        found += list(octavo.delayed_state_dict(module).values())
+        found += list(octavo.nn.delayed_state_dict(module).values())
         module.zero_grad()
     return [tensor.cpu() for tensor in found]
 
@@ -114,7 +114,7 @@ def test_a_first_layer_whose_input_needs_no_gradient(name: str, bias: bool, devi
     for needs_dx in (False, True):
         module = layer(FP8_RECIPES[name](), bias, (64, 48), torch.float32).to(device)
         module(x.to(device).requires_grad_(needs_dx)).backward(grad.to(device))
-        found.append((module.weight.grad, module.bias.grad if bias else None, octavo.delayed_state_dict(module)))
+        found.append((module.weight.grad, module.bias.grad if bias else None, octavo.nn.delayed_state_dict(module)))
     (weight, bias_grad, state), (weight_too, bias_grad_too, state_too) = found
     assert torch.equal(weight, weight_too)
     assert state.keys() == state_too.keys() and all(torch.equal(state[key], state_too[key]) for key in state)

@@ -86,7 +86,7 @@ def test_gpt2_converts_trains_and_comes_back():
     assert plain.load_state_dict(net.state_dict(), strict=True) == ([], [])
     tokens = torch.randint(61, (2, 16))
     assert torch.equal(net(tokens).logits, plain(tokens).logits)
-    assert octavo.delayed_state_dict(net) == {}
+    assert octavo.nn.delayed_state_dict(net) == {}
 
 
 def test_gpt2_with_gradient_checkpointing():
@@ -101,4 +101,4 @@ def test_gpt2_with_gradient_checkpointing():
         for _ in range(2):
             model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
     assert_equal(gradients(net), gradients(other))
-    assert_equal(octavo.delayed_state_dict(net), octavo.delayed_state_dict(other))
+    assert_equal(octavo.nn.delayed_state_dict(net), octavo.nn.delayed_state_dict(other))

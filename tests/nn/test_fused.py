@@ -228,13 +228,13 @@ def test_without_gradients_no_more_is_done_than_the_output(kind, recipe):
             assert torch.equal(module(x), expected)
         assert ops.calls == {"norm_cast": 1, "matmul": products, "cast": 2 * products - 1}
     module.eval()
-    before = octavo.delayed_state_dict(module)
+    before = octavo.nn.delayed_state_dict(module)
     y = module(x)
     assert torch.equal(y, expected)
     y.sum().backward()
     assert all(p.grad is not None for p in module.parameters())
     if before:
-        assert_equal(octavo.delayed_state_dict(module), before)
+        assert_equal(octavo.nn.delayed_state_dict(module), before)
 
 
 @each_module
@@ -265,15 +265,15 @@ def test_copies_pickles_and_state_dicts(kind, recipe):
     file.seek(0)
     loaded = ALL_FOUR[kind](recipe=recipe)
     loaded.load_state_dict(module.state_dict())
-    octavo.load_delayed_state_dict(loaded, octavo.delayed_state_dict(module))
+    octavo.nn.load_delayed_state_dict(loaded, octavo.nn.delayed_state_dict(module))
     others = copy.deepcopy(module), pickle.loads(pickle.dumps(module)), torch.load(file, weights_only=False), loaded
     expected = results(module, x, grad)
     for other in others:
         assert is_fused(other)
         assert_equal(results(other, x, grad), expected)
-        assert octavo.delayed_state_dict(other).keys() == octavo.delayed_state_dict(module).keys()
-        for name, state in octavo.delayed_state_dict(other).items():
-            assert torch.equal(state, octavo.delayed_state_dict(module)[name])
+        assert octavo.nn.delayed_state_dict(other).keys() == octavo.nn.delayed_state_dict(module).keys()
+        for name, state in octavo.nn.delayed_state_dict(other).items():
+            assert torch.equal(state, octavo.nn.delayed_state_dict(module)[name])
 
 
 @each_module
@@ -287,7 +287,7 @@ def test_from_the_meta_device(kind):
     x, grad = torch.randn(T, K), torch.randn(T, width_of(module))
     found, truth = results(module, x, grad), results(in_float64(module), x.double(), grad.double())
     assert all(sqnr(found[name], truth[name]) > 15 for name in found)
-    assert all(state.any() for state in octavo.delayed_state_dict(module).values())
+    assert all(state.any() for state in octavo.nn.delayed_state_dict(module).values())
     source = ALL_FOUR[kind](recipe="delayed", zero_centered_gamma=True)
     assigned = ALL_FOUR[kind](recipe="delayed", device="meta", zero_centered_gamma=True)
     assigned.load_state_dict(source.state_dict(), assign=True)

@@ -90,7 +90,7 @@ def test_the_sharded_parameter_is_an_ordinary_one(mesh):
     state = torch.zeros_like(linear.weight)
     assert type(state._local_tensor) is torch.Tensor
     with pytest.raises(ValueError, match="no layer's weight can be kept"):
-        octavo.KeptWeights(linear)
+        octavo.nn.KeptWeights(linear)
 
 
 def test_layouts_of_a_gpu(monkeypatch):

@@ -39,13 +39,13 @@ def trained(net, call, kept=None, device="cpu"):
             losses.append(loss.detach())
         optimizer.step()
     state = {f"weight {name}": value.clone() for name, value in net.state_dict().items()}
-    return {"losses": torch.stack(losses)} | state | gradients(net) | octavo.delayed_state_dict(net)
+    return {"losses": torch.stack(losses)} | state | gradients(net) | octavo.nn.delayed_state_dict(net)
 
 
 @pytest.mark.parametrize("recipe", KEPT)
 def test_equal_to_a_layers_own_casts(recipe):
     own, net = model(KEPT[recipe]()), model(KEPT[recipe]())
-    kept = octavo.KeptWeights(net)
+    kept = octavo.nn.KeptWeights(net)
     assert kept.names == ("0", "2")
     assert_equal(trained(net, net, kept), trained(own, own))
 
@@ -56,13 +56,13 @@ def test_compiled_micro_batches_equal_eager(recipe):
     own, net = model(KEPT[recipe]()), model(KEPT[recipe]())
     call = torch.compile(lambda x: net(x), backend="aot_eager", fullgraph=True)
     torch._dynamo.utils.counters.clear()
-    assert_equal(trained(net, call, octavo.KeptWeights(net)), trained(own, own))
+    assert_equal(trained(net, call, octavo.nn.KeptWeights(net)), trained(own, own))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 def test_one_op_casts_all_and_forwards_none():
     net = model(recipes.dynamic())
-    kept = octavo.KeptWeights(net)
+    kept = octavo.nn.KeptWeights(net)
     with CountOps() as ops:
         kept.cast()
     assert ops.calls == {"multi_tensor_cast": 1}
@@ -74,14 +74,14 @@ def test_one_op_casts_all_and_forwards_none():
 @pytest.mark.parametrize("recipe", KEPT)
 def test_a_flag_leaves_all_as_it_is(recipe):
     net, flag = model(KEPT[recipe]()), torch.zeros(1, dtype=torch.int32)
-    kept = octavo.KeptWeights(net)
+    kept = octavo.nn.KeptWeights(net)
     kept.cast(skip=flag)
-    before, state = net(torch.ones(4, 48)), octavo.delayed_state_dict(net)
+    before, state = net(torch.ones(4, 48)), octavo.nn.delayed_state_dict(net)
     with torch.no_grad():
         for p in net.parameters():
             p.mul_(-3)
     kept.cast(skip=flag.fill_(1))
-    after = octavo.delayed_state_dict(net)
+    after = octavo.nn.delayed_state_dict(net)
     assert all(torch.equal(after[name], state[name]) for name in state)
     bias = net[0].bias / -3  # as it was
     with torch.no_grad():
@@ -89,7 +89,7 @@ def test_a_flag_leaves_all_as_it_is(recipe):
     assert torch.allclose(net(torch.ones(4, 48)), before, rtol=1e-3, atol=1e-5)
     kept.cast(skip=flag.zero_())
     assert not torch.allclose(net(torch.ones(4, 48)), before, rtol=1e-3, atol=1e-5)
-    assert not state or any(not torch.equal(octavo.delayed_state_dict(net)[name], state[name]) for name in state)
+    assert not state or any(not torch.equal(octavo.nn.delayed_state_dict(net)[name], state[name]) for name in state)
 
 
 def forward_casts(net):
@@ -102,7 +102,7 @@ def forward_casts(net):
     "change",
     [
         lambda net, kept: kept.remove(),
-        lambda net, kept: octavo.invalidate(net),
+        lambda net, kept: octavo.nn.invalidate(net),
         lambda net, kept: net.eval(),
         lambda net, kept: octavo.set_recipe(net, recipes.dynamic()),
         lambda net, kept: net.double().float(),
@@ -111,7 +111,7 @@ def forward_casts(net):
 )
 def test_what_ends_it(change):
     net = model(recipes.dynamic())
-    kept = octavo.KeptWeights(net)
+    kept = octavo.nn.KeptWeights(net)
     kept.cast()
     assert forward_casts(net) == 2
     change(net, kept)
@@ -139,7 +139,7 @@ def test_a_weight_that_was_not_cast_since_is_cast_by_its_layer(name, compiled):
     if compiled and name not in ("replaced", "parametrized"):
         return
     net = model(recipes.dynamic())
-    octavo.KeptWeights(net).cast()
+    octavo.nn.KeptWeights(net).cast()
     OTHERS[name](net)
     x = torch.randn(16, 48)
     found = torch.compile(net, backend="eager")(x) if compiled else net(x)
@@ -149,7 +149,7 @@ def test_a_weight_that_was_not_cast_since_is_cast_by_its_layer(name, compiled):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_functional_call_computes_with_what_it_is_given(compiled):
     net, x = model(recipes.dynamic()), torch.randn(16, 48)
-    octavo.KeptWeights(net).cast()
+    octavo.nn.KeptWeights(net).cast()
     given = {name: 2 * value.detach() for name, value in net.named_parameters()}
     call = lambda x: torch.func.functional_call(net, given, (x,))  # noqa: E731
     found = torch.compile(call, backend="eager")(x) if compiled else call(x)
@@ -159,7 +159,7 @@ def test_functional_call_computes_with_what_it_is_given(compiled):
 @pytest.mark.parametrize("recipe", KEPT)
 def test_a_cast_before_backward_raises_there(recipe):
     net = model(KEPT[recipe]())
-    kept = octavo.KeptWeights(net)
+    kept = octavo.nn.KeptWeights(net)
     kept.cast()
     loss = net(torch.randn(16, 48)).sum()
     kept.cast()
@@ -169,21 +169,21 @@ def test_a_cast_before_backward_raises_there(recipe):
 
 def test_a_copy_casts_its_own_weights():
     net = model(recipes.dynamic())
-    octavo.KeptWeights(net).cast()
+    octavo.nn.KeptWeights(net).cast()
     assert forward_casts(copy.deepcopy(net)) == 4
     assert forward_casts(net) == 2
 
 
 def test_what_cannot_be_kept():
     with pytest.raises(ValueError, match="no layer's weight can be kept"):
-        octavo.KeptWeights(model(recipes.rowwise()))
+        octavo.nn.KeptWeights(model(recipes.rowwise()))
     mixed = model(octavo.RecipeMap(recipes.delayed(), {"0": recipes.mx()}))
-    assert octavo.KeptWeights(mixed).names == ("2",)
+    assert octavo.nn.KeptWeights(mixed).names == ("2",)
 
 
 def test_a_converted_model_needs_new_ones():
     net = model(recipes.dynamic())
-    kept = octavo.KeptWeights(net)
+    kept = octavo.nn.KeptWeights(net)
     net.bfloat16()
     with pytest.raises(ValueError, match="make its KeptWeights anew"):
         kept.cast()
@@ -198,9 +198,9 @@ def test_a_converted_model_needs_new_ones():
 def test_a_captured_step_serves_all_micro_batches(recipe):
     own, net = model(KEPT[recipe]()).cuda(), model(KEPT[recipe]()).cuda()
     expected = trained(own, own, device="cuda")
-    kept, later = octavo.KeptWeights(net), torch.zeros(1, dtype=torch.int32, device="cuda")
+    kept, later = octavo.nn.KeptWeights(net), torch.zeros(1, dtype=torch.int32, device="cuda")
     x = torch.zeros(16, 48, device="cuda")
-    initial = octavo.delayed_state_dict(net)
+    initial = octavo.nn.delayed_state_dict(net)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -215,7 +215,7 @@ def test_a_captured_step_serves_all_micro_batches(recipe):
         kept.cast(skip=later)
         loss = net(x).square().mean()
         loss.backward()
-    octavo.load_delayed_state_dict(net, initial)
+    octavo.nn.load_delayed_state_dict(net, initial)
     optimizer, losses = torch.optim.SGD(net.parameters(), lr=0.1), []
     for step in batches(4, 3).cuda():
         optimizer.zero_grad(set_to_none=False)
@@ -226,7 +226,7 @@ def test_a_captured_step_serves_all_micro_batches(recipe):
             losses.append(loss.detach().clone())
         optimizer.step()
     state = {f"weight {name}": value.clone() for name, value in net.state_dict().items()}
-    found = {"losses": torch.stack(losses)} | state | gradients(net) | octavo.delayed_state_dict(net)
+    found = {"losses": torch.stack(losses)} | state | gradients(net) | octavo.nn.delayed_state_dict(net)
     assert_equal(found, expected)
 
 

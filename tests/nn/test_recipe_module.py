@@ -28,10 +28,10 @@ def trained(dtype: torch.dtype = torch.float32) -> nn.Module:
 )
 def test_changing_dtype_leaves_the_delayed_state_as_it_is(change):
     net = trained()
-    before = octavo.delayed_state_dict(net)
+    before = octavo.nn.delayed_state_dict(net)
     change(net)
     assert net[0].weight.dtype != torch.float32
-    after = octavo.delayed_state_dict(net)
+    after = octavo.nn.delayed_state_dict(net)
     assert {b.dtype for b in after.values()} == {torch.float32}
     assert_equal(after, before)
 
@@ -40,7 +40,7 @@ def test_the_state_goes_where_the_module_goes():
     net = trained().to("meta")
     assert net[0].delayed_scale.is_meta
     net.to_empty(device="cpu")
-    assert not any(b.any() for b in octavo.delayed_state_dict(net).values())  # not the garbage of fresh memory
+    assert not any(b.any() for b in octavo.nn.delayed_state_dict(net).values())  # not the garbage of fresh memory
     assert net[0].delayed_scale.dtype == torch.float32
 
 
@@ -81,7 +81,7 @@ def by_hand(layer):
 def test_state_that_leaves_the_meta_device_is_empty(load):
     layer = octavo.nn.Linear(16, 8, recipe=DELAYED, device="meta")
     load(layer)
-    for state in octavo.delayed_state_dict(layer).values():
+    for state in octavo.nn.delayed_state_dict(layer).values():
         assert not state.is_meta and not state.any() and state.dtype == torch.float32
 
 
@@ -89,8 +89,8 @@ def test_to_empty_keeps_the_state():
     torch.use_deterministic_algorithms(True)  # fills what is empty with NaN
     try:
         net = trained()
-        before = octavo.delayed_state_dict(net)
-        assert_equal(octavo.delayed_state_dict(net.to_empty(device="cpu")), before)
+        before = octavo.nn.delayed_state_dict(net)
+        assert_equal(octavo.nn.delayed_state_dict(net.to_empty(device="cpu")), before)
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -113,11 +113,11 @@ def test_reset_parameters_forgets_the_history():
 
 def test_forward_has_no_side_effect_and_backward_commits():
     net = trained()
-    before = octavo.delayed_state_dict(net)
+    before = octavo.nn.delayed_state_dict(net)
     y = net(torch.randn(4, 16))
-    assert_equal(octavo.delayed_state_dict(net), before)
+    assert_equal(octavo.nn.delayed_state_dict(net), before)
     y.sum().backward()
-    after = octavo.delayed_state_dict(net)
+    after = octavo.nn.delayed_state_dict(net)
     for name in ("0.delayed_amax_history", "2.delayed_amax_history"):
         assert torch.equal(after[name][:, 1], before[name][:, 0])
         assert after[name].ne(before[name]).any(1).all()
@@ -127,27 +127,27 @@ def test_forward_has_no_side_effect_and_backward_commits():
 @pytest.mark.parametrize("training", [True, False])
 def test_forwards_without_gradients_leave_the_state_alone(context, training):
     net = trained().train(training)
-    before = octavo.delayed_state_dict(net)
+    before = octavo.nn.delayed_state_dict(net)
     with context():
         net(torch.randn(4, 16))
-    assert_equal(octavo.delayed_state_dict(net), before)
+    assert_equal(octavo.nn.delayed_state_dict(net), before)
 
 
 def test_backward_in_evaluation_leaves_the_state_alone():
     net = trained().eval()
-    before = octavo.delayed_state_dict(net)
+    before = octavo.nn.delayed_state_dict(net)
     x = torch.randn(4, 16, requires_grad=True)
     net(x).sum().backward()
     assert x.grad.any()
-    assert_equal(octavo.delayed_state_dict(net), before)
+    assert_equal(octavo.nn.delayed_state_dict(net), before)
 
 
 def test_a_frozen_layer_that_no_backward_reaches_keeps_its_state():
     net = trained()
     net[0].requires_grad_(False)
-    before = octavo.delayed_state_dict(net)
+    before = octavo.nn.delayed_state_dict(net)
     net(torch.randn(4, 16)).sum().backward()
-    after = octavo.delayed_state_dict(net)
+    after = octavo.nn.delayed_state_dict(net)
     assert torch.equal(after["0.delayed_amax_history"], before["0.delayed_amax_history"])
     assert torch.equal(after["0.delayed_scale"], before["0.delayed_scale"])
     assert not torch.equal(after["2.delayed_amax_history"], before["2.delayed_amax_history"])
@@ -166,7 +166,7 @@ def test_loading_weights_forgets_the_history():
     net = trained()
     large = {name: 100 * tensor for name, tensor in net.state_dict().items()}
     net.load_state_dict(large)
-    assert not any(state.any() for state in octavo.delayed_state_dict(net).values())
+    assert not any(state.any() for state in octavo.nn.delayed_state_dict(net).values())
     x = torch.randn(4, 16)
     found = net.eval()(x)
     octavo.set_recipe(net, recipes.dynamic())
@@ -176,9 +176,9 @@ def test_loading_weights_forgets_the_history():
 def test_a_frozen_layer_behind_a_trainable_one_commits_in_backward():
     net = trained()
     net[2].requires_grad_(False)
-    before = octavo.delayed_state_dict(net)
+    before = octavo.nn.delayed_state_dict(net)
     y = net(torch.randn(4, 16))
-    assert_equal(octavo.delayed_state_dict(net), before)
+    assert_equal(octavo.nn.delayed_state_dict(net), before)
     y.sum().backward()
     assert not torch.equal(net[2].delayed_amax_history, before["2.delayed_amax_history"])
 
@@ -225,7 +225,7 @@ def test_whole_modules_are_saved_pickled_and_copied(recipe):
         assert other[0].recipe == recipe
         assert torch.equal(other(x), net(x))
         if recipe.delayed:
-            assert_equal(octavo.delayed_state_dict(other), octavo.delayed_state_dict(net))
+            assert_equal(octavo.nn.delayed_state_dict(other), octavo.nn.delayed_state_dict(net))
 
 
 def test_the_emulation_warning_comes_once(caplog, monkeypatch):

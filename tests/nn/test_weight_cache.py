@@ -106,7 +106,7 @@ def test_the_cache_changes_no_gradient(recipe):
             x = (n + 1) * torch.randn(T, K)  # delayed: the input's scale moves, the weight's amax is the same
             xs.append(x.requires_grad_())
             if clear:
-                octavo.invalidate(layer)
+                octavo.nn.invalidate(layer)
             layer(x).square().sum().backward()
         results.append({**gradients(layer), **{str(n): x.grad for n, x in enumerate(xs)}})
     assert_equal(*results)
@@ -182,7 +182,7 @@ CHANGES = {
     "load_state_dict": lambda layer: layer.load_state_dict(nn.Linear(K, N).state_dict()),
     "vector_to_parameters": lambda layer: nn.utils.vector_to_parameters(torch.randn(N * K + N), layer.parameters()),
     "clip the weight": lambda layer: layer.weight.clamp_(-0.01, 0.01),
-    ".data and invalidate": lambda layer: (layer.weight.data.mul_(3), octavo.invalidate(layer)),
+    ".data and invalidate": lambda layer: (layer.weight.data.mul_(3), octavo.nn.invalidate(layer)),
     "swap_tensors": lambda layer: torch.utils.swap_tensors(layer.weight, with_grad(nn.Parameter(torch.randn(N, K)))),
     "another parameter": lambda layer: setattr(layer, "weight", with_grad(nn.Parameter(torch.randn(N, K)))),
     "load_state_dict, assigned": lambda layer: (
@@ -329,7 +329,7 @@ def test_invalidate_reaches_every_layer():
     net = nn.Sequential(octavo.nn.Linear(K, N), nn.GELU(), nn.ModuleList([octavo.nn.Linear(N, N)]))
     for layer in (net[0], net[2][0]):
         layer(torch.randn(2, layer.in_features, requires_grad=True)).sum().backward()
-    octavo.invalidate(net)
+    octavo.nn.invalidate(net)
     for layer in (net[0], net[2][0]):
         with CountOps() as ops:
             layer(torch.randn(2, layer.in_features))

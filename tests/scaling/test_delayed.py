@@ -82,34 +82,34 @@ def test_save_and_load_continue_bit_for_bit():
     net = model()
     step(net)
     net.zero_grad()  # between optimizer steps; while gradients accumulate, a cached weight isn't rolled
-    saved = octavo.delayed_state_dict(net)
+    saved = octavo.nn.delayed_state_dict(net)
     assert sorted(saved) == [f"{n}.{b}" for n in "02" for b in ("delayed_amax_history", "delayed_scale")]
     other = model()
     other.load_state_dict(net.state_dict())
-    octavo.load_delayed_state_dict(other, saved)
+    octavo.nn.load_delayed_state_dict(other, saved)
     torch.manual_seed(2)
     expected = [step(net, size) for size in (0.5, 2.0)]
     assert saved["0.delayed_scale"].ne(net[0].delayed_scale).any()  # what was saved is a copy
     torch.manual_seed(2)
     assert [step(other, size) for size in (0.5, 2.0)] == expected
-    assert_equal(octavo.delayed_state_dict(other), octavo.delayed_state_dict(net))
+    assert_equal(octavo.nn.delayed_state_dict(other), octavo.nn.delayed_state_dict(net))
 
 
 def test_names_of_a_bare_layer():
     layer = octavo.nn.Linear(16, 8, recipe=recipes.delayed())
-    assert set(octavo.delayed_state_dict(layer)) == {"delayed_scale", "delayed_amax_history"}
+    assert set(octavo.nn.delayed_state_dict(layer)) == {"delayed_scale", "delayed_amax_history"}
 
 
 def test_no_delayed_recipe_no_state():
-    assert octavo.delayed_state_dict(model(recipes.dynamic())) == {}
-    octavo.load_delayed_state_dict(model(recipes.dynamic()), {})
+    assert octavo.nn.delayed_state_dict(model(recipes.dynamic())) == {}
+    octavo.nn.load_delayed_state_dict(model(recipes.dynamic()), {})
 
 
 @pytest.mark.parametrize("fault", ["missing", "unexpected", "shape", "a NaN", "a negative"])
 def test_loading_changes_all_or_nothing(fault):
     net, source = model(), model()
     step(source)
-    state = octavo.delayed_state_dict(source)
+    state = octavo.nn.delayed_state_dict(source)
     if fault == "missing":
         del state["2.delayed_scale"]
     elif fault == "unexpected":
@@ -119,8 +119,8 @@ def test_loading_changes_all_or_nothing(fault):
     else:
         state["2.delayed_amax_history"] = torch.zeros(3, 5)
     with pytest.raises(ValueError, match=r"(2|3)\.delayed_"):
-        octavo.load_delayed_state_dict(net, state)
-    assert not any(buffer.any() for buffer in octavo.delayed_state_dict(net).values())
+        octavo.nn.load_delayed_state_dict(net, state)
+    assert not any(buffer.any() for buffer in octavo.nn.delayed_state_dict(net).values())
 
 
 def test_registering_keeps_a_state_of_the_same_length_and_scales_and_last_amaxes_of_another():
@@ -176,9 +176,9 @@ def test_leaving_delayed_scaling_empties_its_state():
     net = model()
     step(net)
     octavo.set_recipe(net, recipes.dynamic())
-    assert octavo.delayed_state_dict(net) == {}
+    assert octavo.nn.delayed_state_dict(net) == {}
     octavo.set_recipe(net, recipes.delayed(3))
-    state = octavo.delayed_state_dict(net)
+    state = octavo.nn.delayed_state_dict(net)
     assert len(state) == 4 and not any(buffer.any() for buffer in state.values())
 
 
@@ -191,8 +191,8 @@ def test_weights_and_delayed_state_load_in_any_order(first):
         if what == "weights":
             net.load_state_dict(source.state_dict())
         else:
-            octavo.load_delayed_state_dict(net, octavo.delayed_state_dict(source))
-    assert_equal(octavo.delayed_state_dict(net), octavo.delayed_state_dict(source))
+            octavo.nn.load_delayed_state_dict(net, octavo.nn.delayed_state_dict(source))
+    assert_equal(octavo.nn.delayed_state_dict(net), octavo.nn.delayed_state_dict(source))
     step(net)
     net.load_state_dict(model().state_dict())
-    assert not any(buffer.any() for buffer in octavo.delayed_state_dict(net).values())
+    assert not any(buffer.any() for buffer in octavo.nn.delayed_state_dict(net).values())

@@ -2,8 +2,9 @@ import math
 
 import pytest
 
-from octavo import Phase, RecipeMap, recipes
+from octavo import RecipeMap, recipes
 from octavo.optim import Moment
+from octavo.schedule import Phase
 
 HIGH = recipes.high_precision()
 

@@ -3,7 +3,8 @@ import torch
 from torch import Tensor, nn
 
 import octavo
-from octavo import BudgetError, Phase, PrecisionSchedule, RecipeMap, Recovery, recipes
+from octavo import RecipeMap, recipes
+from octavo.schedule import BudgetError, Phase, PrecisionSchedule, Recovery
 from octavo.schedule.plan import MIB
 from octavo.schedule.switch import switch
 from octavo.tensor.stored_weight import StoredWeight

@@ -3,7 +3,8 @@ import math
 import pytest
 import torch
 
-from octavo import Phase, Recovery, recipes
+from octavo import recipes
+from octavo.schedule import Phase, Recovery
 from octavo.schedule.recovery import FINITE, SPIKE, Watch, said
 
 PHASE = Phase(recipes.high_precision())
@@ -81,7 +82,7 @@ def test_faults_in_words():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"phase": recipes.dynamic()}, TypeError, "no octavo.Phase"),
+        ({"phase": recipes.dynamic()}, TypeError, "no octavo.schedule.Phase"),
         ({"phase": Phase(recipes.dynamic(), from_step=3)}, ValueError, "begins by a fault, not by from_step"),
         ({"steps": 0}, ValueError, "steps=0"),
         ({"window": 7}, ValueError, "window=7 must be a whole number of at least 8"),

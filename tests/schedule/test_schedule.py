@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import octavo
-from octavo import Phase, PrecisionSchedule, Recovery, recipes
+from octavo import recipes
+from octavo.schedule import Phase, PrecisionSchedule, Recovery
 from octavo.tensor.stored_weight import StoredWeight
 from tests.support.schedule_situations import HIGH, LOW, loss_of, net, optimizer_of, same, tensors, train
 
@@ -117,13 +118,13 @@ def test_a_training_resumes_bit_for_bit_within_a_phase_and_across_a_switch(at):
     model, optimizer, schedule = started(*phases)
     train(model, optimizer, schedule, range(at))
     saved = copy.deepcopy((schedule.state_dict(), model.state_dict(), optimizer.state_dict()))
-    delayed = octavo.delayed_state_dict(model)
+    delayed = octavo.nn.delayed_state_dict(model)
     train(model, optimizer, schedule, range(at, 9))
     again, other, resumed = started(*phases)
     resumed.load_state_dict(saved[0])
     again.load_state_dict(saved[1])
     other.load_state_dict(saved[2])
-    octavo.load_delayed_state_dict(again, delayed)
+    octavo.nn.load_delayed_state_dict(again, delayed)
     train(again, other, resumed, range(at, 9))
     assert same(tensors(model, optimizer), tensors(again, other))
     assert resumed.switches == schedule.switches and resumed.state_dict() == schedule.state_dict()
@@ -385,8 +386,8 @@ def test_what_is_out_of_order():
 @pytest.mark.parametrize(
     ("phases", "error", "message"),
     [
-        ([], TypeError, "a list of octavo.Phase"),
-        ([LOW], TypeError, "a list of octavo.Phase"),
+        ([], TypeError, "a list of octavo.schedule.Phase"),
+        ([LOW], TypeError, "a list of octavo.schedule.Phase"),
         ([Phase(LOW, from_step=3)], ValueError, "the first begins at once, so it takes no from_step"),
         ([Phase(LOW), Phase(HIGH)], ValueError, "phase 1, .*needs from_step"),
         ([Phase(LOW), Phase(HIGH, from_step=5), Phase(LOW, from_step=5)], ValueError, "from_step is 5, 5"),

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from octavo import Phase, PrecisionSchedule, recipes
+from octavo import recipes
+from octavo.schedule import Phase, PrecisionSchedule
 from octavo.tensor.sharded_weight import ShardedWeight, on_this_rank
 from octavo.tensor.stored_weight import StoredWeight
 from tests.support.sharded_weights import RECIPES, adamw, average, batch, differences, gradients, held, model, sharded

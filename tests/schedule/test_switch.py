@@ -4,9 +4,10 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import octavo
-from octavo import PerBlock, PerTensor, Phase, recipes
+from octavo import PerBlock, PerTensor, recipes
 from octavo.nn.convert import stored_now
 from octavo.optim.state import held
+from octavo.schedule import Phase
 from octavo.schedule import switch as switching
 from octavo.schedule.switch import fp8_weights, switch, targets_of
 from octavo.tensor.stored_weight import StoredWeight

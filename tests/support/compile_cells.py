@@ -159,7 +159,7 @@ def trained(what: What, model: nn.Module, step: Step, steps: int) -> dict[str, T
         optimizer.zero_grad()
         losses.append(loss.detach())
     state = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    return {"losses": torch.stack(losses)} | state | octavo.delayed_state_dict(model)
+    return {"losses": torch.stack(losses)} | state | octavo.nn.delayed_state_dict(model)
 
 
 def compiled_step(what: What, backend: Any, **options: Any) -> Step:

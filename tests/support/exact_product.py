@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from octavo import Granularity, kernels
+from octavo import kernels
+from octavo.granularity import Granularity
 from tests.support import definitions
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -246,7 +246,7 @@ def train(run: Any, situation: Situation) -> dict[str, Tensor]:
     for module in net.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    found = {"losses": torch.stack(losses)} | octavo.delayed_state_dict(net)
+    found = {"losses": torch.stack(losses)} | octavo.nn.delayed_state_dict(net)
     for name, p in net.named_parameters():
         found[name] = (p.full_tensor() if isinstance(run, Sharded) else p).detach().clone()
     return found

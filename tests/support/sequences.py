@@ -120,7 +120,7 @@ class Subject:
         self.in_flight: list[InFlight] = []
         self.gradients: dict[str, Tensor | None] = {"weight": None, "bias": None}
         self.optimizers: dict[str, Any] = {}
-        self.kept: octavo.KeptWeights | None = None
+        self.kept: octavo.nn.KeptWeights | None = None
         self.model.zero_grad()
         self.forget()
 
@@ -293,7 +293,7 @@ class Subject:
             return
         parameter.data.mul_(factor)
         if self.mesh is None:
-            octavo.invalidate(self.layer)
+            octavo.nn.invalidate(self.layer)
             self.kept = None
             self.forget()
 
@@ -411,6 +411,6 @@ class Subject:
         if self.mesh is not None or self.stored or self.recipe_name not in ("dynamic", "blockwise") or self.in_flight:
             return
         if anew or self.kept is None:
-            self.kept = octavo.KeptWeights(self.model)
+            self.kept = octavo.nn.KeptWeights(self.model)
         self.kept.cast()
         self.step_scale = None

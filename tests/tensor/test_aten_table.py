@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from octavo import E4M3, E5M2, Granularity, PerBlock, PerRow, PerTensor, ScaledTensor, UnsupportedOpError, quantize
+from octavo import E4M3, E5M2, PerBlock, PerRow, PerTensor, ScaledTensor, UnsupportedOpError, quantize
+from octavo.granularity import Granularity
 from octavo.tensor.aten_table import TABLE
 from tests.support.definitions import same_bits
 

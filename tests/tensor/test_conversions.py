@@ -5,7 +5,9 @@ import torch
 from torch import Tensor
 
 import octavo
-from octavo import E4M3, E5M2, Format, Granularity, PerBlock, PerRow, PerTensor, ScaledTensor, quantize
+from octavo import E4M3, E5M2, PerBlock, PerRow, PerTensor, ScaledTensor, quantize
+from octavo.formats import Format
+from octavo.granularity import Granularity
 from octavo.tensor.conversions import amax_of, dequantize
 from tests.support import definitions
 from tests.support.definitions import same_bits

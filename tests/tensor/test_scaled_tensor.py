@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from octavo import E4M3, E5M2, Format, Granularity, PerBlock, PerRow, PerTensor, ScaledTensor, quantize
+from octavo import E4M3, E5M2, PerBlock, PerRow, PerTensor, ScaledTensor, quantize
+from octavo.formats import Format
+from octavo.granularity import Granularity
 from tests.support.definitions import same_bits
 
 BLOCK = PerBlock(3, 5)

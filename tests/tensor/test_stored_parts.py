@@ -21,7 +21,9 @@ def rest_of(mesh: Any, before: bool) -> Tensor:
         fully_shard(layer, mesh=mesh)
     optimizer = AdamW(layer.parameters(), lr=0.0, weight_decay=0.0, master="split16")
     if not before:
-        octavo.PrecisionSchedule(layer, optimizer, [octavo.Phase(recipe, weight_storage="fp8", master="split16")])
+        octavo.schedule.PrecisionSchedule(
+            layer, optimizer, [octavo.schedule.Phase(recipe, weight_storage="fp8", master="split16")]
+        )
     layer(torch.ones(4, 64, dtype=torch.bfloat16)).sum().backward()
     optimizer.step()
     rest: Any = optimizer.state[layer.weight]["master_rest"]

@@ -3,7 +3,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from octavo import Phase, recipes
+from octavo import recipes
+from octavo.schedule import Phase
 from octavo.tensor.stored_weight import StoredWeight
 from octavo.train import (
     DataConfig,

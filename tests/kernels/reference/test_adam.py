@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo import E4M3, E5M2, Format
-from octavo.formats import E4M4
+from octavo import E4M3, E5M2
+from octavo.formats import E4M4, Format
 from octavo.kernels.reference import adam, optimizer_state
 from octavo.kernels.reference.adam import AdamStep, adam_update
 from octavo.kernels.reference.master_weights import MasterWeight

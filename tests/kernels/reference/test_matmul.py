@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo import Granularity, PerBlock, PerRow, PerTensor, kernels
+from octavo import PerBlock, PerRow, PerTensor, kernels
+from octavo.granularity import Granularity
 from octavo.kernels import emulation
 from octavo.kernels.reference import tiles
 from tests.support import definitions

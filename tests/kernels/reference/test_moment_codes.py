@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo import E4M3, E5M2, Format
-from octavo.formats import E4M4
+from octavo import E4M3, E5M2
+from octavo.formats import E4M4, Format
 from octavo.kernels.reference.moment_codes import decode_moment, encode_moment
 from tests.support.definitions import FLOAT32_MAX, FORMAT_INFO, around_codes, same_bits
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo import E4M3, E5M2, Format
-from octavo.formats import E4M4
+from octavo import E4M3, E5M2
+from octavo.formats import E4M4, Format
 from octavo.kernels.reference import moment_codes as reference
 from octavo.kernels.reference.optimizer_state import round_to_bf16
 from tests.support.definitions import same_bits
