@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import octavo
-from benchmarks.common.measure import table, write_results
+from benchmarks.common.measure import commit, table, write_results
 from benchmarks.distributed.communication_model import (
     LLAMA,
     RECIPES,
@@ -203,7 +203,7 @@ def main(arguments: list[str]) -> int:
     print("\nMODELLED beside torchao's published numbers (Llama 3 8B, 8 H100):")
     print(against_published(hardware))
     if not options.no_write:
-        origin = {"source": "formulas of benchmarks/distributed/communication_model.py, not measured"}
+        origin = {"source": "formulas of communication_model.py, not measured", "commit": commit()}
         if rows:
             print(f"written to {write_results('communication', rows)}")
         print(f"written to {write_results('communication_model', modelled, origin=origin)}")
