@@ -68,6 +68,29 @@ def rowwise(power_of_two: bool = False) -> Recipe:
     return _linear("rowwise", cast, cast, cast)
 
 
+def rowwise_with_gw_hp(power_of_two: bool = True) -> Recipe:
+    """``rowwise`` with the gradient of the weight in high precision; grad_input reads the weight with one scale.
+
+    grad_weight sums over all tokens, so it is where rounding shows most; and no operand is cast by columns.
+
+    Source: torchao's recipe of this name.
+
+    Args:
+        power_of_two: round scales down to powers of two, as torchao does.
+
+    Example:
+        >>> from octavo import recipes
+        >>> print(recipes.rowwise_with_gw_hp(power_of_two=False))
+        rowwise_with_gw_hp:
+          output      input Cast(E4M3, PerRow(), Dynamic()), weight Cast(E4M3, PerRow(), Dynamic())
+          grad_input  grad_output Cast(E4M3, PerRow(), Dynamic()), weight Cast(E4M3, PerTensor(), Dynamic())
+          grad_weight high precision
+    """
+    row = Cast(E4M3, PerRow(), Dynamic(), power_of_two)
+    weight = Cast(E4M3, PerTensor(), Dynamic(), power_of_two)
+    return Recipe(output=(row, row), grad_input=(row, weight), name="rowwise_with_gw_hp")
+
+
 def blockwise(power_of_two: bool = True) -> Recipe:
     """1x128 blocks for inputs and gradients, 128x128 blocks for weights; E4M3 throughout.
 

@@ -3,11 +3,14 @@ import dataclasses
 import pickle
 
 import pytest
+import torch
 
+import octavo
 from octavo import E4M3, E5M2, Delayed, Dynamic, PerBlock, PerRow, PerTensor, Recipe, recipes
 from octavo.scaling.recipe import PRODUCTS
 
-ALL = {name: getattr(recipes, name) for name in ("dynamic", "delayed", "rowwise", "blockwise", "mx", "high_precision")}
+NAMES = ("dynamic", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise", "mx", "high_precision")
+ALL = {name: getattr(recipes, name) for name in NAMES}
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -71,8 +74,28 @@ def test_scales_are_powers_of_two_where_the_format_or_the_source_says_so():
 def test_what_is_cast_once():
     once = {name: tuple(c.once for c in roles(make())) for name, make in ALL.items()}
     assert once["dynamic"] == once["delayed"] == (True, True, True)
-    assert once["rowwise"] == once["mx"] == (False, False, False)
+    assert once["rowwise"] == once["rowwise_with_gw_hp"] == once["mx"] == (False, False, False)
     assert once["blockwise"] == (False, True, False)
+
+
+def test_rowwise_with_the_gradient_of_the_weight_in_high_precision_is_torchaos():
+    float8 = pytest.importorskip("torchao.float8")
+    config = float8.Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp")
+    layer = octavo.nn.Linear(512, 384, bias=False, recipe=recipes.rowwise_with_gw_hp())
+    plain = torch.nn.Linear(512, 384, bias=False)
+    plain.load_state_dict(layer.state_dict())
+    config = dataclasses.replace(config, emulate=True)
+    theirs = float8.convert_to_float8_training(torch.nn.Sequential(plain), config=config)[0]
+    x, grad = torch.randn(256, 512), torch.randn(256, 384)
+    found = []
+    for module in (layer, theirs):
+        leaf = x.clone().requires_grad_()
+        y = module(leaf)
+        y.backward(grad)
+        found.append((y.detach(), leaf.grad, module.weight.grad))
+    assert type(theirs) is not torch.nn.Linear
+    for ours, other in zip(*found, strict=True):
+        assert torch.equal(ours, other)
 
 
 def test_delayed_arguments():

@@ -14,13 +14,14 @@ of the same tensor (per tensor; 128x128) it is cast once and used twice; else it
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from octavo.formats import E4M3, E5M2, Format
 from octavo.granularity import ALL, Granularity, PerRow, PerTensor, Tile
 
 ROLES = ("input", "weight", "grad_output")
 PRODUCTS = ("output", "grad_input", "grad_weight")
+FIELDS = (*PRODUCTS, "saved")  # of a recipe's value
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,8 @@ class Recipe:
         saved: how a fused MLP keeps the input of its activation (the gate and up pair) for backward: a Dynamic Cast of
             that tensor [T, N] as it lies, or None, in its own dtype. The activation's gradient reads it, and where
             grad_weight of the layer behind it is in high precision, the activation is computed from it once more.
-        name: how it is printed; not compared.
+        name: how it is printed; not compared. What dataclasses.replace changes without a new name is named
+            "<name> with <fields> changed".
 
     Raises:
         TypeError, ValueError: for what no kernel or state could carry out, with the remedy.
@@ -157,8 +159,8 @@ class Recipe:
     Example:
         >>> import dataclasses
         >>> from octavo import recipes
-        >>> dataclasses.replace(recipes.dynamic(), grad_weight=None, name="dynamic, high-precision dW").output[0]
-        Cast(E4M3, PerTensor(), Dynamic())
+        >>> dataclasses.replace(recipes.dynamic(), grad_weight=None).name
+        'dynamic with grad_weight changed'
     """
 
     output: tuple[Cast, Cast] | None = None
@@ -166,6 +168,7 @@ class Recipe:
     grad_weight: tuple[Cast, Cast] | None = None
     saved: Cast | None = None
     name: str = field(default="custom", compare=False)
+    _named: dict[str, Any] | None = field(default=None, repr=False, compare=False, kw_only=True)  # see _rename
 
     def __post_init__(self) -> None:
         for product in PRODUCTS:
@@ -200,6 +203,16 @@ class Recipe:
         object.__setattr__(self, "is_high_precision", not any(getattr(self, product) for product in PRODUCTS))
         object.__setattr__(self, "delayed", next(iter(delayed), None))
         object.__setattr__(self, "delayed_update", _delayed_update([casts_by_role[role] for role in ROLES]))
+        self._rename()
+
+    def _rename(self) -> None:
+        """Note what the name was given for: dataclasses.replace hands on both, and a changed recipe needs another."""
+        value = {name: getattr(self, name) for name in FIELDS}
+        before = self._named
+        if before is not None and before["name"] == self.name:
+            if changed := [name for name in FIELDS if before[name] != value[name]]:
+                object.__setattr__(self, "name", f"{self.name} with {', '.join(changed)} changed")
+        object.__setattr__(self, "_named", {"name": self.name, **value})
 
     # derived in __post_init__
     input_casts: RoleCasts = field(init=False, repr=False, compare=False)

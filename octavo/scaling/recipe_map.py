@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from octavo.scaling.recipe import PRODUCTS, Recipe
+from octavo.scaling.recipe import FIELDS, Recipe
 
 Rule = Recipe | Mapping[str, Any] | None
-_FIELDS = (*PRODUCTS, "saved")
 
 
 @dataclass(frozen=True)
@@ -58,8 +57,8 @@ class RecipeMap:
                     f"RecipeMap: {pattern!r}: {rule!r} is no name's pattern with a Recipe, None or products"
                 )
             if isinstance(rule, Mapping):
-                if unknown := sorted(set(rule) - set(_FIELDS)):
-                    raise ValueError(f"RecipeMap: {pattern!r} changes {unknown}; a recipe has {', '.join(_FIELDS)}")
+                if unknown := sorted(set(rule) - set(FIELDS)):
+                    raise ValueError(f"RecipeMap: {pattern!r} changes {unknown}; a recipe has {', '.join(FIELDS)}")
                 dataclasses.replace(self.default, **rule)  # what can't be carried out on the default says so now
         copies = {pattern: dict(rule) if isinstance(rule, Mapping) else rule for pattern, rule in self.rules.items()}
         object.__setattr__(self, "rules", copies)
@@ -101,9 +100,7 @@ def _applied(recipe: Recipe, rule: Rule) -> Recipe:
 @functools.cache
 def _changed(recipe: Recipe, name: str, changes: tuple[tuple[str, Any], ...]) -> Recipe:
     """One object for the same change, so that layers share it; the name is no part of a recipe's value."""
-    changed = dataclasses.replace(recipe, **dict(changes))
-    fields = ", ".join(field for field, _ in changes)
-    return changed if changed == recipe else dataclasses.replace(changed, name=f"{name} with {fields} changed")
+    return dataclasses.replace(recipe, **dict(changes))
 
 
 def recipe_of(recipe: Recipe | RecipeMap, name: str) -> Recipe:

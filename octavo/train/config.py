@@ -26,7 +26,7 @@ ALONE, FSDP, DDP = "none", "fsdp", "ddp"
 MOMENTS = ("fp32", "bf16", "fp8")
 MASTERS = ("auto", "fp32", "split32", "split24", "split16", "fp16_scaled", "none")
 AUTO = "auto"
-RECIPES = (*UNCONVERTED, "dynamic", "delayed", "rowwise", "blockwise", "mx", "high_precision")
+RECIPES = (*UNCONVERTED, "dynamic", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise", "mx", "high_precision")
 LARGEST = 2**31 - 1  # torch indexes with int64, but no size below may need it
 
 

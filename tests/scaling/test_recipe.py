@@ -1,4 +1,6 @@
+import copy
 import dataclasses
+import pickle
 
 import pytest
 
@@ -113,6 +115,18 @@ def test_replaced_fields_renew_what_is_derived():
 
 def test_a_name_is_no_part_of_the_value():
     assert dataclasses.replace(recipes.dynamic(), name="mine") == recipes.dynamic()
+
+
+def test_a_changed_recipe_does_not_keep_the_name():
+    dynamic = recipes.dynamic()
+    changed = dataclasses.replace(dynamic, grad_weight=None)
+    assert changed.name == "dynamic with grad_weight changed"
+    assert dataclasses.replace(copy.deepcopy(changed), saved=dynamic.output[0], output=None).name == (
+        "dynamic with grad_weight changed with output, saved changed"
+    )
+    assert dataclasses.replace(dynamic, grad_weight=None, name="mine").name == "mine"
+    assert dataclasses.replace(dynamic, output=dynamic.output).name == "dynamic"
+    assert dataclasses.replace(pickle.loads(pickle.dumps(dynamic)), name="mine").name == "mine"
 
 
 def test_one_delayed_cast_among_dynamic_ones():
