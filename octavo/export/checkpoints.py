@@ -301,7 +301,7 @@ def _weight_pair(module: RecipeModule) -> tuple[Tensor, Tensor]:
     """(codes [N, K], scales) on the CPU, as the output product reads them."""
     weight_NK = module.get_parameter("weight").detach()
     if isinstance(weight_NK, StoredWeight):
-        return _owned(weight_NK.q), _owned(weight_NK.scale_inv).view(_scale_shape(module))
+        return _owned(weight_NK.qdata), _owned(weight_NK.scale_inv).view(_scale_shape(module))
     operands = cast_role(weight_NK, module.recipe, WEIGHT, True, False, None)
     assert operands.as_is is not None
     codes, scale_inv = operands.as_is

@@ -149,7 +149,7 @@ def _cast_after(module: RecipeModule, shape: torch.Size) -> After:
         parts = Parts(*operands.as_is, *operands.transposed, amax)
         if out is not None:
             return out.refill(parts)
-        inner = {part.untyped_storage().data_ptr(): part for part in (parts.q, parts.transposed_q)}
+        inner = {part.untyped_storage().data_ptr(): part for part in (parts.qdata, parts.transposed_qdata)}
         return GatheredWeight(parts, shape, dtype, recipe.weight_casts), tuple(inner.values())
 
     return after
@@ -173,5 +173,5 @@ def gathered_operands(module: RecipeModule, weight: GatheredWeight, rolls: bool)
         fresh = gather.rolled != gather.casts[0]
         if rolls:
             gather.rolled = gather.casts[0]
-    as_is, transposed = (weight.q, weight.scale_inv), (weight.transposed_q, weight.transposed_scale_inv)
+    as_is, transposed = (weight.qdata, weight.scale_inv), (weight.transposed_qdata, weight.transposed_scale_inv)
     return Operands(as_is, transposed, amax, None, fresh, refilled=True)

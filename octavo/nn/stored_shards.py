@@ -39,11 +39,11 @@ def before_stored_gather(
 ) -> tuple[tuple[Tensor, ...], After]:
     """What FSDP2's first hook does of a weight that is stored in FP8: codes, and scales of blocks."""
     note_use(module, AS_STORED)
-    codes = padded_rows(part.q.view(torch.uint8), rows_on_each_rank(outer_size[0], mesh.size()))
+    codes = padded_rows(part.qdata.view(torch.uint8), rows_on_each_rank(outer_size[0], mesh.size()))
     scale_inv = part.scale_inv.clone()  # what belongs to these codes, whenever the next step writes
     if part.granularity == PerTensor() or mesh.size() == 1:  # on one rank FSDP2 hands on the first tensor only
-        return (codes,), _take_codes(module, outer_size, part.q.dtype, scale_inv)
-    return (codes, scale_inv), _take_codes(module, outer_size, part.q.dtype, None)
+        return (codes,), _take_codes(module, outer_size, part.qdata.dtype, scale_inv)
+    return (codes, scale_inv), _take_codes(module, outer_size, part.qdata.dtype, None)
 
 
 def _take_codes(module: RecipeModule, shape: torch.Size, dtype: torch.dtype, scale_inv: Tensor | None) -> After:
@@ -85,7 +85,7 @@ def save_shard(weight: Tensor, part: StoredWeight, destination: dict[str, Any], 
         keys: of the codes and of scale_inv.
     """
     shape = torch.Size((weight.shape[0], 1, weight.shape[1]))
-    destination[keys[0]] = like_sharded(as_bytes(part.q.detach()), weight, shape)
+    destination[keys[0]] = like_sharded(as_bytes(part.qdata.detach()), weight, shape)
     scale_inv = part.scale_inv.detach()
     if part.granularity != PerTensor():
         scale_inv = like_sharded(scale_inv, weight, torch.Size(part.granularity.scale_shape(tuple(weight.shape))))

@@ -37,10 +37,10 @@ def stored_operands(weight: StoredWeight, recipe: Recipe, transposed: bool) -> O
     if not torch.compiler.is_compiling() and weight.rest is not None and not weight.awaited:
         if not (torch.is_grad_enabled() and weight.requires_grad):
             weight.rest = None
-    if transposed or not needs_transposed_codes(weight.q.device):
-        q, q_t = lay_out(weight.q, recipe)
+    if transposed or not needs_transposed_codes(weight.qdata.device):
+        q, q_t = lay_out(weight.qdata, recipe)
         return Operands((q, weight.scale_inv), (q_t, weight.scale_inv.t()), None, None, False)
-    return Operands((with_padding(weight.q, recipe), weight.scale_inv), None, None, None, False)
+    return Operands((with_padding(weight.qdata, recipe), weight.scale_inv), None, None, None, False)
 
 
 def in_high_precision(weight: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ def save_stored(weight: Tensor, part: StoredWeight, destination: dict[str, Any],
     keys = f"{prefix}weight", f"{prefix}{SCALE_INV}"
     if part is not weight:
         return save_shard(weight, part, destination, keys)
-    destination[keys[0]], destination[keys[1]] = as_bytes(part.q.detach()), part.scale_inv.detach()
+    destination[keys[0]], destination[keys[1]] = as_bytes(part.qdata.detach()), part.scale_inv.detach()
 
 
 def load_stored(weight: Tensor | None, state_dict: dict[str, Any], prefix: str) -> None:

@@ -266,14 +266,14 @@ class CompactOptimizer(Optimizer):
         for param in params:
             kept, weight = self._kept[param], states.local(param)
             if isinstance(weight, StoredWeight):
-                written.append(weight.q)
+                written.append(weight.qdata)
             elif kept.update.master.weight.data_ptr() != kept.address:
                 weight.copy_(kept.update.master.weight.view(weight.shape))
         torch.autograd.graph.increment_version(written)  # of a sharded weight only the local part was written
         for param in params:
             weight = states.local(param)
             if isinstance(weight, StoredWeight):
-                self._kept[param] = self._kept[param]._replace(held=weight.q, version=weight.q._version)
+                self._kept[param] = self._kept[param]._replace(held=weight.qdata, version=weight.qdata._version)
 
     def _places(self) -> dict[nn.Parameter, tuple[int, int]]:
         """Each parameter's group and its number among all, on which random bits depend."""
@@ -293,7 +293,7 @@ class CompactOptimizer(Optimizer):
         if grad.numel() == 0 and shape.numel() > 0:  # of a row that stands in for none
             return update._replace(gradient=torch.zeros(shape, device=grad.device))
         if isinstance(grad, StoredGradient):
-            codes = grad.q.view(torch.uint8).view(shape)
+            codes = grad.qdata.view(torch.uint8).view(shape)
             return update._replace(gradient=codes, gradient_scale_inv=grad.scale_inv)
         return update._replace(gradient=grad.contiguous().view(shape))
 

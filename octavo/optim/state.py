@@ -36,13 +36,13 @@ def local(tensor: Tensor) -> Tensor:
 
 def held(weight: Tensor) -> Tensor:
     """What a step writes of a weight: of a stored one the codes."""
-    return weight.q if isinstance(weight, StoredWeight) else weight
+    return weight.qdata if isinstance(weight, StoredWeight) else weight
 
 
 def matrix_of(weight: Tensor) -> Tensor:
     """A weight [R, C] as the kernels take it, contiguous: itself, where it is that; of a stored one the codes."""
     if isinstance(weight, StoredWeight):
-        return weight.q.view(torch.uint8)
+        return weight.qdata.view(torch.uint8)
     return as_matrix(weight.detach().contiguous())
 
 

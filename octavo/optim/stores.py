@@ -107,7 +107,7 @@ def bytes_of(param: nn.Parameter, weight: Tensor, settings: Settings | None) -> 
         weight: what it is to be, on the meta device, this rank's part.
         settings: how it is kept; None: it is frozen.
     """
-    own = [weight.q, weight.scale_inv] if isinstance(weight, StoredWeight) else [weight]
+    own = [weight.qdata, weight.scale_inv] if isinstance(weight, StoredWeight) else [weight]
     master: dict[str, Tensor] = {}
     moments: dict[str, Tensor] = {}
     if settings is not None:
@@ -129,7 +129,7 @@ def _stand_in(
         moments, names: of its optimizer.
         kept: its state; the row shares ``master_amax``.
     """
-    codes = torch.zeros(1, part.shape[1], dtype=torch.uint8, device=part.device).view(part.q.dtype)
+    codes = torch.zeros(1, part.shape[1], dtype=torch.uint8, device=part.device).view(part.qdata.dtype)
     row = StoredWeight(codes, part.scale_inv, part.dtype, part.granularity, is_part=True)
     own: dict[str, Tensor] = {}
     for moment, name in zip(moments, names, strict=True):

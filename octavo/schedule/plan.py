@@ -147,7 +147,7 @@ def _gradients(model: nn.Module, optimizer: Optimizer) -> int:
         parts: list[Tensor] = [local]
         if coded:
             stored = StoredGradient.cast(local, param.dtype)
-            parts = [stored.q, stored.scale_inv]
+            parts = [stored.qdata, stored.scale_inv]
         sizes.append(sum(part.numel() * part.element_size() for part in parts))
     waiting = getattr(getattr(optimizer, "in_backward", None), "threshold", None)
     return sum(sizes) if waiting is None else min(sum(sizes), waiting + max(sizes))

@@ -1,1 +1,3 @@
-"""The pair as a tensor: ScaledTensor, how aten ops move it, and its two conversions."""
+"""The pair as a tensor: ScaledTensor, and the parameters and gradients that are pairs."""
+
+from octavo.tensor import aten_table  # noqa: F401  # a ScaledTensor's rules

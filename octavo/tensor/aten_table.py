@@ -1,8 +1,4 @@
-"""How aten ops move a pair. An op that has no row here raises by name; nothing is dequantised on the way.
-
-Each rule takes the op, its arguments and keywords and returns the op's result. Views cut
-only between tiles.
-"""
+"""How aten ops move a ScaledTensor: its ``RULES``. Views cut only between tiles."""
 
 from __future__ import annotations
 
@@ -14,63 +10,27 @@ from torch import Tensor
 
 from octavo.errors import UnsupportedOpError
 from octavo.granularity import ALL, Granularity, scale_shape, tiles_along
+from octavo.tensor.pair import COPIES, MOVES, Rule
 from octavo.tensor.scaled_tensor import ScaledTensor
 
 aten = torch.ops.aten
-
-Rule = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
-TABLE: dict[Any, Rule] = {}
-
-
-def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run ``func`` by its rule.
-
-    Raises:
-        UnsupportedOpError: if it has none.
-    """
-    rule = TABLE.get(func)
-    if rule is None:
-        result = func.decompose(*args, **kwargs)  # composites (mT, chunk, to) arrive whole in inference mode
-        if result is not NotImplemented:
-            return result
-        raise UnsupportedOpError(
-            f"{func} is not defined for a ScaledTensor and nothing dequantises silently; call .dequantize() on it first"
-        )
-    return rule(func, args, kwargs)
+ScaledTensor.RULES.update(MOVES | COPIES)
 
 
 def _rule(*ops: Any) -> Callable[[Rule], Rule]:
     def register(rule: Rule) -> Rule:
-        TABLE.update(dict.fromkeys(ops, rule))
+        ScaledTensor.RULES.update(dict.fromkeys(ops, rule))
         return rule
 
     return register
-
-
-def _filled(args: Sequence[Any], *defaults: Any) -> tuple[Any, ...]:
-    """All arguments of an op, those after the first by default."""
-    return (*args, *defaults[len(args) - 1 :])
 
 
 def _like(pair: ScaledTensor, qdata: Tensor, scale_inv: Tensor, granularity: Granularity | None = None) -> ScaledTensor:
     return ScaledTensor(qdata, scale_inv, granularity or pair.granularity, pair.dtype)
 
 
-@_rule(aten.detach.default, aten.alias.default)
-def _same(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> ScaledTensor:
-    (pair,) = args
-    return _like(pair, func(pair.qdata), func(pair.scale_inv))
-
-
-@_rule(aten.clone.default)
-def _clone(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> ScaledTensor:
-    (pair,) = args
-    return _like(pair, func(pair.qdata, **kwargs), func(pair.scale_inv))
-
-
 @_rule(aten.t.default, aten.transpose.int, aten.permute.default)
-def _permute(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> ScaledTensor:
-    pair, *dims = args
+def _permute(func: Any, pair: ScaledTensor, *dims: Any) -> ScaledTensor:
     qdata, scale_inv = func(pair.qdata, *dims), func(pair.scale_inv, *dims)
     ndim, (rows, cols) = pair.ndim, pair.granularity.tile
     order = _order(func, ndim, dims)
@@ -99,8 +59,7 @@ def _order(func: Any, ndim: int, dims: Sequence[Any]) -> list[int]:
 
 
 @_rule(aten.view.default, aten._unsafe_view.default)
-def _view(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> ScaledTensor:
-    pair, shape = args
+def _view(func: Any, pair: ScaledTensor, shape: Sequence[int]) -> ScaledTensor:
     qdata = func(pair.qdata, shape)
     new, old, tile = qdata.shape, pair.shape, pair.granularity.tile
     if tile == (ALL, ALL):
@@ -115,8 +74,9 @@ def _view(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> ScaledTenso
 
 
 @_rule(aten.slice.Tensor)
-def _slice(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> ScaledTensor:
-    pair, dim, start, end, step = _filled(args, 0, None, None, 1)
+def _slice(
+    func: Any, pair: ScaledTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> ScaledTensor:
     dim %= pair.ndim
     size = pair.shape[dim]
     start, stop, _ = slice(start, end).indices(size)
@@ -136,12 +96,11 @@ def _slice(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> ScaledTens
 
 
 @_rule(aten.split.Tensor, aten.split_with_sizes.default)
-def _split(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[ScaledTensor, ...]:
-    pair, _, dim = _filled(args, None, 0)
+def _split(func: Any, pair: ScaledTensor, sizes: Any, dim: int = 0) -> tuple[ScaledTensor, ...]:
     parts, start = [], 0
-    for part in func(pair.qdata, *args[1:]):  # torch checks the sizes
+    for part in func(pair.qdata, sizes, dim):  # torch checks the sizes
         stop = start + part.shape[dim]
-        parts.append(_slice(aten.slice.Tensor, (pair, dim, start, stop), {}))
+        parts.append(_slice(aten.slice.Tensor, pair, dim, start, stop))
         start = stop
     return tuple(parts)
 
@@ -154,8 +113,9 @@ def _tile_along(pair: ScaledTensor, dim: int) -> int:
 
 
 @_rule(aten.as_strided.default)
-def _as_strided(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> ScaledTensor:
-    pair, size, stride, offset = _filled(args, None, None, None)
+def _as_strided(
+    func: Any, pair: ScaledTensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
+) -> ScaledTensor:
     same = (
         tuple(size) == tuple(pair.shape) and tuple(stride) == pair.stride() and offset in (None, pair.storage_offset())
     )
@@ -171,24 +131,13 @@ def _as_strided(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Scale
 
 
 @_rule(aten.copy_.default)
-def _copy(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    target, source = args[:2]
+def _copy(func: Any, target: Tensor, source: Tensor, *non_blocking: bool) -> Tensor:
     if not (isinstance(target, ScaledTensor) and isinstance(source, ScaledTensor)):
         remedy = "octavo.quantize(source, ...)" if isinstance(target, ScaledTensor) else "source.dequantize()"
         raise UnsupportedOpError(f"copy_ between a ScaledTensor and a plain tensor converts silently; copy {remedy}")
     for name in ("shape", "granularity", "format"):
         if getattr(target, name) != getattr(source, name):
             raise ValueError(f"copy_: {name} is {getattr(target, name)} here and {getattr(source, name)} in the source")
-    func(target.qdata, source.qdata, *args[2:])
-    func(target.scale_inv, source.scale_inv, *args[2:])
+    func(target.qdata, source.qdata, *non_blocking)
+    func(target.scale_inv, source.scale_inv, *non_blocking)
     return target
-
-
-@_rule(aten._to_copy.default)
-def _to_copy(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> ScaledTensor:
-    """To another device, or another dtype to read back to; the codes stay as they are."""
-    (pair,) = args
-    dtype = kwargs.pop("dtype", None) or pair.dtype
-    memory_format = kwargs.pop("memory_format", None) or torch.preserve_format
-    qdata = func(pair.qdata, memory_format=memory_format, **kwargs)
-    return ScaledTensor(qdata, func(pair.scale_inv, **kwargs), pair.granularity, dtype)

@@ -1,7 +1,7 @@
-"""The pair's two conversions, quantize and dequantize, and their gradients.
+"""quantize, and its gradient.
 
-They stand here and not in autograd/ because they are methods of the pair: dequantize() has to be differentiable
-wherever a ScaledTensor goes, and imports point down.
+It stands here and not in autograd/ as dequantize() does, the pair's method, which has to be differentiable wherever a
+ScaledTensor goes: imports point down.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from octavo import kernels
 from octavo.formats import HIGH_PRECISION, Format
-from octavo.granularity import ALL, Granularity, Tile
-from octavo.tensor.scaled_tensor import ScaledTensor
+from octavo.granularity import Granularity
+from octavo.tensor.scaled_tensor import ScaledTensor, matrices_of
 
 
 def quantize(
@@ -59,23 +59,6 @@ def quantize(
     return result
 
 
-def dequantize(pair: ScaledTensor) -> Tensor:
-    """``ScaledTensor.dequantize``."""
-    result: Tensor = _Dequantize.apply(pair)
-    return result
-
-
-def amax_of(pair: ScaledTensor) -> Tensor:
-    """The amax of each tile of the values as stored: float32, shape of scale_inv."""
-    if pair.numel() == 0:
-        return torch.zeros_like(pair.scale_inv)
-    parts = [
-        kernels.amax(kernels.dequantize(q, s, pair.granularity.tile, torch.float32), pair.granularity.tile)
-        for q, s in _matrices(pair.qdata, pair.scale_inv, pair.granularity.tile)
-    ]
-    return torch.cat([part.reshape(-1) for part in parts]).view(pair.scale_inv.shape)
-
-
 class _Quantize(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -87,7 +70,7 @@ class _Quantize(torch.autograd.Function):
             scale_inv = x.new_ones(granularity.scale_shape(x.shape), dtype=torch.float32)
             return ScaledTensor(x.new_empty(x.shape, dtype=format.dtype), scale_inv, granularity, x.dtype)
         codes, scales = [], []
-        for matrix in _matrices_of(x, tile):
+        for matrix in matrices_of(x, tile):
             q, s, *_ = kernels.cast(matrix, None, 0, format.dtype, tile, power_of_two, margin, 1, False)
             codes.append(q)
             scales.append(s)
@@ -99,41 +82,3 @@ class _Quantize(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         return torch.where(torch.isfinite(x), grads[0], 0), None, None, None, None
-
-
-class _Dequantize(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, pair: ScaledTensor) -> Tensor:
-        tile = pair.granularity.tile
-        if pair.numel() == 0:
-            return pair.qdata.new_empty(pair.shape, dtype=pair.dtype)
-        values = [kernels.dequantize(q, s, tile, pair.dtype) for q, s in _matrices(pair.qdata, pair.scale_inv, tile)]
-        return (values[0] if len(values) == 1 else torch.stack(values)).view(pair.shape)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0]
-
-
-def _matrices(qdata: Tensor, scale_inv: Tensor, tile: Tile) -> list[tuple[Tensor, Tensor]]:
-    """The pair, of at least one element, as 2-D pairs."""
-    matrices = _matrices_of(qdata, tile)
-    count = len(matrices)
-    scales = scale_inv.reshape(count, -1, scale_inv.shape[-1]) if scale_inv.ndim > 0 else scale_inv.view(1, 1, 1)
-    if count == 1 and tile[0] == ALL and tile[1] == ALL:
-        scales = scale_inv.reshape(1, 1, 1)
-    return list(zip(matrices, scales.unbind(0), strict=True))
-
-
-def _matrices_of(x: Tensor, tile: Tile) -> list[Tensor]:
-    """x, of at least one element, as 2-D tensors that no tile crosses.
-
-    One, unless the tiles of the leading dimensions would run together.
-    """
-    if x.ndim < 2:
-        return [x.reshape(1, -1)]
-    rows, cols = x.shape[-2:]
-    per_tensor = tile[0] == ALL and tile[1] == ALL
-    if x.ndim == 2 or per_tensor or tile[0] == 1 or (tile[0] != ALL and rows % tile[0] == 0):
-        return [x.reshape(-1, cols)]
-    return list(x.reshape(-1, rows, cols).unbind(0))

@@ -49,7 +49,7 @@ def put_into(parameter: nn.Parameter, tensor: Tensor) -> None:
 
 def _own(parameter: nn.Parameter) -> set[str]:
     """The attributes that belong to its class, not to its user."""
-    return {"_is_param", *getattr(type(parameter), "__annotations__", ())}
+    return {"_is_param"}.union(*(getattr(kind, "__annotations__", ()) for kind in type(parameter).__mro__))
 
 
 def _refuse(gradients: Any) -> NoReturn:

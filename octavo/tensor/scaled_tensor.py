@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from octavo.formats import HIGH_PRECISION, Format, format_of
-from octavo.granularity import Granularity, PerBlock, PerRow, PerTensor, granularity_of
+from octavo import kernels
+from octavo.formats import HIGH_PRECISION, format_of
+from octavo.granularity import ALL, Granularity, PerBlock, PerRow, PerTensor, Tile
+from octavo.tensor.pair import Pair, Rule
 
 
-class ScaledTensor(torch.Tensor):
+class ScaledTensor(Pair):
     """An FP8 tensor: value = qdata x scale_inv.
 
     Invariant, checked by ``validate`` and kept by every operation:
@@ -43,9 +44,9 @@ class ScaledTensor(torch.Tensor):
         ScaledTensor(E4M3, PerRow(), shape=(2, 2), dtype=torch.float32, amax 2 to 12)
     """
 
-    qdata: Tensor
-    scale_inv: Tensor
     granularity: Granularity
+    RULES: ClassVar[dict[Any, Rule]] = {}  # by tensor/aten_table.py
+    REMEDY = "is not defined for a ScaledTensor and nothing dequantises silently; call .dequantize() on it first"
 
     @staticmethod
     def __new__(
@@ -93,50 +94,32 @@ class ScaledTensor(torch.Tensor):
         if self.scale_inv.device != self.qdata.device:
             raise ValueError(f"qdata is on {self.qdata.device}, scale_inv on {self.scale_inv.device}; move one")
 
-    @property
-    def format(self) -> Format:
-        """The format of the codes."""
-        return format_of(self.qdata.dtype)
-
     def dequantize(self) -> Tensor:
         """qdata x scale_inv as a plain tensor of this one's dtype and shape; gradients pass straight through."""
-        from octavo.tensor.conversions import dequantize
+        result: Tensor = _Dequantize.apply(self)
+        return result
 
-        return dequantize(self)
+    def tile_amax(self) -> Tensor:
+        """The amax of each tile of the values as stored: float32, shape of scale_inv."""
+        if self.numel() == 0:
+            return torch.zeros_like(self.scale_inv)
+        tile = self.granularity.tile
+        parts = [kernels.amax(kernels.dequantize(q, s, tile, torch.float32), tile) for q, s in _matrices(self)]
+        return torch.cat([part.reshape(-1) for part in parts]).view(self.scale_inv.shape)
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[Granularity, torch.dtype]]:
-        return ["qdata", "scale_inv"], (self.granularity, self.dtype)
-
-    @staticmethod
-    def __tensor_unflatten__(
-        inner: dict[str, Tensor], context: tuple[Granularity, torch.dtype], outer_size: Any, outer_stride: Any
-    ) -> ScaledTensor:
-        granularity, dtype = context
-        return ScaledTensor(inner["qdata"], inner["scale_inv"], granularity, dtype)
+    def other_arguments(self, dtype: torch.dtype) -> tuple[Granularity, torch.dtype]:
+        """See Pair."""
+        return self.granularity, dtype
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[Any, Any] | None = None
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[Any, Any] | None = None
     ) -> Any:
-        from octavo.tensor.aten_table import dispatch
-
-        return dispatch(func, args, kwargs or {})
-
-    # torch functions go straight to aten: the table decides there
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Callable[..., ScaledTensor], tuple[Any, ...]]:
-        # as bytes: plain pickle can't load a float8 storage (torch 2.13)
-        codes, code_dtype = self.qdata.view(torch.uint8), self.qdata.dtype
-        return rebuild_scaled_tensor, (
-            codes,
-            code_dtype,
-            self.scale_inv,
-            self.granularity.tile,
-            self.dtype,
-            self.requires_grad,
-            isinstance(self, torch.nn.Parameter),
-        )
+        if func not in cls.RULES:  # composites (mT, chunk, to) arrive whole in inference mode
+            result = func.decompose(*args, **(kwargs or {}))
+            if result is not NotImplemented:
+                return result
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         description = f"{self.format}, {self.granularity}, shape={tuple(self.shape)}, dtype={self.dtype}"
@@ -153,27 +136,47 @@ def _amax_range(pair: ScaledTensor) -> str:
         return "amax unknown"
     if pair.numel() == 0:
         return "empty"
-    from octavo.tensor.conversions import amax_of
-
-    amax = amax_of(pair)
+    amax = pair.tile_amax()
     low, high = float(amax.min()), float(amax.max())
     return f"amax {high:g}" if low == high else f"amax {low:g} to {high:g}"
 
 
-def rebuild_scaled_tensor(
-    codes: Tensor,
-    code_dtype: torch.dtype,
-    scale_inv: Tensor,
-    tile: tuple[int, int],
-    dtype: torch.dtype,
-    requires_grad: bool,
-    is_parameter: bool,
-) -> ScaledTensor:
-    """Unpickle a ScaledTensor from its parts; they are validated like any."""
-    pair = ScaledTensor(codes.view(code_dtype), scale_inv, granularity_of(tile), dtype)
-    if is_parameter:
-        return torch.nn.Parameter(pair, requires_grad)  # type: ignore[return-value]
-    return pair.requires_grad_(requires_grad)  # type: ignore[return-value]
+class _Dequantize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, pair: ScaledTensor) -> Tensor:
+        if pair.numel() == 0:
+            return pair.qdata.new_empty(pair.shape, dtype=pair.dtype)
+        values = [kernels.dequantize(q, s, pair.granularity.tile, pair.dtype) for q, s in _matrices(pair)]
+        return (values[0] if len(values) == 1 else torch.stack(values)).view(pair.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
 
 
-torch.serialization.add_safe_globals([ScaledTensor, rebuild_scaled_tensor, PerTensor, PerRow, PerBlock])
+def _matrices(pair: ScaledTensor) -> list[tuple[Tensor, Tensor]]:
+    """The pair, of at least one element, as 2-D pairs of codes and scale_inv."""
+    scale_inv, tile = pair.scale_inv, pair.granularity.tile
+    matrices = matrices_of(pair.qdata, tile)
+    count = len(matrices)
+    scales = scale_inv.reshape(count, -1, scale_inv.shape[-1]) if scale_inv.ndim > 0 else scale_inv.view(1, 1, 1)
+    if count == 1 and tile[0] == ALL and tile[1] == ALL:
+        scales = scale_inv.reshape(1, 1, 1)
+    return list(zip(matrices, scales.unbind(0), strict=True))
+
+
+def matrices_of(x: Tensor, tile: Tile) -> list[Tensor]:
+    """x, of at least one element, as 2-D tensors that no tile crosses.
+
+    One, unless the tiles of the leading dimensions would run together.
+    """
+    if x.ndim < 2:
+        return [x.reshape(1, -1)]
+    rows, cols = x.shape[-2:]
+    per_tensor = tile[0] == ALL and tile[1] == ALL
+    if x.ndim == 2 or per_tensor or tile[0] == 1 or (tile[0] != ALL and rows % tile[0] == 0):
+        return [x.reshape(-1, cols)]
+    return list(x.reshape(-1, rows, cols).unbind(0))
+
+
+torch.serialization.add_safe_globals([ScaledTensor, PerTensor, PerRow, PerBlock])

@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from octavo.errors import OctavoError, UnsupportedOpError
+from octavo.errors import OctavoError
 from octavo.granularity import PerBlock, PerTensor
+from octavo.tensor.pair import Facade, plain_like
 from octavo.tensor.scaled_tensor import ScaledTensor
 
 aten = torch.ops.aten
@@ -59,13 +60,13 @@ class ShardHooks:
         return metadata(all_gather_outputs, param_dtype, out)
 
     def shard(self) -> Tensor:
-        """What the module sends of."""
+        """This rank's rows, as ``before_gather`` reads them."""
         raise NotImplementedError
 
     def gather_without_recipe(
         self, mesh: Any, outer_size: torch.Size, module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], After]:
-        """The first hook's, where the module has no recipe."""
+        """What the first hook returns where the module is none of octavo's."""
         raise NotImplementedError
 
 
@@ -138,17 +139,17 @@ def gather_as_it_is(
 class Parts(NamedTuple):
     """A gathered weight's tensors: the pairs of both layouts, contraction last, and the amax that a Delayed rule rolls.
 
-    ``transposed_q`` may be a view of ``q``.
+    ``transposed_qdata`` may be a view of ``qdata``.
     """
 
-    q: Tensor
+    qdata: Tensor
     scale_inv: Tensor
-    transposed_q: Tensor
+    transposed_qdata: Tensor
     transposed_scale_inv: Tensor
     found_amax: Tensor
 
 
-class GatheredWeight(Tensor):
+class GatheredWeight(Facade):
     """The facade of an unsharded weight: its values are its parts, and gradients flow to it.
 
     Args:
@@ -158,18 +159,22 @@ class GatheredWeight(Tensor):
         casts: what the parts were cast by; hashable.
     """
 
-    q: Tensor
+    qdata: Tensor
     scale_inv: Tensor
-    transposed_q: Tensor
+    transposed_qdata: Tensor
     transposed_scale_inv: Tensor
     found_amax: Tensor
     casts: Any
+    REMEDY = (
+        "of a gathered FP8 weight: between unshard and reshard it exists in FP8 only. Read the sharded parameter, or "
+        "keep the layer out of FP8 with octavo.recipes.high_precision()"
+    )
 
     @staticmethod
     def __new__(cls, parts: Parts, shape: Any, dtype: torch.dtype, casts: Any) -> GatheredWeight:
         """Make the facade."""
-        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=parts.q.device)
-        self.q, self.scale_inv, self.transposed_q, self.transposed_scale_inv, self.found_amax = parts
+        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=parts.qdata.device)
+        self.qdata, self.scale_inv, self.transposed_qdata, self.transposed_scale_inv, self.found_amax = parts
         self.casts = casts
         return self
 
@@ -189,7 +194,7 @@ class GatheredWeight(Tensor):
         A forward that saved these tensors for its backward so reads a pair that belongs together, whichever it is.
         """
         written: set[int] = set()
-        for own, new in zip(self._parts()[:4], parts[:4], strict=True):
+        for own, new in zip(self.parts()[:4], parts[:4], strict=True):
             address = own.untyped_storage().data_ptr()
             if address == new.untyped_storage().data_ptr() or address in written:
                 continue
@@ -204,42 +209,28 @@ class GatheredWeight(Tensor):
                 own.copy_(new)
         self.found_amax = parts.found_amax
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[Any, Any] | None = None
-    ) -> Any:
-        weight = args[0]
-        if func in (aten.detach.default, aten.alias.default) or (
-            func is aten.as_strided.default and tuple(args[1]) == tuple(weight.shape)
-        ):
-            return GatheredWeight(weight._parts(), weight.shape, weight.dtype, weight.casts)
-        if func in _LIKE:  # a gradient of zeros for a weight that was not used
-            options = {"dtype": weight.dtype, "device": weight.device} | (kwargs or {})
-            options.pop("memory_format", None)
-            return _LIKE[func](weight.shape, **options)  # type: ignore[operator]
-        raise UnsupportedOpError(
-            f"{func} of a gathered FP8 weight: between unshard and reshard it exists in FP8 only. Read the sharded "
-            "parameter, or keep the layer out of FP8 with octavo.recipes.high_precision()"
-        )
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
     def pair(self) -> ScaledTensor:
         """The pair as it lies, where its codes are those of a stored weight: per tensor or in blocks of 128 x 128."""
         granularity = PerTensor() if self.scale_inv.shape == (1, 1) else PerBlock(128, 128)
-        return ScaledTensor(self.q, self.scale_inv, granularity, self.dtype)
+        return ScaledTensor(self.qdata, self.scale_inv, granularity, self.dtype)
 
-    def _parts(self) -> Parts:
-        return Parts(self.q, self.scale_inv, self.transposed_q, self.transposed_scale_inv, self.found_amax)
+    def parts(self) -> Parts:
+        """Its tensors."""
+        return Parts(self.qdata, self.scale_inv, self.transposed_qdata, self.transposed_scale_inv, self.found_amax)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"GatheredWeight({tuple(self.shape)}, {self.dtype}, codes {self.q.dtype})"
+        return f"GatheredWeight({tuple(self.shape)}, {self.dtype}, codes {self.qdata.dtype})"
 
 
-_LIKE = {
-    aten.zeros_like.default: torch.zeros,
-    aten.empty_like.default: torch.empty,
-    aten.ones_like.default: torch.ones,
+def _same(func: Any, weight: GatheredWeight, shape: Any = None, *_: Any) -> Any:
+    if shape is not None and tuple(shape) != tuple(weight.shape):
+        return NotImplemented
+    return GatheredWeight(weight.parts(), weight.shape, weight.dtype, weight.casts)
+
+
+GatheredWeight.RULES = {
+    **dict.fromkeys((aten.detach.default, aten.alias.default, aten.as_strided.default), _same),
+    **dict.fromkeys((aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default), plain_like),
 }
 
 

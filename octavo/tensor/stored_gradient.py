@@ -7,7 +7,7 @@ Nothing adds to it, which would round it again, and nothing dequantises it silen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from octavo.formats import E4M3
 from octavo.granularity import PerBlock
 from octavo.kernels.reference.optimizer_state import BLOCK, as_matrix_shape
 from octavo.tensor.conversions import quantize
+from octavo.tensor.pair import COPIES, MOVES, Pair
 from octavo.tensor.scaled_tensor import ScaledTensor
 
 aten = torch.ops.aten
@@ -27,13 +28,13 @@ GRANULARITY = PerBlock(1, BLOCK)
 _PART = 1 << 24  # elements that a norm reads at a time, in float32
 
 
-class StoredGradient(Tensor):
+class StoredGradient(Pair):
     """A gradient in E4M3 codes, with a scale for each block of 1 x 128 of its matrix, 1.03 bytes an element.
 
     The matrix [R, C] is its first dimension by all others; a vector is one row.
 
     Args:
-        q: float8_e4m3fn [R, C], contiguous.
+        qdata: float8_e4m3fn [R, C], contiguous.
         scale_inv: float32 [R, ceil(C / 128)].
         shape: the gradient's, of R x C elements.
         dtype: what it reads back to.
@@ -50,17 +51,19 @@ class StoredGradient(Tensor):
         tensor([0.2041, 0.2041, 0.2041, 0.2041])
     """
 
-    q: Tensor
-    scale_inv: Tensor
     is_zero: bool  # by zero_(): a gradient can be added, as nothing was rounded yet
+    REMEDY = (
+        "of a gradient that is kept in FP8. Step with octavo.optim's optimizer, which reads it (torch.optim can't); "
+        "read it with .grad.dequantize(); or keep gradients in high precision with gradient_storage=None"
+    )
 
     @staticmethod
     def __new__(
-        cls, q: Tensor, scale_inv: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32
+        cls, qdata: Tensor, scale_inv: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32
     ) -> StoredGradient:
         """Make the facade."""
-        self = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=q.device)
-        self.q, self.scale_inv, self.is_zero = q, scale_inv, False
+        self = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=qdata.device)
+        self.qdata, self.scale_inv, self.is_zero = qdata, scale_inv, False
         return self
 
     @classmethod
@@ -81,51 +84,12 @@ class StoredGradient(Tensor):
         Args:
             dtype: bfloat16, float16 or float32; by default its own.
         """
-        pair = ScaledTensor(self.q, self.scale_inv, GRANULARITY, dtype or self.dtype)
+        pair = ScaledTensor(self.qdata, self.scale_inv, GRANULARITY, dtype or self.dtype)
         return pair.dequantize().view(self.shape)
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[torch.Size, torch.dtype]]:
-        return ["q", "scale_inv"], (self.shape, self.dtype)
-
-    @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any) -> Any:
-        return StoredGradient(inner["q"], inner["scale_inv"], *context)
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[Any, Any] | None = None
-    ) -> Any:
-        rule = _RULES.get(func)
-        if rule is not None:
-            return rule(func, *args, **(kwargs or {}))
-        raise UnsupportedOpError(
-            f"{func} of a gradient that is kept in FP8. Step with octavo.optim's optimizer, which reads it "
-            "(torch.optim can't); read it with .grad.dequantize(); or keep gradients in high precision with "
-            "gradient_storage=None"
-        )
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    def _with(self, move: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> StoredGradient:
-        return StoredGradient(move(self.q), move(self.scale_inv), self.shape, dtype or self.dtype)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        codes = self.q.detach().view(torch.uint8)
-        return rebuild_stored_gradient, (codes, self.scale_inv.detach(), tuple(self.shape), self.dtype)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"StoredGradient({tuple(self.shape)}, {self.dtype})"
-
-
-def rebuild_stored_gradient(
-    codes: Tensor, scale_inv: Tensor, shape: tuple[int, ...], dtype: torch.dtype
-) -> StoredGradient:
-    """Unpickle one."""
-    return StoredGradient(codes.view(torch.float8_e4m3fn), scale_inv, shape, dtype)
-
-
-def _move(func: Any, own: StoredGradient, *args: Any, **kwargs: Any) -> StoredGradient:
-    return own._with(torch.clone if func is aten.clone.default else func)
+    def other_arguments(self, dtype: torch.dtype) -> tuple[Any, ...]:
+        """See Pair."""
+        return tuple(self.shape), dtype
 
 
 def _view(func: Any, own: StoredGradient, shape: Sequence[int]) -> StoredGradient:
@@ -134,17 +98,11 @@ def _view(func: Any, own: StoredGradient, shape: Sequence[int]) -> StoredGradien
             f"a gradient that is kept in FP8 has the shape {tuple(own.shape)}, not {tuple(shape)}; view "
             ".grad.dequantize() instead"
         )
-    return own._with(aten.alias.default)
-
-
-def _to_copy(func: Any, own: StoredGradient, **kwargs: Any) -> StoredGradient:
-    dtype = kwargs.pop("dtype", None) or own.dtype
-    kwargs.pop("memory_format", None)
-    return own._with(lambda part: func(part, **kwargs), dtype)
+    return own.moved(aten.alias.default)
 
 
 def _zero(func: Any, own: StoredGradient) -> StoredGradient:
-    own.q.view(torch.uint8).zero_()
+    own.qdata.view(torch.uint8).zero_()
     own.scale_inv.fill_(1.0)
     own.is_zero = True
     return own
@@ -159,7 +117,7 @@ def _add(func: Any, *args: Any, **kwargs: Any) -> StoredGradient:
     own, other = args[:2]
     if func is aten.add_.Tensor and isinstance(own, StoredGradient) and own.is_zero and own.shape == other.shape:
         fresh = other if isinstance(other, StoredGradient) else StoredGradient.cast(other)
-        own.q.view(torch.uint8).copy_(fresh.q.view(torch.uint8))
+        own.qdata.view(torch.uint8).copy_(fresh.qdata.view(torch.uint8))
         own.scale_inv.copy_(fresh.scale_inv)
         own.is_zero = False
         return own
@@ -206,7 +164,7 @@ def _norms(func: Any, gradients: Sequence[Tensor], ord: Any = 2, dtype: Any = No
 
 def norm_of(gradient: StoredGradient, ord: float = 2) -> Tensor:
     """The norm of a gradient's values, in float32 as codes and scales have them: one number."""
-    q, scale_inv = gradient.q, gradient.scale_inv
+    q, scale_inv = gradient.qdata, gradient.scale_inv
     if q.numel() == 0:
         return torch.zeros((), device=q.device)
     parts = []
@@ -231,12 +189,10 @@ def _unscale(func: Any, gradients: Sequence[Tensor], found_inf: Tensor, inv_scal
 
 
 _DIVISIONS = {aten._foreach_div_.Tensor, aten._foreach_div_.Scalar}
-_RULES: dict[Any, Callable[..., Any]] = {
-    aten.detach.default: _move,
-    aten.alias.default: _move,
-    aten.clone.default: _move,
+StoredGradient.RULES = {
+    **MOVES,
+    **COPIES,
     aten.view.default: _view,
-    aten._to_copy.default: _to_copy,
     aten.zero_.default: _zero,
     aten._foreach_zero_.default: _zero_all,
     aten.add_.Tensor: _add,
@@ -254,4 +210,4 @@ _RULES: dict[Any, Callable[..., Any]] = {
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
 }
 
-torch.serialization.add_safe_globals([StoredGradient, rebuild_stored_gradient])
+torch.serialization.add_safe_globals([StoredGradient])

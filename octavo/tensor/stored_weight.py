@@ -10,7 +10,7 @@ of the whole; blocks have to lie on one rank each.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,9 +18,10 @@ from torch import Tensor
 
 from octavo.errors import UnsupportedOpError
 from octavo.formats import E4M3
-from octavo.granularity import Granularity, PerBlock, PerTensor, granularity_of
+from octavo.granularity import Granularity, PerBlock, PerTensor
 from octavo.kernels.reference.fp8_weights import remainder_of, values_with
 from octavo.tensor.conversions import quantize
+from octavo.tensor.pair import COPIES, MOVES, Pair, plain_like
 from octavo.tensor.scaled_tensor import ScaledTensor
 from octavo.tensor.sharded_weight import After, GatheredWeight, ShardHooks, on_this_rank
 
@@ -30,11 +31,11 @@ BLOCK = 128
 GRANULARITIES = (PerTensor(), PerBlock(BLOCK, BLOCK))
 
 
-class StoredWeight(ShardHooks, Tensor):
+class StoredWeight(ShardHooks, Pair):
     """A weight [N, K] in E4M3 codes; its scale is a power of two, of the weight or of each block of 128 x 128.
 
     Args:
-        q: float8_e4m3fn [N, K], contiguous.
+        qdata: float8_e4m3fn [N, K], contiguous.
         scale_inv: float32 [1, 1] or [ceil(N / 128), ceil(K / 128)].
         dtype: what it stands for, and its gradient's.
         granularity: which elements share a scale; by default PerTensor() where there is one scale.
@@ -49,25 +50,29 @@ class StoredWeight(ShardHooks, Tensor):
         torch.bfloat16
     """
 
-    q: Tensor
-    scale_inv: Tensor
     granularity: Granularity
     is_part: bool
     rest: Tensor | None = None  # int8 [N, K]: what the values that were cast are besides, until an optimizer takes it
     awaited: bool = False  # whether there is an optimizer that will
+    REMEDY = (
+        "of a weight that is stored in FP8. Optimize it with octavo.optim.AdamW, which writes codes and scales "
+        "together (torch.optim can't); read it with .dequantize(), to average weights (EMA), say, and write it "
+        "with .copy_(values) under torch.no_grad(); or keep it in high precision, which adapters that compute with it "
+        "(DoRA) need, with octavo.convert(..., weight_storage=None)"
+    )
 
     @staticmethod
     def __new__(
         cls,
-        q: Tensor,
+        qdata: Tensor,
         scale_inv: Tensor,
         dtype: torch.dtype = torch.bfloat16,
         granularity: Granularity | None = None,
         is_part: bool = False,
     ) -> StoredWeight:
         """Make the facade."""
-        self = torch.Tensor._make_wrapper_subclass(cls, q.shape, dtype=dtype, device=q.device)
-        self.q, self.scale_inv, self.is_part = q, scale_inv, is_part
+        self = torch.Tensor._make_wrapper_subclass(cls, qdata.shape, dtype=dtype, device=qdata.device)
+        self.qdata, self.scale_inv, self.is_part = qdata, scale_inv, is_part
         self.granularity = granularity or GRANULARITIES[scale_inv.shape != (1, 1)]
         return self
 
@@ -91,16 +96,16 @@ class StoredWeight(ShardHooks, Tensor):
         pair = quantize(weight.detach().contiguous(), E4M3, granularity, power_of_two=True)
         stored = cls(pair.qdata, pair.scale_inv.clone(), weight.dtype)
         if keep_rest and not weight.is_meta:
-            stored.rest = remainder_of(weight.detach().contiguous(), stored.q.view(torch.uint8), stored.scale_inv)
+            stored.rest = remainder_of(weight.detach().contiguous(), stored.qdata.view(torch.uint8), stored.scale_inv)
         return stored
 
     def data_ptr(self) -> int:
         """The address of its codes, by which others tell parameters apart; the facade itself has no memory."""
-        return self.q.data_ptr()
+        return self.qdata.data_ptr()
 
     def pair(self) -> ScaledTensor:
         """The pair, over the same codes."""
-        return ScaledTensor(self.q, self.scale_inv, self.granularity, self.dtype)
+        return ScaledTensor(self.qdata, self.scale_inv, self.granularity, self.dtype)
 
     def dequantize(self) -> Tensor:
         """Its values as a plain tensor; gradients flow through."""
@@ -110,7 +115,7 @@ class StoredWeight(ShardHooks, Tensor):
         """The values that were cast, to 12 bits, while they are known; else its values. No gradients flow through."""
         if self.rest is None:
             return self.pair().dequantize()
-        return values_with(self.q.view(torch.uint8), self.scale_inv, self.rest).to(self.dtype)
+        return values_with(self.qdata.view(torch.uint8), self.scale_inv, self.rest).to(self.dtype)
 
     def shard(self) -> StoredWeight:
         """Itself, for FSDP2's hooks."""
@@ -125,73 +130,29 @@ class StoredWeight(ShardHooks, Tensor):
             "weight_storage='fp8') before fully_shard, and no octavo.restore after it"
         )
 
-    def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["q", "scale_inv"], (self.dtype, self.granularity, self.is_part)
+    def other_arguments(self, dtype: torch.dtype) -> tuple[Any, ...]:
+        """See Pair."""
+        return dtype, self.granularity, self.is_part
 
-    @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any) -> Any:
-        return StoredWeight(inner["q"], inner["scale_inv"], *context)
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[Any, Any] | None = None
-    ) -> Any:
-        kwargs, own = kwargs or {}, args[0]
-        if func in _MOVES:
-            return own._with(func)
-        if func in _OF_SHARDING and isinstance(own, StoredWeight):
-            found = _OF_SHARDING[func](own, *args[1:], **kwargs)
-            if found is not None:
-                return found
-        if func is aten.view.default and tuple(args[1]) == (-1,):  # DistributedDataParallel's broadcast
-            return own.before_cast().view(-1)
-        if func is aten.view.default and tuple(args[1]) == tuple(own.shape):  # so torch asks for a gradient's node
-            return own._with(aten.alias.default)
-        if func is aten._to_copy.default:
-            dtype = kwargs.pop("dtype", None) or own.dtype
-            kwargs.pop("memory_format", None)
-            return own._with(lambda part: func(part, **kwargs), dtype)
-        if func is aten.clone.default:
-            return own._with(torch.clone)
-        if func is aten.copy_.default and isinstance(own, StoredWeight):
-            return own._take(args[1])
-        if func is aten.empty_like.default:  # of Module.to_empty
-            device = kwargs.get("device", own.device)
-            scale_inv = torch.ones_like(own.scale_inv, device=device)  # FSDP2 copies even what is empty
-            return own._like(torch.empty_like(own.q, device=device), scale_inv, kwargs.get("dtype"))
-        if func in _INITIALIZES:  # of torch.nn.init: as the plain weight, then cast
-            return own._take(func(torch.empty(own.shape, dtype=own.dtype, device=own.device), *args[1:], **kwargs))
-        if func in _LIKE and isinstance(own, StoredWeight):  # a gradient of zeros, an optimizer's state
-            options = {"dtype": own.dtype, "device": own.device} | kwargs
-            options.pop("memory_format", None)
-            return _LIKE[func](own.shape, **options)
-        raise UnsupportedOpError(
-            f"{func} of a weight that is stored in FP8. Optimize it with octavo.optim.AdamW, which writes codes and "
-            "scales together (torch.optim can't); read it with .dequantize(), to average weights (EMA), say, and write "
-            "it with .copy_(values) under torch.no_grad(); or keep it in high precision, which adapters that compute "
-            "with it (DoRA) need, with octavo.convert(..., weight_storage=None)"
-        )
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    def _with(self, move: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> StoredWeight:
+    def moved(self, move: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> StoredWeight:
+        """The same with its parts moved."""
         rest = None if self.rest is None else move(self.rest)
-        return self._like(move(self.q), move(self.scale_inv), dtype, rest=rest)
+        return self._like(move(self.qdata), move(self.scale_inv), dtype, rest=rest)
 
     def _like(
         self,
-        q: Tensor,
+        qdata: Tensor,
         scale_inv: Tensor,
         dtype: torch.dtype | None = None,
         is_part: bool | None = None,
         rest: Tensor | None = None,
     ) -> StoredWeight:
         is_part = self.is_part if is_part is None else is_part
-        found = StoredWeight(q, scale_inv, dtype or self.dtype, self.granularity, is_part)
+        found = StoredWeight(qdata, scale_inv, dtype or self.dtype, self.granularity, is_part)
         found.rest, found.awaited = rest, self.awaited
         return found
 
-    def _take(self, other: Tensor) -> StoredWeight:
+    def take(self, other: Tensor) -> StoredWeight:
         """Take another's values: stored ones as they are, plain ones cast."""
         same_shape = isinstance(other, StoredWeight) and other.scale_inv.shape == self.scale_inv.shape
         fits = same_shape and has_powers_of_two(other.scale_inv)  # type: ignore[attr-defined]
@@ -208,18 +169,18 @@ class StoredWeight(ShardHooks, Tensor):
             other = StoredWeight.cast(other.to(self.device), self.granularity, keep_rest=True)
         elif not fits:
             other = StoredWeight.cast(other.pair().dequantize(), self.granularity)
-        self.q.view(torch.uint8).copy_(other.q.view(torch.uint8))
+        self.qdata.view(torch.uint8).copy_(other.qdata.view(torch.uint8))
         self.scale_inv.copy_(other.scale_inv)
         if self.rest is not None and other.rest is not None:
             self.rest.copy_(other.rest)  # of a view of rows, as FSDP2 fills its parts
         else:
             self.rest = None if other.rest is None else other.rest.to(self.device, copy=True)
-        torch.autograd.graph.increment_version([self.q])  # which does not happen by itself below autograd
+        torch.autograd.graph.increment_version([self.qdata])  # which does not happen by itself below autograd
         return self
 
     def share_memory_(self) -> StoredWeight:
         """Move both parts to shared memory."""
-        self.q.share_memory_()
+        self.qdata.share_memory_()
         self.scale_inv.share_memory_()
         return self
 
@@ -227,17 +188,11 @@ class StoredWeight(ShardHooks, Tensor):
         if id(self) not in memo:  # torch's own takes a tensor with an address for one with memory
             if not self.is_leaf:
                 raise RuntimeError("only weights that are leaves of autograd's graph can be copied: detach() it first")
-            copied = memo[id(self)] = self._with(lambda part: part).requires_grad_(self.requires_grad)
+            copied = memo[id(self)] = self.moved(lambda part: part).requires_grad_(self.requires_grad)
             copied.__dict__ = copy.deepcopy(self.__dict__, memo)
             copied.grad = copy.deepcopy(self.grad, memo)
         found: StoredWeight = memo[id(self)]
         return found
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        parts = self.q.detach().view(torch.uint8), self.scale_inv.detach()
-        of_blocks = self.granularity != GRANULARITIES[0]
-        kind = self.requires_grad, isinstance(self, torch.nn.Parameter), of_blocks, self.is_part
-        return rebuild_stored_weight, (*parts, self.dtype, *kind)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"StoredWeight({tuple(self.shape)}, {self.dtype}, {self.granularity})"
@@ -248,9 +203,6 @@ def has_powers_of_two(scale_inv: Tensor) -> bool:
     return scale_inv.is_meta or bool((torch.frexp(scale_inv)[0] == 0.5).all())
 
 
-# --- what FSDP2 makes parts of a weight with --------------------------------------------------------------------------
-
-
 def part_of_rows(weight: StoredWeight, start: int, stop: int) -> StoredWeight:
     """Rows start to stop as a part over the same codes and, per tensor, the same scale.
 
@@ -259,90 +211,17 @@ def part_of_rows(weight: StoredWeight, start: int, stop: int) -> StoredWeight:
     """
     rest = None if weight.rest is None else weight.rest[start:stop]
     if weight.granularity == GRANULARITIES[0]:
-        return weight._like(weight.q[start:stop], weight.scale_inv, is_part=True, rest=rest)
+        return weight._like(weight.qdata[start:stop], weight.scale_inv, is_part=True, rest=rest)
     if start % BLOCK or (stop % BLOCK and stop != weight.shape[0]):
         raise UnsupportedOpError(f"rows {start} to {stop} of {weight} are no whole blocks")
     scales = weight.scale_inv[start // BLOCK : -(-stop // BLOCK)]
-    return weight._like(weight.q[start:stop], scales, is_part=True, rest=rest)
-
-
-def _split(weight: StoredWeight, rows: int, dim: int = 0) -> list[StoredWeight]:
-    total = weight.shape[0]
-    ranks = -(-total // rows)
-    if dim != 0:
-        raise UnsupportedOpError("weights that are stored in FP8 are sharded by rows: fully_shard with Shard(0)")
-    if weight.granularity != GRANULARITIES[0] and ranks > 1 and (rows % BLOCK or total % rows):
-        raise UnsupportedOpError(
-            f"a weight {tuple(weight.shape)} stored in blocks of 128 x 128 can't be sharded over {ranks} ranks: "
-            f"{rows} rows each are no whole blocks, or the last rank has fewer. Shard over ranks that each get the "
-            "same multiple of 128 rows (HSDP), or use a recipe with one scale a weight (dynamic, delayed)"
-        )
-    return [part_of_rows(weight, start, min(start + rows, total)) for start in range(0, total, rows)]
-
-
-def _slice(weight: StoredWeight, dim: int = 0, start: Any = None, stop: Any = None, step: int = 1) -> Any:
-    if not weight.is_part or dim != 0 or step != 1:
-        return None
-    start, stop, _ = slice(start, stop).indices(weight.shape[0])
-    return part_of_rows(weight, start, stop)
-
-
-def _new_zeros(weight: StoredWeight, size: Any, **options: Any) -> Any:
-    """A part of zeros, with the whole one's scale: of a rank without rows it stays that."""
-    if len(size) != 2 or size[1] != weight.shape[1] or options.get("dtype") not in (None, weight.dtype):
-        return None
-    codes = torch.zeros(size, dtype=torch.uint8, device=weight.device).view(weight.q.dtype)
-    rest = None if weight.rest is None else weight.rest.new_zeros(size)
-    if weight.granularity == GRANULARITIES[0]:
-        return weight._like(codes, weight.scale_inv.clone(), is_part=True, rest=rest)
-    shape = weight.granularity.scale_shape(tuple(size))
-    return weight._like(codes, weight.scale_inv.new_ones(shape), is_part=True, rest=rest)
-
-
-def _new_empty(weight: StoredWeight, size: Any, **_: Any) -> Any:
-    """What stands for the part of a rank without rows."""
-    if weight.is_part and weight.granularity != GRANULARITIES[0]:
-        raise UnsupportedOpError(
-            f"blocks of 128 x 128 can't be sharded over so many ranks that the first get {tuple(weight.shape)} and the "
-            "last nothing: shard over fewer (HSDP), or use a recipe with one scale a weight (dynamic, delayed)"
-        )
-    return torch.empty(size, dtype=weight.dtype, device=weight.device) if 0 in size else None
-
-
-def _flat(weight: StoredWeight, size: Any) -> Any:
-    """A part's codes in a row, over the same storage."""
-    if not weight.is_part or tuple(size) != (-1,):
-        return None
-    return weight._like(weight.q.view(-1), weight.scale_inv)
-
-
-def _pinned(weight: StoredWeight, device: Any = None) -> StoredWeight:
-    return weight._with(torch.Tensor.pin_memory)
-
-
-_OF_SHARDING: dict[Any, Callable[..., Any]] = {
-    aten.split.Tensor: _split,
-    aten.slice.Tensor: _slice,
-    aten.new_zeros.default: _new_zeros,
-    aten.new_empty.default: _new_empty,
-    aten.view.default: _flat,
-    aten.is_pinned.default: lambda weight, device=None: weight.q.is_pinned(),
-    aten._pin_memory.default: _pinned,
-}
+    return weight._like(weight.qdata[start:stop], scales, is_part=True, rest=rest)
 
 
 def stored_part(weight: Any) -> StoredWeight | None:
     """The StoredWeight that a weight is, or that this rank has of it where it is sharded; else None."""
     local = on_this_rank(weight)
     return local if isinstance(local, StoredWeight) else None
-
-
-_INITIALIZES = {aten.uniform_.default, aten.normal_.default, aten.fill_.Scalar, aten.zero_.default}
-_MOVES = {aten.detach.default, aten.alias.default}
-_LIKE = {
-    aten.zeros_like.default: torch.zeros,
-    aten.ones_like.default: torch.ones,
-}
 
 
 def dequantized(weight: StoredWeight | GatheredWeight) -> Tensor:
@@ -363,20 +242,93 @@ class _Dequantize(torch.autograd.Function):
         return grad
 
 
-def rebuild_stored_weight(
-    codes: Tensor,
-    scale_inv: Tensor,
-    dtype: torch.dtype,
-    requires_grad: bool,
-    is_parameter: bool,
-    of_blocks: bool,
-    is_part: bool,
-) -> StoredWeight:
-    """Unpickle one."""
-    weight = StoredWeight(codes.view(torch.float8_e4m3fn), scale_inv, dtype, GRANULARITIES[of_blocks], is_part)
-    if is_parameter:
-        return torch.nn.Parameter(weight, requires_grad)  # type: ignore[return-value]
-    return weight.requires_grad_(requires_grad)  # type: ignore[return-value]
+# --- what torch may do with it ----------------------------------------------------------------------------------------
 
 
-torch.serialization.add_safe_globals([StoredWeight, rebuild_stored_weight, granularity_of])
+def _view(func: Any, weight: StoredWeight, size: Any) -> Any:
+    size = tuple(size)
+    if size == (-1,) and weight.is_part:  # by FSDP2: a part's codes in a row, over the same storage
+        return weight._like(weight.qdata.view(-1), weight.scale_inv)
+    if size == (-1,):  # DistributedDataParallel's broadcast
+        return weight.before_cast().view(-1)
+    same = size == tuple(weight.shape)  # so torch asks for a gradient's node
+    return weight.moved(aten.alias.default) if same else NotImplemented
+
+
+def _copy(func: Any, own: Tensor, other: Tensor, *non_blocking: bool) -> Any:
+    return own.take(other) if isinstance(own, StoredWeight) else NotImplemented
+
+
+def _empty_like(func: Any, weight: StoredWeight, *, dtype: Any = None, device: Any = None, **_: Any) -> StoredWeight:
+    """Of Module.to_empty."""
+    scale_inv = torch.ones_like(weight.scale_inv, device=device)  # FSDP2 copies even what is empty
+    return weight._like(torch.empty_like(weight.qdata, device=device), scale_inv, dtype)
+
+
+def _initialize(func: Any, weight: StoredWeight, *args: Any, **kwargs: Any) -> StoredWeight:
+    """By torch.nn.init: as the plain weight, then cast."""
+    return weight.take(func(torch.empty(weight.shape, dtype=weight.dtype, device=weight.device), *args, **kwargs))
+
+
+def _split(func: Any, weight: StoredWeight, rows: int, dim: int = 0) -> list[StoredWeight]:
+    total = weight.shape[0]
+    ranks = -(-total // rows)
+    if dim != 0:
+        raise UnsupportedOpError("weights that are stored in FP8 are sharded by rows: fully_shard with Shard(0)")
+    if weight.granularity != GRANULARITIES[0] and ranks > 1 and (rows % BLOCK or total % rows):
+        raise UnsupportedOpError(
+            f"a weight {tuple(weight.shape)} stored in blocks of 128 x 128 can't be sharded over {ranks} ranks: "
+            f"{rows} rows each are no whole blocks, or the last rank has fewer. Shard over ranks that each get the "
+            "same multiple of 128 rows (HSDP), or use a recipe with one scale a weight (dynamic, delayed)"
+        )
+    return [part_of_rows(weight, start, min(start + rows, total)) for start in range(0, total, rows)]
+
+
+def _slice(func: Any, weight: StoredWeight, dim: int = 0, start: Any = None, stop: Any = None, step: int = 1) -> Any:
+    if not weight.is_part or dim != 0 or step != 1:
+        return NotImplemented
+    start, stop, _ = slice(start, stop).indices(weight.shape[0])
+    return part_of_rows(weight, start, stop)
+
+
+def _new_zeros(func: Any, weight: StoredWeight, size: Any, **options: Any) -> Any:
+    """A part of zeros, with the whole one's scale: of a rank without rows it stays that."""
+    if len(size) != 2 or size[1] != weight.shape[1] or options.get("dtype") not in (None, weight.dtype):
+        return NotImplemented
+    codes = torch.zeros(size, dtype=torch.uint8, device=weight.device).view(weight.qdata.dtype)
+    rest = None if weight.rest is None else weight.rest.new_zeros(size)
+    if weight.granularity == GRANULARITIES[0]:
+        return weight._like(codes, weight.scale_inv.clone(), is_part=True, rest=rest)
+    shape = weight.granularity.scale_shape(tuple(size))
+    return weight._like(codes, weight.scale_inv.new_ones(shape), is_part=True, rest=rest)
+
+
+def _new_empty(func: Any, weight: StoredWeight, size: Any, **_: Any) -> Any:
+    """What stands for the part of a rank without rows."""
+    if weight.is_part and weight.granularity != GRANULARITIES[0]:
+        raise UnsupportedOpError(
+            f"blocks of 128 x 128 can't be sharded over so many ranks that the first get {tuple(weight.shape)} and the "
+            "last nothing: shard over fewer (HSDP), or use a recipe with one scale a weight (dynamic, delayed)"
+        )
+    return torch.empty(size, dtype=weight.dtype, device=weight.device) if 0 in size else NotImplemented
+
+
+StoredWeight.RULES = {
+    **MOVES,
+    **COPIES,
+    aten.view.default: _view,
+    aten.copy_.default: _copy,
+    aten.empty_like.default: _empty_like,
+    aten.zeros_like.default: plain_like,
+    aten.ones_like.default: plain_like,
+    **dict.fromkeys((aten.uniform_.default, aten.normal_.default, aten.fill_.Scalar, aten.zero_.default), _initialize),
+    # what FSDP2 makes parts of a weight with
+    aten.split.Tensor: _split,
+    aten.slice.Tensor: _slice,
+    aten.new_zeros.default: _new_zeros,
+    aten.new_empty.default: _new_empty,
+    aten.is_pinned.default: lambda func, weight, device=None: weight.qdata.is_pinned(),
+    aten._pin_memory.default: lambda func, weight, device=None: weight.moved(torch.Tensor.pin_memory),
+}
+
+torch.serialization.add_safe_globals([StoredWeight])

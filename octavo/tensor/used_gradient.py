@@ -6,13 +6,14 @@ the norm of all can be read, and logged; a factor of 1 changes nothing; anything
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from octavo.errors import UnsupportedOpError
+from octavo.tensor.pair import Facade
 
 aten = torch.ops.aten
 
@@ -23,7 +24,7 @@ TWICE = (
 )
 
 
-class UsedGradient(Tensor):
+class UsedGradient(Facade):
     """A gradient of which only shape, dtype, device and 2-norm are left.
 
     Args:
@@ -41,6 +42,11 @@ class UsedGradient(Tensor):
     """
 
     norm_: Tensor
+    REMEDY = (
+        "of a gradient that is gone: update_in_backward has updated its weight while backward ran, so it can't be "
+        "clipped or scaled any more. Switch the caller's clipping off (max_grad_norm=0 in transformers' "
+        "TrainingArguments) and have update_in_backward clip: clip=EstimatedNorm(max_norm). Or remove() the handle"
+    )
 
     @staticmethod
     def __new__(cls, like: Tensor, norm: Tensor) -> UsedGradient:
@@ -48,25 +54,6 @@ class UsedGradient(Tensor):
         self = torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
         self.norm_ = norm
         return self
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[Any, Any] | None = None
-    ) -> Any:
-        rule = _RULES.get(func)
-        found = NotImplemented if rule is None else rule(func, *args, **(kwargs or {}))
-        if found is not NotImplemented:
-            return found
-        raise UnsupportedOpError(
-            f"{func} of a gradient that is gone: update_in_backward has updated its weight while backward ran, so it "
-            "can't be clipped or scaled any more. Switch the caller's clipping off (max_grad_norm=0 in transformers' "
-            "TrainingArguments) and have update_in_backward clip: clip=EstimatedNorm(max_norm). Or remove() the handle"
-        )
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"UsedGradient({tuple(self.shape)}, {self.dtype})"
 
 
 def _same(func: Any, own: UsedGradient, shape: Sequence[int] | None = None) -> Any:
@@ -109,7 +96,7 @@ def _scale_all(func: Any, gradients: Sequence[Tensor], factor: Any) -> Any:
     return None
 
 
-_RULES: dict[Any, Callable[..., Any]] = {
+UsedGradient.RULES = {
     aten.detach.default: _same,
     aten.alias.default: _same,
     aten.view.default: _same,

@@ -57,9 +57,9 @@ def test_a_part_takes_a_byte_an_element(recipe, mesh):
         part = stored_part(p)
         assert isinstance(p, DTensor) and p.shape == q.shape and p.dtype == q.dtype and part.is_part
         assert part.granularity == q.granularity
-        assert torch.equal(part.q.view(torch.uint8), rows_of(q.q.view(torch.uint8), mesh)), name
+        assert torch.equal(part.qdata.view(torch.uint8), rows_of(q.qdata.view(torch.uint8), mesh)), name
         rows = -(-q.shape[0] // 2)
-        assert part.q.untyped_storage().nbytes() == rows * q.shape[1]
+        assert part.qdata.untyped_storage().nbytes() == rows * q.shape[1]
         same = part.scale_inv if recipe != "blockwise" else rows_of(q.scale_inv, mesh)
         assert torch.equal(part.scale_inv, same)
     assert [m.gathered for m in octavo.summary(net).modules] == ["as stored"] * 3
@@ -174,7 +174,7 @@ def on_one_batch(mesh: Any) -> bool:
             optimizer.zero_grad()
             losses.append(loss.item())
         optimizer.state_dict()
-    expected = [part for p in nets[1].parameters() for part in (p.q.view(torch.uint8), p.scale_inv)]
+    expected = [part for p in nets[1].parameters() for part in (p.qdata.view(torch.uint8), p.scale_inv)]
     gathered = whole_codes(nets[0])
     return losses[:3] == losses[3:] and all(torch.equal(*pair) for pair in zip(gathered, expected, strict=True))
 
@@ -190,7 +190,7 @@ def whole_codes(net: Any) -> list[torch.Tensor]:
         if isinstance(module, nn.Linear):
             module.unshard()
             assert isinstance(module.weight, GatheredWeight)
-            found += [module.weight.q.view(torch.uint8).clone(), module.weight.scale_inv.clone()]
+            found += [module.weight.qdata.view(torch.uint8).clone(), module.weight.scale_inv.clone()]
             module.reshard()
     return found
 
@@ -282,7 +282,7 @@ def test_a_state_dict_holds_sharded_codes(recipe, mesh):
         assert type(value) is (torch.Tensor if plain else DTensor), name
         local = value if plain else value.to_local()
         assert type(local) is torch.Tensor
-    assert state["0.weight"].to_local().data_ptr() == stored_part(net[0].weight).q.data_ptr()
+    assert state["0.weight"].to_local().data_ptr() == stored_part(net[0].weight).qdata.data_ptr()
 
 
 def moved(mesh: Any, recipe: str) -> list[Any]:
@@ -311,7 +311,7 @@ def values_equal(a: nn.Module, b: nn.Module) -> bool:
 def codes_equal(a: nn.Module, b: nn.Module) -> bool:
     pairs = [(stored_part(p), stored_part(q)) for p, q in zip(a.parameters(), b.parameters(), strict=True)]
     return all(
-        torch.equal(p.q.view(torch.uint8), q.q.view(torch.uint8)) and torch.equal(p.scale_inv, q.scale_inv)
+        torch.equal(p.qdata.view(torch.uint8), q.qdata.view(torch.uint8)) and torch.equal(p.scale_inv, q.scale_inv)
         for p, q in pairs
     )
 

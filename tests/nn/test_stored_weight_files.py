@@ -27,7 +27,7 @@ def test_a_state_dict_holds_plain_tensors(recipe):
         assert all(type(value) in (torch.Tensor, nn.Parameter) for value in state.values())
         assert state["0.weight"].dtype == torch.uint8 and state["0.weight_scale_inv"].dtype == torch.float32
         assert state["0.weight"].shape == (H, 1, K)
-    assert model.state_dict()["0.weight"].data_ptr() == model[0].weight.q.data_ptr()
+    assert model.state_dict()["0.weight"].data_ptr() == model[0].weight.qdata.data_ptr()
 
 
 @both
@@ -140,4 +140,4 @@ def test_an_export_has_the_stored_codes(recipe, tmp_path):
     model = net(recipe)
     octavo.export.to_safetensors(model, tmp_path, "compressed-tensors" if recipe == "dynamic" else "fine-grained")
     written = files.load_file(next(tmp_path.glob("*.safetensors")))
-    assert torch.equal(written["0.weight"].view(torch.uint8), model[0].weight.q.view(torch.uint8))
+    assert torch.equal(written["0.weight"].view(torch.uint8), model[0].weight.qdata.view(torch.uint8))

@@ -226,7 +226,7 @@ def test_updates_in_backward_go_on():
 def test_a_nan_stays_in_its_element():
     optimizer = trained(("tensor", "split16"))
     with torch.no_grad():
-        only(optimizer).q.view(torch.uint8)[3, 5] = 0x7F
+        only(optimizer).qdata.view(torch.uint8)[3, 5] = 0x7F
     changed(optimizer, ("plain", "split32"))
     assert only(optimizer).isnan().nonzero().tolist() == [[3, 5]]
     changed(optimizer, ("blocks", "split24"))

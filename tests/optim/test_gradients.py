@@ -41,7 +41,7 @@ def test_bytes() -> None:
     AdamW(model.parameters())
     optimizer = AdamW(model.parameters(), gradient_storage="fp8")
     model(torch.randn(2, 1024, dtype=torch.bfloat16)).sum().backward()
-    held = sum(getattr(g, n).untyped_storage().nbytes() for g in grads_of(model) for n in ("q", "scale_inv"))
+    held = sum(getattr(g, n).untyped_storage().nbytes() for g in grads_of(model) for n in ("qdata", "scale_inv"))
     assert held <= 1.04 * sum(param.numel() for param in model.parameters())
     optimizer.step()
 

@@ -136,7 +136,7 @@ def test_bytes_a_parameter() -> None:
     model(torch.arange(16)).float().square().mean().backward()
     optimizer.step()
     params = list(model.parameters())
-    kept = [part for p in params for part in ((p.q, p.scale_inv) if isinstance(p, StoredWeight) else (p,))]
+    kept = [part for p in params for part in ((p.qdata, p.scale_inv) if isinstance(p, StoredWeight) else (p,))]
     kept += [value for p in params for value in optimizer.state[p].values()]
     count = sum(p.numel() for p in params)
     assert 8e6 < count < 12e6 and len({p.numel() for p in params}) > 8

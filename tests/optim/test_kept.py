@@ -21,11 +21,11 @@ def test_a_plain_weight_is_known_by_its_address_and_version():
 
 def test_a_part_is_known_by_its_codes():
     part = part_of_rows(StoredWeight.cast(torch.randn(8, 16)), 0, 4)
-    kept = kept_of(part.q)
-    assert not has_moved(kept, part, part.q) and not was_written(kept, part, part.q)
-    again = part.q.clone()
+    kept = kept_of(part.qdata)
+    assert not has_moved(kept, part, part.qdata) and not was_written(kept, part, part.qdata)
+    again = part.qdata.clone()
     assert has_moved(kept, part, again) and not was_written(kept, part, again)
     again.view(torch.uint8)[0, 0] ^= 1
     assert was_written(kept, part, again)
-    part.q.view(torch.uint8).add_(0)
-    assert was_written(kept, part, part.q)
+    part.qdata.view(torch.uint8).add_(0)
+    assert was_written(kept, part, part.qdata)

@@ -29,7 +29,8 @@ def test_stores_are_over_the_states_own_tensors():
     state = new_state(weight, optimizer.settings)
     own = stores_of(weight, weight.detach(), state, optimizer.settings)
     assert (
-        own.matrix.data_ptr() == weight.q.data_ptr() and own.master.rest.data_ptr() == state["master_rest"].data_ptr()
+        own.matrix.data_ptr() == weight.qdata.data_ptr()
+        and own.master.rest.data_ptr() == state["master_rest"].data_ptr()
     )
     assert own.amax is state["master_amax"] and [m.data.data_ptr() for m in own.moments] == [
         state["exp_avg_codes"].data_ptr(),

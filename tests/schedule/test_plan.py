@@ -23,7 +23,7 @@ PHASES = [
 def bytes_in(*tensors: Tensor) -> int:
     found = 0
     for tensor in tensors:
-        parts = (tensor.q, tensor.scale_inv) if hasattr(tensor, "scale_inv") else (tensor,)
+        parts = (tensor.qdata, tensor.scale_inv) if hasattr(tensor, "scale_inv") else (tensor,)
         found += sum(part.numel() * part.element_size() for part in parts)
     return found
 
@@ -58,7 +58,7 @@ def saved(model: nn.Module, *inputs: Tensor) -> int:
 
 
 def inner(tensor: Tensor) -> list[Tensor]:
-    return [tensor.q, tensor.scale_inv] if isinstance(tensor, StoredWeight) else [tensor]
+    return [tensor.qdata, tensor.scale_inv] if isinstance(tensor, StoredWeight) else [tensor]
 
 
 def test_every_phase_takes_what_was_planned():

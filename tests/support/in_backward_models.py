@@ -61,7 +61,7 @@ def tensors_of(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     found = {}
     for name, param in model.named_parameters():
         if isinstance(param, StoredWeight):
-            found |= {name: param.q.view(torch.uint8), f"{name} scales": param.scale_inv}
+            found |= {name: param.qdata.view(torch.uint8), f"{name} scales": param.scale_inv}
         else:
             found[name] = param.detach()
         found |= {f"{name} {key}": value for key, value in optimizer.state[param].items()}

@@ -150,8 +150,10 @@ class Subject:
         """All ranks' parts."""
         part = stored_part(tensor)
         if part is not None and part is not tensor:
-            codes = like_sharded(part.q.detach().view(torch.uint8), tensor, tensor.shape).full_tensor()  # type: ignore[attr-defined]
-            return StoredWeight(codes.view(part.q.dtype), part.scale_inv.detach().clone(), part.dtype, part.granularity)
+            codes = like_sharded(part.qdata.detach().view(torch.uint8), tensor, tensor.shape).full_tensor()  # type: ignore[attr-defined]
+            return StoredWeight(
+                codes.view(part.qdata.dtype), part.scale_inv.detach().clone(), part.dtype, part.granularity
+            )
         return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # type: ignore[operator,no-any-return]
 
     def random(self, *shape: int) -> Tensor:

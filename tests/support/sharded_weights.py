@@ -84,7 +84,7 @@ def held(net: nn.Module, optimizer: AdamW) -> dict[str, Tensor]:
         if part is None:
             found[name] = on_this_rank(p).detach()
         else:
-            found |= {f"{name} codes": part.q.view(torch.uint8), f"{name} scale_inv": part.scale_inv}
+            found |= {f"{name} codes": part.qdata.view(torch.uint8), f"{name} scale_inv": part.scale_inv}
         for key, value in optimizer.state[p].items():
             found[f"{name} {key}"] = on_this_rank(value)
     return {name: value.clone() for name, value in found.items()}

@@ -61,7 +61,7 @@ def codes(model: nn.Module) -> dict[str, Tensor]:
     found = {}
     for name, weight in model.named_parameters():
         if isinstance(weight, StoredWeight):
-            found |= {name: weight.q.view(torch.uint8).clone(), f"{name} scales": weight.scale_inv.clone()}
+            found |= {name: weight.qdata.view(torch.uint8).clone(), f"{name} scales": weight.scale_inv.clone()}
     return found
 
 

@@ -11,7 +11,6 @@ from torch.utils._pytree import tree_leaves
 
 from octavo import E4M3, E5M2, PerBlock, PerRow, PerTensor, ScaledTensor, UnsupportedOpError, quantize
 from octavo.granularity import Granularity
-from octavo.tensor.aten_table import TABLE
 from tests.support.definitions import same_bits
 
 aten = torch.ops.aten
@@ -135,14 +134,14 @@ def test_a_move_through_the_tiles_is_refused(op: Op, shape: tuple[int, ...], gra
 
 def test_each_row_of_the_table_is_tried() -> None:
     seen = set()
-    original = dict(TABLE)
+    original = dict(ScaledTensor.RULES)
     try:
         for op in original:
-            TABLE[op] = lambda func, args, kwargs: (seen.add(func), original[func](func, args, kwargs))[1]
+            ScaledTensor.RULES[op] = lambda func, *a, **k: (seen.add(func), original[func](func, *a, **k))[1]
         for op, shape, granularity in CASES:
             op(pair(shape, granularity))
     finally:
-        TABLE.update(original)
+        ScaledTensor.RULES.update(original)
     assert set(original) - seen == {aten.copy_.default}
 
 

@@ -8,7 +8,6 @@ import octavo
 from octavo import E4M3, E5M2, PerBlock, PerRow, PerTensor, ScaledTensor, quantize
 from octavo.formats import Format
 from octavo.granularity import Granularity
-from octavo.tensor.conversions import amax_of, dequantize
 from tests.support import definitions
 from tests.support.definitions import same_bits
 
@@ -72,7 +71,7 @@ def test_quantize_and_back(shape: tuple[int, ...], granularity: Granularity) -> 
         assert type(value) is Tensor and (value.shape, value.dtype) == (shape, dtype)
         if value.numel():
             assert definitions.sqnr(value, x.to(dtype).double()) > 20
-        assert torch.equal(value, dequantize(q))
+        assert torch.equal(value, q.dequantize())
 
 
 @each_granularity
@@ -147,9 +146,9 @@ def test_dequantize_passes_the_gradient_to_a_leaf() -> None:
 
 @each_granularity
 @pytest.mark.parametrize("shape", [(), (7,), (0, 5), (5, 0), (7, 130), (2, 7, 11), (2, 0, 5)], ids=str)
-def test_amax_of(shape: tuple[int, ...], granularity: Granularity) -> None:
+def test_tile_amax(shape: tuple[int, ...], granularity: Granularity) -> None:
     q = quantize(torch.randn(shape), E4M3, granularity)
-    amax = amax_of(q)
+    amax = q.tile_amax()
     assert (amax.shape, amax.dtype) == (q.scale_inv.shape, torch.float32)
     if not q.numel():
         assert not amax.any()

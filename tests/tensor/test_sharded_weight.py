@@ -99,7 +99,7 @@ def test_a_gathered_weight_is_a_leaf_of_its_shape_and_dtype():
     weight = nn.Parameter(torch.as_strided(gathered(), (4, 3), (3, 1), 0))
     assert isinstance(weight, GatheredWeight) and isinstance(weight, nn.Parameter)
     assert weight.shape == (4, 3) and weight.dtype == torch.bfloat16 and weight.requires_grad
-    assert weight.q.data_ptr() == weight.detach().q.data_ptr()
+    assert weight.qdata.data_ptr() == weight.detach().qdata.data_ptr()
     assert "GatheredWeight((4, 3), torch.bfloat16" in repr(weight)
     zeros = torch.zeros_like(weight)
     assert type(zeros) is Tensor and zeros.dtype == torch.bfloat16 and zeros.shape == (4, 3)
@@ -113,10 +113,10 @@ def test_a_gathered_weight_refuses_to_be_read():
 
 def test_refilled_in_place_for_the_backward_that_saved_it():
     weight, other = gathered(), gathered(3.0)
-    other.q.view(torch.uint8).fill_(56)  # 1.0
-    saved, version = weight.q, weight.q._version
-    weight.refill(Parts(other.q, other.scale_inv, other.q.t(), other.scale_inv, other.found_amax))
-    assert weight.q is saved and torch.equal(saved.float(), torch.ones(4, 3)) and saved._version == version
+    other.qdata.view(torch.uint8).fill_(56)  # 1.0
+    saved, version = weight.qdata, weight.qdata._version
+    weight.refill(Parts(other.qdata, other.scale_inv, other.qdata.t(), other.scale_inv, other.found_amax))
+    assert weight.qdata is saved and torch.equal(saved.float(), torch.ones(4, 3)) and saved._version == version
     assert weight.scale_inv.item() == 3.0
 
 

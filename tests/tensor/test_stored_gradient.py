@@ -53,7 +53,7 @@ def test_any_gradient_is_a_pair_in_its_place(shape: tuple[int, ...], dtype: torc
     matrix = values.view(shape[0], -1) if len(shape) > 1 and values.numel() else values.view(1, -1)
     if values.numel():
         pair = quantize(matrix, E4M3, PerBlock(1, 128))
-        assert torch.equal(grad.q.view(torch.uint8), pair.qdata.view(torch.uint8))
+        assert torch.equal(grad.qdata.view(torch.uint8), pair.qdata.view(torch.uint8))
         assert torch.equal(grad.scale_inv, pair.scale_inv)
         assert torch.equal(grad.dequantize(), pair.dequantize().view(shape))
     wide = grad.dequantize(torch.float32)
@@ -102,13 +102,13 @@ def test_clipping_goes_to_the_scales(foreach: bool | None, dtype: torch.dtype) -
     params = [parameter(*shape, dtype=dtype) for shape in ((300,), (3, 300), (8, 4, 3, 3))]
     plain = nn.Parameter(torch.ones(7, dtype=dtype))
     plain.grad = torch.randn(7).to(dtype)
-    before = [(g.q.clone(), g.scale_inv.clone(), g.scale_inv.data_ptr()) for g in map(stored, params)]
+    before = [(g.qdata.clone(), g.scale_inv.clone(), g.scale_inv.data_ptr()) for g in map(stored, params)]
     wide = [g.dequantize(torch.float32) for g in map(stored, params)] + [plain.grad.clone()]
     norm = nn.utils.clip_grad_norm_([*params, plain], 0.5, foreach=foreach)
     torch.testing.assert_close(norm, nn.utils.get_total_norm(wide, foreach=False), rtol=1e-6, atol=0)
     factor = torch.clamp(0.5 / (norm + 1e-6), max=1.0)
     for grad, (q, scale_inv, address) in zip(map(stored, params), before, strict=True):
-        assert torch.equal(grad.q.view(torch.uint8), q.view(torch.uint8))
+        assert torch.equal(grad.qdata.view(torch.uint8), q.view(torch.uint8))
         assert torch.equal(grad.scale_inv, scale_inv * factor) and grad.scale_inv.data_ptr() == address
     assert torch.equal(plain.grad, wide[-1] * factor.to(dtype)) or dtype != torch.float32
     nn.utils.clip_grad_norm_([*params, plain], 1e9, foreach=foreach)  # nothing to clip
@@ -216,7 +216,7 @@ def test_copies(shape: tuple[int, ...]) -> None:
     for other in (torch.load(file), copy.deepcopy(grad), grad.clone(), grad.detach(), grad.view(shape)):
         assert isinstance(other, StoredGradient) and other.dtype == torch.bfloat16 and other.shape == grad.shape
         assert torch.equal(other.dequantize(), grad.dequantize())
-    assert grad.clone().q.data_ptr() != grad.q.data_ptr() or not grad.numel()
+    assert grad.clone().qdata.data_ptr() != grad.qdata.data_ptr() or not grad.numel()
     assert grad.float().dtype == torch.float32 and isinstance(grad.float(), StoredGradient)
     inner, context = grad.__tensor_flatten__()
     again = StoredGradient.__tensor_unflatten__({name: getattr(grad, name) for name in inner}, context, None, None)
@@ -225,5 +225,5 @@ def test_copies(shape: tuple[int, ...]) -> None:
 
 def test_bytes() -> None:
     grad = StoredGradient.cast(values_of(64, 1024))
-    held = sum(part.numel() * part.element_size() for part in (grad.q, grad.scale_inv))
+    held = sum(part.numel() * part.element_size() for part in (grad.qdata, grad.scale_inv))
     assert held == 64 * 1024 * (1 + 4 / 128)

@@ -34,7 +34,7 @@ def same(a, b):
         isinstance(a, StoredWeight)
         and isinstance(b, StoredWeight)
         and (a.dtype, a.device) == (b.dtype, b.device)
-        and torch.equal(a.q.view(torch.uint8), b.q.view(torch.uint8))
+        and torch.equal(a.qdata.view(torch.uint8), b.qdata.view(torch.uint8))
         and torch.equal(a.scale_inv, b.scale_inv)
     )
 
@@ -50,12 +50,12 @@ def test_the_facade(shape, dtype, granularity):
     weight = StoredWeight.cast(x, granularity)
     assert weight.shape == shape and weight.dtype == dtype and weight.device == x.device and weight.ndim == 2
     assert not weight.requires_grad and weight.is_leaf and weight.numel() == x.numel()
-    assert weight.q.dtype == torch.float8_e4m3fn and weight.q.is_contiguous() and weight.q.shape == shape
+    assert weight.qdata.dtype == torch.float8_e4m3fn and weight.qdata.is_contiguous() and weight.qdata.shape == shape
     assert weight.scale_inv.dtype == torch.float32 and weight.scale_inv.shape == granularity.scale_shape(shape)
     assert (torch.log2(weight.scale_inv) % 1 == 0).all()
     assert weight.granularity == (granularity if weight.scale_inv.numel() > 1 else PerTensor())
     pair = quantize(x, E4M3, granularity, power_of_two=True)
-    assert isinstance(weight.pair(), ScaledTensor) and weight.pair().qdata.data_ptr() == weight.q.data_ptr()
+    assert isinstance(weight.pair(), ScaledTensor) and weight.pair().qdata.data_ptr() == weight.qdata.data_ptr()
     assert torch.equal(weight.dequantize(), pair.dequantize()) and type(weight.dequantize()) is torch.Tensor
     assert ((weight.dequantize() - x).abs() <= x.abs() * 2.0**-4 + x.abs().max() * 2.0**-17).all()
 
@@ -98,9 +98,12 @@ def test_detach_shares_and_clone_does_not():
     weight = parameter()
     for alias in (weight.detach(), weight.data):
         assert same(alias, weight) and not alias.requires_grad
-        assert alias.q.data_ptr() == weight.q.data_ptr() and alias.scale_inv.data_ptr() == weight.scale_inv.data_ptr()
+        assert (
+            alias.qdata.data_ptr() == weight.qdata.data_ptr()
+            and alias.scale_inv.data_ptr() == weight.scale_inv.data_ptr()
+        )
     clone = weight.detach().clone()
-    assert same(clone, weight) and clone.q.data_ptr() != weight.q.data_ptr()
+    assert same(clone, weight) and clone.qdata.data_ptr() != weight.qdata.data_ptr()
     assert clone.scale_inv.data_ptr() != weight.scale_inv.data_ptr()
 
 
@@ -125,7 +128,7 @@ def test_copies(way, requires_grad, granularity):
     weight = nn.Parameter(stored(granularity), requires_grad)
     found = COPIES[way](weight)
     assert same(found, weight) and isinstance(found, nn.Parameter) and found.requires_grad is requires_grad
-    assert found.is_leaf and found.q.data_ptr() != weight.q.data_ptr()
+    assert found.is_leaf and found.qdata.data_ptr() != weight.qdata.data_ptr()
     found = COPIES[way](stored(granularity))
     assert type(found) is StoredWeight and not isinstance(found, nn.Parameter) and not found.requires_grad
 
@@ -142,27 +145,27 @@ def test_a_module_of_another_dtype_keeps_the_codes(dtype):
     before = module.weight.detach().clone()
     module.to(dtype)
     assert module.weight.dtype == dtype and isinstance(module.weight, nn.Parameter) and module.weight.requires_grad
-    assert same(module.weight.detach(), before._with(torch.clone, dtype))
-    assert module.weight.q.dtype == torch.float8_e4m3fn and module.weight.scale_inv.dtype == torch.float32
+    assert same(module.weight.detach(), before.moved(torch.clone, dtype))
+    assert module.weight.qdata.dtype == torch.float8_e4m3fn and module.weight.scale_inv.dtype == torch.float32
     module.weight.dequantize().sum().backward()
     assert module.weight.grad.dtype == dtype
 
 
 def test_to_meta():
     module = holder(parameter()).to("meta")
-    assert isinstance(module.weight, StoredWeight) and module.weight.q.is_meta and module.weight.scale_inv.is_meta
+    assert isinstance(module.weight, StoredWeight) and module.weight.qdata.is_meta and module.weight.scale_inv.is_meta
     assert module.weight.device.type == "meta" and module.weight.shape == (N, K)
 
 
 def test_to_empty_stays_in_fp8():
     module = holder(parameter()).to("meta").to_empty(device="cpu")
-    assert isinstance(module.weight, StoredWeight) and not module.weight.q.is_meta
+    assert isinstance(module.weight, StoredWeight) and not module.weight.qdata.is_meta
 
 
 def test_to_and_copies_of_itself():
     weight = stored()
     assert same(weight.to("cpu"), weight) and same(weight.cpu(), weight) and same(weight.contiguous(), weight)
-    assert same(weight.to(torch.float32, copy=True), weight._with(torch.clone, torch.float32))
+    assert same(weight.to(torch.float32, copy=True), weight.moved(torch.clone, torch.float32))
 
 
 # --- taking values ----------------------------------------------------------------------------------------------------
@@ -171,12 +174,12 @@ def test_to_and_copies_of_itself():
 @each_granularity
 def test_copy_from_a_plain_weight_casts(granularity):
     weight, x = nn.Parameter(stored(granularity)), 1000 * torch.randn(N, K)
-    addresses, version = (weight.q.data_ptr(), weight.scale_inv.data_ptr()), weight._version
+    addresses, version = (weight.qdata.data_ptr(), weight.scale_inv.data_ptr()), weight._version
     with torch.no_grad():
         assert weight.copy_(x) is weight
-    assert torch.equal(weight.q.view(torch.uint8), StoredWeight.cast(x, granularity).q.view(torch.uint8))
+    assert torch.equal(weight.qdata.view(torch.uint8), StoredWeight.cast(x, granularity).qdata.view(torch.uint8))
     assert torch.equal(weight.scale_inv, StoredWeight.cast(x, granularity).scale_inv) and weight.dtype == torch.bfloat16
-    assert (weight.q.data_ptr(), weight.scale_inv.data_ptr()) == addresses and weight._version > version
+    assert (weight.qdata.data_ptr(), weight.scale_inv.data_ptr()) == addresses and weight._version > version
 
 
 @each_granularity
@@ -207,7 +210,7 @@ def test_initialization_is_the_plain_weights_then_cast(granularity):
 def test_its_address_is_its_codes():
     """By which accelerate finds an optimizer's parameters again after fully_shard."""
     first, second = parameter(), parameter()
-    assert first.data_ptr() == first.q.data_ptr() == first.detach().data_ptr() != second.data_ptr()
+    assert first.data_ptr() == first.qdata.data_ptr() == first.detach().data_ptr() != second.data_ptr()
 
 
 def test_a_plain_tensor_does_not_take_a_stored_one_silently():
@@ -228,7 +231,7 @@ def test_parts_are_views_with_the_scales_of_their_rows(granularity):
     first, second = parts_of(weight, 2)
     assert first.is_part and second.is_part and first.granularity == second.granularity == granularity
     assert torch.equal(torch.cat([first.dequantize(), second.dequantize()]), weight.dequantize())
-    assert second.q.data_ptr() == weight.q[256:].data_ptr()
+    assert second.qdata.data_ptr() == weight.qdata[256:].data_ptr()
     own = weight.scale_inv if granularity == PerTensor() else weight.scale_inv[2:]
     assert second.scale_inv.data_ptr() == own.data_ptr() and torch.equal(second.scale_inv, own)
     assert [tuple(part.shape) for part in parts_of(stored(shape=(5, K)), 4)] == [(2, K), (2, K), (1, K)]
@@ -263,7 +266,7 @@ def test_zeros_to_copy_a_part_into(granularity):
     assert zeros.is_part and (zeros.dequantize() == 0).all() and zeros.granularity == granularity
     assert granularity != PerTensor() or torch.equal(zeros.scale_inv, part.scale_inv)  # also where nothing is copied
     zeros.narrow(0, 0, 256).copy_(part)
-    assert same(zeros, part) and zeros.q.data_ptr() != part.q.data_ptr()
+    assert same(zeros, part) and zeros.qdata.data_ptr() != part.qdata.data_ptr()
     empty = zeros.narrow(0, 0, 0)
     assert empty.shape == (0, K) and empty.is_part
     for size in ((256,), (256, K + 1)):
@@ -277,13 +280,17 @@ def test_zeros_to_copy_a_part_into(granularity):
 def test_a_part_in_a_row_is_the_same_codes():
     part = parts_of(stored(), 2)[0]
     flat = part.view(-1)
-    assert isinstance(flat, StoredWeight) and flat.shape == (N // 2 * K,) and flat.q.data_ptr() == part.q.data_ptr()
+    assert (
+        isinstance(flat, StoredWeight)
+        and flat.shape == (N // 2 * K,)
+        and flat.qdata.data_ptr() == part.qdata.data_ptr()
+    )
     assert type(stored().view(-1)) is torch.Tensor  # DistributedDataParallel's broadcast of whole weights
 
 
 def test_a_part_does_not_find_a_scale_of_its_own():
     part, other = parts_of(stored(), 2)
-    for values in (torch.ones(N // 2, K), StoredWeight(part.q, part.scale_inv * 3, part.dtype)):
+    for values in (torch.ones(N // 2, K), StoredWeight(part.qdata, part.scale_inv * 3, part.dtype)):
         with pytest.raises(UnsupportedOpError, match="one scale, which ranks find together"):
             part.copy_(values)
     part.copy_(other)

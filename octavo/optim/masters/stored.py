@@ -29,7 +29,7 @@ class Stored:
         rest = weight.rest
         if rest is None or self.rest is None:
             rest = torch.zeros(weight.shape, dtype=torch.int8, device=weight.device)
-        values = values_with(weight.q.view(torch.uint8), weight.scale_inv, rest)
+        values = values_with(weight.qdata.view(torch.uint8), weight.scale_inv, rest)
         state = {"master_amax": _amax_of(values, weight.scale_inv.shape)}
         if self.rest == torch.int8:
             state["master_rest"] = rest.clone()
@@ -37,7 +37,7 @@ class Stored:
             state["master_rest"] = rest.to(torch.int16).mul_(1 << 8).unsqueeze(-1).view(torch.uint8)
         elif self.rest == torch.float16:
             one = torch.full_like(weight.scale_inv, FLOAT16_FACTOR)
-            state["master_rest"] = values_with(weight.q.view(torch.uint8), one, rest).half()
+            state["master_rest"] = values_with(weight.qdata.view(torch.uint8), one, rest).half()
         elif self.rest == torch.float32:
             state["master_rest"] = values
         return state

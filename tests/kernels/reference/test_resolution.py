@@ -41,7 +41,7 @@ def test_the_grid_is_that_of_e4m3_at_any_magnitude():
 @pytest.mark.parametrize("granularity", [PerTensor(), PerBlock(128, 128)], ids=str)
 def test_weights_in_fp8_have_a_smallest_step_by_their_scale(granularity):
     stored = StoredWeight.cast(torch.randn(130, 300) * torch.logspace(-8, 0, 300), granularity)
-    master = Fp8Weight(stored.q.view(torch.uint8), "fp8_stochastic", stored.scale_inv)
+    master = Fp8Weight(stored.qdata.view(torch.uint8), "fp8_stochastic", stored.scale_inv)
     w = stored.dequantize().detach()
     smallest = stored.scale_inv.repeat_interleave(130 if len(stored.scale_inv) == 1 else 128, 0)[:130]
     smallest = smallest.repeat_interleave(300 if smallest.shape[1] == 1 else 128, 1)[:, :300] * 2.0**-9

@@ -53,7 +53,7 @@ def test_weights_in_fp8(granularity: PerTensor | PerBlock, kernels: TritonKernel
         values = torch.randn(shape) * torch.logspace(-6, 0, shape[1])
         stored = StoredWeight.cast(values, granularity)
         amax = values.abs().amax().reshape(1, 1).expand_as(stored.scale_inv).clone()
-        master = Fp8Weight(stored.q.view(torch.uint8), "fp8_stochastic", stored.scale_inv)
+        master = Fp8Weight(stored.qdata.view(torch.uint8), "fp8_stochastic", stored.scale_inv)
         plain = update_of(shape, SCHEMES["fp8"], number=number)
         updates.append(plain._replace(master=master, amax=amax, measured=True))
     compare(Both(kernels, updates, [ADAM, OTHER]))

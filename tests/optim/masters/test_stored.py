@@ -51,7 +51,7 @@ def step(optimizer, gradient: Tensor) -> None:
 
 def tensors(optimizer, *weights: nn.Parameter) -> list[Tensor]:
     """Copies of all that a step writes."""
-    found = [part for weight in weights for part in (weight.q.view(torch.uint8), weight.scale_inv)]
+    found = [part for weight in weights for part in (weight.qdata.view(torch.uint8), weight.scale_inv)]
     found += [value for weight in weights for value in optimizer.state[weight].values()]
     return [tensor.clone() for tensor in found]
 
@@ -186,7 +186,7 @@ def test_the_fastest_growth_never_saturates(master, granularity):
     for number in range(50):
         step(optimizer, sign * 1e-3 * GROWTH**number)
         step(torchs, sign * 1e-3 * GROWTH**number)
-        assert not ((weight.q.view(torch.uint8) & 0x7F) == 0x7F).any()
+        assert not ((weight.qdata.view(torch.uint8) & 0x7F) == 0x7F).any()
         bound = 448 * weight.scale_inv.max()
         assert float(exact.detach().abs().max()) <= float(bound) < 5 * float(exact.detach().abs().max())
     found, tolerance = master_values(optimizer, weight), {"fp32": 1e-6, "split24": 5e-5, None: 2.0}.get(master, 0.02)
@@ -236,7 +236,7 @@ def test_bytes_for_each_parameter():
             weight.grad = torch.zeros(512, 512, dtype=torch.bfloat16)
         optimizer.step()
         for weight in model.parameters():
-            held = [weight.q, weight.scale_inv, *optimizer.state[weight].values()]
+            held = [weight.qdata, weight.scale_inv, *optimizer.state[weight].values()]
             assert all(type(tensor) is Tensor for tensor in held)
             total += sum(tensor.untyped_storage().nbytes() for tensor in held)
         assert most - 0.15 <= total / (2 * 512 * 512) <= most
@@ -383,9 +383,9 @@ def test_backward_of_a_forward_before_the_step_raises(recipe):
     layer = store(nn.Linear(256, 128).bfloat16(), RECIPES[recipe]())
     optimizer = AdamW(layer.parameters())
     y = layer(inputs(4, 256))
-    versions = layer.weight._version, layer.weight.q._version
+    versions = layer.weight._version, layer.weight.qdata._version
     step(AdamW([layer.weight]), torch.ones(128, 256))
-    assert layer.weight._version > versions[0] and layer.weight.q._version > versions[1]
+    assert layer.weight._version > versions[0] and layer.weight.qdata._version > versions[1]
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
     layer(inputs(4, 256)).sum().backward()

@@ -1,0 +1,131 @@
+"""Pair: the base of the tensors that are FP8 codes behind the facade of a high-precision tensor.
+
+    ScaledTensor      the pair that a user sees, of any granularity
+    StoredWeight      a parameter that lives in FP8
+    StoredGradient    a gradient that waits in FP8
+
+GatheredWeight (two pairs) and UsedGradient (a norm alone) are facades too. Each says in its ``RULES`` what torch may do
+with it. Any other op raises: nothing dequantises silently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from octavo.errors import UnsupportedOpError
+from octavo.formats import Format, format_of
+
+aten = torch.ops.aten
+
+# Takes the op and its arguments; returns the op's result, or NotImplemented for arguments that it has none for.
+Rule = Callable[..., Any]
+
+
+class Facade(Tensor):
+    """A tensor that has a shape, a dtype and a device, and no memory of its own."""
+
+    RULES: ClassVar[dict[Any, Rule]]
+    REMEDY: ClassVar[str]  # the message of an op without a rule, after the op's name
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[Any, Any] | None = None
+    ) -> Any:
+        rule = cls.RULES.get(func)
+        found = NotImplemented if rule is None else rule(func, *args, **(kwargs or {}))
+        if found is NotImplemented:
+            raise UnsupportedOpError(f"{func} {cls.REMEDY}")
+        return found
+
+    # torch functions go straight to aten: the rules decide there
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({tuple(self.shape)}, {self.dtype})"
+
+
+class Pair(Facade):
+    """A facade of ``qdata``, float8, and ``scale_inv``, float32, which its class takes first."""
+
+    qdata: Tensor
+    scale_inv: Tensor
+
+    def other_arguments(self, dtype: torch.dtype) -> tuple[Any, ...]:
+        """What its class takes besides, to read back to ``dtype``."""
+        raise NotImplementedError
+
+    @property
+    def format(self) -> Format:
+        """The format of the codes."""
+        return format_of(self.qdata.dtype)
+
+    def moved(self, move: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> Self:
+        """The pair of what ``move`` makes of codes and scale_inv, perhaps to read back to another dtype."""
+        return type(self)(move(self.qdata), move(self.scale_inv), *self.other_arguments(dtype or self.dtype))
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        return ["qdata", "scale_inv"], self.other_arguments(self.dtype)
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, inner: dict[str, Tensor], arguments: tuple[Any, ...], outer_size: Any, outer_stride: Any
+    ) -> Self:
+        return cls(inner["qdata"], inner["scale_inv"], *arguments)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # as bytes: plain pickle can't load a float8 storage (torch 2.13)
+        codes, scale_inv = self.qdata.detach().view(torch.uint8), self.scale_inv.detach()
+        kind = self.requires_grad, isinstance(self, torch.nn.Parameter)
+        return rebuild_pair, (type(self), codes, self.qdata.dtype, scale_inv, self.other_arguments(self.dtype), *kind)
+
+
+def rebuild_pair(
+    kind: type[Pair],
+    codes: Tensor,
+    code_dtype: torch.dtype,
+    scale_inv: Tensor,
+    arguments: tuple[Any, ...],
+    requires_grad: bool,
+    is_parameter: bool,
+) -> Tensor:
+    """Unpickle a pair from its parts; they are checked as always."""
+    pair = kind(codes.view(code_dtype), scale_inv, *arguments)
+    return torch.nn.Parameter(pair, requires_grad) if is_parameter else pair.requires_grad_(requires_grad)
+
+
+def moves(func: Any, own: Pair) -> Pair:
+    """The rule of what leaves codes and scale_inv where they are."""
+    return own.moved(func)
+
+
+def copies(func: Any, own: Pair, *, dtype: torch.dtype | None = None, **options: Any) -> Pair:
+    """The rule of copies, to another device perhaps, or another dtype to read back to; the codes stay as they are."""
+    memory_format = options.pop("memory_format", None) or torch.preserve_format
+
+    def move(part: Tensor) -> Tensor:
+        return func(part, **options, **({"memory_format": memory_format} if part is own.qdata else {}))
+
+    return own.moved(move, dtype)
+
+
+def plain_like(func: Any, own: Tensor, **options: Any) -> Tensor:
+    """The rule of zeros_like and its kind: a plain tensor, a gradient of zeros or an optimizer's state."""
+    options = {"dtype": own.dtype, "device": own.device} | options
+    options.pop("memory_format", None)
+    return _PLAIN_LIKE[func](own.shape, **options)
+
+
+_PLAIN_LIKE: dict[Any, Callable[..., Tensor]] = {
+    aten.zeros_like.default: torch.zeros,
+    aten.empty_like.default: torch.empty,
+    aten.ones_like.default: torch.ones,
+}
+
+MOVES: dict[Any, Rule] = dict.fromkeys((aten.detach.default, aten.alias.default), moves)
+COPIES: dict[Any, Rule] = dict.fromkeys((aten.clone.default, aten._to_copy.default), copies)
+
+torch.serialization.add_safe_globals([rebuild_pair])
