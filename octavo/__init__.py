@@ -14,6 +14,7 @@ from octavo.formats import E4M3, E5M2
 from octavo.granularity import PerBlock, PerRow, PerTensor
 from octavo.nn.convert import convert, restore, set_recipe
 from octavo.nn.summary import summary
+from octavo.nn.using import using
 from octavo.scaling.recipe import Cast, Delayed, Dynamic, Recipe
 from octavo.scaling.recipe_map import RecipeMap
 from octavo.tensor.conversions import quantize
@@ -52,6 +53,7 @@ __all__ = [
     "schedule",
     "set_recipe",
     "summary",
+    "using",
 ]
 
 _ROOMS = ("distributed", "export", "optim", "schedule")  # imported when first named, so that the import stays light

@@ -14,7 +14,7 @@ from octavo.nn.candidates import Select, fp8_class, is_sharded, large_enough, re
 from octavo.nn.fast_path import leave_fast_path, take_fast_path
 from octavo.nn.gather_group import GatherGroup
 from octavo.nn.linear import Linear
-from octavo.nn.recipe_module import RecipeModule, device_of
+from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.stored_weights import (
     TENSOR_PARALLEL,
     check_granularity,
@@ -42,7 +42,7 @@ def convert(
     A module changes its class and nothing else: hooks, attributes, tied weights, the parameters, and every reference to
     it stay as they are; plain checkpoints load into the result and back. Converted are torch.nn.Linear, its subclasses
     that have no forward of their own, and transformers' Conv1D. ``octavo.summary`` lists the rest with the reason.
-    Already converted modules take the new recipe.
+    Already converted modules take the new recipe, with a ``select`` those that it chooses.
 
     Args:
         model: any module, itself a Linear perhaps.
@@ -89,7 +89,7 @@ def convert(
             module.__class__ = target
         if name in stored:
             store_weight(module, recipe_of(recipe, name))
-        module.adopt_recipe(recipe_of(recipe, name), device_of(module))
+        module.recipe = recipe_of(recipe, name)
         module.gather.join(group, module)
     leave_fast_path(model)
     _others_share(model)
@@ -109,7 +109,10 @@ def _targets(model: nn.Module, select: Select | None) -> list[tuple[str, RecipeM
     reasons: dict[str, list[str]] = {}
     for name, module in model.named_modules():
         if isinstance(module, RecipeModule):
-            targets.append((name, module, type(module)))
+            if select is None or select(module, name):
+                targets.append((name, module, type(module)))
+            else:
+                reasons.setdefault("select returned False", []).append(name or "the model")
             continue
         target = fp8_class(module)
         if target is not None and why_left_alone(module) is None and chosen(module, name):
@@ -251,7 +254,7 @@ def set_recipe(model: nn.Module, recipe: Recipe | RecipeMap) -> nn.Module:
         raise ValueError("the model holds no octavo module; call octavo.convert(model, recipe) first")
     _check_recipes(modules, recipe)
     for name, module in modules:
-        module.adopt_recipe(recipe_of(recipe, name), device_of(module))
+        module.recipe = recipe_of(recipe, name)
     gather_anew(model)
     return model
 
@@ -280,7 +283,7 @@ def restore(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if isinstance(module, Linear) and (module.splits is not None or is_sharded(type(module))):
             widen_weight(module)
-            module.adopt_recipe(high_precision(), device_of(module))
+            module.recipe = high_precision()
         elif isinstance(module, RecipeModule):
             widen_weight(module)
             module.forget_recipe()

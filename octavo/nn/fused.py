@@ -103,16 +103,17 @@ class _NormLinear(Fused):
         out_features: int | Splits,
         eps: float = 1e-5,
         bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
         recipe: Recipe | RecipeMap | None = None,
         zero_centered_gamma: bool = False,
         return_norm_output: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.return_norm_output = return_norm_output
         self.norm = norm_of(self.kind, in_features, eps, zero_centered_gamma, device=device, dtype=dtype)
-        self.linear = Linear(in_features, out_features, bias, recipe_for(recipe, "linear"), device, dtype)
+        self.linear = Linear(in_features, out_features, bias, device, dtype, recipe=recipe_for(recipe, "linear"))
         self.splits = self.linear.splits
 
     def _linears(self) -> tuple[Linear, ...]:
@@ -141,11 +142,11 @@ class LayerNormLinear(_NormLinear):
         out_features: N, or {name: size}: see octavo.nn.Linear.
         eps: the norm's.
         bias: of the linear layer; the norm always has one.
+        device: where the parameters are created.
+        dtype: bfloat16, float16 or float32.
         recipe: an octavo.Recipe or RecipeMap (of the name "linear"); octavo.recipes.dynamic() by default.
         zero_centered_gamma: the norm multiplies by 1 + weight.
         return_norm_output: return ``(output, norm(x))``, both of one dtype.
-        device: where the parameters are created.
-        dtype: bfloat16, float16 or float32.
 
     Shape:
         input [..., K], result [..., N], dtype of the input or autocast's.
@@ -189,18 +190,19 @@ class _NormMLP(Fused):
         activation: str = "swiglu",
         eps: float = 1e-5,
         bias: bool = True,
-        recipe: Recipe | RecipeMap | None = None,
-        zero_centered_gamma: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        recipe: Recipe | RecipeMap | None = None,
+        zero_centered_gamma: bool = False,
     ) -> None:
         super().__init__()
         self.activation = activation
         width = input_width(activation, ffn_hidden_size)
         halves = {"gate": ffn_hidden_size, "up": ffn_hidden_size} if width > ffn_hidden_size else width
         self.norm = norm_of(self.kind, hidden_size, eps, zero_centered_gamma, device=device, dtype=dtype)
-        self.fc1 = Linear(hidden_size, halves, bias, recipe_for(recipe, "fc1"), device, dtype)
-        self.fc2 = Linear(ffn_hidden_size, hidden_size, bias, recipe_for(recipe, "fc2"), device, dtype)
+        self.fc1 = Linear(hidden_size, halves, bias, device, dtype, recipe=recipe_for(recipe, "fc1"))
+        self.fc2 = Linear(ffn_hidden_size, hidden_size, bias, device, dtype, recipe=recipe_for(recipe, "fc2"))
 
     def _linears(self) -> tuple[Linear, ...]:
         return self.fc1, self.fc2
@@ -231,11 +233,11 @@ class LayerNormMLP(_NormMLP):
             "silu" or "quick_gelu".
         eps: the norm's.
         bias: of the two linear layers; the norm always has one.
+        device: where the parameters are created.
+        dtype: bfloat16, float16 or float32.
         recipe: an octavo.Recipe or RecipeMap (of the names "fc1" and "fc2"); octavo.recipes.dynamic() by default. Its
             ``saved`` says how backward's copy of the activation's input is kept.
         zero_centered_gamma: the norm multiplies by 1 + weight.
-        device: where the parameters are created.
-        dtype: bfloat16, float16 or float32.
 
     Shape:
         input [..., hidden_size], result the same, dtype of the input or autocast's.

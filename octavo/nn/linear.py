@@ -27,9 +27,10 @@ class Linear(RecipeModule, nn.Linear):
             up): they are one matrix, and the input is cast once. The result is then a tuple, a view for each in order;
             load_state_dict takes their separate ``<name>.weight`` and ``<name>.bias`` too.
         bias: whether there is a bias [N].
-        recipe: an octavo.Recipe or RecipeMap (of the name ""); octavo.recipes.dynamic() by default.
         device: where the parameters are created.
         dtype: bfloat16, float16 or float32.
+        recipe: an octavo.Recipe or RecipeMap (of the name ""); octavo.recipes.dynamic() by default. ``layer.recipe`` is
+            the Recipe in force; another one may be set, is checked at once, and holds from the next forward on.
 
     Shape:
         input [..., K], result [..., N] (or a tuple of such) of the same dtype; any leading dimensions, 0 tokens too.
@@ -53,15 +54,16 @@ class Linear(RecipeModule, nn.Linear):
         in_features: int,
         out_features: int | Splits,
         bias: bool = True,
-        recipe: Recipe | RecipeMap | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        recipe: Recipe | RecipeMap | None = None,
     ) -> None:
         size, splits = checked_splits(out_features)
         nn.Linear.__init__(self, in_features, size, bias, device, dtype)
         if splits is not None:  # else there is nothing that torch's Linear has not
             self.splits = splits
-        self.adopt_recipe(recipe_for(recipe, ""), self.weight.device)
+        self.recipe = recipe_for(recipe, "")
 
     def forward(self, input: Tensor) -> Any:
         """See the class."""

@@ -27,7 +27,7 @@ from octavo.nn.stored_weights import (
     why_unreadable,
 )
 from octavo.nn.weight_cache import WeightCache, version_of
-from octavo.scaling.delayed import BUFFERS, LOADED, drop_delayed_state, register_delayed_state
+from octavo.scaling.delayed import ASIDE, BUFFERS, LOADED, drop_delayed_state, register_delayed_state
 from octavo.scaling.recipe import Recipe
 from octavo.tensor.parameters import put_into
 from octavo.tensor.sharded_weight import GatheredWeight, attach, on_this_rank, plain
@@ -42,19 +42,16 @@ class RecipeModule(nn.Module):
     delayed_amax_history: Tensor | None
     _weight_cache: WeightCache
 
-    def adopt_recipe(self, recipe: Recipe, device: torch.device) -> None:
-        """Set the recipe for the next forward; graphs already built keep the one they were built with.
-
-        Args:
-            recipe: an octavo.Recipe.
-            device: where delayed state is created, if there is none of this history length yet.
+    def _set_recipe(self, recipe: Recipe) -> None:
+        """``module.recipe = recipe``: for the next forward; graphs already built keep the one they were built with.
 
         Raises:
             TypeError: for anything but a Recipe.
             ValueError: for one that can't read the weight as it is stored.
         """
         self.check_recipe(recipe)
-        self.recipe = recipe
+        device = device_of(self)
+        self.__dict__["recipe"] = recipe
         self._weight_cache = WeightCache()
         self.gather.forget()
         if recipe.delayed is not None:
@@ -65,16 +62,16 @@ class RecipeModule(nn.Module):
             warn_once_if_emulated(device)
 
     def check_recipe(self, recipe: Recipe) -> None:
-        """Raise where the module can't follow a recipe, as adopt_recipe does."""
+        """Raise where the module can't follow a recipe, as setting it does."""
         if not isinstance(recipe, Recipe):
             raise TypeError(f"recipe={recipe!r} is no octavo.Recipe; try octavo.recipes.dynamic()")
         check_recipe(recipe, self._parameters.get("weight"))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """As any module's, but a weight that FSDP2 has just sharded learns to be gathered in FP8 (nn/gather.py).
+        """As any module's, but a recipe is checked and brings what it needs.
 
-        And delayed state that leaves the meta device begins empty: what transformers' from_pretrained sets in its place
-        is memory that nobody has written.
+        A weight that FSDP2 has just sharded learns to be gathered in FP8 (nn/gather.py). Delayed state that leaves the
+        meta device begins empty: what transformers' from_pretrained sets in its place is memory that nobody wrote.
         """
         parameters = self.__dict__.get("_parameters")
         if parameters is not None and name in parameters and isinstance(value, nn.Parameter):
@@ -90,6 +87,8 @@ class RecipeModule(nn.Module):
         elif name in BUFFERS and isinstance(value, Tensor) and (old := self._buffers.get(name)) is not None:
             if old.is_meta and not value.is_meta:
                 value = torch.zeros_like(value, dtype=torch.float32)
+        elif name == "recipe":
+            return self._set_recipe(value)
         super().__setattr__(name, value)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
@@ -152,13 +151,14 @@ class RecipeModule(nn.Module):
                     self._buffers[name][WEIGHT].zero_()  # type: ignore[index]
 
     def reset_delayed_state(self) -> None:
-        """Forget the history: the next cast takes its own amax."""
+        """Forget the history, also what octavo.using has put aside: the next cast takes its own amax."""
         self._take_state_off_meta()
         with torch.no_grad():
-            for name in BUFFERS:
-                buffer = self._buffers.get(name)
-                if buffer is not None:
-                    buffer.zero_()
+            for buffers in (self._buffers, *self.__dict__.get(ASIDE, ())):
+                for name in BUFFERS:
+                    buffer = buffers.get(name)
+                    if buffer is not None:
+                        buffer.zero_()
 
     def _take_state_off_meta(self) -> None:
         """Where the weight alone has left the meta device (load_state_dict(assign=True)): empty state beside it."""
@@ -293,7 +293,7 @@ class RecipeModule(nn.Module):
         return operands
 
     def forget_recipe(self) -> None:
-        """Drop all that adopt_recipe added."""
+        """Drop all that setting a recipe added."""
         drop_delayed_state(self)
         for name in ("recipe", "_weight_cache", "_gather"):
             self.__dict__.pop(name, None)

@@ -6,6 +6,7 @@ Shapes: B sequences, C positions, W width, H heads, G heads of keys and values, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -91,6 +92,7 @@ class SelfAttention(nn.Module):
         hidden_size: int,
         heads: int,
         kv_heads: int | None = None,
+        *,
         norm: str = "rms_norm",
         eps: float = 1e-5,
         bias: bool = False,
@@ -107,8 +109,8 @@ class SelfAttention(nn.Module):
         self.heads, self.kv_heads, self.head_width = heads, kv_heads, hidden_size // heads
         shared = kv_heads * self.head_width
         splits = {"query": hidden_size, "key": shared, "value": shared}
-        self.qkv = _norm_linear(norm)(hidden_size, splits, eps, bias, under(recipe, "qkv"), device=device, dtype=dtype)
-        self.out = Linear(hidden_size, hidden_size, bias, under(recipe, "out"), device, dtype)
+        self.qkv = _norm_linear(norm)(hidden_size, splits, eps, bias, device, dtype, recipe=under(recipe, "qkv"))
+        self.out = Linear(hidden_size, hidden_size, bias, device, dtype, recipe=under(recipe, "out"))
 
     def forward(self, x: Tensor, rotary: Rotary | None = None) -> Tensor:
         """Attend.
@@ -177,13 +179,12 @@ class TransformerBlock(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        options: dict[str, Any] = {"eps": eps, "bias": bias, "device": device, "dtype": dtype}
         self.attention = SelfAttention(
-            hidden_size, heads, kv_heads, norm, eps, bias, under(recipe, "attention"), device, dtype
+            hidden_size, heads, kv_heads, norm=norm, recipe=under(recipe, "attention"), **options
         )
         mlp = {"rms_norm": RMSNormMLP, "layer_norm": LayerNormMLP}[norm]
-        self.mlp = mlp(
-            hidden_size, ffn_hidden_size, activation, eps, bias, under(recipe, "mlp"), device=device, dtype=dtype
-        )
+        self.mlp = mlp(hidden_size, ffn_hidden_size, activation, recipe=under(recipe, "mlp"), **options)
 
     def forward(self, x: Tensor, rotary: Rotary | None = None) -> Tensor:
         """One block.

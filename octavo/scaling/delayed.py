@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from octavo.scaling.recipe import ROLES, Delayed
 
 BUFFERS = ("delayed_scale", "delayed_amax_history")
+ASIDE = "_delayed_state_aside"  # on a module: the buffers to return to, of each octavo.using around
 LOADED = "_delayed_state_loaded"  # on a module: the version of delayed_scale when it was loaded
 
 

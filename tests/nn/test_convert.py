@@ -83,7 +83,12 @@ def test_select_sees_module_and_name_of_each_candidate_once():
 def test_converting_again_changes_the_recipe_and_adds_layers():
     net = octavo.convert(Block(), recipes.dynamic(), lambda module, name: name == "up")
     octavo.convert(net, recipes.mx(), lambda module, name: name == "down")
-    assert net.up.recipe == net.down.recipe == recipes.mx()
+    assert (net.up.recipe, net.down.recipe) == (recipes.dynamic(), recipes.mx())
+    octavo.convert(net, recipes.rowwise())  # the default chooses all that are converted, of any size
+    assert net.up.recipe == net.down.recipe == recipes.rowwise()
+    with pytest.warns(UserWarning, match=r"converted nothing: select returned False \(\d such, first up\)"):
+        octavo.convert(net, recipes.mx(), lambda module, name: False)
+    assert net.up.recipe == recipes.rowwise()
 
 
 def test_what_convert_says_when_it_converts_nothing():

@@ -29,6 +29,7 @@ def test_it_is_a_torch_linear():
     assert [name for name, _ in ours.named_parameters()] == ["weight", "bias"]
     assert repr(ours) == "Linear(in_features=24, out_features=40, bias=True, recipe=dynamic)"
     assert octavo.nn.Linear(24, 40, bias=False, device="meta", dtype=torch.float16).weight.dtype == torch.float16
+    assert octavo.nn.Linear(24, 40, True, "meta", torch.float16).weight.dtype == torch.float16  # as torch's
 
 
 def test_a_recipe_must_be_a_recipe():

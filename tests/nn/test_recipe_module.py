@@ -256,3 +256,20 @@ def test_the_scale_of_a_weight_that_lives_in_fp8():
     with pytest.raises(AttributeError, match="weight_scale_inv"):
         _ = octavo.restore(layer).weight_scale_inv
     assert not hasattr(octavo.nn.Linear(64, 32), "weight_scale_inv")
+
+
+def test_a_recipe_that_is_set_is_checked_and_brings_its_state():
+    layer = octavo.nn.Linear(16, 8)
+    layer.recipe = DELAYED
+    assert layer.recipe is DELAYED and layer.delayed_amax_history.shape == (3, 2)
+    for wrong in ("mx", None, recipes.mx):
+        with pytest.raises(TypeError, match=r"is no octavo\.Recipe"):
+            layer.recipe = wrong
+    assert layer.recipe is DELAYED
+    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert twin.recipe == DELAYED and "delayed_scale" in dict(twin.named_buffers())
+    layer.recipe = recipes.mx()
+    assert not dict(layer.named_buffers())
+    stored = octavo.convert(layer, recipes.dynamic(), lambda *_: True, weight_storage="fp8")
+    with pytest.raises(ValueError, match="can't read weights that are stored in FP8"):
+        stored.recipe = recipes.mx()

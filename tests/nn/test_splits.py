@@ -127,8 +127,9 @@ def test_separate_layers_load_into_named_splits():
         assert net.load_state_dict(separate, assign=assign) == ([], [])
         assert not net["qkv"].delayed_scale.any()  # of the weights that are gone
         x = torch.randn(8, 64)
-        net["qkv"].recipe = recipes.high_precision()
-        for found, (split, plain) in zip(net["qkv"](x), parts["qkv"].items(), strict=True):
+        with octavo.using(net, recipes.high_precision()):
+            results = net["qkv"](x)
+        for found, (split, plain) in zip(results, parts["qkv"].items(), strict=True):
             torch.testing.assert_close(found, plain(x), msg=split)
     assert "qkv.query.weight" in separate  # the caller's own is left alone
     assert net.load_state_dict(net.state_dict()) == ([], [])

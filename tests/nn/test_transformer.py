@@ -61,7 +61,7 @@ def by_hand(attention: SelfAttention, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("kv_heads", [None, 4, 2, 1])
 @pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
 def test_grouped_queries_share_keys_and_values(kv_heads, norm):
-    attention = SelfAttention(W, H, kv_heads, norm, recipe=recipes.high_precision(), dtype=torch.float64)
+    attention = SelfAttention(W, H, kv_heads, norm=norm, recipe=recipes.high_precision(), dtype=torch.float64)
     x = torch.randn(B, C, W, dtype=torch.float64, requires_grad=True)
     shared = W * (kv_heads or H) // H
     assert attention.qkv.linear.splits == {"query": W, "key": shared, "value": shared}
