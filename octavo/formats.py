@@ -67,6 +67,12 @@ class Format:
         return 2.0 ** (1 - self.bias - self.mantissa_bits)
 
     @property
+    def max_code(self) -> int:
+        """The code of the largest finite value."""
+        top = (1 << self.exponent_bits) - 1 << self.mantissa_bits
+        return top - 1 if self.has_inf else self.nan_code - 1
+
+    @property
     def nan_code(self) -> int:
         """The one code that Octavo writes for NaN."""
         return 0x7F if self.signed else 0xFF

@@ -34,6 +34,7 @@ def test_limits_are_gfloats(fmt: Format) -> None:
     assert (fmt.bias, fmt.exponent_bits, fmt.mantissa_bits) == (info.bias, info.expBits, info.tSignificandBits)
     assert (fmt.signed, fmt.has_inf) == (info.is_signed, info.domain == gfloat.Domain.Extended)
     assert gfloat.decode_float(info, fmt.nan_code).fclass == gfloat.FloatClass.NAN
+    assert gfloat.decode_float(info, fmt.max_code).fval == fmt.max
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)

@@ -6,7 +6,6 @@ import triton.language as tl
 from octavo.kernels.triton.adam import adam_weight, lerp
 from octavo.kernels.triton.master_weights import read_master, write_master
 from octavo.kernels.triton.moment_codes import decode_moment, encode_moment, round_to_bf16
-from octavo.kernels.triton.optimizer_kernels import finish, leave_scales, master_scales, moment_scale
 from octavo.kernels.triton.optimizer_state import (
     FIRST,
     KEY,
@@ -18,11 +17,11 @@ from octavo.kernels.triton.optimizer_state import (
     place_of,
     read_moment,
     store_at,
-    typed,
     write_moment,
 )
 from octavo.kernels.triton.random_bits import half, random_bits, with_number
 from octavo.kernels.triton.sgd import sgd_tile
+from octavo.kernels.triton.step_kernel import finish, leave_scales, master_scales, moment_scale
 from octavo.kernels.triton.step_numbers import adam_numbers, sgd_numbers
 from octavo.kernels.triton.table import find_tensor, pointer, size
 
@@ -62,18 +61,18 @@ def key_kernel(key_ptr, number_ptr, COUNT: tl.constexpr):
 
 
 @triton.jit
-def decode_moment_kernel(code_ptr, out_ptr, KIND: tl.constexpr, BLOCK: tl.constexpr):
+def decode_moment_kernel(code_ptr, out_ptr, FMT: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.arange(0, BLOCK)
-    tl.store(out_ptr + i, decode_moment(tl.load(code_ptr + i), KIND))
+    tl.store(out_ptr + i, decode_moment(tl.load(code_ptr + i), FMT))
 
 
 @triton.jit
 def encode_moment_kernel(
-    x_ptr, bits_ptr, code_ptr, n, KIND: tl.constexpr, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr, bits_ptr, code_ptr, n, FMT: tl.constexpr, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr
 ):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     x, bits = tl.load(x_ptr + i, mask=i < n, other=0.0), tl.load(bits_ptr + i, mask=i < n, other=0)
-    tl.store(code_ptr + i, encode_moment(x, bits, KIND, STOCHASTIC), mask=i < n)
+    tl.store(code_ptr + i, encode_moment(x, bits, FMT, STOCHASTIC), mask=i < n)
 
 
 @triton.jit
@@ -104,20 +103,17 @@ def moment_kernel(
     bits_ptr,
     scale_ptr,
     found_ptr,
-    KIND: tl.constexpr,
-    ROOT: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    SCALE: tl.constexpr,
+    MOMENT: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
     """The second moment read, and then new values written."""
     place = place_of(row_ptr, tl.program_id(0), BLOCKS, EVEN, False)
-    store_at(wide_ptr, place, read_moment(row_ptr, SECOND, place, KIND, ROOT, SCALE, EVEN))
+    store_at(wide_ptr, place, read_moment(row_ptr, SECOND, place, MOMENT, EVEN))
     new = tl.load(new_ptr + place.base + place.offsets, mask=place.inside, other=0.0)
     bits = tl.load(bits_ptr + place.base + place.offsets, mask=place.inside, other=0)
     scale = tl.load(scale_ptr)
-    found = write_moment(row_ptr, SECOND, place, new, bits, scale, KIND, ROOT, STOCHASTIC, SCALE, EVEN)
+    found = write_moment(row_ptr, SECOND, place, new, bits, scale, MOMENT, EVEN)
     tl.store(found_ptr + tl.program_id(0), found)
 
 
@@ -129,17 +125,16 @@ def master_kernel(
     bits_ptr,
     scale_ptr,  # scale_inv until now, the new scale
     found_ptr,
-    WEIGHT: tl.constexpr,
     MASTER: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
     """The master read, and then new values written."""
     place = place_of(row_ptr, tl.program_id(0), BLOCKS, EVEN, False)
-    store_at(wide_ptr, place, read_master(row_ptr, place, tl.load(scale_ptr), WEIGHT, MASTER, EVEN))
+    store_at(wide_ptr, place, read_master(row_ptr, place, tl.load(scale_ptr), MASTER, EVEN))
     new = tl.load(new_ptr + place.base + place.offsets, mask=place.inside, other=0.0)
     bits = tl.load(bits_ptr + place.base + place.offsets, mask=place.inside, other=0)
-    found = write_master(row_ptr, place, new, bits, tl.load(scale_ptr + 1), WEIGHT, MASTER, EVEN)
+    found = write_master(row_ptr, place, new, bits, tl.load(scale_ptr + 1), MASTER, EVEN)
     tl.store(found_ptr + tl.program_id(0), found)
 
 
@@ -150,20 +145,19 @@ def gradient_kernel(
     group_ptr,
     grad_scale_ptr,
     out_ptr,
-    GRAD: tl.constexpr,
-    EVEN: tl.constexpr,
+    OF: tl.constexpr,
     COUPLED: tl.constexpr,
 ):
-    place = place_of(row_ptr, tl.program_id(0), 4, EVEN, False)
+    place = place_of(row_ptr, tl.program_id(0), 4, OF.even, False)
     n = adam_numbers(group_ptr, tl.full((), 0, tl.int64), tl.full((), 1, tl.int64))
     grad_scale = None
     if grad_scale_ptr is not None:
         grad_scale = tl.load(grad_scale_ptr)
     scales = Scales(1.0, 1.0, 1.0, 1.0, grad_scale)
-    weight = typed(row_ptr, WEIGHT_COLUMN, 1, EVEN)
+    weight = pointer(row_ptr, WEIGHT_COLUMN, tl.float32, OF.even)
     w = tl.load(weight + place.base + place.offsets, mask=place.inside, other=0)
-    gradient = Gradient(tl.load(gradient_ptr), tl.load(gradient_ptr + 1) if GRAD == 3 else None)
-    store_at(out_ptr, place, gradient_tile(gradient, place, n, scales, w, GRAD, EVEN, COUPLED))
+    gradient = Gradient(tl.load(gradient_ptr), tl.load(gradient_ptr + 1) if OF.gradient_fmt is not None else None)
+    store_at(out_ptr, place, gradient_tile(gradient, place, n, scales, w, OF, COUPLED))
 
 
 @triton.jit
@@ -200,44 +194,33 @@ def adam_weight_kernel(
 
 
 @triton.jit
-def sgd_tile_kernel(row_ptr, gradient_ptr, group_ptr, number_ptr, found_ptr, CLASSES: tl.constexpr, FIND: tl.constexpr):
+def sgd_tile_kernel(row_ptr, gradient_ptr, group_ptr, number_ptr, found_ptr, OF: tl.constexpr, FIND: tl.constexpr):
     """A program a tile of 4 blocks."""
-    place = place_of(row_ptr, tl.program_id(0), 4, CLASSES[3], CLASSES[4])
+    place = place_of(row_ptr, tl.program_id(0), 4, OF.even, OF.large)
     n = sgd_numbers(group_ptr, tl.full((), 0, tl.int64), tl.load(number_ptr))
     key = with_number(tl.load(row_ptr + KEY).to(tl.uint32), tl.load(number_ptr))
     scales = Scales(1.0, 1.0, 1.0, 1.0, None)
-    found, _, _, _, _ = sgd_tile(
-        row_ptr, Gradient(tl.load(gradient_ptr), None), place, n, scales, key, CLASSES, 0, FIND, False
-    )
+    found, _, _, _, _ = sgd_tile(row_ptr, Gradient(tl.load(gradient_ptr), None), place, n, scales, key, OF, FIND, False)
     tl.store(found_ptr, found)
 
 
 @triton.jit
-def scales_kernel(
-    row_ptr, group_ptr, found_ptr, out_ptr, KIND: tl.constexpr, SCALE: tl.constexpr, DECOUPLED: tl.constexpr
-):
+def scales_kernel(row_ptr, group_ptr, found_ptr, out_ptr, MOMENT: tl.constexpr, DECOUPLED: tl.constexpr):
     """The first moment's new scale; the master's, and its scale_inv until now."""
     n = adam_numbers(group_ptr, tl.full((), 0, tl.int64), tl.full((), 3, tl.int64))
-    tl.store(out_ptr, moment_scale(row_ptr, FIRST, found_ptr, KIND, SCALE))
+    tl.store(out_ptr, moment_scale(row_ptr, FIRST, found_ptr, MOMENT))
     scale, scale_inv = master_scales(row_ptr, n, 0, DECOUPLED, 65504.0)
     tl.store(out_ptr + 1, scale)
     tl.store(out_ptr + 2, scale_inv)
 
 
 @triton.jit
-def leave_kernel(
-    work_ptr,
-    scale_ptr,
-    COUNT: tl.constexpr,
-    FIRST_HAS: tl.constexpr,
-    SECOND_HAS: tl.constexpr,
-    MASTER_HAS: tl.constexpr,
-):
+def leave_kernel(work_ptr, scale_ptr, OF: tl.constexpr, COUNT: tl.constexpr):
     """Each program leaves a tensor's scales."""
     k = tl.program_id(0)
     first, second = tl.load(scale_ptr + 3 * k), tl.load(scale_ptr + 3 * k + 1)
     scales = Scales(first, second, tl.load(scale_ptr + 3 * k + 2), 1.0, None)
-    leave_scales(work_ptr + 1 + k, scales, COUNT, FIRST_HAS, SECOND_HAS, MASTER_HAS)
+    leave_scales(work_ptr + 1 + k, scales, OF, COUNT)
 
 
 @triton.jit

@@ -30,7 +30,6 @@ def encode_moment(y: Tensor, fmt: Format, bits16: Tensor | None) -> Tensor:
         uint8 of y's shape.
     """
     dropped = 23 - fmt.mantissa_bits
-    largest = _code_of_max(fmt)
     sign = (y.view(torch.int32) >> 24).bitwise_and_(0x80) if fmt.signed else None
     finite = bool(torch.isfinite(y.sum()))  # a sum of finite numbers may overflow, so look again
     faults = None if finite else ~torch.isfinite(y)
@@ -42,7 +41,7 @@ def encode_moment(y: Tensor, fmt: Format, bits16: Tensor | None) -> Tensor:
     bits = y.mul_(2.0 ** (fmt.bias - 127)).view(torch.int32)
     if bits16 is not None:
         bits.add_(bits16, alpha=1 << (dropped - 16))
-    bits.bitwise_right_shift_(dropped).clamp_(0, largest)
+    bits.bitwise_right_shift_(dropped).clamp_(0, fmt.max_code)
     if sign is not None:
         bits.bitwise_or_(sign)
     if faults is not None:
@@ -72,10 +71,3 @@ def decode_moment(codes: Tensor, fmt: Format) -> Tensor:
         if int(magnitude.max()) == largest:
             wide.masked_fill_(magnitude == largest, float("nan"))
     return wide
-
-
-def _code_of_max(fmt: Format) -> int:
-    """The code of the largest finite value."""
-    if fmt.has_inf:
-        return ((1 << fmt.exponent_bits) - 1 << fmt.mantissa_bits) - 1
-    return fmt.nan_code - 1

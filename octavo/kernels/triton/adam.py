@@ -36,73 +36,55 @@ def adam_weight(w, m, v, n, DECOUPLED: tl.constexpr, CLIP: tl.constexpr):
 
 
 @triton.jit
-def saturate(m, v, KIND1: tl.constexpr, KIND2: tl.constexpr):
+def saturate(m, v, FIRST_MOMENT: tl.constexpr, SECOND_MOMENT: tl.constexpr):
     """Moments that become codes, within what these are for; a NaN stays one."""
     MOST: tl.constexpr = 2.0**63
-    if KIND1 >= 3:
+    if FIRST_MOMENT.fmt is not None:
         m = tl.where(m > MOST, MOST, tl.where(m < -MOST, -MOST, m))
-    if KIND2 >= 3:
+    if SECOND_MOMENT.fmt is not None:
         v = tl.where(v > MOST * MOST, MOST * MOST, v)
     return m, v
 
 
 @triton.jit
-def adam_tile(
-    row_ptr,
-    gradient,
-    place,
-    n,
-    scales,
-    key,
-    CLASSES: tl.constexpr,
-    I: tl.constexpr,  # noqa: E741
-    DECOUPLED: tl.constexpr,
-    CLIP: tl.constexpr,
-    FIND: tl.constexpr,
-    MEASURE: tl.constexpr,
-):
+def adam_tile(row_ptr, gradient, place, n, scales, key, OF: tl.constexpr, STEP: tl.constexpr, MEASURE: tl.constexpr):
     """A tile's step: (the amax found of the first moment, of the second, of the master), and resolution_tile's."""
-    WEIGHT: tl.constexpr = CLASSES[I + 1]
-    MASTER: tl.constexpr = CLASSES[I + 2]
-    EVEN: tl.constexpr = CLASSES[I + 3] % 2 == 1
-    KIND1: tl.constexpr = CLASSES[I + 5]
-    STOCHASTIC1: tl.constexpr = CLASSES[I + 7]
-    SCALE1: tl.constexpr = CLASSES[I + 8]
-    KIND2: tl.constexpr = CLASSES[I + 9]
-    ROOT: tl.constexpr = CLASSES[I + 10]
-    STOCHASTIC2: tl.constexpr = CLASSES[I + 11]
-    SCALE2: tl.constexpr = CLASSES[I + 12]
-    w = read_master(row_ptr, place, scales.master_inv, WEIGHT, MASTER, EVEN)
-    g = gradient_tile(gradient, place, n, scales, w, CLASSES[I], EVEN, not DECOUPLED)
-    m = read_moment(row_ptr, FIRST, place, KIND1, False, SCALE1, EVEN)
-    v = read_moment(row_ptr, SECOND, place, KIND2, ROOT, SCALE2, EVEN)
+    MASTER: tl.constexpr = OF.master
+    FIRST_MOMENT: tl.constexpr = OF.first
+    SECOND_MOMENT: tl.constexpr = OF.second
+    w = read_master(row_ptr, place, scales.master_inv, MASTER, OF.even)
+    g = gradient_tile(gradient, place, n, scales, w, OF, not STEP.decoupled)
+    m = read_moment(row_ptr, FIRST, place, FIRST_MOMENT, OF.even)
+    v = read_moment(row_ptr, SECOND, place, SECOND_MOMENT, OF.even)
     m = lerp(m, g, n.weight1)
     v = tl.fma(g * n.square, g, v * n.beta2)
     moved = 0.0
     grid = 0.0
-    if FIND:
-        m, v = saturate(m, v, KIND1, KIND2)
+    if STEP.find:
+        m, v = saturate(m, v, FIRST_MOMENT, SECOND_MOMENT)
         found1 = tl.max(tl.max(finite_abs(m), 1), 0)
-        found2 = tl.max(tl.max(finite_abs(tl.sqrt_rn(v) if ROOT else v), 1), 0)
+        found2 = tl.max(tl.max(finite_abs(tl.sqrt_rn(v) if SECOND_MOMENT.root else v), 1), 0)
         found_w = 0.0
     else:
         before = w
-        w = adam_weight(w, m, v, n, DECOUPLED, CLIP)
-        m, v = saturate(m, v, KIND1, KIND2)
+        w = adam_weight(w, m, v, n, STEP.decoupled, STEP.clip)
+        m, v = saturate(m, v, FIRST_MOMENT, SECOND_MOMENT)
         if MEASURE:
-            moved, grid = resolution_tile(place, before, w, scales.master_inv * 2.0**-9 if MASTER >= 5 else 0.0)
+            moved, grid = resolution_tile(
+                place, before, w, scales.master_inv * 2.0**-9 if MASTER.fmt is not None else 0.0
+            )
         start = tl.load(row_ptr + START) + place.base
         bits1 = 0
         bits2 = 0
         bits_w = 0
-        if STOCHASTIC1 or STOCHASTIC2:
-            drawn = random_bits(with_number(key, tl.full((), 0, tl.int64)), start, place.offsets, CLASSES[I + 4])
+        if OF.has_random_moment:
+            drawn = random_bits(with_number(key, tl.full((), 0, tl.int64)), start, place.offsets, OF.large)
             bits1 = half(drawn, False)
             bits2 = half(drawn, True)
-        if MASTER >= 2 and MASTER != 8:
-            drawn = random_bits(with_number(key, tl.full((), 1, tl.int64)), start, place.offsets, CLASSES[I + 4])
+        if MASTER.is_random:
+            drawn = random_bits(with_number(key, tl.full((), 1, tl.int64)), start, place.offsets, OF.large)
             bits_w = half(drawn, False)
-        found1 = write_moment(row_ptr, FIRST, place, m, bits1, scales.first, KIND1, False, STOCHASTIC1, SCALE1, EVEN)
-        found2 = write_moment(row_ptr, SECOND, place, v, bits2, scales.second, KIND2, ROOT, STOCHASTIC2, SCALE2, EVEN)
-        found_w = write_master(row_ptr, place, w, bits_w, scales.master, WEIGHT, MASTER, EVEN)
+        found1 = write_moment(row_ptr, FIRST, place, m, bits1, scales.first, FIRST_MOMENT, OF.even)
+        found2 = write_moment(row_ptr, SECOND, place, v, bits2, scales.second, SECOND_MOMENT, OF.even)
+        found_w = write_master(row_ptr, place, w, bits_w, scales.master, MASTER, OF.even)
     return found1, found2, found_w, moved, grid

@@ -1,7 +1,4 @@
-"""reference/moment_codes.py in Triton: by bits, so that it runs on GPUs without FP8 too.
-
-KIND names what is stored: 0 nothing, 1 float32, 2 bf16, 3 E4M3, 4 E5M2, 5 E4M4.
-"""
+"""reference/moment_codes.py in Triton: by bits, so that it runs on GPUs without FP8 too. FMT is an octavo Format."""
 
 from __future__ import annotations
 
@@ -12,49 +9,43 @@ from octavo.kernels.triton.tiles import finite_abs, narrow
 
 
 @triton.jit
-def decode_moment(codes, KIND: tl.constexpr):
+def decode_moment(codes, FMT: tl.constexpr):
     """Codes, uint8, as float32, exactly."""
-    MANTISSA: tl.constexpr = 3 if KIND == 3 else (2 if KIND == 4 else 4)
-    UNBIASED: tl.constexpr = 2.0**112 if KIND == 4 else 2.0**120
     bits = codes.to(tl.int32)
-    if KIND == 5:
-        magnitude = bits
-    else:
+    if FMT.signed:
         magnitude = bits & 0x7F
-    value = (magnitude << (23 - MANTISSA)).to(tl.float32, bitcast=True) * UNBIASED
-    if KIND == 4:
-        special = tl.where(magnitude == 0x7C, float("inf"), float("nan"))
-        value = tl.where(magnitude >= 0x7C, special, value)
     else:
-        value = tl.where(magnitude == (0xFF if KIND == 5 else 0x7F), float("nan"), value)
-    if KIND != 5:
+        magnitude = bits
+    value = (magnitude << (23 - FMT.mantissa_bits)).to(tl.float32, bitcast=True) * 2.0 ** (127 - FMT.bias)
+    if FMT.has_inf:
+        special = tl.where(magnitude == FMT.max_code + 1, float("inf"), float("nan"))
+        value = tl.where(magnitude > FMT.max_code, special, value)
+    else:
+        value = tl.where(magnitude == FMT.nan_code, float("nan"), value)
+    if FMT.signed:
         value = (value.to(tl.int32, bitcast=True) | ((bits & 0x80) << 24)).to(tl.float32, bitcast=True)
     return value
 
 
 @triton.jit
-def encode_moment(y, bits16, KIND: tl.constexpr, STOCHASTIC: tl.constexpr):
+def encode_moment(y, bits16, FMT: tl.constexpr, STOCHASTIC: tl.constexpr):
     """Scaled numbers, float32, to codes, uint8; bits16: int32 below 2^16, where STOCHASTIC."""
-    MANTISSA: tl.constexpr = 3 if KIND == 3 else (2 if KIND == 4 else 4)
-    DROPPED: tl.constexpr = 23 - MANTISSA
-    BIASED: tl.constexpr = 2.0**-112 if KIND == 4 else 2.0**-120
-    LARGEST: tl.constexpr = 0x7E if KIND == 3 else (0x7B if KIND == 4 else 0xFE)
+    DROPPED: tl.constexpr = 23 - FMT.mantissa_bits
     magnitude = tl.abs(y)
     is_finite = magnitude < float("inf")
     if not STOCHASTIC:
-        SMALLEST: tl.constexpr = 2.0**-14 if KIND == 4 else 2.0**-6
-        STEP: tl.constexpr = 2.0**DROPPED
+        SMALLEST: tl.constexpr = FMT.smallest_normal
         power = (magnitude.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-        power = tl.where(power < SMALLEST, SMALLEST, tl.where(power > 65536.0, 65536.0, power)) * STEP
+        power = tl.where(power < SMALLEST, SMALLEST, tl.where(power > 65536.0, 65536.0, power)) * 2.0**DROPPED
         magnitude = (magnitude + power) - power
-    bits = (magnitude * BIASED).to(tl.int32, bitcast=True)
+    bits = (magnitude * 2.0 ** (FMT.bias - 127)).to(tl.int32, bitcast=True)
     if STOCHASTIC:
         bits += bits16 << (DROPPED - 16)
     code = bits >> DROPPED
-    code = tl.where(code > LARGEST, LARGEST, code)
-    if KIND != 5:
+    code = tl.where(code > FMT.max_code, FMT.max_code, code)
+    if FMT.signed:
         code |= (y.to(tl.int32, bitcast=True) >> 24) & 0x80
-    return tl.where(is_finite, code, 0xFF if KIND == 5 else 0x7F).to(tl.uint8)
+    return tl.where(is_finite, code, FMT.nan_code).to(tl.uint8)
 
 
 @triton.jit

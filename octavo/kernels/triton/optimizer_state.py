@@ -1,20 +1,23 @@
 """reference/optimizer_state.py in Triton: tiles of weights and moments, found through a table, read and written.
 
 A tile is [NB, 128]: NB blocks of a tensor's rows, the last of a row shorter. TABLE, int64 [tensors, 20]: the columns
-below; 0 for an address that is not there.
-
-KIND names what is stored: 0 nothing, 1 float32, 2 bf16, 3 E4M3, 4 E5M2, 5 E4M4; and, of weights, gradients and
-remainders, 6 float16, 7 int16, 8 int8. SCALE names where codes' scales come from: 0 each block's amax, 1 the tensor's
-amax of the step before, 2 the tensor's amax, found by a launch before.
+below; 0 for an address that is not there. What a tensor's step is compiled for is a TensorClass, OF, which holds a
+MasterClass and two MomentClasses.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
+from octavo.formats import E4M3
+from octavo.kernels.reference.adam import Master
+from octavo.kernels.reference.fp8_weights import Fp8Weight
+from octavo.kernels.reference.optimizer_state import StoredMoment
 from octavo.kernels.triton.moment_codes import decode_moment, encode_moment, round_to_bf16
 from octavo.kernels.triton.table import pointer
 from octavo.kernels.triton.tiles import finite_abs, narrow, scale_from_amax, scale_inv_from_scale
@@ -23,7 +26,7 @@ WEIGHT_COLUMN: tl.constexpr = tl.constexpr(0)
 FIRST: tl.constexpr = tl.constexpr(1)  # a moment's data, scale_inv, amax
 SECOND: tl.constexpr = tl.constexpr(4)
 REST: tl.constexpr = tl.constexpr(7)  # the master's, and its scale_inv, amax
-STEP: tl.constexpr = tl.constexpr(10)
+STEP_COUNT: tl.constexpr = tl.constexpr(10)
 LR: tl.constexpr = tl.constexpr(11)
 GROUP: tl.constexpr = tl.constexpr(12)
 CLASS: tl.constexpr = tl.constexpr(13)
@@ -35,6 +38,110 @@ FIRST_PROGRAM: tl.constexpr = tl.constexpr(18)
 ONE_SCALE: tl.constexpr = tl.constexpr(19)  # bits: the first moment, the second, the master have one scale for all
 MEASURED: tl.constexpr = tl.constexpr(8)  # and whether the update counts for the resolution
 WIDTH: tl.constexpr = tl.constexpr(20)
+
+
+DTYPES = {dtype: getattr(tl, str(dtype)[6:]) for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.uint8)}
+DTYPES |= {torch.int16: tl.int16, torch.int8: tl.int8}
+
+
+@dataclass(frozen=True)
+class MomentClass:
+    """What a moment is compiled for.
+
+    Attributes:
+        dtype: Triton's, of what is stored; None: there is no such moment.
+        fmt: octavo's Format of codes; None for floats.
+        root, stochastic: as StoredMoment's.
+        scale: where codes' scales come from: "block": each block's amax; "previous": the tensor's amax of the step
+            before; "found": the tensor's amax, found by a launch before.
+    """
+
+    dtype: Any
+    fmt: Any = None
+    root: bool = False
+    stochastic: bool = False
+    scale: str = "block"
+
+    @property
+    def has_one_scale(self) -> bool:
+        """Whether one scale serves the whole tensor."""
+        return self.scale != "block"
+
+
+@dataclass(frozen=True)
+class MasterClass:
+    """What a weight and its master are compiled for.
+
+    Attributes:
+        kind: the reference's.
+        weight, rest: Triton's dtypes of the weight and of what its master has besides; None: nothing.
+        is_random, needs_bound: the reference's.
+        fmt: octavo's Format of a weight in codes, else None.
+    """
+
+    kind: str
+    weight: Any
+    rest: Any
+    is_random: bool
+    needs_bound: bool
+    fmt: Any
+
+
+@dataclass(frozen=True)
+class TensorClass:
+    """What all that a step reads and writes of a tensor is compiled for.
+
+    Attributes:
+        gradient: Triton's dtype; uint8: codes of E4M3.
+        master: of the weight.
+        first, second: moments.
+        even: whether it is one row, or rows of whole blocks, all aligned.
+        square: whether tiles lie in squares of 128 x 128, as its scales do.
+        large: whether indices pass 2^31.
+    """
+
+    gradient: Any
+    master: MasterClass
+    first: MomentClass
+    second: MomentClass
+    even: bool
+    square: bool
+    large: bool
+
+    @property
+    def gradient_fmt(self) -> Any:
+        """The Format of a gradient in codes, else None."""
+        return E4M3 if self.gradient == tl.uint8 else None
+
+    @property
+    def master_has_one_scale(self) -> bool:
+        """Whether one scale, which the bound gives, serves the whole master."""
+        return self.master.needs_bound and not self.square
+
+    @property
+    def has_random_moment(self) -> bool:
+        """Whether a moment is rounded stochastically."""
+        return self.first.stochastic or self.second.stochastic
+
+    @property
+    def is_random(self) -> bool:
+        """Whether anything is."""
+        return self.has_random_moment or self.master.is_random
+
+
+def moment_class(moment: StoredMoment | None) -> MomentClass:
+    """Of a moment, or of none."""
+    if moment is None:
+        return MomentClass(None)
+    scale = "previous" if moment.amax is not None else "found" if moment.needs_amax_first else "block"
+    return MomentClass(DTYPES[moment.data.dtype], moment.fmt, moment.root, moment.stochastic, scale)
+
+
+def master_class(master: Master) -> MasterClass:
+    """Of a weight and its master."""
+    rest = None if master.rest is None else DTYPES[master.rest.dtype]
+    fmt = E4M3 if isinstance(master, Fp8Weight) else None
+    return MasterClass(master.kind, DTYPES[master.weight.dtype], rest, master.is_random, master.needs_bound, fmt)
 
 
 class Place(NamedTuple):
@@ -99,24 +206,6 @@ def place_in_square(row_ptr, square, part, BLOCKS: tl.constexpr, EVEN: tl.conste
 
 
 @triton.jit
-def typed(row_ptr, COLUMN: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr):
-    """A column's address as a pointer to what KIND names."""
-    if KIND == 1:
-        result = pointer(row_ptr, COLUMN, tl.float32, EVEN)
-    elif KIND == 2:
-        result = pointer(row_ptr, COLUMN, tl.bfloat16, EVEN)
-    elif KIND == 6:
-        result = pointer(row_ptr, COLUMN, tl.float16, EVEN)
-    elif KIND == 7:
-        result = pointer(row_ptr, COLUMN, tl.int16, EVEN)
-    elif KIND == 8:
-        result = pointer(row_ptr, COLUMN, tl.int8, EVEN)
-    else:
-        result = pointer(row_ptr, COLUMN, tl.uint8, EVEN)
-    return result
-
-
-@triton.jit
 def load_at(ptr, place):
     """A tile of what begins at ptr, 0 outside."""
     return tl.load(ptr + place.base + place.offsets, mask=place.inside, other=0)
@@ -129,9 +218,9 @@ def store_at(ptr, place, values):
 
 
 @triton.jit
-def load_float(row_ptr, COLUMN: tl.constexpr, place, KIND: tl.constexpr, EVEN: tl.constexpr):
+def load_float(row_ptr, COLUMN: tl.constexpr, place, dtype: tl.constexpr, EVEN: tl.constexpr):
     """A tile of floats in float32, 0 outside."""
-    return load_at(typed(row_ptr, COLUMN, KIND, EVEN), place).to(tl.float32)
+    return load_at(pointer(row_ptr, COLUMN, dtype, EVEN), place).to(tl.float32)
 
 
 @triton.jit
@@ -141,67 +230,51 @@ def block_scales(scale_inv_ptr, place):
 
 
 @triton.jit
-def read_moment(
-    row_ptr,
-    COLUMN: tl.constexpr,
-    place,
-    KIND: tl.constexpr,
-    ROOT: tl.constexpr,
-    SCALE: tl.constexpr,
-    EVEN: tl.constexpr,
-):
+def read_moment(row_ptr, COLUMN: tl.constexpr, place, MOMENT: tl.constexpr, EVEN: tl.constexpr):
     """A moment's tile in float32."""
-    if KIND <= 2:
-        result = load_float(row_ptr, COLUMN, place, KIND, EVEN)
+    if MOMENT.fmt is None:
+        result = load_float(row_ptr, COLUMN, place, MOMENT.dtype, EVEN)
     else:
-        codes = load_at(typed(row_ptr, COLUMN, KIND, EVEN), place)
+        codes = load_at(pointer(row_ptr, COLUMN, tl.uint8, EVEN), place)
         scale_inv_ptr = pointer(row_ptr, COLUMN + 1, tl.float32, False)
-        if SCALE == 0:
-            scale_inv = block_scales(scale_inv_ptr, place)
-        else:
+        if MOMENT.has_one_scale:
             scale_inv = tl.load(scale_inv_ptr)
-        result = decode_moment(codes, KIND) * scale_inv
-        if ROOT:
+        else:
+            scale_inv = block_scales(scale_inv_ptr, place)
+        FMT: tl.constexpr = MOMENT.fmt
+        result = decode_moment(codes, FMT) * scale_inv
+        if MOMENT.root:
             result = result * result
     return result
 
 
 @triton.jit
-def write_moment(
-    row_ptr,
-    COLUMN: tl.constexpr,
-    place,
-    wide,
-    bits16,
-    scale,  # where SCALE != 0
-    KIND: tl.constexpr,
-    ROOT: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    SCALE: tl.constexpr,
-    EVEN: tl.constexpr,
-):
-    """Store what ``read_moment`` gave, updated; returns its amax where the next step asks for it."""
-    data_ptr = typed(row_ptr, COLUMN, KIND, EVEN)
+def write_moment(row_ptr, COLUMN: tl.constexpr, place, wide, bits16, scale, MOMENT: tl.constexpr, EVEN: tl.constexpr):
+    """Store what ``read_moment`` gave, updated; returns its amax where the next step asks for it.
+
+    ``scale``: the new one, where MOMENT.has_one_scale.
+    """
+    data_ptr = pointer(row_ptr, COLUMN, MOMENT.dtype, EVEN)
     found = 0.0
-    if KIND <= 2:
-        if KIND == 2 and STOCHASTIC:
+    if MOMENT.fmt is None:
+        if MOMENT.stochastic:
             stored = round_to_bf16(wide, bits16)
         else:
             stored = narrow(wide, data_ptr.dtype.element_ty)
         store_at(data_ptr, place, stored)
     else:
-        if ROOT:
+        FMT: tl.constexpr = MOMENT.fmt
+        if MOMENT.root:
             wide = tl.sqrt_rn(wide)
-        if SCALE == 0:
-            LIMIT: tl.constexpr = 448.0 if KIND == 3 else (57344.0 if KIND == 4 else 480.0)
-            scales = scale_from_amax(tl.max(finite_abs(wide), 1), LIMIT, False)
+        if MOMENT.has_one_scale:
+            if MOMENT.scale == "previous":
+                found = tl.max(tl.max(finite_abs(wide), 1), 0)
+            codes = encode_moment(wide * scale, bits16, FMT, MOMENT.stochastic)
+        else:
+            scales = scale_from_amax(tl.max(finite_abs(wide), 1), FMT.max, False)
             scale_inv_ptr = pointer(row_ptr, COLUMN + 1, tl.float32, False) + place.first
             tl.store(scale_inv_ptr + place.blocks, scale_inv_from_scale(scales, False), mask=place.is_block)
-            codes = encode_moment(wide * scales[:, None], bits16, KIND, STOCHASTIC)
-        else:
-            if SCALE == 1:
-                found = tl.max(tl.max(finite_abs(wide), 1), 0)
-            codes = encode_moment(wide * scale, bits16, KIND, STOCHASTIC)
+            codes = encode_moment(wide * scales[:, None], bits16, FMT, MOMENT.stochastic)
         store_at(data_ptr, place, codes)
     return found
 
@@ -226,21 +299,15 @@ class Scales(NamedTuple):
 
 
 @triton.jit
-def gradient_tile(gradient, place, n, scales, w, GRAD: tl.constexpr, EVEN: tl.constexpr, COUPLED: tl.constexpr):
+def gradient_tile(gradient, place, n, scales, w, OF: tl.constexpr, COUPLED: tl.constexpr):
     """The gradient in float32, unscaled, up where that is asked for, and with its share of the weight."""
-    if GRAD == 1:
-        ptr = gradient.address.to(tl.pointer_type(tl.float32))
-    elif GRAD == 2:
-        ptr = gradient.address.to(tl.pointer_type(tl.bfloat16))
-    elif GRAD == 3:
-        ptr = gradient.address.to(tl.pointer_type(tl.uint8))
-    else:
-        ptr = gradient.address.to(tl.pointer_type(tl.float16))
-    if EVEN:
+    ptr = gradient.address.to(tl.pointer_type(OF.gradient))
+    if OF.even:
         ptr = tl.multiple_of(ptr, 16)
     stored = load_at(ptr, place)
-    if GRAD == 3:
-        g = decode_moment(stored, GRAD) * block_scales(gradient.scale_inv.to(tl.pointer_type(tl.float32)), place)
+    if OF.gradient_fmt is not None:
+        FMT: tl.constexpr = OF.gradient_fmt
+        g = decode_moment(stored, FMT) * block_scales(gradient.scale_inv.to(tl.pointer_type(tl.float32)), place)
     else:
         g = stored.to(tl.float32)
     if scales.grad is not None:

@@ -12,24 +12,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.formats import E4M3, E4M4, E5M2
 from octavo.kernels.reference.fp8_weights import Fp8Weight
-from octavo.kernels.reference.optimizer_state import BLOCK, StoredMoment, blocks_of
+from octavo.kernels.reference.optimizer_state import BLOCK, blocks_of
 from octavo.kernels.reference.optimizer_step import AdamGroup, SgdGroup, WeightUpdate
 from octavo.kernels.reference.random_bits import key_of
 from octavo.kernels.reference.step_numbers import ratio_of
 from octavo.kernels.triton.launch import config, is_capturing, on_its_device, workspace
-from octavo.kernels.triton.optimizer_kernels import optimizer_step_kernel
+from octavo.kernels.triton.optimizer_state import DTYPES, MEASURED, TensorClass, master_class, moment_class
+from octavo.kernels.triton.step_kernel import StepClass, optimizer_step_kernel
 from octavo.kernels.triton.table import search
 
-# bytes are E4M3 codes, of a weight or a gradient
-_FLOATS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 6, torch.uint8: 3}
-_CODES = {E4M3: 3, E5M2: 4, E4M4: 5}
-_MASTERS = {"weight": 0, "split32": 1, "split24": 2, "fp16_scaled": 3, "stochastic": 4}
-_MASTERS |= {"fp8_split16": 5, "fp8_split24": 6, "fp8_fp16": 7, "fp8_fp32": 8, "fp8_stochastic": 9}
-_EVEN, _SQUARE = 1, 2
 _MOST_PLANS = 64
-_NO_MOMENT = (0, 0, 0, 0)
 
 
 class _Plan(NamedTuple):
@@ -39,7 +32,7 @@ class _Plan(NamedTuple):
         updates: of the weights, which must stay; without their gradients, which must not.
         table: int64, on the device.
         programs: how many.
-        classes: see optimizer_kernels.py.
+        classes: of the tensors.
         one_scale, two_stages: whether any tensor has one scale, or finds its amax first.
         sent: what was last sent to the device: "gradients" and "groups", each (the values, the tensor).
         captured: the ids of such tensors that a CUDA graph reads.
@@ -48,7 +41,7 @@ class _Plan(NamedTuple):
     updates: Sequence[WeightUpdate]
     table: Tensor
     programs: int
-    classes: tuple[int, ...]
+    classes: tuple[TensorClass, ...]
     one_scale: bool
     two_stages: bool
     sent: dict[str, tuple[Any, Tensor]]
@@ -91,8 +84,7 @@ def optimizer_step(
     if is_capturing():  # the graph will read them as they are: none is freed or written again
         plans.setdefault("captured", []).append((plan.table, gradients, options))
         plan.captured.update((id(gradients), id(options)))
-    rule = (1, groups[0].decoupled, groups[0].clip) if isinstance(groups[0], AdamGroup) else (2, False, False)
-    _launch(plan.table, plan, gradients, options, rule, skip, grad_scale, resolution)
+    _launch(plan.table, plan, gradients, options, groups[0], skip, grad_scale, resolution)
 
 
 @on_its_device
@@ -101,13 +93,13 @@ def _launch(
     plan: _Plan,
     gradients: Tensor,
     options: Tensor,
-    rule: tuple[int, bool, bool],
+    group: AdamGroup | SgdGroup,
     skip: Tensor | None,
     grad_scale: Tensor | None,
     resolution: Tensor | None,
 ) -> None:
     chosen = config("optimizer_step", 64)
-    tensors = search(table.shape[0])
+    rule = (True, group.decoupled, group.clip) if isinstance(group, AdamGroup) else (False, False, False)
     work = workspace(table, 1 + 6 * table.shape[0])
     for find in (True, False) if plan.two_stages else (False,):
         optimizer_step_kernel[(plan.programs,)](
@@ -119,12 +111,8 @@ def _launch(
             resolution,
             work,
             plan.programs,
-            tensors,
-            plan.classes,
-            rule,
-            (chosen.block_r, chosen.tiles),
-            plan.one_scale,
-            find,
+            search(table.shape[0]),
+            StepClass(plan.classes, *rule, chosen.block_r, chosen.tiles, plan.one_scale, find),
             num_warps=chosen.num_warps,
             enable_fp_fusion=False,
         )
@@ -167,31 +155,32 @@ def _row_of(group: AdamGroup | SgdGroup) -> list[float]:
 def _plan_of(updates: Sequence[WeightUpdate], rates: tuple[int, ...]) -> _Plan:
     chosen = config("optimizer_step", 64)
     rows, programs = [], 0
-    classes: dict[tuple[int, ...], int] = {}
+    numbers: dict[TensorClass, int] = {}
     for update in updates:
-        shape, start, layout = _layout(update)
-        fields = _class_of(update, layout, start + shape[0] * shape[1] > 1 << 31)
-        number = classes.setdefault(fields, len(classes))
-        tiles = -(-shape[0] * blocks_of(shape[1]) // chosen.block_r)
-        if layout >= _SQUARE:
-            tiles = blocks_of(shape[0]) * blocks_of(shape[1]) * chosen.tiles
-        row = [
-            *_addresses(update),
-            rates[update.group],
-            update.group,
-            number,
-            *shape,
-            start,
-            key_of(update.key),
-            programs,
-        ]
-        rows.append([*row, _flags(update) if tiles else 0])
+        height, cols, start = _shape(update)
+        of = _class_of(update, height, cols, start)
+        tiles = -(-height * blocks_of(cols) // chosen.block_r)
+        if of.square:
+            tiles = blocks_of(height) * blocks_of(cols) * chosen.tiles
+        rows.append(
+            [
+                *_addresses(update),
+                rates[update.group],
+                update.group,
+                numbers.setdefault(of, len(numbers)),
+                height,
+                cols,
+                start,
+                key_of(update.key),
+                programs,
+                _flags(update, of) if tiles else 0,
+            ]
+        )
         programs += -(-tiles // chosen.tiles)
     table = torch.tensor(rows, dtype=torch.int64).to(updates[0].gradient.device)
-    flat = tuple(field for fields in classes for field in fields)
     two_stages = any(moment.needs_amax_first for update in updates for moment in update.moments)
     kept = tuple(update._replace(gradient=update.master.weight, gradient_scale_inv=None) for update in updates)
-    return _Plan(kept, table, programs, flat, any(row[-1] & 7 for row in rows), two_stages, {}, set())
+    return _Plan(kept, table, programs, tuple(numbers), any(row[-1] & 7 for row in rows), two_stages, {}, set())
 
 
 def _is_square(update: WeightUpdate) -> bool:
@@ -199,49 +188,27 @@ def _is_square(update: WeightUpdate) -> bool:
     return isinstance(update.master, Fp8Weight) and update.master.has_blocks
 
 
-def _layout(update: WeightUpdate) -> tuple[tuple[int, int], int, int]:
-    """(rows and columns, the first element's index, how tiles lie: see CLASSES)."""
+def _shape(update: WeightUpdate) -> tuple[int, int, int]:
+    """(rows, columns, the first element's index) as the kernel sees it: one row, where no block ends with a row."""
     rows, cols = update.gradient.shape
     start = update.first_row * cols
-    square = _is_square(update)
-    if not square and not any(_has_blocks(moment) for moment in update.moments) and not _has_rows(update):
+    scale_inv = update.gradient_scale_inv  # of a vector that is [n, 1], blocks lie along all of it
+    has_rows = scale_inv is not None and scale_inv.shape[0] == rows
+    has_blocks = any(moment.fmt is not None and not moment_class(moment).has_one_scale for moment in update.moments)
+    if not _is_square(update) and not has_blocks and not has_rows:
         rows, cols = 1, rows * cols
-    tensors = [update.gradient, *_stored(update)]
-    even = ((rows == 1 and not square) or cols % BLOCK == 0) and rows * cols % 16 == 0
-    even = even and all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
-    return (rows, cols), start, _EVEN * even + _SQUARE * square
+    return rows, cols, start
 
 
-def _stored(update: WeightUpdate) -> list[Tensor]:
-    kept = [update.master.weight, update.master.rest, *(moment.data for moment in update.moments)]
-    return [tensor for tensor in kept if tensor is not None]
-
-
-def _has_rows(update: WeightUpdate) -> bool:
-    """Whether the gradient is in codes whose blocks lie along its rows, not along all of a vector that is [n, 1]."""
-    scale_inv = update.gradient_scale_inv
-    return scale_inv is not None and scale_inv.shape[0] == update.gradient.shape[0]
-
-
-def _has_blocks(moment: StoredMoment) -> bool:
-    return moment.fmt is not None and _scale_from(moment) == 0
-
-
-def _scale_from(moment: StoredMoment) -> int:
-    """SCALE."""
-    return 1 if moment.amax is not None else 2 * moment.needs_amax_first
-
-
-def _class_of(update: WeightUpdate, layout: int, large: bool) -> tuple[int, ...]:
-    master = update.master
-    fields = [_FLOATS[update.gradient.dtype], _FLOATS[master.weight.dtype], _MASTERS[master.kind], layout, large]
-    for moment in (*update.moments, None, None)[:2]:
-        if moment is None:
-            fields += _NO_MOMENT
-        else:
-            kind = _FLOATS[moment.data.dtype] if moment.fmt is None else _CODES[moment.fmt]
-            fields += [kind, moment.root, moment.stochastic, _scale_from(moment)]
-    return tuple(map(int, fields))
+def _class_of(update: WeightUpdate, rows: int, cols: int, start: int) -> TensorClass:
+    master, square = update.master, _is_square(update)
+    kept = [update.gradient, master.weight, master.rest, *(moment.data for moment in update.moments)]
+    is_even = ((rows == 1 and not square) or cols % BLOCK == 0) and rows * cols % 16 == 0
+    is_even = is_even and all(tensor.data_ptr() % 16 == 0 for tensor in kept if tensor is not None)
+    first, second = (moment_class(moment) for moment in (*update.moments, None, None)[:2])
+    is_large = start + rows * cols > 1 << 31
+    gradient = DTYPES[update.gradient.dtype]
+    return TensorClass(gradient, master_class(master), first, second, is_even, square, is_large)
 
 
 def _addresses(update: WeightUpdate) -> list[int]:
@@ -254,7 +221,7 @@ def _addresses(update: WeightUpdate) -> list[int]:
     return [0 if tensor is None else tensor.data_ptr() for tensor in found]
 
 
-def _flags(update: WeightUpdate) -> int:
-    bits = [moment is not None and _scale_from(moment) != 0 for moment in (*update.moments, None, None)[:2]]
-    bits += [update.master.needs_bound and not _is_square(update), update.measured]
-    return sum(1 << place for place, bit in enumerate(bits) if bit)
+def _flags(update: WeightUpdate, of: TensorClass) -> int:
+    """ONE_SCALE's bits, and MEASURED."""
+    bits = of.first.has_one_scale, of.second.has_one_scale, of.master_has_one_scale
+    return sum(1 << place for place, bit in enumerate(bits) if bit) + MEASURED.value * update.measured

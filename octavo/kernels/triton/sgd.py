@@ -13,30 +13,16 @@ from octavo.kernels.triton.tiles import finite_abs
 
 
 @triton.jit
-def sgd_tile(
-    row_ptr,
-    gradient,
-    place,
-    n,
-    scales,
-    key,
-    CLASSES: tl.constexpr,
-    I: tl.constexpr,  # noqa: E741
-    FIND: tl.constexpr,
-    MEASURE: tl.constexpr,
-):
+def sgd_tile(row_ptr, gradient, place, n, scales, key, OF: tl.constexpr, FIND: tl.constexpr, MEASURE: tl.constexpr):
     """A tile's step: (the amax found of the momentum, 0, 0), and resolution_tile's."""
-    WEIGHT: tl.constexpr = CLASSES[I + 1]
-    MASTER: tl.constexpr = CLASSES[I + 2]
-    EVEN: tl.constexpr = CLASSES[I + 3] % 2 == 1
-    KIND: tl.constexpr = CLASSES[I + 5]
-    STOCHASTIC: tl.constexpr = CLASSES[I + 7]
-    w = read_master(row_ptr, place, scales.master_inv, WEIGHT, MASTER, EVEN)
-    g = gradient_tile(gradient, place, n, scales, w, CLASSES[I], EVEN, True)
+    MASTER: tl.constexpr = OF.master
+    MOMENTUM: tl.constexpr = OF.first
+    w = read_master(row_ptr, place, scales.master_inv, MASTER, OF.even)
+    g = gradient_tile(gradient, place, n, scales, w, OF, True)
     update = g
     average = g
-    if KIND != 0:
-        stored = read_moment(row_ptr, FIRST, place, KIND, False, CLASSES[I + 8], EVEN)
+    if MOMENTUM.dtype is not None:
+        stored = read_moment(row_ptr, FIRST, place, MOMENTUM, OF.even)
         average = tl.where(n.is_first, g, tl.fma(tl.zeros_like(g) + n.new, g, stored * n.momentum))
         update = tl.where(n.nesterov, tl.fma(tl.zeros_like(g) + n.momentum, average, g), average)
     found = 0.0
@@ -51,14 +37,12 @@ def sgd_tile(
             moved, grid = resolution_tile(place, before, w, 0.0)
         bits = 0
         bits_w = 0
-        if STOCHASTIC or (MASTER >= 2 and MASTER != 8):
+        if OF.is_random:
             start = tl.load(row_ptr + START) + place.base
-            drawn = random_bits(key, start, place.offsets, CLASSES[I + 4])
+            drawn = random_bits(key, start, place.offsets, OF.large)
             bits = half(drawn, False)
             bits_w = half(drawn, True)
-        if KIND != 0:
-            found = write_moment(
-                row_ptr, FIRST, place, average, bits, scales.first, KIND, False, STOCHASTIC, CLASSES[I + 8], EVEN
-            )
-        write_master(row_ptr, place, w, bits_w, scales.master, WEIGHT, MASTER, EVEN)
+        if MOMENTUM.dtype is not None:
+            found = write_moment(row_ptr, FIRST, place, average, bits, scales.first, MOMENTUM, OF.even)
+        write_master(row_ptr, place, w, bits_w, scales.master, MASTER, OF.even)
     return found, 0.0, 0.0, moved, grid

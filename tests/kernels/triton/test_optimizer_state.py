@@ -17,8 +17,7 @@ from tests.support.triton_kernels import TritonKernels
 pytestmark = pytest.mark.gpu
 
 SHAPES = [(1, 1), (1, 31), (1, 128), (3, 31), (5, 128), (2, 300), (7, 16), (4, 256), (1, 2064)]
-KINDS = {None: 1, E4M3: 3, E5M2: 4, E4M4: 5}
-GRADIENTS = {1: torch.float32, 2: torch.bfloat16, 3: torch.float8_e4m3fn, 6: torch.float16}
+GRADIENTS = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float16]
 
 
 def is_even(rows: int, cols: int) -> bool:
@@ -84,9 +83,8 @@ def test_a_moment(fmt: Any, options: Any, scale: int, shape: tuple[int, int], ke
     columns = {"SECOND": data} | ({} if inv is None else {"SECOND_plus_1": inv})
     row = row_of(kernels, ROWS=shape[0], COLS=shape[1], **columns)
     found = torch.full((64,), -1.0, device=kernels.device)
-    kind = (2 if dtype == torch.bfloat16 else 1) if fmt is None else KINDS[fmt]
     given = [x.to(kernels.device) for x in (new, bits, one)]
-    flags = kind, theirs.root, theirs.stochastic, scale, is_even(*shape), 4
+    flags = kernels.module("optimizer_state").moment_class(theirs), is_even(*shape), 4
     launch(kernels, "moment_kernel", shape, 4, row, wide, *given, found, *flags)
     amax = torch.zeros(1, 1)
     with correct_roots():
@@ -101,12 +99,16 @@ def test_a_moment(fmt: Any, options: Any, scale: int, shape: tuple[int, int], ke
 
 @pytest.mark.parametrize("even", [True, False])
 @pytest.mark.parametrize("coupled", [True, False])
-@pytest.mark.parametrize("kind", GRADIENTS)
-def test_a_gradient(kind: int, coupled: bool, even: bool, kernels: TritonKernels) -> None:
+@pytest.mark.parametrize("dtype", GRADIENTS, ids=str)
+def test_a_gradient(dtype: torch.dtype, coupled: bool, even: bool, kernels: TritonKernels) -> None:
     shape = (4, 128) if even else (4, 131)
-    weight, grad, scale_inv = torch.randn(shape), torch.randn(shape).to(GRADIENTS[kind]), None
+    weight, grad, scale_inv = torch.randn(shape), torch.randn(shape).to(dtype), None
     wide = grad.float()
-    if kind == 3:
+    state = kernels.module("optimizer_state")
+    none = state.moment_class(None)
+    stored_as = state.DTYPES[torch.uint8 if dtype == torch.float8_e4m3fn else dtype]
+    of = state.TensorClass(stored_as, None, none, none, even, False, False)
+    if dtype == torch.float8_e4m3fn:
         scale_inv = torch.rand(4, blocks_of(shape[1])) + 0.1
         wide = grad.float() * scale_inv.repeat_interleave(128, 1)[:, : shape[1]]
     for scale, maximize, decay in ((None, False, 0.25), (3.0, True, 0.25), (3.0, False, 0.0)):
@@ -120,5 +122,5 @@ def test_a_gradient(kind: int, coupled: bool, even: bool, kernels: TritonKernels
         out = torch.empty(shape, device=kernels.device)
         address = torch.tensor([x.data_ptr() for x in args[1:]], device=kernels.device)
         divisor = None if scale is None else torch.tensor(scale, device=kernels.device)
-        launch(kernels, "gradient_kernel", shape, 4, row, address, group, divisor, out, kind, even, coupled)
+        launch(kernels, "gradient_kernel", shape, 4, row, address, group, divisor, out, of, coupled)
         assert torch.equal(out.cpu(), expected)

@@ -28,19 +28,20 @@ def test_a_tile(step: int, nesterov: bool, momentum: float, kernels: TritonKerne
     group = torch.tensor([0.1, momentum, 0.25, 0.01, nesterov, 0, 0, 0], dtype=torch.float64, device=kernels.device)
     address = torch.tensor([ours[1].data_ptr()], device=kernels.device)
     number, found = torch.tensor([step], device=kernels.device), torch.full((1,), -1.0, device=kernels.device)
-    buffer = (3, 0, 1, 0) if momentum else (0, 0, 0, 0)
-    classes = (1, 2, 4, 0, 0, *buffer, 0, 0, 0, 0)
+    stored = StoredMoment(codes.clone(), E4M3, inv.clone(), stochastic=True) if momentum else None
+    state, master = kernels.module("optimizer_state"), MasterWeight(weight.clone(), "stochastic")
+    moments = state.moment_class(stored), state.moment_class(None)
+    of = state.TensorClass(state.DTYPES[grad.dtype], state.master_class(master), *moments, False, False, False)
     kernel = kernels.module("tests.support.optimizer_tile_kernels").sgd_tile_kernel
     before = [x.clone() for x in ours]
-    kernel[(1,)](row, address, group, number, found, classes, True, enable_fp_fusion=False)
+    kernel[(1,)](row, address, group, number, found, of, True, enable_fp_fusion=False)
     assert all(torch.equal(a, b) for a, b in zip(ours, before, strict=True))  # it only looked
-    stored = StoredMoment(codes.clone(), E4M3, inv.clone(), stochastic=True) if momentum else None
     h = SgdStep(0.1, momentum, 0.25, 0.01, nesterov, False, step, 7)
     if momentum:
         exact = StoredMoment(codes.view(torch.float8_e4m3fn).float() * inv)
-        sgd_update(MasterWeight(weight.clone(), "stochastic"), grad, exact, h, 5)
+        sgd_update(master, grad, exact, h, 5)
         assert float(found) == float(exact.data.abs().max())
-    kernel[(1,)](row, address, group, number, found, classes, False, enable_fp_fusion=False)
+    kernel[(1,)](row, address, group, number, found, of, False, enable_fp_fusion=False)
     sgd_update(MasterWeight(weight, "stochastic"), grad, stored, h, 5)
     assert torch.equal(ours[0].cpu(), weight)
     if stored is not None:

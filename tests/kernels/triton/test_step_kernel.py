@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from octavo.formats import E4M3, E4M4, E5M2, Format
 from octavo.kernels.reference.step_numbers import adam_max_update, bound_after
 from octavo.numerics import scale_from_amax
 from tests.support.triton_cases import row_of
@@ -11,23 +12,24 @@ from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.gpu
 
-LIMITS = {3: 448.0, 4: 57344.0, 5: 480.0}
-
 
 @pytest.mark.parametrize("decoupled", [False, True])
-@pytest.mark.parametrize("kind", LIMITS)
-def test_scales_of_whole_tensors(kind: int, decoupled: bool, kernels: TritonKernels) -> None:
+@pytest.mark.parametrize("fmt", [E4M3, E5M2, E4M4], ids=str)
+def test_scales_of_whole_tensors(fmt: Format, decoupled: bool, kernels: TritonKernels) -> None:
+    moments = kernels.module("optimizer_state").MomentClass
     for amax, decay in ((0.0, 0.1), (1e-30, 0.1), (0.37, 300.0), (5.1e4, 0.1)):  # one that turns weights' signs
         moment, master, inv = (torch.tensor(x, device=kernels.device) for x in (amax, amax / 3, 0.25))
         row = row_of(kernels, FIRST_plus_2=moment, REST_plus_1=inv, REST_plus_2=master)
         group = [0.01, 0.9, 0.99, 1e-8, decay, 0, 0.9 * 0.9 / 0.99, 0]
         options = torch.tensor(group, dtype=torch.float64, device=kernels.device)
         gathered = (moment * 2).view(torch.int32)
-        for scale, of in ((0, None), (1, moment), (2, moment * 2)):
+        for scale, of in (("block", None), ("previous", moment), ("found", moment * 2)):
             out = torch.zeros(3, device=kernels.device)
             kernel = kernels.module("tests.support.optimizer_tile_kernels").scales_kernel
-            kernel[(1,)](row, options, gathered, out, kind, scale, decoupled, enable_fp_fusion=False)
-            first = 1.0 if of is None else float(scale_from_amax(of.cpu(), LIMITS[kind], False, 0))
+            kernel[(1,)](
+                row, options, gathered, out, moments(None, fmt, scale=scale), decoupled, enable_fp_fusion=False
+            )
+            first = 1.0 if of is None else float(scale_from_amax(of.cpu(), fmt.max, False, 0))
             most = adam_max_update(3, 0.9, 0.99)
             bound = bound_after(master.cpu(), 0.01, most, decay if decoupled else 0.0)
             assert out.tolist() == [first, float(scale_from_amax(bound, 65504.0, True, 0)), 0.25]
@@ -35,9 +37,13 @@ def test_scales_of_whole_tensors(kind: int, decoupled: bool, kernels: TritonKern
 
 def test_a_scale_is_left_for_each_that_has_one(kernels: TritonKernels) -> None:
     scales = torch.rand(2, 3, device=kernels.device) + 1
+    state = kernels.module("optimizer_state")
     for has in ((True, False, True), (False, True, False), (True, True, True)):
+        first, second = (state.MomentClass(None, scale="previous" if one else "block") for one in has[:2])
+        master = state.MasterClass("weight", None, None, False, has[2], None)
+        of = state.TensorClass(None, master, first, second, False, False, False)
         work = torch.zeros(13, dtype=torch.int32, device=kernels.device)
-        kernels.module("tests.support.optimizer_tile_kernels").leave_kernel[(2,)](work, scales, 2, *has)
+        kernels.module("tests.support.optimizer_tile_kernels").leave_kernel[(2,)](work, scales, of, 2)
         left = work[1:].view(3, 2, 2)  # of each that may have one: the amax found, the scale; of each tensor
         assert not left[:, 0].any()
         for k in range(3):
@@ -51,7 +57,7 @@ def of_all(kernels: TritonKernels, count: int, flags: Tensor) -> tuple[Tensor, T
     inv, amax = torch.full((2, count, 3), -1.0, device=kernels.device).unbind()
     rows = []
     for i in range(count):
-        columns: dict[str, int | Tensor] = {"STEP": steps[i], "ONE_SCALE": int(flags[i])}
+        columns: dict[str, int | Tensor] = {"STEP_COUNT": steps[i], "ONE_SCALE": int(flags[i])}
         for k, name in enumerate(("FIRST", "SECOND", "REST")):
             columns |= {f"{name}_plus_1": inv[i, k]} | ({f"{name}_plus_2": amax[i, k]} if k != 1 else {})
         rows.append(row_of(kernels, **columns))

@@ -1,12 +1,13 @@
 """The kernel of an optimizer's step: every tile of every tensor read, updated and written once.
 
-CLASSES, a tuple of FIELDS integers for each way in which tensors of a launch differ: gradient, weight (KINDs), master,
-its layout (1 EVEN, 2 in squares of 128 x 128 as
-their scales, 3 both, else 0), whether its indices pass 2^31; then of each moment its KIND, root, stochastic, SCALE (see
-optimizer_state.py and master_weights.py). Each class is compiled apart, and a program runs the one of its tensor.
+What a launch is compiled for is its StepClass. Each way in which tensors differ, a TensorClass, is compiled apart, and
+a program runs the one of its tensor.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -23,7 +24,7 @@ from octavo.kernels.triton.optimizer_state import (
     ONE_SCALE,
     REST,
     SECOND,
-    STEP,
+    STEP_COUNT,
     WIDTH,
     Gradient,
     Scales,
@@ -37,18 +38,40 @@ from octavo.kernels.triton.step_numbers import adam_numbers, sgd_numbers
 from octavo.kernels.triton.table import find_tensor, pointer
 from octavo.kernels.triton.tiles import is_last_program, raise_amax, scale_from_amax, scale_inv_from_scale
 
-FIELDS: tl.constexpr = tl.constexpr(13)
+
+@dataclass(frozen=True)
+class StepClass:
+    """What a launch is compiled for.
+
+    Attributes:
+        tensors: a TensorClass for each way in which tensors differ.
+        is_adam: else SGD.
+        decoupled, clip: as AdamGroup's.
+        blocks: a tile.
+        tiles: a program.
+        any_one_scale: whether any tensor's moment or master has one scale.
+        find: only find the amaxes of moments whose scale is "found".
+    """
+
+    tensors: tuple[Any, ...]
+    is_adam: bool
+    decoupled: bool
+    clip: bool
+    blocks: int
+    tiles: int
+    any_one_scale: bool
+    find: bool
 
 
 @triton.jit
-def moment_scale(row_ptr, COLUMN: tl.constexpr, found_ptr, KIND: tl.constexpr, SCALE: tl.constexpr):
+def moment_scale(row_ptr, COLUMN: tl.constexpr, found_ptr, MOMENT: tl.constexpr):
     """The new scale of a moment that has one; else 1."""
-    LIMIT: tl.constexpr = 448.0 if KIND == 3 else (57344.0 if KIND == 4 else 480.0)
     scale = 1.0
-    if SCALE == 1:
-        scale = scale_from_amax(tl.load(pointer(row_ptr, COLUMN + 2, tl.float32, False)), LIMIT, False)
-    if SCALE == 2:
-        scale = scale_from_amax(tl.load(found_ptr).to(tl.float32, bitcast=True), LIMIT, False)
+    if MOMENT.scale == "previous":
+        amax = tl.load(pointer(row_ptr, COLUMN + 2, tl.float32, False))
+        scale = scale_from_amax(amax, MOMENT.fmt.max, False)
+    if MOMENT.scale == "found":
+        scale = scale_from_amax(tl.load(found_ptr).to(tl.float32, bitcast=True), MOMENT.fmt.max, False)
     return scale
 
 
@@ -91,7 +114,7 @@ def finish(table_ptr, work_ptr, COUNT: tl.constexpr, ANY_ONE: tl.constexpr):
         index = begin + tl.arange(0, 128)
         inside = index < COUNT
         row_ptr = table_ptr + index * WIDTH
-        step_ptr = tl.load(row_ptr + STEP, mask=inside, other=0).to(tl.pointer_type(tl.float32))
+        step_ptr = tl.load(row_ptr + STEP_COUNT, mask=inside, other=0).to(tl.pointer_type(tl.float32))
         tl.store(step_ptr, tl.load(step_ptr, mask=inside, other=0.0) + 1.0, mask=inside)
         if ANY_ONE:
             flags = tl.load(row_ptr + ONE_SCALE, mask=inside, other=0)
@@ -101,15 +124,13 @@ def finish(table_ptr, work_ptr, COUNT: tl.constexpr, ANY_ONE: tl.constexpr):
 
 
 @triton.jit
-def leave_scales(
-    found_ptr, scales, COUNT: tl.constexpr, FIRST_HAS: tl.constexpr, SECOND_HAS: tl.constexpr, MASTER_HAS: tl.constexpr
-):
-    """Leave a tensor's new scales for ``finish``; until then programs read the old ones."""
-    if FIRST_HAS:
+def leave_scales(found_ptr, scales, OF: tl.constexpr, COUNT: tl.constexpr):
+    """Leave a tensor's new scales, of those that have one, for ``finish``; until then programs read the old ones."""
+    if OF.first.has_one_scale:
         tl.store(found_ptr + COUNT, scales.first.to(tl.int32, bitcast=True))
-    if SECOND_HAS:
+    if OF.second.has_one_scale:
         tl.store(found_ptr + 3 * COUNT, scales.second.to(tl.int32, bitcast=True))
-    if MASTER_HAS:
+    if OF.master_has_one_scale:
         tl.store(found_ptr + 5 * COUNT, scales.master.to(tl.int32, bitcast=True))
 
 
@@ -122,31 +143,27 @@ def tile_step(
     n,
     scales,
     key,
-    CLASSES: tl.constexpr,
-    I: tl.constexpr,  # noqa: E741
-    RULE: tl.constexpr,
-    TILE: tl.constexpr,
-    FIND: tl.constexpr,
+    OF: tl.constexpr,
+    STEP: tl.constexpr,
     MEASURE: tl.constexpr,
 ):
     """A tile's step: see adam_tile."""
-    LAYOUT: tl.constexpr = CLASSES[I + 3]
-    if LAYOUT >= 2:
-        tl.static_assert(TILE[0] <= 128)
-        place = place_in_square(row_ptr, program.to(tl.int64), i, TILE[0], LAYOUT == 3)
+    if OF.square:
+        tl.static_assert(STEP.blocks <= 128)
+        place = place_in_square(row_ptr, program.to(tl.int64), i, STEP.blocks, OF.even)
     else:
-        place = place_of(row_ptr, program * TILE[1] + i, TILE[0], LAYOUT == 1, CLASSES[I + 4])
-    if RULE[0] == 1:
-        found = adam_tile(row_ptr, gradient, place, n, scales, key, CLASSES, I, RULE[1], RULE[2], FIND, MEASURE)
+        place = place_of(row_ptr, program * STEP.tiles + i, STEP.blocks, OF.even, OF.large)
+    if STEP.is_adam:
+        found = adam_tile(row_ptr, gradient, place, n, scales, key, OF, STEP, MEASURE)
     else:
-        found = sgd_tile(row_ptr, gradient, place, n, scales, key, CLASSES, I, FIND, MEASURE)
+        found = sgd_tile(row_ptr, gradient, place, n, scales, key, OF, STEP.find, MEASURE)
     return found
 
 
 @triton.jit
-def numbers_of(row_ptr, group_ptr, number, RULE: tl.constexpr):
+def numbers_of(row_ptr, group_ptr, number, IS_ADAM: tl.constexpr):
     """The numbers of a tensor's step."""
-    if RULE[0] == 1:
+    if IS_ADAM:
         result = adam_numbers(group_ptr, tl.load(row_ptr + LR), number)
     else:
         result = sgd_numbers(group_ptr, tl.load(row_ptr + LR), number)
@@ -154,20 +171,12 @@ def numbers_of(row_ptr, group_ptr, number, RULE: tl.constexpr):
 
 
 @triton.jit
-def raise_moments(
-    found_ptr,
-    largest1,
-    largest2,
-    COUNT: tl.constexpr,
-    SCALE1: tl.constexpr,
-    SCALE2: tl.constexpr,
-    FIND: tl.constexpr,
-):
+def raise_moments(found_ptr, largest1, largest2, OF: tl.constexpr, COUNT: tl.constexpr, FIND: tl.constexpr):
     """Raise the amaxes of moments that a launch of this kind looks for."""
-    LOOKED: tl.constexpr = 2 if FIND else 1
-    if SCALE1 == LOOKED:
+    LOOKED: tl.constexpr = "found" if FIND else "previous"
+    if OF.first.scale == LOOKED:
         raise_amax(found_ptr, largest1)
-    if SCALE2 == LOOKED:
+    if OF.second.scale == LOOKED:
         raise_amax(found_ptr + 2 * COUNT, largest2)
 
 
@@ -187,32 +196,28 @@ def update_tensor(
     resolution_ptr,
     found_ptr,  # int32, the tensor's: found amax and new scale of the first moment, the second, the master
     program,  # of the tensor's
-    CLASSES: tl.constexpr,
-    I: tl.constexpr,  # noqa: E741
+    OF: tl.constexpr,
     COUNT: tl.constexpr,
-    RULE: tl.constexpr,
-    TILE: tl.constexpr,
-    FIND: tl.constexpr,
+    STEP: tl.constexpr,
 ):
-    """A program's tiles of a tensor of class I / FIELDS."""
-    SCALE1: tl.constexpr = CLASSES[I + 8]
-    SCALE2: tl.constexpr = CLASSES[I + 12]
-    SCALED: tl.constexpr = CLASSES[I + 2] == 3 or CLASSES[I + 2] >= 5
-    SQUARE: tl.constexpr = CLASSES[I + 3] >= 2
-    number = tl.load(pointer(row_ptr, STEP, tl.float32, False)).to(tl.int64) + 1
+    """A program's tiles of a tensor."""
+    MASTER: tl.constexpr = OF.master
+    FIRST_MOMENT: tl.constexpr = OF.first
+    SECOND_MOMENT: tl.constexpr = OF.second
+    number = tl.load(pointer(row_ptr, STEP_COUNT, tl.float32, False)).to(tl.int64) + 1
     key = with_number(tl.load(row_ptr + KEY).to(tl.uint32), number)
-    n = numbers_of(row_ptr, group_ptr, number, RULE)
+    n = numbers_of(row_ptr, group_ptr, number, STEP.is_adam)
     master = 1.0
     master_inv = 1.0
-    if SCALED:
-        LIMIT: tl.constexpr = 65504.0 if CLASSES[I + 2] == 3 else 448.0
-        master, master_inv = master_scales(row_ptr, n, program if SQUARE else 0, RULE[1], LIMIT)
+    if MASTER.needs_bound:
+        LIMIT: tl.constexpr = 65504.0 if MASTER.fmt is None else MASTER.fmt.max
+        master, master_inv = master_scales(row_ptr, n, program if OF.square else 0, STEP.decoupled, LIMIT)
     grad_scale = None
     if grad_scale_ptr is not None:
         grad_scale = tl.load(grad_scale_ptr)
-    gradient = Gradient(tl.load(gradient_ptr), tl.load(gradient_ptr + COUNT) if CLASSES[I] == 3 else None)
-    first = moment_scale(row_ptr, FIRST, found_ptr, CLASSES[I + 5], SCALE1)
-    second = moment_scale(row_ptr, SECOND, found_ptr + 2 * COUNT, CLASSES[I + 9], SCALE2)
+    gradient = Gradient(tl.load(gradient_ptr), tl.load(gradient_ptr + COUNT) if OF.gradient_fmt is not None else None)
+    first = moment_scale(row_ptr, FIRST, found_ptr, FIRST_MOMENT)
+    second = moment_scale(row_ptr, SECOND, found_ptr + 2 * COUNT, SECOND_MOMENT)
     scales = Scales(first, second, master, master_inv, grad_scale)
     largest1 = 0.0
     largest2 = 0.0
@@ -220,25 +225,25 @@ def update_tensor(
     all_moved = 0.0
     all_grid = 0.0
     MEASURE: tl.constexpr = resolution_ptr is not None
-    for i in range(128 // TILE[0] if SQUARE else TILE[1]):
+    for i in range(128 // STEP.blocks if OF.square else STEP.tiles):
         found1, found2, found_w, moved, grid = tile_step(
-            row_ptr, gradient, program, i, n, scales, key, CLASSES, I, RULE, TILE, FIND, MEASURE
+            row_ptr, gradient, program, i, n, scales, key, OF, STEP, MEASURE
         )
         all_moved += moved
         all_grid += grid
         largest1 = tl.maximum(largest1, found1)
         largest2 = tl.maximum(largest2, found2)
         largest_w = tl.maximum(largest_w, found_w)
-    raise_moments(found_ptr, largest1, largest2, COUNT, SCALE1, SCALE2, FIND)
-    if not FIND:
+    raise_moments(found_ptr, largest1, largest2, OF, COUNT, STEP.find)
+    if not STEP.find:
         if MEASURE:
             note_resolution(row_ptr, resolution_ptr, all_moved, all_grid)
-        if SQUARE:
+        if OF.square:
             note_square(row_ptr, program, master, largest_w)
-        elif SCALED:
+        elif MASTER.needs_bound:
             raise_amax(found_ptr + 4 * COUNT, largest_w)
         if program == 0:
-            leave_scales(found_ptr, scales, COUNT, SCALE1 != 0, SCALE2 != 0, SCALED and not SQUARE)
+            leave_scales(found_ptr, scales, OF, COUNT)
 
 
 @triton.jit(do_not_specialize=["programs"])
@@ -252,40 +257,25 @@ def optimizer_step_kernel(
     work_ptr,  # int32, zeros: a counter; of each tensor, found amax and new scale of each that has one
     programs,
     TENSORS: tl.constexpr,
-    CLASSES: tl.constexpr,
-    RULE: tl.constexpr,  # (1 Adam or 2 SGD, decoupled, clip)
-    TILE: tl.constexpr,  # (blocks a tile, tiles a program)
-    ANY_ONE: tl.constexpr,  # whether any tensor's moment or master has one scale
-    FIND: tl.constexpr,  # only find the amaxes of moments of SCALE 2
+    STEP: tl.constexpr,
 ):
     """A step of all tensors."""
     if skip_ptr is not None:
         if tl.load(skip_ptr) != 0:
             return
     COUNT: tl.constexpr = TENSORS[0]
-    KINDS: tl.constexpr = len(CLASSES) // FIELDS
     tensor, row_ptr = find_tensor(table_ptr, tl.program_id(0), TENSORS, WIDTH, FIRST_PROGRAM)
     program = tl.program_id(0) - tl.load(row_ptr + FIRST_PROGRAM).to(tl.int32)
     group_ptr = groups_ptr + tl.load(row_ptr + GROUP) * 8
     kind = tl.load(row_ptr + CLASS)
     found_ptr = work_ptr + 1 + tensor
-    for i in tl.static_range(KINDS):
+    gradient_ptr = gradients_ptr + tensor
+    for i in tl.static_range(len(STEP.tensors)):
         if kind == i:
+            OF: tl.constexpr = STEP.tensors[i]
             update_tensor(
-                row_ptr,
-                gradients_ptr + tensor,
-                group_ptr,
-                grad_scale_ptr,
-                resolution_ptr,
-                found_ptr,
-                program,
-                CLASSES,
-                i * FIELDS,
-                COUNT,
-                RULE,
-                TILE,
-                FIND,
+                row_ptr, gradient_ptr, group_ptr, grad_scale_ptr, resolution_ptr, found_ptr, program, OF, COUNT, STEP
             )
-    if not FIND:
+    if not STEP.find:
         if is_last_program(work_ptr, programs):
-            finish(table_ptr, work_ptr, COUNT, ANY_ONE)
+            finish(table_ptr, work_ptr, COUNT, STEP.any_one_scale)
