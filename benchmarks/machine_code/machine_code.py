@@ -89,7 +89,7 @@ def _bits(instruction: Instruction) -> int:
 
 
 # what reads and writes tiles of tensors; scales and their like are narrow and few
-_READ = (tiles.load_tile, produce.load_input, optimizer_state.load_at)
+_READ = (tiles.load_tile, produce.produce, produce.load_input, optimizer_state.load_at)
 _WRITE = (tiles.store_codes, tiles.store_half, optimizer_state.store_at)
 
 
@@ -119,9 +119,9 @@ def _widths(name: str, code: list[Instruction]) -> tuple[set[int], set[int]]:
         loads = [i for i in code if i.name.startswith("LDGSTS.")]
     elif name == "dequantize_kernel":
         loads = [i for i in loads if _bits(i) == max(map(_bits, loads))]
-    elif name != "cast_any_block_kernel":
+    else:
         loads = [i for i in loads if _is_of(_READ, i)]
-    if name not in ("matmul_kernel", "dequantize_kernel", "cast_any_block_kernel"):
+    if name not in ("matmul_kernel", "dequantize_kernel"):
         stores = [i for i in stores if _is_of(_WRITE, i)]
     return set(map(_bits, loads)), set(map(_bits, stores))
 

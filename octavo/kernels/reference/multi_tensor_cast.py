@@ -61,13 +61,14 @@ def multi_tensor_cast(
         delayed_scale = delayed_scales[index] if delayed_scales else None
         dtype = qdata[index].dtype
         codes, other, scales, found, _ = cast_transpose(x, delayed_scale, role, dtype, tile, power_of_two, margin)
-        _copy_codes(qdata[index], codes)
+        copy_codes(qdata[index], codes)
         if transposed:
-            _copy_codes(transposed[index], other)
+            copy_codes(transposed[index], other)
         scale_inv[index].copy_(scales)
         amax[index].copy_(found)
 
 
-def _copy_codes(out: Tensor, codes: Tensor) -> None:
+def copy_codes(out: Tensor, codes: Tensor) -> None:
+    """Write codes to ``out``, whose rows may be longer, with zero codes at their end."""
     padding = out.shape[1] - codes.shape[1]
     out.view(torch.uint8).copy_(F.pad(codes.view(torch.uint8), (0, padding)))

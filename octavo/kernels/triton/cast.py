@@ -2,7 +2,7 @@
 
     per tensor        cast_tensor.py    Delayed one launch; Dynamic two, the first for the amax
     per row           cast_rows.py      one launch; per column the same on the transposed view
-    per block         cast_blocks.py    one launch, for two block scalings too
+    per block         cast_blocks.py    of powers of two: one launch, for two such scalings too; others: the reference
 
 Two scalings that are not both blocks of powers of two take a launch each: an amax over rows and one over columns are
 not both local to a program.
@@ -16,16 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo import numerics
 from octavo.granularity import ALL, scale_shape
 from octavo.kernels.layouts import is_small_block, sums_dtype
+from octavo.kernels.reference.amax import amax_and_finiteness
 from octavo.kernels.reference.cast import column_sum_of
-from octavo.kernels.triton.cast_blocks import Second, cast_by_any_block, cast_by_block
+from octavo.kernels.reference.codes import encode
+from octavo.kernels.reference.multi_tensor_cast import copy_codes
+from octavo.kernels.triton.cast_blocks import Second, cast_by_block
 from octavo.kernels.triton.cast_rows import cast_by_row
 from octavo.kernels.triton.cast_tensor import amax_of, cast_by_tensor
 from octavo.kernels.triton.delayed_update import update_of
-from octavo.kernels.triton.given import Given, Rounding, given_of, materialised, rounding_of
+from octavo.kernels.triton.given import Given, given_of, materialised, rounding_of
 from octavo.kernels.triton.history import committed
 from octavo.kernels.triton.launch import on_its_device
+from octavo.kernels.triton.tiles import Rounding
 
 
 @on_its_device
@@ -139,6 +144,9 @@ def cast_and_commit(
     return q, x.new_empty((0, 0), dtype=dtype) if t is None else t, scale_inv, sums
 
 
+_ANY = Rounding(False, 448.0, False)  # where no codes are written
+
+
 def _fitting(tiles: Sequence[Sequence[int]], *arguments: Any) -> Given:
     """``given_of``; where a kernel can't compute it for these tiles, as a tensor of its own."""
     given = given_of(*arguments)
@@ -168,13 +176,26 @@ def cast_by_tile(
         return scale_inv.view(1, -1), amax.view(1, -1), sums
     if given.fits(tile):
         return cast_by_block(given, rounding, tile, q, t, column_sum)
-    return *cast_by_any_block(given, rounding, tile, q, t), _sums_apart(given, column_sum)
+    return *_cast_by_reference(given, rounding, tile, q, t), _sums_apart(given, column_sum)
+
+
+def _cast_by_reference(
+    given: Given, rounding: Rounding, tile: Sequence[int], q: Tensor | None, t: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """A scale for each block of x itself, of any size: (scale_inv, amax)."""
+    amax, all_finite = amax_and_finiteness(given.x, tile)
+    scale = numerics.scale_from_amax(amax, rounding.limit, rounding.power_of_two, 0)
+    for out, laid in ((q, False), (t, True)):
+        if out is not None:
+            codes = encode(given.x, scale, tile, out.dtype, all_finite, False)
+            copy_codes(out, codes.t() if laid else codes)
+    return numerics.scale_inv_from_scale(scale), amax
 
 
 def _sums_apart(given: Given, wanted: bool) -> Tensor:
     """Column sums that no program of a cast's could find."""
     if given.function[0] and wanted:
-        return cast_by_row(given.t(), (False, 448.0, False), None, None, row_sum=True)[2]
+        return cast_by_row(given.t(), _ANY, None, None, row_sum=True)[2]
     return column_sum_of(given.x, wanted).to(sums_dtype(given.read_dtype or given.x.dtype))
 
 
@@ -183,4 +204,4 @@ def amax_by_tile(x: Tensor, tile: Sequence[int]) -> Tensor:
     given = given_of(x)
     if tile[0] == ALL and tile[1] == ALL:
         return amax_of(given)
-    return cast_by_tile(given, None, 0, (False, 448.0, False), tile, None, None, False)[1]
+    return cast_by_tile(given, None, 0, _ANY, tile, None, None, False)[1]

@@ -7,16 +7,18 @@ of their own, a program for each half.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.triton.given import Given, Rounding, out_of
+from octavo.kernels.triton.given import Given, out_of
 from octavo.kernels.triton.launch import launch, next_power_of_two
 from octavo.kernels.triton.produce import produce
 from octavo.kernels.triton.tiles import (
+    Rounding,
     encode,
-    encode_finite,
     finite_abs,
     narrow,
     scale_from_amax,
@@ -24,6 +26,16 @@ from octavo.kernels.triton.tiles import (
     store_codes,
     store_half,
 )
+
+
+class RowTiling(NamedTuple):
+    """A program's rows and the tiles it reads them in."""
+
+    even: bool  # x is made of whole tiles
+    one_tile: bool  # it holds whole rows
+    halves: str  # "": one tile; "joined": two, whose rows share a scale; "apart": two, of rows of their own
+    block_r: int
+    block_c: int
 
 
 @triton.jit
@@ -34,106 +46,70 @@ def cast_rows_kernel(
     scale_inv_ptr,
     amax_ptr,
     sum_ptr,  # sums of rows, or None
-    FUNCTION: tl.constexpr,  # see produce.py
-    ROUNDING: tl.constexpr,  # (E5M2, limit, power_of_two)
-    HALVES: tl.constexpr,  # "": one tile; "joined": two, whose rows share a scale; "apart": two, of rows of their own
-    EVEN: tl.constexpr,  # x is made of whole tiles
-    ONE_TILE: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
+    function: tl.constexpr,  # Function
+    rounding: tl.constexpr,
+    tiling: tl.constexpr,  # RowTiling
 ):
     """A scale for each row of what is cast."""
-    LIMIT: tl.constexpr = ROUNDING[1]
-    POWER_OF_TWO: tl.constexpr = ROUNDING[2]
     program = tl.program_id(0)
     half = 0
-    if HALVES == "apart":
+    if tiling.halves == "apart":
         half = program % 2
         program = program // 2
-    rows = program * BLOCK_R + tl.arange(0, BLOCK_R)
-    cols = tl.arange(0, BLOCK_C)
-    tile, second = produce_half(x, h, rows, cols, half, FUNCTION, HALVES, EVEN)
-    largest = larger(tl.abs(tile), tl.abs(second), HALVES)
+    rows = program * tiling.block_r + tl.arange(0, tiling.block_r)
+    cols = tl.arange(0, tiling.block_c)
+    tile, second = produce_half(x, h, rows, cols, half, function, tiling)
+    largest = larger(tile, second, tiling)
     sums = tile
-    if not ONE_TILE:
-        for start in range(BLOCK_C, x.C, BLOCK_C):
-            more, more_second = produce_half(x, h, rows, start + cols, half, FUNCTION, HALVES, EVEN)
-            largest = tl.maximum(largest, larger(tl.abs(more), tl.abs(more_second), HALVES))
+    if not tiling.one_tile:
+        for start in range(tiling.block_c, x.C, tiling.block_c):
+            more, more_second = produce_half(x, h, rows, start + cols, half, function, tiling)
+            largest = tl.maximum(largest, larger(more, more_second, tiling))
             if sum_ptr is not None:
                 sums += more
     amax = tl.max(largest, 1)
-    amax = tl.where(amax == amax, amax, 0.0)  # a row of NaN alone
     of_half = half * x.R + rows
     if sum_ptr is not None:
         tl.store(sum_ptr + of_half, narrow(tl.sum(sums, 1), sum_ptr.dtype.element_ty), mask=rows < x.R)
-    any_inf = tl.max(amax, 0) == float("inf")
-    if any_inf:
-        largest = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
-        for start in range(0, x.C, BLOCK_C):
-            more, more_second = produce_half(x, h, rows, start + cols, half, FUNCTION, HALVES, EVEN)
-            largest = tl.maximum(largest, larger(finite_abs(more), finite_abs(more_second), HALVES))
-        amax = tl.max(largest, 1)
-    scale = scale_from_amax(amax, LIMIT, POWER_OF_TWO)
+    scale = scale_from_amax(amax, rounding.limit, rounding.power_of_two)
     tl.store(amax_ptr + of_half, amax, mask=rows < x.R)
-    tl.store(scale_inv_ptr + of_half, scale_inv_from_scale(scale, POWER_OF_TWO), mask=rows < x.R)
-    if ONE_TILE:
-        store_rows(tile, second, x, out, scale, any_inf, rows, cols, half, ROUNDING, HALVES, EVEN)
+    tl.store(scale_inv_ptr + of_half, scale_inv_from_scale(scale, rounding.power_of_two), mask=rows < x.R)
+    if tiling.one_tile:
+        store_rows(tile, second, x, out, scale, rows, cols, half, rounding.e5m2, tiling)
     else:
-        for start in range(0, x.C, BLOCK_C):
-            tile, second = produce_half(x, h, rows, start + cols, half, FUNCTION, HALVES, EVEN)
-            store_rows(tile, second, x, out, scale, any_inf, rows, start + cols, half, ROUNDING, HALVES, EVEN)
+        for start in range(0, x.C, tiling.block_c):
+            tile, second = produce_half(x, h, rows, start + cols, half, function, tiling)
+            store_rows(tile, second, x, out, scale, rows, start + cols, half, rounding.e5m2, tiling)
 
 
 @triton.jit
-def produce_half(x, h, rows, cols, half, FUNCTION: tl.constexpr, HALVES: tl.constexpr, EVEN: tl.constexpr):
+def produce_half(x, h, rows, cols, half, function: tl.constexpr, tiling: tl.constexpr):
     """What ``produce`` makes; of halves that are apart, this program's."""
-    tile, second = produce(x, h, rows, cols, FUNCTION, EVEN)
-    if HALVES == "apart":
+    tile, second = produce(x, h, rows, cols, function, tiling.even)
+    if tiling.halves == "apart":
         tile = tl.where(half == 0, tile, second)
     return tile, second
 
 
 @triton.jit
-def larger(a, b, HALVES: tl.constexpr):
-    """The larger magnitude of two tiles that share scales, else the first's; NaN may lose or stay."""
-    if HALVES == "joined":
-        a = tl.maximum(a, b)
-    return a
+def larger(a, b, tiling: tl.constexpr):
+    """The larger finite magnitude of two tiles that share scales, else the first's."""
+    result = finite_abs(a)
+    if tiling.halves == "joined":
+        result = tl.maximum(result, finite_abs(b))
+    return result
 
 
 @triton.jit
-def store_rows(
-    tile,
-    second,
-    x,
-    out,
-    scale,
-    any_inf,
-    rows,
-    cols,
-    half,
-    ROUNDING: tl.constexpr,
-    HALVES: tl.constexpr,
-    EVEN: tl.constexpr,
-):
+def store_rows(tile, second, x, out, scale, rows, cols, half, E5M2: tl.constexpr, tiling: tl.constexpr):
     """Write codes of [BR, BC] by its rows' scales [BR]."""
-    codes = encode_rows(tile, scale, any_inf, ROUNDING[0])
-    if HALVES == "":
-        store_codes(codes, out, rows, cols, x, EVEN)
+    codes = encode(tile, scale[:, None], E5M2)
+    if tiling.halves == "":
+        store_codes(codes, out, rows, cols, x, tiling.even)
     else:
-        store_half(codes, out, rows, cols, x, half, HALVES == "apart", EVEN)
-        if HALVES == "joined":
-            codes = encode_rows(second, scale, any_inf, ROUNDING[0])
-            store_half(codes, out, rows, cols, x, 1, False, EVEN)
-
-
-@triton.jit
-def encode_rows(tile, scale, any_inf, E5M2: tl.constexpr):
-    """Codes of [BR, BC] by its rows' scales [BR]."""
-    codes = encode_finite(tile, scale[:, None], E5M2)
-    if any_inf:
-        codes = encode(tile, scale[:, None], E5M2)
-    return codes
+        store_half(codes, out, rows, cols, x, half, tiling.halves == "apart", tiling.even)
+        if tiling.halves == "joined":
+            store_half(encode(second, scale[:, None], E5M2), out, rows, cols, x, 1, False, tiling.even)
 
 
 def cast_by_row(
@@ -153,6 +129,7 @@ def cast_by_row(
     block_r = chosen.block_r * max(1, chosen.block_c // (2 * block_c))
     halves = "" if given.halves == 1 else "apart" if given.is_transposed else "joined"
     out = out_of(q, t)
+    even = given.rows % block_r == 0 and given.cols % block_c == 0
     arguments = (
         given.source,
         given.h,
@@ -162,11 +139,7 @@ def cast_by_row(
         sums if row_sum else None,
         given.function,
         rounding,
-        halves,
-        given.rows % block_r == 0 and given.cols % block_c == 0,
-        widest <= block_c,
-        block_r,
-        block_c,
+        RowTiling(even, widest <= block_c, halves, block_r, block_c),
     )
     key = given.key((), "cast_rows", rounding, chosen, out.q_stride, out.t_stride, q is None, t is None, row_sum)
     programs = -(-given.rows // block_r) * (2 if halves == "apart" else 1)

@@ -1,10 +1,7 @@
 """The casts of one scale a tensor: the amax, and the cast with both layouts, amax, column sums and the delayed roll.
 
-A program works down a strip of columns, TILES tiles of [BLOCK_R, BLOCK_C], so that few programs meet at the shared amax
+A program works down a strip of columns, some tiles, so that few programs meet at the shared amax
 and a strip's column sums have few parts. What spans programs is finished by the last of them, in the same launch.
-
-SHAPE is (EVEN, TILES, BLOCK_R, BLOCK_C, PAIR); EVEN: what is cast is made of whole programs' tiles, so nothing is
-masked; PAIR: ``produce`` makes two tiles.
 
 work (int32, all 0 before and after): [0] the bits of the shared amax, [1] its counter, [2...] a counter a strip.
 """
@@ -12,20 +9,20 @@ work (int32, all 0 before and after): [0] the bits of the shared amax, [1] its c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.triton.delayed_update import roll, roll_others
-from octavo.kernels.triton.given import Given, Rounding, out_of
+from octavo.kernels.triton.delayed_update import Update, roll, roll_others
+from octavo.kernels.triton.given import Given, out_of
 from octavo.kernels.triton.history import scale_exists
 from octavo.kernels.triton.launch import Config, launch, workspace
 from octavo.kernels.triton.produce import produce
 from octavo.kernels.triton.tiles import (
+    Rounding,
     encode,
-    encode_finite,
     finish_column_sum,
     finite_abs,
     is_last_program,
@@ -38,46 +35,34 @@ from octavo.kernels.triton.tiles import (
 )
 
 
+class StripTiling(NamedTuple):
+    """A program's part of a strip of columns: ``tiles`` tiles, one below the other."""
+
+    even: bool  # what is cast is made of whole programs' tiles, so nothing is masked
+    tiles: int
+    block_r: int
+    block_c: int
+    pair: bool = False  # ``produce`` makes two tiles
+
+
 @triton.jit
-def strip_amax(x, h, first_row, cols, FUNCTION: tl.constexpr, SHAPE: tl.constexpr):
+def finite_largest(largest, tile, second, tiling: tl.constexpr):
+    """``largest`` raised to the finite magnitudes of what ``produce`` made."""
+    largest = tl.maximum(largest, finite_abs(tile))
+    if tiling.pair:
+        largest = tl.maximum(largest, finite_abs(second))
+    return largest
+
+
+@triton.jit
+def strip_amax(x, h, first_row, cols, function: tl.constexpr, tiling: tl.constexpr):
     """The amax of a program's tiles, a scalar."""
-    BLOCK_R: tl.constexpr = SHAPE[2]
-    BLOCK_C: tl.constexpr = SHAPE[3]
-    largest = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
-    for i in range(SHAPE[1]):
-        rows = first_row + i * BLOCK_R + tl.arange(0, BLOCK_R)
-        # NaN loses; inf is looked for once at the end, which costs a third of a look at each element
-        tile, second = produce(x, h, rows, cols, FUNCTION, SHAPE[0])
-        largest = tl.maximum(largest, tl.abs(tile))
-        if SHAPE[4]:
-            largest = tl.maximum(largest, tl.abs(second))
-    amax = tl.max(tl.max(largest, 1), 0)
-    if amax == float("inf"):
-        largest = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
-        for i in range(SHAPE[1]):
-            rows = first_row + i * BLOCK_R + tl.arange(0, BLOCK_R)
-            tile, second = produce(x, h, rows, cols, FUNCTION, SHAPE[0])
-            largest = tl.maximum(largest, tl.maximum(finite_abs(tile), finite_abs(second)))
-        amax = tl.max(tl.max(largest, 1), 0)
-    return amax
-
-
-@triton.jit
-def store_tiles(tile, second, x, out, scale, rows, cols, ANY: tl.constexpr, E5M2: tl.constexpr, SHAPE: tl.constexpr):
-    """Write the codes of what ``produce`` made. ANY: it may hold inf."""
-    if ANY:
-        codes = encode(tile, scale, E5M2)
-    else:
-        codes = encode_finite(tile, scale, E5M2)
-    if SHAPE[4]:
-        store_half(codes, out, rows, cols, x, 0, False, SHAPE[0])
-        if ANY:
-            codes = encode(second, scale, E5M2)
-        else:
-            codes = encode_finite(second, scale, E5M2)
-        store_half(codes, out, rows, cols, x, 1, False, SHAPE[0])
-    else:
-        store_codes(codes, out, rows, cols, x, SHAPE[0])
+    largest = tl.zeros([tiling.block_r, tiling.block_c], tl.float32)
+    for i in range(tiling.tiles):
+        rows = first_row + i * tiling.block_r + tl.arange(0, tiling.block_r)
+        tile, second = produce(x, h, rows, cols, function, tiling.even)
+        largest = finite_largest(largest, tile, second, tiling)
+    return tl.max(tl.max(largest, 1), 0)
 
 
 @triton.jit
@@ -88,38 +73,30 @@ def cast_strip(
     scale,
     first_row,
     cols,
-    FUNCTION: tl.constexpr,
+    function: tl.constexpr,
     E5M2: tl.constexpr,
     SUMS: tl.constexpr,
-    SHAPE: tl.constexpr,
+    tiling: tl.constexpr,
 ):
     """Write the codes of a program's tiles: (their amax, their columns' sums [BLOCK_C], those of the second tiles)."""
-    BLOCK_R: tl.constexpr = SHAPE[2]
-    BLOCK_C: tl.constexpr = SHAPE[3]
-    largest = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
-    sums = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
-    second_sums = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
-    for i in range(SHAPE[1]):
-        rows = first_row + i * BLOCK_R + tl.arange(0, BLOCK_R)
-        tile, second = produce(x, h, rows, cols, FUNCTION, SHAPE[0])
-        largest = tl.maximum(largest, tl.abs(tile))
-        if SHAPE[4]:
-            largest = tl.maximum(largest, tl.abs(second))
+    largest = tl.zeros([tiling.block_r, tiling.block_c], tl.float32)
+    sums = tl.zeros([tiling.block_r, tiling.block_c], tl.float32)
+    second_sums = tl.zeros([tiling.block_r, tiling.block_c], tl.float32)
+    for i in range(tiling.tiles):
+        rows = first_row + i * tiling.block_r + tl.arange(0, tiling.block_r)
+        tile, second = produce(x, h, rows, cols, function, tiling.even)
+        largest = finite_largest(largest, tile, second, tiling)
         if SUMS:
             sums += tile
-            if SHAPE[4]:
+        codes = encode(tile, scale, E5M2)
+        if tiling.pair:
+            store_half(codes, out, rows, cols, x, 0, False, tiling.even)
+            store_half(encode(second, scale, E5M2), out, rows, cols, x, 1, False, tiling.even)
+            if SUMS:
                 second_sums += second
-        store_tiles(tile, second, x, out, scale, rows, cols, False, E5M2, SHAPE)
-    amax = tl.max(tl.max(largest, 1), 0)
-    if amax == float("inf"):  # then once more, with care
-        tl.debug_barrier()
-        amax = 0.0
-        for i in range(SHAPE[1]):
-            rows = first_row + i * BLOCK_R + tl.arange(0, BLOCK_R)
-            tile, second = produce(x, h, rows, cols, FUNCTION, SHAPE[0])
-            amax = tl.maximum(amax, tl.max(tl.max(tl.maximum(finite_abs(tile), finite_abs(second)), 1), 0))
-            store_tiles(tile, second, x, out, scale, rows, cols, True, E5M2, SHAPE)
-    return amax, tl.sum(sums, 0), tl.sum(second_sums, 0)
+        else:
+            store_codes(codes, out, rows, cols, x, tiling.even)
+    return tl.max(tl.max(largest, 1), 0), tl.sum(sums, 0), tl.sum(second_sums, 0)
 
 
 @triton.jit(do_not_specialize=["groups"])
@@ -129,39 +106,36 @@ def amax_kernel(
     amax_ptr,
     delayed_scale_ptr,  # None, or: return at once where a scale exists
     work_ptr,
-    groups,  # of TILES tiles in a strip
+    groups,  # of tiling.tiles tiles in a strip
     ROLE: tl.constexpr,
-    FUNCTION: tl.constexpr,  # see produce.py
-    SHAPE: tl.constexpr,
+    function: tl.constexpr,  # Function
+    tiling: tl.constexpr,  # StripTiling
 ):
     """The amax of all that is to be cast."""
     if delayed_scale_ptr is not None:
         if tl.load(delayed_scale_ptr + ROLE) != 0:
             return
-    STRIP_ROWS: tl.constexpr = SHAPE[1] * SHAPE[2]
-    BLOCK_C: tl.constexpr = SHAPE[3]
     strips = tl.num_programs(0) // groups
     program = tl.program_id(0)
-    cols = (program % strips) * BLOCK_C + tl.arange(0, BLOCK_C)
-    raise_amax(work_ptr, strip_amax(x, h, (program // strips) * STRIP_ROWS, cols, FUNCTION, SHAPE))
+    first_row = (program // strips) * (tiling.tiles * tiling.block_r)
+    cols = (program % strips) * tiling.block_c + tl.arange(0, tiling.block_c)
+    raise_amax(work_ptr, strip_amax(x, h, first_row, cols, function, tiling))
     if is_last_program(work_ptr + 1, tl.num_programs(0)):
         tl.store(amax_ptr, take_amax(work_ptr))
 
 
 @triton.jit
-def scale_of(delayed_scale_ptr, own_amax_ptr, ROLE: tl.constexpr, ROUNDING: tl.constexpr):
+def scale_of(delayed_scale_ptr, own_amax_ptr, ROLE: tl.constexpr, rounding: tl.constexpr):
     """The delayed scale, or where there is none yet, or for Dynamic, that of the tensor's own amax."""
-    LIMIT: tl.constexpr = ROUNDING[1]
-    POWER_OF_TWO: tl.constexpr = ROUNDING[2]
     if delayed_scale_ptr is not None:
         scale = tl.load(delayed_scale_ptr + ROLE)
         if scale == 0:
             if own_amax_ptr is not None:
-                scale = scale_from_amax(tl.load(own_amax_ptr), LIMIT, POWER_OF_TWO)
+                scale = scale_from_amax(tl.load(own_amax_ptr), rounding.limit, rounding.power_of_two)
             else:  # a CUDA graph replayed after the state was emptied
                 scale = 1.0
     else:
-        scale = scale_from_amax(tl.load(own_amax_ptr), LIMIT, POWER_OF_TWO)
+        scale = scale_from_amax(tl.load(own_amax_ptr), rounding.limit, rounding.power_of_two)
     return scale
 
 
@@ -179,20 +153,17 @@ def cast_tensor_kernel(
     amax_weight_ptr,
     sums,  # None, or (column sums [C], their parts [groups, C])
     work_ptr,
-    groups,  # of TILES tiles in a strip
+    groups,  # of tiling.tiles tiles in a strip
     ROLE: tl.constexpr,
-    FUNCTION: tl.constexpr,  # see produce.py
-    ROUNDING: tl.constexpr,  # (E5M2, limit, power_of_two)
-    UPDATE: tl.constexpr,  # see delayed_update.py
-    SHAPE: tl.constexpr,
+    function: tl.constexpr,  # Function
+    rounding: tl.constexpr,
+    update: tl.constexpr,  # Update
+    tiling: tl.constexpr,  # StripTiling
 ):
     """One scale for all that is cast: codes in one or both layouts, scale_inv, and what else is asked for."""
-    E5M2: tl.constexpr = ROUNDING[0]
-    STRIP_ROWS: tl.constexpr = SHAPE[1] * SHAPE[2]
-    BLOCK_C: tl.constexpr = SHAPE[3]
     programs = tl.num_programs(0)
     program = tl.program_id(0)
-    scale = scale_of(delayed_scale_ptr, own_amax_ptr, ROLE, ROUNDING)
+    scale = scale_of(delayed_scale_ptr, own_amax_ptr, ROLE, rounding)
     if delayed_scale_ptr is None:
         program = programs - 1 - program  # what amax_kernel read last is still in the cache
     if program == 0:
@@ -200,13 +171,15 @@ def cast_tensor_kernel(
     strips = programs // groups
     strip = program % strips
     group = program // strips
-    cols = strip * BLOCK_C + tl.arange(0, BLOCK_C)
-    first_row = group * STRIP_ROWS
-    amax, parts, second_parts = cast_strip(x, h, out, scale, first_row, cols, FUNCTION, E5M2, sums is not None, SHAPE)
+    cols = strip * tiling.block_c + tl.arange(0, tiling.block_c)
+    first_row = group * (tiling.tiles * tiling.block_r)
+    amax, parts, second_parts = cast_strip(
+        x, h, out, scale, first_row, cols, function, rounding.e5m2, sums is not None, tiling
+    )
     if sums is not None:
         counters = work_ptr + 2 + strip
         finish_column_sum(parts, sums[0], sums[1], counters, group, groups, cols, x.C)
-        if SHAPE[4]:
+        if tiling.pair:
             sum_ptr = sums[0] + x.C
             finish_column_sum(
                 second_parts, sum_ptr, sums[1] + groups * x.C, counters + strips, group, groups, cols, x.C
@@ -217,24 +190,24 @@ def cast_tensor_kernel(
             amax = take_amax(work_ptr)
             tl.store(amax_ptr, amax)
             if history_ptr is not None:  # all programs have read their scale
-                roll_others(delayed_scale_ptr, history_ptr, amax_input_ptr, amax_weight_ptr, UPDATE)
-                roll(delayed_scale_ptr, history_ptr, amax, ROLE, UPDATE)
+                roll_others(delayed_scale_ptr, history_ptr, amax_input_ptr, amax_weight_ptr, update)
+                roll(delayed_scale_ptr, history_ptr, amax, ROLE, update)
 
 
-def _shape(given: Given, chosen: Config) -> tuple[int, int, tuple[bool, int, int, int, bool]]:
-    """How programs share what is cast: (strips of columns, groups in a strip, SHAPE)."""
+def _tiling(given: Given, chosen: Config) -> tuple[int, int, StripTiling]:
+    """How programs share what is cast: (strips of columns, groups in a strip, tiling)."""
     rows, cols = given.rows, given.cols
     block_r, block_c, tiles, _ = chosen
     strips = -(-cols // block_c) or 1
     groups = -(-rows // (block_r * tiles)) or 1
     even = rows == groups * block_r * tiles and cols == strips * block_c
-    return strips, groups, (even, tiles, block_r, block_c, given.halves == 2)
+    return strips, groups, StripTiling(even, tiles, block_r, block_c, given.halves == 2)
 
 
 def amax_of(given: Given, delayed_scale: Tensor | None = None, role: int = 0) -> Tensor:
     """amax [1, 1]; given ``delayed_scale``, left unwritten where that has a scale for ``role``."""
     chosen = given.config("amax")
-    strips, groups, shape = _shape(given, chosen)
+    strips, groups, tiling = _tiling(given, chosen)
     amax = given.float32((1, 1))
     key = given.key((delayed_scale,), "amax", delayed_scale is None, role, chosen)
     arguments = (
@@ -246,7 +219,7 @@ def amax_of(given: Given, delayed_scale: Tensor | None = None, role: int = 0) ->
         groups,
         role,
         given.function,
-        shape,
+        tiling,
     )
     launch(amax_kernel, strips * groups, arguments, chosen.num_warps, key, **given.options)
     return amax
@@ -261,12 +234,12 @@ def cast_by_tensor(
     t: Tensor | None,
     column_sum: bool,
     commit: Sequence[Tensor | None] = (None, None, None),  # history, amax of input, amax of weight
-    update: tuple[Any, ...] | None = None,
+    update: Update | None = None,
     own_amax: Tensor | None = None,  # if known
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One scale for all: (scale_inv, amax, column sums)."""
     chosen = given.config("cast" if t is None else "cast_transpose")
-    strips, groups, shape = _shape(given, chosen)
+    strips, groups, tiling = _tiling(given, chosen)
     if own_amax is None and (delayed_scale is None or not scale_exists(delayed_scale, role)):
         own_amax = amax_of(given, delayed_scale, role)
     scale_inv = given.float32((1, 1))
@@ -291,7 +264,7 @@ def cast_by_tensor(
         given.function,
         rounding,
         update,
-        shape,
+        tiling,
     )
     key = given.key(changed, "cast_tensor", *options)
     launch(cast_tensor_kernel, strips * groups, arguments, chosen.num_warps, key, **given.options)

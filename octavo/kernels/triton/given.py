@@ -15,19 +15,18 @@ from octavo.kernels.activations import activation_of, cast_shape
 from octavo.kernels.layouts import is_small_block, padded, sums_dtype
 from octavo.kernels.reference.activation import produced
 from octavo.kernels.triton.launch import TABLE, Config, Key, config, key_of
-from octavo.kernels.triton.produce import Input, Norm
-from octavo.kernels.triton.tiles import Codes, Source
+from octavo.kernels.triton.produce import Function, Input, Norm
+from octavo.kernels.triton.tiles import Codes, Rounding, Source
 
-Rounding = tuple[bool, float, bool]  # E5M2, format.max / 2^margin, power_of_two: the kernels' ROUNDING
 _WHOLE = {(ALL, ALL), (1, ALL), (ALL, 1)}
 _ALL = 1 << 30  # a tile of so many rows or columns holds them all
 
 
 @functools.cache
 def rounding_of(dtype: torch.dtype, power_of_two: bool, margin: int) -> Rounding:
-    """The kernels' ROUNDING from an op's arguments."""
+    """The kernels' Rounding from an op's arguments."""
     fmt = format_of(dtype)
-    return fmt is E5M2, fmt.max * 2.0**-margin, power_of_two
+    return Rounding(fmt is E5M2, fmt.max * 2.0**-margin, power_of_two)
 
 
 class Given(NamedTuple):
@@ -41,7 +40,7 @@ class Given(NamedTuple):
     rows: int
     cols: int
     h: Input | Norm | None = None
-    function: tuple[Any, ...] = ("",)
+    function: Function = Function()
     halves: int = 1
     is_transposed: bool = False
     tensors: tuple[Tensor | None, ...] = ()
@@ -67,14 +66,14 @@ class Given(NamedTuple):
     @property
     def kind(self) -> str:
         """Nothing for x itself, else norm, activation, gradient or gated_gradient."""
-        name, *options = self.function
-        if name in ("", "norm"):
-            return name
-        return "activation" if not options[1] else "gated_gradient" if options[0] else "gradient"
+        function = self.function
+        if function.name in ("", "norm"):
+            return function.name
+        return "activation" if not function.gradient else "gated_gradient" if function.gated else "gradient"
 
     def key(self, given: Iterable[Tensor | None], *options: Any) -> Key | None:
         """``key_of`` a launch that reads this and ``given``."""
-        if not self.function[0]:
+        if not self.function.name:
             return key_of(self.x, given, self.is_transposed, self.read_dtype, *options)
         kinds = [None if t is None else (t.dtype, t.shape, t.stride()) for t in self.tensors]
         return key_of(self.x, (*self.tensors, *given), self.is_transposed, self.function, *kinds, *options)
@@ -82,7 +81,7 @@ class Given(NamedTuple):
     @property
     def options(self) -> dict[str, bool]:
         """How Triton compiles: a function may fuse multiply-adds; in a plain cast there is nothing to gain."""
-        return {"enable_fp_fusion": True} if self.function[0] else {}
+        return {"enable_fp_fusion": True} if self.function.name else {}
 
     def t(self) -> Given:
         """The same seen transposed."""
@@ -90,9 +89,9 @@ class Given(NamedTuple):
         if isinstance(h, Input):
             ptr, stride_r, stride_c, shift, scale_inv, scale_r, scale_c, scale_shift = h
             h = Input(ptr, stride_c, stride_r, shift, scale_inv, scale_c, scale_r, scale_shift)
-            function = (*function[:3], function[4], function[3])
+            function = function._replace(tile_r=function.tile_c, tile_c=function.tile_r)
         elif isinstance(h, Norm):
-            function = (*function[:2], not function[2])
+            function = function._replace(transposed=not function.transposed)
         return self._replace(
             x=self.x.t(), rows=self.cols, cols=self.rows, h=h, function=function, is_transposed=not self.is_transposed
         )
@@ -155,7 +154,7 @@ def given_of(
         rows,
         cols // halves,
         Input(h, h.stride(0), h.stride(1), shift, h_scale_inv, scale_r, scale_c, scale_shift),
-        (function, gated, preactivation is not None, tile_r, tile_c),
+        Function(function, gated, preactivation is not None, tile_r, tile_c),
         halves,
         False,
         (preactivation, h_scale_inv),
@@ -167,7 +166,7 @@ def given_of_norm(
 ) -> Given:
     """A norm of x whose statistics are known."""
     norm = Norm(mean if kind == "layer_norm" else None, rstd, gamma, beta)
-    function = ("norm", zero_centered, False)
+    function = Function("norm", zero_centered=zero_centered)
     rows, cols = x.shape
     return Given(x, rows, cols, norm, function, 1, False, (norm.mean, rstd, gamma, beta))
 

@@ -35,21 +35,31 @@ class Operand(NamedTuple):
     scale_stride_c: Any
 
 
+class ProductTiling(NamedTuple):
+    """A program's part of a product; a step of block_k lies in one tile of each operand."""
+
+    a_tile: tuple[int, int]  # (rows, columns) that share a scale; columns -1 for all
+    b_tile: tuple[int, int]
+    fast: bool
+    even_k: bool  # K is whole steps
+    block_m: int
+    block_n: int
+    block_k: int
+
+
 @triton.jit
-def matmul_kernel(a, b, bias_ptr, K, out_ptr, PRODUCT: tl.constexpr):
+def matmul_kernel(a, b, bias_ptr, K, out_ptr, tiling: tl.constexpr):
     """Out [M, N] = a [M, K] . b [N, K]^T + bias; the arguments but out_ptr are product_tile's."""
-    BLOCK_M: tl.constexpr = PRODUCT[4]
-    BLOCK_N: tl.constexpr = PRODUCT[5]
-    first_m, first_n = first_of_program(a.rows, b.rows, BLOCK_M, BLOCK_N)
-    m = first_m + tl.arange(0, BLOCK_M)
-    n = first_n + tl.arange(0, BLOCK_N)
-    result = narrow(product_tile(a, b, bias_ptr, K, first_m, first_n, PRODUCT), out_ptr.dtype.element_ty)
+    first_m, first_n = first_of_program(a.rows, b.rows, tiling)
+    m = first_m + tl.arange(0, tiling.block_m)
+    n = first_n + tl.arange(0, tiling.block_n)
+    result = narrow(product_tile(a, b, bias_ptr, K, first_m, first_n, tiling), out_ptr.dtype.element_ty)
     offsets = m.to(tl.int64)[:, None] * b.rows + n[None, :]
     tl.store(out_ptr + offsets, result, mask=(m < a.rows)[:, None] & (n < b.rows)[None, :])
 
 
 @triton.jit
-def product_tile(a, b, bias_ptr, K, first_m, first_n, PRODUCT: tl.constexpr):
+def product_tile(a, b, bias_ptr, K, first_m, first_n, tiling: tl.constexpr):
     """A program's part of the product [BLOCK_M, BLOCK_N], float32; beyond its end the first row or column again.
 
     Args:
@@ -57,16 +67,13 @@ def product_tile(a, b, bias_ptr, K, first_m, first_n, PRODUCT: tl.constexpr):
         bias_ptr: [N], or None.
         K: of both.
         first_m, first_n: the part's first row and column.
-        PRODUCT: (a's tile, b's tile, FAST, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K). Tiles are (rows, columns) that share a
-            scale, columns -1 for all; a step of BLOCK_K lies in one tile of each. EVEN_K: K is whole steps.
+        tiling: ProductTiling.
     """
-    A_TILE: tl.constexpr = PRODUCT[0]
-    B_TILE: tl.constexpr = PRODUCT[1]
-    FAST: tl.constexpr = PRODUCT[2]
-    EVEN_K: tl.constexpr = PRODUCT[3]
-    BLOCK_M: tl.constexpr = PRODUCT[4]
-    BLOCK_N: tl.constexpr = PRODUCT[5]
-    BLOCK_K: tl.constexpr = PRODUCT[6]
+    A_TILE: tl.constexpr = tiling.a_tile
+    B_TILE: tl.constexpr = tiling.b_tile
+    BLOCK_M: tl.constexpr = tiling.block_m
+    BLOCK_N: tl.constexpr = tiling.block_n
+    BLOCK_K: tl.constexpr = tiling.block_k
     m = first_m + tl.arange(0, BLOCK_M)
     n = first_n + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
@@ -79,14 +86,14 @@ def product_tile(a, b, bias_ptr, K, first_m, first_n, PRODUCT: tl.constexpr):
     b_scales = (b_rows // B_TILE[0]) * b.scale_stride_r
     accumulator = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, K, BLOCK_K):
-        if EVEN_K:
+        if tiling.even_k:
             a_codes = tl.load(a_ptrs)
             b_codes = tl.load(b_ptrs)
         else:
             a_codes = tl.load(a_ptrs, mask=(start + k < K)[None, :], other=0.0)
             b_codes = tl.load(b_ptrs, mask=(start + k < K)[:, None], other=0.0)
         if A_TILE[1] == -1 and B_TILE[1] == -1:
-            accumulator = dot(a_codes, b_codes, accumulator, FAST)
+            accumulator = dot(a_codes, b_codes, accumulator, tiling.fast)
         else:
             part = dot(a_codes, b_codes, tl.zeros([BLOCK_M, BLOCK_N], tl.float32), True)
             if A_TILE[1] != -1:
@@ -110,14 +117,14 @@ def product_tile(a, b, bias_ptr, K, first_m, first_n, PRODUCT: tl.constexpr):
 
 
 @triton.jit
-def first_of_program(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def first_of_program(M, N, tiling: tl.constexpr):
     """A program's first row and column; eight programs that are neighbours in M share b's rows in the cache."""
     GROUP: tl.constexpr = 8
-    in_group = GROUP * tl.cdiv(N, BLOCK_N)
+    in_group = GROUP * tl.cdiv(N, tiling.block_n)
     first = (tl.program_id(0) // in_group) * GROUP
-    height = tl.minimum(tl.cdiv(M, BLOCK_M) - first, GROUP)
+    height = tl.minimum(tl.cdiv(M, tiling.block_m) - first, GROUP)
     place = tl.program_id(0) % in_group
-    return (first + place % height) * BLOCK_M, (place // height) * BLOCK_N
+    return (first + place % height) * tiling.block_m, (place // height) * tiling.block_n
 
 
 if triton.knobs.runtime.interpret:
@@ -277,7 +284,7 @@ class Product(NamedTuple):
     b: Operand
     bias: Tensor | None
     K: int
-    constant: tuple[Any, ...]  # PRODUCT
+    tiling: ProductTiling
     chosen: Config
 
 
@@ -298,7 +305,7 @@ def product_of(
     b = b if b.stride(1) == 1 else b.contiguous()
     bias = None if bias is None else bias.contiguous()
     step = step_along(a_tile, b_tile)
-    constant = (
+    tiling = ProductTiling(
         (_ALL_ROWS if a_tile[0] == ALL else a_tile[0], a_tile[1]),
         (_ALL_ROWS if b_tile[0] == ALL else b_tile[0], b_tile[1]),
         fast_accum,
@@ -312,7 +319,7 @@ def product_of(
         Operand(b, N, b.stride(0), b_scale_inv, *b_scale_inv.stride()),
         bias,
         K,
-        constant,
+        tiling,
         chosen,
     )
 
@@ -327,17 +334,17 @@ def launch_product(
     """Launch a kernel of a product's tiles.
 
     Args:
-        kernel: takes a, b, bias, K, its own ``arguments`` and PRODUCT.
+        kernel: takes a, b, bias, K, its own ``arguments`` and the tiling.
         product: of ``product_of``.
         arguments: the kernel's own.
         options: what ``key_of`` is to know of these, the kernel's name first.
         given: those of them that come from the caller.
     """
-    a, b, bias, K, constant, chosen = product
+    a, b, bias, K, tiling, chosen = product
     dtypes = b.ptr.dtype, None if bias is None else bias.dtype
     layouts = b.rows, b.stride, a.scale_inv.stride(), b.scale_inv.stride()
     tensors = b.ptr, a.scale_inv, b.scale_inv, bias, *given
-    key = key_of(a.ptr, tensors, *options, constant, chosen, dtypes, layouts)
+    key = key_of(a.ptr, tensors, *options, tiling, chosen, dtypes, layouts)
     programs = -(-a.rows // chosen.block_r) * -(-b.rows // chosen.block_c)
-    arguments = a, b, bias, K, *arguments, constant
+    arguments = a, b, bias, K, *arguments, tiling
     launch(kernel, programs, arguments, chosen.num_warps, key, num_stages=chosen.tiles, enable_fp_fusion=True)

@@ -39,7 +39,6 @@ from octavo.kernels.triton.matmul import (
 )
 from octavo.kernels.triton.tiles import (
     encode,
-    encode_finite,
     finite_abs,
     is_last_program,
     raise_amax,
@@ -57,14 +56,12 @@ class Shape(NamedTuple):
 
 
 @triton.jit
-def result_tile(a, b, bias_ptr, K, EVEN: tl.constexpr, PRODUCT: tl.constexpr):
+def result_tile(a, b, bias_ptr, K, EVEN: tl.constexpr, tiling: tl.constexpr):
     """(A program's part of the product, 0 beyond the result; its first row; its first column)."""
-    BLOCK_M: tl.constexpr = PRODUCT[4]
-    BLOCK_N: tl.constexpr = PRODUCT[5]
-    first_m, first_n = first_of_program(a.rows, b.rows, BLOCK_M, BLOCK_N)
-    tile = product_tile(a, b, bias_ptr, K, first_m, first_n, PRODUCT)
-    m = first_m + tl.arange(0, BLOCK_M)
-    n = first_n + tl.arange(0, BLOCK_N)
+    first_m, first_n = first_of_program(a.rows, b.rows, tiling)
+    tile = product_tile(a, b, bias_ptr, K, first_m, first_n, tiling)
+    m = first_m + tl.arange(0, tiling.block_m)
+    n = first_n + tl.arange(0, tiling.block_n)
     if not EVEN:
         tile = tl.where((m < a.rows)[:, None] & (n < b.rows)[None, :], tile, 0.0)
     return tile, first_m, first_n
@@ -84,25 +81,21 @@ def matmul_cast_kernel(
     ROLE: tl.constexpr,
     E5M2: tl.constexpr,
     EVEN: tl.constexpr,  # the result is made of whole programs' tiles
-    PRODUCT: tl.constexpr,  # see product_tile
+    tiling: tl.constexpr,  # ProductTiling
 ):
     """One delayed scale for all of the result."""
     scale = tl.load(delayed_scale_ptr + ROLE)
     scale = tl.where(scale == 0, 1.0, scale)  # a CUDA graph replayed after the state was emptied
     if tl.program_id(0) == 0:
         tl.store(scale_inv_ptr, scale_inv_from_scale(scale, False))
-    tile, first_m, first_n = result_tile(a, b, bias_ptr, K, EVEN, PRODUCT)
-    amax = tl.max(tl.abs(tile))  # NaN loses; dimension by dimension Triton 3.6 fails to compile it for sm_100
-    codes = encode_finite(tile, scale, E5M2)
-    if amax == float("inf"):  # then once more, with care
-        amax = tl.max(finite_abs(tile))
-        codes = encode(tile, scale, E5M2)
-    raise_amax(work_ptr, tl.where(amax == amax, amax, 0.0))  # a tile of NaN alone
+    tile, first_m, first_n = result_tile(a, b, bias_ptr, K, EVEN, tiling)
+    # dimension by dimension Triton 3.6 fails to compile it for sm_100
+    raise_amax(work_ptr, tl.max(finite_abs(tile)))
     if is_last_program(work_ptr + 1, tl.num_programs(0)):  # before the codes: the counter would wait for them
         tl.store(amax_ptr, take_amax(work_ptr))
-    m = first_m + tl.arange(0, PRODUCT[4])
-    n = first_n + tl.arange(0, PRODUCT[5])
-    store_codes(codes, out, m, n, Shape(a.rows, b.rows), EVEN)
+    m = first_m + tl.arange(0, tiling.block_m)
+    n = first_n + tl.arange(0, tiling.block_n)
+    store_codes(encode(tile, scale, E5M2), out, m, n, Shape(a.rows, b.rows), EVEN)
 
 
 @triton.jit
@@ -114,18 +107,18 @@ def matmul_cast_blocks_kernel(
     out,
     scale_inv_ptr,
     amax_ptr,
-    ROUNDING: tl.constexpr,  # (E5M2, limit, power_of_two)
+    rounding: tl.constexpr,
     BLOCK: tl.constexpr,  # (rows, columns) of the result that share a scale; they divide the program's tile
     EVEN: tl.constexpr,  # the result is made of whole programs' tiles
-    PRODUCT: tl.constexpr,  # see product_tile
+    tiling: tl.constexpr,  # ProductTiling
 ):
     """A scale for each block of the result."""
-    tile, first_m, first_n = result_tile(a, b, bias_ptr, K, EVEN, PRODUCT)
+    tile, first_m, first_n = result_tile(a, b, bias_ptr, K, EVEN, tiling)
     first = (first_m // BLOCK[0], first_n // BLOCK[1])
     blocks = (tl.cdiv(a.rows, BLOCK[0]), tl.cdiv(b.rows, BLOCK[1]))
-    codes = encode_blocks(tile, scale_inv_ptr, amax_ptr, first, blocks, (blocks[1], 1), ROUNDING, BLOCK)
-    m = first_m + tl.arange(0, PRODUCT[4])
-    n = first_n + tl.arange(0, PRODUCT[5])
+    codes = encode_blocks(tile, scale_inv_ptr, amax_ptr, first, blocks, (blocks[1], 1), rounding, BLOCK)
+    m = first_m + tl.arange(0, tiling.block_m)
+    n = first_n + tl.arange(0, tiling.block_n)
     store_codes(codes, out, m, n, Shape(a.rows, b.rows), EVEN)
 
 
@@ -173,7 +166,7 @@ def matmul_cast(
         options = "matmul_cast_blocks", *blocks, *widths
         launch_product(matmul_cast_blocks_kernel, product, (*outputs, *blocks), options)
     else:
-        shared, one = (delayed_scale, workspace(a, 2)), (role, rounding[0], even)
+        shared, one = (delayed_scale, workspace(a, 2)), (role, rounding.e5m2, even)
         given = (delayed_scale,)
         launch_product(matmul_cast_kernel, product, (*outputs, *shared, *one), ("matmul_cast", *one, *widths), given)
     return q, a.new_empty((0, 0), dtype=dtype) if t is None else t, scale_inv, amax

@@ -22,13 +22,15 @@ from torch import Tensor
 from octavo.granularity import ALL
 from octavo.kernels.reference.multi_tensor_cast import check_multi_tensor_cast
 from octavo.kernels.triton.cast_blocks import encode_blocks
-from octavo.kernels.triton.cast_tensor import cast_strip, strip_amax
-from octavo.kernels.triton.given import Rounding, rounding_of
+from octavo.kernels.triton.cast_tensor import StripTiling, cast_strip, strip_amax
+from octavo.kernels.triton.given import rounding_of
 from octavo.kernels.triton.history import scale_exists
 from octavo.kernels.triton.launch import Config, config, is_capturing, on_its_device, with_room_for, workspace
+from octavo.kernels.triton.produce import Function
 from octavo.kernels.triton.table import find_tensor, pointer, search, size
 from octavo.kernels.triton.tiles import (
     Codes,
+    Rounding,
     Source,
     is_last_program,
     load_tile,
@@ -78,24 +80,24 @@ def multi_tensor_amax_kernel(
     TENSORS: tl.constexpr,  # (how many, the steps of their bisection)
     DELAYED: tl.constexpr,  # only where no scale exists
     ROLE: tl.constexpr,
-    SHAPE: tl.constexpr,  # see cast_tensor.py
+    function: tl.constexpr,  # Function(): x itself
+    tiling: tl.constexpr,  # StripTiling
 ):
     """The amax of each tensor."""
     if skip_ptr is not None:
         if tl.load(skip_ptr) != 0:
             return
-    STRIP_ROWS: tl.constexpr = SHAPE[1] * SHAPE[2]
-    BLOCK_C: tl.constexpr = SHAPE[3]
     tensor, row_ptr = find_tensor(table_ptr, tl.program_id(0), TENSORS, 12, 10)
     if DELAYED:
         if tl.load(pointer(row_ptr, 5, tl.float32, False) + ROLE) != 0:
             return
     first, count = programs_of(row_ptr, tensor, programs, TENSORS)
     x = source(row_ptr, X_TYPE, ALIGNED)
-    strips = tl.maximum(tl.cdiv(x.C, BLOCK_C), 1)
+    strips = tl.maximum(tl.cdiv(x.C, tiling.block_c), 1)
     program = tl.program_id(0) - first
-    cols = (program % strips) * BLOCK_C + tl.arange(0, BLOCK_C)
-    raise_amax(work_ptr + 2 * tensor, strip_amax(x, None, (program // strips) * STRIP_ROWS, cols, ("",), SHAPE))
+    first_row = (program // strips) * (tiling.tiles * tiling.block_r)
+    cols = (program % strips) * tiling.block_c + tl.arange(0, tiling.block_c)
+    raise_amax(work_ptr + 2 * tensor, strip_amax(x, None, first_row, cols, function, tiling))
     if is_last_program(work_ptr + 2 * tensor + 1, count):
         tl.store(pointer(row_ptr, 4, tl.float32, False), take_amax(work_ptr + 2 * tensor))
 
@@ -108,22 +110,18 @@ def multi_tensor_cast_kernel(
     programs,
     X_TYPE: tl.constexpr,
     TRANSPOSED: tl.constexpr,
-    ROUNDING: tl.constexpr,  # (E5M2, limit, power_of_two)
+    rounding: tl.constexpr,
     ALIGNED: tl.constexpr,
     TENSORS: tl.constexpr,  # (how many, the steps of their bisection)
     DELAYED: tl.constexpr,
     ROLE: tl.constexpr,
-    SHAPE: tl.constexpr,  # see cast_tensor.py
+    function: tl.constexpr,  # Function(): x itself
+    tiling: tl.constexpr,  # StripTiling
 ):
     """One scale for each tensor."""
     if skip_ptr is not None:
         if tl.load(skip_ptr) != 0:
             return
-    E5M2: tl.constexpr = ROUNDING[0]
-    LIMIT: tl.constexpr = ROUNDING[1]
-    POWER_OF_TWO: tl.constexpr = ROUNDING[2]
-    STRIP_ROWS: tl.constexpr = SHAPE[1] * SHAPE[2]
-    BLOCK_C: tl.constexpr = SHAPE[3]
     tensor, row_ptr = find_tensor(table_ptr, tl.program_id(0), TENSORS, 12, 10)
     first, count = programs_of(row_ptr, tensor, programs, TENSORS)
     amax_ptr = pointer(row_ptr, 4, tl.float32, False)
@@ -131,21 +129,21 @@ def multi_tensor_cast_kernel(
     if DELAYED:
         scale = tl.load(pointer(row_ptr, 5, tl.float32, False) + ROLE)
     if scale == 0:
-        scale = scale_from_amax(tl.load(amax_ptr), LIMIT, POWER_OF_TWO)
+        scale = scale_from_amax(tl.load(amax_ptr), rounding.limit, rounding.power_of_two)
     program = tl.program_id(0) - first
     if program == 0:
         tl.store(pointer(row_ptr, 3, tl.float32, False), scale_inv_from_scale(scale, False))
     x = source(row_ptr, X_TYPE, ALIGNED)
-    strips = tl.maximum(tl.cdiv(x.C, BLOCK_C), 1)
-    cols = (program % strips) * BLOCK_C + tl.arange(0, BLOCK_C)
-    q = code_pointer(row_ptr, 1, E5M2, ALIGNED)
+    strips = tl.maximum(tl.cdiv(x.C, tiling.block_c), 1)
+    cols = (program % strips) * tiling.block_c + tl.arange(0, tiling.block_c)
+    q = code_pointer(row_ptr, 1, rounding.e5m2, ALIGNED)
     if TRANSPOSED:
-        t = code_pointer(row_ptr, 2, E5M2, ALIGNED)
+        t = code_pointer(row_ptr, 2, rounding.e5m2, ALIGNED)
         out = Codes(q, size(row_ptr, 8, ALIGNED), t, size(row_ptr, 9, ALIGNED))
     else:
         out = Codes(q, size(row_ptr, 8, ALIGNED), None, 0)
-    first_row = (program // strips) * STRIP_ROWS
-    amax, _, _ = cast_strip(x, None, out, scale, first_row, cols, ("",), E5M2, False, SHAPE)
+    first_row = (program // strips) * (tiling.tiles * tiling.block_r)
+    amax, _, _ = cast_strip(x, None, out, scale, first_row, cols, function, rounding.e5m2, False, tiling)
     if DELAYED:
         raise_amax(work_ptr + 2 * tensor, amax)
         if is_last_program(work_ptr + 2 * tensor + 1, count):
@@ -158,7 +156,7 @@ def multi_tensor_cast_blocks_kernel(
     skip_ptr,  # None, or: return at once where it is not 0
     X_TYPE: tl.constexpr,
     TRANSPOSED: tl.constexpr,
-    ROUNDING: tl.constexpr,  # (E5M2, limit, power_of_two)
+    rounding: tl.constexpr,
     BLOCK: tl.constexpr,
     ALIGNED: tl.constexpr,
     TENSORS: tl.constexpr,  # (how many, the steps of their bisection)
@@ -169,7 +167,6 @@ def multi_tensor_cast_blocks_kernel(
     if skip_ptr is not None:
         if tl.load(skip_ptr) != 0:
             return
-    E5M2: tl.constexpr = ROUNDING[0]
     ROWS: tl.constexpr = BLOCK[0]
     COLS: tl.constexpr = BLOCK[1]
     _, row_ptr = find_tensor(table_ptr, tl.program_id(0), TENSORS, 12, 10)
@@ -188,12 +185,12 @@ def multi_tensor_cast_blocks_kernel(
         (group * (BLOCK_R // ROWS), strip * (BLOCK_C // COLS)),
         blocks,
         (blocks[1], 1),
-        ROUNDING,
+        rounding,
         BLOCK,
     )
-    q = code_pointer(row_ptr, 1, E5M2, ALIGNED)
+    q = code_pointer(row_ptr, 1, rounding.e5m2, ALIGNED)
     if TRANSPOSED:
-        t = code_pointer(row_ptr, 2, E5M2, ALIGNED)
+        t = code_pointer(row_ptr, 2, rounding.e5m2, ALIGNED)
         out = Codes(q, size(row_ptr, 8, ALIGNED), t, size(row_ptr, 9, ALIGNED))
     else:
         out = Codes(q, size(row_ptr, 8, ALIGNED), None, 0)
@@ -308,9 +305,9 @@ def _launch(
             table, skip, x_type, transposed, rounding, tile, aligned, tensors, block_r, block_c, **options
         )
         return
-    shape = False, chosen.tiles, chosen.block_r, chosen.block_c, False
+    shape = Function(), StripTiling(False, chosen.tiles, chosen.block_r, chosen.block_c)
     counters = workspace(x, 2 * table.shape[0])
     found = table, skip, counters, programs, x_type
     if no_history or not delayed:
-        multi_tensor_amax_kernel[grid](*found, aligned, tensors, delayed, role, shape, **options)
-    multi_tensor_cast_kernel[grid](*found, transposed, rounding, aligned, tensors, delayed, role, shape, **options)
+        multi_tensor_amax_kernel[grid](*found, aligned, tensors, delayed, role, *shape, **options)
+    multi_tensor_cast_kernel[grid](*found, transposed, rounding, aligned, tensors, delayed, role, *shape, **options)

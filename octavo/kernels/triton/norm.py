@@ -19,17 +19,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.granularity import ALL, scale_shape
+from octavo.granularity import ALL, Tile, scale_shape
 from octavo.kernels.layouts import check_norm, is_small_block
 from octavo.kernels.reference.norm import normalise
 from octavo.kernels.triton.cast import cast_by_tile
-from octavo.kernels.triton.cast_blocks import Second, cast_by_block
-from octavo.kernels.triton.given import Given, Rounding, given_of_norm, out_of, rounding_of
+from octavo.kernels.triton.cast_blocks import BlockOutputs, BlockTiling, Second, cast_by_block
+from octavo.kernels.triton.given import Given, given_of_norm, out_of, rounding_of
 from octavo.kernels.triton.history import scale_exists
 from octavo.kernels.triton.launch import Config, config, key_of, launch, next_power_of_two, on_its_device, workspace
-from octavo.kernels.triton.norm_kernels import norm_blocks_kernel, norm_rows_kernel, norm_tensor_kernel
+from octavo.kernels.triton.norm_kernels import NormTiling, norm_blocks_kernel, norm_rows_kernel, norm_tensor_kernel
 from octavo.kernels.triton.produce import Norm
-from octavo.kernels.triton.tiles import Source
+from octavo.kernels.triton.tiles import Rounding, Source
 
 _MOST_ROWS = 32  # of a block, for one launch: of 4096 rows the programs of 128 would be 32
 
@@ -184,7 +184,7 @@ def _find_statistics(call: _Call, of_tensor: bool) -> Tensor | None:
     """Statistics, y, and if wanted the amax of what is to be cast [1, 1]."""
     amax = call.rstd.new_empty((1, 1)) if of_tensor else None
     arguments = out_of(None, None), None, amax, None, workspace(call.x, 2) if of_tensor else None
-    _launch(norm_tensor_kernel, call, _config(call, None), (), arguments, (0, False), ("statistics", of_tensor))
+    _launch(norm_tensor_kernel, call, _config(call, None), None, arguments, (0, False), ("statistics", of_tensor))
     return amax
 
 
@@ -194,9 +194,9 @@ def _cast_tensor(
     scale_inv, amax = call.rstd.new_empty((1, 1)), call.rstd.new_empty((1, 1))
     out = out_of(q, t)
     arguments = out, scale_inv, amax, delayed_scale, workspace(call.x, 2)
-    constants = role, rounding[0]
+    constants = role, rounding.e5m2
     options = "norm_tensor", *constants, out.q_stride, out.t_stride, t is None
-    _launch(norm_tensor_kernel, call, _config(call, t), (), arguments, constants, options, delayed_scale)
+    _launch(norm_tensor_kernel, call, _config(call, t), None, arguments, constants, options, delayed_scale)
     return scale_inv, amax
 
 
@@ -205,7 +205,7 @@ def _cast_rows(call: _Call, rounding: Rounding, q: Tensor, t: Tensor | None) -> 
     scale_inv, amax = call.rstd.new_empty((rows, 1)), call.rstd.new_empty((rows, 1))
     out = out_of(q, t)
     options = "norm_rows", rounding, out.q_stride, out.t_stride, t is None
-    _launch(norm_rows_kernel, call, _config(call, t), (), (out, scale_inv, amax), (rounding,), options)
+    _launch(norm_rows_kernel, call, _config(call, t), None, (out, scale_inv, amax), (rounding,), options)
     return scale_inv, amax
 
 
@@ -214,21 +214,15 @@ def _cast_blocks(
 ) -> tuple[Tensor, Tensor]:
     shape = scale_shape(call.x.shape, tile)
     scale_inv, amax = call.rstd.new_empty(shape), call.rstd.new_empty(shape)
-    out, block = out_of(q, t), (tile[0], tile[1])
-    second_out = second_scale_inv = second_strides = second_rounding = second_block = None
-    options: tuple[Any, ...] = ("norm_blocks", rounding, block, out.q_stride, out.t_stride, t is None)
+    out = BlockOutputs(out_of(q, t), scale_inv, amax if second is None else None, scale_inv.stride())
+    second_out = second_rounding = second_block = None
+    options: tuple[Any, ...] = ("norm_blocks", rounding, out.codes.q_stride, out.codes.t_stride, t is None)
     if second is not None:
-        second_rounding, second_block = second.rounding, (second.tile[0], second.tile[1])
-        second_out, second_scale_inv = out_of(second.q, second.t), second.scale_inv
-        second_strides = second_scale_inv.stride() if second.t is None else second_scale_inv.stride()[::-1]
-        widths = second_out.q_stride, second_out.t_stride
-        options = *options, second_rounding, second_block, second.t is None, *widths
-    of_first = out, scale_inv, amax if second is None else None, scale_inv.stride()
-    arguments = *of_first, second_out, second_scale_inv, second_strides
-    constants = (rounding, second_rounding), (block, second_block)
-    blocks = [block] if second_block is None else [block, second_block]
+        second_rounding, second_block, second_out = second.rounding, (second.tile[0], second.tile[1]), second.outputs
+        options = *options, second_rounding, second.t is None, *second_out.codes[1::2]
     name = _config(call, t if second is None else second.t, "norm_cast_blocks")
-    _launch(norm_blocks_kernel, call, name, blocks, arguments, constants, options)
+    blocks = (tile[0], tile[1]), second_block
+    _launch(norm_blocks_kernel, call, name, blocks, (out, second_out), (rounding, second_rounding), options)
     return scale_inv, amax
 
 
@@ -241,7 +235,7 @@ def _launch(
     kernel: Any,
     call: _Call,
     name: str,
-    blocks: Sequence[Sequence[int]],
+    blocks: tuple[Tile, Tile | None] | None,
     arguments: Sequence[Any],
     constants: Sequence[Any],
     options: Sequence[Any],
@@ -253,7 +247,7 @@ def _launch(
         kernel: which.
         call: what it normalises.
         name: its configuration's.
-        blocks: (rows, columns) that a tile is to hold whole.
+        blocks: the two scalings' (rows, columns), which a tile is to hold whole.
         arguments: the kernel's, from ``out`` on.
         constants: its constants but the first and the last.
         options: what ``key_of`` is to know of these.
@@ -262,16 +256,18 @@ def _launch(
     x, gamma, beta, kind, eps, zero_centered, mean, rstd, y = call
     rows, cols = x.shape
     chosen = config(name, (rows * cols).bit_length())
-    block_r, block_c, tiles, num_warps = _tile(chosen, cols, blocks)
+    block_r, block_c, tiles, num_warps = _tile(chosen, cols, [block for block in blocks or () if block is not None])
     tiles = tiles if kernel is norm_tensor_kernel else 1  # fewer programs then meet at the shared amax
     height = block_r * tiles
     even, one_tile = rows % height == 0 and cols % block_c == 0, block_c >= cols
-    shape = even, one_tile, tiles, block_r, block_c, 16 // x.element_size()
+    tiling = NormTiling(even, one_tile, tiles, block_r, block_c, 16 // x.element_size())
+    if blocks is not None:
+        constants = *constants, BlockTiling(even, block_r, block_c, *blocks)
     given = gamma.dtype, None if beta is None else beta.dtype, kind, zero_centered, y is None
-    key = key_of(x, (gamma, beta, delayed_scale), *options, *given, shape, num_warps)
+    key = key_of(x, (gamma, beta, delayed_scale), *options, *given, blocks, tiling, num_warps)
     norm = Norm(mean if kind == "layer_norm" else None, rstd, gamma, beta)
     first = Source(x, rows, cols, *x.stride()), norm, y, eps
-    launch(kernel, -(-rows // height), (*first, *arguments, zero_centered, *constants, shape), num_warps, key)
+    launch(kernel, -(-rows // height), (*first, *arguments, zero_centered, *constants, tiling), num_warps, key)
 
 
 def _tile(chosen: Config, cols: int, blocks: Sequence[Sequence[int]]) -> Config:

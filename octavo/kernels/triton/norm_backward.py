@@ -2,8 +2,6 @@
 
 A fixed number of programs, each of which goes over rows far apart: it reads dy and x once, writes dx, and adds up its
 part of dgamma and dbeta. A second launch adds the parts in their order, so that results never differ from run to run.
-
-SHAPE is (EVEN, BLOCK_R, BLOCK_C, FOLD). EVEN: x is made of whole tiles; FOLD: elements that a thread loads at once.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from torch import Tensor
 
 from octavo.kernels.layouts import check_norm
 from octavo.kernels.triton.launch import Config, config, key_of, launch, next_power_of_two, on_its_device, with_room_for
-from octavo.kernels.triton.norm_kernels import fold_sum, store_y, vector
+from octavo.kernels.triton.norm_kernels import NormTiling, fold_sum, store_y, vector
 from octavo.kernels.triton.produce import Norm, factor
 from octavo.kernels.triton.tiles import Source, load_tile, narrow
 
@@ -55,28 +53,25 @@ def norm_backward_kernel(
     parts_ptr,  # [1 or 2, programs, C]: of dgamma, and of dbeta
     WITH_BETA: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
-    SHAPE: tl.constexpr,
+    tiling: tl.constexpr,  # NormTiling
 ):
     """Rows that fit a tile, which keeps the parts in registers."""
-    EVEN: tl.constexpr = SHAPE[0]
-    BLOCK_R: tl.constexpr = SHAPE[1]
-    BLOCK_C: tl.constexpr = SHAPE[2]
     programs = tl.num_programs(0)
-    cols = tl.arange(0, BLOCK_C)
-    count = tl.full([BLOCK_R], x.C, tl.float32)
-    dgamma = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
-    dbeta = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
-    for first in range(tl.program_id(0) * BLOCK_R, x.R, programs * BLOCK_R):
-        rows = first + tl.arange(0, BLOCK_R)
-        gradient, n, w, rstd = normalised_rows(dy, x, norm, rows, cols, ZERO_CENTERED, EVEN)
+    cols = tl.arange(0, tiling.block_c)
+    count = tl.full([tiling.block_r], x.C, tl.float32)
+    dgamma = tl.zeros([tiling.block_r, tiling.block_c], tl.float32)
+    dbeta = tl.zeros([tiling.block_r, tiling.block_c], tl.float32)
+    for first in range(tl.program_id(0) * tiling.block_r, x.R, programs * tiling.block_r):
+        rows = first + tl.arange(0, tiling.block_r)
+        gradient, n, w, rstd = normalised_rows(dy, x, norm, rows, cols, ZERO_CENTERED, tiling.even)
         dgamma += gradient * n
         if WITH_BETA:
             dbeta += gradient
         mean_wn = tl.math.div_rn(tl.sum(w * n, 1), count)
-        mean_w = tl.zeros([BLOCK_R], tl.float32)
+        mean_w = tl.zeros([tiling.block_r], tl.float32)
         if norm.mean is not None:
             mean_w = tl.math.div_rn(tl.sum(w, 1), count)
-        store_dx(w, n, mean_wn, mean_w, rstd, residual, dx_ptr, x, rows, cols, EVEN)
+        store_dx(w, n, mean_wn, mean_w, rstd, residual, dx_ptr, x, rows, cols, tiling.even)
     tl.store(parts_ptr + tl.program_id(0) * x.C + cols, tl.sum(dgamma, 0), mask=cols < x.C)
     if WITH_BETA:
         tl.store(parts_ptr + (programs + tl.program_id(0)) * x.C + cols, tl.sum(dbeta, 0), mask=cols < x.C)
@@ -92,36 +87,32 @@ def norm_backward_long_kernel(
     parts_ptr,  # [1 or 2, programs, C]: of dgamma, and of dbeta
     WITH_BETA: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
-    SHAPE: tl.constexpr,
+    tiling: tl.constexpr,  # NormTiling
 ):
     """Rows of any length, read again from the cache; the parts grow where they are written."""
-    EVEN: tl.constexpr = SHAPE[0]
-    BLOCK_R: tl.constexpr = SHAPE[1]
-    BLOCK_C: tl.constexpr = SHAPE[2]
-    FOLD: tl.constexpr = SHAPE[3]
     program = tl.program_id(0)
     programs = tl.num_programs(0)
-    count = tl.full([BLOCK_R], x.C, tl.float32)
-    for first in range(program * BLOCK_R, x.R, programs * BLOCK_R):
-        rows = first + tl.arange(0, BLOCK_R)
-        sums_wn = tl.zeros([BLOCK_R, BLOCK_C // FOLD], tl.float32)
-        sums_w = tl.zeros([BLOCK_R, BLOCK_C // FOLD], tl.float32)
-        for start in range(0, x.C, BLOCK_C):
-            cols = start + tl.arange(0, BLOCK_C)
-            _, n, w, _ = normalised_rows(dy, x, norm, rows, cols, ZERO_CENTERED, EVEN)
-            sums_wn += fold_sum(w * n, FOLD)
+    count = tl.full([tiling.block_r], x.C, tl.float32)
+    for first in range(program * tiling.block_r, x.R, programs * tiling.block_r):
+        rows = first + tl.arange(0, tiling.block_r)
+        sums_wn = tl.zeros([tiling.block_r, tiling.block_c // tiling.fold], tl.float32)
+        sums_w = tl.zeros([tiling.block_r, tiling.block_c // tiling.fold], tl.float32)
+        for start in range(0, x.C, tiling.block_c):
+            cols = start + tl.arange(0, tiling.block_c)
+            _, n, w, _ = normalised_rows(dy, x, norm, rows, cols, ZERO_CENTERED, tiling.even)
+            sums_wn += fold_sum(w * n, tiling.fold)
             if norm.mean is not None:
-                sums_w += fold_sum(w, FOLD)
+                sums_w += fold_sum(w, tiling.fold)
         mean_wn = tl.math.div_rn(tl.sum(sums_wn, 1), count)
         mean_w = tl.math.div_rn(tl.sum(sums_w, 1), count)
-        for start in range(0, x.C, BLOCK_C):
-            cols = start + tl.arange(0, BLOCK_C)
-            gradient, n, w, rstd = normalised_rows(dy, x, norm, rows, cols, ZERO_CENTERED, EVEN)
-            written = tl.where(first == program * BLOCK_R, 0, x.C)  # nothing yet, the first time
+        for start in range(0, x.C, tiling.block_c):
+            cols = start + tl.arange(0, tiling.block_c)
+            gradient, n, w, rstd = normalised_rows(dy, x, norm, rows, cols, ZERO_CENTERED, tiling.even)
+            written = tl.where(first == program * tiling.block_r, 0, x.C)  # nothing yet, the first time
             grow(parts_ptr + program * x.C, tl.sum(gradient * n, 0), cols, written, x.C)
             if WITH_BETA:
                 grow(parts_ptr + (programs + program) * x.C, tl.sum(gradient, 0), cols, written, x.C)
-            store_dx(w, n, mean_wn, mean_w, rstd, residual, dx_ptr, x, rows, cols, EVEN)
+            store_dx(w, n, mean_wn, mean_w, rstd, residual, dx_ptr, x, rows, cols, tiling.even)
         tl.debug_barrier()  # another thread may read what this one has written
 
 
@@ -186,10 +177,10 @@ def norm_backward(
     norm = Norm(mean if kind == "layer_norm" else None, rstd, gamma, None)
     dy_source = Source(dy, rows, cols, *dy.stride())
     residual_source = None if residual is None else Source(residual, rows, cols, *residual.stride())
-    constants = with_beta, zero_centered, (even, block_r, block_c, 16 // x.element_size())
+    constants = with_beta, zero_centered, NormTiling(even, one_tile, 1, block_r, block_c, 16 // x.element_size())
     arguments = dy_source, Source(x, rows, cols, *x.stride()), residual_source, norm, dx, parts, *constants
     kinds = [None if tensor is None else (tensor.dtype, tensor.stride()) for tensor in (dy, gamma, residual)]
-    key = key_of(x, (dy, gamma, mean, rstd, residual), "norm_backward", kind, *kinds, *constants, one_tile, num_warps)
+    key = key_of(x, (dy, gamma, mean, rstd, residual), "norm_backward", kind, *kinds, *constants, num_warps)
     kernel = norm_backward_kernel if one_tile else norm_backward_long_kernel
     launch(kernel, programs, arguments, num_warps, key, enable_fp_fusion=True)
     _sum_parts(parts, dgamma, dbeta)

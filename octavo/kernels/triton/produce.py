@@ -2,12 +2,6 @@
 
 The definitions are activations.py, reference/activation.py and reference/norm.py. A kernel calls ``produce`` for each
 of its tiles. A gated gradient is two tiles of one read, dgate and dup, which lie side by side in what is written.
-
-FUNCTION is (name, ...):
-
-    ("",)                                     x itself
-    (function, GATED, GRAD, TILE_R, TILE_C)   an activation; a tile of its input h shares a scale_inv, if h is codes
-    ("norm", ZERO_CENTERED, TRANSPOSED)       a norm whose statistics are known; TRANSPOSED: they are of x's columns
 """
 
 from __future__ import annotations
@@ -18,6 +12,18 @@ import triton
 import triton.language as tl
 
 from octavo.kernels.triton.tiles import decode, load_tile
+
+
+class Function(NamedTuple):
+    """Which function of x is cast: none, an activation or its gradient, or the "norm" whose statistics are known."""
+
+    name: str = ""
+    gated: bool = False
+    gradient: bool = False
+    tile_r: int = 0  # of an activation's input that is codes: (rows, columns) that share a scale_inv
+    tile_c: int = 0
+    zero_centered: bool = False
+    transposed: bool = False  # the norm's statistics are of x's columns
 
 
 class Input(NamedTuple):
@@ -43,47 +49,44 @@ class Norm(NamedTuple):
 
 
 @triton.jit
-def produce(x, h, rows, cols, FUNCTION: tl.constexpr, EVEN: tl.constexpr):
+def produce(x, h, rows, cols, function: tl.constexpr, EVEN: tl.constexpr):
     """The tile [BR, BC] to be cast, float32, 0 outside of x; and the second one, of a gated gradient.
 
     Args:
         x: the Source, whose R and C are those of the tile's tensor. An activation reads it only for its gradient.
         h: Input, Norm or None.
         rows, cols: [BR], [BC].
-        FUNCTION: see above.
+        function: Function.
         EVEN: none of the tile is outside.
     """
-    NAME: tl.constexpr = FUNCTION[0]
-    if NAME == "":
+    if function.name == "":
         first = load_tile(x, rows, cols, EVEN)
         second = first
-    elif NAME == "norm":
+    elif function.name == "norm":
         first = load_tile(x, rows, cols, EVEN)
-        first = normalise(first, x, h, rows, cols, FUNCTION[1], FUNCTION[2], EVEN)
+        first = normalise(first, x, h, rows, cols, function.zero_centered, function.transposed, EVEN)
         second = first
     else:
-        GATED: tl.constexpr = FUNCTION[1]
-        GRAD: tl.constexpr = FUNCTION[2]
-        gate = load_input(h, x, rows, cols, False, FUNCTION[3], FUNCTION[4], EVEN)
-        if GRAD:
+        gate = load_input(h, x, rows, cols, False, function, EVEN)
+        if function.gradient:
             first = load_tile(x, rows, cols, EVEN)
             second = first
-            if GATED:
-                second *= value(gate, NAME)
-                first *= load_input(h, x, rows, cols, True, FUNCTION[3], FUNCTION[4], EVEN)
-            first *= slope(gate, NAME)
-            if not GATED:
+            if function.gated:
+                second *= value(gate, function.name)
+                first *= load_input(h, x, rows, cols, True, function, EVEN)
+            first *= slope(gate, function.name)
+            if not function.gated:
                 second = first
         else:
-            first = value(gate, NAME)
-            if GATED:
-                first *= load_input(h, x, rows, cols, True, FUNCTION[3], FUNCTION[4], EVEN)
+            first = value(gate, function.name)
+            if function.gated:
+                first *= load_input(h, x, rows, cols, True, function, EVEN)
             second = first
     return first, second
 
 
 @triton.jit
-def load_input(h, x, rows, cols, UP: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr, EVEN: tl.constexpr):
+def load_input(h, x, rows, cols, UP: tl.constexpr, function: tl.constexpr, EVEN: tl.constexpr):
     """The tile of h, or of its second half, as float32."""
     offsets = rows.to(tl.int64)[:, None] * h.stride_r + cols.to(tl.int64)[None, :] * h.stride_c
     ptr = h.ptr
@@ -96,19 +99,19 @@ def load_input(h, x, rows, cols, UP: tl.constexpr, TILE_R: tl.constexpr, TILE_C:
     if h.scale_inv is None:
         result = tile.to(tl.float32)
     else:
-        result = decode(tile) * input_scale_inv(h, x, rows, cols, UP, TILE_R, TILE_C)
+        result = decode(tile) * input_scale_inv(h, x, rows, cols, UP, function)
     return result
 
 
 @triton.jit
-def input_scale_inv(h, x, rows, cols, UP: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr):
+def input_scale_inv(h, x, rows, cols, UP: tl.constexpr, function: tl.constexpr):
     """The scale_inv of each code of a tile of h."""
     ptr = h.scale_inv
     if UP:
         ptr += h.scale_shift
     # for codes beyond the end any will do
-    row = tl.where(rows < x.R, rows, 0) // TILE_R
-    col = tl.where(cols < x.C, cols, 0) // TILE_C
+    row = tl.where(rows < x.R, rows, 0) // function.tile_r
+    col = tl.where(cols < x.C, cols, 0) // function.tile_c
     return tl.load(ptr + row[:, None] * h.scale_stride_r + col[None, :] * h.scale_stride_c)
 
 

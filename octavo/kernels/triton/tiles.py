@@ -39,6 +39,14 @@ class Codes(NamedTuple):
     t_stride: Any
 
 
+class Rounding(NamedTuple):
+    """How kernels make scales and codes; ``limit`` is format.max / 2^margin."""
+
+    e5m2: bool
+    limit: float
+    power_of_two: bool
+
+
 @triton.jit
 def scale_from_amax(amax, LIMIT: tl.constexpr, POWER_OF_TWO: tl.constexpr):
     """numerics.scale_from_amax; LIMIT is format.max / 2^margin."""
@@ -85,7 +93,7 @@ def encode(x, scale, E5M2: tl.constexpr):
         codes = tl.where(is_inf, tl.where(x < 0, 0xFC, 0x7C).to(tl.uint8), codes)
         result = codes.to(tl.float8e5, bitcast=True)
     else:
-        result = encode_finite(tl.where(is_inf, float("nan"), x), scale, E5M2)
+        result = encode_finite(x, tl.where(is_inf, float("nan"), scale), E5M2)
     return result
 
 
@@ -135,7 +143,7 @@ if triton.knobs.runtime.interpret:
 
     @triton.jit
     def encode_finite(x, scale, E5M2: tl.constexpr):
-        """``encode`` where x holds no inf, which would become max; NaN is right."""
+        """``encode`` where x holds no inf, which would become max."""
         y = x * scale
         if E5M2:
             result = round_by_bits(y, 2, 15, 0x47600000).to(tl.float8e5, bitcast=True)
@@ -170,7 +178,7 @@ else:
 
     @triton.jit
     def encode_finite(x, scale, E5M2: tl.constexpr):
-        """``encode`` where x holds no inf, which would become max; NaN is right."""
+        """``encode`` where x holds no inf, which would become max."""
         y = x * scale
         if E5M2:
             result = y.to(tl.float8e5)

@@ -62,7 +62,7 @@ def test_what_is_cast_and_how_large_it_is(kernels: TritonKernels, given: Any) ->
         assert gradient.function[:3] == (function, gated, True)
         assert gradient.h.shift == (32 if gated else 0) and gradient.t().shape == gradient.shape[::-1]
     plain = of(given, kernels.device, "")
-    assert plain.shape == (64, 32) and plain.function == ("",) and plain.kind == "" and plain.h is None
+    assert plain.shape == (64, 32) and plain.function.name == "" and plain.kind == "" and plain.h is None
 
 
 @pytest.mark.parametrize("h_tile", [None, *TILES], ids=str)
@@ -92,15 +92,19 @@ def test_transposed_twice_it_is_the_same(
             h.scale_inv,
             h.scale_shift,
         )
-        assert flipped.function == (*one.function[:3], one.function[4], one.function[3])
+        assert flipped.function == one.function._replace(tile_r=one.function.tile_c, tile_c=one.function.tile_r)
 
 
 def test_a_transposed_norm(kernels: TritonKernels, given: Any) -> None:
     x, row, col = (torch.randn(size, device=kernels.device) for size in ((4, 6), 4, 6))
     for kind in ("layer_norm", "rms_norm"):
         one = given.given_of_norm(x, row, row, col, None, kind, True)
-        assert one.function == ("norm", True, False) and one.kind == "norm"
-        assert one.t().function == ("norm", True, True) and one.t().h is one.h
+        assert (one.function.name, one.function.zero_centered, one.function.transposed) == (
+            "norm",
+            True,
+            False,
+        ) and one.kind == "norm"
+        assert one.t().function == one.function._replace(transposed=True) and one.t().h is one.h
         assert one.t().t()._replace(x=x) == one
         assert (one.h.mean is None) == (kind == "rms_norm")
 
@@ -220,7 +224,7 @@ def test_what_no_kernel_computes_is_a_tensor(kernels: TritonKernels, given: Any,
         ("silu", (1, 5), False),
     ):
         one = of(given, kernels.device, activation, h_dtype=E4M3, h_tile=h_tile, forward=forward)
-        assert (one.function == ("",)) == is_made
+        assert (one.function.name == "") == is_made
         if is_made:
             assert one.x.dtype == FP32 and one.h is None and one.halves == 1 and one.fits((1, 32))
             assert one.read_dtype == (E4M3 if forward else BF16)
