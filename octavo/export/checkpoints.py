@@ -27,7 +27,7 @@ from octavo.errors import ExportError, MissingExtraError
 from octavo.formats import E4M3
 from octavo.granularity import ALL, Tile
 from octavo.nn.recipe_module import RecipeModule
-from octavo.nn.stored_weights import SCALE_INV
+from octavo.nn.stored_weight_files import SCALE_INV
 from octavo.scaling.recipe import Cast
 from octavo.tensor.stored_weight import StoredWeight
 

@@ -90,7 +90,7 @@ def convert(
         if name in stored:
             store_weight(module, recipe_of(recipe, name))
         module.recipe = recipe_of(recipe, name)
-        module.gather.join(group, module)
+        module.gather.join(group)
     leave_fast_path(model)
     _others_share(model)
     gather_anew(model)
@@ -307,8 +307,7 @@ def _others_share(model: nn.Module) -> None:
     others = _weights_of_others(model, {id(module) for module in model.modules() if isinstance(module, RecipeModule)})
     for module in model.modules():
         if isinstance(module, RecipeModule):
-            module.gather.shared = id(module._parameters.get("weight")) in others
-            module.gather.way = None
+            module.gather.share(id(module._parameters.get("weight")) in others)
 
 
 def _weights_of_others(model: nn.Module, ours: set[int]) -> set[int]:

@@ -15,17 +15,9 @@ from octavo.autograd.products import Layer, linear
 from octavo.errors import HigherOrderGradientError
 from octavo.formats import HIGH_PRECISION
 from octavo.kernels.emulation import warn_once_if_emulated
-from octavo.nn.gather import before_gather, gathered_operands
-from octavo.nn.gather_group import Gather
-from octavo.nn.stored_shards import before_stored_gather
-from octavo.nn.stored_weights import (
-    check_recipe,
-    in_high_precision,
-    load_stored,
-    save_stored,
-    stored_operands,
-    why_unreadable,
-)
+from octavo.nn.gather import Gather
+from octavo.nn.stored_weight_files import load_stored, save_stored
+from octavo.nn.stored_weights import check_recipe, in_high_precision, stored_operands, why_unreadable
 from octavo.nn.weight_cache import WeightCache, version_of
 from octavo.scaling.delayed import ASIDE, BUFFERS, LOADED, drop_delayed_state, register_delayed_state
 from octavo.scaling.recipe import Recipe
@@ -107,9 +99,7 @@ class RecipeModule(nn.Module):
                     "fully_shard was applied to two modules that share a weight, each of which would train its own; "
                     "apply it to a module that holds both"
                 )
-            gather.adopt(weight)
-            if gather.group is not None:
-                gather.group.add(self)
+            gather.adopt(weight, self)
 
     @property
     def gather(self) -> Gather:
@@ -132,10 +122,8 @@ class RecipeModule(nn.Module):
         return part.scale_inv
 
     def before_gather(self, shard: Tensor, mesh: Any, outer_size: torch.Size, mp_policy: Any) -> Any:
-        """FSDP2's hook asks here what to send of the weight; see nn/gather.py and nn/stored_shards.py."""
-        if isinstance(shard, StoredWeight):
-            return before_stored_gather(self, shard, mesh, outer_size)
-        return before_gather(self, shard, mesh, outer_size, mp_policy)
+        """FSDP2's hook asks here what to send of the weight; see nn/gather.py."""
+        return self.gather.before(shard, mesh, outer_size, mp_policy)
 
     def notice_writes(self, weight: Tensor, local: Tensor, version: Any) -> None:
         """Before a forward in training: forget the weight's history if anything but its optimizer wrote it.
@@ -271,26 +259,11 @@ class RecipeModule(nn.Module):
         if isinstance(parameter, StoredWeight):
             return stored_operands(parameter, recipe, transposed)
         if isinstance(parameter, GatheredWeight):
-            return gathered_operands(self, parameter, self.training and grad_enabled)
+            return self.gather.operands(parameter, recipe, self.training and grad_enabled)
         if not self.training:  # the weight may have been merged, averaged, swapped: its own amax, whatever the history
             return cast_role(weight_NK.detach(), recipe, WEIGHT, True, transposed, None)
-        # a captured graph runs again without asking whether the weight is the same, and so does a compiled one
-        captured = parameter.is_cuda and torch.cuda.is_current_stream_capturing()
-        traced = torch.compiler.is_compiling() or captured
-        kept = self._weight_cache.kept(parameter, recipe, traced)
-        if kept is not None:
-            return kept
-        # Read without gradients too: a reentrant checkpoint's first pass must see what its second will. Not a weight
-        # that a parametrization computes; nor under FSDP2, where a gathered weight does not tell of writes to shards.
-        caching = not traced and parameter.is_leaf and not parameter.is_inference() and self.gather.parameter is None
-        if caching:
-            cached = self._weight_cache.get(parameter, recipe, transposed)
-            if cached is not None:
-                return cached
-        operands = cast_role(weight_NK.detach(), recipe, WEIGHT, True, transposed, state)
-        if caching and grad_enabled and not torch.is_inference_mode_enabled():
-            self._weight_cache.put(parameter, recipe, operands)
-        return operands
+        reusable = self.gather.parameter is None
+        return self._weight_cache.operands(weight_NK, parameter, recipe, transposed, state, reusable)
 
     def forget_recipe(self) -> None:
         """Drop all that setting a recipe added."""

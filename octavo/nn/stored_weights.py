@@ -1,15 +1,6 @@
-"""Modules whose weight is a StoredWeight: how products read it, which recipes can, and what files hold of it.
-
-In a state_dict it is ``weight``, the bytes of the codes as uint8 [N, 1, K], beside ``weight_scale_inv``. The dimension
-between is for readers who know nothing of codes: a shape that is not the weight's is an error everywhere, with
-strict=False, in from_pretrained and in copy_ too, where codes [N, K] would be taken for values. Bytes are what every
-backend of torch.distributed sends. Either kind of module loads either kind of file, and float8 codes [N, K], as
-fine-grained FP8 checkpoints have them under the same keys. Sharded ones are in nn/stored_shards.py.
-"""
+"""Modules whose weight is a StoredWeight: how products read it, and which recipes can."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,15 +8,12 @@ from torch import Tensor, nn
 from octavo.autograd.casts import Operands
 from octavo.formats import E4M3
 from octavo.granularity import Granularity, PerTensor, granularity_of
-from octavo.kernels.layouts import needs_transposed_codes
-from octavo.nn.gather import lay_out, with_padding
-from octavo.nn.stored_shards import as_bytes, as_shard, codes_of, save_shard
+from octavo.kernels.layouts import needs_transposed_codes, padded
 from octavo.scaling.recipe import Recipe
 from octavo.tensor.parameters import put_into
-from octavo.tensor.sharded_weight import GatheredWeight, ShardHooks, like_sharded, on_this_rank
-from octavo.tensor.stored_weight import GRANULARITIES, StoredWeight, dequantized, has_powers_of_two, stored_part
+from octavo.tensor.sharded_weight import GatheredWeight, ShardHooks, on_this_rank
+from octavo.tensor.stored_weight import GRANULARITIES, StoredWeight, dequantized, stored_part
 
-SCALE_INV = "weight_scale_inv"
 TENSOR_PARALLEL = "DTensors: convert before fully_shard; octavo does not compute under tensor parallelism yet"
 
 
@@ -41,6 +29,19 @@ def stored_operands(weight: StoredWeight, recipe: Recipe, transposed: bool) -> O
         q, q_t = lay_out(weight.qdata, recipe)
         return Operands((q, weight.scale_inv), (q_t, weight.scale_inv.t()), None, None, False)
     return Operands((with_padding(weight.qdata, recipe), weight.scale_inv), None, None, None, False)
+
+
+def lay_out(q: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
+    """Codes [N, K] as the products read them: as they lie and transposed, contractions padded as the device wants."""
+    if not needs_transposed_codes(q.device):
+        return q, q.t()
+    return with_padding(q, recipe), with_padding(q.view(torch.uint8).t().contiguous().view(q.dtype), recipe)
+
+
+def with_padding(q: Tensor, recipe: Recipe) -> Tensor:
+    """Codes [N, K] with zeros behind the contraction, as a device wants it that needs transposed codes."""
+    padding = padded(q.shape[1], 16 if recipe.pads else 1) - q.shape[1]
+    return nn.functional.pad(q.view(torch.uint8), (0, padding)).view(q.dtype) if padding else q
 
 
 def in_high_precision(weight: Tensor) -> Tensor:
@@ -124,59 +125,3 @@ def widen_weight(module: nn.Module) -> None:
     weight = module._parameters.get("weight")
     if isinstance(weight, StoredWeight):
         put_into(module.get_parameter("weight"), weight.detach().dequantize())
-
-
-def save_stored(weight: Tensor, part: StoredWeight, destination: dict[str, Any], prefix: str) -> None:
-    """Put codes and scale_inv into a state_dict in place of the weight, of which this rank has ``part``."""
-    keys = f"{prefix}weight", f"{prefix}{SCALE_INV}"
-    if part is not weight:
-        return save_shard(weight, part, destination, keys)
-    destination[keys[0]], destination[keys[1]] = as_bytes(part.qdata.detach()), part.scale_inv.detach()
-
-
-def load_stored(weight: Tensor | None, state_dict: dict[str, Any], prefix: str) -> None:
-    """Make of codes and scale_inv in a state_dict what the module's weight can be loaded from; in place.
-
-    Raises:
-        ValueError: if they don't fit together, or codes come without their scale_inv.
-    """
-    given, scale_inv = state_dict.get(f"{prefix}weight"), state_dict.pop(f"{prefix}{SCALE_INV}", None)
-    if not isinstance(given, Tensor):
-        return  # torch says what is missing, or wrong
-    part = stored_part(weight)
-    sharded = weight is not None and part is not None and part is not weight
-    local = on_this_rank(given)
-    codes = codes_of(local)
-    if codes is not None or scale_inv is not None:
-        _check_pair(given, scale_inv, prefix)
-    elif not sharded:
-        return
-    if sharded:
-        assert weight is not None and part is not None
-        state_dict[f"{prefix}weight"] = as_shard(weight, part, given, scale_inv)
-        return
-    assert codes is not None
-    dtype = torch.float32 if weight is None else weight.dtype
-    if local is not given:
-        granularity = GRANULARITIES[scale_inv.shape != (1, 1)]
-        values = StoredWeight(codes, on_this_rank(scale_inv), dtype, granularity).dequantize()
-        state_dict[f"{prefix}weight"] = like_sharded(values, given, torch.Size((given.shape[0], given.shape[-1])))
-        return
-    stored = StoredWeight(codes, scale_inv, dtype)
-    if part is not None and not has_powers_of_two(scale_inv):
-        stored = StoredWeight.cast(stored.dequantize(), part.granularity)
-    state_dict[f"{prefix}weight"] = stored if part is not None else stored.dequantize()
-
-
-def _check_pair(given: Tensor, scale_inv: Tensor | None, prefix: str) -> None:
-    """Raise ValueError unless these are codes [N, K] or their bytes, and their scale_inv."""
-    if codes_of(on_this_rank(given)) is None:
-        raise ValueError(
-            f"{prefix}weight beside {prefix}{SCALE_INV} is {given.dtype} {tuple(given.shape)}, neither uint8 [N, 1, K] "
-            "nor torch.float8_e4m3fn [N, K]"
-        )
-    if scale_inv is None:
-        raise ValueError(f"{prefix}weight holds FP8 codes, but there is no {prefix}{SCALE_INV}; give both")
-    shape = given.shape[0], given.shape[-1]
-    if not any(granularity.scale_shape(shape) == tuple(scale_inv.shape) for granularity in GRANULARITIES):
-        raise ValueError(f"{prefix}{SCALE_INV} of shape {tuple(scale_inv.shape)} does not fit {shape}")

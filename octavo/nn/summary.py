@@ -9,7 +9,6 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from octavo.nn.candidates import class_of, fp8_class, shape_of, why_not
-from octavo.nn.gather_group import way
 from octavo.nn.recipe_module import RecipeModule
 from octavo.scaling.recipe import Recipe
 
@@ -108,7 +107,7 @@ def summary(model: nn.Module) -> Summary:
 def _gathered(module: nn.Module) -> str:
     if not isinstance(module, RecipeModule) or module.gather.parameter is None:
         return ""
-    found = way(module)
+    found = module.gather.way
     return f"{found.kind} ({found.why})" if found.why else found.kind
 
 

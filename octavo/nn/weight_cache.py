@@ -17,10 +17,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from octavo.autograd.casts import Operands
+from octavo.autograd.casts import WEIGHT, Operands, State, cast_role
 from octavo.optimizer_steps import OPTIMIZER_STEPS
 from octavo.scaling.recipe import Recipe
 
@@ -80,6 +81,35 @@ class WeightCache:
         if replaced or before[0] != id(weight):
             return True
         return before[2] == step and (before[1].cdata != storage._cdata or before[3] != version)
+
+    def operands(
+        self, weight_NK: Tensor, weight: Tensor, recipe: Recipe, transposed: bool, state: State | None, reusable: bool
+    ) -> Operands:
+        """The operands of a plain weight in training: those kept, those cached, or cast now.
+
+        Args:
+            weight_NK: [N, K], a view of ``weight``.
+            weight: what the layer computes with: its parameter, or what was put in its place.
+            recipe: the recipe in force.
+            transposed: whether backward will need the transposed operand.
+            state: read by Delayed casts.
+            reusable: whether the parameter tells of writes. A gathered one (FSDP2) does not tell of those to shards.
+        """
+        # a captured graph runs again without asking whether the weight is the same, and so does a compiled one
+        traced = torch.compiler.is_compiling() or (weight.is_cuda and torch.cuda.is_current_stream_capturing())
+        kept = self.kept(weight, recipe, traced)
+        if kept is not None:
+            return kept
+        # Read without gradients too: a reentrant checkpoint's first pass must see what its second will. Not a weight
+        # that a parametrization computes.
+        caching = reusable and not traced and weight.is_leaf and not weight.is_inference()
+        cached = self.get(weight, recipe, transposed) if caching else None
+        if cached is not None:
+            return cached
+        operands = cast_role(weight_NK.detach(), recipe, WEIGHT, True, transposed, state)
+        if caching and torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+            self.put(weight, recipe, operands)
+        return operands
 
     def get(self, weight: Tensor, recipe: Recipe, transposed: bool) -> Operands | None:
         """The cached operands, no longer fresh, or None where the weight must be cast.

@@ -102,11 +102,12 @@ def hooks_cast_compiled(mesh):
     eager = [copy.deepcopy(block.fc1.gather.codes) for block in net.blocks]
     from octavo.nn import gather_group
 
-    members = [layer for block in net.blocks for layer in (block.fc1, block.fc2)]
+    layers = [layer for block in net.blocks for layer in (block.fc1, block.fc2)]
+    members = [layer.gather for layer in layers]
     cast = torch.compile(gather_group._cast_shards, backend="aot_eager")
-    for layer in members:
-        layer.gather.codes.zero_()
-    cast(members, members[0].recipe.weight_casts.as_is, mesh)
+    for member in members:
+        member.codes.zero_()
+    cast(members, layers[0].recipe.weight_casts.as_is, mesh)
     return all(torch.equal(block.fc1.gather.codes, codes) for block, codes in zip(net.blocks, eager, strict=True))
 
 

@@ -9,9 +9,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import octavo
 from octavo import recipes
-from octavo.nn import gather
-from octavo.nn.gather import _laid
-from octavo.nn.gather_group import way
+from octavo.nn import stored_weights
+from octavo.nn.gather import besides
+from octavo.nn.stored_weights import lay_out
 from octavo.tensor.sharded_weight import GatheredWeight, ShardedWeight
 from tests.support.fsdp_situations import EVEN, RECIPES, SITUATIONS, batch, built, off, sharded_blocks
 from tests.support.helpers import to_fp8
@@ -43,19 +43,19 @@ def layer(recipe, mesh, rows=512, cols=96, **options):
     ],
 )
 def test_how_a_weight_is_gathered(mesh, recipe, rows, kind, why):
-    found = way(layer(recipe, mesh, rows))
+    found = layer(recipe, mesh, rows).gather.way
     assert found.kind == kind and why in found.why and bool(found.why) == bool(why)
 
 
 def test_what_can_not_be_gathered_in_fp8(mesh):
     by_columns = layer(recipes.dynamic(), mesh, shard_placement_fn=lambda p: torch.distributed.tensor.Shard(p.ndim - 1))
-    assert way(by_columns).why == "it is not sharded by rows"
+    assert by_columns.gather.way.why == "it is not sharded by rows"
     alone = fully_shard(octavo.nn.Linear(64, 64), mesh=mesh)
-    assert "octavo.convert(model, recipe) before fully_shard" in way(alone).why
+    assert "octavo.convert(model, recipe) before fully_shard" in alone.gather.way.why
     model = nn.Sequential(nn.Embedding(64, 32), nn.Linear(32, 64, bias=False))
     model[1].weight = model[0].weight
     fully_shard(to_fp8(model, recipes.dynamic()), mesh=mesh)
-    assert way(model[1]).why == "another module shares it"
+    assert model[1].gather.way.why == "another module shares it"
 
 
 def test_summary_says_how(mesh):
@@ -95,14 +95,16 @@ def test_the_sharded_parameter_is_an_ordinary_one(mesh):
 
 def test_layouts_of_a_gpu(monkeypatch):
     """Codes transposed and padded to 16, in storage of their own where they differ from what was gathered."""
-    monkeypatch.setattr(gather, "needs_transposed_codes", lambda device: True)
+    monkeypatch.setattr(stored_weights, "needs_transposed_codes", lambda device: True)
     q = torch.randn(20, 24).to(torch.float8_e4m3fn)
-    laid, transposed, inner = _laid(q, recipes.dynamic(), None)
+    laid, transposed = lay_out(q, recipes.dynamic())
+    inner = besides(q, laid, transposed)
     assert laid.shape == (20, 32) and transposed.shape == (24, 32) and len(inner) == 2
     assert torch.equal(laid[:, :24].float(), q.float()) and laid[:, 24:].float().abs().sum() == 0
     assert torch.equal(transposed[:, :20].float(), q.t().float()) and transposed[:, 20:].float().abs().sum() == 0
     whole = torch.randn(32, 48).to(torch.float8_e4m3fn)
-    laid, transposed, inner = _laid(whole, recipes.dynamic(), None)
+    laid, transposed = lay_out(whole, recipes.dynamic())
+    inner = besides(whole, laid, transposed)
     assert laid.data_ptr() == whole.data_ptr() and inner[0] is transposed and len(inner) == 1
 
 

@@ -96,7 +96,7 @@ def with_fault(mesh, fault, recipe):
     find_scales = gather_group._find_scales
     try:
         if fault == "weights are cast once and for all":
-            gather_group.GatherGroup.refresh = lambda *a: a[1].gather.codes is None and refresh(*a)
+            gather_group.GatherGroup.refresh = lambda *a: a[1].codes is None and refresh(*a)
         elif fault == "each rank has its own scale":
             gather_group._find_scales = lambda members, mesh: find_scales(members, _Alone(mesh))
         return compare(mesh, recipe, "uneven shards", True)[0]

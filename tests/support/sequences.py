@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import octavo
 from octavo import recipes
 from octavo.autograd.casts import WEIGHT
-from octavo.nn.gather_group import IN_FP8, way
+from octavo.nn.gather import IN_FP8
 from octavo.tensor.sharded_weight import like_sharded
 from octavo.tensor.stored_weight import StoredWeight, stored_part
 
@@ -139,7 +139,7 @@ class Subject:
     def written_in_flight(self) -> None:
         """Weights are written: what is in flight on ranks reads them if they are gathered anew for its backward."""
         self.disturbed = True
-        if self.mesh is not None and way(self.layer).kind != IN_FP8:
+        if self.mesh is not None and self.layer.gather.way.kind != IN_FP8:
             self.in_flight = []
 
     def parameter(self, name: str = "weight") -> Any:

@@ -1,0 +1,135 @@
+"""Files of weights that live in FP8: what a state_dict holds of them, and how any kind of module loads it.
+
+In a state_dict such a weight is ``weight``, the bytes of the codes as uint8 [N, 1, K], beside ``weight_scale_inv``. The
+dimension between is for readers who know nothing of codes: a shape that is not the weight's is an error everywhere,
+with strict=False, in from_pretrained and in copy_ too, where codes [N, K] would be taken for values. Bytes are what
+every backend of torch.distributed sends. Either kind of module loads either kind of file, and float8 codes [N, K], as
+fine-grained FP8 checkpoints have them under the same keys.
+
+Of a sharded weight ``weight`` is a DTensor of the bytes; ``weight_scale_inv`` is plain and the same on every rank, or a
+DTensor of the blocks' scales.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.granularity import PerTensor
+from octavo.tensor.scaled_tensor import ScaledTensor
+from octavo.tensor.sharded_weight import like_sharded, on_this_rank
+from octavo.tensor.stored_parts import cast_part
+from octavo.tensor.stored_weight import GRANULARITIES, StoredWeight, has_powers_of_two, stored_part
+
+SCALE_INV = "weight_scale_inv"
+
+
+def save_stored(weight: Tensor, part: StoredWeight, destination: dict[str, Any], prefix: str) -> None:
+    """Put codes and scale_inv into a state_dict in place of the weight, of which this rank has ``part``."""
+    keys = f"{prefix}weight", f"{prefix}{SCALE_INV}"
+    codes, scale_inv = _as_bytes(part.qdata.detach()), part.scale_inv.detach()
+    if part is not weight:
+        codes = like_sharded(codes, weight, torch.Size((weight.shape[0], 1, weight.shape[1])))
+        if part.granularity != PerTensor():
+            shape = torch.Size(part.granularity.scale_shape(tuple(weight.shape)))
+            scale_inv = like_sharded(scale_inv, weight, shape)
+    destination[keys[0]], destination[keys[1]] = codes, scale_inv
+
+
+def load_stored(weight: Tensor | None, state_dict: dict[str, Any], prefix: str) -> None:
+    """Make of codes and scale_inv in a state_dict what the module's weight can be loaded from; in place.
+
+    Raises:
+        ValueError: if they don't fit together, or codes come without their scale_inv.
+    """
+    given, scale_inv = state_dict.get(f"{prefix}weight"), state_dict.pop(f"{prefix}{SCALE_INV}", None)
+    if not isinstance(given, Tensor):
+        return  # torch says what is missing, or wrong
+    part = stored_part(weight)
+    sharded = weight is not None and part is not None and part is not weight
+    local = on_this_rank(given)
+    codes = _codes_of(local)
+    if codes is not None or scale_inv is not None:
+        _check_pair(given, scale_inv, prefix)
+    elif not sharded:
+        return
+    if sharded:
+        assert weight is not None and part is not None
+        state_dict[f"{prefix}weight"] = _as_shard(weight, part, given, scale_inv)
+        return
+    assert codes is not None
+    dtype = torch.float32 if weight is None else weight.dtype
+    if local is not given:
+        granularity = GRANULARITIES[scale_inv.shape != (1, 1)]
+        values = StoredWeight(codes, on_this_rank(scale_inv), dtype, granularity).dequantize()
+        state_dict[f"{prefix}weight"] = like_sharded(values, given, torch.Size((given.shape[0], given.shape[-1])))
+        return
+    stored = StoredWeight(codes, scale_inv, dtype)
+    if part is not None and not has_powers_of_two(scale_inv):
+        stored = StoredWeight.cast(stored.dequantize(), part.granularity)
+    state_dict[f"{prefix}weight"] = stored if part is not None else stored.dequantize()
+
+
+def _check_pair(given: Tensor, scale_inv: Tensor | None, prefix: str) -> None:
+    """Raise ValueError unless these are codes [N, K] or their bytes, and their scale_inv."""
+    if _codes_of(on_this_rank(given)) is None:
+        raise ValueError(
+            f"{prefix}weight beside {prefix}{SCALE_INV} is {given.dtype} {tuple(given.shape)}, neither uint8 [N, 1, K] "
+            "nor torch.float8_e4m3fn [N, K]"
+        )
+    if scale_inv is None:
+        raise ValueError(f"{prefix}weight holds FP8 codes, but there is no {prefix}{SCALE_INV}; give both")
+    shape = given.shape[0], given.shape[-1]
+    if not any(granularity.scale_shape(shape) == tuple(scale_inv.shape) for granularity in GRANULARITIES):
+        raise ValueError(f"{prefix}{SCALE_INV} of shape {tuple(scale_inv.shape)} does not fit {shape}")
+
+
+def _as_bytes(codes: Tensor) -> Tensor:
+    """Codes [N, K] as a state_dict holds them: uint8 [N, 1, K], over the same storage."""
+    return codes.view(torch.uint8).unsqueeze(1)
+
+
+def _codes_of(given: Tensor) -> Tensor | None:
+    """The codes [N, K] in a state_dict's tensor, or None where it holds none: uint8 [N, 1, K], or float8 [N, K]."""
+    if given.dtype == torch.uint8 and given.ndim == 3 and given.shape[1] == 1:
+        return given.squeeze(1).view(torch.float8_e4m3fn)
+    return given if given.dtype == torch.float8_e4m3fn and given.ndim == 2 else None
+
+
+def _as_shard(weight: Tensor, part: StoredWeight, given: Tensor, scale_inv: Tensor | None) -> Tensor:
+    """What a sharded weight can be loaded from. All ranks call it: values need one scale for all.
+
+    Args:
+        weight: the DTensor.
+        part: what this rank has of it.
+        given: codes, as ``save_stored`` puts them, or high-precision values, sharded as ``weight`` is.
+        scale_inv: of codes, as ``save_stored`` puts it; None for values.
+
+    Returns:
+        a DTensor like ``weight``.
+
+    Raises:
+        ValueError: if ``given`` is sharded otherwise.
+    """
+    local = on_this_rank(given)
+    if (codes := _codes_of(local)) is not None:
+        local = codes
+    if on_this_rank(given) is given or local.shape != part.shape:
+        raise ValueError(
+            f"a sharded weight {tuple(weight.shape)}, here {tuple(part.shape)}, is loaded from one that is sharded "
+            f"alike, not from a {type(given).__name__} of {tuple(local.shape)}: use set_model_state_dict of "
+            "torch.distributed.checkpoint.state_dict, or octavo.distributed.checkpoint.load_checkpoint"
+        )
+    if scale_inv is None:
+        return like_sharded(cast_part(local, weight, part.granularity, part.dtype), weight, weight.shape)
+    scales = on_this_rank(scale_inv)
+    if scales is scale_inv and scales.shape != (1, 1):  # of a full state dict: those of all ranks' blocks
+        mesh = weight.device_mesh  # type: ignore[attr-defined]
+        scales = scales.chunk(mesh.size(mesh.ndim - 1))[mesh.get_local_rank(mesh.ndim - 1)]
+    if scales.shape == part.scale_inv.shape and has_powers_of_two(scales):
+        kept = StoredWeight(local, scales, part.dtype, part.granularity, is_part=True)
+        return like_sharded(kept, weight, weight.shape)
+    values = ScaledTensor(local, scales, GRANULARITIES[scales.shape != (1, 1)], part.dtype).dequantize()
+    return like_sharded(cast_part(values, weight, part.granularity, part.dtype), weight, weight.shape)
