@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
 
 from octavo.kernels.reference.optimizer_step import AdamGroup
+from octavo.optim.arguments import check_not_negative, refuse
 from octavo.optim.base import CompactOptimizer
 from octavo.optim.kept import Kept
 from octavo.optim.moment import Moment, moments_of
@@ -15,11 +15,20 @@ from octavo.optim.stores import Settings
 from octavo.tensor.stored_weight import stored_part
 
 
-class _Adam(CompactOptimizer):
-    """What Adam and AdamW share."""
+class Adam(CompactOptimizer):
+    """torch.optim.Adam: weight decay is added to the gradient, so that it enters the moments. Else as AdamW.
+
+    Example:
+        >>> import torch, octavo
+        >>> weight = torch.nn.Parameter(torch.ones(4))
+        >>> weight.grad = torch.ones(4)
+        >>> octavo.optim.Adam([weight], lr=0.5, moments="fp32").step()
+        >>> weight.detach()
+        tensor([0.5000, 0.5000, 0.5000, 0.5000])
+    """
 
     names = ("exp_avg", "exp_avg_sq")
-    decoupled = True
+    decoupled = False
 
     def __init__(
         self,
@@ -28,6 +37,7 @@ class _Adam(CompactOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        amsgrad: bool = False,
         *,
         moments: str | tuple[Moment, Moment] = "fp8",
         master: str | None = "auto",
@@ -36,10 +46,13 @@ class _Adam(CompactOptimizer):
         seed: int = 0,
         skip_nonfinite: bool = False,
         gradient_storage: str | None = None,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
     ) -> None:
-        for name, value in (("lr", float(lr)), ("eps", eps), ("weight_decay", weight_decay)):
-            if not value >= 0.0:
-                raise ValueError(f"{name}={value!r} must be at least 0")
+        refuse(amsgrad=amsgrad, foreach=foreach, capturable=capturable, differentiable=differentiable, fused=fused)
+        check_not_negative(lr=float(lr), eps=eps, weight_decay=weight_decay)
         if not all(0.0 <= beta < 1.0 for beta in betas):
             raise ValueError(f"betas={betas!r} must be at least 0 and below 1")
         kept = moments_of(moments)
@@ -103,7 +116,7 @@ class _Adam(CompactOptimizer):
         return AdamGroup(group["lr"], beta1, beta2, group["eps"], decay, maximize, *rules)
 
 
-class AdamW(_Adam):
+class AdamW(Adam):
     """torch.optim.AdamW, its moments in few bytes, and weights in bf16 with a master of the chosen size.
 
     With ``moments="fp32"`` and float32 weights its results are torch's, bit for bit (foreach=False on a CPU). An update
@@ -113,6 +126,7 @@ class AdamW(_Adam):
         params: parameters, or groups; plain or sharded by rows (FSDP2).
         lr: a number or a tensor of one.
         betas, eps, weight_decay, maximize: as torch's.
+        amsgrad, foreach, capturable, differentiable, fused: torch's; off, or ValueError says why.
         moments: "fp8" (2.06 bytes an element), "bf16" (4), "fp32" (8), or two Moments. Of vectors that are sharded,
             "fp32" stands in for codes.
         master: "auto": float32 weights are their own master, bf16 ones have "split32". "split32": bf16 + 16 bits;
@@ -139,28 +153,45 @@ class AdamW(_Adam):
         ['exp_avg_codes', 'exp_avg_scale_inv', 'exp_avg_sq_codes']
     """
 
+    decoupled = True
+
     def __init__(
         self,
-        params: Iterable[Any],
+        params: Any,
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
-        **options: Any,
+        amsgrad: bool = False,
+        *,
+        moments: str | tuple[Moment, Moment] = "fp8",
+        master: str | None = "auto",
+        maximize: bool = False,
+        clip_update: bool | None = None,
+        seed: int = 0,
+        skip_nonfinite: bool = False,
+        gradient_storage: str | None = None,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, **options)
-
-
-class Adam(_Adam):
-    """torch.optim.Adam: weight decay is added to the gradient, so that it enters the moments. Else as AdamW.
-
-    Example:
-        >>> import torch, octavo
-        >>> weight = torch.nn.Parameter(torch.ones(4))
-        >>> weight.grad = torch.ones(4)
-        >>> octavo.optim.Adam([weight], lr=0.5, moments="fp32").step()
-        >>> weight.detach()
-        tensor([0.5000, 0.5000, 0.5000, 0.5000])
-    """
-
-    decoupled = False
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            moments=moments,
+            master=master,
+            maximize=maximize,
+            clip_update=clip_update,
+            seed=seed,
+            skip_nonfinite=skip_nonfinite,
+            gradient_storage=gradient_storage,
+            foreach=foreach,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+        )

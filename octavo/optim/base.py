@@ -20,7 +20,8 @@ from octavo.kernels.reference.random_bits import key_of
 from octavo.optim import loading
 from octavo.optim import state as states
 from octavo.optim.agreement import Agreement, needs_agreement
-from octavo.optim.gradients import GradientStorage, check_storage
+from octavo.optim.arguments import check_storage
+from octavo.optim.gradients import GradientStorage
 from octavo.optim.kept import Kept, has_moved, was_written
 from octavo.optim.masters import master_of
 from octavo.optim.moment import Moment
@@ -71,9 +72,7 @@ class CompactOptimizer(Optimizer):
         self.skip: Tensor | None = None  # one number; where it is not 0, the next step does nothing
         self.resolution: Resolution | None = None
         if isinstance(params, set | frozenset):
-            raise TypeError(
-                "the order of a set's parameters changes between runs, and random bits with it: give a list"
-            )
+            raise TypeError("a set's order changes between runs, and random bits with it: give a list of parameters")
         super().__init__(params, defaults)
         # not with the module: torch.compiler.disable brings in the whole compiler, as torch's __init__ has by now
         CompactOptimizer._untraced = staticmethod(torch.compiler.disable(CompactOptimizer._step))

@@ -146,9 +146,3 @@ def living(kind: type) -> list[Any]:
         gc.collect()
         return look()
     return []
-
-
-def check_storage(gradient_storage: str | None) -> None:
-    """Raise ValueError for what ``gradient_storage`` can't be."""
-    if gradient_storage not in (None, "fp8"):
-        raise ValueError(f"gradient_storage={gradient_storage!r}: use None or 'fp8'")

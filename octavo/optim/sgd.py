@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from octavo.kernels.reference.optimizer_step import SgdGroup
+from octavo.optim.arguments import check_not_negative, refuse
 from octavo.optim.base import CompactOptimizer
 from octavo.optim.kept import Kept
 from octavo.optim.moment import NAMED, Moment
@@ -23,7 +24,7 @@ class SGD(CompactOptimizer):
         params, lr, momentum, dampening, weight_decay, nesterov, maximize: as torch's.
         moments: "fp8" (1.03 bytes an element: E4M3 in blocks of 128, rounded stochastically), "bf16", "fp32", or a
             Moment.
-        master, seed, skip_nonfinite, gradient_storage: as AdamW's.
+        master, seed, skip_nonfinite, gradient_storage, foreach, differentiable, fused: as AdamW's.
 
     Raises:
         TypeError, ValueError: for arguments out of range, or weights of a dtype that the master is not for.
@@ -54,10 +55,12 @@ class SGD(CompactOptimizer):
         seed: int = 0,
         skip_nonfinite: bool = False,
         gradient_storage: str | None = None,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
     ) -> None:
-        for name, value in (("lr", float(lr)), ("momentum", momentum), ("weight_decay", weight_decay)):
-            if not value >= 0.0:
-                raise ValueError(f"{name}={value!r} must be at least 0")
+        refuse(foreach=foreach, differentiable=differentiable, fused=fused)
+        check_not_negative(lr=float(lr), momentum=momentum, weight_decay=weight_decay)
         if nesterov and (momentum == 0.0 or dampening != 0.0):
             raise ValueError("nesterov=True needs a momentum and no dampening")
         if master == "fp16_scaled":

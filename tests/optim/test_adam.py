@@ -363,8 +363,6 @@ def test_what_is_refused():
     ):
         with pytest.raises(ValueError, match=message):
             AdamW([p], **options)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'amsgrad'"):
-        AdamW([p], amsgrad=True)
     with pytest.raises(ValueError, match="dense real weights"):
         AdamW([nn.Parameter(torch.ones(2, dtype=torch.complex64))])
     with pytest.raises(ValueError, match="dense real weights"):
