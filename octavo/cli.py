@@ -65,21 +65,25 @@ def _run(arguments: list[str]) -> int:
         return _fault(message)
 
 
-@contextlib.contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
+def _ended_by_sigterm() -> contextlib.AbstractContextManager[None]:
     """SIGTERM ends the command as Ctrl-C does; only the main thread may say so."""
 
     def interrupt(number: int, frame: types.FrameType | None) -> NoReturn:
         raise KeyboardInterrupt
 
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, interrupt)
+    is_main = threading.current_thread() is threading.main_thread()
+    return _signals_to(interrupt, signal.SIGTERM) if is_main else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _signals_to(handler: Callable[..., object], *numbers: int) -> Iterator[None]:
+    """A handler for these signals, then what was there before."""
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, previous in before.items():
+            signal.signal(number, previous)
 
 
 def _fault(message: str) -> int:
@@ -111,16 +115,9 @@ def _expected(error: Exception) -> str | None:
 
 
 def _configs() -> tuple[type, ...]:
-    from octavo.train import config
+    from octavo.train import TrainConfig
 
-    return (
-        config.ModelConfig,
-        config.DataConfig,
-        config.OptimizerConfig,
-        config.RunConfig,
-        config.RanksConfig,
-        config.StateConfig,
-    )
+    return tuple(typing.get_type_hints(TrainConfig).values())
 
 
 def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
@@ -134,15 +131,8 @@ def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
         if hints[field.name] is bool:
             group.add_argument(flag, action="store_true", help=text)
         else:
-            kind = _plain(hints[field.name])
+            kind = (typing.get_args(hints[field.name]) or (hints[field.name],))[0]  # of `Path | None` the first
             group.add_argument(flag, type=kind, default=field.default, help=text, metavar=kind.__name__.upper())
-
-
-def _plain(hint: Any) -> type:
-    """The type itself, or that of `type | None`."""
-    if isinstance(hint, types.UnionType):
-        return next(part for part in typing.get_args(hint) if part is not type(None))
-    return hint
 
 
 def read_flags(options: argparse.Namespace, config: type) -> Any:
@@ -188,17 +178,16 @@ def _parser() -> argparse.ArgumentParser:
 
 def _config(options: argparse.Namespace, recipes: Sequence[str]) -> TrainConfig:
     """All options."""
-    from octavo.train import TrainConfig, TrainError
+    from octavo.train import TrainConfig
     from octavo.train.config import check_recipe
+    from octavo.train.errors import train_errors
 
-    try:
+    with train_errors():
         for recipe in recipes:
             check_recipe(recipe)
         config = TrainConfig(*(read_flags(options, part) for part in _configs()))
         config.require_phases(recipes)
         return config
-    except ValueError as error:
-        raise TrainError(str(error)) from error
 
 
 def _settled(config: TrainConfig, options: argparse.Namespace, recipes: Sequence[str]) -> TrainConfig:
@@ -262,10 +251,10 @@ def _compare(options: argparse.Namespace, arguments: list[str]) -> int:
 def _supervised(train: Callable[..., list[RunResult]], rank: int = 0) -> list[RunResult]:
     """Trains with progress shown. Ctrl-C and SIGTERM stop after the step, before there are steps at once."""
     from octavo.train import Hooks
-    from octavo.train.progress import Silent, choose_progress
+    from octavo.train.progress import Progress, choose_progress
 
     with _stop_requested(rank) as stop:
-        progress = choose_progress() if rank == 0 else Silent()
+        progress = choose_progress() if rank == 0 else Progress()
         return train(Hooks(on_model=stop.note_model, should_stop=lambda: stop.requested, progress=progress))
 
 
@@ -294,12 +283,8 @@ def _stop_requested(rank: int) -> Iterator[_Stop]:
             os.write(2, f"{os.linesep * os.isatty(2)}octavo: stopping after this step{os.linesep}".encode())
         stop.requested = True
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with _signals_to(note, signal.SIGINT, signal.SIGTERM):
         yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _stopped(result: RunResult, config: TrainConfig, arguments: list[str]) -> int:

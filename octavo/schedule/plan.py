@@ -79,8 +79,7 @@ class Plan:
             sizes = [_mib(getattr(phase, name) or 0) for name in columns]
             lines.append([str(index), phase.name, *sizes, f"{phase.bytes_per_parameter:.2f}", _mib(phase.total)])
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        rows = [[cell.rjust(width) for cell, width in zip(line, widths, strict=True)] for line in lines]
-        return "\n".join("  ".join(row) for row in rows)
+        return "\n".join("  ".join(map(str.rjust, line, widths)) for line in lines)
 
     __repr__ = __str__
 
@@ -245,11 +244,9 @@ def saved_bytes(model: nn.Module, target: Target, inputs: tuple[Any, ...]) -> in
 class _NoCache(WeightCache):
     """Keeps nothing: weights without data have no address to be known by."""
 
-    def put(self, *_: Any) -> None:
-        """Keep nothing."""
+    def put(self, *_: Any) -> None: ...
 
-    def get(self, *_: Any) -> None:
-        """Nothing is kept."""
+    def get(self, *_: Any) -> None: ...
 
 
 def _without_data(model: nn.Module, mode: Any) -> nn.Module:

@@ -31,6 +31,7 @@ from octavo.schedule.switch import (
 )
 
 RESOLUTION_EVERY = 10  # steps whose updates are taken together; their ratio is read as many steps later, without a wait
+COUNTERS = "steps tokens index _recovering _recoveries _rescued _highest_lr _highest_ratio".split()  # of the state
 _logger = logging.getLogger("octavo")
 
 
@@ -294,15 +295,8 @@ class PrecisionSchedule:
     def state_dict(self) -> dict[str, Any]:
         """Numbers, strings and small tensors."""
         return {
-            "steps": self.steps,
-            "tokens": self.tokens,
-            "index": self.index,
+            **{name.lstrip("_"): getattr(self, name) for name in COUNTERS},
             "phases": [repr(phase) for phase in self.phases],
-            "recovering": self._recovering,
-            "recoveries": self._recoveries,
-            "rescued": self._rescued,
-            "highest_lr": self._highest_lr,
-            "highest_ratio": self._highest_ratio,
             "switches": [asdict(switch) for switch in self.switches],
             "watch": None if self._watch is None else self._watch.state(),
             "resolution": self._resolution_state(),
@@ -325,11 +319,8 @@ class PrecisionSchedule:
             raise ValueError(f"the state is of the phases {state_dict['phases']}, not {own}")
         if (state_dict["watch"] is None) != (self._watch is None):
             raise ValueError("the state was saved with a recovery and the schedule has none, or the other way round")
-        self.steps, self.tokens, self.index = (state_dict[name] for name in ("steps", "tokens", "index"))
-        self._recovering, self._recoveries, self._rescued = (
-            state_dict[name] for name in ("recovering", "recoveries", "rescued")
-        )
-        self._highest_lr, self._highest_ratio = state_dict["highest_lr"], state_dict["highest_ratio"]
+        for name in COUNTERS:
+            setattr(self, name, state_dict[name.lstrip("_")])
         self.switches = [Switch(**found) for found in state_dict["switches"]]
         target = self._rescues[self._rescued] if self._recovering else self._targets[self.index]
         switch(self.model, self.optimizer, target)

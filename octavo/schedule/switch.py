@@ -15,8 +15,6 @@ from octavo.optim.base import CompactOptimizer
 from octavo.optim.conversion import change, check_change, store_anew
 from octavo.optim.gradients import refuse_ddp
 from octavo.optim.stores import Settings
-from octavo.scaling.recipe import Recipe
-from octavo.scaling.recipe_map import RecipeMap, recipe_of
 from octavo.schedule.phase import SAME, Phase
 from octavo.tensor.sharded_weight import on_this_rank, take_parts
 
@@ -129,7 +127,7 @@ def switch(model: nn.Module, optimizer: Optimizer, target: Target) -> None:
     for weight in others:
         store_anew(weight, moved[weight])
         stored(weight)
-    _take_recipe(model, target.phase.recipe)
+    set_recipe(model, target.phase.recipe)
 
 
 def forget_delayed(model: nn.Module) -> None:
@@ -137,13 +135,3 @@ def forget_delayed(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, RecipeModule):
             module.reset_delayed_state()
-
-
-def _take_recipe(model: nn.Module, recipe: Recipe | RecipeMap) -> None:
-    """Set the recipe. A delayed state that has seen nothing for a while begins anew, by the next tensors' own amax."""
-    modules = {name: module for name, module in model.named_modules() if isinstance(module, RecipeModule)}
-    idle = [name for name, module in modules.items() if module.recipe.delayed is None]
-    set_recipe(model, recipe)
-    for name in idle:
-        if recipe_of(recipe, name).delayed is not None:
-            modules[name].reset_delayed_state()

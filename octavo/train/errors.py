@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 from octavo.errors import OctavoError
 
 
@@ -15,3 +18,12 @@ class CheckpointError(TrainError):
 
 class DivergedError(TrainError):
     """The loss or the gradients stopped being finite, or the loss ran away."""
+
+
+@contextlib.contextmanager
+def train_errors(before: str = "") -> Iterator[None]:
+    """Makes a ValueError in the block a TrainError of the same words, ``before`` them."""
+    try:
+        yield
+    except ValueError as error:
+        raise TrainError(f"{before}{error}") from error

@@ -20,9 +20,9 @@ from octavo.schedule import Switch
 from octavo.train.checkpoint import Identity, Row, RunFolder, State
 from octavo.train.config import ALONE, BASELINE, ModelConfig, TrainConfig, check_recipe
 from octavo.train.data import Batches, Corpus, load_corpus
-from octavo.train.errors import DivergedError, TrainError
+from octavo.train.errors import DivergedError, TrainError, train_errors
 from octavo.train.model import GPT
-from octavo.train.progress import Progress, Silent, in_words
+from octavo.train.progress import Progress, in_words
 from octavo.train.recorder import Recorder
 from octavo.train.shard import device_name, ranks_of, require_one_process, require_parts
 from octavo.train.sharded_folder import ShardedFolder
@@ -97,7 +97,7 @@ class Hooks:
     on_model: Callable[[GPT], object] = lambda model: None
     on_step: Callable[[Row], object] = lambda row: None
     should_stop: Callable[[], bool] = lambda: False
-    progress: Progress = field(default_factory=Silent)
+    progress: Progress = field(default_factory=Progress)
 
 
 def run(
@@ -212,10 +212,8 @@ class _Shared:
     ) -> _Shared:
         """All of it, when the model and its windows fit the device and the text."""
         require_parts(config, ranks)
-        try:
+        with train_errors():
             config.require_phases(recipes)
-        except ValueError as error:
-            raise TrainError(str(error)) from error
         with ranks.together():
             device = choose_device(device_name(config))
             if device.type == "cuda" and config.ranks.shard != ALONE:
@@ -299,26 +297,21 @@ class _Shared:
         return result
 
 
+@dataclass
 class _Session:
-    """A run under way."""
+    """A run under way; ``later`` as _Shared.run's."""
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        result: RunResult,
-        folder: RunFolder | None,
-        identity: Identity,
-        hooks: Hooks,
-        later: Collection[int],
-    ) -> None:
-        self.trainer = trainer
-        self.result = result
-        self.folder = folder
-        self.identity = identity
-        self.hooks = hooks
-        self.later = later
-        self.recorder = Recorder(trainer.config, result.rows, trainer.device.type != "cpu")
-        self._forecast_at = len(result.rows) + FORECAST_AFTER
+    trainer: Trainer
+    result: RunResult
+    folder: RunFolder | None
+    identity: Identity
+    hooks: Hooks
+    later: Collection[int]
+
+    def __post_init__(self) -> None:
+        trainer, rows = self.trainer, self.result.rows
+        self.recorder = Recorder(trainer.config, rows, trainer.device.type != "cpu")
+        self._forecast_at = len(rows) + FORECAST_AFTER
 
     def run(self) -> None:
         """From the last row to the end, or until it is stopped."""

@@ -5,15 +5,15 @@ from __future__ import annotations
 import sys
 import time
 from importlib.util import find_spec
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from octavo.train.checkpoint import Row
 
 SECONDS_BETWEEN_LINES = 5.0
 
 
-class Progress(Protocol):
-    """What a run tells while it goes on."""
+class Progress:
+    """What a run tells while it goes on; this one shows nothing of it."""
 
     def begin(self, name: str, step: int, steps: int) -> None:
         """A run starts, or goes on after `step` of `steps`."""
@@ -26,18 +26,6 @@ class Progress(Protocol):
 
     def end(self) -> None:
         """The run ended, well or not."""
-
-
-class Silent:
-    """Shows nothing."""
-
-    def begin(self, name: str, step: int, steps: int) -> None: ...
-
-    def update(self, row: Row, seconds_left: float) -> None: ...
-
-    def message(self, text: str) -> None: ...
-
-    def end(self) -> None: ...
 
 
 def clock(seconds: float) -> str:
@@ -54,7 +42,7 @@ def in_words(seconds: float) -> str:
     return f"{max(1, round(seconds / 60))} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-class Lines:
+class Lines(Progress):
     """One line every few seconds, and one for each validation.
 
     Args:
@@ -85,10 +73,8 @@ class Lines:
         """Writes a line."""
         print(text, file=self.stream, flush=True)
 
-    def end(self) -> None: ...
 
-
-class Bar:
+class Bar(Progress):
     """A live bar with loss, speed and time left; needs rich."""
 
     def __init__(self) -> None:

@@ -59,11 +59,8 @@ def table(results: Sequence[RunResult]) -> str:
         )
     if baseline is None:
         lines = [(line[0], line[1], line[3], line[5]) for line in lines]  # type: ignore[misc]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    text = [
-        "  ".join(cell.ljust(width) if column == 0 else cell.rjust(width) for column, (cell, width) in enumerate(cells))
-        for cells in ([*zip(line, widths, strict=True)] for line in lines)
-    ]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    text = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines]
     rule = "  ".join("-" * width for width in widths)
     return "\n".join([text[0], rule, *text[1:], f"What is not FP8 was computed in {results[0].dtype}."])
 
@@ -172,7 +169,7 @@ def _draw_losses(axes: Any, results: Sequence[RunResult], styles: dict[str, _Sty
         axes.plot(steps, result.losses, color=style.colour, alpha=0.12, linewidth=0.6)
         axes.plot(steps, smooth(result.losses, SMOOTHING * len(steps) / 2), **style.line())
         axes.plot(*zip(*result.validations, strict=True), linestyle="none", **style.marks())
-        axes.plot([], [], label=f"{result.name}  {result.final_validation:.4f}", **style.line(), **_only(style.marks()))
+        axes.plot([], [], label=f"{result.name}  {result.final_validation:.4f}", **style.line() | style.marks())
     title = f"Training loss (lines, smoothed) and validation loss (marks); {results[0].dtype} where not FP8"
     axes.set_title(title, loc="left", fontsize=11)
     axes.set_ylabel("loss (nats/byte)")
@@ -229,8 +226,3 @@ def _draw_gaps(axes: Any, others: Sequence[RunResult], baseline: RunResult, styl
     axes.legend(title="final validation gap", frameon=False, alignment="left", ncols=4, loc="upper left")
     limit = 1.15 * max(visible)
     axes.set_ylim(-limit, 1.7 * limit)  # room for the legend
-
-
-def _only(marks: dict[str, Any]) -> dict[str, Any]:
-    """The marks' style beside a line's, which gives the colour."""
-    return {name: value for name, value in marks.items() if name != "color"}

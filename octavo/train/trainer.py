@@ -30,7 +30,7 @@ from octavo.train.config import (
     check_recipe,
 )
 from octavo.train.data import Batches
-from octavo.train.errors import CheckpointError, TrainError
+from octavo.train.errors import CheckpointError, TrainError, train_errors
 from octavo.train.model import GPT, HEAD, next_byte_loss
 from octavo.train.phases import phases_of
 from octavo.train.shard import part_of, shard, syncing
@@ -84,10 +84,8 @@ def settle_dtype(config: TrainConfig, device: torch.device, recipes: Collection[
     Raises:
         TrainError: they say different ones.
     """
-    try:
+    with train_errors():
         return config.with_dtype(recipes, str(fast_dtype(device)).removeprefix("torch."))
-    except ValueError as error:
-        raise TrainError(str(error)) from error
 
 
 def require_memory(config: TrainConfig, device: torch.device, ranks: int = 1) -> None:
@@ -136,10 +134,8 @@ def build_model(
             )
         return model
     storage: Any = None if state.weight_storage == "none" else state.weight_storage
-    try:
+    with train_errors():
         octavo.convert(model, casts, select=lambda module, name: name != HEAD, weight_storage=storage)
-    except ValueError as error:
-        raise TrainError(str(error)) from error
     return model
 
 
@@ -179,10 +175,8 @@ class Trainer:
         self.config = config = settle_dtype(config, self.device)
         self.called = shard(model, config, self.ranks)
         state = config.state if recipe is not None else dataclasses.replace(config.state, schedule="")
-        try:
+        with train_errors():
             self.optimizer = build_optimizer(model, config.optimizer, state)
-        except ValueError as error:
-            raise TrainError(str(error)) from error
         self.in_backward: Any = None
         if (outstanding := config.state.outstanding_bytes) is not None:
             clip = octavo.optim.EstimatedNorm(config.optimizer.clip or math.inf)
@@ -190,10 +184,8 @@ class Trainer:
         self.schedule: octavo.schedule.PrecisionSchedule | None = None
         if state.schedule and recipe is not None:
             phases = phases_of(state.schedule, recipe, config.optimizer.steps, state)
-            try:
+            with train_errors(f"schedule {state.schedule}: "):
                 self.schedule = octavo.schedule.PrecisionSchedule(model, self.optimizer, phases)
-            except ValueError as error:
-                raise TrainError(f"schedule {state.schedule}: {error}") from error
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """The loss of a batch, in autocast when the dtype asks for it; both [B, C] uint8."""

@@ -16,7 +16,7 @@ from octavo.train import (
     run,
 )
 from octavo.train.checkpoint import HEADER
-from octavo.train.progress import Silent
+from octavo.train.progress import Progress
 
 
 def at(config, folder, **changes):
@@ -258,7 +258,7 @@ def test_gradients_that_are_not_finite_stop_the_run_too(config, tmp_path):
     assert not (tmp_path / "bf16" / "checkpoint.pt").exists()
 
 
-class Messages(Silent):
+class Messages(Progress):
     def __init__(self):
         self.lines = []
 

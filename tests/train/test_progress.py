@@ -4,7 +4,7 @@ import sys
 import pytest
 
 from octavo.train.checkpoint import Row
-from octavo.train.progress import Bar, Lines, Silent, choose_progress, clock, in_words
+from octavo.train.progress import Bar, Lines, Progress, choose_progress, clock, in_words
 
 
 class Terminal(io.StringIO):
@@ -65,8 +65,8 @@ def test_lines_where_there_is_no_terminal_or_no_rich(monkeypatch):
     assert isinstance(choose_progress(), Lines)
 
 
-def test_silent_says_nothing(capsys):
-    silent = Silent()
+def test_progress_itself_says_nothing(capsys):
+    silent = Progress()
     silent.begin("x", 0, 1)
     silent.update(Row(1, 1.0, 1.0, 1.0), 0)
     silent.message("x")
