@@ -252,12 +252,8 @@ def _coincide(as_is: Cast | None, transposed: Cast | None) -> bool:
     """Whether one cast serves both layouts: the same but for the tile, and the tile is the other's transpose."""
     if as_is is None or transposed is None:
         return False
-    same = (as_is.format, as_is.rule, as_is.power_of_two, as_is.margin) == (
-        transposed.format,
-        transposed.rule,
-        transposed.power_of_two,
-        transposed.margin,
-    )
+    fields = ("format", "rule", "power_of_two", "margin")
+    same = all(getattr(as_is, name) == getattr(transposed, name) for name in fields)
     return same and as_is.granularity.transposed() == transposed.granularity
 
 

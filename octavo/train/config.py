@@ -141,6 +141,11 @@ def bytes_of(text: str) -> int:
     return int(match[1]) << {"": 0, "KB": 10, "MB": 20, "GB": 30}[match[2]] if match else 0
 
 
+def or_none(value: str) -> str | None:
+    """What an option says, None for "none"."""
+    return None if value == "none" else value
+
+
 @dataclass(frozen=True)
 class StateConfig:
     """In how many bytes the optimizer keeps its state, and the weights, and when that changes."""

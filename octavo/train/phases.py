@@ -17,7 +17,7 @@ import octavo
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap
 from octavo.schedule import Phase
-from octavo.train.config import AUTO, BASELINE, UNCONVERTED, StateConfig, check_schedule
+from octavo.train.config import AUTO, BASELINE, UNCONVERTED, StateConfig, check_schedule, or_none
 from octavo.train.errors import TrainError
 
 BELOW = 0.06  # auto's threshold, which the default run crosses after three quarters; benchmarks/training/adaptive.py
@@ -55,6 +55,5 @@ def phases_of(text: str, recipe: Recipe | RecipeMap, steps: int, state: StateCon
 def _phase(name: str, recipe: Recipe | RecipeMap, state: StateConfig, **trigger: Any) -> Phase:
     if name in UNCONVERTED:
         return Phase(octavo.recipes.high_precision(), "fp32", "fp32", None, **trigger)
-    master, storage = (None if value == "none" else value for value in (state.master, state.weight_storage))
     own = recipe if name == "fp8" else getattr(octavo.recipes, name)()
-    return Phase(own, state.moments, master, storage, **trigger)  # type: ignore[arg-type]
+    return Phase(own, state.moments, or_none(state.master), or_none(state.weight_storage), **trigger)  # type: ignore[arg-type]

@@ -28,6 +28,7 @@ from octavo.train.config import (
     StateConfig,
     TrainConfig,
     check_recipe,
+    or_none,
 )
 from octavo.train.data import Batches
 from octavo.train.errors import CheckpointError, TrainError, train_errors
@@ -56,10 +57,10 @@ def build_optimizer(
     betas = config.beta1, config.beta2
     if state == StateConfig(master=state.master) and not state.bf16_weights:
         return torch.optim.AdamW(groups, lr=config.lr, betas=betas, fused=True)
-    master = None if state.master == "none" else state.master
-    gradients = None if state.gradient_storage == "none" else state.gradient_storage
-    options: dict[str, Any] = {"moments": state.moments, "master": master, "gradient_storage": gradients}
-    return octavo.optim.AdamW(groups, config.lr, betas, **options)
+    master, gradients = or_none(state.master), or_none(state.gradient_storage)
+    return octavo.optim.AdamW(
+        groups, config.lr, betas, moments=state.moments, master=master, gradient_storage=gradients
+    )
 
 
 def choose_device(name: str) -> torch.device:
@@ -127,13 +128,13 @@ def build_model(
         for parameter in model.parameters():  # buffers stay: rotary tables
             parameter.data = parameter.data.bfloat16()
     casts = recipe_named(recipe)
+    storage: Any = or_none(state.weight_storage)
     if casts is None:
-        if state.weight_storage != "none":
+        if storage is not None:
             raise TrainError(
                 f"weight_storage {state.weight_storage} needs an FP8 recipe, not {recipe}: choose FP8 recipes alone"
             )
         return model
-    storage: Any = None if state.weight_storage == "none" else state.weight_storage
     with train_errors():
         octavo.convert(model, casts, select=lambda module, name: name != HEAD, weight_storage=storage)
     return model
