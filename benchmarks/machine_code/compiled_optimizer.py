@@ -15,7 +15,7 @@ from octavo.granularity import Granularity, PerBlock, PerTensor
 from octavo.kernels.reference.optimizer_step import AdamGroup, SgdGroup, WeightUpdate
 from octavo.kernels.triton import optimizer_step
 from octavo.optim.masters import NAMED as MASTERS
-from octavo.optim.masters.stored import STORED
+from octavo.optim.masters import OF_FP8_WEIGHTS
 from octavo.optim.moment import NAMED, Moment, as_matrix
 from octavo.tensor.stored_weight import StoredWeight
 
@@ -42,8 +42,8 @@ def update(
     if (rest := small.pop("master_rest", None)) is not None:
         small["master_rest"] = torch.empty(*shape, *rest.shape[2:], dtype=rest.dtype)
     state |= small
-    stored = tuple(moment.stored(str(number), state) for number, moment in enumerate(moments))
-    kept = MASTERS[master].stored(as_matrix(weight), state)
+    stored = tuple(moment.for_kernel(str(number), state) for number, moment in enumerate(moments))
+    kept = MASTERS[master].for_kernel(as_matrix(weight), state)
     return WeightUpdate(kept, stored, state.get("master_amax"), tensor(shape, grad), torch.zeros(()), 1, 0, 0)
 
 
@@ -51,13 +51,13 @@ def stored_update(shape: tuple[int, int], master: str | None, granularity: Granu
     """The update of a weight that is stored in FP8."""
     scale_inv = torch.empty(granularity.scale_shape(shape))
     weight = StoredWeight(tensor(shape, torch.float8_e4m3fn), scale_inv)
-    like = STORED[master]
+    like = OF_FP8_WEIGHTS[master]
     state = {}
     if like.rest is not None:
         rest = tensor(shape, like.rest)
         state["master_rest"] = rest.view(torch.uint8) if like.rest == torch.int16 else rest  # 16 bits are kept as bytes
     moments = update(shape, NAMED["fp8"], "split32", BF16, BF16)
-    kept = like.stored(weight.q.view(torch.uint8), state, scale_inv)
+    kept = like.for_kernel(weight.qdata.view(torch.uint8), state, scale_inv)
     return moments._replace(master=kept, amax=torch.empty_like(scale_inv))
 
 
@@ -80,7 +80,7 @@ def optimizer() -> Iterator[Case]:
     mixed = [update(LARGE, fp8, "split32", BF16, BF16), update((1, 4096), fp8, "fp32", FP32, FP32)]
     yield _case("Adam fp8, two kinds of weights", mixed)
     yield _case("Adam coupled fp8, split32", mixed[:1], ADAM._replace(decoupled=False, clip=False))
-    for master, granularity in itertools.product(STORED, (PerTensor(), PerBlock(128, 128))):
+    for master, granularity in itertools.product(OF_FP8_WEIGHTS, (PerTensor(), PerBlock(128, 128))):
         yield _case(f"Adam fp8, E4M3 weight {granularity}, {master}", [stored_update(LARGE, master, granularity)])
     yield _case("SGD fp8, split24", [update(LARGE, fp8[:1], "split24", BF16, BF16)], SGD)
     for number, master in enumerate(("fp32", "split24")):

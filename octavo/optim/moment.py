@@ -83,7 +83,7 @@ class Moment:
             state[f"{name}_amax"] = torch.zeros(1, 1, dtype=torch.float32, device=device)
         return state
 
-    def stored(self, name: str, state: dict[str, Tensor]) -> StoredMoment:
+    def for_kernel(self, name: str, state: dict[str, Tensor]) -> StoredMoment:
         """What the kernels read and write, over the tensors of ``new_state``."""
         stochastic = self.rounding == "stochastic"
         if not isinstance(self.format, Format):

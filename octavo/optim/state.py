@@ -18,7 +18,7 @@ from octavo.optim.masters import master_of
 from octavo.optim.moment import Moment, as_matrix
 from octavo.tensor.sharded_weight import like_sharded
 from octavo.tensor.stored_gradient import StoredGradient
-from octavo.tensor.stored_weight import StoredWeight, stored_part
+from octavo.tensor.stored_weight import StoredWeight, local_stored
 
 _FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2, E4M4)}
 
@@ -27,7 +27,7 @@ def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor."""
     if type(tensor) in (Tensor, nn.Parameter):
         return tensor
-    part = stored_part(tensor)
+    part = local_stored(tensor)
     if part is not None:
         return part  # itself: to_local() makes a view, on whose codes no version is counted
     to_local = getattr(tensor, "to_local", None)
@@ -60,7 +60,7 @@ def moments_for(param: Tensor, moments: tuple[Moment, ...]) -> tuple[Moment, ...
 
 def check(param: Tensor, moments: tuple[Moment, ...], master: str | None, bounds: bool) -> None:
     """Raise ValueError for a weight that can't be updated; ``bounds``: whether the optimizer bounds its update."""
-    stored = stored_part(param) is not None
+    stored = local_stored(param) is not None
     if stored and not bounds:
         raise ValueError(
             "a weight that is stored in FP8 is written with a scale that the largest update gives: use "
@@ -211,7 +211,7 @@ def as_fp32(name: str, moment: Moment, given: dict[str, Any]) -> Tensor:
         return tensors[name].to(torch.float32)
     if f"{name}_codes" not in tensors or not isinstance(moment.format, Format):
         raise ValueError(f"the state holds neither {name} nor {name}_codes, only {sorted(given)}")
-    stored = moment.stored(name, tensors)
+    stored = moment.for_kernel(name, tensors)
     values = torch.empty(tensors[f"{name}_codes"].shape, dtype=torch.float32, device=stored.data.device)
     for piece in pieces(*stored.data.shape):
         piece.of(as_matrix(values)).copy_(stored.read(piece))
@@ -220,7 +220,7 @@ def as_fp32(name: str, moment: Moment, given: dict[str, Any]) -> Tensor:
 
 def store_moment(values: Tensor, moment: Moment, name: str, state: dict[str, Tensor]) -> None:
     """Write values, to nearest."""
-    stored, matrix = moment.stored(name, state), as_matrix(values.contiguous())
+    stored, matrix = moment.for_kernel(name, state), as_matrix(values.contiguous())
     scale = None
     if stored.scale_inv is not None and stored.scale_inv.numel() == 1 and moment.granularity == PerTensor():
         assert stored.fmt is not None

@@ -14,7 +14,7 @@ from octavo.optim import state as states
 from octavo.optim.masters import KINDS, master_of
 from octavo.optim.moment import Moment
 from octavo.tensor.sharded_weight import like_sharded
-from octavo.tensor.stored_weight import StoredWeight, stored_part
+from octavo.tensor.stored_weight import StoredWeight, local_stored
 
 
 class Settings(NamedTuple):
@@ -85,7 +85,7 @@ def sharded_like(own: dict[str, Tensor], param: Tensor) -> dict[str, Tensor]:
 
 def _amax_like(amax: Tensor, param: Tensor) -> Tensor:
     """A stored weight's amax as its scale_inv: plain, where it is one for all ranks; of blocks a sharded one."""
-    part = stored_part(param)
+    part = local_stored(param)
     if part is None or part is param or part.granularity == PerTensor():
         return amax
     return like_sharded(amax, param, torch.Size(part.granularity.scale_shape(tuple(param.shape))))
@@ -130,7 +130,7 @@ def _stand_in(
         kept: its state; the row shares ``master_amax``.
     """
     codes = torch.zeros(1, part.shape[1], dtype=torch.uint8, device=part.device).view(part.qdata.dtype)
-    row = StoredWeight(codes, part.scale_inv, part.dtype, part.granularity, is_part=True)
+    row = StoredWeight(codes, part.scale_inv, part.dtype, part.granularity, is_shard=True)
     own: dict[str, Tensor] = {}
     for moment, name in zip(moments, names, strict=True):
         own |= moment.new_state(name, row.shape, row.device)
@@ -164,13 +164,13 @@ def stores_of(param: nn.Parameter, weight: Tensor, state: dict[str, Any], settin
     kept = {name: states.local(value) for name, value in state.items() if isinstance(value, Tensor)}
     _check_storage(weight, kept)
     master, chosen = master_of(param, settings.master), states.moments_for(param, settings.moments)
-    if isinstance(weight, StoredWeight) and weight.is_part and weight.shape[0] == 0:
+    if isinstance(weight, StoredWeight) and weight.is_shard and weight.shape[0] == 0:
         weight, kept = _stand_in(weight, master, chosen, settings.names, kept)
     matrix = states.matrix_of(weight)
     if states.is_sharded_vector(param):  # a row an element, so that its index is that of the whole vector
         own = [name for name, value in kept.items() if value.ndim and not name.startswith("master_")]
         kept |= {name: kept[name].view(-1, 1) for name in own}
         matrix = matrix.view(-1, 1)
-    moments = tuple(moment.stored(name, kept) for moment, name in zip(chosen, settings.names, strict=True))
+    moments = tuple(moment.for_kernel(name, kept) for moment, name in zip(chosen, settings.names, strict=True))
     scale_inv = (weight.scale_inv,) if isinstance(weight, StoredWeight) else ()
-    return Stores(matrix, master.stored(matrix, kept, *scale_inv), moments, kept.get("master_amax"))
+    return Stores(matrix, master.for_kernel(matrix, kept, *scale_inv), moments, kept.get("master_amax"))

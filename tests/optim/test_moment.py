@@ -73,7 +73,7 @@ def test_a_new_state_reads_zeros():
     cpu, shape = torch.device("cpu"), torch.Size((3, 300))
     for moment in (Moment("fp32"), Moment("bf16"), Moment(E4M3), Moment(E4M4, True, PerTensor(), scale="previous")):
         state = moment.new_state("m", shape, cpu)
-        stored = moment.stored("m", state)
+        stored = moment.for_kernel("m", state)
         assert stored.data.shape == shape and (stored.data == 0).all()
         assert (stored.fmt, stored.root, stored.stochastic) == (
             moment.format if stored.fmt else None,
@@ -83,4 +83,4 @@ def test_a_new_state_reads_zeros():
         assert (stored.amax is not None) == (moment.scale == "previous")
         scales = {"bf16": None, "fp32": None}.get(str(moment.format), (1, 1) if stored.amax is not None else (3, 3))
         assert (None if stored.scale_inv is None else tuple(stored.scale_inv.shape)) == scales
-    assert Moment("bf16", rounding="stochastic").stored("m", {"m": torch.zeros(2)}).stochastic
+    assert Moment("bf16", rounding="stochastic").for_kernel("m", {"m": torch.zeros(2)}).stochastic

@@ -59,7 +59,9 @@ def update_of(
         scale_inv, rest = torch.tensor([[2.0**-13]]), (weight.float() * 2**13).half()
     stored = []
     for index, moment in enumerate(moments):
-        stored.append(moment.stored(str(index), moment.new_state(str(index), torch.Size(shape), torch.device("cpu"))))
+        stored.append(
+            moment.for_kernel(str(index), moment.new_state(str(index), torch.Size(shape), torch.device("cpu")))
+        )
     steps, grad = torch.tensor(float(step)), torch.randn(shape).to(gradient)
     held = MasterWeight(weight, master, rest, scale_inv)
     return WeightUpdate(held, tuple(stored), amax, grad, steps, number * 77, number % 2, first_row)

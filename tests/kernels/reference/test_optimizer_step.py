@@ -28,7 +28,9 @@ def weights(groups: list[Any]) -> list[WeightUpdate]:
     found, moments = [], NAMED["fp8"][: 2 if groups is ADAM else 1]
     for number, shape in enumerate(SHAPES):
         device = torch.device("cpu")
-        stored = tuple(m.stored(str(i), m.new_state(str(i), torch.Size(shape), device)) for i, m in enumerate(moments))
+        stored = tuple(
+            m.for_kernel(str(i), m.new_state(str(i), torch.Size(shape), device)) for i, m in enumerate(moments)
+        )
         master = MasterWeight(torch.randn(shape).bfloat16(), "stochastic")
         step = torch.tensor(float(number))
         found.append(WeightUpdate(master, stored, None, torch.randn(shape), step, 5 + number, number % 2, 7 * number))

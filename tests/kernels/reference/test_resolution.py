@@ -63,7 +63,7 @@ def test_a_step_adds_the_measured_weights_sums(rule):
     group = ADAM if rule == "adam" else SgdGroup(0.1, 0.9, 0.0, 0.01, False, False)
     names = ("a", "b")[: 2 if rule == "adam" else 1]
     moments = [
-        moment.stored(name, moment.new_state(name, torch.Size((5, 300)), torch.device("cpu")))
+        moment.for_kernel(name, moment.new_state(name, torch.Size((5, 300)), torch.device("cpu")))
         for name, moment in zip(names, NAMED["fp32"], strict=False)
     ]
     sums = torch.zeros(2, dtype=torch.float64)

@@ -11,8 +11,7 @@ import octavo
 from octavo import PerBlock, PerTensor, recipes
 from octavo.kernels.reference.optimizer_state import pieces
 from octavo.optim import SGD, Adam, AdamW
-from octavo.optim.masters import master_of
-from octavo.optim.masters.stored import STORED
+from octavo.optim.masters import OF_FP8_WEIGHTS, master_of
 from octavo.optim.state import matrix_of
 from octavo.tensor.stored_weight import StoredWeight
 from tests.support.stored_weights import STORED as RECIPES
@@ -31,7 +30,9 @@ def parameter(granularity=None, values: Tensor | None = None) -> nn.Parameter:
 
 def master_values(optimizer, weight: nn.Parameter) -> Tensor:
     """What the optimizer takes the weight for."""
-    stored = master_of(weight, optimizer.master).stored(matrix_of(weight), optimizer.state[weight], weight.scale_inv)
+    stored = master_of(weight, optimizer.master).for_kernel(
+        matrix_of(weight), optimizer.state[weight], weight.scale_inv
+    )
     found = torch.full(weight.shape, math.nan)
     for piece in pieces(*weight.shape):
         piece.of(found).copy_(stored.read(piece))
@@ -67,7 +68,7 @@ def equal(a: list[Tensor], b: list[Tensor]) -> bool:
 @each_master
 def test_it_begins_as_the_weight(master, granularity):
     weight = parameter(granularity)
-    assert master_of(weight, master) is STORED[master] and STORED[master].name == master
+    assert master_of(weight, master) is OF_FP8_WEIGHTS[master] and OF_FP8_WEIGHTS[master].name == master
     state = master_of(weight, master).new_state(weight)
     assert set(state) == {"master_amax"} | ({"master_rest"} if RESTS[master] else set())
     assert state["master_amax"].shape == weight.scale_inv.shape
@@ -96,7 +97,7 @@ def test_an_empty_weight(master):
 
 def test_names():
     weight = parameter()
-    assert master_of(weight, "auto") is STORED["split16"]
+    assert master_of(weight, "auto") is OF_FP8_WEIGHTS["split16"]
     for name in ("split32", "split8"):
         with pytest.raises(ValueError, match=f"master='{name}': weights stored in FP8 take 'split16', 'split24'"):
             AdamW([weight], master=name)
