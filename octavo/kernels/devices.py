@@ -1,4 +1,7 @@
-"""Which kernels a device runs: Triton's where FP8 is native, elsewhere the reference."""
+"""Which kernels a device runs: Triton's where FP8 is native, elsewhere the reference.
+
+An optimizer's step is no op of torch's, for nothing traces or differentiates an optimizer; it needs no FP8 hardware.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,8 @@ from torch import Tensor
 
 from octavo.kernels.emulation import runs_natively
 from octavo.kernels.reference import KERNELS
+from octavo.kernels.reference.optimizer_step import AdamGroup, SgdGroup, WeightUpdate
+from octavo.kernels.reference.optimizer_step import optimizer_step as reference_step
 
 _logger = logging.getLogger("octavo")
 
@@ -44,3 +49,21 @@ def _on_cuda(name: str) -> Callable[..., Any]:
 
 
 ON_CUDA: dict[str, Callable[..., Any]] = {name: _on_cuda(name) for name in KERNELS}
+
+
+def optimizer_step(
+    updates: Sequence[WeightUpdate],
+    groups: Sequence[AdamGroup] | Sequence[SgdGroup],
+    skip: Tensor | None = None,
+    grad_scale: Tensor | None = None,
+    plans: dict[Any, Any] | None = None,
+    resolution: Tensor | None = None,
+) -> None:
+    """``reference.optimizer_step``; ``plans``: the optimizer's, where a launch is kept for the next step."""
+    if not updates:
+        return
+    package = triton_kernels() if updates[0].gradient.is_cuda else None
+    if package is None:
+        reference_step(updates, groups, skip, grad_scale, resolution)
+    else:
+        package.optimizer_step(updates, groups, skip, grad_scale, plans, resolution)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from octavo.kernels.optimizer_step import optimizer_step
+from octavo.kernels.devices import optimizer_step
 from octavo.kernels.reference.optimizer_step import AdamGroup, SgdGroup, WeightUpdate
 from octavo.kernels.reference.random_bits import key_of
 from octavo.optim import loading
@@ -28,7 +28,7 @@ from octavo.optim.moment import Moment
 from octavo.optim.resolution import Resolution
 from octavo.optim.stores import Settings, new_state, stores_of
 from octavo.tensor.stored_gradient import StoredGradient
-from octavo.tensor.stored_weight import StoredWeight, stored_part
+from octavo.tensor.stored_weight import StoredWeight, local_stored
 
 
 class CompactOptimizer(Optimizer):
@@ -92,7 +92,7 @@ class CompactOptimizer(Optimizer):
             raise
         self._describe()
         for param in self.param_groups[-1]["params"]:
-            if (part := stored_part(param)) is not None:
+            if (part := local_stored(param)) is not None:
                 part.awaited = True
         self._attach()
 
@@ -383,7 +383,7 @@ class CompactOptimizer(Optimizer):
         self._loaded, self.seed = True, self.seed if described is None else described["seed"]
         self._describe()
         for param in found:
-            if (stored := stored_part(param)) is not None:
+            if (stored := local_stored(param)) is not None:
                 stored.rest = None
         for part in (self.resolution, self.in_backward):
             if part is not None:

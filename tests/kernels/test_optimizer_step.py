@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.kernels import optimizer_step as module
-from octavo.kernels.optimizer_step import optimizer_step
+from octavo.kernels import devices as module
+from octavo.kernels.devices import optimizer_step
 from octavo.kernels.reference.master_weights import MasterWeight
 from octavo.kernels.reference.optimizer_step import SgdGroup, WeightUpdate
 
@@ -28,7 +28,7 @@ def on_a_gpu() -> Any:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """What the reference was called with."""
     found: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(module, "reference", lambda *args: found.append(args))
+    monkeypatch.setattr(module, "reference_step", lambda *args: found.append(args))
     return found
 
 
