@@ -107,7 +107,7 @@ def bytes_of(config: TrainConfig, low: StateConfig, part: float) -> tuple[float,
             param.grad = torch.zeros(param.shape, dtype=param.dtype)
         optimizer.step()
         kept = [*model.parameters(), *(x for own in optimizer.state.values() for x in own.values() if x.ndim)]
-        parts = [part for x in kept for part in ((x.q, x.scale_inv) if hasattr(x, "scale_inv") else (x,))]
+        parts = [part for x in kept for part in ((x.qdata, x.scale_inv) if hasattr(x, "scale_inv") else (x,))]
         found.append(sum(part.numel() * part.element_size() for part in parts) / config.model.parameters)
     in_low, in_high = found
     return part * in_low + (1 - part) * in_high, in_low if part == 1 else in_high

@@ -28,7 +28,7 @@ from octavo.recipes import high_precision
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap, recipe_of
 from octavo.tensor.sharded_weight import forget_gathered
-from octavo.tensor.stored_weight import StoredWeight, stored_part
+from octavo.tensor.stored_weight import StoredWeight, local_stored
 
 
 def convert(
@@ -201,7 +201,7 @@ def storages(
 def stored_now(model: nn.Module) -> dict[nn.Parameter, Granularity | None]:
     """How the weights of a model's octavo modules are stored."""
     weights = [module._parameters.get("weight") for module in model.modules() if isinstance(module, RecipeModule)]
-    parts = {weight: stored_part(weight) for weight in weights if weight is not None}
+    parts = {weight: local_stored(weight) for weight in weights if weight is not None}
     return {weight: None if part is None else part.granularity for weight, part in parts.items()}
 
 
@@ -209,7 +209,7 @@ def _refuse_shards(model: nn.Module, what: str) -> None:
     """Raise ValueError if a module's weight lives in FP8 and is sharded: FSDP2 would keep the one that it has."""
     for name, module in model.named_modules():
         weight = module._parameters.get("weight")
-        if stored_part(weight) is not None and not isinstance(weight, StoredWeight):
+        if local_stored(weight) is not None and not isinstance(weight, StoredWeight):
             raise ValueError(
                 f"{name or 'the model'}: {what} of a weight that fully_shard has sharded in FP8; do it before, or save "
                 "and load: octavo.distributed.checkpoint, or state_dict"

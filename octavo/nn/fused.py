@@ -26,7 +26,7 @@ from octavo.nn.activation import activate, input_width
 from octavo.nn.linear import Linear, recipe_for
 from octavo.nn.norm import LayerNorm, RMSNorm
 from octavo.nn.recipe_module import autocast_dtype, refuse_for_fp8
-from octavo.nn.splits import Splits, part
+from octavo.nn.splits import Splits, split_output
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap
 
@@ -34,7 +34,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _NORMS: dict[str, Callable[..., LayerNorm | RMSNorm]] = {"layer_norm": LayerNorm, "rms_norm": RMSNorm}
 
 
-def norm_of(kind: str, features: int, eps: float, zero_centered_gamma: bool, **options: Any) -> LayerNorm | RMSNorm:
+def make_norm(kind: str, features: int, eps: float, zero_centered_gamma: bool, **options: Any) -> LayerNorm | RMSNorm:
     """The norm module of a kind.
 
     Raises:
@@ -112,7 +112,7 @@ class _NormLinear(Fused):
     ) -> None:
         super().__init__()
         self.return_norm_output = return_norm_output
-        self.norm = norm_of(self.kind, in_features, eps, zero_centered_gamma, device=device, dtype=dtype)
+        self.norm = make_norm(self.kind, in_features, eps, zero_centered_gamma, device=device, dtype=dtype)
         self.linear = Linear(in_features, out_features, bias, device, dtype, recipe=recipe_for(recipe, "linear"))
         self.splits = self.linear.splits
 
@@ -130,7 +130,7 @@ class _NormLinear(Fused):
             if self.return_norm_output:  # of the dtype that it has where they are fused: autocast's norms differ
                 normed = normed.to((output[0] if isinstance(output, tuple) else output).dtype)
         if isinstance(output, Tensor):  # as also of a part put in the linear layer's place
-            output = part(output, self.splits)
+            output = split_output(output, self.splits)
         return (output, normed) if self.return_norm_output else output
 
 
@@ -200,7 +200,7 @@ class _NormMLP(Fused):
         self.activation = activation
         width = input_width(activation, ffn_hidden_size)
         halves = {"gate": ffn_hidden_size, "up": ffn_hidden_size} if width > ffn_hidden_size else width
-        self.norm = norm_of(self.kind, hidden_size, eps, zero_centered_gamma, device=device, dtype=dtype)
+        self.norm = make_norm(self.kind, hidden_size, eps, zero_centered_gamma, device=device, dtype=dtype)
         self.fc1 = Linear(hidden_size, halves, bias, device, dtype, recipe=recipe_for(recipe, "fc1"))
         self.fc2 = Linear(ffn_hidden_size, hidden_size, bias, device, dtype, recipe=recipe_for(recipe, "fc2"))
 

@@ -27,15 +27,15 @@ from octavo.optimizer_steps import OPTIMIZER_STEPS
 from octavo.scaling.recipe import Cast, Delayed, Recipe
 from octavo.tensor.sharded_weight import (
     After,
+    GatheredTensors,
     GatheredWeight,
-    Parts,
     gather_as_it_is,
-    local_part,
+    local_shard,
     padded_rows,
     rows_on_each_rank,
     version_of,
 )
-from octavo.tensor.stored_weight import StoredWeight, stored_part
+from octavo.tensor.stored_weight import StoredWeight, local_stored
 
 IN_FP8, CAST_AFTER, AS_IT_IS, AS_STORED = "in FP8", "cast after", "as it is", "as stored"
 
@@ -128,7 +128,7 @@ class Gather:
         reader, parameter = self.reader, self.parameter
         casts, mesh = reader.recipe.weight_casts, parameter.device_mesh
         ranks = mesh.size(mesh.ndim - 1)
-        if stored_part(parameter) is not None:
+        if local_stored(parameter) is not None:
             return Way(AS_STORED)
         if casts.as_is is None or casts.transposed is None:
             return Way(AS_IT_IS, "a product reads it in high precision")
@@ -188,7 +188,7 @@ class Gather:
             return
         self._seen, self.casts[0] = key, self.casts[0] + 1
         if reader.recipe.delayed is not None:
-            reader.notice_writes(self.parameter, local_part(self.parameter), key[1:3])
+            reader.notice_writes(self.parameter, local_shard(self.parameter), key[1:3])
             assert reader.delayed_scale is not None
             self.delayed_scale = self._step_scale = reader.delayed_scale.clone()
 
@@ -273,7 +273,7 @@ class Gather:
             scales = outputs[1] if scale_inv is None else scale_inv
             found = self._amax_or_none(q) if amax is None else amax.to(q.device)
             laid, transposed = (q, q.t()) if recipe.is_high_precision else lay_out(q, recipe)
-            parts = Parts(laid, scales, transposed, scales.t(), found)
+            parts = GatheredTensors(laid, scales, transposed, scales.t(), found)
             if out is not None:
                 return out.refill(parts)
             return GatheredWeight(parts, shape, dtype, recipe.weight_casts), besides(q, laid, transposed)
@@ -293,7 +293,7 @@ class Gather:
             operands = cast_role(wide, recipe, WEIGHT, True, True, state)
             assert operands.as_is is not None and operands.transposed is not None
             amax = operands.amax if operands.amax is not None else self._amax_or_none(wide)
-            parts = Parts(*operands.as_is, *operands.transposed, amax)
+            parts = GatheredTensors(*operands.as_is, *operands.transposed, amax)
             if out is not None:
                 return out.refill(parts)
             inner = {part.untyped_storage().data_ptr(): part for part in (parts.qdata, parts.transposed_qdata)}

@@ -20,7 +20,7 @@ from octavo.autograd.casts import WEIGHT
 from octavo.granularity import ALL, scale_shape
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
 from octavo.scaling.recipe import Cast, Delayed
-from octavo.tensor.sharded_weight import local_part, rows_on_each_rank
+from octavo.tensor.sharded_weight import local_shard, rows_on_each_rank
 
 
 class Member(Protocol):
@@ -58,7 +58,7 @@ class GatherGroup:
             cast = None if other is None else other.begin_in_fp8(own)
             if other is None or cast is None:
                 continue
-            shard = local_part(other.parameter)
+            shard = local_shard(other.parameter)
             together.setdefault((cast, shard.dtype, shard.device), []).append(other)
         if any(cast.tile == (ALL, ALL) for cast, *_ in together):
             _find_scales([(cast, members) for (cast, *_), members in together.items() if cast.tile == (ALL, ALL)], mesh)
@@ -81,7 +81,7 @@ def _find_scales(groups: list[tuple[Cast, list[Member]]], mesh: Any) -> None:
     """The scale and global amax of every weight cast per tensor: one collective."""
     import torch.distributed as dist
 
-    shards = [local_part(member.parameter) for _, members in groups for member in members]
+    shards = [local_shard(member.parameter) for _, members in groups for member in members]
     amax = torch.cat([kernels.amax(shard, (ALL, ALL)).reshape(1) for shard in shards])
     home, amax = amax.device, amax.to(mesh.device_type)
     dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=mesh.get_group())
@@ -111,7 +111,7 @@ def _cast_shards(members: list[Member], cast: Cast, mesh: Any) -> None:
     per_tensor = cast.tile == (ALL, ALL)
     shards, codes, scale_inv, scales = [], [], [], []
     for member in members:
-        shard = local_part(member.parameter)
+        shard = local_shard(member.parameter)
         rows, cols = rows_on_each_rank(member.parameter.shape[0], mesh.size()), member.parameter.shape[1]
         if member.codes is None:
             member.codes = torch.zeros(rows, cols, dtype=torch.uint8, device=shard.device)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from octavo import recipes
 from octavo.nn.recipe_module import RecipeModule
-from octavo.nn.splits import Splits, checked_splits, merge_keys, part
+from octavo.nn.splits import Splits, checked_splits, merge_keys, split_output
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap, recipe_of
 
@@ -69,7 +69,7 @@ class Linear(RecipeModule, nn.Linear):
         """See the class."""
         weight = self.weight
         output = self._product(input, weight, self.bias, weight)
-        return output if self.splits is None else part(output, self.splits)
+        return output if self.splits is None else split_output(output, self.splits)
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
         """Load, from separate layers' keys too; the last argument is torch's list of errors."""

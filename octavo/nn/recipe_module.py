@@ -17,13 +17,13 @@ from octavo.formats import HIGH_PRECISION
 from octavo.kernels.emulation import warn_once_if_emulated
 from octavo.nn.gather import Gather
 from octavo.nn.stored_weight_files import load_stored, save_stored
-from octavo.nn.stored_weights import check_recipe, in_high_precision, stored_operands, why_unreadable
+from octavo.nn.stored_weights import check_recipe, stored_operands, why_unreadable, widened
 from octavo.nn.weight_cache import WeightCache, version_of
 from octavo.scaling.delayed import ASIDE, BUFFERS, LOADED, drop_delayed_state, register_delayed_state
 from octavo.scaling.recipe import Recipe
 from octavo.tensor.parameters import put_into
 from octavo.tensor.sharded_weight import GatheredWeight, attach, on_this_rank, plain
-from octavo.tensor.stored_weight import StoredWeight, stored_part
+from octavo.tensor.stored_weight import StoredWeight, local_stored
 
 
 class RecipeModule(nn.Module):
@@ -116,7 +116,7 @@ class RecipeModule(nn.Module):
         Raises:
             AttributeError: for a weight in high precision.
         """
-        part = stored_part(self._parameters.get("weight"))
+        part = local_stored(self._parameters.get("weight"))
         if part is None:
             raise AttributeError(f"{type(self).__name__} has no weight that lives in FP8")
         return part.scale_inv
@@ -207,7 +207,7 @@ class RecipeModule(nn.Module):
         """Save plain tensors, so that files need no class of octavo: of a sharded weight the DTensor's local part."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         weight = destination.get(f"{prefix}weight")
-        if (part := stored_part(weight)) is not None:
+        if (part := local_stored(weight)) is not None:
             return save_stored(weight, part, destination, prefix)
         if not keep_vars and weight is not None and type(weight) is not Tensor:
             destination[f"{prefix}weight"] = plain(weight)
@@ -224,7 +224,7 @@ class RecipeModule(nn.Module):
         recipe, autocast = self.recipe, autocast_dtype(input)
         if autocast is not None:
             if recipe.is_high_precision:
-                return nn.functional.linear(input, in_high_precision(weight_NK), bias)
+                return nn.functional.linear(input, widened(weight_NK), bias)
             if input.dtype in HIGH_PRECISION:  # as autocast itself, which leaves float64 and integers alone
                 input = input.to(autocast)
         elif input.dtype != weight_NK.dtype:
@@ -234,7 +234,7 @@ class RecipeModule(nn.Module):
         if input.ndim == 0 or input.shape[-1] != weight_NK.shape[1]:
             raise ValueError(f"input of shape {tuple(input.shape)} needs in_features={weight_NK.shape[1]} last")
         if recipe.is_high_precision:
-            return nn.functional.linear(input, in_high_precision(weight_NK), bias)
+            return nn.functional.linear(input, widened(weight_NK), bias)
         refuse_for_fp8(input, parameter, bias)
         return linear(input, weight_NK, bias, self.layer_of(input, weight_NK, parameter, input.requires_grad))
 

@@ -29,7 +29,7 @@ def checked_splits(out_features: int | Splits) -> tuple[int, dict[str, int] | No
     return sum(splits.values()), splits
 
 
-def part(output: Tensor, splits: dict[str, int] | None) -> Tensor | tuple[Tensor, ...]:
+def split_output(output: Tensor, splits: dict[str, int] | None) -> Tensor | tuple[Tensor, ...]:
     """The output as it is, or a view of it for each split, in their order."""
     return output if splits is None else output.split(list(splits.values()), dim=-1)
 

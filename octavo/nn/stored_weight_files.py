@@ -20,8 +20,8 @@ from torch import Tensor
 from octavo.granularity import PerTensor
 from octavo.tensor.scaled_tensor import ScaledTensor
 from octavo.tensor.sharded_weight import like_sharded, on_this_rank
-from octavo.tensor.stored_parts import cast_part
-from octavo.tensor.stored_weight import GRANULARITIES, StoredWeight, has_powers_of_two, stored_part
+from octavo.tensor.stored_shards import cast_shard
+from octavo.tensor.stored_weight import GRANULARITIES, StoredWeight, has_powers_of_two, local_stored
 
 SCALE_INV = "weight_scale_inv"
 
@@ -47,7 +47,7 @@ def load_stored(weight: Tensor | None, state_dict: dict[str, Any], prefix: str) 
     given, scale_inv = state_dict.get(f"{prefix}weight"), state_dict.pop(f"{prefix}{SCALE_INV}", None)
     if not isinstance(given, Tensor):
         return  # torch says what is missing, or wrong
-    part = stored_part(weight)
+    part = local_stored(weight)
     sharded = weight is not None and part is not None and part is not weight
     local = on_this_rank(given)
     codes = _codes_of(local)
@@ -123,13 +123,13 @@ def _as_shard(weight: Tensor, part: StoredWeight, given: Tensor, scale_inv: Tens
             "torch.distributed.checkpoint.state_dict, or octavo.distributed.checkpoint.load_checkpoint"
         )
     if scale_inv is None:
-        return like_sharded(cast_part(local, weight, part.granularity, part.dtype), weight, weight.shape)
+        return like_sharded(cast_shard(local, weight, part.granularity, part.dtype), weight, weight.shape)
     scales = on_this_rank(scale_inv)
     if scales is scale_inv and scales.shape != (1, 1):  # of a full state dict: those of all ranks' blocks
         mesh = weight.device_mesh  # type: ignore[attr-defined]
         scales = scales.chunk(mesh.size(mesh.ndim - 1))[mesh.get_local_rank(mesh.ndim - 1)]
     if scales.shape == part.scale_inv.shape and has_powers_of_two(scales):
-        kept = StoredWeight(local, scales, part.dtype, part.granularity, is_part=True)
+        kept = StoredWeight(local, scales, part.dtype, part.granularity, is_shard=True)
         return like_sharded(kept, weight, weight.shape)
     values = ScaledTensor(local, scales, GRANULARITIES[scales.shape != (1, 1)], part.dtype).dequantize()
-    return like_sharded(cast_part(values, weight, part.granularity, part.dtype), weight, weight.shape)
+    return like_sharded(cast_shard(values, weight, part.granularity, part.dtype), weight, weight.shape)

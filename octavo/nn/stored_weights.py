@@ -12,7 +12,7 @@ from octavo.kernels.layouts import needs_transposed_codes, padded
 from octavo.scaling.recipe import Recipe
 from octavo.tensor.parameters import put_into
 from octavo.tensor.sharded_weight import GatheredWeight, ShardHooks, on_this_rank
-from octavo.tensor.stored_weight import GRANULARITIES, StoredWeight, dequantized, stored_part
+from octavo.tensor.stored_weight import GRANULARITIES, StoredWeight, dequantized, local_stored
 
 TENSOR_PARALLEL = "DTensors: convert before fully_shard; octavo does not compute under tensor parallelism yet"
 
@@ -44,7 +44,7 @@ def with_padding(q: Tensor, recipe: Recipe) -> Tensor:
     return nn.functional.pad(q.view(torch.uint8), (0, padding)).view(q.dtype) if padding else q
 
 
-def in_high_precision(weight: Tensor) -> Tensor:
+def widened(weight: Tensor) -> Tensor:
     """A weight for a product in high precision; stored ones are dequantised, and gradients flow to them."""
     return dequantized(weight) if isinstance(weight, StoredWeight | GatheredWeight) else weight
 
@@ -82,7 +82,7 @@ def check_recipe(recipe: Recipe, weight: Tensor | None) -> None:
             f"the recipe {recipe.name!r} can't read weights that are {what}. Take this layer out of FP8 first: "
             "octavo.restore(layer), or octavo.set_recipe(layer, octavo.recipes.high_precision())"
         )
-    part = stored_part(weight)
+    part = local_stored(weight)
     if part is not None and weight is not None:
         check_granularity(recipe, weight.shape, part.granularity)
 

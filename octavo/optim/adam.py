@@ -12,7 +12,7 @@ from octavo.optim.base import CompactOptimizer
 from octavo.optim.kept import Kept
 from octavo.optim.moment import Moment, moments_of
 from octavo.optim.stores import Settings
-from octavo.tensor.stored_weight import stored_part
+from octavo.tensor.stored_weight import local_stored
 
 
 class Adam(CompactOptimizer):
@@ -69,7 +69,7 @@ class Adam(CompactOptimizer):
         if not isinstance(params, set):  # which torch refuses
             params = param_group["params"] = [params] if isinstance(params, Tensor) else list(params)
         named = [param[1] if isinstance(param, tuple) else param for param in params]
-        stored = any(stored_part(param) is not None for param in named)
+        stored = any(local_stored(param) is not None for param in named)
         if self._clip is None and stored:
             self.clip_update = True
         super().add_param_group(param_group)
@@ -77,7 +77,7 @@ class Adam(CompactOptimizer):
     def check(self, weight: Tensor, group: dict[str, Any], settings: Settings, bounds: bool) -> None:
         """As any optimizer's; also that the largest update has a bound where a scale comes from it."""
         beta1, beta2 = group["betas"]
-        if (stored_part(weight) is not None or settings.master == "fp16_scaled") and beta1 * beta1 > beta2:
+        if (local_stored(weight) is not None or settings.master == "fp16_scaled") and beta1 * beta1 > beta2:
             raise ValueError(
                 f"betas={(beta1, beta2)!r}: the largest update grows without end where beta1^2 > beta2, so it can give "
                 "no scale; use a larger beta2, or float32 weights"
@@ -85,7 +85,7 @@ class Adam(CompactOptimizer):
         super().check(weight, group, settings, bounds)
 
     def _keep(self, param: nn.Parameter, *rest: Any) -> Kept:
-        if self._clip is None and stored_part(param) is not None:  # since the optimizer was made
+        if self._clip is None and local_stored(param) is not None:  # since the optimizer was made
             self.clip_update = True
         return super()._keep(param, *rest)
 
@@ -103,7 +103,7 @@ class Adam(CompactOptimizer):
         """As any optimizer's; also decides anew whether updates are clipped."""
         super().adopt(settings)
         params = (param for group in self.param_groups for param in group["params"])
-        self.clip_update = self.will_bound(settings, any(stored_part(param) is not None for param in params))
+        self.clip_update = self.will_bound(settings, any(local_stored(param) is not None for param in params))
 
     @property
     def bounds_update(self) -> bool:  # type: ignore[override]

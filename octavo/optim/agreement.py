@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from octavo.granularity import PerTensor
 from octavo.tensor.sharded_weight import group_of
-from octavo.tensor.stored_weight import stored_part
+from octavo.tensor.stored_weight import local_stored
 
 
 def needs_agreement(param: Tensor) -> bool:
     """Whether ranks hold parts of a weight in FP8 with one scale."""
-    part = stored_part(param)
+    part = local_stored(param)
     if part is None or part is param or part.granularity != PerTensor():
         return False
     mesh = param.device_mesh  # type: ignore[attr-defined]

@@ -26,7 +26,7 @@ from octavo.optim.kept import Kept, has_moved, was_written
 from octavo.optim.masters import master_of
 from octavo.optim.moment import Moment
 from octavo.optim.resolution import Resolution
-from octavo.optim.stores import Settings, new_state, stores_of
+from octavo.optim.stores import Settings, new_state, for_kernel
 from octavo.tensor.stored_gradient import StoredGradient
 from octavo.tensor.stored_weight import StoredWeight, local_stored
 
@@ -322,9 +322,9 @@ class CompactOptimizer(Optimizer):
     def _keep(self, param: nn.Parameter, weight: Tensor, state: dict[str, Any], ids: tuple[int, ...]) -> Kept:
         group, index = ids[:2]
         self.check(param, self.param_groups[group], self.settings, self.bounds_update)  # it may be stored in FP8 since
-        own = stores_of(param, weight, state, self._settings_of(bool(ids[3])))
+        own = for_kernel(param, weight, state, self._settings_of(bool(ids[3])))
         key, row = key_of(self.seed, index), states.first_row(param)
-        update = WeightUpdate(own.master, own.moments, own.amax, own.matrix, state["step"], key, group, row)
+        update = WeightUpdate(own.master, own.moments, own.amax, own.master.weight, state["step"], key, group, row)
         if self.resolution is not None and param in self.resolution.params:
             update = update._replace(measured=True)
         held = states.held(weight)

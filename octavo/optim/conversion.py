@@ -20,12 +20,12 @@ from octavo.kernels.reference.optimizer_state import BLOCK, Piece, blocks_of, fi
 from octavo.optim import state as states
 from octavo.optim.base import CompactOptimizer
 from octavo.optim.masters import master_of
-from octavo.optim.stores import Settings, stores_of
+from octavo.optim.stores import Settings, for_kernel
 from octavo.optim.stores import new_master as begun_master
 from octavo.tensor.parameters import put_into
-from octavo.tensor.sharded_weight import largest_of_ranks, like_sharded, local_part, on_this_rank
-from octavo.tensor.stored_parts import cast_part
-from octavo.tensor.stored_weight import StoredWeight, stored_part
+from octavo.tensor.sharded_weight import largest_of_ranks, like_sharded, local_shard, on_this_rank
+from octavo.tensor.stored_shards import cast_shard
+from octavo.tensor.stored_weight import StoredWeight, local_stored
 
 Storage = Granularity | None  # of a weight's codes; None: it is a plain tensor
 
@@ -60,14 +60,14 @@ def change(
 
 def store_anew(param: nn.Parameter, storage: Storage) -> None:
     """Store a weight without a master, frozen or not trained yet, otherwise; of a sharded one all ranks call it."""
-    part = stored_part(param)
+    part = local_stored(param)
     if on_this_rank(param) is param:
         values = (param if part is None else part.dequantize()).detach()
         keep_rest = param.requires_grad
         put_into(param, values if storage is None else StoredWeight.cast(values, storage, keep_rest))
         return
-    values = (local_part(param) if part is None else part.dequantize()).detach()
-    _put_part(param, values if storage is None else cast_part(values, param, storage, param.dtype))
+    values = (local_shard(param) if part is None else part.dequantize()).detach()
+    _put_part(param, values if storage is None else cast_shard(values, param, storage, param.dtype))
 
 
 def _put_part(param: nn.Parameter, part: Tensor) -> None:
@@ -84,7 +84,7 @@ def check_change(optimizer: CompactOptimizer, settings: Settings, storage: Mappi
         for group in optimizer.param_groups
         for param in group["params"]
     ]
-    bounds = optimizer.will_bound(settings, any(stored_part(target) is not None for target, _ in targets))
+    bounds = optimizer.will_bound(settings, any(local_stored(target) is not None for target, _ in targets))
     for target, group in targets:
         optimizer.check(target, group, settings, bounds)
 
@@ -109,7 +109,7 @@ def blank(weight: Tensor, storage: Storage, device: Any = None) -> Tensor:
         return torch.zeros(part.shape, dtype=weight.dtype, device=device)
     codes = torch.zeros(part.shape, dtype=E4M3.dtype, device=device)
     scale_inv = torch.ones(storage.scale_shape(tuple(part.shape)), device=device)
-    return StoredWeight(codes, scale_inv, weight.dtype, storage, is_part=part is not weight)
+    return StoredWeight(codes, scale_inv, weight.dtype, storage, is_shard=part is not weight)
 
 
 def _change(
@@ -128,7 +128,7 @@ def _change(
         return
     weight = states.local(param.detach())
     before, after = before.in_state(state), after.in_state(state)
-    old = stores_of(param, weight, state, before)
+    old = for_kernel(param, weight, state, before)
     new_param: Any = param
     if moves:
         made = blank(param, storage[param])
@@ -138,7 +138,7 @@ def _change(
     old_master, new_master = master_of(param, before.master), master_of(new_param, after.master)
     if moves or old_master is not new_master:
         found |= begun_master(new_param, new_weight, after.master)
-        new = stores_of(new_param, new_weight, found, after)
+        new = for_kernel(new_param, new_weight, found, after)
         keeps_codes = not moves and new.master.kind in ("fp8_fp16", "fp8_fp32")  # whose ties go the other way
         codes = new.master.weight.clone() if keeps_codes else None
         _rewrite(old.master, new.master, new.amax, param if is_sharded else None, same_storage=not moves)

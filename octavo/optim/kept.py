@@ -22,7 +22,7 @@ class Kept(NamedTuple):
 
 
 def _is_part(weight: Tensor) -> bool:
-    return isinstance(weight, StoredWeight) and weight.is_part
+    return isinstance(weight, StoredWeight) and weight.is_shard
 
 
 def has_moved(kept: Kept, weight: Tensor, held: Tensor) -> bool:

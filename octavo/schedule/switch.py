@@ -16,12 +16,12 @@ from octavo.optim.conversion import change, check_change, store_anew
 from octavo.optim.gradients import refuse_ddp
 from octavo.optim.stores import Settings
 from octavo.schedule.phase import SAME, Phase
-from octavo.tensor.sharded_weight import on_this_rank, take_parts
+from octavo.tensor.sharded_weight import on_this_rank, take_shards
 
 
 @dataclass(frozen=True)
 class Target:
-    """A phase with nothing left open.
+    """A phase in which every "same" has been replaced by what it means.
 
     Attributes:
         phase: the phase.
@@ -118,7 +118,7 @@ def switch(model: nn.Module, optimizer: Optimizer, target: Target) -> None:
 
     def stored(weight: nn.Parameter) -> None:
         if on_this_rank(weight) is not weight:
-            take_parts(model, [weight])
+            take_shards(model, [weight])
 
     if isinstance(optimizer, CompactOptimizer):
         assert target.settings is not None

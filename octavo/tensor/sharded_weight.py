@@ -136,7 +136,7 @@ def gather_as_it_is(
     return (sent,), after
 
 
-class Parts(NamedTuple):
+class GatheredTensors(NamedTuple):
     """A gathered weight's tensors: the pairs of both layouts, contraction last, and the amax that a Delayed rule rolls.
 
     ``transposed_qdata`` may be a view of ``qdata``.
@@ -150,13 +150,13 @@ class Parts(NamedTuple):
 
 
 class GatheredWeight(Facade):
-    """The facade of an unsharded weight: its values are its parts, and gradients flow to it.
+    """The facade of an unsharded weight: its values are its tensors', and gradients flow to it.
 
     Args:
-        parts: see Parts; each is an attribute too.
+        tensors: see GatheredTensors; each is an attribute too.
         shape: of the weight.
         dtype: what it stands for, and its gradient's.
-        casts: what the parts were cast by; hashable.
+        casts: what the tensors were cast by; hashable.
     """
 
     qdata: Tensor
@@ -171,30 +171,30 @@ class GatheredWeight(Facade):
     )
 
     @staticmethod
-    def __new__(cls, parts: Parts, shape: Any, dtype: torch.dtype, casts: Any) -> GatheredWeight:
+    def __new__(cls, tensors: GatheredTensors, shape: Any, dtype: torch.dtype, casts: Any) -> GatheredWeight:
         """Make the facade."""
-        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=parts.qdata.device)
-        self.qdata, self.scale_inv, self.transposed_qdata, self.transposed_scale_inv, self.found_amax = parts
+        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=tensors.qdata.device)
+        self.qdata, self.scale_inv, self.transposed_qdata, self.transposed_scale_inv, self.found_amax = tensors
         self.casts = casts
         return self
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return list(Parts._fields), (self.dtype, self.casts)
+        return list(GatheredTensors._fields), (self.dtype, self.casts)
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any
     ) -> GatheredWeight:
         dtype, casts = context
-        return GatheredWeight(Parts(**inner), outer_size, dtype, casts)
+        return GatheredWeight(GatheredTensors(**inner), outer_size, dtype, casts)
 
-    def refill(self, parts: Parts) -> None:
-        """Take other parts of the same shapes: written into the storage that is there, codes and scales together.
+    def refill(self, tensors: GatheredTensors) -> None:
+        """Take other tensors of the same shapes: written into the storage that is there, codes and scales together.
 
         A forward that saved these tensors for its backward so reads a pair that belongs together, whichever it is.
         """
         written: set[int] = set()
-        for own, new in zip(self.parts()[:4], parts[:4], strict=True):
+        for own, new in zip(self.tensors()[:4], tensors[:4], strict=True):
             address = own.untyped_storage().data_ptr()
             if address == new.untyped_storage().data_ptr() or address in written:
                 continue
@@ -207,16 +207,16 @@ class GatheredWeight(Facade):
                 continue
             with torch.autograd._unsafe_preserve_version_counter(own):
                 own.copy_(new)
-        self.found_amax = parts.found_amax
+        self.found_amax = tensors.found_amax
 
     def pair(self) -> ScaledTensor:
         """The pair as it lies, where its codes are those of a stored weight: per tensor or in blocks of 128 x 128."""
         granularity = PerTensor() if self.scale_inv.shape == (1, 1) else PerBlock(128, 128)
         return ScaledTensor(self.qdata, self.scale_inv, granularity, self.dtype)
 
-    def parts(self) -> Parts:
-        """Its tensors."""
-        return Parts(self.qdata, self.scale_inv, self.transposed_qdata, self.transposed_scale_inv, self.found_amax)
+    def tensors(self) -> GatheredTensors:
+        """What it is made of."""
+        return GatheredTensors(*(getattr(self, name) for name in GatheredTensors._fields))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"GatheredWeight({tuple(self.shape)}, {self.dtype}, codes {self.qdata.dtype})"
@@ -225,7 +225,7 @@ class GatheredWeight(Facade):
 def _same(func: Any, weight: GatheredWeight, shape: Any = None, *_: Any) -> Any:
     if shape is not None and tuple(shape) != tuple(weight.shape):
         return NotImplemented
-    return GatheredWeight(weight.parts(), weight.shape, weight.dtype, weight.casts)
+    return GatheredWeight(weight.tensors(), weight.shape, weight.dtype, weight.casts)
 
 
 GatheredWeight.RULES = {
@@ -258,7 +258,7 @@ def on_this_rank(tensor: Tensor) -> Tensor:
     return local
 
 
-def local_part(param: nn.Parameter) -> Tensor:
+def local_shard(param: nn.Parameter) -> Tensor:
     """The shard of a sharded parameter, as a plain tensor."""
     return _private(lambda: param._local_tensor).as_subclass(Tensor)  # type: ignore[attr-defined]
 
@@ -275,7 +275,7 @@ def plain(param: Tensor) -> Tensor:
 
     if not isinstance(param, DTensor) or type(_private(lambda: param._local_tensor)) is not ShardedWeight:
         return param
-    return like_sharded(local_part(param), param, param.shape)  # type: ignore[arg-type]
+    return like_sharded(local_shard(param), param, param.shape)  # type: ignore[arg-type]
 
 
 def like_sharded(local: Tensor, param: Tensor, shape: torch.Size) -> Tensor:
@@ -328,8 +328,8 @@ def forget_gathered(model: nn.Module) -> list[nn.Module]:
     return forgotten
 
 
-def take_parts(model: nn.Module, params: Iterable[Tensor]) -> None:
-    """Make FSDP2 take the local parts that sharded parameters were given, after ``forget_gathered``."""
+def take_shards(model: nn.Module, params: Iterable[Tensor]) -> None:
+    """Make FSDP2 take the shards that sharded parameters were given, after ``forget_gathered``."""
     from torch.distributed.fsdp import FSDPModule
 
     own = {id(param) for param in params}

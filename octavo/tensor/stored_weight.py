@@ -39,7 +39,7 @@ class StoredWeight(ShardHooks, Pair):
         scale_inv: float32 [1, 1] or [ceil(N / 128), ceil(K / 128)].
         dtype: what it stands for, and its gradient's.
         granularity: which elements share a scale; by default PerTensor() where there is one scale.
-        is_part: whether these are some rows of a weight that is sharded; [1, 1] is then the whole one's scale.
+        is_shard: whether these are some rows of a weight that is sharded; [1, 1] is then the whole one's scale.
 
     Example:
         >>> import torch
@@ -51,7 +51,7 @@ class StoredWeight(ShardHooks, Pair):
     """
 
     granularity: Granularity
-    is_part: bool
+    is_shard: bool
     rest: Tensor | None = None  # int8 [N, K]: what the values that were cast are besides, until an optimizer takes it
     awaited: bool = False  # whether there is an optimizer that will
     REMEDY = (
@@ -68,11 +68,11 @@ class StoredWeight(ShardHooks, Pair):
         scale_inv: Tensor,
         dtype: torch.dtype = torch.bfloat16,
         granularity: Granularity | None = None,
-        is_part: bool = False,
+        is_shard: bool = False,
     ) -> StoredWeight:
         """Make the facade."""
         self = torch.Tensor._make_wrapper_subclass(cls, qdata.shape, dtype=dtype, device=qdata.device)
-        self.qdata, self.scale_inv, self.is_part = qdata, scale_inv, is_part
+        self.qdata, self.scale_inv, self.is_shard = qdata, scale_inv, is_shard
         self.granularity = granularity or GRANULARITIES[scale_inv.shape != (1, 1)]
         return self
 
@@ -132,7 +132,7 @@ class StoredWeight(ShardHooks, Pair):
 
     def other_arguments(self, dtype: torch.dtype) -> tuple[Any, ...]:
         """See Pair."""
-        return dtype, self.granularity, self.is_part
+        return dtype, self.granularity, self.is_shard
 
     def moved(self, move: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> StoredWeight:
         """The same with its parts moved."""
@@ -144,11 +144,11 @@ class StoredWeight(ShardHooks, Pair):
         qdata: Tensor,
         scale_inv: Tensor,
         dtype: torch.dtype | None = None,
-        is_part: bool | None = None,
+        is_shard: bool | None = None,
         rest: Tensor | None = None,
     ) -> StoredWeight:
-        is_part = self.is_part if is_part is None else is_part
-        found = StoredWeight(qdata, scale_inv, dtype or self.dtype, self.granularity, is_part)
+        is_shard = self.is_shard if is_shard is None else is_shard
+        found = StoredWeight(qdata, scale_inv, dtype or self.dtype, self.granularity, is_shard)
         found.rest, found.awaited = rest, self.awaited
         return found
 
@@ -156,7 +156,7 @@ class StoredWeight(ShardHooks, Pair):
         """Take another's values: stored ones as they are, plain ones cast."""
         same_shape = isinstance(other, StoredWeight) and other.scale_inv.shape == self.scale_inv.shape
         fits = same_shape and has_powers_of_two(other.scale_inv)  # type: ignore[attr-defined]
-        if self.is_part and self.granularity == GRANULARITIES[0] and not fits:
+        if self.is_shard and self.granularity == GRANULARITIES[0] and not fits:
             raise UnsupportedOpError(
                 f"{tuple(self.shape)} is this rank's part of a weight with one scale, which ranks find together: write "
                 "it by model.load_state_dict or octavo.distributed.checkpoint.load_checkpoint on all ranks"
@@ -203,7 +203,7 @@ def has_powers_of_two(scale_inv: Tensor) -> bool:
     return scale_inv.is_meta or bool((torch.frexp(scale_inv)[0] == 0.5).all())
 
 
-def part_of_rows(weight: StoredWeight, start: int, stop: int) -> StoredWeight:
+def shard_of_rows(weight: StoredWeight, start: int, stop: int) -> StoredWeight:
     """Rows start to stop as a part over the same codes and, per tensor, the same scale.
 
     Raises:
@@ -211,14 +211,14 @@ def part_of_rows(weight: StoredWeight, start: int, stop: int) -> StoredWeight:
     """
     rest = None if weight.rest is None else weight.rest[start:stop]
     if weight.granularity == GRANULARITIES[0]:
-        return weight._like(weight.qdata[start:stop], weight.scale_inv, is_part=True, rest=rest)
+        return weight._like(weight.qdata[start:stop], weight.scale_inv, is_shard=True, rest=rest)
     if start % BLOCK or (stop % BLOCK and stop != weight.shape[0]):
         raise UnsupportedOpError(f"rows {start} to {stop} of {weight} are no whole blocks")
     scales = weight.scale_inv[start // BLOCK : -(-stop // BLOCK)]
-    return weight._like(weight.qdata[start:stop], scales, is_part=True, rest=rest)
+    return weight._like(weight.qdata[start:stop], scales, is_shard=True, rest=rest)
 
 
-def stored_part(weight: Any) -> StoredWeight | None:
+def local_stored(weight: Any) -> StoredWeight | None:
     """The StoredWeight that a weight is, or that this rank has of it where it is sharded; else None."""
     local = on_this_rank(weight)
     return local if isinstance(local, StoredWeight) else None
@@ -247,7 +247,7 @@ class _Dequantize(torch.autograd.Function):
 
 def _view(func: Any, weight: StoredWeight, size: Any) -> Any:
     size = tuple(size)
-    if size == (-1,) and weight.is_part:  # by FSDP2: a part's codes in a row, over the same storage
+    if size == (-1,) and weight.is_shard:  # by FSDP2: a part's codes in a row, over the same storage
         return weight._like(weight.qdata.view(-1), weight.scale_inv)
     if size == (-1,):  # DistributedDataParallel's broadcast
         return weight.before_cast().view(-1)
@@ -281,14 +281,14 @@ def _split(func: Any, weight: StoredWeight, rows: int, dim: int = 0) -> list[Sto
             f"{rows} rows each are no whole blocks, or the last rank has fewer. Shard over ranks that each get the "
             "same multiple of 128 rows (HSDP), or use a recipe with one scale a weight (dynamic, delayed)"
         )
-    return [part_of_rows(weight, start, min(start + rows, total)) for start in range(0, total, rows)]
+    return [shard_of_rows(weight, start, min(start + rows, total)) for start in range(0, total, rows)]
 
 
 def _slice(func: Any, weight: StoredWeight, dim: int = 0, start: Any = None, stop: Any = None, step: int = 1) -> Any:
-    if not weight.is_part or dim != 0 or step != 1:
+    if not weight.is_shard or dim != 0 or step != 1:
         return NotImplemented
     start, stop, _ = slice(start, stop).indices(weight.shape[0])
-    return part_of_rows(weight, start, stop)
+    return shard_of_rows(weight, start, stop)
 
 
 def _new_zeros(func: Any, weight: StoredWeight, size: Any, **options: Any) -> Any:
@@ -298,14 +298,14 @@ def _new_zeros(func: Any, weight: StoredWeight, size: Any, **options: Any) -> An
     codes = torch.zeros(size, dtype=torch.uint8, device=weight.device).view(weight.qdata.dtype)
     rest = None if weight.rest is None else weight.rest.new_zeros(size)
     if weight.granularity == GRANULARITIES[0]:
-        return weight._like(codes, weight.scale_inv.clone(), is_part=True, rest=rest)
+        return weight._like(codes, weight.scale_inv.clone(), is_shard=True, rest=rest)
     shape = weight.granularity.scale_shape(tuple(size))
-    return weight._like(codes, weight.scale_inv.new_ones(shape), is_part=True, rest=rest)
+    return weight._like(codes, weight.scale_inv.new_ones(shape), is_shard=True, rest=rest)
 
 
 def _new_empty(func: Any, weight: StoredWeight, size: Any, **_: Any) -> Any:
     """What stands for the part of a rank without rows."""
-    if weight.is_part and weight.granularity != GRANULARITIES[0]:
+    if weight.is_shard and weight.granularity != GRANULARITIES[0]:
         raise UnsupportedOpError(
             f"blocks of 128 x 128 can't be sharded over so many ranks that the first get {tuple(weight.shape)} and the "
             "last nothing: shard over fewer (HSDP), or use a recipe with one scale a weight (dynamic, delayed)"

@@ -120,7 +120,7 @@ def test_wrong_arguments():
     with pytest.raises(TypeError, match=r"'dynamic' is no octavo\.Recipe"):
         octavo.nn.RMSNormLinear(8, 8, recipe="dynamic")
     with pytest.raises(ValueError, match="norm='batch_norm': use 'layer_norm' or 'rms_norm'"):
-        octavo.nn.fused.norm_of("batch_norm", 8, 1e-5, False)
+        octavo.nn.fused.make_norm("batch_norm", 8, 1e-5, False)
 
 
 HOOKS = {

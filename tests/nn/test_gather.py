@@ -209,12 +209,12 @@ def storage_after_forward(mesh):
 
     def note(module, *args):
         held[module] = module.weight
-        seen.append(sum(part.untyped_storage().size() for part in module.weight.parts()[0:3:2]))
+        seen.append(sum(part.untyped_storage().size() for part in module.weight.tensors()[0:3:2]))
 
     for block in net.blocks:
         block.fc1.register_forward_hook(note)
     net(batch(EVEN, 0, 0, 0))
-    after = [part.untyped_storage().size() for weight in held.values() for part in weight.parts()[0:3:2]]
+    after = [part.untyped_storage().size() for weight in held.values() for part in weight.tensors()[0:3:2]]
     return all(isinstance(weight, GatheredWeight) for weight in held.values()), min(seen), max(after)
 
 

@@ -6,7 +6,7 @@ from torch import nn
 
 import octavo
 from octavo import recipes
-from octavo.nn.splits import checked_splits, merge_keys, part
+from octavo.nn.splits import checked_splits, merge_keys, split_output
 from tests.support.helpers import FP8_RECIPES, CountOps, assert_equal, gradients
 
 SPLITS = {"query": 4, "key": 2, "value": 2}
@@ -27,8 +27,8 @@ def test_names_must_fit_a_state_dict(splits):
 
 def test_parts_are_views_in_order():
     output = torch.randn(2, 3, 8)
-    assert part(output, None) is output
-    parts = part(output, SPLITS)
+    assert split_output(output, None) is output
+    parts = split_output(output, SPLITS)
     assert [p.shape for p in parts] == [(2, 3, 4), (2, 3, 2), (2, 3, 2)]
     assert all(p.untyped_storage()._cdata == output.untyped_storage()._cdata for p in parts)
     assert torch.equal(torch.cat(parts, dim=-1), output)

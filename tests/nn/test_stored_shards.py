@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import octavo
 from octavo import UnsupportedOpError, recipes
 from octavo.tensor.sharded_weight import GatheredWeight
-from octavo.tensor.stored_weight import StoredWeight, stored_part
+from octavo.tensor.stored_weight import StoredWeight, local_stored
 from tests.support.byte_counter import GATHER, REDUCE, ByteCounter
 from tests.support.sharded_weights import (
     adamw,
@@ -54,8 +54,8 @@ def mesh():
 def test_a_part_takes_a_byte_an_element(recipe, mesh):
     net, whole = sharded(recipe, mesh), model(recipe)
     for (name, p), q in zip(net.named_parameters(), whole.parameters(), strict=True):
-        part = stored_part(p)
-        assert isinstance(p, DTensor) and p.shape == q.shape and p.dtype == q.dtype and part.is_part
+        part = local_stored(p)
+        assert isinstance(p, DTensor) and p.shape == q.shape and p.dtype == q.dtype and part.is_shard
         assert part.granularity == q.granularity
         assert torch.equal(part.qdata.view(torch.uint8), rows_of(q.qdata.view(torch.uint8), mesh)), name
         rows = -(-q.shape[0] // 2)
@@ -74,7 +74,7 @@ def test_blocks_that_reach_over_ranks(mesh):
     with pytest.raises(UnsupportedOpError, match=r"the first get \(1, 300\) and the last nothing"):
         fully_shard(one_row, mesh=mesh)
     one_block = octavo.convert(nn.Linear(100, 90), recipes.blockwise(), lambda module, name: True, "fp8")
-    assert stored_part(fully_shard(one_block, mesh=mesh).weight).shape == (45, 100)
+    assert local_stored(fully_shard(one_block, mesh=mesh).weight).shape == (45, 100)
 
 
 def test_other_ways_to_shard_are_refused(mesh):
@@ -282,7 +282,7 @@ def test_a_state_dict_holds_sharded_codes(recipe, mesh):
         assert type(value) is (torch.Tensor if plain else DTensor), name
         local = value if plain else value.to_local()
         assert type(local) is torch.Tensor
-    assert state["0.weight"].to_local().data_ptr() == stored_part(net[0].weight).qdata.data_ptr()
+    assert state["0.weight"].to_local().data_ptr() == local_stored(net[0].weight).qdata.data_ptr()
 
 
 def moved(mesh: Any, recipe: str) -> list[Any]:
@@ -305,11 +305,11 @@ def moved(mesh: Any, recipe: str) -> list[Any]:
 
 def values_equal(a: nn.Module, b: nn.Module) -> bool:
     pairs = zip(a.parameters(), b.parameters(), strict=True)
-    return all(torch.equal(stored_part(p).dequantize(), stored_part(q).dequantize()) for p, q in pairs)
+    return all(torch.equal(local_stored(p).dequantize(), local_stored(q).dequantize()) for p, q in pairs)
 
 
 def codes_equal(a: nn.Module, b: nn.Module) -> bool:
-    pairs = [(stored_part(p), stored_part(q)) for p, q in zip(a.parameters(), b.parameters(), strict=True)]
+    pairs = [(local_stored(p), local_stored(q)) for p, q in zip(a.parameters(), b.parameters(), strict=True)]
     return all(
         torch.equal(p.qdata.view(torch.uint8), q.qdata.view(torch.uint8)) and torch.equal(p.scale_inv, q.scale_inv)
         for p, q in pairs
@@ -356,7 +356,7 @@ def test_what_does_not_fit(mesh):
     with pytest.raises(ValueError, match=r"a sharded weight \(37, 140\), here \(18, 140\), is loaded from one that is"):
         net.load_state_dict(state)
     with pytest.raises(UnsupportedOpError, match="one scale, which ranks find together"):
-        stored_part(net[0].weight).copy_(torch.ones(18, 140))
+        local_stored(net[0].weight).copy_(torch.ones(18, 140))
 
 
 def from_meta(mesh: Any, recipe: str) -> bool:

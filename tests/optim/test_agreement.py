@@ -11,7 +11,7 @@ from torch import nn
 import octavo
 from octavo.optim import Moment
 from octavo.optim.agreement import Agreement, needs_agreement
-from octavo.tensor.stored_weight import stored_part
+from octavo.tensor.stored_weight import local_stored
 from tests.support import sharded_weights as cases
 from tests.support.byte_counter import REDUCE, ByteCounter
 from tests.support.sharded_weights import adamw, differences, held, model, sharded, steps
@@ -208,7 +208,7 @@ def refused(mesh: Any) -> list[str]:
             make()
         except ValueError as error:
             said.append(str(error))
-    assert adamw(net, moments=one) is not None and stored_part(net[0].weight) is not None
+    assert adamw(net, moments=one) is not None and local_stored(net[0].weight) is not None
     return said
 
 

@@ -21,7 +21,7 @@ from octavo import recipes
 from octavo.autograd.casts import WEIGHT
 from octavo.nn.gather import IN_FP8
 from octavo.tensor.sharded_weight import like_sharded
-from octavo.tensor.stored_weight import StoredWeight, stored_part
+from octavo.tensor.stored_weight import StoredWeight, local_stored
 
 TOKENS, IN, OUT, HISTORY = 16, 64, 32, 2
 
@@ -148,7 +148,7 @@ class Subject:
 
     def whole(self, tensor: Tensor) -> Tensor:
         """All ranks' parts."""
-        part = stored_part(tensor)
+        part = local_stored(tensor)
         if part is not None and part is not tensor:
             codes = like_sharded(part.qdata.detach().view(torch.uint8), tensor, tensor.shape).full_tensor()  # type: ignore[attr-defined]
             return StoredWeight(

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 import octavo
 from octavo.optim import AdamW
 from octavo.tensor.sharded_weight import like_sharded, on_this_rank
-from octavo.tensor.stored_weight import stored_part
+from octavo.tensor.stored_weight import local_stored
 
 RECIPES = {"dynamic": octavo.recipes.dynamic, "delayed": octavo.recipes.delayed, "blockwise": octavo.recipes.blockwise}
 UNEVEN, BLOCKS = (140, 37, 5, 1), (140, 512, 256, 256)  # rows of 2 ranks; of 3 the last layers leave ranks without any
@@ -80,7 +80,7 @@ def held(net: nn.Module, optimizer: AdamW) -> dict[str, Tensor]:
     optimizer.state_dict()  # waits for what ranks agree on
     found: dict[str, Tensor] = {}
     for name, p in net.named_parameters():
-        part = stored_part(p)
+        part = local_stored(p)
         if part is None:
             found[name] = on_this_rank(p).detach()
         else:

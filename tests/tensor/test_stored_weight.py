@@ -8,7 +8,7 @@ from torch import nn
 
 from octavo import E4M3, PerBlock, PerRow, PerTensor, UnsupportedOpError, quantize
 from octavo.tensor.scaled_tensor import ScaledTensor
-from octavo.tensor.stored_weight import GRANULARITIES, StoredWeight, stored_part
+from octavo.tensor.stored_weight import GRANULARITIES, StoredWeight, local_stored
 
 N, K = 200, 300
 
@@ -229,7 +229,7 @@ def parts_of(weight, ranks):
 def test_parts_are_views_with_the_scales_of_their_rows(granularity):
     weight = stored(granularity, shape=(512, K))
     first, second = parts_of(weight, 2)
-    assert first.is_part and second.is_part and first.granularity == second.granularity == granularity
+    assert first.is_shard and second.is_shard and first.granularity == second.granularity == granularity
     assert torch.equal(torch.cat([first.dequantize(), second.dequantize()]), weight.dequantize())
     assert second.qdata.data_ptr() == weight.qdata[256:].data_ptr()
     own = weight.scale_inv if granularity == PerTensor() else weight.scale_inv[2:]
@@ -247,7 +247,7 @@ def test_a_part_that_is_one_block_stays_of_blocks():
         part[:128],
         pickle.loads(pickle.dumps(part)),
     ):
-        assert found.scale_inv.shape == (1, 1) and found.granularity == PerBlock(128, 128) and found.is_part
+        assert found.scale_inv.shape == (1, 1) and found.granularity == PerBlock(128, 128) and found.is_shard
 
 
 @pytest.mark.parametrize(("rows", "ranks"), [(320, 2), (384, 2), (500, 4), (512, 8)])
@@ -263,12 +263,12 @@ def test_blocks_do_not_reach_over_parts(rows, ranks):
 def test_zeros_to_copy_a_part_into(granularity):
     part = parts_of(stored(granularity, shape=(512, K)), 2)[1]
     zeros = part.new_zeros(256, K)
-    assert zeros.is_part and (zeros.dequantize() == 0).all() and zeros.granularity == granularity
+    assert zeros.is_shard and (zeros.dequantize() == 0).all() and zeros.granularity == granularity
     assert granularity != PerTensor() or torch.equal(zeros.scale_inv, part.scale_inv)  # also where nothing is copied
     zeros.narrow(0, 0, 256).copy_(part)
     assert same(zeros, part) and zeros.qdata.data_ptr() != part.qdata.data_ptr()
     empty = zeros.narrow(0, 0, 0)
-    assert empty.shape == (0, K) and empty.is_part
+    assert empty.shape == (0, K) and empty.is_shard
     for size in ((256,), (256, K + 1)):
         with pytest.raises(UnsupportedOpError, match="new_zeros"):
             part.new_zeros(size)
@@ -313,7 +313,7 @@ def test_pinned_memory(monkeypatch):
 
 def test_which_weight_is_stored():
     weight = parameter()
-    assert stored_part(weight) is weight and stored_part(torch.ones(2)) is None and stored_part(None) is None
+    assert local_stored(weight) is weight and local_stored(torch.ones(2)) is None and local_stored(None) is None
 
 
 # --- gradients --------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from octavo.tensor.sharded_weight import largest_of_ranks
 from octavo.tensor.stored_weight import StoredWeight
 
 
-def cast_part(values: Tensor, weight: Tensor, granularity: Granularity, dtype: torch.dtype) -> StoredWeight:
+def cast_shard(values: Tensor, weight: Tensor, granularity: Granularity, dtype: torch.dtype) -> StoredWeight:
     """Some rows of a sharded weight in FP8, with the scale that the whole one's amax gives: all ranks call it.
 
     Args:
@@ -30,7 +30,7 @@ def cast_part(values: Tensor, weight: Tensor, granularity: Granularity, dtype: t
         codes, scale_inv = pair.qdata, pair.scale_inv
     else:
         codes, scale_inv = _cast_with_ranks(values, weight)
-    part = StoredWeight(codes, scale_inv, dtype, granularity, is_part=True)
+    part = StoredWeight(codes, scale_inv, dtype, granularity, is_shard=True)
     if weight.requires_grad:
         part.rest = remainder_of(values, codes.view(torch.uint8), scale_inv)
     return part
