@@ -30,17 +30,15 @@ class Settings(NamedTuple):
         return Settings(tuple(moment for moment, _ in kept), tuple(name for _, name in kept), self.master)
 
 
-class Stores(NamedTuple):
-    """A weight's own tensors, to be read and written.
+class KernelState(NamedTuple):
+    """A weight and its state as the kernels read and write them.
 
     Attributes:
-        matrix: the weight [R, C]; of one that lives in FP8 its codes.
-        master: the weight and its master.
+        master: the weight [R, C], of one that lives in FP8 its codes, and its master.
         moments: all [R, C].
         amax: float32, of a scaled master; else None.
     """
 
-    matrix: Tensor
     master: Master
     moments: tuple[StoredMoment, ...]
     amax: Tensor | None
@@ -149,7 +147,7 @@ def _check_storage(weight: Tensor, state: dict[str, Any]) -> None:
         )
 
 
-def stores_of(param: nn.Parameter, weight: Tensor, state: dict[str, Any], settings: Settings) -> Stores:
+def for_kernel(param: nn.Parameter, weight: Tensor, state: dict[str, Any], settings: Settings) -> KernelState:
     """Master and moments over the tensors of a state.
 
     Args:
@@ -173,4 +171,4 @@ def stores_of(param: nn.Parameter, weight: Tensor, state: dict[str, Any], settin
         matrix = matrix.view(-1, 1)
     moments = tuple(moment.for_kernel(name, kept) for moment, name in zip(chosen, settings.names, strict=True))
     scale_inv = (weight.scale_inv,) if isinstance(weight, StoredWeight) else ()
-    return Stores(matrix, master.for_kernel(matrix, kept, *scale_inv), moments, kept.get("master_amax"))
+    return KernelState(master.for_kernel(matrix, kept, *scale_inv), moments, kept.get("master_amax"))

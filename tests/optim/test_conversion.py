@@ -10,7 +10,7 @@ from octavo.kernels.reference.optimizer_state import pieces
 from octavo.optim import SGD, AdamW, update_in_backward
 from octavo.optim.conversion import change, store_anew
 from octavo.optim.masters import master_of
-from octavo.optim.stores import Settings, stores_of
+from octavo.optim.stores import Settings, for_kernel
 from octavo.tensor.stored_weight import StoredWeight
 from octavo.tensor.used_gradient import UsedGradient
 
@@ -54,7 +54,7 @@ def only(optimizer) -> nn.Parameter:
 
 def master_values(optimizer) -> Tensor:
     weight = only(optimizer)
-    own = stores_of(weight, weight.detach(), optimizer.state[weight], optimizer.settings)
+    own = for_kernel(weight, weight.detach(), optimizer.state[weight], optimizer.settings)
     found = torch.full(weight.shape, math.nan)
     for piece in pieces(*weight.shape):
         piece.of(found).copy_(own.master.read(piece))
@@ -134,7 +134,7 @@ def test_moments_keep_their_values(old, new):
 
 def moments(optimizer) -> list[Tensor]:
     weight = only(optimizer)
-    own = stores_of(weight, weight.detach(), optimizer.state[weight], optimizer.settings)
+    own = for_kernel(weight, weight.detach(), optimizer.state[weight], optimizer.settings)
     found = []
     for moment in own.moments:
         found.append(torch.empty(weight.shape))

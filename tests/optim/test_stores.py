@@ -5,7 +5,7 @@ from torch import Tensor, nn
 import octavo
 from octavo import recipes
 from octavo.optim import SGD, AdamW
-from octavo.optim.stores import new_state, stores_of
+from octavo.optim.stores import for_kernel, new_state
 from octavo.tensor.stored_weight import StoredWeight
 
 
@@ -27,9 +27,9 @@ def test_stores_are_over_the_states_own_tensors():
     weight = nn.Parameter(StoredWeight.cast(torch.randn(130, 70).bfloat16()))
     optimizer = AdamW([weight], master="split16")
     state = new_state(weight, optimizer.settings)
-    own = stores_of(weight, weight.detach(), state, optimizer.settings)
+    own = for_kernel(weight, weight.detach(), state, optimizer.settings)
     assert (
-        own.matrix.data_ptr() == weight.qdata.data_ptr()
+        own.master.weight.data_ptr() == weight.qdata.data_ptr()
         and own.master.rest.data_ptr() == state["master_rest"].data_ptr()
     )
     assert own.amax is state["master_amax"] and [m.data.data_ptr() for m in own.moments] == [
