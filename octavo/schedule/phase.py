@@ -16,13 +16,13 @@ TRIGGERS = ("from_step", "from_tokens", "when_lr_below", "when_update_below_reso
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of a training.
+    """A part of a training: its recipe, the form of weights and optimizer state, and when it begins.
 
     Args:
         recipe: of the converted layers, as octavo.set_recipe takes it.
-        moments: of the optimizer, as it takes them; "same" as before.
-        master: of the optimizer, as it takes it; "same" as before.
-        weight_storage: "fp8": converted weights live in FP8; None: they are plain tensors; "same" as before.
+        moments: as octavo.optim's optimizers take them; "same": as in the phase before.
+        master: as octavo.optim's optimizers take it; "same": as in the phase before.
+        weight_storage: "fp8": converted weights live in FP8; None: they are plain tensors; "same": as before.
         from_step: it begins once so many optimizer steps were done.
         from_tokens: once so many tokens were trained on, as ``PrecisionSchedule.step(tokens)`` counts them.
         when_lr_below: once the learning rate, the largest of all groups', is below this and no longer its highest.
@@ -71,7 +71,7 @@ class Phase:
 
     @property
     def name(self) -> str:
-        """Its recipe's."""
+        """Its recipe's name; of a RecipeMap "map of" its default's."""
         return self.recipe.name if isinstance(self.recipe, Recipe) else f"map of {self.recipe.default.name}"
 
     def __repr__(self) -> str:

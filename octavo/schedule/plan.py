@@ -1,4 +1,4 @@
-"""What the phases of a schedule take, before anything is computed."""
+"""The bytes that each phase of a schedule takes, counted before anything is computed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class PhasePlan:
         name: its recipe's.
         parameters: how many elements all weights have.
         weights: of all weights, with the scales of those in FP8.
-        masters: of what masters have besides.
+        masters: of what masters keep beside the weights.
         moments: of the optimizer's moving averages.
         gradients: of what backward holds at most.
         activations: of what the model's forward saves for backward; None where it was not asked for.
@@ -56,12 +56,12 @@ class PhasePlan:
 
     @property
     def bytes_per_parameter(self) -> float:
-        """Of weights, masters and moments."""
+        """Bytes of weights, masters and moments together, by the number of parameters."""
         return (self.weights + self.masters + self.moments) / max(self.parameters, 1)
 
     @property
     def total(self) -> int:
-        """Of all."""
+        """All bytes together."""
         return self.weights + self.masters + self.moments + self.gradients + (self.activations or 0)
 
 

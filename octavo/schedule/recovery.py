@@ -68,7 +68,7 @@ class Recovery:
 
 
 class Watch:
-    """What a policy has seen, on the device of the losses.
+    """The losses and faults that a Recovery decides by, kept on the device of the losses.
 
     Args:
         policy: the Recovery.
@@ -121,11 +121,11 @@ class Watch:
         return found
 
     def state(self) -> dict[str, Any]:
-        """Tensors that a checkpoint keeps."""
+        """What a checkpoint keeps of it."""
         return {"losses": self.losses.cpu(), "seen": int(self.seen), "faults": int(self.faults)}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take them."""
+        """Load what ``state`` returned."""
         if state["losses"].shape != self.losses.shape:
             raise ValueError(f"the state is of window={len(state['losses'])}, not {len(self.losses)}")
         self.losses = state["losses"].clone()

@@ -37,13 +37,13 @@ _logger = logging.getLogger("octavo")
 
 @dataclass(frozen=True)
 class Switch:
-    """One that happened.
+    """A change of phase that happened.
 
     Attributes:
         step: optimizer steps done before it.
-        phase: the phase's index; -1 for a recovery's.
-        name: its recipe's.
-        reason: what began it.
+        phase: index of the phase that began; -1 for a recovery's.
+        name: of its recipe.
+        reason: why it began.
     """
 
     step: int
@@ -134,8 +134,8 @@ class PrecisionSchedule:
         )
 
     def _before_step(self) -> None:
-        """The optimizer begins a step: no GradScaler has left it out."""
-        self._left_out = getattr(self.optimizer, "found_inf", None) is not None  # or has it do so
+        """A hook before each optimizer step: it runs, so no GradScaler has skipped the step."""
+        self._left_out = getattr(self.optimizer, "found_inf", None) is not None  # fused ones skip it themselves
         if self._faulty:
             for group in self.optimizer.param_groups:
                 for param in group["params"]:
@@ -225,7 +225,7 @@ class PrecisionSchedule:
         return any(phase.when_lr_below is not None for phase in self.phases[self.index + 1 :])
 
     def _next_resolution(self) -> float | None:
-        """The ratio of the interval before the last, where one has just ended."""
+        """At the end of an interval of steps the ratio measured in the one before it; else None."""
         measured = getattr(self.optimizer, "resolution", None)
         if measured is None or self.steps % RESOLUTION_EVERY:
             return None
@@ -293,7 +293,7 @@ class PrecisionSchedule:
         return plan_of(self.model, self.optimizer, (*self._targets, *self._rescues[:1]), budget_bytes, inputs)
 
     def state_dict(self) -> dict[str, Any]:
-        """Numbers, strings and small tensors."""
+        """Its state as numbers, strings and small tensors, for a checkpoint."""
         return {
             **{name.lstrip("_"): getattr(self, name) for name in COUNTERS},
             "phases": [repr(phase) for phase in self.phases],

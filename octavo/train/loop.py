@@ -85,7 +85,7 @@ class RunResult:
 
 @dataclass(frozen=True)
 class Hooks:
-    """What a caller of `run` may hang in.
+    """Callbacks of `run`.
 
     Attributes:
         on_model: called once with the model, converted and loaded, before the first step.
@@ -210,7 +210,7 @@ class _Shared:
     def of(
         cls, config: TrainConfig, recipes: Collection[object], corpus: Corpus | None, hooks: Hooks, ranks: Ranks
     ) -> _Shared:
-        """All of it, when the model and its windows fit the device and the text."""
+        """Load the text, settle the dtype, and check that the model fits the device and the text holds its windows."""
         require_parts(config, ranks)
         with train_errors():
             config.require_phases(recipes)

@@ -225,7 +225,7 @@ class Trainer:
         return self.ranks.mean(total), norm.full_tensor() if isinstance(norm, DTensor) else norm, lr
 
     def _updating(self, last: bool) -> AbstractContextManager[None]:
-        """Where weights are updated in backward, or gradients rounded: only in that of a step's last micro-batch."""
+        """Updates in backward, and gradients kept in FP8, wait for the backward of a step's last micro-batch."""
         if last or not isinstance(self.optimizer, octavo.optim.AdamW):
             return nullcontext()
         return self.optimizer.accumulate()
