@@ -23,8 +23,8 @@ from octavo.granularity import ALL, PerTensor
 from octavo.kernels.layouts import is_small_block
 from octavo.nn.gather_group import GatherGroup
 from octavo.nn.stored_weights import lay_out
-from octavo.optimizer_steps import OPTIMIZER_STEPS
 from octavo.scaling.recipe import Cast, Delayed, Recipe
+from octavo.step_count import OPTIMIZER_STEPS
 from octavo.tensor.sharded_weight import (
     After,
     GatheredTensors,

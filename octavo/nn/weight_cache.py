@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from octavo.autograd.casts import WEIGHT, Operands, State, cast_role
-from octavo.optimizer_steps import OPTIMIZER_STEPS
 from octavo.scaling.recipe import Recipe
+from octavo.step_count import OPTIMIZER_STEPS
 
 
 class WeightCache:

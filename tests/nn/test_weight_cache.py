@@ -9,7 +9,7 @@ from torch import nn
 import octavo
 from octavo import recipes
 from octavo.nn.weight_cache import WeightCache
-from octavo.optimizer_steps import OPTIMIZER_STEPS
+from octavo.step_count import OPTIMIZER_STEPS
 from tests.support.helpers import FP8_RECIPES, CountOps, assert_equal, gradients, sqnr
 
 K, N, T = 48, 32, 16

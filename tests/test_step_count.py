@@ -1,6 +1,6 @@
 import torch
 
-from octavo.optimizer_steps import OPTIMIZER_STEPS
+from octavo.step_count import OPTIMIZER_STEPS
 
 
 def test_steps_of_any_optimizer_are_counted_once():
