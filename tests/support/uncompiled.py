@@ -1,6 +1,6 @@
 """Triton without a GPU and without its compiler: kernels are bound and have a name, and no code is made of them.
 
-For tests of what is launched, and with what; benchmarks/machine_code/compiled.py makes the code, which takes a second a kernel.
+For tests of what is launched, and with what. benchmarks/machine_code/compiled.py makes the code, a second a kernel.
 """
 
 from __future__ import annotations
