@@ -17,7 +17,7 @@ from octavo.nn.summary import summary
 from octavo.nn.using import using
 from octavo.scaling.recipe import Cast, Delayed, Dynamic, Recipe
 from octavo.scaling.recipe_map import RecipeMap
-from octavo.tensor.conversions import quantize
+from octavo.tensor.quantize import quantize
 from octavo.tensor.scaled_tensor import ScaledTensor
 
 if TYPE_CHECKING:

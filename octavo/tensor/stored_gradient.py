@@ -18,8 +18,8 @@ from octavo.errors import UnsupportedOpError
 from octavo.formats import E4M3
 from octavo.granularity import PerBlock
 from octavo.kernels.reference.optimizer_state import BLOCK, as_matrix_shape
-from octavo.tensor.conversions import quantize
 from octavo.tensor.pair import COPIES, MOVES, Pair
+from octavo.tensor.quantize import quantize
 from octavo.tensor.scaled_tensor import ScaledTensor
 
 aten = torch.ops.aten

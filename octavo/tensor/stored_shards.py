@@ -10,7 +10,7 @@ from octavo.formats import E4M3
 from octavo.granularity import Granularity, PerTensor
 from octavo.kernels.reference.fp8_weights import remainder_of
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
-from octavo.tensor.conversions import quantize
+from octavo.tensor.quantize import quantize
 from octavo.tensor.sharded_weight import largest_of_ranks
 from octavo.tensor.stored_weight import StoredWeight
 

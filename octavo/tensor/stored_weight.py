@@ -20,8 +20,8 @@ from octavo.errors import UnsupportedOpError
 from octavo.formats import E4M3
 from octavo.granularity import Granularity, PerBlock, PerTensor
 from octavo.kernels.reference.fp8_weights import remainder_of, values_with
-from octavo.tensor.conversions import quantize
 from octavo.tensor.pair import COPIES, MOVES, Pair, plain_like
+from octavo.tensor.quantize import quantize
 from octavo.tensor.scaled_tensor import ScaledTensor
 from octavo.tensor.sharded_weight import After, GatheredWeight, ShardHooks, on_this_rank
 
