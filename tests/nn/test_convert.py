@@ -162,7 +162,8 @@ def test_tensor_parallel_layers(mesh):
     with pytest.warns(UserWarning, match="2 layers stay in high precision, first 0: .* tensor parallelism"):
         to_fp8(parallel(net), recipes.dynamic())
     assert [TENSOR_PARALLEL in m.reason for m in octavo.summary(net).left_alone] == [True, True]
-    assert sqnr(net(x), wanted) > 20
+    if torch.__version__ >= "2.12":  # before, the collectives of a fake group write nothing
+        assert sqnr(net(x), wanted) > 20
 
 
 @pytest.mark.parametrize("call", [octavo.convert, octavo.set_recipe])

@@ -86,7 +86,9 @@ def test_operands_of_any_strides(tiles: tuple[Tile, Tile], kernels: TritonKernel
 def test_a_bias_of_any_stride_and_dtype(tiles: tuple[Tile, Tile], kernels: TritonKernels) -> None:
     args, column = operands((32, 48, 256), tiles, (E4M3, E4M3)), torch.randn(96)[::2] * 100
     module = kernels.module("matmul")
-    products = [module.triton_matmul] if tiles[0] == BLOCK else [module.triton_matmul, module.library_matmul]
+    products = [module.triton_matmul]
+    if tiles[0] != BLOCK and (kernels.device.type != "cpu" or torch.__version__ >= "2.12"):  # before, on GPUs only
+        products.append(module.library_matmul)
     for bias in (column, column.bfloat16()):
         expected = REFERENCE["matmul"](*args, bias, torch.bfloat16, False)
         for product in products:
