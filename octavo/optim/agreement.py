@@ -1,8 +1,8 @@
 """What ranks agree on of weights that live in FP8 and are sharded with one scale: the amax of the whole master.
 
 The next scale comes from that amax and the most that a step can add, before the update. Each rank finds the amax of its
-part; the largest is found by one collective for all weights, begun at the end of a step and waited for at the beginning
-of the next, so that it runs beside the next forward and backward.
+shard; one collective finds the largest for all weights, begun at the end of a step and waited for at the beginning of
+the next, so that it runs beside the next forward and backward.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from octavo.tensor.stored_weight import local_stored
 
 
 def needs_agreement(param: Tensor) -> bool:
-    """Whether ranks hold parts of a weight in FP8 with one scale."""
-    part = local_stored(param)
-    if part is None or part is param or part.granularity != PerTensor():
+    """Whether ranks hold shards of a weight in FP8 with one scale."""
+    shard = local_stored(param)
+    if shard is None or shard is param or shard.granularity != PerTensor():
         return False
     mesh = param.device_mesh  # type: ignore[attr-defined]
     return bool(mesh.size(mesh.ndim - 1) > 1)

@@ -92,8 +92,8 @@ class CompactOptimizer(Optimizer):
             raise
         self._describe()
         for param in self.param_groups[-1]["params"]:
-            if (part := local_stored(param)) is not None:
-                part.awaited = True
+            if (shard := local_stored(param)) is not None:
+                shard.awaited = True
         self._attach()
 
     def _describe(self) -> None:
@@ -268,7 +268,7 @@ class CompactOptimizer(Optimizer):
                 written.append(weight.qdata)
             elif kept.update.master.weight.data_ptr() != kept.address:
                 weight.copy_(kept.update.master.weight.view(weight.shape))
-        torch.autograd.graph.increment_version(written)  # of a sharded weight only the local part was written
+        torch.autograd.graph.increment_version(written)  # of a sharded weight only the local shard was written
         for param in params:
             weight = states.local(param)
             if isinstance(weight, StoredWeight):

@@ -60,19 +60,19 @@ def change(
 
 def store_anew(param: nn.Parameter, storage: Storage) -> None:
     """Store a weight without a master, frozen or not trained yet, otherwise; of a sharded one all ranks call it."""
-    part = local_stored(param)
+    shard = local_stored(param)
     if on_this_rank(param) is param:
-        values = (param if part is None else part.dequantize()).detach()
+        values = (param if shard is None else shard.dequantize()).detach()
         keep_rest = param.requires_grad
         put_into(param, values if storage is None else StoredWeight.cast(values, storage, keep_rest))
         return
-    values = (local_shard(param) if part is None else part.dequantize()).detach()
-    _put_part(param, values if storage is None else cast_shard(values, param, storage, param.dtype))
+    values = (local_shard(param) if shard is None else shard.dequantize()).detach()
+    _put_shard(param, values if storage is None else cast_shard(values, param, storage, param.dtype))
 
 
-def _put_part(param: nn.Parameter, part: Tensor) -> None:
-    """Give a sharded parameter another part."""
-    param._local_tensor = part  # type: ignore[attr-defined]
+def _put_shard(param: nn.Parameter, shard: Tensor) -> None:
+    """Give a sharded parameter another shard."""
+    param._local_tensor = shard  # type: ignore[attr-defined]
 
 
 def check_change(optimizer: CompactOptimizer, settings: Settings, storage: Mapping[nn.Parameter, Storage]) -> None:
@@ -90,7 +90,7 @@ def check_change(optimizer: CompactOptimizer, settings: Settings, storage: Mappi
 
 
 def _check_blocks(param: nn.Parameter, storage: Storage) -> None:
-    """Raise ValueError if blocks would reach over several ranks' parts."""
+    """Raise ValueError if blocks would reach over several ranks' shards."""
     if on_this_rank(param) is param or storage in (None, PerTensor()):
         return
     ranks = param.device_mesh.size(param.device_mesh.ndim - 1)  # type: ignore[attr-defined]
@@ -102,14 +102,14 @@ def _check_blocks(param: nn.Parameter, storage: Storage) -> None:
 
 
 def blank(weight: Tensor, storage: Storage, device: Any = None) -> Tensor:
-    """Zeros in place of a weight, or of this rank's part of it, stored as asked, on its device or another."""
-    part = on_this_rank(weight)
-    device = part.device if device is None else device
+    """Zeros in place of a weight, or of this rank's shard of it, stored as asked, on its device or another."""
+    shard = on_this_rank(weight)
+    device = shard.device if device is None else device
     if storage is None:
-        return torch.zeros(part.shape, dtype=weight.dtype, device=device)
-    codes = torch.zeros(part.shape, dtype=E4M3.dtype, device=device)
-    scale_inv = torch.ones(storage.scale_shape(tuple(part.shape)), device=device)
-    return StoredWeight(codes, scale_inv, weight.dtype, storage, is_shard=part is not weight)
+        return torch.zeros(shard.shape, dtype=weight.dtype, device=device)
+    codes = torch.zeros(shard.shape, dtype=E4M3.dtype, device=device)
+    scale_inv = torch.ones(storage.scale_shape(tuple(shard.shape)), device=device)
+    return StoredWeight(codes, scale_inv, weight.dtype, storage, is_shard=shard is not weight)
 
 
 def _change(
@@ -147,7 +147,7 @@ def _change(
     else:
         found |= {name: value for name, value in state.items() if name.startswith("master_")}
     if moves:
-        (_put_part if is_sharded else put_into)(param, new_weight)
+        (_put_shard if is_sharded else put_into)(param, new_weight)
     optimizer.state[param] = found
 
 
@@ -161,7 +161,7 @@ def _moments(param: nn.Parameter, state: dict[str, Any], before: Settings, after
             continue
         values = states.as_fp32(name, old, state)
         own = new.new_state(name, values.shape, values.device)
-        states.store_moment(values, new, name, own)
+        states.write_moment(values, new, name, own)
         found |= {key: states.like_param(value, param) for key, value in own.items()}
     return found
 
@@ -177,7 +177,7 @@ def _rewrite(old: Master, new: Master, amax: Tensor | None, sharded: Tensor | No
     Args:
         old, new: over the weight's old and new tensors.
         amax: the new one's, where it is scaled.
-        sharded: the DTensor whose part this is, or None: one scale is for all ranks.
+        sharded: the DTensor whose shard this is, or None: one scale is for all ranks.
         same_storage: whether the weight stays as it is stored.
     """
     rows, cols = new.weight.shape
@@ -191,7 +191,7 @@ def _rewrite(old: Master, new: Master, amax: Tensor | None, sharded: Tensor | No
                 bound = largest_of_ranks(bound, sharded)
         scale, found = new.begin(bound)
     if old.weight.shape != new.weight.shape:
-        rows = 0  # a part without rows, for which a row stands in on one side
+        rows = 0  # a shard without rows, for which a row stands in on one side
     for piece in pieces(rows, cols):
         wide = _read(old, piece)
         half = torch.full_like(wide, 1 << 15, dtype=torch.int32)  # bits that round to nearest

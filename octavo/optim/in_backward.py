@@ -238,7 +238,7 @@ class UpdatesInBackward:
             raise UnsupportedOpError(TWICE)
         self._pending[param] = None
         # ranks flush at the same gradient, so that collectives (of a norm, say) come in one order among FSDP2's
-        self._bytes += states.bytes_of_part(param.grad)  # type: ignore[arg-type]
+        self._bytes += states.bytes_of_shard(param.grad)  # type: ignore[arg-type]
         self.most_bytes = max(self.most_bytes, self._bytes)
         if self._bytes >= self.threshold and not self._waiting:
             self._flush()

@@ -26,12 +26,12 @@ def _is_part(weight: Tensor) -> bool:
 
 
 def has_moved(kept: Kept, weight: Tensor, held: Tensor) -> bool:
-    """Whether a weight lies elsewhere now; a part without rows has no address that would tell."""
+    """Whether a weight lies elsewhere now; a shard without rows has no address that would tell."""
     return kept.held is not held if _is_part(weight) else kept.address != held.data_ptr()
 
 
 def was_written(kept: Kept, weight: Tensor, held: Tensor) -> bool:
-    """Whether anything but a step has written a weight since; FSDP2 gives parts other storage when they are loaded."""
+    """Whether anything but a step has written a weight since; FSDP2 gives shards other storage when they are loaded."""
     if not _is_part(weight):
         return kept.address == held.data_ptr() and kept.version != held._version
     if kept.held._version != kept.version:

@@ -114,6 +114,6 @@ def convert(
         values = states.as_fp32(name, old, given)
         if values.shape != states.local(param).shape:
             raise ValueError(f"{name} of shape {tuple(values.shape)} does not fit a weight of {tuple(param.shape)}")
-        states.store_moment(
+        states.write_moment(
             values, new, name, {key: states.local(value) for key, value in state.items() if isinstance(value, Tensor)}
         )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from octavo.formats import E4M3, E4M4, Format
 from octavo.granularity import Granularity, PerBlock, PerTensor
-from octavo.kernels.reference.optimizer_state import BLOCK, StoredMoment, as_matrix_shape, blocks_of
+from octavo.kernels.reference.optimizer_state import BLOCK, MomentTensors, as_matrix_shape, blocks_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -83,12 +83,12 @@ class Moment:
             state[f"{name}_amax"] = torch.zeros(1, 1, dtype=torch.float32, device=device)
         return state
 
-    def for_kernel(self, name: str, state: dict[str, Tensor]) -> StoredMoment:
+    def for_kernel(self, name: str, state: dict[str, Tensor]) -> MomentTensors:
         """What the kernels read and write, over the tensors of ``new_state``."""
         stochastic = self.rounding == "stochastic"
         if not isinstance(self.format, Format):
-            return StoredMoment(as_matrix(state[name]), stochastic=stochastic)
-        return StoredMoment(
+            return MomentTensors(as_matrix(state[name]), stochastic=stochastic)
+        return MomentTensors(
             as_matrix(state[f"{name}_codes"]),
             self.format,
             state[f"{name}_scale_inv"],

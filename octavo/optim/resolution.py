@@ -54,7 +54,7 @@ class Resolution:
         return Reading(total)
 
     def _group(self) -> Any:
-        """Of the ranks that hold parts of the weights."""
+        """Of the ranks that hold shards of the weights."""
         for param in self.params:
             if getattr(param, "placements", None) is not None:
                 return group_of(param)

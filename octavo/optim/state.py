@@ -24,12 +24,12 @@ _FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2, E4M4)}
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor."""
+    """This rank's shard of a tensor."""
     if type(tensor) in (Tensor, nn.Parameter):
         return tensor
-    part = local_stored(tensor)
-    if part is not None:
-        return part  # itself: to_local() makes a view, on whose codes no version is counted
+    shard = local_stored(tensor)
+    if shard is not None:
+        return shard  # itself: to_local() makes a view, on whose codes no version is counted
     to_local = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()
 
@@ -47,7 +47,7 @@ def matrix_of(weight: Tensor) -> Tensor:
 
 
 def is_sharded_vector(param: Tensor) -> bool:
-    """Whether its blocks would end where a rank's part does, which is elsewhere for another number of ranks."""
+    """Whether its blocks would end where a rank's shard does, which is elsewhere for another number of ranks."""
     return param.ndim < 2 and getattr(param, "placements", None) is not None
 
 
@@ -79,7 +79,7 @@ def check(param: Tensor, moments: tuple[Moment, ...], master: str | None, bounds
 
 
 def first_row(param: nn.Parameter) -> int:
-    """The row of the whole weight that this rank's part begins with."""
+    """The row of the whole weight that this rank's shard begins with."""
     placements = getattr(param, "placements", None)
     if placements is None:
         return 0
@@ -113,7 +113,7 @@ def like_param(tensor: Tensor, param: nn.Parameter) -> Tensor:
 
 
 def like_gradient(whole: Tensor, local: Tensor) -> Tensor:
-    """A rank's part of a gradient, sharded as the gradient is."""
+    """A rank's shard of a gradient, sharded as the gradient is."""
     if getattr(whole, "placements", None) is None:
         return local
     from torch.distributed.tensor import DTensor
@@ -122,8 +122,8 @@ def like_gradient(whole: Tensor, local: Tensor) -> Tensor:
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
 
-def bytes_of_part(tensor: Tensor) -> int:
-    """Bytes of the largest part that a rank has of a tensor, which all ranks count alike; of a plain one its own."""
+def bytes_of_shard(tensor: Tensor) -> int:
+    """Bytes of the largest shard that a rank has of a tensor, which all ranks count alike; of a plain one its own."""
     placements = getattr(tensor, "placements", None)
     if placements is None or tensor.ndim == 0:
         return tensor.numel() * tensor.element_size()
@@ -157,10 +157,10 @@ def unscale(gradients: list[Tensor], scale: Tensor, skip: Tensor | None) -> None
         skip: one number, not 0 where the step is skipped; or None.
     """
     divisor = scale if skip is None else torch.where(skip.to(scale.device) != 0, 1.0, scale)
-    parts = [local(gradient) for gradient in gradients]
-    parts = [part.scale_inv if isinstance(part, StoredGradient) else part for part in parts]
-    for device in {part.device for part in parts}:
-        torch._foreach_div_([part for part in parts if part.device == device], divisor.to(device).view(()))
+    shards = [local(gradient) for gradient in gradients]
+    shards = [shard.scale_inv if isinstance(shard, StoredGradient) else shard for shard in shards]
+    for device in {shard.device for shard in shards}:
+        torch._foreach_div_([shard for shard in shards if shard.device == device], divisor.to(device).view(()))
 
 
 def holds(state: dict[str, Any], name: str) -> bool:
@@ -218,7 +218,7 @@ def as_fp32(name: str, moment: Moment, given: dict[str, Any]) -> Tensor:
     return values
 
 
-def store_moment(values: Tensor, moment: Moment, name: str, state: dict[str, Tensor]) -> None:
+def write_moment(values: Tensor, moment: Moment, name: str, state: dict[str, Tensor]) -> None:
     """Write values, to nearest."""
     stored, matrix = moment.for_kernel(name, state), as_matrix(values.contiguous())
     scale = None

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from octavo.granularity import PerTensor
 from octavo.kernels.reference.adam import Master
-from octavo.kernels.reference.optimizer_state import StoredMoment
+from octavo.kernels.reference.optimizer_state import MomentTensors
 from octavo.optim import state as states
 from octavo.optim.masters import KINDS, master_of
 from octavo.optim.moment import Moment
@@ -40,7 +40,7 @@ class KernelState(NamedTuple):
     """
 
     master: Master
-    moments: tuple[StoredMoment, ...]
+    moments: tuple[MomentTensors, ...]
     amax: Tensor | None
 
 
@@ -64,7 +64,7 @@ def new_master(param: nn.Parameter, weight: Tensor, master: str | None) -> dict[
 
     Args:
         param: the weight.
-        weight: this rank's part of it.
+        weight: this rank's shard of it.
         master: the optimizer's argument.
     """
     chosen = master_of(param, master)
@@ -83,10 +83,10 @@ def sharded_like(own: dict[str, Tensor], param: Tensor) -> dict[str, Tensor]:
 
 def _amax_like(amax: Tensor, param: Tensor) -> Tensor:
     """A stored weight's amax as its scale_inv: plain, where it is one for all ranks; of blocks a sharded one."""
-    part = local_stored(param)
-    if part is None or part is param or part.granularity == PerTensor():
+    shard = local_stored(param)
+    if shard is None or shard is param or shard.granularity == PerTensor():
         return amax
-    return like_sharded(amax, param, torch.Size(part.granularity.scale_shape(tuple(param.shape))))
+    return like_sharded(amax, param, torch.Size(shard.granularity.scale_shape(tuple(param.shape))))
 
 
 class StateBytes(NamedTuple):
@@ -102,7 +102,7 @@ def bytes_of(param: nn.Parameter, weight: Tensor, settings: Settings | None) -> 
 
     Args:
         param: the parameter that has it now.
-        weight: what it is to be, on the meta device, this rank's part.
+        weight: what it is to be, on the meta device, this rank's shard.
         settings: how it is kept; None: it is frozen.
     """
     own = [weight.qdata, weight.scale_inv] if isinstance(weight, StoredWeight) else [weight]
@@ -117,18 +117,18 @@ def bytes_of(param: nn.Parameter, weight: Tensor, settings: Settings | None) -> 
 
 
 def _stand_in(
-    part: StoredWeight, master: Any, moments: tuple[Moment, ...], names: tuple[str, ...], kept: dict[str, Tensor]
+    shard: StoredWeight, master: Any, moments: tuple[Moment, ...], names: tuple[str, ...], kept: dict[str, Tensor]
 ) -> tuple[StoredWeight, dict[str, Tensor]]:
-    """A row of zeros for a part without rows, and its state: updated with the others, it keeps the scale theirs.
+    """A row of zeros for a shard without rows, and its state: updated with the others, it keeps the scale theirs.
 
     Args:
-        part: [0, K] with one scale, which the row shares.
+        shard: [0, K] with one scale, which the row shares.
         master: of it.
         moments, names: of its optimizer.
         kept: its state; the row shares ``master_amax``.
     """
-    codes = torch.zeros(1, part.shape[1], dtype=torch.uint8, device=part.device).view(part.qdata.dtype)
-    row = StoredWeight(codes, part.scale_inv, part.dtype, part.granularity, is_shard=True)
+    codes = torch.zeros(1, shard.shape[1], dtype=torch.uint8, device=shard.device).view(shard.qdata.dtype)
+    row = StoredWeight(codes, shard.scale_inv, shard.dtype, shard.granularity, is_shard=True)
     own: dict[str, Tensor] = {}
     for moment, name in zip(moments, names, strict=True):
         own |= moment.new_state(name, row.shape, row.device)
@@ -152,7 +152,7 @@ def for_kernel(param: nn.Parameter, weight: Tensor, state: dict[str, Any], setti
 
     Args:
         param: the weight.
-        weight: this rank's part of it.
+        weight: this rank's shard of it.
         state: its state.
         settings: how it is kept.
 

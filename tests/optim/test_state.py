@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from octavo import E4M3, E5M2
 from octavo.optim import Adam, AdamW, Moment
-from octavo.optim.state import bytes_of_part, description, moment_from
+from octavo.optim.state import bytes_of_shard, description, moment_from
 from tests.support import optim_situations as situations
 from tests.support.trained import MASTERS, MOMENTS, ONE_SCALE, moments_of, parameter, train
 
@@ -206,9 +206,9 @@ def part_bytes(mesh: Any) -> list[int]:
     tensors = [torch.ones(5, 3), torch.ones(1, 3, dtype=torch.bfloat16), torch.ones(4)]
     found = [distribute_tensor(tensor, mesh, [Shard(0)]) for tensor in tensors]
     found.append(distribute_tensor(tensors[0], mesh, [Replicate()]))
-    return [bytes_of_part(tensor) for tensor in found]
+    return [bytes_of_shard(tensor) for tensor in found]
 
 
-def test_bytes_of_a_part_are_the_same_on_all_ranks(pool: Any) -> None:
+def test_bytes_of_a_shard_are_the_same_on_all_ranks(pool: Any) -> None:
     assert pool.run(part_bytes, (4,), seconds=60) == [[24, 6, 4, 60]] * 4
-    assert bytes_of_part(torch.ones(5, 3)) == 60 and bytes_of_part(torch.ones(())) == 4
+    assert bytes_of_shard(torch.ones(5, 3)) == 60 and bytes_of_shard(torch.ones(())) == 4

@@ -14,8 +14,8 @@ from octavo.kernels.reference.optimizer_state import (
     LARGEST_ROOT,
     LARGEST_SQUARE,
     Gradient,
+    MomentTensors,
     Piece,
-    StoredMoment,
     finite_amax,
     gradient_of,
     pieces,
@@ -66,8 +66,8 @@ def adam_update(
     master: Master,
     amax: Tensor | None,
     grad: Gradient,
-    first: StoredMoment,
-    second: StoredMoment,
+    first: MomentTensors,
+    second: MomentTensors,
     h: AdamStep,
     first_row: int = 0,
     sums: Tensor | None = None,
@@ -111,8 +111,8 @@ def _moments(
     piece: Piece,
     master: Master,
     grad: Gradient,
-    first: StoredMoment,
-    second: StoredMoment,
+    first: MomentTensors,
+    second: MomentTensors,
     h: AdamStep,
     keep: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -131,7 +131,7 @@ def _moments(
     return m, v, w
 
 
-def saturate(m: Tensor, v: Tensor, first: StoredMoment, second: StoredMoment) -> None:
+def saturate(m: Tensor, v: Tensor, first: MomentTensors, second: MomentTensors) -> None:
     """Keep new moments within what codes are for: |m| and the root of v up to 2^63, in place.
 
     Gradients beyond that make v infinite, which no code can say. In their own step it is so, and nothing moves, as with
@@ -161,7 +161,7 @@ def _apply(w: Tensor, m: Tensor, v: Tensor, h: AdamStep) -> None:
 
 
 def _bits(
-    piece: Piece, like: Tensor, first: StoredMoment, second: StoredMoment, master: Master, h: AdamStep
+    piece: Piece, like: Tensor, first: MomentTensors, second: MomentTensors, master: Master, h: AdamStep
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """16 random bits an element for each that is rounded stochastically."""
     low = high = bits = None
@@ -184,8 +184,8 @@ def _master_scale(master: Master, amax: Tensor | None, h: AdamStep) -> tuple[Ten
 def _amax_of_all(
     master: Master,
     grad: Gradient,
-    first: StoredMoment,
-    second: StoredMoment,
+    first: MomentTensors,
+    second: MomentTensors,
     h: AdamStep,
     first_row: int,
 ) -> dict[str, tuple[Tensor, None]]:

@@ -129,7 +129,7 @@ def gradient_of(piece: Piece, grad: Gradient, grad_scale: float, maximize: bool)
 
 
 @dataclass
-class StoredMoment:
+class MomentTensors:
     """A moment of a tensor.
 
     Attributes:

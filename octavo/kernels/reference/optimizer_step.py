@@ -9,7 +9,7 @@ from torch import Tensor
 
 from octavo.kernels.reference.adam import AdamStep, Master, adam_update
 from octavo.kernels.reference.master_weights import MasterWeight
-from octavo.kernels.reference.optimizer_state import CodedGradient, Gradient, StoredMoment
+from octavo.kernels.reference.optimizer_state import CodedGradient, Gradient, MomentTensors
 from octavo.kernels.reference.sgd import SgdStep, sgd_update
 from octavo.kernels.reference.step_numbers import adam_max_update
 
@@ -58,7 +58,7 @@ class WeightUpdate(NamedTuple):
     """
 
     master: Master
-    moments: tuple[StoredMoment, ...]
+    moments: tuple[MomentTensors, ...]
     amax: Tensor | None
     gradient: Tensor
     step: Tensor

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.reference.master_weights import MasterWeight
-from octavo.kernels.reference.optimizer_state import Gradient, Piece, StoredMoment, finite_amax, gradient_of, pieces
+from octavo.kernels.reference.optimizer_state import Gradient, MomentTensors, Piece, finite_amax, gradient_of, pieces
 from octavo.kernels.reference.random_bits import key_of, random_bits
 from octavo.kernels.reference.resolution import add_resolution
 from octavo.numerics import scale_from_amax
@@ -31,7 +31,7 @@ class SgdStep(NamedTuple):
 def sgd_update(
     master: MasterWeight,
     grad: Gradient,
-    buffer: StoredMoment | None,
+    buffer: MomentTensors | None,
     h: SgdStep,
     first_row: int = 0,
     sums: Tensor | None = None,
@@ -86,7 +86,7 @@ def _averaged(stored: Tensor, g: Tensor, h: SgdStep) -> Tensor:
     return stored.mul_(h.momentum).add_(g, alpha=1 - h.dampening)
 
 
-def _scale_of_all(master: MasterWeight, grad: Gradient, buffer: StoredMoment, h: SgdStep, first_row: int) -> Tensor:
+def _scale_of_all(master: MasterWeight, grad: Gradient, buffer: MomentTensors, h: SgdStep, first_row: int) -> Tensor:
     """The scale of a momentum that has one for all: the momentum is computed twice."""
     assert buffer.fmt is not None
     found = master.weight.new_zeros(1, 1, dtype=torch.float32)

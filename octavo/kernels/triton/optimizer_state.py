@@ -17,7 +17,7 @@ import triton.language as tl
 from octavo.formats import E4M3
 from octavo.kernels.reference.adam import Master
 from octavo.kernels.reference.fp8_weights import Fp8Weight
-from octavo.kernels.reference.optimizer_state import StoredMoment
+from octavo.kernels.reference.optimizer_state import MomentTensors
 from octavo.kernels.triton.moment_codes import decode_moment, encode_moment, round_to_bf16
 from octavo.kernels.triton.table import pointer
 from octavo.kernels.triton.tiles import finite_abs, narrow, scale_from_amax, scale_inv_from_scale
@@ -51,7 +51,7 @@ class MomentClass:
     Attributes:
         dtype: Triton's, of what is stored; None: there is no such moment.
         fmt: octavo's Format of codes; None for floats.
-        root, stochastic: as StoredMoment's.
+        root, stochastic: as MomentTensors's.
         scale: where codes' scales come from: "block": each block's amax; "previous": the tensor's amax of the step
             before; "found": the tensor's amax, found by a launch before.
     """
@@ -129,7 +129,7 @@ class TensorClass:
         return self.has_random_moment or self.master.is_random
 
 
-def moment_class(moment: StoredMoment | None) -> MomentClass:
+def moment_class(moment: MomentTensors | None) -> MomentClass:
     """Of a moment, or of none."""
     if moment is None:
         return MomentClass(None)

@@ -10,7 +10,7 @@ from octavo.formats import E4M4, Format
 from octavo.kernels.reference import adam, optimizer_state
 from octavo.kernels.reference.adam import AdamStep, adam_update
 from octavo.kernels.reference.master_weights import MasterWeight
-from octavo.kernels.reference.optimizer_state import StoredMoment, blocks_of
+from octavo.kernels.reference.optimizer_state import MomentTensors, blocks_of
 from octavo.kernels.reference.step_numbers import adam_max_update, bound_after
 from octavo.numerics import scale_from_amax
 
@@ -25,21 +25,21 @@ def step(number: int, **changed: object) -> AdamStep:
 
 def codes(
     fmt: Format, shape: tuple[int, int], root: bool = False, rounding: bool = True, **options: object
-) -> StoredMoment:
+) -> MomentTensors:
     scales = (1, 1) if options.get("per_tensor") else (shape[0], blocks_of(shape[1]))
     amax = torch.zeros(1, 1) if options.get("previous") else None
-    return StoredMoment(torch.zeros(shape, dtype=torch.uint8), fmt, torch.ones(scales), amax, root, rounding)
+    return MomentTensors(torch.zeros(shape, dtype=torch.uint8), fmt, torch.ones(scales), amax, root, rounding)
 
 
-def fp8(shape: tuple[int, int]) -> tuple[StoredMoment, StoredMoment]:
+def fp8(shape: tuple[int, int]) -> tuple[MomentTensors, MomentTensors]:
     return codes(E4M3, shape), codes(E4M4, shape, root=True)
 
 
-def fp32(shape: tuple[int, int]) -> tuple[StoredMoment, StoredMoment]:
-    return StoredMoment(torch.zeros(shape)), StoredMoment(torch.zeros(shape))
+def fp32(shape: tuple[int, int]) -> tuple[MomentTensors, MomentTensors]:
+    return MomentTensors(torch.zeros(shape)), MomentTensors(torch.zeros(shape))
 
 
-def values(moment: StoredMoment) -> Tensor:
+def values(moment: MomentTensors) -> Tensor:
     """All that is stored, as one piece a row-block."""
     found = torch.empty(moment.data.shape)
     for piece in optimizer_state.pieces(*moment.data.shape):
@@ -153,7 +153,7 @@ def test_moments_are_rounded_with_bits_of_their_own():
 def test_one_scale_from_the_current_amax_is_as_by_hand(both, root, monkeypatch):
     monkeypatch.setattr(optimizer_state, "PIECE", 256)
     shape = (5, 300)
-    first = codes(E5M2, shape, rounding=False, per_tensor=True) if both else StoredMoment(torch.zeros(shape))
+    first = codes(E5M2, shape, rounding=False, per_tensor=True) if both else MomentTensors(torch.zeros(shape))
     second = codes(E4M4, shape, root, rounding=False, per_tensor=True)
     weight = torch.zeros(shape)
     m, v = torch.zeros(shape), torch.zeros(shape)
@@ -275,7 +275,7 @@ def test_gradients_of_other_dtypes_and_empty_ones():
 
 def test_the_first_pass_leaves_everything_as_it_is(monkeypatch):
     shape = (2, 300)
-    first, second = StoredMoment(torch.rand(shape)), codes(E4M4, shape, True, per_tensor=True)
+    first, second = MomentTensors(torch.rand(shape)), codes(E4M4, shape, True, per_tensor=True)
     second.data.random_(0, 255)
     weight = torch.randn(shape)
     before = first.data.clone(), second.data.clone(), weight.clone()

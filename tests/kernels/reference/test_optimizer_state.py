@@ -11,7 +11,7 @@ from octavo.kernels.reference.optimizer_state import (
     BLOCK,
     PIECE,
     CodedGradient,
-    StoredMoment,
+    MomentTensors,
     as_matrix_shape,
     blocks_of,
     finite_amax,
@@ -23,21 +23,21 @@ COLS = [1, 31, 127, 128, 129, 4095]
 CPU = torch.device("cpu")
 
 
-def stored(fmt, shape, root=False, stochastic=False, per_tensor=False, previous=None) -> StoredMoment:
+def stored(fmt, shape, root=False, stochastic=False, per_tensor=False, previous=None) -> MomentTensors:
     scales = (1, 1) if per_tensor else (shape[0], blocks_of(shape[1]))
     amax = None if previous is None else torch.full((1, 1), previous)
     codes = torch.zeros(shape, dtype=torch.uint8)
-    return StoredMoment(codes, fmt, torch.ones(scales), amax, root, stochastic)
+    return MomentTensors(codes, fmt, torch.ones(scales), amax, root, stochastic)
 
 
-def write(moment: StoredMoment, values: Tensor, scale: Tensor | None = None, found: Tensor | None = None) -> None:
+def write(moment: MomentTensors, values: Tensor, scale: Tensor | None = None, found: Tensor | None = None) -> None:
     for piece in pieces(*values.shape):
         wide = piece.of(values.clone())
         bits16 = torch.randint(0, 1 << 16, wide.shape, dtype=torch.int32) if moment.stochastic else None
         moment.write(piece, wide, bits16, scale, found)
 
 
-def read(moment: StoredMoment) -> Tensor:
+def read(moment: MomentTensors) -> Tensor:
     found = torch.full(moment.data.shape, math.nan)
     for piece in pieces(*moment.data.shape):
         piece.of(found).copy_(moment.read(piece))
@@ -201,15 +201,15 @@ def test_stochastic_rounding_is_unbiased_in_what_is_stored():
 def test_bf16_and_float32():
     x = torch.randn(2000, 130)[:1].repeat(2000, 1)
     x[0, :3] = torch.tensor([math.nan, math.inf, -math.inf])
-    plain = StoredMoment(torch.zeros(x.shape))
+    plain = MomentTensors(torch.zeros(x.shape))
     write(plain, x)
     assert torch.equal(read(plain).nan_to_num(7.0), x.nan_to_num(7.0))
     piece = next(iter(pieces(*x.shape)))
     assert plain.read(piece).data_ptr() == plain.data.data_ptr()
-    near = StoredMoment(torch.zeros(x.shape, dtype=torch.bfloat16))
+    near = MomentTensors(torch.zeros(x.shape, dtype=torch.bfloat16))
     write(near, x)
     assert torch.equal(near.data.float().nan_to_num(7.0), x.bfloat16().float().nan_to_num(7.0))
-    random = StoredMoment(torch.zeros(x.shape, dtype=torch.bfloat16), stochastic=True)
+    random = MomentTensors(torch.zeros(x.shape, dtype=torch.bfloat16), stochastic=True)
     write(random, x)
     assert random.data[0, 0].isnan() and random.data[0, 1:3].tolist() == [math.inf, -math.inf]
     found, x = read(random)[1:], x[1:]

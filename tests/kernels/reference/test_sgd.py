@@ -3,13 +3,13 @@ import torch
 
 from octavo.formats import E4M3
 from octavo.kernels.reference.master_weights import MasterWeight
-from octavo.kernels.reference.optimizer_state import StoredMoment, blocks_of
+from octavo.kernels.reference.optimizer_state import MomentTensors, blocks_of
 from octavo.kernels.reference.sgd import SgdStep, sgd_update
 
 
 def codes(rows, cols):
     scales = torch.ones(rows, blocks_of(cols))
-    return StoredMoment(torch.zeros(rows, cols, dtype=torch.uint8), E4M3, scales, stochastic=True)
+    return MomentTensors(torch.zeros(rows, cols, dtype=torch.uint8), E4M3, scales, stochastic=True)
 
 
 def numbers(step):
@@ -32,13 +32,13 @@ def test_rows_of_ranks_are_those_of_the_whole(cols):
 
 def test_one_scale_for_all_is_that_of_the_new_momentum():
     weight, grad = torch.randn(4, 300), torch.randn(4, 300)
-    stored = StoredMoment(torch.zeros(4, 300, dtype=torch.uint8), E4M3, torch.ones(1, 1))
+    stored = MomentTensors(torch.zeros(4, 300, dtype=torch.uint8), E4M3, torch.ones(1, 1))
     sgd_update(MasterWeight(weight, "weight"), grad, stored, numbers(1)._replace(weight_decay=0.0))
     assert stored.scale_inv.item() == pytest.approx(grad.abs().max().item() / 448, rel=1e-6)
 
 
 def test_previous_amax():
-    stored = StoredMoment(torch.zeros(1, 8, dtype=torch.uint8), E4M3, torch.ones(1, 1), amax=torch.full((1, 1), 2.0))
+    stored = MomentTensors(torch.zeros(1, 8, dtype=torch.uint8), E4M3, torch.ones(1, 1), amax=torch.full((1, 1), 2.0))
     sgd_update(MasterWeight(torch.zeros(1, 8), "weight"), torch.full((1, 8), 3.0), stored, numbers(1))
     assert stored.scale_inv.item() == pytest.approx(2 / 448)
     assert stored.amax.item() == 3.0

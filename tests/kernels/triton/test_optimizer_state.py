@@ -8,7 +8,7 @@ from torch import Tensor
 
 from octavo import E4M3, E5M2
 from octavo.formats import E4M4
-from octavo.kernels.reference.optimizer_state import StoredMoment, blocks_of, pieces
+from octavo.kernels.reference.optimizer_state import MomentTensors, blocks_of, pieces
 from octavo.numerics import scale_from_amax
 from tests.support.correct_roots import correct_roots
 from tests.support.triton_cases import row_of
@@ -47,14 +47,14 @@ def test_each_element_is_in_one_tile(shape: tuple[int, int], large: bool, kernel
             assert torch.equal(owner[: expected.numel()].view(shape), expected.int())
 
 
-def stored(fmt: Any, shape: tuple[int, int], options: Any, dtype: torch.dtype = torch.float32) -> StoredMoment:
+def stored(fmt: Any, shape: tuple[int, int], options: Any, dtype: torch.dtype = torch.float32) -> MomentTensors:
     """A moment that holds any values, small beside those of new ones."""
     if fmt is None:
-        return StoredMoment(torch.rand(shape).to(dtype), stochastic=options.get("stochastic", False))
+        return MomentTensors(torch.rand(shape).to(dtype), stochastic=options.get("stochastic", False))
     per_tensor = "amax" in options or options.pop("per_tensor", False)
     scale_inv = torch.rand((1, 1) if per_tensor else (shape[0], blocks_of(shape[1]))) + 0.1
     codes = torch.randint(0, 0x7B, shape, dtype=torch.uint8)
-    return StoredMoment(codes, fmt, scale_inv, **options)
+    return MomentTensors(codes, fmt, scale_inv, **options)
 
 
 def cases() -> list[Any]:

@@ -5,7 +5,7 @@ import torch
 
 from octavo.formats import E4M3
 from octavo.kernels.reference.master_weights import MasterWeight
-from octavo.kernels.reference.optimizer_state import StoredMoment
+from octavo.kernels.reference.optimizer_state import MomentTensors
 from octavo.kernels.reference.random_bits import key_of
 from octavo.kernels.reference.sgd import SgdStep, sgd_update
 from tests.support.triton_cases import row_of
@@ -28,7 +28,7 @@ def test_a_tile(step: int, nesterov: bool, momentum: float, kernels: TritonKerne
     group = torch.tensor([0.1, momentum, 0.25, 0.01, nesterov, 0, 0, 0], dtype=torch.float64, device=kernels.device)
     address = torch.tensor([ours[1].data_ptr()], device=kernels.device)
     number, found = torch.tensor([step], device=kernels.device), torch.full((1,), -1.0, device=kernels.device)
-    stored = StoredMoment(codes.clone(), E4M3, inv.clone(), stochastic=True) if momentum else None
+    stored = MomentTensors(codes.clone(), E4M3, inv.clone(), stochastic=True) if momentum else None
     state, master = kernels.module("optimizer_state"), MasterWeight(weight.clone(), "stochastic")
     moments = state.moment_class(stored), state.moment_class(None)
     of = state.TensorClass(state.DTYPES[grad.dtype], state.master_class(master), *moments, False, False, False)
@@ -38,7 +38,7 @@ def test_a_tile(step: int, nesterov: bool, momentum: float, kernels: TritonKerne
     assert all(torch.equal(a, b) for a, b in zip(ours, before, strict=True))  # it only looked
     h = SgdStep(0.1, momentum, 0.25, 0.01, nesterov, False, step, 7)
     if momentum:
-        exact = StoredMoment(codes.view(torch.float8_e4m3fn).float() * inv)
+        exact = MomentTensors(codes.view(torch.float8_e4m3fn).float() * inv)
         sgd_update(master, grad, exact, h, 5)
         assert float(found) == float(exact.data.abs().max())
     kernel[(1,)](row, address, group, number, found, of, False, enable_fp_fusion=False)
