@@ -11,7 +11,7 @@ from octavo.optim.arguments import check_not_negative, refuse
 from octavo.optim.base import CompactOptimizer
 from octavo.optim.kept import Kept
 from octavo.optim.moment import Moment, moments_of
-from octavo.optim.stores import Settings
+from octavo.optim.weight_state import Settings
 from octavo.tensor.stored_weight import local_stored
 
 

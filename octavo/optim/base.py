@@ -26,7 +26,7 @@ from octavo.optim.kept import Kept, has_moved, was_written
 from octavo.optim.masters import master_of
 from octavo.optim.moment import Moment
 from octavo.optim.resolution import Resolution
-from octavo.optim.stores import Settings, for_kernel, new_state
+from octavo.optim.weight_state import Settings, for_kernel, new_state
 from octavo.tensor.stored_gradient import StoredGradient
 from octavo.tensor.stored_weight import StoredWeight, local_stored
 

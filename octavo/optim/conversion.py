@@ -20,8 +20,8 @@ from octavo.kernels.reference.optimizer_state import BLOCK, Piece, blocks_of, fi
 from octavo.optim import state as states
 from octavo.optim.base import CompactOptimizer
 from octavo.optim.masters import master_of
-from octavo.optim.stores import Settings, for_kernel
-from octavo.optim.stores import new_master as begun_master
+from octavo.optim.weight_state import Settings, for_kernel
+from octavo.optim.weight_state import new_master as begun_master
 from octavo.tensor.parameters import put_into
 from octavo.tensor.sharded_weight import largest_of_ranks, like_sharded, local_shard, on_this_rank
 from octavo.tensor.stored_shards import cast_shard

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from octavo.optim import state as states
 from octavo.optim.masters import KINDS
 from octavo.optim.moment import Moment
-from octavo.optim.stores import Settings, new_state
+from octavo.optim.weight_state import Settings, new_state
 
 
 def check_groups(groups: list[dict[str, Any]], own: list[dict[str, Any]]) -> dict[str, Any] | None:

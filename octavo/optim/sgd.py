@@ -12,7 +12,7 @@ from octavo.optim.base import CompactOptimizer
 from octavo.optim.kept import Kept
 from octavo.optim.moment import NAMED, Moment
 from octavo.optim.state import holds, like_param, local
-from octavo.optim.stores import Settings
+from octavo.optim.weight_state import Settings
 
 
 class SGD(CompactOptimizer):

@@ -19,7 +19,7 @@ from octavo.nn.weight_cache import WeightCache
 from octavo.optim import state as states
 from octavo.optim.base import CompactOptimizer
 from octavo.optim.conversion import blank
-from octavo.optim.stores import Settings, bytes_of
+from octavo.optim.weight_state import Settings, bytes_of
 from octavo.schedule.switch import Target
 from octavo.tensor.parameters import put_into
 from octavo.tensor.stored_gradient import StoredGradient
