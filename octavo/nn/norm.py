@@ -28,7 +28,9 @@ class _ZeroCentered(nn.Module):
 
     def factor(self) -> Tensor | None:
         """What the norm multiplies by; None with ``elementwise_affine=False``: by nothing."""
-        return 1 + self.weight if self.zero_centered_gamma and self.weight is not None else self.weight
+        if not self.zero_centered_gamma or self.weight is None:
+            return self.weight
+        return torch.ones_like(self.weight) + self.weight  # not 1 + weight, which torch 2.11 cannot export
 
 
 class LayerNorm(_ZeroCentered, nn.LayerNorm):
