@@ -27,7 +27,7 @@ from octavo.kernels.triton.given import rounding_of
 from octavo.kernels.triton.history import scale_exists
 from octavo.kernels.triton.launch import Config, config, is_capturing, on_its_device, with_room_for, workspace
 from octavo.kernels.triton.produce import Function
-from octavo.kernels.triton.table import find_tensor, pointer, search, size
+from octavo.kernels.triton.table import Tensors, find_tensor, pointer, size
 from octavo.kernels.triton.tiles import (
     Codes,
     Rounding,
@@ -64,7 +64,7 @@ def programs_of(row_ptr, tensor, programs, TENSORS: tl.constexpr):
     """(the tensor's first program, how many it has)."""
     first = size(row_ptr, 10, False)
     end = programs
-    if tensor + 1 < TENSORS[0]:
+    if tensor + 1 < TENSORS.count:
         end = size(row_ptr + 12, 10, False)
     return first, end - first
 
@@ -77,7 +77,7 @@ def multi_tensor_amax_kernel(
     programs,
     X_TYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
-    TENSORS: tl.constexpr,  # (how many, the steps of their bisection)
+    TENSORS: tl.constexpr,
     DELAYED: tl.constexpr,  # only where no scale exists
     ROLE: tl.constexpr,
     function: tl.constexpr,  # Function(): x itself
@@ -112,7 +112,7 @@ def multi_tensor_cast_kernel(
     TRANSPOSED: tl.constexpr,
     rounding: tl.constexpr,
     ALIGNED: tl.constexpr,
-    TENSORS: tl.constexpr,  # (how many, the steps of their bisection)
+    TENSORS: tl.constexpr,
     DELAYED: tl.constexpr,
     ROLE: tl.constexpr,
     function: tl.constexpr,  # Function(): x itself
@@ -159,7 +159,7 @@ def multi_tensor_cast_blocks_kernel(
     rounding: tl.constexpr,
     BLOCK: tl.constexpr,
     ALIGNED: tl.constexpr,
-    TENSORS: tl.constexpr,  # (how many, the steps of their bisection)
+    TENSORS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
@@ -295,7 +295,7 @@ def _launch(
     skip: Tensor | None,
 ) -> None:
     table, programs, aligned = work
-    tensors = search(table.shape[0])
+    tensors = Tensors(table.shape[0])
     x_type = _TYPES[x.dtype]
     options: dict[str, Any] = {"num_warps": chosen.num_warps, "enable_fp_fusion": False}
     grid = (programs,)

@@ -20,7 +20,7 @@ from octavo.kernels.reference.step_numbers import ratio_of
 from octavo.kernels.triton.launch import config, is_capturing, on_its_device, workspace
 from octavo.kernels.triton.optimizer_state import DTYPES, MEASURED, TensorClass, master_class, moment_class
 from octavo.kernels.triton.step_kernel import StepClass, optimizer_step_kernel
-from octavo.kernels.triton.table import search
+from octavo.kernels.triton.table import Tensors
 
 _MOST_PLANS = 64
 
@@ -111,7 +111,7 @@ def _launch(
             resolution,
             work,
             plan.programs,
-            search(table.shape[0]),
+            Tensors(table.shape[0]),
             StepClass(plan.classes, *rule, chosen.block_r, chosen.tiles, plan.one_scale, find),
             num_warps=chosen.num_warps,
             enable_fp_fusion=False,

@@ -263,7 +263,7 @@ def optimizer_step_kernel(
     if skip_ptr is not None:
         if tl.load(skip_ptr) != 0:
             return
-    COUNT: tl.constexpr = TENSORS[0]
+    COUNT: tl.constexpr = TENSORS.count
     tensor, row_ptr = find_tensor(table_ptr, tl.program_id(0), TENSORS, WIDTH, FIRST_PROGRAM)
     program = tl.program_id(0) - tl.load(row_ptr + FIRST_PROGRAM).to(tl.int32)
     group_ptr = groups_ptr + tl.load(row_ptr + GROUP) * 8

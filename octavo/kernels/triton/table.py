@@ -5,18 +5,32 @@ A program finds its tensor by bisection.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """How many tensors a table has, for which a program's search is compiled."""
+
+    count: int
+
+    @property
+    def steps(self) -> int:
+        """Of the bisection."""
+        return (self.count - 1).bit_length()
 
 
 @triton.jit
 def find_tensor(table_ptr, program, TENSORS: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr):
     """The tensor that a program works on, the last whose first program is not beyond it: (its index, its row).
 
-    TENSORS: (how many, the steps of their bisection); WIDTH: of a row; FIRST: the column of the first program.
+    TENSORS: of the table; WIDTH: of a row; FIRST: the column of the first program.
     """
-    COUNT: tl.constexpr = TENSORS[0]
-    STEPS: tl.constexpr = TENSORS[1]
+    COUNT: tl.constexpr = TENSORS.count
+    STEPS: tl.constexpr = TENSORS.steps
     low = 0
     for step in tl.static_range(STEPS):
         middle = low + (1 << (STEPS - 1 - step))
@@ -42,8 +56,3 @@ def size(row_ptr, COLUMN: tl.constexpr, ALIGNED: tl.constexpr):
     if ALIGNED:
         value = tl.multiple_of(value, 16)
     return value
-
-
-def search(tensors: int) -> tuple[int, int]:
-    """``find_tensor``'s TENSORS."""
-    return tensors, (tensors - 1).bit_length()

@@ -15,8 +15,8 @@ def owners(programs: list[int], kernels: TritonKernels) -> tuple[Tensor, Tensor]
     table = torch.tensor([[1000 + i, -7, begin] for i, begin in enumerate(first)], device=kernels.device)
     tensors, rows = torch.full((2, sum(programs)), -1, device=kernels.device).unbind()
     kernel = kernels.module("tests.support.optimizer_tile_kernels").find_kernel
-    search = kernels.module("table").search(len(programs))
-    kernel[(sum(programs),)](table, tensors, rows, search, WIDTH, FIRST)
+    searched = kernels.module("table").Tensors(len(programs))
+    kernel[(sum(programs),)](table, tensors, rows, searched, WIDTH, FIRST)
     return tensors.cpu(), rows.cpu()
 
 
@@ -36,10 +36,9 @@ def test_tensors_without_programs_are_passed_over(kernels: TritonKernels) -> Non
 
 
 def test_search_takes_enough_steps(kernels: TritonKernels) -> None:
-    search = kernels.module("table").search
+    tensors = kernels.module("table").Tensors
     for count in (1, 2, 3, 4, 5, 127, 128, 129, 300):
-        assert search(count)[0] == count
-        assert 1 << search(count)[1] >= count > (1 << search(count)[1]) // 2
+        assert 1 << tensors(count).steps >= count > (1 << tensors(count).steps) // 2
 
 
 @pytest.mark.parametrize("aligned", [True, False])
