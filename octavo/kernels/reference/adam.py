@@ -16,14 +16,13 @@ from octavo.kernels.reference.optimizer_state import (
     Gradient,
     MomentTensors,
     Piece,
-    finite_amax,
     gradient_of,
     pieces,
+    scales_of_all,
 )
 from octavo.kernels.reference.random_bits import key_of, random_bits
 from octavo.kernels.reference.resolution import add_resolution
 from octavo.kernels.reference.step_numbers import bound_after, power
-from octavo.numerics import scale_from_amax
 
 Master = MasterWeight | Fp8Weight
 
@@ -88,7 +87,9 @@ def adam_update(
         return
     scales = _Scales(first.begin(), second.begin(), _master_scale(master, amax, h))
     if first.needs_amax_first or second.needs_amax_first:
-        scales = scales._replace(**_amax_of_all(master, grad, first, second, h, first_row))
+        new = (_moments(piece, master, grad, first, second, h, keep=True) for piece in pieces(rows, cols, first_row))
+        for name, scale in zip(("first", "second"), scales_of_all((first, second), new), strict=True):
+            scales = scales if scale is None else scales._replace(**{name: (scale, None)})
     for piece in pieces(rows, cols, first_row):
         m, v, w = _moments(piece, master, grad, first, second, h)
         before = None if sums is None else w.clone()
@@ -179,27 +180,3 @@ def _master_scale(master: Master, amax: Tensor | None, h: AdamStep) -> tuple[Ten
         return None, None
     assert amax is not None and h.max_update is not None
     return master.begin(bound_after(amax, h.lr, h.max_update, h.weight_decay if h.decoupled else 0.0))
-
-
-def _amax_of_all(
-    master: Master,
-    grad: Gradient,
-    first: MomentTensors,
-    second: MomentTensors,
-    h: AdamStep,
-    first_row: int,
-) -> dict[str, tuple[Tensor, None]]:
-    """The scales of moments that have one for all, and no earlier amax: the moments are computed twice."""
-    found = {name: master.weight.new_zeros(1, 1, dtype=torch.float32) for name in ("first", "second")}
-    rows, cols = master.weight.shape
-    for piece in pieces(rows, cols, first_row):
-        m, v, _ = _moments(piece, master, grad, first, second, h, keep=True)
-        for name, moment, wide in (("first", first, m), ("second", second, v)):
-            stored = wide.sqrt() if moment.root else wide
-            torch.maximum(found[name], finite_amax(stored).max(), out=found[name])
-    scales: dict[str, tuple[Tensor, None]] = {}
-    for name, moment in (("first", first), ("second", second)):
-        if moment.needs_amax_first:
-            assert moment.fmt is not None
-            scales[name] = scale_from_amax(found[name], moment.fmt.max, False, 0), None
-    return scales

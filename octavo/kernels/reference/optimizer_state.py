@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -210,6 +210,23 @@ class MomentTensors:
             scale = scale_from_amax(finite_amax(wide), self.fmt.max, False, 0)
             piece.scales_of(self.scale_inv).copy_(scale_inv_from_scale(scale))
         stored.copy_(encode_moment(wide.mul_(scale), self.fmt, bits16 if self.stochastic else None))
+
+
+def scales_of_all(moments: Sequence[MomentTensors], values: Iterable[Sequence[Tensor]]) -> list[Tensor | None]:
+    """The scale [1, 1] of each moment that has one for all and no earlier amax; None for the others.
+
+    Args:
+        moments: of a tensor.
+        values: of each piece the new moments, in float32, which are computed twice for it.
+    """
+    found = [torch.zeros(1, 1, device=moment.data.device) for moment in moments]
+    for piece in values:
+        for amax, moment, wide in zip(found, moments, piece, strict=False):
+            torch.maximum(amax, finite_amax(wide.sqrt() if moment.root else wide).max(), out=amax)
+    return [
+        scale_from_amax(amax, moment.fmt.max, False, 0) if moment.fmt is not None and moment.needs_amax_first else None
+        for amax, moment in zip(found, moments, strict=True)
+    ]
 
 
 def finite_amax(wide: Tensor) -> Tensor:

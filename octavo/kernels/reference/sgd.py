@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from octavo.kernels.reference.master_weights import MasterWeight
-from octavo.kernels.reference.optimizer_state import Gradient, MomentTensors, Piece, finite_amax, gradient_of, pieces
+from octavo.kernels.reference.optimizer_state import Gradient, MomentTensors, Piece, gradient_of, pieces, scales_of_all
 from octavo.kernels.reference.random_bits import key_of, random_bits
 from octavo.kernels.reference.resolution import add_resolution
-from octavo.numerics import scale_from_amax
 
 
 class SgdStep(NamedTuple):
@@ -46,12 +44,16 @@ def sgd_update(
         first_row: the row of the whole tensor that this one begins with.
         sums: resolution.py's, or None.
     """
-    if master.weight.numel() == 0:
+    rows, cols = master.weight.shape
+    if rows * cols == 0:
         return
     scale, found = (None, None) if buffer is None else buffer.begin()
     if buffer is not None and buffer.needs_amax_first:
-        scale = _scale_of_all(master, grad, buffer, h, first_row)
-    rows, cols = master.weight.shape
+        new = (
+            [_averaged(buffer.read(piece).clone(), _gradient(piece, grad, master.read(piece), h), h)]
+            for piece in pieces(rows, cols, first_row)
+        )
+        (scale,) = scales_of_all([buffer], new)
     for piece in pieces(rows, cols, first_row):
         w = master.read(piece)
         g = _gradient(piece, grad, w, h)
@@ -84,14 +86,3 @@ def _averaged(stored: Tensor, g: Tensor, h: SgdStep) -> Tensor:
     if h.step == 1:
         return stored.copy_(g)
     return stored.mul_(h.momentum).add_(g, alpha=1 - h.dampening)
-
-
-def _scale_of_all(master: MasterWeight, grad: Gradient, buffer: MomentTensors, h: SgdStep, first_row: int) -> Tensor:
-    """The scale of a momentum that has one for all: the momentum is computed twice."""
-    assert buffer.fmt is not None
-    found = master.weight.new_zeros(1, 1, dtype=torch.float32)
-    rows, cols = master.weight.shape
-    for piece in pieces(rows, cols, first_row):
-        average = _averaged(buffer.read(piece).clone(), _gradient(piece, grad, master.read(piece), h), h)
-        torch.maximum(found, finite_amax(average).max(), out=found)
-    return scale_from_amax(found, buffer.fmt.max, False, 0)

@@ -10,7 +10,7 @@ from octavo.formats import E4M4, Format
 from octavo.kernels.reference import adam, optimizer_state
 from octavo.kernels.reference.adam import AdamStep, adam_update
 from octavo.kernels.reference.master_weights import MasterWeight
-from octavo.kernels.reference.optimizer_state import MomentTensors, blocks_of
+from octavo.kernels.reference.optimizer_state import MomentTensors, blocks_of, pieces, scales_of_all
 from octavo.kernels.reference.step_numbers import adam_max_update, bound_after
 from octavo.numerics import scale_from_amax
 
@@ -279,7 +279,8 @@ def test_the_first_pass_leaves_everything_as_it_is(monkeypatch):
     second.data.random_(0, 255)
     weight = torch.randn(shape)
     before = first.data.clone(), second.data.clone(), weight.clone()
-    scales = adam._amax_of_all(MasterWeight(weight, "weight"), torch.randn(shape), first, second, step(1), 0)
-    assert list(scales) == ["second"]
+    given = MasterWeight(weight, "weight"), torch.randn(shape), first, second, step(1)
+    new = (adam._moments(piece, *given, keep=True) for piece in pieces(*shape))
+    assert [scale is None for scale in scales_of_all((first, second), new)] == [True, False]
     for now, then in zip((first.data, second.data, weight), before, strict=True):
         assert torch.equal(now, then)
