@@ -21,6 +21,7 @@ from octavo.errors import ExportError
 from octavo.formats import format_of
 from octavo.granularity import ALL
 from octavo.kernels.activations import activation_of
+from octavo.kernels.arguments import CastSource, NormSource, Output, Scaling, no_codes, unpacking
 from octavo.numerics import floor_power_of_two_by_comparison, scale_from_amax, scale_inv_from_scale
 
 BLOCKS_FROM = 21  # the opset in which QuantizeLinear got block_size and output_dtype
@@ -30,7 +31,9 @@ _TYPES = {torch.float8_e4m3fn: 17, torch.float8_e5m2: 19}  # TensorProto's FLOAT
 def decompositions(opset: int) -> dict[Any, Callable[..., Any]]:
     """What each octavo op becomes, for torch.export.ExportedProgram.run_decompositions."""
     lowering = _Lowering(opset)
-    table = {name: getattr(lowering, name) for name in ("amax", "cast", "dequantize", "matmul", "norm_cast")}
+    table = {
+        name: unpacking(name, getattr(lowering, name)) for name in ("amax", "cast", "dequantize", "matmul", "norm_cast")
+    }
     return {getattr(torch.ops.octavo, name).default: function for name, function in table.items()}
 
 
@@ -41,67 +44,28 @@ class _Lowering:
     def amax(self, x: Tensor, tile: Sequence[int]) -> Tensor:
         return _amax(x, tile)
 
-    def cast(
-        self,
-        x: Tensor,
-        delayed_scale: Tensor | None,
-        role: int,
-        dtype: torch.dtype,
-        tile: Sequence[int],
-        power_of_two: bool,
-        margin: int,
-        pad: int = 1,
-        column_sum: bool = False,
-        activation: str = "",
-        preactivation: Tensor | None = None,
-        h_scale_inv: Tensor | None = None,
-        h_tile: Sequence[int] = (ALL, ALL),
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        if preactivation is not None or h_scale_inv is not None or column_sum:
+    def cast(self, source: CastSource, scaling: Scaling, output: Output) -> tuple[Tensor, ...]:
+        if source.preactivation is not None or source.h_scale_inv is not None or output.column_sum:
             raise ExportError("a gradient can't be exported: call the model under torch.no_grad()")
-        y = _activated(x, activation)
-        codes, scale_inv, amax = self._quantized(y, delayed_scale, role, dtype, tile, power_of_two, margin)
-        return codes, scale_inv, amax, x.new_empty(0)
+        codes, scale_inv, amax = self._quantized(_activated(source.x, source.activation), scaling)
+        return codes, no_codes(codes, codes.dtype), scale_inv, amax, source.x.new_empty(0)
 
-    def norm_cast(
-        self,
-        x: Tensor,
-        gamma: Tensor,
-        beta: Tensor | None,
-        kind: str,
-        eps: float,
-        zero_centered: bool,
-        delayed_scale: Tensor | None,
-        role: int,
-        dtype: torch.dtype,
-        tile: Sequence[int],
-        power_of_two: bool,
-        margin: int,
-        transpose: bool,
-        pad: int = 1,
-        keep: bool = False,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def norm_cast(self, source: NormSource, scaling: Scaling, output: Output) -> tuple[Tensor, ...]:
+        x, gamma, beta, kind, eps, zero_centered = source
         factor, features = gamma + 1.0 if zero_centered else gamma, (x.shape[1],)
         if kind == "layer_norm":
             y = F.layer_norm(x, features, factor, beta, eps)
         else:
             y = F.rms_norm(x, features, factor, eps)
             y = y if beta is None else y + beta
-        codes, scale_inv, amax = self._quantized(y, delayed_scale, role, dtype, tile, power_of_two, margin)
+        codes, scale_inv, amax = self._quantized(y, scaling)
         none = x.new_empty(0)
-        return codes, codes.new_empty((0, 0)), scale_inv, amax, none, none, y if keep else x.new_empty((0, 0))
+        kept = y if output.keep else x.new_empty((0, 0))
+        return codes, no_codes(codes, codes.dtype), scale_inv, amax, none, none, kept
 
-    def _quantized(
-        self,
-        x: Tensor,
-        delayed_scale: Tensor | None,
-        role: int,
-        dtype: torch.dtype,
-        tile: Sequence[int],
-        power_of_two: bool,
-        margin: int,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _quantized(self, x: Tensor, scaling: Scaling) -> tuple[Tensor, Tensor, Tensor]:
         """(codes, scale_inv, amax)."""
+        dtype, tile, power_of_two, margin, delayed_scale, role = scaling
         amax = _amax(x, tile)
         if delayed_scale is None:
             scale = scale_from_amax(amax, format_of(dtype).max, False, margin)

@@ -39,10 +39,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.granularity import ALL, scale_shape
-from octavo.kernels.activations import cast_shape
+from octavo.kernels.arguments import (
+    CastSource,
+    Commit,
+    NormSource,
+    Operands,
+    Output,
+    Scaling,
+    new_both_codes,
+    new_codes,
+    new_scales,
+    new_statistics,
+    new_sums,
+    unpacking,
+)
 from octavo.kernels.devices import ON_CUDA
-from octavo.kernels.layouts import check_norm, padded, sums_dtype
+from octavo.kernels.layouts import check_norm
 from octavo.kernels.reference import KERNELS
 
 _CAST = "ScalarType dtype, int[2] tile, bool power_of_two, int margin"
@@ -106,127 +118,32 @@ SCHEMAS = {
 }
 
 
-def _codes(x: Tensor, shape: Sequence[int], dtype: torch.dtype, pad: int, transpose: bool = False) -> Tensor:
-    rows, cols = shape[::-1] if transpose else shape
-    return x.new_empty((rows, padded(cols, pad)), dtype=dtype)
-
-
-def _no_codes(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.new_empty((0, 0), dtype=dtype)
-
-
-def _scale_inv(x: Tensor, shape: Sequence[int], tile: Sequence[int], transpose: bool = False) -> Tensor:
-    found = scale_shape(shape, tile)
-    return x.new_empty(found[::-1] if transpose else found, dtype=torch.float32)
-
-
 def _fake_amax(x: Tensor, tile: Sequence[int]) -> Tensor:
-    return _scale_inv(x, x.shape, tile)
+    return new_scales(x, x.shape, tile)
 
 
-def _shape_and_sums(
-    x: Tensor,
-    column_sum: bool,
-    activation: str = "",
-    preactivation: Tensor | None = None,
-    h_scale_inv: Tensor | None = None,
-    h_tile: Sequence[int] = (),
-) -> tuple[tuple[int, int], Tensor]:
-    """The shape of what is cast, and its column sums."""
-    shape = cast_shape(
-        x.shape, activation, None if preactivation is None else preactivation.shape, h_scale_inv is not None
-    )
-    return shape, x.new_empty(shape[1] if column_sum else 0, dtype=sums_dtype(x.dtype))
+def _fake_cast(source: CastSource, scaling: Scaling, output: Output) -> tuple[Tensor, ...]:
+    x, shape = source.x, source.shape
+    scales = [new_scales(x, shape, scaling.tile) for _ in range(2)]
+    return *new_both_codes(x, shape, scaling.dtype, output), *scales, new_sums(x, shape[1], output.column_sum)
 
 
-def _fake_cast(
-    x: Tensor,
-    delayed_scale: Tensor | None,
-    role: int,
-    dtype: torch.dtype,
-    tile: Sequence[int],
-    power_of_two: bool,
-    margin: int,
-    pad: int = 1,
-    column_sum: bool = False,
-    *activation: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    shape, sums = _shape_and_sums(x, column_sum, *activation)
-    return _codes(x, shape, dtype, pad), _scale_inv(x, shape, tile), _scale_inv(x, shape, tile), sums
-
-
-def _fake_cast_transpose(
-    x: Tensor,
-    delayed_scale: Tensor | None,
-    role: int,
-    dtype: torch.dtype,
-    tile: Sequence[int],
-    power_of_two: bool,
-    margin: int,
-    pad: int = 1,
-    column_sum: bool = False,
-    *activation: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    shape, sums = _shape_and_sums(x, column_sum, *activation)
-    codes, laid = _codes(x, shape, dtype, pad), _codes(x, shape, dtype, pad, transpose=True)
-    return codes, laid, _scale_inv(x, shape, tile), _scale_inv(x, shape, tile), sums
-
-
-def _two_scalings(
-    x: Tensor,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    tile: Sequence[int],
-    second_dtype: torch.dtype,
-    second_tile: Sequence[int],
-    transpose_second: bool,
-    pad: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    first = _codes(x, shape, dtype, pad), _scale_inv(x, shape, tile)
-    second = _codes(x, shape, second_dtype, pad, transpose_second)
-    return *first, second, _scale_inv(x, shape, second_tile, transpose_second)
-
-
-def _fake_cast_two_scalings(
-    x: Tensor,
-    dtype: torch.dtype,
-    tile: Sequence[int],
-    power_of_two: bool,
-    margin: int,
-    second_dtype: torch.dtype,
-    second_tile: Sequence[int],
-    second_power_of_two: bool,
-    second_margin: int,
-    transpose_second: bool,
-    pad: int = 1,
-    column_sum: bool = False,
-    *activation: Any,
+def _fake_two_scalings(
+    x: Tensor, shape: Sequence[int], first: Scaling, second: Scaling, output: Output
 ) -> tuple[Tensor, ...]:
-    shape, sums = _shape_and_sums(x, column_sum, *activation)
-    return *_two_scalings(x, shape, dtype, tile, second_dtype, second_tile, transpose_second, pad), sums
+    pair = new_codes(x, shape, first.dtype, output.pad), new_scales(x, shape, first.tile)
+    other = new_codes(x, shape, second.dtype, output.pad, output.transpose)
+    return *pair, other, new_scales(x, shape, second.tile, output.transpose)
 
 
-def _fake_cast_and_commit(
-    x: Tensor,
-    delayed_scale: Tensor,
-    delayed_amax_history: Tensor,
-    amax_input: Tensor | None,
-    amax_weight: Tensor | None,
-    dtype: torch.dtype,
-    power_of_two: bool,
-    margin: int,
-    limits: Sequence[float],
-    powers_of_two: Sequence[bool],
-    margins: Sequence[int],
-    reduce: str,
-    transpose: bool,
-    pad: int = 1,
-    column_sum: bool = False,
-    *activation: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    shape, sums = _shape_and_sums(x, column_sum, *activation)
-    laid = _codes(x, shape, dtype, pad, transpose=True) if transpose else _no_codes(x, dtype)
-    return _codes(x, shape, dtype, pad), laid, _scale_inv(x, shape, (ALL, ALL)), sums
+def _fake_cast_two_scalings(source: CastSource, first: Scaling, second: Scaling, output: Output) -> tuple[Tensor, ...]:
+    x, shape = source.x, source.shape
+    return *_fake_two_scalings(x, shape, first, second, output), new_sums(x, shape[1], output.column_sum)
+
+
+def _fake_cast_and_commit(source: CastSource, scaling: Scaling, commit: Commit, output: Output) -> tuple[Tensor, ...]:
+    q, t, scale_inv, _, sums = _fake_cast(source, scaling, output)
+    return q, t, scale_inv, sums
 
 
 def _fake_nothing(*args: Any) -> None:
@@ -251,58 +168,16 @@ def _fake_matmul(
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
 
-def _statistics(x: Tensor, kind: str, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """A norm's (mean, rstd, y)."""
-    rstd = x.new_empty(x.shape[0], dtype=torch.float32)
-    mean = torch.empty_like(rstd) if kind == "layer_norm" else rstd.new_empty(0)
-    return mean, rstd, x.new_empty(x.shape if keep else (0, 0))
-
-
-def _fake_norm_cast(
-    x: Tensor,
-    gamma: Tensor,
-    beta: Tensor | None,
-    kind: str,
-    eps: float,
-    zero_centered: bool,
-    delayed_scale: Tensor | None,
-    role: int,
-    dtype: torch.dtype,
-    tile: Sequence[int],
-    power_of_two: bool,
-    margin: int,
-    transpose: bool,
-    pad: int = 1,
-    keep: bool = False,
-) -> tuple[Tensor, ...]:
-    check_norm(x, gamma, beta, kind)
-    laid = _codes(x, x.shape, dtype, pad, transpose=True) if transpose else _no_codes(x, dtype)
-    scales = _scale_inv(x, x.shape, tile), _scale_inv(x, x.shape, tile)
-    return _codes(x, x.shape, dtype, pad), laid, *scales, *_statistics(x, kind, keep)
+def _fake_norm_cast(source: NormSource, scaling: Scaling, output: Output) -> tuple[Tensor, ...]:
+    results = _fake_cast(CastSource(source.x), scaling, output)[:4]
+    return *results, *new_statistics(source, output.keep)
 
 
 def _fake_norm_cast_two_scalings(
-    x: Tensor,
-    gamma: Tensor,
-    beta: Tensor | None,
-    kind: str,
-    eps: float,
-    zero_centered: bool,
-    dtype: torch.dtype,
-    tile: Sequence[int],
-    power_of_two: bool,
-    margin: int,
-    second_dtype: torch.dtype,
-    second_tile: Sequence[int],
-    second_power_of_two: bool,
-    second_margin: int,
-    transpose_second: bool,
-    pad: int = 1,
-    keep: bool = False,
+    source: NormSource, first: Scaling, second: Scaling, output: Output
 ) -> tuple[Tensor, ...]:
-    check_norm(x, gamma, beta, kind)
-    pairs = _two_scalings(x, x.shape, dtype, tile, second_dtype, second_tile, transpose_second, pad)
-    return *pairs, *_statistics(x, kind, keep)
+    pairs = _fake_two_scalings(source.x, source.x.shape, first, second, output)
+    return *pairs, *new_statistics(source, output.keep)
 
 
 def _fake_norm_backward(
@@ -320,33 +195,16 @@ def _fake_norm_backward(
     return x.new_empty(x.shape), gamma.new_empty(gamma.shape), gamma.new_empty(gamma.shape if with_beta else 0)
 
 
-def _fake_matmul_cast(
-    a: Tensor,
-    a_scale_inv: Tensor,
-    a_tile: Sequence[int],
-    b: Tensor,
-    b_scale_inv: Tensor,
-    b_tile: Sequence[int],
-    bias: Tensor | None,
-    fast_accum: bool,
-    delayed_scale: Tensor | None,
-    role: int,
-    dtype: torch.dtype,
-    tile: Sequence[int],
-    power_of_two: bool,
-    margin: int,
-    transpose: bool,
-    pad: int = 1,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    shape = a.shape[0], b.shape[0]
-    laid = _codes(a, shape, dtype, pad, transpose=True) if transpose else _no_codes(a, dtype)
-    return _codes(a, shape, dtype, pad), laid, _scale_inv(a, shape, tile), _scale_inv(a, shape, tile)
+def _fake_matmul_cast(operands: Operands, fast_accum: bool, scaling: Scaling, output: Output) -> tuple[Tensor, ...]:
+    shape = operands.a.shape[0], operands.b.shape[0]
+    scales = [new_scales(operands.a, shape, scaling.tile) for _ in range(2)]
+    return *new_both_codes(operands.a, shape, scaling.dtype, output), *scales
 
 
-FAKES: dict[str, Callable[..., Any]] = {
+_FAKES: dict[str, Callable[..., Any]] = {
     "amax": _fake_amax,
     "cast": _fake_cast,
-    "cast_transpose": _fake_cast_transpose,
+    "cast_transpose": _fake_cast,
     "cast_two_scalings": _fake_cast_two_scalings,
     "cast_and_commit": _fake_cast_and_commit,
     "delayed_update": _fake_nothing,
@@ -358,6 +216,8 @@ FAKES: dict[str, Callable[..., Any]] = {
     "norm_cast_two_scalings": _fake_norm_cast_two_scalings,
     "norm_backward": _fake_norm_backward,
 }
+
+FAKES = {name: unpacking(name, fake) for name, fake in _FAKES.items()}
 
 LIBRARY = torch.library.Library("octavo", "DEF")
 

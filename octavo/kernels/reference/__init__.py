@@ -3,8 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
+from octavo.kernels.arguments import unpacking
 from octavo.kernels.reference.amax import amax
-from octavo.kernels.reference.cast import cast, cast_and_commit, cast_transpose, cast_two_scalings
+from octavo.kernels.reference.cast import cast, cast_and_commit, cast_two_scalings
 from octavo.kernels.reference.delayed_update import delayed_update
 from octavo.kernels.reference.dequantize import dequantize
 from octavo.kernels.reference.matmul import matmul
@@ -12,10 +13,10 @@ from octavo.kernels.reference.matmul_cast import matmul_cast
 from octavo.kernels.reference.multi_tensor_cast import multi_tensor_cast
 from octavo.kernels.reference.norm import norm_backward, norm_cast, norm_cast_two_scalings
 
-KERNELS: dict[str, Callable[..., Any]] = {
+_KERNELS: dict[str, Callable[..., Any]] = {
     "amax": amax,
     "cast": cast,
-    "cast_transpose": cast_transpose,
+    "cast_transpose": cast,
     "cast_two_scalings": cast_two_scalings,
     "cast_and_commit": cast_and_commit,
     "delayed_update": delayed_update,
@@ -27,3 +28,5 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "norm_backward": norm_backward,
     "matmul_cast": matmul_cast,
 }
+
+KERNELS = {name: unpacking(name, kernel) for name, kernel in _KERNELS.items()}

@@ -31,7 +31,7 @@ _ROUNDING = 1 + 2.0**-20  # a scale of float32 may take its amax past the format
 Pair = tuple[Tensor, Tensor, Tensor]  # (codes, scale_inv, amax)
 
 
-class Scaling(NamedTuple):
+class KnownScaling(NamedTuple):
     """How a tensor is cast; ``scale``: a delayed one, or 0 where it comes from the tensor's own amax."""
 
     dtype: torch.dtype
@@ -41,7 +41,7 @@ class Scaling(NamedTuple):
     scale: float = 0.0
 
 
-def cast_values(x: Tensor, scaling: Scaling, into: Tensor | None = None, overwrites: bool = False) -> Pair:
+def cast_values(x: Tensor, scaling: KnownScaling, into: Tensor | None = None, overwrites: bool = False) -> Pair:
     """Cast x [R, C], any float dtype, as it lies; ``into`` and ``overwrites`` as of encode."""
     dtype, tile, power_of_two, margin, scale = scaling
     limit = format_of(dtype).max
@@ -63,7 +63,7 @@ def cast_values(x: Tensor, scaling: Scaling, into: Tensor | None = None, overwri
     return codes, _float32(x, shape, scale_inv_of(scale)), _float32(x, shape, largest)
 
 
-def _cast_few(x: Tensor, scaling: Scaling, limit: float) -> Pair | None:
+def _cast_few(x: Tensor, scaling: KnownScaling, limit: float) -> Pair | None:
     """The same with one scale, in the fewest calls; None where x holds a fault."""
     amax = torch.linalg.vector_norm(x, math.inf, keepdim=True, dtype=torch.float32)
     largest = amax.item()
@@ -79,7 +79,11 @@ def _cast_few(x: Tensor, scaling: Scaling, limit: float) -> Pair | None:
 
 
 def cast_in_runs(
-    make: Callable[[slice], Tensor], shape: tuple[int, int], unit: int, scalings: Sequence[Scaling], column_sum: bool
+    make: Callable[[slice], Tensor],
+    shape: tuple[int, int],
+    unit: int,
+    scalings: Sequence[KnownScaling],
+    column_sum: bool,
 ) -> tuple[list[Pair], Tensor]:
     """Cast y [R, C] in one or two scalings.
 
@@ -142,7 +146,9 @@ class _Kept:
 class _Parts:
     """One scaling's result, as its runs come."""
 
-    def __init__(self, scaling: Scaling, shape: tuple[int, int], amax: Tensor | None, all_finite: bool = False) -> None:
+    def __init__(
+        self, scaling: KnownScaling, shape: tuple[int, int], amax: Tensor | None, all_finite: bool = False
+    ) -> None:
         self.scaling, self.shape, self.spans = scaling, shape, scaling.tile[0] == ALL
         self.amax = amax  # of tiles that span all rows: known before, or found by runs
         self.all_finite = all_finite  # all rows, as far as is known

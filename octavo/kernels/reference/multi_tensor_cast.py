@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo.granularity import ALL
+from octavo.kernels.arguments import CastSource, Output, Scaling
 from octavo.kernels.layouts import is_small_block
-from octavo.kernels.reference.cast import cast_transpose
+from octavo.kernels.reference.cast import cast
 
 
 def check_multi_tensor_cast(groups: Sequence[Sequence[Tensor]], tile: Sequence[int]) -> None:
@@ -60,7 +61,8 @@ def multi_tensor_cast(
     for index, x in enumerate(xs):
         delayed_scale = delayed_scales[index] if delayed_scales else None
         dtype = qdata[index].dtype
-        codes, other, scales, found, _ = cast_transpose(x, delayed_scale, role, dtype, tile, power_of_two, margin)
+        scaling = Scaling(dtype, tile, power_of_two, margin, delayed_scale, role)
+        codes, other, scales, found, _ = cast(CastSource(x), scaling, Output(bool(transposed)))
         copy_codes(qdata[index], codes)
         if transposed:
             copy_codes(transposed[index], other)

@@ -17,87 +17,42 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from octavo.kernels.arguments import NormSource, Output, Scaling, new_statistics
 from octavo.kernels.layouts import check_norm
-from octavo.kernels.reference.cast import delayed_scale_of, transposed, with_padding
-from octavo.kernels.reference.in_runs import Pair, Scaling, cast_in_runs
+from octavo.kernels.reference.cast import both_layouts, known, two_pairs
+from octavo.kernels.reference.in_runs import KnownScaling, Pair, cast_in_runs
 from octavo.kernels.reference.tiles import row_slices
 
 
-def norm_cast(
-    x: Tensor,
-    gamma: Tensor,
-    beta: Tensor | None,
-    kind: str,
-    eps: float,
-    zero_centered: bool,
-    delayed_scale: Tensor | None,
-    role: int,
-    dtype: torch.dtype,
-    tile: Sequence[int],
-    power_of_two: bool,
-    margin: int,
-    transpose: bool,
-    pad: int = 1,
-    keep: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def norm_cast(source: NormSource, scaling: Scaling, output: Output) -> tuple[Tensor, ...]:
     """``octavo::norm_cast``."""
-    scaling = Scaling(dtype, tile, power_of_two, margin, delayed_scale_of(delayed_scale, role))
-    norm = gamma, beta, kind, eps, zero_centered
-    ((codes, scale_inv, amax),), mean, rstd, y = _cast(x, norm, [scaling], keep)
-    laid = with_padding(transposed(codes), pad) if transpose else codes.new_empty((0, 0))
-    return with_padding(codes, pad), laid, scale_inv, amax, mean, rstd, y
+    ((codes, scale_inv, amax),), statistics = _cast(source, [known(scaling)], output.keep)
+    return *both_layouts(codes, output), scale_inv, amax, *statistics
 
 
-def norm_cast_two_scalings(
-    x: Tensor,
-    gamma: Tensor,
-    beta: Tensor | None,
-    kind: str,
-    eps: float,
-    zero_centered: bool,
-    dtype: torch.dtype,
-    tile: Sequence[int],
-    power_of_two: bool,
-    margin: int,
-    second_dtype: torch.dtype,
-    second_tile: Sequence[int],
-    second_power_of_two: bool,
-    second_margin: int,
-    transpose_second: bool,
-    pad: int = 1,
-    keep: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def norm_cast_two_scalings(source: NormSource, first: Scaling, second: Scaling, output: Output) -> tuple[Tensor, ...]:
     """``octavo::norm_cast_two_scalings``."""
-    first = Scaling(dtype, tile, power_of_two, margin)
-    other = Scaling(second_dtype, second_tile, second_power_of_two, second_margin)
-    norm = gamma, beta, kind, eps, zero_centered
-    ((codes, scale_inv, _), (second, second_scale_inv, _)), mean, rstd, y = _cast(x, norm, [first, other], keep)
-    if transpose_second:
-        second, second_scale_inv = transposed(second), second_scale_inv.t().contiguous()
-    pairs = with_padding(codes, pad), scale_inv, with_padding(second, pad), second_scale_inv
-    return *pairs, mean, rstd, y
+    pairs, statistics = _cast(source, [known(first), known(second)], output.keep)
+    return *two_pairs(pairs, output), *statistics
 
 
 def _cast(
-    x: Tensor, norm: tuple[Tensor, Tensor | None, str, float, bool], scalings: Sequence[Scaling], keep: bool
-) -> tuple[list[Pair], Tensor, Tensor, Tensor]:
-    """y in each scaling, mean, rstd, and y itself as the ops return it."""
-    check_norm(x, *norm[:3])
-    rows, cols = x.shape
-    rstd = x.new_empty(rows, dtype=torch.float32)
-    mean = torch.empty_like(rstd) if norm[2] == "layer_norm" else rstd.new_empty(0)
-    kept = x.new_empty((rows, cols) if keep else (0, 0))
+    source: NormSource, scalings: Sequence[KnownScaling], keep: bool
+) -> tuple[list[Pair], tuple[Tensor, Tensor, Tensor]]:
+    """y in each scaling; and mean, rstd, and y itself as the ops return it."""
+    x = source.x
+    mean, rstd, kept = new_statistics(source, keep)
 
     def make(run: slice) -> Tensor:
-        y, mean_of_run, rstd[run] = normalise(x[run], *norm)
+        y, mean_of_run, rstd[run] = normalise(*source._replace(x=x[run]))
         if mean.numel():
             mean[run] = mean_of_run
         if keep:
             kept[run] = y
         return y
 
-    pairs, _ = cast_in_runs(make, (rows, cols), 1, scalings, False)
-    return pairs, mean, rstd, kept
+    pairs, _ = cast_in_runs(make, (x.shape[0], x.shape[1]), 1, scalings, False)
+    return pairs, (mean, rstd, kept)
 
 
 def normalise(

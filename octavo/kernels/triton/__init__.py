@@ -6,10 +6,12 @@ Casts equal their reference bit for bit; where exp or a row's sum is in it, to f
 from collections.abc import Callable
 from typing import Any
 
+from octavo.kernels.arguments import unpacking
 from octavo.kernels.triton.amax import amax
-from octavo.kernels.triton.cast import cast, cast_and_commit, cast_transpose, cast_two_scalings
+from octavo.kernels.triton.cast import cast, cast_and_commit, cast_two_scalings
 from octavo.kernels.triton.delayed_update import delayed_update
 from octavo.kernels.triton.dequantize import dequantize
+from octavo.kernels.triton.launch import on_its_device
 from octavo.kernels.triton.matmul import matmul
 from octavo.kernels.triton.matmul_cast import matmul_cast
 from octavo.kernels.triton.multi_tensor_cast import multi_tensor_cast
@@ -19,18 +21,20 @@ from octavo.kernels.triton.optimizer_step import optimizer_step
 
 __all__ = ["KERNELS", "optimizer_step"]
 
-KERNELS: dict[str, Callable[..., Any]] = {
+_KERNELS: dict[str, Callable[..., Any]] = {
     "amax": amax,
     "cast": cast,
-    "cast_transpose": cast_transpose,
+    "cast_transpose": cast,
     "cast_two_scalings": cast_two_scalings,
     "cast_and_commit": cast_and_commit,
     "delayed_update": delayed_update,
     "dequantize": dequantize,
     "matmul": matmul,
     "matmul_cast": matmul_cast,
-    "multi_tensor_cast": multi_tensor_cast,
     "norm_cast": norm_cast,
     "norm_cast_two_scalings": norm_cast_two_scalings,
     "norm_backward": norm_backward,
 }
+
+KERNELS = {name: on_its_device(unpacking(name, kernel)) for name, kernel in _KERNELS.items()}
+KERNELS["multi_tensor_cast"] = multi_tensor_cast  # takes a list

@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from octavo.kernels.triton.cast import amax_by_tile
-from octavo.kernels.triton.launch import on_its_device
 
 
-@on_its_device
 def amax(x: Tensor, tile: Sequence[int]) -> Tensor:
     """``octavo::amax``."""
     return amax_by_tile(x, tile)

@@ -67,12 +67,13 @@ class BlockTiling(NamedTuple):
 
 
 class BlockOutputs(NamedTuple):
-    """Where one scaling of blocks is written; ``strides`` are of scale_inv and of amax, which may be None."""
+    """Where one scaling of blocks is written; the strides are of scale_inv and of amax, which may be None."""
 
     codes: Any
     scale_inv: Any
     amax: Any
-    strides: Any
+    stride_r: Any
+    stride_c: Any
 
 
 @triton.jit
@@ -97,11 +98,12 @@ def cast_scaling(
     scale_inv_ptr = out.scale_inv
     amax_ptr = out.amax
     if tiling.pair:
-        shift = HALF * blocks[1] * out.strides[1]
+        shift = HALF * blocks[1] * out.stride_c
         scale_inv_ptr += shift
         if amax_ptr is not None:
             amax_ptr += shift
-    codes = encode_blocks(tile, scale_inv_ptr, amax_ptr, first, blocks, out.strides, rounding, BLOCK)
+    strides = (out.stride_r, out.stride_c)
+    codes = encode_blocks(tile, scale_inv_ptr, amax_ptr, first, blocks, strides, rounding, BLOCK)
     if tiling.pair:
         store_half(codes, out.codes, rows, cols, x, HALF, False, tiling.even)
     else:
@@ -135,9 +137,11 @@ def cast_blocks_of_half(
         sum_ptr = sums[0] + HALF * x.C
         part_ptr = sums[1] + HALF * groups * x.C
         finish_column_sum(tl.sum(tile, 0), sum_ptr, part_ptr, counter_ptr, place[0], groups, cols, x.C)
-    cast_scaling(tile, HALF, place, x, first, rounding, tiling.block, tiling)
-    if second is not None:
-        cast_scaling(tile, HALF, place, x, second, second_rounding, tiling.second_block, tiling)
+    BLOCK: tl.constexpr = tiling.block  # Triton 3.6 takes no argument that is a constant's part
+    cast_scaling(tile, HALF, place, x, first, rounding, BLOCK, tiling)
+    if second_rounding is not None:
+        SECOND_BLOCK: tl.constexpr = tiling.second_block
+        cast_scaling(tile, HALF, place, x, second, second_rounding, SECOND_BLOCK, tiling)
 
 
 @triton.jit
@@ -173,8 +177,8 @@ class Second(NamedTuple):
     @property
     def outputs(self) -> BlockOutputs:
         """Where kernels write it; strides as scale_inv lies, seen from what is cast."""
-        strides = self.scale_inv.stride()
-        return BlockOutputs(out_of(self.q, self.t), self.scale_inv, None, strides if self.t is None else strides[::-1])
+        strides = self.scale_inv.stride() if self.t is None else self.scale_inv.stride()[::-1]
+        return BlockOutputs(out_of(self.q, self.t), self.scale_inv, None, *strides)
 
 
 def cast_by_block(
@@ -194,7 +198,7 @@ def cast_by_block(
     shape = scale_shape(given.shape, tile)
     scale_inv, amax = given.float32(shape), given.float32(shape)
     sums = given.sums(column_sum)
-    out = BlockOutputs(out_of(q, t), scale_inv, amax if second is None else None, scale_inv.stride())
+    out = BlockOutputs(out_of(q, t), scale_inv, amax if second is None else None, *scale_inv.stride())
     second_out = None if second is None else second.outputs
     even = given.rows % block_r == 0 and given.cols % block_c == 0
     second_block = None if second is None else (second.tile[0], second.tile[1])

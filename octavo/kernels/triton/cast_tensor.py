@@ -15,13 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.kernels.arguments import Scaling
 from octavo.kernels.triton.delayed_update import Update, roll, roll_others
-from octavo.kernels.triton.given import Given, out_of
+from octavo.kernels.triton.given import Given, kernel_rounding, out_of
 from octavo.kernels.triton.history import scale_exists
 from octavo.kernels.triton.launch import Config, launch, workspace
 from octavo.kernels.triton.produce import produce
 from octavo.kernels.triton.tiles import (
-    Rounding,
     encode,
     finish_column_sum,
     finite_abs,
@@ -57,7 +57,7 @@ def finite_largest(largest, tile, second, tiling: tl.constexpr):
 @triton.jit
 def strip_amax(x, h, first_row, cols, function: tl.constexpr, tiling: tl.constexpr):
     """The amax of a program's tiles, a scalar."""
-    largest = tl.zeros([tiling.block_r, tiling.block_c], tl.float32)
+    largest = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
     for i in range(tiling.tiles):
         rows = first_row + i * tiling.block_r + tl.arange(0, tiling.block_r)
         tile, second = produce(x, h, rows, cols, function, tiling.even)
@@ -79,9 +79,9 @@ def cast_strip(
     tiling: tl.constexpr,
 ):
     """Write the codes of a program's tiles: (their amax, their columns' sums [BLOCK_C], those of the second tiles)."""
-    largest = tl.zeros([tiling.block_r, tiling.block_c], tl.float32)
-    sums = tl.zeros([tiling.block_r, tiling.block_c], tl.float32)
-    second_sums = tl.zeros([tiling.block_r, tiling.block_c], tl.float32)
+    largest = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
+    sums = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
+    second_sums = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
     for i in range(tiling.tiles):
         rows = first_row + i * tiling.block_r + tl.arange(0, tiling.block_r)
         tile, second = produce(x, h, rows, cols, function, tiling.even)
@@ -227,9 +227,7 @@ def amax_of(given: Given, delayed_scale: Tensor | None = None, role: int = 0) ->
 
 def cast_by_tensor(
     given: Given,
-    delayed_scale: Tensor | None,
-    role: int,
-    rounding: Rounding,
+    scaling: Scaling,
     q: Tensor | None,
     t: Tensor | None,
     column_sum: bool,
@@ -238,6 +236,7 @@ def cast_by_tensor(
     own_amax: Tensor | None = None,  # if known
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One scale for all: (scale_inv, amax, column sums)."""
+    delayed_scale, role, rounding = scaling.delayed_scale, scaling.role, kernel_rounding(scaling)
     chosen = given.config("cast" if t is None else "cast_transpose")
     strips, groups, tiling = _tiling(given, chosen)
     if own_amax is None and (delayed_scale is None or not scale_exists(delayed_scale, role)):

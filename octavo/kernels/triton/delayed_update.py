@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.triton.history import committed
-from octavo.kernels.triton.launch import key_of, launch, next_power_of_two, on_its_device
+from octavo.kernels.triton.launch import key_of, launch, next_power_of_two
 from octavo.kernels.triton.tiles import scale_from_amax
 
 
@@ -71,7 +71,6 @@ def update_of(
     return Update(margined, powers_of_two, reduce == "most_recent", length, next_power_of_two(length))
 
 
-@on_its_device
 def delayed_update(
     delayed_scale: Tensor,
     delayed_amax_history: Tensor,

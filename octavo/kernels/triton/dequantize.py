@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.granularity import ALL
-from octavo.kernels.triton.launch import config, key_of, launch, on_its_device
+from octavo.kernels.triton.launch import config, key_of, launch
 from octavo.kernels.triton.tiles import decode, narrow
 
 
@@ -44,7 +44,6 @@ def dequantize_kernel(
     )
 
 
-@on_its_device
 def dequantize(qdata: Tensor, scale_inv: Tensor, tile: Sequence[int], dtype: torch.dtype) -> Tensor:
     """``octavo::dequantize``."""
     rows, cols = qdata.shape

@@ -12,6 +12,7 @@ from torch import Tensor
 from octavo.formats import E5M2, format_of
 from octavo.granularity import ALL
 from octavo.kernels.activations import activation_of, cast_shape
+from octavo.kernels.arguments import Output, Scaling, new_codes, no_codes
 from octavo.kernels.layouts import is_small_block, padded, sums_dtype
 from octavo.kernels.reference.activation import produced
 from octavo.kernels.triton.launch import TABLE, Config, Key, config, key_of
@@ -20,6 +21,11 @@ from octavo.kernels.triton.tiles import Codes, Rounding, Source
 
 _WHOLE = {(ALL, ALL), (1, ALL), (ALL, 1)}
 _ALL = 1 << 30  # a tile of so many rows or columns holds them all
+
+
+def kernel_rounding(scaling: Scaling) -> Rounding:
+    """How the kernels make a scaling's scales and codes."""
+    return rounding_of(scaling.dtype, scaling.power_of_two, scaling.margin)
 
 
 @functools.cache
@@ -106,11 +112,15 @@ class Given(NamedTuple):
 
     def codes(self, dtype: torch.dtype, pad: int, transpose: bool = False) -> Tensor:
         """Where codes go, unwritten."""
-        rows, cols = self.shape[::-1] if transpose else self.shape
-        width = padded(cols, pad)
-        if self.halves == 2 and not transpose and width - self.cols > padded(self.cols, 16):
-            return self.x.new_zeros((rows, width), dtype=dtype)  # no tile of a half may reach the end of the padding
-        return self.x.new_empty((rows, width), dtype=dtype)
+        codes = new_codes(self.x, self.shape, dtype, pad, transpose)
+        if self.halves == 2 and not transpose and codes.shape[1] - self.cols > padded(self.cols, 16):
+            codes.view(torch.uint8).zero_()  # no tile of a half may reach the end of the padding
+        return codes
+
+    def both_codes(self, dtype: torch.dtype, output: Output) -> tuple[Tensor, Tensor]:
+        """The same, and where transposed ones go: [0, 0] where there are none."""
+        laid = self.codes(dtype, output.pad, transpose=True) if output.transpose else no_codes(self.x, dtype)
+        return self.codes(dtype, output.pad), laid
 
     def float32(self, shape: Sequence[int]) -> Tensor:
         """Where scales and the like go, unwritten."""

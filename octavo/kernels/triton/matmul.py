@@ -20,7 +20,7 @@ from torch.nn.functional import ScalingType
 
 from octavo.granularity import ALL, Tile
 from octavo.kernels.reference.matmul import matmul as reference_matmul
-from octavo.kernels.triton.launch import LIBRARY, Config, config, key_of, launch, on_its_device
+from octavo.kernels.triton.launch import LIBRARY, Config, config, key_of, launch
 from octavo.kernels.triton.tiles import decode, narrow
 
 
@@ -158,7 +158,6 @@ _SCALINGS = {
 }
 
 
-@on_its_device
 def matmul(
     a: Tensor,
     a_scale_inv: Tensor,

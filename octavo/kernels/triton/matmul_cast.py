@@ -13,7 +13,6 @@ multiplies, and results without elements, of which there is only a scale to writ
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,13 +20,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.granularity import scale_shape
-from octavo.kernels.layouts import is_small_block, padded
-from octavo.kernels.triton.cast import cast, cast_transpose
+from octavo.kernels.arguments import CastSource, Operands, Output, Scaling, new_both_codes, new_scales
+from octavo.kernels.layouts import is_small_block
+from octavo.kernels.triton.cast import cast
 from octavo.kernels.triton.cast_blocks import encode_blocks
-from octavo.kernels.triton.given import out_of, rounding_of
+from octavo.kernels.triton.given import kernel_rounding, out_of
 from octavo.kernels.triton.history import scale_exists
-from octavo.kernels.triton.launch import config, on_its_device, with_room_for, workspace
+from octavo.kernels.triton.launch import config, with_room_for, workspace
 from octavo.kernels.triton.matmul import (
     first_of_program,
     launch_product,
@@ -122,78 +121,40 @@ def matmul_cast_blocks_kernel(
     store_codes(codes, out, m, n, Shape(a.rows, b.rows), EVEN)
 
 
-@on_its_device
-def matmul_cast(
-    a: Tensor,
-    a_scale_inv: Tensor,
-    a_tile: Sequence[int],
-    b: Tensor,
-    b_scale_inv: Tensor,
-    b_tile: Sequence[int],
-    bias: Tensor | None,
-    fast_accum: bool,
-    delayed_scale: Tensor | None,
-    role: int,
-    dtype: torch.dtype,
-    tile: Sequence[int],
-    power_of_two: bool,
-    margin: int,
-    transpose: bool,
-    pad: int = 1,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def matmul_cast(operands: Operands, fast_accum: bool, scaling: Scaling, output: Output) -> tuple[Tensor, ...]:
     """``octavo::matmul_cast``."""
-    a_tile, b_tile = (a_tile[0], a_tile[1]), (b_tile[0], b_tile[1])
-    operands = a, a_scale_inv, a_tile, b, b_scale_inv, b_tile, bias
+    a, b, tile, delayed_scale = operands.a, operands.b, scaling.tile, scaling.delayed_scale
+    a_tile, b_tile = (operands.a_tile[0], operands.a_tile[1]), (operands.b_tile[0], operands.b_tile[1])
     M, N = shape = a.shape[0], b.shape[0]
-    if not (M * N > 0 and step_along(a_tile, b_tile) > 0 and _is_local(delayed_scale, role, tile)):
-        x = matmul(*operands, torch.float32, fast_accum)
-        return _cast(x, delayed_scale, role, dtype, tile, power_of_two, margin, transpose, pad)
+    if not (M * N > 0 and step_along(a_tile, b_tile) > 0 and _is_local(scaling)):
+        return cast(CastSource(matmul(*operands, torch.float32, fast_accum)), scaling, output)[:4]
     chosen = config("matmul_cast_blocks" if scales_along(a_tile, b_tile) else "matmul_cast", (M * N).bit_length())
     if delayed_scale is None:
         chosen = with_room_for(chosen, tile)
         # with 16 warps Triton doesn't use Blackwell's FP8 tensor cores
         chosen = chosen._replace(num_warps=min(chosen.num_warps, 8))
-    product = product_of(*operands, fast_accum, chosen)
-    q, t = _codes(a, M, N, dtype, pad), _codes(a, N, M, dtype, pad) if transpose else None
-    scales = scale_shape(shape, tile)
-    scale_inv, amax = a.new_empty(scales, dtype=torch.float32), a.new_empty(scales, dtype=torch.float32)
-    outputs = (out := out_of(q, t)), scale_inv, amax
-    widths = out.q_stride, out.t_stride, transpose
-    rounding = rounding_of(dtype, power_of_two, margin)
+    product = product_of(
+        a, operands.a_scale_inv, a_tile, b, operands.b_scale_inv, b_tile, operands.bias, fast_accum, chosen
+    )
+    q, t = new_both_codes(a, shape, scaling.dtype, output)
+    scale_inv, amax = new_scales(a, shape, tile), new_scales(a, shape, tile)
+    outputs = (out := out_of(q, t if output.transpose else None)), scale_inv, amax
+    widths = out.q_stride, out.t_stride, output.transpose
+    rounding = kernel_rounding(scaling)
     even = M % chosen.block_r == 0 and N % chosen.block_c == 0
     if delayed_scale is None:
         blocks = rounding, tuple(tile), even
         options = "matmul_cast_blocks", *blocks, *widths
         launch_product(matmul_cast_blocks_kernel, product, (*outputs, *blocks), options)
     else:
-        shared, one = (delayed_scale, workspace(a, 2)), (role, rounding.e5m2, even)
+        shared, one = (delayed_scale, workspace(a, 2)), (scaling.role, rounding.e5m2, even)
         given = (delayed_scale,)
         launch_product(matmul_cast_kernel, product, (*outputs, *shared, *one), ("matmul_cast", *one, *widths), given)
-    return q, a.new_empty((0, 0), dtype=dtype) if t is None else t, scale_inv, amax
+    return q, t, scale_inv, amax
 
 
-def _is_local(delayed_scale: Tensor | None, role: int, tile: Sequence[int]) -> bool:
+def _is_local(scaling: Scaling) -> bool:
     """Whether a program knows its scales without the others."""
-    return is_small_block(tile) if delayed_scale is None else scale_exists(delayed_scale, role)
-
-
-def _codes(a: Tensor, rows: int, cols: int, dtype: torch.dtype, pad: int) -> Tensor:
-    return a.new_empty((rows, padded(cols, pad)), dtype=dtype)
-
-
-def _cast(
-    x: Tensor,
-    delayed_scale: Tensor | None,
-    role: int,
-    dtype: torch.dtype,
-    tile: Sequence[int],
-    power_of_two: bool,
-    margin: int,
-    transpose: bool,
-    pad: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The second pass."""
-    if transpose:
-        return cast_transpose(x, delayed_scale, role, dtype, tile, power_of_two, margin, pad)[:4]
-    q, scale_inv, amax, _ = cast(x, delayed_scale, role, dtype, tile, power_of_two, margin, pad)
-    return q, x.new_empty((0, 0), dtype=dtype), scale_inv, amax
+    if scaling.delayed_scale is None:
+        return is_small_block(scaling.tile)
+    return scale_exists(scaling.delayed_scale, scaling.role)

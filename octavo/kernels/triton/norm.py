@@ -16,17 +16,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from octavo.granularity import ALL, Tile, scale_shape
-from octavo.kernels.layouts import check_norm, is_small_block
+from octavo.kernels.arguments import NormSource, Output, Scaling, new_statistics
+from octavo.kernels.layouts import is_small_block
 from octavo.kernels.reference.norm import normalise
-from octavo.kernels.triton.cast import cast_by_tile
+from octavo.kernels.triton.cast import cast_by_tile, second_codes, second_of
 from octavo.kernels.triton.cast_blocks import BlockOutputs, BlockTiling, Second, cast_by_block
-from octavo.kernels.triton.given import Given, given_of_norm, out_of, rounding_of
+from octavo.kernels.triton.given import Given, given_of_norm, kernel_rounding, out_of
 from octavo.kernels.triton.history import scale_exists
-from octavo.kernels.triton.launch import Config, config, key_of, launch, next_power_of_two, on_its_device, workspace
+from octavo.kernels.triton.launch import Config, config, key_of, launch, next_power_of_two, workspace
 from octavo.kernels.triton.norm_kernels import NormTiling, norm_blocks_kernel, norm_rows_kernel, norm_tensor_kernel
 from octavo.kernels.triton.produce import Norm
 from octavo.kernels.triton.tiles import Rounding, Source
@@ -37,143 +37,94 @@ _MOST_ROWS = 32  # of a block, for one launch: of 4096 rows the programs of 128 
 class _Call(NamedTuple):
     """What an op is asked to normalise, and where its statistics and y go."""
 
-    x: Tensor
-    gamma: Tensor
-    beta: Tensor | None
-    kind: str
-    eps: float
-    zero_centered: bool
+    source: NormSource
     mean: Tensor
     rstd: Tensor
-    y: Tensor | None
+    y: Tensor
+    keep: bool
+
+    @property
+    def x(self) -> Tensor:
+        """What is normalised."""
+        return self.source.x
 
     @property
     def given(self) -> Given:
         """What a cast that normalises takes, once the statistics are known."""
-        return given_of_norm(self.x, self.mean, self.rstd, self.gamma, self.beta, self.kind, self.zero_centered)
+        x, gamma, beta, kind, _, zero_centered = self.source
+        return given_of_norm(x, self.mean, self.rstd, gamma, beta, kind, zero_centered)
 
     @property
     def results(self) -> tuple[Tensor, Tensor, Tensor]:
         """(mean, rstd, y), as the ops return them."""
-        return self.mean, self.rstd, self.x.new_empty((0, 0)) if self.y is None else self.y
+        return self.mean, self.rstd, self.y
 
     def by_reference(self) -> tuple[_Call, Given]:
         """The same, computed; and what it makes of x, to be cast."""
-        wide, mean, rstd = normalise(*self[:6])
-        y = None if self.y is None else wide.to(self.x.dtype, copy=True)
+        wide, mean, rstd = normalise(*self.source)
+        y = wide.to(self.x.dtype, copy=True) if self.keep else self.y
         return self._replace(mean=mean, rstd=rstd, y=y), Given(wide, *wide.shape)
 
 
-def _call_of(
-    x: Tensor, gamma: Tensor, beta: Tensor | None, kind: str, eps: float, zero_centered: bool, keep: bool
-) -> _Call:
-    check_norm(x, gamma, beta, kind)
+def _call_of(source: NormSource, keep: bool) -> _Call:
+    x, gamma, beta, kind, eps, zero_centered = source
     gamma, beta = gamma.contiguous(), None if beta is None else beta.contiguous()
-    rstd = x.new_empty(x.shape[0], dtype=torch.float32)
-    mean = torch.empty_like(rstd) if kind == "layer_norm" else rstd.new_empty(0)
-    return _Call(x, gamma, beta, kind, float(eps), zero_centered, mean, rstd, x.new_empty(x.shape) if keep else None)
+    source = NormSource(x, gamma, beta, kind, float(eps), zero_centered)
+    return _Call(source, *new_statistics(source, keep), keep)
 
 
-@on_its_device
-def norm_cast(
-    x: Tensor,
-    gamma: Tensor,
-    beta: Tensor | None,
-    kind: str,
-    eps: float,
-    zero_centered: bool,
-    delayed_scale: Tensor | None,
-    role: int,
-    dtype: torch.dtype,
-    tile: Sequence[int],
-    power_of_two: bool,
-    margin: int,
-    transpose: bool,
-    pad: int = 1,
-    keep: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def norm_cast(source: NormSource, scaling: Scaling, output: Output) -> tuple[Tensor, ...]:
     """``octavo::norm_cast``."""
-    call = _call_of(x, gamma, beta, kind, eps, zero_centered, keep)
+    call = _call_of(source, output.keep)
     given = call.given
-    q, t = given.codes(dtype, pad), given.codes(dtype, pad, transpose=True) if transpose else None
-    rounding = rounding_of(dtype, power_of_two, margin)
-    if x.numel() > 0 and given.fits(tile):
-        scale_inv, amax = _cast(call, delayed_scale, role, rounding, tile, q, t)
+    q, t = given.both_codes(scaling.dtype, output)
+    laid = t if output.transpose else None
+    if source.x.numel() > 0 and given.fits(scaling.tile):
+        scale_inv, amax = _cast(call, scaling, q, laid)
     else:
         call, given = call.by_reference()
-        scale_inv, amax, _ = cast_by_tile(given, delayed_scale, role, rounding, tile, q, t, False)
-    return q, x.new_empty((0, 0), dtype=dtype) if t is None else t, scale_inv, amax, *call.results
+        scale_inv, amax, _ = cast_by_tile(given, scaling, q, laid, False)
+    return q, t, scale_inv, amax, *call.results
 
 
-@on_its_device
-def norm_cast_two_scalings(
-    x: Tensor,
-    gamma: Tensor,
-    beta: Tensor | None,
-    kind: str,
-    eps: float,
-    zero_centered: bool,
-    dtype: torch.dtype,
-    tile: Sequence[int],
-    power_of_two: bool,
-    margin: int,
-    second_dtype: torch.dtype,
-    second_tile: Sequence[int],
-    second_power_of_two: bool,
-    second_margin: int,
-    transpose_second: bool,
-    pad: int = 1,
-    keep: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def norm_cast_two_scalings(source: NormSource, first: Scaling, second: Scaling, output: Output) -> tuple[Tensor, ...]:
     """``octavo::norm_cast_two_scalings``."""
-    call = _call_of(x, gamma, beta, kind, eps, zero_centered, keep)
+    call = _call_of(source, output.keep)
     given = call.given
-    q, other = given.codes(dtype, pad), given.codes(second_dtype, pad, transpose_second)
-    second_q, second_t = (None, other) if transpose_second else (other, None)
-    first = rounding_of(dtype, power_of_two, margin)
-    second = rounding_of(second_dtype, second_power_of_two, second_margin)
-    fits = x.numel() > 0 and given.fits(tile) and given.fits(second_tile)
-    if fits and is_small_block(tile) and is_small_block(second_tile):
-        shape = scale_shape(x.shape, second_tile)
-        second_scale_inv = given.float32(shape[::-1] if transpose_second else shape)
-        scale_inv = _cast_two_blocks(
-            call, first, tile, q, Second(second, second_tile, second_q, second_t, second_scale_inv)
-        )
-        return q, scale_inv, other, second_scale_inv, *call.results
+    q, other = second_codes(given, first, second, output)
+    second_q, second_t = (None, other) if output.transpose else (other, None)
+    fits = source.x.numel() > 0 and given.fits(first.tile) and given.fits(second.tile)
+    if fits and is_small_block(first.tile) and is_small_block(second.tile):
+        outputs = second_of(given, second, other, output)
+        return q, _cast_two_blocks(call, first, q, outputs), other, outputs.scale_inv, *call.results
     if fits:
-        scale_inv, _ = _cast(call, None, 0, first, tile, q, None)
+        scale_inv, _ = _cast(call, first, q, None)
     else:
         call, given = call.by_reference()
-        scale_inv, *_ = cast_by_tile(given, None, 0, first, tile, q, None, False)
-    second_scale_inv, *_ = cast_by_tile(given, None, 0, second, second_tile, second_q, second_t, False)
-    if transpose_second:
+        scale_inv, *_ = cast_by_tile(given, first, q, None, False)
+    second_scale_inv, *_ = cast_by_tile(given, second, second_q, second_t, False)
+    if output.transpose:
         second_scale_inv = second_scale_inv.t().contiguous()  # nothing to move for a row or a column
     return q, scale_inv, other, second_scale_inv, *call.results
 
 
-def _cast(
-    call: _Call,
-    delayed_scale: Tensor | None,
-    role: int,
-    rounding: Rounding,
-    tile: Sequence[int],
-    q: Tensor,
-    t: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def _cast(call: _Call, scaling: Scaling, q: Tensor, t: Tensor | None) -> tuple[Tensor, Tensor]:
     """Statistics, y, and one scaling into q and t: (scale_inv, amax)."""
+    tile, delayed_scale = scaling.tile, scaling.delayed_scale
     of_tensor = tile[0] == ALL and tile[1] == ALL
-    if of_tensor and delayed_scale is not None and scale_exists(delayed_scale, role):
-        return _cast_tensor(call, delayed_scale, role, rounding, q, t)
+    if of_tensor and delayed_scale is not None and scale_exists(delayed_scale, scaling.role):
+        return _cast_tensor(call, delayed_scale, scaling.role, kernel_rounding(scaling), q, t)
     if tile[0] == 1 and tile[1] == ALL:
-        return _cast_rows(call, rounding, q, t)
+        return _cast_rows(call, kernel_rounding(scaling), q, t)
     if is_small_block(tile) and tile[0] <= _MOST_ROWS:
-        return _cast_blocks(call, rounding, tile, q, t)
+        return _cast_blocks(call, kernel_rounding(scaling), tile, q, t)
     own_amax = _find_statistics(call, of_tensor)
-    return cast_by_tile(call.given, delayed_scale, role, rounding, tile, q, t, False, own_amax)[:2]
+    return cast_by_tile(call.given, scaling, q, t, False, own_amax)[:2]
 
 
-def _cast_two_blocks(call: _Call, rounding: Rounding, tile: Sequence[int], q: Tensor, second: Second) -> Tensor:
+def _cast_two_blocks(call: _Call, first: Scaling, q: Tensor, second: Second) -> Tensor:
     """The same in two scalings of small blocks: the first's scale_inv."""
+    rounding, tile = kernel_rounding(first), first.tile
     if max(tile[0], second.tile[0]) <= _MOST_ROWS:
         return _cast_blocks(call, rounding, tile, q, None, second)[0]
     _find_statistics(call, False)
@@ -214,7 +165,7 @@ def _cast_blocks(
 ) -> tuple[Tensor, Tensor]:
     shape = scale_shape(call.x.shape, tile)
     scale_inv, amax = call.rstd.new_empty(shape), call.rstd.new_empty(shape)
-    out = BlockOutputs(out_of(q, t), scale_inv, amax if second is None else None, scale_inv.stride())
+    out = BlockOutputs(out_of(q, t), scale_inv, amax if second is None else None, *scale_inv.stride())
     second_out = second_rounding = second_block = None
     options: tuple[Any, ...] = ("norm_blocks", rounding, out.codes.q_stride, out.codes.t_stride, t is None)
     if second is not None:
@@ -253,7 +204,7 @@ def _launch(
         options: what ``key_of`` is to know of these.
         delayed_scale: the one that they hold.
     """
-    x, gamma, beta, kind, eps, zero_centered, mean, rstd, y = call
+    (x, gamma, beta, kind, eps, zero_centered), mean, rstd, y, keep = call
     rows, cols = x.shape
     chosen = config(name, (rows * cols).bit_length())
     block_r, block_c, tiles, num_warps = _tile(chosen, cols, [block for block in blocks or () if block is not None])
@@ -263,10 +214,10 @@ def _launch(
     tiling = NormTiling(even, one_tile, tiles, block_r, block_c, 16 // x.element_size())
     if blocks is not None:
         constants = *constants, BlockTiling(even, block_r, block_c, *blocks)
-    given = gamma.dtype, None if beta is None else beta.dtype, kind, zero_centered, y is None
+    given = gamma.dtype, None if beta is None else beta.dtype, kind, zero_centered, keep
     key = key_of(x, (gamma, beta, delayed_scale), *options, *given, blocks, tiling, num_warps)
     norm = Norm(mean if kind == "layer_norm" else None, rstd, gamma, beta)
-    first = Source(x, rows, cols, *x.stride()), norm, y, eps
+    first = Source(x, rows, cols, *x.stride()), norm, y if keep else None, eps
     launch(kernel, -(-rows // height), (*first, *arguments, zero_centered, *constants, tiling), num_warps, key)
 
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.layouts import check_norm
-from octavo.kernels.triton.launch import Config, config, key_of, launch, next_power_of_two, on_its_device, with_room_for
+from octavo.kernels.triton.launch import Config, config, key_of, launch, next_power_of_two, with_room_for
 from octavo.kernels.triton.norm_kernels import NormTiling, fold_sum, store_y, vector
 from octavo.kernels.triton.produce import Norm, factor
 from octavo.kernels.triton.tiles import Source, load_tile, narrow
@@ -59,8 +59,8 @@ def norm_backward_kernel(
     programs = tl.num_programs(0)
     cols = tl.arange(0, tiling.block_c)
     count = tl.full([tiling.block_r], x.C, tl.float32)
-    dgamma = tl.zeros([tiling.block_r, tiling.block_c], tl.float32)
-    dbeta = tl.zeros([tiling.block_r, tiling.block_c], tl.float32)
+    dgamma = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
+    dbeta = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
     for first in range(tl.program_id(0) * tiling.block_r, x.R, programs * tiling.block_r):
         rows = first + tl.arange(0, tiling.block_r)
         gradient, n, w, rstd = normalised_rows(dy, x, norm, rows, cols, ZERO_CENTERED, tiling.even)
@@ -68,7 +68,7 @@ def norm_backward_kernel(
         if WITH_BETA:
             dbeta += gradient
         mean_wn = tl.math.div_rn(tl.sum(w * n, 1), count)
-        mean_w = tl.zeros([tiling.block_r], tl.float32)
+        mean_w = tl.full([tiling.block_r], 0.0, tl.float32)
         if norm.mean is not None:
             mean_w = tl.math.div_rn(tl.sum(w, 1), count)
         store_dx(w, n, mean_wn, mean_w, rstd, residual, dx_ptr, x, rows, cols, tiling.even)
@@ -95,8 +95,8 @@ def norm_backward_long_kernel(
     count = tl.full([tiling.block_r], x.C, tl.float32)
     for first in range(program * tiling.block_r, x.R, programs * tiling.block_r):
         rows = first + tl.arange(0, tiling.block_r)
-        sums_wn = tl.zeros([tiling.block_r, tiling.block_c // tiling.fold], tl.float32)
-        sums_w = tl.zeros([tiling.block_r, tiling.block_c // tiling.fold], tl.float32)
+        sums_wn = tl.full([tiling.block_r, tiling.block_c // tiling.fold], 0.0, tl.float32)
+        sums_w = tl.full([tiling.block_r, tiling.block_c // tiling.fold], 0.0, tl.float32)
         for start in range(0, x.C, tiling.block_c):
             cols = start + tl.arange(0, tiling.block_c)
             _, n, w, _ = normalised_rows(dy, x, norm, rows, cols, ZERO_CENTERED, tiling.even)
@@ -149,7 +149,6 @@ def norm_backward_sum_kernel(
         tl.store(dbeta_ptr + cols, result, mask=cols < parts.C)
 
 
-@on_its_device
 def norm_backward(
     dy: Tensor,
     x: Tensor,

@@ -50,7 +50,7 @@ def row_statistics(x, norm, rows, eps, tiling: tl.constexpr):
     cols = tl.arange(0, tiling.block_c)
     first = load_tile(x, rows, cols, tiling.even)
     count = tl.full([tiling.block_r], x.C, tl.float32)
-    mean = tl.zeros([tiling.block_r], tl.float32)
+    mean = tl.full([tiling.block_r], 0.0, tl.float32)
     centred = first
     if norm.mean is not None:
         if tiling.one_tile:
@@ -157,7 +157,7 @@ def finish_rows(
     end = x.C
     if tiling.one_tile:
         end = tiling.block_c
-    largest = tl.zeros([tiling.block_r, tiling.block_c // tiling.fold], tl.float32)
+    largest = tl.full([tiling.block_r, tiling.block_c // tiling.fold], 0.0, tl.float32)
     for start in range(0, end, tiling.block_c):
         cols = start + tl.arange(0, tiling.block_c)
         tile = first
@@ -275,6 +275,8 @@ def norm_blocks_kernel(
         tile = normalised(tile, x, norm, mean, rstd, rows, cols, ZERO_CENTERED, tiling.even)
         store_y(tile, y_ptr, x, rows, cols, tiling.even)
         place = (group, start // tiling.block_c)
-        cast_scaling(tile, 0, place, x, first_out, rounding, blocks.block, blocks)
-        if second_out is not None:
-            cast_scaling(tile, 0, place, x, second_out, second_rounding, blocks.second_block, blocks)
+        BLOCK: tl.constexpr = blocks.block
+        cast_scaling(tile, 0, place, x, first_out, rounding, BLOCK, blocks)
+        if second_rounding is not None:
+            SECOND_BLOCK: tl.constexpr = blocks.second_block
+            cast_scaling(tile, 0, place, x, second_out, second_rounding, SECOND_BLOCK, blocks)

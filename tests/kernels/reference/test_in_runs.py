@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.reference import in_runs, tiles
-from octavo.kernels.reference.in_runs import Scaling, cast_in_runs, cast_values
+from octavo.kernels.reference.in_runs import KnownScaling, cast_in_runs, cast_values
 from tests.support import definitions
 from tests.support.combinations import each_pair
 from tests.support.definitions import GRANULARITIES, same_bits
@@ -36,7 +36,7 @@ def given(shape: tuple[int, int]) -> Tensor:
     return torch.randn(shape) * torch.logspace(-1, 2, rows)[:, None] * torch.logspace(1, -2, cols)
 
 
-def check(y: Tensor, scaling: Scaling, found: tuple[Tensor, Tensor, Tensor]) -> None:
+def check(y: Tensor, scaling: KnownScaling, found: tuple[Tensor, Tensor, Tensor]) -> None:
     codes, scale_inv, amax = found
     dtype, tile, power_of_two, margin, scale = scaling
     expected = definitions.cast(y, dtype, tile, power_of_two, margin, scale)
@@ -63,9 +63,9 @@ def test_by_the_definition(monkeypatch: pytest.MonkeyPatch, case: dict[str, Any]
     y = given(case["shape"])
     if case["fault"] is not None and y.numel():
         y[len(y) // 2, 0] = case["fault"]
-    scalings = [Scaling(case["dtype"], case["tile"], case["power_of_two"], case["margin"])]
+    scalings = [KnownScaling(case["dtype"], case["tile"], case["power_of_two"], case["margin"])]
     if case["second"] is not None:
-        scalings.append(Scaling(FORMATS[case["dtype"] == E4M3], case["second"], not case["power_of_two"], 0))
+        scalings.append(KnownScaling(FORMATS[case["dtype"] == E4M3], case["second"], not case["power_of_two"], 0))
     make = Made(y)
     found, sums = cast_in_runs(make, tuple(y.shape), case["unit"], scalings, True)
     for scaling, pair in zip(scalings, found, strict=True):
@@ -85,7 +85,7 @@ def test_by_the_definition(monkeypatch: pytest.MonkeyPatch, case: dict[str, Any]
 @pytest.mark.parametrize("scale", [0.25, 2.0**20])
 def test_a_delayed_scale_takes_one_pass_and_clips(monkeypatch: pytest.MonkeyPatch, scale: float, run: int) -> None:
     monkeypatch.setattr(tiles, "RUN", run)
-    scaling = Scaling(E4M3, ALL, False, 0, scale)
+    scaling = KnownScaling(E4M3, ALL, False, 0, scale)
     for y in (given((150, 40)), given((150, 40)).flip(0)):  # the largest in the last run, and in the first
         make = Made(y)
         (found,), sums = cast_in_runs(make, (150, 40), 1, [scaling], False)
@@ -104,8 +104,8 @@ def test_faults_in_some_run(monkeypatch: pytest.MonkeyPatch, fmt: torch.dtype, k
         for row in (0, 70, 149):
             y = given((150, 40))
             y[row, :3] = torch.tensor([math.nan, math.inf, -math.inf])
-            (found,), _ = cast_in_runs(Made(y), (150, 40), 1, [Scaling(fmt, tile, False, 0)], False)
-            check(y, Scaling(fmt, tile, False, 0), found)
+            (found,), _ = cast_in_runs(Made(y), (150, 40), 1, [KnownScaling(fmt, tile, False, 0)], False)
+            check(y, KnownScaling(fmt, tile, False, 0), found)
 
 
 def test_zeros_and_the_largest_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,22 +114,22 @@ def test_zeros_and_the_largest_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
         for y in (torch.zeros(40, 50), torch.full((40, 50), definitions.FLOAT32_MAX), torch.full((40, 50), 1e-44)):
             y[:20] = 0.0
             for tile in TILES:
-                (found,), _ = cast_in_runs(Made(y), (40, 50), 1, [Scaling(E4M3, tile, False, 0)], False)
-                check(y, Scaling(E4M3, tile, False, 0), found)
+                (found,), _ = cast_in_runs(Made(y), (40, 50), 1, [KnownScaling(E4M3, tile, False, 0)], False)
+                check(y, KnownScaling(E4M3, tile, False, 0), found)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_values_of_any_dtype(dtype: torch.dtype) -> None:
     y = given((33, 20)).to(dtype)
     for tile in TILES:
-        check(y, Scaling(E5M2, tile, True, 0), cast_values(y, Scaling(E5M2, tile, True, 0)))
-    check(y, Scaling(E4M3, ALL, True, 0, 0.5), cast_values(y, Scaling(E4M3, ALL, True, 0, 0.5)))
+        check(y, KnownScaling(E5M2, tile, True, 0), cast_values(y, KnownScaling(E5M2, tile, True, 0)))
+    check(y, KnownScaling(E4M3, ALL, True, 0, 0.5), cast_values(y, KnownScaling(E4M3, ALL, True, 0, 0.5)))
 
 
 def test_no_run_holds_more_than_its_rows() -> None:
     shape = 4 * tiles.RUN // 256 + 3, 256
     make = Made(torch.ones(shape))
-    cast_in_runs(make, shape, 1, [Scaling(E4M3, (1, 128), False, 0)], False)
+    cast_in_runs(make, shape, 1, [KnownScaling(E4M3, (1, 128), False, 0)], False)
     assert [rows.stop - rows.start for rows in make.asked] == [tiles.RUN // 256] * 4 + [3]
 
 
@@ -143,7 +143,7 @@ def test_few_elements_and_many_are_cast_alike(
     faulty[3, 4], faulty[5, 6] = math.nan, -math.inf
     for x, scale in itertools.product([y, y.t(), y[:, ::3], y * 0, y * 1e-30, faulty, y[:1, :1]], [0.0, 0.25, 2.0**20]):
         for power_of_two, margin in [(False, 0), (True, 2)]:
-            scaling = Scaling(fmt, ALL, power_of_two, margin, scale)
+            scaling = KnownScaling(fmt, ALL, power_of_two, margin, scale)
             monkeypatch.setattr(in_runs, "_FEW", 4096)
             few = cast_values(x, scaling)
             monkeypatch.setattr(in_runs, "_FEW", 0)

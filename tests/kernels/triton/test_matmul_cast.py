@@ -158,7 +158,7 @@ def launched(kernels: TritonKernels, *args: Any) -> str:
     with (
         mock.patch.object(module, "launch_product") as launch_product,
         mock.patch.object(module, "matmul") as matmul,
-        mock.patch.object(module, "_cast", return_value=()),
+        mock.patch.object(module, "cast", return_value=()),
     ):
         kernels.matmul_cast(*to(kernels.device, args[:6]), *args[6:])
     if launch_product.called:
