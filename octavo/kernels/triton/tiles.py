@@ -93,7 +93,7 @@ def encode(x, scale, E5M2: tl.constexpr):
         codes = tl.where(is_inf, tl.where(x < 0, 0xFC, 0x7C).to(tl.uint8), codes)
         result = codes.to(tl.float8e5, bitcast=True)
     else:
-        result = encode_finite(x, tl.where(is_inf, float("nan"), scale), E5M2)
+        result = encode_finite(tl.where(is_inf, float("nan"), x), scale, E5M2)
     return result
 
 
