@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+
+class _Known:
+    """What is known of a parameter: the last step of an optimizer that owns it, its version then, writes by hand."""
+
+    def __init__(self, step: int, version: int) -> None:
+        self.step, self.version, self.by_hand = step, version, 0
 
 
 class _OptimizerSteps:
@@ -17,12 +26,13 @@ class _OptimizerSteps:
     def __init__(self) -> None:
         self.count = 0
         self._watching = False
-        self._of: dict[int, int] = {}  # by id: weak references to parameters would keep torch from swapping them
+        self._known: dict[int, _Known] = {}  # by id: weak references to parameters would keep torch from swapping them
 
     def watch(self) -> None:
         """Start counting; more calls change nothing."""
         if not self._watching:
-            register_optimizer_step_post_hook(self._stepped)
+            register_optimizer_step_pre_hook(self._before_step)
+            register_optimizer_step_post_hook(self._after_step)
             self._watching = True
 
     def of(self, parameter: Tensor) -> int:
@@ -30,15 +40,48 @@ class _OptimizerSteps:
 
         Ranks see it change together, though the numbers may differ.
         """
-        return self._of.setdefault(id(parameter), self.count)
+        return self._of(parameter).step
 
-    def _stepped(self, optimizer: Any, *args: Any) -> None:
+    def by_hand(self, parameter: Tensor) -> int:
+        """What changes when anything but an optimizer that owns this parameter writes it in place."""
+        known, version = self._of(parameter), version_of(parameter)
+        if known.version != version:
+            known.version, known.by_hand = version, known.by_hand + 1
+        return known.by_hand
+
+    @contextmanager
+    def writing(self, parameters: Iterable[Tensor]) -> Iterator[None]:
+        """Around writes of an optimizer to parameters that it owns, outside of its ``step``."""
+        watched = [parameter for parameter in parameters if id(parameter) in self._known]
+        for parameter in watched:
+            self.by_hand(parameter)
+        yield
+        for parameter in watched:
+            self._of(parameter).version = version_of(parameter)
+
+    def _of(self, parameter: Tensor) -> _Known:
+        if (known := self._known.get(id(parameter))) is None:
+            known = self._known[id(parameter)] = _Known(self.count, version_of(parameter))
+        return known
+
+    def _watched(self, optimizer: Any) -> Iterator[Tensor]:
+        groups = optimizer.param_groups if self._known else ()
+        return (parameter for group in groups for parameter in group["params"] if id(parameter) in self._known)
+
+    def _before_step(self, optimizer: Any, *args: Any) -> None:
+        for parameter in self._watched(optimizer):
+            self.by_hand(parameter)
+
+    def _after_step(self, optimizer: Any, *args: Any) -> None:
         self.count += 1
-        if self._of:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    if id(parameter) in self._of:
-                        self._of[id(parameter)] = self.count
+        for parameter in self._watched(optimizer):
+            known = self._of(parameter)
+            known.step, known.version = self.count, version_of(parameter)
+
+
+def version_of(tensor: Tensor) -> int:
+    """What an in-place write moves; inference tensors have none."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 OPTIMIZER_STEPS = _OptimizerSteps()

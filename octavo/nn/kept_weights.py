@@ -12,8 +12,8 @@ from octavo.autograd.casts import WEIGHT, Operands
 from octavo.granularity import ALL, scale_shape
 from octavo.kernels.layouts import contraction_multiple, is_small_block, needs_transposed_codes, padded
 from octavo.nn.linear import Linear
-from octavo.nn.weight_cache import version_of
 from octavo.scaling.recipe import Cast, Delayed, Recipe
+from octavo.step_count import version_of
 
 
 class _Kept(NamedTuple):

@@ -18,9 +18,10 @@ from octavo.kernels.emulation import warn_once_if_emulated
 from octavo.nn.gather import Gather
 from octavo.nn.stored_weight_files import load_stored, save_stored
 from octavo.nn.stored_weights import check_recipe, stored_operands, why_unreadable, widened
-from octavo.nn.weight_cache import WeightCache, version_of
+from octavo.nn.weight_cache import WeightCache
 from octavo.scaling.delayed import ASIDE, BUFFERS, LOADED, drop_delayed_state, register_delayed_state
 from octavo.scaling.recipe import Recipe
+from octavo.step_count import version_of
 from octavo.tensor.parameters import put_into
 from octavo.tensor.sharded_weight import GatheredWeight, attach, on_this_rank, plain
 from octavo.tensor.stored_weight import StoredWeight, local_stored

@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from octavo.autograd.casts import WEIGHT, Operands, State, cast_role
 from octavo.scaling.recipe import Recipe
-from octavo.step_count import OPTIMIZER_STEPS
+from octavo.step_count import OPTIMIZER_STEPS, version_of
 
 
 class WeightCache:
@@ -39,7 +39,9 @@ class WeightCache:
         self._storage: StorageWeakRef | None = None
         self._key: tuple[Any, ...] = ()
         self._kept: tuple[Recipe, Operands, Tensor, tuple[Any, ...] | None] | None = None
-        self._scaled_for: tuple[int, StorageWeakRef, int, Any] | None = None  # the weight that a delayed scale is for
+        self._scaled_for: tuple[int, StorageWeakRef, int, Any, int] | None = (
+            None  # the weight that a delayed scale is for
+        )
         self.replaced = False  # whether the layer was given another parameter since, perhaps at the same address
 
     def keep(self, recipe: Recipe, operands: Operands, weight: Tensor, captured: bool) -> None:
@@ -74,11 +76,11 @@ class WeightCache:
             version: what moves when it is written.
         """
         before, replaced, self.replaced = self._scaled_for, self.replaced, False
-        storage, step = local.untyped_storage(), OPTIMIZER_STEPS.of(weight)
-        self._scaled_for = id(weight), StorageWeakRef(storage), step, version
+        storage, step, by_hand = local.untyped_storage(), OPTIMIZER_STEPS.of(weight), OPTIMIZER_STEPS.by_hand(weight)
+        self._scaled_for = id(weight), StorageWeakRef(storage), step, version, by_hand
         if before is None:
             return False
-        if replaced or before[0] != id(weight):
+        if replaced or before[0] != id(weight) or before[4] != by_hand:
             return True
         return before[2] == step and (before[1].cdata != storage._cdata or before[3] != version)
 
@@ -147,11 +149,6 @@ class WeightCache:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return WeightCache, ()
-
-
-def version_of(weight: Tensor) -> int:
-    """What an in-place write moves; inference tensors have none."""
-    return -1 if weight.is_inference() else weight._version
 
 
 def invalidate(model: nn.Module) -> None:

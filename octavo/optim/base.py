@@ -27,6 +27,7 @@ from octavo.optim.masters import master_of
 from octavo.optim.moment import Moment
 from octavo.optim.resolution import Resolution
 from octavo.optim.weight_state import Settings, for_kernel, new_state
+from octavo.step_count import OPTIMIZER_STEPS
 from octavo.tensor.stored_gradient import StoredGradient
 from octavo.tensor.stored_weight import StoredWeight, local_stored
 
@@ -192,9 +193,10 @@ class CompactOptimizer(Optimizer):
             params: of this optimizer.
             grad_scale: one number that gradients are divided by.
         """
-        with torch.no_grad():
+        params = list(params)
+        with torch.no_grad(), OPTIMIZER_STEPS.writing(params):
             self.begin_step()
-            self._run(list(params), None, grad_scale)
+            self._run(params, None, grad_scale)
 
     @torch.no_grad()
     def begin_step(self) -> None:
@@ -385,9 +387,8 @@ class CompactOptimizer(Optimizer):
         for param in found:
             if (stored := local_stored(param)) is not None:
                 stored.rest = None
-        for part in (self.resolution, self.in_backward):
-            if part is not None:
-                part.restart()
+        for beside in filter(None, (self.resolution, self.in_backward)):
+            beside.restart()
         if converted:
             warnings.warn(loading.said(described, self.moments, self.master, converted), stacklevel=2)
         for after in self._optimizer_load_state_dict_post_hooks.values():

@@ -131,6 +131,7 @@ class Subject:
         self.written = self.stepped = False  # since then, by hand and by its optimizer
         self.disturbed = False  # since its last forward
         self.replaced = False  # since then; the new one may be an optimizer's too
+        self.swapped = False  # since then, its storage, as some optimizers do
 
     def wrote(self) -> None:
         """The weight was written in place."""
@@ -193,18 +194,23 @@ class Subject:
         self.disturbed = False
         delayed, training = self.layer.recipe.delayed is not None and not self.stored, self.layer.training
         if delayed and training and own:
-            if self.known and (self.replaced or (self.written and not self.stepped)):
+            if self.known and (self.replaced or self.written or (self.swapped and not self.stepped)):
                 for part in self.state:
                     part[WEIGHT] = 0
-            self.known, self.written, self.stepped, self.replaced = True, False, False, False
+            self.known = True
+            self.written = self.stepped = self.replaced = self.swapped = False
         shared = self.parameter("weight").grad is not None or not self.parameter("weight").requires_grad
         first = not (training and own and shared and self.step_scale is not None)
         twin, now = self.twin(weight), float(self.state[0][WEIGHT])
+        used = now
         if not first:
             assert self.step_scale is not None
-            self.state[0][WEIGHT] = self.step_scale
+            used = self.step_scale
         elif training and own and keep:
             self.step_scale = now
+        if delayed and self.mesh is not None and self.layer.gather.way.kind == IN_FP8:
+            used = 0.0 if used * float(weight.abs().max()) > 2 * 448 else used  # far beyond what it was
+        self.state[0][WEIGHT] = used
         given, twin_x = (t.detach().clone().requires_grad_(keep) for t in (x, x))
         twin_y = twin(twin_x)
         self.state[0][WEIGHT] = now
@@ -291,7 +297,7 @@ class Subject:
         parameter = self.parameter()
         if replace:
             parameter.data = parameter.data * factor
-            self.wrote()
+            self.step_scale, self.swapped = None, True
             return
         parameter.data.mul_(factor)
         if self.mesh is None:
@@ -361,8 +367,8 @@ class Subject:
 
     def parametrize(self) -> None:
         """A forward and backward while the weight is computed from the parameter."""
-        if self.mesh is not None or self.stored:
-            return
+        if self.mesh is not None or self.stored or self.layer.recipe.delayed is not None:
+            return  # under delayed scaling it counts as a write: torch sets the parameter to itself
         in_flight, self.in_flight = self.in_flight, []
         own = self.parameter()
         parametrize.register_parametrization(self.layer, "weight", Twice())
