@@ -97,22 +97,33 @@ class Variant:
         seconds = dict.fromkeys(PARTS, 0.0)
         if self.precompute is not None:
             seconds["once"] = timed(self.precompute)
-        for phase in ("forward", "backward"):
-            for index, parameter in enumerate(self.parameters):
-                taken = timed(lambda parameter=parameter: parameter.all_gather_inputs)
-                refreshes = self.octavo and phase == "forward" and index == 0
-                seconds["once" if refreshes else f"{phase}_pre"] += taken
-                parameter.alloc_all_gather_outputs()
-                seconds[f"{phase}_post"] += timed(parameter.init_unsharded_param)
-                parameter.free_unsharded_param()
+        self.gather("forward", seconds)
+        in_backward(lambda: self.gather("backward", seconds))  # where octavo sends what forward cast
         seconds["attributes"] = timed(self.set_attributes)
         return seconds
+
+    def gather(self, phase: str, seconds: dict[str, float]) -> None:
+        """Both hooks of every weight, timed."""
+        for index, parameter in enumerate(self.parameters):
+            taken = timed(lambda parameter=parameter: parameter.all_gather_inputs)
+            refreshes = self.octavo and phase == "forward" and index == 0
+            seconds["once" if refreshes else f"{phase}_pre"] += taken
+            parameter.alloc_all_gather_outputs()
+            seconds[f"{phase}_post"] += timed(parameter.init_unsharded_param)
+            parameter.free_unsharded_param()
 
     def set_attributes(self) -> None:
         """Put all weights on their modules and back, twice."""
         for parameter in self.parameters * 2:
             parameter._setattr_on_modules(parameter._unsharded_param)
             parameter._setattr_on_modules(parameter.sharded_param)
+
+
+def in_backward(call: Callable[[], None]) -> None:
+    """Call something from within a backward pass, as FSDP2 does."""
+    x = torch.zeros(1, requires_grad=True)
+    x.register_hook(lambda gradient: call())
+    x.sum().backward()
 
 
 def timed(call: Callable[[], object]) -> float:

@@ -33,7 +33,7 @@ PRIVATE = (
     "FSDPState._fsdp_param_groups (torch 2.13), _fsdp_param_group (2.11)",
     "FSDPParam.sharded_param, .reset_sharded_param, ._module_info, ._sharded_local_tensor, .all_gather_outputs",
     "FSDPParam._unsharded_param, ._unsharded_inner_tensors, ._sharded_param_data",
-    "torch.autograd._unsafe_preserve_version_counter",
+    "torch.autograd._unsafe_preserve_version_counter, torch._C._current_graph_task_id",
 )
 TESTED = "torch 2.11 and 2.13"
 
