@@ -1,13 +1,13 @@
 """How a converted module's weight is gathered under FSDP2 (fully_shard): what is sent, and what is made of it.
 
 in FP8      the shard is cast, codes are sent: half of bf16's bytes. Per tensor the scale is that of the whole
-weight: one collective finds the amax of all weights of the model together (nn/gather_group.py). Blocks
-of which each lies on one rank need none; their scales are sent beside the codes.
+            weight: one collective finds the amax of all weights of the model together (nn/gather_group.py).
+            Blocks of which each lies on one rank need none; their scales are sent beside the codes.
 cast after  the shard is sent in the parameter's dtype (or the mixed-precision policy's), and cast once an unshard:
-recipes whose two layouts are scaled differently (rows, 1 x 32), where codes would be sent twice.
+            recipes whose two layouts are scaled differently (rows, 1 x 32), where codes would be sent twice.
 as it is    a weight that a product reads in high precision, or that another kind of module shares.
 as stored   a weight that lives in FP8: its codes as they are, and the scales of blocks. Per tensor every rank has
-the whole weight's scale already (octavo.optim keeps it so), so that no other collective runs.
+            the whole weight's scale already (octavo.optim keeps it so), so that no other collective runs.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Reader(Protocol):
     delayed_scale: Tensor | None
     delayed_amax_history: Tensor | None
 
-    def notice_writes(self, weight: Tensor, local: Tensor, version: Any) -> None:
+    def notice_writes(self, weight: Tensor, local: Tensor) -> None:
         """See RecipeModule."""
 
 
@@ -188,7 +188,7 @@ class Gather:
             return
         self._seen, self.casts[0] = key, self.casts[0] + 1
         if reader.recipe.delayed is not None:
-            reader.notice_writes(self.parameter, local_shard(self.parameter), key[1:3])
+            reader.notice_writes(self.parameter, local_shard(self.parameter))
             assert reader.delayed_scale is not None
             self.delayed_scale = self._step_scale = reader.delayed_scale.clone()
 

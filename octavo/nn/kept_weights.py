@@ -13,7 +13,6 @@ from octavo.granularity import ALL, scale_shape
 from octavo.kernels.layouts import contraction_multiple, is_small_block, needs_transposed_codes, padded
 from octavo.nn.linear import Linear
 from octavo.scaling.recipe import Cast, Delayed, Recipe
-from octavo.step_count import version_of
 
 
 class _Kept(NamedTuple):
@@ -101,7 +100,7 @@ class KeptWeights:
             captured = group[0].layer.weight.is_cuda and torch.cuda.is_current_stream_capturing()
             known = skip is None and not captured and not torch.compiler.is_compiling()  # that this cast will happen
             for kept in group if delayed and known else ():
-                kept.layer.notice_writes(kept.layer.weight, kept.layer.weight, version_of(kept.layer.weight))
+                kept.layer.notice_writes(kept.layer.weight, kept.layer.weight)
             kernels.multi_tensor_cast(
                 [kept.layer.weight.detach() for kept in group],
                 [kept.qdata for kept in group],

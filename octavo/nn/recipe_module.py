@@ -21,7 +21,6 @@ from octavo.nn.stored_weights import check_recipe, stored_operands, why_unreadab
 from octavo.nn.weight_cache import WeightCache
 from octavo.scaling.delayed import ASIDE, BUFFERS, LOADED, drop_delayed_state, register_delayed_state
 from octavo.scaling.recipe import Recipe
-from octavo.step_count import version_of
 from octavo.tensor.parameters import put_into
 from octavo.tensor.sharded_weight import GatheredWeight, attach, on_this_rank, plain
 from octavo.tensor.stored_weight import StoredWeight, local_stored
@@ -126,15 +125,15 @@ class RecipeModule(nn.Module):
         """FSDP2's hook asks here what to send of the weight; see nn/gather.py."""
         return self.gather.before(shard, mesh, outer_size, mp_policy)
 
-    def notice_writes(self, weight: Tensor, local: Tensor, version: Any) -> None:
+    def notice_writes(self, weight: Tensor, local: Tensor) -> None:
         """Before a forward in training: forget the weight's history if anything but its optimizer wrote it.
 
         An EMA's or a merged LoRA's weight may be many times larger than the history says, and would saturate.
 
         Args:
-            weight, local, version: see WeightCache.written_since.
+            weight, local: see WeightCache.written_since.
         """
-        if self._weight_cache.written_since(weight, local, version):
+        if self._weight_cache.written_since(weight, local):
             with torch.no_grad():
                 for name in BUFFERS:
                     self._buffers[name][WEIGHT].zero_()  # type: ignore[index]
@@ -248,7 +247,7 @@ class RecipeModule(nn.Module):
                 # load_state_dict(assign=True) took the parameters off the meta device and left these buffers there
                 register_delayed_state(self, recipe.delayed, input.device)
             if self.training and type(parameter) is nn.Parameter and not torch.compiler.is_compiling():
-                self.notice_writes(parameter, parameter, version_of(parameter))
+                self.notice_writes(parameter, parameter)
             state = State(self.delayed_scale, self.delayed_amax_history)  # type: ignore[arg-type]
         weight = self._weight_operands(weight_NK, parameter, grad_enabled, grad_enabled and needs_input_grad, state)
         return Layer(weight, recipe, state, self.training and grad_enabled)

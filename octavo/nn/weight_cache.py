@@ -15,7 +15,7 @@ A write through .data outside any optimizer moves none of them: octavo.nn.invali
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from octavo.autograd.casts import WEIGHT, Operands, State, cast_role
 from octavo.scaling.recipe import Recipe
 from octavo.step_count import OPTIMIZER_STEPS, version_of
+
+
+class _Seen(NamedTuple):
+    """A weight as it was; ``step`` and ``by_hand``: see OPTIMIZER_STEPS."""
+
+    id: int
+    storage: StorageWeakRef
+    version: int
+    step: int
+    by_hand: int
 
 
 class WeightCache:
@@ -39,9 +49,7 @@ class WeightCache:
         self._storage: StorageWeakRef | None = None
         self._key: tuple[Any, ...] = ()
         self._kept: tuple[Recipe, Operands, Tensor, tuple[Any, ...] | None] | None = None
-        self._scaled_for: tuple[int, StorageWeakRef, int, Any, int] | None = (
-            None  # the weight that a delayed scale is for
-        )
+        self._scaled_for: _Seen | None = None  # the weight that a delayed scale is for
         self.replaced = False  # whether the layer was given another parameter since, perhaps at the same address
 
     def keep(self, recipe: Recipe, operands: Operands, weight: Tensor, captured: bool) -> None:
@@ -67,22 +75,23 @@ class WeightCache:
             return None
         return self._kept[1] if traced or self._kept[3] == self._full_key(weight, recipe) else None
 
-    def written_since(self, weight: Tensor, local: Tensor, version: Any) -> bool:
+    def written_since(self, weight: Tensor, local: Tensor) -> bool:
         """Whether the weight was written by anything but an optimizer that owns it since this was last asked.
 
         Args:
             weight: the parameter.
             local: this rank's part of it, or itself; other storage is another weight.
-            version: what moves when it is written.
         """
         before, replaced, self.replaced = self._scaled_for, self.replaced, False
-        storage, step, by_hand = local.untyped_storage(), OPTIMIZER_STEPS.of(weight), OPTIMIZER_STEPS.by_hand(weight)
-        self._scaled_for = id(weight), StorageWeakRef(storage), step, version, by_hand
+        step, by_hand = OPTIMIZER_STEPS.of(weight), OPTIMIZER_STEPS.by_hand(weight)
+        now = self._scaled_for = _Seen(
+            id(weight), StorageWeakRef(local.untyped_storage()), version_of(local), step, by_hand
+        )
         if before is None:
             return False
-        if replaced or before[0] != id(weight) or before[4] != by_hand:
+        if replaced or before.id != now.id or before.by_hand != by_hand:
             return True
-        return before[2] == step and (before[1].cdata != storage._cdata or before[3] != version)
+        return before.step == step and (before.storage.cdata != now.storage.cdata or before.version != now.version)
 
     def operands(
         self, weight_NK: Tensor, weight: Tensor, recipe: Recipe, transposed: bool, state: State | None, reusable: bool
