@@ -8,7 +8,7 @@ from typing import Any
 
 from octavo.kernels.arguments import unpacking
 from octavo.kernels.triton.amax import amax
-from octavo.kernels.triton.cast import cast, cast_and_commit, cast_two_scalings
+from octavo.kernels.triton.cast import cast, cast_and_commit, cast_transpose, cast_two_scalings
 from octavo.kernels.triton.delayed_update import delayed_update
 from octavo.kernels.triton.dequantize import dequantize
 from octavo.kernels.triton.launch import on_its_device
@@ -24,7 +24,6 @@ __all__ = ["KERNELS", "optimizer_step"]
 _KERNELS: dict[str, Callable[..., Any]] = {
     "amax": amax,
     "cast": cast,
-    "cast_transpose": cast,
     "cast_two_scalings": cast_two_scalings,
     "cast_and_commit": cast_and_commit,
     "delayed_update": delayed_update,
@@ -37,4 +36,5 @@ _KERNELS: dict[str, Callable[..., Any]] = {
 }
 
 KERNELS = {name: on_its_device(unpacking(name, kernel)) for name, kernel in _KERNELS.items()}
+KERNELS["cast_transpose"] = on_its_device(cast_transpose)
 KERNELS["multi_tensor_cast"] = multi_tensor_cast  # takes a list

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from octavo import numerics
 from octavo.granularity import ALL
-from octavo.kernels.arguments import CastSource, Commit, Output, Scaling, new_scales
+from octavo.kernels.arguments import CastSource, Commit, Output, Scaling, new_scales, unpacking
 from octavo.kernels.layouts import is_small_block, sums_dtype
 from octavo.kernels.reference.amax import amax_and_finiteness
 from octavo.kernels.reference.cast import column_sum_of
@@ -38,6 +38,9 @@ def cast(source: CastSource, scaling: Scaling, output: Output) -> tuple[Tensor, 
     q, t = given.both_codes(scaling.dtype, output)
     found = cast_by_tile(given, scaling, q, t if output.transpose else None, output.column_sum)
     return q, t, *found
+
+
+cast_transpose = unpacking("cast_transpose", cast)  # with the op's own flat arguments
 
 
 def cast_two_scalings(source: CastSource, first: Scaling, second: Scaling, output: Output) -> tuple[Tensor, ...]:
