@@ -2,15 +2,18 @@
 
 import importlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
 triton = pytest.importorskip("triton")
+tl = importlib.import_module("triton.language")
 offline = importlib.import_module("benchmarks.machine_code.offline").offline
 launch = importlib.import_module("octavo.kernels.triton.launch")
 history = importlib.import_module("octavo.kernels.triton.history")
@@ -160,14 +163,14 @@ def test_what_changes_the_code_is_in_the_key(launches: Launches) -> None:
     assert launches.take()[1] == 0
 
 
-def test_addresses_that_are_not_aligned_are_left_to_the_binder(launches: Launches) -> None:
+def test_addresses_that_are_not_aligned_have_kernels_of_their_own(launches: Launches) -> None:
     x = torch.randn(64 * 256 + 1).bfloat16()[1:].view(64, 256)
-    for _ in range(2):
+    for bound in (1, 0):
         KERNELS["cast"](x, None, 0, E4M3, ROW, False, 0)
-        assert launches.take()[1] == 1
+        assert launches.take()[1] == bound
     aligned, shifted = torch.randn(64, 256).bfloat16(), torch.ones(4)[1:]
     history.committed(shifted, torch.zeros(3, 4), (True, True, True))
-    for scale, bound in ((states()[0], 1), (states()[0], 0), (shifted, 1), (shifted, 1)):
+    for scale, bound in ((states()[0], 1), (states()[0], 0), (shifted, 1), (shifted, 0)):
         KERNELS["cast"](aligned, scale, 0, E4M3, ALL, False, 0)
         assert launches.take()[1] == bound
 
@@ -193,3 +196,54 @@ def test_the_keys_do_not_grow_without_bound(launches: Launches, monkeypatch: pyt
     for rows in range(16, 160, 16):
         KERNELS["cast"](torch.randn(rows, 256).bfloat16(), None, 0, E4M3, ROW, False, 0)
         assert len(launch._compiled) <= 3
+
+
+class Part(NamedTuple):
+    """Some of a kernel's arguments."""
+
+    first: Any
+    second: Any
+
+
+@triton.jit
+def kernel_of_anything(a, b, c, d, E: tl.constexpr, F: tl.constexpr):
+    pass
+
+
+MEMORY = torch.zeros(64)
+TENSORS = [MEMORY.view(dtype)[at:] for dtype in (torch.float32, torch.int32, torch.bfloat16) for at in (0, 1, 16, 17)]
+NUMBERS = [0, 1, 2, 15, 16, 32, -16, 1 << 31, 1 << 40, True, False, 0.0, 1.0, 0.5, None]
+values = st.sampled_from(NUMBERS)
+
+
+def tuples_of(leaves: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.recursive(
+        leaves, lambda parts: st.tuples(parts) | st.tuples(parts, parts) | st.builds(Part, parts, parts), max_leaves=4
+    )
+
+
+arguments = tuples_of(values | st.sampled_from(TENSORS))
+constants = tuples_of(values | st.sampled_from(["", "relu", torch.bfloat16]))
+
+
+def likeness(argument: Any, choose: Callable[[list[Any]], Any]) -> Any:
+    """One that may be taken for this: a tensor alike, or what equals it."""
+    if isinstance(argument, Tensor):
+        return choose([tensor for tensor in TENSORS if tensor.dtype == argument.dtype])
+    if isinstance(argument, Part):
+        return choose([Part, lambda *parts: parts])(*(likeness(part, choose) for part in argument))
+    if isinstance(argument, tuple):
+        return tuple(likeness(part, choose) for part in argument)
+    return choose([value for value in NUMBERS if value == argument] or [argument])
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data(), first=st.tuples(st.sampled_from(TENSORS), *[arguments] * 3, *[constants] * 2))
+def test_equal_keys_are_of_one_kernel(data: st.DataObject, first: tuple[Any, ...]) -> None:
+    """The key tells apart all that Triton's binder does."""
+    alike = likeness(first, lambda choices: data.draw(st.sampled_from(choices)))
+    with offline(90, record=False):
+        *_, bind = kernel_of_anything.device_caches[90]
+        bound, other_bound = (str(bind(*parts, num_warps=4)[1:]) for parts in (first, alike))
+    key, other = (launch.key_of(kernel_of_anything, parts) for parts in (first, alike))
+    assert bound == other_bound or key != other

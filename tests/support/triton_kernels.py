@@ -7,7 +7,6 @@ a GPU. So the interpreter gets its own copy of them, and no other test sees it.
 import dataclasses
 import functools
 import importlib
-import inspect
 import math
 import sys
 import types
@@ -79,7 +78,6 @@ def _copy() -> dict[str, ModuleType]:
         with triton.knobs.runtime.scope():
             triton.knobs.runtime.interpret = True
             copied = _real()
-            _check_keys(copied)
             if torch.__version__ < "2.12":  # whose own FP8 product runs on GPUs only
                 copied[f"{PACKAGE}.matmul"].LIBRARY = frozenset()
             return copied
@@ -93,43 +91,6 @@ def _copy() -> dict[str, ModuleType]:
                 setattr(sys.modules[package], module, before[name])
             else:
                 delattr(sys.modules[package], module)
-
-
-def _check_keys(modules: dict[str, ModuleType]) -> None:
-    """Have every launch by a key that was seen before be one that the same compiled kernel is right for.
-
-    On a GPU a kernel is found again by its key alone; in the interpreter nothing would notice a key that leaves out
-    what the kernel was compiled for.
-    """
-    known: dict[Any, Any] = {}
-    launch = modules[f"{PACKAGE}.launch"].launch
-
-    def checked(kernel: Any, programs: int, arguments: Any, num_warps: int, key: Any, **options: Any) -> None:
-        if key is not None:
-            names = inspect.signature(kernel.fn).parameters.values()
-            constant = ["constexpr" in str(parameter.annotation) for parameter in names]
-            kinds = tuple(_kind(*pair) for pair in zip(arguments, constant, strict=True))
-            compiled = kernel.fn.__name__, num_warps, *options.items(), kinds
-            before = known.setdefault(key, compiled)
-            assert before == compiled, f"one key for {before} and {compiled}"
-        launch(kernel, programs, arguments, num_warps, key, **options)
-
-    for module in modules.values():
-        if getattr(module, "launch", None) is launch:
-            module.launch = checked  # type: ignore[attr-defined]
-
-
-def _kind(argument: Any, constant: bool) -> Any:
-    """What Triton compiles a kernel for, of one of its arguments."""
-    if isinstance(argument, tuple):
-        return tuple(_kind(part, constant) for part in argument)
-    if constant or argument is None:
-        return argument
-    if isinstance(argument, torch.Tensor):
-        return argument.dtype, argument.data_ptr() % 16 == 0
-    if isinstance(argument, int):
-        return argument == 1, argument % 16 == 0, argument >> 31 == 0
-    return type(argument)
 
 
 def _fma(builder: Any, x: Any, y: Any, z: Any) -> Any:

@@ -199,24 +199,20 @@ def cast_by_block(
     scale_inv, amax = given.float32(shape), given.float32(shape)
     sums = given.sums(column_sum)
     out = BlockOutputs(out_of(q, t), scale_inv, amax if second is None else None, *scale_inv.stride())
-    second_out = None if second is None else second.outputs
     even = given.rows % block_r == 0 and given.cols % block_c == 0
     second_block = None if second is None else (second.tile[0], second.tile[1])
     tiling = BlockTiling(even, block_r, block_c, (tile[0], tile[1]), second_block, given.halves == 2)
-    roundings = rounding, None if second is None else second.rounding
     arguments = (
         given.source,
         given.h,
         out,
-        second_out,
+        None if second is None else second.outputs,
         (sums, given.float32((given.halves * groups, given.cols))) if column_sum else None,
         workspace(given.x, 2 + strips * given.halves) if column_sum else None,
         given.function,
-        *roundings,
+        rounding,
+        None if second is None else second.rounding,
         tiling,
     )
-    widths = out.codes.q_stride, out.codes.t_stride, q is None, t is None
-    second_widths = None if second_out is None else (second_out.codes.q is None, *second_out.codes[1::2])
-    key = given.key((), "cast_blocks", roundings, tiling, chosen, widths, second_widths, column_sum)
-    launch(cast_blocks_kernel, strips * groups, arguments, chosen.num_warps, key, **given.options)
+    launch(cast_blocks_kernel, strips * groups, arguments, chosen.num_warps, **given.options)
     return scale_inv, amax, sums

@@ -128,12 +128,11 @@ def cast_by_row(
     # narrow rows: as many as fill half a tile
     block_r = chosen.block_r * max(1, chosen.block_c // (2 * block_c))
     halves = "" if given.halves == 1 else "apart" if given.is_transposed else "joined"
-    out = out_of(q, t)
     even = given.rows % block_r == 0 and given.cols % block_c == 0
     arguments = (
         given.source,
         given.h,
-        out,
+        out_of(q, t),
         scale_inv,
         amax,
         sums if row_sum else None,
@@ -141,7 +140,6 @@ def cast_by_row(
         rounding,
         RowTiling(even, widest <= block_c, halves, block_r, block_c),
     )
-    key = given.key((), "cast_rows", rounding, chosen, out.q_stride, out.t_stride, q is None, t is None, row_sum)
     programs = -(-given.rows // block_r) * (2 if halves == "apart" else 1)
-    launch(cast_rows_kernel, programs, arguments, chosen.num_warps, key, **given.options)
+    launch(cast_rows_kernel, programs, arguments, chosen.num_warps, **given.options)
     return scale_inv, amax, sums

@@ -209,7 +209,6 @@ def amax_of(given: Given, delayed_scale: Tensor | None = None, role: int = 0) ->
     chosen = given.config("amax")
     strips, groups, tiling = _tiling(given, chosen)
     amax = given.float32((1, 1))
-    key = given.key((delayed_scale,), "amax", delayed_scale is None, role, chosen)
     arguments = (
         given.source,
         given.h,
@@ -221,7 +220,7 @@ def amax_of(given: Given, delayed_scale: Tensor | None = None, role: int = 0) ->
         given.function,
         tiling,
     )
-    launch(amax_kernel, strips * groups, arguments, chosen.num_warps, key, **given.options)
+    launch(amax_kernel, strips * groups, arguments, chosen.num_warps, **given.options)
     return amax
 
 
@@ -244,18 +243,15 @@ def cast_by_tensor(
     scale_inv = given.float32((1, 1))
     amax = own_amax if own_amax is not None and delayed_scale is None else given.float32((1, 1))
     sums = given.sums(column_sum)
-    out = out_of(q, t)
-    changed = (delayed_scale, *commit)
-    none = [tensor is None for tensor in (*changed, own_amax, q, t)]
-    options = role, rounding, update, chosen, out.q_stride, out.t_stride, column_sum, *none
     arguments = (
         given.source,
         given.h,
-        out,
+        out_of(q, t),
         scale_inv,
         amax,
         own_amax,
-        *changed,
+        delayed_scale,
+        *commit,
         (sums, given.float32((groups * given.halves, given.cols))) if column_sum else None,
         workspace(given.x, 2 + strips * given.halves),
         groups,
@@ -265,6 +261,5 @@ def cast_by_tensor(
         update,
         tiling,
     )
-    key = given.key(changed, "cast_tensor", *options)
-    launch(cast_tensor_kernel, strips * groups, arguments, chosen.num_warps, key, **given.options)
+    launch(cast_tensor_kernel, strips * groups, arguments, chosen.num_warps, **given.options)
     return scale_inv, amax, sums

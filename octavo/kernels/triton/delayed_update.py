@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.triton.history import committed
-from octavo.kernels.triton.launch import key_of, launch, next_power_of_two
+from octavo.kernels.triton.launch import launch, next_power_of_two
 from octavo.kernels.triton.tiles import scale_from_amax
 
 
@@ -85,8 +85,7 @@ def delayed_update(
     """``octavo::delayed_update``."""
     length = delayed_amax_history.shape[1]
     update = update_of(tuple(limits), tuple(powers_of_two), tuple(margins), reduce, length)
-    given = delayed_amax_history, amax_input, amax_weight, amax_grad_output
-    key = key_of(delayed_scale, given, "delayed_update", update, *(tensor is None for tensor in given))
-    launch(delayed_update_kernel, 1, (delayed_scale, *given, update), 4 if length > 32 else 1, key)
+    arguments = delayed_scale, delayed_amax_history, amax_input, amax_weight, amax_grad_output, update
+    launch(delayed_update_kernel, 1, arguments, 4 if length > 32 else 1)
     rolled = amax_input is not None, amax_weight is not None, amax_grad_output is not None
     committed(delayed_scale, delayed_amax_history, rolled)

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.granularity import ALL
-from octavo.kernels.triton.launch import config, key_of, launch
+from octavo.kernels.triton.launch import config, launch
 from octavo.kernels.triton.tiles import decode, narrow
 
 
@@ -65,6 +65,5 @@ def dequantize(qdata: Tensor, scale_inv: Tensor, tile: Sequence[int], dtype: tor
         chosen.block_c,
     )
     programs = -(-rows // chosen.block_r) * -(-cols // chosen.block_c)
-    key = key_of(qdata, (scale_inv,), "dequantize", tuple(tile), dtype, chosen, scale_inv.stride())
-    launch(dequantize_kernel, programs, arguments, chosen.num_warps, key)
+    launch(dequantize_kernel, programs, arguments, chosen.num_warps)
     return out

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from octavo.kernels.activations import activation_of, cast_shape
 from octavo.kernels.arguments import Output, Scaling, new_codes, no_codes
 from octavo.kernels.layouts import is_small_block, padded, sums_dtype
 from octavo.kernels.reference.activation import produced
-from octavo.kernels.triton.launch import TABLE, Config, Key, config, key_of
+from octavo.kernels.triton.launch import TABLE, Config, config
 from octavo.kernels.triton.produce import Function, Input, Norm
 from octavo.kernels.triton.tiles import Codes, Rounding, Source
 
@@ -39,7 +39,6 @@ class Given(NamedTuple):
     """x, and the function of it that is cast; or all of that seen transposed.
 
     rows, cols: of a half, where a gated gradient writes two, which lie along the columns, or transposed along the rows.
-    tensors: all others that are read, for the launch's key, and what else it depends on.
     """
 
     x: Tensor
@@ -49,7 +48,6 @@ class Given(NamedTuple):
     function: Function = Function()
     halves: int = 1
     is_transposed: bool = False
-    tensors: tuple[Tensor | None, ...] = ()
     read_dtype: torch.dtype | None = None  # of the tensor that was read, where x was made of it
 
     @property
@@ -76,13 +74,6 @@ class Given(NamedTuple):
         if function.name in ("", "norm"):
             return function.name
         return "activation" if not function.gradient else "gated_gradient" if function.gated else "gradient"
-
-    def key(self, given: Iterable[Tensor | None], *options: Any) -> Key | None:
-        """``key_of`` a launch that reads this and ``given``."""
-        if not self.function.name:
-            return key_of(self.x, given, self.is_transposed, self.read_dtype, *options)
-        kinds = [None if t is None else (t.dtype, t.shape, t.stride()) for t in self.tensors]
-        return key_of(self.x, (*self.tensors, *given), self.is_transposed, self.function, *kinds, *options)
 
     @property
     def options(self) -> dict[str, bool]:
@@ -166,8 +157,6 @@ def given_of(
         Input(h, h.stride(0), h.stride(1), shift, h_scale_inv, scale_r, scale_c, scale_shift),
         Function(function, gated, preactivation is not None, tile_r, tile_c),
         halves,
-        False,
-        (preactivation, h_scale_inv),
     )
 
 
@@ -178,7 +167,7 @@ def given_of_norm(
     norm = Norm(mean if kind == "layer_norm" else None, rstd, gamma, beta)
     function = Function("norm", zero_centered=zero_centered)
     rows, cols = x.shape
-    return Given(x, rows, cols, norm, function, 1, False, (norm.mean, rstd, gamma, beta))
+    return Given(x, rows, cols, norm, function)
 
 
 def materialised(x: Tensor, *activation: Any) -> Given:

@@ -20,7 +20,7 @@ from torch.nn.functional import ScalingType
 
 from octavo.granularity import ALL, Tile
 from octavo.kernels.reference.matmul import matmul as reference_matmul
-from octavo.kernels.triton.launch import LIBRARY, Config, config, key_of, launch
+from octavo.kernels.triton.launch import LIBRARY, Config, config, launch
 from octavo.kernels.triton.tiles import decode, narrow
 
 
@@ -267,7 +267,7 @@ def triton_matmul(
         return out
     chosen = config("matmul_blocks" if scales_along(a_tile, b_tile) else "matmul", out.numel().bit_length())
     product = product_of(a, a_scale_inv, a_tile, b, b_scale_inv, b_tile, bias, fast_accum, chosen)
-    launch_product(matmul_kernel, product, (out,), ("matmul", out_dtype))
+    launch_product(matmul_kernel, product, (out,))
     return out
 
 
@@ -323,27 +323,9 @@ def product_of(
     )
 
 
-def launch_product(
-    kernel: Any,
-    product: Product,
-    arguments: Sequence[Any],
-    options: tuple[Any, ...],
-    given: Sequence[Tensor | None] = (),
-) -> None:
-    """Launch a kernel of a product's tiles.
-
-    Args:
-        kernel: takes a, b, bias, K, its own ``arguments`` and the tiling.
-        product: of ``product_of``.
-        arguments: the kernel's own.
-        options: what ``key_of`` is to know of these, the kernel's name first.
-        given: those of them that come from the caller.
-    """
+def launch_product(kernel: Any, product: Product, arguments: Sequence[Any]) -> None:
+    """Launch a kernel that takes a, b, bias, K, its own ``arguments`` and the tiling."""
     a, b, bias, K, tiling, chosen = product
-    dtypes = b.ptr.dtype, None if bias is None else bias.dtype
-    layouts = b.rows, b.stride, a.scale_inv.stride(), b.scale_inv.stride()
-    tensors = b.ptr, a.scale_inv, b.scale_inv, bias, *given
-    key = key_of(a.ptr, tensors, *options, tiling, chosen, dtypes, layouts)
     programs = -(-a.rows // chosen.block_r) * -(-b.rows // chosen.block_c)
     arguments = a, b, bias, K, *arguments, tiling
-    launch(kernel, programs, arguments, chosen.num_warps, key, num_stages=chosen.tiles, enable_fp_fusion=True)
+    launch(kernel, programs, arguments, chosen.num_warps, num_stages=chosen.tiles, enable_fp_fusion=True)

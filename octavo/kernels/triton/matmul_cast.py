@@ -138,18 +138,14 @@ def matmul_cast(operands: Operands, fast_accum: bool, scaling: Scaling, output: 
     )
     q, t = new_both_codes(a, shape, scaling.dtype, output)
     scale_inv, amax = new_scales(a, shape, tile), new_scales(a, shape, tile)
-    outputs = (out := out_of(q, t if output.transpose else None)), scale_inv, amax
-    widths = out.q_stride, out.t_stride, output.transpose
+    outputs = out_of(q, t if output.transpose else None), scale_inv, amax
     rounding = kernel_rounding(scaling)
     even = M % chosen.block_r == 0 and N % chosen.block_c == 0
     if delayed_scale is None:
-        blocks = rounding, tuple(tile), even
-        options = "matmul_cast_blocks", *blocks, *widths
-        launch_product(matmul_cast_blocks_kernel, product, (*outputs, *blocks), options)
+        launch_product(matmul_cast_blocks_kernel, product, (*outputs, rounding, tuple(tile), even))
     else:
-        shared, one = (delayed_scale, workspace(a, 2)), (scaling.role, rounding.e5m2, even)
-        given = (delayed_scale,)
-        launch_product(matmul_cast_kernel, product, (*outputs, *shared, *one), ("matmul_cast", *one, *widths), given)
+        constants = scaling.role, rounding.e5m2, even
+        launch_product(matmul_cast_kernel, product, (*outputs, delayed_scale, workspace(a, 2), *constants))
     return q, t, scale_inv, amax
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -25,7 +25,7 @@ from octavo.kernels.triton.cast_blocks import encode_blocks
 from octavo.kernels.triton.cast_tensor import StripTiling, cast_strip, strip_amax
 from octavo.kernels.triton.given import rounding_of
 from octavo.kernels.triton.history import scale_exists
-from octavo.kernels.triton.launch import Config, config, is_capturing, on_its_device, with_room_for, workspace
+from octavo.kernels.triton.launch import Config, config, is_capturing, launch, on_its_device, with_room_for, workspace
 from octavo.kernels.triton.produce import Function
 from octavo.kernels.triton.table import Tensors, find_tensor, pointer, size
 from octavo.kernels.triton.tiles import (
@@ -297,17 +297,15 @@ def _launch(
     table, programs, aligned = work
     tensors = Tensors(table.shape[0])
     x_type = _TYPES[x.dtype]
-    options: dict[str, Any] = {"num_warps": chosen.num_warps, "enable_fp_fusion": False}
-    grid = (programs,)
     if tile[0] != ALL:
-        block_r, block_c = chosen.block_r, chosen.block_c
-        multi_tensor_cast_blocks_kernel[grid](
-            table, skip, x_type, transposed, rounding, tile, aligned, tensors, block_r, block_c, **options
-        )
+        blocks = rounding, tile, aligned, tensors, chosen.block_r, chosen.block_c
+        arguments = table, skip, x_type, transposed, *blocks
+        launch(multi_tensor_cast_blocks_kernel, programs, arguments, chosen.num_warps)
         return
     shape = Function(), StripTiling(False, chosen.tiles, chosen.block_r, chosen.block_c)
     counters = workspace(x, 2 * table.shape[0])
     found = table, skip, counters, programs, x_type
+    shared = aligned, tensors, delayed, role, *shape
     if no_history or not delayed:
-        multi_tensor_amax_kernel[grid](*found, aligned, tensors, delayed, role, *shape, **options)
-    multi_tensor_cast_kernel[grid](*found, transposed, rounding, aligned, tensors, delayed, role, *shape, **options)
+        launch(multi_tensor_amax_kernel, programs, (*found, *shared), chosen.num_warps)
+    launch(multi_tensor_cast_kernel, programs, (*found, transposed, rounding, *shared), chosen.num_warps)

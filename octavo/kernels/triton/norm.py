@@ -26,7 +26,7 @@ from octavo.kernels.triton.cast import cast_by_tile, second_codes, second_of
 from octavo.kernels.triton.cast_blocks import BlockOutputs, BlockTiling, Second, cast_by_block
 from octavo.kernels.triton.given import Given, given_of_norm, kernel_rounding, out_of
 from octavo.kernels.triton.history import scale_exists
-from octavo.kernels.triton.launch import Config, config, key_of, launch, next_power_of_two, workspace
+from octavo.kernels.triton.launch import Config, config, launch, next_power_of_two, workspace
 from octavo.kernels.triton.norm_kernels import NormTiling, norm_blocks_kernel, norm_rows_kernel, norm_tensor_kernel
 from octavo.kernels.triton.produce import Norm
 from octavo.kernels.triton.tiles import Rounding, Source
@@ -135,7 +135,7 @@ def _find_statistics(call: _Call, of_tensor: bool) -> Tensor | None:
     """Statistics, y, and if wanted the amax of what is to be cast [1, 1]."""
     amax = call.rstd.new_empty((1, 1)) if of_tensor else None
     arguments = out_of(None, None), None, amax, None, workspace(call.x, 2) if of_tensor else None
-    _launch(norm_tensor_kernel, call, _config(call, None), None, arguments, (0, False), ("statistics", of_tensor))
+    _launch(norm_tensor_kernel, call, _config(call, None), None, arguments, (0, False))
     return amax
 
 
@@ -143,20 +143,15 @@ def _cast_tensor(
     call: _Call, delayed_scale: Tensor, role: int, rounding: Rounding, q: Tensor, t: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     scale_inv, amax = call.rstd.new_empty((1, 1)), call.rstd.new_empty((1, 1))
-    out = out_of(q, t)
-    arguments = out, scale_inv, amax, delayed_scale, workspace(call.x, 2)
-    constants = role, rounding.e5m2
-    options = "norm_tensor", *constants, out.q_stride, out.t_stride, t is None
-    _launch(norm_tensor_kernel, call, _config(call, t), None, arguments, constants, options, delayed_scale)
+    arguments = out_of(q, t), scale_inv, amax, delayed_scale, workspace(call.x, 2)
+    _launch(norm_tensor_kernel, call, _config(call, t), None, arguments, (role, rounding.e5m2))
     return scale_inv, amax
 
 
 def _cast_rows(call: _Call, rounding: Rounding, q: Tensor, t: Tensor | None) -> tuple[Tensor, Tensor]:
     rows = call.x.shape[0]
     scale_inv, amax = call.rstd.new_empty((rows, 1)), call.rstd.new_empty((rows, 1))
-    out = out_of(q, t)
-    options = "norm_rows", rounding, out.q_stride, out.t_stride, t is None
-    _launch(norm_rows_kernel, call, _config(call, t), None, (out, scale_inv, amax), (rounding,), options)
+    _launch(norm_rows_kernel, call, _config(call, t), None, (out_of(q, t), scale_inv, amax), (rounding,))
     return scale_inv, amax
 
 
@@ -167,13 +162,11 @@ def _cast_blocks(
     scale_inv, amax = call.rstd.new_empty(shape), call.rstd.new_empty(shape)
     out = BlockOutputs(out_of(q, t), scale_inv, amax if second is None else None, *scale_inv.stride())
     second_out = second_rounding = second_block = None
-    options: tuple[Any, ...] = ("norm_blocks", rounding, out.codes.q_stride, out.codes.t_stride, t is None)
     if second is not None:
         second_rounding, second_block, second_out = second.rounding, (second.tile[0], second.tile[1]), second.outputs
-        options = *options, second_rounding, second.t is None, *second_out.codes[1::2]
     name = _config(call, t if second is None else second.t, "norm_cast_blocks")
     blocks = (tile[0], tile[1]), second_block
-    _launch(norm_blocks_kernel, call, name, blocks, (out, second_out), (rounding, second_rounding), options)
+    _launch(norm_blocks_kernel, call, name, blocks, (out, second_out), (rounding, second_rounding))
     return scale_inv, amax
 
 
@@ -189,8 +182,6 @@ def _launch(
     blocks: tuple[Tile, Tile | None] | None,
     arguments: Sequence[Any],
     constants: Sequence[Any],
-    options: Sequence[Any],
-    delayed_scale: Tensor | None = None,
 ) -> None:
     """Launch a kernel of norm_kernels.py.
 
@@ -201,8 +192,6 @@ def _launch(
         blocks: the two scalings' (rows, columns), which a tile is to hold whole.
         arguments: the kernel's, from ``out`` on.
         constants: its constants but the first and the last.
-        options: what ``key_of`` is to know of these.
-        delayed_scale: the one that they hold.
     """
     (x, gamma, beta, kind, eps, zero_centered), mean, rstd, y, keep = call
     rows, cols = x.shape
@@ -214,11 +203,9 @@ def _launch(
     tiling = NormTiling(even, one_tile, tiles, block_r, block_c, 16 // x.element_size())
     if blocks is not None:
         constants = *constants, BlockTiling(even, block_r, block_c, *blocks)
-    given = gamma.dtype, None if beta is None else beta.dtype, kind, zero_centered, keep
-    key = key_of(x, (gamma, beta, delayed_scale), *options, *given, blocks, tiling, num_warps)
     norm = Norm(mean if kind == "layer_norm" else None, rstd, gamma, beta)
     first = Source(x, rows, cols, *x.stride()), norm, y if keep else None, eps
-    launch(kernel, -(-rows // height), (*first, *arguments, zero_centered, *constants, tiling), num_warps, key)
+    launch(kernel, -(-rows // height), (*first, *arguments, zero_centered, *constants, tiling), num_warps)
 
 
 def _tile(chosen: Config, cols: int, blocks: Sequence[Sequence[int]]) -> Config:

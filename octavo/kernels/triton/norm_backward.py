@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.layouts import check_norm
-from octavo.kernels.triton.launch import Config, config, key_of, launch, next_power_of_two, with_room_for
+from octavo.kernels.triton.launch import Config, config, launch, next_power_of_two, with_room_for
 from octavo.kernels.triton.norm_kernels import NormTiling, fold_sum, store_y, vector
 from octavo.kernels.triton.produce import Norm, factor
 from octavo.kernels.triton.tiles import Source, load_tile, narrow
@@ -178,10 +178,8 @@ def norm_backward(
     residual_source = None if residual is None else Source(residual, rows, cols, *residual.stride())
     constants = with_beta, zero_centered, NormTiling(even, one_tile, 1, block_r, block_c, 16 // x.element_size())
     arguments = dy_source, Source(x, rows, cols, *x.stride()), residual_source, norm, dx, parts, *constants
-    kinds = [None if tensor is None else (tensor.dtype, tensor.stride()) for tensor in (dy, gamma, residual)]
-    key = key_of(x, (dy, gamma, mean, rstd, residual), "norm_backward", kind, *kinds, *constants, num_warps)
     kernel = norm_backward_kernel if one_tile else norm_backward_long_kernel
-    launch(kernel, programs, arguments, num_warps, key, enable_fp_fusion=True)
+    launch(kernel, programs, arguments, num_warps, enable_fp_fusion=True)
     _sum_parts(parts, dgamma, dbeta)
     return dx, dgamma, gamma.new_empty(0) if dbeta is None else dbeta
 
@@ -208,9 +206,8 @@ def _sum_parts(parts: Tensor, dgamma: Tensor, dbeta: Tensor | None) -> None:
     strips = -(-cols // block_c)
     even = programs % block_r == 0 and cols % block_c == 0
     source = Source(parts, programs, cols, cols, 1)
-    key = key_of(parts, (), "norm_backward_sum", dgamma.dtype, dbeta is None)
     arguments = source, dgamma, dbeta, strips, even, block_r, block_c
-    launch(norm_backward_sum_kernel, strips * parts.shape[0], arguments, 4, key)
+    launch(norm_backward_sum_kernel, strips * parts.shape[0], arguments, 4)
 
 
 @functools.cache

@@ -1,6 +1,5 @@
 """What a cast is given, as the host sees it before any launch."""
 
-import itertools
 from typing import Any
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 from octavo.kernels.activations import ACTIVATIONS
 from octavo.kernels.reference.activation import produced
 from tests.support.definitions import same_bits
-from tests.support.triton_cases import ALL, E4M3, E5M2, FORMATS, laid, poisoned_memory
+from tests.support.triton_cases import ALL, E4M3, E5M2, laid, poisoned_memory
 from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.gpu
@@ -139,53 +138,6 @@ def test_fits(kernels: TritonKernels, given: Any) -> None:
         assert fits(tile, cols=40, forward=True) and fits(tile, cols=40, activation="silu")
     assert not any(map(fits, others))
     assert not fits((1, 32)) and fits((1, 32), cols=64) and fits((32, 1), cols=7) and not fits((1, 2), cols=7)
-
-
-VARIANTS: list[dict[str, Any]] = [
-    {},
-    {"activation": ""},
-    {"activation": "", "h_dtype": FP32},
-    {"activation": "silu"},
-    {"activation": "gelu"},
-    {"activation": "geglu"},
-    {"forward": True},
-    {"dtype": FP32},
-    {"h_dtype": FP32},
-    {"shape": (64, 48)},
-    {"shape": (48, 32)},
-    {"layouts": ("columns", "rows", "rows")},
-    {"layouts": ("rows", "columns", "rows")},
-    {"layouts": ("columns", "columns", "rows")},
-    *({"h_dtype": fmt, "h_tile": tile} for fmt in FORMATS for tile in TILES),
-    {"h_dtype": E4M3, "h_tile": (1, 32), "layouts": ("rows", "rows", "columns")},
-    {"h_dtype": E4M3, "h_tile": (32, 32), "layouts": ("rows", "rows", "columns")},
-]
-
-
-def test_a_key_is_that_of_equal_calls_alone(kernels: TritonKernels, given: Any) -> None:
-    made = [of(given, kernels.device, **how) for how in VARIANTS]
-    made += [one.t() for one in made]
-    keys = [one.key((), "kernel", *options) for one in made for options in ((), (1,))]
-    assert None not in keys and len({*keys}) == len(keys)
-    again = [of(given, kernels.device, **how) for how in VARIANTS]  # other memory, laid as before
-    again += [one.t() for one in again]
-    assert [one.key((), "kernel", *options) for one in again for options in ((), (1,))] == keys
-
-
-def test_a_key_knows_the_dtype_of_column_sums(kernels: TritonKernels, given: Any) -> None:
-    x = torch.zeros(8, 16, device=kernels.device)
-    sums_of = (given.Given(x, 8, 16), given.Given(x, 8, 16, read_dtype=torch.bfloat16))  # the second was made of bf16
-    assert sums_of[0].sums(True).dtype != sums_of[1].sums(True).dtype
-    assert sums_of[0].key((), "kernel") != sums_of[1].key((), "kernel")
-
-
-def test_no_key_where_an_address_is_not_aligned(kernels: TritonKernels, given: Any) -> None:
-    aligned = torch.zeros(4, device=kernels.device)
-    for offset in itertools.product(("rows", "offset"), repeat=3):
-        one = of(given, kernels.device, h_dtype=E4M3, h_tile=(1, 32), layouts=offset)
-        for state in (None, aligned, aligned[1:]):
-            known = offset == ("rows",) * 3 and (state is None or state is aligned)
-            assert (one.key((state,), "kernel") is not None) == known
 
 
 @pytest.mark.parametrize("pad", [1, 2, 16])
