@@ -63,22 +63,25 @@ def produce(x, h, rows, cols, function: tl.constexpr, EVEN: tl.constexpr):
         first = load_tile(x, rows, cols, EVEN)
         second = first
     elif function.name == "norm":
+        ZERO_CENTERED: tl.constexpr = function.zero_centered
+        TRANSPOSED: tl.constexpr = function.transposed
         first = load_tile(x, rows, cols, EVEN)
-        first = normalise(first, x, h, rows, cols, function.zero_centered, function.transposed, EVEN)
+        first = normalise(first, x, h, rows, cols, ZERO_CENTERED, TRANSPOSED, EVEN)
         second = first
     else:
+        NAME: tl.constexpr = function.name  # Triton 3.6 takes no tuple's field as an argument
         gate = load_input(h, x, rows, cols, False, function, EVEN)
         if function.gradient:
             first = load_tile(x, rows, cols, EVEN)
             second = first
             if function.gated:
-                second *= value(gate, function.name)
+                second *= value(gate, NAME)
                 first *= load_input(h, x, rows, cols, True, function, EVEN)
-            first *= slope(gate, function.name)
+            first *= slope(gate, NAME)
             if not function.gated:
                 second = first
         else:
-            first = value(gate, function.name)
+            first = value(gate, NAME)
             if function.gated:
                 first *= load_input(h, x, rows, cols, True, function, EVEN)
             second = first
