@@ -153,7 +153,6 @@ def test_stored_weights(run: Run, tmp_path: Path) -> None:
     assert len(rows) == 10 and float(rows["torch AdamW, fp32 weights", "0.999"]["mean_gap"]) == 0.0
     # in so few steps; split16 begins with fewer bits of the original weights
     assert rows["split24", "0.95"]["loss"] == rows["fp32", "0.95"]["loss"] != rows["split16", "0.95"]["loss"]
-    assert float(rows["no master, fp32 moments", "0.95"]["mean_gap"]) < float(rows["split16", "0.95"]["mean_gap"])
 
 
 def test_training_curves(run: Run, tmp_path: Path) -> None:
