@@ -284,8 +284,8 @@ def test_a_disk_that_is_full_keeps_the_checkpoint_before(capfd, monkeypatch, no_
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     save = RunFolder.save
 
-    def save_once(self, state):
-        save(self, state)
+    def save_once(self, *arguments):
+        save(self, *arguments)
         resource.setrlimit(resource.RLIMIT_FSIZE, (9000, limits[1]))  # a file may not grow beyond: as on a full disk
 
     arguments = ["--out", "here", "--checkpoint-every", "2"]

@@ -16,9 +16,10 @@ import contextlib
 import io
 import os
 import pickle
+import re
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from octavo.distributed.dcp_files import METADATA, Reader, TensorPlanner, Writer, reason_of
+from octavo.distributed.dcp_files import METADATA, Reader, TensorPlanner, Writer
 from octavo.distributed.errors import CheckpointError, RankError
+from octavo.distributed.files import reason_of, replacing
 from octavo.distributed.ranks import Ranks, lost_ranks
 from octavo.errors import first_line
 from octavo.scaling.delayed import delayed_state_dict, load_delayed_state_dict
@@ -44,7 +46,7 @@ from octavo.scaling.delayed import delayed_state_dict, load_delayed_state_dict
 FORMAT = 1
 LATEST = "latest"
 CONTENT = "octavo.pt"
-SCALE, HISTORY = ".delayed_scale", ".delayed_amax_history"
+SCALE, HISTORY = "delayed_scale", "delayed_amax_history"
 
 
 def save_checkpoint(
@@ -74,20 +76,15 @@ def save_checkpoint(
         >>> load_checkpoint(folder, model, torch.optim.AdamW(model.parameters()))
         {'step': 120}
     """
-    root, ranks = Path(path), ranks or Ranks.of_process()
+    root, ranks, model = Path(path), ranks or Ranks.of_process(), _unwrapped(model)
     with _told(f"cannot write a checkpoint to {root}", "what was saved before is kept"):
         folder = ranks.first(lambda: _new_folder(root))
         with ranks.together():
-            tensors, content = _collect(_unwrapped(model), optimizer)
+            tensors, content = _collect(model, optimizer)
         content |= {"octavo_distributed": FORMAT, "delayed": _gather_delayed(model, ranks), "extra": extra}
-        ranks.first(lambda: _require_plain(content))
-        dcp.save(
-            tensors,
-            storage_writer=Writer(folder),
-            process_group=ranks.group,
-            no_dist=ranks.group is None,
-        )
-        ranks.first(lambda: _finish(root, folder, content))
+        ranks.first(lambda: _write_content(folder, content))
+        dcp.save(tensors, storage_writer=Writer(folder), process_group=ranks.group, no_dist=ranks.group is None)
+        ranks.first(lambda: _finish(folder))
 
 
 def load_checkpoint(
@@ -117,26 +114,23 @@ def load_checkpoint(
         CheckpointError: on all ranks, where it failed on any. Where tensors were damaged, the model and the optimizer
             hold a part of them.
     """
-    root, ranks = Path(path), ranks or Ranks.of_process()
+    root, ranks, model = Path(path), ranks or Ranks.of_process(), _unwrapped(model)
     with _told(
         f"cannot read the checkpoint in {root}", "give the folder of a whole one, and the model it was saved from"
     ):
         folder = ranks.first(lambda: _latest(root))
         with ranks.together():
             content = _read_content(folder)
-            tensors, state = _places(_unwrapped(model), optimizer, content)
+            state, tensors = _state_to_fill(model, optimizer, content)
             reader = Reader(folder)
-        dcp.load(
-            tensors,
-            storage_reader=reader,
-            planner=TensorPlanner(),
-            process_group=ranks.group,
-            no_dist=ranks.group is None,
-        )
+        group, alone = ranks.group, ranks.group is None
+        dcp.load(tensors, storage_reader=reader, planner=TensorPlanner(), process_group=group, no_dist=alone)
         with ranks.together():
-            set_model_state_dict(_unwrapped(model), state["model"])
-            if optimizer is not None:
-                _set_optimizer(_unwrapped(model), optimizer, state["optimizer"])
+            set_model_state_dict(model, state["model"])
+            if optimizer is not None and state["optimizer"] is None:  # it was saved before its first step
+                optimizer.state.clear()
+            elif optimizer is not None:
+                set_optimizer_state_dict(model, optimizer, state["optimizer"])
             _load_delayed(model, content["delayed"], ranks)
     return content["extra"]
 
@@ -203,18 +197,11 @@ def _latest(root: Path) -> str:
     return str(root / name)
 
 
-def _finish(root: Path, folder: str, content: dict[str, Any]) -> None:
-    """Makes the folder the last checkpoint, and takes away the one before."""
-    with open(Path(folder) / CONTENT, "wb") as file:
-        torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-    partial = root / f"{LATEST}.partial"
-    with open(partial, "w") as pointer:
-        pointer.write(Path(folder).name + "\n")
-        pointer.flush()
-        os.fsync(pointer.fileno())
-    os.replace(partial, root / LATEST)
+def _finish(folder: str) -> None:
+    """Makes the folder the last checkpoint, and takes away the others."""
+    root = Path(folder).parent
+    with replacing(root / LATEST) as pointer:
+        pointer.write(f"{Path(folder).name}\n".encode())
     for other in root.glob("save-*"):
         if other != Path(folder):
             shutil.rmtree(other, ignore_errors=True)
@@ -247,12 +234,15 @@ def _collect(model: nn.Module, optimizer: Optimizer | None) -> tuple[dict[str, A
     return tensors, content
 
 
-def _places(
+def _state_to_fill(
     model: nn.Module, optimizer: Optimizer | None, content: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Where the checkpoint's tensors go, by name, and the state dicts that they are part of."""
+    """The state dicts of model and optimizer, and the tensors in them that DCP fills, by their names in the checkpoint.
+
+    An optimizer that was saved before its first step has None.
+    """
     state: dict[str, Any] = {"model": get_model_state_dict(model), "optimizer": None}
-    places = {f"model.{name}": value for name, value in state["model"].items()}
+    places = {f"model.{name}": (state["model"], name) for name in state["model"]}
     missing, unexpected = sorted(places.keys() - content["model"]), sorted(content["model"] - places.keys())
     if missing or unexpected:
         raise CheckpointError(
@@ -262,35 +252,28 @@ def _places(
     if optimizer is not None and content["states"] is not None:
         optimizer.zero_grad()
         own: Any = get_optimizer_state_dict(model, optimizer)["state"]
-        strange = [name for name, keys in content["states"].items() if not set(keys) <= own.get(name, {}).keys()]
-        if strange:
-            raise CheckpointError(
-                f"its optimizer kept {content['states'][strange[0]]} of {strange[0]}, which this one does not: give an "
-                "optimizer of the same class and the same parameters"
-            )
-        wanted = {name: {key: own[name][key] for key in keys} for name, keys in content["states"].items()}
-        state["optimizer"] = {"state": wanted, "param_groups": content["groups"]}
-        places |= {f"optimizer.{name}.{key}": value for name, keys in wanted.items() for key, value in keys.items()}
-    for name, value in content["others"].items():
-        part, _, rest = name.partition(".")
-        places.pop(name, None)
-        if part == "model":
-            state["model"][rest] = value
-        elif state["optimizer"] is not None:
-            parameter, _, key = rest.rpartition(".")
-            state["optimizer"]["state"][parameter][key] = value
-    return places, state
+        for name, keys in content["states"].items():
+            if not set(keys) <= own.get(name, {}).keys():
+                raise CheckpointError(
+                    f"its optimizer kept {keys} of {name}, which this one does not: give an optimizer of the same "
+                    "class and the same parameters"
+                )
+            own[name] = {key: own[name][key] for key in keys}
+            places |= {f"optimizer.{name}.{key}": (own[name], key) for key in keys}
+        kept = {name: own[name] for name in content["states"]}
+        state["optimizer"] = {"state": kept, "param_groups": content["groups"]}
+    for name in content["others"].keys() & places.keys():
+        part, key = places.pop(name)
+        part[key] = content["others"][name]
+    return state, {name: part[key] for name, (part, key) in places.items()}
 
 
-def _set_optimizer(model: nn.Module, optimizer: Optimizer, state: dict[str, Any] | None) -> None:
-    if state is None:  # it was saved before its first step
-        optimizer.state.clear()
-        return
-    set_optimizer_state_dict(model, optimizer, state)
+def _write_content(folder: str, content: dict[str, Any]) -> None:
+    """Writes octavo.pt, unless `weights_only` could not read it.
 
-
-def _require_plain(content: dict[str, Any]) -> None:
-    """Raises CheckpointError where `weights_only` could not read it."""
+    Raises:
+        CheckpointError: ``extra`` or a group of the optimizer holds other objects.
+    """
     written = io.BytesIO()
     try:
         torch.save(content, written)
@@ -301,6 +284,8 @@ def _require_plain(content: dict[str, Any]) -> None:
             f"extra, or a group of the optimizer, holds more than tensors, numbers, strings, lists and dicts: "
             f"{first_line(error)}"
         ) from error
+    with replacing(Path(folder) / CONTENT) as file:
+        file.write(written.getbuffer())
 
 
 def _read_content(folder: str) -> dict[str, Any]:
@@ -318,47 +303,39 @@ def _read_content(folder: str) -> dict[str, Any]:
 # --- delayed state ----------------------------------------------------------------------------------------------------
 
 
-def _delayed(model: nn.Module) -> dict[str, str]:
-    """The names of delayed state, as plain models have them and as this one does."""
-    wrapped = isinstance(model, DistributedDataParallel)
-    names = {}
-    for name in delayed_state_dict(model):
-        parts = name.split(".")[1:] if wrapped else name.split(".")
-        names[".".join(part for part in parts if part not in ("_orig_mod", "_checkpoint_wrapped_module"))] = name
-    return names
+def _delayed_names(model: nn.Module) -> dict[str, str]:
+    """The names of delayed state in a plain model, and in this one, parts of which may be wrapped."""
+    return {re.sub(r"(_orig_mod|_checkpoint_wrapped_module)\.", "", name): name for name in delayed_state_dict(model)}
 
 
 def _gather_delayed(model: nn.Module, ranks: Ranks) -> dict[str, Any]:
-    own, names = delayed_state_dict(model), _delayed(model)
-    shapes = {name: list(own[mine].shape) for name, mine in names.items()}
-    flat = torch.cat([own[mine].flatten() for mine in names.values()]) if names else torch.empty(0)
+    values = dict(zip(_delayed_names(model), delayed_state_dict(model).values(), strict=True))
+    shapes = {name: list(value.shape) for name, value in values.items()}
+    flat = torch.cat([value.flatten() for value in values.values()]) if values else torch.empty(0)
     return {"shapes": shapes, "ranks": ranks.gather(flat).cpu()}
 
 
 def _load_delayed(model: nn.Module, saved: dict[str, Any], ranks: Ranks) -> None:
-    values, parts = saved["ranks"], {}
-    sizes = [torch.Size(shape) for shape in saved["shapes"].values()]
-    for (name, _), size, part in zip(
-        saved["shapes"].items(), sizes, values.split([size.numel() for size in sizes], dim=1), strict=True
-    ):
-        one = part[ranks.rank] if len(values) == ranks.size else _of_all_ranks(name, part)
-        parts[name] = one.reshape(size)
+    """Where a layer's history has another length than the saved one, or none was saved, its state is emptied."""
+    shapes = {name: torch.Size(shape) for name, shape in saved["shapes"].items()}
+    rows = saved["ranks"].split([shape.numel() for shape in shapes.values()], dim=1)  # each [ranks that saved, n]
     own = delayed_state_dict(model)
-    for name, mine in _delayed(model).items():
-        module = name.removesuffix(SCALE).removesuffix(HISTORY)
-        history, there = parts.get(module + HISTORY), own[mine]
-        fits = history is not None and _history(own, mine).shape == history.shape
-        own[mine] = parts[name] if fits else torch.zeros_like(there)
+    names = _delayed_names(model)
+    parts = dict(zip(shapes, rows, strict=True))
+    for name, mine in names.items():
+        history = name.replace(SCALE, HISTORY)
+        if history not in shapes or shapes[history] != own[names[history]].shape:
+            own[mine].zero_()
+            continue
+        of_ranks = parts[name]
+        one = of_ranks[ranks.rank] if len(of_ranks) == ranks.size else _of_all_ranks(name, of_ranks)
+        own[mine] = one.reshape(shapes[name])
     load_delayed_state_dict(model, own)
-
-
-def _history(own: Mapping[str, Tensor], name: str) -> Tensor:
-    return own[name.removesuffix(SCALE).removesuffix(HISTORY) + HISTORY]
 
 
 def _of_all_ranks(name: str, values: Tensor) -> Tensor:
     """One row for all: the largest amax, the smallest scale that was set."""
-    if name.endswith(HISTORY.lstrip(".")):
+    if name.endswith(HISTORY):
         return values.amax(dim=0)
     least = torch.where(values > 0, values, torch.inf).amin(dim=0)
     return torch.where(least.isinf(), 0.0, least)

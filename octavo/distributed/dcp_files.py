@@ -11,20 +11,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from octavo.distributed.errors import CheckpointError
-from octavo.errors import first_line
+from octavo.distributed.files import reason_of
 
 METADATA = ".metadata"  # DCP's name
 
 
-def reason_of(error: BaseException) -> str:
-    """One line; of what hides an OSError, that one's."""
-    # torch's zip writer hides the cause behind a RuntimeError about its file position
-    cause = error if isinstance(error, OSError) else error.__context__
-    return cause.strerror or first_line(cause) if isinstance(cause, OSError) else first_line(error)
-
-
 class Writer(dcp.FileSystemWriter):
-    """Says why it failed: what travels to other ranks has lost its cause."""
+    """Says why it failed: an error that travels to other ranks loses its cause."""
 
     def write_data(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -34,12 +27,12 @@ class Writer(dcp.FileSystemWriter):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows what DCP's metadata is made of, and nothing else."""
+    """Loads the classes that DCP's metadata is made of, and no others."""
 
     def find_class(self, module: str, name: str) -> Any:
-        found = super().find_class(module, name) if module.partition(".")[0] == "torch" else None
         if module.partition(".")[0] == "pathlib":
             return PurePath
+        found = super().find_class(module, name) if module.partition(".")[0] == "torch" else None
         known = module in ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
         if known and isinstance(found, type) and found.__module__ == module:
             return found
@@ -52,7 +45,7 @@ _KNOWN = {("torch", "Size"), ("torch.serialization", "_get_layout")}
 
 
 class Reader(dcp.FileSystemReader):
-    """Reads the metadata by that unpickler, at once."""
+    """Reads the metadata at once, by the unpickler above."""
 
     def __init__(self, folder: str) -> None:
         super().__init__(folder)

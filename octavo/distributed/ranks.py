@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
@@ -56,8 +57,10 @@ class Ranks:
             yield
         except Exception as error:
             failed = error
-        if self.any(failed is not None):
-            said = self._all_objects(None if failed is None else _said(failed))
+        if self.any(failed is not None) and self.size > 1:
+            said: list[str | None] = [None] * self.size
+            with lost_ranks():
+                dist.all_gather_object(said, None if failed is None else _said(failed), group=self.group)
             if failed is None:
                 rank = next(rank for rank, text in enumerate(said) if text is not None)
                 raise RankError(f"rank {rank} failed: {said[rank]}")
@@ -99,19 +102,11 @@ class Ranks:
 
     def gather(self, value: Tensor) -> Tensor:
         """The values of all ranks, stacked: [size, *value.shape]."""
-        parts = [torch.empty_like(value) for _ in range(self.size)]
-        if self.size == 1 or value.numel() == 0:
-            return torch.stack([value] * self.size)
-        with lost_ranks():
-            dist.all_gather(parts, value.contiguous(), group=self.group)
-        return torch.stack(parts)
-
-    def _all_objects(self, own: Any) -> list[Any]:
-        objects = [own] * self.size
-        if self.size > 1:
+        parts = [value.clone() for _ in range(self.size)]
+        if self.size > 1 and value.numel() > 0:
             with lost_ranks():
-                dist.all_gather_object(objects, own, group=self.group)
-        return objects
+                dist.all_gather(parts, value.contiguous(), group=self.group)
+        return torch.stack(parts)
 
     def _device(self) -> torch.device:
         """Where small values travel: on the CPU unless the group knows accelerators only."""
@@ -122,11 +117,8 @@ class Ranks:
 
 
 def _said(error: BaseException) -> str:
-    return (
-        first_line(error)
-        if isinstance(error, OctavoError | OSError)
-        else f"{type(error).__name__}: {first_line(error)}"
-    )
+    kind = "" if isinstance(error, OctavoError | OSError) else f"{type(error).__name__}: "
+    return kind + first_line(error)
 
 
 @contextlib.contextmanager
@@ -139,13 +131,9 @@ def lost_ranks() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not _of_a_collective(error):
+        # gloo raises plain RuntimeErrors that name its source file
+        if not isinstance(error, dist.DistError) and not re.search("gloo|NCCL|ProcessGroup", str(error)):
             raise
         waited = "imed out" in str(error) or "timeout" in str(error)
         what = "another rank did not answer in time" if waited else "another rank ended"
         raise RankError(f"{what}: its own message says why; mend that and start all ranks again") from error
-
-
-def _of_a_collective(error: RuntimeError) -> bool:
-    # gloo raises plain RuntimeErrors that name its source file
-    return isinstance(error, dist.DistError) or any(word in str(error) for word in ("gloo", "NCCL", "ProcessGroup"))

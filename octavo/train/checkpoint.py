@@ -1,29 +1,35 @@
-"""What a run leaves on the disk: a folder with `log.csv` and `checkpoint.pt`, replaced as a whole or not at all.
+"""What a run leaves on the disk: a folder with `log.csv` and a checkpoint, replaced as a whole or not at all.
 
-A checkpoint holds tensors, numbers and strings only, so that `torch.load(weights_only=True)` reads it. Its log is the
-truth: after a resume `log.csv` is written anew from it, and rows past the checkpoint are gone.
+The checkpoint of one process is `checkpoint.pt`; that of many ranks is a folder, `checkpoint`, which all of them write
+and any number can read. Both hold tensors, numbers and strings only, for `torch.load(weights_only=True)`.
+The checkpoint's rows are the truth: after a resume `log.csv` is written anew from them, and rows past it are gone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-import os
+import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import astuple, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from octavo.distributed.errors import CheckpointError as RanksCheckpointError
+from octavo.distributed.files import reason_of, replacing
+from octavo.distributed.ranks import Ranks
+from octavo.scaling.delayed import delayed_state_dict, load_delayed_state_dict
 from octavo.train.config import TrainConfig
 from octavo.train.errors import CheckpointError
 
 FORMAT = 1
 CHECKPOINT = "checkpoint.pt"
 SHARDED = "checkpoint"  # a folder, of a run on many ranks
-LOG = "log.csv"
+PARTS = ("schedule", "in_backward")
 
 Identity = dict[str, int | float | str]  # the options and the data that decide the loss curve, by name
 
@@ -57,8 +63,7 @@ HEADER = ",".join(f.name for f in fields(Row)) + "\n"
 
 def rows_to_tensor(rows: list[Row]) -> Tensor:
     """Rows as [n, 5] float64."""
-    values = [[r.step, r.loss, r.lr, r.tokens_per_s, r.val_loss] for r in rows]
-    return torch.tensor(values, dtype=torch.float64).reshape(len(rows), len(fields(Row)))
+    return torch.tensor([astuple(row) for row in rows], dtype=torch.float64).reshape(len(rows), len(fields(Row)))
 
 
 def rows_from_tensor(values: Tensor) -> list[Row]:
@@ -66,75 +71,58 @@ def rows_from_tensor(values: Tensor) -> list[Row]:
     return [Row(int(step), *rest) for step, *rest in values.tolist()]
 
 
-@dataclass
+@dataclass(frozen=True)
 class State:
-    """Everything that decides how a run goes on.
+    """What a checkpoint holds beside the model and its optimizer.
 
     Attributes:
-        step: steps done.
-        model: the model's state_dict (the same keys, whatever the recipe).
-        optimizer: the optimizer's state_dict.
-        delayed: scales and amax histories of delayed scaling (empty for other recipes).
         identity: the options and the data that decide the loss curve.
-        rows: the log so far.
-        schedule: the precision schedule's state; empty without one.
-        in_backward: that of updates in backward; empty without them.
+        rows: the log so far, a row for each step done.
+        parts: the states of the precision schedule and of updates in backward, where the run has these.
     """
 
-    step: int
-    model: dict[str, Any]
-    optimizer: dict[str, Any]
-    delayed: dict[str, Tensor]
     identity: Identity
-    rows: list[Row] = field(default_factory=list)
-    schedule: dict[str, Any] = field(default_factory=dict)
-    in_backward: dict[str, Any] = field(default_factory=dict)
+    rows: list[Row]
+    parts: dict[str, dict[str, Any]] = field(default_factory=dict)
 
+    def content(self) -> dict[str, Any]:
+        """The state as tensors, numbers and strings."""
+        return {"step": len(self.rows), "identity": self.identity, "rows": rows_to_tensor(self.rows), **self.parts}
 
-def replace_file(path: Path, data: bytes) -> None:
-    """Writes a file so that a reader finds the old contents or the new, also when writing fails halfway."""
-    with _replacing(path) as partial, open(partial, "wb", buffering=0) as file:
-        view = memoryview(data)
-        while view:
-            view = view[file.write(view) :]
-
-
-@contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    partial = path.with_name(path.name + ".partial")
-    try:
-        yield partial
-        os.replace(partial, path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+    @classmethod
+    def of(cls, content: dict[str, Any]) -> State:
+        """The inverse of content; raises KeyError where a part is missing."""
+        rows = rows_from_tensor(content["rows"])
+        return cls(content["identity"], rows, {name: content[name] for name in PARTS if content.get(name)})
 
 
 class RunFolder:
-    """The folder of one run.
+    """The folder of a run of one process.
 
     Args:
         path: the folder; made by `open`.
+        ranks: who trains. Rank 0 alone writes the log, and what fails there fails on all.
+
+    Attributes:
+        checkpoint: where the checkpoint is.
+        log: where the CSV log is.
+        saved_step: the checkpoint's step; None where none is known.
     """
 
-    def __init__(self, path: Path) -> None:
+    name = CHECKPOINT
+
+    def __init__(self, path: Path, ranks: Ranks | None = None) -> None:
         self.path = path
+        self.ranks = ranks or Ranks()
+        self.checkpoint = path / self.name
+        self.log = path / "log.csv"
         self.saved_step: int | None = None
         self._log: Any = None
-
-    @property
-    def checkpoint(self) -> Path:
-        """Where the checkpoint is."""
-        return self.path / CHECKPOINT
-
-    @property
-    def log(self) -> Path:
-        """Where the CSV log is."""
-        return self.path / LOG
+        self._loaded: dict[str, Any] = {}
 
     def holds_run(self) -> bool:
         """Whether a run was started here."""
-        return self.checkpoint.exists() or (self.path / SHARDED).exists() or self.log.exists()
+        return any((self.path / name).exists() for name in (CHECKPOINT, SHARDED, self.log.name))
 
     def open(self, resume: bool) -> None:
         """Makes the folder and proves that it can be written.
@@ -142,36 +130,34 @@ class RunFolder:
         Raises:
             CheckpointError: it can't, or it holds a run and `resume` is not set.
         """
-        if not resume and self.holds_run():
-            raise CheckpointError(f"{self.path} already holds a run: add --resume to go on, or give another --out")
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            replace_file(self.path / ".writable", b"octavo\n")
-            (self.path / ".writable").unlink()
-        except OSError as error:
-            raise CheckpointError(
-                f"cannot write to {self.path}: {error.strerror}; give a folder that can be written with --out"
-            ) from error
+        with self.ranks.together():
+            if self.ranks.rank > 0:
+                return
+            if not resume and self.holds_run():
+                raise CheckpointError(f"{self.path} already holds a run: add --resume to go on, or give another --out")
+            try:
+                self.path.mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryFile(dir=self.path) as file:
+                    file.write(b"octavo\n")
+            except OSError as error:
+                raise CheckpointError(
+                    f"cannot write to {self.path}: {error.strerror}; give a folder that can be written with --out"
+                ) from error
 
-    def save(self, state: State) -> None:
+    def save(self, model: nn.Module, optimizer: Optimizer, state: State) -> None:
         """Replaces the checkpoint; when that fails the previous one is still there.
 
         Raises:
-            CheckpointError: the disk is full or gone.
+            CheckpointError: the disk is full or gone, on whatever rank.
         """
-        content = {"octavo_checkpoint": FORMAT} | {f.name: getattr(state, f.name) for f in fields(State)}
-        content["rows"] = rows_to_tensor(state.rows)
-        try:
-            with _replacing(self.checkpoint) as partial, open(partial, "wb") as file:
-                torch.save(content, file)
-                file.flush()
-                os.fsync(file.fileno())
-        except (OSError, RuntimeError) as error:
-            raise CheckpointError(self._cannot_write(self.checkpoint, error)) from error
-        self.saved_step = state.step
+        content = {"octavo_checkpoint": FORMAT, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        content |= {"delayed": delayed_state_dict(model), **{name: {} for name in PARTS}, **state.content()}
+        with self._writing(self.checkpoint), replacing(self.checkpoint) as file:
+            torch.save(content, file)
+        self.saved_step = len(state.rows)
 
     def load(self, identity: Identity | None) -> State | None:
-        """Reads the checkpoint of this very run, or None when none was written yet.
+        """Reads the checkpoint of this very run, or None when none was written yet; see `fill`.
 
         Args:
             identity: what the run to be continued has, which must be equal to the checkpoint's; None: any run's.
@@ -179,6 +165,18 @@ class RunFolder:
         Raises:
             CheckpointError: it is damaged, or belongs to a run with other options or other data.
         """
+
+        def read() -> State | None:
+            state = self._read()
+            if state is not None and identity is not None:
+                self._require_same(state.identity, identity)
+            return state
+
+        state = self.ranks.first(read)
+        self.saved_step = None if state is None else len(state.rows)
+        return state
+
+    def _read(self) -> State | None:
         if not self.checkpoint.exists():
             if (self.path / SHARDED).exists():
                 raise CheckpointError(
@@ -186,47 +184,53 @@ class RunFolder:
                 )
             return None
         try:
-            content = torch.load(self.checkpoint, map_location="cpu", weights_only=True)
-            if content.pop("octavo_checkpoint") != FORMAT:
+            self._loaded = torch.load(self.checkpoint, map_location="cpu", weights_only=True)
+            if self._loaded["octavo_checkpoint"] != FORMAT:
                 raise ValueError("another format")
-            content["rows"] = rows_from_tensor(content["rows"])
-            state = State(**content)
+            return State.of(self._loaded)
         except Exception as error:  # whatever a damaged file makes torch raise
             raise CheckpointError(
                 f"{self.checkpoint} is damaged or not a checkpoint of octavo: move it away to start this run again"
             ) from error
-        self.require(state, identity)
-        self.saved_step = state.step
-        return state
 
-    def require(self, state: State, identity: Identity | None) -> None:
-        """Raises CheckpointError unless the state is of a run of this identity; what one leaves out is the default."""
-        if identity is None:
-            return
+    def _require_same(self, found: Identity, wanted: Identity) -> None:
+        """Raises CheckpointError for another run's identity; an option that one leaves out has its default."""
         defaults = TrainConfig().identity()
-        for name in identity | state.identity:
-            found, wanted = (own.get(name, defaults.get(name)) for own in (state.identity, identity))
-            if found != wanted:
+        for name in wanted | found:
+            there, here = (own.get(name, defaults.get(name)) for own in (found, wanted))
+            if there != here:
                 raise CheckpointError(
-                    f"the run in {self.path} has {name} {found}, not {wanted}: resume it with the same options, "
+                    f"the run in {self.path} has {name} {there}, not {here}: resume it with the same options, "
                     "or give another --out"
                 )
+
+    def fill(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        """Fills the model and its optimizer from the checkpoint that `load` has read.
+
+        Raises:
+            KeyError, RuntimeError, ValueError: from one process, it is of another model.
+            CheckpointError: from many ranks, it is of another model or damaged.
+        """
+        loaded, self._loaded = self._loaded, {}  # which is as large as the run
+        model.load_state_dict(loaded["model"])
+        if optimizer is not None:
+            optimizer.load_state_dict(loaded["optimizer"])
+        load_delayed_state_dict(model, loaded["delayed"])
 
     def start_log(self, rows: list[Row]) -> None:
         """Writes the log anew with these rows."""
         self.close()
-        try:
-            replace_file(self.log, (HEADER + "".join(row.csv() for row in rows)).encode())
-            self._log = open(self.log, "ab", buffering=0)
-        except OSError as error:
-            raise CheckpointError(self._cannot_write(self.log, error)) from error
+        with self.ranks.together(), self._writing(self.log):
+            if self.ranks.rank == 0:
+                with replacing(self.log) as file:
+                    file.write((HEADER + "".join(row.csv() for row in rows)).encode())
+                self._log = open(self.log, "ab", buffering=0)
 
     def append(self, rows: list[Row]) -> None:
         """Appends rows to the log; they are in the file when this returns."""
-        try:
-            self._log.write("".join(row.csv() for row in rows).encode())
-        except OSError as error:
-            raise CheckpointError(self._cannot_write(self.log, error)) from error
+        with self.ranks.together(), self._writing(self.log):
+            if self._log is not None:
+                self._log.write("".join(row.csv() for row in rows).encode())
 
     def close(self) -> None:
         """Closes the log."""
@@ -234,9 +238,48 @@ class RunFolder:
             self._log.close()
             self._log = None
 
-    def _cannot_write(self, path: Path, error: Exception) -> str:
-        # torch's zip writer hides the cause behind a RuntimeError about its file position.
-        cause = error if isinstance(error, OSError) else error.__context__
-        reason = cause.strerror if isinstance(cause, OSError) else str(error).splitlines()[0]
-        kept = "no checkpoint was written yet" if self.saved_step is None else f"step {self.saved_step} is kept"
-        return f"cannot write {path}: {reason}; {kept}; make room and add --resume to go on"
+    @contextlib.contextmanager
+    def _writing(self, path: Path) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, RuntimeError) as error:
+            kept = "no checkpoint was written yet" if self.saved_step is None else f"step {self.saved_step} is kept"
+            raise CheckpointError(
+                f"cannot write {path}: {reason_of(error)}; {kept}; make room and add --resume to go on"
+            ) from error
+
+
+class ShardedFolder(RunFolder):
+    """The folder of a run on many ranks."""
+
+    name = SHARDED
+
+    def save(self, model: nn.Module, optimizer: Optimizer, state: State) -> None:
+        from octavo.distributed.checkpoint import save_checkpoint
+
+        try:
+            save_checkpoint(self.checkpoint, model, optimizer, state.content(), ranks=self.ranks)
+        except RanksCheckpointError as error:
+            kept = "nothing yet" if self.saved_step is None else f"step {self.saved_step}"
+            raise CheckpointError(f"{error} ({kept}); add --resume to go on") from error
+        self.saved_step = len(state.rows)
+
+    def _read(self) -> State | None:
+        from octavo.distributed.checkpoint import LATEST, load_extra
+
+        if (self.path / CHECKPOINT).exists():
+            raise CheckpointError(f"the run in {self.path} was trained by one process: resume it without --shard")
+        if not (self.checkpoint / LATEST).exists():
+            return None
+        try:
+            return State.of(load_extra(self.checkpoint))
+        except (RanksCheckpointError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{error}: move {self.checkpoint} away to start this run again") from error
+
+    def fill(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        from octavo.distributed.checkpoint import load_checkpoint
+
+        try:
+            load_checkpoint(self.checkpoint, model, optimizer, ranks=self.ranks)
+        except RanksCheckpointError as error:
+            raise CheckpointError(str(error)) from error

@@ -17,7 +17,7 @@ from octavo.kernels.emulation import fast_dtype
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap
 from octavo.schedule import Switch
-from octavo.train.checkpoint import Identity, Row, RunFolder, State
+from octavo.train.checkpoint import Identity, Row, RunFolder, ShardedFolder, State
 from octavo.train.config import ALONE, BASELINE, ModelConfig, TrainConfig, check_recipe
 from octavo.train.data import Batches, Corpus, load_corpus
 from octavo.train.errors import DivergedError, TrainError, train_errors
@@ -25,7 +25,6 @@ from octavo.train.model import GPT
 from octavo.train.progress import Progress, in_words
 from octavo.train.recorder import Recorder
 from octavo.train.shard import device_name, ranks_of, require_one_process, require_parts
-from octavo.train.sharded_folder import ShardedFolder
 from octavo.train.trainer import Trainer, build_model, choose_device, recipe_named, require_memory, settle_dtype
 
 FORECAST_AFTER = 4  # steps: the first ones are slow
@@ -143,17 +142,13 @@ def run(
     """
     if isinstance(recipe, str):
         check_recipe(recipe)
-    shared = _Shared.of(config, [recipe], corpus, hooks or Hooks(), ranks or ranks_of(config.ranks))
-    name = name or _name_of(recipe, shared.config)
-    opened = shared.open(name, recipe)
-    shared.hooks.progress.message(shared.first_line([name]))
-    return shared.run(name, recipe, *opened)
-
-
-def _name_of(recipe: str | Recipe | RecipeMap, config: TrainConfig) -> str:
-    if isinstance(recipe, str):
-        return config.called(recipe)
-    return recipe.default.name if isinstance(recipe, RecipeMap) else recipe.name
+    shared = _Shared(config, [recipe], corpus, hooks, ranks or ranks_of(config.ranks))
+    if name is None:
+        own = recipe.default if isinstance(recipe, RecipeMap) else recipe
+        name = shared.config.called(own) if isinstance(own, str) else own.name
+    opened = _Run(shared, name, recipe)
+    shared.say_first([name])
+    return opened.train()
 
 
 def compare(
@@ -177,52 +172,49 @@ def compare(
     """
     recipes = [check_recipe(name) for name in recipes]
     require_one_process(config.ranks)
-    shared = _Shared.of(config, recipes, corpus, hooks or Hooks(), Ranks())
+    shared = _Shared(config, recipes, corpus, hooks, Ranks())
     names = list(dict.fromkeys(shared.config.called(name) for name in recipes))
     for name in names:
         shared.rehearse(name)
-    ahead = []  # steps; opened before the first run: nothing trains for minutes to fail in the second
-    for name in names:
-        _, state = shared.open(name, name)
-        ahead.append(config.optimizer.steps - (len(state.rows) if state else 0))
-    shared.hooks.progress.message(shared.first_line(names))
+    # opened before the first run: nothing trains for minutes to fail in the second
+    ahead = [len(_Run(shared, name, name).steps_ahead) for name in names]
+    shared.say_first(names)
     results = []
     for index, name in enumerate(names):
-        shared.hooks.progress.message(f"run {index + 1} of {len(names)}: {name}")
+        shared.progress.message(f"run {index + 1} of {len(names)}: {name}")
         later = [steps for steps in ahead[index + 1 :] if steps]
-        results.append(shared.run(name, name, *shared.open(name, name), later))
+        results.append(_Run(shared, name, name).train(later))
         if results[-1].interrupted:
             break
     return results
 
 
-@dataclass(frozen=True)
 class _Shared:
     """What the runs of a comparison have in common. The config's dtype is settled."""
 
-    config: TrainConfig
-    corpus: Corpus
-    device: torch.device
-    hooks: Hooks
-    ranks: Ranks
-
-    @classmethod
-    def of(
-        cls, config: TrainConfig, recipes: Collection[object], corpus: Corpus | None, hooks: Hooks, ranks: Ranks
-    ) -> _Shared:
+    def __init__(
+        self,
+        config: TrainConfig,
+        recipes: Collection[object],
+        corpus: Corpus | None,
+        hooks: Hooks | None,
+        ranks: Ranks,
+    ) -> None:
         """Load the text, settle the dtype, and check that the model fits the device and the text holds its windows."""
+        self.hooks, self.ranks = hooks or Hooks(), ranks
+        self.progress = self.hooks.progress
         require_parts(config, ranks)
         with train_errors():
             config.require_phases(recipes)
         with ranks.together():
-            device = choose_device(device_name(config))
-            if device.type == "cuda" and config.ranks.shard != ALONE:
-                torch.cuda.set_device(device)
-            require_memory(config, device, ranks.size)
-        dtype = ranks.first(lambda: settle_dtype(config, device, recipes).run.dtype)
-        config = replace(config, run=replace(config.run, dtype=dtype))
+            self.device = choose_device(device_name(config))
+            if self.device.type == "cuda" and config.ranks.shard != ALONE:
+                torch.cuda.set_device(self.device)
+            require_memory(config, self.device, ranks.size)
+        dtype = ranks.first(lambda: settle_dtype(config, self.device, recipes).run.dtype)
+        self.config = replace(config, run=replace(config.run, dtype=dtype))
         with ranks.together():
-            corpus = corpus or load_corpus(config.data.data)
+            self.corpus = corpus = corpus or load_corpus(config.data.data)
             corpus.require(config.model)
         first = ranks.first(lambda: corpus.digest)
         with ranks.together():
@@ -230,30 +222,14 @@ class _Shared:
                 raise TrainError(
                     f"{corpus.description} is another text here than on rank 0: give all ranks the same --data"
                 )
-        return cls(config, corpus, device, hooks, ranks)
-
-    def identity(self, recipe: str | Recipe | RecipeMap) -> Identity:
-        """What decides the loss curve of a run."""
-        called = self.config.called(recipe) if isinstance(recipe, str) else str(recipe)
-        return self.config.identity() | {"recipe": called, "text": self.corpus.digest}
 
     def rehearse(self, name: str) -> None:
         """Raise TrainError for options that a recipe can't have, by a tiny model: nothing trains for minutes before."""
         model = build_model(ModelConfig(2, 1, 1, 1), name, 0, self.config.state).to(self.device)
         Trainer(self.config, model, Batches(self.corpus, 1, 1, 0), Ranks(), recipe_named(name))
 
-    def open(self, name: str, recipe: str | Recipe | RecipeMap) -> tuple[RunFolder | None, State | None]:
-        """A run's folder, and the checkpoint to go on from."""
-        config, ranks = self.config, self.ranks
-        if config.run.out is None:
-            return None, None
-        path = config.run.out / name
-        folder = RunFolder(path) if config.ranks.shard == ALONE else ShardedFolder(path, ranks)
-        folder.open(config.run.resume)
-        return folder, folder.load(self.identity(recipe)) if config.run.resume else None
-
-    def first_line(self, names: Collection[str]) -> str:
-        """What is trained, where, and in which dtype."""
+    def say_first(self, names: Collection[str]) -> None:
+        """Says what is trained, where, and in which dtype."""
         dtype, each = self.config.run.dtype, " each" if len(names) > 1 else ""
         if fast_dtype(self.device) == torch.bfloat16:
             why = f"--dtype {'float32' if dtype == 'bfloat16' else 'bfloat16'} decides otherwise"
@@ -261,64 +237,63 @@ class _Shared:
             why = "this CPU has no instructions for bfloat16; --dtype bfloat16 decides otherwise"
         else:
             why = "this CPU has no instructions for it: --dtype float32 is faster"
-        return (
+        self.progress.message(
             f"{', '.join(names)}: {self.config.optimizer.steps} steps{each} on {self.device}; "
             f"what is not FP8 is {dtype} ({why})"
         )
 
-    def run(
-        self,
-        name: str,
-        recipe: str | Recipe | RecipeMap,
-        folder: RunFolder | None,
-        state: State | None,
-        later: Collection[int] = (),
-    ) -> RunResult:
-        """One run, from its checkpoint on; `later` are the steps of each of those after it."""
-        config, ranks = self.config, self.ranks
-        rows = state.rows if state else []
-        tokens = config.data.batch * config.model.context
-        path = folder.path if folder is not None else None
-        result = RunResult(name, config.optimizer.steps, rows, config.model.parameters, tokens, config.run.dtype, path)
-        if state is not None and state.schedule:
-            result.switches = [Switch(**found) for found in state.schedule["switches"]]
-        if len(rows) < result.steps:
-            batches = Batches(self.corpus, config.model.context, config.data.batch, config.run.seed)
-            with ranks.together():
-                model = build_model(config.model, recipe, config.run.seed, config.state).to(self.device)
-            with lost_ranks():
-                trainer = Trainer(config, model, batches, ranks, recipe_named(recipe))
-            if isinstance(folder, ShardedFolder) and state is not None:
-                trainer.load_parts(state)
-                folder.load_parts(trainer.called, trainer.optimizer)
-            elif state is not None:
-                trainer.load(state)
-            _Session(trainer, result, folder, self.identity(recipe), self.hooks, later).run()
-        return result
 
+class _Run:
+    """One run: its folder is open and its checkpoint read, where it goes on from one."""
 
-@dataclass
-class _Session:
-    """A run under way; ``later`` as _Shared.run's."""
+    def __init__(self, shared: _Shared, name: str, recipe: str | Recipe | RecipeMap) -> None:
+        config = shared.config
+        self.shared, self.recipe, self.progress = shared, recipe, shared.progress
+        called = config.called(recipe) if isinstance(recipe, str) else str(recipe)
+        self.identity: Identity = config.identity() | {"recipe": called, "text": shared.corpus.digest}
+        self.folder: RunFolder | None = None
+        self.state: State | None = None
+        if config.run.out is not None:
+            path = config.run.out / name
+            self.folder = RunFolder(path) if config.ranks.shard == ALONE else ShardedFolder(path, shared.ranks)
+            self.folder.open(config.run.resume)
+            self.state = self.folder.load(self.identity) if config.run.resume else None
+        self.rows = self.state.rows if self.state else []
+        self.result = RunResult(
+            name,
+            config.optimizer.steps,
+            self.rows,
+            config.model.parameters,
+            config.data.batch * config.model.context,
+            config.run.dtype,
+            self.folder.path if self.folder is not None else None,
+        )
+        if self.state is not None and "schedule" in self.state.parts:
+            self.result.switches = [Switch(**found) for found in self.state.parts["schedule"]["switches"]]
 
-    trainer: Trainer
-    result: RunResult
-    folder: RunFolder | None
-    identity: Identity
-    hooks: Hooks
-    later: Collection[int]
+    @property
+    def steps_ahead(self) -> range:
+        """The steps that are left, the first of all being 0."""
+        return range(len(self.rows), self.result.steps)
 
-    def __post_init__(self) -> None:
-        trainer, rows = self.trainer, self.result.rows
-        self.recorder = Recorder(trainer.config, rows, trainer.device.type != "cpu")
-        self._forecast_at = len(rows) + FORECAST_AFTER
-
-    def run(self) -> None:
-        """From the last row to the end, or until it is stopped."""
-        self.hooks.on_model(self.trainer.model)
+    def train(self, later: Collection[int] = ()) -> RunResult:
+        """Trains to the end, or until it is stopped; `later` are the steps of each of the runs after it."""
+        if not self.steps_ahead:
+            return self.result
+        config, ranks, device = self.shared.config, self.shared.ranks, self.shared.device
+        batches = Batches(self.shared.corpus, config.model.context, config.data.batch, config.run.seed)
+        with ranks.together():
+            model = build_model(config.model, self.recipe, config.run.seed, config.state).to(device)
+        with lost_ranks():
+            self.trainer = Trainer(config, model, batches, ranks, recipe_named(self.recipe))
+        if self.folder is not None and self.state is not None:
+            self.trainer.load(self.folder, self.state)
+        self.later, self.forecast_at = later, len(self.rows) + FORECAST_AFTER
+        self.recorder = Recorder(config, self.rows, device.type != "cpu")
+        self.shared.hooks.on_model(model)
         if self.folder is not None:
-            self.folder.start_log(self.result.rows)
-        self.hooks.progress.begin(self.result.name, len(self.result.rows), self.result.steps)
+            self.folder.start_log(self.rows)
+        self.progress.begin(self.result.name, len(self.rows), self.result.steps)
         try:
             with lost_ranks():
                 self._steps()
@@ -328,9 +303,10 @@ class _Session:
             kept = self._kept()
             raise RankError(f"{error}{kept}{'; add --resume to go on' if kept else ''}") from error
         finally:
-            self.hooks.progress.end()
+            self.progress.end()
             if self.folder is not None:
                 self.folder.close()
+        return self.result
 
     def _kept(self) -> str:
         if self.folder is None or self.folder.saved_step is None:
@@ -338,16 +314,16 @@ class _Session:
         return f"; the checkpoint of step {self.folder.saved_step} is kept in {self.folder.path}"
 
     def _steps(self) -> None:
-        intervals, steps = self.trainer.config.run, self.result.steps
+        intervals, steps = self.shared.config.run, self.result.steps
         self.recorder.restart_clock()
-        for step in range(len(self.result.rows), steps):
-            if self.trainer.ranks.any(self.hooks.should_stop()):
+        for step in self.steps_ahead:
+            if self.shared.ranks.any(self.shared.hooks.should_stop()):
                 self.result.interrupted = True
                 self._read(validate=False, save=True)
                 return
-            self.recorder.add(step + 1, *self.trainer.step(step))
-            self._note_switches()
             done = step + 1
+            self.recorder.add(done, *self.trainer.step(step))
+            self._note_switches()
             validate = done == steps or _due(done, intervals.eval_every)
             save = done == steps or _due(done, intervals.checkpoint_every)
             if validate or save or _due(done, self.recorder.every):
@@ -360,7 +336,7 @@ class _Session:
         known = len(self.result.switches)
         self.result.switches = list(self.trainer.schedule.switches)
         for switch in self.result.switches[max(known, 1) :]:
-            self.hooks.progress.message(f"{self.result.name}  step {switch.step}: {switch.name}, since {switch.reason}")
+            self.progress.message(f"{self.result.name}  step {switch.step}: {switch.name}, since {switch.reason}")
 
     def _read(self, validate: bool, save: bool) -> None:
         """Makes rows of the steps launched since the last time, and writes and shows them."""
@@ -372,19 +348,15 @@ class _Session:
         if self.folder is not None:
             self.folder.append(new)
         for row in new:
-            self.hooks.on_step(row)
-        rows = self.result.rows
+            self.shared.hooks.on_step(row)
         if new:
-            left = self.recorder.seconds_left(self.result.steps - len(rows) + sum(self.later))
-            if len(rows) >= self._forecast_at and len(rows) - len(new) < self._forecast_at:
+            left = self.recorder.seconds_left(len(self.steps_ahead) + sum(self.later))
+            if len(self.rows) - len(new) < self.forecast_at <= len(self.rows):
                 runs = f"{1 + len(self.later)} runs" if self.later else "this run"
-                self.hooks.progress.message(f"about {in_words(left)} for {runs}")
-            self.hooks.progress.update(new[-1], left)
-        if save and isinstance(self.folder, ShardedFolder):
-            trainer = self.trainer
-            self.folder.save_parts(trainer.called, trainer.optimizer, self.identity, rows, trainer.parts())
-        elif save and self.folder is not None:
-            self.folder.save(self.trainer.state(len(rows), self.identity, rows))
+                self.progress.message(f"about {in_words(left)} for {runs}")
+            self.progress.update(new[-1], left)
+        if save and self.folder is not None:
+            self.trainer.save(self.folder, self.identity, self.rows)
         self.recorder.restart_clock()
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+from octavo.distributed.files import replacing
 from octavo.errors import MissingExtraError
-from octavo.train.checkpoint import replace_file
 from octavo.train.config import UNCONVERTED
 from octavo.train.loop import RunResult
 
@@ -43,22 +42,17 @@ def find_baseline(results: Sequence[RunResult]) -> RunResult | None:
 def table(results: Sequence[RunResult]) -> str:
     """The results as aligned text: validation loss, gap to the baseline, time of a step, speed; below it, the dtype."""
     baseline = find_baseline(results)
-    beside = "" if baseline is None else baseline.name
-    lines = [("recipe", "validation loss", f"gap to {beside}", "time/step", f"vs {beside}", "tokens/s")]
+    head = ["recipe", "validation loss", "time/step", "tokens/s"]
+    if baseline is not None:
+        head[2:] = [f"gap to {baseline.name}", "time/step", f"vs {baseline.name}", "tokens/s"]
+    lines = [head]
     for result in results:
         seconds = result.seconds_per_step
-        lines.append(
-            (
-                result.name,
-                f"{result.final_validation:.4f} nats/byte",
-                "" if baseline is None else f"{gap(result, baseline):+.2f} %",
-                f"{1000 * seconds:.1f} ms",
-                "" if baseline is None else f"{seconds / baseline.seconds_per_step:.2f}x",
-                f"{result.tokens_per_s:,.0f}",
-            )
-        )
-    if baseline is None:
-        lines = [(line[0], line[1], line[3], line[5]) for line in lines]  # type: ignore[misc]
+        line = [result.name, f"{result.final_validation:.4f} nats/byte", f"{1000 * seconds:.1f} ms"]
+        if baseline is not None:
+            line.insert(2, f"{gap(result, baseline):+.2f} %")
+            line.append(f"{seconds / baseline.seconds_per_step:.2f}x")
+        lines.append([*line, f"{result.tokens_per_s:,.0f}"])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines]
     rule = "  ".join("-" * width for width in widths)
@@ -75,7 +69,8 @@ def write_csv(results: Sequence[RunResult], path: Path) -> None:
             f"{result.name},{result.final_validation!r},{'' if math.isnan(percent) else repr(percent)},"
             f"{result.seconds_per_step:.6f},{result.tokens_per_s:.1f},{result.steps},{result.parameters},{result.dtype}"
         )
-    replace_file(path, ("\n".join(lines) + "\n").encode())
+    with replacing(path) as file:
+        file.write(("\n".join(lines) + "\n").encode())
 
 
 def smooth(losses: Sequence[float], width: float) -> list[float]:
@@ -89,8 +84,7 @@ def smooth(losses: Sequence[float], width: float) -> list[float]:
     for step in range(len(losses)):
         side = min(reach, step)
         near = range(step - side, min(step + side + 1, len(losses)))
-        total = sum(weights[abs(other - step)] for other in near)
-        means.append(sum(weights[abs(other - step)] * losses[other] for other in near) / total)
+        means.append(fmean([losses[other] for other in near], [weights[abs(other - step)] for other in near]))
     return means
 
 
@@ -104,72 +98,53 @@ def plot(results: Sequence[RunResult], path: Path) -> None:
     from matplotlib.figure import Figure
 
     baseline = find_baseline(results)
-    others = [result for result in results if result is not baseline]
-    has_gap = baseline is not None and bool(others)
+    ordered = sorted(results, key=lambda result: result is not baseline)
+    has_gap = baseline is not None and len(results) > 1
     figure = Figure(figsize=(8.5, 7.2 if has_gap else 4.6), dpi=160, layout="constrained")
-    if has_gap:
-        upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-    else:
-        upper, lower = figure.subplots(), None
-    styles = _styles(results, baseline)
-    _draw_losses(upper, results, styles)
+    figure.subplots(1 + has_gap, 1, sharex=True, height_ratios=(3, 2)[: 1 + has_gap])
+    styles = _styles(ordered, baseline)
+    _draw_losses(figure.axes[0], ordered, styles)
     for axes in figure.axes:
-        _shade_phases(axes, results, styles, named=axes is upper)
-    if lower is not None and baseline is not None:
-        _draw_gaps(lower, others, baseline, styles)
+        _shade_phases(axes, results, styles, named=axes is figure.axes[0])
+    if has_gap and baseline is not None:
+        _draw_gaps(figure.axes[1], ordered[1:], baseline, styles)
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="#e4e4e4", linewidth=0.8)
         axes.set_axisbelow(True)
     figure.axes[-1].set_xlabel("step")
     figure.align_ylabels()
-    image = io.BytesIO()
-    figure.savefig(image, format="png")
-    replace_file(path, image.getvalue())
+    with replacing(path) as file:
+        figure.savefig(file, format="png")
 
 
-@dataclass(frozen=True)
-class _Style:
-    """How one run is drawn. Curves may coincide, so that each is thinner than the one below it."""
-
-    colour: str
-    marker: str
-    width: float
-    size: float
-
-    def line(self) -> dict[str, Any]:
-        return {"color": self.colour, "linewidth": self.width, "solid_capstyle": "round"}
-
-    def marks(self) -> dict[str, Any]:
-        return {
-            "color": self.colour,
-            "marker": self.marker,
-            "markersize": self.size,
-            "markerfacecolor": "none",
-            "markeredgewidth": 1.4,
-        }
+Styles = dict[str, tuple[dict[str, Any], dict[str, Any]]]
 
 
-def _styles(results: Sequence[RunResult], baseline: RunResult | None) -> dict[str, _Style]:
-    """A style for each run by name; the baseline is black and thickest, whatever its place."""
-    ordered = sorted(results, key=lambda result: result is not baseline)
+def _styles(ordered: Sequence[RunResult], baseline: RunResult | None) -> Styles:
+    """How the line and the marks of each run are drawn, by its name.
+
+    Curves may coincide, so that each is thinner than the one below it; the baseline, which comes first, is black.
+    """
     colours = iter(COLOURS)
     styles = {}
     for index, result in enumerate(ordered):
         colour = BASELINE_COLOUR if result is baseline else next(colours)
         part = index / max(len(ordered) - 1, 1)
-        styles[result.name] = _Style(colour, MARKERS[index], 3.6 - 2.2 * part, 9.0 - 4.5 * part)
+        line = {"color": colour, "linewidth": 3.6 - 2.2 * part, "solid_capstyle": "round"}
+        marks = {"color": colour, "marker": MARKERS[index], "markersize": 9.0 - 4.5 * part}
+        styles[result.name] = line, {**marks, "markerfacecolor": "none", "markeredgewidth": 1.4}
     return styles
 
 
-def _draw_losses(axes: Any, results: Sequence[RunResult], styles: dict[str, _Style]) -> None:
-    for result in sorted(results, key=lambda result: -styles[result.name].width):
-        style = styles[result.name]
+def _draw_losses(axes: Any, results: Sequence[RunResult], styles: Styles) -> None:
+    for result in results:
+        line, marks = styles[result.name]
         steps = [row.step for row in result.rows]
-        axes.plot(steps, result.losses, color=style.colour, alpha=0.12, linewidth=0.6)
-        axes.plot(steps, smooth(result.losses, SMOOTHING * len(steps) / 2), **style.line())
-        axes.plot(*zip(*result.validations, strict=True), linestyle="none", **style.marks())
-        axes.plot([], [], label=f"{result.name}  {result.final_validation:.4f}", **style.line() | style.marks())
+        axes.plot(steps, result.losses, color=line["color"], alpha=0.12, linewidth=0.6)
+        axes.plot(steps, smooth(result.losses, SMOOTHING * len(steps) / 2), **line)
+        axes.plot(*zip(*result.validations, strict=True), linestyle="none", **marks)
+        axes.plot([], [], label=f"{result.name}  {result.final_validation:.4f}", **line | marks)
     title = f"Training loss (lines, smoothed) and validation loss (marks); {results[0].dtype} where not FP8"
     axes.set_title(title, loc="left", fontsize=11)
     axes.set_ylabel("loss (nats/byte)")
@@ -182,14 +157,14 @@ def _draw_losses(axes: Any, results: Sequence[RunResult], styles: dict[str, _Sty
     axes.margins(x=0.03)  # as far as a mark at the end reaches
 
 
-def _shade_phases(axes: Any, results: Sequence[RunResult], styles: dict[str, _Style], named: bool = True) -> None:
+def _shade_phases(axes: Any, results: Sequence[RunResult], styles: Styles, named: bool = True) -> None:
     """Each phase of a run in its colour, light and darker in turn, with its recipe's name; runs one below the other."""
     scheduled = [result for result in results if len(result.switches) > 1]
     for place, result in enumerate(scheduled):
         ends = [switch.step for switch in result.switches[1:]] + [result.steps]
         bottom, top = 1 - (place + 1) / len(scheduled), 1 - place / len(scheduled)
+        colour = styles[result.name][0]["color"]
         for index, (switch, end) in enumerate(zip(result.switches, ends, strict=True)):
-            colour = styles[result.name].colour
             axes.axvspan(switch.step, end, bottom, top, color=colour, alpha=0.16 if index % 2 else 0.06, linewidth=0)
             if named:
                 is_narrow = (end - switch.step) / result.steps < 0.0085 * len(switch.name)
@@ -204,23 +179,21 @@ def _shade_phases(axes: Any, results: Sequence[RunResult], styles: dict[str, _St
                 )
 
 
-def _draw_gaps(axes: Any, others: Sequence[RunResult], baseline: RunResult, styles: dict[str, _Style]) -> None:
+def _draw_gaps(axes: Any, others: Sequence[RunResult], baseline: RunResult, styles: Styles) -> None:
     width = SMOOTHING * len(baseline.losses) / 2
     reference = smooth(baseline.losses, width)
     axes.axhline(0, color=BASELINE_COLOUR, linewidth=1.2)
     visible = [0.5]  # the axis shows at least ± this
     for result in others:
-        style = styles[result.name]
-        percent = [
-            100 * (ours / theirs - 1) for ours, theirs in zip(smooth(result.losses, width), reference, strict=True)
-        ]
-        axes.plot([row.step for row in result.rows], percent, color=style.colour, linewidth=1.6)
+        _, marks = styles[result.name]
+        smoothed = zip(smooth(result.losses, width), reference, strict=True)
+        percent = [100 * (ours / theirs - 1) for ours, theirs in smoothed]
+        axes.plot([row.step for row in result.rows], percent, color=marks["color"], linewidth=1.6)
         theirs = dict(baseline.validations)
-        marks = [(step, 100 * (loss / theirs[step] - 1)) for step, loss in result.validations if step in theirs]
-        axes.plot(*zip(*marks, strict=True), linestyle="none", **style.marks())
-        label = f"{result.name}  {gap(result, baseline):+.2f} %"
-        axes.plot([], [], label=label, linewidth=1.6, **style.marks())
-        visible += [abs(value) for value in percent[len(percent) // 10 :]] + [abs(value) for _, value in marks]
+        gaps = [(step, 100 * (loss / theirs[step] - 1)) for step, loss in result.validations if step in theirs]
+        axes.plot(*zip(*gaps, strict=True), linestyle="none", **marks)
+        axes.plot([], [], label=f"{result.name}  {gap(result, baseline):+.2f} %", linewidth=1.6, **marks)
+        visible += [abs(value) for value in percent[len(percent) // 10 :]] + [abs(value) for _, value in gaps]
     axes.set_title(f"Gap to {baseline.name}: above zero is worse", loc="left", fontsize=11)
     axes.set_ylabel(f"loss over {baseline.name}'s (%)")
     axes.legend(title="final validation gap", frameon=False, alignment="left", ncols=4, loc="upper left")

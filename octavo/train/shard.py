@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import os
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -19,17 +20,6 @@ from octavo.train.errors import TrainError
 from octavo.train.model import GPT
 
 LAUNCH = "torchrun --nproc-per-node 2 -m octavo train"
-
-
-def require_launch(config: RanksConfig) -> None:
-    """Raises TrainError unless processes were started as `shard` needs them."""
-    started = int(os.environ.get("WORLD_SIZE", "1"))
-    if config.shard == ALONE and started > 1:
-        raise TrainError(f"{started} processes were started, but shard is none: add --shard fsdp or --shard ddp")
-    if config.shard != ALONE and not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        raise TrainError(
-            f"shard {config.shard} trains on ranks that torchrun starts: {LAUNCH} --shard {config.shard} ..."
-        )
 
 
 def require_one_process(config: RanksConfig) -> None:
@@ -46,10 +36,14 @@ def joined(config: TrainConfig) -> Iterator[Ranks]:
         TrainError: processes were not started as `config.ranks.shard` needs them.
         RankError: some did not come.
     """
-    require_launch(config.ranks)
-    if config.ranks.shard == ALONE:
+    shard, started = config.ranks.shard, int(os.environ.get("WORLD_SIZE", "1"))
+    if shard == ALONE and started > 1:
+        raise TrainError(f"{started} processes were started, but shard is none: add --shard fsdp or --shard ddp")
+    if shard == ALONE:
         yield Ranks()
         return
+    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        raise TrainError(f"shard {shard} trains on ranks that torchrun starts: {LAUNCH} --shard {shard} ...")
     accelerated, ended = device_name(config).startswith("cuda"), False
     try:
         with lost_ranks():
@@ -109,7 +103,16 @@ def shard(model: GPT, config: TrainConfig, ranks: Ranks) -> nn.Module:
         The module to call: the model itself or one that holds it.
     """
     if config.ranks.shard == FSDP:
-        return _fully_sharded(model, config, ranks)
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = DeviceMesh.from_group(ranks.group, model.head.weight.device.type)
+        for block in model.blocks:
+            if config.run.compile:
+                block.compile()  # what fully_shard hangs in around it stays out of the graph
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return model
     called: Any = torch.compile(model) if config.run.compile else model
     if config.ranks.shard == ALONE:
         return called
@@ -122,28 +125,10 @@ def shard(model: GPT, config: TrainConfig, ranks: Ranks) -> nn.Module:
     return replicated(called, process_group=ranks.group, **options)
 
 
-def _fully_sharded(model: GPT, config: TrainConfig, ranks: Ranks) -> nn.Module:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = DeviceMesh.from_group(ranks.group, model.head.weight.device.type)
-    for block in model.blocks:
-        if config.run.compile:
-            block.compile()  # what fully_shard hangs in around it stays out of the graph
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model
-
-
-@contextlib.contextmanager
-def syncing(called: nn.Module, last: bool) -> Iterator[None]:
-    """Runs a forward and backward whose gradients are sent only after the last micro-batch."""
+def syncing(called: nn.Module, last: bool) -> AbstractContextManager[None]:
+    """For a forward and backward whose gradients are sent only after the last micro-batch."""
     from torch.distributed.fsdp import FSDPModule
 
     if isinstance(called, FSDPModule):
         called.set_requires_gradient_sync(last)
-    if isinstance(called, nn.parallel.DistributedDataParallel) and not last:
-        with called.no_sync():
-            yield
-    else:
-        yield
+    return called.no_sync() if isinstance(called, nn.parallel.DistributedDataParallel) and not last else nullcontext()

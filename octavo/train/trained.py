@@ -5,13 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import octavo
-from octavo.distributed.ranks import Ranks
-from octavo.train.checkpoint import CHECKPOINT, SHARDED, RunFolder
+from octavo.train.checkpoint import CHECKPOINT, SHARDED, RunFolder, ShardedFolder
 from octavo.train.config import RECIPES, ModelConfig, StateConfig
 from octavo.train.errors import CheckpointError
 from octavo.train.model import GPT
-from octavo.train.sharded_folder import ShardedFolder
 from octavo.train.trainer import build_model
 
 
@@ -26,26 +23,20 @@ def trained_model(path: Path) -> GPT:
     """
     folder = path.parent if path.name == CHECKPOINT else path
     sharded = (folder / SHARDED).is_dir() and not (folder / CHECKPOINT).exists()
-    if not sharded and not (folder / CHECKPOINT).is_file():
-        raise CheckpointError(_no_checkpoint(path, folder))
-    kept = ShardedFolder(folder, Ranks()) if sharded else RunFolder(folder)
-    state = kept.load(None)
+    kept = ShardedFolder(folder) if sharded else RunFolder(folder)
+    state = kept.load(None) if sharded or kept.checkpoint.is_file() else None
     if state is None:
         raise CheckpointError(_no_checkpoint(path, folder))
     identity: dict[str, Any] = state.identity
     recipe = identity.get("recipe")
     if recipe not in RECIPES:
         raise CheckpointError(f"{folder} was trained with a recipe of its own, {recipe}: build its model in Python")
+    # a checkpoint of many ranks has the names of the weights' storage; one of one process is read by plain weights too
+    names = [name for name in StateConfig.__dataclass_fields__ if sharded and name in identity]
     try:
         sizes = ModelConfig(**{name: identity[name] for name in ModelConfig.__dataclass_fields__})
-        if isinstance(kept, ShardedFolder):  # whose keys are those of the weights' storage
-            kept_in = {name: identity[name] for name in StateConfig.__dataclass_fields__ if name in identity}
-            model = build_model(sizes, recipe, 0, StateConfig(**kept_in))
-            kept.load_parts(model, None)
-        else:
-            model = build_model(sizes, recipe, 0)
-            model.load_state_dict(state.model)
-            octavo.nn.load_delayed_state_dict(model, state.delayed)
+        model = build_model(sizes, recipe, 0, StateConfig(**{name: identity[name] for name in names}))
+        kept.fill(model, None)
     except (KeyError, RuntimeError, ValueError) as error:
         raise CheckpointError(f"{kept.checkpoint} does not hold this octavo's model: {error}") from error
     return model.eval()

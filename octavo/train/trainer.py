@@ -6,7 +6,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Collection
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from octavo.distributed.ranks import Ranks
 from octavo.kernels.emulation import fast_dtype
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap
-from octavo.train.checkpoint import Identity, Row, State
+from octavo.train.checkpoint import Identity, Row, RunFolder, State
 from octavo.train.config import (
     FSDP,
     UNCONVERTED,
@@ -64,13 +64,11 @@ def build_optimizer(
 
 
 def choose_device(name: str) -> torch.device:
-    """The device that a name means; `auto` is cuda where there is one.
+    """The device of a name.
 
     Raises:
         TrainError: there is no such device here.
     """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
         torch.empty(1, device=device).add_(1)
@@ -200,35 +198,31 @@ class Trainer:
         Returns:
             The loss and the norm of the gradients, over all ranks and both on the device, and the learning rate.
         """
-        options = self.config.optimizer
+        options, optimizer = self.config.optimizer, self.optimizer
         lr = learning_rate(step, options)
-        for group in self.optimizer.param_groups:
+        for group in optimizer.param_groups:
             group["lr"] = lr
-        self.optimizer.zero_grad()
+        optimizer.zero_grad()
         inputs, targets = (part_of(part, self.ranks) for part in self.batches.training(step))
         parts = self.config.data.micro_batches
         total = torch.zeros((), device=self.device)
         pairs = zip(inputs.chunk(parts), targets.chunk(parts), strict=True)
         for index, (part_inputs, part_targets) in enumerate(pairs):
             last = index == parts - 1
-            with syncing(self.called, last=last), self._updating(last):
+            # updates in backward, and gradients kept in FP8, wait for the backward of the last micro-batch
+            own = optimizer if isinstance(optimizer, octavo.optim.AdamW) and not last else None
+            with syncing(self.called, last), own.accumulate() if own is not None else nullcontext():
                 loss = self.loss(part_inputs, part_targets) / parts
                 loss.backward()
             total += loss.detach()
         if self.in_backward is None:
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), options.clip or math.inf)
-        self.optimizer.step()
+        optimizer.step()
         if self.schedule is not None:
             self.schedule.step(inputs.numel() * self.ranks.size)
         if self.in_backward is not None:
             norm = self.in_backward.last_norm if self.in_backward.last_norm is not None else torch.zeros(())
         return self.ranks.mean(total), norm.full_tensor() if isinstance(norm, DTensor) else norm, lr
-
-    def _updating(self, last: bool) -> AbstractContextManager[None]:
-        """Updates in backward, and gradients kept in FP8, wait for the backward of a step's last micro-batch."""
-        if last or not isinstance(self.optimizer, octavo.optim.AdamW):
-            return nullcontext()
-        return self.optimizer.accumulate()
 
     @torch.no_grad()
     def validate(self) -> float:
@@ -250,42 +244,26 @@ class Trainer:
             return 0 * self.loss(inputs[:1], targets[:1]), len(inputs)
         return self.loss(mine, theirs) * len(mine), len(inputs)
 
-    def state(self, step: int, identity: Identity, rows: list[Row]) -> State:
-        """What a checkpoint holds."""
-        delayed = octavo.nn.delayed_state_dict(self.model)
-        return State(
-            step, self.model.state_dict(), self.optimizer.state_dict(), delayed, identity, rows, **self.parts()
-        )
-
-    def parts(self) -> dict[str, Any]:
-        """States of the schedule and of updates in backward, where there are these."""
+    def save(self, folder: RunFolder, identity: Identity, rows: list[Row]) -> None:
+        """Replaces the folder's checkpoint."""
         found = {"schedule": self.schedule, "in_backward": self.in_backward}
-        return {name: part.state_dict() for name, part in found.items() if part is not None}
+        parts = {name: part.state_dict() for name, part in found.items() if part is not None}
+        folder.save(self.model, self.optimizer, State(identity, rows, parts))
 
-    def load_parts(self, state: State) -> None:
-        """Load what goes before model and optimizer: they have the form of the schedule's phase.
+    def load(self, folder: RunFolder, state: State) -> None:
+        """Goes back to the checkpoint that the folder has read.
 
         Raises:
-            CheckpointError: it is of another schedule.
+            CheckpointError: it is of another schedule or holds another model's weights.
         """
         try:
-            if self.schedule is not None:
-                self.schedule.load_state_dict(state.schedule)
-            if self.in_backward is not None and state.in_backward:  # there is none in older ones
-                self.in_backward.load_state_dict(state.in_backward)
+            if self.schedule is not None:  # first: it brings model and optimizer into the form of its phase
+                self.schedule.load_state_dict(state.parts.get("schedule", {}))
+            if self.in_backward is not None and "in_backward" in state.parts:  # older checkpoints have none
+                self.in_backward.load_state_dict(state.parts["in_backward"])
         except (KeyError, ValueError) as error:
             raise CheckpointError(f"the checkpoint does not fit this run: {error}") from error
-
-    def load(self, state: State) -> None:
-        """Goes back to a checkpoint.
-
-        Raises:
-            CheckpointError: it holds another model's weights.
-        """
-        self.load_parts(state)
         try:
-            self.model.load_state_dict(state.model)
-            self.optimizer.load_state_dict(state.optimizer)
-            octavo.nn.load_delayed_state_dict(self.model, state.delayed)
+            folder.fill(self.model, self.optimizer)
         except (RuntimeError, ValueError, KeyError) as error:
             raise CheckpointError("the checkpoint does not fit this model: it was made by another octavo") from error

@@ -5,19 +5,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from octavo.distributed.dcp_files import METADATA, Reader, TensorPlanner, Writer, reason_of
+from octavo.distributed.dcp_files import METADATA, Reader, TensorPlanner, Writer
 from octavo.distributed.errors import CheckpointError
-
-
-def test_the_reason_is_the_one_below():
-    try:
-        try:
-            raise OSError(28, "No space left on device")
-        finally:
-            raise RuntimeError("unexpected pos 64 vs 0")
-    except RuntimeError as error:
-        assert reason_of(error) == "No space left on device"
-    assert reason_of(ValueError("first\nsecond")) == "first"
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")

@@ -1,32 +1,61 @@
 import errno
 import math
 import os
+import shutil
+import tempfile
+from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
-from octavo.train import CheckpointError
-from octavo.train.checkpoint import HEADER, Row, RunFolder, State, replace_file, rows_from_tensor, rows_to_tensor
+import octavo
+from octavo.distributed import checkpoint
+from octavo.tensor.stored_weight import StoredWeight
+from octavo.train import CheckpointError, StateConfig, run
+from octavo.train.checkpoint import (
+    HEADER,
+    Row,
+    RunFolder,
+    ShardedFolder,
+    State,
+    rows_from_tensor,
+    rows_to_tensor,
+)
+from octavo.train.trained import trained_model
+from tests.support.sharded_runs import changed, curve, nearly, train_on
 
 ROWS = [Row(1, 5.5, 1e-3, 1000.0), Row(2, 1 / 3, 2e-3, 2000.0, 4.25)]
 IDENTITY = {"width": 32, "recipe": "dynamic"}
+STATE = State(IDENTITY, ROWS)
 
 
-def make_state(step=2):
-    return State(
-        step=step,
-        model={"w": torch.full((4,), float(step))},
-        optimizer={"state": {0: {"step": torch.tensor(2.0)}}, "param_groups": [{"lr": 1e-3, "params": [0]}]},
-        delayed={"scale": torch.ones(3)},
-        identity=dict(IDENTITY),
-        rows=list(ROWS),
-    )
+@pytest.fixture
+def parts():
+    """A model and its optimizer after a step."""
+    model = octavo.nn.Linear(4, 4, recipe=octavo.recipes.delayed())
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def folder_of(kind, tmp_path):
+    folder = kind(tmp_path / "deep" / "run")
+    folder.open(resume=False)
+    return folder
 
 
 @pytest.fixture
 def folder(tmp_path):
-    folder = RunFolder(tmp_path / "deep" / "run")
-    folder.open(resume=False)
+    folder = folder_of(RunFolder, tmp_path)
+    yield folder
+    folder.close()
+
+
+@pytest.fixture
+def sharded(tmp_path):
+    folder = folder_of(ShardedFolder, tmp_path)
     yield folder
     folder.close()
 
@@ -35,14 +64,29 @@ def same_rows(first, second):
     return [row.csv() for row in first] == [row.csv() for row in second]
 
 
-def test_a_state_comes_back_exactly(folder):
-    folder.save(make_state())
-    state = RunFolder(folder.path).load(IDENTITY)
-    assert state.step == 2 and state.identity == IDENTITY
-    assert torch.equal(state.model["w"], make_state().model["w"])
-    assert state.optimizer == make_state().optimizer
+def everything(model, optimizer):
+    moments = {f"{i}.{key}": value for i, own in enumerate(optimizer.state.values()) for key, value in own.items()}
+    found = model.state_dict() | moments | octavo.nn.delayed_state_dict(model)
+    return {name: value.clone() for name, value in found.items()}
+
+
+@pytest.mark.parametrize("kind", [RunFolder, ShardedFolder])
+def test_what_was_saved_comes_back_exactly(kind, parts, tmp_path):
+    folder = folder_of(kind, tmp_path)
+    assert folder.load(IDENTITY) is None
+    schedule = {"schedule": {"phase": 1}} if kind is RunFolder else {}
+    folder.save(*parts, State(IDENTITY, ROWS, schedule))
+    before = everything(*parts)
+    again = kind(folder.path)
+    state = again.load(IDENTITY)
+    assert again.saved_step == 2 and state.identity == IDENTITY and state.parts == schedule
     assert same_rows(state.rows, ROWS) and state.rows[1].loss == 1 / 3
-    assert [path.name for path in folder.path.iterdir()] == ["checkpoint.pt"]
+    assert [path.name for path in folder.path.iterdir()] == [folder.checkpoint.name]
+    parts[0](torch.ones(2, 4)).sum().backward()
+    parts[1].step()
+    again.fill(*parts)
+    after = everything(*parts)
+    assert before.keys() == after.keys() and all(torch.equal(after[name], before[name]) for name in before)
 
 
 def test_rows_survive_as_tensors():
@@ -77,14 +121,14 @@ def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
     def refuse(*args, **kwargs):
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr("octavo.train.checkpoint.replace_file", refuse)  # root may write anywhere
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)  # root may write anywhere
     with pytest.raises(CheckpointError, match="Permission denied; give a folder"):
         RunFolder(tmp_path / "other").open(resume=False)
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("failed writing")])
-def test_a_full_disk_keeps_the_checkpoint_before(folder, monkeypatch, error):
-    folder.save(make_state(2))
+def test_a_full_disk_keeps_the_checkpoint_before(folder, parts, monkeypatch, error):
+    folder.save(*parts, STATE)
 
     def write_half(content, file):
         file.write(b"half")
@@ -93,8 +137,8 @@ def test_a_full_disk_keeps_the_checkpoint_before(folder, monkeypatch, error):
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", write_half)
         with pytest.raises(CheckpointError, match=r"cannot write .*; step 2 is kept; make room"):
-            folder.save(make_state(3))
-    assert folder.load(IDENTITY).step == 2
+            folder.save(*parts, State(IDENTITY, [*ROWS, ROWS[0]]))
+    assert len(folder.load(IDENTITY).rows) == 2
     assert [path.name for path in folder.path.iterdir()] == ["checkpoint.pt"]
 
 
@@ -108,8 +152,8 @@ def test_a_log_on_a_full_disk(folder):
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], lambda data: b"", lambda data: b"junk" * 99])
-def test_a_damaged_checkpoint_is_said_so_and_left_alone(folder, damage):
-    folder.save(make_state())
+def test_a_damaged_checkpoint_is_said_so_and_left_alone(folder, parts, damage):
+    folder.save(*parts, STATE)
     damaged = damage(folder.checkpoint.read_bytes())
     folder.checkpoint.write_bytes(damaged)
     with pytest.raises(CheckpointError, match="is damaged or not a checkpoint of octavo: move it away"):
@@ -124,29 +168,76 @@ def test_another_programs_checkpoint(folder, content):
         folder.load(IDENTITY)
 
 
-def test_another_runs_checkpoint(folder):
-    folder.save(make_state())
+def test_another_runs_checkpoint(folder, parts):
+    folder.save(*parts, STATE)
     with pytest.raises(CheckpointError, match="has width 32, not 64: resume it with the same options"):
         folder.load(IDENTITY | {"width": 64})
 
 
-def test_options_that_only_one_of_two_runs_names_are_compared_with_the_defaults(folder):
-    state = make_state()
-    state.identity["master"] = "split24"
-    folder.save(state)
-    assert folder.load(IDENTITY | {"master": "split24", "moments": "fp32"}).step == 2
-    assert folder.load(None).step == 2
+def test_options_that_only_one_of_two_runs_names_are_compared_with_the_defaults(folder, parts):
+    state = State(IDENTITY | {"master": "split24"}, ROWS)
+    folder.save(*parts, state)
+    assert same_rows(folder.load(IDENTITY | {"master": "split24", "moments": "fp32"}).rows, ROWS)
+    assert same_rows(folder.load(None).rows, ROWS)
     with pytest.raises(CheckpointError, match="has master split24, not auto"):
         folder.load(IDENTITY)
     with pytest.raises(CheckpointError, match="has moments fp32, not fp8"):
         folder.load(state.identity | {"moments": "fp8"})
 
 
-def test_a_file_is_replaced_or_left(tmp_path, monkeypatch):
-    path = tmp_path / "file"
-    replace_file(path, b"old")
-    monkeypatch.setattr(os, "replace", lambda *args: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
-    with pytest.raises(OSError, match="broken"):
-        replace_file(path, b"new")
-    assert path.read_bytes() == b"old"
-    assert list(tmp_path.iterdir()) == [path]
+def test_the_log_of_ranks_is_a_run_folders(sharded):
+    sharded.start_log(ROWS[:1])
+    sharded.append(ROWS[1:])
+    assert sharded.log.read_text() == HEADER + "".join(row.csv() for row in ROWS)
+    with pytest.raises(CheckpointError, match="already holds a run"):
+        ShardedFolder(sharded.path).open(resume=False)
+
+
+def test_another_run_another_kind_and_damage_on_ranks(sharded, parts):
+    folder = sharded
+    folder.save(*parts, STATE)
+    with pytest.raises(CheckpointError, match="has width 32, not 8"):
+        folder.load({"width": 8})
+    with pytest.raises(CheckpointError, match="cannot read the checkpoint"):
+        folder.fill(nn.Linear(4, 5), None)
+    checkpoint.save_checkpoint(folder.checkpoint, parts[0], extra=3)
+    with pytest.raises(CheckpointError, match="to start this run again"):
+        folder.load(IDENTITY)
+    (folder.path / "checkpoint.pt").touch()
+    with pytest.raises(CheckpointError, match="trained by one process: resume it without --shard"):
+        folder.load(IDENTITY)
+
+
+def test_a_full_disk_keeps_the_ranks_checkpoint_before(sharded, parts, monkeypatch):
+    sharded.save(*parts, STATE)
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match=r"cannot write .*Full.*kept \(step 2\)"):
+        patch.setattr(checkpoint, "_finish", lambda *args: (_ for _ in ()).throw(OSError(28, "Full")))
+        sharded.save(*parts, State(IDENTITY, [*ROWS, ROWS[0]]))
+    assert len(sharded.load(IDENTITY).rows) == 2
+
+
+PHASES = {"schedule": "fp8-then-bf16@0.3-then-fp8@0.6"}  # the run is stopped in the second
+OPTIONS = {"after": {}, "in backward": {"update_in_backward": "4KB"}, "phases": PHASES}
+
+
+@pytest.mark.parametrize("how", [pytest.param("after", marks=pytest.mark.full), "in backward", "phases"])
+def test_a_run_whose_weights_live_in_fp8(pool, config, how, tmp_path):
+    """Sharded: stopped and gone on with on as many ranks, exactly, and on another number; read by one process."""
+    state = StateConfig("fp8", "split16", "fp8", **OPTIONS[how])
+    config = replace(changed(config, optimizer={"steps": 6}, model={"layers": 1}), state=state)
+    alone = curve(run(config, "delayed"))
+    config = changed(config, ranks={"shard": "fsdp"}, run={"out": tmp_path / "whole"})
+    ((whole, *_), *_) = pool.run(train_on, (2,), config, "delayed", seconds=100)
+    assert nearly(whole, alone, 0.05) and len(whole) == 6
+    config = changed(config, run={"out": tmp_path / "parts"})
+    pool.run(train_on, (2,), config, "delayed", 3, seconds=100)
+    shutil.copytree(tmp_path / "parts", tmp_path / "other")
+    config = changed(config, run={"resume": True})
+    for again, interrupted, _ in pool.run(train_on, (2,), config, "delayed", seconds=100):
+        assert not interrupted and again == whole
+    config = changed(config, run={"out": tmp_path / "other"})
+    for again, interrupted, _ in pool.run(train_on, (1,), config, "delayed", seconds=100):
+        assert not interrupted and again[:3] == whole[:3] and nearly(again, whole, 0.05)
+    model = trained_model(tmp_path / "other" / "delayed")
+    assert isinstance(model.blocks[0].mlp.fc2.weight, StoredWeight)
+    assert model(torch.zeros(1, 4, dtype=torch.uint8)).isfinite().all()

@@ -124,8 +124,8 @@ def full(mesh, config):
     """Rank 0 cannot write the log."""
     with pytest.MonkeyPatch.context() as patch:
         if mesh.get_rank() == 0:
-            error = CheckpointError("cannot write log.csv: No space left on device")
-            patch.setattr("octavo.train.checkpoint.RunFolder.append", lambda *args: (_ for _ in ()).throw(error))
+            error = OSError(28, "No space left on device")
+            patch.setattr("octavo.train.checkpoint.Row.csv", lambda row: (_ for _ in ()).throw(error))
         return train_on(mesh, config)
 
 
@@ -340,14 +340,14 @@ def test_a_rank_that_hangs_and_one_whose_disk_is_full(text_file, tmp_path):
     code = (
         "import os, resource, signal\n"
         "from octavo import cli\n"
-        "from octavo.train.sharded_folder import ShardedFolder\n"
-        "save = ShardedFolder.save_parts\n"
+        "from octavo.train.checkpoint import ShardedFolder\n"
+        "save = ShardedFolder.save\n"
         "def save_once(self, *arguments):\n"
         "    save(self, *arguments)\n"
         "    if os.environ['RANK'] == '1':\n"
         "        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "        resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))\n"  # as on a full disk
-        "ShardedFolder.save_parts = save_once\n"
+        "ShardedFolder.save = save_once\n"
         "cli.main()\n"
     )
     with Started(2, *arguments, str(tmp_path / "full"), "--checkpoint-every", "2", code=code) as ranks:
