@@ -14,10 +14,10 @@ import types
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
-    from octavo.train import RunResult, TrainConfig
+    from octavo.train import Hooks, RunResult, TrainConfig
 
 RUNS = Path("runs")  # where runs go that give no --out
 FAULT = 2
@@ -135,11 +135,6 @@ def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
             group.add_argument(flag, type=kind, default=field.default, help=text, metavar=kind.__name__.upper())
 
 
-def read_flags(options: argparse.Namespace, config: type) -> Any:
-    """Builds the dataclass from parsed flags."""
-    return config(**{field.name: getattr(options, field.name) for field in dataclasses.fields(config)})
-
-
 def _parser() -> argparse.ArgumentParser:
     import octavo
     from octavo.train.config import BASELINE, RECIPES, UNCONVERTED
@@ -147,29 +142,32 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="octavo", description="Train PyTorch models in FP8.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"octavo {octavo.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, dest="name")
-    known = f"{', '.join(RECIPES)}; the first {len(UNCONVERTED)} without FP8: in --dtype, in bfloat16, in float32"
-    for name, command, help in (
-        ("train", _train, "train a byte-level GPT with one recipe"),
-        ("compare", _compare, "train it in high precision and in FP8, and compare"),
-    ):
-        sub = commands.add_parser(name, help=help, description=f"{help[0].upper()}{help[1:]}.", allow_abbrev=False)
+
+    def add(name: str, command: Callable[..., int], help: str) -> argparse.ArgumentParser:
+        description = None if name == "info" else f"{help[0].upper()}{help[1:]}."
+        sub = commands.add_parser(name, help=help, description=description, allow_abbrev=False)
         sub.set_defaults(command=command)
-        if name == "train":
-            sub.add_argument("--recipe", default="dynamic", help=f"one of {known} (default: dynamic)")
-        else:
-            chosen = [BASELINE, "dynamic", "delayed"]
-            sub.add_argument(
-                "--recipes",
-                nargs="+",
-                default=chosen,
-                metavar="RECIPE",
-                help=f"some of {known} (default: {' '.join(chosen)})",
-            )
-        for config in _configs():
-            add_flags(sub, config)
-    _add_export(commands)
-    sub = commands.add_parser("info", help="versions, devices, and where FP8 is native", allow_abbrev=False)
-    sub.set_defaults(command=_info)
+        return sub
+
+    known = f"{', '.join(RECIPES)}; the first {len(UNCONVERTED)} without FP8: in --dtype, in bfloat16, in float32"
+    train = add("train", _train, "train a byte-level GPT with one recipe")
+    train.add_argument("--recipe", default="dynamic", help=f"one of {known} (default: dynamic)")
+    compare = add("compare", _compare, "train it in high precision and in FP8, and compare")
+    chosen = [BASELINE, "dynamic", "delayed"]
+    help = f"some of {known} (default: {' '.join(chosen)})"
+    compare.add_argument("--recipes", nargs="+", default=chosen, metavar="RECIPE", help=help)
+    for config in _configs():
+        add_flags(train, config)
+        add_flags(compare, config)
+    export = add("export", _export, "write a trained model as ONNX, and check it in onnxruntime")
+    export.add_argument("source", type=Path, metavar="RUN_OR_CHECKPOINT", help="a run's folder, or its checkpoint.pt")
+    export.add_argument("--onnx", type=Path, required=True, metavar="FILE", help="the file to write")
+    export.add_argument("--opset", type=int, default=21, metavar="INT", help="19 to 24 (default: 21)")
+    dtypes = ("bfloat16", "float32")
+    export.add_argument("--weights", default="bfloat16", choices=dtypes, help="of other weights than FP8")
+    help = "text to check it on (default: Python's own standard library)"
+    export.add_argument("--data", type=Path, metavar="PATH", help=help)
+    add("info", _info, "versions, devices, and where FP8 is native")
     return parser
 
 
@@ -185,7 +183,8 @@ def _config(options: argparse.Namespace, recipes: Sequence[str]) -> TrainConfig:
     with train_errors():
         for recipe in recipes:
             check_recipe(recipe)
-        config = TrainConfig(*(read_flags(options, part) for part in _configs()))
+        names = {part: [field.name for field in dataclasses.fields(part)] for part in _configs()}
+        config = TrainConfig(*(part(**{name: getattr(options, name) for name in own}) for part, own in names.items()))
         config.require_phases(recipes)
         return config
 
@@ -248,43 +247,29 @@ def _compare(options: argparse.Namespace, arguments: list[str]) -> int:
     return _report(results, config, plot=True)
 
 
-def _supervised(train: Callable[..., list[RunResult]], rank: int = 0) -> list[RunResult]:
-    """Trains with progress shown. Ctrl-C and SIGTERM stop after the step, before there are steps at once."""
+def _supervised(train: Callable[[Hooks], list[RunResult]], rank: int = 0) -> list[RunResult]:
+    """Trains with progress shown. Ctrl-C and SIGTERM stop after the step; before there are steps they stop at once.
+
+    A second Ctrl-C interrupts the step.
+    """
     from octavo.train import Hooks
     from octavo.train.progress import Progress, choose_progress
 
-    with _stop_requested(rank) as stop:
-        progress = choose_progress() if rank == 0 else Progress()
-        return train(Hooks(on_model=stop.note_model, should_stop=lambda: stop.requested, progress=progress))
-
-
-@dataclasses.dataclass
-class _Stop:
-    """Whether a signal asked to stop, and whether there are steps to stop after."""
-
-    has_steps: bool = False
-    requested: bool = False
-
-    def note_model(self, model: object) -> None:
-        self.has_steps = True
-
-
-@contextlib.contextmanager
-def _stop_requested(rank: int) -> Iterator[_Stop]:
-    """Takes the two signals; a second Ctrl-C interrupts the step."""
-    stop = _Stop()
+    reached: set[str] = set()  # "steps" once there are some to stop after, "stop" once a signal has asked for it
     from_torchrun = "TORCHELASTIC_RUN_ID" in os.environ  # it passes on a Ctrl-C that ranks have seen already
 
     def note(number: int, frame: types.FrameType | None) -> None:
-        if not stop.has_steps or (stop.requested and number == signal.SIGINT and not from_torchrun):
+        if "steps" not in reached or ("stop" in reached and number == signal.SIGINT and not from_torchrun):
             raise KeyboardInterrupt
-        if rank == 0 and not stop.requested:
+        if rank == 0 and "stop" not in reached:
             # not by sys.stderr, which the signal may have found in the middle of a line
             os.write(2, f"{os.linesep * os.isatty(2)}octavo: stopping after this step{os.linesep}".encode())
-        stop.requested = True
+        reached.add("stop")
 
     with _signals_to(note, signal.SIGINT, signal.SIGTERM):
-        yield stop
+        progress = choose_progress() if rank == 0 else Progress()
+        begin, asked = lambda model: reached.add("steps"), lambda: "stop" in reached
+        return train(Hooks(on_model=begin, should_stop=asked, progress=progress))
 
 
 def _stopped(result: RunResult, config: TrainConfig, arguments: list[str]) -> int:
@@ -317,20 +302,7 @@ def _report(results: list[RunResult], config: TrainConfig, plot: bool) -> int:
     return 0
 
 
-# --- export -----------------------------------------------------------------------------------------------------------
-
-
-def _add_export(commands: Any) -> None:
-    help = "write a trained model as ONNX, and check it in onnxruntime"
-    sub = commands.add_parser("export", help=help, description=f"{help[0].upper()}{help[1:]}.", allow_abbrev=False)
-    sub.add_argument("source", type=Path, metavar="RUN_OR_CHECKPOINT", help="a run's folder, or its checkpoint.pt")
-    sub.add_argument("--onnx", type=Path, required=True, metavar="FILE", help="the file to write")
-    sub.add_argument("--opset", type=int, default=21, metavar="INT", help="19 to 24 (default: 21)")
-    sub.add_argument("--weights", default="bfloat16", choices=("bfloat16", "float32"), help="of other weights than FP8")
-    sub.add_argument(
-        "--data", type=Path, metavar="PATH", help="text to check it on (default: Python's own standard library)"
-    )
-    sub.set_defaults(command=_export)
+# --- export and info --------------------------------------------------------------------------------------------------
 
 
 def _export(options: argparse.Namespace, arguments: list[str]) -> int:
@@ -357,9 +329,6 @@ def _export(options: argparse.Namespace, arguments: list[str]) -> int:
         f"in onnxruntime: SQNR {sqnr:.1f} dB, validation loss {theirs:.4f} nats a byte (octavo {ours:.4f})"
     )
     return 0
-
-
-# --- info -------------------------------------------------------------------------------------------------------------
 
 
 def _info(options: argparse.Namespace, arguments: list[str]) -> int:

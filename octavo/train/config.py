@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,44 +23,49 @@ BASELINE = "baseline"  # the model as it is built, in the run's dtype, by which 
 DTYPES = {"bfloat16": "bf16", "float32": "float32"}
 UNCONVERTED = (BASELINE, *DTYPES.values())
 ALONE, FSDP, DDP = "none", "fsdp", "ddp"
-MOMENTS = ("fp32", "bf16", "fp8")
-MASTERS = ("auto", "fp32", "split32", "split24", "split16", "fp16_scaled", "none")
 AUTO = "auto"
+MASTERS = (AUTO, "fp32", "split32", "split24", "split16", "fp16_scaled", "none")
 RECIPES = (*UNCONVERTED, "dynamic", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise", "mx", "high_precision")
+SMALLEST = math.ulp(0.0)  # above 0
 LARGEST = 2**31 - 1  # torch indexes with int64, but no size below may need it
 
 
-def option(default: Any, help: str) -> Any:
-    """A dataclass field whose help becomes its flag's."""
-    return field(default=default, metadata={"help": help})
+def option(default: Any, help: str, *limits: Any) -> Any:
+    """A dataclass field: its flag's help, and its limits: the lowest integer; lowest and largest float; all strings."""
+    return field(default=default, metadata={"help": help, "limits": limits})
 
 
-def _whole(config: object, lowest: int, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value <= LARGEST:
-            raise ValueError(f"{name} is {value!r}: choose a whole number from {lowest} to {LARGEST}")
+def _instead_of(value: Any, default: Any, limits: Sequence[Any]) -> str | None:
+    """What to choose where a value is not within an option's limits."""
+    if isinstance(default, str):
+        return None if value in limits else f"{', '.join(limits[:-1])} or {limits[-1]}"
+    if isinstance(default, int):
+        fits = type(value) is int and limits[0] <= value <= LARGEST
+        return None if fits else f"a whole number from {limits[0]} to {LARGEST}"
+    low, high = limits
+    fits = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+    return None if fits else f"a number {'above 0' if low == SMALLEST else f'from {low:g}'} up to {high:g}"
 
 
-def _number(config: object, name: str, low: float, high: float, open_low: bool = False) -> None:
-    value = getattr(config, name)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not is_number or not low <= value <= high or (open_low and value == low):
-        bound = "above" if open_low else "from"
-        raise ValueError(f"{name} is {value!r}: choose a number {bound} {low:g} up to {high:g}")
+class _Checked:
+    def __post_init__(self) -> None:
+        for own in dataclasses.fields(self):  # type: ignore[arg-type]
+            value, limits = getattr(self, own.name), own.metadata["limits"]
+            if limits and (choice := _instead_of(value, own.default, limits)) is not None:
+                raise ValueError(f"{own.name} is {value!r}: choose {choice}")
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(_Checked):
     """Sizes of the byte-level GPT."""
 
-    width: int = option(192, "features of the residual stream")
-    layers: int = option(4, "transformer blocks")
-    heads: int = option(3, "attention heads; width / heads must be even")
-    context: int = option(128, "bytes that the model sees at once")
+    width: int = option(192, "features of the residual stream", 1)
+    layers: int = option(4, "transformer blocks", 1)
+    heads: int = option(3, "attention heads; width / heads must be even", 1)
+    context: int = option(128, "bytes that the model sees at once", 1)
 
     def __post_init__(self) -> None:
-        _whole(self, 1, "width", "layers", "heads", "context")
+        super().__post_init__()
         step = 2 * self.heads  # rotary positions turn pairs of features
         if self.width % step:
             below = self.width // step * step
@@ -87,18 +92,18 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
-class DataConfig:
+class DataConfig(_Checked):
     """Which text, and how much of it in each step."""
 
     data: Path | None = option(  # noqa: RUF009 (it is a field)
         None, "text file, or folder of text files (default: Python's own standard library)"
     )
-    batch: int = option(16, "sequences in each step")
-    micro_batches: int = option(1, "parts in which a step's batch is computed; their gradients are summed")
-    eval_windows: int = option(256, "validation sequences, the same ones each time")
+    batch: int = option(16, "sequences in each step", 1)
+    micro_batches: int = option(1, "parts in which a step's batch is computed; their gradients are summed", 1)
+    eval_windows: int = option(256, "validation sequences, the same ones each time", 1)
 
     def __post_init__(self) -> None:
-        _whole(self, 1, "batch", "micro_batches", "eval_windows")
+        super().__post_init__()
         if self.batch % self.micro_batches:
             raise ValueError(
                 f"batch {self.batch} does not divide into {self.micro_batches} micro_batches: "
@@ -107,26 +112,17 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
-class OptimizerConfig:
+class OptimizerConfig(_Checked):
     """AdamW, with a linear warmup and a cosine decay."""
 
-    steps: int = option(200, "optimizer steps")
-    lr: float = option(1.5e-3, "peak learning rate")
-    final_lr: float = option(0.01, "last learning rate, as a part of the peak")
-    warmup: float = option(0.1, "part of the steps in which the learning rate rises")
-    weight_decay: float = option(0.1, "decoupled weight decay of the matrices")
-    beta1: float = option(0.9, "decay of AdamW's first moment")
-    beta2: float = option(0.95, "decay of AdamW's second moment")
-    clip: float = option(1.0, "largest norm of all gradients together (0: no clipping)")
-
-    def __post_init__(self) -> None:
-        _whole(self, 1, "steps")
-        _number(self, "lr", 0.0, 1e3, open_low=True)
-        for name in ("final_lr", "warmup", "weight_decay"):
-            _number(self, name, 0.0, 1.0)
-        for name in ("beta1", "beta2"):
-            _number(self, name, 0.0, 0.999999)
-        _number(self, "clip", 0.0, 1e9)
+    steps: int = option(200, "optimizer steps", 1)
+    lr: float = option(1.5e-3, "peak learning rate", SMALLEST, 1e3)
+    final_lr: float = option(0.01, "last learning rate, as a part of the peak", 0, 1)
+    warmup: float = option(0.1, "part of the steps in which the learning rate rises", 0, 1)
+    weight_decay: float = option(0.1, "decoupled weight decay of the matrices", 0, 1)
+    beta1: float = option(0.9, "decay of AdamW's first moment", 0, 0.999999)
+    beta2: float = option(0.95, "decay of AdamW's second moment", 0, 0.999999)
+    clip: float = option(1.0, "largest norm of all gradients together (0: no clipping)", 0, 1e9)
 
 
 def bytes_of(text: str) -> int:
@@ -147,30 +143,28 @@ def or_none(value: str) -> str | None:
 
 
 @dataclass(frozen=True)
-class StateConfig:
+class StateConfig(_Checked):
     """In how many bytes the optimizer keeps its state, and the weights, and when that changes."""
 
-    moments: str = option("fp32", "how AdamW's moments are kept: fp32 (torch's own optimizer), bf16 or fp8")
+    moments: str = option(
+        "fp32", "how AdamW's moments are kept: fp32 (torch's own optimizer), bf16 or fp8", "fp32", "bf16", "fp8"
+    )
     master: str = option(
         "auto",
         "weights in bf16 behind a master: split32, split24, split16, fp16_scaled or none (auto, fp32: float32 weights)",
+        *MASTERS,
     )
-    weight_storage: str = option("none", "fp8: the blocks' weights live in FP8 (masters split16, split24, ...)")
+    weight_storage: str = option(
+        "none", "fp8: the blocks' weights live in FP8 (masters split16, split24, ...)", "none", "fp8"
+    )
     update_in_backward: str = option("", "update weights while backward runs, by so many bytes of gradients: 64MB")
-    gradient_storage: str = option("none", "fp8: gradients are kept in FP8 between backward and update")
+    gradient_storage: str = option("none", "fp8: gradients are kept in FP8 between backward and update", "none", "fp8")
     schedule: str = option("", "phases of the run: fp8-then-bf16@0.7 (from 70 %% of its steps on), or auto")
 
     def __post_init__(self) -> None:
-        if self.moments not in MOMENTS:
-            raise ValueError(f"moments is {self.moments!r}: choose {', '.join(MOMENTS)}")
-        if self.master not in MASTERS:
-            raise ValueError(f"master is {self.master!r}: choose {', '.join(MASTERS)}")
-        if self.weight_storage not in ("none", "fp8"):
-            raise ValueError(f"weight_storage is {self.weight_storage!r}: choose none or fp8")
+        super().__post_init__()
         if self.weight_storage == "fp8" and self.master == "split32":
             raise ValueError("master is 'split32': weights that live in FP8 take auto, split16, split24, fp32, ...")
-        if self.gradient_storage not in ("none", "fp8"):
-            raise ValueError(f"gradient_storage is {self.gradient_storage!r}: choose none or fp8")
         bytes_of(self.update_in_backward)
         if self.update_in_backward and self.gradient_storage == "fp8":
             raise ValueError("gradient_storage keeps gradients that update_in_backward does not: choose one")
@@ -189,43 +183,39 @@ class StateConfig:
 
 
 @dataclass(frozen=True)
-class RunConfig:
+class RunConfig(_Checked):
     """Where and how a run is computed, and what it leaves behind."""
 
-    seed: int = option(0, "seed of the initial weights and of the data order")
+    seed: int = option(0, "seed of the initial weights and of the data order", 0)
     device: str = option("auto", "auto (cuda if there is one), cpu, cuda, cuda:1, ...")
     dtype: str = option(
         AUTO,
         "of what is not FP8: bfloat16 (autocast over float32 parameters), float32 (no autocast), or auto: bfloat16, "
         "but float32 on a CPU without instructions for it",
+        AUTO,
+        *DTYPES,
     )
     compile: bool = option(False, "compile the model with torch.compile")
     out: Path | None = option(  # noqa: RUF009 (it is a field)
         None, "folder for checkpoints, logs and plots (default: a new one under runs/)"
     )
     resume: bool = option(False, "continue the run in the folder --out (default: the newest one under runs/)")
-    checkpoint_every: int = option(100, "steps between checkpoints (0: only at the end and when interrupted)")
-    eval_every: int = option(80, "steps between validations (0: only at the end)")
-
-    def __post_init__(self) -> None:
-        _whole(self, 0, "seed", "checkpoint_every", "eval_every")
-        if self.dtype not in (AUTO, *DTYPES):
-            raise ValueError(f"dtype is {self.dtype!r}: choose {AUTO}, {' or '.join(DTYPES)}")
+    checkpoint_every: int = option(100, "steps between checkpoints (0: only at the end and when interrupted)", 0)
+    eval_every: int = option(80, "steps between validations (0: only at the end)", 0)
 
 
 @dataclass(frozen=True)
-class RanksConfig:
+class RanksConfig(_Checked):
     """Which processes train together, and how they share the model."""
 
     shard: str = option(
-        ALONE, "fsdp (each rank has a part of the model) or ddp (the whole of it): train on the ranks of torchrun"
+        ALONE,
+        "fsdp (each rank has a part of the model) or ddp (the whole of it): train on the ranks of torchrun",
+        ALONE,
+        FSDP,
+        DDP,
     )
-    timeout: int = option(60, "seconds that ranks wait for each other before they give up")
-
-    def __post_init__(self) -> None:
-        _whole(self, 1, "timeout")
-        if self.shard not in (ALONE, FSDP, DDP):
-            raise ValueError(f"shard is {self.shard!r}: choose {ALONE}, {FSDP} or {DDP}")
+    timeout: int = option(60, "seconds that ranks wait for each other before they give up", 1)
 
 
 @dataclass(frozen=True)

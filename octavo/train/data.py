@@ -6,11 +6,10 @@ where it stopped, and every recipe of a comparison sees the same bytes.
 
 from __future__ import annotations
 
-import codecs
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from octavo.train.config import ModelConfig
 from octavo.train.errors import TrainError
 
 VALIDATION_PART = 0.1
-CHUNK = 1 << 20
 
 # Not written by hand as programs (tables, 2to3 fixtures), or not the library itself.
 SKIPPED_FOLDERS = frozenset(
@@ -98,20 +96,17 @@ def why_not_text(text: bytes) -> str | None:
     """The first reason why these bytes are not UTF-8 text, or None."""
     if (at := text.find(b"\0")) >= 0:
         return f"NUL at byte {at}"
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    for start in range(0, len(text) + 1, CHUNK):  # in pieces: a whole decoded text takes up to 4 bytes a character
-        try:
-            decoder.decode(text[start : start + CHUNK], final=start + CHUNK > len(text))
-        except UnicodeDecodeError as error:
-            return f"not UTF-8 near byte {start + error.start}"
+    try:
+        text.decode()
+    except UnicodeDecodeError as error:
+        return f"not UTF-8 near byte {error.start}"
     return None
 
 
-def _walk(root: Path, skipped: Iterable[str] = ()) -> Iterator[Path]:
+def _walk(root: Path, skipped: Collection[str] = ()) -> Iterator[Path]:
     """Regular files below root in an order that depends on their names only; hidden names left out."""
-    leave_out = frozenset(skipped)
     for folder, folders, names in os.walk(root):
-        folders[:] = sorted(f for f in folders if not f.startswith(".") and f not in leave_out)
+        folders[:] = sorted(f for f in folders if not f.startswith(".") and f not in skipped)
         yield from (Path(folder, n) for n in sorted(names) if not n.startswith(".") and Path(folder, n).is_file())
 
 

@@ -112,13 +112,6 @@ def test_a_file_that_is_no_text_is_refused(tmp_path, content, says):
             load_corpus(tmp_path)
 
 
-def test_characters_may_lie_across_the_pieces_that_are_checked(tmp_path, monkeypatch):
-    monkeypatch.setattr("octavo.train.data.CHUNK", 3)
-    path = tmp_path / "text"
-    path.write_text("aé€𝄞" * 5, encoding="utf-8")
-    assert len(load_corpus(path).train) > 0
-
-
 def test_what_is_no_file_is_refused(tmp_path):
     with pytest.raises(TrainError, match="no such file"):
         load_corpus(tmp_path / "nothing")
