@@ -111,19 +111,29 @@ def to_safetensors(
         raise ValueError(f"max_shard_bytes={max_shard_bytes!r} must be an integer of at least 1")
     split, save_file = _libraries()
     folder = Path(folder).resolve()
-    _check_folder(folder)
-    layers = _fp8_layers(model)
-    skipped = _other_matrices(model, layers)
+    if folder.exists() and not folder.is_dir():
+        raise ExportError(f"{folder} is a file; name a folder that is new or empty")
+    if folder.exists() and any(folder.iterdir()):
+        raise ExportError(
+            f"{folder} is not empty, and nothing in it is overwritten; name a folder that is new or empty"
+        )
+    layers, skipped = _fp8_layers(model)
     _check_layers(layers, layout)
     contents = _contents(model, layers, LAYOUTS[layout])
-    _check_readers(layers, skipped, layout)
+    if layout == "fine-grained":
+        _check_readers(layers, skipped)
     quantization = LAYOUTS[layout].config(layers, skipped)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
         partial = Path(scratch) / folder.name
         partial.mkdir()
         _write_config(partial, model, quantization)
-        _write_tensors(partial, contents, split, save_file, max_shard_bytes)
+        plan = split({key: stored.like for key, stored in contents.items()}, max_shard_size=max_shard_bytes)
+        for file, keys in plan.filename_to_tensors.items():  # one shard in memory at a time
+            save_file({key: contents[key].read() for key in keys}, partial / file, metadata={"format": "pt"})
+        if plan.is_sharded:
+            index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+            _write_json(partial / "model.safetensors.index.json", index)
         if folder.exists():
             folder.rmdir()
         partial.rename(folder)
@@ -141,34 +151,16 @@ def _libraries() -> tuple[Callable[..., Any], Callable[..., Any]]:
     return split_torch_state_dict_into_shards, save_file
 
 
-def _check_folder(folder: Path) -> None:
-    if folder.exists() and not folder.is_dir():
-        raise ExportError(f"{folder} is a file; name a folder that is new or empty")
-    if folder.exists() and any(folder.iterdir()):
-        raise ExportError(
-            f"{folder} is not empty, and nothing in it is overwritten; name a folder that is new or empty"
-        )
-
-
-def _fp8_layers(model: nn.Module) -> Layers:
-    named = model.named_modules(remove_duplicate=False)
-    layers = {name: m for name, m in named if isinstance(m, RecipeModule) and m.recipe.output is not None}
+def _fp8_layers(model: nn.Module) -> tuple[Layers, list[str]]:
+    """The layers in FP8, and the names of other modules that own a matrix, but not of embeddings, never quantised."""
+    named = dict(model.named_modules(remove_duplicate=False))
+    layers = {name: m for name, m in named.items() if isinstance(m, RecipeModule) and m.recipe.output is not None}
     if not layers:
         raise ExportError(
             "no layer's output product is in FP8; call octavo.convert(model, recipe), or save it as it is"
         )
-    return layers
-
-
-def _other_matrices(model: nn.Module, layers: Layers) -> list[str]:
-    """The modules that own a parameter of two or more dimensions and aren't in FP8; embeddings are never quantised."""
-    return [
-        name
-        for name, module in model.named_modules(remove_duplicate=False)
-        if name not in layers
-        and not isinstance(module, nn.Embedding)
-        and any(parameter.ndim >= 2 for parameter in module.parameters(recurse=False))
-    ]
+    others = {name: m for name, m in named.items() if name not in layers and not isinstance(m, nn.Embedding)}
+    return layers, [n for n, m in others.items() if any(p.ndim >= 2 for p in m.parameters(recurse=False))]
 
 
 def _check_layers(layers: Layers, layout: str) -> None:
@@ -200,10 +192,8 @@ def _misfit(name: str, module: RecipeModule, layout: str) -> str | None:
     return None
 
 
-def _check_readers(layers: Layers, skipped: list[str], layout: str) -> None:
+def _check_readers(layers: Layers, skipped: list[str]) -> None:
     """What transformers' reader of "fine-grained" gets wrong."""
-    if layout != "fine-grained":
-        return
     for name in skipped:
         wrong = next((layer for layer in layers if layer.endswith(name)), None)
         if wrong is not None:
@@ -211,7 +201,8 @@ def _check_readers(layers: Layers, skipped: list[str], layout: str) -> None:
                 f"{name!r} stays in high precision, but by transformers' rule its name would stand for {wrong!r} too, "
                 "which ends with it; rename it or put it in FP8"
             )
-    ragged = {name: list(_shape(m)) for name, m in layers.items() if any(n > BLOCK and n % BLOCK for n in _shape(m))}
+    shapes = {name: list(module.get_parameter("weight").shape) for name, module in layers.items()}
+    ragged = {name: shape for name, shape in shapes.items() if any(n > BLOCK and n % BLOCK for n in shape)}
     if ragged:
         name, shape = next(iter(ragged.items()))
         warnings.warn(
@@ -223,39 +214,32 @@ def _check_readers(layers: Layers, skipped: list[str], layout: str) -> None:
 
 def _contents(model: nn.Module, layers: Layers, layout: Layout) -> dict[str, Stored]:
     """The checkpoint's tensors in the state_dict's order, none of them read yet."""
+    pair_of = functools.lru_cache(maxsize=1)(_weight_pair)  # a weight and its scales are neighbours
 
-    @functools.lru_cache(maxsize=1)  # a weight and its scales are neighbours
-    def pair_of(name: str) -> tuple[Tensor, Tensor]:
-        return _weight_pair(layers[name])
-
-    def stored(name: str, part: int, shape: Sequence[int], dtype: torch.dtype) -> Stored:
-        return Stored(torch.empty(shape, dtype=dtype, device="meta"), lambda: pair_of(name)[part])
+    def stored(module: RecipeModule, part: int, shape: Sequence[int], dtype: torch.dtype) -> Stored:
+        return Stored(torch.empty(shape, dtype=dtype, device="meta"), lambda: pair_of(module)[part])
 
     weights = {_join(name, "weight"): name for name in layers}
     state = model.state_dict(keep_vars=True)
     dropped = _tied(model, state, weights)
+    dropped |= {_join(name, SCALE_INV) for name in layers}  # of weights that live in FP8, written with these
     contents = {}
-    scales = {_join(name, SCALE_INV) for name in layers}  # of weights that are stored in FP8, written with these
     for key, tensor in state.items():
-        _check_tensor(key, tensor)
+        if type(tensor) not in (Tensor, nn.Parameter):
+            raise ExportError(
+                f"{key} is a {type(tensor).__name__}, not a plain tensor; gather a sharded model first "
+                "(torch.distributed.checkpoint.state_dict), and take extra state out"
+            )
+        if tensor.is_meta:
+            raise ExportError(f"{key} is on the meta device, without values; load the checkpoint first")
         if key in weights:
-            name = weights[key]
-            contents[key] = stored(name, 0, _shape(layers[name]), E4M3.dtype)
-            contents[_join(name, layout.scale_key)] = stored(name, 1, _scale_shape(layers[name]), torch.float32)
-        elif key not in dropped | scales:
+            module = layers[weights[key]]
+            scales = stored(module, 1, _scale_shape(module), torch.float32)
+            contents[key] = stored(module, 0, module.get_parameter("weight").shape, E4M3.dtype)
+            contents[_join(weights[key], layout.scale_key)] = scales
+        elif key not in dropped:
             contents[key] = Stored(torch.empty_like(tensor, device="meta"), functools.partial(_owned, tensor))
     return contents
-
-
-def _check_tensor(key: str, tensor: Any) -> None:
-    """Whether it is one that safetensors can write from here."""
-    if type(tensor) not in (Tensor, nn.Parameter):
-        raise ExportError(
-            f"{key} is a {type(tensor).__name__}, not a plain tensor; gather a sharded model first (torch.distributed."
-            "checkpoint.state_dict), and take extra state out"
-        )
-    if tensor.is_meta:
-        raise ExportError(f"{key} is on the meta device, without values; load the checkpoint first")
 
 
 def _tied(model: nn.Module, state: Mapping[str, Any], weights: Mapping[str, str]) -> set[str]:
@@ -288,23 +272,20 @@ def _weight_cast(module: RecipeModule) -> Cast:
     return module.recipe.output[1]
 
 
-def _shape(module: RecipeModule) -> torch.Size:
-    return module.get_parameter("weight").shape
-
-
 def _scale_shape(module: RecipeModule) -> tuple[int, ...]:
-    cast = _weight_cast(module)
-    return (1,) if cast.tile == (ALL, ALL) else cast.granularity.scale_shape(_shape(module))
+    cast, shape = _weight_cast(module), module.get_parameter("weight").shape
+    return (1,) if cast.tile == (ALL, ALL) else cast.granularity.scale_shape(shape)
 
 
 def _weight_pair(module: RecipeModule) -> tuple[Tensor, Tensor]:
     """(codes [N, K], scales) on the CPU, as the output product reads them."""
     weight_NK = module.get_parameter("weight").detach()
     if isinstance(weight_NK, StoredWeight):
-        return _owned(weight_NK.qdata), _owned(weight_NK.scale_inv).view(_scale_shape(module))
-    operands = cast_role(weight_NK, module.recipe, WEIGHT, True, False, None)
-    assert operands.as_is is not None
-    codes, scale_inv = operands.as_is
+        codes, scale_inv = weight_NK.qdata, weight_NK.scale_inv
+    else:
+        operands = cast_role(weight_NK, module.recipe, WEIGHT, True, False, None)
+        assert operands.as_is is not None
+        codes, scale_inv = operands.as_is
     codes = codes[:, : weight_NK.shape[1]]  # without the padding that a GPU's product wants
     return _owned(codes), _owned(scale_inv).view(_scale_shape(module))
 
@@ -316,23 +297,7 @@ def _owned(tensor: Tensor) -> Tensor:
 
 
 def _join(module: str, key: str) -> str:
-    return f"{module}.{key}" if module else key
-
-
-def _write_tensors(
-    folder: Path,
-    contents: Mapping[str, Stored],
-    split: Callable[..., Any],
-    save_file: Callable[..., Any],
-    max_shard_bytes: int,
-) -> None:
-    """The files, one shard in memory at a time, and their index where there are several."""
-    plan = split({key: stored.like for key, stored in contents.items()}, max_shard_size=max_shard_bytes)
-    for file, keys in plan.filename_to_tensors.items():
-        save_file({key: contents[key].read() for key in keys}, folder / file, metadata={"format": "pt"})
-    if plan.is_sharded:
-        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
-        _write_json(folder / "model.safetensors.index.json", index)
+    return f"{module}.{key}".removeprefix(".")
 
 
 def _write_config(folder: Path, model: nn.Module, quantization: dict[str, Any]) -> None:
@@ -368,11 +333,12 @@ def _compressed_tensors_config(layers: Layers, skipped: list[str]) -> dict[str, 
     names: dict[str, list[str]] = {}
     for name, module in layers.items():
         names.setdefault("tensor" if _weight_cast(module).tile == (ALL, ALL) else "channel", []).append(name)
+    args = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
     groups = {
         f"group_{i}": {
             "targets": ["Linear"] if len(names) == 1 else targets,
-            "weights": _quantization_args(strategy, dynamic=False),
-            "input_activations": _quantization_args("token", dynamic=True),
+            "weights": args | {"strategy": strategy, "dynamic": False},
+            "input_activations": args,
             "format": "float-quantized",
         }
         for i, (strategy, targets) in enumerate(names.items())
@@ -384,10 +350,6 @@ def _compressed_tensors_config(layers: Layers, skipped: list[str]) -> dict[str, 
         "config_groups": groups,
         "ignore": skipped,
     }
-
-
-def _quantization_args(strategy: str, dynamic: bool) -> dict[str, Any]:
-    return {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, "dynamic": dynamic}
 
 
 LAYOUTS = {

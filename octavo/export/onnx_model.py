@@ -15,6 +15,7 @@ import logging
 import os
 import tempfile
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from torch.utils import _pytree as pytree
 from octavo.errors import ExportError, MissingExtraError, first_line
 from octavo.export.lowering import BLOCKS_FROM, decompositions
 from octavo.export.program import is_delayed, program_of
-from octavo.formats import HIGH_PRECISION
+from octavo.export.runtime import in_float32
 
 OPSETS = range(19, 25)  # the first has float8's QuantizeLinear
 LARGEST_FILE = 2**31 - 2**20  # protobuf takes less than 2 GiB in a file; beyond, weights lie beside it
@@ -81,7 +82,7 @@ def to_onnx(
         raise ExportError(f"weights={weights}: use torch.float32, torch.bfloat16 or torch.float16")
     inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     stored = weights or _dtype_of(model)
-    wide, inputs = _in_float32(model), pytree.tree_map(_input_in_float32, inputs)
+    wide, inputs = _copy_in_float32(model), pytree.tree_map(in_float32, inputs)
     exported = _translated(wide, inputs, dynamic_shapes, opset)
     _store(exported, dict(wide.named_parameters()), stored)
     for node in exported.graph:  # where each came from in Python: as large as a small model
@@ -111,14 +112,14 @@ def _checked_path(path: str | os.PathLike[str]) -> Path:
 
 def _dtype_of(model: nn.Module) -> torch.dtype:
     """The dtype of most parameters."""
-    count: dict[torch.dtype, int] = {}
+    count: Counter[torch.dtype] = Counter()
     for parameter in model.parameters():
-        count[parameter.dtype] = count.get(parameter.dtype, 0) + parameter.numel()
+        count[parameter.dtype] += parameter.numel()
     dtype = max(count, key=count.__getitem__, default=torch.float32)
     return dtype if dtype in _STORED else torch.float32
 
 
-def _in_float32(model: nn.Module) -> nn.Module:
+def _copy_in_float32(model: nn.Module) -> nn.Module:
     """A copy on the CPU in float32."""
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise ExportError("the model has weights on the meta device: load them first")
@@ -127,12 +128,6 @@ def _in_float32(model: nn.Module) -> nn.Module:
     except Exception as error:  # whatever the model's own attributes raise
         raise ExportError(f"{type(model).__name__} can't be copied: {first_line(error)}") from error
     return wide.cpu().float()
-
-
-def _input_in_float32(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return leaf.detach().cpu().float() if leaf.dtype in HIGH_PRECISION else leaf.detach().cpu()
 
 
 def _translated(model: nn.Module, inputs: tuple[Any, ...], dynamic_shapes: Any, opset: int) -> Any:
@@ -158,16 +153,12 @@ def _translated(model: nn.Module, inputs: tuple[Any, ...], dynamic_shapes: Any, 
         except ExportError as error:  # torch has added where in the graph it was
             raise ExportError(first_line(error)) from None
         except Exception as error:  # torch documents no type
-            raise ExportError(f"torch.onnx can't translate the model: {_reason(error)}") from error
+            cause: BaseException = error
+            while cause.__cause__ is not None:
+                cause = cause.__cause__
+            raise ExportError(f"torch.onnx can't translate the model: {first_line(cause)}") from error
     assert found is not None
     return found.model
-
-
-def _reason(error: BaseException) -> str:
-    """The first line of what caused an error in the first place."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return first_line(error)
 
 
 @contextlib.contextmanager

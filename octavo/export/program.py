@@ -59,7 +59,11 @@ def _fold(module: fx.GraphModule) -> None:
             continue
         results = value(node)
         if results is None:
-            _set_delayed_scale(node, value)
+            # a cast without a history takes its input's own amax, in evaluation too: it is no delayed one then
+            if is_delayed(node):
+                at = _DELAYED_SCALE[str(node.target._opname)]
+                if value(node.args[at])[node.args[at + 1]] == 0.0:
+                    node.update_arg(at, None)
             continue
         for user in list(node.users):
             if user.op == "call_function" and user.target is operator.getitem:
@@ -100,15 +104,6 @@ def is_delayed(node: fx.Node) -> bool:
         return False
     at = _DELAYED_SCALE.get(str(node.target._opname))  # type: ignore[union-attr]
     return at is not None and isinstance(node.args[at], fx.Node)
-
-
-def _set_delayed_scale(node: fx.Node, value: Callable[[fx.Node], Any]) -> None:
-    """A cast without a history takes its input's own amax, in evaluation too: then it is a cast that isn't delayed."""
-    if is_delayed(node):
-        at = _DELAYED_SCALE[str(node.target._opname)]  # type: ignore[union-attr]
-        scale, role = node.args[at], node.args[at + 1]
-        if value(scale)[role] == 0.0:  # type: ignore[arg-type]
-            node.update_arg(at, None)
 
 
 def _replace(module: fx.GraphModule, node: fx.Node, result: Any) -> None:

@@ -14,6 +14,14 @@ from octavo.errors import ExportError, MissingExtraError, first_line
 from octavo.formats import HIGH_PRECISION
 
 
+def in_float32(leaf: Any) -> Any:
+    """A tensor on the CPU, floats in float32; anything else as it is."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    leaf = leaf.detach().cpu()
+    return leaf.float() if leaf.dtype in HIGH_PRECISION else leaf
+
+
 def run_onnx(path: str | os.PathLike[str], *inputs: Tensor) -> list[Tensor]:
     """What onnxruntime's CPU provider makes of an ONNX file.
 
@@ -36,7 +44,7 @@ def run_onnx(path: str | os.PathLike[str], *inputs: Tensor) -> list[Tensor]:
         raise MissingExtraError("onnxruntime is not installed: pip install octavo[onnx]") from error
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4  # what it has to say comes with the exception
-    arrays = [(x.float() if x.dtype in HIGH_PRECISION else x).detach().cpu().numpy() for x in inputs]
+    arrays = [in_float32(x).numpy() for x in inputs]
     try:
         session = onnxruntime.InferenceSession(os.fspath(path), options, providers=["CPUExecutionProvider"])
         found = session.run(None, dict(zip((i.name for i in session.get_inputs()), arrays, strict=True)))
@@ -61,10 +69,7 @@ def sqnr_in_onnxruntime(model: nn.Module, inputs: Tensor | tuple[Any, ...], path
         >>> octavo.export.sqnr_in_onnxruntime(model, torch.randn(4, 64), "mlp.onnx") > 40  # doctest: +SKIP
         True
     """
-    arguments = inputs if isinstance(inputs, tuple) else (inputs,)
-    arguments = pytree.tree_map(
-        lambda x: x.cpu().float() if isinstance(x, Tensor) and x.dtype in HIGH_PRECISION else x, arguments
-    )
+    arguments = pytree.tree_map(in_float32, inputs if isinstance(inputs, tuple) else (inputs,))
     with torch.no_grad():
         expected = pytree.tree_leaves(copy.deepcopy(model).cpu().float().eval()(*arguments))
     tensors = [x for x in pytree.tree_leaves(arguments) if isinstance(x, Tensor)]
