@@ -29,7 +29,7 @@ class Granularity:
 
     def transposed(self) -> Granularity:
         """The granularity of the tensor with its last two dimensions exchanged."""
-        raise NotImplementedError
+        return granularity_of(self.tile[::-1])
 
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Shape of scale_inv for a tensor of this shape.
@@ -66,10 +66,6 @@ class PerTensor(Granularity):
         """(-1, -1)."""
         return (ALL, ALL)
 
-    def transposed(self) -> PerTensor:
-        """Itself."""
-        return self
-
 
 @dataclass(frozen=True)
 class PerRow(Granularity):
@@ -97,10 +93,6 @@ class PerRow(Granularity):
     def tile(self) -> Tile:
         """(1, -1), or (-1, 1) for ``dim=-2``."""
         return (1, ALL) if self.dim == -1 else (ALL, 1)
-
-    def transposed(self) -> PerRow:
-        """The other ``dim``."""
-        return PerRow(dim=-3 - self.dim)
 
     def __repr__(self) -> str:
         return "PerRow()" if self.dim == -1 else f"PerRow(dim={self.dim})"
@@ -135,10 +127,6 @@ class PerBlock(Granularity):
     def tile(self) -> Tile:
         """(rows, cols)."""
         return (self.rows, self.cols)
-
-    def transposed(self) -> PerBlock:
-        """Rows and columns exchanged."""
-        return PerBlock(self.cols, self.rows)
 
     def __repr__(self) -> str:
         return f"PerBlock({self.rows}, {self.cols})"

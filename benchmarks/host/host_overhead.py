@@ -19,7 +19,8 @@ import octavo
 from benchmarks.common.measure import interleaved, ratio, table, write_results
 from benchmarks.common.models import OCTAVO, TORCHAO, with_torchao
 from octavo import recipes
-from octavo.autograd.casts import Operands, State
+from octavo.autograd.casts import State
+from octavo.tensor.pair import Operands
 
 TAKES = "1 minute"
 MEASURES = ("octavo/kernels/reference", "octavo/autograd", "octavo/nn/recipe_module.py")
@@ -31,10 +32,8 @@ TARGET = 0.45  # of torchao's tensorwise, forward and forward + backward
 class ClonedScaleInv(octavo.nn.Linear):
     """Copies both scale_inv in each forward."""
 
-    def _weight_operands(
-        self, weight_NK: Tensor, parameter: Tensor, grad_enabled: bool, transposed: bool, state: State | None
-    ) -> Operands:
-        operands = super()._weight_operands(weight_NK, parameter, grad_enabled, transposed, state)
+    def _weight_operands(self, weight_NK: Tensor, parameter: Tensor, transposed: bool, state: State | None) -> Operands:
+        operands = super()._weight_operands(weight_NK, parameter, transposed, state)
         assert operands.as_is is not None
         q, scale_inv = operands.as_is
         scale_inv.clone()  # stands for the input's

@@ -16,29 +16,13 @@ from octavo import kernels
 from octavo.granularity import ALL, Tile
 from octavo.kernels.layouts import contraction_multiple, needs_transposed_codes
 from octavo.scaling.recipe import Cast, Delayed, Recipe
+from octavo.tensor.pair import Operands
 
 INPUT, WEIGHT, GRAD_OUTPUT = range(3)  # rows of the delayed state
 
 Pair = tuple[Tensor, Tensor]  # (qdata, scale_inv)
 Activation = tuple[Any, ...]  # see above
 Extras = tuple[Any, ...]  # (pad, column_sum, *activation): the last arguments of the cast ops
-
-
-class Operands(NamedTuple):
-    """A role's pairs.
-
-    ``amax`` [1, 1] fp32 is what a Delayed cast found; None where nothing was cast that way. ``column_sum`` [C] of x's
-    dtype, where it was asked for and the cast could find it. ``fresh``: just cast, not cached, so that amax is still to
-    be rolled into the history. ``refilled``: the pairs' tensors are written again, codes and scales together, while a
-    backward may still read them; what it saves is therefore themselves.
-    """
-
-    as_is: Pair | None = None
-    transposed: Pair | None = None
-    amax: Tensor | None = None
-    column_sum: Tensor | None = None
-    fresh: bool = True
-    refilled: bool = False
 
 
 class State(NamedTuple):

@@ -21,11 +21,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo import kernels
-from octavo.autograd.casts import INPUT, Activation, Operands, Pair, State, cast_grad_output, cast_role
+from octavo.autograd.casts import INPUT, Activation, Pair, State, cast_grad_output, cast_role
 from octavo.errors import HigherOrderGradientError
 from octavo.granularity import PerBlock, Tile
 from octavo.kernels.reference.activation import produced
 from octavo.scaling.recipe import Cast, Recipe
+from octavo.tensor.pair import Operands
 
 
 class Layer(NamedTuple):

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize
 from octavo.formats import HIGH_PRECISION
 from octavo.nn.linear import Linear
 from octavo.nn.recipe_module import RecipeModule
-from octavo.nn.stored_weights import why_unreadable
+from octavo.nn.stored_weights import weight_of, why_unreadable
 
 Select = Callable[[nn.Module, str], bool]
 
@@ -49,7 +49,7 @@ def features(module: nn.Module) -> tuple[int, int]:
 
 def shape_of(module: nn.Module) -> tuple[int, int]:
     """The shape of the weight of an nn.Linear or a Conv1D, also where it is computed from other parameters."""
-    weight = module._parameters.get("weight")
+    weight = weight_of(module)
     if weight is not None:
         rows, cols = weight.shape
         return rows, cols
@@ -125,7 +125,7 @@ def why_left_alone(module: nn.Module) -> str | None:
         return "it is sharded already: call octavo.convert before fully_shard"
     if "forward" in module.__dict__:
         return "its forward was replaced on the instance, so converting would change nothing"
-    weight = module._parameters.get("weight")
+    weight = weight_of(module)
     if weight is None or parametrize.is_parametrized(module):
         return "its weight is computed from other parameters (weight_norm or the like)"
     if is_lazy(weight):

@@ -21,6 +21,7 @@ from octavo.nn.stored_weights import (
     check_recipe,
     store_weight,
     stored_granularity,
+    weight_of,
     why_not_stored,
     widen_weight,
 )
@@ -79,18 +80,18 @@ def convert(
     if weight_storage not in (None, "fp8"):
         raise ValueError(f"weight_storage={weight_storage!r}: use 'fp8' or None")
     targets = _targets(model, select)
-    stored = _check_storage(model, recipe, targets, weight_storage)
+    stored = {} if weight_storage is None else _storage(model, recipe, targets)
     if stored:
         _refuse_shards(model, "octavo.convert(..., weight_storage='fp8')")
-    _check_recipes([(name, module) for name, module, _ in targets if name not in stored], recipe)
+    _check_recipes([(name, module) for name, module, _ in targets if weight_of(module) not in stored], recipe)
+    for weight, granularity in stored.items():
+        store_weight(weight, granularity)
     group = GatherGroup()
     for name, module, target in targets:
         if type(module) is not target:
             module.__class__ = target
-        if name in stored:
-            store_weight(module, recipe_of(recipe, name))
         module.recipe = recipe_of(recipe, name)
-        module.gather.join(group)
+        module.gather.join(group, module)
     leave_fast_path(model)
     _others_share(model)
     gather_anew(model)
@@ -132,34 +133,27 @@ def _targets(model: nn.Module, select: Select | None) -> list[tuple[str, RecipeM
     return targets
 
 
-def _check_storage(
-    model: nn.Module,
-    recipe: Recipe | RecipeMap,
-    targets: Sequence[tuple[str, nn.Module, type[nn.Module]]],
-    weight_storage: str | None,
-) -> set[str]:
-    """The names of the modules whose weights are to be stored in FP8."""
-    if weight_storage is None:
-        return set()
+def _storage(
+    model: nn.Module, recipe: Recipe | RecipeMap, targets: Sequence[tuple[str, nn.Module, type[nn.Module]]]
+) -> dict[nn.Parameter, Granularity]:
+    """The weights of these modules that are to be stored in FP8, and how: not those that other modules share."""
     ours = {id(module) for name, module, _ in targets if not recipe_of(recipe, name).is_high_precision}
     others = _weights_of_others(model, ours)
-    stored: set[str] = set()
-    granularities: dict[int, Granularity] = {}
+    stored: dict[nn.Parameter, Granularity] = {}
     for name, module, target in targets:
-        wanted = recipe_of(recipe, name)
-        if wanted.is_high_precision or id(module._parameters.get("weight")) in others:
+        wanted, weight = recipe_of(recipe, name), weight_of(module)
+        if wanted.is_high_precision or id(weight) in others:
             continue
-        if module._parameters.get("weight") is None:
+        if weight is None:
             raise ValueError(f"{name or 'the model'}: a weight that is computed from others can't be stored in FP8")
         if not issubclass(target, nn.Linear):
             raise ValueError(f"{name or 'the model'}: a {target.__name__}'s weight, [K, N], can't be stored in FP8")
         if reason := why_not_stored(wanted):
             raise ValueError(f"{name or 'the model'}: weights can't be stored in FP8 under {wanted.name!r}: {reason}")
         granularity = wanted.weight_casts.as_is.granularity  # type: ignore[union-attr]
-        if granularities.setdefault(id(module.get_parameter("weight")), granularity) != granularity:
+        if stored.setdefault(weight, granularity) != granularity:
             raise ValueError(f"{name or 'the model'}: modules that share a weight need recipes that scale it alike")
-        stored.add(name)
-    return stored
+    return {weight: stored_granularity(granularity, weight.shape) for weight, granularity in stored.items()}
 
 
 def storages(
@@ -178,21 +172,12 @@ def storages(
     Raises:
         ValueError: where it can't be.
     """
-    modules = [(name, module) for name, module in model.named_modules() if isinstance(module, RecipeModule)]
-    stored: set[str] = set()
+    modules = _modules(model)
+    then = dict(now) if weight_storage else dict.fromkeys(now)
     if weight_storage == "fp8":
-        stored = _check_storage(model, recipe, [(name, module, type(module)) for name, module in modules], "fp8")
-    then = dict(now)
+        then |= _storage(model, recipe, [(name, module, type(module)) for name, module in modules])
     for name, module in modules:
-        weight = module._parameters.get("weight")
-        if weight is None:
-            continue
-        if name in stored:
-            then[weight] = stored_granularity(recipe_of(recipe, name), weight.shape)
-        elif weight_storage is None:
-            then[weight] = None
-    for name, module in modules:
-        weight = module._parameters.get("weight")
+        weight = weight_of(module)
         if weight is not None and (granularity := then[weight]) is not None:
             check_granularity(recipe_of(recipe, name), weight.shape, granularity)
     return then
@@ -200,15 +185,18 @@ def storages(
 
 def stored_now(model: nn.Module) -> dict[nn.Parameter, Granularity | None]:
     """How the weights of a model's octavo modules are stored."""
-    weights = [module._parameters.get("weight") for module in model.modules() if isinstance(module, RecipeModule)]
-    parts = {weight: local_stored(weight) for weight in weights if weight is not None}
-    return {weight: None if part is None else part.granularity for weight, part in parts.items()}
+    weights = [weight for _, module in _modules(model) if (weight := weight_of(module)) is not None]
+    return {weight: None if (part := local_stored(weight)) is None else part.granularity for weight in weights}
+
+
+def _modules(model: nn.Module) -> list[tuple[str, RecipeModule]]:
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, RecipeModule)]
 
 
 def _refuse_shards(model: nn.Module, what: str) -> None:
     """Raise ValueError if a module's weight lives in FP8 and is sharded: FSDP2 would keep the one that it has."""
     for name, module in model.named_modules():
-        weight = module._parameters.get("weight")
+        weight = weight_of(module)
         if local_stored(weight) is not None and not isinstance(weight, StoredWeight):
             raise ValueError(
                 f"{name or 'the model'}: {what} of a weight that fully_shard has sharded in FP8; do it before, or save "
@@ -217,12 +205,9 @@ def _refuse_shards(model: nn.Module, what: str) -> None:
 
 
 def _check_recipes(modules: Sequence[tuple[str, nn.Module]], recipe: Recipe | RecipeMap) -> None:
-    """Raise ValueError if a module can't follow its recipe, or a weight is stored in a way that it can't read."""
+    """Raise ValueError if a module's weight is stored in a way that its recipe can't read."""
     for name, module in modules:
-        if isinstance(module, RecipeModule):
-            module.check_recipe(recipe_of(recipe, name))
-        else:
-            check_recipe(recipe_of(recipe, name), module._parameters.get("weight"))
+        check_recipe(recipe_of(recipe, name), weight_of(module))
 
 
 def set_recipe(model: nn.Module, recipe: Recipe | RecipeMap) -> nn.Module:
@@ -249,7 +234,7 @@ def set_recipe(model: nn.Module, recipe: Recipe | RecipeMap) -> nn.Module:
         Linear(in_features=64, out_features=64, bias=True, recipe=high_precision)
     """
     _check(model, recipe)
-    modules = [(name, module) for name, module in model.named_modules() if isinstance(module, RecipeModule)]
+    modules = _modules(model)
     if not modules:
         raise ValueError("the model holds no octavo module; call octavo.convert(model, recipe) first")
     _check_recipes(modules, recipe)
@@ -282,10 +267,10 @@ def restore(model: nn.Module) -> nn.Module:
     _refuse_shards(model, "octavo.restore")
     for module in model.modules():
         if isinstance(module, Linear) and (module.splits is not None or is_sharded(type(module))):
-            widen_weight(module)
+            widen_weight(weight_of(module))
             module.recipe = high_precision()
         elif isinstance(module, RecipeModule):
-            widen_weight(module)
+            widen_weight(weight_of(module))
             module.forget_recipe()
             restore_class(module)
     take_fast_path(model)
@@ -304,10 +289,10 @@ def gather_anew(model: nn.Module) -> None:
 
 def _others_share(model: nn.Module) -> None:
     """Note which weights a module of another kind (an embedding, say) has too: it needs them in high precision."""
-    others = _weights_of_others(model, {id(module) for module in model.modules() if isinstance(module, RecipeModule)})
-    for module in model.modules():
-        if isinstance(module, RecipeModule):
-            module.gather.share(id(module._parameters.get("weight")) in others)
+    modules = _modules(model)
+    others = _weights_of_others(model, {id(module) for _, module in modules})
+    for _, module in modules:
+        module.gather.share(id(weight_of(module)) in others)
 
 
 def _weights_of_others(model: nn.Module, ours: set[int]) -> set[int]:

@@ -10,7 +10,7 @@ Under Delayed a weight keeps its scale while micro-batches share it, as an unsha
 from __future__ import annotations
 
 import weakref
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,108 +22,88 @@ from octavo.numerics import scale_from_amax, scale_inv_from_scale
 from octavo.scaling.recipe import Cast, Delayed
 from octavo.tensor.sharded_weight import local_shard, rows_on_each_rank
 
-
-class Member(Protocol):
-    """What a group knows of one weight's gathers (octavo.nn.gather.Gather)."""
-
-    parameter: Any  # the sharded one, or None as yet
-    codes: Tensor | None  # uint8 [rows on each rank, K]: what the shard was cast into
-    scale: Tensor  # [1], of the whole weight, if it is cast per tensor; so is amax, [1, 1]
-    amax: Tensor
-    scale_inv: Tensor  # [1, 1], or of the shard's blocks
-    delayed_scale: Tensor | None  # [3], of this forward; None: the weight's own amax gives its scale
-
-    def begin_in_fp8(self, mesh: Any) -> Cast | None:
-        """Note that a forward is about to read the weight; how to cast it, where it is gathered so on this mesh."""
+Gathers = list[Any]  # of octavo.nn.gather.Gather
 
 
 class GatherGroup:
     """The sharded weights of one ``octavo.convert``: their scales are found together, in one collective."""
 
     def __init__(self) -> None:
-        self._members: list[weakref.ref[Member]] = []
+        self._modules: list[weakref.ref[Any]] = []  # those whose weights they are
         self.backwards = 0  # how often a weight was gathered for backward
 
-    def add(self, member: Member) -> None:
-        """Take in a weight that was sharded; ranks do it in one order."""
-        if all(reference() is not member for reference in self._members):
-            self._members.append(weakref.ref(member))
+    def add(self, module: Any) -> None:
+        """Take in a module whose weight was sharded; ranks do it in one order."""
+        if all(reference() is not module for reference in self._modules):
+            self._modules.append(weakref.ref(module))
 
-    def refresh(self, member: Member, mesh: Any) -> None:
+    def refresh(self, gather: Any, mesh: Any) -> None:
         """Find scales anew and cast all shards that lie on this one's mesh; ``mesh``: that of its gather."""
-        own = member.parameter.device_mesh
-        together: dict[tuple[Any, ...], list[Member]] = {}
-        for reference in self._members:
-            other = reference()
-            cast = None if other is None else other.begin_in_fp8(own)
-            if other is None or cast is None:
+        own = gather.parameter.device_mesh
+        together: dict[tuple[Any, ...], Gathers] = {}
+        for reference in self._modules:
+            module: Any = reference()
+            other = getattr(module, "gather", None)  # of a module that octavo.restore took none
+            if other is None or other.group is not self or not other.begin_in_fp8(module, own):
                 continue
-            shard = local_shard(other.parameter)
+            shard, cast = local_shard(other.parameter), module.recipe.weight_casts.as_is
             together.setdefault((cast, shard.dtype, shard.device), []).append(other)
-        if any(cast.tile == (ALL, ALL) for cast, *_ in together):
-            _find_scales([(cast, members) for (cast, *_), members in together.items() if cast.tile == (ALL, ALL)], mesh)
-        for (cast, *_), members in together.items():
-            _cast_shards(members, cast, mesh)
+        if per_tensor := [(cast, found) for (cast, *_), found in together.items() if cast.tile == (ALL, ALL)]:
+            _find_scales(per_tensor, mesh)
+        for (cast, *_), found in together.items():
+            _cast_shards(found, cast, mesh)
 
-    def copied(self, memo: dict[int, Any]) -> GatherGroup:
-        """An empty one, the same for all modules copied together."""
-        copy: GatherGroup = memo.setdefault(id(self), GatherGroup())
-        return copy
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> GatherGroup:
-        return self.copied(memo)
-
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[Any, ...]:  # copies are empty, and the same for all modules copied together
         return GatherGroup, ()
 
 
-def _find_scales(groups: list[tuple[Cast, list[Member]]], mesh: Any) -> None:
+def _find_scales(groups: list[tuple[Cast, Gathers]], mesh: Any) -> None:
     """The scale and global amax of every weight cast per tensor: one collective."""
     import torch.distributed as dist
 
-    shards = [local_shard(member.parameter) for _, members in groups for member in members]
+    shards = [local_shard(gather.parameter) for _, gathers in groups for gather in gathers]
     amax = torch.cat([kernels.amax(shard, (ALL, ALL)).reshape(1) for shard in shards])
     home, amax = amax.device, amax.to(mesh.device_type)
     dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=mesh.get_group())
-    found = amax.to(home).split([len(members) for _, members in groups])
-    for (cast, members), own in zip(groups, found, strict=True):
-        _take_scales(members, own, cast)
+    found = amax.to(home).split([len(gathers) for _, gathers in groups])
+    for (cast, gathers), own in zip(groups, found, strict=True):
+        _take_scales(gathers, own, cast)
 
 
-def _take_scales(members: list[Member], amax: Tensor, cast: Cast) -> None:
-    """Give members of one cast their scales."""
+def _take_scales(gathers: Gathers, amax: Tensor, cast: Cast) -> None:
+    """Give gathers of one cast their scales."""
     scale = scale_from_amax(amax, cast.format.max, cast.power_of_two, cast.margin)
     if isinstance(cast.rule, Delayed):
-        states = [member.delayed_scale for member in members]
+        states = [gather.delayed_scale for gather in gathers]
         zero = amax.new_zeros(1)
         kept = torch.cat([zero if own is None else own[WEIGHT : WEIGHT + 1].to(amax.device) for own in states])
         # a weight more than twice too large was written by hand, perhaps by what moves no version (torch._foreach_*)
         written = (kept * amax > 2 * cast.format.max) & amax.isfinite()
         scale = torch.where((kept > 0) & ~written, kept, scale)
-    count, scale_inv = len(members), scale_inv_from_scale(scale)
+    count, scale_inv = len(gathers), scale_inv_from_scale(scale)
     parts = (scale.split(1), amax.view(count, 1, 1).unbind(), scale_inv.view(count, 1, 1).unbind())
-    for member, *found in zip(members, *parts, strict=True):
-        member.scale, member.amax, member.scale_inv = found
+    for gather, *found in zip(gathers, *parts, strict=True):
+        gather.scale, gather.amax, gather.scale_inv = found
 
 
-def _cast_shards(members: list[Member], cast: Cast, mesh: Any) -> None:
+def _cast_shards(gathers: Gathers, cast: Cast, mesh: Any) -> None:
     """Cast shards of one dtype by one cast: one launch."""
     per_tensor = cast.tile == (ALL, ALL)
     shards, codes, scale_inv, scales = [], [], [], []
-    for member in members:
-        shard = local_shard(member.parameter)
-        rows, cols = rows_on_each_rank(member.parameter.shape[0], mesh.size()), member.parameter.shape[1]
-        if member.codes is None:
-            member.codes = torch.zeros(rows, cols, dtype=torch.uint8, device=shard.device)
+    for gather in gathers:
+        shard = local_shard(gather.parameter)
+        rows, cols = rows_on_each_rank(gather.parameter.shape[0], mesh.size()), gather.parameter.shape[1]
+        if gather.codes is None:
+            gather.codes = torch.zeros(rows, cols, dtype=torch.uint8, device=shard.device)
             if not per_tensor:
-                member.scale_inv = shard.new_ones(scale_shape((rows, cols), cast.tile), dtype=torch.float32)
+                gather.scale_inv = shard.new_ones(scale_shape((rows, cols), cast.tile), dtype=torch.float32)
         if shard.numel() == 0:
             continue
         shards.append(shard)
-        codes.append(member.codes[: shard.shape[0]].view(cast.format.dtype))
-        scales.append(member.scale)
+        codes.append(gather.codes[: shard.shape[0]].view(cast.format.dtype))
+        scales.append(gather.scale)
         # of whole blocks; rows that a last rank has not are zeros, and their scale 1
-        blocks = shard.new_empty(1, 1, dtype=torch.float32) if per_tensor else member.scale_inv
+        blocks = shard.new_empty(1, 1, dtype=torch.float32) if per_tensor else gather.scale_inv
         scale_inv.append(blocks if per_tensor else blocks[: -(-shard.shape[0] // cast.tile[0])])
     if shards:
         amax = [torch.empty_like(part) for part in scale_inv]

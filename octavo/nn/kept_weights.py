@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from octavo import kernels
-from octavo.autograd.casts import WEIGHT, Operands
+from octavo.autograd.casts import WEIGHT
 from octavo.granularity import ALL, scale_shape
 from octavo.kernels.layouts import contraction_multiple, is_small_block, needs_transposed_codes, padded
 from octavo.nn.linear import Linear
 from octavo.scaling.recipe import Cast, Delayed, Recipe
+from octavo.tensor.pair import Operands
 
 
 class _Kept(NamedTuple):
@@ -118,7 +119,7 @@ class KeptWeights:
                 if delayed:
                     _roll(kept, skip)
                 # every time: what moves, converts or copies a layer makes its cache anew
-                kept.layer._weight_cache.keep(kept.recipe, _operands(kept), kept.layer.weight, captured)
+                kept.layer._weight_cache.keep(kept.layer.weight, kept.recipe, _operands(kept), captured)
 
     def remove(self) -> None:
         """Let every layer cast its own weight again."""

@@ -10,17 +10,18 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.modules.module import _global_parameter_registration_hooks
 
-from octavo.autograd.casts import WEIGHT, Operands, State, cast_role
+from octavo.autograd.casts import WEIGHT, State, cast_role
 from octavo.autograd.products import Layer, linear
 from octavo.errors import HigherOrderGradientError
 from octavo.formats import HIGH_PRECISION
 from octavo.kernels.emulation import warn_once_if_emulated
 from octavo.nn.gather import Gather
 from octavo.nn.stored_weight_files import load_stored, save_stored
-from octavo.nn.stored_weights import check_recipe, stored_operands, why_unreadable, widened
+from octavo.nn.stored_weights import check_recipe, weight_of, why_unreadable, widened
 from octavo.nn.weight_cache import WeightCache
 from octavo.scaling.delayed import ASIDE, BUFFERS, LOADED, drop_delayed_state, register_delayed_state
 from octavo.scaling.recipe import Recipe
+from octavo.tensor.pair import Operands
 from octavo.tensor.parameters import put_into
 from octavo.tensor.sharded_weight import GatheredWeight, attach, on_this_rank, plain
 from octavo.tensor.stored_weight import StoredWeight, local_stored
@@ -41,7 +42,9 @@ class RecipeModule(nn.Module):
             TypeError: for anything but a Recipe.
             ValueError: for one that can't read the weight as it is stored.
         """
-        self.check_recipe(recipe)
+        if not isinstance(recipe, Recipe):
+            raise TypeError(f"recipe={recipe!r} is no octavo.Recipe; try octavo.recipes.dynamic()")
+        check_recipe(recipe, weight_of(self))
         device = device_of(self)
         self.__dict__["recipe"] = recipe
         self._weight_cache = WeightCache()
@@ -52,12 +55,6 @@ class RecipeModule(nn.Module):
             drop_delayed_state(self)
         if not recipe.is_high_precision:
             warn_once_if_emulated(device)
-
-    def check_recipe(self, recipe: Recipe) -> None:
-        """Raise where the module can't follow a recipe, as setting it does."""
-        if not isinstance(recipe, Recipe):
-            raise TypeError(f"recipe={recipe!r} is no octavo.Recipe; try octavo.recipes.dynamic()")
-        check_recipe(recipe, self._parameters.get("weight"))
 
     def __setattr__(self, name: str, value: Any) -> None:
         """As any module's, but a recipe is checked and brings what it needs.
@@ -116,14 +113,14 @@ class RecipeModule(nn.Module):
         Raises:
             AttributeError: for a weight in high precision.
         """
-        part = local_stored(self._parameters.get("weight"))
+        part = local_stored(weight_of(self))
         if part is None:
             raise AttributeError(f"{type(self).__name__} has no weight that lives in FP8")
         return part.scale_inv
 
     def before_gather(self, shard: Tensor, mesh: Any, outer_size: torch.Size, mp_policy: Any) -> Any:
         """FSDP2's hook asks here what to send of the weight; see nn/gather.py."""
-        return self.gather.before(shard, mesh, outer_size, mp_policy)
+        return self.gather.before(self, shard, mesh, outer_size, mp_policy)
 
     def notice_writes(self, weight: Tensor, local: Tensor) -> None:
         """Before a forward in training: forget the weight's history if anything but its optimizer wrote it.
@@ -168,7 +165,7 @@ class RecipeModule(nn.Module):
         """
         self._take_state_off_meta()
         before = {name: self._buffers[name] for name in BUFFERS if self._buffers.get(name) is not None}
-        weight = self._parameters.get("weight")
+        weight = weight_of(self)
         if isinstance(weight, StoredWeight):
             _move(weight, fn)
             self._parameters["weight"] = None
@@ -194,7 +191,7 @@ class RecipeModule(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
         """Load, from FP8 too, and forget the history of the weight that is gone, unless one was just loaded."""
-        load_stored(self._parameters.get("weight"), state_dict, prefix)
+        load_stored(weight_of(self), state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
         if f"{prefix}weight" in state_dict:
             scale = self._buffers.get("delayed_scale")
@@ -249,21 +246,17 @@ class RecipeModule(nn.Module):
             if self.training and type(parameter) is nn.Parameter and not torch.compiler.is_compiling():
                 self.notice_writes(parameter, parameter)
             state = State(self.delayed_scale, self.delayed_amax_history)  # type: ignore[arg-type]
-        weight = self._weight_operands(weight_NK, parameter, grad_enabled, grad_enabled and needs_input_grad, state)
+        weight = self._weight_operands(weight_NK, parameter, grad_enabled and needs_input_grad, state)
         return Layer(weight, recipe, state, self.training and grad_enabled)
 
-    def _weight_operands(
-        self, weight_NK: Tensor, parameter: Tensor, grad_enabled: bool, transposed: bool, state: State | None
-    ) -> Operands:
-        recipe = self.recipe
-        if isinstance(parameter, StoredWeight):
-            return stored_operands(parameter, recipe, transposed)
-        if isinstance(parameter, GatheredWeight):
-            return self.gather.operands(parameter, recipe, self.training and grad_enabled)
+    def _weight_operands(self, weight_NK: Tensor, parameter: Tensor, transposed: bool, state: State | None) -> Operands:
+        operands = getattr(type(parameter), "operands", None)  # of a weight that is in FP8 already
+        if operands is not None:
+            return operands(parameter, self, transposed)
         if not self.training:  # the weight may have been merged, averaged, swapped: its own amax, whatever the history
-            return cast_role(weight_NK.detach(), recipe, WEIGHT, True, transposed, None)
+            return cast_role(weight_NK.detach(), self.recipe, WEIGHT, True, transposed, None)
         reusable = self.gather.parameter is None
-        return self._weight_cache.operands(weight_NK, parameter, recipe, transposed, state, reusable)
+        return self._weight_cache.operands(weight_NK, parameter, self.recipe, transposed, state, reusable)
 
     def forget_recipe(self) -> None:
         """Drop all that setting a recipe added."""

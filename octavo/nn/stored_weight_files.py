@@ -20,8 +20,7 @@ from torch import Tensor
 from octavo.granularity import PerTensor
 from octavo.tensor.scaled_tensor import ScaledTensor
 from octavo.tensor.sharded_weight import like_sharded, on_this_rank
-from octavo.tensor.stored_shards import cast_shard
-from octavo.tensor.stored_weight import GRANULARITIES, StoredWeight, has_powers_of_two, local_stored
+from octavo.tensor.stored_weight import GRANULARITIES, StoredWeight, cast_shard, has_powers_of_two, local_stored
 
 SCALE_INV = "weight_scale_inv"
 

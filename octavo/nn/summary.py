@@ -10,6 +10,7 @@ from torch.nn.utils import parametrize
 
 from octavo.nn.candidates import class_of, fp8_class, shape_of, why_not
 from octavo.nn.recipe_module import RecipeModule
+from octavo.nn.stored_weights import weight_of
 from octavo.scaling.recipe import Recipe
 
 
@@ -92,7 +93,7 @@ def summary(model: nn.Module) -> Summary:
         recipe = module.recipe if isinstance(module, RecipeModule) else None
         matrices = {key: tuple(p.shape) for key, p in module.named_parameters(recurse=False) if p.ndim >= 2}
         linear = recipe is not None or fp8_class(module) is not None
-        if linear and module._parameters.get("weight") is None:
+        if linear and weight_of(module) is None:
             matrices = {"weight": shape_of(module)}  # in place of weight_v, weight_orig
             if parametrize.is_parametrized(module, "weight"):
                 computed.add(id(module.parametrizations.weight))
@@ -107,7 +108,7 @@ def summary(model: nn.Module) -> Summary:
 def _gathered(module: nn.Module) -> str:
     if not isinstance(module, RecipeModule) or module.gather.parameter is None:
         return ""
-    found = module.gather.way
+    found = module.gather.way(module)
     return f"{found.kind} ({found.why})" if found.why else found.kind
 
 

@@ -21,19 +21,41 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from octavo.autograd.casts import WEIGHT, Operands, State, cast_role
+from octavo.autograd.casts import WEIGHT, State, cast_role
 from octavo.scaling.recipe import Recipe
 from octavo.step_count import OPTIMIZER_STEPS, version_of
+from octavo.tensor.pair import Operands
 
 
-class _Seen(NamedTuple):
-    """A weight as it was; ``step`` and ``by_hand``: see OPTIMIZER_STEPS."""
+class _Entry(NamedTuple):
+    """Operands, and what tells that a weight is still the one that they were cast from."""
 
-    id: int
+    operands: Operands
     storage: StorageWeakRef
-    version: int
-    step: int
-    by_hand: int
+    key: tuple[Any, ...]
+
+    @staticmethod
+    def of(weight: Tensor, recipe: Recipe, operands: Operands) -> _Entry:
+        """Operands just cast from ``weight``; used again, they are not rolled into the history again."""
+        storage = StorageWeakRef(weight.untyped_storage())
+        return _Entry(operands._replace(fresh=False), storage, _key_of(weight, recipe))
+
+    def is_of(self, weight: Tensor, recipe: Recipe) -> bool:
+        """Whether nothing can have changed the weight since; see above, besides gradients."""
+        return self.storage.cdata == weight.untyped_storage()._cdata and self.key == _key_of(weight, recipe)
+
+
+def _key_of(weight: Tensor, recipe: Recipe) -> tuple[Any, ...]:
+    return weight.data_ptr(), weight.stride(), version_of(weight), OPTIMIZER_STEPS.count, id(recipe)
+
+
+class _Kept(NamedTuple):
+    """What KeptWeights cast; ``captured``: only recorded in a CUDA graph, and to be read by what is captured too."""
+
+    weight: Tensor
+    recipe: Recipe
+    entry: _Entry
+    captured: bool
 
 
 class WeightCache:
@@ -45,35 +67,14 @@ class WeightCache:
 
     def clear(self) -> None:
         """Forget what is cached."""
-        self._operands: Operands | None = None
-        self._storage: StorageWeakRef | None = None
-        self._key: tuple[Any, ...] = ()
-        self._kept: tuple[Recipe, Operands, Tensor, tuple[Any, ...] | None] | None = None
-        self._scaled_for: _Seen | None = None  # the weight that a delayed scale is for
+        self._cached: _Entry | None = None
+        self._kept: _Kept | None = None
+        self._scaled_for: tuple[Any, ...] | None = None  # the weight that a delayed scale is for
         self.replaced = False  # whether the layer was given another parameter since, perhaps at the same address
 
-    def keep(self, recipe: Recipe, operands: Operands, weight: Tensor, captured: bool) -> None:
-        """Use these under this recipe until the weight may have changed: see KeptWeights.
-
-        Args:
-            recipe: the recipe in force.
-            operands: what ``weight`` was cast into.
-            weight: the layer's parameter.
-            captured: whether the cast was only recorded in a CUDA graph; then only what is captured too may use it.
-        """
-        self._kept = recipe, operands, weight, None if captured else self._full_key(weight, recipe)
-
-    def kept(self, weight: Tensor, recipe: Recipe, traced: bool) -> Operands | None:
-        """What ``keep`` was given, if it was this weight under this recipe, as it is now.
-
-        Args:
-            weight: what the layer computes with: its parameter, or what was put in its place.
-            recipe: the recipe in force.
-            traced: whether a graph is being compiled or captured, which runs again without asking.
-        """
-        if self._kept is None or self._kept[0] is not recipe or self._kept[2] is not weight:
-            return None
-        return self._kept[1] if traced or self._kept[3] == self._full_key(weight, recipe) else None
+    def keep(self, weight: Tensor, recipe: Recipe, operands: Operands, captured: bool) -> None:
+        """Use these operands of the layer's weight until it may have changed: see KeptWeights."""
+        self._kept = _Kept(weight, recipe, _Entry.of(weight, recipe, operands), captured)
 
     def written_since(self, weight: Tensor, local: Tensor) -> bool:
         """Whether the weight was written by anything but an optimizer that owns it since this was last asked.
@@ -83,15 +84,14 @@ class WeightCache:
             local: this rank's part of it, or itself; other storage is another weight.
         """
         before, replaced, self.replaced = self._scaled_for, self.replaced, False
-        step, by_hand = OPTIMIZER_STEPS.of(weight), OPTIMIZER_STEPS.by_hand(weight)
-        now = self._scaled_for = _Seen(
-            id(weight), StorageWeakRef(local.untyped_storage()), version_of(local), step, by_hand
-        )
+        storage = StorageWeakRef(local.untyped_storage())
+        identity = id(weight), OPTIMIZER_STEPS.by_hand(weight)
+        place = OPTIMIZER_STEPS.of(weight), storage.cdata, version_of(local)
+        self._scaled_for = identity, place, storage
         if before is None:
             return False
-        if replaced or before.id != now.id or before.by_hand != by_hand:
-            return True
-        return before.step == step and (before.storage.cdata != now.storage.cdata or before.version != now.version)
+        by_step = before[1][0] != place[0]  # which may change storage and version
+        return replaced or before[0] != identity or not (by_step or before[1] == place)
 
     def operands(
         self, weight_NK: Tensor, weight: Tensor, recipe: Recipe, transposed: bool, state: State | None, reusable: bool
@@ -108,53 +108,21 @@ class WeightCache:
         """
         # a captured graph runs again without asking whether the weight is the same, and so does a compiled one
         traced = torch.compiler.is_compiling() or (weight.is_cuda and torch.cuda.is_current_stream_capturing())
-        kept = self.kept(weight, recipe, traced)
-        if kept is not None:
-            return kept
+        kept = self._kept
+        if kept is not None and kept.weight is weight and kept.recipe is recipe:
+            if traced or (not kept.captured and kept.entry.is_of(weight, recipe)):
+                return kept.entry.operands
         # Read without gradients too: a reentrant checkpoint's first pass must see what its second will. Not a weight
         # that a parametrization computes.
         caching = reusable and not traced and weight.is_leaf and not weight.is_inference()
-        cached = self.get(weight, recipe, transposed) if caching else None
-        if cached is not None:
-            return cached
+        cached = self._cached
+        if caching and cached is not None and (weight.grad is not None or not weight.requires_grad):
+            if cached.is_of(weight, recipe) and not (transposed and cached.operands.transposed is None):
+                return cached.operands
         operands = cast_role(weight_NK.detach(), recipe, WEIGHT, True, transposed, state)
         if caching and torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
-            self.put(weight, recipe, operands)
+            self._cached = _Entry.of(weight, recipe, operands)
         return operands
-
-    def get(self, weight: Tensor, recipe: Recipe, transposed: bool) -> Operands | None:
-        """The cached operands, no longer fresh, or None where the weight must be cast.
-
-        Args:
-            weight: the parameter itself, a leaf.
-            recipe: the recipe in force.
-            transposed: whether backward will need the transposed operand.
-        """
-        if self._operands is None or self._storage is None or (weight.grad is None and weight.requires_grad):
-            return None
-        if self._storage.cdata != weight.untyped_storage()._cdata or self._key != self._key_of(weight, recipe):
-            return None
-        if transposed and self._operands.transposed is None:
-            return None
-        return self._operands
-
-    def put(self, weight: Tensor, recipe: Recipe, operands: Operands) -> None:
-        """Keep operands just cast from ``weight``."""
-        self._operands = operands._replace(fresh=False)  # a cached weight is not rolled into the history again
-        self._storage = StorageWeakRef(weight.untyped_storage())
-        self._key = self._key_of(weight, recipe)
-
-    @staticmethod
-    def _key_of(weight: Tensor, recipe: Recipe) -> tuple[Any, ...]:
-        return weight.data_ptr(), weight.stride(), version_of(weight), OPTIMIZER_STEPS.count, id(recipe)
-
-    @classmethod
-    def _full_key(cls, weight: Tensor, recipe: Recipe) -> tuple[Any, ...]:
-        """With the storage, for a weight that is not let go while the key is held."""
-        return weight.untyped_storage()._cdata, *cls._key_of(weight, recipe)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> WeightCache:
-        return WeightCache()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return WeightCache, ()

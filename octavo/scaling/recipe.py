@@ -13,7 +13,7 @@ of the same tensor (per tensor; 128x128) it is cast once and used twice; else it
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from octavo.formats import E4M3, E5M2, Format
@@ -109,6 +109,11 @@ class Cast:
         """The granularity's tile."""
         return self.granularity.tile
 
+    @property
+    def takes_padding(self) -> bool:
+        """Whether padding the contraction to a multiple of 16 adds no tile."""
+        return self.tile[1] == ALL or self.tile[1] % 16 == 0
+
     def __repr__(self) -> str:
         extra = (", power_of_two=True" if self.power_of_two else "") + (
             f", margin={self.margin}" if self.margin else ""
@@ -181,7 +186,11 @@ class Recipe:
                 raise ValueError(f"Recipe: {product} multiplies E5M2 by E5M2, which no GPU does; make one operand E4M3")
         if self.saved is not None and not (isinstance(self.saved, Cast) and isinstance(self.saved.rule, Dynamic)):
             raise TypeError(f"Recipe: saved={self.saved!r} must be None or a Cast whose rule is Dynamic()")
-        casts_by_role = {role: self._casts_of(role) for role in ROLES}
+        casts_by_role = {
+            "input": (self.output and self.output[0], self.grad_weight and self.grad_weight[1]),
+            "weight": (self.output and self.output[1], self.grad_input and self.grad_input[1]),
+            "grad_output": (self.grad_input and self.grad_input[0], self.grad_weight and self.grad_weight[0]),
+        }
         delayed = {
             cast.rule for pair in casts_by_role.values() for cast in pair if cast and isinstance(cast.rule, Delayed)
         }
@@ -196,23 +205,24 @@ class Recipe:
                     f"Recipe: {role} has one delayed scale but two casts, {as_is} and {transposed}; "
                     "make them equal or one of them Dynamic"
                 )
-        for role, pair in casts_by_role.items():  # derived once, read on every forward
-            object.__setattr__(self, f"{role}_casts", RoleCasts(*pair, once=_coincide(*pair)))
-        object.__setattr__(self, "casts", (self.input_casts, self.weight_casts, self.grad_output_casts))
-        object.__setattr__(self, "pads", all(_tiles_take_padding(role_casts) for role_casts in self.casts))
-        object.__setattr__(self, "is_high_precision", not any(getattr(self, product) for product in PRODUCTS))
-        object.__setattr__(self, "delayed", next(iter(delayed), None))
-        object.__setattr__(self, "delayed_update", _delayed_update([casts_by_role[role] for role in ROLES]))
+        casts = tuple(RoleCasts(*pair, once=_coincide(*pair)) for pair in casts_by_role.values())
+        vars(self).update(  # derived once, read on every forward
+            casts=casts,
+            pads=all(cast is None or cast.takes_padding for pair in casts for cast in pair[:2]),
+            is_high_precision=not any(getattr(self, product) for product in PRODUCTS),
+            delayed=next(iter(delayed), None),
+            delayed_update=_delayed_update(casts),
+            **{f"{role}_casts": found for role, found in zip(ROLES, casts, strict=True)},
+        )
         self._rename()
 
     def _rename(self) -> None:
         """Note what the name was given for: dataclasses.replace hands on both, and a changed recipe needs another."""
-        value = {name: getattr(self, name) for name in FIELDS}
-        before = self._named
+        value, before = {name: getattr(self, name) for name in FIELDS}, self._named
         if before is not None and before["name"] == self.name:
             if changed := [name for name in FIELDS if before[name] != value[name]]:
-                object.__setattr__(self, "name", f"{self.name} with {', '.join(changed)} changed")
-        object.__setattr__(self, "_named", {"name": self.name, **value})
+                vars(self)["name"] = f"{self.name} with {', '.join(changed)} changed"
+        vars(self)["_named"] = {"name": self.name, **value}
 
     # derived in __post_init__
     input_casts: RoleCasts = field(init=False, repr=False, compare=False)
@@ -223,15 +233,6 @@ class Recipe:
     is_high_precision: bool = field(init=False, repr=False, compare=False)  # no product is in FP8
     delayed: Delayed | None = field(init=False, repr=False, compare=False)
     delayed_update: DelayedUpdate = field(init=False, repr=False, compare=False)
-
-    def _casts_of(self, role: str) -> tuple[Cast | None, Cast | None]:
-        """(as it lies, transposed)."""
-        as_is, transposed = {
-            "input": ((self.output, 0), (self.grad_weight, 1)),
-            "weight": ((self.output, 1), (self.grad_input, 1)),
-            "grad_output": ((self.grad_input, 0), (self.grad_weight, 0)),
-        }[role]
-        return tuple(None if product is None else product[side] for product, side in (as_is, transposed))  # type: ignore[return-value]
 
     def __str__(self) -> str:
         lines = [f"{self.name}:"]
@@ -252,21 +253,14 @@ def _coincide(as_is: Cast | None, transposed: Cast | None) -> bool:
     """Whether one cast serves both layouts: the same but for the tile, and the tile is the other's transpose."""
     if as_is is None or transposed is None:
         return False
-    fields = ("format", "rule", "power_of_two", "margin")
-    same = all(getattr(as_is, name) == getattr(transposed, name) for name in fields)
-    return same and as_is.granularity.transposed() == transposed.granularity
+    alike = as_is.granularity.transposed() == transposed.granularity
+    return alike and replace(as_is, granularity=transposed.granularity) == transposed
 
 
-def _tiles_take_padding(casts: RoleCasts) -> bool:
-    """Whether padding the contraction to a multiple of 16 adds no tile to either operand."""
-    given = [cast.tile[1] for cast in casts[:2] if cast is not None]
-    return all(cols == ALL or cols % 16 == 0 for cols in given)
-
-
-def _delayed_update(casts_by_role: list[tuple[Cast | None, Cast | None]]) -> DelayedUpdate:
+def _delayed_update(casts: tuple[RoleCasts, ...]) -> DelayedUpdate:
     """The update's arguments; a role without a Delayed cast is never rolled, so any value stands for it."""
     idle = Cast(E4M3, PerTensor(), Delayed())
-    chosen = [next((c for c in pair if c is not None and isinstance(c.rule, Delayed)), idle) for pair in casts_by_role]
+    chosen = [next((c for c in pair[:2] if c and isinstance(c.rule, Delayed)), idle) for pair in casts]
     return DelayedUpdate(
         tuple(cast.format.max for cast in chosen),
         tuple(cast.power_of_two for cast in chosen),

@@ -21,6 +21,7 @@ from octavo.optim.base import CompactOptimizer
 from octavo.optim.conversion import blank
 from octavo.optim.weight_state import Settings, bytes_of
 from octavo.schedule.switch import Target
+from octavo.tensor.pair import Operands
 from octavo.tensor.parameters import put_into
 from octavo.tensor.stored_gradient import StoredGradient
 
@@ -244,9 +245,9 @@ def saved_bytes(model: nn.Module, target: Target, inputs: tuple[Any, ...]) -> in
 class _NoCache(WeightCache):
     """Keeps nothing: weights without data have no address to be known by."""
 
-    def put(self, *_: Any) -> None: ...
-
-    def get(self, *_: Any) -> None: ...
+    def operands(self, *arguments: Any) -> Operands:
+        not_reusable = *arguments[:-1], False
+        return super().operands(*not_reusable)
 
 
 def _without_data(model: nn.Module, mode: Any) -> nn.Module:

@@ -10,8 +10,8 @@ with it. Any other op raises: nothing dequantises silently.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, Self
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -23,6 +23,23 @@ aten = torch.ops.aten
 
 # Takes the op and its arguments; returns the op's result, or NotImplemented for arguments that it has none for.
 Rule = Callable[..., Any]
+
+
+class Operands(NamedTuple):
+    """A tensor as two products read it: (qdata, scale_inv) as it lies, and transposed; None where it isn't needed.
+
+    ``amax`` [1, 1] fp32 is what a Delayed cast found; None where nothing was cast that way. ``column_sum`` [C] of the
+    tensor's dtype, where it was asked for and the cast could find it. ``fresh``: just cast, not cached, so that amax is
+    still to be rolled into the history. ``refilled``: the pairs' tensors are written again, codes and scales together,
+    while a backward may still read them; what it saves is therefore themselves.
+    """
+
+    as_is: tuple[Tensor, Tensor] | None = None
+    transposed: tuple[Tensor, Tensor] | None = None
+    amax: Tensor | None = None
+    column_sum: Tensor | None = None
+    fresh: bool = True
+    refilled: bool = False
 
 
 class Facade(Tensor):
@@ -43,6 +60,10 @@ class Facade(Tensor):
 
     # torch functions go straight to aten: the rules decide there
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> Self:
+        """The facade of what ``move`` makes of the tensors behind it."""
+        raise NotImplementedError
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({tuple(self.shape)}, {self.dtype})"
@@ -97,9 +118,11 @@ def rebuild_pair(
     return torch.nn.Parameter(pair, requires_grad) if is_parameter else pair.requires_grad_(requires_grad)
 
 
-def moves(func: Any, own: Pair) -> Pair:
-    """The rule of what leaves codes and scale_inv where they are."""
-    return own.moved(func)
+def moves(func: Any, own: Facade, shape: Sequence[int] | None = None, *_: Any) -> Any:
+    """The rule of what leaves codes and scale_inv where they are: aliases, views of the same shape."""
+    if shape is None:
+        return own.moved(func)
+    return own.moved(aten.alias.default) if tuple(shape) == tuple(own.shape) else NotImplemented
 
 
 def copies(func: Any, own: Pair, *, dtype: torch.dtype | None = None, **options: Any) -> Pair:
@@ -116,14 +139,47 @@ def plain_like(func: Any, own: Tensor, **options: Any) -> Tensor:
     """The rule of zeros_like and its kind: a plain tensor, a gradient of zeros or an optimizer's state."""
     options = {"dtype": own.dtype, "device": own.device} | options
     options.pop("memory_format", None)
-    return _PLAIN_LIKE[func](own.shape, **options)
+    return _NEW[func](own.shape, **options)
 
 
-_PLAIN_LIKE: dict[Any, Callable[..., Tensor]] = {
+def gradient_rules(kind: type[Facade], write: Rule, add: Rule, norm: Rule) -> dict[Any, Rule]:
+    """What torch's backward, clipping and optimizers, and trainers, do with gradients, with one or with a list.
+
+    Args:
+        kind: the gradients that the rules are for; others in a list are left to torch.
+        write: ``write(func, gradients)`` zeroes a list of them, ``write(func, gradients, factor)`` scales it.
+        add, norm: the rules of additions and of one gradient's norm.
+    """
+
+    def in_place(func: Any, given: Any, *factor: Any) -> Any:
+        if isinstance(given, Tensor):
+            return NotImplemented if write(func, [given], *factor) is NotImplemented else given
+        if write(func, [gradient for gradient in given if isinstance(gradient, kind)], *factor) is NotImplemented:
+            return NotImplemented
+        if others := [gradient for gradient in given if not isinstance(gradient, kind)]:
+            func(others, *factor)
+        return None
+
+    def norms(func: Any, gradients: Sequence[Tensor], ord: Any = 2, dtype: Any = None) -> list[Tensor]:
+        return [torch.linalg.vector_norm(gradient, ord, dtype=dtype) for gradient in gradients]
+
+    return {
+        **dict.fromkeys((aten.zero_.default, aten._foreach_zero_.default, *MULTIPLICATIONS, *DIVISIONS), in_place),
+        **dict.fromkeys((aten.add.Tensor, aten.add_.Tensor), add),
+        aten.linalg_vector_norm.default: norm,
+        aten._foreach_norm.Scalar: norms,
+    }
+
+
+MULTIPLICATIONS = {aten.mul_.Tensor, aten.mul_.Scalar, aten._foreach_mul_.Tensor, aten._foreach_mul_.Scalar}
+DIVISIONS = {aten.div_.Tensor, aten.div_.Scalar, aten._foreach_div_.Tensor, aten._foreach_div_.Scalar}
+
+_NEW: dict[Any, Callable[..., Tensor]] = {
     aten.zeros_like.default: torch.zeros,
     aten.empty_like.default: torch.empty,
     aten.ones_like.default: torch.ones,
 }
+PLAIN_LIKE: dict[Any, Rule] = dict.fromkeys(_NEW, plain_like)
 
 MOVES: dict[Any, Rule] = dict.fromkeys((aten.detach.default, aten.alias.default), moves)
 COPIES: dict[Any, Rule] = dict.fromkeys((aten.clone.default, aten._to_copy.default), copies)

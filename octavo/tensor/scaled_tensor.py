@@ -52,23 +52,12 @@ class ScaledTensor(Pair):
     def __new__(
         cls, qdata: Tensor, scale_inv: Tensor, granularity: Granularity, dtype: torch.dtype = torch.bfloat16
     ) -> ScaledTensor:
-        """Make the facade; ``__init__`` validates it."""
-        self = torch.Tensor._make_wrapper_subclass(
-            cls,
-            qdata.shape,
-            strides=qdata.stride(),
-            storage_offset=qdata.storage_offset(),
-            dtype=dtype,
-            device=qdata.device,
-            requires_grad=False,
-        )
+        """Make the facade."""
+        layout: Any = {"strides": qdata.stride(), "storage_offset": qdata.storage_offset()}
+        self = torch.Tensor._make_wrapper_subclass(cls, qdata.shape, dtype=dtype, device=qdata.device, **layout)
         self.qdata, self.scale_inv, self.granularity = qdata, scale_inv, granularity
-        return self
-
-    def __init__(
-        self, qdata: Tensor, scale_inv: Tensor, granularity: Granularity, dtype: torch.dtype = torch.bfloat16
-    ) -> None:
         self.validate()
+        return self
 
     def validate(self) -> None:
         """Check the invariant.
@@ -96,8 +85,11 @@ class ScaledTensor(Pair):
 
     def dequantize(self) -> Tensor:
         """qdata x scale_inv as a plain tensor of this one's dtype and shape; gradients pass straight through."""
-        result: Tensor = _Dequantize.apply(self)
-        return result
+        return dequantized(self)
+
+    def pair(self) -> ScaledTensor:
+        """Itself."""
+        return self
 
     def tile_amax(self) -> Tensor:
         """The amax of each tile of the values as stored: float32, shape of scale_inv."""
@@ -141,9 +133,16 @@ def _amax_range(pair: ScaledTensor) -> str:
     return f"amax {high:g}" if low == high else f"amax {low:g} to {high:g}"
 
 
+def dequantized(facade: Any) -> Tensor:
+    """The values of the facade of a pair, which its ``pair()`` gives; gradients flow through to the facade."""
+    result: Tensor = _Dequantize.apply(facade)
+    return result
+
+
 class _Dequantize(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, pair: ScaledTensor) -> Tensor:
+    def forward(ctx: Any, facade: Any) -> Tensor:
+        pair = facade.pair()
         if pair.numel() == 0:
             return pair.qdata.new_empty(pair.shape, dtype=pair.dtype)
         values = [kernels.dequantize(q, s, pair.granularity.tile, pair.dtype) for q, s in _matrices(pair)]

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from octavo.errors import OctavoError
 from octavo.granularity import PerBlock, PerTensor
-from octavo.tensor.pair import Facade, plain_like
+from octavo.tensor.pair import MOVES, PLAIN_LIKE, Facade, Operands, moves
 from octavo.tensor.scaled_tensor import ScaledTensor
 
 aten = torch.ops.aten
@@ -209,10 +209,26 @@ class GatheredWeight(Facade):
                 own.copy_(new)
         self.found_amax = tensors.found_amax
 
+    def operands(self, reader: Any, transposed: bool) -> Operands:
+        """Both pairs, as they were gathered.
+
+        Args:
+            reader: the module, whose ``gather`` notes that the weight is read.
+            transposed: both are there anyway.
+        """
+        fresh = reader.gather.read(self, reader)
+        amax = self.found_amax if self.found_amax.numel() else None
+        pairs = (self.qdata, self.scale_inv), (self.transposed_qdata, self.transposed_scale_inv)
+        return Operands(*pairs, amax, fresh=fresh, refilled=True)
+
     def pair(self) -> ScaledTensor:
         """The pair as it lies, where its codes are those of a stored weight: per tensor or in blocks of 128 x 128."""
         granularity = PerTensor() if self.scale_inv.shape == (1, 1) else PerBlock(128, 128)
         return ScaledTensor(self.qdata, self.scale_inv, granularity, self.dtype)
+
+    def moved(self, move: Any) -> GatheredWeight:
+        """The same again, of the very same tensors."""
+        return GatheredWeight(self.tensors(), self.shape, self.dtype, self.casts)
 
     def tensors(self) -> GatheredTensors:
         """What it is made of."""
@@ -222,16 +238,7 @@ class GatheredWeight(Facade):
         return f"GatheredWeight({tuple(self.shape)}, {self.dtype}, codes {self.qdata.dtype})"
 
 
-def _same(func: Any, weight: GatheredWeight, shape: Any = None, *_: Any) -> Any:
-    if shape is not None and tuple(shape) != tuple(weight.shape):
-        return NotImplemented
-    return GatheredWeight(weight.tensors(), weight.shape, weight.dtype, weight.casts)
-
-
-GatheredWeight.RULES = {
-    **dict.fromkeys((aten.detach.default, aten.alias.default, aten.as_strided.default), _same),
-    **dict.fromkeys((aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default), plain_like),
-}
+GatheredWeight.RULES = MOVES | PLAIN_LIKE | {aten.as_strided.default: moves}
 
 
 def attach(param: nn.Parameter) -> bool:
@@ -258,15 +265,9 @@ def on_this_rank(tensor: Tensor) -> Tensor:
     return local
 
 
-def local_shard(param: nn.Parameter) -> Tensor:
+def local_shard(param: Tensor) -> Tensor:
     """The shard of a sharded parameter, as a plain tensor."""
-    return _private(lambda: param._local_tensor).as_subclass(Tensor)  # type: ignore[attr-defined]
-
-
-def version_of(param: nn.Parameter) -> int:
-    """How often the shard was written in place."""
-    version: int = _private(lambda: param._local_tensor._version)  # type: ignore[attr-defined]
-    return version
+    return on_this_rank(param).as_subclass(Tensor)
 
 
 def plain(param: Tensor) -> Tensor:
@@ -275,7 +276,7 @@ def plain(param: Tensor) -> Tensor:
 
     if not isinstance(param, DTensor) or type(_private(lambda: param._local_tensor)) is not ShardedWeight:
         return param
-    return like_sharded(local_shard(param), param, param.shape)  # type: ignore[arg-type]
+    return like_sharded(local_shard(param), param, param.shape)
 
 
 def like_sharded(local: Tensor, param: Tensor, shape: torch.Size) -> Tensor:

@@ -18,14 +18,14 @@ from octavo.errors import UnsupportedOpError
 from octavo.formats import E4M3
 from octavo.granularity import PerBlock
 from octavo.kernels.reference.optimizer_state import BLOCK, as_matrix_shape
-from octavo.tensor.pair import COPIES, MOVES, Pair
+from octavo.tensor.pair import COPIES, DIVISIONS, MOVES, Pair, gradient_rules, moves
 from octavo.tensor.quantize import quantize
 from octavo.tensor.scaled_tensor import ScaledTensor
 
 aten = torch.ops.aten
 
 GRANULARITY = PerBlock(1, BLOCK)
-_PART = 1 << 24  # elements that a norm reads at a time, in float32
+_ELEMENTS_AT_A_TIME = 1 << 24  # that a norm reads, in float32
 
 
 class StoredGradient(Pair):
@@ -92,25 +92,31 @@ class StoredGradient(Pair):
         return tuple(self.shape), dtype
 
 
-def _view(func: Any, own: StoredGradient, shape: Sequence[int]) -> StoredGradient:
+def _view(func: Any, own: StoredGradient, shape: Sequence[int]) -> Any:
     if tuple(shape) != tuple(own.shape):
         raise UnsupportedOpError(
             f"a gradient that is kept in FP8 has the shape {tuple(own.shape)}, not {tuple(shape)}; view "
             ".grad.dequantize() instead"
         )
-    return own.moved(aten.alias.default)
+    return moves(func, own, shape)
 
 
-def _zero(func: Any, own: StoredGradient) -> StoredGradient:
-    own.qdata.view(torch.uint8).zero_()
-    own.scale_inv.fill_(1.0)
-    own.is_zero = True
-    return own
-
-
-def _zero_all(func: Any, gradients: Sequence[Tensor]) -> None:
+def _write(func: Any, gradients: list[StoredGradient], *factor: Any) -> None:
+    """Zero gradients, or multiply or divide their scales by one factor."""
     for gradient in gradients:
-        gradient.zero_()
+        if not factor:
+            gradient.qdata.view(torch.uint8).zero_()
+            gradient.scale_inv.fill_(1.0)
+            gradient.is_zero = True
+            continue
+        (by,) = factor
+        if not isinstance(gradient, StoredGradient) or (isinstance(by, Tensor) and by.numel() != 1):
+            raise UnsupportedOpError(
+                f"{func}: a gradient that is kept in FP8 takes one factor for all, which goes to its scales; use "
+                ".grad.dequantize() for others"
+            )
+        by = by.reshape(()) if isinstance(by, Tensor) else by
+        gradient.scale_inv.div_(by) if func in DIVISIONS else gradient.scale_inv.mul_(by)
 
 
 def _add(func: Any, *args: Any, **kwargs: Any) -> StoredGradient:
@@ -130,26 +136,6 @@ def _add(func: Any, *args: Any, **kwargs: Any) -> StoredGradient:
     )
 
 
-def _scale(func: Any, own: StoredGradient, factor: Any) -> StoredGradient:
-    if not isinstance(own, StoredGradient) or (isinstance(factor, Tensor) and factor.numel() != 1):
-        raise UnsupportedOpError(
-            f"{func}: a gradient that is kept in FP8 takes one factor for all, which goes to its scales; use "
-            ".grad.dequantize() for others"
-        )
-    if isinstance(factor, Tensor):
-        factor = factor.reshape(())
-    func(own.scale_inv, factor)
-    return own
-
-
-def _scale_all(func: Any, gradients: Sequence[Tensor], factor: Any) -> None:
-    for gradient in gradients:
-        if func in _DIVISIONS:
-            gradient.div_(factor)
-        else:
-            gradient.mul_(factor)
-
-
 def _norm(
     func: Any, own: StoredGradient, ord: Any = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None
 ) -> Tensor:
@@ -158,22 +144,17 @@ def _norm(
     return norm_of(own, ord).to(dtype or torch.float32)
 
 
-def _norms(func: Any, gradients: Sequence[Tensor], ord: Any = 2, dtype: Any = None) -> list[Tensor]:
-    return [torch.linalg.vector_norm(gradient, ord, dtype=dtype) for gradient in gradients]
-
-
 def norm_of(gradient: StoredGradient, ord: float = 2) -> Tensor:
     """The norm of a gradient's values, in float32 as codes and scales have them: one number."""
     q, scale_inv = gradient.qdata, gradient.scale_inv
     if q.numel() == 0:
         return torch.zeros((), device=q.device)
-    parts = []
-    step = max(_PART // q.shape[1], 1)
-    for top in range(0, q.shape[0], step):
-        some = q[top : top + step], scale_inv[top : top + step]
-        values = kernels.dequantize(*some, GRANULARITY.tile, torch.float32)
-        parts.append(torch.linalg.vector_norm(values, ord))
-    return parts[0] if len(parts) == 1 else torch.linalg.vector_norm(torch.stack(parts), ord)
+    rows = max(_ELEMENTS_AT_A_TIME // q.shape[1], 1)
+    norms = [
+        torch.linalg.vector_norm(kernels.dequantize(*some, GRANULARITY.tile, torch.float32), ord)
+        for some in zip(q.split(rows), scale_inv.split(rows), strict=True)
+    ]
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), ord)
 
 
 def _unscale(func: Any, gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
@@ -188,25 +169,11 @@ def _unscale(func: Any, gradients: Sequence[Tensor], found_inf: Tensor, inv_scal
             found_inf.copy_(torch.where(finite, found_inf, 1.0))
 
 
-_DIVISIONS = {aten._foreach_div_.Tensor, aten._foreach_div_.Scalar}
 StoredGradient.RULES = {
     **MOVES,
     **COPIES,
+    **gradient_rules(StoredGradient, _write, _add, _norm),
     aten.view.default: _view,
-    aten.zero_.default: _zero,
-    aten._foreach_zero_.default: _zero_all,
-    aten.add_.Tensor: _add,
-    aten.add.Tensor: _add,
-    aten.mul_.Tensor: _scale,
-    aten.mul_.Scalar: _scale,
-    aten.div_.Tensor: _scale,
-    aten.div_.Scalar: _scale,
-    aten._foreach_mul_.Tensor: _scale_all,
-    aten._foreach_mul_.Scalar: _scale_all,
-    aten._foreach_div_.Tensor: _scale_all,
-    aten._foreach_div_.Scalar: _scale_all,
-    aten.linalg_vector_norm.default: _norm,
-    aten._foreach_norm.Scalar: _norms,
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
 }
 

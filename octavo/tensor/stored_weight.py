@@ -16,14 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo import kernels
 from octavo.errors import UnsupportedOpError
 from octavo.formats import E4M3
 from octavo.granularity import Granularity, PerBlock, PerTensor
+from octavo.kernels.layouts import needs_transposed_codes
+from octavo.kernels.reference.cast import transposed as transpose
+from octavo.kernels.reference.cast import with_padding
 from octavo.kernels.reference.fp8_weights import remainder_of, values_with
-from octavo.tensor.pair import COPIES, MOVES, Pair, plain_like
+from octavo.numerics import scale_from_amax, scale_inv_from_scale
+from octavo.tensor.pair import COPIES, MOVES, PLAIN_LIKE, Operands, Pair, moves
 from octavo.tensor.quantize import quantize
-from octavo.tensor.scaled_tensor import ScaledTensor
-from octavo.tensor.sharded_weight import After, GatheredWeight, ShardHooks, on_this_rank
+from octavo.tensor.scaled_tensor import ScaledTensor, dequantized
+from octavo.tensor.sharded_weight import After, ShardHooks, largest_of_ranks, on_this_rank
 
 aten = torch.ops.aten
 
@@ -117,6 +122,24 @@ class StoredWeight(ShardHooks, Pair):
             return self.pair().dequantize()
         return values_with(self.qdata.view(torch.uint8), self.scale_inv, self.rest).to(self.dtype)
 
+    def operands(self, reader: Any, transposed: bool) -> Operands:
+        """Its codes; on some devices also laid out transposed, if backward needs them.
+
+        A weight that is used without gradients, and that no optimizer waits for, gives up what it was cast from.
+
+        Args:
+            reader: the module, whose ``recipe`` says whether to pad the contraction.
+            transposed: whether backward needs the transposed operand.
+        """
+        if not torch.compiler.is_compiling() and self.rest is not None and not self.awaited:
+            if not (torch.is_grad_enabled() and self.requires_grad):
+                self.rest = None
+        pads = reader.recipe.pads
+        if needs_transposed_codes(self.qdata.device) and not transposed:
+            return Operands((with_padding(self.qdata, 16 if pads else 1), self.scale_inv), fresh=False)
+        q_NK, q_KN = lay_out(self.qdata, pads)
+        return Operands((q_NK, self.scale_inv), (q_KN, self.scale_inv.t()), fresh=False)
+
     def shard(self) -> StoredWeight:
         """Itself, for FSDP2's hooks."""
         return self
@@ -198,6 +221,40 @@ class StoredWeight(ShardHooks, Pair):
         return f"StoredWeight({tuple(self.shape)}, {self.dtype}, {self.granularity})"
 
 
+def cast_shard(values: Tensor, weight: Tensor, granularity: Granularity, dtype: torch.dtype) -> StoredWeight:
+    """Some rows of a sharded weight in FP8, with the scale that the whole one's amax gives: all ranks call it.
+
+    Args:
+        values: high-precision [n, K], this rank's rows.
+        weight: the DTensor.
+        granularity: of GRANULARITIES.
+        dtype: what it stands for.
+    """
+    values = values.detach().contiguous()
+    if granularity == PerTensor():
+        tile = granularity.tile
+        amax = kernels.amax(values, tile) if values.numel() else values.new_zeros(1, 1, dtype=torch.float32)
+        scale = scale_from_amax(largest_of_ranks(amax, weight), E4M3.max, True, 0)
+        codes, scale_inv = torch.empty_like(values, dtype=E4M3.dtype), scale_inv_from_scale(scale).view(1, 1)
+        if values.numel():
+            codes, *_ = kernels.cast(values, scale.view(1), 0, E4M3.dtype, tile, True, 0, 1, False)
+    else:
+        pair = quantize(values, E4M3, granularity, power_of_two=True)
+        codes, scale_inv = pair.qdata, pair.scale_inv
+    part = StoredWeight(codes, scale_inv, dtype, granularity, is_shard=True)
+    if weight.requires_grad:
+        part.rest = remainder_of(values, codes.view(torch.uint8), scale_inv)
+    return part
+
+
+def lay_out(q_NK: Tensor, pads: bool) -> tuple[Tensor, Tensor]:
+    """Codes [N, K] as products read them: as they lie and transposed, contractions padded as the device wants."""
+    if not needs_transposed_codes(q_NK.device):
+        return q_NK, q_NK.t()
+    pad = 16 if pads else 1
+    return with_padding(q_NK, pad), with_padding(transpose(q_NK), pad)
+
+
 def has_powers_of_two(scale_inv: Tensor) -> bool:
     """Whether all scales are powers of two, as a stored weight's must be."""
     return scale_inv.is_meta or bool((torch.frexp(scale_inv)[0] == 0.5).all())
@@ -224,24 +281,6 @@ def local_stored(weight: Any) -> StoredWeight | None:
     return local if isinstance(local, StoredWeight) else None
 
 
-def dequantized(weight: StoredWeight | GatheredWeight) -> Tensor:
-    """The values of a stored weight, or of one that was gathered of its parts; gradients flow through."""
-    result: Tensor = _Dequantize.apply(weight)
-    return result
-
-
-class _Dequantize(torch.autograd.Function):
-    """A stored weight's values; the gradient is the weight's."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: StoredWeight | GatheredWeight) -> Tensor:
-        return weight.pair().dequantize()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
-
-
 # --- what torch may do with it ----------------------------------------------------------------------------------------
 
 
@@ -251,8 +290,7 @@ def _view(func: Any, weight: StoredWeight, size: Any) -> Any:
         return weight._like(weight.qdata.view(-1), weight.scale_inv)
     if size == (-1,):  # DistributedDataParallel's broadcast
         return weight.before_cast().view(-1)
-    same = size == tuple(weight.shape)  # so torch asks for a gradient's node
-    return weight.moved(aten.alias.default) if same else NotImplemented
+    return moves(func, weight, size)  # of the same shape: so torch asks for a gradient's node
 
 
 def _copy(func: Any, own: Tensor, other: Tensor, *non_blocking: bool) -> Any:
@@ -316,11 +354,10 @@ def _new_empty(func: Any, weight: StoredWeight, size: Any, **_: Any) -> Any:
 StoredWeight.RULES = {
     **MOVES,
     **COPIES,
+    **PLAIN_LIKE,
     aten.view.default: _view,
     aten.copy_.default: _copy,
     aten.empty_like.default: _empty_like,
-    aten.zeros_like.default: plain_like,
-    aten.ones_like.default: plain_like,
     **dict.fromkeys((aten.uniform_.default, aten.normal_.default, aten.fill_.Scalar, aten.zero_.default), _initialize),
     # what FSDP2 makes parts of a weight with
     aten.split.Tensor: _split,

@@ -6,14 +6,13 @@ the norm of all can be read, and logged; a factor of 1 changes nothing; anything
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from octavo.errors import UnsupportedOpError
-from octavo.tensor.pair import Facade
+from octavo.tensor.pair import MOVES, Facade, gradient_rules, moves
 
 aten = torch.ops.aten
 
@@ -55,17 +54,16 @@ class UsedGradient(Facade):
         self.norm_ = norm
         return self
 
+    def moved(self, move: Any) -> UsedGradient:
+        """The same again."""
+        return UsedGradient(self, self.norm_)
 
-def _same(func: Any, own: UsedGradient, shape: Sequence[int] | None = None) -> Any:
-    return UsedGradient(own, own.norm_) if shape is None or tuple(shape) == tuple(own.shape) else NotImplemented
 
-
-def _zero(func: Any, own: Any) -> Any:
-    """By zero_grad(set_to_none=False): there is nothing to do."""
-    if isinstance(own, Tensor):
-        return own
-    if rest := [gradient for gradient in own if not isinstance(gradient, UsedGradient)]:
-        func(rest)
+def _write(func: Any, own: list[Any], *factor: Any) -> Any:
+    """Nothing to do for zero_grad(set_to_none=False), nor for a factor of 1, which has to be read on the host."""
+    for by in factor:
+        if not isinstance(by, Tensor | float | int) or isinstance(by, UsedGradient) or float(by) != 1:
+            return NotImplemented
     return None
 
 
@@ -77,41 +75,4 @@ def _norm(func: Any, own: UsedGradient, ord: Any = 2, dim: Any = None, keepdim: 
     return NotImplemented if ord != 2 or dim is not None or keepdim else own.norm_.to(dtype or own.norm_.dtype)
 
 
-def _norms(func: Any, gradients: Sequence[Tensor], ord: Any = 2, dtype: Any = None) -> list[Tensor]:
-    return [torch.linalg.vector_norm(gradient, ord, dtype=dtype) for gradient in gradients]
-
-
-def _scale(func: Any, own: Any, factor: Any) -> Any:
-    """By 1 alone, which has to be read on the host."""
-    if isinstance(factor, Tensor | float | int) and not isinstance(factor, UsedGradient) and float(factor) == 1:
-        return own
-    return NotImplemented
-
-
-def _scale_all(func: Any, gradients: Sequence[Tensor], factor: Any) -> Any:
-    if _scale(func, gradients, factor) is NotImplemented:
-        return NotImplemented
-    if rest := [gradient for gradient in gradients if not isinstance(gradient, UsedGradient)]:
-        func(rest, factor)
-    return None
-
-
-UsedGradient.RULES = {
-    aten.detach.default: _same,
-    aten.alias.default: _same,
-    aten.view.default: _same,
-    aten.zero_.default: _zero,
-    aten._foreach_zero_.default: _zero,
-    aten.add.Tensor: _add,
-    aten.add_.Tensor: _add,
-    aten.linalg_vector_norm.default: _norm,
-    aten._foreach_norm.Scalar: _norms,
-    aten.mul_.Tensor: _scale,
-    aten.mul_.Scalar: _scale,
-    aten.div_.Tensor: _scale,
-    aten.div_.Scalar: _scale,
-    aten._foreach_mul_.Tensor: _scale_all,
-    aten._foreach_mul_.Scalar: _scale_all,
-    aten._foreach_div_.Tensor: _scale_all,
-    aten._foreach_div_.Scalar: _scale_all,
-}
+UsedGradient.RULES = MOVES | gradient_rules(UsedGradient, _write, _add, _norm) | {aten.view.default: moves}

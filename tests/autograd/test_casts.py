@@ -3,8 +3,9 @@ import torch
 
 from octavo import E4M3, Cast, Delayed, Dynamic, PerRow, PerTensor, Recipe, recipes
 from octavo.autograd import casts as module
-from octavo.autograd.casts import GRAD_OUTPUT, INPUT, Norm, Operands, State, cast_grad_output, cast_norm, cast_role
+from octavo.autograd.casts import GRAD_OUTPUT, INPUT, Norm, State, cast_grad_output, cast_norm, cast_role
 from octavo.kernels import dequantize
+from octavo.tensor.pair import Operands
 from tests.support.definitions import same_bits
 from tests.support.helpers import FP8_RECIPES, CountOps, delayed_state, sqnr
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import octavo
 from octavo import recipes
 from octavo.formats import FORMATS
-from octavo.kernels.reference import in_runs, tiles
+from octavo.kernels.reference import chunked_cast, tiles
 from tests.support.fused_cases import SAVED
 from tests.support.helpers import FP8_RECIPES, to_fp8
 from tests.support.memory import peak_bytes, saved_tensors
@@ -78,8 +78,8 @@ def cached_bytes(net: nn.Module) -> int:
     storages = {}
     for module in net.modules():
         cache = getattr(module, "_weight_cache", None)
-        if cache is not None and cache._operands is not None:
-            for pair in cache._operands[:2]:
+        if cache is not None and cache._cached is not None:
+            for pair in cache._cached.operands[:2]:
                 for tensor in pair or ():
                     storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
     return sum(storages.values())
@@ -137,8 +137,8 @@ def test_a_transformer_block_saves(name, norm, saved, most):
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "mx" else pytest.mark.full) for n in FP8_RECIPES])
 def test_the_most_that_a_transformer_blocks_step_needs(name, monkeypatch):  # mx needs most
-    monkeypatch.setattr(tiles, "RUN", 1 << 13)  # scratch, small beside activations, as it is with more tokens
-    monkeypatch.setattr(in_runs, "KEPT", 1 << 15)
+    monkeypatch.setattr(tiles, "CHUNK", 1 << 13)  # scratch, small beside activations, as it is with more tokens
+    monkeypatch.setattr(chunked_cast, "KEPT", 1 << 15)
 
     def needs(recipe: octavo.Recipe, dtype: torch.dtype) -> int:
         net = block(recipe, "layer_norm", 64).to(dtype)

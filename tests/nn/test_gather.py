@@ -9,9 +9,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import octavo
 from octavo import recipes
-from octavo.nn import stored_weights
-from octavo.nn.gather import besides
-from octavo.nn.stored_weights import lay_out
+from octavo.nn import gather
+from octavo.tensor import stored_weight
 from octavo.tensor.sharded_weight import GatheredWeight, ShardedWeight
 from tests.support.fsdp_situations import EVEN, RECIPES, SITUATIONS, batch, built, off, sharded_blocks
 from tests.support.helpers import to_fp8
@@ -43,19 +42,20 @@ def layer(recipe, mesh, rows=512, cols=96, **options):
     ],
 )
 def test_how_a_weight_is_gathered(mesh, recipe, rows, kind, why):
-    found = layer(recipe, mesh, rows).gather.way
+    linear = layer(recipe, mesh, rows)
+    found = linear.gather.way(linear)
     assert found.kind == kind and why in found.why and bool(found.why) == bool(why)
 
 
 def test_what_can_not_be_gathered_in_fp8(mesh):
     by_columns = layer(recipes.dynamic(), mesh, shard_placement_fn=lambda p: torch.distributed.tensor.Shard(p.ndim - 1))
-    assert by_columns.gather.way.why == "it is not sharded by rows"
+    assert by_columns.gather.way(by_columns).why == "it is not sharded by rows"
     alone = fully_shard(octavo.nn.Linear(64, 64), mesh=mesh)
-    assert "octavo.convert(model, recipe) before fully_shard" in alone.gather.way.why
+    assert "octavo.convert(model, recipe) before fully_shard" in alone.gather.way(alone).why
     model = nn.Sequential(nn.Embedding(64, 32), nn.Linear(32, 64, bias=False))
     model[1].weight = model[0].weight
     fully_shard(to_fp8(model, recipes.dynamic()), mesh=mesh)
-    assert model[1].gather.way.why == "another module shares it"
+    assert model[1].gather.way(model[1]).why == "another module shares it"
 
 
 def test_summary_says_how(mesh):
@@ -93,18 +93,24 @@ def test_the_sharded_parameter_is_an_ordinary_one(mesh):
         octavo.nn.KeptWeights(linear)
 
 
+def gathered(codes):
+    """The two layouts of codes from all ranks, and those in storage of their own."""
+    codes, recipe, scale_inv = codes.view(torch.uint8), recipes.dynamic(), torch.ones(1, 1)
+    _, after = gather._send_codes(codes, scale_inv, True, None, recipe, codes.shape, torch.float8_e4m3fn)
+    weight, inner = after((codes,), torch.float32, None)
+    return weight.qdata, weight.transposed_qdata, inner
+
+
 def test_layouts_of_a_gpu(monkeypatch):
     """Codes transposed and padded to 16, in storage of their own where they differ from what was gathered."""
-    monkeypatch.setattr(stored_weights, "needs_transposed_codes", lambda device: True)
+    monkeypatch.setattr(stored_weight, "needs_transposed_codes", lambda device: True)
     q = torch.randn(20, 24).to(torch.float8_e4m3fn)
-    laid, transposed = lay_out(q, recipes.dynamic())
-    inner = besides(q, laid, transposed)
+    laid, transposed, inner = gathered(q)
     assert laid.shape == (20, 32) and transposed.shape == (24, 32) and len(inner) == 2
     assert torch.equal(laid[:, :24].float(), q.float()) and laid[:, 24:].float().abs().sum() == 0
     assert torch.equal(transposed[:, :20].float(), q.t().float()) and transposed[:, 20:].float().abs().sum() == 0
     whole = torch.randn(32, 48).to(torch.float8_e4m3fn)
-    laid, transposed = lay_out(whole, recipes.dynamic())
-    inner = besides(whole, laid, transposed)
+    laid, transposed, inner = gathered(whole)
     assert laid.data_ptr() == whole.data_ptr() and inner[0] is transposed and len(inner) == 1
 
 

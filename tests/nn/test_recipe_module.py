@@ -10,7 +10,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 import octavo
 from octavo import recipes
-from octavo.kernels import emulation
+from octavo.kernels import capability
 from tests.support.helpers import assert_equal, gradients, to_fp8
 
 DELAYED = recipes.delayed(2)
@@ -229,7 +229,7 @@ def test_whole_modules_are_saved_pickled_and_copied(recipe):
 
 
 def test_the_emulation_warning_comes_once(caplog, monkeypatch):
-    monkeypatch.setattr(emulation, "_warned", set())
+    monkeypatch.setattr(capability, "_warned", set())
     with caplog.at_level(logging.WARNING, logger="octavo"):
         octavo.nn.Linear(8, 8, recipe=recipes.high_precision(), device="cpu")
         assert not caplog.records

@@ -293,7 +293,7 @@ def test_frozen_weights_are_cast_once_a_step():
 def test_moving_the_module_forgets():
     layer = accumulating()
     layer.to(torch.bfloat16).to(torch.float32)
-    assert layer._weight_cache._operands is None  # frees the other device's memory, too
+    assert layer._weight_cache._cached is None  # frees the other device's memory, too
     assert_uses_its_weight(layer)
 
 

@@ -140,7 +140,7 @@ class Subject:
     def written_in_flight(self) -> None:
         """Weights are written: what is in flight on ranks reads them if they are gathered anew for its backward."""
         self.disturbed = True
-        if self.mesh is not None and self.layer.gather.way.kind != IN_FP8:
+        if self.mesh is not None and self.layer.gather.way(self.layer).kind != IN_FP8:
             self.in_flight = []
 
     def parameter(self, name: str = "weight") -> Any:
@@ -208,7 +208,7 @@ class Subject:
             used = self.step_scale
         elif training and own and keep:
             self.step_scale = now
-        if delayed and self.mesh is not None and self.layer.gather.way.kind == IN_FP8:
+        if delayed and self.mesh is not None and self.layer.gather.way(self.layer).kind == IN_FP8:
             used = 0.0 if used * float(weight.abs().max()) > 2 * 448 else used  # far beyond what it was
         self.state[0][WEIGHT] = used
         given, twin_x = (t.detach().clone().requires_grad_(keep) for t in (x, x))

@@ -92,7 +92,7 @@ def test_norms_are_those_of_the_values(ord: float, foreach: bool | None, dtype: 
 def test_norms_of_large_gradients_are_read_in_parts(ord: float, monkeypatch: pytest.MonkeyPatch) -> None:
     grad = StoredGradient.cast(values_of(30, 300))
     whole = norm_of(grad, ord)
-    monkeypatch.setattr(stored_gradient, "_PART", 1000)
+    monkeypatch.setattr(stored_gradient, "_ELEMENTS_AT_A_TIME", 1000)
     torch.testing.assert_close(norm_of(grad, ord), whole, rtol=1e-6, atol=0)
 
 
