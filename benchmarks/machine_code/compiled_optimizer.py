@@ -12,7 +12,9 @@ from torch import Tensor
 from benchmarks.machine_code.compiled_case import BF16, FP32, LARGE, Case, tensor
 from octavo.formats import E4M3, E5M2
 from octavo.granularity import Granularity, PerBlock, PerTensor
-from octavo.kernels.reference.optimizer_step import AdamGroup, SgdGroup, WeightUpdate
+from octavo.kernels.reference.adam import AdamGroup
+from octavo.kernels.reference.optimizer_step import WeightUpdate
+from octavo.kernels.reference.sgd import SgdGroup
 from octavo.kernels.triton import optimizer_step
 from octavo.optim.masters import NAMED as MASTERS
 from octavo.optim.masters import OF_FP8_WEIGHTS
@@ -44,7 +46,7 @@ def update(
     state |= small
     stored = tuple(moment.for_kernel(str(number), state) for number, moment in enumerate(moments))
     kept = MASTERS[master].for_kernel(as_matrix(weight), state)
-    return WeightUpdate(kept, stored, state.get("master_amax"), tensor(shape, grad), torch.zeros(()), 1, 0, 0)
+    return WeightUpdate(kept, stored, tensor(shape, grad), torch.zeros(()), 1, 0, 0)
 
 
 def stored_update(shape: tuple[int, int], master: str | None, granularity: Granularity) -> WeightUpdate:
@@ -52,13 +54,13 @@ def stored_update(shape: tuple[int, int], master: str | None, granularity: Granu
     scale_inv = torch.empty(granularity.scale_shape(shape))
     weight = StoredWeight(tensor(shape, torch.float8_e4m3fn), scale_inv)
     like = OF_FP8_WEIGHTS[master]
-    state = {}
+    state = {"master_amax": torch.empty_like(scale_inv)}
     if like.rest is not None:
         rest = tensor(shape, like.rest)
         state["master_rest"] = rest.view(torch.uint8) if like.rest == torch.int16 else rest  # 16 bits are kept as bytes
     moments = update(shape, NAMED["fp8"], "split32", BF16, BF16)
     kept = like.for_kernel(weight.qdata.view(torch.uint8), state, scale_inv)
-    return moments._replace(master=kept, amax=torch.empty_like(scale_inv))
+    return moments._replace(master=kept)
 
 
 def coded(update: WeightUpdate) -> WeightUpdate:

@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from octavo.kernels.reference.optimizer_step import AdamGroup
+from octavo.kernels.reference.adam import AdamGroup
 from octavo.optim.arguments import check_not_negative, refuse
 from octavo.optim.base import CompactOptimizer
 from octavo.optim.kept import Kept
 from octavo.optim.moment import Moment, moments_of
-from octavo.optim.weight_state import Settings
+from octavo.optim.state import Settings
 from octavo.tensor.stored_weight import local_stored
 
 

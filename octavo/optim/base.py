@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from octavo.kernels.devices import optimizer_step
-from octavo.kernels.reference.optimizer_step import AdamGroup, SgdGroup, WeightUpdate
+from octavo.kernels.reference.adam import AdamGroup
+from octavo.kernels.reference.optimizer_step import WeightUpdate
 from octavo.kernels.reference.random_bits import key_of
+from octavo.kernels.reference.sgd import SgdGroup
 from octavo.optim import loading
 from octavo.optim import state as states
 from octavo.optim.agreement import Agreement, needs_agreement
@@ -26,7 +28,8 @@ from octavo.optim.kept import Kept, has_moved, was_written
 from octavo.optim.masters import master_of
 from octavo.optim.moment import Moment
 from octavo.optim.resolution import Resolution
-from octavo.optim.weight_state import Settings, for_kernel, new_state
+from octavo.optim.state import Settings
+from octavo.optim.weight_state import for_kernel, new_state
 from octavo.step_count import OPTIMIZER_STEPS
 from octavo.tensor.stored_gradient import StoredGradient
 from octavo.tensor.stored_weight import StoredWeight, local_stored
@@ -104,7 +107,7 @@ class CompactOptimizer(Optimizer):
 
     def check(self, weight: Tensor, group: dict[str, Any], settings: Settings, bounds: bool) -> None:
         """Raise ValueError for a weight that can't be kept so; ``bounds``: whether its update will be bounded."""
-        states.check(weight, settings.moments, settings.master, bounds)
+        states.check(weight, settings, bounds)
 
     def moments_of(self, moments: Any) -> tuple[Moment, ...]:
         """What a ``moments`` argument means for this optimizer."""
@@ -324,18 +327,17 @@ class CompactOptimizer(Optimizer):
     def _keep(self, param: nn.Parameter, weight: Tensor, state: dict[str, Any], ids: tuple[int, ...]) -> Kept:
         group, index = ids[:2]
         self.check(param, self.param_groups[group], self.settings, self.bounds_update)  # it may be stored in FP8 since
-        own = for_kernel(param, weight, state, self._settings_of(bool(ids[3])))
+        master, moments = for_kernel(param, weight, state, self._settings_of(bool(ids[3])))
         key, row = key_of(self.seed, index), states.first_row(param)
-        update = WeightUpdate(own.master, own.moments, own.amax, own.master.weight, state["step"], key, group, row)
-        if self.resolution is not None and param in self.resolution.params:
-            update = update._replace(measured=True)
+        measured = self.resolution is not None and param in self.resolution.params
+        update = WeightUpdate(master, moments, master.weight, state["step"], key, group, row, measured=measured)
         held = states.held(weight)
         return Kept(update, held, held.data_ptr(), held._version, ids)
 
     @property
     def settings(self) -> Settings:
-        """How it keeps weights."""
-        return Settings(self.moments, self.names, self.master)
+        """How it keeps weights: with moments if any group has them."""
+        return self._settings_of(any(map(self._averages, self.param_groups)))
 
     def _averages(self, group: dict[str, Any]) -> bool:
         """Whether steps of a group read and write moments."""
@@ -343,7 +345,7 @@ class CompactOptimizer(Optimizer):
 
     def _settings_of(self, averages: bool) -> Settings:
         """How weights are kept, in a group that has moments or one that has none."""
-        return self.settings if averages else Settings((), (), self.master)
+        return Settings(self.moments, self.names, self.master) if averages else Settings((), (), self.master)
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with the moments' and masters' own tensors; each group says how they are to be read."""

@@ -13,17 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from octavo.formats import E4M3
-from octavo.granularity import Granularity, PerTensor
-from octavo.kernels.reference.adam import Master
-from octavo.kernels.reference.fp8_weights import Fp8Weight, largest_in_squares
-from octavo.kernels.reference.optimizer_state import BLOCK, Piece, blocks_of, finite_amax, pieces
+from octavo.granularity import ALL, Granularity, PerTensor
+from octavo.kernels import amax
+from octavo.kernels.reference.fp8_weights import Fp8Weight, Master
+from octavo.kernels.reference.optimizer_state import BLOCK, pieces
 from octavo.optim import state as states
 from octavo.optim.base import CompactOptimizer
 from octavo.optim.masters import master_of
-from octavo.optim.weight_state import Settings, for_kernel
-from octavo.optim.weight_state import new_master as begun_master
+from octavo.optim.state import Settings
+from octavo.optim.weight_state import for_kernel, new_master
 from octavo.tensor.parameters import put_into
-from octavo.tensor.sharded_weight import largest_of_ranks, like_sharded, local_shard, on_this_rank
+from octavo.tensor.sharded_weight import largest_of_ranks, like_sharded, on_this_rank
 from octavo.tensor.stored_weight import StoredWeight, cast_shard, local_stored
 
 Storage = Granularity | None  # of a weight's codes; None: it is a plain tensor
@@ -60,18 +60,20 @@ def change(
 def store_anew(param: nn.Parameter, storage: Storage) -> None:
     """Store a weight without a master, frozen or not trained yet, otherwise; of a sharded one all ranks call it."""
     shard = local_stored(param)
+    values = (on_this_rank(param).as_subclass(Tensor) if shard is None else shard.dequantize()).detach()
+    if storage is not None and on_this_rank(param) is param:
+        values = StoredWeight.cast(values, storage, keep_rest=param.requires_grad)
+    elif storage is not None:
+        values = cast_shard(values, param, storage, param.dtype)
+    _put(param, values)
+
+
+def _put(param: nn.Parameter, local: Tensor) -> None:
+    """Give a parameter other values on this rank, which the object keeps."""
     if on_this_rank(param) is param:
-        values = (param if shard is None else shard.dequantize()).detach()
-        keep_rest = param.requires_grad
-        put_into(param, values if storage is None else StoredWeight.cast(values, storage, keep_rest))
-        return
-    values = (local_shard(param) if shard is None else shard.dequantize()).detach()
-    _put_shard(param, values if storage is None else cast_shard(values, param, storage, param.dtype))
-
-
-def _put_shard(param: nn.Parameter, shard: Tensor) -> None:
-    """Give a sharded parameter another shard."""
-    param._local_tensor = shard  # type: ignore[attr-defined]
+        put_into(param, local)
+    else:
+        param._local_tensor = local  # type: ignore[attr-defined]
 
 
 def check_change(optimizer: CompactOptimizer, settings: Settings, storage: Mapping[nn.Parameter, Storage]) -> None:
@@ -125,93 +127,67 @@ def _change(
         if moves:
             store_anew(param, storage[param])
         return
-    weight = states.local(param.detach())
     before, after = before.in_state(state), after.in_state(state)
-    old = for_kernel(param, weight, state, before)
+    old, _ = for_kernel(param, states.local(param.detach()), state, before)
     new_param: Any = param
     if moves:
         made = blank(param, storage[param])
         new_param = like_sharded(made, param, param.shape) if is_sharded else nn.Parameter(made, param.requires_grad)
     new_weight = states.local(new_param.detach())
     found = {"step": state["step"]} | _moments(param, state, before, after)
-    old_master, new_master = master_of(param, before.master), master_of(new_param, after.master)
-    if moves or old_master is not new_master:
-        found |= begun_master(new_param, new_weight, after.master)
-        new = for_kernel(new_param, new_weight, found, after)
-        keeps_codes = not moves and new.master.kind in ("fp8_fp16", "fp8_fp32")  # whose ties go the other way
-        codes = new.master.weight.clone() if keeps_codes else None
-        _rewrite(old.master, new.master, new.amax, param if is_sharded else None, same_storage=not moves)
+    if moves or master_of(param, before.master) is not master_of(new_param, after.master):
+        found |= new_master(new_param, after.master)
+        new, _ = for_kernel(new_param, new_weight, found, after)
+        keeps_codes = not moves and new.kind in ("fp8_fp16", "fp8_fp32")  # whose ties go the other way
+        codes = new.weight.clone() if keeps_codes else None
+        _rewrite(old, new, param if is_sharded else None, same_storage=not moves)
         if codes is not None:
-            new.master.weight.copy_(codes)
+            new.weight.copy_(codes)
     else:
         found |= {name: value for name, value in state.items() if name.startswith("master_")}
     if moves:
-        (_put_shard if is_sharded else put_into)(param, new_weight)
+        _put(param, new_weight)
     optimizer.state[param] = found
 
 
 def _moments(param: nn.Parameter, state: dict[str, Any], before: Settings, after: Settings) -> dict[str, Any]:
     """The tensors of all moments; those that stay as they are are the same ones."""
     found: dict[str, Any] = {}
-    pairs = zip(*(states.moments_for(param, settings.moments) for settings in (before, after)), strict=True)
-    for name, (old, new) in zip(after.names, pairs, strict=True):
-        if old == new:
-            found |= {key: value for key, value in state.items() if key in _names_of(name)}
+    were = before.moments_of(param)
+    for name, new in after.moments_of(param).items():
+        if new == were[name]:
+            names = name, f"{name}_codes", f"{name}_scale_inv", f"{name}_amax"
+            found |= {key: state[key] for key in names if key in state}
             continue
-        values = states.as_fp32(name, old, state)
+        values = states.as_fp32(name, were[name], state)
         own = new.new_state(name, values.shape, values.device)
         states.write_moment(values, new, name, own)
         found |= {key: states.like_param(value, param) for key, value in own.items()}
     return found
 
 
-def _names_of(name: str) -> tuple[str, ...]:
-    return name, f"{name}_codes", f"{name}_scale_inv", f"{name}_amax"
-
-
 @torch.no_grad()
-def _rewrite(old: Master, new: Master, amax: Tensor | None, sharded: Tensor | None, same_storage: bool) -> None:
+def _rewrite(old: Master, new: Master, sharded: Tensor | None, same_storage: bool) -> None:
     """Write a master as another kind, to nearest. Where the weight's storage stays, so does its scale.
 
     Args:
         old, new: over the weight's old and new tensors.
-        amax: the new one's, where it is scaled.
         sharded: the DTensor whose shard this is, or None: one scale is for all ranks.
         same_storage: whether the weight stays as it is stored.
     """
-    rows, cols = new.weight.shape
-    scale = found = None
-    if new.needs_bound:
+    values = old.read_all(old.weight)
+    if new.amax is not None and new.scale_inv is not None:
         if same_storage and isinstance(new, Fp8Weight):
             bound = new.scale_inv * E4M3.max
         else:
-            bound = amax_of(old, new.scale_inv.shape)  # type: ignore[union-attr]
-            if sharded is not None and bound.numel() == 1:
+            is_one = new.scale_inv.numel() == 1
+            bound = amax(values, (ALL, ALL) if is_one else (BLOCK, BLOCK))
+            if sharded is not None and is_one:
                 bound = largest_of_ranks(bound, sharded)
-        scale, found = new.begin(bound)
-    if old.weight.shape != new.weight.shape:
-        rows = 0  # a shard without rows, for which a row stands in on one side
-    for piece in pieces(rows, cols):
-        wide = _read(old, piece)
-        half = torch.full_like(wide, 1 << 15, dtype=torch.int32)  # bits that round to nearest
-        new.write(piece, wide, half, scale, found)
-    if scale is not None and found is not None and amax is not None:
-        new.end(scale, found, amax)
-
-
-def _read(master: Master, piece: Piece) -> Tensor:
-    wide = master.read(piece)
-    return wide.clone() if wide.data_ptr() == piece.of(master.weight).data_ptr() else wide
-
-
-def amax_of(master: Master, shape: torch.Size) -> Tensor:
-    """The largest absolute finite value of a master: of all, [1, 1], or of blocks of 128 x 128."""
-    rows, cols = master.weight.shape
-    found = torch.zeros(rows, blocks_of(cols), dtype=torch.float32, device=master.weight.device)
-    for piece in pieces(rows, cols):
-        piece_found = finite_amax(_read(master, piece))[..., 0]
-        first = piece.cols.start // BLOCK
-        found[piece.rows, first : first + piece_found.shape[1]] = piece_found
-    if shape == (1, 1):
-        return found.amax().reshape(1, 1) if found.numel() else found.new_zeros(1, 1)
-    return largest_in_squares(found)
+        new.begin(bound)
+    if old.weight.shape == new.weight.shape:  # else a row stands in on one side for a shard without rows
+        for piece in pieces(*values.shape):
+            wide = piece.of(values)
+            half = torch.full_like(wide, 1 << 15, dtype=torch.int32)  # bits that round to nearest
+            new.write(piece, wide, half)
+    new.end()

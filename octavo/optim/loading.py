@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from octavo.optim import state as states
 from octavo.optim.masters import KINDS
 from octavo.optim.moment import Moment
-from octavo.optim.weight_state import Settings, new_state
+from octavo.optim.state import Settings
+from octavo.optim.weight_state import new_state
 
 
 def check_groups(groups: list[dict[str, Any]], own: list[dict[str, Any]]) -> dict[str, Any] | None:
@@ -60,7 +61,7 @@ def loaded(
         for name in names:
             states.copy_into(state[name], given[name])
         return state, [] if lost is None else [lost]
-    convert(param, given, described, state, settings.moments, settings.names)
+    convert(param, given, described, state, settings)
     return state, [lost or ""]
 
 
@@ -95,25 +96,21 @@ def take_master(state: dict[str, Any], given: dict[str, Any]) -> str | None:
 
 
 def convert(
-    param: nn.Parameter,
-    given: dict[str, Any],
-    described: dict[str, Any] | None,
-    state: dict[str, Any],
-    moments: tuple[Moment, ...],
-    names: tuple[str, ...],
+    param: nn.Parameter, given: dict[str, Any], described: dict[str, Any] | None, state: dict[str, Any], kept: Settings
 ) -> None:
-    """Fill the moments of a new state from others.
+    """Fill the moments of a new state from others; arguments as ``loaded``'s.
 
     Raises:
         ValueError: if its moments are not there or of another shape.
     """
-    before = moments if described is None else tuple(states.moment_from(m) for m in described["moments"])[: len(names)]
-    if len(before) != len(names):
-        raise ValueError(f"the state's moments are {before}, and this optimizer keeps {', '.join(names)}")
-    for name, old, new in zip(names, before, states.moments_for(param, moments), strict=True):
+    before = kept.moments
+    if described is not None:
+        before = tuple(states.moment_from(m) for m in described["moments"])[: len(kept.names)]
+    if len(before) != len(kept.names):
+        raise ValueError(f"the state's moments are {before}, and this optimizer keeps {', '.join(kept.names)}")
+    own = {key: states.local(value) for key, value in state.items() if isinstance(value, Tensor)}
+    for old, (name, new) in zip(before, kept.moments_of(param).items(), strict=True):
         values = states.as_fp32(name, old, given)
         if values.shape != states.local(param).shape:
             raise ValueError(f"{name} of shape {tuple(values.shape)} does not fit a weight of {tuple(param.shape)}")
-        states.write_moment(
-            values, new, name, {key: states.local(value) for key, value in state.items() if isinstance(value, Tensor)}
-        )
+        states.write_moment(values, new, name, own)

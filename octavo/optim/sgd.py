@@ -6,13 +6,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from octavo.kernels.reference.optimizer_step import SgdGroup
+from octavo.kernels.reference.sgd import SgdGroup
 from octavo.optim.arguments import check_not_negative, refuse
 from octavo.optim.base import CompactOptimizer
 from octavo.optim.kept import Kept
 from octavo.optim.moment import NAMED, Moment
-from octavo.optim.state import holds, like_param, local
-from octavo.optim.weight_state import Settings
+from octavo.optim.state import Settings, holds, like_param, local
 
 
 class SGD(CompactOptimizer):
@@ -83,15 +82,7 @@ class SGD(CompactOptimizer):
         return bool(group["momentum"])
 
     def _settings_in(self, given: dict[str, Any]) -> Settings:
-        return Settings(self.moments, self.names, self.master).in_state(given)
-
-    @property
-    def settings(self) -> Settings:
-        """How it keeps weights: with a moment if any group has a momentum."""
-        return self._settings_of(any(map(self._averages, self.param_groups)))
-
-    def _settings_of(self, averages: bool) -> Settings:
-        return Settings(self.moments if averages else (), self.names if averages else (), self.master)
+        return self._settings_of(True).in_state(given)
 
     def _current(self, param: nn.Parameter, group: int, index: int) -> tuple[Kept, bool]:
         state = self.state[param]

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from octavo.formats import E4M3, E4M4, E5M2, Format
 from octavo.granularity import PerBlock, PerTensor
-from octavo.kernels.reference.optimizer_state import BLOCK, LARGEST_SQUARE, pieces
+from octavo.kernels.reference.adam import LARGEST_SQUARE
+from octavo.kernels.reference.optimizer_state import BLOCK, pieces
 from octavo.kernels.reference.optimizer_step import WeightUpdate
-from octavo.numerics import scale_from_amax
 from octavo.optim.masters import master_of
 from octavo.optim.moment import Moment, as_matrix
 from octavo.tensor.sharded_weight import like_sharded
@@ -46,19 +46,32 @@ def matrix_of(weight: Tensor) -> Tensor:
     return as_matrix(weight.detach().contiguous())
 
 
+class Settings(NamedTuple):
+    """How an optimizer keeps weights: its moments with their names, and the ``master`` argument."""
+
+    moments: tuple[Moment, ...]
+    names: tuple[str, ...]
+    master: str | None
+
+    def moments_of(self, param: Tensor) -> dict[str, Moment]:
+        """A parameter's moments by name: float32 in place of codes where it is a sharded vector."""
+        found = dict(zip(self.names, self.moments, strict=True))
+        if not is_sharded_vector(param):
+            return found
+        return {name: Moment("fp32") if isinstance(one.format, Format) else one for name, one in found.items()}
+
+    def in_state(self, state: dict[str, Any]) -> Settings:
+        """The same of those moments alone that a state has: SGD's has none before its group has a momentum."""
+        kept = {name: one for name, one in zip(self.names, self.moments, strict=True) if holds(state, name)}
+        return Settings(tuple(kept.values()), tuple(kept), self.master)
+
+
 def is_sharded_vector(param: Tensor) -> bool:
     """Whether its blocks would end where a rank's shard does, which is elsewhere for another number of ranks."""
     return param.ndim < 2 and getattr(param, "placements", None) is not None
 
 
-def moments_for(param: Tensor, moments: tuple[Moment, ...]) -> tuple[Moment, ...]:
-    """A parameter's moments: float32 in place of codes where it is a sharded vector."""
-    if not is_sharded_vector(param):
-        return moments
-    return tuple(Moment("fp32") if isinstance(moment.format, Format) else moment for moment in moments)
-
-
-def check(param: Tensor, moments: tuple[Moment, ...], master: str | None, bounds: bool) -> None:
+def check(param: Tensor, settings: Settings, bounds: bool) -> None:
     """Raise ValueError for a weight that can't be updated; ``bounds``: whether the optimizer bounds its update."""
     stored = local_stored(param) is not None
     if stored and not bounds:
@@ -68,12 +81,12 @@ def check(param: Tensor, moments: tuple[Moment, ...], master: str | None, bounds
         )
     if param.is_complex() or param.is_sparse:
         raise ValueError("octavo's optimizers are for dense real weights")
-    found = master_of(param, master)  # type: ignore[arg-type]
+    found = master_of(param, settings.master)  # type: ignore[arg-type]
     if getattr(param, "placements", None) is None:
         return
     if found.name == "fp16_scaled" and not stored:  # of stored ones its scale is the codes', which ranks agree on
         raise ValueError("master='fp16_scaled' has one scale, which sharded weights do not share: use 'split24'")
-    for moment in moments_for(param, moments):
+    for moment in settings.moments_of(param).values():
         if isinstance(moment.format, Format) and moment.granularity == PerTensor():
             raise ValueError(f"{moment} has one scale, which sharded weights do not share: use PerBlock(1, {BLOCK})")
 
@@ -122,6 +135,11 @@ def like_gradient(whole: Tensor, local: Tensor) -> Tensor:
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
 
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Bytes of all of them together."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
 def bytes_of_shard(tensor: Tensor) -> int:
     """Bytes of the largest shard that a rank has of a tensor, which all ranks count alike; of a plain one its own."""
     placements = getattr(tensor, "placements", None)
@@ -134,18 +152,18 @@ def bytes_of_shard(tensor: Tensor) -> int:
 
 def raise_amaxes(updates: Sequence[WeightUpdate]) -> None:
     """Raise the amaxes of float16 masters to their weights', which may have been written since the last step."""
-    scaled = [update for update in updates if update.master.kind == "fp16_scaled" and update.master.weight.numel()]
-    if not scaled:
+    masters = [update.master for update in updates]
+    scaled = {one.weight: one.amax.view(()) for one in masters if one.kind == "fp16_scaled" and one.amax is not None}
+    weights = [weight for weight in scaled if weight.numel()]
+    if not weights:
         return
-    weights = [update.master.weight for update in scaled]
     if weights[0].is_cuda:
         norms = list(torch._foreach_norm(weights, math.inf, torch.float32))
     else:  # where that would make all of a weight float32
         norms = [torch.stack(weight.aminmax()).abs().amax().float() for weight in weights]
     found = torch.stack(norms)
     found = torch.where(found.isfinite(), found, 0.0)
-    amaxes = [update.amax.view(()) for update in scaled if update.amax is not None]
-    torch._foreach_maximum_(amaxes, list(found.unbind()))
+    torch._foreach_maximum_([scaled[weight] for weight in weights], list(found.unbind()))
 
 
 def unscale(gradients: list[Tensor], scale: Tensor, skip: Tensor | None) -> None:
@@ -212,26 +230,18 @@ def as_fp32(name: str, moment: Moment, given: dict[str, Any]) -> Tensor:
     if f"{name}_codes" not in tensors or not isinstance(moment.format, Format):
         raise ValueError(f"the state holds neither {name} nor {name}_codes, only {sorted(given)}")
     stored = moment.for_kernel(name, tensors)
-    values = torch.empty(tensors[f"{name}_codes"].shape, dtype=torch.float32, device=stored.data.device)
-    for piece in pieces(*stored.data.shape):
-        piece.of(as_matrix(values)).copy_(stored.read(piece))
-    return values
+    return stored.read_all(stored.data).view(tensors[f"{name}_codes"].shape)
 
 
 def write_moment(values: Tensor, moment: Moment, name: str, state: dict[str, Tensor]) -> None:
     """Write values, to nearest."""
     stored, matrix = moment.for_kernel(name, state), as_matrix(values.contiguous())
-    scale = None
-    if stored.scale_inv is not None and stored.scale_inv.numel() == 1 and moment.granularity == PerTensor():
-        assert stored.fmt is not None
-        amax = matrix.abs().amax().reshape(1, 1) if matrix.numel() else torch.zeros_like(stored.scale_inv)
-        amax = amax.clamp(max=LARGEST_SQUARE) if moment.root else amax
-        amax = amax.sqrt() if moment.root else amax
-        scale = scale_from_amax(amax, stored.fmt.max, False, 0)
-        stored.scale_inv.copy_(scale.reciprocal())
-        if stored.amax is not None:
-            stored.amax.copy_(amax)
+    if moment.root:
+        matrix = matrix.clamp(max=LARGEST_SQUARE)
+    if stored.fmt is not None and moment.granularity == PerTensor():
+        amax = matrix.abs().amax().reshape(1, 1) if matrix.numel() else matrix.new_zeros(1, 1)
+        stored.begin(amax.sqrt() if moment.root else amax)
     stored.stochastic = False
     for piece in pieces(*matrix.shape):
-        wide = piece.of(matrix).clone()
-        stored.write(piece, wide.clamp_(max=LARGEST_SQUARE) if moment.root else wide, None, scale, None)
+        stored.write(piece, piece.of(matrix).clone(), None)
+    stored.end()

@@ -2,73 +2,42 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from octavo.granularity import PerTensor
-from octavo.kernels.reference.adam import Master
+from octavo.kernels.reference.fp8_weights import Master
 from octavo.kernels.reference.optimizer_state import MomentTensors
 from octavo.optim import state as states
-from octavo.optim.masters import KINDS, master_of
+from octavo.optim.masters import KINDS, MasterForm, master_of
 from octavo.optim.moment import Moment
+from octavo.optim.state import Settings
 from octavo.tensor.sharded_weight import like_sharded
 from octavo.tensor.stored_weight import StoredWeight, local_stored
 
 
-class Settings(NamedTuple):
-    """How an optimizer keeps weights: its moments with their names, and the ``master`` argument."""
-
-    moments: tuple[Moment, ...]
-    names: tuple[str, ...]
-    master: str | None
-
-    def in_state(self, state: dict[str, Any]) -> Settings:
-        """The same of those moments alone that a state has: SGD's has none before its group has a momentum."""
-        kept = [pair for pair in zip(self.moments, self.names, strict=True) if states.holds(state, pair[1])]
-        return Settings(tuple(moment for moment, _ in kept), tuple(name for _, name in kept), self.master)
-
-
-class KernelState(NamedTuple):
-    """A weight and its state as the kernels read and write them.
-
-    Attributes:
-        master: the weight [R, C], of one that lives in FP8 its codes, and its master.
-        moments: all [R, C].
-        amax: float32, of a scaled master; else None.
-    """
-
-    master: Master
-    moments: tuple[MomentTensors, ...]
-    amax: Tensor | None
-
-
 def new_state(param: nn.Parameter, settings: Settings) -> dict[str, Any]:
-    """An empty state; of a sharded weight its tensors are sharded alike.
-
-    Args:
-        param: the weight.
-        settings: how it is kept.
-    """
+    """An empty state; of a sharded weight its tensors are sharded alike."""
     weight = states.local(param.detach())
-    own: dict[str, Tensor] = {}
-    for moment, name in zip(states.moments_for(param, settings.moments), settings.names, strict=True):
-        own |= moment.new_state(name, weight.shape, weight.device)
     step = torch.zeros((), dtype=torch.float32, device=weight.device)
-    return {"step": step} | sharded_like(own, param) | new_master(param, weight, settings.master)
+    own = new_moments(settings.moments_of(param), weight)
+    return {"step": step} | sharded_like(own, param) | new_master(param, settings.master)
 
 
-def new_master(param: nn.Parameter, weight: Tensor, master: str | None) -> dict[str, Tensor]:
-    """What a weight's master keeps in its state, and which of KINDS it is: names and dtypes of several are the same.
+def new_moments(moments: dict[str, Moment], weight: Tensor) -> dict[str, Tensor]:
+    """The tensors of a weight's moments, all zeros."""
+    own: dict[str, Tensor] = {}
+    for name, moment in moments.items():
+        own |= moment.new_state(name, weight.shape, weight.device)
+    return own
 
-    Args:
-        param: the weight.
-        weight: this rank's shard of it.
-        master: the optimizer's argument.
-    """
+
+def new_master(param: nn.Parameter, master: str | None) -> dict[str, Tensor]:
+    """What a weight's master keeps in its state, and which of KINDS it is: names and dtypes of several are the same."""
     chosen = master_of(param, master)
-    own = chosen.new_state(weight)
+    own = chosen.new_state(states.local(param.detach()))
     kind = {"master_kind": torch.tensor(KINDS.index(chosen.kind), dtype=torch.uint8)} if own else {}
     return sharded_like(own, param) | kind
 
@@ -89,16 +58,8 @@ def _amax_like(amax: Tensor, param: Tensor) -> Tensor:
     return like_sharded(amax, param, torch.Size(shard.granularity.scale_shape(tuple(param.shape))))
 
 
-class StateBytes(NamedTuple):
-    """What a weight takes on this rank: itself with its scales, its master's rest, its moments."""
-
-    weight: int
-    master: int
-    moments: int
-
-
-def bytes_of(param: nn.Parameter, weight: Tensor, settings: Settings | None) -> StateBytes:
-    """Bytes of a weight and its state.
+def bytes_of(param: nn.Parameter, weight: Tensor, settings: Settings | None) -> tuple[int, int, int]:
+    """Bytes on this rank of a weight with its scales, of its master's rest, of its moments.
 
     Args:
         param: the parameter that has it now.
@@ -110,29 +71,20 @@ def bytes_of(param: nn.Parameter, weight: Tensor, settings: Settings | None) -> 
     moments: dict[str, Tensor] = {}
     if settings is not None:
         master = master_of(nn.Parameter(weight, False), settings.master).new_state(weight)
-        for moment, name in zip(states.moments_for(param, settings.moments), settings.names, strict=True):
-            moments |= moment.new_state(name, weight.shape, weight.device)
-    parts = own, master.values(), moments.values()
-    return StateBytes(*(sum(part.numel() * part.element_size() for part in some) for some in parts))
+        moments = new_moments(settings.moments_of(param), weight)
+    return states.bytes_of(own), states.bytes_of(master.values()), states.bytes_of(moments.values())
 
 
 def _stand_in(
-    shard: StoredWeight, master: Any, moments: tuple[Moment, ...], names: tuple[str, ...], kept: dict[str, Tensor]
+    shard: StoredWeight, master: MasterForm, moments: dict[str, Moment], kept: dict[str, Tensor]
 ) -> tuple[StoredWeight, dict[str, Tensor]]:
-    """A row of zeros for a shard without rows, and its state: updated with the others, it keeps the scale theirs.
+    """A row of zeros for a shard [0, K] with one scale, and its state.
 
-    Args:
-        shard: [0, K] with one scale, which the row shares.
-        master: of it.
-        moments, names: of its optimizer.
-        kept: its state; the row shares ``master_amax``.
+    The row shares the shard's scale_inv and ``master_amax``: updated as other ranks' rows are, it keeps their scale.
     """
     codes = torch.zeros(1, shard.shape[1], dtype=torch.uint8, device=shard.device).view(shard.qdata.dtype)
     row = StoredWeight(codes, shard.scale_inv, shard.dtype, shard.granularity, is_shard=True)
-    own: dict[str, Tensor] = {}
-    for moment, name in zip(moments, names, strict=True):
-        own |= moment.new_state(name, row.shape, row.device)
-    return row, own | master.new_state(row) | {"master_amax": kept["master_amax"]}
+    return row, new_moments(moments, row) | master.new_state(row) | {"master_amax": kept["master_amax"]}
 
 
 def _check_storage(weight: Tensor, state: dict[str, Any]) -> None:
@@ -147,8 +99,10 @@ def _check_storage(weight: Tensor, state: dict[str, Any]) -> None:
         )
 
 
-def for_kernel(param: nn.Parameter, weight: Tensor, state: dict[str, Any], settings: Settings) -> KernelState:
-    """Master and moments over the tensors of a state.
+def for_kernel(
+    param: nn.Parameter, weight: Tensor, state: dict[str, Any], settings: Settings
+) -> tuple[Master, tuple[MomentTensors, ...]]:
+    """Master and moments as the kernels read and write them, over the tensors of a state.
 
     Args:
         param: the weight.
@@ -161,14 +115,13 @@ def for_kernel(param: nn.Parameter, weight: Tensor, state: dict[str, Any], setti
     """
     kept = {name: states.local(value) for name, value in state.items() if isinstance(value, Tensor)}
     _check_storage(weight, kept)
-    master, chosen = master_of(param, settings.master), states.moments_for(param, settings.moments)
+    master, moments = master_of(param, settings.master), settings.moments_of(param)
     if isinstance(weight, StoredWeight) and weight.is_shard and weight.shape[0] == 0:
-        weight, kept = _stand_in(weight, master, chosen, settings.names, kept)
+        weight, kept = _stand_in(weight, master, moments, kept)
     matrix = states.matrix_of(weight)
     if states.is_sharded_vector(param):  # a row an element, so that its index is that of the whole vector
-        own = [name for name, value in kept.items() if value.ndim and not name.startswith("master_")]
-        kept |= {name: kept[name].view(-1, 1) for name in own}
+        kept |= {name: value.view(-1, 1) for name, value in kept.items() if name in moments}
         matrix = matrix.view(-1, 1)
-    moments = tuple(moment.for_kernel(name, kept) for moment, name in zip(chosen, settings.names, strict=True))
-    scale_inv = (weight.scale_inv,) if isinstance(weight, StoredWeight) else ()
-    return KernelState(master.for_kernel(matrix, kept, *scale_inv), moments, kept.get("master_amax"))
+    scale_inv = weight.scale_inv if isinstance(weight, StoredWeight) else None
+    stored = tuple(moment.for_kernel(name, kept) for name, moment in moments.items())
+    return master.for_kernel(matrix, kept, scale_inv), stored

@@ -19,7 +19,8 @@ from octavo.nn.weight_cache import WeightCache
 from octavo.optim import state as states
 from octavo.optim.base import CompactOptimizer
 from octavo.optim.conversion import blank
-from octavo.optim.weight_state import Settings, bytes_of
+from octavo.optim.state import Settings
+from octavo.optim.weight_state import bytes_of
 from octavo.schedule.switch import Target
 from octavo.tensor.pair import Operands
 from octavo.tensor.parameters import put_into
@@ -125,8 +126,8 @@ def _phase_plan(
         local = states.local(param.detach())
         own = blank(local, storage[param], "meta") if param in storage else torch.empty_like(local, device="meta")
         kept = target.settings if param in trained and param.requires_grad else None
-        size = bytes_of(param, own, kept)
-        weights, masters, moments = weights + size.weight, masters + size.master, moments + size.moments
+        weight, master, averages = bytes_of(param, own, kept)
+        weights, masters, moments = weights + weight, masters + master, moments + averages
         parameters += local.numel()
         if param in trained and not isinstance(optimizer, CompactOptimizer):
             moments += _torch_moments(optimizer, param)
@@ -148,7 +149,7 @@ def _gradients(model: nn.Module, optimizer: Optimizer) -> int:
         if coded:
             stored = StoredGradient.cast(local, param.dtype)
             parts = [stored.qdata, stored.scale_inv]
-        sizes.append(sum(part.numel() * part.element_size() for part in parts))
+        sizes.append(states.bytes_of(parts))
     waiting = getattr(getattr(optimizer, "in_backward", None), "threshold", None)
     return sum(sizes) if waiting is None else min(sum(sizes), waiting + max(sizes))
 
@@ -157,8 +158,7 @@ def _torch_moments(optimizer: Optimizer, param: nn.Parameter) -> int:
     """What an optimizer of torch's keeps of a parameter."""
     state = optimizer.state.get(param)
     if state:
-        return sum(x.numel() * x.element_size() for x in state.values() if isinstance(x, Tensor))
-    local = states.local(param.detach())
+        return states.bytes_of(value for value in state.values() if isinstance(value, Tensor))
     group = next(group for group in optimizer.param_groups if any(param is own for own in group["params"]))
     if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
         count = 3 if group["amsgrad"] else 2
@@ -169,7 +169,7 @@ def _torch_moments(optimizer: Optimizer, param: nn.Parameter) -> int:
             f"what {type(optimizer).__name__} keeps is known after its first step only; plan with torch's Adam, AdamW "
             "or SGD, or octavo.optim"
         )
-    return count * local.numel() * local.element_size()
+    return count * states.bytes_of([states.local(param.detach())])
 
 
 def _cheapest(

@@ -14,7 +14,7 @@ from octavo.nn.recipe_module import RecipeModule
 from octavo.optim.base import CompactOptimizer
 from octavo.optim.conversion import change, check_change, store_anew
 from octavo.optim.gradients import refuse_ddp
-from octavo.optim.weight_state import Settings
+from octavo.optim.state import Settings
 from octavo.schedule.phase import SAME, Phase
 from octavo.tensor.sharded_weight import on_this_rank, take_shards
 

@@ -10,7 +10,8 @@ from octavo.kernels.reference.optimizer_state import pieces
 from octavo.optim import SGD, AdamW, update_in_backward
 from octavo.optim.conversion import change, store_anew
 from octavo.optim.masters import master_of
-from octavo.optim.weight_state import Settings, for_kernel
+from octavo.optim.state import Settings
+from octavo.optim.weight_state import for_kernel
 from octavo.tensor.stored_weight import StoredWeight
 from octavo.tensor.used_gradient import UsedGradient
 
@@ -54,10 +55,10 @@ def only(optimizer) -> nn.Parameter:
 
 def master_values(optimizer) -> Tensor:
     weight = only(optimizer)
-    own = for_kernel(weight, weight.detach(), optimizer.state[weight], optimizer.settings)
+    master, _ = for_kernel(weight, weight.detach(), optimizer.state[weight], optimizer.settings)
     found = torch.full(weight.shape, math.nan)
     for piece in pieces(*weight.shape):
-        piece.of(found).copy_(own.master.read(piece))
+        piece.of(found).copy_(master.read(piece))
     return found
 
 
@@ -134,9 +135,9 @@ def test_moments_keep_their_values(old, new):
 
 def moments(optimizer) -> list[Tensor]:
     weight = only(optimizer)
-    own = for_kernel(weight, weight.detach(), optimizer.state[weight], optimizer.settings)
+    _, moments = for_kernel(weight, weight.detach(), optimizer.state[weight], optimizer.settings)
     found = []
-    for moment in own.moments:
+    for moment in moments:
         found.append(torch.empty(weight.shape))
         for piece in pieces(*weight.shape):
             piece.of(found[-1]).copy_(moment.read(piece))

@@ -27,15 +27,11 @@ def test_stores_are_over_the_states_own_tensors():
     weight = nn.Parameter(StoredWeight.cast(torch.randn(130, 70).bfloat16()))
     optimizer = AdamW([weight], master="split16")
     state = new_state(weight, optimizer.settings)
-    own = for_kernel(weight, weight.detach(), state, optimizer.settings)
-    assert (
-        own.master.weight.data_ptr() == weight.qdata.data_ptr()
-        and own.master.rest.data_ptr() == state["master_rest"].data_ptr()
-    )
-    assert own.amax is state["master_amax"] and [m.data.data_ptr() for m in own.moments] == [
-        state["exp_avg_codes"].data_ptr(),
-        state["exp_avg_sq_codes"].data_ptr(),
-    ]
+    master, moments = for_kernel(weight, weight.detach(), state, optimizer.settings)
+    assert master.weight.data_ptr() == weight.qdata.data_ptr() and master.amax is state["master_amax"]
+    assert master.rest.data_ptr() == state["master_rest"].data_ptr()
+    codes = [state["exp_avg_codes"].data_ptr(), state["exp_avg_sq_codes"].data_ptr()]
+    assert [moment.data.data_ptr() for moment in moments] == codes
 
 
 def stepped(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> list[Tensor]:

@@ -20,7 +20,8 @@ RESTS = {
 def weight(kind: str, shape: tuple[int, int], blocks: bool = False) -> Fp8Weight:
     scales = (-(-shape[0] // 128), -(-shape[1] // 128)) if blocks else (1, 1)
     rest = None if RESTS[kind] is None else torch.zeros(shape, dtype=RESTS[kind])
-    return Fp8Weight(torch.zeros(shape, dtype=torch.uint8), kind, torch.ones(scales), rest)
+    codes, amax = torch.zeros(shape, dtype=torch.uint8), torch.full(scales, math.nan)
+    return Fp8Weight(codes, kind, torch.ones(scales), rest, amax)
 
 
 def amax_of(values: Tensor, scales: torch.Size) -> Tensor:
@@ -39,12 +40,12 @@ def random16(shape: torch.Size | tuple[int, int]) -> Tensor:
 def store(m: Fp8Weight, wide: Tensor, bits: Tensor | None = None, bound: Tensor | None = None) -> Tensor:
     """Write all of it, with a scale of this bound or of its own amax; the amax found."""
     bits = random16(wide.shape) if bits is None else bits
-    scale, found = m.begin(amax_of(wide, m.scale_inv.shape) if bound is None else bound)
-    amax = torch.full_like(m.scale_inv, math.nan)
+    m.begin(amax_of(wide, m.scale_inv.shape) if bound is None else bound)
     for piece in pieces(*wide.shape):
-        m.write(piece, piece.of(wide.clone()), piece.of(bits) if m.is_random else None, scale, found)
-    m.end(scale, found, amax)
-    return amax
+        m.write(piece, piece.of(wide.clone()), piece.of(bits) if m.is_random else None)
+    m.end()
+    assert m.amax is not None
+    return m.amax.clone()
 
 
 def read(m: Fp8Weight) -> Tensor:

@@ -9,9 +9,11 @@ from torch import Tensor
 
 from octavo import E4M3, E5M2, PerTensor
 from octavo.formats import E4M4
+from octavo.kernels.reference.adam import AdamGroup
 from octavo.kernels.reference.master_weights import MasterWeight
-from octavo.kernels.reference.optimizer_step import AdamGroup, SgdGroup, WeightUpdate
+from octavo.kernels.reference.optimizer_step import WeightUpdate
 from octavo.kernels.reference.optimizer_step import optimizer_step as reference
+from octavo.kernels.reference.sgd import SgdGroup
 from octavo.optim.moment import NAMED, Moment
 from tests.support.coded_gradients import put
 from tests.support.correct_roots import correct_roots
@@ -63,8 +65,8 @@ def update_of(
             moment.for_kernel(str(index), moment.new_state(str(index), torch.Size(shape), torch.device("cpu")))
         )
     steps, grad = torch.tensor(float(step)), torch.randn(shape).to(gradient)
-    held = MasterWeight(weight, master, rest, scale_inv)
-    return WeightUpdate(held, tuple(stored), amax, grad, steps, number * 77, number % 2, first_row)
+    held = MasterWeight(weight, master, rest, scale_inv, amax)
+    return WeightUpdate(held, tuple(stored), grad, steps, number * 77, number % 2, first_row)
 
 
 def moved(update: WeightUpdate, device: torch.device) -> WeightUpdate:
@@ -76,13 +78,13 @@ def moved(update: WeightUpdate, device: torch.device) -> WeightUpdate:
     master, *moments = (copy.copy(x) for x in (update.master, *update.moments))
     for part in (master, *moments):
         vars(part).update({name: to(x) for name, x in vars(part).items()})
-    rest = {name: to(getattr(update, name)) for name in ("amax", "gradient", "step", "gradient_scale_inv")}
+    rest = {name: to(getattr(update, name)) for name in ("gradient", "step", "gradient_scale_inv")}
     return update._replace(master=master, moments=tuple(moments), **rest)
 
 
 def tensors_of(update: WeightUpdate) -> dict[str, Tensor]:
     """All that a step may write."""
-    found: dict[str, Any] = {"amax": update.amax, "step": update.step}
+    found: dict[str, Any] = {"step": update.step}
     for name, part in zip(("master", "first", "second"), (update.master, *update.moments), strict=False):
         found |= {f"{name}.{key}": value for key, value in vars(part).items()}
     return {name: value for name, value in found.items() if isinstance(value, Tensor)}

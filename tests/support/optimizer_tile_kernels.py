@@ -8,7 +8,6 @@ from octavo.kernels.triton.master_weights import read_master, write_master
 from octavo.kernels.triton.moment_codes import decode_moment, encode_moment, round_to_bf16
 from octavo.kernels.triton.optimizer_state import (
     FIRST,
-    KEY,
     SECOND,
     WEIGHT_COLUMN,
     Gradient,
@@ -20,7 +19,7 @@ from octavo.kernels.triton.optimizer_state import (
     write_moment,
 )
 from octavo.kernels.triton.random_bits import half, random_bits, with_number
-from octavo.kernels.triton.sgd import sgd_tile
+from octavo.kernels.triton.sgd import sgd_moment, sgd_weight
 from octavo.kernels.triton.step_kernel import finish, leave_scales, master_scales, moment_scale
 from octavo.kernels.triton.step_numbers import adam_numbers, sgd_numbers
 from octavo.kernels.triton.table import find_tensor, pointer, size
@@ -194,14 +193,13 @@ def adam_weight_kernel(
 
 
 @triton.jit
-def sgd_tile_kernel(row_ptr, gradient_ptr, group_ptr, number_ptr, found_ptr, OF: tl.constexpr, FIND: tl.constexpr):
-    """A program a tile of 4 blocks."""
-    place = place_of(row_ptr, tl.program_id(0), 4, OF.even, OF.large)
+def sgd_kernel(w_ptr, momentum_ptr, g_ptr, group_ptr, number_ptr, HAS_MOMENTUM: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
     n = sgd_numbers(group_ptr, tl.full((), 0, tl.int64), tl.load(number_ptr))
-    key = with_number(tl.load(row_ptr + KEY).to(tl.uint32), tl.load(number_ptr))
-    scales = Scales(1.0, 1.0, 1.0, 1.0, None)
-    found, _, _, _, _ = sgd_tile(row_ptr, Gradient(tl.load(gradient_ptr), None), place, n, scales, key, OF, FIND, False)
-    tl.store(found_ptr, found)
+    g = tl.load(g_ptr + i)
+    momentum = sgd_moment(tl.load(momentum_ptr + i), g, n)
+    tl.store(momentum_ptr + i, momentum)
+    tl.store(w_ptr + i, sgd_weight(tl.load(w_ptr + i), momentum, g, n, HAS_MOMENTUM))
 
 
 @triton.jit

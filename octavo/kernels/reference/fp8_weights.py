@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from octavo.formats import E4M3
-from octavo.kernels.reference.moment_codes import decode_moment, encode_moment
-from octavo.kernels.reference.optimizer_state import BLOCK, Piece, finite_amax, pieces, round_to_half
+from octavo.kernels.reference.master_weights import MasterWeight
+from octavo.kernels.reference.moment_codes import decode_moment, encode_moment, round_to_half
+from octavo.kernels.reference.optimizer_state import BLOCK, Piece, Scaled, finite_amax, pieces
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
 
 _EXPONENT = 2.0 ** (E4M3.bias - 127)  # of codes against float32
@@ -30,7 +31,7 @@ _REST_BITS = {"fp8_split16": 8, "fp8_split24": 16}
 
 
 @dataclass
-class Fp8Weight:
+class Fp8Weight(Scaled):
     """A weight in codes [R, C] and what its master has besides.
 
     Attributes:
@@ -38,12 +39,14 @@ class Fp8Weight:
         kind: "fp8_split16", "fp8_split24", "fp8_fp16", "fp8_fp32" or "fp8_stochastic".
         scale_inv: float32 powers of two, [1, 1] or [ceil(R / 128), ceil(C / 128)].
         rest: int8 or int16 remainder, or the float16 or float32 master; None for the last kind.
+        amax: float32 of scale_inv's shape, no less than the weight's; None for what is only read.
     """
 
     weight: Tensor
     kind: str
     scale_inv: Tensor
     rest: Tensor | None = None
+    amax: Tensor | None = None
 
     @property
     def is_random(self) -> bool:
@@ -51,28 +54,20 @@ class Fp8Weight:
         return self.kind != "fp8_fp32"
 
     @property
-    def needs_bound(self) -> bool:
-        """Whether it is written with a scale that a bound of the update gives."""
-        return True
-
-    @property
     def has_blocks(self) -> bool:
         """Whether its scales are those of blocks."""
         return self.scale_inv.shape != (1, 1)
 
-    def begin(self, bound: Tensor) -> tuple[Tensor, Tensor]:
-        """(scale, found) to ``write`` with; bound: of |w| after the step, in scale_inv's shape."""
-        scale = scale_from_amax(bound, E4M3.max, True, 0)
-        if self.has_blocks:
-            scale = self._by_rows(scale)
-        return scale, torch.zeros_like(scale)
+    def scale_of(self, amax: Tensor) -> Tensor:
+        """The scale for a weight up to this amax, in scale_inv's shape; of blocks one for each of a row [R, n]."""
+        scale = scale_from_amax(amax, E4M3.max, True, 0)
+        return scale.repeat_interleave(BLOCK, 0)[: self.weight.shape[0]] if self.has_blocks else scale
 
-    def end(self, scale: Tensor, found: Tensor, amax: Tensor) -> None:
+    def end(self) -> None:
         """Note the scales that were written with, and the amaxes found."""
-        if self.has_blocks:
-            found, scale = largest_in_squares(found), scale[::BLOCK]
-        self.scale_inv.copy_(scale_inv_from_scale(scale))
-        amax.copy_(found)
+        if self.has_blocks and self.scale is not None and self.found is not None:
+            self.scale, self.found = self.scale[::BLOCK], largest_in_squares(self.found)
+        super().end()
 
     def read(self, piece: Piece) -> Tensor:
         """The master in float32, a fresh tensor."""
@@ -93,20 +88,10 @@ class Fp8Weight:
         value = (value.view(torch.int32) | sign).view(torch.float32).mul_(scale_inv)
         return value.masked_fill_(faults, float("nan"))
 
-    def write(
-        self, piece: Piece, wide: Tensor, bits16: Tensor | None, scale: Tensor | None, found: Tensor | None
-    ) -> None:
-        """Store the updated master and the codes.
-
-        Args:
-            piece: where.
-            wide: float32; overwritten.
-            bits16: random bits, where ``is_random``.
-            scale: of ``begin``.
-            found: of ``begin``; raised to the master's amax as it is stored.
-        """
-        assert scale is not None and found is not None
-        scales = piece.scales_of(scale)
+    def write(self, piece: Piece, wide: Tensor, bits16: Tensor | None) -> None:
+        """Store the updated master, float32, which is overwritten, and the codes; bits16: where ``is_random``."""
+        assert self.scale is not None
+        scales = piece.scales_of(self.scale)
         y = wide * scales
         if self.kind in _REST_BITS:
             assert bits16 is not None
@@ -117,19 +102,18 @@ class Fp8Weight:
             largest = finite_amax(decode_moment(codes, E4M3))
         else:
             piece.of(self.weight).copy_(encode_moment(y.clone(), E4M3, None))
-            rest = wide
             if self.kind == "fp8_fp16":
                 assert bits16 is not None
-                rest = round_to_half(y.mul_(FLOAT16_FACTOR), bits16)
-            piece.of(self._rest()).copy_(rest)
-            largest = (
-                finite_amax(rest.float()) / FLOAT16_FACTOR if self.kind == "fp8_fp16" else finite_amax(wide) * scales
-            )
+                wide = round_to_half(y.mul_(FLOAT16_FACTOR), bits16)
+                largest = finite_amax(wide.float()) / FLOAT16_FACTOR
+            else:
+                largest = finite_amax(wide) * scales
+            piece.of(self._rest()).copy_(wide)
         amax = largest * scale_inv_from_scale(scales)
-        if found.numel() == 1:
-            torch.maximum(found, amax.max(), out=found)
+        if self.has_blocks and self.found is not None:
+            piece.scales_of(self.found).copy_(amax)
         else:
-            piece.scales_of(found).copy_(amax)
+            self.raise_found(amax)
 
     def _write_split(self, piece: Piece, y: Tensor, bits16: Tensor) -> Tensor:
         """Write codes and remainders; the amax of each block, scaled."""
@@ -159,9 +143,8 @@ class Fp8Weight:
         rows = squares.repeat_interleave(BLOCK, 0)[piece.rows.start - top * BLOCK :]
         return rows[: piece.rows.stop - piece.rows.start, :, None]
 
-    def _by_rows(self, blocks: Tensor) -> Tensor:
-        """[ceil(R / 128), n] -> [R, n]."""
-        return blocks.repeat_interleave(BLOCK, 0)[: self.weight.shape[0]]
+
+Master = MasterWeight | Fp8Weight
 
 
 def largest_in_squares(amax: Tensor) -> Tensor:
@@ -180,7 +163,8 @@ def remainder_of(values: Tensor, codes: Tensor, scale_inv: Tensor) -> Tensor:
         codes: uint8 [R, C].
         scale_inv: as Fp8Weight's.
     """
-    cast = Fp8Weight(codes, "fp8_split16", scale_inv, torch.empty_like(codes, dtype=torch.int8))
+    rests = torch.empty_like(codes, dtype=torch.int8)
+    cast = Fp8Weight(codes, "fp8_split16", scale_inv, rests)
     bits = _REST_BITS[cast.kind]
     for piece in pieces(*codes.shape):
         wide = piece.of(values).float() / cast.scale_inv_of(piece)
@@ -188,16 +172,11 @@ def remainder_of(values: Tensor, codes: Tensor, scale_inv: Tensor) -> Tensor:
         magnitude = wide.abs_().mul_(_EXPONENT).view(torch.int32)
         rest = (magnitude + (1 << (19 - bits))).bitwise_right_shift_(20 - bits).sub_(code << bits)
         # of ties half round the other way here: 1 of 4096 parts is lost
-        piece.of(cast._rest()).copy_(
-            rest.clamp_(-(1 << (bits - 1)), (1 << (bits - 1)) - 1).masked_fill_(code == 0x7F, 0)
-        )
-    return cast._rest()
+        rest.clamp_(-(1 << (bits - 1)), (1 << (bits - 1)) - 1).masked_fill_(code == E4M3.nan_code, 0)
+        piece.of(rests).copy_(rest)
+    return rests
 
 
 def values_with(codes: Tensor, scale_inv: Tensor, rest: Tensor) -> Tensor:
     """What codes and such a remainder read, float32 [R, C]; arguments as ``remainder_of``'s and its result."""
-    stored = Fp8Weight(codes, "fp8_split16", scale_inv, rest)
-    values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
-    for piece in pieces(*codes.shape):
-        piece.of(values).copy_(stored.read(piece))
-    return values
+    return Fp8Weight(codes, "fp8_split16", scale_inv, rest).read_all(codes)

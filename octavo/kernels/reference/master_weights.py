@@ -21,14 +21,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from octavo.kernels.reference.optimizer_state import Piece, finite_amax, round_to_bf16, round_to_half
+from octavo.kernels.reference.moment_codes import round_to_bf16, round_to_half
+from octavo.kernels.reference.optimizer_state import Piece, Scaled, finite_amax
 from octavo.numerics import scale_from_amax
 
 FLOAT16_MAX = 65504.0
 
 
 @dataclass
-class MasterWeight:
+class MasterWeight(Scaled):
     """A weight [R, C] and what its master has besides.
 
     Attributes:
@@ -36,39 +37,29 @@ class MasterWeight:
         kind: "weight" (it is its own master), "split32", "split24", "fp16_scaled" or "stochastic".
         rest: int16 or int8 remainder, or the float16 master; None for the others.
         scale_inv: [1, 1] float32 of the float16 master.
+        amax: [1, 1] float32 of the float16 master, no less than the weight's.
     """
 
     weight: Tensor
     kind: str
     rest: Tensor | None = None
     scale_inv: Tensor | None = None
+    amax: Tensor | None = None
 
     @property
     def is_random(self) -> bool:
         """Whether writing takes random bits."""
         return self.kind in ("split24", "fp16_scaled", "stochastic")
 
-    @property
-    def needs_bound(self) -> bool:
-        """Whether it is written with a scale that a bound of the update gives."""
-        return self.kind == "fp16_scaled"
-
-    def begin(self, bound: Tensor) -> tuple[Tensor, Tensor]:
-        """(scale, found) to ``write`` with; bound [1, 1]: of |w| after the step."""
-        return scale_from_amax(bound, FLOAT16_MAX, True, 0), torch.zeros_like(bound)
-
-    def end(self, scale: Tensor, found: Tensor, amax: Tensor) -> None:
-        """Note the scale that was written with, and the amax found."""
-        assert self.scale_inv is not None
-        self.scale_inv.copy_(scale.reciprocal())
-        amax.copy_(found)
+    def scale_of(self, amax: Tensor) -> Tensor:
+        """The float16 master's, of masters up to this amax."""
+        return scale_from_amax(amax, FLOAT16_MAX, True, 0)
 
     def read(self, piece: Piece) -> Tensor:
         """The master in float32: the weight's own piece where it is that, else a fresh tensor."""
         weight = piece.of(self.weight)
-        if self.kind in ("weight", "stochastic"):
+        if self.rest is None:
             return weight.to(torch.float32)
-        assert self.rest is not None
         rest = piece.of(self.rest)
         if self.kind == "fp16_scaled":
             assert self.scale_inv is not None
@@ -78,35 +69,24 @@ class MasterWeight:
         bits.add_(rest.to(torch.int32), alpha=1 if self.kind == "split32" else 1 << 8)
         return bits.view(torch.float32)
 
-    def write(
-        self, piece: Piece, wide: Tensor, bits16: Tensor | None, scale: Tensor | None, found: Tensor | None
-    ) -> None:
-        """Store the updated master, and the weight.
-
-        Args:
-            piece: where.
-            wide: float32; overwritten.
-            bits16: random bits, where ``is_random``.
-            scale: [1, 1], of the float16 master from now on.
-            found: [1, 1], raised to the master's amax, where it is scaled.
-        """
+    def write(self, piece: Piece, wide: Tensor, bits16: Tensor | None) -> None:
+        """Store the updated master, float32, which is overwritten, and the weight; bits16: where ``is_random``."""
         weight = piece.of(self.weight)
-        if self.kind == "weight":
+        if self.rest is None:
+            if self.kind == "stochastic":
+                assert bits16 is not None
+                wide = round_to_bf16(wide, bits16)
             if weight.data_ptr() != wide.data_ptr():
                 weight.copy_(wide)
             return
-        if self.kind == "stochastic":
-            assert bits16 is not None
-            weight.copy_(round_to_bf16(wide, bits16))
-            return
-        assert self.rest is not None
         if self.kind == "fp16_scaled":
-            assert scale is not None and found is not None and bits16 is not None
-            rest = round_to_half(wide.mul_(scale.view(1, 1, 1)), bits16)
+            assert self.scale is not None and bits16 is not None
+            rest = round_to_half(wide.mul_(self.scale.view(1, 1, 1)), bits16)
             piece.of(self.rest).copy_(rest)
-            wide.copy_(rest).div_(scale.view(1, 1, 1))  # the master as it is stored: rounding may have made it larger
+            # the master as it is stored: rounding may have made it larger
+            wide.copy_(rest).div_(self.scale.view(1, 1, 1))
             weight.copy_(wide)
-            torch.maximum(found, finite_amax(wide).max(), out=found)
+            self.raise_found(finite_amax(wide))
             return
         bits = wide.view(torch.int32)
         finite = bool(torch.isfinite(wide.sum()))

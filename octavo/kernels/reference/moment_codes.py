@@ -1,4 +1,4 @@
-"""Eight-bit codes of an optimizer's moments: to nearest or stochastically, signed or not.
+"""Eight-bit codes of an optimizer's moments, to nearest or stochastically, signed or not; bf16 and float16.
 
 A float32 number times 2^(bias - 127) has the bits of its code in its upper bits, subnormals included; below them are
 those that rounding drops. To nearest, the number is rounded before that: added to 2^(23 - mantissa bits) times its own
@@ -50,12 +50,7 @@ def encode_moment(y: Tensor, fmt: Format, bits16: Tensor | None) -> Tensor:
 
 
 def decode_moment(codes: Tensor, fmt: Format) -> Tensor:
-    """Read codes as float32, exactly.
-
-    Args:
-        codes: uint8.
-        fmt: theirs.
-    """
+    """Read codes, uint8, as float32, exactly."""
     half = codes.to(torch.int16)  # as the upper bits of a float16, whose exponent reads too small
     if fmt.signed:
         half = codes.view(torch.int8).to(torch.int16).mul_(1 << (10 - fmt.mantissa_bits))
@@ -65,9 +60,27 @@ def decode_moment(codes: Tensor, fmt: Format) -> Tensor:
     wide = half.view(torch.float16).to(torch.float32)
     if fmt.bias != 15:
         wide.mul_(2.0 ** (15 - fmt.bias))
-    largest = fmt.nan_code if not fmt.has_inf else None
-    if largest is not None and codes.numel() > 0:
+    if not fmt.has_inf and codes.numel() > 0:
         magnitude = codes.bitwise_and(0x7F) if fmt.signed else codes
-        if int(magnitude.max()) == largest:
-            wide.masked_fill_(magnitude == largest, float("nan"))
+        if int(magnitude.max()) == fmt.nan_code:
+            wide.masked_fill_(magnitude == fmt.nan_code, float("nan"))
     return wide
+
+
+def round_to_bf16(wide: Tensor, bits16: Tensor) -> Tensor:
+    """Round float32 to bf16 stochastically; NaN and inf stay what they are."""
+    bits = (wide.view(torch.int32) + bits16) >> 16
+    return _with_faults(wide, bits.to(torch.int16).view(torch.bfloat16))
+
+
+def round_to_half(wide: Tensor, bits16: Tensor) -> Tensor:
+    """Round float32, below float16's max, to float16 stochastically; NaN and inf stay what they are."""
+    sign = (wide.view(torch.int32) >> 16) & -0x8000
+    bits = (wide.abs().mul_(2.0**-112).view(torch.int32) + (bits16 >> 3)) >> 13
+    return _with_faults(wide, (bits | sign).to(torch.int16).view(torch.float16))
+
+
+def _with_faults(wide: Tensor, rounded: Tensor) -> Tensor:
+    if bool(torch.isfinite(wide.sum())):
+        return rounded
+    return torch.where(torch.isfinite(wide), rounded, wide.to(rounded.dtype))

@@ -9,20 +9,17 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from octavo.formats import E4M3, Format
-from octavo.kernels.reference.moment_codes import decode_moment, encode_moment
+from octavo.formats import Format
+from octavo.kernels.reference.moment_codes import decode_moment, encode_moment, round_to_bf16
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
 
 BLOCK = 128
-LARGEST_ROOT = 2.0**63  # that moments in codes hold: what is twice as large has no finite square in float32
-LARGEST_SQUARE = LARGEST_ROOT**2
 PIECE = 1 << 17  # elements: with a dozen of float32 scratches it stays in a CPU's second cache
 
 
@@ -96,40 +93,53 @@ def pieces(rows: int, cols: int, first_row: int = 0) -> Iterator[Piece]:
                 yield Piece(slice(top, bottom), slice(left, right), width, (first_row + top) * cols + left, cols)
 
 
-class CodedGradient(NamedTuple):
-    """A gradient in E4M3.
+class Scaled:
+    """A moment or a master, which may have scales that are known before a step writes it.
 
-    Attributes:
-        codes: uint8 [R, C].
-        scale_inv: float32 [R, blocks]; of a vector that is seen as [n, 1], of blocks along it: [1, ceil(n / 128)].
+    Between ``begin`` and ``end`` it is read with the old scale_inv and written with the new scale.
     """
 
-    codes: Tensor
-    scale_inv: Tensor
+    scale_inv: Tensor | None
+    amax: Tensor | None
+    scale: Tensor | None = None
+    found: Tensor | None = None  # the amax of what was written, where the next step asks for it
 
     def read(self, piece: Piece) -> Tensor:
-        """The piece in float32."""
-        if self.scale_inv.shape[0] == self.codes.shape[0]:
-            scale_inv = piece.scales_of(self.scale_inv)
-        else:
-            rows = torch.arange(piece.rows.start, piece.rows.stop, device=self.codes.device)
-            scale_inv = self.scale_inv.view(-1)[rows // BLOCK].view(-1, 1, 1)
-        return decode_moment(piece.of(self.codes), E4M3).mul_(scale_inv)
+        """The piece in float32: the stored one itself where it is that, else a fresh tensor."""
+        raise NotImplementedError
 
+    def read_all(self, like: Tensor) -> Tensor:
+        """All of it in float32, a fresh tensor of the shape [R, C] of this one."""
+        values = torch.empty(like.shape, dtype=torch.float32, device=like.device)
+        for piece in pieces(*like.shape):
+            piece.of(values).copy_(self.read(piece))
+        return values
 
-Gradient = Tensor | CodedGradient
+    def scale_of(self, amax: Tensor) -> Tensor:
+        """The scale for values up to this amax."""
+        raise NotImplementedError
 
+    def begin(self, amax: Tensor) -> None:
+        """Have a step write with the scale of this amax, or of a bound of it."""
+        self.scale = self.scale_of(amax)
+        self.found = None if self.amax is None else torch.zeros_like(self.scale)
 
-def gradient_of(piece: Piece, grad: Gradient, grad_scale: float, maximize: bool) -> Tensor:
-    """A piece of the gradient in float32, unscaled, its sign turned to go up; not to be written to."""
-    g = grad.read(piece) if isinstance(grad, CodedGradient) else piece.of(grad).to(torch.float32)
-    if grad_scale != 1.0:
-        g = g / grad_scale
-    return -g if maximize else g
+    def raise_found(self, amax: Tensor) -> None:
+        """Note the amax of a piece that was written."""
+        if self.found is not None:
+            torch.maximum(self.found, amax.max(), out=self.found)
+
+    def end(self) -> None:
+        """Note the scale that was written with, and the amax found."""
+        if self.scale is not None and self.scale_inv is not None:
+            self.scale_inv.copy_(scale_inv_from_scale(self.scale))
+        if self.amax is not None and self.found is not None:
+            self.amax.copy_(self.found)
+        self.scale = self.found = None
 
 
 @dataclass
-class MomentTensors:
+class MomentTensors(Scaled):
     """A moment of a tensor.
 
     Attributes:
@@ -155,23 +165,13 @@ class MomentTensors:
             return False
         return self.data.shape[0] * blocks_of(self.data.shape[1]) > 1
 
-    def begin(self) -> tuple[Tensor | None, Tensor | None]:
-        """(scale, found) to ``write`` with, of a moment whose scale the amax before gives; else (None, None)."""
-        if self.amax is None:
-            return None, None
+    def scale_of(self, amax: Tensor) -> Tensor:
+        """The scale for codes of values up to this amax."""
         assert self.fmt is not None
-        return scale_from_amax(self.amax, self.fmt.max, False, 0), torch.zeros_like(self.amax)
-
-    def end(self, scale: Tensor | None, found: Tensor | None) -> None:
-        """Note the one scale that all was written with, and the amax that was found."""
-        if scale is not None:
-            assert self.scale_inv is not None
-            self.scale_inv.copy_(scale.reciprocal())
-        if self.amax is not None and found is not None:
-            self.amax.copy_(found)
+        return scale_from_amax(amax, self.fmt.max, False, 0)
 
     def read(self, piece: Piece) -> Tensor:
-        """The piece in float32: the stored one itself where it is that, else a fresh tensor."""
+        """The moment's piece, as Scaled says."""
         stored = piece.of(self.data)
         if self.fmt is None:
             return stored.to(torch.float32)
@@ -179,54 +179,32 @@ class MomentTensors:
         wide = decode_moment(stored, self.fmt).mul_(piece.scales_of(self.scale_inv))
         return wide.square_() if self.root else wide
 
-    def write(
-        self, piece: Piece, wide: Tensor, bits16: Tensor | None, scale: Tensor | None, found: Tensor | None
-    ) -> None:
+    def write(self, piece: Piece, wide: Tensor, bits16: Tensor | None) -> None:
         """Store what ``read`` gave, updated; ``wide`` is overwritten.
 
         Args:
             piece: where.
             wide: float32.
             bits16: random bits, where it is rounded stochastically.
-            scale: [1, 1], where one serves the whole tensor.
-            found: [1, 1], raised to the amax of what is stored, where the next step asks for it.
         """
         stored = piece.of(self.data)
+        bits16 = bits16 if self.stochastic else None
         if self.fmt is None:
-            if self.data.dtype == torch.float32:
-                if stored.data_ptr() != wide.data_ptr():
-                    stored.copy_(wide)
-            elif self.stochastic and bits16 is not None:
-                stored.copy_(round_to_bf16(wide, bits16))
-            else:
+            if bits16 is not None:
+                wide = round_to_bf16(wide, bits16)
+            if stored.data_ptr() != wide.data_ptr():
                 stored.copy_(wide)
             return
         assert self.scale_inv is not None
         if self.root:
             wide.sqrt_()
-        if found is not None:
-            torch.maximum(found, finite_amax(wide).max(), out=found)
+        if self.found is not None:
+            self.raise_found(finite_amax(wide))
+        scale = self.scale
         if scale is None:
-            scale = scale_from_amax(finite_amax(wide), self.fmt.max, False, 0)
+            scale = self.scale_of(finite_amax(wide))
             piece.scales_of(self.scale_inv).copy_(scale_inv_from_scale(scale))
-        stored.copy_(encode_moment(wide.mul_(scale), self.fmt, bits16 if self.stochastic else None))
-
-
-def scales_of_all(moments: Sequence[MomentTensors], values: Iterable[Sequence[Tensor]]) -> list[Tensor | None]:
-    """The scale [1, 1] of each moment that has one for all and no earlier amax; None for the others.
-
-    Args:
-        moments: of a tensor.
-        values: of each piece the new moments, in float32, which are computed twice for it.
-    """
-    found = [torch.zeros(1, 1, device=moment.data.device) for moment in moments]
-    for piece in values:
-        for amax, moment, wide in zip(found, moments, piece, strict=False):
-            torch.maximum(amax, finite_amax(wide.sqrt() if moment.root else wide).max(), out=amax)
-    return [
-        scale_from_amax(amax, moment.fmt.max, False, 0) if moment.fmt is not None and moment.needs_amax_first else None
-        for amax, moment in zip(found, moments, strict=True)
-    ]
+        stored.copy_(encode_moment(wide.mul_(scale), self.fmt, bits16))
 
 
 def finite_amax(wide: Tensor) -> Tensor:
@@ -237,22 +215,3 @@ def finite_amax(wide: Tensor) -> Tensor:
         return amax
     magnitude = torch.where(torch.isfinite(wide), wide, 0).abs_()
     return magnitude.amax(-1, keepdim=True)
-
-
-def round_to_bf16(wide: Tensor, bits16: Tensor) -> Tensor:
-    """Round float32 to bf16 stochastically; NaN and inf stay what they are."""
-    bits = (wide.view(torch.int32) + bits16) >> 16
-    rounded = bits.to(torch.int16).view(torch.bfloat16)
-    if bool(torch.isfinite(wide.sum())):
-        return rounded
-    return torch.where(torch.isfinite(wide), rounded, wide.to(torch.bfloat16))
-
-
-def round_to_half(wide: Tensor, bits16: Tensor) -> Tensor:
-    """Round float32, below float16's max, to float16 stochastically; NaN and inf stay what they are."""
-    sign = (wide.view(torch.int32) >> 16) & -0x8000
-    bits = (wide.abs().mul_(2.0**-112).view(torch.int32) + (bits16 >> 3)) >> 13
-    rounded = (bits | sign).to(torch.int16).view(torch.float16)
-    if bool(torch.isfinite(wide.sum())):
-        return rounded
-    return torch.where(torch.isfinite(wide), rounded, wide.half())

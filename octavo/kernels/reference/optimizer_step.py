@@ -1,44 +1,24 @@
-"""A step of many weights, one after the other: what the kernel does in one launch (triton/optimizer_step.py)."""
+"""A step of many weights, one after the other: what the kernel does in one launch (triton/optimizer_step.py).
+
+A weight is read and written once, piece by piece: no temporary is as large as the tensor.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from octavo.kernels.reference.adam import AdamStep, Master, adam_update
-from octavo.kernels.reference.master_weights import MasterWeight
-from octavo.kernels.reference.optimizer_state import CodedGradient, Gradient, MomentTensors
-from octavo.kernels.reference.sgd import SgdStep, sgd_update
-from octavo.kernels.reference.step_numbers import adam_max_update
-
-
-class AdamGroup(NamedTuple):
-    """Options of some weights: torch.optim.AdamW's, or Adam's where the decay is not ``decoupled``.
-
-    ``lr``: a number, or a tensor of one on the weights' device. ``clip``: whether updates are clipped to R_t.
-    """
-
-    lr: float | Tensor
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    maximize: bool
-    decoupled: bool
-    clip: bool
-
-
-class SgdGroup(NamedTuple):
-    """Options of some weights: torch.optim.SGD's."""
-
-    lr: float | Tensor
-    momentum: float
-    dampening: float
-    weight_decay: float
-    nesterov: bool
-    maximize: bool
+from octavo.formats import E4M3
+from octavo.kernels.reference.adam import AdamGroup, AdamStep
+from octavo.kernels.reference.fp8_weights import Master
+from octavo.kernels.reference.moment_codes import decode_moment
+from octavo.kernels.reference.optimizer_state import BLOCK, MomentTensors, Piece, finite_amax, pieces
+from octavo.kernels.reference.random_bits import key_of, random_bits
+from octavo.kernels.reference.resolution import add_resolution
+from octavo.kernels.reference.sgd import SgdGroup, SgdStep
 
 
 class WeightUpdate(NamedTuple):
@@ -47,19 +27,18 @@ class WeightUpdate(NamedTuple):
     Attributes:
         master: the weight [R, C] and its master.
         moments: as many as the rule has, all [R, C].
-        amax: float32, of a scaled master, in scale_inv's shape, no less than the weight's; else None.
         gradient: [R, C] of any float dtype, or uint8: codes of E4M3.
         step: float32, one number on the weight's device: the steps before this one.
         key: of random bits: of the seed and the weight's number.
         group: the index of its options.
-        first_row: of the whole weight that these rows begin with.
-        gradient_scale_inv: of a gradient in codes, see CodedGradient; else None.
+        first_row: of the whole weight that these rows begin with; random bits depend on it.
+        gradient_scale_inv: of a gradient in codes, float32 [R, blocks]; of a vector that is seen as [n, 1], of blocks
+            along it: [1, ceil(n / 128)]. Else None.
         measured: whether its update counts for the resolution (resolution.py).
     """
 
     master: Master
     moments: tuple[MomentTensors, ...]
-    amax: Tensor | None
     gradient: Tensor
     step: Tensor
     key: int
@@ -68,12 +47,19 @@ class WeightUpdate(NamedTuple):
     gradient_scale_inv: Tensor | None = None
     measured: bool = False
 
-    @property
-    def read_gradient(self) -> Gradient:
-        """The gradient as ``gradient_of`` takes it."""
-        if self.gradient_scale_inv is None:
-            return self.gradient
-        return CodedGradient(self.gradient, self.gradient_scale_inv)
+    def gradient_of(self, piece: Piece, divisor: float, maximize: bool) -> Tensor:
+        """A piece of the gradient in float32, divided, its sign turned to go up; not to be written to."""
+        g, scale_inv = piece.of(self.gradient), self.gradient_scale_inv
+        if scale_inv is None:
+            g = g.to(torch.float32)
+        elif scale_inv.shape[0] == self.gradient.shape[0]:
+            g = decode_moment(g, E4M3).mul_(piece.scales_of(scale_inv))
+        else:
+            rows = torch.arange(piece.rows.start, piece.rows.stop, device=g.device)
+            g = decode_moment(g, E4M3).mul_(scale_inv.view(-1)[rows // BLOCK].view(-1, 1, 1))
+        if divisor != 1.0:
+            g = g / divisor
+        return -g if maximize else g
 
 
 def optimizer_step(
@@ -96,34 +82,57 @@ def optimizer_step(
         return
     divisor = 1.0 if grad_scale is None else float(grad_scale)
     for update in updates:
-        group = groups[update.group]
-        number = int(update.step) + 1
-        sums = resolution if update.measured else None
-        if isinstance(group, AdamGroup):
-            first, second = update.moments
-            h = adam_step(group, number, update.key, divisor)
-            adam_update(update.master, update.amax, update.read_gradient, first, second, h, update.first_row, sums)
-        else:
-            assert isinstance(update.master, MasterWeight)  # others need a bound of the update
-            buffer = update.moments[0] if update.moments else None
-            rest = group.momentum, group.dampening, group.weight_decay, group.nesterov, group.maximize
-            numbers = SgdStep(float(group.lr), *rest, number, update.key, divisor)
-            sgd_update(update.master, update.read_gradient, buffer, numbers, update.first_row, sums)
+        group, number = groups[update.group], int(update.step) + 1
+        step = AdamStep(group, number) if isinstance(group, AdamGroup) else SgdStep(group, number)
+        if update.master.weight.numel():
+            _update_weight(update, step, divisor, resolution if update.measured else None)
         update.step.fill_(number)
 
 
-def adam_step(group: AdamGroup, number: int, key: int, grad_scale: float) -> AdamStep:
-    """The numbers of step ``number``."""
-    return AdamStep(
-        float(group.lr),
-        group.beta1,
-        group.beta2,
-        group.eps,
-        group.weight_decay,
-        number,
-        group.decoupled,
-        group.maximize,
-        adam_max_update(number, group.beta1, group.beta2) if group.clip else None,
-        key,
-        grad_scale,
-    )
+def _update_weight(update: WeightUpdate, step: AdamStep | SgdStep, divisor: float, sums: Tensor | None) -> None:
+    master, moments = update.master, update.moments
+
+    def read(piece: Piece, keep: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """(master, gradient, new moments, unrounded) of a piece; ``keep``: what is stored stays as it is."""
+        w, g = master.read(piece), update.gradient_of(piece, divisor, step.maximize)
+        if step.coupled_decay:
+            g = g.add(w, alpha=step.coupled_decay)
+        new = [moment.read(piece).clone() if keep else moment.read(piece) for moment in moments]
+        step.average(new, g)
+        return w, g, new
+
+    rows, cols = master.weight.shape
+    all_pieces = list(pieces(rows, cols, update.first_row))
+    for moment in moments:
+        if moment.amax is not None:
+            moment.begin(moment.amax)
+    if any(moment.needs_amax_first for moment in moments):  # then new moments are computed twice
+        found = [torch.zeros(1, 1, device=moment.data.device) for moment in moments]
+        for piece in all_pieces:
+            _, _, new = read(piece, keep=True)
+            step.saturate(new, moments)
+            for amax, moment, wide in zip(found, moments, new, strict=True):
+                torch.maximum(amax, finite_amax(wide.sqrt() if moment.root else wide).max(), out=amax)
+        for moment, amax in zip(moments, found, strict=True):
+            if moment.needs_amax_first:
+                moment.begin(amax)
+    if master.amax is not None:
+        assert isinstance(step, AdamStep)  # only Adam bounds its updates
+        master.begin(step.bound(master.amax))
+    for piece in all_pieces:
+        w, g, new = read(piece, keep=False)
+        before = None if sums is None else w.clone()
+        step.move(w, g, new)
+        if sums is not None and before is not None:
+            add_resolution(sums, piece, before, w, master)
+        step.saturate(new, moments)
+
+        def draw(*stream: int, piece: Piece = piece) -> Tensor:
+            key = key_of(update.key, step.number, *stream)
+            return random_bits(key, piece.index(master.weight.device))
+
+        bits = step.bits(draw, moments, master.is_random)
+        for stored, wide, bits16 in zip((*moments, master), (*new, w), bits, strict=True):
+            stored.write(piece, wide, bits16)
+    for stored in (*moments, master):
+        stored.end()

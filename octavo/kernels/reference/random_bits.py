@@ -31,6 +31,11 @@ def random_bits(key: int, index: Tensor) -> Tensor:
     return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
 
 
+def halves(drawn: Tensor) -> tuple[Tensor, Tensor]:
+    """The lower and the upper 16 of 32 random bits, int32."""
+    return drawn & 0xFFFF, (drawn >> 16).bitwise_and_(0xFFFF)
+
+
 def key_of(*numbers: int) -> int:
     """A key of 32 bits out of some numbers of 64 (a seed, a tensor's, a step's), each of which changes all of it."""
     key = 0x243F6A88

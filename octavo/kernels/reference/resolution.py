@@ -9,21 +9,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.kernels.reference.fp8_weights import Fp8Weight
-from octavo.kernels.reference.master_weights import MasterWeight
+from octavo.kernels.reference.fp8_weights import Fp8Weight, Master
 from octavo.kernels.reference.optimizer_state import Piece
 
 SMALLEST = 2.0**-9  # E4M3's step at scale 1
 
 
-def add_resolution(sums: Tensor, piece: Piece, before: Tensor, after: Tensor, master: MasterWeight | Fp8Weight) -> None:
-    """Add a piece's sums; elements that are not finite count for nothing.
+def add_resolution(sums: Tensor, piece: Piece, before: Tensor, after: Tensor, master: Master) -> None:
+    """Add a piece's squares of updates and of the grid's steps to float64 [2].
 
-    Args:
-        sums: float64 [2]: of the squares of updates, and of the grid's steps.
-        piece: which.
-        before, after: the master, float32 [rows, blocks, width].
-        master: the weight's.
+    ``before``, ``after``: the master's piece in float32. Elements that are not finite count for nothing.
     """
     moved = after - before
     grid = (before.view(torch.int32) & 0x7F800000).view(torch.float32) * 0.125

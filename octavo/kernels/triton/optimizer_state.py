@@ -1,8 +1,7 @@
 """reference/optimizer_state.py in Triton: tiles of weights and moments, found through a table, read and written.
 
 A tile is [NB, 128]: NB blocks of a tensor's rows, the last of a row shorter. TABLE, int64 [tensors, 20]: the columns
-below; 0 for an address that is not there. What a tensor's step is compiled for is a TensorClass, OF, which holds a
-MasterClass and two MomentClasses.
+below; 0 for an address that is not there. What a tensor's step is compiled for is a TensorClass, OF.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ import triton
 import triton.language as tl
 
 from octavo.formats import E4M3
-from octavo.kernels.reference.adam import Master
-from octavo.kernels.reference.fp8_weights import Fp8Weight
+from octavo.kernels.reference.fp8_weights import Master
+from octavo.kernels.reference.master_weights import FLOAT16_MAX
 from octavo.kernels.reference.optimizer_state import MomentTensors
 from octavo.kernels.triton.moment_codes import decode_moment, encode_moment, round_to_bf16
 from octavo.kernels.triton.table import pointer
@@ -35,8 +34,7 @@ COLS: tl.constexpr = tl.constexpr(15)
 START: tl.constexpr = tl.constexpr(16)  # the index of the first element
 KEY: tl.constexpr = tl.constexpr(17)  # key_of the update's
 FIRST_PROGRAM: tl.constexpr = tl.constexpr(18)
-ONE_SCALE: tl.constexpr = tl.constexpr(19)  # bits: the first moment, the second, the master have one scale for all
-MEASURED: tl.constexpr = tl.constexpr(8)  # and whether the update counts for the resolution
+MEASURED: tl.constexpr = tl.constexpr(19)  # whether the update counts for the resolution
 WIDTH: tl.constexpr = tl.constexpr(20)
 
 
@@ -56,11 +54,17 @@ class MomentClass:
             before; "found": the tensor's amax, found by a launch before.
     """
 
-    dtype: Any
+    dtype: Any = None
     fmt: Any = None
     root: bool = False
     stochastic: bool = False
     scale: str = "block"
+
+    @classmethod
+    def of(cls, moment: MomentTensors) -> MomentClass:
+        """A moment's."""
+        scale = "previous" if moment.amax is not None else "found" if moment.needs_amax_first else "block"
+        return cls(DTYPES[moment.data.dtype], moment.fmt, moment.root, moment.stochastic, scale)
 
     @property
     def has_one_scale(self) -> bool:
@@ -74,17 +78,36 @@ class MasterClass:
 
     Attributes:
         kind: the reference's.
-        weight, rest: Triton's dtypes of the weight and of what its master has besides; None: nothing.
-        is_random, needs_bound: the reference's.
-        fmt: octavo's Format of a weight in codes, else None.
+        weight: Triton's dtype of the weight; uint8: codes of E4M3.
+        rest: of what its master has besides; None: nothing.
+        is_random: the reference's.
     """
 
     kind: str
     weight: Any
     rest: Any
     is_random: bool
-    needs_bound: bool
-    fmt: Any
+
+    @classmethod
+    def of(cls, master: Master) -> MasterClass:
+        """A master's."""
+        rest = None if master.rest is None else DTYPES[master.rest.dtype]
+        return cls(master.kind, DTYPES[master.weight.dtype], rest, master.is_random)
+
+    @property
+    def fmt(self) -> Any:
+        """The Format of a weight in codes, else None."""
+        return E4M3 if self.weight == tl.uint8 else None
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether it is written with a scale that a bound of the update gives."""
+        return self.fmt is not None or self.kind == "fp16_scaled"
+
+    @property
+    def limit(self) -> float:
+        """The most that a scaled one holds, times its scale."""
+        return FLOAT16_MAX if self.fmt is None else E4M3.max
 
 
 @dataclass(frozen=True)
@@ -102,11 +125,11 @@ class TensorClass:
 
     gradient: Any
     master: MasterClass
-    first: MomentClass
-    second: MomentClass
-    even: bool
-    square: bool
-    large: bool
+    first: MomentClass = MomentClass()
+    second: MomentClass = MomentClass()
+    even: bool = False
+    square: bool = False
+    large: bool = False
 
     @property
     def gradient_fmt(self) -> Any:
@@ -116,32 +139,17 @@ class TensorClass:
     @property
     def master_has_one_scale(self) -> bool:
         """Whether one scale, which the bound gives, serves the whole master."""
-        return self.master.needs_bound and not self.square
+        return self.master.is_scaled and not self.square
+
+    @property
+    def has_one_scale(self) -> bool:
+        """Whether anything of it has one scale for the whole tensor."""
+        return self.first.has_one_scale or self.second.has_one_scale or self.master_has_one_scale
 
     @property
     def has_random_moment(self) -> bool:
         """Whether a moment is rounded stochastically."""
         return self.first.stochastic or self.second.stochastic
-
-    @property
-    def is_random(self) -> bool:
-        """Whether anything is."""
-        return self.has_random_moment or self.master.is_random
-
-
-def moment_class(moment: MomentTensors | None) -> MomentClass:
-    """Of a moment, or of none."""
-    if moment is None:
-        return MomentClass(None)
-    scale = "previous" if moment.amax is not None else "found" if moment.needs_amax_first else "block"
-    return MomentClass(DTYPES[moment.data.dtype], moment.fmt, moment.root, moment.stochastic, scale)
-
-
-def master_class(master: Master) -> MasterClass:
-    """Of a weight and its master."""
-    rest = None if master.rest is None else DTYPES[master.rest.dtype]
-    fmt = E4M3 if isinstance(master, Fp8Weight) else None
-    return MasterClass(master.kind, DTYPES[master.weight.dtype], rest, master.is_random, master.needs_bound, fmt)
 
 
 class Place(NamedTuple):

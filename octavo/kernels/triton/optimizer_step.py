@@ -12,13 +12,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from octavo.kernels.reference.adam import AdamGroup
 from octavo.kernels.reference.fp8_weights import Fp8Weight
 from octavo.kernels.reference.optimizer_state import BLOCK, blocks_of
-from octavo.kernels.reference.optimizer_step import AdamGroup, SgdGroup, WeightUpdate
+from octavo.kernels.reference.optimizer_step import WeightUpdate
 from octavo.kernels.reference.random_bits import key_of
+from octavo.kernels.reference.sgd import SgdGroup
 from octavo.kernels.reference.step_numbers import ratio_of
 from octavo.kernels.triton.launch import config, is_capturing, on_its_device, workspace
-from octavo.kernels.triton.optimizer_state import DTYPES, MEASURED, TensorClass, master_class, moment_class
+from octavo.kernels.triton.optimizer_state import DTYPES, MasterClass, MomentClass, TensorClass
 from octavo.kernels.triton.step_kernel import StepClass, optimizer_step_kernel
 from octavo.kernels.triton.table import Tensors
 
@@ -32,8 +34,7 @@ class _Plan(NamedTuple):
         updates: of the weights, which must stay; without their gradients, which must not.
         table: int64, on the device.
         programs: how many.
-        classes: of the tensors.
-        one_scale, two_stages: whether any tensor has one scale, or finds its amax first.
+        steps: what each launch is compiled for.
         sent: what was last sent to the device: "gradients" and "groups", each (the values, the tensor).
         captured: the ids of such tensors that a CUDA graph reads.
     """
@@ -41,9 +42,7 @@ class _Plan(NamedTuple):
     updates: Sequence[WeightUpdate]
     table: Tensor
     programs: int
-    classes: tuple[TensorClass, ...]
-    one_scale: bool
-    two_stages: bool
+    steps: tuple[StepClass, ...]
     sent: dict[str, tuple[Any, Tensor]]
     captured: set[int]
 
@@ -60,10 +59,9 @@ def optimizer_step(
     plans = {} if plans is None else plans
     addresses = [update.gradient.data_ptr() for update in updates]
     rates = tuple(_address(group.lr) for group in groups)
-    key = (
-        tuple((id(u.master), u.gradient.dtype, a & 15 == 0) for u, a in zip(updates, addresses, strict=True)),
-        rates,
-    )
+    rule = (True, groups[0].decoupled, groups[0].clip) if isinstance(groups[0], AdamGroup) else (False, False, False)
+    weights = tuple((id(u.master), u.gradient.dtype, a & 15 == 0) for u, a in zip(updates, addresses, strict=True))
+    key = weights, rates, rule
     plan = plans.get(key)
     if plan is None:
         _check_capture("these weights or gradients are new to the optimizer")
@@ -71,7 +69,7 @@ def optimizer_step(
             captured = plans.get("captured", [])
             plans.clear()
             plans["captured"] = captured
-        plan = plans[key] = _plan_of(updates, rates)
+        plan = plans[key] = _plan_of(updates, rates, rule)
     if plan.programs == 0:
         for update in updates:
             update.step.add_(1 if skip is None else skip == 0)
@@ -84,36 +82,21 @@ def optimizer_step(
     if is_capturing():  # the graph will read them as they are: none is freed or written again
         plans.setdefault("captured", []).append((plan.table, gradients, options))
         plan.captured.update((id(gradients), id(options)))
-    _launch(plan.table, plan, gradients, options, groups[0], skip, grad_scale, resolution)
+    _launch(plan.table, plan, gradients, options, skip, grad_scale, resolution)
 
 
 @on_its_device
-def _launch(
-    table: Tensor,
-    plan: _Plan,
-    gradients: Tensor,
-    options: Tensor,
-    group: AdamGroup | SgdGroup,
-    skip: Tensor | None,
-    grad_scale: Tensor | None,
-    resolution: Tensor | None,
-) -> None:
-    chosen = config("optimizer_step", 64)
-    rule = (True, group.decoupled, group.clip) if isinstance(group, AdamGroup) else (False, False, False)
+def _launch(table: Tensor, plan: _Plan, *given: Tensor | None) -> None:
     work = workspace(table, 1 + 6 * table.shape[0])
-    for find in (True, False) if plan.two_stages else (False,):
+    for step in plan.steps:
         optimizer_step_kernel[(plan.programs,)](
             table,
-            gradients,
-            options,
-            skip,
-            grad_scale,
-            resolution,
+            *given,
             work,
             plan.programs,
             Tensors(table.shape[0]),
-            StepClass(plan.classes, *rule, chosen.block_r, chosen.tiles, plan.one_scale, find),
-            num_warps=chosen.num_warps,
+            step,
+            num_warps=config("optimizer_step", 64).num_warps,
             enable_fp_fusion=False,
         )
 
@@ -152,12 +135,13 @@ def _row_of(group: AdamGroup | SgdGroup) -> list[float]:
     return [lr, *rest, 0.0, 0.0]
 
 
-def _plan_of(updates: Sequence[WeightUpdate], rates: tuple[int, ...]) -> _Plan:
+def _plan_of(updates: Sequence[WeightUpdate], rates: tuple[int, ...], rule: tuple[bool, bool, bool]) -> _Plan:
     chosen = config("optimizer_step", 64)
     rows, programs = [], 0
     numbers: dict[TensorClass, int] = {}
     for update in updates:
-        height, cols, start = _shape(update)
+        height, cols = _shape(update)
+        start = update.first_row * update.gradient.shape[1]
         of = _class_of(update, height, cols, start)
         tiles = -(-height * blocks_of(cols) // chosen.block_r)
         if of.square:
@@ -173,14 +157,15 @@ def _plan_of(updates: Sequence[WeightUpdate], rates: tuple[int, ...]) -> _Plan:
                 start,
                 key_of(update.key),
                 programs,
-                _flags(update, of) if tiles else 0,
+                update.measured,
             ]
         )
         programs += -(-tiles // chosen.tiles)
     table = torch.tensor(rows, dtype=torch.int64).to(updates[0].gradient.device)
-    two_stages = any(moment.needs_amax_first for update in updates for moment in update.moments)
+    finds = (True, False) if any(m.needs_amax_first for update in updates for m in update.moments) else (False,)
+    steps = tuple(StepClass(tuple(numbers), *rule, chosen.block_r, chosen.tiles, find) for find in finds)
     kept = tuple(update._replace(gradient=update.master.weight, gradient_scale_inv=None) for update in updates)
-    return _Plan(kept, table, programs, tuple(numbers), any(row[-1] & 7 for row in rows), two_stages, {}, set())
+    return _Plan(kept, table, programs, steps, {}, set())
 
 
 def _is_square(update: WeightUpdate) -> bool:
@@ -188,16 +173,13 @@ def _is_square(update: WeightUpdate) -> bool:
     return isinstance(update.master, Fp8Weight) and update.master.has_blocks
 
 
-def _shape(update: WeightUpdate) -> tuple[int, int, int]:
-    """(rows, columns, the first element's index) as the kernel sees it: one row, where no block ends with a row."""
+def _shape(update: WeightUpdate) -> tuple[int, int]:
+    """(rows, columns) as the kernel sees them: one row, where no block ends with a row."""
     rows, cols = update.gradient.shape
-    start = update.first_row * cols
     scale_inv = update.gradient_scale_inv  # of a vector that is [n, 1], blocks lie along all of it
     has_rows = scale_inv is not None and scale_inv.shape[0] == rows
-    has_blocks = any(moment.fmt is not None and not moment_class(moment).has_one_scale for moment in update.moments)
-    if not _is_square(update) and not has_blocks and not has_rows:
-        rows, cols = 1, rows * cols
-    return rows, cols, start
+    has_blocks = any(m.fmt is not None and not MomentClass.of(m).has_one_scale for m in update.moments)
+    return (rows, cols) if _is_square(update) or has_blocks or has_rows else (1, rows * cols)
 
 
 def _class_of(update: WeightUpdate, rows: int, cols: int, start: int) -> TensorClass:
@@ -205,10 +187,9 @@ def _class_of(update: WeightUpdate, rows: int, cols: int, start: int) -> TensorC
     kept = [update.gradient, master.weight, master.rest, *(moment.data for moment in update.moments)]
     is_even = ((rows == 1 and not square) or cols % BLOCK == 0) and rows * cols % 16 == 0
     is_even = is_even and all(tensor.data_ptr() % 16 == 0 for tensor in kept if tensor is not None)
-    first, second = (moment_class(moment) for moment in (*update.moments, None, None)[:2])
+    first, second = (*map(MomentClass.of, update.moments), MomentClass(), MomentClass())[:2]
     is_large = start + rows * cols > 1 << 31
-    gradient = DTYPES[update.gradient.dtype]
-    return TensorClass(gradient, master_class(master), first, second, is_even, square, is_large)
+    return TensorClass(DTYPES[update.gradient.dtype], MasterClass.of(master), first, second, is_even, square, is_large)
 
 
 def _addresses(update: WeightUpdate) -> list[int]:
@@ -217,11 +198,5 @@ def _addresses(update: WeightUpdate) -> list[int]:
     found: list[Tensor | None] = [master.weight]
     for moment in (*update.moments, None, None)[:2]:
         found += [None] * 3 if moment is None else [moment.data, moment.scale_inv, moment.amax]
-    found += [master.rest, master.scale_inv, update.amax, update.step]
+    found += [master.rest, master.scale_inv, master.amax, update.step]
     return [0 if tensor is None else tensor.data_ptr() for tensor in found]
-
-
-def _flags(update: WeightUpdate, of: TensorClass) -> int:
-    """ONE_SCALE's bits, and MEASURED."""
-    bits = of.first.has_one_scale, of.second.has_one_scale, of.master_has_one_scale
-    return sum(1 << place for place, bit in enumerate(bits) if bit) + MEASURED.value * update.measured

@@ -7,12 +7,12 @@ a program runs the one of its tensor.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import triton
 import triton.language as tl
 
-from octavo.kernels.triton.adam import adam_tile
+from octavo.kernels.triton.adam import adam_moments, adam_weight, saturate
+from octavo.kernels.triton.master_weights import read_master, write_master
 from octavo.kernels.triton.optimizer_state import (
     CLASS,
     FIRST,
@@ -21,22 +21,26 @@ from octavo.kernels.triton.optimizer_state import (
     KEY,
     LR,
     MEASURED,
-    ONE_SCALE,
     REST,
     SECOND,
+    START,
     STEP_COUNT,
     WIDTH,
     Gradient,
     Scales,
+    TensorClass,
+    gradient_tile,
     place_in_square,
     place_of,
+    read_moment,
+    write_moment,
 )
-from octavo.kernels.triton.random_bits import with_number
-from octavo.kernels.triton.resolution import add_resolution
-from octavo.kernels.triton.sgd import sgd_tile
+from octavo.kernels.triton.random_bits import half, random_bits, with_number
+from octavo.kernels.triton.resolution import add_resolution, resolution_tile
+from octavo.kernels.triton.sgd import sgd_moment, sgd_weight
 from octavo.kernels.triton.step_numbers import adam_numbers, sgd_numbers
 from octavo.kernels.triton.table import find_tensor, pointer
-from octavo.kernels.triton.tiles import is_last_program, raise_amax, scale_from_amax, scale_inv_from_scale
+from octavo.kernels.triton.tiles import finite_abs, is_last_program, raise_amax, scale_from_amax, scale_inv_from_scale
 
 
 @dataclass(frozen=True)
@@ -44,23 +48,26 @@ class StepClass:
     """What a launch is compiled for.
 
     Attributes:
-        tensors: a TensorClass for each way in which tensors differ.
+        tensors: one for each way in which tensors differ.
         is_adam: else SGD.
         decoupled, clip: as AdamGroup's.
         blocks: a tile.
         tiles: a program.
-        any_one_scale: whether any tensor's moment or master has one scale.
         find: only find the amaxes of moments whose scale is "found".
     """
 
-    tensors: tuple[Any, ...]
+    tensors: tuple[TensorClass, ...]
     is_adam: bool
     decoupled: bool
     clip: bool
     blocks: int
     tiles: int
-    any_one_scale: bool
     find: bool
+
+    @property
+    def has_one_scale(self) -> bool:
+        """Whether any tensor's moment or master has one scale for the whole tensor."""
+        return any(tensor.has_one_scale for tensor in self.tensors)
 
 
 @triton.jit
@@ -89,18 +96,13 @@ def master_scales(row_ptr, n, square, DECOUPLED: tl.constexpr, LIMIT: tl.constex
 
 
 @triton.jit
-def note_square(row_ptr, square, scale, amax):
-    """Write a square's scale_inv and amax: no other program reads them."""
-    tl.store(pointer(row_ptr, REST + 1, tl.float32, False) + square, scale_inv_from_scale(scale, True))
-    tl.store(pointer(row_ptr, REST + 2, tl.float32, False) + square, amax)
-
-
-@triton.jit
-def note_scale(column_ptr, found_ptr, has, COUNT: tl.constexpr):
-    """Write the scale_inv and amax of tensors that have one, and clear where they were gathered."""
-    scale = tl.load(found_ptr + COUNT, mask=has, other=1, cache_modifier=".cg").to(tl.float32, bitcast=True)
+def note_scales(column_ptr, found_ptr, inside, COUNT: tl.constexpr):
+    """Write the scale_inv and amax of tensors that left a scale, and clear where these were gathered."""
+    scale = tl.load(found_ptr + COUNT, mask=inside, other=0, cache_modifier=".cg").to(tl.float32, bitcast=True)
+    has = scale > 0
     scale_inv_ptr = tl.load(column_ptr, mask=has, other=0).to(tl.pointer_type(tl.float32))
-    tl.store(scale_inv_ptr, tl.math.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale), mask=has)
+    scale_inv = tl.math.div_rn(tl.full(scale.shape, 1.0, tl.float32), tl.where(has, scale, 1.0))
+    tl.store(scale_inv_ptr, scale_inv, mask=has)
     found = tl.atomic_xchg(found_ptr, 0, mask=has, sem="relaxed").to(tl.float32, bitcast=True)
     amax = tl.load(column_ptr + 1, mask=has, other=0)
     tl.store(amax.to(tl.pointer_type(tl.float32)), found, mask=has & (amax != 0))
@@ -117,10 +119,8 @@ def finish(table_ptr, work_ptr, COUNT: tl.constexpr, ANY_ONE: tl.constexpr):
         step_ptr = tl.load(row_ptr + STEP_COUNT, mask=inside, other=0).to(tl.pointer_type(tl.float32))
         tl.store(step_ptr, tl.load(step_ptr, mask=inside, other=0.0) + 1.0, mask=inside)
         if ANY_ONE:
-            flags = tl.load(row_ptr + ONE_SCALE, mask=inside, other=0)
             for k in tl.static_range(3):
-                has = inside & ((flags >> k) & 1 != 0)
-                note_scale(row_ptr + FIRST + 1 + 3 * k, work_ptr + 1 + 2 * k * COUNT + index, has, COUNT)
+                note_scales(row_ptr + FIRST + 1 + 3 * k, work_ptr + 1 + 2 * k * COUNT + index, inside, COUNT)
 
 
 @triton.jit
@@ -135,56 +135,75 @@ def leave_scales(found_ptr, scales, OF: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
-def tile_step(
-    row_ptr,
-    gradient,
-    program,
-    i,  # which of the program's tiles
-    n,
-    scales,
-    key,
-    OF: tl.constexpr,
-    STEP: tl.constexpr,
-    MEASURE: tl.constexpr,
-):
-    """A tile's step: see adam_tile."""
-    if OF.square:
-        tl.static_assert(STEP.blocks <= 128)
-        place = place_in_square(row_ptr, program.to(tl.int64), i, STEP.blocks, OF.even)
-    else:
-        place = place_of(row_ptr, program * STEP.tiles + i, STEP.blocks, OF.even, OF.large)
-    if STEP.is_adam:
-        found = adam_tile(row_ptr, gradient, place, n, scales, key, OF, STEP, MEASURE)
-    else:
-        found = sgd_tile(row_ptr, gradient, place, n, scales, key, OF, STEP.find, MEASURE)
+def found_amax(wide, MOMENT: tl.constexpr):
+    """The amax of what a moment will store, where a launch only looks for it; else 0."""
+    found = 0.0
+    if MOMENT.scale == "found":
+        if MOMENT.root:
+            wide = tl.sqrt_rn(wide)
+        found = tl.max(tl.max(finite_abs(wide), 1), 0)
     return found
 
 
 @triton.jit
-def numbers_of(row_ptr, group_ptr, number, IS_ADAM: tl.constexpr):
-    """The numbers of a tensor's step."""
-    if IS_ADAM:
-        result = adam_numbers(group_ptr, tl.load(row_ptr + LR), number)
+def tile_step(row_ptr, gradient, place, n, scales, key, OF: tl.constexpr, STEP: tl.constexpr, MEASURE: tl.constexpr):
+    """A tile's step: (the amax found of the first moment, of the second, of the master), and resolution_tile's."""
+    MASTER: tl.constexpr = OF.master
+    FIRST_MOMENT: tl.constexpr = OF.first
+    SECOND_MOMENT: tl.constexpr = OF.second
+    w = read_master(row_ptr, place, scales.master_inv, MASTER, OF.even)
+    g = gradient_tile(gradient, place, n, scales, w, OF, not STEP.decoupled)
+    m = g
+    v = g
+    if FIRST_MOMENT.dtype is not None:
+        m = read_moment(row_ptr, FIRST, place, FIRST_MOMENT, OF.even)
+    if STEP.is_adam:
+        v = read_moment(row_ptr, SECOND, place, SECOND_MOMENT, OF.even)
+        m, v = adam_moments(m, v, g, n)
+    elif FIRST_MOMENT.dtype is not None:
+        m = sgd_moment(m, g, n)
+    before = w
+    if not STEP.find:
+        if STEP.is_adam:
+            w = adam_weight(w, m, v, n, STEP.decoupled, STEP.clip)
+        else:
+            w = sgd_weight(w, m, g, n, FIRST_MOMENT.dtype is not None)
+    if STEP.is_adam:
+        m, v = saturate(m, v, FIRST_MOMENT, SECOND_MOMENT)
+    moved = 0.0
+    grid = 0.0
+    found1 = 0.0
+    found2 = 0.0
+    found_w = 0.0
+    if STEP.find:
+        found1 = found_amax(m, FIRST_MOMENT)
+        found2 = found_amax(v, SECOND_MOMENT)
     else:
-        result = sgd_numbers(group_ptr, tl.load(row_ptr + LR), number)
-    return result
-
-
-@triton.jit
-def raise_moments(found_ptr, largest1, largest2, OF: tl.constexpr, COUNT: tl.constexpr, FIND: tl.constexpr):
-    """Raise the amaxes of moments that a launch of this kind looks for."""
-    LOOKED: tl.constexpr = "found" if FIND else "previous"
-    if OF.first.scale == LOOKED:
-        raise_amax(found_ptr, largest1)
-    if OF.second.scale == LOOKED:
-        raise_amax(found_ptr + 2 * COUNT, largest2)
-
-
-@triton.jit
-def note_resolution(row_ptr, resolution_ptr, moved, grid):
-    """Add a program's sums, of a tensor that is measured."""
-    if tl.load(row_ptr + ONE_SCALE) >= MEASURED:
-        add_resolution(resolution_ptr, moved, grid)
+        if MEASURE:
+            smallest = scales.master_inv * 2.0**-9 if MASTER.fmt is not None else 0.0
+            moved, grid = resolution_tile(place, before, w, smallest)
+        start = tl.load(row_ptr + START) + place.base
+        bits1 = 0
+        bits2 = 0
+        bits_w = 0
+        if STEP.is_adam:
+            if OF.has_random_moment:
+                drawn = random_bits(with_number(key, tl.full((), 0, tl.int64)), start, place.offsets, OF.large)
+                bits1 = half(drawn, False)
+                bits2 = half(drawn, True)
+            if MASTER.is_random:
+                drawn = random_bits(with_number(key, tl.full((), 1, tl.int64)), start, place.offsets, OF.large)
+                bits_w = half(drawn, False)
+        elif OF.has_random_moment or MASTER.is_random:
+            drawn = random_bits(key, start, place.offsets, OF.large)
+            bits1 = half(drawn, False)
+            bits_w = half(drawn, True)
+        if FIRST_MOMENT.dtype is not None:
+            found1 = write_moment(row_ptr, FIRST, place, m, bits1, scales.first, FIRST_MOMENT, OF.even)
+        if SECOND_MOMENT.dtype is not None:
+            found2 = write_moment(row_ptr, SECOND, place, v, bits2, scales.second, SECOND_MOMENT, OF.even)
+        found_w = write_master(row_ptr, place, w, bits_w, scales.master, MASTER, OF.even)
+    return found1, found2, found_w, moved, grid
 
 
 @triton.jit
@@ -206,11 +225,14 @@ def update_tensor(
     SECOND_MOMENT: tl.constexpr = OF.second
     number = tl.load(pointer(row_ptr, STEP_COUNT, tl.float32, False)).to(tl.int64) + 1
     key = with_number(tl.load(row_ptr + KEY).to(tl.uint32), number)
-    n = numbers_of(row_ptr, group_ptr, number, STEP.is_adam)
+    if STEP.is_adam:
+        n = adam_numbers(group_ptr, tl.load(row_ptr + LR), number)
+    else:
+        n = sgd_numbers(group_ptr, tl.load(row_ptr + LR), number)
     master = 1.0
     master_inv = 1.0
-    if MASTER.needs_bound:
-        LIMIT: tl.constexpr = 65504.0 if MASTER.fmt is None else MASTER.fmt.max
+    if MASTER.is_scaled:
+        LIMIT: tl.constexpr = MASTER.limit
         master, master_inv = master_scales(row_ptr, n, program if OF.square else 0, STEP.decoupled, LIMIT)
     grad_scale = None
     if grad_scale_ptr is not None:
@@ -226,21 +248,31 @@ def update_tensor(
     all_grid = 0.0
     MEASURE: tl.constexpr = resolution_ptr is not None
     for i in range(128 // STEP.blocks if OF.square else STEP.tiles):
-        found1, found2, found_w, moved, grid = tile_step(
-            row_ptr, gradient, program, i, n, scales, key, OF, STEP, MEASURE
-        )
+        if OF.square:
+            tl.static_assert(STEP.blocks <= 128)
+            place = place_in_square(row_ptr, program.to(tl.int64), i, STEP.blocks, OF.even)
+        else:
+            place = place_of(row_ptr, program * STEP.tiles + i, STEP.blocks, OF.even, OF.large)
+        found1, found2, found_w, moved, grid = tile_step(row_ptr, gradient, place, n, scales, key, OF, STEP, MEASURE)
         all_moved += moved
         all_grid += grid
         largest1 = tl.maximum(largest1, found1)
         largest2 = tl.maximum(largest2, found2)
         largest_w = tl.maximum(largest_w, found_w)
-    raise_moments(found_ptr, largest1, largest2, OF, COUNT, STEP.find)
+    LOOKED: tl.constexpr = "found" if STEP.find else "previous"
+    if FIRST_MOMENT.scale == LOOKED:
+        raise_amax(found_ptr, largest1)
+    if SECOND_MOMENT.scale == LOOKED:
+        raise_amax(found_ptr + 2 * COUNT, largest2)
     if not STEP.find:
         if MEASURE:
-            note_resolution(row_ptr, resolution_ptr, all_moved, all_grid)
-        if OF.square:
-            note_square(row_ptr, program, master, largest_w)
-        elif MASTER.needs_bound:
+            if tl.load(row_ptr + MEASURED) != 0:
+                add_resolution(resolution_ptr, all_moved, all_grid)
+        if OF.square:  # no other program reads the square's scale_inv and amax
+            scale_inv_ptr = pointer(row_ptr, REST + 1, tl.float32, False)
+            tl.store(scale_inv_ptr + program, scale_inv_from_scale(master, True))
+            tl.store(pointer(row_ptr, REST + 2, tl.float32, False) + program, largest_w)
+        elif MASTER.is_scaled:
             raise_amax(found_ptr + 4 * COUNT, largest_w)
         if program == 0:
             leave_scales(found_ptr, scales, OF, COUNT)
@@ -278,4 +310,4 @@ def optimizer_step_kernel(
             )
     if not STEP.find:
         if is_last_program(work_ptr, programs):
-            finish(table_ptr, work_ptr, COUNT, STEP.any_one_scale)
+            finish(table_ptr, work_ptr, COUNT, STEP.has_one_scale)

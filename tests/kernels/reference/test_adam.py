@@ -1,5 +1,6 @@
 import itertools
 import math
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -7,20 +8,32 @@ from torch import Tensor
 
 from octavo import E4M3, E5M2
 from octavo.formats import E4M4, Format
-from octavo.kernels.reference import adam, optimizer_state
-from octavo.kernels.reference.adam import AdamStep, adam_update
+from octavo.kernels.reference import optimizer_state
+from octavo.kernels.reference.adam import AdamGroup
 from octavo.kernels.reference.master_weights import MasterWeight
-from octavo.kernels.reference.optimizer_state import MomentTensors, blocks_of, pieces, scales_of_all
+from octavo.kernels.reference.optimizer_state import MomentTensors, blocks_of
+from octavo.kernels.reference.optimizer_step import WeightUpdate, optimizer_step
 from octavo.kernels.reference.step_numbers import adam_max_update, bound_after
 from octavo.numerics import scale_from_amax
 
 SHAPES = [(1, 1), (3, 31), (5, 128), (4, 300), (2, 1000)]
 
 
-def step(number: int, **changed: object) -> AdamStep:
-    values = {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.0, "step": number}
-    values |= {"decoupled": True, "maximize": False, "max_update": None, "key": 5}
-    return AdamStep(**{**values, **changed})
+class Step(NamedTuple):
+    number: int
+    group: AdamGroup
+    key: int
+
+
+def step(number: int, key: int = 5, **changed: Any) -> Step:
+    return Step(number, AdamGroup(0.01, 0.9, 0.99, 1e-8, 0.0, False, True, False)._replace(**changed), key)
+
+
+def adam_update(
+    master: MasterWeight, grad: Tensor, first: MomentTensors, second: MomentTensors, h: Step, first_row: int = 0
+) -> None:
+    done = torch.tensor(float(h.number - 1))
+    optimizer_step([WeightUpdate(master, (first, second), grad, done, h.key, 0, first_row)], [h.group])
 
 
 def codes(
@@ -62,7 +75,7 @@ def test_float32_is_torchs_bit_for_bit(shape, decoupled, decay, maximize, monkey
         before = theirs.grad.clone()
         optimizer.step()
         h = step(number, weight_decay=decay, decoupled=decoupled, maximize=maximize)
-        adam_update(MasterWeight(ours, "weight"), None, before, *moments, h)
+        adam_update(MasterWeight(ours, "weight"), before, *moments, h)
         assert torch.equal(before, theirs.grad)
     assert torch.equal(ours, theirs)
     state = optimizer.state[theirs]
@@ -80,16 +93,15 @@ def test_the_master_is_updated_and_the_weight_follows(kind, lr, most):
     exact, moments = start.float(), fp32(shape)
     rest = {"split32": torch.int16, "split24": torch.int8, "fp16_scaled": torch.float16}.get(kind)
     master = MasterWeight(start.clone(), kind, None if rest is None else torch.zeros(shape, dtype=rest))
-    amax = None
     if kind == "fp16_scaled":
-        amax = start.abs().max().float().view(1, 1)
-        scale = scale_from_amax(amax, 65504.0, True, 0)
+        master.amax = start.abs().max().float().view(1, 1)
+        scale = scale_from_amax(master.amax, 65504.0, True, 0)
         master.rest, master.scale_inv = (start.float() * scale).half(), 1 / scale
     own = fp32(shape)
     for number in range(1, 101):
-        grad, limit = torch.randn(shape) + 0.5, adam_max_update(number, 0.9, 0.99)
-        adam_update(MasterWeight(exact, "weight"), None, grad, *moments, step(number, lr=lr, max_update=limit))
-        adam_update(master, amax, grad, *own, step(number, lr=lr, max_update=limit))
+        grad = torch.randn(shape) + 0.5
+        adam_update(MasterWeight(exact, "weight"), grad, *moments, step(number, lr=lr, clip=True))
+        adam_update(master, grad, *own, step(number, lr=lr, clip=True))
     found = torch.empty(shape)
     for piece in optimizer_state.pieces(*shape):
         piece.of(found).copy_(master.read(piece))
@@ -111,13 +123,13 @@ def test_rows_split_over_ranks_are_as_the_whole(kind, cols, cuts, monkeypatch):
     rest = torch.zeros(shape, dtype=torch.int8) if kind == "split24" else None
     gradients = [torch.randn(shape) for _ in range(4)]
     for number, grad in enumerate(gradients, 1):
-        adam_update(MasterWeight(whole, kind, rest), None, grad, *moments, step(number))
+        adam_update(MasterWeight(whole, kind, rest), grad, *moments, step(number))
     monkeypatch.setattr(optimizer_state, "PIECE", 256)  # nor do pieces matter
     for first, last in itertools.pairwise(cuts):
         part, own = weight[first:last].clone(), fp8((last - first, cols))
         left = torch.zeros(part.shape, dtype=torch.int8) if kind == "split24" else None
         for number, grad in enumerate(gradients, 1):
-            adam_update(MasterWeight(part, kind, left), None, grad[first:last], *own, step(number), first_row=first)
+            adam_update(MasterWeight(part, kind, left), grad[first:last], *own, step(number), first_row=first)
         assert torch.equal(part, whole[first:last])
         for mine, all_of_it in zip(own, moments, strict=True):
             assert torch.equal(mine.data, all_of_it.data[first:last])
@@ -128,9 +140,7 @@ def test_random_bits_are_those_of_the_key_and_the_step():
     def moments_after(number: int, key: int) -> list[Tensor]:
         moments = fp8((3, 300))
         torch.manual_seed(1)
-        adam_update(
-            MasterWeight(torch.ones(3, 300), "weight"), None, torch.randn(3, 300), *moments, step(number, key=key)
-        )
+        adam_update(MasterWeight(torch.ones(3, 300), "weight"), torch.randn(3, 300), *moments, step(number, key=key))
         return [moment.data for moment in moments]
 
     again = zip(moments_after(1, 5), moments_after(1, 5), strict=True)
@@ -143,7 +153,7 @@ def test_moments_are_rounded_with_bits_of_their_own():
     # equal moments would be rounded equally by equal bits
     grad = torch.rand(3, 300) + 0.5
     first, second = codes(E4M3, (3, 300)), codes(E4M3, (3, 300))
-    adam_update(MasterWeight(torch.ones(3, 300), "weight"), None, grad, first, second, step(1))
+    adam_update(MasterWeight(torch.ones(3, 300), "weight"), grad, first, second, step(1))
     ups = [(values(m) / c > grad**p).float() for m, c, p in ((first, 0.1, 1), (second, 0.01, 2))]
     assert abs(float(torch.corrcoef(torch.stack([u.flatten() for u in ups]))[0, 1])) < 0.15
 
@@ -161,7 +171,7 @@ def test_one_scale_from_the_current_amax_is_as_by_hand(both, root, monkeypatch):
         grad = torch.randn(shape) * 10.0**-number
         m, v = values(first).lerp(grad, 1 - 0.9), values(second).mul(0.99).addcmul(grad, grad, value=1 - 0.99)
         before = weight.clone()
-        adam_update(MasterWeight(weight, "weight"), None, grad, first, second, step(number))
+        adam_update(MasterWeight(weight, "weight"), grad, first, second, step(number))
         denominator = v.sqrt().div((1 - 0.99**number) ** 0.5).add(1e-8)
         assert torch.equal(weight, before.addcdiv(m, denominator, value=-0.01 / (1 - 0.9**number)))
         for moment, wide in ((first, m), (second, v.sqrt() if root else v)):
@@ -191,7 +201,7 @@ def test_the_previous_amax_scales_the_next_step():
         before = first.amax.clone(), second.amax.clone()
         wide = values(first).lerp(grad, 1 - 0.9)
         m = m.lerp(grad, 1 - 0.9)
-        adam_update(MasterWeight(weight, "weight"), None, grad, first, second, step(number))
+        adam_update(MasterWeight(weight, "weight"), grad, first, second, step(number))
         assert torch.equal(first.scale_inv, scale_from_amax(before[0], 448.0, False, 0).reciprocal())
         assert torch.equal(second.scale_inv, scale_from_amax(before[1], 57344.0, False, 0).reciprocal())
         assert torch.equal(first.amax, wide.abs().max().view(1, 1))
@@ -202,14 +212,13 @@ def test_the_previous_amax_scales_the_next_step():
 def test_an_update_is_clipped_to_the_bound(betas):
     shape, lr = (2, 200), 2.0**-4
     for number in (1, 2, 50):
-        limit = adam_max_update(number, *betas)
         first, second = fp32(shape)
         first.data.copy_(torch.randn(shape) * 10)  # beside second moments of 0
         weight = torch.zeros(shape)
-        h = step(number, lr=lr, beta1=betas[0], beta2=betas[1], max_update=limit)
-        adam_update(MasterWeight(weight, "weight"), None, torch.zeros(shape), first, second, h)
+        h = step(number, lr=lr, beta1=betas[0], beta2=betas[1], clip=True)
+        adam_update(MasterWeight(weight, "weight"), torch.zeros(shape), first, second, h)
         if betas[0]:
-            assert torch.allclose(weight.abs(), torch.tensor(lr * limit))
+            assert torch.allclose(weight.abs(), torch.tensor(lr * adam_max_update(number, *betas)))
             assert torch.equal(weight.sign(), -first.data.sign())
 
 
@@ -220,32 +229,33 @@ def test_clipping_does_not_change_exact_adam(betas):
     moments, others = fp32(shape), fp32(shape)
     for number in range(1, 30):
         grad = torch.randn(shape) * torch.randn(shape).mul(4).exp()
-        h = step(number, beta1=betas[0], beta2=betas[1], max_update=adam_max_update(number, *betas))
-        adam_update(MasterWeight(clipped, "weight"), None, grad, *moments, h)
-        adam_update(MasterWeight(free, "weight"), None, grad, *others, h._replace(max_update=None))
+        h = step(number, beta1=betas[0], beta2=betas[1], clip=True)
+        adam_update(MasterWeight(clipped, "weight"), grad, *moments, h)
+        adam_update(MasterWeight(free, "weight"), grad, *others, h._replace(group=h.group._replace(clip=False)))
     assert torch.allclose(clipped, free, rtol=1e-5, atol=1e-7)
 
 
-def scaled_master(weight: Tensor) -> tuple[MasterWeight, Tensor]:
+def scaled_master(weight: Tensor) -> MasterWeight:
     amax = weight.abs().max().float().view(1, 1)
     scale = scale_from_amax(amax, 65504.0, True, 0)
-    return MasterWeight(weight.bfloat16(), "fp16_scaled", (weight * scale).half(), 1 / scale), amax.clone()
+    return MasterWeight(weight.bfloat16(), "fp16_scaled", (weight * scale).half(), 1 / scale, amax.clone())
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.5, 30.0])
 def test_a_scaled_master_never_overflows(decay):
     # one element sees the gradients that move it most, the others none or any
     beta1, beta2, steps, lr = 0.9, 0.999, 60, 0.1
-    master, amax = scaled_master(torch.randn(2, 200) * 1e-3)
+    master = scaled_master(torch.randn(2, 200) * 1e-3)
     moments = fp32((2, 200))
     for number in range(1, steps + 1):
         grad = torch.randn(2, 200)
         grad[0] = (beta1 / beta2) ** (steps - number)
-        h = step(number, lr=lr, beta2=beta2, weight_decay=decay, max_update=adam_max_update(number, beta1, beta2))
-        bound = float(bound_after(amax, lr, h.max_update, decay))
-        adam_update(master, amax, grad, *moments, h)
+        h = step(number, lr=lr, beta2=beta2, weight_decay=decay, clip=True)
+        bound = float(bound_after(master.amax, lr, adam_max_update(number, beta1, beta2), decay))
+        adam_update(master, grad, *moments, h)
         assert master.rest.isfinite().all()
-        assert float(amax) == float((master.rest.float() * master.scale_inv).abs().max()) <= bound * (1 + 2.0**-10)
+        held = float((master.rest.float() * master.scale_inv).abs().max())
+        assert float(master.amax) == held <= bound * (1 + 2.0**-10)
     assert math.log2(float(master.scale_inv)) % 1 == 0
 
 
@@ -253,10 +263,10 @@ def test_a_scaled_master_that_was_rounded_up_does_not_overflow():
     # beside a large bound a weight is a subnormal float16, rounded up by 1 %; the next bound is small
     weight = torch.full((1, 200), 65504 * 2.0**-50)
     for factor in torch.linspace(0.5, 1, 60).tolist():
-        master, amax = scaled_master(weight * factor)
+        master = scaled_master(weight * factor)
         moments = fp32((1, 200))
         for number, lr in enumerate((1e-5, 0.0, 0.0), 1):
-            adam_update(master, amax, torch.zeros(1, 200), *moments, step(number, lr=lr, max_update=1.0))
+            adam_update(master, torch.zeros(1, 200), *moments, step(number, lr=lr, clip=True))
             assert master.rest.isfinite().all()
 
 
@@ -266,21 +276,8 @@ def test_gradients_of_other_dtypes_and_empty_ones():
         found = []
         for g in (grad.to(dtype), grad.float()):
             weight, moments = torch.zeros(3, 200), fp8((3, 200))
-            adam_update(MasterWeight(weight, "weight"), None, g, *moments, step(1))
+            adam_update(MasterWeight(weight, "weight"), g, *moments, step(1))
             found.append(weight)
         assert torch.equal(*found)
     for shape in ((0, 5), (5, 0)):
-        adam_update(MasterWeight(torch.zeros(shape), "weight"), None, torch.zeros(shape), *fp8(shape), step(1))
-
-
-def test_the_first_pass_leaves_everything_as_it_is(monkeypatch):
-    shape = (2, 300)
-    first, second = MomentTensors(torch.rand(shape)), codes(E4M4, shape, True, per_tensor=True)
-    second.data.random_(0, 255)
-    weight = torch.randn(shape)
-    before = first.data.clone(), second.data.clone(), weight.clone()
-    given = MasterWeight(weight, "weight"), torch.randn(shape), first, second, step(1)
-    new = (adam._moments(piece, *given, keep=True) for piece in pieces(*shape))
-    assert [scale is None for scale in scales_of_all((first, second), new)] == [True, False]
-    for now, then in zip((first.data, second.data, weight), before, strict=True):
-        assert torch.equal(now, then)
+        adam_update(MasterWeight(torch.zeros(shape), "weight"), torch.zeros(shape), *fp8(shape), step(1))

@@ -231,6 +231,6 @@ def test_pieces_of_any_size_give_the_same(kind, blocks, size, monkeypatch):
 @each_kind
 def test_what_it_says_of_itself(kind):
     m = weight(kind, (130, 300), blocks=True)
-    assert m.is_random is (kind != "fp8_fp32") and m.needs_bound and m.has_blocks
+    assert m.is_random is (kind != "fp8_fp32") and m.has_blocks
     assert not weight(kind, (130, 300)).has_blocks
     assert not weight(kind, (128, 128), blocks=True).has_blocks  # one block is all

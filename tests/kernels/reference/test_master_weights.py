@@ -38,9 +38,9 @@ def master(kind: str, shape: tuple[int, int] = SHAPE) -> MasterWeight:
 
 
 def write(m: MasterWeight, wide: Tensor, bits: Tensor | None = None, *scale_and_found: Tensor) -> None:
+    m.scale, m.found = scale_and_found or (None, None)
     for piece in pieces(*wide.shape):
-        bits16 = None if bits is None else piece.of(bits)
-        m.write(piece, piece.of(wide.clone()), bits16, *(scale_and_found or (None, None)))
+        m.write(piece, piece.of(wide.clone()), None if bits is None else piece.of(bits))
 
 
 def read(m: MasterWeight) -> Tensor:
@@ -133,7 +133,7 @@ def test_a_float32_weight_is_its_own_master():
     for piece in pieces(*SHAPE):
         assert m.read(piece).data_ptr() == piece.of(m.weight).data_ptr()
         m.read(piece).fill_(2.0)
-        m.write(piece, m.read(piece), None, None, None)
+        m.write(piece, m.read(piece), None)
     assert (m.weight == 2.0).all()
 
 

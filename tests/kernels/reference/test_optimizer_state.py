@@ -10,14 +10,13 @@ from octavo.kernels.reference import optimizer_state
 from octavo.kernels.reference.optimizer_state import (
     BLOCK,
     PIECE,
-    CodedGradient,
     MomentTensors,
     as_matrix_shape,
     blocks_of,
     finite_amax,
-    gradient_of,
     pieces,
 )
+from octavo.kernels.reference.optimizer_step import WeightUpdate
 
 COLS = [1, 31, 127, 128, 129, 4095]
 CPU = torch.device("cpu")
@@ -34,7 +33,8 @@ def write(moment: MomentTensors, values: Tensor, scale: Tensor | None = None, fo
     for piece in pieces(*values.shape):
         wide = piece.of(values.clone())
         bits16 = torch.randint(0, 1 << 16, wide.shape, dtype=torch.int32) if moment.stochastic else None
-        moment.write(piece, wide, bits16, scale, found)
+        moment.scale, moment.found = scale, found
+        moment.write(piece, wide, bits16)
 
 
 def read(moment: MomentTensors) -> Tensor:
@@ -226,12 +226,13 @@ def test_a_gradient_in_codes(shape, vector):
     pair = quantize(values.view(1, -1) if vector else values, E4M3, PerBlock(1, BLOCK))
     expected = pair.dequantize()
     rows = (expected.numel(), 1) if vector else shape
-    grad = CodedGradient(pair.qdata.view(torch.uint8).view(rows), pair.scale_inv)
+    codes = pair.qdata.view(torch.uint8).view(rows)
+    update = WeightUpdate(None, (), codes, None, 0, 0, 0, pair.scale_inv)  # type: ignore[arg-type]
     found = torch.empty(rows)
     for piece in pieces(*rows, first_row=7):
-        piece.of(found).copy_(gradient_of(piece, grad, 1.0, False))
-        third = gradient_of(piece, grad, 3.0, True)
-        assert torch.equal(third.nan_to_num(), -(gradient_of(piece, grad, 1.0, False) / 3.0).nan_to_num())
+        piece.of(found).copy_(update.gradient_of(piece, 1.0, False))
+        third = update.gradient_of(piece, 3.0, True)
+        assert torch.equal(third.nan_to_num(), -(update.gradient_of(piece, 1.0, False) / 3.0).nan_to_num())
     assert torch.equal(found.view(expected.shape).nan_to_num(), expected.nan_to_num())
     assert int(found.isnan().sum()) == 1
 

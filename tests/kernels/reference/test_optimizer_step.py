@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.kernels.reference.adam import AdamStep, adam_update
+from octavo.kernels.reference.adam import AdamGroup
 from octavo.kernels.reference.master_weights import MasterWeight
-from octavo.kernels.reference.optimizer_step import AdamGroup, SgdGroup, WeightUpdate, adam_step, optimizer_step
-from octavo.kernels.reference.sgd import SgdStep, sgd_update
-from octavo.kernels.reference.step_numbers import adam_max_update
+from octavo.kernels.reference.optimizer_step import WeightUpdate, optimizer_step
+from octavo.kernels.reference.sgd import SgdGroup
 from octavo.optim.moment import NAMED
 from tests.support.coded_gradients import coded
 
@@ -33,7 +32,7 @@ def weights(groups: list[Any]) -> list[WeightUpdate]:
         )
         master = MasterWeight(torch.randn(shape).bfloat16(), "stochastic")
         step = torch.tensor(float(number))
-        found.append(WeightUpdate(master, stored, None, torch.randn(shape), step, 5 + number, number % 2, 7 * number))
+        found.append(WeightUpdate(master, stored, torch.randn(shape), step, 5 + number, number % 2, 7 * number))
     return found
 
 
@@ -45,21 +44,6 @@ def equal(a: list[WeightUpdate], b: list[WeightUpdate]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(tensors(a), tensors(b), strict=True))
 
 
-def alone(update: WeightUpdate, groups: list[Any], divisor: float) -> None:
-    """The update by hand."""
-    number, key = int(update.step) + 1, update.key
-    if groups is ADAM:
-        lr, beta1, beta2, eps, decay, maximize, decoupled, clip = groups[update.group]
-        most = adam_max_update(number, beta1, beta2) if clip else None
-        h = AdamStep(float(lr), beta1, beta2, eps, decay, number, decoupled, maximize, most, key, divisor)
-        adam_update(update.master, None, update.gradient, *update.moments, h, update.first_row)
-    else:
-        lr, *rest = groups[update.group]
-        numbers = SgdStep(float(lr), *rest, number, key, divisor)
-        sgd_update(update.master, update.gradient, update.moments[0], numbers, update.first_row)
-    update.step.add_(1)
-
-
 @pytest.mark.parametrize("divisor", [None, 4.0])
 @pytest.mark.parametrize("groups", [ADAM, SGD], ids=["Adam", "SGD"])
 def test_each_is_updated_by_its_group(groups: list[Any], divisor: float | None) -> None:
@@ -68,7 +52,8 @@ def test_each_is_updated_by_its_group(groups: list[Any], divisor: float | None) 
     for _ in range(3):
         optimizer_step(ours, groups, None, scale)
         for update in theirs:
-            alone(update, groups, divisor or 1.0)
+            divided = update._replace(group=0, gradient=update.gradient / (divisor or 1.0))
+            optimizer_step([divided], [groups[update.group]])
     assert equal(ours, theirs) and not equal(ours, weights(groups))
     assert [float(update.step) for update in ours] == [3.0, 4.0, 5.0, 6.0]
 
@@ -88,13 +73,6 @@ def test_without_momentum_nothing_is_kept() -> None:
     update = weights(SGD)[1]._replace(moments=(), master=MasterWeight(torch.ones(3, 300), "weight"))
     optimizer_step([update], [SGD[0], SgdGroup(0.5, 0.0, 0.0, 0.0, False, False)])
     assert torch.equal(update.master.weight, 1 - 0.5 * update.gradient)
-
-
-def test_a_steps_numbers() -> None:
-    h = adam_step(ADAM[1]._replace(clip=True), 3, 7, 2.0)
-    expected = AdamStep(0.5, 0.5, 0.9, 1e-6, 0.0, 3, False, True, adam_max_update(3, 0.5, 0.9), 7, 2.0)
-    assert h == expected
-    assert adam_step(ADAM[1], 3, 7, 2.0).max_update is None
 
 
 @pytest.mark.parametrize("groups", [ADAM, SGD], ids=["Adam", "SGD"])

@@ -6,11 +6,13 @@ from torch import Tensor
 
 from octavo import PerBlock, PerTensor
 from octavo.formats import E4M3
+from octavo.kernels.reference.adam import AdamGroup
 from octavo.kernels.reference.fp8_weights import Fp8Weight
 from octavo.kernels.reference.master_weights import MasterWeight
 from octavo.kernels.reference.optimizer_state import pieces
-from octavo.kernels.reference.optimizer_step import AdamGroup, SgdGroup, WeightUpdate, optimizer_step
+from octavo.kernels.reference.optimizer_step import WeightUpdate, optimizer_step
 from octavo.kernels.reference.resolution import add_resolution
+from octavo.kernels.reference.sgd import SgdGroup
 from octavo.optim.moment import NAMED
 from octavo.tensor.stored_weight import StoredWeight
 
@@ -73,7 +75,6 @@ def test_a_step_adds_the_measured_weights_sums(rule):
         update = WeightUpdate(
             MasterWeight(w, "weight"),
             tuple(moments),
-            None,
             torch.randn(5, 300),
             torch.tensor(0.0),
             0,

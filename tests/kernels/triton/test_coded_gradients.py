@@ -100,7 +100,7 @@ def test_a_plan_for_codes_and_one_for_floats(kernels: TritonKernels) -> None:
     ]
     both.step()
     (plain, other) = both.plans.values()
-    assert [plan.classes[0].gradient_fmt for plan in (plain, other)] == [None, E4M3]
+    assert [plan.steps[0].tensors[0].gradient_fmt for plan in (plain, other)] == [None, E4M3]
     sent = other.sent["gradients"]
     both.ours, both.theirs = ([doubled(update) for update in updates] for updates in (both.ours, both.theirs))
     both.step()

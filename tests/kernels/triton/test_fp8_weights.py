@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from octavo import E4M3, PerTensor
+from octavo.kernels.reference.adam import AdamGroup
 from octavo.kernels.reference.fp8_weights import Fp8Weight
-from octavo.kernels.reference.optimizer_step import AdamGroup, WeightUpdate
+from octavo.kernels.reference.optimizer_step import WeightUpdate
 from octavo.optim.moment import NAMED, Moment
 from tests.support.coded_gradients import coded
 from tests.support.fp8_weights import RESTS, amax_of, read, store, values_of, weight
@@ -50,10 +51,9 @@ def fp8_update(
     """A weight with a state of 0; its values, and so its blocks' scales, differ by orders of magnitude."""
     values = values_of(shape)
     held = weight(kind, shape, blocks)
-    amax = store(held, values)
-    return update_of(shape, moments, gradient=GRADIENTS[number % 3], number=number, first_row=first_row)._replace(
-        master=held, amax=amax
-    )
+    store(held, values)
+    update = update_of(shape, moments, gradient=GRADIENTS[number % 3], number=number, first_row=first_row)
+    return update._replace(master=held)
 
 
 def with_ordinary(updates: Iterable[WeightUpdate], moments: Sequence[Moment]) -> list[WeightUpdate]:
@@ -120,7 +120,7 @@ def test_aligned_blocks_are_read_in_vectors(blocks: bool, kernels: TritonKernels
     both = Both(kernels, updates, [ADAM, OTHER])
     both.steps(1)
     (plan,) = both.plans.values()
-    assert [of.even for of in plan.classes] == [True] * 5 + [False]
+    assert [of.even for of in plan.steps[0].tensors] == [True] * 5 + [False]
 
 
 def test_scales_follow_the_weights(kernels: TritonKernels) -> None:
@@ -130,7 +130,7 @@ def test_scales_follow_the_weights(kernels: TritonKernels) -> None:
     for update in updates:  # zeros in all blocks but the last
         values = torch.zeros(130, 200)
         values[128:, 128:] = 1e6 * torch.randn(2, 72)
-        update.amax.copy_(store(update.master, values))
+        store(update.master, values)
     both = Both(kernels, updates, [group])
     before = [update.master.scale_inv.cpu().clone() for update in both.ours]
     both.steps(2)
@@ -148,7 +148,7 @@ def test_amaxes_are_those_of_what_is_stored(kernels: TritonKernels) -> None:
     both.steps(1)
     for update in both.ours:
         found = moved(update, torch.device("cpu"))
-        assert torch.equal(found.amax, amax_of(read(found.master), found.amax.shape))
+        assert torch.equal(found.master.amax, amax_of(read(found.master), found.master.amax.shape))
 
 
 @each_granularity
@@ -163,7 +163,7 @@ def test_a_fault_stays_where_it_is(blocks: bool, kernels: TritonKernels) -> None
     for update in both.ours:
         spoilt = (update.master.weight.cpu() & 0x7F) == 0x7F
         assert spoilt.nonzero().tolist() == [list(place) for place in zip(rows, cols, strict=True)]
-        assert update.amax.isfinite().all() and update.master.scale_inv.isfinite().all()
+        assert update.master.amax.isfinite().all() and update.master.scale_inv.isfinite().all()
 
 
 @each_granularity
@@ -202,8 +202,8 @@ def test_rows_further_on(first_row: int, kernels: TritonKernels) -> None:
 def test_nothing_to_update(kind: str, kernels: TritonKernels) -> None:
     update = fp8_update((3, 5), kind)
     rest = None if update.master.rest is None else update.master.rest[:0]
-    held = Fp8Weight(update.master.weight[:0], kind, update.master.scale_inv, rest)
-    empty = update_of((0, 5), NAMED["fp8"], number=1)._replace(master=held, amax=torch.zeros(1, 1))
+    held = Fp8Weight(update.master.weight[:0], kind, update.master.scale_inv, rest, torch.zeros(1, 1))
+    empty = update_of((0, 5), NAMED["fp8"], number=1)._replace(master=held)
     both = Both(kernels, [empty, update], [ADAM, OTHER])
     both.steps(2)
     assert [float(found.step) for found in both.ours] == [2.0, 2.0]

@@ -63,13 +63,14 @@ def test_a_master(kind: str, dtype: torch.dtype, shape: tuple[int, int], faults:
     given = [x.to(kernels.device) for x in (new, bits, scales)]
     even = shape == (4, 256)
     programs = -(-shape[0] * blocks_of(shape[1]) // 4)
-    of = kernels.module("optimizer_state").master_class(theirs)
+    of = kernels.module("optimizer_state").MasterClass.of(theirs)
     kernel = kernels.module("tests.support.optimizer_tile_kernels").master_kernel
     kernel[(programs,)](row, wide, *given, found, of, even, 4, enable_fp_fusion=False)
-    amax, scale = torch.zeros(1, 1), scales[1].view(1, 1)
+    amax = theirs.found = torch.zeros(1, 1)
+    theirs.scale = scales[1].view(1, 1)
     for piece in pieces(*shape):
         assert same(piece.of(wide.cpu()), theirs.read(piece))
-        theirs.write(piece, piece.of(new).clone(), piece.of(bits), scale, amax)
+        theirs.write(piece, piece.of(new).clone(), piece.of(bits))
     assert same(weight.cpu(), theirs.weight)
     assert rest is None or same(rest.cpu(), theirs.rest)
     assert float(found.max()) == float(amax)

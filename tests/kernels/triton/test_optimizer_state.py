@@ -84,14 +84,14 @@ def test_a_moment(fmt: Any, options: Any, scale: int, shape: tuple[int, int], ke
     row = row_of(kernels, ROWS=shape[0], COLS=shape[1], **columns)
     found = torch.full((64,), -1.0, device=kernels.device)
     given = [x.to(kernels.device) for x in (new, bits, one)]
-    flags = kernels.module("optimizer_state").moment_class(theirs), is_even(*shape), 4
+    flags = kernels.module("optimizer_state").MomentClass.of(theirs), is_even(*shape), 4
     launch(kernels, "moment_kernel", shape, 4, row, wide, *given, found, *flags)
     amax = torch.zeros(1, 1)
     with correct_roots():
         for piece in pieces(*shape):
             assert torch.equal(piece.of(wide.cpu()), theirs.read(piece))
-            scales = (one, amax if scale == 1 else None) if scale else (None, None)
-            theirs.write(piece, piece.of(new.clone()).clone(), piece.of(bits), *scales)
+            theirs.scale, theirs.found = (one, amax if scale == 1 else None) if scale else (None, None)
+            theirs.write(piece, piece.of(new.clone()).clone(), piece.of(bits))
     assert torch.equal(data.cpu(), theirs.data)
     assert inv is None or torch.equal(inv.cpu(), theirs.scale_inv)
     assert float(found.max()) == float(amax)
@@ -105,9 +105,8 @@ def test_a_gradient(dtype: torch.dtype, coupled: bool, even: bool, kernels: Trit
     weight, grad, scale_inv = torch.randn(shape), torch.randn(shape).to(dtype), None
     wide = grad.float()
     state = kernels.module("optimizer_state")
-    none = state.moment_class(None)
     stored_as = state.DTYPES[torch.uint8 if dtype == torch.float8_e4m3fn else dtype]
-    of = state.TensorClass(stored_as, None, none, none, even, False, False)
+    of = state.TensorClass(stored_as, None, even=even)
     if dtype == torch.float8_e4m3fn:
         scale_inv = torch.rand(4, blocks_of(shape[1])) + 0.1
         wide = grad.float() * scale_inv.repeat_interleave(128, 1)[:, : shape[1]]

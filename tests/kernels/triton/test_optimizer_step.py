@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.kernels.reference.optimizer_step import SgdGroup
+from octavo.kernels.reference.sgd import SgdGroup
 from octavo.kernels.reference.step_numbers import adam_max_update
 from octavo.optim.moment import NAMED
 from tests.support.optimizer_both import ADAM, MASTERS, OTHER, SCHEMES, SGD, SHAPES, Both, differences, mixed, update_of
@@ -250,7 +250,7 @@ def test_misaligned(what: str, kernels: TritonKernels) -> None:
         both.plans.clear()
     both.steps(2)
     plan = list(both.plans.values())[-1]
-    assert [of.even for of in plan.classes] == [False, True]  # one apart, the other read in vectors
+    assert [of.even for of in plan.steps[0].tensors] == [False, True]  # one apart, the other read in vectors
 
 
 def test_nothing_to_update(kernels: TritonKernels) -> None:

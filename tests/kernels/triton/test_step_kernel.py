@@ -40,8 +40,8 @@ def test_a_scale_is_left_for_each_that_has_one(kernels: TritonKernels) -> None:
     state = kernels.module("optimizer_state")
     for has in ((True, False, True), (False, True, False), (True, True, True)):
         first, second = (state.MomentClass(None, scale="previous" if one else "block") for one in has[:2])
-        master = state.MasterClass("weight", None, None, False, has[2], None)
-        of = state.TensorClass(None, master, first, second, False, False, False)
+        master = state.MasterClass("fp16_scaled" if has[2] else "weight", None, None, False)
+        of = state.TensorClass(None, master, first, second)
         work = torch.zeros(13, dtype=torch.int32, device=kernels.device)
         kernels.module("tests.support.optimizer_tile_kernels").leave_kernel[(2,)](work, scales, of, 2)
         left = work[1:].view(3, 2, 2)  # of each that may have one: the amax found, the scale; of each tensor
@@ -51,13 +51,13 @@ def test_a_scale_is_left_for_each_that_has_one(kernels: TritonKernels) -> None:
             assert torch.equal(left[k, 1].view(torch.float32), expected)
 
 
-def of_all(kernels: TritonKernels, count: int, flags: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def of_all(kernels: TritonKernels, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(steps, scales_inv, amaxes, table) of ``count`` tensors; the second moments keep no amax."""
     steps = torch.arange(float(count), device=kernels.device)
     inv, amax = torch.full((2, count, 3), -1.0, device=kernels.device).unbind()
     rows = []
     for i in range(count):
-        columns: dict[str, int | Tensor] = {"STEP_COUNT": steps[i], "ONE_SCALE": int(flags[i])}
+        columns: dict[str, int | Tensor] = {"STEP_COUNT": steps[i]}
         for k, name in enumerate(("FIRST", "SECOND", "REST")):
             columns |= {f"{name}_plus_1": inv[i, k]} | ({f"{name}_plus_2": amax[i, k]} if k != 1 else {})
         rows.append(row_of(kernels, **columns))
@@ -68,7 +68,7 @@ def of_all(kernels: TritonKernels, count: int, flags: Tensor) -> tuple[Tensor, T
 @pytest.mark.parametrize("count", [1, 3, 127, 128, 129, 300])
 def test_the_last_program_ends_the_step(count: int, any_one: bool, kernels: TritonKernels) -> None:
     flags = torch.arange(count) % 8 if any_one else torch.zeros(count, dtype=torch.int64)
-    steps, inv, amax, table = of_all(kernels, count, flags)
+    steps, inv, amax, table = of_all(kernels, count)
     left = torch.rand(3, 2, count) + 0.5  # (found, scale) of the first moments, the second ones, the masters
     has = (flags >> torch.arange(3)[:, None] & 1).bool()
     work = torch.zeros(1 + 6 * count, dtype=torch.int32)
