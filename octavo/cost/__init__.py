@@ -1,0 +1,7 @@
+"""What a training step would cost on a device, and whether FP8 pays there."""
+
+from octavo.cost.estimate import Estimate, estimate
+from octavo.cost.measure import measure
+from octavo.cost.rates import PUBLISHED, Rates, rates_of
+
+__all__ = ["PUBLISHED", "Estimate", "Rates", "estimate", "measure", "rates_of"]

@@ -1,0 +1,155 @@
+"""What ``octavo plan`` and ``octavo info --measure`` print: tables of rates and of predicted steps, and what to do."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from octavo import recipes
+from octavo.cost.estimate import Estimate, Layer, LinearWork
+from octavo.cost.rates import FORMS, HIGH_PRECISION, Rates
+from octavo.errors import OctavoError
+from octavo.recipes import high_precision
+from octavo.scaling.recipe import Recipe
+
+RECIPES = {name: getattr(recipes, name) for name in ("dynamic", "delayed", "rowwise", "blockwise", "mx")}
+TOKENS = (1024, 4096, 16384)  # that ``pays`` looks at
+FEATURES = tuple(1 << power for power in range(8, 15))
+WORTH = 0.97  # of bf16's time; from there on FP8 is not worth what it costs in quality and care
+GIB = 1 << 30
+
+
+class PlanError(OctavoError, ValueError):
+    """A model that can't be planned; the message says why."""
+
+
+def columns(rows: Iterable[Sequence[str]]) -> str:
+    """Rows of text, right-aligned but for their first column."""
+    rows = list(rows)
+    first, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join([row[0].ljust(first), *map(str.rjust, row[1:], widths)]) for row in rows)
+
+
+def pays(recipe: Recipe, rates: Rates) -> Mapping[int, int | None]:
+    """By tokens a step, from how many features (in and out) on a layer's step is faster in FP8; None: from no size."""
+    found: dict[int, int | None] = {}
+    for tokens in TOKENS:
+        found[tokens] = None
+        for size in reversed(FEATURES):
+            work = LinearWork("", tokens, size, size, True, True)
+            if sum(work.seconds(recipe, rates)) >= WORTH * work.seconds(high_precision(), rates)[0]:
+                break
+            found[tokens] = size
+    return found
+
+
+def describe_rates(rates: Rates) -> str:
+    """All rates, and where FP8 pays by them."""
+    lines = [
+        f"{rates.device} ({rates.source})",
+        f"copy {rates.copy / 1e12:.3g} TB/s, a launch {rates.launch * 1e6:.1f} us",
+        "",
+    ]
+    kinds = (HIGH_PRECISION, *FORMS)
+    sizes = [flop for flop, _ in rates.products[HIGH_PRECISION]]
+    table = [["products, TFLOP/s", *(f"{flop / 1e9:.3g} GFLOP" if flop > 1 else "any size" for flop in sizes)]]
+    table += [[_called(kind), *(f"{rate / 1e12:.3g}" for _, rate in rates.products[kind])] for kind in kinds]
+    lines += [columns(table), "", "a layer's step is faster in FP8 than in bf16"]
+    for name, make in RECIPES.items():
+        ways = [
+            f"at {tokens} tokens {'never' if size is None else f'from {size} features on'}"
+            for tokens, size in pays(make(), rates).items()
+        ]
+        lines.append(f"  {name:<10} {', '.join(ways)}")
+    return "\n".join(lines)
+
+
+def _called(kind: str) -> str:
+    words = {"tensor": "a scale each", "row": "a scale a row", "block": "a scale in 128", "mx": "a scale in 32"}
+    return f"FP8, {words[kind]}" if kind in words else kind
+
+
+def describe_plan(estimates: Sequence[Estimate], rates: Rates) -> str:
+    """Predicted steps, the first of them without FP8, and what to do."""
+    first, *others = estimates
+    times = [["ms a step", "products", "casts", "other", "optimizer", "total", "of bf16"]]
+    sizes = [["GiB", "weights", "masters", "moments", "gradients", "activations", "total", "of bf16"]]
+    for found in estimates:
+        kinds = found.products, found.casts, found.other, found.optimizer, found.total
+        times.append([found.name, *(f"{1e3 * seconds:.2f}" for seconds in kinds), f"{found.total / first.total:.2f}"])
+        memory = found.memory
+        parts = memory.weights, memory.masters, memory.moments, memory.gradients, memory.activations or 0, memory.total
+        share = f"{memory.total / first.memory.total:.2f}"
+        sizes.append([found.name, *(f"{size / GIB:.2f}" for size in parts), share])
+    lines = [f"by the rates of {rates.device} ({rates.source})", "", columns(times), "", columns(sizes), ""]
+    best = min(others, key=lambda found: found.total, default=first)
+    if best.total >= WORTH * first.total:
+        lines.append(f"Don't: no recipe takes less than {WORTH:.0%} of bf16's time here; {_why(first, best)}.")
+    else:
+        lines.append(f"{best.name} is the fastest: {best.total / first.total:.2f} of bf16's time.")
+    for found in others:
+        if found.slower:
+            lines.append(f"{found.name}: leave out, as fast in bf16 or faster: {_grouped(found.slower)}")
+    return "\n".join(lines)
+
+
+def _why(bf16: Estimate, best: Estimate) -> str:
+    """What keeps FP8 from paying."""
+    if bf16.products < 0.3 * bf16.total:
+        return f"products are only {bf16.products / bf16.total:.0%} of the step, and the rest is not made faster"
+    if best.products >= bf16.products:
+        return "this device's FP8 products are no faster than its bf16 ones"
+    return f"casts take {best.casts / (bf16.products - best.products):.0%} of what the products gain"
+
+
+def _grouped(layers: Sequence[Layer]) -> str:
+    """Layers by their shapes: how many, and the first one's name."""
+    counts = Counter((layer.work.out_features, layer.work.in_features) for layer in layers)
+    names = {(layer.work.out_features, layer.work.in_features): layer.work.name for layer in reversed(layers)}
+    return ", ".join(f"{count} of {rows} x {cols} ({names[rows, cols]})" for (rows, cols), count in counts.items())
+
+
+def from_hugging_face(path: Path) -> nn.Module:
+    """A causal language model by the configuration file of one, in bfloat16, without memory.
+
+    Args:
+        path: a config.json, or a folder that has one.
+
+    Raises:
+        PlanError: without transformers, or for a file that is none of its configurations.
+    """
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise PlanError("a Hugging Face configuration needs transformers: pip install transformers") from error
+    try:
+        config = AutoConfig.from_pretrained(path)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    except (OSError, ValueError, KeyError) as error:
+        raise PlanError(
+            f"{path} is no configuration of a causal language model: {str(error).splitlines()[0]}"
+        ) from error
+    model.config.use_cache = False
+    return model
+
+
+def tokens_of(tokens: int, context: int) -> tuple[Tensor]:
+    """A step's input, [sequences, context], without memory.
+
+    Raises:
+        PlanError: unless there is at least one sequence, and whole ones.
+    """
+    if tokens < context or tokens % context:
+        nearest = max(tokens // context, 1) * context
+        raise PlanError(f"--tokens {tokens} must be a multiple of the context, {context}, such as {nearest}")
+    return (torch.empty(tokens // context, context, dtype=torch.int64, device="meta"),)
+
+
+def parameters_of(model: nn.Module) -> str:
+    """How many elements its parameters have, as text."""
+    return f"{sum(parameter.numel() for parameter in model.parameters()) / 1e9:.3g} B parameters"

@@ -1,0 +1,288 @@
+"""The time and memory of a training step, predicted from a model's shapes and a device's rates."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from octavo.cost.rates import HIGH_PRECISION, Rates, forms_of
+from octavo.nn.candidates import Select, features, fp8_class
+from octavo.nn.convert import convert, set_recipe
+from octavo.nn.recipe_module import RecipeModule
+from octavo.recipes import high_precision
+from octavo.scaling.recipe import Recipe
+from octavo.scaling.recipe_map import RecipeMap
+from octavo.schedule import Phase, PhasePlan, PrecisionSchedule
+
+# FLOP of attention as a CPU computes it, which torch's counter does not know
+_ATTENTION = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad, q, k, v)
+    ),
+}
+
+
+class LinearWork(NamedTuple):
+    """What a linear layer computes in a step.
+
+    ``tokens``: rows of its input; ``grad_input``, ``grad_weight``: whether backward needs them.
+    """
+
+    name: str
+    tokens: int
+    in_features: int
+    out_features: int
+    grad_input: bool
+    grad_weight: bool
+
+    @property
+    def products(self) -> tuple[bool, bool, bool]:
+        """Which of output, grad_input and grad_weight are computed."""
+        return True, self.grad_input, self.grad_weight
+
+    @property
+    def flop(self) -> float:
+        """Of one product."""
+        return 2.0 * self.tokens * self.in_features * self.out_features
+
+    def seconds(self, recipe: Recipe, rates: Rates) -> tuple[float, float]:
+        """(products, casts) of a step under a recipe."""
+        wanted = self.products
+        forms = [form for form, computed in zip(forms_of(recipe), wanted, strict=True) if computed]
+        products = sum(rates.product_seconds(form, self.flop) for form in forms)
+        sizes = self.tokens * self.in_features, self.in_features * self.out_features, self.tokens * self.out_features
+        readers = (wanted[0], wanted[2]), (wanted[0], wanted[1]), (wanted[1], wanted[2])  # of as_is, of transposed
+        casts = 0.0
+        for role, size, (as_is, transposed) in zip(recipe.casts, sizes, readers, strict=True):
+            made = [cast for cast, needed in ((role.as_is, as_is), (role.transposed, transposed)) if cast and needed]
+            if made:
+                casts += rates.cast_seconds(made[0], size, len(made) == 2)
+        return products, casts
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a training step of a model computes.
+
+    Attributes:
+        linears: its linear layers, those that run.
+        other_flop: FLOP of all other products (attention, expert weights, convolutions).
+        other_bytes: bytes that all other operations read and write in eager PyTorch.
+        other_ops: how many these are.
+    """
+
+    linears: tuple[LinearWork, ...]
+    other_flop: float
+    other_bytes: float
+    other_ops: int
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A linear layer's seconds a step, in bf16 and as converted."""
+
+    work: LinearWork
+    bf16: float
+    converted: float
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A training step under a recipe. ``str()`` of a list of them is not a table: see ``octavo plan``.
+
+    Attributes:
+        name: the recipe's.
+        products, casts, other, optimizer: seconds.
+        memory: bytes by kind.
+        layers: of the converted layers, their time and that in bf16.
+    """
+
+    name: str
+    products: float
+    casts: float
+    other: float
+    optimizer: float
+    memory: PhasePlan
+    layers: tuple[Layer, ...]
+
+    @property
+    def total(self) -> float:
+        """Seconds of a step."""
+        return self.products + self.casts + self.other + self.optimizer
+
+    @property
+    def slower(self) -> tuple[Layer, ...]:
+        """Converted layers that bf16 would compute as fast or faster."""
+        return tuple(layer for layer in self.layers if layer.converted >= layer.bf16)
+
+
+class _Traffic(TorchDispatchMode):
+    """Counts bytes that operations other than products read and write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes, self.ops = 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        is_view = any(value.alias_info is not None and not value.alias_info.is_write for value in func._schema.returns)
+        is_product = func._overloadpacket in flop_registry or func._overloadpacket in _ATTENTION
+        if not is_view and not is_product and "empty" not in func._schema.name:
+            tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)]
+            self.bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            self.ops += 1
+        return result
+
+
+def on_meta(model: nn.Module) -> nn.Module:
+    """A copy of a model whose parameters and buffers have no memory."""
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        twin: Tensor = torch.empty_like(tensor, device="meta")
+        memo[id(tensor)] = nn.Parameter(twin, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
+    return copy.deepcopy(model, memo)
+
+
+def work_of(model: nn.Module, inputs: Sequence[Any]) -> Work:
+    """What a step of a model computes, in high precision; its forward and backward run without data.
+
+    Args:
+        model: on the meta device.
+        inputs: positional arguments of its forward; tensors of any device, whose values are not read.
+
+    Raises:
+        ValueError: if no result of the forward needs a gradient.
+    """
+    found: dict[str, LinearWork] = {}
+
+    def note(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, arguments: tuple[Tensor, ...], output: object) -> None:
+            x, weight = arguments[0], next(module.parameters())
+            columns, rows = features(module)
+            tokens = x.numel() // columns
+            if name in found:  # called more than once: its products are more rows high
+                tokens += found[name].tokens
+            found[name] = LinearWork(name, tokens, columns, rows, x.requires_grad, weight.requires_grad)
+
+        return hook
+
+    layers = ((name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear) or fp8_class(m) is not None)
+    hooks = [module.register_forward_hook(note(name)) for name, module in layers]
+    traffic = _Traffic()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)  # unlike the meta device, it answers what models ask of values
+
+    def fake(tensor: Tensor) -> Tensor:
+        # as on a CPU: attention on the meta device is another, whose probabilities are all kept
+        return FakeTensor(mode, tensor.to("meta"), torch.device("cpu")).requires_grad_(tensor.requires_grad)
+
+    fakes = {name: fake(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    arguments = tree_map_only(Tensor, fake, tuple(inputs))
+    with mode, FlopCounterMode(display=False, custom_mapping=_ATTENTION) as flop, traffic:
+        outputs = torch.func.functional_call(model, fakes, arguments)
+        results = [leaf for leaf in tree_leaves(_plain(outputs)) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if not results:
+            raise ValueError("no result of the model's forward needs a gradient: there is nothing to train")
+        sum(result.float().sum() for result in results).backward()  # type: ignore[union-attr]
+    for hook in hooks:
+        hook.remove()
+    linears = tuple(found.values())
+    own = sum(work.flop * sum(work.products) for work in linears)
+    return Work(linears, max(flop.get_total_flops() - own, 0.0), traffic.bytes, traffic.ops)
+
+
+def _plain(outputs: Any) -> Any:
+    """What a model returned, without the classes of transformers' results."""
+    return tuple(outputs.values()) if isinstance(outputs, dict) else outputs
+
+
+def adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """The optimizer that is assumed where none is given: torch's AdamW."""
+    return torch.optim.AdamW(parameters)
+
+
+def estimate(
+    model: nn.Module,
+    inputs: Sequence[Any],
+    recipe: Recipe | RecipeMap | None,
+    rates: Rates,
+    select: Select | None = None,
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = adamw,
+) -> Estimate:
+    """Predict a training step of a model, in eager PyTorch on one device, without computing it.
+
+    Products and casts follow the rates; all other operations are bound by the bytes that they move, and so is the
+    optimizer. Nothing is overlapped, so this is what a profile's kernels would add up to. ``torch.compile`` fuses the
+    other operations, and makes them less than this.
+
+    Args:
+        model: on any device; the meta device (``with torch.device("meta"):``) takes no memory.
+        inputs: positional arguments of its forward, as in training; their values are not read.
+        recipe: as for octavo.convert; None: nothing is converted.
+        rates: of the device; see octavo.cost.rates_of.
+        select: as for octavo.convert.
+        optimizer: makes the optimizer from the parameters.
+
+    Returns:
+        an Estimate.
+
+    Example:
+        >>> import torch, octavo
+        >>> from octavo.cost import estimate, rates_of
+        >>> with torch.device("meta"):
+        ...     model = torch.nn.Sequential(torch.nn.Linear(8192, 8192, dtype=torch.bfloat16))
+        >>> x = torch.empty(16384, 8192, dtype=torch.bfloat16, device="meta", requires_grad=True)
+        >>> bf16, fp8 = (estimate(model, (x,), r, rates_of("H200")) for r in (None, octavo.recipes.delayed()))
+        >>> bf16.total > fp8.total
+        True
+    """
+    twin = on_meta(model)
+    if any(isinstance(module, RecipeModule) for module in twin.modules()):
+        set_recipe(twin, high_precision())
+    work = work_of(twin, inputs)
+    if recipe is not None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "octavo.convert converted nothing")
+            convert(twin, recipe, select)
+    modules = dict(twin.named_modules())
+    products = casts = 0.0
+    layers = []
+    for linear in work.linears:
+        module = modules[linear.name]
+        own = module.recipe if isinstance(module, RecipeModule) else high_precision()
+        multiplied, cast = linear.seconds(own, rates)
+        products, casts = products + multiplied, casts + cast
+        if not own.is_high_precision:
+            layers.append(Layer(linear, linear.seconds(high_precision(), rates)[0], multiplied + cast))
+    other = work.other_bytes / rates.copy + work.other_ops * rates.launch
+    other += rates.product_seconds(HIGH_PRECISION, work.other_flop) if work.other_flop else 0.0
+    memory = _memory(twin, optimizer, recipe, inputs)
+    moved = 2 * (memory.weights + memory.masters + memory.moments) + memory.gradients
+    name = "bf16" if recipe is None else getattr(recipe, "name", "map")
+    return Estimate(name, products, casts, other, moved / rates.copy, memory, tuple(layers))
+
+
+def _memory(
+    model: nn.Module,
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
+    recipe: Recipe | RecipeMap | None,
+    inputs: Sequence[Any],
+) -> PhasePlan:
+    """Bytes by kind, of a model on the meta device, converted where there is a recipe."""
+    if not any(isinstance(module, RecipeModule) for module in model.modules()):
+        convert(model, high_precision(), lambda module, name: True)  # a schedule has something to schedule
+    phase = Phase(high_precision() if recipe is None else recipe)
+    schedule = PrecisionSchedule(model, optimizer(model.parameters()), [phase])
+    on = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), tuple(inputs))
+    return schedule.plan(example_inputs=on).phases[0]

@@ -1,0 +1,178 @@
+"""What a device does at best: bytes and floating-point operations a second, measured here or published by others."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from octavo.granularity import PerBlock, PerRow
+from octavo.scaling.recipe import Cast, Delayed, Recipe
+
+HIGH_PRECISION = "bf16"
+FORMS = ("tensor", "row", "block", "mx")  # of scales: one each, a row, 128 elements, 32 elements
+KEPT = "rates.json"
+
+
+@dataclass(frozen=True)
+class Rates:
+    """A device's rates.
+
+    Attributes:
+        device: its name.
+        source: who measured, or where it is published.
+        copy: bytes a second, read and written together.
+        launch: seconds that an op takes whose arithmetic takes none.
+        products: FLOP a second by kind, "bf16" or one of FORMS: points (FLOP of a product, rate), smallest first.
+        casts: seconds an element for codes in both layouts, by form, and by "delayed", whose scale is known before;
+            empty where the bytes that they move by ``copy`` say it.
+    """
+
+    device: str
+    source: str
+    copy: float
+    launch: float
+    products: Mapping[str, tuple[tuple[float, float], ...]]
+    casts: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    def product_seconds(self, kind: str, flop: float) -> float:
+        """The time of a product of so many FLOP, its rate taken between the nearest two points, and its launch."""
+        points = self.products[kind]
+        size = math.log2(max(flop, 1.0))
+        rate = points[0][1] if flop <= points[0][0] else points[-1][1]
+        for (low, low_rate), (high, high_rate) in itertools.pairwise(points):
+            if low < flop <= high:
+                share = (size - math.log2(low)) / (math.log2(high) - math.log2(low))
+                rate = low_rate + share * (high_rate - low_rate)
+        return flop / rate + self.launch
+
+    def cast_seconds(self, cast: Cast, elements: float, both: bool) -> float:
+        """The time of a cast into one layout or both.
+
+        Without a measurement it is that of the bytes: two an element are read in each launch, and one is written for
+        each layout. The amax of a whole tensor takes a launch of its own, unless it is Delayed, and so do columns' two.
+        """
+        form, delayed = form_of(cast), isinstance(cast.rule, Delayed)
+        launches = {"tensor": 1 if delayed else 2, "row": 3 if both else 1}.get(form, 1)
+        measured = self.casts.get("delayed" if delayed else form, (2 * launches + 1 + both) / self.copy)
+        return elements * measured + self.launch * launches
+
+
+def form_of(cast: Cast) -> str:
+    """Which of FORMS a cast's scales have."""
+    granularity = cast.granularity
+    if isinstance(granularity, PerBlock):
+        return "mx" if min(size for size in granularity.tile if size > 1) <= 32 else "block"
+    return "row" if isinstance(granularity, PerRow) else "tensor"
+
+
+def product_form(casts: tuple[Cast, Cast] | None) -> str:
+    """The kind of a recipe's product: that of its finer operand, "bf16" for one in high precision."""
+    return HIGH_PRECISION if casts is None else max(map(form_of, casts), key=FORMS.index)
+
+
+def forms_of(recipe: Recipe) -> list[str]:
+    """The kinds of a recipe's three products: output, grad_input, grad_weight."""
+    return [product_form(casts) for casts in (recipe.output, recipe.grad_input, recipe.grad_weight)]
+
+
+def _constant(bf16: float, tensor: float, row: float, block: float, mx: float) -> dict[str, tuple[tuple[float, float]]]:
+    """One rate for all sizes, in TFLOP/s."""
+    kinds = (HIGH_PRECISION, *FORMS)
+    return {kind: ((1.0, rate * 1e12),) for kind, rate in zip(kinds, (bf16, tensor, row, block, mx), strict=True)}
+
+
+# Large products of libraries, and a launch of 4 us, as eager PyTorch's. On a Hopper 32-element blocks are octavo's own
+# Triton product, as fast as Triton's 128-element blocks.
+_H100_SOURCE = "published: pytorch/FBGEMM#2546 and pytorch/ao#2784 (8192 wide products), NVIDIA's datasheet (memory)"
+PUBLISHED = {
+    "H100": Rates("NVIDIA H100 SXM", _H100_SOURCE, 3.0e12, 4e-6, _constant(600, 1125, 1125, 1005, 380)),
+    "H200": Rates(
+        "NVIDIA H200",
+        "published: bf16 790 TFLOP/s and a copy at 4.3 TB/s on an H200; FP8 by the ratios of an H100 (pytorch/ao#2784)",
+        4.3e12,
+        4e-6,
+        _constant(790, 1480, 1480, 1320, 380),
+    ),
+    "B200": Rates(
+        "NVIDIA B200",
+        "NVIDIA's datasheet, times the share that an H200 reaches of its own (0.8 of FLOP, 0.9 of memory)",
+        6.9e12,
+        4e-6,
+        _constant(1800, 3600, 3600, 1800, 3600),
+    ),
+}
+
+
+def cache_folder() -> Path:
+    """Where octavo keeps what it measured on this machine: octavo/ in the user's cache folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "octavo"
+
+
+def device_label(device: torch.device) -> str:
+    """What names a device and the versions that its rates depend on."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    return f"{name}, torch {torch.__version__}"
+
+
+def keep(rates: Rates) -> Path:
+    """Write measured rates to the user's cache folder, beside those of other devices and versions."""
+    path = cache_folder() / KEPT
+    path.parent.mkdir(parents=True, exist_ok=True)
+    known = _read(path)
+    known[rates.device] = dataclasses.asdict(rates)
+    whole = path.with_suffix(".new")
+    whole.write_text(json.dumps(known, indent=1))
+    whole.replace(path)  # so that another process reads the one or the other
+    return path
+
+
+def _read(path: Path) -> dict[str, dict[str, object]]:
+    try:
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError):
+        return {}
+
+
+def measured_rates(device: torch.device) -> Rates | None:
+    """What ``octavo info --measure`` kept of this device under this torch, or None."""
+    found = _read(cache_folder() / KEPT).get(device_label(device))
+    if found is None:
+        return None
+    rates = Rates(**found)  # type: ignore[arg-type]
+    products = {kind: tuple((flop, rate) for flop, rate in points) for kind, points in rates.products.items()}
+    return dataclasses.replace(rates, products=products)
+
+
+def rates_of(name: str | None = None, device: torch.device | None = None) -> Rates:
+    """The rates to plan with.
+
+    Args:
+        name: one of PUBLISHED; None for those measured on ``device``, or else published for it.
+        device: default: the CUDA device, if there is one, or the CPU.
+
+    Raises:
+        ValueError: for a name that nothing is published of, or a device of which nothing is known.
+    """
+    if name is not None:
+        if name.upper() not in PUBLISHED:
+            raise ValueError(f"nothing is published of {name!r} here; known: {', '.join(PUBLISHED)}")
+        return PUBLISHED[name.upper()]
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if (measured := measured_rates(device)) is not None:
+        return measured
+    label = device_label(device)
+    for known, rates in PUBLISHED.items():
+        if known in label:
+            return rates
+    raise ValueError(
+        f"the rates of this device ({label}) are not known: run `octavo info --measure` here, or name one of "
+        f"{', '.join(PUBLISHED)}"
+    )

@@ -1,0 +1,69 @@
+"""What ``octavo plan`` says: the tables, whether FP8 pays, and which layers to leave out."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from octavo import recipes
+from octavo.cost import command
+from octavo.cost.estimate import estimate
+from octavo.cost.rates import PUBLISHED
+
+H200 = PUBLISHED["H200"]
+
+
+def plan(tokens: int, *sizes: int) -> str:
+    """Of linear layers from each size to the next."""
+    with torch.device("meta"):
+        layers = [nn.Linear(a, b, dtype=torch.bfloat16) for a, b in itertools.pairwise(sizes)]
+    x = torch.empty(tokens, sizes[0], dtype=torch.bfloat16, device="meta")
+    found = [estimate(nn.Sequential(*layers), (x,), recipe, H200) for recipe in (None, recipes.delayed())]
+    return command.describe_plan(found, H200)
+
+
+def test_large_layers_pay() -> None:
+    text = plan(16384, 8192, 8192, 8192)
+    assert "delayed is the fastest: 0." in text and "leave out" not in text and "Don't" not in text
+
+
+def test_small_layers_do_not() -> None:
+    assert "Don't: no recipe takes less than 97% of bf16's time here" in plan(512, 512, 512, 512)
+
+
+def test_a_small_layer_among_large_ones_is_named() -> None:
+    assert "delayed: leave out, as fast in bf16 or faster: 1 of 512 x 8192 (1)" in plan(1024, 16384, 8192, 512)
+
+
+def test_where_fp8_pays_grows_with_the_tokens() -> None:
+    found = command.pays(recipes.delayed(), H200)
+    sizes = [found[tokens] for tokens in command.TOKENS]
+    assert sizes == sorted(sizes, reverse=True)  # type: ignore[type-var]
+    assert set(command.pays(recipes.mx(), H200).values()) == {None}
+    text = command.describe_rates(H200)
+    assert "at 16384 tokens from 1024 features on" in text and "copy 4.3 TB/s" in text
+
+
+def test_a_hugging_face_configuration(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
+    config |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 96}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = command.from_hugging_face(tmp_path / "config.json")
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    found = estimate(model, command.tokens_of(64, 32), recipes.dynamic(), H200, select=lambda module, name: True)
+    assert len(found.layers) == 8  # the head too
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(command.PlanError, match="no configuration of a causal language model"):
+        command.from_hugging_face(tmp_path)
+
+
+def test_tokens_are_whole_sequences() -> None:
+    assert command.tokens_of(96, 32)[0].shape == (3, 32)
+    for tokens in (16, 100):
+        with pytest.raises(command.PlanError, match="must be a multiple of the context, 32"):
+            command.tokens_of(tokens, 32)

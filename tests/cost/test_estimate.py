@@ -1,0 +1,90 @@
+"""A predicted step: its work equals what a counted real step computes, and its time follows the rates."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import octavo
+from octavo import recipes
+from octavo.cost.estimate import LinearWork, estimate, on_meta, work_of
+from octavo.cost.rates import PUBLISHED
+from octavo.scaling.recipe_map import RecipeMap
+from octavo.train import GPT, ModelConfig
+
+H200 = PUBLISHED["H200"]
+TOKENS = torch.zeros(4, 16, dtype=torch.int64)
+
+
+def gpt(width: int = 64) -> nn.Module:
+    return GPT(ModelConfig(width=width, layers=2, heads=2, context=16)).to(torch.bfloat16)
+
+
+def test_work_is_that_of_a_real_step() -> None:
+    model = gpt()
+    work = work_of(on_meta(model), (TOKENS,))
+    with FlopCounterMode(display=False) as counter:
+        model(TOKENS).float().sum().backward()
+    # torch's counter knows nothing of a CPU's attention
+    assert sum(layer.flop * sum(layer.products) for layer in work.linears) == counter.get_total_flops()
+    scores = 2 * 4 * 2 * 16 * 16 * 32  # FLOP of the two layers' query . key^T each: batch, heads, C, C, head width
+    assert work.other_flop == 2 * scores * (2 + 5)  # forward two products, backward five
+    assert {layer.name for layer in work.linears} == {n for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    assert work.other_bytes > sum(p.numel() for p in model.parameters())
+
+
+def test_what_backward_needs_and_a_layer_called_twice() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.frozen, self.own = nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.own(self.own(self.frozen(x)))
+
+    found = {layer.name: layer for layer in work_of(on_meta(Twice()), (torch.ones(3, 8),)).linears}
+    assert found["frozen"].products == (True, False, False)
+    assert found["own"] == LinearWork("own", 6, 8, 8, True, True)
+    with pytest.raises(ValueError, match="nothing to train"):
+        work_of(on_meta(Twice().requires_grad_(False)), (torch.ones(3, 8),))
+
+
+def test_estimates_of_recipes() -> None:
+    model = octavo.convert(gpt(), recipes.delayed())  # converted already, as users have it
+    found = {
+        name: estimate(model, (TOKENS,), None if name == "bf16" else getattr(recipes, name)(), H200)
+        for name in ("bf16", "delayed", "dynamic", "mx")
+    }
+    assert {name: estimate.name for name, estimate in found.items()} == {name: name for name in found}
+    bf16 = found["bf16"]
+    assert bf16.casts == 0.0 and not bf16.layers
+    assert found["dynamic"].casts > found["delayed"].casts > 0.0
+    assert found["dynamic"].products == found["delayed"].products <= bf16.products < found["mx"].products
+    assert found["delayed"].memory.activations < bf16.memory.activations  # type: ignore[operator]
+    assert {layer.work.name for layer in found["mx"].slower} == {layer.work.name for layer in found["mx"].layers}
+    for each in found.values():
+        assert each.total == each.products + each.casts + each.other + each.optimizer
+        assert each.other == bf16.other and each.optimizer == pytest.approx(bf16.optimizer)
+
+
+def test_only_what_convert_would_convert_is_in_fp8() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(512, 1024), nn.Linear(1024, 64), nn.Linear(64, 512)).to(torch.bfloat16)
+    x = torch.empty(256, 512, dtype=torch.bfloat16, device="meta")
+    assert [layer.work.name for layer in estimate(model, (x,), recipes.dynamic(), H200).layers] == ["0"]
+    every = estimate(model, (x,), recipes.dynamic(), H200, select=lambda module, name: name != "1")
+    assert [layer.work.name for layer in every.layers] == ["0", "2"]
+    mapped = estimate(model, (x,), RecipeMap(recipes.high_precision(), {"1": recipes.dynamic()}), H200)
+    assert mapped.casts == 0.0 and not mapped.layers  # "1" is too small for the default select
+    nothing = estimate(model, (x,), recipes.dynamic(), H200, select=lambda module, name: False)
+    assert nothing.products == estimate(model, (x,), None, H200).products
+
+
+def test_the_optimizer_counts() -> None:
+    def compact(parameters: object) -> torch.optim.Optimizer:
+        return octavo.optim.AdamW(parameters, moments="fp8", master=None)  # type: ignore[arg-type]
+
+    plain, small = (estimate(gpt(), (TOKENS,), None, H200, optimizer=make) for make in (torch.optim.AdamW, compact))
+    assert small.memory.moments < 0.6 * plain.memory.moments and small.optimizer < plain.optimizer

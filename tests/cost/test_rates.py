@@ -1,0 +1,71 @@
+"""Rates: between their points, by kind, kept from one process to the next, and refused where nothing is known."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from octavo import recipes
+from octavo.cost.rates import FORMS, HIGH_PRECISION, PUBLISHED, Rates, device_label, forms_of, keep, rates_of
+from octavo.granularity import PerBlock
+from octavo.scaling.recipe import Cast
+
+CPU = torch.device("cpu")
+POINTS = ((1e6, 1e9), (4e6, 3e9))
+RATES = Rates("a device", "measured", 1e12, 0.0, dict.fromkeys((HIGH_PRECISION, *FORMS), POINTS))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "octavo"
+
+
+@pytest.mark.parametrize(
+    ("flop", "rate"), [(1.0, 1e9), (1e6, 1e9), (2e6, 2e9), (4e6, 3e9), (1e12, 3e9)], ids=lambda value: f"{value:g}"
+)
+def test_a_rate_lies_between_its_points(flop: float, rate: float) -> None:
+    assert RATES.product_seconds("row", flop) == pytest.approx(flop / rate)
+
+
+def test_kinds_of_products() -> None:
+    kinds = {name: forms_of(getattr(recipes, name)()) for name in ("dynamic", "delayed", "rowwise", "blockwise", "mx")}
+    assert [kind[0] for kind in kinds.values()] == ["tensor", "tensor", "row", "block", "mx"]
+    assert forms_of(recipes.rowwise_with_gw_hp()) == ["row", "row", "bf16"]
+    assert forms_of(recipes.high_precision()) == ["bf16"] * 3
+
+
+def test_what_a_cast_moves() -> None:
+    one, elements = dataclasses.replace(RATES, copy=1.0), 10.0
+    dynamic, delayed = (recipe.input_casts.as_is for recipe in (recipes.dynamic(), recipes.delayed()))
+    assert dynamic is not None and delayed is not None
+    assert one.cast_seconds(delayed, elements, both=False) == 10 * (2 + 1)
+    assert one.cast_seconds(delayed, elements, both=True) == 10 * (2 + 2)
+    assert one.cast_seconds(dynamic, elements, both=True) == 10 * (2 + 2 + 2)  # once more for the amax
+    block = Cast(dynamic.format, PerBlock(1, 128))
+    assert one.cast_seconds(block, elements, both=True) == 10 * (2 + 2)
+    measured = dataclasses.replace(one, casts={"delayed": 7.0})
+    assert measured.cast_seconds(delayed, elements, both=True) == 70
+
+
+def test_measured_rates_are_kept_for_this_device_and_torch(cache: Path) -> None:
+    with pytest.raises(ValueError, match="octavo info --measure"):
+        rates_of(device=CPU)
+    mine = dataclasses.replace(RATES, device=device_label(CPU))
+    assert keep(RATES) == keep(mine) == cache / "rates.json"
+    assert rates_of(device=CPU) == mine
+    (cache / "rates.json").write_text("{")  # as another version, or a full disk, may leave it
+    with pytest.raises(ValueError, match="are not known"):
+        rates_of(device=CPU)
+
+
+def test_published_rates() -> None:
+    assert rates_of("h200") is PUBLISHED["H200"]
+    for rates in PUBLISHED.values():
+        assert set(rates.products) == {HIGH_PRECISION, *FORMS} and rates.source
+        assert rates.product_seconds("tensor", 1e12) < rates.product_seconds(HIGH_PRECISION, 1e12)
+    with pytest.raises(ValueError, match=r"nothing is published of 'A100' here; known: H100, H200, B200"):
+        rates_of("A100")
