@@ -27,13 +27,13 @@ from octavo.autograd.products import (
     as_rows,
     cast_gradient,
     gradients,
-    in_high_precision,
     output,
     packed,
     plan_of,
     refuse_second_derivatives,
     requires_grad,
     to_save,
+    unrounded,
 )
 from octavo.granularity import ALL
 
@@ -115,22 +115,12 @@ class _Chain(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        gamma: Tensor | None,
-        beta: Tensor | None,
-        weight: Tensor,
-        bias: Tensor | None,
-        second_weight: Tensor | None,
-        second_bias: Tensor | None,
-        chain: Chain,
-    ) -> Any:
-        tensors = Tensors(x, gamma, beta, weight, bias, second_weight, second_bias)
+    def forward(ctx: Any, *arguments: Any) -> Any:
+        tensors, chain = Tensors(*arguments[:-1]), arguments[-1]
         result, y, saved = _forward(tensors, chain, ctx.needs_input_grad)
-        parameters = ((weight, bias), (second_weight, second_bias))
+        parameters = (tensors.weight, tensors.bias), (tensors.second_weight, tensors.second_bias)
         ctx.plans = [plan_of(layer, chain.dtype, *own) for layer, own in zip(chain.layers, parameters, strict=False)]  # type: ignore[arg-type]
-        ctx.norm, ctx.has_beta, ctx.activation = chain.norm, beta is not None, chain.activation
+        ctx.norm, ctx.has_beta, ctx.activation = chain.norm, tensors.beta is not None, chain.activation
         ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)
         return (result, y) if chain.returns_norm else result
@@ -169,7 +159,7 @@ def _activation_of(ctx: Any, saved: Saved, needs_dw: bool) -> tuple[tuple[Any, .
     read_back = h_scale_inv, (ALL, ALL) if recipe.saved is None else recipe.saved.tile
     if needs_dw and recipe.grad_weight is None:
         assert h is not None
-        of_second[0] = in_high_precision(h, ctx.activation, None, *read_back).to(ctx.plans[1].dtypes[0])
+        of_second[0] = unrounded(h, ctx.activation, None, *read_back).to(ctx.plans[1].dtypes[0])
     return (ctx.activation, h, *read_back), tuple(of_second)
 
 

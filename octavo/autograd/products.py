@@ -91,10 +91,7 @@ SAVED = 8
 def packed(pair: Pair | None, cast: Cast | None, refilled: bool = False) -> tuple[Tensor | None, Tensor | None]:
     """A pair to save for backward: block scales that are powers of two as E8M0, exact in a quarter of the bytes.
 
-    Args:
-        pair: or None.
-        cast: what it was cast by.
-        refilled: whether its own tensors have to be saved, see Operands.
+    ``refilled``: its own tensors have to be saved, see Operands.
     """
     if pair is None or cast is None:
         return None, None
@@ -135,17 +132,13 @@ def cast_gradient(
     products = (needs_dx and recipe.grad_input is None) or (needs_dw and recipe.grad_weight is None)
     if not products and (not needs_db or g.column_sum is not None):
         return GradOutput(g, None)
-    return GradOutput(g, in_high_precision(grad_TN, *activation).to(plan.dtypes[0]) if activation else grad_TN)
+    return GradOutput(g, unrounded(grad_TN, *activation).to(plan.dtypes[0]) if activation else grad_TN)
 
 
-def in_high_precision(
+def unrounded(
     x: Tensor, activation: str, preactivation: Tensor | None, h_scale_inv: Tensor | None, h_tile: Tile
 ) -> Tensor:
-    """What a cast with these last arguments would compute and cast, for a product that stays in high precision.
-
-    Returns:
-        float32.
-    """
+    """What a cast with these last arguments rounds to codes, in float32: for a product that stays in high precision."""
     if h_scale_inv is not None:
         h = kernels.dequantize(x if preactivation is None else preactivation, h_scale_inv, h_tile, torch.float32)
         x, preactivation = (h, None) if preactivation is None else (x, h)

@@ -11,7 +11,7 @@ from torch import nn
 
 from octavo.granularity import Granularity
 from octavo.nn.candidates import Select, fp8_class, is_sharded, large_enough, restore_class, why_left_alone, why_not
-from octavo.nn.fast_path import leave_fast_path, take_fast_path
+from octavo.nn.fast_path import choose_fast_path
 from octavo.nn.gather_group import GatherGroup
 from octavo.nn.linear import Linear
 from octavo.nn.recipe_module import RecipeModule
@@ -92,7 +92,7 @@ def convert(
             module.__class__ = target
         module.recipe = recipe_of(recipe, name)
         module.gather.join(group, module)
-    leave_fast_path(model)
+    choose_fast_path(model)
     _others_share(model)
     gather_anew(model)
     return model
@@ -273,7 +273,7 @@ def restore(model: nn.Module) -> nn.Module:
             widen_weight(weight_of(module))
             module.forget_recipe()
             restore_class(module)
-    take_fast_path(model)
+    choose_fast_path(model)
     gather_anew(model)
     return model
 

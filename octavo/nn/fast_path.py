@@ -19,25 +19,15 @@ _QUESTIONS: dict[type[nn.Module], tuple[str, int | bool]] = {
 _KEPT = "_answer_before_octavo"
 
 
-def leave_fast_path(model: nn.Module) -> None:
-    """Keep torch's encoder layers that hold FP8 modules from computing without them."""
-    for module, (question, answer) in _asked(model):
-        if _KEPT not in module.__dict__ and any(isinstance(part, RecipeModule) for part in module.modules()):
-            module.__dict__[_KEPT] = module.__dict__[question]
-            module.__dict__[question] = answer
-
-
-def take_fast_path(model: nn.Module) -> None:
-    """Undo that where no FP8 module is left."""
-    for module, (question, _) in _asked(model):
-        if _KEPT in module.__dict__ and not any(isinstance(part, RecipeModule) for part in module.modules()):
-            module.__dict__[question] = module.__dict__.pop(_KEPT)
-
-
-def _asked(model: nn.Module) -> list[tuple[nn.Module, tuple[str, int | bool]]]:
-    return [
-        (module, asked)
-        for module in model.modules()
-        for kind, asked in _QUESTIONS.items()
-        if isinstance(module, kind) and asked[0] in module.__dict__
-    ]
+def choose_fast_path(model: nn.Module) -> None:
+    """Keep torch's encoder layers that hold FP8 modules from computing without them; let the others again."""
+    for module in model.modules():
+        for kind, (question, answer) in _QUESTIONS.items():
+            if not isinstance(module, kind) or question not in module.__dict__:
+                continue
+            holds_fp8 = any(isinstance(part, RecipeModule) for part in module.modules())
+            if holds_fp8 and _KEPT not in module.__dict__:
+                module.__dict__[_KEPT] = module.__dict__[question]
+                module.__dict__[question] = answer
+            elif not holds_fp8 and _KEPT in module.__dict__:
+                module.__dict__[question] = module.__dict__.pop(_KEPT)

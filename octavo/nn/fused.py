@@ -13,7 +13,6 @@ parts' own. The parts do run one after the other where something wants to see th
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,33 +20,21 @@ from torch import Tensor, nn
 
 from octavo.autograd.chain import Chain, run_chain
 from octavo.autograd.products import requires_grad
-from octavo.formats import HIGH_PRECISION
 from octavo.nn.activation import activate, input_width
 from octavo.nn.linear import Linear, recipe_for
 from octavo.nn.norm import LayerNorm, RMSNorm
-from octavo.nn.recipe_module import autocast_dtype, refuse_for_fp8
+from octavo.nn.recipe_module import product_dtype, refuse_for_fp8
 from octavo.nn.splits import Splits, split_output
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_NORMS: dict[str, Callable[..., LayerNorm | RMSNorm]] = {"layer_norm": LayerNorm, "rms_norm": RMSNorm}
-
-
-def make_norm(kind: str, features: int, eps: float, zero_centered_gamma: bool, **options: Any) -> LayerNorm | RMSNorm:
-    """The norm module of a kind.
-
-    Raises:
-        ValueError: for another kind than "layer_norm" or "rms_norm".
-    """
-    if kind not in _NORMS:
-        raise ValueError(f"norm={kind!r}: use 'layer_norm' or 'rms_norm'")
-    return _NORMS[kind](features, eps, zero_centered_gamma, **options)
 
 
 class Fused(nn.Module):
     """Base of the modules whose parts run as one."""
 
+    norm_class: type[LayerNorm | RMSNorm]
     norm: LayerNorm | RMSNorm
 
     def _linears(self) -> tuple[Linear, ...]:
@@ -67,7 +54,7 @@ class Fused(nn.Module):
     def _fused(self, input: Tensor, activation: str, returns_norm: bool) -> Any:
         """The chain of all parts."""
         norm, linears = self.norm, self._linears()
-        dtype = self._dtype_of(input)
+        dtype = product_dtype(input, linears[0].weight)
         parameters: list[tuple[Tensor, Tensor | None]] = [(linear.weight, linear.bias) for linear in linears]
         refuse_for_fp8(input, norm.weight, norm.bias, *itertools.chain(*parameters))
         needs_grad = input.requires_grad or norm.weight.requires_grad or requires_grad(norm.bias)
@@ -78,24 +65,9 @@ class Fused(nn.Module):
         chain = Chain(norm.norm(), tuple(layers), activation, dtype, returns_norm)
         return run_chain(input, (norm.weight, norm.bias), parameters, chain)
 
-    def _dtype_of(self, input: Tensor) -> torch.dtype:
-        """The dtype of the products' results."""
-        autocast, weight = autocast_dtype(input), self._linears()[0].weight
-        if input.ndim == 0 or input.shape[-1] != weight.shape[1]:
-            raise ValueError(f"input of shape {tuple(input.shape)} needs {weight.shape[1]} features last")
-        if autocast is not None and input.dtype in HIGH_PRECISION:
-            return autocast
-        if input.dtype != weight.dtype:
-            raise TypeError(
-                f"input is {input.dtype} but the weight is {weight.dtype}; convert one of them or use torch.autocast"
-            )
-        return input.dtype
-
 
 class _NormLinear(Fused):
     """A norm, then a linear layer."""
-
-    kind: str
 
     def __init__(
         self,
@@ -112,7 +84,7 @@ class _NormLinear(Fused):
     ) -> None:
         super().__init__()
         self.return_norm_output = return_norm_output
-        self.norm = make_norm(self.kind, in_features, eps, zero_centered_gamma, device=device, dtype=dtype)
+        self.norm = self.norm_class(in_features, eps, zero_centered_gamma, device=device, dtype=dtype)
         self.linear = Linear(in_features, out_features, bias, device, dtype, recipe=recipe_for(recipe, "linear"))
         self.splits = self.linear.splits
 
@@ -161,7 +133,7 @@ class LayerNormLinear(_NormLinear):
         [64, 32, 32]
     """
 
-    kind = "layer_norm"
+    norm_class = LayerNorm
 
 
 class RMSNormLinear(_NormLinear):
@@ -175,13 +147,11 @@ class RMSNormLinear(_NormLinear):
         (torch.Size([2, 32]), torch.Size([2, 64]))
     """
 
-    kind = "rms_norm"
+    norm_class = RMSNorm
 
 
 class _NormMLP(Fused):
     """A norm, a linear layer, an activation, a linear layer."""
-
-    kind: str
 
     def __init__(
         self,
@@ -200,7 +170,7 @@ class _NormMLP(Fused):
         self.activation = activation
         width = input_width(activation, ffn_hidden_size)
         halves = {"gate": ffn_hidden_size, "up": ffn_hidden_size} if width > ffn_hidden_size else width
-        self.norm = make_norm(self.kind, hidden_size, eps, zero_centered_gamma, device=device, dtype=dtype)
+        self.norm = self.norm_class(hidden_size, eps, zero_centered_gamma, device=device, dtype=dtype)
         self.fc1 = Linear(hidden_size, halves, bias, device, dtype, recipe=recipe_for(recipe, "fc1"))
         self.fc2 = Linear(ffn_hidden_size, hidden_size, bias, device, dtype, recipe=recipe_for(recipe, "fc2"))
 
@@ -253,7 +223,7 @@ class LayerNormMLP(_NormMLP):
         torch.Size([2, 64])
     """
 
-    kind = "layer_norm"
+    norm_class = LayerNorm
 
 
 class RMSNormMLP(_NormMLP):
@@ -265,4 +235,4 @@ class RMSNormMLP(_NormMLP):
         torch.Size([2, 64])
     """
 
-    kind = "rms_norm"
+    norm_class = RMSNorm

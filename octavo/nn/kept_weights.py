@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,14 +17,13 @@ from octavo.tensor.pair import Operands
 
 
 class _Kept(NamedTuple):
-    """A layer and the buffers that its weight is cast into; ``transposed`` where codes are laid out twice."""
+    """A layer and the buffers that its weight is cast into; ``lays``: codes are laid out twice."""
 
     layer: Linear
     cast: Cast
     recipe: Recipe
-    qdata: Tensor
-    transposed: Tensor | None
-    scale_inv: Tensor
+    operands: Operands
+    lays: bool
     amax: Tensor
 
 
@@ -79,10 +78,10 @@ class KeptWeights:
                 "(weights that are stored in FP8 need no cast)"
             )
         self.names = tuple(self._kept)
-        self._groups: dict[tuple[object, ...], list[_Kept]] = {}
+        self._groups: dict[tuple[Any, ...], list[Any]] = {}
         for kept in self._kept.values():
             weight, cast = kept.layer.weight, kept.cast
-            self._groups.setdefault((weight.dtype, weight.device, cast, kept.transposed is None), []).append(kept)
+            self._groups.setdefault((weight.dtype, weight.device, cast, kept.lays), []).append(kept)
 
     @torch.no_grad()
     def cast(self, skip: Tensor | None = None) -> None:
@@ -94,32 +93,34 @@ class KeptWeights:
         Raises:
             ValueError: if a weight is no longer on the device, or of the dtype, that it was on.
         """
-        for (dtype, device, *_), group in self._groups.items():
-            if any(kept.layer.weight.dtype != dtype or kept.layer.weight.device != device for kept in group):
+        for (dtype, device, cast, lays), group in self._groups.items():
+            layers = [kept.layer for kept in group]
+            if any(layer.weight.dtype != dtype or layer.weight.device != device for layer in layers):
                 raise ValueError("the model was moved or converted; make its KeptWeights anew")
-            delayed = isinstance(group[0].cast.rule, Delayed)
-            captured = group[0].layer.weight.is_cuda and torch.cuda.is_current_stream_capturing()
+            delayed = isinstance(cast.rule, Delayed)
+            captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
             known = skip is None and not captured and not torch.compiler.is_compiling()  # that this cast will happen
-            for kept in group if delayed and known else ():
-                kept.layer.notice_writes(kept.layer.weight, kept.layer.weight)
+            for layer in layers if delayed and known else ():
+                layer.notice_writes(layer.weight, layer.weight)
+            as_is = [kept.operands.as_is for kept in group]
             kernels.multi_tensor_cast(
-                [kept.layer.weight.detach() for kept in group],
-                [kept.qdata for kept in group],
-                [kept.transposed for kept in group if kept.transposed is not None],
-                [kept.scale_inv for kept in group],
+                [layer.weight.detach() for layer in layers],
+                [qdata for qdata, _ in as_is],
+                [kept.operands.transposed[0] for kept in group] if lays else [],
+                [scale_inv for _, scale_inv in as_is],
                 [kept.amax for kept in group],
-                [kept.layer.delayed_scale for kept in group] if delayed else [],
+                [layer.delayed_scale for layer in layers] if delayed else [],
                 WEIGHT,
-                group[0].cast.tile,
-                group[0].cast.power_of_two,
-                group[0].cast.margin,
+                cast.tile,
+                cast.power_of_two,
+                cast.margin,
                 skip,
             )
             for kept in group:
                 if delayed:
                     _roll(kept, skip)
                 # every time: what moves, converts or copies a layer makes its cache anew
-                kept.layer._weight_cache.keep(kept.layer.weight, kept.recipe, _operands(kept), captured)
+                kept.layer._weight_cache.keep(kept.layer.weight, kept.recipe, kept.operands, captured)
 
     def remove(self) -> None:
         """Let every layer cast its own weight again."""
@@ -140,34 +141,19 @@ def _kept(layer: Linear) -> _Kept | None:
         return None
     rows, cols = weight.shape
     pad = contraction_multiple(weight.device) if recipe.pads else 1
+    shape, lays = scale_shape(weight.shape, cast.tile), needs_transposed_codes(weight.device)
     new = weight.detach().new_zeros
-    shape = scale_shape(weight.shape, cast.tile)
-    lays = needs_transposed_codes(weight.device)
-    return _Kept(
-        layer,
-        cast,
-        recipe,
-        new(rows, padded(cols, pad), dtype=cast.format.dtype),
-        new(cols, padded(rows, pad), dtype=cast.format.dtype) if lays else None,
-        new(shape, dtype=torch.float32),
-        new(shape, dtype=torch.float32),
-    )
-
-
-def _operands(kept: _Kept) -> Operands:
-    transposed = kept.qdata.t() if kept.transposed is None else kept.transposed
-    return Operands((kept.qdata, kept.scale_inv), (transposed, kept.scale_inv.t()), None, None, fresh=False)
+    qdata, scale_inv = new(rows, padded(cols, pad), dtype=cast.format.dtype), new(shape, dtype=torch.float32)
+    transposed = new(cols, padded(rows, pad), dtype=cast.format.dtype) if lays else qdata.t()
+    operands = Operands((qdata, scale_inv), (transposed, scale_inv.t()), fresh=False)
+    return _Kept(layer, cast, recipe, operands, lays, new(shape, dtype=torch.float32))
 
 
 def _roll(kept: _Kept, skip: Tensor | None) -> None:
     """Roll the weight's history by the amax just found, unless skipped: then both states are written and one chosen."""
-    scale, history = kept.layer.delayed_scale, kept.layer.delayed_amax_history
-    assert scale is not None and history is not None
-    state = scale, history
-    if skip is None:
-        kernels.delayed_update(*state, None, kept.amax, None, *kept.recipe.delayed_update)
-        return
-    rolled = [part.clone() for part in state]
+    state: Any = (kept.layer.delayed_scale, kept.layer.delayed_amax_history)
+    rolled = state if skip is None else [part.clone() for part in state]
     kernels.delayed_update(*rolled, None, kept.amax, None, *kept.recipe.delayed_update)
-    for part, new in zip(state, rolled, strict=True):
-        part.copy_(torch.where(skip.reshape(()) != 0, part, new))
+    if skip is not None:
+        for part, new in zip(state, rolled, strict=True):
+            part.copy_(torch.where(skip.reshape(()) != 0, part, new))

@@ -126,9 +126,7 @@ class RecipeModule(nn.Module):
         """Before a forward in training: forget the weight's history if anything but its optimizer wrote it.
 
         An EMA's or a merged LoRA's weight may be many times larger than the history says, and would saturate.
-
-        Args:
-            weight, local: see WeightCache.written_since.
+        ``local``: this rank's rows of a sharded weight, or the weight itself.
         """
         if self._weight_cache.written_since(weight, local):
             with torch.no_grad():
@@ -164,26 +162,22 @@ class RecipeModule(nn.Module):
         stored in FP8 is moved here: torch would lose its attributes and hooks, as of any tensor of a class of its own.
         """
         self._take_state_off_meta()
-        before = {name: self._buffers[name] for name in BUFFERS if self._buffers.get(name) is not None}
+        state = {name: buffer for name in BUFFERS if (buffer := self._buffers.get(name)) is not None}
         weight = weight_of(self)
-        if isinstance(weight, StoredWeight):
+        stored: dict[str, Any] = {"weight": weight} if isinstance(weight, StoredWeight) else {}
+        if stored:
             _move(weight, fn)
-            self._parameters["weight"] = None
+        self._buffers.update(dict.fromkeys(state))
+        self._parameters.update(dict.fromkeys(stored))
         try:
             super()._apply(fn, recurse)
         finally:
-            if isinstance(weight, StoredWeight):
-                self._parameters["weight"] = weight
-        for name, old in before.items():
-            new = self._buffers[name]
-            if old is None or new is None or new is old:
-                continue
-            if old.is_meta and not new.is_meta:
-                self._buffers[name] = torch.zeros_like(new, dtype=torch.float32)
-            elif new.dtype != torch.float32:
-                self._buffers[name] = old.to(new.device)
-            else:
-                new.copy_(old)
+            self._buffers.update(state)
+            self._parameters.update(stored)
+        for name, old in state.items():
+            device = fn(old).device
+            gone = old.is_meta and device.type != "meta"
+            self._buffers[name] = torch.zeros_like(old, device=device) if gone else old.to(device)
         self._weight_cache.clear()
         if self.gather.parameter is not None:
             self._adopt_shard(self.get_parameter("weight"))
@@ -210,28 +204,15 @@ class RecipeModule(nn.Module):
             destination[f"{prefix}weight"] = plain(weight)
 
     def _product(self, input: Tensor, weight_NK: Tensor, bias: Tensor | None, parameter: Tensor) -> Tensor:
-        """input . weight^T + bias by this module's recipe.
+        """input [..., K] . weight^T + bias [N] by this module's recipe.
 
-        Args:
-            input: [..., K].
-            weight_NK: [N, K], a view of ``parameter``.
-            bias: [N] or None.
-            parameter: the leaf that the weight cache watches.
+        ``weight_NK`` is a view of ``parameter``, the leaf that the weight cache watches.
         """
-        recipe, autocast = self.recipe, autocast_dtype(input)
-        if autocast is not None:
-            if recipe.is_high_precision:
-                return nn.functional.linear(input, widened(weight_NK), bias)
-            if input.dtype in HIGH_PRECISION:  # as autocast itself, which leaves float64 and integers alone
-                input = input.to(autocast)
-        elif input.dtype != weight_NK.dtype:
-            raise TypeError(
-                f"input is {input.dtype} but the weight is {weight_NK.dtype}; convert one of them or use torch.autocast"
-            )
-        if input.ndim == 0 or input.shape[-1] != weight_NK.shape[1]:
-            raise ValueError(f"input of shape {tuple(input.shape)} needs in_features={weight_NK.shape[1]} last")
-        if recipe.is_high_precision:
+        dtype = product_dtype(input, weight_NK)
+        if self.recipe.is_high_precision:
             return nn.functional.linear(input, widened(weight_NK), bias)
+        if input.dtype != dtype:
+            input = input.to(dtype)
         refuse_for_fp8(input, parameter, bias)
         return linear(input, weight_NK, bias, self.layer_of(input, weight_NK, parameter, input.requires_grad))
 
@@ -241,8 +222,7 @@ class RecipeModule(nn.Module):
         state = None
         if recipe.delayed is not None:
             if self.delayed_scale.is_meta and not input.is_meta:  # type: ignore[union-attr]
-                # load_state_dict(assign=True) took the parameters off the meta device and left these buffers there
-                register_delayed_state(self, recipe.delayed, input.device)
+                self._take_state_off_meta()
             if self.training and type(parameter) is nn.Parameter and not torch.compiler.is_compiling():
                 self.notice_writes(parameter, parameter)
             state = State(self.delayed_scale, self.delayed_amax_history)  # type: ignore[arg-type]
@@ -281,20 +261,28 @@ def device_of(module: nn.Module) -> torch.device:
     return next(module.parameters()).device
 
 
-def autocast_dtype(input: Tensor) -> torch.dtype | None:
-    """The dtype of products under autocast; None outside of it, and on the meta device, which knows none."""
+def product_dtype(input: Tensor, weight_NK: Tensor) -> torch.dtype:
+    """The dtype that products with ``input`` compute in: its own, or autocast's, which the meta device doesn't know.
+
+    Raises:
+        TypeError: for another dtype than the weight's outside of autocast.
+        ValueError: for a last dimension other than K.
+    """
     device_type = input.device.type
-    if input.is_meta or not torch.is_autocast_enabled(device_type):
-        return None
-    return torch.get_autocast_dtype(device_type)
+    autocast = not input.is_meta and torch.is_autocast_enabled(device_type)
+    if not autocast and input.dtype != weight_NK.dtype:
+        raise TypeError(
+            f"input is {input.dtype} but the weight is {weight_NK.dtype}; convert one of them or use torch.autocast"
+        )
+    if input.ndim == 0 or input.shape[-1] != weight_NK.shape[1]:
+        raise ValueError(f"input of shape {tuple(input.shape)} needs in_features={weight_NK.shape[1]} last")
+    if autocast and input.dtype in HIGH_PRECISION:  # as autocast itself, which leaves float64 and integers alone
+        return torch.get_autocast_dtype(device_type)
+    return input.dtype
 
 
 def refuse_for_fp8(input: Tensor, *parameters: Tensor | None) -> None:
-    """What FP8 products can't take.
-
-    Args:
-        input: of the first product.
-        parameters: all that computes with it; weights as their modules have them.
+    """What FP8 products of ``input`` and these parameters can't take.
 
     Raises:
         TypeError: for a dtype other than bf16, fp16 and fp32, or a weight of another library's class.

@@ -19,6 +19,10 @@ from octavo.scaling.recipe_map import RecipeMap, under
 
 Rotary = tuple[Tensor, Tensor]  # cosines and sines [C, D / 2]
 ROTARY_BASE = 10_000.0
+_PARTS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "rms_norm": (RMSNormLinear, RMSNormMLP),
+    "layer_norm": (LayerNormLinear, LayerNormMLP),
+}
 
 
 def rotary_table(
@@ -109,7 +113,9 @@ class SelfAttention(nn.Module):
         self.heads, self.kv_heads, self.head_width = heads, kv_heads, hidden_size // heads
         shared = kv_heads * self.head_width
         splits = {"query": hidden_size, "key": shared, "value": shared}
-        self.qkv = _norm_linear(norm)(hidden_size, splits, eps, bias, device, dtype, recipe=under(recipe, "qkv"))
+        if norm not in _PARTS:
+            raise ValueError(f"norm={norm!r}: use 'layer_norm' or 'rms_norm'")
+        self.qkv = _PARTS[norm][0](hidden_size, splits, eps, bias, device, dtype, recipe=under(recipe, "qkv"))
         self.out = Linear(hidden_size, hidden_size, bias, device, dtype, recipe=under(recipe, "out"))
 
     def forward(self, x: Tensor, rotary: Rotary | None = None) -> Tensor:
@@ -183,8 +189,7 @@ class TransformerBlock(nn.Module):
         self.attention = SelfAttention(
             hidden_size, heads, kv_heads, norm=norm, recipe=under(recipe, "attention"), **options
         )
-        mlp = {"rms_norm": RMSNormMLP, "layer_norm": LayerNormMLP}[norm]
-        self.mlp = mlp(hidden_size, ffn_hidden_size, activation, recipe=under(recipe, "mlp"), **options)
+        self.mlp = _PARTS[norm][1](hidden_size, ffn_hidden_size, activation, recipe=under(recipe, "mlp"), **options)
 
     def forward(self, x: Tensor, rotary: Rotary | None = None) -> Tensor:
         """One block.
@@ -198,13 +203,3 @@ class TransformerBlock(nn.Module):
         """
         x = x + self.attention(x, rotary)
         return x + self.mlp(x)
-
-
-def _norm_linear(norm: str) -> Callable[..., LayerNormLinear | RMSNormLinear]:
-    kinds: dict[str, Callable[..., LayerNormLinear | RMSNormLinear]] = {
-        "rms_norm": RMSNormLinear,
-        "layer_norm": LayerNormLinear,
-    }
-    if norm not in kinds:
-        raise ValueError(f"norm={norm!r}: use 'layer_norm' or 'rms_norm'")
-    return kinds[norm]

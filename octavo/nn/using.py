@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
 from octavo.nn.convert import gather_anew, set_recipe
 from octavo.nn.recipe_module import RecipeModule, device_of
-from octavo.nn.weight_cache import WeightCache
 from octavo.scaling.delayed import ASIDE, BUFFERS, LOADED
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap
@@ -46,45 +44,34 @@ def using(model: nn.Module, recipe: Recipe | RecipeMap) -> Iterator[nn.Module]:
         'delayed'
     """
     modules = model.modules() if isinstance(model, nn.Module) else ()
-    before = [(module, _put_aside(module)) for module in modules if isinstance(module, RecipeModule)]
-    try:
+    converted = [module for module in modules if isinstance(module, RecipeModule)]
+    with contextlib.ExitStack() as afterwards:
+        if converted:
+            afterwards.callback(gather_anew, model)
+        for module in converted:
+            afterwards.enter_context(_put_aside(module))
         set_recipe(model, recipe)
         yield model
-    finally:
-        for module, own in before:
-            _put_back(module, own)
-        if before:
-            gather_anew(model)
 
 
-class _Own(NamedTuple):
-    """What a module returns to: the very objects, which graphs built before the block may write."""
-
-    recipe: Recipe
-    cache: WeightCache
-    buffers: dict[str, Tensor]
-    loaded: int | None
-
-
-def _put_aside(module: RecipeModule) -> _Own:
-    """Take what a module returns to; in the block it has copies of its delayed state."""
+@contextlib.contextmanager
+def _put_aside(module: RecipeModule) -> Iterator[None]:
+    """Put back at the end what a module has now: the very objects, which graphs built before the block may write."""
+    recipe, cache, loaded = module.recipe, module._weight_cache, module.__dict__.get(LOADED)
     buffers = {name: buffer for name in BUFFERS if (buffer := module._buffers.get(name)) is not None}
     module.__dict__.setdefault(ASIDE, []).append(buffers)
     module._buffers.update({name: buffer.clone() for name, buffer in buffers.items()})
-    return _Own(module.recipe, module._weight_cache, buffers, module.__dict__.get(LOADED))
-
-
-def _put_back(module: nn.Module, own: _Own) -> None:
-    aside = module.__dict__[ASIDE]
-    aside.pop()
-    if not aside:
-        del module.__dict__[ASIDE]
-    if not isinstance(module, RecipeModule):  # octavo.restore has made it torch's meanwhile
-        return
-    own.cache.replaced |= module._weight_cache.replaced
-    module.recipe = own.recipe
-    module._weight_cache = own.cache  # which knows the weight of before, and so notices what wrote it meanwhile
-    for name, buffer in own.buffers.items():
-        module._buffers[name] = buffer.to(device_of(module))
-    if own.loaded is not None:
-        module.__dict__[LOADED] = own.loaded
+    try:
+        yield
+    finally:
+        aside = module.__dict__[ASIDE]
+        aside.pop()
+        if not aside:
+            del module.__dict__[ASIDE]
+        if isinstance(module, RecipeModule):  # else octavo.restore has made it torch's meanwhile
+            cache.replaced |= module._weight_cache.replaced
+            module.recipe = recipe
+            module._weight_cache = cache  # which knows the weight of before, and so notices what wrote it meanwhile
+            module._buffers.update({name: buffer.to(device_of(module)) for name, buffer in buffers.items()})
+            if loaded is not None:
+                module.__dict__[LOADED] = loaded

@@ -33,7 +33,8 @@ def _like(pair: ScaledTensor, qdata: Tensor, scale_inv: Tensor, granularity: Gra
 def _permute(func: Any, pair: ScaledTensor, *dims: Any) -> ScaledTensor:
     qdata, scale_inv = func(pair.qdata, *dims), func(pair.scale_inv, *dims)
     ndim, (rows, cols) = pair.ndim, pair.granularity.tile
-    order = _order(func, ndim, dims)
+    # a tensor of sizes 0, 1, 2, ... tells which dimension comes to stand at each place
+    order = list(func(torch.empty(tuple(range(ndim)), device="meta"), *dims).shape)
     last, second_last = ndim - 1, ndim - 2
     if ndim < 2 or rows == cols == ALL or order[-2:] == [second_last, last] or (rows == 1 and order[-1] == last):
         return _like(pair, qdata, scale_inv)
@@ -43,19 +44,6 @@ def _permute(func: Any, pair: ScaledTensor, *dims: Any) -> ScaledTensor:
         f"{func} of dimensions {tuple(dims)} would mix the tiles of {pair.granularity}; exchange the last two "
         "dimensions, or call .dequantize() first"
     )
-
-
-def _order(func: Any, ndim: int, dims: Sequence[Any]) -> list[int]:
-    """Which dimension comes to stand at each place."""
-    if func is aten.permute.default:
-        return [dim % ndim for dim in dims[0]]
-    order = list(range(ndim))
-    if func is aten.t.default:
-        return order[::-1]
-    first, second = dims
-    if ndim > 0:
-        order[first], order[second] = order[second], order[first]
-    return order
 
 
 @_rule(aten.view.default, aten._unsafe_view.default)
@@ -83,8 +71,9 @@ def _slice(
     if stop <= start:  # nothing, which cuts no tile
         start = stop = 0
     qdata = func(pair.qdata, dim, start, stop, step)
-    tile = _tile_along(pair, dim)
-    if tile == ALL or (pair.scale_inv.numel() == 1 and pair.granularity.tile == (ALL, ALL)):
+    rows, cols = pair.granularity.tile
+    tile = ALL if rows == cols == ALL else {pair.ndim - 1: cols, pair.ndim - 2: rows}.get(dim, 1)
+    if tile == ALL:
         return _like(pair, qdata, pair.scale_inv)
     if tile != 1 and (start % tile or step != 1):
         raise UnsupportedOpError(
@@ -103,13 +92,6 @@ def _split(func: Any, pair: ScaledTensor, sizes: Any, dim: int = 0) -> tuple[Sca
         parts.append(_slice(aten.slice.Tensor, pair, dim, start, stop))
         start = stop
     return tuple(parts)
-
-
-def _tile_along(pair: ScaledTensor, dim: int) -> int:
-    from_last = pair.ndim - 1 - dim
-    if pair.granularity.tile == (ALL, ALL):
-        return ALL
-    return {0: pair.granularity.tile[1], 1: pair.granularity.tile[0]}.get(from_last, 1)
 
 
 @_rule(aten.as_strided.default)

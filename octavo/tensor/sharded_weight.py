@@ -40,7 +40,7 @@ TESTED = "torch 2.11 and 2.13"
 After = Callable[[tuple[Tensor, ...], torch.dtype, Tensor | None], Any]  # what post_all_gather does
 
 
-class ShardHooks:
+class ShardHooks(Tensor):
     """FSDP2's two hooks: the local part of a sharded parameter that has them asks its module how it is gathered."""
 
     def fsdp_pre_all_gather(
@@ -50,8 +50,7 @@ class ShardHooks:
         before = getattr(module, "before_gather", None)
         if before is None:  # an embedding that shares its weight with a linear layer
             return self.gather_without_recipe(mesh, outer_size, module, mp_policy)
-        found: tuple[tuple[Tensor, ...], After] = before(self.shard(), mesh, outer_size, mp_policy)
-        return found
+        return before(self.shard(), mesh, outer_size, mp_policy)
 
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[Tensor, ...], metadata: After, param_dtype: torch.dtype, *, out: Any = None
@@ -60,32 +59,22 @@ class ShardHooks:
         return metadata(all_gather_outputs, param_dtype, out)
 
     def shard(self) -> Tensor:
-        """This rank's rows, as ``before_gather`` reads them."""
-        raise NotImplementedError
+        """This rank's rows, as ``before_gather`` reads them: plain ones, unless they live in FP8."""
+        return self.as_subclass(Tensor)
 
     def gather_without_recipe(
         self, mesh: Any, outer_size: torch.Size, module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], After]:
-        """What the first hook returns where the module is none of octavo's."""
-        raise NotImplementedError
+        """What the first hook returns where the module is none of octavo's: as FSDP2 does without hooks."""
+        return gather_as_it_is(self.shard(), mesh, outer_size, mp_policy)
 
 
 # FSDP2 asks for the first hook's signature before each call of it
 ShardHooks.fsdp_pre_all_gather.__signature__ = inspect.signature(ShardHooks.fsdp_pre_all_gather)  # type: ignore[attr-defined]
 
 
-class ShardedWeight(ShardHooks, Tensor):
+class ShardedWeight(ShardHooks):
     """The local part of a sharded weight; views and copies of it are of this class, all else is plain."""
-
-    def shard(self) -> Tensor:
-        """The part as a plain tensor."""
-        return self.as_subclass(Tensor)
-
-    def gather_without_recipe(
-        self, mesh: Any, outer_size: torch.Size, module: nn.Module, mp_policy: Any
-    ) -> tuple[tuple[Tensor, ...], After]:
-        """As FSDP2 does without hooks."""
-        return gather_as_it_is(self.shard(), mesh, outer_size, mp_policy)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

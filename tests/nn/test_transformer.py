@@ -212,7 +212,7 @@ def test_errors_name_both_sides():
     module = block()
     with pytest.raises(ValueError, match=r"\(24, 64\) must be \[sequences, positions, features\]"):
         module(torch.randn(C, W))
-    with pytest.raises(ValueError, match="needs 64 features last"):
+    with pytest.raises(ValueError, match="needs in_features=64 last"):
         module(torch.randn(B, C, W + 1))
     with pytest.raises(TypeError, match=r"bfloat16.*float32.*autocast"):
         module(torch.randn(B, C, W, dtype=torch.bfloat16))
