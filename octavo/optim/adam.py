@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from octavo.kernels.reference.adam import AdamGroup
 from octavo.optim.arguments import check_not_negative, refuse
 from octavo.optim.base import CompactOptimizer
-from octavo.optim.kept import Kept
 from octavo.optim.moment import Moment, moments_of
 from octavo.optim.state import Settings
 from octavo.tensor.stored_weight import local_stored
@@ -63,17 +62,6 @@ class Adam(CompactOptimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults, kept, master, seed, skip_nonfinite, gradient_storage)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; weights that are stored in FP8 have the update clipped."""
-        params = param_group["params"]
-        if not isinstance(params, set):  # which torch refuses
-            params = param_group["params"] = [params] if isinstance(params, Tensor) else list(params)
-        named = [param[1] if isinstance(param, tuple) else param for param in params]
-        stored = any(local_stored(param) is not None for param in named)
-        if self._clip is None and stored:
-            self.clip_update = True
-        super().add_param_group(param_group)
-
     def check(self, weight: Tensor, group: dict[str, Any], settings: Settings, bounds: bool) -> None:
         """As any optimizer's; also that the largest update has a bound where a scale comes from it."""
         beta1, beta2 = group["betas"]
@@ -84,11 +72,6 @@ class Adam(CompactOptimizer):
             )
         super().check(weight, group, settings, bounds)
 
-    def _keep(self, param: nn.Parameter, *rest: Any) -> Kept:
-        if self._clip is None and local_stored(param) is not None:  # since the optimizer was made
-            self.clip_update = True
-        return super()._keep(param, *rest)
-
     def moments_of(self, moments: Any) -> tuple[Moment, ...]:
         """A pair, by its name or as it is."""
         return moments_of(moments)
@@ -98,17 +81,6 @@ class Adam(CompactOptimizer):
         if self._clip is not None:
             return self._clip
         return stored or settings.master == "fp16_scaled" or any(m.format != "fp32" for m in settings.moments)
-
-    def adopt(self, settings: Settings) -> None:
-        """As any optimizer's; also decides anew whether updates are clipped."""
-        super().adopt(settings)
-        params = (param for group in self.param_groups for param in group["params"])
-        self.clip_update = self.will_bound(settings, any(local_stored(param) is not None for param in params))
-
-    @property
-    def bounds_update(self) -> bool:  # type: ignore[override]
-        """Whether a step moves an element by no more than adam_max_update times the learning rate."""
-        return self.clip_update
 
     def _options(self, group: dict[str, Any]) -> AdamGroup:
         (beta1, beta2), decay, maximize = group["betas"], group["weight_decay"], group["maximize"]

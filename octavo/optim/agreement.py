@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,14 +28,6 @@ def needs_agreement(param: Tensor) -> bool:
     return bool(mesh.size(mesh.ndim - 1) > 1)
 
 
-class _UnderWay(NamedTuple):
-    """A collective: what it writes, and where that belongs."""
-
-    work: Any
-    largest: Tensor  # float32 [n, 1]
-    amaxes: list[Tensor]  # n of [1, 1]
-
-
 class Agreement:
     """The collectives under way for an optimizer's sharded weights: one for each process group, of 4 bytes a weight.
 
@@ -43,15 +35,12 @@ class Agreement:
     """
 
     def __init__(self) -> None:
-        self._under_way: list[_UnderWay] = []
+        self._under_way: list[tuple[Any, Tensor, list[Tensor]]] = []  # its work, what it writes, where that belongs
 
     def start(self, params: Sequence[nn.Parameter], states: Mapping[Tensor, Mapping[str, Any]]) -> None:
-        """Begin to find the largest amaxes; all ranks call it.
+        """Begin to find the largest amaxes; all ranks call it, with all parameters that need it in the same order.
 
-        Args:
-            params: of which ``needs_agreement``, in an order that is the same on all ranks.
-            states: theirs: ``master_amax`` [1, 1] takes part and is written by ``finish``. One that has none yet takes
-                part with 0.
+        Of each state ``master_amax`` [1, 1] takes part and is written by ``finish``; where there is none yet, 0 does.
         """
         import torch.distributed as dist
 
@@ -61,11 +50,11 @@ class Agreement:
             together.setdefault(group_of(param), []).append(param)
         for group, some in together.items():
             device = some[0].device_mesh.device_type  # type: ignore[attr-defined]
-            found = [states[param].get("master_amax") if param in states else None for param in some]
-            amaxes = [torch.zeros(1, 1, device=device) if amax is None else amax for amax in found]
+            none_yet = torch.zeros(1, 1, device=device)
+            amaxes = [states.get(param, {}).get("master_amax", none_yet) for param in some]
             largest = torch.cat([amax.to(device) for amax in amaxes])
             work = dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group, async_op=True)
-            self._under_way.append(_UnderWay(work, largest, amaxes))
+            self._under_way.append((work, largest, amaxes))
 
     @torch.no_grad()
     def finish(self) -> None:

@@ -49,8 +49,9 @@ class CompactOptimizer(Optimizer):
     """
 
     names: tuple[str, ...] = ()
+    clip_update = False  # to what exact moments can give: so it is known how far a step can move a weight
+    gradient_storage: str | None = None
     _untraced: Callable[..., Any]  # _step, which torch.compile must not trace
-    bounds_update = False  # whether it knows how far a step can move a weight before it computes it
     _step_supports_amp_scaling = True  # GradScaler sets grad_scale and found_inf, and does not wait for them
 
     def __init__(
@@ -64,22 +65,26 @@ class CompactOptimizer(Optimizer):
         gradient_storage: str | None = None,
     ) -> None:
         check_storage(gradient_storage)
-        self.gradient_storage = gradient_storage
-        self._gradients = None if gradient_storage is None else GradientStorage()
         self.moments, self.master, self.seed, self.skip_nonfinite = moments, master, seed, skip_nonfinite
-        self._kept: dict[nn.Parameter, Kept] = {}
-        self._plans: dict[Any, Any] = {}
-        self._placed: dict[nn.Parameter, tuple[int, int]] = {}
-        self._sharded: list[nn.Parameter] = []  # in FP8, with one scale
-        self._agreement, self._begun, self._loaded = Agreement(), False, False
-        self.in_backward: Any = None  # of update_in_backward
-        self.skip: Tensor | None = None  # one number; where it is not 0, the next step does nothing
-        self.resolution: Resolution | None = None
+        self.gradient_storage = gradient_storage
+        self._begin()
         if isinstance(params, set | frozenset):
             raise TypeError("a set's order changes between runs, and random bits with it: give a list of parameters")
         super().__init__(params, defaults)
         # not with the module: torch.compiler.disable brings in the whole compiler, as torch's __init__ has by now
         CompactOptimizer._untraced = staticmethod(torch.compiler.disable(CompactOptimizer._step))
+
+    def _begin(self) -> None:
+        """Set all that neither a copy nor a saved state has."""
+        self._kept: dict[nn.Parameter, Kept] = {}
+        self._plans: dict[Any, Any] = {}
+        self._placed: dict[nn.Parameter, tuple[int, int]] = {}
+        self._sharded: list[nn.Parameter] = []  # in FP8, with one scale
+        self._agreement, self._begun, self._loaded = Agreement(), False, False
+        self._gradients = None if self.gradient_storage is None else GradientStorage()
+        self.in_backward: Any = None  # of update_in_backward
+        self.skip: Tensor | None = None  # one number; where it is not 0, the next step does nothing
+        self.resolution: Resolution | None = None
 
     def _options(self, group: dict[str, Any]) -> AdamGroup | SgdGroup:
         """A group's options as the kernels take them."""
@@ -88,16 +93,19 @@ class CompactOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; also checks that each weight has a master, and notes how its state is to be read."""
         super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        stored = [shard for param in group["params"] if (shard := local_stored(param)) is not None]
+        if stored:
+            self.clip_update = self.will_bound(self.settings, stored=True)
         try:
-            for param in self.param_groups[-1]["params"]:
-                self.check(param, self.param_groups[-1], self.settings, self.bounds_update)
+            for param in group["params"]:
+                self.check(param, group, self.settings, self.clip_update)
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
         self._describe()
-        for param in self.param_groups[-1]["params"]:
-            if (shard := local_stored(param)) is not None:
-                shard.awaited = True
+        for shard in stored:
+            shard.awaited = True
         self._attach()
 
     def _describe(self) -> None:
@@ -120,6 +128,8 @@ class CompactOptimizer(Optimizer):
     def adopt(self, settings: Settings) -> None:
         """Go on with weights and state that optim/conversion.py has changed."""
         self.moments, self.master = settings.moments or self.moments, settings.master
+        stored = any(local_stored(param) is not None for param in self.all_params())
+        self.clip_update = self.will_bound(settings, stored)
         self._describe()
         self.forget_kept()
         self._end_step()  # ranks have to agree on amaxes anew
@@ -145,19 +155,17 @@ class CompactOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._kept, self._plans, self._placed = {}, {}, {}
-        for name in ("in_backward", "skip", "resolution"):
-            setattr(self, name, vars(self).get(name))
-        self._agreement, self._begun, self._loaded = vars(self).get("_agreement") or Agreement(), False, False
-        self.gradient_storage = vars(self).get("gradient_storage")
-        if vars(self).setdefault("_gradients") is None and self.gradient_storage is not None:  # a copy
-            self._gradients = GradientStorage()
+        self._begin()
         self._attach()
+
+    def all_params(self) -> list[nn.Parameter]:
+        """Of all groups, in their order."""
+        return [param for group in self.param_groups for param in group["params"]]
 
     def _attach(self) -> None:
         """Keep gradients of the parameters that there are now: some are no longer frozen, or were replaced."""
         if self._gradients is not None:
-            self._gradients.attach(param for group in self.param_groups for param in group["params"])
+            self._gradients.attach(self.all_params())
 
     def accumulate(self) -> AbstractContextManager[None]:
         """For all micro-batches of a step but the last, where gradients are kept in FP8: sums stay float32.
@@ -239,7 +247,7 @@ class CompactOptimizer(Optimizer):
             self.in_backward.finish()
             self._end_step()
             return loss
-        params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
+        params = [param for param in self.all_params() if param.grad is not None]
         skip, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         if skip is None and self.skip_nonfinite and params:
             skip = ~torch.isfinite(states.largest([param.grad for param in params if param.grad is not None]))
@@ -281,7 +289,7 @@ class CompactOptimizer(Optimizer):
 
     def _places(self) -> dict[nn.Parameter, tuple[int, int]]:
         """Each parameter's group and its number among all, on which random bits depend."""
-        params = [param for group in self.param_groups for param in group["params"]]
+        params = self.all_params()
         if len(params) != len(self._placed) or not all(map(operator.is_, params, self._placed)):
             numbers = [number for number, group in enumerate(self.param_groups) for _ in group["params"]]
             self._sharded = [param for param in params if needs_agreement(param)]
@@ -318,7 +326,7 @@ class CompactOptimizer(Optimizer):
         if written:  # loaded, or otherwise
             fresh = master_of(param, self.master).new_state(weight)
             for name, value in fresh.items():
-                states.copy_into(state[name], value)
+                states.local(state[name]).copy_(states.local(value))
             kept = self._kept[param] = kept._replace(held=held, version=held._version)
         if (anew or written) and isinstance(weight, StoredWeight):
             weight.rest = None
@@ -326,7 +334,9 @@ class CompactOptimizer(Optimizer):
 
     def _keep(self, param: nn.Parameter, weight: Tensor, state: dict[str, Any], ids: tuple[int, ...]) -> Kept:
         group, index = ids[:2]
-        self.check(param, self.param_groups[group], self.settings, self.bounds_update)  # it may be stored in FP8 since
+        if isinstance(weight, StoredWeight):  # perhaps since the optimizer was made
+            self.clip_update = self.will_bound(self.settings, stored=True)
+        self.check(param, self.param_groups[group], self.settings, self.clip_update)
         master, moments = for_kernel(param, weight, state, self._settings_of(bool(ids[3])))
         key, row = key_of(self.seed, index), states.first_row(param)
         measured = self.resolution is not None and param in self.resolution.params
@@ -368,13 +378,12 @@ class CompactOptimizer(Optimizer):
         groups = copy.deepcopy(state_dict["param_groups"])
         described = loading.check_groups(groups, self.param_groups)
         ids = [index for group in groups for index in group["params"]]
-        params = [param for group in self.param_groups for param in group["params"]]
         self._agreement.finish()
         own_way = states.description(self.moments, self.master, self.seed)
         same = described is None or described | {"seed": self.seed} == own_way
         found: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
         converted: list[str] = []
-        for index, param in zip(ids, params, strict=True):
+        for index, param in zip(ids, self.all_params(), strict=True):
             if state_dict["state"].get(index):
                 given = state_dict["state"][index]
                 found[param], how = loading.loaded(param, given, described, same, self._settings_in(given))
@@ -383,11 +392,14 @@ class CompactOptimizer(Optimizer):
             if "param_names" in own:
                 group.setdefault("param_names", own["param_names"])
             group["params"] = own["params"]
-        self.__setstate__({"state": found, "param_groups": groups})
-        self._loaded, self.seed = True, self.seed if described is None else described["seed"]
+        super().__setstate__({"state": found, "param_groups": groups})
+        self.forget_kept()
+        self._begun, self._loaded = False, True
+        self.seed = self.seed if described is None else described["seed"]
         self._describe()
-        for param in found:
-            if (stored := local_stored(param)) is not None:
+        self._attach()
+        for weight in found:
+            if (stored := local_stored(weight)) is not None:
                 stored.rest = None
         for beside in filter(None, (self.resolution, self.in_backward)):
             beside.restart()

@@ -158,11 +158,8 @@ def _moments(param: nn.Parameter, state: dict[str, Any], before: Settings, after
         if new == were[name]:
             names = name, f"{name}_codes", f"{name}_scale_inv", f"{name}_amax"
             found |= {key: state[key] for key in names if key in state}
-            continue
-        values = states.as_fp32(name, were[name], state)
-        own = new.new_state(name, values.shape, values.device)
-        states.write_moment(values, new, name, own)
-        found |= {key: states.like_param(value, param) for key, value in own.items()}
+        else:
+            found |= states.converted(param, name, were[name], new, state)
     return found
 
 
@@ -170,10 +167,7 @@ def _moments(param: nn.Parameter, state: dict[str, Any], before: Settings, after
 def _rewrite(old: Master, new: Master, sharded: Tensor | None, same_storage: bool) -> None:
     """Write a master as another kind, to nearest. Where the weight's storage stays, so does its scale.
 
-    Args:
-        old, new: over the weight's old and new tensors.
-        sharded: the DTensor whose shard this is, or None: one scale is for all ranks.
-        same_storage: whether the weight stays as it is stored.
+    ``sharded`` is the DTensor whose shard this is, or None: one scale is for all ranks.
     """
     values = old.read_all(old.weight)
     if new.amax is not None and new.scale_inv is not None:

@@ -21,23 +21,7 @@ from octavo.tensor.stored_gradient import StoredGradient
 
 
 class GradientStorage:
-    """What keeps an optimizer's gradients in FP8; it ends with the optimizer.
-
-    Example:
-        >>> import torch
-        >>> weight = torch.nn.Parameter(torch.ones(300))
-        >>> storage = GradientStorage()
-        >>> storage.attach([weight])
-        >>> with storage.accumulate():
-        ...     weight.sum().backward()
-        >>> weight.grad.dtype
-        torch.float32
-        >>> weight.sum().backward()
-        >>> weight.grad
-        StoredGradient((300,), torch.float32)
-        >>> weight.grad.dequantize()[:2]
-        tensor([2., 2.])
-    """
+    """What keeps an optimizer's gradients in FP8; it ends with the optimizer."""
 
     def __init__(self) -> None:
         self._hooks: dict[nn.Parameter, Any] = {}
@@ -95,10 +79,7 @@ class GradientStorage:
 def hook_all(hooks: dict[nn.Parameter, Any], params: list[nn.Parameter], hook: Callable[[nn.Parameter], None]) -> None:
     """Have a hook after the gradients of these parameters, and of no others, which clients may have replaced since.
 
-    Args:
-        hooks: the handles of those that have it.
-        params: frozen ones have none, unless they had.
-        hook: takes the parameter.
+    ``hooks`` are the handles of those that have it. Frozen ones have none, unless they had.
     """
     for param in params:
         if param.requires_grad and param not in hooks:
@@ -122,12 +103,7 @@ def _remove(hooks: dict[nn.Parameter, Any]) -> None:
 
 
 def refuse_ddp(params: Iterable[nn.Parameter], reason: str) -> None:
-    """Raise RuntimeError if DistributedDataParallel has any of the parameters.
-
-    Args:
-        params: of an optimizer that uses gradients before DistributedDataParallel has exchanged them.
-        reason: what is raised.
-    """
+    """Raise RuntimeError for this reason if DistributedDataParallel has any of the parameters."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return
     own = {id(param) for param in params}

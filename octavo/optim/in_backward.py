@@ -144,11 +144,11 @@ class UpdatesInBackward:
 
     def _watch(self) -> None:
         """Take the gradients of the parameters that the optimizer has now: a client may have sharded them, say."""
-        hook_all(self._hooks, self._params(), self._take)
+        hook_all(self._hooks, self.optimizer.all_params(), self._take)
 
     def state_dict(self) -> dict[str, Any]:
         """What the next step's clip knows of this one: save it between steps, beside the optimizer's."""
-        return self._norms.state(self._params())
+        return self._norms.state(self.optimizer.all_params())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state of an optimizer of the same parameters.
@@ -156,7 +156,7 @@ class UpdatesInBackward:
         Raises:
             ValueError: if it is of more parameters.
         """
-        params = self._params()
+        params = self.optimizer.all_params()
         if any(place >= len(params) for place in state_dict["order"]):
             raise ValueError(f"the state is of more parameters than the optimizer's {len(params)}")
         self._loaded = state_dict
@@ -168,9 +168,6 @@ class UpdatesInBackward:
         if self._loaded is not None:
             self.load_state_dict(self._loaded)
             self._loaded = None
-
-    def _params(self) -> list[nn.Parameter]:
-        return [param for group in self.optimizer.param_groups for param in group["params"]]
 
     def remove(self) -> None:
         """Undo it: from now on gradients stay until ``optimizer.step()``. Gradients that wait are not lost."""
@@ -193,7 +190,7 @@ class UpdatesInBackward:
     def refuse_ddp(self) -> None:
         """Raise RuntimeError if DistributedDataParallel has a parameter of the optimizer."""
         refuse_ddp(
-            self._params(),
+            self.optimizer.all_params(),
             "DistributedDataParallel exchanges a gradient after update_in_backward would have used it; "
             "use fully_shard (FSDP2), whose gradients are exchanged before, or step() after backward",
         )
@@ -217,7 +214,7 @@ class UpdatesInBackward:
             raise RuntimeError(_SCALER)
         self._look()
         self._forget_used()
-        for param in self._params():
+        for param in self.optimizer.all_params():
             if param.grad is not None:
                 self._pending.setdefault(param)
         self._flush(in_backward=False)

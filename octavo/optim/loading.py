@@ -46,9 +46,6 @@ def loaded(
 
     Returns:
         the state; and, where it had to be converted, what became of the master ("": it is kept).
-
-    Raises:
-        ValueError: if it does not fit.
     """
     if described is None and any(str(name).endswith("_codes") for name in given):
         raise ValueError("the state holds codes, but its groups no 'octavo', which says how these are to be read")
@@ -57,11 +54,13 @@ def loaded(
     state["step"].copy_(torch.as_tensor(step, dtype=torch.float32))
     lost = take_master(state, given)
     names = [name for name in state if name != "step" and not name.startswith("master_")]
-    if same and all(states.is_like(state[name], given.get(name)) for name in names):
-        for name in names:
-            states.copy_into(state[name], given[name])
+    if same and _copy(state, given, names):
         return state, [] if lost is None else [lost]
-    convert(param, given, described, state, settings)
+    before = settings.moments if described is None else tuple(map(states.moment_from, described["moments"]))
+    if len(before) < len(settings.names):
+        raise ValueError(f"the state's moments are {before}, and this optimizer keeps {', '.join(settings.names)}")
+    for old, (name, new) in zip(before, settings.moments_of(param).items(), strict=False):
+        state |= states.converted(param, name, old, new, given)
     return state, [lost or ""]
 
 
@@ -79,38 +78,26 @@ def said(
 def take_master(state: dict[str, Any], given: dict[str, Any]) -> str | None:
     """Copy a loaded master into a new state if it was kept in the same way.
 
-    Returns:
-        None, or how it was kept, if it had more than the weight: the new one begins as the weight.
+    If it was not, and had more than the weight, the new one begins as the weight: returns how it was kept, else None.
     """
     own, kind = (some.get("master_kind") for some in (state, given))
     if own is None and kind is None:
         return None
     names = [name for name in state if name.startswith("master_")]
-    if own is not None and kind is not None and int(own) == int(kind):
-        if all(states.is_like(state[name], given.get(name)) for name in names):
-            for name in names:
-                states.copy_into(state[name], given[name])
-            return None
+    if own is not None and kind is not None and int(own) == int(kind) and _copy(state, given, names):
+        return None
     was, now = ("none" if some is None else KINDS[int(some)] for some in (kind, own))
     return f"masters that were {was} begin anew as the weights are: {now}"
 
 
-def convert(
-    param: nn.Parameter, given: dict[str, Any], described: dict[str, Any] | None, state: dict[str, Any], kept: Settings
-) -> None:
-    """Fill the moments of a new state from others; arguments as ``loaded``'s.
-
-    Raises:
-        ValueError: if its moments are not there or of another shape.
-    """
-    before = kept.moments
-    if described is not None:
-        before = tuple(states.moment_from(m) for m in described["moments"])[: len(kept.names)]
-    if len(before) != len(kept.names):
-        raise ValueError(f"the state's moments are {before}, and this optimizer keeps {', '.join(kept.names)}")
-    own = {key: states.local(value) for key, value in state.items() if isinstance(value, Tensor)}
-    for old, (name, new) in zip(before, kept.moments_of(param).items(), strict=True):
-        values = states.as_fp32(name, old, given)
-        if values.shape != states.local(param).shape:
-            raise ValueError(f"{name} of shape {tuple(values.shape)} does not fit a weight of {tuple(param.shape)}")
-        states.write_moment(values, new, name, own)
+def _copy(state: dict[str, Any], given: dict[str, Any], names: list[str]) -> bool:
+    """Copy these loaded tensors, plain or sharded, into a state's if all are kept alike; whether they are."""
+    for name in names:
+        own, other = state[name], given.get(name)
+        if not isinstance(other, Tensor) or other.dtype != own.dtype:
+            return False
+        if states.local(other).shape != states.local(own).shape:
+            return False
+    for name in names:
+        states.local(state[name]).copy_(states.local(given[name]))
+    return True

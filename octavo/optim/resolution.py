@@ -14,21 +14,7 @@ from octavo.tensor.sharded_weight import group_of
 
 
 class Resolution:
-    """Sums over steps, on each device; nothing waits for them.
-
-    Args:
-        params: the weights that count.
-
-    Example:
-        >>> import torch, octavo
-        >>> weight = torch.nn.Parameter(torch.ones(4, 4))
-        >>> weight.grad = torch.ones(4, 4)
-        >>> optimizer = octavo.optim.AdamW([weight], lr=0.125 / 12**0.5, weight_decay=0.0, moments="fp32")
-        >>> optimizer.measure(Resolution([weight]))
-        >>> optimizer.step()
-        >>> round(optimizer.resolution.take().ratio(), 3)
-        1.0
-    """
+    """Sums over steps of the weights ``params``, on each device; nothing waits for them."""
 
     def __init__(self, params: Iterable[nn.Parameter]) -> None:
         self.params = set(params)

@@ -118,7 +118,7 @@ def largest(gradients: list[Tensor]) -> Tensor:
     return found if full_tensor is None else full_tensor()
 
 
-def like_param(tensor: Tensor, param: nn.Parameter) -> Tensor:
+def like_param(tensor: Tensor, param: Tensor) -> Tensor:
     """A tensor of this rank's state as a sharded one, where the weight is: so that checkpoints can reshard it."""
     if getattr(param, "placements", None) is None or tensor.shape[:1] != local(param).shape[:1]:
         return tensor
@@ -167,13 +167,7 @@ def raise_amaxes(updates: Sequence[WeightUpdate]) -> None:
 
 
 def unscale(gradients: list[Tensor], scale: Tensor, skip: Tensor | None) -> None:
-    """Divide gradients by a GradScaler's scale, as torch's fused optimizers leave them; not where the step is skipped.
-
-    Args:
-        gradients: plain or sharded, in high precision or codes.
-        scale: one number.
-        skip: one number, not 0 where the step is skipped; or None.
-    """
+    """Divide gradients by a GradScaler's scale, as torch's fused optimizers leave them; not where ``skip`` is not 0."""
     divisor = scale if skip is None else torch.where(skip.to(scale.device) != 0, 1.0, scale)
     shards = [local(gradient) for gradient in gradients]
     shards = [shard.scale_inv if isinstance(shard, StoredGradient) else shard for shard in shards]
@@ -184,16 +178,6 @@ def unscale(gradients: list[Tensor], scale: Tensor, skip: Tensor | None) -> None
 def holds(state: dict[str, Any], name: str) -> bool:
     """Whether a state has a moment of this name."""
     return state.get(name) is not None or state.get(f"{name}_codes") is not None
-
-
-def is_like(own: Tensor, given: Any) -> bool:
-    """Whether what was loaded can be copied as it is."""
-    return isinstance(given, Tensor) and given.dtype == own.dtype and local(given).shape == local(own).shape
-
-
-def copy_into(own: Tensor, given: Tensor) -> None:
-    """Copy a loaded tensor, plain or sharded, into this rank's."""
-    local(own).copy_(local(given))
 
 
 def description(moments: tuple[Moment, ...], master: str | None, seed: int) -> dict[str, Any]:
@@ -233,15 +217,24 @@ def as_fp32(name: str, moment: Moment, given: dict[str, Any]) -> Tensor:
     return stored.read_all(stored.data).view(tensors[f"{name}_codes"].shape)
 
 
-def write_moment(values: Tensor, moment: Moment, name: str, state: dict[str, Tensor]) -> None:
-    """Write values, to nearest."""
-    stored, matrix = moment.for_kernel(name, state), as_matrix(values.contiguous())
-    if moment.root:
+def converted(param: Tensor, name: str, old: Moment, new: Moment, given: dict[str, Any]) -> dict[str, Tensor]:
+    """The tensors of a parameter's moment as ``new`` keeps it, to nearest, out of a state that has it as ``old``.
+
+    Raises:
+        ValueError: if it is not there, or of another shape.
+    """
+    values = as_fp32(name, old, given).to(local(param).device)
+    if values.shape != local(param).shape:
+        raise ValueError(f"{name} of shape {tuple(values.shape)} does not fit a weight of {tuple(param.shape)}")
+    state, matrix = new.new_state(name, values.shape, values.device), as_matrix(values.contiguous())
+    stored = new.for_kernel(name, state)
+    if new.root:
         matrix = matrix.clamp(max=LARGEST_SQUARE)
-    if stored.fmt is not None and moment.granularity == PerTensor():
+    if stored.fmt is not None and new.granularity == PerTensor():
         amax = matrix.abs().amax().reshape(1, 1) if matrix.numel() else matrix.new_zeros(1, 1)
-        stored.begin(amax.sqrt() if moment.root else amax)
+        stored.begin(amax.sqrt() if new.root else amax)
     stored.stochastic = False
     for piece in pieces(*matrix.shape):
         stored.write(piece, piece.of(matrix).clone(), None)
     stored.end()
+    return {key: like_param(value, param) for key, value in state.items()}

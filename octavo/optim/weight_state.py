@@ -45,7 +45,7 @@ def new_master(param: nn.Parameter, master: str | None) -> dict[str, Tensor]:
 def sharded_like(own: dict[str, Tensor], param: Tensor) -> dict[str, Tensor]:
     """This rank's tensors of a state, sharded as the weight is: so that checkpoints can reshard them."""
     return {
-        name: _amax_like(value, param) if name == "master_amax" else states.like_param(value, param)  # type: ignore[arg-type]
+        name: _amax_like(value, param) if name == "master_amax" else states.like_param(value, param)
         for name, value in own.items()
     }
 
@@ -61,10 +61,7 @@ def _amax_like(amax: Tensor, param: Tensor) -> Tensor:
 def bytes_of(param: nn.Parameter, weight: Tensor, settings: Settings | None) -> tuple[int, int, int]:
     """Bytes on this rank of a weight with its scales, of its master's rest, of its moments.
 
-    Args:
-        param: the parameter that has it now.
-        weight: what it is to be, on the meta device, this rank's shard.
-        settings: how it is kept; None: it is frozen.
+    ``weight`` is what it is to be, this rank's shard on the meta device; no settings: it is frozen.
     """
     own = [weight.qdata, weight.scale_inv] if isinstance(weight, StoredWeight) else [weight]
     master: dict[str, Tensor] = {}
@@ -102,13 +99,7 @@ def _check_storage(weight: Tensor, state: dict[str, Any]) -> None:
 def for_kernel(
     param: nn.Parameter, weight: Tensor, state: dict[str, Any], settings: Settings
 ) -> tuple[Master, tuple[MomentTensors, ...]]:
-    """Master and moments as the kernels read and write them, over the tensors of a state.
-
-    Args:
-        param: the weight.
-        weight: this rank's shard of it.
-        state: its state.
-        settings: how it is kept.
+    """Master and moments of a weight, this rank's shard ``weight``, as the kernels take them, over its state's tensors.
 
     Raises:
         RuntimeError: if the state was made while the weight was stored otherwise.

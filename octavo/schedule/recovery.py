@@ -68,11 +68,7 @@ class Recovery:
 
 
 class Watch:
-    """The losses and faults that a Recovery decides by, kept on the device of the losses.
-
-    Args:
-        policy: the Recovery.
-    """
+    """The losses and faults that a Recovery decides by, kept on the device of the losses."""
 
     def __init__(self, policy: Recovery) -> None:
         self.policy = policy
@@ -101,8 +97,7 @@ class Watch:
     def count(self, is_scaled: bool) -> None:
         """Count what ``look`` found of the step, which is over.
 
-        Args:
-            is_scaled: whether a GradScaler scaled its gradients: that these overflow is how it works, and no fault.
+        Where a GradScaler scaled its gradients (``is_scaled``), that these overflow is how it works, and no fault.
         """
         assert self._step is not None
         loss, found, of_gradients = self._step

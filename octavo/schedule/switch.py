@@ -37,12 +37,7 @@ class Target:
 def targets_of(
     model: nn.Module, optimizer: Optimizer, phases: Sequence[Phase], after: Target | None = None
 ) -> tuple[Target, ...]:
-    """What each phase means, "same" after "same"; all of them possible.
-
-    Args:
-        model, optimizer: a schedule's.
-        phases: one after the other.
-        after: the one before them; None: what is now.
+    """What each phase means, "same" after "same", from ``after`` on, or from what is now; all of them possible.
 
     Raises:
         ValueError, TypeError: naming the phase that can't be, and why.

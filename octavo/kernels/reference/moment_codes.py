@@ -18,16 +18,13 @@ _EXPONENT = 0x7F800000  # of a float32's bits
 
 
 def encode_moment(y: Tensor, fmt: Format, bits16: Tensor | None) -> Tensor:
-    """Round scaled numbers to codes.
+    """Round scaled numbers to codes, uint8.
 
     Args:
         y: float32, overwritten; not negative where the format has no sign. What lies past the format's max saturates;
             NaN and inf become NaN.
         fmt: E4M3, E5M2 or E4M4.
-        bits16: int32 below 2^16, y's shape, for stochastic rounding; None rounds to nearest, ties to even.
-
-    Returns:
-        uint8 of y's shape.
+        bits16: int32 below 2^16, for stochastic rounding; None rounds to nearest, ties to even.
     """
     dropped = 23 - fmt.mantissa_bits
     sign = (y.view(torch.int32) >> 24).bitwise_and_(0x80) if fmt.signed else None

@@ -180,13 +180,7 @@ class MomentTensors(Scaled):
         return wide.square_() if self.root else wide
 
     def write(self, piece: Piece, wide: Tensor, bits16: Tensor | None) -> None:
-        """Store what ``read`` gave, updated; ``wide`` is overwritten.
-
-        Args:
-            piece: where.
-            wide: float32.
-            bits16: random bits, where it is rounded stochastically.
-        """
+        """Store what ``read`` gave, updated, which is overwritten; bits16: where it is rounded stochastically."""
         stored = piece.of(self.data)
         bits16 = bits16 if self.stochastic else None
         if self.fmt is None:

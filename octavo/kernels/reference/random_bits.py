@@ -10,17 +10,9 @@ _FIRST, _SECOND = 0x7FEB352D, 0x846CA68B
 
 
 def random_bits(key: int, index: Tensor) -> Tensor:
-    """32 bits for each element.
+    """32 bits, int32, for each element of ``index``: int32 or int64, indices in the whole tensor; overwritten.
 
-    Args:
-        key: 32 bits, of ``key_of``.
-        index: int32 or int64, the elements' indices in the whole tensor; overwritten.
-
-    Returns:
-        int32, index's shape.
-
-    Source:
-        the finaliser "lowbias32" of C. Wellons, hash-prospector (bias 0.17 of the ideal's).
+    The finaliser is "lowbias32" of C. Wellons, hash-prospector (bias 0.17 of the ideal's).
     """
     if index.dtype == torch.int64 and index.numel() and int(index.view(-1)[-1]) >> 32:
         # the upper half of a large tensor's index enters as well

@@ -14,12 +14,7 @@ Amount = TypeVar("Amount", float, Tensor)
 
 
 def power(base: float, exponent: int) -> float:
-    """base^exponent; inf where it is too large.
-
-    Args:
-        base: not negative.
-        exponent: at least 1.
-    """
+    """base^exponent of a base that is not negative, exponent at least 1; inf where it is too large."""
     result = 1.0
     while exponent:
         if exponent & 1:
@@ -30,16 +25,10 @@ def power(base: float, exponent: int) -> float:
 
 
 def adam_max_update(step: int, beta1: float, beta2: float) -> float:
-    """R_t, the largest |m_hat| / sqrt(v_hat) that any gradients can give Adam in a step.
+    """R_t, the largest |m_hat| / sqrt(v_hat) that any gradients can give Adam in step t, from 1.
 
-    By Cauchy-Schwarz on m_t = (1 - beta1) sum beta1^(t-i) g_i against v_t = (1 - beta2) sum beta2^(t-i) g_i^2.
-
-    Args:
-        step: t, from 1.
-        beta1, beta2: Adam's.
-
-    Returns:
-        R_t; inf where beta2 is 0 and beta1 is not, or beta1^2 > beta2 lets it grow without end.
+    By Cauchy-Schwarz on m_t = (1 - beta1) sum beta1^(t-i) g_i against v_t = (1 - beta2) sum beta2^(t-i) g_i^2. It is
+    inf where beta2 is 0 and beta1 is not, or beta1^2 > beta2 lets it grow without end.
 
     Example:
         >>> round(adam_max_update(10**6, 0.9, 0.999), 2), round(adam_max_update(10**6, 0.9, 0.95), 3)
@@ -62,16 +51,12 @@ def ratio_of(beta1: float, beta2: float) -> float:
 
 
 def bound_after(amax: Amount, lr: float, max_update: float, weight_decay: float = 0.0) -> Amount:
-    """The most that a weight's |w| can be after a step, with room for float32's roundings on the way.
+    """The most that |w|, up to ``amax`` now, can be after a step, with room for float32's roundings on the way.
 
     Args:
-        amax: before it; a number or float32.
+        amax: a number or float32.
         lr: the learning rate.
         max_update: the most that the step moves an element, by the learning rate.
         weight_decay: decoupled; 0 for others.
-
-    Example:
-        >>> round(bound_after(2.0, lr=0.1, max_update=1.0, weight_decay=0.5), 4)
-        2.0
     """
     return (amax * abs(1 - lr * weight_decay) + lr * max_update) * (1 + 2.0**-20)

@@ -25,14 +25,7 @@ def with_number(key, number):
 
 @triton.jit
 def random_bits(key, start, offsets, LARGE: tl.constexpr):
-    """32 bits for each element, uint32.
-
-    Args:
-        key: uint32.
-        start: int64, the index of the first element of the program's tile.
-        offsets: of each element from it, int32 or int64.
-        LARGE: whether indices may pass 2^32.
-    """
+    """32 bits, uint32, for each element at ``offsets`` from ``start``, int64. LARGE: indices may pass 2^32."""
     if LARGE:
         index = start + offsets.to(tl.int64)
         low = index.to(tl.uint32) ^ ((index >> 32).to(tl.uint32) * 0x9E3779B9)
