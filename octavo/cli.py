@@ -137,7 +137,7 @@ def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     import octavo
-    from octavo.train.config import BASELINE, RECIPES, UNCONVERTED
+    from octavo.train.config import BASELINE, RECIPES, UNCONVERTED, ModelConfig
 
     parser = _Parser(prog="octavo", description="Train PyTorch models in FP8.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"octavo {octavo.__version__}")
@@ -152,7 +152,7 @@ def _parser() -> argparse.ArgumentParser:
     known = f"{', '.join(RECIPES)}; the first {len(UNCONVERTED)} without FP8: in --dtype, in bfloat16, in float32"
     train = add("train", _train, "train a byte-level GPT with one recipe")
     train.add_argument("--recipe", default="dynamic", help=f"one of {known} (default: dynamic)")
-    compare = add("compare", _compare, "train it in high precision and in FP8, and compare")
+    compare = add("compare", _train, "train it in high precision and in FP8, and compare")
     chosen = [BASELINE, "dynamic", "delayed"]
     help = f"some of {known} (default: {' '.join(chosen)})"
     compare.add_argument("--recipes", nargs="+", default=chosen, metavar="RECIPE", help=help)
@@ -167,7 +167,18 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--weights", default="bfloat16", choices=dtypes, help="of other weights than FP8")
     help = "text to check it on (default: Python's own standard library)"
     export.add_argument("--data", type=Path, metavar="PATH", help=help)
-    add("info", _info, "versions, devices, and where FP8 is native")
+    plan = add("plan", _plan, "predict a training step's time and memory in each recipe, and say whether FP8 pays")
+    help = "a Hugging Face config.json, or its folder (default: the GPT of the options below)"
+    plan.add_argument("model", nargs="?", type=Path, metavar="CONFIG", help=help)
+    plan.add_argument(
+        "--tokens", type=int, default=16384, metavar="INT", help="of a step on one device (default: 16384)"
+    )
+    help = "H100, H200 or B200, by published rates (default: this one, by what `octavo info --measure` found)"
+    plan.add_argument("--device", metavar="NAME", help=help)
+    add_flags(plan, ModelConfig)
+    info = add("info", _info, "versions, devices, and where FP8 is native")
+    help = "measure what this device does: products, casts, copies; keep it for `octavo plan`, and say where FP8 pays"
+    info.add_argument("--measure", action="store_true", help=help)
     return parser
 
 
@@ -213,45 +224,29 @@ def _default_folder(command: str, resume: bool) -> Path:
 
 
 def _train(options: argparse.Namespace, arguments: list[str]) -> int:
-    from octavo.train import report, run
-    from octavo.train.shard import joined
+    """Both `train`, of one recipe, and `compare`, of several."""
+    from octavo.train import compare, report, run
+    from octavo.train.shard import joined, require_one_process
 
-    config = _config(options, [options.recipe])
+    compares = options.name == "compare"
+    if compares:
+        report.require_plotting()  # before minutes of training
+    recipes = options.recipes if compares else [options.recipe]
+    config = _config(options, recipes)
+    if compares:
+        require_one_process(config.ranks)
     with joined(config) as ranks:
-        config = ranks.first(lambda: _settled(config, options, [options.recipe]))
-        results = _supervised(lambda hooks: [run(config, options.recipe, hooks=hooks)], ranks.rank)
-    if ranks.rank > 0:
-        return INTERRUPTED if results[-1].interrupted else 0
+        config = ranks.first(lambda: _settled(config, options, recipes))
+        with _hooks(ranks.rank) as hooks:
+            results = compare(config, recipes, hooks=hooks) if compares else [run(config, recipes[0], hooks=hooks)]
     if results[-1].interrupted:
-        return _stopped(results[-1], config, arguments)
-    try:
-        report.require_plotting()
-        plot = True
-    except ImportError as error:  # training needs no extra, and what it came to is worth showing without
-        print(f"octavo: {error}", file=sys.stderr)
-        plot = False
-    return _report(results, config, plot)
+        return INTERRUPTED if ranks.rank > 0 else _stopped(results[-1], config, arguments)
+    return 0 if ranks.rank > 0 else _report(results, config)
 
 
-def _compare(options: argparse.Namespace, arguments: list[str]) -> int:
-    from octavo.train import compare, report
-    from octavo.train.shard import require_one_process
-
-    report.require_plotting()  # before minutes of training
-    config = _config(options, options.recipes)
-    require_one_process(config.ranks)
-    config = _settled(config, options, options.recipes)
-    results = _supervised(lambda hooks: compare(config, options.recipes, hooks=hooks))
-    if results[-1].interrupted:
-        return _stopped(results[-1], config, arguments)
-    return _report(results, config, plot=True)
-
-
-def _supervised(train: Callable[[Hooks], list[RunResult]], rank: int = 0) -> list[RunResult]:
-    """Trains with progress shown. Ctrl-C and SIGTERM stop after the step; before there are steps they stop at once.
-
-    A second Ctrl-C interrupts the step.
-    """
+@contextlib.contextmanager
+def _hooks(rank: int) -> Iterator[Hooks]:
+    """Shows progress. Ctrl-C and SIGTERM stop after the step; before there are steps, and a second Ctrl-C, at once."""
     from octavo.train import Hooks
     from octavo.train.progress import Progress, choose_progress
 
@@ -268,8 +263,7 @@ def _supervised(train: Callable[[Hooks], list[RunResult]], rank: int = 0) -> lis
 
     with _signals_to(note, signal.SIGINT, signal.SIGTERM):
         progress = choose_progress() if rank == 0 else Progress()
-        begin, asked = lambda model: reached.add("steps"), lambda: "stop" in reached
-        return train(Hooks(on_model=begin, should_stop=asked, progress=progress))
+        yield Hooks(lambda model: reached.add("steps"), should_stop=lambda: "stop" in reached, progress=progress)
 
 
 def _stopped(result: RunResult, config: TrainConfig, arguments: list[str]) -> int:
@@ -287,16 +281,19 @@ def _stopped(result: RunResult, config: TrainConfig, arguments: list[str]) -> in
     return INTERRUPTED
 
 
-def _report(results: list[RunResult], config: TrainConfig, plot: bool) -> int:
+def _report(results: list[RunResult], config: TrainConfig) -> int:
+    from octavo.errors import MissingExtraError
     from octavo.train import report
 
     out = config.run.out
-    assert out is not None  # _config chose one
+    assert out is not None  # _settled chose one
     written = [out / "results.csv"]
     report.write_csv(results, written[0])
-    if plot:
+    try:
+        report.plot(results, out / "loss.png")
         written.append(out / "loss.png")
-        report.plot(results, written[1])
+    except MissingExtraError as error:  # training needs no extra, and what it came to is worth showing without
+        print(f"octavo: {error}", file=sys.stderr)
     print(report.table(results))
     print(f"wrote {' and '.join(str(path) for path in written)}")
     return 0
@@ -331,8 +328,35 @@ def _export(options: argparse.Namespace, arguments: list[str]) -> int:
     return 0
 
 
+def _plan(options: argparse.Namespace, arguments: list[str]) -> int:
+    import torch
+
+    from octavo.cost import command, estimate, rates_of
+    from octavo.train import GPT, ModelConfig
+
+    rates = rates_of(options.device)
+    inputs = command.tokens_of(options.tokens, options.context)
+    if options.model is not None:
+        model = command.from_hugging_face(options.model)
+    else:
+        fields = {field.name: getattr(options, field.name) for field in dataclasses.fields(ModelConfig)}
+        with torch.device("meta"):
+            model = GPT(ModelConfig(**fields)).bfloat16()
+    recipes = [None, *(make() for make in command.RECIPES.values())]
+    print(f"{command.parameters_of(model)}, {options.tokens // options.context} sequences of {options.context} tokens")
+    print(command.describe_plan([estimate(model, inputs, recipe, rates) for recipe in recipes], rates))
+    return 0
+
+
 def _info(options: argparse.Namespace, arguments: list[str]) -> int:
     from octavo.train import environment
 
     print(environment.describe())
+    if options.measure:
+        from octavo.cost import command, measure
+        from octavo.cost.rates import keep
+
+        print("\nmeasuring ...", flush=True)
+        rates = measure()
+        print(command.describe_rates(rates), f"\nkept in {keep(rates)}", sep="\n")
     return 0

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from octavo import recipes
 from octavo.cost.estimate import Estimate, Layer, LinearWork
-from octavo.cost.rates import FORMS, HIGH_PRECISION, Rates
-from octavo.errors import OctavoError
+from octavo.cost.rates import FORMS, HIGH_PRECISION, PlanError, Rates
 from octavo.recipes import high_precision
 from octavo.scaling.recipe import Recipe
 
@@ -21,10 +20,6 @@ TOKENS = (1024, 4096, 16384)  # that ``pays`` looks at
 FEATURES = tuple(1 << power for power in range(8, 15))
 WORTH = 0.97  # of bf16's time; from there on FP8 is not worth what it costs in quality and care
 GIB = 1 << 30
-
-
-class PlanError(OctavoError, ValueError):
-    """A model that can't be planned; the message says why."""
 
 
 def columns(rows: Iterable[Sequence[str]]) -> str:
@@ -92,8 +87,10 @@ def describe_plan(estimates: Sequence[Estimate], rates: Rates) -> str:
     else:
         lines.append(f"{best.name} is the fastest: {best.total / first.total:.2f} of bf16's time.")
     for found in others:
-        if found.slower:
+        if found.slower and len(found.slower) < len(found.layers):
             lines.append(f"{found.name}: leave out, as fast in bf16 or faster: {_grouped(found.slower)}")
+    none = [found.name for found in others if len(found.slower) == len(found.layers)]
+    lines += [f"no layer is faster than in bf16: {', '.join(none)}"] * bool(none)
     return "\n".join(lines)
 
 

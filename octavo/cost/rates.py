@@ -13,12 +13,17 @@ from pathlib import Path
 
 import torch
 
+from octavo.errors import OctavoError
 from octavo.granularity import PerBlock, PerRow
 from octavo.scaling.recipe import Cast, Delayed, Recipe
 
 HIGH_PRECISION = "bf16"
 FORMS = ("tensor", "row", "block", "mx")  # of scales: one each, a row, 128 elements, 32 elements
 KEPT = "rates.json"
+
+
+class PlanError(OctavoError, ValueError):
+    """A device or a model that nothing can be predicted of; the message says why, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -159,11 +164,11 @@ def rates_of(name: str | None = None, device: torch.device | None = None) -> Rat
         device: default: the CUDA device, if there is one, or the CPU.
 
     Raises:
-        ValueError: for a name that nothing is published of, or a device of which nothing is known.
+        PlanError: for a name that nothing is published of, or a device of which nothing is known.
     """
     if name is not None:
         if name.upper() not in PUBLISHED:
-            raise ValueError(f"nothing is published of {name!r} here; known: {', '.join(PUBLISHED)}")
+            raise PlanError(f"nothing is published of {name!r} here; known: {', '.join(PUBLISHED)}")
         return PUBLISHED[name.upper()]
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if (measured := measured_rates(device)) is not None:
@@ -172,7 +177,7 @@ def rates_of(name: str | None = None, device: torch.device | None = None) -> Rat
     for known, rates in PUBLISHED.items():
         if known in label:
             return rates
-    raise ValueError(
+    raise PlanError(
         f"the rates of this device ({label}) are not known: run `octavo info --measure` here, or name one of "
         f"{', '.join(PUBLISHED)}"
     )

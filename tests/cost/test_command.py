@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -10,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from octavo import recipes
+from octavo import cli, recipes
 from octavo.cost import command
 from octavo.cost.estimate import estimate
-from octavo.cost.rates import PUBLISHED
+from octavo.cost.rates import PUBLISHED, device_label
 
 H200 = PUBLISHED["H200"]
 
@@ -67,3 +68,20 @@ def test_tokens_are_whole_sequences() -> None:
     for tokens in (16, 100):
         with pytest.raises(command.PlanError, match="must be a multiple of the context, 32"):
             command.tokens_of(tokens, 32)
+
+
+def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    size = ["--width", "64", "--layers", "2", "--heads", "2", "--context", "32", "--tokens", "128"]
+    assert cli.main(["plan", *size]) == 2
+    assert "octavo: error: the rates of this device" in capsys.readouterr().err
+    here = dataclasses.replace(H200, device=device_label(torch.device("cpu")))
+    monkeypatch.setattr("octavo.cost.measure", lambda: here)
+    assert cli.main(["info", "--measure"]) == 0
+    assert "at 16384 tokens from 1024 features on" in capsys.readouterr().out
+    assert cli.main(["plan", *size]) == 0
+    found = capsys.readouterr().out
+    assert "4 sequences of 32 tokens" in found and "Don't" in found
+    assert "no layer is faster than in bf16: dynamic, delayed, rowwise, blockwise, mx" in found
+    assert cli.main(["plan", str(tmp_path), "--device", "H200"]) == 2
+    assert "no configuration of a causal language model" in capsys.readouterr().err
