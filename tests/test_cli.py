@@ -45,7 +45,7 @@ def one_line(capsys):
 @pytest.fixture
 def no_plot(monkeypatch):
     """Training draws nothing, which takes longer than the training here."""
-    monkeypatch.setattr("octavo.cli._report", lambda results, config, plot: print(f"wrote {config.run.out}") or 0)
+    monkeypatch.setattr("octavo.cli._report", lambda results, config: print(f"wrote {config.run.out}") or 0)
 
 
 def test_version_help_and_info(capsys):
@@ -251,7 +251,7 @@ def signals_in_step(monkeypatch, number, *stops):
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_comparison_is_saved_says_how_to_go_on_and_does(stop, capfd, monkeypatch):
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr("octavo.cli._report", lambda results, config, plot: print(report.table(results)) or 0)
+    monkeypatch.setattr("octavo.cli._report", lambda results, config: print(report.table(results)) or 0)
     arguments = ["compare", *TINY, "--data", "text.py", "--recipes", "bf16", "dynamic"]
     assert cli.main([*arguments, "--out", "whole"]) == 0
     whole = json.dumps([line.split(",")[:3] for line in Path("whole/dynamic/log.csv").read_text().splitlines()])

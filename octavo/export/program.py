@@ -17,12 +17,9 @@ _DELAYED_SCALE = {"cast": 1, "norm_cast": 6}  # which argument it is
 
 
 def program_of(model: nn.Module, example_inputs: tuple[Any, ...], dynamic_shapes: Any) -> ExportedProgram:
-    """Trace a model in evaluation mode, without gradients, and fold the casts of its weights.
+    """Trace a model on the CPU in evaluation mode, without gradients, and fold the casts of its weights.
 
-    Args:
-        model: on the CPU.
-        example_inputs: its positional arguments.
-        dynamic_shapes: as torch.export.export takes them; None: each size that the model leaves open.
+    ``dynamic_shapes`` are as torch.export.export takes them; None: each size that the model leaves open.
 
     Raises:
         ExportError: where torch.export can't trace it.

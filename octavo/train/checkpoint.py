@@ -1,7 +1,13 @@
 """What a run leaves on the disk: a folder with `log.csv` and a checkpoint, replaced as a whole or not at all.
 
 The checkpoint of one process is `checkpoint.pt`; that of many ranks is a folder, `checkpoint`, which all of them write
-and any number can read. Both hold tensors, numbers and strings only, for `torch.load(weights_only=True)`.
+and any number can read. Both hold tensors, numbers and strings only, for `torch.load(weights_only=True)`: the state of
+model and optimizer, and the run's
+
+    step, rows      steps done, and the log of them: a Row each, as float64 [step, 5]
+    identity        the options and the data that decide the loss curve
+    schedule        the state of the precision schedule, and in_backward: that of updates in backward; if there is one
+
 The checkpoint's rows are the truth: after a resume `log.csv` is written anew from them, and rows past it are gone.
 """
 
@@ -11,7 +17,7 @@ import contextlib
 import math
 import tempfile
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass, field, fields
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +35,9 @@ from octavo.train.errors import CheckpointError
 FORMAT = 1
 CHECKPOINT = "checkpoint.pt"
 SHARDED = "checkpoint"  # a folder, of a run on many ranks
-PARTS = ("schedule", "in_backward")
 
-Identity = dict[str, int | float | str]  # the options and the data that decide the loss curve, by name
+Identity = dict[str, int | float | str]
+Content = dict[str, Any]  # what the module's docstring lists, but rows as Rows once they are read
 
 
 @dataclass(frozen=True)
@@ -71,42 +77,10 @@ def rows_from_tensor(values: Tensor) -> list[Row]:
     return [Row(int(step), *rest) for step, *rest in values.tolist()]
 
 
-@dataclass(frozen=True)
-class State:
-    """What a checkpoint holds beside the model and its optimizer.
-
-    Attributes:
-        identity: the options and the data that decide the loss curve.
-        rows: the log so far, a row for each step done.
-        parts: the states of the precision schedule and of updates in backward, where the run has these.
-    """
-
-    identity: Identity
-    rows: list[Row]
-    parts: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-    def content(self) -> dict[str, Any]:
-        """The state as tensors, numbers and strings."""
-        return {"step": len(self.rows), "identity": self.identity, "rows": rows_to_tensor(self.rows), **self.parts}
-
-    @classmethod
-    def of(cls, content: dict[str, Any]) -> State:
-        """The inverse of content; raises KeyError where a part is missing."""
-        rows = rows_from_tensor(content["rows"])
-        return cls(content["identity"], rows, {name: content[name] for name in PARTS if content.get(name)})
-
-
 class RunFolder:
-    """The folder of a run of one process.
+    """The folder of a run of one process. Of many ranks 0 alone writes the log, and what fails there fails on all.
 
-    Args:
-        path: the folder; made by `open`.
-        ranks: who trains. Rank 0 alone writes the log, and what fails there fails on all.
-
-    Attributes:
-        checkpoint: where the checkpoint is.
-        log: where the CSV log is.
-        saved_step: the checkpoint's step; None where none is known.
+    ``saved_step`` is the checkpoint's step, None where none is known.
     """
 
     name = CHECKPOINT
@@ -118,7 +92,7 @@ class RunFolder:
         self.log = path / "log.csv"
         self.saved_step: int | None = None
         self._log: Any = None
-        self._loaded: dict[str, Any] = {}
+        self._states: dict[str, Any] = {}
 
     def holds_run(self) -> bool:
         """Whether a run was started here."""
@@ -144,19 +118,22 @@ class RunFolder:
                     f"cannot write to {self.path}: {error.strerror}; give a folder that can be written with --out"
                 ) from error
 
-    def save(self, model: nn.Module, optimizer: Optimizer, state: State) -> None:
+    def save(self, model: nn.Module, optimizer: Optimizer, content: Content) -> None:
         """Replaces the checkpoint; when that fails the previous one is still there.
 
         Raises:
             CheckpointError: the disk is full or gone, on whatever rank.
         """
-        content = {"octavo_checkpoint": FORMAT, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        content |= {"delayed": delayed_state_dict(model), **{name: {} for name in PARTS}, **state.content()}
+        states = {
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "delayed": delayed_state_dict(model),
+        }
         with self._writing(self.checkpoint), replacing(self.checkpoint) as file:
-            torch.save(content, file)
-        self.saved_step = len(state.rows)
+            torch.save({"octavo_checkpoint": FORMAT, "schedule": {}, "in_backward": {}, **states, **content}, file)
+        self.saved_step = content["step"]
 
-    def load(self, identity: Identity | None) -> State | None:
+    def load(self, identity: Identity | None) -> Content | None:
         """Reads the checkpoint of this very run, or None when none was written yet; see `fill`.
 
         Args:
@@ -166,17 +143,17 @@ class RunFolder:
             CheckpointError: it is damaged, or belongs to a run with other options or other data.
         """
 
-        def read() -> State | None:
-            state = self._read()
-            if state is not None and identity is not None:
-                self._require_same(state.identity, identity)
-            return state
+        def read() -> Content | None:
+            content = self._read()
+            if content is not None and identity is not None:
+                self._require_same(content["identity"], identity)
+            return content
 
-        state = self.ranks.first(read)
-        self.saved_step = None if state is None else len(state.rows)
-        return state
+        content = self.ranks.first(read)
+        self.saved_step = None if content is None else content["step"]
+        return content
 
-    def _read(self) -> State | None:
+    def _read(self) -> Content | None:
         if not self.checkpoint.exists():
             if (self.path / SHARDED).exists():
                 raise CheckpointError(
@@ -184,10 +161,11 @@ class RunFolder:
                 )
             return None
         try:
-            self._loaded = torch.load(self.checkpoint, map_location="cpu", weights_only=True)
-            if self._loaded["octavo_checkpoint"] != FORMAT:
+            content = torch.load(self.checkpoint, map_location="cpu", weights_only=True)
+            if content.pop("octavo_checkpoint") != FORMAT:
                 raise ValueError("another format")
-            return State.of(self._loaded)
+            self._states = {name: content.pop(name) for name in ("model", "optimizer", "delayed")}
+            return content | {"rows": rows_from_tensor(content["rows"])}
         except Exception as error:  # whatever a damaged file makes torch raise
             raise CheckpointError(
                 f"{self.checkpoint} is damaged or not a checkpoint of octavo: move it away to start this run again"
@@ -211,11 +189,11 @@ class RunFolder:
             KeyError, RuntimeError, ValueError: from one process, it is of another model.
             CheckpointError: from many ranks, it is of another model or damaged.
         """
-        loaded, self._loaded = self._loaded, {}  # which is as large as the run
-        model.load_state_dict(loaded["model"])
+        states, self._states = self._states, {}  # which takes as much memory as the run
+        model.load_state_dict(states["model"])
         if optimizer is not None:
-            optimizer.load_state_dict(loaded["optimizer"])
-        load_delayed_state_dict(model, loaded["delayed"])
+            optimizer.load_state_dict(states["optimizer"])
+        load_delayed_state_dict(model, states["delayed"])
 
     def start_log(self, rows: list[Row]) -> None:
         """Writes the log anew with these rows."""
@@ -254,17 +232,17 @@ class ShardedFolder(RunFolder):
 
     name = SHARDED
 
-    def save(self, model: nn.Module, optimizer: Optimizer, state: State) -> None:
+    def save(self, model: nn.Module, optimizer: Optimizer, content: Content) -> None:
         from octavo.distributed.checkpoint import save_checkpoint
 
         try:
-            save_checkpoint(self.checkpoint, model, optimizer, state.content(), ranks=self.ranks)
+            save_checkpoint(self.checkpoint, model, optimizer, content, ranks=self.ranks)
         except RanksCheckpointError as error:
             kept = "nothing yet" if self.saved_step is None else f"step {self.saved_step}"
             raise CheckpointError(f"{error} ({kept}); add --resume to go on") from error
-        self.saved_step = len(state.rows)
+        self.saved_step = content["step"]
 
-    def _read(self) -> State | None:
+    def _read(self) -> Content | None:
         from octavo.distributed.checkpoint import LATEST, load_extra
 
         if (self.path / CHECKPOINT).exists():
@@ -272,7 +250,8 @@ class ShardedFolder(RunFolder):
         if not (self.checkpoint / LATEST).exists():
             return None
         try:
-            return State.of(load_extra(self.checkpoint))
+            content = load_extra(self.checkpoint)
+            return content | {"rows": rows_from_tensor(content["rows"])}
         except (RanksCheckpointError, KeyError, TypeError) as error:
             raise CheckpointError(f"{error}: move {self.checkpoint} away to start this run again") from error
 

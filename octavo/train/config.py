@@ -244,11 +244,7 @@ class TrainConfig:
             )
 
     def with_dtype(self, recipes: Collection[object], fastest: str) -> TrainConfig:
-        """The options with the dtype that `auto` means.
-
-        Args:
-            recipes: all that are compared; bf16 and float32 say the dtype.
-            fastest: the dtype where nothing says another.
+        """The options with the dtype that `auto` means: a recipe's or the master's, or where none says one the fastest.
 
         Raises:
             ValueError: recipes, dtype and master say different ones.
@@ -256,10 +252,9 @@ class TrainConfig:
         said = {dtype for dtype, name in DTYPES.items() if name in recipes or dtype == self.run.dtype}
         said |= {"bfloat16"} if self.state.bf16_weights else set()
         if len(said) > 1:
-            names = ", ".join(str(recipe) for recipe in recipes)
             raise ValueError(
-                f"recipe {names}, dtype {self.run.dtype} and master {self.state.master} mean both "
-                f"{' and '.join(DTYPES)}: choose one dtype, and recipe {BASELINE} for the run in it"
+                f"recipe {', '.join(map(str, recipes))}, dtype {self.run.dtype} and master {self.state.master} mean "
+                f"both {' and '.join(DTYPES)}: choose one dtype, and recipe {BASELINE} for the run in it"
             )
         return dataclasses.replace(self, run=dataclasses.replace(self.run, dtype=said.pop() if said else fastest))
 
@@ -281,10 +276,9 @@ class TrainConfig:
         The data's path is not among them (its contents are compared instead), nor device, compile, out, resume, the
         two intervals and the ranks. The dtype must be settled.
         """
-        chosen: dict[str, int | float | str] = {}
-        for part in (self.model, self.data, self.optimizer):
-            chosen |= {name: value for name, value in dataclasses.asdict(part).items() if name != "data"}
-        return chosen | dataclasses.asdict(self.state) | {"seed": self.run.seed, "dtype": self.run.dtype}
+        parts = (self.model, self.data, self.optimizer, self.state)
+        chosen = {name: value for part in parts for name, value in vars(part).items() if name != "data"}
+        return chosen | {"seed": self.run.seed, "dtype": self.run.dtype}
 
 
 def check_schedule(text: str) -> str:

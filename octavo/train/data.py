@@ -116,12 +116,11 @@ def _load_folder(root: Path) -> Corpus:
         try:
             text = path.read_bytes()
         except OSError:
+            text = b"\0"
+        if why_not_text(text) is not None:
             left_out.append(path)
-            continue
-        if text and why_not_text(text) is None:
-            pieces.append(text)
         elif text:
-            left_out.append(path)
+            pieces.append(text)
     aside = f", {len(left_out)} left out as not text, such as {left_out[0]}" if left_out else ""
     if not pieces:
         raise TrainError(f"no text in {root}{aside}: give a folder with UTF-8 text files")

@@ -17,7 +17,7 @@ from octavo.kernels.emulation import fast_dtype
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap
 from octavo.schedule import Switch
-from octavo.train.checkpoint import Identity, Row, RunFolder, ShardedFolder, State
+from octavo.train.checkpoint import Content, Identity, Row, RunFolder, ShardedFolder
 from octavo.train.config import ALONE, BASELINE, ModelConfig, TrainConfig, check_recipe
 from octavo.train.data import Batches, Corpus, load_corpus
 from octavo.train.errors import DivergedError, TrainError, train_errors
@@ -252,13 +252,13 @@ class _Run:
         called = config.called(recipe) if isinstance(recipe, str) else str(recipe)
         self.identity: Identity = config.identity() | {"recipe": called, "text": shared.corpus.digest}
         self.folder: RunFolder | None = None
-        self.state: State | None = None
+        self.saved: Content | None = None
         if config.run.out is not None:
             path = config.run.out / name
             self.folder = RunFolder(path) if config.ranks.shard == ALONE else ShardedFolder(path, shared.ranks)
             self.folder.open(config.run.resume)
-            self.state = self.folder.load(self.identity) if config.run.resume else None
-        self.rows = self.state.rows if self.state else []
+            self.saved = self.folder.load(self.identity) if config.run.resume else None
+        self.rows: list[Row] = self.saved["rows"] if self.saved is not None else []
         self.result = RunResult(
             name,
             config.optimizer.steps,
@@ -268,8 +268,8 @@ class _Run:
             config.run.dtype,
             self.folder.path if self.folder is not None else None,
         )
-        if self.state is not None and "schedule" in self.state.parts:
-            self.result.switches = [Switch(**found) for found in self.state.parts["schedule"]["switches"]]
+        if self.saved is not None and self.saved.get("schedule"):
+            self.result.switches = [Switch(**found) for found in self.saved["schedule"]["switches"]]
 
     @property
     def steps_ahead(self) -> range:
@@ -286,8 +286,8 @@ class _Run:
             model = build_model(config.model, self.recipe, config.run.seed, config.state).to(device)
         with lost_ranks():
             self.trainer = Trainer(config, model, batches, ranks, recipe_named(self.recipe))
-        if self.folder is not None and self.state is not None:
-            self.trainer.load(self.folder, self.state)
+        if self.folder is not None and self.saved is not None:
+            self.trainer.load(self.folder, self.saved)
         self.later, self.forecast_at = later, len(self.rows) + FORECAST_AFTER
         self.recorder = Recorder(config, self.rows, device.type != "cpu")
         self.shared.hooks.on_model(model)

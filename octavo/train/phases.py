@@ -24,13 +24,7 @@ BELOW = 0.06  # auto's threshold, which the default run crosses after three quar
 
 
 def phases_of(text: str, recipe: Recipe | RecipeMap, steps: int, state: StateConfig) -> list[Phase]:
-    """The phases of a run.
-
-    Args:
-        text: what --schedule says; not empty.
-        recipe: the run's.
-        steps: the run's.
-        state: how FP8 phases keep weights and state.
+    """The phases of a run by what --schedule says; ``state`` is how FP8 phases keep weights and state.
 
     Raises:
         TrainError: for a schedule whose phases begin in no step of the run.

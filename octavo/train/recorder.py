@@ -20,12 +20,9 @@ STEPS_OF_PACE = 20
 
 
 class Recorder:
-    """Turns steps into rows: reads their losses from the device now and then, and looks whether they diverge.
+    """Turns steps into rows, which it appends to those of the steps before, and looks whether they diverge.
 
-    Args:
-        config: the run's.
-        rows: those of the steps done before; more are appended.
-        on_accelerator: whether reading a loss waits for a device.
+    On an accelerator losses are read every few steps only, as that waits for the device.
     """
 
     def __init__(self, config: TrainConfig, rows: list[Row], on_accelerator: bool) -> None:

@@ -27,10 +27,8 @@ def require_plotting() -> None:
         raise MissingExtraError("the plot needs matplotlib: pip install octavo[cli]")
 
 
-def gap(result: RunResult, baseline: RunResult | None) -> float:
-    """How much higher a run's final validation loss is than the baseline's, in %; nan without a baseline."""
-    if baseline is None:
-        return math.nan
+def gap(result: RunResult, baseline: RunResult) -> float:
+    """How much higher a run's final validation loss is than the baseline's, in %."""
     return 100 * (result.final_validation / baseline.final_validation - 1)
 
 
@@ -62,15 +60,15 @@ def table(results: Sequence[RunResult]) -> str:
 def write_csv(results: Sequence[RunResult], path: Path) -> None:
     """Writes the table's numbers in full."""
     baseline = find_baseline(results)
-    lines = ["recipe,validation_loss,gap_percent,seconds_per_step,tokens_per_s,steps,parameters,dtype"]
+    text = "recipe,validation_loss,gap_percent,seconds_per_step,tokens_per_s,steps,parameters,dtype\n"
     for result in results:
-        percent = gap(result, baseline)
-        lines.append(
-            f"{result.name},{result.final_validation!r},{'' if math.isnan(percent) else repr(percent)},"
-            f"{result.seconds_per_step:.6f},{result.tokens_per_s:.1f},{result.steps},{result.parameters},{result.dtype}"
+        percent = "" if baseline is None else gap(result, baseline)
+        text += (
+            f"{result.name},{result.final_validation!r},{percent},{result.seconds_per_step:.6f},"
+            f"{result.tokens_per_s:.1f},{result.steps},{result.parameters},{result.dtype}\n"
         )
     with replacing(path) as file:
-        file.write(("\n".join(lines) + "\n").encode())
+        file.write(text.encode())
 
 
 def smooth(losses: Sequence[float], width: float) -> list[float]:
@@ -160,23 +158,17 @@ def _draw_losses(axes: Any, results: Sequence[RunResult], styles: Styles) -> Non
 def _shade_phases(axes: Any, results: Sequence[RunResult], styles: Styles, named: bool = True) -> None:
     """Each phase of a run in its colour, light and darker in turn, with its recipe's name; runs one below the other."""
     scheduled = [result for result in results if len(result.switches) > 1]
-    for place, result in enumerate(scheduled):
+    for index, result in enumerate(scheduled):
         ends = [switch.step for switch in result.switches[1:]] + [result.steps]
-        bottom, top = 1 - (place + 1) / len(scheduled), 1 - place / len(scheduled)
+        bottom, top = 1 - (index + 1) / len(scheduled), 1 - index / len(scheduled)
         colour = styles[result.name][0]["color"]
-        for index, (switch, end) in enumerate(zip(result.switches, ends, strict=True)):
-            axes.axvspan(switch.step, end, bottom, top, color=colour, alpha=0.16 if index % 2 else 0.06, linewidth=0)
+        for phase, (switch, end) in enumerate(zip(result.switches, ends, strict=True)):
+            axes.axvspan(switch.step, end, bottom, top, color=colour, alpha=0.16 if phase % 2 else 0.06, linewidth=0)
             if named:
                 is_narrow = (end - switch.step) / result.steps < 0.0085 * len(switch.name)
-                axes.text(
-                    *((switch.step + end) / 2, bottom + 0.02, switch.name),
-                    transform=axes.get_xaxis_transform(),
-                    rotation=90 if is_narrow else 0,
-                    ha="center",
-                    va="bottom",
-                    fontsize=8,
-                    color=colour,
-                )
+                place = {"transform": axes.get_xaxis_transform(), "rotation": 90 if is_narrow else 0}
+                look = {"ha": "center", "va": "bottom", "fontsize": 8, "color": colour}
+                axes.text((switch.step + end) / 2, bottom + 0.02, switch.name, **place, **look)
 
 
 def _draw_gaps(axes: Any, others: Sequence[RunResult], baseline: RunResult, styles: Styles) -> None:

@@ -58,11 +58,7 @@ def joined(config: TrainConfig) -> Iterator[Ranks]:
 
 
 def ranks_of(config: RanksConfig) -> Ranks:
-    """The ranks of a run: those of the default process group, or this process alone.
-
-    Raises:
-        TrainError: there is no process group.
-    """
+    """The ranks of a run: this process alone, or those of the default process group, or TrainError without one."""
     if config.shard == ALONE:
         return Ranks()
     ranks = Ranks.of_process()
@@ -99,8 +95,7 @@ def part_of(batch: Tensor, ranks: Ranks) -> Tensor:
 def shard(model: GPT, config: TrainConfig, ranks: Ranks) -> nn.Module:
     """Shards the model over the ranks, or replicates it, and compiles it where the run asks for that.
 
-    Returns:
-        The module to call: the model itself or one that holds it.
+    What it returns is to be called: the model itself or a module that holds it.
     """
     if config.ranks.shard == FSDP:
         from torch.distributed.device_mesh import DeviceMesh
@@ -118,11 +113,10 @@ def shard(model: GPT, config: TrainConfig, ranks: Ranks) -> nn.Module:
         return called
     # Forward leaves buffers as they are. The model's own are constants; a delayed state is each rank's: its scales are
     # from what this rank saw, and its pairs carry them. Rank 0's would let other ranks' larger values saturate.
-    replicated = nn.parallel.DistributedDataParallel
+    replicated: Any = nn.parallel.DistributedDataParallel
     known = inspect.signature(replicated).parameters
     buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # until torch 2.12
-    options: dict[str, Any] = {buffers: False}
-    return replicated(called, process_group=ranks.group, **options)
+    return replicated(called, process_group=ranks.group, **{buffers: False})
 
 
 def syncing(called: nn.Module, last: bool) -> AbstractContextManager[None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from octavo.train.checkpoint import CHECKPOINT, SHARDED, RunFolder, ShardedFolder
 from octavo.train.config import RECIPES, ModelConfig, StateConfig
@@ -24,10 +23,10 @@ def trained_model(path: Path) -> GPT:
     folder = path.parent if path.name == CHECKPOINT else path
     sharded = (folder / SHARDED).is_dir() and not (folder / CHECKPOINT).exists()
     kept = ShardedFolder(folder) if sharded else RunFolder(folder)
-    state = kept.load(None) if sharded or kept.checkpoint.is_file() else None
-    if state is None:
+    content = kept.load(None) if sharded or kept.checkpoint.is_file() else None
+    if content is None:
         raise CheckpointError(_no_checkpoint(path, folder))
-    identity: dict[str, Any] = state.identity
+    identity = content["identity"]
     recipe = identity.get("recipe")
     if recipe not in RECIPES:
         raise CheckpointError(f"{folder} was trained with a recipe of its own, {recipe}: build its model in Python")

@@ -18,7 +18,7 @@ from octavo.distributed.ranks import Ranks
 from octavo.kernels.emulation import fast_dtype
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap
-from octavo.train.checkpoint import Identity, Row, RunFolder, State
+from octavo.train.checkpoint import Content, Identity, Row, RunFolder, rows_to_tensor
 from octavo.train.config import (
     FSDP,
     UNCONVERTED,
@@ -36,6 +36,8 @@ from octavo.train.model import GPT, HEAD, next_byte_loss
 from octavo.train.phases import phases_of
 from octavo.train.shard import part_of, shard, syncing
 
+DEFAULT_STATE = StateConfig()
+
 
 def learning_rate(step: int, config: OptimizerConfig) -> float:
     """The learning rate of a step (the first is 0): a linear warmup, then half a cosine down to final_lr x lr."""
@@ -47,28 +49,21 @@ def learning_rate(step: int, config: OptimizerConfig) -> float:
 
 
 def build_optimizer(
-    model: nn.Module, config: OptimizerConfig, state: StateConfig | None = None
+    model: nn.Module, config: OptimizerConfig, state: StateConfig = DEFAULT_STATE
 ) -> torch.optim.Optimizer:
     """AdamW that decays matrices only: not the norms' gains. Torch's, unless the state takes fewer bytes or changes."""
-    state = state or StateConfig()
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     betas = config.beta1, config.beta2
     if state == StateConfig(master=state.master) and not state.bf16_weights:
         return torch.optim.AdamW(groups, lr=config.lr, betas=betas, fused=True)
-    master, gradients = or_none(state.master), or_none(state.gradient_storage)
-    return octavo.optim.AdamW(
-        groups, config.lr, betas, moments=state.moments, master=master, gradient_storage=gradients
-    )
+    kept: Any = {"moments": state.moments, "master": or_none(state.master)}
+    return octavo.optim.AdamW(groups, config.lr, betas, **kept, gradient_storage=or_none(state.gradient_storage))
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of a name.
-
-    Raises:
-        TrainError: there is no such device here.
-    """
+    """The device of a name, or TrainError where there is none here."""
     try:
         device = torch.device(name)
         torch.empty(1, device=device).add_(1)
@@ -78,11 +73,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def settle_dtype(config: TrainConfig, device: torch.device, recipes: Collection[object] = ()) -> TrainConfig:
-    """The options with the dtype that `auto` means on a device for these recipes.
-
-    Raises:
-        TrainError: they say different ones.
-    """
+    """The options with the dtype that `auto` means on a device for these recipes, or TrainError."""
     with train_errors():
         return config.with_dtype(recipes, str(fast_dtype(device)).removeprefix("torch."))
 
@@ -111,7 +102,7 @@ def require_memory(config: TrainConfig, device: torch.device, ranks: int = 1) ->
 
 
 def build_model(
-    config: ModelConfig, recipe: str | Recipe | RecipeMap, seed: int, state: StateConfig | None = None
+    config: ModelConfig, recipe: str | Recipe | RecipeMap, seed: int, state: StateConfig = DEFAULT_STATE
 ) -> GPT:
     """The model with the initial weights of a seed; unless the recipe is the baseline, all its blocks follow it.
 
@@ -121,20 +112,15 @@ def build_model(
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         model = GPT(config)
-    state = state or StateConfig()
     if state.bf16_weights:
         for parameter in model.parameters():  # buffers stay: rotary tables
             parameter.data = parameter.data.bfloat16()
-    casts = recipe_named(recipe)
-    storage: Any = or_none(state.weight_storage)
-    if casts is None:
-        if storage is not None:
-            raise TrainError(
-                f"weight_storage {state.weight_storage} needs an FP8 recipe, not {recipe}: choose FP8 recipes alone"
-            )
-        return model
-    with train_errors():
-        octavo.convert(model, casts, select=lambda module, name: name != HEAD, weight_storage=storage)
+    casts, storage = recipe_named(recipe), or_none(state.weight_storage)
+    if casts is None and storage is not None:
+        raise TrainError(f"weight_storage {storage} needs an FP8 recipe, not {recipe}: choose FP8 recipes alone")
+    if casts is not None:
+        with train_errors():
+            octavo.convert(model, casts, select=lambda module, name: name != HEAD, weight_storage=storage)  # type: ignore[arg-type]
     return model
 
 
@@ -154,9 +140,6 @@ class Trainer:
         batches: what it trains on.
         ranks: who trains; the model is the same on each, and is sharded or replicated here (default: this process).
         recipe: the model's, of which the config's schedule makes its phases; None: it has no FP8 and no phases.
-
-    Attributes:
-        schedule: the PrecisionSchedule, or None.
     """
 
     def __init__(
@@ -174,12 +157,13 @@ class Trainer:
         self.config = config = settle_dtype(config, self.device)
         self.called = shard(model, config, self.ranks)
         state = config.state if recipe is not None else dataclasses.replace(config.state, schedule="")
+        self.optimizer: Any
         with train_errors():
             self.optimizer = build_optimizer(model, config.optimizer, state)
         self.in_backward: Any = None
         if (outstanding := config.state.outstanding_bytes) is not None:
             clip = octavo.optim.EstimatedNorm(config.optimizer.clip or math.inf)
-            self.in_backward = octavo.optim.update_in_backward(self.optimizer, outstanding, clip)  # type: ignore[arg-type]
+            self.in_backward = octavo.optim.update_in_backward(self.optimizer, outstanding, clip)
         self.schedule: octavo.schedule.PrecisionSchedule | None = None
         if state.schedule and recipe is not None:
             phases = phases_of(state.schedule, recipe, config.optimizer.steps, state)
@@ -210,8 +194,8 @@ class Trainer:
         for index, (part_inputs, part_targets) in enumerate(pairs):
             last = index == parts - 1
             # updates in backward, and gradients kept in FP8, wait for the backward of the last micro-batch
-            own = optimizer if isinstance(optimizer, octavo.optim.AdamW) and not last else None
-            with syncing(self.called, last), own.accumulate() if own is not None else nullcontext():
+            waits = isinstance(optimizer, octavo.optim.AdamW) and not last
+            with syncing(self.called, last), optimizer.accumulate() if waits else nullcontext():
                 loss = self.loss(part_inputs, part_targets) / parts
                 loss.backward()
             total += loss.detach()
@@ -248,9 +232,10 @@ class Trainer:
         """Replaces the folder's checkpoint."""
         found = {"schedule": self.schedule, "in_backward": self.in_backward}
         parts = {name: part.state_dict() for name, part in found.items() if part is not None}
-        folder.save(self.model, self.optimizer, State(identity, rows, parts))
+        content = {"step": len(rows), "identity": identity, "rows": rows_to_tensor(rows), **parts}
+        folder.save(self.model, self.optimizer, content)
 
-    def load(self, folder: RunFolder, state: State) -> None:
+    def load(self, folder: RunFolder, content: Content) -> None:
         """Goes back to the checkpoint that the folder has read.
 
         Raises:
@@ -258,9 +243,9 @@ class Trainer:
         """
         try:
             if self.schedule is not None:  # first: it brings model and optimizer into the form of its phase
-                self.schedule.load_state_dict(state.parts.get("schedule", {}))
-            if self.in_backward is not None and "in_backward" in state.parts:  # older checkpoints have none
-                self.in_backward.load_state_dict(state.parts["in_backward"])
+                self.schedule.load_state_dict(content.get("schedule", {}))
+            if self.in_backward is not None and content.get("in_backward"):  # older checkpoints have none
+                self.in_backward.load_state_dict(content["in_backward"])
         except (KeyError, ValueError) as error:
             raise CheckpointError(f"the checkpoint does not fit this run: {error}") from error
         try:

@@ -18,7 +18,6 @@ from octavo.train.checkpoint import (
     Row,
     RunFolder,
     ShardedFolder,
-    State,
     rows_from_tensor,
     rows_to_tensor,
 )
@@ -27,7 +26,10 @@ from tests.support.sharded_runs import changed, curve, nearly, train_on
 
 ROWS = [Row(1, 5.5, 1e-3, 1000.0), Row(2, 1 / 3, 2e-3, 2000.0, 4.25)]
 IDENTITY = {"width": 32, "recipe": "dynamic"}
-STATE = State(IDENTITY, ROWS)
+
+
+def content(identity=IDENTITY, rows=ROWS, **parts):
+    return {"step": len(rows), "identity": identity, "rows": rows_to_tensor(rows), **parts}
 
 
 @pytest.fixture
@@ -74,13 +76,13 @@ def everything(model, optimizer):
 def test_what_was_saved_comes_back_exactly(kind, parts, tmp_path):
     folder = folder_of(kind, tmp_path)
     assert folder.load(IDENTITY) is None
-    schedule = {"schedule": {"phase": 1}} if kind is RunFolder else {}
-    folder.save(*parts, State(IDENTITY, ROWS, schedule))
+    folder.save(*parts, content(schedule={"phase": 1}))
     before = everything(*parts)
     again = kind(folder.path)
-    state = again.load(IDENTITY)
-    assert again.saved_step == 2 and state.identity == IDENTITY and state.parts == schedule
-    assert same_rows(state.rows, ROWS) and state.rows[1].loss == 1 / 3
+    found = again.load(IDENTITY)
+    assert again.saved_step == found["step"] == 2 and found["identity"] == IDENTITY
+    assert found["schedule"] == {"phase": 1} and not found.get("in_backward")
+    assert same_rows(found["rows"], ROWS) and found["rows"][1].loss == 1 / 3
     assert [path.name for path in folder.path.iterdir()] == [folder.checkpoint.name]
     parts[0](torch.ones(2, 4)).sum().backward()
     parts[1].step()
@@ -128,7 +130,7 @@ def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("failed writing")])
 def test_a_full_disk_keeps_the_checkpoint_before(folder, parts, monkeypatch, error):
-    folder.save(*parts, STATE)
+    folder.save(*parts, content())
 
     def write_half(content, file):
         file.write(b"half")
@@ -137,8 +139,8 @@ def test_a_full_disk_keeps_the_checkpoint_before(folder, parts, monkeypatch, err
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", write_half)
         with pytest.raises(CheckpointError, match=r"cannot write .*; step 2 is kept; make room"):
-            folder.save(*parts, State(IDENTITY, [*ROWS, ROWS[0]]))
-    assert len(folder.load(IDENTITY).rows) == 2
+            folder.save(*parts, content(rows=[*ROWS, ROWS[0]]))
+    assert folder.load(IDENTITY)["step"] == 2
     assert [path.name for path in folder.path.iterdir()] == ["checkpoint.pt"]
 
 
@@ -153,7 +155,7 @@ def test_a_log_on_a_full_disk(folder):
 
 @pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], lambda data: b"", lambda data: b"junk" * 99])
 def test_a_damaged_checkpoint_is_said_so_and_left_alone(folder, parts, damage):
-    folder.save(*parts, STATE)
+    folder.save(*parts, content())
     damaged = damage(folder.checkpoint.read_bytes())
     folder.checkpoint.write_bytes(damaged)
     with pytest.raises(CheckpointError, match="is damaged or not a checkpoint of octavo: move it away"):
@@ -169,20 +171,20 @@ def test_another_programs_checkpoint(folder, content):
 
 
 def test_another_runs_checkpoint(folder, parts):
-    folder.save(*parts, STATE)
+    folder.save(*parts, content())
     with pytest.raises(CheckpointError, match="has width 32, not 64: resume it with the same options"):
         folder.load(IDENTITY | {"width": 64})
 
 
 def test_options_that_only_one_of_two_runs_names_are_compared_with_the_defaults(folder, parts):
-    state = State(IDENTITY | {"master": "split24"}, ROWS)
-    folder.save(*parts, state)
-    assert same_rows(folder.load(IDENTITY | {"master": "split24", "moments": "fp32"}).rows, ROWS)
-    assert same_rows(folder.load(None).rows, ROWS)
+    identity = IDENTITY | {"master": "split24"}
+    folder.save(*parts, content(identity))
+    assert folder.load(identity | {"moments": "fp32"})["step"] == 2
+    assert folder.load(None)["step"] == 2
     with pytest.raises(CheckpointError, match="has master split24, not auto"):
         folder.load(IDENTITY)
     with pytest.raises(CheckpointError, match="has moments fp32, not fp8"):
-        folder.load(state.identity | {"moments": "fp8"})
+        folder.load(identity | {"moments": "fp8"})
 
 
 def test_the_log_of_ranks_is_a_run_folders(sharded):
@@ -195,7 +197,7 @@ def test_the_log_of_ranks_is_a_run_folders(sharded):
 
 def test_another_run_another_kind_and_damage_on_ranks(sharded, parts):
     folder = sharded
-    folder.save(*parts, STATE)
+    folder.save(*parts, content())
     with pytest.raises(CheckpointError, match="has width 32, not 8"):
         folder.load({"width": 8})
     with pytest.raises(CheckpointError, match="cannot read the checkpoint"):
@@ -209,11 +211,11 @@ def test_another_run_another_kind_and_damage_on_ranks(sharded, parts):
 
 
 def test_a_full_disk_keeps_the_ranks_checkpoint_before(sharded, parts, monkeypatch):
-    sharded.save(*parts, STATE)
+    sharded.save(*parts, content())
     with monkeypatch.context() as patch, pytest.raises(CheckpointError, match=r"cannot write .*Full.*kept \(step 2\)"):
         patch.setattr(checkpoint, "_finish", lambda *args: (_ for _ in ()).throw(OSError(28, "Full")))
-        sharded.save(*parts, State(IDENTITY, [*ROWS, ROWS[0]]))
-    assert len(sharded.load(IDENTITY).rows) == 2
+        sharded.save(*parts, content(rows=[*ROWS, ROWS[0]]))
+    assert sharded.load(IDENTITY)["step"] == 2
 
 
 PHASES = {"schedule": "fp8-then-bf16@0.3-then-fp8@0.6"}  # the run is stopped in the second

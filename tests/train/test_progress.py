@@ -59,7 +59,8 @@ def test_a_bar_shows_loss_speed_and_time_left(monkeypatch):
 
 
 def test_lines_where_there_is_no_terminal_or_no_rich(monkeypatch):
-    assert isinstance(choose_progress(io.StringIO()), Lines)
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    assert isinstance(choose_progress(), Lines)
     monkeypatch.setattr(sys, "stderr", Terminal())
     monkeypatch.setattr("octavo.train.progress.find_spec", lambda name: None)
     assert isinstance(choose_progress(), Lines)
