@@ -69,7 +69,7 @@ def main(arguments: list[str]) -> int:
     def elapsed(what: str) -> None:
         print(f"--- {what}: {time.perf_counter() - start:.0f} s since the start", flush=True)
 
-    passed = tests(options.processes, options.output / "tests.log", "test_history" if options.toy else "")
+    passed = tests(options.processes, options.output / "tests.log", "test_known_scales" if options.toy else "")
     elapsed("tests")
     if options.tune:
         passed &= subject("tune", *toy, "--log", str(options.output / "tune.csv"))

@@ -31,7 +31,7 @@ from benchmarks.host.host_overhead import SIZE, steps
 from benchmarks.machine_code.offline import Launch, offline
 from octavo import kernels, recipes
 from octavo.autograd import casts as operands
-from octavo.kernels import devices, emulation, layouts
+from octavo.kernels import capability, devices, layouts
 
 TAKES = "1 minute"
 MEASURES = ("octavo/kernels/triton", "octavo/autograd", "octavo/nn/recipe_module.py")
@@ -60,7 +60,7 @@ def on_gpu_path(record: bool = False) -> Iterator[list[Launch]]:
             stack.enter_context(mock.patch.object(kernels, name, kernels._entry(name)))
         for module in (layouts, operands):
             stack.enter_context(mock.patch.object(module, "needs_transposed_codes", transposed))
-        stack.enter_context(mock.patch.object(emulation, "runs_natively", lambda device: True))
+        stack.enter_context(mock.patch.object(capability, "runs_natively", lambda device: True))
         stack.enter_context(mock.patch.object(torch, "_scaled_mm_v2", _scaled_mm))
         yield launches
 
@@ -71,19 +71,19 @@ def casts() -> dict[str, Callable[[], object]]:
     gate_up = torch.randn(SIZE, 2 * SIZE, dtype=torch.bfloat16)
     scale, history, amax = _state()
     update = recipes.delayed().delayed_update
-    tensor = E4M3, TENSOR, False, 0, 16, False
-    square = E4M3, (128, 128), True, 0, 16, False
+    tensor = E4M3, TENSOR, False, 0
+    both = True, 16, False
     vectors = E4M3, (1, 128), True, 0, E4M3, (128, 1), True, 0, True, 16, True
     commit = scale, history, amax, amax, E5M2, False, 0, *update, True, 16, True
     return {
-        "cast delayed": lambda: kernels.cast(x, scale, 0, *tensor),
-        "cast_transpose delayed": lambda: kernels.cast_transpose(x, scale, 0, *tensor),
-        "cast_transpose dynamic": lambda: kernels.cast_transpose(x, None, 0, *tensor),
-        "cast rows": lambda: kernels.cast(x, None, 0, E4M3, ROW, False, 0, 16, False),
-        "cast_transpose 128x128": lambda: kernels.cast_transpose(x, None, 0, *square),
+        "cast delayed": lambda: kernels.cast(x, scale, 0, *tensor, False, 16, False),
+        "cast_transpose delayed": lambda: kernels.cast(x, scale, 0, *tensor, *both),
+        "cast_transpose dynamic": lambda: kernels.cast(x, None, 0, *tensor, *both),
+        "cast rows": lambda: kernels.cast(x, None, 0, E4M3, ROW, False, 0, False, 16, False),
+        "cast_transpose 128x128": lambda: kernels.cast(x, None, 0, E4M3, (128, 128), True, 0, *both),
         "cast_two_scalings 1x128": lambda: kernels.cast_two_scalings(x, *vectors),
         "cast_and_commit": lambda: kernels.cast_and_commit(x, *commit),
-        "swiglu, cast_transpose delayed": lambda: kernels.cast_transpose(gate_up, scale, 0, *tensor, "swiglu"),
+        "swiglu, cast_transpose delayed": lambda: kernels.cast(gate_up, scale, 0, *tensor, *both, "swiglu"),
         "swiglu gradient, cast_and_commit": lambda: kernels.cast_and_commit(x, *commit, "swiglu", gate_up),
     }
 

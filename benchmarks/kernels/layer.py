@@ -110,7 +110,7 @@ def _products_only(x_tile: tuple[int, int], w_tile: tuple[int, int], grad_dtype:
     """The three products on operands cast before."""
 
     def pair(x: Tensor, tile: tuple[int, int], dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Any, ...]:
-        q, scale_inv, *_ = kernels.cast(x, None, 0, dtype, tile, tile[1] > 0, 0)
+        q, _, scale_inv, *_ = kernels.cast(x, None, 0, dtype, tile, tile[1] > 0, 0)
         return q, scale_inv, tile
 
     def make(data: Data) -> Step:

@@ -20,7 +20,7 @@ UPDATE = ([448.0, 448.0, 57344.0], [False] * 3, [0] * 3, "max")
 SCALE = 64.0  # of normal numbers: nothing saturates
 
 # by its path: the function of the same name hides the module
-_history = importlib.import_module("octavo.kernels.triton.history")
+_history = importlib.import_module("octavo.kernels.triton.known_scales")
 
 
 def _x_alone(x: Tensor) -> tuple[Tensor, ...]:
@@ -44,12 +44,14 @@ def delayed_state(scale: float = SCALE) -> tuple[Tensor, Tensor]:
     return scales, history
 
 
-def _delayed(x: Tensor) -> tuple[Any, ...]:
-    return x, delayed_state()[0], 0, E4M3, TENSOR, False, 0
+def _delayed(transpose: bool = False) -> Callable[[Tensor], tuple[Any, ...]]:
+    return lambda x: (x, delayed_state()[0], 0, E4M3, TENSOR, False, 0, transpose)
 
 
-def _dynamic(tile: Sequence[int], power_of_two: bool = False) -> Callable[[Tensor], tuple[Any, ...]]:
-    return lambda x: (x, None, 0, E4M3, tile, power_of_two, 0)
+def _dynamic(
+    tile: Sequence[int], power_of_two: bool = False, transpose: bool = False
+) -> Callable[[Tensor], tuple[Any, ...]]:
+    return lambda x: (x, None, 0, E4M3, tile, power_of_two, 0, transpose)
 
 
 def _columns(x: Tensor) -> tuple[Any, ...]:
@@ -66,7 +68,7 @@ def _two(tile: Sequence[int], second: Sequence[int], power_of_two: bool) -> Call
 
 
 def _pair(tile: Sequence[int]) -> Callable[[Tensor], tuple[Tensor, ...]]:
-    return lambda x: REFERENCE["cast"](x, None, 0, E4M3, tile, False, 0)[:2]
+    return lambda x: REFERENCE["cast"](x, None, 0, E4M3, tile, False, 0)[:3:2]
 
 
 def _dequantized(tile: Sequence[int]) -> Case:
@@ -96,10 +98,10 @@ def many(kernel: Callable[..., None]) -> Callable[..., tuple[Tensor, ...]]:
 
 CASES = {
     "amax": Case("amax", lambda x: (x, TENSOR)),
-    "cast delayed": Case("cast", _delayed),
+    "cast delayed": Case("cast", _delayed()),
     "cast dynamic": Case("cast", _dynamic(TENSOR), reads=2),
-    "cast+transpose delayed": Case("cast_transpose", _delayed),
-    "cast+transpose dynamic": Case("cast_transpose", _dynamic(TENSOR), reads=2),
+    "cast+transpose delayed": Case("cast", _delayed(True)),
+    "cast+transpose dynamic": Case("cast", _dynamic(TENSOR, transpose=True), reads=2),
     "cast+transpose+sum+commit": Case("cast_and_commit", _commit),
     "five weights at once": Case("many", _weights, reads=2),
     "cast rows": Case("cast", _dynamic(ROWS)),
@@ -108,7 +110,7 @@ CASES = {
     "cast 1x128": Case("cast", _dynamic((1, 128), True)),
     "cast 1x128 + 128x1": Case("cast_two_scalings", _two((1, 128), (128, 1), True)),
     "cast 1x32 + 32x1": Case("cast_two_scalings", _two((1, 32), (32, 1), True)),
-    "cast+transpose 128x128": Case("cast_transpose", _dynamic((128, 128), True)),
+    "cast+transpose 128x128": Case("cast", _dynamic((128, 128), True, True)),
     "dequantize tensor": _dequantized(TENSOR),
     "dequantize 1x128": _dequantized((1, 128)),
 }

@@ -22,6 +22,7 @@ from benchmarks.common.roofline import product_bytes, product_flop
 from benchmarks.kernels.cases import E4M3, ROWS, TENSOR, inputs
 from benchmarks.kernels.plain_cases import delayed_state
 from octavo.granularity import Tile
+from octavo.kernels.arguments import unpacking
 from octavo.kernels.reference import KERNELS as REFERENCE
 from octavo.kernels.triton import KERNELS as TRITON
 
@@ -30,6 +31,11 @@ _module = importlib.import_module("octavo.kernels.triton.matmul")
 LEAST_SQNR = 35.0  # dB of a result in bf16, whose own rounding is at 50; fast accumulation costs some
 LEAST_CAST_SQNR = 25.0  # of one in E4M3, whose own is at 31
 CHECKED_ROWS = 256
+
+
+def _of_flat(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """With ``octavo::matmul``'s own arguments."""
+    return unpacking({"matmul": product})["matmul"]
 
 
 class To(NamedTuple):
@@ -62,8 +68,8 @@ TILES: dict[str, tuple[Tile, Tile]] = {
 }
 # those that torch's own product has here; a CPU has no blocks
 TORCH = [name for name in TILES if name != "1x32 . 1x32" and (ON_GPU or "128" not in name)]
-PRODUCTS = {f"{name}, Triton": Product(*tiles, _module.triton_matmul) for name, tiles in TILES.items()}
-PRODUCTS |= {f"{name}, torch": Product(*TILES[name], _module.library_matmul) for name in TORCH}
+PRODUCTS = {f"{name}, Triton": Product(*tiles, _of_flat(_module.triton_matmul)) for name, tiles in TILES.items()}
+PRODUCTS |= {f"{name}, torch": Product(*TILES[name], _of_flat(_module.library_matmul)) for name in TORCH}
 TO = {
     "tensor . tensor to delayed": To(TENSOR, False),
     "tensor . tensor to delayed + transpose": To(TENSOR, True),
@@ -76,7 +82,7 @@ PRODUCTS |= {name: Product(*TILES[name.split(" to ")[0]], TRITON["matmul_cast"],
 
 def operand(x: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
     """The pair of x in E4M3; scales of blocks are powers of two."""
-    return TRITON["cast"](x, None, 0, E4M3, tile, tile[1] > 0, 0)[:2]
+    return TRITON["cast"](x, None, 0, E4M3, tile, tile[1] > 0, 0)[:3:2]
 
 
 def arguments(name: str, shape: tuple[int, ...], fast_accum: bool = False) -> tuple[Any, ...]:
@@ -109,8 +115,7 @@ def two_passes(name: str, shape: tuple[int, ...], fast_accum: bool = False) -> C
     bound, tiles = arguments(name, shape, fast_accum), name.split(" to ")[0]
     operands, cast = (*bound[:7], torch.bfloat16, fast_accum), bound[8:-1]
     function = PRODUCTS[f"{tiles}, torch" if tiles in TORCH else f"{tiles}, Triton"].function
-    kernel = TRITON["cast_transpose" if to.transpose else "cast"]
-    return lambda: kernel(function(*operands), *cast)
+    return lambda: TRITON["cast"](function(*operands), *cast, to.transpose)
 
 
 def flop(shape: tuple[int, ...]) -> float:

@@ -44,6 +44,7 @@ from benchmarks.machine_code.compiled_optimizer import optimizer
 from benchmarks.machine_code.machine_code import examine
 from benchmarks.machine_code.offline import SHARED_MEMORY, offline
 from octavo.granularity import Tile, granularity_of
+from octavo.kernels.arguments import unpacking
 from octavo.kernels.triton import KERNELS
 from octavo.kernels.triton.matmul import triton_matmul
 
@@ -51,10 +52,11 @@ TAKES = "6 minutes"
 MEASURES = ("octavo/kernels/triton",)
 
 CAPABILITIES = tuple(SHARED_MEMORY)
+_TRITON_MATMUL = unpacking({"matmul": triton_matmul})["matmul"]
 
 
 def _cast(
-    op: str,
+    transpose: bool,
     tile: Tile,
     codes: torch.dtype = E4M3,
     x: Tensor | None = None,
@@ -65,12 +67,13 @@ def _cast(
 ) -> Case:
     x = tensor() if x is None else x
     extra = (
+        "transposed" if transpose else "",
         "delayed" if state is not None else "",
         "power of two" if power_of_two else "",
         "column sum" if column_sum else "",
     )
-    arguments = (x, state, 0, codes, tile, power_of_two, 0, pad, column_sum)
-    return Case(op, describe(tile, codes, x, *extra), functools.partial(KERNELS[op], *arguments))
+    arguments = (x, state, 0, codes, tile, power_of_two, 0, transpose, pad, column_sum)
+    return Case("cast", describe(tile, codes, x, *extra), functools.partial(KERNELS["cast"], *arguments))
 
 
 def amax() -> Iterator[Case]:
@@ -80,34 +83,34 @@ def amax() -> Iterator[Case]:
 
 
 def per_tensor() -> Iterator[Case]:
-    for op in ("cast", "cast_transpose"):
+    for transpose in (False, True):
         for shape in SIZES:
-            yield _cast(op, TENSOR, E5M2, tensor(shape), column_sum=True)
-        yield _cast(op, TENSOR)
-        yield _cast(op, TENSOR, state=delayed_state()[0])
-    yield _cast("cast_transpose", TENSOR, state=torch.ones(3))  # a first step, whose scale may not exist
-    yield _cast("cast_transpose", TENSOR, x=tensor(RAGGED), power_of_two=True)
-    yield _cast("cast_transpose", TENSOR, x=tensor(dtype=FP32))
-    yield _cast("cast", TENSOR, x=tensor().t())
+            yield _cast(transpose, TENSOR, E5M2, tensor(shape), column_sum=True)
+        yield _cast(transpose, TENSOR)
+        yield _cast(transpose, TENSOR, state=delayed_state()[0])
+    yield _cast(True, TENSOR, state=torch.ones(3))  # a first step, whose scale may not exist
+    yield _cast(True, TENSOR, x=tensor(RAGGED), power_of_two=True)
+    yield _cast(True, TENSOR, x=tensor(dtype=FP32))
+    yield _cast(False, TENSOR, x=tensor().t())
 
 
 def per_row() -> Iterator[Case]:
     for tile, shape in itertools.product((ROW, COLUMN), ((4096, 1024), (1024, 8192), RAGGED)):
-        yield _cast("cast", tile, x=tensor(shape))
-    yield _cast("cast", COLUMN, column_sum=True)
-    yield _cast("cast", ROW, E5M2, x=tensor().t())
-    yield _cast("cast_transpose", ROW)
-    yield _cast("cast", ROW, x=tensor(dtype=FP32))
+        yield _cast(False, tile, x=tensor(shape))
+    yield _cast(False, COLUMN, column_sum=True)
+    yield _cast(False, ROW, E5M2, x=tensor().t())
+    yield _cast(True, ROW)
+    yield _cast(False, ROW, x=tensor(dtype=FP32))
     yield _two_scalings(ROW, COLUMN, True, True)
 
 
 def per_block() -> Iterator[Case]:
     for tile in (VECTOR, (128, 1), SQUARE, MX, (32, 1)):
-        for op in ("cast", "cast_transpose"):
-            yield _cast(op, tile, power_of_two=True)
-    yield _cast("cast", VECTOR, E5M2, column_sum=True)
-    yield _cast("cast_transpose", SQUARE, x=tensor(dtype=FP32), power_of_two=True)
-    yield _cast("cast_transpose", SQUARE, x=tensor(RAGGED), power_of_two=True)
+        for transpose in (False, True):
+            yield _cast(transpose, tile, power_of_two=True)
+    yield _cast(False, VECTOR, E5M2, column_sum=True)
+    yield _cast(True, SQUARE, x=tensor(dtype=FP32), power_of_two=True)
+    yield _cast(True, SQUARE, x=tensor(RAGGED), power_of_two=True)
 
 
 def two_scalings() -> Iterator[Case]:
@@ -181,7 +184,7 @@ def _product(
     arguments = (a, scales[0], a_tile, b, scales[1], b_tile, added, dtype, fast)
     kinds = f"{granularity_of(a_tile)} {name_of(a_codes)} . {granularity_of(b_tile)} {name_of(E4M3)}"
     what = f"{kinds} to {name_of(dtype)}{' bias' * bias}{' fast' * fast} [{M}, {N}, {K}]"
-    return Case("matmul", what, functools.partial(triton_matmul, *arguments))
+    return Case("matmul", what, functools.partial(_TRITON_MATMUL, *arguments))
 
 
 def matmul_cast() -> Iterator[Case]:

@@ -42,11 +42,11 @@ def activations() -> Iterator[Case]:
     for gradient in (False, True):
         for shape in (*SIZES, RAGGED):
             yield _cast("swiglu", gradient, shape=shape, delayed=False)
-        yield _cast("swiglu", gradient, "cast")
+        yield _cast("swiglu", gradient, False)
         yield _cast("swiglu", gradient, dtype=FP32)
-        yield _cast("swiglu", gradient, "cast", ROW)
-        yield _cast("swiglu", gradient, "cast", COLUMN)
-        yield _cast("swiglu", gradient, "cast", VECTOR)
+        yield _cast("swiglu", gradient, False, ROW)
+        yield _cast("swiglu", gradient, False, COLUMN)
+        yield _cast("swiglu", gradient, False, VECTOR)
         yield _cast("swiglu", gradient, tile=SQUARE)
         for first, second in ((VECTOR, (128, 1)), (MX, (32, 1)), (ROW, COLUMN)):
             yield _two_scalings("swiglu", gradient, first, second)
@@ -76,7 +76,7 @@ def _words(name: str, gradient: bool, h_tile: Tile | None = None) -> str:
 def _cast(
     name: str,
     gradient: bool,
-    op: str = "cast_transpose",
+    transpose: bool = True,
     tile: Tile = TENSOR,
     shape: tuple[int, int] = LARGE,
     dtype: torch.dtype = torch.bfloat16,
@@ -86,11 +86,16 @@ def _cast(
     x, activation = _arguments(name, gradient, shape, dtype, h_tile)
     state = delayed_state()[0] if delayed and tile == TENSOR else None
     codes, power_of_two = (E5M2 if gradient else E4M3), tile not in (TENSOR, ROW, COLUMN)
-    arguments = x, state, 0, codes, tile, power_of_two, 0, PAD, gradient, *activation
-    extra = "delayed" * (state is not None), "column sum" * gradient, _words(name, gradient, h_tile)
+    arguments = x, state, 0, codes, tile, power_of_two, 0, transpose, PAD, gradient, *activation
+    extra = (
+        "transposed" * transpose,
+        "delayed" * (state is not None),
+        "column sum" * gradient,
+        _words(name, gradient, h_tile),
+    )
     # with eight codes a thread two tiles fit its registers
     bits = 64 if gradient and ACTIVATIONS[name].gated else 128
-    return Case(op, describe(tile, codes, x, *extra), functools.partial(KERNELS[op], *arguments), bits)
+    return Case("cast", describe(tile, codes, x, *extra), functools.partial(KERNELS["cast"], *arguments), bits)
 
 
 def _two_scalings(name: str, gradient: bool, first: Tile, second: Tile) -> Case:

@@ -22,7 +22,7 @@ import triton
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
-from octavo.kernels.triton import optimizer_state, produce, tiles
+from octavo.kernels.triton import optimizer_state, prologue, tiles
 
 
 class Instruction(NamedTuple):
@@ -90,7 +90,7 @@ def _bits(instruction: Instruction) -> int:
 
 
 # what reads and writes tiles of tensors; scales and their like are narrow and few
-_READ = (tiles.load_tile, produce.produce, produce.load_input, optimizer_state.load_at)
+_READ = (tiles.load_tile, prologue.produce, prologue.load_input, optimizer_state.load_at)
 _WRITE = (tiles.store_codes, tiles.store_half, optimizer_state.store_at)
 
 

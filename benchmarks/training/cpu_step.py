@@ -16,7 +16,7 @@ from torch import nn
 
 from benchmarks.common.measure import RESULTS, device_name, interleaved, ratio, table, write_results
 from benchmarks.common.models import OCTAVO, TORCHAO, with_octavo, with_torchao
-from octavo.kernels.emulation import fast_dtype
+from octavo.kernels.capability import fast_dtype
 from octavo.train.config import VOCABULARY, ModelConfig
 from octavo.train.model import GPT, next_byte_loss
 

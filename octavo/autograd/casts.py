@@ -86,14 +86,16 @@ def _is_delayed(cast: Cast) -> bool:
 
 
 def _cast_arguments(x: Tensor, cast: Cast, state: State | None, role: int, tile: Tile) -> tuple[Any, ...]:
-    """What ``octavo::cast`` and ``octavo::cast_transpose`` take first."""
+    """What ``octavo::cast`` takes first."""
     delayed_scale = state.scale if state is not None and _is_delayed(cast) else None
     return x, delayed_scale, role, cast.format.dtype, tile, cast.power_of_two, cast.margin
 
 
 def _cast(x: Tensor, cast: Cast, state: State | None, role: int, extras: Extras, tile: Tile | None = None) -> Operands:
     """Cast ``x`` as it lies, by the cast's tile or another; with its amax, if the cast is Delayed."""
-    q, scale_inv, amax, sums = kernels.cast(*_cast_arguments(x, cast, state, role, tile or cast.tile), *extras)
+    q, _, scale_inv, amax, sums = kernels.cast(
+        *_cast_arguments(x, cast, state, role, tile or cast.tile), False, *extras
+    )
     return Operands((q, scale_inv), None, amax if _is_delayed(cast) else None, sums if extras[1] else None)
 
 
@@ -110,7 +112,7 @@ def _cast_transposed(x_RC: Tensor, cast: Cast, state: State | None, role: int, e
         q, scale_inv = laid.as_is  # type: ignore[misc]
         return Operands(None, (q.t(), scale_inv.t()), laid.amax, laid.column_sum)
     arguments = _cast_arguments(x_RC, cast, state, role, tile)
-    _, q_CR, scale_inv, amax, sums = kernels.cast_transpose(*arguments, *extras)
+    _, q_CR, scale_inv, amax, sums = kernels.cast(*arguments, True, *extras)
     return Operands(None, (q_CR, scale_inv.t()), amax if _is_delayed(cast) else None, sums if column_sum else None)
 
 
@@ -120,9 +122,8 @@ def _cast_once(x_RC: Tensor, cast: Cast, state: State | None, role: int, extras:
         q_RC, scale_inv = laid.as_is  # type: ignore[misc]
         whole = cast.tile == (ALL, ALL)  # one scale is its own transpose
         return Operands(laid.as_is, (q_RC.t(), scale_inv if whole else scale_inv.t()), laid.amax, laid.column_sum)
-    q_RC, q_CR, scale_inv, amax, sums = kernels.cast_transpose(
-        *_cast_arguments(x_RC, cast, state, role, cast.tile), *extras
-    )
+    arguments = _cast_arguments(x_RC, cast, state, role, cast.tile)
+    q_RC, q_CR, scale_inv, amax, sums = kernels.cast(*arguments, True, *extras)
     return Operands(
         (q_RC, scale_inv),
         (q_CR, scale_inv.t()),

@@ -103,7 +103,7 @@ def _saved_input(h: Tensor, layer: Layer) -> tuple[Tensor | None, Tensor | None]
     cast = layer.recipe.saved
     if cast is None:
         return h, None
-    q, scale_inv, *_ = kernels.cast(h, None, INPUT, cast.format.dtype, cast.tile, cast.power_of_two, cast.margin)
+    q, _, scale_inv, *_ = kernels.cast(h, None, INPUT, cast.format.dtype, cast.tile, cast.power_of_two, cast.margin)
     return packed((q, scale_inv), cast)
 
 

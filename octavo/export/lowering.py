@@ -21,7 +21,7 @@ from octavo.errors import ExportError
 from octavo.formats import format_of
 from octavo.granularity import ALL
 from octavo.kernels.activations import activation_of
-from octavo.kernels.arguments import CastSource, NormSource, Output, Scaling, no_codes, unpacking
+from octavo.kernels.arguments import CastSource, NormSource, Operands, Output, Scaling, no_codes, unpacking
 from octavo.numerics import floor_power_of_two_by_comparison, scale_from_amax, scale_inv_from_scale
 
 BLOCKS_FROM = 21  # the opset in which QuantizeLinear got block_size and output_dtype
@@ -31,10 +31,8 @@ _TYPES = {torch.float8_e4m3fn: 17, torch.float8_e5m2: 19}  # TensorProto's FLOAT
 def decompositions(opset: int) -> dict[Any, Callable[..., Any]]:
     """What each octavo op becomes, for torch.export.ExportedProgram.run_decompositions."""
     lowering = _Lowering(opset)
-    table = {
-        name: unpacking(name, getattr(lowering, name)) for name in ("amax", "cast", "dequantize", "matmul", "norm_cast")
-    }
-    return {getattr(torch.ops.octavo, name).default: function for name, function in table.items()}
+    ops = {name: getattr(lowering, name) for name in ("amax", "cast", "dequantize", "matmul", "norm_cast")}
+    return {getattr(torch.ops.octavo, name).default: function for name, function in unpacking(ops).items()}
 
 
 class _Lowering:
@@ -78,21 +76,9 @@ class _Lowering:
     def dequantize(self, qdata: Tensor, scale_inv: Tensor, tile: Sequence[int], dtype: torch.dtype) -> Tensor:
         return self._linear("DequantizeLinear", qdata, scale_inv, tile, torch.float32).to(dtype)
 
-    def matmul(
-        self,
-        a: Tensor,
-        a_scale_inv: Tensor,
-        a_tile: Sequence[int],
-        b: Tensor,
-        b_scale_inv: Tensor,
-        b_tile: Sequence[int],
-        bias: Tensor | None,
-        out_dtype: torch.dtype,
-        fast_accum: bool,
-    ) -> Tensor:
-        x = self._linear("DequantizeLinear", a, a_scale_inv, a_tile, torch.float32)
-        weight = self._linear("DequantizeLinear", b, b_scale_inv, b_tile, torch.float32)
-        return F.linear(x, weight, bias).to(out_dtype)
+    def matmul(self, operands: Operands, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
+        x, weight = (self._linear("DequantizeLinear", *pair, torch.float32) for pair in operands[:2])
+        return F.linear(x, weight, operands.bias).to(out_dtype)
 
     def _linear(self, op: str, x: Tensor, scale_inv: Tensor, tile: Sequence[int], dtype: torch.dtype) -> Tensor:
         """QuantizeLinear or DequantizeLinear of x [R, C] to ``dtype``, whose scale_inv [R / r, C / c] is one a tile."""

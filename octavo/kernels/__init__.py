@@ -37,7 +37,6 @@ def _entry(name: str) -> Callable[..., Any]:
 
 amax = _entry("amax")
 cast = _entry("cast")
-cast_transpose = _entry("cast_transpose")
 cast_two_scalings = _entry("cast_two_scalings")
 cast_and_commit = _entry("cast_and_commit")
 delayed_update = _entry("delayed_update")

@@ -1,6 +1,7 @@
-"""The casts' flat arguments, unpacked once: what is cast, how, and what is written. signatures.py says what each is.
+"""The ops' flat arguments, unpacked once: what is cast, how, and what is written. signatures.py says what each is.
 
-The reference, the Triton kernels and the fakes take these values, and allocate what they return by the functions here.
+The reference, the Triton kernels, the fakes and ONNX's lowering take these values, and the first three allocate what
+they return by the functions here.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.granularity import ALL, scale_shape
+from octavo.granularity import ALL, Tile, scale_shape
 from octavo.kernels.activations import cast_shape
-from octavo.kernels.layouts import check_norm, padded, sums_dtype
+from octavo.kernels.layouts import padded
 
 
 class CastSource(NamedTuple):
@@ -43,12 +44,17 @@ class NormSource(NamedTuple):
     eps: float
     zero_centered: bool
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of what is cast."""
+        return self.x.shape[0], self.x.shape[1]
+
 
 class Scaling(NamedTuple):
     """How it is cast; with a delayed_scale, by its element ``role``."""
 
     dtype: torch.dtype
-    tile: Sequence[int]
+    tile: Tile
     power_of_two: bool
     margin: int
     delayed_scale: Tensor | None = None
@@ -58,7 +64,7 @@ class Scaling(NamedTuple):
 class Output(NamedTuple):
     """What is written: transposed codes too (of two scalings, the second's only so), and what else."""
 
-    transpose: bool
+    transpose: bool = False
     pad: int = 1
     column_sum: bool = False
     keep: bool = False
@@ -77,28 +83,47 @@ class Commit(NamedTuple):
     reduce: str
 
 
+class Pair(NamedTuple):
+    """An operand of a product, [rows, K]."""
+
+    codes: Tensor
+    scale_inv: Tensor
+    tile: Tile
+
+
 class Operands(NamedTuple):
     """What a product multiplies, and the bias that it adds."""
 
-    a: Tensor
-    a_scale_inv: Tensor
-    a_tile: Sequence[int]
-    b: Tensor
-    b_scale_inv: Tensor
-    b_tile: Sequence[int]
+    a: Pair
+    b: Pair
     bias: Tensor | None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the product."""
+        return self.a.codes.shape[0], self.b.codes.shape[0]
+
+
+class NormGradient(NamedTuple):
+    """What the gradient of a norm is made of."""
+
+    dy: Tensor
+    x: Tensor
+    gamma: Tensor
+    mean: Tensor
+    rstd: Tensor
+    kind: str
+    zero_centered: bool
+    with_beta: bool
+    residual: Tensor | None = None
 
 
 def _cast(x: Tensor, *flat: Any) -> tuple[Any, ...]:
-    return CastSource(x, *flat[8:]), _scaling(*flat[:6]), Output(False, *flat[6:8])
-
-
-def _cast_transpose(x: Tensor, *flat: Any) -> tuple[Any, ...]:
-    return CastSource(x, *flat[8:]), _scaling(*flat[:6]), Output(True, *flat[6:8])
+    return CastSource(x, *flat[9:]), _scaling(*flat[2:6], *flat[:2]), Output(*flat[6:9])
 
 
 def _cast_two_scalings(x: Tensor, *flat: Any) -> tuple[Any, ...]:
-    return CastSource(x, *flat[11:]), Scaling(*flat[:4]), Scaling(*flat[4:8]), Output(*flat[8:11])
+    return CastSource(x, *flat[11:]), _scaling(*flat[:4]), _scaling(*flat[4:8]), Output(*flat[8:11])
 
 
 def _cast_and_commit(x: Tensor, *flat: Any) -> tuple[Any, ...]:
@@ -107,25 +132,64 @@ def _cast_and_commit(x: Tensor, *flat: Any) -> tuple[Any, ...]:
 
 
 def _norm_cast(*flat: Any) -> tuple[Any, ...]:
-    source = NormSource(*flat[:6])
-    check_norm(*source[:4])
-    return source, _scaling(*flat[6:12]), _norm_output(*flat[12:])
+    return _norm(*flat[:6]), _scaling(*flat[8:12], *flat[6:8]), _norm_output(*flat[12:])
 
 
 def _norm_cast_two_scalings(*flat: Any) -> tuple[Any, ...]:
-    source = NormSource(*flat[:6])
-    check_norm(*source[:4])
-    return source, Scaling(*flat[6:10]), Scaling(*flat[10:14]), _norm_output(*flat[14:])
+    return _norm(*flat[:6]), _scaling(*flat[6:10]), _scaling(*flat[10:14]), _norm_output(*flat[14:])
+
+
+def _norm_backward(*flat: Any) -> tuple[Any, ...]:
+    gradient = NormGradient(*flat)
+    check_norm(gradient.x, gradient.gamma, None, gradient.kind, gradient.dy, gradient.residual)
+    return (gradient,)
+
+
+def _matmul(*flat: Any) -> tuple[Any, ...]:
+    return _operands(*flat[:7]), *flat[7:]
 
 
 def _matmul_cast(*flat: Any) -> tuple[Any, ...]:
-    return Operands(*flat[:7]), flat[7], _scaling(*flat[8:14]), Output(*flat[14:])
+    return _operands(*flat[:7]), flat[7], _scaling(*flat[10:14], *flat[8:10]), Output(*flat[14:])
 
 
-def _scaling(
-    delayed_scale: Tensor | None, role: int, dtype: torch.dtype, tile: Sequence[int], power_of_two: bool, margin: int
-) -> Scaling:
-    return Scaling(dtype, tile, power_of_two, margin, delayed_scale, role)
+def _scaling(dtype: torch.dtype, tile: Sequence[int], *rest: Any) -> Scaling:
+    return Scaling(dtype, (tile[0], tile[1]), *rest)
+
+
+def _operands(*flat: Any) -> Operands:
+    a, a_scale_inv, a_tile, b, b_scale_inv, b_tile, bias = flat
+    return Operands(Pair(a, a_scale_inv, (a_tile[0], a_tile[1])), Pair(b, b_scale_inv, (b_tile[0], b_tile[1])), bias)
+
+
+def _norm(*flat: Any) -> NormSource:
+    source = NormSource(*flat)
+    check_norm(*source[:4])
+    return source
+
+
+def check_norm(
+    x: Tensor,
+    gamma: Tensor,
+    beta: Tensor | None,
+    kind: str,
+    dy: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> None:
+    """What a norm of x [R, C], or its backward, asks of its arguments.
+
+    Raises:
+        ValueError: for another kind than "layer_norm" or "rms_norm", a gamma or beta that is not [C], or a dy or
+            residual that is not [R, C].
+    """
+    if kind not in ("layer_norm", "rms_norm"):
+        raise ValueError(f"kind={kind!r}: use 'layer_norm' or 'rms_norm'")
+    for name, vector in (("gamma", gamma), ("beta", beta)):
+        if vector is not None and tuple(vector.shape) != (x.shape[1],):
+            raise ValueError(f"{name} of shape {list(vector.shape)}: rows of x have {x.shape[1]} elements")
+    for name, matrix in (("dy", dy), ("residual", residual)):
+        if matrix is not None and matrix.shape != x.shape:
+            raise ValueError(f"{name} of shape {list(matrix.shape)} needs the shape of x, {list(x.shape)}")
 
 
 def _norm_output(transpose: bool, pad: int = 1, keep: bool = False) -> Output:
@@ -134,32 +198,27 @@ def _norm_output(transpose: bool, pad: int = 1, keep: bool = False) -> Output:
 
 _UNPACK: dict[str, Callable[..., tuple[Any, ...]]] = {
     "cast": _cast,
-    "cast_transpose": _cast_transpose,
     "cast_two_scalings": _cast_two_scalings,
     "cast_and_commit": _cast_and_commit,
     "norm_cast": _norm_cast,
     "norm_cast_two_scalings": _norm_cast_two_scalings,
+    "norm_backward": _norm_backward,
+    "matmul": _matmul,
     "matmul_cast": _matmul_cast,
 }
 
 
-def unpacking(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """A kernel of these values as one of the op's flat arguments; one of flat arguments as it is.
+def unpacking(kernels: dict[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
+    """Kernels of these values, by their ops' names, as kernels of the ops' flat arguments; others as they are."""
 
-    Args:
-        name: the op's.
-        kernel: an implementation; of ``cast`` one that returns transposed codes too.
-    """
-    unpack = _UNPACK.get(name)
-    if unpack is None:
-        return kernel
+    def of_flat(kernel: Callable[..., Any], unpack: Callable[..., tuple[Any, ...]]) -> Callable[..., Any]:
+        @functools.wraps(kernel)
+        def call(*arguments: Any) -> Any:
+            return kernel(*unpack(*arguments))
 
-    @functools.wraps(kernel)
-    def call(*arguments: Any) -> Any:
-        results = kernel(*unpack(*arguments))
-        return (results[0], *results[2:]) if name == "cast" else results
+        return call
 
-    return call
+    return {name: of_flat(k, _UNPACK[name]) if name in _UNPACK else k for name, k in kernels.items()}
 
 
 def new_codes(x: Tensor, shape: Sequence[int], dtype: torch.dtype, pad: int, transpose: bool = False) -> Tensor:
@@ -179,10 +238,15 @@ def no_codes(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.new_empty((0, 0), dtype=dtype)
 
 
-def new_scales(x: Tensor, shape: Sequence[int], tile: Sequence[int], transpose: bool = False) -> Tensor:
+def new_scales(x: Tensor, shape: Sequence[int], tile: Tile, transpose: bool = False) -> Tensor:
     """Where an element a tile goes, float32, unwritten."""
     found = scale_shape(shape, tile)
     return x.new_empty(found[::-1] if transpose else found, dtype=torch.float32)
+
+
+def sums_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of column sums: that of what a cast reads, float32 where that is codes."""
+    return torch.float32 if dtype.itemsize == 1 else dtype
 
 
 def new_sums(x: Tensor, cols: int, column_sum: bool) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.kernels.emulation import runs_natively
+from octavo.kernels.capability import runs_natively
 from octavo.kernels.reference import KERNELS
 from octavo.kernels.reference.optimizer_step import AdamGroup, SgdGroup, WeightUpdate
 from octavo.kernels.reference.optimizer_step import optimizer_step as reference_step

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from octavo.kernels.emulation import runs_natively
+from octavo.kernels.capability import runs_natively
 
 
 def needs_transposed_codes(device: torch.device) -> bool:
@@ -41,11 +41,6 @@ def is_small_block(tile: Sequence[int]) -> bool:
     return all(size in (1, 2, 4, 8, 16, 32, 64, 128) for size in tile)
 
 
-def sums_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a cast's column sums: that of what it reads, float32 where that is codes."""
-    return torch.float32 if dtype.itemsize == 1 else dtype
-
-
 def padded(size: int, multiple: int) -> int:
     """``size`` rounded up to a multiple.
 
@@ -55,27 +50,3 @@ def padded(size: int, multiple: int) -> int:
     if multiple < 1 or 16 % multiple:
         raise ValueError(f"pad={multiple}: codes are padded to multiples of 1, 2, 4, 8 or 16")
     return -(-size // multiple) * multiple
-
-
-def check_norm(
-    x: torch.Tensor,
-    gamma: torch.Tensor,
-    beta: torch.Tensor | None,
-    kind: str,
-    dy: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-) -> None:
-    """What a norm of x [R, C], or its backward, asks of its arguments.
-
-    Raises:
-        ValueError: for another kind than "layer_norm" or "rms_norm", a gamma or beta that is not [C], or a dy or
-            residual that is not [R, C].
-    """
-    if kind not in ("layer_norm", "rms_norm"):
-        raise ValueError(f"kind={kind!r}: use 'layer_norm' or 'rms_norm'")
-    for name, vector in (("gamma", gamma), ("beta", beta)):
-        if vector is not None and tuple(vector.shape) != (x.shape[1],):
-            raise ValueError(f"{name} of shape {list(vector.shape)}: rows of x have {x.shape[1]} elements")
-    for name, matrix in (("dy", dy), ("residual", residual)):
-        if matrix is not None and matrix.shape != x.shape:
-            raise ValueError(f"{name} of shape {list(matrix.shape)} needs the shape of x, {list(x.shape)}")

@@ -42,6 +42,7 @@ from torch import Tensor
 from octavo.kernels.arguments import (
     CastSource,
     Commit,
+    NormGradient,
     NormSource,
     Operands,
     Output,
@@ -54,7 +55,6 @@ from octavo.kernels.arguments import (
     unpacking,
 )
 from octavo.kernels.devices import ON_CUDA
-from octavo.kernels.layouts import check_norm
 from octavo.kernels.reference import KERNELS
 
 _CAST = "ScalarType dtype, int[2] tile, bool power_of_two, int margin"
@@ -71,11 +71,9 @@ _UPDATE = "float[3] limits, bool[3] powers_of_two, int[3] margins, str reduce"
 SCHEMAS = {
     # amax of each tile
     "amax": "(Tensor x, int[2] tile) -> Tensor",
-    # one layout, one scaling: (qdata, scale_inv, amax, sums)
-    "cast": f"(Tensor x, Tensor? delayed_scale, int role, {_CAST}, {_EXTRAS}) -> (Tensor, Tensor, Tensor, Tensor)",
-    # both layouts, one scaling: (qdata, transposed qdata, scale_inv, amax, sums); the transposed pair's scale_inv is
+    # one scaling: (qdata, transposed qdata or [0, 0], scale_inv, amax, sums); the transposed pair's scale_inv is
     # scale_inv.t()
-    "cast_transpose": f"(Tensor x, Tensor? delayed_scale, int role, {_CAST}, {_EXTRAS}) "
+    "cast": f"(Tensor x, Tensor? delayed_scale, int role, {_CAST}, bool transpose=False, {_EXTRAS}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     # two scalings from one read, Dynamic: (qdata, scale_inv, second qdata, second scale_inv, sums). second_tile is a
     # tile of x; transpose_second writes the second pair's tensors transposed
@@ -98,7 +96,7 @@ SCHEMAS = {
     # the same, cast: (qdata, transposed qdata or [0, 0], scale_inv, amax)
     "matmul_cast": f"({_PRODUCT}, bool fast_accum, Tensor? delayed_scale, int role, {_CAST}, bool transpose, "
     "int pad=1) -> (Tensor, Tensor, Tensor, Tensor)",
-    # cast_transpose of each of xs, of one dtype and contiguous rows, in one launch (Dynamic per tensor: two), into
+    # a cast of each of xs, of one dtype and contiguous rows, in one launch (Dynamic per tensor: two), into
     # qdata[i] [R, C'], transposed[i] [C, R'] (or none at all), scale_inv[i], amax[i]; delayed_scales none for Dynamic.
     # tile: (-1, -1) or a block of powers of two up to 128. Where skip [1] is not 0 nothing is written: a weight that
     # did not change, in a CUDA graph
@@ -119,26 +117,29 @@ SCHEMAS = {
 
 
 def _fake_amax(x: Tensor, tile: Sequence[int]) -> Tensor:
-    return new_scales(x, x.shape, tile)
+    return new_scales(x, x.shape, (tile[0], tile[1]))
 
 
-def _fake_cast(source: CastSource, scaling: Scaling, output: Output) -> tuple[Tensor, ...]:
+def _rest(source: CastSource | NormSource, output: Output) -> tuple[Tensor, ...]:
+    """What a cast's op returns last."""
+    if isinstance(source, NormSource):
+        return new_statistics(source, output.keep)
+    return (new_sums(source.x, source.shape[1], output.column_sum),)
+
+
+def _fake_cast(source: CastSource | NormSource, scaling: Scaling, output: Output) -> tuple[Tensor, ...]:
     x, shape = source.x, source.shape
     scales = [new_scales(x, shape, scaling.tile) for _ in range(2)]
-    return *new_both_codes(x, shape, scaling.dtype, output), *scales, new_sums(x, shape[1], output.column_sum)
+    return *new_both_codes(x, shape, scaling.dtype, output), *scales, *_rest(source, output)
 
 
 def _fake_two_scalings(
-    x: Tensor, shape: Sequence[int], first: Scaling, second: Scaling, output: Output
+    source: CastSource | NormSource, first: Scaling, second: Scaling, output: Output
 ) -> tuple[Tensor, ...]:
+    x, shape = source.x, source.shape
     pair = new_codes(x, shape, first.dtype, output.pad), new_scales(x, shape, first.tile)
     other = new_codes(x, shape, second.dtype, output.pad, output.transpose)
-    return *pair, other, new_scales(x, shape, second.tile, output.transpose)
-
-
-def _fake_cast_two_scalings(source: CastSource, first: Scaling, second: Scaling, output: Output) -> tuple[Tensor, ...]:
-    x, shape = source.x, source.shape
-    return *_fake_two_scalings(x, shape, first, second, output), new_sums(x, shape[1], output.column_sum)
+    return *pair, other, new_scales(x, shape, second.tile, output.transpose), *_rest(source, output)
 
 
 def _fake_cast_and_commit(source: CastSource, scaling: Scaling, commit: Commit, output: Output) -> tuple[Tensor, ...]:
@@ -154,70 +155,35 @@ def _fake_dequantize(qdata: Tensor, scale_inv: Tensor, tile: Sequence[int], dtyp
     return qdata.new_empty(qdata.shape, dtype=dtype)
 
 
-def _fake_matmul(
-    a: Tensor,
-    a_scale_inv: Tensor,
-    a_tile: Sequence[int],
-    b: Tensor,
-    b_scale_inv: Tensor,
-    b_tile: Sequence[int],
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-) -> Tensor:
-    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
-
-
-def _fake_norm_cast(source: NormSource, scaling: Scaling, output: Output) -> tuple[Tensor, ...]:
-    results = _fake_cast(CastSource(source.x), scaling, output)[:4]
-    return *results, *new_statistics(source, output.keep)
-
-
-def _fake_norm_cast_two_scalings(
-    source: NormSource, first: Scaling, second: Scaling, output: Output
-) -> tuple[Tensor, ...]:
-    pairs = _fake_two_scalings(source.x, source.x.shape, first, second, output)
-    return *pairs, *new_statistics(source, output.keep)
-
-
-def _fake_norm_backward(
-    dy: Tensor,
-    x: Tensor,
-    gamma: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    kind: str,
-    zero_centered: bool,
-    with_beta: bool,
-    residual: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    check_norm(x, gamma, None, kind, dy, residual)
-    return x.new_empty(x.shape), gamma.new_empty(gamma.shape), gamma.new_empty(gamma.shape if with_beta else 0)
+def _fake_matmul(operands: Operands, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
+    return operands.a.codes.new_empty(operands.shape, dtype=out_dtype)
 
 
 def _fake_matmul_cast(operands: Operands, fast_accum: bool, scaling: Scaling, output: Output) -> tuple[Tensor, ...]:
-    shape = operands.a.shape[0], operands.b.shape[0]
-    scales = [new_scales(operands.a, shape, scaling.tile) for _ in range(2)]
-    return *new_both_codes(operands.a, shape, scaling.dtype, output), *scales
+    return _fake_cast(CastSource(_fake_matmul(operands, torch.float32, fast_accum)), scaling, output)[:4]
 
 
-_FAKES: dict[str, Callable[..., Any]] = {
-    "amax": _fake_amax,
-    "cast": _fake_cast,
-    "cast_transpose": _fake_cast,
-    "cast_two_scalings": _fake_cast_two_scalings,
-    "cast_and_commit": _fake_cast_and_commit,
-    "delayed_update": _fake_nothing,
-    "dequantize": _fake_dequantize,
-    "matmul": _fake_matmul,
-    "matmul_cast": _fake_matmul_cast,
-    "multi_tensor_cast": _fake_nothing,
-    "norm_cast": _fake_norm_cast,
-    "norm_cast_two_scalings": _fake_norm_cast_two_scalings,
-    "norm_backward": _fake_norm_backward,
-}
+def _fake_norm_backward(gradient: NormGradient) -> tuple[Tensor, Tensor, Tensor]:
+    x, gamma = gradient.x, gradient.gamma
+    return x.new_empty(x.shape), gamma.new_empty(gamma.shape), gamma.new_empty(len(gamma) if gradient.with_beta else 0)
 
-FAKES = {name: unpacking(name, fake) for name, fake in _FAKES.items()}
+
+FAKES: dict[str, Callable[..., Any]] = unpacking(
+    {
+        "amax": _fake_amax,
+        "cast": _fake_cast,
+        "cast_two_scalings": _fake_two_scalings,
+        "cast_and_commit": _fake_cast_and_commit,
+        "delayed_update": _fake_nothing,
+        "dequantize": _fake_dequantize,
+        "matmul": _fake_matmul,
+        "matmul_cast": _fake_matmul_cast,
+        "multi_tensor_cast": _fake_nothing,
+        "norm_cast": _fake_cast,
+        "norm_cast_two_scalings": _fake_two_scalings,
+        "norm_backward": _fake_norm_backward,
+    }
+)
 
 LIBRARY = torch.library.Library("octavo", "DEF")
 

@@ -14,7 +14,7 @@ from octavo.autograd.casts import WEIGHT, State, cast_role
 from octavo.autograd.products import Layer, linear
 from octavo.errors import HigherOrderGradientError
 from octavo.formats import HIGH_PRECISION
-from octavo.kernels.emulation import warn_once_if_emulated
+from octavo.kernels.capability import warn_once_if_emulated
 from octavo.nn.gather import Gather
 from octavo.nn.stored_weight_files import load_stored, save_stored
 from octavo.nn.stored_weights import check_recipe, weight_of, why_unreadable, widened

@@ -71,7 +71,7 @@ class _Quantize(torch.autograd.Function):
             return ScaledTensor(x.new_empty(x.shape, dtype=format.dtype), scale_inv, granularity, x.dtype)
         codes, scales = [], []
         for matrix in matrices_of(x, tile):
-            q, s, *_ = kernels.cast(matrix, None, 0, format.dtype, tile, power_of_two, margin, 1, False)
+            q, _, s, *_ = kernels.cast(matrix, None, 0, format.dtype, tile, power_of_two, margin)
             codes.append(q)
             scales.append(s)
         qdata = codes[0] if len(codes) == 1 else torch.stack([q.view(torch.uint8) for q in codes]).view(format.dtype)

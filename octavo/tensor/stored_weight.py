@@ -237,7 +237,7 @@ def cast_shard(values: Tensor, weight: Tensor, granularity: Granularity, dtype: 
         scale = scale_from_amax(largest_of_ranks(amax, weight), E4M3.max, True, 0)
         codes, scale_inv = torch.empty_like(values, dtype=E4M3.dtype), scale_inv_from_scale(scale).view(1, 1)
         if values.numel():
-            codes, *_ = kernels.cast(values, scale.view(1), 0, E4M3.dtype, tile, True, 0, 1, False)
+            codes, *_ = kernels.cast(values, scale.view(1), 0, E4M3.dtype, tile, True, 0)
     else:
         pair = quantize(values, E4M3, granularity, power_of_two=True)
         codes, scale_inv = pair.qdata, pair.scale_inv

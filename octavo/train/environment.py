@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import torch
 
 import octavo
-from octavo.kernels.emulation import runs_natively
+from octavo.kernels.capability import runs_natively
 
 EXTRAS = {
     "cli": ("rich", "matplotlib"),

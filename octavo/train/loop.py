@@ -13,7 +13,7 @@ import torch
 
 from octavo.distributed.errors import RankError
 from octavo.distributed.ranks import Ranks, lost_ranks
-from octavo.kernels.emulation import fast_dtype
+from octavo.kernels.capability import fast_dtype
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap
 from octavo.schedule import Switch

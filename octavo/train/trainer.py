@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import octavo
 from octavo.distributed.ranks import Ranks
-from octavo.kernels.emulation import fast_dtype
+from octavo.kernels.capability import fast_dtype
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap
 from octavo.train.checkpoint import Content, Identity, Row, RunFolder, rows_to_tensor

@@ -72,7 +72,7 @@ def test_every_op_is_compiled() -> None:
 
 def test_narrow_accesses_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     shifted = torch.empty(1024, 1025, dtype=torch.bfloat16)[:, 1:]
-    case = compiled._cast("cast", compiled.ROW, x=shifted, pad=1)
+    case = compiled._cast(False, compiled.ROW, x=shifted, pad=1)
     monkeypatch.setitem(compiled.GROUPS, "narrow", lambda: iter([case]))
     ((row, missed),) = compiled.compiled(90, "narrow")
     assert row["load_bits"] == "16"

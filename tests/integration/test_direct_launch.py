@@ -16,7 +16,7 @@ triton = pytest.importorskip("triton")
 tl = importlib.import_module("triton.language")
 offline = importlib.import_module("benchmarks.machine_code.offline").offline
 launch = importlib.import_module("octavo.kernels.triton.launch")
-history = importlib.import_module("octavo.kernels.triton.history")
+known_scales = importlib.import_module("octavo.kernels.triton.known_scales")
 KERNELS = importlib.import_module("octavo.kernels.triton").KERNELS
 uncompiled = importlib.import_module("tests.support.uncompiled").uncompiled
 
@@ -73,7 +73,7 @@ def launches() -> Iterator[Launches]:
 
 def states() -> tuple[Tensor, Tensor]:
     scale, amax_history = torch.ones(3), torch.zeros(3, 4)
-    history.committed(scale, amax_history, (True, True, True))
+    known_scales.committed(scale, amax_history, (True, True, True))
     return scale, amax_history
 
 
@@ -83,25 +83,25 @@ def pair(rows: int, cols: int) -> tuple[Tensor, Tensor]:
 
 CASES: dict[str, Callable[[Tensor], Any]] = {
     "amax": lambda x: KERNELS["amax"](x, ALL),
-    "dynamic": lambda x: KERNELS["cast_transpose"](x, None, 0, E4M3, ALL, False, 0, 16),
-    "delayed": lambda x: KERNELS["cast"](x, states()[0], 0, E4M3, ALL, False, 0, 16),
-    "no history": lambda x: KERNELS["cast"](x, torch.zeros(3), 0, E4M3, ALL, False, 0, 16),
+    "dynamic": lambda x: KERNELS["cast"](x, None, 0, E4M3, ALL, False, 0, True, 16),
+    "delayed": lambda x: KERNELS["cast"](x, states()[0], 0, E4M3, ALL, False, 0, False, 16),
+    "no history": lambda x: KERNELS["cast"](x, torch.zeros(3), 0, E4M3, ALL, False, 0, False, 16),
     "commit": lambda x: KERNELS["cast_and_commit"](
         x, *states(), torch.ones(1, 1), None, E5M2, False, 0, *UPDATE, True, 16, True
     ),
-    "rows": lambda x: KERNELS["cast"](x, None, 0, E4M3, ROW, True, 1, 16),
-    "columns": lambda x: KERNELS["cast"](x.t(), None, 0, E4M3, ROW, False, 0, 16),
+    "rows": lambda x: KERNELS["cast"](x, None, 0, E4M3, ROW, True, 1, False, 16),
+    "columns": lambda x: KERNELS["cast"](x.t(), None, 0, E4M3, ROW, False, 0, False, 16),
     "two rows": lambda x: KERNELS["cast_two_scalings"](x, E4M3, ROW, False, 0, E4M3, (-1, 1), False, 0, True, 16, True),
-    "blocks": lambda x: KERNELS["cast_transpose"](x, None, 0, E4M3, (128, 128), True, 0, 16),
+    "blocks": lambda x: KERNELS["cast"](x, None, 0, E4M3, (128, 128), True, 0, True, 16),
     "two blocks": lambda x: KERNELS["cast_two_scalings"](
         x, E4M3, (1, 128), True, 0, E4M3, (128, 1), True, 0, True, 16, True
     ),
-    "activation": lambda x: KERNELS["cast_transpose"](x, states()[0], 0, E4M3, ALL, False, 0, 16, False, "swiglu"),
+    "activation": lambda x: KERNELS["cast"](x, states()[0], 0, E4M3, ALL, False, 0, True, 16, False, "swiglu"),
     "its gradient": lambda x: KERNELS["cast_and_commit"](
         x[:, ::2].contiguous(), *states(), torch.ones(1, 1), None, E5M2, False, 0, *UPDATE, True, 16, True, "swiglu", x
     ),
-    "in rows": lambda x: KERNELS["cast"](x, None, 0, E4M3, ROW, False, 0, 16, False, "gelu"),
-    "in blocks": lambda x: KERNELS["cast"](x, None, 0, E4M3, (128, 128), True, 0, 16, False, "relu"),
+    "in rows": lambda x: KERNELS["cast"](x, None, 0, E4M3, ROW, False, 0, False, 16, False, "gelu"),
+    "in blocks": lambda x: KERNELS["cast"](x, None, 0, E4M3, (128, 128), True, 0, False, 16, False, "relu"),
     "norm": lambda x: KERNELS["norm_cast"](
         x, torch.ones(x.shape[1]), None, "rms_norm", 1e-5, False, states()[0], 0, E4M3, ALL, False, 0, True, 16
     ),
@@ -140,7 +140,7 @@ def test_what_changes_the_code_is_in_the_key(launches: Launches) -> None:
     def cast(
         x: Tensor, fmt: torch.dtype = E4M3, pad: int = 16, *, power_of_two: bool = False, sums: bool = False
     ) -> Any:
-        return KERNELS["cast"](x, None, 0, fmt, ROW, power_of_two, 0, pad, sums)
+        return KERNELS["cast"](x, None, 0, fmt, ROW, power_of_two, 0, False, pad, sums)
 
     cast(x)
     launches.take()
@@ -154,7 +154,7 @@ def test_what_changes_the_code_is_in_the_key(launches: Launches) -> None:
         lambda: cast(x, power_of_two=True),
         lambda: cast(x[:, :250], pad=1),
         lambda: cast(x[:, :250], pad=16),
-        lambda: KERNELS["cast_transpose"](x, None, 0, E4M3, ROW, False, 0, 16),
+        lambda: KERNELS["cast"](x, None, 0, E4M3, ROW, False, 0, True, 16),
     ):
         other()
         _, bound = launches.take()
@@ -169,7 +169,7 @@ def test_addresses_that_are_not_aligned_have_kernels_of_their_own(launches: Laun
         KERNELS["cast"](x, None, 0, E4M3, ROW, False, 0)
         assert launches.take()[1] == bound
     aligned, shifted = torch.randn(64, 256).bfloat16(), torch.ones(4)[1:]
-    history.committed(shifted, torch.zeros(3, 4), (True, True, True))
+    known_scales.committed(shifted, torch.zeros(3, 4), (True, True, True))
     for scale, bound in ((states()[0], 1), (states()[0], 0), (shifted, 1), (shifted, 0)):
         KERNELS["cast"](aligned, scale, 0, E4M3, ALL, False, 0)
         assert launches.take()[1] == bound

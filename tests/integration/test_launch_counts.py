@@ -1,7 +1,7 @@
 """How many kernels a cast launches, which docs/kernels.md says."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ AMAX = "amax_kernel"
 def state(kernels: TritonKernels) -> tuple[Tensor, Tensor]:
     """Delayed scales that are known to exist, and their histories."""
     scale, history = torch.ones(3, device=kernels.device), torch.zeros(3, 4, device=kernels.device)
-    kernels.module("history").committed(scale, history, (True, True, True))
+    kernels.module("known_scales").committed(scale, history, (True, True, True))
     if kernels.device.type == "cuda":
         torch.cuda.synchronize()
     return scale, history
@@ -32,11 +32,11 @@ def casts(op: str, *scaling: Any) -> Callable[..., Any]:
 
 
 def delayed(kernels: TritonKernels, x: Tensor, activation: tuple[Any, ...]) -> Any:
-    return kernels.cast_transpose(x, state(kernels)[0], 0, E4M3, ALL, False, 0, 16, True, *activation)
+    return kernels.cast(x, state(kernels)[0], 0, E4M3, ALL, False, 0, True, 16, True, *activation)
 
 
 def no_history(kernels: TritonKernels, x: Tensor, activation: tuple[Any, ...]) -> Any:
-    return kernels.cast(x, torch.zeros(3, device=kernels.device), 0, E4M3, ALL, False, 0, 16, False, *activation)
+    return kernels.cast(x, torch.zeros(3, device=kernels.device), 0, E4M3, ALL, False, 0, False, 16, False, *activation)
 
 
 def commits(kernels: TritonKernels, x: Tensor, activation: tuple[Any, ...]) -> Any:
@@ -45,8 +45,8 @@ def commits(kernels: TritonKernels, x: Tensor, activation: tuple[Any, ...]) -> A
     return kernels.cast_and_commit(x, *state(kernels), amax, amax, E5M2, False, 0, *update, True, 16, True, *activation)
 
 
-def one(tile: tuple[int, int]) -> tuple[Any, ...]:
-    return None, 0, E4M3, tile, False, 0, 16
+def one(tile: tuple[int, int], transpose: bool = False) -> tuple[Any, ...]:
+    return None, 0, E4M3, tile, False, 0, transpose, 16
 
 
 def two(tile: tuple[int, int], second_tile: tuple[int, int]) -> tuple[Any, ...]:
@@ -58,10 +58,10 @@ CASTS: dict[str, tuple[Callable[..., Any], list[str]]] = {
     "no history": (no_history, [AMAX, TENSOR]),
     "commit": (commits, [TENSOR]),
     "dynamic": (casts("cast", *one(ALL), True), [AMAX, TENSOR]),
-    "dynamic, both layouts": (casts("cast_transpose", *one(ALL), True), [AMAX, TENSOR]),
+    "dynamic, both layouts": (casts("cast", *one(ALL, True), True), [AMAX, TENSOR]),
     "rows": (casts("cast", *one((1, -1)), False), [ROWS]),
-    "columns": (casts("cast_transpose", *one((-1, 1)), True), [ROWS]),
-    "blocks": (casts("cast_transpose", *one((1, 32)), True), [BLOCKS]),
+    "columns": (casts("cast", *one((-1, 1), True), True), [ROWS]),
+    "blocks": (casts("cast", *one((1, 32), True), True), [BLOCKS]),
     "square blocks": (casts("cast", *one((32, 32)), True), [BLOCKS]),
     "other blocks, by the reference": (casts("cast", *one((24, 40)), False), []),
     "two block scalings": (casts("cast_two_scalings", *two((1, 64), (64, 1))), [BLOCKS]),
@@ -80,7 +80,7 @@ def numbers(device: torch.device, cols: int = 128) -> Tensor:
 
 
 def codes(device: torch.device) -> tuple[Any, ...]:
-    q, scale_inv, *_ = REFERENCE["cast"](numbers(torch.device("cpu")), None, 0, E4M3, (1, 64), False, 0)
+    q, _, scale_inv, *_ = REFERENCE["cast"](numbers(torch.device("cpu")), None, 0, E4M3, (1, 64), False, 0)
     return q.to(device), scale_inv.to(device), (1, 64)
 
 
@@ -107,26 +107,11 @@ def test_launches_of_many_tensors(
     expected: list[str],
 ) -> None:
     xs = [numbers(kernels.device, cols) for cols in (64, 128, 100)]
-    outputs = zip(*(kernels.cast_transpose(x, *one(tile))[:4] for x in xs), strict=True)
+    outputs = zip(*(kernels.cast(x, *one(tile, True))[:4] for x in xs), strict=True)
     scales = [state(kernels)[0] for _ in xs] if is_delayed else []
-    module, launched = kernels.module("multi_tensor_cast"), []
-    for name in ("amax", "cast", "cast_blocks"):
-        kernel = getattr(module, f"multi_tensor_{name}_kernel")
-        monkeypatch.setattr(module, f"multi_tensor_{name}_kernel", Recorded(name, kernel, launched))
+    launched = count_launches(kernels, monkeypatch)
     kernels.multi_tensor_cast(xs, *map(list, outputs), scales, 0, tile, False, 0)
-    assert launched == expected
-
-
-class Recorded(NamedTuple):
-    """A kernel whose launches are written down."""
-
-    name: str
-    kernel: Any
-    launched: list[str]
-
-    def __getitem__(self, grid: Any) -> Any:
-        self.launched.append(self.name)
-        return self.kernel[grid]
+    assert launched == [f"multi_tensor_{name}_kernel" for name in expected]
 
 
 def test_the_host_learns_that_a_scale_exists(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,32 +1,83 @@
 """Flat arguments become values once, in the order that signatures.py gives them."""
 
+import re
+from typing import Any
+
 import pytest
 import torch
 
-from octavo.kernels.arguments import CastSource, Output, Scaling, new_both_codes, unpacking
+from octavo.kernels.arguments import (
+    CastSource,
+    Output,
+    Pair,
+    Scaling,
+    check_norm,
+    new_both_codes,
+    sums_dtype,
+    unpacking,
+)
 
 E4M3, ALL = torch.float8_e4m3fn, (-1, -1)
 
 
+def unpacked(op: str, *flat: Any) -> tuple[Any, ...]:
+    """What a kernel of this op takes."""
+    return unpacking({op: lambda *values: values})[op](*flat)
+
+
 def test_a_cast_takes_values() -> None:
     x, state = torch.ones(2, 3), torch.ones(3)
-    flat = x, state, 1, E4M3, ALL, True, 2, 16, True, "relu", x
-    found = unpacking("cast_transpose", lambda *values: values)(*flat)
+    found = unpacked("cast", x, state, 1, E4M3, [-1, -1], True, 2, True, 16, True, "relu", x)
     assert found == (CastSource(x, "relu", x), Scaling(E4M3, ALL, True, 2, state, 1), Output(True, 16, True))
-    assert unpacking("cast", lambda *values: (0, 1, 2, 3, 4))(*flat) == (0, 2, 3, 4)
+    assert unpacked("cast", x, state, 1, E4M3, ALL, True, 2)[2] == Output()
     norm = x, x[0], None, "rms_norm", 1e-5, False
-    *_, output = unpacking("norm_cast", lambda *values: values)(*norm, None, 0, E4M3, ALL, False, 0, False, 16, True)
+    *_, output = unpacked("norm_cast", *norm, None, 0, E4M3, ALL, False, 0, False, 16, True)
     assert output == Output(False, 16, False, True)
+    operands, *how = unpacked("matmul", x, state, [1, -1], x, state, ALL, None, torch.float32, False)
+    assert operands == (Pair(x, state, (1, -1)), Pair(x, state, ALL), None) and operands.shape == (2, 2)
+    assert how == [torch.float32, False]
+    assert unpacking({"amax": len})["amax"] is len  # takes its arguments as they are
 
 
-@pytest.mark.parametrize("count", [4, 14])
+@pytest.mark.parametrize("count", [4, 15])
 def test_too_few_or_too_many_are_refused(count: int) -> None:
-    flat = torch.ones(2, 2), None, 0, E4M3, ALL, False, 0, 1, False, "", None, None, ALL, None
+    flat = torch.ones(2, 2), None, 0, E4M3, ALL, False, 0, False, 1, False, "", None, None, ALL, None
     with pytest.raises(TypeError):
-        unpacking("cast", lambda *values: values)(*flat[:count])
+        unpacked("cast", *flat[:count])
 
 
 def test_codes_are_padded_along_the_contraction() -> None:
     q, t = new_both_codes(torch.ones(2, 3), (2, 3), E4M3, Output(True, 16))
     assert (q.shape, t.shape) == ((2, 16), (3, 16))
     assert new_both_codes(torch.ones(2, 3), (2, 3), E4M3, Output(False))[1].shape == (0, 0)
+
+
+def test_sums_of_codes_are_float32() -> None:
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        assert sums_dtype(dtype) == dtype
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        assert sums_dtype(dtype) == torch.float32
+
+
+@pytest.mark.parametrize("kind", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("shape", [(3, 5), (0, 5), (5, 0), (5, 1)], ids=str)
+def test_a_norm_of_fitting_vectors(shape: tuple[int, int], kind: str) -> None:
+    x, gamma = torch.empty(shape), torch.empty(shape[1])
+    check_norm(x, gamma, None, kind)
+    check_norm(x, gamma.bfloat16(), gamma, kind)
+
+
+@pytest.mark.parametrize("kind", ["layernorm", "LayerNorm", ""])
+def test_another_kind_of_norm_is_refused(kind: str) -> None:
+    with pytest.raises(ValueError, match=f"kind='{kind}': use 'layer_norm' or 'rms_norm'"):
+        check_norm(torch.empty(3, 5), torch.empty(5), None, kind)
+
+
+@pytest.mark.parametrize("shape", [(3,), (1,), (), (1, 5), (5, 1)], ids=str)
+def test_vectors_that_do_not_fit_are_refused_with_both_sizes(shape: tuple[int, ...]) -> None:
+    x, fits, other = torch.empty(3, 5), torch.empty(5), torch.empty(shape)
+    said = re.escape(f"of shape {list(shape)}: rows of x have 5 elements")
+    with pytest.raises(ValueError, match=f"gamma {said}"):
+        check_norm(x, other, None, "rms_norm")
+    with pytest.raises(ValueError, match=f"beta {said}"):
+        check_norm(x, fits, other, "layer_norm")

@@ -69,7 +69,7 @@ def test_the_reference_is_one_cast_after_the_other(tile: tuple[int, int], scales
     xs, out, delayed = weights(), outputs(tile, E4M3, pad), states(scales)
     entries.multi_tensor_cast(xs, *out, delayed, WEIGHT, tile, True, 1)
     for index, x in enumerate(xs):
-        single = entries.cast_transpose(x, delayed[index] if delayed else None, WEIGHT, E4M3, tile, True, 1, pad)
+        single = entries.cast(x, delayed[index] if delayed else None, WEIGHT, E4M3, tile, True, 1, True, pad)
         for ours, theirs in zip((group[index] for group in out), single, strict=False):
             assert same_bits(ours, theirs)
 
@@ -172,7 +172,7 @@ def test_a_table_that_a_graph_reads_outlives_all_others(
 ) -> None:
     module, capturing = kernels.module("multi_tensor_cast"), False
     monkeypatch.setattr(module, "is_capturing", lambda: capturing)
-    monkeypatch.setattr(module, "_launch", lambda *_: None)
+    monkeypatch.setattr(module, "launch", lambda *_: None)
     monkeypatch.setattr(module, "_captured", set())
 
     tensors = {

@@ -33,7 +33,7 @@ def state() -> tuple[Tensor, Tensor]:
 
 
 def pair(shape: tuple[int, int], tile: tuple[int, int], fmt: torch.dtype) -> tuple[Tensor, Tensor]:
-    return kernels.cast(torch.randn(shape), None, 0, fmt, tile, False, 0)[:2]
+    return kernels.cast(torch.randn(shape), None, 0, fmt, tile, False, 0)[:3:2]
 
 
 def many_tile(tile: tuple[int, int]) -> tuple[int, int]:
@@ -63,8 +63,8 @@ def casts(
     found: list[tuple[str, tuple[Any, ...]]] = []
     for extras, transpose in some_extras:
         for scale in [None, state()[0]][: 2 if tile == (-1, -1) else 1]:
-            found.append(("cast", (x, scale, 1, E4M3, tile, True, 1, *extras)))
-            found.append(("cast_transpose", (x, scale, 0, E5M2, tile, False, 0, *extras)))
+            found.append(("cast", (x, scale, 1, E4M3, tile, True, 1, False, *extras)))
+            found.append(("cast", (x, scale, 0, E5M2, tile, False, 0, True, *extras)))
         second = (E5M2, tile[::-1], True, 1, transpose, *extras)
         found.append(("cast_two_scalings", (x, E4M3, tile, False, 0, *second)))
         amaxes = (torch.ones(1, 1), None)
@@ -102,7 +102,7 @@ def cases(shape: tuple[int, int], tile: tuple[int, int]) -> list[tuple[str, tupl
         found += casts(x, tile, [(tuple(extras), len(extras) > 4)])[i % 2 :: 2]
     found += norms(shape, tile)
     found.append(("delayed_update", (*state(), torch.ones(1, 1), None, torch.zeros(1, 1), *UPDATE)))
-    outputs = kernels.cast_transpose(torch.randn(shape), None, 0, E4M3, many_tile(tile), False, 0, 16)[:4]
+    outputs = kernels.cast(torch.randn(shape), None, 0, E4M3, many_tile(tile), False, 0, True, 16)[:4]
     for delayed_scales in [[], [state()[0]]][: 2 if tile == (-1, -1) else 1]:
         many = (delayed_scales, 1, many_tile(tile), True, 1)
         found.append(("multi_tensor_cast", ([torch.randn(shape)], *([out] for out in outputs), *many)))
@@ -230,7 +230,7 @@ def test_only_the_state_is_written() -> None:
 
 def test_the_ops_compile_in_one_graph() -> None:
     def step(x: Tensor, scale: Tensor, history: Tensor) -> tuple[Tensor, Tensor]:
-        q, scale_inv, amax, _ = kernels.cast(x, scale, 0, E4M3, (-1, -1), False, 0)
+        q, _, scale_inv, amax, _ = kernels.cast(x, scale, 0, E4M3, (-1, -1), False, 0)
         g, _, g_scale_inv, _ = kernels.cast_and_commit(x, scale, history, amax, None, E5M2, False, 0, *UPDATE, False)
         out = kernels.matmul(q, scale_inv, (-1, -1), g, g_scale_inv, (-1, -1), None, torch.float32, False)
         return out, kernels.dequantize(q, scale_inv, (-1, -1), torch.float32)
@@ -249,7 +249,7 @@ def test_the_ops_compile_in_one_graph() -> None:
 def test_a_gated_block_compiles_in_one_graph() -> None:
     tile = (-1, -1)
     w, gamma = torch.randn(8, 6), torch.ones(6)
-    w_pair = kernels.cast(w, None, 0, E4M3, tile, False, 0)[:2]
+    w_pair = kernels.cast(w, None, 0, E4M3, tile, False, 0)[:3:2]
 
     def step(x: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
         norm = (x, gamma, None, "rms_norm", 1e-5, True)
@@ -258,8 +258,8 @@ def test_a_gated_block_compiles_in_one_graph() -> None:
         product = (q, scale_inv, tile, *w_pair, tile, None)
         h, _, h_scale_inv, _ = kernels.matmul_cast(*product, False, None, 0, E4M3, tile, False, 0, False)
         activation = ("swiglu", None, h_scale_inv, tile)
-        y = kernels.cast(h, None, 0, E4M3, tile, False, 0, 1, True, *activation)
-        dh = kernels.cast_transpose(dy, None, 0, E5M2, tile, False, 0, 1, True, "swiglu", h, h_scale_inv, tile)
+        y = kernels.cast(h, None, 0, E4M3, tile, False, 0, False, 1, True, *activation)
+        dh = kernels.cast(dy, None, 0, E5M2, tile, False, 0, True, 1, True, "swiglu", h, h_scale_inv, tile)
         dx = kernels.norm_backward(x, x, gamma, mean, rstd, "rms_norm", True, False, x)
         return *two, *y, *dh, *dx
 

@@ -22,11 +22,9 @@ def every_cast(x: Tensor, tile: Sequence[int], *extras: Any) -> list[tuple[str, 
     """The results of each op that casts; ``extras`` are pad and column_sum."""
     update = ([448.0] * 3, [False] * 3, [0] * 3, "max")
     state, history = torch.zeros(3), torch.zeros(3, 2)
-    found = [
-        ("cast", kernels.cast(x, None, 0, E4M3, tile, False, 0, *extras)),
-        ("cast_transpose", kernels.cast_transpose(x, None, 0, E4M3, tile, False, 0, *extras)),
-    ]
+    found: list[tuple[str, tuple[Tensor, ...]]] = []
     for transpose in (False, True):
+        found.append(("cast", kernels.cast(x, None, 0, E4M3, tile, False, 0, transpose, *extras)))
         second = (E5M2, tile[::-1], True, 1, transpose)
         found.append(("cast_two_scalings", kernels.cast_two_scalings(x, E4M3, tile, False, 0, *second, *extras)))
         if tuple(tile) == ALL:

@@ -14,7 +14,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 def pair(x: Tensor, granularity: Granularity, fmt: torch.dtype = E4M3, power_of_two: bool = False) -> Pair:
-    qdata, scale_inv, _, _ = kernels.cast(x, None, 0, fmt, granularity.tile, power_of_two, 0)
+    qdata, _, scale_inv, _, _ = kernels.cast(x, None, 0, fmt, granularity.tile, power_of_two, 0)
     return qdata, scale_inv
 
 

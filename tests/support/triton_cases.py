@@ -29,8 +29,7 @@ VALUES = ["varied", "faults", "only faults", "zeros", "edge"]
 ALL = (-1, -1)
 
 RESULTS = {
-    "cast": ["q", "scale_inv", "amax", "sums"],
-    "cast_transpose": ["q", "t", "scale_inv", "amax", "sums"],
+    "cast": ["q", "t", "scale_inv", "amax", "sums"],
     "cast_two_scalings": ["q", "scale_inv", "second", "second_scale_inv", "sums"],
     "cast_and_commit": ["q", "t", "scale_inv", "sums"],
 }

@@ -11,22 +11,21 @@ from octavo.kernels.reference.dequantize import dequantize
 from octavo.kernels.reference.matmul import matmul
 from octavo.kernels.reference.matmul_cast import matmul_cast
 from octavo.kernels.reference.multi_tensor_cast import multi_tensor_cast
-from octavo.kernels.reference.norm import norm_backward, norm_cast, norm_cast_two_scalings
+from octavo.kernels.reference.norm import norm_backward
 
-_KERNELS: dict[str, Callable[..., Any]] = {
-    "amax": amax,
-    "cast": cast,
-    "cast_transpose": cast,
-    "cast_two_scalings": cast_two_scalings,
-    "cast_and_commit": cast_and_commit,
-    "delayed_update": delayed_update,
-    "dequantize": dequantize,
-    "matmul": matmul,
-    "multi_tensor_cast": multi_tensor_cast,
-    "norm_cast": norm_cast,
-    "norm_cast_two_scalings": norm_cast_two_scalings,
-    "norm_backward": norm_backward,
-    "matmul_cast": matmul_cast,
-}
-
-KERNELS = {name: unpacking(name, kernel) for name, kernel in _KERNELS.items()}
+KERNELS: dict[str, Callable[..., Any]] = unpacking(
+    {
+        "amax": amax,
+        "cast": cast,
+        "cast_two_scalings": cast_two_scalings,
+        "cast_and_commit": cast_and_commit,
+        "delayed_update": delayed_update,
+        "dequantize": dequantize,
+        "matmul": matmul,
+        "multi_tensor_cast": multi_tensor_cast,
+        "norm_cast": cast,
+        "norm_cast_two_scalings": cast_two_scalings,
+        "norm_backward": norm_backward,
+        "matmul_cast": matmul_cast,
+    }
+)

@@ -11,7 +11,7 @@ from torch import Tensor
 from octavo.granularity import ALL
 from octavo.kernels.activations import activation_of, cast_shape
 from octavo.kernels.reference.codes import decode
-from octavo.kernels.reference.tiles import row_runs
+from octavo.kernels.reference.tiles import row_chunks
 
 _TANH = 2 * math.sqrt(2 / math.pi), 0.044715
 _SQRT_HALF = math.sqrt(0.5)
@@ -31,17 +31,17 @@ def produced(
     )
     if not activation:
         return x
-    runs = row_runs(h_tile, h_scale_inv, x if preactivation is None else preactivation, x)
+    chunks = row_chunks(h_tile, h_scale_inv, x if preactivation is None else preactivation, x)
     parts = (
         _gradient(_wide(h, scale_inv, h_tile), grad.to(torch.float32), activation)
         if preactivation is not None
         else _activated(_wide(h, scale_inv, h_tile), activation)
-        for scale_inv, h, grad in runs
+        for scale_inv, h, grad in chunks
     )
-    if len(runs) == 1:
+    if len(chunks) == 1:
         return next(parts)
     result = torch.empty(shape, dtype=torch.float32, device=x.device)
-    for out, part in zip(result.split(len(runs[0][1])), parts, strict=True):
+    for out, part in zip(result.split(len(chunks[0][1])), parts, strict=True):
         out.copy_(part)
     return result
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from octavo.formats import format_of
 from octavo.granularity import ALL
 from octavo.kernels.reference import tiles
-from octavo.kernels.reference.tiles import multiply_tiles_, row_runs, with_scratch
+from octavo.kernels.reference.tiles import multiply_tiles_, row_chunks, with_scratch
 
 _SMALL = 4096  # below this, one conversion at 2 ns an element is faster than eight calls
 _FACTOR = {torch.float8_e4m3fn: 256.0, torch.float8_e5m2: 1.0}  # of what codes' bits read as a float16
@@ -46,14 +46,14 @@ def encode(
         all_finite: whether x is known to hold no inf and no NaN.
         clips: whether the scale may take a finite element past the format's max by more than float32's rounding.
         into: where codes are written, [R, C]; a fresh tensor by default.
-        overwrites: x, contiguous float32 of at most one run, is needed no more.
+        overwrites: x, contiguous float32 of at most one chunk, is needed no more.
 
     Returns:
         codes [R, C], contiguous unless ``into`` is not.
     """
     fmt = format_of(dtype)
     clamps = clips or not all_finite
-    if x.numel() <= tiles.RUN:  # one run needs no scratch
+    if x.numel() <= tiles.CHUNK:  # one chunk needs no scratch
         in_place = overwrites and all_finite  # where the faults are is read from x
         wide = x if in_place else x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         wide = multiply_tiles_(wide, scale, tile)
@@ -62,8 +62,8 @@ def encode(
         codes = wide.to(dtype, memory_format=torch.contiguous_format) if into is None else into.copy_(wide)
     else:
         codes = torch.empty(x.shape, dtype=dtype, device=x.device) if into is None else into
-        for run_scale, scratch, source, target in with_scratch(row_runs(tile, scale, x, codes)):
-            wide = multiply_tiles_(scratch.copy_(source), run_scale, tile)
+        for chunk_scale, scratch, source, target in with_scratch(row_chunks(tile, scale, x, codes)):
+            wide = multiply_tiles_(scratch.copy_(source), chunk_scale, tile)
             target.copy_(wide.clamp_(-fmt.max, fmt.max) if clamps else wide)
     if not all_finite:
         raw = codes.view(torch.uint8)
@@ -133,13 +133,13 @@ def _decode(
     values = torch.empty(codes.shape, dtype=dtype, device=codes.device) if into is None else into.view(codes.shape)
     factor = _FACTOR[codes.dtype] if whole else 1.0
     holds_nan = codes.dtype == torch.float8_e4m3fn and _holds_nan(codes)
-    runs = row_runs(tile, scale_inv, codes, values)
-    in_place = ((scale, target, source, target) for scale, source, target in runs)
-    for run_scale_inv, wide, source, target in in_place if dtype == torch.float32 else with_scratch(runs):
+    chunks = row_chunks(tile, scale_inv, codes, values)
+    in_place = ((scale, target, source, target) for scale, source, target in chunks)
+    for chunk_scale_inv, wide, source, target in in_place if dtype == torch.float32 else with_scratch(chunks):
         _read(source, wide, holds_nan)
         if factor != 1.0:
             wide.mul_(factor)
-        scaled = wide if run_scale_inv is None else multiply_tiles_(wide, run_scale_inv, tile)
+        scaled = wide if chunk_scale_inv is None else multiply_tiles_(wide, chunk_scale_inv, tile)
         if scaled is not target:
             target.copy_(scaled)
     return values

@@ -12,14 +12,14 @@ all, or its scales are powers of two, which operands take exactly. All other pro
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from octavo.granularity import ALL
-from octavo.kernels import emulation
+from octavo.kernels import capability
+from octavo.kernels.arguments import Operands, Pair
 from octavo.kernels.reference import tiles
 from octavo.kernels.reference.codes import decode, decode_apart
 from octavo.kernels.reference.tiles import row_slices, tile_rows
@@ -28,41 +28,31 @@ from octavo.numerics import MAX_SCALE, MIN_SCALE
 _MANTISSA = (1 << 23) - 1  # of a float32's bits
 
 
-def matmul(
-    a: Tensor,
-    a_scale_inv: Tensor,
-    a_tile: Sequence[int],
-    b: Tensor,
-    b_scale_inv: Tensor,
-    b_tile: Sequence[int],
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-) -> Tensor:
+def matmul(operands: Operands, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
     """``octavo::matmul``."""
+    a_pair, b_pair, bias = operands
+    a, b = a_pair.codes, b_pair.codes
     narrow = out_dtype == torch.bfloat16
-    a_pair, b_pair = _Pair(a, a_scale_inv, a_tile), _Pair(b, b_scale_inv, b_tile)
-    compute = emulation.fast_dtype(a.device) if narrow else torch.float32
+    compute = capability.fast_dtype(a.device) if narrow else torch.float32
     if compute == torch.bfloat16 and not _rounds_once(a_pair, b_pair):
         compute = torch.float32
     if bias is not None and not bias.dtype == out_dtype == compute:  # a call of torch is not for nothing
         bias = bias.to(torch.bfloat16 if narrow else torch.float32).to(compute)
-    if max(a.numel(), b.numel()) > tiles.RUN and compute == torch.float32 and lies_transposed(a) and lies_transposed(b):
-        return _in_runs_of_terms(a_pair, b_pair, bias).to(out_dtype)
-    if a.numel() <= tiles.RUN:
+    if (
+        max(a.numel(), b.numel()) > tiles.CHUNK
+        and compute == torch.float32
+        and lies_transposed(a)
+        and lies_transposed(b)
+    ):
+        return _by_chunks_of_terms(a_pair, b_pair, bias).to(out_dtype)
+    if a.numel() <= tiles.CHUNK:
         out_MN = a.new_empty((a.shape[0], b.shape[0]), dtype=compute)
         _multiply(_operand(a_pair, compute), _operand(b_pair, compute), bias, out_MN)
         return out_MN if compute == out_dtype else out_MN.to(out_dtype)
-    return _in_runs_of_rows(a_pair, b_pair, bias, compute, out_dtype)
+    return _by_chunks_of_rows(a_pair, b_pair, bias, compute, out_dtype)
 
 
-class _Pair(NamedTuple):
-    q: Tensor
-    scale_inv: Tensor
-    tile: Sequence[int]
-
-
-def _rounds_once(a: _Pair, b: _Pair) -> bool:
+def _rounds_once(a: Pair, b: Pair) -> bool:
     """Whether a bfloat16 product needs no second rounding, and float32 holds the one number that multiplies it."""
     number = 1.0
     for pair in (a, b):
@@ -73,7 +63,7 @@ def _rounds_once(a: _Pair, b: _Pair) -> bool:
     return MIN_SCALE <= number <= MAX_SCALE / 2**16  # decode_apart leaves up to 2^8 of each operand
 
 
-def _is_single(pair: _Pair) -> bool:
+def _is_single(pair: Pair) -> bool:
     """Whether one scale is for all of an operand."""
     return pair.tile[1] == ALL and pair.scale_inv.numel() == 1
 
@@ -94,50 +84,50 @@ def lies_transposed(x: Tensor) -> bool:
     return not x.is_contiguous() and x.t().is_contiguous()
 
 
-def _in_runs_of_rows(a: _Pair, b: _Pair, bias: Tensor | None, compute: torch.dtype, out_dtype: torch.dtype) -> Tensor:
-    """In runs of a's rows, which stay in the cache between reading them and multiplying them.
+def _by_chunks_of_rows(a: Pair, b: Pair, bias: Tensor | None, compute: torch.dtype, out_dtype: torch.dtype) -> Tensor:
+    """In chunks of a's rows, which stay in the cache between reading them and multiplying them.
 
-    Of a transposed operand rows are columns in memory, and runs larger: there they only keep all of it from being there
-    in another dtype.
+    Of a transposed operand rows are columns in memory, and chunks larger: there they only keep all of it from being in
+    another dtype at once.
     """
     (q, scale_inv, tile), multiplied = a, _operand(b, compute)
-    rows, cols = q.shape[0], b.q.shape[0]
+    rows, cols = q.shape[0], b.codes.shape[0]
     out_MN = q.new_empty((rows, cols), dtype=out_dtype)
     transposed = lies_transposed(q)
     unit = 1 if tile[0] == ALL else tile[0]
     widest = q.shape[1] if compute == out_dtype else max(q.shape[1], cols)
-    runs = row_slices((rows, widest), unit, 4 if transposed else 1)
+    chunks = row_slices((rows, widest), unit, 4 if transposed else 1)
     memory = wide = None
-    for run in runs if transposed or q.is_contiguous() else [slice(0, rows)]:
-        a_run = q.t()[:, run].contiguous().t() if transposed else q[run]
+    for chunk in chunks if transposed or q.is_contiguous() else [slice(0, rows)]:
+        a_chunk = q.t()[:, chunk].contiguous().t() if transposed else q[chunk]
         if memory is None:
-            memory = q.new_empty(a_run.numel(), dtype=compute)
-            wide = None if compute == out_dtype else q.new_empty((len(a_run), cols), dtype=compute)
-        pair = _Pair(a_run, tile_rows(scale_inv, tile, run), tile)
-        operand = _operand(pair, compute, memory[: a_run.numel()])
+            memory = q.new_empty(a_chunk.numel(), dtype=compute)
+            wide = None if compute == out_dtype else q.new_empty((len(a_chunk), cols), dtype=compute)
+        pair = Pair(a_chunk, tile_rows(scale_inv, tile, chunk), tile)
+        operand = _operand(pair, compute, memory[: a_chunk.numel()])
         if wide is None:
-            _multiply(operand, multiplied, bias, out_MN[run])
+            _multiply(operand, multiplied, bias, out_MN[chunk])
         else:
-            _multiply(operand, multiplied, bias, wide[: len(a_run)])
-            out_MN[run].copy_(wide[: len(a_run)])
+            _multiply(operand, multiplied, bias, wide[: len(a_chunk)])
+            out_MN[chunk].copy_(wide[: len(a_chunk)])
     return out_MN
 
 
-def _in_runs_of_terms(a: _Pair, b: _Pair, bias: Tensor | None) -> Tensor:
+def _by_chunks_of_terms(a: Pair, b: Pair, bias: Tensor | None) -> Tensor:
     """In float32, of operands that both lie transposed, as grad_weight's do: some terms of all sums after others.
 
     So neither operand is ever in float32 as a whole.
     """
-    rows, cols, terms = a.q.shape[0], b.q.shape[0], a.q.shape[1]
+    rows, cols, terms = a.codes.shape[0], b.codes.shape[0], a.codes.shape[1]
     unit = math.lcm(*(max(pair.tile[1], 1) for pair in (a, b)))
-    out_MN = a.q.new_zeros((rows, cols), dtype=torch.float32)
+    out_MN = a.codes.new_zeros((rows, cols), dtype=torch.float32)
     memories: list[Tensor] | None = None
     left = right = None
-    for run in row_slices((terms, max(rows, cols)), unit):
+    for chunk in row_slices((terms, max(rows, cols)), unit):
         if memories is None:
-            memories = [pair.q.new_empty((run.stop, len(pair.q)), dtype=torch.float32) for pair in (a, b)]
+            memories = [pair.codes.new_empty((chunk.stop, len(pair.codes)), dtype=torch.float32) for pair in (a, b)]
         left, right = (
-            _operand(_terms(pair, run), torch.float32, memory[: run.stop - run.start])
+            _operand(_terms(pair, chunk), torch.float32, memory[: chunk.stop - chunk.start])
             for pair, memory in zip((a, b), memories, strict=True)
         )
         torch.addmm(out_MN, left.values, right.values.t(), alpha=left.factor * right.factor, out=out_MN)
@@ -146,14 +136,14 @@ def _in_runs_of_terms(a: _Pair, b: _Pair, bias: Tensor | None) -> Tensor:
     return out_MN
 
 
-def _terms(pair: _Pair, run: slice) -> _Pair:
+def _terms(pair: Pair, chunk: slice) -> Pair:
     """Some columns of an operand, whole tiles."""
     q, scale_inv, tile = pair
-    of_run = tile_rows(scale_inv.t(), (tile[1], tile[0]), run).t()
-    return _Pair(q.t()[run].t(), of_run, tile)
+    of_chunk = tile_rows(scale_inv.t(), (tile[1], tile[0]), chunk).t()
+    return Pair(q.t()[chunk].t(), of_chunk, tile)
 
 
-def _operand(pair: _Pair, compute: torch.dtype, memory: Tensor | None = None) -> _Operand:
+def _operand(pair: Pair, compute: torch.dtype, memory: Tensor | None = None) -> _Operand:
     q, scale_inv, tile = pair
     if tile[1] != ALL or (compute == torch.bfloat16 and not _is_single(pair)):
         return _Operand(decode(q, compute, scale_inv, tile, memory), None, 1.0)

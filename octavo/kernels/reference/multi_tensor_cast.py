@@ -61,7 +61,7 @@ def multi_tensor_cast(
     for index, x in enumerate(xs):
         delayed_scale = delayed_scales[index] if delayed_scales else None
         dtype = qdata[index].dtype
-        scaling = Scaling(dtype, tile, power_of_two, margin, delayed_scale, role)
+        scaling = Scaling(dtype, (tile[0], tile[1]), power_of_two, margin, delayed_scale, role)
         codes, other, scales, found, _ = cast(CastSource(x), scaling, Output(bool(transposed)))
         copy_codes(qdata[index], codes)
         if transposed:

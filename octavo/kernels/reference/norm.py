@@ -17,41 +17,27 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from octavo.kernels.arguments import NormSource, Output, Scaling, new_statistics
-from octavo.kernels.layouts import check_norm
-from octavo.kernels.reference.cast import both_layouts, known, two_pairs
-from octavo.kernels.reference.in_runs import KnownScaling, Pair, cast_in_runs
+from octavo.kernels.arguments import NormGradient, NormSource, new_statistics
+from octavo.kernels.reference.chunked_cast import KnownScaling, Pair, cast_in_chunks
 from octavo.kernels.reference.tiles import row_slices
 
 
-def norm_cast(source: NormSource, scaling: Scaling, output: Output) -> tuple[Tensor, ...]:
-    """``octavo::norm_cast``."""
-    ((codes, scale_inv, amax),), statistics = _cast(source, [known(scaling)], output.keep)
-    return *both_layouts(codes, output), scale_inv, amax, *statistics
-
-
-def norm_cast_two_scalings(source: NormSource, first: Scaling, second: Scaling, output: Output) -> tuple[Tensor, ...]:
-    """``octavo::norm_cast_two_scalings``."""
-    pairs, statistics = _cast(source, [known(first), known(second)], output.keep)
-    return *two_pairs(pairs, output), *statistics
-
-
-def _cast(
+def cast_norm(
     source: NormSource, scalings: Sequence[KnownScaling], keep: bool
 ) -> tuple[list[Pair], tuple[Tensor, Tensor, Tensor]]:
     """y in each scaling; and mean, rstd, and y itself as the ops return it."""
     x = source.x
     mean, rstd, kept = new_statistics(source, keep)
 
-    def make(run: slice) -> Tensor:
-        y, mean_of_run, rstd[run] = normalise(*source._replace(x=x[run]))
+    def make(chunk: slice) -> Tensor:
+        y, mean_of_chunk, rstd[chunk] = normalise(*source._replace(x=x[chunk]))
         if mean.numel():
-            mean[run] = mean_of_run
+            mean[chunk] = mean_of_chunk
         if keep:
-            kept[run] = y
+            kept[chunk] = y
         return y
 
-    pairs, _ = cast_in_runs(make, (x.shape[0], x.shape[1]), 1, scalings, False)
+    pairs, _ = cast_in_chunks(make, source.shape, 1, scalings, False)
     return pairs, (mean, rstd, kept)
 
 
@@ -59,7 +45,6 @@ def normalise(
     x: Tensor, gamma: Tensor, beta: Tensor | None, kind: str, eps: float, zero_centered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(y [R, C], mean [R], or [0] for rms_norm, and rstd [R]), float32."""
-    check_norm(x, gamma, beta, kind)
     wide = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     if kind == "layer_norm":
         mean = wide.mean(1, keepdim=True)  # first, as torch's layer norm loses digits to a large one
@@ -78,25 +63,17 @@ def _factor(gamma: Tensor, zero_centered: bool) -> Tensor:
     return wide + 1.0 if zero_centered else wide
 
 
-def norm_backward(
-    dy: Tensor,
-    x: Tensor,
-    gamma: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    kind: str,
-    zero_centered: bool,
-    with_beta: bool,
-    residual: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def norm_backward(gradient: NormGradient) -> tuple[Tensor, Tensor, Tensor]:
     """``octavo::norm_backward``."""
-    check_norm(x, gamma, None, kind, dy, residual)
+    dy, x, gamma, mean, rstd, kind, zero_centered, with_beta, residual = gradient
     dx = x.new_empty(x.shape)
     sums = torch.zeros(2, x.shape[1], dtype=torch.float32, device=x.device)
-    for run in row_slices((x.shape[0], x.shape[1]), 1):
-        centre = mean[run, None] if kind == "layer_norm" else None
-        more = None if residual is None else residual[run]
-        dx[run] = _backward_of_rows(dy[run], x[run], _factor(gamma, zero_centered), centre, rstd[run, None], more, sums)
+    for chunk in row_slices((x.shape[0], x.shape[1]), 1):
+        centre = mean[chunk, None] if kind == "layer_norm" else None
+        more = None if residual is None else residual[chunk]
+        dx[chunk] = _backward_of_rows(
+            dy[chunk], x[chunk], _factor(gamma, zero_centered), centre, rstd[chunk, None], more, sums
+        )
     dgamma, dbeta = sums.to(gamma.dtype)
     return dx, dgamma.clone(), dbeta.clone() if with_beta else gamma.new_empty(0)
 

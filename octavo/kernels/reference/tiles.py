@@ -1,4 +1,4 @@
-"""A 2-D tensor seen as tiles, so that one scale broadcasts over its tile, and in runs of rows that fit a cache."""
+"""A 2-D tensor seen as tiles, so that one scale broadcasts over its tile, and in chunks of rows that fit a cache."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from torch import Tensor
 from octavo.granularity import ALL, tiles_along
 
 # Elements worked on at a time. Fresh memory costs more than arithmetic on a CPU: reading 2048x1408 codes in one piece
-# took 3.5 to 15 ms, depending on what malloc had to fetch from the system, in runs with one scratch 1.0 ms (1 core,
+# took 3.5 to 15 ms, depending on what malloc had to fetch from the system, in chunks with one scratch 1.0 ms (1 core,
 # AMD EPYC Zen 5).
-RUN = 1 << 18
+CHUNK = 1 << 18
 
 _BROADCASTS = (ALL, 1)
 
 
-def row_runs(tile: Sequence[int], scale: Tensor | float | None, *tensors: Tensor) -> list[tuple[Any, ...]]:
-    """Split tensors between tiles into runs of rows, with the part of ``scale`` that belongs to each.
+def row_chunks(tile: Sequence[int], scale: Tensor | float | None, *tensors: Tensor) -> list[tuple[Any, ...]]:
+    """Split tensors between tiles into chunks of rows, with the part of ``scale`` that belongs to each.
 
     Args:
         tile: (rows, columns) of a tile.
         scale: [R / r, C / c], or one number, or None.
-        tensors: [R, C], whose size decides on the runs, and others of R rows.
+        tensors: [R, C], whose size decides on the chunks, and others of R rows.
 
     Returns:
-        (scale, *tensors) for each run, the first as long as any other.
+        (scale, *tensors) for each chunk, the first as long as any other.
     """
     rows, cols = tensors[0].shape
-    if rows * cols <= RUN:
+    if rows * cols <= CHUNK:
         return [(scale, *tensors)]
     unit = 1 if tile[0] == ALL else tile[0]
-    step = max(RUN // cols // unit, 1) * unit
+    step = max(CHUNK // cols // unit, 1) * unit
     parts = [tensor.split(step) for tensor in tensors]
     split = isinstance(scale, Tensor) and tile[0] != ALL
     scales = scale.split(step // unit) if split else [scale] * len(parts[0])  # type: ignore[union-attr]
     return list(zip(scales, *parts, strict=True))
 
 
-def with_scratch(runs: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
-    """Runs as (scale, scratch, *tensors): float32 of the first tensor's run, the same memory each time."""
+def with_scratch(chunks: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
+    """Chunks as (scale, scratch, *tensors): float32 of the first tensor's chunk, the same memory each time."""
     whole: Tensor | None = None
-    for scale, *parts in runs:
+    for scale, *parts in chunks:
         if whole is None:
             whole = torch.empty_like(parts[0], dtype=torch.float32)
         yield scale, whole[: len(parts[0])], *parts
@@ -71,10 +71,10 @@ def multiply_tiles_(x_RC: Tensor, scale: Tensor | float, tile: Sequence[int]) ->
     return tiled.flatten(2, 3).flatten(0, 1)[:rows, :cols]
 
 
-def row_slices(shape: tuple[int, int], unit: int, runs: int = 1) -> list[slice]:
-    """Rows in runs of about so many times RUN elements, each of whole units but the last."""
+def row_slices(shape: tuple[int, int], unit: int, chunks: int = 1) -> list[slice]:
+    """Rows in chunks of about so many times CHUNK elements, each of whole units but the last."""
     rows, cols = shape
-    step = max(runs * RUN // max(cols, 1) // unit, 1) * unit
+    step = max(chunks * CHUNK // max(cols, 1) // unit, 1) * unit
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)] or [slice(0, 0)]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from octavo.kernels.arguments import unpacking
 from octavo.kernels.triton.amax import amax
-from octavo.kernels.triton.cast import cast, cast_and_commit, cast_transpose, cast_two_scalings
+from octavo.kernels.triton.cast import cast, cast_and_commit, cast_two_scalings
 from octavo.kernels.triton.delayed_update import delayed_update
 from octavo.kernels.triton.dequantize import dequantize
 from octavo.kernels.triton.launch import on_its_device
@@ -30,11 +30,10 @@ _KERNELS: dict[str, Callable[..., Any]] = {
     "dequantize": dequantize,
     "matmul": matmul,
     "matmul_cast": matmul_cast,
+    "multi_tensor_cast": multi_tensor_cast,
     "norm_cast": norm_cast,
     "norm_cast_two_scalings": norm_cast_two_scalings,
     "norm_backward": norm_backward,
 }
 
-KERNELS = {name: on_its_device(unpacking(name, kernel)) for name, kernel in _KERNELS.items()}
-KERNELS["cast_transpose"] = on_its_device(cast_transpose)
-KERNELS["multi_tensor_cast"] = multi_tensor_cast  # takes a list
+KERNELS = {name: on_its_device(kernel) for name, kernel in unpacking(_KERNELS).items()}

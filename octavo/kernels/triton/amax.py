@@ -6,9 +6,18 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from octavo.kernels.triton.cast import amax_by_tile
+from octavo.granularity import ALL
+from octavo.kernels.reference.amax import amax as reference_amax
+from octavo.kernels.triton.cast import NO_CODES, cast_by_tile
+from octavo.kernels.triton.cast_input import CastInput, codes_to
+from octavo.kernels.triton.cast_tensor import amax_of
 
 
 def amax(x: Tensor, tile: Sequence[int]) -> Tensor:
     """``octavo::amax``."""
-    return amax_by_tile(x, tile)
+    given, tile = CastInput(x, *x.shape), (tile[0], tile[1])
+    if tile == (ALL, ALL):
+        return amax_of(given)
+    if not given.fits(tile):
+        return reference_amax(x, tile)
+    return cast_by_tile(given, NO_CODES._replace(tile=tile), codes_to(None), False)[1]

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.granularity import scale_shape
-from octavo.kernels.triton.given import Given, out_of
+from octavo.granularity import Tile
+from octavo.kernels.arguments import Scaling, new_scales
+from octavo.kernels.triton.cast_input import CastInput, rounding_of
 from octavo.kernels.triton.launch import launch, with_room_for, workspace
-from octavo.kernels.triton.produce import produce
+from octavo.kernels.triton.prologue import produce
 from octavo.kernels.triton.tiles import (
+    Codes,
     Rounding,
     encode,
     finish_column_sum,
@@ -165,54 +166,46 @@ def cast_blocks_kernel(
         cast_blocks_of_half(1, x, h, place, first, second, sums, work_ptr, function, rounding, second_rounding, tiling)
 
 
-class Second(NamedTuple):
-    """A second block scaling from the same read."""
+class BlockScaling(NamedTuple):
+    """One scaling by blocks, and where it is written."""
 
     rounding: Rounding
-    tile: Sequence[int]
-    q: Tensor | None
-    t: Tensor | None
-    scale_inv: Tensor
+    tile: Tile
+    outputs: BlockOutputs
 
-    @property
-    def outputs(self) -> BlockOutputs:
-        """Where kernels write it; strides as scale_inv lies, seen from what is cast."""
-        strides = self.scale_inv.stride() if self.t is None else self.scale_inv.stride()[::-1]
-        return BlockOutputs(out_of(self.q, self.t), self.scale_inv, None, *strides)
+
+def block_scaling(
+    given: CastInput, scaling: Scaling, out: Codes, transpose: bool = False, with_amax: bool = True
+) -> BlockScaling:
+    """A scaling whose scale_inv and amax are yet to be written; transpose: scale_inv is returned so."""
+    scale_inv = new_scales(given.x, given.shape, scaling.tile, transpose)
+    amax = new_scales(given.x, given.shape, scaling.tile) if with_amax else None
+    strides = scale_inv.stride()[::-1] if transpose else scale_inv.stride()
+    return BlockScaling(rounding_of(scaling), scaling.tile, BlockOutputs(out, scale_inv, amax, *strides))
 
 
 def cast_by_block(
-    given: Given,
-    rounding: Rounding,
-    tile: Sequence[int],
-    q: Tensor | None,
-    t: Tensor | None,
-    column_sum: bool,
-    second: Second | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """A scale for each small block: (scale_inv, amax, column sums); with ``second``, which is written, no amax."""
-    kind = "cast_blocks" if t is None and second is None else "cast_blocks_transpose"
-    chosen = with_room_for(given.config(kind), tile, tile if second is None else second.tile)
+    given: CastInput, column_sum: bool, first: BlockScaling, second: BlockScaling | None = None
+) -> Tensor:
+    """Cast by one or two scalings of small blocks: the column sums."""
+    transposes = second is not None or first.outputs.codes.t is not None
+    blocks = [scaling.tile for scaling in (first, second) if scaling is not None]
+    chosen = with_room_for(given.config("cast_blocks_transpose" if transposes else "cast_blocks"), *blocks)
     block_r, block_c = chosen.block_r, chosen.block_c
     strips, groups = -(-given.cols // block_c), -(-given.rows // block_r)
-    shape = scale_shape(given.shape, tile)
-    scale_inv, amax = given.float32(shape), given.float32(shape)
-    sums = given.sums(column_sum)
-    out = BlockOutputs(out_of(q, t), scale_inv, amax if second is None else None, *scale_inv.stride())
     even = given.rows % block_r == 0 and given.cols % block_c == 0
-    second_block = None if second is None else (second.tile[0], second.tile[1])
-    tiling = BlockTiling(even, block_r, block_c, (tile[0], tile[1]), second_block, given.halves == 2)
+    sums = given.sums(column_sum)
     arguments = (
         given.source,
         given.h,
-        out,
+        first.outputs,
         None if second is None else second.outputs,
-        (sums, given.float32((given.halves * groups, given.cols))) if column_sum else None,
+        (sums, given.float32(given.halves * groups, given.cols)) if column_sum else None,
         workspace(given.x, 2 + strips * given.halves) if column_sum else None,
         given.function,
-        rounding,
+        first.rounding,
         None if second is None else second.rounding,
-        tiling,
+        BlockTiling(even, block_r, block_c, first.tile, None if second is None else second.tile, given.halves == 2),
     )
     launch(cast_blocks_kernel, strips * groups, arguments, chosen.num_warps, **given.options)
-    return scale_inv, amax, sums
+    return sums

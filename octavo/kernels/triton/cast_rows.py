@@ -13,11 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.triton.given import Given, out_of
+from octavo.kernels.arguments import Scaling, new_sums
+from octavo.kernels.triton.cast_input import CastInput, rounding_of
 from octavo.kernels.triton.launch import launch, next_power_of_two
-from octavo.kernels.triton.produce import produce
+from octavo.kernels.triton.prologue import produce
 from octavo.kernels.triton.tiles import (
-    Rounding,
+    Codes,
     encode,
     finite_abs,
     narrow,
@@ -112,16 +113,14 @@ def store_rows(tile, second, x, out, scale, rows, cols, half, E5M2: tl.constexpr
             store_half(encode(second, scale[:, None], E5M2), out, rows, cols, x, 1, False, tiling.even)
 
 
-def cast_by_row(
-    given: Given, rounding: Rounding, q: Tensor | None, t: Tensor | None, row_sum: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
+def cast_by_row(given: CastInput, scaling: Scaling, out: Codes, row_sum: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """A scale for each row: (scale_inv [R, 1], amax [R, 1], sums of rows [R] or [0])."""
     rows = given.shape[0]
-    scale_inv, amax = given.float32((rows, 1)), given.float32((rows, 1))
-    sums = given.t().sums(row_sum)
+    scale_inv, amax = given.float32(rows, 1), given.float32(rows, 1)
+    sums = new_sums(given.x, rows, row_sum)
     if rows == 0:
         return scale_inv, amax, sums
-    in_order = t is None and given.x.stride(1) == 1
+    in_order = out.t is None and given.x.stride(1) == 1
     chosen = given.config("cast_rows" if in_order else "cast_rows_transpose")
     widest = max(16, next_power_of_two(given.cols))
     block_c = min(chosen.block_c, widest)
@@ -129,17 +128,9 @@ def cast_by_row(
     block_r = chosen.block_r * max(1, chosen.block_c // (2 * block_c))
     halves = "" if given.halves == 1 else "apart" if given.is_transposed else "joined"
     even = given.rows % block_r == 0 and given.cols % block_c == 0
-    arguments = (
-        given.source,
-        given.h,
-        out_of(q, t),
-        scale_inv,
-        amax,
-        sums if row_sum else None,
-        given.function,
-        rounding,
-        RowTiling(even, widest <= block_c, halves, block_r, block_c),
-    )
+    tiling = RowTiling(even, widest <= block_c, halves, block_r, block_c)
+    written = out, scale_inv, amax, sums if row_sum else None
+    arguments = given.source, given.h, *written, given.function, rounding_of(scaling), tiling
     programs = -(-given.rows // block_r) * (2 if halves == "apart" else 1)
     launch(cast_rows_kernel, programs, arguments, chosen.num_warps, **given.options)
     return scale_inv, amax, sums

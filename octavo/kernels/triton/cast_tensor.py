@@ -16,12 +16,13 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.arguments import Scaling
+from octavo.kernels.triton.cast_input import CastInput, rounding_of
 from octavo.kernels.triton.delayed_update import Update, roll, roll_others
-from octavo.kernels.triton.given import Given, kernel_rounding, out_of
-from octavo.kernels.triton.history import scale_exists
+from octavo.kernels.triton.known_scales import scale_exists
 from octavo.kernels.triton.launch import Config, launch, workspace
-from octavo.kernels.triton.produce import produce
+from octavo.kernels.triton.prologue import produce
 from octavo.kernels.triton.tiles import (
+    Codes,
     encode,
     finish_column_sum,
     finite_abs,
@@ -194,7 +195,7 @@ def cast_tensor_kernel(
                 roll(delayed_scale_ptr, history_ptr, amax, ROLE, update)
 
 
-def _tiling(given: Given, chosen: Config) -> tuple[int, int, StripTiling]:
+def _tiling(given: CastInput, chosen: Config) -> tuple[int, int, StripTiling]:
     """How programs share what is cast: (strips of columns, groups in a strip, tiling)."""
     rows, cols = given.rows, given.cols
     block_r, block_c, tiles, _ = chosen
@@ -204,60 +205,50 @@ def _tiling(given: Given, chosen: Config) -> tuple[int, int, StripTiling]:
     return strips, groups, StripTiling(even, tiles, block_r, block_c, given.halves == 2)
 
 
-def amax_of(given: Given, delayed_scale: Tensor | None = None, role: int = 0) -> Tensor:
+def amax_of(given: CastInput, delayed_scale: Tensor | None = None, role: int = 0) -> Tensor:
     """amax [1, 1]; given ``delayed_scale``, left unwritten where that has a scale for ``role``."""
     chosen = given.config("amax")
     strips, groups, tiling = _tiling(given, chosen)
-    amax = given.float32((1, 1))
-    arguments = (
-        given.source,
-        given.h,
-        amax,
-        delayed_scale,
-        workspace(given.x, 2),
-        groups,
-        role,
-        given.function,
-        tiling,
-    )
+    amax = given.float32(1, 1)
+    shared = amax, delayed_scale, workspace(given.x, 2), groups
+    arguments = given.source, given.h, *shared, role, given.function, tiling
     launch(amax_kernel, strips * groups, arguments, chosen.num_warps, **given.options)
     return amax
 
 
 def cast_by_tensor(
-    given: Given,
+    given: CastInput,
     scaling: Scaling,
-    q: Tensor | None,
-    t: Tensor | None,
+    out: Codes,
     column_sum: bool,
     commit: Sequence[Tensor | None] = (None, None, None),  # history, amax of input, amax of weight
     update: Update | None = None,
     own_amax: Tensor | None = None,  # if known
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One scale for all: (scale_inv, amax, column sums)."""
-    delayed_scale, role, rounding = scaling.delayed_scale, scaling.role, kernel_rounding(scaling)
-    chosen = given.config("cast" if t is None else "cast_transpose")
+    delayed_scale, role = scaling.delayed_scale, scaling.role
+    chosen = given.config("cast" if out.t is None else "cast_transpose")
     strips, groups, tiling = _tiling(given, chosen)
     if own_amax is None and (delayed_scale is None or not scale_exists(delayed_scale, role)):
         own_amax = amax_of(given, delayed_scale, role)
-    scale_inv = given.float32((1, 1))
-    amax = own_amax if own_amax is not None and delayed_scale is None else given.float32((1, 1))
+    scale_inv = given.float32(1, 1)
+    amax = own_amax if own_amax is not None and delayed_scale is None else given.float32(1, 1)
     sums = given.sums(column_sum)
     arguments = (
         given.source,
         given.h,
-        out_of(q, t),
+        out,
         scale_inv,
         amax,
         own_amax,
         delayed_scale,
         *commit,
-        (sums, given.float32((groups * given.halves, given.cols))) if column_sum else None,
+        (sums, given.float32(groups * given.halves, given.cols)) if column_sum else None,
         workspace(given.x, 2 + strips * given.halves),
         groups,
         role,
         given.function,
-        rounding,
+        rounding_of(scaling),
         update,
         tiling,
     )

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.triton.history import committed
+from octavo.kernels.triton.known_scales import committed
 from octavo.kernels.triton.launch import launch, next_power_of_two
 from octavo.kernels.triton.tiles import scale_from_amax
 

@@ -144,7 +144,9 @@ def launch(kernel: Any, programs: int, arguments: Sequence[Any], num_warps: int,
     if not isinstance(kernel, JITFunction):  # Triton's interpreter
         kernel[(programs,)](*arguments, **options)
         return
-    first = arguments[0][0] if isinstance(arguments[0], tuple) else arguments[0]
+    first = arguments[0]
+    while isinstance(first, tuple):
+        first = first[0]
     device = first.get_device()
     key = key_of(kernel, arguments, device, *options.items())
     compiled = _compiled.get(key)
@@ -169,12 +171,13 @@ def _is_profiled() -> bool:
 
 
 def on_its_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Launch where the first argument lies, whatever the current device is."""
+    """Launch where the first argument, a tensor or several, lies, whatever the current device is."""
 
     @functools.wraps(kernel)
-    def call(x: Tensor, *args: Any) -> Any:
-        if x.is_cuda and x.get_device() != torch._C._cuda_getDevice():
-            with torch.cuda.device(x.device):
+    def call(x: Tensor | Sequence[Tensor], *args: Any) -> Any:
+        first = x if isinstance(x, Tensor) else next(iter(x), None)
+        if first is not None and first.is_cuda and first.get_device() != torch._C._cuda_getDevice():
+            with torch.cuda.device(first.device):
                 return kernel(x, *args)
         return kernel(x, *args)
 

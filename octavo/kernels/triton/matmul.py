@@ -8,6 +8,7 @@ to the reference.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from torch.nn import functional as F
 from torch.nn.functional import ScalingType
 
 from octavo.granularity import ALL, Tile
+from octavo.kernels.arguments import Operands, Pair
 from octavo.kernels.reference.matmul import matmul as reference_matmul
 from octavo.kernels.triton.launch import LIBRARY, Config, config, launch
 from octavo.kernels.triton.tiles import decode, narrow
@@ -35,6 +37,15 @@ class Operand(NamedTuple):
     scale_stride_c: Any
 
 
+class Product(NamedTuple):
+    """Operands [M, K] and [N, K], and the bias [N] or None."""
+
+    a: Any
+    b: Any
+    bias: Any
+    K: Any
+
+
 class ProductTiling(NamedTuple):
     """A program's part of a product; a step of block_k lies in one tile of each operand."""
 
@@ -48,27 +59,22 @@ class ProductTiling(NamedTuple):
 
 
 @triton.jit
-def matmul_kernel(a, b, bias_ptr, K, out_ptr, tiling: tl.constexpr):
-    """Out [M, N] = a [M, K] . b [N, K]^T + bias; the arguments but out_ptr are product_tile's."""
-    first_m, first_n = first_of_program(a.rows, b.rows, tiling)
+def matmul_kernel(product, out_ptr, tiling: tl.constexpr):
+    """Out [M, N] = a [M, K] . b [N, K]^T + bias; tiling: ProductTiling."""
+    first_m, first_n = first_of_program(product, tiling)
     m = first_m + tl.arange(0, tiling.block_m)
     n = first_n + tl.arange(0, tiling.block_n)
-    result = narrow(product_tile(a, b, bias_ptr, K, first_m, first_n, tiling), out_ptr.dtype.element_ty)
-    offsets = m.to(tl.int64)[:, None] * b.rows + n[None, :]
-    tl.store(out_ptr + offsets, result, mask=(m < a.rows)[:, None] & (n < b.rows)[None, :])
+    result = narrow(product_tile(product, first_m, first_n, tiling), out_ptr.dtype.element_ty)
+    offsets = m.to(tl.int64)[:, None] * product.b.rows + n[None, :]
+    tl.store(out_ptr + offsets, result, mask=(m < product.a.rows)[:, None] & (n < product.b.rows)[None, :])
 
 
 @triton.jit
-def product_tile(a, b, bias_ptr, K, first_m, first_n, tiling: tl.constexpr):
-    """A program's part of the product [BLOCK_M, BLOCK_N], float32; beyond its end the first row or column again.
-
-    Args:
-        a, b: Operands [M, K] and [N, K].
-        bias_ptr: [N], or None.
-        K: of both.
-        first_m, first_n: the part's first row and column.
-        tiling: ProductTiling.
-    """
+def product_tile(product, first_m, first_n, tiling: tl.constexpr):
+    """A program's part [BLOCK_M, BLOCK_N], float32, from this row and column on; beyond the end the first one again."""
+    a = product.a
+    b = product.b
+    K = product.K
     A_TILE: tl.constexpr = tiling.a_tile
     B_TILE: tl.constexpr = tiling.b_tile
     BLOCK_M: tl.constexpr = tiling.block_m
@@ -111,18 +117,18 @@ def product_tile(a, b, bias_ptr, K, first_m, first_n, tiling: tl.constexpr):
         accumulator *= tl.load(a.scale_inv + a_scales)[:, None]
     if B_TILE[1] == -1:
         accumulator *= tl.load(b.scale_inv + b_scales)[None, :]
-    if bias_ptr is not None:
-        accumulator += tl.load(bias_ptr + b_rows).to(tl.float32)[None, :]
+    if product.bias is not None:
+        accumulator += tl.load(product.bias + b_rows).to(tl.float32)[None, :]
     return accumulator
 
 
 @triton.jit
-def first_of_program(M, N, tiling: tl.constexpr):
+def first_of_program(product, tiling: tl.constexpr):
     """A program's first row and column; eight programs that are neighbours in M share b's rows in the cache."""
     GROUP: tl.constexpr = 8
-    in_group = GROUP * tl.cdiv(N, tiling.block_n)
+    in_group = GROUP * tl.cdiv(product.b.rows, tiling.block_n)
     first = (tl.program_id(0) // in_group) * GROUP
-    height = tl.minimum(tl.cdiv(M, tiling.block_m) - first, GROUP)
+    height = tl.minimum(tl.cdiv(product.a.rows, tiling.block_m) - first, GROUP)
     place = tl.program_id(0) % in_group
     return (first + place % height) * tiling.block_m, (place // height) * tiling.block_n
 
@@ -158,28 +164,19 @@ _SCALINGS = {
 }
 
 
-def matmul(
-    a: Tensor,
-    a_scale_inv: Tensor,
-    a_tile: Sequence[int],
-    b: Tensor,
-    b_scale_inv: Tensor,
-    b_tile: Sequence[int],
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-) -> Tensor:
+def matmul(operands: Operands, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
     """``octavo::matmul``."""
-    a_tile, b_tile = (a_tile[0], a_tile[1]), (b_tile[0], b_tile[1])
-    if (a_tile, b_tile, fast_accum) in LIBRARY and _library_takes(a, b, a_tile, b_tile, bias, out_dtype):
-        return library_matmul(a, a_scale_inv, a_tile, b, b_scale_inv, b_tile, bias, out_dtype, fast_accum)
-    if step_along(a_tile, b_tile) == 0:
-        return reference_matmul(a, a_scale_inv, a_tile, b, b_scale_inv, b_tile, bias, out_dtype, fast_accum)
-    return triton_matmul(a, a_scale_inv, a_tile, b, b_scale_inv, b_tile, bias, out_dtype, fast_accum)
+    tiles = operands.a.tile, operands.b.tile
+    if (*tiles, fast_accum) in LIBRARY and _library_takes(operands, out_dtype):
+        return library_matmul(operands, out_dtype, fast_accum)
+    if step_along(*tiles) == 0:
+        return reference_matmul(operands, out_dtype, fast_accum)
+    return triton_matmul(operands, out_dtype, fast_accum)
 
 
-def _library_takes(a: Tensor, b: Tensor, a_tile: Tile, b_tile: Tile, bias: Tensor | None, out: torch.dtype) -> bool:
+def _library_takes(operands: Operands, out_dtype: torch.dtype) -> bool:
     """Whether torch's product has this case: what its checks and cuBLAS ask for."""
+    (a, _, a_tile), (b, _, b_tile), bias = operands
     (M, K), N = a.shape, b.shape[0]
     if not (
         K % 16 == 0
@@ -190,36 +187,27 @@ def _library_takes(a: Tensor, b: Tensor, a_tile: Tile, b_tile: Tile, bias: Tenso
     ):
         return False
     if a_tile == b_tile == _TENSOR:
-        return out is torch.bfloat16 or bias is None
-    if out is not torch.bfloat16:
+        return out_dtype is torch.bfloat16 or bias is None
+    if out_dtype is not torch.bfloat16:
         return False
     # the scales of 1x128 blocks lie row by row, in sixteens of bytes
     aligned = all(tile != _BLOCK or rows % 4 == 0 for tile, rows in ((a_tile, M), (b_tile, N)))
     return (a_tile == b_tile == _ROW) or (aligned and K % 128 == 0)
 
 
-def library_matmul(
-    a: Tensor,
-    a_scale_inv: Tensor,
-    a_tile: Tile,
-    b: Tensor,
-    b_scale_inv: Tensor,
-    b_tile: Tile,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-) -> Tensor:
+def library_matmul(operands: Operands, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
     """torch's product, for what ``_library_takes``."""
+    a, b, bias = operands
     return F.scaled_mm(
-        a,
-        b.t(),
-        _library_scale_inv(a_scale_inv, a_tile, 1),
-        _SCALINGS[a_tile],
-        _library_scale_inv(b_scale_inv, b_tile, 0),
-        _SCALINGS[b_tile],
+        a.codes,
+        b.codes.t(),
+        _library_scale_inv(a.scale_inv, a.tile, 1),
+        _SCALINGS[a.tile],
+        _library_scale_inv(b.scale_inv, b.tile, 0),
+        _SCALINGS[b.tile],
         bias=None if bias is None else bias.to(out_dtype).contiguous(),
         output_dtype=out_dtype,
-        use_fast_accum=fast_accum and a_tile[1] == ALL,  # blocks have none
+        use_fast_accum=fast_accum and a.tile[1] == ALL,  # blocks have none
     )
 
 
@@ -248,84 +236,35 @@ def step_along(a_tile: Tile, b_tile: Tile) -> int:
     return next((step for step in (128, 64, 32) if all(cols % step == 0 for cols in columns)), 0)
 
 
-def triton_matmul(
-    a: Tensor,
-    a_scale_inv: Tensor,
-    a_tile: Tile,
-    b: Tensor,
-    b_scale_inv: Tensor,
-    b_tile: Tile,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-) -> Tensor:
+def triton_matmul(operands: Operands, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
     """The Triton kernel's product, for tiles whose columns are a multiple of 32, or all."""
-    if bias is not None and out_dtype is torch.bfloat16:
-        bias = bias.to(out_dtype)
-    out = a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
-    if out.numel() == 0:
-        return out
-    chosen = config("matmul_blocks" if scales_along(a_tile, b_tile) else "matmul", out.numel().bit_length())
-    product = product_of(a, a_scale_inv, a_tile, b, b_scale_inv, b_tile, bias, fast_accum, chosen)
-    launch_product(matmul_kernel, product, (out,))
+    if operands.bias is not None and out_dtype is torch.bfloat16:
+        operands = operands._replace(bias=operands.bias.to(out_dtype))
+    out = operands.a.codes.new_empty(operands.shape, dtype=out_dtype)
+    if out.numel() > 0:
+        launch_product(matmul_kernel, operands, fast_accum, product_config("matmul", operands), (out,))
     return out
 
 
-def scales_along(a_tile: Tile, b_tile: Tile) -> bool:
-    """Whether a scale changes along K, so that a program has two accumulators."""
-    return a_tile[1] != ALL or b_tile[1] != ALL
+def product_config(kernel: str, operands: Operands) -> Config:
+    """Another one where a scale changes along K, as a program then has two accumulators."""
+    changes = operands.a.tile[1] != ALL or operands.b.tile[1] != ALL
+    return config(f"{kernel}_blocks" if changes else kernel, math.prod(operands.shape).bit_length())
 
 
-class Product(NamedTuple):
-    """A product as its kernels take it: their first arguments, their last one, and how they are launched."""
-
-    a: Operand
-    b: Operand
-    bias: Tensor | None
-    K: int
-    tiling: ProductTiling
-    chosen: Config
-
-
-def product_of(
-    a: Tensor,
-    a_scale_inv: Tensor,
-    a_tile: Tile,
-    b: Tensor,
-    b_scale_inv: Tensor,
-    b_tile: Tile,
-    bias: Tensor | None,
-    fast_accum: bool,
-    chosen: Config,
-) -> Product:
-    """What a kernel takes of ``octavo::matmul``'s arguments; ``step_along`` isn't 0, and the result isn't empty."""
-    (M, K), N = a.shape, b.shape[0]
-    a = a if a.stride(1) == 1 else a.contiguous()
-    b = b if b.stride(1) == 1 else b.contiguous()
-    bias = None if bias is None else bias.contiguous()
-    step = step_along(a_tile, b_tile)
-    tiling = ProductTiling(
-        (_ALL_ROWS if a_tile[0] == ALL else a_tile[0], a_tile[1]),
-        (_ALL_ROWS if b_tile[0] == ALL else b_tile[0], b_tile[1]),
-        fast_accum,
-        K % step == 0,
-        chosen.block_r,
-        chosen.block_c,
-        step,
-    )
-    return Product(
-        Operand(a, M, a.stride(0), a_scale_inv, *a_scale_inv.stride()),
-        Operand(b, N, b.stride(0), b_scale_inv, *b_scale_inv.stride()),
-        bias,
-        K,
-        tiling,
-        chosen,
-    )
+def launch_product(kernel: Any, operands: Operands, fast_accum: bool, chosen: Config, arguments: Sequence[Any]) -> None:
+    """Launch a kernel that takes a Product, its own ``arguments`` and the tiling; the result is not empty."""
+    (M, N), K, tiles = operands.shape, operands.a.codes.shape[1], (operands.a.tile, operands.b.tile)
+    step = step_along(*tiles)
+    a_tile, b_tile = ((_ALL_ROWS if rows == ALL else rows, cols) for rows, cols in tiles)
+    tiling = ProductTiling(a_tile, b_tile, fast_accum, K % step == 0, chosen.block_r, chosen.block_c, step)
+    bias = None if operands.bias is None else operands.bias.contiguous()
+    product = Product(_operand(operands.a), _operand(operands.b), bias, K)
+    programs = -(-M // chosen.block_r) * -(-N // chosen.block_c)
+    options = {"num_stages": chosen.tiles, "enable_fp_fusion": True}
+    launch(kernel, programs, (product, *arguments, tiling), chosen.num_warps, **options)
 
 
-def launch_product(kernel: Any, product: Product, arguments: Sequence[Any]) -> None:
-    """Launch a kernel that takes a, b, bias, K, its own ``arguments`` and the tiling."""
-    a, b, bias, K, tiling, chosen = product
-    programs = -(-a.rows // chosen.block_r) * -(-b.rows // chosen.block_c)
-    arguments = a, b, bias, K, *arguments, tiling
-    launch(kernel, programs, arguments, chosen.num_warps, num_stages=chosen.tiles, enable_fp_fusion=True)
+def _operand(pair: Pair) -> Operand:
+    codes = pair.codes if pair.codes.stride(1) == 1 else pair.codes.contiguous()
+    return Operand(codes, codes.shape[0], codes.stride(0), pair.scale_inv, *pair.scale_inv.stride())

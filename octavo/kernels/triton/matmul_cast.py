@@ -24,16 +24,15 @@ from octavo.kernels.arguments import CastSource, Operands, Output, Scaling, new_
 from octavo.kernels.layouts import is_small_block
 from octavo.kernels.triton.cast import cast
 from octavo.kernels.triton.cast_blocks import encode_blocks
-from octavo.kernels.triton.given import kernel_rounding, out_of
-from octavo.kernels.triton.history import scale_exists
-from octavo.kernels.triton.launch import config, with_room_for, workspace
+from octavo.kernels.triton.cast_input import codes_to, rounding_of
+from octavo.kernels.triton.known_scales import scale_exists
+from octavo.kernels.triton.launch import with_room_for, workspace
 from octavo.kernels.triton.matmul import (
     first_of_program,
     launch_product,
     matmul,
-    product_of,
+    product_config,
     product_tile,
-    scales_along,
     step_along,
 )
 from octavo.kernels.triton.tiles import (
@@ -55,23 +54,20 @@ class Shape(NamedTuple):
 
 
 @triton.jit
-def result_tile(a, b, bias_ptr, K, EVEN: tl.constexpr, tiling: tl.constexpr):
+def result_tile(product, EVEN: tl.constexpr, tiling: tl.constexpr):
     """(A program's part of the product, 0 beyond the result; its first row; its first column)."""
-    first_m, first_n = first_of_program(a.rows, b.rows, tiling)
-    tile = product_tile(a, b, bias_ptr, K, first_m, first_n, tiling)
+    first_m, first_n = first_of_program(product, tiling)
+    tile = product_tile(product, first_m, first_n, tiling)
     m = first_m + tl.arange(0, tiling.block_m)
     n = first_n + tl.arange(0, tiling.block_n)
     if not EVEN:
-        tile = tl.where((m < a.rows)[:, None] & (n < b.rows)[None, :], tile, 0.0)
+        tile = tl.where((m < product.a.rows)[:, None] & (n < product.b.rows)[None, :], tile, 0.0)
     return tile, first_m, first_n
 
 
 @triton.jit
 def matmul_cast_kernel(
-    a,
-    b,
-    bias_ptr,
-    K,
+    product,
     out,
     scale_inv_ptr,
     amax_ptr,
@@ -87,22 +83,19 @@ def matmul_cast_kernel(
     scale = tl.where(scale == 0, 1.0, scale)  # a CUDA graph replayed after the state was emptied
     if tl.program_id(0) == 0:
         tl.store(scale_inv_ptr, scale_inv_from_scale(scale, False))
-    tile, first_m, first_n = result_tile(a, b, bias_ptr, K, EVEN, tiling)
+    tile, first_m, first_n = result_tile(product, EVEN, tiling)
     # dimension by dimension Triton 3.6 fails to compile it for sm_100
     raise_amax(work_ptr, tl.max(finite_abs(tile)))
     if is_last_program(work_ptr + 1, tl.num_programs(0)):  # before the codes: the counter would wait for them
         tl.store(amax_ptr, take_amax(work_ptr))
     m = first_m + tl.arange(0, tiling.block_m)
     n = first_n + tl.arange(0, tiling.block_n)
-    store_codes(encode(tile, scale, E5M2), out, m, n, Shape(a.rows, b.rows), EVEN)
+    store_codes(encode(tile, scale, E5M2), out, m, n, Shape(product.a.rows, product.b.rows), EVEN)
 
 
 @triton.jit
 def matmul_cast_blocks_kernel(
-    a,
-    b,
-    bias_ptr,
-    K,
+    product,
     out,
     scale_inv_ptr,
     amax_ptr,
@@ -112,40 +105,35 @@ def matmul_cast_blocks_kernel(
     tiling: tl.constexpr,  # ProductTiling
 ):
     """A scale for each block of the result."""
-    tile, first_m, first_n = result_tile(a, b, bias_ptr, K, EVEN, tiling)
+    tile, first_m, first_n = result_tile(product, EVEN, tiling)
     first = (first_m // BLOCK[0], first_n // BLOCK[1])
-    blocks = (tl.cdiv(a.rows, BLOCK[0]), tl.cdiv(b.rows, BLOCK[1]))
+    blocks = (tl.cdiv(product.a.rows, BLOCK[0]), tl.cdiv(product.b.rows, BLOCK[1]))
     codes = encode_blocks(tile, scale_inv_ptr, amax_ptr, first, blocks, (blocks[1], 1), rounding, BLOCK)
     m = first_m + tl.arange(0, tiling.block_m)
     n = first_n + tl.arange(0, tiling.block_n)
-    store_codes(codes, out, m, n, Shape(a.rows, b.rows), EVEN)
+    store_codes(codes, out, m, n, Shape(product.a.rows, product.b.rows), EVEN)
 
 
 def matmul_cast(operands: Operands, fast_accum: bool, scaling: Scaling, output: Output) -> tuple[Tensor, ...]:
     """``octavo::matmul_cast``."""
-    a, b, tile, delayed_scale = operands.a, operands.b, scaling.tile, scaling.delayed_scale
-    a_tile, b_tile = (operands.a_tile[0], operands.a_tile[1]), (operands.b_tile[0], operands.b_tile[1])
-    M, N = shape = a.shape[0], b.shape[0]
-    if not (M * N > 0 and step_along(a_tile, b_tile) > 0 and _is_local(scaling)):
-        return cast(CastSource(matmul(*operands, torch.float32, fast_accum)), scaling, output)[:4]
-    chosen = config("matmul_cast_blocks" if scales_along(a_tile, b_tile) else "matmul_cast", (M * N).bit_length())
-    if delayed_scale is None:
+    a, (M, N), tile = operands.a.codes, operands.shape, scaling.tile
+    if not (M * N > 0 and step_along(operands.a.tile, operands.b.tile) > 0 and _is_local(scaling)):
+        return cast(CastSource(matmul(operands, torch.float32, fast_accum)), scaling, output)[:4]
+    chosen = product_config("matmul_cast", operands)
+    if scaling.delayed_scale is None:
         chosen = with_room_for(chosen, tile)
         # with 16 warps Triton doesn't use Blackwell's FP8 tensor cores
         chosen = chosen._replace(num_warps=min(chosen.num_warps, 8))
-    product = product_of(
-        a, operands.a_scale_inv, a_tile, b, operands.b_scale_inv, b_tile, operands.bias, fast_accum, chosen
-    )
-    q, t = new_both_codes(a, shape, scaling.dtype, output)
-    scale_inv, amax = new_scales(a, shape, tile), new_scales(a, shape, tile)
-    outputs = out_of(q, t if output.transpose else None), scale_inv, amax
-    rounding = kernel_rounding(scaling)
-    even = M % chosen.block_r == 0 and N % chosen.block_c == 0
-    if delayed_scale is None:
-        launch_product(matmul_cast_blocks_kernel, product, (*outputs, rounding, tuple(tile), even))
+    q, t = new_both_codes(a, operands.shape, scaling.dtype, output)
+    scale_inv, amax = new_scales(a, operands.shape, tile), new_scales(a, operands.shape, tile)
+    outputs = codes_to(q, t), scale_inv, amax
+    rounding, even = rounding_of(scaling), M % chosen.block_r == 0 and N % chosen.block_c == 0
+    if scaling.delayed_scale is None:
+        arguments = *outputs, rounding, tile, even
+        launch_product(matmul_cast_blocks_kernel, operands, fast_accum, chosen, arguments)
     else:
-        constants = scaling.role, rounding.e5m2, even
-        launch_product(matmul_cast_kernel, product, (*outputs, delayed_scale, workspace(a, 2), *constants))
+        shared, constants = (scaling.delayed_scale, workspace(a, 2)), (scaling.role, rounding.e5m2, even)
+        launch_product(matmul_cast_kernel, operands, fast_accum, chosen, (*outputs, *shared, *constants))
     return q, t, scale_inv, amax
 
 

@@ -20,17 +20,17 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.granularity import ALL
+from octavo.kernels.arguments import Scaling
 from octavo.kernels.reference.multi_tensor_cast import check_multi_tensor_cast
-from octavo.kernels.triton.cast_blocks import encode_blocks
+from octavo.kernels.triton.cast_blocks import BlockTiling, encode_blocks
+from octavo.kernels.triton.cast_input import rounding_of
 from octavo.kernels.triton.cast_tensor import StripTiling, cast_strip, strip_amax
-from octavo.kernels.triton.given import rounding_of
-from octavo.kernels.triton.history import scale_exists
-from octavo.kernels.triton.launch import Config, config, is_capturing, launch, on_its_device, with_room_for, workspace
-from octavo.kernels.triton.produce import Function
+from octavo.kernels.triton.known_scales import scale_exists
+from octavo.kernels.triton.launch import Config, config, is_capturing, launch, with_room_for, workspace
+from octavo.kernels.triton.prologue import Function
 from octavo.kernels.triton.table import Tensors, find_tensor, pointer, size
 from octavo.kernels.triton.tiles import (
     Codes,
-    Rounding,
     Source,
     is_last_program,
     load_tile,
@@ -157,32 +157,29 @@ def multi_tensor_cast_blocks_kernel(
     X_TYPE: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     rounding: tl.constexpr,
-    BLOCK: tl.constexpr,
     ALIGNED: tl.constexpr,
     TENSORS: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
+    tiling: tl.constexpr,  # BlockTiling
 ):
     """A scale for each block of each tensor."""
     if skip_ptr is not None:
         if tl.load(skip_ptr) != 0:
             return
-    ROWS: tl.constexpr = BLOCK[0]
-    COLS: tl.constexpr = BLOCK[1]
+    BLOCK: tl.constexpr = tiling.block
     _, row_ptr = find_tensor(table_ptr, tl.program_id(0), TENSORS, 12, 10)
     x = source(row_ptr, X_TYPE, ALIGNED)
     program = tl.program_id(0) - size(row_ptr, 10, False)
-    strips = tl.cdiv(x.C, BLOCK_C)
+    strips = tl.cdiv(x.C, tiling.block_c)
     group = program // strips
     strip = program % strips
-    rows = group * BLOCK_R + tl.arange(0, BLOCK_R)
-    cols = strip * BLOCK_C + tl.arange(0, BLOCK_C)
-    blocks = (tl.cdiv(x.R, ROWS), tl.cdiv(x.C, COLS))
+    rows = group * tiling.block_r + tl.arange(0, tiling.block_r)
+    cols = strip * tiling.block_c + tl.arange(0, tiling.block_c)
+    blocks = (tl.cdiv(x.R, BLOCK[0]), tl.cdiv(x.C, BLOCK[1]))
     codes = encode_blocks(
         load_tile(x, rows, cols, False),
         pointer(row_ptr, 3, tl.float32, False),
         pointer(row_ptr, 4, tl.float32, False),
-        (group * (BLOCK_R // ROWS), strip * (BLOCK_C // COLS)),
+        (group * (tiling.block_r // BLOCK[0]), strip * (tiling.block_c // BLOCK[1])),
         blocks,
         (blocks[1], 1),
         rounding,
@@ -271,41 +268,21 @@ def multi_tensor_cast(
         for x, q, t_stride in zip(xs, qdata, t_strides, strict=True)
     )
     work = _work_of(addresses, sizes, blocks, chosen, xs[0].device)
-    rounding = rounding_of(qdata[0].dtype, power_of_two, margin)
-    no_history = not all(scale_exists(delayed_scale, role) for delayed_scale in delayed_scales)
     if is_capturing():
         _captured.add(work)
-    if work.programs > 0:
-        _launch(
-            xs[0], work, chosen, tuple(tile), rounding, bool(transposed), bool(delayed_scales), no_history, role, skip
-        )
-
-
-@on_its_device
-def _launch(
-    x: Tensor,  # the first, which speaks for all
-    work: _Work,
-    chosen: Config,
-    tile: tuple[int, ...],
-    rounding: Rounding,
-    transposed: bool,
-    delayed: bool,
-    no_history: bool,
-    role: int,
-    skip: Tensor | None,
-) -> None:
     table, programs, aligned = work
-    tensors = Tensors(table.shape[0])
-    x_type = _TYPES[x.dtype]
-    if tile[0] != ALL:
-        blocks = rounding, tile, aligned, tensors, chosen.block_r, chosen.block_c
-        arguments = table, skip, x_type, transposed, *blocks
+    if programs == 0:
+        return
+    rounding = rounding_of(Scaling(qdata[0].dtype, (tile[0], tile[1]), power_of_two, margin))
+    tensors = aligned, Tensors(len(xs))
+    x_type, writes_transposed, delayed = _TYPES[xs[0].dtype], bool(transposed), bool(delayed_scales)
+    if blocks:
+        tiling = BlockTiling(False, chosen.block_r, chosen.block_c, (tile[0], tile[1]))
+        arguments = table, skip, x_type, writes_transposed, rounding, *tensors, tiling
         launch(multi_tensor_cast_blocks_kernel, programs, arguments, chosen.num_warps)
         return
-    shape = Function(), StripTiling(False, chosen.tiles, chosen.block_r, chosen.block_c)
-    counters = workspace(x, 2 * table.shape[0])
-    found = table, skip, counters, programs, x_type
-    shared = aligned, tensors, delayed, role, *shape
-    if no_history or not delayed:
-        launch(multi_tensor_amax_kernel, programs, (*found, *shared), chosen.num_warps)
-    launch(multi_tensor_cast_kernel, programs, (*found, transposed, rounding, *shared), chosen.num_warps)
+    first = table, skip, workspace(xs[0], 2 * len(xs)), programs, x_type
+    how = *tensors, delayed, role, Function(), StripTiling(False, chosen.tiles, chosen.block_r, chosen.block_c)
+    if not delayed or not all(scale_exists(delayed_scale, role) for delayed_scale in delayed_scales):
+        launch(multi_tensor_amax_kernel, programs, (*first, *how), chosen.num_warps)
+    launch(multi_tensor_cast_kernel, programs, (*first, writes_transposed, rounding, *how), chosen.num_warps)

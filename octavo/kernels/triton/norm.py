@@ -18,194 +18,131 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from octavo.granularity import ALL, Tile, scale_shape
+from octavo.granularity import ALL, Tile
 from octavo.kernels.arguments import NormSource, Output, Scaling, new_statistics
 from octavo.kernels.layouts import is_small_block
-from octavo.kernels.reference.norm import normalise
-from octavo.kernels.triton.cast import cast_by_tile, second_codes, second_of
-from octavo.kernels.triton.cast_blocks import BlockOutputs, BlockTiling, Second, cast_by_block
-from octavo.kernels.triton.given import Given, given_of_norm, kernel_rounding, out_of
-from octavo.kernels.triton.history import scale_exists
+from octavo.kernels.reference.cast import cast as reference_cast
+from octavo.kernels.reference.cast import cast_two_scalings as reference_cast_two_scalings
+from octavo.kernels.triton.cast import cast_by_tile, two_scalings
+from octavo.kernels.triton.cast_blocks import BlockScaling, BlockTiling, block_scaling, cast_by_block
+from octavo.kernels.triton.cast_input import CastInput, codes_to, norm_input, rounding_of
+from octavo.kernels.triton.known_scales import scale_exists
 from octavo.kernels.triton.launch import Config, config, launch, next_power_of_two, workspace
 from octavo.kernels.triton.norm_kernels import NormTiling, norm_blocks_kernel, norm_rows_kernel, norm_tensor_kernel
-from octavo.kernels.triton.produce import Norm
-from octavo.kernels.triton.tiles import Rounding, Source
+from octavo.kernels.triton.tiles import Codes
 
 _MOST_ROWS = 32  # of a block, for one launch: of 4096 rows the programs of 128 would be 32
 
 
-class _Call(NamedTuple):
-    """What an op is asked to normalise, and where its statistics and y go."""
-
-    source: NormSource
-    mean: Tensor
-    rstd: Tensor
-    y: Tensor
-    keep: bool
-
-    @property
-    def x(self) -> Tensor:
-        """What is normalised."""
-        return self.source.x
-
-    @property
-    def given(self) -> Given:
-        """What a cast that normalises takes, once the statistics are known."""
-        x, gamma, beta, kind, _, zero_centered = self.source
-        return given_of_norm(x, self.mean, self.rstd, gamma, beta, kind, zero_centered)
-
-    @property
-    def results(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(mean, rstd, y), as the ops return them."""
-        return self.mean, self.rstd, self.y
-
-    def by_reference(self) -> tuple[_Call, Given]:
-        """The same, computed; and what it makes of x, to be cast."""
-        wide, mean, rstd = normalise(*self.source)
-        y = wide.to(self.x.dtype, copy=True) if self.keep else self.y
-        return self._replace(mean=mean, rstd=rstd, y=y), Given(wide, *wide.shape)
-
-
-def _call_of(source: NormSource, keep: bool) -> _Call:
-    x, gamma, beta, kind, eps, zero_centered = source
-    gamma, beta = gamma.contiguous(), None if beta is None else beta.contiguous()
-    source = NormSource(x, gamma, beta, kind, float(eps), zero_centered)
-    return _Call(source, *new_statistics(source, keep), keep)
-
-
 def norm_cast(source: NormSource, scaling: Scaling, output: Output) -> tuple[Tensor, ...]:
     """``octavo::norm_cast``."""
-    call = _call_of(source, output.keep)
-    given = call.given
-    q, t = given.both_codes(scaling.dtype, output)
-    laid = t if output.transpose else None
-    if source.x.numel() > 0 and given.fits(scaling.tile):
-        scale_inv, amax = _cast(call, scaling, q, laid)
-    else:
-        call, given = call.by_reference()
-        scale_inv, amax, _ = cast_by_tile(given, scaling, q, laid, False)
-    return q, t, scale_inv, amax, *call.results
+    norm = _norm(source, output)
+    if norm is None or not norm.given.fits(scaling.tile):
+        return reference_cast(source, scaling, output)
+    q, t = norm.given.both_codes(scaling.dtype, output)
+    scale_inv, amax, _ = norm.cast(norm.given, scaling, codes_to(q, t))
+    return q, t, scale_inv, amax, *norm.statistics
 
 
 def norm_cast_two_scalings(source: NormSource, first: Scaling, second: Scaling, output: Output) -> tuple[Tensor, ...]:
     """``octavo::norm_cast_two_scalings``."""
-    call = _call_of(source, output.keep)
-    given = call.given
-    q, other = second_codes(given, first, second, output)
-    second_q, second_t = (None, other) if output.transpose else (other, None)
-    fits = source.x.numel() > 0 and given.fits(first.tile) and given.fits(second.tile)
-    if fits and is_small_block(first.tile) and is_small_block(second.tile):
-        outputs = second_of(given, second, other, output)
-        return q, _cast_two_blocks(call, first, q, outputs), other, outputs.scale_inv, *call.results
-    if fits:
-        scale_inv, _ = _cast(call, first, q, None)
-    else:
-        call, given = call.by_reference()
-        scale_inv, *_ = cast_by_tile(given, first, q, None, False)
-    second_scale_inv, *_ = cast_by_tile(given, second, second_q, second_t, False)
-    if output.transpose:
-        second_scale_inv = second_scale_inv.t().contiguous()  # nothing to move for a row or a column
-    return q, scale_inv, other, second_scale_inv, *call.results
+    norm = _norm(source, output)
+    if norm is None or not norm.given.fits(first.tile, second.tile):
+        return reference_cast_two_scalings(source, first, second, output)
+    return *two_scalings(norm.given, first, second, output, norm.cast_blocks, norm.cast)[:4], *norm.statistics
 
 
-def _cast(call: _Call, scaling: Scaling, q: Tensor, t: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Statistics, y, and one scaling into q and t: (scale_inv, amax)."""
-    tile, delayed_scale = scaling.tile, scaling.delayed_scale
-    of_tensor = tile[0] == ALL and tile[1] == ALL
-    if of_tensor and delayed_scale is not None and scale_exists(delayed_scale, scaling.role):
-        return _cast_tensor(call, delayed_scale, scaling.role, kernel_rounding(scaling), q, t)
-    if tile[0] == 1 and tile[1] == ALL:
-        return _cast_rows(call, kernel_rounding(scaling), q, t)
-    if is_small_block(tile) and tile[0] <= _MOST_ROWS:
-        return _cast_blocks(call, kernel_rounding(scaling), tile, q, t)
-    own_amax = _find_statistics(call, of_tensor)
-    return cast_by_tile(call.given, scaling, q, t, False, own_amax)[:2]
+def _norm(source: NormSource, output: Output) -> _Norm | None:
+    """What is to be launched; None where there is nothing to normalise."""
+    if source.x.numel() == 0:
+        return None
+    mean, rstd, y = new_statistics(source, output.keep)
+    return _Norm(norm_input(source, mean, rstd), float(source.eps), (mean, rstd, y), output.keep)
 
 
-def _cast_two_blocks(call: _Call, first: Scaling, q: Tensor, second: Second) -> Tensor:
-    """The same in two scalings of small blocks: the first's scale_inv."""
-    rounding, tile = kernel_rounding(first), first.tile
-    if max(tile[0], second.tile[0]) <= _MOST_ROWS:
-        return _cast_blocks(call, rounding, tile, q, None, second)[0]
-    _find_statistics(call, False)
-    return cast_by_block(call.given, rounding, tile, q, None, False, second)[0]
+class _Norm(NamedTuple):
+    """A norm whose statistics are yet to be found, by the same launch as its cast or by one before."""
 
+    given: CastInput
+    eps: float
+    statistics: tuple[Tensor, Tensor, Tensor]  # (mean, rstd, y), as the ops return them
+    keep: bool
 
-def _find_statistics(call: _Call, of_tensor: bool) -> Tensor | None:
-    """Statistics, y, and if wanted the amax of what is to be cast [1, 1]."""
-    amax = call.rstd.new_empty((1, 1)) if of_tensor else None
-    arguments = out_of(None, None), None, amax, None, workspace(call.x, 2) if of_tensor else None
-    _launch(norm_tensor_kernel, call, _config(call, None), None, arguments, (0, False))
-    return amax
+    def cast(
+        self, given: CastInput, scaling: Scaling, out: Codes, column_sum: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Statistics, y, and one scaling: ``cast_by_tile``'s results."""
+        tile, delayed_scale, none = scaling.tile, scaling.delayed_scale, given.float32(0)
+        of_tensor = tile == (ALL, ALL)
+        if of_tensor and delayed_scale is not None and scale_exists(delayed_scale, scaling.role):
+            scale_inv, amax = given.float32(1, 1), given.float32(1, 1)
+            arguments = out, scale_inv, amax, delayed_scale, workspace(given.x, 2)
+            constants = scaling.role, rounding_of(scaling).e5m2
+            self.launch(norm_tensor_kernel, "norm_cast", out.t is not None, arguments, constants)
+            return scale_inv, amax, none
+        if tile == (1, ALL):
+            scale_inv, amax = given.float32(given.rows, 1), given.float32(given.rows, 1)
+            written = out, scale_inv, amax
+            self.launch(norm_rows_kernel, "norm_cast", out.t is not None, written, (rounding_of(scaling),))
+            return scale_inv, amax, none
+        if is_small_block(tile):
+            blocks = block_scaling(given, scaling, out)
+            self.cast_blocks(given, False, blocks)
+            return blocks.outputs.scale_inv, blocks.outputs.amax, none
+        return cast_by_tile(given, scaling, out, False, self.find_statistics(of_tensor))
 
+    def cast_blocks(
+        self, given: CastInput, column_sum: bool, first: BlockScaling, second: BlockScaling | None = None
+    ) -> Tensor:
+        """Statistics, y, and one or two scalings of small blocks: ``cast_by_block``'s result."""
+        blocks = [scaling.tile for scaling in (first, second) if scaling is not None]
+        if max(rows for rows, _ in blocks) > _MOST_ROWS:
+            self.find_statistics(False)
+            return cast_by_block(given, column_sum, first, second)
+        transposes = first.outputs.codes.t is not None or (second is not None and second.outputs.codes.t is not None)
+        outputs = first.outputs, None if second is None else second.outputs
+        roundings = first.rounding, None if second is None else second.rounding
+        self.launch(norm_blocks_kernel, "norm_cast_blocks", transposes, outputs, roundings, blocks)
+        return given.float32(0)
 
-def _cast_tensor(
-    call: _Call, delayed_scale: Tensor, role: int, rounding: Rounding, q: Tensor, t: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    scale_inv, amax = call.rstd.new_empty((1, 1)), call.rstd.new_empty((1, 1))
-    arguments = out_of(q, t), scale_inv, amax, delayed_scale, workspace(call.x, 2)
-    _launch(norm_tensor_kernel, call, _config(call, t), None, arguments, (role, rounding.e5m2))
-    return scale_inv, amax
+    def find_statistics(self, of_tensor: bool) -> Tensor | None:
+        """Statistics, y, and if wanted the amax of what is to be cast [1, 1]."""
+        amax, work = (self.given.float32(1, 1), workspace(self.given.x, 2)) if of_tensor else (None, None)
+        arguments = codes_to(None), None, amax, None, work
+        self.launch(norm_tensor_kernel, "norm_cast", False, arguments, (0, False))
+        return amax
 
+    def launch(
+        self,
+        kernel: Any,
+        name: str,
+        transposes: bool,
+        arguments: Sequence[Any],
+        constants: Sequence[Any],
+        blocks: Sequence[Tile] = (),
+    ) -> None:
+        """Launch a kernel of norm_kernels.py.
 
-def _cast_rows(call: _Call, rounding: Rounding, q: Tensor, t: Tensor | None) -> tuple[Tensor, Tensor]:
-    rows = call.x.shape[0]
-    scale_inv, amax = call.rstd.new_empty((rows, 1)), call.rstd.new_empty((rows, 1))
-    _launch(norm_rows_kernel, call, _config(call, t), None, (out_of(q, t), scale_inv, amax), (rounding,))
-    return scale_inv, amax
-
-
-def _cast_blocks(
-    call: _Call, rounding: Rounding, tile: Sequence[int], q: Tensor, t: Tensor | None, second: Second | None = None
-) -> tuple[Tensor, Tensor]:
-    shape = scale_shape(call.x.shape, tile)
-    scale_inv, amax = call.rstd.new_empty(shape), call.rstd.new_empty(shape)
-    out = BlockOutputs(out_of(q, t), scale_inv, amax if second is None else None, *scale_inv.stride())
-    second_out = second_rounding = second_block = None
-    if second is not None:
-        second_rounding, second_block, second_out = second.rounding, (second.tile[0], second.tile[1]), second.outputs
-    name = _config(call, t if second is None else second.t, "norm_cast_blocks")
-    blocks = (tile[0], tile[1]), second_block
-    _launch(norm_blocks_kernel, call, name, blocks, (out, second_out), (rounding, second_rounding))
-    return scale_inv, amax
-
-
-def _config(call: _Call, t: Tensor | None, kernel: str = "norm_cast") -> str:
-    """The name of a configuration: for rows read and written as they lie, or not."""
-    return kernel if t is None and call.x.stride(1) == 1 else f"{kernel}_transpose"
-
-
-def _launch(
-    kernel: Any,
-    call: _Call,
-    name: str,
-    blocks: tuple[Tile, Tile | None] | None,
-    arguments: Sequence[Any],
-    constants: Sequence[Any],
-) -> None:
-    """Launch a kernel of norm_kernels.py.
-
-    Args:
-        kernel: which.
-        call: what it normalises.
-        name: its configuration's.
-        blocks: the two scalings' (rows, columns), which a tile is to hold whole.
-        arguments: the kernel's, from ``out`` on.
-        constants: its constants but the first and the last.
-    """
-    (x, gamma, beta, kind, eps, zero_centered), mean, rstd, y, keep = call
-    rows, cols = x.shape
-    chosen = config(name, (rows * cols).bit_length())
-    block_r, block_c, tiles, num_warps = _tile(chosen, cols, [block for block in blocks or () if block is not None])
-    tiles = tiles if kernel is norm_tensor_kernel else 1  # fewer programs then meet at the shared amax
-    height = block_r * tiles
-    even, one_tile = rows % height == 0 and cols % block_c == 0, block_c >= cols
-    tiling = NormTiling(even, one_tile, tiles, block_r, block_c, 16 // x.element_size())
-    if blocks is not None:
-        constants = *constants, BlockTiling(even, block_r, block_c, *blocks)
-    norm = Norm(mean if kind == "layer_norm" else None, rstd, gamma, beta)
-    first = Source(x, rows, cols, *x.stride()), norm, y if keep else None, eps
-    launch(kernel, -(-rows // height), (*first, *arguments, zero_centered, *constants, tiling), num_warps)
+        Args:
+            kernel: which.
+            name: its configuration's.
+            transposes: whether it writes codes transposed.
+            arguments: its own, from ``out`` on.
+            constants: all but the first and the last.
+            blocks: (rows, columns) that share a scale, of one or two scalings: a tile is to hold them whole.
+        """
+        x, rows, cols, norm, function, *_ = self.given
+        name = name if not transposes and x.stride(1) == 1 else f"{name}_transpose"
+        chosen = config(name, (rows * cols).bit_length())
+        block_r, block_c, tiles, num_warps = _tile(chosen, cols, blocks)
+        tiles = tiles if kernel is norm_tensor_kernel else 1  # fewer programs then meet at the shared amax
+        height = block_r * tiles
+        even, one_tile = rows % height == 0 and cols % block_c == 0, block_c >= cols
+        tiling = NormTiling(even, one_tile, tiles, block_r, block_c, 16 // x.element_size())
+        if blocks:
+            constants = *constants, BlockTiling(even, block_r, block_c, blocks[0], (*blocks, None)[1])
+        first = self.given.source, norm, self.statistics[2] if self.keep else None, self.eps
+        launch(kernel, -(-rows // height), (*first, *arguments, function.zero_centered, *constants, tiling), num_warps)
 
 
 def _tile(chosen: Config, cols: int, blocks: Sequence[Sequence[int]]) -> Config:

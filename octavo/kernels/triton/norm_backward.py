@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.layouts import check_norm
+from octavo.kernels.arguments import NormGradient
 from octavo.kernels.triton.launch import Config, config, launch, next_power_of_two, with_room_for
 from octavo.kernels.triton.norm_kernels import NormTiling, fold_sum, store_y, vector
-from octavo.kernels.triton.produce import Norm, factor
+from octavo.kernels.triton.prologue import Norm, factor
 from octavo.kernels.triton.tiles import Source, load_tile, narrow
 
 
@@ -149,19 +149,9 @@ def norm_backward_sum_kernel(
         tl.store(dbeta_ptr + cols, result, mask=cols < parts.C)
 
 
-def norm_backward(
-    dy: Tensor,
-    x: Tensor,
-    gamma: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    kind: str,
-    zero_centered: bool,
-    with_beta: bool,
-    residual: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def norm_backward(gradient: NormGradient) -> tuple[Tensor, Tensor, Tensor]:
     """``octavo::norm_backward``."""
-    check_norm(x, gamma, None, kind, dy, residual)
+    dy, x, gamma, mean, rstd, kind, zero_centered, with_beta, residual = gradient
     rows, cols = x.shape
     dx, dgamma = x.new_empty((rows, cols)), gamma.new_empty(cols)
     dbeta = gamma.new_empty(cols) if with_beta else None

@@ -3,7 +3,7 @@
 It reads them for their statistics, and again, from a cache, to normalise them. Rows that fit one tile stay in
 registers.
 
-norm is produce.py's Norm, whose statistics are written.
+norm is prologue.py's Norm, whose statistics are written.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from octavo.kernels.triton.cast_blocks import cast_scaling
-from octavo.kernels.triton.produce import factor
+from octavo.kernels.triton.prologue import factor
 from octavo.kernels.triton.tiles import (
     encode,
     finite_abs,

@@ -206,7 +206,7 @@ def given(
     scales: tuple[Any, ...] = ()
     wide = h.float()
     if h_tile:
-        codes, scale_inv = kernels.cast(h, None, 0, E4M3, h_tile, False, 0)[:2]
+        codes, scale_inv = kernels.cast(h, None, 0, E4M3, h_tile, False, 0)[:3:2]
         wide = definitions.dequantize(codes, scale_inv, h_tile).float()
         h, scales = codes, (laid(scale_inv, how), h_tile)
     if not backward:
@@ -233,7 +233,7 @@ def test_casts(case: dict[str, Any]) -> None:
     assert same_bits(produced(x, *activation), y)
 
     codes, scale_inv, amax = definitions.cast(y, E4M3, tile)
-    qdata, *found, sums = kernels.cast(x, None, 0, E4M3, tile, False, 0, 1, column_sum, *activation)
+    qdata, _, *found, sums = kernels.cast(x, None, 0, E4M3, tile, False, 0, False, 1, column_sum, *activation)
     assert same_bits(qdata.view(torch.uint8), codes)
     assert same_bits(found[0], scale_inv) and same_bits(found[1], amax)
     reads_codes = x.dtype == E4M3
@@ -251,8 +251,11 @@ def test_casts(case: dict[str, Any]) -> None:
 def test_column_sums_are_of_what_is_cast() -> None:
     x, h = torch.randn(300, 6).bfloat16(), torch.randn(300, 12).bfloat16()
     for sums, truth in (
-        (kernels.cast(h, None, 0, E4M3, ALL, False, 0, 1, True, "swiglu")[-1], exact(h.double(), "swiglu")),
-        (kernels.cast(x, None, 0, E4M3, ALL, False, 0, 1, True, "swiglu", h)[-1], exact_gradient(x, h, "swiglu")),
+        (kernels.cast(h, None, 0, E4M3, ALL, False, 0, False, 1, True, "swiglu")[-1], exact(h.double(), "swiglu")),
+        (
+            kernels.cast(x, None, 0, E4M3, ALL, False, 0, False, 1, True, "swiglu", h)[-1],
+            exact_gradient(x, h, "swiglu"),
+        ),
     ):
         allowed = 2.0**-8 * truth.sum(0).abs() + 2.0**-20 * truth.abs().sum(0)
         assert bool(((sums.double() - truth.sum(0)).abs() <= allowed).all())
@@ -264,7 +267,7 @@ def test_a_delayed_scale_is_of_what_is_cast() -> None:
     y = produced(h, "swiglu")
     for scale in (0.0, 3.0):
         state, history = torch.tensor([7.0, 7.0, scale]), torch.zeros(3, 2)
-        qdata, scale_inv, amax, _ = kernels.cast(h, state, 2, E5M2, ALL, True, 1, 1, False, "swiglu")
+        qdata, _, scale_inv, amax, _ = kernels.cast(h, state, 2, E5M2, ALL, True, 1, False, 1, False, "swiglu")
         codes, expected, expected_amax = definitions.cast(y, E5M2, ALL, True, 1, scale)
         assert same_bits(qdata.view(torch.uint8), codes)
         assert same_bits(scale_inv, expected) and same_bits(amax, expected_amax)
@@ -289,8 +292,8 @@ def test_every_code(fmt: torch.dtype, activation: str) -> None:
 
 @each_activation
 @pytest.mark.parametrize("h_tile", [None, ALL, (1, 128), (128, 128), (1, -1)], ids=str)
-def test_in_runs_of_rows(monkeypatch: pytest.MonkeyPatch, h_tile: tuple[int, int] | None, activation: str) -> None:
-    # What is larger than tiles.RUN is worked on in parts, and an element's value must not depend on which. (Of rows
+def test_in_chunks_of_rows(monkeypatch: pytest.MonkeyPatch, h_tile: tuple[int, int] | None, activation: str) -> None:
+    # What is larger than tiles.CHUNK is worked on in parts, and an element's value must not depend on which. (Of rows
     # that are no multiple of a CPU's vectors the last elements would, in the last bit: torch computes them one by one.)
     for how in ("rows", "columns"):
         for backward in (False, True):
@@ -298,14 +301,14 @@ def test_in_runs_of_rows(monkeypatch: pytest.MonkeyPatch, h_tile: tuple[int, int
             expected = produced(x, *arguments)
             for run in (1, 400):
                 with monkeypatch.context() as patched:
-                    patched.setattr(tiles, "RUN", run)
+                    patched.setattr(tiles, "CHUNK", run)
                     assert same_bits(produced(x, *arguments), expected)
 
 
 def test_larger_than_a_run() -> None:
-    rows = tiles.RUN // 512 + 7
+    rows = tiles.CHUNK // 512 + 7
     h = torch.randn(rows, 1024).bfloat16()
-    assert h.numel() > tiles.RUN
+    assert h.numel() > tiles.CHUNK
     y = produced(h, "swiglu")
     parts = torch.cat([produced(part, "swiglu") for part in h.split(100)])
     torch.testing.assert_close(y, parts, rtol=2.0**-22, atol=0.0)  # torch's threads too leave last elements
@@ -334,8 +337,8 @@ def test_wrong_arguments_are_refused(activation: tuple[Any, ...], preactivation:
     for device in ("cpu", "meta"):
         x = torch.zeros(4, 7, device=device)
         for call in (
-            lambda x: kernels.cast(x, None, 0, E4M3, ALL, False, 0, 1, False, *given),
-            lambda x: kernels.cast_transpose(x, None, 0, E4M3, ALL, False, 0, 1, False, *given),
+            lambda x: kernels.cast(x, None, 0, E4M3, ALL, False, 0, False, 1, False, *given),
+            lambda x: kernels.cast(x, None, 0, E4M3, ALL, False, 0, True, 1, False, *given),
             lambda x: kernels.cast_two_scalings(x, E4M3, ALL, False, 0, *second, 1, False, *given),
         ):
             with pytest.raises(ValueError, match=said):

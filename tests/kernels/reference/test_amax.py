@@ -77,9 +77,9 @@ def test_the_input_is_untouched(tile: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("run", [1, 300])
-def test_in_runs_of_rows(monkeypatch: pytest.MonkeyPatch, run: int, tile: tuple[int, int]) -> None:
-    # what is larger than tiles.RUN is worked on in parts
-    monkeypatch.setattr(tiles, "RUN", run)
+def test_in_chunks_of_rows(monkeypatch: pytest.MonkeyPatch, run: int, tile: tuple[int, int]) -> None:
+    # what is larger than tiles.CHUNK is worked on in parts
+    monkeypatch.setattr(tiles, "CHUNK", run)
     for x in (torch.randn(131, 7), torch.randn(9, 131).t()):
         assert torch.equal(kernels.amax(x, tile), expected_amax(x, tile))
         x[100, 3], x[2, 2] = math.nan, -math.inf

@@ -22,7 +22,7 @@ each_tile = pytest.mark.parametrize("tile", TILES, ids=map(str, GRANULARITIES))
 
 def check(x: Tensor, fmt: torch.dtype, tile: Sequence[int], power_of_two: bool = False, margin: int = 0) -> Tensor:
     before = x.clone()
-    qdata, scale_inv, amax, _ = kernels.cast(x, None, 0, fmt, tile, power_of_two, margin)
+    qdata, _, scale_inv, amax, _ = kernels.cast(x, None, 0, fmt, tile, power_of_two, margin)
     codes, expected_scale_inv, expected_amax = definitions.cast(x, fmt, tile, power_of_two, margin)
     assert qdata.dtype == fmt
     assert same_bits(scale_inv, expected_scale_inv)
@@ -85,13 +85,13 @@ def test_edge_amax(dtype: torch.dtype, fmt: torch.dtype, tile: tuple[int, int]) 
 
 
 def test_amax_zero_reads_back_as_zero() -> None:
-    qdata, scale_inv, amax, _ = kernels.cast(torch.tensor([[0.0, -0.0]]), None, 0, E4M3, ALL, False, 7)
+    qdata, _, scale_inv, amax, _ = kernels.cast(torch.tensor([[0.0, -0.0]]), None, 0, E4M3, ALL, False, 7)
     assert (qdata.view(torch.uint8).tolist(), scale_inv.item(), amax.item()) == ([[0, 0x80]], 1.0, 0.0)
 
 
 def test_an_empty_tensor_has_scale_one() -> None:
     for shape in ((0, 5), (5, 0), (0, 0)):
-        qdata, scale_inv, amax, _ = kernels.cast(torch.empty(shape), None, 0, E4M3, ALL, True, 7)
+        qdata, _, scale_inv, amax, _ = kernels.cast(torch.empty(shape), None, 0, E4M3, ALL, True, 7)
         assert (qdata.shape, scale_inv.tolist(), amax.tolist()) == (shape, [[1.0]], [[0.0]])
 
 
@@ -102,10 +102,10 @@ def test_an_empty_tensor_has_scale_one() -> None:
 def test_one_fault_stays_local(fault: float, dtype: torch.dtype, fmt: torch.dtype, tile: tuple[int, int]) -> None:
     x = torch.randn(9, 133).to(dtype)
     x[4, 7] = 0.0
-    intact, scale_inv, amax, _ = kernels.cast(x, None, 0, fmt, tile, False, 0)
+    intact, _, scale_inv, amax, _ = kernels.cast(x, None, 0, fmt, tile, False, 0)
     x[4, 7] = fault
     qdata = check(x, fmt, tile)
-    _, faulty_scale_inv, faulty_amax, _ = kernels.cast(x, None, 0, fmt, tile, False, 0)
+    _, _, faulty_scale_inv, faulty_amax, _ = kernels.cast(x, None, 0, fmt, tile, False, 0)
     assert same_bits(scale_inv, faulty_scale_inv) and same_bits(amax, faulty_amax)
     differs = qdata.view(torch.uint8) != intact.view(torch.uint8)
     assert differs.nonzero().tolist() == [[4, 7]]
@@ -132,7 +132,7 @@ def test_a_delayed_scale_is_used_as_it_is(scale: float, dtype: torch.dtype, fmt:
         state[role] = scale
         before = state.clone()
         # power_of_two and margin are the next scale's affair
-        qdata, scale_inv, amax, _ = kernels.cast(x, state, role, fmt, ALL, True, 5)
+        qdata, _, scale_inv, amax, _ = kernels.cast(x, state, role, fmt, ALL, True, 5)
         codes, expected_scale_inv, expected_amax = definitions.cast(x, fmt, ALL, scale=float(before[role]))
         assert same_bits(qdata.view(torch.uint8), codes)
         assert same_bits(scale_inv, expected_scale_inv) and same_bits(amax, expected_amax)
@@ -142,7 +142,7 @@ def test_a_delayed_scale_is_used_as_it_is(scale: float, dtype: torch.dtype, fmt:
 def test_a_delayed_scale_that_is_too_large_saturates() -> None:
     x = torch.tensor([[1.0, -2.0, 3e38, -0.001]])
     for fmt in FORMATS:
-        qdata, scale_inv, amax, _ = kernels.cast(x, torch.full((3,), 1e5), 0, fmt, ALL, False, 0)
+        qdata, _, scale_inv, amax, _ = kernels.cast(x, torch.full((3,), 1e5), 0, fmt, ALL, False, 0)
         assert read(qdata)[0, :3].tolist() == [MAX[fmt], -MAX[fmt], MAX[fmt]]
         assert amax.item() == x[0, 2] and scale_inv.item() == float(torch.tensor(1e-5))
 
@@ -156,26 +156,27 @@ def test_no_history_means_this_tensors_own_amax(zero: float, fmt: torch.dtype) -
         delayed = kernels.cast(x, state, 1, fmt, ALL, power_of_two, margin)
         dynamic = kernels.cast(x, None, 0, fmt, ALL, power_of_two, margin)
         assert all(same_bits(a, b) for a, b in zip(delayed, dynamic, strict=True))
-    empty, scale_inv, amax, _ = kernels.cast(x[:0], state, 1, fmt, ALL, False, 0)
+    empty, _, scale_inv, amax, _ = kernels.cast(x[:0], state, 1, fmt, ALL, False, 0)
     assert (empty.numel(), scale_inv.item(), amax.item()) == (0, 1.0, 0.0)
 
 
 def test_an_empty_tensor_under_a_delayed_scale() -> None:
     for shape in ((0, 4), (4, 0)):
-        _, scale_inv, amax, _ = kernels.cast(torch.empty(shape), torch.full((3,), 4.0), 2, E5M2, ALL, False, 0)
+        _, _, scale_inv, amax, _ = kernels.cast(torch.empty(shape), torch.full((3,), 4.0), 2, E5M2, ALL, False, 0)
         assert (scale_inv.tolist(), amax.tolist()) == ([[0.25]], [[0.0]])
 
 
 @each_tile
 @pytest.mark.parametrize("shape", [(1, 1), (1, 8), (8, 1), (4, 6), (0, 3)], ids=str)
-def test_cast_transpose(shape: tuple[int, int], tile: tuple[int, int]) -> None:
+def test_both_layouts(shape: tuple[int, int], tile: tuple[int, int]) -> None:
     for dtype in DTYPES:
         x = torch.randn(shape).to(dtype)
         state = torch.tensor([0.0, 0.0, 9.0]) if tile == ALL else None
         for role in (0, 2):
-            once = kernels.cast(x, state, role, E5M2, tile, True, 1)
-            qdata, transposed, *others = kernels.cast_transpose(x, state, role, E5M2, tile, True, 1)
-            for a, b in zip((qdata, *others), once, strict=True):
+            once, none, *found = kernels.cast(x, state, role, E5M2, tile, True, 1)
+            assert none.shape == (0, 0) and none.dtype == E5M2
+            qdata, transposed, *others = kernels.cast(x, state, role, E5M2, tile, True, 1, True)
+            for a, b in zip((qdata, *others), (once, *found), strict=True):
                 assert same_bits(a, b)
             assert transposed.dtype == E5M2 and transposed.is_contiguous()
             assert same_bits(transposed.view(torch.uint8), qdata.view(torch.uint8).t())
@@ -190,8 +191,8 @@ def test_outputs_share_no_memory(tile: tuple[int, int]) -> None:
         delayed = state if tile == ALL else None
         update = ([448.0] * 3, [False] * 3, [0] * 3, "max")
         results = [
-            kernels.cast(x, delayed, 0, E4M3, tile, False, 0, 1, True),
-            kernels.cast_transpose(x, delayed, 0, E4M3, tile, False, 0, 1, True),
+            kernels.cast(x, delayed, 0, E4M3, tile, False, 0, False, 1, True),
+            kernels.cast(x, delayed, 0, E4M3, tile, False, 0, True, 1, True),
             kernels.cast_two_scalings(x, E4M3, tile, False, 0, E4M3, tile, False, 0, True, 1, True),
             kernels.cast_two_scalings(x, E4M3, tile, False, 0, E4M3, tile, False, 0, False, 2, True),
             kernels.cast_and_commit(x, state, history, torch.ones(1, 1), None, E4M3, False, 0, *update, True, 1, True),
@@ -235,7 +236,7 @@ def test_cast_and_commit_is_a_cast_and_then_an_update(reduce: str, transpose: bo
         qdata, transposed, scale_inv, _ = kernels.cast_and_commit(
             x, state, history, amax_input, amax_weight, E5M2, True, 3, *update, transpose
         )
-        expected, expected_scale_inv, amax, _ = kernels.cast(x, other_state, 2, E5M2, ALL, True, 3)
+        expected, _, expected_scale_inv, amax, _ = kernels.cast(x, other_state, 2, E5M2, ALL, True, 3)
         kernels.delayed_update(other_state, other_history, amax_input, amax_weight, amax, *update)
         assert same_bits(qdata, expected) and same_bits(scale_inv, expected_scale_inv)
         assert torch.equal(state, other_state) and torch.equal(history, other_history)
@@ -263,9 +264,9 @@ def test_values_of_float32_at_the_edge_do_not_overflow() -> None:
 
 @each_tile
 @pytest.mark.parametrize("run", [1, 400])
-def test_in_runs_of_rows(monkeypatch: pytest.MonkeyPatch, run: int, tile: tuple[int, int]) -> None:
-    # what is larger than tiles.RUN is worked on in parts
-    monkeypatch.setattr(tiles, "RUN", run)
+def test_in_chunks_of_rows(monkeypatch: pytest.MonkeyPatch, run: int, tile: tuple[int, int]) -> None:
+    # what is larger than tiles.CHUNK is worked on in parts
+    monkeypatch.setattr(tiles, "CHUNK", run)
     x = torch.randn(131, 133) * torch.logspace(-1, 1, 131)[:, None]
     for strided in (x, x.t()):
         check(strided, E4M3, tile)

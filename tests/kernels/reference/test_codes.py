@@ -34,7 +34,7 @@ def flush_denormal() -> Iterator[None]:
 def encode(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Codes of x as it is, by way of a delayed scale of 1."""
     unit = torch.tensor([0.0, 1.0, 0.0])
-    qdata, scale_inv, _, _ = kernels.cast(x.reshape(1, -1), unit, 1, dtype, (-1, -1), True, 3)
+    qdata, _, scale_inv, _, _ = kernels.cast(x.reshape(1, -1), unit, 1, dtype, (-1, -1), True, 3)
     assert qdata.dtype == dtype and scale_inv.item() == 1.0
     return qdata.view(x.shape)
 
@@ -111,7 +111,7 @@ def test_every_bfloat16_and_float32_around_every_boundary(dtype: torch.dtype, fa
 @pytest.mark.parametrize("scale", [1.0, 0.7, 2.0**40])
 def test_every_bfloat16_times_a_scale(dtype: torch.dtype, scale: float) -> None:
     x = all_bfloat16().view(256, 256)
-    codes, _, amax, _ = kernels.cast(x, torch.full((3,), scale), 0, dtype, (-1, -1), False, 0)
+    codes, _, _, amax, _ = kernels.cast(x, torch.full((3,), scale), 0, dtype, (-1, -1), False, 0)
     scaled = torch.where(torch.isfinite(x), (x.float() * scale).clamp(-FLOAT32_MAX, FLOAT32_MAX), x)
     assert torch.equal(codes.view(torch.uint8), round_to_codes(scaled, dtype))
     assert amax.item() == torch.finfo(torch.bfloat16).max

@@ -69,9 +69,9 @@ def test_extreme_scales(scale_inv: float, fmt: torch.dtype) -> None:
 @each_tile
 @each_format
 @pytest.mark.parametrize("run", [1, 300, 20000])
-def test_in_runs_of_rows(monkeypatch: pytest.MonkeyPatch, run: int, fmt: torch.dtype, tile: tuple[int, int]) -> None:
-    # what is larger than tiles.RUN is worked on in parts
-    monkeypatch.setattr(tiles, "RUN", run)
+def test_in_chunks_of_rows(monkeypatch: pytest.MonkeyPatch, run: int, fmt: torch.dtype, tile: tuple[int, int]) -> None:
+    # what is larger than tiles.CHUNK is worked on in parts
+    monkeypatch.setattr(tiles, "CHUNK", run)
     qdata, scale_inv = random_pair((131, 133), tile, fmt)
     for codes, scale, laid in ((qdata, scale_inv, tile), (qdata.t(), scale_inv.t(), tile[::-1])):
         value = kernels.dequantize(codes, scale, laid, torch.bfloat16)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from octavo import PerBlock, PerRow, PerTensor, kernels
 from octavo.granularity import Granularity
-from octavo.kernels import emulation
+from octavo.kernels import capability
 from octavo.kernels.reference import tiles
 from tests.support import definitions
 from tests.support.definitions import GRANULARITIES, sqnr
@@ -138,7 +138,7 @@ def only_rounded_once(result: Tensor, a: Pair, a_g: Granularity, b: Pair, b_g: G
 def test_two_dtypes_differ_in_the_order_of_additions_alone(
     monkeypatch: pytest.MonkeyPatch, a_g: Granularity, laid: str, run: int
 ) -> None:
-    monkeypatch.setattr(tiles, "RUN", run)
+    monkeypatch.setattr(tiles, "CHUNK", run)
     scales = itertools.product([a_g, PerBlock(128, 128), PerTensor()], (True, False), (True, False))
     for b_g, power_of_two, has_bias in scales:
         a, b = (pair(uneven(rows, 300), g, E4M3, power_of_two) for rows, g in ((37, a_g), (33, b_g)))
@@ -146,7 +146,7 @@ def test_two_dtypes_differ_in_the_order_of_additions_alone(
             a, b = ((q.t().contiguous().t(), s.t().contiguous().t()) for q, s in (a, b))
         bias = torch.randn(33) * 100 if has_bias else torch.zeros(33)
         for fast in (torch.float32, torch.bfloat16):
-            monkeypatch.setattr(emulation, "fast_dtype", lambda device, fast=fast: fast)
+            monkeypatch.setattr(capability, "fast_dtype", lambda device, fast=fast: fast)
             found = product(a, a_g, b, b_g, torch.bfloat16, bias if has_bias else None)
             assert only_rounded_once(found, a, a_g, b, b_g, bias.bfloat16()), (fast, b_g)
 
@@ -156,8 +156,8 @@ def test_two_dtypes_differ_in_the_order_of_additions_alone(
 def test_float32_applies_all_before_the_one_rounding(
     monkeypatch: pytest.MonkeyPatch, a_g: Granularity, run: int
 ) -> None:
-    monkeypatch.setattr(tiles, "RUN", run)
-    monkeypatch.setattr(emulation, "fast_dtype", lambda device: torch.float32)
+    monkeypatch.setattr(tiles, "CHUNK", run)
+    monkeypatch.setattr(capability, "fast_dtype", lambda device: torch.float32)
     for b_g in GRANULARITIES:
         a, b, bias = pair(uneven(37, 300), a_g), pair(uneven(33, 300), b_g, E5M2), (torch.randn(33) * 100).bfloat16()
         a_t, b_t = ((q.t().contiguous().t(), s.t().contiguous().t()) for q, s in (a, b))
@@ -169,7 +169,7 @@ def test_float32_applies_all_before_the_one_rounding(
 def test_no_operand_is_widened_as_a_whole(
     monkeypatch: pytest.MonkeyPatch, formats: tuple[torch.dtype, torch.dtype]
 ) -> None:
-    monkeypatch.setattr(tiles, "RUN", 500)
+    monkeypatch.setattr(tiles, "CHUNK", 500)
     seen: list[int] = []
     addmm = torch.addmm
 
@@ -255,8 +255,8 @@ def test_fast_accum_is_a_permission() -> None:
 
 
 @pytest.mark.parametrize("laid", ["as it is", "transposed"])
-def test_rows_in_runs_of_an_operand_that_is_taller_than_wide(monkeypatch: pytest.MonkeyPatch, laid: str) -> None:
-    monkeypatch.setattr(tiles, "RUN", 500)
+def test_rows_in_chunks_of_an_operand_that_is_taller_than_wide(monkeypatch: pytest.MonkeyPatch, laid: str) -> None:
+    monkeypatch.setattr(tiles, "CHUNK", 500)
     for granularity in GRANULARITIES:
         a, b = pair(uneven(300, 17), granularity), pair(uneven(5, 17), granularity)
         given = a if laid == "as it is" else (a[0].t().contiguous().t(), a[1].t().contiguous().t())

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from octavo.kernels.reference import tiles
-from octavo.kernels.reference.tiles import as_tiles, multiply_tiles_, row_runs, row_slices, tile_rows, with_scratch
+from octavo.kernels.reference.tiles import as_tiles, multiply_tiles_, row_chunks, row_slices, tile_rows, with_scratch
 from tests.support.definitions import scale_grid, tiles_of
 
 TILES = [(-1, -1), (1, -1), (-1, 1), (1, 128), (128, 128), (3, 5), (128, 1)]
@@ -68,27 +68,27 @@ def test_strided_input(tile: tuple[int, int]) -> None:
 @pytest.mark.parametrize("run", [1, 64, 1000, 1 << 30])
 @pytest.mark.parametrize("shape", [(1, 1), (17, 130), (300, 7), (5, 0), (0, 5)], ids=str)
 def test_runs_of_rows(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], run: int, tile: tuple[int, int]) -> None:
-    monkeypatch.setattr(tiles, "RUN", run)
+    monkeypatch.setattr(tiles, "CHUNK", run)
     rows, cols = scale_grid(shape, tile)
     x, scale = torch.randn(shape), torch.rand(rows, cols) + 1
     result, expected = torch.full(shape, -1.0), torch.full(shape, -1.0)
     for i, j, r, c in tiles_of(shape, tile):
         expected[r, c] = x[r, c] * scale[i, j]
     memory = set()
-    for run_scale, scratch, source, target in with_scratch(row_runs(tile, scale, x, result)):
+    for run_scale, scratch, source, target in with_scratch(row_chunks(tile, scale, x, result)):
         assert scratch.shape == source.shape == target.shape and scratch.dtype == torch.float32
         memory.add(scratch.data_ptr())
         target.copy_(multiply_tiles_(scratch.copy_(source), run_scale, tile))
     assert torch.equal(result, expected)
     assert len(memory) == 1
-    assert all(scale is None for scale, *_ in row_runs(tile, None, x))
+    assert all(scale is None for scale, *_ in row_chunks(tile, None, x))
 
 
 @pytest.mark.parametrize("unit", [1, 3, 128])
 @pytest.mark.parametrize("runs", [1, 4])
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0), (1, 1), (17, 130), (1000, 7), (128, 128)], ids=str)
 def test_slices_of_rows(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], runs: int, unit: int) -> None:
-    monkeypatch.setattr(tiles, "RUN", 300)
+    monkeypatch.setattr(tiles, "CHUNK", 300)
     found = row_slices(shape, unit, runs)
     assert found[0].start == 0 and found[-1].stop == shape[0]
     assert all(a.stop == b.start for a, b in itertools.pairwise(found))

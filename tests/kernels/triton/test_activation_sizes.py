@@ -53,7 +53,7 @@ def given(
         x.view(-1)[7::1_500_007] = torch.inf
     scaling: tuple[Any, ...] = ()
     if h_tile is not None:
-        h, scale_inv, *_ = REFERENCE["cast"](h, None, 0, E4M3, h_tile, False, 0)
+        h, _, scale_inv, *_ = REFERENCE["cast"](h, None, 0, E4M3, h_tile, False, 0)
         scaling = scale_inv, h_tile
     return (dy, (activation, h, *scaling)) if backward else (h, (activation, None, *scaling))
 
@@ -75,14 +75,14 @@ def test_every_op(
     compare = check if activation in EXACT else check_close
     x, arguments = given(shape, activation, backward, faults=faults)
     for tile in TILES:
-        compare(kernels, "cast", x, None, 0, E4M3, tile, False, 0, 1, False, *arguments, where=DEVICE)
-        compare(kernels, "cast_transpose", x, None, 0, E5M2, tile, True, 1, 16, True, *arguments, where=DEVICE)
+        compare(kernels, "cast", x, None, 0, E4M3, tile, False, 0, False, 1, False, *arguments, where=DEVICE)
+        compare(kernels, "cast", x, None, 0, E5M2, tile, True, 1, True, 16, True, *arguments, where=DEVICE)
     for tile, second_tile in TWO_SCALINGS:
         scalings = E4M3, tile, True, 0, E5M2, second_tile, False, 0, True, 16, True
         compare(kernels, "cast_two_scalings", x, *scalings, *arguments, where=DEVICE)
     state, history = delayed_state()
     for role in (0, 1):
-        compare(kernels, "cast_transpose", x, state, role, E4M3, ALL, False, 0, 16, True, *arguments, where=DEVICE)
+        compare(kernels, "cast", x, state, role, E4M3, ALL, False, 0, True, 16, True, *arguments, where=DEVICE)
     for _ in range(3):
         compare(kernels, "cast_and_commit", x, state, history, *commits(), *arguments, where=DEVICE)
 
@@ -98,7 +98,7 @@ def test_dtypes_and_layouts(kernels: TritonKernels, activation: str, backward: b
             h, dy = of(large(rows, wide, dtype)), of(large(rows, cols, dtype))
             x, arguments = (dy, (activation, h)) if backward else (h, (activation,))
             for tile in TILES:
-                compare(kernels, "cast_transpose", x, None, 0, E4M3, tile, False, 0, 16, True, *arguments, where=DEVICE)
+                compare(kernels, "cast", x, None, 0, E4M3, tile, False, 0, True, 16, True, *arguments, where=DEVICE)
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "gradient"])
@@ -107,8 +107,8 @@ def test_of_codes(kernels: TritonKernels, h_tile: tuple[int, int], backward: boo
     for activation in ("swiglu", "gelu"):
         x, arguments = given((4096, 2048), activation, backward, h_tile)
         for tile in TILES:
-            cast = None, 0, E4M3, tile, False, 0, 16, True
-            check_close(kernels, "cast_transpose", x, *cast, *arguments, where=DEVICE)
+            cast = None, 0, E4M3, tile, False, 0, True, 16, True
+            check_close(kernels, "cast", x, *cast, *arguments, where=DEVICE)
         for tiles in TWO_SCALINGS:
             scalings = E4M3, tiles[0], True, 0, E5M2, tiles[1], False, 0, True, 16, True
             check_close(kernels, "cast_two_scalings", x, *scalings, *arguments, where=DEVICE)
@@ -120,18 +120,18 @@ def test_more_elements_than_int32_counts(kernels: TritonKernels, backward: bool)
     assert rows * 2 * cols > 2**31
     x, arguments = given((rows, cols), "reglu", backward)
     for tile in (ALL, (1, -1), (-1, 1), (1, 128), (128, 1)):
-        cast = x, None, 0, E4M3, tile, False, 0, 1, False, *arguments
-        results, expected = kernels.cast_transpose(*cast), REFERENCE["cast_transpose"](*cast)
+        cast = x, None, 0, E4M3, tile, False, 0, True, 1, False, *arguments
+        results, expected = kernels.cast(*cast), REFERENCE["cast"](*cast)
         assert all(same_bits(a, b) for a, b in zip(results, expected, strict=True)), tile
         del results, expected
 
 
 CAPTURED: dict[str, tuple[str, bool, Callable[[], tuple[Any, ...]]]] = {
-    "forward, Dynamic": ("cast", False, lambda: (None, 0, E4M3, ALL, False, 0, 16, True)),
-    "forward, Delayed": ("cast_transpose", False, lambda: (delayed_state()[0], 0, E4M3, ALL, False, 0, 16, False)),
-    "forward, no history": ("cast", False, lambda: (delayed_state()[0], 1, E4M3, ALL, False, 0, 16, False)),
-    "gradient, rows": ("cast", True, lambda: (None, 0, E4M3, (1, -1), False, 0, 16, True)),
-    "gradient, columns": ("cast_transpose", True, lambda: (None, 0, E4M3, (-1, 1), True, 0, 16, True)),
+    "forward, Dynamic": ("cast", False, lambda: (None, 0, E4M3, ALL, False, 0, False, 16, True)),
+    "forward, Delayed": ("cast", False, lambda: (delayed_state()[0], 0, E4M3, ALL, False, 0, True, 16, False)),
+    "forward, no history": ("cast", False, lambda: (delayed_state()[0], 1, E4M3, ALL, False, 0, False, 16, False)),
+    "gradient, rows": ("cast", True, lambda: (None, 0, E4M3, (1, -1), False, 0, False, 16, True)),
+    "gradient, columns": ("cast", True, lambda: (None, 0, E4M3, (-1, 1), True, 0, True, 16, True)),
     "gradient, blocks": (
         "cast_two_scalings",
         True,

@@ -96,7 +96,7 @@ def test_a_sequence_of_steps(kernels: TritonKernels, length: int, reduce: str) -
     for step in range(length + 3):
         x, weight, g = (steps_values(step, role).to(kernels.device) for role in range(3))
         *_, amax_x, _ = check(kernels, "cast", x, state, 0, E4M3, ALL, False, 0)
-        *_, amax_weight, _ = check(kernels, "cast_transpose", weight, state, 1, E4M3, ALL, True, 1, 16)
+        *_, amax_weight, _ = check(kernels, "cast", weight, state, 1, E4M3, ALL, True, 1, True, 16)
         amaxes = (amax_x.to(kernels.device), None if step % 3 == 1 else amax_weight.to(kernels.device))
         check(kernels, "cast_and_commit", g, state, history, *amaxes, E5M2, False, 2, *update, True, 1, True)
     assert (state != 0).all() and bool((history != 0).any())

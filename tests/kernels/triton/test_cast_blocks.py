@@ -30,8 +30,9 @@ def run(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, case: dict[str,
     if case["small"]:
         use_small_tiles(kernels, monkeypatch)
     x = laid(values_of(case["values"], case["shape"], case["dtype"]), case["layout"], kernels.device)
-    cast = (case["fmt"], case["tile"], case["power_of_two"], case["margin"], case["pad"], case["column_sum"])
-    check(kernels, case["op"], x, None, 0, *cast, compare_sums=case["values"] != "edge")
+    cast = (case["fmt"], case["tile"], case["power_of_two"], case["margin"])
+    written = case["transpose"], case["pad"], case["column_sum"]
+    check(kernels, "cast", x, None, 0, *cast, *written, compare_sums=case["values"] != "edge")
 
 
 OPTIONS = {
@@ -43,7 +44,7 @@ OPTIONS = {
     "margin": [0, 3],
     "pad": [1, 16],
     "column_sum": [False, True],
-    "op": ["cast", "cast_transpose"],
+    "transpose": [False, True],
 }
 
 

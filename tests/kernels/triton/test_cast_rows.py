@@ -26,7 +26,7 @@ TILES = [(1, -1), (-1, 1)]
 
 
 @each_pair(
-    op=["cast", "cast_transpose"],
+    transpose=[False, True],
     tile=TILES,
     shape=SHAPES,
     dtype=DTYPES,
@@ -43,12 +43,13 @@ def test_cast(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, case: dic
     if case["small"]:
         use_small_tiles(kernels, monkeypatch)
     x = laid(values_of(case["values"], case["shape"], case["dtype"]), case["layout"], kernels.device)
-    cast = (case["fmt"], case["tile"], case["power_of_two"], case["margin"], case["pad"], case["column_sum"])
-    check(kernels, case["op"], x, None, 0, *cast, compare_sums=case["values"] != "edge")
+    cast = (case["fmt"], case["tile"], case["power_of_two"], case["margin"])
+    written = case["transpose"], case["pad"], case["column_sum"]
+    check(kernels, "cast", x, None, 0, *cast, *written, compare_sums=case["values"] != "edge")
 
 
 def test_rows_longer_than_the_widest_tile(kernels: TritonKernels) -> None:
     for tile in TILES:
         x = values_of("faults", (3, 5000) if tile == (1, -1) else (5000, 3), torch.bfloat16).to(kernels.device)
-        check(kernels, "cast_transpose", x, None, 0, E4M3, tile, False, 0, 16, True)
-        check(kernels, "cast", x, None, 0, E4M3, tile, False, 0, 16, True)
+        check(kernels, "cast", x, None, 0, E4M3, tile, False, 0, True, 16, True)
+        check(kernels, "cast", x, None, 0, E4M3, tile, False, 0, False, 16, True)

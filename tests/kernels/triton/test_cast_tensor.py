@@ -24,7 +24,7 @@ pytestmark = pytest.mark.gpu
 
 
 @each_pair(
-    op=["cast", "cast_transpose"],
+    transpose=[False, True],
     shape=SHAPES,
     dtype=DTYPES,
     fmt=FORMATS,
@@ -47,5 +47,6 @@ def test_cast(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, case: dic
         state = torch.full((3,), 7.0)
         state[case["role"]] = case["scale"]
         state = state.to(kernels.device)
-    cast = (case["fmt"], ALL, case["power_of_two"], case["margin"], case["pad"], case["column_sum"])
-    check(kernels, case["op"], x, state, case["role"], *cast, compare_sums=case["values"] != "edge")
+    cast = (case["fmt"], ALL, case["power_of_two"], case["margin"])
+    written = case["transpose"], case["pad"], case["column_sum"]
+    check(kernels, "cast", x, state, case["role"], *cast, *written, compare_sums=case["values"] != "edge")

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.gpu
 def test_dequantize(kernels: TritonKernels, case: dict[str, Any]) -> None:
     tile, dtype = case["tile"], case["dtype"]
     x = values_of(case["values"], case["shape"], torch.float32)
-    q, scale_inv, *_ = REFERENCE["cast"](x, None, 0, case["fmt"], tile, False, 0)
+    q, _, scale_inv, *_ = REFERENCE["cast"](x, None, 0, case["fmt"], tile, False, 0)
     on_device = laid(q.view(torch.uint8), case["layout"], kernels.device).view(case["fmt"])
     scale_inv_on_device = scale_inv.to(kernels.device)
     if case["transposed"]:

@@ -1,5 +1,6 @@
 """The product of two pairs: Triton's kernel beside the reference, and which product a case goes to."""
 
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from octavo.granularity import Tile
+from octavo.kernels.arguments import unpacking
 from octavo.kernels.reference import KERNELS as REFERENCE
 from octavo.kernels.triton.launch import LIBRARY
 from tests.support.helpers import sqnr
@@ -23,7 +25,12 @@ TILES = [(ALL, ALL), (ROWS, ROWS), (BLOCK, SQUARE), (BLOCK, BLOCK), (MX, MX), (R
 
 def operand(rows: int, cols: int, tile: Tile, fmt: torch.dtype) -> tuple[Tensor, Tensor]:
     x = torch.randn(rows, cols) * torch.logspace(-2, 2, rows)[:, None]
-    return REFERENCE["cast"](x, None, 0, fmt, tile, False, 0)[:2]
+    return REFERENCE["cast"](x, None, 0, fmt, tile, False, 0)[:3:2]
+
+
+def of_flat(product: Callable[..., Any]) -> Callable[..., Any]:
+    """With the op's own arguments."""
+    return unpacking({"matmul": product})["matmul"]
 
 
 def operands(shape: tuple[int, int, int], tiles: tuple[Tile, Tile], formats: tuple[Any, Any]) -> tuple[Any, ...]:
@@ -42,7 +49,7 @@ def close(ours: Tensor, theirs: Tensor, kernels: TritonKernels, fast: bool = Fal
 @pytest.mark.parametrize("tiles", TILES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_triton_s_product(shape: tuple[int, int, int], tiles: tuple[Tile, Tile], kernels: TritonKernels) -> None:
-    triton_matmul = kernels.module("matmul").triton_matmul
+    triton_matmul = of_flat(kernels.module("matmul").triton_matmul)
     for formats, dtype, bias_dtype, fast in (
         ((E4M3, E4M3), torch.float32, None, True),
         ((E5M2, E4M3), torch.bfloat16, torch.bfloat16, False),
@@ -61,7 +68,7 @@ def test_triton_s_product(shape: tuple[int, int, int], tiles: tuple[Tile, Tile],
 def test_a_fault_reaches_only_its_row(kernels: TritonKernels) -> None:
     args = operands((20, 24, 64), (ALL, ALL), (E4M3, E4M3))
     args[0].view(torch.uint8)[3, 5] = 0x7F  # NaN
-    found = kernels.module("matmul").triton_matmul(*to(kernels.device, args), None, torch.float32, False).cpu()
+    found = of_flat(kernels.module("matmul").triton_matmul)(*to(kernels.device, args), None, torch.float32, False).cpu()
     assert found[3].isnan().all()
     assert not found[[i for i in range(20) if i != 3]].isnan().any()
 
@@ -86,9 +93,9 @@ def test_operands_of_any_strides(tiles: tuple[Tile, Tile], kernels: TritonKernel
 def test_a_bias_of_any_stride_and_dtype(tiles: tuple[Tile, Tile], kernels: TritonKernels) -> None:
     args, column = operands((32, 48, 256), tiles, (E4M3, E4M3)), torch.randn(96)[::2] * 100
     module = kernels.module("matmul")
-    products = [module.triton_matmul]
+    products = [of_flat(module.triton_matmul)]
     if tiles[0] != BLOCK and (kernels.device.type != "cpu" or torch.__version__ >= "2.12"):  # before, on GPUs only
-        products.append(module.library_matmul)
+        products.append(of_flat(module.library_matmul))
     for bias in (column, column.bfloat16()):
         expected = REFERENCE["matmul"](*args, bias, torch.bfloat16, False)
         for product in products:
@@ -161,7 +168,7 @@ def test_torch_s_product(tiles: tuple[Tile, Tile], kernels: TritonKernels) -> No
         pytest.skip("torch's product has no blocks on a CPU")
     if kernels.device.type == "cpu" and torch.__version__ < "2.12":
         pytest.skip("torch 2.11's product runs on GPUs only")
-    library_matmul = kernels.module("matmul").library_matmul
+    library_matmul = of_flat(kernels.module("matmul").library_matmul)
     for shape in ((32, 48, 128), (256, 256, 384)):
         for bias in (None, torch.randn(shape[1]), torch.randn(shape[1]).bfloat16()):
             args = operands(shape, tiles, (E5M2 if tiles[0] != BLOCK else E4M3, E4M3))

@@ -80,7 +80,7 @@ def state_of(kernels: TritonKernels, scale: float, known: bool = True, role: int
     state[role] = scale
     state = state.to(kernels.device)
     if known:
-        kernels.module("history").committed(state, torch.zeros(3, 4).to(kernels.device), (True, True, True))
+        kernels.module("known_scales").committed(state, torch.zeros(3, 4).to(kernels.device), (True, True, True))
         if kernels.device.type == "cuda":
             torch.cuda.synchronize()
     return state

@@ -58,12 +58,12 @@ def test_every_op(kernels: TritonKernels, shape: tuple[int, int], faults: bool) 
     for tile in TILES:
         assert same_bits(kernels.amax(x, tile), REFERENCE["amax"](x, tile))
         check(kernels, "cast", x, None, 0, E4M3, tile, False, 0, where="cuda")
-        check(kernels, "cast_transpose", x, None, 0, E5M2, tile, True, 1, 16, True, where="cuda")
+        check(kernels, "cast", x, None, 0, E5M2, tile, True, 1, True, 16, True, where="cuda")
     for tiles in TWO_SCALINGS:
         check(kernels, "cast_two_scalings", x, *two_scalings(*tiles), where="cuda")
     state, history = delayed_state()
     for role in (0, 1):
-        check(kernels, "cast_transpose", x, state, role, E4M3, ALL, False, 0, 16, where="cuda")
+        check(kernels, "cast", x, state, role, E4M3, ALL, False, 0, True, 16, where="cuda")
     for _ in range(3):
         check(kernels, "cast_and_commit", x, state, history, *commits(), where="cuda")
 
@@ -73,8 +73,8 @@ def test_dtypes_and_layouts(kernels: TritonKernels, dtype: torch.dtype) -> None:
     x = large((3000, 2056), dtype)
     for laid in (x, x.t(), x[:, 1:], x[5:, ::3]):
         for tile in TILES:
-            check(kernels, "cast_transpose", laid, None, 0, E4M3, tile, False, 0, 16, True, where="cuda")
-            check(kernels, "cast", laid, None, 0, E5M2, tile, True, 0, 1, True, where="cuda")
+            check(kernels, "cast", laid, None, 0, E4M3, tile, False, 0, True, 16, True, where="cuda")
+            check(kernels, "cast", laid, None, 0, E5M2, tile, True, 0, False, 1, True, where="cuda")
 
 
 def test_more_elements_than_int32_counts(kernels: TritonKernels) -> None:
@@ -83,18 +83,18 @@ def test_more_elements_than_int32_counts(kernels: TritonKernels) -> None:
     assert x.numel() > 2**31
     for tile in (ALL, (1, -1), (-1, 1), (1, 128), (128, 1)):
         assert same_bits(kernels.amax(x, tile), REFERENCE["amax"](x, tile))
-        results = kernels.cast_transpose(x, None, 0, E4M3, tile, False, 0)
-        expected = REFERENCE["cast_transpose"](x, None, 0, E4M3, tile, False, 0)
+        results = kernels.cast(x, None, 0, E4M3, tile, False, 0, True)
+        expected = REFERENCE["cast"](x, None, 0, E4M3, tile, False, 0, True)
         assert all(same_bits(a, b) for a, b in zip(results, expected, strict=True)), tile
         del results, expected
 
 
 CAPTURED: dict[str, tuple[str, Callable[[], tuple[Any, ...]]]] = {
-    "Dynamic": ("cast", lambda: (None, 0, E4M3, ALL, False, 0, 16, True)),
+    "Dynamic": ("cast", lambda: (None, 0, E4M3, ALL, False, 0, False, 16, True)),
     "rows": ("cast", lambda: (None, 0, E4M3, (1, -1), False, 0)),
-    "transpose": ("cast_transpose", lambda: (None, 0, E5M2, ALL, True, 0, 16, True)),
-    "Delayed": ("cast_transpose", lambda: (delayed_state()[0], 0, E4M3, ALL, False, 0)),
-    "no history": ("cast_transpose", lambda: (delayed_state()[0], 1, E4M3, ALL, False, 0)),
+    "transpose": ("cast", lambda: (None, 0, E5M2, ALL, True, 0, True, 16, True)),
+    "Delayed": ("cast", lambda: (delayed_state()[0], 0, E4M3, ALL, False, 0, True)),
+    "no history": ("cast", lambda: (delayed_state()[0], 1, E4M3, ALL, False, 0, True)),
     "two block scalings": ("cast_two_scalings", lambda: two_scalings((1, 128), (128, 1))),
     "rows and columns": ("cast_two_scalings", lambda: two_scalings((1, -1), (-1, 1))),
     "commit": ("cast_and_commit", lambda: (*delayed_state(), *commits())),
@@ -152,12 +152,12 @@ def test_a_captured_step_feeds_the_next(kernels: TritonKernels) -> None:
     x, (state, history) = large((512, 1024)), (torch.zeros(3, device="cuda"), torch.zeros(3, 4, device="cuda"))
 
     def step(run: Any, state: Tensor, history: Tensor) -> list[Tensor]:
-        q, _, amax, _ = run["cast"](x, state, 0, E4M3, ALL, False, 0)
-        w, _, _, amax_weight, _ = run["cast_transpose"](x.t(), state, 1, E4M3, ALL, False, 0)
+        q, _, _, amax, _ = run["cast"](x, state, 0, E4M3, ALL, False, 0)
+        w, _, _, amax_weight, _ = run["cast"](x.t(), state, 1, E4M3, ALL, False, 0, True)
         g, t, *_ = run["cast_and_commit"](x, state, history, amax, amax_weight, *commits()[2:])
         return [q, w, g, t]
 
-    ours = {op: getattr(kernels, op) for op in ("cast", "cast_transpose", "cast_and_commit")}
+    ours = {op: getattr(kernels, op) for op in ("cast", "cast_and_commit")}
     warm_up(lambda: step(ours, torch.zeros_like(state), torch.zeros_like(history)))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -174,13 +174,13 @@ def test_a_captured_step_feeds_the_next(kernels: TritonKernels) -> None:
 def test_two_streams(kernels: TritonKernels) -> None:
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     inputs = [large((4096, 4096)) * 2.0**i for i in range(8)]
-    expected = [REFERENCE["cast_transpose"](x, None, 0, E4M3, ALL, False, 0, 1, True) for x in inputs]
+    expected = [REFERENCE["cast"](x, None, 0, E4M3, ALL, False, 0, True, 1, True) for x in inputs]
     torch.cuda.synchronize()
     for _ in range(10):
         results = []
         for i, x in enumerate(inputs):
             with torch.cuda.stream(streams[i % 2]):
-                results.append(kernels.cast_transpose(x, None, 0, E4M3, ALL, False, 0, 1, True))
+                results.append(kernels.cast(x, None, 0, E4M3, ALL, False, 0, True, 1, True))
         torch.cuda.synchronize()
         for x, found, right in zip(inputs, results, expected, strict=True):
             assert all(same_bits(a, b) for a, b in zip(found[:-1], right[:-1], strict=True))

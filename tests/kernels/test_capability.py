@@ -3,13 +3,13 @@ import logging
 import pytest
 import torch
 
-from octavo.kernels import emulation
-from octavo.kernels.emulation import runs_natively, warn_once_if_emulated
+from octavo.kernels import capability
+from octavo.kernels.capability import runs_natively, warn_once_if_emulated
 
 
 @pytest.fixture(autouse=True)
 def _forget_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(emulation, "_warned", set())
+    monkeypatch.setattr(capability, "_warned", set())
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
-"""Casts of what is computed on the way, run of rows by run of rows: in float32 it is never there as a whole.
+"""Casts of what is computed first, by chunks of rows that fit a cache: in float32 it is never there as a whole.
 
-A run fits a cache. Where a scale needs the amax of all rows before the first code, runs are kept between, as long as
-they are KEPT elements at most, and the rest computed twice.
+Where a scale needs the amax of all rows before the first code, chunks are kept between, as long as they are KEPT
+elements at most, and the rest computed twice.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _cast_few(x: Tensor, scaling: KnownScaling, limit: float) -> Pair | None:
     return codes, scale_inv_from_scale(scale), amax
 
 
-def cast_in_runs(
+def cast_in_chunks(
     make: Callable[[slice], Tensor],
     shape: tuple[int, int],
     unit: int,
@@ -90,29 +90,29 @@ def cast_in_runs(
     Args:
         make: rows of y, float32, from their slice; a fresh tensor, which is overwritten.
         shape: of y.
-        unit: runs begin at multiples of it.
+        unit: chunks begin at multiples of it.
         scalings: how.
         column_sum: find the sums of columns.
 
     Returns:
         each scaling's result, and the sums [C] float32, or [0].
     """
-    runs = row_slices(shape, math.lcm(unit, *(s.tile[0] for s in scalings if s.tile[0] != ALL)))
+    chunks = row_slices(shape, math.lcm(unit, *(s.tile[0] for s in scalings if s.tile[0] != ALL)))
     sums: Tensor | None = None
-    if len(runs) == 1:
-        y = make(runs[0])
+    if len(chunks) == 1:
+        y = make(chunks[0])
         sums = y.sum(0) if column_sum else y.new_empty(0)
         return [cast_values(y, scaling, None, scaling is scalings[-1]) for scaling in scalings], sums
     kept = _Kept(make)
     spanning = [scaling for scaling in scalings if scaling.tile[0] == ALL and scaling.scale == 0.0]
     amaxes: list[tuple[Tensor, bool]] = []
     if spanning:
-        found = [[amax_and_finiteness(y, s.tile) for s in spanning] for y in map(kept.first, runs)]
-        for of_runs in zip(*found, strict=True):
-            largest, all_finite = zip(*of_runs, strict=True)
+        found = [[amax_and_finiteness(y, s.tile) for s in spanning] for y in map(kept.first, chunks)]
+        for of_chunks in zip(*found, strict=True):
+            largest, all_finite = zip(*of_chunks, strict=True)
             amaxes.append((torch.stack(largest).amax(0), all(all_finite)))
     parts = [_Parts(scaling, shape, *(amaxes.pop(0) if scaling in spanning else (None,))) for scaling in scalings]
-    for rows in runs:
+    for rows in chunks:
         y = kept.again(rows)
         if column_sum:
             sums = y.sum(0) if sums is None else sums.add_(y.sum(0))
@@ -124,33 +124,33 @@ def cast_in_runs(
 
 
 class _Kept:
-    """Runs made once and, of the first ones, kept for a second reading."""
+    """Chunks made once and, of the first ones, kept for a second reading."""
 
     def __init__(self, make: Callable[[slice], Tensor]) -> None:
-        self.make, self.left, self.runs = make, KEPT, dict[int, Tensor]()
+        self.make, self.left, self.chunks = make, KEPT, dict[int, Tensor]()
 
     def first(self, rows: slice) -> Tensor:
-        """Make a run."""
+        """Make a chunk."""
         y = self.make(rows)
         self.left -= y.numel()
         if self.left >= 0:
-            self.runs[rows.start] = y
+            self.chunks[rows.start] = y
         return y
 
     def again(self, rows: slice) -> Tensor:
-        """The same run, which is then kept no longer."""
-        y = self.runs.pop(rows.start, None)
+        """The same chunk, which is then kept no longer."""
+        y = self.chunks.pop(rows.start, None)
         return self.make(rows) if y is None else y
 
 
 class _Parts:
-    """One scaling's result, as its runs come."""
+    """One scaling's result, as its chunks come."""
 
     def __init__(
         self, scaling: KnownScaling, shape: tuple[int, int], amax: Tensor | None, all_finite: bool = False
     ) -> None:
         self.scaling, self.shape, self.spans = scaling, shape, scaling.tile[0] == ALL
-        self.amax = amax  # of tiles that span all rows: known before, or found by runs
+        self.amax = amax  # of tiles that span all rows: known before, or found by chunks
         self.all_finite = all_finite  # all rows, as far as is known
         self.scale: Tensor | float = scaling.scale
         if amax is not None:
@@ -159,10 +159,10 @@ class _Parts:
             if scaling.tile[1] == ALL:
                 self.scale = float(self.scale)
         self.codes: Tensor | None = None
-        self.of_tiles: tuple[Tensor, Tensor] | None = None  # scale_inv and amax, where tiles lie within runs
+        self.of_tiles: tuple[Tensor, Tensor] | None = None  # scale_inv and amax, where tiles lie within chunks
 
     def add(self, y: Tensor, rows: slice, is_last: bool) -> None:
-        """Cast a run, which the last scaling overwrites."""
+        """Cast a chunk, which the last scaling overwrites."""
         dtype, tile = self.scaling.dtype, self.scaling.tile
         if self.codes is None:
             self.codes = torch.empty(self.shape, dtype=dtype, device=y.device)
@@ -171,8 +171,8 @@ class _Parts:
             if self.of_tiles is None:
                 grid = scale_shape(self.shape, tile)
                 self.of_tiles = y.new_empty(grid), y.new_empty(grid)
-            _, *of_run = cast_values(y, self.scaling, codes, is_last)
-            for whole, part in zip(self.of_tiles, of_run, strict=True):
+            _, *of_chunk = cast_values(y, self.scaling, codes, is_last)
+            for whole, part in zip(self.of_tiles, of_chunk, strict=True):
                 tile_rows(whole, tile, rows).copy_(part)
         elif self.scaling.scale:
             _, _, amax = cast_values(y, self.scaling, codes, is_last)
@@ -182,7 +182,7 @@ class _Parts:
             encode(y, self.scale, tile, dtype, all_finite, False, codes, is_last)
 
     def result(self) -> Pair:
-        """All runs together."""
+        """All chunks together."""
         assert self.codes is not None
         if self.of_tiles is not None:
             return self.codes, *self.of_tiles

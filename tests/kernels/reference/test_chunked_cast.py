@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.kernels.reference import in_runs, tiles
-from octavo.kernels.reference.in_runs import KnownScaling, cast_in_runs, cast_values
+from octavo.kernels.reference import chunked_cast, tiles
+from octavo.kernels.reference.chunked_cast import KnownScaling, cast_in_chunks, cast_values
 from tests.support import definitions
 from tests.support.combinations import each_pair
 from tests.support.definitions import GRANULARITIES, same_bits
@@ -58,8 +58,8 @@ def check(y: Tensor, scaling: KnownScaling, found: tuple[Tensor, Tensor, Tensor]
     fault=[None, math.nan, -math.inf],
 )
 def test_by_the_definition(monkeypatch: pytest.MonkeyPatch, case: dict[str, Any]) -> None:
-    monkeypatch.setattr(tiles, "RUN", case["run"])
-    monkeypatch.setattr(in_runs, "KEPT", case["kept"])
+    monkeypatch.setattr(tiles, "CHUNK", case["run"])
+    monkeypatch.setattr(chunked_cast, "KEPT", case["kept"])
     y = given(case["shape"])
     if case["fault"] is not None and y.numel():
         y[len(y) // 2, 0] = case["fault"]
@@ -67,7 +67,7 @@ def test_by_the_definition(monkeypatch: pytest.MonkeyPatch, case: dict[str, Any]
     if case["second"] is not None:
         scalings.append(KnownScaling(FORMATS[case["dtype"] == E4M3], case["second"], not case["power_of_two"], 0))
     make = Made(y)
-    found, sums = cast_in_runs(make, tuple(y.shape), case["unit"], scalings, True)
+    found, sums = cast_in_chunks(make, tuple(y.shape), case["unit"], scalings, True)
     for scaling, pair in zip(scalings, found, strict=True):
         check(y, scaling, pair)
     torch.testing.assert_close(sums, y.sum(0), rtol=1e-5, atol=1e-4, equal_nan=True)
@@ -84,11 +84,11 @@ def test_by_the_definition(monkeypatch: pytest.MonkeyPatch, case: dict[str, Any]
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("scale", [0.25, 2.0**20])
 def test_a_delayed_scale_takes_one_pass_and_clips(monkeypatch: pytest.MonkeyPatch, scale: float, run: int) -> None:
-    monkeypatch.setattr(tiles, "RUN", run)
+    monkeypatch.setattr(tiles, "CHUNK", run)
     scaling = KnownScaling(E4M3, ALL, False, 0, scale)
     for y in (given((150, 40)), given((150, 40)).flip(0)):  # the largest in the last run, and in the first
         make = Made(y)
-        (found,), sums = cast_in_runs(make, (150, 40), 1, [scaling], False)
+        (found,), sums = cast_in_chunks(make, (150, 40), 1, [scaling], False)
         check(y, scaling, found)
         assert len(make.asked) == len({rows.start for rows in make.asked})
         assert sums.shape == (0,)
@@ -98,23 +98,23 @@ def test_a_delayed_scale_takes_one_pass_and_clips(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("kept", [0, 1 << 30])
 @pytest.mark.parametrize("fmt", FORMATS, ids=["E4M3", "E5M2"])
 def test_faults_in_some_run(monkeypatch: pytest.MonkeyPatch, fmt: torch.dtype, kept: int) -> None:
-    monkeypatch.setattr(tiles, "RUN", 500)
-    monkeypatch.setattr(in_runs, "KEPT", kept)
+    monkeypatch.setattr(tiles, "CHUNK", 500)
+    monkeypatch.setattr(chunked_cast, "KEPT", kept)
     for tile in TILES:
         for row in (0, 70, 149):
             y = given((150, 40))
             y[row, :3] = torch.tensor([math.nan, math.inf, -math.inf])
-            (found,), _ = cast_in_runs(Made(y), (150, 40), 1, [KnownScaling(fmt, tile, False, 0)], False)
+            (found,), _ = cast_in_chunks(Made(y), (150, 40), 1, [KnownScaling(fmt, tile, False, 0)], False)
             check(y, KnownScaling(fmt, tile, False, 0), found)
 
 
 def test_zeros_and_the_largest_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     for run in RUNS:
-        monkeypatch.setattr(tiles, "RUN", run)
+        monkeypatch.setattr(tiles, "CHUNK", run)
         for y in (torch.zeros(40, 50), torch.full((40, 50), definitions.FLOAT32_MAX), torch.full((40, 50), 1e-44)):
             y[:20] = 0.0
             for tile in TILES:
-                (found,), _ = cast_in_runs(Made(y), (40, 50), 1, [KnownScaling(E4M3, tile, False, 0)], False)
+                (found,), _ = cast_in_chunks(Made(y), (40, 50), 1, [KnownScaling(E4M3, tile, False, 0)], False)
                 check(y, KnownScaling(E4M3, tile, False, 0), found)
 
 
@@ -127,10 +127,10 @@ def test_values_of_any_dtype(dtype: torch.dtype) -> None:
 
 
 def test_no_run_holds_more_than_its_rows() -> None:
-    shape = 4 * tiles.RUN // 256 + 3, 256
+    shape = 4 * tiles.CHUNK // 256 + 3, 256
     make = Made(torch.ones(shape))
-    cast_in_runs(make, shape, 1, [KnownScaling(E4M3, (1, 128), False, 0)], False)
-    assert [rows.stop - rows.start for rows in make.asked] == [tiles.RUN // 256] * 4 + [3]
+    cast_in_chunks(make, shape, 1, [KnownScaling(E4M3, (1, 128), False, 0)], False)
+    assert [rows.stop - rows.start for rows in make.asked] == [tiles.CHUNK // 256] * 4 + [3]
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=["E4M3", "E5M2"])
@@ -144,8 +144,8 @@ def test_few_elements_and_many_are_cast_alike(
     for x, scale in itertools.product([y, y.t(), y[:, ::3], y * 0, y * 1e-30, faulty, y[:1, :1]], [0.0, 0.25, 2.0**20]):
         for power_of_two, margin in [(False, 0), (True, 2)]:
             scaling = KnownScaling(fmt, ALL, power_of_two, margin, scale)
-            monkeypatch.setattr(in_runs, "_FEW", 4096)
+            monkeypatch.setattr(chunked_cast, "_FEW", 4096)
             few = cast_values(x, scaling)
-            monkeypatch.setattr(in_runs, "_FEW", 0)
+            monkeypatch.setattr(chunked_cast, "_FEW", 0)
             check(x, scaling, few)
             check(x, scaling, cast_values(x, scaling))

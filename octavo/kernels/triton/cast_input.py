@@ -1,41 +1,44 @@
-"""What a cast is given, on the host: the tensor it reads, what is computed of it, and where its codes go."""
+"""What a cast reads, on the host: a tensor and what is computed of it; and where its codes go."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from octavo.formats import E5M2, format_of
-from octavo.granularity import ALL
-from octavo.kernels.activations import activation_of, cast_shape
-from octavo.kernels.arguments import Output, Scaling, new_codes, no_codes
-from octavo.kernels.layouts import is_small_block, padded, sums_dtype
-from octavo.kernels.reference.activation import produced
+from octavo.granularity import ALL, Tile
+from octavo.kernels.activations import activation_of
+from octavo.kernels.arguments import CastSource, NormSource, Output, Scaling, new_codes, new_sums, no_codes
+from octavo.kernels.layouts import is_small_block, padded
 from octavo.kernels.triton.launch import TABLE, Config, config
-from octavo.kernels.triton.produce import Function, Input, Norm
+from octavo.kernels.triton.prologue import Function, Input, Norm
 from octavo.kernels.triton.tiles import Codes, Rounding, Source
 
 _WHOLE = {(ALL, ALL), (1, ALL), (ALL, 1)}
 _ALL = 1 << 30  # a tile of so many rows or columns holds them all
 
 
-def kernel_rounding(scaling: Scaling) -> Rounding:
+def rounding_of(scaling: Scaling) -> Rounding:
     """How the kernels make a scaling's scales and codes."""
-    return rounding_of(scaling.dtype, scaling.power_of_two, scaling.margin)
+    return _rounding(scaling.dtype, scaling.power_of_two, scaling.margin)
 
 
 @functools.cache
-def rounding_of(dtype: torch.dtype, power_of_two: bool, margin: int) -> Rounding:
-    """The kernels' Rounding from an op's arguments."""
+def _rounding(dtype: torch.dtype, power_of_two: bool, margin: int) -> Rounding:
     fmt = format_of(dtype)
     return Rounding(fmt is E5M2, fmt.max * 2.0**-margin, power_of_two)
 
 
-class Given(NamedTuple):
+def codes_to(q: Tensor | None, t: Tensor | None = None) -> Codes:
+    """Where kernels write codes, as they lie and transposed; tensors without elements are left out."""
+    q, t = (None if codes is None or codes.numel() == 0 else codes for codes in (q, t))
+    return Codes(q, 0 if q is None else q.shape[1], t, 0 if t is None else t.shape[1])
+
+
+class CastInput(NamedTuple):
     """x, and the function of it that is cast; or all of that seen transposed.
 
     rows, cols: of a half, where a gated gradient writes two, which lie along the columns, or transposed along the rows.
@@ -48,7 +51,6 @@ class Given(NamedTuple):
     function: Function = Function()
     halves: int = 1
     is_transposed: bool = False
-    read_dtype: torch.dtype | None = None  # of the tensor that was read, where x was made of it
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -80,7 +82,7 @@ class Given(NamedTuple):
         """How Triton compiles: a function may fuse multiply-adds; in a plain cast there is nothing to gain."""
         return {"enable_fp_fusion": True} if self.function.name else {}
 
-    def t(self) -> Given:
+    def t(self) -> CastInput:
         """The same seen transposed."""
         h, function = self.h, self.function
         if isinstance(h, Input):
@@ -89,14 +91,17 @@ class Given(NamedTuple):
             function = function._replace(tile_r=function.tile_c, tile_c=function.tile_r)
         elif isinstance(h, Norm):
             function = function._replace(transposed=not function.transposed)
-        return self._replace(
-            x=self.x.t(), rows=self.cols, cols=self.rows, h=h, function=function, is_transposed=not self.is_transposed
-        )
+        return CastInput(self.x.t(), self.cols, self.rows, h, function, self.halves, not self.is_transposed)
 
-    def fits(self, tile: Sequence[int]) -> bool:
-        """Whether the kernels of rows, columns, small blocks or a whole tensor cast this by ``tile``."""
-        if tuple(tile) in _WHOLE:
-            return True
+    def fits(self, *tiles: Tile) -> bool:
+        """Whether the kernels of rows, columns, small blocks or a whole tensor cast this by these tiles."""
+        function, h = self.function, self.h
+        if isinstance(h, Input) and function.gated and h.scale_inv is not None:
+            if function.tile_c != _ALL and self.cols % function.tile_c:  # up doesn't begin with a tile of its own
+                return False
+        return all(tile in _WHOLE or self._has_blocks(tile) for tile in tiles)
+
+    def _has_blocks(self, tile: Tile) -> bool:
         if self.rows * self.cols == 0 or not is_small_block(tile):
             return False
         return self.halves == 1 or self.cols % tile[1] == 0  # no block reaches into the other half
@@ -113,69 +118,45 @@ class Given(NamedTuple):
         laid = self.codes(dtype, output.pad, transpose=True) if output.transpose else no_codes(self.x, dtype)
         return self.codes(dtype, output.pad), laid
 
-    def float32(self, shape: Sequence[int]) -> Tensor:
+    def float32(self, *shape: int) -> Tensor:
         """Where scales and the like go, unwritten."""
         return self.x.new_empty(shape, dtype=torch.float32)
 
     def sums(self, column_sum: bool) -> Tensor:
         """Where the column sums go, unwritten."""
-        return self.x.new_empty(self.shape[1] if column_sum else 0, dtype=sums_dtype(self.read_dtype or self.x.dtype))
+        return new_sums(self.x, self.shape[1], column_sum)
 
 
-def given_of(
-    x: Tensor,
-    activation: str = "",
-    preactivation: Tensor | None = None,
-    h_scale_inv: Tensor | None = None,
-    h_tile: Sequence[int] = (ALL, ALL),
-) -> Given:
-    """What the ops' arguments of these names mean."""
+def cast_input(source: CastSource) -> CastInput:
+    """What a cast of this reads."""
+    x, activation, preactivation, h_scale_inv, h_tile = source
+    rows, cols = source.shape
     if not activation:
-        return Given(x, *x.shape)
-    rows, cols = cast_shape(
-        x.shape, activation, None if preactivation is None else preactivation.shape, h_scale_inv is not None
-    )
-    function, gated = activation_of(activation)
+        return CastInput(x, rows, cols)
+    name, gated = activation_of(activation)
     h = x if preactivation is None else preactivation
     half = h.shape[1] // 2 if gated else h.shape[1]
-    shift = scale_r = scale_c = scale_shift = 0
     tile_r, tile_c = (_ALL if size == ALL else size for size in h_tile)
-    if gated:
-        shift = half * h.stride(1)
+    scale_r = scale_c = scale_shift = 0
     if h_scale_inv is not None and h_scale_inv.numel() == 0:
         h_scale_inv = None  # of no codes, and kernels read one at least
     if h_scale_inv is not None:
-        if gated and tile_c != _ALL and half % tile_c:  # up doesn't begin with a tile of its own
-            return materialised(x, activation, preactivation, h_scale_inv, h_tile)
         scale_r, scale_c = h_scale_inv.stride()
         scale_shift = half // tile_c * scale_c if gated else 0
     halves = 2 if gated and preactivation is not None else 1
-    return Given(
+    shift = half * h.stride(1) if gated else 0
+    return CastInput(
         x,
         rows,
         cols // halves,
         Input(h, h.stride(0), h.stride(1), shift, h_scale_inv, scale_r, scale_c, scale_shift),
-        Function(function, gated, preactivation is not None, tile_r, tile_c),
+        Function(name, gated, preactivation is not None, tile_r, tile_c),
         halves,
     )
 
 
-def given_of_norm(
-    x: Tensor, mean: Tensor, rstd: Tensor, gamma: Tensor, beta: Tensor | None, kind: str, zero_centered: bool
-) -> Given:
-    """A norm of x whose statistics are known."""
-    norm = Norm(mean if kind == "layer_norm" else None, rstd, gamma, beta)
-    function = Function("norm", zero_centered=zero_centered)
-    rows, cols = x.shape
-    return Given(x, rows, cols, norm, function)
-
-
-def materialised(x: Tensor, *activation: Any) -> Given:
-    """What ``given_of`` would stand for, as a tensor of its own, for casts that it doesn't fit."""
-    made: Tensor = produced(x, *activation)
-    return Given(x=made, rows=made.shape[0], cols=made.shape[1], read_dtype=x.dtype)
-
-
-def out_of(q: Tensor | None, t: Tensor | None) -> Codes:
-    """Where a kernel writes codes, as they lie and transposed."""
-    return Codes(q, 0 if q is None else q.shape[1], t, 0 if t is None else t.shape[1])
+def norm_input(source: NormSource, mean: Tensor, rstd: Tensor) -> CastInput:
+    """What a cast of a norm reads, and its statistics: known, or to be written by a kernel of norm_kernels.py."""
+    gamma, beta = source.gamma.contiguous(), None if source.beta is None else source.beta.contiguous()
+    norm = Norm(mean if source.kind == "layer_norm" else None, rstd, gamma, beta)
+    return CastInput(source.x, *source.shape, norm, Function("norm", zero_centered=source.zero_centered))

@@ -22,7 +22,7 @@ def known(kernels: TritonKernels) -> Callable[[Tensor], list[bool]]:
     def ask(state: Tensor) -> list[bool]:
         if state.is_cuda:
             torch.cuda.synchronize()
-        return [kernels.module("history").scale_exists(state, role) for role in range(3)]
+        return [kernels.module("known_scales").scale_exists(state, role) for role in range(3)]
 
     return ask
 
@@ -105,7 +105,7 @@ def test_inference_tensors_are_never_known(kernels: TritonKernels, known: Callab
 
 
 def test_an_entry_goes_with_its_tensor(kernels: TritonKernels) -> None:
-    entries = kernels.module("history")._entries
+    entries = kernels.module("known_scales")._entries
     gc.collect()
     before = len(entries)
     state, history = buffers(kernels)

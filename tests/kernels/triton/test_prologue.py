@@ -80,7 +80,7 @@ def given(
     if isinstance(h, tuple):
         fmt, tile = h
         numbers = values_of(values[0], wide, torch.float32)
-        codes, scale_inv, *_ = REFERENCE["cast"](numbers, None, 0, fmt, tile, False, 0)
+        codes, _, scale_inv, *_ = REFERENCE["cast"](numbers, None, 0, fmt, tile, False, 0)
         of_h = laid(codes.view(torch.uint8), h_layout, device).view(fmt)
         scaling = laid(scale_inv, scale_layout, device), tile
     else:
@@ -111,7 +111,7 @@ SCALINGS = [None, 0.0, 0.37, 2.0**60, (1, -1), (-1, 1), (1, 128), (128, 128), (3
 
 
 @each_pair(
-    op=["cast", "cast_transpose"],
+    transpose=[False, True],
     scaling=SCALINGS,
     role=[0, 1, 2],
     activation=SOME,
@@ -128,7 +128,7 @@ def test_cast(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, case: dic
         state[case["role"]] = tile
         state = state.to(kernels.device)
     cast = case["fmt"], tile if isinstance(tile, tuple) else ALL, case["power_of_two"], case["margin"]
-    run(kernels, monkeypatch, case, case["op"], state, case["role"], *cast)
+    run(kernels, monkeypatch, case, "cast", state, case["role"], *cast, case["transpose"])
 
 
 # both from one launch; and not both
@@ -183,8 +183,8 @@ def test_padding_of_the_second_half(
         use_small_tiles(kernels, monkeypatch)
     dy, (*_, h) = given(kernels.device, (21, cols), "reglu", True, torch.bfloat16)
     for tile in (ALL, (1, -1), (-1, 1), (16, 1)):
-        check(kernels, "cast_transpose", dy, None, 0, E4M3, tile, False, 0, 16, True, "reglu", h)
-        check(kernels, "cast", dy, None, 0, E4M3, tile, False, 0, 16, True, "reglu", h)
+        check(kernels, "cast", dy, None, 0, E4M3, tile, False, 0, True, 16, True, "reglu", h)
+        check(kernels, "cast", dy, None, 0, E4M3, tile, False, 0, False, 16, True, "reglu", h)
 
 
 @pytest.mark.parametrize("fault", [0.0, math.inf], ids=["", "inf"])
@@ -194,7 +194,7 @@ def test_either_half_may_hold_the_amax(kernels: TritonKernels, zeros: slice, fau
     h[:, zeros] = 0
     dy[7, 50] = fault
     for tile, state in ((ALL, None), (ALL, torch.full((3,), 0.5, device=kernels.device)), ((1, -1), None)):
-        check_close(kernels, "cast", dy, state, 0, E4M3, tile, False, 0, 1, False, "swiglu", h)
+        check_close(kernels, "cast", dy, state, 0, E4M3, tile, False, 0, False, 1, False, "swiglu", h)
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "gradient"])
@@ -204,14 +204,14 @@ def test_nothing_but_nan(kernels: TritonKernels, backward: bool) -> None:
     dy, h = torch.ones(64, 64, device=kernels.device), h.to(kernels.device)
     x, preactivation = (dy, h) if backward else (h, None)
     for tile in (ALL, (1, -1), (-1, 1), (16, 16)):
-        check_close(kernels, "cast", x, None, 0, E4M3, tile, False, 0, 1, False, "silu", preactivation)
+        check_close(kernels, "cast", x, None, 0, E4M3, tile, False, 0, False, 1, False, "silu", preactivation)
 
 
 def test_more_strips_than_there_are_counters(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels.module("launch"), "WORK", 3)
     dy, (*_, h) = given(kernels.device, (40, 300), "reglu", True, torch.bfloat16)
     for tile in (ALL, (1, 4)):
-        check(kernels, "cast_transpose", dy, None, 0, E4M3, tile, False, 0, 1, True, "reglu", h)
+        check(kernels, "cast", dy, None, 0, E4M3, tile, False, 0, True, 1, True, "reglu", h)
 
 
 def grid(activation: str) -> Tensor:
@@ -233,8 +233,8 @@ TAILS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def each_value(kernels: TritonKernels, x: Tensor, *activation: Any) -> Tensor:
     """What is cast, float32: as the amax of blocks of one element and their sign."""
-    arguments = to(kernels.device, (x, None, 0, E4M3, (1, 1), True, 0, 1, False, *activation))
-    codes, _, amax, _ = kernels.cast(*arguments)
+    arguments = to(kernels.device, (x, None, 0, E4M3, (1, 1), True, 0, False, 1, False, *activation))
+    codes, _, _, amax, _ = kernels.cast(*arguments)
     negative = codes.view(torch.uint8) >= 0x80
     return torch.where(negative, -amax, amax).cpu()
 
@@ -272,7 +272,9 @@ def test_every_code(kernels: TritonKernels, backward: bool, activation: str, fmt
     codes, scale_inv = codes.to(kernels.device), torch.full((1, 1), 0.37, device=kernels.device)
     x, preactivation = (torch.randn(16, 16).to(kernels.device), codes) if backward else (codes, None)
     compare = check if activation in EXACT else check_close
-    compare(kernels, "cast", x, None, 0, E5M2, (1, 1), False, 0, 1, True, activation, preactivation, scale_inv, ALL)
+    compare(
+        kernels, "cast", x, None, 0, E5M2, (1, 1), False, 0, False, 1, True, activation, preactivation, scale_inv, ALL
+    )
 
 
 def half_step(value: Tensor, fmt: torch.dtype) -> Tensor:
@@ -295,7 +297,9 @@ def half_step(value: Tensor, fmt: torch.dtype) -> Tensor:
 def test_codes_against_float64(kernels: TritonKernels, case: dict[str, Any]) -> None:
     tile, fmt, activation, backward = (case[name] for name in ("tile", "fmt", "activation", "backward"))
     x, arguments = given(kernels.device, **case)
-    q, scale_inv, *_ = to("cpu", kernels.cast(x, None, 0, fmt, tile, case["power_of_two"], 0, 1, False, *arguments))
+    q, _, scale_inv, *_ = to(
+        "cpu", kernels.cast(x, None, 0, fmt, tile, case["power_of_two"], 0, False, 1, False, *arguments)
+    )
     h, *scaling = to("cpu", (arguments[1], *arguments[2:]) if backward else (x, *arguments[2:]))
     h = definitions.dequantize(h, *scaling) if scaling else h.double()
     truth = exact_gradient(x.cpu(), h, activation) if backward else exact(h, activation)

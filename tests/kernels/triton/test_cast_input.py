@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from octavo.kernels.activations import ACTIVATIONS
-from octavo.kernels.reference.activation import produced
-from tests.support.definitions import same_bits
+from octavo.kernels.arguments import CastSource, NormSource, Scaling
 from tests.support.triton_cases import ALL, E4M3, E5M2, laid, poisoned_memory
 from tests.support.triton_kernels import TritonKernels
 
@@ -20,7 +19,7 @@ TILES = [ALL, (1, -1), (1, 32), (32, 32), (3, 8)]
 @pytest.fixture
 def given(kernels: TritonKernels) -> Any:
     """The module."""
-    return kernels.module("given")
+    return kernels.module("cast_input")
 
 
 def of(
@@ -46,8 +45,9 @@ def of(
         scales = [-(-size // tile) if tile > 0 else 1 for size, tile in zip(h.shape, h_tile, strict=True)]
         scaling = laid(torch.rand(*scales), layouts[2], device), h_tile
     if not activation or forward:
-        return module.given_of(h, activation, *((None, *scaling) if activation else ()))
-    return module.given_of(laid(torch.randn(shape).to(dtype), layouts[0], device), activation, h, *scaling)
+        return module.cast_input(CastSource(h, activation, *((None, *scaling) if activation else ())))
+    x = laid(torch.randn(shape).to(dtype), layouts[0], device)
+    return module.cast_input(CastSource(x, activation, h, *scaling))
 
 
 def test_what_is_cast_and_how_large_it_is(kernels: TritonKernels, given: Any) -> None:
@@ -97,7 +97,7 @@ def test_transposed_twice_it_is_the_same(
 def test_a_transposed_norm(kernels: TritonKernels, given: Any) -> None:
     x, row, col = (torch.randn(size, device=kernels.device) for size in ((4, 6), 4, 6))
     for kind in ("layer_norm", "rms_norm"):
-        one = given.given_of_norm(x, row, row, col, None, kind, True)
+        one = given.norm_input(NormSource(x, col, None, kind, 1e-5, True), row, row)
         assert (one.function.name, one.function.zero_centered, one.function.transposed) == (
             "norm",
             True,
@@ -156,33 +156,28 @@ def test_where_codes_go(kernels: TritonKernels, given: Any, shape: tuple[int, in
 
 def test_the_dtype_of_sums(kernels: TritonKernels, given: Any) -> None:
     for dtype in (BF16, torch.float16, FP32):
-        for h_dtype, h_tile in ((FP32, None), (E4M3, ALL), (E4M3, (1, 5))):  # the last is materialised
+        for h_dtype, h_tile in ((FP32, None), (E4M3, ALL)):
             assert of(given, kernels.device, dtype=dtype, h_dtype=h_dtype, h_tile=h_tile).sums(True).dtype == dtype
         one = of(given, kernels.device, h_dtype=dtype, forward=True)
         assert one.sums(True).dtype == dtype and one.sums(True).shape == (32,)
         assert one.t().sums(True).shape == (64,) and one.sums(False).shape == (0,)
-    for h_tile in (ALL, (1, 5)):
-        assert of(given, kernels.device, h_dtype=E5M2, h_tile=h_tile, forward=True).sums(True).dtype == FP32
+    assert of(given, kernels.device, h_dtype=E5M2, h_tile=ALL, forward=True).sums(True).dtype == FP32
     assert of(given, kernels.device).sums(True).shape == (64,)
 
 
 @pytest.mark.parametrize("forward", [False, True], ids=["gradient", "forward"])
-def test_what_no_kernel_computes_is_a_tensor(kernels: TritonKernels, given: Any, forward: bool) -> None:
-    for activation, h_tile, is_made in (
-        ("swiglu", (1, 5), True),
-        ("swiglu", (7, 64), True),  # a tile of gate and up
-        ("swiglu", (7, 16), False),
-        ("swiglu", (7, -1), False),
-        ("silu", (1, 5), False),
+def test_a_tile_of_scales_that_gate_and_up_share_fits_no_kernel(
+    kernels: TritonKernels, given: Any, forward: bool
+) -> None:
+    for activation, h_tile, fits in (
+        ("swiglu", (1, 5), False),
+        ("swiglu", (7, 64), False),
+        ("swiglu", (7, 16), True),
+        ("swiglu", (7, -1), True),
+        ("silu", (1, 5), True),
     ):
         one = of(given, kernels.device, activation, h_dtype=E4M3, h_tile=h_tile, forward=forward)
-        assert (one.function.name == "") == is_made
-        if is_made:
-            assert one.x.dtype == FP32 and one.h is None and one.halves == 1 and one.fits((1, 32))
-            assert one.read_dtype == (E4M3 if forward else BF16)
-    dy, h = (laid(torch.randn(5, cols), "rows", kernels.device) for cols in (7, 14))
-    made = given.materialised(dy, "geglu", h)
-    assert same_bits(made.x, produced(dy, "geglu", h)) and made.shape == (5, 14)
+        assert one.fits(ALL) == one.fits((1, -1), (1, 32)) == fits
 
 
 def test_no_scales_of_no_codes(kernels: TritonKernels, given: Any) -> None:
@@ -208,13 +203,14 @@ def test_a_configuration_of_its_own(kernels: TritonKernels, given: Any, monkeypa
 
 
 def test_rounding_of(given: Any) -> None:
-    assert given.rounding_of(E4M3, False, 0) == (False, 448.0, False)
-    assert given.rounding_of(E5M2, True, 3) == (True, 57344.0 / 8, True)
+    assert given.rounding_of(Scaling(E4M3, ALL, False, 0)) == (False, 448.0, False)
+    assert given.rounding_of(Scaling(E5M2, (1, 32), True, 3)) == (True, 57344.0 / 8, True)
 
 
-def test_out_of(given: Any) -> None:
+def test_codes_to(given: Any) -> None:
     q, t = torch.empty(3, 16), torch.empty(5, 4)
-    assert given.out_of(q, None) == (q, 16, None, 0) and given.out_of(None, t) == (None, 0, t, 4)
+    assert given.codes_to(q) == (q, 16, None, 0) and given.codes_to(None, t) == (None, 0, t, 4)
+    assert given.codes_to(torch.empty(3, 0), torch.empty(0, 0)) == (None, 0, None, 0)
 
 
 def test_wrong_arguments_are_refused(kernels: TritonKernels, given: Any) -> None:
@@ -225,4 +221,4 @@ def test_wrong_arguments_are_refused(kernels: TritonKernels, given: Any) -> None
         ("swiglu", x, r"of shape \[4, 14\], not \[4, 7\]"),
     ):
         with pytest.raises(ValueError, match=said):
-            given.given_of(x, activation, preactivation)
+            given.cast_input(CastSource(x, activation, preactivation))
