@@ -38,14 +38,7 @@ from octavo.tensor.stored_weight import StoredWeight, local_stored
 class CompactOptimizer(Optimizer):
     """Base of octavo's optimizers: moments in few bytes, weights of any master.
 
-    Args:
-        params: parameters or groups.
-        defaults: of the groups.
-        moments: how each of ``names`` is stored.
-        master: see AdamW.
-        seed: of stochastic rounding.
-        skip_nonfinite: do nothing in a step of which a gradient is not finite.
-        gradient_storage: see AdamW.
+    ``moments`` says how each of ``names`` is stored; the other arguments are AdamW's.
     """
 
     names: tuple[str, ...] = ()
@@ -196,13 +189,9 @@ class CompactOptimizer(Optimizer):
         return self._untraced(self, closure)
 
     def step_some(self, params: Iterable[nn.Parameter], grad_scale: Tensor | None = None) -> None:
-        """Update these weights alone, all of which have gradients: their step is counted, others' is not.
+        """Update these weights alone, all of which have gradients, divided by ``grad_scale``; others' step stays.
 
         Where weights in FP8 are sharded, ``step()`` has to end each step.
-
-        Args:
-            params: of this optimizer.
-            grad_scale: one number that gradients are divided by.
         """
         params = list(params)
         with torch.no_grad(), OPTIMIZER_STEPS.writing(params):
@@ -248,15 +237,16 @@ class CompactOptimizer(Optimizer):
             self._end_step()
             return loss
         params = [param for param in self.all_params() if param.grad is not None]
+        gradients = [param.grad for param in params if param.grad is not None]
         skip, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         if skip is None and self.skip_nonfinite and params:
-            skip = ~torch.isfinite(states.largest([param.grad for param in params if param.grad is not None]))
+            skip = ~torch.isfinite(states.largest(gradients))
         if self.skip is not None:
             skip = self.skip if skip is None else skip + self.skip.to(skip.device)
         self.begin_step()
         self._run(params, skip, scale)
         if scale is not None:
-            states.unscale([param.grad for param in params if param.grad is not None], scale, skip)
+            states.unscale(gradients, scale, skip)
         self._end_step()
         return loss
 
@@ -376,8 +366,8 @@ class CompactOptimizer(Optimizer):
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
         groups = copy.deepcopy(state_dict["param_groups"])
-        described = loading.check_groups(groups, self.param_groups)
         ids = [index for group in groups for index in group["params"]]
+        described = loading.fit_groups(groups, self.param_groups)
         self._agreement.finish()
         own_way = states.description(self.moments, self.master, self.seed)
         same = described is None or described | {"seed": self.seed} == own_way
@@ -388,10 +378,6 @@ class CompactOptimizer(Optimizer):
                 given = state_dict["state"][index]
                 found[param], how = loading.loaded(param, given, described, same, self._settings_in(given))
                 converted += how
-        for group, own in zip(groups, self.param_groups, strict=True):
-            if "param_names" in own:
-                group.setdefault("param_names", own["param_names"])
-            group["params"] = own["params"]
         super().__setstate__({"state": found, "param_groups": groups})
         self.forget_kept()
         self._begun, self._loaded = False, True

@@ -15,20 +15,26 @@ from octavo.optim.state import Settings
 from octavo.optim.weight_state import new_state
 
 
-def check_groups(groups: list[dict[str, Any]], own: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """What loaded groups say of how the state is to be read, which is taken out of them; None: it is torch's.
+def fit_groups(groups: list[dict[str, Any]], own: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Have loaded groups hold the parameters of an optimizer's ``own``.
+
+    Returns:
+        what they said of how the state is to be read; None: it is torch's.
 
     Raises:
-        ValueError: if they don't fit the optimizer's ``own``, or are of a kind that octavo doesn't keep.
+        ValueError: if they don't fit, or are of a kind that octavo doesn't keep.
     """
     given, here = ([len(group["params"]) for group in some] for some in (groups, own))
     if given != here:
         raise ValueError(f"the state is of groups of {given} parameters, and the optimizer has groups of {here}")
     described = None
-    for group in groups:
+    for group, ours in zip(groups, own, strict=True):
         described = group.pop("octavo", None)
         if group.get("amsgrad"):
             raise ValueError("the state is of amsgrad=True, whose largest second moments octavo does not keep")
+        if "param_names" in ours:
+            group.setdefault("param_names", ours["param_names"])
+        group["params"] = ours["params"]
     return described
 
 

@@ -7,7 +7,6 @@ from octavo.kernels.triton.adam import adam_weight, lerp
 from octavo.kernels.triton.master_weights import read_master, write_master
 from octavo.kernels.triton.moment_codes import decode_moment, encode_moment, round_to_bf16
 from octavo.kernels.triton.optimizer_state import (
-    FIRST,
     SECOND,
     WEIGHT_COLUMN,
     Gradient,
@@ -20,7 +19,7 @@ from octavo.kernels.triton.optimizer_state import (
 )
 from octavo.kernels.triton.random_bits import half, random_bits, with_number
 from octavo.kernels.triton.sgd import sgd_moment, sgd_weight
-from octavo.kernels.triton.step_kernel import finish, leave_scales, master_scales, moment_scale
+from octavo.kernels.triton.step_kernel import finish, leave_scales, scales_of
 from octavo.kernels.triton.step_numbers import adam_numbers, sgd_numbers
 from octavo.kernels.triton.table import find_tensor, pointer, size
 
@@ -152,11 +151,11 @@ def gradient_kernel(
     grad_scale = None
     if grad_scale_ptr is not None:
         grad_scale = tl.load(grad_scale_ptr)
-    scales = Scales(1.0, 1.0, 1.0, 1.0, grad_scale)
     weight = pointer(row_ptr, WEIGHT_COLUMN, tl.float32, OF.even)
     w = tl.load(weight + place.base + place.offsets, mask=place.inside, other=0)
-    gradient = Gradient(tl.load(gradient_ptr), tl.load(gradient_ptr + 1) if OF.gradient_fmt is not None else None)
-    store_at(out_ptr, place, gradient_tile(gradient, place, n, scales, w, OF, COUPLED))
+    scale_inv = tl.load(gradient_ptr + 1) if OF.gradient_fmt is not None else None
+    gradient = Gradient(tl.load(gradient_ptr), scale_inv, grad_scale)
+    store_at(out_ptr, place, gradient_tile(gradient, place, n, w, OF, COUPLED))
 
 
 @triton.jit
@@ -203,13 +202,13 @@ def sgd_kernel(w_ptr, momentum_ptr, g_ptr, group_ptr, number_ptr, HAS_MOMENTUM: 
 
 
 @triton.jit
-def scales_kernel(row_ptr, group_ptr, found_ptr, out_ptr, MOMENT: tl.constexpr, DECOUPLED: tl.constexpr):
+def scales_kernel(row_ptr, group_ptr, found_ptr, out_ptr, OF: tl.constexpr, DECOUPLED: tl.constexpr):
     """The first moment's new scale; the master's, and its scale_inv until now."""
     n = adam_numbers(group_ptr, tl.full((), 0, tl.int64), tl.full((), 3, tl.int64))
-    tl.store(out_ptr, moment_scale(row_ptr, FIRST, found_ptr, MOMENT))
-    scale, scale_inv = master_scales(row_ptr, n, 0, DECOUPLED, 65504.0)
-    tl.store(out_ptr + 1, scale)
-    tl.store(out_ptr + 2, scale_inv)
+    scales = scales_of(row_ptr, n, found_ptr, 0, OF, DECOUPLED, 1)
+    tl.store(out_ptr, scales.first)
+    tl.store(out_ptr + 1, scales.master)
+    tl.store(out_ptr + 2, scales.master_inv)
 
 
 @triton.jit
@@ -217,7 +216,7 @@ def leave_kernel(work_ptr, scale_ptr, OF: tl.constexpr, COUNT: tl.constexpr):
     """Each program leaves a tensor's scales."""
     k = tl.program_id(0)
     first, second = tl.load(scale_ptr + 3 * k), tl.load(scale_ptr + 3 * k + 1)
-    scales = Scales(first, second, tl.load(scale_ptr + 3 * k + 2), 1.0, None)
+    scales = Scales(first, second, tl.load(scale_ptr + 3 * k + 2), 1.0)
     leave_scales(work_ptr + 1 + k, scales, OF, COUNT)
 
 

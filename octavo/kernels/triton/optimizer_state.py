@@ -288,26 +288,24 @@ def write_moment(row_ptr, COLUMN: tl.constexpr, place, wide, bits16, scale, MOME
 
 
 class Gradient(NamedTuple):
-    """Where a gradient lies, and the scale_inv of its codes, else None: two addresses."""
+    """Where a gradient lies, and the scale_inv of its codes or None: two addresses; what it is divided by, or None."""
 
     address: Any
     scale_inv: Any
+    divisor: Any
 
 
 class Scales(NamedTuple):
-    """What serves a whole tensor: new scales of those that have one, the master's scale_inv, what gradients are
-    divided by.
-    """
+    """What serves a whole tensor or square: new scales of those that have one, and the master's scale_inv."""
 
     first: Any
     second: Any
     master: Any
     master_inv: Any
-    grad: Any
 
 
 @triton.jit
-def gradient_tile(gradient, place, n, scales, w, OF: tl.constexpr, COUPLED: tl.constexpr):
+def gradient_tile(gradient, place, n, w, OF: tl.constexpr, COUPLED: tl.constexpr):
     """The gradient in float32, unscaled, up where that is asked for, and with its share of the weight."""
     ptr = gradient.address.to(tl.pointer_type(OF.gradient))
     if OF.even:
@@ -318,8 +316,8 @@ def gradient_tile(gradient, place, n, scales, w, OF: tl.constexpr, COUPLED: tl.c
         g = decode_moment(stored, FMT) * block_scales(gradient.scale_inv.to(tl.pointer_type(tl.float32)), place)
     else:
         g = stored.to(tl.float32)
-    if scales.grad is not None:
-        g = tl.math.div_rn(g, tl.zeros_like(g) + scales.grad)
+    if gradient.divisor is not None:
+        g = tl.math.div_rn(g, tl.zeros_like(g) + gradient.divisor)
     g = tl.where(n.maximize, -g, g)
     if COUPLED:
         g = tl.where(n.weight_decay != 0, tl.fma(tl.zeros_like(g) + n.weight_decay, w, g), g)

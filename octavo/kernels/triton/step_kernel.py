@@ -83,16 +83,23 @@ def moment_scale(row_ptr, COLUMN: tl.constexpr, found_ptr, MOMENT: tl.constexpr)
 
 
 @triton.jit
-def master_scales(row_ptr, n, square, DECOUPLED: tl.constexpr, LIMIT: tl.constexpr):
-    """(a scaled master's new scale, by its bound; its scale_inv until now), of the tensor or a square."""
-    amax = tl.load(pointer(row_ptr, REST + 2, tl.float32, False) + square)
-    if DECOUPLED:
-        amax = amax * tl.abs(n.kept)
-    else:
-        amax = amax * 1.0
-    SLACK: tl.constexpr = 1 + 2.0**-20
-    scale = scale_from_amax((amax + n.bound) * SLACK, LIMIT, True)
-    return scale, tl.load(pointer(row_ptr, REST + 1, tl.float32, False) + square)
+def scales_of(row_ptr, n, found_ptr, square, OF: tl.constexpr, DECOUPLED: tl.constexpr, COUNT: tl.constexpr):
+    """What moments and master of a tensor are written with, the master by its bound; of a master in squares, one's."""
+    FIRST_MOMENT: tl.constexpr = OF.first
+    SECOND_MOMENT: tl.constexpr = OF.second
+    master = 1.0
+    master_inv = 1.0
+    if OF.master.is_scaled:
+        LIMIT: tl.constexpr = OF.master.limit
+        SLACK: tl.constexpr = 1 + 2.0**-20
+        amax = tl.load(pointer(row_ptr, REST + 2, tl.float32, False) + square)
+        if DECOUPLED:
+            amax = amax * tl.abs(n.kept)
+        master = scale_from_amax((amax + n.bound) * SLACK, LIMIT, True)
+        master_inv = tl.load(pointer(row_ptr, REST + 1, tl.float32, False) + square)
+    first = moment_scale(row_ptr, FIRST, found_ptr, FIRST_MOMENT)
+    second = moment_scale(row_ptr, SECOND, found_ptr + 2 * COUNT, SECOND_MOMENT)
+    return Scales(first, second, master, master_inv)
 
 
 @triton.jit
@@ -152,7 +159,7 @@ def tile_step(row_ptr, gradient, place, n, scales, key, OF: tl.constexpr, STEP: 
     FIRST_MOMENT: tl.constexpr = OF.first
     SECOND_MOMENT: tl.constexpr = OF.second
     w = read_master(row_ptr, place, scales.master_inv, MASTER, OF.even)
-    g = gradient_tile(gradient, place, n, scales, w, OF, not STEP.decoupled)
+    g = gradient_tile(gradient, place, n, w, OF, not STEP.decoupled)
     m = g
     v = g
     if FIRST_MOMENT.dtype is not None:
@@ -220,27 +227,18 @@ def update_tensor(
     STEP: tl.constexpr,
 ):
     """A program's tiles of a tensor."""
-    MASTER: tl.constexpr = OF.master
-    FIRST_MOMENT: tl.constexpr = OF.first
-    SECOND_MOMENT: tl.constexpr = OF.second
     number = tl.load(pointer(row_ptr, STEP_COUNT, tl.float32, False)).to(tl.int64) + 1
     key = with_number(tl.load(row_ptr + KEY).to(tl.uint32), number)
     if STEP.is_adam:
         n = adam_numbers(group_ptr, tl.load(row_ptr + LR), number)
     else:
         n = sgd_numbers(group_ptr, tl.load(row_ptr + LR), number)
-    master = 1.0
-    master_inv = 1.0
-    if MASTER.is_scaled:
-        LIMIT: tl.constexpr = MASTER.limit
-        master, master_inv = master_scales(row_ptr, n, program if OF.square else 0, STEP.decoupled, LIMIT)
-    grad_scale = None
+    divisor = None
     if grad_scale_ptr is not None:
-        grad_scale = tl.load(grad_scale_ptr)
-    gradient = Gradient(tl.load(gradient_ptr), tl.load(gradient_ptr + COUNT) if OF.gradient_fmt is not None else None)
-    first = moment_scale(row_ptr, FIRST, found_ptr, FIRST_MOMENT)
-    second = moment_scale(row_ptr, SECOND, found_ptr + 2 * COUNT, SECOND_MOMENT)
-    scales = Scales(first, second, master, master_inv, grad_scale)
+        divisor = tl.load(grad_scale_ptr)
+    scale_inv = tl.load(gradient_ptr + COUNT) if OF.gradient_fmt is not None else None
+    gradient = Gradient(tl.load(gradient_ptr), scale_inv, divisor)
+    scales = scales_of(row_ptr, n, found_ptr, program if OF.square else 0, OF, STEP.decoupled, COUNT)
     largest1 = 0.0
     largest2 = 0.0
     largest_w = 0.0
@@ -260,9 +258,9 @@ def update_tensor(
         largest2 = tl.maximum(largest2, found2)
         largest_w = tl.maximum(largest_w, found_w)
     LOOKED: tl.constexpr = "found" if STEP.find else "previous"
-    if FIRST_MOMENT.scale == LOOKED:
+    if OF.first.scale == LOOKED:
         raise_amax(found_ptr, largest1)
-    if SECOND_MOMENT.scale == LOOKED:
+    if OF.second.scale == LOOKED:
         raise_amax(found_ptr + 2 * COUNT, largest2)
     if not STEP.find:
         if MEASURE:
@@ -270,9 +268,9 @@ def update_tensor(
                 add_resolution(resolution_ptr, all_moved, all_grid)
         if OF.square:  # no other program reads the square's scale_inv and amax
             scale_inv_ptr = pointer(row_ptr, REST + 1, tl.float32, False)
-            tl.store(scale_inv_ptr + program, scale_inv_from_scale(master, True))
+            tl.store(scale_inv_ptr + program, scale_inv_from_scale(scales.master, True))
             tl.store(pointer(row_ptr, REST + 2, tl.float32, False) + program, largest_w)
-        elif MASTER.is_scaled:
+        elif OF.master.is_scaled:
             raise_amax(found_ptr + 4 * COUNT, largest_w)
         if program == 0:
             leave_scales(found_ptr, scales, OF, COUNT)

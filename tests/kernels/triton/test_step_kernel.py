@@ -16,7 +16,8 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("decoupled", [False, True])
 @pytest.mark.parametrize("fmt", [E4M3, E5M2, E4M4], ids=str)
 def test_scales_of_whole_tensors(fmt: Format, decoupled: bool, kernels: TritonKernels) -> None:
-    moments = kernels.module("optimizer_state").MomentClass
+    state = kernels.module("optimizer_state")
+    held = state.MasterClass("fp16_scaled", None, None, True)
     for amax, decay in ((0.0, 0.1), (1e-30, 0.1), (0.37, 300.0), (5.1e4, 0.1)):  # one that turns weights' signs
         moment, master, inv = (torch.tensor(x, device=kernels.device) for x in (amax, amax / 3, 0.25))
         row = row_of(kernels, FIRST_plus_2=moment, REST_plus_1=inv, REST_plus_2=master)
@@ -26,9 +27,8 @@ def test_scales_of_whole_tensors(fmt: Format, decoupled: bool, kernels: TritonKe
         for scale, of in (("block", None), ("previous", moment), ("found", moment * 2)):
             out = torch.zeros(3, device=kernels.device)
             kernel = kernels.module("tests.support.optimizer_tile_kernels").scales_kernel
-            kernel[(1,)](
-                row, options, gathered, out, moments(None, fmt, scale=scale), decoupled, enable_fp_fusion=False
-            )
+            tensor = state.TensorClass(None, held, state.MomentClass(None, fmt, scale=scale))
+            kernel[(1,)](row, options, gathered, out, tensor, decoupled, enable_fp_fusion=False)
             first = 1.0 if of is None else float(scale_from_amax(of.cpu(), fmt.max, False, 0))
             most = adam_max_update(3, 0.9, 0.99)
             bound = bound_after(master.cpu(), 0.01, most, decay if decoupled else 0.0)
