@@ -50,6 +50,7 @@ def _traced(model: nn.Module, example_inputs: tuple[Any, ...], dynamic_shapes: A
 
 def _fold(module: fx.GraphModule) -> None:
     """Put the results of octavo's ops on weights in the ops' place, and what delayed scales are worth now."""
+    module.graph.eliminate_dead_code()  # results that nothing reads
     value = _evaluator(module)
     for node in list(module.graph.nodes):
         if node.op != "call_function" or not _is_octavos(node):
