@@ -66,7 +66,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _ended_by_sigterm() -> contextlib.AbstractContextManager[None]:
-    """SIGTERM ends the command as Ctrl-C does; only the main thread may say so."""
+    """SIGTERM ends the command as Ctrl-C does; only the main thread can set a signal's handler."""
 
     def interrupt(number: int, frame: types.FrameType | None) -> NoReturn:
         raise KeyboardInterrupt
@@ -77,7 +77,7 @@ def _ended_by_sigterm() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _signals_to(handler: Callable[..., object], *numbers: int) -> Iterator[None]:
-    """A handler for these signals, then what was there before."""
+    """Sets a handler for these signals, and puts back the ones before."""
     before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield

@@ -147,7 +147,7 @@ def load_extra(path: str | os.PathLike[str]) -> Any:
 
 @contextlib.contextmanager
 def _told(what: str, remedy: str) -> Iterator[None]:
-    """Any failure as a CheckpointError; torch's remark that it works alone is left out."""
+    """Raises any failure as a CheckpointError; silences torch's warning that there is no process group."""
     try:
         with lost_ranks(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*torch.distributed is .*")
@@ -165,7 +165,7 @@ def _told(what: str, remedy: str) -> Iterator[None]:
 
 
 def _new_folder(root: Path) -> str:
-    """Makes the folder of the next save, once what cut-off saves left is gone."""
+    """Removes what saves left that were cut off, and makes the folder of the next one."""
     root.mkdir(parents=True, exist_ok=True)
     kept = _pointed(root)
     for other in root.glob("save-*"):
@@ -211,7 +211,7 @@ def _finish(folder: str) -> None:
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside DistributedDataParallel and torch.compile, whose names torch leaves on weight_scale_inv."""
+    """The model inside DistributedDataParallel and torch.compile, whose prefixes torch leaves on weight_scale_inv."""
     while isinstance(model, DistributedDataParallel) or "_orig_mod" in model._modules:
         model = model.module if isinstance(model, DistributedDataParallel) else model._modules["_orig_mod"]  # type: ignore[assignment]
     return model

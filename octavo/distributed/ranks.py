@@ -40,7 +40,7 @@ class Ranks:
 
     @classmethod
     def of_process(cls) -> Ranks:
-        """Those of the default process group; this process alone where there is none."""
+        """The ranks of the default process group, or this process alone where there is none."""
         return cls(dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
 
     @contextlib.contextmanager
@@ -68,7 +68,7 @@ class Ranks:
             raise failed
 
     def first(self, find: Callable[[], T]) -> T:
-        """What rank 0 finds, on all ranks; its error, too."""
+        """Returns on all ranks what rank 0 finds; where it fails there, it fails on all."""
         found: list[T | None] = [None]
         with self.together():
             if self.rank == 0:
@@ -109,7 +109,7 @@ class Ranks:
         return torch.stack(parts)
 
     def _device(self) -> torch.device:
-        """Where small values travel: on the CPU unless the group knows accelerators only."""
+        """Where small values are sent from: the CPU, unless the group's backend takes an accelerator's tensors only."""
         if "cpu" in str(dist.get_backend_config(self.group)):
             return torch.device("cpu")
         accelerator = torch.accelerator.current_accelerator()

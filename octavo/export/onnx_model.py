@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 from octavo.errors import ExportError, MissingExtraError, first_line
 from octavo.export.lowering import BLOCKS_FROM, decompositions
-from octavo.export.program import is_delayed, program_of
+from octavo.export.program import delayed_argument, program_of
 from octavo.export.runtime import in_float32
 
 OPSETS = range(19, 25)  # the first has float8's QuantizeLinear
@@ -85,7 +85,7 @@ def to_onnx(
     wide, inputs = _copy_in_float32(model), pytree.tree_map(in_float32, inputs)
     exported = _translated(wide, inputs, dynamic_shapes, opset)
     _store(exported, dict(wide.named_parameters()), stored)
-    for node in exported.graph:  # where each came from in Python: as large as a small model
+    for node in exported.graph:  # Python's stack traces, which take as many bytes as a small model
         node.metadata_props.clear()
     _write(exported, target)
     return target
@@ -140,7 +140,7 @@ def _translated(model: nn.Module, inputs: tuple[Any, ...], dynamic_shapes: Any, 
             for node in program.graph.nodes
             if getattr(node.target, "namespace", "") == "octavo" and node.target not in table
         }
-        if opset < BLOCKS_FROM and any(is_delayed(node) for node in program.graph.nodes):
+        if opset < BLOCKS_FROM and any(delayed_argument(node) for node in program.graph.nodes):
             raise ExportError(
                 f"a Delayed scale is a constant, which onnxruntime can't run in opset {opset}, as it moves the "
                 "QuantizeLinear past operators that take no FP8 there: use opset=21, or octavo.recipes.dynamic()"
@@ -163,7 +163,7 @@ def _translated(model: nn.Module, inputs: tuple[Any, ...], dynamic_shapes: Any, 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what torch.onnx says of packages that it can do without."""
+    """Silences what torch.onnx says of optional packages."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)

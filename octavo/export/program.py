@@ -13,11 +13,11 @@ from torch.utils import _pytree as pytree
 
 from octavo.errors import ExportError, first_line
 
-_DELAYED_SCALE = {"cast": 1, "norm_cast": 6}  # which argument it is
+_DELAYED_SCALE = {"cast": 1, "norm_cast": 6}  # the index of that argument
 
 
 def program_of(model: nn.Module, example_inputs: tuple[Any, ...], dynamic_shapes: Any) -> ExportedProgram:
-    """Trace a model on the CPU in evaluation mode, without gradients, and fold the casts of its weights.
+    """Put a model on the CPU into evaluation mode, trace it without gradients, and fold the casts of its weights.
 
     ``dynamic_shapes`` are as torch.export.export takes them; None: each size that the model leaves open.
 
@@ -28,17 +28,11 @@ def program_of(model: nn.Module, example_inputs: tuple[Any, ...], dynamic_shapes
         dynamic_shapes = pytree.tree_map(
             lambda leaf: dict.fromkeys(range(leaf.ndim), Dim.AUTO) if isinstance(leaf, Tensor) else None, example_inputs
         )
-    was_training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        with torch.no_grad():
-            graph = _traced(model, example_inputs, dynamic_shapes).module()
-            assert isinstance(graph, fx.GraphModule)
-            _fold(graph)
-            return _traced(graph, example_inputs, dynamic_shapes)
-    finally:
-        for module in was_training:
-            module.training = True
+    with torch.no_grad():
+        graph = _traced(model.eval(), example_inputs, dynamic_shapes).module()
+        assert isinstance(graph, fx.GraphModule)
+        _fold(graph)
+        return _traced(graph, example_inputs, dynamic_shapes)
 
 
 def _traced(model: nn.Module, example_inputs: tuple[Any, ...], dynamic_shapes: Any) -> ExportedProgram:
@@ -49,22 +43,20 @@ def _traced(model: nn.Module, example_inputs: tuple[Any, ...], dynamic_shapes: A
 
 
 def _fold(module: fx.GraphModule) -> None:
-    """Put the results of octavo's ops on weights in the ops' place, and what delayed scales are worth now."""
+    """Replace octavo's ops on weights by their results, and delayed casts without a history by dynamic ones."""
     module.graph.eliminate_dead_code()  # results that nothing reads
     value = _evaluator(module)
     for node in list(module.graph.nodes):
-        if node.op != "call_function" or not _is_octavos(node):
+        if not _is_octavos(node):
             continue
         results = value(node)
         if results is None:
-            # a cast without a history takes its input's own amax, in evaluation too: it is no delayed one then
-            if is_delayed(node):
-                at = _DELAYED_SCALE[str(node.target._opname)]
-                if value(node.args[at])[node.args[at + 1]] == 0.0:
-                    node.update_arg(at, None)
+            # a delayed cast without a history takes its input's own amax, in evaluation too
+            if (at := delayed_argument(node)) is not None and value(node.args[at])[node.args[at + 1]] == 0.0:
+                node.update_arg(at, None)
             continue
         for user in list(node.users):
-            if user.op == "call_function" and user.target is operator.getitem:
+            if user.target is operator.getitem:
                 _replace(module, user, results[user.args[1]])
         if node.users:
             _replace(module, node, results)
@@ -96,12 +88,10 @@ def _evaluator(module: fx.GraphModule) -> Callable[[fx.Node], Any]:
     return value
 
 
-def is_delayed(node: fx.Node) -> bool:
-    """Whether a program's node is a cast by a delayed scale."""
-    if node.op != "call_function" or not _is_octavos(node):
-        return False
-    at = _DELAYED_SCALE.get(str(node.target._opname))  # type: ignore[union-attr]
-    return at is not None and isinstance(node.args[at], fx.Node)
+def delayed_argument(node: fx.Node) -> int | None:
+    """Which argument of a program's node is a delayed scale; None where it is no cast by one."""
+    at = _DELAYED_SCALE.get(node.target._opname) if _is_octavos(node) else None  # type: ignore[union-attr]
+    return at if at is not None and isinstance(node.args[at], fx.Node) else None
 
 
 def _replace(module: fx.GraphModule, node: fx.Node, result: Any) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 VOCABULARY = 256  # bytes
-BASELINE = "baseline"  # the model as it is built, in the run's dtype, by which it is called:
+BASELINE = "baseline"  # the model as it is built; such a run is named after its dtype:
 DTYPES = {"bfloat16": "bf16", "float32": "float32"}
 UNCONVERTED = (BASELINE, *DTYPES.values())
 ALONE, FSDP, DDP = "none", "fsdp", "ddp"

@@ -136,21 +136,17 @@ def _load_standard_library() -> Corpus:
     return Corpus.of(b"\n".join(pieces), f"Python's standard library ({len(pieces)} files)")
 
 
+@dataclass(frozen=True)
 class Batches:
-    """The windows of a corpus that a run sees.
+    """The windows of a corpus that a run sees: ``context`` bytes each (C), ``batch`` of them in a step (B).
 
-    Args:
-        corpus: the text.
-        context: bytes that the model sees at once, C.
-        batch: sequences in a step, B.
-        seed: with the step, decides which windows.
+    Which ones they are is decided by the seed and the step.
     """
 
-    def __init__(self, corpus: Corpus, context: int, batch: int, seed: int) -> None:
-        self.corpus = corpus
-        self.context = context
-        self.batch = batch
-        self.seed = seed
+    corpus: Corpus
+    context: int
+    batch: int
+    seed: int
 
     def training(self, step: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets of a step, each [B, C] uint8; targets are the inputs one byte later."""

@@ -259,15 +259,9 @@ class _Run:
             self.folder.open(config.run.resume)
             self.saved = self.folder.load(self.identity) if config.run.resume else None
         self.rows: list[Row] = self.saved["rows"] if self.saved is not None else []
-        self.result = RunResult(
-            name,
-            config.optimizer.steps,
-            self.rows,
-            config.model.parameters,
-            config.data.batch * config.model.context,
-            config.run.dtype,
-            self.folder.path if self.folder is not None else None,
-        )
+        steps, tokens = config.optimizer.steps, config.data.batch * config.model.context
+        self.result = RunResult(name, steps, self.rows, config.model.parameters, tokens, config.run.dtype)
+        self.result.folder = self.folder.path if self.folder is not None else None
         if self.saved is not None and self.saved.get("schedule"):
             self.result.switches = [Switch(**found) for found in self.saved["schedule"]["switches"]]
 

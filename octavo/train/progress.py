@@ -14,7 +14,7 @@ SECONDS_BETWEEN_LINES = 5.0
 
 
 class Progress:
-    """What a run tells while it goes on; this one shows nothing of it."""
+    """Is told how runs go on; this one shows nothing of it."""
 
     def begin(self, name: str, step: int, steps: int) -> None:
         """A run starts, or goes on after `step` of `steps`."""

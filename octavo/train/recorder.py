@@ -37,7 +37,7 @@ class Recorder:
         self._since = 0.0
 
     def restart_clock(self) -> None:
-        """What happened until now was not training."""
+        """Leaves what happened until now, such as a validation, out of the steps' time."""
         self._since = time.perf_counter()
 
     def add(self, step: int, loss: Tensor, norm: Tensor, lr: float) -> None:

@@ -47,7 +47,7 @@ def joined(config: TrainConfig) -> Iterator[Ranks]:
     accelerated, ended = device_name(config).startswith("cuda"), False
     try:
         with lost_ranks():
-            # what ranks agree on goes by gloo, beside NCCL
+            # gloo, beside NCCL, for what ranks agree on: tensors on the CPU
             backend = "cpu:gloo,cuda:nccl" if accelerated else "gloo"
             dist.init_process_group(backend, timeout=timedelta(seconds=config.ranks.timeout))
         yield Ranks(dist.group.WORLD)
@@ -104,15 +104,15 @@ def shard(model: GPT, config: TrainConfig, ranks: Ranks) -> nn.Module:
         mesh = DeviceMesh.from_group(ranks.group, model.head.weight.device.type)
         for block in model.blocks:
             if config.run.compile:
-                block.compile()  # what fully_shard hangs in around it stays out of the graph
+                block.compile()  # fully_shard's hooks around it stay out of the graph
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
         return model
     called: Any = torch.compile(model) if config.run.compile else model
     if config.ranks.shard == ALONE:
         return called
-    # Forward leaves buffers as they are. The model's own are constants; a delayed state is each rank's: its scales are
-    # from what this rank saw, and its pairs carry them. Rank 0's would let other ranks' larger values saturate.
+    # Rank 0's buffers are not sent to the others. The model's own are constants, and delayed scales come from what each
+    # rank has seen: with rank 0's, larger values of other ranks would saturate.
     replicated: Any = nn.parallel.DistributedDataParallel
     known = inspect.signature(replicated).parameters
     buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # until torch 2.12
