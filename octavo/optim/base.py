@@ -29,7 +29,6 @@ from octavo.optim.masters import master_of
 from octavo.optim.moment import Moment
 from octavo.optim.resolution import Resolution
 from octavo.optim.state import Settings
-from octavo.optim.weight_state import for_kernel, new_state
 from octavo.step_count import OPTIMIZER_STEPS
 from octavo.tensor.stored_gradient import StoredGradient
 from octavo.tensor.stored_weight import StoredWeight, local_stored
@@ -305,7 +304,7 @@ class CompactOptimizer(Optimizer):
         anew = not state
         averages = self._averages(self.param_groups[group])
         if anew:
-            state.update(new_state(param, self._settings_of(averages)))
+            state.update(states.new_state(param, self._settings_of(averages)))
         kept, ids = self._kept.get(param), (group, index, self.seed, averages, *map(id, state.values()))
         held = states.held(weight)
         written = kept is not None and isinstance(weight, StoredWeight) and was_written(kept, weight, held)
@@ -327,7 +326,7 @@ class CompactOptimizer(Optimizer):
         if isinstance(weight, StoredWeight):  # perhaps since the optimizer was made
             self.clip_update = self.will_bound(self.settings, stored=True)
         self.check(param, self.param_groups[group], self.settings, self.clip_update)
-        master, moments = for_kernel(param, weight, state, self._settings_of(bool(ids[3])))
+        master, moments = states.for_kernel(param, weight, state, self._settings_of(bool(ids[3])))
         key, row = key_of(self.seed, index), states.first_row(param)
         measured = self.resolution is not None and param in self.resolution.params
         update = WeightUpdate(master, moments, master.weight, state["step"], key, group, row, measured=measured)

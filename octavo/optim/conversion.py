@@ -20,8 +20,7 @@ from octavo.kernels.reference.optimizer_state import BLOCK, pieces
 from octavo.optim import state as states
 from octavo.optim.base import CompactOptimizer
 from octavo.optim.masters import master_of
-from octavo.optim.state import Settings
-from octavo.optim.weight_state import for_kernel, new_master
+from octavo.optim.state import Settings, for_kernel, new_master
 from octavo.tensor.parameters import put_into
 from octavo.tensor.sharded_weight import largest_of_ranks, like_sharded, on_this_rank
 from octavo.tensor.stored_weight import StoredWeight, cast_shard, local_stored

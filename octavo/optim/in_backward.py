@@ -56,6 +56,10 @@ _SCALER = (
     "a GradScaler decides by all gradients whether to skip a step, but update_in_backward uses them while they come; "
     "train in bf16 (a GradScaler(enabled=False) may stay), or remove() the handle"
 )
+_DDP = (
+    "DistributedDataParallel exchanges a gradient after update_in_backward would have used it; use fully_shard "
+    "(FSDP2), whose gradients are exchanged before, or step() after backward"
+)
 Clip = PerParameterNorm | LastStepNorm | EstimatedNorm
 
 
@@ -109,13 +113,8 @@ def update_in_backward(
         raise ValueError("skip_nonfinite decides by all gradients of a step; those in backward are gone by then")
     if outstanding_weight_updates_bytes < 0:
         raise ValueError(f"outstanding_weight_updates_bytes={outstanding_weight_updates_bytes} must be at least 0")
-    handle = UpdatesInBackward(optimizer, outstanding_weight_updates_bytes, clip)
-    try:
-        handle.refuse_ddp()
-    except RuntimeError:
-        handle.remove()
-        raise
-    return handle
+    refuse_ddp(optimizer.all_params(), _DDP)
+    return UpdatesInBackward(optimizer, outstanding_weight_updates_bytes, clip)
 
 
 class UpdatesInBackward:
@@ -139,12 +138,8 @@ class UpdatesInBackward:
         self._loaded: dict[str, Any] | None = None
         self._norms = GradientNorms()
         self._hooks: dict[nn.Parameter, Any] = {}
-        self._watch()
+        hook_all(self._hooks, optimizer.all_params(), self._take)
         optimizer.in_backward = self
-
-    def _watch(self) -> None:
-        """Take the gradients of the parameters that the optimizer has now: a client may have sharded them, say."""
-        hook_all(self._hooks, self.optimizer.all_params(), self._take)
 
     def state_dict(self) -> dict[str, Any]:
         """What the next step's clip knows of this one: save it between steps, beside the optimizer's."""
@@ -171,9 +166,7 @@ class UpdatesInBackward:
 
     def remove(self) -> None:
         """Undo it: from now on gradients stay until ``optimizer.step()``. Gradients that wait are not lost."""
-        for hook in self._hooks.values():
-            hook.remove()
-        self._hooks = {}
+        hook_all(self._hooks, [], self._take)
         self._forget_used()
         self._wait()
         self.optimizer.in_backward = None
@@ -187,14 +180,6 @@ class UpdatesInBackward:
         finally:
             self._accumulating = before
 
-    def refuse_ddp(self) -> None:
-        """Raise RuntimeError if DistributedDataParallel has a parameter of the optimizer."""
-        refuse_ddp(
-            self.optimizer.all_params(),
-            "DistributedDataParallel exchanges a gradient after update_in_backward would have used it; "
-            "use fully_shard (FSDP2), whose gradients are exchanged before, or step() after backward",
-        )
-
     def _look(self) -> None:
         """Before the first update, for to look takes too long for every step.
 
@@ -203,7 +188,7 @@ class UpdatesInBackward:
         """
         if not self._looked:
             self._looked = True
-            self.refuse_ddp()
+            refuse_ddp(self.optimizer.all_params(), _DDP)
             self._waiting = any(
                 scaler.is_enabled() and scaler._scale is not None for scaler in living(torch.amp.GradScaler)
             )
@@ -223,7 +208,7 @@ class UpdatesInBackward:
         if self._updated and isinstance(self.clip, LastStepNorm | EstimatedNorm):
             self.last_norm = self._norms.end_step()
         self._updated.clear()
-        self._watch()
+        hook_all(self._hooks, self.optimizer.all_params(), self._take)  # a client may have sharded them since, say
 
     def _take(self, param: nn.Parameter) -> None:
         """A parameter's gradient is complete."""

@@ -12,7 +12,6 @@ from octavo.optim import state as states
 from octavo.optim.masters import KINDS
 from octavo.optim.moment import Moment
 from octavo.optim.state import Settings
-from octavo.optim.weight_state import new_state
 
 
 def fit_groups(groups: list[dict[str, Any]], own: list[dict[str, Any]]) -> dict[str, Any] | None:
@@ -55,7 +54,7 @@ def loaded(
     """
     if described is None and any(str(name).endswith("_codes") for name in given):
         raise ValueError("the state holds codes, but its groups no 'octavo', which says how these are to be read")
-    state = new_state(param, settings)
+    state = states.new_state(param, settings)
     step = given.get("step", 1.0)  # torch's SGD keeps none
     state["step"].copy_(torch.as_tensor(step, dtype=torch.float32))
     lost = take_master(state, given)

@@ -19,6 +19,7 @@ class Resolution:
     def __init__(self, params: Iterable[nn.Parameter]) -> None:
         self.params = set(params)
         self._loaded: Tensor | None = None
+        self._reading: Reading | None = None
         self._sums: dict[torch.device, Tensor] = {}
 
     def on(self, device: torch.device) -> Tensor:
@@ -46,23 +47,34 @@ class Resolution:
                 return group_of(param)
         return None
 
-    def state(self) -> Tensor:
-        """This rank's sums, on the CPU."""
-        return torch.stack([torch.zeros(2, dtype=torch.float64), *(part.cpu() for part in self._sums.values())]).sum(0)
+    def next_ratio(self) -> float | None:
+        """End an interval of steps: the ratio of the one before it, whose sums have had its time to reach the host."""
+        last, self._reading = self._reading, self.take()
+        return None if last is None else last.ratio()
 
-    def load(self, state: Tensor) -> None:
-        """Go on from such sums."""
-        self._sums, self._loaded = {}, state
-        for param in self.params:
-            self.on(states.local(param.detach()).device).copy_(state)
-            break
+    def state(self) -> dict[str, Tensor | None]:
+        """This rank's sums, and those on their way to the host, on the CPU."""
+        sums = [torch.zeros(2, dtype=torch.float64), *(part.cpu() for part in self._sums.values())]
+        reading = None if self._reading is None else self._reading.sums().cpu()
+        return {"sums": torch.stack(sums).sum(0), "reading": reading}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from such a state."""
+        self._reading = None if state["reading"] is None else Reading(state["reading"])
+        self._loaded = state["sums"]
+        self._begin_with(state["sums"])
 
     def restart(self) -> None:
         """The optimizer's state was loaded, perhaps after torch's step of nothing: what was loaded here counts."""
-        loaded, self._loaded = self._loaded, None
-        if loaded is not None:
-            self.load(loaded)
+        if self._loaded is not None:
+            self._begin_with(self._loaded)
             self._loaded = None
+
+    def _begin_with(self, sums: Tensor) -> None:
+        self._sums = {}
+        for param in self.params:
+            self.on(states.local(param.detach()).device).copy_(sums)
+            break
 
 
 class Reading:

@@ -1,4 +1,4 @@
-"""An optimizer's state: sharded like its weights, described, converted."""
+"""An optimizer's state of its weights: begun, sharded as they are, described, converted, and as the kernels take it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from octavo.formats import E4M3, E4M4, E5M2, Format
 from octavo.granularity import PerBlock, PerTensor
 from octavo.kernels.reference.adam import LARGEST_SQUARE
-from octavo.kernels.reference.optimizer_state import BLOCK, pieces
+from octavo.kernels.reference.fp8_weights import Master
+from octavo.kernels.reference.optimizer_state import BLOCK, MomentTensors, pieces
 from octavo.kernels.reference.optimizer_step import WeightUpdate
-from octavo.optim.masters import master_of
+from octavo.optim.masters import KINDS, master_of
 from octavo.optim.moment import Moment, as_matrix
 from octavo.tensor.sharded_weight import like_sharded
 from octavo.tensor.stored_gradient import StoredGradient
@@ -238,3 +239,91 @@ def converted(param: Tensor, name: str, old: Moment, new: Moment, given: dict[st
         stored.write(piece, piece.of(matrix).clone(), None)
     stored.end()
     return {key: like_param(value, param) for key, value in state.items()}
+
+
+def new_state(param: nn.Parameter, settings: Settings) -> dict[str, Any]:
+    """An empty state; of a sharded weight its tensors are sharded alike."""
+    weight = local(param.detach())
+    step = torch.zeros((), dtype=torch.float32, device=weight.device)
+    own = new_moments(settings.moments_of(param), weight)
+    return {"step": step} | sharded_like(own, param) | new_master(param, settings.master)
+
+
+def new_moments(moments: dict[str, Moment], weight: Tensor) -> dict[str, Tensor]:
+    """The tensors of a weight's moments, all zeros."""
+    own: dict[str, Tensor] = {}
+    for name, moment in moments.items():
+        own |= moment.new_state(name, weight.shape, weight.device)
+    return own
+
+
+def new_master(param: nn.Parameter, master: str | None) -> dict[str, Tensor]:
+    """What a weight's master keeps in its state, and which of KINDS it is: names and dtypes of several are the same."""
+    chosen = master_of(param, master)
+    own = chosen.new_state(local(param.detach()))
+    kind = {"master_kind": torch.tensor(KINDS.index(chosen.kind), dtype=torch.uint8)} if own else {}
+    return sharded_like(own, param) | kind
+
+
+def sharded_like(own: dict[str, Tensor], param: Tensor) -> dict[str, Tensor]:
+    """This rank's tensors of a state, sharded as the weight is: so that checkpoints can reshard them."""
+    shard, found = local_stored(param), dict[str, Tensor]()
+    for name, value in own.items():
+        if name != "master_amax":
+            found[name] = like_param(value, param)
+        elif shard is None or shard is param or shard.granularity == PerTensor():  # as scale_inv: one for all ranks
+            found[name] = value
+        else:
+            found[name] = like_sharded(value, param, torch.Size(shard.granularity.scale_shape(tuple(param.shape))))
+    return found
+
+
+def bytes_of_state(param: nn.Parameter, weight: Tensor, settings: Settings | None) -> tuple[int, int, int]:
+    """Bytes on this rank of a weight with its scales, of its master's rest, of its moments.
+
+    ``weight`` is what it is to be, this rank's shard on the meta device; no settings: it is frozen.
+    """
+    own = [weight.qdata, weight.scale_inv] if isinstance(weight, StoredWeight) else [weight]
+    master: dict[str, Tensor] = {}
+    moments: dict[str, Tensor] = {}
+    if settings is not None:
+        master = master_of(nn.Parameter(weight, False), settings.master).new_state(weight)
+        moments = new_moments(settings.moments_of(param), weight)
+    return bytes_of(own), bytes_of(master.values()), bytes_of(moments.values())
+
+
+def _check_storage(weight: Tensor, state: dict[str, Any]) -> None:
+    """Raise RuntimeError for a weight that was stored in FP8, widened, or scaled otherwise since its state was made."""
+    amax = None if "master_scale_inv" in state else state.get("master_amax")  # which weights in FP8 have, one a scale
+    now = weight.scale_inv.shape if isinstance(weight, StoredWeight) else None
+    if now != (None if amax is None else amax.shape):
+        raise RuntimeError(
+            f"a weight {tuple(weight.shape)} is not stored as it was when the optimizer's state of it was made: "
+            "octavo.convert(..., weight_storage=...) or octavo.restore came between two steps. Let an "
+            "octavo.schedule.PrecisionSchedule change the storage: the state follows; or make the optimizer anew"
+        )
+
+
+def for_kernel(
+    param: nn.Parameter, weight: Tensor, state: dict[str, Any], settings: Settings
+) -> tuple[Master, tuple[MomentTensors, ...]]:
+    """Master and moments of a weight, this rank's shard ``weight``, as the kernels take them, over its state's tensors.
+
+    Raises:
+        RuntimeError: if the state was made while the weight was stored otherwise.
+    """
+    kept = {name: local(value) for name, value in state.items() if isinstance(value, Tensor)}
+    _check_storage(weight, kept)
+    master, moments = master_of(param, settings.master), settings.moments_of(param)
+    if isinstance(weight, StoredWeight) and weight.is_shard and weight.shape[0] == 0:
+        # a row of zeros stands in for no rows: updated as other ranks' rows are, it keeps the scale that all share
+        codes = torch.zeros(1, weight.shape[1], dtype=torch.uint8, device=weight.device).view(weight.qdata.dtype)
+        weight = StoredWeight(codes, weight.scale_inv, weight.dtype, weight.granularity, is_shard=True)
+        kept = new_moments(moments, weight) | master.new_state(weight) | {"master_amax": kept["master_amax"]}
+    matrix = matrix_of(weight)
+    if is_sharded_vector(param):  # a row an element, so that its index is that of the whole vector
+        kept |= {name: value.view(-1, 1) for name, value in kept.items() if name in moments}
+        matrix = matrix.view(-1, 1)
+    scale_inv = weight.scale_inv if isinstance(weight, StoredWeight) else None
+    stored = tuple(moment.for_kernel(name, kept) for name, moment in moments.items())
+    return master.for_kernel(matrix, kept, scale_inv), stored

@@ -20,7 +20,6 @@ from octavo.optim import state as states
 from octavo.optim.base import CompactOptimizer
 from octavo.optim.conversion import blank
 from octavo.optim.state import Settings
-from octavo.optim.weight_state import bytes_of
 from octavo.schedule.switch import Target
 from octavo.tensor.pair import Operands
 from octavo.tensor.parameters import put_into
@@ -126,7 +125,7 @@ def _phase_plan(
         local = states.local(param.detach())
         own = blank(local, storage[param], "meta") if param in storage else torch.empty_like(local, device="meta")
         kept = target.settings if param in trained and param.requires_grad else None
-        weight, master, averages = bytes_of(param, own, kept)
+        weight, master, averages = states.bytes_of_state(param, own, kept)
         weights, masters, moments = weights + weight, masters + master, moments + averages
         parameters += local.numel()
         if param in trained and not isinstance(optimizer, CompactOptimizer):
@@ -216,11 +215,9 @@ def saved_bytes(model: nn.Module, target: Target, inputs: tuple[Any, ...]) -> in
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     twin = _without_data(model, mode)
-    now = stored_now(twin)
     with mode:
-        for (weight, own), granularity in zip(now.items(), target.storage, strict=True):
-            if own != granularity:
-                put_into(weight, blank(weight, granularity))
+        for weight, granularity in target.moved(twin).items():
+            put_into(weight, blank(weight, granularity))
         set_recipe(twin, target.phase.recipe)
         for module in twin.modules():
             if isinstance(module, RecipeModule):

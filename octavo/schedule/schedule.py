@@ -13,22 +13,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from octavo.distributed.ranks import Ranks
-from octavo.nn.convert import stored_now
 from octavo.optim.base import CompactOptimizer
-from octavo.optim.resolution import Reading, Resolution
+from octavo.optim.resolution import Resolution
 from octavo.optim.state import largest
 from octavo.schedule.phase import Phase
 from octavo.schedule.plan import Plan, plan_of
 from octavo.schedule.recovery import Recovery, Watch, said
-from octavo.schedule.switch import (
-    Target,
-    changed_storage,
-    forget_delayed,
-    fp8_weights,
-    refuse_moves,
-    switch,
-    targets_of,
-)
+from octavo.schedule.switch import Target, forget_delayed, fp8_weights, refuse_moves, switch, targets_of
 
 RESOLUTION_EVERY = 10  # steps whose updates are taken together; their ratio is read as many steps later, without a wait
 COUNTERS = "steps tokens index _recovering _recoveries _rescued _highest_lr _highest_ratio".split()  # of the state
@@ -107,7 +98,6 @@ class PrecisionSchedule:
         self._faulty = self._left_out = False  # a step of torch's optimizer; a step by its GradScaler
         self._targets = targets_of(model, optimizer, self.phases)
         self._rescues: tuple[Target, ...] = ()  # the recovery's phase after each
-        self._reading: Reading | None = None
         if recovery is not None:
             self._prepare_recovery(recovery)
         self._refuse_ddp()
@@ -126,12 +116,8 @@ class PrecisionSchedule:
 
     def _refuse_ddp(self) -> None:
         """Raise RuntimeError if a phase to come changes the storage of weights that DistributedDataParallel holds."""
-        now = stored_now(self.model)
-        refuse_moves(
-            weight
-            for target in (*self._targets[self.index :], *self._rescues)
-            for weight in changed_storage(now, dict(zip(now, target.storage, strict=True)))
-        )
+        to_come = (*self._targets[self.index :], *self._rescues)
+        refuse_moves(weight for target in to_come for weight in target.moved(self.model))
 
     def _before_step(self) -> None:
         """A hook before each optimizer step: it runs, so no GradScaler has skipped the step."""
@@ -193,7 +179,8 @@ class PrecisionSchedule:
             self.optimizer.skip = None
         rate = max(float(group["lr"]) for group in self.optimizer.param_groups) if self._asks_for_lr() else 0.0
         self._highest_lr = max(self._highest_lr, rate)
-        ratio = self._next_resolution()
+        measured = getattr(self.optimizer, "resolution", None)
+        ratio = None if measured is None or self.steps % RESOLUTION_EVERY else measured.next_ratio()
         self._highest_ratio = max(self._highest_ratio, ratio or 0.0)
         while self.index + 1 < len(self.phases):
             reason = self._reason(self.phases[self.index + 1], rate, ratio)
@@ -223,14 +210,6 @@ class PrecisionSchedule:
 
     def _asks_for_lr(self) -> bool:
         return any(phase.when_lr_below is not None for phase in self.phases[self.index + 1 :])
-
-    def _next_resolution(self) -> float | None:
-        """At the end of an interval of steps the ratio measured in the one before it; else None."""
-        measured = getattr(self.optimizer, "resolution", None)
-        if measured is None or self.steps % RESOLUTION_EVERY:
-            return None
-        last, self._reading = self._reading, measured.take()
-        return None if last is None else last.ratio()
 
     def _recover(self) -> None:
         """Begin or end a recovery."""
@@ -264,7 +243,6 @@ class PrecisionSchedule:
         waits = any(phase.when_update_below_resolution is not None for phase in self.phases[self.index + 1 :])
         if waits != (self.optimizer.resolution is not None):
             self.optimizer.measure(Resolution(fp8_weights(self.model)) if waits else None)
-            self._reading = None
 
     def plan(self, budget_bytes: int | None = None, example_inputs: Iterable[Any] | None = None) -> Plan:
         """What each phase takes: bytes of weights, masters, moments, gradients and of what forward saves.
@@ -294,19 +272,14 @@ class PrecisionSchedule:
 
     def state_dict(self) -> dict[str, Any]:
         """Its state as numbers, strings and small tensors, for a checkpoint."""
+        measured = getattr(self.optimizer, "resolution", None)
         return {
             **{name.lstrip("_"): getattr(self, name) for name in COUNTERS},
             "phases": [repr(phase) for phase in self.phases],
             "switches": [asdict(switch) for switch in self.switches],
             "watch": None if self._watch is None else self._watch.state(),
-            "resolution": self._resolution_state(),
+            "resolution": None if measured is None else measured.state(),
         }
-
-    def _resolution_state(self) -> dict[str, Any] | None:
-        measured = getattr(self.optimizer, "resolution", None)
-        if measured is None:
-            return None
-        return {"sums": measured.state(), "reading": None if self._reading is None else self._reading.sums().cpu()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take a state, and put model and optimizer into its phase; load theirs after it.
@@ -328,9 +301,7 @@ class PrecisionSchedule:
             self._watch.load(state_dict["watch"])
         self._measure()
         if (measured := getattr(self.optimizer, "resolution", None)) is not None:
-            measured.load(state_dict["resolution"]["sums"])
-            reading = state_dict["resolution"]["reading"]
-            self._reading = None if reading is None else Reading(reading)
+            measured.load(state_dict["resolution"])
 
 
 def _check_order(phases: Sequence[Phase]) -> None:

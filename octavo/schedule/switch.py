@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -33,6 +33,12 @@ class Target:
     settings: Settings | None
     storage: tuple[Granularity | None, ...]
 
+    def moved(self, model: nn.Module) -> dict[nn.Parameter, Granularity | None]:
+        """The model's weights that it stores otherwise than they are now."""
+        now = stored_now(model)
+        then = zip(now.items(), self.storage, strict=True)
+        return {weight: granularity for (weight, own), granularity in then if granularity != own}
+
 
 def targets_of(
     model: nn.Module, optimizer: Optimizer, phases: Sequence[Phase], after: Target | None = None
@@ -53,15 +59,15 @@ def targets_of(
         try:
             settings = _settings_of(phase, optimizer, settings)
             now = storages(model, phase.recipe, phase.weight_storage, now)
-            moved = changed_storage(stored_now(model), now)
+            target = Target(phase, settings, tuple(now.values()))
             if isinstance(optimizer, CompactOptimizer):
                 assert settings is not None
-                check_change(optimizer, settings, moved)
-            elif moved:
+                check_change(optimizer, settings, target.moved(model))
+            elif target.moved(model):
                 raise ValueError("weights change their storage with an optimizer of octavo.optim only")
         except (TypeError, ValueError) as error:
             raise type(error)(f"phase {index}, {phase}: {error}") from None
-        found.append(Target(phase, settings, tuple(now.values())))
+        found.append(target)
     return tuple(found)
 
 
@@ -83,13 +89,6 @@ def fp8_weights(model: nn.Module) -> list[nn.Parameter]:
     return [module.get_parameter("weight") for module in modules if not module.recipe.is_high_precision]
 
 
-def changed_storage(
-    now: Mapping[nn.Parameter, Granularity | None], then: Mapping[nn.Parameter, Granularity | None]
-) -> dict[nn.Parameter, Granularity | None]:
-    """The weights that are to be stored otherwise than now."""
-    return {weight: granularity for weight, granularity in then.items() if granularity != now[weight]}
-
-
 def refuse_moves(moved: Iterable[nn.Parameter]) -> None:
     """Raise RuntimeError if DistributedDataParallel holds a weight whose storage is to change."""
     if found := set(moved):
@@ -102,8 +101,7 @@ def refuse_moves(moved: Iterable[nn.Parameter]) -> None:
 
 def switch(model: nn.Module, optimizer: Optimizer, target: Target) -> None:
     """Put a model and its optimizer into a phase: one tensor after the other, so that little lies there twice."""
-    now = stored_now(model)
-    moved = changed_storage(now, dict(zip(now, target.storage, strict=True)))
+    moved = target.moved(model)
     refuse_moves(moved)
     shards = [weight for weight in moved if weight is not on_this_rank(weight)]
     if shards:

@@ -10,8 +10,7 @@ from octavo.kernels.reference.optimizer_state import pieces
 from octavo.optim import SGD, AdamW, update_in_backward
 from octavo.optim.conversion import change, store_anew
 from octavo.optim.masters import master_of
-from octavo.optim.state import Settings
-from octavo.optim.weight_state import for_kernel
+from octavo.optim.state import Settings, for_kernel
 from octavo.tensor.stored_weight import StoredWeight
 from octavo.tensor.used_gradient import UsedGradient
 

@@ -55,14 +55,14 @@ def test_its_state():
     state = copy.deepcopy(optimizer.resolution.state())
     other = Resolution([weight])
     other.load(state)
-    assert torch.equal(other.take().sums(), state) and float(state[1]) > 0
+    assert torch.equal(other.take().sums(), state["sums"]) and float(state["sums"][1]) > 0
 
 
 def test_torchs_step_of_nothing_before_a_state_is_loaded_does_not_count():
     weight = nn.Parameter(torch.ones(4, 4))
     optimizer = AdamW([weight], moments="fp32")
     optimizer.measure(Resolution([weight]))
-    optimizer.resolution.load(torch.tensor([3.0, 36.0], dtype=torch.float64))
+    optimizer.resolution.load({"sums": torch.tensor([3.0, 36.0], dtype=torch.float64), "reading": None})
     saved = copy.deepcopy(optimizer.state_dict())
     step(optimizer)
     optimizer.load_state_dict(saved)

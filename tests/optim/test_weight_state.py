@@ -5,7 +5,7 @@ from torch import Tensor, nn
 import octavo
 from octavo import recipes
 from octavo.optim import SGD, AdamW
-from octavo.optim.weight_state import for_kernel, new_state
+from octavo.optim.state import for_kernel, new_state
 from octavo.tensor.stored_weight import StoredWeight
 
 
