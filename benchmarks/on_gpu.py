@@ -1,83 +1,204 @@
-"""All that is to be done on a GPU: the kernels' tests, ``kernels``, ``layer``, optimizer steps; in 10 minutes.
+"""All that is to be done on a GPU, in stages that each have their time: tests, probes, kernels, layers, a model's step.
 
-Most of the tests' time is compiling, so they are shared out over processes. ``--tune`` measures the configurations
-in place between the tests and the benchmarks, which takes some minutes more. Results go to ``--output``: logs, CSVs,
-and configs.json if tuned.
+Every stage is a process of its own. One that fails or runs out of its time is named, and the next begins; rows are in
+its CSV as they come. ``--stages`` picks some, ``--minutes`` ends before a stage that would not fit, and a stage that an
+earlier call finished in the same folder is not run again. The last lines are a table of ours, the limit and the others.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
+import json
 import os
-import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
-TAKES = "10 minutes of a GPU"
+TAKES = "27 minutes of a GPU, in three commands of 9"
 MEASURES = ("octavo/kernels/triton",)
 
 ROOT = Path(__file__).parents[1]
-TABLE = ROOT / "octavo/kernels/triton/configs.json"
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu"]
+DONE = "stages.json"
 
 
-def tests(processes: int, log: Path, select: str) -> bool:
-    """Run the tests marked ``gpu`` in so many processes; whether all passed."""
+class Stage(NamedTuple):
+    """Benchmarks to run one after the other, or the tests; ``seconds``: of all of them together."""
+
+    about: str
+    seconds: int
+    commands: tuple[tuple[str, ...], ...] = ()  # {output} is the folder
+
+
+def _subject(name: str, *arguments: str) -> tuple[str, ...]:
+    return name, *arguments, "--output", f"{{output}}/{name}.csv"
+
+
+STAGES = {
+    1: Stage("smoke: every kernel once, a step of every recipe", 75, (("smoke",),)),
+    2: Stage("the tests marked gpu", 400),
+    3: Stage("tune", 360, (("tune", "--minutes", "5.5", "--log", "{output}/tune.csv"),)),
+    4: Stage("kernels beside copy, and others'", 270, (_subject("kernels", "--minutes", "4"),)),
+    5: Stage("layers beside bf16 and torchao", 150, (_subject("layer", "--minutes", "2"),)),
+    6: Stage(
+        "optimizer steps",
+        120,
+        (_subject("optimizer_step", "--seconds", "3"), _subject("update_overlap", "--seconds", "2")),
+    ),
+    7: Stage("a Llama's step", 210, (_subject("llama_step", "--minutes", "3"),)),
+    8: Stage("FSDP2 over NCCL", 60, (("nccl",),)),
+}
+TOY = {
+    1: Stage(STAGES[1].about, 300, (("smoke", "--few"),)),
+    3: Stage(STAGES[3].about, 300, (("tune", "cast", "matmul", "--toy", "--log", "{output}/tune.csv"),)),
+    8: Stage(STAGES[8].about, 120, (("nccl",),)),
+}
+
+
+def toy(number: int) -> Stage:
+    """A stage of the rehearsal, without a GPU."""
+    stage = TOY.get(number, STAGES[number])
+    if number in TOY:
+        return stage
+    commands = tuple((name, "--toy", *rest) for name, *rest in stage.commands)
+    return stage._replace(seconds=300, commands=commands)
+
+
+def run(command: list[str], seconds: float, log: Path) -> str:
+    """Run a command, its output shown and appended to ``log``: "ok", or what went wrong."""
+    if seconds <= 0:
+        return "left out, no time"
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    with log.open("a", encoding="utf-8") as file:
+        process = subprocess.Popen(
+            ["timeout", "--signal=INT", "--kill-after=5", str(seconds), *command],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        assert process.stdout is not None
+        for line in process.stdout:
+            file.write(line)
+            sys.stdout.write(line[:300])
+            sys.stdout.flush()
+    code = process.wait()
+    out_of_time = code in (124, 137, -signal.SIGINT, -signal.SIGKILL)
+    return "ok" if code == 0 else f"out of its {seconds:.0f} s" if out_of_time else f"failed, exit status {code}"
+
+
+def tests(processes: int, seconds: float, output: Path, select: str) -> str:
+    """Run the tests marked ``gpu``, shared out over processes, for most of their time is compiling."""
+    deadline = time.monotonic() + seconds
     collect = [*PYTEST, "--collect-only", "tests", *(["-k", select] if select else [])]
     listed = subprocess.run(collect, cwd=ROOT, capture_output=True, text=True, check=False)
     names = [line for line in listed.stdout.splitlines() if "::" in line]
     if not names:
         print(listed.stdout[-2000:] + listed.stderr[-2000:])
-        return False
+        return "found no tests"
     running: list[subprocess.Popen[str]] = []
     with tempfile.TemporaryDirectory() as folder:
-        for index in range(min(processes, len(names))):
+        files = [Path(folder) / f"{index}.log" for index in range(min(processes, len(names)))]
+        for index, file in enumerate(files):
             share = Path(folder) / f"{index}.txt"
             share.write_text("\n".join(names[index::processes]))
-            command = [*PYTEST, "-rfE", "--tb=short", f"@{share}"]
-            running.append(
-                subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-            )
-        outputs = [process.communicate()[0] for process in running]
-    log.write_text("\n".join(outputs))
-    failures = [line for output in outputs for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
+            with file.open("w") as out:
+                command = [*PYTEST, "-rfE", "--tb=short", f"@{share}"]
+                running.append(subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, text=True))
+        late = 0
+        for process in running:
+            try:
+                process.wait(max(deadline - time.monotonic(), 0.1))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                late += 1
+        text = "\n".join(file.read_text(errors="replace") for file in files)
+    (output / "tests.log").write_text(text)
+    failures = [line for line in text.splitlines() if line.startswith(("FAILED", "ERROR"))]
     for line in failures[:30]:
         print(line[:300])
-    print(f"{len(names)} tests, {len(failures)} failed; all output in {log.name}", flush=True)
-    return not failures and all(process.returncode in (0, 5) for process in running)
+    print(f"{len(names)} tests, {len(failures)} failed, {late} of {len(running)} processes out of time", flush=True)
+    passed = not failures and not late and all(process.returncode in (0, 5) for process in running)
+    return "ok" if passed else f"{len(failures)} failed, {late} processes out of time"
 
 
-def subject(name: str, *arguments: str) -> bool:
-    """Run a benchmark, its output shown; whether it met its aims."""
-    return subprocess.run([sys.executable, "-m", "benchmarks", name, *arguments], cwd=ROOT, check=False).returncode == 0
+def rows_of(path: Path) -> list[dict[str, str]]:
+    """A CSV's rows, none where there is no file."""
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def summary(output: Path) -> list[str]:
+    """Ours, the limit and the others, from the CSVs that are there."""
+    lines = ["", "kernel, shape: us, its floor by peaks, others"]
+    for row in rows_of(output / "kernels.csv"):
+        others = " ".join(
+            f"{key[:-3]} {row[key]}" for key in row if key.endswith("_us") and key != "floor_us" and row[key]
+        )
+        lines.append(f"  {row['op']} {row['shape']}: {row['us']}, {row['floor_us']}, {others}")
+    for name, keys in (
+        ("layer", ("variant", "shape", "ms", "by_eager", "by_compiled")),
+        ("optimizer_step", ("optimizer", "step_ms", "graph_ms", "of_roofline")),
+        ("llama_step", ("variant", "mode", "ms", "tokens_s", "peak_gib", "by_bf16")),
+    ):
+        rows = rows_of(output / f"{name}.csv")
+        if name == "layer":
+            rows = [row for row in rows if row["shape"].endswith("layers")]
+        lines += [f"{name}: {', '.join(keys)}"] * bool(rows)
+        lines += ["  " + ", ".join(row.get(key, "") for key in keys) for row in rows]
+    return lines
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks on_gpu", description=__doc__)
-    parser.add_argument("--output", type=Path, required=True, help="a folder for what it writes")
-    parser.add_argument("--toy", action="store_true", help="without a GPU: a few tests, and toy sizes")
-    parser.add_argument("--tune", action="store_true")
-    parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 1) - 2))
+    parser.add_argument("--output", type=Path, required=True, help="a folder for logs, CSVs and what is done")
+    about = "; ".join(f"{number} {stage.about}" for number, stage in STAGES.items())
+    parser.add_argument("--stages", type=int, nargs="+", choices=STAGES, default=list(STAGES), help=f"of {about}")
+    parser.add_argument("--minutes", type=float, default=60.0, help="no stage is begun that would end later")
+    parser.add_argument("--toy", action="store_true", help="the rehearsal, without a GPU")
+    parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 1) - 2), help="that share the tests")
     options = parser.parse_args(arguments)
+    options.output = options.output.resolve()
     options.output.mkdir(parents=True, exist_ok=True)
-    toy = ["--toy"] if options.toy else []
-    start = time.perf_counter()
-
-    def elapsed(what: str) -> None:
-        print(f"--- {what}: {time.perf_counter() - start:.0f} s since the start", flush=True)
-
-    passed = tests(options.processes, options.output / "tests.log", "test_known_scales" if options.toy else "")
-    elapsed("tests")
-    if options.tune:
-        passed &= subject("tune", *toy, "--log", str(options.output / "tune.csv"))
-        shutil.copy(TABLE, options.output)
-        elapsed("tune")
-    limits = {"kernels": ("--minutes", "4"), "layer": ("--minutes", "1.5")}
-    limits |= {"optimizer_step": ("--seconds", "3"), "update_overlap": ("--seconds", "2")}
-    for name, limit in limits.items():
-        passed &= subject(name, *toy, *limit, "--output", str(options.output / f"{name}.csv"))
-        elapsed(name)
-    return int(not passed)
+    record = options.output / DONE
+    done: dict[str, str] = json.loads(record.read_text()) if record.exists() else {}
+    start = time.monotonic()
+    for number in options.stages:
+        stage = toy(number) if options.toy else STAGES[number]
+        left = 60 * options.minutes - (time.monotonic() - start)
+        if done.get(str(number)) == "ok":
+            continue
+        if left < min(stage.seconds, 60):
+            done[str(number)] = "left out, no time"
+            continue
+        seconds, began = min(stage.seconds, left), time.monotonic()
+        print(f"--- stage {number}, {stage.about}: {seconds:.0f} s at most", flush=True)
+        if stage.commands:
+            results = []
+            for command in stage.commands:
+                words = [word.format(output=options.output) for word in command]
+                rest = seconds - (time.monotonic() - began)
+                results.append(
+                    run([sys.executable, "-m", "benchmarks", *words], rest, options.output / f"{words[0]}.log")
+                )
+            done[str(number)] = "; ".join(dict.fromkeys(results))
+        else:
+            done[str(number)] = tests(
+                options.processes, seconds, options.output, "delayed_update" if options.toy else ""
+            )
+        record.write_text(json.dumps(done))
+        print(f"--- stage {number}: {done[str(number)]}, {time.monotonic() - began:.0f} s", flush=True)
+    print(*summary(options.output), sep="\n")
+    for number, result in sorted(done.items()):
+        print(f"stage {number}, {STAGES[int(number)].about}: {result}")
+    return int(any(done.get(str(number)) != "ok" for number in options.stages))

@@ -9,6 +9,7 @@ import csv
 import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -59,13 +60,13 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     return call
 
 
-def run_apart(*arguments: str | Path) -> str:
+def run_apart(*arguments: str | Path, root: Path = ROOT) -> str:
     """The same of what needs a process of its own, because Triton's kernels are interpreted there."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     environment.pop("TRITON_INTERPRET", None)  # they set it where there is no GPU
     command = [sys.executable, "-m", "benchmarks", *map(str, arguments)]
     result = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=300
+        command, cwd=root, env=environment, capture_output=True, text=True, check=False, timeout=900
     )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
@@ -85,14 +86,33 @@ def assert_numbers(rows: list[dict[str, str]], *columns: str) -> None:
 
 
 @pytest.mark.full
-def test_all_that_runs_on_a_gpu(tmp_path: Path) -> None:
-    """The tests, kernels and layer."""
-    output = run_apart("on_gpu", "--toy", "--processes", "2", "--output", tmp_path)
-    assert " 0 failed" in output
-    check_kernels(tmp_path, output)
-    check_layer(tmp_path)
-    check_steps(tmp_path / "optimizer_step.csv")
-    check_overlap(tmp_path / "update_overlap.csv")
+def test_the_run_on_a_gpu_rehearsed(tmp_path: Path) -> None:
+    """All stages, from a copy of the tree without git, as it lies on a machine with a GPU."""
+    tree, out = tmp_path / "tree", tmp_path / "out"
+    for name in ("octavo", "benchmarks", "tests"):
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__", "results", "runs"))
+    shutil.copy(ROOT / "pyproject.toml", tree)
+    output = run_apart("on_gpu", "--toy", "--processes", "2", "--output", out, root=tree)
+    assert [line for line in output.splitlines() if line.startswith("stage ") and not line.endswith(": ok")] == []
+    assert " 0 failed" in output and "losses of one rank" in output
+    check_kernels(out, (out / "kernels.log").read_text())
+    check_layer(out)
+    check_steps(out / "optimizer_step.csv")
+    check_overlap(out / "update_overlap.csv")
+    assert_numbers(rows_of(out / "llama_step.csv"), "ms", "tokens_s", "by_bf16")
+    again = run_apart("on_gpu", "--toy", "--output", out, root=tree)
+    assert "---" not in again and "stage 7" in again  # what is done is not done again
+
+
+@pytest.mark.full
+def test_a_stage_that_fails_is_named_and_the_next_runs(tmp_path: Path) -> None:
+    on_gpu = importlib.import_module("benchmarks.on_gpu")
+    log = tmp_path / "log"
+    assert on_gpu.run([sys.executable, "-c", "print('a row')"], 60, log) == "ok"
+    assert on_gpu.run([sys.executable, "-c", "raise SystemExit(3)"], 60, log) == "failed, exit status 3"
+    assert on_gpu.run([sys.executable, "-c", "import time; time.sleep(60)"], 1, log) == "out of its 1 s"
+    assert on_gpu.run([sys.executable, "-c", ""], 0, log) == "left out, no time"
+    assert "a row" in log.read_text()
 
 
 def check_kernels(tmp_path: Path, output: str) -> None:
