@@ -49,17 +49,7 @@ def scale_from_amax(amax: Tensor, limit: float, power_of_two: bool, margin: int)
 
 
 def scale_of(amax: float, limit: float, power_of_two: bool, margin: int, previous: float = 1.0) -> float:
-    """``scale_from_amax`` for one number.
-
-    Args:
-        amax: a float32 number, finite and not negative.
-        limit: the format's max.
-        power_of_two: round the scale down to a power of two.
-        margin: divide the scale by 2^margin.
-        previous: the scale for an amax of 0.
-
-    Returns:
-        a float32 number.
+    """``scale_from_amax`` for one float32 number; ``previous`` is the scale for an amax of 0.
 
     Example:
         >>> scale_of(100.0, 448.0, power_of_two=False, margin=0) == float(torch.tensor(4.48))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from octavo import kernels
-from octavo.granularity import ALL, Tile
+from octavo.granularity import ALL
 from octavo.kernels.layouts import contraction_multiple, needs_transposed_codes
 from octavo.scaling.recipe import Cast, Delayed, Recipe
 from octavo.tensor.pair import Operands
@@ -61,19 +61,15 @@ def cast_role(
     extras = _pad(x_RC, recipe), column_sum, *activation
     first = casts.as_is if as_is else None
     second = casts.transposed if transposed else None
-    if first is not None and second is not None:
-        if casts.once:
-            return _cast_once(x_RC, first, state, role, extras)
-        if not _is_delayed(first) and not _is_delayed(second):
-            return _cast_two_scalings(x_RC, first, second, extras)
-        a = _cast(x_RC, first, state, role, extras)
-        b = _cast_transposed(x_RC, second, state, role, (extras[0], False, *activation))
-        return a._replace(transposed=b.transposed, amax=b.amax if a.amax is None else a.amax)
-    if first is not None:
-        return _cast(x_RC, first, state, role, extras)
-    if second is not None:
-        return _cast_transposed(x_RC, second, state, role, extras)
-    return Operands()
+    if first is None or second is None or casts.once:
+        cast = first or second
+        layouts = first is not None, second is not None
+        return Operands() if cast is None else _cast(x_RC, cast, state, role, extras, *layouts)
+    if not _is_delayed(first) and not _is_delayed(second):
+        return _cast_two_scalings(x_RC, first, second, extras)
+    a = _cast(x_RC, first, state, role, extras, True, False)
+    b = _cast(x_RC, second, state, role, (extras[0], False, *activation), False, True)
+    return a._replace(transposed=b.transposed, amax=b.amax if a.amax is None else a.amax)
 
 
 def _pad(x: Tensor, recipe: Recipe) -> int:
@@ -85,70 +81,41 @@ def _is_delayed(cast: Cast) -> bool:
     return isinstance(cast.rule, Delayed)
 
 
-def _cast_arguments(x: Tensor, cast: Cast, state: State | None, role: int, tile: Tile) -> tuple[Any, ...]:
-    """What ``octavo::cast`` takes first."""
-    delayed_scale = state.scale if state is not None and _is_delayed(cast) else None
-    return x, delayed_scale, role, cast.format.dtype, tile, cast.power_of_two, cast.margin
+def _cast(
+    x_RC: Tensor, cast: Cast, state: State | None, role: int, extras: Extras, as_is: bool, transposed: bool
+) -> Operands:
+    """Cast by one scaling, in one layout or both; with the amax, if the cast is Delayed.
 
-
-def _cast(x: Tensor, cast: Cast, state: State | None, role: int, extras: Extras, tile: Tile | None = None) -> Operands:
-    """Cast ``x`` as it lies, by the cast's tile or another; with its amax, if the cast is Delayed."""
-    q, _, scale_inv, amax, sums = kernels.cast(
-        *_cast_arguments(x, cast, state, role, tile or cast.tile), False, *extras
-    )
-    return Operands((q, scale_inv), None, amax if _is_delayed(cast) else None, sums if extras[1] else None)
-
-
-def _cast_transposed(x_RC: Tensor, cast: Cast, state: State | None, role: int, extras: Extras) -> Operands:
-    """Cast for the transposed layout alone; its column sums too, where the cast reads x as it lies."""
+    ``cast`` is that of ``x_RC`` as it lies, unless only the transposed layout is needed.
+    """
     pad, column_sum, *activation = extras
-    lays = needs_transposed_codes(x_RC.device)
-    if lays and not activation:
-        laid = _cast(x_RC.t(), cast, state, role, (pad, False))
+    lays = transposed and needs_transposed_codes(x_RC.device)
+    if lays and not as_is and not activation:  # the transposed codes alone, without column sums
+        laid = _cast(x_RC.t(), cast, state, role, (pad, False), True, False)
         return Operands(None, laid.as_is, laid.amax)
-    tile = cast.granularity.transposed().tile
-    if not lays:
-        laid = _cast(x_RC, cast, state, role, extras, tile)
-        q, scale_inv = laid.as_is  # type: ignore[misc]
-        return Operands(None, (q.t(), scale_inv.t()), laid.amax, laid.column_sum)
-    arguments = _cast_arguments(x_RC, cast, state, role, tile)
-    _, q_CR, scale_inv, amax, sums = kernels.cast(*arguments, True, *extras)
-    return Operands(None, (q_CR, scale_inv.t()), amax if _is_delayed(cast) else None, sums if column_sum else None)
-
-
-def _cast_once(x_RC: Tensor, cast: Cast, state: State | None, role: int, extras: Extras) -> Operands:
-    if not needs_transposed_codes(x_RC.device):
-        laid = _cast(x_RC, cast, state, role, extras)
-        q_RC, scale_inv = laid.as_is  # type: ignore[misc]
-        whole = cast.tile == (ALL, ALL)  # one scale is its own transpose
-        return Operands(laid.as_is, (q_RC.t(), scale_inv if whole else scale_inv.t()), laid.amax, laid.column_sum)
-    arguments = _cast_arguments(x_RC, cast, state, role, cast.tile)
-    q_RC, q_CR, scale_inv, amax, sums = kernels.cast(*arguments, True, *extras)
+    delayed_scale = state.scale if state is not None and _is_delayed(cast) else None
+    q_RC, q_CR, scale_inv, amax, sums = kernels.cast(x_RC, delayed_scale, role, *_how(cast, not as_is), lays, *extras)
+    whole = cast.tile == (ALL, ALL)  # one scale is its own transpose
     return Operands(
-        (q_RC, scale_inv),
-        (q_CR, scale_inv.t()),
+        (q_RC, scale_inv) if as_is else None,
+        (q_CR if lays else q_RC.t(), scale_inv if whole else scale_inv.t()) if transposed else None,
         amax if _is_delayed(cast) else None,
-        sums if extras[1] else None,
+        sums if column_sum else None,
     )
+
+
+def _how(cast: Cast, transposed: bool = False) -> tuple[Any, ...]:
+    """A cast as the ops take it, whose tile is that of the tensor as it lies; ``transposed``: the cast's is not."""
+    return cast.format.dtype, cast.tile[::-1] if transposed else cast.tile, cast.power_of_two, cast.margin
 
 
 def _cast_two_scalings(x_RC: Tensor, first: Cast, second: Cast, extras: Extras) -> Operands:
-    transpose = needs_transposed_codes(x_RC.device)
+    lays = needs_transposed_codes(x_RC.device)
     q_RC, scale_inv, q2, scale_inv2, sums = kernels.cast_two_scalings(
-        x_RC,
-        first.format.dtype,
-        first.tile,
-        first.power_of_two,
-        first.margin,
-        second.format.dtype,
-        second.granularity.transposed().tile,
-        second.power_of_two,
-        second.margin,
-        transpose,
-        *extras,
+        x_RC, *_how(first), *_how(second, True), lays, *extras
     )
-    second_pair = (q2, scale_inv2) if transpose else (q2.t(), scale_inv2.t())
-    return Operands((q_RC, scale_inv), second_pair, None, sums if extras[1] else None)
+    pair = (q2, scale_inv2) if lays else (q2.t(), scale_inv2.t())
+    return Operands((q_RC, scale_inv), pair, None, sums if extras[1] else None)
 
 
 def cast_grad_output(
@@ -235,28 +202,23 @@ def cast_norm(
     casts, pad = recipe.input_casts, _pad(x_TK, recipe)
     first, second = casts.as_is, casts.transposed if transposed else None
     assert first is not None
-    arguments = x_TK, gamma, beta, *norm
-    cast = first.format.dtype, first.tile, first.power_of_two, first.margin
     lays = needs_transposed_codes(x_TK.device)
-    if second is not None and not casts.once and not _is_delayed(first) and not _is_delayed(second):
-        tile = second.granularity.transposed().tile
-        other = second.format.dtype, tile, second.power_of_two, second.margin
+    apart = second is not None and not casts.once
+    if second is not None and apart and not _is_delayed(first) and not _is_delayed(second):
         q, scale_inv, q2, scale_inv2, mean, rstd, y = kernels.norm_cast_two_scalings(
-            *arguments, *cast, *other, lays, pad, keep
+            x_TK, gamma, beta, *norm, *_how(first), *_how(second, True), lays, pad, keep
         )
         pair = (q2, scale_inv2) if lays else (q2.t(), scale_inv2.t())
         return Normalised(Operands((q, scale_inv), pair), y if keep else None, mean, rstd)
-    apart = second is not None and not casts.once  # one is Delayed, the other not
     delayed_scale = state.scale if state is not None and _is_delayed(first) else None
+    lays = lays and second is not None and not apart
     q, q_t, scale_inv, amax, mean, rstd, y = kernels.norm_cast(
-        *arguments, delayed_scale, INPUT, *cast, lays and second is not None and not apart, pad, keep or apart
+        x_TK, gamma, beta, *norm, delayed_scale, INPUT, *_how(first), lays, pad, keep or apart
     )
-    operands = Operands((q, scale_inv), None, amax if _is_delayed(first) else None)
-    if second is not None and apart:
-        laid = _cast_transposed(y, second, state, INPUT, (pad, False))
-        operands = operands._replace(
-            transposed=laid.transposed, amax=laid.amax if operands.amax is None else operands.amax
-        )
+    found, laid = amax if _is_delayed(first) else None, None
+    if second is not None and apart:  # one is Delayed, the other not
+        _, laid, other_amax, *_ = _cast(y, second, state, INPUT, (pad, False), False, True)
+        found = other_amax if found is None else found
     elif second is not None:
-        operands = operands._replace(transposed=(q_t if lays else q.t(), scale_inv.t()))
-    return Normalised(operands, y if keep else None, mean, rstd)
+        laid = q_t if lays else q.t(), scale_inv.t()
+    return Normalised(Operands((q, scale_inv), laid, found), y if keep else None, mean, rstd)

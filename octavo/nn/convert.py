@@ -186,7 +186,7 @@ def storages(
 def stored_now(model: nn.Module) -> dict[nn.Parameter, Granularity | None]:
     """How the weights of a model's octavo modules are stored."""
     weights = [weight for _, module in _modules(model) if (weight := weight_of(module)) is not None]
-    return {weight: None if (part := local_stored(weight)) is None else part.granularity for weight in weights}
+    return {weight: None if (stored := local_stored(weight)) is None else stored.granularity for weight in weights}
 
 
 def _modules(model: nn.Module) -> list[tuple[str, RecipeModule]]:

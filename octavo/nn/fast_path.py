@@ -1,7 +1,7 @@
 """nn.TransformerEncoderLayer's fast path: in evaluation torch computes the whole layer in one function of its own.
 
 That function reads its linear layers' weights and calls none of them: no FP8, and nothing that it could read where
-weights are stored in FP8. So layers with converted parts go without it.
+weights are stored in FP8. So layers that hold converted modules go without it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _QUESTIONS: dict[type[nn.Module], tuple[str, int | bool]] = {
     nn.TransformerEncoderLayer: ("activation_relu_or_gelu", 0),
     nn.TransformerEncoder: ("use_nested_tensor", False),
 }
-_KEPT = "_answer_before_octavo"
+_ANSWER = "_answer_before_octavo"
 
 
 def choose_fast_path(model: nn.Module) -> None:
@@ -25,9 +25,9 @@ def choose_fast_path(model: nn.Module) -> None:
         for kind, (question, answer) in _QUESTIONS.items():
             if not isinstance(module, kind) or question not in module.__dict__:
                 continue
-            holds_fp8 = any(isinstance(part, RecipeModule) for part in module.modules())
-            if holds_fp8 and _KEPT not in module.__dict__:
-                module.__dict__[_KEPT] = module.__dict__[question]
+            holds_fp8 = any(isinstance(inner, RecipeModule) for inner in module.modules())
+            if holds_fp8 and _ANSWER not in module.__dict__:
+                module.__dict__[_ANSWER] = module.__dict__[question]
                 module.__dict__[question] = answer
-            elif not holds_fp8 and _KEPT in module.__dict__:
-                module.__dict__[question] = module.__dict__.pop(_KEPT)
+            elif not holds_fp8 and _ANSWER in module.__dict__:
+                module.__dict__[question] = module.__dict__.pop(_ANSWER)

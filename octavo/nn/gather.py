@@ -65,8 +65,8 @@ class Gather:
         self.used: tuple[Any, ...] | None = None  # how FSDP2 has gathered it
         self.forget()
 
-    def adopt(self, parameter: Any, module: Any) -> None:
-        """Take a parameter of the module that was just sharded."""
+    def take(self, parameter: Any, module: Any) -> None:
+        """Gather this parameter of the module from now on: one that was just sharded."""
         self.parameter, self.unsharded, self.rolled = parameter, None, -1
         self.casts = parameter.__dict__.setdefault("_octavo_casts", [0])
         self.forget()
@@ -297,6 +297,6 @@ def _gathered(
     """What FSDP2's second hook returns: the weight, and those of its tensors that lie in other storage than FSDP2's."""
     if out is not None:
         return out.refill(tensors)
-    own = {part.untyped_storage().data_ptr(): part for part in (tensors.qdata, tensors.transposed_qdata)}
+    own = {codes.untyped_storage().data_ptr(): codes for codes in (tensors.qdata, tensors.transposed_qdata)}
     own.pop(received.untyped_storage().data_ptr(), None)
     return GatheredWeight(tensors, shape, dtype, recipe.weight_casts), tuple(own.values())

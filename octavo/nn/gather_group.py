@@ -81,8 +81,8 @@ def _take_scales(gathers: Gathers, amax: Tensor, cast: Cast) -> None:
         written = (kept * amax > 2 * cast.format.max) & amax.isfinite()
         scale = torch.where((kept > 0) & ~written, kept, scale)
     count, scale_inv = len(gathers), scale_inv_from_scale(scale)
-    parts = (scale.split(1), amax.view(count, 1, 1).unbind(), scale_inv.view(count, 1, 1).unbind())
-    for gather, *found in zip(gathers, *parts, strict=True):
+    split = (scale.split(1), amax.view(count, 1, 1).unbind(), scale_inv.view(count, 1, 1).unbind())
+    for gather, *found in zip(gathers, *split, strict=True):
         gather.scale, gather.amax, gather.scale_inv = found
 
 
@@ -106,6 +106,6 @@ def _cast_shards(gathers: Gathers, cast: Cast, mesh: Any) -> None:
         blocks = shard.new_empty(1, 1, dtype=torch.float32) if per_tensor else gather.scale_inv
         scale_inv.append(blocks if per_tensor else blocks[: -(-shard.shape[0] // cast.tile[0])])
     if shards:
-        amax = [torch.empty_like(part) for part in scale_inv]
+        amax = [torch.empty_like(one) for one in scale_inv]
         how = cast.tile, cast.power_of_two, cast.margin
         kernels.multi_tensor_cast(shards, codes, [], scale_inv, amax, scales if per_tensor else [], 0, *how, None)

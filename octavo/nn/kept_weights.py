@@ -16,7 +16,7 @@ from octavo.scaling.recipe import Cast, Delayed, Recipe
 from octavo.tensor.pair import Operands
 
 
-class _Kept(NamedTuple):
+class _Buffers(NamedTuple):
     """A layer and the buffers that its weight is cast into; ``lays``: codes are laid out twice."""
 
     layer: Linear
@@ -119,8 +119,8 @@ class KeptWeights:
             for kept in group:
                 if delayed:
                     _roll(kept, skip)
-                # every time: what moves, converts or copies a layer makes its cache anew
-                kept.layer._weight_cache.keep(kept.layer.weight, kept.recipe, kept.operands, captured)
+                if kept.layer.recipe is kept.recipe:  # every time: what moves or copies a layer makes its cache anew
+                    kept.layer._weight_cache.keep(kept.layer.weight, kept.operands, captured)
 
     def remove(self) -> None:
         """Let every layer cast its own weight again."""
@@ -130,7 +130,7 @@ class KeptWeights:
                 cache.clear()
 
 
-def _kept(layer: Linear) -> _Kept | None:
+def _kept(layer: Linear) -> _Buffers | None:
     """The buffers for a layer's weight, or None where it is no plain one or one cast does not serve both layouts."""
     recipe, weight = layer.recipe, layer.weight
     casts = recipe.weight_casts
@@ -146,14 +146,14 @@ def _kept(layer: Linear) -> _Kept | None:
     qdata, scale_inv = new(rows, padded(cols, pad), dtype=cast.format.dtype), new(shape, dtype=torch.float32)
     transposed = new(cols, padded(rows, pad), dtype=cast.format.dtype) if lays else qdata.t()
     operands = Operands((qdata, scale_inv), (transposed, scale_inv.t()), fresh=False)
-    return _Kept(layer, cast, recipe, operands, lays, new(shape, dtype=torch.float32))
+    return _Buffers(layer, cast, recipe, operands, lays, new(shape, dtype=torch.float32))
 
 
-def _roll(kept: _Kept, skip: Tensor | None) -> None:
+def _roll(kept: _Buffers, skip: Tensor | None) -> None:
     """Roll the weight's history by the amax just found, unless skipped: then both states are written and one chosen."""
     state: Any = (kept.layer.delayed_scale, kept.layer.delayed_amax_history)
-    rolled = state if skip is None else [part.clone() for part in state]
+    rolled = state if skip is None else [tensor.clone() for tensor in state]
     kernels.delayed_update(*rolled, None, kept.amax, None, *kept.recipe.delayed_update)
     if skip is not None:
-        for part, new in zip(state, rolled, strict=True):
-            part.copy_(torch.where(skip.reshape(()) != 0, part, new))
+        for old, new in zip(state, rolled, strict=True):
+            old.copy_(torch.where(skip.reshape(()) != 0, old, new))

@@ -96,7 +96,7 @@ class RecipeModule(nn.Module):
                     "fully_shard was applied to two modules that share a weight, each of which would train its own; "
                     "apply it to a module that holds both"
                 )
-            gather.adopt(weight, self)
+            gather.take(weight, self)
 
     @property
     def gather(self) -> Gather:
@@ -113,10 +113,10 @@ class RecipeModule(nn.Module):
         Raises:
             AttributeError: for a weight in high precision.
         """
-        part = local_stored(weight_of(self))
-        if part is None:
+        stored = local_stored(weight_of(self))
+        if stored is None:
             raise AttributeError(f"{type(self).__name__} has no weight that lives in FP8")
-        return part.scale_inv
+        return stored.scale_inv
 
     def before_gather(self, shard: Tensor, mesh: Any, outer_size: torch.Size, mp_policy: Any) -> Any:
         """FSDP2's hook asks here what to send of the weight; see nn/gather.py."""
@@ -195,11 +195,11 @@ class RecipeModule(nn.Module):
             self.gather.generation += 1
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """Save plain tensors, so that files need no class of octavo: of a sharded weight the DTensor's local part."""
+        """Save plain tensors, so that files need no class of octavo: the local tensor of a sharded weight too."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         weight = destination.get(f"{prefix}weight")
-        if (part := local_stored(weight)) is not None:
-            return save_stored(weight, part, destination, prefix)
+        if (stored := local_stored(weight)) is not None:
+            return save_stored(weight, stored, destination, prefix)
         if not keep_vars and weight is not None and type(weight) is not Tensor:
             destination[f"{prefix}weight"] = plain(weight)
 

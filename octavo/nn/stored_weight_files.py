@@ -25,16 +25,14 @@ from octavo.tensor.stored_weight import GRANULARITIES, StoredWeight, cast_shard,
 SCALE_INV = "weight_scale_inv"
 
 
-def save_stored(weight: Tensor, part: StoredWeight, destination: dict[str, Any], prefix: str) -> None:
-    """Put codes and scale_inv into a state_dict in place of the weight, of which this rank has ``part``."""
-    keys = f"{prefix}weight", f"{prefix}{SCALE_INV}"
-    codes, scale_inv = _as_bytes(part.qdata.detach()), part.scale_inv.detach()
-    if part is not weight:
+def save_stored(weight: Tensor, own: StoredWeight, destination: dict[str, Any], prefix: str) -> None:
+    """Put codes and scale_inv into a state_dict in place of the weight, of which this rank has ``own``."""
+    codes, scale_inv = own.qdata.detach().view(torch.uint8).unsqueeze(1), own.scale_inv.detach()
+    if own is not weight:
         codes = like_sharded(codes, weight, torch.Size((weight.shape[0], 1, weight.shape[1])))
-        if part.granularity != PerTensor():
-            shape = torch.Size(part.granularity.scale_shape(tuple(weight.shape)))
-            scale_inv = like_sharded(scale_inv, weight, shape)
-    destination[keys[0]], destination[keys[1]] = codes, scale_inv
+        if own.granularity != PerTensor():
+            scale_inv = like_sharded(scale_inv, weight, torch.Size(own.granularity.scale_shape(weight.shape)))
+    destination[f"{prefix}weight"], destination[f"{prefix}{SCALE_INV}"] = codes, scale_inv
 
 
 def load_stored(weight: Tensor | None, state_dict: dict[str, Any], prefix: str) -> None:
@@ -43,37 +41,34 @@ def load_stored(weight: Tensor | None, state_dict: dict[str, Any], prefix: str) 
     Raises:
         ValueError: if they don't fit together, or codes come without their scale_inv.
     """
-    given, scale_inv = state_dict.get(f"{prefix}weight"), state_dict.pop(f"{prefix}{SCALE_INV}", None)
+    key = f"{prefix}weight"
+    given, scale_inv = state_dict.get(key), state_dict.pop(f"{prefix}{SCALE_INV}", None)
     if not isinstance(given, Tensor):
         return  # torch says what is missing, or wrong
-    part = local_stored(weight)
-    sharded = weight is not None and part is not None and part is not weight
-    local = on_this_rank(given)
+    own, local = local_stored(weight), on_this_rank(given)
     codes = _codes_of(local)
     if codes is not None or scale_inv is not None:
-        _check_pair(given, scale_inv, prefix)
-    elif not sharded:
-        return
-    if sharded:
-        assert weight is not None and part is not None
-        state_dict[f"{prefix}weight"] = _as_shard(weight, part, given, scale_inv)
-        return
-    assert codes is not None
-    dtype = torch.float32 if weight is None else weight.dtype
-    if local is not given:
+        _check_pair(given, codes, scale_inv, prefix)
+    if weight is not None and own is not None and own is not weight:
+        state_dict[key] = _as_shard(weight, own, given, codes, scale_inv)
+    elif codes is not None:
         granularity = GRANULARITIES[scale_inv.shape != (1, 1)]
-        values = StoredWeight(codes, on_this_rank(scale_inv), dtype, granularity).dequantize()
-        state_dict[f"{prefix}weight"] = like_sharded(values, given, torch.Size((given.shape[0], given.shape[-1])))
-        return
-    stored = StoredWeight(codes, scale_inv, dtype)
-    if part is not None and not has_powers_of_two(scale_inv):
-        stored = StoredWeight.cast(stored.dequantize(), part.granularity)
-    state_dict[f"{prefix}weight"] = stored if part is not None else stored.dequantize()
+        dtype = torch.float32 if weight is None else weight.dtype
+        pair = ScaledTensor(codes, on_this_rank(scale_inv), granularity, dtype)
+        if local is not given:
+            shape = torch.Size((given.shape[0], given.shape[-1]))
+            state_dict[key] = like_sharded(pair.dequantize(), given, shape)
+        elif own is None:
+            state_dict[key] = pair.dequantize()
+        elif has_powers_of_two(scale_inv):
+            state_dict[key] = StoredWeight(codes, scale_inv, dtype)
+        else:
+            state_dict[key] = StoredWeight.cast(pair.dequantize(), own.granularity)
 
 
-def _check_pair(given: Tensor, scale_inv: Tensor | None, prefix: str) -> None:
-    """Raise ValueError unless these are codes [N, K] or their bytes, and their scale_inv."""
-    if _codes_of(on_this_rank(given)) is None:
+def _check_pair(given: Tensor, codes: Tensor | None, scale_inv: Tensor | None, prefix: str) -> None:
+    """Raise ValueError unless there are codes in what is given, and a scale_inv that fits them."""
+    if codes is None:
         raise ValueError(
             f"{prefix}weight beside {prefix}{SCALE_INV} is {given.dtype} {tuple(given.shape)}, neither uint8 [N, 1, K] "
             "nor torch.float8_e4m3fn [N, K]"
@@ -85,11 +80,6 @@ def _check_pair(given: Tensor, scale_inv: Tensor | None, prefix: str) -> None:
         raise ValueError(f"{prefix}{SCALE_INV} of shape {tuple(scale_inv.shape)} does not fit {shape}")
 
 
-def _as_bytes(codes: Tensor) -> Tensor:
-    """Codes [N, K] as a state_dict holds them: uint8 [N, 1, K], over the same storage."""
-    return codes.view(torch.uint8).unsqueeze(1)
-
-
 def _codes_of(given: Tensor) -> Tensor | None:
     """The codes [N, K] in a state_dict's tensor, or None where it holds none: uint8 [N, 1, K], or float8 [N, K]."""
     if given.dtype == torch.uint8 and given.ndim == 3 and given.shape[1] == 1:
@@ -97,38 +87,34 @@ def _codes_of(given: Tensor) -> Tensor | None:
     return given if given.dtype == torch.float8_e4m3fn and given.ndim == 2 else None
 
 
-def _as_shard(weight: Tensor, part: StoredWeight, given: Tensor, scale_inv: Tensor | None) -> Tensor:
-    """What a sharded weight can be loaded from. All ranks call it: values need one scale for all.
+def _as_shard(
+    weight: Tensor, own: StoredWeight, given: Tensor, codes: Tensor | None, scale_inv: Tensor | None
+) -> Tensor:
+    """A DTensor like ``weight``, which it can be loaded from. All ranks call it: values need one scale for all.
 
     Args:
-        weight: the DTensor.
-        part: what this rank has of it.
+        weight: the DTensor, of which this rank has ``own``.
         given: codes, as ``save_stored`` puts them, or high-precision values, sharded as ``weight`` is.
-        scale_inv: of codes, as ``save_stored`` puts it; None for values.
-
-    Returns:
-        a DTensor like ``weight``.
+        codes: this rank's, or None for values.
+        scale_inv: of codes, as ``save_stored`` puts it.
 
     Raises:
         ValueError: if ``given`` is sharded otherwise.
     """
-    local = on_this_rank(given)
-    if (codes := _codes_of(local)) is not None:
-        local = codes
-    if on_this_rank(given) is given or local.shape != part.shape:
+    local = on_this_rank(given) if codes is None else codes
+    if on_this_rank(given) is given or local.shape != own.shape:
         raise ValueError(
-            f"a sharded weight {tuple(weight.shape)}, here {tuple(part.shape)}, is loaded from one that is sharded "
+            f"a sharded weight {tuple(weight.shape)}, here {tuple(own.shape)}, is loaded from one that is sharded "
             f"alike, not from a {type(given).__name__} of {tuple(local.shape)}: use set_model_state_dict of "
             "torch.distributed.checkpoint.state_dict, or octavo.distributed.checkpoint.load_checkpoint"
         )
-    if scale_inv is None:
-        return like_sharded(cast_shard(local, weight, part.granularity, part.dtype), weight, weight.shape)
-    scales = on_this_rank(scale_inv)
-    if scales is scale_inv and scales.shape != (1, 1):  # of a full state dict: those of all ranks' blocks
-        mesh = weight.device_mesh  # type: ignore[attr-defined]
-        scales = scales.chunk(mesh.size(mesh.ndim - 1))[mesh.get_local_rank(mesh.ndim - 1)]
-    if scales.shape == part.scale_inv.shape and has_powers_of_two(scales):
-        kept = StoredWeight(local, scales, part.dtype, part.granularity, is_shard=True)
-        return like_sharded(kept, weight, weight.shape)
-    values = ScaledTensor(local, scales, GRANULARITIES[scales.shape != (1, 1)], part.dtype).dequantize()
-    return like_sharded(cast_shard(values, weight, part.granularity, part.dtype), weight, weight.shape)
+    if scale_inv is not None:
+        scales = on_this_rank(scale_inv)
+        if scales is scale_inv and scales.shape != (1, 1):  # of a full state dict: those of all ranks' blocks
+            mesh = weight.device_mesh  # type: ignore[attr-defined]
+            scales = scales.chunk(mesh.size(mesh.ndim - 1))[mesh.get_local_rank(mesh.ndim - 1)]
+        if scales.shape == own.scale_inv.shape and has_powers_of_two(scales):
+            kept = StoredWeight(local, scales, own.dtype, own.granularity, is_shard=True)
+            return like_sharded(kept, weight, weight.shape)
+        local = ScaledTensor(local, scales, GRANULARITIES[scales.shape != (1, 1)], own.dtype).dequantize()
+    return like_sharded(cast_shard(local, weight, own.granularity, own.dtype), weight, weight.shape)

@@ -56,8 +56,8 @@ def check_recipe(recipe: Recipe, weight: Tensor | None) -> None:
             f"the recipe {recipe.name!r} can't read weights that are {what}. Take this layer out of FP8 first: "
             "octavo.restore(layer), or octavo.set_recipe(layer, octavo.recipes.high_precision())"
         )
-    if (part := local_stored(weight)) is not None:
-        check_granularity(recipe, weight.shape, part.granularity)
+    if (stored := local_stored(weight)) is not None:
+        check_granularity(recipe, weight.shape, stored.granularity)
 
 
 def check_granularity(recipe: Recipe, shape: torch.Size, stored: Granularity) -> None:

@@ -131,7 +131,7 @@ class SelfAttention(nn.Module):
         if x.ndim != 3:
             raise ValueError(f"input of shape {tuple(x.shape)} must be [sequences, positions, features]")
         positions = x.shape[1]
-        query, key, value = (part.unflatten(-1, (-1, self.head_width)) for part in self.qkv(x))
+        query, key, value = (output.unflatten(-1, (-1, self.head_width)) for output in self.qkv(x))
         if rotary is None:
             rotary = rotary_table(positions, self.head_width, device=x.device)
         rotary = rotary[0][:positions], rotary[1][:positions]

@@ -8,7 +8,7 @@ Reuse is only right while nothing can have changed the weight. All of these must
                                      any optimizer counts, since some write weights that they do not own, from masters
     gradients are being accumulated  weight.grad is not None: a first micro-batch always casts anew; frozen weights are
                                      cast once a step
-    the same recipe
+    the same recipe                  setting one brings a cache of its own
 
 A write through .data outside any optimizer moves none of them: octavo.nn.invalidate is for that.
 """
@@ -35,31 +35,21 @@ class _Entry(NamedTuple):
     key: tuple[Any, ...]
 
     @staticmethod
-    def of(weight: Tensor, recipe: Recipe, operands: Operands) -> _Entry:
+    def of(weight: Tensor, operands: Operands) -> _Entry:
         """Operands just cast from ``weight``; used again, they are not rolled into the history again."""
-        storage = StorageWeakRef(weight.untyped_storage())
-        return _Entry(operands._replace(fresh=False), storage, _key_of(weight, recipe))
+        return _Entry(operands._replace(fresh=False), StorageWeakRef(weight.untyped_storage()), _key_of(weight))
 
-    def is_of(self, weight: Tensor, recipe: Recipe) -> bool:
+    def is_of(self, weight: Tensor) -> bool:
         """Whether nothing can have changed the weight since; see above, besides gradients."""
-        return self.storage.cdata == weight.untyped_storage()._cdata and self.key == _key_of(weight, recipe)
+        return self.storage.cdata == weight.untyped_storage()._cdata and self.key == _key_of(weight)
 
 
-def _key_of(weight: Tensor, recipe: Recipe) -> tuple[Any, ...]:
-    return weight.data_ptr(), weight.stride(), version_of(weight), OPTIMIZER_STEPS.count, id(recipe)
-
-
-class _Kept(NamedTuple):
-    """What KeptWeights cast; ``captured``: only recorded in a CUDA graph, and to be read by what is captured too."""
-
-    weight: Tensor
-    recipe: Recipe
-    entry: _Entry
-    captured: bool
+def _key_of(weight: Tensor) -> tuple[Any, ...]:
+    return weight.data_ptr(), weight.stride(), version_of(weight), OPTIMIZER_STEPS.count
 
 
 class WeightCache:
-    """One layer's cached operands. A copy or pickle of it is empty."""
+    """One layer's cached operands under one recipe. A copy or pickle of it is empty."""
 
     def __init__(self) -> None:
         OPTIMIZER_STEPS.watch()
@@ -68,20 +58,21 @@ class WeightCache:
     def clear(self) -> None:
         """Forget what is cached."""
         self._cached: _Entry | None = None
-        self._kept: _Kept | None = None
+        self._kept: tuple[Tensor, _Entry, bool] | None = None  # the arguments of ``keep``
         self._scaled_for: tuple[Any, ...] | None = None  # the weight that a delayed scale is for
         self.replaced = False  # whether the layer was given another parameter since, perhaps at the same address
 
-    def keep(self, weight: Tensor, recipe: Recipe, operands: Operands, captured: bool) -> None:
-        """Use these operands of the layer's weight until it may have changed: see KeptWeights."""
-        self._kept = _Kept(weight, recipe, _Entry.of(weight, recipe, operands), captured)
+    def keep(self, weight: Tensor, operands: Operands, captured: bool) -> None:
+        """Use these operands of the layer's weight until it may have changed: see KeptWeights.
+
+        ``captured``: they are only recorded in a CUDA graph, and to be read by what is captured too.
+        """
+        self._kept = weight, _Entry.of(weight, operands), captured
 
     def written_since(self, weight: Tensor, local: Tensor) -> bool:
         """Whether the weight was written by anything but an optimizer that owns it since this was last asked.
 
-        Args:
-            weight: the parameter.
-            local: this rank's part of it, or itself; other storage is another weight.
+        ``local``: this rank's rows of it, or itself; other storage is another weight.
         """
         before, replaced, self.replaced = self._scaled_for, self.replaced, False
         storage = StorageWeakRef(local.untyped_storage())
@@ -98,30 +89,25 @@ class WeightCache:
     ) -> Operands:
         """The operands of a plain weight in training: those kept, those cached, or cast now.
 
-        Args:
-            weight_NK: [N, K], a view of ``weight``.
-            weight: what the layer computes with: its parameter, or what was put in its place.
-            recipe: the recipe in force.
-            transposed: whether backward will need the transposed operand.
-            state: read by Delayed casts.
-            reusable: whether the parameter tells of writes. A gathered one (FSDP2) does not tell of those to shards.
+        ``weight_NK`` is a view of ``weight``, what the layer computes with: its parameter, or what stands in its place.
+        ``reusable``: whether that tells of writes. A gathered one (FSDP2) does not tell of those to shards.
         """
         # a captured graph runs again without asking whether the weight is the same, and so does a compiled one
         traced = torch.compiler.is_compiling() or (weight.is_cuda and torch.cuda.is_current_stream_capturing())
-        kept = self._kept
-        if kept is not None and kept.weight is weight and kept.recipe is recipe:
-            if traced or (not kept.captured and kept.entry.is_of(weight, recipe)):
-                return kept.entry.operands
+        if self._kept is not None and self._kept[0] is weight:
+            _, entry, captured = self._kept
+            if traced or (not captured and entry.is_of(weight)):
+                return entry.operands
         # Read without gradients too: a reentrant checkpoint's first pass must see what its second will. Not a weight
         # that a parametrization computes.
         caching = reusable and not traced and weight.is_leaf and not weight.is_inference()
         cached = self._cached
         if caching and cached is not None and (weight.grad is not None or not weight.requires_grad):
-            if cached.is_of(weight, recipe) and not (transposed and cached.operands.transposed is None):
+            if cached.is_of(weight) and not (transposed and cached.operands.transposed is None):
                 return cached.operands
         operands = cast_role(weight_NK.detach(), recipe, WEIGHT, True, transposed, state)
         if caching and torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
-            self._cached = _Entry.of(weight, recipe, operands)
+            self._cached = _Entry.of(weight, operands)
         return operands
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ a bit-identical continuation save ``delayed_state_dict`` beside the model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -65,7 +65,7 @@ def delayed_state_dict(model: nn.Module) -> dict[str, Tensor]:
         >>> sorted(octavo.nn.delayed_state_dict(torch.nn.Sequential(layer)))
         ['0.delayed_amax_history', '0.delayed_scale']
     """
-    return {name: buffer.detach().clone() for name, buffer in _buffers(model)}
+    return {name: buffer.detach().clone() for name, buffer in _buffers(model).items()}
 
 
 def load_delayed_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
@@ -86,7 +86,7 @@ def load_delayed_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> No
         >>> layer = octavo.nn.Linear(64, 64, recipe=octavo.recipes.delayed())
         >>> octavo.nn.load_delayed_state_dict(layer, octavo.nn.delayed_state_dict(layer))
     """
-    own = dict(_buffers(model))
+    own = _buffers(model)
     missing, unexpected = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
     if missing or unexpected:
         raise ValueError(
@@ -109,9 +109,5 @@ def load_delayed_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> No
             module.__dict__[LOADED] = module._buffers[BUFFERS[0]]._version  # type: ignore[union-attr]
 
 
-def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for prefix, module in model.named_modules():
-        for name in BUFFERS:
-            buffer = module._buffers.get(name)
-            if buffer is not None:
-                yield (f"{prefix}.{name}" if prefix else name), buffer
+def _buffers(model: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer for name, buffer in model.named_buffers() if name.rpartition(".")[2] in BUFFERS}

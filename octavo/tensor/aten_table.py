@@ -86,12 +86,12 @@ def _slice(
 
 @_rule(aten.split.Tensor, aten.split_with_sizes.default)
 def _split(func: Any, pair: ScaledTensor, sizes: Any, dim: int = 0) -> tuple[ScaledTensor, ...]:
-    parts, start = [], 0
-    for part in func(pair.qdata, sizes, dim):  # torch checks the sizes
-        stop = start + part.shape[dim]
-        parts.append(_slice(aten.slice.Tensor, pair, dim, start, stop))
+    pairs, start = [], 0
+    for codes in func(pair.qdata, sizes, dim):  # torch checks the sizes
+        stop = start + codes.shape[dim]
+        pairs.append(_slice(aten.slice.Tensor, pair, dim, start, stop))
         start = stop
-    return tuple(parts)
+    return tuple(pairs)
 
 
 @_rule(aten.as_strided.default)

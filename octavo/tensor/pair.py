@@ -113,7 +113,7 @@ def rebuild_pair(
     requires_grad: bool,
     is_parameter: bool,
 ) -> Tensor:
-    """Unpickle a pair from its parts; they are checked as always."""
+    """Unpickle a pair from its two tensors; they are checked as always."""
     pair = kind(codes.view(code_dtype), scale_inv, *arguments)
     return torch.nn.Parameter(pair, requires_grad) if is_parameter else pair.requires_grad_(requires_grad)
 
@@ -129,8 +129,8 @@ def copies(func: Any, own: Pair, *, dtype: torch.dtype | None = None, **options:
     """The rule of copies, to another device perhaps, or another dtype to read back to; the codes stay as they are."""
     memory_format = options.pop("memory_format", None) or torch.preserve_format
 
-    def move(part: Tensor) -> Tensor:
-        return func(part, **options, **({"memory_format": memory_format} if part is own.qdata else {}))
+    def move(tensor: Tensor) -> Tensor:
+        return func(tensor, **options, **({"memory_format": memory_format} if tensor is own.qdata else {}))
 
     return own.moved(move, dtype)
 

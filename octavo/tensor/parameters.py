@@ -15,9 +15,7 @@ def put_into(parameter: nn.Parameter, tensor: Tensor) -> None:
     references to it hold too, which is why this isn't torch.utils.swap_tensors. A backward pass of a forward that read
     the old values raises RuntimeError: its gradient would reach nobody.
 
-    Args:
-        parameter: a leaf; not a DTensor.
-        tensor: of the same shape; the parameter takes its memory.
+    ``parameter`` is a leaf and no DTensor; it takes the memory of ``tensor``, which is of its shape.
 
     Example:
         >>> import torch

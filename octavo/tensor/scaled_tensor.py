@@ -23,10 +23,10 @@ class ScaledTensor(Pair):
     - whatever writes the codes writes their scale_inv, and nothing changes the one without the other.
 
     ``dtype`` is what it reads back to, not what it is stored in. Operations that move data (views, copies, devices)
-    move both parts; any other raises ``octavo.UnsupportedOpError`` by name. Nothing dequantises silently: call
+    move both tensors; any other raises ``octavo.UnsupportedOpError`` by name. Nothing dequantises silently: call
     ``dequantize()``.
 
-    Made by ``octavo.quantize``, or from its parts.
+    Made by ``octavo.quantize``, or from its two tensors.
 
     Args:
         qdata: float8 codes, any shape.
@@ -35,7 +35,7 @@ class ScaledTensor(Pair):
         dtype: bfloat16, float16 or float32.
 
     Raises:
-        TypeError, ValueError: if the parts don't fit, with what they are.
+        TypeError, ValueError: if the two don't fit, with what they are.
 
     Example:
         >>> import torch
@@ -87,17 +87,13 @@ class ScaledTensor(Pair):
         """qdata x scale_inv as a plain tensor of this one's dtype and shape; gradients pass straight through."""
         return dequantized(self)
 
-    def pair(self) -> ScaledTensor:
-        """Itself."""
-        return self
-
     def tile_amax(self) -> Tensor:
         """The amax of each tile of the values as stored: float32, shape of scale_inv."""
         if self.numel() == 0:
             return torch.zeros_like(self.scale_inv)
         tile = self.granularity.tile
-        parts = [kernels.amax(kernels.dequantize(q, s, tile, torch.float32), tile) for q, s in _matrices(self)]
-        return torch.cat([part.reshape(-1) for part in parts]).view(self.scale_inv.shape)
+        found = [kernels.amax(kernels.dequantize(q, s, tile, torch.float32), tile) for q, s in _matrices(self)]
+        return torch.cat([amax.reshape(-1) for amax in found]).view(self.scale_inv.shape)
 
     def other_arguments(self, dtype: torch.dtype) -> tuple[Granularity, torch.dtype]:
         """See Pair."""
@@ -134,7 +130,7 @@ def _amax_range(pair: ScaledTensor) -> str:
 
 
 def dequantized(facade: Any) -> Tensor:
-    """The values of the facade of a pair, which its ``pair()`` gives; gradients flow through to the facade."""
+    """The values of a ScaledTensor, or of the one that ``facade.pair()`` gives; gradients flow to the facade."""
     result: Tensor = _Dequantize.apply(facade)
     return result
 
@@ -142,7 +138,7 @@ def dequantized(facade: Any) -> Tensor:
 class _Dequantize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, facade: Any) -> Tensor:
-        pair = facade.pair()
+        pair = facade if isinstance(facade, ScaledTensor) else facade.pair()
         if pair.numel() == 0:
             return pair.qdata.new_empty(pair.shape, dtype=pair.dtype)
         values = [kernels.dequantize(q, s, pair.granularity.tile, pair.dtype) for q, s in _matrices(pair)]
@@ -155,12 +151,8 @@ class _Dequantize(torch.autograd.Function):
 
 def _matrices(pair: ScaledTensor) -> list[tuple[Tensor, Tensor]]:
     """The pair, of at least one element, as 2-D pairs of codes and scale_inv."""
-    scale_inv, tile = pair.scale_inv, pair.granularity.tile
-    matrices = matrices_of(pair.qdata, tile)
-    count = len(matrices)
-    scales = scale_inv.reshape(count, -1, scale_inv.shape[-1]) if scale_inv.ndim > 0 else scale_inv.view(1, 1, 1)
-    if count == 1 and tile[0] == ALL and tile[1] == ALL:
-        scales = scale_inv.reshape(1, 1, 1)
+    matrices, scale_inv = matrices_of(pair.qdata, pair.granularity.tile), pair.scale_inv
+    scales = scale_inv.reshape(len(matrices), -1, scale_inv.shape[-1] if scale_inv.ndim else 1)
     return list(zip(matrices, scales.unbind(0), strict=True))
 
 
@@ -172,8 +164,7 @@ def matrices_of(x: Tensor, tile: Tile) -> list[Tensor]:
     if x.ndim < 2:
         return [x.reshape(1, -1)]
     rows, cols = x.shape[-2:]
-    per_tensor = tile[0] == ALL and tile[1] == ALL
-    if x.ndim == 2 or per_tensor or tile[0] == 1 or (tile[0] != ALL and rows % tile[0] == 0):
+    if x.ndim == 2 or tile == (ALL, ALL) or tile[0] == 1 or (tile[0] != ALL and rows % tile[0] == 0):
         return [x.reshape(-1, cols)]
     return list(x.reshape(-1, rows, cols).unbind(0))
 

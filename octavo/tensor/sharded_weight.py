@@ -1,9 +1,9 @@
 """A weight under FSDP2: the shard that says how it is gathered, and what gathering gives.
 
     ShardHooks       FSDP2's two hooks, which ask the module that owns the weight (``before_gather``).
-    ShardedWeight    the local part of a sharded parameter: an ordinary tensor whose class has the hooks. It holds
+    ShardedWeight    the local tensor of a sharded parameter: an ordinary tensor whose class has the hooks. It holds
                      nothing of its own, so none of torch's ways to make a new local tensor (padding, moving, loading)
-                     can lose anything. Of a weight that lives in FP8 the local part is a StoredWeight.
+                     can lose anything. Of a weight that lives in FP8 it is a StoredWeight.
     GatheredWeight   the unsharded parameter: pairs behind the facade of a high-precision matrix, to which gradients
                      flow. FSDP2 frees and refills their storage.
 
@@ -41,7 +41,7 @@ After = Callable[[tuple[Tensor, ...], torch.dtype, Tensor | None], Any]  # what 
 
 
 class ShardHooks(Tensor):
-    """FSDP2's two hooks: the local part of a sharded parameter that has them asks its module how it is gathered."""
+    """FSDP2's two hooks: the local tensor of a sharded parameter that has them asks its module how it is gathered."""
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: nn.Module, mp_policy: Any
@@ -74,7 +74,7 @@ ShardHooks.fsdp_pre_all_gather.__signature__ = inspect.signature(ShardHooks.fsdp
 
 
 class ShardedWeight(ShardHooks):
-    """The local part of a sharded weight; views and copies of it are of this class, all else is plain."""
+    """The local tensor of a sharded weight; views and copies of it are of this class, all else is plain."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -97,7 +97,7 @@ _STAYS = {
 
 
 def rows_on_each_rank(rows: int, ranks: int) -> int:
-    """How many rows FSDP2 pads every rank's part of a matrix to."""
+    """How many rows FSDP2 pads every rank's shard of a matrix to."""
     return -(-rows // ranks)
 
 
@@ -199,12 +199,7 @@ class GatheredWeight(Facade):
         self.found_amax = tensors.found_amax
 
     def operands(self, reader: Any, transposed: bool) -> Operands:
-        """Both pairs, as they were gathered.
-
-        Args:
-            reader: the module, whose ``gather`` notes that the weight is read.
-            transposed: both are there anyway.
-        """
+        """Both pairs, as they were gathered; the module ``reader`` notes that it reads them."""
         fresh = reader.gather.read(self, reader)
         amax = self.found_amax if self.found_amax.numel() else None
         pairs = (self.qdata, self.scale_inv), (self.transposed_qdata, self.transposed_scale_inv)
@@ -231,7 +226,7 @@ GatheredWeight.RULES = MOVES | PLAIN_LIKE | {aten.as_strided.default: moves}
 
 
 def attach(param: nn.Parameter) -> bool:
-    """Make the local part of a parameter that was just sharded one with hooks; whether it is one now.
+    """Make the local tensor of a parameter that was just sharded one with hooks; whether it is one now.
 
     A parameter that is sharded in other ways too (tensor parallel) is left as it is.
     """
@@ -249,7 +244,7 @@ def attach(param: nn.Parameter) -> bool:
 
 
 def on_this_rank(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor, with its class; any other tensor as it is."""
+    """This rank's shard of a sharded tensor, with its class; any other tensor as it is."""
     local: Tensor = getattr(tensor, "_local_tensor", tensor)
     return local
 
@@ -260,16 +255,14 @@ def local_shard(param: Tensor) -> Tensor:
 
 
 def plain(param: Tensor) -> Tensor:
-    """A DTensor whose local part is plain, over the same storage; anything else as it is."""
-    from torch.distributed.tensor import DTensor
-
-    if not isinstance(param, DTensor) or type(_private(lambda: param._local_tensor)) is not ShardedWeight:
+    """A DTensor whose local tensor is plain, over the same storage; anything else as it is."""
+    if type(on_this_rank(param)) is not ShardedWeight:
         return param
     return like_sharded(local_shard(param), param, param.shape)
 
 
 def like_sharded(local: Tensor, param: Tensor, shape: torch.Size) -> Tensor:
-    """A DTensor of this shape, sharded as ``param`` is, whose part on this rank is ``local``."""
+    """A DTensor of this shape, sharded as ``param`` is, whose shard on this rank is ``local``."""
     from torch.distributed.tensor import DTensor
 
     mesh, placements = param.device_mesh, param.placements  # type: ignore[attr-defined]
@@ -296,51 +289,43 @@ def largest_of_ranks(values: Tensor, param: Tensor) -> Tensor:
 def forget_gathered(model: nn.Module) -> list[nn.Module]:
     """Make FSDP2 forget how it gathered weights with hooks of ours, since they may be gathered otherwise now.
 
-    Args:
-        model: a module that fully_shard was applied to, or that holds such.
-
     Returns:
         the modules whose weights those are.
     """
-    from torch.distributed.fsdp import FSDPModule
-
     forgotten = []
-    for module in model.modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        for param in _fsdp_params(module):
-            if isinstance(param._sharded_local_tensor, ShardHooks) and hasattr(param, "_unsharded_param"):
-                module.reshard()
-                param.all_gather_outputs = []
-                param._unsharded_inner_tensors = []
-                del param._unsharded_param
-                forgotten.append(param._module_info.module)
+    for module, param in _fsdp_params(model):
+        if isinstance(param._sharded_local_tensor, ShardHooks) and hasattr(param, "_unsharded_param"):
+            module.reshard()
+            param.all_gather_outputs, param._unsharded_inner_tensors = [], []
+            del param._unsharded_param
+            forgotten.append(param._module_info.module)
     return forgotten
 
 
 def take_shards(model: nn.Module, params: Iterable[Tensor]) -> None:
     """Make FSDP2 take the shards that sharded parameters were given, after ``forget_gathered``."""
+    own = {id(param) for param in params}
+    for _, param in _fsdp_params(model):
+        if id(param.sharded_param) in own:
+            attach(param.sharded_param)
+            # before the first forward this is plain, and torch would ask for its storage, which a facade hasn't
+            param._sharded_param_data = on_this_rank(param.sharded_param)
+            param.reset_sharded_param()
+
+
+def _fsdp_params(model: nn.Module) -> list[tuple[Any, Any]]:
+    """Each module that fully_shard was applied to with each FSDPParam of it."""
     from torch.distributed.fsdp import FSDPModule
 
-    own = {id(param) for param in params}
-    for module in model.modules():
-        for param in _fsdp_params(module) if isinstance(module, FSDPModule) else ():
-            if id(param.sharded_param) in own:
-                attach(param.sharded_param)
-                # before the first forward this is plain, and torch would ask for its storage, which a facade hasn't
-                param._sharded_param_data = on_this_rank(param.sharded_param)
-                param.reset_sharded_param()
-
-
-def _fsdp_params(module: Any) -> list[Any]:
-    def read() -> list[Any]:
+    def params_of(module: Any) -> list[Any]:
         state = module._get_fsdp_state()
         groups = getattr(state, "_fsdp_param_groups", None)
         if groups is None:
             groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
         return [param for group in groups for param in group.fsdp_params]
 
-    found: list[Any] = _private(read)
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    found: list[Any] = _private(lambda: [(module, param) for module in modules for param in params_of(module)])
     return found
 
 

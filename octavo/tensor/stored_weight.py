@@ -3,8 +3,8 @@
 It is a pair behind the facade of a high-precision matrix, to which gradients flow. Products read its codes as they are;
 octavo's optimizers write codes and scale_inv together. Nothing else changes it, and nothing dequantises it silently.
 
-FSDP2 (fully_shard) cuts it into parts of rows, each of which is a StoredWeight too. Per tensor every part has the scale
-of the whole; blocks have to lie on one rank each.
+FSDP2 (fully_shard) cuts it into shards of rows, each of which is a StoredWeight too. Per tensor every shard has the
+scale of the whole; blocks have to lie on one rank each.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from octavo.granularity import Granularity, PerBlock, PerTensor
 from octavo.kernels.layouts import needs_transposed_codes
 from octavo.kernels.reference.cast import transposed as transpose
 from octavo.kernels.reference.cast import with_padding
-from octavo.kernels.reference.fp8_weights import remainder_of, values_with
+from octavo.kernels.reference.master_weights import remainder_of, values_with
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
 from octavo.tensor.pair import COPIES, MOVES, PLAIN_LIKE, Operands, Pair, moves
 from octavo.tensor.quantize import quantize
@@ -123,13 +123,9 @@ class StoredWeight(ShardHooks, Pair):
         return values_with(self.qdata.view(torch.uint8), self.scale_inv, self.rest).to(self.dtype)
 
     def operands(self, reader: Any, transposed: bool) -> Operands:
-        """Its codes; on some devices also laid out transposed, if backward needs them.
+        """Its codes, for the module ``reader``; on some devices also laid out transposed, if backward needs that.
 
         A weight that is used without gradients, and that no optimizer waits for, gives up what it was cast from.
-
-        Args:
-            reader: the module, whose ``recipe`` says whether to pad the contraction.
-            transposed: whether backward needs the transposed operand.
         """
         if not torch.compiler.is_compiling() and self.rest is not None and not self.awaited:
             if not (torch.is_grad_enabled() and self.requires_grad):
@@ -158,7 +154,7 @@ class StoredWeight(ShardHooks, Pair):
         return dtype, self.granularity, self.is_shard
 
     def moved(self, move: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> StoredWeight:
-        """The same with its parts moved."""
+        """The same with its tensors moved."""
         rest = None if self.rest is None else move(self.rest)
         return self._like(move(self.qdata), move(self.scale_inv), dtype, rest=rest)
 
@@ -195,14 +191,14 @@ class StoredWeight(ShardHooks, Pair):
         self.qdata.view(torch.uint8).copy_(other.qdata.view(torch.uint8))
         self.scale_inv.copy_(other.scale_inv)
         if self.rest is not None and other.rest is not None:
-            self.rest.copy_(other.rest)  # of a view of rows, as FSDP2 fills its parts
+            self.rest.copy_(other.rest)  # of a view of rows, as FSDP2 fills its shards
         else:
             self.rest = None if other.rest is None else other.rest.to(self.device, copy=True)
         torch.autograd.graph.increment_version([self.qdata])  # which does not happen by itself below autograd
         return self
 
     def share_memory_(self) -> StoredWeight:
-        """Move both parts to shared memory."""
+        """Move both tensors to shared memory."""
         self.qdata.share_memory_()
         self.scale_inv.share_memory_()
         return self
@@ -211,7 +207,7 @@ class StoredWeight(ShardHooks, Pair):
         if id(self) not in memo:  # torch's own takes a tensor with an address for one with memory
             if not self.is_leaf:
                 raise RuntimeError("only weights that are leaves of autograd's graph can be copied: detach() it first")
-            copied = memo[id(self)] = self.moved(lambda part: part).requires_grad_(self.requires_grad)
+            copied = memo[id(self)] = self.moved(lambda tensor: tensor).requires_grad_(self.requires_grad)
             copied.__dict__ = copy.deepcopy(self.__dict__, memo)
             copied.grad = copy.deepcopy(self.grad, memo)
         found: StoredWeight = memo[id(self)]
@@ -222,14 +218,7 @@ class StoredWeight(ShardHooks, Pair):
 
 
 def cast_shard(values: Tensor, weight: Tensor, granularity: Granularity, dtype: torch.dtype) -> StoredWeight:
-    """Some rows of a sharded weight in FP8, with the scale that the whole one's amax gives: all ranks call it.
-
-    Args:
-        values: high-precision [n, K], this rank's rows.
-        weight: the DTensor.
-        granularity: of GRANULARITIES.
-        dtype: what it stands for.
-    """
+    """This rank's rows [n, K] of a DTensor in FP8; one scale is from the whole weight's amax, so all ranks call it."""
     values = values.detach().contiguous()
     if granularity == PerTensor():
         tile = granularity.tile
@@ -241,10 +230,10 @@ def cast_shard(values: Tensor, weight: Tensor, granularity: Granularity, dtype: 
     else:
         pair = quantize(values, E4M3, granularity, power_of_two=True)
         codes, scale_inv = pair.qdata, pair.scale_inv
-    part = StoredWeight(codes, scale_inv, dtype, granularity, is_shard=True)
+    shard = StoredWeight(codes, scale_inv, dtype, granularity, is_shard=True)
     if weight.requires_grad:
-        part.rest = remainder_of(values, codes.view(torch.uint8), scale_inv)
-    return part
+        shard.rest = remainder_of(values, codes.view(torch.uint8), scale_inv)
+    return shard
 
 
 def lay_out(q_NK: Tensor, pads: bool) -> tuple[Tensor, Tensor]:
@@ -261,7 +250,7 @@ def has_powers_of_two(scale_inv: Tensor) -> bool:
 
 
 def shard_of_rows(weight: StoredWeight, start: int, stop: int) -> StoredWeight:
-    """Rows start to stop as a part over the same codes and, per tensor, the same scale.
+    """Rows start to stop as a shard over the same codes and, per tensor, the same scale.
 
     Raises:
         UnsupportedOpError: if a block reaches beyond them.
@@ -286,7 +275,7 @@ def local_stored(weight: Any) -> StoredWeight | None:
 
 def _view(func: Any, weight: StoredWeight, size: Any) -> Any:
     size = tuple(size)
-    if size == (-1,) and weight.is_shard:  # by FSDP2: a part's codes in a row, over the same storage
+    if size == (-1,) and weight.is_shard:  # by FSDP2: a shard's codes in a row, over the same storage
         return weight._like(weight.qdata.view(-1), weight.scale_inv)
     if size == (-1,):  # DistributedDataParallel's broadcast
         return weight.before_cast().view(-1)
@@ -330,7 +319,7 @@ def _slice(func: Any, weight: StoredWeight, dim: int = 0, start: Any = None, sto
 
 
 def _new_zeros(func: Any, weight: StoredWeight, size: Any, **options: Any) -> Any:
-    """A part of zeros, with the whole one's scale: of a rank without rows it stays that."""
+    """A shard of zeros, with the whole one's scale: of a rank without rows it stays that."""
     if len(size) != 2 or size[1] != weight.shape[1] or options.get("dtype") not in (None, weight.dtype):
         return NotImplemented
     codes = torch.zeros(size, dtype=torch.uint8, device=weight.device).view(weight.qdata.dtype)
@@ -342,7 +331,7 @@ def _new_zeros(func: Any, weight: StoredWeight, size: Any, **options: Any) -> An
 
 
 def _new_empty(func: Any, weight: StoredWeight, size: Any, **_: Any) -> Any:
-    """What stands for the part of a rank without rows."""
+    """What stands for the shard of a rank without rows."""
     if weight.is_shard and weight.granularity != GRANULARITIES[0]:
         raise UnsupportedOpError(
             f"blocks of 128 x 128 can't be sharded over so many ranks that the first get {tuple(weight.shape)} and the "
@@ -359,7 +348,7 @@ StoredWeight.RULES = {
     aten.copy_.default: _copy,
     aten.empty_like.default: _empty_like,
     **dict.fromkeys((aten.uniform_.default, aten.normal_.default, aten.fill_.Scalar, aten.zero_.default), _initialize),
-    # what FSDP2 makes parts of a weight with
+    # what FSDP2 makes shards of a weight with
     aten.split.Tensor: _split,
     aten.slice.Tensor: _slice,
     aten.new_zeros.default: _new_zeros,
