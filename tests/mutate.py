@@ -30,7 +30,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 WARM = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "gfloat", "ml_dtypes")
-REFERENCE = """adam amax cast chunked_cast codes delayed_update dequantize fp8_weights master_weights matmul matmul_cast
+REFERENCE = """adam amax cast chunked_cast codes delayed_update dequantize master_weights matmul matmul_cast
     moment_codes multi_tensor_cast optimizer_state optimizer_step random_bits sgd step_numbers tiles""".split()
 SOURCES = [
     *("octavo/numerics.py", "octavo/formats.py", "octavo/granularity.py", "octavo/scaling/delayed.py"),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from octavo.formats import E4M3
 from octavo.granularity import ALL, Granularity, PerTensor
 from octavo.kernels import amax
-from octavo.kernels.reference.fp8_weights import Fp8Weight, Master
+from octavo.kernels.reference.master_weights import Fp8Weight, Master
 from octavo.kernels.reference.optimizer_state import BLOCK, pieces
 from octavo.optim import state as states
 from octavo.optim.base import CompactOptimizer
@@ -23,7 +23,8 @@ from octavo.optim.masters import master_of
 from octavo.optim.state import Settings, for_kernel, new_master
 from octavo.tensor.parameters import put_into
 from octavo.tensor.sharded_weight import largest_of_ranks, like_sharded, on_this_rank
-from octavo.tensor.stored_weight import StoredWeight, cast_shard, local_stored
+from octavo.tensor.stored_shards import cast_shard
+from octavo.tensor.stored_weight import StoredWeight, local_stored
 
 Storage = Granularity | None  # of a weight's codes; None: it is a plain tensor
 

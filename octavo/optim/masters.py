@@ -9,8 +9,8 @@ Of plain weights (bytes with the weight):
                  the update; 40 octaves below the largest
     None         bf16 alone (2), rounded stochastically, so that small updates count on average
 
-Of weights in FP8: see kernels/reference/fp8_weights.py. Remainders of 16 bits are kept as bytes: NCCL and gloo send no
-int16.
+Of weights in FP8: see kernels/reference/master_weights.py. Remainders of 16 bits are kept as bytes: NCCL and gloo send
+no int16.
 """
 
 from __future__ import annotations
@@ -21,8 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from octavo.kernels import amax
-from octavo.kernels.reference.fp8_weights import FLOAT16_FACTOR, Fp8Weight, Master, values_with
-from octavo.kernels.reference.master_weights import FLOAT16_MAX, MasterWeight
+from octavo.kernels.reference.master_weights import (
+    FLOAT16_FACTOR,
+    FLOAT16_MAX,
+    Fp8Weight,
+    Master,
+    MasterWeight,
+    values_with,
+)
 from octavo.numerics import scale_from_amax
 from octavo.tensor.stored_weight import StoredWeight, local_stored
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from octavo.formats import E4M3, E4M4, E5M2, Format
 from octavo.granularity import PerBlock, PerTensor
 from octavo.kernels.reference.adam import LARGEST_SQUARE
-from octavo.kernels.reference.fp8_weights import Master
+from octavo.kernels.reference.master_weights import Master
 from octavo.kernels.reference.optimizer_state import BLOCK, MomentTensors, pieces
 from octavo.kernels.reference.optimizer_step import WeightUpdate
 from octavo.optim.masters import KINDS, master_of
@@ -234,7 +234,6 @@ def converted(param: Tensor, name: str, old: Moment, new: Moment, given: dict[st
     if stored.fmt is not None and new.granularity == PerTensor():
         amax = matrix.abs().amax().reshape(1, 1) if matrix.numel() else matrix.new_zeros(1, 1)
         stored.begin(amax.sqrt() if new.root else amax)
-    stored.stochastic = False
     for piece in pieces(*matrix.shape):
         stored.write(piece, piece.of(matrix).clone(), None)
     stored.end()

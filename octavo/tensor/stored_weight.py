@@ -23,7 +23,7 @@ from octavo.granularity import Granularity, PerBlock, PerTensor
 from octavo.kernels.layouts import needs_transposed_codes
 from octavo.kernels.reference.cast import transposed as transpose
 from octavo.kernels.reference.cast import with_padding
-from octavo.kernels.reference.fp8_weights import remainder_of, values_with
+from octavo.kernels.reference.master_weights import remainder_of, values_with
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
 from octavo.tensor.pair import COPIES, MOVES, PLAIN_LIKE, Operands, Pair, moves
 from octavo.tensor.quantize import quantize

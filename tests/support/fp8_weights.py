@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from octavo.kernels.reference.fp8_weights import Fp8Weight
+from octavo.kernels.reference.master_weights import Fp8Weight
 from octavo.kernels.reference.optimizer_state import pieces
 
 RESTS = {

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import octavo
 from octavo import Recipe, recipes
-from octavo.kernels.reference import fp8_weights
+from octavo.kernels.reference import master_weights
 from octavo.tensor.stored_weight import StoredWeight
 from tests.support.helpers import every_layer, gradients, to_fp8
 
@@ -68,6 +68,6 @@ def codes(model: nn.Module) -> dict[str, Tensor]:
 @contextmanager
 def to_nearest() -> Iterator[None]:
     """Within it masterless weights get no random bits."""
-    encode = fp8_weights.encode_moment
-    with mock.patch.object(fp8_weights, "encode_moment", lambda y, fmt, bits16: encode(y, fmt, None)):
+    encode = master_weights.encode_moment
+    with mock.patch.object(master_weights, "encode_moment", lambda y, fmt, bits16: encode(y, fmt, None)):
         yield

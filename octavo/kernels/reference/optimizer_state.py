@@ -194,8 +194,7 @@ class MomentTensors(Scaled):
             wide.sqrt_()
         if self.found is not None:
             self.raise_found(finite_amax(wide))
-        scale = self.scale
-        if scale is None:
+        if (scale := self.scale) is None:
             scale = self.scale_of(finite_amax(wide))
             piece.scales_of(self.scale_inv).copy_(scale_inv_from_scale(scale))
         stored.copy_(encode_moment(wide.mul_(scale), self.fmt, bits16))
@@ -207,5 +206,4 @@ def finite_amax(wide: Tensor) -> Tensor:
     amax = torch.maximum(wide.amax(-1, keepdim=True), wide.amin(-1, keepdim=True).neg_())
     if bool(torch.isfinite(amax.sum())):
         return amax
-    magnitude = torch.where(torch.isfinite(wide), wide, 0).abs_()
-    return magnitude.amax(-1, keepdim=True)
+    return torch.where(torch.isfinite(wide), wide, 0).abs_().amax(-1, keepdim=True)

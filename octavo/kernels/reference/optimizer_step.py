@@ -13,7 +13,7 @@ from torch import Tensor
 
 from octavo.formats import E4M3
 from octavo.kernels.reference.adam import AdamGroup, AdamStep
-from octavo.kernels.reference.fp8_weights import Master
+from octavo.kernels.reference.master_weights import Master
 from octavo.kernels.reference.moment_codes import decode_moment
 from octavo.kernels.reference.optimizer_state import BLOCK, MomentTensors, Piece, finite_amax, pieces
 from octavo.kernels.reference.random_bits import key_of, random_bits

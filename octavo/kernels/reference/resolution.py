@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.kernels.reference.fp8_weights import Fp8Weight, Master
+from octavo.kernels.reference.master_weights import Fp8Weight, Master
 from octavo.kernels.reference.optimizer_state import Piece
 
 SMALLEST = 2.0**-9  # E4M3's step at scale 1

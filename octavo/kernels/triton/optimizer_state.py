@@ -14,8 +14,7 @@ import triton
 import triton.language as tl
 
 from octavo.formats import E4M3
-from octavo.kernels.reference.fp8_weights import Master
-from octavo.kernels.reference.master_weights import FLOAT16_MAX
+from octavo.kernels.reference.master_weights import FLOAT16_MAX, Master
 from octavo.kernels.reference.optimizer_state import MomentTensors
 from octavo.kernels.triton.moment_codes import decode_moment, encode_moment, round_to_bf16
 from octavo.kernels.triton.table import pointer

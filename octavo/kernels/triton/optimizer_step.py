@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.reference.adam import AdamGroup
-from octavo.kernels.reference.fp8_weights import Fp8Weight
+from octavo.kernels.reference.master_weights import Fp8Weight
 from octavo.kernels.reference.optimizer_state import BLOCK, blocks_of
 from octavo.kernels.reference.optimizer_step import WeightUpdate
 from octavo.kernels.reference.random_bits import key_of
@@ -146,20 +146,9 @@ def _plan_of(updates: Sequence[WeightUpdate], rates: tuple[int, ...], rule: tupl
         tiles = -(-height * blocks_of(cols) // chosen.block_r)
         if of.square:
             tiles = blocks_of(height) * blocks_of(cols) * chosen.tiles
-        rows.append(
-            [
-                *_addresses(update),
-                rates[update.group],
-                update.group,
-                numbers.setdefault(of, len(numbers)),
-                height,
-                cols,
-                start,
-                key_of(update.key),
-                programs,
-                update.measured,
-            ]
-        )
+        kind, key = numbers.setdefault(of, len(numbers)), key_of(update.key)
+        rest = rates[update.group], update.group, kind, height, cols, start, key, programs, update.measured
+        rows.append([*_addresses(update), *rest])
         programs += -(-tiles // chosen.tiles)
     table = torch.tensor(rows, dtype=torch.int64).to(updates[0].gradient.device)
     finds = (True, False) if any(m.needs_amax_first for update in updates for m in update.moments) else (False,)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from octavo.formats import E4M3
 from octavo.kernels.reference import optimizer_state
-from octavo.kernels.reference.fp8_weights import FLOAT16_FACTOR, Fp8Weight
+from octavo.kernels.reference.master_weights import FLOAT16_FACTOR, Fp8Weight
 from tests.support.fp8_weights import RESTS, amax_of, random16, read, store, values_of, weight
 
 MANTISSA = {"fp8_split16": 11, "fp8_split24": 19, "fp8_fp16": 10, "fp8_stochastic": 3}  # bits of the master

@@ -7,8 +7,7 @@ from torch import Tensor
 from octavo import PerBlock, PerTensor
 from octavo.formats import E4M3
 from octavo.kernels.reference.adam import AdamGroup
-from octavo.kernels.reference.fp8_weights import Fp8Weight
-from octavo.kernels.reference.master_weights import MasterWeight
+from octavo.kernels.reference.master_weights import Fp8Weight, MasterWeight
 from octavo.kernels.reference.optimizer_state import pieces
 from octavo.kernels.reference.optimizer_step import WeightUpdate, optimizer_step
 from octavo.kernels.reference.resolution import add_resolution
