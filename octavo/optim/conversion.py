@@ -23,8 +23,7 @@ from octavo.optim.masters import master_of
 from octavo.optim.state import Settings, for_kernel, new_master
 from octavo.tensor.parameters import put_into
 from octavo.tensor.sharded_weight import largest_of_ranks, like_sharded, on_this_rank
-from octavo.tensor.stored_shards import cast_shard
-from octavo.tensor.stored_weight import StoredWeight, local_stored
+from octavo.tensor.stored_weight import StoredWeight, cast_shard, local_stored
 
 Storage = Granularity | None  # of a weight's codes; None: it is a plain tensor
 
