@@ -91,7 +91,7 @@ def _bits(instruction: Instruction) -> int:
 
 # what reads and writes tiles of tensors; scales and their like are narrow and few
 _READ = (tiles.load_tile, prologue.produce, prologue.load_input, optimizer_state.load_at)
-_WRITE = (tiles.store_codes, tiles.store_half, optimizer_state.store_at)
+_WRITE = (tiles.store_codes, optimizer_state.store_at)
 
 
 def _is_of(functions: Sequence[JITFunction], instruction: Instruction) -> bool:

@@ -9,15 +9,18 @@ from torch import Tensor
 from octavo.granularity import ALL
 from octavo.kernels.reference.amax import amax as reference_amax
 from octavo.kernels.triton.cast import NO_CODES, cast_by_tile
-from octavo.kernels.triton.cast_input import CastInput, codes_to
-from octavo.kernels.triton.cast_tensor import amax_of
+from octavo.kernels.triton.cast_input import CastInput
+from octavo.kernels.triton.cast_tensor import find_amax
 
 
 def amax(x: Tensor, tile: Sequence[int]) -> Tensor:
     """``octavo::amax``."""
-    given, tile = CastInput(x, *x.shape), (tile[0], tile[1])
-    if tile == (ALL, ALL):
-        return amax_of(given)
-    if not given.fits(tile):
+    given, scaling = CastInput(x, *x.shape), NO_CODES._replace(tile=(tile[0], tile[1]))
+    if not given.fits(scaling.tile):
         return reference_amax(x, tile)
-    return cast_by_tile(given, NO_CODES._replace(tile=tile), codes_to(None), False)[1]
+    out = given.outputs(scaling)
+    if scaling.tile == (ALL, ALL):
+        find_amax(given, out.amax)
+    else:
+        cast_by_tile(given, scaling, out, False)
+    return out.amax

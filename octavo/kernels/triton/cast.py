@@ -22,13 +22,13 @@ from octavo.kernels.layouts import is_small_block
 from octavo.kernels.reference.activation import produced
 from octavo.kernels.reference.cast import cast as reference_cast
 from octavo.kernels.reference.cast import cast_two_scalings as reference_cast_two_scalings
-from octavo.kernels.triton.cast_blocks import block_scaling, cast_by_block
-from octavo.kernels.triton.cast_input import CastInput, cast_input, codes_to
+from octavo.kernels.triton.cast_blocks import cast_by_block
+from octavo.kernels.triton.cast_input import CastInput, cast_input
 from octavo.kernels.triton.cast_rows import cast_by_row
 from octavo.kernels.triton.cast_tensor import cast_by_tensor
 from octavo.kernels.triton.delayed_update import update_of
 from octavo.kernels.triton.known_scales import committed
-from octavo.kernels.triton.tiles import Codes
+from octavo.kernels.triton.tiles import Codes, Outputs
 
 
 def cast(source: CastSource, scaling: Scaling, output: Output) -> tuple[Tensor, ...]:
@@ -37,7 +37,9 @@ def cast(source: CastSource, scaling: Scaling, output: Output) -> tuple[Tensor, 
     if not given.fits(scaling.tile):
         return _by_torch(cast, reference_cast, source, scaling, output)
     q, t = given.both_codes(scaling.dtype, output)
-    return q, t, *cast_by_tile(given, scaling, codes_to(q, t), output.column_sum)
+    out = given.outputs(scaling, q, t)
+    sums = cast_by_tile(given, scaling, out, output.column_sum)
+    return q, t, out.scale_inv, out.amax, sums
 
 
 def cast_two_scalings(source: CastSource, first: Scaling, second: Scaling, output: Output) -> tuple[Tensor, ...]:
@@ -56,10 +58,10 @@ def cast_and_commit(source: CastSource, scaling: Scaling, commit: Commit, output
     q, t = given.both_codes(scaling.dtype, output)
     delayed_scale, history, amax_input, amax_weight, limits, powers_of_two, margins, reduce = commit
     update = update_of(tuple(limits), tuple(powers_of_two), tuple(margins), reduce, history.shape[1])
-    rolled = history, amax_input, amax_weight
-    scale_inv, _, sums = cast_by_tensor(given, scaling, codes_to(q, t), output.column_sum, rolled, update)
+    out, rolled = given.outputs(scaling, q, t), (history, amax_input, amax_weight)
+    sums = cast_by_tensor(given, scaling, out, output.column_sum, rolled, update)
     committed(delayed_scale, history, (amax_input is not None, amax_weight is not None, True))
-    return q, t, scale_inv, sums
+    return q, t, out.scale_inv, sums
 
 
 def _by_torch(
@@ -73,26 +75,29 @@ def _by_torch(
 
 
 def cast_by_tile(
-    given: CastInput,
-    scaling: Scaling,
-    out: Codes,
-    column_sum: bool,
-    own_amax: Tensor | None = None,  # [1, 1], if known
-) -> tuple[Tensor, Tensor, Tensor]:
-    """One scaling: (scale_inv, amax, column sums)."""
-    rows, cols = scaling.tile
-    if rows == ALL and cols == ALL:
-        return cast_by_tensor(given, scaling, out, column_sum, own_amax=own_amax)
-    if rows == 1 and cols == ALL:
-        scale_inv, amax, sums = cast_by_row(given, scaling, out)
-        return scale_inv, amax, _column_sums(given) if column_sum else sums
-    if rows == ALL and cols == 1:
-        seen_transposed = Codes(out.t, out.t_stride, out.q, out.q_stride)
-        scale_inv, amax, sums = cast_by_row(given.t(), scaling, seen_transposed, column_sum)
-        return scale_inv.view(1, -1), amax.view(1, -1), sums
-    blocks = block_scaling(given, scaling, out)
-    sums = cast_by_block(given, column_sum, blocks)
-    return blocks.outputs.scale_inv, blocks.outputs.amax, sums
+    given: CastInput, scaling: Scaling, out: Outputs, column_sum: bool, knows_amax: bool = False
+) -> Tensor:
+    """One scaling: the column sums. knows_amax: per tensor, out's."""
+    if scaling.tile == (ALL, ALL):
+        return cast_by_tensor(given, scaling, out, column_sum, knows_amax=knows_amax)
+    if scaling.tile == (1, ALL):
+        sums = cast_by_row(given, scaling, out)
+        return _column_sums(given) if column_sum else sums
+    if scaling.tile == (ALL, 1):
+        q, q_stride, t, t_stride = out.codes
+        return cast_by_row(given.t(), scaling, out._replace(codes=Codes(t, t_stride, q, q_stride)), column_sum)
+    return cast_by_block(given, column_sum, (scaling, out))
+
+
+def _column_sums(given: CastInput) -> Tensor:
+    """Column sums that no program of a cast by rows could find."""
+    if given.function.name:
+        columns = NO_CODES._replace(tile=(ALL, 1))
+        return cast_by_tile(given, columns, given.outputs(columns), True)
+    return given.x.sum(0)
+
+
+NO_CODES = Scaling(torch.float8_e4m3fn, (ALL, ALL), False, 0)  # for launches that write none
 
 
 def two_scalings(
@@ -101,31 +106,21 @@ def two_scalings(
     second: Scaling,
     output: Output,
     cast_blocks: Callable[..., Tensor] = cast_by_block,
-    cast_first: Callable[..., tuple[Tensor, Tensor, Tensor]] = cast_by_tile,
+    cast_first: Callable[..., Tensor] = cast_by_tile,
 ) -> tuple[Tensor, ...]:
     """What ``octavo::cast_two_scalings`` returns; in one launch of ``cast_blocks``, or the first by ``cast_first``."""
     q = given.codes(first.dtype, output.pad)
     other = given.codes(second.dtype, output.pad, output.transpose)
-    out, other_out = codes_to(q), codes_to(None, other) if output.transpose else codes_to(other)
-    if is_small_block(first.tile) and is_small_block(second.tile):
-        a = block_scaling(given, first, out, with_amax=False)
-        b = block_scaling(given, second, other_out, output.transpose, with_amax=False)
-        sums = cast_blocks(given, output.column_sum, a, b)
-        return q, a.outputs.scale_inv, other, b.outputs.scale_inv, sums
-    # whichever scaling has columns of its own to itself can sum them
-    in_second = output.column_sum and second.tile == (ALL, 1)
-    scale_inv, _, sums = cast_first(given, first, out, output.column_sum and not in_second)
-    other_scale_inv, _, other_sums = cast_by_tile(given, second, other_out, in_second)
-    if output.transpose:
-        other_scale_inv = other_scale_inv.t().contiguous()  # nothing to move for a row or a column
-    return q, scale_inv, other, other_scale_inv, other_sums if in_second else sums
-
-
-NO_CODES = Scaling(torch.float8_e4m3fn, (ALL, ALL), False, 0)  # for launches that write none
-
-
-def _column_sums(given: CastInput) -> Tensor:
-    """Column sums that no program of a cast by rows could find."""
-    if given.function.name:
-        return cast_by_row(given.t(), NO_CODES, codes_to(None), row_sum=True)[2]
-    return given.x.sum(0)
+    both_blocks = is_small_block(first.tile) and is_small_block(second.tile)
+    out = given.outputs(first, q, with_amax=not both_blocks)
+    codes: tuple[Tensor | None, Tensor | None] = (None, other) if output.transpose else (other, None)
+    other_out = given.outputs(second, *codes, transpose=output.transpose, with_amax=not both_blocks)
+    if both_blocks:
+        sums = cast_blocks(given, output.column_sum, (first, out), (second, other_out))
+    else:
+        # whichever scaling has columns of its own to itself can sum them
+        in_second = output.column_sum and second.tile == (ALL, 1)
+        sums = cast_first(given, first, out, output.column_sum and not in_second)
+        other_sums = cast_by_tile(given, second, other_out, in_second)
+        sums = other_sums if in_second else sums
+    return q, out.scale_inv, other, other_out.scale_inv, sums

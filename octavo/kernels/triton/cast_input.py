@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,11 +12,11 @@ from torch import Tensor
 from octavo.formats import E5M2, format_of
 from octavo.granularity import ALL, Tile
 from octavo.kernels.activations import activation_of
-from octavo.kernels.arguments import CastSource, NormSource, Output, Scaling, new_codes, new_sums, no_codes
+from octavo.kernels.arguments import CastSource, NormSource, Output, Scaling, new_codes, new_scales, new_sums, no_codes
 from octavo.kernels.layouts import is_small_block, padded
-from octavo.kernels.triton.launch import TABLE, Config, config
+from octavo.kernels.triton.launch import TABLE, Config, config, launch
 from octavo.kernels.triton.prologue import Function, Input, Norm
-from octavo.kernels.triton.tiles import Codes, Rounding, Source
+from octavo.kernels.triton.tiles import Codes, Outputs, Rounding, Source, Tiling
 
 _WHOLE = {(ALL, ALL), (1, ALL), (ALL, 1)}
 _ALL = 1 << 30  # a tile of so many rows or columns holds them all
@@ -77,11 +78,6 @@ class CastInput(NamedTuple):
             return function.name
         return "activation" if not function.gradient else "gated_gradient" if function.gated else "gradient"
 
-    @property
-    def options(self) -> dict[str, bool]:
-        """How Triton compiles: a function may fuse multiply-adds; in a plain cast there is nothing to gain."""
-        return {"enable_fp_fusion": True} if self.function.name else {}
-
     def t(self) -> CastInput:
         """The same seen transposed."""
         h, function = self.h, self.function
@@ -118,13 +114,44 @@ class CastInput(NamedTuple):
         laid = self.codes(dtype, output.pad, transpose=True) if output.transpose else no_codes(self.x, dtype)
         return self.codes(dtype, output.pad), laid
 
-    def float32(self, *shape: int) -> Tensor:
-        """Where scales and the like go, unwritten."""
-        return self.x.new_empty(shape, dtype=torch.float32)
+    def outputs(
+        self,
+        scaling: Scaling,
+        q: Tensor | None = None,
+        t: Tensor | None = None,
+        transpose: bool = False,
+        with_amax: bool = True,
+    ) -> Outputs:
+        """Where a scaling is written: into these codes, scale_inv transposed or not, and amax."""
+        scale_inv = new_scales(self.x, self.shape, scaling.tile, transpose)
+        amax = new_scales(self.x, self.shape, scaling.tile) if with_amax else None
+        strides = scale_inv.stride()[::-1] if transpose else scale_inv.stride()
+        return Outputs(codes_to(q, t), scale_inv, amax, *strides)
 
     def sums(self, column_sum: bool) -> Tensor:
         """Where the column sums go, unwritten."""
         return new_sums(self.x, self.shape[1], column_sum)
+
+    def tiling(self, block_r: int, block_c: int, tiles: int = 1, **more: Any) -> tuple[int, int, Tiling]:
+        """How programs share what is cast: (strips of columns, groups of rows in a strip, tiling)."""
+        strips = -(-self.cols // block_c) or 1
+        groups = -(-self.rows // (block_r * tiles)) or 1
+        even = self.rows == groups * block_r * tiles and self.cols == strips * block_c
+        halves = "" if self.halves == 1 else "below" if self.is_transposed else "beside"
+        return strips, groups, Tiling(even, block_r, block_c, tiles, halves=halves, **more)
+
+    def parts_of_sums(self, groups: int) -> Tensor:
+        """Where so many groups of programs leave their parts of the column sums."""
+        return self.x.new_empty((self.halves, groups, self.cols), dtype=torch.float32)
+
+    def launch(
+        self, kernel: Any, programs: int, num_warps: int, arguments: Sequence[Any], constants: Sequence[Any]
+    ) -> None:
+        """Launch a kernel that reads this, and has its own arguments and constants."""
+        # a function may fuse multiply-adds; in a plain cast there is nothing to gain
+        fuses = self.function.name != ""
+        all_arguments = self.source, self.h, *arguments, self.function, *constants
+        launch(kernel, programs, all_arguments, num_warps, enable_fp_fusion=fuses)
 
 
 def cast_input(source: CastSource) -> CastInput:

@@ -7,54 +7,39 @@ of their own, a program for each half.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.arguments import Scaling, new_sums
 from octavo.kernels.triton.cast_input import CastInput, rounding_of
-from octavo.kernels.triton.launch import launch, next_power_of_two
+from octavo.kernels.triton.launch import next_power_of_two
 from octavo.kernels.triton.prologue import produce
 from octavo.kernels.triton.tiles import (
-    Codes,
+    Outputs,
     encode,
     finite_abs,
     narrow,
     scale_from_amax,
     scale_inv_from_scale,
     store_codes,
-    store_half,
 )
-
-
-class RowTiling(NamedTuple):
-    """A program's rows and the tiles it reads them in."""
-
-    even: bool  # x is made of whole tiles
-    one_tile: bool  # it holds whole rows
-    halves: str  # "": one tile; "joined": two, whose rows share a scale; "apart": two, of rows of their own
-    block_r: int
-    block_c: int
 
 
 @triton.jit
 def cast_rows_kernel(
     x,
     h,
-    out,
-    scale_inv_ptr,
-    amax_ptr,
+    out,  # Outputs
     sum_ptr,  # sums of rows, or None
     function: tl.constexpr,  # Function
     rounding: tl.constexpr,
-    tiling: tl.constexpr,  # RowTiling
+    tiling: tl.constexpr,  # Tiling
 ):
     """A scale for each row of what is cast."""
     program = tl.program_id(0)
     half = 0
-    if tiling.halves == "apart":
+    if tiling.halves == "below":
         half = program % 2
         program = program // 2
     rows = program * tiling.block_r + tl.arange(0, tiling.block_r)
@@ -73,30 +58,30 @@ def cast_rows_kernel(
     if sum_ptr is not None:
         tl.store(sum_ptr + of_half, narrow(tl.sum(sums, 1), sum_ptr.dtype.element_ty), mask=rows < x.R)
     scale = scale_from_amax(amax, rounding.limit, rounding.power_of_two)
-    tl.store(amax_ptr + of_half, amax, mask=rows < x.R)
-    tl.store(scale_inv_ptr + of_half, scale_inv_from_scale(scale, rounding.power_of_two), mask=rows < x.R)
+    tl.store(out.amax + of_half, amax, mask=rows < x.R)
+    tl.store(out.scale_inv + of_half, scale_inv_from_scale(scale, rounding.power_of_two), mask=rows < x.R)
     if tiling.one_tile:
-        store_rows(tile, second, x, out, scale, rows, cols, half, rounding.e5m2, tiling)
+        store_rows(tile, second, x, out.codes, scale, rows, cols, half, rounding.e5m2, tiling)
     else:
         for start in range(0, x.C, tiling.block_c):
             tile, second = produce_half(x, h, rows, start + cols, half, function, tiling)
-            store_rows(tile, second, x, out, scale, rows, start + cols, half, rounding.e5m2, tiling)
+            store_rows(tile, second, x, out.codes, scale, rows, start + cols, half, rounding.e5m2, tiling)
 
 
 @triton.jit
 def produce_half(x, h, rows, cols, half, function: tl.constexpr, tiling: tl.constexpr):
-    """What ``produce`` makes; of halves that are apart, this program's."""
+    """What ``produce`` makes; of halves below each other, this program's."""
     tile, second = produce(x, h, rows, cols, function, tiling.even)
-    if tiling.halves == "apart":
+    if tiling.halves == "below":
         tile = tl.where(half == 0, tile, second)
     return tile, second
 
 
 @triton.jit
 def larger(a, b, tiling: tl.constexpr):
-    """The larger finite magnitude of two tiles that share scales, else the first's."""
+    """The larger finite magnitude of two tiles beside each other, which share scales, else the first's."""
     result = finite_abs(a)
-    if tiling.halves == "joined":
+    if tiling.halves == "beside":
         result = tl.maximum(result, finite_abs(b))
     return result
 
@@ -108,29 +93,25 @@ def store_rows(tile, second, x, out, scale, rows, cols, half, E5M2: tl.constexpr
     if tiling.halves == "":
         store_codes(codes, out, rows, cols, x, tiling.even)
     else:
-        store_half(codes, out, rows, cols, x, half, tiling.halves == "apart", tiling.even)
-        if tiling.halves == "joined":
-            store_half(encode(second, scale[:, None], E5M2), out, rows, cols, x, 1, False, tiling.even)
+        store_codes(codes, out, rows, cols, x, tiling.even, half, tiling.halves == "below")
+        if tiling.halves == "beside":
+            store_codes(encode(second, scale[:, None], E5M2), out, rows, cols, x, tiling.even, 1)
 
 
-def cast_by_row(given: CastInput, scaling: Scaling, out: Codes, row_sum: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """A scale for each row: (scale_inv [R, 1], amax [R, 1], sums of rows [R] or [0])."""
+def cast_by_row(given: CastInput, scaling: Scaling, out: Outputs, row_sum: bool = False) -> Tensor:
+    """A scale for each row: the sums of rows [R] or [0]."""
     rows = given.shape[0]
-    scale_inv, amax = given.float32(rows, 1), given.float32(rows, 1)
     sums = new_sums(given.x, rows, row_sum)
     if rows == 0:
-        return scale_inv, amax, sums
-    in_order = out.t is None and given.x.stride(1) == 1
+        return sums
+    in_order = out.codes.t is None and given.x.stride(1) == 1
     chosen = given.config("cast_rows" if in_order else "cast_rows_transpose")
     widest = max(16, next_power_of_two(given.cols))
     block_c = min(chosen.block_c, widest)
     # narrow rows: as many as fill half a tile
     block_r = chosen.block_r * max(1, chosen.block_c // (2 * block_c))
-    halves = "" if given.halves == 1 else "apart" if given.is_transposed else "joined"
-    even = given.rows % block_r == 0 and given.cols % block_c == 0
-    tiling = RowTiling(even, widest <= block_c, halves, block_r, block_c)
-    written = out, scale_inv, amax, sums if row_sum else None
-    arguments = given.source, given.h, *written, given.function, rounding_of(scaling), tiling
-    programs = -(-given.rows // block_r) * (2 if halves == "apart" else 1)
-    launch(cast_rows_kernel, programs, arguments, chosen.num_warps, **given.options)
-    return scale_inv, amax, sums
+    _, groups, tiling = given.tiling(block_r, block_c, one_tile=widest <= block_c)
+    programs = groups * (2 if tiling.halves == "below" else 1)
+    arguments = out, sums if row_sum else None
+    given.launch(cast_rows_kernel, programs, chosen.num_warps, arguments, (rounding_of(scaling), tiling))
+    return sums

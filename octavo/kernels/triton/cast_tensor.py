@@ -9,7 +9,6 @@ work (int32, all 0 before and after): [0] the bits of the shared amax, [1] its c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -19,10 +18,10 @@ from octavo.kernels.arguments import Scaling
 from octavo.kernels.triton.cast_input import CastInput, rounding_of
 from octavo.kernels.triton.delayed_update import Update, roll, roll_others
 from octavo.kernels.triton.known_scales import scale_exists
-from octavo.kernels.triton.launch import Config, launch, workspace
+from octavo.kernels.triton.launch import workspace
 from octavo.kernels.triton.prologue import produce
 from octavo.kernels.triton.tiles import (
-    Codes,
+    Outputs,
     encode,
     finish_column_sum,
     finite_abs,
@@ -31,26 +30,15 @@ from octavo.kernels.triton.tiles import (
     scale_from_amax,
     scale_inv_from_scale,
     store_codes,
-    store_half,
     take_amax,
 )
-
-
-class StripTiling(NamedTuple):
-    """A program's part of a strip of columns: ``tiles`` tiles, one below the other."""
-
-    even: bool  # what is cast is made of whole programs' tiles, so nothing is masked
-    tiles: int
-    block_r: int
-    block_c: int
-    pair: bool = False  # ``produce`` makes two tiles
 
 
 @triton.jit
 def finite_largest(largest, tile, second, tiling: tl.constexpr):
     """``largest`` raised to the finite magnitudes of what ``produce`` made."""
     largest = tl.maximum(largest, finite_abs(tile))
-    if tiling.pair:
+    if tiling.halves != "":
         largest = tl.maximum(largest, finite_abs(second))
     return largest
 
@@ -90,9 +78,9 @@ def cast_strip(
         if SUMS:
             sums += tile
         codes = encode(tile, scale, E5M2)
-        if tiling.pair:
-            store_half(codes, out, rows, cols, x, 0, False, tiling.even)
-            store_half(encode(second, scale, E5M2), out, rows, cols, x, 1, False, tiling.even)
+        if tiling.halves != "":
+            store_codes(codes, out, rows, cols, x, tiling.even, 0)
+            store_codes(encode(second, scale, E5M2), out, rows, cols, x, tiling.even, 1)
             if SUMS:
                 second_sums += second
         else:
@@ -108,9 +96,9 @@ def amax_kernel(
     delayed_scale_ptr,  # None, or: return at once where a scale exists
     work_ptr,
     groups,  # of tiling.tiles tiles in a strip
-    ROLE: tl.constexpr,
     function: tl.constexpr,  # Function
-    tiling: tl.constexpr,  # StripTiling
+    ROLE: tl.constexpr,
+    tiling: tl.constexpr,  # Tiling
 ):
     """The amax of all that is to be cast."""
     if delayed_scale_ptr is not None:
@@ -144,22 +132,18 @@ def scale_of(delayed_scale_ptr, own_amax_ptr, ROLE: tl.constexpr, rounding: tl.c
 def cast_tensor_kernel(
     x,
     h,
-    out,
-    scale_inv_ptr,
-    amax_ptr,  # written if Delayed
-    own_amax_ptr,  # what amax_kernel found: for Dynamic, or where there may be no history; else None
+    out,  # Outputs; its amax is written if Delayed
+    own_amax_ptr,  # the same, if amax_kernel found it: for Dynamic, or where there may be no history; else None
     delayed_scale_ptr,  # None for Dynamic
-    history_ptr,  # not None: the last program rolls the histories
-    amax_input_ptr,
-    amax_weight_ptr,
+    rolled,  # with an update, what the last program rolls: (histories, amax of the input, of the weight)
     sums,  # None, or (column sums [C], their parts [groups, C])
     work_ptr,
     groups,  # of tiling.tiles tiles in a strip
-    ROLE: tl.constexpr,
     function: tl.constexpr,  # Function
+    ROLE: tl.constexpr,
     rounding: tl.constexpr,
-    update: tl.constexpr,  # Update
-    tiling: tl.constexpr,  # StripTiling
+    update: tl.constexpr,  # Update, or None
+    tiling: tl.constexpr,  # Tiling
 ):
     """One scale for all that is cast: codes in one or both layouts, scale_inv, and what else is asked for."""
     programs = tl.num_programs(0)
@@ -168,19 +152,19 @@ def cast_tensor_kernel(
     if delayed_scale_ptr is None:
         program = programs - 1 - program  # what amax_kernel read last is still in the cache
     if program == 0:
-        tl.store(scale_inv_ptr, scale_inv_from_scale(scale, False))
+        tl.store(out.scale_inv, scale_inv_from_scale(scale, False))
     strips = programs // groups
     strip = program % strips
     group = program // strips
     cols = strip * tiling.block_c + tl.arange(0, tiling.block_c)
     first_row = group * (tiling.tiles * tiling.block_r)
     amax, parts, second_parts = cast_strip(
-        x, h, out, scale, first_row, cols, function, rounding.e5m2, sums is not None, tiling
+        x, h, out.codes, scale, first_row, cols, function, rounding.e5m2, sums is not None, tiling
     )
     if sums is not None:
         counters = work_ptr + 2 + strip
         finish_column_sum(parts, sums[0], sums[1], counters, group, groups, cols, x.C)
-        if tiling.pair:
+        if tiling.halves != "":
             sum_ptr = sums[0] + x.C
             finish_column_sum(
                 second_parts, sum_ptr, sums[1] + groups * x.C, counters + strips, group, groups, cols, x.C
@@ -189,68 +173,46 @@ def cast_tensor_kernel(
         raise_amax(work_ptr, amax)
         if is_last_program(work_ptr + 1, programs):
             amax = take_amax(work_ptr)
-            tl.store(amax_ptr, amax)
-            if history_ptr is not None:  # all programs have read their scale
-                roll_others(delayed_scale_ptr, history_ptr, amax_input_ptr, amax_weight_ptr, update)
-                roll(delayed_scale_ptr, history_ptr, amax, ROLE, update)
+            tl.store(out.amax, amax)
+            if update is not None:  # all programs have read their scale
+                roll_others(delayed_scale_ptr, rolled[0], rolled[1], rolled[2], update)
+                roll(delayed_scale_ptr, rolled[0], amax, ROLE, update)
 
 
-def _tiling(given: CastInput, chosen: Config) -> tuple[int, int, StripTiling]:
-    """How programs share what is cast: (strips of columns, groups in a strip, tiling)."""
-    rows, cols = given.rows, given.cols
-    block_r, block_c, tiles, _ = chosen
-    strips = -(-cols // block_c) or 1
-    groups = -(-rows // (block_r * tiles)) or 1
-    even = rows == groups * block_r * tiles and cols == strips * block_c
-    return strips, groups, StripTiling(even, tiles, block_r, block_c, given.halves == 2)
-
-
-def amax_of(given: CastInput, delayed_scale: Tensor | None = None, role: int = 0) -> Tensor:
-    """amax [1, 1]; given ``delayed_scale``, left unwritten where that has a scale for ``role``."""
+def find_amax(given: CastInput, amax: Tensor, delayed_scale: Tensor | None = None, role: int = 0) -> None:
+    """Write amax [1, 1]; but given ``delayed_scale``, not where that has a scale for ``role``."""
     chosen = given.config("amax")
-    strips, groups, tiling = _tiling(given, chosen)
-    amax = given.float32(1, 1)
-    shared = amax, delayed_scale, workspace(given.x, 2), groups
-    arguments = given.source, given.h, *shared, role, given.function, tiling
-    launch(amax_kernel, strips * groups, arguments, chosen.num_warps, **given.options)
-    return amax
+    strips, groups, tiling = given.tiling(*chosen[:3])
+    arguments = amax, delayed_scale, workspace(given.x, 2), groups
+    given.launch(amax_kernel, strips * groups, chosen.num_warps, arguments, (role, tiling))
 
 
 def cast_by_tensor(
     given: CastInput,
     scaling: Scaling,
-    out: Codes,
+    out: Outputs,
     column_sum: bool,
-    commit: Sequence[Tensor | None] = (None, None, None),  # history, amax of input, amax of weight
+    rolled: Sequence[Tensor | None] = (None, None, None),  # history, amax of input, amax of weight
     update: Update | None = None,
-    own_amax: Tensor | None = None,  # if known
-) -> tuple[Tensor, Tensor, Tensor]:
-    """One scale for all: (scale_inv, amax, column sums)."""
+    knows_amax: bool = False,  # out's, and may be
+) -> Tensor:
+    """One scale for all: the column sums."""
     delayed_scale, role = scaling.delayed_scale, scaling.role
-    chosen = given.config("cast" if out.t is None else "cast_transpose")
-    strips, groups, tiling = _tiling(given, chosen)
-    if own_amax is None and (delayed_scale is None or not scale_exists(delayed_scale, role)):
-        own_amax = amax_of(given, delayed_scale, role)
-    scale_inv = given.float32(1, 1)
-    amax = own_amax if own_amax is not None and delayed_scale is None else given.float32(1, 1)
+    chosen = given.config("cast" if out.codes.t is None else "cast_transpose")
+    strips, groups, tiling = given.tiling(*chosen[:3])
+    needs_amax = knows_amax or delayed_scale is None or not scale_exists(delayed_scale, role)
+    if needs_amax and not knows_amax:
+        find_amax(given, out.amax, delayed_scale, role)
     sums = given.sums(column_sum)
     arguments = (
-        given.source,
-        given.h,
         out,
-        scale_inv,
-        amax,
-        own_amax,
+        out.amax if needs_amax else None,
         delayed_scale,
-        *commit,
-        (sums, given.float32(groups * given.halves, given.cols)) if column_sum else None,
+        tuple(rolled),
+        (sums, given.parts_of_sums(groups)) if column_sum else None,
         workspace(given.x, 2 + strips * given.halves),
         groups,
-        role,
-        given.function,
-        rounding_of(scaling),
-        update,
-        tiling,
     )
-    launch(cast_tensor_kernel, strips * groups, arguments, chosen.num_warps, **given.options)
-    return scale_inv, amax, sums
+    constants = role, rounding_of(scaling), update, tiling
+    given.launch(cast_tensor_kernel, strips * groups, chosen.num_warps, arguments, constants)
+    return sums

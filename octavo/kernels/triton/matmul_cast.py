@@ -23,7 +23,7 @@ from torch import Tensor
 from octavo.kernels.arguments import CastSource, Operands, Output, Scaling, new_both_codes, new_scales
 from octavo.kernels.layouts import is_small_block
 from octavo.kernels.triton.cast import cast
-from octavo.kernels.triton.cast_blocks import encode_blocks
+from octavo.kernels.triton.cast_blocks import store_blocks
 from octavo.kernels.triton.cast_input import codes_to, rounding_of
 from octavo.kernels.triton.known_scales import scale_exists
 from octavo.kernels.triton.launch import with_room_for, workspace
@@ -36,6 +36,9 @@ from octavo.kernels.triton.matmul import (
     step_along,
 )
 from octavo.kernels.triton.tiles import (
+    BlockScaling,
+    Outputs,
+    Tiling,
     encode,
     finite_abs,
     is_last_program,
@@ -68,9 +71,7 @@ def result_tile(product, EVEN: tl.constexpr, tiling: tl.constexpr):
 @triton.jit
 def matmul_cast_kernel(
     product,
-    out,
-    scale_inv_ptr,
-    amax_ptr,
+    out,  # Outputs
     delayed_scale_ptr,
     work_ptr,  # [0] the bits of the shared amax, [1] its counter; 0 before and after
     ROLE: tl.constexpr,
@@ -82,36 +83,29 @@ def matmul_cast_kernel(
     scale = tl.load(delayed_scale_ptr + ROLE)
     scale = tl.where(scale == 0, 1.0, scale)  # a CUDA graph replayed after the state was emptied
     if tl.program_id(0) == 0:
-        tl.store(scale_inv_ptr, scale_inv_from_scale(scale, False))
+        tl.store(out.scale_inv, scale_inv_from_scale(scale, False))
     tile, first_m, first_n = result_tile(product, EVEN, tiling)
     # dimension by dimension Triton 3.6 fails to compile it for sm_100
     raise_amax(work_ptr, tl.max(finite_abs(tile)))
     if is_last_program(work_ptr + 1, tl.num_programs(0)):  # before the codes: the counter would wait for them
-        tl.store(amax_ptr, take_amax(work_ptr))
+        tl.store(out.amax, take_amax(work_ptr))
     m = first_m + tl.arange(0, tiling.block_m)
     n = first_n + tl.arange(0, tiling.block_n)
-    store_codes(encode(tile, scale, E5M2), out, m, n, Shape(product.a.rows, product.b.rows), EVEN)
+    store_codes(encode(tile, scale, E5M2), out.codes, m, n, Shape(product.a.rows, product.b.rows), EVEN)
 
 
 @triton.jit
 def matmul_cast_blocks_kernel(
     product,
-    out,
-    scale_inv_ptr,
-    amax_ptr,
-    rounding: tl.constexpr,
-    BLOCK: tl.constexpr,  # (rows, columns) of the result that share a scale; they divide the program's tile
-    EVEN: tl.constexpr,  # the result is made of whole programs' tiles
+    out,  # Outputs
+    scaling: tl.constexpr,  # BlockScaling
+    part: tl.constexpr,  # Tiling of the result
     tiling: tl.constexpr,  # ProductTiling
 ):
     """A scale for each block of the result."""
-    tile, first_m, first_n = result_tile(product, EVEN, tiling)
-    first = (first_m // BLOCK[0], first_n // BLOCK[1])
-    blocks = (tl.cdiv(product.a.rows, BLOCK[0]), tl.cdiv(product.b.rows, BLOCK[1]))
-    codes = encode_blocks(tile, scale_inv_ptr, amax_ptr, first, blocks, (blocks[1], 1), rounding, BLOCK)
-    m = first_m + tl.arange(0, tiling.block_m)
-    n = first_n + tl.arange(0, tiling.block_n)
-    store_codes(codes, out, m, n, Shape(product.a.rows, product.b.rows), EVEN)
+    tile, first_m, first_n = result_tile(product, part.even, tiling)
+    place = (first_m // tiling.block_m, first_n // tiling.block_n)
+    store_blocks(tile, 0, place, Shape(product.a.rows, product.b.rows), out, scaling, part)
 
 
 def matmul_cast(operands: Operands, fast_accum: bool, scaling: Scaling, output: Output) -> tuple[Tensor, ...]:
@@ -126,14 +120,15 @@ def matmul_cast(operands: Operands, fast_accum: bool, scaling: Scaling, output: 
         chosen = chosen._replace(num_warps=min(chosen.num_warps, 8))
     q, t = new_both_codes(a, operands.shape, scaling.dtype, output)
     scale_inv, amax = new_scales(a, operands.shape, tile), new_scales(a, operands.shape, tile)
-    outputs = codes_to(q, t), scale_inv, amax
+    out = Outputs(codes_to(q, t), scale_inv, amax, *scale_inv.stride())
     rounding, even = rounding_of(scaling), M % chosen.block_r == 0 and N % chosen.block_c == 0
     if scaling.delayed_scale is None:
-        arguments = *outputs, rounding, tile, even
+        part = Tiling(even, chosen.block_r, chosen.block_c)
+        arguments = out, BlockScaling(*rounding, tile), part
         launch_product(matmul_cast_blocks_kernel, operands, fast_accum, chosen, arguments)
     else:
         shared, constants = (scaling.delayed_scale, workspace(a, 2)), (scaling.role, rounding.e5m2, even)
-        launch_product(matmul_cast_kernel, operands, fast_accum, chosen, (*outputs, *shared, *constants))
+        launch_product(matmul_cast_kernel, operands, fast_accum, chosen, (out, *shared, *constants))
     return q, t, scale_inv, amax
 
 

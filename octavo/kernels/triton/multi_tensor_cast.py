@@ -22,22 +22,24 @@ from torch import Tensor
 from octavo.granularity import ALL
 from octavo.kernels.arguments import Scaling
 from octavo.kernels.reference.multi_tensor_cast import check_multi_tensor_cast
-from octavo.kernels.triton.cast_blocks import BlockTiling, encode_blocks
+from octavo.kernels.triton.cast_blocks import store_blocks
 from octavo.kernels.triton.cast_input import rounding_of
-from octavo.kernels.triton.cast_tensor import StripTiling, cast_strip, strip_amax
+from octavo.kernels.triton.cast_tensor import cast_strip, strip_amax
 from octavo.kernels.triton.known_scales import scale_exists
 from octavo.kernels.triton.launch import Config, config, is_capturing, launch, with_room_for, workspace
 from octavo.kernels.triton.prologue import Function
 from octavo.kernels.triton.table import Tensors, find_tensor, pointer, size
 from octavo.kernels.triton.tiles import (
+    BlockScaling,
     Codes,
+    Outputs,
     Source,
+    Tiling,
     is_last_program,
     load_tile,
     raise_amax,
     scale_from_amax,
     scale_inv_from_scale,
-    store_codes,
     take_amax,
 )
 
@@ -81,7 +83,7 @@ def multi_tensor_amax_kernel(
     DELAYED: tl.constexpr,  # only where no scale exists
     ROLE: tl.constexpr,
     function: tl.constexpr,  # Function(): x itself
-    tiling: tl.constexpr,  # StripTiling
+    tiling: tl.constexpr,  # Tiling
 ):
     """The amax of each tensor."""
     if skip_ptr is not None:
@@ -116,7 +118,7 @@ def multi_tensor_cast_kernel(
     DELAYED: tl.constexpr,
     ROLE: tl.constexpr,
     function: tl.constexpr,  # Function(): x itself
-    tiling: tl.constexpr,  # StripTiling
+    tiling: tl.constexpr,  # Tiling
 ):
     """One scale for each tensor."""
     if skip_ptr is not None:
@@ -156,42 +158,32 @@ def multi_tensor_cast_blocks_kernel(
     skip_ptr,  # None, or: return at once where it is not 0
     X_TYPE: tl.constexpr,
     TRANSPOSED: tl.constexpr,
-    rounding: tl.constexpr,
+    scaling: tl.constexpr,  # BlockScaling
     ALIGNED: tl.constexpr,
     TENSORS: tl.constexpr,
-    tiling: tl.constexpr,  # BlockTiling
+    tiling: tl.constexpr,  # Tiling
 ):
     """A scale for each block of each tensor."""
     if skip_ptr is not None:
         if tl.load(skip_ptr) != 0:
             return
-    BLOCK: tl.constexpr = tiling.block
     _, row_ptr = find_tensor(table_ptr, tl.program_id(0), TENSORS, 12, 10)
     x = source(row_ptr, X_TYPE, ALIGNED)
     program = tl.program_id(0) - size(row_ptr, 10, False)
     strips = tl.cdiv(x.C, tiling.block_c)
-    group = program // strips
-    strip = program % strips
-    rows = group * tiling.block_r + tl.arange(0, tiling.block_r)
-    cols = strip * tiling.block_c + tl.arange(0, tiling.block_c)
-    blocks = (tl.cdiv(x.R, BLOCK[0]), tl.cdiv(x.C, BLOCK[1]))
-    codes = encode_blocks(
-        load_tile(x, rows, cols, False),
-        pointer(row_ptr, 3, tl.float32, False),
-        pointer(row_ptr, 4, tl.float32, False),
-        (group * (tiling.block_r // BLOCK[0]), strip * (tiling.block_c // BLOCK[1])),
-        blocks,
-        (blocks[1], 1),
-        rounding,
-        BLOCK,
-    )
-    q = code_pointer(row_ptr, 1, rounding.e5m2, ALIGNED)
+    place = (program // strips, program % strips)
+    rows = place[0] * tiling.block_r + tl.arange(0, tiling.block_r)
+    cols = place[1] * tiling.block_c + tl.arange(0, tiling.block_c)
+    q = code_pointer(row_ptr, 1, scaling.e5m2, ALIGNED)
     if TRANSPOSED:
-        t = code_pointer(row_ptr, 2, rounding.e5m2, ALIGNED)
-        out = Codes(q, size(row_ptr, 8, ALIGNED), t, size(row_ptr, 9, ALIGNED))
+        t = code_pointer(row_ptr, 2, scaling.e5m2, ALIGNED)
+        codes = Codes(q, size(row_ptr, 8, ALIGNED), t, size(row_ptr, 9, ALIGNED))
     else:
-        out = Codes(q, size(row_ptr, 8, ALIGNED), None, 0)
-    store_codes(codes, out, rows, cols, x, False)
+        codes = Codes(q, size(row_ptr, 8, ALIGNED), None, 0)
+    scale_inv = pointer(row_ptr, 3, tl.float32, False)
+    amax = pointer(row_ptr, 4, tl.float32, False)
+    out = Outputs(codes, scale_inv, amax, tl.cdiv(x.C, scaling.block[1]), 1)
+    store_blocks(load_tile(x, rows, cols, False), 0, place, x, out, scaling, tiling)
 
 
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -277,12 +269,13 @@ def multi_tensor_cast(
     tensors = aligned, Tensors(len(xs))
     x_type, writes_transposed, delayed = _TYPES[xs[0].dtype], bool(transposed), bool(delayed_scales)
     if blocks:
-        tiling = BlockTiling(False, chosen.block_r, chosen.block_c, (tile[0], tile[1]))
-        arguments = table, skip, x_type, writes_transposed, rounding, *tensors, tiling
+        block_scaling = BlockScaling(*rounding, (tile[0], tile[1]))
+        block_tiling = Tiling(False, chosen.block_r, chosen.block_c)
+        arguments = table, skip, x_type, writes_transposed, block_scaling, *tensors, block_tiling
         launch(multi_tensor_cast_blocks_kernel, programs, arguments, chosen.num_warps)
         return
     first = table, skip, workspace(xs[0], 2 * len(xs)), programs, x_type
-    how = *tensors, delayed, role, Function(), StripTiling(False, chosen.tiles, chosen.block_r, chosen.block_c)
+    how = *tensors, delayed, role, Function(), Tiling(False, *chosen[:3])
     if not delayed or not all(scale_exists(delayed_scale, role) for delayed_scale in delayed_scales):
         launch(multi_tensor_amax_kernel, programs, (*first, *how), chosen.num_warps)
     launch(multi_tensor_cast_kernel, programs, (*first, writes_transposed, rounding, *how), chosen.num_warps)

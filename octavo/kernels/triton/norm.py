@@ -24,12 +24,12 @@ from octavo.kernels.layouts import is_small_block
 from octavo.kernels.reference.cast import cast as reference_cast
 from octavo.kernels.reference.cast import cast_two_scalings as reference_cast_two_scalings
 from octavo.kernels.triton.cast import cast_by_tile, two_scalings
-from octavo.kernels.triton.cast_blocks import BlockScaling, BlockTiling, block_scaling, cast_by_block
+from octavo.kernels.triton.cast_blocks import cast_by_block, unzipped
 from octavo.kernels.triton.cast_input import CastInput, codes_to, norm_input, rounding_of
 from octavo.kernels.triton.known_scales import scale_exists
 from octavo.kernels.triton.launch import Config, config, launch, next_power_of_two, workspace
-from octavo.kernels.triton.norm_kernels import NormTiling, norm_blocks_kernel, norm_rows_kernel, norm_tensor_kernel
-from octavo.kernels.triton.tiles import Codes
+from octavo.kernels.triton.norm_kernels import norm_blocks_kernel, norm_rows_kernel, norm_tensor_kernel
+from octavo.kernels.triton.tiles import Outputs
 
 _MOST_ROWS = 32  # of a block, for one launch: of 4096 rows the programs of 128 would be 32
 
@@ -40,8 +40,9 @@ def norm_cast(source: NormSource, scaling: Scaling, output: Output) -> tuple[Ten
     if norm is None or not norm.given.fits(scaling.tile):
         return reference_cast(source, scaling, output)
     q, t = norm.given.both_codes(scaling.dtype, output)
-    scale_inv, amax, _ = norm.cast(norm.given, scaling, codes_to(q, t))
-    return q, t, scale_inv, amax, *norm.statistics
+    out = norm.given.outputs(scaling, q, t)
+    norm.cast(norm.given, scaling, out)
+    return q, t, out.scale_inv, out.amax, *norm.statistics
 
 
 def norm_cast_two_scalings(source: NormSource, first: Scaling, second: Scaling, output: Output) -> tuple[Tensor, ...]:
@@ -68,49 +69,45 @@ class _Norm(NamedTuple):
     statistics: tuple[Tensor, Tensor, Tensor]  # (mean, rstd, y), as the ops return them
     keep: bool
 
-    def cast(
-        self, given: CastInput, scaling: Scaling, out: Codes, column_sum: bool = False
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Statistics, y, and one scaling: ``cast_by_tile``'s results."""
-        tile, delayed_scale, none = scaling.tile, scaling.delayed_scale, given.float32(0)
-        of_tensor = tile == (ALL, ALL)
-        if of_tensor and delayed_scale is not None and scale_exists(delayed_scale, scaling.role):
-            scale_inv, amax = given.float32(1, 1), given.float32(1, 1)
-            arguments = out, scale_inv, amax, delayed_scale, workspace(given.x, 2)
-            constants = scaling.role, rounding_of(scaling).e5m2
-            self.launch(norm_tensor_kernel, "norm_cast", out.t is not None, arguments, constants)
-            return scale_inv, amax, none
-        if tile == (1, ALL):
-            scale_inv, amax = given.float32(given.rows, 1), given.float32(given.rows, 1)
-            written = out, scale_inv, amax
-            self.launch(norm_rows_kernel, "norm_cast", out.t is not None, written, (rounding_of(scaling),))
-            return scale_inv, amax, none
+    def cast(self, given: CastInput, scaling: Scaling, out: Outputs, column_sum: bool = False) -> Tensor:
+        """``cast_by_tile`` of the norm, and its statistics and y."""
+        tile, delayed_scale = scaling.tile, scaling.delayed_scale
         if is_small_block(tile):
-            blocks = block_scaling(given, scaling, out)
-            self.cast_blocks(given, False, blocks)
-            return blocks.outputs.scale_inv, blocks.outputs.amax, none
-        return cast_by_tile(given, scaling, out, False, self.find_statistics(of_tensor))
+            return self.cast_blocks(given, column_sum, (scaling, out))
+        if tile == (1, ALL):
+            self.launch(norm_rows_kernel, "norm_cast", out.codes.t is not None, (out,), (rounding_of(scaling),))
+        elif tile == (ALL, ALL) and delayed_scale is not None and scale_exists(delayed_scale, scaling.role):
+            arguments, constants = (
+                (out, delayed_scale, workspace(given.x, 2)),
+                (scaling.role, rounding_of(scaling).e5m2),
+            )
+            self.launch(norm_tensor_kernel, "norm_cast", out.codes.t is not None, arguments, constants)
+        else:
+            self.find_statistics(out.amax if tile == (ALL, ALL) else None)
+            return cast_by_tile(given, scaling, out, column_sum, knows_amax=True)
+        return given.sums(False)
 
     def cast_blocks(
-        self, given: CastInput, column_sum: bool, first: BlockScaling, second: BlockScaling | None = None
+        self,
+        given: CastInput,
+        column_sum: bool,
+        first: tuple[Scaling, Outputs],
+        second: tuple[Scaling, Outputs] | None = None,
     ) -> Tensor:
-        """Statistics, y, and one or two scalings of small blocks: ``cast_by_block``'s result."""
-        blocks = [scaling.tile for scaling in (first, second) if scaling is not None]
+        """``cast_by_block`` of the norm, and its statistics and y."""
+        scalings, outputs, blocks = unzipped(first, second)
         if max(rows for rows, _ in blocks) > _MOST_ROWS:
-            self.find_statistics(False)
+            self.find_statistics(None)
             return cast_by_block(given, column_sum, first, second)
-        transposes = first.outputs.codes.t is not None or (second is not None and second.outputs.codes.t is not None)
-        outputs = first.outputs, None if second is None else second.outputs
-        roundings = first.rounding, None if second is None else second.rounding
-        self.launch(norm_blocks_kernel, "norm_cast_blocks", transposes, outputs, roundings, blocks)
-        return given.float32(0)
+        transposes = any(out is not None and out.codes.t is not None for out in outputs)
+        self.launch(norm_blocks_kernel, "norm_cast_blocks", transposes, outputs, scalings, blocks)
+        return given.sums(False)
 
-    def find_statistics(self, of_tensor: bool) -> Tensor | None:
-        """Statistics, y, and if wanted the amax of what is to be cast [1, 1]."""
-        amax, work = (self.given.float32(1, 1), workspace(self.given.x, 2)) if of_tensor else (None, None)
-        arguments = codes_to(None), None, amax, None, work
+    def find_statistics(self, amax: Tensor | None) -> None:
+        """Statistics, y, and unless it is None the amax of what is to be cast [1, 1]."""
+        work = None if amax is None else workspace(self.given.x, 2)
+        arguments = Outputs(codes_to(None), None, amax, 0, 0), None, work
         self.launch(norm_tensor_kernel, "norm_cast", False, arguments, (0, False))
-        return amax
 
     def launch(
         self,
@@ -136,13 +133,10 @@ class _Norm(NamedTuple):
         chosen = config(name, (rows * cols).bit_length())
         block_r, block_c, tiles, num_warps = _tile(chosen, cols, blocks)
         tiles = tiles if kernel is norm_tensor_kernel else 1  # fewer programs then meet at the shared amax
-        height = block_r * tiles
-        even, one_tile = rows % height == 0 and cols % block_c == 0, block_c >= cols
-        tiling = NormTiling(even, one_tile, tiles, block_r, block_c, 16 // x.element_size())
-        if blocks:
-            constants = *constants, BlockTiling(even, block_r, block_c, blocks[0], (*blocks, None)[1])
+        fold = 16 // x.element_size()
+        _, programs, tiling = self.given.tiling(block_r, block_c, tiles, one_tile=block_c >= cols, fold=fold)
         first = self.given.source, norm, self.statistics[2] if self.keep else None, self.eps
-        launch(kernel, -(-rows // height), (*first, *arguments, function.zero_centered, *constants, tiling), num_warps)
+        launch(kernel, programs, (*first, *arguments, function.zero_centered, *constants, tiling), num_warps)
 
 
 def _tile(chosen: Config, cols: int, blocks: Sequence[Sequence[int]]) -> Config:

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from octavo.kernels.arguments import NormGradient
 from octavo.kernels.triton.launch import Config, config, launch, next_power_of_two, with_room_for
-from octavo.kernels.triton.norm_kernels import NormTiling, fold_sum, store_y, vector
+from octavo.kernels.triton.norm_kernels import fold_sum, store_y, vector
 from octavo.kernels.triton.prologue import Norm, factor
-from octavo.kernels.triton.tiles import Source, load_tile, narrow
+from octavo.kernels.triton.tiles import Source, Tiling, load_tile, narrow
 
 
 @triton.jit
@@ -53,7 +53,7 @@ def norm_backward_kernel(
     parts_ptr,  # [1 or 2, programs, C]: of dgamma, and of dbeta
     WITH_BETA: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
-    tiling: tl.constexpr,  # NormTiling
+    tiling: tl.constexpr,  # Tiling
 ):
     """Rows that fit a tile, which keeps the parts in registers."""
     programs = tl.num_programs(0)
@@ -87,7 +87,7 @@ def norm_backward_long_kernel(
     parts_ptr,  # [1 or 2, programs, C]: of dgamma, and of dbeta
     WITH_BETA: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
-    tiling: tl.constexpr,  # NormTiling
+    tiling: tl.constexpr,  # Tiling
 ):
     """Rows of any length, read again from the cache; the parts grow where they are written."""
     program = tl.program_id(0)
@@ -166,7 +166,7 @@ def norm_backward(gradient: NormGradient) -> tuple[Tensor, Tensor, Tensor]:
     norm = Norm(mean if kind == "layer_norm" else None, rstd, gamma, None)
     dy_source = Source(dy, rows, cols, *dy.stride())
     residual_source = None if residual is None else Source(residual, rows, cols, *residual.stride())
-    constants = with_beta, zero_centered, NormTiling(even, one_tile, 1, block_r, block_c, 16 // x.element_size())
+    constants = with_beta, zero_centered, Tiling(even, block_r, block_c, one_tile=one_tile, fold=16 // x.element_size())
     arguments = dy_source, Source(x, rows, cols, *x.stride()), residual_source, norm, dx, parts, *constants
     kernel = norm_backward_kernel if one_tile else norm_backward_long_kernel
     launch(kernel, programs, arguments, num_warps, enable_fp_fusion=True)

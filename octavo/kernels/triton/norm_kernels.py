@@ -8,13 +8,11 @@ norm is prologue.py's Norm, whose statistics are written.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 
-from octavo.kernels.triton.cast_blocks import cast_scaling
-from octavo.kernels.triton.prologue import factor
+from octavo.kernels.triton.cast_blocks import store_blocks
+from octavo.kernels.triton.prologue import apply_norm
 from octavo.kernels.triton.tiles import (
     encode,
     finite_abs,
@@ -27,17 +25,6 @@ from octavo.kernels.triton.tiles import (
     store_codes,
     take_amax,
 )
-
-
-class NormTiling(NamedTuple):
-    """A program's rows and the tiles it reads them in."""
-
-    even: bool  # x is made of whole programs' tiles
-    one_tile: bool  # it holds whole rows
-    tiles: int  # how many times block_r rows a program does
-    block_r: int
-    block_c: int
-    fold: int  # elements that a thread loads at once
 
 
 @triton.jit
@@ -105,15 +92,11 @@ def fold_max(tile, FOLD: tl.constexpr):
 @triton.jit
 def normalised(tile, x, norm, mean, rstd, rows, cols, ZERO_CENTERED: tl.constexpr, EVEN: tl.constexpr):
     """What the norm makes of the tile [BR, BC] of x, 0 outside of it; rounds as the reference does."""
-    if norm.mean is not None:
-        tile -= mean[:, None]
-    tile *= rstd[:, None]
-    tile *= factor(vector(norm.gamma, cols, x, EVEN), ZERO_CENTERED)[None, :]
+    gamma = vector(norm.gamma, cols, x, EVEN)[None, :]
+    beta = 0.0
     if norm.beta is not None:
-        tile += vector(norm.beta, cols, x, EVEN).to(tl.float32)[None, :]
-    if not EVEN:
-        tile = tl.where((rows < x.R)[:, None] & (cols < x.C)[None, :], tile, 0.0)
-    return tile
+        beta = vector(norm.beta, cols, x, EVEN)[None, :]
+    return apply_norm(tile, x, norm, mean[:, None], rstd[:, None], gamma, beta, rows, cols, ZERO_CENTERED, EVEN)
 
 
 @triton.jit
@@ -139,6 +122,18 @@ def store_y(tile, y_ptr, x, rows, cols, EVEN: tl.constexpr):
 
 
 @triton.jit
+def tile_from(start, first, x, norm, y_ptr, mean, rstd, rows, ZERO_CENTERED: tl.constexpr, tiling: tl.constexpr):
+    """(The rows' tile from column ``start`` on, normalised and written to y_ptr; its columns)."""
+    cols = start + tl.arange(0, tiling.block_c)
+    tile = first
+    if not tiling.one_tile:
+        tile = load_tile(x, rows, cols, tiling.even)
+    tile = normalised(tile, x, norm, mean, rstd, rows, cols, ZERO_CENTERED, tiling.even)
+    store_y(tile, y_ptr, x, rows, cols, tiling.even)
+    return tile, cols
+
+
+@triton.jit
 def finish_rows(
     first,
     x,
@@ -151,7 +146,7 @@ def finish_rows(
     rows,
     ZERO_CENTERED: tl.constexpr,
     E5M2: tl.constexpr,
-    tiling: tl.constexpr,  # NormTiling
+    tiling: tl.constexpr,  # Tiling
 ):
     """Write y and codes by one scale of rows whose statistics are known: their amax."""
     end = x.C
@@ -159,12 +154,7 @@ def finish_rows(
         end = tiling.block_c
     largest = tl.full([tiling.block_r, tiling.block_c // tiling.fold], 0.0, tl.float32)
     for start in range(0, end, tiling.block_c):
-        cols = start + tl.arange(0, tiling.block_c)
-        tile = first
-        if not tiling.one_tile:
-            tile = load_tile(x, rows, cols, tiling.even)
-        tile = normalised(tile, x, norm, mean, rstd, rows, cols, ZERO_CENTERED, tiling.even)
-        store_y(tile, y_ptr, x, rows, cols, tiling.even)
+        tile, cols = tile_from(start, first, x, norm, y_ptr, mean, rstd, rows, ZERO_CENTERED, tiling)
         store_codes(encode(tile, scale, E5M2), out, rows, cols, x, tiling.even)
         # last: before the codes Triton 3.6 spills for sm_100
         largest = tl.maximum(largest, fold_max(finite_abs(tile), tiling.fold))
@@ -177,15 +167,13 @@ def norm_tensor_kernel(
     norm,
     y_ptr,
     eps,
-    out,  # of None: no codes
-    scale_inv_ptr,
-    amax_ptr,  # or None
+    out,  # Outputs, whose codes and amax may be None
     delayed_scale_ptr,  # None: no codes
     work_ptr,  # [0] the bits of the shared amax, [1] its counter; 0 before and after
     ZERO_CENTERED: tl.constexpr,
     ROLE: tl.constexpr,
     E5M2: tl.constexpr,
-    tiling: tl.constexpr,  # NormTiling
+    tiling: tl.constexpr,  # Tiling
 ):
     """Statistics; and y, the amax, and codes by a delayed scale."""
     scale = 1.0
@@ -193,18 +181,20 @@ def norm_tensor_kernel(
         found = tl.load(delayed_scale_ptr + ROLE)
         scale = tl.where(found == 0, 1.0, found)  # a CUDA graph replayed after the state was emptied
         if tl.program_id(0) == 0:
-            tl.store(scale_inv_ptr, scale_inv_from_scale(scale, False))
+            tl.store(out.scale_inv, scale_inv_from_scale(scale, False))
     amax = 0.0
     for i in range(tiling.tiles):
         rows = (tl.program_id(0) * tiling.tiles + i) * tiling.block_r + tl.arange(0, tiling.block_r)
         first, mean, rstd = row_statistics(x, norm, rows, eps, tiling)
-        if amax_ptr is not None or y_ptr is not None:
-            largest = finish_rows(first, x, norm, y_ptr, out, scale, mean, rstd, rows, ZERO_CENTERED, E5M2, tiling)
+        if out.amax is not None or y_ptr is not None:
+            largest = finish_rows(
+                first, x, norm, y_ptr, out.codes, scale, mean, rstd, rows, ZERO_CENTERED, E5M2, tiling
+            )
             amax = tl.maximum(amax, largest)
-    if amax_ptr is not None:
+    if out.amax is not None:
         raise_amax(work_ptr, amax)
         if is_last_program(work_ptr + 1, tl.num_programs(0)):
-            tl.store(amax_ptr, take_amax(work_ptr))
+            tl.store(out.amax, take_amax(work_ptr))
 
 
 @triton.jit
@@ -213,12 +203,10 @@ def norm_rows_kernel(
     norm,
     y_ptr,
     eps,
-    out,
-    scale_inv_ptr,
-    amax_ptr,
+    out,  # Outputs
     ZERO_CENTERED: tl.constexpr,
     rounding: tl.constexpr,
-    tiling: tl.constexpr,  # NormTiling
+    tiling: tl.constexpr,  # Tiling
 ):
     """Statistics, y, and a scale for each row."""
     rows = tl.program_id(0) * tiling.block_r + tl.arange(0, tiling.block_r)
@@ -237,14 +225,10 @@ def norm_rows_kernel(
     if tiling.one_tile:
         end = tiling.block_c
     for start in range(0, end, tiling.block_c):
-        cols = start + tl.arange(0, tiling.block_c)
-        if not tiling.one_tile:
-            tile = load_tile(x, rows, cols, tiling.even)
-            tile = normalised(tile, x, norm, mean, rstd, rows, cols, ZERO_CENTERED, tiling.even)
-        store_y(tile, y_ptr, x, rows, cols, tiling.even)
-        store_codes(encode(tile, scale[:, None], rounding.e5m2), out, rows, cols, x, tiling.even)
-    tl.store(amax_ptr + rows, amax, mask=rows < x.R)
-    tl.store(scale_inv_ptr + rows, scale_inv_from_scale(scale, rounding.power_of_two), mask=rows < x.R)
+        tile, cols = tile_from(start, first, x, norm, y_ptr, mean, rstd, rows, ZERO_CENTERED, tiling)
+        store_codes(encode(tile, scale[:, None], rounding.e5m2), out.codes, rows, cols, x, tiling.even)
+    tl.store(out.amax + rows, amax, mask=rows < x.R)
+    tl.store(out.scale_inv + rows, scale_inv_from_scale(scale, rounding.power_of_two), mask=rows < x.R)
 
 
 @triton.jit
@@ -253,13 +237,12 @@ def norm_blocks_kernel(
     norm,
     y_ptr,
     eps,
-    first_out,  # BlockOutputs of the first scaling
+    first_out,  # Outputs of the first scaling
     second_out,  # of the second, or None
     ZERO_CENTERED: tl.constexpr,
-    rounding: tl.constexpr,
-    second_rounding: tl.constexpr,  # or None
-    blocks: tl.constexpr,  # BlockTiling
-    tiling: tl.constexpr,  # NormTiling
+    scaling: tl.constexpr,  # BlockScaling of the first
+    second_scaling: tl.constexpr,  # of the second, or None
+    tiling: tl.constexpr,  # Tiling
 ):
     """Statistics, y, and a scale for each block whose sizes divide a tile; two such scalings."""
     group = tl.program_id(0)
@@ -269,15 +252,8 @@ def norm_blocks_kernel(
     if tiling.one_tile:
         end = tiling.block_c
     for start in range(0, end, tiling.block_c):
-        cols = start + tl.arange(0, tiling.block_c)
-        tile = first
-        if not tiling.one_tile:
-            tile = load_tile(x, rows, cols, tiling.even)
-        tile = normalised(tile, x, norm, mean, rstd, rows, cols, ZERO_CENTERED, tiling.even)
-        store_y(tile, y_ptr, x, rows, cols, tiling.even)
+        tile, _ = tile_from(start, first, x, norm, y_ptr, mean, rstd, rows, ZERO_CENTERED, tiling)
         place = (group, start // tiling.block_c)
-        BLOCK: tl.constexpr = blocks.block
-        cast_scaling(tile, 0, place, x, first_out, rounding, BLOCK, blocks)
-        if second_rounding is not None:
-            SECOND_BLOCK: tl.constexpr = blocks.second_block
-            cast_scaling(tile, 0, place, x, second_out, second_rounding, SECOND_BLOCK, blocks)
+        store_blocks(tile, 0, place, x, first_out, scaling, tiling)
+        if second_scaling is not None:
+            store_blocks(tile, 0, place, x, second_out, second_scaling, tiling)

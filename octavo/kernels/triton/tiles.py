@@ -39,12 +39,43 @@ class Codes(NamedTuple):
     t_stride: Any
 
 
+class Outputs(NamedTuple):
+    """Where a scaling is written: codes, scale_inv, and amax or None; the strides are of both, an element a tile."""
+
+    codes: Any
+    scale_inv: Any
+    amax: Any
+    stride_r: Any
+    stride_c: Any
+
+
 class Rounding(NamedTuple):
     """How kernels make scales and codes; ``limit`` is format.max / 2^margin."""
 
     e5m2: bool
     limit: float
     power_of_two: bool
+
+
+class BlockScaling(NamedTuple):
+    """A Rounding, and the (rows, columns) that share a scale."""
+
+    e5m2: bool
+    limit: float
+    power_of_two: bool
+    block: tuple[int, int]
+
+
+class Tiling(NamedTuple):
+    """A program's part of what is cast, and the tiles that it reads it in."""
+
+    even: bool  # what is cast is made of whole programs' parts, so nothing is masked
+    block_r: int
+    block_c: int
+    tiles: int = 1  # one below the other
+    one_tile: bool = False  # it holds whole rows
+    halves: str = ""  # of a gated gradient's two tiles: "beside" each other, or, seen transposed, "below"
+    fold: int = 1  # elements that a thread loads at once
 
 
 @triton.jit
@@ -225,46 +256,31 @@ def load_tile(x, rows, cols, EVEN: tl.constexpr):
 
 
 @triton.jit
-def store_codes(codes, out, rows, cols, x, EVEN: tl.constexpr):
+def store_codes(codes, out, rows, cols, x, EVEN: tl.constexpr, half=None, ALONG_ROWS: tl.constexpr = False):
     """Write codes [BR, BC] of the Source x to the Codes out.
 
-    The padding's codes are 0, since load_tile's are. EVEN: there is no padding, and the tile is inside.
+    The padding's codes are 0, since load_tile's are. EVEN: there is no padding, and the tile is inside. With a half, 0
+    or 1, out has room for two tensors like x, side by side, or one below the other.
     """
-    if out.q is not None:
-        offsets = rows.to(tl.int64)[:, None] * out.q_stride + cols[None, :]
-        if EVEN:
-            tl.store(out.q + offsets, codes)
-        else:
-            tl.store(out.q + offsets, codes, mask=(rows < x.R)[:, None] & (cols < out.q_stride)[None, :])
-    if out.t is not None:
-        offsets = cols.to(tl.int64)[:, None] * out.t_stride + rows[None, :]
-        if EVEN:
-            tl.store(out.t + offsets, tl.trans(codes))
-        else:
-            tl.store(out.t + offsets, tl.trans(codes), mask=(cols < x.C)[:, None] & (rows < out.t_stride)[None, :])
-
-
-@triton.jit
-def store_half(codes, out, rows, cols, x, half, ALONG_ROWS: tl.constexpr, EVEN: tl.constexpr):
-    """``store_codes`` where two tensors like x are written side by side, or one below the other; half: 0 or 1."""
-    row_shift = 0
-    col_shift = 0
     row_end = out.t_stride
     col_end = out.q_stride
-    if ALONG_ROWS:
-        row_shift = half * x.R
-        row_end = tl.where(half == 0, x.R, row_end - x.R)  # the first half has no padding
-    else:
-        col_shift = half * x.C
-        col_end = tl.where(half == 0, x.C, col_end - x.C)
+    out_rows = rows
+    out_cols = cols
+    if half is not None:
+        if ALONG_ROWS:
+            out_rows += half * x.R
+            row_end = tl.where(half == 0, x.R, row_end - x.R)  # the first half has no padding
+        else:
+            out_cols += half * x.C
+            col_end = tl.where(half == 0, x.C, col_end - x.C)
     if out.q is not None:
-        offsets = (rows + row_shift).to(tl.int64)[:, None] * out.q_stride + (cols + col_shift)[None, :]
+        offsets = out_rows.to(tl.int64)[:, None] * out.q_stride + out_cols[None, :]
         if EVEN:
             tl.store(out.q + offsets, codes)
         else:
             tl.store(out.q + offsets, codes, mask=(rows < x.R)[:, None] & (cols < col_end)[None, :])
     if out.t is not None:
-        offsets = (cols + col_shift).to(tl.int64)[:, None] * out.t_stride + (rows + row_shift)[None, :]
+        offsets = out_cols.to(tl.int64)[:, None] * out.t_stride + out_rows[None, :]
         if EVEN:
             tl.store(out.t + offsets, tl.trans(codes))
         else:
