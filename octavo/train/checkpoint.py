@@ -91,7 +91,6 @@ class RunFolder:
         self.checkpoint = path / self.name
         self.log = path / "log.csv"
         self.saved_step: int | None = None
-        self._log: Any = None
         self._states: dict[str, Any] = {}
 
     def holds_run(self) -> bool:
@@ -197,24 +196,17 @@ class RunFolder:
 
     def start_log(self, rows: list[Row]) -> None:
         """Writes the log anew with these rows."""
-        self.close()
         with self.ranks.together(), self._writing(self.log):
             if self.ranks.rank == 0:
                 with replacing(self.log) as file:
                     file.write((HEADER + "".join(row.csv() for row in rows)).encode())
-                self._log = open(self.log, "ab", buffering=0)
 
     def append(self, rows: list[Row]) -> None:
         """Appends rows to the log; they are in the file when this returns."""
         with self.ranks.together(), self._writing(self.log):
-            if self._log is not None:
-                self._log.write("".join(row.csv() for row in rows).encode())
-
-    def close(self) -> None:
-        """Closes the log."""
-        if self._log is not None:
-            self._log.close()
-            self._log = None
+            if self.ranks.rank == 0:
+                with open(self.log, "ab") as file:
+                    file.write("".join(row.csv() for row in rows).encode())
 
     @contextlib.contextmanager
     def _writing(self, path: Path) -> Iterator[None]:

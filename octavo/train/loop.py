@@ -298,8 +298,6 @@ class _Run:
             raise RankError(f"{error}{kept}{'; add --resume to go on' if kept else ''}") from error
         finally:
             self.progress.end()
-            if self.folder is not None:
-                self.folder.close()
         return self.result
 
     def _kept(self) -> str:

@@ -25,7 +25,7 @@ def trained_model(path: Path) -> GPT:
     kept = ShardedFolder(folder) if sharded else RunFolder(folder)
     content = kept.load(None) if sharded or kept.checkpoint.is_file() else None
     if content is None:
-        raise CheckpointError(_no_checkpoint(path, folder))
+        raise CheckpointError(_why_none(path, folder))
     identity = content["identity"]
     recipe = identity.get("recipe")
     if recipe not in RECIPES:
@@ -41,7 +41,7 @@ def trained_model(path: Path) -> GPT:
     return model.eval()
 
 
-def _no_checkpoint(path: Path, folder: Path) -> str:
+def _why_none(path: Path, folder: Path) -> str:
     if not path.exists():
         return f"{path} does not exist: give a run's folder or its {CHECKPOINT}"
     found = [*folder.glob(f"*/{CHECKPOINT}"), *folder.glob(f"*/{SHARDED}")] if folder.is_dir() else []

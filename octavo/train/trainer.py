@@ -212,21 +212,20 @@ class Trainer:
     def validate(self) -> float:
         """Mean loss over the validation windows, nats a byte."""
         self.model.eval()
-        windows = self.config.data.eval_windows
-        sums = [self._summed(x, y) for x, y in self.batches.validation(windows)]
+        windows = list(self.batches.validation(self.config.data.eval_windows))
+        losses = [self._summed_loss(inputs, targets) for inputs, targets in windows]
         self.model.train()
-        sums = [(self.ranks.sum(loss), count) for loss, count in sums]
-        return sum(float(loss) for loss, _ in sums) / sum(count for _, count in sums)
+        return sum(float(self.ranks.sum(loss)) for loss in losses) / sum(len(inputs) for inputs, _ in windows)
 
-    def _summed(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, int]:
-        """The loss of this rank's sequences of a batch, times their number, and how many all ranks have.
+    def _summed_loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """The loss of this rank's sequences of a batch, times their number.
 
         A rank that has none computes one all the same: under fsdp the others wait for it.
         """
         mine, theirs = part_of(inputs, self.ranks), part_of(targets, self.ranks)
         if len(mine) == 0:
-            return 0 * self.loss(inputs[:1], targets[:1]), len(inputs)
-        return self.loss(mine, theirs) * len(mine), len(inputs)
+            return 0 * self.loss(inputs[:1], targets[:1])
+        return self.loss(mine, theirs) * len(mine)
 
     def save(self, folder: RunFolder, identity: Identity, rows: list[Row]) -> None:
         """Replaces the folder's checkpoint."""

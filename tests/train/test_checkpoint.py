@@ -4,6 +4,7 @@ import os
 import shutil
 import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -50,16 +51,12 @@ def folder_of(kind, tmp_path):
 
 @pytest.fixture
 def folder(tmp_path):
-    folder = folder_of(RunFolder, tmp_path)
-    yield folder
-    folder.close()
+    return folder_of(RunFolder, tmp_path)
 
 
 @pytest.fixture
 def sharded(tmp_path):
-    folder = folder_of(ShardedFolder, tmp_path)
-    yield folder
-    folder.close()
+    return folder_of(ShardedFolder, tmp_path)
 
 
 def same_rows(first, second):
@@ -146,9 +143,7 @@ def test_a_full_disk_keeps_the_checkpoint_before(folder, parts, monkeypatch, err
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="only Linux has /dev/full")
 def test_a_log_on_a_full_disk(folder):
-    folder.start_log([])
-    folder._log.close()
-    folder._log = open("/dev/full", "ab", buffering=0)
+    folder.log = Path("/dev/full")
     with pytest.raises(CheckpointError, match=r"No space left on device; no checkpoint was written yet"):
         folder.append(ROWS)
 
