@@ -25,6 +25,7 @@ from octavo.granularity import Tile
 from octavo.kernels.arguments import unpacking
 from octavo.kernels.reference import KERNELS as REFERENCE
 from octavo.kernels.triton import KERNELS as TRITON
+from octavo.kernels.triton.library_matmul import library_matmul
 
 # by its path: the function of the same name hides the module
 _module = importlib.import_module("octavo.kernels.triton.matmul")
@@ -69,7 +70,7 @@ TILES: dict[str, tuple[Tile, Tile]] = {
 # those that torch's own product has here; a CPU has no blocks
 TORCH = [name for name in TILES if name != "1x32 . 1x32" and (ON_GPU or "128" not in name)]
 PRODUCTS = {f"{name}, Triton": Product(*tiles, _of_flat(_module.triton_matmul)) for name, tiles in TILES.items()}
-PRODUCTS |= {f"{name}, torch": Product(*TILES[name], _of_flat(_module.library_matmul)) for name in TORCH}
+PRODUCTS |= {f"{name}, torch": Product(*TILES[name], _of_flat(library_matmul)) for name in TORCH}
 TO = {
     "tensor . tensor to delayed": To(TENSOR, False),
     "tensor . tensor to delayed + transpose": To(TENSOR, True),

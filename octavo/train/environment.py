@@ -10,6 +10,7 @@ import torch
 
 import octavo
 from octavo.kernels.capability import runs_natively
+from octavo.kernels.devices import triton_kernels
 
 EXTRAS = {
     "cli": ("rich", "matplotlib"),
@@ -43,6 +44,18 @@ def devices() -> list[tuple[str, str, str]]:
     return found
 
 
+def products_of(device: torch.device) -> list[str]:
+    """Which FP8 products torch computes on a device, as that device has just shown, and which octavo's Triton kernel."""
+    if not runs_natively(device) or triton_kernels() is None:
+        return []
+    from octavo.kernels.triton.library_matmul import library_kinds
+
+    found = library_kinds(device)
+    width = max(map(len, found))
+    owners = {True: "torch's product", False: "octavo's Triton kernel: torch's is not there, or not right"}
+    return ["", f"products on {device}", *(f"  {kind:<{width}}  {owners[right]}" for kind, right in found.items())]
+
+
 def describe() -> str:
     """All of it, as text."""
     versions = {
@@ -56,6 +69,8 @@ def describe() -> str:
     rows = devices()
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     lines += [f"  {name:<{widths[0]}}  {what:<{widths[1]}}  {fp8}" for name, what, fp8 in rows]
+    for index in range(torch.cuda.device_count()):
+        lines += products_of(torch.device("cuda", index))
     lines += ["", "extras"]
     for extra, packages in EXTRAS.items():
         absent = [package for package in packages if find_spec(package) is None]

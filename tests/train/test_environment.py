@@ -23,3 +23,16 @@ def test_gpus_of_two_makers(monkeypatch, hip, capability, fp8):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "hip", hip)
     assert ("cuda:0", "a GPU" if hip else "a GPU, sm_90", fp8) in environment.devices()
+
+
+def test_which_products_are_torchs(monkeypatch):
+    library = pytest.importorskip("octavo.kernels.triton.library_matmul")
+    cpu = torch.device("cpu")
+    assert environment.products_of(cpu) == []
+    monkeypatch.setattr(environment, "runs_natively", lambda device: True)
+    monkeypatch.setattr(library, "_agrees", lambda device, a_tile, *rest: a_tile == (-1, -1))
+    lines = environment.products_of(cpu)
+    assert lines[1] == "products on cpu" and len(lines) == 2 + len(library.LIBRARY)
+    assert [line for line in lines if "PerTensor()" in line] == [
+        line for line in lines if line.endswith("torch's product")
+    ]

@@ -1,8 +1,7 @@
 """The product of two pairs, a . b^T: torch's scaled product where it serves, a Triton one for all others.
 
-torch's (cuBLAS) takes operands contiguous along the contraction, whose sizes K and N are multiples of 16: casts pad K
-for it. LIBRARY, of configs.json, says for which granularities it is called. Tiles that no step of 32 along K divides go
-to the reference.
+LIBRARY, of configs.json, says for which granularities torch's is called, where the device computes it rightly
+(library_matmul.py). Tiles that no step of 32 along K divides go to the reference.
 """
 
 from __future__ import annotations
@@ -16,13 +15,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn import functional as F
-from torch.nn.functional import ScalingType
 
 from octavo.granularity import ALL, Tile
 from octavo.kernels.arguments import Operands, Pair
 from octavo.kernels.reference.matmul import matmul as reference_matmul
 from octavo.kernels.triton.launch import LIBRARY, Config, config, launch
+from octavo.kernels.triton.library_matmul import is_right, library_matmul
 from octavo.kernels.triton.tiles import decode, narrow
 
 
@@ -153,80 +151,16 @@ else:
 
 
 _ALL_ROWS = 1 << 30  # a tile of so many rows holds them all
-_TENSOR, _ROW, _BLOCK = (ALL, ALL), (1, ALL), (1, 128)
-
-# What torch's product calls a tile; those of blocks are for Hopper.
-_SCALINGS = {
-    _TENSOR: ScalingType.TensorWise,
-    _ROW: ScalingType.RowWise,
-    _BLOCK: ScalingType.BlockWise1x128,
-    (128, 128): ScalingType.BlockWise128x128,
-}
 
 
 def matmul(operands: Operands, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
     """``octavo::matmul``."""
     tiles = operands.a.tile, operands.b.tile
-    if (*tiles, fast_accum) in LIBRARY and _library_takes(operands, out_dtype):
+    if (*tiles, fast_accum) in LIBRARY and is_right(operands, out_dtype, fast_accum):
         return library_matmul(operands, out_dtype, fast_accum)
     if step_along(*tiles) == 0:
         return reference_matmul(operands, out_dtype, fast_accum)
     return triton_matmul(operands, out_dtype, fast_accum)
-
-
-def _library_takes(operands: Operands, out_dtype: torch.dtype) -> bool:
-    """Whether torch's product has this case: what its checks and cuBLAS ask for."""
-    (a, _, a_tile), (b, _, b_tile), bias = operands
-    (M, K), N = a.shape, b.shape[0]
-    if not (
-        K % 16 == 0
-        and N % 16 == 0
-        and a.stride() == b.stride() == (K, 1)
-        and M * N * K > 0
-        and not (a.dtype is torch.float8_e5m2 and b.dtype is torch.float8_e5m2)
-    ):
-        return False
-    if a_tile == b_tile == _TENSOR:
-        return out_dtype is torch.bfloat16 or bias is None
-    if out_dtype is not torch.bfloat16:
-        return False
-    # the scales of 1x128 blocks lie row by row, in sixteens of bytes
-    aligned = all(tile != _BLOCK or rows % 4 == 0 for tile, rows in ((a_tile, M), (b_tile, N)))
-    return (a_tile == b_tile == _ROW) or (aligned and K % 128 == 0)
-
-
-def library_matmul(operands: Operands, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
-    """torch's product, for what ``_library_takes``."""
-    a, b, bias = operands
-    return F.scaled_mm(
-        a.codes,
-        b.codes.t(),
-        _library_scale_inv(a.scale_inv, a.tile, 1),
-        _SCALINGS[a.tile],
-        _library_scale_inv(b.scale_inv, b.tile, 0),
-        _SCALINGS[b.tile],
-        bias=None if bias is None else bias.to(out_dtype).contiguous(),
-        output_dtype=out_dtype,
-        use_fast_accum=fast_accum and a.tile[1] == ALL,  # blocks have none
-    )
-
-
-def _library_scale_inv(scale_inv: Tensor, tile: Tile, dim: int) -> Tensor:
-    """scale_inv laid as torch's product wants it.
-
-    Args:
-        scale_inv: [1, 1], [rows, 1] for rows, [row blocks, blocks along K] for blocks.
-        tile: of the operand, the contraction last.
-        dim: which dimension of a single column's result has size 1.
-    """
-    if tile == _TENSOR:
-        return scale_inv
-    if tile[1] == ALL:
-        return scale_inv.reshape(-1).unsqueeze(dim)  # even a size of 1 must have the stride of a contiguous tensor
-    if tile == _BLOCK:
-        return scale_inv.t().contiguous().t()
-    # without the padding to a multiple of 4 cuBLAS reads the wrong ones
-    return F.pad(scale_inv, (0, -scale_inv.shape[1] % 4)).contiguous().t()
 
 
 @functools.cache

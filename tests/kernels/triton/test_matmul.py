@@ -95,7 +95,7 @@ def test_a_bias_of_any_stride_and_dtype(tiles: tuple[Tile, Tile], kernels: Trito
     module = kernels.module("matmul")
     products = [of_flat(module.triton_matmul)]
     if tiles[0] != BLOCK and (kernels.device.type != "cpu" or torch.__version__ >= "2.12"):  # before, on GPUs only
-        products.append(of_flat(module.library_matmul))
+        products.append(of_flat(kernels.module("library_matmul").library_matmul))
     for bias in (column, column.bfloat16()):
         expected = REFERENCE["matmul"](*args, bias, torch.bfloat16, False)
         for product in products:
@@ -103,11 +103,14 @@ def test_a_bias_of_any_stride_and_dtype(tiles: tuple[Tile, Tile], kernels: Trito
             assert (found != expected).float().mean() < 0.01  # float32 sums in another order
 
 
-def chosen(kernels: TritonKernels, *args: Any) -> str:
-    """Which product ``matmul`` goes to."""
+def chosen(kernels: TritonKernels, *args: Any, right: bool = True) -> str:
+    """Which product ``matmul`` goes to, on a device whose own is right or not."""
     module = kernels.module("matmul")
+    library = kernels.module("library_matmul")
     with (
         mock.patch.object(module, "library_matmul", return_value="torch"),
+        mock.patch.object(library, "_known", {}),
+        mock.patch.object(library, "_agrees", return_value=right),
         mock.patch.object(module, "triton_matmul", return_value="Triton"),
         mock.patch.object(module, "reference_matmul", return_value="reference"),
     ):
@@ -115,12 +118,12 @@ def chosen(kernels: TritonKernels, *args: Any) -> str:
         return found
 
 
-def test_the_choice(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels.module("matmul"), "LIBRARY", LIBRARY)  # empty for torch 2.11 on a CPU
+def test_the_choice(kernels: TritonKernels) -> None:
     bf16 = torch.bfloat16
     both, pair = (ALL, ALL), (E4M3, E4M3)
     even = operands((32, 48, 64), both, pair)
     assert chosen(kernels, *even, None, bf16, True) == chosen(kernels, *even, None, torch.float32, False) == "torch"
+    assert chosen(kernels, *even, None, bf16, True, right=False) == "Triton"
     assert chosen(kernels, *even, torch.ones(48), bf16, True) == "torch"
     assert chosen(kernels, *even, torch.ones(48), torch.float32, True) == "Triton"  # torch's has no such bias
     assert chosen(kernels, *operands((17, 48, 64), both, pair), None, bf16, True) == "torch"
@@ -148,7 +151,7 @@ def test_the_choice_is_the_table_s(tiles: tuple[Tile, Tile], kernels: TritonKern
 
 @pytest.mark.parametrize("blocks", [1, 3, 4, 6])
 def test_scales_are_laid_as_torch_s_product_wants_them(blocks: int, kernels: TritonKernels) -> None:
-    laid = kernels.module("matmul")._library_scale_inv
+    laid = kernels.module("library_matmul").laid_scale_inv
     vectors = torch.rand(8, blocks)
     found = laid(vectors, BLOCK, 1)
     assert torch.equal(found, vectors) and found.stride(0) == 1 and found.stride(1) in (1, 8)
@@ -168,10 +171,40 @@ def test_torch_s_product(tiles: tuple[Tile, Tile], kernels: TritonKernels) -> No
         pytest.skip("torch's product has no blocks on a CPU")
     if kernels.device.type == "cpu" and torch.__version__ < "2.12":
         pytest.skip("torch 2.11's product runs on GPUs only")
-    library_matmul = of_flat(kernels.module("matmul").library_matmul)
+    library_matmul = of_flat(kernels.module("library_matmul").library_matmul)
     for shape in ((32, 48, 128), (256, 256, 384)):
         for bias in (None, torch.randn(shape[1]), torch.randn(shape[1]).bfloat16()):
             args = operands(shape, tiles, (E5M2 if tiles[0] != BLOCK else E4M3, E4M3))
             expected = REFERENCE["matmul"](*args, bias, torch.float32, False).bfloat16()
             found = library_matmul(*to(kernels.device, (*args, bias)), torch.bfloat16, False)
             close(found.cpu(), expected, kernels)
+
+
+def test_a_device_is_asked_once_whether_torch_s_product_is_right(kernels: TritonKernels) -> None:
+    module = kernels.module("library_matmul")
+    if kernels.device.type == "cpu" and torch.__version__ < "2.12":
+        pytest.skip("torch 2.11's product runs on GPUs only")
+    true = module.library_matmul
+    kind = E4M3, E4M3, torch.bfloat16, True, False
+
+    def with_error(change: Callable[[Any], Any]) -> Callable[..., Tensor]:
+        return lambda operands, *rest: true(change(operands), *rest)
+
+    for tiles in ((ALL, ALL), (ROWS, ROWS)):
+        assert module._agrees(kernels.device, *tiles, *kind)
+        swapped = with_error(lambda o: o._replace(a=o.a._replace(scale_inv=o.a.scale_inv.flip(0))))
+        one_column = with_error(lambda o: o._replace(bias=o.bias * (torch.arange(len(o.bias)) != 7)))
+        for wrong in (swapped if tiles[0] == ROWS else one_column, mock.Mock(side_effect=RuntimeError("unsupported"))):
+            with mock.patch.object(module, "library_matmul", wrong):
+                assert not module._agrees(kernels.device, *tiles, *kind)
+    if kernels.device.type == "cpu":
+        assert not module._agrees(kernels.device, BLOCK, SQUARE, *kind)  # raises there
+    even = kernels.device, (32, 48, 64)
+    args = to(even[0], (*operands(even[1], (ALL, ALL), (E4M3, E4M3)), None, torch.bfloat16, True))
+    with mock.patch.object(module, "_known", {}), mock.patch.object(module, "_agrees", return_value=False) as asked:
+        for _ in range(2):
+            kernels.matmul(*args)
+        assert asked.call_count == 1
+        with mock.patch.object(module, "is_capturing", return_value=True):
+            kernels.matmul(*args[:-1], False)  # another kind: not asked, and not remembered
+        assert asked.call_count == 1 and len(module._known) == 1
