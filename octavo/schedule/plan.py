@@ -99,7 +99,8 @@ def plan_of(
     """PrecisionSchedule.plan of these phases."""
     found: list[PhasePlan] = []
     for index, target in enumerate(targets):
-        phase = _phase_plan(model, optimizer, target, inputs)
+        saved = None if inputs is None else saved_bytes(model, target, inputs)
+        phase = _phase_plan(model, optimizer, target, saved)
         if budget is not None and phase.total > budget:
             before = targets[index - 1] if index else None
             way = _cheapest(model, optimizer, target, before, phase, budget)
@@ -111,13 +112,7 @@ def plan_of(
     return Plan(tuple(found))
 
 
-def _phase_plan(
-    model: nn.Module,
-    optimizer: Optimizer,
-    target: Target,
-    inputs: tuple[Any, ...] | None,
-    activations: int | None = None,
-) -> PhasePlan:
+def _phase_plan(model: nn.Module, optimizer: Optimizer, target: Target, activations: int | None) -> PhasePlan:
     storage = dict(zip(stored_now(model), target.storage, strict=True))
     trained = {param for group in optimizer.param_groups for param in group["params"]}
     weights = masters = moments = parameters = 0
@@ -130,8 +125,6 @@ def _phase_plan(
         parameters += local.numel()
         if param in trained and not isinstance(optimizer, CompactOptimizer):
             moments += _torch_moments(optimizer, param)
-    if inputs is not None:
-        activations = saved_bytes(model, target, inputs)
     gradients = _gradients(model, optimizer)
     return PhasePlan(target.phase.name, parameters, weights, masters, moments, gradients, activations)
 
@@ -144,11 +137,8 @@ def _gradients(model: nn.Module, optimizer: Optimizer) -> int:
         if not param.requires_grad:
             continue
         local = torch.empty_like(states.local(param.detach()), dtype=param.dtype, device="meta")
-        parts: list[Tensor] = [local]
-        if coded:
-            stored = StoredGradient.cast(local, param.dtype)
-            parts = [stored.qdata, stored.scale_inv]
-        sizes.append(states.bytes_of(parts))
+        stored = StoredGradient.cast(local, param.dtype) if coded else None
+        sizes.append(states.bytes_of([local] if stored is None else [stored.qdata, stored.scale_inv]))
     waiting = getattr(getattr(optimizer, "in_backward", None), "threshold", None)
     return sum(sizes) if waiting is None else min(sum(sizes), waiting + max(sizes))
 
@@ -190,18 +180,16 @@ def _cheapest(
         ways["moments='bf16'"] = own._replace(moments=middle), target.storage
         ways["moments='fp8'"] = own._replace(moments=low), target.storage
         ways["moments='fp8', master='split16'"] = own._replace(moments=low, master="split16"), target.storage
-    plans = {}
+    totals = {}
     for name, (settings, storage) in ways.items():
-        plans[name] = _phase_plan(
-            model, optimizer, replace(target, settings=settings, storage=storage), None, phase.activations
-        )
-    fitting = {name: plan.total for name, plan in plans.items() if plan.total <= budget}
-    if fitting:
-        name = max(fitting, key=lambda name: fitting[name])
-        return f"cheapest way to fit: {name} ({_mib(fitting[name])})"
-    name = min(plans, key=lambda name: plans[name].total)
+        other = replace(target, settings=settings, storage=storage)
+        totals[name] = _phase_plan(model, optimizer, other, phase.activations).total
+    if fitting := [name for name, total in totals.items() if total <= budget]:
+        name = max(fitting, key=totals.__getitem__)
+        return f"cheapest way to fit: {name} ({_mib(totals[name])})"
+    name = min(totals, key=totals.__getitem__)
     return (
-        f"no other way of this phase fits; the smallest takes {_mib(plans[name].total)} ({name}): train on smaller "
+        f"no other way of this phase fits; the smallest takes {_mib(totals[name])} ({name}): train on smaller "
         "micro-batches, checkpoint activations, or use gradient_storage='fp8' or update_in_backward"
     )
 

@@ -80,13 +80,10 @@ class Watch:
     def look(self, loss: Tensor, largest: Tensor, spikes: bool) -> Tensor:
         """Whether a step is faulty, as one float32 on the device; without waiting for it.
 
-        Args:
-            loss: of the step; on all ranks the same.
-            largest: the largest absolute value of all gradients; NaN where one is.
-            spikes: whether a spike counts.
+        The loss is the same on all ranks; ``largest``: the largest absolute value of all gradients, NaN where one is.
         """
         loss = loss.detach().float().reshape(())
-        self._move(loss.device)
+        self.losses, self.seen, self.faults = (x.to(loss.device) for x in (self.losses, self.seen, self.faults))
         of_loss = torch.where(torch.isfinite(loss), 0, FINITE)
         if spikes and self.policy.spike is not None:
             of_loss = of_loss | torch.where(self._score(loss) > self.policy.spike, SPIKE, 0)
@@ -133,10 +130,6 @@ class Watch:
         spread = SPREAD * (self.losses - median).abs().nanmedian()
         spread = torch.maximum(spread, LEAST * median.abs())
         return torch.where(self.seen * 2 >= self.policy.window, (loss - median) / spread, 0.0)
-
-    def _move(self, device: torch.device) -> None:
-        if self.losses.device != device:
-            self.losses, self.seen, self.faults = (x.to(device) for x in (self.losses, self.seen, self.faults))
 
 
 def said(faults: int) -> str:

@@ -144,13 +144,14 @@ class PrecisionSchedule:
         """
         if self._watch is None:
             raise RuntimeError("the schedule has no recovery: PrecisionSchedule(..., recovery=Recovery(...))")
-        params = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if not params:
+        params = (param for group in self.optimizer.param_groups for param in group["params"])
+        gradients = [param.grad for param in params if param.grad is not None]
+        if not gradients:
             raise RuntimeError("observe(loss) belongs between backward and optimizer.step(): there are no gradients")
         ranks = Ranks.of_process()
         found = self._watch.look(
             ranks.mean(loss.detach().float()),
-            largest([p.grad for p in params if p.grad is not None]),
+            largest(gradients),
             spikes=not self._recovering,  # where the loss may stay what it jumped to
         )
         self._observed = self._left_out = True
@@ -177,7 +178,9 @@ class PrecisionSchedule:
             self._watch.count(is_scaled=self._left_out)
         if isinstance(self.optimizer, CompactOptimizer):
             self.optimizer.skip = None
-        rate = max(float(group["lr"]) for group in self.optimizer.param_groups) if self._asks_for_lr() else 0.0
+        rate = 0.0
+        if self._awaits("when_lr_below"):
+            rate = max(float(group["lr"]) for group in self.optimizer.param_groups)
         self._highest_lr = max(self._highest_lr, rate)
         measured = getattr(self.optimizer, "resolution", None)
         ratio = None if measured is None or self.steps % RESOLUTION_EVERY else measured.next_ratio()
@@ -208,8 +211,9 @@ class PrecisionSchedule:
             return f"updates fell to {ratio:.3g} of the weights' resolution"
         return ""
 
-    def _asks_for_lr(self) -> bool:
-        return any(phase.when_lr_below is not None for phase in self.phases[self.index + 1 :])
+    def _awaits(self, trigger: str) -> bool:
+        """Whether a phase to come begins by this."""
+        return any(phase.trigger == trigger for phase in self.phases[self.index + 1 :])
 
     def _recover(self) -> None:
         """Begin or end a recovery."""
@@ -238,10 +242,8 @@ class PrecisionSchedule:
 
     def _measure(self) -> None:
         """Measure updates against the weights' resolution while a later phase waits for that."""
-        if not isinstance(self.optimizer, CompactOptimizer):
-            return
-        waits = any(phase.when_update_below_resolution is not None for phase in self.phases[self.index + 1 :])
-        if waits != (self.optimizer.resolution is not None):
+        waits = self._awaits("when_update_below_resolution")
+        if isinstance(self.optimizer, CompactOptimizer) and waits != (self.optimizer.resolution is not None):
             self.optimizer.measure(Resolution(fp8_weights(self.model)) if waits else None)
 
     def plan(self, budget_bytes: int | None = None, example_inputs: Iterable[Any] | None = None) -> Plan:

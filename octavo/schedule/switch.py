@@ -103,8 +103,7 @@ def switch(model: nn.Module, optimizer: Optimizer, target: Target) -> None:
     """Put a model and its optimizer into a phase: one tensor after the other, so that little lies there twice."""
     moved = target.moved(model)
     refuse_moves(moved)
-    shards = [weight for weight in moved if weight is not on_this_rank(weight)]
-    if shards:
+    if any(weight is not on_this_rank(weight) for weight in moved):
         gather_anew(model)
     owned = {weight for group in optimizer.param_groups for weight in group["params"]}
     others = [weight for weight in moved if weight not in owned]  # frozen ones, say
