@@ -45,7 +45,7 @@ def devices() -> list[tuple[str, str, str]]:
 
 
 def products_of(device: torch.device) -> list[str]:
-    """Which FP8 products torch computes on a device, as that device has just shown, and which octavo's Triton kernel."""
+    """Which FP8 products torch computes on a device, as it has just shown, and which octavo's Triton kernel."""
     if not runs_natively(device) or triton_kernels() is None:
         return []
     from octavo.kernels.triton.library_matmul import library_kinds

@@ -81,8 +81,8 @@ def _agrees(
     except (RuntimeError, ValueError, NotImplementedError) as error:
         _logger.info("torch's product: %s", str(error).partition("\n")[0])
         return False
-    error = found - true
-    return all(bool((error.norm(dim=dim) <= _ERROR * true.norm(dim=dim)).all()) for dim in (0, 1))
+    miss = found - true
+    return all(bool((miss.norm(dim=dim) <= _ERROR * true.norm(dim=dim)).all()) for dim in (0, 1))
 
 
 def library_kinds(device: torch.device) -> dict[str, bool]:

@@ -1,49 +1,22 @@
 """The product of two pairs: Triton's kernel beside the reference, and which product a case goes to."""
 
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 
 from octavo.granularity import Tile
-from octavo.kernels.arguments import unpacking
 from octavo.kernels.reference import KERNELS as REFERENCE
 from octavo.kernels.triton.launch import LIBRARY
-from tests.support.helpers import sqnr
+from tests.support.product_cases import BLOCK, MX, ROWS, SQUARE, close, of_flat, operands
 from tests.support.triton_cases import ALL, E4M3, E5M2, poisoned_memory, to
 from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.gpu
 
-ROWS, BLOCK, SQUARE, MX = (1, -1), (1, 128), (128, 128), (1, 32)
 SHAPES = [(64, 48, 128), (17, 19, 127), (1, 1, 1), (130, 70, 300), (5, 3, 0), (0, 4, 16), (4, 0, 16)]
 TILES = [(ALL, ALL), (ROWS, ROWS), (BLOCK, SQUARE), (BLOCK, BLOCK), (MX, MX), (ROWS, (128, 64)), (ALL, (64, 96))]
-
-
-def operand(rows: int, cols: int, tile: Tile, fmt: torch.dtype) -> tuple[Tensor, Tensor]:
-    x = torch.randn(rows, cols) * torch.logspace(-2, 2, rows)[:, None]
-    return REFERENCE["cast"](x, None, 0, fmt, tile, False, 0)[:3:2]
-
-
-def of_flat(product: Callable[..., Any]) -> Callable[..., Any]:
-    """With the op's own arguments."""
-    return unpacking({"matmul": product})["matmul"]
-
-
-def operands(shape: tuple[int, int, int], tiles: tuple[Tile, Tile], formats: tuple[Any, Any]) -> tuple[Any, ...]:
-    M, N, K = shape
-    return *operand(M, K, tiles[0], formats[0]), tiles[0], *operand(N, K, tiles[1], formats[1]), tiles[1]
-
-
-def close(ours: Tensor, theirs: Tensor, kernels: TritonKernels, fast: bool = False) -> None:
-    """As near as sums in another order are; the tensor cores' short accumulator has 14 bits."""
-    assert ours.shape == theirs.shape and ours.dtype == theirs.dtype and ours.is_contiguous()
-    least = {torch.float32: 110, torch.float16: 60, torch.bfloat16: 48}[ours.dtype]
-    on_gpu = kernels.device.type == "cuda"
-    assert torch.equal(ours, theirs) or sqnr(ours, theirs) > (min(least, 40 if fast else 55) if on_gpu else least)
 
 
 @pytest.mark.parametrize("tiles", TILES, ids=str)
@@ -147,64 +120,3 @@ def test_the_choice_is_the_table_s(tiles: tuple[Tile, Tile], kernels: TritonKern
         short = (*operands((30, 64, 256), tiles, (E4M3, E4M3)), None, torch.bfloat16, False)
         assert chosen(kernels, *short) == ("torch" if tiles[0] == ROWS else "Triton")  # scales not in sixteens
     assert (ALL, ALL, True) in LIBRARY
-
-
-@pytest.mark.parametrize("blocks", [1, 3, 4, 6])
-def test_scales_are_laid_as_torch_s_product_wants_them(blocks: int, kernels: TritonKernels) -> None:
-    laid = kernels.module("library_matmul").laid_scale_inv
-    vectors = torch.rand(8, blocks)
-    found = laid(vectors, BLOCK, 1)
-    assert torch.equal(found, vectors) and found.stride(0) == 1 and found.stride(1) in (1, 8)
-    squares = torch.rand(2, blocks)
-    found = laid(squares, SQUARE, 0)
-    padded = -(-blocks // 4) * 4
-    assert found.shape == (padded, 2) and found.stride() == (1, padded)
-    assert torch.equal(found[:blocks].t(), squares) and not found[blocks:].any()
-    for dim, shape in ((0, (1, 8)), (1, (8, 1))):
-        found = laid(torch.rand(1, 8).t(), ROWS, dim)
-        assert found.shape == shape and found.stride() == torch.empty(shape).stride()
-
-
-@pytest.mark.parametrize("tiles", [(ALL, ALL), (ROWS, ROWS), (BLOCK, SQUARE), (BLOCK, BLOCK)], ids=str)
-def test_torch_s_product(tiles: tuple[Tile, Tile], kernels: TritonKernels) -> None:
-    if kernels.device.type == "cpu" and tiles[0] == BLOCK:
-        pytest.skip("torch's product has no blocks on a CPU")
-    if kernels.device.type == "cpu" and torch.__version__ < "2.12":
-        pytest.skip("torch 2.11's product runs on GPUs only")
-    library_matmul = of_flat(kernels.module("library_matmul").library_matmul)
-    for shape in ((32, 48, 128), (256, 256, 384)):
-        for bias in (None, torch.randn(shape[1]), torch.randn(shape[1]).bfloat16()):
-            args = operands(shape, tiles, (E5M2 if tiles[0] != BLOCK else E4M3, E4M3))
-            expected = REFERENCE["matmul"](*args, bias, torch.float32, False).bfloat16()
-            found = library_matmul(*to(kernels.device, (*args, bias)), torch.bfloat16, False)
-            close(found.cpu(), expected, kernels)
-
-
-def test_a_device_is_asked_once_whether_torch_s_product_is_right(kernels: TritonKernels) -> None:
-    module = kernels.module("library_matmul")
-    if kernels.device.type == "cpu" and torch.__version__ < "2.12":
-        pytest.skip("torch 2.11's product runs on GPUs only")
-    true = module.library_matmul
-    kind = E4M3, E4M3, torch.bfloat16, True, False
-
-    def with_error(change: Callable[[Any], Any]) -> Callable[..., Tensor]:
-        return lambda operands, *rest: true(change(operands), *rest)
-
-    for tiles in ((ALL, ALL), (ROWS, ROWS)):
-        assert module._agrees(kernels.device, *tiles, *kind)
-        swapped = with_error(lambda o: o._replace(a=o.a._replace(scale_inv=o.a.scale_inv.flip(0))))
-        one_column = with_error(lambda o: o._replace(bias=o.bias * (torch.arange(len(o.bias)) != 7)))
-        for wrong in (swapped if tiles[0] == ROWS else one_column, mock.Mock(side_effect=RuntimeError("unsupported"))):
-            with mock.patch.object(module, "library_matmul", wrong):
-                assert not module._agrees(kernels.device, *tiles, *kind)
-    if kernels.device.type == "cpu":
-        assert not module._agrees(kernels.device, BLOCK, SQUARE, *kind)  # raises there
-    even = kernels.device, (32, 48, 64)
-    args = to(even[0], (*operands(even[1], (ALL, ALL), (E4M3, E4M3)), None, torch.bfloat16, True))
-    with mock.patch.object(module, "_known", {}), mock.patch.object(module, "_agrees", return_value=False) as asked:
-        for _ in range(2):
-            kernels.matmul(*args)
-        assert asked.call_count == 1
-        with mock.patch.object(module, "is_capturing", return_value=True):
-            kernels.matmul(*args[:-1], False)  # another kind: not asked, and not remembered
-        assert asked.call_count == 1 and len(module._known) == 1
