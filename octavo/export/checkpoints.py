@@ -109,7 +109,13 @@ def to_safetensors(
         raise ValueError(f"layout={layout!r}: use {' or '.join(map(repr, LAYOUTS))}")
     if not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes={max_shard_bytes!r} must be an integer of at least 1")
-    split, save_file = _libraries()
+    try:
+        from huggingface_hub import split_torch_state_dict_into_shards
+        from safetensors.torch import save_file
+    except ImportError as error:
+        raise MissingExtraError(
+            "to_safetensors needs safetensors and huggingface_hub: pip install octavo[safetensors]"
+        ) from error
     folder = Path(folder).resolve()
     if folder.exists() and not folder.is_dir():
         raise ExportError(f"{folder} is a file; name a folder that is new or empty")
@@ -128,7 +134,8 @@ def to_safetensors(
         partial = Path(scratch) / folder.name
         partial.mkdir()
         _write_config(partial, model, quantization)
-        plan = split({key: stored.like for key, stored in contents.items()}, max_shard_size=max_shard_bytes)
+        likes = {key: stored.like for key, stored in contents.items()}
+        plan = split_torch_state_dict_into_shards(likes, max_shard_size=max_shard_bytes)
         for file, keys in plan.filename_to_tensors.items():  # one shard in memory at a time
             save_file({key: contents[key].read() for key in keys}, partial / file, metadata={"format": "pt"})
         if plan.is_sharded:
@@ -137,18 +144,6 @@ def to_safetensors(
         if folder.exists():
             folder.rmdir()
         partial.rename(folder)
-
-
-def _libraries() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """huggingface_hub's split into shards, safetensors' save_file."""
-    try:
-        from huggingface_hub import split_torch_state_dict_into_shards
-        from safetensors.torch import save_file
-    except ImportError as error:
-        raise MissingExtraError(
-            "to_safetensors needs safetensors and huggingface_hub: pip install octavo[safetensors]"
-        ) from error
-    return split_torch_state_dict_into_shards, save_file
 
 
 def _fp8_layers(model: nn.Module) -> tuple[Layers, list[str]]:

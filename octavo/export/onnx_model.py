@@ -72,7 +72,11 @@ def to_onnx(
         >>> octavo.export.to_onnx(model, torch.randn(4, 64), "mlp.onnx")  # doctest: +SKIP
         PosixPath('mlp.onnx')
     """
-    _require_onnx()
+    for package in ("onnx", "onnxscript"):
+        try:
+            importlib.import_module(package)
+        except ImportError as error:
+            raise MissingExtraError(f"{package} is not installed: pip install octavo[onnx]") from error
     target = _checked_path(path)
     if opset not in OPSETS:
         raise ExportError(
@@ -89,14 +93,6 @@ def to_onnx(
         node.metadata_props.clear()
     _write(exported, target)
     return target
-
-
-def _require_onnx() -> None:
-    for package in ("onnx", "onnxscript"):
-        try:
-            importlib.import_module(package)
-        except ImportError as error:
-            raise MissingExtraError(f"{package} is not installed: pip install octavo[onnx]") from error
 
 
 def _checked_path(path: str | os.PathLike[str]) -> Path:

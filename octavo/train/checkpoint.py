@@ -42,21 +42,13 @@ Content = dict[str, Any]  # what the module's docstring lists, but rows as Rows 
 
 @dataclass(frozen=True)
 class Row:
-    """One step of a run.
+    """One step of a run; losses are in nats a byte."""
 
-    Attributes:
-        step: steps done after it, so the first row's is 1.
-        loss: training loss of its batch, nats a byte.
-        lr: learning rate.
-        tokens_per_s: bytes trained on a second, validation not counted.
-        val_loss: validation loss after it, nats a byte; nan where none was taken.
-    """
-
-    step: int
-    loss: float
+    step: int  # steps done after it, so the first row's is 1
+    loss: float  # of its batch
     lr: float
-    tokens_per_s: float
-    val_loss: float = math.nan
+    tokens_per_s: float  # bytes trained on a second, validation not counted
+    val_loss: float = math.nan  # after it; nan where none was taken
 
     def csv(self) -> str:
         """The row as a line of `log.csv`; floats in full, an absent validation loss empty."""

@@ -125,18 +125,6 @@ class OptimizerConfig(_Checked):
     clip: float = option(1.0, "largest norm of all gradients together (0: no clipping)", 0, 1e9)
 
 
-def bytes_of(text: str) -> int:
-    """A number of bytes: "0", "4096", "64MB" (2^20), "1GB"; 0 for "".
-
-    Raises:
-        ValueError: for anything else.
-    """
-    match = re.fullmatch(r"(\d+)(KB|MB|GB|)", text.strip().upper())
-    if match is None and text:
-        raise ValueError(f"update_in_backward is {text!r}: choose a number of bytes, such as 64MB or 0")
-    return int(match[1]) << {"": 0, "KB": 10, "MB": 20, "GB": 30}[match[2]] if match else 0
-
-
 def or_none(value: str) -> str | None:
     """What an option says, None for "none"."""
     return None if value == "none" else value
@@ -165,8 +153,7 @@ class StateConfig(_Checked):
         super().__post_init__()
         if self.weight_storage == "fp8" and self.master == "split32":
             raise ValueError("master is 'split32': weights that live in FP8 take auto, split16, split24, fp32, ...")
-        bytes_of(self.update_in_backward)
-        if self.update_in_backward and self.gradient_storage == "fp8":
+        if self.outstanding_bytes is not None and self.gradient_storage == "fp8":
             raise ValueError("gradient_storage keeps gradients that update_in_backward does not: choose one")
         if self.schedule:
             check_schedule(self.schedule)
@@ -178,8 +165,13 @@ class StateConfig(_Checked):
 
     @property
     def outstanding_bytes(self) -> int | None:
-        """Bytes of gradients that wait for an update in backward; None: updates come after it."""
-        return bytes_of(self.update_in_backward) if self.update_in_backward else None
+        """Bytes of gradients that wait for an update in backward (a KB is 2^10); None: updates come after it."""
+        text = self.update_in_backward
+        if not text:
+            return None
+        if (match := re.fullmatch(r"(\d+)(KB|MB|GB|)", text.strip().upper())) is None:
+            raise ValueError(f"update_in_backward is {text!r}: choose a number of bytes, such as 64MB or 0")
+        return int(match[1]) << {"": 0, "KB": 10, "MB": 20, "GB": 30}[match[2]]
 
 
 @dataclass(frozen=True)

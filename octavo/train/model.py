@@ -65,14 +65,7 @@ class GPT(nn.Module):
                     writer.weight /= math.sqrt(2 * self.config.layers)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of each next byte.
-
-        Args:
-            tokens: bytes as integers of any dtype, [B, C].
-
-        Returns:
-            [B, C, 256], the Linear layers' output dtype.
-        """
+        """Logits [B, C, 256] of each next byte, in the Linear layers' output dtype; tokens: integers, [B, C]."""
         x = self.embedding(tokens.int())  # [B, C, W]
         for block in self.blocks:
             x = block(x, (self.cos, self.sin))
@@ -80,13 +73,5 @@ class GPT(nn.Module):
 
 
 def next_byte_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy in nats a byte, computed in float32.
-
-    Args:
-        logits: [B, C, 256].
-        targets: the bytes that follow, integers, [B, C].
-
-    Returns:
-        A float32 scalar.
-    """
+    """Mean cross-entropy of logits [B, C, 256] and the bytes that follow [B, C]; nats a byte, a float32 scalar."""
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten().long())
