@@ -100,20 +100,9 @@ FORMATS: dict[torch.dtype, Format] = {fmt.dtype: fmt for fmt in (E4M3, E5M2)}
 def format_of(dtype: torch.dtype) -> Format:
     """The format of a torch float8 dtype.
 
-    Args:
-        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
-
     Raises:
         TypeError: for any other dtype.
-
-    Example:
-        >>> import torch
-        >>> format_of(torch.float8_e5m2)
-        E5M2
     """
-    try:
-        return FORMATS[dtype]
-    except KeyError:
-        raise TypeError(
-            f"{dtype} is no float8 format of octavo; use torch.float8_e4m3fn or torch.float8_e5m2"
-        ) from None
+    if dtype not in FORMATS:
+        raise TypeError(f"{dtype} is no float8 format of octavo; use torch.float8_e4m3fn or torch.float8_e5m2")
+    return FORMATS[dtype]

@@ -15,7 +15,7 @@ from torch import Tensor
 from octavo import kernels
 from octavo.granularity import ALL
 from octavo.kernels.layouts import contraction_multiple, needs_transposed_codes
-from octavo.scaling.recipe import Cast, Delayed, Recipe
+from octavo.scaling.recipe import Cast, Recipe
 from octavo.tensor.pair import Operands
 
 INPUT, WEIGHT, GRAD_OUTPUT = range(3)  # rows of the delayed state
@@ -46,8 +46,7 @@ def cast_role(
 
     Args:
         x_RC: bf16, fp16 or fp32.
-        recipe: whose casts of this role are made; a product in high precision needs none.
-        role: INPUT, WEIGHT or GRAD_OUTPUT.
+        recipe: whose casts of this role (INPUT, WEIGHT or GRAD_OUTPUT) are made; products in high precision need none.
         as_is, transposed: which of the two layouts are needed now.
         state: read by Delayed casts.
         column_sum: find it in the same read, if a cast reads ``x_RC`` as it lies.
@@ -65,7 +64,7 @@ def cast_role(
         cast = first or second
         layouts = first is not None, second is not None
         return Operands() if cast is None else _cast(x_RC, cast, state, role, extras, *layouts)
-    if not _is_delayed(first) and not _is_delayed(second):
+    if not first.is_delayed and not second.is_delayed:
         return _cast_two_scalings(x_RC, first, second, extras)
     a = _cast(x_RC, first, state, role, extras, True, False)
     b = _cast(x_RC, second, state, role, (extras[0], False, *activation), False, True)
@@ -75,10 +74,6 @@ def cast_role(
 def _pad(x: Tensor, recipe: Recipe) -> int:
     """The multiple that both operands of a product are padded to along the contraction."""
     return contraction_multiple(x.device) if recipe.pads else 1
-
-
-def _is_delayed(cast: Cast) -> bool:
-    return isinstance(cast.rule, Delayed)
 
 
 def _cast(
@@ -93,13 +88,13 @@ def _cast(
     if lays and not as_is and not activation:  # the transposed codes alone, without column sums
         laid = _cast(x_RC.t(), cast, state, role, (pad, False), True, False)
         return Operands(None, laid.as_is, laid.amax)
-    delayed_scale = state.scale if state is not None and _is_delayed(cast) else None
+    delayed_scale = state.scale if state is not None and cast.is_delayed else None
     q_RC, q_CR, scale_inv, amax, sums = kernels.cast(x_RC, delayed_scale, role, *_how(cast, not as_is), lays, *extras)
     whole = cast.tile == (ALL, ALL)  # one scale is its own transpose
     return Operands(
         (q_RC, scale_inv) if as_is else None,
         (q_CR if lays else q_RC.t(), scale_inv if whole else scale_inv.t()) if transposed else None,
-        amax if _is_delayed(cast) else None,
+        amax if cast.is_delayed else None,
         sums if column_sum else None,
     )
 
@@ -135,7 +130,7 @@ def cast_grad_output(
     amax_input, amax_weight = forward_amax
     update = recipe.delayed_update
     cast = casts.as_is or casts.transposed
-    if cast is not None and casts.once and _is_delayed(cast) and (as_is or transposed):
+    if cast is not None and casts.once and cast.is_delayed and (as_is or transposed):
         lays = transposed and needs_transposed_codes(grad_TN.device)
         # in a first layer only the transposed codes are needed
         alone = lays and not as_is and not column_sum and not activation
@@ -190,32 +185,26 @@ def cast_norm(
 ) -> Normalised:
     """Normalise x [T, K] and cast the result as the input of products, without writing it in between.
 
-    Args:
-        x_TK: bf16, fp16 or fp32.
-        gamma, beta: [K]; beta may be None.
-        norm: which.
-        recipe: whose casts of the input are made; ``output`` must be in FP8.
-        transposed: whether grad_weight will need it.
-        state: read by Delayed casts.
-        keep: return y too.
+    Gamma and beta are [K]. The recipe's ``output`` must be in FP8; ``transposed``: grad_weight will need the input;
+    ``keep``: return y too.
     """
     casts, pad = recipe.input_casts, _pad(x_TK, recipe)
     first, second = casts.as_is, casts.transposed if transposed else None
     assert first is not None
     lays = needs_transposed_codes(x_TK.device)
     apart = second is not None and not casts.once
-    if second is not None and apart and not _is_delayed(first) and not _is_delayed(second):
+    if second is not None and apart and not first.is_delayed and not second.is_delayed:
         q, scale_inv, q2, scale_inv2, mean, rstd, y = kernels.norm_cast_two_scalings(
             x_TK, gamma, beta, *norm, *_how(first), *_how(second, True), lays, pad, keep
         )
         pair = (q2, scale_inv2) if lays else (q2.t(), scale_inv2.t())
         return Normalised(Operands((q, scale_inv), pair), y if keep else None, mean, rstd)
-    delayed_scale = state.scale if state is not None and _is_delayed(first) else None
+    delayed_scale = state.scale if state is not None and first.is_delayed else None
     lays = lays and second is not None and not apart
     q, q_t, scale_inv, amax, mean, rstd, y = kernels.norm_cast(
         x_TK, gamma, beta, *norm, delayed_scale, INPUT, *_how(first), lays, pad, keep or apart
     )
-    found, laid = amax if _is_delayed(first) else None, None
+    found, laid = amax if first.is_delayed else None, None
     if second is not None and apart:  # one is Delayed, the other not
         _, laid, other_amax, *_ = _cast(y, second, state, INPUT, (pad, False), False, True)
         found = other_amax if found is None else found

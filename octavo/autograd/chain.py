@@ -171,11 +171,7 @@ def run_chain(
 ) -> Any:
     """A chain of x [..., K]: [..., N] of ``chain.dtype``, and the norm's output [..., K] if it is returned.
 
-    Args:
-        x: bf16, fp16 or fp32.
-        norm_parameters: (gamma, beta), None where there is none.
-        parameters: (weight, bias) of each layer.
-        chain: what is done.
+    ``norm_parameters`` are (gamma, beta), ``parameters`` (weight, bias) of each layer, None where there is none.
     """
     second = parameters[1] if len(parameters) == 2 else (None, None)
     tensors = Tensors(as_rows(x), *norm_parameters, *parameters[0], *second)

@@ -116,13 +116,8 @@ def cast_gradient(
 ) -> GradOutput:
     """Cast a layer's grad_output for the gradients of (input, weight, bias) that are needed; commit the delayed state.
 
-    Args:
-        grad_TN: of the layer's output; or of an activation's output, whose input that is: then ``activation`` is
-            (name, layer's output, scale_inv or None, tile), see casts.py.
-        saved: what ``to_save`` gave.
-        plan: the layer's.
-        needs: which gradients.
-        activation: empty, or as above.
+    ``saved`` is what ``to_save`` gave. ``grad_TN`` is the gradient of the layer's output; or of an activation of that
+    output, and then ``activation`` is (name, layer's output, scale_inv or None, tile), see casts.py.
     """
     recipe = plan.recipe
     needs_dx, needs_dw, needs_db = needs
@@ -219,16 +214,9 @@ class _Linear(torch.autograd.Function):
 
 
 def linear(x: Tensor, weight_NK: Tensor, bias: Tensor | None, layer: Layer) -> Tensor:
-    """y = x . weight^T + bias by a recipe's products.
+    """y [..., N] = x [..., K] . weight^T + bias, in the dtype of x; the recipe has at least one product in FP8.
 
-    Args:
-        x: [..., K] bf16, fp16 or fp32: also the dtype of the result.
-        weight_NK: the weight that gradients flow to, any of those dtypes.
-        bias: [N] or None.
-        layer: the rest, whose recipe has at least one product in FP8.
-
-    Returns:
-        [..., N], dtype of x.
+    Gradients flow to ``weight_NK`` itself, whose operands the layer has. All are bf16, fp16 or fp32.
     """
     x_TK = as_rows(x)
     if torch.is_grad_enabled() and (x.requires_grad or weight_NK.requires_grad or requires_grad(bias)):

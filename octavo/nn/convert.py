@@ -162,15 +162,12 @@ def storages(
     weight_storage: str | None,
     now: Mapping[nn.Parameter, Granularity | None],
 ) -> dict[nn.Parameter, Granularity | None]:
-    """How the weights of a converted model's octavo modules would be stored, and that the recipe reads them so.
+    """How the weights of a converted model's octavo modules would be stored: "fp8", None (as plain tensors), "same".
 
-    Args:
-        model, recipe: as set_recipe's.
-        weight_storage: "fp8", None or "same".
-        now: how they are; None: as plain tensors.
+    ``now``: how they are stored, as ``stored_now`` tells.
 
     Raises:
-        ValueError: where it can't be.
+        ValueError: where they can't be, or the recipe couldn't read them.
     """
     modules = _modules(model)
     then = dict(now) if weight_storage else dict.fromkeys(now)

@@ -36,10 +36,10 @@ class Fused(nn.Module):
 
     norm_class: type[LayerNorm | RMSNorm]
     norm: LayerNorm | RMSNorm
+    linear_parts: tuple[str, ...]  # in order
 
-    def _linears(self) -> tuple[Linear, ...]:
-        """The linear parts in order."""
-        raise NotImplementedError
+    def _linears(self) -> list[Any]:
+        return [getattr(self, name) for name in self.linear_parts]
 
     def _can_fuse(self) -> bool:
         """Whether nothing wants to see the parts run one after the other."""
@@ -69,6 +69,8 @@ class Fused(nn.Module):
 class _NormLinear(Fused):
     """A norm, then a linear layer."""
 
+    linear_parts = ("linear",)
+
     def __init__(
         self,
         in_features: int,
@@ -87,9 +89,6 @@ class _NormLinear(Fused):
         self.norm = self.norm_class(in_features, eps, zero_centered_gamma, device=device, dtype=dtype)
         self.linear = Linear(in_features, out_features, bias, device, dtype, recipe=recipe_for(recipe, "linear"))
         self.splits = self.linear.splits
-
-    def _linears(self) -> tuple[Linear, ...]:
-        return (self.linear,)
 
     def forward(self, input: Tensor) -> Any:
         """See the class."""
@@ -153,6 +152,8 @@ class RMSNormLinear(_NormLinear):
 class _NormMLP(Fused):
     """A norm, a linear layer, an activation, a linear layer."""
 
+    linear_parts = ("fc1", "fc2")
+
     def __init__(
         self,
         hidden_size: int,
@@ -173,9 +174,6 @@ class _NormMLP(Fused):
         self.norm = self.norm_class(hidden_size, eps, zero_centered_gamma, device=device, dtype=dtype)
         self.fc1 = Linear(hidden_size, halves, bias, device, dtype, recipe=recipe_for(recipe, "fc1"))
         self.fc2 = Linear(ffn_hidden_size, hidden_size, bias, device, dtype, recipe=recipe_for(recipe, "fc2"))
-
-    def _linears(self) -> tuple[Linear, ...]:
-        return self.fc1, self.fc2
 
     def forward(self, input: Tensor) -> Tensor:
         """See the class."""

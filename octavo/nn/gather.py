@@ -22,7 +22,6 @@ from octavo.autograd.casts import WEIGHT, State, cast_role
 from octavo.granularity import ALL, PerTensor
 from octavo.kernels.layouts import is_small_block
 from octavo.nn.gather_group import GatherGroup
-from octavo.scaling.recipe import Delayed
 from octavo.step_count import OPTIMIZER_STEPS
 from octavo.tensor.sharded_weight import (
     After,
@@ -230,7 +229,7 @@ class Gather:
         self._refresh(module, mesh, for_backward)
         cast, device = casts.as_is, shard.device
         assert self.codes is not None
-        amax = self.amax if isinstance(cast.rule, Delayed) else None
+        amax = self.amax if cast.is_delayed else None
         sent, scale_inv = self.codes.to(device, non_blocking=True), self.scale_inv.to(device, non_blocking=True)
         has_scale = cast.tile == (ALL, ALL)
         return _send_codes(sent, scale_inv, has_scale, amax, module.recipe, outer_size, cast.format.dtype)

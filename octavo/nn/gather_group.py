@@ -19,7 +19,7 @@ from octavo import kernels
 from octavo.autograd.casts import WEIGHT
 from octavo.granularity import ALL, scale_shape
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
-from octavo.scaling.recipe import Cast, Delayed
+from octavo.scaling.recipe import Cast
 from octavo.tensor.sharded_weight import local_shard, rows_on_each_rank
 
 Gathers = list[Any]  # of octavo.nn.gather.Gather
@@ -73,7 +73,7 @@ def _find_scales(groups: list[tuple[Cast, Gathers]], mesh: Any) -> None:
 def _take_scales(gathers: Gathers, amax: Tensor, cast: Cast) -> None:
     """Give gathers of one cast their scales."""
     scale = scale_from_amax(amax, cast.format.max, cast.power_of_two, cast.margin)
-    if isinstance(cast.rule, Delayed):
+    if cast.is_delayed:
         states = [gather.delayed_scale for gather in gathers]
         zero = amax.new_zeros(1)
         kept = torch.cat([zero if own is None else own[WEIGHT : WEIGHT + 1].to(amax.device) for own in states])

@@ -12,7 +12,7 @@ from octavo.autograd.casts import WEIGHT
 from octavo.granularity import ALL, scale_shape
 from octavo.kernels.layouts import contraction_multiple, is_small_block, needs_transposed_codes, padded
 from octavo.nn.linear import Linear
-from octavo.scaling.recipe import Cast, Delayed, Recipe
+from octavo.scaling.recipe import Cast, Recipe
 from octavo.tensor.pair import Operands
 
 
@@ -97,7 +97,7 @@ class KeptWeights:
             layers = [kept.layer for kept in group]
             if any(layer.weight.dtype != dtype or layer.weight.device != device for layer in layers):
                 raise ValueError("the model was moved or converted; make its KeptWeights anew")
-            delayed = isinstance(cast.rule, Delayed)
+            delayed = cast.is_delayed
             captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
             known = skip is None and not captured and not torch.compiler.is_compiling()  # that this cast will happen
             for layer in layers if delayed and known else ():

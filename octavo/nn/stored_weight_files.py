@@ -92,11 +92,7 @@ def _as_shard(
 ) -> Tensor:
     """A DTensor like ``weight``, which it can be loaded from. All ranks call it: values need one scale for all.
 
-    Args:
-        weight: the DTensor, of which this rank has ``own``.
-        given: codes, as ``save_stored`` puts them, or high-precision values, sharded as ``weight`` is.
-        codes: this rank's, or None for values.
-        scale_inv: of codes, as ``save_stored`` puts it.
+    This rank has ``own`` of the weight, and of what is given ``codes``, or values in high precision where that is None.
 
     Raises:
         ValueError: if ``given`` is sharded otherwise.

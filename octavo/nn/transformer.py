@@ -50,15 +50,7 @@ def rotary_table(
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    """Turn each pair (x[i], x[i + D/2]) by its position's angle, so that q . k depends on the distance only.
-
-    Args:
-        x: [..., C, D], any float dtype.
-        rotary: cos and sin, [C, D / 2] each.
-
-    Returns:
-        [..., C, D], the dtype of x.
-    """
+    """Turn each pair (x[i], x[i + D/2]) of x [..., C, D] by its position's angle: q . k depends on distance alone."""
     first, second = x.chunk(2, dim=-1)
     cos, sin = (table.to(x.dtype) for table in rotary)
     return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)

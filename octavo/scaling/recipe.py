@@ -20,7 +20,12 @@ from octavo.formats import E4M3, E5M2, Format
 from octavo.granularity import ALL, Granularity, PerRow, PerTensor, Tile
 
 ROLES = ("input", "weight", "grad_output")
-PRODUCTS = ("output", "grad_input", "grad_weight")
+OPERANDS = {  # the roles that each product multiplies
+    "output": ("input", "weight"),
+    "grad_input": ("grad_output", "weight"),
+    "grad_weight": ("grad_output", "input"),
+}
+PRODUCTS = tuple(OPERANDS)
 FIELDS = (*PRODUCTS, "saved")  # of a recipe's value
 
 
@@ -97,7 +102,7 @@ class Cast:
             raise ValueError(
                 f"Cast: margin={self.margin!r} must be an integer from 0 to 64 (the scale is divided by 2^margin)"
             )
-        if isinstance(self.rule, Delayed) and self.granularity != PerTensor():
+        if self.is_delayed and self.granularity != PerTensor():
             raise ValueError(
                 f"Cast: a Delayed rule keeps one scale a role, so it needs PerTensor(), not {self.granularity}"
             )
@@ -110,15 +115,19 @@ class Cast:
         return self.granularity.tile
 
     @property
+    def is_delayed(self) -> bool:
+        """Whether its scale comes from earlier tensors."""
+        return isinstance(self.rule, Delayed)
+
+    @property
     def takes_padding(self) -> bool:
         """Whether padding the contraction to a multiple of 16 adds no tile."""
         return self.tile[1] == ALL or self.tile[1] % 16 == 0
 
     def __repr__(self) -> str:
-        extra = (", power_of_two=True" if self.power_of_two else "") + (
-            f", margin={self.margin}" if self.margin else ""
-        )
-        return f"Cast({self.format}, {self.granularity}, {self.rule}{extra})"
+        power_of_two = ", power_of_two=True" if self.power_of_two else ""
+        margin = f", margin={self.margin}" if self.margin else ""
+        return f"Cast({self.format}, {self.granularity}, {self.rule}{power_of_two}{margin})"
 
 
 _EXAMPLES = {"format": "octavo.E4M3", "granularity": "octavo.PerTensor()", "rule": "octavo.Dynamic()"}
@@ -191,18 +200,16 @@ class Recipe:
             "weight": (self.output and self.output[1], self.grad_input and self.grad_input[1]),
             "grad_output": (self.grad_input and self.grad_input[0], self.grad_weight and self.grad_weight[0]),
         }
-        delayed = {
-            cast.rule for pair in casts_by_role.values() for cast in pair if cast and isinstance(cast.rule, Delayed)
-        }
-        if len(delayed) > 1:
+        delayed = [[cast for cast in pair if cast is not None and cast.is_delayed] for pair in casts_by_role.values()]
+        rules: set[Any] = {cast.rule for pair in delayed for cast in pair}
+        if len(rules) > 1:
             raise ValueError(
-                f"Recipe: a layer keeps one kind of history, but the casts ask for {sorted(map(str, delayed))}"
+                f"Recipe: a layer keeps one kind of history, but the casts ask for {sorted(map(str, rules))}"
             )
-        for role, (as_is, transposed) in casts_by_role.items():
-            both_delayed = all(cast is not None and isinstance(cast.rule, Delayed) for cast in (as_is, transposed))
-            if both_delayed and as_is != transposed:
+        for role, pair in zip(ROLES, delayed, strict=True):
+            if len(set(pair)) > 1:
                 raise ValueError(
-                    f"Recipe: {role} has one delayed scale but two casts, {as_is} and {transposed}; "
+                    f"Recipe: {role} has one delayed scale but two casts, {pair[0]} and {pair[1]}; "
                     "make them equal or one of them Dynamic"
                 )
         casts = tuple(RoleCasts(*pair, once=_coincide(*pair)) for pair in casts_by_role.values())
@@ -210,8 +217,8 @@ class Recipe:
             casts=casts,
             pads=all(cast is None or cast.takes_padding for pair in casts for cast in pair[:2]),
             is_high_precision=not any(getattr(self, product) for product in PRODUCTS),
-            delayed=next(iter(delayed), None),
-            delayed_update=_delayed_update(casts),
+            delayed=next(iter(rules), None),
+            delayed_update=_delayed_update(delayed),
             **{f"{role}_casts": found for role, found in zip(ROLES, casts, strict=True)},
         )
         self._rename()
@@ -236,13 +243,9 @@ class Recipe:
 
     def __str__(self) -> str:
         lines = [f"{self.name}:"]
-        for product, names in zip(
-            PRODUCTS, (("input", "weight"), ("grad_output", "weight"), ("grad_output", "input")), strict=True
-        ):
+        for product, (first, second) in OPERANDS.items():
             casts = getattr(self, product)
-            text = (
-                "high precision" if casts is None else ", ".join(f"{n} {c}" for n, c in zip(names, casts, strict=True))
-            )
+            text = "high precision" if casts is None else f"{first} {casts[0]}, {second} {casts[1]}"
             lines.append(f"  {product:<12}{text}")
         if self.saved is not None:
             lines.append(f"  {'saved':<12}{self.saved}")
@@ -257,13 +260,12 @@ def _coincide(as_is: Cast | None, transposed: Cast | None) -> bool:
     return alike and replace(as_is, granularity=transposed.granularity) == transposed
 
 
-def _delayed_update(casts: tuple[RoleCasts, ...]) -> DelayedUpdate:
-    """The update's arguments; a role without a Delayed cast is never rolled, so any value stands for it."""
-    idle = Cast(E4M3, PerTensor(), Delayed())
-    chosen = [next((c for c in pair[:2] if c and isinstance(c.rule, Delayed)), idle) for pair in casts]
+def _delayed_update(delayed: list[list[Cast]]) -> DelayedUpdate:
+    """The update's arguments, from each role's Delayed casts. A role without any is never rolled: any value will do."""
+    chosen = [pair[0] if pair else Cast(E4M3, PerTensor(), Delayed()) for pair in delayed]
     return DelayedUpdate(
         tuple(cast.format.max for cast in chosen),
         tuple(cast.power_of_two for cast in chosen),
         tuple(cast.margin for cast in chosen),
-        next((cast.rule.reduce for cast in chosen if cast is not idle and isinstance(cast.rule, Delayed)), "max"),
+        next((pair[0].rule.reduce for pair in delayed if pair), "max"),  # type: ignore[union-attr]
     )

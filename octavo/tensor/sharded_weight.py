@@ -141,11 +141,7 @@ class GatheredTensors(NamedTuple):
 class GatheredWeight(Facade):
     """The facade of an unsharded weight: its values are its tensors', and gradients flow to it.
 
-    Args:
-        tensors: see GatheredTensors; each is an attribute too.
-        shape: of the weight.
-        dtype: what it stands for, and its gradient's.
-        casts: what the tensors were cast by; hashable.
+    Each of GatheredTensors is an attribute; ``casts``, hashable: what they were cast by.
     """
 
     qdata: Tensor

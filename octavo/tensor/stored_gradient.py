@@ -70,20 +70,14 @@ class StoredGradient(Pair):
     def cast(cls, gradient: Tensor, dtype: torch.dtype | None = None) -> StoredGradient:
         """A high-precision gradient of any shape, rounded to nearest; inf and NaN become NaN.
 
-        Args:
-            gradient: bfloat16, float16 or float32.
-            dtype: what it reads back to, if not to the gradient's.
+        ``dtype``: what it reads back to, if not to the gradient's.
         """
         matrix = gradient.detach().contiguous().view(as_matrix_shape(gradient.shape))
         pair = quantize(matrix, E4M3, GRANULARITY)
         return cls(pair.qdata, pair.scale_inv, gradient.shape, dtype or gradient.dtype)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Its values as a plain tensor of its shape; float32 holds them as norms and optimizers read them.
-
-        Args:
-            dtype: bfloat16, float16 or float32; by default its own.
-        """
+        """Its values as a plain tensor, by default of its own dtype; norms and optimizers read them in float32."""
         pair = ScaledTensor(self.qdata, self.scale_inv, GRANULARITY, dtype or self.dtype)
         return pair.dequantize().view(self.shape)
 

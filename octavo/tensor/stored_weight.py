@@ -156,18 +156,12 @@ class StoredWeight(ShardHooks, Pair):
     def moved(self, move: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> StoredWeight:
         """The same with its tensors moved."""
         rest = None if self.rest is None else move(self.rest)
-        return self._like(move(self.qdata), move(self.scale_inv), dtype, rest=rest)
+        return self._like(move(self.qdata), move(self.scale_inv), rest, dtype=dtype or self.dtype)
 
-    def _like(
-        self,
-        qdata: Tensor,
-        scale_inv: Tensor,
-        dtype: torch.dtype | None = None,
-        is_shard: bool | None = None,
-        rest: Tensor | None = None,
-    ) -> StoredWeight:
-        is_shard = self.is_shard if is_shard is None else is_shard
-        found = StoredWeight(qdata, scale_inv, dtype or self.dtype, self.granularity, is_shard)
+    def _like(self, qdata: Tensor, scale_inv: Tensor, rest: Tensor | None = None, **others: Any) -> StoredWeight:
+        """One of other tensors, otherwise as this one is but for ``others``."""
+        dtype, is_shard = others.get("dtype", self.dtype), others.get("is_shard", self.is_shard)
+        found = StoredWeight(qdata, scale_inv, dtype, self.granularity, is_shard)
         found.rest, found.awaited = rest, self.awaited
         return found
 
@@ -257,11 +251,11 @@ def shard_of_rows(weight: StoredWeight, start: int, stop: int) -> StoredWeight:
     """
     rest = None if weight.rest is None else weight.rest[start:stop]
     if weight.granularity == GRANULARITIES[0]:
-        return weight._like(weight.qdata[start:stop], weight.scale_inv, is_shard=True, rest=rest)
+        return weight._like(weight.qdata[start:stop], weight.scale_inv, rest, is_shard=True)
     if start % BLOCK or (stop % BLOCK and stop != weight.shape[0]):
         raise UnsupportedOpError(f"rows {start} to {stop} of {weight} are no whole blocks")
     scales = weight.scale_inv[start // BLOCK : -(-stop // BLOCK)]
-    return weight._like(weight.qdata[start:stop], scales, is_shard=True, rest=rest)
+    return weight._like(weight.qdata[start:stop], scales, rest, is_shard=True)
 
 
 def local_stored(weight: Any) -> StoredWeight | None:
@@ -289,7 +283,7 @@ def _copy(func: Any, own: Tensor, other: Tensor, *non_blocking: bool) -> Any:
 def _empty_like(func: Any, weight: StoredWeight, *, dtype: Any = None, device: Any = None, **_: Any) -> StoredWeight:
     """Of Module.to_empty."""
     scale_inv = torch.ones_like(weight.scale_inv, device=device)  # FSDP2 copies even what is empty
-    return weight._like(torch.empty_like(weight.qdata, device=device), scale_inv, dtype)
+    return weight._like(torch.empty_like(weight.qdata, device=device), scale_inv, dtype=dtype or weight.dtype)
 
 
 def _initialize(func: Any, weight: StoredWeight, *args: Any, **kwargs: Any) -> StoredWeight:
@@ -325,9 +319,9 @@ def _new_zeros(func: Any, weight: StoredWeight, size: Any, **options: Any) -> An
     codes = torch.zeros(size, dtype=torch.uint8, device=weight.device).view(weight.qdata.dtype)
     rest = None if weight.rest is None else weight.rest.new_zeros(size)
     if weight.granularity == GRANULARITIES[0]:
-        return weight._like(codes, weight.scale_inv.clone(), is_shard=True, rest=rest)
+        return weight._like(codes, weight.scale_inv.clone(), rest, is_shard=True)
     shape = weight.granularity.scale_shape(tuple(size))
-    return weight._like(codes, weight.scale_inv.new_ones(shape), is_shard=True, rest=rest)
+    return weight._like(codes, weight.scale_inv.new_ones(shape), rest, is_shard=True)
 
 
 def _new_empty(func: Any, weight: StoredWeight, size: Any, **_: Any) -> Any:
