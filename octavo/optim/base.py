@@ -199,7 +199,7 @@ class CompactOptimizer(Optimizer):
 
     @torch.no_grad()
     def begin_step(self) -> None:
-        """Have what ranks agree on: the last step's or, where weights were loaded or written otherwise, what they hold.
+        """Wait for the amaxes that ranks agree on; where weights were loaded or written since, agree on them anew.
 
         Every rank decides this alike, by states, versions and loads; once a step.
         """

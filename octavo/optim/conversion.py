@@ -137,7 +137,7 @@ def _change(
     if moves or master_of(param, before.master) is not master_of(new_param, after.master):
         found |= new_master(new_param, after.master)
         new, _ = for_kernel(new_param, new_weight, found, after)
-        keeps_codes = not moves and new.kind in ("fp8_fp16", "fp8_fp32")  # whose ties go the other way
+        keeps_codes = not moves and new.kind in ("fp8_fp16", "fp8_fp32")  # these round ties otherwise than splits
         codes = new.weight.clone() if keeps_codes else None
         _rewrite(old, new, param if is_sharded else None, same_storage=not moves)
         if codes is not None:

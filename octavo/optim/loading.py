@@ -1,4 +1,4 @@
-"""A state that is loaded: whether it fits, what of it is taken as it is, what is converted, what is said of that."""
+"""Loading an optimizer's state: whether it fits, what is copied, what is converted, and the warning about that."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from octavo.optim.arguments import check_not_negative, refuse
 from octavo.optim.base import CompactOptimizer
 from octavo.optim.kept import Kept
 from octavo.optim.moment import NAMED, Moment
-from octavo.optim.state import Settings, holds, like_param, local
+from octavo.optim.state import Settings, holds, local, new_moments, sharded_like
 
 
 class SGD(CompactOptimizer):
@@ -87,9 +87,9 @@ class SGD(CompactOptimizer):
     def _current(self, param: nn.Parameter, group: int, index: int) -> tuple[Kept, bool]:
         state = self.state[param]
         if state and self._averages(self.param_groups[group]) and not holds(state, self.names[0]):
-            weight = local(param.detach())  # its group was given a momentum: it begins with this step's gradient
-            for name, value in self.moments[0].new_state(self.names[0], weight.shape, weight.device).items():
-                state[name] = like_param(value, param)
+            # its group was given a momentum: it begins with this step's gradient
+            own = new_moments(self._settings_of(True).moments_of(param), local(param.detach()))
+            state.update(sharded_like(own, param))
             state["step"].zero_()
         return super()._current(param, group, index)
 

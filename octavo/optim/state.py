@@ -68,7 +68,7 @@ class Settings(NamedTuple):
 
 
 def is_sharded_vector(param: Tensor) -> bool:
-    """Whether its blocks would end where a rank's shard does, which is elsewhere for another number of ranks."""
+    """Whether it is one: its blocks would end with a rank's shard, which ends elsewhere for other numbers of ranks."""
     return param.ndim < 2 and getattr(param, "placements", None) is not None
 
 

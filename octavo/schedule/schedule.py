@@ -91,13 +91,14 @@ class PrecisionSchedule:
         self.steps = self.tokens = self.index = 0
         self.switches: list[Switch] = []
         self._recovering = self._recoveries = 0  # steps left (-1: to the end), and how many there were
-        self._rescued = 0  # the phase that the last one came from
+        self._rescued = 0  # the phase that the last one interrupted
         self._highest_lr = self._highest_ratio = 0.0
         self._watch: Watch | None = None
         self._observed = True
-        self._faulty = self._left_out = False  # a step of torch's optimizer; a step by its GradScaler
+        self._faulty = False  # whether torch's optimizer has to leave this step out
+        self._left_out = False  # whether a GradScaler has left it out, or may
         self._targets = targets_of(model, optimizer, self.phases)
-        self._rescues: tuple[Target, ...] = ()  # the recovery's phase after each
+        self._rescues: tuple[Target, ...] = ()  # the recovery's phase, as it follows each of them
         if recovery is not None:
             self._prepare_recovery(recovery)
         self._refuse_ddp()

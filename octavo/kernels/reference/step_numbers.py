@@ -6,11 +6,8 @@ Powers are products of squares, so that every device rounds them alike.
 from __future__ import annotations
 
 import math
-from typing import TypeVar
 
 from torch import Tensor
-
-Amount = TypeVar("Amount", float, Tensor)
 
 
 def power(base: float, exponent: int) -> float:
@@ -50,13 +47,9 @@ def ratio_of(beta1: float, beta2: float) -> float:
     return beta1 * beta1 / beta2 if beta2 else math.inf
 
 
-def bound_after(amax: Amount, lr: float, max_update: float, weight_decay: float = 0.0) -> Amount:
+def bound_after(amax: Tensor, lr: float, max_update: float, weight_decay: float = 0.0) -> Tensor:
     """The most that |w|, up to ``amax`` now, can be after a step, with room for float32's roundings on the way.
 
-    Args:
-        amax: a number or float32.
-        lr: the learning rate.
-        max_update: the most that the step moves an element, by the learning rate.
-        weight_decay: decoupled; 0 for others.
+    ``max_update``: the most that the step moves an element, by the learning rate; ``weight_decay``: decoupled, or 0.
     """
     return (amax * abs(1 - lr * weight_decay) + lr * max_update) * (1 + 2.0**-20)

@@ -305,7 +305,7 @@ class Scales(NamedTuple):
 
 @triton.jit
 def gradient_tile(gradient, place, n, w, OF: tl.constexpr, COUPLED: tl.constexpr):
-    """The gradient in float32, unscaled, up where that is asked for, and with its share of the weight."""
+    """The gradient in float32, divided, its sign turned to go up; COUPLED: with weight decay added."""
     ptr = gradient.address.to(tl.pointer_type(OF.gradient))
     if OF.even:
         ptr = tl.multiple_of(ptr, 16)

@@ -122,7 +122,7 @@ def _check_capture(what: str) -> None:
 
 
 def _address(lr: float | Tensor) -> int:
-    """Of a learning rate that the kernel reads; 0 for one that is sent."""
+    """Where the kernel reads a learning rate that is a tensor; 0 for one that is sent with the options."""
     return lr.data_ptr() if isinstance(lr, Tensor) and lr.is_cuda and lr.dtype == torch.float32 else 0
 
 

@@ -16,7 +16,7 @@ def mixed(x):
 
 @triton.jit
 def with_number(key, number):
-    """``key_of``'s next number, an int64."""
+    """The key after one more number, an int64, as ``key_of``."""
     low = number.to(tl.uint32)
     high = (number >> 32).to(tl.uint32)
     key = mixed(key * 0x9E3779B1 + low + 0x7F4A7C15)

@@ -118,7 +118,7 @@ def note_scales(column_ptr, found_ptr, inside, COUNT: tl.constexpr):
 
 @triton.jit
 def finish(table_ptr, work_ptr, COUNT: tl.constexpr, ANY_ONE: tl.constexpr):
-    """Of all tensors: count the step, note the scales that were written with and the amaxes found."""
+    """Count the step of all tensors, and write the scale_inv and amax of those that have one scale."""
     for begin in range(0, COUNT, 128):
         index = begin + tl.arange(0, 128)
         inside = index < COUNT
