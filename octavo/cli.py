@@ -47,8 +47,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
+    def interrupt(number: int, frame: types.FrameType | None) -> NoReturn:
+        raise KeyboardInterrupt
+
+    is_main = threading.current_thread() is threading.main_thread()  # which alone can set a signal's handler
     try:
-        with _ended_by_sigterm():  # also while torch is imported and data loads
+        # SIGTERM ends the command as Ctrl-C does, also while torch is imported and data loads
+        with _signals_to(interrupt, signal.SIGTERM) if is_main else contextlib.nullcontext():
             options = _parser().parse_args(arguments)
             return options.command(options, arguments)
     except SystemExit as stop:  # argparse, after --help, --version or a wrong argument
@@ -63,16 +68,6 @@ def _run(arguments: list[str]) -> int:
         if (message := _expected(error)) is None:
             raise
         return _fault(message)
-
-
-def _ended_by_sigterm() -> contextlib.AbstractContextManager[None]:
-    """SIGTERM ends the command as Ctrl-C does; only the main thread can set a signal's handler."""
-
-    def interrupt(number: int, frame: types.FrameType | None) -> NoReturn:
-        raise KeyboardInterrupt
-
-    is_main = threading.current_thread() is threading.main_thread()
-    return _signals_to(interrupt, signal.SIGTERM) if is_main else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

@@ -59,8 +59,9 @@ class Ranks:
             failed = error
         if self.any(failed is not None) and self.size > 1:
             said: list[str | None] = [None] * self.size
+            kind = "" if isinstance(failed, OctavoError | OSError) else f"{type(failed).__name__}: "
             with lost_ranks():
-                dist.all_gather_object(said, None if failed is None else _said(failed), group=self.group)
+                dist.all_gather_object(said, None if failed is None else kind + first_line(failed), group=self.group)
             if failed is None:
                 rank = next(rank for rank, text in enumerate(said) if text is not None)
                 raise RankError(f"rank {rank} failed: {said[rank]}")
@@ -82,7 +83,10 @@ class Ranks:
         """Whether it is set on any rank."""
         if self.size == 1:
             return flag
-        flags = torch.tensor([flag], dtype=torch.int32, device=self._device())
+        # on the CPU, unless the group's backend sends tensors of an accelerator only
+        has_cpu = "cpu" in str(dist.get_backend_config(self.group))
+        device = torch.device("cpu") if has_cpu else torch.accelerator.current_accelerator()
+        flags = torch.tensor([flag], dtype=torch.int32, device=device)
         with lost_ranks():
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
             return bool(flags)
@@ -107,18 +111,6 @@ class Ranks:
             with lost_ranks():
                 dist.all_gather(parts, value.contiguous(), group=self.group)
         return torch.stack(parts)
-
-    def _device(self) -> torch.device:
-        """Where small values are sent from: the CPU, unless the group's backend takes an accelerator's tensors only."""
-        if "cpu" in str(dist.get_backend_config(self.group)):
-            return torch.device("cpu")
-        accelerator = torch.accelerator.current_accelerator()
-        return torch.device("cpu") if accelerator is None else accelerator
-
-
-def _said(error: BaseException) -> str:
-    kind = "" if isinstance(error, OctavoError | OSError) else f"{type(error).__name__}: "
-    return kind + first_line(error)
 
 
 @contextlib.contextmanager

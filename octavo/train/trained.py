@@ -24,8 +24,13 @@ def trained_model(path: Path) -> GPT:
     sharded = (folder / SHARDED).is_dir() and not (folder / CHECKPOINT).exists()
     kept = ShardedFolder(folder) if sharded else RunFolder(folder)
     content = kept.load(None) if sharded or kept.checkpoint.is_file() else None
+    if content is None and not path.exists():
+        raise CheckpointError(f"{path} does not exist: give a run's folder or its {CHECKPOINT}")
     if content is None:
-        raise CheckpointError(_why_none(path, folder))
+        runs = sorted(found.parent for name in (CHECKPOINT, SHARDED) for found in folder.glob(f"*/{name}"))
+        held = f"holds {len(runs)} runs: choose one of {', '.join(map(str, runs))}"
+        none = f"is no run of octavo: give a run's folder or its {CHECKPOINT}"
+        raise CheckpointError(f"{path} {held if runs else none}")
     identity = content["identity"]
     recipe = identity.get("recipe")
     if recipe not in RECIPES:
@@ -39,12 +44,3 @@ def trained_model(path: Path) -> GPT:
     except (KeyError, RuntimeError, ValueError) as error:
         raise CheckpointError(f"{kept.checkpoint} does not hold this octavo's model: {error}") from error
     return model.eval()
-
-
-def _why_none(path: Path, folder: Path) -> str:
-    if not path.exists():
-        return f"{path} does not exist: give a run's folder or its {CHECKPOINT}"
-    found = [*folder.glob(f"*/{CHECKPOINT}"), *folder.glob(f"*/{SHARDED}")] if folder.is_dir() else []
-    if runs := sorted(checkpoint.parent for checkpoint in found):
-        return f"{path} holds {len(runs)} runs: choose one of {', '.join(str(run) for run in runs)}"
-    return f"{path} is no run of octavo: give a run's folder or its {CHECKPOINT}"
