@@ -19,7 +19,7 @@ from octavo.kernels.reference.optimizer_step import WeightUpdate
 from octavo.kernels.reference.random_bits import key_of
 from octavo.kernels.reference.sgd import SgdGroup
 from octavo.kernels.reference.step_numbers import ratio_of
-from octavo.kernels.triton.launch import config, is_capturing, on_its_device, workspace
+from octavo.kernels.triton.launch import config, is_capturing, launch, on_its_device, workspace
 from octavo.kernels.triton.optimizer_state import DTYPES, MasterClass, MomentClass, TensorClass
 from octavo.kernels.triton.step_kernel import StepClass, optimizer_step_kernel
 from octavo.kernels.triton.table import Tensors
@@ -87,18 +87,11 @@ def optimizer_step(
 
 @on_its_device
 def _launch(table: Tensor, plan: _Plan, *given: Tensor | None) -> None:
-    work = workspace(table, 1 + 6 * table.shape[0])
+    tensors, num_warps = Tensors(table.shape[0]), config("optimizer_step", 64).num_warps
+    work = workspace(table, 1 + 6 * tensors.count)
     for step in plan.steps:
-        optimizer_step_kernel[(plan.programs,)](
-            table,
-            *given,
-            work,
-            plan.programs,
-            Tensors(table.shape[0]),
-            step,
-            num_warps=config("optimizer_step", 64).num_warps,
-            enable_fp_fusion=False,
-        )
+        arguments = table, *given, work, plan.programs, tensors, step
+        launch(optimizer_step_kernel, plan.programs, arguments, num_warps)
 
 
 def _sent(plan: _Plan, name: str, values: list[Any], dtype: torch.dtype) -> Tensor:
