@@ -237,7 +237,7 @@ def likeness(argument: Any, choose: Callable[[list[Any]], Any]) -> Any:
     return choose([value for value in NUMBERS if value == argument] or [argument])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data(), first=st.tuples(st.sampled_from(TENSORS), *[arguments] * 3, *[constants] * 2))
 def test_equal_keys_are_of_one_kernel(data: st.DataObject, first: tuple[Any, ...]) -> None:
     """The key tells apart all that Triton's binder does."""

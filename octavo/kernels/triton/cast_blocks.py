@@ -40,14 +40,14 @@ def store_blocks(tile, HALF: tl.constexpr, place, x, out, scaling: tl.constexpr,
     COLS: tl.constexpr = scaling.block[1]
     BR: tl.constexpr = tiling.block_r
     BC: tl.constexpr = tiling.block_c
+    amax = tl.max(tl.max(tl.reshape(finite_abs(tile), [BR // ROWS, ROWS, BC // COLS, COLS]), 3), 1)
+    scale = scale_from_amax(amax, scaling.limit, scaling.power_of_two)
     blocks_r = tl.cdiv(x.R, ROWS)
     blocks_c = tl.cdiv(x.C, COLS)
     row = place[0] * (BR // ROWS) + tl.arange(0, BR // ROWS)
     col = place[1] * (BC // COLS) + tl.arange(0, BC // COLS)
     mask = (row < blocks_r)[:, None] & (col < blocks_c)[None, :]
-    offsets = row[:, None] * out.stride_r + (col[None, :] + HALF * blocks_c) * out.stride_c
-    amax = tl.max(tl.max(tl.reshape(finite_abs(tile), [BR // ROWS, ROWS, BC // COLS, COLS]), 3), 1)
-    scale = scale_from_amax(amax, scaling.limit, scaling.power_of_two)
+    offsets = row[:, None] * out.stride_r + col[None, :] * out.stride_c + HALF * blocks_c * out.stride_c
     tl.store(out.scale_inv + offsets, scale_inv_from_scale(scale, scaling.power_of_two), mask=mask)
     if out.amax is not None:
         tl.store(out.amax + offsets, amax, mask=mask)

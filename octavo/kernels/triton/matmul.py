@@ -36,7 +36,10 @@ class Operand(NamedTuple):
 
 
 class Product(NamedTuple):
-    """Operands [M, K] and [N, K], and the bias [N] or None."""
+    """Operands [M, K] and [N, K], and the bias [N] or None; made in a kernel, for Triton 3.6 takes no tuple of tuples.
+
+    It loses their integers that are 1.
+    """
 
     a: Any
     b: Any
@@ -57,8 +60,9 @@ class ProductTiling(NamedTuple):
 
 
 @triton.jit
-def matmul_kernel(product, out_ptr, tiling: tl.constexpr):
+def matmul_kernel(a, b, bias_ptr, K, out_ptr, tiling: tl.constexpr):
     """Out [M, N] = a [M, K] . b [N, K]^T + bias; tiling: ProductTiling."""
+    product = Product(a, b, bias_ptr, K)
     first_m, first_n = first_of_program(product, tiling)
     m = first_m + tl.arange(0, tiling.block_m)
     n = first_n + tl.arange(0, tiling.block_n)
@@ -187,16 +191,16 @@ def product_config(kernel: str, operands: Operands) -> Config:
 
 
 def launch_product(kernel: Any, operands: Operands, fast_accum: bool, chosen: Config, arguments: Sequence[Any]) -> None:
-    """Launch a kernel that takes a Product, its own ``arguments`` and the tiling; the result is not empty."""
+    """Launch a kernel that takes a Product's parts, its own ``arguments`` and the tiling; the result is not empty."""
     (M, N), K, tiles = operands.shape, operands.a.codes.shape[1], (operands.a.tile, operands.b.tile)
     step = step_along(*tiles)
     a_tile, b_tile = ((_ALL_ROWS if rows == ALL else rows, cols) for rows, cols in tiles)
     tiling = ProductTiling(a_tile, b_tile, fast_accum, K % step == 0, chosen.block_r, chosen.block_c, step)
     bias = None if operands.bias is None else operands.bias.contiguous()
-    product = Product(_operand(operands.a), _operand(operands.b), bias, K)
+    product = _operand(operands.a), _operand(operands.b), bias, K
     programs = -(-M // chosen.block_r) * -(-N // chosen.block_c)
     options = {"num_stages": chosen.tiles, "enable_fp_fusion": True}
-    launch(kernel, programs, (product, *arguments, tiling), chosen.num_warps, **options)
+    launch(kernel, programs, (*product, *arguments, tiling), chosen.num_warps, **options)
 
 
 def _operand(pair: Pair) -> Operand:

@@ -28,6 +28,7 @@ from octavo.kernels.triton.cast_input import codes_to, rounding_of
 from octavo.kernels.triton.known_scales import scale_exists
 from octavo.kernels.triton.launch import with_room_for, workspace
 from octavo.kernels.triton.matmul import (
+    Product,
     first_of_program,
     launch_product,
     matmul,
@@ -57,20 +58,21 @@ class Shape(NamedTuple):
 
 
 @triton.jit
-def result_tile(product, EVEN: tl.constexpr, tiling: tl.constexpr):
-    """(A program's part of the product, 0 beyond the result; its first row; its first column)."""
-    first_m, first_n = first_of_program(product, tiling)
-    tile = product_tile(product, first_m, first_n, tiling)
-    m = first_m + tl.arange(0, tiling.block_m)
-    n = first_n + tl.arange(0, tiling.block_n)
+def without_rest(tile, product, first_m, first_n, EVEN: tl.constexpr):
+    """A part of the product with 0 beyond the result."""
     if not EVEN:
+        m = first_m + tl.arange(0, tile.shape[0])
+        n = first_n + tl.arange(0, tile.shape[1])
         tile = tl.where((m < product.a.rows)[:, None] & (n < product.b.rows)[None, :], tile, 0.0)
-    return tile, first_m, first_n
+    return tile
 
 
 @triton.jit
 def matmul_cast_kernel(
-    product,
+    a,
+    b,
+    bias_ptr,
+    K,
     out,  # Outputs
     delayed_scale_ptr,
     work_ptr,  # [0] the bits of the shared amax, [1] its counter; 0 before and after
@@ -84,7 +86,9 @@ def matmul_cast_kernel(
     scale = tl.where(scale == 0, 1.0, scale)  # a CUDA graph replayed after the state was emptied
     if tl.program_id(0) == 0:
         tl.store(out.scale_inv, scale_inv_from_scale(scale, False))
-    tile, first_m, first_n = result_tile(product, EVEN, tiling)
+    product = Product(a, b, bias_ptr, K)
+    first_m, first_n = first_of_program(product, tiling)
+    tile = without_rest(product_tile(product, first_m, first_n, tiling), product, first_m, first_n, EVEN)
     # dimension by dimension Triton 3.6 fails to compile it for sm_100
     raise_amax(work_ptr, tl.max(finite_abs(tile)))
     if is_last_program(work_ptr + 1, tl.num_programs(0)):  # before the codes: the counter would wait for them
@@ -96,14 +100,19 @@ def matmul_cast_kernel(
 
 @triton.jit
 def matmul_cast_blocks_kernel(
-    product,
+    a,
+    b,
+    bias_ptr,
+    K,
     out,  # Outputs
     scaling: tl.constexpr,  # BlockScaling
     part: tl.constexpr,  # Tiling of the result
     tiling: tl.constexpr,  # ProductTiling
 ):
     """A scale for each block of the result."""
-    tile, first_m, first_n = result_tile(product, part.even, tiling)
+    product = Product(a, b, bias_ptr, K)
+    first_m, first_n = first_of_program(product, tiling)
+    tile = without_rest(product_tile(product, first_m, first_n, tiling), product, first_m, first_n, part.even)
     place = (first_m // tiling.block_m, first_n // tiling.block_n)
     store_blocks(tile, 0, place, Shape(product.a.rows, product.b.rows), out, scaling, part)
 

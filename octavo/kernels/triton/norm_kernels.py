@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from octavo.kernels.triton.cast_blocks import store_blocks
-from octavo.kernels.triton.prologue import apply_norm
+from octavo.kernels.triton.prologue import factor
 from octavo.kernels.triton.tiles import (
     encode,
     finite_abs,
@@ -92,11 +92,15 @@ def fold_max(tile, FOLD: tl.constexpr):
 @triton.jit
 def normalised(tile, x, norm, mean, rstd, rows, cols, ZERO_CENTERED: tl.constexpr, EVEN: tl.constexpr):
     """What the norm makes of the tile [BR, BC] of x, 0 outside of it; rounds as the reference does."""
-    gamma = vector(norm.gamma, cols, x, EVEN)[None, :]
-    beta = 0.0
+    if norm.mean is not None:
+        tile -= mean[:, None]
+    tile *= rstd[:, None]
+    tile *= factor(vector(norm.gamma, cols, x, EVEN), ZERO_CENTERED)[None, :]
     if norm.beta is not None:
-        beta = vector(norm.beta, cols, x, EVEN)[None, :]
-    return apply_norm(tile, x, norm, mean[:, None], rstd[:, None], gamma, beta, rows, cols, ZERO_CENTERED, EVEN)
+        tile += vector(norm.beta, cols, x, EVEN).to(tl.float32)[None, :]
+    if not EVEN:
+        tile = tl.where((rows < x.R)[:, None] & (cols < x.C)[None, :], tile, 0.0)
+    return tile
 
 
 @triton.jit

@@ -121,36 +121,24 @@ def input_scale_inv(h, x, rows, cols, UP: tl.constexpr, function: tl.constexpr):
 @triton.jit
 def normalise(tile, x, norm, rows, cols, ZERO_CENTERED: tl.constexpr, TRANSPOSED: tl.constexpr, EVEN: tl.constexpr):
     """(tile - mean) rstd gamma + beta, 0 outside of x."""
-    mean = beside(norm.mean, rows, cols, x, not TRANSPOSED)
-    rstd = beside(norm.rstd, rows, cols, x, not TRANSPOSED)
-    gamma = beside(norm.gamma, rows, cols, x, TRANSPOSED)
-    beta = beside(norm.beta, rows, cols, x, TRANSPOSED)
-    return apply_norm(tile, x, norm, mean, rstd, gamma, beta, rows, cols, ZERO_CENTERED, EVEN)
-
-
-@triton.jit
-def beside(ptr, rows, cols, x, OF_ROWS: tl.constexpr):
-    """An element for each of a tile's rows or columns, as it is broadcast over them; 0 where there are none."""
-    if ptr is None:
-        result = 0.0
-    elif OF_ROWS:
-        result = tl.load(ptr + rows, mask=rows < x.R, other=0.0)[:, None]
+    inside_r = rows < x.R
+    inside_c = cols < x.C
+    if TRANSPOSED:
+        if norm.mean is not None:
+            tile -= tl.load(norm.mean + cols, mask=inside_c, other=0.0)[None, :]
+        tile *= tl.load(norm.rstd + cols, mask=inside_c, other=0.0)[None, :]
+        tile *= factor(tl.load(norm.gamma + rows, mask=inside_r, other=0.0), ZERO_CENTERED)[:, None]
+        if norm.beta is not None:
+            tile += tl.load(norm.beta + rows, mask=inside_r, other=0.0).to(tl.float32)[:, None]
     else:
-        result = tl.load(ptr + cols, mask=cols < x.C, other=0.0)[None, :]
-    return result
-
-
-@triton.jit
-def apply_norm(tile, x, norm, mean, rstd, gamma, beta, rows, cols, ZERO_CENTERED: tl.constexpr, EVEN: tl.constexpr):
-    """The tile with what belongs to its rows and columns, loaded."""
-    if norm.mean is not None:
-        tile -= mean
-    tile *= rstd
-    tile *= factor(gamma, ZERO_CENTERED)
-    if norm.beta is not None:
-        tile += beta.to(tl.float32)
+        if norm.mean is not None:
+            tile -= tl.load(norm.mean + rows, mask=inside_r, other=0.0)[:, None]
+        tile *= tl.load(norm.rstd + rows, mask=inside_r, other=0.0)[:, None]
+        tile *= factor(tl.load(norm.gamma + cols, mask=inside_c, other=0.0), ZERO_CENTERED)[None, :]
+        if norm.beta is not None:
+            tile += tl.load(norm.beta + cols, mask=inside_c, other=0.0).to(tl.float32)[None, :]
     if not EVEN:
-        tile = tl.where((rows < x.R)[:, None] & (cols < x.C)[None, :], tile, 0.0)
+        tile = tl.where(inside_r[:, None] & inside_c[None, :], tile, 0.0)
     return tile
 
 
