@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import benchmarks.common.interpreter  # noqa: F401
 from benchmarks.common.gpu_timer import DEVICE
 from benchmarks.kernels.plain_cases import COLUMNS, E4M3, E5M2, ROWS, TENSOR, UPDATE, Case, delayed_state
 from octavo.kernels.reference.norm import normalise

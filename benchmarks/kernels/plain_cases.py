@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import benchmarks.common.interpreter  # noqa: F401
 from benchmarks.common.gpu_timer import DEVICE
 from octavo.granularity import ALL
 from octavo.kernels.reference import KERNELS as REFERENCE

@@ -61,6 +61,24 @@ def instructions(kernel: CompiledKernel) -> list[Instruction]:
     return found
 
 
+def loops(kernel: CompiledKernel) -> list[list[Instruction]]:
+    """The instructions of each loop that has no other in it."""
+    code, places, branches = instructions(kernel), {}, []
+    count = 0
+    for text in _tool(triton.knobs.nvidia.nvdisasm, kernel, "-gi", "-c").splitlines():
+        if label := re.match(r"(\.L_x_\d+):", text):
+            places[label[1]] = count
+        elif _INSTRUCTION.match(text):
+            if branch := re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", text):
+                branches.append((branch[1], count))
+            count += 1
+    spans = [(places[label], end) for label, end in branches if label in places and places[label] < end]
+    inner = [
+        one for one in spans if not any(one != other and one[0] <= other[0] and other[1] <= one[1] for other in spans)
+    ]
+    return [code[first : last + 1] for first, last in inner]
+
+
 def resources(kernel: CompiledKernel) -> dict[str, int]:
     """Registers a thread and bytes of stack: {"REG": ..., "STACK": ...}."""
     text = _tool(triton.knobs.nvidia.cuobjdump, kernel, "--dump-resource-usage")
@@ -110,6 +128,14 @@ def _is_of(functions: Sequence[JITFunction], instruction: Instruction) -> bool:
         if called or (inside and not callers):
             return True
     return False
+
+
+def tile_bytes(code: Sequence[Instruction]) -> tuple[float, float]:
+    """Bytes of tiles that a thread reads and writes in these instructions."""
+    found = (("LDG.", _READ), ("STG.", _WRITE))
+    return tuple(  # type: ignore[return-value]
+        sum(_bits(i) / 8 for i in code if i.name.startswith(kind) and _is_of(functions, i)) for kind, functions in found
+    )
 
 
 def _widths(name: str, code: list[Instruction]) -> tuple[set[int], set[int]]:

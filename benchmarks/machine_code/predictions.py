@@ -1,0 +1,155 @@
+"""What each kernel should reach of a GPU's memory bandwidth, by its machine code and its grid, without a GPU.
+
+The cases are those of ``kernels``. Each launch of one is compiled as at that shape. Of its code count the loops that
+read tiles (all of it where none does): instructions for each byte read. Its time is the largest of three: its bytes by
+copy bandwidth, its instructions by what the schedulers issue, its bytes by what resident programs keep in flight
+(Little: bandwidth = bytes in flight / latency); the last two by the share of multiprocessors that its grid keeps busy.
+The share is that of a copy of the case's least bytes. An aim that is missed is named with its limiter. A measurement
+that contradicts a prediction is a fault of this model: mend it here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+import triton
+from torch import Tensor
+
+from benchmarks.common.measure import commit, table, write_results
+from benchmarks.kernels import fused_cases, plain_cases
+from benchmarks.machine_code.machine_code import instructions, loops, resources, tile_bytes
+from benchmarks.machine_code.offline import SHARED_MEMORY, Launch, offline
+from octavo.kernels.triton import KERNELS
+
+TAKES = "5 minutes"
+MEASURES = ("octavo/kernels/triton",)
+
+SHAPES = ((1024, 1024), (2048, 2048), (4096, 4096), (8192, 8192), (16384, 8192))
+AIMS = {(1024, 1024): 0.0, (2048, 2048): 0.7, (4096, 4096): 0.8, (8192, 8192): 0.9, (16384, 8192): 0.9}
+CASES = {name: case for name, case in (plain_cases.CASES | fused_cases.CASES).items() if case.op in KERNELS}
+
+
+class Device(NamedTuple):
+    """What the model knows of a GPU: copy bandwidth in bytes/s, and what its multiprocessors issue."""
+
+    name: str
+    multiprocessors: int
+    bandwidth: float
+    clock: float
+    latency: float = 0.7e-6  # seconds from a load to its use, memory busy
+    launch: float = 1.0e-6  # seconds between the end of one launch's work and the first of the next
+
+    @property
+    def issued(self) -> float:
+        """Instructions of threads a second: four schedulers a multiprocessor, each a warp a clock."""
+        return self.multiprocessors * 4 * 32 * self.clock
+
+
+DEVICES = {90: Device("H200", 132, 4.3e12, 1.98e9), 100: Device("B200", 148, 6.9e12, 1.85e9)}
+
+
+class Prediction(NamedTuple):
+    """Of a launch: its seconds and what bounds them, and what of its code it follows from."""
+
+    seconds: float
+    limiter: str
+    instructions: float  # for each byte read
+    registers: int
+    programs: int  # that a multiprocessor holds
+    waves: float  # of programs
+
+
+def predict(launch: Launch, read: int, written: int, device: Device) -> Prediction:
+    """A launch that reads and writes so many bytes, if its code does."""
+    kernel = launch.kernel
+    threads, used = 32 * kernel.metadata.num_warps, resources(kernel)
+    hot = [(loop, *tile_bytes(loop)) for loop in loops(kernel)]
+    hot = [entry for entry in hot if entry[1]]
+    if not hot:
+        code = instructions(kernel)
+        hot = [(code, *tile_bytes(code))]
+    registers = -(-used["REG"] // 8) * 8
+    shared = SHARED_MEMORY[kernel.metadata.target.arch] // (kernel.metadata.shared + 1024)
+    programs = max(1, min(65536 // (registers * threads), 2048 // threads, shared, 32))
+    grid = math.prod(launch.grid)
+    waves = grid / (programs * device.multiprocessors)
+    if not any(loaded for _, loaded, _ in hot):
+        return Prediction(device.launch, "launch", 0.0, used["REG"], programs, waves)
+    busy = waves / math.ceil(waves) if waves > 1 else min(1.0, grid / device.multiprocessors)
+    resident = min(programs, grid / device.multiprocessors)
+    per_byte = sum(len(code) / loaded for code, loaded, _ in hot)
+    moved = read + (written if any(stored for *_, stored in hot) else 0)
+    in_flight = resident * threads * max(loaded for _, loaded, _ in hot) * device.multiprocessors
+    bounds = {
+        "bandwidth": moved / device.bandwidth,
+        "instructions": read * per_byte / device.issued / busy,
+        "bytes in flight": read * device.latency / in_flight,
+    }
+    limiter = max(bounds, key=lambda name: bounds[name])
+    return Prediction(bounds[limiter] + device.launch, limiter, per_byte, used["REG"], programs, waves)
+
+
+def _empty(rows: int, cols: int, seed: int) -> Tensor:
+    """In place of numbers that nothing reads."""
+    return torch.empty(rows, cols, dtype=torch.bfloat16)
+
+
+def rows_of(name: str, shape: tuple[int, int], capability: int) -> Iterator[dict[str, object]]:
+    """A row for a case at a shape: its launches together."""
+    case, device = CASES[name], DEVICES[capability]
+    with offline(capability) as launches, mock.patch.object(fused_cases, "_normal", _empty):
+        inputs = case.inputs(torch.empty(shape, dtype=torch.bfloat16))
+        arguments = case.arguments(*inputs)
+        launches.clear()  # making a state launches too
+        found = KERNELS[case.op](*arguments)
+        outputs = (found,) if isinstance(found, Tensor) else found
+        read, written = sum(x.nbytes for x in inputs), sum(x.nbytes for x in outputs)
+        predictions = [predict(launch, read, written, device) for launch in launches]
+    seconds = sum(prediction.seconds for prediction in predictions)
+    slowest = max(predictions, key=lambda prediction: prediction.seconds)
+    yield {
+        "op": name,
+        "shape": "x".join(map(str, shape)),
+        "device": device.name,
+        "us": f"{seconds * 1e6:.1f}",
+        "of_copy": f"{(case.reads * read + written) / device.bandwidth / seconds:.2f}",
+        "limiter": slowest.limiter,
+        "launches": len(predictions),
+        "instructions_a_byte": f"{slowest.instructions:.1f}",
+        "registers": slowest.registers,
+        "programs": slowest.programs,
+        "waves": f"{slowest.waves:.2f}",
+    }
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks predictions", description=__doc__)
+    parser.add_argument("--only", default="", help="cases whose name holds this")
+    parser.add_argument("--no-write", action="store_true", help="print only")
+    options = parser.parse_args(arguments)
+    rows = [
+        row
+        for capability in DEVICES
+        for name in CASES
+        for shape in SHAPES
+        if options.only in name
+        for row in rows_of(name, shape, capability)
+    ]
+    print(table(rows))
+    if not options.no_write and not options.only:
+        origin = {"triton": triton.__version__, "commit": commit()}
+        print(f"written to {write_results('predictions', rows, origin=origin)}")
+    aims = {"x".join(map(str, shape)): aim for shape, aim in AIMS.items()}
+    missed = [row for row in rows if float(str(row["of_copy"])) < aims[str(row["shape"])]]
+    for row in missed:
+        aim = aims[str(row["shape"])]
+        print(
+            f"MISSED: {row['op']} {row['shape']} {row['device']}: {row['of_copy']} of copy, aim {aim}: {row['limiter']}"
+        )
+    print(f"{len(rows) - len(missed)} of {len(rows)} predictions meet their aim")
+    return int(bool(missed))
