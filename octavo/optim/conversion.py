@@ -45,14 +45,12 @@ def change(
     Raises:
         ValueError: if a weight can't be kept so; nothing is changed then.
     """
-    before = optimizer.settings
     check_change(optimizer, settings, storage)
     optimizer.forget_kept()
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            _change(param, optimizer.state.get(param, {}), before, settings, storage, optimizer)
-            if param in storage:
-                stored(param)
+    for param in optimizer.all_params():
+        _change(optimizer, param, settings, storage)
+        if param in storage:
+            stored(param)
     optimizer.adopt(settings)
 
 
@@ -78,7 +76,14 @@ def _put(param: nn.Parameter, local: Tensor) -> None:
 def check_change(optimizer: CompactOptimizer, settings: Settings, storage: Mapping[nn.Parameter, Storage]) -> None:
     """Raise ValueError if the optimizer's weights can't be kept so; arguments as ``change``'s."""
     for param, granularity in storage.items():
-        _check_blocks(param, granularity)
+        ranks = 1
+        if on_this_rank(param) is not param and granularity not in (None, PerTensor()):
+            ranks = param.device_mesh.size(param.device_mesh.ndim - 1)  # type: ignore[attr-defined]
+        if ranks > 1 and param.shape[0] % (ranks * BLOCK):
+            raise ValueError(
+                f"a weight {tuple(param.shape)} can't be stored in blocks of 128 x 128 on {ranks} ranks: each needs "
+                "the same multiple of 128 rows; use a recipe with one scale a weight (dynamic, delayed)"
+            )
     targets = [
         (blank(param, storage[param], "meta") if param in storage else param, group)
         for group in optimizer.param_groups
@@ -87,18 +92,6 @@ def check_change(optimizer: CompactOptimizer, settings: Settings, storage: Mappi
     bounds = optimizer.will_bound(settings, any(local_stored(target) is not None for target, _ in targets))
     for target, group in targets:
         optimizer.check(target, group, settings, bounds)
-
-
-def _check_blocks(param: nn.Parameter, storage: Storage) -> None:
-    """Raise ValueError if blocks would reach over several ranks' shards."""
-    if on_this_rank(param) is param or storage in (None, PerTensor()):
-        return
-    ranks = param.device_mesh.size(param.device_mesh.ndim - 1)  # type: ignore[attr-defined]
-    if param.shape[0] % (ranks * BLOCK) and ranks > 1:
-        raise ValueError(
-            f"a weight {tuple(param.shape)} can't be stored in blocks of 128 x 128 on {ranks} ranks: each needs the "
-            "same multiple of 128 rows; use a recipe with one scale a weight (dynamic, delayed)"
-        )
 
 
 def blank(weight: Tensor, storage: Storage, device: Any = None) -> Tensor:
@@ -113,20 +106,15 @@ def blank(weight: Tensor, storage: Storage, device: Any = None) -> Tensor:
 
 
 def _change(
-    param: nn.Parameter,
-    state: dict[str, Any],
-    before: Settings,
-    after: Settings,
-    storage: Mapping[nn.Parameter, Storage],
-    optimizer: CompactOptimizer,
+    optimizer: CompactOptimizer, param: nn.Parameter, settings: Settings, storage: Mapping[nn.Parameter, Storage]
 ) -> None:
     """Change a weight and its state."""
     moves, is_sharded = param in storage, on_this_rank(param) is not param
-    if not state:
+    if not (state := optimizer.state.get(param)):
         if moves:
             store_anew(param, storage[param])
         return
-    before, after = before.in_state(state), after.in_state(state)
+    before, after = optimizer.settings.in_state(state), settings.in_state(state)
     old, _ = for_kernel(param, states.local(param.detach()), state, before)
     new_param: Any = param
     if moves:
