@@ -20,8 +20,8 @@ from torch.onnx import ops as onnx_ops
 from octavo.errors import ExportError
 from octavo.formats import format_of
 from octavo.granularity import ALL
-from octavo.kernels.activations import activation_of
 from octavo.kernels.arguments import CastSource, NormSource, Operands, Output, Scaling, no_codes, unpacking
+from octavo.nn.activation import activate
 from octavo.numerics import floor_power_of_two_by_comparison, scale_from_amax, scale_inv_from_scale
 
 BLOCKS_FROM = 21  # the opset in which QuantizeLinear got block_size and output_dtype
@@ -45,7 +45,8 @@ class _Lowering:
     def cast(self, source: CastSource, scaling: Scaling, output: Output) -> tuple[Tensor, ...]:
         if source.preactivation is not None or source.h_scale_inv is not None or output.column_sum:
             raise ExportError("a gradient can't be exported: call the model under torch.no_grad()")
-        codes, scale_inv, amax = self._quantized(_activated(source.x, source.activation), scaling)
+        y = activate(source.x, source.activation) if source.activation else source.x
+        codes, scale_inv, amax = self._quantized(y, scaling)
         return codes, no_codes(codes, codes.dtype), scale_inv, amax, source.x.new_empty(0)
 
     def norm_cast(self, source: NormSource, scaling: Scaling, output: Output) -> tuple[Tensor, ...]:
@@ -143,25 +144,3 @@ def _amax(x: Tensor, tile: Sequence[int]) -> Tensor:
         n_r = _tiles(rows, r)
         found = F.pad(found, (0, 0, 0, n_r * r - rows)).reshape(n_r, r, found.shape[1]).amax(1)
     return found
-
-
-def _activated(x: Tensor, activation: str) -> Tensor:
-    if not activation:
-        return x
-    function, gated = activation_of(activation)
-    if not gated:
-        return _value(x, function)
-    gate, up = x.chunk(2, dim=1)
-    return _value(gate, function) * up
-
-
-def _value(h: Tensor, function: str) -> Tensor:
-    if function == "squared_relu":
-        return F.relu(h).square()
-    if function == "quick_gelu":
-        return h * torch.sigmoid(1.702 * h)
-    if function == "gelu_tanh":
-        return F.gelu(h, approximate="tanh")
-    if function == "gelu":
-        return F.gelu(h)
-    return F.silu(h) if function == "silu" else F.relu(h)

@@ -4,9 +4,7 @@ import pytest
 import torch
 
 from octavo import kernels
-from octavo.export.lowering import _activated, _amax, _repeated
-from octavo.kernels.activations import ACTIVATIONS
-from octavo.kernels.reference.activation import produced
+from octavo.export.lowering import _amax, _repeated
 from octavo.numerics import floor_power_of_two, floor_power_of_two_by_comparison
 from tests.support.definitions import GRANULARITIES
 
@@ -16,12 +14,6 @@ from tests.support.definitions import GRANULARITIES
 def test_amax(shape, tile):
     x = torch.randn(shape)
     assert torch.equal(_amax(x, tile), kernels.amax(x, tile))
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_activations(activation):
-    h = 3 * torch.randn(50, 64)
-    torch.testing.assert_close(_activated(h, activation), produced(h, activation), rtol=1e-4, atol=1e-6)
 
 
 def test_scales_of_tiles_for_each_row():
