@@ -161,7 +161,8 @@ def under_ddp(mesh, recipe):
     model = built(MLP, recipe)
 
     def call(model, backend):
-        parallel = nn.parallel.DistributedDataParallel(torch.compile(model, backend=backend))
+        compiled = torch.compile(model, backend=backend)
+        parallel = nn.parallel.DistributedDataParallel(compiled, process_group=mesh.get_group())
         return lambda step: parallel(batch(MLP, 2 * step + dist.get_rank())[0]).square().mean()
 
     return counted(call, model, 4), torch.cat([p.grad.flatten() for p in model.parameters()]).tolist()
