@@ -118,16 +118,15 @@ def _configs() -> tuple[type, ...]:
 def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
     """Adds a flag for each field of a dataclass; its help is the field's, with the default."""
     group = parser.add_argument_group((config.__doc__ or config.__name__).splitlines()[0].rstrip("."))
-    hints = typing.get_type_hints(config)
     for field in dataclasses.fields(config):
-        flag, text = "--" + field.name.replace("_", "-"), field.metadata["help"]
-        if field.default is not None and hints[field.name] is not bool:
-            text += f" (default: {field.default})"
-        if hints[field.name] is bool:
+        flag, text, default = "--" + field.name.replace("_", "-"), field.metadata["help"], field.default
+        if default is False:
             group.add_argument(flag, action="store_true", help=text)
+        elif default is None:
+            group.add_argument(flag, type=Path, help=text, metavar="PATH")
         else:
-            kind = (typing.get_args(hints[field.name]) or (hints[field.name],))[0]  # of `Path | None` the first
-            group.add_argument(flag, type=kind, default=field.default, help=text, metavar=kind.__name__.upper())
+            kind, text = type(default), f"{text} (default: {default})"
+            group.add_argument(flag, type=kind, default=default, help=text, metavar=kind.__name__.upper())
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -197,15 +196,12 @@ def _config(options: argparse.Namespace, recipes: Sequence[str]) -> TrainConfig:
 
 def _settled(config: TrainConfig, options: argparse.Namespace, recipes: Sequence[str]) -> TrainConfig:
     """The options with the dtype that --dtype auto means, and the folder that a missing --out does."""
-    from octavo.train import TrainError
-    from octavo.train.checkpoint import RunFolder
-    from octavo.train.shard import device_name
-    from octavo.train.trainer import choose_device, settle_dtype
+    from octavo.train import TrainError, checkpoint, shard, trainer
 
-    config = settle_dtype(config, choose_device(device_name(config)), recipes)
+    config = trainer.settle_dtype(config, trainer.choose_device(shard.device_name(config)), recipes)
     names = [config.called(recipe) for recipe in recipes]
     out = config.run.out or _default_folder(options.name, config.run.resume)
-    if config.run.resume and not any(RunFolder(out / name).holds_run() for name in names):
+    if config.run.resume and not any(checkpoint.RunFolder(out / name).holds_run() for name in names):
         raise TrainError(f"nothing to resume: {out} holds no run of {', '.join(names)}; give the right --out")
     return dataclasses.replace(config, run=dataclasses.replace(config.run, out=out))
 
@@ -220,8 +216,7 @@ def _default_folder(command: str, resume: bool) -> Path:
 
 def _train(options: argparse.Namespace, arguments: list[str]) -> int:
     """Both `train`, of one recipe, and `compare`, of several."""
-    from octavo.train import compare, report, run
-    from octavo.train.shard import joined, require_one_process
+    from octavo.train import compare, report, run, shard
 
     compares = options.name == "compare"
     if compares:
@@ -229,8 +224,8 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
     recipes = options.recipes if compares else [options.recipe]
     config = _config(options, recipes)
     if compares:
-        require_one_process(config.ranks)
-    with joined(config) as ranks:
+        shard.require_one_process(config.ranks)
+    with shard.joined(config) as ranks:
         config = ranks.first(lambda: _settled(config, options, recipes))
         with _hooks(ranks.rank) as hooks:
             results = compare(config, recipes, hooks=hooks) if compares else [run(config, recipes[0], hooks=hooks)]
@@ -242,8 +237,7 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
 @contextlib.contextmanager
 def _hooks(rank: int) -> Iterator[Hooks]:
     """Shows progress. Ctrl-C and SIGTERM stop after the step; before there are steps, and a second Ctrl-C, at once."""
-    from octavo.train import Hooks
-    from octavo.train.progress import Progress, choose_progress
+    from octavo.train import Hooks, progress
 
     reached: set[str] = set()  # "steps" once there are some to stop after, "stop" once a signal has asked for it
     from_torchrun = "TORCHELASTIC_RUN_ID" in os.environ  # it passes on a Ctrl-C that ranks have seen already
@@ -257,8 +251,8 @@ def _hooks(rank: int) -> Iterator[Hooks]:
         reached.add("stop")
 
     with _signals_to(note, signal.SIGINT, signal.SIGTERM):
-        progress = choose_progress() if rank == 0 else Progress()
-        yield Hooks(lambda model: reached.add("steps"), should_stop=lambda: "stop" in reached, progress=progress)
+        shown = progress.choose_progress() if rank == 0 else progress.Progress()
+        yield Hooks(lambda model: reached.add("steps"), should_stop=lambda: "stop" in reached, progress=shown)
 
 
 def _stopped(result: RunResult, config: TrainConfig, arguments: list[str]) -> int:
@@ -301,10 +295,9 @@ def _export(options: argparse.Namespace, arguments: list[str]) -> int:
     import torch
 
     from octavo import export
-    from octavo.train import Batches, load_corpus, next_byte_loss
-    from octavo.train.trained import trained_model
+    from octavo.train import Batches, load_corpus, next_byte_loss, trained
 
-    model = trained_model(options.source)
+    model = trained.trained_model(options.source)
     corpus = load_corpus(options.data)
     corpus.require(model.config)
     tokens, targets = next(Batches(corpus, model.config.context, 16, 0).validation(16))
