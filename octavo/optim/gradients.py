@@ -31,14 +31,8 @@ class GradientStorage:
 
     def attach(self, params: Iterable[nn.Parameter]) -> None:
         """Keep the gradients of all of these parameters, and of no others; frozen ones have none."""
-        taking = weakref.WeakMethod(self._take)
-
-        def take(param: nn.Parameter) -> None:
-            method = taking()
-            if method is not None:
-                method(param)
-
-        hook_all(self._hooks, list(params), take)
+        own = weakref.WeakMethod(self._take)
+        hook_all(self._hooks, list(params), lambda param: None if (take := own()) is None else take(param))
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:

@@ -34,18 +34,12 @@ class Resolution:
             return Reading(torch.zeros(2, dtype=torch.float64))
         parts = list(self._sums.values())
         total = torch.stack([part.to(parts[0].device) for part in parts]).sum(0)
-        if (group := self._group()) is not None:
-            torch.distributed.all_reduce(total, group=group)
+        sharded = [param for param in self.params if getattr(param, "placements", None) is not None]
+        if sharded:
+            torch.distributed.all_reduce(total, group=group_of(sharded[0]))
         for part in parts:
             part.zero_()
         return Reading(total)
-
-    def _group(self) -> Any:
-        """Of the ranks that hold shards of the weights."""
-        for param in self.params:
-            if getattr(param, "placements", None) is not None:
-                return group_of(param)
-        return None
 
     def next_ratio(self) -> float | None:
         """End an interval of steps: the ratio of the one before it, whose sums have had its time to reach the host."""

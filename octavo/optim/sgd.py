@@ -70,11 +70,10 @@ class SGD(CompactOptimizer):
 
     def moments_of(self, moments: Any) -> tuple[Moment, ...]:
         """The momentum's, by its name or as it is."""
-        if isinstance(moments, str) and moments not in NAMED:
-            raise ValueError(f"moments={moments!r}: use {', '.join(map(repr, NAMED))} or an octavo.optim.Moment")
-        moment = NAMED[moments][0] if isinstance(moments, str) else moments
+        moment = NAMED.get(moments, (None,))[0] if isinstance(moments, str) else moments
         if not isinstance(moment, Moment):
-            raise TypeError(f"moments={moments!r}: use {', '.join(map(repr, NAMED))} or an octavo.optim.Moment")
+            error = ValueError if isinstance(moments, str) else TypeError
+            raise error(f"moments={moments!r}: use {', '.join(map(repr, NAMED))} or an octavo.optim.Moment")
         moment.check(second=False)
         return (moment,)
 

@@ -183,17 +183,17 @@ def holds(state: dict[str, Any], name: str) -> bool:
 
 def description(moments: tuple[Moment, ...], master: str | None, seed: int) -> dict[str, Any]:
     """How a state is to be read, in numbers and strings."""
-    return {"moments": [_described(moment) for moment in moments], "master": str(master), "seed": seed}
-
-
-def _described(moment: Moment) -> dict[str, Any]:
-    return {
-        "format": str(moment.format),
-        "root": moment.root,
-        "per_tensor": moment.granularity == PerTensor(),
-        "rounding": moment.rounding,
-        "scale": moment.scale,
-    }
+    described = [
+        {
+            "format": str(moment.format),
+            "root": moment.root,
+            "per_tensor": moment.granularity == PerTensor(),
+            "rounding": moment.rounding,
+            "scale": moment.scale,
+        }
+        for moment in moments
+    ]
+    return {"moments": described, "master": str(master), "seed": seed}
 
 
 def moment_from(described: dict[str, Any]) -> Moment:

@@ -83,7 +83,7 @@ class AdamStep:
     ) -> tuple[Tensor | None, ...]:
         """16 random bits an element for each moment and for the master, where these are rounded stochastically."""
         low, high = halves(draw(0)) if any(moment.stochastic for moment in moments) else (None, None)
-        return low, high, halves(draw(1))[0] if master_is_random else None
+        return low, high, draw(1).bitwise_and_(0xFFFF) if master_is_random else None
 
     def bound(self, amax: Tensor) -> Tensor:
         """The most that a master of this amax can be after the step."""
