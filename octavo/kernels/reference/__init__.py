@@ -1,15 +1,14 @@
-"""The reference kernels: the definition of every op, in plain torch, on any device; one file an op."""
+"""The reference kernels: the definition of every op, in plain torch, on any device."""
 
 from collections.abc import Callable
 from typing import Any
 
 from octavo.kernels.arguments import unpacking
 from octavo.kernels.reference.amax import amax
-from octavo.kernels.reference.cast import cast, cast_and_commit, cast_two_scalings
+from octavo.kernels.reference.cast import cast, cast_and_commit, cast_two_scalings, matmul_cast
+from octavo.kernels.reference.codes import dequantize
 from octavo.kernels.reference.delayed_update import delayed_update
-from octavo.kernels.reference.dequantize import dequantize
 from octavo.kernels.reference.matmul import matmul
-from octavo.kernels.reference.matmul_cast import matmul_cast
 from octavo.kernels.reference.multi_tensor_cast import multi_tensor_cast
 from octavo.kernels.reference.norm import norm_backward
 

@@ -85,17 +85,10 @@ def cast_in_chunks(
     scalings: Sequence[KnownScaling],
     column_sum: bool,
 ) -> tuple[list[Pair], Tensor]:
-    """Cast y [R, C] in one or two scalings.
+    """Cast y [R, C] of this shape in one or two scalings: (each one's result, column sums [C] float32, or [0]).
 
-    Args:
-        make: rows of y, float32, from their slice; a fresh tensor, which is overwritten.
-        shape: of y.
-        unit: chunks begin at multiples of it.
-        scalings: how.
-        column_sum: find the sums of columns.
-
-    Returns:
-        each scaling's result, and the sums [C] float32, or [0].
+    ``make`` gives rows of y, float32, from their slice, as a fresh tensor, which is overwritten. Chunks begin at
+    multiples of ``unit``.
     """
     chunks = row_slices(shape, math.lcm(unit, *(s.tile[0] for s in scalings if s.tile[0] != ALL)))
     sums: Tensor | None = None

@@ -76,6 +76,11 @@ def encode(
     return codes
 
 
+def dequantize(qdata: Tensor, scale_inv: Tensor, tile: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """``octavo::dequantize``."""
+    return decode(qdata, dtype, scale_inv, tile).contiguous()
+
+
 def decode(
     codes: Tensor,
     dtype: torch.dtype,

@@ -15,16 +15,7 @@ from octavo.kernels.reference.cast import cast
 
 
 def check_multi_tensor_cast(groups: Sequence[Sequence[Tensor]], tile: Sequence[int]) -> None:
-    """Refuse what one launch can't do.
-
-    Args:
-        groups: xs, qdata, transposed, scale_inv, amax, delayed_scales.
-        tile: the op's.
-
-    Raises:
-        ValueError: for another tile than (-1, -1) or a block of powers of two up to 128, for lists of several lengths,
-            tensors of several dtypes, or rows that are not contiguous.
-    """
+    """Refuse, by a ValueError, what one launch can't do; groups: the op's lists, in their order."""
     xs, qdata, transposed, scale_inv, amax, delayed_scales = groups
     lengths = [len(group) for group in (qdata, scale_inv, amax)]
     lengths += [len(group) for group in (transposed, delayed_scales) if group]

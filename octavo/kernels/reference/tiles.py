@@ -19,15 +19,9 @@ _BROADCASTS = (ALL, 1)
 
 
 def row_chunks(tile: Sequence[int], scale: Tensor | float | None, *tensors: Tensor) -> list[tuple[Any, ...]]:
-    """Split tensors between tiles into chunks of rows, with the part of ``scale`` that belongs to each.
+    """Chunks of rows, between tiles: (scale, *tensors) of each, the first as long as any other.
 
-    Args:
-        tile: (rows, columns) of a tile.
-        scale: [R / r, C / c], or one number, or None.
-        tensors: [R, C], whose size decides on the chunks, and others of R rows.
-
-    Returns:
-        (scale, *tensors) for each chunk, the first as long as any other.
+    scale is [R / r, C / c], or one number, or None. All tensors have R rows; the first's size decides on the chunks.
     """
     rows, cols = tensors[0].shape
     if rows * cols <= CHUNK:

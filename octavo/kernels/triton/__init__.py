@@ -7,8 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from octavo.kernels.arguments import unpacking
-from octavo.kernels.triton.amax import amax
-from octavo.kernels.triton.cast import cast, cast_and_commit, cast_two_scalings
+from octavo.kernels.triton.cast import amax, cast, cast_and_commit, cast_two_scalings
 from octavo.kernels.triton.delayed_update import delayed_update
 from octavo.kernels.triton.dequantize import dequantize
 from octavo.kernels.triton.launch import on_its_device

@@ -10,7 +10,7 @@ not both local to a program.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,12 +20,13 @@ from octavo.granularity import ALL
 from octavo.kernels.arguments import CastSource, Commit, Output, Scaling, sums_dtype
 from octavo.kernels.layouts import is_small_block
 from octavo.kernels.reference.activation import produced
+from octavo.kernels.reference.amax import amax as reference_amax
 from octavo.kernels.reference.cast import cast as reference_cast
 from octavo.kernels.reference.cast import cast_two_scalings as reference_cast_two_scalings
 from octavo.kernels.triton.cast_blocks import cast_by_block
 from octavo.kernels.triton.cast_input import CastInput, cast_input
 from octavo.kernels.triton.cast_rows import cast_by_row
-from octavo.kernels.triton.cast_tensor import cast_by_tensor
+from octavo.kernels.triton.cast_tensor import cast_by_tensor, find_amax
 from octavo.kernels.triton.delayed_update import update_of
 from octavo.kernels.triton.known_scales import committed
 from octavo.kernels.triton.tiles import Codes, Outputs
@@ -62,6 +63,19 @@ def cast_and_commit(source: CastSource, scaling: Scaling, commit: Commit, output
     sums = cast_by_tensor(given, scaling, out, output.column_sum, rolled, update)
     committed(delayed_scale, history, (amax_input is not None, amax_weight is not None, True))
     return q, t, out.scale_inv, sums
+
+
+def amax(x: Tensor, tile: Sequence[int]) -> Tensor:
+    """``octavo::amax``: of a tensor by a kernel of its own, of rows and blocks by those that cast."""
+    given, scaling = CastInput(x, *x.shape), NO_CODES._replace(tile=(tile[0], tile[1]))
+    if not given.fits(scaling.tile):
+        return reference_amax(x, tile)
+    out = given.outputs(scaling)
+    if scaling.tile == (ALL, ALL):
+        find_amax(given, out.amax)
+    else:
+        cast_by_tile(given, scaling, out, False)
+    return out.amax
 
 
 def _by_torch(

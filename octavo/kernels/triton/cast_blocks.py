@@ -25,16 +25,9 @@ from octavo.kernels.triton.tiles import (
 
 @triton.jit
 def store_blocks(tile, HALF: tl.constexpr, place, x, out, scaling: tl.constexpr, tiling: tl.constexpr):
-    """Write a tile [BR, BC] in one scaling: codes, scale_inv, amax.
+    """Write a float32 tile in one scaling, whose blocks divide it, to the Outputs out: codes, scale_inv, amax.
 
-    Args:
-        tile: float32.
-        HALF: which of the halves it belongs to, if two are written.
-        place: (group, strip) of the program.
-        x: what has R and C, of a half's size.
-        out: Outputs.
-        scaling: BlockScaling, whose blocks divide the tile.
-        tiling: Tiling.
+    HALF: which of two halves the tile belongs to; place: (group, strip) of the program; x has R and C, a half's.
     """
     ROWS: tl.constexpr = scaling.block[0]
     COLS: tl.constexpr = scaling.block[1]

@@ -208,14 +208,10 @@ def _work_of(
     chosen: Config,
     device: torch.device,
 ) -> _Work:
-    """What a launch reads first.
+    """The table of tensors at these addresses (of each of the op's lists) and of these sizes.
 
-    Args:
-        addresses: of xs, qdata, transposed, scale_inv, amax, delayed_scales; none of those that are left out.
-        sizes: a tensor's (R, C, row stride of x, of qdata, of transposed).
-        blocks: no program for a tensor without elements; else each has one, for its scale_inv.
-        chosen: the kernel's configuration.
-        device: where the tensors lie.
+    A tensor's sizes are (R, C, row stride of x, of qdata, of transposed). By blocks, one without elements has no
+    program; else it has one, for its scale_inv.
     """
     if is_capturing():
         raise RuntimeError("run the step once before capturing it in a CUDA graph: these tensors are new to octavo")

@@ -77,10 +77,8 @@ class _Norm(NamedTuple):
         if tile == (1, ALL):
             self.launch(norm_rows_kernel, "norm_cast", out.codes.t is not None, (out,), (rounding_of(scaling),))
         elif tile == (ALL, ALL) and delayed_scale is not None and scale_exists(delayed_scale, scaling.role):
-            arguments, constants = (
-                (out, delayed_scale, workspace(given.x, 2)),
-                (scaling.role, rounding_of(scaling).e5m2),
-            )
+            arguments = out, delayed_scale, workspace(given.x, 2)
+            constants = scaling.role, rounding_of(scaling).e5m2
             self.launch(norm_tensor_kernel, "norm_cast", out.codes.t is not None, arguments, constants)
         else:
             self.find_statistics(out.amax if tile == (ALL, ALL) else None)
@@ -118,15 +116,9 @@ class _Norm(NamedTuple):
         constants: Sequence[Any],
         blocks: Sequence[Tile] = (),
     ) -> None:
-        """Launch a kernel of norm_kernels.py.
+        """Launch a kernel of norm_kernels.py, by a configuration of this name, with its own arguments and constants.
 
-        Args:
-            kernel: which.
-            name: its configuration's.
-            transposes: whether it writes codes transposed.
-            arguments: its own, from ``out`` on.
-            constants: all but the first and the last.
-            blocks: (rows, columns) that share a scale, of one or two scalings: a tile is to hold them whole.
+        A tile is to hold whole blocks: (rows, columns) that share a scale, of one or two scalings.
         """
         x, rows, cols, norm, function, *_ = self.given
         name = name if not transposes and x.stride(1) == 1 else f"{name}_transpose"

@@ -55,65 +55,53 @@ def norm_backward_kernel(
     ZERO_CENTERED: tl.constexpr,
     tiling: tl.constexpr,  # Tiling
 ):
-    """Rows that fit a tile, which keeps the parts in registers."""
+    """dx, and each program's parts of dgamma and dbeta.
+
+    Of rows that fit a tile the parts stay in registers. Longer ones are read twice, and their parts grow in memory.
+    """
+    program = tl.program_id(0)
     programs = tl.num_programs(0)
     cols = tl.arange(0, tiling.block_c)
     count = tl.full([tiling.block_r], x.C, tl.float32)
-    dgamma = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
-    dbeta = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
-    for first in range(tl.program_id(0) * tiling.block_r, x.R, programs * tiling.block_r):
-        rows = first + tl.arange(0, tiling.block_r)
-        gradient, n, w, rstd = normalised_rows(dy, x, norm, rows, cols, ZERO_CENTERED, tiling.even)
-        dgamma += gradient * n
-        if WITH_BETA:
-            dbeta += gradient
-        mean_wn = tl.math.div_rn(tl.sum(w * n, 1), count)
-        mean_w = tl.full([tiling.block_r], 0.0, tl.float32)
-        if norm.mean is not None:
-            mean_w = tl.math.div_rn(tl.sum(w, 1), count)
-        store_dx(w, n, mean_wn, mean_w, rstd, residual, dx_ptr, x, rows, cols, tiling.even)
-    tl.store(parts_ptr + tl.program_id(0) * x.C + cols, tl.sum(dgamma, 0), mask=cols < x.C)
-    if WITH_BETA:
-        tl.store(parts_ptr + (programs + tl.program_id(0)) * x.C + cols, tl.sum(dbeta, 0), mask=cols < x.C)
-
-
-@triton.jit
-def norm_backward_long_kernel(
-    dy,
-    x,
-    residual,  # Source, or None
-    norm,
-    dx_ptr,
-    parts_ptr,  # [1 or 2, programs, C]: of dgamma, and of dbeta
-    WITH_BETA: tl.constexpr,
-    ZERO_CENTERED: tl.constexpr,
-    tiling: tl.constexpr,  # Tiling
-):
-    """Rows of any length, read again from the cache; the parts grow where they are written."""
-    program = tl.program_id(0)
-    programs = tl.num_programs(0)
-    count = tl.full([tiling.block_r], x.C, tl.float32)
-    for first in range(program * tiling.block_r, x.R, programs * tiling.block_r):
-        rows = first + tl.arange(0, tiling.block_r)
-        sums_wn = tl.full([tiling.block_r, tiling.block_c // tiling.fold], 0.0, tl.float32)
-        sums_w = tl.full([tiling.block_r, tiling.block_c // tiling.fold], 0.0, tl.float32)
-        for start in range(0, x.C, tiling.block_c):
-            cols = start + tl.arange(0, tiling.block_c)
-            _, n, w, _ = normalised_rows(dy, x, norm, rows, cols, ZERO_CENTERED, tiling.even)
-            sums_wn += fold_sum(w * n, tiling.fold)
-            if norm.mean is not None:
-                sums_w += fold_sum(w, tiling.fold)
-        mean_wn = tl.math.div_rn(tl.sum(sums_wn, 1), count)
-        mean_w = tl.math.div_rn(tl.sum(sums_w, 1), count)
-        for start in range(0, x.C, tiling.block_c):
-            cols = start + tl.arange(0, tiling.block_c)
+    dgamma_ptr = parts_ptr + program * x.C
+    dbeta_ptr = parts_ptr + (programs + program) * x.C
+    if tiling.one_tile:
+        dgamma = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
+        dbeta = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
+        for first in range(program * tiling.block_r, x.R, programs * tiling.block_r):
+            rows = first + tl.arange(0, tiling.block_r)
             gradient, n, w, rstd = normalised_rows(dy, x, norm, rows, cols, ZERO_CENTERED, tiling.even)
-            written = tl.where(first == program * tiling.block_r, 0, x.C)  # nothing yet, the first time
-            grow(parts_ptr + program * x.C, tl.sum(gradient * n, 0), cols, written, x.C)
+            dgamma += gradient * n
             if WITH_BETA:
-                grow(parts_ptr + (programs + program) * x.C, tl.sum(gradient, 0), cols, written, x.C)
+                dbeta += gradient
+            mean_wn = tl.math.div_rn(tl.sum(w * n, 1), count)
+            mean_w = tl.full([tiling.block_r], 0.0, tl.float32)
+            if norm.mean is not None:
+                mean_w = tl.math.div_rn(tl.sum(w, 1), count)
             store_dx(w, n, mean_wn, mean_w, rstd, residual, dx_ptr, x, rows, cols, tiling.even)
-        tl.debug_barrier()  # another thread may read what this one has written
+        tl.store(dgamma_ptr + cols, tl.sum(dgamma, 0), mask=cols < x.C)
+        if WITH_BETA:
+            tl.store(dbeta_ptr + cols, tl.sum(dbeta, 0), mask=cols < x.C)
+    else:
+        for first in range(program * tiling.block_r, x.R, programs * tiling.block_r):
+            rows = first + tl.arange(0, tiling.block_r)
+            sums_wn = tl.full([tiling.block_r, tiling.block_c // tiling.fold], 0.0, tl.float32)
+            sums_w = tl.full([tiling.block_r, tiling.block_c // tiling.fold], 0.0, tl.float32)
+            for start in range(0, x.C, tiling.block_c):
+                _, n, w, _ = normalised_rows(dy, x, norm, rows, start + cols, ZERO_CENTERED, tiling.even)
+                sums_wn += fold_sum(w * n, tiling.fold)
+                if norm.mean is not None:
+                    sums_w += fold_sum(w, tiling.fold)
+            mean_wn = tl.math.div_rn(tl.sum(sums_wn, 1), count)
+            mean_w = tl.math.div_rn(tl.sum(sums_w, 1), count)
+            for start in range(0, x.C, tiling.block_c):
+                gradient, n, w, rstd = normalised_rows(dy, x, norm, rows, start + cols, ZERO_CENTERED, tiling.even)
+                written = tl.where(first == program * tiling.block_r, 0, x.C)  # nothing yet, the first time
+                grow(dgamma_ptr, tl.sum(gradient * n, 0), start + cols, written, x.C)
+                if WITH_BETA:
+                    grow(dbeta_ptr, tl.sum(gradient, 0), start + cols, written, x.C)
+                store_dx(w, n, mean_wn, mean_w, rstd, residual, dx_ptr, x, rows, start + cols, tiling.even)
+            tl.debug_barrier()  # another thread may read what this one has written
 
 
 @triton.jit
@@ -168,8 +156,7 @@ def norm_backward(gradient: NormGradient) -> tuple[Tensor, Tensor, Tensor]:
     residual_source = None if residual is None else Source(residual, rows, cols, *residual.stride())
     constants = with_beta, zero_centered, Tiling(even, block_r, block_c, one_tile=one_tile, fold=16 // x.element_size())
     arguments = dy_source, Source(x, rows, cols, *x.stride()), residual_source, norm, dx, parts, *constants
-    kernel = norm_backward_kernel if one_tile else norm_backward_long_kernel
-    launch(kernel, programs, arguments, num_warps, enable_fp_fusion=True)
+    launch(norm_backward_kernel, programs, arguments, num_warps, enable_fp_fusion=True)
     _sum_parts(parts, dgamma, dbeta)
     return dx, dgamma, gamma.new_empty(0) if dbeta is None else dbeta
 
