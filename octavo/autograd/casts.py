@@ -89,7 +89,8 @@ def _cast(
         laid = _cast(x_RC.t(), cast, state, role, (pad, False), True, False)
         return Operands(None, laid.as_is, laid.amax)
     delayed_scale = state.scale if state is not None and cast.is_delayed else None
-    q_RC, q_CR, scale_inv, amax, sums = kernels.cast(x_RC, delayed_scale, role, *_how(cast, not as_is), lays, *extras)
+    how = cast.arguments if as_is else cast.arguments_transposed
+    q_RC, q_CR, scale_inv, amax, sums = kernels.cast(x_RC, delayed_scale, role, *how, lays, *extras)
     whole = cast.tile == (ALL, ALL)  # one scale is its own transpose
     return Operands(
         (q_RC, scale_inv) if as_is else None,
@@ -99,15 +100,10 @@ def _cast(
     )
 
 
-def _how(cast: Cast, transposed: bool = False) -> tuple[Any, ...]:
-    """A cast as the ops take it, whose tile is that of the tensor as it lies; ``transposed``: the cast's is not."""
-    return cast.format.dtype, cast.tile[::-1] if transposed else cast.tile, cast.power_of_two, cast.margin
-
-
 def _cast_two_scalings(x_RC: Tensor, first: Cast, second: Cast, extras: Extras) -> Operands:
     lays = needs_transposed_codes(x_RC.device)
     q_RC, scale_inv, q2, scale_inv2, sums = kernels.cast_two_scalings(
-        x_RC, *_how(first), *_how(second, True), lays, *extras
+        x_RC, *first.arguments, *second.arguments_transposed, lays, *extras
     )
     pair = (q2, scale_inv2) if lays else (q2.t(), scale_inv2.t())
     return Operands((q_RC, scale_inv), pair, None, sums if extras[1] else None)
@@ -164,15 +160,6 @@ class Norm(NamedTuple):
     zero_centered: bool
 
 
-class Normalised(NamedTuple):
-    """A norm's output y: its pairs, in high precision where it was asked for, and the statistics of its input."""
-
-    operands: Operands
-    y: Tensor | None
-    mean: Tensor
-    rstd: Tensor
-
-
 def cast_norm(
     x_TK: Tensor,
     gamma: Tensor,
@@ -182,11 +169,13 @@ def cast_norm(
     transposed: bool,
     state: State | None,
     keep: bool,
-) -> Normalised:
+) -> tuple[Operands, Tensor | None, Tensor, Tensor]:
     """Normalise x [T, K] and cast the result as the input of products, without writing it in between.
 
-    Gamma and beta are [K]. The recipe's ``output`` must be in FP8; ``transposed``: grad_weight will need the input;
-    ``keep``: return y too.
+    Gamma and beta are [K]. The recipe's ``output`` must be in FP8; ``transposed``: grad_weight will need the input.
+
+    Returns:
+        the pairs, the norm's output y in high precision if it is to be kept, and its rows' mean and rstd.
     """
     casts, pad = recipe.input_casts, _pad(x_TK, recipe)
     first, second = casts.as_is, casts.transposed if transposed else None
@@ -195,14 +184,14 @@ def cast_norm(
     apart = second is not None and not casts.once
     if second is not None and apart and not first.is_delayed and not second.is_delayed:
         q, scale_inv, q2, scale_inv2, mean, rstd, y = kernels.norm_cast_two_scalings(
-            x_TK, gamma, beta, *norm, *_how(first), *_how(second, True), lays, pad, keep
+            x_TK, gamma, beta, *norm, *first.arguments, *second.arguments_transposed, lays, pad, keep
         )
         pair = (q2, scale_inv2) if lays else (q2.t(), scale_inv2.t())
-        return Normalised(Operands((q, scale_inv), pair), y if keep else None, mean, rstd)
+        return Operands((q, scale_inv), pair), y if keep else None, mean, rstd
     delayed_scale = state.scale if state is not None and first.is_delayed else None
     lays = lays and second is not None and not apart
     q, q_t, scale_inv, amax, mean, rstd, y = kernels.norm_cast(
-        x_TK, gamma, beta, *norm, delayed_scale, INPUT, *_how(first), lays, pad, keep or apart
+        x_TK, gamma, beta, *norm, delayed_scale, INPUT, *first.arguments, lays, pad, keep or apart
     )
     found, laid = amax if first.is_delayed else None, None
     if second is not None and apart:  # one is Delayed, the other not
@@ -210,4 +199,4 @@ def cast_norm(
         found = other_amax if found is None else found
     elif second is not None:
         laid = q_t if lays else q.t(), scale_inv.t()
-    return Normalised(Operands((q, scale_inv), laid, found), y if keep else None, mean, rstd)
+    return Operands((q, scale_inv), laid, found), y if keep else None, mean, rstd

@@ -100,11 +100,8 @@ def packed(pair: Pair | None, cast: Cast | None, refilled: bool = False) -> tupl
     return q, scale_inv.to(torch.float8_e8m0fnu) if blocks and cast.power_of_two else scale_inv
 
 
-class GradOutput(NamedTuple):
-    """A layer's grad_output: its pairs, and itself where a gradient still reads it in high precision."""
-
-    operands: Operands
-    wide: Tensor | None
+# a layer's grad_output: its pairs, and itself where a gradient still reads it in high precision
+GradOutput = tuple[Operands, Tensor | None]
 
 
 def cast_gradient(
@@ -126,8 +123,8 @@ def cast_gradient(
     g = cast_grad_output(grad_TN, recipe, needs_dx, needs_dw, plan.state, amax, needs_db, activation)
     products = (needs_dx and recipe.grad_input is None) or (needs_dw and recipe.grad_weight is None)
     if not products and (not needs_db or g.column_sum is not None):
-        return GradOutput(g, None)
-    return GradOutput(g, unrounded(grad_TN, *activation).to(plan.dtypes[0]) if activation else grad_TN)
+        return g, None
+    return g, unrounded(grad_TN, *activation).to(plan.dtypes[0]) if activation else grad_TN
 
 
 def unrounded(

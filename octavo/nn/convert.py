@@ -191,7 +191,7 @@ def _modules(model: nn.Module) -> list[tuple[str, RecipeModule]]:
 
 
 def _refuse_shards(model: nn.Module, what: str) -> None:
-    """Raise ValueError if a module's weight lives in FP8 and is sharded: FSDP2 would keep the one that it has."""
+    """Raise ValueError if a weight lives in FP8 and is sharded: FSDP2 would go on with the shard that it has."""
     for name, module in model.named_modules():
         weight = weight_of(module)
         if local_stored(weight) is not None and not isinstance(weight, StoredWeight):

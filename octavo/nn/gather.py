@@ -73,13 +73,13 @@ class Gather:
             self.group.add(module)
 
     def forget(self) -> None:
-        """Drop what was cast, of another recipe or parameter."""
+        """Drop codes and scales that were cast by another recipe, or from another parameter."""
         self.codes: Tensor | None = None  # uint8 [rows on each rank, K]: what the shard was cast into
         self.scale = self.amax = torch.empty(0)  # of the whole weight, [1] and [1, 1], if it is cast per tensor
         self.scale_inv = torch.empty(0)  # [1, 1], or of the shard's blocks
         self._way: Way | None = None
-        self._seen: tuple[Any, ...] = ()  # the key of the weight that a forward in training read last
-        self._ready: tuple[Any, ...] | None = None  # what has to be the same for the codes to serve one more forward
+        self._seen: tuple[Any, ...] = ()  # the weight's key when a forward in training read it last
+        self._ready: tuple[Any, ...] | None = None  # the codes' key when another weight's gather has just cast them
         self.delayed_scale: Tensor | None = None  # [3], of this forward; None: the weight's own amax gives its scale
         self._step_scale: Tensor | None = None  # [3], of all micro-batches of this step
         self.generation += 1
@@ -131,24 +131,24 @@ class Gather:
 
     # --- when a forward reads the weight ------------------------------------------------------------------------------
 
-    def _key(self, module: Any) -> tuple[Any, ...]:
-        """What moves when the weight is known to have been written, on every rank alike."""
+    def _weight_key(self, module: Any) -> tuple[Any, ...]:
+        """Changes when the weight is known to have been written; on all ranks at the same time."""
         parameter = self.parameter
         versions = parameter._version, on_this_rank(parameter)._version
         return OPTIMIZER_STEPS.of(parameter), versions, self.generation, id(module.recipe)
 
-    def _served(self, module: Any) -> tuple[Any, ...]:
-        """What has to be the same for codes to serve a forward; every rank finds it alike, never by values."""
+    def _codes_key(self, module: Any) -> tuple[Any, ...]:
+        """The codes serve forwards until this changes. No value of a weight is in it, so all ranks decide alike."""
         assert self.group is not None
-        return self.group.backwards, module.training, self._key(module)
+        return self.group.backwards, module.training, self._weight_key(module)
 
     def _accumulates(self) -> bool:
-        """Whether the weight has a gradient already, which this micro-batch adds to; without sync it is unsharded."""
+        """Whether this micro-batch adds to a gradient: the unsharded weight has it where FSDP2 does not sync."""
         unsharded = None if self.unsharded is None else self.unsharded()
         return self.parameter.grad is not None or (unsharded is not None and unsharded.grad is not None)
 
     def begin(self, module: Any) -> None:
-        """Note that a forward is about to read the weight.
+        """Note that a forward of the module is about to read the weight.
 
         If this is its step's first in training, Delayed takes its scale anew and its backward rolls the amax.
         """
@@ -156,7 +156,7 @@ class Gather:
         if not module.training:
             self.delayed_scale = None  # as an unsharded layer: evaluation takes the weight's own amax
             return
-        key = self._key(module)
+        key = self._weight_key(module)
         if self._seen == key and self._accumulates():
             self.delayed_scale = self._step_scale
             return
@@ -166,11 +166,11 @@ class Gather:
             self.delayed_scale = self._step_scale = module.delayed_scale.clone()
 
     def begin_in_fp8(self, module: Any, mesh: Any) -> bool:
-        """``begin``, if the weight is sharded over this mesh and gathered in FP8; whether it is."""
+        """Whether the weight is sharded over this mesh and gathered in FP8; if so, ``begin``."""
         if self.parameter is None or self.parameter.device_mesh != mesh or self.way(module).kind != IN_FP8:
             return False
         self.begin(module)
-        self._ready = self._served(module)
+        self._ready = self._codes_key(module)
         return True
 
     def read(self, weight: GatheredWeight, module: Any) -> bool:
@@ -235,17 +235,17 @@ class Gather:
         return _send_codes(sent, scale_inv, has_scale, amax, module.recipe, outer_size, cast.format.dtype)
 
     def _refresh(self, module: Any, mesh: Any, for_backward: bool) -> None:
-        """Cast the group's shards anew for a forward, unless they were for another of its weights."""
+        """Cast all shards of the group, unless the gather of another weight for the same forward has done so."""
         assert self.group is not None
         if for_backward and self.codes is not None:
             self.group.backwards += 1
             return
-        if self._ready != self._served(module):
+        if self._ready != self._codes_key(module):
             self.group.refresh(self, mesh)
         self._ready = None
 
     def _cast_after(self, module: Any, shape: torch.Size) -> After:
-        """The second hook, of a weight that is cast when it is whole."""
+        """The second hook where every rank casts the whole weight."""
         recipe = module.recipe
 
         def after(outputs: tuple[Tensor, ...], dtype: torch.dtype, out: Any) -> Any:
@@ -273,7 +273,7 @@ def _send_codes(
     shape: torch.Size,
     code_dtype: torch.dtype,
 ) -> tuple[tuple[Tensor, ...], After]:
-    """What this rank sends of codes, and the second hook. ``has_scale``: it knows all rows' scale_inv already."""
+    """(What this rank sends, the second hook). ``has_scale``: all ranks have the whole weight's scale_inv already."""
 
     def after(outputs: tuple[Tensor, ...], dtype: torch.dtype, out: Any) -> Any:
         q = outputs[0][: shape[0]].view(code_dtype)
@@ -286,14 +286,14 @@ def _send_codes(
 
 
 def _amax_or_none(amax: Tensor | None, like: Tensor) -> Tensor:
-    """The amax beside a gathered weight; where no rule asks for one an empty tensor."""
+    """The amax to gather beside a weight: an empty tensor where no rule asks for one."""
     return like.new_empty(0, dtype=torch.float32) if amax is None else amax.to(like.device)
 
 
 def _gathered(
     tensors: GatheredTensors, recipe: Any, shape: torch.Size, dtype: torch.dtype, received: Tensor, out: Any
 ) -> Any:
-    """What FSDP2's second hook returns: the weight, and those of its tensors that lie in other storage than FSDP2's."""
+    """What the second hook returns: the weight, and the tensors that FSDP2 has to free besides what it ``received``."""
     if out is not None:
         return out.refill(tensors)
     own = {codes.untyped_storage().data_ptr(): codes for codes in (tensors.qdata, tensors.transposed_qdata)}

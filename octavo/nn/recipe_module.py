@@ -57,7 +57,7 @@ class RecipeModule(nn.Module):
             warn_once_if_emulated(device)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """As any module's, but a recipe is checked and brings what it needs.
+        """As any module's, but ``recipe`` is checked, and makes the state that it needs.
 
         A weight that FSDP2 has just sharded learns to be gathered in FP8 (nn/gather.py). Delayed state that leaves the
         meta device begins empty: what transformers' from_pretrained sets in its place is memory that nobody wrote.
@@ -108,7 +108,7 @@ class RecipeModule(nn.Module):
 
     @property
     def weight_scale_inv(self) -> Tensor:
-        """Of a weight that lives in FP8 its scale_inv, on this rank; torch.distributed.checkpoint asks for each key.
+        """This rank's scale_inv of a weight that lives in FP8: torch.distributed.checkpoint reads each key so.
 
         Raises:
             AttributeError: for a weight in high precision.
@@ -119,7 +119,7 @@ class RecipeModule(nn.Module):
         return stored.scale_inv
 
     def before_gather(self, shard: Tensor, mesh: Any, outer_size: torch.Size, mp_policy: Any) -> Any:
-        """FSDP2's hook asks here what to send of the weight; see nn/gather.py."""
+        """What FSDP2's hook is to send of the weight; see nn/gather.py."""
         return self.gather.before(self, shard, mesh, outer_size, mp_policy)
 
     def notice_writes(self, weight: Tensor, local: Tensor) -> None:
@@ -246,7 +246,7 @@ class RecipeModule(nn.Module):
 
 
 def _move(weight: Any, fn: Callable[[Tensor], Tensor]) -> None:
-    """Module._apply of a stored weight and its gradient; the parameter stays the same object."""
+    """What Module._apply does, to a stored weight and its gradient; the parameter stays the same object."""
     with torch.no_grad():
         moved = fn(weight)
         if moved is weight:

@@ -94,6 +94,12 @@ class Cast:
     power_of_two: bool = False
     margin: int = 0
 
+    # derived once, read by every cast
+    tile: Tile = field(init=False, repr=False, compare=False)  # the granularity's
+    is_delayed: bool = field(init=False, repr=False, compare=False)
+    arguments: tuple[Any, ...] = field(init=False, repr=False, compare=False)  # as the cast ops take them
+    arguments_transposed: tuple[Any, ...] = field(init=False, repr=False, compare=False)  # of the operand's transpose
+
     def __post_init__(self) -> None:
         for name, kind in (("format", Format), ("granularity", Granularity), ("rule", (Dynamic, Delayed))):
             if not isinstance(getattr(self, name), kind):
@@ -102,27 +108,16 @@ class Cast:
             raise ValueError(
                 f"Cast: margin={self.margin!r} must be an integer from 0 to 64 (the scale is divided by 2^margin)"
             )
-        if self.is_delayed and self.granularity != PerTensor():
+        tile, delayed = self.granularity.tile, isinstance(self.rule, Delayed)
+        if delayed and self.granularity != PerTensor():
             raise ValueError(
                 f"Cast: a Delayed rule keeps one scale a role, so it needs PerTensor(), not {self.granularity}"
             )
         if isinstance(self.granularity, PerRow) and self.granularity.dim != -1:
             raise ValueError("Cast: an operand is laid with the contracted dimension last, so its rows are PerRow()")
-
-    @property
-    def tile(self) -> Tile:
-        """The granularity's tile."""
-        return self.granularity.tile
-
-    @property
-    def is_delayed(self) -> bool:
-        """Whether its scale comes from earlier tensors."""
-        return isinstance(self.rule, Delayed)
-
-    @property
-    def takes_padding(self) -> bool:
-        """Whether padding the contraction to a multiple of 16 adds no tile."""
-        return self.tile[1] == ALL or self.tile[1] % 16 == 0
+        dtype, scale = self.format.dtype, (self.power_of_two, self.margin)
+        arguments = {"arguments": (dtype, tile, *scale), "arguments_transposed": (dtype, tile[::-1], *scale)}
+        vars(self).update(tile=tile, is_delayed=delayed, **arguments)
 
     def __repr__(self) -> str:
         power_of_two = ", power_of_two=True" if self.power_of_two else ""
@@ -215,7 +210,7 @@ class Recipe:
         casts = tuple(RoleCasts(*pair, once=_coincide(*pair)) for pair in casts_by_role.values())
         vars(self).update(  # derived once, read on every forward
             casts=casts,
-            pads=all(cast is None or cast.takes_padding for pair in casts for cast in pair[:2]),
+            pads=all(cast is None or _takes_padding(cast) for pair in casts for cast in pair[:2]),
             is_high_precision=not any(getattr(self, product) for product in PRODUCTS),
             delayed=next(iter(rules), None),
             delayed_update=_delayed_update(delayed),
@@ -258,6 +253,11 @@ def _coincide(as_is: Cast | None, transposed: Cast | None) -> bool:
         return False
     alike = as_is.granularity.transposed() == transposed.granularity
     return alike and replace(as_is, granularity=transposed.granularity) == transposed
+
+
+def _takes_padding(cast: Cast) -> bool:
+    """Whether padding the contraction to a multiple of 16 adds no tile."""
+    return cast.tile[1] == ALL or cast.tile[1] % 16 == 0
 
 
 def _delayed_update(delayed: list[list[Cast]]) -> DelayedUpdate:

@@ -211,7 +211,7 @@ class GatheredWeight(Facade):
         return GatheredWeight(self.tensors(), self.shape, self.dtype, self.casts)
 
     def tensors(self) -> GatheredTensors:
-        """What it is made of."""
+        """The tensors behind it."""
         return GatheredTensors(*(getattr(self, name) for name in GatheredTensors._fields))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -326,7 +326,7 @@ def _fsdp_params(model: nn.Module) -> list[tuple[Any, Any]]:
 
 
 def _private(read: Callable[[], Any]) -> Any:
-    """What is read of torch's private parts.
+    """What ``read`` reads of torch's private attributes.
 
     Raises:
         OctavoError: where this torch has them no more.
