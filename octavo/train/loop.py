@@ -19,7 +19,7 @@ from octavo.scaling.recipe_map import RecipeMap
 from octavo.schedule import Switch
 from octavo.train.checkpoint import Content, Identity, Row, RunFolder, ShardedFolder
 from octavo.train.config import ALONE, BASELINE, ModelConfig, TrainConfig, check_recipe
-from octavo.train.data import Batches, Corpus, load_corpus
+from octavo.train.data import Corpus, load_corpus
 from octavo.train.errors import DivergedError, TrainError, train_errors
 from octavo.train.model import GPT
 from octavo.train.progress import Progress, in_words
@@ -142,7 +142,7 @@ def run(
     """
     if isinstance(recipe, str):
         check_recipe(recipe)
-    shared = _Shared(config, [recipe], corpus, hooks, ranks or ranks_of(config.ranks))
+    shared = _Shared(config, [recipe], corpus, hooks or Hooks(), ranks or ranks_of(config.ranks))
     if name is None:
         own = recipe.default if isinstance(recipe, RecipeMap) else recipe
         name = shared.config.called(own) if isinstance(own, str) else own.name
@@ -172,7 +172,7 @@ def compare(
     """
     recipes = [check_recipe(name) for name in recipes]
     require_one_process(config.ranks)
-    shared = _Shared(config, recipes, corpus, hooks, Ranks())
+    shared = _Shared(config, recipes, corpus, hooks or Hooks(), Ranks())
     names = list(dict.fromkeys(shared.config.called(name) for name in recipes))
     for name in names:
         shared.rehearse(name)
@@ -193,16 +193,10 @@ class _Shared:
     """What the runs of a comparison have in common. The config's dtype is settled."""
 
     def __init__(
-        self,
-        config: TrainConfig,
-        recipes: Collection[object],
-        corpus: Corpus | None,
-        hooks: Hooks | None,
-        ranks: Ranks,
+        self, config: TrainConfig, recipes: Collection[object], corpus: Corpus | None, hooks: Hooks, ranks: Ranks
     ) -> None:
         """Load the text, settle the dtype, and check that the model fits the device and the text holds its windows."""
-        self.hooks, self.ranks = hooks or Hooks(), ranks
-        self.progress = self.hooks.progress
+        self.hooks, self.progress, self.ranks = hooks, hooks.progress, ranks
         require_parts(config, ranks)
         with train_errors():
             config.require_phases(recipes)
@@ -226,7 +220,7 @@ class _Shared:
     def rehearse(self, name: str) -> None:
         """Raise TrainError for options that a recipe can't have, by a tiny model: nothing trains for minutes before."""
         model = build_model(ModelConfig(2, 1, 1, 1), name, 0, self.config.state).to(self.device)
-        Trainer(self.config, model, Batches(self.corpus, 1, 1, 0), Ranks(), recipe_named(name))
+        Trainer(self.config, model, self.corpus, Ranks(), recipe_named(name))
 
     def say_first(self, names: Collection[str]) -> None:
         """Says what is trained, where, and in which dtype."""
@@ -275,11 +269,10 @@ class _Run:
         if not self.steps_ahead:
             return self.result
         config, ranks, device = self.shared.config, self.shared.ranks, self.shared.device
-        batches = Batches(self.shared.corpus, config.model.context, config.data.batch, config.run.seed)
         with ranks.together():
             model = build_model(config.model, self.recipe, config.run.seed, config.state).to(device)
         with lost_ranks():
-            self.trainer = Trainer(config, model, batches, ranks, recipe_named(self.recipe))
+            self.trainer = Trainer(config, model, self.shared.corpus, ranks, recipe_named(self.recipe))
         if self.folder is not None and self.saved is not None:
             self.trainer.load(self.folder, self.saved)
         self.later, self.forecast_at = later, len(self.rows) + FORECAST_AFTER

@@ -30,7 +30,7 @@ from octavo.train.config import (
     check_recipe,
     or_none,
 )
-from octavo.train.data import Batches
+from octavo.train.data import Batches, Corpus
 from octavo.train.errors import CheckpointError, TrainError, train_errors
 from octavo.train.model import GPT, HEAD, next_byte_loss
 from octavo.train.phases import phases_of
@@ -137,7 +137,7 @@ class Trainer:
     Args:
         config: all options.
         model: on its device, converted.
-        batches: what it trains on.
+        corpus: what it trains on.
         ranks: who trains; the model is the same on each, and is sharded or replicated here (default: this process).
         recipe: the model's, of which the config's schedule makes its phases; None: it has no FP8 and no phases.
     """
@@ -146,13 +146,13 @@ class Trainer:
         self,
         config: TrainConfig,
         model: GPT,
-        batches: Batches,
+        corpus: Corpus,
         ranks: Ranks | None = None,
         recipe: Recipe | RecipeMap | None = None,
     ) -> None:
         self.ranks = ranks or Ranks()
         self.model = model
-        self.batches = batches
+        self.batches = Batches(corpus, config.model.context, config.data.batch, config.run.seed)
         self.device = model.head.weight.device
         self.config = config = settle_dtype(config, self.device)
         self.called = shard(model, config, self.ranks)

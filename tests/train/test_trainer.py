@@ -5,7 +5,6 @@ import torch
 
 from octavo.tensor.stored_gradient import StoredGradient
 from octavo.train import (
-    Batches,
     DataConfig,
     ModelConfig,
     OptimizerConfig,
@@ -25,8 +24,8 @@ from octavo.train.trainer import (
 
 
 def make_trainer(config, recipe="bf16"):
-    batches = Batches(load_corpus(config.data.data), config.model.context, config.data.batch, config.run.seed)
-    return Trainer(config, build_model(config.model, recipe, config.run.seed, config.state), batches)
+    model = build_model(config.model, recipe, config.run.seed, config.state)
+    return Trainer(config, model, load_corpus(config.data.data))
 
 
 def test_learning_rate_rises_then_falls_to_its_last_value():
