@@ -12,10 +12,7 @@ from octavo.kernels.triton.tiles import finite_abs, narrow
 def decode_moment(codes, FMT: tl.constexpr):
     """Codes, uint8, as float32, exactly."""
     bits = codes.to(tl.int32)
-    if FMT.signed:
-        magnitude = bits & 0x7F
-    else:
-        magnitude = bits
+    magnitude = bits & 0x7F if FMT.signed else bits
     value = (magnitude << (23 - FMT.mantissa_bits)).to(tl.float32, bitcast=True) * 2.0 ** (127 - FMT.bias)
     if FMT.has_inf:
         special = tl.where(magnitude == FMT.max_code + 1, float("inf"), float("nan"))

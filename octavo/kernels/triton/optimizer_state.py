@@ -244,10 +244,7 @@ def read_moment(row_ptr, COLUMN: tl.constexpr, place, MOMENT: tl.constexpr, EVEN
     else:
         codes = load_at(pointer(row_ptr, COLUMN, tl.uint8, EVEN), place)
         scale_inv_ptr = pointer(row_ptr, COLUMN + 1, tl.float32, False)
-        if MOMENT.has_one_scale:
-            scale_inv = tl.load(scale_inv_ptr)
-        else:
-            scale_inv = block_scales(scale_inv_ptr, place)
+        scale_inv = tl.load(scale_inv_ptr) if MOMENT.has_one_scale else block_scales(scale_inv_ptr, place)
         FMT: tl.constexpr = MOMENT.fmt
         result = decode_moment(codes, FMT) * scale_inv
         if MOMENT.root:
@@ -264,10 +261,7 @@ def write_moment(row_ptr, COLUMN: tl.constexpr, place, wide, bits16, scale, MOME
     data_ptr = pointer(row_ptr, COLUMN, MOMENT.dtype, EVEN)
     found = 0.0
     if MOMENT.fmt is None:
-        if MOMENT.stochastic:
-            stored = round_to_bf16(wide, bits16)
-        else:
-            stored = narrow(wide, data_ptr.dtype.element_ty)
+        stored = round_to_bf16(wide, bits16) if MOMENT.stochastic else narrow(wide, data_ptr.dtype.element_ty)
         store_at(data_ptr, place, stored)
     else:
         FMT: tl.constexpr = MOMENT.fmt

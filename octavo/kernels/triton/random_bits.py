@@ -37,8 +37,4 @@ def random_bits(key, start, offsets, LARGE: tl.constexpr):
 @triton.jit
 def half(drawn, UPPER: tl.constexpr):
     """16 of 32 random bits, int32."""
-    if UPPER:
-        result = drawn >> 16
-    else:
-        result = drawn & 0xFFFF
-    return result.to(tl.int32)
+    return (drawn >> 16 if UPPER else drawn & 0xFFFF).to(tl.int32)

@@ -229,13 +229,9 @@ def update_tensor(
     """A program's tiles of a tensor."""
     number = tl.load(pointer(row_ptr, STEP_COUNT, tl.float32, False)).to(tl.int64) + 1
     key = with_number(tl.load(row_ptr + KEY).to(tl.uint32), number)
-    if STEP.is_adam:
-        n = adam_numbers(group_ptr, tl.load(row_ptr + LR), number)
-    else:
-        n = sgd_numbers(group_ptr, tl.load(row_ptr + LR), number)
-    divisor = None
-    if grad_scale_ptr is not None:
-        divisor = tl.load(grad_scale_ptr)
+    lr = tl.load(row_ptr + LR)
+    n = adam_numbers(group_ptr, lr, number) if STEP.is_adam else sgd_numbers(group_ptr, lr, number)
+    divisor = tl.load(grad_scale_ptr) if grad_scale_ptr is not None else None
     scale_inv = tl.load(gradient_ptr + COUNT) if OF.gradient_fmt is not None else None
     gradient = Gradient(tl.load(gradient_ptr), scale_inv, divisor)
     scales = scales_of(row_ptr, n, found_ptr, program if OF.square else 0, OF, STEP.decoupled, COUNT)
