@@ -15,7 +15,7 @@ import json
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -46,13 +46,6 @@ class Layout(NamedTuple):
     tiles: tuple[Tile, ...]
     recipe: str
     config: Callable[[Layers, list[str]], dict[str, Any]]
-
-
-class Stored(NamedTuple):
-    """A tensor of the checkpoint: its shape and dtype, on the meta device, and what reads it."""
-
-    like: Tensor
-    read: Callable[[], Tensor]
 
 
 def to_safetensors(
@@ -125,7 +118,7 @@ def to_safetensors(
         )
     layers, skipped = _fp8_layers(model)
     _check_layers(layers, layout)
-    contents = _contents(model, layers, LAYOUTS[layout])
+    likes, readers = _contents(model, layers, LAYOUTS[layout])
     if layout == "fine-grained":
         _check_readers(layers, skipped)
     quantization = LAYOUTS[layout].config(layers, skipped)
@@ -134,10 +127,9 @@ def to_safetensors(
         partial = Path(scratch) / folder.name
         partial.mkdir()
         _write_config(partial, model, quantization)
-        likes = {key: stored.like for key, stored in contents.items()}
         plan = split_torch_state_dict_into_shards(likes, max_shard_size=max_shard_bytes)
         for file, keys in plan.filename_to_tensors.items():  # one shard in memory at a time
-            save_file({key: contents[key].read() for key in keys}, partial / file, metadata={"format": "pt"})
+            save_file({key: readers[key]() for key in keys}, partial / file, metadata={"format": "pt"})
         if plan.is_sharded:
             index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
             _write_json(partial / "model.safetensors.index.json", index)
@@ -207,18 +199,21 @@ def _check_readers(layers: Layers, skipped: list[str]) -> None:
         )
 
 
-def _contents(model: nn.Module, layers: Layers, layout: Layout) -> dict[str, Stored]:
-    """The checkpoint's tensors in the state_dict's order, none of them read yet."""
+def _contents(
+    model: nn.Module, layers: Layers, layout: Layout
+) -> tuple[dict[str, Tensor], dict[str, Callable[[], Tensor]]]:
+    """The checkpoint's tensors in the state_dict's order: their like on the meta device, and what reads each."""
     pair_of = functools.lru_cache(maxsize=1)(_weight_pair)  # a weight and its scales are neighbours
 
-    def stored(module: RecipeModule, part: int, shape: Sequence[int], dtype: torch.dtype) -> Stored:
-        return Stored(torch.empty(shape, dtype=dtype, device="meta"), lambda: pair_of(module)[part])
+    def read(module: RecipeModule, part: int) -> Tensor:
+        return pair_of(module)[part]
 
+    likes: dict[str, Tensor] = {}
+    readers: dict[str, Callable[[], Tensor]] = {}
     weights = {_join(name, "weight"): name for name in layers}
     state = model.state_dict(keep_vars=True)
     dropped = _tied(model, state, weights)
     dropped |= {_join(name, SCALE_INV) for name in layers}  # of weights that live in FP8, written with these
-    contents = {}
     for key, tensor in state.items():
         if type(tensor) not in (Tensor, nn.Parameter):
             raise ExportError(
@@ -228,13 +223,15 @@ def _contents(model: nn.Module, layers: Layers, layout: Layout) -> dict[str, Sto
         if tensor.is_meta:
             raise ExportError(f"{key} is on the meta device, without values; load the checkpoint first")
         if key in weights:
-            module = layers[weights[key]]
-            scales = stored(module, 1, _scale_shape(module), torch.float32)
-            contents[key] = stored(module, 0, module.get_parameter("weight").shape, E4M3.dtype)
-            contents[_join(weights[key], layout.scale_key)] = scales
+            module, scale_key = layers[weights[key]], _join(weights[key], layout.scale_key)
+            likes[key] = torch.empty(module.get_parameter("weight").shape, dtype=E4M3.dtype, device="meta")
+            likes[scale_key] = torch.empty(_scale_shape(module), dtype=torch.float32, device="meta")
+            readers[key] = functools.partial(read, module, 0)
+            readers[scale_key] = functools.partial(read, module, 1)
         elif key not in dropped:
-            contents[key] = Stored(torch.empty_like(tensor, device="meta"), functools.partial(_owned, tensor))
-    return contents
+            likes[key] = torch.empty_like(tensor, device="meta")
+            readers[key] = functools.partial(_owned, tensor)
+    return likes, readers
 
 
 def _tied(model: nn.Module, state: Mapping[str, Any], weights: Mapping[str, str]) -> set[str]:
