@@ -124,15 +124,12 @@ class PrecisionSchedule:
         """A hook before each optimizer step: it runs, so no GradScaler has skipped the step."""
         self._left_out = getattr(self.optimizer, "found_inf", None) is not None  # fused ones skip it themselves
         if self._faulty:
-            for group in self.optimizer.param_groups:
-                for param in group["params"]:
-                    param.grad = None
+            self.optimizer.zero_grad()
 
     @property
     def phase(self) -> Phase:
         """The phase that it is in; the recovery's during one."""
-        recovering = self.recovery is not None and self._recovering
-        return self.recovery.phase if recovering and self.recovery else self.phases[self.index]
+        return self.recovery.phase if self.recovery is not None and self._recovering else self.phases[self.index]
 
     def observe(self, loss: Tensor) -> None:
         """Look at a step before the optimizer takes it; faulty ones change nothing. It does not wait for the device.
