@@ -20,14 +20,10 @@ _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def activate(h: Tensor | tuple[Tensor, ...], name: str) -> Tensor:
-    """activation(h), in h's dtype.
-
-    Args:
-        h: [..., C]; for a gated one (gate | up) [..., 2C], or the two apart.
-        name: a name of octavo.kernels.activations.ACTIVATIONS.
+    """activation(h) of h [..., C], in its dtype; for a gated one h is (gate | up) [..., 2C], or the two apart.
 
     Raises:
-        ValueError: for another name.
+        ValueError: for a name that is not in octavo.kernels.activations.ACTIVATIONS.
 
     Example:
         >>> import torch
@@ -41,13 +37,3 @@ def activate(h: Tensor | tuple[Tensor, ...], name: str) -> Tensor:
         h = h.chunk(2, dim=-1)
     gate, up = h
     return _FUNCTIONS[function](gate) * up
-
-
-def input_width(name: str, features: int) -> int:
-    """How many features an activation reads to make so many.
-
-    Example:
-        >>> input_width("swiglu", 8), input_width("gelu", 8)
-        (16, 8)
-    """
-    return 2 * features if activation_of(name).gated else features

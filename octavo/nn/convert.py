@@ -83,7 +83,9 @@ def convert(
     stored = {} if weight_storage is None else _storage(model, recipe, targets)
     if stored:
         _refuse_shards(model, "octavo.convert(..., weight_storage='fp8')")
-    _check_recipes([(name, module) for name, module, _ in targets if weight_of(module) not in stored], recipe)
+    for name, module, _ in targets:
+        if weight_of(module) not in stored:
+            check_recipe(recipe_of(recipe, name), weight_of(module))
     for weight, granularity in stored.items():
         store_weight(weight, granularity)
     group = GatherGroup()
@@ -93,7 +95,10 @@ def convert(
         module.recipe = recipe_of(recipe, name)
         module.gather.join(group, module)
     choose_fast_path(model)
-    _others_share(model)
+    converted = _modules(model)
+    others = _weights_of_others(model, {id(module) for _, module in converted})
+    for _, module in converted:
+        module.gather.share(id(weight_of(module)) in others)  # with an embedding, say, which needs it in high precision
     gather_anew(model)
     return model
 
@@ -201,12 +206,6 @@ def _refuse_shards(model: nn.Module, what: str) -> None:
             )
 
 
-def _check_recipes(modules: Sequence[tuple[str, nn.Module]], recipe: Recipe | RecipeMap) -> None:
-    """Raise ValueError if a module's weight is stored in a way that its recipe can't read."""
-    for name, module in modules:
-        check_recipe(recipe_of(recipe, name), weight_of(module))
-
-
 def set_recipe(model: nn.Module, recipe: Recipe | RecipeMap) -> nn.Module:
     """Give every FP8 module of the model another recipe, from the next forward on.
 
@@ -234,7 +233,8 @@ def set_recipe(model: nn.Module, recipe: Recipe | RecipeMap) -> nn.Module:
     modules = _modules(model)
     if not modules:
         raise ValueError("the model holds no octavo module; call octavo.convert(model, recipe) first")
-    _check_recipes(modules, recipe)
+    for name, module in modules:
+        check_recipe(recipe_of(recipe, name), weight_of(module))
     for name, module in modules:
         module.recipe = recipe_of(recipe, name)
     gather_anew(model)
@@ -282,14 +282,6 @@ def gather_anew(model: nn.Module) -> None:
     for module in forget_gathered(model):
         if isinstance(module, RecipeModule):
             module.gather.used = None
-
-
-def _others_share(model: nn.Module) -> None:
-    """Note which weights a module of another kind (an embedding, say) has too: it needs them in high precision."""
-    modules = _modules(model)
-    others = _weights_of_others(model, {id(module) for _, module in modules})
-    for _, module in modules:
-        module.gather.share(id(weight_of(module)) in others)
 
 
 def _weights_of_others(model: nn.Module, ours: set[int]) -> set[int]:

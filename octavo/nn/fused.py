@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from octavo.autograd.chain import Chain, run_chain
 from octavo.autograd.products import requires_grad
-from octavo.nn.activation import activate, input_width
+from octavo.kernels.activations import activation_of
+from octavo.nn.activation import activate
 from octavo.nn.linear import Linear, recipe_for
 from octavo.nn.norm import LayerNorm, RMSNorm
 from octavo.nn.recipe_module import product_dtype, refuse_for_fp8
@@ -169,8 +170,8 @@ class _NormMLP(Fused):
     ) -> None:
         super().__init__()
         self.activation = activation
-        width = input_width(activation, ffn_hidden_size)
-        halves = {"gate": ffn_hidden_size, "up": ffn_hidden_size} if width > ffn_hidden_size else width
+        gated = activation_of(activation).gated
+        halves = {"gate": ffn_hidden_size, "up": ffn_hidden_size} if gated else ffn_hidden_size
         self.norm = self.norm_class(hidden_size, eps, zero_centered_gamma, device=device, dtype=dtype)
         self.fc1 = Linear(hidden_size, halves, bias, device, dtype, recipe=recipe_for(recipe, "fc1"))
         self.fc2 = Linear(ffn_hidden_size, hidden_size, bias, device, dtype, recipe=recipe_for(recipe, "fc2"))

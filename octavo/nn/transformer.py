@@ -111,14 +111,9 @@ class SelfAttention(nn.Module):
         self.out = Linear(hidden_size, hidden_size, bias, device, dtype, recipe=under(recipe, "out"))
 
     def forward(self, x: Tensor, rotary: Rotary | None = None) -> Tensor:
-        """Attend.
+        """x [B, C, W] -> [B, C, W].
 
-        Args:
-            x: [B, C, W].
-            rotary: of at least C positions; made here where a model has none to share between its blocks.
-
-        Returns:
-            [B, C, W].
+        ``rotary`` has at least C positions; it is made here where a model has none to share between its blocks.
         """
         if x.ndim != 3:
             raise ValueError(f"input of shape {tuple(x.shape)} must be [sequences, positions, features]")
@@ -184,14 +179,6 @@ class TransformerBlock(nn.Module):
         self.mlp = _PARTS[norm][1](hidden_size, ffn_hidden_size, activation, recipe=under(recipe, "mlp"), **options)
 
     def forward(self, x: Tensor, rotary: Rotary | None = None) -> Tensor:
-        """One block.
-
-        Args:
-            x: [B, C, W].
-            rotary: see SelfAttention.
-
-        Returns:
-            [B, C, W].
-        """
+        """x [B, C, W] -> [B, C, W]; ``rotary`` as SelfAttention takes it."""
         x = x + self.attention(x, rotary)
         return x + self.mlp(x)

@@ -10,7 +10,8 @@ from octavo.autograd import chain as module
 from octavo.autograd.casts import WEIGHT, Norm, cast_norm, cast_role
 from octavo.autograd.chain import Chain, run_chain
 from octavo.autograd.products import Layer, linear
-from octavo.nn.activation import activate, input_width
+from octavo.kernels.activations import activation_of
+from octavo.nn.activation import activate
 from tests.support.fused_cases import SAVED
 from tests.support.helpers import FP8_RECIPES, CountOps, delayed_state, sqnr
 
@@ -51,7 +52,7 @@ def test_one_layer_without_a_norm_is_that_layer(name):
 def test_two_layers_without_a_norm_are_those_with_the_activation_between(name, activation):
     recipe = FP8_RECIPES[name]()
     x = torch.randn(T, K, requires_grad=True)
-    first, second = weights((input_width(activation, F), K), (N, F))
+    first, second = weights((2 * F if activation_of(activation).gated else F, K), (N, F))
     tensors, grad = [x, *first, *second], torch.randn(T, N)
     layers = layer(first[0], recipe), layer(second[0], recipe)
     with CountOps() as ops:
