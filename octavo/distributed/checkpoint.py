@@ -152,8 +152,6 @@ def _told(what: str, remedy: str) -> Iterator[None]:
         with lost_ranks(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*torch.distributed is .*")
             yield
-    except CheckpointError:
-        raise
     except CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
         raise CheckpointError(f"{what}: rank {rank} failed: {reason_of(cause)}; {remedy}") from error
@@ -303,13 +301,14 @@ def _read_content(folder: str) -> dict[str, Any]:
 # --- delayed state ----------------------------------------------------------------------------------------------------
 
 
-def _delayed_names(model: nn.Module) -> dict[str, str]:
-    """The names of delayed state in a plain model, and in this one, parts of which may be wrapped."""
-    return {re.sub(r"(_orig_mod|_checkpoint_wrapped_module)\.", "", name): name for name in delayed_state_dict(model)}
+def _delayed(model: nn.Module) -> dict[str, tuple[str, Tensor]]:
+    """Delayed state by its names in a plain model, each with its name in this one, parts of which may be wrapped."""
+    wrappers = r"(_orig_mod|_checkpoint_wrapped_module)\."
+    return {re.sub(wrappers, "", name): (name, value) for name, value in delayed_state_dict(model).items()}
 
 
 def _gather_delayed(model: nn.Module, ranks: Ranks) -> dict[str, Any]:
-    values = dict(zip(_delayed_names(model), delayed_state_dict(model).values(), strict=True))
+    values = {name: value for name, (_, value) in _delayed(model).items()}
     shapes = {name: list(value.shape) for name, value in values.items()}
     flat = torch.cat([value.flatten() for value in values.values()]) if values else torch.empty(0)
     return {"shapes": shapes, "ranks": ranks.gather(flat).cpu()}
@@ -319,18 +318,17 @@ def _load_delayed(model: nn.Module, saved: dict[str, Any], ranks: Ranks) -> None
     """Where a layer's history has another length than the saved one, or none was saved, its state is emptied."""
     shapes = {name: torch.Size(shape) for name, shape in saved["shapes"].items()}
     rows = saved["ranks"].split([shape.numel() for shape in shapes.values()], dim=1)  # each [ranks that saved, n]
-    own = delayed_state_dict(model)
-    names = _delayed_names(model)
     parts = dict(zip(shapes, rows, strict=True))
-    for name, mine in names.items():
+    own, found = _delayed(model), {}
+    for name, (mine, there) in own.items():
         history = name.replace(SCALE, HISTORY)
-        if history not in shapes or shapes[history] != own[names[history]].shape:
-            own[mine].zero_()
-            continue
-        of_ranks = parts[name]
-        one = of_ranks[ranks.rank] if len(of_ranks) == ranks.size else _of_all_ranks(name, of_ranks)
-        own[mine] = one.reshape(shapes[name])
-    load_delayed_state_dict(model, own)
+        if history not in shapes or shapes[history] != own[history][1].shape:
+            found[mine] = torch.zeros_like(there)
+        elif len(parts[name]) == ranks.size:
+            found[mine] = parts[name][ranks.rank].reshape(shapes[name])
+        else:
+            found[mine] = _of_all_ranks(name, parts[name]).reshape(shapes[name])
+    load_delayed_state_dict(model, found)
 
 
 def _of_all_ranks(name: str, values: Tensor) -> Tensor:
