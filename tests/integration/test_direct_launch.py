@@ -205,6 +205,13 @@ class Part(NamedTuple):
     second: Any
 
 
+class Constant(NamedTuple):
+    """Some of its constants, of types of their own."""
+
+    size: int
+    flag: bool
+
+
 @triton.jit
 def kernel_of_anything(a, b, c, d, E: tl.constexpr, F: tl.constexpr):
     pass
@@ -216,20 +223,22 @@ NUMBERS = [0, 1, 2, 15, 16, 32, -16, 1 << 31, 1 << 40, True, False, 0.0, 1.0, 0.
 values = st.sampled_from(NUMBERS)
 
 
-def tuples_of(leaves: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    return st.recursive(
-        leaves, lambda parts: st.tuples(parts) | st.tuples(parts, parts) | st.builds(Part, parts, parts), max_leaves=4
-    )
-
-
-arguments = tuples_of(values | st.sampled_from(TENSORS))
-constants = tuples_of(values | st.sampled_from(["", "relu", torch.bfloat16]))
+arguments = st.recursive(
+    values | st.sampled_from(TENSORS),
+    lambda parts: st.tuples(parts) | st.tuples(parts, parts) | st.builds(Part, parts, parts),
+    max_leaves=4,
+)
+constants = (
+    values | st.sampled_from(["", "relu", torch.bfloat16]) | st.builds(Constant, st.integers(0, 2), st.booleans())
+)
 
 
 def likeness(argument: Any, choose: Callable[[list[Any]], Any]) -> Any:
     """One that may be taken for this: a tensor alike, or what equals it."""
     if isinstance(argument, Tensor):
         return choose([tensor for tensor in TENSORS if tensor.dtype == argument.dtype])
+    if isinstance(argument, Constant):
+        return choose([argument, tuple(argument)])
     if isinstance(argument, Part):
         return choose([Part, lambda *parts: parts])(*(likeness(part, choose) for part in argument))
     if isinstance(argument, tuple):

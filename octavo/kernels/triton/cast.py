@@ -119,9 +119,9 @@ def two_scalings(
     first: Scaling,
     second: Scaling,
     output: Output,
-    cast_blocks: Callable[..., Tensor] = cast_by_block,
-    cast_first: Callable[..., Tensor] = cast_by_tile,
-) -> tuple[Tensor, ...]:
+    cast_blocks: Callable[..., Tensor | None] = cast_by_block,
+    cast_first: Callable[..., Tensor | None] = cast_by_tile,
+) -> tuple[Any, ...]:
     """What ``octavo::cast_two_scalings`` returns; in one launch of ``cast_blocks``, or the first by ``cast_first``."""
     q = given.codes(first.dtype, output.pad)
     other = given.codes(second.dtype, output.pad, output.transpose)

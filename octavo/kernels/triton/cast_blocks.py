@@ -6,13 +6,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.granularity import Tile
 from octavo.kernels.arguments import Scaling
-from octavo.kernels.triton.cast_input import CastInput, rounding_of
+from octavo.kernels.triton.cast_input import CastInput, block_scaling_of
 from octavo.kernels.triton.launch import with_room_for, workspace
 from octavo.kernels.triton.prologue import produce
 from octavo.kernels.triton.tiles import (
-    BlockScaling,
     Outputs,
     encode,
     finish_column_sum,
@@ -33,10 +31,12 @@ def store_blocks(tile, HALF: tl.constexpr, place, x, out, scaling: tl.constexpr,
     COLS: tl.constexpr = scaling.block[1]
     BR: tl.constexpr = tiling.block_r
     BC: tl.constexpr = tiling.block_c
-    amax = tl.max(tl.max(tl.reshape(finite_abs(tile), [BR // ROWS, ROWS, BC // COLS, COLS]), 3), 1)
-    scale = scale_from_amax(amax, scaling.limit, scaling.power_of_two)
     blocks_r = tl.cdiv(x.R, ROWS)
     blocks_c = tl.cdiv(x.C, COLS)
+    rows = place[0] * BR + tl.arange(0, BR)
+    cols = place[1] * BC + tl.arange(0, BC)
+    amax = tl.max(tl.max(tl.reshape(finite_abs(tile), [BR // ROWS, ROWS, BC // COLS, COLS]), 3), 1)
+    scale = scale_from_amax(amax, scaling.limit, scaling.power_of_two)
     row = place[0] * (BR // ROWS) + tl.arange(0, BR // ROWS)
     col = place[1] * (BC // COLS) + tl.arange(0, BC // COLS)
     mask = (row < blocks_r)[:, None] & (col < blocks_c)[None, :]
@@ -46,8 +46,6 @@ def store_blocks(tile, HALF: tl.constexpr, place, x, out, scaling: tl.constexpr,
         tl.store(out.amax + offsets, amax, mask=mask)
     wide = tl.broadcast_to(scale[:, None, :, None], [BR // ROWS, ROWS, BC // COLS, COLS])
     codes = encode(tile, tl.reshape(wide, [BR, BC]), scaling.e5m2)
-    rows = place[0] * BR + tl.arange(0, BR)
-    cols = place[1] * BC + tl.arange(0, BC)
     if tiling.halves == "":
         store_codes(codes, out.codes, rows, cols, x, tiling.even)
     else:
@@ -116,23 +114,15 @@ def cast_by_block(
     second: tuple[Scaling, Outputs] | None = None,
 ) -> Tensor:
     """Cast by one or two scalings of small blocks: the column sums."""
-    scalings, outputs, blocks = unzipped(first, second)
-    transposes = second is not None or first[1].codes.t is not None
-    chosen = with_room_for(given.config("cast_blocks_transpose" if transposes else "cast_blocks"), *blocks)
+    scaling, out = first
+    second_scaling, second_out = second or (None, None)
+    kind = "cast_blocks" if second_scaling is None and out.codes.t is None else "cast_blocks_transpose"
+    chosen = with_room_for(given.config(kind), scaling.tile, (second_scaling or scaling).tile)
     strips, groups, tiling = given.tiling(chosen.block_r, chosen.block_c)
     sums = given.sums(column_sum)
     summed = (sums, given.parts_of_sums(groups)) if column_sum else None
     work = workspace(given.x, 2 + strips * given.halves) if column_sum else None
-    arguments = *outputs, summed, work
+    scalings = block_scaling_of(scaling), None if second_scaling is None else block_scaling_of(second_scaling)
+    arguments = out, second_out, summed, work
     given.launch(cast_blocks_kernel, strips * groups, chosen.num_warps, arguments, (*scalings, tiling))
     return sums
-
-
-def unzipped(
-    first: tuple[Scaling, Outputs], second: tuple[Scaling, Outputs] | None
-) -> tuple[tuple[BlockScaling | None, ...], tuple[Outputs | None, ...], list[Tile]]:
-    """(the kernels' scalings, where they are written, their blocks); with None where there is no second."""
-    given = [first] if second is None else [first, second]
-    scalings = [BlockScaling(*rounding_of(scaling), scaling.tile) for scaling, _ in given]
-    outputs = [out for _, out in given]
-    return (*scalings, None)[:2], (*outputs, None)[:2], [scaling.tile for scaling, _ in given]

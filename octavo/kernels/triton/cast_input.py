@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 from octavo.formats import E5M2, format_of
-from octavo.granularity import ALL, Tile
+from octavo.granularity import ALL, Tile, scale_shape
 from octavo.kernels.activations import activation_of
-from octavo.kernels.arguments import CastSource, NormSource, Output, Scaling, new_codes, new_scales, new_sums, no_codes
+from octavo.kernels.arguments import CastSource, NormSource, Output, Scaling, new_codes, new_sums, no_codes
 from octavo.kernels.layouts import is_small_block, padded
 from octavo.kernels.triton.launch import TABLE, Config, config, launch
 from octavo.kernels.triton.prologue import Function, Input, Norm
-from octavo.kernels.triton.tiles import Codes, Outputs, Rounding, Source, Tiling
+from octavo.kernels.triton.tiles import BlockScaling, Codes, Outputs, Rounding, Source, Tiling
 
+_scale_shape = functools.lru_cache(maxsize=4096)(scale_shape)
 _WHOLE = {(ALL, ALL), (1, ALL), (ALL, 1)}
 _ALL = 1 << 30  # a tile of so many rows or columns holds them all
 
@@ -25,6 +26,16 @@ _ALL = 1 << 30  # a tile of so many rows or columns holds them all
 def rounding_of(scaling: Scaling) -> Rounding:
     """How the kernels make a scaling's scales and codes."""
     return _rounding(scaling.dtype, scaling.power_of_two, scaling.margin)
+
+
+def block_scaling_of(scaling: Scaling) -> BlockScaling:
+    """The same with its blocks."""
+    return _block_scaling(scaling.dtype, scaling.power_of_two, scaling.margin, scaling.tile)
+
+
+@functools.cache
+def _block_scaling(dtype: torch.dtype, power_of_two: bool, margin: int, tile: Tile) -> BlockScaling:
+    return BlockScaling(*_rounding(dtype, power_of_two, margin), tile)
 
 
 @functools.cache
@@ -35,8 +46,24 @@ def _rounding(dtype: torch.dtype, power_of_two: bool, margin: int) -> Rounding:
 
 def codes_to(q: Tensor | None, t: Tensor | None = None) -> Codes:
     """Where kernels write codes, as they lie and transposed; tensors without elements are left out."""
-    q, t = (None if codes is None or codes.numel() == 0 else codes for codes in (q, t))
+    if q is not None and q.numel() == 0:
+        q = None
+    if t is not None and t.numel() == 0:
+        t = None
     return Codes(q, 0 if q is None else q.shape[1], t, 0 if t is None else t.shape[1])
+
+
+_Shares = tuple[int, int, Tiling]
+
+
+@functools.lru_cache(maxsize=4096)
+def _shares(
+    rows: int, cols: int, block_r: int, block_c: int, tiles: int, one_tile: bool, halves: str, fold: int
+) -> _Shares:
+    strips = -(-cols // block_c) or 1
+    groups = -(-rows // (block_r * tiles)) or 1
+    even = rows == groups * block_r * tiles and cols == strips * block_c
+    return strips, groups, Tiling(even, block_r, block_c, tiles, one_tile, halves, fold)
 
 
 class CastInput(NamedTuple):
@@ -123,8 +150,9 @@ class CastInput(NamedTuple):
         with_amax: bool = True,
     ) -> Outputs:
         """Where a scaling is written: into these codes, scale_inv transposed or not, and amax."""
-        scale_inv = new_scales(self.x, self.shape, scaling.tile, transpose)
-        amax = new_scales(self.x, self.shape, scaling.tile) if with_amax else None
+        shape = _scale_shape(self.shape, scaling.tile)
+        scale_inv = self.x.new_empty(shape[::-1] if transpose else shape, dtype=torch.float32)
+        amax = self.x.new_empty(shape, dtype=torch.float32) if with_amax else None
         strides = scale_inv.stride()[::-1] if transpose else scale_inv.stride()
         return Outputs(codes_to(q, t), scale_inv, amax, *strides)
 
@@ -132,13 +160,10 @@ class CastInput(NamedTuple):
         """Where the column sums go, unwritten."""
         return new_sums(self.x, self.shape[1], column_sum)
 
-    def tiling(self, block_r: int, block_c: int, tiles: int = 1, **more: Any) -> tuple[int, int, Tiling]:
+    def tiling(self, block_r: int, block_c: int, tiles: int = 1, one_tile: bool = False, fold: int = 1) -> _Shares:
         """How programs share what is cast: (strips of columns, groups of rows in a strip, tiling)."""
-        strips = -(-self.cols // block_c) or 1
-        groups = -(-self.rows // (block_r * tiles)) or 1
-        even = self.rows == groups * block_r * tiles and self.cols == strips * block_c
         halves = "" if self.halves == 1 else "below" if self.is_transposed else "beside"
-        return strips, groups, Tiling(even, block_r, block_c, tiles, halves=halves, **more)
+        return _shares(self.rows, self.cols, block_r, block_c, tiles, one_tile, halves, fold)
 
     def parts_of_sums(self, groups: int) -> Tensor:
         """Where so many groups of programs leave their parts of the column sums."""
@@ -150,8 +175,7 @@ class CastInput(NamedTuple):
         """Launch a kernel that reads this, and has its own arguments and constants."""
         # a function may fuse multiply-adds; in a plain cast there is nothing to gain
         fuses = self.function.name != ""
-        all_arguments = self.source, self.h, *arguments, self.function, *constants
-        launch(kernel, programs, all_arguments, num_warps, enable_fp_fusion=fuses)
+        launch(kernel, programs, (self.source, self.h, *arguments, self.function, *constants), num_warps, fuses)
 
 
 def cast_input(source: CastSource) -> CastInput:

@@ -103,13 +103,13 @@ def key_of(kernel: JITFunction, arguments: Sequence[Any], *options: Any) -> tupl
     """What Triton compiles a kernel for: arguments that it would tell apart have different keys.
 
     A tensor counts by its dtype and whether its address is a multiple of 16, a tuple by its parts, all else by its
-    value, and its type, as True == 1 == 1.0. Constants, which come last, hold no tensors and so count as they are.
+    value, and its type, as True == 1 == 1.0. Constants, which come last, hold no tensors and so count as they are; the
+    parts of a NamedTuple have its types.
     """
-    constants = kernel.constexprs[0]
-    key = [kernel.fn, *options]
-    _add_parts(key, arguments[:constants])
-    key += arguments[constants:]
-    _add_types(key, arguments[constants:])
+    count = kernel.constexprs[0]
+    constants = arguments[count:]
+    key = [kernel.fn, *options, *constants, *map(type, constants)]
+    _add_parts(key, arguments[:count])
     return tuple(key)
 
 
@@ -118,45 +118,50 @@ def _add_parts(key: list[Any], arguments: Sequence[Any]) -> None:
         kind = type(argument)
         if kind is int or argument is None:
             key.append(argument)
-        elif isinstance(argument, tuple):
-            key += kind, len(argument)
-            _add_parts(key, argument)
-        elif isinstance(argument, Tensor):
-            key += argument.dtype, argument.data_ptr() % 16 == 0
+        elif kind is Tensor or isinstance(argument, Tensor):
+            key.append(argument.dtype)
+            key.append(argument.data_ptr() % 16 == 0)
         else:
-            key += kind, argument
+            key.append(kind)
+            if isinstance(argument, tuple):
+                key.append(len(argument))
+                _add_parts(key, argument)
+            else:
+                key.append(argument)
 
 
-def _add_types(key: list[Any], constants: Sequence[Any]) -> None:
-    key += map(type, constants)
-    for constant in constants:
-        if isinstance(constant, tuple):
-            _add_types(key, constant)
-
-
-def launch(kernel: Any, programs: int, arguments: Sequence[Any], num_warps: int, **options: Any) -> None:
-    """Launch a kernel where its first tensor lies, which must be the current device.
+def launch(
+    kernel: Any,
+    programs: int,
+    arguments: Sequence[Any],
+    num_warps: int,
+    fuses: bool = False,
+    stages: int | None = None,
+) -> None:
+    """Launch a kernel, whose constants come last, where its first tensor lies, which must be the current device.
 
     Triton's binder looks at each argument to find the compiled kernel, which takes 7 to 11 us for those of a cast, of 1
-    us for the rest; ``key_of`` takes 1.5 to 6 us (Triton 3.9, 1 core of an AMD EPYC Zen 5).
+    us for the rest; ``key_of`` takes 1 to 4 us (Triton 3.9, 1 core of an AMD EPYC Zen 5). ``fuses``: multiply-adds.
     """
-    options = {"num_warps": num_warps, "enable_fp_fusion": False, **options}
-    if not isinstance(kernel, JITFunction):  # Triton's interpreter
-        kernel[(programs,)](*arguments, **options)
-        return
-    first = arguments[0]
-    while isinstance(first, tuple):
-        first = first[0]
-    device = first.get_device()
-    key = key_of(kernel, arguments, device, *options.items())
-    compiled = _compiled.get(key)
-    if compiled is None or _is_profiled():
+    is_compiled = isinstance(kernel, JITFunction)  # and not Triton's interpreter's
+    if is_compiled:
+        first = arguments[0]
+        while isinstance(first, tuple):
+            first = first[0]
+        device = first.get_device()
+        key = key_of(kernel, arguments, device, num_warps, fuses, stages)
+        compiled = _compiled.get(key)
+        if compiled is not None and not _is_profiled():
+            stream = driver.active.get_current_stream(device)
+            metadata = compiled.packed_metadata
+            compiled.run(programs, 1, 1, stream, compiled.function, metadata, None, None, None, *arguments)
+            return
+    options = {} if stages is None else {"num_stages": stages}
+    compiled = kernel[(programs,)](*arguments, num_warps=num_warps, enable_fp_fusion=fuses, **options)
+    if is_compiled:
         if len(_compiled) >= _MOST:
             _compiled.clear()
-        _compiled[key] = kernel[(programs,)](*arguments, **options)
-        return
-    stream = driver.active.get_current_stream(device)
-    compiled.run(programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
+        _compiled[key] = compiled
 
 
 def is_capturing() -> bool:

@@ -199,8 +199,7 @@ def launch_product(kernel: Any, operands: Operands, fast_accum: bool, chosen: Co
     bias = None if operands.bias is None else operands.bias.contiguous()
     product = _operand(operands.a), _operand(operands.b), bias, K
     programs = -(-M // chosen.block_r) * -(-N // chosen.block_c)
-    options = {"num_stages": chosen.tiles, "enable_fp_fusion": True}
-    launch(kernel, programs, (*product, *arguments, tiling), chosen.num_warps, **options)
+    launch(kernel, programs, (*product, *arguments, tiling), chosen.num_warps, True, chosen.tiles)
 
 
 def _operand(pair: Pair) -> Operand:

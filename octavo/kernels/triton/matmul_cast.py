@@ -24,7 +24,7 @@ from octavo.kernels.arguments import CastSource, Operands, Output, Scaling, new_
 from octavo.kernels.layouts import is_small_block
 from octavo.kernels.triton.cast import cast
 from octavo.kernels.triton.cast_blocks import store_blocks
-from octavo.kernels.triton.cast_input import codes_to, rounding_of
+from octavo.kernels.triton.cast_input import block_scaling_of, codes_to, rounding_of
 from octavo.kernels.triton.known_scales import scale_exists
 from octavo.kernels.triton.launch import with_room_for, workspace
 from octavo.kernels.triton.matmul import (
@@ -37,7 +37,6 @@ from octavo.kernels.triton.matmul import (
     step_along,
 )
 from octavo.kernels.triton.tiles import (
-    BlockScaling,
     Outputs,
     Tiling,
     encode,
@@ -133,7 +132,7 @@ def matmul_cast(operands: Operands, fast_accum: bool, scaling: Scaling, output: 
     rounding, even = rounding_of(scaling), M % chosen.block_r == 0 and N % chosen.block_c == 0
     if scaling.delayed_scale is None:
         part = Tiling(even, chosen.block_r, chosen.block_c)
-        arguments = out, BlockScaling(*rounding, tile), part
+        arguments = out, block_scaling_of(scaling), part
         launch_product(matmul_cast_blocks_kernel, operands, fast_accum, chosen, arguments)
     else:
         shared, constants = (scaling.delayed_scale, workspace(a, 2)), (scaling.role, rounding.e5m2, even)

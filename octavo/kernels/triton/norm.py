@@ -13,6 +13,7 @@ that no kernel casts so, and tensors without elements, are cast after the refere
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -24,8 +25,8 @@ from octavo.kernels.layouts import is_small_block
 from octavo.kernels.reference.cast import cast as reference_cast
 from octavo.kernels.reference.cast import cast_two_scalings as reference_cast_two_scalings
 from octavo.kernels.triton.cast import cast_by_tile, two_scalings
-from octavo.kernels.triton.cast_blocks import cast_by_block, unzipped
-from octavo.kernels.triton.cast_input import CastInput, codes_to, norm_input, rounding_of
+from octavo.kernels.triton.cast_blocks import cast_by_block
+from octavo.kernels.triton.cast_input import CastInput, block_scaling_of, codes_to, norm_input, rounding_of
 from octavo.kernels.triton.known_scales import scale_exists
 from octavo.kernels.triton.launch import Config, config, launch, next_power_of_two, workspace
 from octavo.kernels.triton.norm_kernels import norm_blocks_kernel, norm_rows_kernel, norm_tensor_kernel
@@ -69,12 +70,12 @@ class _Norm(NamedTuple):
     statistics: tuple[Tensor, Tensor, Tensor]  # (mean, rstd, y), as the ops return them
     keep: bool
 
-    def cast(self, given: CastInput, scaling: Scaling, out: Outputs, column_sum: bool = False) -> Tensor:
-        """``cast_by_tile`` of the norm, and its statistics and y."""
+    def cast(self, given: CastInput, scaling: Scaling, out: Outputs, column_sum: bool = False) -> None:
+        """``cast_by_tile`` of the norm, and its statistics and y; column sums are not asked for."""
         tile, delayed_scale = scaling.tile, scaling.delayed_scale
         if is_small_block(tile):
-            return self.cast_blocks(given, column_sum, (scaling, out))
-        if tile == (1, ALL):
+            self.cast_blocks(given, column_sum, (scaling, out))
+        elif tile == (1, ALL):
             self.launch(norm_rows_kernel, "norm_cast", out.codes.t is not None, (out,), (rounding_of(scaling),))
         elif tile == (ALL, ALL) and delayed_scale is not None and scale_exists(delayed_scale, scaling.role):
             arguments = out, delayed_scale, workspace(given.x, 2)
@@ -82,8 +83,7 @@ class _Norm(NamedTuple):
             self.launch(norm_tensor_kernel, "norm_cast", out.codes.t is not None, arguments, constants)
         else:
             self.find_statistics(out.amax if tile == (ALL, ALL) else None)
-            return cast_by_tile(given, scaling, out, column_sum, knows_amax=True)
-        return given.sums(False)
+            cast_by_tile(given, scaling, out, column_sum, knows_amax=True)
 
     def cast_blocks(
         self,
@@ -91,15 +91,18 @@ class _Norm(NamedTuple):
         column_sum: bool,
         first: tuple[Scaling, Outputs],
         second: tuple[Scaling, Outputs] | None = None,
-    ) -> Tensor:
+    ) -> None:
         """``cast_by_block`` of the norm, and its statistics and y."""
-        scalings, outputs, blocks = unzipped(first, second)
+        scaling, out = first
+        second_scaling, second_out = second or (None, None)
+        blocks = scaling.tile, (second_scaling or scaling).tile
         if max(rows for rows, _ in blocks) > _MOST_ROWS:
             self.find_statistics(None)
-            return cast_by_block(given, column_sum, first, second)
-        transposes = any(out is not None and out.codes.t is not None for out in outputs)
-        self.launch(norm_blocks_kernel, "norm_cast_blocks", transposes, outputs, scalings, blocks)
-        return given.sums(False)
+            cast_by_block(given, column_sum, first, second)
+            return
+        transposes = (out if second_out is None else second_out).codes.t is not None
+        scalings = block_scaling_of(scaling), None if second_scaling is None else block_scaling_of(second_scaling)
+        self.launch(norm_blocks_kernel, "norm_cast_blocks", transposes, (out, second_out), scalings, blocks)
 
     def find_statistics(self, amax: Tensor | None) -> None:
         """Statistics, y, and unless it is None the amax of what is to be cast [1, 1]."""
@@ -114,7 +117,7 @@ class _Norm(NamedTuple):
         transposes: bool,
         arguments: Sequence[Any],
         constants: Sequence[Any],
-        blocks: Sequence[Tile] = (),
+        blocks: tuple[Tile, ...] = (),
     ) -> None:
         """Launch a kernel of norm_kernels.py, by a configuration of this name, with its own arguments and constants.
 
@@ -126,12 +129,13 @@ class _Norm(NamedTuple):
         block_r, block_c, tiles, num_warps = _tile(chosen, cols, blocks)
         tiles = tiles if kernel is norm_tensor_kernel else 1  # fewer programs then meet at the shared amax
         fold = 16 // x.element_size()
-        _, programs, tiling = self.given.tiling(block_r, block_c, tiles, one_tile=block_c >= cols, fold=fold)
+        _, programs, tiling = self.given.tiling(block_r, block_c, tiles, block_c >= cols, fold)
         first = self.given.source, norm, self.statistics[2] if self.keep else None, self.eps
         launch(kernel, programs, (*first, *arguments, function.zero_centered, *constants, tiling), num_warps)
 
 
-def _tile(chosen: Config, cols: int, blocks: Sequence[Sequence[int]]) -> Config:
+@functools.lru_cache(maxsize=4096)
+def _tile(chosen: Config, cols: int, blocks: tuple[Tile, ...]) -> Config:
     """A configuration whose tile has whole blocks, and whole rows where up to 16 warps can hold one."""
     elements = chosen.block_r * chosen.block_c
     block_r = max(chosen.block_r, *(rows for rows, _ in blocks), 1)

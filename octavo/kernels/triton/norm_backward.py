@@ -156,7 +156,7 @@ def norm_backward(gradient: NormGradient) -> tuple[Tensor, Tensor, Tensor]:
     residual_source = None if residual is None else Source(residual, rows, cols, *residual.stride())
     constants = with_beta, zero_centered, Tiling(even, block_r, block_c, one_tile=one_tile, fold=16 // x.element_size())
     arguments = dy_source, Source(x, rows, cols, *x.stride()), residual_source, norm, dx, parts, *constants
-    launch(norm_backward_kernel, programs, arguments, num_warps, enable_fp_fusion=True)
+    launch(norm_backward_kernel, programs, arguments, num_warps, fuses=True)
     _sum_parts(parts, dgamma, dbeta)
     return dx, dgamma, gamma.new_empty(0) if dbeta is None else dbeta
 
