@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -124,13 +125,13 @@ def _styles(ordered: Sequence[RunResult], baseline: RunResult | None) -> Styles:
 
     Curves may coincide, so that each is thinner than the one below it; the baseline, which comes first, is black.
     """
-    colours = iter(COLOURS)
+    colours = itertools.cycle(COLOURS)
     styles = {}
     for index, result in enumerate(ordered):
         colour = BASELINE_COLOUR if result is baseline else next(colours)
         part = index / max(len(ordered) - 1, 1)
         line = {"color": colour, "linewidth": 3.6 - 2.2 * part, "solid_capstyle": "round"}
-        marks = {"color": colour, "marker": MARKERS[index], "markersize": 9.0 - 4.5 * part}
+        marks = {"color": colour, "marker": MARKERS[index % len(MARKERS)], "markersize": 9.0 - 4.5 * part}
         styles[result.name] = line, {**marks, "markerfacecolor": "none", "markeredgewidth": 1.4}
     return styles
 

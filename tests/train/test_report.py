@@ -79,9 +79,9 @@ def test_plot_is_a_png_of_some_size(tmp_path, results):
 
 
 @pytest.mark.parametrize("steps", [1, 2])
-def test_plot_of_the_shortest_runs(tmp_path, steps):
+def test_plot_of_the_shortest_runs_and_of_all_recipes(tmp_path, steps):
     pytest.importorskip("matplotlib")
-    results = [make_result(name, 2.0, steps=steps) for name in ("bf16", "mx")]
+    results = [make_result(name, 2.0, steps=steps) for name in (RECIPES if steps == 1 else ("bf16", "mx"))]
     for result in results:
         result.rows[-1] = Row(steps, 3.0, 1e-3, 10.0, 3.0)
     plot(results, tmp_path / "loss.png")
