@@ -175,9 +175,12 @@ class RecipeModule(nn.Module):
             self._buffers.update(state)
             self._parameters.update(stored)
         for name, old in state.items():
-            device = fn(old).device
-            gone = old.is_meta and device.type != "meta"
-            self._buffers[name] = torch.zeros_like(old, device=device) if gone else old.to(device)
+            new = fn(old)
+            if old.is_meta and not new.is_meta:
+                new = torch.zeros_like(new, dtype=torch.float32)
+            elif new is not old:
+                new = new.copy_(old) if new.dtype == torch.float32 else old.to(new.device)
+            self._buffers[name] = new
         self._weight_cache.clear()
         if self.gather.parameter is not None:
             self._adopt_shard(self.get_parameter("weight"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,26 +10,16 @@ from torch import Tensor
 
 from octavo.errors import UnsupportedOpError
 from octavo.granularity import ALL, Granularity, scale_shape, tiles_along
-from octavo.tensor.pair import COPIES, MOVES, Rule
+from octavo.tensor.pair import COPIES, MOVES
 from octavo.tensor.scaled_tensor import ScaledTensor
 
 aten = torch.ops.aten
-ScaledTensor.RULES.update(MOVES | COPIES)
-
-
-def _rule(*ops: Any) -> Callable[[Rule], Rule]:
-    def register(rule: Rule) -> Rule:
-        ScaledTensor.RULES.update(dict.fromkeys(ops, rule))
-        return rule
-
-    return register
 
 
 def _like(pair: ScaledTensor, qdata: Tensor, scale_inv: Tensor, granularity: Granularity | None = None) -> ScaledTensor:
     return ScaledTensor(qdata, scale_inv, granularity or pair.granularity, pair.dtype)
 
 
-@_rule(aten.t.default, aten.transpose.int, aten.permute.default)
 def _permute(func: Any, pair: ScaledTensor, *dims: Any) -> ScaledTensor:
     qdata, scale_inv = func(pair.qdata, *dims), func(pair.scale_inv, *dims)
     ndim, (rows, cols) = pair.ndim, pair.granularity.tile
@@ -46,7 +36,6 @@ def _permute(func: Any, pair: ScaledTensor, *dims: Any) -> ScaledTensor:
     )
 
 
-@_rule(aten.view.default, aten._unsafe_view.default)
 def _view(func: Any, pair: ScaledTensor, shape: Sequence[int]) -> ScaledTensor:
     qdata = func(pair.qdata, shape)
     new, old, tile = qdata.shape, pair.shape, pair.granularity.tile
@@ -61,7 +50,6 @@ def _view(func: Any, pair: ScaledTensor, shape: Sequence[int]) -> ScaledTensor:
     )
 
 
-@_rule(aten.slice.Tensor)
 def _slice(
     func: Any, pair: ScaledTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> ScaledTensor:
@@ -84,7 +72,6 @@ def _slice(
     return _like(pair, qdata, scale_inv)
 
 
-@_rule(aten.split.Tensor, aten.split_with_sizes.default)
 def _split(func: Any, pair: ScaledTensor, sizes: Any, dim: int = 0) -> tuple[ScaledTensor, ...]:
     pairs, start = [], 0
     for codes in func(pair.qdata, sizes, dim):  # torch checks the sizes
@@ -94,7 +81,6 @@ def _split(func: Any, pair: ScaledTensor, sizes: Any, dim: int = 0) -> tuple[Sca
     return tuple(pairs)
 
 
-@_rule(aten.as_strided.default)
 def _as_strided(
     func: Any, pair: ScaledTensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
 ) -> ScaledTensor:
@@ -112,7 +98,6 @@ def _as_strided(
     )
 
 
-@_rule(aten.copy_.default)
 def _copy(func: Any, target: Tensor, source: Tensor, *non_blocking: bool) -> Tensor:
     if not (isinstance(target, ScaledTensor) and isinstance(source, ScaledTensor)):
         remedy = "octavo.quantize(source, ...)" if isinstance(target, ScaledTensor) else "source.dequantize()"
@@ -123,3 +108,15 @@ def _copy(func: Any, target: Tensor, source: Tensor, *non_blocking: bool) -> Ten
     func(target.qdata, source.qdata, *non_blocking)
     func(target.scale_inv, source.scale_inv, *non_blocking)
     return target
+
+
+ScaledTensor.RULES = {
+    **MOVES,
+    **COPIES,
+    **dict.fromkeys((aten.t.default, aten.transpose.int, aten.permute.default), _permute),
+    **dict.fromkeys((aten.view.default, aten._unsafe_view.default), _view),
+    aten.slice.Tensor: _slice,
+    **dict.fromkeys((aten.split.Tensor, aten.split_with_sizes.default), _split),
+    aten.as_strided.default: _as_strided,
+    aten.copy_.default: _copy,
+}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from octavo import kernels
 from octavo.formats import HIGH_PRECISION, format_of
 from octavo.granularity import ALL, Granularity, PerBlock, PerRow, PerTensor, Tile
-from octavo.tensor.pair import Pair, Rule
+from octavo.tensor.pair import Pair
 
 
 class ScaledTensor(Pair):
@@ -45,7 +45,6 @@ class ScaledTensor(Pair):
     """
 
     granularity: Granularity
-    RULES: ClassVar[dict[Any, Rule]] = {}  # by tensor/aten_table.py
     REMEDY = "is not defined for a ScaledTensor and nothing dequantises silently; call .dequantize() on it first"
 
     @staticmethod
