@@ -63,7 +63,7 @@ def _cast(
         h = None if preactivation is None else preactivation[rows]
         return produced(x[rows], activation, h, scale_inv, h_tile)
 
-    pairs, sums = cast_in_chunks(make, source.shape, max(h_tile[0], 1), scalings, output.column_sum)
+    pairs, sums = cast_in_chunks(make, source.shape, max(h_tile[0], 1), scalings, output.column_sum, x.device)
     return pairs, (sums.to(sums_dtype(x.dtype)),)
 
 

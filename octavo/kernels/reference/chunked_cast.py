@@ -84,6 +84,7 @@ def cast_in_chunks(
     unit: int,
     scalings: Sequence[KnownScaling],
     column_sum: bool,
+    device: torch.device,
 ) -> tuple[list[Pair], Tensor]:
     """Cast y [R, C] of this shape in one or two scalings: (each one's result, column sums [C] float32, or [0]).
 
@@ -97,14 +98,11 @@ def cast_in_chunks(
         sums = y.sum(0) if column_sum else y.new_empty(0)
         return [cast_values(y, scaling, None, scaling is scalings[-1]) for scaling in scalings], sums
     kept = _Kept(make)
-    spanning = [scaling for scaling in scalings if scaling.tile[0] == ALL and scaling.scale == 0.0]
-    amaxes: list[tuple[Tensor, bool]] = []
-    if spanning:
-        found = [[amax_and_finiteness(y, s.tile) for s in spanning] for y in map(kept.first, chunks)]
-        for of_chunks in zip(*found, strict=True):
-            largest, all_finite = zip(*of_chunks, strict=True)
-            amaxes.append((torch.stack(largest).amax(0), all(all_finite)))
-    parts = [_Parts(scaling, shape, *(amaxes.pop(0) if scaling in spanning else (None,))) for scaling in scalings]
+    parts = [_Parts(scaling, shape, device) for scaling in scalings]
+    if looking := [part for part in parts if part.looks_first]:
+        for y in map(kept.first, chunks):
+            for part in looking:
+                part.look(y)
     for rows in chunks:
         y = kept.again(rows)
         if column_sum:
@@ -113,7 +111,7 @@ def cast_in_chunks(
             part.add(y, rows, part is parts[-1])
         empty = y.new_empty(0)
         del y  # before the next is made
-    return [part.result() for part in parts], empty if sums is None else sums
+    return [(part.codes, part.scale_inv, part.amax) for part in parts], empty if sums is None else sums
 
 
 class _Kept:
@@ -139,50 +137,35 @@ class _Kept:
 class _Parts:
     """One scaling's result, as its chunks come."""
 
-    def __init__(
-        self, scaling: KnownScaling, shape: tuple[int, int], amax: Tensor | None, all_finite: bool = False
-    ) -> None:
-        self.scaling, self.shape, self.spans = scaling, shape, scaling.tile[0] == ALL
-        self.amax = amax  # of tiles that span all rows: known before, or found by chunks
-        self.all_finite = all_finite  # all rows, as far as is known
-        self.scale: Tensor | float = scaling.scale
-        if amax is not None:
-            limit = format_of(scaling.dtype).max
-            self.scale = scale_from_amax(amax, limit, scaling.power_of_two, scaling.margin)
-            if scaling.tile[1] == ALL:
-                self.scale = float(self.scale)
-        self.codes: Tensor | None = None
-        self.of_tiles: tuple[Tensor, Tensor] | None = None  # scale_inv and amax, where tiles lie within chunks
+    def __init__(self, scaling: KnownScaling, shape: tuple[int, int], device: torch.device) -> None:
+        grid = scale_shape(shape, scaling.tile)
+        self.scaling, self.spans, self.all_finite = scaling, scaling.tile[0] == ALL, True
+        self.looks_first = self.spans and scaling.scale == 0.0  # for the amax of all rows
+        self.codes = torch.empty(shape, dtype=scaling.dtype, device=device)
+        self.scale_inv, self.amax = torch.empty(grid, device=device), torch.zeros(grid, device=device)
+        self.scale: Tensor | float | None = None
+
+    def look(self, y: Tensor) -> None:
+        """Raise the amax to a chunk's."""
+        amax, all_finite = amax_and_finiteness(y, self.scaling.tile)
+        self.amax, self.all_finite = torch.maximum(self.amax, amax), self.all_finite and all_finite
 
     def add(self, y: Tensor, rows: slice, is_last: bool) -> None:
         """Cast a chunk, which the last scaling overwrites."""
-        dtype, tile = self.scaling.dtype, self.scaling.tile
-        if self.codes is None:
-            self.codes = torch.empty(self.shape, dtype=dtype, device=y.device)
-        codes = self.codes[rows]
-        if not self.spans:
-            if self.of_tiles is None:
-                grid = scale_shape(self.shape, tile)
-                self.of_tiles = y.new_empty(grid), y.new_empty(grid)
-            _, *of_chunk = cast_values(y, self.scaling, codes, is_last)
-            for whole, part in zip(self.of_tiles, of_chunk, strict=True):
-                tile_rows(whole, tile, rows).copy_(part)
-        elif self.scaling.scale:
-            _, _, amax = cast_values(y, self.scaling, codes, is_last)
-            self.amax = amax if self.amax is None else torch.maximum(self.amax, amax)
-        else:
+        dtype, tile, power_of_two, margin, _ = self.scaling
+        if self.looks_first:
+            if self.scale is None:
+                scale = scale_from_amax(self.amax, format_of(dtype).max, power_of_two, margin)
+                self.scale_inv, self.scale = scale_inv_from_scale(scale), float(scale) if tile[1] == ALL else scale
             all_finite = self.all_finite or bool(y.isfinite().all())
-            encode(y, self.scale, tile, dtype, all_finite, False, codes, is_last)
-
-    def result(self) -> Pair:
-        """All chunks together."""
-        assert self.codes is not None
-        if self.of_tiles is not None:
-            return self.codes, *self.of_tiles
-        assert self.amax is not None
-        if isinstance(self.scale, Tensor):
-            return self.codes, scale_inv_from_scale(self.scale), self.amax
-        return self.codes, _float32(self.amax, (1, 1), scale_inv_of(self.scale)), self.amax
+            encode(y, self.scale, tile, dtype, all_finite, False, self.codes[rows], is_last)
+            return
+        _, scale_inv, amax = cast_values(y, self.scaling, self.codes[rows], is_last)
+        if self.spans:
+            self.scale_inv, self.amax = scale_inv, torch.maximum(self.amax, amax)
+        else:
+            tile_rows(self.scale_inv, tile, rows).copy_(scale_inv)
+            tile_rows(self.amax, tile, rows).copy_(amax)
 
 
 def _float32(like: Tensor, shape: tuple[int, ...], value: float) -> Tensor:

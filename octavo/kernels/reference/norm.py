@@ -37,7 +37,7 @@ def cast_norm(
             kept[chunk] = y
         return y
 
-    pairs, _ = cast_in_chunks(make, source.shape, 1, scalings, False)
+    pairs, _ = cast_in_chunks(make, source.shape, 1, scalings, False, x.device)
     return pairs, (mean, rstd, kept)
 
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from octavo.kernels.arguments import Scaling, new_sums
 from octavo.kernels.triton.cast_input import CastInput, rounding_of
-from octavo.kernels.triton.launch import next_power_of_two
 from octavo.kernels.triton.prologue import produce
 from octavo.kernels.triton.tiles import (
     Outputs,
@@ -106,7 +105,7 @@ def cast_by_row(given: CastInput, scaling: Scaling, out: Outputs, row_sum: bool 
         return sums
     in_order = out.codes.t is None and given.x.stride(1) == 1
     chosen = given.config("cast_rows" if in_order else "cast_rows_transpose")
-    widest = max(16, next_power_of_two(given.cols))
+    widest = max(16, triton.next_power_of_2(given.cols))
     block_c = min(chosen.block_c, widest)
     # narrow rows: as many as fill half a tile
     block_r = chosen.block_r * max(1, chosen.block_c // (2 * block_c))

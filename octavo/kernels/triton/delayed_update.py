@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.triton.known_scales import committed
-from octavo.kernels.triton.launch import launch, next_power_of_two
+from octavo.kernels.triton.launch import launch
 from octavo.kernels.triton.tiles import scale_from_amax
 
 
@@ -68,7 +68,7 @@ def update_of(
 ) -> Update:
     """The kernels' Update from the op's arguments."""
     margined = tuple(limit * 2.0**-margin for limit, margin in zip(limits, margins, strict=True))
-    return Update(margined, powers_of_two, reduce == "most_recent", length, next_power_of_two(length))
+    return Update(margined, powers_of_two, reduce == "most_recent", length, triton.next_power_of_2(length))
 
 
 def delayed_update(

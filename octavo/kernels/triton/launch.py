@@ -30,11 +30,6 @@ class Config(NamedTuple):
     num_warps: int
 
 
-def next_power_of_two(n: int) -> int:
-    """The smallest power of two that is at least ``n``."""
-    return 1 << max(n - 1, 0).bit_length()
-
-
 _CONFIGS = json.loads(Path(__file__).with_name("configs.json").read_text())
 TABLE: dict[str, list[list[int]]] = _CONFIGS["configs"]
 

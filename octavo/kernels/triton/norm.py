@@ -17,6 +17,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import triton
 from torch import Tensor
 
 from octavo.granularity import ALL, Tile
@@ -28,7 +29,7 @@ from octavo.kernels.triton.cast import cast_by_tile, two_scalings
 from octavo.kernels.triton.cast_blocks import cast_by_block
 from octavo.kernels.triton.cast_input import CastInput, block_scaling_of, codes_to, norm_input, rounding_of
 from octavo.kernels.triton.known_scales import scale_exists
-from octavo.kernels.triton.launch import Config, config, launch, next_power_of_two, workspace
+from octavo.kernels.triton.launch import Config, config, launch, workspace
 from octavo.kernels.triton.norm_kernels import norm_blocks_kernel, norm_rows_kernel, norm_tensor_kernel
 from octavo.kernels.triton.tiles import Outputs
 
@@ -140,7 +141,7 @@ def _tile(chosen: Config, cols: int, blocks: tuple[Tile, ...]) -> Config:
     elements = chosen.block_r * chosen.block_c
     block_r = max(chosen.block_r, *(rows for rows, _ in blocks), 1)
     least = max(16, *(size for _, size in blocks), 1)
-    widest = max(next_power_of_two(cols), least)
+    widest = max(triton.next_power_of_2(cols), least)
     block_c = max(elements // block_r, least)
     larger = widest // block_c
     if block_r == 1 and 1 < larger and larger * chosen.num_warps <= 16:

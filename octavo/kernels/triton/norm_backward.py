@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.arguments import NormGradient
-from octavo.kernels.triton.launch import Config, config, launch, next_power_of_two, with_room_for
+from octavo.kernels.triton.launch import Config, config, launch, with_room_for
 from octavo.kernels.triton.norm_kernels import fold_sum, store_y, vector
 from octavo.kernels.triton.prologue import Norm, factor
 from octavo.kernels.triton.tiles import Source, Tiling, load_tile, narrow
@@ -166,7 +166,7 @@ def _tile(chosen: Config, cols: int) -> tuple[Config, bool]:
 
     ``tiles`` is how many programs a multiprocessor has.
     """
-    widest = max(16, next_power_of_two(cols))
+    widest = max(16, triton.next_power_of_2(cols))
     wide = with_room_for(chosen, (1, widest))
     larger = wide.block_c // chosen.block_c
     if wide.num_warps < larger * chosen.num_warps:  # more than 16 warps could hold

@@ -52,12 +52,8 @@ class Norm(NamedTuple):
 def produce(x, h, rows, cols, function: tl.constexpr, EVEN: tl.constexpr):
     """The tile [BR, BC] to be cast, float32, 0 outside of x; and the second one, of a gated gradient.
 
-    Args:
-        x: the Source, whose R and C are those of the tile's tensor. An activation reads it only for its gradient.
-        h: Input, Norm or None.
-        rows, cols: [BR], [BC].
-        function: Function.
-        EVEN: none of the tile is outside.
+    x is the Source, whose R and C are those of the tile's tensor; an activation reads it only for its gradient. h is
+    Input, Norm or None. EVEN: none of the tile is outside.
     """
     if function.name == "":
         first = load_tile(x, rows, cols, EVEN)

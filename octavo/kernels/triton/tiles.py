@@ -130,13 +130,7 @@ def encode(x, scale, E5M2: tl.constexpr):
 
 @triton.jit
 def round_by_bits(y, MANTISSA_BITS: tl.constexpr, BIAS: tl.constexpr, MAX_BITS: tl.constexpr):
-    """Round float32 to the nearest float8 code, ties to even, saturating; NaN -> 0x7F. uint8.
-
-    Args:
-        y: float32.
-        MANTISSA_BITS, BIAS: of the format.
-        MAX_BITS: the format's max as float32 bits.
-    """
+    """The nearest float8 code of float32, ties to even, saturating at MAX_BITS (a float32); NaN -> 0x7F. uint8."""
     SHIFT: tl.constexpr = 23 - MANTISSA_BITS
     # adding it leaves the code of a subnormal in the low bits, rounded as float32 sums are
     MAGIC_BITS: tl.constexpr = (127 + 23 + 1 - BIAS - MANTISSA_BITS) << 23

@@ -15,7 +15,7 @@ from tests.support.combinations import each_pair
 from tests.support.definitions import GRANULARITIES, same_bits
 
 E4M3, E5M2 = FORMATS = [torch.float8_e4m3fn, torch.float8_e5m2]
-ALL = (-1, -1)
+ALL, CPU = (-1, -1), torch.device("cpu")
 TILES = [g.tile for g in GRANULARITIES]
 RUNS = [1, 500, 3000, 1 << 30]
 
@@ -67,7 +67,7 @@ def test_by_the_definition(monkeypatch: pytest.MonkeyPatch, case: dict[str, Any]
     if case["second"] is not None:
         scalings.append(KnownScaling(FORMATS[case["dtype"] == E4M3], case["second"], not case["power_of_two"], 0))
     make = Made(y)
-    found, sums = cast_in_chunks(make, tuple(y.shape), case["unit"], scalings, True)
+    found, sums = cast_in_chunks(make, tuple(y.shape), case["unit"], scalings, True, CPU)
     for scaling, pair in zip(scalings, found, strict=True):
         check(y, scaling, pair)
     torch.testing.assert_close(sums, y.sum(0), rtol=1e-5, atol=1e-4, equal_nan=True)
@@ -88,7 +88,7 @@ def test_a_delayed_scale_takes_one_pass_and_clips(monkeypatch: pytest.MonkeyPatc
     scaling = KnownScaling(E4M3, ALL, False, 0, scale)
     for y in (given((150, 40)), given((150, 40)).flip(0)):  # the largest in the last run, and in the first
         make = Made(y)
-        (found,), sums = cast_in_chunks(make, (150, 40), 1, [scaling], False)
+        (found,), sums = cast_in_chunks(make, (150, 40), 1, [scaling], False, CPU)
         check(y, scaling, found)
         assert len(make.asked) == len({rows.start for rows in make.asked})
         assert sums.shape == (0,)
@@ -104,7 +104,7 @@ def test_faults_in_some_run(monkeypatch: pytest.MonkeyPatch, fmt: torch.dtype, k
         for row in (0, 70, 149):
             y = given((150, 40))
             y[row, :3] = torch.tensor([math.nan, math.inf, -math.inf])
-            (found,), _ = cast_in_chunks(Made(y), (150, 40), 1, [KnownScaling(fmt, tile, False, 0)], False)
+            (found,), _ = cast_in_chunks(Made(y), (150, 40), 1, [KnownScaling(fmt, tile, False, 0)], False, CPU)
             check(y, KnownScaling(fmt, tile, False, 0), found)
 
 
@@ -114,7 +114,7 @@ def test_zeros_and_the_largest_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
         for y in (torch.zeros(40, 50), torch.full((40, 50), definitions.FLOAT32_MAX), torch.full((40, 50), 1e-44)):
             y[:20] = 0.0
             for tile in TILES:
-                (found,), _ = cast_in_chunks(Made(y), (40, 50), 1, [KnownScaling(E4M3, tile, False, 0)], False)
+                (found,), _ = cast_in_chunks(Made(y), (40, 50), 1, [KnownScaling(E4M3, tile, False, 0)], False, CPU)
                 check(y, KnownScaling(E4M3, tile, False, 0), found)
 
 
@@ -129,7 +129,7 @@ def test_values_of_any_dtype(dtype: torch.dtype) -> None:
 def test_no_run_holds_more_than_its_rows() -> None:
     shape = 4 * tiles.CHUNK // 256 + 3, 256
     make = Made(torch.ones(shape))
-    cast_in_chunks(make, shape, 1, [KnownScaling(E4M3, (1, 128), False, 0)], False)
+    cast_in_chunks(make, shape, 1, [KnownScaling(E4M3, (1, 128), False, 0)], False, CPU)
     assert [rows.stop - rows.start for rows in make.asked] == [tiles.CHUNK // 256] * 4 + [3]
 
 

@@ -20,7 +20,7 @@ def test_the_table(kernels: TritonKernels) -> None:
         for _, *row in rows:
             config = launch.Config(*row)
             for size in (config.block_r, config.block_c):
-                assert size == launch.next_power_of_two(size) <= 2**14, kernel
+                assert size.bit_count() == 1 and size <= 2**14, kernel
             assert config.block_c % 16 == 0, f"{kernel}: rows are padded to 16"
             if "transpose" in kernel:
                 assert config.block_r % 16 == 0, f"{kernel}: transposed rows are padded to 16"
@@ -34,12 +34,6 @@ def test_config_goes_by_size(kernels: TritonKernels, monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(launch.TABLE, "some kernel", [[20, *small], [30, *large]])
     found = [[*launch.config("some kernel", size)] for size in (0, 20, 21, 30, 31, 60)]
     assert found == [small, small, large, large, large, large]
-
-
-def test_next_power_of_two(kernels: TritonKernels) -> None:
-    next_power_of_two = kernels.module("launch").next_power_of_two
-    found = [next_power_of_two(n) for n in (0, 1, 2, 3, 4, 5, 127, 128, 129)]
-    assert found == [1, 1, 2, 4, 4, 8, 128, 128, 256]
 
 
 def test_workspace(kernels: TritonKernels) -> None:
