@@ -10,6 +10,7 @@ from octavo.errors import MissingExtraError
 from octavo.schedule import Switch
 from octavo.train import RunResult, report
 from octavo.train.checkpoint import Row
+from octavo.train.config import RECIPES
 from octavo.train.report import gap, plot, require_plotting, smooth, table, write_csv
 
 
