@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import logging
 import os
 import shlex
 import signal
@@ -322,6 +323,7 @@ def _plan(options: argparse.Namespace, arguments: list[str]) -> int:
     from octavo.cost import command, estimate, rates_of
     from octavo.train import GPT, ModelConfig
 
+    logging.getLogger("octavo").setLevel(logging.ERROR)  # nothing runs here, so nothing is emulated
     rates = rates_of(options.device)
     inputs = command.tokens_of(options.tokens, options.context)
     if options.model is not None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -24,6 +24,7 @@ from octavo.recipes import high_precision
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap
 from octavo.schedule import Phase, PhasePlan, PrecisionSchedule
+from octavo.schedule.plan import twin_of, without_data
 
 # FLOP of attention as a CPU computes it, which torch's counter does not know
 _ATTENTION = {
@@ -178,25 +179,19 @@ def work_of(model: nn.Module, inputs: Sequence[Any]) -> Work:
 
         return hook
 
-    layers = ((name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear) or fp8_class(m) is not None)
-    hooks = [module.register_forward_hook(note(name)) for name, module in layers]
-    traffic = _Traffic()
     mode = FakeTensorMode(allow_non_fake_inputs=True)  # unlike the meta device, it answers what models ask of values
-
-    def fake(tensor: Tensor) -> Tensor:
-        # as on a CPU: attention on the meta device is another, whose probabilities are all kept
-        return FakeTensor(mode, tensor.to("meta"), torch.device("cpu")).requires_grad_(tensor.requires_grad)
-
-    fakes = {name: fake(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-    arguments = tree_map_only(Tensor, fake, tuple(inputs))
+    twin = twin_of(model, mode)
+    layers = ((name, m) for name, m in twin.named_modules() if isinstance(m, nn.Linear) or fp8_class(m) is not None)
+    for name, module in layers:
+        module.register_forward_hook(note(name))
+    arguments = tree_map_only(Tensor, lambda x: without_data(x, mode).requires_grad_(x.requires_grad), tuple(inputs))
+    traffic = _Traffic()
     with mode, FlopCounterMode(display=False, custom_mapping=_ATTENTION) as flop, traffic:
-        outputs = torch.func.functional_call(model, fakes, arguments)
+        outputs = twin(*arguments)
         results = [leaf for leaf in tree_leaves(_plain(outputs)) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not results:
             raise ValueError("no result of the model's forward needs a gradient: there is nothing to train")
         sum(result.float().sum() for result in results).backward()  # type: ignore[union-attr]
-    for hook in hooks:
-        hook.remove()
     linears = tuple(found.values())
     own = sum(work.flop * sum(work.products) for work in linears)
     return Work(linears, max(flop.get_total_flops() - own, 0.0), traffic.bytes, traffic.ops)

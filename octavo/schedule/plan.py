@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim import Optimizer
 
 from octavo.errors import OctavoError
@@ -199,10 +200,8 @@ def saved_bytes(model: nn.Module, target: Target, inputs: tuple[Any, ...]) -> in
 
     The forward runs on a copy of the model whose tensors have no data.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    twin = _without_data(model, mode)
+    twin = twin_of(model, mode)
     with mode:
         for weight, granularity in target.moved(twin).items():
             put_into(weight, blank(weight, granularity))
@@ -211,7 +210,7 @@ def saved_bytes(model: nn.Module, target: Target, inputs: tuple[Any, ...]) -> in
             if isinstance(module, RecipeModule):
                 module._weight_cache = _NoCache()
         twin.train()
-        arguments = torch.utils._pytree.tree_map_only(Tensor, mode.from_tensor, inputs)
+        arguments = torch.utils._pytree.tree_map_only(Tensor, lambda x: without_data(x, mode), inputs)
         known = {_storage(part) for part in (*_parts(twin), *torch.utils._pytree.tree_leaves(arguments))}
         found: dict[int, Tensor] = {}
 
@@ -235,7 +234,15 @@ class _NoCache(WeightCache):
         return super().operands(*not_reusable)
 
 
-def _without_data(model: nn.Module, mode: Any) -> nn.Module:
+def without_data(tensor: Tensor, mode: Any) -> Tensor:
+    """A fake of a tensor. One on the meta device becomes a CPU's: on meta, attention would keep its probabilities."""
+    if type(tensor) not in (Tensor, nn.Parameter) or not tensor.is_meta:
+        return mode.from_tensor(tensor)  # type: ignore[no-any-return]
+    fake = FakeTensor(mode, tensor.detach(), torch.device("cpu"))
+    return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+
+
+def twin_of(model: nn.Module, mode: Any) -> nn.Module:
     """A copy whose parameters and buffers are fake; nothing of them is copied."""
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
@@ -243,7 +250,7 @@ def _without_data(model: nn.Module, mode: Any) -> nn.Module:
             raise ValueError(
                 "example_inputs: make the plan before fully_shard; a sharded model can't be run without data"
             )
-        memo[id(tensor)] = mode.from_tensor(tensor)
+        memo[id(tensor)] = without_data(tensor, mode)
     return copy.deepcopy(model, memo)
 
 
