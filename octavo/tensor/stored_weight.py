@@ -169,7 +169,7 @@ class StoredWeight(ShardHooks, Pair):
         """Take another's values: stored ones as they are, plain ones cast."""
         same_shape = isinstance(other, StoredWeight) and other.scale_inv.shape == self.scale_inv.shape
         fits = same_shape and has_powers_of_two(other.scale_inv)  # type: ignore[attr-defined]
-        if self.is_shard and self.granularity == GRANULARITIES[0] and not fits:
+        if self.is_shard and self.granularity == PerTensor() and not fits:
             raise UnsupportedOpError(
                 f"{tuple(self.shape)} is this rank's part of a weight with one scale, which ranks find together: write "
                 "it by model.load_state_dict or octavo.distributed.checkpoint.load_checkpoint on all ranks"
@@ -249,13 +249,12 @@ def shard_of_rows(weight: StoredWeight, start: int, stop: int) -> StoredWeight:
     Raises:
         UnsupportedOpError: if a block reaches beyond them.
     """
-    rest = None if weight.rest is None else weight.rest[start:stop]
-    if weight.granularity == GRANULARITIES[0]:
-        return weight._like(weight.qdata[start:stop], weight.scale_inv, rest, is_shard=True)
-    if start % BLOCK or (stop % BLOCK and stop != weight.shape[0]):
-        raise UnsupportedOpError(f"rows {start} to {stop} of {weight} are no whole blocks")
-    scales = weight.scale_inv[start // BLOCK : -(-stop // BLOCK)]
-    return weight._like(weight.qdata[start:stop], scales, rest, is_shard=True)
+    scale_inv, rest = weight.scale_inv, None if weight.rest is None else weight.rest[start:stop]
+    if weight.granularity != PerTensor():
+        if start % BLOCK or (stop % BLOCK and stop != weight.shape[0]):
+            raise UnsupportedOpError(f"rows {start} to {stop} of {weight} are no whole blocks")
+        scale_inv = scale_inv[start // BLOCK : -(-stop // BLOCK)]
+    return weight._like(weight.qdata[start:stop], scale_inv, rest, is_shard=True)
 
 
 def local_stored(weight: Any) -> StoredWeight | None:
@@ -296,7 +295,7 @@ def _split(func: Any, weight: StoredWeight, rows: int, dim: int = 0) -> list[Sto
     ranks = -(-total // rows)
     if dim != 0:
         raise UnsupportedOpError("weights that are stored in FP8 are sharded by rows: fully_shard with Shard(0)")
-    if weight.granularity != GRANULARITIES[0] and ranks > 1 and (rows % BLOCK or total % rows):
+    if weight.granularity != PerTensor() and ranks > 1 and (rows % BLOCK or total % rows):
         raise UnsupportedOpError(
             f"a weight {tuple(weight.shape)} stored in blocks of 128 x 128 can't be sharded over {ranks} ranks: "
             f"{rows} rows each are no whole blocks, or the last rank has fewer. Shard over ranks that each get the "
@@ -318,15 +317,15 @@ def _new_zeros(func: Any, weight: StoredWeight, size: Any, **options: Any) -> An
         return NotImplemented
     codes = torch.zeros(size, dtype=torch.uint8, device=weight.device).view(weight.qdata.dtype)
     rest = None if weight.rest is None else weight.rest.new_zeros(size)
-    if weight.granularity == GRANULARITIES[0]:
-        return weight._like(codes, weight.scale_inv.clone(), rest, is_shard=True)
-    shape = weight.granularity.scale_shape(tuple(size))
-    return weight._like(codes, weight.scale_inv.new_ones(shape), rest, is_shard=True)
+    scale_inv = weight.scale_inv.clone()
+    if weight.granularity != PerTensor():
+        scale_inv = scale_inv.new_ones(weight.granularity.scale_shape(size))
+    return weight._like(codes, scale_inv, rest, is_shard=True)
 
 
 def _new_empty(func: Any, weight: StoredWeight, size: Any, **_: Any) -> Any:
     """What stands for the shard of a rank without rows."""
-    if weight.is_shard and weight.granularity != GRANULARITIES[0]:
+    if weight.is_shard and weight.granularity != PerTensor():
         raise UnsupportedOpError(
             f"blocks of 128 x 128 can't be sharded over so many ranks that the first get {tuple(weight.shape)} and the "
             "last nothing: shard over fewer (HSDP), or use a recipe with one scale a weight (dynamic, delayed)"
