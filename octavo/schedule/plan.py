@@ -237,7 +237,7 @@ class _NoCache(WeightCache):
 def without_data(tensor: Tensor, mode: Any) -> Tensor:
     """A fake of a tensor. One on the meta device becomes a CPU's: on meta, attention would keep its probabilities."""
     if type(tensor) not in (Tensor, nn.Parameter) or not tensor.is_meta:
-        return mode.from_tensor(tensor)  # type: ignore[no-any-return]
+        return mode.from_tensor(tensor)
     fake = FakeTensor(mode, tensor.detach(), torch.device("cpu"))
     return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
 
