@@ -138,34 +138,6 @@ def tile_from(start, first, x, norm, y_ptr, mean, rstd, rows, ZERO_CENTERED: tl.
 
 
 @triton.jit
-def finish_rows(
-    first,
-    x,
-    norm,
-    y_ptr,
-    out,
-    scale,
-    mean,
-    rstd,
-    rows,
-    ZERO_CENTERED: tl.constexpr,
-    E5M2: tl.constexpr,
-    tiling: tl.constexpr,  # Tiling
-):
-    """Write y and codes by one scale of rows whose statistics are known: their amax."""
-    end = x.C
-    if tiling.one_tile:
-        end = tiling.block_c
-    largest = tl.full([tiling.block_r, tiling.block_c // tiling.fold], 0.0, tl.float32)
-    for start in range(0, end, tiling.block_c):
-        tile, cols = tile_from(start, first, x, norm, y_ptr, mean, rstd, rows, ZERO_CENTERED, tiling)
-        store_codes(encode(tile, scale, E5M2), out, rows, cols, x, tiling.even)
-        # last: before the codes Triton 3.6 spills for sm_100
-        largest = tl.maximum(largest, fold_max(finite_abs(tile), tiling.fold))
-    return tl.max(tl.max(largest, 1), 0)
-
-
-@triton.jit
 def norm_tensor_kernel(
     x,
     norm,
@@ -191,10 +163,16 @@ def norm_tensor_kernel(
         rows = (tl.program_id(0) * tiling.tiles + i) * tiling.block_r + tl.arange(0, tiling.block_r)
         first, mean, rstd = row_statistics(x, norm, rows, eps, tiling)
         if out.amax is not None or y_ptr is not None:
-            largest = finish_rows(
-                first, x, norm, y_ptr, out.codes, scale, mean, rstd, rows, ZERO_CENTERED, E5M2, tiling
-            )
-            amax = tl.maximum(amax, largest)
+            end = x.C
+            if tiling.one_tile:
+                end = tiling.block_c
+            largest = tl.full([tiling.block_r, tiling.block_c // tiling.fold], 0.0, tl.float32)
+            for start in range(0, end, tiling.block_c):
+                tile, cols = tile_from(start, first, x, norm, y_ptr, mean, rstd, rows, ZERO_CENTERED, tiling)
+                store_codes(encode(tile, scale, E5M2), out.codes, rows, cols, x, tiling.even)
+                # last: before the codes Triton 3.6 spills for sm_100
+                largest = tl.maximum(largest, fold_max(finite_abs(tile), tiling.fold))
+            amax = tl.maximum(amax, tl.max(tl.max(largest, 1), 0))
     if out.amax is not None:
         raise_amax(work_ptr, amax)
         if is_last_program(work_ptr + 1, tl.num_programs(0)):
