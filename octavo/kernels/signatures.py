@@ -33,7 +33,7 @@ Ops are registered by torch.library.Library rather than by the custom_op decorat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -116,10 +116,6 @@ SCHEMAS = {
 }
 
 
-def _fake_amax(x: Tensor, tile: Sequence[int]) -> Tensor:
-    return new_scales(x, x.shape, (tile[0], tile[1]))
-
-
 def _rest(source: CastSource | NormSource, output: Output) -> tuple[Tensor, ...]:
     """What a cast's op returns last."""
     if isinstance(source, NormSource):
@@ -147,14 +143,6 @@ def _fake_cast_and_commit(source: CastSource, scaling: Scaling, commit: Commit, 
     return q, t, scale_inv, sums
 
 
-def _fake_nothing(*args: Any) -> None:
-    return None
-
-
-def _fake_dequantize(qdata: Tensor, scale_inv: Tensor, tile: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return qdata.new_empty(qdata.shape, dtype=dtype)
-
-
 def _fake_matmul(operands: Operands, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
     return operands.a.codes.new_empty(operands.shape, dtype=out_dtype)
 
@@ -170,15 +158,15 @@ def _fake_norm_backward(gradient: NormGradient) -> tuple[Tensor, Tensor, Tensor]
 
 FAKES: dict[str, Callable[..., Any]] = unpacking(
     {
-        "amax": _fake_amax,
+        "amax": lambda x, tile: new_scales(x, x.shape, (tile[0], tile[1])),
         "cast": _fake_cast,
         "cast_two_scalings": _fake_two_scalings,
         "cast_and_commit": _fake_cast_and_commit,
-        "delayed_update": _fake_nothing,
-        "dequantize": _fake_dequantize,
+        "delayed_update": lambda *_: None,
+        "dequantize": lambda qdata, scale_inv, tile, dtype: qdata.new_empty(qdata.shape, dtype=dtype),
         "matmul": _fake_matmul,
         "matmul_cast": _fake_matmul_cast,
-        "multi_tensor_cast": _fake_nothing,
+        "multi_tensor_cast": lambda *_: None,
         "norm_cast": _fake_cast,
         "norm_cast_two_scalings": _fake_two_scalings,
         "norm_backward": _fake_norm_backward,

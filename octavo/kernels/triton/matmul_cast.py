@@ -119,7 +119,11 @@ def matmul_cast_blocks_kernel(
 def matmul_cast(operands: Operands, fast_accum: bool, scaling: Scaling, output: Output) -> tuple[Tensor, ...]:
     """``octavo::matmul_cast``."""
     a, (M, N), tile = operands.a.codes, operands.shape, scaling.tile
-    if not (M * N > 0 and step_along(operands.a.tile, operands.b.tile) > 0 and _is_local(scaling)):
+    state = scaling.delayed_scale
+    is_local = (
+        is_small_block(tile) if state is None else scale_exists(state, scaling.role)
+    )  # what a program's scales need
+    if not (M * N > 0 and step_along(operands.a.tile, operands.b.tile) > 0 and is_local):
         return cast(CastSource(matmul(operands, torch.float32, fast_accum)), scaling, output)[:4]
     chosen = product_config("matmul_cast", operands)
     if scaling.delayed_scale is None:
@@ -138,10 +142,3 @@ def matmul_cast(operands: Operands, fast_accum: bool, scaling: Scaling, output: 
         shared, constants = (scaling.delayed_scale, workspace(a, 2)), (scaling.role, rounding.e5m2, even)
         launch_product(matmul_cast_kernel, operands, fast_accum, chosen, (out, *shared, *constants))
     return q, t, scale_inv, amax
-
-
-def _is_local(scaling: Scaling) -> bool:
-    """Whether a program knows its scales without the others."""
-    if scaling.delayed_scale is None:
-        return is_small_block(scaling.tile)
-    return scale_exists(scaling.delayed_scale, scaling.role)

@@ -157,7 +157,10 @@ def norm_backward(gradient: NormGradient) -> tuple[Tensor, Tensor, Tensor]:
     constants = with_beta, zero_centered, Tiling(even, block_r, block_c, one_tile=one_tile, fold=16 // x.element_size())
     arguments = dy_source, Source(x, rows, cols, *x.stride()), residual_source, norm, dx, parts, *constants
     launch(norm_backward_kernel, programs, arguments, num_warps, fuses=True)
-    _sum_parts(parts, dgamma, dbeta)
+    strips, size = -(-cols // 32), 32
+    even = programs % size == 0 and cols % size == 0
+    summed = Source(parts, programs, cols, cols, 1), dgamma, dbeta, strips, even, size, size
+    launch(norm_backward_sum_kernel, strips * len(parts), summed, 4)
     return dx, dgamma, gamma.new_empty(0) if dbeta is None else dbeta
 
 
@@ -175,16 +178,6 @@ def _tile(chosen: Config, cols: int) -> tuple[Config, bool]:
     if larger > 1:
         return wide._replace(tiles=max(1, chosen.tiles // larger)), True
     return chosen._replace(block_r=chosen.block_r * chosen.block_c // widest, block_c=widest), True
-
-
-def _sum_parts(parts: Tensor, dgamma: Tensor, dbeta: Tensor | None) -> None:
-    _, programs, cols = parts.shape
-    block_r, block_c = 32, 32
-    strips = -(-cols // block_c)
-    even = programs % block_r == 0 and cols % block_c == 0
-    source = Source(parts, programs, cols, cols, 1)
-    arguments = source, dgamma, dbeta, strips, even, block_r, block_c
-    launch(norm_backward_sum_kernel, strips * parts.shape[0], arguments, 4)
 
 
 @functools.cache
