@@ -122,12 +122,13 @@ class CastInput(NamedTuple):
         if isinstance(h, Input) and function.gated and h.scale_inv is not None:
             if function.tile_c != _ALL and self.cols % function.tile_c:  # up doesn't begin with a tile of its own
                 return False
-        return all(tile in _WHOLE or self._has_blocks(tile) for tile in tiles)
-
-    def _has_blocks(self, tile: Tile) -> bool:
-        if self.rows * self.cols == 0 or not is_small_block(tile):
-            return False
-        return self.halves == 1 or self.cols % tile[1] == 0  # no block reaches into the other half
+        for tile in tiles:
+            if tile not in _WHOLE:
+                if self.rows * self.cols == 0 or not is_small_block(tile):
+                    return False
+                if self.halves == 2 and self.cols % tile[1]:  # a block would reach into the other half
+                    return False
+        return True
 
     def codes(self, dtype: torch.dtype, pad: int, transpose: bool = False) -> Tensor:
         """Where codes go, unwritten."""
@@ -181,9 +182,9 @@ class CastInput(NamedTuple):
 def cast_input(source: CastSource) -> CastInput:
     """What a cast of this reads."""
     x, activation, preactivation, h_scale_inv, h_tile = source
-    rows, cols = source.shape
     if not activation:
-        return CastInput(x, rows, cols)
+        return CastInput(x, *x.shape)
+    rows, cols = source.shape
     name, gated = activation_of(activation)
     h = x if preactivation is None else preactivation
     half = h.shape[1] // 2 if gated else h.shape[1]

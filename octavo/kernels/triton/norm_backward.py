@@ -164,6 +164,7 @@ def norm_backward(gradient: NormGradient) -> tuple[Tensor, Tensor, Tensor]:
     return dx, dgamma, gamma.new_empty(0) if dbeta is None else dbeta
 
 
+@functools.lru_cache(maxsize=4096)
 def _tile(chosen: Config, cols: int) -> tuple[Config, bool]:
     """A configuration of as many elements a thread for rows of ``cols``, and whether a tile holds them.
 
