@@ -221,7 +221,8 @@ def main() -> None:
     for source in args.sources:
         anywhere = list({test for found in tests[source].values() for test in found})
         for name, line, code in of_file(source, drawn - known):
-            order = cheapest(tests[source].get(line) or anywhere, seconds, args.budget)
+            own = [test for test in anywhere if f"/test_{Path(source).stem}.py::" in test]  # a value may be cached
+            order = cheapest([*(tests[source].get(line) or anywhere), *own], seconds, args.budget)
             work = functools.partial(meet, source, code, order)
             met = in_a_fork(work, 60 + 5 * args.budget, args.state / "mutant.log")
             outcomes[name] = "no answer" if met is None else met["by"] if met["killed"] else ""

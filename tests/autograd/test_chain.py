@@ -153,3 +153,15 @@ def test_the_norm_is_written_only_where_it_is_read(monkeypatch):
             chain = Chain(Norm("rms_norm", 1e-5, False), (layer(weight, recipe),), "", torch.float32, returns)
             run_chain(torch.ones(T, K, requires_grad=True), (torch.ones(K), None), [(weight, None)], chain)
             assert kept.pop() == (returns or (needs_dw and recipe.grad_weight is None))
+
+
+def test_the_norms_output_alone_gives_gradients():
+    x = torch.randn(T, K, requires_grad=True)
+    gamma, beta = torch.rand(K).requires_grad_(), torch.randn(K).requires_grad_()
+    (own,) = weights((N, K))
+    chain = Chain(Norm("layer_norm", 1e-5, False), (layer(own[0], recipes.dynamic()),), "", torch.float32, True)
+    grad, tensors = torch.randn(T, K), [x, gamma, beta]
+    found = gradients(run_chain(x, (gamma, beta), [own], chain)[1], grad, tensors)
+    expected = gradients(torch.nn.functional.layer_norm(x, (K,), gamma, beta), grad, tensors)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)

@@ -245,3 +245,16 @@ def test_a_capture_does_not_read_a_cached_weight():
         net[0].weight.mul_(2)
     graph.replay()
     assert torch.equal(y, net(x))
+
+
+def test_blocks_that_take_no_padding():
+    row, square = (
+        recipes.Cast(recipes.E4M3, granularity) for granularity in (recipes.PerRow(), recipes.PerBlock(8, 8))
+    )
+    recipe = octavo.Recipe((row, square), (row, square), (row, row))
+    own, net = (octavo.nn.Linear(9, 7, recipe=recipe) for _ in range(2))
+    net.load_state_dict(own.state_dict())
+    kept = octavo.nn.KeptWeights(net)
+    kept.cast()
+    x = torch.randn(5, 9)
+    assert kept.names == ("",) and torch.equal(net(x), own(x))

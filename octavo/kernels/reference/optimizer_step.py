@@ -121,9 +121,9 @@ def _update_weight(update: WeightUpdate, step: AdamStep | SgdStep, divisor: floa
         master.begin(step.bound(master.amax))
     for piece in all_pieces:
         w, g, new = read(piece, keep=False)
-        before = None if sums is None else w.clone()
+        before = w if sums is None else w.clone()
         step.move(w, g, new)
-        if sums is not None and before is not None:
+        if sums is not None:
             add_resolution(sums, piece, before, w, master)
         step.saturate(new, moments)
 

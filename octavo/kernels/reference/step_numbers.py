@@ -47,7 +47,7 @@ def ratio_of(beta1: float, beta2: float) -> float:
     return beta1 * beta1 / beta2 if beta2 else math.inf
 
 
-def bound_after(amax: Tensor, lr: float, max_update: float, weight_decay: float = 0.0) -> Tensor:
+def bound_after(amax: Tensor, lr: float, max_update: float, weight_decay: float) -> Tensor:
     """The most that |w|, up to ``amax`` now, can be after a step, with room for float32's roundings on the way.
 
     ``max_update``: the most that the step moves an element, by the learning rate; ``weight_decay``: decoupled, or 0.

@@ -324,3 +324,17 @@ def test_no_column_sum_unless_asked_for() -> None:
     for dtype in DTYPES:
         for name, (*_, sums) in every_cast(torch.ones(3, 4, dtype=dtype), ALL):
             assert (sums.shape, sums.dtype) == ((0,), dtype), name
+
+
+@pytest.mark.parametrize("h_tile", [(48, 1), (1, 48), (16, 8)], ids=str)
+def test_an_input_in_codes_is_read_by_its_whole_tiles(monkeypatch: pytest.MonkeyPatch, h_tile: tuple[int, int]) -> None:
+    h = torch.randn(300, 40) * torch.logspace(-2, 2, 300)[:, None]
+    codes, _, scale_inv, *_ = kernels.cast(h, None, 0, E4M3, h_tile, False, 0)
+    found = []
+    for chunk in (500, 1 << 30):
+        monkeypatch.setattr(tiles, "CHUNK", chunk)
+        found.append(
+            kernels.cast(codes, None, 0, E4M3, ALL, False, 0, False, 1, False, "gelu", None, scale_inv, h_tile)
+        )
+    for a, b in zip(*found, strict=True):
+        assert same_bits(a, b)

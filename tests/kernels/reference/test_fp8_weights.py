@@ -6,7 +6,7 @@ from torch import Tensor
 
 from octavo.formats import E4M3
 from octavo.kernels.reference import optimizer_state
-from octavo.kernels.reference.master_weights import FLOAT16_FACTOR, Fp8Weight
+from octavo.kernels.reference.master_weights import FLOAT16_FACTOR, Fp8Weight, remainder_of, values_with
 from tests.support.fp8_weights import RESTS, amax_of, random16, read, store, values_of, weight
 
 MANTISSA = {"fp8_split16": 11, "fp8_split24": 19, "fp8_fp16": 10, "fp8_stochastic": 3}  # bits of the master
@@ -234,3 +234,12 @@ def test_what_it_says_of_itself(kind):
     assert m.is_random is (kind != "fp8_fp32") and m.has_blocks
     assert not weight(kind, (130, 300)).has_blocks
     assert not weight(kind, (128, 128), blocks=True).has_blocks  # one block is all
+
+
+def test_the_remainder_of_a_tie_between_two_codes_keeps_to_its_bits():
+    codes = torch.arange(0x7E, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    ties = ((codes[1:] + codes[:-1]) / 2)[None]
+    cast = ties.to(torch.float8_e4m3fn).view(torch.uint8)
+    one = torch.ones(1, 1)
+    found = values_with(cast, one, remainder_of(ties, cast, one))
+    assert ((found - ties).abs() <= 2.0**-8 * (codes[1:] - codes[:-1])).all()

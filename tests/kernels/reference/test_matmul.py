@@ -261,3 +261,11 @@ def test_rows_in_chunks_of_an_operand_that_is_taller_than_wide(monkeypatch: pyte
         a, b = pair(uneven(300, 17), granularity), pair(uneven(5, 17), granularity)
         given = a if laid == "as it is" else (a[0].t().contiguous().t(), a[1].t().contiguous().t())
         assert sqnr(product(given, granularity, b, granularity), exact_product(a, granularity, b, granularity)) > 120
+
+
+def test_scales_whose_product_is_as_large_as_float32_holds() -> None:
+    codes, whole = torch.ones(64, 64).to(torch.float8_e4m3fn), (-1, -1)  # so many are read apart from a factor of 2^8
+    scales = torch.full((1, 1), 2.0**60), torch.full((1, 1), 2.0**55)
+    for dtype in (torch.bfloat16, torch.float32):
+        found = kernels.matmul(codes, scales[0], whole, codes, scales[1], whole, None, dtype, False)
+        assert (found == 64 * 2.0**115).all()
