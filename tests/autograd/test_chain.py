@@ -165,3 +165,13 @@ def test_the_norms_output_alone_gives_gradients():
     expected = gradients(torch.nn.functional.layer_norm(x, (K,), gamma, beta), grad, tensors)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_no_weight_is_saved_for_gradients_that_nobody_asks_for():
+    (w, b), (w2, b2) = weights((F, K), (N, F))
+    saved: list[int] = []
+    chain = Chain(None, (layer(w, recipes.dynamic()), layer(w2, recipes.dynamic())), "gelu", torch.float32, False)
+    parameters = [(w.detach(), b.detach()), (w2, b2.detach())]
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor.numel()) or tensor, lambda x: x):
+        run_chain(torch.randn(T, K), (None, None), parameters, chain)
+    assert T * F in saved and not {w.numel(), w2.numel()} & {*saved}
