@@ -21,9 +21,10 @@ from triton.backends.nvidia.driver import CudaLauncher
 from triton.compiler import CompiledKernel
 from triton.runtime.driver import driver
 
-from octavo.kernels.triton import launch
+from octavo.kernels.triton import cast_input, launch
 
 SHARED_MEMORY = {90: 232448, 100: 232448}  # bytes a program may have, opted in
+MULTIPROCESSORS = {90: 132, 100: 148}
 _COMPILED: dict[int, dict[Any, Any]] = {capability: {} for capability in SHARED_MEMORY}  # octavo's, by its own keys
 
 
@@ -67,7 +68,7 @@ class _Driver:
 
     def __init__(self, capability: int) -> None:
         self.capability = capability
-        properties = {"max_shared_mem": SHARED_MEMORY[capability], "multiprocessor_count": 132}
+        properties = {"max_shared_mem": SHARED_MEMORY[capability], "multiprocessor_count": MULTIPROCESSORS[capability]}
         self.utils = SimpleNamespace(load_binary=_load_binary, get_device_properties=lambda device: properties)
         # closures, as fast as torch's own functions are in the real driver
         self.get_current_device: Callable[[], int] = lambda: capability
@@ -99,7 +100,10 @@ def offline(capability: int, record: bool = True) -> Iterator[list[Launch]]:
     if record:
         CompiledKernel.run = property(run)
     try:
-        with mock.patch.object(launch, "_compiled", _COMPILED[capability]):
+        with (
+            mock.patch.object(launch, "_compiled", _COMPILED[capability]),
+            mock.patch.object(cast_input, "multiprocessors", lambda index: MULTIPROCESSORS[capability]),
+        ):
             yield launches
     finally:
         CompiledKernel.run = original

@@ -23,7 +23,7 @@ from torch import Tensor
 from benchmarks.common.measure import commit, table, write_results
 from benchmarks.kernels import fused_cases, plain_cases
 from benchmarks.machine_code.machine_code import instructions, loops, resources, tile_bytes
-from benchmarks.machine_code.offline import SHARED_MEMORY, Launch, offline
+from benchmarks.machine_code.offline import MULTIPROCESSORS, SHARED_MEMORY, Launch, offline
 from octavo.kernels.triton import KERNELS
 
 TAKES = "5 minutes"
@@ -50,7 +50,10 @@ class Device(NamedTuple):
         return self.multiprocessors * 4 * 32 * self.clock
 
 
-DEVICES = {90: Device("H200", 132, 4.3e12, 1.98e9), 100: Device("B200", 148, 6.9e12, 1.85e9)}
+DEVICES = {
+    90: Device("H200", MULTIPROCESSORS[90], 4.3e12, 1.98e9),
+    100: Device("B200", MULTIPROCESSORS[100], 6.9e12, 1.85e9),
+}
 
 
 class Prediction(NamedTuple):

@@ -14,7 +14,7 @@ from octavo.granularity import ALL, Tile, scale_shape
 from octavo.kernels.activations import activation_of
 from octavo.kernels.arguments import CastSource, NormSource, Output, Scaling, new_codes, new_sums, no_codes
 from octavo.kernels.layouts import is_small_block, padded
-from octavo.kernels.triton.launch import TABLE, Config, config, launch
+from octavo.kernels.triton.launch import TABLE, Config, config, launch, multiprocessors
 from octavo.kernels.triton.prologue import Function, Input, Norm
 from octavo.kernels.triton.tiles import BlockScaling, Codes, Outputs, Rounding, Source, Tiling
 
@@ -58,9 +58,12 @@ _Shares = tuple[int, int, Tiling]
 
 @functools.lru_cache(maxsize=4096)
 def _shares(
-    rows: int, cols: int, block_r: int, block_c: int, tiles: int, one_tile: bool, halves: str, fold: int
+    shape: tuple[int, int], enough: int, block_r: int, block_c: int, tiles: int, one_tile: bool, halves: str, fold: int
 ) -> _Shares:
+    rows, cols = shape
     strips = -(-cols // block_c) or 1
+    while tiles > 1 and strips * -(-rows // (block_r * tiles)) < enough:
+        tiles //= 2
     groups = -(-rows // (block_r * tiles)) or 1
     even = rows == groups * block_r * tiles and cols == strips * block_c
     return strips, groups, Tiling(even, block_r, block_c, tiles, one_tile, halves, fold)
@@ -162,9 +165,14 @@ class CastInput(NamedTuple):
         return new_sums(self.x, self.shape[1], column_sum)
 
     def tiling(self, block_r: int, block_c: int, tiles: int = 1, one_tile: bool = False, fold: int = 1) -> _Shares:
-        """How programs share what is cast: (strips of columns, groups of rows in a strip, tiling)."""
+        """How programs share what is cast: (strips of columns, groups of rows in a strip, tiling).
+
+        ``tiles``: the most that a program does, fewer where multiprocessors would have less than three programs each.
+        """
         halves = "" if self.halves == 1 else "below" if self.is_transposed else "beside"
-        return _shares(self.rows, self.cols, block_r, block_c, tiles, one_tile, halves, fold)
+        shape = self.rows, self.cols
+        enough = 3 * multiprocessors(self.x.get_device())
+        return _shares(shape, enough, block_r, block_c, tiles, one_tile, halves, fold)
 
     def parts_of_sums(self, groups: int) -> Tensor:
         """Where so many groups of programs leave their parts of the column sums."""

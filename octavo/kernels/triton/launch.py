@@ -55,6 +55,12 @@ def with_room_for(chosen: Config, *blocks: Sequence[int]) -> Config:
     return Config(block_r, block_c, chosen.tiles, min(16, chosen.num_warps * larger))
 
 
+@functools.cache
+def multiprocessors(index: int) -> int:
+    """How many a CUDA device has; 0 for index -1, a CPU's."""
+    return torch.cuda.get_device_properties(index).multi_processor_count if index >= 0 else 0
+
+
 WORK = 1 << 14  # int32 counters a stream: an amax, its counter, and one for each strip of columns
 _work: dict[tuple[int, int], Tensor] = {}
 _pools: dict[int, list[Tensor]] = {}
