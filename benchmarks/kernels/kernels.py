@@ -46,8 +46,6 @@ def compile_one(name: str, shape: tuple[int, ...]) -> None:
     if name in products.PRODUCTS:
         for fast in (True, False):
             products.calls(name, shape, 1, fast)[0]()
-            if passes := products.two_passes(name, shape, fast):
-                passes()
         if torchao := products.torchao_call(name, shape):
             torchao()
         return
@@ -101,7 +99,7 @@ def cast_row(name: str, shape: tuple[int, ...], peak: Peaks, toy: bool, with_riv
 
 
 def product_row(name: str, shape: tuple[int, ...], fast: bool, peak: Peaks, toy: bool, with_rivals: bool) -> Row:
-    """Time one product; beside it bf16's, in inductor's column; if it is cast, two passes too, in the note."""
+    """Time one product; beside it bf16's, in inductor's column."""
     text, note = f"{name}{', fast' if fast else ''}", ""
     if problem := products.wrong(name, shape, fast):
         return _row(text, shape, us="FAILED", note=problem)
@@ -116,13 +114,8 @@ def product_row(name: str, shape: tuple[int, ...], fast: bool, peak: Peaks, toy:
         torchao, note = None, f"torchao: {describe(error)}; "
     if torchao is not None:
         variants["torchao"] = [torchao]
-    if passes := products.two_passes(name, shape, fast):
-        variants["two passes"] = [passes]
     found = timings(variants, 1 if toy else 10)
     seconds, flop = found.median("octavo"), products.flop(shape)
-    if "two passes" in found.seconds:
-        apart = found.median("two passes")
-        note += f"{_number(seconds / apart, 3)} of the {_number(apart * 1e6)} us that two passes take; "
     if "octavo" in found.errors:
         return _row(text, shape, us="FAILED", note=found.errors["octavo"])
     nbytes = products.moved_bytes(name, shape)

@@ -118,10 +118,4 @@ KINDS = {
     ),
     "matmul_blocks": Kind(("1x128 . 128x128, Triton", "1x128 . 1x128, Triton"), lambda: _products((3, 4, 5)), PRODUCTS),
     "matmul": Kind(("rows . rows, Triton",), lambda: _products((3, 4, 5)), PRODUCTS),
-    "matmul_cast_blocks": Kind(
-        ("1x128 . 128x128 to 1x128", "1x128 . 128x128 to 128x128 + transpose"), lambda: _products((3, 4)), PRODUCTS
-    ),
-    "matmul_cast": Kind(
-        ("tensor . tensor to delayed + transpose", "tensor . tensor to delayed"), lambda: _products((3, 4)), PRODUCTS
-    ),
 }

@@ -2,8 +2,7 @@
 
 A product's shape is (M, N, K): [M, K] . [N, K]^T, both in E4M3. By their tiles these are the products of the recipes:
 tensor . tensor is delayed's and dynamic's, rows . rows rowwise's, 1x128 . 128x128 blockwise's output and grad_input,
-1x128 . 1x128 its grad_weight, 1x32 . 1x32 mx's. Those "to" something are cast in the same launch, and held against two
-passes: the product in bf16, torch's where it has one here, and our cast of it.
+1x128 . 1x128 its grad_weight, 1x32 . 1x32 mx's.
 """
 
 from __future__ import annotations
@@ -16,11 +15,10 @@ import torch
 from torch import Tensor
 
 import benchmarks.common.interpreter  # noqa: F401
-from benchmarks.common.gpu_timer import ON_GPU, synchronize
+from benchmarks.common.gpu_timer import ON_GPU
 from benchmarks.common.measure import sqnr
 from benchmarks.common.roofline import product_bytes, product_flop
 from benchmarks.kernels.cases import E4M3, ROWS, TENSOR, inputs
-from benchmarks.kernels.plain_cases import delayed_state
 from octavo.granularity import Tile
 from octavo.kernels.arguments import unpacking
 from octavo.kernels.reference import KERNELS as REFERENCE
@@ -30,7 +28,6 @@ from octavo.kernels.triton.library_matmul import library_matmul
 # by its path: the function of the same name hides the module
 _module = importlib.import_module("octavo.kernels.triton.matmul")
 LEAST_SQNR = 35.0  # dB of a result in bf16, whose own rounding is at 50; fast accumulation costs some
-LEAST_CAST_SQNR = 25.0  # of one in E4M3, whose own is at 31
 CHECKED_ROWS = 256
 
 
@@ -39,25 +36,12 @@ def _of_flat(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return unpacking({"matmul": product})["matmul"]
 
 
-class To(NamedTuple):
-    """How a result is cast to E4M3: by which tile, per tensor with a delayed scale; whether also written transposed."""
-
-    tile: Tile
-    transpose: bool
-
-    def arguments(self) -> tuple[Any, ...]:
-        """What a cast takes after x."""
-        state = delayed_state(0.5)[0] if self.tile == TENSOR else None  # of thousands of products nothing saturates
-        return state, 0, E4M3, self.tile, self.tile[1] > 0, 0
-
-
 class Product(NamedTuple):
-    """Tiles of the two operands, the function, and how the result is cast."""
+    """Tiles of the two operands, and the function."""
 
     a_tile: Tile
     b_tile: Tile
     function: Callable[..., Any]
-    to: To | None = None
 
 
 TILES: dict[str, tuple[Tile, Tile]] = {
@@ -71,14 +55,6 @@ TILES: dict[str, tuple[Tile, Tile]] = {
 TORCH = [name for name in TILES if name != "1x32 . 1x32" and (ON_GPU or "128" not in name)]
 PRODUCTS = {f"{name}, Triton": Product(*tiles, _of_flat(_module.triton_matmul)) for name, tiles in TILES.items()}
 PRODUCTS |= {f"{name}, torch": Product(*TILES[name], _of_flat(library_matmul)) for name in TORCH}
-TO = {
-    "tensor . tensor to delayed": To(TENSOR, False),
-    "tensor . tensor to delayed + transpose": To(TENSOR, True),
-    "1x128 . 128x128 to 1x128": To((1, 128), False),
-    "1x128 . 128x128 to 128x128 + transpose": To((128, 128), True),
-    "1x32 . 1x32 to 1x32": To((1, 32), False),
-}
-PRODUCTS |= {name: Product(*TILES[name.split(" to ")[0]], TRITON["matmul_cast"], to) for name, to in TO.items()}
 
 
 def operand(x: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
@@ -87,36 +63,20 @@ def operand(x: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
 
 
 def arguments(name: str, shape: tuple[int, ...], fast_accum: bool = False) -> tuple[Any, ...]:
-    """What ``octavo::matmul``, or ``matmul_cast``, takes, from random numbers."""
+    """What ``octavo::matmul`` takes, from random numbers."""
     rows, cols, contraction = shape
     product = PRODUCTS[name]
     a, b = (
         operand(inputs(rows, contraction, 1)[0], product.a_tile),
         operand(inputs(cols, contraction, 2)[1], product.b_tile),
     )
-    operands = *a, product.a_tile, *b, product.b_tile, None
-    if product.to is None:
-        return *operands, torch.bfloat16, fast_accum
-    cast = product.to.arguments()
-    synchronize()  # the scales' arrival on the host
-    return *operands, fast_accum, *cast, product.to.transpose
+    return *a, product.a_tile, *b, product.b_tile, None, torch.bfloat16, fast_accum
 
 
 def calls(name: str, shape: tuple[int, ...], sets: int, fast_accum: bool = False) -> list[Callable[[], Any]]:
     """The product; of one set, for it is arithmetic that bounds it."""
     function, bound = PRODUCTS[name].function, arguments(name, shape, fast_accum)
     return [lambda: function(*bound)]
-
-
-def two_passes(name: str, shape: tuple[int, ...], fast_accum: bool = False) -> Callable[[], Any] | None:
-    """For a product that is cast, the bf16 product and our cast of it."""
-    to = PRODUCTS[name].to
-    if to is None:
-        return None
-    bound, tiles = arguments(name, shape, fast_accum), name.split(" to ")[0]
-    operands, cast = (*bound[:7], torch.bfloat16, fast_accum), bound[8:-1]
-    function = PRODUCTS[f"{tiles}, torch" if tiles in TORCH else f"{tiles}, Triton"].function
-    return lambda: TRITON["cast"](function(*operands), *cast, to.transpose)
 
 
 def flop(shape: tuple[int, ...]) -> float:
@@ -126,24 +86,18 @@ def flop(shape: tuple[int, ...]) -> float:
 
 def moved_bytes(name: str, shape: tuple[int, ...]) -> float:
     """What the product must move at least, but for scales."""
-    to = PRODUCTS[name].to
-    return product_bytes(*shape, 2 if to is None or to.transpose else 1)
+    return product_bytes(*shape, 2)
 
 
 def wrong(name: str, shape: tuple[int, ...], fast_accum: bool = False) -> str:
     """What is wrong with its first rows, "" for nothing: against the same pairs multiplied in float32."""
     a, a_scale_inv, a_tile, b, b_scale_inv, b_tile, *others = arguments(name, shape, fast_accum)
     result = PRODUCTS[name].function(a, a_scale_inv, a_tile, b, b_scale_inv, b_tile, *others)
-    to, rows, least = PRODUCTS[name].to, min(CHECKED_ROWS, shape[0]), LEAST_SQNR
-    if to is not None:
-        q, t, scale_inv, _ = result
-        if to.transpose and not torch.equal(t.view(torch.uint8), q.view(torch.uint8).t()):
-            return "the transposed codes are others"
-        result, least = _first_rows(q, scale_inv, to.tile, rows), LEAST_CAST_SQNR
+    rows = min(CHECKED_ROWS, shape[0])
     exact = _first_rows(a, a_scale_inv, a_tile, rows)
     exact = exact @ REFERENCE["dequantize"](b, b_scale_inv, b_tile, torch.float32).t()
     found = sqnr(result[:rows].float(), exact)
-    return "" if found > least else f"{found:.1f} dB"
+    return "" if found > LEAST_SQNR else f"{found:.1f} dB"
 
 
 def _first_rows(q: Tensor, scale_inv: Tensor, tile: Tile, rows: int) -> Tensor:

@@ -187,42 +187,6 @@ def _product(
     return Case("matmul", what, functools.partial(_TRITON_MATMUL, *arguments))
 
 
-def matmul_cast() -> Iterator[Case]:
-    """In one launch; in two passes it is a product and a cast, which other groups have."""
-    for shape in SIZES:
-        yield _product_cast(shape, (TENSOR, TENSOR), TENSOR, True, bias=True)
-        yield _product_cast(shape, (TENSOR, TENSOR), TENSOR, False, fast=True)
-        yield _product_cast(shape, (TENSOR, TENSOR), SQUARE, True, bias=True)
-        yield _product_cast(shape, (VECTOR, SQUARE), VECTOR, False)
-    yield _product_cast(LARGE, (VECTOR, SQUARE), SQUARE, True)
-    yield _product_cast(LARGE, (VECTOR, SQUARE), TENSOR, True, bias=True)
-    yield _product_cast(LARGE, (ROW, ROW), (128, 1), False)
-    yield _product_cast(LARGE, (MX, MX), MX, True)._replace(bits=64)  # a step of b is 8 bytes a thread
-    yield _product_cast(LARGE, (TENSOR, TENSOR), TENSOR, True, E5M2)
-    yield _product_cast(RAGGED, (TENSOR, TENSOR), TENSOR, True, bias=True, K=4096 + 16)
-    yield _product_cast(RAGGED, (VECTOR, SQUARE), VECTOR, True, bias=True)
-
-
-def _product_cast(
-    shape: tuple[int, int],
-    tiles: tuple[Tile, Tile],
-    tile: Tile,
-    transpose: bool,
-    codes: torch.dtype = E4M3,
-    bias: bool = False,
-    fast: bool = False,
-    K: int = 4096,
-) -> Case:
-    product = _product(shape, E4M3, *tiles, fast=fast, bias=bias, K=K)
-    *operands, _, _ = product.call.args  # type: ignore[attr-defined]
-    state = delayed_state()[0] if tile == TENSOR else None
-    power_of_two = tile not in (TENSOR, VECTOR)
-    arguments = *operands, fast, state, 0, codes, tile, power_of_two, 0, transpose, PAD
-    to = f"{granularity_of(tile)} {name_of(codes)}{' delayed' * (tile == TENSOR)}{' transposed' * transpose}"
-    what = product.what.replace("to bfloat16", f"to {to}")
-    return Case("matmul_cast", what, functools.partial(KERNELS["matmul_cast"], *arguments))
-
-
 def many_tensors() -> Iterator[Case]:
     xs = [tensor(shape) for shape in (*SIZES, LARGE)]
     for tile, transpose, delayed in ((TENSOR, True, False), (TENSOR, False, True), (SQUARE, True, False)):
@@ -244,7 +208,6 @@ GROUPS: dict[str, Callable[[], Iterator[Case]]] = {
     "commit": commit_cases,
     "dequantize": dequantize,
     "matmul": matmul,
-    "matmul cast": matmul_cast,
     "many tensors": many_tensors,
     "activations": activations,
     "norm": norm,

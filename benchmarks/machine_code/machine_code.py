@@ -97,7 +97,7 @@ def _source() -> dict[tuple[str, int], str]:
 
 
 _BITS = re.compile(r"\.(?:U|S)?(8|16|64|128|256)(?:\.|$)")
-_PRODUCTS = ("matmul_kernel", "matmul_cast_kernel", "matmul_cast_blocks_kernel")
+_PRODUCTS = ("matmul_kernel",)
 MOST_SPILLS = 0.01  # of all instructions: an address kept on the stack, which the first cache holds, costs no time
 _TENSOR_CORES = {90: "QGMMA", 100: "UTCQMMA"}
 

@@ -149,10 +149,6 @@ def _matmul(*flat: Any) -> tuple[Any, ...]:
     return _operands(*flat[:7]), *flat[7:]
 
 
-def _matmul_cast(*flat: Any) -> tuple[Any, ...]:
-    return _operands(*flat[:7]), flat[7], _scaling(*flat[10:14], *flat[8:10]), Output(*flat[14:])
-
-
 def _scaling(dtype: torch.dtype, tile: Sequence[int], *rest: Any) -> Scaling:
     return Scaling(dtype, (tile[0], tile[1]), *rest)
 
@@ -204,7 +200,6 @@ _UNPACK: dict[str, Callable[..., tuple[Any, ...]]] = {
     "norm_cast_two_scalings": _norm_cast_two_scalings,
     "norm_backward": _norm_backward,
     "matmul": _matmul,
-    "matmul_cast": _matmul_cast,
 }
 
 

@@ -93,9 +93,6 @@ SCHEMAS = {
     # laid here: contraction last. bias [N], of any stride, in bf16 where the result is, is added to each row before the
     # one rounding. fast_accum permits the tensor cores' shorter accumulator
     "matmul": f"({_PRODUCT}, ScalarType out_dtype, bool fast_accum) -> Tensor",
-    # the same, cast: (qdata, transposed qdata or [0, 0], scale_inv, amax)
-    "matmul_cast": f"({_PRODUCT}, bool fast_accum, Tensor? delayed_scale, int role, {_CAST}, bool transpose, "
-    "int pad=1) -> (Tensor, Tensor, Tensor, Tensor)",
     # a cast of each of xs, of one dtype and contiguous rows, in one launch (Dynamic per tensor: two), into
     # qdata[i] [R, C'], transposed[i] [C, R'] (or none at all), scale_inv[i], amax[i]; delayed_scales none for Dynamic.
     # tile: (-1, -1) or a block of powers of two up to 128. Where skip [1] is not 0 nothing is written: a weight that
@@ -147,10 +144,6 @@ def _fake_matmul(operands: Operands, out_dtype: torch.dtype, fast_accum: bool) -
     return operands.a.codes.new_empty(operands.shape, dtype=out_dtype)
 
 
-def _fake_matmul_cast(operands: Operands, fast_accum: bool, scaling: Scaling, output: Output) -> tuple[Tensor, ...]:
-    return _fake_cast(CastSource(_fake_matmul(operands, torch.float32, fast_accum)), scaling, output)[:4]
-
-
 def _fake_norm_backward(gradient: NormGradient) -> tuple[Tensor, Tensor, Tensor]:
     x, gamma = gradient.x, gradient.gamma
     return x.new_empty(x.shape), gamma.new_empty(gamma.shape), gamma.new_empty(len(gamma) if gradient.with_beta else 0)
@@ -165,7 +158,6 @@ FAKES: dict[str, Callable[..., Any]] = unpacking(
         "delayed_update": lambda *_: None,
         "dequantize": lambda qdata, scale_inv, tile, dtype: qdata.new_empty(qdata.shape, dtype=dtype),
         "matmul": _fake_matmul,
-        "matmul_cast": _fake_matmul_cast,
         "multi_tensor_cast": lambda *_: None,
         "norm_cast": _fake_cast,
         "norm_cast_two_scalings": _fake_two_scalings,

@@ -108,9 +108,6 @@ CASES: dict[str, Callable[[Tensor], Any]] = {
     "norm's backward": lambda x: KERNELS["norm_backward"](
         x, x, *torch.ones(1, x.shape[1]), torch.zeros(len(x)), torch.ones(len(x)), "layer_norm", False, True
     ),
-    "product and cast": lambda x: KERNELS["matmul_cast"](
-        *pair(*x.shape), ALL, *pair(30, x.shape[1]), ALL, None, True, states()[0], 0, E4M3, ALL, False, 0, True, 16
-    ),
     "update": lambda x: KERNELS["delayed_update"](*states(), torch.ones(1, 1), None, torch.ones(1, 1), *UPDATE),
     "dequantize": lambda x: KERNELS["dequantize"](*pair(*x.shape), ROW, torch.bfloat16),
     "product": lambda x: KERNELS["matmul"](

@@ -114,8 +114,6 @@ def cases(shape: tuple[int, int], tile: tuple[int, int]) -> list[tuple[str, tupl
     laid = (b[0].t().contiguous().t(), b[1].t().contiguous().t())
     product = (*a, tile, *laid, tile, torch.randn(4).bfloat16())
     found.append(("matmul", (*product, torch.bfloat16, True)))
-    found.append(("matmul_cast", (*product, False, None, 0, E4M3, tile, True, 0, True, 16)))
-    found.append(("matmul_cast", (*a, tile, *b, tile, None, True, state()[0], 1, E5M2, (-1, -1), False, 1, False)))
     return found
 
 
@@ -256,7 +254,9 @@ def test_a_gated_block_compiles_in_one_graph() -> None:
         q, _, scale_inv, _, mean, rstd, _ = kernels.norm_cast(*norm, None, 0, E4M3, tile, False, 0, False)
         two = kernels.norm_cast_two_scalings(*norm, E4M3, (1, -1), False, 0, E4M3, (-1, 1), False, 0, True)
         product = (q, scale_inv, tile, *w_pair, tile, None)
-        h, _, h_scale_inv, _ = kernels.matmul_cast(*product, False, None, 0, E4M3, tile, False, 0, False)
+        h, _, h_scale_inv, *_ = kernels.cast(
+            kernels.matmul(*product, torch.float32, False), None, 0, E4M3, tile, False, 0
+        )
         activation = ("swiglu", None, h_scale_inv, tile)
         y = kernels.cast(h, None, 0, E4M3, tile, False, 0, False, 1, True, *activation)
         dh = kernels.cast(dy, None, 0, E5M2, tile, False, 0, True, 1, True, "swiglu", h, h_scale_inv, tile)

@@ -5,7 +5,7 @@ from typing import Any
 
 from octavo.kernels.arguments import unpacking
 from octavo.kernels.reference.amax import amax
-from octavo.kernels.reference.cast import cast, cast_and_commit, cast_two_scalings, matmul_cast
+from octavo.kernels.reference.cast import cast, cast_and_commit, cast_two_scalings
 from octavo.kernels.reference.codes import dequantize
 from octavo.kernels.reference.delayed_update import delayed_update
 from octavo.kernels.reference.matmul import matmul
@@ -25,6 +25,5 @@ KERNELS: dict[str, Callable[..., Any]] = unpacking(
         "norm_cast": cast,
         "norm_cast_two_scalings": cast_two_scalings,
         "norm_backward": norm_backward,
-        "matmul_cast": matmul_cast,
     }
 )

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from octavo.kernels.arguments import CastSource, Commit, NormSource, Operands, Output, Scaling, no_codes, sums_dtype
+from octavo.kernels.arguments import CastSource, Commit, NormSource, Output, Scaling, no_codes, sums_dtype
 from octavo.kernels.layouts import padded
 from octavo.kernels.reference.activation import produced
 from octavo.kernels.reference.chunked_cast import KnownScaling, Pair, cast_in_chunks, cast_values
 from octavo.kernels.reference.delayed_update import delayed_update
-from octavo.kernels.reference.matmul import matmul
 from octavo.kernels.reference.norm import cast_norm
 from octavo.kernels.reference.tiles import tile_rows
 
@@ -39,11 +38,6 @@ def cast_and_commit(source: CastSource, scaling: Scaling, commit: Commit, output
     q, t, scale_inv, amax, sums = cast(source, scaling, output)
     delayed_update(*commit[:4], amax, *commit[4:])
     return q, t, scale_inv, sums
-
-
-def matmul_cast(operands: Operands, fast_accum: bool, scaling: Scaling, output: Output) -> tuple[Tensor, ...]:
-    """``octavo::matmul_cast``."""
-    return cast(CastSource(matmul(operands, torch.float32, fast_accum)), scaling, output)[:4]
 
 
 def _cast(

@@ -12,7 +12,6 @@ from octavo.kernels.triton.delayed_update import delayed_update
 from octavo.kernels.triton.dequantize import dequantize
 from octavo.kernels.triton.launch import on_its_device
 from octavo.kernels.triton.matmul import matmul
-from octavo.kernels.triton.matmul_cast import matmul_cast
 from octavo.kernels.triton.multi_tensor_cast import multi_tensor_cast
 from octavo.kernels.triton.norm import norm_cast, norm_cast_two_scalings
 from octavo.kernels.triton.norm_backward import norm_backward
@@ -28,7 +27,6 @@ _KERNELS: dict[str, Callable[..., Any]] = {
     "delayed_update": delayed_update,
     "dequantize": dequantize,
     "matmul": matmul,
-    "matmul_cast": matmul_cast,
     "multi_tensor_cast": multi_tensor_cast,
     "norm_cast": norm_cast,
     "norm_cast_two_scalings": norm_cast_two_scalings,
