@@ -97,8 +97,10 @@ class CastInput(NamedTuple):
 
     def config(self, kernel: str) -> Config:
         """The configuration of a kernel that casts this: a row of its own where what is computed has one."""
-        name = f"{kernel}_{self.kind}" if self.kind else kernel
-        return config(name if name in TABLE else kernel, (self.rows * self.cols).bit_length())
+        own = f"{kernel}_{self.kind}" if self.kind else kernel
+        of_codes = f"{own}_of_codes" if isinstance(self.h, Input) and self.h.scale_inv is not None else own
+        name = next((name for name in (of_codes, own) if name in TABLE), kernel)
+        return config(name, (self.rows * self.cols).bit_length())
 
     @property
     def kind(self) -> str:
