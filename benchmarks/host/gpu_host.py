@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -36,6 +37,9 @@ from octavo.kernels import capability, devices, layouts
 TAKES = "1 minute"
 MEASURES = ("octavo/kernels/triton", "octavo/autograd", "octavo/nn/recipe_module.py")
 
+# by its path: the function of the same name hides the module
+library_matmul = importlib.import_module("octavo.kernels.triton.library_matmul")
+
 CAST_AIM, FORWARD_AIM, BOTH_AIM = 25.0, 80.0, 200.0  # us
 TORCHAO = "torchao tensorwise"
 TENSOR, ROW = (-1, -1), (1, -1)
@@ -55,6 +59,8 @@ def on_gpu_path(record: bool = False) -> Iterator[list[Launch]]:
         stack.enter_context(
             mock.patch.object(devices, "kernels_of", functools.cache(lambda index: octavo.kernels.triton.KERNELS))
         )
+        stack.enter_context(mock.patch.object(library_matmul, "_known", {}))
+        stack.enter_context(mock.patch.object(library_matmul, "_agrees", lambda *kind: True))
         stack.enter_context(mock.patch.object(kernels, "KERNELS", devices.ON_CUDA))  # what entries give CPU tensors to
         for name in devices.ON_CUDA.keys() - {"multi_tensor_cast"}:  # which is called by its op
             stack.enter_context(mock.patch.object(kernels, name, kernels._entry(name)))
