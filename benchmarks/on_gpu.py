@@ -75,21 +75,17 @@ def run(command: list[str], seconds: float, log: Path) -> str:
         return "left out, no time"
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
-    with log.open("a", encoding="utf-8") as file:
-        process = subprocess.Popen(
-            ["timeout", "--signal=INT", "--kill-after=5", str(seconds), *command],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        assert process.stdout is not None
+    limited = ["timeout", "--signal=INT", "--kill-after=5", str(seconds), *command]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with (
+        log.open("a", encoding="utf-8") as file,
+        subprocess.Popen(limited, cwd=ROOT, env=environment, **pipes) as process,  # type: ignore[call-overload]
+    ):
         for line in process.stdout:
             file.write(line)
             sys.stdout.write(line[:300])
             sys.stdout.flush()
-    code = process.wait()
+    code = process.returncode
     out_of_time = code in (124, 137, -signal.SIGINT, -signal.SIGKILL)
     return "ok" if code == 0 else f"out of its {seconds:.0f} s" if out_of_time else f"failed, exit status {code}"
 
