@@ -321,6 +321,7 @@ def _plan(options: argparse.Namespace, arguments: list[str]) -> int:
     import torch
 
     from octavo.cost import command, estimate, rates_of
+    from octavo.cost.estimate import work_of
     from octavo.train import GPT, ModelConfig
 
     logging.getLogger("octavo").setLevel(logging.ERROR)  # nothing runs here, so nothing is emulated
@@ -334,7 +335,8 @@ def _plan(options: argparse.Namespace, arguments: list[str]) -> int:
             model = GPT(ModelConfig(**fields)).bfloat16()
     recipes = [None, *(make() for make in command.RECIPES.values())]
     print(f"{command.parameters_of(model)}, {options.tokens // options.context} sequences of {options.context} tokens")
-    print(command.describe_plan([estimate(model, inputs, recipe, rates) for recipe in recipes], rates))
+    work = work_of(model, inputs)
+    print(command.describe_plan([estimate(model, inputs, recipe, rates, work=work) for recipe in recipes], rates))
     return 0
 
 

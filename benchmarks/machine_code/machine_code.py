@@ -44,12 +44,18 @@ def _tool(tool: Any, kernel: CompiledKernel, *options: str) -> str:
         return subprocess.run([tool.path, *options, file.name], capture_output=True, text=True, check=True).stdout
 
 
+@functools.lru_cache(maxsize=1)
+def _disassembled(kernel: CompiledKernel) -> list[str]:
+    """A kernel's machine code with source lines and labels, line by line."""
+    return _tool(triton.knobs.nvidia.nvdisasm, kernel, "-gi", "-c").splitlines()
+
+
 def instructions(kernel: CompiledKernel) -> list[Instruction]:
     """A kernel's machine code."""
     found: list[Instruction] = []
     lines: list[tuple[str, int]] = []
     in_lines = False
-    for text in _tool(triton.knobs.nvidia.nvdisasm, kernel, "-gi", "-c").splitlines():
+    for text in _disassembled(kernel):
         if "//##" in text:
             if not in_lines:
                 lines = []
@@ -65,7 +71,7 @@ def loops(kernel: CompiledKernel) -> list[list[Instruction]]:
     """The instructions of each loop that has no other in it."""
     code, places, branches = instructions(kernel), {}, []
     count = 0
-    for text in _tool(triton.knobs.nvidia.nvdisasm, kernel, "-gi", "-c").splitlines():
+    for text in _disassembled(kernel):
         if label := re.match(r"(\.L_x_\d+):", text):
             places[label[1]] = count
         elif _INSTRUCTION.match(text):

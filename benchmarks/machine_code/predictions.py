@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator
 from typing import NamedTuple
 from unittest import mock
 
@@ -102,8 +101,8 @@ def _empty(rows: int, cols: int, seed: int) -> Tensor:
     return torch.empty(rows, cols, dtype=torch.bfloat16)
 
 
-def rows_of(name: str, shape: tuple[int, int], capability: int) -> Iterator[dict[str, object]]:
-    """A row for a case at a shape: its launches together."""
+def row_of(name: str, shape: tuple[int, int], capability: int) -> dict[str, object]:
+    """A case at a shape: its launches together."""
     case, device = CASES[name], DEVICES[capability]
     with offline(capability) as launches, mock.patch.object(fused_cases, "_normal", _empty):
         inputs = case.inputs(torch.empty(shape, dtype=torch.bfloat16))
@@ -115,7 +114,7 @@ def rows_of(name: str, shape: tuple[int, int], capability: int) -> Iterator[dict
         predictions = [predict(launch, read, written, device) for launch in launches]
     seconds = sum(prediction.seconds for prediction in predictions)
     slowest = max(predictions, key=lambda prediction: prediction.seconds)
-    yield {
+    return {
         "op": name,
         "shape": "x".join(map(str, shape)),
         "device": device.name,
@@ -136,12 +135,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--no-write", action="store_true", help="print only")
     options = parser.parse_args(arguments)
     rows = [
-        row
+        row_of(name, shape, capability)
         for capability in DEVICES
         for name in CASES
         for shape in SHAPES
         if options.only in name
-        for row in rows_of(name, shape, capability)
     ]
     print(table(rows))
     if not options.no_write and not options.only:

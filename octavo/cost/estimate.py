@@ -101,7 +101,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A training step under a recipe. ``str()`` of a list of them is not a table: see ``octavo plan``.
+    """A training step under a recipe.
 
     Attributes:
         name: the recipe's.
@@ -148,19 +148,22 @@ class _Traffic(TorchDispatchMode):
 
 
 def on_meta(model: nn.Module) -> nn.Module:
-    """A copy of a model whose parameters and buffers have no memory."""
+    """A copy of a model in high precision whose parameters and buffers have no memory."""
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         twin: Tensor = torch.empty_like(tensor, device="meta")
         memo[id(tensor)] = nn.Parameter(twin, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
-    return copy.deepcopy(model, memo)
+    copied = copy.deepcopy(model, memo)
+    if any(isinstance(module, RecipeModule) for module in copied.modules()):
+        set_recipe(copied, high_precision())
+    return copied
 
 
 def work_of(model: nn.Module, inputs: Sequence[Any]) -> Work:
     """What a step of a model computes, in high precision; its forward and backward run without data.
 
     Args:
-        model: on the meta device.
+        model: on any device, as for ``estimate``.
         inputs: positional arguments of its forward; tensors of any device, whose values are not read.
 
     Raises:
@@ -180,7 +183,7 @@ def work_of(model: nn.Module, inputs: Sequence[Any]) -> Work:
         return hook
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)  # unlike the meta device, it answers what models ask of values
-    twin = twin_of(model, mode)
+    twin = twin_of(on_meta(model), mode)
     layers = ((name, m) for name, m in twin.named_modules() if isinstance(m, nn.Linear) or fp8_class(m) is not None)
     for name, module in layers:
         module.register_forward_hook(note(name))
@@ -202,18 +205,14 @@ def _plain(outputs: Any) -> Any:
     return tuple(outputs.values()) if isinstance(outputs, dict) else outputs
 
 
-def adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    """The optimizer that is assumed where none is given: torch's AdamW."""
-    return torch.optim.AdamW(parameters)
-
-
 def estimate(
     model: nn.Module,
     inputs: Sequence[Any],
     recipe: Recipe | RecipeMap | None,
     rates: Rates,
     select: Select | None = None,
-    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = adamw,
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = torch.optim.AdamW,
+    work: Work | None = None,
 ) -> Estimate:
     """Predict a training step of a model, in eager PyTorch on one device, without computing it.
 
@@ -228,6 +227,7 @@ def estimate(
         rates: of the device; see octavo.cost.rates_of.
         select: as for octavo.convert.
         optimizer: makes the optimizer from the parameters.
+        work: what ``work_of`` found of the model, so that several recipes count it once.
 
     Returns:
         an Estimate.
@@ -243,9 +243,7 @@ def estimate(
         True
     """
     twin = on_meta(model)
-    if any(isinstance(module, RecipeModule) for module in twin.modules()):
-        set_recipe(twin, high_precision())
-    work = work_of(twin, inputs)
+    work = work or work_of(model, inputs)
     if recipe is not None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "octavo.convert converted nothing")

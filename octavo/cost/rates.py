@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from octavo.distributed.files import replacing
 from octavo.errors import OctavoError
 from octavo.granularity import PerBlock, PerRow
 from octavo.scaling.recipe import Cast, Delayed, Recipe
@@ -133,9 +134,8 @@ def keep(rates: Rates) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     known = _read(path)
     known[rates.device] = dataclasses.asdict(rates)
-    whole = path.with_suffix(".new")
-    whole.write_text(json.dumps(known, indent=1))
-    whole.replace(path)  # so that another process reads the one or the other
+    with replacing(path) as file:
+        file.write(json.dumps(known, indent=1).encode())
     return path
 
 

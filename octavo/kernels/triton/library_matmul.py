@@ -117,7 +117,7 @@ def takes(operands: Operands, out_dtype: torch.dtype) -> bool:
 
 
 def library_matmul(operands: Operands, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
-    """torch's product, for what ``_library_takes``."""
+    """torch's product, for what ``takes``."""
     a, b, bias = operands
     return F.scaled_mm(
         a.codes,
