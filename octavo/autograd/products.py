@@ -66,8 +66,7 @@ def output(
         assert x_TK is not None
         return F.linear(x_TK, weight_NK.to(dtype), None if bias is None else bias.to(dtype))
     assert x.as_is is not None and layer.weight.as_is is not None
-    input_cast, weight_cast = recipe.output
-    return _matmul(x.as_is, input_cast, layer.weight.as_is, weight_cast, bias, dtype, fast_accum=True)
+    return _matmul(recipe, "output", x.as_is, layer.weight.as_is, bias, dtype)
 
 
 def to_save(
@@ -153,8 +152,7 @@ def gradients(
             dx_TK = torch.mm(grad_TN, weight_NK.to(grad_TN.dtype))
         else:
             assert as_is is not None and w_q is not None and w_scale_inv is not None
-            g_cast, w_cast = recipe.grad_input
-            dx_TK = _matmul(as_is, g_cast, (w_q, w_scale_inv.to(torch.float32)), w_cast, None, dtype)
+            dx_TK = _matmul(recipe, "grad_input", as_is, (w_q, w_scale_inv.to(torch.float32)), None, dtype)
     as_is = None
     if needs_dw:
         if recipe.grad_weight is None:
@@ -162,9 +160,8 @@ def gradients(
             dw_NK = torch.mm(grad_TN.t(), x_TK).to(weight_dtype)
         else:
             assert transposed is not None and x_q is not None and x_scale_inv is not None
-            g_cast, x_cast = recipe.grad_weight
             x = x_q, x_scale_inv.to(torch.float32)
-            dw_NK = _matmul(transposed, g_cast, x, x_cast, None, dtype).to(weight_dtype)
+            dw_NK = _matmul(recipe, "grad_weight", transposed, x, None, dtype).to(weight_dtype)
     if needs_db:
         if column_sum is None:
             assert grad_TN is not None
@@ -186,10 +183,9 @@ def refuse_second_derivatives() -> None:
         )
 
 
-def _matmul(
-    a: Pair, a_cast: Cast, b: Pair, b_cast: Cast, bias: Tensor | None, dtype: torch.dtype, fast_accum: bool = False
-) -> Tensor:
-    return kernels.matmul(*a, a_cast.tile, *b, b_cast.tile, bias, dtype, fast_accum)
+def _matmul(recipe: Recipe, product: str, a: Pair, b: Pair, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    a_cast, b_cast = getattr(recipe, product)
+    return kernels.matmul(*a, a_cast.tile, *b, b_cast.tile, bias, dtype, product in recipe.fast_accum)
 
 
 class _Linear(torch.autograd.Function):

@@ -26,7 +26,7 @@ OPERANDS = {  # the roles that each product multiplies
     "grad_weight": ("grad_output", "input"),
 }
 PRODUCTS = tuple(OPERANDS)
-FIELDS = (*PRODUCTS, "saved")  # of a recipe's value
+FIELDS = (*PRODUCTS, "saved", "fast_accum")  # of a recipe's value
 
 
 @dataclass(frozen=True)
@@ -159,6 +159,10 @@ class Recipe:
         saved: how a fused MLP keeps the input of its activation (the gate and up pair) for backward: a Dynamic Cast of
             that tensor [T, N] as it lies, or None, in its own dtype. The activation's gradient reads it, and where
             grad_weight of the layer behind it is in high precision, the activation is computed from it once more.
+        fast_accum: the products, of "output", "grad_input" and "grad_weight", that a GPU's tensor cores may sum in
+            their own, shorter accumulator over all of the contraction: on a Hopper about 14 bits, and faster. The
+            others are added up in float32 at least every 128 terms. Products by blocks along the contraction and those
+            in high precision are not concerned, nor are a CPU's, which are float32 always.
         name: how it is printed; not compared. What dataclasses.replace changes without a new name is named
             "<name> with <fields> changed".
 
@@ -176,6 +180,7 @@ class Recipe:
     grad_input: tuple[Cast, Cast] | None = None
     grad_weight: tuple[Cast, Cast] | None = None
     saved: Cast | None = None
+    fast_accum: tuple[str, ...] = ("output",)
     name: str = field(default="custom", compare=False)
     _named: dict[str, Any] | None = field(default=None, repr=False, compare=False, kw_only=True)  # see _rename
 
@@ -190,6 +195,9 @@ class Recipe:
                 raise ValueError(f"Recipe: {product} multiplies E5M2 by E5M2, which no GPU does; make one operand E4M3")
         if self.saved is not None and not (isinstance(self.saved, Cast) and isinstance(self.saved.rule, Dynamic)):
             raise TypeError(f"Recipe: saved={self.saved!r} must be None or a Cast whose rule is Dynamic()")
+        if not isinstance(self.fast_accum, (tuple, list)) or not all(name in PRODUCTS for name in self.fast_accum):
+            raise ValueError(f"Recipe: fast_accum={self.fast_accum!r} must be a tuple of products, of {PRODUCTS}")
+        vars(self)["fast_accum"] = tuple(product for product in PRODUCTS if product in self.fast_accum)
         casts_by_role = {
             "input": (self.output and self.output[0], self.grad_weight and self.grad_weight[1]),
             "weight": (self.output and self.output[1], self.grad_input and self.grad_input[1]),
@@ -244,6 +252,8 @@ class Recipe:
             lines.append(f"  {product:<12}{text}")
         if self.saved is not None:
             lines.append(f"  {'saved':<12}{self.saved}")
+        if self.fast_accum != Recipe.fast_accum:
+            lines.append(f"  {'fast_accum':<12}{', '.join(self.fast_accum) or 'none'}")
         return "\n".join(lines)
 
 

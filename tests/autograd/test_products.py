@@ -4,6 +4,7 @@ import itertools
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo import E4M3, Cast, Delayed, PerBlock, PerTensor, Recipe, recipes
 from octavo.autograd.casts import INPUT, WEIGHT, cast_role
@@ -121,3 +122,18 @@ def test_nothing_asks_for_a_gradient():
         y = linear(x, weight, given, layer)
         assert not y.requires_grad
         assert torch.equal(y, run(recipes.dynamic(), x, weight, given, grad)[0])
+
+
+@pytest.mark.parametrize("fast_accum", [("output",), ("grad_weight", "grad_input"), ()])
+def test_each_product_accumulates_as_the_recipe_says(fast_accum):
+    asked = []
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.octavo.matmul.default:
+                asked.append(args[-1])
+            return func(*args, **kwargs or {})
+
+    with Products():
+        run(dataclasses.replace(recipes.dynamic(), fast_accum=fast_accum), *data())
+    assert asked == [product in fast_accum for product in PRODUCTS]

@@ -173,3 +173,17 @@ def test_saved_is_a_dynamic_cast_and_part_of_the_value():
 def test_anything_else_saved_is_refused(saved):
     with pytest.raises(TypeError, match=r"saved=.*None or a Cast whose rule is Dynamic\(\)"):
         Recipe(saved=saved)
+
+
+def test_fast_accum_is_of_any_products_in_any_order():
+    exact = dataclasses.replace(recipes.dynamic(), fast_accum=())
+    assert exact != recipes.dynamic()
+    assert str(exact).endswith("\n  fast_accum  none") and "fast_accum" not in str(recipes.dynamic())
+    assert exact.name == "dynamic with fast_accum changed"
+    assert Recipe(fast_accum=["grad_weight", "output"]) == Recipe(fast_accum=("output", "grad_weight"))
+
+
+@pytest.mark.parametrize("fast_accum", [True, "output", ("input",), ({},), None])
+def test_fast_accum_of_anything_else_is_refused(fast_accum):
+    with pytest.raises(ValueError, match=r"fast_accum=.* must be a tuple of products"):
+        Recipe(fast_accum=fast_accum)
