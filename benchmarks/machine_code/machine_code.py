@@ -11,6 +11,7 @@ The tools are Triton's own: its wheel carries nvdisasm and cuobjdump.
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 import subprocess
 import tempfile
@@ -68,21 +69,32 @@ def instructions(kernel: CompiledKernel) -> list[Instruction]:
 
 
 def loops(kernel: CompiledKernel) -> list[list[Instruction]]:
-    """The instructions of each loop that has no other in it."""
-    code, places, branches = instructions(kernel), {}, []
+    """The instructions of each loop that has no other in it, less the blocks that call.
+
+    A call is what a correctly rounded root or quotient makes where float32's range ends, which is rare.
+    """
+    code, places, branches, blocks = instructions(kernel), {}, [], [0]
     count = 0
     for text in _disassembled(kernel):
         if label := re.match(r"(\.L_x_\d+):", text):
             places[label[1]] = count
+            blocks.append(count)
         elif _INSTRUCTION.match(text):
-            if branch := re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", text):
-                branches.append((branch[1], count))
             count += 1
+            if branch := re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", text):
+                branches.append((branch[1], count - 1))
+                blocks.append(count)
+    rare = {
+        place
+        for first, last in itertools.pairwise([*blocks, count])
+        if any(i.name.startswith("CALL") for i in code[first:last])
+        for place in range(first, last)
+    }
     spans = [(places[label], end) for label, end in branches if label in places and places[label] < end]
     inner = [
         one for one in spans if not any(one != other and one[0] <= other[0] and other[1] <= one[1] for other in spans)
     ]
-    return [code[first : last + 1] for first, last in inner]
+    return [[code[i] for i in range(first, last + 1) if i not in rare] for first, last in inner]
 
 
 def resources(kernel: CompiledKernel) -> dict[str, int]:

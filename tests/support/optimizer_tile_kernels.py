@@ -111,6 +111,7 @@ def moment_kernel(
     new = tl.load(new_ptr + place.base + place.offsets, mask=place.inside, other=0.0)
     bits = tl.load(bits_ptr + place.base + place.offsets, mask=place.inside, other=0)
     scale = tl.load(scale_ptr)
+    new = tl.sqrt_rn(new) if MOMENT.root else new
     found = write_moment(row_ptr, SECOND, place, new, bits, scale, MOMENT, EVEN)
     tl.store(found_ptr + tl.program_id(0), found)
 
@@ -187,7 +188,8 @@ def adam_weight_kernel(
 ):
     i = tl.arange(0, BLOCK)
     n = adam_numbers(group_ptr, tl.full((), 0, tl.int64), tl.load(number_ptr))
-    w = adam_weight(tl.load(w_ptr + i), tl.load(m_ptr + i), tl.load(v_ptr + i), n, DECOUPLED, CLIP)
+    root = tl.sqrt_rn(tl.load(v_ptr + i))
+    w = adam_weight(tl.load(w_ptr + i), tl.load(m_ptr + i), root, n, DECOUPLED, CLIP)
     tl.store(w_ptr + i, w)
 
 

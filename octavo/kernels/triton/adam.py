@@ -21,26 +21,26 @@ def adam_moments(m, v, g, n):
 
 
 @triton.jit
-def adam_weight(w, m, v, n, DECOUPLED: tl.constexpr, CLIP: tl.constexpr):
-    """The updated master; unclipped, the operations and their order are torch's."""
+def adam_weight(w, m, root, n, DECOUPLED: tl.constexpr, CLIP: tl.constexpr):
+    """The updated master; unclipped, the operations and their order are torch's. ``root``: of the second moment."""
     if DECOUPLED:
         w = w * n.kept
     if CLIP:
-        u = tl.math.div_rn(m, tl.sqrt_rn(v) * n.correction2_inv + n.eps)
-        u = tl.where(u > n.limit, n.limit, tl.where(u < -n.limit, -n.limit, u))
+        u = tl.math.div_rn(m, root * n.correction2_inv + n.eps)
+        u = tl.clamp(u, -n.limit, n.limit, tl.PropagateNan.ALL)
         result = tl.fma(tl.zeros_like(w) + n.rate, u, w)
     else:
-        denominator = tl.math.div_rn(tl.sqrt_rn(v), tl.zeros_like(v) + n.correction2) + n.eps
+        denominator = tl.math.div_rn(root, tl.zeros_like(root) + n.correction2) + n.eps
         result = w + tl.math.div_rn(m * n.rate, denominator)
     return result
 
 
 @triton.jit
 def saturate(m, v, FIRST_MOMENT: tl.constexpr, SECOND_MOMENT: tl.constexpr):
-    """Moments that become codes, within what these are for; a NaN stays one."""
+    """What is stored of moments that become codes, v's root where that is, within what codes are for; NaN stays NaN."""
     MOST: tl.constexpr = 2.0**63
     if FIRST_MOMENT.fmt is not None:
-        m = tl.where(m > MOST, MOST, tl.where(m < -MOST, -MOST, m))
+        m = tl.clamp(m, -MOST, MOST, tl.PropagateNan.ALL)
     if SECOND_MOMENT.fmt is not None:
-        v = tl.where(v > MOST * MOST, MOST * MOST, v)
+        v = tl.minimum(v, MOST if SECOND_MOMENT.root else MOST * MOST, tl.PropagateNan.ALL)
     return m, v

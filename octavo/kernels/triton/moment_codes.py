@@ -1,26 +1,42 @@
-"""reference/moment_codes.py in Triton: by bits, so that it runs on GPUs without FP8 too. FMT is an octavo Format."""
+"""reference/moment_codes.py in Triton: by bits, or by conversions that the GPU has. FMT is an octavo Format."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.target_info import cuda_capability_geq
 
 from octavo.kernels.triton.tiles import finite_abs, narrow
+
+
+@triton.constexpr_function
+def converts(fmt):
+    """Whether what is compiled converts codes of a Format itself; Triton's interpreter rounds wrongly (tiles.py)."""
+    return fmt.signed and cuda_capability_geq(8, 9) and not triton.knobs.runtime.interpret
+
+
+@triton.jit
+def as_float8(codes, FMT: tl.constexpr):
+    """Codes, uint8, in their own dtype."""
+    return codes.to(tl.float8e5 if FMT.mantissa_bits == 2 else tl.float8e4nv, bitcast=True)
 
 
 @triton.jit
 def decode_moment(codes, FMT: tl.constexpr):
     """Codes, uint8, as float32, exactly."""
-    bits = codes.to(tl.int32)
-    magnitude = bits & 0x7F if FMT.signed else bits
-    value = (magnitude << (23 - FMT.mantissa_bits)).to(tl.float32, bitcast=True) * 2.0 ** (127 - FMT.bias)
-    if FMT.has_inf:
-        special = tl.where(magnitude == FMT.max_code + 1, float("inf"), float("nan"))
-        value = tl.where(magnitude > FMT.max_code, special, value)
+    if converts(FMT):
+        value = as_float8(codes, FMT).to(tl.float32)
     else:
-        value = tl.where(magnitude == FMT.nan_code, float("nan"), value)
-    if FMT.signed:
-        value = (value.to(tl.int32, bitcast=True) | ((bits & 0x80) << 24)).to(tl.float32, bitcast=True)
+        bits = codes.to(tl.int32)
+        magnitude = bits & 0x7F if FMT.signed else bits
+        value = (magnitude << (23 - FMT.mantissa_bits)).to(tl.float32, bitcast=True) * 2.0 ** (127 - FMT.bias)
+        if FMT.has_inf:
+            special = tl.where(magnitude == FMT.max_code + 1, float("inf"), float("nan"))
+            value = tl.where(magnitude > FMT.max_code, special, value)
+        else:
+            value = tl.where(magnitude == FMT.nan_code, float("nan"), value)
+        if FMT.signed:
+            value = (value.to(tl.int32, bitcast=True) | ((bits & 0x80) << 24)).to(tl.float32, bitcast=True)
     return value
 
 

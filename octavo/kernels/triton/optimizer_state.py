@@ -254,7 +254,7 @@ def read_moment(row_ptr, COLUMN: tl.constexpr, place, MOMENT: tl.constexpr, EVEN
 
 @triton.jit
 def write_moment(row_ptr, COLUMN: tl.constexpr, place, wide, bits16, scale, MOMENT: tl.constexpr, EVEN: tl.constexpr):
-    """Store what ``read_moment`` gave, updated; returns its amax where the next step asks for it.
+    """Store a moment, or its root where MOMENT.root; returns its amax where the next step asks for it.
 
     ``scale``: the new one, where MOMENT.has_one_scale.
     """
@@ -265,8 +265,6 @@ def write_moment(row_ptr, COLUMN: tl.constexpr, place, wide, bits16, scale, MOME
         store_at(data_ptr, place, stored)
     else:
         FMT: tl.constexpr = MOMENT.fmt
-        if MOMENT.root:
-            wide = tl.sqrt_rn(wide)
         if MOMENT.has_one_scale:
             if MOMENT.scale == "previous":
                 found = tl.max(tl.max(finite_abs(wide), 1), 0)

@@ -146,8 +146,6 @@ def found_amax(wide, MOMENT: tl.constexpr):
     """The amax of what a moment will store, where a launch only looks for it; else 0."""
     found = 0.0
     if MOMENT.scale == "found":
-        if MOMENT.root:
-            wide = tl.sqrt_rn(wide)
         found = tl.max(tl.max(finite_abs(wide), 1), 0)
     return found
 
@@ -167,16 +165,17 @@ def tile_step(row_ptr, gradient, place, n, scales, key, OF: tl.constexpr, STEP: 
     if STEP.is_adam:
         v = read_moment(row_ptr, SECOND, place, SECOND_MOMENT, OF.even)
         m, v = adam_moments(m, v, g, n)
+        root = tl.sqrt_rn(v)
     elif FIRST_MOMENT.dtype is not None:
         m = sgd_moment(m, g, n)
     before = w
     if not STEP.find:
         if STEP.is_adam:
-            w = adam_weight(w, m, v, n, STEP.decoupled, STEP.clip)
+            w = adam_weight(w, m, root, n, STEP.decoupled, STEP.clip)
         else:
             w = sgd_weight(w, m, g, n, FIRST_MOMENT.dtype is not None)
     if STEP.is_adam:
-        m, v = saturate(m, v, FIRST_MOMENT, SECOND_MOMENT)
+        m, v = saturate(m, root if SECOND_MOMENT.root else v, FIRST_MOMENT, SECOND_MOMENT)
     moved = 0.0
     grid = 0.0
     found1 = 0.0
