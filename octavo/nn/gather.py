@@ -239,10 +239,11 @@ class Gather:
         assert self.group is not None
         if for_backward and self.codes is not None:
             self.group.backwards += 1
-            return
-        if self._ready != self._codes_key(module):
-            self.group.refresh(self, mesh)
-        self._ready = None
+        else:
+            if self._ready != self._codes_key(module):
+                self.group.refresh(self, mesh)
+            self._ready = None
+        self.group.wait()
 
     def _cast_after(self, module: Any, shape: torch.Size) -> After:
         """The second hook where every rank casts the whole weight."""
@@ -278,6 +279,9 @@ def _send_codes(
     def after(outputs: tuple[Tensor, ...], dtype: torch.dtype, out: Any) -> Any:
         q = outputs[0][: shape[0]].view(code_dtype)
         scales = scale_inv if has_scale else outputs[1]
+        for tensor in (scale_inv, amax):  # made on FSDP2's own stream, and freed before this one has read them
+            if tensor is not None and tensor.is_cuda:
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
         laid, transposed = (q, q.t()) if recipe.is_high_precision else lay_out(q, recipe.pads)
         tensors = GatheredTensors(laid, scales, transposed, scales.t(), _amax_or_none(amax, q))
         return _gathered(tensors, recipe, shape, dtype, q, out)

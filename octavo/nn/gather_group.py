@@ -31,6 +31,7 @@ class GatherGroup:
     def __init__(self) -> None:
         self._modules: list[weakref.ref[Any]] = []  # those whose weights they are
         self.backwards = 0  # how often a weight was gathered for backward
+        self._cast: Any = None  # a CUDA event: the last casts are done
 
     def add(self, module: Any) -> None:
         """Take in a module whose weight was sharded; ranks do it in one order."""
@@ -52,6 +53,12 @@ class GatherGroup:
             _find_scales(per_tensor, mesh)
         for (cast, *_), found in together.items():
             _cast_shards(found, cast, mesh)
+        self._cast = torch.cuda.current_stream().record_event() if mesh.device_type == "cuda" else None
+
+    def wait(self) -> None:
+        """Let the current stream read what another one may have cast: FSDP2 gathers on its own and on the user's."""
+        if self._cast is not None:
+            torch.cuda.current_stream().wait_event(self._cast)
 
     def __reduce__(self) -> tuple[Any, ...]:  # copies are empty, and the same for all modules copied together
         return GatherGroup, ()

@@ -3,6 +3,7 @@
 import re
 import weakref
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -191,3 +192,15 @@ def test_a_table_that_a_graph_reads_outlives_all_others(
     for rows in range(3, 80):
         cast(rows)
     assert table() is not None
+
+
+@pytest.mark.gpu
+def test_another_stream_waits_until_the_table_is_there(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    sender, other, event, table = mock.Mock(), mock.Mock(), mock.Mock(), mock.Mock()
+    work = kernels.module("multi_tensor_cast")._Work(table, 1, True, (sender, event))
+    for current in (sender, other):
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device, current=current: current)
+        work.use()
+    sender.wait_event.assert_not_called()
+    other.wait_event.assert_called_once_with(event)
+    table.record_stream.assert_called_once_with(other)  # or its memory would be given away too early

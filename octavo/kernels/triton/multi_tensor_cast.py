@@ -190,11 +190,25 @@ _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32:
 
 
 class _Work(NamedTuple):
-    """A launch's table on the device, how many programs it is for, and whether all of it is multiples of 16."""
+    """A launch's table on the device, how many programs it is for, and whether all of it is multiples of 16.
+
+    ``sent``: of a GPU's, the stream that sends the table, without the host's waiting, and the event that ends this.
+    """
 
     table: Tensor
     programs: int
     aligned: bool
+    sent: tuple[torch.cuda.Stream, torch.cuda.Event] | None
+
+    def use(self) -> None:
+        """Let the current stream read the table; a CUDA graph may for ever."""
+        if is_capturing():  # on a stream of its own, after all others are done
+            _captured.add(self)
+        elif self.sent is not None:
+            current, (stream, event) = torch.cuda.current_stream(self.table.device), self.sent
+            if current != stream:
+                current.wait_event(event)
+                self.table.record_stream(current)
 
 
 _captured: set[_Work] = set()  # that CUDA graphs read: a graph does not say when it is gone
@@ -223,8 +237,10 @@ def _work_of(
         rows.append([*pointers, R, C, q_stride, t_stride, programs, x_stride])
         programs += strips * groups
     vectors = [*addresses[0], *addresses[1], *addresses[2], *(n for (_, *wide) in sizes for n in wide)]
-    table = torch.tensor(rows, dtype=torch.int64).to(device)
-    return _Work(table, programs, all(n % 16 == 0 for n in vectors))
+    table = torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    sent = None if stream is None else (stream, stream.record_event())
+    return _Work(table, programs, all(n % 16 == 0 for n in vectors), sent)
 
 
 def multi_tensor_cast(
@@ -256,9 +272,8 @@ def multi_tensor_cast(
         for x, q, t_stride in zip(xs, qdata, t_strides, strict=True)
     )
     work = _work_of(addresses, sizes, blocks, chosen, xs[0].device)
-    if is_capturing():
-        _captured.add(work)
-    table, programs, aligned = work
+    work.use()
+    table, programs, aligned = work[:3]
     if programs == 0:
         return
     rounding = rounding_of(Scaling(qdata[0].dtype, (tile[0], tile[1]), power_of_two, margin))
