@@ -1,0 +1,45 @@
+"""In a graph that Inductor compiled, a cast finds out that its delayed scale exists, as in eager."""
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import octavo
+from octavo import recipes
+from octavo.kernels.reference import KERNELS
+
+pytest.importorskip("triton")
+known_scales = importlib.import_module("octavo.kernels.triton.known_scales")
+
+
+@pytest.mark.full
+def test_a_compiled_layer_knows_its_scales_from_the_second_step_on() -> None:
+    known: list[list[bool]] = []
+
+    def cast(x: Tensor, *arguments: Any) -> Any:
+        known.extend([known_scales.scale_exists(a, role) for role in range(3)] for a in arguments if is_scale(a))
+        return KERNELS["cast"](x, *arguments)
+
+    def cast_and_commit(x: Tensor, scale: Tensor, history: Tensor, *arguments: Any) -> Any:
+        with torch.autograd._unsafe_preserve_version_counter((scale, history)):  # as a kernel's writes
+            result = KERNELS["cast_and_commit"](x, scale, history, *arguments)
+        known_scales.committed(scale, history, (True, True, True))
+        return result
+
+    def is_scale(argument: Any) -> bool:
+        return isinstance(argument, Tensor) and argument.shape == (3,)
+
+    library = torch.library.Library("octavo", "IMPL")
+    try:
+        library.impl("cast", cast, "CPU", allow_override=True)
+        library.impl("cast_and_commit", cast_and_commit, "CPU", allow_override=True)
+        layer = torch.compile(octavo.nn.Linear(32, 32, recipe=recipes.delayed()), fullgraph=True)
+        for step in range(3):
+            known.clear()
+            layer(torch.randn(16, 32, requires_grad=True)).sum().backward()
+            assert known == [[step > 0] * 3] * 2  # input and weight
+    finally:
+        library._destroy()
