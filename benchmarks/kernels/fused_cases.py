@@ -117,7 +117,7 @@ CASES = {
     "swiglu + cast+transpose dynamic": _activated("swiglu", "cast", _dynamic(E4M3), 2),
     "gelu_tanh + cast+transpose delayed": _activated("gelu_tanh", "cast", _delayed),
     "gelu + cast+transpose delayed": _activated("gelu", "cast", _delayed),
-    "swiglu + rows + columns": _activated("swiglu", "cast_two_scalings", _two(ROWS, COLUMNS, False)),
+    "swiglu + rows + columns": _activated("swiglu", "cast_two_scalings", _two(ROWS, COLUMNS, False), 2),
     "swiglu + 1x128 + 128x1": _activated("swiglu", "cast_two_scalings", _two(VECTOR, TALL)),
     "swiglu gradient + cast+transpose+sum+commit": _gradient("swiglu", "cast_and_commit", _commit),
     "swiglu gradient + cast+transpose+sum dynamic": _gradient("swiglu", "cast", _dynamic(E5M2), 2),

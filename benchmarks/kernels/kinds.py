@@ -65,8 +65,15 @@ KINDS = {
     "cast_rows": Kind(
         ("cast rows",), lambda: _tiles((1, 2, 4), (1024, 2048, 4096, 8192, 16384), (1,), 1024, 16384), WIDE
     ),
-    "cast_rows_transpose": Kind(
-        ("cast columns",), lambda: _tiles((8, 16, 32, 64, 128), (32, 64, 128, 256, 512), (1,), 1024, 16384), SIZES
+    "amax_lines": Kind(
+        ("cast columns", "cast rows + columns"),
+        lambda: _tiles((16, 32, 64, 128), (64, 128, 256), (1, 2, 4, 8), 2048, 16384),
+        SIZES,
+    ),
+    "cast_lines": Kind(
+        ("cast rows + columns", "cast columns"),
+        lambda: _tiles((32, 64, 128), (32, 64, 128), (1, 2, 4, 8), 2048, 16384),
+        SIZES,
     ),
     "cast_blocks": Kind(
         ("cast 1x128",), lambda: _tiles((1, 4, 8, 16, 32, 64), (128, 256, 512), (1,), 512, 16384), SIZES

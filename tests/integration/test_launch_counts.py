@@ -14,7 +14,7 @@ from tests.support.triton_kernels import TritonKernels
 pytestmark = pytest.mark.gpu
 
 TENSOR, ROWS, BLOCKS = "cast_tensor_kernel", "cast_rows_kernel", "cast_blocks_kernel"
-AMAX = "amax_kernel"
+AMAX, LINES = "amax_kernel", ["line_amax_kernel", "cast_lines_kernel"]
 
 
 def state(kernels: TritonKernels) -> tuple[Tensor, Tensor]:
@@ -60,12 +60,14 @@ CASTS: dict[str, tuple[Callable[..., Any], list[str]]] = {
     "dynamic": (casts("cast", *one(ALL), True), [AMAX, TENSOR]),
     "dynamic, both layouts": (casts("cast", *one(ALL, True), True), [AMAX, TENSOR]),
     "rows": (casts("cast", *one((1, -1)), False), [ROWS]),
-    "columns": (casts("cast", *one((-1, 1), True), True), [ROWS]),
+    "rows and column sums": (casts("cast", *one((1, -1)), True), LINES),
+    "rows, both layouts": (casts("cast", *one((1, -1), True), False), LINES),
+    "columns": (casts("cast", *one((-1, 1), True), True), LINES),
     "blocks": (casts("cast", *one((1, 32), True), True), [BLOCKS]),
     "square blocks": (casts("cast", *one((32, 32)), True), [BLOCKS]),
     "other blocks, by the reference": (casts("cast", *one((24, 40)), False), []),
     "two block scalings": (casts("cast_two_scalings", *two((1, 64), (64, 1))), [BLOCKS]),
-    "rows and columns": (casts("cast_two_scalings", *two((1, -1), (-1, 1))), [ROWS, ROWS]),
+    "rows and columns": (casts("cast_two_scalings", *two((1, -1), (-1, 1))), LINES),
 }
 WHAT = {
     "x": lambda device: (numbers(device), ("",)),

@@ -1,11 +1,11 @@
 """The casts: each picks its kernel by granularity and launches it. The contracts are in signatures.py.
 
     per tensor        cast_tensor.py    Delayed one launch; Dynamic two, the first for the amax
-    per row           cast_rows.py      one launch; per column the same on the transposed view
+    per row           cast_rows.py      one launch, where x and the codes lie in order and no columns are summed
+    per row, column   cast_lines.py     else, and for a scaling of each: two launches, the first for the amaxes
     per block         cast_blocks.py    of powers of two: one launch, for two such scalings too; others: the reference
 
-Two scalings that are not both blocks of powers of two take a launch each: an amax over rows and one over columns are
-not both local to a program.
+Two other scalings take their launches one after the other.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from octavo.kernels.reference.cast import cast as reference_cast
 from octavo.kernels.reference.cast import cast_two_scalings as reference_cast_two_scalings
 from octavo.kernels.triton.cast_blocks import cast_by_block
 from octavo.kernels.triton.cast_input import CastInput, cast_input
+from octavo.kernels.triton.cast_lines import LINES, cast_by_line
 from octavo.kernels.triton.cast_rows import cast_by_row
 from octavo.kernels.triton.cast_tensor import cast_by_tensor, find_amax
 from octavo.kernels.triton.delayed_update import update_of
 from octavo.kernels.triton.known_scales import committed
-from octavo.kernels.triton.tiles import Codes, Outputs
+from octavo.kernels.triton.tiles import Outputs
 
 
 def cast(source: CastSource, scaling: Scaling, output: Output) -> tuple[Tensor, ...]:
@@ -94,21 +95,12 @@ def cast_by_tile(
     """One scaling: the column sums. knows_amax: per tensor, out's."""
     if scaling.tile == (ALL, ALL):
         return cast_by_tensor(given, scaling, out, column_sum, knows_amax=knows_amax)
-    if scaling.tile == (1, ALL):
-        sums = cast_by_row(given, scaling, out)
-        return _column_sums(given) if column_sum else sums
-    if scaling.tile == (ALL, 1):
-        q, q_stride, t, t_stride = out.codes
-        return cast_by_row(given.t(), scaling, out._replace(codes=Codes(t, t_stride, q, q_stride)), column_sum)
+    if scaling.tile == (1, ALL) and not column_sum and out.codes.t is None and given.x.stride(1) == 1:
+        cast_by_row(given, scaling, out)
+        return given.sums(column_sum)
+    if scaling.tile in LINES:
+        return cast_by_line(given, column_sum, (scaling, out))
     return cast_by_block(given, column_sum, (scaling, out))
-
-
-def _column_sums(given: CastInput) -> Tensor:
-    """Column sums that no program of a cast by rows could find."""
-    if given.function.name:
-        columns = NO_CODES._replace(tile=(ALL, 1))
-        return cast_by_tile(given, columns, given.outputs(columns), True)
-    return given.x.sum(0)
 
 
 NO_CODES = Scaling(torch.float8_e4m3fn, (ALL, ALL), False, 0)  # for launches that write none
@@ -120,9 +112,13 @@ def two_scalings(
     second: Scaling,
     output: Output,
     cast_blocks: Callable[..., Tensor | None] = cast_by_block,
+    cast_lines: Callable[..., Tensor | None] = cast_by_line,
     cast_first: Callable[..., Tensor | None] = cast_by_tile,
 ) -> tuple[Any, ...]:
-    """What ``octavo::cast_two_scalings`` returns; in one launch of ``cast_blocks``, or the first by ``cast_first``."""
+    """What ``octavo::cast_two_scalings`` returns: of blocks by ``cast_blocks``, of rows and columns by ``cast_lines``.
+
+    Of other scalings the first is cast by ``cast_first``, and then the second.
+    """
     q = given.codes(first.dtype, output.pad)
     other = given.codes(second.dtype, output.pad, output.transpose)
     both_blocks = is_small_block(first.tile) and is_small_block(second.tile)
@@ -131,6 +127,8 @@ def two_scalings(
     other_out = given.outputs(second, *codes, transpose=output.transpose, with_amax=not both_blocks)
     if both_blocks:
         sums = cast_blocks(given, output.column_sum, (first, out), (second, other_out))
+    elif {first.tile, second.tile} == set(LINES):
+        sums = cast_lines(given, output.column_sum, (first, out), (second, other_out))
     else:
         # whichever scaling has columns of its own to itself can sum them
         in_second = output.column_sum and second.tile == (ALL, 1)

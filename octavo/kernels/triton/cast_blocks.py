@@ -46,10 +46,10 @@ def store_blocks(tile, HALF: tl.constexpr, place, x, out, scaling: tl.constexpr,
         tl.store(out.amax + offsets, amax, mask=mask)
     wide = tl.broadcast_to(scale[:, None, :, None], [BR // ROWS, ROWS, BC // COLS, COLS])
     codes = encode(tile, tl.reshape(wide, [BR, BC]), scaling.e5m2)
-    if tiling.halves == "":
-        store_codes(codes, out.codes, rows, cols, x, tiling.even)
-    else:
+    if tiling.halves:
         store_codes(codes, out.codes, rows, cols, x, tiling.even, HALF)
+    else:
+        store_codes(codes, out.codes, rows, cols, x, tiling.even)
 
 
 @triton.jit
@@ -101,9 +101,7 @@ def cast_blocks_kernel(
     strips = tl.cdiv(x.C, tiling.block_c)
     place = (tl.program_id(0) // strips, tl.program_id(0) % strips)
     cast_blocks_of_half(0, x, h, place, first, second, sums, work_ptr, function, scaling, second_scaling, tiling)
-    if (
-        tiling.halves != ""
-    ):  # one after the other, since both would not fit the registers: the cache has what is read again
+    if tiling.halves:  # one after the other: both would not fit the registers, and the cache has what is read again
         cast_blocks_of_half(1, x, h, place, first, second, sums, work_ptr, function, scaling, second_scaling, tiling)
 
 

@@ -58,7 +58,7 @@ _Shares = tuple[int, int, Tiling]
 
 @functools.lru_cache(maxsize=4096)
 def _shares(
-    shape: tuple[int, int], enough: int, block_r: int, block_c: int, tiles: int, one_tile: bool, halves: str, fold: int
+    shape: tuple[int, int], enough: int, block_r: int, block_c: int, tiles: int, one_tile: bool, halves: bool, fold: int
 ) -> _Shares:
     rows, cols = shape
     strips = -(-cols // block_c) or 1
@@ -70,9 +70,9 @@ def _shares(
 
 
 class CastInput(NamedTuple):
-    """x, and the function of it that is cast; or all of that seen transposed.
+    """x, and the function of it that is cast.
 
-    rows, cols: of a half, where a gated gradient writes two, which lie along the columns, or transposed along the rows.
+    rows, cols: of a half, where a gated gradient writes two, which lie along the columns.
     """
 
     x: Tensor
@@ -81,13 +81,10 @@ class CastInput(NamedTuple):
     h: Input | Norm | None = None
     function: Function = Function()
     halves: int = 1
-    is_transposed: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape of all that is cast, as seen here."""
-        if self.is_transposed:
-            return self.rows * self.halves, self.cols
+        """The shape of all that is cast."""
         return self.rows, self.cols * self.halves
 
     @property
@@ -109,17 +106,6 @@ class CastInput(NamedTuple):
         if function.name in ("", "norm"):
             return function.name
         return "activation" if not function.gradient else "gated_gradient" if function.gated else "gradient"
-
-    def t(self) -> CastInput:
-        """The same seen transposed."""
-        h, function = self.h, self.function
-        if isinstance(h, Input):
-            ptr, stride_r, stride_c, shift, scale_inv, scale_r, scale_c, scale_shift = h
-            h = Input(ptr, stride_c, stride_r, shift, scale_inv, scale_c, scale_r, scale_shift)
-            function = function._replace(tile_r=function.tile_c, tile_c=function.tile_r)
-        elif isinstance(h, Norm):
-            function = function._replace(transposed=not function.transposed)
-        return CastInput(self.x.t(), self.cols, self.rows, h, function, self.halves, not self.is_transposed)
 
     def fits(self, *tiles: Tile) -> bool:
         """Whether the kernels of rows, columns, small blocks or a whole tensor cast this by these tiles."""
@@ -171,10 +157,9 @@ class CastInput(NamedTuple):
 
         ``tiles``: the most that a program does, fewer where multiprocessors would have less than three programs each.
         """
-        halves = "" if self.halves == 1 else "below" if self.is_transposed else "beside"
         shape = self.rows, self.cols
         enough = 3 * multiprocessors(self.x.get_device())
-        return _shares(shape, enough, block_r, block_c, tiles, one_tile, halves, fold)
+        return _shares(shape, enough, block_r, block_c, tiles, one_tile, self.halves == 2, fold)
 
     def parts_of_sums(self, groups: int) -> Tensor:
         """Where so many groups of programs leave their parts of the column sums."""

@@ -22,14 +22,13 @@ from octavo.kernels.triton.launch import workspace
 from octavo.kernels.triton.prologue import produce
 from octavo.kernels.triton.tiles import (
     Outputs,
-    encode,
     finish_column_sum,
     finite_abs,
     is_last_program,
     raise_amax,
     scale_from_amax,
     scale_inv_from_scale,
-    store_codes,
+    store_tiles,
     take_amax,
 )
 
@@ -38,7 +37,7 @@ from octavo.kernels.triton.tiles import (
 def finite_largest(largest, tile, second, tiling: tl.constexpr):
     """``largest`` raised to the finite magnitudes of what ``produce`` made."""
     largest = tl.maximum(largest, finite_abs(tile))
-    if tiling.halves != "":
+    if tiling.halves:
         largest = tl.maximum(largest, finite_abs(second))
     return largest
 
@@ -77,14 +76,9 @@ def cast_strip(
         largest = finite_largest(largest, tile, second, tiling)
         if SUMS:
             sums += tile
-        codes = encode(tile, scale, E5M2)
-        if tiling.halves != "":
-            store_codes(codes, out, rows, cols, x, tiling.even, 0)
-            store_codes(encode(second, scale, E5M2), out, rows, cols, x, tiling.even, 1)
-            if SUMS:
+            if tiling.halves:
                 second_sums += second
-        else:
-            store_codes(codes, out, rows, cols, x, tiling.even)
+        store_tiles(tile, second, scale, scale, out, rows, cols, x, E5M2, tiling)
     return tl.max(tl.max(largest, 1), 0), tl.sum(sums, 0), tl.sum(second_sums, 0)
 
 
@@ -164,7 +158,7 @@ def cast_tensor_kernel(
     if sums is not None:
         counters = work_ptr + 2 + strip
         finish_column_sum(parts, sums[0], sums[1], counters, group, groups, cols, x.C)
-        if tiling.halves != "":
+        if tiling.halves:
             sum_ptr = sums[0] + x.C
             finish_column_sum(
                 second_parts, sum_ptr, sums[1] + groups * x.C, counters + strips, group, groups, cols, x.C

@@ -61,7 +61,7 @@ def multiprocessors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count if index >= 0 else 0
 
 
-WORK = 1 << 14  # int32 counters a stream: an amax, its counter, and one for each strip of columns
+WORK = 1 << 16  # int32 a stream: amaxes that programs share, of rows and columns too, and counters
 _work: dict[tuple[int, int], Tensor] = {}
 _pools: dict[int, list[Tensor]] = {}
 

@@ -28,6 +28,7 @@ from octavo.kernels.reference.cast import cast_two_scalings as reference_cast_tw
 from octavo.kernels.triton.cast import cast_by_tile, two_scalings
 from octavo.kernels.triton.cast_blocks import cast_by_block
 from octavo.kernels.triton.cast_input import CastInput, block_scaling_of, codes_to, norm_input, rounding_of
+from octavo.kernels.triton.cast_lines import cast_by_line
 from octavo.kernels.triton.known_scales import scale_exists
 from octavo.kernels.triton.launch import Config, config, launch, workspace
 from octavo.kernels.triton.norm_kernels import norm_blocks_kernel, norm_rows_kernel, norm_tensor_kernel
@@ -52,7 +53,9 @@ def norm_cast_two_scalings(source: NormSource, first: Scaling, second: Scaling, 
     norm = _norm(source, output)
     if norm is None or not norm.given.fits(first.tile, second.tile):
         return reference_cast_two_scalings(source, first, second, output)
-    return *two_scalings(norm.given, first, second, output, norm.cast_blocks, norm.cast)[:4], *norm.statistics
+    return *two_scalings(norm.given, first, second, output, norm.cast_blocks, norm.cast_lines, norm.cast)[
+        :4
+    ], *norm.statistics
 
 
 def _norm(source: NormSource, output: Output) -> _Norm | None:
@@ -104,6 +107,11 @@ class _Norm(NamedTuple):
         transposes = (out if second_out is None else second_out).codes.t is not None
         scalings = block_scaling_of(scaling), None if second_scaling is None else block_scaling_of(second_scaling)
         self.launch(norm_blocks_kernel, "norm_cast_blocks", transposes, (out, second_out), scalings, blocks)
+
+    def cast_lines(self, given: CastInput, column_sum: bool, *scalings: tuple[Scaling, Outputs]) -> None:
+        """``cast_by_line`` of the norm, and its statistics and y."""
+        self.find_statistics(None)
+        cast_by_line(given, column_sum, *scalings)
 
     def find_statistics(self, amax: Tensor | None) -> None:
         """Statistics, y, and unless it is None the amax of what is to be cast [1, 1]."""

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import functools
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.arguments import NormGradient
-from octavo.kernels.triton.launch import Config, config, launch, with_room_for
+from octavo.kernels.triton.launch import Config, config, launch, multiprocessors, with_room_for
 from octavo.kernels.triton.norm_kernels import fold_sum, store_y, vector
 from octavo.kernels.triton.prologue import Norm, factor
 from octavo.kernels.triton.tiles import Source, Tiling, load_tile, narrow
@@ -148,7 +147,8 @@ def norm_backward(gradient: NormGradient) -> tuple[Tensor, Tensor, Tensor]:
     gamma, mean, rstd = gamma.contiguous(), mean.contiguous(), rstd.contiguous()
     chosen, one_tile = _tile(config("norm_backward", (rows * cols).bit_length()), cols)
     block_r, block_c, per_multiprocessor, num_warps = chosen
-    programs = min(-(-rows // block_r), per_multiprocessor * _multiprocessors(x.get_device()))
+    enough = per_multiprocessor * (multiprocessors(x.get_device()) or 2)  # interpreted, two
+    programs = min(-(-rows // block_r), enough)
     parts = rstd.new_empty((1 + with_beta, programs, cols))
     even = rows % block_r == 0 and cols % block_c == 0
     norm = Norm(mean if kind == "layer_norm" else None, rstd, gamma, None)
@@ -179,9 +179,3 @@ def _tile(chosen: Config, cols: int) -> tuple[Config, bool]:
     if larger > 1:
         return wide._replace(tiles=max(1, chosen.tiles // larger)), True
     return chosen._replace(block_r=chosen.block_r * chosen.block_c // widest, block_c=widest), True
-
-
-@functools.cache
-def _multiprocessors(index: int) -> int:
-    """Of a CUDA device; a CPU, where kernels are interpreted, passes for two."""
-    return 2 if index < 0 else torch.cuda.get_device_properties(index).multi_processor_count

@@ -23,7 +23,6 @@ class Function(NamedTuple):
     tile_r: int = 0  # of an activation's input that is codes: (rows, columns) that share a scale_inv
     tile_c: int = 0
     zero_centered: bool = False
-    transposed: bool = False  # the norm's statistics are of x's columns
 
 
 class Input(NamedTuple):
@@ -60,9 +59,8 @@ def produce(x, h, rows, cols, function: tl.constexpr, EVEN: tl.constexpr):
         second = first
     elif function.name == "norm":
         ZERO_CENTERED: tl.constexpr = function.zero_centered
-        TRANSPOSED: tl.constexpr = function.transposed
         first = load_tile(x, rows, cols, EVEN)
-        first = normalise(first, x, h, rows, cols, ZERO_CENTERED, TRANSPOSED, EVEN)
+        first = normalise(first, x, h, rows, cols, ZERO_CENTERED, EVEN)
         second = first
     else:
         NAME: tl.constexpr = function.name  # Triton 3.6 takes no tuple's field as an argument
@@ -115,24 +113,16 @@ def input_scale_inv(h, x, rows, cols, UP: tl.constexpr, function: tl.constexpr):
 
 
 @triton.jit
-def normalise(tile, x, norm, rows, cols, ZERO_CENTERED: tl.constexpr, TRANSPOSED: tl.constexpr, EVEN: tl.constexpr):
+def normalise(tile, x, norm, rows, cols, ZERO_CENTERED: tl.constexpr, EVEN: tl.constexpr):
     """(tile - mean) rstd gamma + beta, 0 outside of x."""
     inside_r = rows < x.R
     inside_c = cols < x.C
-    if TRANSPOSED:
-        if norm.mean is not None:
-            tile -= tl.load(norm.mean + cols, mask=inside_c, other=0.0)[None, :]
-        tile *= tl.load(norm.rstd + cols, mask=inside_c, other=0.0)[None, :]
-        tile *= factor(tl.load(norm.gamma + rows, mask=inside_r, other=0.0), ZERO_CENTERED)[:, None]
-        if norm.beta is not None:
-            tile += tl.load(norm.beta + rows, mask=inside_r, other=0.0).to(tl.float32)[:, None]
-    else:
-        if norm.mean is not None:
-            tile -= tl.load(norm.mean + rows, mask=inside_r, other=0.0)[:, None]
-        tile *= tl.load(norm.rstd + rows, mask=inside_r, other=0.0)[:, None]
-        tile *= factor(tl.load(norm.gamma + cols, mask=inside_c, other=0.0), ZERO_CENTERED)[None, :]
-        if norm.beta is not None:
-            tile += tl.load(norm.beta + cols, mask=inside_c, other=0.0).to(tl.float32)[None, :]
+    if norm.mean is not None:
+        tile -= tl.load(norm.mean + rows, mask=inside_r, other=0.0)[:, None]
+    tile *= tl.load(norm.rstd + rows, mask=inside_r, other=0.0)[:, None]
+    tile *= factor(tl.load(norm.gamma + cols, mask=inside_c, other=0.0), ZERO_CENTERED)[None, :]
+    if norm.beta is not None:
+        tile += tl.load(norm.beta + cols, mask=inside_c, other=0.0).to(tl.float32)[None, :]
     if not EVEN:
         tile = tl.where(inside_r[:, None] & inside_c[None, :], tile, 0.0)
     return tile

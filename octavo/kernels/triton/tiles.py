@@ -74,7 +74,7 @@ class Tiling(NamedTuple):
     block_c: int
     tiles: int = 1  # one below the other
     one_tile: bool = False  # it holds whole rows
-    halves: str = ""  # of a gated gradient's two tiles: "beside" each other, or, seen transposed, "below"
+    halves: bool = False  # a gated gradient's two tiles are cast, which lie beside each other
     fold: int = 1  # elements that a thread loads at once
 
 
@@ -213,10 +213,10 @@ else:
 
 
 @triton.jit
-def raise_amax(work_ptr, amax):
-    """Raise the amax that this launch's programs share; amax is a scalar, finite and not negative."""
+def raise_amax(work_ptr, amax, mask=None):
+    """Raise an amax, or several, that this launch's programs share; each is finite and not negative."""
     # such floats are ordered as their bits are
-    tl.atomic_max(work_ptr, amax.to(tl.int32, bitcast=True), sem="relaxed")
+    tl.atomic_max(work_ptr, amax.to(tl.int32, bitcast=True), mask=mask, sem="relaxed")
 
 
 @triton.jit
@@ -250,35 +250,40 @@ def load_tile(x, rows, cols, EVEN: tl.constexpr):
 
 
 @triton.jit
-def store_codes(codes, out, rows, cols, x, EVEN: tl.constexpr, half=None, ALONG_ROWS: tl.constexpr = False):
+def store_codes(codes, out, rows, cols, x, EVEN: tl.constexpr, half=None):
     """Write codes [BR, BC] of the Source x to the Codes out.
 
     The padding's codes are 0, since load_tile's are. EVEN: there is no padding, and the tile is inside. With a half, 0
-    or 1, out has room for two tensors like x, side by side, or one below the other.
+    or 1, out has room for two tensors like x, side by side.
     """
-    row_end = out.t_stride
     col_end = out.q_stride
-    out_rows = rows
     out_cols = cols
     if half is not None:
-        if ALONG_ROWS:
-            out_rows += half * x.R
-            row_end = tl.where(half == 0, x.R, row_end - x.R)  # the first half has no padding
-        else:
-            out_cols += half * x.C
-            col_end = tl.where(half == 0, x.C, col_end - x.C)
+        out_cols += half * x.C
+        col_end = tl.where(half == 0, x.C, col_end - x.C)  # the first half has no padding
     if out.q is not None:
-        offsets = out_rows.to(tl.int64)[:, None] * out.q_stride + out_cols[None, :]
+        offsets = rows.to(tl.int64)[:, None] * out.q_stride + out_cols[None, :]
         if EVEN:
             tl.store(out.q + offsets, codes)
         else:
             tl.store(out.q + offsets, codes, mask=(rows < x.R)[:, None] & (cols < col_end)[None, :])
     if out.t is not None:
-        offsets = out_cols.to(tl.int64)[:, None] * out.t_stride + out_rows[None, :]
+        offsets = out_cols.to(tl.int64)[:, None] * out.t_stride + rows[None, :]
         if EVEN:
             tl.store(out.t + offsets, tl.trans(codes))
         else:
-            tl.store(out.t + offsets, tl.trans(codes), mask=(cols < x.C)[:, None] & (rows < row_end)[None, :])
+            tl.store(out.t + offsets, tl.trans(codes), mask=(cols < x.C)[:, None] & (rows < out.t_stride)[None, :])
+
+
+@triton.jit
+def store_tiles(tile, second, scale, second_scale, out, rows, cols, x, E5M2: tl.constexpr, tiling: tl.constexpr):
+    """Encode what ``produce`` made, one tile or two halves beside each other, and write it to the Codes out."""
+    codes = encode(tile, scale, E5M2)
+    if tiling.halves:
+        store_codes(codes, out, rows, cols, x, tiling.even, 0)
+        store_codes(encode(second, second_scale, E5M2), out, rows, cols, x, tiling.even, 1)
+    else:
+        store_codes(codes, out, rows, cols, x, tiling.even)
 
 
 @triton.jit

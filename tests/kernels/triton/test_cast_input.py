@@ -59,52 +59,16 @@ def test_what_is_cast_and_how_large_it_is(kernels: TritonKernels, given: Any) ->
         assert gradient.shape == (64, 64 if gated else 32) and (gradient.rows, gradient.cols) == (64, 32)
         assert gradient.halves == (2 if gated else 1) and gradient.kind == ("gated_gradient" if gated else "gradient")
         assert gradient.function[:3] == (function, gated, True)
-        assert gradient.h.shift == (32 if gated else 0) and gradient.t().shape == gradient.shape[::-1]
+        assert gradient.h.shift == (32 if gated else 0)
     plain = of(given, kernels.device, "")
     assert plain.shape == (64, 32) and plain.function.name == "" and plain.kind == "" and plain.h is None
 
 
-@pytest.mark.parametrize("h_tile", [None, *TILES], ids=str)
-@pytest.mark.parametrize("layout", ["rows", "columns", "strided"])
-def test_transposed_twice_it_is_the_same(
-    kernels: TritonKernels, given: Any, layout: str, h_tile: tuple[int, int] | None
-) -> None:
-    for forward in (False, True):
-        one = of(
-            given,
-            kernels.device,
-            h_dtype=E4M3 if h_tile else BF16,
-            h_tile=h_tile,
-            forward=forward,
-            layouts=(layout,) * 3,
-        )
-        flipped, again = one.t(), one.t().t()
-        assert again._replace(x=one.x) == one and again.source._replace(ptr=None) == one.source._replace(ptr=None)
-        assert flipped.is_transposed and (flipped.rows, flipped.cols) == (one.cols, one.rows)
-        assert flipped.source[1:] == (*one.source[2:0:-1], *one.source[:2:-1])
-        h, other = one.h, flipped.h
-        assert (other.stride_r, other.stride_c) == (h.stride_c, h.stride_r)
-        assert (other.scale_stride_r, other.scale_stride_c) == (h.scale_stride_c, h.scale_stride_r)
-        assert (other.ptr, other.shift, other.scale_inv, other.scale_shift) == (
-            h.ptr,
-            h.shift,
-            h.scale_inv,
-            h.scale_shift,
-        )
-        assert flipped.function == one.function._replace(tile_r=one.function.tile_c, tile_c=one.function.tile_r)
-
-
-def test_a_transposed_norm(kernels: TritonKernels, given: Any) -> None:
+def test_a_norm(kernels: TritonKernels, given: Any) -> None:
     x, row, col = (torch.randn(size, device=kernels.device) for size in ((4, 6), 4, 6))
     for kind in ("layer_norm", "rms_norm"):
         one = given.norm_input(NormSource(x, col, None, kind, 1e-5, True), row, row)
-        assert (one.function.name, one.function.zero_centered, one.function.transposed) == (
-            "norm",
-            True,
-            False,
-        ) and one.kind == "norm"
-        assert one.t().function == one.function._replace(transposed=True) and one.t().h is one.h
-        assert one.t().t()._replace(x=x) == one
+        assert (one.function.name, one.function.zero_centered, one.kind) == ("norm", True, "norm")
         assert (one.h.mean is None) == (kind == "rms_norm")
 
 
@@ -160,7 +124,7 @@ def test_the_dtype_of_sums(kernels: TritonKernels, given: Any) -> None:
             assert of(given, kernels.device, dtype=dtype, h_dtype=h_dtype, h_tile=h_tile).sums(True).dtype == dtype
         one = of(given, kernels.device, h_dtype=dtype, forward=True)
         assert one.sums(True).dtype == dtype and one.sums(True).shape == (32,)
-        assert one.t().sums(True).shape == (64,) and one.sums(False).shape == (0,)
+        assert one.sums(False).shape == (0,)
     assert of(given, kernels.device, h_dtype=E5M2, h_tile=ALL, forward=True).sums(True).dtype == FP32
     assert of(given, kernels.device).sums(True).shape == (64,)
 

@@ -1,4 +1,4 @@
-"""One scale a row, or a column: the casts and the amax, bit for bit."""
+"""One scale a row, bit for bit."""
 
 from typing import Any
 
@@ -22,12 +22,8 @@ from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.gpu
 
-TILES = [(1, -1), (-1, 1)]
-
 
 @each_pair(
-    transpose=[False, True],
-    tile=TILES,
     shape=SHAPES,
     dtype=DTYPES,
     fmt=FORMATS,
@@ -36,20 +32,17 @@ TILES = [(1, -1), (-1, 1)]
     power_of_two=[False, True],
     margin=[0, 3],
     pad=[1, 16],
-    column_sum=[False, True],
     small=[False, True],
 )
 def test_cast(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, case: dict[str, Any]) -> None:
     if case["small"]:
         use_small_tiles(kernels, monkeypatch)
     x = laid(values_of(case["values"], case["shape"], case["dtype"]), case["layout"], kernels.device)
-    cast = (case["fmt"], case["tile"], case["power_of_two"], case["margin"])
-    written = case["transpose"], case["pad"], case["column_sum"]
-    check(kernels, "cast", x, None, 0, *cast, *written, compare_sums=case["values"] != "edge")
+    cast = (case["fmt"], (1, -1), case["power_of_two"], case["margin"])
+    written = False, case["pad"], False
+    check(kernels, "cast", x, None, 0, *cast, *written)
 
 
 def test_rows_longer_than_the_widest_tile(kernels: TritonKernels) -> None:
-    for tile in TILES:
-        x = values_of("faults", (3, 5000) if tile == (1, -1) else (5000, 3), torch.bfloat16).to(kernels.device)
-        check(kernels, "cast", x, None, 0, E4M3, tile, False, 0, True, 16, True)
-        check(kernels, "cast", x, None, 0, E4M3, tile, False, 0, False, 16, True)
+    x = values_of("faults", (3, 9000), torch.bfloat16).to(kernels.device)
+    check(kernels, "cast", x, None, 0, E4M3, (1, -1), False, 0, False, 16)

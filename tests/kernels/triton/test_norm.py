@@ -186,16 +186,17 @@ def two_scalings(tile: tuple[int, int], second: tuple[int, int]) -> Callable[...
     return call
 
 
+LINES = ["line_amax_kernel", "cast_lines_kernel"]
 LAUNCHES: dict[str, tuple[Callable[..., tuple[Tensor, ...]], list[str]]] = {
     "Dynamic": (one_scaling(ALL), ["norm_tensor_kernel", "cast_tensor_kernel"]),
     "rows": (one_scaling(ROW), ["norm_rows_kernel"]),
-    "columns": (one_scaling(COLUMN), ["norm_tensor_kernel", "cast_rows_kernel"]),
+    "columns": (one_scaling(COLUMN), ["norm_tensor_kernel", *LINES]),
     "1x128": (one_scaling((1, 128)), ["norm_blocks_kernel"]),
     "32x32": (one_scaling((32, 32)), ["norm_blocks_kernel"]),
     "128x128": (one_scaling((128, 128)), ["norm_tensor_kernel", "cast_blocks_kernel"]),
     "1x32 and 32x1": (two_scalings((1, 32), (32, 1)), ["norm_blocks_kernel"]),
     "1x128 and 128x1": (two_scalings((1, 128), (128, 1)), ["norm_tensor_kernel", "cast_blocks_kernel"]),
-    "rows and columns": (two_scalings(ROW, COLUMN), ["norm_rows_kernel", "cast_rows_kernel"]),
+    "rows and columns": (two_scalings(ROW, COLUMN), ["norm_tensor_kernel", *LINES]),
 }
 
 
