@@ -154,8 +154,8 @@ def test_what_changes_the_code_is_in_the_key(launches: Launches) -> None:
         lambda: KERNELS["cast"](x, None, 0, E4M3, ROW, False, 0, True, 16),
     ):
         other()
-        _, bound = launches.take()
-        assert bound == 1
+        launched, bound = launches.take()
+        assert bound == len(launched) > 0
     cast(x)
     assert launches.take()[1] == 0
 

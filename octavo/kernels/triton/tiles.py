@@ -87,11 +87,15 @@ def scale_from_amax(amax, LIMIT: tl.constexpr, POWER_OF_TWO: tl.constexpr):
     if POWER_OF_TWO:
         # The quotient's exponent is the difference of the bits' exponents, less one where the mantissas borrow: a tenth
         # of a division's instructions, and the same result, since no quotient below a power of two rounds up to it.
-        subnormal = amax < smallest
-        bits = tl.where(subnormal, amax * 2.0**24, amax).to(tl.int32, bitcast=True)
-        exponent = ((limit.to(tl.int32, bitcast=True) - bits) >> 23) + tl.where(subnormal, 127 + 24, 127)
-        exponent = tl.where(exponent > 253, 253, tl.where(exponent < 1, 1, exponent))
-        scale = (exponent << 23).to(tl.float32, bitcast=True)
+        bits = amax.to(tl.int32, bitcast=True)
+        exponent = (limit.to(tl.int32, bitcast=True) - bits) >> 23
+        if LIMIT < 1.0:  # else the scale of a subnormal amax is the largest, whatever its mantissa
+            subnormal = amax < smallest
+            scaled = (amax * 2.0**24).to(tl.int32, bitcast=True)
+            exponent = tl.where(subnormal, ((limit.to(tl.int32, bitcast=True) - scaled) >> 23) + 24, exponent)
+        if LIMIT < 4.0:  # else it is never below the smallest
+            exponent = tl.maximum(exponent, -126)
+        scale = ((tl.minimum(exponent, 126) + 127) << 23).to(tl.float32, bitcast=True)
     else:
         scale = tl.math.div_rn(limit, tl.where(amax > 0, amax, 1.0))  # a plain / is not correctly rounded
         scale = tl.where(scale > largest, largest, tl.where(scale < smallest, smallest, scale))
@@ -111,20 +115,25 @@ def scale_inv_from_scale(scale, POWER_OF_TWO: tl.constexpr):
 @triton.jit
 def finite_abs(x):
     """|x|, 0 where x is inf or NaN: what amax looks at."""
-    a = tl.abs(x)
-    return tl.where(a < float("inf"), a, 0.0)
+    return tl.maximum(tl.abs(nan_if_inf(x)), 0.0)  # of NaN and a number the number
+
+
+@triton.jit
+def nan_if_inf(x):
+    """x, NaN where it is inf: an instruction, of a cast's amax and of its codes the same one."""
+    return tl.fma(x, 0.0, x)
 
 
 @triton.jit
 def encode(x, scale, E5M2: tl.constexpr):
     """Codes of x times its scale: saturated if finite; NaN -> 0x7F; +-inf -> 0x7F in E4M3, +-inf in E5M2."""
-    is_inf = tl.abs(x) == float("inf")
     if E5M2:
+        is_inf = tl.abs(x) == float("inf")
         codes = encode_finite(x, scale, E5M2).to(tl.uint8, bitcast=True)
         codes = tl.where(is_inf, tl.where(x < 0, 0xFC, 0x7C).to(tl.uint8), codes)
         result = codes.to(tl.float8e5, bitcast=True)
     else:
-        result = encode_finite(tl.where(is_inf, float("nan"), x), scale, E5M2)
+        result = encode_finite(nan_if_inf(x), scale, E5M2)
     return result
 
 
