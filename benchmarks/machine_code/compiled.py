@@ -153,6 +153,11 @@ def dequantize() -> Iterator[Case]:
         scale_inv = torch.empty(granularity_of(tile).scale_shape(LARGE))
         call = functools.partial(KERNELS["dequantize"], q, scale_inv, tile, dtype)
         yield Case("dequantize", f"{granularity_of(tile)} {name_of(codes)} to {name_of(dtype)} {list(LARGE)}", call)
+        sums, extremes = torch.empty(71, dtype=torch.float64), torch.empty(3)
+        call = functools.partial(KERNELS["cast_statistics"], tensor(dtype=dtype), q, scale_inv, tile, sums, extremes)
+        yield Case(
+            "cast_statistics", f"{granularity_of(tile)} {name_of(codes)} of {name_of(dtype)} {list(LARGE)}", call
+        )
 
 
 def matmul() -> Iterator[Case]:

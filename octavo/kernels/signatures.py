@@ -84,6 +84,10 @@ SCHEMAS = {
     "cast_and_commit": f"(Tensor x, {_STATE}, Tensor? amax_input, Tensor? amax_weight, "
     f"ScalarType dtype, bool power_of_two, int margin, {_UPDATE}, bool transpose, {_EXTRAS}) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
+    # add what the cast of x [R, C] into qdata [R, C'] did to sums [71] and extremes [3]; reference/cast_statistics.py
+    # says what they hold. x, qdata and scale_inv have any strides
+    "cast_statistics": "(Tensor x, Tensor qdata, Tensor scale_inv, int[2] tile, Tensor(a!) sums, "
+    "Tensor(b!) extremes) -> ()",
     # for each role whose amax is given: history <- (amax, history[:-1]); scale <- that of the largest of the history,
     # or of its newest ("most_recent"); an amax of 0 keeps the scale. limits, powers_of_two, margins: one a role
     "delayed_update": f"({_STATE}, Tensor? amax_input, Tensor? amax_weight, Tensor? amax_grad_output, {_UPDATE}) -> ()",
@@ -155,6 +159,7 @@ FAKES: dict[str, Callable[..., Any]] = unpacking(
         "cast": _fake_cast,
         "cast_two_scalings": _fake_two_scalings,
         "cast_and_commit": _fake_cast_and_commit,
+        "cast_statistics": lambda *_: None,
         "delayed_update": lambda *_: None,
         "dequantize": lambda qdata, scale_inv, tile, dtype: qdata.new_empty(qdata.shape, dtype=dtype),
         "matmul": _fake_matmul,

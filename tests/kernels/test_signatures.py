@@ -107,6 +107,9 @@ def cases(shape: tuple[int, int], tile: tuple[int, int]) -> list[tuple[str, tupl
         many = (delayed_scales, 1, many_tile(tile), True, 1)
         found.append(("multi_tensor_cast", ([torch.randn(shape)], *([out] for out in outputs), *many)))
     a, b = pair(shape, tile, E4M3), pair((4, shape[1]), tile, E5M2)
+    found.append(
+        ("cast_statistics", (torch.randn(shape), *a, tile, torch.zeros(71, dtype=torch.float64), torch.zeros(3)))
+    )
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         found.append(("dequantize", (*a, tile, dtype)))
         found.append(("matmul", (*a, tile, *b, tile, None, dtype, False)))
@@ -223,6 +226,7 @@ def test_only_the_state_is_written() -> None:
         "cast_and_commit": buffers,
         "delayed_update": buffers,
         "multi_tensor_cast": ["qdata", "transposed", "scale_inv", "amax"],
+        "cast_statistics": ["sums", "extremes"],
     }
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from octavo.kernels.arguments import unpacking
 from octavo.kernels.reference.amax import amax
 from octavo.kernels.reference.cast import cast, cast_and_commit, cast_two_scalings
+from octavo.kernels.reference.cast_statistics import cast_statistics
 from octavo.kernels.reference.codes import dequantize
 from octavo.kernels.reference.delayed_update import delayed_update
 from octavo.kernels.reference.matmul import matmul
@@ -18,6 +19,7 @@ KERNELS: dict[str, Callable[..., Any]] = unpacking(
         "cast": cast,
         "cast_two_scalings": cast_two_scalings,
         "cast_and_commit": cast_and_commit,
+        "cast_statistics": cast_statistics,
         "delayed_update": delayed_update,
         "dequantize": dequantize,
         "matmul": matmul,

@@ -8,6 +8,7 @@ from typing import Any
 
 from octavo.kernels.arguments import unpacking
 from octavo.kernels.triton.cast import amax, cast, cast_and_commit, cast_two_scalings
+from octavo.kernels.triton.cast_statistics import cast_statistics
 from octavo.kernels.triton.delayed_update import delayed_update
 from octavo.kernels.triton.dequantize import dequantize
 from octavo.kernels.triton.launch import on_its_device
@@ -24,6 +25,7 @@ _KERNELS: dict[str, Callable[..., Any]] = {
     "cast": cast,
     "cast_two_scalings": cast_two_scalings,
     "cast_and_commit": cast_and_commit,
+    "cast_statistics": cast_statistics,
     "delayed_update": delayed_update,
     "dequantize": dequantize,
     "matmul": matmul,
