@@ -235,8 +235,16 @@ def no_codes(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def new_scales(x: Tensor, shape: Sequence[int], tile: Tile, transpose: bool = False) -> Tensor:
     """Where an element a tile goes, float32, unwritten."""
-    found = scale_shape(shape, tile)
-    return x.new_empty(found[::-1] if transpose else found, dtype=torch.float32)
+    return laid_scales(x, scale_shape(shape, tile), tile, transpose)
+
+
+def laid_scales(x: Tensor, shape: Sequence[int], tile: Tile, transpose: bool = False) -> Tensor:
+    """The same of this shape, before it is transposed; of 1x128 blocks by columns, as torch's product reads them."""
+    if transpose:
+        shape, tile = shape[::-1], tile[::-1]
+    if tile == (1, 128):
+        return x.new_empty(shape[::-1], dtype=torch.float32).t()
+    return x.new_empty(shape, dtype=torch.float32)
 
 
 def sums_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -8,14 +8,22 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from octavo.granularity import ALL, scale_shape
+from octavo.granularity import ALL, Tile, scale_shape
+from octavo.kernels.arguments import laid_scales
 from octavo.kernels.reference import tiles
 from octavo.kernels.reference.tiles import as_tiles, row_chunks, with_scratch
 
 
 def amax(x: Tensor, tile: Sequence[int]) -> Tensor:
     """``octavo::amax``; see signatures.py."""
-    return amax_and_finiteness(x, tile)[0]
+    return laid(amax_and_finiteness(x, tile)[0], (tile[0], tile[1]))
+
+
+def laid(found: Tensor, tile: Tile, transpose: bool = False) -> Tensor:
+    """An element a tile as the ops return it."""
+    given = found.t() if transpose else found
+    out = laid_scales(given, found.shape, tile, transpose)
+    return given if not transpose and given.stride() == out.stride() else out.copy_(given)
 
 
 def amax_and_finiteness(x: Tensor, tile: Sequence[int]) -> tuple[Tensor, bool]:

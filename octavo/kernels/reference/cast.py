@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from octavo.kernels.arguments import CastSource, Commit, NormSource, Output, Scaling, no_codes, sums_dtype
 from octavo.kernels.layouts import padded
 from octavo.kernels.reference.activation import produced
+from octavo.kernels.reference.amax import laid
 from octavo.kernels.reference.chunked_cast import KnownScaling, Pair, cast_in_chunks, cast_values
 from octavo.kernels.reference.delayed_update import delayed_update
 from octavo.kernels.reference.norm import cast_norm
@@ -20,7 +21,8 @@ from octavo.kernels.reference.tiles import tile_rows
 def cast(source: CastSource | NormSource, scaling: Scaling, output: Output) -> tuple[Tensor, ...]:
     """``octavo::cast`` and ``octavo::norm_cast``."""
     ((codes, scale_inv, amax),), rest = _cast(source, [known(scaling)], output)
-    return *both_layouts(codes, output), scale_inv, amax, *rest
+    scales = (laid(found, scaling.tile) for found in (scale_inv, amax))
+    return *both_layouts(codes, output), *scales, *rest
 
 
 def cast_two_scalings(
@@ -29,7 +31,8 @@ def cast_two_scalings(
     """``octavo::cast_two_scalings`` and ``octavo::norm_cast_two_scalings``."""
     ((codes, scale_inv, _), (other, other_scale_inv, _)), rest = _cast(source, [known(first), known(second)], output)
     if output.transpose:
-        other, other_scale_inv = transposed(other), other_scale_inv.t().contiguous()
+        other = transposed(other)
+    scale_inv, other_scale_inv = laid(scale_inv, first.tile), laid(other_scale_inv, second.tile, output.transpose)
     return with_padding(codes, output.pad), scale_inv, with_padding(other, output.pad), other_scale_inv, *rest
 
 

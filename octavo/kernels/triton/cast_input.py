@@ -12,7 +12,7 @@ from torch import Tensor
 from octavo.formats import E5M2, format_of
 from octavo.granularity import ALL, Tile, scale_shape
 from octavo.kernels.activations import activation_of
-from octavo.kernels.arguments import CastSource, NormSource, Output, Scaling, new_codes, new_sums, no_codes
+from octavo.kernels.arguments import CastSource, NormSource, Output, Scaling, laid_scales, new_codes, new_sums, no_codes
 from octavo.kernels.layouts import is_small_block, padded
 from octavo.kernels.triton.launch import TABLE, Config, config, launch, multiprocessors
 from octavo.kernels.triton.prologue import Function, Input, Norm
@@ -143,8 +143,8 @@ class CastInput(NamedTuple):
     ) -> Outputs:
         """Where a scaling is written: into these codes, scale_inv transposed or not, and amax."""
         shape = _scale_shape(self.shape, scaling.tile)
-        scale_inv = self.x.new_empty(shape[::-1] if transpose else shape, dtype=torch.float32)
-        amax = self.x.new_empty(shape, dtype=torch.float32) if with_amax else None
+        scale_inv = laid_scales(self.x, shape, scaling.tile, transpose)
+        amax = laid_scales(self.x, shape, scaling.tile) if with_amax else None
         strides = scale_inv.stride()[::-1] if transpose else scale_inv.stride()
         return Outputs(codes_to(q, t), scale_inv, amax, *strides)
 

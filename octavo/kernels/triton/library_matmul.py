@@ -145,6 +145,6 @@ def laid_scale_inv(scale_inv: Tensor, tile: Tile, dim: int) -> Tensor:
     if tile[1] == ALL:
         return scale_inv.reshape(-1).unsqueeze(dim)  # even a size of 1 must have the stride of a contiguous tensor
     if tile == _BLOCK:
-        return scale_inv.t().contiguous().t()
+        return scale_inv.t().contiguous().t()  # as casts write it
     # without the padding to a multiple of 4 cuBLAS reads the wrong ones
     return F.pad(scale_inv, (0, -scale_inv.shape[1] % 4)).contiguous().t()

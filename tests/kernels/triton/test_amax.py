@@ -30,7 +30,7 @@ def compare(kernels: TritonKernels, case: dict[str, Any]) -> None:
     on_device = laid(x, case["layout"], kernels.device)
     with poisoned_memory():
         amax = kernels.amax(on_device, case["tile"])
-    assert amax.is_contiguous() and amax.device == on_device.device
+    assert (amax.t() if case["tile"] == (1, 128) else amax).is_contiguous() and amax.device == on_device.device
     assert same_bits(amax.cpu(), REFERENCE["amax"](x, case["tile"]))
     assert same_bits(on_device.cpu(), x)
     assert_counters_are_zero(kernels)

@@ -23,6 +23,10 @@ def test_scales_are_laid_as_torch_s_product_wants_them(blocks: int, kernels: Tri
     vectors = torch.rand(8, blocks)
     found = laid(vectors, BLOCK, 1)
     assert torch.equal(found, vectors) and found.stride(0) == 1 and found.stride(1) in (1, 8)
+    _, _, written, *_ = kernels.cast(
+        torch.randn(8, 128 * blocks).bfloat16().to(kernels.device), None, 0, E4M3, BLOCK, True, 0
+    )
+    assert laid(written, BLOCK, 1).data_ptr() == written.data_ptr()  # as a cast writes it
     squares = torch.rand(2, blocks)
     found = laid(squares, SQUARE, 0)
     padded = -(-blocks // 4) * 4
