@@ -9,6 +9,7 @@ from octavo.kernels.triton.moment_codes import decode_moment, encode_moment, rou
 from octavo.kernels.triton.optimizer_state import (
     SECOND,
     WEIGHT_COLUMN,
+    WIDTH,
     Gradient,
     Scales,
     gradient_tile,
@@ -20,8 +21,8 @@ from octavo.kernels.triton.optimizer_state import (
 from octavo.kernels.triton.random_bits import half, random_bits, with_number
 from octavo.kernels.triton.sgd import sgd_moment, sgd_weight
 from octavo.kernels.triton.step_kernel import finish, leave_scales, scales_of
-from octavo.kernels.triton.step_numbers import adam_numbers, sgd_numbers
-from octavo.kernels.triton.table import find_tensor, pointer, size
+from octavo.kernels.triton.step_numbers import adam_numbers, corrections, sgd_numbers
+from octavo.kernels.triton.table import find_tensor, pointer, row_of, size, to_pointer
 
 
 @triton.jit
@@ -85,7 +86,8 @@ def place_kernel(
     row_ptr, element_ptr, block_ptr, owner_ptr, BLOCKS: tl.constexpr, EVEN: tl.constexpr, LARGE: tl.constexpr
 ):
     """Counts how often each element and block is some tile's, and notes each element's block, from 1."""
-    place = place_of(row_ptr, tl.program_id(0), BLOCKS, EVEN, LARGE)
+    row = row_of(row_ptr, WIDTH)
+    place = place_of(row, tl.program_id(0), BLOCKS, EVEN, LARGE)
     tl.atomic_add(element_ptr + place.base + place.offsets, 1, mask=place.inside)
     blocks = place.first + place.blocks
     tl.atomic_add(block_ptr + blocks, 1, mask=place.is_block)
@@ -106,13 +108,14 @@ def moment_kernel(
     BLOCKS: tl.constexpr,
 ):
     """The second moment read, and then new values written."""
-    place = place_of(row_ptr, tl.program_id(0), BLOCKS, EVEN, False)
-    store_at(wide_ptr, place, read_moment(row_ptr, SECOND, place, MOMENT, EVEN))
+    row = row_of(row_ptr, WIDTH)
+    place = place_of(row, tl.program_id(0), BLOCKS, EVEN, False)
+    store_at(wide_ptr, place, read_moment(row, SECOND, place, MOMENT, EVEN))
     new = tl.load(new_ptr + place.base + place.offsets, mask=place.inside, other=0.0)
     bits = tl.load(bits_ptr + place.base + place.offsets, mask=place.inside, other=0)
     scale = tl.load(scale_ptr)
     new = tl.sqrt_rn(new) if MOMENT.root else new
-    found = write_moment(row_ptr, SECOND, place, new, bits, scale, MOMENT, EVEN)
+    found = write_moment(row, SECOND, place, new, bits, scale, MOMENT, EVEN)
     tl.store(found_ptr + tl.program_id(0), found)
 
 
@@ -129,11 +132,12 @@ def master_kernel(
     BLOCKS: tl.constexpr,
 ):
     """The master read, and then new values written."""
-    place = place_of(row_ptr, tl.program_id(0), BLOCKS, EVEN, False)
-    store_at(wide_ptr, place, read_master(row_ptr, place, tl.load(scale_ptr), MASTER, EVEN))
+    row = row_of(row_ptr, WIDTH)
+    place = place_of(row, tl.program_id(0), BLOCKS, EVEN, False)
+    store_at(wide_ptr, place, read_master(row, place, tl.load(scale_ptr), MASTER, EVEN))
     new = tl.load(new_ptr + place.base + place.offsets, mask=place.inside, other=0.0)
     bits = tl.load(bits_ptr + place.base + place.offsets, mask=place.inside, other=0)
-    found = write_master(row_ptr, place, new, bits, tl.load(scale_ptr + 1), MASTER, EVEN)
+    found = write_master(row, place, new, bits, tl.load(scale_ptr + 1), MASTER, EVEN)
     tl.store(found_ptr + tl.program_id(0), found)
 
 
@@ -147,23 +151,24 @@ def gradient_kernel(
     OF: tl.constexpr,
     COUPLED: tl.constexpr,
 ):
-    place = place_of(row_ptr, tl.program_id(0), 4, OF.even, False)
-    n = adam_numbers(group_ptr, tl.full((), 0, tl.int64), tl.full((), 1, tl.int64))
+    row = row_of(row_ptr, WIDTH)
+    place = place_of(row, tl.program_id(0), 4, OF.even, False)
+    n = adam_numbers(group_ptr, tl.full((), 0, tl.int64), corrections(group_ptr, tl.full((), 1, tl.int64)))
     grad_scale = None
     if grad_scale_ptr is not None:
         grad_scale = tl.load(grad_scale_ptr)
-    weight = pointer(row_ptr, WEIGHT_COLUMN, tl.float32, OF.even)
+    weight = to_pointer(row[WEIGHT_COLUMN], tl.float32, OF.even)
     w = tl.load(weight + place.base + place.offsets, mask=place.inside, other=0)
     scale_inv = tl.load(gradient_ptr + 1) if OF.gradient_fmt is not None else None
     gradient = Gradient(tl.load(gradient_ptr), scale_inv, grad_scale)
-    store_at(out_ptr, place, gradient_tile(gradient, place, n, w, OF, COUPLED))
+    store_at(out_ptr, place, gradient_tile(gradient, place, n, w, OF, True, COUPLED))
 
 
 @triton.jit
 def adam_numbers_kernel(group_ptr, lr_ptr, number_ptr, out_ptr, COUNT: tl.constexpr):
     """The numbers in float64, a row for each of the steps."""
     for i in range(COUNT):
-        n = adam_numbers(group_ptr, tl.load(lr_ptr), tl.load(number_ptr + i))
+        n = adam_numbers(group_ptr, tl.load(lr_ptr), corrections(group_ptr, tl.load(number_ptr + i)))
         for k in tl.static_range(len(n)):
             tl.store(out_ptr + len(n) * i + k, n[k].to(tl.float64))
 
@@ -177,9 +182,9 @@ def sgd_numbers_kernel(group_ptr, lr_ptr, number_ptr, out_ptr, COUNT: tl.constex
 
 
 @triton.jit
-def lerp_kernel(a_ptr, b_ptr, weight_ptr, out_ptr, BLOCK: tl.constexpr):
+def lerp_kernel(a_ptr, b_ptr, weight_ptr, out_ptr, IS_SMALL: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.arange(0, BLOCK)
-    tl.store(out_ptr + i, lerp(tl.load(a_ptr + i), tl.load(b_ptr + i), tl.load(weight_ptr)))
+    tl.store(out_ptr + i, lerp(tl.load(a_ptr + i), tl.load(b_ptr + i), tl.load(weight_ptr), IS_SMALL))
 
 
 @triton.jit
@@ -187,7 +192,7 @@ def adam_weight_kernel(
     w_ptr, m_ptr, v_ptr, group_ptr, number_ptr, DECOUPLED: tl.constexpr, CLIP: tl.constexpr, BLOCK: tl.constexpr
 ):
     i = tl.arange(0, BLOCK)
-    n = adam_numbers(group_ptr, tl.full((), 0, tl.int64), tl.load(number_ptr))
+    n = adam_numbers(group_ptr, tl.full((), 0, tl.int64), corrections(group_ptr, tl.load(number_ptr)))
     root = tl.sqrt_rn(tl.load(v_ptr + i))
     w = adam_weight(tl.load(w_ptr + i), tl.load(m_ptr + i), root, n, DECOUPLED, CLIP)
     tl.store(w_ptr + i, w)
@@ -206,8 +211,9 @@ def sgd_kernel(w_ptr, momentum_ptr, g_ptr, group_ptr, number_ptr, HAS_MOMENTUM: 
 @triton.jit
 def scales_kernel(row_ptr, group_ptr, found_ptr, out_ptr, OF: tl.constexpr, DECOUPLED: tl.constexpr):
     """The first moment's new scale; the master's, and its scale_inv until now."""
-    n = adam_numbers(group_ptr, tl.full((), 0, tl.int64), tl.full((), 3, tl.int64))
-    scales = scales_of(row_ptr, n, found_ptr, 0, OF, DECOUPLED, 1)
+    n = adam_numbers(group_ptr, tl.full((), 0, tl.int64), corrections(group_ptr, tl.full((), 3, tl.int64)))
+    row = row_of(row_ptr, WIDTH)
+    scales = scales_of(row, n, found_ptr, 0, OF, DECOUPLED, 1)
     tl.store(out_ptr, scales.first)
     tl.store(out_ptr + 1, scales.master)
     tl.store(out_ptr + 2, scales.master_inv)

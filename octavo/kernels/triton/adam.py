@@ -7,17 +7,17 @@ import triton.language as tl
 
 
 @triton.jit
-def lerp(a, b, weight):
-    """a + weight (b - a), as torch's."""
+def lerp(a, b, weight, IS_SMALL: tl.constexpr):
+    """a + weight (b - a), as torch's; IS_SMALL: the weight is known to be below a half."""
     near = weight < 0.5
-    factor = tl.where(near, weight, weight - 1.0)
-    return tl.fma(tl.zeros_like(a) + factor, b - a, tl.where(near, a, b))
+    factor = weight if IS_SMALL else tl.where(near, weight, weight - 1.0)
+    return tl.fma(tl.zeros_like(a) + factor, b - a, a if IS_SMALL else tl.where(near, a, b))
 
 
 @triton.jit
-def adam_moments(m, v, g, n):
-    """The moments after a gradient."""
-    return lerp(m, g, n.weight1), tl.fma(g * n.square, g, v * n.beta2)
+def adam_moments(m, v, g, n, IS_SMALL: tl.constexpr):
+    """The moments after a gradient; IS_SMALL: as ``lerp``'s."""
+    return lerp(m, g, n.weight1, IS_SMALL), tl.fma(g * n.square, g, v * n.beta2)
 
 
 @triton.jit

@@ -7,26 +7,26 @@ import triton.language as tl
 
 from octavo.kernels.triton.moment_codes import decode_moment, encode_moment, round_to_bf16, round_to_half
 from octavo.kernels.triton.optimizer_state import REST, WEIGHT_COLUMN, load_at, load_float, store_at
-from octavo.kernels.triton.table import pointer
+from octavo.kernels.triton.table import to_pointer
 from octavo.kernels.triton.tiles import finite_abs, narrow, scale_inv_from_scale
 
 
 @triton.jit
-def read_fp8_master(row_ptr, place, scale_inv, MASTER: tl.constexpr, EVEN: tl.constexpr):
+def read_fp8_master(row, place, scale_inv, MASTER: tl.constexpr, EVEN: tl.constexpr):
     """The master's tile in float32."""
     FMT: tl.constexpr = MASTER.fmt
     if MASTER.kind == "fp8_fp32":
-        result = load_float(row_ptr, REST, place, MASTER.rest, EVEN)
+        result = load_float(row, REST, place, MASTER.rest, EVEN)
     elif MASTER.kind == "fp8_fp16":
-        result = load_float(row_ptr, REST, place, MASTER.rest, EVEN) * (scale_inv * (1.0 / 128.0))
+        result = load_float(row, REST, place, MASTER.rest, EVEN) * (scale_inv * (1.0 / 128.0))
     else:
-        codes = load_at(pointer(row_ptr, WEIGHT_COLUMN, tl.uint8, EVEN), place)
+        codes = load_at(to_pointer(row[WEIGHT_COLUMN], tl.uint8, EVEN), place)
         if MASTER.rest is None:
             result = decode_moment(codes, FMT) * scale_inv
         else:
             BITS: tl.constexpr = MASTER.rest.primitive_bitwidth
             wide = codes.to(tl.int32)
-            rest = load_at(pointer(row_ptr, REST, MASTER.rest, EVEN), place).to(tl.int32)
+            rest = load_at(to_pointer(row[REST], MASTER.rest, EVEN), place).to(tl.int32)
             magnitude = ((wide & 0x7F) << BITS) + rest
             value = (magnitude << (20 - BITS)).to(tl.float32, bitcast=True) * 2.0**120
             value = (value.to(tl.int32, bitcast=True) | ((wide & 0x80) << 24)).to(tl.float32, bitcast=True)
@@ -35,17 +35,17 @@ def read_fp8_master(row_ptr, place, scale_inv, MASTER: tl.constexpr, EVEN: tl.co
 
 
 @triton.jit
-def write_fp8_master(row_ptr, place, w, bits16, scale, MASTER: tl.constexpr, EVEN: tl.constexpr):
+def write_fp8_master(row, place, w, bits16, scale, MASTER: tl.constexpr, EVEN: tl.constexpr):
     """Store the master's tile and the codes; returns the largest absolute value that the master holds."""
     FMT: tl.constexpr = MASTER.fmt
-    weight_ptr = pointer(row_ptr, WEIGHT_COLUMN, tl.uint8, EVEN)
+    weight_ptr = to_pointer(row[WEIGHT_COLUMN], tl.uint8, EVEN)
     y = w * scale
     if MASTER.rest is None:
         codes = encode_moment(y, bits16, FMT, True)
         store_at(weight_ptr, place, codes)
         held = finite_abs(decode_moment(codes, FMT))
     elif MASTER.rest.is_floating():
-        rest_ptr = pointer(row_ptr, REST, MASTER.rest, EVEN)
+        rest_ptr = to_pointer(row[REST], MASTER.rest, EVEN)
         store_at(weight_ptr, place, encode_moment(y, bits16, FMT, False))
         if MASTER.kind == "fp8_fp16":
             half = round_to_half(y * 128.0, bits16)
@@ -63,7 +63,7 @@ def write_fp8_master(row_ptr, place, w, bits16, scale, MASTER: tl.constexpr, EVE
         magnitude = tl.where(is_finite, tl.where(magnitude > LARGEST, LARGEST, magnitude), 0)
         codes = (magnitude + (1 << (BITS - 1))) >> BITS
         rest = magnitude - (codes << BITS)
-        store_at(pointer(row_ptr, REST, MASTER.rest, EVEN), place, rest.to(MASTER.rest))
+        store_at(to_pointer(row[REST], MASTER.rest, EVEN), place, rest.to(MASTER.rest))
         codes = tl.where(is_finite, codes | ((y.to(tl.int32, bitcast=True) >> 24) & 0x80), 0x7F)
         store_at(weight_ptr, place, codes.to(tl.uint8))
         held = (magnitude << DROPPED).to(tl.float32, bitcast=True) * 2.0**120
@@ -71,52 +71,48 @@ def write_fp8_master(row_ptr, place, w, bits16, scale, MASTER: tl.constexpr, EVE
 
 
 @triton.jit
-def read_master(row_ptr, place, scale_inv, MASTER: tl.constexpr, EVEN: tl.constexpr):
+def read_master(row, place, scale_inv, MASTER: tl.constexpr, EVEN: tl.constexpr):
     """The master's tile in float32."""
     if MASTER.fmt is not None:
-        result = read_fp8_master(row_ptr, place, scale_inv, MASTER, EVEN)
+        result = read_fp8_master(row, place, scale_inv, MASTER, EVEN)
     elif MASTER.kind == "fp16_scaled":
-        result = load_float(row_ptr, REST, place, MASTER.rest, EVEN) * scale_inv
-        weight_ptr = pointer(row_ptr, WEIGHT_COLUMN, MASTER.weight, EVEN)
+        result = load_float(row, REST, place, MASTER.rest, EVEN) * scale_inv
+        weight_ptr = to_pointer(row[WEIGHT_COLUMN], MASTER.weight, EVEN)
         weight = load_at(weight_ptr, place).to(tl.float32)
         rounded = narrow(result, weight_ptr.dtype.element_ty).to(tl.float32)
         result = tl.where(rounded == weight, result, weight)
     else:
-        result = load_float(row_ptr, WEIGHT_COLUMN, place, MASTER.weight, EVEN)
+        result = load_float(row, WEIGHT_COLUMN, place, MASTER.weight, EVEN)
         if MASTER.rest is not None:
-            rest = load_at(pointer(row_ptr, REST, MASTER.rest, EVEN), place).to(tl.int32)
+            rest = load_at(to_pointer(row[REST], MASTER.rest, EVEN), place).to(tl.int32)
             bits = result.to(tl.int32, bitcast=True) + (rest << (16 - MASTER.rest.primitive_bitwidth))
             result = bits.to(tl.float32, bitcast=True)
     return result
 
 
 @triton.jit
-def write_master(row_ptr, place, w, bits16, scale, MASTER: tl.constexpr, EVEN: tl.constexpr):
+def write_master(row, place, w, bits16, scale, MASTER: tl.constexpr, EVEN: tl.constexpr):
     """Store the master's tile, and the weight's; returns the largest absolute value that a scaled one holds."""
-    weight_ptr = pointer(row_ptr, WEIGHT_COLUMN, MASTER.weight, EVEN)
+    weight_ptr = to_pointer(row[WEIGHT_COLUMN], MASTER.weight, EVEN)
     found = 0.0
     if MASTER.fmt is not None:
-        found = write_fp8_master(row_ptr, place, w, bits16, scale, MASTER, EVEN)
+        found = write_fp8_master(row, place, w, bits16, scale, MASTER, EVEN)
     elif MASTER.kind == "weight":
         store_at(weight_ptr, place, narrow(w, weight_ptr.dtype.element_ty))
     elif MASTER.kind == "stochastic":
         store_at(weight_ptr, place, round_to_bf16(w, bits16))
     elif MASTER.kind == "fp16_scaled":
         rest = round_to_half(w * scale, bits16)
-        store_at(pointer(row_ptr, REST, MASTER.rest, EVEN), place, rest)
+        store_at(to_pointer(row[REST], MASTER.rest, EVEN), place, rest)
         held = tl.math.div_rn(rest.to(tl.float32), tl.full(w.shape, 1.0, tl.float32) * scale)
         store_at(weight_ptr, place, narrow(held, weight_ptr.dtype.element_ty))
         found = tl.max(tl.max(finite_abs(tl.where(place.inside, held, 0)), 1), 0)
     else:
         SPARE: tl.constexpr = 16 - MASTER.rest.primitive_bitwidth  # bits that the remainder has no room for
-        bits = w.to(tl.int32, bitcast=True)
+        bits = tl.where(w == w, w.to(tl.int32, bitcast=True), 0x7FC00000)  # a NaN's must not run over into a number's
         if MASTER.is_random:
             bits = (bits + (bits16 >> 8)) & -256
-        upper = (bits + 0x8000) >> 16
-        rest = bits - (upper << 16)
-        is_finite = tl.abs(w) < float("inf")  # else its bits must not run over into another number's
-        weight = upper.to(tl.int16).to(tl.bfloat16, bitcast=True)
-        store_at(weight_ptr, place, tl.where(is_finite, weight, narrow(w, tl.bfloat16)))
-        rest = tl.where(is_finite, rest, 0)
-        store_at(pointer(row_ptr, REST, MASTER.rest, EVEN), place, (rest >> SPARE).to(MASTER.rest))
+        store_at(weight_ptr, place, ((bits + 0x8000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True))
+        rest = bits.to(tl.int16)  # what lies above is the weight's
+        store_at(to_pointer(row[REST], MASTER.rest, EVEN), place, (rest >> SPARE).to(MASTER.rest))
     return found

@@ -16,49 +16,62 @@ def converts(fmt):
 
 
 @triton.jit
-def as_float8(codes, FMT: tl.constexpr):
-    """Codes, uint8, in their own dtype."""
-    return codes.to(tl.float8e5 if FMT.mantissa_bits == 2 else tl.float8e4nv, bitcast=True)
-
-
-@triton.jit
-def decode_moment(codes, FMT: tl.constexpr):
-    """Codes, uint8, as float32, exactly."""
+def decode_moment(codes, FMT: tl.constexpr, scale_inv=1.0):
+    """Codes, uint8, times their scale_inv, in float32; scale_inv: below 2^120 of a format without a sign."""
     if converts(FMT):
-        value = as_float8(codes, FMT).to(tl.float32)
-    else:
+        value = codes.to(tl.float8e5 if FMT.has_inf else tl.float8e4nv, bitcast=True).to(tl.float32) * scale_inv
+    elif FMT.signed:
         bits = codes.to(tl.int32)
-        magnitude = bits & 0x7F if FMT.signed else bits
+        magnitude = bits & 0x7F
         value = (magnitude << (23 - FMT.mantissa_bits)).to(tl.float32, bitcast=True) * 2.0 ** (127 - FMT.bias)
         if FMT.has_inf:
             special = tl.where(magnitude == FMT.max_code + 1, float("inf"), float("nan"))
             value = tl.where(magnitude > FMT.max_code, special, value)
         else:
             value = tl.where(magnitude == FMT.nan_code, float("nan"), value)
-        if FMT.signed:
-            value = (value.to(tl.int32, bitcast=True) | ((bits & 0x80) << 24)).to(tl.float32, bitcast=True)
+        value = (value.to(tl.int32, bitcast=True) | ((bits & 0x80) << 24)).to(tl.float32, bitcast=True) * scale_inv
+    else:  # as a float16's upper bits, whose exponent reads too small
+        half = (codes.to(tl.int16) << (10 - FMT.mantissa_bits)).to(tl.float16, bitcast=True)
+        value = half.to(tl.float32) * (scale_inv * 2.0 ** (15 - FMT.bias))
+        value = tl.where(codes == FMT.nan_code, float("nan"), value)
     return value
 
 
 @triton.jit
-def encode_moment(y, bits16, FMT: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """Scaled numbers, float32, to codes, uint8; bits16: int32 below 2^16, where STOCHASTIC."""
+def encode_moment(y, bits16, FMT: tl.constexpr, STOCHASTIC: tl.constexpr, BOUNDED: tl.constexpr = False):
+    """Scaled numbers, float32, to codes, uint8; bits16: int32 below 2^16, where STOCHASTIC.
+
+    BOUNDED: none is inf, or past the format's max by more than its last bit, which the random bits do not reach.
+    """
     DROPPED: tl.constexpr = 23 - FMT.mantissa_bits
+    SIGN: tl.constexpr = -(2**31)
     magnitude = tl.abs(y)
-    is_finite = magnitude < float("inf")
     if not STOCHASTIC:
-        SMALLEST: tl.constexpr = FMT.smallest_normal
-        power = (magnitude.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-        power = tl.where(power < SMALLEST, SMALLEST, tl.where(power > 65536.0, 65536.0, power)) * 2.0**DROPPED
-        magnitude = (magnitude + power) - power
+        if converts(FMT):
+            value = tl.where(magnitude < float("inf"), y, float("nan"))
+        else:
+            SMALLEST: tl.constexpr = FMT.smallest_normal
+            power = (magnitude.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+            power = tl.where(power < SMALLEST, SMALLEST, tl.where(power > 65536.0, 65536.0, power)) * 2.0**DROPPED
+            magnitude = (magnitude + power) - power
     bits = (magnitude * 2.0 ** (FMT.bias - 127)).to(tl.int32, bitcast=True)
     if STOCHASTIC:
         bits += bits16 << (DROPPED - 16)
-    code = bits >> DROPPED
-    code = tl.where(code > FMT.max_code, FMT.max_code, code)
-    if FMT.signed:
-        code |= (y.to(tl.int32, bitcast=True) >> 24) & 0x80
-    return tl.where(is_finite, code, FMT.nan_code).to(tl.uint8)
+    if converts(FMT) and (BOUNDED or not STOCHASTIC):
+        if STOCHASTIC:  # the number that the format has, but for a power of two; a NaN's bits may have run over
+            bits = tl.minimum(bits.to(tl.uint32, bitcast=True), 0x7FFFFFFF).to(tl.int32, bitcast=True)
+            bits = (bits & (0x7FFFFFFF - (1 << DROPPED) + 1)) | (y.to(tl.int32, bitcast=True) & SIGN)
+            value = bits.to(tl.float32, bitcast=True) * 2.0 ** (127 - FMT.bias)
+        result = value.to(tl.float8e5 if FMT.has_inf else tl.float8e4nv).to(tl.uint8, bitcast=True)
+    elif BOUNDED and not FMT.signed:
+        result = tl.minimum(bits.to(tl.uint32, bitcast=True) >> DROPPED, FMT.nan_code).to(tl.uint8)
+    else:
+        code = bits >> DROPPED
+        code = tl.where(code > FMT.max_code, FMT.max_code, code)
+        if FMT.signed:
+            code |= (y.to(tl.int32, bitcast=True) >> 24) & 0x80
+        result = tl.where(tl.abs(y) < float("inf"), code, FMT.nan_code).to(tl.uint8)
+    return result
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """reference/optimizer_state.py in Triton: tiles of weights and moments, found through a table, read and written.
 
-A tile is [NB, 128]: NB blocks of a tensor's rows, the last of a row shorter. TABLE, int64 [tensors, 20]: the columns
+A tile is [NB, 128]: NB blocks of a tensor's rows, the last of a row shorter. TABLE, int64 [tensors, 34]: the columns
 below; 0 for an address that is not there. What a tensor's step is compiled for is a TensorClass, OF.
 """
 
@@ -17,7 +17,7 @@ from octavo.formats import E4M3
 from octavo.kernels.reference.master_weights import FLOAT16_MAX, Master
 from octavo.kernels.reference.optimizer_state import MomentTensors
 from octavo.kernels.triton.moment_codes import decode_moment, encode_moment, round_to_bf16
-from octavo.kernels.triton.table import pointer
+from octavo.kernels.triton.table import to_pointer
 from octavo.kernels.triton.tiles import finite_abs, narrow, scale_from_amax, scale_inv_from_scale
 
 WEIGHT_COLUMN: tl.constexpr = tl.constexpr(0)
@@ -34,7 +34,8 @@ START: tl.constexpr = tl.constexpr(16)  # the index of the first element
 KEY: tl.constexpr = tl.constexpr(17)  # key_of the update's
 FIRST_PROGRAM: tl.constexpr = tl.constexpr(18)
 MEASURED: tl.constexpr = tl.constexpr(19)  # whether the update counts for the resolution
-WIDTH: tl.constexpr = tl.constexpr(20)
+KEPT_CORRECTIONS: tl.constexpr = tl.constexpr(20)  # two entries of step_numbers.py
+WIDTH: tl.constexpr = tl.constexpr(34)
 
 
 DTYPES = {dtype: getattr(tl, str(dtype)[6:]) for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.uint8)}
@@ -163,12 +164,12 @@ class Place(NamedTuple):
 
 
 @triton.jit
-def place_of(row_ptr, tile, BLOCKS: tl.constexpr, EVEN: tl.constexpr, LARGE: tl.constexpr):
+def place_of(row, tile, BLOCKS: tl.constexpr, EVEN: tl.constexpr, LARGE: tl.constexpr):
     """The place of a tensor's tile number ``tile``. EVEN: it is one row, or rows of whole blocks, all aligned."""
     lanes = tl.arange(0, 128)
     blocks = tl.arange(0, BLOCKS)
-    rows = tl.load(row_ptr + ROWS)
-    cols = tl.load(row_ptr + COLS)
+    rows = row[ROWS]
+    cols = row[COLS]
     first = tile.to(tl.int64) * BLOCKS
     if EVEN:
         base = first * 128
@@ -192,14 +193,14 @@ def place_of(row_ptr, tile, BLOCKS: tl.constexpr, EVEN: tl.constexpr, LARGE: tl.
 
 
 @triton.jit
-def place_in_square(row_ptr, square, part, BLOCKS: tl.constexpr, EVEN: tl.constexpr):
+def place_in_square(row, square, part, BLOCKS: tl.constexpr, EVEN: tl.constexpr):
     """The place of some rows of a tensor's block of 128 x 128: part number ``part`` of BLOCKS rows."""
     lanes = tl.arange(0, 128)
     blocks = tl.arange(0, BLOCKS)
-    rows = tl.load(row_ptr + ROWS)
-    cols = tl.load(row_ptr + COLS)
+    rows = row[ROWS]
+    cols = row[COLS]
     if EVEN:
-        cols = tl.multiple_of(cols, 128)
+        cols = cols // 128 * 128  # as the compiler can see
     a_row = tl.cdiv(cols, 128)
     top = square // a_row * 128 + part * BLOCKS
     left = square % a_row * 128
@@ -225,9 +226,9 @@ def store_at(ptr, place, values):
 
 
 @triton.jit
-def load_float(row_ptr, COLUMN: tl.constexpr, place, dtype: tl.constexpr, EVEN: tl.constexpr):
+def load_float(row, COLUMN: tl.constexpr, place, dtype: tl.constexpr, EVEN: tl.constexpr):
     """A tile of floats in float32, 0 outside."""
-    return load_at(pointer(row_ptr, COLUMN, dtype, EVEN), place).to(tl.float32)
+    return load_at(to_pointer(row[COLUMN], dtype, EVEN), place).to(tl.float32)
 
 
 @triton.jit
@@ -237,28 +238,35 @@ def block_scales(scale_inv_ptr, place):
 
 
 @triton.jit
-def read_moment(row_ptr, COLUMN: tl.constexpr, place, MOMENT: tl.constexpr, EVEN: tl.constexpr):
+def read_moment(row, COLUMN: tl.constexpr, place, MOMENT: tl.constexpr, EVEN: tl.constexpr):
     """A moment's tile in float32."""
     if MOMENT.fmt is None:
-        result = load_float(row_ptr, COLUMN, place, MOMENT.dtype, EVEN)
+        result = load_float(row, COLUMN, place, MOMENT.dtype, EVEN)
     else:
-        codes = load_at(pointer(row_ptr, COLUMN, tl.uint8, EVEN), place)
-        scale_inv_ptr = pointer(row_ptr, COLUMN + 1, tl.float32, False)
+        codes = load_at(to_pointer(row[COLUMN], tl.uint8, EVEN), place)
+        scale_inv_ptr = to_pointer(row[COLUMN + 1], tl.float32, False)
         scale_inv = tl.load(scale_inv_ptr) if MOMENT.has_one_scale else block_scales(scale_inv_ptr, place)
         FMT: tl.constexpr = MOMENT.fmt
-        result = decode_moment(codes, FMT) * scale_inv
+        result = decode_moment(codes, FMT, scale_inv)
         if MOMENT.root:
             result = result * result
     return result
 
 
 @triton.jit
-def write_moment(row_ptr, COLUMN: tl.constexpr, place, wide, bits16, scale, MOMENT: tl.constexpr, EVEN: tl.constexpr):
-    """Store a moment, or its root where MOMENT.root; returns its amax where the next step asks for it.
-
-    ``scale``: the new one, where MOMENT.has_one_scale.
-    """
-    data_ptr = pointer(row_ptr, COLUMN, MOMENT.dtype, EVEN)
+def write_moment(
+    row,
+    COLUMN: tl.constexpr,
+    place,
+    wide,  # the moment, or its root where MOMENT.root
+    bits16,
+    scale,  # the new one, where MOMENT.has_one_scale
+    MOMENT: tl.constexpr,
+    EVEN: tl.constexpr,
+    MAY_BE_INF: tl.constexpr = True,
+):
+    """Store a moment; returns its amax where the next step asks for it."""
+    data_ptr = to_pointer(row[COLUMN], MOMENT.dtype, EVEN)
     found = 0.0
     if MOMENT.fmt is None:
         stored = round_to_bf16(wide, bits16) if MOMENT.stochastic else narrow(wide, data_ptr.dtype.element_ty)
@@ -270,10 +278,14 @@ def write_moment(row_ptr, COLUMN: tl.constexpr, place, wide, bits16, scale, MOME
                 found = tl.max(tl.max(finite_abs(wide), 1), 0)
             codes = encode_moment(wide * scale, bits16, FMT, MOMENT.stochastic)
         else:
-            scales = scale_from_amax(tl.max(finite_abs(wide), 1), FMT.max, False)
-            scale_inv_ptr = pointer(row_ptr, COLUMN + 1, tl.float32, False) + place.first
+            if MAY_BE_INF:
+                amax = tl.max(finite_abs(wide), 1)
+            else:  # a maximum leaves NaN out, where there is something else
+                amax = tl.maximum(tl.max(tl.abs(wide), 1), 0.0)
+            scales = scale_from_amax(amax, FMT.max, False)
+            scale_inv_ptr = to_pointer(row[COLUMN + 1], tl.float32, False) + place.first
             tl.store(scale_inv_ptr + place.blocks, scale_inv_from_scale(scales, False), mask=place.is_block)
-            codes = encode_moment(wide * scales[:, None], bits16, FMT, MOMENT.stochastic)
+            codes = encode_moment(wide * scales[:, None], bits16, FMT, MOMENT.stochastic, not MAY_BE_INF)
         store_at(data_ptr, place, codes)
     return found
 
@@ -296,20 +308,19 @@ class Scales(NamedTuple):
 
 
 @triton.jit
-def gradient_tile(gradient, place, n, w, OF: tl.constexpr, COUPLED: tl.constexpr):
-    """The gradient in float32, divided, its sign turned to go up; COUPLED: with weight decay added."""
-    ptr = gradient.address.to(tl.pointer_type(OF.gradient))
-    if OF.even:
-        ptr = tl.multiple_of(ptr, 16)
-    stored = load_at(ptr, place)
+def gradient_tile(gradient, place, n, w, OF: tl.constexpr, ASCENDS: tl.constexpr, COUPLED: tl.constexpr):
+    """The gradient in float32, divided; ASCENDS: its sign turned, if to go up; COUPLED: with weight decay added."""
+    stored = load_at(to_pointer(gradient.address, OF.gradient, OF.even), place)
     if OF.gradient_fmt is not None:
         FMT: tl.constexpr = OF.gradient_fmt
-        g = decode_moment(stored, FMT) * block_scales(gradient.scale_inv.to(tl.pointer_type(tl.float32)), place)
+        scale_inv_ptr = to_pointer(gradient.scale_inv, tl.float32, False)
+        g = decode_moment(stored, FMT, block_scales(scale_inv_ptr, place))
     else:
         g = stored.to(tl.float32)
     if gradient.divisor is not None:
         g = tl.math.div_rn(g, tl.zeros_like(g) + gradient.divisor)
-    g = tl.where(n.maximize, -g, g)
+    if ASCENDS:
+        g = tl.where(n.maximize, -g, g)
     if COUPLED:
         g = tl.where(n.weight_decay != 0, tl.fma(tl.zeros_like(g) + n.weight_decay, w, g), g)
     return g

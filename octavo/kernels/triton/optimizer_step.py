@@ -19,12 +19,13 @@ from octavo.kernels.reference.optimizer_step import WeightUpdate
 from octavo.kernels.reference.random_bits import key_of
 from octavo.kernels.reference.sgd import SgdGroup
 from octavo.kernels.reference.step_numbers import ratio_of
-from octavo.kernels.triton.launch import config, is_capturing, launch, on_its_device, workspace
+from octavo.kernels.triton.launch import config, is_capturing, launch, multiprocessors, on_its_device, workspace
 from octavo.kernels.triton.optimizer_state import DTYPES, MasterClass, MomentClass, TensorClass
 from octavo.kernels.triton.step_kernel import StepClass, optimizer_step_kernel
 from octavo.kernels.triton.table import Tensors
 
 _MOST_PLANS = 64
+_Rule = tuple[bool, bool, bool, bool, bool]
 
 
 class _Plan(NamedTuple):
@@ -34,6 +35,7 @@ class _Plan(NamedTuple):
         updates: of the weights, which must stay; without their gradients, which must not.
         table: int64, on the device.
         programs: how many.
+        tiles: that each does.
         steps: what each launch is compiled for.
         sent: what was last sent to the device: "gradients" and "groups", each (the values, the tensor).
         captured: the ids of such tensors that a CUDA graph reads.
@@ -42,6 +44,7 @@ class _Plan(NamedTuple):
     updates: Sequence[WeightUpdate]
     table: Tensor
     programs: int
+    tiles: int
     steps: tuple[StepClass, ...]
     sent: dict[str, tuple[Any, Tensor]]
     captured: set[int]
@@ -59,12 +62,12 @@ def optimizer_step(
     plans = {} if plans is None else plans
     addresses = [update.gradient.data_ptr() for update in updates]
     rates = tuple(_address(group.lr) for group in groups)
-    rule = (True, groups[0].decoupled, groups[0].clip) if isinstance(groups[0], AdamGroup) else (False, False, False)
+    rule = _rule_of(groups)
     weights = tuple((id(u.master), u.gradient.dtype, a & 15 == 0) for u, a in zip(updates, addresses, strict=True))
     key = weights, rates, rule
     plan = plans.get(key)
     if plan is None:
-        _check_capture("these weights or gradients are new to the optimizer")
+        _check_capture("these weights, gradients or options are new to the optimizer")
         if len(plans) > _MOST_PLANS:
             captured = plans.get("captured", [])
             plans.clear()
@@ -90,7 +93,7 @@ def _launch(table: Tensor, plan: _Plan, *given: Tensor | None) -> None:
     tensors, num_warps = Tensors(table.shape[0]), config("optimizer_step", 64).num_warps
     work = workspace(table, 1 + 6 * tensors.count)
     for step in plan.steps:
-        arguments = table, *given, work, plan.programs, tensors, step
+        arguments = table, *given, work, plan.programs, plan.tiles, tensors, step
         launch(optimizer_step_kernel, plan.programs, arguments, num_warps)
 
 
@@ -119,6 +122,16 @@ def _address(lr: float | Tensor) -> int:
     return lr.data_ptr() if isinstance(lr, Tensor) and lr.is_cuda and lr.dtype == torch.float32 else 0
 
 
+def _rule_of(groups: Sequence[AdamGroup] | Sequence[SgdGroup]) -> _Rule:
+    """StepClass's fields that groups decide."""
+    ascends = any(group.maximize for group in groups)
+    first = groups[0]
+    if not isinstance(first, AdamGroup):
+        return False, False, False, False, ascends
+    small = all(isinstance(group, AdamGroup) and group.beta1 > 0.51 for group in groups)  # in float32 too
+    return True, first.decoupled, first.clip, small, ascends
+
+
 def _row_of(group: AdamGroup | SgdGroup) -> list[float]:
     lr = 0.0 if _address(group.lr) else float(group.lr)
     if isinstance(group, AdamGroup):
@@ -128,8 +141,12 @@ def _row_of(group: AdamGroup | SgdGroup) -> list[float]:
     return [lr, *rest, 0.0, 0.0]
 
 
-def _plan_of(updates: Sequence[WeightUpdate], rates: tuple[int, ...], rule: tuple[bool, bool, bool]) -> _Plan:
+def _plan_of(updates: Sequence[WeightUpdate], rates: tuple[int, ...], rule: _Rule) -> _Plan:
     chosen = config("optimizer_step", 64)
+    first = updates[0].gradient
+    enough = 12 * multiprocessors(first.get_device())  # programs: few idle multiprocessors wait for the last ones
+    most = sum(update.gradient.numel() for update in updates) // (chosen.block_r * BLOCK * (enough or 1))
+    chosen = chosen._replace(tiles=max(1, min(chosen.tiles, most)))
     rows, programs = [], 0
     numbers: dict[TensorClass, int] = {}
     for update in updates:
@@ -141,13 +158,13 @@ def _plan_of(updates: Sequence[WeightUpdate], rates: tuple[int, ...], rule: tupl
             tiles = blocks_of(height) * blocks_of(cols) * chosen.tiles
         kind, key = numbers.setdefault(of, len(numbers)), key_of(update.key)
         rest = rates[update.group], update.group, kind, height, cols, start, key, programs, update.measured
-        rows.append([*_addresses(update), *rest])
+        rows.append([*_addresses(update), *rest, *[0] * 14])
         programs += -(-tiles // chosen.tiles)
-    table = torch.tensor(rows, dtype=torch.int64).to(updates[0].gradient.device)
+    table = torch.tensor(rows, dtype=torch.int64).to(first.device)
     finds = (True, False) if any(m.needs_amax_first for update in updates for m in update.moments) else (False,)
-    steps = tuple(StepClass(tuple(numbers), *rule, chosen.block_r, chosen.tiles, find) for find in finds)
+    steps = tuple(StepClass(tuple(numbers), *rule, chosen.block_r, find) for find in finds)
     kept = tuple(update._replace(gradient=update.master.weight, gradient_scale_inv=None) for update in updates)
-    return _Plan(kept, table, programs, steps, {}, set())
+    return _Plan(kept, table, programs, chosen.tiles, steps, {}, set())
 
 
 def _is_square(update: WeightUpdate) -> bool:

@@ -18,6 +18,7 @@ from octavo.kernels.triton.optimizer_state import (
     FIRST,
     FIRST_PROGRAM,
     GROUP,
+    KEPT_CORRECTIONS,
     KEY,
     LR,
     MEASURED,
@@ -38,8 +39,8 @@ from octavo.kernels.triton.optimizer_state import (
 from octavo.kernels.triton.random_bits import half, random_bits, with_number
 from octavo.kernels.triton.resolution import add_resolution, resolution_tile
 from octavo.kernels.triton.sgd import sgd_moment, sgd_weight
-from octavo.kernels.triton.step_numbers import adam_numbers, sgd_numbers
-from octavo.kernels.triton.table import find_tensor, pointer
+from octavo.kernels.triton.step_numbers import adam_numbers, keep_corrections, kept_corrections, sgd_numbers
+from octavo.kernels.triton.table import find_tensor, row_of, to_pointer
 from octavo.kernels.triton.tiles import finite_abs, is_last_program, raise_amax, scale_from_amax, scale_inv_from_scale
 
 
@@ -51,8 +52,9 @@ class StepClass:
         tensors: one for each way in which tensors differ.
         is_adam: else SGD.
         decoupled, clip: as AdamGroup's.
+        small: whether all weights of a gradient in a first moment are below a half.
+        ascends: whether any group does, by ``maximize``.
         blocks: a tile.
-        tiles: a program.
         find: only find the amaxes of moments whose scale is "found".
     """
 
@@ -60,8 +62,9 @@ class StepClass:
     is_adam: bool
     decoupled: bool
     clip: bool
+    small: bool
+    ascends: bool
     blocks: int
-    tiles: int
     find: bool
 
     @property
@@ -71,11 +74,11 @@ class StepClass:
 
 
 @triton.jit
-def moment_scale(row_ptr, COLUMN: tl.constexpr, found_ptr, MOMENT: tl.constexpr):
+def moment_scale(row, COLUMN: tl.constexpr, found_ptr, MOMENT: tl.constexpr):
     """The new scale of a moment that has one; else 1."""
     scale = 1.0
     if MOMENT.scale == "previous":
-        amax = tl.load(pointer(row_ptr, COLUMN + 2, tl.float32, False))
+        amax = tl.load(to_pointer(row[COLUMN + 2], tl.float32, False))
         scale = scale_from_amax(amax, MOMENT.fmt.max, False)
     if MOMENT.scale == "found":
         scale = scale_from_amax(tl.load(found_ptr).to(tl.float32, bitcast=True), MOMENT.fmt.max, False)
@@ -83,7 +86,7 @@ def moment_scale(row_ptr, COLUMN: tl.constexpr, found_ptr, MOMENT: tl.constexpr)
 
 
 @triton.jit
-def scales_of(row_ptr, n, found_ptr, square, OF: tl.constexpr, DECOUPLED: tl.constexpr, COUNT: tl.constexpr):
+def scales_of(row, n, found_ptr, square, OF: tl.constexpr, DECOUPLED: tl.constexpr, COUNT: tl.constexpr):
     """What moments and master of a tensor are written with, the master by its bound; of a master in squares, one's."""
     FIRST_MOMENT: tl.constexpr = OF.first
     SECOND_MOMENT: tl.constexpr = OF.second
@@ -92,13 +95,13 @@ def scales_of(row_ptr, n, found_ptr, square, OF: tl.constexpr, DECOUPLED: tl.con
     if OF.master.is_scaled:
         LIMIT: tl.constexpr = OF.master.limit
         SLACK: tl.constexpr = 1 + 2.0**-20
-        amax = tl.load(pointer(row_ptr, REST + 2, tl.float32, False) + square)
+        amax = tl.load(to_pointer(row[REST + 2], tl.float32, False) + square)
         if DECOUPLED:
             amax = amax * tl.abs(n.kept)
         master = scale_from_amax((amax + n.bound) * SLACK, LIMIT, True)
-        master_inv = tl.load(pointer(row_ptr, REST + 1, tl.float32, False) + square)
-    first = moment_scale(row_ptr, FIRST, found_ptr, FIRST_MOMENT)
-    second = moment_scale(row_ptr, SECOND, found_ptr + 2 * COUNT, SECOND_MOMENT)
+        master_inv = tl.load(to_pointer(row[REST + 1], tl.float32, False) + square)
+    first = moment_scale(row, FIRST, found_ptr, FIRST_MOMENT)
+    second = moment_scale(row, SECOND, found_ptr + 2 * COUNT, SECOND_MOMENT)
     return Scales(first, second, master, master_inv)
 
 
@@ -151,20 +154,20 @@ def found_amax(wide, MOMENT: tl.constexpr):
 
 
 @triton.jit
-def tile_step(row_ptr, gradient, place, n, scales, key, OF: tl.constexpr, STEP: tl.constexpr, MEASURE: tl.constexpr):
+def tile_step(row, gradient, place, n, scales, key, OF: tl.constexpr, STEP: tl.constexpr, MEASURE: tl.constexpr):
     """A tile's step: (the amax found of the first moment, of the second, of the master), and resolution_tile's."""
     MASTER: tl.constexpr = OF.master
     FIRST_MOMENT: tl.constexpr = OF.first
     SECOND_MOMENT: tl.constexpr = OF.second
-    w = read_master(row_ptr, place, scales.master_inv, MASTER, OF.even)
-    g = gradient_tile(gradient, place, n, w, OF, not STEP.decoupled)
+    w = read_master(row, place, scales.master_inv, MASTER, OF.even)
+    g = gradient_tile(gradient, place, n, w, OF, STEP.ascends, not STEP.decoupled)
     m = g
     v = g
     if FIRST_MOMENT.dtype is not None:
-        m = read_moment(row_ptr, FIRST, place, FIRST_MOMENT, OF.even)
+        m = read_moment(row, FIRST, place, FIRST_MOMENT, OF.even)
     if STEP.is_adam:
-        v = read_moment(row_ptr, SECOND, place, SECOND_MOMENT, OF.even)
-        m, v = adam_moments(m, v, g, n)
+        v = read_moment(row, SECOND, place, SECOND_MOMENT, OF.even)
+        m, v = adam_moments(m, v, g, n, STEP.small)
         root = tl.sqrt_rn(v)
     elif FIRST_MOMENT.dtype is not None:
         m = sgd_moment(m, g, n)
@@ -188,7 +191,7 @@ def tile_step(row_ptr, gradient, place, n, scales, key, OF: tl.constexpr, STEP: 
         if MEASURE:
             smallest = scales.master_inv * 2.0**-9 if MASTER.fmt is not None else 0.0
             moved, grid = resolution_tile(place, before, w, smallest)
-        start = tl.load(row_ptr + START) + place.base
+        start = row[START] + place.base
         bits1 = 0
         bits2 = 0
         bits_w = 0
@@ -204,49 +207,57 @@ def tile_step(row_ptr, gradient, place, n, scales, key, OF: tl.constexpr, STEP: 
             drawn = random_bits(key, start, place.offsets, OF.large)
             bits1 = half(drawn, False)
             bits_w = half(drawn, True)
+        MAY_BE_INF: tl.constexpr = not STEP.is_adam  # else saturated
         if FIRST_MOMENT.dtype is not None:
-            found1 = write_moment(row_ptr, FIRST, place, m, bits1, scales.first, FIRST_MOMENT, OF.even)
+            found1 = write_moment(row, FIRST, place, m, bits1, scales.first, FIRST_MOMENT, OF.even, MAY_BE_INF)
         if SECOND_MOMENT.dtype is not None:
-            found2 = write_moment(row_ptr, SECOND, place, v, bits2, scales.second, SECOND_MOMENT, OF.even)
-        found_w = write_master(row_ptr, place, w, bits_w, scales.master, MASTER, OF.even)
+            found2 = write_moment(row, SECOND, place, v, bits2, scales.second, SECOND_MOMENT, OF.even, MAY_BE_INF)
+        found_w = write_master(row, place, w, bits_w, scales.master, MASTER, OF.even)
     return found1, found2, found_w, moved, grid
 
 
 @triton.jit
 def update_tensor(
-    row_ptr,
+    row,
+    kept_ptr,
     gradient_ptr,  # to its address, and COUNT further to its scale_inv's, of codes
     group_ptr,
     grad_scale_ptr,
     resolution_ptr,
     found_ptr,  # int32, the tensor's: found amax and new scale of the first moment, the second, the master
     program,  # of the tensor's
+    tiles,
     OF: tl.constexpr,
     COUNT: tl.constexpr,
     STEP: tl.constexpr,
 ):
     """A program's tiles of a tensor."""
-    number = tl.load(pointer(row_ptr, STEP_COUNT, tl.float32, False)).to(tl.int64) + 1
-    key = with_number(tl.load(row_ptr + KEY).to(tl.uint32), number)
-    lr = tl.load(row_ptr + LR)
-    n = adam_numbers(group_ptr, lr, number) if STEP.is_adam else sgd_numbers(group_ptr, lr, number)
+    number = tl.load(to_pointer(row[STEP_COUNT], tl.float32, False)).to(tl.int64) + 1
+    key = with_number(row[KEY].to(tl.uint32), number)
+    lr = row[LR]
+    if STEP.is_adam:
+        n = adam_numbers(group_ptr, lr, kept_corrections(kept_ptr, group_ptr, number))
+    else:
+        n = sgd_numbers(group_ptr, lr, number)
     divisor = tl.load(grad_scale_ptr) if grad_scale_ptr is not None else None
     scale_inv = tl.load(gradient_ptr + COUNT) if OF.gradient_fmt is not None else None
     gradient = Gradient(tl.load(gradient_ptr), scale_inv, divisor)
-    scales = scales_of(row_ptr, n, found_ptr, program if OF.square else 0, OF, STEP.decoupled, COUNT)
+    scales = scales_of(row, n, found_ptr, program if OF.square else 0, OF, STEP.decoupled, COUNT)
     largest1 = 0.0
     largest2 = 0.0
     largest_w = 0.0
     all_moved = 0.0
     all_grid = 0.0
     MEASURE: tl.constexpr = resolution_ptr is not None
-    for i in range(128 // STEP.blocks if OF.square else STEP.tiles):
+    tl.static_assert(STEP.blocks <= 128)
+    BLOCKS: tl.constexpr = STEP.blocks if OF.even else (STEP.blocks + 1) // 2  # masks, addresses: registers
+    count = 128 // BLOCKS if OF.square else tiles * (STEP.blocks // BLOCKS)
+    for i in range(count):
         if OF.square:
-            tl.static_assert(STEP.blocks <= 128)
-            place = place_in_square(row_ptr, program.to(tl.int64), i, STEP.blocks, OF.even)
+            place = place_in_square(row, program.to(tl.int64), i, BLOCKS, OF.even)
         else:
-            place = place_of(row_ptr, program * STEP.tiles + i, STEP.blocks, OF.even, OF.large)
-        found1, found2, found_w, moved, grid = tile_step(row_ptr, gradient, place, n, scales, key, OF, STEP, MEASURE)
+            place = place_of(row, program * count + i, BLOCKS, OF.even, OF.large)
+        found1, found2, found_w, moved, grid = tile_step(row, gradient, place, n, scales, key, OF, STEP, MEASURE)
         all_moved += moved
         all_grid += grid
         largest1 = tl.maximum(largest1, found1)
@@ -259,19 +270,21 @@ def update_tensor(
         raise_amax(found_ptr + 2 * COUNT, largest2)
     if not STEP.find:
         if MEASURE:
-            if tl.load(row_ptr + MEASURED) != 0:
+            if row[MEASURED] != 0:
                 add_resolution(resolution_ptr, all_moved, all_grid)
         if OF.square:  # no other program reads the square's scale_inv and amax
-            scale_inv_ptr = pointer(row_ptr, REST + 1, tl.float32, False)
+            scale_inv_ptr = to_pointer(row[REST + 1], tl.float32, False)
             tl.store(scale_inv_ptr + program, scale_inv_from_scale(scales.master, True))
-            tl.store(pointer(row_ptr, REST + 2, tl.float32, False) + program, largest_w)
+            tl.store(to_pointer(row[REST + 2], tl.float32, False) + program, largest_w)
         elif OF.master.is_scaled:
             raise_amax(found_ptr + 4 * COUNT, largest_w)
         if program == 0:
             leave_scales(found_ptr, scales, OF, COUNT)
+            if STEP.is_adam:
+                keep_corrections(kept_ptr, group_ptr, number + 1)
 
 
-@triton.jit(do_not_specialize=["programs"])
+@triton.jit(do_not_specialize=["programs", "tiles"])
 def optimizer_step_kernel(
     table_ptr,
     gradients_ptr,  # int64 [1 or 2, tensors], addresses; the second row, where any has codes, is of their scale_inv
@@ -281,6 +294,7 @@ def optimizer_step_kernel(
     resolution_ptr,  # None, or float64 [2], see reference/resolution.py
     work_ptr,  # int32, zeros: a counter; of each tensor, found amax and new scale of each that has one
     programs,
+    tiles,  # a program
     TENSORS: tl.constexpr,
     STEP: tl.constexpr,
 ):
@@ -290,16 +304,28 @@ def optimizer_step_kernel(
             return
     COUNT: tl.constexpr = TENSORS.count
     tensor, row_ptr = find_tensor(table_ptr, tl.program_id(0), TENSORS, WIDTH, FIRST_PROGRAM)
-    program = tl.program_id(0) - tl.load(row_ptr + FIRST_PROGRAM).to(tl.int32)
-    group_ptr = groups_ptr + tl.load(row_ptr + GROUP) * 8
-    kind = tl.load(row_ptr + CLASS)
+    row, kept_ptr = row_of(row_ptr, KEPT_CORRECTIONS), row_ptr + KEPT_CORRECTIONS
+    program = tl.program_id(0) - row[FIRST_PROGRAM].to(tl.int32)
+    group_ptr = groups_ptr + row[GROUP] * 8
+    kind = row[CLASS]
     found_ptr = work_ptr + 1 + tensor
     gradient_ptr = gradients_ptr + tensor
     for i in tl.static_range(len(STEP.tensors)):
         if kind == i:
             OF: tl.constexpr = STEP.tensors[i]
             update_tensor(
-                row_ptr, gradient_ptr, group_ptr, grad_scale_ptr, resolution_ptr, found_ptr, program, OF, COUNT, STEP
+                row,
+                kept_ptr,
+                gradient_ptr,
+                group_ptr,
+                grad_scale_ptr,
+                resolution_ptr,
+                found_ptr,
+                program,
+                tiles,
+                OF,
+                COUNT,
+                STEP,
             )
     if not STEP.find:
         if is_last_program(work_ptr, programs):

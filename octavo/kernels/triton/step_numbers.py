@@ -2,6 +2,10 @@
 
 GROUP, float64 [groups, 8]: Adam's lr, beta1, beta2, eps, weight_decay, maximize, beta1^2 / beta2; or SGD's lr,
 momentum, dampening, weight_decay, nesterov, maximize.
+
+What Adam's betas make of a step takes 400 instructions and 22 for each bit of its number, in every program. So a step
+keeps those of the next one, a tensor apart, with what they are made of: step number, beta1 and beta2. Only where all
+three are the same is an entry read, so another step number (a state was loaded) or other betas are computed anew.
 """
 
 from __future__ import annotations
@@ -10,6 +14,8 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+
+KEPT: tl.constexpr = tl.constexpr(7)  # int64 an entry: step number, bits of beta1, beta2, and of Corrections
 
 
 class AdamNumbers(NamedTuple):
@@ -27,6 +33,15 @@ class AdamNumbers(NamedTuple):
     rate: Any
     limit: Any
     bound: Any
+
+
+class Corrections(NamedTuple):
+    """Adam's of a step in float64: names as in reference/adam.py."""
+
+    correction1: Any
+    correction2: Any
+    correction2_inv: Any
+    max_update: Any
 
 
 class SgdNumbers(NamedTuple):
@@ -51,12 +66,10 @@ def learning_rate(group_ptr, lr_address):
 
 
 @triton.jit
-def adam_numbers(group_ptr, lr_address, number):
-    """The numbers of step ``number``, int64, from 1."""
-    lr = learning_rate(group_ptr, lr_address)
+def corrections(group_ptr, number):
+    """What the betas make of step ``number``, int64, from 1."""
     beta1 = tl.load(group_ptr + 1)
     beta2 = tl.load(group_ptr + 2)
-    weight_decay = tl.load(group_ptr + 4)
     ratio = tl.load(group_ptr + 6)
     power1 = tl.full((), 1.0, tl.float64)
     power2 = tl.full((), 1.0, tl.float64)
@@ -80,6 +93,44 @@ def adam_numbers(group_ptr, lr_address, number):
     max_update = (1.0 - beta1) / correction1 * tl.sqrt((1.0 - power2) / (1.0 - beta2)) * tl.sqrt(terms)
     unbounded = ratio == float("inf")
     max_update = tl.where(unbounded, tl.where(number > 1, float("inf"), 1.0), max_update)
+    return Corrections(correction1, correction2, 1.0 / correction2, max_update)
+
+
+@triton.jit
+def kept_corrections(kept_ptr, group_ptr, number):
+    """``corrections``, read where the step before kept them; kept_ptr: the tensor's [2, KEPT], int64."""
+    entry_ptr = kept_ptr + (number & 1) * KEPT
+    is_other = tl.load(entry_ptr) != number
+    for k in tl.static_range(1, 3):
+        is_other |= tl.load(entry_ptr + k).to(tl.float64, bitcast=True) != tl.load(group_ptr + k)
+    correction1 = tl.load(entry_ptr + 3).to(tl.float64, bitcast=True)
+    correction2 = tl.load(entry_ptr + 4).to(tl.float64, bitcast=True)
+    correction2_inv = tl.load(entry_ptr + 5).to(tl.float64, bitcast=True)
+    max_update = tl.load(entry_ptr + 6).to(tl.float64, bitcast=True)
+    if is_other:
+        correction1, correction2, correction2_inv, max_update = corrections(group_ptr, number)
+    return Corrections(correction1, correction2, correction2_inv, max_update)
+
+
+@triton.jit
+def keep_corrections(kept_ptr, group_ptr, number):
+    """Keep those of step ``number``: where no program of the step before it reads."""
+    found = corrections(group_ptr, number)
+    entry_ptr = kept_ptr + (number & 1) * KEPT
+    tl.store(entry_ptr, number)
+    for k in tl.static_range(1, 3):
+        tl.store(entry_ptr + k, tl.load(group_ptr + k).to(tl.int64, bitcast=True))
+    for k in tl.static_range(4):
+        tl.store(entry_ptr + 3 + k, found[k].to(tl.int64, bitcast=True))
+
+
+@triton.jit
+def adam_numbers(group_ptr, lr_address, by):
+    """The numbers of a step; ``by``: its Corrections."""
+    lr = learning_rate(group_ptr, lr_address)
+    beta1 = tl.load(group_ptr + 1)
+    beta2 = tl.load(group_ptr + 2)
+    weight_decay = tl.load(group_ptr + 4)
     return AdamNumbers(
         (1.0 - beta1).to(tl.float32),
         beta2.to(tl.float32),
@@ -88,11 +139,11 @@ def adam_numbers(group_ptr, lr_address, number):
         weight_decay.to(tl.float32),
         tl.load(group_ptr + 5) != 0,
         (1.0 - lr * weight_decay).to(tl.float32),
-        correction2.to(tl.float32),
-        (1.0 / correction2).to(tl.float32),
-        (-lr / correction1).to(tl.float32),
-        (max_update * correction1).to(tl.float32),
-        (lr * max_update).to(tl.float32),
+        by.correction2.to(tl.float32),
+        by.correction2_inv.to(tl.float32),
+        (-lr / by.correction1).to(tl.float32),
+        (by.max_update * by.correction1).to(tl.float32),
+        (lr * by.max_update).to(tl.float32),
     )
 
 

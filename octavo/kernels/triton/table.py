@@ -43,10 +43,25 @@ def find_tensor(table_ptr, program, TENSORS: tl.constexpr, WIDTH: tl.constexpr, 
 @triton.jit
 def pointer(row_ptr, COLUMN: tl.constexpr, dtype: tl.constexpr, ALIGNED: tl.constexpr):
     """An address of the table as a pointer to dtype."""
-    address = tl.load(row_ptr + COLUMN).to(tl.pointer_type(dtype))
+    return to_pointer(tl.load(row_ptr + COLUMN), dtype, ALIGNED)
+
+
+@triton.jit
+def to_pointer(address, dtype: tl.constexpr, ALIGNED: tl.constexpr):
+    """An address as a pointer to dtype."""
+    result = address.to(tl.pointer_type(dtype))
     if ALIGNED:
-        address = tl.multiple_of(address, 16)
-    return address
+        result = tl.multiple_of(result, 16)
+    return result
+
+
+@triton.jit
+def row_of(row_ptr, COLUMNS: tl.constexpr):
+    """A row's first columns, each read once: in a loop that writes to memory, a load is made again each time."""
+    row = (tl.load(row_ptr),)
+    for column in tl.static_range(1, COLUMNS):
+        row += (tl.load(row_ptr + column),)  # type: ignore[assignment]
+    return row
 
 
 @triton.jit

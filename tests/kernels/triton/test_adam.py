@@ -20,8 +20,10 @@ def test_lerp_is_torchs(weight: float, kernels: TritonKernels) -> None:
     a, b = torch.randn(BLOCK), torch.randn(BLOCK) * torch.randn(BLOCK).exp()
     out = torch.empty(BLOCK, device=kernels.device)
     given = [x.to(kernels.device) for x in (a, b, torch.tensor(weight))]
-    kernels.module("tests.support.optimizer_tile_kernels").lerp_kernel[(1,)](*given, out, BLOCK, enable_fp_fusion=False)
-    assert torch.equal(out.cpu(), a.lerp(b, weight))
+    kernel = kernels.module("tests.support.optimizer_tile_kernels").lerp_kernel
+    for is_small in {False, weight < 0.5}:
+        kernel[(1,)](*given, out, is_small, BLOCK, enable_fp_fusion=False)
+        assert torch.equal(out.cpu(), a.lerp(b, weight))
 
 
 def updated(w: Tensor, m: Tensor, v: Tensor, step: int, decoupled: bool, clip: bool) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.reference.sgd import SgdGroup
-from octavo.kernels.reference.step_numbers import adam_max_update
+from octavo.kernels.reference.step_numbers import adam_max_update, power
 from octavo.optim.moment import NAMED
 from tests.support.optimizer_both import ADAM, MASTERS, OTHER, SCHEMES, SGD, SHAPES, Both, differences, mixed, update_of
 from tests.support.triton_kernels import TritonKernels
@@ -180,6 +180,24 @@ def test_learning_rates(group: Any, kernels: TritonKernels, monkeypatch: pytest.
     assert len(both.plans) == 1 and plan.sent["groups"] is sent  # nothing new to send
 
 
+def test_a_step_keeps_the_corrections_of_the_next_one(kernels: TritonKernels) -> None:
+    both = Both(kernels, [update_of((2, 150), NAMED["fp8"], "split32", number=n) for n in range(2)], [ADAM, OTHER])
+    both.steps(2)
+    (plan,) = both.plans.values()
+    entries = plan.table[:, 20:].unflatten(1, (2, -1))[:, 1].cpu()  # of odd steps
+    assert entries[:, 0].tolist() == [3, 3]
+    expected = [[g.beta1, g.beta2, 1 - power(g.beta1, 3)] for g in (ADAM, OTHER)]
+    assert entries.view(torch.float64)[:, 1:4].tolist() == expected
+    for number in (9.0, 3.0):  # as a loaded state has it
+        for update in (*both.ours, *both.theirs):
+            update.step.fill_(number)
+        both.steps(2)
+    for betas in ((0.8, 0.99), (0.8, 0.97)):
+        both.groups = [ADAM._replace(beta1=betas[0], beta2=betas[1]), OTHER]
+        both.steps(2)
+    assert list(both.plans.values()) == [plan]
+
+
 def record(both: Both, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Launches in the rest of the test: whether each only finds amaxes."""
     kernel, found = both.module.optimizer_step_kernel, []
@@ -269,11 +287,13 @@ def test_a_graph_is_captured_after_a_step(kernels: TritonKernels, monkeypatch: p
     both.step()
     monkeypatch.setattr(both.module, "is_capturing", lambda: True)  # as if one were being captured
     both.step()
-    for groups, plans, what in (([OTHER], both.plans, "addresses or the options changed"), ([ADAM], {}, "are new")):
+    other = ADAM._replace(lr=0.02)
+    for groups, plans, what in (([other], both.plans, "addresses or the options changed"), ([ADAM], {}, "are new")):
         with pytest.raises(RuntimeError, match=f"run the step once before capturing it in a CUDA graph: .*{what}"):
             both.module.optimizer_step(both.ours, groups, None, None, plans)
     monkeypatch.setattr(both.module, "is_capturing", lambda: False)
     ((*read,),) = both.plans["captured"]
-    before, both.groups = [tensor.clone() for tensor in read], [OTHER]
+    read[0] = read[0][:, :20]  # without the corrections that a step keeps for the next one
+    before, both.groups = [tensor.clone() for tensor in read], [other]
     both.step()
     assert all(map(torch.equal, before, read))  # what the graph reads stays as it is
