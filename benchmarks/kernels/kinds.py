@@ -36,12 +36,12 @@ def _tiles(
     return found
 
 
-def _products(stages: Sequence[int]) -> list[Config]:
+def _products(stages: Sequence[int], warps: Sequence[int] = (4, 8), square: bool = False) -> list[Config]:
     found = []
-    for m, n, s, warps in itertools.product((64, 128, 256), (64, 128, 256), stages, (4, 8)):
-        fits = (m + n) * 128 * s <= 220 << 10 and 64 <= m * n / (32 * warps) <= 256
+    for m, n, s, w in itertools.product((64, 128, 256), (64, 128, 256), stages, warps):
+        fits = (m + n) * 128 * s <= 220 << 10 and 64 <= m * n / (32 * w) <= 256 and (m == n or not square)
         if fits:
-            found.append(Config(m, n, s, warps))
+            found.append(Config(m, n, s, w))
     return found
 
 
@@ -123,6 +123,11 @@ KINDS = {
         lambda: _tiles((1,), (2048, 4096, 8192), (1, 2, 4), 2048, 8192, (4, 32)),
         FEW,
     ),
-    "matmul_blocks": Kind(("1x128 . 128x128, Triton", "1x128 . 1x128, Triton"), lambda: _products((3, 4, 5)), PRODUCTS),
+    "matmul_blocks": Kind(("1x128 . 1x128, Triton",), lambda: _products((3, 4, 5), square=True), PRODUCTS),
+    "matmul_square_blocks": Kind(
+        ("1x128 . 128x128, Triton",),
+        lambda: [c for c in _products((3, 4, 5), (4, 8, 16)) if c.block_c <= 128],
+        PRODUCTS,
+    ),
     "matmul": Kind(("rows . rows, Triton",), lambda: _products((3, 4, 5)), PRODUCTS),
 }

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.driver import driver
 
 from octavo.granularity import ALL, Tile
 from octavo.kernels.arguments import Operands, Pair
@@ -57,71 +58,187 @@ class ProductTiling(NamedTuple):
     block_m: int
     block_n: int
     block_k: int
+    dots: int  # products a step, of one or two halves of the columns
 
 
 @triton.jit
 def matmul_kernel(a, b, bias_ptr, K, out_ptr, tiling: tl.constexpr):
     """Out [M, N] = a [M, K] . b [N, K]^T + bias; tiling: ProductTiling."""
     product = Product(a, b, bias_ptr, K)
+    A_COLS: tl.constexpr = tiling.a_tile[1]
+    B_COLS: tl.constexpr = tiling.b_tile[1]
     first_m, first_n = first_of_program(product, tiling)
-    m = first_m + tl.arange(0, tiling.block_m)
-    n = first_n + tl.arange(0, tiling.block_n)
-    result = narrow(product_tile(product, first_m, first_n, tiling), out_ptr.dtype.element_ty)
-    offsets = m.to(tl.int64)[:, None] * product.b.rows + n[None, :]
-    tl.store(out_ptr + offsets, result, mask=(m < product.a.rows)[:, None] & (n < product.b.rows)[None, :])
+    if A_COLS == -1 and B_COLS == -1:
+        store_part(product, sum_of_codes(product, first_m, first_n, tiling), out_ptr, first_m, first_n)
+    else:
+        COLS: tl.constexpr = tiling.block_n // tiling.dots
+        left, right, is_extreme = sum_of_steps(product, first_m, first_n, tiling, False)
+        store_part(product, left, out_ptr, first_m, first_n)
+        if tiling.dots == 2:
+            store_part(product, right, out_ptr, first_m, first_n + COLS)
+        if is_extreme:
+            for n in range(first_n, first_n + tiling.block_n, COLS):
+                left, right, _ = sum_of_steps(product, first_m, n, tiling, True)
+                store_part(product, left, out_ptr, first_m, n)
 
 
 @triton.jit
-def product_tile(product, first_m, first_n, tiling: tl.constexpr):
-    """A program's part [BLOCK_M, BLOCK_N], float32, from this row and column on; beyond the end the first one again."""
+def sum_of_codes(product, first_m, first_n, tiling: tl.constexpr):
+    """A program's part [BLOCK_M, BLOCK_N], float32, where scales are constant along K and multiply the sum."""
     a = product.a
     b = product.b
-    K = product.K
-    A_TILE: tl.constexpr = tiling.a_tile
-    B_TILE: tl.constexpr = tiling.b_tile
+    A_ROWS: tl.constexpr = tiling.a_tile[0]
+    B_ROWS: tl.constexpr = tiling.b_tile[0]
     BLOCK_M: tl.constexpr = tiling.block_m
     BLOCK_N: tl.constexpr = tiling.block_n
     BLOCK_K: tl.constexpr = tiling.block_k
-    m = first_m + tl.arange(0, BLOCK_M)
-    n = first_n + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
-    a_rows = tl.where(m < a.rows, m, 0)
-    b_rows = tl.where(n < b.rows, n, 0)
-    a_ptrs = a.ptr + a_rows.to(tl.int64)[:, None] * a.stride + k[None, :]
-    b_ptrs = b.ptr + b_rows.to(tl.int64)[None, :] * b.stride + k[:, None]
-    # as offsets of 32 bits: a thread holds one for each of its columns, and pointers take two registers
-    a_scales = (a_rows // A_TILE[0]) * a.scale_stride_r
-    b_scales = (b_rows // B_TILE[0]) * b.scale_stride_r
+    a_rows = rows_from(a, first_m, BLOCK_M)
+    b_rows = rows_from(b, first_n, BLOCK_N)
+    a_ptrs = a.ptr + a_rows.to(tl.int64)[:, None] * a.stride + tl.arange(0, BLOCK_K)[None, :]
+    b_ptrs = b.ptr + b_rows.to(tl.int64)[:, None] * b.stride + tl.arange(0, BLOCK_K)[None, :]
     accumulator = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in range(0, K, BLOCK_K):
-        if tiling.even_k:
-            a_codes = tl.load(a_ptrs)
-            b_codes = tl.load(b_ptrs)
-        else:
-            a_codes = tl.load(a_ptrs, mask=(start + k < K)[None, :], other=0.0)
-            b_codes = tl.load(b_ptrs, mask=(start + k < K)[:, None], other=0.0)
-        if A_TILE[1] == -1 and B_TILE[1] == -1:
-            accumulator = dot(a_codes, b_codes, accumulator, tiling.fast)
-        else:
-            part = dot(a_codes, b_codes, tl.zeros([BLOCK_M, BLOCK_N], tl.float32), True)
-            if A_TILE[1] != -1:
-                part *= tl.load(a.scale_inv + (a_scales + (start // A_TILE[1]) * a.scale_stride_c))[:, None]
-            if B_TILE[1] != -1:
-                if B_TILE[0] % BLOCK_N == 0:  # one for all of the program's columns
-                    row = (first_n // B_TILE[0]) * b.scale_stride_r
-                    part *= tl.load(b.scale_inv + row + (start // B_TILE[1]) * b.scale_stride_c)
-                else:
-                    part *= tl.load(b.scale_inv + (b_scales + (start // B_TILE[1]) * b.scale_stride_c))[None, :]
-            accumulator += part
+    for start in range(0, product.K, BLOCK_K):
+        a_codes = load_step(a_ptrs, start, product.K, tiling)
+        b_codes = load_step(b_ptrs, start, product.K, tiling)
+        accumulator = dot(a_codes, b_codes.T, accumulator, tiling.fast)
         a_ptrs += BLOCK_K
         b_ptrs += BLOCK_K
-    if A_TILE[1] == -1:
-        accumulator *= tl.load(a.scale_inv + a_scales)[:, None]
-    if B_TILE[1] == -1:
-        accumulator *= tl.load(b.scale_inv + b_scales)[None, :]
+    a_scale = tl.load(a.scale_inv + (a_rows // A_ROWS) * a.scale_stride_r)
+    b_scale = tl.load(b.scale_inv + (b_rows // B_ROWS) * b.scale_stride_r)
+    return scaled(accumulator, a_scale[:, None], b_scale[None, :])
+
+
+@triton.jit
+def sum_of_steps(product, first_m, first_n, tiling: tl.constexpr, EXTREME: tl.constexpr):
+    """A program's part, float32, where a scale changes along K, and whether scales are too extreme for that.
+
+    Of each step along K the tensor cores sum the codes, and one FFMA an element adds that sum, times the product of
+    both scales, to the steps before. A product below 2^-126 or above float32 needs EXTREME, which is right for any.
+    The part is two tensors beside each other where tiling.dots is 2, else the first.
+    """
+    a = product.a
+    b = product.b
+    A_ROWS: tl.constexpr = tiling.a_tile[0]
+    A_COLS: tl.constexpr = tiling.a_tile[1]
+    B_ROWS: tl.constexpr = tiling.b_tile[0]
+    B_COLS: tl.constexpr = tiling.b_tile[1]
+    BLOCK_M: tl.constexpr = tiling.block_m
+    BLOCK_N: tl.constexpr = tiling.block_n // tiling.dots
+    BLOCK_K: tl.constexpr = tiling.block_k
+    ONE: tl.constexpr = B_ROWS % tiling.block_n == 0  # scale of b's for all of the program's columns
+    STAGES: tl.constexpr = 1 if EXTREME else None
+    k = tl.arange(0, BLOCK_K)[None, :]
+    a_rows = rows_from(a, first_m, BLOCK_M)
+    a_ptrs = a.ptr + a_rows.to(tl.int64)[:, None] * a.stride + k
+    b_ptrs = b.ptr + rows_from(b, first_n, BLOCK_N).to(tl.int64)[:, None] * b.stride + k
+    right_ptrs = b.ptr + rows_from(b, first_n + BLOCK_N, BLOCK_N).to(tl.int64)[:, None] * b.stride + k
+    left = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    right = left
+    if ONE:
+        a_scales = (a_rows // A_ROWS) * a.scale_stride_r  # 32 bits, where pointers take two registers
+        b_scales = b.scale_inv + (first_n // B_ROWS) * b.scale_stride_r
+    else:
+        # Both in one load, a step ahead, then exchanged. As two, a thread would load 34: those of its rows and columns.
+        tl.static_assert(BLOCK_M == BLOCK_N)
+        i = tl.arange(0, 2 * BLOCK_M)
+        a_scales = a.scale_inv + (rows_from(a, first_m, 2 * BLOCK_M) // A_ROWS) * a.scale_stride_r
+        b_scales = b.scale_inv + (rows_from(b, first_n - BLOCK_M, 2 * BLOCK_M) // B_ROWS) * b.scale_stride_r
+        scales = tl.where(i < BLOCK_M, a_scales, b_scales)
+        following = tl.load(scales, mask=i * 0 < product.K, other=1.0)  # a K of 0 has no scale
+        farthest = tl.zeros([2 * BLOCK_M], tl.int32)
+    for start in tl.range(0, product.K, BLOCK_K, num_stages=STAGES):
+        a_codes = load_step(a_ptrs, start, product.K, tiling)
+        b_codes = load_step(b_ptrs, start, product.K, tiling)
+        if ONE:
+            a_scale = tl.load(a.scale_inv + (a_scales + scale_column(start, a, A_COLS)))[:, None]
+            b_scale = tl.load(b_scales + scale_column(start, b, B_COLS))
+            scale = a_scale * b_scale
+            scale = tl.where(scale < 2.0**-126, float("nan"), scale)  # which the sums show, as they do inf
+        else:
+            both = following
+            farthest = tl.maximum(farthest, distance_from_1(both))
+            then = tl.minimum(start + BLOCK_K, product.K - 1)
+            step = tl.where(i < BLOCK_M, scale_column(then, a, A_COLS), scale_column(then, b, B_COLS))
+            following = tl.load(scales + step)
+            a_scale, b_scale = halves(both)
+            a_scale = a_scale[:, None]
+            b_scale = b_scale[None, :]
+            scale = a_scale * b_scale
+        part = dot(a_codes, b_codes.T, tl.zeros([BLOCK_M, BLOCK_N], tl.float32), True)
+        left += scaled(part, a_scale, b_scale) if EXTREME else part * scale
+        if tiling.dots == 2 and not EXTREME:
+            right_codes = load_step(right_ptrs, start, product.K, tiling)
+            right += dot(a_codes, right_codes.T, tl.zeros([BLOCK_M, BLOCK_N], tl.float32), True) * scale
+            right_ptrs += BLOCK_K
+        a_ptrs += BLOCK_K
+        b_ptrs += BLOCK_K
+    if ONE:  # a fault in the codes looks the same, and costs a second look
+        is_extreme = tl.min((tl.abs(left + right) < float("inf")).to(tl.int32)) == 0
+    else:
+        a_farthest, b_farthest = halves(farthest)
+        is_extreme = tl.max(a_farthest) + tl.max(b_farthest) > (126 << 23)
+    return left, right, is_extreme
+
+
+@triton.jit
+def rows_from(operand, first, COUNT: tl.constexpr):
+    """So many rows' numbers; beyond the end 0."""
+    rows = first + tl.arange(0, COUNT)
+    return tl.where(rows < operand.rows, rows, 0)
+
+
+@triton.jit
+def load_step(ptrs, start, K, tiling: tl.constexpr):
+    """Codes [rows, BLOCK_K], 0 beyond K."""
+    if tiling.even_k:
+        codes = tl.load(ptrs)
+    else:
+        codes = tl.load(ptrs, mask=(start + tl.arange(0, tiling.block_k) < K)[None, :], other=0.0)
+    return codes
+
+
+@triton.jit
+def scale_column(k, operand, COLS: tl.constexpr):
+    """How far from its row's first scale the one for this place along K lies."""
+    return 0 if COLS == -1 else (k // COLS) * operand.scale_stride_c
+
+
+@triton.jit
+def distance_from_1(scale):
+    """How far the bits of float32 numbers are from 1's; of powers of two, |log2| times 2^23."""
+    return tl.abs(scale.to(tl.int32, bitcast=True) - (127 << 23))
+
+
+@triton.jit
+def halves(both):
+    """A vector's first half and its second."""
+    return tl.split(tl.trans(tl.reshape(both, [2, both.shape[0] // 2])))
+
+
+@triton.jit
+def scaled(x, a_scale, b_scale):
+    """x * a_scale * b_scale, inf or 0 only where that is, for scales from 2^-126 to 2^126 and x of sums of codes.
+
+    As x * root * b_scale * rest, where root * rest is a_scale and both are near its root: if a_scale and b_scale lie on
+    both sides of 1, none of these is far from x, and else each lies between x and the result.
+    """
+    bits = a_scale.to(tl.int32, bitcast=True)
+    exponent = ((bits >> 23) + 127) >> 1
+    root = (exponent << 23).to(tl.float32, bitcast=True)
+    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    return x * root * b_scale * (a_scale * inverse)
+
+
+@triton.jit
+def store_part(product, result, out_ptr, first_m, first_n):
+    """Write a part of the result from this row and column on, plus the bias."""
+    m = first_m + tl.arange(0, result.shape[0])
+    n = first_n + tl.arange(0, result.shape[1])
     if product.bias is not None:
-        accumulator += tl.load(product.bias + b_rows).to(tl.float32)[None, :]
-    return accumulator
+        result += tl.load(product.bias + rows_from(product.b, first_n, result.shape[1])).to(tl.float32)[None, :]
+    offsets = m.to(tl.int64)[:, None] * product.b.rows + n[None, :]
+    inside = (m < product.a.rows)[:, None] & (n < product.b.rows)[None, :]
+    tl.store(out_ptr + offsets, narrow(result, out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -185,9 +302,22 @@ def triton_matmul(operands: Operands, out_dtype: torch.dtype, fast_accum: bool) 
 
 
 def product_config(kernel: str, operands: Operands) -> Config:
-    """Another one where a scale changes along K, as a program then has two accumulators."""
-    changes = operands.a.tile[1] != ALL or operands.b.tile[1] != ALL
-    return config(f"{kernel}_blocks" if changes else kernel, math.prod(operands.shape).bit_length())
+    """Other ones where a scale changes along K, as a program then has two accumulators."""
+    log2_elements = math.prod(operands.shape).bit_length()
+    if operands.a.tile[1] == operands.b.tile[1] == ALL:
+        return config(kernel, log2_elements)
+    chosen = config(f"{kernel}_blocks", log2_elements)
+    if operands.b.tile[0] == ALL or operands.b.tile[0] % 128 == 0:
+        square = config(f"{kernel}_square_blocks", log2_elements)
+        if square.num_warps <= 8 or triton.knobs.runtime.interpret or _is_hopper(driver.active.get_current_device()):
+            chosen = square
+    return chosen
+
+
+@functools.cache
+def _is_hopper(device: int) -> bool:
+    """Whether the device, the current one, is: no other's tensor cores work for 16 warps in Triton."""
+    return driver.active.get_current_target().arch == 90
 
 
 def launch_product(kernel: Any, operands: Operands, fast_accum: bool, chosen: Config, arguments: Sequence[Any]) -> None:
@@ -195,7 +325,8 @@ def launch_product(kernel: Any, operands: Operands, fast_accum: bool, chosen: Co
     (M, N), K, tiles = operands.shape, operands.a.codes.shape[1], (operands.a.tile, operands.b.tile)
     step = step_along(*tiles)
     a_tile, b_tile = ((_ALL_ROWS if rows == ALL else rows, cols) for rows, cols in tiles)
-    tiling = ProductTiling(a_tile, b_tile, fast_accum, K % step == 0, chosen.block_r, chosen.block_c, step)
+    dots = 2 if chosen.num_warps > 8 else 1  # of 16 warps a thread has 128 registers, too few for two sums of 64 each
+    tiling = ProductTiling(a_tile, b_tile, fast_accum, K % step == 0, chosen.block_r, chosen.block_c, step, dots)
     bias = None if operands.bias is None else operands.bias.contiguous()
     product = _operand(operands.a), _operand(operands.b), bias, K
     programs = -(-M // chosen.block_r) * -(-N // chosen.block_c)

@@ -3,10 +3,11 @@
 from typing import Any
 from unittest import mock
 
+import numpy
 import pytest
 import torch
 
-from octavo.granularity import Tile
+from octavo.granularity import Tile, scale_shape
 from octavo.kernels.reference import KERNELS as REFERENCE
 from octavo.kernels.triton.launch import LIBRARY
 from tests.support.product_cases import BLOCK, MX, ROWS, SQUARE, close, of_flat, operands
@@ -15,7 +16,7 @@ from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.gpu
 
-SHAPES = [(64, 48, 128), (17, 19, 127), (1, 1, 1), (130, 70, 300), (5, 3, 0), (0, 4, 16), (4, 0, 16)]
+SHAPES = [(64, 48, 128), (17, 19, 127), (1, 1, 1), (260, 140, 300), (5, 3, 0), (0, 4, 16), (4, 0, 16)]
 TILES = [(ALL, ALL), (ROWS, ROWS), (BLOCK, SQUARE), (BLOCK, BLOCK), (MX, MX), (ROWS, (128, 64)), (ALL, (64, 96))]
 
 
@@ -36,6 +37,32 @@ def test_triton_s_product(shape: tuple[int, int, int], tiles: tuple[Tile, Tile],
         with poisoned_memory():
             found = triton_matmul(*to(kernels.device, (*args, bias)), dtype, fast)
         close(found.cpu(), expected, kernels, fast)
+
+
+@pytest.mark.parametrize(
+    "tiles", [(ALL, ALL), (ROWS, ROWS), (BLOCK, SQUARE), (BLOCK, BLOCK), (ROWS, (128, 64))], ids=str
+)
+@pytest.mark.parametrize(
+    ("a_exponent", "b_exponent", "code"),
+    [(119, -119, 1.5), (-126, 126, 1.5), (-70, -70, 208.0), (65, 65, 2.0**-9), (65, 65, 1.0), (-126, -126, 1.0)],
+)
+def test_scales_whose_product_float32_does_not_hold(
+    a_exponent: int, b_exponent: int, code: float, tiles: tuple[Tile, Tile], kernels: TritonKernels
+) -> None:
+    a = torch.full((20, 256), code).to(E4M3)
+    b = torch.full((24, 256), code).to(E4M3)
+    a[3] = 0.0
+    scales = [torch.full(scale_shape(q.shape, tile), 1.3) for q, tile in zip((a, b), tiles, strict=True)]
+    scales[0][::2] *= 2.0**a_exponent
+    scales[1][:, -1] *= 2.0**b_exponent
+    values = [
+        REFERENCE["dequantize"](q, scale_inv, tile, torch.float32).double()
+        for q, scale_inv, tile in zip((a, b), scales, tiles, strict=True)
+    ]
+    args = (a, scales[0], tiles[0], b, scales[1], tiles[1])
+    with numpy.errstate(over="ignore", invalid="ignore", under="ignore"):
+        found = of_flat(kernels.module("matmul").triton_matmul)(*to(kernels.device, args), None, torch.float32, False)
+    torch.testing.assert_close(found.cpu(), (values[0] @ values[1].t()).float(), rtol=1e-3, atol=2.0**-126)
 
 
 def test_a_fault_reaches_only_its_row(kernels: TritonKernels) -> None:
