@@ -15,18 +15,22 @@ from torch import Tensor
 
 import benchmarks.common.interpreter  # noqa: F401
 from benchmarks.common.gpu_timer import DEVICE, synchronize
-from benchmarks.kernels import fused_cases, plain_cases
+from benchmarks.kernels import fused_cases, plain_cases, step_cases
 from benchmarks.kernels.agreement import difference, same_state
 from benchmarks.kernels.plain_cases import E4M3, ROWS, TENSOR, many
 from octavo.kernels.reference import KERNELS as REFERENCE
+from octavo.kernels.reference.optimizer_step import optimizer_step as reference_step
 from octavo.kernels.triton import KERNELS as TRITON
+from octavo.kernels.triton import optimizer_step
 
 __all__ = ["CASES", "E4M3", "ROWS", "TENSOR", "calls", "inputs", "moved_bytes", "reads", "wrong"]
 
 KERNELS = {**TRITON, "many": many(TRITON["multi_tensor_cast"])}
+KERNELS["step"] = step_cases.stepping(optimizer_step, keeps_plans=True)
 DEFINITIONS = {**REFERENCE, "many": many(REFERENCE["multi_tensor_cast"])}
+DEFINITIONS["step"] = step_cases.stepping(reference_step, keeps_plans=False)
 CASES = {**plain_cases.CASES, **fused_cases.CASES}
-_ALL = {**CASES, **fused_cases.ONLY_TUNED}
+_ALL = {**CASES, **fused_cases.ONLY_TUNED, **step_cases.CASES}
 
 
 def inputs(rows: int, cols: int, sets: int) -> list[Tensor]:

@@ -123,6 +123,11 @@ KINDS = {
         lambda: _tiles((1,), (2048, 4096, 8192), (1, 2, 4), 2048, 8192, (4, 32)),
         FEW,
     ),
+    "optimizer_step": Kind(
+        ("AdamW fp8, split32", "AdamW fp8, E4M3 weight in blocks, split16"),
+        lambda: _tiles((4, 8, 16, 32), (128,), (4, 16, 64), 512, 4096, (8, 16)),
+        {64: ((16384, 8192), (2048, 1408))},
+    ),
     "matmul_blocks": Kind(("1x128 . 1x128, Triton",), lambda: _products((3, 4, 5), square=True), PRODUCTS),
     "matmul_square_blocks": Kind(
         ("1x128 . 128x128, Triton",),
