@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,12 +19,16 @@ from octavo.optim.moment import NAMED
 Make = Callable[[tuple[int, int]], WeightUpdate]
 
 
-def _stored(one: WeightUpdate) -> Iterator[tuple[Any, str]]:
+def _places(one: WeightUpdate) -> list[tuple[Any, str]]:
     """Where the tensors are that a step reads and writes: (object, attribute's name)."""
-    for part in (one.master, *one.moments):
-        for name in ("weight", "data", "rest", "scale_inv", "amax"):
-            if getattr(part, name, None) is not None:
-                yield part, name
+    names = ("weight", "data", "rest", "scale_inv", "amax")
+    parts = one.master, *one.moments
+    return [(part, name) for part in parts for name in names if getattr(part, name, None) is not None]
+
+
+def stored(one: WeightUpdate) -> tuple[Tensor, ...]:
+    """The tensors that a step reads and writes."""
+    return tuple(getattr(part, name) for part, name in _places(one))
 
 
 def filled(tensor: Tensor, x: Tensor | None = None) -> Tensor:
@@ -39,11 +43,11 @@ def _case(make: Make) -> Case:
 
     def inputs(x: Tensor) -> tuple[Tensor, ...]:
         one = made(x)
-        return filled(one.gradient, x), *(filled(getattr(part, name)) for part, name in _stored(one))
+        return filled(one.gradient, x), *map(filled, stored(one))
 
     def arguments(gradient: Tensor, *tensors: Tensor) -> tuple[Any, ...]:
         one = made(gradient)._replace(gradient=gradient)
-        for (part, name), tensor in zip(_stored(one), tensors, strict=True):
+        for (part, name), tensor in zip(_places(one), tensors, strict=True):
             setattr(part, name, tensor)
         return one, {}
 
@@ -57,7 +61,7 @@ def stepping(kernel: Callable[..., None], keeps_plans: bool) -> Callable[..., tu
         kept = {"plans": plans.setdefault(config("optimizer_step", 64), {})} if keeps_plans else {}
         kernel([one], [ADAM], **kept)
         # torch's roots on a CPU are not always correctly rounded, which a remainder of 16 bits shows
-        return tuple(getattr(part, name) for part, name in _stored(one) if ON_GPU or name != "rest")
+        return tuple(tensor for tensor in stored(one) if ON_GPU or tensor.dtype != torch.int16)
 
     return run
 

@@ -24,8 +24,9 @@ from triton.runtime.driver import driver
 
 from octavo.kernels.triton import cast_input, launch
 
-# by its path: the function of the same name hides the module
+# by their paths: the functions of the same names hide the modules
 norm_backward = importlib.import_module("octavo.kernels.triton.norm_backward")
+optimizer_step = importlib.import_module("octavo.kernels.triton.optimizer_step")
 
 SHARED_MEMORY = {90: 232448, 100: 232448}  # bytes a program may have, opted in
 MULTIPROCESSORS = {90: 132, 100: 148}
@@ -108,6 +109,7 @@ def offline(capability: int, record: bool = True) -> Iterator[list[Launch]]:
             mock.patch.object(launch, "_compiled", _COMPILED[capability]),
             mock.patch.object(cast_input, "multiprocessors", lambda index: MULTIPROCESSORS[capability]),
             mock.patch.object(norm_backward, "multiprocessors", lambda index: MULTIPROCESSORS[capability]),
+            mock.patch.object(optimizer_step, "multiprocessors", lambda index: MULTIPROCESSORS[capability]),
         ):
             yield launches
     finally:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -20,17 +20,28 @@ import triton
 from torch import Tensor
 
 from benchmarks.common.measure import commit, table, write_results
-from benchmarks.kernels import fused_cases, plain_cases
+from benchmarks.kernels import fused_cases, plain_cases, step_cases
 from benchmarks.machine_code.machine_code import instructions, loops, resources, tile_bytes
 from benchmarks.machine_code.offline import MULTIPROCESSORS, SHARED_MEMORY, Launch, offline
-from octavo.kernels.triton import KERNELS
+from octavo.kernels.reference.optimizer_step import WeightUpdate
+from octavo.kernels.triton import KERNELS as OPS
+from octavo.kernels.triton import optimizer_step
 
 TAKES = "5 minutes"
 MEASURES = ("octavo/kernels/triton",)
 
-SHAPES = ((1024, 1024), (2048, 2048), (4096, 4096), (8192, 8192), (16384, 8192))
 AIMS = {(1024, 1024): 0.0, (2048, 2048): 0.7, (4096, 4096): 0.8, (8192, 8192): 0.9, (16384, 8192): 0.9}
-CASES = {name: case for name, case in (plain_cases.CASES | fused_cases.CASES).items() if case.op in KERNELS}
+STEP_AIMS = {(1024, 1024): 0.0, (4096, 4096): 0.0, (16384, 8192): 0.85, (32768, 32768): 0.85}  # of optimizers' steps
+
+
+def _step(one: WeightUpdate, plans: dict[Any, Any]) -> tuple[Tensor, ...]:
+    optimizer_step([one], [step_cases.ADAM], plans=plans)
+    return step_cases.stored(one)
+
+
+KERNELS = {**OPS, "step": _step}
+_ALL = plain_cases.CASES | fused_cases.CASES | step_cases.CASES
+CASES = {name: case for name, case in _ALL.items() if case.op in KERNELS}
 
 
 class Device(NamedTuple):
@@ -104,7 +115,8 @@ def _empty(rows: int, cols: int, seed: int) -> Tensor:
 def row_of(name: str, shape: tuple[int, int], capability: int) -> dict[str, object]:
     """A case at a shape: its launches together."""
     case, device = CASES[name], DEVICES[capability]
-    with offline(capability) as launches, mock.patch.object(fused_cases, "_normal", _empty):
+    unfilled = mock.patch.object(step_cases, "filled", lambda tensor, x=None: tensor)
+    with offline(capability) as launches, mock.patch.object(fused_cases, "_normal", _empty), unfilled:
         inputs = case.inputs(torch.empty(shape, dtype=torch.bfloat16))
         arguments = case.arguments(*inputs)
         launches.clear()  # making a state launches too
@@ -129,6 +141,11 @@ def row_of(name: str, shape: tuple[int, int], capability: int) -> dict[str, obje
     }
 
 
+def _aims(name: str) -> dict[tuple[int, int], float]:
+    """A case's shapes, and of each the share that is aimed at."""
+    return STEP_AIMS if CASES[name].op == "step" else AIMS
+
+
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks predictions", description=__doc__)
     parser.add_argument("--only", default="", help="cases whose name holds this")
@@ -138,17 +155,17 @@ def main(arguments: list[str]) -> int:
         row_of(name, shape, capability)
         for capability in DEVICES
         for name in CASES
-        for shape in SHAPES
+        for shape in _aims(name)
         if options.only in name
     ]
     print(table(rows))
     if not options.no_write and not options.only:
         origin = {"triton": triton.__version__, "commit": commit()}
         print(f"written to {write_results('predictions', rows, origin=origin)}")
-    aims = {"x".join(map(str, shape)): aim for shape, aim in AIMS.items()}
-    missed = [row for row in rows if float(str(row["of_copy"])) < aims[str(row["shape"])]]
+    aims = {(name, "x".join(map(str, shape))): aim for name in CASES for shape, aim in _aims(name).items()}
+    missed = [row for row in rows if float(str(row["of_copy"])) < aims[str(row["op"]), str(row["shape"])]]
     for row in missed:
-        aim = aims[str(row["shape"])]
+        aim = aims[str(row["op"]), str(row["shape"])]
         print(
             f"MISSED: {row['op']} {row['shape']} {row['device']}: {row['of_copy']} of copy, aim {aim}: {row['limiter']}"
         )
