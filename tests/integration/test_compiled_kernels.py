@@ -14,6 +14,7 @@ triton = pytest.importorskip("triton")
 compiled = importlib.import_module("benchmarks.machine_code.compiled")
 gpu_host = importlib.import_module("benchmarks.host.gpu_host")
 uncompiled = importlib.import_module("tests.support.uncompiled").uncompiled
+predicted_products = importlib.import_module("benchmarks.machine_code.predicted_products")
 launch = importlib.import_module("octavo.kernels.triton.launch")
 
 ROOT = Path(__file__).parents[2]
@@ -77,6 +78,15 @@ def test_narrow_accesses_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     ((row, missed),) = compiled.compiled(90, "narrow")
     assert row["load_bits"] == "16"
     assert missed == ["loads of [16] bits"]
+
+
+def test_the_block_product_takes_one_instruction_an_element_and_step() -> None:
+    found = predicted_products.row_of("1x128 . 128x128", (4096, 4096, 4096), 90)
+    rows, cols, _ = map(int, found["tile"].split("x"))
+    added = dict(entry.split(":") for entry in found["adds"].split())
+    assert int(added["FFMA"]) == rows * cols / (32 * found["warps"])
+    assert int(added["FMUL"]) <= 4  # scales of a thread's rows
+    assert float(found["tflops"]) >= predicted_products.AIM
 
 
 @pytest.mark.parametrize(
