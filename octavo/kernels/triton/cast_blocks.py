@@ -15,6 +15,7 @@ from octavo.kernels.triton.tiles import (
     encode,
     finish_column_sum,
     finite_abs,
+    kept_narrow,
     scale_from_amax,
     scale_inv_from_scale,
     store_codes,
@@ -81,6 +82,8 @@ def cast_blocks_of_half(
         finish_column_sum(tl.sum(tile, 0), sum_ptr, part_ptr, counter_ptr, place[0], groups, cols, x.C)
     store_blocks(tile, HALF, place, x, first, scaling, tiling)
     if second_scaling is not None:
+        if function.name == "" and x.ptr.dtype.element_ty.primitive_bitwidth == 16:
+            tile = kept_narrow(tile, x.ptr.dtype.element_ty)
         store_blocks(tile, HALF, place, x, second, second_scaling, tiling)
 
 
@@ -122,5 +125,8 @@ def cast_by_block(
     work = workspace(given.x, 2 + strips * given.halves) if column_sum else None
     scalings = block_scaling_of(scaling), None if second_scaling is None else block_scaling_of(second_scaling)
     arguments = out, second_out, summed, work
-    given.launch(cast_blocks_kernel, strips * groups, chosen.num_warps, arguments, (*scalings, tiling))
+    num_warps = chosen.num_warps
+    if given.function.name and kind == "cast_blocks_transpose":  # what is computed is held in float32
+        num_warps = min(16, 2 * num_warps)
+    given.launch(cast_blocks_kernel, strips * groups, num_warps, arguments, (*scalings, tiling))
     return sums

@@ -188,6 +188,11 @@ if triton.knobs.runtime.interpret:
     decode = decode_bits
 
     @triton.jit
+    def kept_narrow(x, dtype: tl.constexpr):
+        """x itself, float32 numbers that a 16-bit dtype has: until here they are held in that."""
+        return x
+
+    @triton.jit
     def narrow(x, dtype: tl.constexpr):
         """Round float32 to dtype."""
         if dtype == tl.bfloat16:  # Triton's interpreter doesn't round this either
@@ -199,6 +204,14 @@ if triton.knobs.runtime.interpret:
         return result
 
 else:
+
+    @triton.jit
+    def kept_narrow(x, dtype: tl.constexpr):
+        """x itself, float32 numbers that a 16-bit dtype has: until here they are held in that."""
+        # the compiler takes them for other numbers and converts them anew: of two block scalings 24 registers fewer
+        bits = x.to(dtype).to(tl.int16, bitcast=True)
+        bits = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [bits], tl.int16, is_pure=False, pack=2)
+        return bits.to(dtype, bitcast=True).to(tl.float32)
 
     @triton.jit
     def narrow(x, dtype: tl.constexpr):
