@@ -35,6 +35,12 @@ def read_fp8_master(row, place, scale_inv, MASTER: tl.constexpr, EVEN: tl.conste
 
 
 @triton.jit
+def largest_inside(x, place):
+    """The largest of a tile's numbers, which are not negative."""
+    return tl.max(tl.max(tl.where(place.inside, x, 0), 1), 0)
+
+
+@triton.jit
 def write_fp8_master(row, place, w, bits16, scale, MASTER: tl.constexpr, EVEN: tl.constexpr):
     """Store the master's tile and the codes; returns the largest absolute value that the master holds."""
     FMT: tl.constexpr = MASTER.fmt
@@ -43,17 +49,17 @@ def write_fp8_master(row, place, w, bits16, scale, MASTER: tl.constexpr, EVEN: t
     if MASTER.rest is None:
         codes = encode_moment(y, bits16, FMT, True)
         store_at(weight_ptr, place, codes)
-        held = finite_abs(decode_moment(codes, FMT))
+        largest = largest_inside(finite_abs(decode_moment(codes, FMT)), place)
     elif MASTER.rest.is_floating():
         rest_ptr = to_pointer(row[REST], MASTER.rest, EVEN)
         store_at(weight_ptr, place, encode_moment(y, bits16, FMT, False))
         if MASTER.kind == "fp8_fp16":
             half = round_to_half(y * 128.0, bits16)
             store_at(rest_ptr, place, half)
-            held = finite_abs(half.to(tl.float32)) * (1.0 / 128.0)
+            largest = largest_inside(finite_abs(half.to(tl.float32)), place) * (1.0 / 128.0)
         else:
             store_at(rest_ptr, place, w)
-            held = finite_abs(w) * scale
+            largest = largest_inside(finite_abs(w), place) * scale
     else:
         BITS: tl.constexpr = MASTER.rest.primitive_bitwidth
         DROPPED: tl.constexpr = 20 - BITS
@@ -66,8 +72,8 @@ def write_fp8_master(row, place, w, bits16, scale, MASTER: tl.constexpr, EVEN: t
         store_at(to_pointer(row[REST], MASTER.rest, EVEN), place, rest.to(MASTER.rest))
         codes = tl.where(is_finite, codes | ((y.to(tl.int32, bitcast=True) >> 24) & 0x80), 0x7F)
         store_at(weight_ptr, place, codes.to(tl.uint8))
-        held = (magnitude << DROPPED).to(tl.float32, bitcast=True) * 2.0**120
-    return tl.max(tl.max(tl.where(place.inside, held, 0.0), 1), 0) * scale_inv_from_scale(scale, True)
+        largest = (largest_inside(magnitude, place) << DROPPED).to(tl.float32, bitcast=True) * 2.0**120
+    return largest * scale_inv_from_scale(scale, True)
 
 
 @triton.jit
@@ -106,7 +112,7 @@ def write_master(row, place, w, bits16, scale, MASTER: tl.constexpr, EVEN: tl.co
         store_at(to_pointer(row[REST], MASTER.rest, EVEN), place, rest)
         held = tl.math.div_rn(rest.to(tl.float32), tl.full(w.shape, 1.0, tl.float32) * scale)
         store_at(weight_ptr, place, narrow(held, weight_ptr.dtype.element_ty))
-        found = tl.max(tl.max(finite_abs(tl.where(place.inside, held, 0)), 1), 0)
+        found = largest_inside(finite_abs(held), place)
     else:
         SPARE: tl.constexpr = 16 - MASTER.rest.primitive_bitwidth  # bits that the remainder has no room for
         bits = tl.where(w == w, w.to(tl.int32, bitcast=True), 0x7FC00000)  # a NaN's must not run over into a number's
