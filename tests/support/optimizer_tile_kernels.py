@@ -67,11 +67,18 @@ def decode_moment_kernel(code_ptr, out_ptr, FMT: tl.constexpr, BLOCK: tl.constex
 
 @triton.jit
 def encode_moment_kernel(
-    x_ptr, bits_ptr, code_ptr, n, FMT: tl.constexpr, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr,
+    bits_ptr,
+    code_ptr,
+    n,
+    FMT: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     x, bits = tl.load(x_ptr + i, mask=i < n, other=0.0), tl.load(bits_ptr + i, mask=i < n, other=0)
-    tl.store(code_ptr + i, encode_moment(x, bits, FMT, STOCHASTIC), mask=i < n)
+    tl.store(code_ptr + i, encode_moment(x, bits, FMT, STOCHASTIC, BOUNDED), mask=i < n)
 
 
 @triton.jit

@@ -48,12 +48,15 @@ def test_every_code_is_read_as_the_reference_does(fmt: Format, kernels: TritonKe
 
 @FORMATS
 @pytest.mark.parametrize("kind", ["nearest", "zeros", "ones", "drawn"])
-def test_numbers_get_the_references_codes(fmt: Format, kind: str, kernels: TritonKernels) -> None:
+@pytest.mark.parametrize("bounded", [False, True], ids=["any", "bounded"])
+def test_numbers_get_the_references_codes(fmt: Format, kind: str, bounded: bool, kernels: TritonKernels) -> None:
     x = numbers(fmt)
+    if bounded:  # as amax times its scale is
+        x = x[~(x.abs() > torch.tensor(fmt.max).nextafter(torch.tensor(math.inf)))]
     bits = bits_like(x, kind)
     codes = torch.empty(x.shape, dtype=torch.uint8, device=kernels.device)
     kernel = kernels.module("tests.support.optimizer_tile_kernels").encode_moment_kernel
-    given = x.to(kernels.device), bits.to(kernels.device), codes, len(x), fmt, kind != "nearest", BLOCK
+    given = x.to(kernels.device), bits.to(kernels.device), codes, len(x), fmt, kind != "nearest", bounded, BLOCK
     kernel[(-(-len(x) // BLOCK),)](*given)
     expected = reference.encode_moment(x.clone(), fmt, None if kind == "nearest" else bits)
     assert torch.equal(codes.cpu(), expected)
