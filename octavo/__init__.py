@@ -21,7 +21,7 @@ from octavo.tensor.quantize import quantize
 from octavo.tensor.scaled_tensor import ScaledTensor
 
 if TYPE_CHECKING:
-    from octavo import distributed, export, optim, schedule
+    from octavo import distributed, export, inspect, optim, schedule
 
 __version__ = "0.1.0.dev0"
 
@@ -45,6 +45,7 @@ __all__ = [
     "convert",
     "distributed",
     "export",
+    "inspect",
     "nn",
     "optim",
     "quantize",
@@ -56,7 +57,7 @@ __all__ = [
     "using",
 ]
 
-_ROOMS = ("distributed", "export", "optim", "schedule")  # imported when first named, so that the import stays light
+_ROOMS = ("distributed", "export", "inspect", "optim", "schedule")  # imported when named: the import stays light
 _MOVED = {  # names that were here before and still work in this version
     "BudgetError": "octavo.schedule",
     "Phase": "octavo.schedule",

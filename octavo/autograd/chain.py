@@ -35,7 +35,10 @@ from octavo.autograd.products import (
     to_save,
     unrounded,
 )
+from octavo.autograd.tap import count
 from octavo.granularity import ALL
+from octavo.kernels.reference.activation import produced
+from octavo.kernels.reference.norm import normalise
 
 Saved = tuple[Tensor | None, ...]
 
@@ -84,6 +87,9 @@ def _forward(tensors: Tensors, chain: Chain, needs: tuple[bool, ...]) -> tuple[T
         operands, y, mean, rstd = cast_norm(x, gamma, beta, chain.norm, first.recipe, needs_dw, first.state, keep)
         if y is not None and y.dtype != chain.dtype:  # to y's own dtype .to() would return y, see _Chain
             y = y.to(chain.dtype)
+    if first.tap is not None:
+        normed = x if chain.norm is None else normalise(x, gamma, beta, *chain.norm)[0]  # type: ignore[arg-type]
+        count(first.tap.input, normed, operands, first.recipe.input_casts)
     h = output(y, operands, weight, bias, first, chain.dtype)
     saved = to_save(y, operands, weight, first, needs_dx, needs_dw)
     of_norm = (x, gamma, mean, rstd) if needs_dx and chain.norm is not None else (None,) * 4
@@ -92,6 +98,8 @@ def _forward(tensors: Tensors, chain: Chain, needs: tuple[bool, ...]) -> tuple[T
     (second,) = rest
     assert second_weight is not None
     a = cast_role(h, second.recipe, INPUT, True, needs[5], second.state, False, (chain.activation,))
+    if second.tap is not None:
+        count(second.tap.input, produced(h, chain.activation, None), a, second.recipe.input_casts)
     result = output(None, a, second_weight, second_bias, second, chain.dtype)
     saved_second = to_save(None, a, second_weight, second, any(needs[:5]), needs[5])
     reads_h = any(needs[:5]) or (needs[5] and second.recipe.grad_weight is None)

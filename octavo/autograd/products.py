@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from octavo import kernels
 from octavo.autograd.casts import INPUT, Activation, Pair, State, cast_grad_output, cast_role
+from octavo.autograd.tap import Tap, count
 from octavo.errors import HigherOrderGradientError
 from octavo.granularity import PerBlock, Tile
 from octavo.kernels.reference.activation import produced
@@ -32,13 +33,15 @@ from octavo.tensor.pair import Operands
 class Layer(NamedTuple):
     """What a linear layer brings to its products, besides weight and bias themselves.
 
-    ``weight`` is the weight's operands; ``training``: whether backward commits the delayed state.
+    ``weight`` is the weight's operands; ``training``: whether backward commits the delayed state; ``tap``: where casts
+    are counted in a step that is recorded.
     """
 
     weight: Operands
     recipe: Recipe
     state: State | None
     training: bool
+    tap: Tap | None = None
 
 
 class Plan(NamedTuple):
@@ -49,12 +52,13 @@ class Plan(NamedTuple):
     commits: bool
     rolls_weight: bool
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None]
+    tap: Tap | None
 
 
 def plan_of(layer: Layer, dtype: torch.dtype, weight_NK: Tensor, bias: Tensor | None) -> Plan:
     """The plan of a layer whose results have this dtype."""
     dtypes = dtype, weight_NK.dtype, None if bias is None else bias.dtype
-    return Plan(layer.recipe, layer.state, layer.training, layer.weight.fresh, dtypes)
+    return Plan(layer.recipe, layer.state, layer.training, layer.weight.fresh, dtypes, layer.tap)
 
 
 def output(
@@ -120,6 +124,9 @@ def cast_gradient(
     x_amax, w_amax = saved[-2:]
     amax = (x_amax, w_amax if plan.rolls_weight else None) if plan.commits else None
     g = cast_grad_output(grad_TN, recipe, needs_dx, needs_dw, plan.state, amax, needs_db, activation)
+    if plan.tap is not None:
+        rounded = unrounded(grad_TN, *activation) if activation else grad_TN
+        count(plan.tap.grad_output, rounded, g, recipe.grad_output_casts)
     products = (needs_dx and recipe.grad_input is None) or (needs_dw and recipe.grad_weight is None)
     if not products and (not needs_db or g.column_sum is not None):
         return g, None
@@ -195,6 +202,8 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x_TK: Tensor, weight_NK: Tensor, bias: Tensor | None, layer: Layer) -> Tensor:
         needs_dx, needs_dw, _ = ctx.needs_input_grad[:3]
         x = cast_role(x_TK, layer.recipe, INPUT, True, needs_dw, layer.state)
+        if layer.tap is not None:
+            count(layer.tap.input, x_TK, x, layer.recipe.input_casts)
         ctx.plan = plan_of(layer, x_TK.dtype, weight_NK, bias)
         ctx.save_for_backward(*to_save(x_TK, x, weight_NK, layer, needs_dx, needs_dw))
         return output(x_TK, x, weight_NK, bias, layer, x_TK.dtype)

@@ -93,12 +93,17 @@ class Ranks:
 
     def sum(self, value: Tensor) -> Tensor:
         """The sum over ranks, the same bits on each; `value` is left as it is."""
-        if self.size == 1:
-            return value
-        total = value.clone()
+        return self._reduce(value, dist.ReduceOp.SUM) if self.size > 1 else value
+
+    def largest(self, value: Tensor) -> Tensor:
+        """The largest over ranks of each element; `value` is left as it is."""
+        return self._reduce(value, dist.ReduceOp.MAX) if self.size > 1 else value
+
+    def _reduce(self, value: Tensor, op: Any) -> Tensor:
+        reduced = value.clone()
         with lost_ranks():
-            dist.all_reduce(total, group=self.group)
-        return total
+            dist.all_reduce(reduced, op=op, group=self.group)
+        return reduced
 
     def mean(self, value: Tensor) -> Tensor:
         """The mean over ranks."""

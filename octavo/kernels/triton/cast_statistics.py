@@ -11,7 +11,7 @@ from torch import Tensor
 from octavo.granularity import ALL
 from octavo.kernels.reference.cast_statistics import EXPONENTS, LARGEST, LOWEST, SUMS
 from octavo.kernels.triton.launch import launch
-from octavo.kernels.triton.tiles import Source, decode, load_tile
+from octavo.kernels.triton.tiles import Source, decode, load_tile, raise_amax
 
 COUNTED: tl.constexpr = tl.constexpr(len(SUMS))
 BINS: tl.constexpr = tl.constexpr(EXPONENTS)
@@ -36,16 +36,13 @@ def cast_statistics_kernel(
     strips = tl.cdiv(x.C, BLOCK_C)
     first = (tl.program_id(0) // strips) * (BLOCK_R * TILES)
     cols = (tl.program_id(0) % strips) * BLOCK_C + tl.arange(0, BLOCK_C)
+    elements = tl.full((), 0, tl.int32)
     zeros = tl.full((), 0, tl.int32)
     flushed = tl.full((), 0, tl.int32)
     clipped = tl.full((), 0, tl.int32)
     nonfinite = tl.full((), 0, tl.int32)
-    elements = tl.full((), 0, tl.int32)
     power = tl.full((), 0.0, tl.float64)
     error = tl.full((), 0.0, tl.float64)
-    amax = tl.full((), 0.0, tl.float32)
-    largest = tl.full((), 0.0, tl.float32)
-    scale = tl.full((), 0.0, tl.float32)
     counts = tl.zeros([2 * BINS], tl.int32)
     for i in range(TILES):
         rows = first + i * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -53,33 +50,23 @@ def cast_statistics_kernel(
         if EVEN:
             inside = (rows >= 0)[:, None] & (cols >= 0)[None, :]
         value = load_tile(x, rows, cols, EVEN)
-        offsets = rows.to(tl.int64)[:, None] * q.stride_r + cols.to(tl.int64)[None, :] * q.stride_c
-        codes = tl.load(q.ptr + offsets, mask=inside, other=0.0)
-        offsets = (rows // scale_inv.R)[:, None] * scale_inv.stride_r + (cols // scale_inv.C)[
-            None, :
-        ] * scale_inv.stride_c
-        scales = tl.load(scale_inv.ptr + offsets, mask=inside, other=1.0)
+        codes, scales = load_codes(q, scale_inv, rows, cols, inside)
         read = decode(codes) * scales
-        magnitude = tl.abs(value)
-        finite = magnitude < float("inf")
-        numbers = tl.where(finite, magnitude, 0.0)
+        finite = tl.abs(value) < float("inf")
+        numbers = tl.where(finite, tl.abs(value), 0.0)
         bits = codes.to(tl.uint8, bitcast=True) & 0x7F
-        elements += tl.sum(tl.sum(inside.to(tl.int32), 1), 0)
-        zeros += tl.sum(tl.sum((inside & (value == 0)).to(tl.int32), 1), 0)
-        flushed += tl.sum(tl.sum((finite & (value != 0) & (bits == 0)).to(tl.int32), 1), 0)
-        beyond = finite & (bits == LARGEST_CODE) & (magnitude > tl.abs(read) * FACTOR)
-        clipped += tl.sum(tl.sum(beyond.to(tl.int32), 1), 0)
-        nonfinite += tl.sum(tl.sum((inside & (finite == 0)).to(tl.int32), 1), 0)
-        difference = tl.where(finite, value - read, 0.0)
-        power += tl.sum(tl.sum(numbers.to(tl.float64) * numbers, 1), 0)
-        error += tl.sum(tl.sum(difference.to(tl.float64) * difference, 1), 0)
-        amax = tl.maximum(amax, tl.max(tl.max(numbers, 1), 0))
-        largest = tl.maximum(largest, tl.max(tl.max(tl.where(inside, scales, 0.0), 1), 0))
-        scale = tl.maximum(
-            scale,
-            tl.max(tl.max(tl.where(inside, tl.math.div_rn(tl.full(scales.shape, 1.0, tl.float32), scales), 0.0), 1), 0),
-        )
+        elements += how_many(inside)
+        zeros += how_many(inside & (value == 0))
+        flushed += how_many(finite & (value != 0) & (bits == 0))
+        clipped += how_many(finite & (bits == LARGEST_CODE) & (numbers > tl.abs(read) * FACTOR))
+        nonfinite += how_many(inside & (finite == 0))
+        power += sum_of_squares(numbers)
+        error += sum_of_squares(tl.where(finite, value - read, 0.0))
         counts += tl.histogram(tl.reshape(exponent_bins(numbers), [BLOCK_R * BLOCK_C]), 2 * BINS)
+        raise_largest(extremes_ptr, numbers)
+        raise_largest(extremes_ptr + 1, tl.where(inside, scales, 0.0))
+        one = tl.full(scales.shape, 1.0, tl.float32)
+        raise_largest(extremes_ptr + 2, tl.where(inside, tl.math.div_rn(one, scales), 0.0))
     tl.atomic_add(sums_ptr, elements.to(tl.float64), sem="relaxed")
     tl.atomic_add(sums_ptr + 1, zeros.to(tl.float64), sem="relaxed")
     tl.atomic_add(sums_ptr + 2, flushed.to(tl.float64), sem="relaxed")
@@ -89,10 +76,33 @@ def cast_statistics_kernel(
     tl.atomic_add(sums_ptr + 6, error, sem="relaxed")
     place = tl.arange(0, 2 * BINS)
     tl.atomic_add(sums_ptr + COUNTED + place, counts.to(tl.float64), mask=place < BINS, sem="relaxed")
-    bits_ptr = extremes_ptr.to(tl.pointer_type(tl.int32))  # floats that are not negative are ordered as their bits
-    tl.atomic_max(bits_ptr, amax.to(tl.int32, bitcast=True), sem="relaxed")
-    tl.atomic_max(bits_ptr + 1, largest.to(tl.int32, bitcast=True), sem="relaxed")
-    tl.atomic_max(bits_ptr + 2, scale.to(tl.int32, bitcast=True), sem="relaxed")
+
+
+@triton.jit
+def load_codes(q, scale_inv, rows, cols, inside):
+    """A tile of codes, and each one's scale_inv."""
+    offsets = rows.to(tl.int64)[:, None] * q.stride_r + cols.to(tl.int64)[None, :] * q.stride_c
+    codes = tl.load(q.ptr + offsets, mask=inside, other=0.0)
+    offsets = (rows // scale_inv.R)[:, None] * scale_inv.stride_r + (cols // scale_inv.C)[None, :] * scale_inv.stride_c
+    return codes, tl.load(scale_inv.ptr + offsets, mask=inside, other=1.0)
+
+
+@triton.jit
+def how_many(mask):
+    """How many of a tile."""
+    return tl.sum(tl.sum(mask.to(tl.int32), 1), 0)
+
+
+@triton.jit
+def sum_of_squares(numbers):
+    """In float64."""
+    return tl.sum(tl.sum(numbers.to(tl.float64) * numbers, 1), 0)
+
+
+@triton.jit
+def raise_largest(ptr, numbers):
+    """Raise what all programs share to the largest of these, none of which is negative."""
+    raise_amax(ptr.to(tl.pointer_type(tl.int32)), tl.max(tl.max(numbers, 1), 0))
 
 
 @triton.jit

@@ -1,0 +1,199 @@
+"""Recording a training: what its casts do, counted on the device every so many steps, and read without waiting."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from octavo.distributed.ranks import Ranks
+from octavo.inspect.files import RecordWriter
+from octavo.inspect.rows import Table
+from octavo.inspect.weights import WeightSamples, count_weights
+
+Scalar = float | Tensor
+
+
+class _Reading(NamedTuple):
+    """What is on its way to the host: of a step that was recorded its counts, and scalars of the steps before."""
+
+    step: int
+    scalars: list[tuple[int, str]]
+    tensors: dict[str, Tensor]
+    event: Any
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether it can be read without waiting."""
+        return self.event is None or bool(self.event.query())
+
+
+class Recorder:
+    """Records every so many steps of a training what its casts do to inputs, weights and gradients.
+
+    Only a step that is recorded counts anything, by one launch for each cast, on the device; nothing waits for the
+    device, and the other steps are what they are without a recorder. Compiled models are compiled once more, for the
+    steps that are recorded. Ranks of a process group add up what they count, on the same step; rank 0 writes.
+
+    Args:
+        model: with layers that octavo.convert or octavo.nn made.
+        to: a folder for the record, made if absent; see octavo.inspect.load.
+        every: record the first step and each of so many.
+        optimizer: whose moments in FP8 are looked at too.
+        schedule: an octavo.schedule.PrecisionSchedule whose switches are noted.
+        step: how many steps were done before, in the run that is gone on with: what the folder has beyond is dropped.
+        group: the torch.distributed process group of the ranks that train together; all ranks, by default.
+
+    Raises:
+        ValueError: for a model without FP8 layers or on several devices, ``every`` below 1, or a folder that holds a
+            record of more steps than ``step`` without ``step`` saying to go on with it.
+
+    Example:
+        >>> import tempfile, torch, octavo
+        >>> model = torch.nn.Sequential(octavo.nn.Linear(64, 64), octavo.nn.Linear(64, 16))
+        >>> optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with octavo.inspect.record(model, folder, every=2) as recorder:
+        ...         for _ in range(4):
+        ...             loss = model(torch.randn(8, 64)).square().mean()
+        ...             loss.backward()
+        ...             optimizer.step()
+        ...             recorder.step(loss=loss)
+        ...     found = octavo.inspect.load(folder)
+        >>> found.steps, found.rows[0].layer, found.measures["flushed"].shape
+        ([0, 2], '0', (2, 6))
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        to: str | Path,
+        every: int = 50,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        schedule: Any = None,
+        step: int = 0,
+        group: Any = None,
+    ) -> None:
+        if every < 1:
+            raise ValueError(f"every={every}: needs at least 1")
+        self.model, self.every, self.optimizer, self.schedule, self._step = model, every, optimizer, schedule, step
+        self._table = Table(model)
+        if not self._table.rows:
+            raise ValueError("the model has no layer in FP8 to record: octavo.convert it first")
+        self._ranks = Ranks.of_process() if group is None else Ranks(group)
+        with self._ranks.together():
+            self._writer = RecordWriter(Path(to), step) if self._ranks.rank == 0 else None
+        self._written: Table | None = None
+        self._samples = WeightSamples()
+        self._scalars: list[tuple[int, str, Scalar]] = []
+        self._readings: list[_Reading] = []
+        self._switches = self._known_switches()
+        self._begin()
+
+    def step(self, loss: Scalar | None = None, grad_norm: Scalar | None = None, **scalars: Scalar) -> None:
+        """Note that a step is done, after the optimizer's.
+
+        Args:
+            loss, grad_norm: of this step, numbers or tensors on any device.
+            scalars: others by name.
+        """
+        given = {"loss": loss, "grad_norm": grad_norm, **scalars}
+        self._scalars += [(self._step, name, value) for name, value in given.items() if value is not None]
+        for switch in self._known_switches()[len(self._switches) :]:
+            self.event("switch", f"{switch.name}: {switch.reason}")
+            self._switches.append(switch)
+        if self._is_recorded:
+            self._read(self._count())
+        while self._readings and self._readings[0].has_arrived:
+            self._write(self._readings.pop(0))
+        self._step += 1
+        self._begin()
+
+    def event(self, kind: str, text: str) -> None:
+        """Note what happened in the step under way: a "switch", a "recovery", a step that was "skipped"."""
+        if self._writer is not None:
+            self._writer.add_event(self._step, kind, text)
+
+    def close(self) -> None:
+        """Write what is under way, and leave the model as it was."""
+        self._table.attach(False)
+        if self._scalars:
+            self._read({})
+        for reading in self._readings:
+            if reading.event is not None:
+                reading.event.synchronize()
+            self._write(reading)
+        self._readings = []
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def _is_recorded(self) -> bool:
+        return self._step % self.every == 0
+
+    def _known_switches(self) -> list[Any]:
+        return [] if self.schedule is None else list(self.schedule.switches)
+
+    def _begin(self) -> None:
+        """Make the model count in the next step, if that is recorded; leave it alone if not."""
+        if not self._is_recorded:
+            return self._table.attach(False)
+        if not self._table.is_of(self.model):
+            self._table.attach(False)
+            self._table = Table(self.model)
+        self._table.attach(True)
+        self._samples.take(self._table.weights)
+
+    @torch.no_grad()
+    def _count(self) -> dict[str, Tensor]:
+        """All counts of the step, over all ranks; the model's are 0 again."""
+        table = self._table
+        count_weights(table.weights, self._ranks)
+        moved = self._samples.moved(table.weights, self.optimizer)
+        sums, extremes = self._ranks.sum(table.sums).clone(), self._ranks.largest(table.extremes).clone()
+        table.sums.zero_()
+        table.extremes.zero_()
+        return {"sums": sums, "extremes": extremes, "moved": self._ranks.sum(moved)}
+
+    def _read(self, counts: Mapping[str, Tensor]) -> None:
+        """Send counts, and scalars since the last time, to the host."""
+        if self._writer is None:
+            self._scalars = []
+            return
+        device = self._table.sums.device
+        values = [
+            torch.as_tensor(value, dtype=torch.float64).detach().to(device, non_blocking=True)
+            for *_, value in self._scalars
+        ]
+        scalars = torch.stack([value.reshape(()) for value in values]) if values else torch.zeros(0)
+        tensors, event = {**counts, "scalars": scalars}, None
+        if device.type == "cuda":
+            pinned = {name: torch.empty_like(t, device="cpu", pin_memory=True) for name, t in tensors.items()}
+            tensors = {name: pinned[name].copy_(t, non_blocking=True) for name, t in tensors.items()}
+            event = torch.cuda.current_stream(device).record_event()
+        self._readings.append(_Reading(self._step, [(step, name) for step, name, _ in self._scalars], tensors, event))
+        self._scalars = []
+
+    def _write(self, reading: _Reading) -> None:
+        assert self._writer is not None
+        rows: dict[int, dict[str, float]] = {}
+        for (step, name), value in zip(reading.scalars, reading.tensors["scalars"].tolist(), strict=True):
+            rows.setdefault(step, {})[name] = value if math.isfinite(value) else math.nan
+        self._writer.add_scalars(rows)
+        if "sums" in reading.tensors:
+            if self._written is not self._table:
+                self._writer.add_rows(reading.step, self._table.rows)
+                self._written = self._table
+            self._writer.add_counts(reading.step, {n: t for n, t in reading.tensors.items() if n != "scalars"})

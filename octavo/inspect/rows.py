@@ -1,0 +1,124 @@
+"""What is recorded of a model: a row for each cast of each layer's roles, and where it is counted."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from octavo.autograd.casts import WEIGHT
+from octavo.autograd.tap import RoleCounts, Tap
+from octavo.kernels.reference.cast_statistics import EXPONENTS, EXTREMES, SUMS
+from octavo.nn.recipe_module import RecipeModule, device_of
+from octavo.scaling.recipe import ROLES, Cast, Recipe
+
+READS = {  # the products that read a role as it lies, and transposed
+    "input": ("output", "grad_weight"),
+    "weight": ("output", "grad_input"),
+    "grad_output": ("grad_input", "grad_weight"),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A cast of a role of a layer.
+
+    Attributes:
+        layer: the module's name.
+        role: "input", "weight" or "grad_output".
+        products: that read the codes.
+        format, granularity, rule: of the cast, as they are printed.
+        largest: the format's largest number, divided by 2^margin.
+    """
+
+    layer: str
+    role: str
+    products: tuple[str, ...]
+    format: str
+    granularity: str
+    rule: str
+    largest: float
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What stays the same when a recipe changes."""
+        return self.layer, self.role, self.products
+
+    def as_dict(self) -> dict[str, Any]:
+        """Its fields, as JSON has them."""
+        return asdict(self)
+
+
+class RecordedRole(NamedTuple):
+    """A role of a layer: the module, and where its casts are counted while it has this recipe."""
+
+    module: RecipeModule
+    recipe: Recipe
+    role: int
+    counts: RoleCounts
+
+
+class Table:
+    """The rows of a model by its recipes now, with room to count them.
+
+    Attributes:
+        rows: in the order of the model's layers.
+        sums, extremes: [rows, ...], as ``cast_statistics`` has them.
+        roles: each layer's roles.
+        taps: what each module is given while a step is recorded.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = [(name, m) for name, m in model.named_modules() if isinstance(m, RecipeModule)]
+        modules = [(name, m) for name, m in modules if not m.recipe.is_high_precision]
+        self.recipes = tuple((name, m.recipe) for name, m in modules)
+        planned = [(name, m, role, _casts(m, role)) for name, m in modules for role in range(len(ROLES))]
+        self.rows = [_row(name, ROLES[role], *cast) for name, _, role, casts in planned for cast in casts if cast]
+        device = device_of(modules[0][1]) if modules else torch.device("cpu")
+        self.sums = torch.zeros(len(self.rows), len(SUMS) + EXPONENTS, dtype=torch.float64, device=device)
+        self.extremes = torch.zeros(len(self.rows), len(EXTREMES), device=device)
+        places = iter(zip(self.sums, self.extremes, strict=True))
+        self.roles = []
+        for _, module, role, casts in planned:
+            first, second = (next(places) if cast else None for cast in casts)
+            self.roles.append(RecordedRole(module, module.recipe, role, (first, second)))
+        by_layer = zip(*[iter(self.roles)] * len(ROLES), strict=True)
+        self.taps = [(x.module, Tap(x.recipe, x.counts, grad.counts)) for x, _, grad in by_layer]
+
+    @property
+    def weights(self) -> list[RecordedRole]:
+        """The layers' weights."""
+        return [found for found in self.roles if found.role == WEIGHT]
+
+    def is_of(self, model: nn.Module) -> bool:
+        """Whether layers and recipes are still those."""
+        modules = [(name, m) for name, m in model.named_modules() if isinstance(m, RecipeModule)]
+        return self.recipes == tuple((name, m.recipe) for name, m in modules if not m.recipe.is_high_precision)
+
+    def attach(self, on: bool) -> None:
+        """Let modules count, or no longer."""
+        for module, tap in self.taps:
+            if on:
+                module.tap = tap
+            else:
+                module.__dict__.pop("tap", None)
+
+
+_Cast = tuple[Cast, tuple[str, ...]] | None
+
+
+def _casts(module: RecipeModule, role: int) -> tuple[_Cast, _Cast]:
+    """A role's casts with the products that read them: one for both, where they are the same."""
+    casts, (as_is, transposed) = module.recipe.casts[role], READS[ROLES[role]]
+    if casts.once:
+        assert casts.as_is is not None
+        return (casts.as_is, (as_is, transposed)), None
+    first = None if casts.as_is is None else (casts.as_is, (as_is,))
+    return first, None if casts.transposed is None else (casts.transposed, (transposed,))
+
+
+def _row(layer: str, role: str, cast: Cast, products: tuple[str, ...]) -> Row:
+    largest = cast.format.max / 2**cast.margin
+    return Row(layer, role, products, str(cast.format), str(cast.granularity), str(cast.rule), largest)

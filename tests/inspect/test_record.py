@@ -1,0 +1,53 @@
+"""What a record says, read."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import octavo
+from octavo import E5M2, recipes
+
+np = pytest.importorskip("numpy")
+
+
+def test_a_stale_scale_is_seen(tmp_path: Path) -> None:
+    layer = octavo.nn.Linear(32, 32, recipe=recipes.delayed())
+    with octavo.inspect.record(layer, tmp_path, every=1) as recorder:
+        for size in (1.0, 1.0, 8.0):
+            torch.manual_seed(0)
+            layer(size * torch.randn(16, 32)).sum().backward()
+            recorder.step()
+    found = octavo.inspect.load(tmp_path)
+    assert found.measures["assumed"][:, 0] == pytest.approx([1, 1, 8], rel=1e-6)
+    assert found.measures["clipped"][:2, 0].max() == 0 < found.measures["clipped"][2, 0]
+
+
+def test_a_margin_is_room(tmp_path: Path) -> None:
+    gradient = dataclasses.replace(recipes.dynamic().grad_input[0], margin=3)
+    assert gradient.format is E5M2
+    layer = octavo.nn.Linear(
+        16, 16, recipe=dataclasses.replace(recipes.dynamic(), grad_input=(gradient, recipes.dynamic().grad_input[1]))
+    )
+    x: Tensor = torch.randn(8, 16, requires_grad=True)
+    with octavo.inspect.record(layer, tmp_path) as recorder:
+        layer(x).square().sum().backward()
+        recorder.step()
+    found = octavo.inspect.load(tmp_path)
+    assert [row.largest for row in found.rows if row.role == "grad_output"] == [57344 / 8, 57344]
+    assert found.measures["assumed"][0] == pytest.approx(1.0)
+
+
+def test_what_cannot_be_recorded_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no layer in FP8"):
+        octavo.inspect.record(nn.Linear(4, 4), tmp_path)
+    with pytest.raises(ValueError, match="every=0"):
+        octavo.inspect.record(octavo.nn.Linear(16, 16), tmp_path, every=0)
+    with pytest.raises(octavo.OctavoError, match="holds no record"):
+        octavo.inspect.load(tmp_path)
+    (tmp_path / "record.json").write_text(json.dumps({"format": 99}))
+    with pytest.raises(octavo.OctavoError, match="form 99"):
+        octavo.inspect.load(tmp_path)

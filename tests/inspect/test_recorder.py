@@ -1,0 +1,41 @@
+"""Records of small trainings: that they change nothing, and what switches leave."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import octavo
+from octavo import recipes
+from tests.support.inspected import network, train
+
+np = pytest.importorskip("numpy")
+
+
+@pytest.mark.parametrize("name", ["delayed", "rowwise", "blockwise"])
+def test_a_recorded_training_is_the_same(name: str, tmp_path: Path) -> None:
+    recipe = getattr(recipes, name)()
+    plain, recorded = network(recipe), network(recipe)
+    expected = train(plain, range(5))
+    with octavo.inspect.record(recorded, tmp_path, every=2) as recorder:
+        assert train(recorded, range(5), recorder) == expected
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), recorded.parameters(), strict=True))
+    assert not any("tap" in module.__dict__ for module in recorded.modules())
+    found = octavo.inspect.load(tmp_path)
+    assert found.steps == [0, 2, 4]
+    steps, losses = found.scalars["loss"]
+    assert (steps, losses) == (list(range(5)), pytest.approx(expected))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
+def test_a_compiled_training_leaves_the_same_record(backend: str, tmp_path: Path) -> None:
+    records = []
+    for name in ("eager", "compiled"):
+        torch.manual_seed(0)
+        model = octavo.nn.RMSNormMLP(32, 64, recipe=recipes.delayed())
+        called = torch.compile(model, backend=backend, fullgraph=True) if name == "compiled" else model
+        with octavo.inspect.record(model, tmp_path / name, every=2) as recorder:
+            train(model, range(3), recorder, called)
+        records.append(octavo.inspect.load(tmp_path / name))
+    for name, values in records[0].measures.items():
+        np.testing.assert_allclose(records[1].measures[name], values, rtol=1e-3, atol=1e-3, err_msg=name)
