@@ -23,7 +23,7 @@ import triton
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
-from octavo.kernels.triton import optimizer_state, prologue, tiles
+from octavo.kernels.triton import norm_kernels, optimizer_state, prologue, tiles
 
 
 class Instruction(NamedTuple):
@@ -127,7 +127,7 @@ def _bits(instruction: Instruction) -> int:
 
 # what reads and writes tiles of tensors; scales and their like are narrow and few
 _READ = (tiles.load_tile, prologue.produce, prologue.load_input, optimizer_state.load_at)
-_WRITE = (tiles.store_codes, optimizer_state.store_at)
+_WRITE = (tiles.store_codes, norm_kernels.store_y, optimizer_state.store_at)
 
 
 def _is_of(functions: Sequence[JITFunction], instruction: Instruction) -> bool:

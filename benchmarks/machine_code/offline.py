@@ -23,6 +23,8 @@ from triton.compiler import CompiledKernel
 from triton.runtime.driver import driver
 
 from octavo.kernels.triton import cast_input, launch
+from octavo.kernels.triton.prologue import Input
+from octavo.kernels.triton.tiles import Source
 
 # by their paths: the functions of the same names hide the modules
 norm_backward = importlib.import_module("octavo.kernels.triton.norm_backward")
@@ -34,10 +36,11 @@ _COMPILED: dict[int, dict[Any, Any]] = {capability: {} for capability in SHARED_
 
 
 class Launch(NamedTuple):
-    """What was to be launched: the compiled kernel and its grid."""
+    """What was to be launched: the compiled kernel, its grid, and the bytes of the tensors whose tiles it reads."""
 
     kernel: CompiledKernel
     grid: tuple[int, int, int]
+    read: int
 
 
 class _Launcher(CudaLauncher):
@@ -96,7 +99,8 @@ def offline(capability: int, record: bool = True) -> Iterator[list[Launch]]:
         launcher = original.fget(kernel)
 
         def recorded(x: int, y: int, z: int, *args: Any) -> None:
-            launches.append(Launch(kernel, (x, y, z)))
+            tiled = {part.ptr.data_ptr(): part.ptr.nbytes for part in args if isinstance(part, (Source, Input))}
+            launches.append(Launch(kernel, (x, y, z), sum(tiled.values())))
             launcher(x, y, z, *args)
 
         return recorded

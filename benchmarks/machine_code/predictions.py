@@ -77,9 +77,9 @@ class Prediction(NamedTuple):
     waves: float  # of programs
 
 
-def predict(launch: Launch, read: int, written: int, device: Device) -> Prediction:
-    """A launch that reads and writes so many bytes, if its code does."""
-    kernel = launch.kernel
+def predict(launch: Launch, written: int, device: Device) -> Prediction:
+    """A launch, which writes so many bytes if its code does."""
+    kernel, read = launch.kernel, launch.read
     threads, used = 32 * kernel.metadata.num_warps, resources(kernel)
     hot = [(loop, *tile_bytes(loop)) for loop in loops(kernel)]
     hot = [entry for entry in hot if entry[1]]
@@ -123,7 +123,7 @@ def row_of(name: str, shape: tuple[int, int], capability: int) -> dict[str, obje
         found = KERNELS[case.op](*arguments)
         outputs = (found,) if isinstance(found, Tensor) else found
         read, written = sum(x.nbytes for x in inputs), sum(x.nbytes for x in outputs)
-        predictions = [predict(launch, read, written, device) for launch in launches]
+        predictions = [predict(launch, written, device) for launch in launches]
     seconds = sum(prediction.seconds for prediction in predictions)
     slowest = max(predictions, key=lambda prediction: prediction.seconds)
     return {

@@ -157,10 +157,10 @@ def norm_backward(gradient: NormGradient) -> tuple[Tensor, Tensor, Tensor]:
     constants = with_beta, zero_centered, Tiling(even, block_r, block_c, one_tile=one_tile, fold=16 // x.element_size())
     arguments = dy_source, Source(x, rows, cols, *x.stride()), residual_source, norm, dx, parts, *constants
     launch(norm_backward_kernel, programs, arguments, num_warps, fuses=True)
-    strips, size = -(-cols // 32), 32
-    even = programs % size == 0 and cols % size == 0
-    summed = Source(parts, programs, cols, cols, 1), dgamma, dbeta, strips, even, size, size
-    launch(norm_backward_sum_kernel, strips * len(parts), summed, 4)
+    strips, tile = -(-cols // 32), (128, 32)
+    even = programs % tile[0] == 0 and cols % tile[1] == 0
+    summed = Source(parts, programs, cols, cols, 1), dgamma, dbeta, strips, even, *tile
+    launch(norm_backward_sum_kernel, strips * len(parts), summed, 8)
     return dx, dgamma, gamma.new_empty(0) if dbeta is None else dbeta
 
 
