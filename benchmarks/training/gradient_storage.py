@@ -14,8 +14,10 @@ from __future__ import annotations
 import argparse
 import csv
 import dataclasses
+import math
 import statistics
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
@@ -125,10 +127,15 @@ def one_run(task: Task) -> float:
         return run(config, BASELINE).final_validation
 
 
-def exact_losses() -> dict[int, float]:
-    """Float32 AdamW's losses by seed."""
-    with (RESULTS / f"optimizer_training-{device_name()}.csv").open(newline="") as file:
-        return {int(row["seed"]): float(row["val_loss"]) for row in csv.DictReader(file) if row["scheme"] == BASE}
+def exact_losses() -> Mapping[int, float]:
+    """Float32 AdamW's losses by seed; nan where ``optimizer_training`` was not run on this device."""
+    found: defaultdict[int, float] = defaultdict(lambda: math.nan)
+    path = RESULTS / f"optimizer_training-{device_name()}.csv"
+    if path.exists():
+        with path.open(newline="") as file:
+            rows = [row for row in csv.DictReader(file) if row["scheme"] == BASE]
+        found.update({int(row["seed"]): float(row["val_loss"]) for row in rows})
+    return found
 
 
 def rows_of_others(path: Path, schemes: list[str]) -> list[dict[str, str]]:
