@@ -6,13 +6,13 @@ import dataclasses
 import itertools
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from octavo.cache import cache_folder
 from octavo.distributed.files import replacing
 from octavo.errors import OctavoError
 from octavo.granularity import PerBlock, PerRow
@@ -115,11 +115,6 @@ PUBLISHED = {
         _constant(1800, 3600, 3600, 1800, 3600),
     ),
 }
-
-
-def cache_folder() -> Path:
-    """Where octavo keeps what it measured on this machine: octavo/ in the user's cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "octavo"
 
 
 def device_label(device: torch.device) -> str:

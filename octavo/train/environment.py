@@ -14,6 +14,7 @@ from octavo.kernels.devices import triton_kernels
 
 EXTRAS = {
     "cli": ("rich", "matplotlib"),
+    "inspect": ("numpy",),
     "onnx": ("onnx", "onnxruntime", "onnxscript"),
     "safetensors": ("safetensors", "huggingface_hub"),
 }
@@ -56,6 +57,18 @@ def products_of(device: torch.device) -> list[str]:
     return ["", f"products on {device}", *(f"  {kind:<{width}}  {owners[right]}" for kind, right in found.items())]
 
 
+def configurations() -> list[str]:
+    """Where the Triton kernels' tiles come from on this machine's GPU."""
+    if not any(runs_natively(torch.device("cuda", index)) for index in range(torch.cuda.device_count())):
+        return []
+    from octavo.kernels.triton.tuned import tuned_file
+
+    path = tuned_file()
+    if path is not None and path.exists():
+        return ["", f"kernels' tiles: tuned on this GPU, {path}"]
+    return ["", "kernels' tiles: octavo's own; `octavo tune` measures the best ones for this GPU in 10 minutes"]
+
+
 def describe() -> str:
     """All of it, as text."""
     versions = {
@@ -71,7 +84,7 @@ def describe() -> str:
     lines += [f"  {name:<{widths[0]}}  {what:<{widths[1]}}  {fp8}" for name, what, fp8 in rows]
     for index in range(torch.cuda.device_count()):
         lines += products_of(torch.device("cuda", index))
-    lines += ["", "extras"]
+    lines += [*configurations(), "", "extras"]
     for extra, packages in EXTRAS.items():
         absent = [package for package in packages if find_spec(package) is None]
         state = "installed" if not absent else f"pip install octavo[{extra}] ({', '.join(absent)} absent)"

@@ -1,15 +1,12 @@
 """What every launch needs: its configuration, the scratch that programs share, the right device, and little host time.
 
-Configurations come from configs.json, which ``python -m benchmarks tune`` measures and writes, and which says where it
-was measured; nothing is tuned while a model trains.
+Configurations come from configs.json, or what `octavo tune` measured on this GPU (tuned.py).
 """
 
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +16,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from octavo.granularity import Tile
+from octavo.kernels.triton.tuned import table
 
 
 class Config(NamedTuple):
@@ -30,7 +28,7 @@ class Config(NamedTuple):
     num_warps: int
 
 
-_CONFIGS = json.loads(Path(__file__).with_name("configs.json").read_text())
+_CONFIGS = table()
 TABLE: dict[str, list[list[int]]] = _CONFIGS["configs"]
 
 # (a's tile, b's tile, fast_accum) of the products that torch's own scaled product makes
