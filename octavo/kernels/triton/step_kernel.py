@@ -217,6 +217,17 @@ def tile_step(row, gradient, place, n, scales, key, OF: tl.constexpr, STEP: tl.c
 
 
 @triton.jit
+def place_of_tile(row, program, count, i, BLOCKS: tl.constexpr, OF: tl.constexpr):
+    """The place of a program's tile number i of ``count``."""
+    if OF.square:
+        tl.static_assert(BLOCKS <= 128)
+        place = place_in_square(row, program.to(tl.int64), i, BLOCKS, OF.even)
+    else:
+        place = place_of(row, program * count + i, BLOCKS, OF.even, OF.large)
+    return place
+
+
+@triton.jit
 def update_tensor(
     row,
     kept_ptr,
@@ -234,11 +245,10 @@ def update_tensor(
     """A program's tiles of a tensor."""
     number = tl.load(to_pointer(row[STEP_COUNT], tl.float32, False)).to(tl.int64) + 1
     key = with_number(row[KEY].to(tl.uint32), number)
-    lr = row[LR]
     if STEP.is_adam:
-        n = adam_numbers(group_ptr, lr, kept_corrections(kept_ptr, group_ptr, number))
+        n = adam_numbers(group_ptr, row[LR], kept_corrections(kept_ptr, group_ptr, number))
     else:
-        n = sgd_numbers(group_ptr, lr, number)
+        n = sgd_numbers(group_ptr, row[LR], number)
     divisor = tl.load(grad_scale_ptr) if grad_scale_ptr is not None else None
     scale_inv = tl.load(gradient_ptr + COUNT) if OF.gradient_fmt is not None else None
     gradient = Gradient(tl.load(gradient_ptr), scale_inv, divisor)
@@ -249,14 +259,10 @@ def update_tensor(
     all_moved = 0.0
     all_grid = 0.0
     MEASURE: tl.constexpr = resolution_ptr is not None
-    tl.static_assert(STEP.blocks <= 128)
     BLOCKS: tl.constexpr = STEP.blocks if OF.even else (STEP.blocks + 1) // 2  # masks, addresses: registers
     count = 128 // BLOCKS if OF.square else tiles * (STEP.blocks // BLOCKS)
     for i in range(count):
-        if OF.square:
-            place = place_in_square(row, program.to(tl.int64), i, BLOCKS, OF.even)
-        else:
-            place = place_of(row, program * count + i, BLOCKS, OF.even, OF.large)
+        place = place_of_tile(row, program, count, i, BLOCKS, OF)
         found1, found2, found_w, moved, grid = tile_step(row, gradient, place, n, scales, key, OF, STEP, MEASURE)
         all_moved += moved
         all_grid += grid
