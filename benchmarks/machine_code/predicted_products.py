@@ -80,7 +80,7 @@ def row_of(name: str, shape: tuple[int, int, int], capability: int) -> dict[str,
     with offline(capability) as launches:
         config = product_config("matmul", operands)
         triton_matmul(operands, torch.bfloat16, False)
-    ((kernel, grid),) = launches
+    ((kernel, grid, _),) = launches
     tile_m, tile_n, step = config.block_r, config.block_c, step_along(a_tile, b_tile)
     loop = next(loop for loop in loops(kernel) if any(re.match("QGMMA|UTCQMMA", i.name) for i in loop))
     counts, used = Counter(i.name.partition(".")[0] for i in loop), resources(kernel)

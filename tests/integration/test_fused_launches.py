@@ -24,8 +24,10 @@ NAMES = {
     "norm_blocks_kernel": "norm",
     "cast_tensor_kernel": "cast",
     "cast_rows_kernel": "cast",
+    "cast_lines_kernel": "cast",
     "cast_blocks_kernel": "cast",
     "amax_kernel": "amax",
+    "line_amax_kernel": "amax",
     "matmul_kernel": "product",
     "norm_backward_kernel": "norm backward",
 }
@@ -76,7 +78,7 @@ def test_delayed_mlp(activation: str) -> None:
     ("name", "norm", "activation"),
     [
         ("dynamic", ["norm", "cast"], ["amax", "cast"]),
-        ("rowwise", ["norm", "cast"], ["cast", "cast"]),
+        ("rowwise", ["norm", "amax", "cast"], ["amax", "cast"]),
         ("blockwise", ["norm", "cast"], ["cast"]),
         ("mx", ["norm"], ["cast"]),
     ],
