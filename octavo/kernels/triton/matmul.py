@@ -141,9 +141,7 @@ def sum_of_steps(product, first_m, first_n, tiling: tl.constexpr, EXTREME: tl.co
         # Both in one load, a step ahead, then exchanged. As two, a thread would load 34: those of its rows and columns.
         tl.static_assert(BLOCK_M == BLOCK_N)
         i = tl.arange(0, 2 * BLOCK_M)
-        a_scales = a.scale_inv + (rows_from(a, first_m, 2 * BLOCK_M) // A_ROWS) * a.scale_stride_r
-        b_scales = b.scale_inv + (rows_from(b, first_n - BLOCK_M, 2 * BLOCK_M) // B_ROWS) * b.scale_stride_r
-        scales = tl.where(i < BLOCK_M, a_scales, b_scales)
+        scales = scales_of_program(product, first_m, first_n, A_ROWS, B_ROWS, BLOCK_M)
         following = tl.load(scales, mask=i * 0 < product.K, other=1.0)  # a K of 0 has no scale
         farthest = tl.zeros([2 * BLOCK_M], tl.int32)
     for start in tl.range(0, product.K, BLOCK_K, num_stages=STAGES):
@@ -160,9 +158,7 @@ def sum_of_steps(product, first_m, first_n, tiling: tl.constexpr, EXTREME: tl.co
             then = tl.minimum(start + BLOCK_K, product.K - 1)
             step = tl.where(i < BLOCK_M, scale_column(then, a, A_COLS), scale_column(then, b, B_COLS))
             following = tl.load(scales + step)
-            a_scale, b_scale = halves(both)
-            a_scale = a_scale[:, None]
-            b_scale = b_scale[None, :]
+            a_scale, b_scale = as_factors(both)
             scale = a_scale * b_scale
         part = dot(a_codes, b_codes.T, tl.zeros([BLOCK_M, BLOCK_N], tl.float32), True)
         left += scaled(part, a_scale, b_scale) if EXTREME else part * scale
@@ -213,6 +209,23 @@ def distance_from_1(scale):
 def halves(both):
     """A vector's first half and its second."""
     return tl.split(tl.trans(tl.reshape(both, [2, both.shape[0] // 2])))
+
+
+@triton.jit
+def as_factors(both):
+    """The scales of a program's rows [M, 1] and of its columns [1, N], from both one behind the other."""
+    a_scale, b_scale = halves(both)
+    return a_scale[:, None], b_scale[None, :]
+
+
+@triton.jit
+def scales_of_program(product, first_m, first_n, A_ROWS: tl.constexpr, B_ROWS: tl.constexpr, COUNT: tl.constexpr):
+    """Pointers to the first scales of a program's rows, and behind them of its columns, as many."""
+    a = product.a
+    b = product.b
+    a_scales = a.scale_inv + (rows_from(a, first_m, 2 * COUNT) // A_ROWS) * a.scale_stride_r
+    b_scales = b.scale_inv + (rows_from(b, first_n - COUNT, 2 * COUNT) // B_ROWS) * b.scale_stride_r
+    return tl.where(tl.arange(0, 2 * COUNT) < COUNT, a_scales, b_scales)
 
 
 @triton.jit
