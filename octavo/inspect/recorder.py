@@ -104,7 +104,7 @@ class Recorder:
             scalars: others by name.
         """
         given = {"loss": loss, "grad_norm": grad_norm, **scalars}
-        self._scalars += [(self._step, name, value) for name, value in given.items() if value is not None]
+        self._scalars += [(self._step, name, _kept(value)) for name, value in given.items() if value is not None]
         for switch in self._known_switches()[len(self._switches) :]:
             self.event("switch", f"{switch.name}: {switch.reason}")
             self._switches.append(switch)
@@ -197,3 +197,8 @@ class Recorder:
                 self._writer.add_rows(reading.step, self._table.rows)
                 self._written = self._table
             self._writer.add_counts(reading.step, {n: t for n, t in reading.tensors.items() if n != "scalars"})
+
+
+def _kept(value: Scalar) -> Scalar:
+    """A number as it is now, without the graph that made it."""
+    return value.detach().clone() if isinstance(value, Tensor) else value

@@ -1,5 +1,6 @@
 """Records of small trainings: that they change nothing, and what switches leave."""
 
+import weakref
 from pathlib import Path
 
 import pytest
@@ -39,3 +40,17 @@ def test_a_compiled_training_leaves_the_same_record(backend: str, tmp_path: Path
         records.append(octavo.inspect.load(tmp_path / name))
     for name, values in records[0].measures.items():
         np.testing.assert_allclose(records[1].measures[name], values, rtol=1e-3, atol=1e-3, err_msg=name)
+
+
+def test_scalars_are_those_of_their_step(tmp_path: Path) -> None:
+    layer, norm = octavo.nn.Linear(16, 16, recipe=recipes.dynamic()), torch.zeros(())
+    with octavo.inspect.record(layer, tmp_path) as recorder:
+        for step in range(3):
+            loss = layer(torch.randn(4, 16)).sum()
+            loss.backward()
+            recorder.step(loss=loss, grad_norm=norm.fill_(step), lr=0.5)
+        graph = weakref.ref(loss.grad_fn)
+        del loss
+        assert graph() is None
+    found = octavo.inspect.load(tmp_path)
+    assert found.scalars["grad_norm"] == ([0, 1, 2], [0.0, 1.0, 2.0]) and found.scalars["lr"][1] == [0.5] * 3
