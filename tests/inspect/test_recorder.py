@@ -46,11 +46,12 @@ def test_scalars_are_those_of_their_step(tmp_path: Path) -> None:
     layer, norm = octavo.nn.Linear(16, 16, recipe=recipes.dynamic()), torch.zeros(())
     with octavo.inspect.record(layer, tmp_path) as recorder:
         for step in range(3):
-            loss = layer(torch.randn(4, 16)).sum()
+            x = torch.randn(4, 16, requires_grad=True)
+            loss = layer(x).sum()
             loss.backward()
             recorder.step(loss=loss, grad_norm=norm.fill_(step), lr=0.5)
-        graph = weakref.ref(loss.grad_fn)
-        del loss
+        graph = weakref.ref(x)
+        del x, loss
         assert graph() is None
     found = octavo.inspect.load(tmp_path)
     assert found.scalars["grad_norm"] == ([0, 1, 2], [0.0, 1.0, 2.0]) and found.scalars["lr"][1] == [0.5] * 3
