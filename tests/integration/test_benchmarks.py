@@ -283,7 +283,7 @@ def test_the_table_in_readme_is_that_of_the_results():
 
 
 def test_results_that_are_older_than_their_code_are_named(tmp_path, monkeypatch):
-    commits = subjects._git("rev-list", "HEAD", "--", "octavo/kernels/reference").split()
+    commits = subjects._git("rev-list", "HEAD", "--", *subjects.subjects()["cpu_step"].measures).split()
     monkeypatch.setattr(subjects, "RESULTS", tmp_path)
     for name, commit in {"new": commits[0], "old": commits[1], "changed": commits[0] + "+", "lost": "0" * 7}.items():
         (tmp_path / f"cpu_step-{name}.csv").write_text(f"commit\n{commit}\n")
