@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import math
 import os
 import platform
 import re
@@ -15,7 +14,6 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks/results"
@@ -40,13 +38,6 @@ def interleaved(
 def ratio(seconds: Mapping[str, Sequence[float]], name: str, base: str) -> float:
     """Median over rounds of this variant's time by the base's in the same round."""
     return statistics.median(a / b for a, b in zip(seconds[name], seconds[base], strict=True))
-
-
-def sqnr(result: Tensor, exact: Tensor) -> float:
-    """Signal to quantisation noise in dB: 10 log10(|exact|^2 / |result - exact|^2), in float64."""
-    result, exact = result.detach().double(), exact.detach().double()
-    noise = (result - exact).pow(2).sum().item()
-    return math.inf if noise == 0 else 10 * math.log10(exact.pow(2).sum().item() / noise)
 
 
 def device_name() -> str:

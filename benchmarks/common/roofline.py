@@ -1,8 +1,52 @@
-"""The least time that an operation can take, from peaks measured in the same run: whichever bound is the larger."""
+"""What the GPU can do at best, measured in the same run, and from that the least time that an operation can take."""
 
 from __future__ import annotations
 
-from benchmarks.common.gpu_timer import Peaks
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.tune.timing import DEVICE, timings
+
+
+class Peaks(NamedTuple):
+    """What the device did at best in this run: bytes/s read + written, FLOP/s."""
+
+    copy: float
+    bf16: float
+    fp8: float  # the tensor cores' short accumulator
+    fp8_exact: float
+
+    def __str__(self) -> str:
+        return (
+            f"measured peaks: copy {self.copy / 1e12:.3f} TB/s, bf16 {self.bf16 / 1e12:.0f} TFLOP/s, "
+            f"FP8 {self.fp8 / 1e12:.0f} TFLOP/s fast accumulation, {self.fp8_exact / 1e12:.0f} without"
+        )
+
+
+def peaks(toy: bool = False) -> Peaks:
+    """Measure them: a copy of 1 GiB, square products of random numbers, 8192 a side."""
+    elements, side = (1 << 16, 64) if toy else (1 << 30, 8192)
+    source, target = (torch.zeros(elements, dtype=torch.uint8, device=DEVICE) for _ in range(2))
+    a, b = (torch.randn(side, side, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
+    a8, b8 = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
+    one = torch.ones((), device=DEVICE)
+
+    def fp8(fast: bool) -> Tensor:
+        return torch._scaled_mm(a8, b8.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=fast)
+
+    found = timings(
+        {
+            "copy": [lambda: target.copy_(source)],
+            "bf16": [lambda: torch.mm(a, b.t())],
+            "fp8": [lambda: fp8(True)],
+            "fp8_exact": [lambda: fp8(False)],
+        },
+        rounds=20,
+    )
+    flop = 2 * side**3
+    return Peaks(2 * elements / found.median("copy"), *(flop / found.median(name) for name in Peaks._fields[1:]))
 
 
 def floor_seconds(peaks: Peaks, nbytes: float = 0.0, flop: float = 0.0, fast_accum: bool = True) -> float:

@@ -16,14 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import benchmarks.common.interpreter  # noqa: F401
-from benchmarks.common.gpu_timer import ON_GPU, Deadline, Peaks, describe, input_sets, peaks, timings
 from benchmarks.common.measure import LiveTable, write_results
-from benchmarks.common.roofline import floor_seconds
-from benchmarks.common.workers import precompile
-from benchmarks.kernels import cases, fused_cases, products
+from benchmarks.common.roofline import Peaks, floor_seconds, peaks, product_bytes, product_flop
+from benchmarks.kernels.libraries import torchao_product
 from benchmarks.kernels.rivals import RIVALS, rivals_of
+from octavo.tune import cases, fused_cases, products
+from octavo.tune.timing import ON_GPU, Deadline, describe, input_sets, timings
+from octavo.tune.workers import precompile
 
 TAKES = "a GPU; 4 minutes"
 MEASURES = ("octavo/kernels/triton",)
@@ -46,7 +48,7 @@ def compile_one(name: str, shape: tuple[int, ...]) -> None:
     if name in products.PRODUCTS:
         for fast in (True, False):
             products.calls(name, shape, 1, fast)[0]()
-        if torchao := products.torchao_call(name, shape):
+        if torchao := torchao_product(name, shape):
             torchao()
         return
     (x,) = cases.inputs(*shape, 1)  # type: ignore[arg-type]
@@ -69,6 +71,13 @@ def _number(value: float, digits: int = 1) -> str:
     return "" if math.isnan(value) else f"{value:.{digits}f}"
 
 
+def moved_bytes(name: str, x: Tensor, result: Any) -> int:
+    """What a case must move at least."""
+    outputs = (result,) if isinstance(result, Tensor) else result
+    read = sum(tensor.nbytes for tensor in cases.reads(name, x))
+    return cases.CASES[name].reads * read + sum(output.nbytes for output in outputs)
+
+
 def cast_row(name: str, shape: tuple[int, ...], peak: Peaks, toy: bool, with_rivals: bool) -> Row:
     """Time one case at one shape."""
     rows, cols = shape
@@ -76,7 +85,7 @@ def cast_row(name: str, shape: tuple[int, ...], peak: Peaks, toy: bool, with_riv
     if problem := cases.wrong(name, xs[0]):
         return _row(name, shape, us="FAILED", note=problem)
     calls = cases.calls(name, xs)
-    nbytes = cases.moved_bytes(name, xs[0], calls[0]())
+    nbytes = moved_bytes(name, xs[0], calls[0]())
     others = rivals_of(name, toy) if with_rivals else {}
     bound = {who: [rival.bound(cases.reads(name, x)) for x in xs] for who, rival in others.items()}
     found = timings({"octavo": calls, **bound}, 1 if toy else 15)
@@ -109,16 +118,16 @@ def product_row(name: str, shape: tuple[int, ...], fast: bool, peak: Peaks, toy:
         "bf16": [lambda: torch.mm(a, b.t())],
     }
     try:
-        torchao = products.torchao_call(name, shape) if with_rivals else None
+        torchao = torchao_product(name, shape) if with_rivals else None
     except Exception as error:
         torchao, note = None, f"torchao: {describe(error)}; "
     if torchao is not None:
         variants["torchao"] = [torchao]
     found = timings(variants, 1 if toy else 10)
-    seconds, flop = found.median("octavo"), products.flop(shape)
+    seconds, flop = found.median("octavo"), product_flop(*shape)
     if "octavo" in found.errors:
         return _row(text, shape, us="FAILED", note=found.errors["octavo"])
-    nbytes = products.moved_bytes(name, shape)
+    nbytes = product_bytes(*shape)
     return _row(
         text,
         shape,

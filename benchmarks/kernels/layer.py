@@ -19,11 +19,12 @@ import torch
 from torch import Tensor, nn
 
 import octavo
-from benchmarks.common.gpu_timer import DEVICE, ON_GPU, Deadline, Timings, describe, timings
-from benchmarks.common.measure import LiveTable, sqnr, write_results
+from benchmarks.common.measure import LiveTable, write_results
 from benchmarks.common.models import with_torchao
-from benchmarks.common.workers import precompile
 from octavo import kernels, recipes
+from octavo.tune.agreement import sqnr
+from octavo.tune.timing import DEVICE, ON_GPU, Deadline, Timings, describe, timings
+from octavo.tune.workers import precompile
 
 TAKES = "a GPU; 1 minute"
 MEASURES = ("octavo/kernels/triton", "octavo/autograd", "octavo/nn/recipe_module.py")

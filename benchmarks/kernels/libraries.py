@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.common.gpu_timer import DEVICE
-from benchmarks.kernels import fused_cases
-from benchmarks.kernels.plain_cases import E4M3
 from benchmarks.kernels.plain_torch import Work, compiled, transposed
+from octavo.tune import fused_cases
+from octavo.tune.cases import E4M3, inputs
+from octavo.tune.timing import DEVICE, ON_GPU
 
 
 def _as_they_are(*inputs: Tensor) -> tuple[Any, ...]:
@@ -230,3 +230,20 @@ def _quantizers(dtype: Any) -> tuple[Callable[..., Any], ...]:
         return Float8BlockQuantizer(dtype, rowwise=True, columnwise=True, block_scaling_dim=1)
 
     return delayed, dynamic, blocks
+
+
+def torchao_product(name: str, shape: tuple[int, ...]) -> Callable[[], Tensor] | None:
+    """torchao's own kernel for the product's tiles, where it has one: for blocks."""
+    if not ON_GPU or name not in ("1x128 . 128x128", "1x128 . 1x128"):
+        return None
+    try:
+        from torchao.prototype.blockwise_fp8_training import kernels
+    except Exception:  # absent, or not for this Triton
+        return None
+    a, b = inputs(shape[0], shape[2], 1)[0], inputs(shape[1], shape[2], 1)[0]
+    a_codes, a_scale = kernels.triton_fp8_blockwise_act_quant_lhs(a)
+    if name == "1x128 . 128x128":
+        b_codes, b_scale = kernels.triton_fp8_blockwise_weight_quant_transposed_rhs(b)
+        return lambda: kernels.triton_fp8_gemm_1x128_128x128(a_codes, b_codes, a_scale, b_scale, 128, torch.bfloat16)
+    b_codes, b_scale = kernels.triton_fp8_blockwise_act_quant_rhs(b.t().contiguous())
+    return lambda: kernels.triton_fp8_gemm_1x128_128x1(a_codes, b_codes, a_scale, b_scale, 128, torch.bfloat16)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
-from benchmarks.kernels import fused_cases
-from benchmarks.kernels.plain_cases import E4M3, E5M2, SCALE
+from octavo.tune import fused_cases
+from octavo.tune.plain_cases import E4M3, E5M2, SCALE
 
 Work = Callable[..., Any]
 

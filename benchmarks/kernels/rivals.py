@@ -7,9 +7,10 @@ import functools
 import torch
 from torch import Tensor
 
-from benchmarks.kernels import fused_cases, libraries
+from benchmarks.kernels import libraries
 from benchmarks.kernels.libraries import Rival
 from benchmarks.kernels.plain_torch import PLAIN, compiled
+from octavo.tune import fused_cases
 
 RIVALS = ("inductor", "torchao", "liger", "te")
 

@@ -1,6 +1,6 @@
 """The first minute on a GPU: every case of ``kernels`` once against its reference, then a training step of each recipe.
 
-Codes, scales, sums and products must be what benchmarks/kernels/agreement.py permits; of a step the loss, the gradients
+Codes, scales, sums and products must be what octavo/tune/agreement.py permits; of a step the loss, the gradients
 and the update must be finite and near those in bf16.
 """
 
@@ -14,11 +14,11 @@ from torch import nn
 
 import benchmarks.common.interpreter  # noqa: F401
 import octavo
-from benchmarks.common.gpu_timer import DEVICE, ON_GPU, describe
-from benchmarks.common.measure import sqnr
 from benchmarks.common.models import OCTAVO, with_octavo
-from benchmarks.common.workers import precompile
-from benchmarks.kernels import cases, products
+from octavo.tune import cases, products
+from octavo.tune.agreement import sqnr
+from octavo.tune.timing import DEVICE, ON_GPU, describe
+from octavo.tune.workers import precompile
 
 TAKES = "a GPU; 1 minute"
 MEASURES = ("octavo/kernels/triton",)

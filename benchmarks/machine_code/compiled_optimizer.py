@@ -11,17 +11,15 @@ from torch import Tensor
 
 from benchmarks.machine_code.compiled_case import BF16, FP32, LARGE, Case, tensor
 from octavo.formats import E4M3, E5M2
-from octavo.granularity import Granularity, PerBlock, PerTensor
+from octavo.granularity import PerBlock, PerTensor
 from octavo.kernels.reference.adam import AdamGroup
 from octavo.kernels.reference.optimizer_step import WeightUpdate
 from octavo.kernels.reference.sgd import SgdGroup
 from octavo.kernels.triton import optimizer_step
-from octavo.optim.masters import NAMED as MASTERS
 from octavo.optim.masters import OF_FP8_WEIGHTS
-from octavo.optim.moment import NAMED, Moment, as_matrix
-from octavo.tensor.stored_weight import StoredWeight
+from octavo.optim.moment import NAMED, Moment
+from octavo.tune.step_cases import ADAM, stored_update, update
 
-ADAM = AdamGroup(1e-3, 0.9, 0.999, 1e-8, 0.01, False, True, True)
 SGD = SgdGroup(1e-3, 0.9, 0.0, 0.01, False, False)
 ODD = (1000, 1000)  # rows end within a block
 
@@ -30,37 +28,6 @@ _PREVIOUS = (
     Moment(E5M2, root=True, granularity=PerTensor(), scale="previous"),
 )
 _TWO_STAGES = (Moment(E4M3, granularity=PerTensor()), Moment(E5M2, root=True, granularity=PerTensor()))
-
-
-def update(
-    shape: tuple[int, int], moments: tuple[Moment, ...], master: str | None, dtype: torch.dtype, grad: torch.dtype
-) -> WeightUpdate:
-    """A weight's update, of memory that is never read."""
-    weight = tensor(shape, dtype)
-    state: dict[str, Tensor] = {}
-    for number, moment in enumerate(moments):
-        state |= moment.new_state(str(number), weight.shape, weight.device)
-    small = MASTERS[master].new_state(tensor((1, 1), dtype))
-    if (rest := small.pop("master_rest", None)) is not None:
-        small["master_rest"] = torch.empty(*shape, *rest.shape[2:], dtype=rest.dtype)
-    state |= small
-    stored = tuple(moment.for_kernel(str(number), state) for number, moment in enumerate(moments))
-    kept = MASTERS[master].for_kernel(as_matrix(weight), state)
-    return WeightUpdate(kept, stored, tensor(shape, grad), torch.zeros(()), 1, 0, 0)
-
-
-def stored_update(shape: tuple[int, int], master: str | None, granularity: Granularity) -> WeightUpdate:
-    """The update of a weight that is stored in FP8."""
-    scale_inv = torch.empty(granularity.scale_shape(shape))
-    weight = StoredWeight(tensor(shape, torch.float8_e4m3fn), scale_inv)
-    like = OF_FP8_WEIGHTS[master]
-    state = {"master_amax": torch.empty_like(scale_inv)}
-    if like.rest is not None:
-        rest = tensor(shape, like.rest)
-        state["master_rest"] = rest.view(torch.uint8) if like.rest == torch.int16 else rest  # 16 bits are kept as bytes
-    moments = update(shape, NAMED["fp8"], "split32", BF16, BF16)
-    kept = like.for_kernel(weight.qdata.view(torch.uint8), state, scale_inv)
-    return moments._replace(master=kept)
 
 
 def coded(update: WeightUpdate) -> WeightUpdate:

@@ -20,12 +20,12 @@ import triton
 from torch import Tensor
 
 from benchmarks.common.measure import commit, table, write_results
-from benchmarks.kernels import fused_cases, plain_cases, step_cases
 from benchmarks.machine_code.machine_code import instructions, loops, resources, tile_bytes
 from benchmarks.machine_code.offline import MULTIPROCESSORS, SHARED_MEMORY, Launch, offline
 from octavo.kernels.reference.optimizer_step import WeightUpdate
 from octavo.kernels.triton import KERNELS as OPS
 from octavo.kernels.triton import optimizer_step
+from octavo.tune import fused_cases, plain_cases, step_cases
 
 TAKES = "5 minutes"
 MEASURES = ("octavo/kernels/triton",)

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 import octavo
-from benchmarks.common.gpu_timer import DEVICE, ON_GPU, describe, synchronize, timings
 from benchmarks.common.measure import table, write_results
+from octavo.tune.timing import DEVICE, ON_GPU, describe, synchronize, timings
 
 TAKES = "2 minutes"
 MEASURES = ("octavo/optim", "octavo/kernels/reference", "octavo/kernels/triton")

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 import octavo
-from benchmarks.common.gpu_timer import DEVICE, ON_GPU, describe, timings
 from benchmarks.common.measure import table, write_results
+from octavo.tune.timing import DEVICE, ON_GPU, describe, timings
 
 TAKES = "1 minute"
 MEASURES = ("octavo/optim",)

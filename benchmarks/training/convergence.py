@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import octavo
-from benchmarks.common.measure import sqnr, table, write_results
+from benchmarks.common.measure import table, write_results
 from octavo.train import GPT, Batches, DataConfig, Hooks, TrainConfig, load_corpus, next_byte_loss, run
+from octavo.tune.agreement import sqnr
 
 TAKES = "20 minutes"
 MEASURES = ("octavo/kernels/reference", "octavo/recipes.py", "octavo/autograd")

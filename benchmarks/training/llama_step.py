@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 import octavo
-from benchmarks.common.gpu_timer import DEVICE, ON_GPU, Deadline, describe, synchronize, timings
 from benchmarks.common.measure import LiveTable, write_results
 from benchmarks.common.models import with_torchao
+from octavo.tune.timing import DEVICE, ON_GPU, Deadline, describe, synchronize, timings
 
 TAKES = "a GPU; 4 minutes"
 MEASURES = ("octavo/kernels/triton", "octavo/autograd", "octavo/nn", "octavo/optim")

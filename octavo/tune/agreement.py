@@ -7,6 +7,7 @@ dtype.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,6 +49,13 @@ def same_state(arguments: Sequence[Any], expected: Sequence[Any], exact: bool) -
             if not same:
                 return False
     return True
+
+
+def sqnr(result: Tensor, exact: Tensor) -> float:
+    """Signal to quantisation noise in dB: 10 log10(|exact|^2 / |result - exact|^2), in float64."""
+    result, exact = result.detach().double(), exact.detach().double()
+    noise = (result - exact).pow(2).sum().item()
+    return math.inf if noise == 0 else 10 * math.log10(exact.pow(2).sum().item() / noise)
 
 
 def _difference(result: Tensor, truth: Tensor, exact: bool, rows: int, excused: int) -> str:

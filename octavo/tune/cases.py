@@ -13,17 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import benchmarks.common.interpreter  # noqa: F401
-from benchmarks.common.gpu_timer import DEVICE, synchronize
-from benchmarks.kernels import fused_cases, plain_cases, step_cases
-from benchmarks.kernels.agreement import difference, same_state
-from benchmarks.kernels.plain_cases import E4M3, ROWS, TENSOR, many
 from octavo.kernels.reference import KERNELS as REFERENCE
 from octavo.kernels.reference.optimizer_step import optimizer_step as reference_step
 from octavo.kernels.triton import KERNELS as TRITON
 from octavo.kernels.triton import optimizer_step
+from octavo.tune import fused_cases, plain_cases, step_cases
+from octavo.tune.agreement import difference, same_state
+from octavo.tune.plain_cases import E4M3, ROWS, TENSOR, many
+from octavo.tune.timing import DEVICE, synchronize
 
-__all__ = ["CASES", "E4M3", "ROWS", "TENSOR", "calls", "inputs", "moved_bytes", "reads", "wrong"]
+__all__ = ["CASES", "E4M3", "ROWS", "TENSOR", "calls", "inputs", "reads", "wrong"]
 
 KERNELS = {**TRITON, "many": many(TRITON["multi_tensor_cast"])}
 KERNELS["step"] = step_cases.stepping(optimizer_step, keeps_plans=True)
@@ -58,13 +57,6 @@ def calls(name: str, xs: Sequence[Tensor]) -> list[Callable[[], Any]]:
     bound = [call(_arguments(name, x)) for x in xs]
     synchronize()  # the scales' arrival on the host
     return bound
-
-
-def moved_bytes(name: str, x: Tensor, result: Any) -> int:
-    """What the case must move at least."""
-    outputs = (result,) if isinstance(result, Tensor) else result
-    read = sum(tensor.nbytes for tensor in reads(name, x))
-    return _ALL[name].reads * read + sum(output.nbytes for output in outputs)
 
 
 def wrong(name: str, x: Tensor) -> str:

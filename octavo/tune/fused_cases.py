@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.common.gpu_timer import DEVICE
-from benchmarks.kernels.plain_cases import COLUMNS, E4M3, E5M2, ROWS, TENSOR, UPDATE, Case, delayed_state
+from octavo.kernels.reference import KERNELS as REFERENCE
 from octavo.kernels.reference.norm import normalise
+from octavo.tune.plain_cases import COLUMNS, E4M3, E5M2, ROWS, TENSOR, UPDATE, Case, delayed_state
+from octavo.tune.timing import DEVICE
 
 SCALE = 16.0  # of products of normal numbers: nothing saturates
 EPS = 1e-5
@@ -65,16 +66,26 @@ def _activated(activation: str, op: str, make: Make, reads: int = 1, transpose: 
     return Case(op, arguments, reads, inputs, exact=False)
 
 
-def _gradient(activation: str, op: str, make: Make, reads: int = 1, transpose: bool = True) -> Case:
-    """The cast of an activation's gradient, with its column sums."""
+def _gradient(
+    activation: str,
+    op: str,
+    make: Make,
+    reads: int = 1,
+    transpose: bool = True,
+    column_sum: bool = True,
+    saved: Sequence[int] | None = None,
+) -> Case:
+    """The cast of an activation's gradient; ``saved``: the tile of the codes that the activation's input is kept in."""
 
     def inputs(x: Tensor) -> tuple[Tensor, ...]:
         rows, cols = x.shape
-        return _normal(rows, cols // 2 if activation in GATED else cols, 1), x
+        h = (x,) if saved is None else REFERENCE["cast"](x, None, 0, E4M3, saved, False, 0)[:3:2]
+        return _normal(rows, cols // 2 if activation in GATED else cols, 1), *h
 
-    def arguments(dy: Tensor, h: Tensor) -> tuple[Any, ...]:
+    def arguments(dy: Tensor, *h: Any) -> tuple[Any, ...]:
         transposed = (transpose,) if op != "cast_and_commit" else ()
-        return dy, *make(), *transposed, 1, True, activation, h
+        tile = () if saved is None else (saved,)
+        return dy, *make(), *transposed, 1, column_sum, activation, *h, *tile
 
     return Case(op, arguments, reads, inputs, exact=False)
 
@@ -106,8 +117,8 @@ def _norm_gradient(norm: str) -> Case:
         return _normal(*x.shape, 1), x, gamma, mean, rstd, _normal(*x.shape, 3)
 
     def arguments(dy: Tensor, *others: Tensor) -> tuple[Any, ...]:
-        *others, residual = others
-        return dy, *others, KINDS[norm], False, norm == "layernorm", residual
+        *saved, residual = others
+        return dy, *saved, KINDS[norm], False, norm == "layernorm", residual
 
     return Case("norm_backward", arguments, 1, inputs, exact=False)
 
@@ -135,7 +146,10 @@ CASES = {
 # whose configurations no other case would show
 ONLY_TUNED = {
     "swiglu gradient + cast+sum delayed": _gradient("swiglu", "cast", _delayed_gradient, transpose=False),
-    "swiglu gradient + rows": _gradient("swiglu", "cast", _dynamic(E4M3, ROWS), transpose=False),
+    "swiglu gradient + rows": _gradient(
+        "swiglu", "cast", _dynamic(E4M3, ROWS), transpose=False, column_sum=False
+    ),
+    "swiglu gradient of codes + cast+transpose+sum+commit": _gradient("swiglu", "cast_and_commit", _commit, saved=VECTOR),
     "rmsnorm + cast delayed": _normed("rmsnorm", "norm_cast", _delayed, transpose=False),
     "rmsnorm + rows": _normed("rmsnorm", "norm_cast", _dynamic(E4M3, ROWS), transpose=False),
     "rmsnorm + 1x128": _normed("rmsnorm", "norm_cast", _dynamic(E4M3, VECTOR, True), transpose=False),

@@ -99,6 +99,11 @@ KINDS = {
         lambda: _tiles((32, 64, 128), (32, 64, 128), (1, 4, 8), 2048, 8192, (8, 32)),
         FEW,
     ),
+    "cast_transpose_gated_gradient_of_codes": Kind(
+        ("swiglu gradient of codes + cast+transpose+sum+commit",),
+        lambda: _tiles((32, 64, 128), (32, 64, 128), (1, 4, 8), 2048, 8192, (8, 32)),
+        FEW,
+    ),
     "cast_rows_gated_gradient": Kind(
         ("swiglu gradient + rows",), lambda: _tiles((1, 2), (1024, 2048, 4096, 8192), (1,), 1024, 8192, (4, 32)), FEW
     ),

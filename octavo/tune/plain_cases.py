@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.common.gpu_timer import DEVICE
 from octavo.granularity import ALL
 from octavo.kernels.reference import KERNELS as REFERENCE
+from octavo.tune.timing import DEVICE
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 TENSOR, ROWS, COLUMNS = (ALL, ALL), (1, ALL), (ALL, 1)

@@ -14,16 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import benchmarks.common.interpreter  # noqa: F401
-from benchmarks.common.gpu_timer import ON_GPU
-from benchmarks.common.measure import sqnr
-from benchmarks.common.roofline import product_bytes, product_flop
-from benchmarks.kernels.cases import E4M3, ROWS, TENSOR, inputs
 from octavo.granularity import Tile
 from octavo.kernels.arguments import unpacking
 from octavo.kernels.reference import KERNELS as REFERENCE
 from octavo.kernels.triton import KERNELS as TRITON
 from octavo.kernels.triton.library_matmul import library_matmul
+from octavo.tune.agreement import sqnr
+from octavo.tune.cases import E4M3, ROWS, TENSOR, inputs
+from octavo.tune.timing import ON_GPU
 
 # by its path: the function of the same name hides the module
 _module = importlib.import_module("octavo.kernels.triton.matmul")
@@ -79,16 +77,6 @@ def calls(name: str, shape: tuple[int, ...], sets: int, fast_accum: bool = False
     return [lambda: function(*bound)]
 
 
-def flop(shape: tuple[int, ...]) -> float:
-    """Of the product."""
-    return product_flop(*shape)
-
-
-def moved_bytes(name: str, shape: tuple[int, ...]) -> float:
-    """What the product must move at least, but for scales."""
-    return product_bytes(*shape, 2)
-
-
 def wrong(name: str, shape: tuple[int, ...], fast_accum: bool = False) -> str:
     """What is wrong with its first rows, "" for nothing: against the same pairs multiplied in float32."""
     a, a_scale_inv, a_tile, b, b_scale_inv, b_tile, *others = arguments(name, shape, fast_accum)
@@ -104,20 +92,3 @@ def _first_rows(q: Tensor, scale_inv: Tensor, tile: Tile, rows: int) -> Tensor:
     """The pair's first rows in float32; as many as whole blocks of the tile."""
     scales = scale_inv if tile[0] == -1 else scale_inv[: -(-rows // tile[0])]
     return REFERENCE["dequantize"](q[:rows], scales, tile, torch.float32)
-
-
-def torchao_call(name: str, shape: tuple[int, ...]) -> Callable[[], Tensor] | None:
-    """torchao's own kernel for the product's tiles, where it has one: for blocks."""
-    if not ON_GPU or name not in ("1x128 . 128x128", "1x128 . 1x128"):
-        return None
-    try:
-        from torchao.prototype.blockwise_fp8_training import kernels
-    except Exception:  # absent, or not for this Triton
-        return None
-    a, b = inputs(shape[0], shape[2], 1)[0], inputs(shape[1], shape[2], 1)[0]
-    a_codes, a_scale = kernels.triton_fp8_blockwise_act_quant_lhs(a)
-    if name == "1x128 . 128x128":
-        b_codes, b_scale = kernels.triton_fp8_blockwise_weight_quant_transposed_rhs(b)
-        return lambda: kernels.triton_fp8_gemm_1x128_128x128(a_codes, b_codes, a_scale, b_scale, 128, torch.bfloat16)
-    b_codes, b_scale = kernels.triton_fp8_blockwise_act_quant_rhs(b.t().contiguous())
-    return lambda: kernels.triton_fp8_gemm_1x128_128x1(a_codes, b_codes, a_scale, b_scale, 128, torch.bfloat16)

@@ -8,15 +8,51 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.common.gpu_timer import ON_GPU
-from benchmarks.kernels.plain_cases import Case
-from benchmarks.machine_code.compiled_optimizer import ADAM, stored_update, update
-from octavo.granularity import PerBlock
+from octavo.granularity import Granularity, PerBlock
+from octavo.kernels.reference.adam import AdamGroup
 from octavo.kernels.reference.optimizer_step import WeightUpdate
 from octavo.kernels.triton.launch import config
-from octavo.optim.moment import NAMED
+from octavo.optim.masters import NAMED as MASTERS
+from octavo.optim.masters import OF_FP8_WEIGHTS
+from octavo.optim.moment import NAMED, Moment, as_matrix
+from octavo.tensor.stored_weight import StoredWeight
+from octavo.tune.plain_cases import Case
+from octavo.tune.timing import ON_GPU
+
+ADAM = AdamGroup(1e-3, 0.9, 0.999, 1e-8, 0.01, False, True, True)
 
 Make = Callable[[tuple[int, int]], WeightUpdate]
+
+
+def update(
+    shape: tuple[int, int], moments: tuple[Moment, ...], master: str | None, dtype: torch.dtype, grad: torch.dtype
+) -> WeightUpdate:
+    """A weight's update, of memory that is never read."""
+    weight = torch.empty(shape, dtype=dtype)
+    state: dict[str, Tensor] = {}
+    for number, moment in enumerate(moments):
+        state |= moment.new_state(str(number), weight.shape, weight.device)
+    small = MASTERS[master].new_state(torch.empty(1, 1, dtype=dtype))
+    if (rest := small.pop("master_rest", None)) is not None:
+        small["master_rest"] = torch.empty(*shape, *rest.shape[2:], dtype=rest.dtype)
+    state |= small
+    stored = tuple(moment.for_kernel(str(number), state) for number, moment in enumerate(moments))
+    kept = MASTERS[master].for_kernel(as_matrix(weight), state)
+    return WeightUpdate(kept, stored, torch.empty(shape, dtype=grad), torch.zeros(()), 1, 0, 0)
+
+
+def stored_update(shape: tuple[int, int], master: str | None, granularity: Granularity) -> WeightUpdate:
+    """The update of a weight that is stored in FP8."""
+    scale_inv = torch.empty(granularity.scale_shape(shape))
+    weight = StoredWeight(torch.empty(shape, dtype=torch.float8_e4m3fn), scale_inv)
+    like = OF_FP8_WEIGHTS[master]
+    state = {"master_amax": torch.empty_like(scale_inv)}
+    if like.rest is not None:
+        rest = torch.empty(shape, dtype=like.rest)
+        state["master_rest"] = rest.view(torch.uint8) if like.rest == torch.int16 else rest  # 16 bits are kept as bytes
+    moments = update(shape, NAMED["fp8"], "split32", torch.bfloat16, torch.bfloat16)
+    kept = like.for_kernel(weight.qdata.view(torch.uint8), state, scale_inv)
+    return moments._replace(master=kept)
 
 
 def _places(one: WeightUpdate) -> list[tuple[Any, str]]:

@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 
 import benchmarks.common.interpreter  # noqa: F401
-from benchmarks.common.gpu_timer import ON_GPU, Deadline, Timings, describe, input_sets, timings
 from benchmarks.common.measure import provenance
-from benchmarks.common.workers import precompile
 from benchmarks.kernels import cases, products
-from benchmarks.kernels.kinds import KINDS, PRODUCTS, TOY_PRODUCTS, Shape
 from octavo.kernels.triton.launch import Config
+from octavo.tune.kinds import KINDS, PRODUCTS, TOY_PRODUCTS, Shape
+from octavo.tune.timing import ON_GPU, Deadline, Timings, describe, input_sets, timings
+from octavo.tune.workers import precompile
 
 TAKES = "a GPU; 10 minutes"
 MEASURES = ("octavo/kernels/triton",)

@@ -8,10 +8,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import Any
 
-from benchmarks.common.gpu_timer import DEVICE, Deadline, describe
+import torch
 
-# torch.compile would start as many processes again in each
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+from octavo.tune.timing import ON_GPU, Deadline, describe
 
 
 def precompile(function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]], minutes: float) -> list[str]:
@@ -20,7 +19,8 @@ def precompile(function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]], m
     Returns:
         a line for each that raised; those not done in ``minutes`` are left to be compiled when first called.
     """
-    deadline = Deadline(minutes)
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # of the processes too: each would start more
+    deadline, in_time = Deadline(minutes), False
     processes = min(len(os.sched_getaffinity(0)), len(tasks), 32)
     failures = []
     pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"))
@@ -29,20 +29,20 @@ def precompile(function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]], m
         for future in as_completed(futures, timeout=max(deadline.left(), 1)):
             if error := future.result():
                 failures.append(f"{futures[future]}: {error}")
+        in_time = True
     except Exception as error:  # a process died, or time is up
         failures.append(f"compiling ahead: {describe(error)}")
-    for process in list((pool._processes or {}).values()) if deadline.left() < 0 else []:
-        process.terminate()
-    pool.shutdown(wait=deadline.left() > 0, cancel_futures=True)
+    finally:  # also when interrupted
+        for process in [] if in_time else list((pool._processes or {}).values()):
+            process.terminate()
+        pool.shutdown(wait=in_time, cancel_futures=True)
     return failures
 
 
 def _attempt(function: Callable[..., Any], task: tuple[Any, ...]) -> str:
     try:
         function(*task)
-        if DEVICE.type == "cuda":
-            import torch
-
+        if ON_GPU:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()  # for the other processes
         return ""

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 import octavo
 from octavo import recipes
@@ -55,3 +56,14 @@ def test_scalars_are_those_of_their_step(tmp_path: Path) -> None:
         assert graph() is None
     found = octavo.inspect.load(tmp_path)
     assert found.scalars["grad_norm"] == ([0, 1, 2], [0.0, 1.0, 2.0]) and found.scalars["lr"][1] == [0.5] * 3
+
+
+def test_a_compiled_model_is_compiled_twice_whatever_is_recorded(tmp_path: Path) -> None:
+    layer, counter = octavo.nn.RMSNormMLP(32, 64, recipe=recipes.delayed()), CompileCounter()
+    layer.compile(backend=counter, fullgraph=True)
+    with octavo.inspect.record(layer, tmp_path, every=3) as recorder:
+        for _ in range(8):
+            layer(torch.randn(8, 32, requires_grad=True)).sum().backward()
+            recorder.step()
+    layer(torch.randn(8, 32, requires_grad=True)).sum().backward()
+    assert counter.frame_count == 2
