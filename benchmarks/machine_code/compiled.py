@@ -160,6 +160,15 @@ def dequantize() -> Iterator[Case]:
         )
 
 
+def note_faults() -> Iterator[Case]:
+    one, found = torch.ones(1, dtype=torch.int32), torch.zeros(4)
+    for shape, tile, amax in ((LARGE, TENSOR, torch.ones(1, 1)), (LARGE, VECTOR, None), ((1, 1), TENSOR, None)):
+        scale_inv = torch.empty(granularity_of(tile).scale_shape(shape))
+        call = functools.partial(KERNELS["note_faults"], tensor(shape), scale_inv, amax, one, found, one)
+        extra = "" if amax is None else ", Delayed"
+        yield Case("note_faults", f"{granularity_of(tile)} of {name_of(BF16)} {list(shape)}{extra}", call)
+
+
 def matmul() -> Iterator[Case]:
     """The Triton kernel for every pair of granularities, though for some a GPU runs torch's own product."""
     for shape in SIZES:
@@ -212,6 +221,7 @@ GROUPS: dict[str, Callable[[], Iterator[Case]]] = {
     "two scalings": two_scalings,
     "commit": commit_cases,
     "dequantize": dequantize,
+    "note faults": note_faults,
     "matmul": matmul,
     "many tensors": many_tensors,
     "activations": activations,

@@ -196,7 +196,7 @@ def examine(kernel: CompiledKernel, bits: int = 128) -> tuple[dict[str, object],
     wanted = _TENSOR_CORES[kernel.metadata.target.arch]
     if kernel.name in _PRODUCTS and not any(name.startswith(wanted) for name in tensor_core):
         misses.append(f"no {wanted}")
-    if kernel.name != "delayed_update_kernel" and min(loads, default=0) < bits:
+    if kernel.name not in ("delayed_update_kernel", "note_faults_kernel") and min(loads, default=0) < bits:
         misses.append(f"loads of {sorted(loads) or 'no'} bits")
     updates = kernel.name == "optimizer_step_kernel" and bool(stores)  # some launches only look
     only_reads = kernel.name == "cast_statistics_kernel"

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo import kernels
-from octavo.autograd.casts import INPUT, Activation, Pair, State, cast_grad_output, cast_role
-from octavo.autograd.tap import Tap, count
+from octavo.autograd.casts import GRAD_OUTPUT, INPUT, Activation, Pair, State, cast_grad_output, cast_role
+from octavo.autograd.tap import Tap, Watch, count, scales_of
 from octavo.errors import HigherOrderGradientError
 from octavo.granularity import PerBlock, Tile
 from octavo.kernels.reference.activation import produced
@@ -34,7 +34,7 @@ class Layer(NamedTuple):
     """What a linear layer brings to its products, besides weight and bias themselves.
 
     ``weight`` is the weight's operands; ``training``: whether backward commits the delayed state; ``tap``: where casts
-    are counted in a step that is recorded.
+    are counted in a step that is recorded; ``watch``: where faults are noted.
     """
 
     weight: Operands
@@ -42,6 +42,7 @@ class Layer(NamedTuple):
     state: State | None
     training: bool
     tap: Tap | None = None
+    watch: Watch | None = None
 
 
 class Plan(NamedTuple):
@@ -53,12 +54,13 @@ class Plan(NamedTuple):
     rolls_weight: bool
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None]
     tap: Tap | None
+    watch: Watch | None
 
 
 def plan_of(layer: Layer, dtype: torch.dtype, weight_NK: Tensor, bias: Tensor | None) -> Plan:
     """The plan of a layer whose results have this dtype."""
     dtypes = dtype, weight_NK.dtype, None if bias is None else bias.dtype
-    return Plan(layer.recipe, layer.state, layer.training, layer.weight.fresh, dtypes, layer.tap)
+    return Plan(layer.recipe, layer.state, layer.training, layer.weight.fresh, dtypes, layer.tap, layer.watch)
 
 
 def output(
@@ -68,9 +70,13 @@ def output(
     recipe = layer.recipe
     if recipe.output is None:
         assert x_TK is not None
-        return F.linear(x_TK, weight_NK.to(dtype), None if bias is None else bias.to(dtype))
-    assert x.as_is is not None and layer.weight.as_is is not None
-    return _matmul(recipe, "output", x.as_is, layer.weight.as_is, bias, dtype)
+        y_TN = F.linear(x_TK, weight_NK.to(dtype), None if bias is None else bias.to(dtype))
+    else:
+        assert x.as_is is not None and layer.weight.as_is is not None
+        y_TN = _matmul(recipe, "output", x.as_is, layer.weight.as_is, bias, dtype)
+    if layer.watch is not None:
+        layer.watch.input.look(y_TN, scales_of(x.as_is or x.transposed), x.amax)
+    return y_TN
 
 
 def to_save(
@@ -152,6 +158,7 @@ def gradients(
     needs_dx, needs_dw, needs_db = needs
     (as_is, transposed, _, column_sum, *_), grad_TN = g
     del g  # what is read no more makes room for the next product
+    scale_inv = scales_of(as_is or transposed)
     dx_TK = dw_NK = db_N = None
     if needs_dx:
         if recipe.grad_input is None:
@@ -174,6 +181,10 @@ def gradients(
             assert grad_TN is not None
             column_sum = grad_TN.sum(0)
         db_N = column_sum.to(bias_dtype)
+    made = dw_NK if dx_TK is None else dx_TK
+    if plan.watch is not None and made is not None:
+        amax = plan.state.amax_history[GRAD_OUTPUT, :1] if plan.state is not None and plan.commits else None
+        plan.watch.grad_output.look(made, scale_inv, amax)
     return dx_TK, dw_NK, db_N
 
 

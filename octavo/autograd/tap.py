@@ -1,4 +1,4 @@
-"""Where a step that octavo.inspect records counts what a layer's casts did: tensors, written where casts are made."""
+"""Where octavo.inspect counts what a layer's casts did, and notes faults: tensors, written where casts are made."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from octavo import kernels
+from octavo.autograd.casts import Pair
 from octavo.scaling.recipe import Recipe, RoleCasts
 from octavo.tensor.pair import Operands
 
@@ -32,3 +33,27 @@ def count(counts: RoleCounts, x_RC: Tensor, operands: Operands, casts: RoleCasts
         kernels.cast_statistics(x_RC.t(), *operands.transposed, casts.transposed.tile, *as_is)
     if transposed is not None and casts.transposed is not None and operands.transposed is not None:
         kernels.cast_statistics(x_RC.t(), *operands.transposed, casts.transposed.tile, *transposed)
+
+
+class Notes(NamedTuple):
+    """Where faults of a layer's role are noted: the last arguments of the op note_faults."""
+
+    place: Tensor
+    found: Tensor
+    first: Tensor
+
+    def look(self, product: Tensor, scale_inv: Tensor | None, amax: Tensor | None) -> None:
+        """Note what a product of the role's operand, with these scales, says of it."""
+        kernels.note_faults(product.detach(), scale_inv, amax, *self)
+
+
+class Watch(NamedTuple):
+    """A layer's notes, by role; a fault of the weight is found by looking at it between steps."""
+
+    input: Notes
+    grad_output: Notes
+
+
+def scales_of(pair: Pair | None) -> Tensor | None:
+    """A pair's scale_inv, where there is a pair."""
+    return None if pair is None else pair[1]

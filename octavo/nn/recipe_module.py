@@ -12,7 +12,7 @@ from torch.nn.modules.module import _global_parameter_registration_hooks
 
 from octavo.autograd.casts import WEIGHT, State, cast_role
 from octavo.autograd.products import Layer, linear
-from octavo.autograd.tap import Tap
+from octavo.autograd.tap import Tap, Watch
 from octavo.errors import HigherOrderGradientError
 from octavo.formats import HIGH_PRECISION
 from octavo.kernels.capability import warn_once_if_emulated
@@ -36,6 +36,7 @@ class RecipeModule(nn.Module):
     delayed_amax_history: Tensor | None
     _weight_cache: WeightCache
     tap: Tap | None = None  # where the forward and backward of a step that is recorded count casts: octavo.inspect
+    watch: Watch | None = None  # where faults are noted: octavo.inspect.trace_faults
 
     def _set_recipe(self, recipe: Recipe) -> None:
         """``module.recipe = recipe``: for the next forward; graphs already built keep the one they were built with.
@@ -233,8 +234,8 @@ class RecipeModule(nn.Module):
             state = State(self.delayed_scale, self.delayed_amax_history)  # type: ignore[arg-type]
         weight = self._weight_operands(weight_NK, parameter, grad_enabled and needs_input_grad, state)
         training = self.training and grad_enabled
-        tap = self.tap if training else None
-        return Layer(weight, recipe, state, training, None if tap is None or tap.recipe is not recipe else tap)
+        tap, watch = (self.tap, self.watch) if training else (None, None)
+        return Layer(weight, recipe, state, training, None if tap is None or tap.recipe is not recipe else tap, watch)
 
     def _weight_operands(self, weight_NK: Tensor, parameter: Tensor, transposed: bool, state: State | None) -> Operands:
         operands = getattr(type(parameter), "operands", None)  # of a weight that is in FP8 already

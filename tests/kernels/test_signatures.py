@@ -110,6 +110,10 @@ def cases(shape: tuple[int, int], tile: tuple[int, int]) -> list[tuple[str, tupl
     found.append(
         ("cast_statistics", (torch.randn(shape), *a, tile, torch.zeros(71, dtype=torch.float64), torch.zeros(3)))
     )
+    found += [
+        ("note_faults", (torch.randn(shape), *given, torch.ones(1).int(), torch.zeros(4), torch.zeros(1).int()))
+        for given in ((a[1], None), (None, torch.ones(1)))
+    ]
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         found.append(("dequantize", (*a, tile, dtype)))
         found.append(("matmul", (*a, tile, *b, tile, None, dtype, False)))
@@ -227,6 +231,7 @@ def test_only_the_state_is_written() -> None:
         "delayed_update": buffers,
         "multi_tensor_cast": ["qdata", "transposed", "scale_inv", "amax"],
         "cast_statistics": ["sums", "extremes"],
+        "note_faults": ["found", "first"],
     }
 
 

@@ -12,6 +12,7 @@ from octavo.kernels.reference.delayed_update import delayed_update
 from octavo.kernels.reference.matmul import matmul
 from octavo.kernels.reference.multi_tensor_cast import multi_tensor_cast
 from octavo.kernels.reference.norm import norm_backward
+from octavo.kernels.reference.note_faults import note_faults
 
 KERNELS: dict[str, Callable[..., Any]] = unpacking(
     {
@@ -24,6 +25,7 @@ KERNELS: dict[str, Callable[..., Any]] = unpacking(
         "dequantize": dequantize,
         "matmul": matmul,
         "multi_tensor_cast": multi_tensor_cast,
+        "note_faults": note_faults,
         "norm_cast": cast,
         "norm_cast_two_scalings": cast_two_scalings,
         "norm_backward": norm_backward,

@@ -16,6 +16,7 @@ from octavo.kernels.triton.matmul import matmul
 from octavo.kernels.triton.multi_tensor_cast import multi_tensor_cast
 from octavo.kernels.triton.norm import norm_cast, norm_cast_two_scalings
 from octavo.kernels.triton.norm_backward import norm_backward
+from octavo.kernels.triton.note_faults import note_faults
 from octavo.kernels.triton.optimizer_step import optimizer_step
 
 __all__ = ["KERNELS", "optimizer_step"]
@@ -30,6 +31,7 @@ _KERNELS: dict[str, Callable[..., Any]] = {
     "dequantize": dequantize,
     "matmul": matmul,
     "multi_tensor_cast": multi_tensor_cast,
+    "note_faults": note_faults,
     "norm_cast": norm_cast,
     "norm_cast_two_scalings": norm_cast_two_scalings,
     "norm_backward": norm_backward,

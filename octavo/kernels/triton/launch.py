@@ -16,7 +16,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from octavo.granularity import Tile
-from octavo.kernels.triton.tuned import table
+from octavo.kernels.triton.tuned import table, tuned_file
 
 
 class Config(NamedTuple):
@@ -28,7 +28,7 @@ class Config(NamedTuple):
     num_warps: int
 
 
-_CONFIGS = table()
+_CONFIGS = table(tuned_file())
 TABLE: dict[str, list[list[int]]] = _CONFIGS["configs"]
 
 # (a's tile, b's tile, fast_accum) of the products that torch's own scaled product makes

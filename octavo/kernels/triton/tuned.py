@@ -30,10 +30,9 @@ def tuned_file() -> Path | None:
     return cache_folder() / f"kernels-{device}-triton-{triton.__version__}-{kernels}.json"
 
 
-def table() -> dict[str, Any]:
-    """Shipped kinds of kernels, each with its rows of this GPU's table where that has them."""
+def table(path: Path | None) -> dict[str, Any]:
+    """Shipped kinds of kernels, each with its rows of the table at ``path`` where that has them."""
     shipped: dict[str, Any] = json.loads(SHIPPED.read_text())
-    path = tuned_file()
     try:
         found = {} if path is None else json.loads(path.read_text())
         configs = {kind: found.get("configs", {}).get(kind, rows) for kind, rows in shipped["configs"].items()}
