@@ -47,7 +47,7 @@ def compile_one(name: str, shape: tuple[int, ...]) -> None:
     """Run a case and its rivals, or a product, once: what a worker does."""
     if name in products.PRODUCTS:
         for fast in (True, False):
-            products.calls(name, shape, 1, fast)[0]()
+            products.calls(name, shape, fast)[0]()
         if torchao := torchao_product(name, shape):
             torchao()
         return
@@ -114,7 +114,7 @@ def product_row(name: str, shape: tuple[int, ...], fast: bool, peak: Peaks, toy:
         return _row(text, shape, us="FAILED", note=problem)
     a, b = (cases.inputs(rows, shape[2], 1)[0] for rows in shape[:2])
     variants: dict[str, list[Callable[[], Any]]] = {
-        "octavo": products.calls(name, shape, 1, fast),
+        "octavo": products.calls(name, shape, fast),
         "bf16": [lambda: torch.mm(a, b.t())],
     }
     try:

@@ -57,7 +57,7 @@ def _activated(activation: str, op: str, make: Make, reads: int = 1, transpose: 
     """The cast of an activation."""
 
     def inputs(x: Tensor) -> tuple[Tensor, ...]:
-        return (torch.cat((x, _normal(*x.shape, 1)), 1),) if activation in GATED else (x,)
+        return (torch.cat((x, _normal(x.shape[0], x.shape[1], 1)), 1),) if activation in GATED else (x,)
 
     def arguments(h: Tensor) -> tuple[Any, ...]:
         transposed = (transpose,) if op != "cast_and_commit" else ()
@@ -114,7 +114,7 @@ def _norm_gradient(norm: str) -> Case:
     def inputs(x: Tensor) -> tuple[Tensor, ...]:
         gamma, *beta = _parameters(norm, x)
         _, mean, rstd = normalise(x, gamma, beta[0] if beta else None, KINDS[norm], EPS, False)
-        return _normal(*x.shape, 1), x, gamma, mean, rstd, _normal(*x.shape, 3)
+        return _normal(x.shape[0], x.shape[1], 1), x, gamma, mean, rstd, _normal(x.shape[0], x.shape[1], 3)
 
     def arguments(dy: Tensor, *others: Tensor) -> tuple[Any, ...]:
         *saved, residual = others
@@ -146,10 +146,8 @@ CASES = {
 # whose configurations no other case would show
 ONLY_TUNED = {
     "swiglu gradient + cast+sum delayed": _gradient("swiglu", "cast", _delayed_gradient, transpose=False),
-    "swiglu gradient + rows": _gradient(
-        "swiglu", "cast", _dynamic(E4M3, ROWS), transpose=False, column_sum=False
-    ),
-    "swiglu gradient of codes + cast+transpose+sum+commit": _gradient("swiglu", "cast_and_commit", _commit, saved=VECTOR),
+    "swiglu gradient + rows": _gradient("swiglu", "cast", _dynamic(E4M3, ROWS), transpose=False, column_sum=False),
+    "swiglu gradient of codes + cast+transpose+sum+commit": _gradient("swiglu", "cast_and_commit", _commit, saved=MX),
     "rmsnorm + cast delayed": _normed("rmsnorm", "norm_cast", _delayed, transpose=False),
     "rmsnorm + rows": _normed("rmsnorm", "norm_cast", _dynamic(E4M3, ROWS), transpose=False),
     "rmsnorm + 1x128": _normed("rmsnorm", "norm_cast", _dynamic(E4M3, VECTOR, True), transpose=False),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from octavo.kernels.triton.launch import Config
 
 Shape = tuple[int, ...]
+Buckets = Mapping[int, Sequence[Shape]]  # largest log2 of elements -> shapes timed
 
 
 class Kind(NamedTuple):
@@ -16,7 +17,7 @@ class Kind(NamedTuple):
 
     cases: tuple[str, ...]
     grid: Callable[[], list[Config]]
-    buckets: dict[int, tuple[Shape, ...]]  # largest log2 of elements -> shapes timed
+    buckets: Buckets
 
 
 def _tiles(

@@ -71,7 +71,7 @@ def arguments(name: str, shape: tuple[int, ...], fast_accum: bool = False) -> tu
     return *a, product.a_tile, *b, product.b_tile, None, torch.bfloat16, fast_accum
 
 
-def calls(name: str, shape: tuple[int, ...], sets: int, fast_accum: bool = False) -> list[Callable[[], Any]]:
+def calls(name: str, shape: tuple[int, ...], fast_accum: bool = False) -> list[Callable[[], Any]]:
     """The product; of one set, for it is arithmetic that bounds it."""
     function, bound = PRODUCTS[name].function, arguments(name, shape, fast_accum)
     return [lambda: function(*bound)]

@@ -1,7 +1,5 @@
 """Benchmarks that need a GPU, or long, run end to end without one, at toy size, and every row they write is a number.
 
-They say so where a kernel's results are not its reference's.
-"""
 
 from __future__ import annotations
 
@@ -16,12 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from torch import Tensor
 
 pytest.importorskip("triton")
 subjects = importlib.import_module("benchmarks.subjects")
-difference = importlib.import_module("benchmarks.kernels.agreement").difference
 
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "octavo/kernels/triton/configs.json"
@@ -209,9 +204,7 @@ def test_tune(tmp_path: Path) -> None:
     rows = rows_of(tmp_path / "tune.csv")
     assert_numbers(rows, "us")
     assert_numbers([row for row in rows if row["kind"] != "library"], "by_fastest", "num_warps")
-    untuned = {"cast_transpose_gated_gradient_of_codes"}
-    every = json.loads(before)["configs"].keys() - untuned | {"library"}
-    assert every <= {row["kind"] for row in rows}
+    assert {row["kind"] for row in rows} == json.loads(before)["configs"].keys() | {"library"}
 
 
 @pytest.mark.full
@@ -221,40 +214,6 @@ def test_tune_writes_a_table(tmp_path: Path) -> None:
     assert '"measured_on": "cpu' in written
     unchanged = [line.rstrip(",") for line in TABLE.read_text().splitlines() if '"cast_rows"' in line]
     assert all(line in written for line in unchanged)
-
-
-def results() -> list[Tensor]:
-    """Codes of 128 x 256 numbers, transposed ones, a scale for each 1x1 block, and column sums."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(128, 256, generator=generator).clamp(min=0.1)
-    codes = x.to(torch.float8_e4m3fn)
-    return [codes, codes.t().contiguous(), torch.exp2(x.log2().floor()), x.sum(0).bfloat16()]
-
-
-def test_results_that_agree() -> None:
-    assert difference(results(), results(), True, 128) == difference(results(), results(), False, 128) == ""
-
-
-@pytest.mark.parametrize(
-    ("output", "change", "exact", "found"),
-    [
-        (0, lambda q: q.view(torch.uint8)[0, :32].add_(1), False, ""),
-        (0, lambda q: q.view(torch.uint8)[0, :1].add_(1), True, "output 0: 1 of 32768 differ"),
-        (1, lambda q: q.view(torch.uint8)[0, :33].add_(1), False, "output 1: 33 of 32768 codes differ"),
-        (1, lambda q: q.view(torch.uint8)[0, :1].add_(2), False, "output 1: 1 of 32768 codes are further than one"),
-        (2, lambda s: s[0].mul_(1 + 2e-6), False, ""),
-        (2, lambda s: s[0, :3].mul_(2), False, ""),
-        (2, lambda s: s[0, :4].mul_(2), False, "output 2: differs by 1 relative"),
-        (2, lambda s: s[0].mul_(1 + 2e-5), False, "output 2: differs by 2e-05 relative"),
-        (2, lambda s: s[0].mul_(1 + 2e-6), True, "output 2: 256 of 32768 differ"),
-        (3, lambda sums: sums.mul_(1.02), True, "output 3: sums differ by"),
-    ],
-)
-def test_results_that_differ(output: int, change: Callable[[Tensor], object], exact: bool, found: str) -> None:
-    changed = results()
-    change(changed[output])
-    text = difference(changed, results(), exact, 128)
-    assert text.startswith(found) and bool(text) == bool(found)
 
 
 @pytest.mark.full  # what is counted is held in tests/distributed/test_bytes.py too

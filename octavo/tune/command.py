@@ -1,0 +1,170 @@
+"""``octavo tune``: which kinds of kernels are tuned, for how long, and where what was found is kept."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import math
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from octavo.distributed.files import replacing
+from octavo.errors import OctavoError
+from octavo.kernels.capability import runs_natively
+from octavo.kernels.devices import triton_kernels
+
+if TYPE_CHECKING:
+    from octavo.tune.tuner import Tuned
+
+LEAST = 15  # seconds that a kind takes at least
+
+
+class TuneError(OctavoError, RuntimeError):
+    """There is nothing to tune here, or not by this name; the message says why."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What both ``octavo tune`` and ``python -m benchmarks tune`` take."""
+    help = "kinds of kernels by their names in configs.json, and library, the products that are torch's (default: all)"
+    parser.add_argument("kinds", nargs="*", metavar="KIND", help=help)
+    help = "kinds not reached by then keep their rows (default: 9.0)"
+    parser.add_argument("--minutes", type=float, default=9.0, metavar="FLOAT", help=help)
+    parser.add_argument("--log", type=Path, metavar="CSV", help="a file for all readings")
+    parser.add_argument("--toy", action="store_true", help="tiny shapes and two configurations; nothing is kept")
+
+
+def tune_here(options: argparse.Namespace) -> int:
+    """``octavo tune``: 0, or 1 where something failed or there was no time.
+
+    Raises:
+        TuneError: without Triton or a GPU with native FP8.
+    """
+    _require_gpu()
+    from octavo.kernels.triton.tuned import tuned_file
+
+    path = tuned_file()
+    assert path is not None  # there is a GPU
+    if options.forget:
+        print(f"forgotten: {path}" if path.exists() else f"nothing was tuned here: there is no {path}")
+        path.unlink(missing_ok=True)
+        return 0
+    import triton
+
+    versions = {"torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version()}
+    origin = {"device": torch.cuda.get_device_name(), **versions}
+    return tune(None if options.toy else path, origin, options)
+
+
+def _require_gpu() -> None:
+    if not torch.cuda.is_available() or not runs_natively(torch.device("cuda", torch.cuda.current_device())):
+        raise TuneError("there is nothing to tune here: octavo's kernels run on NVIDIA GPUs with native FP8 (sm_89 on)")
+    if triton_kernels() is None:
+        raise TuneError("there is nothing to tune: Triton can't be imported, so GPUs run the reference kernels")
+
+
+def tune(output: Path | None, origin: Mapping[str, str], options: argparse.Namespace) -> int:
+    """Tune kinds one after the other, and write what is found after each.
+
+    Args:
+        output: the table to write, whose other rows stay; None to keep nothing.
+        origin: device and versions, which the table and the log name.
+        options: see ``add_options``.
+
+    Returns:
+        0, or 1 where something failed or nothing was found.
+
+    Raises:
+        TuneError: for a kind that there isn't.
+    """
+    from octavo.tune import tuner
+    from octavo.tune.timing import ON_GPU, Deadline, describe
+
+    deadline = Deadline(options.minutes)
+    found: dict[str, Tuned] = {}
+    log: list[dict[str, Any]] = []
+    known = [*tuner.KINDS, tuner.LIBRARY]  # which comes last: by the products' new rows
+    kinds, failed = options.kinds or known, False
+    if unknown := set(kinds) - set(known):
+        raise TuneError(f"no such kind: {', '.join(sorted(unknown))}; known: {', '.join(known)}")
+    if ON_GPU:
+        _compile_ahead(kinds, options)
+    try:
+        for kind in kinds:
+            if deadline.left() < LEAST:
+                print(f"{kind}: left out, no time", flush=True)
+                continue
+            try:
+                tuned = tuner.tune(kind, options.toy, log, {kind: tuned.rows for kind, tuned in found.items()})
+            except Exception as error:
+                print(f"{kind}: FAILED, {describe(error)}", file=sys.stderr, flush=True)
+                failed = True
+                continue
+            failed |= not tuned.rows
+            if tuned.rows:
+                found[kind] = tuned
+                print(f"{json.dumps(kind)}: {json.dumps(tuned.rows)}", flush=True)
+                if output is not None:
+                    _write(output, origin, found)
+            if options.log and log:
+                _write_log(options.log, origin, log)
+    finally:  # also when interrupted
+        print(_summary(output, found), flush=True)
+    return int(failed or not found)
+
+
+def _compile_ahead(kinds: Sequence[str], options: argparse.Namespace) -> None:
+    """Leave what will be timed in Triton's cache, in half of the time at most."""
+    from octavo.tune import tuner
+    from octavo.tune.workers import precompile
+
+    tasks = [(kind, config, options.toy) for kind in kinds for config in tuner.grid_of(kind, options.toy)]
+    failures = precompile(tuner.compile_one, tasks, options.minutes / 2) if tasks else []
+    print(f"{len(tasks)} configurations compiled ahead; {len(failures)} failed", flush=True)
+    print(*(f"  {line}\n" for line in failures[:3]), sep="", end="", flush=True)
+
+
+def _write(path: Path, origin: Mapping[str, str], found: Mapping[str, Tuned]) -> None:
+    """The table with the kinds found replaced, a line a kind."""
+    from octavo.kernels.triton.tuned import table
+
+    old, rows = table(path), {kind: tuned.rows for kind, tuned in found.items()}
+    library = rows.pop("library", old["library"])
+    versions = (f"{name} {value}" for name, value in origin.items() if name != "device")
+    measured_on = ", ".join([origin["device"], *versions])
+    lines = ",\n".join(f"{json.dumps(kind)}: {json.dumps(kept)}" for kind, kept in {**old["configs"], **rows}.items())
+    head = f'{{"measured_on": {json.dumps(measured_on)},\n"library": {json.dumps(library)},\n'
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as file:
+        file.write(f'{head}"configs": {{\n{lines}\n}}}}\n'.encode())
+
+
+def _write_log(path: Path, origin: Mapping[str, str], log: Sequence[Mapping[str, Any]]) -> None:
+    with path.open("w", newline="") as file:
+        columns = dict.fromkeys(key for line in log for key in line)
+        writer = csv.DictWriter(file, [*columns, *origin])
+        writer.writeheader()
+        writer.writerows({**line, **origin} for line in log)
+
+
+def _summary(output: Path | None, found: Mapping[str, Tuned]) -> str:
+    """What was written, and what it gained."""
+    from octavo.kernels.triton.tuned import SHIPPED, tuned_file
+
+    if not found:
+        return "nothing was found, nothing is written"
+    gains = {kind: tuned.gain for kind, tuned in found.items() if not math.isnan(tuned.gain)}
+    lines = []
+    if gains:
+        mean = math.exp(sum(map(math.log, gains.values())) / len(gains))
+        each = ", ".join(f"{kind} {gain:.2f}" for kind, gain in gains.items())
+        lines = [f"times as fast as by octavo's own rows: {mean:.2f} ({each})"]
+    written = "nothing is kept" if output is None else f"wrote {output}"
+    if output in (SHIPPED, tuned_file()):
+        written += ": new processes use it"
+    return "\n".join([*lines, f"{len(found)} kinds tuned; {written}"])
