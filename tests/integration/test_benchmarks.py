@@ -1,5 +1,4 @@
-"""Benchmarks that need a GPU, or long, run end to end without one, at toy size, and every row they write is a number.
-
+"""Benchmarks that need a GPU, or long, run end to end without one, at toy size; every row they write is a number."""
 
 from __future__ import annotations
 
