@@ -133,6 +133,7 @@ def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
 def _parser() -> argparse.ArgumentParser:
     import octavo
     from octavo.train.config import BASELINE, RECIPES, UNCONVERTED, ModelConfig
+    from octavo.tune.command import add_options
 
     parser = _Parser(prog="octavo", description="Train PyTorch models in FP8.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"octavo {octavo.__version__}")
@@ -171,6 +172,9 @@ def _parser() -> argparse.ArgumentParser:
     help = "H100, H200 or B200, by published rates (default: this one, by what `octavo info --measure` found)"
     plan.add_argument("--device", metavar="NAME", help=help)
     add_flags(plan, ModelConfig)
+    tune = add("tune", _tune, "measure which tiles kernels are fastest with on this GPU, for all later processes")
+    add_options(tune)
+    tune.add_argument("--forget", action="store_true", help="go back to octavo's own")
     info = add("info", _info, "versions, devices, and where FP8 is native")
     help = "measure what this device does: products, casts, copies; keep it for `octavo plan`, and say where FP8 pays"
     info.add_argument("--measure", action="store_true", help=help)
@@ -338,6 +342,12 @@ def _plan(options: argparse.Namespace, arguments: list[str]) -> int:
     work = work_of(model, inputs)
     print(command.describe_plan([estimate(model, inputs, recipe, rates, work=work) for recipe in recipes], rates))
     return 0
+
+
+def _tune(options: argparse.Namespace, arguments: list[str]) -> int:
+    from octavo.tune.command import tune_here
+
+    return tune_here(options)
 
 
 def _info(options: argparse.Namespace, arguments: list[str]) -> int:
