@@ -1,0 +1,105 @@
+"""``octavo tune``: what it writes, what stays when it is interrupted, what it says, and how it is forgotten."""
+
+import csv
+import importlib
+import json
+import math
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from octavo import cli
+from octavo.tune import command
+
+pytest.importorskip("triton")
+tuned = importlib.import_module("octavo.kernels.triton.tuned")
+
+ORIGIN = {"device": "a GPU", "torch": "2", "triton": "3"}
+
+
+@pytest.fixture
+def tuner(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The tuner, of which "amax" finds a row, "cast" fails, and "cast_rows" is interrupted."""
+    module = importlib.import_module("octavo.tune.tuner")
+
+    def tune(kind: str, toy: bool, log: list[dict[str, Any]], rows: dict[str, Any]) -> Any:
+        if kind == "cast":
+            raise RuntimeError("no room")
+        if kind == "cast_rows":
+            raise KeyboardInterrupt
+        log.append({"kind": kind, "us": "1"})
+        return module.Tuned([[64, 8, 128, 1, 4]] if kind == "amax" else [], 1.25 if kind == "amax" else math.nan)
+
+    monkeypatch.setattr(module, "tune", tune)
+    monkeypatch.setattr("octavo.tune.workers.precompile", lambda function, tasks, minutes: [])
+    return module
+
+
+def options(*arguments: str) -> Namespace:
+    parser = ArgumentParser()
+    command.add_options(parser)
+    return parser.parse_args(arguments)
+
+
+def test_what_is_found_is_written_and_other_rows_stay(
+    tuner: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output, log = tmp_path / "new" / "table.json", tmp_path / "log.csv"
+    assert command.tune(output, ORIGIN, options("amax", "--log", str(log))) == 0
+    assert "times as fast as by octavo's own rows: 1.25 (amax 1.25)\n1 kinds tuned; wrote" in capsys.readouterr().out
+    found, own = tuned.table(output), tuned.table(None)
+    assert found["configs"] == {**own["configs"], "amax": [[64, 8, 128, 1, 4]]} and found["library"] == own["library"]
+    assert found["measured_on"] == "a GPU, torch 2, triton 3"
+    assert list(csv.DictReader(log.read_text().splitlines())) == [{"kind": "amax", "us": "1", **ORIGIN}]
+    command.tune(None, ORIGIN, options("amax"))
+    assert "nothing is kept" in capsys.readouterr().out
+
+
+def test_a_kind_that_fails_and_an_interrupt_leave_what_is_written(
+    tuner: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "table.json"
+    assert command.tune(output, ORIGIN, options("cast", "amax")) == 1
+    assert "cast: FAILED, RuntimeError: no room" in capsys.readouterr().err
+    output.unlink()
+    with pytest.raises(KeyboardInterrupt):
+        command.tune(output, ORIGIN, options("amax", "cast_rows"))
+    assert f"wrote {output}" in capsys.readouterr().out and json.loads(output.read_text())["configs"]["amax"]
+    assert command.tune(output, ORIGIN, options("--minutes", "0")) == 1
+    assert "library: left out, no time\nnothing was found" in capsys.readouterr().out
+
+
+def test_unknown_kinds(tuner: ModuleType) -> None:
+    with pytest.raises(command.TuneError, match=r"no such kind: cost; known: cast_transpose, .*, library"):
+        command.tune(None, ORIGIN, options("cost"))
+
+
+def test_on_a_gpu(
+    tuner: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(command, "_require_gpu", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    assert cli.main(["tune", "amax", "--toy"]) == 0 and not tuned.tuned_file().exists()
+    assert cli.main(["tune", "amax"]) == 0
+    assert f"wrote {tuned.tuned_file()}: new processes use it" in capsys.readouterr().out
+    assert tuned.table(tuned.tuned_file())["configs"]["amax"] == [[64, 8, 128, 1, 4]]
+    assert cli.main(["tune", "--forget"]) == cli.main(["tune", "--forget"]) == 0
+    out = capsys.readouterr().out
+    assert "forgotten: " in out and "nothing was tuned here" in out and not tuned.tuned_file().exists()
+
+
+def test_where_there_is_nothing_to_tune(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cli.main(["tune"]) == 2
+    assert "octavo: error: there is nothing to tune here" in capsys.readouterr().err
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(command, "runs_natively", lambda device: True)
+    monkeypatch.setattr(command, "triton_kernels", lambda: None)
+    assert cli.main(["tune", "--toy"]) == 2 and "Triton can't be imported" in capsys.readouterr().err
