@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from octavo.kernels.triton.launch import Config
@@ -16,7 +16,7 @@ class Kind(NamedTuple):
     """A row of the table: its cases, the first of which decides who is timed again, its grid and its buckets."""
 
     cases: tuple[str, ...]
-    grid: Callable[[], list[Config]]
+    grid: list[Config]
     buckets: Buckets
 
 
@@ -53,92 +53,68 @@ FEW = {22: ((2048, 1408),), 64: ((16384, 8192), (15872, 4096))}
 TOY_PRODUCTS: tuple[Shape, ...] = ((32, 48, 128),)
 PRODUCTS = {20: ((768, 1024, 4096),), 22: ((2048, 1408, 4096),), 64: ((8192, 8192, 8192), (15872, 4096, 4096))}
 
+LAID = _tiles((8, 16, 32, 64), (128, 256, 512, 1024), (1, 2, 4, 8), 2048, 16384)
+# two tiles a read, and what they are computed from: half the elements a thread
+GRADIENTS = _tiles((8, 16, 32), (128, 256, 512), (1, 4, 8), 2048, 8192, (8, 32))
+TRANSPOSED_GRADIENTS = _tiles((32, 64, 128), (32, 64, 128), (1, 4, 8), 2048, 8192, (8, 32))
+
 KINDS = {
     "cast_transpose": Kind(
         ("cast+transpose delayed", "cast+transpose+sum+commit"),
-        lambda: _tiles((32, 64, 128, 256), (32, 64, 128, 256), (1, 2, 4, 8), 4096, 16384),
+        _tiles((32, 64, 128, 256), (32, 64, 128, 256), (1, 2, 4, 8), 4096, 16384),
         SIZES,
     ),
-    "cast": Kind(
-        ("cast delayed",), lambda: _tiles((8, 16, 32, 64), (128, 256, 512, 1024), (1, 2, 4, 8), 2048, 16384), SIZES
-    ),
-    "amax": Kind(("amax",), lambda: _tiles((8, 16, 32, 64), (128, 256, 512, 1024), (1, 2, 4, 8), 2048, 16384), SIZES),
-    "cast_rows": Kind(
-        ("cast rows",), lambda: _tiles((1, 2, 4), (1024, 2048, 4096, 8192, 16384), (1,), 1024, 16384), WIDE
-    ),
+    "cast": Kind(("cast delayed",), LAID, SIZES),
+    "amax": Kind(("amax",), LAID, SIZES),
+    "cast_rows": Kind(("cast rows",), _tiles((1, 2, 4), (1024, 2048, 4096, 8192, 16384), (1,), 1024, 16384), WIDE),
     "amax_lines": Kind(
         ("cast columns", "cast rows + columns"),
-        lambda: _tiles((16, 32, 64, 128), (64, 128, 256), (1, 2, 4, 8), 2048, 16384),
+        _tiles((16, 32, 64, 128), (64, 128, 256), (1, 2, 4, 8), 2048, 16384),
         SIZES,
     ),
     "cast_lines": Kind(
-        ("cast rows + columns", "cast columns"),
-        lambda: _tiles((32, 64, 128), (32, 64, 128), (1, 2, 4, 8), 2048, 16384),
-        SIZES,
+        ("cast rows + columns", "cast columns"), _tiles((32, 64, 128), (32, 64, 128), (1, 2, 4, 8), 2048, 16384), SIZES
     ),
-    "cast_blocks": Kind(
-        ("cast 1x128",), lambda: _tiles((1, 4, 8, 16, 32, 64), (128, 256, 512), (1,), 512, 16384), SIZES
-    ),
+    "cast_blocks": Kind(("cast 1x128",), _tiles((1, 4, 8, 16, 32, 64), (128, 256, 512), (1,), 512, 16384), SIZES),
     "cast_blocks_transpose": Kind(
-        ("cast 1x128 + 128x1", "cast+transpose 128x128"),
-        lambda: _tiles((32, 64, 128), (32, 64, 128), (1,), 1024, 16384),
-        SIZES,
+        ("cast 1x128 + 128x1", "cast+transpose 128x128"), _tiles((32, 64, 128), (32, 64, 128), (1,), 1024, 16384), SIZES
     ),
-    # two tiles a read, and what they are computed from: half the elements a thread
-    "amax_gated_gradient": Kind(
-        ("swiglu gradient + cast+transpose+sum dynamic",),
-        lambda: _tiles((8, 16, 32), (128, 256, 512), (1, 4, 8), 2048, 8192, (8, 32)),
-        FEW,
-    ),
-    "cast_gated_gradient": Kind(
-        ("swiglu gradient + cast+sum delayed",),
-        lambda: _tiles((8, 16, 32), (128, 256, 512), (1, 4, 8), 2048, 8192, (8, 32)),
-        FEW,
-    ),
-    "cast_transpose_gated_gradient": Kind(
-        ("swiglu gradient + cast+transpose+sum+commit",),
-        lambda: _tiles((32, 64, 128), (32, 64, 128), (1, 4, 8), 2048, 8192, (8, 32)),
-        FEW,
-    ),
+    "amax_gated_gradient": Kind(("swiglu gradient + cast+transpose+sum dynamic",), GRADIENTS, FEW),
+    "cast_gated_gradient": Kind(("swiglu gradient + cast+sum delayed",), GRADIENTS, FEW),
+    "cast_transpose_gated_gradient": Kind(("swiglu gradient + cast+transpose+sum+commit",), TRANSPOSED_GRADIENTS, FEW),
     "cast_transpose_gated_gradient_of_codes": Kind(
-        ("swiglu gradient of codes + cast+transpose+sum+commit",),
-        lambda: _tiles((32, 64, 128), (32, 64, 128), (1, 4, 8), 2048, 8192, (8, 32)),
-        FEW,
+        ("swiglu gradient of codes + cast+transpose+sum+commit",), TRANSPOSED_GRADIENTS, FEW
     ),
     "cast_rows_gated_gradient": Kind(
-        ("swiglu gradient + rows",), lambda: _tiles((1, 2), (1024, 2048, 4096, 8192), (1,), 1024, 8192, (4, 32)), FEW
+        ("swiglu gradient + rows",), _tiles((1, 2), (1024, 2048, 4096, 8192), (1,), 1024, 8192, (4, 32)), FEW
     ),
     "norm_cast": Kind(
         ("rmsnorm + cast delayed", "rmsnorm + rows"),
-        lambda: _tiles((1, 2, 4), (2048, 4096, 8192, 16384), (1, 4), 4096, 16384),
+        _tiles((1, 2, 4), (2048, 4096, 8192, 16384), (1, 4), 4096, 16384),
         FEW,
     ),
     "norm_cast_transpose": Kind(
         ("rmsnorm + cast+transpose delayed", "layernorm + cast+transpose delayed"),
-        lambda: _tiles((8, 16, 32, 64), (64, 128, 256, 512, 1024), (1,), 4096, 16384),
+        _tiles((8, 16, 32, 64), (64, 128, 256, 512, 1024), (1,), 4096, 16384),
         FEW,
     ),
-    "norm_cast_blocks": Kind(
-        ("rmsnorm + 1x128",), lambda: _tiles((1, 2, 4), (1024, 2048, 4096, 8192), (1,), 2048, 8192), FEW
-    ),
+    "norm_cast_blocks": Kind(("rmsnorm + 1x128",), _tiles((1, 2, 4), (1024, 2048, 4096, 8192), (1,), 2048, 8192), FEW),
     "norm_cast_blocks_transpose": Kind(
-        ("rmsnorm + 1x32 + 32x1",), lambda: _tiles((32, 64), (32, 64, 128, 256), (1,), 1024, 8192), FEW
+        ("rmsnorm + 1x32 + 32x1",), _tiles((32, 64), (32, 64, 128, 256), (1,), 1024, 8192), FEW
     ),
     "norm_backward": Kind(  # tiles: how many programs a multiprocessor has
         ("rmsnorm gradient + residual", "layernorm gradient + residual"),
-        lambda: _tiles((1,), (2048, 4096, 8192), (1, 2, 4), 2048, 8192, (4, 32)),
+        _tiles((1,), (2048, 4096, 8192), (1, 2, 4), 2048, 8192, (4, 32)),
         FEW,
     ),
     "optimizer_step": Kind(
         ("AdamW fp8, split32", "AdamW fp8, E4M3 weight in blocks, split16"),
-        lambda: _tiles((4, 8, 16, 32), (128,), (4, 16, 64), 512, 4096, (8, 16)),
+        _tiles((4, 8, 16, 32), (128,), (4, 16, 64), 512, 4096, (8, 16)),
         {64: ((16384, 8192), (2048, 1408))},
     ),
-    "matmul_blocks": Kind(("1x128 . 1x128, Triton",), lambda: _products((3, 4, 5), square=True), PRODUCTS),
+    "matmul_blocks": Kind(("1x128 . 1x128, Triton",), _products((3, 4, 5), square=True), PRODUCTS),
     "matmul_square_blocks": Kind(
-        ("1x128 . 128x128, Triton",),
-        lambda: [c for c in _products((3, 4, 5), (4, 8, 16)) if c.block_c <= 128],
-        PRODUCTS,
+        ("1x128 . 128x128, Triton",), [c for c in _products((3, 4, 5), (4, 8, 16)) if c.block_c <= 128], PRODUCTS
     ),
-    "matmul": Kind(("rows . rows, Triton",), lambda: _products((3, 4, 5)), PRODUCTS),
+    "matmul": Kind(("rows . rows, Triton",), _products((3, 4, 5)), PRODUCTS),
 }

@@ -61,7 +61,7 @@ def grid_of(kind: str, toy: bool) -> list[Config]:
     """The configurations that are tried, octavo's own among them; of the products that are torch's none."""
     if kind == LIBRARY:
         return []
-    grid = KINDS[kind].grid()[: 1 if toy else None]
+    grid = KINDS[kind].grid[: 1 if toy else None]
     return list(dict.fromkeys([*grid, *(config for _, config in shipped(kind))]))
 
 
