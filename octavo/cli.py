@@ -1,4 +1,4 @@
-"""The `octavo` command: train, compare, export, info. A fault is one line on stderr and exit code 2; Ctrl-C is 130."""
+"""The `octavo` command. A fault is one line on stderr and exit code 2; Ctrl-C is 130."""
 
 from __future__ import annotations
 
@@ -132,6 +132,7 @@ def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     import octavo
+    from octavo.inspect.command import add_arguments
     from octavo.train.config import BASELINE, RECIPES, UNCONVERTED, ModelConfig
     from octavo.tune.command import add_options
 
@@ -172,6 +173,10 @@ def _parser() -> argparse.ArgumentParser:
     help = "H100, H200 or B200, by published rates (default: this one, by what `octavo info --measure` found)"
     plan.add_argument("--device", metavar="NAME", help=help)
     add_flags(plan, ModelConfig)
+    inspect = add(
+        "inspect", _inspect, "say what FP8 does to a recorded training: what is wrong, why, and what to change"
+    )
+    add_arguments(inspect)
     tune = add("tune", _tune, "measure which tiles kernels are fastest with on this GPU, for all later processes")
     add_options(tune)
     tune.add_argument("--forget", action="store_true", help="go back to octavo's own")
@@ -342,6 +347,12 @@ def _plan(options: argparse.Namespace, arguments: list[str]) -> int:
     work = work_of(model, inputs)
     print(command.describe_plan([estimate(model, inputs, recipe, rates, work=work) for recipe in recipes], rates))
     return 0
+
+
+def _inspect(options: argparse.Namespace, arguments: list[str]) -> int:
+    from octavo.inspect.command import inspect_command
+
+    return inspect_command(options)
 
 
 def _tune(options: argparse.Namespace, arguments: list[str]) -> int:

@@ -1,0 +1,331 @@
+"""What is wrong in a record, worst first: where, since when, why, and what to change."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from octavo.formats import E4M3
+from octavo.inspect.files import numpy
+from octavo.inspect.record import Record
+from octavo.inspect.remedies import Exponents, Remedy, cast_of, remedies, with_cast, without_fp8
+from octavo.inspect.rows import Row
+from octavo.scaling.recipe import Dynamic
+
+# From where on a measure is a finding. A finding's severity is how many times its limit it reaches.
+LIMITS = {
+    "nonfinite": 0.0,  # share of infs and NaNs
+    "stale": 2.0,  # amax over what a delayed scale has room for
+    "clipped": 1e-3,  # share of the numbers
+    "outliers": 1e-2,  # share flushed, where a few numbers make the scale
+    "flushed": 1e-2,  # share of the numbers
+    "rounded": 6.0,  # decibels of the SQNR below the format's own
+    "jump": 8.0,  # a step's update over the median of those before
+    "unmoved": 0.9,  # share of a weight's numbers that a step leaves as they were
+    "second moments": 1e-2,  # share of them flushed
+}
+OWN_SQNR = {"E4M3": 31.5, "E5M2": 25.5}  # decibels, of numbers within the normal range: see docs/inspect.md
+OUTLIERS = 0.03  # a share of the numbers that is called a few
+GAP = 4.0  # octaves above all others from which on those few are outliers
+SUBNORMAL = 0.25  # share of the numbers below the smallest normal one from which on outliers cost digits
+SOON = 2  # records in which a fault shows elsewhere
+BEFORE = 8  # records whose median a jump is measured against
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong.
+
+    Attributes:
+        kind: of LIMITS.
+        layer, role, products: whose cast; of weights and moments the worst layer's, without products.
+        cast: format, granularity and rule, as text.
+        begins, worst: the recorded steps where it began (the time that was worst) and where it was worst.
+        numbers: the measures at the worst step, by name.
+        cause: a sentence.
+        remedy: as Python; of casts a rule of a RecipeMap.
+        expected: what the remedy comes to by the numbers recorded.
+        severity: times the limit; infinite for what is not finite.
+    """
+
+    kind: str
+    layer: str
+    role: str
+    products: tuple[str, ...]
+    cast: str
+    begins: int
+    worst: int
+    numbers: dict[str, float]
+    cause: str
+    remedy: str
+    expected: str
+    severity: float
+
+
+def diagnose(record: Record) -> list[Finding]:
+    """What is wrong in a record, worst first; what is not finite in the order in which it spread.
+
+    Example:
+        >>> import tempfile, torch, octavo
+        >>> layer = octavo.nn.Linear(64, 64)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with octavo.inspect.record(layer, folder) as recorder:
+        ...         layer(torch.randn(16, 64)).sum().backward()
+        ...         recorder.step()
+        ...     octavo.inspect.diagnose(octavo.inspect.load(folder))
+        []
+    """
+    found = [*_of_weights(record)]
+    found += [finding for place in range(len(record.rows)) for finding in _CastOf(record, place).findings()]
+    layers = {layer: place for place, layer in enumerate(record.layers)}
+
+    def order(finding: Finding) -> tuple[float, float, float]:
+        if finding.kind != "nonfinite":
+            return -finding.severity, finding.begins - (finding.kind == "jump"), layers[finding.layer]
+        backward = finding.role == "grad_output"  # which goes from the last layer to the first, after all forward
+        place = layers[finding.layer]
+        return -finding.severity, finding.begins, 2 * len(layers) - place if backward else place
+
+    return sorted(_explained(found, record.steps), key=order)
+
+
+def _explained(found: list[Finding], steps: list[int]) -> list[Finding]:
+    """Findings, each as severe as what soon follows from it: in its own layer, and of a weight that jumps in all."""
+    outliers = {(each.layer, each.begins) for each in found if each.kind == "outliers"}
+    found = [each for each in found if each.kind != "jump" or (each.layer, each.begins) not in outliers]
+
+    def follows(later: Finding, each: Finding) -> bool:
+        records = steps.index(later.begins) - steps.index(each.begins)
+        if each.kind == "jump":
+            return 0 <= records <= SOON and later.kind in ("stale", "clipped")
+        return 0 < records <= SOON and later.layer == each.layer and math.isfinite(later.severity)
+
+    severities = [max([each.severity, *(later.severity for later in found if follows(later, each))]) for each in found]
+    return [replace(each, severity=severity) for each, severity in zip(found, severities, strict=True)]
+
+
+def called(share: float) -> str:
+    """A share as a percentage of two digits."""
+    return f"{100 * share:.2g} %" if share < 0.995 else f"{100 * share:.0f} %"
+
+
+def _stretch(over: Any, values: Any) -> tuple[int, int]:
+    """Where the largest value lies, and where the run of places over the limit that holds it begins."""
+    worst = begins = int(numpy().where(over, values, -math.inf).argmax())
+    while begins > 0 and over[begins - 1]:
+        begins -= 1
+    return begins, worst
+
+
+class _CastOf:
+    """A row of a record, and what is wrong with it."""
+
+    def __init__(self, record: Record, place: int) -> None:
+        np = numpy()
+        self.record, self.place, self.row = record, place, record.rows[place]
+        self.values = {name: values[:, place] for name, values in record.measures.items()}
+        self.is_finite = ~(np.nancumsum(self.values["nonfinite"]) > 0)  # and was in all steps before
+        self.cast = cast_of(self.row)
+
+    def findings(self) -> Iterator[Finding]:
+        """At most one of scales without room, and one of numbers that are too small; NaN first."""
+        for kind in ("nonfinite", "stale", "clipped"):
+            if (found := self._finding(kind)) is not None:
+                yield found
+                if kind != "nonfinite":
+                    break
+        small = self._finding("flushed")
+        yield from [small] if small is not None else filter(None, [self._outliers_alone()])
+        if found is None and small is None and (rounded := self._finding("rounded")) is not None:
+            yield rounded
+
+    def _measured(self, kind: str) -> Any:
+        """A kind's measure by step, NaN where it does not count."""
+        np = numpy()
+        if kind == "nonfinite":
+            return self.values["nonfinite"]
+        if kind == "stale":
+            room = 2.0**self.cast.margin if self.cast.is_delayed else math.inf
+            measured = self.values["assumed"] / room
+        elif kind == "rounded":
+            measured = OWN_SQNR[self.row.format] - self.values["sqnr"]
+        else:
+            measured = self.values[kind]
+        return np.where(self.is_finite, measured, np.nan)
+
+    def _finding(self, kind: str) -> Finding | None:
+        measured = self._measured(kind)
+        over = measured > LIMITS[kind]
+        if not over.any():
+            return None
+        return self._at(kind, *_stretch(over, measured), float(numpy().where(over, measured, 0).max()))
+
+    def _at(self, kind: str, begins: int, worst: int, value: float) -> Finding:
+        numbers = {name: float(values[worst]) for name, values in self.values.items()}
+        row, steps = self.row, self.record.steps
+        severity = value / LIMITS[kind] if LIMITS[kind] else math.inf
+        if kind == "stale":  # what it clips may weigh more
+            severity = max(severity, numbers["clipped"] / LIMITS["clipped"])
+        if kind == "rounded":
+            severity = 10 ** ((value - LIMITS[kind]) / 10)
+        cast = f"{row.format}, {row.granularity}, {row.rule}"
+        found = Finding(
+            kind, row.layer, row.role, row.products, cast, steps[begins], steps[worst], numbers, "", "", "", severity
+        )
+        describe: dict[str, Callable[[Finding, int], Finding]] = {
+            "nonfinite": self._nonfinite,
+            "stale": self._stale,
+            "clipped": self._stale,
+            "rounded": self._rounded,
+        }
+        return describe.get(kind, self._small)(found, worst)
+
+    def _nonfinite(self, found: Finding, worst: int) -> Finding:
+        share = called(found.numbers["nonfinite"])
+        return replace(
+            found,
+            cause=f"{share} of the numbers are inf or NaN before they are cast",
+            remedy=without_fp8(self.row),
+            expected="tells whether FP8 is at fault: if it stays, look at the loss, the data or the learning rate",
+        )
+
+    def _stale(self, found: Finding, worst: int) -> Finding:
+        """A scale without room for the amax."""
+        beyond, numbers = found.numbers["assumed"] / 2.0**self.cast.margin, self._exponents(worst)
+        room = f"the amax is {beyond:.3g} times the largest number that the scale has room for"
+        cause = f"{room}, so {called(found.numbers['clipped'])} are clipped: the scale is of earlier steps"
+        margin = self.cast.margin + math.ceil(math.log2(max(beyond, 1)))
+        roomy = replace(self.cast, margin=min(margin, 64))
+        flushed = numbers.below(roomy.format.smallest_subnormal / 2 * numbers.amax / roomy.format.max * 2)
+        if self.cast.is_delayed and margin <= 3 and flushed < LIMITS["flushed"]:
+            rule = with_cast(self.row, self._rows(worst), roomy)
+            if rule is not None:
+                expected = f"room for the amax recorded; at most {called(flushed)} flushed then"
+                return replace(found, cause=cause, remedy=rule, expected=expected)
+        dynamic = replace(self.cast, margin=0, rule=Dynamic())
+        rule = with_cast(self.row, self._rows(worst), dynamic) if self.cast.is_delayed else None
+        if rule is None:
+            return replace(found, cause=cause, remedy=without_fp8(self.row), expected="nothing is clipped")
+        return replace(found, cause=cause, remedy=rule, expected="nothing is clipped: the scale is the tensor's own")
+
+    def _rounded(self, found: Finding, worst: int) -> Finding:
+        """A low SQNR, though little is clipped or flushed."""
+        sqnr, own = found.numbers["sqnr"], OWN_SQNR[self.row.format]
+        cause = f"an SQNR of {sqnr:.1f} dB, where {self.row.format} has about {own}: few codes hold most of the power"
+        finer = replace(self.cast, format=E4M3, margin=0, rule=Dynamic())
+        numbers = self._exponents(worst)
+        flushed = float(numbers.below(E4M3.smallest_subnormal / 2 * numbers.amax / E4M3.max))
+        rule = with_cast(self.row, self._rows(worst), finer) if flushed <= LIMITS["flushed"] else None
+        if rule is None or finer.format is self.cast.format:
+            return replace(found, cause=cause, remedy=without_fp8(self.row), expected="these are in high precision")
+        expected = f"a digit more, about {OWN_SQNR['E4M3'] - OWN_SQNR['E5M2']:.0f} dB; {called(flushed)} flushed"
+        return replace(found, cause=cause, remedy=rule, expected=expected)
+
+    def _small(self, found: Finding, worst: int) -> Finding:
+        """Numbers below what a format holds with the scale in use."""
+        numbers, scale_inv = self._exponents(worst), found.numbers["scale_inv"]
+        subnormal = numbers.below(self.cast.format.smallest_normal * scale_inv)
+        unused = math.log2(self.cast.format.max * scale_inv / numbers.amax) if numbers.amax > 0 else 0.0
+        gap = numbers.octaves_beyond(OUTLIERS)
+        flushed = found.numbers["flushed"]
+        if unused >= 1 and numbers.below(self.cast.format.smallest_subnormal / 2 * scale_inv / 2**unused) < flushed / 2:
+            of = f"a margin of {self.cast.margin}" if self.cast.margin >= unused - 1 else "a scale of earlier steps"
+            cause = f"{of} leaves {unused:.1f} octaves above the amax unused"
+        elif gap >= GAP:
+            cause = f"at most {called(OUTLIERS)} of the numbers make the scale, {gap:.1f} octaves above all others"
+            found = replace(found, kind="outliers")
+        else:
+            cause = f"the numbers are spread wider than {self.row.format} holds with such scales"
+        cause += f"; {called(flushed)} are flushed, {called(subnormal)} below the smallest normal number"
+        least = "smallest_subnormal" if flushed > LIMITS["flushed"] else "smallest_normal"
+        limit = LIMITS["flushed"] if least == "smallest_subnormal" else SUBNORMAL
+        options = list(remedies(self.row, self._rows(worst), numbers, scale_inv, least))
+        chosen = next(option for option in options if option.share <= limit)
+        return replace(found, cause=cause, remedy=chosen.rule, expected=_expected(chosen, options, least))
+
+    def _outliers_alone(self) -> Finding | None:
+        """Outliers that flush little, but leave most numbers without all their digits."""
+        np = numpy()
+        numbers = self._exponents(slice(None))
+        subnormal = numbers.below(self.cast.format.smallest_normal * self.values["scale_inv"])
+        over = self.is_finite & (numbers.octaves_beyond(OUTLIERS) >= GAP) & (subnormal > SUBNORMAL)
+        if not over.any():
+            return None
+        found = self._at("outliers", *_stretch(over, subnormal), 0.0)
+        return replace(found, severity=found.numbers["flushed"] / LIMITS["flushed"] + float(np.max(subnormal[over])))
+
+    def _exponents(self, at: int | slice) -> Exponents:
+        return Exponents(self.record.exponents[at, self.place], numpy().nan_to_num(self.values["amax"][at]))
+
+    def _rows(self, at: int) -> list[Row]:
+        """The rows of the layer's recipe in that step: those counted then, and those that never are."""
+        is_there = numpy().isfinite(self.record.measures["amax"])
+        now = is_there[at] | ~is_there.any(axis=0)
+        rows = zip(self.record.rows, now, strict=True)
+        return [row for row, counted in rows if counted and row.layer == self.row.layer]
+
+
+def _expected(chosen: Remedy, options: list[Remedy], least: str) -> str:
+    what = "flushed" if least == "smallest_subnormal" else "below the smallest normal number"
+    most = "at most " if chosen.is_bound else ""
+    text = f"{most}{called(chosen.share)} {what}, by the exponents recorded"
+    if chosen is options[-1]:
+        text = f"nothing is {what}: these products are in high precision"
+        if bounds := [option for option in options if option.is_bound]:
+            best = min(bounds, key=lambda option: option.share)
+            text += f"; {best.rule} may do too: of its finer scales only a bound is known, at most {called(best.share)}"
+    return text
+
+
+# --- weights and moments ----------------------------------------------------------------------------------------------
+
+
+def _of_weights(record: Record) -> Iterator[Finding]:
+    """What is wrong with weights and moments: one finding a kind, at the layer where it is worst."""
+    np, weights = numpy(), record.weights
+    if not record.layers or not record.steps:
+        return
+    updates = weights["update"]
+    before = np.full_like(updates, np.nan)
+    for at in range(2, len(record.steps)):
+        before[at] = np.median(updates[max(0, at - BEFORE) : at], axis=0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        jumps = np.where(before > 0, updates / before, np.nan)
+    measured = {
+        "jump": jumps,
+        "unmoved": np.where(updates > 0, 1 - weights["changed"], np.nan),
+        "second moments": weights["second_flushed"],
+    }
+    for kind, values in measured.items():
+        over = values > LIMITS[kind]
+        if over.any():
+            yield _of_weight(record, kind, values, over)
+
+
+def _of_weight(record: Record, kind: str, values: Any, over: Any) -> Finding:
+    np = numpy()
+    layer = int(np.where(over, values, -1).max(axis=0).argmax())
+    begins, worst = _stretch(over[:, layer], values[:, layer])
+    value, count = float(values[worst, layer]), int(over[worst].sum())
+    numbers = {name: float(of[worst, layer]) for name, of in record.weights.items()}
+    step, many = record.steps[worst], f"in {count} of {len(record.layers)} layers"
+    if kind == "jump":
+        rates = dict(zip(*record.scalars.get("lr", ([], [])), strict=True))
+        now, then = rates.get(step, 0.0), rates.get(record.steps[worst - 1], math.inf)
+        rose = f", as the learning rate rose from {then:.3g} to {now:.3g}" if now > 2 * then else ""
+        cause = f"the step changes the weight {value:.3g} times as much as those before{rose}; so {many}"
+        remedy = "octavo.schedule.Recovery(octavo.schedule.Phase(octavo.recipes.high_precision()))"
+        expected = "leaves out steps whose loss jumps; bound the learning rate, or clip gradients, at their source"
+    elif kind == "unmoved":
+        cause = f"updates are below the distance of the weight's numbers: {called(value)} of them stay, {many}"
+        remedy = 'octavo.optim.AdamW(model.parameters(), master="split24")'
+        expected = "keeps what is rounded off in 8 more bits; weights with a master lose nothing already"
+    else:
+        cause = f"{called(value)} of the second moments are flushed where the first are not, {many}"
+        remedy = 'octavo.optim.AdamW(model.parameters(), moments="bf16")'
+        expected = "bf16 has float32's range: nothing is flushed"
+    severity = 1 + math.log2(value / LIMITS[kind]) if kind == "jump" else value / LIMITS[kind]
+    name = record.layers[layer]
+    return Finding(kind, name, "weight", (), "", record.steps[begins], step, numbers, cause, remedy, expected, severity)

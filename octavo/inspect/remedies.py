@@ -1,0 +1,187 @@
+"""What would mend a cast, cheapest first: other casts, and what they would flush by the exponents that were counted.
+
+What a scale for the whole tensor would flush follows from the exponents and the amax. What finer scales would flush
+does not, as the exponents don't say where in a tensor a number lies; but it is bounded. A tile's scale has room for its
+own amax. Let t be any magnitude. A tile without numbers beyond t is cast with a scale that has room for t or for less,
+so of all such tiles together at most those numbers are flushed that room for t would flush. A tile with one beyond t
+has B numbers in all, so that at most B times the share of numbers beyond t lie in such tiles. The bound is the least
+sum of the two over all t.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from octavo.formats import E4M3, E5M2, FORMATS, Format
+from octavo.granularity import ALL, Granularity, PerBlock, PerRow, PerTensor
+from octavo.inspect.files import numpy
+from octavo.inspect.rows import Row
+from octavo.kernels.reference.cast_statistics import LOWEST
+from octavo.recipes import blockwise, mx
+from octavo.scaling.recipe import OPERANDS, Cast, Delayed, Dynamic, Recipe
+
+_FINER = ((128, blockwise), (32, mx))  # numbers that share a scale
+
+
+class Exponents:
+    """How the magnitudes of a tensor's numbers are spread, in one recorded step or in each of several.
+
+    Args:
+        counts: [..., 64], of numbers by binary exponent, the first of LOWEST; zeros are not among them.
+        amax: [...], the largest magnitude.
+    """
+
+    def __init__(self, counts: Any, amax: Any) -> None:
+        self.np = numpy()
+        self.amax, self.counts = self.np.asarray(amax, dtype="float64"), self.np.asarray(counts, dtype="float64")
+        self._so_far = self.np.cumsum(self.counts, axis=-1)
+        self._total = self.np.maximum(self._so_far[..., -1], 1)
+
+    def below(self, magnitude: Any) -> Any:
+        """The share of numbers that are smaller; those of one exponent are taken as spread evenly."""
+        np, last = self.np, self.counts.shape[-1] - 1
+        mantissa, exponent = np.frexp(np.broadcast_to(np.nan_to_num(magnitude), self.amax.shape))
+        place = exponent - 1 - LOWEST
+        at = np.clip(place, 0, last)[..., None]
+        own = np.take_along_axis(self.counts, at, -1)[..., 0]
+        inside = np.take_along_axis(self._so_far, at, -1)[..., 0] - own * (2 - 2 * mantissa)
+        found = np.where((place < 0) | (mantissa == 0), 0, np.where(place > last, self._total, inside))
+        return found / self._total
+
+    def octaves_beyond(self, share: float) -> Any:
+        """How many octaves the amax lies above the exponents that hold all numbers but this share."""
+        place = (self._so_far >= (1 - share) * self._total[..., None]).argmax(-1)
+        amax = self.np.where(self.amax > 0, self.amax, 1)
+        return self.np.where(self.amax > 0, self.np.log2(amax) - (LOWEST + place + 1), 0).clip(min=0)
+
+    def bound(self, tile: int, format: Format, least: float) -> float:
+        """At most this share is smaller than ``least`` times its scale_inv, where so many numbers share a scale."""
+        room = format.max / 2  # a scale of a power of two is up to twice too small
+        tops = [2.0 ** (LOWEST + place) for place in range(1, len(self.counts) + 1)]
+        tops[-1] = max(tops[-1], float(self.amax))
+
+        def flushed(top: float) -> float:  # whole exponents, as it is a bound
+            return float(self.below(2.0 ** math.ceil(math.log2(least * top / room))))
+
+        return min(1.0, *(tile * (1 - float(self.below(top))) + flushed(top) for top in tops))
+
+
+class Remedy(NamedTuple):
+    """A change of a layer's recipe.
+
+    Attributes:
+        rule: as Python, of a RecipeMap: ``{"layers.3.mlp.down": {"grad_weight": None}}``.
+        share: of the row's numbers that would be too small.
+        is_bound: whether it is at most that share.
+    """
+
+    rule: str
+    share: float
+    is_bound: bool
+
+
+def cast_of(row: Row) -> Cast:
+    """The cast that a row is of. Whether its scale is rounded to a power of two is not recorded."""
+    format = next(known for known in FORMATS.values() if known.name == row.format)
+    margin = round(math.log2(format.max / row.largest))
+    granularity, rule = _value(row.granularity, PerTensor, PerRow, PerBlock), _value(row.rule, Dynamic, Delayed)
+    return Cast(format, granularity, rule, margin=margin)
+
+
+def _value(text: str, *kinds: type) -> Any:
+    """A call of one of these kinds with literals, as they print themselves."""
+    call = ast.parse(text, mode="eval").body
+    assert isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
+    kind = {kind.__name__: kind for kind in kinds}[call.func.id]
+    named = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords if keyword.arg}
+    return kind(*map(ast.literal_eval, call.args), **named)
+
+
+def tile_size(granularity: Granularity) -> float:
+    """How many numbers share a scale; infinitely many where that depends on the tensor."""
+    rows, cols = granularity.tile
+    return math.inf if ALL in (rows, cols) else rows * cols
+
+
+def remedies(row: Row, rows: Sequence[Row], found: Exponents, scale_inv: float, least: str) -> Iterator[Remedy]:
+    """Changes that leave fewer of a row's numbers too small, cheapest first; the last leaves none, without FP8.
+
+    Args:
+        row: what is to be mended.
+        rows: of the same layer and step, whose casts stay.
+        found: the row's numbers.
+        scale_inv: in use.
+        least: "smallest_subnormal": too small is what is flushed; "smallest_normal": what loses digits too.
+    """
+    cast = cast_of(row)
+    finer = [*_other_casts(row, rows, cast, found, scale_inv, least)]
+    for tile, make in _FINER:
+        if tile < tile_size(cast.granularity):
+            share = found.bound(tile, E4M3, _least(E4M3, least))
+            finer.append(Remedy(f'{{"{row.layer}": recipes.{make.__name__}()}}', share, True))
+    # gradients keep enough digits in E5M2; of inputs and weights its two bits are what they lose
+    yield from sorted(finer, key=lambda remedy: row.role != "grad_output" and "E5M2" in remedy.rule)
+    yield Remedy(without_fp8(row), 0.0, False)
+
+
+def _other_casts(
+    row: Row, rows: Sequence[Row], cast: Cast, found: Exponents, scale_inv: float, least: str
+) -> Iterator[Remedy]:
+    own = []  # (cast, its scale_inv)
+    if cast.margin:
+        own.append((dataclasses.replace(cast, margin=0), scale_inv / 2**cast.margin))
+    if cast.is_delayed:
+        own.append((dataclasses.replace(cast, margin=0, rule=Dynamic()), float(found.amax) / cast.format.max))
+    if cast.format is not E5M2:
+        own.append((dataclasses.replace(cast, format=E5M2, margin=0, rule=Dynamic()), float(found.amax) / E5M2.max))
+    for changed, its_scale_inv in own:
+        if (rule := with_cast(row, rows, changed)) is not None:
+            share = float(found.below(_least(changed.format, least) * its_scale_inv))
+            yield Remedy(rule, share, cast.granularity != PerTensor())
+
+
+def _least(format: Format, least: str) -> float:
+    """What reads as too small, times scale_inv: half the smallest subnormal is rounded to 0."""
+    return format.smallest_subnormal / 2 if least == "smallest_subnormal" else format.smallest_normal
+
+
+def with_cast(row: Row, rows: Sequence[Row], cast: Cast) -> str | None:
+    """The rule that changes a row's cast in the products that read it; None where no recipe can have it."""
+    casts = {(other.role, product): laid for other in rows for product, laid in _by_product(other, cast_of(other))}
+    before = {
+        product: tuple(casts[role, product] for role in roles)
+        for product, roles in OPERANDS.items()
+        if all((role, product) in casts for role in roles)
+    }
+    own = {product: laid for product, laid in _by_product(row, cast) if product in before}
+    after: dict[str, Any] = {}
+    for product, laid in own.items():
+        pair = zip(OPERANDS[product], before[product], strict=True)
+        after[product] = tuple(laid if role == row.role else theirs for role, theirs in pair)
+    try:
+        Recipe(**{**before, **after})
+    except ValueError:
+        return None
+    return f'{{"{row.layer}": {_python(after)}}}' if after else None
+
+
+def _by_product(row: Row, cast: Cast) -> Iterator[tuple[str, Cast]]:
+    """A row's cast as each product that reads it has it: a second one reads the codes transposed."""
+    first, *second = row.products
+    yield first, cast
+    for product in second:
+        yield product, dataclasses.replace(cast, granularity=cast.granularity.transposed())
+
+
+def _python(change: Mapping[str, Any]) -> str:
+    text = "{" + ", ".join(f'"{product}": {casts}' for product, casts in change.items()) + "}"
+    return text.replace(", Dynamic())", ")")  # the default
+
+
+def without_fp8(row: Row) -> str:
+    """The rule that leaves the products that read a row in high precision."""
+    return f'{{"{row.layer}": {_python(dict.fromkeys(row.products))}}}'

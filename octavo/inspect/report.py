@@ -1,0 +1,187 @@
+"""What ``octavo inspect`` shows of a record: findings as text, and all of it as JSON and as one page of HTML.
+
+The page is report.html with the JSON and Vega-Lite in it: it fetches nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from importlib import resources
+from typing import Any
+
+from octavo.errors import MissingExtraError
+from octavo.formats import E4M3, E5M2, Format
+from octavo.inspect.files import numpy
+from octavo.inspect.findings import LIMITS, Finding
+from octavo.inspect.record import MEASURES, OF_WEIGHTS, Record
+from octavo.inspect.remedies import cast_of
+from octavo.inspect.rows import Row
+from octavo.scaling.recipe import ROLES
+
+COLUMNS = 160  # of a heat map: of more records the worst of each few
+POINTS = 1000  # of a curve
+_WORST = {"flushed": (100, max), "clipped": (100, max), "sqnr": (1, min), "assumed": (1, max)}  # drawn times so much
+
+
+def table(record: Record, findings: Sequence[Finding], top: int) -> str:
+    """The worst findings as text: where and since when, why, and what to change."""
+    if not record.steps:
+        return "no step is recorded yet"
+    steps = f"{len(record.steps)} of the steps {record.steps[0]} to {record.steps[-1]} recorded"
+    lines = [f"{len(record.layers)} layers, {steps}, {len(findings) or 'no'} findings"]
+    for place, found in enumerate(findings[:top], 1):
+        where = f"{found.layer} {found.role}" + f" of {' and '.join(found.products)}" * bool(found.products)
+        since = f"from step {found.begins}" + f", worst at {found.worst}" * (found.worst != found.begins)
+        severity = "" if math.isinf(found.severity) else f", {found.severity:.3g} times the limit"
+        lines += ["", f"{place:>2}  {where}: {found.kind} {since}{severity}"]
+        lines += [f"    {found.cast}"] * bool(found.cast)
+        lines += [f"    {found.cause}", f"    {found.remedy}", f"      {found.expected}"]
+    if len(findings) > top:
+        lines += ["", f"and {len(findings) - top} more: --top {len(findings)}"]
+    return "\n".join(lines)
+
+
+def to_json(record: Record, findings: Sequence[Finding]) -> str:
+    """Findings, and the numbers that the page draws, as JSON: shares of casts in %; NaN and inf are null."""
+    bins = _Bins(len(record.steps))
+    content = {
+        "records": len(record.steps),
+        "last": record.steps[-1] if record.steps else None,
+        "steps": bins.firsts(record.steps),
+        "layers": record.layers,
+        "findings": [asdict(found) for found in findings],
+        "limits": LIMITS,
+        "measures": MEASURES | OF_WEIGHTS,
+        "casts": [_casts(record, layer, role, bins) for layer in record.layers for role in ROLES],
+        "weights": [_weights(record, place, bins) for place in range(len(record.layers))],
+        "exponents": [_exponents(record, place, findings) for place in range(len(record.rows))],
+        "scalars": {name: _curve(*pair) for name, pair in record.scalars.items()},
+        "events": [{"step": step, "kind": kind, "text": text} for step, kind, text in record.events],
+    }
+    return json.dumps(_plain(content), separators=(",", ":"))
+
+
+def to_html(record: Record, findings: Sequence[Finding], title: str) -> str:
+    """One page with all of it, which needs no network.
+
+    Raises:
+        MissingExtraError: without vl-convert, which brings Vega-Lite.
+    """
+    try:
+        import vl_convert
+    except ImportError as error:
+        raise MissingExtraError("the page needs vl-convert-python: pip install octavo[inspect]") from error
+    page = resources.files("octavo.inspect").joinpath("report.html").read_text(encoding="utf-8")
+    parts = {
+        "TITLE": title.replace("&", "&amp;").replace("<", "&lt;"),
+        "DATA": to_json(record, findings).replace("<", "\\u003c"),
+        "LIBRARY": vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;"),
+    }
+    for name, part in parts.items():
+        page = page.replace(f"<!--{name}-->", part)
+    return page
+
+
+class _Bins:
+    """Records, put together so that there are at most COLUMNS."""
+
+    def __init__(self, count: int) -> None:
+        each = max(1, math.ceil(count / COLUMNS))
+        self.starts = list(range(0, count, each))
+
+    def firsts(self, values: Sequence[int]) -> list[int]:
+        """The first of each bin."""
+        return [values[start] for start in self.starts]
+
+    def worst(self, values: Any, is_worse: Any) -> list[float]:
+        """Of [steps] or [steps, casts] the worst of each bin, NaN where there is none."""
+        np = numpy()
+        missing, ufunc = (-math.inf, np.maximum) if is_worse is max else (math.inf, np.minimum)
+        flat = np.where(np.isnan(values), missing, values).reshape(len(values), -1)
+        found = ufunc.reduceat(ufunc.reduce(flat, axis=1, initial=missing), self.starts) if self.starts else flat[:, 0]
+        return [math.nan if value == missing else float(value) for value in found]
+
+
+def _casts(record: Record, layer: str, role: str, bins: _Bins) -> dict[str, Any]:
+    """Measures of a role of a layer by step, the worst of its casts; of ``amax`` the last one's binary logarithm."""
+    np = numpy()
+    places = [place for place, row in enumerate(record.rows) if (row.layer, row.role) == (layer, role)]
+    found = {
+        name: [_rounded(times * value) for value in bins.worst(record.measures[name][:, places], is_worse)]
+        for name, (times, is_worse) in _WORST.items()
+    }
+    amax = record.measures["amax"][:, places]
+    last = amax[amax > 0][-1:].tolist()
+    is_delayed = any(record.rows[place].rule.startswith("Delayed") for place in places)
+    return {
+        "layer": layer,
+        "role": role,
+        **found,
+        "is_delayed": is_delayed,
+        "amax": float(np.log2(*last)) if last else None,
+    }
+
+
+def _rounded(value: float) -> float:
+    """Three digits, at most three of them behind the point: what a colour can show, in few bytes."""
+    return round(float(f"{value:.3g}"), 3) if math.isfinite(value) else value
+
+
+def _weights(record: Record, place: int, bins: _Bins) -> dict[str, Any]:
+    resolution = [_rounded(value) for value in bins.worst(record.weights["resolution"][:, place], min)]
+    return {"layer": record.layers[place], "resolution": resolution}
+
+
+def _exponents(record: Record, place: int, findings: Sequence[Finding]) -> dict[str, Any]:
+    """A row's histogram where it is worst, else the last, in thousandths; what formats hold, in binary exponents."""
+    np, row = numpy(), record.rows[place]
+    counted = np.flatnonzero(record.measures["amax"][:, place] > 0)
+    own = [found.worst for found in findings if _is_of(found, row)]
+    at = record.steps.index(own[0]) if own else int(counted[-1]) if len(counted) else 0
+    share = np.zeros(record.exponents.shape[-1])
+    windows = []
+    if len(counted):
+        share = 1000 * record.exponents[at, place] / max(1.0, float(record.exponents[at, place].sum()))
+        scale_inv, amax = (float(record.measures[name][at, place]) for name in ("scale_inv", "amax"))
+        format = cast_of(row).format
+        other = E5M2 if format is E4M3 else E4M3
+        windows = [_window(format, scale_inv, " in use"), _window(other, amax / other.max, " of the amax")]
+    name = f"{row.layer} {row.role}, {' and '.join(row.products)}, {row.format}"
+    step = record.steps[at] if record.steps else None
+    return {"name": name, "layer": row.layer, "step": step, "share": share.round(1).tolist(), "windows": windows}
+
+
+def _is_of(found: Finding, row: Row) -> bool:
+    return (found.layer, found.role, found.products) == (row.layer, row.role, row.products)
+
+
+def _window(format: Format, scale_inv: float, of: str) -> dict[str, Any]:
+    """From where on numbers have a code, all digits, and none any more."""
+    if not (scale_inv > 0 and math.isfinite(scale_inv)):
+        return {"format": f"{format}{of}", "low": None, "normal": None, "high": None}
+    ends = {"low": format.smallest_subnormal / 2, "normal": format.smallest_normal, "high": format.max}
+    return {"format": f"{format}{of}", **{name: math.log2(end * scale_inv) for name, end in ends.items()}}
+
+
+def _curve(steps: Sequence[int], values: Sequence[float]) -> list[dict[str, float]]:
+    """Points of a curve, the largest of each few where there are many."""
+    each = max(1, math.ceil(len(steps) / POINTS))
+    starts = range(0, len(steps), each)
+    largest = [max((v for v in values[s : s + each] if math.isfinite(v)), default=math.nan) for s in starts]
+    return [{"step": steps[start], "value": value} for start, value in zip(starts, largest, strict=True)]
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can hold, numbers with four digits."""
+    if isinstance(value, dict):
+        return {name: _plain(part) for name, part in value.items()}
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        return [_plain(part) for part in value]
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            return None
+        return int(value) if value == int(value) else float(f"{value:.4g}")
+    return value

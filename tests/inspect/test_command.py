@@ -1,0 +1,62 @@
+"""``octavo inspect``."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import octavo
+from octavo import cli
+from octavo.inspect import command
+
+pytest.importorskip("numpy")
+
+
+def record(folder: Path, steps: range = range(2)) -> None:
+    layer = octavo.nn.Linear(32, 32)
+    with octavo.inspect.record(layer, folder, every=1, step=steps.start) as recorder:
+        for _ in steps:
+            layer(torch.randn(8, 32)).square().sum().backward()
+            recorder.step()
+
+
+def test_a_record_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record(tmp_path / "run")
+    assert cli.main(["inspect", str(tmp_path / "run"), "--json", str(tmp_path / "x.json")]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("1 layers, 2 of the steps 0 to 1 recorded, no findings") and err == ""
+    assert json.loads((tmp_path / "x.json").read_text())["steps"] == [0, 1]
+
+
+def test_the_page_is_written(tmp_path: Path) -> None:
+    pytest.importorskip("vl_convert")
+    record(tmp_path / "run")
+    assert cli.main(["inspect", str(tmp_path / "run"), "--html", str(tmp_path / "x.html")]) == 0
+    assert "octavo inspect: " in (tmp_path / "x.html").read_text()
+
+
+def test_a_folder_without_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["inspect", str(tmp_path)]) == 2
+    assert "holds no record: give the folder that octavo.inspect.record wrote to" in capsys.readouterr().err
+
+
+def test_a_training_is_followed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record(tmp_path / "run")
+    looks = iter([lambda: None, lambda: record(tmp_path / "run", range(2, 3))])
+
+    def sleep(seconds: float) -> None:
+        look = next(looks, None)
+        if look is None:
+            raise KeyboardInterrupt
+        look()
+
+    monkeypatch.setattr(command.time, "sleep", sleep)
+    assert cli.main(["inspect", str(tmp_path / "run"), "--live"]) == 0
+    out = capsys.readouterr().out
+    assert [line[:42] for line in out.splitlines() if "recorded" in line] == [
+        "1 layers, 2 of the steps 0 to 1 recorded, ",
+        "1 layers, 3 of the steps 0 to 2 recorded, ",
+    ]

@@ -1,0 +1,152 @@
+"""What is found in records that are made, and in trainings that are broken on purpose; and that remedies mend them."""
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+
+import octavo
+from octavo import recipes
+from octavo.inspect import Finding, diagnose
+
+np = pytest.importorskip("numpy")
+
+from tests.support.broken import BROKEN, mended, narrow_gradients, recorded  # noqa: E402
+from tests.support.made_records import made, put  # noqa: E402
+
+INPUT, WEIGHT, GRADIENT = 3, 4, 5  # rows of the second layer
+NAN = math.nan
+
+
+def only(findings: list[Finding]) -> Finding:
+    (found,) = findings
+    return found
+
+
+def where(found: Finding) -> tuple[str, str, str, int]:
+    return found.kind, found.layer, found.role, found.begins
+
+
+def test_nothing_is_wrong() -> None:
+    assert diagnose(made(3, 5)) == []
+    assert diagnose(made(0, 0)) == []
+
+
+def test_flushed() -> None:
+    record = put(made(), GRADIENT, flushed=[0.02, 0.071, 0.03])
+    record.exponents[2, GRADIENT] = 0
+    record.exponents[2, GRADIENT, 2:34] = 100  # 32 octaves below the amax, of about 2^-12
+    found = only(diagnose(record))
+    assert where(found) == ("flushed", "model.layers.1.mlp", "grad_output", 50)
+    assert (found.worst, found.severity) == (100, pytest.approx(7.1))
+    assert "7.1 % are flushed" in found.cause and "wider than E5M2" in found.cause
+
+
+def test_a_finding_begins_where_its_worst_stretch_does() -> None:
+    record = put(made(records=6), GRADIENT, flushed=[0.02, 0.0, 0.02, 0.05, 0.0])
+    found = only(diagnose(record))
+    assert (found.begins, found.worst) == (150, 200)
+
+
+def test_a_stale_scale_and_what_it_clips() -> None:
+    found = only(diagnose(put(made(), INPUT, assumed=[3.0, 6.0, 3.0], clipped=[0.01, 0.03, 0.01])))
+    assert where(found) == ("stale", "model.layers.1.mlp", "input", 50)
+    assert found.severity == pytest.approx(30) and "3 % are clipped" in found.cause
+    assert "margin=3" in found.remedy
+
+
+def test_a_margin_is_room_and_not_stale() -> None:
+    record = made()
+    record.rows[INPUT] = dataclasses.replace(record.rows[INPUT], largest=448.0 / 8)
+    assert diagnose(put(record, INPUT, assumed=6.0)) == []
+
+
+def test_a_scale_that_is_far_too_old_is_given_up() -> None:
+    found = only(diagnose(put(made(), INPUT, assumed=1000.0, clipped=0.5)))
+    assert "Delayed" not in found.remedy.split('"grad_weight"')[0].split("(Cast")[1].split(")), ")[0]
+    assert found.expected.startswith("nothing is clipped")
+
+
+def test_what_is_not_finite_is_ordered_as_it_spread() -> None:
+    record = made(3, 5)
+    for place, at in ((8, 2), (5, 2), (2, 3), (0, 3)):  # gradients of the third and second layer, then what follows
+        record.measures["nonfinite"][at:, place] = 0.5
+    assert [(found.role, found.layer[13:14], found.begins) for found in diagnose(record)] == [
+        ("grad_output", "2", 100),
+        ("grad_output", "1", 100),
+        ("input", "0", 150),
+        ("grad_output", "0", 150),
+    ]
+
+
+def test_after_what_is_not_finite_nothing_counts() -> None:
+    record = put(made(), INPUT, nonfinite=1.0, sqnr=NAN, flushed=1.0)
+    assert only(diagnose(record)).kind == "nonfinite"
+
+
+def test_a_low_sqnr() -> None:
+    found = only(diagnose(put(made(), GRADIENT, sqnr=[10.0, 15.0, 15.0])))
+    assert where(found)[:3] == ("rounded", "model.layers.1.mlp", "grad_output")
+    assert "10.0 dB" in found.cause and "E4M3" in found.remedy
+    assert only(diagnose(put(made(), INPUT, sqnr=10.0))).remedy.count("None") == 2
+
+
+def test_outliers() -> None:
+    record = made()
+    record.exponents[1:, INPUT] = 0
+    record.exponents[1:, INPUT, 30:34] = 1000
+    record.exponents[1:, INPUT, 50] = 30  # 2 to 4, as the amax
+    found = only(diagnose(put(record, INPUT, flushed=0.2)))
+    assert where(found) == ("outliers", "model.layers.1.mlp", "input", 50)
+    assert "recipes." in found.expected and "at most" in found.expected
+
+
+def test_weights_and_moments() -> None:
+    record = made(3, 12)
+    record.weights["changed"][6:, 1] = 0.01
+    record.weights["second_flushed"][3:, 2] = 0.3
+    record.weights["update"][9, 0] *= 1000
+    found = {finding.kind: finding for finding in diagnose(record)}
+    assert {kind: (each.layer[13], each.begins) for kind, each in found.items()} == {
+        "unmoved": ("1", 300),
+        "second moments": ("2", 150),
+        "jump": ("0", 450),
+    }
+    assert all("octavo." in each.remedy for each in found.values())
+
+
+def test_gradients_with_a_margin_they_have_no_use_for(tmp_path: Path) -> None:
+    recipe = narrow_gradients()
+    first = diagnose(recorded(tmp_path / "broken", recipe, steps=3))[0]
+    assert where(first) == ("flushed", f"layers.{BROKEN}", "grad_output", 0)
+    assert first.numbers["flushed"] > 0.3 and "a margin of 8 leaves 8.0 octaves" in first.cause
+    record = recorded(tmp_path / "mended", mended(recipe, first.remedy), steps=3)
+    assert diagnose(record) == []
+    place = next(i for i, row in enumerate(record.rows) if (row.layer, row.role) == (first.layer, "grad_output"))
+    foretold = float(first.expected.split(" %")[0]) / 100
+    assert record.measures["flushed"][:, place].max() == pytest.approx(foretold, abs=2e-4)
+
+
+@pytest.mark.full
+def test_an_outlier_channel_from_a_step_on(tmp_path: Path) -> None:
+    case = {"steps": 112, "every": 10, "outlier_at": 100, "lr": 1e-6}
+    first = diagnose(recorded(tmp_path / "broken", recipes.dynamic(), **case))[0]
+    assert where(first) == ("outliers", f"layers.{BROKEN}", "input", 100)
+    found = diagnose(recorded(tmp_path / "mended", mended(recipes.dynamic(), first.remedy), **case))
+    assert not any(each.kind in ("outliers", "flushed") for each in found)
+
+
+@pytest.mark.full
+def test_a_spike_of_the_learning_rate(tmp_path: Path) -> None:
+    case = {"every": 1, "spike_at": 13}
+    first, *stale = diagnose(recorded(tmp_path / "broken", recipes.delayed(), **case))
+    assert (first.kind, first.begins) == ("jump", 13)
+    assert "rose from 0.01 to 100; so in 3 of 3 layers" in first.cause
+    assert {(each.kind, each.role, each.begins) for each in stale} == {("stale", "weight", 13)} and len(stale) == 3
+    recipe = recipes.delayed()
+    rules: dict[str, object] = {}
+    for each in stale:
+        rules |= eval(each.remedy, vars(octavo))
+    record = recorded(tmp_path / "mended", octavo.RecipeMap(recipe, rules), **case)  # type: ignore[arg-type]
+    assert [each.kind for each in diagnose(record)] == ["jump"]  # the learning rate is what it was

@@ -1,0 +1,97 @@
+"""What other casts would flush, by exponents, held against casts that are made."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import octavo
+from octavo import E4M3, E5M2, Cast, Delayed, PerBlock, PerTensor, recipes
+from octavo.inspect.remedies import Exponents, cast_of, remedies, with_cast
+from octavo.inspect.rows import Table
+from octavo.kernels.reference.cast_statistics import EXPONENTS, LOWEST
+
+pytest.importorskip("numpy")
+
+
+def exponents_of(x: Tensor) -> Exponents:
+    bins = (torch.frexp(x[x != 0].double()).exponent - 1 - LOWEST).clamp(0, EXPONENTS - 1)
+    return Exponents(torch.bincount(bins.flatten(), minlength=EXPONENTS).tolist(), float(x.abs().max()))
+
+
+def flushed(x: Tensor, cast: Cast) -> float:
+    codes = octavo.quantize(x, cast.format, cast.granularity, power_of_two=cast.power_of_two).qdata
+    return float((codes.view(torch.uint8) & 0x7F == 0).float().mean())
+
+
+def wide() -> Tensor:
+    return torch.randn(64, 512) * torch.logspace(0, -24, 64, 2)[:, None]
+
+
+def outlier() -> Tensor:
+    x = torch.randn(64, 512)
+    x[:, 7] *= 2.0**16
+    return x
+
+
+def test_the_share_below_a_magnitude() -> None:
+    found = Exponents([0] * 48 + [8, 4, 4] + [0] * 13, 7.0)  # of 1 to 2, 2 to 4, 4 to 8
+    assert [float(found.below(x)) for x in (0.0, 0.5, 1.0, 1.5, 2.0, 4.0, 8.0, 1e30)] == [
+        0, 0, 0, 0.25, 0.5, 0.75, 1, 1
+    ]  # fmt: skip
+    assert float(found.octaves_beyond(0.5)) == pytest.approx(math.log2(7 / 2))
+
+
+@pytest.mark.parametrize("format", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("x", [wide(), outlier()], ids=["wide", "outlier"])
+def test_a_scale_for_the_tensor_is_foretold(format: octavo.formats.Format, x: Tensor) -> None:
+    found = exponents_of(x)
+    foretold = float(found.below(format.smallest_subnormal / 2 * found.amax / format.max))
+    assert foretold == pytest.approx(flushed(x, Cast(format, PerTensor())), abs=5e-3)
+
+
+@pytest.mark.parametrize("x", [wide(), outlier(), torch.randn(64, 512)], ids=["wide", "outlier", "normal"])
+@pytest.mark.parametrize("tile", [32, 128])
+def test_finer_scales_flush_no_more_than_their_bound(x: Tensor, tile: int) -> None:
+    actual = flushed(x, Cast(E4M3, PerBlock(1, tile), power_of_two=True))
+    bound = exponents_of(x).bound(tile, E4M3, E4M3.smallest_subnormal / 2)
+    assert actual <= bound
+
+
+def test_the_bound_says_something() -> None:
+    x = outlier()
+    assert flushed(x, Cast(E4M3, PerTensor())) > 0.25
+    assert exponents_of(x).bound(32, E4M3, E4M3.smallest_subnormal / 2) < 0.08  # a block of sixteen has the outlier
+
+
+@pytest.mark.parametrize("recipe", [recipes.delayed(margin=2), recipes.rowwise(), recipes.blockwise()], ids=str)
+def test_a_row_says_its_cast(recipe: octavo.Recipe) -> None:
+    rows = Table(octavo.nn.Linear(16, 16, recipe=recipe)).rows
+    for row in rows:
+        cast = getattr(recipe, row.products[0])[octavo.scaling.recipe.OPERANDS[row.products[0]].index(row.role)]
+        assert dataclasses.replace(cast, power_of_two=False) == cast_of(row)
+
+
+def test_a_rule_changes_one_cast() -> None:
+    recipe = recipes.delayed()
+    *_, gradient = rows = Table(octavo.nn.Linear(16, 16, recipe=recipe)).rows
+    rule = with_cast(gradient, rows, Cast(E4M3, PerTensor()))
+    changed = octavo.RecipeMap(recipe, eval(rule.replace('""', '"*"'), vars(octavo))).of("x")  # type: ignore[union-attr]
+    assert changed.grad_input == (Cast(E4M3, PerTensor()), recipe.grad_input[1])
+    assert changed.grad_weight[0].format is E4M3 and changed.output == recipe.output
+
+
+def test_what_no_gpu_multiplies_is_not_proposed() -> None:
+    x, *_ = rows = Table(octavo.nn.Linear(16, 16, recipe=recipes.dynamic())).rows
+    assert with_cast(x, rows, Cast(E5M2, PerTensor())) is None
+
+
+def test_the_last_remedy_is_certain() -> None:
+    rule = Delayed(4)
+    *_, gradient = rows = Table(octavo.nn.Linear(16, 16, recipe=recipes.delayed(4))).rows
+    found = list(remedies(gradient, rows, exponents_of(wide()), 1e-6, "smallest_subnormal"))
+    assert cast_of(gradient).rule == rule
+    assert [remedy.is_bound for remedy in found] == [False, True, True, False]
+    assert found[-1].rule == '{"": {"grad_input": None, "grad_weight": None}}' and found[-1].share == 0

@@ -1,0 +1,136 @@
+"""The report: as text, as JSON, and as a page in a browser."""
+
+import html
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo.errors import MissingExtraError
+from octavo.inspect import Finding, Record, diagnose
+from octavo.inspect.report import COLUMNS, table, to_html, to_json
+
+np = pytest.importorskip("numpy")
+
+from tests.support.made_records import made, put  # noqa: E402
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+LIMIT = 3_000_000  # bytes of a page
+LOOK = """
+const wait = () => new Promise(done => setTimeout(done, 300));
+while (document.body.dataset.ready !== "yes") await wait();
+const rows = () => [...document.querySelectorAll("#findings tbody tr")].filter(row => !row.hidden);
+const cells = i => rows().map(row => row.children[i].textContent);
+const click = name => [...document.querySelectorAll("th button")].find(b => b.textContent === name).click();
+const colours = () => [...document.querySelectorAll("canvas")].map(canvas => {
+  const bytes = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data, seen = new Set();
+  for (let i = 0; i < bytes.length; i += 4) seen.add(bytes[i] << 16 | bytes[i + 1] << 8 | bytes[i + 2]);
+  return seen.size;
+});
+const heights = () => [...document.querySelectorAll("canvas")].map(canvas => canvas.height);
+const found = { colours: colours(), before: heights() };
+found.sections = [...document.querySelectorAll("section")].map(section => section.id);
+const shapes = ".role-mark path, .role-mark line";
+found.marks = [...document.querySelectorAll("svg")].map(svg => svg.querySelectorAll(shapes).length);
+found.severity = cells(0);
+click("from step"); found.up = cells(5); click("from step"); found.down = cells(5);
+found.sorted = document.querySelectorAll("th")[5].ariaSort;
+const select = document.getElementById("cast"), bars = () => document.querySelector("#exponents svg").innerHTML;
+const first = bars(); select.selectedIndex = select.selectedIndex ? 0 : 1; select.onchange(); await wait();
+found.redrawn = bars() !== first;
+const filter = document.getElementById("filter");
+filter.value = "layers.1.mlp"; filter.oninput({ target: filter }); await wait();
+found.filtered = cells(2); found.after = heights();
+found.labels = [...document.querySelectorAll("[role=graphics-document]")].map(e => e.ariaLabel);
+found.width = document.documentElement.scrollWidth;
+found.fetched = performance.getEntriesByType("resource").map(e => e.name);
+const result = document.body.appendChild(document.createElement("pre"));
+Object.assign(result, { id: "result", textContent: JSON.stringify(found) });
+"""
+
+
+def broken(layers: int, records: int) -> tuple[Record, list[Finding]]:
+    """A record with two findings, in the second and third layer."""
+    record = put(made(layers, records), 3, assumed=6.0, clipped=0.03)
+    put(record, 8, flushed=[0.0, 0.3, *[0.0] * (records - 3)])
+    return record, diagnose(record)
+
+
+def test_as_text() -> None:
+    record, findings = broken(3, 6)
+    text = table(record, findings, 1)
+    assert text.startswith("3 layers, 6 of the steps 0 to 250 recorded, 2 findings")
+    assert " 1  model.layers.1.mlp input of output and grad_weight: stale from step 50, 30 times the limit" in text
+    assert findings[0].remedy in text and text.endswith("and 1 more: --top 2")
+    assert table(made(3, 6), [], 5) == "3 layers, 6 of the steps 0 to 250 recorded, no findings"
+    assert table(made(3, 0), [], 5) == "no step is recorded yet"
+
+
+def test_as_json() -> None:
+    record, findings = broken(3, 1000)
+    record.measures["sqnr"][500, 0] = 3.0
+    record.measures["sqnr"][:, 1] = math.nan
+    content = json.loads(to_json(record, findings))
+    assert content["findings"][0]["remedy"] == findings[0].remedy
+    assert content["records"] == 1000 and len(content["steps"]) <= COLUMNS
+    casts = {(cast["layer"], cast["role"]): cast for cast in content["casts"]}
+    first = casts["model.layers.0.mlp", "input"]
+    assert len(first["sqnr"]) == len(content["steps"]) and min(first["sqnr"]) == 3  # the worst is kept
+    assert set(casts["model.layers.0.mlp", "weight"]["sqnr"]) == {None}
+    assert max(casts["model.layers.2.mlp", "grad_output"]["flushed"]) == 30  # %
+    window = content["exponents"][3]["windows"][0]
+    assert window["high"] == pytest.approx(math.log2(448 * record.measures["scale_inv"][1, 3]), rel=1e-3)
+
+
+def test_the_page_needs_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
+    with pytest.raises(MissingExtraError, match=r"octavo\[inspect\]"):
+        to_html(made(), [], "run")
+
+
+@pytest.mark.full
+def test_the_page_of_a_long_training_is_small() -> None:
+    pytest.importorskip("vl_convert")
+    record, findings = broken(100, 1000)
+    page = to_html(record, findings, "run")
+    assert len(page.encode()) < LIMIT
+    assert "<!--" not in page.split("</style>")[1].split("<script")[0]
+
+
+@pytest.mark.full
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_the_page_in_a_browser(tmp_path: Path) -> None:
+    pytest.importorskip("vl_convert")
+    record, findings = broken(12, 40)
+    page = to_html(record, findings, "a <run> & more")
+    found = looked_at(page, tmp_path)
+    plots = "loss flushed clipped sqnr assumed exponents amax resolution"
+    assert found["sections"] == plots.split()
+    assert len(found["colours"]) == 5 and min(found["colours"]) > 10, "a heat map is empty"
+    assert len(found["marks"]) == 3 and min(found["marks"]) > 2, "a plot is empty"
+    assert found["severity"] == [f"{each.severity:.3g}" for each in findings] and len(findings) == 2
+    assert found["up"] == ["50", "100"] and found["down"] == ["100", "50"] and found["sorted"] == "descending"
+    assert found["redrawn"]
+    assert found["filtered"] == ["model.layers.1.mlp"]
+    assert all(after < before for after, before in zip(found["after"], found["before"], strict=True))
+    assert len(found["labels"]) >= 8 and all(found["labels"])
+    assert found["width"] <= 1280 and found["fetched"] == []
+
+
+def looked_at(page: str, folder: Path) -> dict[str, Any]:
+    """What a script in the page sees, with the network off."""
+    path = folder / "page.html"
+    path.write_text(f'{page}<script type="module">{LOOK}</script>', encoding="utf-8")
+    options = "--headless --no-sandbox --disable-gpu --window-size=1280,900 --virtual-time-budget=60000 --dump-dom"
+    offline = "--proxy-server=127.0.0.1:9"
+    command = [str(CHROMIUM), *options.split(), offline, f"--user-data-dir={folder / 'user'}", path.as_uri()]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    match = re.search(r'<pre id="result">(.*?)</pre>', shown, re.DOTALL)
+    assert match, shown[-2000:]
+    return json.loads(html.unescape(match[1]))
