@@ -162,11 +162,18 @@ def dequantize() -> Iterator[Case]:
 
 def note_faults() -> Iterator[Case]:
     one, found = torch.ones(1, dtype=torch.int32), torch.zeros(4)
-    for shape, tile, amax in ((LARGE, TENSOR, torch.ones(1, 1)), (LARGE, VECTOR, None), ((1, 1), TENSOR, None)):
+    for shape, tile, dtype, amax in (
+        (LARGE, TENSOR, E5M2, torch.ones(1, 1)),
+        (LARGE, VECTOR, E4M3, None),
+        (LARGE, ROW, BF16, None),
+        ((1, 1), TENSOR, E4M3, None),
+    ):
         scale_inv = torch.empty(granularity_of(tile).scale_shape(shape))
-        call = functools.partial(KERNELS["note_faults"], tensor(shape), scale_inv, amax, one, found, one)
+        call = functools.partial(
+            KERNELS["note_faults"], tensor(shape), tensor(shape, dtype), scale_inv, amax, one, found, one
+        )
         extra = "" if amax is None else ", Delayed"
-        yield Case("note_faults", f"{granularity_of(tile)} of {name_of(BF16)} {list(shape)}{extra}", call)
+        yield Case("note_faults", f"{granularity_of(tile)} {name_of(dtype)} {list(shape)}{extra}", call)
 
 
 def matmul() -> Iterator[Case]:

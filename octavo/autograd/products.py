@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from octavo import kernels
 from octavo.autograd.casts import GRAD_OUTPUT, INPUT, Activation, Pair, State, cast_grad_output, cast_role
-from octavo.autograd.tap import Tap, Watch, count, scales_of
+from octavo.autograd.tap import Tap, Watch, count
 from octavo.errors import HigherOrderGradientError
 from octavo.granularity import PerBlock, Tile
 from octavo.kernels.reference.activation import produced
@@ -75,7 +75,9 @@ def output(
         assert x.as_is is not None and layer.weight.as_is is not None
         y_TN = _matmul(recipe, "output", x.as_is, layer.weight.as_is, bias, dtype)
     if layer.watch is not None:
-        layer.watch.input.look(y_TN, scales_of(x.as_is or x.transposed), x.amax)
+        operand, scale_inv = x.as_is or (x_TK, None)
+        assert operand is not None
+        layer.watch.input.look(y_TN, operand, scale_inv, x.amax)
     return y_TN
 
 
@@ -158,7 +160,6 @@ def gradients(
     needs_dx, needs_dw, needs_db = needs
     (as_is, transposed, _, column_sum, *_), grad_TN = g
     del g  # what is read no more makes room for the next product
-    scale_inv = scales_of(as_is or transposed)
     dx_TK = dw_NK = db_N = None
     if needs_dx:
         if recipe.grad_input is None:
@@ -167,6 +168,7 @@ def gradients(
         else:
             assert as_is is not None and w_q is not None and w_scale_inv is not None
             dx_TK = _matmul(recipe, "grad_input", as_is, (w_q, w_scale_inv.to(torch.float32)), None, dtype)
+        _look(plan, dx_TK, as_is, grad_TN)
     as_is = None
     if needs_dw:
         if recipe.grad_weight is None:
@@ -176,16 +178,24 @@ def gradients(
             assert transposed is not None and x_q is not None and x_scale_inv is not None
             x = x_q, x_scale_inv.to(torch.float32)
             dw_NK = _matmul(recipe, "grad_weight", transposed, x, None, dtype).to(weight_dtype)
+        if not needs_dx:
+            _look(plan, dw_NK, transposed, None if grad_TN is None else grad_TN.t())
     if needs_db:
         if column_sum is None:
             assert grad_TN is not None
             column_sum = grad_TN.sum(0)
         db_N = column_sum.to(bias_dtype)
-    made = dw_NK if dx_TK is None else dx_TK
-    if plan.watch is not None and made is not None:
-        amax = plan.state.amax_history[GRAD_OUTPUT, :1] if plan.state is not None and plan.commits else None
-        plan.watch.grad_output.look(made, scale_inv, amax)
     return dx_TK, dw_NK, db_N
+
+
+def _look(plan: Plan, gradient: Tensor, pair: Pair | None, grad: Tensor | None) -> None:
+    """Note what a gradient says of the pair, or the tensor, of grad_output that it was computed from."""
+    if plan.watch is None:
+        return
+    operand, scale_inv = (grad, None) if pair is None else pair
+    assert operand is not None
+    amax = plan.state.amax_history[GRAD_OUTPUT, :1] if plan.state is not None and plan.commits else None
+    plan.watch.grad_output.look(gradient, operand, scale_inv, amax)
 
 
 def refuse_second_derivatives() -> None:

@@ -7,7 +7,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 from octavo import kernels
-from octavo.autograd.casts import Pair
 from octavo.scaling.recipe import Recipe, RoleCasts
 from octavo.tensor.pair import Operands
 
@@ -42,9 +41,9 @@ class Notes(NamedTuple):
     found: Tensor
     first: Tensor
 
-    def look(self, product: Tensor, scale_inv: Tensor | None, amax: Tensor | None) -> None:
-        """Note what a product of the role's operand, with these scales, says of it."""
-        kernels.note_faults(product.detach(), scale_inv, amax, *self)
+    def look(self, product: Tensor, operand: Tensor, scale_inv: Tensor | None, amax: Tensor | None) -> None:
+        """Note what a product says of the role's operand, which was cast with these scales."""
+        kernels.note_faults(product, operand, scale_inv, amax, *self)
 
 
 class Watch(NamedTuple):
@@ -52,8 +51,3 @@ class Watch(NamedTuple):
 
     input: Notes
     grad_output: Notes
-
-
-def scales_of(pair: Pair | None) -> Tensor | None:
-    """A pair's scale_inv, where there is a pair."""
-    return None if pair is None else pair[1]

@@ -134,3 +134,9 @@ def lost_ranks() -> Iterator[None]:
         waited = "imed out" in str(error) or "timeout" in str(error)
         what = "another rank did not answer in time" if waited else "another rank ended"
         raise RankError(f"{what}: its own message says why; mend that and start all ranks again") from error
+
+
+def whole(value: T) -> T:
+    """A sharded tensor (a norm of sharded gradients) whole, which all its ranks ask for; anything else as it is."""
+    full_tensor = getattr(value, "full_tensor", None)
+    return value if full_tensor is None else full_tensor()

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from octavo.distributed.ranks import Ranks
+from octavo.distributed.ranks import Ranks, whole
 from octavo.inspect.files import RecordWriter
 from octavo.inspect.rows import Table
 from octavo.inspect.weights import WeightSamples, count_weights
@@ -200,5 +200,6 @@ class Recorder:
 
 
 def _kept(value: Scalar) -> Scalar:
-    """A number as it is now, without the graph that made it."""
+    """A number as it is now, without the graph that made it, and whole."""
+    value = whole(value)
     return value.detach().clone() if isinstance(value, Tensor) else value

@@ -92,11 +92,11 @@ SCHEMAS = {
     # for each role whose amax is given: history <- (amax, history[:-1]); scale <- that of the largest of the history,
     # or of its newest ("most_recent"); an amax of 0 keeps the scale. limits, powers_of_two, margins: one a role
     "delayed_update": f"({_STATE}, Tensor? amax_input, Tensor? amax_weight, Tensor? amax_grad_output, {_UPDATE}) -> ()",
-    # whether rows of a product's result y [R, C] say that its operand had faults: added to found [4], as
-    # reference/note_faults.py says, with the operand's scales, dense, and its amax [1]. The first one leaves its place
-    # [1] in first [1], int32 and 0 before
-    "note_faults": "(Tensor y, Tensor? scale_inv, Tensor? amax, Tensor place, Tensor(a!) found, Tensor(b!) first) "
-    "-> ()",
+    # how many rows of a product's operand [R, C'], codes or numbers, have faults, by its result y [R, C]: added to
+    # found [4], as reference/note_faults.py says, with the operand's scales, dense, and its amax [1]. The first fault
+    # leaves its place [1] in first [1], int32 and 0 before
+    "note_faults": "(Tensor y, Tensor operand, Tensor? scale_inv, Tensor? amax, Tensor place, Tensor(a!) found, "
+    "Tensor(b!) first) -> ()",
     # qdata x scale_inv, rounded once from float32 to dtype
     "dequantize": "(Tensor qdata, Tensor scale_inv, int[2] tile, ScalarType dtype) -> Tensor",
     # a [M, K] . b^T, b [N, K], any strides -> [M, N] out_dtype, contiguous; fp32 accumulation. tiles are of a and b as

@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 import octavo
-from octavo.distributed.ranks import Ranks
+from octavo.distributed.ranks import Ranks, whole
 from octavo.kernels.capability import fast_dtype
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap
@@ -206,7 +205,7 @@ class Trainer:
             self.schedule.step(inputs.numel() * self.ranks.size)
         if self.in_backward is not None:
             norm = self.in_backward.last_norm if self.in_backward.last_norm is not None else torch.zeros(())
-        return self.ranks.mean(total), norm.full_tensor() if isinstance(norm, DTensor) else norm, lr
+        return self.ranks.mean(total), whole(norm), lr
 
     @torch.no_grad()
     def validate(self) -> float:

@@ -1,4 +1,4 @@
-"""What a product's result says of faults in its operand."""
+"""Which rows of a product's operand have faults, found by the product's result."""
 
 from typing import Any
 
@@ -9,52 +9,59 @@ from torch import Tensor
 from octavo.kernels.reference import KERNELS as REFERENCE
 from octavo.kernels.reference.note_faults import FOUND
 from tests.support.combinations import each_pair
-from tests.support.triton_cases import DTYPES, laid
+from tests.support.triton_cases import DTYPES, FORMATS, laid
 from tests.support.triton_kernels import TritonKernels
 
-
-def result(shape: tuple[int, int], dtype: torch.dtype, faults: str) -> Tensor:
-    y = torch.randn(shape).to(dtype)
-    if y.numel():
-        y[0, 0] = torch.inf  # of itself, but where it is its whole row
-        if faults == "rows":
-            y[::3] = torch.nan
-            y[-1, [0, -1]] = -torch.inf
-    return y
+SHAPES = [(1, 1, 4), (17, 2, 40), (300, 3, 17), (5, 0, 3), (0, 5, 3)]
 
 
-@each_pair(shape=[(1, 1), (17, 2), (300, 3), (5, 0), (0, 5)], dtype=DTYPES, faults=["none", "rows"])
+def product(shape: tuple[int, int, int], dtype: torch.dtype, faults: str) -> tuple[Tensor, Tensor, Tensor]:
+    """An operand, its product with another, and which rows of the operand have faults."""
+    rows, cols, contracted = shape
+    x = torch.randn(rows, contracted)
+    if faults != "none":
+        x[::3, -1] = torch.nan
+        x[5::7, 0] = torch.inf
+    x = x.to(dtype)
+    other = torch.randn(cols, contracted)
+    other[:, 1:2] += torch.inf if faults == "of both" else 0
+    y = x.float() @ other.t()
+    y[1:2] = torch.inf  # of itself
+    return x, y.bfloat16(), ~x.float().isfinite().all(1)
+
+
+@each_pair(shape=SHAPES, dtype=[*DTYPES, *FORMATS], faults=["none", "of one", "of both"])
 def test_the_reference_is_the_definition(case: dict[str, Any]) -> None:
-    y = result(**case)
+    x, y, faulty = product(**case)
     found, first = torch.zeros(len(FOUND)), torch.zeros(1, dtype=torch.int32)
     for place in (5, 6):
         scale_inv = torch.tensor([[0.5, 3.0]])
-        REFERENCE["note_faults"](y, scale_inv, None, torch.tensor([place]).int(), found, first)
-    faulty = sum(all(not e for e in (row[0].isfinite(), row[-1].isfinite())) for row in y) if y.numel() else 0
-    assert found.tolist() == ([2 * faulty, 2 * len(y), 3.0, 0.0] if y.numel() else [0.0] * 4)
-    assert int(first) == (5 if faulty else 0)
+        REFERENCE["note_faults"](y, x, scale_inv, None, torch.tensor([place]).int(), found, first)
+    assert found.tolist() == ([2 * faulty.sum(), 2 * len(y), 3.0, 0.0] if y.numel() else [0.0] * 4)
+    assert int(first) == (5 if y.numel() and faulty.any() else 0)
 
 
 @pytest.mark.gpu
 @each_pair(
-    shape=[(1, 1), (17, 2), (300, 3), (5, 0), (0, 5)],
-    dtype=DTYPES,
-    faults=["none", "rows"],
+    shape=SHAPES,
+    dtype=[*DTYPES, *FORMATS],
+    faults=["none", "of one", "of both"],
     scales=[None, 1, 9000],
     has_amax=[False, True],
     known=[0, 3],
 )
 def test_the_kernel_is_the_reference(kernels: TritonKernels, case: dict[str, Any]) -> None:
-    y = result(case["shape"], case["dtype"], case["faults"])
+    x, y, _ = product(case["shape"], case["dtype"], case["faults"])
     scale_inv = None if case["scales"] is None else torch.rand(case["scales"], 1).t()
     amax = torch.tensor([[2.5]]) if case["has_amax"] else None
     outputs = []
     for device in (torch.device("cpu"), kernels.device):
-        x = laid(y, "strided", device)
+        on_device = [laid(t.view(torch.uint8) if t.itemsize == 1 else t, "strided", device) for t in (y, x)]
+        on_device[1] = on_device[1].view(x.dtype)
         place, first = (torch.tensor([at], dtype=torch.int32, device=device) for at in (7, case["known"]))
         found = torch.tensor([1.0, 2.0, 0.25, 0.0], device=device)
         given = [None if t is None else t.to(device) for t in (scale_inv, amax)]
-        call = REFERENCE["note_faults"] if not outputs else kernels.note_faults
-        call(x, *given, place, found, first)
+        call = kernels.note_faults if outputs else REFERENCE["note_faults"]
+        call(*on_device, *given, place, found, first)
         outputs.append([*found.tolist(), int(first)])
     assert outputs[0] == outputs[1]

@@ -111,7 +111,7 @@ def cases(shape: tuple[int, int], tile: tuple[int, int]) -> list[tuple[str, tupl
         ("cast_statistics", (torch.randn(shape), *a, tile, torch.zeros(71, dtype=torch.float64), torch.zeros(3)))
     )
     found += [
-        ("note_faults", (torch.randn(shape), *given, torch.ones(1).int(), torch.zeros(4), torch.zeros(1).int()))
+        ("note_faults", (torch.randn(shape), a[0], *given, torch.ones(1).int(), torch.zeros(4), torch.zeros(1).int()))
         for given in ((a[1], None), (None, torch.ones(1)))
     ]
     for dtype in (torch.bfloat16, torch.float16, torch.float32):

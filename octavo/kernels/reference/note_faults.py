@@ -1,8 +1,7 @@
-"""What a product's result says of the operand that it was made of: how many of its rows had an inf or a NaN.
+"""How many rows of a product's operand have an inf or a NaN, which the product's result tells at the cost of a column.
 
-A product carries a fault to the whole row of its result, whatever it multiplies, so that the first and the last element
-of each row tell of all the elements that were multiplied and summed. Both must be faulty, since one may have overflowed
-by itself.
+A product carries a fault of its operand's row to the whole row of its result: only where the first element of that is
+not finite is the operand itself looked at, since the element may have overflowed, or the other operand have a fault.
 
 FOUND, float32, a layer's role in a step: the faulty rows and all rows, added up; the largest scale_inv and amax.
 """
@@ -16,16 +15,23 @@ FOUND = ("faulty", "rows", "scale_inv", "amax")
 
 
 def note_faults(
-    y: Tensor, scale_inv: Tensor | None, amax: Tensor | None, place: Tensor, found: Tensor, first: Tensor
+    y: Tensor,
+    operand: Tensor,
+    scale_inv: Tensor | None,
+    amax: Tensor | None,
+    place: Tensor,
+    found: Tensor,
+    first: Tensor,
 ) -> None:
     """``octavo::note_faults``."""
     if y.numel() == 0:
         return
-    ends = y[:, :: max(1, y.shape[1] - 1)]
-    faulty = ends.isfinite().logical_not_().all(1).sum()
-    found[0] += faulty
     found[1] += y.shape[0]
     for at, values in ((2, scale_inv), (3, amax)):
         if values is not None and values.numel() > 0:
             found[at] = torch.maximum(found[at], values.max())
-    first.copy_(torch.where((first == 0) & (faulty > 0), place, first))
+    suspects = y[:, 0].isfinite().logical_not_()
+    if suspects.any():
+        faulty = operand[suspects].float().isfinite().all(1).logical_not_().sum()
+        found[0] += faulty
+        first.copy_(torch.where((first == 0) & (faulty > 0), place, first))

@@ -1,4 +1,4 @@
-"""What a product's result says of faults in its operand: two elements of each row, and the operand's scales."""
+"""Which rows of a product's operand have faults, by an element of each row of the result, and the operand's scales."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.triton.launch import launch
-from octavo.kernels.triton.tiles import Source, raise_amax
+from octavo.kernels.triton.tiles import Source, decode, raise_amax
 
 _BLOCK = 256
+_COLUMNS = 8  # of the operand, where it is looked at
 _SCALE_BLOCKS = 16  # of scales that a program reads
 
 
 @triton.jit
 def note_faults_kernel(
     y,  # Source
-    end,  # from a row's first element to its last
+    operand,  # Source: codes of any padding, or numbers
     scale_inv_ptr,
     scales,  # how many, side by side in memory
     amax_ptr,
@@ -25,21 +26,30 @@ def note_faults_kernel(
     first_ptr,
     HAS_SCALES: tl.constexpr,
     HAS_AMAX: tl.constexpr,
+    IS_CODES: tl.constexpr,
     BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     """Add what the reference finds."""
     begin = tl.program_id(0) * BLOCK
     place = tl.arange(0, BLOCK)
     rows = begin + place
     inside = rows < y.R
-    offsets = rows.to(tl.int64) * y.stride_r
-    start = tl.load(y.ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-    last = tl.load(y.ptr + offsets + end, mask=inside, other=0.0).to(tl.float32)
-    finite = (tl.abs(start) < float("inf")) | (tl.abs(last) < float("inf"))
-    faulty = tl.sum((finite == 0).to(tl.int32), 0)
-    if faulty > 0:
-        tl.atomic_add(found_ptr, faulty.to(tl.float32), sem="relaxed")
-        tl.atomic_cas(first_ptr, 0, tl.load(place_ptr), sem="relaxed")
+    value = tl.load(y.ptr + rows.to(tl.int64) * y.stride_r, mask=inside, other=0.0).to(tl.float32)
+    suspects = inside & ((tl.abs(value) < float("inf")) == 0)
+    if tl.max(suspects.to(tl.int32), 0) > 0:
+        faults = tl.zeros([BLOCK], tl.int32)
+        for at in range(0, operand.C, COLUMNS):
+            cols = at + tl.arange(0, COLUMNS)
+            offsets = rows.to(tl.int64)[:, None] * operand.stride_r + cols.to(tl.int64)[None, :] * operand.stride_c
+            mask = suspects[:, None] & (cols < operand.C)[None, :]
+            numbers = tl.load(operand.ptr + offsets, mask=mask, other=0.0)
+            numbers = decode(numbers) if IS_CODES else numbers.to(tl.float32)
+            faults = tl.maximum(faults, tl.max((tl.abs(numbers) < float("inf")).to(tl.int32) ^ 1, 1))
+        faulty = tl.sum(faults, 0)
+        if faulty > 0:
+            tl.atomic_add(found_ptr, faulty.to(tl.float32), sem="relaxed")
+            tl.atomic_cas(first_ptr, 0, tl.load(place_ptr), sem="relaxed")
     if begin == 0:
         tl.atomic_add(found_ptr + 1, tl.full((), 0.0, tl.float32) + y.R, sem="relaxed")
     shared = found_ptr.to(tl.pointer_type(tl.int32))
@@ -54,14 +64,20 @@ def note_faults_kernel(
 
 
 def note_faults(
-    y: Tensor, scale_inv: Tensor | None, amax: Tensor | None, place: Tensor, found: Tensor, first: Tensor
+    y: Tensor,
+    operand: Tensor,
+    scale_inv: Tensor | None,
+    amax: Tensor | None,
+    place: Tensor,
+    found: Tensor,
+    first: Tensor,
 ) -> None:
     """``octavo::note_faults``."""
     if y.numel() == 0:
         return
     scales = 0 if scale_inv is None else scale_inv.numel()
     programs = triton.cdiv(max(y.shape[0], scales // _SCALE_BLOCKS), _BLOCK)
+    sources = (Source(x, *x.shape, *x.stride()) for x in (y, operand))
     given = found if scale_inv is None else scale_inv, scales, found if amax is None else amax
-    sources = Source(y, *y.shape, *y.stride()), (y.shape[1] - 1) * y.stride(1)
-    arguments = *sources, *given, place, found, first, scales > 0, amax is not None, _BLOCK
-    launch(note_faults_kernel, programs, arguments, num_warps=4)
+    constants = scales > 0, amax is not None, operand.itemsize == 1, _BLOCK, _COLUMNS
+    launch(note_faults_kernel, programs, (*sources, *given, place, found, first, *constants), num_warps=4)

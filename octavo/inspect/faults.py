@@ -1,0 +1,276 @@
+"""Before a fault: where the first inf or NaN of a training appeared, and what the steps before it were like.
+
+A product carries an inf or a NaN to the whole row of its result, so that one element of each row of a layer's output
+tells of its whole input, and one of each row of its input's gradient of its whole grad_output. The op note_faults reads
+these, one launch for each, and the operand itself only where they are not finite. The first that finds a fault leaves
+its layer in a cell on the device. Weights change between steps alone, where their first and last rows are looked at.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from octavo.autograd.tap import Notes, Watch
+from octavo.distributed.ranks import Ranks, whole
+from octavo.errors import OctavoError
+from octavo.kernels.reference.note_faults import FOUND
+from octavo.nn.recipe_module import RecipeModule, device_of
+from octavo.nn.stored_weights import weight_of
+from octavo.scaling.recipe import ROLES
+from octavo.tensor.sharded_weight import local_shard, on_this_rank
+from octavo.tensor.stored_weight import StoredWeight
+
+BEFORE = 10  # steps that are kept
+LATE = 2  # steps after which the host reads a step of an accelerator: by then it has been computed, or nearly
+WATCHED = (ROLES[0], ROLES[2])  # by their products
+SIGNALS = ("weight", "input", "loss", "grad_output", "grad_norm")  # in the order in which a step makes them
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Where the first inf or NaN appeared.
+
+    Attributes:
+        step: in which.
+        role: "input", "weight" (before the step) or "grad_output" of the layer; "loss" or "grad_norm" where none
+            had one before.
+        layer: the module's name; None with a loss or a grad_norm.
+        rank: on which; the lowest one.
+        share: of the rows of that input or grad_output that were faulty.
+        before: of that step and up to ten before it, oldest first: step, loss, grad_norm, and of the layer's input and
+            grad_output their amax and scale_inv; where no layer is named, of the one whose numbers grew most.
+    """
+
+    step: int
+    role: str
+    layer: str | None
+    rank: int
+    share: float | None
+    before: list[dict[str, float]]
+
+    def __str__(self) -> str:
+        layer = f"`{self.layer}`" if self.layer else "the model"
+        where = f"the {self.role}" if self.layer is None else f"the {self.role} of {layer}"
+        rows = "" if self.share is None else f", in {100 * self.share:.3g} % of its rows"
+        return "\n".join([f"an inf or a NaN in {where} at step {self.step}, on rank {self.rank}{rows}", *self._table()])
+
+    def _table(self) -> list[str]:
+        if not self.before:
+            return []
+        names = list(self.before[0])
+        lines = [names, *([f"{row[name]:.4g}" for name in names] for row in self.before)]
+        widths = [max(len(line[at]) for line in lines) for at in range(len(names))]
+        return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+
+
+class FaultError(OctavoError):
+    """A training met an inf or a NaN; ``fault`` says where, and so does the message."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__(str(fault))
+        self.fault = fault
+
+
+class _Reading(NamedTuple):
+    """A step on its way to the host: SIGNALS of each rank, its loss and its grad_norm."""
+
+    step: int
+    signals: Tensor  # [ranks, 7]
+    event: Any
+
+
+class FaultTrace:
+    """Finds the first inf or NaN of a training, by its layer, role and step; cheap enough to be left on.
+
+    Each layer in FP8 notes faults by two small launches a step, and nothing waits for the device: a GPU's steps are
+    read two steps late. Compiled models are compiled once more.
+
+    Args:
+        model: with layers that octavo.convert or octavo.nn made.
+        raises: raise FaultError from ``step`` when there was a fault; if not, ``fault`` holds it.
+        gradients: whether one in a gradient is a fault. False under a GradScaler, which finds its scale by such.
+        step: how many steps were done before.
+        group: the torch.distributed process group of the ranks that train together; all ranks, by default.
+
+    Attributes:
+        fault: the first one, once it was read; else None.
+
+    Raises:
+        ValueError: for a model without FP8 layers.
+
+    Example:
+        >>> import torch, octavo
+        >>> model = torch.nn.Sequential(octavo.nn.Linear(32, 32), torch.nn.ReLU(), octavo.nn.Linear(32, 16))
+        >>> with octavo.inspect.trace_faults(model, raises=False) as trace:
+        ...     for size in (1.0, 2.0, float("inf")):
+        ...         loss = (size * model(torch.randn(8, 32))).square().mean()
+        ...         loss.backward()
+        ...         trace.step(loss)
+        >>> trace.fault.step, trace.fault.role, len(trace.fault.before)
+        (2, 'loss', 3)
+    """
+
+    def __init__(
+        self, model: nn.Module, *, raises: bool = True, gradients: bool = True, step: int = 0, group: Any = None
+    ) -> None:
+        self._layers = [(name, m) for name, m in model.named_modules() if isinstance(m, RecipeModule)]
+        if not self._layers:
+            raise ValueError("the model has no layer in FP8 to watch: octavo.convert it first")
+        self.fault: Fault | None = None
+        self._raises, self._gradients, self._step = raises, gradients, step
+        self._ranks = Ranks.of_process() if group is None else Ranks(group)
+        self._device = device_of(self._layers[0][1])
+        self._late = 0 if self._device.type == "cpu" else LATE
+        self._readings: list[_Reading] = []
+        self._read: deque[tuple[int, float, float]] = deque(maxlen=BEFORE + 1)
+        size = len(WATCHED) * len(self._layers)
+        self._ring = torch.zeros(BEFORE + 1 + self._late, size, len(FOUND), device=self._device)
+        self._found = torch.zeros(size, len(FOUND), device=self._device)
+        self._first = [torch.zeros(1, dtype=torch.int32, device=self._device) for _ in WATCHED]
+        places = torch.arange(1, size + 1, dtype=torch.int32, device=self._device).unsqueeze(1)
+        notes = [
+            Notes(place, found, self._first[at % len(WATCHED)])
+            for at, (place, found) in enumerate(zip(places, self._found, strict=True))
+        ]
+        for (_, module), *pair in zip(self._layers, notes[::2], notes[1::2], strict=True):
+            module.watch = Watch(*pair)
+        self._weights = self._faulty_weight()
+
+    def step(self, loss: float | Tensor | None = None, grad_norm: float | Tensor | None = None) -> None:
+        """Note that a step is done, after the optimizer's.
+
+        Args:
+            loss, grad_norm: of this step, numbers or tensors on any device.
+
+        Raises:
+            FaultError: there was a fault in this step, or on a GPU two steps ago.
+        """
+        if self.fault is None:
+            self._send(loss, grad_norm)
+            self._receive(self._late, collective=True)
+        self._step += 1
+        if self.fault is not None and self._raises:
+            raise FaultError(self.fault)
+
+    def close(self) -> None:
+        """Read what is under way, and leave the model as it was."""
+        for _, module in self._layers:
+            module.__dict__.pop("watch", None)
+        self._receive(0, collective=False)
+
+    def __enter__(self) -> FaultTrace:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+        if self.fault is not None and not isinstance(error, FaultError):
+            if error is not None:
+                error.add_note(str(self.fault))
+            elif self._raises:
+                raise FaultError(self.fault)
+
+    @torch.no_grad()
+    def _send(self, loss: float | Tensor | None, grad_norm: float | Tensor | None) -> None:
+        """Keep what the step left, and send what tells of a fault to the host."""
+        loss, grad_norm = whole(loss), whole(grad_norm)
+        self._ring[self._step % len(self._ring)].copy_(self._found)
+        scalars = [self._scalar(math.nan if given is None else given) for given in (loss, grad_norm)]
+        faulty = [
+            self._scalar(0) if given is None else (~value.isfinite()).float()
+            for given, value in zip((loss, grad_norm), scalars, strict=True)
+        ]
+        forward, backward = (first[0].float() for first in self._first)
+        signals = torch.stack([self._weights, forward, faulty[0], backward, faulty[1], *scalars])
+        signals, event = self._ranks.gather(signals), None
+        self._found.zero_()
+        for first in self._first:
+            first.zero_()
+        self._weights = self._faulty_weight()
+        if self._device.type == "cuda":
+            signals = torch.empty_like(signals, device="cpu", pin_memory=True).copy_(signals, non_blocking=True)
+            event = torch.cuda.current_stream(self._device).record_event()
+        self._readings.append(_Reading(self._step, signals, event))
+
+    def _scalar(self, value: float | Tensor) -> Tensor:
+        return torch.as_tensor(value, dtype=torch.float32).detach().to(self._device, non_blocking=True).reshape(())
+
+    def _faulty_weight(self) -> Tensor:
+        """1 + the first layer whose weight's first or last row has a fault; 0 where there is none."""
+        rows = [row for _, module in self._layers for row in _ends(module)]
+        norms = torch.stack([norm.float() for norm in torch._foreach_norm(rows, math.inf)]).view(-1, 2)
+        faulty = ~norms.isfinite().all(1)
+        return torch.where(faulty.any(), faulty.int().argmax() + 1, 0).float()
+
+    def _receive(self, late: int, collective: bool) -> None:
+        """Read the steps that are at least so late; ``collective``: all ranks do."""
+        while len(self._readings) > late and self.fault is None:
+            reading = self._readings.pop(0)
+            if reading.event is not None:
+                reading.event.synchronize()
+            rows = reading.signals.tolist()
+            self._read.append((reading.step, *rows[0][len(SIGNALS) :]))
+            for at, role in enumerate(SIGNALS):
+                faulty = [rank for rank, row in enumerate(rows) if row[at]]
+                if faulty and (self._gradients or not role.startswith("grad")):
+                    self.fault = self._named(reading.step, role, faulty[0], int(rows[faulty[0]][at]), collective)
+                    return
+
+    def _named(self, step: int, role: str, rank: int, place: int, collective: bool) -> Fault:
+        """The fault of a signal; the statistics are over all ranks where these look for it together."""
+        steps = [at for at, *_ in self._read]
+        history = self._ring[[at % len(self._ring) for at in steps]]
+        if collective:
+            history = torch.cat([self._ranks.sum(history[..., :2]), self._ranks.largest(history[..., 2:])], -1)
+        history = history.cpu()
+        name, share = None, None
+        if role in ROLES:
+            at = place - 1 if role == "weight" else (place - 1) // len(WATCHED)
+            name = self._layers[at][0]
+            if role != "weight":
+                faulty, rows = history[-1, place - 1, :2].tolist()
+                share = faulty / rows if rows else None
+        else:
+            sizes = history[:, ::2, 2]  # scale_inv of inputs
+            at = int((sizes[-1] / sizes[0]).nan_to_num(0, 0, 0).argmax())
+        of_layer = history[:, len(WATCHED) * at : len(WATCHED) * (at + 1)].tolist()
+        before = [
+            {"step": taken, "loss": loss, "grad_norm": norm, **_sizes(self._layers[at][1], pair)}
+            for (taken, loss, norm), pair in zip(self._read, of_layer, strict=True)
+        ]
+        return Fault(step, role, name, rank, share, before)
+
+
+trace_faults = FaultTrace  # with octavo.inspect.trace_faults(model) as trace: ...
+
+
+def _ends(module: RecipeModule) -> list[Tensor]:
+    """The first and the last row of a weight [N, K], of its codes where it lives in FP8, and of this rank's shard."""
+    weight = weight_of(module)
+    local = None if weight is None else on_this_rank(weight).detach()
+    if local is None or local.numel() == 0:
+        return [torch.zeros(1, device=device_of(module))] * 2
+    if isinstance(local, StoredWeight):
+        return [local.qdata[at].float() for at in (0, -1)]
+    rows = local_shard(local) if isinstance(module, nn.Linear) else local_shard(local).t()
+    return [rows[0], rows[-1]]
+
+
+def _sizes(module: RecipeModule, pair: Sequence[Sequence[float]]) -> dict[str, float]:
+    """amax and scale_inv of what is watched; where a cast keeps no amax, the largest number its scale has room for."""
+    found: dict[str, float] = {}
+    for role, (_, _, scale_inv, amax) in zip(WATCHED, pair, strict=True):
+        casts = module.recipe.casts[ROLES.index(role)]
+        cast = casts.as_is or casts.transposed
+        room = math.nan if cast is None else scale_inv * cast.format.max / 2**cast.margin
+        found |= {f"{role} amax": amax or room, f"{role} scale_inv": scale_inv}
+    return found

@@ -1,0 +1,149 @@
+"""The first inf or NaN is found where it was put, with what the steps before it were like."""
+
+import functools
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import octavo
+from octavo import recipes
+from octavo.inspect import Fault, FaultError
+from tests.support.combinations import each_pair
+from tests.support.spoiled import Spoiled, train_spoiled
+
+PLACES = {  # where a fault is put in step 1: where it is found
+    "before first": ("first", "input", 1),
+    "before mlp": ("mlp.fc1", "input", 1),
+    "in mlp": ("mlp.fc2", "input", 1),
+    "before last": ("last.linear", "input", 1),
+    "before mlp, backward": ("first", "grad_output", 1),
+    "before last, backward": ("mlp.fc2", "grad_output", 1),
+    "weight": ("mlp.fc2", "weight", 2),  # by the step's update
+    "loss": (None, "loss", 1),
+    "grad_norm": (None, "grad_norm", 1),
+}
+RECIPES = ["dynamic", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise", "mx"]
+HOW = ["eager", "compiled", "checkpointed"]
+
+
+@pytest.mark.full
+@each_pair(place=list(PLACES), recipe=RECIPES, how=HOW, value=[math.nan, -math.inf])
+def test_the_first_fault_is_named_by_all_recipes(case: dict[str, Any]) -> None:
+    test_the_first_fault_is_named(**case)
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize(
+    ("place", "recipe", "value"), list(zip(PLACES, itertools.cycle(RECIPES), itertools.cycle([math.nan, -math.inf])))
+)
+@pytest.mark.covering(1)
+def test_the_first_fault_is_named(place: str, recipe: str, how: str, value: float) -> None:
+    model = Spoiled(getattr(recipes, recipe)())
+    called: Any = model
+    if how == "compiled":
+        called = torch.compile(model, backend="aot_eager", fullgraph=True)
+    elif how == "checkpointed":
+        called = functools.partial(checkpoint, model, use_reentrant=False)
+    with octavo.inspect.trace_faults(model, raises=False) as trace:
+        train_spoiled(model, range(4), trace, {1: (place, value)}, called)
+    fault = trace.fault
+    assert fault is not None
+    assert (fault.layer, fault.role, fault.step) == PLACES[place]
+    assert [row["step"] for row in fault.before] == list(range(fault.step + 1))
+    assert not any("watch" in module.__dict__ for module in model.modules())
+
+
+def test_rows_amax_and_scale_before_a_fault() -> None:
+    torch.manual_seed(0)
+    layer = octavo.nn.Linear(32, 32, recipe=recipes.delayed())
+    seen = []
+    with pytest.raises(
+        FaultError, match=r"the input of the model at step 3, on rank 0, in 2.5 % of its rows"
+    ) as raised:
+        with octavo.inspect.trace_faults(layer) as trace:
+            for step in range(5):
+                x = 2.0**step * torch.randn(40, 32)
+                if step == 3:
+                    x[7, 5] = math.inf
+                y = layer(x)
+                grad = torch.randn_like(y)
+                y.backward(grad)
+                seen.append((float(x[x.isfinite()].abs().max()), float(grad.abs().max())))
+                trace.step(loss=step)
+    fault = raised.value.fault
+    assert fault == trace.fault and fault.share == 1 / 40
+    found = [(row["input amax"], row["grad_output amax"]) for row in fault.before]
+    assert found == seen
+    assert [row["loss"] for row in fault.before] == [0, 1, 2, 3]
+    assert "grad_output scale_inv" in str(fault).splitlines()[1]
+
+
+def test_a_training_that_diverges() -> None:
+    """By a learning rate that float16 cannot hold for long; hooks see each tensor whole."""
+    model = nn.Sequential(*(octavo.nn.Linear(16, 16, recipe=recipes.delayed()) for _ in range(3))).half()
+    optimizer, seen = torch.optim.SGD(model.parameters(), 3.0), []
+    for name, layer in model.named_children():
+        layer.register_forward_pre_hook(lambda _, x, name=name: seen.append((name, "input", x[0])))
+        layer.register_full_backward_pre_hook(lambda _, dy, name=name: seen.append((name, "grad_output", dy[0])))
+    with pytest.raises(FaultError) as raised, octavo.inspect.trace_faults(model) as trace:
+        for _ in range(50):
+            seen.clear()
+            loss = 8 * model(torch.randn(8, 16).half().requires_grad_()).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            trace.step(loss)
+    fault: Fault = raised.value.fault
+    assert (fault.layer, fault.role) == next((name, role) for name, role, x in seen if not x.isfinite().all())
+    assert fault.before[-2]["input amax"] > 4 * fault.before[-3]["input amax"]
+
+
+def test_ten_steps_before_are_kept() -> None:
+    layer = octavo.nn.Linear(16, 16, recipe=recipes.dynamic())
+    with octavo.inspect.trace_faults(layer, raises=False) as trace:
+        for step in range(15):
+            layer(torch.full((4, 16), math.nan if step == 13 else step + 1.0)).sum().backward()
+            trace.step()
+    assert trace.fault is not None
+    assert [row["step"] for row in trace.fault.before] == list(range(3, 14))
+    assert [row["input amax"] for row in trace.fault.before[:-1]] == pytest.approx(list(range(4, 14)))
+
+
+def test_another_error_carries_the_fault() -> None:
+    model = Spoiled(recipes.dynamic())
+    with pytest.raises(RuntimeError, match="diverged") as raised:
+        with octavo.inspect.trace_faults(model, raises=False) as trace:
+            train_spoiled(model, range(4), trace, {2: ("before mlp", math.nan)})
+            raise RuntimeError("diverged")
+    assert "the input of `mlp.fc1` at step 2" in raised.value.__notes__[0]
+
+
+def test_gradients_that_a_scaler_overflows_are_no_faults() -> None:
+    model = Spoiled(recipes.dynamic())
+    with octavo.inspect.trace_faults(model, gradients=False, raises=False) as trace:
+        train_spoiled(model, range(2), trace, {0: ("before last, backward", math.inf)}, update=False)
+    assert trace.fault is None
+    with pytest.raises(ValueError, match="no layer in FP8"):
+        octavo.inspect.trace_faults(nn.Linear(4, 4))
+
+
+def test_a_watched_training_is_the_same() -> None:
+    states = []
+    for watched in (False, True):
+        model = Spoiled(recipes.blockwise())
+        trace = octavo.inspect.trace_faults(model) if watched else None
+        states.append((train_spoiled(model, range(3), trace), model.state_dict()))
+    assert states[0][0] == states[1][0]
+    assert all(torch.equal(tensor, states[1][1][name]) for name, tensor in states[0][1].items())
+
+
+def test_ranks_name_the_one(pool: Any) -> None:
+    from tests.support.spoiled import spoiled_rank
+
+    found: list[Any] = pool.run(spoiled_rank, (2,))
+    assert found == [("mlp.fc1", "input", 3, 1, 4, 1 / 80)] * 2
