@@ -4,6 +4,7 @@ from octavo.inspect.faults import Fault, FaultError, FaultTrace, trace_faults
 from octavo.inspect.findings import Finding, diagnose
 from octavo.inspect.record import Record, load
 from octavo.inspect.recorder import Recorder
+from octavo.inspect.what_if import compare
 
 __all__ = [
     "Fault",
@@ -12,6 +13,7 @@ __all__ = [
     "Finding",
     "Record",
     "Recorder",
+    "compare",
     "diagnose",
     "load",
     "record",

@@ -1,13 +1,15 @@
-"""A run's model, read back from its checkpoint."""
+"""A run's model, read back from its checkpoint, to export it or to look at it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from octavo.inspect.what_if_command import Subject
 from octavo.train.checkpoint import CHECKPOINT, SHARDED, RunFolder, ShardedFolder
 from octavo.train.config import RECIPES, ModelConfig, StateConfig
+from octavo.train.data import Batches, load_corpus
 from octavo.train.errors import CheckpointError
-from octavo.train.model import GPT
+from octavo.train.model import GPT, next_byte_loss
 from octavo.train.trainer import build_model
 
 
@@ -44,3 +46,21 @@ def trained_model(path: Path) -> GPT:
     except (KeyError, RuntimeError, ValueError) as error:
         raise CheckpointError(f"{kept.checkpoint} does not hold this octavo's model: {error}") from error
     return model.eval()
+
+
+def trained_subject(path: Path, data: Path | None = None, batches: int = 2) -> Subject:
+    """A run's model with batches to look at it by: ``octavo inspect``.
+
+    Args:
+        path: as for trained_model.
+        data: text; Python's own standard library by default.
+        batches: how many, of 16 windows.
+    """
+    model, corpus = trained_model(path), load_corpus(data)
+    corpus.require(model.config)
+    windows = Batches(corpus, model.config.context, 16, 0)
+    return Subject(
+        model,
+        lambda model, batch: next_byte_loss(model(batch[0]), batch[1]),
+        [windows.training(step) for step in range(batches)],
+    )

@@ -3,7 +3,7 @@ import torch
 
 from octavo.train import CheckpointError, TrainConfig, run
 from octavo.train.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig
-from octavo.train.trained import trained_model
+from octavo.train.trained import trained_model, trained_subject
 
 
 @pytest.fixture(scope="module")
@@ -51,3 +51,10 @@ def test_a_recipe_without_a_name_is_refused(folder, tmp_path):
     torch.save(content | {"identity": content["identity"] | {"width": 64}}, tmp_path / "checkpoint.pt")
     with pytest.raises(CheckpointError, match="does not hold"):
         trained_model(tmp_path)
+
+
+def test_a_run_is_looked_at_by_batches_of_text(folder):
+    out, kept = folder
+    model, loss, batches = trained_subject(out / "delayed", out.parent / "text.py", 2)
+    assert torch.equal(model.head.weight, kept[0].head.weight)
+    assert [float(loss(model, batch).detach()) > 0 for batch in batches] == [True, True]

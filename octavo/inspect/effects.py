@@ -1,0 +1,267 @@
+"""What FP8 does to each layer of a model, ranked, and the cheapest recipes by layer that stay within a budget.
+
+A layer's predicted loss is how much higher, relatively, the trained model's loss will be with this layer in FP8:
+
+    curvature + DESCENT × (1 - cosine)
+
+Curvature is what rounding costs a model whose forward is in FP8. And of each step's length, the part that goes along
+the gradient is the cosine, while the rest is noise that averages out: 1 - cosine of all steps are lost (to an optimizer
+whose steps do not grow with the gradient's norm, as AdamW's). The loss falls with the steps t as t^-DESCENT: what the
+lost ones would have brought is DESCENT × (1 - cosine) of it. Late in a language model's training the exponent is
+0.05 to 0.1 (Kaplan et al., arXiv 2001.08361); early on the loss falls faster, and so more is lost.
+
+Layers' losses add up: their noises are independent, so that the squares add, and 1 - cosine is half the square.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from octavo.cost.command import columns
+from octavo.cost.estimate import LinearWork
+from octavo.cost.rates import Rates
+from octavo.errors import OctavoError
+from octavo.recipes import high_precision
+from octavo.scaling.recipe import PRODUCTS, Recipe
+from octavo.scaling.recipe_map import RecipeMap, Rule, recipe_of
+
+DESCENT = 0.1
+WITHOUT = high_precision().name
+LEAST = 0.8  # of a layer's loss is what another recipe must leave to be taken: less of a difference may be chance
+SHOWN = 10  # layers of each recipe, in a table
+
+Chosen = dict[str, str]  # recipes' names by layers'
+LEGEND = """\
+output, grad_input, grad_weight: the layer's products, SQNR in dB
+loss, 1 - cosine, norm: of the model's loss and gradient with this layer alone in FP8, against high precision
+predicted loss: how much higher the trained model's will be; ~: estimated"""
+
+
+class WhatIfError(OctavoError, ValueError):
+    """A model, loss or budget that nothing can be found of; the message says why, and what to do."""
+
+
+@dataclass(frozen=True)
+class Effect:
+    """A layer, alone in FP8 under a recipe, against high precision; averaged over batches.
+
+    Attributes:
+        layer, recipe: names; the layer "" where all of them are in FP8.
+        output, grad_input, grad_weight: the products' errors, norm by norm; nan for one that is not computed.
+        loss: relative change of the loss.
+        curvature: that without the part of first order in the output's errors, which is chance.
+        cosine, norm_ratio: of the gradient of all the model's parameters and that in high precision.
+        measured: whether the model was run so; else curvature and cosine are estimates, loss and norm_ratio unknown.
+    """
+
+    layer: str
+    recipe: str
+    output: float
+    grad_input: float
+    grad_weight: float
+    loss: float
+    curvature: float
+    cosine: float
+    norm_ratio: float
+    measured: bool
+
+    @property
+    def predicted(self) -> float:
+        """The predicted loss, see the top of the file: infinite where the loss or the gradient is not finite."""
+        found = max(self.curvature, 0.0) + DESCENT * (1 - self.cosine)
+        return found if math.isfinite(found) else math.inf
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What an exception from a map's default recipe costs, and brings.
+
+    Attributes:
+        layer, recipe: names; the recipe "high_precision" is none.
+        share: of all compared layers' operations, those that fall out of FP8.
+        seconds: more a step, as predicted.
+        loss: how much lower the predicted loss is for it.
+    """
+
+    layer: str
+    recipe: str
+    share: float
+    seconds: float
+    loss: float
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """What octavo.inspect.compare found.
+
+    Attributes:
+        recipes: by name.
+        effects: of each layer alone, in the model's order, under each recipe.
+        whole: by recipe, of all layers together.
+        works: what each layer computes in a batch.
+        rates: of the device that costs are predicted for.
+    """
+
+    recipes: Mapping[str, Recipe]
+    effects: tuple[Effect, ...]
+    whole: Mapping[str, Effect]
+    works: Mapping[str, LinearWork]
+    rates: Rates
+
+    def ranked(self, recipe: str) -> list[Effect]:
+        """Layers under a recipe, the highest predicted loss first."""
+        own = [effect for effect in self.effects if effect.recipe == recipe]
+        return sorted(own, key=lambda effect: effect.predicted, reverse=True)
+
+    def recipe_map(self, *, keep: int | None = None, loss: float | None = None) -> RecipeMap:
+        """Recipes by layer, for octavo.convert.
+
+        Args:
+            keep: so many layers stay in high precision, and all others follow the recipe that has the lowest predicted
+                loss then, of those that are faster than high precision (of all, if none is).
+            loss: the predicted loss stays within this, as 0.001 is 0.1 %, at the least predicted time: layers may
+                follow different recipes, or none.
+
+        Raises:
+            ValueError: unless one of the two is given, or for a number below 0.
+        """
+        budget = keep if loss is None else loss
+        if budget is None or budget < 0 or (keep is not None and loss is not None):
+            raise ValueError(f"keep={keep}, loss={loss}: give one of them, of at least 0")
+        choice = _Choice(self)
+        if keep is not None:
+            found = [
+                (name, choice.keeping([effect.layer for effect in self.ranked(name)[:keep]], name))
+                for name in choice.faster or self.recipes
+            ]
+            default, chosen = min(found, key=lambda pair: choice.lost(pair[1]))
+        else:
+            found = [(name, choice.within(budget, name)) for name in self.recipes]
+            default, chosen = min(found, key=lambda pair: choice.cost(pair[1]))
+        values = {**self.recipes, WITHOUT: None}
+        rules = {glob.escape(layer): values[name] for layer, name in chosen.items() if name != default}
+        return RecipeMap(self.recipes[default], rules)
+
+    def predicted(self, recipe: RecipeMap) -> float:
+        """The predicted loss under a map from ``recipe_map``: the sum of its layers'."""
+        choice = _Choice(self)
+        return sum(choice.losses[layer, recipe.of(layer).name] for layer in self.works)
+
+    def seconds(self, recipe: Recipe | RecipeMap) -> float:
+        """The predicted seconds that the compared layers take in a step: products and casts."""
+        return sum(sum(work.seconds(recipe_of(recipe, layer), self.rates)) for layer, work in self.works.items())
+
+    def costs(self, recipe: RecipeMap) -> list[Cost]:
+        """What the exceptions of a map from ``recipe_map`` cost and bring, in the model's order."""
+        choice, default, found = _Choice(self), recipe.default.name, []
+        whole = sum(work.flop * sum(work.products) for work in self.works.values())
+        for layer, work in self.works.items():
+            own = recipe.of(layer)
+            if own.name != default:
+                share = work.flop * sum(work.products) / whole if own.is_high_precision else 0.0
+                seconds = sum(work.seconds(own, self.rates)) - sum(work.seconds(recipe.default, self.rates))
+                saved = choice.losses[layer, default] - choice.losses[layer, own.name]
+                found.append(Cost(layer, own.name, share, seconds, saved))
+        return found
+
+    def __str__(self) -> str:
+        lines = []
+        for recipe, whole in self.whole.items():
+            ranked = self.ranked(recipe)
+            rows = [[recipe, *PRODUCTS, "loss", "1 - cosine", "norm", "predicted loss"]]
+            rows += [_row(effect) for effect in (whole, *ranked[:SHOWN])]
+            more = len(ranked) - SHOWN
+            lines += [columns(rows), *[f"and {more} more layers"] * (more > 0), ""]
+        return "\n".join([*lines, LEGEND])
+
+    __repr__ = __str__
+
+
+class _Choice:
+    """Losses and costs of a WhatIf's layers by recipe, "high_precision" among them.
+
+    A cost is the predicted time; of the products alone where these layers are too small for any recipe to be faster
+    than high precision, so that there is something to choose by. ``faster``: the recipes that are.
+    """
+
+    def __init__(self, found: WhatIf) -> None:
+        self.options: dict[str, Recipe] = {**found.recipes, WITHOUT: high_precision()}
+        self.losses = {(effect.layer, effect.recipe): effect.predicted for effect in found.effects}
+        self.losses |= {(layer, WITHOUT): 0.0 for layer in found.works}
+        self.layers = list(found.works)
+        whole = found.seconds(high_precision())
+        self.faster = [name for name, recipe in found.recipes.items() if found.seconds(recipe) < whole]
+        ideal = dataclasses.replace(found.rates, launch=0.0, copy=math.inf, casts={})
+        rates = found.rates if self.faster else ideal
+        self.costs = {
+            (layer, name): sum(work.seconds(recipe, rates))
+            for layer, work in found.works.items()
+            for name, recipe in self.options.items()
+        }
+
+    def lost(self, chosen: Chosen) -> float:
+        """The predicted loss."""
+        return sum(self.losses[pair] for pair in chosen.items())
+
+    def cost(self, chosen: Chosen) -> float:
+        """The cost of all layers."""
+        return sum(self.costs[pair] for pair in chosen.items())
+
+    def keeping(self, kept: list[str], default: str) -> Chosen:
+        """These layers in high precision."""
+        return {layer: WITHOUT if layer in kept else default for layer in self.layers}
+
+    def within(self, budget: float, default: str) -> Chosen:
+        """From one recipe for all: the change that saves most loss for its cost, until the budget is kept.
+
+        Then what the last changes have made needless is taken back, the dearest first.
+        """
+        chosen = dict.fromkeys(self.layers, default)
+        while self.lost(chosen) > budget:  # ends: in high precision a layer loses nothing
+            changes = [(layer, name) for layer in self.layers for name in self.options]
+            layer, name = max(changes, key=lambda change: self._worth(change, chosen[change[0]]))
+            chosen[layer] = name
+        for layer in sorted(chosen, key=lambda layer: self.costs[layer, chosen[layer]], reverse=True):
+            back = {**chosen, layer: default}
+            if self.lost(back) <= budget and self.cost(back) <= self.cost(chosen):
+                chosen = back
+        return chosen
+
+    def _worth(self, change: tuple[str, str], before: str) -> tuple[float, float]:
+        """The loss that a layer's change saves by its cost, and as it is."""
+        now = change[0], before
+        if self.losses[change] >= LEAST * self.losses[now]:
+            return -math.inf, 0.0
+        saved, cost = self.losses[now] - self.losses[change], self.costs[change] - self.costs[now]
+        return (saved / cost if cost > 0 else math.inf), saved
+
+
+def _row(effect: Effect) -> list[str]:
+    errors = effect.output, effect.grad_input, effect.grad_weight
+    sqnr = ["" if math.isnan(e) else f"{-20 * math.log10(e):.1f}" if e > 0 else "exact" for e in errors]
+    about = "" if effect.measured else "~"
+    known = [f"{100 * effect.loss:+.4f} %", f"{about}{1 - effect.cosine:.2e}", f"{effect.norm_ratio:.4f}"]
+    measured = known if effect.measured else ["", known[1], ""]
+    return [effect.layer or "(all layers)", *sqnr, *measured, f"{about}{100 * effect.predicted:.4f} %"]
+
+
+def as_python(recipe: RecipeMap, remarks: Mapping[str, str], more: str = "") -> str:
+    """Lines of Python that make a map, and convert a model by it.
+
+    Args:
+        recipe: of octavo's named recipes.
+        remarks: by pattern, a comment.
+        more: arguments of octavo.convert.
+    """
+    rules = [f'        "{name}": {_code(rule)},  # {remarks[name]}' for name, rule in recipe.rules.items()]
+    body = ["    {", *rules, "    },"] if rules else []
+    lines = ["import octavo", "", "recipe = octavo.RecipeMap(", f"    {_code(recipe.default)},", *body, ")"]
+    return "\n".join([*lines, f"octavo.convert(model, recipe{more})"])
+
+
+def _code(rule: Rule) -> str:
+    return f"octavo.recipes.{rule.name}()" if isinstance(rule, Recipe) else repr(rule)

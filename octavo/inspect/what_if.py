@@ -1,0 +1,387 @@
+"""What if a layer computed in FP8: each layer's three products and the model's gradient, under each of some recipes.
+
+Of a batch the model computes loss and gradients once in high precision, which is what all else is held against.
+
+    products   measured, each by itself: on the input, weight and grad_output of that pass, under each recipe
+    alone      measured: the model computes the batch once more with one layer in FP8 and all others in high precision
+    together   measured: once more with all layers in FP8
+
+Where there are too many layers, those of little effect are left out of the second, and estimated. The relative errors e
+of the three products give the noise that FP8 adds to the gradient, by its norm: e(grad_weight) of this layer's own
+gradient, which is exact, and e(output) and e(grad_input) of the whole gradient, as if no path led around the layer,
+which is too much. What the layers that were run have of that, in the middle, the others are taken to have too.
+
+Of a change of the loss, the part of first order in the layer's errors (their product with grad_output, exact) is taken
+away: rounding raises the loss as often as it lowers it, and of few batches this chance hides the rest, by three times
+and more. What remains is what the errors cost whatever their signs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo import recipes as known
+from octavo.cost.estimate import LinearWork
+from octavo.cost.rates import PUBLISHED, PlanError, Rates, rates_of
+from octavo.inspect.effects import Effect, WhatIf, WhatIfError
+from octavo.nn.candidates import MIN_FEATURES, Select, features, large_enough, restore_class
+from octavo.nn.convert import convert
+from octavo.nn.fast_path import choose_fast_path
+from octavo.nn.recipe_module import RecipeModule
+from octavo.nn.stored_weights import weight_of
+from octavo.nn.using import using
+from octavo.recipes import high_precision
+from octavo.scaling.delayed import BUFFERS
+from octavo.scaling.recipe import PRODUCTS, Recipe
+from octavo.scaling.recipe_map import RecipeMap, recipe_of
+
+Loss = Callable[[nn.Module, Any], Tensor]
+Key = tuple[str, str]  # a layer's name and a recipe's
+Gradient = list[Tensor | None]  # by parameter
+Found = tuple[float, float, float, float]
+NO_PRODUCTS = math.nan, math.nan, math.nan
+NAMES = ("dynamic", "delayed", "rowwise", "blockwise", "mx")
+
+
+def compare(
+    model: nn.Module,
+    loss: Loss,
+    batches: Iterable[Any],
+    recipes: Iterable[Recipe] | None = None,
+    *,
+    select: Select | None = None,
+    runs: int = 500,
+    rates: Rates | None = None,
+) -> WhatIf:
+    """Find which layers can't stand FP8: what it does to their products and to the model's gradient.
+
+    The model is left as it was: weights, gradients, buffers, recipes, modes, and torch's random numbers, which are the
+    same in each pass. No optimizer and no hook that waits for an accumulated gradient runs. On one process.
+
+    Args:
+        model: plain or converted, where it trains; it computes in training mode. Best one that has trained for a while.
+        loss: ``loss(model, batch)`` gives the scalar that training calls backward of; with autocast, if training has.
+        batches: a few, as training has them. ``delayed`` scales a batch by those before it, and the first by itself.
+        recipes: of different names; octavo's five by default.
+        select: which layers, as for octavo.convert.
+        runs: at most so many passes with a layer alone; where there are more layers, those of least effect are
+            estimated instead.
+        rates: of the device that will train, for the costs; this one's by default, or an H100's where it has none.
+
+    Returns:
+        a WhatIf: print it, or ask for its ``recipe_map``.
+
+    Raises:
+        WhatIfError: without layers, batches or recipes; for a loss that is no scalar with a gradient.
+
+    Example:
+        >>> import torch, octavo
+        >>> model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 32))
+        >>> found = octavo.inspect.compare(
+        ...     model,
+        ...     lambda model, x: model(x).square().mean(),
+        ...     [torch.randn(16, 32)],
+        ...     [octavo.recipes.dynamic()],
+        ...     select=lambda module, name: True,
+        ... )
+        >>> found.recipe_map(keep=1).of("0").name != found.recipe_map(keep=1).of("2").name
+        True
+    """
+    chosen = [getattr(known, name)() for name in NAMES] if recipes is None else list(recipes)
+    batches = list(batches)
+    names = [recipe.name for recipe in chosen]
+    if not names or len(set(names)) < len(names) or any(recipe.is_high_precision for recipe in chosen):
+        raise WhatIfError(f"recipes={names}: needs recipes with products in FP8, each of another name")
+    if not batches:
+        raise WhatIfError("batches is empty: give at least one of the training's")
+    with _borrowed(model, select) as layers:
+        passes = _Passes(model, loss, layers, {recipe.name: recipe for recipe in chosen})
+        for batch in batches:
+            passes.measure(batch, runs // (len(batches) * len(chosen)))
+    return passes.result(_rates(rates, next(model.parameters()).device))
+
+
+def check(
+    model: nn.Module, loss: Loss, batches: Iterable[Any], recipe: Recipe | RecipeMap, *, select: Select | None = None
+) -> Effect:
+    """Measure what recipes by layer do together, as ``compare`` does of a recipe; the model is left as it was.
+
+    Args:
+        model, loss, batches, select: as for compare.
+        recipe: an octavo.Recipe or RecipeMap.
+
+    Returns:
+        an Effect of the layer "", whose products and curvature are nan.
+    """
+    found = []
+    with _borrowed(model, select) as layers:
+        passes = _Passes(model, loss, layers, {})
+        for batch in batches:
+            value, exact = passes.gradient(batch)
+            with contextlib.ExitStack() as stack:
+                for name in layers:
+                    stack.enter_context(passes.under(name, recipe_of(recipe, name)))
+                changed, gradient = passes.gradient(batch)
+            found.append(((changed - value) / abs(value), math.nan, *_against(exact, gradient)))
+    return Effect("", "map", *NO_PRODUCTS, *_mean(found), True)
+
+
+def _rates(rates: Rates | None, device: torch.device) -> Rates:
+    try:
+        return rates or rates_of(device=device)
+    except PlanError:  # nothing is known of this device: a model's errors are looked at where there is none to train on
+        return PUBLISHED["H100"]
+
+
+@contextlib.contextmanager
+def _borrowed(model: nn.Module, select: Select | None) -> Iterator[dict[str, RecipeModule]]:
+    """The layers to look at, converted and in high precision, by name; then everything as it was."""
+    modes = [(module, module.training) for module in model.modules()]
+    buffers = [
+        (module, {name: found for name, found in module._buffers.items() if name not in BUFFERS})
+        for module in model.modules()
+    ]
+    own = {name: m for name, m in model.named_modules() if isinstance(m, RecipeModule)}
+    layers = {name: m for name, m in own.items() if select is None or select(m, name)}
+    others: Mapping[str, Any] = {name: m.recipe for name, m in own.items() if name not in layers}
+    chosen = large_enough if select is None else select
+
+    def is_new(module: nn.Module, name: str) -> bool:
+        return not isinstance(module, RecipeModule) and chosen(module, name)
+
+    with contextlib.ExitStack() as afterwards:
+        if own:
+            afterwards.enter_context(using(model, RecipeMap(high_precision(), others)))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "octavo.convert converted nothing")
+            convert(model, high_precision(), is_new)
+        added = {name: m for name, m in model.named_modules() if isinstance(m, RecipeModule) and name not in own}
+        afterwards.callback(_put_back, model, list(added.values()), modes, buffers)
+        if not layers and not added:
+            default = f"; the default takes those of at least {MIN_FEATURES} features" * (select is None)
+            raise WhatIfError(f"no layer to compare: select takes none of this model's{default}")
+        if not model.training:
+            model.train()
+        yield layers | added
+
+
+def _put_back(model: nn.Module, added: list[RecipeModule], modes: list[Any], buffers: list[Any]) -> None:
+    for layer in added:
+        layer.forget_recipe()
+        restore_class(layer)
+    for module, training in modes:
+        module.training = training
+    for module, found in buffers:
+        module._buffers.update(found)
+    choose_fast_path(model)
+
+
+class _Passes:
+    """Passes of a model in high precision and with layers in FP8, and what came of them.
+
+    ``local``: of layers and recipes the squared norms of the three products' errors and of the products.
+    ``first``: of layers and recipes the change of this batch's loss, of first order in the output's errors.
+    ``alone``, ``together``: Effect's loss, curvature, cosine and norm_ratio of each batch.
+    """
+
+    def __init__(
+        self, model: nn.Module, loss: Loss, layers: Mapping[str, RecipeModule], recipes: Mapping[str, Recipe]
+    ) -> None:
+        self.model, self.loss, self.layers, self.recipes = model, loss, layers, recipes
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.buffers = [
+            (module, name, buffer)
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and name not in BUFFERS
+        ]
+        self.works: dict[str, LinearWork] = {}
+        self.local: dict[Key, Tensor] = {}
+        self.own_share: dict[str, float] = {}  # of the gradient's square, by layer
+        self.first: dict[Key, float] = {}
+        self.alone: dict[Key, list[Found]] = {}
+        self.together: dict[str, list[Found]] = {name: [] for name in recipes}
+        self.states: dict[Key, tuple[Tensor, ...]] = {}
+        self.run: dict[str, list[str]] = {}  # by recipe, the layers that are run alone
+
+    def measure(self, batch: Any, most: int) -> None:
+        """Compute a batch in all ways, ``most`` layers alone under each recipe."""
+        before, self.first = dict(self.states), {}
+        with self._watched():
+            value, exact = self.gradient(batch)
+        if not self.run:
+            self._choose(exact, max(most, 1))
+        for recipe, chosen in self.run.items():
+            for names, found in (
+                (list(self.layers), self.together[recipe]),
+                *(([name], self.alone.setdefault((name, recipe), [])) for name in chosen),
+            ):
+                with contextlib.ExitStack() as stack:
+                    for name in names:
+                        stack.enter_context(self.under(name, self.recipes[recipe], before.get((name, recipe), ())))
+                    changed, gradient = self.gradient(batch)
+                change, first = changed - value, sum(self.first.get((name, recipe), 0.0) for name in names)
+                found.append((change / abs(value), (change - first) / abs(value), *_against(exact, gradient)))
+
+    def _choose(self, exact: Gradient, most: int) -> None:
+        """Which layers to run alone, by what their products' errors may do."""
+        squares = {
+            id(parameter): 0.0 if gradient is None else float(gradient.double().square().sum())
+            for parameter, gradient in zip(self.parameters, exact, strict=True)
+        }
+        whole = sum(squares.values())
+        for name, layer in self.layers.items():
+            self.own_share[name] = squares.get(id(weight_of(layer)), 0.0) / whole if whole else 0.0
+        reached = [name for name in self.layers if name in self.works]
+        for recipe in self.recipes:
+            self.run[recipe] = sorted(reached, key=lambda name: self._noise(name, recipe), reverse=True)[:most]
+
+    def _noise(self, name: str, recipe: str) -> float:
+        """The squared norm of the gradient's error by that of the gradient, estimated; see the top of the file."""
+        output, grad_input, grad_weight = (0.0 if math.isnan(e) else e**2 for e in self._errors(name, recipe))
+        return grad_weight * self.own_share[name] + output + grad_input
+
+    def _errors(self, name: str, recipe: str) -> tuple[float, float, float]:
+        errors, exact = self.local[name, recipe]
+        output, grad_input, grad_weight = (errors / exact).sqrt().tolist()  # 0 / 0: a product that is not computed
+        return output, grad_input, grad_weight
+
+    def gradient(self, batch: Any) -> tuple[float, Gradient]:
+        """The loss of a batch and its gradients, without a trace but in buffers, each time copies of the model's."""
+        for module, name, buffer in self.buffers:
+            module._buffers[name] = buffer.clone()
+        devices = {p.device.index or 0 for p in self.model.parameters() if p.device.type == "cuda"}
+        with torch.random.fork_rng(devices), torch.enable_grad():
+            value = self.loss(self.model, batch)
+            if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
+                raise WhatIfError(f"loss(model, batch) gave {_described(value)}: it must be a scalar with a gradient")
+            found = torch.autograd.grad(value.reshape(()), self.parameters, allow_unused=True)
+        return float(value.detach()), list(found)
+
+    @contextlib.contextmanager
+    def under(self, name: str, recipe: Recipe, state: Sequence[Tensor] = ()) -> Iterator[None]:
+        """A layer under a recipe, a delayed one's state as it is given."""
+        layer = self.layers[name]
+        layer.recipe = recipe
+        for buffer, value in zip(BUFFERS, state, strict=False):
+            layer._buffers[buffer] = value.clone()
+        try:
+            yield
+        finally:
+            layer.recipe = high_precision()
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Compute each layer's products under each recipe as its input and its output's gradient come by."""
+        with contextlib.ExitStack() as stack:
+            for name, layer in self.layers.items():
+                stack.callback(layer.register_forward_hook(self._watch(name), prepend=True, with_kwargs=True).remove)
+            yield
+
+    def _watch(self, name: str) -> Callable[..., None]:
+        def hook(layer: Any, arguments: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+            x = arguments[0] if arguments else named["input"]
+            parts = output if isinstance(output, tuple) else (output,)
+            if not parts[0].requires_grad:
+                return
+            kind = x.device.type
+            autocast = torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+            sizes = [part.shape for part in parts]
+
+            def backward(gradients: Sequence[Tensor | None]) -> None:
+                known = next(gradient for gradient in gradients if gradient is not None)
+                whole = [known.new_zeros(s) if g is None else g for g, s in zip(gradients, sizes, strict=True)]
+                with autocast:
+                    self._count(name, x, torch.cat(whole, -1))
+
+            torch.autograd.graph.register_multi_grad_hook(parts, backward)
+
+        return hook
+
+    def _count(self, name: str, x: Tensor, grad: Tensor) -> None:
+        layer = self.layers[name]
+        exact = _products(layer, x, grad)
+        columns, rows = features(layer)
+        needs = exact[1] is not None, exact[2] is not None
+        self.works.setdefault(name, LinearWork(name, x.numel() // columns, columns, rows, *needs))
+        for recipe, value in self.recipes.items():
+            key = name, recipe
+            with self.under(name, value, self.states.get(key, ())):
+                products = _products(layer, x, grad)
+                if value.delayed is not None:
+                    self.states[key] = tuple(layer._buffers[buffer].clone() for buffer in BUFFERS)  # type: ignore[union-attr]
+            squares = x.new_zeros(2, len(PRODUCTS), dtype=torch.float64)
+            for i, (product, wanted) in enumerate(zip(products, exact, strict=True)):
+                if product is not None and wanted is not None:
+                    wanted = wanted.double()
+                    squares[:, i] = torch.stack([(product.double() - wanted).square().sum(), wanted.square().sum()])
+            first = ((products[0].double() - exact[0].double()) * grad.double()).sum()
+            self.first[key] = self.first.get(key, 0.0) + float(first)
+            self.local[key] = self.local.get(key, 0) + squares
+
+    def result(self, rates: Rates) -> WhatIf:
+        """What was found, averaged over batches."""
+        if not self.works:
+            raise WhatIfError("no layer took part in the loss: loss(model, batch) must call the model that it is given")
+        works = {name: self.works[name] for name in self.layers if name in self.works}
+        effects = []
+        for recipe in self.recipes:
+            measured = {name: _mean(self.alone[name, recipe]) for name in self.run[recipe]}
+            per_noise = _per_noise([(self._noise(name, recipe), found) for name, found in measured.items()])
+            for name in works:
+                noise, known = self._noise(name, recipe), name in measured
+                found = measured[name] if known else (0.0, per_noise[0] * noise, 1 - per_noise[1] * noise, 1.0)
+                effects.append(Effect(name, recipe, *self._errors(name, recipe), *found, known))
+        whole = {name: Effect("", name, *NO_PRODUCTS, *_mean(found), True) for name, found in self.together.items()}
+        return WhatIf(dict(self.recipes), tuple(effects), whole, works, rates)
+
+
+def _per_noise(found: Sequence[tuple[float, Found]]) -> tuple[float, float]:
+    """(curvature, 1 - cosine) by the noise that is estimated, in the middle of what was measured."""
+    parts = [(curvature / noise, (1 - cosine) / noise) for noise, (_, curvature, cosine, _) in found if noise > 0]
+    parts = [part for part in parts if all(map(math.isfinite, part))]
+    return (statistics.median(a for a, _ in parts), statistics.median(b for _, b in parts)) if parts else (0.0, 0.5)
+
+
+def _products(layer: RecipeModule, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(output, grad_input, grad_weight) of a layer as its recipe has them; None for a gradient that nothing needs."""
+    weight = weight_of(layer)
+    needs = x.requires_grad, weight is not None and weight.requires_grad
+    with torch.enable_grad():
+        x = x.detach().requires_grad_(x.requires_grad)
+        output = type(layer).forward(layer, x)
+        output = torch.cat(output, -1) if isinstance(output, tuple) else output
+        wanted = [tensor for tensor, needed in zip((x, weight), needs, strict=True) if needed]
+        found = iter(torch.autograd.grad(output, wanted, grad))  # type: ignore[arg-type]
+    grads = [next(found) if needed else None for needed in needs]
+    return output.detach(), grads[0], grads[1]
+
+
+def _against(exact: Gradient, found: Gradient) -> tuple[float, float]:
+    """(cosine, ratio of the norms) of two gradients, in float64."""
+    sums = torch.zeros(3, dtype=torch.float64)
+    for a, b in zip(exact, found, strict=True):
+        x, y = (None if g is None else g.detach().double().flatten() for g in (a, b))
+        pairs = ((x, y), (x, x), (y, y))
+        sums += torch.stack([torch.zeros(()).double() if p is None or q is None else (p @ q).cpu() for p, q in pairs])
+    dot, norm, other = sums.tolist()
+    if not norm or not other:
+        return math.nan, math.nan
+    return dot / math.sqrt(norm * other), math.sqrt(other / norm)
+
+
+def _mean(values: Sequence[Found]) -> Found:
+    loss, curvature, cosine, ratio = (statistics.fmean(column) for column in zip(*values, strict=True))
+    return loss, curvature, cosine, ratio
+
+
+def _described(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"

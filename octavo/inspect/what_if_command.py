@@ -1,0 +1,148 @@
+"""``octavo inspect MODEL``: which layers of a model can't stand FP8, and the recipes by layer that keep to a budget."""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import importlib
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from octavo import recipes
+from octavo.cost.rates import rates_of
+from octavo.distributed.files import replacing
+from octavo.errors import first_line
+from octavo.inspect.effects import Cost, WhatIf, WhatIfError, as_python
+from octavo.inspect.what_if import NAMES, check, compare
+from octavo.nn.candidates import MIN_FEATURES, features
+from octavo.nn.recipe_module import RecipeModule
+from octavo.scaling.recipe_map import RecipeMap
+
+
+class Subject(NamedTuple):
+    """A model to look at, as ``octavo.inspect.compare`` takes it."""
+
+    model: nn.Module
+    loss: Callable[[nn.Module, Any], Tensor]
+    batches: Iterable[Any]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of a what-if."""
+    group = parser.add_argument_group("which layers can't stand FP8, of a model")
+    help = f"recipes to compare, with commas (default: {','.join(NAMES)})"
+    group.add_argument("--recipes", type=_recipes, default=NAMES, metavar="NAMES", help=help)
+    budget = group.add_mutually_exclusive_group()
+    budget.add_argument("--keep", type=int, metavar="N", help="write a RecipeMap with N layers in high precision")
+    help = "write the cheapest RecipeMap whose predicted loss is no more than this higher, such as 0.1%%"
+    budget.add_argument("--loss", type=_share, metavar="SHARE", help=help)
+    group.add_argument("--write", type=Path, metavar="FILE", help="write the RecipeMap's lines of Python to a file")
+    help = f"of the smallest layers to look at, in and out (default: {MIN_FEATURES}, as octavo.convert)"
+    group.add_argument("--min-features", type=int, default=MIN_FEATURES, metavar="INT", help=help)
+    help = "most passes with one layer in FP8; effects of other layers are estimated (default: 500)"
+    group.add_argument("--runs", type=int, default=500, metavar="INT", help=help)
+    help = "H100, H200 or B200, for costs by published rates (default: this device's, or else an H100's)"
+    group.add_argument("--device", metavar="NAME", help=help)
+
+
+def _recipes(text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+    if unknown := [name for name in names if name not in NAMES]:
+        raise argparse.ArgumentTypeError(f"no recipe {', '.join(map(repr, unknown))}; there are {', '.join(NAMES)}")
+    return names
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no share: such as 0.1% or 0.001")
+    return share
+
+
+def entry_point(name: str) -> Subject:
+    """What a user's function gives.
+
+    Args:
+        name: ``module:function``, found from the current folder too. The function takes nothing and returns (model,
+            loss, batches): ``loss(model, batch)`` gives the scalar to call backward of, ``batches`` is a list of a few.
+
+    Raises:
+        WhatIfError: where it can't be called, or returns something else.
+    """
+    module, colon, function = name.partition(":")
+    if not colon or not module or not function:
+        raise WhatIfError(f"{name} is no folder of a record or a run; of a model give module:function")
+    sys.path.insert(0, "")
+    try:
+        found = importlib.import_module(module)
+    except ImportError as error:
+        raise WhatIfError(f"{name}: can't import {module}: {first_line(error)}") from error
+    finally:
+        sys.path.remove("")
+    make = getattr(found, function, None)
+    if not callable(make):
+        raise WhatIfError(f"{name}: {module} has no function {function}")
+    made = make()
+    parts = made if isinstance(made, tuple) and len(made) == 3 else (None, None, None)
+    if not isinstance(parts[0], nn.Module) or not callable(parts[1]) or not isinstance(parts[2], Iterable):
+        got = f"({', '.join(type(part).__name__ for part in made)})" if isinstance(made, tuple) else type(made).__name__
+        raise WhatIfError(f"{name} must return (model, loss, batches) with loss(model, batch), but returned {got}")
+    return Subject(*parts)
+
+
+def what_if_command(options: argparse.Namespace, subject: Subject) -> int:
+    """Carries it out, and returns the exit code."""
+    if options.keep is not None and options.keep < 0:
+        raise WhatIfError(f"--keep {options.keep}: needs at least 0 layers")
+    if options.write is not None and options.keep is None and options.loss is None:
+        raise WhatIfError("--write needs a budget: --keep N or --loss SHARE")
+    batches, least = list(subject.batches), options.min_features
+
+    def select(module: nn.Module, name: str) -> bool:
+        return isinstance(module, RecipeModule) or min(features(module)) >= least
+
+    found = compare(
+        subject.model,
+        subject.loss,
+        batches,
+        [getattr(recipes, name)() for name in options.recipes],
+        select=select,
+        runs=options.runs,
+        rates=None if options.device is None else rates_of(options.device),
+    )
+    print(found)
+    if options.keep is None and options.loss is None:
+        return 0
+    chosen = found.recipe_map(keep=options.keep, loss=options.loss)
+    together = check(subject.model, subject.loss, batches, chosen, select=select)
+    more = "" if least == MIN_FEATURES else f", lambda module, name: min(module.weight.shape) >= {least}"
+    text = as_python(chosen, {glob.escape(cost.layer): _remark(cost) for cost in found.costs(chosen)}, more)
+    print(f"\n{_summary(found, chosen)}\nmeasured with it: loss {100 * together.loss:+.4f} %, ", end="")
+    print(f"1 - cosine {1 - together.cosine:.2e}, norm {together.norm_ratio:.4f}\n\n{text}")
+    if options.write is not None:
+        with replacing(options.write) as file:
+            file.write(f"{text}\n".encode())
+        print(f"\nwrote {options.write}")
+    return 0
+
+
+def _summary(found: WhatIf, chosen: RecipeMap) -> str:
+    seconds, high = found.seconds(chosen), found.seconds(recipes.high_precision())
+    share = sum(cost.share for cost in found.costs(chosen))
+    loss = f"predicted loss {100 * found.predicted(chosen):.4f} %, {100 * share:.1f} % of the layers' FLOP not in FP8"
+    time = f"{1e3 * seconds:.3f} ms a batch, {1e3 * high:.3f} ms in high precision"
+    return (
+        f"{len(chosen.rules)} exceptions from {chosen.default.name}: {loss}\nlayers take {time} ({found.rates.device})"
+    )
+
+
+def _remark(cost: Cost) -> str:
+    share = f"{100 * cost.share:.1f} % of FLOP, " if cost.share else ""
+    return f"{share}{1e6 * cost.seconds:+.1f} us a batch, predicted loss {-100 * cost.loss:+.4f} %"

@@ -1,0 +1,245 @@
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import octavo
+from octavo import recipes
+from octavo.inspect.effects import WhatIfError
+from octavo.inspect.what_if import check, compare
+from octavo.train import GPT, ModelConfig, next_byte_loss
+from tests.support.helpers import every_layer, to_fp8
+
+WIDTH = 48
+
+
+class Scale(nn.Module):
+    """The first row by a factor."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x):
+        return torch.cat([x[:1] * self.factor, x[1:]])
+
+
+def network(outlier=1.0):
+    """Four layers; one row of what "4" reads is so many times larger, and divided again behind it: nothing changes."""
+    layers = [nn.Linear(32, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)]
+    layers += [Scale(outlier), nn.Linear(WIDTH, WIDTH, bias=False), Scale(1 / outlier)]
+    return nn.Sequential(*layers, nn.GELU(), nn.Linear(WIDTH, 8))
+
+
+def loss(model, batch):
+    return (model(batch) - 1).square().mean()
+
+
+def batches(number=1, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(64, 32, generator=generator) for _ in range(number)]
+
+
+def found(model, *chosen, loss=loss, given=None, **options):
+    return compare(model, loss, given or batches(2), chosen or [recipes.dynamic()], select=every_layer, **options)
+
+
+def effect_of(result, layer, recipe="dynamic"):
+    (effect,) = (effect for effect in result.effects if (effect.layer, effect.recipe) == (layer, recipe))
+    return effect
+
+
+def test_the_hostile_layer_is_found_first():
+    ranked = found(network(outlier=2.0**17)).ranked("dynamic")
+    assert ranked[0].layer == "4"
+    assert ranked[0].predicted > 10 * ranked[1].predicted
+    assert found(network()).ranked("dynamic")[0].predicted < 0.1 * ranked[0].predicted
+
+
+def test_kept_layers_are_the_hostile_ones():
+    chosen = found(network(outlier=2.0**17)).recipe_map(keep=1)
+    assert [name for name, rule in chosen.rules.items() if rule is None] == ["4"]
+
+
+@pytest.mark.parametrize("layer", ["0", "2", "7"])
+@pytest.mark.parametrize("recipe", [recipes.dynamic(), recipes.mx()], ids=lambda recipe: recipe.name)
+def test_effects_are_those_of_a_model_with_one_layer_converted(layer, recipe):
+    model, (batch,) = network(), batches(1)
+    effect = effect_of(found(model, recipe, given=[batch]), layer, recipe.name)
+    gradients, values = [], []
+    for select in (lambda module, name: False, lambda module, name: name == layer):
+        twin = copy.deepcopy(model)
+        if select(None, layer):
+            octavo.convert(twin, recipe, select)
+        value = loss(twin, batch)
+        value.backward()
+        values.append(value.detach().double())
+        gradients.append(torch.cat([p.grad.double().flatten() for p in twin.parameters()]))
+    exact, other = gradients
+    assert effect.cosine == pytest.approx(float(exact @ other / exact.norm() / other.norm()), abs=1e-12)
+    assert effect.norm_ratio == pytest.approx(float(other.norm() / exact.norm()), abs=1e-12)
+    assert effect.loss == pytest.approx(float((values[1] - values[0]) / values[0]), abs=1e-12)
+    assert 0 < 1 - effect.cosine < 0.01
+
+
+def test_products_are_those_of_the_layer_alone():
+    model, (x,) = network()[:1], batches(1)
+    effect = effect_of(found(model, given=[x]), "0")
+    in_fp8 = to_fp8(copy.deepcopy(model), recipes.dynamic())
+    results = []
+    for twin in (model, in_fp8):
+        output = twin(x)
+        grad_output = 2 * (model(x).detach() - 1) / output.numel()
+        (grad_weight,) = torch.autograd.grad(output, twin[0].weight, grad_output)
+        results.append((output.detach().double(), grad_weight.double()))
+    for mine, exact, other in zip((effect.output, effect.grad_weight), *results, strict=True):
+        assert mine == pytest.approx(float((other - exact).norm() / exact.norm()), rel=1e-6)
+    assert math.isnan(effect.grad_input)  # the batch needs no gradient
+
+
+def test_effects_add_up():
+    result = found(network(), given=batches(4))
+    whole = result.whole["dynamic"]
+    assert sum(1 - effect.cosine for effect in result.effects) == pytest.approx(1 - whole.cosine, rel=0.2)
+
+
+def test_a_loss_that_is_linear_in_the_output_has_no_curvature():
+    result = found(nn.Sequential(nn.Linear(32, 8)), loss=lambda model, x: (model(x) + 1).mean())
+    effect = effect_of(result, "0")
+    assert abs(effect.loss) > 1e-6
+    assert abs(effect.curvature) < 1e-7
+
+
+def test_of_few_runs_the_worst_layers_are_measured_and_the_others_estimated():
+    model = network(outlier=2.0**17)
+    measured, some = found(model), found(model, runs=4)  # two layers by two batches
+    assert all(effect.measured for effect in measured.effects)
+    known = [effect for effect in some.effects if effect.measured]
+    assert len(known) == 2 and measured.ranked("dynamic")[0] in known
+    for effect in some.effects:
+        exact = effect_of(measured, effect.layer)
+        assert (effect.output, effect.grad_weight) == (exact.output, exact.grad_weight)
+        assert 1 / 5 < (1 - effect.cosine) / (1 - exact.cosine) < 5
+
+
+def test_delayed_scales_a_batch_by_those_before():
+    one = batches(1)
+    same = found(network(), recipes.delayed(), recipes.dynamic(), given=one)
+    assert effect_of(same, "2", "delayed").cosine == effect_of(same, "2").cosine
+    grown = found(network(), recipes.delayed(), recipes.dynamic(), given=[*one, 100 * one[0]])
+    assert effect_of(grown, "0", "delayed").output > 5 * effect_of(grown, "0").output
+    assert 1 - effect_of(grown, "0", "delayed").cosine > 5 * (1 - effect_of(grown, "0").cosine)
+
+
+def test_a_gpt_with_its_parts_and_autocast():
+    model = GPT(ModelConfig(width=32, layers=1, heads=2, context=16))
+    tokens = torch.randint(0, 256, (4, 17))
+
+    def loss(model, batch):
+        with torch.autocast("cpu", torch.bfloat16):
+            return next_byte_loss(model(batch[:, :-1]), batch[:, 1:])
+
+    result = found(model, loss=loss, given=[tokens])
+    assert set(result.works) == {
+        name for name, m in model.named_modules() if isinstance(m, nn.Linear) and not isinstance(m, nn.Embedding)
+    }
+    for effect in result.effects:
+        assert max(effect.output, effect.grad_input, effect.grad_weight) < 0.2
+        assert 0.9 < effect.cosine < 1
+
+
+def shown(value):
+    return sorted(value) if isinstance(value, set) else repr(value)
+
+
+def snapshot(model):
+    return {
+        name: (
+            type(module),
+            module.training,
+            {key: id(value) for key, value in module._parameters.items()},
+            {key: (id(value), value.clone()) for key, value in module._buffers.items() if value is not None},
+            {key: id(p.grad) for key, p in module._parameters.items() if p is not None},
+            {key: shown(value) for key, value in module.__dict__.items() if key not in ("_weight_cache", "_gather")},
+        )
+        for name, module in model.named_modules()
+    }
+
+
+def test_the_model_is_left_as_it_was():
+    delayed = octavo.nn.Linear(WIDTH, WIDTH, recipe=recipes.delayed())
+    other = octavo.nn.Linear(WIDTH, WIDTH, recipe=recipes.mx())
+    encoder = nn.TransformerEncoderLayer(WIDTH, 2, 64, batch_first=True)
+    model = nn.Sequential(nn.Linear(32, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.5), delayed, other)
+    model.append(nn.Unflatten(0, (4, -1))).append(encoder).append(nn.Linear(WIDTH, 8))
+    loss(model, *batches(1)).backward()  # a delayed history
+    model[0].weight.grad = None
+    model[2].eval()
+    kept = model[3].weight.grad.clone()
+    stepped = []
+    model[7].weight.register_post_accumulate_grad_hook(stepped.append)
+    weights, before, random = (
+        {n: p.clone() for n, p in model.named_parameters()},
+        snapshot(model),
+        torch.get_rng_state(),
+    )
+    for select in (every_layer, lambda module, name: name in ("0", "3")):
+        compare(model, loss, batches(2), [recipes.delayed(), recipes.rowwise()], select=select)
+        check(model, loss, batches(1), recipes.blockwise(), select=select)
+    after = snapshot(model)
+    assert str(after) == str(before)
+    for name in before:
+        for key, (_, value) in before[name][3].items():
+            assert torch.equal(value, after[name][3][key][1])
+    assert all(torch.equal(weight, weights[name]) for name, weight in model.named_parameters())
+    assert torch.equal(kept, model[3].weight.grad) and torch.equal(random, torch.get_rng_state()) and not stepped
+
+
+def test_it_is_left_so_by_a_loss_that_fails():
+    model = network()
+    before = snapshot(model)
+
+    def fails(model, batch):
+        model(batch)
+        raise RuntimeError("out of tokens")
+
+    with pytest.raises(RuntimeError, match="out of tokens"):
+        found(model, loss=fails)
+    assert str(snapshot(model)) == str(before)
+
+
+def test_dropout_is_the_same_in_each_pass():
+    model = nn.Sequential(nn.Linear(32, 64), nn.Dropout(0.5), nn.Linear(64, 8))
+    assert all(1 - effect.cosine < 0.01 for effect in found(model).effects)
+
+
+def test_a_map_is_measured_as_a_whole():
+    model = network()
+    result = found(model)
+    whole, checked = result.whole["dynamic"], check(model, loss, batches(2), recipes.dynamic(), select=every_layer)
+    assert (checked.loss, checked.cosine, checked.norm_ratio) == (whole.loss, whole.cosine, whole.norm_ratio)
+    nothing = octavo.RecipeMap(recipes.dynamic(), {"*": None})
+    assert check(model, loss, batches(1), nothing, select=every_layer).cosine == pytest.approx(1, abs=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"batches": []}, "batches is empty"),
+        ({"recipes": []}, "needs recipes"),
+        ({"recipes": [recipes.dynamic(), recipes.dynamic(True)]}, "each of another name"),
+        ({"recipes": [recipes.high_precision()]}, "products in FP8"),
+        ({"select": None}, "no layer to compare.*at least 512"),
+        ({"loss": lambda model, batch: model(batch)}, r"a tensor of shape \(64, 8\): it must be a scalar"),
+        ({"loss": lambda model, batch: 1.0}, "gave a float"),
+        ({"loss": lambda model, batch: torch.ones((), requires_grad=True) * 2}, "no layer took part"),
+    ],
+)
+def test_what_can_not_be_compared(options, says):
+    given = {"model": network(), "loss": loss, "batches": batches(1), "select": every_layer, **options}
+    with pytest.raises(WhatIfError, match=says):
+        compare(**given)

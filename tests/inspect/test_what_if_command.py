@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import argparse
+
+import pytest
+import torch
+from torch import nn
+
+import octavo
+from octavo.inspect.effects import WhatIfError
+from octavo.inspect.what_if_command import Subject, add_arguments, entry_point, what_if_command
+
+MODULE = """
+import torch
+
+def training():
+    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 16))
+    return model, lambda model, batch: model(batch).square().mean(), [torch.randn(8, 32)]
+
+def pair():
+    return torch.nn.Linear(2, 2), 3
+
+def nothing():
+    pass
+
+number = 3
+"""
+
+
+def options(*arguments):
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_arguments(parser)
+    return parser.parse_args([*arguments])
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "what_if_user.py").write_text(MODULE)
+    (tmp_path / "what_if_broken.py").write_text("import there_is_no_such_module")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_entry_point_in_the_current_folder(folder):
+    subject = entry_point("what_if_user:training")
+    assert isinstance(subject.model, nn.Sequential)
+    assert subject.loss(subject.model, *subject.batches).ndim == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("what_if_user", "no folder of a record or a run; of a model give module:function"),
+        (":training", "give module:function"),
+        ("what_if_absent:training", "can't import what_if_absent: No module named 'what_if_absent'"),
+        ("what_if_broken:training", "can't import what_if_broken: No module named 'there_is_no_such_module'"),
+        ("what_if_user:trainig", "what_if_user has no function trainig"),
+        ("what_if_user:number", "has no function number"),
+        ("what_if_user:pair", r"must return \(model, loss, batches\) .* returned \(Linear, int\)"),
+        ("what_if_user:nothing", "returned NoneType"),
+    ],
+)
+def test_wrong_entry_points(folder, name, says):
+    with pytest.raises(WhatIfError, match=says):
+        entry_point(name)
+
+
+@pytest.mark.parametrize("budget", [("--keep", "1"), ("--loss", "0.01%")])
+def test_it_writes_a_map_that_converts_the_model(folder, capsys, budget):
+    subject = entry_point("what_if_user:training")
+    given = options("--recipes", "dynamic,mx", "--min-features", "16", "--write", "map.py", "--device", "H200", *budget)
+    assert what_if_command(given, subject) == 0
+    printed, lines = capsys.readouterr().out, (folder / "map.py").read_text()
+    for text in (lines, "(all layers)", "mx", "measured with it", "NVIDIA H200", "wrote map.py"):
+        assert text in printed
+    model = subject.model
+    assert type(model[0]) is nn.Linear
+    exec(lines, {"model": model})
+    names = [model[i].recipe.name for i in (0, 2)]
+    assert names.count("high_precision") == 1 or "--loss" in budget
+    assert isinstance(model[0], octavo.nn.Linear) and isinstance(model[2], octavo.nn.Linear)
+
+
+def test_without_a_budget_it_only_shows(folder, capsys):
+    assert what_if_command(options("--min-features", "16"), entry_point("what_if_user:training")) == 0
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in ("dynamic", "delayed", "rowwise", "blockwise", "mx"))
+    assert "RecipeMap" not in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--recipes", "dynamic,fast"], "no recipe 'fast'; there are dynamic, delayed"),
+        (["--loss", "much"], "'much' is no share: such as 0.1% or 0.001"),
+        (["--loss=-1%"], "is no share"),
+        (["--loss", "150%"], "is no share"),
+        (["--keep", "2", "--loss", "1%"], "not allowed with"),
+    ],
+)
+def test_wrong_options(arguments, says):
+    with pytest.raises(argparse.ArgumentError, match=says):
+        options(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--keep", "-1"], "--keep -1: needs at least 0"),
+        (["--write", "x.py"], "needs a budget"),
+        (["--device", "TPU"], "nothing is published of 'TPU'"),
+        ([], "no layer to compare"),
+    ],
+)
+def test_what_can_not_be_done(arguments, says):
+    subject = Subject(nn.Linear(4, 4), lambda model, x: model(x).sum(), [torch.ones(1, 4)])
+    with pytest.raises(octavo.OctavoError, match=says):
+        what_if_command(options(*arguments), subject)
+
+
+def test_shares():
+    assert options("--loss", "0.1%").loss == pytest.approx(0.001)
+    assert options("--loss", "0.001").loss == 0.001
