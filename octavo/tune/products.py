@@ -49,8 +49,9 @@ TILES: dict[str, tuple[Tile, Tile]] = {
     "1x128 . 1x128": ((1, 128), (1, 128)),
     "1x32 . 1x32": ((1, 32), (1, 32)),
 }
-# those that torch's own product has here; a CPU has no blocks
-TORCH = [name for name in TILES if name != "1x32 . 1x32" and (ON_GPU or "128" not in name)]
+# those that torch's own product has here; a CPU has no blocks, and in torch 2.11 none at all
+_ON_CPU = torch.__version__ >= "2.12"
+TORCH = [name for name in TILES if name != "1x32 . 1x32" and (ON_GPU or (_ON_CPU and "128" not in name))]
 PRODUCTS = {f"{name}, Triton": Product(*tiles, _of_flat(_module.triton_matmul)) for name, tiles in TILES.items()}
 PRODUCTS |= {f"{name}, torch": Product(*TILES[name], _of_flat(library_matmul)) for name in TORCH}
 
