@@ -56,11 +56,16 @@ class Fault:
     share: float | None
     before: list[dict[str, float]]
 
-    def __str__(self) -> str:
+    @property
+    def where(self) -> str:
+        """The fault in a line."""
         layer = f"`{self.layer}`" if self.layer else "the model"
         where = f"the {self.role}" if self.layer is None else f"the {self.role} of {layer}"
         rows = "" if self.share is None else f", in {100 * self.share:.3g} % of its rows"
-        return "\n".join([f"an inf or a NaN in {where} at step {self.step}, on rank {self.rank}{rows}", *self._table()])
+        return f"an inf or a NaN in {where} at step {self.step}, on rank {self.rank}{rows}"
+
+    def __str__(self) -> str:
+        return "\n".join([self.where, *self._table()])
 
     def _table(self) -> list[str]:
         if not self.before:

@@ -108,9 +108,9 @@ def load(folder: str | Path) -> Record:
             moved[at, [layers.index(layer) for layer in own]] = part["moved"]
     limits = np.array([row.largest for row in places])
     scalars, events = _steps(folder)
-    measures = _measures(np, sums, extremes, limits)
+    measures = measures_of(np, sums, extremes, limits)
     return Record(
-        list(places), list(counts), measures, exponents, LOWEST, layers, _of_weights(np, moved), scalars, events
+        list(places), list(counts), measures, exponents, LOWEST, layers, of_weights(np, moved), scalars, events
     )
 
 
@@ -118,7 +118,8 @@ def _row_of(found: dict[str, Any]) -> Row:
     return Row(**{**found, "products": tuple(found["products"])})
 
 
-def _measures(np: Any, sums: Any, extremes: Any, limits: Any) -> dict[str, Any]:
+def measures_of(np: Any, sums: Any, extremes: Any, limits: Any) -> dict[str, Any]:
+    """MEASURES of counts [..., rows, 7] and [..., rows, 3] whose rows' largest numbers are ``limits`` [rows]."""
     elements, zeros, flushed, clipped, nonfinite, power, error = np.moveaxis(sums, -1, 0)
     amax, scale_inv, _ = np.moveaxis(extremes, -1, 0)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -134,7 +135,8 @@ def _measures(np: Any, sums: Any, extremes: Any, limits: Any) -> dict[str, Any]:
         }
 
 
-def _of_weights(np: Any, moved: Any) -> dict[str, Any]:
+def of_weights(np: Any, moved: Any) -> dict[str, Any]:
+    """OF_WEIGHTS of counts [..., layers, 7]."""
     elements, moments, update, grid, changed, first, second = np.moveaxis(moved, -1, 0)
     with np.errstate(divide="ignore", invalid="ignore"):
         found = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from octavo.distributed.ranks import Ranks, whole
-from octavo.inspect.files import RecordWriter
-from octavo.inspect.rows import Table
+from octavo.inspect.files import RecordWriter, numpy
+from octavo.inspect.record import measures_of, of_weights
+from octavo.inspect.rows import Row, Table
 from octavo.inspect.weights import WeightSamples, count_weights
+from octavo.kernels.reference.cast_statistics import SUMS
 
 Scalar = float | Tensor
 
@@ -23,6 +25,7 @@ class _Reading(NamedTuple):
     """What is on its way to the host: of a step that was recorded its counts, and scalars of the steps before."""
 
     step: int
+    table: Table
     scalars: list[tuple[int, str]]
     tensors: dict[str, Tensor]
     event: Any
@@ -48,6 +51,8 @@ class Recorder:
         schedule: an octavo.schedule.PrecisionSchedule whose switches are noted.
         step: how many steps were done before, in the run that is gone on with: what the folder has beyond is dropped.
         group: the torch.distributed process group of the ranks that train together; all ranks, by default.
+        on_record: called on rank 0 with a step and its numbers by name, as they are written: the scalars of each step,
+            and of a recorded one "layer.role.measure" too ("layer.role.product.measure" where a role has two casts).
 
     Raises:
         ValueError: for a model without FP8 layers or on several devices, ``every`` below 1, or a folder that holds a
@@ -79,12 +84,14 @@ class Recorder:
         schedule: Any = None,
         step: int = 0,
         group: Any = None,
+        on_record: Callable[[int, dict[str, float]], object] | None = None,
     ) -> None:
         if every < 1:
             raise ValueError(f"every={every}: needs at least 1")
         self.model, self.every, self.optimizer, self.schedule, self._step = model, every, optimizer, schedule, step
+        self.on_record = on_record
         self._table = Table(model)
-        if not self._table.rows:
+        if not self._table.rows and schedule is None:
             raise ValueError("the model has no layer in FP8 to record: octavo.convert it first")
         self._ranks = Ranks.of_process() if group is None else Ranks(group)
         with self._ranks.together():
@@ -106,10 +113,10 @@ class Recorder:
         given = {"loss": loss, "grad_norm": grad_norm, **scalars}
         self._scalars += [(self._step, name, _kept(value)) for name, value in given.items() if value is not None]
         for switch in self._known_switches()[len(self._switches) :]:
-            self.event("switch", f"{switch.name}: {switch.reason}")
+            self.event("recovery" if switch.phase < 0 else "switch", f"{switch.name}: {switch.reason}")
             self._switches.append(switch)
         if self._is_recorded:
-            self._read(self._count())
+            self._read(self._count() if self._table.rows else {})
         while self._readings and self._readings[0].has_arrived:
             self._write(self._readings.pop(0))
         self._step += 1
@@ -183,7 +190,9 @@ class Recorder:
             pinned = {name: torch.empty_like(t, device="cpu", pin_memory=True) for name, t in tensors.items()}
             tensors = {name: pinned[name].copy_(t, non_blocking=True) for name, t in tensors.items()}
             event = torch.cuda.current_stream(device).record_event()
-        self._readings.append(_Reading(self._step, [(step, name) for step, name, _ in self._scalars], tensors, event))
+        self._readings.append(
+            _Reading(self._step, self._table, [(step, name) for step, name, _ in self._scalars], tensors, event)
+        )
         self._scalars = []
 
     def _write(self, reading: _Reading) -> None:
@@ -193,13 +202,39 @@ class Recorder:
             rows.setdefault(step, {})[name] = value if math.isfinite(value) else math.nan
         self._writer.add_scalars(rows)
         if "sums" in reading.tensors:
-            if self._written is not self._table:
-                self._writer.add_rows(reading.step, self._table.rows)
-                self._written = self._table
+            if self._written is not reading.table:
+                self._writer.add_rows(reading.step, reading.table.rows)
+                self._written = reading.table
             self._writer.add_counts(reading.step, {n: t for n, t in reading.tensors.items() if n != "scalars"})
+            if self.on_record is not None:
+                rows.setdefault(reading.step, {}).update(_named(reading.table.rows, reading.tensors))
+        for step, values in rows.items() if self.on_record is not None else ():
+            self.on_record(step, values)  # type: ignore[misc]
 
 
 def _kept(value: Scalar) -> Scalar:
     """A number as it is now, without the graph that made it, and whole."""
     value = whole(value)
     return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _named(rows: Sequence[Row], tensors: Mapping[str, Tensor]) -> dict[str, float]:
+    """The measures of a step by layer, role and measure, but those that are not finite."""
+    np = numpy()
+    places = [(row.layer, row.role) for row in rows]
+    names = [
+        ".".join(filter(None, (*place, *(row.products if places.count(place) > 1 else ()))))
+        for place, row in zip(places, rows, strict=True)
+    ]
+    limits = np.array([row.largest for row in rows])
+    sums = tensors["sums"].numpy()[:, : len(SUMS)]
+    found = [(names, measures_of(np, sums, tensors["extremes"].double().numpy(), limits))]
+    layers = [".".join(filter(None, (layer, "weight"))) for layer in dict.fromkeys(row.layer for row in rows)]
+    found.append((layers, of_weights(np, tensors["moved"].numpy())))
+    return {
+        f"{name}.{measure}": float(value)
+        for own, measures in found
+        for measure, values in measures.items()
+        for name, value in zip(own, values, strict=True)
+        if math.isfinite(value)
+    }

@@ -72,11 +72,11 @@ class Table:
 
     def __init__(self, model: nn.Module) -> None:
         modules = [(name, m) for name, m in model.named_modules() if isinstance(m, RecipeModule)]
+        device = device_of(modules[0][1]) if modules else torch.device("cpu")
         modules = [(name, m) for name, m in modules if not m.recipe.is_high_precision]
         self.recipes = tuple((name, m.recipe) for name, m in modules)
         planned = [(name, m, role, _casts(m, role)) for name, m in modules for role in range(len(ROLES))]
         self.rows = [_row(name, ROLES[role], *cast) for name, _, role, casts in planned for cast in casts if cast]
-        device = device_of(modules[0][1]) if modules else torch.device("cpu")
         self.sums = torch.zeros(len(self.rows), len(SUMS) + EXPONENTS, dtype=torch.float64, device=device)
         self.extremes = torch.zeros(len(self.rows), len(EXTREMES), device=device)
         places = iter(zip(self.sums, self.extremes, strict=True))

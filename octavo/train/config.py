@@ -1,4 +1,4 @@
-"""The options of a run: seven frozen dataclasses, checked when built; the CLI's flags are made from their fields.
+"""The options of a run: eight frozen dataclasses, checked when built; the CLI's flags are made from their fields.
 
 Example:
     >>> from octavo.train import ModelConfig
@@ -211,6 +211,14 @@ class RanksConfig(_Checked):
 
 
 @dataclass(frozen=True)
+class InspectConfig(_Checked):
+    """What a run records of its casts to FP8."""
+
+    inspect: bool = option(False, "record what casts do, in the run's folder: see `octavo inspect`; needs NumPy")
+    inspect_every: int = option(50, "steps between records", 1)
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """All options of a run."""
 
@@ -220,6 +228,7 @@ class TrainConfig:
     run: RunConfig = field(default_factory=RunConfig)
     ranks: RanksConfig = field(default_factory=RanksConfig)
     state: StateConfig = field(default_factory=StateConfig)
+    inspect: InspectConfig = field(default_factory=InspectConfig)
 
     def __post_init__(self) -> None:
         if self.state.bf16_weights and self.run.dtype == "float32":
@@ -266,7 +275,7 @@ class TrainConfig:
         """The options that decide the loss curve: a run can only be resumed with the same ones.
 
         The data's path is not among them (its contents are compared instead), nor device, compile, out, resume, the
-        two intervals and the ranks. The dtype must be settled.
+        intervals, the ranks and what is recorded. The dtype must be settled.
         """
         parts = (self.model, self.data, self.optimizer, self.state)
         chosen = {name: value for part in parts for name, value in vars(part).items() if name != "data"}

@@ -21,6 +21,7 @@ from octavo.train.checkpoint import Content, Identity, Row, RunFolder, ShardedFo
 from octavo.train.config import ALONE, BASELINE, ModelConfig, TrainConfig, check_recipe
 from octavo.train.data import Corpus, load_corpus
 from octavo.train.errors import DivergedError, TrainError, train_errors
+from octavo.train.inspection import Inspection
 from octavo.train.model import GPT
 from octavo.train.progress import Progress, in_words
 from octavo.train.recorder import Recorder
@@ -280,18 +281,37 @@ class _Run:
         self.shared.hooks.on_model(model)
         if self.folder is not None:
             self.folder.start_log(self.rows)
+        self.inspection = self._inspected()
         self.progress.begin(self.result.name, len(self.rows), self.result.steps)
         try:
             with lost_ranks():
                 self._steps()
         except DivergedError as error:
-            raise DivergedError(f"{self.result.name} diverged: {error}{self._kept()}; try a lower --lr") from error
+            said = f"{error}{self._end_inspection()}{self._kept()}"
+            raise DivergedError(f"{self.result.name} diverged: {said}; try a lower --lr") from error
         except RankError as error:
             kept = self._kept()
             raise RankError(f"{error}{kept}{'; add --resume to go on' if kept else ''}") from error
         finally:
             self.progress.end()
+            self._end_inspection()
         return self.result
+
+    def _inspected(self) -> Inspection | None:
+        """What records the run, where that was asked for and there is something to record."""
+        config, recipe = self.shared.config, recipe_named(self.recipe)
+        if not config.inspect.inspect:
+            return None
+        if recipe is None or (getattr(recipe, "is_high_precision", False) and not config.state.schedule):
+            self.progress.message(f"{self.result.name} has no layers in FP8: nothing of it is recorded")
+            return None
+        return Inspection(self.trainer, self.result.folder, config.inspect, len(self.rows))
+
+    def _end_inspection(self) -> str:
+        """Where the first fault was, if one was found."""
+        ended, self.inspection = self.inspection, None
+        found = "" if ended is None else ended.close()
+        return f"; {found}" if found else ""
 
     def _kept(self) -> str:
         if self.folder is None or self.folder.saved_step is None:
@@ -307,7 +327,10 @@ class _Run:
                 self._read(validate=False, save=True)
                 return
             done = step + 1
-            self.recorder.add(done, *self.trainer.step(step))
+            launched = self.trainer.step(step)
+            self.recorder.add(done, *launched)
+            if self.inspection is not None:
+                self.inspection.step(*launched)
             self._note_switches()
             validate = done == steps or _due(done, intervals.eval_every)
             save = done == steps or _due(done, intervals.checkpoint_every)

@@ -67,3 +67,34 @@ def test_a_compiled_model_is_compiled_twice_whatever_is_recorded(tmp_path: Path)
             recorder.step()
     layer(torch.randn(8, 32, requires_grad=True)).sum().backward()
     assert counter.frame_count == 2
+
+
+def test_numbers_are_handed_over_as_they_are_written(tmp_path: Path) -> None:
+    layer, given = octavo.nn.Linear(32, 32, recipe=recipes.rowwise()), []
+    with octavo.inspect.record(layer, tmp_path, every=2, on_record=lambda *row: given.append(row)) as recorder:
+        for step in range(3):
+            layer(torch.randn(16, 32).requires_grad_()).sum().backward()
+            recorder.step(loss=float(step))
+    found = octavo.inspect.load(tmp_path)
+    assert [(step, values["loss"]) for step, values in given] == [(0, 0.0), (1, 1.0), (2, 2.0)]
+    assert list(given[1][1]) == ["loss"]
+    at = next(i for i, row in enumerate(found.rows) if (row.role, row.products) == ("input", ("grad_weight",)))
+    assert given[2][1]["input.grad_weight.sqnr"] == found.measures["sqnr"][1, at]
+    assert given[2][1]["weight.changed"] == found.weights["changed"][1, 0] == 0
+
+
+def test_tensorboard_takes_them(tmp_path: Path) -> None:
+    tensorboard = pytest.importorskip("torch.utils.tensorboard", exc_type=ImportError)
+    layer = octavo.nn.Linear(32, 32)
+    with tensorboard.SummaryWriter(tmp_path / "board") as board:
+
+        def write(step: int, numbers: dict[str, float]) -> None:
+            for name, number in numbers.items():
+                board.add_scalar(name, number, step)
+
+        with octavo.inspect.record(layer, tmp_path / "record", on_record=write) as recorder:
+            layer(torch.randn(16, 32)).sum().backward()
+            recorder.step(loss=1.0)
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    board = events.EventAccumulator(str(tmp_path / "board")).Reload()
+    assert {"loss", "input.flushed"} <= set(board.Tags()["scalars"])

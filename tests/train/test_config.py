@@ -7,6 +7,7 @@ from octavo.train import (
     GPT,
     RECIPES,
     DataConfig,
+    InspectConfig,
     ModelConfig,
     OptimizerConfig,
     RanksConfig,
@@ -56,7 +57,9 @@ def test_what_cannot_be_is_refused_with_the_value_and_the_remedy(make, says):
     assert says in str(fault.value) and "choose" in str(fault.value)
 
 
-@pytest.mark.parametrize("config", [ModelConfig, DataConfig, OptimizerConfig, RunConfig, RanksConfig, StateConfig])
+@pytest.mark.parametrize(
+    "config", [ModelConfig, DataConfig, OptimizerConfig, RunConfig, RanksConfig, StateConfig, InspectConfig]
+)
 def test_options_are_few_frozen_and_explained(config):
     assert len(dataclasses.fields(config)) <= 8
     assert all(field.metadata["help"] for field in dataclasses.fields(config))
@@ -75,7 +78,11 @@ def test_identity_holds_what_decides_the_loss_and_nothing_else():
     for dtype in ("bfloat16", "float32"):
         assert config.with_dtype([], dtype).identity()["dtype"] == dtype
     other_place = TrainConfig(run=RunConfig(device="cpu", resume=True, eval_every=7, checkpoint_every=9, compile=True))
-    assert config.identity() == other_place.identity() == TrainConfig(ranks=RanksConfig("ddp")).identity()
+    assert (
+        config.identity()
+        == other_place.identity()
+        == TrainConfig(ranks=RanksConfig("ddp"), inspect=InspectConfig(True)).identity()
+    )
     assert config.identity() != TrainConfig(run=RunConfig(seed=1)).identity()
     assert config.identity() != TrainConfig(optimizer=OptimizerConfig(steps=3)).identity()
     assert config.identity() != TrainConfig(state=StateConfig("fp8")).identity()

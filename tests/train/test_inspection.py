@@ -1,0 +1,79 @@
+"""Runs that are recorded in their own folder."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+import octavo
+from octavo.train import DivergedError, Hooks, InspectConfig, StateConfig, run
+from octavo.train.progress import Progress
+from tests.support.sharded_runs import changed, train_on
+
+np = pytest.importorskip("numpy")
+
+
+@pytest.fixture
+def recorded(config, tmp_path):
+    config = replace(config, inspect=InspectConfig(True, 4))
+    return changed(config, run={"out": tmp_path, "checkpoint_every": 3}, optimizer={"steps": 10})
+
+
+def test_a_resumed_run_goes_on_with_its_record(recorded, tmp_path):
+    plain = run(replace(recorded, inspect=InspectConfig(), run=replace(recorded.run, out=None)), "delayed")
+    seen = []
+    hooks = Hooks(on_step=seen.append, should_stop=lambda: len(seen) >= 6)
+    assert run(recorded, "delayed", hooks=hooks).interrupted
+    result = run(changed(recorded, run={"resume": True}), "delayed")
+    assert result.losses == plain.losses
+    found = octavo.inspect.load(tmp_path / "delayed/inspect")
+    assert found.steps == [0, 4, 8]
+    assert found.scalars["loss"] == (list(range(10)), pytest.approx(plain.losses))
+    assert {"loss", "grad_norm", "lr"} == found.scalars.keys()
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_its_record_anew(recorded, tmp_path):
+    folder = tmp_path / "dynamic/inspect"
+    folder.mkdir(parents=True)
+    (folder / "steps.jsonl").write_text('{"step": 0, "loss": 9}\n')
+    run(changed(recorded, optimizer={"steps": 2}, run={"resume": True}), "dynamic")
+    assert octavo.inspect.load(folder).scalars["loss"][0] == [0, 1]
+
+
+def test_switches_and_phases_without_fp8(recorded, tmp_path):
+    scheduled = replace(recorded, state=StateConfig(schedule="bf16-then-fp8@0.5"), inspect=InspectConfig(True, 2))
+    run(scheduled, "dynamic")
+    found = octavo.inspect.load(tmp_path / "dynamic/inspect")
+    assert found.steps == [6, 8]
+    assert [(step, kind) for step, kind, _ in found.events] == [(4, "switch")]
+
+
+def test_a_run_without_fp8_layers_says_that_nothing_is_recorded(recorded, tmp_path):
+    class Said(Progress):
+        def message(self, text):
+            lines.append(text)
+
+    lines = []
+    run(changed(recorded, optimizer={"steps": 1}), "baseline", hooks=Hooks(progress=Said()))
+    assert "bf16 has no layers in FP8: nothing of it is recorded" in lines
+    assert not (tmp_path / "bf16/inspect").exists()
+
+
+def test_a_run_that_diverges_says_where(recorded, tmp_path):
+    def poison(model):
+        model.blocks[1].register_forward_hook(lambda module, args, out: out * math.nan if len(seen) == 2 else out)
+
+    seen = []
+    with pytest.raises(DivergedError, match=r"an inf or a NaN in the (input|loss)"):
+        run(recorded, "dynamic", hooks=Hooks(on_model=poison, on_step=seen.append))
+    ((_, kind, text),) = octavo.inspect.load(tmp_path / "dynamic/inspect").events
+    assert kind == "fault" and "at step 2" in text
+
+
+@pytest.mark.parametrize("shard", ["fsdp", pytest.param("ddp", marks=pytest.mark.full)])
+def test_ranks_record_together(shard, recorded, tmp_path, pool):
+    config = changed(recorded, ranks={"shard": shard}, optimizer={"steps": 3})
+    ((losses, *_), _) = pool.run(train_on, (2,), config, "delayed")
+    found = octavo.inspect.load(tmp_path / "delayed/inspect")
+    assert found.steps == [0]
+    assert found.scalars["loss"][1] == pytest.approx([loss for loss, _ in losses])
