@@ -132,7 +132,7 @@ def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     import octavo
-    from octavo.inspect.command import add_arguments
+    from octavo.inspect import command, what_if_command
     from octavo.train.config import BASELINE, RECIPES, UNCONVERTED, ModelConfig
     from octavo.tune.command import add_options
 
@@ -174,9 +174,10 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--device", metavar="NAME", help=help)
     add_flags(plan, ModelConfig)
     inspect = add(
-        "inspect", _inspect, "say what FP8 does to a recorded training: what is wrong, why, and what to change"
+        "inspect", _inspect, "say what FP8 does to a recorded training, or would to a model: what, why, what to change"
     )
-    add_arguments(inspect)
+    command.add_arguments(inspect)
+    what_if_command.add_arguments(inspect)
     tune = add("tune", _tune, "measure which tiles kernels are fastest with on this GPU, for all later processes")
     add_options(tune)
     tune.add_argument("--forget", action="store_true", help="go back to octavo's own")
@@ -351,8 +352,13 @@ def _plan(options: argparse.Namespace, arguments: list[str]) -> int:
 
 def _inspect(options: argparse.Namespace, arguments: list[str]) -> int:
     from octavo.inspect.command import inspect_command
+    from octavo.inspect.what_if_command import entry_point, what_if_command
+    from octavo.train import checkpoint, trained
 
-    return inspect_command(options)
+    source = options.folder
+    if source.is_file() or (checkpoint.RunFolder(source).holds_run() and not (source / "record.json").exists()):
+        return what_if_command(options, trained.trained_subject(source, options.data))
+    return inspect_command(options) if source.exists() else what_if_command(options, entry_point(str(source)))
 
 
 def _tune(options: argparse.Namespace, arguments: list[str]) -> int:

@@ -349,6 +349,31 @@ def test_export_checks_what_it_wrote(trained, capsys, monkeypatch):
     assert [(opset, weights) for _, opset, weights in seen] == [(21, torch.bfloat16)] and not seen[0][0].training
 
 
+@pytest.mark.parametrize("source", ["runs/delayed", "runs/delayed/checkpoint.pt"])
+def test_what_if_of_a_run(source, trained, capsys, monkeypatch):
+    monkeypatch.chdir(trained)
+    given = ["--recipes", "delayed", "--device", "H100", "--data", "text.py", "--keep", "1"]
+    assert cli.main(["inspect", source, *given]) == 0
+    out = capsys.readouterr().out
+    assert "blocks.0.mlp.fc1" in out and "octavo.recipes.delayed()" in out and "head" not in out
+
+
+def test_what_if_of_a_users_model(folder, capsys):
+    lines = "import torch", "def job():", "    model = torch.nn.Linear(16, 16)"
+    (folder / "users_job.py").write_text(
+        "\n".join([*lines, "    return model, lambda m, x: m(x).sum(), [torch.ones(1, 16)]"])
+    )
+    assert cli.main(["inspect", "users_job:job", "--min-features", "16", "--recipes", "mx"]) == 0
+    assert "(all layers)" in capsys.readouterr().out
+    for source, says in (
+        ("users_job:jib", "has no function jib"),
+        ("runs", "module:function"),
+        (".", "holds no record"),
+    ):
+        assert cli.main(["inspect", source]) == 2
+        assert says in one_line(capsys)
+
+
 @pytest.mark.full
 def test_export_writes_a_file_that_onnxruntime_runs(trained, capsys, monkeypatch):
     pytest.importorskip("onnxruntime")

@@ -20,7 +20,8 @@ _CLEAR = "\x1b[2J\x1b[H"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``octavo inspect``."""
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="that octavo.inspect.record wrote to")
+    help = "a folder of octavo.inspect.record; a model: module:function, or a run of octavo train, or its checkpoint.pt"
+    parser.add_argument("folder", type=Path, metavar="RECORD_OR_MODEL", help=help)
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with all findings and plots")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the same as JSON")
     parser.add_argument("--top", type=int, default=10, metavar="N", help="findings to print (default: 10)")

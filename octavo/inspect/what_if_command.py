@@ -45,6 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--min-features", type=int, default=MIN_FEATURES, metavar="INT", help=help)
     help = "most passes with one layer in FP8; effects of other layers are estimated (default: 500)"
     group.add_argument("--runs", type=int, default=500, metavar="INT", help=help)
+    help = "text for batches of a run of octavo train (default: Python's own standard library)"
+    group.add_argument("--data", type=Path, metavar="PATH", help=help)
     help = "H100, H200 or B200, for costs by published rates (default: this device's, or else an H100's)"
     group.add_argument("--device", metavar="NAME", help=help)
 
