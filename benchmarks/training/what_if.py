@@ -222,12 +222,12 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4, 5])
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="runs at a time, one thread each")
+    parser.add_argument("--toy", action="store_true", help="a GPT for three steps; no aim counts")
     parser.add_argument("--no-write", action="store_true", help="print only")
     parser.add_argument("--output", type=Path, help="another file to write")
     options = parser.parse_args(arguments)
-    tasks = [
-        (m, outlier, seed, options.steps) for m in options.models for outlier in (False, True) for seed in options.seeds
-    ]
+    models, steps = (["gpt"], 3) if options.toy else (options.models, options.steps)
+    tasks = [(m, outlier, seed, steps) for m in models for outlier in (False, True) for seed in options.seeds]
     rows = []
     with ProcessPoolExecutor(options.workers, mp_context=get_context("spawn")) as pool:
         for found in pool.map(one_subject, tasks):
@@ -238,4 +238,4 @@ def main(arguments: list[str]) -> int:
     print(table(lines))
     if not options.no_write:
         print(f"written to {write_results('what_if', rows, options.output)}")
-    return 0 if good else 1
+    return 0 if good or options.toy else 1

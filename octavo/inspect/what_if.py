@@ -19,6 +19,7 @@ and more. What remains is what the errors cost whatever their signs.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import statistics
 import warnings
@@ -36,7 +37,7 @@ from octavo.nn.candidates import MIN_FEATURES, Select, features, large_enough, r
 from octavo.nn.convert import convert
 from octavo.nn.fast_path import choose_fast_path
 from octavo.nn.recipe_module import RecipeModule
-from octavo.nn.stored_weights import weight_of
+from octavo.nn.stored_weights import check_recipe, weight_of
 from octavo.nn.using import using
 from octavo.recipes import high_precision
 from octavo.scaling.delayed import BUFFERS
@@ -103,6 +104,11 @@ def compare(
     if not batches:
         raise WhatIfError("batches is empty: give at least one of the training's")
     with _borrowed(model, select) as layers:
+        for recipe, layer in itertools.product(chosen, layers.values()):
+            try:
+                check_recipe(recipe, weight_of(layer))
+            except ValueError as error:
+                raise WhatIfError(f"{error}; leave {recipe.name} out") from error
         passes = _Passes(model, loss, layers, {recipe.name: recipe for recipe in chosen})
         for batch in batches:
             passes.measure(batch, runs // (len(batches) * len(chosen)))
@@ -217,6 +223,8 @@ class _Passes:
         before, self.first = dict(self.states), {}
         with self._watched():
             value, exact = self.gradient(batch)
+        if not math.isfinite(value) or value == 0:
+            raise WhatIfError(f"loss(model, batch) is {value} in high precision: nothing is relative to it")
         if not self.run:
             self._choose(exact, max(most, 1))
         for recipe, chosen in self.run.items():

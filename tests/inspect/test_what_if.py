@@ -212,6 +212,13 @@ def test_it_is_left_so_by_a_loss_that_fails():
     assert str(snapshot(model)) == str(before)
 
 
+def test_weights_that_live_in_fp8():
+    model = octavo.convert(network(), recipes.dynamic(), every_layer, weight_storage="fp8")
+    assert all(0 < 1 - effect.cosine < 0.01 for effect in found(model).effects)
+    with pytest.raises(WhatIfError, match=r"can't read weights that are stored in FP8.*leave rowwise out"):
+        found(model, recipes.rowwise())
+
+
 def test_dropout_is_the_same_in_each_pass():
     model = nn.Sequential(nn.Linear(32, 64), nn.Dropout(0.5), nn.Linear(64, 8))
     assert all(1 - effect.cosine < 0.01 for effect in found(model).effects)
@@ -236,6 +243,7 @@ def test_a_map_is_measured_as_a_whole():
         ({"select": None}, "no layer to compare.*at least 512"),
         ({"loss": lambda model, batch: model(batch)}, r"a tensor of shape \(64, 8\): it must be a scalar"),
         ({"loss": lambda model, batch: 1.0}, "gave a float"),
+        ({"loss": lambda model, batch: model(batch).sum() * math.nan}, "is nan in high precision"),
         ({"loss": lambda model, batch: torch.ones((), requires_grad=True) * 2}, "no layer took part"),
     ],
 )

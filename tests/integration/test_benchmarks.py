@@ -196,6 +196,15 @@ def test_clips_in_backward(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+def test_what_if(run: Run, tmp_path: Path) -> None:
+    run("what_if", "--toy", "--seeds", "0", "--output", tmp_path / "what_if.csv")
+    rows = rows_of(tmp_path / "what_if.csv")
+    assert [row["scheme"] for row in rows] == 2 * ["float32", "all in FP8", "first, last, head", "chosen"]
+    assert all(float(row["val_loss"]) > 0 and float(row["predicted_percent"]) >= 0 for row in rows)
+    assert [len(row["in_float32"].split()) for row in rows] == 2 * [0, 0, 3, 3]
+
+
+@pytest.mark.full
 def test_tune(tmp_path: Path) -> None:
     before = TABLE.read_bytes()
     run_apart("tune", "--toy", "--log", tmp_path / "tune.csv")
