@@ -179,7 +179,7 @@ def _by_product(row: Row, cast: Cast) -> Iterator[tuple[str, Cast]]:
 
 def _python(change: Mapping[str, Any]) -> str:
     text = "{" + ", ".join(f'"{product}": {casts}' for product, casts in change.items()) + "}"
-    return text.replace(", Dynamic())", ")")  # the default
+    return text.replace(", Dynamic())", ")").replace(str(Delayed()), "Delayed()")  # defaults
 
 
 def without_fp8(row: Row) -> str:
