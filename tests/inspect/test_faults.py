@@ -14,6 +14,7 @@ import octavo
 from octavo import recipes
 from octavo.inspect import Fault, FaultError
 from tests.support.combinations import each_pair
+from tests.support.helpers import CountOps
 from tests.support.spoiled import Spoiled, train_spoiled
 
 PLACES = {  # where a fault is put in step 1: where it is found
@@ -140,6 +141,9 @@ def test_a_watched_training_is_the_same() -> None:
         states.append((train_spoiled(model, range(3), trace), model.state_dict()))
     assert states[0][0] == states[1][0]
     assert all(torch.equal(tensor, states[1][1][name]) for name, tensor in states[0][1].items())
+    with CountOps() as ops:
+        train_spoiled(model, range(1), trace)
+    assert ops.calls["note_faults"] == 2 * 4  # layers
 
 
 def test_ranks_name_the_one(pool: Any) -> None:

@@ -127,3 +127,19 @@ def test_the_host_learns_that_a_scale_exists(kernels: TritonKernels, monkeypatch
         launched.clear()
         if kernels.device.type == "cuda":
             torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("name", ["cast_statistics", "note_faults"])
+def test_launches_of_what_octavo_inspect_reads(
+    kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    x, (q, scale_inv, tile) = numbers(kernels.device, 64), codes(kernels.device)
+    sums = torch.zeros(71, dtype=torch.float64, device=kernels.device)
+    found, one = torch.zeros(4, device=kernels.device), torch.ones(1, dtype=torch.int32, device=kernels.device)
+    arguments = {
+        "cast_statistics": (numbers(kernels.device), q, scale_inv, tile, sums, found[:3]),
+        "note_faults": (x, q, scale_inv, None, one, found, one.clone()),
+    }
+    launched = count_launches(kernels, monkeypatch)
+    getattr(kernels, name)(*arguments[name])
+    assert launched == [f"{name}_kernel"]
