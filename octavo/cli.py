@@ -352,10 +352,12 @@ def _plan(options: argparse.Namespace, arguments: list[str]) -> int:
 
 def _inspect(options: argparse.Namespace, arguments: list[str]) -> int:
     from octavo.inspect.command import inspect_command
-    from octavo.inspect.what_if_command import entry_point, what_if_command
-    from octavo.train import checkpoint, trained
+    from octavo.inspect.what_if_command import asks, entry_point, what_if_command
+    from octavo.train import checkpoint, inspection, trained
 
     source = options.folder
+    if (source / inspection.FOLDER / "record.json").exists() and not asks(options):
+        source = options.folder = source / inspection.FOLDER
     if source.is_file() or (checkpoint.RunFolder(source).holds_run() and not (source / "record.json").exists()):
         return what_if_command(options, trained.trained_subject(source, options.data))
     return inspect_command(options) if source.exists() else what_if_command(options, entry_point(str(source)))

@@ -3,6 +3,7 @@ import itertools
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -356,6 +357,19 @@ def test_what_if_of_a_run(source, trained, capsys, monkeypatch):
     assert cli.main(["inspect", source, *given]) == 0
     out = capsys.readouterr().out
     assert "blocks.0.mlp.fc1" in out and "octavo.recipes.delayed()" in out and "head" not in out
+
+
+def test_inspect_of_a_run_is_of_its_record_unless_more_is_asked(trained, capsys, monkeypatch):
+    monkeypatch.chdir(trained)
+    layer = octavo.nn.Linear(16, 16)
+    with octavo.inspect.record(layer, "runs/delayed/inspect") as recorder:
+        layer(torch.randn(4, 16)).sum().backward()
+        recorder.step()
+    assert cli.main(["inspect", "runs/delayed", "--json", "found.json"]) == 0
+    assert Path("found.json").exists() and "(all layers)" not in capsys.readouterr().out
+    assert cli.main(["inspect", "runs/delayed", "--keep", "1", "--json", "more.json"]) == 2
+    assert "--json: runs/delayed is a model" in one_line(capsys)
+    shutil.rmtree("runs/delayed/inspect")
 
 
 def test_what_if_of_a_users_model(folder, capsys):

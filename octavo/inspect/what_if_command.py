@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of a what-if."""
     group = parser.add_argument_group("which layers can't stand FP8, of a model")
     help = f"recipes to compare, with commas (default: {','.join(NAMES)})"
-    group.add_argument("--recipes", type=_recipes, default=NAMES, metavar="NAMES", help=help)
+    group.add_argument("--recipes", type=_recipes, metavar="NAMES", help=help)
     budget = group.add_mutually_exclusive_group()
     budget.add_argument("--keep", type=int, metavar="N", help="write a RecipeMap with N layers in high precision")
     help = "write the cheapest RecipeMap whose predicted loss is no more than this higher, such as 0.1%%"
@@ -49,6 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--data", type=Path, metavar="PATH", help=help)
     help = "H100, H200 or B200, for costs by published rates (default: this device's, or else an H100's)"
     group.add_argument("--device", metavar="NAME", help=help)
+
+
+def asks(options: argparse.Namespace) -> bool:
+    """Whether an option asks for a what-if: a run of octavo train may hold a record as well."""
+    return any(getattr(options, name) is not None for name in ("recipes", "keep", "loss", "write"))
 
 
 def _recipes(text: str) -> tuple[str, ...]:
@@ -101,6 +106,8 @@ def entry_point(name: str) -> Subject:
 
 def what_if_command(options: argparse.Namespace, subject: Subject) -> int:
     """Carries it out, and returns the exit code."""
+    if of_records := [f"--{name}" for name in ("html", "json", "live") if getattr(options, name, None)]:
+        raise WhatIfError(f"{', '.join(of_records)}: {options.folder} is a model, and these are for records")
     if options.keep is not None and options.keep < 0:
         raise WhatIfError(f"--keep {options.keep}: needs at least 0 layers")
     if options.write is not None and options.keep is None and options.loss is None:
@@ -114,7 +121,7 @@ def what_if_command(options: argparse.Namespace, subject: Subject) -> int:
         subject.model,
         subject.loss,
         batches,
-        [getattr(recipes, name)() for name in options.recipes],
+        [getattr(recipes, name)() for name in options.recipes or NAMES],
         select=select,
         runs=options.runs,
         rates=None if options.device is None else rates_of(options.device),
