@@ -16,6 +16,7 @@ def _patch_once() -> None:
     It takes its place at every call of a function and gives it back after, which is most of the time of a call. Nothing
     is compiled in this process.
     """
+    import triton.language as tl
     from triton.runtime import interpreter
 
     patch: Callable[[Any], Any] = interpreter._patch_lang
@@ -26,6 +27,7 @@ def _patch_once() -> None:
         languages = frozenset(m.__name__ for m in modules if m.__name__.startswith("triton.language"))
         if languages not in done:
             done[languages] = patch(function)
+            tl.tensor.__index__ = lambda value: value.handle.data.item()  # NumPy 2.4 refuses how Triton 3.6 does it
         return SimpleNamespace(restore=lambda: None)
 
     interpreter._patch_lang = patched
