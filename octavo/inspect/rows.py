@@ -41,11 +41,6 @@ class Row:
     rule: str
     largest: float
 
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """What stays the same when a recipe changes."""
-        return self.layer, self.role, self.products
-
     def as_dict(self) -> dict[str, Any]:
         """Its fields, as JSON has them."""
         return asdict(self)
@@ -71,10 +66,12 @@ class Table:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        modules = [(name, m) for name, m in model.named_modules() if isinstance(m, RecipeModule)]
-        device = device_of(modules[0][1]) if modules else torch.device("cpu")
-        modules = [(name, m) for name, m in modules if not m.recipe.is_high_precision]
-        self.recipes = tuple((name, m.recipe) for name, m in modules)
+        modules = _fp8_layers(model)
+        devices = {device_of(m) for m in model.modules() if isinstance(m, RecipeModule)} or {torch.device("cpu")}
+        if len(devices) > 1:
+            raise ValueError(f"the model lies on several devices, {sorted(map(str, devices))}: record each part")
+        (device,) = devices
+        self.recipes = [(name, m.recipe) for name, m in modules]
         planned = [(name, m, role, _casts(m, role)) for name, m in modules for role in range(len(ROLES))]
         self.rows = [_row(name, ROLES[role], *cast) for name, _, role, casts in planned for cast in casts if cast]
         self.sums = torch.zeros(len(self.rows), len(SUMS) + EXPONENTS, dtype=torch.float64, device=device)
@@ -94,8 +91,7 @@ class Table:
 
     def is_of(self, model: nn.Module) -> bool:
         """Whether layers and recipes are still those."""
-        modules = [(name, m) for name, m in model.named_modules() if isinstance(m, RecipeModule)]
-        return self.recipes == tuple((name, m.recipe) for name, m in modules if not m.recipe.is_high_precision)
+        return self.recipes == [(name, m.recipe) for name, m in _fp8_layers(model)]
 
     def attach(self, on: bool) -> None:
         """Let modules count, or no longer."""
@@ -104,6 +100,12 @@ class Table:
                 module.tap = tap
             else:
                 module.__dict__.pop("tap", None)
+
+
+def _fp8_layers(model: nn.Module) -> list[tuple[str, RecipeModule]]:
+    """Layers with a product in FP8, by their names."""
+    layers = [(name, m) for name, m in model.named_modules() if isinstance(m, RecipeModule)]
+    return [(name, m) for name, m in layers if not m.recipe.is_high_precision]
 
 
 _Cast = tuple[Cast, tuple[str, ...]] | None

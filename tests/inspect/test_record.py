@@ -44,6 +44,9 @@ def test_a_margin_is_room(tmp_path: Path) -> None:
 def test_what_cannot_be_recorded_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no layer in FP8"):
         octavo.inspect.record(nn.Linear(4, 4), tmp_path)
+    apart = nn.Sequential(octavo.nn.Linear(16, 16), octavo.nn.Linear(16, 16, device="meta"))
+    with pytest.raises(ValueError, match="several devices"):
+        octavo.inspect.record(apart, tmp_path)
     with pytest.raises(ValueError, match="every=0"):
         octavo.inspect.record(octavo.nn.Linear(16, 16), tmp_path, every=0)
     with pytest.raises(octavo.OctavoError, match="holds no record"):
