@@ -21,7 +21,7 @@ from octavo.tensor.quantize import quantize
 from octavo.tensor.scaled_tensor import ScaledTensor
 
 if TYPE_CHECKING:
-    from octavo import distributed, export, inspect, optim, schedule
+    from octavo import compat, distributed, export, inspect, integrations, optim, schedule
 
 __version__ = "0.1.0.dev0"
 
@@ -42,10 +42,12 @@ __all__ = [
     "RecipeMap",
     "ScaledTensor",
     "UnsupportedOpError",
+    "compat",
     "convert",
     "distributed",
     "export",
     "inspect",
+    "integrations",
     "nn",
     "optim",
     "quantize",
@@ -57,7 +59,8 @@ __all__ = [
     "using",
 ]
 
-_ROOMS = ("distributed", "export", "inspect", "optim", "schedule")  # imported when named: the import stays light
+# Imported when named: the import stays light.
+_ROOMS = ("compat", "distributed", "export", "inspect", "integrations", "optim", "schedule")
 _MOVED = {  # names that were here before and still work in this version
     "BudgetError": "octavo.schedule",
     "Phase": "octavo.schedule",
