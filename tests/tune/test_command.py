@@ -35,6 +35,7 @@ def tuner(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         return module.Tuned([[64, 8, 128, 1, 4]] if kind == "amax" else [], 1.25 if kind == "amax" else math.nan)
 
     monkeypatch.setattr(module, "tune", tune)
+    monkeypatch.setattr("octavo.tune.products.TORCH", ["tensor . tensor"])
     monkeypatch.setattr("octavo.tune.workers.precompile", lambda function, tasks, minutes: [])
     return module
 
@@ -71,6 +72,17 @@ def test_a_kind_that_fails_and_an_interrupt_leave_what_is_written(
     assert f"wrote {output}" in capsys.readouterr().out and json.loads(output.read_text())["configs"]["amax"]
     assert command.tune(output, ORIGIN, options("--minutes", "0")) == 1
     assert "library: left out, no time\nnothing was found" in capsys.readouterr().out
+
+
+def test_that_torch_has_no_faster_product_is_an_answer(tuner: ModuleType, tmp_path: Path) -> None:
+    assert command.tune(tmp_path / "table.json", ORIGIN, options("library")) == 0
+    assert tuned.table(tmp_path / "table.json")["library"] == []
+
+
+def test_without_a_product_of_torchs_none_is_timed(tuner: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.tune.products.TORCH", [])
+    with pytest.raises(command.TuneError, match=r"no such kind: library; known: .*, matmul$"):
+        command.tune(None, ORIGIN, options("library"))
 
 
 def test_unknown_kinds(tuner: ModuleType) -> None:
