@@ -257,3 +257,29 @@ def test_results_that_are_older_than_their_code_are_named(tmp_path, monkeypatch)
         (tmp_path / f"cpu_step-{name}.csv").write_text(f"commit\n{commit}\n")
     lines = subjects.stale()
     assert [line.partition(".csv")[0] for line in lines] == ["cpu_step-changed", "cpu_step-lost", "cpu_step-old"]
+
+
+@pytest.mark.full
+def test_a_run_of_quality_that_is_stopped_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    quality = subjects.module_of("quality")
+    for experiment in ("delayed", "full stack in backward, exact norm"):
+        task = quality.Task(experiment, "toy", 0, 20)
+        parts, whole = tmp_path / f"{experiment} in parts", tmp_path / experiment
+        stops = iter([False] * 7 + [True])
+        assert quality.train(task, parts, stops.__next__).interrupted
+        assert (
+            quality.finish(task, parts, quality.train(task, parts))["val_loss_average"]
+            == (quality.finish(task, whole, quality.train(task, whole))["val_loss_average"])
+        )
+
+
+def test_quality(run: Run, tmp_path: Path) -> None:
+    options = "--toy", "--seeds", "0", "--state", tmp_path, "--output", tmp_path / "quality.csv"
+    run("quality", *options, "--experiments", "bf16", "dynamic, head too")
+    run("quality", *options, "--experiments", "bf16", "full stack in backward", "--for", "0")
+    run("quality", *options, "--experiments", "bf16", "full stack in backward")
+    rows = rows_of(tmp_path / "quality.csv")
+    assert [row["experiment"] for row in rows] == ["bf16", "dynamic, head too", "full stack in backward"]
+    assert_numbers(rows, "val_loss", "val_loss_bf16", "val_loss_average", "train_loss", "step_ms")
+    assert rows[0]["val_loss"] == rows[0]["val_loss_bf16"] != rows[1]["val_loss"]
+    assert "0 of 1 runs are left" in run("quality", *options, "--experiments", "bf16", "--list")

@@ -1,0 +1,131 @@
+"""What `python -m benchmarks quality` trains: experiments by name, model sizes, and the order in which runs come."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from octavo import E4M3, Cast, Dynamic, PerTensor, Recipe, recipes
+from octavo.train import (
+    BASELINE,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    StateConfig,
+    TrainConfig,
+)
+
+STEPS = 3000
+SIZES = {
+    "0.5M": ModelConfig(width=128, layers=2, heads=2, context=64),
+    "2.5M": ModelConfig(width=256, layers=3, heads=4, context=64),
+    "7.5M": ModelConfig(width=448, layers=3, heads=7, context=64),
+}
+BATCH, WINDOWS = 8, 2048  # sequences a step, and of the final validation
+TOY = "toy"
+TOY_SIZE, TOY_STEPS, TOY_WINDOWS = ModelConfig(width=32, layers=1, heads=2, context=16), 20, 64
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What differs from the run in bf16 with torch's AdamW in float32.
+
+    Attributes:
+        recipe: of the blocks' layers.
+        head: the output layer's recipe; None: it stays in high precision.
+        state: the optimizer's state, weights and masters.
+        dtype: of what is not in FP8.
+        exact_norm: updates in backward are clipped by the step's exact norm, computed by another backward before.
+    """
+
+    recipe: str | Recipe = BASELINE
+    head: Recipe | None = None
+    state: StateConfig = StateConfig()  # noqa: RUF009 (frozen)
+    dtype: str = "bfloat16"
+    exact_norm: bool = False
+
+
+_tensor = Cast(E4M3, PerTensor(), Dynamic())
+_dynamic = recipes.dynamic()
+_FULL = StateConfig("fp8", "split16", "fp8")
+_IN_BACKWARD = "64KB"  # most gradients are updated alone
+RECIPES = ("dynamic", "delayed", "rowwise", "blockwise", "mx")
+EXPERIMENTS = {
+    "bf16": Experiment(),
+    "float32": Experiment(dtype="float32"),
+    **{name: Experiment(name) for name in RECIPES},
+    "rowwise_with_gw_hp": Experiment("rowwise_with_gw_hp"),
+    "dynamic, E4M3 gradients": Experiment(
+        Recipe((_tensor, _tensor), (_tensor, _tensor), (_tensor, _tensor), name="dynamic, E4M3 gradients")
+    ),
+    "dynamic, output alone": Experiment(dataclasses.replace(_dynamic, grad_input=None, grad_weight=None)),
+    "dynamic, grad_input alone": Experiment(dataclasses.replace(_dynamic, output=None, grad_weight=None)),
+    "dynamic, grad_weight alone": Experiment(dataclasses.replace(_dynamic, output=None, grad_input=None)),
+    "dynamic, head too": Experiment("dynamic", head=_dynamic),
+    "head alone": Experiment(head=_dynamic),
+    "rowwise, head too": Experiment("rowwise", head=recipes.rowwise()),
+    "full stack": Experiment("dynamic", state=_FULL),
+    "full stack in backward": Experiment("dynamic", state=dataclasses.replace(_FULL, update_in_backward=_IN_BACKWARD)),
+    "full stack in backward, exact norm": Experiment(
+        "dynamic", state=dataclasses.replace(_FULL, update_in_backward=_IN_BACKWARD), exact_norm=True
+    ),
+    "bf16 in backward": Experiment(state=StateConfig(update_in_backward=_IN_BACKWARD)),
+}
+
+_NAMED = ("bf16", *RECIPES)
+_HEAD = ("dynamic, head too",)
+_STACK = ("full stack", "full stack in backward")
+_CLIP = ("full stack in backward, exact norm", "bf16 in backward")
+_MORE = ("dynamic, E4M3 gradients", *_HEAD, *_STACK, "float32")
+_PARTS = tuple(f"dynamic, {product} alone" for product in ("output", "grad_input", "grad_weight"))
+Stage = tuple[tuple[str, ...], str, Sequence[int]]  # experiments, size, seeds
+STAGES: tuple[Stage, ...] = (
+    (_NAMED, "0.5M", range(2)),
+    (_NAMED, "2.5M", range(1)),
+    (_MORE, "0.5M", range(2)),
+    (_NAMED, "2.5M", range(1, 2)),
+    (_NAMED + _MORE, "0.5M", range(2, 5)),
+    (_NAMED, "2.5M", range(2, 3)),
+    (_MORE, "2.5M", range(3)),
+    (_CLIP + _PARTS, "0.5M", range(5)),
+    (_NAMED + _MORE, "0.5M", range(5, 10)),
+    (_NAMED + _MORE, "2.5M", range(3, 5)),
+    (("bf16", "dynamic", "rowwise", "full stack"), "7.5M", range(2)),
+    (_CLIP, "0.5M", range(5, 10)),
+    (("rowwise_with_gw_hp", "rowwise, head too", "head alone"), "0.5M", range(5)),
+)
+
+
+class Task(NamedTuple):
+    """One run."""
+
+    experiment: str
+    size: str
+    seed: int
+    steps: int
+
+    @property
+    def folder(self) -> str:
+        """The name of its folder."""
+        return "-".join(map(str, self)).replace(", ", "_").replace(" ", "_")
+
+
+def queue(steps: int = STEPS) -> Iterator[Task]:
+    """All runs, the most wanted first."""
+    for experiments, size, seeds in STAGES:
+        yield from (Task(name, size, seed, steps) for seed in seeds for name in experiments)
+
+
+def config_of(task: Task) -> TrainConfig:
+    """All options of a run, but for the folder."""
+    experiment, toy = EXPERIMENTS[task.experiment], task.size == TOY
+    return TrainConfig(
+        model=TOY_SIZE if toy else SIZES[task.size],
+        data=DataConfig(batch=BATCH, eval_windows=TOY_WINDOWS if toy else WINDOWS // 4),
+        optimizer=OptimizerConfig(steps=task.steps),
+        run=RunConfig(seed=task.seed, device="cpu", dtype=experiment.dtype, checkpoint_every=250, eval_every=500),
+        state=experiment.state,
+    )
