@@ -19,6 +19,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from octavo.formats import format_of
 from octavo.kernels.reference.codes import decode
 from octavo.kernels.reference.tiles import row_chunks
 
@@ -40,36 +41,48 @@ def cast_statistics(
     codes = qdata[:, : x.shape[1]]
     largest, smallest = scale_inv.max(), scale_inv.min()
     extremes[1:].copy_(torch.maximum(extremes[1:], torch.stack((largest, 1 / smallest))))
+    scratch = torch.empty(0, dtype=torch.float64, device=x.device)
     for scales, part, part_codes in row_chunks(tile, scale_inv, x, codes):
-        _add(part.to(torch.float32), part_codes, scales, tile, sums, extremes)
+        scratch = scratch if scratch.numel() else scratch.new_empty(part.numel())  # no chunk is longer than the first
+        _add(part.to(torch.float32).contiguous(), part_codes, scales, tile, sums, extremes, scratch)
 
 
-def _add(x: Tensor, codes: Tensor, scale_inv: Tensor, tile: Sequence[int], sums: Tensor, extremes: Tensor) -> None:
-    """Add those of one chunk [R, C] float32.
+def _add(
+    x: Tensor,
+    codes: Tensor,
+    scale_inv: Tensor,
+    tile: Sequence[int],
+    sums: Tensor,
+    extremes: Tensor,
+    scratch: Tensor,
+) -> None:
+    """Add those of one chunk [R, C] float32, contiguous; ``scratch``: float64, of no fewer elements.
 
-    Histograms of exponents and of codes count what else would be a pass each: on a CPU 2,048 x 512 numbers take 8 ms
-    so, and not 59.
+    Histograms of exponents and of codes count what else would be a pass each: on a CPU 2,048 x 512 numbers took 59 ms
+    without them, 8 ms with them, and take 5 ms where nothing is clipped and memory is taken once.
     """
     read = decode(codes, torch.float32, scale_inv, tile)
-    exponents = torch.bincount((x.view(torch.int32).bitwise_right_shift(23) & 0xFF).flatten(), minlength=256)
+    exponents = torch.bincount(x.view(torch.int32).bitwise_right_shift(23).bitwise_and_(0xFF).flatten(), minlength=256)
     nonfinite = exponents[255]
     numbers, error = x, x - read
     if nonfinite:
         finite = x.isfinite()
         numbers, error = (torch.where(finite, part, 0) for part in (numbers, error))
-    magnitudes = torch.bincount((codes.view(torch.uint8) & 0x7F).flatten(), minlength=128)
+    amax = torch.stack(torch.aminmax(numbers)).abs().max()
+    magnitudes = torch.bincount(codes.view(torch.uint8).flatten(), minlength=256).view(2, 128).sum(0)  # both signs'
     zeros = exponents[0] and x.numel() - x.count_nonzero()  # whose codes are 0
     code, factor = LARGEST[codes.dtype]
     clipped = magnitudes.new_zeros(())
-    if magnitudes[code]:
+    if magnitudes[code] and amax > scale_inv.min() * format_of(codes.dtype).max * factor:
         largest = codes.view(torch.uint8) & 0x7F == code
-        clipped = (numbers[largest].abs() > read[largest].abs() * factor).sum()
-    counts = x.numel(), zeros, magnitudes[0] - zeros, clipped, nonfinite
-    squares = (torch.dot(part, part) for part in (part.flatten().to(torch.float64) for part in (numbers, error)))
-    sums[: len(SUMS)] += torch.stack(
-        [torch.as_tensor(part, device=sums.device).to(sums) for part in (*counts, *squares)]
-    )
-    extremes[0] = torch.maximum(extremes[0], torch.stack(torch.aminmax(numbers)).abs().max())
+        clipped = largest.logical_and_(numbers.abs() > read.abs() * factor).count_nonzero()
+    squares = []
+    for part in (numbers, error):
+        wide = scratch[: part.numel()].view(part.shape).copy_(part).flatten()
+        squares.append(torch.dot(wide, wide))
+    counts = x.numel(), zeros, magnitudes[0] - zeros, clipped, nonfinite, *squares
+    sums[: len(SUMS)] += torch.stack([torch.as_tensor(part, device=sums.device).to(sums) for part in counts])
+    extremes[0] = torch.maximum(extremes[0], amax)
     exponents[0] -= zeros
     bins = (torch.arange(255, device=x.device) - 127 - LOWEST).clamp_(0, EXPONENTS - 1)
     sums[len(SUMS) :].index_add_(0, bins, exponents[:255].to(sums.dtype))
