@@ -283,3 +283,41 @@ def test_quality(run: Run, tmp_path: Path) -> None:
     assert_numbers(rows, "val_loss", "val_loss_bf16", "val_loss_average", "train_loss", "step_ms")
     assert rows[0]["val_loss"] == rows[0]["val_loss_bf16"] != rows[1]["val_loss"]
     assert "0 of 1 runs are left" in run("quality", *options, "--experiments", "bf16", "--list")
+
+
+def test_gradient_error(run: Run, tmp_path: Path) -> None:
+    options = "--toy", "--batches", "2", "--groups", "recipe", "rounding", "--state", tmp_path
+    run("gradient_error", *options, "--output", tmp_path / "error.csv")
+    rows = {row["variant"]: row for row in rows_of(tmp_path / "error.csv")}
+    assert_numbers(list(rows.values()), "cosine", "error", "bias", "along_se", "loss_se", "steps_se")
+    assert float(rows["bf16"]["error"]) < float(rows["rowwise"]["error"]) < float(rows["dynamic"]["error"]) < 10
+
+
+@pytest.mark.parametrize("name", ["dynamic", "rowwise", "rowwise_with_gw_hp", "blockwise", "mx"])
+def test_simulated_roundings_are_the_librarys(name: str) -> None:
+    torch, octavo = importlib.import_module("torch"), importlib.import_module("octavo")
+    rounding = importlib.import_module("benchmarks.training.gradient_rounding")
+    recipe = getattr(octavo.recipes, name)()
+    layer, x = octavo.nn.Linear(96, 160, bias=False, recipe=recipe), torch.randn(4, 40, 96, requires_grad=True)
+    grad = torch.randn(4, 40, 160) ** 3
+    expected = torch.autograd.grad(y := layer(x), (x, layer.weight), grad)
+    with rounding.RoundedProducts({layer.weight: rounding.products_of(recipe)}):
+        found = torch.nn.functional.linear(x, layer.weight)
+    torch.testing.assert_close(found, y, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(torch.autograd.grad(found, (x, layer.weight), grad), expected, rtol=1e-5, atol=1e-3)
+
+
+def test_simulated_stochastic_rounding_and_hadamard_transforms_are_right_on_average() -> None:
+    torch = importlib.import_module("torch")
+    rounding = importlib.import_module("benchmarks.training.gradient_rounding")
+    octavo, generator = importlib.import_module("octavo"), torch.Generator().manual_seed(0)
+    x, w = torch.randn(4, 32), torch.randn(8, 32)
+    for format in (octavo.E4M3, octavo.E5M2):
+        how = rounding.Rounding(format, stochastic=True)
+        mean = torch.stack([rounding.rounded(x, how, generator) for _ in range(2000)]).mean(0)
+        torch.testing.assert_close(mean, x, rtol=6e-3, atol=1e-3)  # four standard errors
+        nearest = rounding.rounded(x, rounding.Rounding(format), generator)
+        assert (nearest - rounding.rounded(nearest, how, generator)).abs().max() < 1e-6
+    mixed = rounding.mixed((x, w), (rounding.Rounding(hadamard=True), None), generator)
+    torch.testing.assert_close(mixed[0] @ mixed[1].t(), x @ w.t(), rtol=1e-5, atol=1e-5)
+    assert (mixed[0] - x).abs().max() > 0.1
