@@ -9,7 +9,14 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from octavo import nn, recipes
-from octavo.errors import ExportError, HigherOrderGradientError, MissingExtraError, OctavoError, UnsupportedOpError
+from octavo.errors import (
+    ExportError,
+    HigherOrderGradientError,
+    MissingExtraError,
+    OctavoError,
+    UnsupportedOpError,
+    UnsupportedOptionError,
+)
 from octavo.formats import E4M3, E5M2
 from octavo.granularity import PerBlock, PerRow, PerTensor
 from octavo.nn.convert import convert, restore, set_recipe
@@ -42,6 +49,7 @@ __all__ = [
     "RecipeMap",
     "ScaledTensor",
     "UnsupportedOpError",
+    "UnsupportedOptionError",
     "compat",
     "convert",
     "distributed",

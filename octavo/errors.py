@@ -19,6 +19,10 @@ class MissingExtraError(OctavoError, ImportError):
     """An optional dependency is absent; the message names the extra that installs it."""
 
 
+class UnsupportedOptionError(OctavoError, ValueError):
+    """An option of another library that octavo can't honour; the message says what to write instead."""
+
+
 class ExportError(OctavoError, ValueError):
     """A model, recipe or path that can't be exported; the message says why and what works."""
 

@@ -8,6 +8,7 @@ from octavo import errors
     ("error", "builtin"),
     [
         (octavo.UnsupportedOpError, NotImplementedError),
+        (octavo.UnsupportedOptionError, ValueError),
         (octavo.HigherOrderGradientError, RuntimeError),
         (octavo.MissingExtraError, ImportError),
     ],

@@ -1,0 +1,198 @@
+"""torchao.float8's interface for training, over octavo.convert: import it in the place of ``torchao.float8``.
+
+Names, fields and defaults are torchao 0.18's; ``recipe_of`` makes an octavo.Recipe of a configuration. docs/migrate.md
+says what differs. What octavo can't do raises octavo.UnsupportedOptionError.
+"""
+
+from __future__ import annotations
+
+import enum
+import warnings
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from octavo.errors import UnsupportedOptionError
+from octavo.formats import E4M3, E5M2
+from octavo.granularity import Granularity, PerRow, PerTensor
+from octavo.kernels.capability import runs_natively
+from octavo.nn.candidates import Select, fp8_class, why_left_alone, why_not
+from octavo.nn.convert import convert
+from octavo.nn.recipe_module import RecipeModule
+from octavo.nn.stored_weights import why_not_stored
+from octavo.scaling.recipe import OPERANDS, Cast, Recipe
+
+_FORMATS = {E4M3.dtype: E4M3, E5M2.dtype: E5M2}
+
+ScalingType = enum.Enum("ScalingType", {"DYNAMIC": "dynamic", "DISABLED": "disabled"})
+ScalingGranularity = enum.Enum("ScalingGranularity", {"TENSORWISE": "tensorwise", "AXISWISE": "axiswise"})
+_NAMES = {"TENSORWISE": "tensorwise", "ROWWISE": "rowwise", "ROWWISE_WITH_GW_HP": "rowwise_with_gw_hp"}
+Float8LinearRecipeName = enum.Enum("Float8LinearRecipeName", _NAMES)  # type: ignore[misc]
+_GRANULARITIES: dict[str, Granularity] = {"tensorwise": PerTensor(), "axiswise": PerRow()}
+
+
+@dataclass(frozen=True)
+class CastConfig:
+    """How one operand is cast; ``target_dtype`` float8_e4m3fn or float8_e5m2, None: what the role usually has."""
+
+    scaling_type: ScalingType = ScalingType.DYNAMIC
+    scaling_granularity: ScalingGranularity = ScalingGranularity.TENSORWISE
+    target_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        if self.target_dtype not in (None, *_FORMATS):
+            raise UnsupportedOptionError(f"target_dtype={self.target_dtype}: use {' or '.join(map(str, _FORMATS))}")
+
+
+@dataclass(frozen=True)
+class Float8GemmConfig:
+    """Whether tensor cores may sum a product in their own, shorter accumulator (octavo.Recipe's ``fast_accum``)."""
+
+    use_fast_accum: bool = False
+
+
+@dataclass(frozen=True)
+class Float8LinearConfig:
+    """How a linear layer's products are computed; fields and defaults are torchao's.
+
+    Octavo pads what needs it and gathers weights that have one scale in FP8, whether ``pad_inner_dim`` and
+    ``enable_fsdp_float8_all_gather`` ask for it or not.
+
+    Raises:
+        ValueError: for operands that don't go together.
+        UnsupportedOptionError: for an all-gather in FP8 of weights that have several scales.
+
+    Example:
+        >>> import octavo
+        >>> recipe_of(Float8LinearConfig.from_recipe_name("rowwise")) == octavo.recipes.rowwise(power_of_two=True)
+        True
+    """
+
+    cast_config_input: CastConfig = CastConfig()
+    cast_config_input_for_grad_weight: CastConfig | None = None
+    cast_config_weight: CastConfig = CastConfig()
+    cast_config_weight_for_grad_input: CastConfig | None = None
+    cast_config_grad_output: CastConfig = CastConfig()
+    cast_config_grad_output_for_grad_weight: CastConfig | None = None
+    gemm_config_output: Float8GemmConfig = Float8GemmConfig(use_fast_accum=True)
+    gemm_config_grad_input: Float8GemmConfig = Float8GemmConfig()
+    gemm_config_grad_weight: Float8GemmConfig = Float8GemmConfig()
+    enable_fsdp_float8_all_gather: bool = False
+    pad_inner_dim: bool = False
+    emulate: bool = False
+    force_recompute_fp8_weight_in_bwd: bool = False
+    round_scales_to_power_of_2: bool = False
+
+    def __post_init__(self) -> None:
+        for role, product in (("input", "grad_weight"), ("weight", "grad_input"), ("grad_output", "grad_weight")):
+            first, second = f"cast_config_{role}", f"cast_config_{role}_for_{product}"
+            usual = (E5M2 if role == "grad_output" else E4M3).dtype
+            for name in (first, second):
+                cast = getattr(self, name) or getattr(self, first)
+                object.__setattr__(self, name, replace(cast, target_dtype=cast.target_dtype or usual))
+            if getattr(self, first).target_dtype != getattr(self, second).target_dtype:
+                raise ValueError(f"{first} and {second} must have one target_dtype")
+        recipe = recipe_of(self)
+        if self.enable_fsdp_float8_all_gather and (why := why_not_stored(recipe)):
+            raise UnsupportedOptionError(
+                f"enable_fsdp_float8_all_gather=True: this recipe's weights can't be gathered in FP8: {why}; leave it "
+                "out, or take the recipe 'tensorwise' or octavo.recipes.blockwise()"
+            )
+        if self.force_recompute_fp8_weight_in_bwd:
+            what = "force_recompute_fp8_weight_in_bwd has no effect, as in torchao: leave it out"
+            warnings.warn(what, DeprecationWarning, stacklevel=3)
+
+    @staticmethod
+    def from_recipe_name(recipe_name: Float8LinearRecipeName | str) -> Float8LinearConfig:
+        """The configuration of this name, "tensorwise", "rowwise" or "rowwise_with_gw_hp"."""
+        name = Float8LinearRecipeName(recipe_name)
+        if name.value == "tensorwise":
+            return Float8LinearConfig()
+        row = CastConfig(scaling_granularity=ScalingGranularity.AXISWISE, target_dtype=E4M3.dtype)
+        config = Float8LinearConfig(row, None, row, None, row, round_scales_to_power_of_2=True)
+        if name.value == "rowwise":
+            return config
+        off = CastConfig(ScalingType.DISABLED, target_dtype=E4M3.dtype)
+        return replace(
+            config,
+            cast_config_weight_for_grad_input=CastConfig(),
+            cast_config_input_for_grad_weight=off,
+            cast_config_grad_output_for_grad_weight=off,
+        )
+
+
+def recipe_of(config: Float8LinearConfig) -> Recipe:
+    """The octavo.Recipe that means the same, for a program that leaves this module.
+
+    Raises:
+        ValueError: where one operand of a product is in FP8 and the other is not.
+    """
+    products: dict[str, Any] = {}
+    for product, roles in OPERANDS.items():
+        names = [f"cast_config_{role}" for role in roles]
+        configs = [getattr(config, f"{name}_for_{product}", getattr(config, name)) for name in names]
+        if len({cast.scaling_type for cast in configs}) > 1:
+            raise ValueError(f"{product} multiplies {' by '.join(roles)}: DISABLED is for both or none")
+        if configs[0].scaling_type is ScalingType.DYNAMIC:
+            power_of_two = config.round_scales_to_power_of_2
+            products[product] = tuple(
+                Cast(_FORMATS[c.target_dtype], _GRANULARITIES[c.scaling_granularity.value], power_of_two=power_of_two)
+                for c in configs
+            )
+    fast = tuple(product for product in OPERANDS if getattr(config, f"gemm_config_{product}").use_fast_accum)
+    return Recipe(**products, fast_accum=fast, name="torchao")
+
+
+def convert_to_float8_training(
+    module: nn.Module, *, module_filter_fn: Select | None = None, config: Float8LinearConfig | None = None
+) -> nn.Module:
+    """octavo.convert, in place, of all linear layers of any size that ``module_filter_fn(module, name)`` chooses.
+
+    Raises:
+        UnsupportedOptionError: for ``emulate`` on a GPU that multiplies FP8.
+
+    Warns:
+        UserWarning: of chosen layers that octavo leaves in high precision, with the reason of the first.
+
+    Example:
+        >>> convert_to_float8_training(torch.nn.Linear(32, 8), config=Float8LinearConfig.from_recipe_name("rowwise"))
+        Linear(in_features=32, out_features=8, bias=True, recipe=torchao)
+    """
+    config = config or Float8LinearConfig()
+    chosen = module_filter_fn or (lambda module, name: True)
+    if config.emulate and any(runs_natively(parameter.device) for parameter in module.parameters()):
+        raise UnsupportedOptionError("emulate=True: octavo uses a GPU's FP8 products; to emulate them train on a CPU")
+    left = [
+        f"{name or 'the model'}: {why_left_alone(found) if fp8_class(found) else why_not(found)}"
+        for name, found in module.named_modules()
+        if isinstance(found, nn.Linear) and not isinstance(found, RecipeModule) and chosen(found, name)
+        if fp8_class(found) is None or why_left_alone(found)
+    ]
+    if left:
+        warnings.warn(f"{len(left)} chosen layers stay in high precision; {left[0]}", stacklevel=2)
+    return convert(module, recipe_of(config), select=chosen)
+
+
+def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
+    """Nothing: under fully_shard octavo finds the scales of all weights of a forward in one all-reduce, by itself."""
+
+
+def _auto_filter_for_recipe(recipe: Float8LinearRecipeName | str, filter_fqns: list[str]) -> Select:
+    """torchao's filter: multiples of 16, large enough that its authors found FP8 faster on an H100, not named here."""
+    name = Float8LinearRecipeName(recipe)
+    if name.value == "rowwise_with_gw_hp":
+        raise NotImplementedError("torchao has no such filter: octavo.nn.candidates.large_enough is octavo's")
+
+    def keep(module: nn.Module, fqn: str) -> bool:
+        if not isinstance(module, nn.Linear) or any(part in fqn for part in filter_fqns):
+            return False
+        rows, cols = module.weight.shape
+        if rows % 16 or cols % 16:
+            return False
+        if name.value == "tensorwise":
+            return rows > 1024 or cols > 4096
+        return rows > 2048 and cols > 1024 and (rows > 4096 or cols > 2048)
+
+    return keep

@@ -1,0 +1,228 @@
+"""octavo.compat.torchao against torchao itself: its names and arguments, and what its own layers compute on a CPU."""
+
+import copy
+import dataclasses
+import inspect
+
+import pytest
+import torch
+from torch import nn
+
+import octavo
+from octavo import recipes
+from octavo.compat import torchao as ours
+
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    return pytest.importorskip("torchao.float8")
+
+
+def emulated(library, name):
+    """Torchao's own CPU products are checked by its emulation, whose products are torch's in the codes' float32."""
+    return dataclasses.replace(library.Float8LinearConfig.from_recipe_name(name), emulate=True)
+
+
+def results(model, x):
+    """The output, the gradient of the input, and those of the parameters."""
+    x = x.clone().requires_grad_()
+    output = model(x)
+    output.square().mean().backward()
+    return [output.detach(), x.grad, *(parameter.grad for parameter in model.parameters())]
+
+
+def signal_to_noise(found, expected):
+    """Decibels, of the noisiest of several tensors."""
+    pairs = [(f.double(), e.double()) for f, e in zip(found, expected, strict=True)]
+    return min(20 * torch.log10(e.norm() / (f - e).norm()).item() for f, e in pairs)
+
+
+# --- names and arguments ----------------------------------------------------------------------------------------------
+
+INFERENCE = {"FP8Granularity"}  # a type of torchao's quantize_, not of its training
+
+
+def test_it_has_every_name(theirs):
+    assert set(theirs.__all__) - INFERENCE <= vars(ours).keys()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "CastConfig",
+        "Float8GemmConfig",
+        "Float8LinearConfig",
+        "Float8LinearConfig.from_recipe_name",
+        "convert_to_float8_training",
+        "precompute_float8_dynamic_scale_for_fsdp",
+        "_auto_filter_for_recipe",
+    ],
+)
+def test_arguments_are_the_same_in_order_kind_and_default(theirs, name):
+    def arguments(library):
+        found = library
+        for part in name.split("."):
+            found = getattr(found, part)
+        parameters = inspect.signature(found).parameters.values()
+        return [(p.name, p.kind, getattr(p.default, "value", str(p.default))) for p in parameters]
+
+    assert arguments(ours) == arguments(theirs)
+
+
+@pytest.mark.parametrize("name", ["ScalingType", "ScalingGranularity", "Float8LinearRecipeName"])
+def test_values_are_the_same(theirs, name):
+    assert {v.name: v.value for v in getattr(ours, name)} == {v.name: v.value for v in getattr(theirs, name)}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_named_configurations_are_the_same(theirs, name):
+    def values(config):
+        return {
+            key: value.value if hasattr(value, "value") else values(value) if isinstance(value, dict) else value
+            for key, value in (dataclasses.asdict(config) if not isinstance(config, dict) else config).items()
+        }
+
+    assert values(ours.Float8LinearConfig.from_recipe_name(name)) == values(
+        theirs.Float8LinearConfig.from_recipe_name(theirs.Float8LinearRecipeName(name))
+    )
+
+
+def test_the_filter_is_the_same(theirs):
+    sizes = [15, 16, 1024, 1040, 2048, 2064, 4096, 4112]
+    for name in ("tensorwise", "rowwise"):
+        filters = [library._auto_filter_for_recipe(name, ["head"]) for library in (ours, theirs)]
+        for rows in sizes:
+            for cols in sizes:
+                layer = nn.Linear(cols, rows, device="meta")
+                assert len({keep(layer, fqn) for keep in filters for fqn in ["up"]}) == 1, (name, rows, cols)
+                assert not filters[0](layer, "lm_head")
+        assert not filters[0](nn.Conv1d(2048, 4112, 1, device="meta"), "conv")
+    for library in (ours, theirs):
+        with pytest.raises(NotImplementedError):
+            library._auto_filter_for_recipe("rowwise_with_gw_hp", [])
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+def test_recipes_are_octavos():
+    found = {name: ours.recipe_of(ours.Float8LinearConfig.from_recipe_name(name)) for name in RECIPES}
+    assert found == {
+        "tensorwise": recipes.dynamic(),
+        "rowwise": recipes.rowwise(power_of_two=True),
+        "rowwise_with_gw_hp": recipes.rowwise_with_gw_hp(),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_layer_computes_what_torchaos_computes(theirs, name, dtype):
+    """In bfloat16 without a bias, which torchao adds to the rounded product and octavo before it rounds."""
+    layer = nn.Linear(64, 48, bias=dtype is torch.float32, dtype=dtype)
+    x = torch.randn(2, 16, 64, dtype=dtype)
+    models = [
+        library.convert_to_float8_training(copy.deepcopy(layer), config=emulated(library, name))
+        for library in (ours, theirs)
+    ]
+    found, expected = (results(model, x) for model in models)
+    if name == "tensorwise":  # torchao multiplies the codes by their scales before it adds up, octavo the sum
+        assert signal_to_noise(found, expected) > 120
+    else:
+        for f, e in zip(found, expected, strict=True):
+            assert torch.equal(f, e)
+
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.head = nn.Linear(32, 96), nn.Linear(96, 32), nn.Linear(32, 4)
+
+    def forward(self, x):
+        return self.head(x + self.down(nn.functional.gelu(self.up(x))))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_training_follows_torchaos(theirs, name):
+    """20 steps of Adam: losses of the two differ by far less than those of FP8 and high precision."""
+    plain, curves, batches = MLP(), [], torch.randn(20, 64, 32)
+    for library in (ours, theirs, None):
+        model = copy.deepcopy(plain)
+        if library is not None:
+            keep = {"module_filter_fn": lambda module, fqn: fqn != "head", "config": emulated(library, name)}
+            library.convert_to_float8_training(model, **keep)
+        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+        losses = []
+        for x in batches:
+            loss = (model(x) - x[:, :4]).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        curves.append(torch.tensor(losses))
+    found, expected, high = curves
+    between, of_fp8 = (found - expected).abs().max(), (expected - high).abs().max()
+    assert found[-1] < found[0]
+    assert between < 0.01 * of_fp8, (between, of_fp8)
+
+
+def test_the_program_of_its_readme():
+    """Written for torchao but for the import."""
+    from octavo.compat.torchao import Float8LinearConfig, convert_to_float8_training
+
+    model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 32)).bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def module_filter_fn(module, fqn):
+        if fqn == "1":
+            return False
+        if isinstance(module, nn.Linear):
+            return module.in_features % 16 == 0 and module.out_features % 16 == 0
+        return False
+
+    config = Float8LinearConfig.from_recipe_name("tensorwise")
+    assert convert_to_float8_training(model, config=config, module_filter_fn=module_filter_fn) is model
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(16, 64, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+    assert [getattr(layer, "recipe", None) for layer in model] == [recipes.dynamic(), None]
+
+
+# --- what can't be honoured -------------------------------------------------------------------------------------------
+
+
+def test_options_that_cant_be_honoured_say_what_to_write():
+    row = ours.CastConfig(scaling_granularity=ours.ScalingGranularity.AXISWISE)
+    with pytest.raises(octavo.UnsupportedOptionError, match=r"can't be gathered in FP8.*different scales.*blockwise"):
+        ours.Float8LinearConfig(cast_config_weight=row, enable_fsdp_float8_all_gather=True)
+    with pytest.raises(octavo.UnsupportedOptionError, match=r"float8_e4m3fnuz: use torch\.float8_e4m3fn or"):
+        ours.CastConfig(target_dtype=torch.float8_e4m3fnuz)
+    off = ours.CastConfig(ours.ScalingType.DISABLED)
+    with pytest.raises(ValueError, match="output multiplies input by weight: DISABLED is for both or none"):
+        ours.Float8LinearConfig(cast_config_input=off)
+    with pytest.raises(ValueError, match="must have one target_dtype"):
+        ours.Float8LinearConfig(cast_config_weight_for_grad_input=ours.CastConfig(target_dtype=torch.float8_e5m2))
+    with pytest.raises(ValueError, match="'mx' is not a valid"):
+        ours.Float8LinearConfig.from_recipe_name("mx")
+    with pytest.warns(DeprecationWarning, match="leave it out"):
+        ours.Float8LinearConfig(force_recompute_fp8_weight_in_bwd=True)
+
+
+def test_emulation_is_refused_where_fp8_is_native(monkeypatch):
+    monkeypatch.setattr(ours, "runs_natively", lambda device: True)
+    with pytest.raises(octavo.UnsupportedOptionError, match="train on a CPU"):
+        ours.convert_to_float8_training(nn.Linear(16, 16), config=ours.Float8LinearConfig(emulate=True))
+
+
+def test_chosen_layers_that_stay_as_they_are_are_named():
+    model = nn.ModuleDict({"attention": nn.MultiheadAttention(32, 2), "up": nn.Linear(32, 32)})
+    with pytest.warns(UserWarning, match=r"1 chosen layers stay.*attention.out_proj: a MultiheadAttention reads"):
+        ours.convert_to_float8_training(model)
+    assert isinstance(model["up"], octavo.nn.Linear)
+
+
+def test_gathers_need_no_scales_in_advance():
+    assert ours.precompute_float8_dynamic_scale_for_fsdp(nn.Linear(4, 4)) is None
