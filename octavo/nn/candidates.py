@@ -119,6 +119,13 @@ def restore_class(module: RecipeModule) -> None:
     module.__class__ = plain
 
 
+def expert_weights(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The weights of experts that a module of another library holds in one 3-D parameter each, by name."""
+    if type(module).__module__.startswith("torch.nn.") or isinstance(module, RecipeModule):
+        return {}  # a convolution's, a bilinear form's
+    return {name: p for name, p in module.named_parameters(recurse=False) if p.ndim == 3 and p.is_floating_point()}
+
+
 def why_left_alone(module: nn.Module) -> str | None:
     """Why a module of a convertible class must not be converted, or None."""
     if is_sharded(type(module)):

@@ -10,7 +10,16 @@ from typing import Any, Literal
 from torch import nn
 
 from octavo.granularity import Granularity
-from octavo.nn.candidates import Select, fp8_class, is_sharded, large_enough, restore_class, why_left_alone, why_not
+from octavo.nn.candidates import (
+    Select,
+    expert_weights,
+    fp8_class,
+    is_sharded,
+    large_enough,
+    restore_class,
+    why_left_alone,
+    why_not,
+)
 from octavo.nn.fast_path import choose_fast_path
 from octavo.nn.gather_group import GatherGroup
 from octavo.nn.linear import Linear
@@ -64,7 +73,7 @@ def convert(
 
     Warns:
         UserWarning: if nothing was converted, with the reasons; of layers that are left alone as they compute under
-            tensor parallelism.
+            tensor parallelism; of experts whose weights are 3-D parameters, which stay in high precision.
 
     Example:
         >>> import torch, octavo
@@ -133,6 +142,16 @@ def _targets(model: nn.Module, select: Select | None) -> list[tuple[str, RecipeM
     elif parallel:
         warnings.warn(
             f"{len(parallel)} layers stay in high precision, first {parallel[0]}: their weights are {TENSOR_PARALLEL}",
+            stacklevel=3,
+        )
+    experts = {at: list(held.values()) for at, m in model.named_modules() if (held := expert_weights(m))}
+    if targets and experts:
+        elements = sum(p.numel() for p in model.parameters() if p.ndim > 1)
+        share = sum(p.numel() for held in experts.values() for p in held) / elements
+        warnings.warn(
+            f"experts stay in high precision: {len(experts)} modules' weights, first {next(iter(experts))}'s, are 3-D "
+            f"parameters, {100 * share:.1f} % of the elements of the model's matrices; octavo.summary(model, *inputs) "
+            "says how much of a forward pass is in FP8",
             stacklevel=3,
         )
     return targets

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from torch.nn.utils import parametrize
 
-from octavo.nn.candidates import class_of, fp8_class, shape_of, why_not
+from octavo.nn.candidates import class_of, expert_weights, fp8_class, shape_of, why_not
+from octavo.nn.flops import forward_flops
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.stored_weights import weight_of
 from octavo.scaling.recipe import Recipe
@@ -38,9 +40,15 @@ class ModuleSummary:
 
 @dataclass(frozen=True)
 class Summary:
-    """All of a model's matrices. ``str()`` of it is a table."""
+    """All of a model's matrices. ``str()`` of it is a table.
+
+    Attributes:
+        modules: one of each module that holds a matrix.
+        flops: of a forward pass: the operations of products in FP8, and of all products; None where none was run.
+    """
 
     modules: tuple[ModuleSummary, ...]
+    flops: tuple[int, int] | None = None
 
     @property
     def converted(self) -> tuple[ModuleSummary, ...]:
@@ -57,6 +65,9 @@ class Summary:
         total = sum(math.prod(m.shape) for m in self.modules) or 1
         share = 100 * sum(math.prod(m.shape) for m in in_fp8) / total
         lines = [f"{len(in_fp8)} of {len(self.modules)} matrices in FP8 ({share:.1f} % of their elements)"]
+        if self.flops is not None:
+            part = 100 * self.flops[0] / max(self.flops[1], 1)
+            lines.append(f"{part:.1f} % of the forward pass's {self.flops[1]:.3g} FLOPs in FP8")
         width = max((len(m.name or "(model)") for m in self.modules), default=0)
         for m in self.modules:
             state = f"recipe {m.recipe.name}" if m.recipe is not None else f"left alone: {m.reason}"
@@ -68,15 +79,18 @@ class Summary:
     __repr__ = __str__
 
 
-def summary(model: nn.Module) -> Summary:
+def summary(model: nn.Module, *args: Any, **kwargs: Any) -> Summary:
     """What is converted, with which casts, and what isn't and why.
 
     Args:
         model: any module.
+        args: of one forward pass, which then runs in evaluation mode without gradients; the summary says how much of
+            its FLOPs (products of matrices, attention, convolutions) is in FP8. Without any, none runs.
+        kwargs: of the same forward pass.
 
     Returns:
-        a Summary; print it, or read ``.converted`` and ``.left_alone``. It lists every module that holds a parameter of
-        two or more dimensions: 3-D expert weights, embeddings and convolutions among those left alone.
+        a Summary; print it, or read ``.converted``, ``.left_alone`` and ``.flops``. It lists every module that holds a
+        parameter of two or more dimensions: 3-D expert weights, embeddings and convolutions among those left alone.
 
     Example:
         >>> import torch, octavo
@@ -99,10 +113,10 @@ def summary(model: nn.Module) -> Summary:
                 computed.add(id(module.parametrizations.weight))
         for key, shape in matrices.items():
             label = name if key == "weight" else f"{name}.{key}".lstrip(".")
-            reason = "" if recipe is not None else _reason(module, shape)
+            reason = "" if recipe is not None else _reason(module, key)
             gathered = _gathered(module) if key == "weight" else ""
             rows.append(ModuleSummary(label, class_of(module).__name__, shape, recipe, reason, gathered))
-    return Summary(tuple(rows))
+    return Summary(tuple(rows), forward_flops(model, args, kwargs) if args or kwargs else None)
 
 
 def _gathered(module: nn.Module) -> str:
@@ -112,7 +126,7 @@ def _gathered(module: nn.Module) -> str:
     return f"{found.kind} ({found.why})" if found.why else found.kind
 
 
-def _reason(module: nn.Module, shape: tuple[int, ...]) -> str:
-    if fp8_class(module) is None and not isinstance(module, nn.Linear) and len(shape) == 3:
+def _reason(module: nn.Module, parameter: str) -> str:
+    if parameter in expert_weights(module):
         return "a 3-D parameter (expert weights) is not a linear layer"
     return why_not(module) or "not selected"

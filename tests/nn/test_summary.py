@@ -15,7 +15,7 @@ REASONS = {
     "float64": "its weight is torch.float64",
     "float8": "its weight is torch.float8_e4m3fn",
     "embedding": "Embedding is not a linear layer",
-    "bilinear": "3-D parameter",
+    "bilinear": "Bilinear is not a linear layer",
     "conv": "Conv2d is not a linear layer",
     "parametrized": "computed from other parameters",
     "another library": "can't read weights that are torch.testing._internal.two_tensor.TwoTensor",
@@ -45,9 +45,14 @@ def test_experts():
             self.up = nn.Parameter(torch.randn(4, 8, 16))
             self.scale = nn.Parameter(torch.ones(8))
 
-    (row,) = octavo.summary(nn.ModuleDict({"moe": Experts()})).modules
+    net = nn.ModuleDict({"moe": Experts(), "proj": nn.Linear(32, 16)})
+    row, _ = octavo.summary(net).modules
     assert (row.name, row.kind, row.shape) == ("moe.up", "Experts", (4, 8, 16))
     assert "3-D parameter (expert weights)" in row.reason
+    with pytest.warns(
+        UserWarning, match=r"experts stay in high precision: 1 modules' weights, first moe's, .* 50\.0 % of"
+    ):
+        to_fp8(net, recipes.dynamic())
 
 
 def test_rows_of_a_converted_model():

@@ -1,0 +1,49 @@
+"""How many floating-point operations of a model's forward pass are in FP8, counted by torch's FlopCounterMode."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+_Shape = tuple[int, ...]
+
+
+def _product(a: _Shape, a_scale_inv: _Shape, a_tile: Any, b: _Shape, *_: Any, **__: Any) -> int:
+    """Of octavo::matmul, a [M, K] · b [N, K]ᵀ: a multiplication and an addition each."""
+    return 2 * a[0] * b[0] * a[1]
+
+
+def _grouped(input: _Shape, weight: _Shape, *_: Any, **__: Any) -> int:
+    """Of input [T, K], each row times one of the experts' weights [E, K, N]; which torch doesn't count."""
+    return 2 * math.prod(input) * weight[-1]
+
+
+def _formulas() -> dict[Any, Any]:
+    grouped = [torch.ops.aten._grouped_mm]
+    if hasattr(torch.ops.transformers, "grouped_mm_fallback"):  # what transformers calls where torch's can't be used
+        grouped.append(torch.ops.transformers.grouped_mm_fallback)
+    return {torch.ops.octavo.matmul: _product, **dict.fromkeys(grouped, _grouped)}
+
+
+def forward_flops(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, int]:
+    """Runs ``model(*args, **kwargs)`` once, in evaluation mode and without gradients, and counts its products.
+
+    Returns:
+        the operations of products in FP8, and of all products: of matrices, attention and convolutions.
+    """
+    from torch.utils.flop_counter import FlopCounterMode  # which imports Triton
+
+    training = {module: module.training for module in model.modules()}
+    counter = FlopCounterMode(display=False, custom_mapping=_formulas())
+    try:
+        with counter, torch.no_grad():
+            model.eval()(*args, **kwargs)
+    finally:
+        for module, was in training.items():
+            module.training = was
+    counts = counter.get_flop_counts().get("Global", {})
+    return counts.get(torch.ops.octavo.matmul, 0), sum(counts.values())
