@@ -39,6 +39,7 @@ class Experiment:
         state: the optimizer's state, weights and masters.
         dtype: of what is not in FP8.
         exact_norm: updates in backward are clipped by the step's exact norm, computed by another backward before.
+        parts: micro-batches of a step. In bf16 they change last bits alone, and so what chance alone makes of a loss.
     """
 
     recipe: str | Recipe = BASELINE
@@ -46,15 +47,18 @@ class Experiment:
     state: StateConfig = StateConfig()  # noqa: RUF009 (frozen)
     dtype: str = "bfloat16"
     exact_norm: bool = False
+    parts: int = 1
 
 
 _tensor = Cast(E4M3, PerTensor(), Dynamic())
 _dynamic = recipes.dynamic()
 _FULL = StateConfig("fp8", "split16", "fp8")
 _IN_BACKWARD = "64KB"  # most gradients are updated alone
+BASELINES = ("bf16", "bf16 in 2 parts", "bf16 in 4 parts")  # each seed's losses are compared with the mean of these
 RECIPES = ("dynamic", "delayed", "rowwise", "blockwise", "mx")
 EXPERIMENTS = {
     "bf16": Experiment(),
+    **{f"bf16 in {parts} parts": Experiment(parts=parts) for parts in (2, 4)},
     "float32": Experiment(dtype="float32"),
     **{name: Experiment(name) for name in RECIPES},
     "rowwise_with_gw_hp": Experiment("rowwise_with_gw_hp"),
@@ -76,23 +80,21 @@ EXPERIMENTS = {
 }
 
 _NAMED = ("bf16", *RECIPES)
-_HEAD = ("dynamic, head too",)
-_STACK = ("full stack", "full stack in backward")
 _CLIP = ("full stack in backward, exact norm", "bf16 in backward")
-_MORE = ("dynamic, E4M3 gradients", *_HEAD, *_STACK, "float32")
+_MORE = ("dynamic, E4M3 gradients", "dynamic, head too", "full stack", "full stack in backward", "float32")
 _PARTS = tuple(f"dynamic, {product} alone" for product in ("output", "grad_input", "grad_weight"))
 Stage = tuple[tuple[str, ...], str, Sequence[int]]  # experiments, size, seeds
 STAGES: tuple[Stage, ...] = (
     (_NAMED, "0.5M", range(2)),
+    (BASELINES, "0.5M", range(2)),
     (_NAMED, "2.5M", range(1)),
     (_MORE, "0.5M", range(2)),
-    (_NAMED, "2.5M", range(1, 2)),
-    (_NAMED + _MORE, "0.5M", range(2, 5)),
-    (_NAMED, "2.5M", range(2, 3)),
+    (BASELINES + _NAMED + _MORE, "0.5M", range(2, 5)),
+    (BASELINES + _NAMED, "2.5M", range(3)),
     (_MORE, "2.5M", range(3)),
     (_CLIP + _PARTS, "0.5M", range(5)),
-    (_NAMED + _MORE, "0.5M", range(5, 10)),
-    (_NAMED + _MORE, "2.5M", range(3, 5)),
+    (BASELINES + _NAMED + _MORE, "0.5M", range(5, 10)),
+    (BASELINES + _NAMED + _MORE, "2.5M", range(3, 5)),
     (("bf16", "dynamic", "rowwise", "full stack"), "7.5M", range(2)),
     (_CLIP, "0.5M", range(5, 10)),
     (("rowwise_with_gw_hp", "rowwise, head too", "head alone"), "0.5M", range(5)),
@@ -124,7 +126,7 @@ def config_of(task: Task) -> TrainConfig:
     experiment, toy = EXPERIMENTS[task.experiment], task.size == TOY
     return TrainConfig(
         model=TOY_SIZE if toy else SIZES[task.size],
-        data=DataConfig(batch=BATCH, eval_windows=TOY_WINDOWS if toy else WINDOWS // 4),
+        data=DataConfig(batch=BATCH, micro_batches=experiment.parts, eval_windows=TOY_WINDOWS if toy else WINDOWS // 4),
         optimizer=OptimizerConfig(steps=task.steps),
         run=RunConfig(seed=task.seed, device="cpu", dtype=experiment.dtype, checkpoint_every=250, eval_every=500),
         state=experiment.state,
