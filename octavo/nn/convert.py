@@ -133,7 +133,8 @@ def _targets(model: nn.Module, select: Select | None) -> list[tuple[str, RecipeM
         if target is not None and why_left_alone(module) is None and chosen(module, name):
             targets.append((name, module, target))
         elif target is not None or isinstance(module, nn.Linear):
-            reason = why_not(module) if select is None else why_left_alone(module) or "select returned False"
+            asked = target is not None and select is not None and why_left_alone(module) is None
+            reason = "select returned False" if asked else why_not(module)
             reasons.setdefault(str(reason), []).append(name or "the model")
     parallel = [name for reason, names in reasons.items() if TENSOR_PARALLEL in reason for name in names]
     if not targets:

@@ -100,6 +100,8 @@ def test_what_convert_says_when_it_converts_nothing():
         octavo.convert(net, recipes.dynamic())
     with pytest.warns(UserWarning, match=r"select returned False \(2 such, first a\)"):
         octavo.convert(net, recipes.dynamic(), select=lambda module, name: False)
+    with pytest.warns(UserWarning, match=r"a MultiheadAttention reads its weight without calling it \(1 such"):
+        octavo.convert(nn.MultiheadAttention(8, 2), recipes.dynamic(), select=lambda module, name: True)
     with pytest.warns(UserWarning, match="the model has no linear layer"):
         octavo.convert(nn.ReLU(), recipes.dynamic())
     with pytest.raises(TypeError, match=r"select=\['a'\] must be a function select\(module, name\) -> bool"):
