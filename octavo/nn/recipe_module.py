@@ -24,7 +24,7 @@ from octavo.scaling.delayed import ASIDE, BUFFERS, LOADED, drop_delayed_state, r
 from octavo.scaling.recipe import Recipe
 from octavo.tensor.pair import Operands
 from octavo.tensor.parameters import put_into
-from octavo.tensor.sharded_weight import GatheredWeight, attach, on_this_rank, plain
+from octavo.tensor.sharded_weight import GatheredWeight, attach, gather_alone, on_this_rank, plain
 from octavo.tensor.stored_weight import StoredWeight, local_stored
 
 
@@ -225,17 +225,46 @@ class RecipeModule(nn.Module):
     def layer_of(self, input: Tensor, weight_NK: Tensor, parameter: Tensor, needs_input_grad: bool) -> Layer:
         """What this module brings to its products with ``input``; see ``_product``."""
         recipe, grad_enabled = self.recipe, torch.is_grad_enabled()
-        state = None
-        if recipe.delayed is not None:
-            if self.delayed_scale.is_meta and not input.is_meta:  # type: ignore[union-attr]
-                self._take_state_off_meta()
-            if self.training and type(parameter) is nn.Parameter and not torch.compiler.is_compiling():
-                self.notice_writes(parameter, parameter)
-            state = State(self.delayed_scale, self.delayed_amax_history)  # type: ignore[arg-type]
+        state = self._state_for(parameter, self.training, input.is_meta)
         weight = self._weight_operands(weight_NK, parameter, grad_enabled and needs_input_grad, state)
         training = self.training and grad_enabled
         tap, watch = (self.tap, self.watch) if training else (None, None)
         return Layer(weight, recipe, state, training, None if tap is None or tap.recipe is not recipe else tap, watch)
+
+    def _state_for(self, parameter: Tensor, training: bool, on_meta: bool) -> State | None:
+        """The delayed state that a forward reads, the weight's forgotten if it was written by hand; or None."""
+        if self.recipe.delayed is None:
+            return None
+        if self.delayed_scale.is_meta and not on_meta:  # type: ignore[union-attr]
+            self._take_state_off_meta()
+        if training and type(parameter) is nn.Parameter and not torch.compiler.is_compiling():
+            self.notice_writes(parameter, parameter)
+        return State(self.delayed_scale, self.delayed_amax_history)  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def weight_pair(self, training: bool, mp_policy: Any = None) -> tuple[Tensor, Tensor]:
+        """(codes [N, K], scale_inv) that the output product of a forward would read now, codes without padding.
+
+        A weight that is in FP8 already (stored, cached, kept) gives its own tensors, which the next step may write. One
+        that FSDP2 has sharded is gathered alone, by the module's mode, under the ``mp_policy`` of its group: all ranks
+        call this.
+
+        Args:
+            training: what a forward in training reads (the delayed scale), or one in evaluation (its own amax).
+            mp_policy: FSDP2's, of a sharded weight.
+        """
+        parameter = self.get_parameter("weight")
+        is_sharded = on_this_rank(parameter) is not parameter
+        weight: Any = gather_alone(parameter, self, mp_policy) if is_sharded else parameter
+        if hasattr(type(weight), "operands"):
+            operands = Operands((weight.qdata, weight.scale_inv))
+        elif training:
+            state, reusable = self._state_for(parameter, training, weight.is_meta), self.gather.parameter is None
+            operands = self._weight_cache.operands(weight.detach(), weight, self.recipe, False, state, reusable)
+        else:
+            operands = cast_role(weight.detach(), self.recipe, WEIGHT, True, False, None)
+        assert operands.as_is is not None
+        return operands.as_is[0][:, : parameter.shape[1]], operands.as_is[1]
 
     def _weight_operands(self, weight_NK: Tensor, parameter: Tensor, transposed: bool, state: State | None) -> Operands:
         operands = getattr(type(parameter), "operands", None)  # of a weight that is in FP8 already

@@ -14,6 +14,7 @@ and 2.13.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -32,6 +33,7 @@ PRIVATE = (
     "FSDPModule._get_fsdp_state",
     "FSDPState._fsdp_param_groups (torch 2.13), _fsdp_param_group (2.11)",
     "FSDPParam.sharded_param, .reset_sharded_param, ._module_info, ._sharded_local_tensor, .all_gather_outputs",
+    "FSDPParam.mp_policy",
     "FSDPParam._unsharded_param, ._unsharded_inner_tensors, ._sharded_param_data",
     "torch.autograd._unsafe_preserve_version_counter, torch._C._current_graph_task_id",
 )
@@ -280,6 +282,34 @@ def largest_of_ranks(values: Tensor, param: Tensor) -> Tensor:
     found = values.to(param.device_mesh.device_type, copy=True)  # type: ignore[attr-defined]
     dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group_of(param))
     return found.to(values.device)
+
+
+def gather_alone(param: Tensor, module: nn.Module, mp_policy: Any) -> Any:
+    """A sharded weight as the next forward's gather makes it, outside of FSDP2's buffers; all ranks call it.
+
+    ``module``: whose parameter it is; ``mp_policy``: that of its group. Shards without hooks are gathered as they are.
+    """
+    import torch.distributed as dist
+
+    local, whole = on_this_rank(param), param.device_mesh  # type: ignore[attr-defined]
+    if not isinstance(local, ShardHooks):
+        return param.full_tensor()  # type: ignore[attr-defined]
+    mesh = whole if whole.ndim == 1 else whole[whole.mesh_dim_names[-1]]
+    inputs, after = local.fsdp_pre_all_gather(mesh, param.shape, param.stride(), module, mp_policy)
+    outputs = []
+    for sent in inputs:
+        sent = sent.to(mesh.device_type).contiguous()
+        outputs.append(sent.new_empty(mesh.size() * sent.shape[0], *sent.shape[1:]))
+        dist.all_gather_into_tensor(outputs[-1], sent, group=mesh.get_group())
+    weight, _ = local.fsdp_post_all_gather(tuple(outputs), after, mp_policy.param_dtype or param.dtype)
+    return weight
+
+
+def mp_policies(model: nn.Module) -> dict[int, Any]:
+    """FSDP2's mixed-precision policy of each sharded parameter, by its id; none where nothing is sharded."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return {}
+    return _private(lambda: {id(param.sharded_param): param.mp_policy for _, param in _fsdp_params(model)})
 
 
 def forget_gathered(model: nn.Module) -> list[nn.Module]:

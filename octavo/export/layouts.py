@@ -1,0 +1,217 @@
+"""The layouts in which servers read FP8 weights: where a layer's pair (qdata, scale_inv) goes, what config.json says.
+
+The dequantised weight is codes * scale in all, so that a pair is given as it was cast; each name is the key after the
+module's own.
+
+    layout               weight          scale                                              read by
+    fine-grained         weight [N, K]   weight_scale_inv [ceil(N/128), ceil(K/128)] fp32   transformers, vLLM, SGLang
+    compressed-tensors   weight [N, K]   weight_scale [1] or [N, 1] fp32                    compressed-tensors, vLLM
+    per-tensor           weight [N, K]   weight_scale [1] fp32                              vLLM, SGLang ("fp8")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from octavo.errors import ExportError
+from octavo.formats import E4M3
+from octavo.granularity import ALL, Tile
+from octavo.nn.recipe_module import RecipeModule
+from octavo.nn.stored_weight_files import SCALE_INV
+from octavo.scaling.recipe import Cast
+from octavo.tensor.sharded_weight import on_this_rank, plain
+
+Layers = dict[str, RecipeModule]  # the modules whose output product is in FP8, by name
+BLOCK = 128
+
+
+class Layout(NamedTuple):
+    """Where a pair is written.
+
+    ``scale_key``: the scale's name beside "weight". ``tiles``: those of the weight casts that it holds. ``recipe``: the
+    named recipe that fits. ``config``: what config.json says of it, from the layers and the names of the matrices that
+    stay as they are; None where there are no such files.
+    """
+
+    scale_key: str
+    tiles: tuple[Tile, ...]
+    recipe: str
+    config: Callable[[Layers, list[str]], dict[str, Any]] | None
+
+
+class Entry(NamedTuple):
+    """A tensor of a model's state_dict, and the layer whose weight it is if that is in FP8."""
+
+    key: str
+    tensor: Tensor
+    layer: RecipeModule | None
+
+    def read(self, training: bool, policies: Mapping[int, Any]) -> tuple[Tensor, Tensor | None]:
+        """(codes [N, K], scales as the layouts have them) where it is in FP8, else (the tensor, None); gathered whole.
+
+        Args:
+            training: see RecipeModule.weight_pair.
+            policies: FSDP2's mixed-precision policies by the ids of sharded parameters.
+        """
+        if self.layer is None:
+            whole = plain(self.tensor.detach())
+            return (whole if on_this_rank(whole) is whole else whole.full_tensor()), None  # type: ignore[attr-defined]
+        policy = policies.get(id(self.layer.get_parameter("weight")))
+        codes, scale_inv = self.layer.weight_pair(training, policy)
+        return codes.detach(), scale_inv.detach().view(scale_shape(self.layer))
+
+
+def entries(model: nn.Module, layout: str) -> tuple[list[Entry], Layers, list[str]]:
+    """A model's tensors in the state_dict's order, tied ones once; its FP8 layers; the matrices that stay as they are.
+
+    Raises:
+        ExportError: for what the layout can't hold, or nobody can read; no layer in FP8.
+    """
+    layers, skipped = fp8_layers(model)
+    check_layers(layers, layout)
+    weights = {join(name, "weight"): name for name in layers}
+    state = model.state_dict(keep_vars=True)
+    if absent := weights.keys() - state.keys():
+        raise ExportError(
+            f"{min(absent)} is not in the model's state_dict, whose names a wrapper has changed: unwrap it"
+        )
+    dropped = _tied(model, state, weights)
+    dropped |= {join(name, SCALE_INV) for name in layers}  # of weights that live in FP8, given with these
+    found = []
+    for key, tensor in state.items():
+        if key in dropped:
+            continue
+        if not isinstance(tensor, Tensor) or hasattr(on_this_rank(tensor), "__tensor_flatten__"):
+            raise ExportError(f"{key} is a {type(tensor).__name__}, not a plain tensor; take extra state out")
+        if tensor.is_meta:
+            raise ExportError(f"{key} is on the meta device, without values; load the checkpoint first")
+        found.append(Entry(key, tensor, layers[weights[key]] if key in weights else None))
+    return found, layers, skipped
+
+
+def fp8_layers(model: nn.Module) -> tuple[Layers, list[str]]:
+    """The layers in FP8, and the names of other modules that own a matrix, but not of embeddings, never quantised."""
+    named = dict(model.named_modules(remove_duplicate=False))
+    layers = {name: m for name, m in named.items() if isinstance(m, RecipeModule) and m.recipe.output is not None}
+    if not layers:
+        raise ExportError(
+            "no layer's output product is in FP8; call octavo.convert(model, recipe), or save it as it is"
+        )
+    others = {name: m for name, m in named.items() if name not in layers and not isinstance(m, nn.Embedding)}
+    return layers, [n for n, m in others.items() if any(p.ndim >= 2 for p in m.parameters(recurse=False))]
+
+
+def check_layers(layers: Layers, layout: str) -> None:
+    """Whether the layout holds every layer's pair."""
+    misfits = {name: reason for name, module in layers.items() if (reason := _misfit(name, module, layout))}
+    if misfits:
+        name, reason = next(iter(misfits.items()))
+        others = f" and {len(misfits) - 1} more layers" if len(misfits) > 1 else ""
+        raise ExportError(f"layout={layout!r} can't hold {name or 'the model'}{others}: {reason}")
+
+
+def _misfit(name: str, module: RecipeModule, layout: str) -> str | None:
+    """Why the layout can't hold a layer's pair, and what works; or None."""
+    cast, chosen = weight_cast(module), LAYOUTS[layout]
+    remedy = f"octavo.set_recipe(model, octavo.recipes.{chosen.recipe}()) makes weights that it holds"
+    if module._parameters.get("weight") is None:
+        return "its weight is computed from other parameters; make it one by torch's remove_parametrizations"
+    if not isinstance(module, nn.Linear):
+        return (
+            f"{type(module).__name__} stores its weight as [K, N], which no reader takes in FP8; keep it in high "
+            f"precision by octavo.RecipeMap(recipe, {{{name!r}: None}})"
+        )
+    if cast.format is not E4M3:
+        return f"its weight is cast to {cast.format}, which no layout holds; {remedy}"
+    if cast.tile not in chosen.tiles:
+        other = next((name for name, that in LAYOUTS.items() if cast.tile in that.tiles), None)
+        works = remedy if other is None else f"layout={other!r} holds those"
+        return f"its weight's scales are {cast.granularity}; {works}"
+    return None
+
+
+def _tied(model: nn.Module, state: Mapping[str, Any], weights: Mapping[str, str]) -> set[str]:
+    """The keys that are not written, as another holds the same parameter; transformers' choice where it has made one.
+
+    Raises:
+        ExportError: for a parameter that is an FP8 layer's and something else's.
+    """
+    keys_of: dict[int, list[str]] = {}
+    for key, tensor in state.items():
+        keys_of.setdefault(id(tensor), []).append(key)
+    targets = getattr(model, "all_tied_weights_keys", None) or {}
+    dropped: set[str] = set()
+    for keys in keys_of.values():
+        fp8 = [key for key in keys if key in weights]
+        if fp8 and len(fp8) < len(keys):
+            other = next(key for key in keys if key not in weights)
+            raise ExportError(
+                f"{weights[fp8[0]]}: its weight is {other} too, which is read in high precision; give the layer high "
+                f"precision as well: octavo.RecipeMap(recipe, {{{weights[fp8[0]]!r}: None}})"
+            )
+        if not fp8:
+            kept = next((key for key in keys if key not in targets), keys[0])
+            dropped.update(key for key in keys if key != kept)
+    return dropped
+
+
+def weight_cast(module: RecipeModule) -> Cast:
+    """How the output product of a layer in FP8 has its weight cast."""
+    assert module.recipe.output is not None
+    return module.recipe.output[1]
+
+
+def scale_shape(module: RecipeModule) -> tuple[int, ...]:
+    """The shape of its weight's scales in any layout: one scale is a vector of one."""
+    cast, shape = weight_cast(module), module.get_parameter("weight").shape
+    return (1,) if cast.tile == (ALL, ALL) else cast.granularity.scale_shape(shape)
+
+
+def join(module: str, key: str) -> str:
+    """A tensor's name, from its module's and its own."""
+    return f"{module}.{key}".removeprefix(".")
+
+
+def _fine_grained_config(layers: Layers, skipped: list[str]) -> dict[str, Any]:
+    """transformers' FineGrainedFP8Config, with DeepSeek-V3's ``fmt``; inputs are cast by blocks as they come."""
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [BLOCK, BLOCK],
+        "modules_to_not_convert": skipped,
+    }
+
+
+def _compressed_tensors_config(layers: Layers, skipped: list[str]) -> dict[str, Any]:
+    """compressed-tensors' QuantizationConfig: a group for each kind of weight scale; each row of inputs has its own."""
+    names: dict[str, list[str]] = {}
+    for name, module in layers.items():
+        names.setdefault("tensor" if weight_cast(module).tile == (ALL, ALL) else "channel", []).append(name)
+    args = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
+    groups = {
+        f"group_{i}": {
+            "targets": ["Linear"] if len(names) == 1 else targets,
+            "weights": args | {"strategy": strategy, "dynamic": False},
+            "input_activations": args,
+            "format": "float-quantized",
+        }
+        for i, (strategy, targets) in enumerate(names.items())
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": skipped,
+    }
+
+
+LAYOUTS = {
+    "fine-grained": Layout("weight_scale_inv", ((BLOCK, BLOCK),), "blockwise", _fine_grained_config),
+    "compressed-tensors": Layout("weight_scale", ((ALL, ALL), (1, ALL)), "rowwise", _compressed_tensors_config),
+    "per-tensor": Layout("weight_scale", ((ALL, ALL),), "dynamic", None),
+}
