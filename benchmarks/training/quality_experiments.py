@@ -86,10 +86,10 @@ _PARTS = tuple(f"dynamic, {product} alone" for product in ("output", "grad_input
 Stage = tuple[tuple[str, ...], str, Sequence[int]]  # experiments, size, seeds
 STAGES: tuple[Stage, ...] = (
     (_NAMED, "0.5M", range(2)),
-    (BASELINES, "0.5M", range(2)),
-    (_NAMED, "2.5M", range(1)),
-    (_MORE, "0.5M", range(2)),
-    (BASELINES + _NAMED + _MORE, "0.5M", range(2, 5)),
+    (BASELINES + _MORE, "0.5M", range(2)),
+    (BASELINES + _NAMED + _MORE, "0.5M", range(2, 3)),
+    (("bf16", "dynamic", "full stack", "rowwise", "mx"), "2.5M", range(1)),
+    (BASELINES + _NAMED + _MORE, "0.5M", range(3, 5)),
     (BASELINES + _NAMED, "2.5M", range(3)),
     (_MORE, "2.5M", range(3)),
     (_CLIP + _PARTS, "0.5M", range(5)),
