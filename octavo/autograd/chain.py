@@ -38,7 +38,7 @@ from octavo.autograd.products import (
 from octavo.autograd.tap import count
 from octavo.granularity import ALL
 from octavo.kernels.reference.activation import produced
-from octavo.kernels.reference.norm import normalise
+from octavo.kernels.reference.norm import normalised
 
 Saved = tuple[Tensor | None, ...]
 
@@ -88,7 +88,9 @@ def _forward(tensors: Tensors, chain: Chain, needs: tuple[bool, ...]) -> tuple[T
         if y is not None and y.dtype != chain.dtype:  # to y's own dtype .to() would return y, see _Chain
             y = y.to(chain.dtype)
     if first.tap is not None:
-        normed = x if chain.norm is None else normalise(x, gamma, beta, *chain.norm)[0]  # type: ignore[arg-type]
+        normed = x
+        if chain.norm is not None:
+            normed = normalised(x, mean, rstd, gamma, beta, chain.norm.kind, chain.norm.zero_centered)  # type: ignore[arg-type]
         count(first.tap.input, normed, operands, first.recipe.input_casts)
     h = output(y, operands, weight, bias, first, chain.dtype)
     saved = to_save(y, operands, weight, first, needs_dx, needs_dw)

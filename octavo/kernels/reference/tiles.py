@@ -14,6 +14,7 @@ from octavo.granularity import ALL, tiles_along
 # took 3.5 to 15 ms, depending on what malloc had to fetch from the system, in chunks with one scratch 1.0 ms (1 core,
 # AMD EPYC Zen 5).
 CHUNK = 1 << 18
+CHUNK_ELSEWHERE = 1 << 26  # on a GPU each chunk is more launches, and only memory asks for any: 256 MiB of float32
 
 _BROADCASTS = (ALL, 1)
 
@@ -24,10 +25,11 @@ def row_chunks(tile: Sequence[int], scale: Tensor | float | None, *tensors: Tens
     scale is [R / r, C / c], or one number, or None. All tensors have R rows; the first's size decides on the chunks.
     """
     rows, cols = tensors[0].shape
-    if rows * cols <= CHUNK:
+    chunk = CHUNK if tensors[0].device.type == "cpu" else CHUNK_ELSEWHERE
+    if rows * cols <= chunk:
         return [(scale, *tensors)]
     unit = 1 if tile[0] == ALL else tile[0]
-    step = max(CHUNK // cols // unit, 1) * unit
+    step = max(chunk // cols // unit, 1) * unit
     parts = [tensor.split(step) for tensor in tensors]
     split = isinstance(scale, Tensor) and tile[0] != ALL
     scales = scale.split(step // unit) if split else [scale] * len(parts[0])  # type: ignore[union-attr]
