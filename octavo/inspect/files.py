@@ -3,7 +3,7 @@
     record.json         the form of the record, and who wrote it
     rows-<step>.json    the rows of the counts from this step on: another file begins where recipes change
     counts-<step>.npz   NumPy arrays, a file a recorded step: sums [rows, 7], extremes [rows, 3], exponents [rows, 64]
-                        (kernels/reference/cast_statistics.py), moved [weights, 7] (weights.py)
+                        (kernels/reference/cast_statistics.py), moved [weights, 10] (weights.py)
     steps.jsonl         a line of JSON a step: {"step": 12, "loss": 1.9, ...}, or what happened in it:
                         {"step": 12, "event": "switch", "text": "fp8: 20 % of the steps"}
 
@@ -25,7 +25,7 @@ from octavo.errors import MissingExtraError
 from octavo.inspect.rows import Row
 from octavo.kernels.reference.cast_statistics import SUMS
 
-FORMAT = 1
+FORMAT = 2
 _STEPS = "steps.jsonl"
 
 

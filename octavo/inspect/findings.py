@@ -10,7 +10,7 @@ from typing import Any
 from octavo.formats import E4M3
 from octavo.inspect.files import numpy
 from octavo.inspect.record import Record
-from octavo.inspect.remedies import Exponents, Remedy, cast_of, remedies, with_cast, without_fp8
+from octavo.inspect.remedies import Exponents, Remedy, remedies, with_cast, without_fp8
 from octavo.inspect.rows import Row
 from octavo.scaling.recipe import Dynamic
 
@@ -41,7 +41,7 @@ class Finding:
     Attributes:
         kind: of LIMITS.
         layer, role, products: whose cast; of weights and moments the worst layer's, without products.
-        cast: format, granularity and rule, as text.
+        cast: as Python.
         begins, worst: the recorded steps where it began (the time that was worst) and where it was worst.
         numbers: the measures at the worst step, by name.
         cause: a sentence.
@@ -127,7 +127,7 @@ class _CastOf:
         self.record, self.place, self.row = record, place, record.rows[place]
         self.values = {name: values[:, place] for name, values in record.measures.items()}
         self.is_finite = ~(np.nancumsum(self.values["nonfinite"]) > 0)  # and was in all steps before
-        self.cast = cast_of(self.row)
+        self.cast = self.row.cast
 
     def findings(self) -> Iterator[Finding]:
         """At most one of scales without room, and one of numbers that are too small; NaN first."""
@@ -150,7 +150,7 @@ class _CastOf:
             room = 2.0**self.cast.margin if self.cast.is_delayed else math.inf
             measured = self.values["assumed"] / room
         elif kind == "rounded":
-            measured = OWN_SQNR[self.row.format] - self.values["sqnr"]
+            measured = OWN_SQNR[self.cast.format.name] - self.values["sqnr"]
         else:
             measured = self.values[kind]
         return np.where(self.is_finite, measured, np.nan)
@@ -170,10 +170,8 @@ class _CastOf:
             severity = max(severity, numbers["clipped"] / LIMITS["clipped"])
         if kind == "rounded":
             severity = 10 ** ((value - LIMITS[kind]) / 10)
-        cast = f"{row.format}, {row.granularity}, {row.rule}"
-        found = Finding(
-            kind, row.layer, row.role, row.products, cast, steps[begins], steps[worst], numbers, "", "", "", severity
-        )
+        where = row.layer, row.role, row.products, str(self.cast)
+        found = Finding(kind, *where, steps[begins], steps[worst], numbers, "", "", "", severity)
         describe: dict[str, Callable[[Finding, int], Finding]] = {
             "nonfinite": self._nonfinite,
             "stale": self._stale,
@@ -204,7 +202,7 @@ class _CastOf:
             if rule is not None:
                 expected = f"room for the amax recorded; at most {called(flushed)} flushed then"
                 return replace(found, cause=cause, remedy=rule, expected=expected)
-        dynamic = replace(self.cast, margin=0, rule=Dynamic())
+        dynamic = replace(self.cast, rule=Dynamic())
         rule = with_cast(self.row, self._rows(worst), dynamic) if self.cast.is_delayed else None
         if rule is None:
             return replace(found, cause=cause, remedy=without_fp8(self.row), expected="nothing is clipped")
@@ -212,11 +210,11 @@ class _CastOf:
 
     def _rounded(self, found: Finding, worst: int) -> Finding:
         """A low SQNR, though little is clipped or flushed."""
-        sqnr, own = found.numbers["sqnr"], OWN_SQNR[self.row.format]
-        cause = f"an SQNR of {sqnr:.1f} dB, where {self.row.format} has about {own}: few codes hold most of the power"
-        finer = replace(self.cast, format=E4M3, margin=0, rule=Dynamic())
-        numbers = self._exponents(worst)
-        flushed = float(numbers.below(E4M3.smallest_subnormal / 2 * numbers.amax / E4M3.max))
+        sqnr, own = found.numbers["sqnr"], OWN_SQNR[self.cast.format.name]
+        cause = f"an SQNR of {sqnr:.1f} dB, where {self.cast.format} has about {own}: few codes hold most of the power"
+        finer = replace(self.cast, format=E4M3)
+        scale_inv = found.numbers["scale_inv"] * self.cast.format.max / E4M3.max
+        flushed = float(self._exponents(worst).below(E4M3.smallest_subnormal / 2 * scale_inv))
         rule = with_cast(self.row, self._rows(worst), finer) if flushed <= LIMITS["flushed"] else None
         if rule is None or finer.format is self.cast.format:
             return replace(found, cause=cause, remedy=without_fp8(self.row), expected="these are in high precision")
@@ -237,7 +235,7 @@ class _CastOf:
             cause = f"at most {called(OUTLIERS)} of the numbers make the scale, {gap:.1f} octaves above all others"
             found = replace(found, kind="outliers")
         else:
-            cause = f"the numbers are spread wider than {self.row.format} holds with such scales"
+            cause = f"the numbers are spread wider than {self.cast.format} holds with such scales"
         cause += f"; {called(flushed)} are flushed, {called(subnormal)} below the smallest normal number"
         least = "smallest_subnormal" if flushed > LIMITS["flushed"] else "smallest_normal"
         limit = LIMITS["flushed"] if least == "smallest_subnormal" else SUBNORMAL
@@ -293,9 +291,11 @@ def _of_weights(record: Record) -> Iterator[Finding]:
         before[at] = np.median(updates[max(0, at - BEFORE) : at], axis=0)
     with np.errstate(divide="ignore", invalid="ignore"):
         jumps = np.where(before > 0, updates / before, np.nan)
+    changed = np.where(updates > 0, weights["changed"], np.nan)
+    has_master = weights["master_update"] > 0  # then what a step rounds off there is what is lost
     measured = {
         "jump": jumps,
-        "unmoved": np.where(updates > 0, 1 - weights["changed"], np.nan),
+        "unmoved": 1 - np.where(has_master, weights["master_changed"], changed),
         "second moments": weights["second_flushed"],
     }
     for kind, values in measured.items():
@@ -319,9 +319,12 @@ def _of_weight(record: Record, kind: str, values: Any, over: Any) -> Finding:
         remedy = "octavo.schedule.Recovery(octavo.schedule.Phase(octavo.recipes.high_precision()))"
         expected = "leaves out steps whose loss jumps; bound the learning rate, or clip gradients, at their source"
     elif kind == "unmoved":
-        cause = f"updates are below the distance of the weight's numbers: {called(value)} of them stay, {many}"
-        remedy = 'octavo.optim.AdamW(model.parameters(), master="split24")'
-        expected = "keeps what is rounded off in 8 more bits; weights with a master lose nothing already"
+        has_master = numbers["master_update"] > 0
+        owner = "master" if has_master else "weight"
+        seen = f" and {called(1 - numbers['changed'])} of the weight's" * has_master
+        cause = f"updates are below the distance of the {owner}'s numbers: {called(value)} of them{seen} stay, {many}"
+        remedy = f'octavo.optim.AdamW(model.parameters(), master="{"fp32" if has_master else "split24"}")'
+        expected = "keeps all that is rounded off" if has_master else "keeps what is rounded off in 8 more bits"
     else:
         cause = f"{called(value)} of the second moments are flushed where the first are not, {many}"
         remedy = 'octavo.optim.AdamW(model.parameters(), moments="bf16")'

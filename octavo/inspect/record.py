@@ -28,6 +28,9 @@ OF_WEIGHTS = {
     "changed": "share of the weight's numbers that the step changes",
     "first_flushed": "share of an optimizer's first moment whose codes are 0 where the second's are not",
     "second_flushed": "the same of the second moment",
+    "master_update": "root mean square of what a step changes of a master that the optimizer keeps besides the weight",
+    "master_resolution": "that, over the root mean square of the distance between numbers of the weight's dtype",
+    "master_changed": "share of that master's numbers that the step changes",
 }
 
 
@@ -82,7 +85,7 @@ def load(folder: str | Path) -> Record:
     if form != FORMAT:
         raise RecordError(f"{folder} holds a record of form {form}, which this octavo does not read: form {FORMAT}")
     tables = {
-        step: [_row_of(found) for found in json.loads(path.read_text())]
+        step: [Row.of(found) for found in json.loads(path.read_text())]
         for step, path in files_of(folder, "rows").items()
     }
     places: dict[Row, int] = {}
@@ -114,10 +117,6 @@ def load(folder: str | Path) -> Record:
     )
 
 
-def _row_of(found: dict[str, Any]) -> Row:
-    return Row(**{**found, "products": tuple(found["products"])})
-
-
 def measures_of(np: Any, sums: Any, extremes: Any, limits: Any) -> dict[str, Any]:
     """MEASURES of counts [..., rows, 7] and [..., rows, 3] whose rows' largest numbers are ``limits`` [rows]."""
     elements, zeros, flushed, clipped, nonfinite, power, error = np.moveaxis(sums, -1, 0)
@@ -136,15 +135,19 @@ def measures_of(np: Any, sums: Any, extremes: Any, limits: Any) -> dict[str, Any
 
 
 def of_weights(np: Any, moved: Any) -> dict[str, Any]:
-    """OF_WEIGHTS of counts [..., layers, 7]."""
-    elements, moments, update, grid, changed, first, second = np.moveaxis(moved, -1, 0)
+    """OF_WEIGHTS of counts [..., layers, 10]."""
+    sums = dict(zip(MOVED, np.moveaxis(moved, -1, 0), strict=True))
     with np.errstate(divide="ignore", invalid="ignore"):
+        masters = np.where(sums["masters"] > 0, sums["masters"], np.nan)
         found = (
-            np.sqrt(update / elements),
-            np.sqrt(update / grid),
-            changed / elements,
-            first / moments,
-            second / moments,
+            np.sqrt(sums["update"] / sums["elements"]),
+            np.sqrt(sums["update"] / sums["grid"]),
+            sums["changed"] / sums["elements"],
+            sums["first_flushed"] / sums["moments"],
+            sums["second_flushed"] / sums["moments"],
+            np.sqrt(sums["master_update"] / masters),
+            np.sqrt(np.where(sums["masters"] > 0, sums["master_update"] / sums["grid"], np.nan)),
+            sums["master_changed"] / masters,
         )
     return dict(zip(OF_WEIGHTS, found, strict=True))
 

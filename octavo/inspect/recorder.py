@@ -47,7 +47,7 @@ class Recorder:
         model: with layers that octavo.convert or octavo.nn made.
         to: a folder for the record, made if absent; see octavo.inspect.load.
         every: record the first step and each of so many.
-        optimizer: whose moments in FP8 are looked at too.
+        optimizer: whose masters, and moments in FP8, are looked at too.
         schedule: an octavo.schedule.PrecisionSchedule whose switches are noted.
         step: how many steps were done before, in the run that is gone on with: what the folder has beyond is dropped.
         group: the torch.distributed process group of the ranks that train together; all ranks, by default.
@@ -161,7 +161,8 @@ class Recorder:
             self._table.attach(False)
             self._table = Table(self.model)
         self._table.attach(True)
-        self._samples.take(self._table.weights)
+        if self._table.rows:
+            self._samples.take(self._table.weights, self.optimizer)
 
     @torch.no_grad()
     def _count(self) -> dict[str, Tensor]:

@@ -10,14 +10,14 @@ sum of the two over all t.
 
 from __future__ import annotations
 
-import ast
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from octavo.formats import E4M3, E5M2, FORMATS, Format
-from octavo.granularity import ALL, Granularity, PerBlock, PerRow, PerTensor
+from octavo.formats import E4M3, E5M2, Format
+from octavo.granularity import ALL, Granularity, PerTensor
 from octavo.inspect.files import numpy
 from octavo.inspect.rows import Row
 from octavo.kernels.reference.cast_statistics import LOWEST
@@ -84,23 +84,6 @@ class Remedy(NamedTuple):
     is_bound: bool
 
 
-def cast_of(row: Row) -> Cast:
-    """The cast that a row is of. Whether its scale is rounded to a power of two is not recorded."""
-    format = next(known for known in FORMATS.values() if known.name == row.format)
-    margin = round(math.log2(format.max / row.largest))
-    granularity, rule = _value(row.granularity, PerTensor, PerRow, PerBlock), _value(row.rule, Dynamic, Delayed)
-    return Cast(format, granularity, rule, margin=margin)
-
-
-def _value(text: str, *kinds: type) -> Any:
-    """A call of one of these kinds with literals, as they print themselves."""
-    call = ast.parse(text, mode="eval").body
-    assert isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
-    kind = {kind.__name__: kind for kind in kinds}[call.func.id]
-    named = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords if keyword.arg}
-    return kind(*map(ast.literal_eval, call.args), **named)
-
-
 def tile_size(granularity: Granularity) -> float:
     """How many numbers share a scale; infinitely many where that depends on the tensor."""
     rows, cols = granularity.tile
@@ -117,7 +100,7 @@ def remedies(row: Row, rows: Sequence[Row], found: Exponents, scale_inv: float, 
         scale_inv: in use.
         least: "smallest_subnormal": too small is what is flushed; "smallest_normal": what loses digits too.
     """
-    cast = cast_of(row)
+    cast = row.cast
     finer = [*_other_casts(row, rows, cast, found, scale_inv, least)]
     for tile, make in _FINER:
         if tile < tile_size(cast.granularity):
@@ -131,17 +114,22 @@ def remedies(row: Row, rows: Sequence[Row], found: Exponents, scale_inv: float, 
 def _other_casts(
     row: Row, rows: Sequence[Row], cast: Cast, found: Exponents, scale_inv: float, least: str
 ) -> Iterator[Remedy]:
-    own = []  # (cast, its scale_inv)
-    if cast.margin:
-        own.append((dataclasses.replace(cast, margin=0), scale_inv / 2**cast.margin))
-    if cast.is_delayed:
-        own.append((dataclasses.replace(cast, margin=0, rule=Dynamic()), float(found.amax) / cast.format.max))
-    if cast.format is not E5M2:
-        own.append((dataclasses.replace(cast, format=E5M2, margin=0, rule=Dynamic()), float(found.amax) / E5M2.max))
-    for changed, its_scale_inv in own:
-        if (rule := with_cast(row, rows, changed)) is not None:
-            share = float(found.below(_least(changed.format, least) * its_scale_inv))
+    changes: list[dict[str, Any]] = [{}]
+    changes += [{"rule": Dynamic()}] * cast.is_delayed + [{"format": E5M2}] * (cast.format is not E5M2)
+    for change, margin in itertools.product(changes, dict.fromkeys((cast.margin, 0))):
+        changed = dataclasses.replace(cast, **change, margin=margin)
+        if changed != cast and (rule := with_cast(row, rows, changed)) is not None:
+            share = float(found.below(_least(changed.format, least) * _scale_inv(cast, scale_inv, changed, found)))
             yield Remedy(rule, share, cast.granularity != PerTensor())
+
+
+def _scale_inv(cast: Cast, scale_inv: float, changed: Cast, found: Exponents) -> float:
+    """What a cast's scale_inv would be, were the cast changed so."""
+    if changed.rule != cast.rule:
+        scale_inv = float(found.amax) * 2.0**cast.margin / cast.format.max
+        if cast.power_of_two and scale_inv > 0:
+            scale_inv = 2.0 ** math.ceil(math.log2(scale_inv))
+    return scale_inv * cast.format.max / changed.format.max * 2.0 ** (changed.margin - cast.margin)
 
 
 def _least(format: Format, least: str) -> float:
@@ -151,7 +139,7 @@ def _least(format: Format, least: str) -> float:
 
 def with_cast(row: Row, rows: Sequence[Row], cast: Cast) -> str | None:
     """The rule that changes a row's cast in the products that read it; None where no recipe can have it."""
-    casts = {(other.role, product): laid for other in rows for product, laid in _by_product(other, cast_of(other))}
+    casts = {(other.role, product): laid for other in rows for product, laid in _by_product(other, other.cast)}
     before = {
         product: tuple(casts[role, product] for role in roles)
         for product, roles in OPERANDS.items()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from importlib import resources
 from typing import Any
@@ -17,7 +17,6 @@ from octavo.formats import E4M3, E5M2, Format
 from octavo.inspect.files import numpy
 from octavo.inspect.findings import LIMITS, Finding
 from octavo.inspect.record import MEASURES, OF_WEIGHTS, Record
-from octavo.inspect.remedies import cast_of
 from octavo.inspect.rows import Row
 from octavo.scaling.recipe import ROLES
 
@@ -56,7 +55,7 @@ def to_json(record: Record, findings: Sequence[Finding]) -> str:
         "limits": LIMITS,
         "measures": MEASURES | OF_WEIGHTS,
         "casts": [_casts(record, layer, role, bins) for layer in record.layers for role in ROLES],
-        "weights": [_weights(record, place, bins) for place in range(len(record.layers))],
+        "weights": [row for place in range(len(record.layers)) for row in _weights(record, place, bins)],
         "exponents": [_exponents(record, place, findings) for place in range(len(record.rows))],
         "scalars": {name: _curve(*pair) for name, pair in record.scalars.items()},
         "events": [{"step": step, "kind": kind, "text": text} for step, kind, text in record.events],
@@ -115,7 +114,7 @@ def _casts(record: Record, layer: str, role: str, bins: _Bins) -> dict[str, Any]
     }
     amax = record.measures["amax"][:, places]
     last = amax[amax > 0][-1:].tolist()
-    is_delayed = any(record.rows[place].rule.startswith("Delayed") for place in places)
+    is_delayed = any(record.rows[place].cast.is_delayed for place in places)
     return {
         "layer": layer,
         "role": role,
@@ -130,9 +129,12 @@ def _rounded(value: float) -> float:
     return round(float(f"{value:.3g}"), 3) if math.isfinite(value) else value
 
 
-def _weights(record: Record, place: int, bins: _Bins) -> dict[str, Any]:
-    resolution = [_rounded(value) for value in bins.worst(record.weights["resolution"][:, place], min)]
-    return {"layer": record.layers[place], "resolution": resolution}
+def _weights(record: Record, place: int, bins: _Bins) -> Iterator[dict[str, Any]]:
+    """Updates over the weight's resolution by step: of the weight, and of its master where it has one."""
+    for role, name in (("weight", "resolution"), ("master", "master_resolution")):
+        found = [_rounded(value) for value in bins.worst(record.weights[name][:, place], min)]
+        if role == "weight" or any(map(math.isfinite, found)):
+            yield {"layer": record.layers[place], "role": role, "resolution": found}
 
 
 def _exponents(record: Record, place: int, findings: Sequence[Finding]) -> dict[str, Any]:
@@ -146,10 +148,10 @@ def _exponents(record: Record, place: int, findings: Sequence[Finding]) -> dict[
     if len(counted):
         share = 1000 * record.exponents[at, place] / max(1.0, float(record.exponents[at, place].sum()))
         scale_inv, amax = (float(record.measures[name][at, place]) for name in ("scale_inv", "amax"))
-        format = cast_of(row).format
+        format = row.cast.format
         other = E5M2 if format is E4M3 else E4M3
         windows = [_window(format, scale_inv, " in use"), _window(other, amax / other.max, " of the amax")]
-    name = f"{row.layer} {row.role}, {' and '.join(row.products)}, {row.format}"
+    name = f"{row.layer} {row.role}, {' and '.join(row.products)}, {row.cast.format}"
     step = record.steps[at] if record.steps else None
     return {"name": name, "layer": row.layer, "step": step, "share": share.round(1).tolist(), "windows": windows}
 

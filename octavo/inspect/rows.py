@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import ast
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -10,9 +12,11 @@ from torch import nn
 
 from octavo.autograd.casts import WEIGHT
 from octavo.autograd.tap import RoleCounts, Tap
+from octavo.formats import FORMATS
+from octavo.granularity import PerBlock, PerRow, PerTensor
 from octavo.kernels.reference.cast_statistics import EXPONENTS, EXTREMES, SUMS
 from octavo.nn.recipe_module import RecipeModule, device_of
-from octavo.scaling.recipe import ROLES, Cast, Recipe
+from octavo.scaling.recipe import ROLES, Cast, Delayed, Dynamic, Recipe
 
 READS = {  # the products that read a role as it lies, and transposed
     "input": ("output", "grad_weight"),
@@ -29,21 +33,46 @@ class Row:
         layer: the module's name.
         role: "input", "weight" or "grad_output".
         products: that read the codes.
-        format, granularity, rule: of the cast, as they are printed.
-        largest: the format's largest number, divided by 2^margin.
+        cast: how.
     """
 
     layer: str
     role: str
     products: tuple[str, ...]
-    format: str
-    granularity: str
-    rule: str
-    largest: float
+    cast: Cast
 
     def as_dict(self) -> dict[str, Any]:
         """Its fields, as JSON has them."""
-        return asdict(self)
+        return {"layer": self.layer, "role": self.role, "products": self.products, "cast": str(self.cast)}
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> Row:
+        """The row that such fields are of."""
+        cast = _value(ast.parse(fields["cast"], mode="eval").body)
+        return cls(fields["layer"], fields["role"], tuple(fields["products"]), cast)
+
+    @property
+    def largest(self) -> float:
+        """The largest number that the cast's scale has room for, times that scale."""
+        return self.cast.format.max / 2.0**self.cast.margin
+
+
+_NAMES: dict[str, Any] = {
+    **{kind.__name__: kind for kind in (Cast, PerTensor, PerRow, PerBlock, Dynamic, Delayed)},
+    **{format.name: format for format in FORMATS.values()},
+}
+
+
+def _value(node: ast.AST) -> Any:
+    """What a cast's text stands for: calls of these names with literals, and nothing else."""
+    match node:
+        case ast.Call(func=ast.Name(id=name)):
+            named = {str(keyword.arg): _value(keyword.value) for keyword in node.keywords}
+            return _NAMES[name](*map(_value, node.args), **named)
+        case ast.Name(id=name):
+            return _NAMES[name]
+        case _:
+            return ast.literal_eval(node)
 
 
 class RecordedRole(NamedTuple):
@@ -73,7 +102,7 @@ class Table:
         (device,) = devices
         self.recipes = [(name, m.recipe) for name, m in modules]
         planned = [(name, m, role, _casts(m, role)) for name, m in modules for role in range(len(ROLES))]
-        self.rows = [_row(name, ROLES[role], *cast) for name, _, role, casts in planned for cast in casts if cast]
+        self.rows = [Row(name, ROLES[role], *cast) for name, _, role, casts in planned for cast in casts if cast]
         self.sums = torch.zeros(len(self.rows), len(SUMS) + EXPONENTS, dtype=torch.float64, device=device)
         self.extremes = torch.zeros(len(self.rows), len(EXTREMES), device=device)
         places = iter(zip(self.sums, self.extremes, strict=True))
@@ -108,7 +137,7 @@ def _fp8_layers(model: nn.Module) -> list[tuple[str, RecipeModule]]:
     return [(name, m) for name, m in layers if not m.recipe.is_high_precision]
 
 
-_Cast = tuple[Cast, tuple[str, ...]] | None
+_Cast = tuple[tuple[str, ...], Cast] | None
 
 
 def _casts(module: RecipeModule, role: int) -> tuple[_Cast, _Cast]:
@@ -116,11 +145,6 @@ def _casts(module: RecipeModule, role: int) -> tuple[_Cast, _Cast]:
     casts, (as_is, transposed) = module.recipe.casts[role], READS[ROLES[role]]
     if casts.once:
         assert casts.as_is is not None
-        return (casts.as_is, (as_is, transposed)), None
-    first = None if casts.as_is is None else (casts.as_is, (as_is,))
-    return first, None if casts.transposed is None else (casts.transposed, (transposed,))
-
-
-def _row(layer: str, role: str, cast: Cast, products: tuple[str, ...]) -> Row:
-    largest = cast.format.max / 2**cast.margin
-    return Row(layer, role, products, str(cast.format), str(cast.granularity), str(cast.rule), largest)
+        return ((as_is, transposed), casts.as_is), None
+    first = None if casts.as_is is None else ((as_is,), casts.as_is)
+    return first, None if casts.transposed is None else ((transposed,), casts.transposed)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,15 +14,25 @@ from octavo.autograd.casts import WEIGHT
 from octavo.distributed.ranks import Ranks
 from octavo.granularity import ALL
 from octavo.inspect.rows import RecordedRole
-from octavo.nn.recipe_module import RecipeModule
+from octavo.kernels.reference.master_weights import Fp8Weight
+from octavo.kernels.reference.optimizer_state import Piece
+from octavo.nn.recipe_module import RecipeModule, device_of
 from octavo.nn.stored_weights import weight_of
 from octavo.numerics import scale_from_amax
+from octavo.optim.base import CompactOptimizer
+from octavo.optim.masters import MasterForm, master_of
+from octavo.optim.state import matrix_of
 from octavo.tensor.sharded_weight import local_shard, on_this_rank
 from octavo.tensor.stored_weight import StoredWeight
 
-# what is recorded of each weight's update, all but the first two divided by their number
-MOVED = ("elements", "moments", "update", "grid", "changed", "first_flushed", "second_flushed")
-SAMPLED = 4096  # of a weight's elements
+# What is recorded of each weight's update: of how many elements of it, of its moments and of its master; sums of
+# squares of the update and of the distances to the next number, and how many elements changed; how many elements of the
+# moments are flushed; and the update of the master, where the optimizer keeps one besides the weight.
+MOVED = (
+    *("elements", "moments", "masters"),
+    *("update", "grid", "changed", "first_flushed", "second_flushed", "master_update", "master_changed"),
+)
+SAMPLED = 2048  # of a weight's elements
 
 
 def count_weights(weights: Sequence[RecordedRole], ranks: Ranks) -> None:
@@ -71,63 +83,181 @@ def _is_sharded_per_tensor(module: RecipeModule) -> bool:
     return any(cast is not None and cast.tile == (ALL, ALL) for cast in casts)
 
 
+class _Sample(NamedTuple):
+    """Views of at most SAMPLED elements of a weight [N, K], at equal distances.
+
+    Attributes:
+        weight: this rank's rows; of a stored one the pair.
+        elements: of the weight; of a stored one its codes, uint8.
+        master: how an octavo optimizer keeps what it updates; None where it keeps nothing besides the weight.
+        rest: what the optimizer's state has for that.
+        moments: codes of the first moment and of the second, uint8; none where they are no codes.
+    """
+
+    weight: Tensor
+    elements: Tensor
+    master: MasterForm | None
+    rest: Tensor | None
+    state: Mapping[str, Tensor]
+    moments: Sequence[Tensor]
+
+    @classmethod
+    def of(cls, module: RecipeModule, optimizer: torch.optim.Optimizer | None) -> _Sample:
+        """Of a module's weight, and of what the optimizer has of it now."""
+        param = weight_of(module)
+        if param is None:
+            nothing = torch.zeros(0, device=device_of(module))
+            return cls(nothing, nothing, None, None, {}, ())
+        found = {} if optimizer is None else optimizer.state.get(param, {})
+        state = {name: on_this_rank(value) for name, value in found.items() if isinstance(value, Tensor)}
+        weight, rest, master = on_this_rank(param).detach(), state.get("master_rest"), None
+        if isinstance(optimizer, CompactOptimizer) and rest is not None:
+            master = master_of(param, optimizer.settings.master)
+            assert master.rest is not None
+            rest = _strided(rest.view(master.rest))
+        if not isinstance(weight, StoredWeight):
+            weight = local_shard(param).detach()
+        moments = [name for name in state if name.endswith("_codes")]
+        codes = [_strided(state[name].view(torch.uint8)) for name in sorted(moments, key=len)]
+        return cls(weight, _strided(matrix_of(weight)), master, rest, state, codes if len(codes) == 2 else ())
+
+    @property
+    def key(self) -> object:
+        """Equal where samples are read together: a plain float16 master has a scale of its own."""
+        own_scale = id(self.weight) if "master_scale_inv" in self.state else 0
+        return type(self.weight), self.weight.dtype, self.master, own_scale
+
+
 class WeightSamples:
-    """Some elements of each weight, from before a step."""
+    """Elements of each weight and of its master, from before a step.
+
+    Samples of all layers lie in one tensor [layers, SAMPLED], with zeros behind those of small weights: a few launches
+    read them, however many layers there are.
+    """
 
     def __init__(self) -> None:
-        self._before: list[Tensor] = []
+        self._before: tuple[list[_Sample], Tensor] | None = None
 
     @torch.no_grad()
-    def take(self, weights: Sequence[RecordedRole]) -> None:
+    def take(self, weights: Sequence[RecordedRole], optimizer: torch.optim.Optimizer | None) -> None:
         """Keep them."""
-        self._before = [_sample(found.module)[0] for found in weights]
+        self._before = _read(weights, optimizer)
 
     def moved(self, weights: Sequence[RecordedRole], optimizer: torch.optim.Optimizer | None) -> Tensor:
-        """MOVED of each weight, summed over its sample: float64 [weights, 7]."""
-        found = []
-        for before, (module, *_) in zip(self._before, weights, strict=True):
-            after, grid = _sample(module)
-            update = (after - before).double()
-            elements = torch.full((), float(update.numel()), dtype=torch.float64, device=update.device)
-            flushed = _flushed(weight_of(module), optimizer)
-            sums = update.square().sum(), grid.double().square().sum(), (update != 0).sum(dtype=torch.float64)
-            found.append(torch.stack([elements, *(part.to(elements) for part in (flushed[0], *sums, *flushed[1:]))]))
-        self._before = []
-        return torch.stack(found)
+        """MOVED of each weight, summed over its sample: float64 [weights, 10]."""
+        assert self._before is not None
+        (old, before), (new, after) = self._before, _read(weights, optimizer)
+        self._before = None
+        change = (after - before).double()  # of the weight, of the distances, and of the master
+        squares, changed = change.square().sum(-1), (change != 0).sum(-1, dtype=torch.float64)
+        sizes = [
+            (now.elements.numel(), now.moments[0].numel() if now.moments else 0, _mastered(then, now))
+            for then, now in zip(old, new, strict=True)
+        ]
+        columns = [squares[0], after[1].double().square().sum(-1), changed[0], *_flushed(new)]
+        return torch.cat(
+            [_on_device(tuple(sizes), after.device), torch.stack([*columns, squares[2], changed[2]], 1)], 1
+        )
 
 
-def _sample(module: RecipeModule) -> tuple[Tensor, Tensor]:
-    """Elements of a module's weight, float32, and the distance between numbers of its dtype there."""
-    weight = weight_of(module)
-    if weight is None:
-        return torch.zeros(0), torch.zeros(0)
-    local = on_this_rank(weight).detach()
-    stored = local if isinstance(local, StoredWeight) else None
-    flat = (stored.qdata.view(torch.uint8) if stored is not None else local_shard(weight).detach()).reshape(-1)
-    step = max(1, flat.numel() // SAMPLED)
-    places = torch.arange(0, flat.numel(), step, device=flat.device)[:SAMPLED]
-    if stored is None:
-        values = flat[places].float()
-        exponent = torch.frexp(values).exponent - 1
-        return values, torch.ldexp(torch.full_like(values, torch.finfo(weight.dtype).eps), exponent)
-    rows, cols = places // stored.shape[1], places % stored.shape[1]
-    height, width = (
-        size if tile == ALL else tile for size, tile in zip(stored.shape, stored.granularity.tile, strict=True)
+def _mastered(then: _Sample, now: _Sample) -> int:
+    """How many elements of a master are known from before and after a step: its state is made by the first one."""
+    return now.elements.numel() if now.master is not None and now.master == then.master else 0
+
+
+@functools.lru_cache(maxsize=8)
+def _on_device(numbers: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float64, device=device)
+
+
+def _strided(tensor: Tensor) -> Tensor:
+    flat = tensor.reshape(-1)
+    step = _distance(len(flat))
+    return flat[: step * SAMPLED : step]
+
+
+def _distance(elements: int) -> int:
+    return max(1, elements // SAMPLED)
+
+
+def _together(samples: Sequence[Tensor]) -> Tensor:
+    """[samples, SAMPLED], zeros behind short ones."""
+    return torch.stack(
+        [nn.functional.pad(one, (0, SAMPLED - len(one))) if len(one) < SAMPLED else one for one in samples]
     )
-    scale_inv = stored.scale_inv[rows // max(height, 1), cols // max(width, 1)]
-    values = flat[places].view(stored.qdata.dtype).float()
+
+
+def _read(weights: Sequence[RecordedRole], optimizer: torch.optim.Optimizer | None) -> tuple[list[_Sample], Tensor]:
+    """Samples, and of each the weight's values, the distances to the next number, and the master's: [3, weights, S]."""
+    samples = [_Sample.of(found.module, optimizer) for found in weights]
+    groups: dict[object, list[int]] = {}
+    for place, sample in enumerate(samples):
+        groups.setdefault(sample.key, []).append(place)
+    rows: dict[int, Tensor] = {}
+    for places in groups.values():
+        own = [samples[place] for place in places]
+        read = torch.stack(_read_stored(own) if isinstance(own[0].weight, StoredWeight) else _read_plain(own))
+        rows |= zip(places, read.unbind(1), strict=True)
+    return samples, torch.stack([rows[place] for place in range(len(samples))], 1)
+
+
+_WHOLE = Piece(slice(None), slice(None), SAMPLED, 0, SAMPLED)
+
+
+def _read_plain(samples: Sequence[_Sample]) -> tuple[Tensor, Tensor, Tensor]:
+    """Values, distances and masters [samples, SAMPLED], float32, of plain weights."""
+    elements, (first, *_) = _together([sample.elements for sample in samples]), samples
+    values = elements.float()
+    eps = torch.full_like(values, torch.finfo(elements.dtype).eps).masked_fill_(values == 0, 0)
+    masters = values
+    if first.master is not None:
+        state = {
+            **first.state,
+            "master_rest": _together([sample.rest for sample in samples if sample.rest is not None]),
+        }
+        masters = first.master.for_kernel(elements, state).read(_WHOLE).view_as(values)
+    return values, torch.ldexp(eps, torch.frexp(values).exponent - 1), masters
+
+
+def _read_stored(samples: Sequence[_Sample]) -> tuple[Tensor, Tensor, Tensor]:
+    """The same of weights in FP8: of the codes and with them, times the scale_inv of each element."""
+    codes, (first, *_) = _together([sample.elements for sample in samples]), samples
+    weights: list[Any] = [sample.weight for sample in samples]
+    scales = torch.cat([*(weight.scale_inv.reshape(-1) for weight in weights), codes.new_zeros(1, dtype=torch.float32)])
+    shapes = tuple((tuple(weight.shape), weight.granularity) for weight in weights)
+    scale_inv = scales[_places_of_scales(shapes, codes.device)]
+    values = codes.view(weights[0].qdata.dtype).float()
     exponent = (torch.frexp(values).exponent - 1).clamp_(min=-6)  # E4M3's smallest normal is 2^-6
-    return values * scale_inv, torch.ldexp(scale_inv, exponent - 3)
+    distances = torch.ldexp(scale_inv, exponent - 3)
+    values = values * scale_inv
+    if first.master is None:
+        return values, distances, values
+    rest = _together([sample.rest for sample in samples if sample.rest is not None])
+    if rest.dtype == torch.float32:  # the master itself
+        return values, distances, rest
+    unscaled = Fp8Weight(codes, first.master.kind, torch.ones(1, 1, device=codes.device), rest).read(_WHOLE)
+    return values, distances, unscaled.view_as(values) * scale_inv
 
 
-def _flushed(weight: nn.Parameter | None, optimizer: torch.optim.Optimizer | None) -> list[Tensor]:
-    """Of two moments in codes their elements, and how many of each are 0 where the other's are not."""
-    state = {} if optimizer is None or weight is None else optimizer.state.get(weight, {})
-    names = [name for name in state if name.endswith("_codes")]
-    zero = torch.zeros((), dtype=torch.float64)
-    if len(names) != 2:
-        return [zero, zero, zero]
-    first, second = (on_this_rank(state[name]).view(torch.uint8) for name in sorted(names, key=len))
+@functools.lru_cache(maxsize=8)
+def _places_of_scales(shapes: tuple[Any, ...], device: torch.device) -> Tensor:
+    """Where the scale_inv of each sampled element lies, those of weights one behind the other; last: that of none."""
+    found, begin = torch.full((len(shapes), SAMPLED), -1), 0
+    for own, (shape, granularity) in zip(found, shapes, strict=True):
+        (rows, cols), (height, width) = granularity.scale_shape(shape), granularity.tile
+        at = torch.arange(0, shape[0] * shape[1], _distance(shape[0] * shape[1]))[:SAMPLED]
+        row = at // shape[1] // height if height != ALL else 0
+        own[: len(at)] = begin + row * cols + (at % shape[1] // width if width != ALL else 0)
+        begin += rows * cols
+    return found.to(device)
+
+
+def _flushed(samples: Sequence[_Sample]) -> list[Tensor]:
+    """How many elements of each first moment in codes are 0 where the second's are not, and the other way round."""
+    device = samples[0].elements.device
+    none = torch.zeros(SAMPLED, dtype=torch.uint8, device=device)
+    first, second = (
+        _together([sample.moments[which] if sample.moments else none for sample in samples]) for which in range(2)
+    )
     no_first, no_second = first & 0x7F == 0, second == 0
-    counts = [part.sum(dtype=torch.float64) for part in (no_first & ~no_second, no_second & ~no_first)]
-    return [zero + first.numel(), *counts]
+    return [part.sum(-1, dtype=torch.float64) for part in (no_first & ~no_second, no_second & ~no_first)]

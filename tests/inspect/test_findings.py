@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import octavo
-from octavo import recipes
+from octavo import E4M3, Cast, Delayed, PerTensor, recipes
 from octavo.inspect import Finding, diagnose
 
 np = pytest.importorskip("numpy")
@@ -58,7 +58,7 @@ def test_a_stale_scale_and_what_it_clips() -> None:
 
 def test_a_margin_is_room_and_not_stale() -> None:
     record = made()
-    record.rows[INPUT] = dataclasses.replace(record.rows[INPUT], largest=448.0 / 8)
+    record.rows[INPUT] = dataclasses.replace(record.rows[INPUT], cast=Cast(E4M3, PerTensor(), Delayed(), margin=3))
     assert diagnose(put(record, INPUT, assumed=6.0)) == []
 
 
@@ -114,6 +114,19 @@ def test_weights_and_moments() -> None:
         "jump": ("0", 450),
     }
     assert all("octavo." in each.remedy for each in found.values())
+
+
+def test_a_master_keeps_what_the_weight_rounds_off() -> None:
+    record = made(1, 8)
+    record.weights["changed"][:] = 0.01
+    record.weights["master_update"][:] = 1e-9
+    record.weights["master_changed"][:] = 1.0
+    assert diagnose(record) == []
+    record.weights["master_changed"][4:] = 0.05
+    found = only(diagnose(record))
+    assert where(found) == ("unmoved", "model.layers.0.mlp", "weight", 200)
+    assert "the master's numbers: 95 % of them and 99 % of the weight's stay" in found.cause
+    assert 'master="fp32"' in found.remedy
 
 
 def test_gradients_with_a_margin_they_have_no_use_for(tmp_path: Path) -> None:

@@ -1,17 +1,19 @@
 """What other casts would flush, by exponents, held against casts that are made."""
 
 import dataclasses
+import json
 import math
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import octavo
 from octavo import E4M3, E5M2, Cast, Delayed, PerBlock, PerTensor, recipes
-from octavo.inspect.remedies import Exponents, cast_of, remedies, with_cast
-from octavo.inspect.rows import Table
+from octavo.inspect.remedies import Exponents, remedies, with_cast
+from octavo.inspect.rows import Row, Table
 from octavo.kernels.reference.cast_statistics import EXPONENTS, LOWEST
+from octavo.scaling.recipe import OPERANDS
 
 pytest.importorskip("numpy")
 
@@ -66,12 +68,12 @@ def test_the_bound_says_something() -> None:
     assert exponents_of(x).bound(32, E4M3, E4M3.smallest_subnormal / 2) < 0.08  # a block of sixteen has the outlier
 
 
-@pytest.mark.parametrize("recipe", [recipes.delayed(margin=2), recipes.rowwise(), recipes.blockwise()], ids=str)
+@pytest.mark.parametrize("recipe", [recipes.delayed(margin=2), recipes.rowwise(True), recipes.blockwise()], ids=str)
 def test_a_row_says_its_cast(recipe: octavo.Recipe) -> None:
     rows = Table(octavo.nn.Linear(16, 16, recipe=recipe)).rows
     for row in rows:
         cast = getattr(recipe, row.products[0])[octavo.scaling.recipe.OPERANDS[row.products[0]].index(row.role)]
-        assert dataclasses.replace(cast, power_of_two=False) == cast_of(row)
+        assert cast == row.cast == Row.of(json.loads(json.dumps(row.as_dict()))).cast
 
 
 def test_a_rule_changes_one_cast() -> None:
@@ -83,6 +85,49 @@ def test_a_rule_changes_one_cast() -> None:
     assert changed.grad_weight[0].format is E4M3 and changed.output == recipe.output
 
 
+OWN = [
+    recipes.dynamic(power_of_two=True),
+    recipes.delayed(history_length=4, margin=2),
+    recipes.rowwise(power_of_two=True),
+    recipes.blockwise(power_of_two=False),
+    dataclasses.replace(recipes.dynamic(), saved=Cast(E4M3, PerTensor()), fast_accum=(), grad_input=None),
+]
+
+
+@pytest.mark.parametrize("own", OWN, ids=lambda recipe: recipe.name)
+def test_rules_change_nothing_else(own: octavo.Recipe) -> None:
+    rows = Table(nn.Sequential(octavo.nn.Linear(16, 16, recipe=own))).rows
+    seen = 0
+    for row in rows:
+        for remedy in remedies(row, rows, exponents_of(wide()), 1e-6, "smallest_subnormal"):
+            if "recipes." in remedy.rule:  # another recipe for all of the layer
+                continue
+            changed = octavo.RecipeMap(own, eval(remedy.rule, vars(octavo))).of("0")
+            assert (changed.saved, changed.fast_accum) == (own.saved, own.fast_accum)
+            seen += _differences(own, changed, row)
+    assert seen >= 5
+
+
+def _differences(own: octavo.Recipe, changed: octavo.Recipe, row: Row) -> int:
+    """In how many casts recipes differ, which may be a row's, in one field, or in that and in a margin left out."""
+    seen = 0
+    for product, roles in OPERANDS.items():
+        if getattr(changed, product) is None:
+            seen += getattr(own, product) is not None
+            assert getattr(own, product) is None or product in row.products
+            continue
+        for role, before, after in zip(roles, getattr(own, product), getattr(changed, product), strict=True):
+            if before == after:
+                continue
+            assert role == row.role and product in row.products
+            names = "format", "granularity", "rule", "power_of_two", "margin"
+            fields = {name for name in names if getattr(before, name) != getattr(after, name)}
+            assert fields in ({"format"}, {"rule"}, {"margin"}, {"format", "margin"}, {"rule", "margin"})
+            assert "margin" not in fields or after.margin == 0
+            seen += 1
+    return seen
+
+
 def test_what_no_gpu_multiplies_is_not_proposed() -> None:
     x, *_ = rows = Table(octavo.nn.Linear(16, 16, recipe=recipes.dynamic())).rows
     assert with_cast(x, rows, Cast(E5M2, PerTensor())) is None
@@ -92,6 +137,6 @@ def test_the_last_remedy_is_certain() -> None:
     rule = Delayed(4)
     *_, gradient = rows = Table(octavo.nn.Linear(16, 16, recipe=recipes.delayed(4))).rows
     found = list(remedies(gradient, rows, exponents_of(wide()), 1e-6, "smallest_subnormal"))
-    assert cast_of(gradient).rule == rule
+    assert gradient.cast.rule == rule
     assert [remedy.is_bound for remedy in found] == [False, True, True, False]
     assert found[-1].rule == '{"": {"grad_input": None, "grad_weight": None}}' and found[-1].share == 0

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import octavo
-from octavo import recipes
+from octavo import PerRow, PerTensor, recipes
 from tests.support.inspected import network, train
 
 np = pytest.importorskip("numpy")
@@ -20,7 +20,9 @@ def test_another_recipe_is_another_row(tmp_path: Path) -> None:
         train(model, range(2, 4), recorder)
     found = octavo.inspect.load(tmp_path)
     place = {row: at for at, row in enumerate(found.rows) if row.layer == "0" and row.role == "input"}
-    amax = {row.granularity: found.measures["amax"][:, at] for row, at in place.items() if "output" in row.products}
-    assert np.isnan(amax["PerTensor()"]).tolist() == [False, False, True, True]
-    assert np.isnan(amax["PerRow()"]).tolist() == [True, True, True, False]  # it came within the third step
+    amax = {
+        row.cast.granularity: found.measures["amax"][:, at] for row, at in place.items() if "output" in row.products
+    }
+    assert np.isnan(amax[PerTensor()]).tolist() == [False, False, True, True]
+    assert np.isnan(amax[PerRow()]).tolist() == [True, True, True, False]  # it came within the third step
     assert found.events == [(2, "switch", "by hand")]

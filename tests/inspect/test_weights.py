@@ -1,13 +1,18 @@
 """What is recorded of weights and moments."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import octavo
 from octavo import recipes
+from octavo.inspect.rows import Table
+from octavo.inspect.weights import WeightSamples
+from octavo.optim.state import for_kernel
 
 np = pytest.importorskip("numpy")
 
@@ -40,3 +45,83 @@ def test_weights_that_live_in_fp8(tmp_path: Path) -> None:
     found = octavo.inspect.load(tmp_path)
     assert np.isposinf(found.measures["sqnr"][0, 1])  # its codes are the weight
     assert 0.1 < found.weights["changed"][0].min()
+
+
+class Launches(TorchDispatchMode):
+    """Counts ops that compute: all but views."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def masters_of(model: nn.Module, optimizer: octavo.optim.AdamW) -> list[torch.Tensor]:
+    found = []
+    for layer in model:  # type: ignore[attr-defined]
+        master, _ = for_kernel(layer.weight, layer.weight.detach(), optimizer.state[layer.weight], optimizer.settings)
+        found.append(master.read_all(master.weight).double())  # type: ignore[union-attr]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("storage", "master"),
+    [
+        *((None, master) for master in ("split32", "split24", "fp16_scaled")),
+        *(("fp8", master) for master in ("split16", "split24", "fp16_scaled", "fp32")),
+        ("fp8 blocks", "split24"),
+    ],
+)
+def test_masters_and_what_is_seen_of_them(storage: str | None, master: str, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(136, 8, bias=False), nn.Linear(8, 136, bias=False)).bfloat16()  # two blocks each
+    recipe = recipes.blockwise() if storage == "fp8 blocks" else recipes.dynamic()
+    octavo.convert(model, recipe, lambda *_: True, weight_storage=storage and "fp8")  # type: ignore[arg-type]
+    optimizer = octavo.optim.AdamW(model.parameters(), 1e-6, master=master)  # type: ignore[arg-type]
+    values = []
+    with octavo.inspect.record(model, tmp_path, every=1, optimizer=optimizer) as recorder:
+        for _ in range(3):
+            model(torch.randn(16, 136, dtype=torch.bfloat16)).square().mean().backward()
+            optimizer.step()
+            recorder.step()
+            values.append(masters_of(model, optimizer))
+    found = octavo.inspect.load(tmp_path).weights
+    assert np.isnan(found["master_update"][0]).all()  # the first step makes it
+    for step in (1, 2):
+        moved = [after - before for before, after in zip(*values[step - 1 : step + 1], strict=True)]
+        expected = [change.square().mean().sqrt().item() for change in moved]
+        assert found["master_update"][step] == pytest.approx(expected, rel=1e-6)
+        changed = [(change != 0).double().mean().item() for change in moved]
+        assert found["master_changed"][step] == pytest.approx(changed)
+        assert (found["changed"][step] < np.array(changed) / 2).all()
+
+
+def test_a_weight_that_is_its_own_master_has_no_other(tmp_path: Path) -> None:
+    layer = octavo.nn.Linear(16, 16)
+    optimizer = octavo.optim.AdamW(layer.parameters())
+    with octavo.inspect.record(layer, tmp_path, every=1, optimizer=optimizer) as recorder:
+        for _ in range(2):
+            layer(torch.randn(8, 16)).sum().backward()
+            optimizer.step()
+            recorder.step()
+    found = octavo.inspect.load(tmp_path).weights
+    assert np.isnan(found["master_changed"]).all() and (found["changed"] > 0.9).all()
+
+
+@pytest.mark.parametrize("storage", [None, "fp8"])
+def test_more_layers_are_no_more_launches(storage: str | None) -> None:
+    counted = []
+    for layers in (2, 5):
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(layers))).bfloat16()
+        octavo.convert(model, recipes.dynamic(), lambda *_: True, weight_storage=storage)  # type: ignore[arg-type]
+        optimizer = octavo.optim.AdamW(model.parameters(), moments="fp8")
+        model(torch.randn(8, 64, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        table, samples = Table(model), WeightSamples()
+        samples.take(table.weights, optimizer)  # what is made once
+        samples.moved(table.weights, optimizer)
+        with Launches() as launches:
+            samples.take(table.weights, optimizer)
+            samples.moved(table.weights, optimizer)
+        counted.append(launches.count)
+    assert counted[0] == counted[1] < 100

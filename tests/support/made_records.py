@@ -7,22 +7,26 @@ from typing import Any
 
 import numpy as np
 
+from octavo import E4M3, E5M2, Cast, Delayed, Dynamic, PerTensor
 from octavo.inspect import Record
 from octavo.inspect.rows import Row
 from octavo.kernels.reference.cast_statistics import EXPONENTS, LOWEST
 
-CASTS = (  # role, products, format, largest
-    ("input", ("output", "grad_weight"), "E4M3", 448.0),
-    ("weight", ("output", "grad_input"), "E4M3", 448.0),
-    ("grad_output", ("grad_input", "grad_weight"), "E5M2", 57344.0),
+CASTS = (  # role, products, format
+    ("input", ("output", "grad_weight"), E4M3),
+    ("weight", ("output", "grad_input"), E4M3),
+    ("grad_output", ("grad_input", "grad_weight"), E5M2),
 )
+DELAYED = Delayed()
 
 
-def made(layers: int = 2, records: int = 4, rule: str = "Delayed(history_length=16, reduce='max')") -> Record:
+def made(layers: int = 2, records: int = 4, rule: Delayed | Dynamic = DELAYED) -> Record:
     """A record in which nothing is wrong: normal numbers under scales that fit them, one row a role."""
     random = np.random.default_rng(0)
     names = [f"model.layers.{place}.mlp" for place in range(layers)]
-    rows = [Row(name, *cast[:3], "PerTensor()", rule, cast[3]) for name in names for cast in CASTS]
+    rows = [
+        Row(name, role, products, Cast(format, PerTensor(), rule)) for name in names for role, products, format in CASTS
+    ]
     shape = (records, len(rows))
     amax = np.exp2(random.normal(0, 0.3, shape)) * np.resize([4.0, 1.0, 2.0**-12], len(rows))
     own = np.resize([31.5, 31.5, 25.5], len(rows))
@@ -42,6 +46,7 @@ def made(layers: int = 2, records: int = 4, rule: str = "Delayed(history_length=
         "changed": np.ones(moved),
         "first_flushed": np.zeros(moved),
         "second_flushed": np.zeros(moved),
+        **{f"master_{name}": np.full(moved, np.nan) for name in ("update", "resolution", "changed")},
     }
     steps = [50 * record for record in range(records)]
     loss = [float(4 + 6 * math.exp(-step / 9000)) for step in steps]
