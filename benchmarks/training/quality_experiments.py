@@ -70,7 +70,9 @@ EXPERIMENTS = {
     "dynamic, grad_weight alone": Experiment(dataclasses.replace(_dynamic, output=None, grad_input=None)),
     "dynamic, head too": Experiment("dynamic", head=_dynamic),
     "head alone": Experiment(head=_dynamic),
-    "rowwise, head too": Experiment("rowwise", head=recipes.rowwise()),
+    "dynamic, rowwise head": Experiment("dynamic", head=recipes.rowwise()),
+    "dynamic, FP8 moments": Experiment("dynamic", state=StateConfig("fp8")),
+    "dynamic, FP8 moments and weights, split24": Experiment("dynamic", state=StateConfig("fp8", "split24", "fp8")),
     "full stack": Experiment("dynamic", state=_FULL),
     "full stack in backward": Experiment("dynamic", state=dataclasses.replace(_FULL, update_in_backward=_IN_BACKWARD)),
     "full stack in backward, exact norm": Experiment(
@@ -83,6 +85,7 @@ _NAMED = ("bf16", *RECIPES)
 _CLIP = ("full stack in backward, exact norm", "bf16 in backward")
 _MORE = ("dynamic, E4M3 gradients", "dynamic, head too", "full stack", "full stack in backward", "float32")
 _PARTS = tuple(f"dynamic, {product} alone" for product in ("output", "grad_input", "grad_weight"))
+_STATES = ("dynamic, FP8 moments", "dynamic, FP8 moments and weights, split24")
 Stage = tuple[tuple[str, ...], str, Sequence[int]]  # experiments, size, seeds
 STAGES: tuple[Stage, ...] = (
     (_NAMED, "0.5M", range(2)),
@@ -97,7 +100,8 @@ STAGES: tuple[Stage, ...] = (
     (BASELINES + _NAMED + _MORE, "2.5M", range(3, 5)),
     (("bf16", "dynamic", "rowwise", "full stack"), "7.5M", range(2)),
     (_CLIP, "0.5M", range(5, 10)),
-    (("rowwise_with_gw_hp", "rowwise, head too", "head alone"), "0.5M", range(5)),
+    (("dynamic, rowwise head", *_STATES), "0.5M", range(5)),
+    (("rowwise_with_gw_hp", "head alone"), "0.5M", range(5)),
 )
 
 

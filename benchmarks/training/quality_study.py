@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.subjects import RESULTS, ROOT
-from benchmarks.training.quality_experiments import BASELINES, EXPERIMENTS, SIZES
+from benchmarks.training.quality_experiments import BASELINES, EXPERIMENTS, SIZES, STEPS
 
 PAGE = ROOT / "docs/study/training-quality.md"
 IMAGES = ROOT / "docs/images"
@@ -112,21 +112,14 @@ def _cell(found: Gap | None, digits: int = 2) -> str:
 def gaps_table() -> str:
     """Every experiment's gap from bf16."""
     runs = Runs(read("quality"))
-    sizes = [size for size in SIZES if any(row["size"] == size for row in runs.rows)]
-    header = ["experiment"]
-    for size in sizes:
-        header += [f"{size}: seeds", "loss, %", "weights alone, %", "forward alone, %"]
     rows = []
-    for experiment in EXPERIMENTS:
-        if experiment in BASELINES:
-            continue
-        found = [[runs.gap(experiment, size, measure) for measure in (OWN, LEARNED, FORWARD)] for size in sizes]
-        if not any(gap for size in found for gap in size):
-            continue
-        cells = [experiment]
-        for own, learned, forward in found:
-            cells += ["" if own is None else str(len(own.gaps)), _cell(own), _cell(learned), _cell(forward, 3)]
-        rows.append(cells)
+    for size in SIZES:
+        for experiment in EXPERIMENTS:
+            own, learned, forward, train = (runs.gap(experiment, size, m) for m in (OWN, LEARNED, FORWARD, TRAIN))
+            if own is not None and experiment not in BASELINES:
+                seeds = str(len(own.gaps))
+                rows.append([size, experiment, seeds, _cell(own), _cell(learned), _cell(forward, 3), _cell(train)])
+    header = ["size", "experiment", "seeds", "validation, %", "weights alone, %", "forward alone, %", "training, %"]
     return markdown(header, rows)
 
 
@@ -154,40 +147,56 @@ def chance_table() -> str:
 
 
 def gradient_table(groups: Sequence[str]) -> Callable[[], str]:
-    """Gradient errors of some groups, the last weights of each size."""
+    """Gradient errors of some groups, halfway through the run of the largest model that there are rows of."""
 
     def made() -> str:
-        found, lines = read("gradient_error"), []
-        rows = [row for row in found if row["group"] in groups]
-        last = {size: max((int(r["step"]) for r in rows if r["size"] == size), default=0) for size in SIZES}
-        variants = dict.fromkeys((row["group"], row["variant"]) for row in rows)
-        sizes = [size for size in SIZES if last[size]]
-        for group, variant in variants:
-            cells = [variant if len(groups) == 1 or group == "recipe" else f"{group}: {variant}"]
-            for size in sizes:
-                own = [r for r in rows if (r["group"], r["variant"], r["size"]) == (group, variant, size)]
-                row = next(r for r in own if int(r["step"]) == last[size])
-                cells += [
-                    f"{1 - float(row['cosine']):.5f}",
-                    f"{float(row['bias']):.1f}",
-                    signed(float(row["along"])),
-                    f"{float(row['noise']):.2f}",
-                    f"{signed(float(row['loss']), 3)} ± {float(row['loss_se']):.3f}",
-                    f"{signed(float(row['steps']))} ± {float(row['steps_se']):.2f}",
-                ]
-            lines.append(cells)
-        header = ["rounded"]
-        for size in sizes:
-            header += [f"{size}: 1 − cosine", "bias, %", "along, %", "noise, %", "loss, %", "steps, %"]
-        return markdown(header, lines)
+        rows = read("gradient_error")
+        size = next(size for size in reversed(SIZES) if any(row["size"] == size for row in rows))
+        rows = [row for row in rows if row["size"] == size and row["group"] in groups]
+        step = str(STEPS // 2)
+        header = [f"{size}, step {step}", "1 − cosine, %", "bias, %", "along, %", "noise, %", "loss, %"]
+        lines = [
+            [
+                row["variant"] if len(groups) == 1 else f"{row['group']}: {row['variant']}",
+                f"{100 * (1 - float(row['cosine'])):.3f}",
+                f"{float(row['bias']):.1f}",
+                _with_error(row, "along"),
+                f"{float(row['noise']):.2f}",
+                _with_error(row, "loss", 3),
+                _with_error(row, "steps"),
+                _with_error(row, "predicted", 3),
+            ]
+            for row in rows
+            if row["step"] == step
+        ]
+        return markdown([*header, "steps lost, %", "predicted, %"], lines)
 
     return made
+
+
+def steps_table() -> str:
+    """How the gradient errors of the recipe `dynamic` change along the run."""
+    lines = []
+    for row in read("gradient_error"):
+        if row["variant"] in ("dynamic", "output", "grad_input", "grad_weight") and row["group"] in (
+            "recipe",
+            "product",
+        ):
+            numbers = [f"{float(row[name]):.2f}" for name in ("bias", "noise")]
+            lines.append([row["size"], row["step"], row["variant"], *numbers, _with_error(row, "loss", 3)])
+    return markdown(["size", "step", "in FP8", "bias, %", "noise, %", "loss, %"], lines)
+
+
+def _with_error(row: Row, name: str, digits: int = 2) -> str:
+    value, error = float(row[name]), float(row[f"{name}_se"])
+    return f"{signed(value, digits)} ± {error:.{digits}f}" if error else "0"
 
 
 TABLES: dict[str, Callable[[], str]] = {
     "gaps": gaps_table,
     "chance": chance_table,
     **{group: gradient_table([group]) for group in ("recipe", "layers", "gradients", "rounding")},
+    "steps": steps_table,
     "operands": gradient_table(["product", "operand"]),
     "forward": gradient_table(["inputs", "weights"]),
 }
