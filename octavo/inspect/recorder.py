@@ -19,6 +19,7 @@ from octavo.inspect.weights import WeightSamples, count_weights
 from octavo.kernels.reference.cast_statistics import SUMS
 
 Scalar = float | Tensor
+SKIPPED = "skipped"  # a kind of event that arrives as a scalar does
 
 
 class _Reading(NamedTuple):
@@ -48,7 +49,7 @@ class Recorder:
         to: a folder for the record, made if absent; see octavo.inspect.load.
         every: record the first step and each of so many.
         optimizer: whose masters, and moments in FP8, are looked at too.
-        schedule: an octavo.schedule.PrecisionSchedule whose switches are noted.
+        schedule: an octavo.schedule.PrecisionSchedule whose switches, recoveries and skipped steps are noted.
         step: how many steps were done before, in the run that is gone on with: what the folder has beyond is dropped.
         group: the torch.distributed process group of the ranks that train together; all ranks, by default.
         on_record: called on rank 0 with a step and its numbers by name, as they are written: the scalars of each step,
@@ -112,6 +113,8 @@ class Recorder:
         """
         given = {"loss": loss, "grad_norm": grad_norm, **scalars}
         self._scalars += [(self._step, name, _kept(value)) for name, value in given.items() if value is not None]
+        if (left_out := self._left_out()) is not None:
+            self._scalars.append((self._step, SKIPPED, _kept(left_out)))
         for switch in self._known_switches()[len(self._switches) :]:
             self.event("recovery" if switch.phase < 0 else "switch", f"{switch.name}: {switch.reason}")
             self._switches.append(switch)
@@ -123,7 +126,11 @@ class Recorder:
         self._begin()
 
     def event(self, kind: str, text: str) -> None:
-        """Note what happened in the step under way: a "switch", a "recovery", a step that was "skipped"."""
+        """Note what happened in the step under way.
+
+        By itself a recorder notes each "switch" and "recovery" of its schedule, and each step that is "skipped" by that
+        or by an optimizer of octavo.optim. Others are the caller's to tell.
+        """
         if self._writer is not None:
             self._writer.add_event(self._step, kind, text)
 
@@ -149,6 +156,12 @@ class Recorder:
     @property
     def _is_recorded(self) -> bool:
         return self._step % self.every == 0
+
+    def _left_out(self) -> Tensor | None:
+        """A number, not 0 where the last step changed nothing; None where nobody could leave it out."""
+        optimizer = self.optimizer if self.schedule is None else self.schedule.optimizer
+        found = getattr(optimizer, "left_out", None)
+        return found if found is not None or self.schedule is None else self.schedule.left_out
 
     def _known_switches(self) -> list[Any]:
         return [] if self.schedule is None else list(self.schedule.switches)
@@ -200,7 +213,10 @@ class Recorder:
         assert self._writer is not None
         rows: dict[int, dict[str, float]] = {}
         for (step, name), value in zip(reading.scalars, reading.tensors["scalars"].tolist(), strict=True):
-            rows.setdefault(step, {})[name] = value if math.isfinite(value) else math.nan
+            if name != SKIPPED:
+                rows.setdefault(step, {})[name] = value if math.isfinite(value) else math.nan
+            elif value != 0:
+                self._writer.add_event(step, SKIPPED, "neither the weights nor the optimizer's state were touched")
         self._writer.add_scalars(rows)
         if "sums" in reading.tensors:
             if self._written is not reading.table:

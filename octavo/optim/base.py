@@ -242,6 +242,7 @@ class CompactOptimizer(Optimizer):
             skip = ~torch.isfinite(states.largest(gradients))
         if self.skip is not None:
             skip = self.skip if skip is None else skip + self.skip.to(skip.device)
+        self.left_out: Tensor | None = skip  # for who asks: not 0 where this step does nothing
         self.begin_step()
         self._run(params, skip, scale)
         if scale is not None:

@@ -95,6 +95,7 @@ class PrecisionSchedule:
         self._highest_lr = self._highest_ratio = 0.0
         self._watch: Watch | None = None
         self._observed = True
+        self.left_out: Tensor | None = None  # of the step last observed: not 0 where it is left out
         self._faulty = False  # whether torch's optimizer has to leave this step out
         self._left_out = False  # whether a GradScaler has left it out, or may
         self._targets = targets_of(model, optimizer, self.phases)
@@ -147,7 +148,7 @@ class PrecisionSchedule:
         if not gradients:
             raise RuntimeError("observe(loss) belongs between backward and optimizer.step(): there are no gradients")
         ranks = Ranks.of_process()
-        found = self._watch.look(
+        self.left_out = found = self._watch.look(
             ranks.mean(loss.detach().float()),
             largest(gradients),
             spikes=not self._recovering,  # where the loss may stay what it jumped to

@@ -1,7 +1,10 @@
 """Records of small trainings: that they change nothing, and what switches leave."""
 
+import json
+import math
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +12,8 @@ from torch._dynamo.testing import CompileCounter
 
 import octavo
 from octavo import recipes
+from octavo.inspect.report import to_json
+from octavo.schedule import Phase, PrecisionSchedule, Recovery
 from tests.support.inspected import network, train
 
 np = pytest.importorskip("numpy")
@@ -67,6 +72,45 @@ def test_a_compiled_model_is_compiled_twice_whatever_is_recorded(tmp_path: Path)
             recorder.step()
     layer(torch.randn(8, 32, requires_grad=True)).sum().backward()
     assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize("make", [octavo.optim.AdamW, torch.optim.AdamW], ids=["octavo", "torch"])
+def test_a_recovery_and_the_steps_it_skips_are_noted(make: Any, tmp_path: Path) -> None:
+    model = network(recipes.dynamic())
+    optimizer = make(model.parameters(), 1e-3)
+    recovery = Recovery(Phase(recipes.high_precision()), steps=3, check_every=2)
+    schedule = PrecisionSchedule(model, optimizer, [Phase(recipes.dynamic())], recovery)
+    with octavo.inspect.record(model, tmp_path, every=4, optimizer=optimizer, schedule=schedule) as recorder:
+        for step in range(10):
+            loss = model(torch.randn(40, 32)).square().mean() * (math.nan if step in (2, 3) else 1.0)
+            loss.backward()
+            schedule.observe(loss)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            recorder.step(loss=loss)
+    found = octavo.inspect.load(tmp_path)
+    assert sorted((step, kind) for step, kind, _ in found.events) == [
+        (2, "skipped"),
+        (3, "recovery"),
+        (3, "skipped"),
+        (6, "switch"),
+    ]
+    assert found.scalars.keys() == {"loss"}
+    assert [event["kind"] for event in json.loads(to_json(found, []))["events"]].count("recovery") == 1
+
+
+def test_steps_that_an_optimizer_leaves_out_are_noted(tmp_path: Path) -> None:
+    layer = octavo.nn.Linear(16, 16)
+    optimizer = octavo.optim.AdamW(layer.parameters(), skip_nonfinite=True)
+    with octavo.inspect.record(layer, tmp_path, optimizer=optimizer) as recorder:
+        for step in range(3):
+            (layer(torch.randn(8, 16)).sum() * (math.inf if step == 1 else 1.0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            recorder.step()
+    ((step, kind, _),) = octavo.inspect.load(tmp_path).events
+    assert (step, kind) == (1, "skipped")
 
 
 def test_numbers_are_handed_over_as_they_are_written(tmp_path: Path) -> None:
