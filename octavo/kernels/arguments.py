@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from octavo.formats import HIGH_PRECISION
 from octavo.granularity import ALL, Tile, scale_shape
 from octavo.kernels.activations import cast_shape
+from octavo.kernels.groups import check_offsets_kind, grouped_scale_shape, padded_columns, scale_rows
 from octavo.kernels.layouts import padded
 
 
@@ -104,6 +106,38 @@ class Operands(NamedTuple):
         return self.a.codes.shape[0], self.b.codes.shape[0]
 
 
+class Groups(NamedTuple):
+    """Which rows form groups, and what of them a cast writes."""
+
+    offsets: Tensor
+    as_is: bool = True
+    transpose: bool = False
+    pad: int = 1
+
+
+class GroupedOperands(NamedTuple):
+    """What a grouped product multiplies: a's rows in groups by b's matrices, or both along a contraction in groups."""
+
+    a: Pair
+    b: Pair
+    offsets: Tensor
+    bias: Tensor | None
+    pad: int = 1
+
+    @property
+    def has_ragged_rows(self) -> bool:
+        """Whether a's rows are in groups; else what is summed over."""
+        return self.b.codes.ndim == 3
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the product."""
+        rows = self.a.codes.shape[0]
+        if self.has_ragged_rows:
+            return rows, self.b.codes.shape[1]
+        return self.offsets.shape[0], rows, self.b.codes.shape[0]
+
+
 class NormGradient(NamedTuple):
     """What the gradient of a norm is made of."""
 
@@ -147,6 +181,53 @@ def _norm_backward(*flat: Any) -> tuple[Any, ...]:
 
 def _matmul(*flat: Any) -> tuple[Any, ...]:
     return _operands(*flat[:7]), *flat[7:]
+
+
+def _grouped_cast(x: Tensor, offsets: Tensor, *flat: Any) -> tuple[Any, ...]:
+    source, scaling = CastSource(x, *flat[9:]), _scaling(*flat[2:6], *flat[:2])
+    check_offsets_kind(offsets, x.device)
+    if source.h_scale_inv is None and x.dtype not in HIGH_PRECISION:
+        raise TypeError(f"{x.dtype} is not cast: give bfloat16, float16 or float32")
+    if scaling.delayed_scale is not None and scaling.tile != (ALL, ALL):
+        raise ValueError(f"a delayed scale is one for all, not for tiles of {scaling.tile}: tile is (-1, -1)")
+    return source, scaling, Groups(offsets, *flat[6:9])
+
+
+def _grouped_matmul(*flat: Any) -> tuple[Any, ...]:
+    a, b, bias = _operands(*flat[:6], flat[7])
+    operands = GroupedOperands(a, b, flat[6], bias, *flat[10:])
+    check_grouped_operands(operands)
+    return operands, *flat[8:10]
+
+
+def check_grouped_operands(operands: GroupedOperands) -> None:
+    """What a grouped product asks of its operands' shapes.
+
+    Raises:
+        TypeError: for offsets that are not int32.
+        ValueError: for operands, scales, a bias or offsets whose shapes don't fit, with both.
+    """
+    a, b, offsets, bias, _ = operands
+    check_offsets_kind(offsets, a.codes.device)
+    groups = offsets.shape[0]
+    if a.codes.shape[-1] != b.codes.shape[-1]:
+        sizes = f"{list(a.codes.shape)} and {list(b.codes.shape)}"
+        raise ValueError(f"operands of shapes {sizes} contract over their last dimensions, which differ")
+    if operands.has_ragged_rows:
+        what, found = "a's scale_inv has rows", a.scale_inv.shape[0]
+        expected = scale_rows(a.codes.shape[0], groups, a.tile[0])
+        if b.codes.shape[0] != groups:
+            raise ValueError(f"b holds {b.codes.shape[0]} matrices for {groups} groups")
+        if bias is not None and bias.shape != b.codes.shape[:2]:
+            raise ValueError(f"bias of shape {list(bias.shape)} needs {list(b.codes.shape[:2])}, a row a group")
+    else:
+        both = [(name, p.scale_inv.shape[1]) for name, p in (("a", a), ("b", b)) if p.tile[1] == ALL]
+        what, found = next(((f"{name}'s scale_inv has columns", n) for name, n in both if n != groups), ("", groups))
+        expected = groups
+        if bias is not None:
+            raise ValueError("a bias is added where a's rows are in groups: b is then [groups, N, K]")
+    if found != expected:
+        raise ValueError(f"{what}: {found}; {groups} groups need {expected}")
 
 
 def _scaling(dtype: torch.dtype, tile: Sequence[int], *rest: Any) -> Scaling:
@@ -200,6 +281,8 @@ _UNPACK: dict[str, Callable[..., tuple[Any, ...]]] = {
     "norm_cast_two_scalings": _norm_cast_two_scalings,
     "norm_backward": _norm_backward,
     "matmul": _matmul,
+    "grouped_cast": _grouped_cast,
+    "grouped_matmul": _grouped_matmul,
 }
 
 
@@ -231,6 +314,17 @@ def new_both_codes(x: Tensor, shape: Sequence[int], dtype: torch.dtype, output: 
 def no_codes(x: Tensor, dtype: torch.dtype) -> Tensor:
     """What an op returns for codes that were not asked for."""
     return x.new_empty((0, 0), dtype=dtype)
+
+
+def new_grouped(source: CastSource, scaling: Scaling, groups: Groups) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Where a grouped cast's codes, transposed ones, scale_inv and amax go, unwritten."""
+    x, shape, count = source.x, source.shape, groups.offsets.shape[0]
+    codes = new_codes(x, shape, scaling.dtype, groups.pad) if groups.as_is else no_codes(x, scaling.dtype)
+    laid = no_codes(x, scaling.dtype)
+    if groups.transpose:
+        laid = laid.new_empty((shape[1], padded_columns(shape[0], count, groups.pad)))
+    grid = grouped_scale_shape(shape, count, scaling.tile)
+    return codes, laid, laid_scales(x, grid, scaling.tile), laid_scales(x, grid, scaling.tile)
 
 
 def new_scales(x: Tensor, shape: Sequence[int], tile: Tile, transpose: bool = False) -> Tensor:

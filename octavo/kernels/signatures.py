@@ -28,6 +28,10 @@ Arguments that mean the same everywhere:
                    gamma and beta are [C]
     mean, rstd     [R] fp32, a norm's row statistics; mean is [0] for rms_norm
     keep           a norm returns y too, rounded to x's dtype; else [0, 0]
+    offsets        [G] int32: x's rows are in groups, which are matrices of their own (groups.py says where their codes
+                   and scales lie). Offsets that descend or go beyond the rows raise ValueError where the reference
+                   runs; elsewhere, where nobody waits for their values, they are cut to the rows, what descends is
+                   as a group without rows, what is computed means nothing, and no other memory is touched
 
 Ops are registered by torch.library.Library rather than by the custom_op decorator: 4 us against 17 us a call in eager.
 """
@@ -43,6 +47,7 @@ from torch import Tensor
 from octavo.kernels.arguments import (
     CastSource,
     Commit,
+    GroupedOperands,
     NormGradient,
     NormSource,
     Operands,
@@ -50,6 +55,7 @@ from octavo.kernels.arguments import (
     Scaling,
     new_both_codes,
     new_codes,
+    new_grouped,
     new_scales,
     new_statistics,
     new_sums,
@@ -110,6 +116,18 @@ SCHEMAS = {
     "multi_tensor_cast": "(Tensor[] xs, Tensor(a!)[] qdata, Tensor(b!)[] transposed, Tensor(c!)[] scale_inv, "
     "Tensor(d!)[] amax, Tensor[] delayed_scales, int role, int[2] tile, bool power_of_two, int margin, "
     "Tensor? skip=None) -> ()",
+    # each group's own cast: (qdata or [0, 0], transposed qdata [C, Rp] or [0, 0], scale_inv, amax). A delayed scale is
+    # one for all groups; where it is 0, a group's is that of its own amax. Codes of rows that are in no group are 0;
+    # scales that no group has are 1, their amaxes 0. pad: of C and, transposed, of each group's rows
+    "grouped_cast": f"(Tensor x, Tensor offsets, Tensor? delayed_scale, int role, {_CAST}, bool as_is=True, "
+    'bool transpose=False, int pad=1, str activation="", Tensor? preactivation=None, Tensor? h_scale_inv=None, '
+    "int[2] h_tile=[-1, -1]) -> (Tensor, Tensor, Tensor, Tensor)",
+    # each group's own product, contiguous. Of b [G, N, K]: rows of a [R, K] are in groups -> [R, N], rows in no group
+    # 0; a's scale_inv is as grouped_cast returns it, b's [G, ., .]; bias [G, N]. Of b [K, Rp]: the columns of a [N, Rp]
+    # and b are in groups of the sizes that offsets give, each padded to a multiple of pad -> [G, N, K], 0 of a group
+    # without rows; both scale_inv are .t() of what grouped_cast returns. Codes have any strides; the rest as of matmul
+    "grouped_matmul": "(Tensor a, Tensor a_scale_inv, int[2] a_tile, Tensor b, Tensor b_scale_inv, int[2] b_tile, "
+    "Tensor offsets, Tensor? bias, ScalarType out_dtype, bool fast_accum, int pad=1) -> Tensor",
     # a norm, cast: (qdata, transposed qdata or [0, 0], scale_inv, amax, mean, rstd, y)
     "norm_cast": f"({_NORM}, Tensor? delayed_scale, int role, {_CAST}, bool transpose, int pad=1, bool keep=False) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
@@ -154,6 +172,10 @@ def _fake_matmul(operands: Operands, out_dtype: torch.dtype, fast_accum: bool) -
     return operands.a.codes.new_empty(operands.shape, dtype=out_dtype)
 
 
+def _fake_grouped_matmul(operands: GroupedOperands, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
+    return operands.a.codes.new_empty(operands.shape, dtype=out_dtype)
+
+
 def _fake_norm_backward(gradient: NormGradient) -> tuple[Tensor, Tensor, Tensor]:
     x, gamma = gradient.x, gradient.gamma
     return x.new_empty(x.shape), gamma.new_empty(gamma.shape), gamma.new_empty(len(gamma) if gradient.with_beta else 0)
@@ -168,6 +190,8 @@ FAKES: dict[str, Callable[..., Any]] = unpacking(
         "cast_statistics": lambda *_: None,
         "delayed_update": lambda *_: None,
         "dequantize": lambda qdata, scale_inv, tile, dtype: qdata.new_empty(qdata.shape, dtype=dtype),
+        "grouped_cast": new_grouped,
+        "grouped_matmul": _fake_grouped_matmul,
         "matmul": _fake_matmul,
         "multi_tensor_cast": lambda *_: None,
         "note_faults": lambda *_: None,

@@ -12,9 +12,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import octavo.nn
 from octavo import kernels
+from octavo.kernels.groups import of_equal_groups
 from octavo.kernels.reference import KERNELS
 from octavo.kernels.signatures import FAKES, SCHEMAS
 from tests.support.definitions import same_bits
+from tests.support.groups import offsets_of
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 TILES = [(-1, -1), (1, -1), (-1, 1), (1, 128), (128, 128), (3, 5)]
@@ -92,6 +94,27 @@ def norms(shape: tuple[int, int], tile: tuple[int, int]) -> list[tuple[str, tupl
     return found
 
 
+def grouped(shape: tuple[int, int], tile: tuple[int, int]) -> list[tuple[str, tuple[Any, ...]]]:
+    """Arguments for the ops on rows in groups, one of which is empty; the last row is in none."""
+    cols, pad = shape[1], 1 if tile == (3, 5) else 16
+    offsets = torch.tensor([shape[0] // 3] * 2 + [max(shape[0] - 1, 0)], dtype=torch.int32)
+    found: list[tuple[str, tuple[Any, ...]]] = []
+    for scale in [None, state()[0]][: 2 if tile == (-1, -1) else 1]:
+        for x, *extras in [(x,) for x in inputs(shape, torch.bfloat16)] + produced_by(shape, (-1, -1))[:4]:
+            written = ((), (False, True, 16), (True, True, 2))[len(extras) % 3]
+            given = (*(written or (True, False, 1)), *extras[2:])  # of the column sums before these, groups have none
+            found.append(("grouped_cast", (x, offsets, scale, 1, E4M3, tile, True, 1, *given)))
+    cast = (None, 0, E4M3, tile, False, 0, True, True, pad)
+    q, t, scale_inv, _ = kernels.grouped_cast(torch.randn(shape), offsets, *cast)
+    w = torch.randn(3 * 5, cols)
+    w_codes = of_equal_groups(*kernels.grouped_cast(w, offsets_of([5] * 3), *cast)[::2], tile, (3, 5, cols))
+    for bias, dtype in ((None, torch.float32), (torch.randn(3, 5), torch.bfloat16)):
+        found.append(("grouped_matmul", (q, scale_inv, tile, w_codes[0], w_codes[1], tile, offsets, bias, dtype, True)))
+    laid = t, scale_inv.t(), tile[::-1]
+    found.append(("grouped_matmul", (*laid, *laid, offsets, None, torch.float32, False, pad)))
+    return found
+
+
 def cases(shape: tuple[int, int], tile: tuple[int, int]) -> list[tuple[str, tuple[Any, ...]]]:
     """Arguments for every op."""
     found: list[tuple[str, tuple[Any, ...]]] = []
@@ -100,7 +123,7 @@ def cases(shape: tuple[int, int], tile: tuple[int, int]) -> list[tuple[str, tupl
         found += casts(x, tile, [((), False), ((16, True), True), ((2,), False)])
     for i, (x, *extras) in enumerate(produced_by(shape, tile)):  # every other op each
         found += casts(x, tile, [(tuple(extras), len(extras) > 4)])[i % 2 :: 2]
-    found += norms(shape, tile)
+    found += norms(shape, tile) + grouped(shape, tile)
     found.append(("delayed_update", (*state(), torch.ones(1, 1), None, torch.zeros(1, 1), *UPDATE)))
     outputs = kernels.cast(torch.randn(shape), None, 0, E4M3, many_tile(tile), False, 0, True, 16)[:4]
     for delayed_scales in [[], [state()[0]]][: 2 if tile == (-1, -1) else 1]:

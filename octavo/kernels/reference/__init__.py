@@ -9,6 +9,8 @@ from octavo.kernels.reference.cast import cast, cast_and_commit, cast_two_scalin
 from octavo.kernels.reference.cast_statistics import cast_statistics
 from octavo.kernels.reference.codes import dequantize
 from octavo.kernels.reference.delayed_update import delayed_update
+from octavo.kernels.reference.grouped_cast import grouped_cast
+from octavo.kernels.reference.grouped_matmul import grouped_matmul
 from octavo.kernels.reference.matmul import matmul
 from octavo.kernels.reference.multi_tensor_cast import multi_tensor_cast
 from octavo.kernels.reference.norm import norm_backward
@@ -23,6 +25,8 @@ KERNELS: dict[str, Callable[..., Any]] = unpacking(
         "cast_statistics": cast_statistics,
         "delayed_update": delayed_update,
         "dequantize": dequantize,
+        "grouped_cast": grouped_cast,
+        "grouped_matmul": grouped_matmul,
         "matmul": matmul,
         "multi_tensor_cast": multi_tensor_cast,
         "note_faults": note_faults,

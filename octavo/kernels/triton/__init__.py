@@ -11,6 +11,8 @@ from octavo.kernels.triton.cast import amax, cast, cast_and_commit, cast_two_sca
 from octavo.kernels.triton.cast_statistics import cast_statistics
 from octavo.kernels.triton.delayed_update import delayed_update
 from octavo.kernels.triton.dequantize import dequantize
+from octavo.kernels.triton.grouped_cast import grouped_cast
+from octavo.kernels.triton.grouped_matmul import grouped_matmul
 from octavo.kernels.triton.launch import on_its_device
 from octavo.kernels.triton.matmul import matmul
 from octavo.kernels.triton.multi_tensor_cast import multi_tensor_cast
@@ -29,6 +31,8 @@ _KERNELS: dict[str, Callable[..., Any]] = {
     "cast_statistics": cast_statistics,
     "delayed_update": delayed_update,
     "dequantize": dequantize,
+    "grouped_cast": grouped_cast,
+    "grouped_matmul": grouped_matmul,
     "matmul": matmul,
     "multi_tensor_cast": multi_tensor_cast,
     "note_faults": note_faults,

@@ -1,0 +1,40 @@
+"""The cast of rows in groups: of each group its own, as reference/cast.py makes it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.arguments import CastSource, Groups, Output, Scaling, new_grouped
+from octavo.kernels.groups import Place, check_offsets, places
+from octavo.kernels.reference.cast import cast
+
+
+def grouped_cast(source: CastSource, scaling: Scaling, groups: Groups) -> tuple[Tensor, ...]:
+    """``octavo::grouped_cast``."""
+    offsets, as_is, transpose, pad = groups
+    q, t, scale_inv, amax = new_grouped(source, scaling, groups)
+    rows, cols = source.shape
+    ends = check_offsets(offsets, rows)
+    for codes in (q, t):
+        codes.view(torch.uint8).zero_()
+    scale_inv.fill_(1.0)
+    amax.zero_()
+    inputs = places(ends, source.h_tile[0])
+    for place, of_input in zip(places(ends, scaling.tile[0], pad), inputs, strict=True):
+        codes, _, found_inv, found, _ = cast(_group(source, of_input), scaling, Output())
+        scale_inv[place.scale_rows], amax[place.scale_rows] = found_inv, found
+        raw = codes.view(torch.uint8)
+        if as_is:
+            q.view(torch.uint8)[place.rows, :cols] = raw
+        if transpose:
+            t.view(torch.uint8)[:, place.columns] = raw.t()
+    return q, t, scale_inv, amax
+
+
+def _group(source: CastSource, place: Place) -> CastSource:
+    """What one group casts."""
+    x, activation, preactivation, h_scale_inv, h_tile = source
+    h = None if preactivation is None else preactivation[place.rows]
+    of_group = None if h_scale_inv is None else h_scale_inv[place.scale_rows]
+    return CastSource(x[place.rows], activation, h, of_group, h_tile)

@@ -1,0 +1,48 @@
+"""Rows in groups: sizes as a router might make them, and what each group alone is."""
+
+import random
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# no row at all; no group with one; one group; all awkward sizes and rows in no group (the last number)
+SIZES: list[tuple[list[int], int]] = [
+    ([0], 0),
+    ([0, 0, 0], 5),
+    ([17], 0),
+    ([0, 1, 17, 0, 40, 130, 0], 3),
+    ([1] * 5 + [0] * 123, 0),
+]
+
+
+def random_sizes(seed: int) -> tuple[list[int], int]:
+    """Sizes of up to 128 groups, and how many rows are in none; often fewer rows than groups."""
+    rng = random.Random(seed)
+    count = rng.choice([1, 3, 8, 128])
+    largest = rng.choice([0, 1, 2, 17, 70])
+    return [rng.choice([0, 1, rng.randint(0, largest)]) for _ in range(count)], rng.choice([0, 0, 1, 50])
+
+
+def offsets_of(sizes: Sequence[int]) -> Tensor:
+    """The groups' ends."""
+    return torch.tensor([*accumulate(sizes)], dtype=torch.int32)
+
+
+def slices_of(sizes: Sequence[int], multiple: int = 1) -> list[slice]:
+    """Where each group lies, if it begins where the one before ends, rounded up to a multiple."""
+    starts = accumulate((-(-size // multiple) * multiple for size in sizes), initial=0)
+    return [slice(start, start + size) for start, size in zip(starts, sizes, strict=False)]
+
+
+def scale_slices(sizes: Sequence[int], tile_rows: int) -> list[slice]:
+    """The rows of scale_inv of each group."""
+    counts = [1 if tile_rows == -1 else -(-size // tile_rows) for size in sizes]
+    return [slice(*both) for both in pairwise(accumulate(counts, initial=0))]
+
+
+def parts(tensor: Any, slices: Sequence[slice]) -> list[Any]:
+    """A tensor's rows by group; of anything else itself."""
+    return [tensor[rows] if isinstance(tensor, Tensor) else tensor for rows in slices]
