@@ -31,10 +31,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.common.measure import ROOT, table, write_results
+from benchmarks.common.measure import ROOT, provenance, table, write_results
 from benchmarks.training.gradient_rounding import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, Products, RoundedProducts, Rounding
 from benchmarks.training.gradient_rounding import products_of as of
-from benchmarks.training.quality_experiments import SIZES, STEPS, TOY, TOY_STEPS, Task, config_of
+from benchmarks.training.quality import results_path, rows_of
+from benchmarks.training.quality_experiments import BATCH, SIZES, STEPS, TOY, TOY_STEPS, Task, config_of
 from octavo import E5M2, PerBlock, PerRow, recipes
 from octavo.inspect.effects import DESCENT
 from octavo.train import BASELINE, GPT, Batches, Hooks, load_corpus, next_byte_loss, run
@@ -210,12 +211,14 @@ class Sums:
         }
 
 
-def compare(weights: Mapping[str, Tensor], task: Task, chosen: list[Variant], batches: int) -> list[dict[str, float]]:
-    """A row for each variant at these weights."""
+def compare(
+    weights: Mapping[str, Tensor], task: Task, chosen: list[Variant], batches: int, windows: int
+) -> list[dict[str, float]]:
+    """A row for each variant at these weights; ``windows``: of a batch."""
     config = config_of(task)
     model = build_model(config.model, BASELINE, task.seed)
     model.load_state_dict(weights)
-    data = Batches(load_corpus(), config.model.context, config.data.batch, task.seed)
+    data = Batches(load_corpus(), config.model.context, windows, task.seed)
     # those of steps that the run has not come to
     drawn = [data.training(2 * task.steps + number) for number in range(batches)]
     exactly = Gradient(model, None)
@@ -244,25 +247,37 @@ def main(arguments: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--size", default="2.5M", choices=SIZES)
-    parser.add_argument("--batches", type=int, default=32, help="of 8 windows each; an even number")
+    parser.add_argument("--batches", type=int, default=32, help="an even number")
+    parser.add_argument("--windows", type=int, default=BATCH, help="in a batch (default: as in training)")
+    parser.add_argument("--at", type=int, nargs="+", default=AT, help="after which steps")
     parser.add_argument("--groups", nargs="+", choices=list(dict.fromkeys(v.group for v in variants())))
     parser.add_argument("--state", type=Path, default=STATE, help="folder of the run's weights")
     parser.add_argument("--output", type=Path, help="another results file")
     parser.add_argument("--toy", action="store_true", help="a tiny model, 20 steps; needs --output")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    task, steps = Task("bf16", options.size, 0, STEPS), AT
+    task, steps = Task("bf16", options.size, 0, STEPS), tuple(options.at)
     if options.toy:
         task, steps = Task("bf16", TOY, 0, TOY_STEPS), (TOY_STEPS,)
     chosen = [v for v in variants() if options.groups is None or v.group in options.groups]
     found = weights_of(task, steps, options.state)
     rows: list[dict[str, Any]] = []
+    path = results_path("gradient_error", options.output)
     for step in steps:
-        for variant, row in zip(chosen, compare(found[step], task, chosen, options.batches), strict=True):
+        made = compare(found[step], task, chosen, options.batches, options.windows)
+        for variant, row in zip(chosen, made, strict=True):
             numbers = {name: f"{value:.6f}" if name == "cosine" else f"{value:.4f}" for name, value in row.items()}
-            named = {"size": task.size, "step": step, "group": variant.group, "variant": variant.name}
-            rows.append(named | numbers | {"batches": options.batches})
+            named = {"size": task.size, "windows": options.windows, "step": step}
+            named |= {"group": variant.group, "variant": variant.name}
+            rows.append(named | numbers | {"batches": options.batches} | provenance())
         print(table(rows[-len(chosen) :]), flush=True)
         if options.output or not options.toy:
-            write_results("gradient_error", rows, options.output)
+            write_results("gradient_error", merged(rows, path), path, origin={})
     return 0
+
+
+def merged(rows: list[dict[str, Any]], path: Path) -> list[dict[str, Any]]:
+    """Rows beside those of other sizes and batches that are there, small ones first."""
+    ran = {(row["size"], str(row["windows"])) for row in rows}
+    others = [row for row in rows_of(path) if (row["size"], row["windows"]) not in ran]
+    return sorted([*others, *rows], key=lambda row: (int(row["windows"]), row["size"]))

@@ -186,6 +186,12 @@ def locked(path: Path, wait: bool) -> Iterator[bool]:
             yield True
 
 
+def results_path(subject: str, given: Path | None) -> Path:
+    """Where rows are added: the given file, or the subject's of this device."""
+    folder = UNCOMMITTED if provenance()["commit"].endswith("+") else RESULTS
+    return given or folder / f"{subject}-{device_name()}.csv"
+
+
 def rows_of(path: Path) -> list[dict[str, str]]:
     """The rows of a results file, none where there is no file."""
     if not path.exists():
@@ -247,8 +253,7 @@ def main(arguments: list[str]) -> int:
         print("written:", *(os.path.relpath(path) for path in quality_study.write()))
         return 0
     torch.set_num_threads(1)
-    name = f"quality-{device_name()}.csv"
-    path = options.output or (UNCOMMITTED if provenance()["commit"].endswith("+") else RESULTS) / name
+    path = results_path("quality", options.output)
     tasks = list(dict.fromkeys(queue(STEPS)))
     tasks = [task for task in tasks if task.experiment in options.experiments and task.size in options.sizes]
     tasks = [task for task in tasks if options.seeds is None or task.seed in options.seeds]

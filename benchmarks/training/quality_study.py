@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from benchmarks.subjects import RESULTS, ROOT
-from benchmarks.training.quality_experiments import BASELINES, EXPERIMENTS, SIZES, STEPS
+from benchmarks.training.quality_experiments import BASELINES, BATCH, EXPERIMENTS, SIZES, STEPS
 
 PAGE = ROOT / "docs/study/training-quality.md"
 IMAGES = ROOT / "docs/images"
@@ -35,8 +37,8 @@ class Gap(NamedTuple):
 class Runs:
     """The rows of quality, and what they come to.
 
-    A gap is that from the mean of a seed's runs in bf16. All experiments of a size are taken to scatter alike, each has
-    too few seeds to tell: their standard deviation is pooled.
+    A gap is that from the mean of a seed's runs in bf16. All runs of a size are taken to scatter alike about what their
+    experiment and their seed make of a loss, as each experiment has too few seeds to tell.
     """
 
     def __init__(self, rows: Iterable[Row]) -> None:
@@ -45,41 +47,52 @@ class Runs:
     def gaps(self, experiment: str, size: str, measure: str) -> dict[int, float]:
         """By seed, where there is a run in bf16."""
         found = {}
-        for row in self.rows:
-            if (row["experiment"], row["size"]) != (experiment, size):
-                continue
-            base = self._base(row, LEARNED if measure == FORWARD else measure, experiment)
-            if measure == FORWARD:
-                found[int(row["seed"])] = 100 * (float(row[OWN]) / float(row[LEARNED]) - 1)
-            elif base:
-                found[int(row["seed"])] = 100 * (float(row[measure]) / statistics.mean(base) - 1)
+        for row in self.of(size, experiment):
+            base = [100.0] if measure == FORWARD else [value(own, measure) for own in self._base(row)]
+            if base:
+                found[int(row["seed"])] = 100 * (value(row, measure) / statistics.mean(base) - 1)
         return found
 
-    def _base(self, row: Row, measure: str, experiment: str) -> list[float]:
-        """The losses of this seed's runs in bf16, but for the experiment itself."""
+    def of(self, size: str, experiment: str = "") -> list[Row]:
+        """The rows of a size, and of an experiment alone."""
+        return [row for row in self.rows if row["size"] == size and experiment in ("", row["experiment"])]
+
+    def _base(self, row: Row) -> list[Row]:
+        """This seed's runs in bf16, but for the experiment itself."""
         alike = ("size", "seed", "steps", "device")
         return [
-            float(own[measure])
+            own
             for own in self.rows
             if own["experiment"] in BASELINES
-            and own["experiment"] != experiment
+            and own["experiment"] != row["experiment"]
             and all(own[key] == row[key] for key in alike)
         ]
 
     def deviation(self, size: str, measure: str) -> tuple[float, int]:
-        """The standard deviation of gaps about their experiment's mean, pooled, and its degrees of freedom."""
-        squares, freedom = 0.0, 0
-        for experiment in EXPERIMENTS:
-            gaps = [*self.gaps(experiment, size, measure).values()]
-            if experiment not in BASELINES and len(gaps) > 1:
-                squares += statistics.variance(gaps) * (len(gaps) - 1)
-                freedom += len(gaps) - 1
-        return (math.sqrt(squares / freedom) if freedom else math.nan), freedom
+        """A run's standard deviation, percent, about effects of experiment and seed that add; degrees of freedom."""
+        rows = self.of(size)
+        effects = [{"bf16" if row["experiment"] in BASELINES else row["experiment"], row["seed"]} for row in rows]
+        names = sorted(set[str]().union(*effects))
+        design = torch.tensor([[float(name in own) for name in names] for own in effects], dtype=torch.float64)
+        logarithms = torch.tensor([math.log(value(row, measure)) for row in rows], dtype=torch.float64)
+        if not rows or (freedom := len(rows) - int(torch.linalg.matrix_rank(design))) == 0:
+            return math.nan, 0
+        rest = logarithms - design @ torch.linalg.pinv(design) @ logarithms
+        return 100 * float(rest.square().sum() / freedom) ** 0.5, freedom
 
     def gap(self, experiment: str, size: str, measure: str) -> Gap | None:
         """An experiment's, None where there is no run of it."""
         gaps = self.gaps(experiment, size, measure)
-        return Gap(gaps, self.deviation(size, measure)[0] / math.sqrt(len(gaps))) if gaps else None
+        if not gaps:
+            return None
+        bases = [len(self._base(row)) for row in self.of(size, experiment) if int(row["seed"]) in gaps]
+        variances = [1.0 if measure == FORWARD else 1 + 1 / base for base in bases]
+        return Gap(gaps, self.deviation(size, measure)[0] * math.sqrt(sum(variances)) / len(gaps))
+
+
+def value(row: Row, measure: str) -> float:
+    """What a measure reads; FORWARD in percent, 100 for a forward that changes nothing."""
+    return 100 * float(row[OWN]) / float(row[LEARNED]) if measure == FORWARD else float(row[measure])
 
 
 def read(subject: str) -> list[Row]:
@@ -124,7 +137,7 @@ def gaps_table() -> str:
 
 
 def chance_table() -> str:
-    """How much of a gap is chance, by measure."""
+    """How much of a loss is chance, by measure."""
     runs, rows = Runs(read("quality")), []
     names = {
         OWN: "loss, as trained",
@@ -135,14 +148,19 @@ def chance_table() -> str:
     for size in SIZES:
         for measure, name in names.items():
             deviation, freedom = runs.deviation(size, measure)
-            repeated = [gap for base in BASELINES[1:] for gap in runs.gaps(base, size, measure).values()]
-            if not freedom and not repeated:
+            if not freedom:
                 continue
-            again = f"{math.sqrt(statistics.mean(gap**2 for gap in repeated)):.2f}" if repeated else ""
-            one = "" if math.isnan(deviation) else f"{deviation:.2f}"
-            needed = "" if math.isnan(deviation) else str(math.ceil((2 * deviation / 0.1) ** 2))
-            rows.append([size, name, one, str(freedom), again, str(len(repeated)), needed])
-    header = ["size", "measure", "σ of a gap, %", "degrees of freedom", "bf16 again, rms, %", "pairs"]
+            found = [runs.of(size, base) for base in BASELINES]
+            again = [
+                100 * math.log(value(row, measure) / value(first, measure))
+                for first in found[0]
+                for row in (*found[1], *found[2])
+                if row["seed"] == first["seed"]
+            ]
+            repeated = f"{math.sqrt(statistics.mean(gap**2 for gap in again)):.2f} ({len(again)})" if again else ""
+            needed = math.ceil((2 * deviation / 0.1) ** 2 * (1 + 1 / len(BASELINES)))
+            rows.append([size, name, f"{deviation:.2f} ({freedom})", repeated, str(needed)])
+    header = ["size", "measure", "σ of a run, % (degrees of freedom)", "between runs in bf16, rms, % (pairs)"]
     return markdown([*header, "seeds for ± 0.1 % at 2 σ"], rows)
 
 
@@ -152,7 +170,7 @@ def gradient_table(groups: Sequence[str]) -> Callable[[], str]:
     def made() -> str:
         rows = read("gradient_error")
         size = next(size for size in reversed(SIZES) if any(row["size"] == size for row in rows))
-        rows = [row for row in rows if row["size"] == size and row["group"] in groups]
+        rows = [row for row in as_trained(rows) if row["size"] == size and row["group"] in groups]
         step = str(STEPS // 2)
         header = [f"{size}, step {step}", "1 − cosine, %", "bias, %", "along, %", "noise, %", "loss, %"]
         lines = [
@@ -174,10 +192,30 @@ def gradient_table(groups: Sequence[str]) -> Callable[[], str]:
     return made
 
 
+def as_trained(rows: Iterable[Row]) -> list[Row]:
+    """Those of batches as the runs have them."""
+    return [row for row in rows if row["windows"] == str(BATCH)]
+
+
+def windows_table() -> str:
+    """How the noise that rounding adds, beside that of the batches, changes with the batch."""
+    rows = [row for row in read("gradient_error") if row["step"] == str(STEPS // 2)]
+    sizes = [size for size in SIZES if any(row["size"] == size and row["windows"] != str(BATCH) for row in rows)]
+    rows = [row for row in rows if row["size"] in sizes]
+    batches = sorted({int(row["windows"]) for row in rows})
+    found = {(row["size"], row["group"], row["variant"], int(row["windows"])): row["noise"] for row in rows}
+    lines = []
+    for size, group, variant in dict.fromkeys(key[:3] for key in found):
+        numbers = [found.get((size, group, variant, windows)) for windows in batches]
+        if all(number is not None for number in numbers):
+            lines.append([size, f"{group}: {variant}", *(f"{float(number or 0):.2f}" for number in numbers)])
+    return markdown(["size", "in FP8", *(f"noise, %, {windows} windows" for windows in batches)], lines)
+
+
 def steps_table() -> str:
     """How the gradient errors of the recipe `dynamic` change along the run."""
     lines = []
-    for row in read("gradient_error"):
+    for row in as_trained(read("gradient_error")):
         if row["variant"] in ("dynamic", "output", "grad_input", "grad_weight") and row["group"] in (
             "recipe",
             "product",
@@ -197,6 +235,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "chance": chance_table,
     **{group: gradient_table([group]) for group in ("recipe", "layers", "gradients", "rounding")},
     "steps": steps_table,
+    "windows": windows_table,
     "operands": gradient_table(["product", "operand"]),
     "forward": gradient_table(["inputs", "weights"]),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -321,3 +322,50 @@ def test_simulated_stochastic_rounding_and_hadamard_transforms_are_right_on_aver
     mixed = rounding.mixed((x, w), (rounding.Rounding(hadamard=True), None), generator)
     torch.testing.assert_close(mixed[0] @ mixed[1].t(), x @ w.t(), rtol=1e-5, atol=1e-5)
     assert (mixed[0] - x).abs().max() > 0.1
+
+
+def test_the_tables_of_the_study_of_quality_are_those_of_the_results() -> None:
+    assert importlib.import_module("benchmarks.training.quality_study").is_current()
+
+
+def test_gaps_are_from_the_mean_of_a_seeds_runs_in_bf16() -> None:
+    study = importlib.import_module("benchmarks.training.quality_study")
+    losses = {"bf16": (2.0, 3.0), "bf16 in 2 parts": (2.2, 3.0), "dynamic": (2.121, 3.06), "mx": (2.1, 2.97)}
+    rows = [
+        dict.fromkeys(("val_loss", "val_loss_bf16", "val_loss_average", "train_loss"), str(loss))
+        | {"experiment": name, "size": "0.5M", "seed": str(seed), "steps": "3000", "device": "cpu"}
+        for name, found in losses.items()
+        for seed, loss in enumerate(found)
+    ]
+    runs = study.Runs([*rows, rows[-1] | {"val_loss": "inf"}])
+    assert runs.gaps("dynamic", "0.5M", "val_loss") == pytest.approx({0: 1.0, 1: 2.0})
+    assert runs.gaps("bf16 in 2 parts", "0.5M", "val_loss") == pytest.approx({0: 10.0, 1: 0.0})
+    assert runs.gaps("dynamic", "0.5M", "forward") == pytest.approx({0: 0.0, 1: 0.0})
+    deviation, freedom = runs.deviation("0.5M", "val_loss")
+    found = runs.gap("mx", "0.5M", "val_loss")
+    assert freedom == 4  # of 8 runs, 3 experiments and 2 seeds
+    assert (found.mean, found.error) == pytest.approx(
+        (-0.5, deviation * 3**0.5 / 2)
+    )  # of two runs, and two each in bf16
+    assert runs.gap("rowwise", "0.5M", "val_loss") is None
+
+
+def test_the_deviation_of_a_run_is_what_experiments_and_seeds_leave() -> None:
+    study, torch = (importlib.import_module(name) for name in ("benchmarks.training.quality_study", "torch"))
+    names = ("bf16", "bf16 in 2 parts", "dynamic", "mx", "rowwise", "delayed")
+    rows = [
+        {"val_loss": str(math.exp(0.1 * seed + 0.2 * (place > 1) * place + 0.01 * float(torch.randn(()))))}
+        | {"experiment": name, "size": "0.5M", "seed": str(seed)}
+        for place, name in enumerate(names)
+        for seed in range(40)
+    ]
+    deviation, freedom = study.Runs(rows[1:]).deviation("0.5M", "val_loss")
+    assert freedom == 239 - 40 - 4 and deviation == pytest.approx(1, rel=0.15)  # three times its standard error
+
+
+@pytest.mark.full
+def test_figures_of_the_study_of_quality(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib").use("Agg")
+    study = importlib.import_module("benchmarks.training.quality_study")
+    monkeypatch.setattr(study, "IMAGES", tmp_path)
+    assert all(made().stat().st_size > 10_000 for made in (study.gaps_figure, study.curves_figure))
