@@ -359,7 +359,9 @@ def _inspect(options: argparse.Namespace, arguments: list[str]) -> int:
     if (source / inspection.FOLDER / "record.json").exists() and not asks(options):
         source = options.folder = source / inspection.FOLDER
     if source.is_file() or (checkpoint.RunFolder(source).holds_run() and not (source / "record.json").exists()):
-        return what_if_command(options, trained.trained_subject(source, options.data))
+        own = source / inspection.FOLDER
+        subject = trained.trained_subject(source, options.data)
+        return what_if_command(options, subject, own if (own / "record.json").exists() else None)
     return inspect_command(options) if source.exists() else what_if_command(options, entry_point(str(source)))
 
 

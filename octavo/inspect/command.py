@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from octavo.distributed.files import replacing
+from octavo.errors import first_line
 from octavo.inspect.files import files_of
 from octavo.inspect.findings import diagnose
-from octavo.inspect.record import load
+from octavo.inspect.record import RecordError, load
 from octavo.inspect.report import table, to_html, to_json
 
+WHAT_IF = "what_if.json"  # in a record's folder
 EVERY = 3.0  # seconds between two looks at a record that grows
 _CLEAR = "\x1b[2J\x1b[H"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``octavo inspect``."""
-    help = "a folder of octavo.inspect.record; a model: module:function, or a run of octavo train, or its checkpoint.pt"
+    help = "a folder of octavo.inspect.record, or a run with one; or a model: module:function, a run, a checkpoint.pt"
     parser.add_argument("folder", type=Path, metavar="RECORD_OR_MODEL", help=help)
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with all findings and plots")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the same as JSON")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the same as JSON; of a model what was found")
+    help = (
+        f"what was found of the model by --json, to draw beside (default: the record's own {WHAT_IF}, if there is one)"
+    )
+    parser.add_argument("--what-if", type=Path, metavar="FILE", help=help)
     parser.add_argument("--top", type=int, default=10, metavar="N", help="findings to print (default: 10)")
     parser.add_argument("--live", action="store_true", help="print anew as the record grows, until interrupted")
 
@@ -47,10 +55,28 @@ def inspect_command(options: argparse.Namespace) -> int:
 def _report(options: argparse.Namespace) -> str:
     record = load(options.folder)
     findings = diagnose(record)
+    what_if = _what_if(options)
     written = []
     for path, text in ((options.json, to_json), (options.html, partial(to_html, title=str(options.folder)))):
         if path is not None:
             with replacing(path) as file:
-                file.write(text(record, findings).encode())
+                file.write(text(record, findings, what_if=what_if).encode())
             written.append(f"wrote {path}")
     return "\n\n".join([table(record, findings, options.top), *written])
+
+
+def _what_if(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Rows of a WhatIf, from the file that was given or that the record's folder has.
+
+    Raises:
+        RecordError: for a file that holds none.
+    """
+    path = options.what_if or options.folder / WHAT_IF
+    if options.what_if is None and not path.exists():
+        return []
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))["what_if"]
+        return [row for row in found if {"layer", "recipe", "predicted"} <= row.keys()]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        why = "no what-if: write one by octavo inspect MODEL --json FILE"
+        raise RecordError(f"{path} holds {why} ({first_line(error)})") from error

@@ -20,6 +20,7 @@ import glob
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from octavo.cost.command import columns
 from octavo.cost.estimate import LinearWork
@@ -168,6 +169,12 @@ class WhatIf:
                 found.append(Cost(layer, own.name, share, seconds, saved))
         return found
 
+    def rows(self) -> list[dict[str, Any]]:
+        """Effects and their predicted losses for JSON, which has no inf and no NaN: None instead."""
+        found = (*self.whole.values(), *self.effects)
+        rows = [{**dataclasses.asdict(effect), "predicted": effect.predicted} for effect in found]
+        return [{name: value if _is_known(value) else None for name, value in row.items()} for row in rows]
+
     def __str__(self) -> str:
         lines = []
         for recipe, whole in self.whole.items():
@@ -179,6 +186,10 @@ class WhatIf:
         return "\n".join([*lines, LEGEND])
 
     __repr__ = __str__
+
+
+def _is_known(value: object) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 class _Choice:

@@ -81,7 +81,11 @@ def load(folder: str | Path) -> Record:
     try:
         form = json.loads((folder / "record.json").read_text())["format"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RecordError(f"{folder} holds no record: give the folder that octavo.inspect.record wrote to") from error
+        below = ", ".join(
+            str(path.parent) for depth in ("*", "*/*") for path in sorted(folder.glob(f"{depth}/record.json"))
+        )
+        why = f"give the folder that octavo.inspect.record wrote to{below and f', such as {below}'}"
+        raise RecordError(f"{folder} holds no record: {why}") from error
     if form != FORMAT:
         raise RecordError(f"{folder} holds a record of form {form}, which this octavo does not read: form {FORMAT}")
     tables = {

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib import resources
 from typing import Any
@@ -43,8 +43,11 @@ def table(record: Record, findings: Sequence[Finding], top: int) -> str:
     return "\n".join(lines)
 
 
-def to_json(record: Record, findings: Sequence[Finding]) -> str:
-    """Findings, and the numbers that the page draws, as JSON: shares of casts in %; NaN and inf are null."""
+def to_json(record: Record, findings: Sequence[Finding], what_if: Sequence[Mapping[str, Any]] = ()) -> str:
+    """Findings, and the numbers that the page draws, as JSON: shares of casts in %; NaN and inf are null.
+
+    ``what_if``: rows of a WhatIf of the model.
+    """
     bins = _Bins(len(record.steps))
     content = {
         "records": len(record.steps),
@@ -58,12 +61,13 @@ def to_json(record: Record, findings: Sequence[Finding]) -> str:
         "weights": [row for place in range(len(record.layers)) for row in _weights(record, place, bins)],
         "exponents": [_exponents(record, place, findings) for place in range(len(record.rows))],
         "scalars": {name: _curve(*pair) for name, pair in record.scalars.items()},
+        "what_if": what_if,
         "events": [{"step": step, "kind": kind, "text": text} for step, kind, text in record.events],
     }
     return json.dumps(_plain(content), separators=(",", ":"))
 
 
-def to_html(record: Record, findings: Sequence[Finding], title: str) -> str:
+def to_html(record: Record, findings: Sequence[Finding], title: str, what_if: Sequence[Mapping[str, Any]] = ()) -> str:
     """One page with all of it, which needs no network.
 
     Raises:
@@ -76,7 +80,7 @@ def to_html(record: Record, findings: Sequence[Finding], title: str) -> str:
     page = resources.files("octavo.inspect").joinpath("report.html").read_text(encoding="utf-8")
     parts = {
         "TITLE": title.replace("&", "&amp;").replace("<", "&lt;"),
-        "DATA": to_json(record, findings).replace("<", "\\u003c"),
+        "DATA": to_json(record, findings, what_if).replace("<", "\\u003c"),
         "LIBRARY": vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;"),
     }
     for name, part in parts.items():
@@ -151,7 +155,7 @@ def _exponents(record: Record, place: int, findings: Sequence[Finding]) -> dict[
         format = row.cast.format
         other = E5M2 if format is E4M3 else E4M3
         windows = [_window(format, scale_inv, " in use"), _window(other, amax / other.max, " of the amax")]
-    name = f"{row.layer} {row.role}, {' and '.join(row.products)}, {row.cast.format}"
+    name = f"{row.layer} {row.role}, {' and '.join(row.products)}, {row.cast}"
     step = record.steps[at] if record.steps else None
     return {"name": name, "layer": row.layer, "step": step, "share": share.round(1).tolist(), "windows": windows}
 

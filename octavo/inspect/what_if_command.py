@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import glob
 import importlib
+import json
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -16,6 +17,7 @@ from octavo import recipes
 from octavo.cost.rates import rates_of
 from octavo.distributed.files import replacing
 from octavo.errors import first_line
+from octavo.inspect.command import WHAT_IF
 from octavo.inspect.effects import Cost, WhatIf, WhatIfError, as_python
 from octavo.inspect.what_if import NAMES, check, compare
 from octavo.nn.candidates import MIN_FEATURES, features
@@ -104,10 +106,12 @@ def entry_point(name: str) -> Subject:
     return Subject(*parts)
 
 
-def what_if_command(options: argparse.Namespace, subject: Subject) -> int:
-    """Carries it out, and returns the exit code."""
-    if of_records := [f"--{name}" for name in ("html", "json", "live") if getattr(options, name, None)]:
-        raise WhatIfError(f"{', '.join(of_records)}: {options.folder} is a model, and these are for records")
+def what_if_command(options: argparse.Namespace, subject: Subject, record: Path | None = None) -> int:
+    """Carries it out, and returns the exit code; ``record``: the folder of the model's, whose page is to show it."""
+    if of_records := [f"--{name}" for name in ("html", "what_if", "live") if getattr(options, name, None)]:
+        raise WhatIfError(
+            f"{', '.join(of_records).replace('_', '-')}: {options.folder} is a model, and these are for records"
+        )
     if options.keep is not None and options.keep < 0:
         raise WhatIfError(f"--keep {options.keep}: needs at least 0 layers")
     if options.write is not None and options.keep is None and options.loss is None:
@@ -127,6 +131,10 @@ def what_if_command(options: argparse.Namespace, subject: Subject) -> int:
         rates=None if options.device is None else rates_of(options.device),
     )
     print(found)
+    for path in filter(None, (getattr(options, "json", None), record and record / WHAT_IF)):
+        with replacing(path) as file:
+            file.write(json.dumps({"what_if": found.rows()}).encode())
+        print(f"\nwrote {path}")
     if options.keep is None and options.loss is None:
         return 0
     chosen = found.recipe_map(keep=options.keep, loss=options.loss)

@@ -305,6 +305,10 @@ class _Run:
         if recipe is None or (getattr(recipe, "is_high_precision", False) and not config.state.schedule):
             self.progress.message(f"{self.result.name} has no layers in FP8: nothing of it is recorded")
             return None
+        if self.result.folder is not None:
+            self.progress.message(
+                f"{self.result.name} is recorded: octavo inspect {self.result.folder} says what it shows"
+            )
         return Inspection(self.trainer, self.result.folder, config.inspect, len(self.rows))
 
     def _end_inspection(self) -> str:

@@ -36,7 +36,27 @@ def test_the_page_is_written(tmp_path: Path) -> None:
     assert "octavo inspect: " in (tmp_path / "x.html").read_text()
 
 
+def test_what_was_found_of_the_model_is_shown_beside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record(tmp_path / "run")
+    row = {"layer": "0", "recipe": "mx", "predicted": 0.01}
+    (tmp_path / "run/what_if.json").write_text(json.dumps({"what_if": [row]}))
+    assert cli.main(["inspect", str(tmp_path / "run"), "--json", str(tmp_path / "x.json")]) == 0
+    assert json.loads((tmp_path / "x.json").read_text())["what_if"] == [row]
+    given = ["--json", str(tmp_path / "y.json"), "--what-if", str(tmp_path / "x.json")]
+    assert cli.main(["inspect", str(tmp_path / "run"), *given]) == 0
+    assert json.loads((tmp_path / "y.json").read_text())["what_if"] == [row]
+    for text in ("", "[]", '{"what_if": [1]}'):
+        (tmp_path / "run/what_if.json").write_text(text)
+        assert cli.main(["inspect", str(tmp_path / "run")]) == 2
+        assert "holds no what-if: write one by octavo inspect MODEL --json FILE" in capsys.readouterr().err
+
+
 def test_a_folder_without_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record(tmp_path / "below/run")
+    assert cli.main(["inspect", str(tmp_path / "below")]) == 2
+    assert f"such as {tmp_path / 'below/run'}" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    tmp_path = tmp_path / "empty"
     assert cli.main(["inspect", str(tmp_path)]) == 2
     assert "holds no record: give the folder that octavo.inspect.record wrote to" in capsys.readouterr().err
 

@@ -1,6 +1,7 @@
 """The report: as text, as JSON, and as a page in a browser."""
 
 import html
+import itertools
 import json
 import math
 import re
@@ -12,8 +13,10 @@ from typing import Any
 
 import pytest
 
+from octavo.cost.rates import PUBLISHED
 from octavo.errors import MissingExtraError
 from octavo.inspect import Finding, Record, diagnose
+from octavo.inspect.effects import Effect, WhatIf
 from octavo.inspect.report import COLUMNS, table, to_html, to_json
 
 np = pytest.importorskip("numpy")
@@ -47,6 +50,8 @@ found.redrawn = bars() !== first;
 const filter = document.getElementById("filter");
 filter.value = "layers.1.mlp"; filter.oninput({ target: filter }); await wait();
 found.filtered = cells(2); found.after = heights();
+found.legend = [...document.querySelectorAll("#loss .role-legend-label text")].map(text => text.textContent);
+found.bars = document.querySelectorAll("#what-if .mark-rect.role-mark path").length;
 found.labels = [...document.querySelectorAll("[role=graphics-document]")].map(e => e.ariaLabel);
 found.width = document.documentElement.scrollWidth;
 found.fetched = performance.getEntriesByType("resource").map(e => e.name);
@@ -60,6 +65,16 @@ def broken(layers: int, records: int) -> tuple[Record, list[Finding]]:
     record = put(made(layers, records), 3, assumed=6.0, clipped=0.03)
     put(record, 8, flushed=[0.0, 0.3, *[0.0] * (records - 3)])
     return record, diagnose(record)
+
+
+def what_if(layers: int, recipes: str = "dynamic delayed rowwise blockwise mx") -> list[dict[str, Any]]:
+    """What octavo.inspect.compare might find of the model of such a record."""
+    names = ["", *(f"model.layers.{place}.mlp" for place in range(layers))]
+    effects = [
+        Effect(name, recipe, *(0.03,) * 3, 1e-4, 1e-4 * (place + 1), 0.9999, 1.0, place % 2 == 0)
+        for place, (recipe, name) in enumerate(itertools.product(recipes.split(), names))
+    ]
+    return WhatIf({}, tuple(effects), {}, {}, PUBLISHED["H100"]).rows()
 
 
 def test_as_text() -> None:
@@ -98,7 +113,7 @@ def test_the_page_needs_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_page_of_a_long_training_is_small() -> None:
     pytest.importorskip("vl_convert")
     record, findings = broken(100, 1000)
-    page = to_html(record, findings, "run")
+    page = to_html(record, findings, "run", what_if(100))
     assert len(page.encode()) < LIMIT
     assert "<!--" not in page.split("</style>")[1].split("<script")[0]
 
@@ -108,15 +123,17 @@ def test_the_page_of_a_long_training_is_small() -> None:
 def test_the_page_in_a_browser(tmp_path: Path) -> None:
     pytest.importorskip("vl_convert")
     record, findings = broken(12, 40)
-    page = to_html(record, findings, "a <run> & more")
+    record.events.extend([(100, "recovery", "the loss is a spike"), (100, "skipped", "nothing was touched")])
+    page = to_html(record, findings, "a <run> & more", what_if(12, "dynamic mx"))
     found = looked_at(page, tmp_path)
-    plots = "loss flushed clipped sqnr assumed exponents amax resolution"
+    plots = "loss flushed clipped sqnr assumed exponents amax resolution what-if"
     assert found["sections"] == plots.split()
     assert len(found["colours"]) == 5 and min(found["colours"]) > 10, "a heat map is empty"
-    assert len(found["marks"]) == 3 and min(found["marks"]) > 2, "a plot is empty"
+    assert len(found["marks"]) == 4 and min(found["marks"]) > 2, "a plot is empty"
     assert found["severity"] == [f"{each.severity:.3g}" for each in findings] and len(findings) == 2
     assert found["up"] == ["50", "100"] and found["down"] == ["100", "50"] and found["sorted"] == "descending"
-    assert found["redrawn"]
+    assert found["redrawn"] and set(found["legend"]) == {"switch", "recovery", "skipped"}
+    assert found["bars"] == 2 * 2  # of all layers and of the one that the filter leaves, under two recipes
     assert found["filtered"] == ["model.layers.1.mlp"]
     assert all(after < before for after, before in zip(found["after"], found["before"], strict=True))
     assert len(found["labels"]) >= 8 and all(found["labels"])

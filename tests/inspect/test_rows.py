@@ -1,11 +1,13 @@
 """The rows of a record."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 import octavo
 from octavo import PerRow, PerTensor, recipes
+from octavo.inspect.report import to_json
 from tests.support.inspected import network, train
 
 np = pytest.importorskip("numpy")
@@ -25,4 +27,6 @@ def test_another_recipe_is_another_row(tmp_path: Path) -> None:
     }
     assert np.isnan(amax[PerTensor()]).tolist() == [False, False, True, True]
     assert np.isnan(amax[PerRow()]).tolist() == [True, True, True, False]  # it came within the third step
+    names = [row["name"] for row in json.loads(to_json(found, []))["exponents"]]
+    assert len(set(names)) == len(names) == len(found.rows)
     assert found.events == [(2, "switch", "by hand")]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 
 import pytest
 import torch
@@ -79,6 +80,15 @@ def test_it_writes_a_map_that_converts_the_model(folder, capsys, budget):
     names = [model[i].recipe.name for i in (0, 2)]
     assert names.count("high_precision") == 1 or "--loss" in budget
     assert isinstance(model[0], octavo.nn.Linear) and isinstance(model[2], octavo.nn.Linear)
+
+
+def test_what_was_found_is_written_for_the_page_of_a_record(folder, capsys):
+    (folder / "record").mkdir()
+    given = options("--recipes", "dynamic,mx", "--min-features", "16")
+    assert what_if_command(given, entry_point("what_if_user:training"), folder / "record") == 0
+    rows = json.loads((folder / "record/what_if.json").read_text())["what_if"]
+    assert [(row["recipe"], row["layer"]) for row in rows[:3]] == [("dynamic", ""), ("mx", ""), ("dynamic", "0")]
+    assert all(row["predicted"] > 0 for row in rows) and "wrote" in capsys.readouterr().out
 
 
 def test_without_a_budget_it_only_shows(folder, capsys):
