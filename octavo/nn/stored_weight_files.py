@@ -20,7 +20,14 @@ from torch import Tensor
 from octavo.granularity import PerTensor
 from octavo.tensor.scaled_tensor import ScaledTensor
 from octavo.tensor.sharded_weight import like_sharded, on_this_rank
-from octavo.tensor.stored_weight import GRANULARITIES, StoredWeight, cast_shard, has_powers_of_two, local_stored
+from octavo.tensor.stored_weight import (
+    GRANULARITIES,
+    StoredWeight,
+    cast_shard,
+    has_powers_of_two,
+    local_stored,
+    may_have,
+)
 
 SCALE_INV = "weight_scale_inv"
 
@@ -60,7 +67,7 @@ def load_stored(weight: Tensor | None, state_dict: dict[str, Any], prefix: str) 
             state_dict[key] = like_sharded(pair.dequantize(), given, shape)
         elif own is None:
             state_dict[key] = pair.dequantize()
-        elif has_powers_of_two(scale_inv):
+        elif may_have(own, scale_inv):
             state_dict[key] = StoredWeight(codes, scale_inv, dtype)
         else:
             state_dict[key] = StoredWeight.cast(pair.dequantize(), own.granularity)

@@ -30,7 +30,7 @@ from octavo.kernels.reference.master_weights import (
     values_with,
 )
 from octavo.numerics import scale_from_amax
-from octavo.tensor.stored_weight import StoredWeight, local_stored
+from octavo.tensor.stored_weight import StoredWeight, has_powers_of_two, local_stored
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,11 @@ class MasterForm:
         }
 
     def _new_state_of_codes(self, weight: StoredWeight) -> dict[str, Tensor]:
+        if not has_powers_of_two(weight.scale_inv):
+            raise ValueError(
+                f"a weight {tuple(weight.shape)} stored in FP8 was loaded while it was frozen, with scales that are no "
+                "powers of two, which an optimizer can't update: load it again with requires_grad"
+            )
         rest = weight.rest
         if rest is None or self.rest is None:
             rest = torch.zeros(weight.shape, dtype=torch.int8, device=weight.device)

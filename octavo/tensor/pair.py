@@ -30,8 +30,8 @@ class Operands(NamedTuple):
 
     ``amax`` [1, 1] fp32 is what a Delayed cast found; None where nothing was cast that way. ``column_sum`` [C] of the
     tensor's dtype, where it was asked for and the cast could find it. ``fresh``: just cast, not cached, so that amax is
-    still to be rolled into the history. ``refilled``: the pairs' tensors are written again, codes and scales together,
-    while a backward may still read them; what it saves is therefore themselves.
+    still to be rolled into the history. ``refilled``: the pairs' tensors belong to a weight in FP8, and are
+    written together, a gathered one's while a backward may still read them; what it saves is therefore themselves.
     """
 
     as_is: tuple[Tensor, Tensor] | None = None

@@ -1,7 +1,8 @@
 """StoredWeight: a parameter that lives in FP8, with no wider copy.
 
 It is a pair behind the facade of a high-precision matrix, to which gradients flow. Products read its codes as they are;
-octavo's optimizers write codes and scale_inv together. Nothing else changes it, and nothing dequantises it silently.
+octavo's optimizers write codes and scale_inv together. Nothing else changes it, and nothing dequantises it silently; an
+adapter may be merged into a frozen one (tensor/adapters.py).
 
 FSDP2 (fully_shard) cuts it into shards of rows, each of which is a StoredWeight too. Per tensor every shard has the
 scale of the whole; blocks have to lie on one rank each.
@@ -25,6 +26,7 @@ from octavo.kernels.reference.cast import transposed as transpose
 from octavo.kernels.reference.cast import with_padding
 from octavo.kernels.reference.master_weights import remainder_of, values_with
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
+from octavo.tensor.adapters import add_adapter, refuse_subtraction
 from octavo.tensor.pair import COPIES, MOVES, PLAIN_LIKE, Operands, Pair, moves
 from octavo.tensor.quantize import quantize
 from octavo.tensor.scaled_tensor import ScaledTensor, dequantized
@@ -38,6 +40,8 @@ GRANULARITIES = (PerTensor(), PerBlock(BLOCK, BLOCK))
 
 class StoredWeight(ShardHooks, Pair):
     """A weight [N, K] in E4M3 codes; its scale is a power of two, of the weight or of each block of 128 x 128.
+
+    A frozen one that was loaded may have other scales: only the optimizers need powers of two.
 
     Args:
         qdata: float8_e4m3fn [N, K], contiguous.
@@ -59,6 +63,7 @@ class StoredWeight(ShardHooks, Pair):
     is_shard: bool
     rest: Tensor | None = None  # int8 [N, K]: what the values that were cast are besides, until an optimizer takes it
     awaited: bool = False  # whether there is an optimizer that will
+    of_frozen: bool = False  # whether it is the ``.data`` of a parameter that is not trained
     REMEDY = (
         "of a weight that is stored in FP8. Optimize it with octavo.optim.AdamW, which writes codes and scales "
         "together (torch.optim can't); read it with .dequantize(), to average weights (EMA), say, and write it "
@@ -108,6 +113,16 @@ class StoredWeight(ShardHooks, Pair):
         """The address of its codes, by which others tell parameters apart; the facade itself has no memory."""
         return self.qdata.data_ptr()
 
+    @property
+    def data(self) -> Tensor:
+        """As any tensor's, over the same codes; only what is that (``weight.data += delta``) can be set."""
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, other: Tensor) -> None:
+        if not isinstance(other, StoredWeight) or other.qdata.data_ptr() != self.qdata.data_ptr():
+            raise UnsupportedOpError(f"weight.data = ... {self.REMEDY}")
+
     def pair(self) -> ScaledTensor:
         """The pair, over the same codes."""
         return ScaledTensor(self.qdata, self.scale_inv, self.granularity, self.dtype)
@@ -134,7 +149,7 @@ class StoredWeight(ShardHooks, Pair):
         if needs_transposed_codes(self.qdata.device) and not transposed:
             return Operands((with_padding(self.qdata, 16 if pads else 1), self.scale_inv), fresh=False)
         q_NK, q_KN = lay_out(self.qdata, pads)
-        return Operands((q_NK, self.scale_inv), (q_KN, self.scale_inv.t()), fresh=False)
+        return Operands((q_NK, self.scale_inv), (q_KN, self.scale_inv.t()), fresh=False, refilled=True)
 
     def shard(self) -> StoredWeight:
         """Itself, for FSDP2's hooks."""
@@ -168,7 +183,7 @@ class StoredWeight(ShardHooks, Pair):
     def take(self, other: Tensor) -> StoredWeight:
         """Take another's values: stored ones as they are, plain ones cast."""
         same_shape = isinstance(other, StoredWeight) and other.scale_inv.shape == self.scale_inv.shape
-        fits = same_shape and has_powers_of_two(other.scale_inv)  # type: ignore[attr-defined]
+        fits = same_shape and may_have(self, other.scale_inv)  # type: ignore[attr-defined]
         if self.is_shard and self.granularity == PerTensor() and not fits:
             raise UnsupportedOpError(
                 f"{tuple(self.shape)} is this rank's part of a weight with one scale, which ranks find together: write "
@@ -239,8 +254,18 @@ def lay_out(q_NK: Tensor, pads: bool) -> tuple[Tensor, Tensor]:
 
 
 def has_powers_of_two(scale_inv: Tensor) -> bool:
-    """Whether all scales are powers of two, as a stored weight's must be."""
+    """Whether all scales are powers of two, as those of a weight that is trained must be."""
     return scale_inv.is_meta or bool((torch.frexp(scale_inv)[0] == 0.5).all())
+
+
+def may_have(weight: Tensor, scale_inv: Tensor) -> bool:
+    """Whether a stored weight may have these scales: a frozen parameter any, others powers of two."""
+    return is_frozen(weight) or has_powers_of_two(scale_inv)
+
+
+def is_frozen(weight: Tensor) -> bool:
+    """Whether it is a parameter that is not trained."""
+    return isinstance(weight, torch.nn.Parameter) and not weight.requires_grad
 
 
 def shard_of_rows(weight: StoredWeight, start: int, stop: int) -> StoredWeight:
@@ -277,6 +302,18 @@ def _view(func: Any, weight: StoredWeight, size: Any) -> Any:
 
 def _copy(func: Any, own: Tensor, other: Tensor, *non_blocking: bool) -> Any:
     return own.take(other) if isinstance(own, StoredWeight) else NotImplemented
+
+
+def _detach(func: Any, weight: StoredWeight) -> StoredWeight:
+    found = weight.moved(aten.alias.default)
+    found.of_frozen = weight.of_frozen or is_frozen(weight)
+    return found
+
+
+def _add(func: Any, weight: StoredWeight, other: Tensor, *, alpha: float = 1) -> Any:
+    if weight.is_shard or not (weight.of_frozen or is_frozen(weight)):
+        return NotImplemented
+    return add_adapter(weight, other, alpha)
 
 
 def _empty_like(func: Any, weight: StoredWeight, *, dtype: Any = None, device: Any = None, **_: Any) -> StoredWeight:
@@ -338,6 +375,9 @@ StoredWeight.RULES = {
     **COPIES,
     **PLAIN_LIKE,
     aten.view.default: _view,
+    aten.detach.default: _detach,
+    aten.add_.Tensor: _add,
+    aten.sub_.Tensor: refuse_subtraction,
     aten.copy_.default: _copy,
     aten.empty_like.default: _empty_like,
     **dict.fromkeys((aten.uniform_.default, aten.normal_.default, aten.fill_.Scalar, aten.zero_.default), _initialize),

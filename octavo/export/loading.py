@@ -1,0 +1,340 @@
+"""FP8 checkpoints, as they lie on a hub, into a model whose weights live in FP8: codes stay codes.
+
+Read are the layouts of export/layouts.py and their kin: scales of 128 x 128 blocks, of a whole weight or of its rows,
+in float32, bfloat16 or E8M0, under ``weight_scale_inv`` or ``weight_scale``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from octavo.errors import MissingExtraError
+from octavo.export.layouts import BLOCK
+from octavo.granularity import Granularity, PerBlock, PerRow, PerTensor
+from octavo.nn.recipe_module import RecipeModule
+from octavo.tensor.parameters import put_into
+from octavo.tensor.scaled_tensor import ScaledTensor
+from octavo.tensor.sharded_weight import on_this_rank
+from octavo.tensor.stored_weight import StoredWeight, may_have
+
+SCALES = ("_scale_inv", "_scale")  # after a weight's name
+OF_INPUTS = re.compile(r"\.(input_scale|activation_scale|k_scale|v_scale|q_scale|output_scale)$")  # static casts
+Reader = Callable[[Path], Any]  # an open safetensors file
+
+
+class _Stored(NamedTuple):
+    """A tensor of the checkpoint: its file and key there; its scales', or None; shape and dtype as files name it."""
+
+    file: Path
+    key: str
+    scale: tuple[Path, str] | None
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def load_fp8(
+    model: nn.Module, folder: str | os.PathLike[str], strict: bool = True, device: torch.device | str = "cpu"
+) -> nn.Module:
+    """Load an FP8 checkpoint into a model that octavo.convert(..., weight_storage="fp8") has converted.
+
+    Codes become the layers' weights as they are, one tensor at a time, and no wider copy of the model is ever made; so
+    make the model on the meta device. A frozen weight takes any scales. One that is trained needs powers of two (as
+    octavo and DeepSeek-V3.1 write them): with others its codes are rounded anew, and the optimizer's master begins with
+    12 bits of the checkpoint's values. So it is where the scales are another granularity's than the recipe's.
+
+    Args:
+        model: with the checkpoint's names, or those that transformers gives them for this model. Parameters keep their
+            identity, dtype and device; those on the meta device come to ``device``.
+        folder: with ``config.json`` and ``model.safetensors``, or several files and ``model.safetensors.index.json``.
+        strict: raise where names are missing or left over, as load_state_dict does.
+        device: where parameters go that are on the meta device.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        FileNotFoundError: without these files.
+        ValueError: for a checkpoint that is not in FP8 or damaged, with what is wrong; layers that are not stored in
+            FP8; names or shapes that don't fit; sharded models. Nothing is changed then.
+        MissingExtraError: without safetensors.
+
+    Warns:
+        UserWarning: of weights whose codes were rounded anew, and of scales of inputs, which are the recipe's matter.
+
+    Source:
+        transformers' FineGrainedFP8Config; compressed-tensors' format "float-quantized".
+
+    Example:
+        >>> import pathlib, tempfile, torch, octavo
+        >>> layer = octavo.nn.Linear(256, 512, recipe=octavo.recipes.blockwise())
+        >>> with torch.device("meta"):
+        ...     other = torch.nn.Linear(256, 512)
+        >>> _ = octavo.convert(other, octavo.recipes.blockwise(), lambda module, name: True, "fp8")
+        >>> with tempfile.TemporaryDirectory() as parent:
+        ...     octavo.export.to_safetensors(layer, f"{parent}/served")
+        ...     octavo.export.load_fp8(other, f"{parent}/served").weight
+        StoredWeight((512, 256), torch.float32, PerBlock(128, 128))
+    """
+    try:
+        from safetensors import safe_open
+    except ImportError as error:
+        raise MissingExtraError("load_fp8 needs safetensors: pip install octavo[safetensors]") from error
+    with contextlib.ExitStack() as stack:
+        opened: dict[Path, Any] = {}
+
+        def reader(file: Path) -> Any:
+            if file not in opened:
+                opened[file] = stack.enter_context(_opened(safe_open, file))
+            return opened[file]
+
+        found = _tensors(Path(folder), reader)
+        targets = _targets(model, found, strict, reader)
+        rounded = [name for name, stored in targets.items() if _load(model, name, stored, reader, device)]
+    for module in model.modules():
+        if isinstance(module, RecipeModule):
+            module.reset_delayed_state()
+            module._weight_cache.clear()
+    if rounded:
+        warnings.warn(
+            f"{len(rounded)} weights were rounded to new codes, first {rounded[0]}: the checkpoint has them in high "
+            "precision, scaled by other tiles than the recipe's, or by what is no power of two, which weights that are "
+            "trained need (freeze the others before loading)",
+            stacklevel=2,
+        )
+    return model
+
+
+# --- the checkpoint ---------------------------------------------------------------------------------------------------
+
+
+def _tensors(folder: Path, reader: Reader) -> dict[str, _Stored]:
+    """What the checkpoint holds, by its own names, each FP8 weight with its scales.
+
+    Raises:
+        FileNotFoundError, ValueError: see ``load_fp8``.
+    """
+    _check_config(folder)
+    files = {key: folder / name for key, name in _weight_map(folder, reader).items()}
+    scales = {key: key.removesuffix(end) for key in files for end in SCALES if key.endswith(f"weight{end}")}
+    scale_of = {weight: (files[key], key) for key, weight in scales.items()}
+    found: dict[str, _Stored] = {}
+    for key, file in files.items():
+        if key in scales:
+            if scales[key] not in files:
+                raise ValueError(f"{folder}: there is {key} but no {scales[key]}")
+            continue
+        header = reader(file).get_slice(key)
+        found[key] = _Stored(file, key, scale_of.get(key), tuple(header.get_shape()), header.get_dtype())
+        if found[key].dtype.startswith("F8") and (found[key].dtype != "F8_E4M3" or key not in scale_of):
+            why = "without scales beside it" if found[key].dtype == "F8_E4M3" else "not in E4M3"
+            raise ValueError(f"{folder}: {key} is {found[key].dtype}, {why}; only E4M3 codes with scales can be read")
+    if not any(stored.scale for stored in found.values()):
+        raise ValueError(f"{folder} holds no FP8 weight; load it as transformers does, and octavo.convert the model")
+    return found
+
+
+def _check_config(folder: Path) -> None:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing: name a checkpoint's folder (huggingface_hub.snapshot_download)")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+    config = config.get("text_config", {}) | config  # of models of several kinds of input
+    quantization = config.get("quantization_config") or config.get("compression_config") or {}
+    method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
+    if method not in ("fp8", "compressed-tensors"):
+        raise ValueError(
+            f"{path}: quant_method is {method!r}; load_fp8 reads 'fp8' (fine-grained) and 'compressed-tensors'"
+        )
+    if block is not None and list(block) != [BLOCK, BLOCK]:
+        raise ValueError(f"{path}: weight_block_size is {block}; weights are stored in blocks of {[BLOCK, BLOCK]}")
+
+
+def _weight_map(folder: Path, reader: Reader) -> dict[str, str]:
+    """The file of each tensor."""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.is_file():
+        found: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        if absent := sorted({name for name in found.values() if not (folder / name).is_file()}):
+            raise FileNotFoundError(f"{folder}: {absent[0]} is missing, and {len(absent) - 1} more of {index.name}")
+        return found
+    if not single.is_file():
+        raise FileNotFoundError(f"{folder} holds neither {single.name} nor {index.name}")
+    return dict.fromkeys(reader(single).keys(), single.name)
+
+
+@contextlib.contextmanager
+def _opened(safe_open: Any, file: Path) -> Iterator[Any]:
+    try:
+        opened = safe_open(file, "pt")
+    except Exception as error:  # of safetensors' own class
+        raise ValueError(f"{file} is no whole safetensors file: {error}") from error
+    with opened as tensors:
+        yield tensors
+
+
+# --- the model --------------------------------------------------------------------------------------------------------
+
+
+def _targets(model: nn.Module, found: dict[str, _Stored], strict: bool, reader: Reader) -> dict[str, _Stored]:
+    """What is loaded into each of the model's tensors, by their names there.
+
+    Raises:
+        ValueError: see ``load_fp8``.
+    """
+    if (tie_weights := getattr(model, "tie_weights", None)) is not None:
+        tie_weights()  # accelerate's init_empty_weights parts what transformers ties
+    state = model.state_dict(keep_vars=True)
+    own = {key: tensor for key, tensor in state.items() if not _is_scale(key, state)}
+    renamed = _renaming(model, own)
+    named = {renamed(key): stored for key, stored in found.items()}
+    inputs = [key for key in named if key not in own and OF_INPUTS.search(key)]
+    ignored = [*inputs, *_expected_surplus(model, named)]
+    surplus = [key for key in named if key not in own and key not in ignored]
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    loaded = {id(parameters.get(key, own[key])) for key in named if key in own}
+    missing = [key for key, tensor in own.items() if id(parameters.get(key, tensor)) not in loaded]
+    if strict and (missing or surplus):
+        raise ValueError(
+            f"the model lacks {len(surplus)} of the checkpoint's tensors{_first(surplus)}, and the checkpoint "
+            f"{len(missing)} of the model's{_first(missing)}; strict=False leaves them out"
+        )
+    targets = {key: stored for key, stored in named.items() if key in own}
+    for key, stored in targets.items():
+        _check_target(model, key, stored, reader)
+    _check_meta(model, targets)
+    if inputs:
+        warnings.warn(f"{len(inputs)} scales of inputs are not read: the recipe casts those itself", stacklevel=3)
+    return targets
+
+
+def _is_scale(key: str, state: dict[str, Any]) -> bool:
+    return key.endswith("weight_scale_inv") and key.removesuffix("_scale_inv") in state
+
+
+def _first(names: list[str]) -> str:
+    return f" (first {names[0]})" if names else ""
+
+
+def _renaming(model: nn.Module, own: dict[str, Tensor]) -> Callable[[str], str]:
+    """What transformers calls a checkpoint's tensors in a model of its own; else their names."""
+    transformers = sys.modules.get("transformers")
+    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
+        return lambda key: key
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, rename_source_key
+
+    mapping = get_model_conversion_mapping(model)
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    renamings = [entry for entry in mapping if not isinstance(entry, WeightConverter)]
+
+    def renamed(key: str) -> str:
+        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, own)
+        if pattern is not None:
+            raise ValueError(f"{key} is joined with others by transformers ({name}), where FP8 codes can't go")
+        return name
+
+    return renamed
+
+
+def _expected_surplus(model: nn.Module, named: dict[str, _Stored]) -> list[str]:
+    """The names that transformers leaves out of a model of its own."""
+    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
+    return [key for key in named if any(re.search(pattern, key) for pattern in patterns)]
+
+
+def _check_target(model: nn.Module, key: str, stored: _Stored, reader: Reader) -> None:
+    module, parameter = _owner(model, key)
+    if on_this_rank(parameter) is not parameter:
+        raise ValueError(f"{key} is sharded; load_fp8 before fully_shard")
+    if tuple(parameter.shape) != stored.shape:
+        raise ValueError(f"{key} is {tuple(parameter.shape)} in the model and {stored.shape} in the checkpoint")
+    if stored.scale is not None and not isinstance(parameter, StoredWeight):
+        raise ValueError(
+            f"{key} is in FP8 in the checkpoint but not in the model, where it belongs to a {type(module).__name__}; "
+            "octavo.convert(model, recipe, select, weight_storage='fp8') with a select that takes this layer"
+        )
+    if stored.scale is not None:
+        _scales_of(stored, reader)
+
+
+def _check_meta(model: nn.Module, targets: dict[str, _Stored]) -> None:
+    """Raise ValueError for what would stay on the meta device."""
+    loaded = {id(_owner(model, key)[1]) for key in targets}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.is_meta and id(tensor) not in loaded and not name.endswith(("delayed_scale", "delayed_amax_history")):
+            raise ValueError(
+                f"{name} is on the meta device and not in the checkpoint: make the model within accelerate's "
+                "init_empty_weights(), which keeps buffers on theirs"
+            )
+
+
+def _owner(model: nn.Module, key: str) -> tuple[nn.Module, Tensor]:
+    """The module of a tensor's name, and the tensor itself."""
+    path, _, name = key.rpartition(".")
+    module = model.get_submodule(path)
+    return module, getattr(module, name)
+
+
+def _load(model: nn.Module, key: str, stored: _Stored, reader: Reader, device: Any) -> bool:
+    """Load one tensor; whether it had to be rounded to new codes."""
+    module, target = _owner(model, key)
+    place = torch.device(device) if target.is_meta else target.device
+    value: Tensor = reader(stored.file).get_tensor(stored.key).to(place, copy=True)
+    rounds = isinstance(target, StoredWeight)
+    if isinstance(target, StoredWeight):
+        value, rounds = _as_stored(target, value, stored, reader)
+    elif target.is_floating_point():
+        value = value.to(target.dtype)
+    with torch.no_grad():
+        if not target.is_meta:
+            target.copy_(value)
+        elif isinstance(target, nn.Parameter):
+            put_into(target, value)
+        else:
+            setattr(module, key.rpartition(".")[2], value)
+    return rounds
+
+
+def _as_stored(target: StoredWeight, value: Tensor, stored: _Stored, reader: Reader) -> tuple[StoredWeight, bool]:
+    """A stored weight of the target's kind, and whether it was rounded: codes as they are wherever that is possible."""
+    if stored.scale is None:
+        return StoredWeight.cast(value.to(target.dtype), target.granularity, target.requires_grad), True
+    scales, granularity = _scales_of(stored, reader)
+    scales = scales.to(value.device)
+    if scales.shape == target.scale_inv.shape and may_have(target, scales):
+        return StoredWeight(value, scales, target.dtype, target.granularity), False
+    values = ScaledTensor(value, scales, granularity, torch.float32).dequantize()
+    found = StoredWeight.cast(values, target.granularity, target.requires_grad)
+    return found.moved(lambda tensor: tensor, target.dtype), True
+
+
+def _scales_of(stored: _Stored, reader: Reader) -> tuple[Tensor, Granularity]:
+    """The scale_inv of codes [N, K], and which of them share one.
+
+    Raises:
+        ValueError: where these are no scales of such codes.
+    """
+    assert stored.scale is not None
+    file, name = stored.scale
+    scales: Tensor = reader(file).get_tensor(name).to(torch.float32, copy=True)
+    if not bool((scales.isfinite() & (scales > 0)).all()):
+        raise ValueError(f"{name} holds scales that are not finite and positive: the checkpoint is damaged")
+    shape = (1, 1) if scales.numel() == 1 else (*scales.shape, 1)[:2]
+    for granularity in (PerTensor(), PerBlock(BLOCK, BLOCK), PerRow()):
+        if granularity.scale_shape(stored.shape) == shape:
+            return scales.reshape(shape), granularity
+    raise ValueError(f"{name} of shape {tuple(scales.shape)} fits no layout of codes {stored.shape}")

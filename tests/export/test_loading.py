@@ -1,0 +1,313 @@
+import json
+import re
+import sys
+import types
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import octavo
+from octavo import recipes
+from octavo.errors import MissingExtraError
+from octavo.export.loading import load_fp8
+from octavo.export.rollout import iterate_fp8
+from octavo.tensor.stored_weight import StoredWeight, local_stored
+from tests.support.helpers import every_layer, to_fp8
+from tests.support.memory import peak_bytes
+
+safetensors = pytest.importorskip("safetensors.torch")
+pytest.importorskip("huggingface_hub")
+transformers = pytest.importorskip("transformers")
+
+HEAD_AS_IT_IS = {"lm_head": None}
+ANY_SCALES = recipes.blockwise(power_of_two=False)
+
+
+def llama(tied: bool = False) -> nn.Module:
+    sizes = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads, tie_word_embeddings=tied))
+
+
+def on_meta(kind=llama, recipe=ANY_SCALES, trained=False, **options) -> nn.Module:
+    """A converted model without memory, as a user makes one; its buffers have theirs."""
+    with pytest.importorskip("accelerate").init_empty_weights():
+        model = kind(**options).bfloat16().requires_grad_(trained)
+    return octavo.convert(model, octavo.RecipeMap(recipe, HEAD_AS_IT_IS), every_layer, "fp8")
+
+
+def written(folder, recipe=ANY_SCALES, **options) -> nn.Module:
+    """A model that ``folder`` holds, in evaluation."""
+    torch.manual_seed(0)
+    model = to_fp8(llama(**options).bfloat16(), octavo.RecipeMap(recipe, HEAD_AS_IT_IS)).eval()
+    octavo.export.to_safetensors(model, folder, "fine-grained" if "blockwise" in recipe.name else "compressed-tensors")
+    return model
+
+
+def assert_same_codes(found: nn.Module, model: nn.Module, layout: str = "fine-grained") -> None:
+    for (name, a, s), (other, b, t) in zip(iterate_fp8(found, layout), iterate_fp8(model, layout), strict=True):
+        assert name == other
+        assert torch.equal(a.float(), b.float()), name
+        assert s is t is None or torch.equal(s, t), name
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_codes_stay_codes(tmp_path, tied):
+    model = written(tmp_path / "out", tied=tied)
+    found = load_fp8(on_meta(tied=tied), tmp_path / "out").eval()
+    weight = found.model.layers[0].mlp.up_proj.weight
+    assert isinstance(weight, StoredWeight) and weight.dtype == torch.bfloat16
+    assert (found.lm_head.weight is found.model.embed_tokens.weight) == tied
+    assert_same_codes(found, model)
+    tokens = torch.randint(64, (2, 16))
+    assert torch.equal(found(tokens).logits, model(tokens).logits)
+
+
+@pytest.mark.parametrize("scale_fmt", ["float", "ue8m0"])
+def test_what_transformers_writes_is_read_as_transformers_reads_it(tmp_path, monkeypatch, scale_fmt):
+    """Codes by its own quantiser, and its own dequantised model."""
+    from transformers.integrations.finegrained_fp8 import Fp8Quantize
+    from transformers.quantizers import quantizer_finegrained_fp8
+
+    folder = tmp_path / "out"
+    written(folder)
+    quantizer = types.SimpleNamespace(quantization_config=transformers.FineGrainedFP8Config(scale_fmt=scale_fmt))
+    state = {}
+    for key, tensor in llama().bfloat16().state_dict().items():
+        state |= Fp8Quantize(quantizer).convert({key: tensor}) if "_proj" in key else {key: tensor}
+    safetensors.save_file(state, folder / "model.safetensors", {"format": "pt"})
+    found = load_fp8(on_meta(), folder)
+    monkeypatch.setattr(quantizer_finegrained_fp8, "is_accelerate_available", lambda: True)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    for name, parameter in found.named_parameters():
+        stored = local_stored(parameter)
+        value = parameter if stored is None else stored.dequantize()
+        assert torch.equal(value, theirs.get_parameter(name)), name
+    if scale_fmt == "ue8m0":  # powers of two: trained weights too are what the file has
+        assert_same_codes(load_fp8(on_meta(trained=True), folder), found)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "channel"])
+def test_compressed_tensors(tmp_path, kind):
+    """One scale a weight stays; those of rows become one, within a rounding of the codes."""
+    recipe = recipes.dynamic() if kind == "tensor" else recipes.rowwise()
+    model = written(tmp_path / "out", recipe)
+    if kind == "tensor":
+        assert_same_codes(load_fp8(on_meta(recipe=recipe), tmp_path / "out"), model, "compressed-tensors")
+        return
+    with pytest.warns(UserWarning, match="14 weights were rounded to new codes, first model"):
+        found = load_fp8(on_meta(recipe=recipes.dynamic()), tmp_path / "out")
+    for name, codes, scale in iterate_fp8(model, "compressed-tensors", fp8_only=True):
+        stored = found.get_parameter(name)
+        expected = StoredWeight.cast(codes.float() * scale)
+        assert torch.equal(stored.qdata.float(), expected.qdata.float())
+        assert torch.equal(stored.scale_inv, expected.scale_inv)
+
+
+def test_trained_weights_with_other_scales_begin_with_the_values_of_the_file(tmp_path):
+    model = written(tmp_path / "out")
+    with pytest.warns(UserWarning, match="14 weights were rounded .* no power of two"):
+        found = load_fp8(on_meta(trained=True), tmp_path / "out")
+    for name, codes, scale in iterate_fp8(model, fp8_only=True):
+        values = codes.float() * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        stored = found.get_parameter(name)
+        assert (stored.scale_inv.frexp()[0] == 0.5).all()
+        before = stored.before_cast().float()
+        assert ((before - values).abs() <= values.abs() * 2**-8 + 2**-20 * values.abs().max()).all()  # bf16's own
+        assert not torch.equal(stored.dequantize().float(), values)
+    optimizer = octavo.optim.AdamW(found.parameters(), lr=1e-3)
+    tokens = torch.randint(64, (2, 16))
+    losses = []
+    for _ in range(4):
+        losses.append(found(input_ids=tokens, labels=tokens).loss)
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < losses[0] - 0.05
+    assert isinstance(found.model.layers[0].mlp.up_proj.weight, StoredWeight)
+
+
+def test_weights_loaded_frozen_with_other_scales_are_no_optimizers(tmp_path):
+    written(tmp_path / "out")
+    found = load_fp8(on_meta(), tmp_path / "out").requires_grad_(True)
+    tokens = torch.randint(64, (2, 16))
+    found(input_ids=tokens, labels=tokens).loss.backward()
+    with pytest.raises(ValueError, match="loaded while it was frozen, with scales that are no powers of two"):
+        octavo.optim.AdamW(found.parameters(), lr=1e-3).step()
+
+
+def test_a_state_dict_of_frozen_weights_with_other_scales_is_loaded_as_it_is(tmp_path):
+    model = written(tmp_path / "out")
+    found = load_fp8(on_meta(), tmp_path / "out")
+    other = octavo.convert(
+        llama().bfloat16().requires_grad_(False), octavo.RecipeMap(ANY_SCALES, HEAD_AS_IT_IS), every_layer, "fp8"
+    )
+    other.load_state_dict(found.state_dict())
+    assert_same_codes(other, model)
+
+
+def test_gradients_pass_frozen_weights_with_any_scales(tmp_path):
+    """As they pass the same codes, whatever the recipe says of its own scales."""
+    model = written(tmp_path / "out")
+    x = torch.randn(32, 128, dtype=torch.bfloat16)
+    gradients = []
+    for net in (model.train(), load_fp8(on_meta(), tmp_path / "out"), load_fp8(on_meta(), tmp_path / "out")):
+        if len(gradients) == 2:  # scales of inputs that are powers of two, and then no longer equal
+            octavo.set_recipe(net, octavo.RecipeMap(recipes.blockwise(), HEAD_AS_IT_IS))
+        leaf = x.clone().requires_grad_()
+        net.model.layers[0].mlp.up_proj(leaf).sum().backward()
+        gradients.append(leaf.grad)
+    assert torch.equal(gradients[0], gradients[1])
+    torch.testing.assert_close(gradients[2], gradients[0], rtol=0.1, atol=0.1 * gradients[0].abs().max().item())
+
+
+def deep(width: int = 512, layers: int = 8) -> nn.Module:
+    return nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(layers)])
+
+
+def test_no_wider_copy_is_made(tmp_path):
+    octavo.export.to_safetensors(to_fp8(deep().bfloat16(), ANY_SCALES), tmp_path / "out")
+    codes, mapped = 8 * 512 * 512, (tmp_path / "out" / "model.safetensors").stat().st_size
+    for trained, bound in (
+        (False, 1.13),
+        (True, 4.0),
+    ):  # as many bytes wait for an optimizer
+        with torch.device("meta"):
+            model = deep().bfloat16().requires_grad_(trained)
+        octavo.convert(model, ANY_SCALES, weight_storage="fp8")
+
+        def load(model=model):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                load_fp8(model, tmp_path / "out")
+
+        assert peak_bytes(load) - mapped < bound * codes  # the file is mapped, which is counted, not read
+
+
+def test_names_are_mapped_as_transformers_maps_them(tmp_path):
+    model = written(tmp_path / "out")
+    with pytest.importorskip("accelerate").init_empty_weights():
+        backbone = transformers.LlamaModel(model.config).bfloat16().requires_grad_(False)
+    octavo.convert(backbone, ANY_SCALES, every_layer, "fp8")
+    with pytest.raises(ValueError, match=r"lacks 1 of the checkpoint's tensors \(first lm_head.weight\)"):
+        load_fp8(backbone, tmp_path / "out")
+    load_fp8(backbone, tmp_path / "out", strict=False)
+    assert_same_codes(backbone, model.model)
+
+
+def test_a_model_with_memory_is_written_in_place(tmp_path):
+    model = written(tmp_path / "out")
+    found = octavo.convert(
+        llama().bfloat16().requires_grad_(False), octavo.RecipeMap(ANY_SCALES, HEAD_AS_IT_IS), every_layer, "fp8"
+    )
+    parameters = {name: (id(p), p.data_ptr()) for name, p in found.named_parameters()}
+    load_fp8(found, tmp_path / "out")
+    assert parameters == {name: (id(p), p.data_ptr()) for name, p in found.named_parameters()}
+    assert_same_codes(found, model)
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+def layer(folder, **changes) -> nn.Module:
+    """A checkpoint of one layer, whose tensors are changed, and a model for it."""
+    octavo.export.to_safetensors(octavo.nn.Linear(256, 256, recipe=recipes.blockwise()), folder)
+    tensors = safetensors.load_file(folder / "model.safetensors") | changes
+    kept = {key: tensor for key, tensor in tensors.items() if tensor is not None}
+    safetensors.save_file(kept, folder / "model.safetensors")
+    return octavo.convert(nn.Linear(256, 256), recipes.blockwise(), every_layer, "fp8")
+
+
+NAN = torch.tensor([[1.0, float("nan")], [1.0, 1.0]])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"weight_scale_inv": None}, "weight is F8_E4M3, without scales beside it"),
+        ({"weight": None}, "there is weight_scale_inv but no weight"),
+        ({"weight": torch.zeros(256, 256).to(torch.float8_e5m2)}, "weight is F8_E5M2, not in E4M3"),
+        ({"weight": torch.zeros(128, 256).to(torch.float8_e4m3fn)}, r"weight is \(256, 256\) in the model and \(128"),
+        ({"weight_scale_inv": torch.ones(3, 2)}, r"weight_scale_inv of shape \(3, 2\) fits no layout of codes"),
+        ({"weight_scale_inv": NAN}, "weight_scale_inv holds scales that are not finite and positive"),
+        ({"bias": None}, r"lacks 0 of the checkpoint's tensors, and the checkpoint 1 of the model's \(first bias\)"),
+        ({"more": torch.ones(2)}, r"lacks 1 of the checkpoint's tensors \(first more\)"),
+        ({"weight": torch.ones(256, 256), "weight_scale_inv": None}, "holds no FP8 weight"),
+    ],
+)
+def test_a_bad_checkpoint_is_refused(tmp_path, changes, message):
+    model = layer(tmp_path / "out", **changes)
+    before = model.state_dict()["weight"].clone()
+    with pytest.raises(ValueError, match=message):
+        load_fp8(model, tmp_path / "out")
+    assert torch.equal(model.weight.qdata.view(torch.uint8), before.squeeze(1))
+
+
+def test_a_damaged_or_absent_file_is_named(tmp_path):
+    model = layer(tmp_path / "out")
+    file = tmp_path / "out" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(ValueError, match=re.escape(f"{file} is no whole safetensors file")):
+        load_fp8(model, tmp_path / "out")
+    file.unlink()
+    with pytest.raises(FileNotFoundError, match="holds neither model"):
+        load_fp8(model, tmp_path / "out")
+    index = {"weight_map": {"weight": "model-00001-of-00002.safetensors"}}
+    (tmp_path / "out" / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(FileNotFoundError, match=r"model-00001-of-00002\.safetensors is missing"):
+        load_fp8(model, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "message"),
+    [
+        (None, FileNotFoundError, "config.json is missing"),
+        ("{", ValueError, "config.json is no JSON"),
+        ("{}", ValueError, "quant_method is None; load_fp8 reads 'fp8'"),
+        ('{"quantization_config": {"quant_method": "gptq"}}', ValueError, "quant_method is 'gptq'"),
+        ('{"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}}', ValueError, r"\[64, 64\]"),
+    ],
+)
+def test_another_kind_of_checkpoint_is_refused(tmp_path, config, error, message):
+    model = layer(tmp_path / "out")
+    (tmp_path / "out" / "config.json").unlink()
+    if config is not None:
+        (tmp_path / "out" / "config.json").write_text(config)
+    with pytest.raises(error, match=message):
+        load_fp8(model, tmp_path / "out")
+
+
+def test_a_model_that_cannot_take_codes_is_refused(tmp_path):
+    layer(tmp_path / "out")
+    plain = to_fp8(nn.Linear(256, 256), recipes.blockwise())
+    with pytest.raises(ValueError, match=r"weight is in FP8 in the checkpoint but not in the model.*weight_storage"):
+        load_fp8(plain, tmp_path / "out")
+
+
+def test_a_buffer_that_nobody_fills_is_named(tmp_path):
+    written(tmp_path / "out")
+    with torch.device("meta"):
+        model = llama().bfloat16().requires_grad_(False)
+    octavo.convert(model, octavo.RecipeMap(ANY_SCALES, HEAD_AS_IT_IS), every_layer, "fp8")
+    with pytest.raises(ValueError, match=r"rotary_emb.inv_freq is on the meta device .*init_empty_weights"):
+        load_fp8(model, tmp_path / "out")
+
+
+def test_scales_of_inputs_are_not_lost_silently(tmp_path):
+    model = layer(tmp_path / "out", input_scale=torch.ones(1))
+    holder, config = nn.ModuleDict({"a": model}), (tmp_path / "out" / "config.json").read_text()
+    tensors = safetensors.load_file(tmp_path / "out" / "model.safetensors")
+    (tmp_path / "named").mkdir()
+    safetensors.save_file({f"a.{key}": value for key, value in tensors.items()}, tmp_path / "named/model.safetensors")
+    (tmp_path / "named" / "config.json").write_text(config)
+    with pytest.warns(UserWarning, match="1 scales of inputs are not read"):
+        load_fp8(holder, tmp_path / "named")
+
+
+def test_an_absent_library_is_named(tmp_path, monkeypatch):
+    model = layer(tmp_path / "out")
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(MissingExtraError, match=r"pip install octavo\[safetensors\]"):
+        load_fp8(model, tmp_path / "out")

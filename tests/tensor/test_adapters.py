@@ -1,0 +1,109 @@
+import pytest
+import torch
+from torch import Tensor, nn
+
+from octavo import PerBlock, PerTensor
+from octavo.errors import UnsupportedOpError
+from octavo.tensor.adapters import add_adapter
+from octavo.tensor.stored_weight import StoredWeight
+
+GRANULARITIES = [PerTensor(), PerBlock(128, 128)]
+MERGED = pytest.mark.filterwarnings("ignore:an adapter is merged:UserWarning")
+
+
+def frozen(granularity=GRANULARITIES[0], dtype=torch.float32, shape=(384, 256), **options) -> nn.Parameter:
+    weight = torch.randn(shape).to(dtype) * torch.linspace(0.5, 2, shape[0])[:, None].to(dtype)
+    return nn.Parameter(StoredWeight.cast(weight, granularity, **options), requires_grad=False)
+
+
+def adapter(weight: nn.Parameter, size: float) -> Tensor:
+    """Of rank 8, ``size`` times as large as the weight, rms."""
+    delta = torch.randn(weight.shape[0], 8) @ torch.randn(8, weight.shape[1])
+    return delta * size * weight.dequantize().norm() / delta.norm()
+
+
+@MERGED
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_value_is_one_of_the_two_codes_around_the_sum(granularity, dtype):
+    weight = frozen(granularity, dtype)
+    delta = adapter(weight, 0.1).to(dtype)
+    exact = weight.pair().dequantize().double() + delta.double()
+    weight.data += delta
+    scale_inv = weight.scale_inv
+    if granularity != PerTensor():
+        scale_inv = scale_inv.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    step = 2.0 ** (exact.abs() / scale_inv).log2().floor().clamp(min=-6) / 8
+    error = (weight.qdata.double() - exact / scale_inv).abs()
+    assert (error <= step * (1 + 1e-6)).all()
+    assert ((error > step / 2) & (step > 0)).any()  # to nearest there would be none
+
+
+@MERGED
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
+def test_the_scales_are_those_of_the_sum(granularity):
+    weight = frozen(granularity)
+    delta = adapter(weight, 4.0)
+    expected = StoredWeight.cast(weight.dequantize() + delta, granularity)
+    weight.data += delta
+    assert torch.equal(weight.scale_inv, expected.scale_inv)
+
+
+@MERGED
+def test_a_small_adapter_is_kept_on_average():
+    weight = frozen(shape=(1024, 1024))
+    before = weight.dequantize()
+    delta = adapter(weight, 0.01)
+    nearest = StoredWeight.cast(before + delta).dequantize() - before
+    weight.data += delta
+    merged = weight.dequantize() - before
+
+    def share(change: Tensor) -> float:
+        return float((change * delta).sum() / delta.square().sum())
+
+    assert share(nearest) < 0.5
+    assert abs(share(merged) - 1) < 0.02  # 0.0021 / sqrt(1 M) / 0.01 of it, rms: two codes' distance, rounded
+
+
+@MERGED
+def test_the_parameter_itself_and_torchs_seed():
+    weights = [frozen() for _ in range(2)]
+    weights[1].copy_(weights[0])
+    delta = adapter(weights[0], 0.1)
+    versions = [weight._version for weight in weights]
+    for weight in weights:
+        torch.manual_seed(1)
+        assert weight.add_(delta, alpha=2) is weight
+    assert torch.equal(weights[0].dequantize(), weights[1].dequantize())
+    assert all(weight.qdata._version > before for weight, before in zip(weights, versions, strict=True))
+
+
+@MERGED
+def test_what_an_optimizer_would_have_begun_with_is_the_merged_weight():
+    weight = frozen(keep_rest=True)
+    weight.data += adapter(weight, 0.1)
+    assert torch.equal(weight.before_cast(), weight.dequantize())
+
+
+def test_it_says_that_it_rounds():
+    weight = frozen()
+    with pytest.warns(UserWarning, match=r"rounds them once more.*octavo.restore\(model\) before merging"):
+        add_adapter(weight, torch.ones_like(weight.dequantize()))
+
+
+def test_what_is_trained_is_refused():
+    weight = frozen().requires_grad_(True)
+    for add in (lambda: weight.data.add_(torch.ones(384, 256)), lambda: weight.detach().add_(torch.ones(384, 256))):
+        with pytest.raises(UnsupportedOpError, match=r"aten.add_.Tensor of a weight that is stored in FP8"):
+            add()
+
+
+def test_taking_out_and_replacing_are_refused():
+    weight = frozen()
+    before = weight.dequantize()
+    with pytest.raises(UnsupportedOpError, match=r"an adapter can't be taken out of a weight .* rounded"):
+        weight.data -= torch.ones(384, 256)
+    for other in (torch.ones(384, 256), StoredWeight.cast(torch.ones(384, 256))):
+        with pytest.raises(UnsupportedOpError, match=r"weight.data = ... of a weight that is stored in FP8"):
+            weight.data = other
+    assert torch.equal(weight.dequantize(), before)
