@@ -76,12 +76,12 @@ def save_checkpoint(
         >>> load_checkpoint(folder, model, torch.optim.AdamW(model.parameters()))
         {'step': 120}
     """
-    root, ranks, model = Path(path), ranks or Ranks.of_process(), _unwrapped(model)
+    root, ranks, model = Path(path), ranks or Ranks.of_process(), unwrapped(model)
     with _told(f"cannot write a checkpoint to {root}", "what was saved before is kept"):
         folder = ranks.first(lambda: _new_folder(root))
         with ranks.together():
             tensors, content = _collect(model, optimizer)
-        content |= {"octavo_distributed": FORMAT, "delayed": _gather_delayed(model, ranks), "extra": extra}
+        content |= {"octavo_distributed": FORMAT, "delayed": gather_delayed(model, ranks), "extra": extra}
         ranks.first(lambda: _write_content(folder, content))
         dcp.save(tensors, storage_writer=Writer(folder), process_group=ranks.group, no_dist=ranks.group is None)
         ranks.first(lambda: _finish(folder))
@@ -114,7 +114,7 @@ def load_checkpoint(
         CheckpointError: on all ranks, where it failed on any. Where tensors were damaged, the model and the optimizer
             hold a part of them.
     """
-    root, ranks, model = Path(path), ranks or Ranks.of_process(), _unwrapped(model)
+    root, ranks, model = Path(path), ranks or Ranks.of_process(), unwrapped(model)
     with _told(
         f"cannot read the checkpoint in {root}", "give the folder of a whole one, and the model it was saved from"
     ):
@@ -131,7 +131,7 @@ def load_checkpoint(
                 optimizer.state.clear()
             elif optimizer is not None:
                 set_optimizer_state_dict(model, optimizer, state["optimizer"])
-            _load_delayed(model, content["delayed"], ranks)
+            load_delayed(model, content["delayed"], ranks)
     return content["extra"]
 
 
@@ -208,7 +208,7 @@ def _finish(folder: str) -> None:
 # --- what is in them --------------------------------------------------------------------------------------------------
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
+def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside DistributedDataParallel and torch.compile, whose prefixes torch leaves on weight_scale_inv."""
     while isinstance(model, DistributedDataParallel) or "_orig_mod" in model._modules:
         model = model.module if isinstance(model, DistributedDataParallel) else model._modules["_orig_mod"]  # type: ignore[assignment]
@@ -301,21 +301,29 @@ def _read_content(folder: str) -> dict[str, Any]:
 # --- delayed state ----------------------------------------------------------------------------------------------------
 
 
+def plain_name(name: str) -> str:
+    """A module's or a tensor's name in a plain model, of one in a model parts of which may be wrapped."""
+    return re.sub(r"(_orig_mod|_checkpoint_wrapped_module)\.", "", name)
+
+
 def _delayed(model: nn.Module) -> dict[str, tuple[str, Tensor]]:
-    """Delayed state by its names in a plain model, each with its name in this one, parts of which may be wrapped."""
-    wrappers = r"(_orig_mod|_checkpoint_wrapped_module)\."
-    return {re.sub(wrappers, "", name): (name, value) for name, value in delayed_state_dict(model).items()}
+    """Delayed state by its names in a plain model, each with its name in this one."""
+    return {plain_name(name): (name, value) for name, value in delayed_state_dict(model).items()}
 
 
-def _gather_delayed(model: nn.Module, ranks: Ranks) -> dict[str, Any]:
+def gather_delayed(model: nn.Module, ranks: Ranks) -> dict[str, Any]:
+    """The delayed state of all ranks, each of which calls it, for ``load_delayed``."""
     values = {name: value for name, (_, value) in _delayed(model).items()}
     shapes = {name: list(value.shape) for name, value in values.items()}
     flat = torch.cat([value.flatten() for value in values.values()]) if values else torch.empty(0)
     return {"shapes": shapes, "ranks": ranks.gather(flat).cpu()}
 
 
-def _load_delayed(model: nn.Module, saved: dict[str, Any], ranks: Ranks) -> None:
-    """Where a layer's history has another length than the saved one, or none was saved, its state is emptied."""
+def load_delayed(model: nn.Module, saved: dict[str, Any], ranks: Ranks) -> None:
+    """Load what ``gather_delayed`` returned, each rank its own; of another number of ranks, a state for all.
+
+    Where a layer's history has another length than the saved one, or none was saved, its state is emptied.
+    """
     shapes = {name: torch.Size(shape) for name, shape in saved["shapes"].items()}
     rows = saved["ranks"].split([shape.numel() for shape in shapes.values()], dim=1)  # each [ranks that saved, n]
     parts = dict(zip(shapes, rows, strict=True))

@@ -1,0 +1,157 @@
+"""What a checkpoint of any trainer needs of octavo's: an object with a state, as accelerate's registry takes it.
+
+    octavo.convert(model, recipe)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    accelerator.register_for_checkpointing(TrainingState(model))
+
+Accelerate knows the recipes of torchao, Transformer Engine and MS-AMP by their classes, ``AORecipeKwargs`` and so on,
+and takes no others; these lines are what such a recipe would stand for. The integrations of transformers and Lightning
+keep the same object in their checkpoints.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from octavo.distributed.checkpoint import gather_delayed, load_delayed, plain_name, unwrapped
+from octavo.distributed.ranks import Ranks
+from octavo.nn.convert import convert, stored_now
+from octavo.nn.recipe_module import RecipeModule
+from octavo.optim.base import CompactOptimizer
+from octavo.scaling.recipe import Recipe
+from octavo.scaling.recipe_map import RecipeMap, recipe_of
+from octavo.schedule import PrecisionSchedule
+
+SCHEDULE = "octavo_schedule"  # in the optimizer's state_dict
+
+
+class TrainingState:
+    """What a checkpoint keeps beside model and optimizer: each rank's delayed state, the recipes, a schedule.
+
+    With it a run goes on bit for bit. Without it delayed scaling takes one step with each tensor's own scale, and a
+    schedule begins anew. The schedule's state goes into the optimizer's ``state_dict()`` too, whose form it decides: it
+    is loaded before it.
+
+    Args:
+        model: a converted model, before or after it is wrapped.
+        schedule: its schedule, if there is one.
+
+    Example:
+        >>> import octavo
+        >>> state = TrainingState(octavo.nn.Linear(64, 64, recipe=octavo.recipes.delayed()))
+        >>> state.load_state_dict(state.state_dict())
+        >>> sorted(state.state_dict())
+        ['delayed', 'recipes', 'schedule']
+    """
+
+    def __init__(self, model: nn.Module, schedule: PrecisionSchedule | None = None) -> None:
+        self.model, self.schedule = unwrapped(model), schedule
+        recipes_of(self.model)
+        if schedule is not None:
+            schedule.optimizer.register_state_dict_post_hook(self._add_schedule)
+            schedule.optimizer.register_load_state_dict_pre_hook(self._load_schedule)
+
+    def _add_schedule(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        if self.schedule is not None:
+            state_dict[SCHEDULE] = self.schedule.state_dict()
+
+    def _load_schedule(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        if self.schedule is not None and SCHEDULE in state_dict:
+            self._take(self.schedule, state_dict[SCHEDULE])
+
+    def _take(self, schedule: PrecisionSchedule, saved: dict[str, Any]) -> None:
+        """Load a schedule's state; what is loaded already must have been saved in its phase's form."""
+        settings, stored = _settings(schedule), stored_now(self.model)
+        schedule.load_state_dict(saved)
+        late = "weights" if stored_now(self.model) != stored else "optimizer"
+        if late == "weights" or (schedule.optimizer.state and _settings(schedule) != settings):
+            raise ValueError(
+                f"the checkpoint is of {schedule.phase}, which keeps {late} otherwise than the model and its optimizer "
+                "did when they were loaded: call schedule.load_state_dict before these, in a loop of your own"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors, numbers and strings, the same on all ranks, each of which calls it."""
+        layers: dict[str, list[str]] = {}
+        for name, recipe in recipes_of(self.model).items():
+            layers.setdefault(str(recipe), []).append(name)
+        schedule = None if self.schedule is None else self.schedule.state_dict()
+        return {"recipes": layers, "delayed": gather_delayed(self.model, Ranks.of_process()), "schedule": schedule}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take a state, before or after that of model and optimizer; every rank calls it.
+
+        Raises:
+            ValueError: if it is of other recipes or phases, or of a phase whose form the optimizer's state has not.
+        """
+        if (state_dict["schedule"] is None) != (self.schedule is None):
+            raise ValueError("the checkpoint was saved with a schedule and there is none here, or the other way round")
+        if self.schedule is not None:
+            self._take(self.schedule, state_dict["schedule"])
+        own = {name: str(recipe) for name, recipe in recipes_of(self.model).items()}
+        theirs = {name: recipe for recipe, names in state_dict["recipes"].items() for name in names}
+        for layer in sorted(own.keys() | theirs.keys()):
+            (here, casts), (there, others) = (found.get(layer, "no recipe:").split(":", 1) for found in (own, theirs))
+            if casts != others:
+                raise ValueError(
+                    f"the checkpoint's layer {layer!r} computes in {there}, this model's in {here}: resume with the "
+                    "same recipe and select; another recipe is octavo.set_recipe's after loading"
+                )
+        load_delayed(self.model, state_dict["delayed"], Ranks.of_process())
+
+
+def _settings(schedule: PrecisionSchedule) -> Any:
+    """How masters and moments are kept."""
+    return schedule.optimizer.settings if isinstance(schedule.optimizer, CompactOptimizer) else None
+
+
+def recipes_of(model: nn.Module) -> dict[str, Recipe]:
+    """Each octavo module's recipe, by its name in the plain model.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    found = {plain_name(name): m.recipe for name, m in model.named_modules() if isinstance(m, RecipeModule)}
+    if not found:
+        raise ValueError("the model holds no octavo module; call octavo.convert(model, recipe) first")
+    return found
+
+
+def convert_once(model: nn.Module, recipe: Recipe | RecipeMap, select: Any = None) -> None:
+    """Convert a model that nobody has converted yet; one that was must have this recipe.
+
+    Raises:
+        ValueError: if it was converted with another.
+    """
+    modules = [(name, m) for name, m in model.named_modules() if isinstance(m, RecipeModule)]
+    for name, module in modules:
+        if module.recipe != (wanted := recipe_of(recipe, plain_name(name))):
+            raise ValueError(
+                f"{name or 'the model'} was converted with {module.recipe.name!r} already, not {wanted.name!r}: "
+                "convert in one place only, or with the same recipe"
+            )
+    if not modules:
+        convert(model, recipe, select)
+
+
+def check_optimizer(optimizer: Optimizer, accumulates: str | None, clips: str | None) -> None:
+    """Raise ValueError for an optimizer that uses or rounds gradients before a trainer has added or clipped them.
+
+    Args:
+        optimizer: any.
+        accumulates: the trainer's option by which several backwards make a step, as it is set; None: one does.
+        clips: the option by which gradients are clipped, as it is set; None: they are not.
+    """
+    in_backward = getattr(optimizer, "in_backward", None) is not None
+    in_fp8 = getattr(optimizer, "gradient_storage", None) is not None
+    if accumulates and (in_backward or in_fp8):
+        own = "update_in_backward uses" if in_backward else "gradient_storage='fp8' rounds"
+        raise ValueError(f"{accumulates}: {own} a gradient before the next micro-batch is added; take one a step")
+    if clips and in_backward:
+        raise ValueError(
+            f"{clips} clips after backward, when update_in_backward has used the gradients: set it to 0, and clip by "
+            "octavo.optim.update_in_backward(optimizer, clip=octavo.optim.EstimatedNorm(1.0))"
+        )

@@ -1,0 +1,135 @@
+"""Lightning: a precision plugin that converts the model, switches phases and keeps what a checkpoint needs."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+
+from octavo import recipes
+from octavo.integrations.accelerate import TrainingState, check_optimizer, convert_once
+from octavo.nn.candidates import Select
+from octavo.nn.recipe_module import RecipeModule
+from octavo.scaling.recipe import Recipe
+from octavo.scaling.recipe_map import RecipeMap
+from octavo.schedule import Phase, PrecisionSchedule
+
+PRECISIONS = ("bf16-mixed", "bf16-true", "32-true")
+
+
+class OctavoPrecision(Precision):
+    """Trains a LightningModule in FP8: ``Trainer(plugins=[OctavoPrecision("delayed")])``.
+
+    Checkpoints hold what octavo needs, and ``fit(ckpt_path=...)`` goes on bit for bit, on as many ranks.
+
+    Args:
+        recipe: what layers are converted with before training, or its name in octavo.recipes.
+        precision: of all that is not in FP8, as Lightning's ``precision=``: "bf16-mixed", "bf16-true" or "32-true".
+        select: which layers, as octavo.convert takes it.
+        schedule: phases, the first without a trigger; see octavo.schedule.PrecisionSchedule. ``recipe`` is then the
+            first phase's.
+
+    Attributes:
+        schedule: the PrecisionSchedule, once training begins.
+
+    Raises:
+        ValueError: from here or ``fit``: an unknown recipe or precision, a model that was converted with another recipe
+            or sharded first, a checkpoint of another recipe, or an optimizer that can't do what the Trainer is to.
+
+    Example:
+        >>> OctavoPrecision("delayed").precision
+        'bf16-mixed'
+    """
+
+    def __init__(
+        self,
+        recipe: str | Recipe | RecipeMap,
+        precision: str = "bf16-mixed",
+        select: Select | None = None,
+        schedule: Sequence[Phase] = (),
+    ) -> None:
+        if precision not in PRECISIONS:
+            raise ValueError(f"precision={precision!r}: use one of {', '.join(PRECISIONS)}")
+        if isinstance(recipe, str):
+            named = getattr(recipes, recipe, None)
+            if not inspect.isfunction(named):
+                raise ValueError(f"recipe={recipe!r}: octavo.recipes has no such; try 'delayed'")
+            recipe = named()
+        if schedule and schedule[0].recipe != recipe:
+            raise ValueError(f"the first phase is {schedule[0]}, but the recipe is another: give the same")
+        self.precision: Any = precision
+        self.recipe: Recipe | RecipeMap = recipe
+        self.select, self.phases = select, tuple(schedule)
+        self.schedule: PrecisionSchedule | None = None
+        self._around: Precision = HalfPrecision("bf16-true") if precision == "bf16-true" else Precision()
+        self._model: nn.Module | None = None
+        self._state: TrainingState | None = None
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        module = self._around.convert_module(module)
+        if module is self._model:  # of an earlier fit, whose schedule may have gone on
+            return module
+        converted = any(isinstance(part, RecipeModule) for part in module.modules())
+        if not converted and any(isinstance(part, FSDPModule) for part in module.modules()):
+            raise ValueError(
+                "configure_model sharded the model before it was converted: call octavo.convert(self, recipe) in "
+                "configure_model, before fully_shard; the plugin's recipe must be the same"
+            )
+        convert_once(module, self.recipe, self.select)
+        self._model = module
+        return module
+
+    def connect(
+        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
+        """Begin the schedule, once there are optimizers."""
+        assert self._model is not None
+        if self.precision == "bf16-mixed":
+            self._around = MixedPrecision("bf16-mixed", next(self._model.parameters()).device.type)
+        trainer: Any = self._model.trainer
+        for optimizer in optimizers:
+            count, clip = trainer.accumulate_grad_batches, trainer.gradient_clip_val
+            accumulates = f"accumulate_grad_batches={count}" if count > 1 else None
+            check_optimizer(optimizer, accumulates, f"gradient_clip_val={clip}" if clip else None)
+        if optimizers and self.phases:
+            if len(optimizers) > 1:
+                raise ValueError(f"a schedule follows one optimizer, and configure_optimizers gave {len(optimizers)}")
+            self.schedule = PrecisionSchedule(self._model, optimizers[0], self.phases)
+        self._state = TrainingState(self._model, self.schedule)
+        return model, optimizers, lr_schedulers
+
+    def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        loss = super().optimizer_step(optimizer, model, closure, **kwargs)
+        if self.schedule is not None:
+            self.schedule.step()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._state is None else self._state.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self._state is not None:
+            self._state.load_state_dict(state_dict)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if type(self).__qualname__ not in checkpoint:
+            warnings.warn("the checkpoint was saved without OctavoPrecision: its state begins anew", stacklevel=2)
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        return self._around.forward_context()
+
+    def tensor_init_context(self) -> AbstractContextManager[Any]:
+        return self._around.tensor_init_context()
+
+    def module_init_context(self) -> AbstractContextManager[Any]:
+        return self._around.module_init_context()
+
+    def convert_input(self, data: Any) -> Any:
+        return self._around.convert_input(data)

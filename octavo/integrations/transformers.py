@@ -1,0 +1,190 @@
+"""transformers' Trainer: a callback that converts, switches phases, records, and keeps what a checkpoint needs.
+
+Trainer calls ``on_init_end`` before it makes an optimizer and wraps, compiles or shards the model: there the model is
+converted. Model and optimizer are loaded before ``on_train_begin``, where the rest is: it lies in
+``trainer_state.json``, as base64 of torch's format, since Trainer tells callbacks no path to read from.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from transformers import PreTrainedModel, TrainerCallback
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from octavo.inspect import Recorder
+from octavo.integrations.accelerate import TrainingState, check_optimizer, convert_once
+from octavo.nn.candidates import Select
+from octavo.nn.recipe_module import RecipeModule
+from octavo.scaling.recipe import Recipe
+from octavo.scaling.recipe_map import RecipeMap
+from octavo.schedule import Phase, PrecisionSchedule
+from octavo.schedule.phase import SAME
+
+KEY = "octavo"  # in trainer_state.json, among the states of callbacks
+FORM = ("moments", "master", "weight_storage")
+
+
+class OctavoCallback(TrainerCallback):
+    """Trains a Trainer's model in FP8: ``Trainer(..., callbacks=[OctavoCallback(recipes.delayed())])``.
+
+    Checkpoints hold what octavo needs, and ``train(resume_from_checkpoint=...)`` goes on bit for bit, on as many ranks.
+
+    Args:
+        recipe: what the model's layers are converted with as the Trainer is made; None: the first phase's of
+            ``schedule``, or the model is converted already.
+        select: which layers, as octavo.convert takes it.
+        schedule: phases, the first without a trigger; see octavo.schedule.PrecisionSchedule. Where they change moments,
+            masters or the storage of weights, the optimizer is one of octavo.optim's in ``Trainer(optimizers=...)``.
+        inspect: a folder for a record of what casts do; see octavo.inspect.record.
+        inspect_every: how many steps apart.
+
+    Attributes:
+        schedule: the PrecisionSchedule, once training begins.
+        recorder: what records, while it trains.
+
+    Raises:
+        ValueError: from Trainer or ``train()``: the model was converted with another recipe, the Trainer made another
+            model since, a checkpoint is of another recipe, or the optimizer can't do what TrainingArguments ask.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe | RecipeMap | None = None,
+        select: Select | None = None,
+        schedule: Sequence[Phase] = (),
+        inspect: str | Path | None = None,
+        inspect_every: int = 50,
+    ) -> None:
+        self.phases, self.select, self.inspect, self.inspect_every = tuple(schedule), select, inspect, inspect_every
+        self.recipe = self.phases[0].recipe if recipe is None and self.phases else recipe
+        self.schedule: PrecisionSchedule | None = None
+        self.recorder: Recorder | None = None
+        self._state: TrainingState | None = None
+        self._optimizer: Optimizer | None = None
+        self._tokens = 0
+        self._logged: dict[str, float] | None = None  # of the step that is done; None: it is counted
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Convert the model; begin the schedule, if there is an optimizer."""
+        if self.recipe is not None:
+            convert_once(kwargs["model"], self.recipe, self.select)
+        if isinstance(kwargs["model"], PreTrainedModel):
+            kwargs["model"].register_load_state_dict_pre_hook(_read_hub_names)
+        if kwargs["optimizer"] is not None:
+            self._begin(kwargs["model"], kwargs["optimizer"])
+        elif any(getattr(phase, name) != SAME for phase in self.phases for name in FORM):
+            raise ValueError(
+                f"phases that say {' or '.join(FORM)} need the optimizer before training begins: "
+                "Trainer(optimizers=(octavo.optim.AdamW(model.parameters(), ...), None))"
+            )
+
+    def _begin(self, model: nn.Module, optimizer: Optimizer) -> TrainingState:
+        self.schedule = PrecisionSchedule(model, optimizer, self.phases) if self.phases else None
+        if self._state is None or self._optimizer is not optimizer:
+            self._state, self._optimizer = TrainingState(model, self.schedule), optimizer
+        self._state.schedule = self.schedule
+        return self._state
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Go on where a checkpoint ended, or begin."""
+        model, optimizer = kwargs["model"], kwargs["optimizer"]
+        while hasattr(optimizer, "optimizer"):
+            optimizer = optimizer.optimizer  # in accelerate's
+        if not any(isinstance(module, RecipeModule) for module in model.modules()):
+            raise ValueError(
+                "the model is not converted: give the callback to Trainer(callbacks=[...]), not to add_callback; and "
+                "with model_init=, call octavo.convert there"
+            )
+        accumulates = f"gradient_accumulation_steps={args.gradient_accumulation_steps}"
+        clips = f"max_grad_norm={args.max_grad_norm}" if args.max_grad_norm else None
+        check_optimizer(optimizer, accumulates if args.gradient_accumulation_steps > 1 else None, clips)
+        saved = state.stateful_callbacks.pop(KEY, None)
+        own = self._state
+        if own is None or self._optimizer is not optimizer or (saved is None and self.schedule and self.schedule.steps):
+            own = self._begin(model, optimizer)
+        if saved is not None:
+            own.load_state_dict(torch.load(io.BytesIO(base64.b64decode(saved)), "cpu", weights_only=True))
+        elif state.global_step and self.phases:
+            raise ValueError("the checkpoint holds no schedule: it was saved without this callback")
+        elif state.global_step:
+            warnings.warn("the checkpoint was saved without OctavoCallback: delayed scaling begins anew", stacklevel=2)
+        self._tokens = state.num_input_tokens_seen
+        if self.inspect is not None:
+            self.recorder = Recorder(
+                model,
+                self.inspect,
+                self.inspect_every,
+                optimizer=optimizer,
+                schedule=self.schedule,
+                step=state.global_step,
+            )
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Count the step before, with what was logged of it."""
+        if self.recorder is not None and self._logged is not None:
+            self.recorder.step(**self._logged)
+        self._logged = None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begin the next phase if it is time."""
+        self._logged = {}
+        if self.schedule is not None:
+            self.schedule.step(int(state.num_input_tokens_seen - self._tokens))
+        self._tokens = state.num_input_tokens_seen
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Keep a step's numbers for the record."""
+        if self._logged is not None and "loss" in (logs or {}):
+            self._logged = {name: logs[name] for name in ("loss", "grad_norm", "learning_rate") if name in logs}
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Finish the record."""
+        self.on_step_begin(args, state, control)
+        if self.recorder is not None:
+            self.recorder.close()
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Add to the checkpoint, which is written, what octavo needs; a search for hyperparameters resumes none."""
+        if self._state is None or state.is_hyper_param_search:
+            return
+        content = self._state.state_dict()
+        if args.should_save:
+            torch.save(content, buffer := io.BytesIO())
+            state.stateful_callbacks[KEY] = base64.b64encode(buffer.getvalue()).decode()
+            folder = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+            state.save_to_json(str(folder / TRAINER_STATE_NAME))
+            del state.stateful_callbacks[KEY]  # of this checkpoint, and of no later one
+
+
+def _read_hub_names(model: Any, state_dict: dict[str, Any], *rest: Any) -> None:
+    """Read weights that save_pretrained named and laid out as on the hub, which a Trainer loads as they are.
+
+    Of a ViT or a Mixtral, say, it would pass most over with a warning (transformers issue 48805).
+    """
+    if state_dict.keys() <= model.state_dict().keys():
+        return
+    lost = []
+    try:
+        read, info = type(model).from_pretrained(
+            None, config=model.config, state_dict=dict(state_dict), dtype=torch.float32, output_loading_info=True
+        )
+        lost = [*info["missing_keys"], *info["mismatched_keys"]]
+    except RuntimeError as error:
+        lost = [str(error)]
+    if lost:
+        raise ValueError(
+            f"this checkpoint's names are the hub's, and not all that a weight is made of is in one file: {lost[0]}; "
+            "write one, with model.save_pretrained(folder, max_shard_size='1TB'), and resume from that"
+        )
+    state_dict.clear()
+    state_dict.update(read.state_dict())

@@ -1,0 +1,312 @@
+"""TrainingState in accelerate: prepare, clipping, loss scaling, accumulation, FSDP2; save_state and load_state."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+import octavo
+from octavo import recipes
+from octavo.integrations.accelerate import TrainingState, check_optimizer, convert_once, recipes_of
+from octavo.schedule import Phase, PrecisionSchedule
+from tests.support.helpers import assert_equal, every_layer
+from tests.support.torchrun import let_accelerate_shard_on_cpus, on_ranks
+
+accelerate = pytest.importorskip("accelerate")
+
+from accelerate.state import AcceleratorState, GradientState  # noqa: E402
+
+WIDTH, BATCH, STEPS, SAVED = 64, 8, 5, 2
+SWITCHING = [Phase(recipes.delayed()), Phase(recipes.dynamic(), from_step=1), Phase(recipes.delayed(), from_step=3)]
+PROMOTING = [
+    Phase(recipes.delayed(), moments="fp8", master="split24"),
+    Phase(recipes.delayed(), moments="fp32", master="split32", from_step=1),
+]
+
+
+@pytest.fixture(autouse=True)
+def _new_state() -> Iterator[None]:
+    yield
+    begin_anew()
+
+
+def begin_anew() -> None:
+    """accelerate keeps its state in classes."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.gelu(self.linear(x))
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(3)))
+
+
+class Run:
+    """A program with accelerate: what it prepares, and its steps from the one that a checkpoint was saved after."""
+
+    def __init__(
+        self,
+        mixed_precision: str = "bf16",
+        *,
+        accumulate: int = 1,
+        optimizer: dict[str, Any] | None = None,
+        phases: list[Phase] | None = None,
+        dtype: torch.dtype = torch.float32,
+        weight_storage: Any = None,
+        scale: float = 2.0**10,
+        plugin: Any = None,
+    ) -> None:
+        self.accelerator = accelerate.Accelerator(
+            cpu=True, mixed_precision=mixed_precision, gradient_accumulation_steps=accumulate, fsdp_plugin=plugin
+        )
+        if mixed_precision == "fp16":  # which accelerate has for accelerators only
+            self.accelerator.native_amp = True
+            self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        plain = net().to(dtype)
+        self.plain = octavo.convert(plain, recipes.delayed(), select=every_layer, weight_storage=weight_storage)
+        kind = torch.optim.AdamW if optimizer is None else octavo.optim.AdamW
+        own: Any = kind(self.plain.parameters(), lr=1e-2, **(optimizer or {}))
+        self.schedule = None if phases is None else PrecisionSchedule(self.plain, own, phases)
+        scheduler = torch.optim.lr_scheduler.LinearLR(own, total_iters=20)
+        inputs = torch.randn(8 * BATCH, WIDTH, dtype=dtype, generator=torch.Generator().manual_seed(3))
+        loader = torch.utils.data.DataLoader(inputs, batch_size=BATCH)  # type: ignore[arg-type]
+        prepared = self.accelerator.prepare(self.plain, own, loader, scheduler)
+        self.model, self.optimizer, loader, self.scheduler = prepared
+        self.accelerator.register_for_checkpointing(TrainingState(self.plain, self.schedule))
+        self.batches, self.accumulate = list(loader), accumulate
+        self.done, self.losses, self.norms = 0, list[float](), list[float]()
+
+    def step(self) -> None:
+        for micro in range(self.accumulate):
+            with self.accelerator.accumulate(self.model):
+                x = self.batches[(self.done * self.accumulate + micro) % len(self.batches)]
+                loss = (self.model(x).float() - x.float()).square().mean()
+                self.accelerator.backward(loss)
+                if self.accelerator.sync_gradients:
+                    self.norms.append(float(self.accelerator.clip_grad_norm_(self.model.parameters(), 0.05)))
+                self.optimizer.step()
+                self.scheduler.step()
+                self.optimizer.zero_grad()
+        if self.schedule is not None:
+            self.schedule.step()
+        self.done += 1
+        self.losses.append(loss.item())
+
+    def state(self) -> dict[str, Tensor]:
+        weights = {name: getattr(w, "full_tensor", lambda w=w: w)() for name, w in self.plain.state_dict().items()}
+        return {**weights, **octavo.nn.delayed_state_dict(self.plain)}
+
+
+def whole(folder: Path, **changes: Any) -> Run:
+    """A run that leaves a checkpoint on its way."""
+    run = Run(**changes)
+    for _ in range(STEPS):
+        run.step()
+        if run.done == SAVED:
+            run.accelerator.save_state(str(folder))
+    begin_anew()
+    return run
+
+
+def resumed(folder: Path, **changes: Any) -> Run:
+    run = Run(**changes)
+    run.accelerator.load_state(str(folder))
+    run.done = SAVED
+    while run.done < STEPS:
+        run.step()
+    return run
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "fp16": {"mixed_precision": "fp16"},
+    "accumulating": {"accumulate": 2},
+    "octavo.optim": {"optimizer": {}},
+    "octavo.optim, fp16": {"optimizer": {}, "mixed_precision": "fp16"},
+    "bf16 weights": {"optimizer": {"master": "split24"}, "mixed_precision": "no", "dtype": torch.bfloat16},
+    "FP8 weights": {
+        "optimizer": {"master": "split16"},
+        "mixed_precision": "no",
+        "dtype": torch.bfloat16,
+        "weight_storage": "fp8",
+    },
+    "gradients in FP8": {"optimizer": {"gradient_storage": "fp8"}},
+    "schedule": {"phases": SWITCHING},
+    "moments and masters": {
+        "phases": PROMOTING,
+        "optimizer": {},
+        "mixed_precision": "no",
+        "dtype": torch.bfloat16,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[] if case in ("octavo.optim", "schedule") else pytest.mark.full) for case in CASES],
+)
+def test_it_trains_saves_and_resumes_bit_for_bit(case: str, tmp_path: Path) -> None:
+    ours = whole(tmp_path, **CASES[case])
+    assert all(norm > 0.05 for norm in ours.norms)  # so that clipping changes something
+    rest = resumed(tmp_path, **CASES[case])
+    assert rest.losses == ours.losses[SAVED:]
+    assert_equal(rest.state(), ours.state())
+    if rest.schedule is not None and ours.schedule is not None:
+        assert rest.schedule.switches == ours.schedule.switches
+
+
+def test_without_it_a_resumed_run_differs(tmp_path: Path) -> None:
+    ours = whole(tmp_path)
+    run = Run()
+    run.accelerator._custom_objects.clear()
+    (tmp_path / "custom_checkpoint_0.pkl").unlink()
+    run.accelerator.load_state(str(tmp_path))
+    run.done = SAVED
+    run.step()
+    assert run.losses[0] != ours.losses[SAVED]
+
+
+def test_a_loss_scale_that_overflows_skips_the_step() -> None:
+    for optimizer in (None, {}):
+        run = Run("fp16", optimizer=optimizer, scale=2.0**40)
+        before = {name: value.clone() for name, value in run.plain.state_dict().items()}
+        run.step()
+        assert_equal(dict(run.plain.state_dict()), before)
+        assert run.accelerator.scaler.get_scale() == 2.0**39
+        begin_anew()
+
+
+# --- TrainingState alone ----------------------------------------------------------------------------------------------
+
+
+def delayed_net() -> nn.Module:
+    model = octavo.convert(net(), recipes.delayed(), select=every_layer)
+    model(torch.randn(BATCH, WIDTH)).sum().backward()
+    model.zero_grad()
+    return model
+
+
+def test_wrapped_models_have_the_plain_names() -> None:
+    model = delayed_net()
+    wrapped = nn.Sequential(*map(checkpoint_wrapper, model))
+    plain, state = TrainingState(model).state_dict(), TrainingState(wrapped).state_dict()
+    assert plain["recipes"] == state["recipes"]
+    assert plain["delayed"]["shapes"] == state["delayed"]["shapes"]
+    other = octavo.convert(net(), recipes.delayed(), select=every_layer)
+    TrainingState(other).load_state_dict(state)
+    assert_equal(octavo.nn.delayed_state_dict(other), octavo.nn.delayed_state_dict(model))
+
+
+def test_of_another_recipe_model_or_schedule() -> None:
+    state = TrainingState(delayed_net()).state_dict()
+    other = octavo.convert(net(), recipes.blockwise(), select=every_layer)
+    with pytest.raises(ValueError, match=r"layer '0.linear' computes in delayed, this model's in blockwise"):
+        TrainingState(other).load_state_dict(state)
+    part = octavo.convert(net(), recipes.delayed(), select=lambda module, name: name != "1.linear")
+    with pytest.raises(ValueError, match=r"layer '1.linear' computes in delayed, this model's in no recipe"):
+        TrainingState(part).load_state_dict(state)
+    model = delayed_net()
+    schedule = PrecisionSchedule(model, torch.optim.SGD(model.parameters(), 0.1), SWITCHING)
+    with pytest.raises(ValueError, match="the other way round"):
+        TrainingState(model, schedule).load_state_dict(state)
+    with pytest.raises(ValueError, match="holds no octavo module"):
+        TrainingState(net())
+
+
+def test_a_phase_of_another_form_comes_before_the_optimizer() -> None:
+    def begun(phases: list[Phase], **options: Any) -> TrainingState:
+        model = octavo.convert(net().bfloat16(), recipes.delayed(), select=every_layer)
+        optimizer = octavo.optim.AdamW(model.parameters(), **options)
+        return TrainingState(model, PrecisionSchedule(model, optimizer, phases))
+
+    def step(state: TrainingState, switch: bool = True) -> None:
+        assert state.schedule is not None
+        state.model(torch.randn(BATCH, WIDTH, dtype=torch.bfloat16)).sum().backward()
+        state.schedule.optimizer.step()
+        if switch:
+            state.schedule.step()
+
+    saved, late = begun(PROMOTING), begun(PROMOTING)
+    step(saved)
+    begun(PROMOTING).load_state_dict(saved.state_dict())
+    step(late, switch=False)
+    with pytest.raises(ValueError, match="keeps optimizer otherwise"):
+        late.load_state_dict(saved.state_dict())
+    storing = [PROMOTING[0], Phase(recipes.delayed(), weight_storage="fp8", from_step=1)]
+    saved = begun(storing)
+    step(saved)
+    with pytest.raises(ValueError, match="keeps weights otherwise"):
+        begun(storing).load_state_dict(saved.state_dict())
+
+
+def test_a_model_is_converted_once() -> None:
+    model = net()
+    convert_once(model, recipes.delayed(), every_layer)
+    before = recipes_of(model)
+    convert_once(model, recipes.delayed())
+    assert recipes_of(model) == before == {f"{i}.linear": recipes.delayed() for i in range(3)}
+    with pytest.raises(ValueError, match=r"0.linear was converted with 'delayed' already, not 'dynamic'"):
+        convert_once(model, recipes.dynamic())
+
+
+def test_optimizers_that_a_trainers_options_do_not_suit() -> None:
+    def adam(**options: Any) -> Any:
+        return octavo.optim.AdamW(net().parameters(), **options)
+
+    for fine in (adam(), torch.optim.AdamW(net().parameters())):
+        check_optimizer(fine, "accumulate=2", "clip=1.0")
+    stored, early = adam(gradient_storage="fp8"), adam()
+    octavo.optim.update_in_backward(early)
+    check_optimizer(stored, None, "clip=1.0")
+    check_optimizer(early, None, None)
+    with pytest.raises(ValueError, match=r"accumulate=2: gradient_storage='fp8' rounds"):
+        check_optimizer(stored, "accumulate=2", None)
+    with pytest.raises(ValueError, match="accumulate=2: update_in_backward uses"):
+        check_optimizer(early, "accumulate=2", None)
+    with pytest.raises(ValueError, match=r"clip=1.0 clips after backward"):
+        check_optimizer(early, None, "clip=1.0")
+
+
+# --- on ranks ---------------------------------------------------------------------------------------------------------
+
+ON_RANKS = ["bf16", "fp16", "accumulating", "octavo.optim", "FP8 weights", "schedule"]
+
+
+def on_two(folder: Path, how: str) -> list[Any]:
+    """Of each case whether the resumed run is the whole one, and what of the model is gathered in FP8, on this rank."""
+    plugin = None
+    if how == "fsdp2":
+        let_accelerate_shard_on_cpus()
+        plugin = accelerate.FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Block"]
+        )
+    found = []
+    for case in [case for case in ON_RANKS if how == "fsdp2" or case != "schedule"]:
+        ours = whole(folder / case, plugin=plugin, **CASES[case])
+        rest = resumed(folder / case, plugin=plugin, **CASES[case])
+        same = rest.losses == ours.losses[SAVED:]
+        assert_equal(rest.state(), ours.state())
+        found.append([case, same, "gathered" in str(octavo.summary(ours.plain))])
+        begin_anew()
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
+def test_on_ranks(how: str, tmp_path: Path) -> None:
+    for found in on_ranks(on_two, tmp_path, how):
+        assert len(found) == len(ON_RANKS) - (how == "ddp")
+        assert all(same and gathered == (how == "fsdp2") for _, same, gathered in found), found

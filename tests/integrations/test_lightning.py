@@ -1,0 +1,258 @@
+"""OctavoPrecision in Lightning's Trainer: it converts, clips, accumulates, switches, and resumes bit for bit."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+import octavo
+from octavo import recipes
+from octavo.schedule import Phase
+from tests.support.helpers import assert_equal, every_layer
+from tests.support.torchrun import on_ranks
+
+lightning = pytest.importorskip("lightning")
+
+from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy  # noqa: E402
+
+from octavo.integrations.lightning import OctavoPrecision  # noqa: E402
+
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:{text}") for text in ("The dirpath has changed", "Checkpoint directory")
+]
+WIDTH, BATCH, LR = 64, 4, 1e-3
+STEPS, SAVED = 5, 2  # the checkpoint lies at an epoch's end: no loader goes on within one
+SWITCHING = [Phase(recipes.delayed()), Phase(recipes.blockwise(), from_step=1), Phase(recipes.delayed(), from_step=3)]
+PROMOTING = [
+    Phase(recipes.delayed(), moments="fp8", master="split24"),
+    Phase(recipes.blockwise(), moments="fp32", master="split32", from_step=1),
+]
+
+
+class Module(lightning.LightningModule):
+    """An autoencoder; ``options`` are octavo's AdamW's, None: torch's."""
+
+    def __init__(self, options: dict[str, Any] | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(3))
+        self.options, self.losses = options, list[float]()
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        x = batch
+        for layer in self.layers:
+            x = layer(x)
+        loss = (x.float() - batch.float()).square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        if self.options is None:
+            return torch.optim.AdamW(self.parameters(), lr=LR)
+        return octavo.optim.AdamW(self.parameters(), lr=LR, **self.options)
+
+
+class Sharded(Module):
+    """Sharded by FSDP2, as Lightning's ModelParallelStrategy has it: in configure_model."""
+
+    convert = True
+
+    def configure_model(self) -> None:
+        if isinstance(self.layers[0], FSDPModule):
+            return
+        if self.convert:
+            octavo.convert(self, recipes.delayed(), select=every_layer)
+        for layer in self.layers:
+            fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+
+
+class Unconverted(Sharded):
+    convert = False
+
+
+def plugin(recipe: Any = "delayed", precision: str = "bf16-mixed", **changes: Any) -> OctavoPrecision:
+    return OctavoPrecision(recipe, precision, select=every_layer, **changes)
+
+
+def fit(
+    folder: Path, precision: Any, module: Any = None, *, resume: bool = False, batches: int = 2, **changes: Any
+) -> Any:
+    """The module, fitted; with a checkpoint after SAVED steps, or from it."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    module = Module() if module is None else module
+    where = folder / ("resumed" if resume else "whole")
+    saved = ModelCheckpoint(where, "{step}", every_n_train_steps=SAVED, save_top_k=-1)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = lightning.Trainer(
+        **{"accelerator": "cpu", "devices": 1, "max_steps": STEPS, **quiet, **changes},
+        callbacks=[saved],
+        plugins=[precision],
+    )
+    inputs: Any = torch.randn(batches * BATCH, WIDTH, generator=torch.Generator().manual_seed(3))
+    loader = torch.utils.data.DataLoader(inputs, batch_size=BATCH)
+    trainer.fit(module, loader, ckpt_path=str(folder / "whole" / f"step={SAVED}.ckpt") if resume else None)
+    return module
+
+
+def state(module: nn.Module) -> dict[str, Tensor]:
+    weights = {name: getattr(w, "full_tensor", lambda w=w: w)() for name, w in module.state_dict().items()}
+    return {**weights, **octavo.nn.delayed_state_dict(module)}
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "bf16-mixed": {},
+    "bf16-true": {"precision": "bf16-true"},
+    "32-true": {"precision": "32-true"},
+    "octavo.optim": {"options": {}},
+    "octavo.optim, bf16-true": {"options": {"master": "split24"}, "precision": "bf16-true"},
+    "accumulating": {"accumulate_grad_batches": 2, "batches": 4},
+    "schedule": {"schedule": SWITCHING},
+    "moments and masters": {"schedule": PROMOTING, "precision": "bf16-true", "options": {}},
+}
+QUICK = ("octavo.optim", "schedule")
+
+
+def both(folder: Path, case: dict[str, Any], **changes: Any) -> tuple[Any, Any, Any]:
+    """A whole run's module, that of the rest from its checkpoint, and the latter's plugin."""
+    case = {**changes, **case}
+    options, kind = case.pop("options", None), case.pop("kind", Module)
+    own = {name: case.pop(name) for name in ("precision", "schedule") if name in case}
+    plugins = [plugin(**own) for _ in range(2)]
+    strategy = case.pop("strategy", lambda: "auto")
+    ours, rest = (
+        fit(folder, used, kind(options), resume=resume, gradient_clip_val=0.05, strategy=strategy(), **case)
+        for used, resume in zip(plugins, (False, True), strict=True)
+    )
+    return ours, rest, plugins[1]
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c in QUICK else pytest.mark.full) for c in CASES])
+def test_it_trains_saves_and_resumes_bit_for_bit(case: str, tmp_path: Path) -> None:
+    ours, rest, last = both(tmp_path, dict(CASES[case]))
+    assert rest.losses == ours.losses[-len(rest.losses) :]
+    assert len(ours.losses) - len(rest.losses) == SAVED * CASES[case].get("accumulate_grad_batches", 1)
+    assert_equal(state(rest), state(ours))
+    if schedule := CASES[case].get("schedule"):
+        assert last.schedule is not None
+        assert [switch.step for switch in last.schedule.switches] == [0, *(phase.from_step for phase in schedule[1:])]
+
+
+@pytest.mark.full
+def test_it_trains_as_bf16_does(tmp_path: Path) -> None:
+    from lightning.pytorch.plugins.precision import MixedPrecision
+
+    bf16 = fit(tmp_path, MixedPrecision("bf16-mixed", "cpu"))
+    ours = fit(tmp_path / "ours", plugin())
+    assert ours.losses == pytest.approx(bf16.losses, rel=0.02)
+    assert ours.losses != bf16.losses
+
+
+def test_without_its_state_a_resumed_run_differs(tmp_path: Path) -> None:
+    ours = fit(tmp_path, plugin())
+    path = tmp_path / "whole" / f"step={SAVED}.ckpt"
+    content = torch.load(path)
+    del content["OctavoPrecision"]
+    torch.save(content, path)
+    with pytest.warns(UserWarning, match="its state begins anew"):
+        rest = fit(tmp_path, plugin(), resume=True)
+    assert rest.losses[0] != ours.losses[SAVED]
+
+
+def test_a_second_fit_begins_the_schedule_anew(tmp_path: Path) -> None:
+    own, module = plugin(schedule=SWITCHING[:2]), Module()
+    for _ in range(2):
+        fit(tmp_path, own, module)
+        assert {part.recipe.name for part in module.modules() if isinstance(part, octavo.nn.Linear)} == {"blockwise"}
+    assert own.schedule is not None
+    assert [switch.step for switch in own.schedule.switches] == [0, 1]
+
+
+# --- what can't be ----------------------------------------------------------------------------------------------------
+
+
+def test_arguments_that_mean_nothing() -> None:
+    for arguments, what in (
+        (("delaid",), "recipe='delaid'"),
+        (("Recipe",), "recipe='Recipe'"),
+        (("delayed", "16-mixed"), "use one of bf16-mixed, bf16-true, 32-true"),
+    ):
+        with pytest.raises(ValueError, match=what):
+            OctavoPrecision(*arguments)
+    with pytest.raises(ValueError, match="the recipe is another"):
+        OctavoPrecision("dynamic", schedule=SWITCHING)
+
+
+def test_models_and_checkpoints_of_other_recipes(tmp_path: Path) -> None:
+    fit(tmp_path, plugin())
+    with pytest.raises(ValueError, match="computes in delayed, this model's in blockwise"):
+        fit(tmp_path, plugin("blockwise"), resume=True)
+    with pytest.raises(ValueError, match="the other way round"):
+        fit(tmp_path, plugin(schedule=SWITCHING), resume=True)
+    module = octavo.convert(Module(), recipes.dynamic(), select=every_layer)
+    with pytest.raises(ValueError, match="'dynamic' already, not 'delayed'"):
+        fit(tmp_path, plugin(), module)
+
+
+def test_gradients_that_are_gone_too_early(tmp_path: Path) -> None:
+    stored = {"gradient_storage": "fp8"}
+    with pytest.raises(ValueError, match="accumulate_grad_batches=2: gradient_storage"):
+        fit(tmp_path, plugin(), Module(stored), accumulate_grad_batches=2)
+    assert len(fit(tmp_path, plugin(), Module(stored), gradient_clip_val=0.05).losses) == STEPS
+
+    class Early(Module):
+        def configure_optimizers(self) -> Any:
+            octavo.optim.update_in_backward(optimizer := super().configure_optimizers())
+            return optimizer
+
+    with pytest.raises(ValueError, match=r"gradient_clip_val=0.05 clips after backward"):
+        fit(tmp_path, plugin(), Early({}), gradient_clip_val=0.05)
+    assert len(fit(tmp_path / "early", plugin(), Early({})).losses) == STEPS
+
+
+def test_a_schedule_follows_one_optimizer(tmp_path: Path) -> None:
+    class Two(Module):
+        automatic_optimization = False
+
+        def configure_optimizers(self) -> Any:
+            return [super(Two, self).configure_optimizers() for _ in range(2)]
+
+    with pytest.raises(ValueError, match="gave 2"):
+        fit(tmp_path, plugin(schedule=SWITCHING), Two())
+
+
+# --- on ranks ---------------------------------------------------------------------------------------------------------
+
+
+def on_two(folder: Path, how: str) -> list[Any]:
+    """(losses, those of the run that is resumed, what is gathered in FP8) of each case, on this rank."""
+    own: dict[str, Any] = {"strategy": DDPStrategy, "devices": 2, "batches": 4}
+    cases = ["bf16-mixed", "octavo.optim"]
+    if how == "fsdp2":
+        own |= {"strategy": lambda: ModelParallelStrategy(2, 1, process_group_backend="gloo"), "kind": Sharded}
+        cases.append("schedule")
+    found: list[Any] = []
+    for case in cases:
+        ours, rest, _ = both(folder / case, dict(CASES[case]), **own)
+        assert_equal(state(rest), state(ours))
+        found.append([ours.losses, rest.losses, str(octavo.summary(ours)).count("gathered in FP8")])
+    if how == "fsdp2":
+        with pytest.raises(ValueError, match="sharded the model before it was converted"):
+            fit(folder, plugin(), Unconverted(), strategy=own["strategy"](), devices=2)
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
+def test_on_ranks(how: str, tmp_path: Path) -> None:
+    ranks = on_ranks(on_two, tmp_path, how)
+    for found in ranks:
+        for losses, resumed, gathered in found:
+            assert len(losses) == STEPS
+            assert losses[SAVED:] == resumed
+            assert gathered == (3 if how == "fsdp2" else 0)
+    assert ranks[0][0][0] != ranks[1][0][0]  # each on batches of its own

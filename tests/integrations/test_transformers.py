@@ -1,0 +1,306 @@
+"""OctavoCallback in transformers' Trainer: eight architectures train as in bf16, save, and resume bit for bit."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+import octavo
+from octavo import RecipeMap, recipes
+from octavo.schedule import Phase
+from tests.support.helpers import assert_equal, every_layer
+from tests.support.torchrun import let_accelerate_shard_on_cpus, on_ranks
+
+transformers = pytest.importorskip("transformers")
+
+from octavo.integrations.transformers import OctavoCallback  # noqa: E402
+from tests.support import tiny_models  # noqa: E402
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:experts stay in high precision"),  # Mixtral's
+    pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning"),  # for another name
+]
+
+STEPS, SAVED = 4, 2  # a run's, and those done in the checkpoint that is resumed
+
+HOW: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "reentrant": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+    "not reentrant": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+    "accumulating": {"gradient_accumulation_steps": 2},
+    "evaluating": {"eval_strategy": "steps", "eval_steps": 1},
+}
+SWITCHING = [Phase(recipes.delayed()), Phase(recipes.blockwise(), from_step=1), Phase(recipes.delayed(), from_step=3)]
+PROMOTING = [
+    Phase(recipes.delayed(), moments="fp8", master="split24"),
+    Phase(recipes.blockwise(), moments="fp32", master="split32", from_step=1),
+]
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> None:
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+
+
+def fp8(recipe: Any = None, **arguments: Any) -> OctavoCallback:
+    """A callback that takes layers of any size."""
+    return OctavoCallback(recipe, select=every_layer, **arguments)
+
+
+def trainer_of(
+    folder: Path, kind: str, callbacks: Sequence[Any], model: nn.Module | None = None, **changes: Any
+) -> Any:
+    arguments: dict[str, Any] = {
+        "max_steps": STEPS,
+        "save_steps": SAVED,
+        "per_device_train_batch_size": 4,
+        "bf16": True,
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "constant",
+        "logging_steps": 1,
+    }
+    optimizer = changes.pop("optimizer", None)
+    arguments |= {"use_cpu": True, "report_to": [], "disable_tqdm": True, **changes}
+    trainer = transformers.Trainer(
+        tiny_models.build(kind) if model is None else model,
+        transformers.TrainingArguments(str(folder), **arguments),
+        train_dataset=tiny_models.data(kind),
+        eval_dataset=tiny_models.data(kind, 4),
+        callbacks=list(callbacks),
+        optimizers=(optimizer, None),
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    return trainer
+
+
+class Trained(NamedTuple):
+    model: nn.Module
+    losses: list[float]
+
+
+def trained(trainer: Any, resume: bool = False) -> Trained:
+    trainer.train(resume_from_checkpoint=str(Path(trainer.args.output_dir, f"checkpoint-{SAVED}")) if resume else None)
+    return Trained(trainer.model, [row["loss"] for row in trainer.state.log_history if "loss" in row])
+
+
+def assert_alike(one: Trained, other: Trained) -> None:
+    """Bit for bit: losses, weights, delayed state."""
+    assert one.losses == other.losses
+    states = [{**net.state_dict(), **octavo.nn.delayed_state_dict(net)} for net in (one.model, other.model)]
+    assert_equal(*states)
+
+
+def cases() -> list[Any]:
+    quick = "llama", "plain"
+    every = [(kind, how) for kind in tiny_models.MODELS for how in HOW]
+    return [pytest.param(*case, marks=[] if case == quick else pytest.mark.full) for case in every]
+
+
+@pytest.mark.parametrize(("kind", "how"), cases())
+def test_it_trains_as_bf16_does_and_resumes_bit_for_bit(kind: str, how: str, tmp_path: Path) -> None:
+    bf16 = trained(trainer_of(tmp_path / "bf16", kind, [], save_strategy="no", **HOW[how]))
+    ours = trained(trainer_of(tmp_path, kind, [fp8(recipes.delayed())], **HOW[how]))
+    assert ours.losses == pytest.approx(bf16.losses, rel=0.02)
+    assert ours.losses != bf16.losses
+    assert_alike(trained(trainer_of(tmp_path, kind, [fp8(recipes.delayed())], **HOW[how]), resume=True), ours)
+
+
+@pytest.mark.parametrize(
+    "kind", ["llama", *(pytest.param(k, marks=pytest.mark.full) for k in [*tiny_models.MODELS][1:])]
+)
+def test_what_it_saves_is_read_and_generates_the_same(kind: str, tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, kind, [fp8(recipes.dynamic())], max_steps=1, save_strategy="no")
+    model = trainer.accelerator.unwrap_model(trained(trainer).model, keep_fp32_wrapper=False)  # without its autocast
+    model.save_pretrained(tmp_path / "saved")
+    read = type(model).from_pretrained(tmp_path / "saved")
+    assert_equal(read.state_dict(), model.state_dict())
+    octavo.convert(read, recipes.dynamic(), select=every_layer)
+    example = {name: value[None] for name, value in tiny_models.data(kind, 1)[0].items() if name != "labels"}
+    if not model.can_generate():
+        more = {"decoder_input_ids": example["input_ids"]} if kind == "t5" else {}
+        assert torch.equal(read.eval()(**example, **more).logits, model.eval()(**example, **more).logits)
+        return
+    prompt = {"input_ids": example["input_ids"][:, :8]}
+    tokens = [net.eval().generate(**prompt, max_new_tokens=4, do_sample=False) for net in (read, model)]
+    assert tokens[0].tolist() == tokens[1].tolist()
+
+
+@pytest.mark.parametrize("phases", [SWITCHING, PROMOTING], ids=["recipes", "moments and masters"])
+def test_a_schedule_switches_and_resumes(phases: list[Phase], tmp_path: Path) -> None:
+    def begun() -> tuple[OctavoCallback, Any]:
+        model, callback = tiny_models.build("llama").bfloat16(), fp8(schedule=phases)
+        changes = {} if phases is SWITCHING else {"optimizer": octavo.optim.AdamW(model.parameters(), lr=1e-3)}
+        return callback, trainer_of(tmp_path, "llama", [callback], model, **changes)
+
+    whole, trainer = begun()
+    ours = trained(trainer)
+    rest, trainer = begun()
+    assert_alike(trained(trainer, resume=True), ours)
+    assert whole.schedule is not None and rest.schedule is not None
+    assert rest.schedule.switches == whole.schedule.switches
+    assert [switch.step for switch in whole.schedule.switches] == [0, *(phase.from_step for phase in phases[1:])]
+
+
+def test_training_twice_begins_the_schedule_anew(tmp_path: Path) -> None:
+    callback = fp8(schedule=SWITCHING)
+    trainer = trainer_of(tmp_path, "llama", [callback], save_strategy="no")
+    for _ in range(2):
+        trainer.train()
+        assert callback.schedule is not None
+        assert [switch.step for switch in callback.schedule.switches] == [0, 1, 3]
+
+
+def forget(folder: Path) -> None:
+    """Take octavo's part from a checkpoint."""
+    path = folder / f"checkpoint-{SAVED}" / "trainer_state.json"
+    content = json.loads(path.read_text())
+    del content["stateful_callbacks"]["octavo"]
+    path.write_text(json.dumps(content))
+
+
+def test_without_octavos_state_a_resumed_run_differs(tmp_path: Path) -> None:
+    ours = trained(trainer_of(tmp_path, "llama", [fp8(recipes.delayed())]))
+    forget(tmp_path)
+    with pytest.warns(UserWarning, match="begins anew"):
+        resumed = trained(trainer_of(tmp_path, "llama", [fp8(recipes.delayed())]), resume=True)
+    assert resumed.losses[:SAVED] == ours.losses[:SAVED]
+    assert resumed.losses != ours.losses
+
+
+def test_it_records_what_casts_do(tmp_path: Path) -> None:
+    def callback() -> OctavoCallback:
+        return fp8(recipes.delayed(), inspect=tmp_path / "record", inspect_every=1)
+
+    ours = trained(trainer_of(tmp_path, "llama", [callback()]))
+    record = octavo.inspect.load(tmp_path / "record")
+    assert record.steps == [*range(STEPS)]
+    assert record.scalars["loss"][1] == pytest.approx(ours.losses)
+    trained(trainer_of(tmp_path, "llama", [callback()]), resume=True)
+    again = octavo.inspect.load(tmp_path / "record")
+    assert again.steps == record.steps
+    assert {name: values.tolist() for name, values in again.measures.items()} == {
+        name: values.tolist() for name, values in record.measures.items()
+    }
+    with pytest.raises(ValueError, match="holds a record"):
+        trained(trainer_of(tmp_path, "llama", [callback()]))
+
+
+# --- what can't be ----------------------------------------------------------------------------------------------------
+
+
+def test_a_model_converted_with_another_recipe_is_refused(tmp_path: Path) -> None:
+    model = octavo.convert(tiny_models.build("llama"), recipes.dynamic(), select=every_layer)
+    with pytest.raises(ValueError, match="was converted with 'dynamic' already, not 'delayed'"):
+        trainer_of(tmp_path, "llama", [fp8(recipes.delayed())], model)
+    trained(trainer_of(tmp_path, "llama", [OctavoCallback()], model, max_steps=1))
+
+
+def test_a_checkpoint_of_another_recipe_is_refused(tmp_path: Path) -> None:
+    trained(trainer_of(tmp_path, "llama", [fp8(recipes.delayed())]))
+    for recipe, what in ((recipes.blockwise(), "blockwise"), (RecipeMap(recipes.delayed(), {"lm_head": None}), "high")):
+        with pytest.raises(ValueError, match=f"computes in delayed, this model's in {what}"):
+            trained(trainer_of(tmp_path, "llama", [fp8(recipe)]), resume=True)
+    with pytest.raises(ValueError, match="saved with a schedule and there is none here, or the other way round"):
+        trained(trainer_of(tmp_path, "llama", [fp8(schedule=SWITCHING)]), resume=True)
+    forget(tmp_path)
+    with pytest.raises(ValueError, match="holds no schedule"):
+        trained(trainer_of(tmp_path, "llama", [fp8(schedule=SWITCHING)]), resume=True)
+
+
+def test_a_callback_that_came_too_late_says_so(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, "llama", [])
+    trainer.add_callback(fp8(recipes.delayed()))
+    with pytest.raises(ValueError, match=r"Trainer\(callbacks=\[...\]\)"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("options", [{"gradient_storage": "fp8"}, {}], ids=["gradients in FP8", "updates in backward"])
+def test_gradients_that_are_gone_too_early(options: dict[str, Any], tmp_path: Path) -> None:
+    model = octavo.convert(tiny_models.build("llama"), recipes.dynamic(), select=every_layer)
+    optimizer = octavo.optim.AdamW(model.parameters(), **options)
+    if not options:
+        octavo.optim.update_in_backward(optimizer)
+        with pytest.raises(ValueError, match="clips after backward"):
+            trainer_of(tmp_path, "llama", [OctavoCallback()], model, optimizer=optimizer).train()
+    alone = {"optimizer": optimizer, "max_grad_norm": 0.0, "save_strategy": "no"}
+    with pytest.raises(ValueError, match="before the next micro-batch is added; take one a step"):
+        trainer_of(tmp_path, "llama", [OctavoCallback()], model, gradient_accumulation_steps=2, **alone).train()
+    assert len(trained(trainer_of(tmp_path, "llama", [OctavoCallback()], model, **alone)).losses) == STEPS
+
+
+def test_phases_that_change_the_optimizer_need_it(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="need the optimizer before training begins"):
+        trainer_of(tmp_path, "llama", [fp8(schedule=PROMOTING)])
+
+
+def test_storage_that_changed_before_the_checkpoint_is_refused(tmp_path: Path) -> None:
+    low = Phase(recipes.delayed(), moments="fp8", master="split24", weight_storage="fp8")
+    phases = [low, Phase(recipes.high_precision(), weight_storage=None, from_step=1)]
+    for resume in (False, True):
+        model = tiny_models.build("llama").bfloat16()
+        optimizer = octavo.optim.AdamW(model.parameters())
+        trainer = trainer_of(tmp_path, "llama", [fp8(schedule=phases)], model, optimizer=optimizer)
+        if not resume:
+            trained(trainer)
+            continue
+        with pytest.raises(ValueError, match="keeps weights otherwise than the model"):
+            trained(trainer, resume=True)
+
+
+@pytest.mark.full
+def test_a_checkpoint_in_several_files_of_hub_names_is_refused(tmp_path: Path) -> None:
+    trained(trainer_of(tmp_path, "mixtral", [fp8(recipes.delayed())]))
+    folder = tmp_path / f"checkpoint-{SAVED}"
+    (folder / "model.safetensors").unlink()
+    tiny_models.build("mixtral").save_pretrained(folder, max_shard_size="100KB")
+    with pytest.raises(ValueError, match="is in one file"):
+        trained(trainer_of(tmp_path, "mixtral", [fp8(recipes.delayed())]), resume=True)
+
+
+# --- compiled, and on ranks -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+def test_compiled(tmp_path: Path) -> None:
+    compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    torch.compiler.reset()
+    eager = trained(trainer_of(tmp_path / "eager", "llama", [fp8(recipes.delayed())], save_strategy="no"))
+    ours = trained(trainer_of(tmp_path, "llama", [fp8(recipes.delayed())], **compiled))
+    assert ours.losses == pytest.approx(eager.losses, rel=1e-3)
+    torch.compiler.reset()
+    assert_alike(trained(trainer_of(tmp_path, "llama", [fp8(recipes.delayed())], **compiled), resume=True), ours)
+
+
+def on_two(folder: Path, how: str) -> list[Any]:
+    """(losses, those of the run that is resumed, sums of weights, all delayed scales) on this rank."""
+    changes: dict[str, Any] = {"ddp_backend": "gloo"}
+    if how == "fsdp2":
+        let_accelerate_shard_on_cpus()
+        config = {"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+        changes |= {"fsdp": True, "fsdp_config": config | {"state_dict_type": "SHARDED_STATE_DICT"}}
+    found = []
+    for resume in (False, True):
+        trainer = trainer_of(folder, "llama", [fp8(schedule=SWITCHING)], **changes)
+        model, losses = trained(trainer, resume)
+        weights = [getattr(w, "full_tensor", lambda w=w: w)().double().sum().item() for w in model.parameters()]
+        scales = {name: value.tolist() for name, value in octavo.nn.delayed_state_dict(model).items()}
+        found.append([losses, weights, scales, str(octavo.summary(model)).count("gathered in FP8")])
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
+def test_on_ranks(how: str, tmp_path: Path) -> None:
+    ranks = on_ranks(on_two, tmp_path, how)
+    for whole, resumed in ranks:
+        assert len(whole[0]) == STEPS
+        assert resumed == whole
+        assert whole[3] == (15 if how == "fsdp2" else 0)
+    (first, _), (second, _) = ranks
+    assert first[:2] == second[:2]
+    assert first[2] != second[2]  # each rank its own
