@@ -45,7 +45,7 @@ class Finding:
         begins, worst: the recorded steps where it began (the time that was worst) and where it was worst.
         numbers: the measures at the worst step, by name.
         cause: a sentence.
-        remedy: as Python; of casts a rule of a RecipeMap.
+        remedy: as Python; of casts a rule of a RecipeMap, of an update that jumps a line before optimizer.step().
         expected: what the remedy comes to by the numbers recorded.
         severity: times the limit; infinite for what is not finite.
     """
@@ -312,12 +312,8 @@ def _of_weight(record: Record, kind: str, values: Any, over: Any) -> Finding:
     numbers = {name: float(of[worst, layer]) for name, of in record.weights.items()}
     step, many = record.steps[worst], f"in {count} of {len(record.layers)} layers"
     if kind == "jump":
-        rates = dict(zip(*record.scalars.get("lr", ([], [])), strict=True))
-        now, then = rates.get(step, 0.0), rates.get(record.steps[worst - 1], math.inf)
-        rose = f", as the learning rate rose from {then:.3g} to {now:.3g}" if now > 2 * then else ""
+        rose, remedy, expected = _reason_of_jump(record, worst)
         cause = f"the step changes the weight {value:.3g} times as much as those before{rose}; so {many}"
-        remedy = "octavo.schedule.Recovery(octavo.schedule.Phase(octavo.recipes.high_precision()))"
-        expected = "leaves out steps whose loss jumps; bound the learning rate, or clip gradients, at their source"
     elif kind == "unmoved":
         has_master = numbers["master_update"] > 0
         owner = "master" if has_master else "weight"
@@ -332,3 +328,22 @@ def _of_weight(record: Record, kind: str, values: Any, over: Any) -> Finding:
     severity = 1 + math.log2(value / LIMITS[kind]) if kind == "jump" else value / LIMITS[kind]
     name = record.layers[layer]
     return Finding(kind, name, "weight", (), "", record.steps[begins], step, numbers, cause, remedy, expected, severity)
+
+
+def _reason_of_jump(record: Record, at: int) -> tuple[str, str, str]:
+    """(what rose with an update, as far as it is recorded; a remedy, and what it comes to)."""
+    for name, called, remedy in (
+        ("lr", "the learning rate", 'for group in optimizer.param_groups: group["lr"] = min(group["lr"], {:.3g})'),
+        ("grad_norm", "the gradients' norm", "torch.nn.utils.clip_grad_norm_(model.parameters(), {:.3g})"),
+    ):
+        values = dict(zip(*record.scalars.get(name, ([], [])), strict=True))
+        now, then = values.get(record.steps[at], 0.0), values.get(record.steps[at - 1], math.inf)
+        if now > 2 * then:
+            rose = f", as {called} rose from {then:.3g} to {now:.3g}"
+            return rose, remedy.format(2 * then), "before each optimizer.step(): no more than twice the last record's"
+    remedy = "octavo.schedule.Recovery(octavo.schedule.Phase(octavo.recipes.high_precision()))"
+    return (
+        "",
+        remedy,
+        "leaves out the steps after it whose loss jumps; record lr and grad_norm to see which of them rose",
+    )

@@ -11,7 +11,6 @@ sum of the two over all t.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -116,8 +115,10 @@ def _other_casts(
 ) -> Iterator[Remedy]:
     changes: list[dict[str, Any]] = [{}]
     changes += [{"rule": Dynamic()}] * cast.is_delayed + [{"format": E5M2}] * (cast.format is not E5M2)
-    for change, margin in itertools.product(changes, dict.fromkeys((cast.margin, 0))):
-        changed = dataclasses.replace(cast, **change, margin=margin)
+    # a margin of which the numbers had no use is left out
+    is_unused = float(found.amax) * 2.0 ** max(cast.margin - 1, 0) <= cast.format.max * scale_inv
+    for change in changes:
+        changed = dataclasses.replace(cast, **change, margin=0 if is_unused else cast.margin)
         if changed != cast and (rule := with_cast(row, rows, changed)) is not None:
             share = float(found.below(_least(changed.format, least) * _scale_inv(cast, scale_inv, changed, found)))
             yield Remedy(rule, share, cast.granularity != PerTensor())

@@ -150,6 +150,18 @@ def test_an_outlier_channel_from_a_step_on(tmp_path: Path) -> None:
     assert not any(each.kind in ("outliers", "flushed") for each in found)
 
 
+def test_a_jump_says_what_rose() -> None:
+    record = made(1, 12)
+    record.weights["update"][9, 0] *= 1000
+    assert "Recovery" in only(diagnose(record)).remedy
+    record.scalars["grad_norm"][1][9] *= 100
+    found = only(diagnose(record))
+    assert "the gradients' norm rose" in found.cause and "clip_grad_norm_(model.parameters(), " in found.remedy
+    record.scalars["lr"] = record.steps, [1e-3] * 9 + [0.1] * 3
+    found = only(diagnose(record))
+    assert "the learning rate rose from 0.001 to 0.1" in found.cause and "min(group" in found.remedy
+
+
 @pytest.mark.full
 def test_a_spike_of_the_learning_rate(tmp_path: Path) -> None:
     case = {"every": 1, "spike_at": 13}
@@ -157,6 +169,10 @@ def test_a_spike_of_the_learning_rate(tmp_path: Path) -> None:
     assert (first.kind, first.begins) == ("jump", 13)
     assert "rose from 0.01 to 100; so in 3 of 3 layers" in first.cause
     assert {(each.kind, each.role, each.begins) for each in stale} == {("stale", "weight", 13)} and len(stale) == 3
+    bounded = recorded(tmp_path / "bounded", recipes.delayed(), **case, before_step=first.remedy)
+    assert diagnose(bounded) == []
+    without = recorded(tmp_path / "without", recipes.delayed(), every=1)
+    assert bounded.scalars["loss"][1] == pytest.approx(without.scalars["loss"][1], rel=1e-3)
     recipe = recipes.delayed()
     rules: dict[str, object] = {}
     for each in stale:

@@ -45,8 +45,9 @@ def recorded(
     lr: float = 1e-2,
     outlier_at: int | None = None,
     spike_at: int | None = None,
+    before_step: str = "",
 ) -> Record:
-    """The record of a training whose tokens weigh from 1 down to 2^-16."""
+    """The record of a training whose tokens weigh from 1 down to 2^-16; ``before_step``: Python, run before each."""
     model = Network()
     octavo.convert(model, recipe, select=lambda *_: True)
     optimizer = torch.optim.SGD(model.parameters(), lr)
@@ -58,6 +59,7 @@ def recorded(
             x = torch.randn(64, 256)
             loss = (torch.logspace(0, -16, 64, 2) * (model(x) - x.flip(-1)).square().mean(-1)).mean()
             loss.backward()
+            exec(before_step)
             optimizer.step()
             optimizer.zero_grad()
             recorder.step(loss=loss, lr=optimizer.param_groups[0]["lr"])
