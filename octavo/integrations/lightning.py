@@ -62,10 +62,10 @@ class OctavoPrecision(Precision):
             if not inspect.isfunction(named):
                 raise ValueError(f"recipe={recipe!r}: octavo.recipes has no such; try 'delayed'")
             recipe = named()
+        self.recipe: Any = recipe
         if schedule and schedule[0].recipe != recipe:
             raise ValueError(f"the first phase is {schedule[0]}, but the recipe is another: give the same")
         self.precision: Any = precision
-        self.recipe: Recipe | RecipeMap = recipe
         self.select, self.phases = select, tuple(schedule)
         self.schedule: PrecisionSchedule | None = None
         self._around: Precision = HalfPrecision("bf16-true") if precision == "bf16-true" else Precision()

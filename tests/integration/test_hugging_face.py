@@ -20,43 +20,12 @@ from tests.support.helpers import FP8_RECIPES, CountOps, assert_equal, every_lay
 
 transformers = pytest.importorskip("transformers")
 
-WIDTH, VOCABULARY, POSITIONS, BATCH = 64, 64, 32, 4
-STEPS, LR = 30, 1e-3
+from tests.support.tiny_models import MODELS as PLAIN  # noqa: E402
+from tests.support.tiny_models import POSITIONS, VOCABULARY, decoder  # noqa: E402
 
+BATCH, STEPS, LR = 4, 30, 1e-3
 
-def llama(**changes: object) -> nn.Module:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**_sizes() | changes))
-
-
-def qwen2(**changes: object) -> nn.Module:
-    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**_sizes() | changes))
-
-
-def gpt2() -> nn.Module:
-    sizes = {"vocab_size": VOCABULARY, "n_positions": POSITIONS, "n_embd": WIDTH, "n_layer": 2, "n_head": 4}
-    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    tokens = {"bos_token_id": 0, "eos_token_id": 0}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **no_dropout, **tokens))
-
-
-def _sizes() -> dict[str, object]:
-    return {
-        "vocab_size": VOCABULARY,
-        "hidden_size": WIDTH,
-        "intermediate_size": 176,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": POSITIONS,
-    }
-
-
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "llama": llama,
-    "qwen2": qwen2,
-    "gpt2": gpt2,
-    "qwen2, tied": lambda: qwen2(tie_word_embeddings=True),
-}
+MODELS: dict[str, Callable[[], nn.Module]] = PLAIN | {"qwen2, tied": lambda: decoder("Qwen2", tie_word_embeddings=True)}
 LAYERS = {"llama": 15, "qwen2": 15, "gpt2": 9, "qwen2, tied": 15}  # linear layers, the head among them
 TIED = ("gpt2", "qwen2, tied")
 

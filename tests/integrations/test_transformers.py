@@ -146,6 +146,17 @@ def test_a_schedule_switches_and_resumes(phases: list[Phase], tmp_path: Path) ->
     assert [switch.step for switch in whole.schedule.switches] == [0, *(phase.from_step for phase in phases[1:])]
 
 
+def test_weights_that_live_in_fp8(tmp_path: Path) -> None:
+    def begun() -> Any:
+        model = tiny_models.build("llama").bfloat16()
+        octavo.convert(model, recipes.delayed(), select=every_layer, weight_storage="fp8")
+        optimizer = octavo.optim.AdamW(model.parameters(), lr=1e-3, master="split16")
+        return trainer_of(tmp_path, "llama", [OctavoCallback()], model, optimizer=optimizer)
+
+    ours = trained(begun())
+    assert_alike(trained(begun(), resume=True), ours)
+
+
 def test_training_twice_begins_the_schedule_anew(tmp_path: Path) -> None:
     callback = fp8(schedule=SWITCHING)
     trainer = trainer_of(tmp_path, "llama", [callback], save_strategy="no")
