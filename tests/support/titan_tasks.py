@@ -1,0 +1,69 @@
+"""What ranks of tests/support/pool.py run for octavo.integrations.torchtitan; needs torchtitan 0.3."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+import octavo
+from octavo.integrations.torchtitan import OctavoConverter
+
+
+def llama_config(converters: list[Any] | None) -> Any:
+    """The configuration of its smallest Llama, with torch's attention, which needs no compiler."""
+    models = importlib.import_module("torchtitan.models.llama3")
+    attention = importlib.import_module("torchtitan.models.common.attention")
+    config = models.model_registry("debugmodel", converters=converters).model
+    for layer in config.layers:
+        layer.attention.inner_attention = attention.ScaledDotProductAttention.Config()
+    return config
+
+
+def built(config: Any, prepare: Any = lambda model: None) -> nn.Module:
+    """As its trainer builds: on the meta device, parallelized, then on the CPU."""
+    with torch.device("meta"):
+        model = config.build()
+    model.verify_module_protocol()
+    prepare(model)
+    model.to_empty(device="cpu")
+    torch.manual_seed(0)
+    with torch.no_grad():
+        model.init_states(buffer_device=None)
+    return model
+
+
+def losses_of(model: nn.Module, steps: int) -> list[float]:
+    """Of a few steps on the same tokens."""
+    tokens = torch.randint(0, 2048, (2, 33), generator=torch.Generator().manual_seed(0))
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=8e-4), []
+    for _ in range(steps):
+        logits = model(tokens[:, :-1]).float().flatten(0, 1)
+        loss = nn.functional.cross_entropy(logits, tokens[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def sharded_llama(mesh: Any, compiled: bool) -> tuple[list[float], set[str]]:
+    """Losses of a Llama that torchtitan's own function shards, each block compiled before; how weights are gathered."""
+    shard = importlib.import_module("torchtitan.distributed.fsdp").apply_fsdp_to_decoder
+
+    def prepare(model: Any) -> None:
+        for block in model.layers.values() if compiled else ():
+            block.compile(backend="aot_eager", fullgraph=True)
+        shard(model, mesh, param_dtype=torch.bfloat16, reduce_dtype=torch.float32, pp_enabled=False)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)  # gloo multiplies nothing
+
+    options = OctavoConverter.Config(recipe=octavo.recipes.dynamic(), select=lambda module, name: True)
+    model = built(llama_config([options]), prepare)
+    losses = losses_of(model, 3)
+    gathers = [module.gather for module in model.modules() if isinstance(module, octavo.nn.Linear)]
+    return losses, {gather.used[0] for gather in gathers if gather.used is not None}
