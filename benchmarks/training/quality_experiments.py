@@ -83,7 +83,7 @@ EXPERIMENTS = {
 
 _NAMED = ("bf16", *RECIPES)
 _CLIP = ("full stack in backward, exact norm", "bf16 in backward")
-_MORE = ("dynamic, E4M3 gradients", "dynamic, head too", "full stack", "full stack in backward", "float32")
+_MORE = ("full stack", "full stack in backward", "dynamic, head too", "dynamic, E4M3 gradients", "float32")
 _PARTS = tuple(f"dynamic, {product} alone" for product in ("output", "grad_input", "grad_weight"))
 _STATES = ("dynamic, FP8 moments", "dynamic, FP8 moments and weights, split24")
 Stage = tuple[tuple[str, ...], str, Sequence[int]]  # experiments, size, seeds

@@ -165,12 +165,12 @@ def chance_table() -> str:
 
 
 def gradient_table(groups: Sequence[str]) -> Callable[[], str]:
-    """Gradient errors of some groups, halfway through the run of the largest model that there are rows of."""
+    """Gradient errors of some groups, halfway through the run of the size that there are most batches of."""
 
     def made() -> str:
-        rows = read("gradient_error")
-        size = next(size for size in reversed(SIZES) if any(row["size"] == size for row in rows))
-        rows = [row for row in as_trained(rows) if row["size"] == size and row["group"] in groups]
+        rows = as_trained(read("gradient_error"))
+        size = max(rows, key=lambda row: int(row["batches"]))["size"]
+        rows = [row for row in rows if row["size"] == size and row["group"] in groups]
         step = str(STEPS // 2)
         header = [f"{size}, step {step}", "1 − cosine, %", "bias, %", "along, %", "noise, %", "loss, %"]
         lines = [
