@@ -30,8 +30,8 @@ Arguments that mean the same everywhere:
     keep           a norm returns y too, rounded to x's dtype; else [0, 0]
     offsets        [G] int32: x's rows are in groups, which are matrices of their own (groups.py says where their codes
                    and scales lie). Offsets that descend or go beyond the rows raise ValueError where the reference
-                   runs; elsewhere, where nobody waits for their values, they are cut to the rows, what descends is
-                   as a group without rows, what is computed means nothing, and no other memory is touched
+                   runs; Triton's kernels, whose host does not wait for their values, then take all groups to have no
+                   rows, and products are NaN
 
 Ops are registered by torch.library.Library rather than by the custom_op decorator: 4 us against 17 us a call in eager.
 """

@@ -23,6 +23,31 @@ from octavo.kernels.triton.tiles import (
 
 
 @triton.jit
+def encode_blocks(tile, scaling: tl.constexpr, tiling: tl.constexpr):
+    """Codes of a float32 tile in one scaling, whose blocks divide it: (codes, the blocks' amax, their scale)."""
+    ROWS: tl.constexpr = scaling.block[0]
+    COLS: tl.constexpr = scaling.block[1]
+    BR: tl.constexpr = tiling.block_r
+    BC: tl.constexpr = tiling.block_c
+    amax = tl.max(tl.max(tl.reshape(finite_abs(tile), [BR // ROWS, ROWS, BC // COLS, COLS]), 3), 1)
+    scale = scale_from_amax(amax, scaling.limit, scaling.power_of_two)
+    wide = tl.broadcast_to(scale[:, None, :, None], [BR // ROWS, ROWS, BC // COLS, COLS])
+    return encode(tile, tl.reshape(wide, [BR, BC]), scaling.e5m2), amax, scale
+
+
+@triton.jit
+def store_block_scales(amax, scale, out, first_row, rows_end, first_col, cols_end, offset, scaling: tl.constexpr):
+    """Write blocks' scale_inv and amax from a row and column on, up to the ends, ``offset`` elements further."""
+    row = first_row + tl.arange(0, amax.shape[0])
+    col = first_col + tl.arange(0, amax.shape[1])
+    mask = (row < rows_end)[:, None] & (col < cols_end)[None, :]
+    offsets = row[:, None] * out.stride_r + col[None, :] * out.stride_c + offset
+    tl.store(out.scale_inv + offsets, scale_inv_from_scale(scale, scaling.power_of_two), mask=mask)
+    if out.amax is not None:
+        tl.store(out.amax + offsets, amax, mask=mask)
+
+
+@triton.jit
 def store_blocks(tile, HALF: tl.constexpr, place, x, out, scaling: tl.constexpr, tiling: tl.constexpr):
     """Write a float32 tile in one scaling, whose blocks divide it, to the Outputs out: codes, scale_inv, amax.
 
@@ -32,21 +57,13 @@ def store_blocks(tile, HALF: tl.constexpr, place, x, out, scaling: tl.constexpr,
     COLS: tl.constexpr = scaling.block[1]
     BR: tl.constexpr = tiling.block_r
     BC: tl.constexpr = tiling.block_c
-    blocks_r = tl.cdiv(x.R, ROWS)
     blocks_c = tl.cdiv(x.C, COLS)
     rows = place[0] * BR + tl.arange(0, BR)
     cols = place[1] * BC + tl.arange(0, BC)
-    amax = tl.max(tl.max(tl.reshape(finite_abs(tile), [BR // ROWS, ROWS, BC // COLS, COLS]), 3), 1)
-    scale = scale_from_amax(amax, scaling.limit, scaling.power_of_two)
-    row = place[0] * (BR // ROWS) + tl.arange(0, BR // ROWS)
-    col = place[1] * (BC // COLS) + tl.arange(0, BC // COLS)
-    mask = (row < blocks_r)[:, None] & (col < blocks_c)[None, :]
-    offsets = row[:, None] * out.stride_r + col[None, :] * out.stride_c + HALF * blocks_c * out.stride_c
-    tl.store(out.scale_inv + offsets, scale_inv_from_scale(scale, scaling.power_of_two), mask=mask)
-    if out.amax is not None:
-        tl.store(out.amax + offsets, amax, mask=mask)
-    wide = tl.broadcast_to(scale[:, None, :, None], [BR // ROWS, ROWS, BC // COLS, COLS])
-    codes = encode(tile, tl.reshape(wide, [BR, BC]), scaling.e5m2)
+    codes, amax, scale = encode_blocks(tile, scaling, tiling)
+    first_row, first_col = place[0] * (BR // ROWS), place[1] * (BC // COLS)
+    shift = HALF * blocks_c * out.stride_c
+    store_block_scales(amax, scale, out, first_row, tl.cdiv(x.R, ROWS), first_col, blocks_c, shift, scaling)
     if tiling.halves:
         store_codes(codes, out.codes, rows, cols, x, tiling.even, HALF)
     else:

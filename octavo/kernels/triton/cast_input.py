@@ -124,9 +124,14 @@ class CastInput(NamedTuple):
     def codes(self, dtype: torch.dtype, pad: int, transpose: bool = False) -> Tensor:
         """Where codes go, unwritten."""
         codes = new_codes(self.x, self.shape, dtype, pad, transpose)
-        if self.halves == 2 and not transpose and codes.shape[1] - self.cols > padded(self.cols, 16):
-            codes.view(torch.uint8).zero_()  # no tile of a half may reach the end of the padding
+        if not transpose:
+            self.clear_padding(codes)
         return codes
+
+    def clear_padding(self, codes: Tensor) -> None:
+        """Set codes [R, C'] to 0 where kernels would not reach all of their padding."""
+        if self.halves == 2 and codes.shape[1] - self.cols > padded(self.cols, 16):
+            codes.view(torch.uint8).zero_()  # no tile of a half may reach the end of the padding
 
     def both_codes(self, dtype: torch.dtype, output: Output) -> tuple[Tensor, Tensor]:
         """The same, and where transposed ones go: [0, 0] where there are none."""

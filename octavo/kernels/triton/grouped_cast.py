@@ -1,12 +1,397 @@
-"""octavo::grouped_cast on a GPU, for now by the reference's loop over groups, which waits for their sizes."""
+"""The casts of rows in groups: each group's scales are its own, and all groups are one launch's.
+
+    one scale a group, a column and group   Delayed one launch; Dynamic two, the first for the amaxes
+    one scale a row                         one launch
+    blocks of powers of two up to 128       one launch; of other sizes: the reference, which waits for the groups' sizes
+
+A program works on some rows of one group (groups.py). Codes that belong to no group are written by programs without
+one, so no launch clears anything.
+
+work (int32, all 0 before and after): the bits of amaxes, a group or column and group each, and counters.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.granularity import ALL
+from octavo.kernels.arguments import CastSource, Groups, Scaling, new_grouped
+from octavo.kernels.layouts import is_small_block
 from octavo.kernels.reference.grouped_cast import grouped_cast as reference_grouped_cast
+from octavo.kernels.triton import groups as on_device
+from octavo.kernels.triton.cast_blocks import encode_blocks, store_block_scales
+from octavo.kernels.triton.cast_input import CastInput, block_scaling_of, cast_input, codes_to, rounding_of
+from octavo.kernels.triton.cast_lines import finish_lines
+from octavo.kernels.triton.cast_rows import larger
+from octavo.kernels.triton.groups import locate
+from octavo.kernels.triton.known_scales import scale_exists
+from octavo.kernels.triton.launch import with_room_for, workspace
+from octavo.kernels.triton.prologue import Input, produce
+from octavo.kernels.triton.tiles import (
+    Outputs,
+    Tiling,
+    finite_abs,
+    is_last_program,
+    raise_amax,
+    scale_from_amax,
+    scale_inv_from_scale,
+    store_codes,
+    store_tiles,
+)
+
+_ALL = 1 << 30
 
 
-def grouped_cast(*arguments: Any) -> Any:
+@triton.jit
+def produce_of_group(x, h, place, local, cols, function: tl.constexpr, grouping: tl.constexpr):
+    """``produce`` of a group's rows ``local``."""
+    is_mine = local < place.size
+    rows = tl.where(is_mine, place.start + local, x.R)
+    scale_rows = None
+    if h is not None:
+        if h.scale_inv is not None:
+            H_ROWS: tl.constexpr = grouping.h_tile_r
+            scale_rows = tl.where(is_mine, place.h_row + local // H_ROWS, 0)
+    return produce(x, h, rows, cols, function, False, scale_rows)
+
+
+@triton.jit
+def places_of_codes(x, place, local):
+    """Where codes of a group's rows go: (rows, R where there are none; transposed columns; their end)."""
+    rows = tl.where(local < place.height, place.start + local, x.R)
+    return rows, place.column + local, place.column + place.columns
+
+
+@triton.jit
+def finish_groups(work_ptr, groups, cols, cols_end, width, out, scales_ptr, rounding: tl.constexpr):
+    """Write the amax, scale_inv and scale of all groups' columns ``cols``, of ``width``, and set their bits to 0."""
+    STEP: tl.constexpr = 16
+    for first in range(0, groups.count, STEP):
+        group = first + tl.arange(0, STEP)
+        lines = group[:, None] * width + cols[None, :]
+        end = groups.count * width
+        lines = tl.where((group < groups.count)[:, None] & (cols < cols_end)[None, :], lines, end)
+        finish_lines(work_ptr, lines, end, out, scales_ptr, rounding)
+
+
+@triton.jit(do_not_specialize=["heights"])
+def group_amax_kernel(
+    x,
+    h,
+    groups,
+    out,  # Outputs of the scaling
+    scales_ptr,  # of each group, or each column of each group, for the cast
+    delayed_scale_ptr,  # None, or: return at once where a scale exists
+    work_ptr,
+    heights,  # programs of a strip
+    function: tl.constexpr,  # Function
+    grouping: tl.constexpr,  # Grouping
+    COLUMNS: tl.constexpr,  # a scale for each column of a group
+    ROLE: tl.constexpr,
+    rounding: tl.constexpr,
+    tiling: tl.constexpr,  # Tiling
+):
+    """The amaxes and scales of groups, or of their columns."""
+    if delayed_scale_ptr is not None:
+        if tl.load(delayed_scale_ptr + ROLE) != 0:
+            return
+    HEIGHT: tl.constexpr = tiling.tiles * tiling.block_r
+    strips = tl.num_programs(0) // heights
+    strip = tl.program_id(0) % strips
+    place = locate(groups, tl.program_id(0) // strips, x.R, HEIGHT, grouping)
+    cols = strip * tiling.block_c + tl.arange(0, tiling.block_c)
+    largest = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
+    second_largest = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
+    for first in range(place.first, tl.minimum(place.first + HEIGHT, place.size), tiling.block_r):
+        local = first + tl.arange(0, tiling.block_r)
+        tile, second = produce_of_group(x, h, place, local, cols, function, grouping)
+        largest = tl.maximum(largest, finite_abs(tile))
+        if tiling.halves:
+            second_largest = tl.maximum(second_largest, finite_abs(second))
+    is_group = place.group < groups.count
+    group = tl.where(is_group, place.group, 0)
+    if COLUMNS:
+        width = x.C
+        if tiling.halves:
+            width = 2 * x.C
+        bits_ptr = work_ptr + group * width
+        inside = cols < tl.where(is_group, x.C, 0)
+        raise_amax(bits_ptr + cols, tl.max(largest, 0), inside)
+        if tiling.halves:
+            raise_amax(bits_ptr + x.C + cols, tl.max(second_largest, 0), inside)
+        if is_last_program(work_ptr + groups.count * width + strip, heights):
+            finish_groups(work_ptr, groups, cols, x.C, width, out, scales_ptr, rounding)
+            if tiling.halves:
+                finish_groups(work_ptr, groups, x.C + cols, width, width, out, scales_ptr, rounding)
+    else:
+        raise_amax(work_ptr + group, tl.max(tl.max(tl.maximum(largest, second_largest), 1), 0))
+        if is_last_program(work_ptr + groups.count, tl.num_programs(0)):
+            finish_lines(work_ptr, tl.arange(0, grouping.width), groups.count, out, scales_ptr, rounding)
+
+
+@triton.jit
+def known_scale(delayed_scale_ptr, scales_ptr, lines, inside, ROLE: tl.constexpr):
+    """The delayed scale, or where there is none yet, or for Dynamic, those of group_amax_kernel."""
+    scale = tl.full(lines.shape, 1.0, tl.float32)  # without either a CUDA graph, replayed after the state was emptied
+    if scales_ptr is not None:
+        scale = tl.load(scales_ptr + lines, mask=inside, other=1.0)
+    if delayed_scale_ptr is not None:
+        delayed = tl.load(delayed_scale_ptr + ROLE)
+        scale = tl.where(delayed == 0, scale, delayed)
+    return scale
+
+
+@triton.jit(do_not_specialize=["heights"])
+def cast_group_kernel(
+    x,
+    h,
+    groups,
+    out,  # Outputs; of a delayed scale its amax and scale_inv are written too
+    scales_ptr,  # that group_amax_kernel wrote, or None
+    delayed_scale_ptr,  # None for Dynamic
+    work_ptr,
+    heights,  # programs of a strip
+    function: tl.constexpr,  # Function
+    grouping: tl.constexpr,  # Grouping
+    COLUMNS: tl.constexpr,  # a scale for each column of a group
+    ROLE: tl.constexpr,
+    rounding: tl.constexpr,
+    tiling: tl.constexpr,  # Tiling
+):
+    """Codes by the scales of groups or of their columns."""
+    HEIGHT: tl.constexpr = tiling.tiles * tiling.block_r
+    programs = tl.num_programs(0)
+    program = tl.program_id(0)
+    if delayed_scale_ptr is None:
+        program = programs - 1 - program  # what group_amax_kernel read last is still in the cache
+    strips = programs // heights
+    place = locate(groups, program // strips, x.R, HEIGHT, grouping)
+    cols = (program % strips) * tiling.block_c + tl.arange(0, tiling.block_c)
+    is_group = place.group < groups.count
+    group = tl.where(is_group, place.group, 0)
+    if COLUMNS:
+        inside = cols < tl.where(is_group, x.C, 0)
+        width = x.C
+        if tiling.halves:
+            width = 2 * x.C
+        scale = known_scale(delayed_scale_ptr, scales_ptr, group * width + cols, inside, ROLE)[None, :]
+        second_scale = scale
+        if tiling.halves:
+            second_scale = known_scale(delayed_scale_ptr, scales_ptr, group * width + x.C + cols, inside, ROLE)[None, :]
+    else:
+        scale = known_scale(delayed_scale_ptr, scales_ptr, group, is_group, ROLE)
+        second_scale = scale
+    largest = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
+    last = tl.minimum(place.first + HEIGHT, tl.maximum(place.height, place.columns))
+    for first in range(place.first, last, tiling.block_r):
+        local = first + tl.arange(0, tiling.block_r)
+        tile, second = produce_of_group(x, h, place, local, cols, function, grouping)
+        if delayed_scale_ptr is not None:
+            largest = tl.maximum(largest, larger(tile, second, tiling))
+        rows, columns, end = places_of_codes(x, place, local)
+        store_tiles(tile, second, scale, second_scale, out.codes, rows, cols, x, rounding.e5m2, tiling, columns, end)
+    if delayed_scale_ptr is not None:
+        raise_amax(work_ptr + group, tl.max(tl.max(largest, 1), 0))
+        if is_last_program(work_ptr + groups.count, programs):
+            lines = tl.arange(0, grouping.width)
+            inside = lines < groups.count
+            scale = known_scale(delayed_scale_ptr, scales_ptr, lines, inside, ROLE)
+            tl.store(out.scale_inv + lines, scale_inv_from_scale(scale, False), mask=inside)
+            # from L2: this multiprocessor's own cache doesn't see what others raised
+            amax = tl.load(work_ptr + lines, mask=inside, other=0, cache_modifier=".cg").to(tl.float32, bitcast=True)
+            tl.store(out.amax + lines, amax, mask=inside)
+            tl.debug_barrier()  # all threads have read
+            tl.store(work_ptr + lines, tl.zeros_like(lines), mask=inside)
+
+
+@triton.jit
+def cast_group_rows_kernel(
+    x,
+    h,
+    groups,
+    out,  # Outputs
+    function: tl.constexpr,  # Function
+    grouping: tl.constexpr,  # Grouping
+    rounding: tl.constexpr,
+    tiling: tl.constexpr,  # Tiling
+):
+    """A scale for each row, as of cast_rows_kernel."""
+    place = locate(groups, tl.program_id(0), x.R, tiling.block_r, grouping)
+    local = place.first + tl.arange(0, tiling.block_r)
+    cols = tl.arange(0, tiling.block_c)
+    tile, second = produce_of_group(x, h, place, local, cols, function, grouping)
+    largest = larger(tile, second, tiling)
+    if not tiling.one_tile:
+        for start in range(tiling.block_c, x.C, tiling.block_c):
+            more, more_second = produce_of_group(x, h, place, local, start + cols, function, grouping)
+            largest = tl.maximum(largest, larger(more, more_second, tiling))
+    amax = tl.max(largest, 1)
+    scale = scale_from_amax(amax, rounding.limit, rounding.power_of_two)
+    rows, columns, end = places_of_codes(x, place, local)
+    tl.store(out.amax + rows, amax, mask=rows < x.R)
+    tl.store(out.scale_inv + rows, scale_inv_from_scale(scale, rounding.power_of_two), mask=rows < x.R)
+    scale = scale[:, None]
+    E5M2: tl.constexpr = rounding.e5m2
+    if tiling.one_tile:
+        store_tiles(tile, second, scale, scale, out.codes, rows, cols, x, E5M2, tiling, columns, end)
+    else:
+        for start in range(0, x.C, tiling.block_c):
+            tile, second = produce_of_group(x, h, place, local, start + cols, function, grouping)
+            store_tiles(tile, second, scale, scale, out.codes, rows, start + cols, x, E5M2, tiling, columns, end)
+
+
+@triton.jit
+def cast_group_blocks_of_half(
+    HALF: tl.constexpr,
+    x,
+    h,
+    place,
+    strip,
+    out,
+    function: tl.constexpr,
+    grouping: tl.constexpr,
+    scaling: tl.constexpr,
+    tiling: tl.constexpr,
+):
+    """All that a program writes of one half."""
+    ROWS: tl.constexpr = scaling.block[0]
+    COLS: tl.constexpr = scaling.block[1]
+    local = place.first + tl.arange(0, tiling.block_r)
+    cols = strip * tiling.block_c + tl.arange(0, tiling.block_c)
+    tile, other = produce_of_group(x, h, place, local, cols, function, grouping)
+    if HALF == 1:
+        tile = other
+    codes, amax, scale = encode_blocks(tile, scaling, tiling)
+    blocks_c = tl.cdiv(x.C, COLS)
+    first_row, first_col = place.scale_row + place.first // ROWS, strip * (tiling.block_c // COLS)
+    shift = HALF * blocks_c * out.stride_c
+    end = place.scale_row + place.scale_rows
+    store_block_scales(amax, scale, out, first_row, end, first_col, blocks_c, shift, scaling)
+    rows, columns, end = places_of_codes(x, place, local)
+    if tiling.halves:
+        store_codes(codes, out.codes, rows, cols, x, False, HALF, columns, end)
+    else:
+        store_codes(codes, out.codes, rows, cols, x, False, None, columns, end)
+
+
+@triton.jit
+def cast_group_blocks_kernel(
+    x,
+    h,
+    groups,
+    out,  # Outputs
+    function: tl.constexpr,  # Function
+    grouping: tl.constexpr,  # Grouping
+    scaling: tl.constexpr,  # BlockScaling
+    tiling: tl.constexpr,  # Tiling
+):
+    """A scale for each block of a group."""
+    strips = tl.cdiv(x.C, tiling.block_c)
+    strip = tl.program_id(0) % strips
+    place = locate(groups, tl.program_id(0) // strips, x.R, tiling.block_r, grouping)
+    cast_group_blocks_of_half(0, x, h, place, strip, out, function, grouping, scaling, tiling)
+    if tiling.halves:
+        cast_group_blocks_of_half(1, x, h, place, strip, out, function, grouping, scaling, tiling)
+
+
+class _Grouped(NamedTuple):
+    """What a grouped cast reads, and what kernels need to know of its groups."""
+
+    given: CastInput
+    groups: on_device.Groups
+    grouping: on_device.Grouping
+
+    def programs(self, height: int) -> int:
+        """How many programs of so many rows each are enough."""
+        rows = self.given.rows
+        return rows // height + self.groups.count + 1 if self.grouping.ragged else -(-rows // height) or 1
+
+    def tiling(self, block_r: int, block_c: int, tiles: int = 1, one_tile: bool = False) -> tuple[int, int, Tiling]:
+        """How programs share the cast: (strips of columns, programs of a strip, tiling)."""
+        strips, _, tiling = self.given.tiling(block_r, block_c, tiles, one_tile)
+        return strips, self.programs(tiling.tiles * block_r), tiling._replace(even=False)
+
+    def launch(
+        self, kernel: Any, programs: int, num_warps: int, arguments: Sequence[Any], constants: Sequence[Any]
+    ) -> None:
+        """Launch a kernel that reads this, and has its own arguments and constants."""
+        self.given.launch(kernel, programs, num_warps, (self.groups, *arguments), (self.grouping, *constants))
+
+
+def grouped_cast(source: CastSource, scaling: Scaling, groups: Groups) -> tuple[Tensor, ...]:
     """``octavo::grouped_cast``."""
-    return reference_grouped_cast(*arguments)
+    given, tile = cast_input(source), scaling.tile
+    if not given.fits(tile) and not (given.rows * given.cols == 0 and is_small_block(tile)):
+        return reference_grouped_cast(source, scaling, groups)
+    q, t, scale_inv, amax = new_grouped(source, scaling, groups)
+    given.clear_padding(q)
+    out = Outputs(codes_to(q, t), scale_inv, amax, *scale_inv.stride())
+    grouped = _grouped(given, groups, tile[0], t.shape[1], scale_inv.shape[0])
+    if tile == (1, ALL):
+        _cast_by_row(grouped, scaling, out)
+    elif tile[0] == ALL:
+        _cast_by_group(grouped, scaling, out)
+    else:
+        _cast_by_block(grouped, scaling, out)
+    return q, t, scale_inv, amax
+
+
+def _grouped(given: CastInput, groups: Groups, tile_r: int, columns: int, scale_rows: int) -> _Grouped:
+    count = groups.offsets.shape[0]
+    width = max(16, triton.next_power_of_2(count))
+    h_tile_r = given.function.tile_r if isinstance(given.h, Input) and given.h.scale_inv is not None else 1
+    ragged = groups.transpose or tile_r != 1 or h_tile_r != 1
+    grouping = on_device.Grouping(width, ragged, groups.pad, _ALL if tile_r == ALL else tile_r, h_tile_r)
+    return _Grouped(given, on_device.Groups(groups.offsets.contiguous(), count, columns, scale_rows), grouping)
+
+
+def _cast_by_group(grouped: _Grouped, scaling: Scaling, out: Outputs) -> None:
+    """A scale for each group, or each column of a group."""
+    given, delayed_scale, role = grouped.given, scaling.delayed_scale, scaling.role
+    by_column = scaling.tile[1] != ALL
+    lines = grouped.groups.count * (given.shape[1] if by_column else 1)
+    how = by_column, role, rounding_of(scaling)
+    scales = None
+    if delayed_scale is None or not scale_exists(delayed_scale, role):
+        scales = given.x.new_empty(lines, dtype=torch.float32)
+        chosen = given.config("amax_lines" if by_column else "amax")
+        strips, heights, tiling = grouped.tiling(*chosen[:3])
+        work = workspace(given.x, lines + strips)
+        found = out._replace(codes=None), scales, delayed_scale, work, heights
+        grouped.launch(group_amax_kernel, strips * heights, chosen.num_warps, found, (*how, tiling))
+    if delayed_scale is not None or out.codes.q is not None or out.codes.t is not None:
+        kind = "cast" if out.codes.t is None else "cast_transpose"
+        chosen = given.config(kind)
+        strips, heights, tiling = grouped.tiling(*chosen[:3])
+        arguments = out, scales, delayed_scale, workspace(given.x, lines + 1), heights
+        grouped.launch(cast_group_kernel, strips * heights, chosen.num_warps, arguments, (*how, tiling))
+
+
+def _cast_by_row(grouped: _Grouped, scaling: Scaling, out: Outputs) -> None:
+    """A scale for each row."""
+    given, chosen = grouped.given, grouped.given.config("cast_rows")
+    widest = max(16, triton.next_power_of_2(given.cols))
+    block_c = min(chosen.block_c, widest)
+    block_r = chosen.block_r * max(1, chosen.block_c // (2 * block_c))
+    if out.codes.t is not None:  # transposed, a program writes as many rows as are padded to
+        block_r, block_c = max(16, block_r), min(block_c, 256)
+    _, heights, tiling = grouped.tiling(block_r, block_c, one_tile=widest <= block_c)
+    grouped.launch(cast_group_rows_kernel, heights, chosen.num_warps, (out,), (rounding_of(scaling), tiling))
+
+
+def _cast_by_block(grouped: _Grouped, scaling: Scaling, out: Outputs) -> None:
+    """A scale for each block."""
+    kind = "cast_blocks" if out.codes.t is None else "cast_blocks_transpose"
+    chosen = with_room_for(grouped.given.config(kind), scaling.tile)
+    strips, heights, tiling = grouped.tiling(chosen.block_r, chosen.block_c)
+    constants = block_scaling_of(scaling), tiling
+    num_warps = chosen.num_warps
+    if grouped.given.function.name and out.codes.t is not None:  # what is computed is held in float32
+        num_warps = min(16, 2 * num_warps)
+    grouped.launch(cast_group_blocks_kernel, strips * heights, num_warps, (out,), constants)

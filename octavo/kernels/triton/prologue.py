@@ -48,11 +48,12 @@ class Norm(NamedTuple):
 
 
 @triton.jit
-def produce(x, h, rows, cols, function: tl.constexpr, EVEN: tl.constexpr):
+def produce(x, h, rows, cols, function: tl.constexpr, EVEN: tl.constexpr, scale_rows=None):
     """The tile [BR, BC] to be cast, float32, 0 outside of x; and the second one, of a gated gradient.
 
     x is the Source, whose R and C are those of the tile's tensor; an activation reads it only for its gradient. h is
-    Input, Norm or None. EVEN: none of the tile is outside.
+    Input, Norm or None. EVEN: none of the tile is outside. scale_rows [BR]: which of h's scales a row has, if not by
+    its number.
     """
     if function.name == "":
         first = load_tile(x, rows, cols, EVEN)
@@ -64,26 +65,26 @@ def produce(x, h, rows, cols, function: tl.constexpr, EVEN: tl.constexpr):
         second = first
     else:
         NAME: tl.constexpr = function.name  # Triton 3.6 takes no tuple's field as an argument
-        gate = load_input(h, x, rows, cols, False, function, EVEN)
+        gate = load_input(h, x, rows, cols, False, function, EVEN, scale_rows)
         if function.gradient:
             first = load_tile(x, rows, cols, EVEN)
             second = first
             if function.gated:
                 second *= value(gate, NAME)
-                first *= load_input(h, x, rows, cols, True, function, EVEN)
+                first *= load_input(h, x, rows, cols, True, function, EVEN, scale_rows)
             first *= slope(gate, NAME)
             if not function.gated:
                 second = first
         else:
             first = value(gate, NAME)
             if function.gated:
-                first *= load_input(h, x, rows, cols, True, function, EVEN)
+                first *= load_input(h, x, rows, cols, True, function, EVEN, scale_rows)
             second = first
     return first, second
 
 
 @triton.jit
-def load_input(h, x, rows, cols, UP: tl.constexpr, function: tl.constexpr, EVEN: tl.constexpr):
+def load_input(h, x, rows, cols, UP: tl.constexpr, function: tl.constexpr, EVEN: tl.constexpr, scale_rows=None):
     """The tile of h, or of its second half, as float32."""
     offsets = rows.to(tl.int64)[:, None] * h.stride_r + cols.to(tl.int64)[None, :] * h.stride_c
     ptr = h.ptr
@@ -96,18 +97,20 @@ def load_input(h, x, rows, cols, UP: tl.constexpr, function: tl.constexpr, EVEN:
     if h.scale_inv is None:
         result = tile.to(tl.float32)
     else:
-        result = decode(tile) * input_scale_inv(h, x, rows, cols, UP, function)
+        result = decode(tile) * input_scale_inv(h, x, rows, cols, UP, function, scale_rows)
     return result
 
 
 @triton.jit
-def input_scale_inv(h, x, rows, cols, UP: tl.constexpr, function: tl.constexpr):
+def input_scale_inv(h, x, rows, cols, UP: tl.constexpr, function: tl.constexpr, scale_rows=None):
     """The scale_inv of each code of a tile of h."""
     ptr = h.scale_inv
     if UP:
         ptr += h.scale_shift
     # for codes beyond the end any will do
-    row = tl.where(rows < x.R, rows, 0) // function.tile_r
+    row = scale_rows
+    if scale_rows is None:
+        row = tl.where(rows < x.R, rows, 0) // function.tile_r
     col = tl.where(cols < x.C, cols, 0) // function.tile_c
     return tl.load(ptr + row[:, None] * h.scale_stride_r + col[None, :] * h.scale_stride_c)
 

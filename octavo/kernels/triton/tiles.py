@@ -272,11 +272,12 @@ def load_tile(x, rows, cols, EVEN: tl.constexpr):
 
 
 @triton.jit
-def store_codes(codes, out, rows, cols, x, EVEN: tl.constexpr, half=None):
+def store_codes(codes, out, rows, cols, x, EVEN: tl.constexpr, half=None, columns=None, columns_end=None):
     """Write codes [BR, BC] of the Source x to the Codes out.
 
     The padding's codes are 0, since load_tile's are. EVEN: there is no padding, and the tile is inside. With a half, 0
-    or 1, out has room for two tensors like x, side by side.
+    or 1, out has room for two tensors like x, side by side. columns [BR]: where transposed codes go, up to columns_end;
+    by default where the rows lie.
     """
     col_end = out.q_stride
     out_cols = cols
@@ -290,22 +291,39 @@ def store_codes(codes, out, rows, cols, x, EVEN: tl.constexpr, half=None):
         else:
             tl.store(out.q + offsets, codes, mask=(rows < x.R)[:, None] & (cols < col_end)[None, :])
     if out.t is not None:
-        offsets = out_cols.to(tl.int64)[:, None] * out.t_stride + rows[None, :]
+        if columns is None:
+            columns = rows
+            columns_end = out.t_stride
+        offsets = out_cols.to(tl.int64)[:, None] * out.t_stride + columns[None, :]
         if EVEN:
             tl.store(out.t + offsets, tl.trans(codes))
         else:
-            tl.store(out.t + offsets, tl.trans(codes), mask=(cols < x.C)[:, None] & (rows < out.t_stride)[None, :])
+            tl.store(out.t + offsets, tl.trans(codes), mask=(cols < x.C)[:, None] & (columns < columns_end)[None, :])
 
 
 @triton.jit
-def store_tiles(tile, second, scale, second_scale, out, rows, cols, x, E5M2: tl.constexpr, tiling: tl.constexpr):
+def store_tiles(
+    tile,
+    second,
+    scale,
+    second_scale,
+    out,
+    rows,
+    cols,
+    x,
+    E5M2: tl.constexpr,
+    tiling: tl.constexpr,
+    columns=None,
+    columns_end=None,
+):
     """Encode what ``produce`` made, one tile or two halves beside each other, and write it to the Codes out."""
     codes = encode(tile, scale, E5M2)
     if tiling.halves:
-        store_codes(codes, out, rows, cols, x, tiling.even, 0)
-        store_codes(encode(second, second_scale, E5M2), out, rows, cols, x, tiling.even, 1)
+        store_codes(codes, out, rows, cols, x, tiling.even, 0, columns, columns_end)
+        codes = encode(second, second_scale, E5M2)
+        store_codes(codes, out, rows, cols, x, tiling.even, 1, columns, columns_end)
     else:
-        store_codes(codes, out, rows, cols, x, tiling.even)
+        store_codes(codes, out, rows, cols, x, tiling.even, None, columns, columns_end)
 
 
 @triton.jit

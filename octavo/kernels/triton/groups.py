@@ -1,0 +1,101 @@
+"""Which group of rows a program works on, found on the device.
+
+Each group has programs of its own, for so many of its rows each, and whoever is left works on the rows that are in no
+group, and on what no group fills. For R rows in G groups R // HEIGHT + G + 1 programs are always enough. A program
+finds its group by the sizes of all: a vector of numbers and some sums, for 128 groups as for one.
+
+Offsets that descend or go beyond the rows are taken for groups without rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class Groups(NamedTuple):
+    """The groups' ends [count], and how many transposed columns and rows of scales there are for them."""
+
+    offsets: Any
+    count: Any
+    columns: Any
+    scale_rows: Any
+
+
+class Grouping(NamedTuple):
+    """What of the groups a kernel has to know."""
+
+    width: int  # a power of two, the number of groups or more
+    ragged: bool  # where groups begin; else only where the last ends, as rows are cast each for itself
+    pad: int  # of a group's transposed columns
+    tile_r: int  # rows of a group that share a scale; 1 << 30 for all
+    h_tile_r: int  # of an activation's input that is codes
+
+
+class Place(NamedTuple):
+    """A program's group, and where that lies; or all that is in no group, whose number is beyond all others."""
+
+    group: Any
+    first: Any  # row of the group that is the program's first
+    start: Any  # row of x
+    size: Any  # rows to be read
+    height: Any  # rows of codes to be written
+    column: Any
+    columns: Any  # to be written, with the padding
+    scale_row: Any
+    scale_rows: Any  # to be written
+    h_row: Any  # of the scales of an activation's input
+
+
+@triton.jit
+def sizes_of(groups, R, grouping: tl.constexpr):
+    """(The size of each group, 0 beyond their number; whether offsets are wrong)."""
+    e = tl.arange(0, grouping.width)
+    inside = e < groups.count
+    ends = tl.load(groups.offsets + e, mask=inside, other=0)
+    starts = tl.load(groups.offsets + e - 1, mask=inside & (e > 0), other=0)
+    is_wrong = tl.max((inside & ((ends < starts) | (ends > R))).to(tl.int32), 0) > 0
+    return tl.where(is_wrong, 0, ends - starts), is_wrong
+
+
+@triton.jit
+def tiles_of(sizes, TILE: tl.constexpr):
+    """How many tiles of so many rows each group has."""
+    return (sizes + (TILE - 1)) // TILE
+
+
+@triton.jit
+def locate(groups, index, R, HEIGHT: tl.constexpr, grouping: tl.constexpr):
+    """The Place of the program with this number, of HEIGHT rows each."""
+    ROWS: tl.constexpr = grouping.tile_r
+    H_ROWS: tl.constexpr = grouping.h_tile_r
+    PAD: tl.constexpr = grouping.pad
+    ALL: tl.constexpr = 1 << 30
+    if grouping.ragged:
+        sizes, _ = sizes_of(groups, R, grouping)
+        tiles = tiles_of(sizes, HEIGHT)
+        before = tl.cumsum(tiles, 0) <= index  # groups whose programs come before this one
+        group = tl.sum(before.to(tl.int32), 0)
+        first = (index - tl.sum(tl.where(before, tiles, 0), 0)) * HEIGHT
+        start = tl.sum(tl.where(before, sizes, 0), 0)
+        size = tl.sum(tl.where(tl.arange(0, grouping.width) == group, sizes, 0), 0)
+        is_none = group == grouping.width
+        height = tl.where(is_none, R - start, size)
+        column = tl.multiple_of(tl.sum(tl.where(before, tiles_of(sizes, PAD), 0), 0) * PAD, PAD)
+        columns = tl.where(is_none, groups.columns - column, (size + (PAD - 1)) // PAD * PAD)
+        scale_row = tl.minimum(group, groups.count)
+        scale_rows = tl.where(is_none, 0, 1)
+        if ROWS != ALL:
+            scale_row = tl.sum(tl.where(before, tiles_of(sizes, ROWS), 0), 0)
+            scale_rows = tl.where(is_none, groups.scale_rows - scale_row, (size + (ROWS - 1)) // ROWS)
+        h_row = group
+        if H_ROWS != ALL:
+            h_row = tl.sum(tl.where(before, tiles_of(sizes, H_ROWS), 0), 0)
+        place = Place(group, first, start, size, height, column, columns, scale_row, scale_rows, h_row)
+    else:
+        last = tl.load(groups.offsets + groups.count - 1, mask=groups.count > 0, other=0)
+        size = tl.minimum(tl.maximum(last, 0), R)
+        place = Place(0, index * HEIGHT, 0, size, R, 0, 0, 0, R, 0)
+    return place
