@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 import octavo
-from octavo.integrations.torchtitan import OctavoConverter
+from octavo.integrations import torchtitan
 
 
 def llama_config(converters: list[Any] | None) -> Any:
@@ -62,7 +62,7 @@ def sharded_llama(mesh: Any, compiled: bool) -> tuple[list[float], set[str]]:
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)  # gloo multiplies nothing
 
-    options = OctavoConverter.Config(recipe=octavo.recipes.dynamic(), select=lambda module, name: True)
+    options = torchtitan.OctavoConverter.Config(recipe=octavo.recipes.dynamic(), select=lambda module, name: True)
     model = built(llama_config([options]), prepare)
     losses = losses_of(model, 3)
     gathers = [module.gather for module in model.modules() if isinstance(module, octavo.nn.Linear)]
