@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 EXECUTED = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SLOW = ("export", "hugging-face", "lightning")  # libraries that take seconds to import
 LINKED = sorted(p for p in ROOT.rglob("*.md") if not any(part[0] == "." for part in p.relative_to(ROOT).parts))
 
 FENCE = re.compile(r"^ {0,3}(`{3,}|~{3,})\s*([^\s`]*)")
@@ -99,7 +100,7 @@ def broken_link(page: Path, target: str, root: Path = ROOT) -> str | None:
 
 
 @pytest.mark.parametrize(
-    "page", [pytest.param(p, marks=pytest.mark.full if p.stem == "export" else []) for p in EXECUTED], ids=name
+    "page", [pytest.param(p, marks=pytest.mark.full if p.stem in SLOW else []) for p in EXECUTED], ids=name
 )
 def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
