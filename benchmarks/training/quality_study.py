@@ -197,6 +197,18 @@ def as_trained(rows: Iterable[Row]) -> list[Row]:
     return [row for row in rows if row["windows"] == str(BATCH)]
 
 
+def reading_table() -> str:
+    """What a recipe's forward costs weights that were trained in bf16, and those that were trained with it."""
+    runs, lines = Runs(read("quality")), []
+    for row in as_trained(read("gradient_error")):
+        if row["step"] != str(STEPS) or row["variant"] in BASELINES:
+            continue
+        if (trained := runs.gap(row["variant"], row["size"], FORWARD)) is not None:
+            seeds = str(len(trained.gaps))
+            lines.append([row["size"], row["variant"], _with_error(row, "loss", 3), _cell(trained, 3), seeds])
+    return markdown(["size", "forward", "weights of bf16, %", "weights trained with it, %", "seeds"], lines)
+
+
 def windows_table() -> str:
     """How the noise that rounding adds, beside that of the batches, changes with the batch."""
     rows = [row for row in read("gradient_error") if row["step"] == str(STEPS // 2)]
@@ -236,6 +248,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **{group: gradient_table([group]) for group in ("recipe", "layers", "gradients", "rounding")},
     "steps": steps_table,
     "windows": windows_table,
+    "reading": reading_table,
     "operands": gradient_table(["product", "operand"]),
     "forward": gradient_table(["inputs", "weights"]),
 }
