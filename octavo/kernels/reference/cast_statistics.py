@@ -58,29 +58,28 @@ def _add(
 ) -> None:
     """Add those of one chunk [R, C] float32, contiguous; ``scratch``: float64, of no fewer elements.
 
-    Histograms of exponents and of codes count what else would be a pass each: on a CPU 2,048 x 512 numbers took 59 ms
-    without them, 8 ms with them, and take 5 ms where nothing is clipped and memory is taken once.
+    A histogram of exponents counts what else would be a pass each, and memory is taken once: on a CPU 2,048 x 512
+    numbers took 59 ms without the one and 8 ms without the other; they take 5 ms.
     """
     read = decode(codes, torch.float32, scale_inv, tile)
-    exponents = torch.bincount(x.view(torch.int32).bitwise_right_shift(23).bitwise_and_(0xFF).flatten(), minlength=256)
+    exponents = torch.bincount(x.view(torch.int32).bitwise_right_shift(23).to(torch.uint8).flatten(), minlength=256)
     nonfinite = exponents[255]
     numbers, error = x, x - read
     if nonfinite:
         finite = x.isfinite()
         numbers, error = (torch.where(finite, part, 0) for part in (numbers, error))
     amax = torch.stack(torch.aminmax(numbers)).abs().max()
-    magnitudes = torch.bincount(codes.view(torch.uint8).flatten(), minlength=256).view(2, 128).sum(0)  # both signs'
+    magnitudes = codes.view(torch.uint8) & 0x7F
     zeros = exponents[0] and x.numel() - x.count_nonzero()  # whose codes are 0
     code, factor = LARGEST[codes.dtype]
-    clipped = magnitudes.new_zeros(())
-    if magnitudes[code] and amax > scale_inv.min() * format_of(codes.dtype).max * factor:
-        largest = codes.view(torch.uint8) & 0x7F == code
-        clipped = largest.logical_and_(numbers.abs() > read.abs() * factor).count_nonzero()
+    clipped = exponents.new_zeros(())
+    if amax > scale_inv.min() * format_of(codes.dtype).max * factor:
+        clipped = (magnitudes == code).logical_and_(numbers.abs() > read.abs() * factor).count_nonzero()
     squares = []
     for part in (numbers, error):
         wide = scratch[: part.numel()].view(part.shape).copy_(part).flatten()
         squares.append(torch.dot(wide, wide))
-    counts = x.numel(), zeros, magnitudes[0] - zeros, clipped, nonfinite, *squares
+    counts = x.numel(), zeros, x.numel() - magnitudes.count_nonzero() - zeros, clipped, nonfinite, *squares
     sums[: len(SUMS)] += torch.stack([torch.as_tensor(part, device=sums.device).to(sums) for part in counts])
     extremes[0] = torch.maximum(extremes[0], amax)
     exponents[0] -= zeros
