@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from octavo import kernels
+from octavo.autograd.grouped import cast_groups, cast_matrices
 from octavo.granularity import ALL
 from octavo.kernels.layouts import contraction_multiple, needs_transposed_codes
 from octavo.scaling.recipe import Cast, Recipe
@@ -41,16 +42,18 @@ def cast_role(
     state: State | None,
     column_sum: bool = False,
     activation: Activation = (),
+    offsets: Tensor | None = None,
 ) -> Operands:
     """Cast a role for the products that need it, reading it once where one kernel can.
 
     Args:
-        x_RC: bf16, fp16 or fp32.
+        x_RC: bf16, fp16 or fp32; a weight of groups is [G, N, K].
         recipe: whose casts of this role (INPUT, WEIGHT or GRAD_OUTPUT) are made; products in high precision need none.
         as_is, transposed: which of the two layouts are needed now.
         state: read by Delayed casts.
         column_sum: find it in the same read, if a cast reads ``x_RC`` as it lies.
         activation: see above; C is of what is cast.
+        offsets: of rows in groups, see grouped.py; column sums are not found then.
 
     Returns:
         pairs laid as their products want them: as_is [R, C'], transposed [C, R'], the contraction padded as the device
@@ -63,11 +66,11 @@ def cast_role(
     if first is None or second is None or casts.once:
         cast = first or second
         layouts = first is not None, second is not None
-        return Operands() if cast is None else _cast(x_RC, cast, state, role, extras, *layouts)
-    if not first.is_delayed and not second.is_delayed:
+        return Operands() if cast is None else _cast(x_RC, cast, state, role, extras, *layouts, offsets)
+    if not first.is_delayed and not second.is_delayed and offsets is None and x_RC.ndim == 2:
         return _cast_two_scalings(x_RC, first, second, extras)
-    a = _cast(x_RC, first, state, role, extras, True, False)
-    b = _cast(x_RC, second, state, role, (extras[0], False, *activation), False, True)
+    a = _cast(x_RC, first, state, role, extras, True, False, offsets)
+    b = _cast(x_RC, second, state, role, (extras[0], False, *activation), False, True, offsets)
     return a._replace(transposed=b.transposed, amax=b.amax if a.amax is None else a.amax)
 
 
@@ -77,18 +80,29 @@ def _pad(x: Tensor, recipe: Recipe) -> int:
 
 
 def _cast(
-    x_RC: Tensor, cast: Cast, state: State | None, role: int, extras: Extras, as_is: bool, transposed: bool
+    x_RC: Tensor,
+    cast: Cast,
+    state: State | None,
+    role: int,
+    extras: Extras,
+    as_is: bool,
+    transposed: bool,
+    offsets: Tensor | None = None,
 ) -> Operands:
     """Cast by one scaling, in one layout or both; with the amax, if the cast is Delayed.
 
     ``cast`` is that of ``x_RC`` as it lies, unless only the transposed layout is needed.
     """
     pad, column_sum, *activation = extras
+    delayed_scale = state.scale if state is not None and cast.is_delayed else None
+    if x_RC.ndim == 3:
+        return cast_matrices(x_RC, delayed_scale, role, cast, (as_is, transposed), pad)
+    if offsets is not None:
+        return cast_groups(x_RC, offsets, delayed_scale, role, cast, (as_is, transposed), (pad, *activation))
     lays = transposed and needs_transposed_codes(x_RC.device)
     if lays and not as_is and not activation:  # the transposed codes alone, without column sums
         laid = _cast(x_RC.t(), cast, state, role, (pad, False), True, False)
         return Operands(None, laid.as_is, laid.amax)
-    delayed_scale = state.scale if state is not None and cast.is_delayed else None
     how = cast.arguments if as_is else cast.arguments_transposed
     q_RC, q_CR, scale_inv, amax, sums = kernels.cast(x_RC, delayed_scale, role, *how, lays, *extras)
     whole = cast.tile == (ALL, ALL)  # one scale is its own transpose
@@ -118,15 +132,16 @@ def cast_grad_output(
     forward_amax: tuple[Tensor | None, Tensor | None] | None,
     column_sum: bool,
     activation: Activation = (),
+    offsets: Tensor | None = None,
 ) -> Operands:
     """Cast grad_output and, given the amax of forward's (input, weight), commit the delayed state with all three."""
     casts = recipe.grad_output_casts
     if state is None or forward_amax is None:
-        return cast_role(grad_TN, recipe, GRAD_OUTPUT, as_is, transposed, state, column_sum, activation)
+        return cast_role(grad_TN, recipe, GRAD_OUTPUT, as_is, transposed, state, column_sum, activation, offsets)
     amax_input, amax_weight = forward_amax
     update = recipe.delayed_update
     cast = casts.as_is or casts.transposed
-    if cast is not None and casts.once and cast.is_delayed and (as_is or transposed):
+    if cast is not None and casts.once and cast.is_delayed and (as_is or transposed) and offsets is None:
         lays = transposed and needs_transposed_codes(grad_TN.device)
         # in a first layer only the transposed codes are needed
         alone = lays and not as_is and not column_sum and not activation
@@ -147,7 +162,7 @@ def cast_grad_output(
         if alone:
             return Operands(None, (q, scale_inv))
         return Operands((q, scale_inv), (q_t if lays else q.t(), scale_inv), None, sums if column_sum else None)
-    operands = cast_role(grad_TN, recipe, GRAD_OUTPUT, as_is, transposed, state, column_sum, activation)
+    operands = cast_role(grad_TN, recipe, GRAD_OUTPUT, as_is, transposed, state, column_sum, activation, offsets)
     kernels.delayed_update(*state, amax_input, amax_weight, operands.amax, *update)
     return operands
 

@@ -1,7 +1,7 @@
 """One or two linear layers with what comes before them, in which only pairs travel from kernel to kernel.
 
     [norm] -> cast -> product                                   LayerNormLinear
-    [norm] -> cast -> product -> activation + cast -> product   LayerNormMLP
+    [norm] -> cast -> product -> activation + cast -> product   LayerNormMLP; Experts, whose rows are in groups
 
 A norm writes the pairs that the first product reads. The activation reads that product's output h and writes the pairs
 that the second product reads; backward its gradient reads h again and writes the pairs of the first layer's
@@ -80,7 +80,7 @@ def _forward(tensors: Tensors, chain: Chain, needs: tuple[bool, ...]) -> tuple[T
     needs_dx, needs_dw = any(needs[:3]), needs[3]
     y = mean = rstd = None
     if chain.norm is None:
-        y, operands = x, cast_role(x, first.recipe, INPUT, True, needs_dw, first.state)
+        y, operands = x, cast_role(x, first.recipe, INPUT, True, needs_dw, first.state, offsets=first.offsets)
     else:
         assert gamma is not None
         keep = chain.returns_norm or (needs_dw and first.recipe.grad_weight is None)
@@ -99,7 +99,8 @@ def _forward(tensors: Tensors, chain: Chain, needs: tuple[bool, ...]) -> tuple[T
         return h, y, (*of_norm, *saved)
     (second,) = rest
     assert second_weight is not None
-    a = cast_role(h, second.recipe, INPUT, True, needs[5], second.state, False, (chain.activation,))
+    of_input = (chain.activation,), second.offsets
+    a = cast_role(h, second.recipe, INPUT, True, needs[5], second.state, False, *of_input)
     if second.tap is not None:
         count(second.tap.input, produced(h, chain.activation, None), a, second.recipe.input_casts)
     result = output(None, a, second_weight, second_bias, second, chain.dtype)
@@ -113,7 +114,10 @@ def _saved_input(h: Tensor, layer: Layer) -> tuple[Tensor | None, Tensor | None]
     cast = layer.recipe.saved
     if cast is None:
         return h, None
-    q, _, scale_inv, *_ = kernels.cast(h, None, INPUT, cast.format.dtype, cast.tile, cast.power_of_two, cast.margin)
+    if layer.offsets is None:
+        q, _, scale_inv, *_ = kernels.cast(h, None, INPUT, *cast.arguments)
+    else:
+        q, _, scale_inv, _ = kernels.grouped_cast(h, layer.offsets, None, INPUT, *cast.arguments)
     return packed((q, scale_inv), cast)
 
 
@@ -169,7 +173,7 @@ def _activation_of(ctx: Any, saved: Saved, needs_dw: bool) -> tuple[tuple[Any, .
     read_back = h_scale_inv, (ALL, ALL) if recipe.saved is None else recipe.saved.tile
     if needs_dw and recipe.grad_weight is None:
         assert h is not None
-        of_second[0] = unrounded(h, ctx.activation, None, *read_back).to(ctx.plans[1].dtypes[0])
+        of_second[0] = unrounded(h, of_second[6], ctx.activation, None, *read_back).to(ctx.plans[1].dtypes[0])
     return (ctx.activation, h, *read_back), tuple(of_second)
 
 

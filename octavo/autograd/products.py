@@ -8,6 +8,8 @@ Legend: T tokens, K in features, N out features; a suffix gives the layout, cont
 pair (qdata, scale_inv); what forward saves for backward is the pair itself, never a copy, never the recipe's scale:
 however the recipe moves on, the pair reads back as it was written.
 
+Of rows in groups (grouped.py) each product is one of all groups: weight [G, N, K], bias [G, N].
+
 Delayed state is committed by backward's cast of grad_output, see scaling/delayed.py.
 """
 
@@ -22,9 +24,11 @@ from torch.nn import functional as F
 
 from octavo import kernels
 from octavo.autograd.casts import GRAD_OUTPUT, INPUT, Activation, Pair, State, cast_grad_output, cast_role
+from octavo.autograd.grouped import group_sums, grouped_linear, grouped_mm, scales_of_rows
 from octavo.autograd.tap import Tap, Watch, count
 from octavo.errors import HigherOrderGradientError
 from octavo.granularity import PerBlock, Tile
+from octavo.kernels.layouts import contraction_multiple
 from octavo.kernels.reference.activation import produced
 from octavo.scaling.recipe import Cast, Recipe
 from octavo.tensor.pair import Operands
@@ -34,7 +38,8 @@ class Layer(NamedTuple):
     """What a linear layer brings to its products, besides weight and bias themselves.
 
     ``weight`` is the weight's operands; ``training``: whether backward commits the delayed state; ``tap``: where casts
-    are counted in a step that is recorded; ``watch``: where faults are noted.
+    are counted in a step that is recorded; ``watch``: where faults are noted, neither of rows in groups; ``offsets``:
+    where those end.
     """
 
     weight: Operands
@@ -43,6 +48,7 @@ class Layer(NamedTuple):
     training: bool
     tap: Tap | None = None
     watch: Watch | None = None
+    offsets: Tensor | None = None
 
 
 class Plan(NamedTuple):
@@ -70,10 +76,14 @@ def output(
     recipe = layer.recipe
     if recipe.output is None:
         assert x_TK is not None
-        y_TN = F.linear(x_TK, weight_NK.to(dtype), None if bias is None else bias.to(dtype))
+        weight, bias = weight_NK.to(dtype), None if bias is None else bias.to(dtype)
+        if layer.offsets is None:
+            y_TN = F.linear(x_TK, weight, bias)
+        else:
+            y_TN = grouped_linear(x_TK, weight, bias, layer.offsets)
     else:
         assert x.as_is is not None and layer.weight.as_is is not None
-        y_TN = _matmul(recipe, "output", x.as_is, layer.weight.as_is, bias, dtype)
+        y_TN = _matmul(recipe, "output", x.as_is, layer.weight.as_is, bias, dtype, layer.offsets)
     if layer.watch is not None:
         operand, scale_inv = x.as_is or (x_TK, None)
         assert operand is not None
@@ -91,12 +101,13 @@ def to_save(
         *packed(x.transposed if needs_dw else None, recipe.input_casts.transposed),
         weight_NK if needs_dx and recipe.grad_input is None else None,
         *packed(weight.transposed if needs_dx else None, recipe.weight_casts.transposed, weight.refilled),
+        layer.offsets,
         x.amax,
         weight.amax,  # not rolled but saved all the same: a checkpoint counts what its second forward saves
     )
 
 
-SAVED = 8
+SAVED = 9
 
 
 def packed(pair: Pair | None, cast: Cast | None, refilled: bool = False) -> tuple[Tensor | None, Tensor | None]:
@@ -129,23 +140,30 @@ def cast_gradient(
     """
     recipe = plan.recipe
     needs_dx, needs_dw, needs_db = needs
-    x_amax, w_amax = saved[-2:]
+    offsets, x_amax, w_amax = saved[-3:]
     amax = (x_amax, w_amax if plan.rolls_weight else None) if plan.commits else None
-    g = cast_grad_output(grad_TN, recipe, needs_dx, needs_dw, plan.state, amax, needs_db, activation)
+    g = cast_grad_output(grad_TN, recipe, needs_dx, needs_dw, plan.state, amax, needs_db, activation, offsets)
     if plan.tap is not None:
-        rounded = unrounded(grad_TN, *activation) if activation else grad_TN
+        rounded = unrounded(grad_TN, None, *activation) if activation else grad_TN
         count(plan.tap.grad_output, rounded, g, recipe.grad_output_casts)
     products = (needs_dx and recipe.grad_input is None) or (needs_dw and recipe.grad_weight is None)
     if not products and (not needs_db or g.column_sum is not None):
         return g, None
-    return g, unrounded(grad_TN, *activation).to(plan.dtypes[0]) if activation else grad_TN
+    return g, unrounded(grad_TN, offsets, *activation).to(plan.dtypes[0]) if activation else grad_TN
 
 
 def unrounded(
-    x: Tensor, activation: str, preactivation: Tensor | None, h_scale_inv: Tensor | None, h_tile: Tile
+    x: Tensor,
+    offsets: Tensor | None,
+    activation: str,
+    preactivation: Tensor | None,
+    h_scale_inv: Tensor | None,
+    h_tile: Tile,
 ) -> Tensor:
     """What a cast with these last arguments rounds to codes, in float32: for a product that stays in high precision."""
     if h_scale_inv is not None:
+        if offsets is not None:
+            h_scale_inv, h_tile = scales_of_rows(h_scale_inv, h_tile, offsets, x.shape[0])
         h = kernels.dequantize(x if preactivation is None else preactivation, h_scale_inv, h_tile, torch.float32)
         x, preactivation = (h, None) if preactivation is None else (x, h)
     return produced(x, activation, preactivation)
@@ -155,7 +173,7 @@ def gradients(
     g: GradOutput, saved: tuple[Tensor | None, ...], plan: Plan, needs: tuple[bool, bool, bool]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The gradients of (input, weight, bias) that are needed, from ``cast_gradient`` of the same arguments."""
-    x_TK, x_q, x_scale_inv, weight_NK, w_q, w_scale_inv, _, _ = saved
+    x_TK, x_q, x_scale_inv, weight_NK, w_q, w_scale_inv, offsets, _, _ = saved
     recipe, (dtype, weight_dtype, bias_dtype) = plan.recipe, plan.dtypes
     needs_dx, needs_dw, needs_db = needs
     (as_is, transposed, _, column_sum, *_), grad_TN = g
@@ -164,26 +182,26 @@ def gradients(
     if needs_dx:
         if recipe.grad_input is None:
             assert grad_TN is not None and weight_NK is not None
-            dx_TK = torch.mm(grad_TN, weight_NK.to(grad_TN.dtype))
+            dx_TK = _mm(grad_TN, weight_NK.to(grad_TN.dtype), offsets)
         else:
             assert as_is is not None and w_q is not None and w_scale_inv is not None
-            dx_TK = _matmul(recipe, "grad_input", as_is, (w_q, w_scale_inv.to(torch.float32)), None, dtype)
+            dx_TK = _matmul(recipe, "grad_input", as_is, (w_q, w_scale_inv.to(torch.float32)), None, dtype, offsets)
         _look(plan, dx_TK, as_is, grad_TN)
     as_is = None
     if needs_dw:
         if recipe.grad_weight is None:
             assert grad_TN is not None and x_TK is not None
-            dw_NK = torch.mm(grad_TN.t(), x_TK).to(weight_dtype)
+            dw_NK = _mm(grad_TN.t(), x_TK, offsets).to(weight_dtype)
         else:
             assert transposed is not None and x_q is not None and x_scale_inv is not None
             x = x_q, x_scale_inv.to(torch.float32)
-            dw_NK = _matmul(recipe, "grad_weight", transposed, x, None, dtype).to(weight_dtype)
+            dw_NK = _matmul(recipe, "grad_weight", transposed, x, None, dtype, offsets).to(weight_dtype)
         if not needs_dx:
             _look(plan, dw_NK, transposed, None if grad_TN is None else grad_TN.t())
     if needs_db:
         if column_sum is None:
             assert grad_TN is not None
-            column_sum = grad_TN.sum(0)
+            column_sum = grad_TN.sum(0) if offsets is None else group_sums(grad_TN, offsets)
         db_N = column_sum.to(bias_dtype)
     return dx_TK, dw_NK, db_N
 
@@ -211,9 +229,25 @@ def refuse_second_derivatives() -> None:
         )
 
 
-def _matmul(recipe: Recipe, product: str, a: Pair, b: Pair, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _matmul(
+    recipe: Recipe,
+    product: str,
+    a: Pair,
+    b: Pair,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    offsets: Tensor | None,
+) -> Tensor:
     a_cast, b_cast = getattr(recipe, product)
-    return kernels.matmul(*a, a_cast.tile, *b, b_cast.tile, bias, dtype, product in recipe.fast_accum)
+    operands, fast_accum = (*a, a_cast.tile, *b, b_cast.tile), product in recipe.fast_accum
+    if offsets is None:
+        return kernels.matmul(*operands, bias, dtype, fast_accum)
+    pad = contraction_multiple(offsets.device) if recipe.pads else 1
+    return kernels.grouped_matmul(*operands, offsets, bias, dtype, fast_accum, pad)
+
+
+def _mm(a: Tensor, b: Tensor, offsets: Tensor | None) -> Tensor:
+    return torch.mm(a, b) if offsets is None else grouped_mm(a, b, offsets)
 
 
 class _Linear(torch.autograd.Function):
@@ -222,7 +256,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TK: Tensor, weight_NK: Tensor, bias: Tensor | None, layer: Layer) -> Tensor:
         needs_dx, needs_dw, _ = ctx.needs_input_grad[:3]
-        x = cast_role(x_TK, layer.recipe, INPUT, True, needs_dw, layer.state)
+        x = cast_role(x_TK, layer.recipe, INPUT, True, needs_dw, layer.state, offsets=layer.offsets)
         if layer.tap is not None:
             count(layer.tap.input, x_TK, x, layer.recipe.input_casts)
         ctx.plan = plan_of(layer, x_TK.dtype, weight_NK, bias)
@@ -245,7 +279,7 @@ def linear(x: Tensor, weight_NK: Tensor, bias: Tensor | None, layer: Layer) -> T
     if torch.is_grad_enabled() and (x.requires_grad or weight_NK.requires_grad or requires_grad(bias)):
         y_TN = _Linear.apply(x_TK, weight_NK, bias, layer)
     else:
-        operands = cast_role(x_TK, layer.recipe, INPUT, True, False, layer.state)
+        operands = cast_role(x_TK, layer.recipe, INPUT, True, False, layer.state, offsets=layer.offsets)
         y_TN = output(x_TK, operands, weight_NK, bias, layer, x_TK.dtype)
     return y_TN if x.ndim == 2 else y_TN.view(*x.shape[:-1], weight_NK.shape[0])
 

@@ -1,6 +1,7 @@
 """FP8 modules, and the conversion of models to them."""
 
 from octavo.nn.fused import LayerNormLinear, LayerNormMLP, RMSNormLinear, RMSNormMLP
+from octavo.nn.grouped_linear import GroupedLinear
 from octavo.nn.kept_weights import KeptWeights
 from octavo.nn.linear import Linear
 from octavo.nn.norm import LayerNorm, RMSNorm
@@ -9,6 +10,7 @@ from octavo.nn.weight_cache import invalidate
 from octavo.scaling.delayed import delayed_state_dict, load_delayed_state_dict
 
 __all__ = [
+    "GroupedLinear",
     "KeptWeights",
     "LayerNorm",
     "LayerNormLinear",

@@ -22,6 +22,7 @@ from octavo.nn.candidates import (
 )
 from octavo.nn.fast_path import choose_fast_path
 from octavo.nn.gather_group import GatherGroup
+from octavo.nn.grouped_linear import GroupedLinear
 from octavo.nn.linear import Linear
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.stored_weights import (
@@ -172,7 +173,7 @@ def _storage(
         if weight is None:
             raise ValueError(f"{name or 'the model'}: a weight that is computed from others can't be stored in FP8")
         if not issubclass(target, nn.Linear):
-            raise ValueError(f"{name or 'the model'}: a {target.__name__}'s weight, [K, N], can't be stored in FP8")
+            raise ValueError(f"{name or 'the model'}: a {target.__name__}'s weight can't be stored in FP8")
         if reason := why_not_stored(wanted):
             raise ValueError(f"{name or 'the model'}: weights can't be stored in FP8 under {wanted.name!r}: {reason}")
         granularity = wanted.weight_casts.as_is.granularity  # type: ignore[union-attr]
@@ -264,8 +265,8 @@ def set_recipe(model: nn.Module, recipe: Recipe | RecipeMap) -> nn.Module:
 def restore(model: nn.Module) -> nn.Module:
     """Turn every FP8 module back into the class it came from; parameters, hooks and attributes stay.
 
-    Weights stored in FP8 become parameters in their high precision again. A Linear with named splits, which torch has
-    not, or one that fully_shard itself was applied to, stays what it is and computes in high precision.
+    Weights stored in FP8 become parameters in their high precision again. What torch has not (a Linear with named
+    splits, GroupedLinear), or a Linear that fully_shard itself was applied to, stays and computes in high precision.
 
     Args:
         model: any module.
@@ -283,9 +284,10 @@ def restore(model: nn.Module) -> nn.Module:
     """
     _refuse_shards(model, "octavo.restore")
     for module in model.modules():
-        if isinstance(module, Linear) and (module.splits is not None or is_sharded(type(module))):
+        split = isinstance(module, Linear) and (module.splits is not None or is_sharded(type(module)))
+        if split or isinstance(module, GroupedLinear):
             widen_weight(weight_of(module))
-            module.recipe = high_precision()
+            module.recipe = high_precision()  # type: ignore[assignment]
         elif isinstance(module, RecipeModule):
             widen_weight(weight_of(module))
             module.forget_recipe()

@@ -22,11 +22,19 @@ def _grouped(input: _Shape, weight: _Shape, *_: Any, **__: Any) -> int:
     return 2 * math.prod(input) * weight[-1]
 
 
+def _grouped_product(a: _Shape, a_scale_inv: _Shape, a_tile: Any, b: _Shape, *_: Any, **__: Any) -> int:
+    """Of octavo::grouped_matmul, a [T, K], each row times one of the experts' weights b [E, N, K]."""
+    return 2 * math.prod(a) * b[1]
+
+
 def _formulas() -> dict[Any, Any]:
-    grouped = [torch.ops.aten._grouped_mm]
+    grouped = [torch.ops.aten._grouped_mm, torch.ops.octavo.grouped_mm]
     if hasattr(torch.ops.transformers, "grouped_mm_fallback"):  # what transformers calls where torch's can't be used
         grouped.append(torch.ops.transformers.grouped_mm_fallback)
-    return {torch.ops.octavo.matmul: _product, **dict.fromkeys(grouped, _grouped)}
+    return {**_FP8, **dict.fromkeys(grouped, _grouped)}
+
+
+_FP8 = {torch.ops.octavo.matmul: _product, torch.ops.octavo.grouped_matmul: _grouped_product}
 
 
 def forward_flops(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, int]:
@@ -46,4 +54,4 @@ def forward_flops(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
         for module, was in training.items():
             module.training = was
     counts = counter.get_flop_counts().get("Global", {})
-    return counts.get(torch.ops.octavo.matmul, 0), sum(counts.values())
+    return sum(counts.get(op, 0) for op in _FP8), sum(counts.values())

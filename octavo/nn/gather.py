@@ -109,6 +109,8 @@ class Gather:
             return Way(AS_IT_IS, "a product reads it in high precision")
         if self.shared:
             return Way(AS_IT_IS, "another module shares it")
+        if parameter.ndim == 3:
+            return Way(AS_IT_IS, "weights of experts are cast after their gather")
         if not hasattr(module, "in_features"):
             return Way(AS_IT_IS, f"{type(module).__name__} stores it transposed")
         if not casts.once:

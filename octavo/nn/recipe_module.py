@@ -311,8 +311,8 @@ def product_dtype(input: Tensor, weight_NK: Tensor) -> torch.dtype:
         raise TypeError(
             f"input is {input.dtype} but the weight is {weight_NK.dtype}; convert one of them or use torch.autocast"
         )
-    if input.ndim == 0 or input.shape[-1] != weight_NK.shape[1]:
-        raise ValueError(f"input of shape {tuple(input.shape)} needs in_features={weight_NK.shape[1]} last")
+    if input.ndim == 0 or input.shape[-1] != weight_NK.shape[-1]:
+        raise ValueError(f"input of shape {tuple(input.shape)} needs in_features={weight_NK.shape[-1]} last")
     if autocast and input.dtype in HIGH_PRECISION:  # as autocast itself, which leaves float64 and integers alone
         return torch.get_autocast_dtype(device_type)
     return input.dtype

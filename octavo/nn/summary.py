@@ -105,7 +105,10 @@ def summary(model: nn.Module, *args: Any, **kwargs: Any) -> Summary:
         if id(module) in computed:
             continue
         recipe = module.recipe if isinstance(module, RecipeModule) else None
-        matrices = {key: tuple(p.shape) for key, p in module.named_parameters(recurse=False) if p.ndim >= 2}
+        own = dict(module.named_parameters(recurse=False)).items()
+        matrices = {
+            key: tuple(p.shape) for key, p in own if p.ndim >= 2 and not key.endswith("bias")
+        }  # experts' biases
         linear = recipe is not None or fp8_class(module) is not None
         if linear and weight_of(module) is None:
             matrices = {"weight": shape_of(module)}  # in place of weight_v, weight_orig

@@ -1,0 +1,150 @@
+"""Casts and products of rows in groups, each group with a matrix of its own: what a mixture of experts computes.
+
+Legend: R rows in groups, of which offsets [G] int32 are the cumulative ends (kernels/groups.py), K in features, N out
+features. Matrices of all groups are one tensor, weight_GNK. Nothing here reads the sizes of groups on the host.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from octavo import kernels
+from octavo.granularity import ALL, Tile
+from octavo.kernels.groups import of_equal_groups
+from octavo.kernels.layouts import needs_transposed_codes
+from octavo.scaling.recipe import Cast
+from octavo.tensor.pair import Operands
+
+_ALIGNMENT = 16  # bytes; torch.nn.functional.grouped_mm asks it of strides
+
+
+def cast_groups(
+    x_RC: Tensor,
+    offsets: Tensor,
+    delayed_scale: Tensor | None,
+    role: int,
+    cast: Cast,
+    layouts: tuple[bool, bool],
+    extras: tuple[object, ...],
+) -> Operands:
+    """Cast rows in groups by one scaling, in one layout or both (as they lie, transposed).
+
+    ``extras``: (pad, *activation), the last arguments of the op. The amax that Delayed is to roll is the largest of all
+    groups: they share one history.
+    """
+    as_is, transposed = layouts
+    lays = transposed and needs_transposed_codes(x_RC.device)
+    how = cast.arguments if as_is else cast.arguments_transposed
+    q_RC, q_CR, scale_inv, amax = kernels.grouped_cast(
+        x_RC, offsets, delayed_scale, role, *how, as_is or not lays, lays, *extras
+    )
+    return Operands(
+        (q_RC, scale_inv) if as_is else None,
+        (q_CR if lays else q_RC.t(), scale_inv.t()) if transposed else None,
+        amax.amax(0, keepdim=True) if cast.is_delayed else None,
+    )
+
+
+def cast_matrices(
+    weight_GNK: Tensor, delayed_scale: Tensor | None, role: int, cast: Cast, layouts: tuple[bool, bool], pad: int
+) -> Operands:
+    """Cast every group's matrix by one scaling: pairs of codes [G, N, K'] as they lie and [G, K, N'] transposed."""
+    as_is, transposed = layouts
+    how = cast.arguments if as_is else cast.arguments_transposed
+    flipped = weight_GNK.mT.is_contiguous() and not weight_GNK.is_contiguous()  # a parameter that is stored [G, K, N]
+    laid = weight_GNK.mT if flipped else weight_GNK.contiguous()
+    if flipped:
+        how = how[0], how[1][::-1], *how[2:]
+        as_is, transposed = transposed, as_is
+    groups, rows, _ = laid.shape
+    ends = torch.arange(rows, groups * rows + 1, max(rows, 1), dtype=torch.int32, device=laid.device)
+    lays = transposed and needs_transposed_codes(laid.device)
+    q, q_t, scale_inv, amax = kernels.grouped_cast(
+        laid.flatten(0, 1), ends, delayed_scale, role, *how, as_is or not lays, lays, pad
+    )
+    pair = pair_t = None
+    if as_is or not lays:
+        pair = of_equal_groups(q, scale_inv, how[1], laid.shape)
+    if transposed:
+        pair_t = (
+            of_equal_groups(q_t, scale_inv, how[1], laid.shape, pad, transposed=True)
+            if lays
+            else (pair[0].mT, pair[1].mT)  # type: ignore[index]
+        )
+    first, second = (pair_t, pair if as_is else None) if flipped else (pair if as_is else None, pair_t)
+    return Operands(first, second, amax.amax(0, keepdim=True) if cast.is_delayed else None)
+
+
+def group_of_rows(offsets: Tensor, rows: int) -> Tensor:
+    """The group [R] int64 of each row; of rows in no group the number of groups."""
+    return torch.searchsorted(offsets, torch.arange(rows, dtype=torch.int32, device=offsets.device), right=True)
+
+
+@torch.library.custom_op("octavo::grouped_mm", mutates_args=())
+def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    """In high precision, of one dtype: a [R, K] . b [G, K, N] -> [R, N]; or a [N, R] . b [R, K] -> [G, N, K].
+
+    torch.nn.functional.grouped_mm, in whose results rows in no group are zero; and of sizes that it refuses, and
+    compiled of dtypes that its fake refuses (torch 2.13 knows bf16 only).
+    """
+    ragged_rows = b.ndim == 3
+    rows, cols = a.shape[0], b.shape[-1]
+    multiple = _ALIGNMENT // a.element_size()
+    across, along = -(a.shape[1] if ragged_rows else rows) % multiple, -cols % multiple
+    if ragged_rows:
+        a, b = F.pad(a, (0, across)), F.pad(b, (0, along, 0, across))
+        b = b if b.is_contiguous() or b.mT.is_contiguous() else b.contiguous()
+        product = F.grouped_mm(a.contiguous(), b, offs=offsets)[:, :cols]
+        outside = torch.arange(rows, device=offsets.device) >= offsets[-1]
+        return product.masked_fill(outside.unsqueeze(1), 0)
+    a, b = F.pad(a.t(), (0, across)).contiguous(), F.pad(b, (0, along)).contiguous()
+    return F.grouped_mm(a.t(), b, offs=offsets)[:, :rows, :cols].clone()
+
+
+@grouped_mm.register_fake
+def _(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[2]) if b.ndim == 3 else (offsets.shape[0], a.shape[0], b.shape[1]))
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    a, b, offsets = ctx.saved_tensors
+    da = db = None
+    if ctx.needs_input_grad[0]:
+        da = grouped_mm(grad, b.mT, offsets) if b.ndim == 3 else grouped_mm(b, grad.mT, offsets).t()
+    if ctx.needs_input_grad[1]:
+        db = grouped_mm(a.t(), grad, offsets)
+    return da, db, None
+
+
+grouped_mm.register_autograd(_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+
+
+def grouped_linear(x_RK: Tensor, weight_GNK: Tensor, bias_GN: Tensor | None, offsets: Tensor) -> Tensor:
+    """The output product [R, N] in high precision, all of one dtype; rows in no group are zero."""
+    y_RN = grouped_mm(x_RK, weight_GNK.mT, offsets)
+    if bias_GN is None:
+        return y_RN
+    return y_RN + F.pad(bias_GN, (0, 0, 0, 1))[group_of_rows(offsets, x_RK.shape[0])]
+
+
+def group_sums(x_RN: Tensor, offsets: Tensor) -> Tensor:
+    """Each group's sum of rows [G, N], added in float32 and rounded once; 0 of a group without rows."""
+    return grouped_mm(x_RN.new_ones(1, 1).expand(1, x_RN.shape[0]), x_RN, offsets)[:, 0]
+
+
+def scales_of_rows(scale_inv: Tensor, tile: Tile, offsets: Tensor, rows: int) -> tuple[Tensor, Tile]:
+    """What ``grouped_cast`` of R rows returned, as a scale for each row, and its tile."""
+    height = tile[0]
+    if height == 1:
+        return scale_inv, tile
+    group = group_of_rows(offsets, rows).clamp(max=offsets.shape[0] - 1)
+    if height == ALL:
+        return scale_inv[group], (1, tile[1])
+    begins = F.pad(offsets, (1, 0))[:-1]
+    tiles = F.pad(((offsets - begins + height - 1) // height).cumsum(0), (1, 0))
+    within = (torch.arange(rows, device=offsets.device) - begins[group]) // height
+    return scale_inv[(tiles[group] + within).clamp(max=scale_inv.shape[0] - 1)], (1, tile[1])

@@ -1,0 +1,139 @@
+"""Linear layers of experts: rows in groups, each group times a matrix of its own, as a recipe says."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from octavo.autograd.grouped import grouped_linear
+from octavo.autograd.products import Layer, linear
+from octavo.formats import HIGH_PRECISION
+from octavo.kernels.groups import check_offsets_kind
+from octavo.nn.linear import recipe_for
+from octavo.nn.recipe_module import RecipeModule, product_dtype, refuse_for_fp8
+from octavo.scaling.recipe import Recipe
+from octavo.scaling.recipe_map import RecipeMap
+
+
+class Grouped(RecipeModule):
+    """Base of the modules that multiply rows in groups, whoever owns their matrices."""
+
+    def operands(self) -> tuple[Tensor, Tensor | None, nn.Parameter]:
+        """Weight [E, N, K], bias [E, N] or None, and the parameter that the weight is a view of."""
+        raise NotImplementedError
+
+    def forward(self, input: Tensor, offsets: Tensor) -> Tensor:
+        """See GroupedLinear."""
+        weight, bias, parameter = self.operands()
+        dtype = checked(input, weight, offsets)
+        if self.recipe.is_high_precision:  # torch's grouped product does not follow autocast by itself
+            bias = None if bias is None else bias.to(dtype)
+            return grouped_linear(input.to(dtype), weight.to(dtype), bias, offsets)
+        input = input.to(dtype)
+        refuse_for_fp8(input, parameter, bias)
+        layer = self.grouped_layer(input, weight, parameter, input.requires_grad, offsets)
+        return linear(input, weight, bias, layer)
+
+    def grouped_layer(
+        self, input: Tensor, weight: Tensor, parameter: nn.Parameter, needs_input_grad: bool, offsets: Tensor
+    ) -> Layer:
+        """What this module brings to its products; octavo.inspect does not look at rows in groups."""
+        layer = self.layer_of(input, weight, parameter, needs_input_grad)
+        return layer._replace(tap=None, watch=None, offsets=offsets)
+
+    def weight_pair(self, training: bool, mp_policy: object = None) -> tuple[Tensor, Tensor]:
+        """Not of experts yet."""
+        raise NotImplementedError("experts' weights are exported in high precision: octavo.restore(model) first")
+
+
+class GroupedLinear(Grouped):
+    """y = x . W_e^T + b_e for each group e of rows, with each of the three products cast as the recipe says.
+
+    As a loop over experts of octavo.nn.Linear computes, but each product is one for all groups, and nothing reads their
+    sizes on the host. Every group has scales of its own; under Delayed all share one history a role, of the largest
+    amax. An expert without rows gets a gradient of exact zeros.
+
+    Args:
+        experts: E, how many groups there are.
+        in_features: K, any size.
+        out_features: N, any size.
+        bias: whether there is a bias [E, N].
+        device: where the parameters are created.
+        dtype: bfloat16, float16 or float32.
+        recipe: an octavo.Recipe or RecipeMap (of the name ""); octavo.recipes.dynamic() by default.
+
+    Shape:
+        input [T, K], its rows sorted by expert; offsets [E] int32 on the same device: where each expert's rows end,
+        ``counts.cumsum(0).to(torch.int32)``. Result [T, N], of the input's dtype or autocast's; rows behind the last
+        end are zero. ``weight`` is [E, N, K], each expert's initialised as torch.nn.Linear's.
+
+    Raises:
+        TypeError: for float64, offsets of another dtype than int32, input and weight of different dtypes.
+        ValueError: for shapes that do not fit, offsets of another number of experts or on another device; on a CPU for
+            offsets that descend or exceed T, which a GPU does not look at.
+        HigherOrderGradientError: under create_graph=True or torch.func.
+
+    Source:
+        torch.nn.functional.grouped_mm, whose ``offs`` the offsets are.
+
+    Example:
+        >>> import torch, octavo
+        >>> layer = octavo.nn.GroupedLinear(4, 64, 32, bias=False)
+        >>> counts = torch.tensor([3, 0, 5, 2])
+        >>> layer(torch.randn(10, 64), counts.cumsum(0).to(torch.int32)).shape
+        torch.Size([10, 32])
+    """
+
+    def __init__(
+        self,
+        experts: int,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        recipe: Recipe | RecipeMap | None = None,
+    ) -> None:
+        super().__init__()
+        if experts < 1:
+            raise ValueError(f"experts={experts}: at least one")
+        self.experts, self.in_features, self.out_features = experts, in_features, out_features
+        self.weight = nn.Parameter(torch.empty(experts, out_features, in_features, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(experts, out_features, device=device, dtype=dtype)) if bias else None
+        self.recipe = recipe_for(recipe, "")
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Each expert's as torch.nn.Linear's: uniform within 1 / sqrt(in_features); and empty the delayed state."""
+        bound = self.in_features**-0.5 if self.in_features else 0.0
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.uniform_(-bound, bound)
+        self.reset_delayed_state()
+
+    def operands(self) -> tuple[Tensor, Tensor | None, nn.Parameter]:
+        """See Grouped."""
+        return self.weight, self.bias, self.weight
+
+    def extra_repr(self) -> str:
+        """Sizes, and the recipe's name."""
+        sizes = f"experts={self.experts}, in_features={self.in_features}, out_features={self.out_features}"
+        return f"{sizes}, bias={self.bias is not None}, recipe={self.recipe.name}"
+
+
+def checked(input: Tensor, weight_ENK: Tensor, offsets: Tensor) -> torch.dtype:
+    """The dtype that products with ``input`` compute in.
+
+    Raises:
+        TypeError, ValueError: as GroupedLinear.
+    """
+    if input.ndim != 2:
+        raise ValueError(f"input of shape {tuple(input.shape)}: rows sorted by expert are [T, K]")
+    dtype = product_dtype(input, weight_ENK)
+    if dtype not in HIGH_PRECISION:
+        raise TypeError(f"experts compute in bfloat16, float16 or float32, not {dtype}")
+    check_offsets_kind(offsets, input.device)
+    if offsets.shape[0] != weight_ENK.shape[0]:
+        raise ValueError(f"offsets of {offsets.shape[0]} experts, but the weight has {weight_ENK.shape[0]}")
+    return dtype

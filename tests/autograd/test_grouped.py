@@ -1,0 +1,96 @@
+"""Casts and products of rows in groups, held against those of each group alone."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.autograd.casts import WEIGHT, cast_role
+from octavo.autograd.grouped import group_of_rows, group_sums, grouped_mm, scales_of_rows
+from octavo.kernels import dequantize, grouped_cast
+from tests.support.definitions import same_bits
+from tests.support.groups import SIZES, offsets_of, slices_of
+from tests.support.helpers import FP8_RECIPES, delayed_state
+
+each_sizes = pytest.mark.parametrize(("sizes", "rest"), SIZES, ids=str)
+
+
+@each_sizes
+def test_rows_know_their_group(sizes: list[int], rest: int) -> None:
+    expected = [group for group, size in enumerate([*sizes, rest]) for _ in range(size)]
+    assert group_of_rows(offsets_of(sizes), sum(sizes) + rest).tolist() == expected
+
+
+@each_sizes
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("inner", "outer"), [(32, 16), (17, 9), (1, 8)])
+def test_products_in_high_precision_are_those_of_each_group(
+    sizes: list[int], rest: int, dtype: torch.dtype, inner: int, outer: int
+) -> None:
+    rows, groups, offsets = sum(sizes) + rest, len(sizes), offsets_of(sizes)
+    x, b = torch.randn(rows, inner, dtype=dtype), torch.randn(groups, inner, outer, dtype=dtype)
+    grad = torch.randn(rows, outer, dtype=dtype)
+    y, dw = grouped_mm(x, b, offsets), grouped_mm(grad.t(), x, offsets)
+    assert y.shape == (rows, outer) and dw.shape == (groups, outer, inner)
+    assert not y[sum(sizes) :].any()
+    for group, of in enumerate(slices_of(sizes)):
+        torch.testing.assert_close(y[of], x[of] @ b[group])
+        torch.testing.assert_close(dw[group], grad[of].t() @ x[of])
+        assert of.stop > of.start or not dw[group].any()
+    torch.testing.assert_close(group_sums(grad, offsets), torch.stack([grad[of].sum(0) for of in slices_of(sizes)]))
+
+
+def test_gradients_of_gradients_in_high_precision() -> None:
+    sizes = [3, 0, 4]
+    groups = slices_of(sizes)
+
+    def both(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        if b.ndim == 3:
+            return grouped_mm(a, b, offsets_of(sizes)), torch.cat(
+                [a[of] @ one for of, one in zip(groups, b, strict=True)]
+            )
+        return grouped_mm(a, b, offsets_of(sizes)), torch.stack([a[:, of] @ b[of] for of in groups])
+
+    x, b, a = torch.randn(7, 4), torch.randn(3, 4, 2), torch.randn(2, 7)
+    for operands in ((x, b), (a, x)):
+        found = []
+        for which in range(2):
+            leaves = [operand.clone().requires_grad_() for operand in operands]
+            first = torch.autograd.grad(both(*leaves)[which].square().sum(), leaves, create_graph=True)
+            second = torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
+            found.append([*first, *second])
+        torch.testing.assert_close(found[0], found[1])
+
+
+@pytest.mark.parametrize("name", FP8_RECIPES)
+@pytest.mark.parametrize("stored", ["[G, N, K]", "[G, K, N]"])
+def test_matrices_are_cast_as_each_alone(name: str, stored: str) -> None:
+    recipe, weight = FP8_RECIPES[name](), torch.randn(3, 130, 70)
+    if stored == "[G, K, N]":
+        weight = weight.mT.contiguous().mT
+    for layouts in ((True, True), (True, False), (False, True)):
+        found = cast_role(weight, recipe, WEIGHT, *layouts, delayed_state(recipe))
+        alone = [cast_role(one, recipe, WEIGHT, *layouts, delayed_state(recipe)) for one in weight]
+        for pair, expected in ((found.as_is, [one.as_is for one in alone]), (found.transposed, [o[1] for o in alone])):
+            assert (pair is None) == (expected[0] is None)
+            for group, one in enumerate(expected if pair is not None else ()):
+                assert same_bits(pair[0][group], one[0]) and same_bits(pair[1][group], one[1])
+        if recipe.delayed is not None:
+            assert torch.equal(found.amax, torch.stack([one.amax for one in alone]).amax(0))
+
+
+@each_sizes
+@pytest.mark.parametrize("tile", [(-1, -1), (1, -1), (-1, 1), (1, 32), (16, 16)], ids=str)
+def test_scales_of_rows_read_every_group_back(sizes: list[int], rest: int, tile: tuple[int, int]) -> None:
+    x, offsets = torch.randn(sum(sizes) + rest, 40), offsets_of(sizes)
+    q, _, scale_inv, _ = grouped_cast(x, offsets, None, 0, torch.float8_e4m3fn, tile, True, 0)
+    found = dequantize(q, *scales_of_rows(scale_inv, tile, offsets, len(x)), torch.float32)
+    for of in slices_of(sizes):
+        assert torch.allclose(found[of], x[of], rtol=2**-3, atol=2**-9 * x[of].abs().sum().item())
+
+
+def test_products_in_high_precision_are_counted() -> None:
+    from octavo.nn.flops import forward_flops
+
+    layer = torch.nn.Module()
+    layer.forward = lambda x: grouped_mm(x, torch.randn(3, 8, 16), offsets_of([2, 0, 3]))  # type: ignore[method-assign]
+    assert forward_flops(layer, (torch.randn(5, 8),), {}) == (0, 2 * 5 * 8 * 16)
