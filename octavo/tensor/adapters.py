@@ -20,7 +20,7 @@ def add_adapter(weight: Any, delta: Tensor, alpha: float = 1) -> Any:
     """Add to a StoredWeight in place: values are added in float32, then rounded to codes of a new scale.
 
     Rounded stochastically, by torch's seed: an adapter moves most elements by less than half a code's step, and to
-    nearest these would not move at all: of a delta of 1 % of the weight, rms, 37 % would be left.
+    nearest these would not move at all: of a delta of 1 % of the weight, rms, less than half would be left.
 
     Args:
         weight: a StoredWeight [N, K], whole and not trained.

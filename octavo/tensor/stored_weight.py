@@ -68,7 +68,8 @@ class StoredWeight(ShardHooks, Pair):
         "of a weight that is stored in FP8. Optimize it with octavo.optim.AdamW, which writes codes and scales "
         "together (torch.optim can't); read it with .dequantize(), to average weights (EMA), say, and write it "
         "with .copy_(values) under torch.no_grad(); or keep it in high precision, which adapters that compute with it "
-        "(DoRA) need, with octavo.convert(..., weight_storage=None)"
+        "(DoRA) need, with octavo.convert(..., weight_storage=None); merge with safe_merge=True after "
+        "octavo.restore(model)"
     )
 
     @staticmethod

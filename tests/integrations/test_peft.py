@@ -1,0 +1,335 @@
+"""LoRA by PEFT over a frozen base that lives in FP8."""
+
+import copy
+import functools
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import octavo
+from octavo import recipes
+from octavo.errors import UnsupportedOpError
+from octavo.tensor.stored_weight import StoredWeight
+from tests.support.helpers import assert_equal, sqnr
+
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+# Weights are stored with powers of two, so a plain twin casts with such scales too.
+RECIPES = {"dynamic": recipes.dynamic(power_of_two=True), "blockwise": recipes.blockwise()}
+LORA: dict[str, Any] = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
+
+
+def llama(hidden: int = 128, inner: int = 256, layers: int = 2, vocabulary: int = 64) -> nn.Module:
+    sizes = {"vocab_size": vocabulary, "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": True}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)).bfloat16()
+
+
+def base_layers(module: nn.Module, name: str) -> bool:
+    """As the default select chooses of larger models: neither the head nor adapters."""
+    return "_proj" in name and "lora_" not in name
+
+
+def adapted(recipe: octavo.Recipe | None, storage: str | None = "fp8", after: bool = False, **options: Any) -> Any:
+    """A Llama with LoRA, its base converted before or after."""
+    torch.manual_seed(0)
+    model: Any = llama()
+    if not after and recipe is not None:
+        octavo.convert(model, recipe, base_layers, storage)
+    model = peft.get_peft_model(model, peft.LoraConfig(**LORA | options))
+    return octavo.convert(model, recipe, base_layers, storage) if after and recipe is not None else model
+
+
+def tokens(seed: int, shape: tuple[int, int] = (2, 16)) -> Tensor:
+    return torch.randint(64, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def train(model: Any, steps: int = 3, lr: float = 1e-2, micro_batches: int = 2) -> list[float]:
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
+    losses = []
+    for step in range(steps):
+        for part in range(micro_batches):
+            batch = tokens(10 * step + part)
+            loss = model(input_ids=batch, labels=batch).loss
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        return model.eval()(tokens(99)).logits
+
+
+def adapters(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in model.named_parameters() if "lora_" in name}
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("after", [False, True], ids=["convert first", "get_peft_model first"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_it_trains_as_over_a_frozen_plain_base_bit_for_bit(recipe, after):
+    model, twin = adapted(RECIPES[recipe], after=after), adapted(RECIPES[recipe], storage=None)
+    before = [p.qdata.view(torch.uint8).clone() for p in model.parameters() if isinstance(p, StoredWeight)]
+    assert len(before) == 14
+    assert train(model) == train(twin)
+    assert_equal(adapters(model), adapters(twin))
+    assert torch.equal(logits(model), logits(twin))
+    after_training = [p.qdata.view(torch.uint8) for p in model.parameters() if isinstance(p, StoredWeight)]
+    assert all(map(torch.equal, before, after_training))
+
+
+class Count(TorchDispatchMode):
+    """Products and casts, octavo's and torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func.overloadpacket)
+        if name in ("aten.mm", "aten.addmm", "octavo.matmul"):
+            self.calls[name.partition(".")[0] + " products"] += 1
+        elif name.startswith("octavo."):
+            self.calls["casts" if "cast" in name else name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def counted(model: Any) -> Counter[str]:
+    train(model, steps=1)
+    with Count() as count:
+        train(model, steps=1)
+    return count.calls
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        recipes.blockwise(),
+        pytest.param(recipes.dynamic(), marks=pytest.mark.full),
+        pytest.param(recipes.delayed(), marks=pytest.mark.full),
+    ],
+    ids=lambda recipe: recipe.name,
+)
+def test_a_step_takes_bf16s_products_and_no_cast_of_a_weight(recipe):
+    """Each FP8 product has one operand cast, the activation or the gradient, and the other is the stored weight."""
+    plain, found = counted(adapted(None)), counted(adapted(recipe))
+    assert found["octavo products"] + found["aten products"] == plain["aten products"]
+    # two micro-batches of 14 layers; what the frozen embedding feeds (query, key, value of the first) has no gradient
+    assert found["octavo products"] == 2 * (14 + 14 - 3)
+    assert found["casts"] == found["octavo products"]
+    assert found.keys() == {"octavo products", "aten products", "casts"}
+
+
+def memory(model: nn.Module) -> int:
+    """The bytes of a model's parameters and buffers, with what stands behind them, each storage once."""
+    tensors = [*model.parameters(), *model.buffers()]
+    inner = [getattr(t, name, None) for t in tensors for name in ("qdata", "scale_inv", "rest")]
+    plain = [t for t in tensors if not isinstance(t, StoredWeight)] + [t for t in inner if t is not None]
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in plain}.values())
+
+
+SIZES = {
+    "16 M parameters": (512, 1408, 5, 2048),
+    "100 M parameters": (1024, 2816, 8, 4096),
+}
+
+
+@pytest.mark.parametrize("size", [pytest.param(n, marks=[pytest.mark.full] if "100" in n else []) for n in SIZES])
+def test_the_base_takes_one_byte_a_parameter(size):
+    model = llama(*SIZES[size])
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(float(size.split()[0]) * 1e6, rel=0.1)
+    bf16 = memory(model)
+    octavo.convert(model.requires_grad_(False), recipes.blockwise(), base_layers, "fp8")
+    model = peft.get_peft_model(model, peft.LoraConfig(**LORA))
+    assert memory(model) <= 0.56 * bf16 if "100" in size else memory(model) <= 0.60 * bf16
+
+
+@pytest.mark.full
+def test_what_an_optimizer_would_begin_with_is_dropped_at_the_first_forward():
+    model = adapted(recipes.blockwise())  # converted while it could still be trained
+    with_rest = memory(model)
+    logits(model)
+    assert memory(model) == with_rest - sum(p.numel() for p in model.parameters() if isinstance(p, StoredWeight))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_adapters_are_saved_and_loaded(tmp_path, recipe):
+    model = adapted(RECIPES[recipe])
+    train(model)
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "adapter_model.safetensors").stat().st_size < 200_000  # nothing of the base
+    torch.manual_seed(0)
+    base = octavo.convert(llama(), RECIPES[recipe], base_layers, "fp8")
+    assert torch.equal(logits(peft.PeftModel.from_pretrained(base, tmp_path)), logits(model))
+
+
+@pytest.mark.full
+def test_adapters_are_switched_off_and_changed():
+    model = adapted(recipes.blockwise())
+    base = logits(model)  # LoRA begins as nothing
+    train(model)
+    trained = logits(model)
+    with model.disable_adapter():
+        assert torch.equal(logits(model), base)
+    model.add_adapter("other", peft.LoraConfig(**LORA))
+    model.set_adapter("other")
+    assert torch.equal(logits(model), base)
+    model.set_adapter("default")
+    assert torch.equal(logits(model), trained)
+
+
+@pytest.mark.full
+def test_merged_into_codes():
+    """Each weight is its sum with the adapter, rounded once more; a file of it has the same codes."""
+    model = adapted(recipes.blockwise())
+    train(model)
+    trained = logits(model)
+    exact = copy.deepcopy(model)
+    octavo.restore(exact)
+    exact = exact.merge_and_unload()
+    with pytest.warns(UserWarning, match="an adapter is merged into weights that are stored in FP8"):
+        merged = model.merge_and_unload()
+    assert not any("lora" in name for name, _ in merged.named_parameters())
+    for name, parameter in merged.named_parameters():
+        if isinstance(parameter, StoredWeight):
+            assert sqnr(parameter.dequantize(), exact.get_parameter(name)) > 27  # measured: 28.3 to 28.7 dB
+    assert sqnr(logits(merged), trained) > 25  # measured: 28.4 dB
+    assert [name for name, *_ in octavo.export.iterate_fp8(merged, fp8_only=True)] == [
+        name for name, p in merged.named_parameters() if isinstance(p, StoredWeight)
+    ]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_merged_in_the_weights_own_dtype(recipe):
+    """octavo.restore first: then PEFT merges as into the base's values, and nothing of octavo is left."""
+    model = adapted(RECIPES[recipe])
+    train(model)
+    plain = adapted(None)
+    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+        with torch.no_grad():
+            other.copy_(own.dequantize() if isinstance(own, StoredWeight) else own)
+    octavo.restore(model)
+    merged = model.merge_and_unload()
+    assert type(merged.model.layers[0].mlp.up_proj) is nn.Linear
+    assert torch.equal(logits(merged), logits(plain.merge_and_unload()))
+
+
+@pytest.mark.full
+def test_what_cannot_be_merged_is_refused():
+    model = adapted(recipes.blockwise())
+    before = logits(model)
+    with pytest.raises(UnsupportedOpError, match=r"safe_merge=True after octavo\.restore\(model\)"):
+        model.merge_and_unload(safe_merge=True)
+    assert torch.equal(logits(model), before)
+    with pytest.warns(UserWarning, match="an adapter is merged"):
+        model.merge_adapter()
+    with pytest.raises(UnsupportedOpError, match="an adapter can't be taken out"):
+        model.unmerge_adapter()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("after", [False, True], ids=["convert first", "get_peft_model first"])
+def test_dora_is_refused_over_fp8_weights(after):
+    with pytest.raises(UnsupportedOpError, match=r"adapters that compute with it \(DoRA\) need.*weight_storage=None"):
+        train(adapted(recipes.blockwise(), after=after, use_dora=True))
+    train(adapted(recipes.blockwise(), storage=None, use_dora=True))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_gradient_checkpointing_and_frozen_inputs(checkpoint):
+    model = adapted(recipes.blockwise(), after=True, lora_dropout=0.1)
+    if checkpoint:
+        model.enable_input_require_grads()
+        llama = model.base_model.model
+        enable = getattr(llama, "activation_checkpointing_enable", None) or llama.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+    losses = train(model, steps=4)
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.full
+def test_transformers_trainer_saves_adapters_alone_and_resumes(tmp_path):
+    data = [{"input_ids": row, "labels": row} for row in tokens(0, (8, 16))]
+
+    def trainer(model: Any, steps: int) -> Any:
+        options = {"per_device_train_batch_size": 2, "max_steps": steps, "save_steps": 2, "use_cpu": True}
+        quiet = {"report_to": "none", "disable_tqdm": True, "logging_strategy": "no"}
+        arguments = transformers.TrainingArguments(tmp_path, **options, **quiet)
+        return transformers.Trainer(model, arguments, train_dataset=data)
+
+    whole = adapted(recipes.blockwise(), after=True)
+    trainer(whole, 4).train()
+    files = {path.name for path in (tmp_path / "checkpoint-2").iterdir()}
+    assert "adapter_model.safetensors" in files and "model.safetensors" not in files
+    resumed = adapted(recipes.blockwise(), after=True)
+    trainer(resumed, 4).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert_equal(adapters(resumed), adapters(whole))
+
+
+# --- against bf16 -----------------------------------------------------------------------------------------------------
+
+
+def sequences(shift: int, count: int, seed: int, length: int = 32) -> Tensor:
+    """Each token is five times the last one plus ``shift``, but one in ten is drawn: there is a loss to reach."""
+    generator = torch.Generator().manual_seed(seed)
+    found = [torch.randint(64, (count, 1), generator=generator)]
+    for _ in range(length - 1):
+        drawn = torch.rand(count, 1, generator=generator) < 0.1
+        found.append(
+            torch.where(drawn, torch.randint(64, (count, 1), generator=generator), (5 * found[-1] + shift) % 64)
+        )
+    return torch.cat(found, 1)
+
+
+def fit(model: Any, shift: int, steps: int, lr: float, seed: int) -> float:
+    """Train what can be trained; the loss on sequences of its own."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
+    for step in range(steps):
+        batch = sequences(shift, 16, 1000 * seed + step)
+        model(input_ids=batch, labels=batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    batch = sequences(shift, 64, 7)
+    with torch.no_grad():
+        return float(model.eval()(input_ids=batch, labels=batch).loss)
+
+
+@functools.cache
+def pretrained(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    model = llama()
+    fit(model, 1, 120, 3e-3, seed)
+    return model
+
+
+@functools.cache
+def fine_tuned(seed: int, recipe: octavo.Recipe | None) -> float:
+    """The loss after LoRA over a pretrained base, in bf16 or in FP8."""
+    model = copy.deepcopy(pretrained(seed)).requires_grad_(False)
+    if recipe is not None:
+        octavo.convert(model, recipe, base_layers, "fp8")
+    torch.manual_seed(seed)
+    return fit(peft.get_peft_model(model, peft.LoraConfig(**LORA)).train(), 3, 80, 5e-3, seed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("recipe", [recipes.dynamic(), recipes.blockwise()], ids=lambda recipe: recipe.name)
+def test_losses_are_those_over_bf16(recipe):
+    for seed in range(3):
+        loss = fine_tuned(seed, None)
+        assert loss < math.log(64) / 2
+        assert abs(fine_tuned(seed, recipe) / loss - 1) < 0.005
