@@ -1,12 +1,187 @@
-"""octavo::grouped_matmul on a GPU, for now by the reference's loop over groups, which waits for their sizes."""
+"""The products of operands in groups, all groups in one launch.
+
+    rows in groups     a program writes a part of one group's rows (groups.py); whoever is left writes the rows that are
+                       in no group
+    terms in groups    each group's product has programs of its own, whose sums are as long as the group
+
+A part is written as matmul.py writes it. Tiles that no step of 32 along the contraction divides go to the reference,
+which waits for the groups' sizes.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
 
+from octavo.granularity import ALL
+from octavo.kernels.arguments import GroupedOperands, Operands, Pair
 from octavo.kernels.reference.grouped_matmul import grouped_matmul as reference_grouped_matmul
+from octavo.kernels.triton.groups import Grouping, Groups, locate, sizes_of, tiles_of
+from octavo.kernels.triton.launch import launch
+from octavo.kernels.triton.matmul import (
+    Operand,
+    Product,
+    operand_of,
+    place_of_program,
+    product_config,
+    step_along,
+    tiling_of,
+    write_part,
+)
+from octavo.kernels.triton.tiles import narrow
+
+_ALL = 1 << 30
 
 
-def grouped_matmul(*arguments: Any) -> Any:
+@triton.jit
+def fill_part(out_ptr, value, rows_end, cols_end, first_m, first_n, M: tl.constexpr, N: tl.constexpr):
+    """Write one value to a part [M, N] of the result [rows_end, cols_end]."""
+    m = first_m + tl.arange(0, M)
+    n = first_n + tl.arange(0, N)
+    part = narrow(tl.zeros([M, N], tl.float32) + value, out_ptr.dtype.element_ty)
+    offsets = m.to(tl.int64)[:, None] * cols_end + n[None, :]
+    tl.store(out_ptr + offsets, part, mask=(m < rows_end)[:, None] & (n < cols_end)[None, :])
+
+
+@triton.jit(do_not_specialize=["heights"])
+def rows_in_groups_kernel(
+    a,
+    b,
+    b_stride,  # from group to group
+    b_scale_stride,
+    bias_ptr,  # [groups, N] or None
+    K,
+    groups,
+    heights,  # parts along the rows, enough for any groups
+    out_ptr,
+    grouping: tl.constexpr,  # Grouping
+    tiling: tl.constexpr,  # ProductTiling
+):
+    """Out [R, N]: of each group's rows a [., K] . its b [N, K]^T + its bias [N]; 0 of rows in no group."""
+    BLOCK_M: tl.constexpr = tiling.block_m
+    BLOCK_N: tl.constexpr = tiling.block_n
+    index, n = place_of_program(heights, tl.cdiv(b.rows, BLOCK_N))
+    place = locate(groups, index, a.rows, BLOCK_M, grouping)
+    first_n = n * BLOCK_N
+    if place.size == 0:
+        _, is_wrong = sizes_of(groups, a.rows, grouping)
+        value = tl.where(is_wrong, float("nan"), 0.0)
+        fill_part(out_ptr, value, a.rows, b.rows, place.start + place.first, first_n, BLOCK_M, BLOCK_N)
+    else:
+        group = place.group.to(tl.int64)
+        start = place.start.to(tl.int64)
+        a_scales = a.scale_inv + place.scale_row.to(tl.int64) * a.scale_stride_r
+        mine = Operand(a.ptr + start * a.stride, place.size, a.stride, a_scales, a.scale_stride_r, a.scale_stride_c)
+        b_scales = b.scale_inv + group * b_scale_stride
+        theirs = Operand(b.ptr + group * b_stride, b.rows, b.stride, b_scales, b.scale_stride_r, b.scale_stride_c)
+        bias = bias_ptr
+        if bias_ptr is not None:
+            bias = bias_ptr + group * b.rows
+        write_part(Product(mine, theirs, bias, K), out_ptr + start * b.rows, place.first, first_n, tiling)
+
+
+@triton.jit
+def terms_in_groups_kernel(
+    a,
+    b,
+    groups,
+    out_ptr,
+    grouping: tl.constexpr,  # Grouping, whose tile_r and h_tile_r are of a's and of b's columns
+    tiling: tl.constexpr,  # ProductTiling
+):
+    """Out [groups, N, K]: a's columns of a group [N, .] . b's [K, .]^T."""
+    BLOCK_M: tl.constexpr = tiling.block_m
+    BLOCK_N: tl.constexpr = tiling.block_n
+    PAD: tl.constexpr = grouping.pad
+    A_COLS: tl.constexpr = grouping.tile_r
+    B_COLS: tl.constexpr = grouping.h_tile_r
+    height = tl.cdiv(a.rows, BLOCK_M)
+    m, n = place_of_program(height * groups.count, tl.cdiv(b.rows, BLOCK_N))
+    group = m // height
+    first_m = (m % height) * BLOCK_M
+    sizes, is_wrong = sizes_of(groups, groups.columns, grouping)
+    before = tl.arange(0, grouping.width) < group
+    tiles = tiles_of(sizes, PAD)
+    is_wrong = is_wrong | (tl.sum(tiles, 0) * PAD > groups.columns)
+    out_ptr += group.to(tl.int64) * a.rows * b.rows
+    if is_wrong:
+        fill_part(out_ptr, float("nan"), a.rows, b.rows, first_m, n * BLOCK_N, BLOCK_M, BLOCK_N)
+    else:
+        start = tl.multiple_of(tl.sum(tl.where(before, tiles, 0), 0) * PAD, PAD)
+        terms = tl.multiple_of(tl.sum(tl.where(tl.arange(0, grouping.width) == group, tiles, 0), 0) * PAD, PAD)
+        a_scales = a.scale_inv + scales_before(group, sizes, before, A_COLS) * a.scale_stride_c
+        b_scales = b.scale_inv + scales_before(group, sizes, before, B_COLS) * b.scale_stride_c
+        mine = Operand(a.ptr + start, a.rows, a.stride, a_scales, a.scale_stride_r, a.scale_stride_c)
+        theirs = Operand(b.ptr + start, b.rows, b.stride, b_scales, b.scale_stride_r, b.scale_stride_c)
+        write_part(Product(mine, theirs, None, terms), out_ptr, first_m, n * BLOCK_N, tiling)
+
+
+@triton.jit
+def scales_before(group, sizes, before, TILE: tl.constexpr):
+    """How many columns of scales the groups before have."""
+    ALL: tl.constexpr = 1 << 30
+    if TILE == ALL:
+        result = group
+    else:
+        result = tl.sum(tl.where(before, tiles_of(sizes, TILE), 0), 0)
+    return result
+
+
+def grouped_matmul(operands: GroupedOperands, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
     """``octavo::grouped_matmul``."""
-    return reference_grouped_matmul(*arguments)
+    if step_along(operands.a.tile, operands.b.tile) == 0:
+        return reference_grouped_matmul(operands, out_dtype, fast_accum)
+    out = operands.a.codes.new_empty(operands.shape, dtype=out_dtype)
+    if out.numel() > 0:
+        (_rows_in_groups if operands.has_ragged_rows else _terms_in_groups)(operands, out, fast_accum)
+    return out
+
+
+def _rows_in_groups(operands: GroupedOperands, out: Tensor, fast_accum: bool) -> None:
+    a, b, offsets, bias, _ = operands
+    codes = b.codes if b.codes.stride(2) == 1 else b.codes.contiguous()
+    count, N, K = codes.shape
+    first = operand_of(Pair(codes[0], b.scale_inv[0], b.tile))
+    chosen = product_config("matmul", Operands(a, Pair(codes[0], b.scale_inv[0], b.tile), None))
+    heights = a.codes.shape[0] // chosen.block_r + count + 1
+    programs = heights * -(-N // chosen.block_c)
+    if bias is not None and out.dtype is torch.bfloat16:
+        bias = bias.to(out.dtype)
+    tile_r = _ALL if a.tile[0] == ALL else a.tile[0]
+    arguments = (
+        operand_of(a),
+        first,
+        codes.stride(0),
+        b.scale_inv.stride(0),
+        None if bias is None else bias.contiguous(),
+        K,
+        Groups(offsets.contiguous(), count, 0, a.scale_inv.shape[0]),
+        heights,
+        out,
+        Grouping(_width(count), True, 1, tile_r, _ALL),
+        tiling_of(a.tile, b.tile, fast_accum, chosen, K),
+    )
+    launch(rows_in_groups_kernel, programs, arguments, chosen.num_warps, True, chosen.tiles)
+
+
+def _terms_in_groups(operands: GroupedOperands, out: Tensor, fast_accum: bool) -> None:
+    a, b, offsets, _, pad = operands
+    count, N, K = out.shape
+    chosen = product_config("matmul", Operands(a, b, None))
+    cols = [_ALL if tile[1] == ALL else tile[1] for tile in (a.tile, b.tile)]
+    arguments = (
+        operand_of(a),
+        operand_of(b),
+        Groups(offsets.contiguous(), count, a.codes.shape[1], 0),
+        out,
+        Grouping(_width(count), True, pad, *cols),
+        tiling_of(a.tile, b.tile, fast_accum, chosen, 1),  # of any number of terms
+    )
+    programs = count * -(-N // chosen.block_r) * -(-K // chosen.block_c)
+    launch(terms_in_groups_kernel, programs, arguments, chosen.num_warps, True, chosen.tiles)
+
+
+def _width(count: int) -> int:
+    return max(16, triton.next_power_of_2(count))

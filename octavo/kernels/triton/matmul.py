@@ -64,10 +64,15 @@ class ProductTiling(NamedTuple):
 @triton.jit
 def matmul_kernel(a, b, bias_ptr, K, out_ptr, tiling: tl.constexpr):
     """Out [M, N] = a [M, K] . b [N, K]^T + bias; tiling: ProductTiling."""
-    product = Product(a, b, bias_ptr, K)
+    m, n = place_of_program(tl.cdiv(a.rows, tiling.block_m), tl.cdiv(b.rows, tiling.block_n))
+    write_part(Product(a, b, bias_ptr, K), out_ptr, m * tiling.block_m, n * tiling.block_n, tiling)
+
+
+@triton.jit
+def write_part(product, out_ptr, first_m, first_n, tiling: tl.constexpr):
+    """Write a program's part of a product."""
     A_COLS: tl.constexpr = tiling.a_tile[1]
     B_COLS: tl.constexpr = tiling.b_tile[1]
-    first_m, first_n = first_of_program(product, tiling)
     if A_COLS == -1 and B_COLS == -1:
         store_part(product, sum_of_codes(product, first_m, first_n, tiling), out_ptr, first_m, first_n)
     else:
@@ -255,14 +260,14 @@ def store_part(product, result, out_ptr, first_m, first_n):
 
 
 @triton.jit
-def first_of_program(product, tiling: tl.constexpr):
-    """A program's first row and column; eight programs that are neighbours in M share b's rows in the cache."""
+def place_of_program(height, width):
+    """Which part of height x width a program writes; eight that are neighbours in M share b's rows in the cache."""
     GROUP: tl.constexpr = 8
-    in_group = GROUP * tl.cdiv(product.b.rows, tiling.block_n)
+    in_group = GROUP * width
     first = (tl.program_id(0) // in_group) * GROUP
-    height = tl.minimum(tl.cdiv(product.a.rows, tiling.block_m) - first, GROUP)
+    rows = tl.minimum(height - first, GROUP)
     place = tl.program_id(0) % in_group
-    return (first + place % height) * tiling.block_m, (place // height) * tiling.block_n
+    return first + place % rows, place // rows
 
 
 if triton.knobs.runtime.interpret:
@@ -335,17 +340,23 @@ def _is_hopper(device: int) -> bool:
 
 def launch_product(kernel: Any, operands: Operands, fast_accum: bool, chosen: Config, arguments: Sequence[Any]) -> None:
     """Launch a kernel that takes a Product's parts, its own ``arguments`` and the tiling; the result is not empty."""
-    (M, N), K, tiles = operands.shape, operands.a.codes.shape[1], (operands.a.tile, operands.b.tile)
-    step = step_along(*tiles)
-    a_tile, b_tile = ((_ALL_ROWS if rows == ALL else rows, cols) for rows, cols in tiles)
-    dots = 2 if chosen.num_warps > 8 else 1  # of 16 warps a thread has 128 registers, too few for two sums of 64 each
-    tiling = ProductTiling(a_tile, b_tile, fast_accum, K % step == 0, chosen.block_r, chosen.block_c, step, dots)
+    (M, N), K = operands.shape, operands.a.codes.shape[1]
+    tiling = tiling_of(operands.a.tile, operands.b.tile, fast_accum, chosen, K)
     bias = None if operands.bias is None else operands.bias.contiguous()
-    product = _operand(operands.a), _operand(operands.b), bias, K
+    product = operand_of(operands.a), operand_of(operands.b), bias, K
     programs = -(-M // chosen.block_r) * -(-N // chosen.block_c)
     launch(kernel, programs, (*product, *arguments, tiling), chosen.num_warps, True, chosen.tiles)
 
 
-def _operand(pair: Pair) -> Operand:
+def tiling_of(a_tile: Tile, b_tile: Tile, fast_accum: bool, chosen: Config, K: int) -> ProductTiling:
+    """How programs share a product whose sums are of K terms."""
+    step = step_along(a_tile, b_tile)
+    a, b = ((_ALL_ROWS if rows == ALL else rows, cols) for rows, cols in (a_tile, b_tile))
+    dots = 2 if chosen.num_warps > 8 else 1  # of 16 warps a thread has 128 registers, too few for two sums of 64 each
+    return ProductTiling(a, b, fast_accum, K % step == 0, chosen.block_r, chosen.block_c, step, dots)
+
+
+def operand_of(pair: Pair) -> Operand:
+    """What kernels take for an operand, copied where rows don't lie in order."""
     codes = pair.codes if pair.codes.stride(1) == 1 else pair.codes.contiguous()
     return Operand(codes, codes.shape[0], codes.stride(0), pair.scale_inv, *pair.scale_inv.stride())
