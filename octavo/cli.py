@@ -352,16 +352,19 @@ def _plan(options: argparse.Namespace, arguments: list[str]) -> int:
 
 def _inspect(options: argparse.Namespace, arguments: list[str]) -> int:
     from octavo.inspect.command import inspect_command
-    from octavo.inspect.what_if_command import asks, entry_point, what_if_command
+    from octavo.inspect.effects import WhatIfError
+    from octavo.inspect.what_if_command import asked, entry_point, what_if_command
     from octavo.train import checkpoint, inspection, trained
 
     source = options.folder
-    if (source / inspection.FOLDER / "record.json").exists() and not asks(options):
+    if (source / inspection.FOLDER / "record.json").exists() and not asked(options):
         source = options.folder = source / inspection.FOLDER
     if source.is_file() or (checkpoint.RunFolder(source).holds_run() and not (source / "record.json").exists()):
         own = source / inspection.FOLDER
         subject = trained.trained_subject(source, options.data)
         return what_if_command(options, subject, own if (own / "record.json").exists() else None)
+    if source.exists() and (given := asked(options)):
+        raise WhatIfError(f"{', '.join(given)}: {source} is a record, and these are for models")
     return inspect_command(options) if source.exists() else what_if_command(options, entry_point(str(source)))
 
 

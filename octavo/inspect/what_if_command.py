@@ -53,9 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--device", metavar="NAME", help=help)
 
 
-def asks(options: argparse.Namespace) -> bool:
-    """Whether an option asks for a what-if: a run of octavo train may hold a record as well."""
-    return any(getattr(options, name) is not None for name in ("recipes", "keep", "loss", "write"))
+def asked(options: argparse.Namespace) -> list[str]:
+    """The options that ask for a what-if: a run of octavo train may hold a record as well."""
+    return [f"--{name}" for name in ("recipes", "keep", "loss", "write") if getattr(options, name) is not None]
 
 
 def _recipes(text: str) -> tuple[str, ...]:
@@ -155,9 +155,8 @@ def _summary(found: WhatIf, chosen: RecipeMap) -> str:
     share = sum(cost.share for cost in found.costs(chosen))
     loss = f"predicted loss {100 * found.predicted(chosen):.4f} %, {100 * share:.1f} % of the layers' FLOP not in FP8"
     time = f"{1e3 * seconds:.3f} ms a batch, {1e3 * high:.3f} ms in high precision"
-    return (
-        f"{len(chosen.rules)} exceptions from {chosen.default.name}: {loss}\nlayers take {time} ({found.rates.device})"
-    )
+    many = f"{len(chosen.rules)} exception{'s' * (len(chosen.rules) != 1)} from {chosen.default.name}"
+    return f"{many}: {loss}\nlayers take {time} ({found.rates.device})"
 
 
 def _remark(cost: Cost) -> str:

@@ -51,6 +51,12 @@ def test_what_was_found_of_the_model_is_shown_beside(tmp_path: Path, capsys: pyt
         assert "holds no what-if: write one by octavo inspect MODEL --json FILE" in capsys.readouterr().err
 
 
+def test_options_of_a_model_are_not_for_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record(tmp_path / "run")
+    assert cli.main(["inspect", str(tmp_path / "run"), "--keep", "1"]) == 2
+    assert "--keep: " in (said := capsys.readouterr().err) and "is a record, and these are for models" in said
+
+
 def test_a_folder_without_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record(tmp_path / "below/run")
     assert cli.main(["inspect", str(tmp_path / "below")]) == 2
