@@ -32,7 +32,7 @@ MOVED = (
     *("elements", "moments", "masters"),
     *("update", "grid", "changed", "first_flushed", "second_flushed", "master_update", "master_changed"),
 )
-SAMPLED = 2048  # of a weight's elements
+SAMPLED = 1024  # of a weight's elements
 
 
 def count_weights(weights: Sequence[RecordedRole], ranks: Ranks) -> None:
@@ -136,33 +136,30 @@ class WeightSamples:
     """
 
     def __init__(self) -> None:
-        self._before: tuple[list[_Sample], Tensor] | None = None
+        self._before: tuple[list[MasterForm | None], Tensor] | None = None
 
     @torch.no_grad()
     def take(self, weights: Sequence[RecordedRole], optimizer: torch.optim.Optimizer | None) -> None:
         """Keep them."""
-        self._before = _read(weights, optimizer)
+        samples, values = _read(weights, optimizer)
+        self._before = [sample.master for sample in samples], values
 
     def moved(self, weights: Sequence[RecordedRole], optimizer: torch.optim.Optimizer | None) -> Tensor:
         """MOVED of each weight, summed over its sample: float64 [weights, 10]."""
         assert self._before is not None
-        (old, before), (new, after) = self._before, _read(weights, optimizer)
+        (masters, before), (new, after) = self._before, _read(weights, optimizer)
         self._before = None
         change = (after - before).double()  # of the weight, of the distances, and of the master
         squares, changed = change.square().sum(-1), (change != 0).sum(-1, dtype=torch.float64)
-        sizes = [
-            (now.elements.numel(), now.moments[0].numel() if now.moments else 0, _mastered(then, now))
-            for then, now in zip(old, new, strict=True)
-        ]
+        sizes = []
+        for then, now in zip(masters, new, strict=True):
+            elements, moments = len(now.elements), len(now.moments[0]) if now.moments else 0
+            is_known = now.master is not None and now.master == then  # from the second step on: the first one makes it
+            sizes.append((elements, moments, elements * is_known))
         columns = [squares[0], after[1].double().square().sum(-1), changed[0], *_flushed(new)]
         return torch.cat(
             [_on_device(tuple(sizes), after.device), torch.stack([*columns, squares[2], changed[2]], 1)], 1
         )
-
-
-def _mastered(then: _Sample, now: _Sample) -> int:
-    """How many elements of a master are known from before and after a step: its state is made by the first one."""
-    return now.elements.numel() if now.master is not None and now.master == then.master else 0
 
 
 @functools.lru_cache(maxsize=8)
@@ -177,7 +174,8 @@ def _strided(tensor: Tensor) -> Tensor:
 
 
 def _distance(elements: int) -> int:
-    return max(1, elements // SAMPLED)
+    """An odd one: rows have even lengths, and other distances would look at few columns alone."""
+    return max(1, (elements // SAMPLED - 1) | 1)
 
 
 def _together(samples: Sequence[Tensor]) -> Tensor:

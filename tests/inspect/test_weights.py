@@ -18,10 +18,10 @@ np = pytest.importorskip("numpy")
 
 
 def test_moments_that_flush_and_weights_that_stand_still(tmp_path: Path) -> None:
-    layer = octavo.nn.Linear(256, 8, bias=False, recipe=recipes.dynamic(), dtype=torch.bfloat16)
+    layer = octavo.nn.Linear(128, 8, bias=False, recipe=recipes.dynamic(), dtype=torch.bfloat16)
     optimizer = octavo.optim.AdamW(layer.parameters(), 1e-7, moments="fp8", master=None)
     with octavo.inspect.record(layer, tmp_path, optimizer=optimizer) as recorder:
-        (layer(torch.randn(4, 256, dtype=torch.bfloat16)) * torch.logspace(0, -12, 8)).sum().backward()
+        (layer(torch.randn(4, 128, dtype=torch.bfloat16)) * torch.logspace(0, -12, 8)).sum().backward()
         before = layer.weight.detach().double()
         optimizer.step()
         recorder.step()
@@ -74,7 +74,7 @@ def masters_of(model: nn.Module, optimizer: octavo.optim.AdamW) -> list[torch.Te
     ],
 )
 def test_masters_and_what_is_seen_of_them(storage: str | None, master: str, tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(136, 8, bias=False), nn.Linear(8, 136, bias=False)).bfloat16()  # two blocks each
+    model = nn.Sequential(nn.Linear(136, 7, bias=False), nn.Linear(7, 136, bias=False)).bfloat16()  # two blocks each
     recipe = recipes.blockwise() if storage == "fp8 blocks" else recipes.dynamic()
     octavo.convert(model, recipe, lambda *_: True, weight_storage=storage and "fp8")  # type: ignore[arg-type]
     optimizer = octavo.optim.AdamW(model.parameters(), 1e-6, master=master)  # type: ignore[arg-type]
@@ -93,7 +93,7 @@ def test_masters_and_what_is_seen_of_them(storage: str | None, master: str, tmp_
         assert found["master_update"][step] == pytest.approx(expected, rel=1e-6)
         changed = [(change != 0).double().mean().item() for change in moved]
         assert found["master_changed"][step] == pytest.approx(changed)
-        assert (found["changed"][step] < np.array(changed) / 2).all()
+        assert (found["changed"][step] < changed).all()
 
 
 def test_a_weight_that_is_its_own_master_has_no_other(tmp_path: Path) -> None:
@@ -106,6 +106,16 @@ def test_a_weight_that_is_its_own_master_has_no_other(tmp_path: Path) -> None:
             recorder.step()
     found = octavo.inspect.load(tmp_path).weights
     assert np.isnan(found["master_changed"]).all() and (found["changed"] > 0.9).all()
+
+
+def test_samples_lie_in_all_columns(tmp_path: Path) -> None:
+    layer = octavo.nn.Linear(64, 1024, bias=False)
+    with octavo.inspect.record(layer, tmp_path) as recorder:
+        layer(torch.randn(8, 64)).sum().backward()
+        with torch.no_grad():
+            layer.weight[:, :16] += 1
+        recorder.step()
+    assert octavo.inspect.load(tmp_path).weights["changed"][0, 0] == pytest.approx(0.25, abs=0.02)
 
 
 @pytest.mark.parametrize("storage", [None, "fp8"])
