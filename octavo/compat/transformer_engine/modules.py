@@ -36,7 +36,6 @@ class _Layer(nn.Module):
 
     parts: tuple[tuple[str, str], ...] = ()  # how keys begin: octavo's, and Transformer Engine's
     rows: dict[str, int] | None = None  # of the parameters that the matrix is in a state_dict
-    _untraced: Any  # _switched; torch.compile breaks its graph there
 
     def _products(self) -> list[Any]:
         return [self] if isinstance(self, OctavoLinear) else self._linears()  # type: ignore[operator]
@@ -44,7 +43,7 @@ class _Layer(nn.Module):
     def _finish(self, inits: Sequence[Init | None], options: dict[str, Any], split: Any = None) -> None:
         """Initialise as Transformer Engine does, store weights as the context says, and name the state_dict's keys."""
         refuse(type(self).__name__, options)
-        _Layer._untraced = staticmethod(torch.compiler.disable(_Layer._switched))  # brings in the compiler
+        _Layer._untraced = torch.compiler.disable(_Layer._switched)
         products = self._products()
         for product, init in zip(products, inits, strict=True):
             (init or _normal)(product.weight)
@@ -66,10 +65,11 @@ class _Layer(nn.Module):
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, **options: Any) -> Any:
         """Micro-batches share an FP8 weight by themselves, whatever ``is_first_microbatch`` says."""
         refuse(type(self).__name__, options)
-        wanted, own = Around.recipe, self._products()[0].recipe
+        wanted = Around.recipe
+        own = getattr(self._products()[0], "recipe", wanted)  # octavo.restore leaves parts without
         if own is wanted or own == wanted:
             return super().forward(inp)
-        return self._untraced(self, inp, wanted)
+        return self._untraced(inp, wanted)
 
     def _switched(self, inp: Tensor, wanted: Recipe) -> Any:
         """Forward by a recipe that is not the layer's: it becomes the layer's own where it trains in FP8."""
@@ -84,6 +84,8 @@ class _Layer(nn.Module):
                 return super().forward(inp)
         set_recipe(self, wanted)
         return super().forward(inp)
+
+    _untraced = _switched  # until torch.compiler.disable, which brings in all of the compiler, has made another
 
 
 class Linear(_Layer, OctavoLinear):  # type: ignore[misc]  # its first argument has another name

@@ -1,5 +1,7 @@
 """Transformer Engine's layers against torch's functions outside of autocast, and octavo's own layers inside."""
 
+import copy
+import pickle
 import re
 
 import pytest
@@ -106,6 +108,19 @@ def test_parameters_are_split_by_names_or_sizes():
     assert [value.shape[0] for value in sized.state_dict().values()] == [5, 1, 5, 1]
     with pytest.raises(octavo.UnsupportedOptionError, match="add up to 6"):
         te.Linear(8, 6, parameters_split={"a": 5})
+
+
+@pytest.mark.parametrize("change", [octavo.restore, lambda model: pickle.loads(pickle.dumps(model)), copy.deepcopy])
+def test_octavos_tools_and_pickles_take_them(change):
+    parts = te.Linear(16, 16, parameters_split=("a", "b")), te.LayerNormLinear(16, 16), te.LayerNormMLP(16, 16)
+    model, x = nn.Sequential(*parts), torch.randn(5, 16)
+    with te.autocast(recipe=BLOCKS):
+        model(x).sum().backward()
+    expected, state = model(x), model.state_dict()
+    other = change(copy.deepcopy(model))
+    torch.testing.assert_close(other(x), expected)
+    assert other.state_dict().keys() == state.keys()
+    other.load_state_dict(state)
 
 
 @pytest.mark.full
