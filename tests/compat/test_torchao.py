@@ -11,6 +11,7 @@ from torch import nn
 import octavo
 from octavo import recipes
 from octavo.compat import torchao as ours
+from tests.support.compat_tasks import sharded_program
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 
@@ -166,6 +167,14 @@ def test_a_training_follows_torchaos(theirs, name):
     between, of_fp8 = (found - expected).abs().max(), (expected - high).abs().max()
     assert found[-1] < found[0]
     assert between < 0.01 * of_fp8, (between, of_fp8)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_sharded_training_follows_torchaos(theirs, name, pool):
+    found, expected = (pool.run(sharded_program, (2,), module, name) for module in (ours.__name__, theirs.__name__))
+    for losses, others in zip(found, expected, strict=True):
+        assert losses == pytest.approx(others, rel=1e-5)
 
 
 def test_the_program_of_its_readme():
