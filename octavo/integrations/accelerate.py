@@ -11,19 +11,25 @@ keep the same object in their checkpoints.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from octavo.distributed.checkpoint import gather_delayed, load_delayed, plain_name, unwrapped
 from octavo.distributed.ranks import Ranks
 from octavo.nn.convert import convert, stored_now
 from octavo.nn.recipe_module import RecipeModule
+from octavo.nn.stored_weight_files import SCALE_INV
+from octavo.nn.stored_weights import weight_of
 from octavo.optim.base import CompactOptimizer
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap, recipe_of
 from octavo.schedule import PrecisionSchedule
+from octavo.tensor.stored_weight import local_stored
 
 SCHEDULE = "octavo_schedule"  # in the optimizer's state_dict
 
@@ -53,14 +59,32 @@ class TrainingState:
         if schedule is not None:
             schedule.optimizer.register_state_dict_post_hook(self._add_schedule)
             schedule.optimizer.register_load_state_dict_pre_hook(self._load_schedule)
+            self.model.register_load_state_dict_pre_hook(self._follow_storage)
 
     def _add_schedule(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        if self.schedule is not None:
-            state_dict[SCHEDULE] = self.schedule.state_dict()
+        state_dict[SCHEDULE] = self.schedule.state_dict()  # type: ignore[union-attr]
 
     def _load_schedule(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        if self.schedule is not None and SCHEDULE in state_dict:
-            self._take(self.schedule, state_dict[SCHEDULE])
+        if SCHEDULE in state_dict:
+            self._take(self.schedule, state_dict[SCHEDULE])  # type: ignore[arg-type]
+
+    def _follow_storage(self, model: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """Store weights as those are that a model is about to load; nothing else says so early enough.
+
+        Only before training: what an optimizer keeps of a weight would not follow.
+        """
+        schedule = self.schedule
+        if schedule is None or schedule.optimizer.state:
+            return
+        layers = [name for name, module in model.named_modules() if isinstance(module, RecipeModule)]
+        given = [f"{prefix}{name}.{SCALE_INV}" in state_dict for name in layers]
+        begun = schedule.state_dict()
+        for index in (begun["index"], *range(len(schedule.phases))):
+            schedule.load_state_dict({**begun, "index": index})
+            if [local_stored(weight_of(model.get_submodule(name))) is not None for name in layers] == given:
+                break
+        else:
+            schedule.load_state_dict(begun)
 
     def _take(self, schedule: PrecisionSchedule, saved: dict[str, Any]) -> None:
         """Load a schedule's state; what is loaded already must have been saved in its phase's form."""
@@ -82,10 +106,10 @@ class TrainingState:
         return {"recipes": layers, "delayed": gather_delayed(self.model, Ranks.of_process()), "schedule": schedule}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take a state, before or after that of model and optimizer; every rank calls it.
+        """Take a state, before or after the model's and the optimizer's; every rank calls it.
 
         Raises:
-            ValueError: if it is of other recipes or phases, or of a phase whose form the optimizer's state has not.
+            ValueError: if it is of other recipes or phases, or what was loaded before it has another form.
         """
         if (state_dict["schedule"] is None) != (self.schedule is None):
             raise ValueError("the checkpoint was saved with a schedule and there is none here, or the other way round")
@@ -109,11 +133,7 @@ def _settings(schedule: PrecisionSchedule) -> Any:
 
 
 def recipes_of(model: nn.Module) -> dict[str, Recipe]:
-    """Each octavo module's recipe, by its name in the plain model.
-
-    Raises:
-        ValueError: if there is none.
-    """
+    """Each octavo module's recipe, by its name in the plain model; raise ValueError if there is none."""
     found = {plain_name(name): m.recipe for name, m in model.named_modules() if isinstance(m, RecipeModule)}
     if not found:
         raise ValueError("the model holds no octavo module; call octavo.convert(model, recipe) first")
@@ -121,11 +141,7 @@ def recipes_of(model: nn.Module) -> dict[str, Recipe]:
 
 
 def convert_once(model: nn.Module, recipe: Recipe | RecipeMap, select: Any = None) -> None:
-    """Convert a model that nobody has converted yet; one that was must have this recipe.
-
-    Raises:
-        ValueError: if it was converted with another.
-    """
+    """Convert a model that nobody has converted yet; raise ValueError if it was, with another recipe."""
     modules = [(name, m) for name, m in model.named_modules() if isinstance(m, RecipeModule)]
     for name, module in modules:
         if module.recipe != (wanted := recipe_of(recipe, plain_name(name))):
@@ -137,21 +153,46 @@ def convert_once(model: nn.Module, recipe: Recipe | RecipeMap, select: Any = Non
         convert(model, recipe, select)
 
 
-def check_optimizer(optimizer: Optimizer, accumulates: str | None, clips: str | None) -> None:
-    """Raise ValueError for an optimizer that uses or rounds gradients before a trainer has added or clipped them.
+def follow_accumulation(model: nn.Module, optimizer: Optimizer) -> RemovableHandle:
+    """Have gradients that are kept in FP8 or used in backward wait for a step's last micro-batch, as accelerate counts.
 
     Args:
-        optimizer: any.
-        accumulates: the trainer's option by which several backwards make a step, as it is set; None: one does.
-        clips: the option by which gradients are clipped, as it is set; None: they are not.
+        model: whose training forward begins each micro-batch; before or after ``prepare``.
+        optimizer: of its parameters, one of octavo.optim's, before or after ``prepare``. Others need no such thing.
+
+    Returns:
+        a handle; its ``remove()`` undoes it.
     """
-    in_backward = getattr(optimizer, "in_backward", None) is not None
-    in_fp8 = getattr(optimizer, "gradient_storage", None) is not None
-    if accumulates and (in_backward or in_fp8):
-        own = "update_in_backward uses" if in_backward else "gradient_storage='fp8' rounds"
-        raise ValueError(f"{accumulates}: {own} a gradient before the next micro-batch is added; take one a step")
-    if clips and in_backward:
+    from accelerate.state import GradientState
+
+    own: Any = inner_optimizer(optimizer)
+    around = ExitStack()
+
+    @torch.compiler.disable
+    def begin(module: nn.Module, arguments: Any) -> None:
+        around.close()
+        if uses_gradients_early(own) and module.training and not GradientState().sync_gradients:
+            around.enter_context(own.accumulate())
+
+    return unwrapped(model).register_forward_pre_hook(begin)
+
+
+def inner_optimizer(optimizer: Any) -> Optimizer:
+    """The optimizer in accelerate's."""
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def uses_gradients_early(optimizer: Optimizer) -> bool:
+    """Whether it rounds or uses them in backward, and so must know a step's last micro-batch."""
+    return isinstance(optimizer, CompactOptimizer) and bool(optimizer.gradient_storage or optimizer.in_backward)
+
+
+def check_clip(optimizer: Optimizer, option: str) -> None:
+    """Raise ValueError if gradients are gone before a trainer would clip them; ``option``: by what, as it is set."""
+    if getattr(optimizer, "in_backward", None) is not None:
         raise ValueError(
-            f"{clips} clips after backward, when update_in_backward has used the gradients: set it to 0, and clip by "
+            f"{option} clips after backward, when update_in_backward has used the gradients: set it to 0, and clip by "
             "octavo.optim.update_in_backward(optimizer, clip=octavo.optim.EstimatedNorm(1.0))"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from octavo import recipes
-from octavo.integrations.accelerate import TrainingState, check_optimizer, convert_once
+from octavo.integrations.accelerate import TrainingState, check_clip, convert_once, uses_gradients_early
 from octavo.nn.candidates import Select
 from octavo.nn.recipe_module import RecipeModule
 from octavo.scaling.recipe import Recipe
@@ -70,6 +70,7 @@ class OctavoPrecision(Precision):
         self.schedule: PrecisionSchedule | None = None
         self._around: Precision = HalfPrecision("bf16-true") if precision == "bf16-true" else Precision()
         self._model: nn.Module | None = None
+        self._early: list[Any] = []
         self._state: TrainingState | None = None
 
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -94,16 +95,22 @@ class OctavoPrecision(Precision):
         if self.precision == "bf16-mixed":
             self._around = MixedPrecision("bf16-mixed", next(self._model.parameters()).device.type)
         trainer: Any = self._model.trainer
-        for optimizer in optimizers:
-            count, clip = trainer.accumulate_grad_batches, trainer.gradient_clip_val
-            accumulates = f"accumulate_grad_batches={count}" if count > 1 else None
-            check_optimizer(optimizer, accumulates, f"gradient_clip_val={clip}" if clip else None)
+        for optimizer in optimizers if trainer.gradient_clip_val else ():
+            check_clip(optimizer, f"gradient_clip_val={trainer.gradient_clip_val}")
+        self._early = [optimizer for optimizer in optimizers if uses_gradients_early(optimizer)]
         if optimizers and self.phases:
             if len(optimizers) > 1:
                 raise ValueError(f"a schedule follows one optimizer, and configure_optimizers gave {len(optimizers)}")
             self.schedule = PrecisionSchedule(self._model, optimizers[0], self.phases)
         self._state = TrainingState(self._model, self.schedule)
         return model, optimizers, lr_schedulers
+
+    def backward(self, tensor: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        """Backward; where gradients are kept in FP8 or used at once, all but a step's last only adds to them."""
+        with ExitStack() as around:
+            for early in self._early if model.trainer.fit_loop._should_accumulate() else ():
+                around.enter_context(early.accumulate())
+            super().backward(tensor, model, optimizer, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
         loss = super().optimizer_step(optimizer, model, closure, **kwargs)

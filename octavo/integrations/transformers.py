@@ -17,14 +17,23 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from octavo.inspect import Recorder
-from octavo.integrations.accelerate import TrainingState, check_optimizer, convert_once
+from octavo.integrations.accelerate import (
+    TrainingState,
+    check_clip,
+    convert_once,
+    follow_accumulation,
+    inner_optimizer,
+    uses_gradients_early,
+)
 from octavo.nn.candidates import Select
 from octavo.nn.recipe_module import RecipeModule
+from octavo.nn.stored_weight_files import SCALE_INV
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap
 from octavo.schedule import Phase, PrecisionSchedule
@@ -71,6 +80,7 @@ class OctavoCallback(TrainerCallback):
         self.recorder: Recorder | None = None
         self._state: TrainingState | None = None
         self._optimizer: Optimizer | None = None
+        self._following: RemovableHandle | None = None
         self._tokens = 0
         self._logged: dict[str, float] | None = None  # of the step that is done; None: it is counted
 
@@ -97,17 +107,16 @@ class OctavoCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Go on where a checkpoint ended, or begin."""
-        model, optimizer = kwargs["model"], kwargs["optimizer"]
-        while hasattr(optimizer, "optimizer"):
-            optimizer = optimizer.optimizer  # in accelerate's
+        model, optimizer = kwargs["model"], inner_optimizer(kwargs["optimizer"])
         if not any(isinstance(module, RecipeModule) for module in model.modules()):
             raise ValueError(
                 "the model is not converted: give the callback to Trainer(callbacks=[...]), not to add_callback; and "
                 "with model_init=, call octavo.convert there"
             )
-        accumulates = f"gradient_accumulation_steps={args.gradient_accumulation_steps}"
-        clips = f"max_grad_norm={args.max_grad_norm}" if args.max_grad_norm else None
-        check_optimizer(optimizer, accumulates if args.gradient_accumulation_steps > 1 else None, clips)
+        if args.max_grad_norm:
+            check_clip(optimizer, f"max_grad_norm={args.max_grad_norm}")
+        if args.gradient_accumulation_steps > 1 and uses_gradients_early(optimizer):
+            self._following = follow_accumulation(model, optimizer)
         saved = state.stateful_callbacks.pop(KEY, None)
         own = self._state
         if own is None or self._optimizer is not optimizer or (saved is None and self.schedule and self.schedule.steps):
@@ -120,14 +129,8 @@ class OctavoCallback(TrainerCallback):
             warnings.warn("the checkpoint was saved without OctavoCallback: delayed scaling begins anew", stacklevel=2)
         self._tokens = state.num_input_tokens_seen
         if self.inspect is not None:
-            self.recorder = Recorder(
-                model,
-                self.inspect,
-                self.inspect_every,
-                optimizer=optimizer,
-                schedule=self.schedule,
-                step=state.global_step,
-            )
+            more = {"optimizer": optimizer, "schedule": self.schedule, "step": state.global_step}
+            self.recorder = Recorder(model, self.inspect, self.inspect_every, **more)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Count the step before, with what was logged of it."""
@@ -150,6 +153,8 @@ class OctavoCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Finish the record."""
         self.on_step_begin(args, state, control)
+        if self._following is not None:
+            self._following.remove()
         if self.recorder is not None:
             self.recorder.close()
 
@@ -171,16 +176,19 @@ def _read_hub_names(model: Any, state_dict: dict[str, Any], *rest: Any) -> None:
 
     Of a ViT or a Mixtral, say, it would pass most over with a warning (transformers issue 48805).
     """
-    if state_dict.keys() <= model.state_dict().keys():
+    own = model.state_dict()
+    unknown = {name for name in state_dict if name not in own and not name.endswith(SCALE_INV)}
+    if not unknown:
         return
-    lost = []
     try:
         read, info = type(model).from_pretrained(
             None, config=model.config, state_dict=dict(state_dict), dtype=torch.float32, output_loading_info=True
         )
         lost = [*info["missing_keys"], *info["mismatched_keys"]]
     except RuntimeError as error:
-        lost = [str(error)]
+        lost, info = [str(error)], {"unexpected_keys": ()}
+    if unknown <= {*info["unexpected_keys"]}:
+        return  # of something else: torch says what
     if lost:
         raise ValueError(
             f"this checkpoint's names are the hub's, and not all that a weight is made of is in one file: {lost[0]}; "

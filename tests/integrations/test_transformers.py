@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,6 +40,15 @@ PROMOTING = [
     Phase(recipes.delayed(), moments="fp8", master="split24"),
     Phase(recipes.blockwise(), moments="fp32", master="split32", from_step=1),
 ]
+LOW = Phase(recipes.delayed(), moments="fp8", master="split24", weight_storage="fp8")
+HIGH = Phase(recipes.high_precision(), moments="fp32", master="split32", weight_storage=None)
+SCHEDULES = {
+    "recipes": SWITCHING,
+    "moments and masters": PROMOTING,
+    "out of FP8 weights": [LOW, replace(HIGH, from_step=1)],
+    "out of FP8 weights and back": [LOW, replace(HIGH, from_step=1), replace(LOW, from_step=3)],
+    "into FP8 weights": [replace(HIGH, recipe=recipes.dynamic()), replace(LOW, from_step=1)],
+}
 
 
 @pytest.fixture(autouse=True)
@@ -130,7 +140,7 @@ def test_what_it_saves_is_read_and_generates_the_same(kind: str, tmp_path: Path)
     assert tokens[0].tolist() == tokens[1].tolist()
 
 
-@pytest.mark.parametrize("phases", [SWITCHING, PROMOTING], ids=["recipes", "moments and masters"])
+@pytest.mark.parametrize("phases", SCHEDULES.values(), ids=SCHEDULES)
 def test_a_schedule_switches_and_resumes(phases: list[Phase], tmp_path: Path) -> None:
     def begun() -> tuple[OctavoCallback, Any]:
         model, callback = tiny_models.build("llama").bfloat16(), fp8(schedule=phases)
@@ -155,6 +165,21 @@ def test_weights_that_live_in_fp8(tmp_path: Path) -> None:
 
     ours = trained(begun())
     assert_alike(trained(begun(), resume=True), ours)
+
+
+def test_micro_batches_with_gradients_in_fp8_or_used_in_backward(tmp_path: Path) -> None:
+    def losses(early: bool, **options: Any) -> list[float]:
+        model = tiny_models.build("llama")
+        optimizer = octavo.optim.AdamW(model.parameters(), lr=1e-3, **options)
+        if early:
+            octavo.optim.update_in_backward(optimizer)
+        changes = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.0, "save_strategy": "no"}
+        callback = fp8(recipes.dynamic())
+        return trained(trainer_of(tmp_path, "llama", [callback], model, optimizer=optimizer, **changes)).losses
+
+    after = losses(early=False)
+    assert losses(early=True) == after
+    assert losses(early=False, gradient_storage="fp8") == pytest.approx(after, rel=1e-3)
 
 
 def test_training_twice_begins_the_schedule_anew(tmp_path: Path) -> None:
@@ -230,18 +255,11 @@ def test_a_callback_that_came_too_late_says_so(tmp_path: Path) -> None:
         trainer.train()
 
 
-@pytest.mark.parametrize("options", [{"gradient_storage": "fp8"}, {}], ids=["gradients in FP8", "updates in backward"])
-def test_gradients_that_are_gone_too_early(options: dict[str, Any], tmp_path: Path) -> None:
+def test_updates_in_backward_are_not_clipped_afterwards(tmp_path: Path) -> None:
     model = octavo.convert(tiny_models.build("llama"), recipes.dynamic(), select=every_layer)
-    optimizer = octavo.optim.AdamW(model.parameters(), **options)
-    if not options:
-        octavo.optim.update_in_backward(optimizer)
-        with pytest.raises(ValueError, match="clips after backward"):
-            trainer_of(tmp_path, "llama", [OctavoCallback()], model, optimizer=optimizer).train()
-    alone = {"optimizer": optimizer, "max_grad_norm": 0.0, "save_strategy": "no"}
-    with pytest.raises(ValueError, match="before the next micro-batch is added; take one a step"):
-        trainer_of(tmp_path, "llama", [OctavoCallback()], model, gradient_accumulation_steps=2, **alone).train()
-    assert len(trained(trainer_of(tmp_path, "llama", [OctavoCallback()], model, **alone)).losses) == STEPS
+    octavo.optim.update_in_backward(optimizer := octavo.optim.AdamW(model.parameters()))
+    with pytest.raises(ValueError, match="clips after backward"):
+        trainer_of(tmp_path, "llama", [OctavoCallback()], model, optimizer=optimizer).train()
 
 
 def test_phases_that_change_the_optimizer_need_it(tmp_path: Path) -> None:
@@ -249,18 +267,21 @@ def test_phases_that_change_the_optimizer_need_it(tmp_path: Path) -> None:
         trainer_of(tmp_path, "llama", [fp8(schedule=PROMOTING)])
 
 
-def test_storage_that_changed_before_the_checkpoint_is_refused(tmp_path: Path) -> None:
-    low = Phase(recipes.delayed(), moments="fp8", master="split24", weight_storage="fp8")
-    phases = [low, Phase(recipes.high_precision(), weight_storage=None, from_step=1)]
-    for resume in (False, True):
-        model = tiny_models.build("llama").bfloat16()
-        optimizer = octavo.optim.AdamW(model.parameters())
-        trainer = trainer_of(tmp_path, "llama", [fp8(schedule=phases)], model, optimizer=optimizer)
-        if not resume:
-            trained(trainer)
-            continue
-        with pytest.raises(ValueError, match="keeps weights otherwise than the model"):
-            trained(trainer, resume=True)
+def test_names_that_are_nobodys_are_torchs_to_report(tmp_path: Path) -> None:
+    model = trainer_of(tmp_path, "llama", [fp8(recipes.delayed())]).model
+    strange = {"strange": torch.zeros(3)}
+    assert model.load_state_dict(strange, strict=False).unexpected_keys == ["strange"]
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        model.load_state_dict(strange)
+
+
+def test_phases_by_tokens(tmp_path: Path) -> None:
+    tokens = 4 * tiny_models.POSITIONS  # of a step
+    callback = fp8(schedule=[Phase(recipes.delayed()), Phase(recipes.dynamic(), from_tokens=2 * tokens)])
+    trained(trainer_of(tmp_path, "llama", [callback], include_num_input_tokens_seen="all"))
+    assert callback.schedule is not None
+    assert callback.schedule.tokens == STEPS * tokens
+    assert [switch.step for switch in callback.schedule.switches] == [0, 2]
 
 
 @pytest.mark.full
