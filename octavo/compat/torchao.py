@@ -101,8 +101,7 @@ class Float8LinearConfig:
                 "out, or take the recipe 'tensorwise' or octavo.recipes.blockwise()"
             )
         if self.force_recompute_fp8_weight_in_bwd:
-            what = "force_recompute_fp8_weight_in_bwd has no effect, as in torchao: leave it out"
-            warnings.warn(what, DeprecationWarning, stacklevel=3)
+            warnings.warn("force_recompute_fp8_weight_in_bwd has no effect: leave it out", DeprecationWarning, 3)
 
     @staticmethod
     def from_recipe_name(recipe_name: Float8LinearRecipeName | str) -> Float8LinearConfig:
@@ -161,6 +160,8 @@ def convert_to_float8_training(
         Linear(in_features=32, out_features=8, bias=True, recipe=torchao)
     """
     config = config or Float8LinearConfig()
+    if not isinstance(config, Float8LinearConfig):
+        raise TypeError(f"config is a {type(config).__module__} one: import Float8LinearConfig from {__name__} too")
     chosen = module_filter_fn or (lambda module, name: True)
     if config.emulate and any(runs_natively(parameter.device) for parameter in module.parameters()):
         raise UnsupportedOptionError("emulate=True: octavo uses a GPU's FP8 products; to emulate them train on a CPU")

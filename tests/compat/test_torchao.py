@@ -220,6 +220,11 @@ def test_options_that_cant_be_honoured_say_what_to_write():
         ours.Float8LinearConfig(force_recompute_fp8_weight_in_bwd=True)
 
 
+def test_torchaos_own_configuration_is_not_taken_for_ours(theirs):
+    with pytest.raises(TypeError, match=r"import Float8LinearConfig from octavo\.compat\.torchao too"):
+        ours.convert_to_float8_training(nn.Linear(16, 16), config=theirs.Float8LinearConfig())
+
+
 def test_emulation_is_refused_where_fp8_is_native(monkeypatch):
     monkeypatch.setattr(ours, "runs_natively", lambda device: True)
     with pytest.raises(octavo.UnsupportedOptionError, match="train on a CPU"):

@@ -18,7 +18,7 @@ from octavo.compat import transformer_engine as te
 def sharded_te_layers(mesh: Any) -> tuple[dict[str, list[float]], set[str], str]:
     """Losses of layers that are whole and of the same sharded; how weights were gathered; what a late recipe raises."""
     recipe = te.Float8CurrentScaling()
-    whole = nn.Sequential(te.LayerNormMLP(64, 128), te.Linear(64, 32))
+    whole = nn.Sequential(te.LayerNormMLP(64, 128, device="cpu"), te.Linear(64, 32, device="cpu"))
     sharded, late = copy.deepcopy(whole), copy.deepcopy(whole)
     octavo.convert(sharded, recipe.octavo(), select=lambda module, name: isinstance(module, octavo.nn.Linear))
     for model in (sharded, late):

@@ -48,7 +48,7 @@ def autocast(
     Example:
         >>> import torch
         >>> from octavo.compat import transformer_engine as te
-        >>> layer = te.Linear(32, 32)
+        >>> layer = te.Linear(32, 32, device="cpu")
         >>> with te.autocast(recipe=te.Float8CurrentScaling()):
         ...     layer(torch.ones(16, 32)).sum().backward()
         >>> layer.recipe.name

@@ -80,7 +80,7 @@ class TransformerLayer(nn.Module):
         UnsupportedOptionError: for options that octavo has nothing for, with what to write instead.
 
     Example:
-        >>> layer = TransformerLayer(64, 256, 4, hidden_dropout=0.0, attention_dropout=0.0)
+        >>> layer = TransformerLayer(64, 256, 4, device="cpu")
         >>> layer(torch.randn(16, 2, 64)).shape
         torch.Size([16, 2, 64])
     """

@@ -7,7 +7,7 @@ import torch
 
 import octavo
 from octavo.compat import transformer_engine as te
-from octavo.compat.transformer_engine.options import _OFF, refuse
+from octavo.compat.transformer_engine.options import _OFF, device_for, refuse
 
 # As read in the source of Transformer Engine 2.20, without "device", whose default here is the GPU where there is one.
 UB = "ub_overlap_ag=False ub_overlap_rs=False ub_overlap_rs_dgrad=False ub_bulk_dgrad=False ub_bulk_wgrad=False "
@@ -101,3 +101,9 @@ def test_remedies_are_sentences_of_octavo():
     for option, (off, instead) in _OFF.items():
         refuse("a layer", {option: off})
         assert re.match(r"[a-z]", instead) and len(instead) > 10, option
+
+
+def test_layers_are_made_on_the_gpu_where_there_is_one(monkeypatch):
+    assert device_for(None) is None and device_for("meta") == "meta"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert device_for(None) == "cuda" and device_for("cpu") == "cpu"
