@@ -148,6 +148,9 @@ class StateConfig(_Checked):
     update_in_backward: str = option("", "update weights while backward runs, by so many bytes of gradients: 64MB")
     gradient_storage: str = option("none", "fp8: gradients are kept in FP8 between backward and update", "none", "fp8")
     schedule: str = option("", "phases of the run: fp8-then-bf16@0.7 (from 70 %% of its steps on), or auto")
+    recover: int = option(
+        0, "leave out steps whose loss jumps or is not finite, and go on so many in high precision (0: never)", 0
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -260,10 +263,13 @@ class TrainConfig:
         return dataclasses.replace(self, run=dataclasses.replace(self.run, dtype=said.pop() if said else fastest))
 
     def require_phases(self, recipes: Collection[object]) -> None:
-        """Raise ValueError where a schedule would change nothing: without a recipe there are no FP8 layers."""
-        if self.state.schedule and all(recipe in UNCONVERTED for recipe in recipes):
+        """Raise ValueError where a schedule or recovery would change nothing: without a recipe there is no FP8."""
+        wanted = [
+            f"{name} {getattr(self.state, name)}" for name in ("schedule", "recover") if getattr(self.state, name)
+        ]
+        if wanted and all(recipe in UNCONVERTED for recipe in recipes):
             raise ValueError(
-                f"schedule {self.state.schedule} switches FP8 layers, and {', '.join(map(str, recipes))} has none: "
+                f"{wanted[0]} switches FP8 layers, and {', '.join(map(str, recipes))} has none: "
                 "choose an FP8 recipe, such as dynamic; a phase of the schedule may be bf16"
             )
 

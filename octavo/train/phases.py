@@ -24,11 +24,13 @@ BELOW = 0.06  # auto's threshold, which the default run crosses after three quar
 
 
 def phases_of(text: str, recipe: Recipe | RecipeMap, steps: int, state: StateConfig) -> list[Phase]:
-    """The phases of a run by what --schedule says; ``state`` is how FP8 phases keep weights and state.
+    """The phases of a run by what --schedule says, or one; ``state`` is how FP8 phases keep weights and state.
 
     Raises:
         TrainError: for a schedule whose phases begin in no step of the run.
     """
+    if not text:
+        return [_phase("fp8", recipe, state)]
     if check_schedule(text) == AUTO:
         return [_phase("fp8", recipe, state), _phase(BASELINE, recipe, state, when_update_below_resolution=BELOW)]
     first, *rest = text.split("-then-")

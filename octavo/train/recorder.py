@@ -32,6 +32,7 @@ class Recorder:
         self._batches = -(-config.data.eval_windows // config.data.batch)
         self._eval_every = min(config.run.eval_every or config.optimizer.steps, config.optimizer.steps)
         self._validation: float | None = None  # seconds
+        self._recovers = bool(config.state.recover)
         self._begun = len(rows)
         self._pending: list[tuple[int, Tensor, Tensor, float]] = []
         self._since = 0.0
@@ -55,12 +56,14 @@ class Recorder:
         self._pending.clear()
         for step, loss, norm, lr in values:
             for what, value in (("loss", loss), ("norm of the gradients", norm)):
-                if not math.isfinite(value):
+                if not math.isfinite(value) and not self._recovers:
                     raise DivergedError(f"the {what} became {value} in step {step}")
             self.rows.append(Row(step, loss, lr, speed))
             recent = [row.loss for row in self.rows[-RUNAWAY_STEPS:]]
-            if len(recent) == RUNAWAY_STEPS and fmean(recent) > RUNAWAY_LOSS:
-                raise DivergedError(f"the loss ran away, to {fmean(recent):.1f} nats a byte at step {step}")
+            finite = [loss for loss in recent if math.isfinite(loss)]
+            mean = fmean(finite) if finite else math.nan
+            if len(recent) == RUNAWAY_STEPS and not mean <= RUNAWAY_LOSS:
+                raise DivergedError(f"the loss ran away, to {mean:.1f} nats a byte at step {step}")
         return self.rows[len(self.rows) - len(values) :]
 
     def validated(self, loss: float, seconds: float) -> Row:

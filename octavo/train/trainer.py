@@ -17,6 +17,7 @@ from octavo.distributed.ranks import Ranks, whole
 from octavo.kernels.capability import fast_dtype
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap
+from octavo.schedule import Phase, Recovery
 from octavo.train.checkpoint import Content, Identity, Row, RunFolder, rows_to_tensor
 from octavo.train.config import (
     FSDP,
@@ -155,7 +156,7 @@ class Trainer:
         self.device = model.head.weight.device
         self.config = config = settle_dtype(config, self.device)
         self.called = shard(model, config, self.ranks)
-        state = config.state if recipe is not None else dataclasses.replace(config.state, schedule="")
+        state = config.state if recipe is not None else dataclasses.replace(config.state, schedule="", recover=0)
         self.optimizer: Any
         with train_errors():
             self.optimizer = build_optimizer(model, config.optimizer, state)
@@ -164,10 +165,12 @@ class Trainer:
             clip = octavo.optim.EstimatedNorm(config.optimizer.clip or math.inf)
             self.in_backward = octavo.optim.update_in_backward(self.optimizer, outstanding, clip)
         self.schedule: octavo.schedule.PrecisionSchedule | None = None
-        if state.schedule and recipe is not None:
-            phases = phases_of(state.schedule, recipe, config.optimizer.steps, state)
-            with train_errors(f"schedule {state.schedule}: "):
-                self.schedule = octavo.schedule.PrecisionSchedule(model, self.optimizer, phases)
+        if (state.schedule or state.recover) and recipe is not None:
+            phases, recovery = phases_of(state.schedule, recipe, config.optimizer.steps, state), None
+            if state.recover:
+                recovery = Recovery(Phase(octavo.recipes.high_precision()), state.recover)
+            with train_errors(f"schedule {state.schedule}: " if state.schedule else "recover: "):
+                self.schedule = octavo.schedule.PrecisionSchedule(model, self.optimizer, phases, recovery)
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """The loss of a batch, in autocast when the dtype asks for it; both [B, C] uint8."""
@@ -200,6 +203,8 @@ class Trainer:
             total += loss.detach()
         if self.in_backward is None:
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), options.clip or math.inf)
+        if self.schedule is not None and self.schedule.recovery is not None:
+            self.schedule.observe(total)
         optimizer.step()
         if self.schedule is not None:
             self.schedule.step(inputs.numel() * self.ranks.size)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 import octavo
-from octavo.train import DivergedError, Hooks, InspectConfig, StateConfig, run
+from octavo.train import DivergedError, Hooks, InspectConfig, StateConfig, TrainError, run
 from octavo.train.progress import Progress
 from tests.support.sharded_runs import changed, train_on
 
@@ -46,6 +46,24 @@ def test_switches_and_phases_without_fp8(recorded, tmp_path):
     found = octavo.inspect.load(tmp_path / "dynamic/inspect")
     assert found.steps == [6, 8]
     assert [(step, kind) for step, kind, _ in found.events] == [(4, "switch")]
+
+
+def test_a_recovery_and_the_step_that_it_leaves_out(recorded, tmp_path):
+    def poison(model):
+        model.blocks[1].register_forward_hook(lambda module, args, out: out * math.nan if len(seen) == 2 else out)
+
+    seen = []
+    result = run(replace(recorded, state=StateConfig(recover=3)), "delayed", hooks=Hooks(poison, seen.append))
+    assert [step for step, loss in enumerate(result.losses) if math.isnan(loss)] == [2]
+    assert [(switch.step, switch.name) for switch in result.switches[1:]] == [(3, "high_precision"), (6, "delayed")]
+    found = octavo.inspect.load(tmp_path / "delayed/inspect")
+    kinds = [(step, kind) for step, kind, _ in found.events if kind != "fault"]
+    assert sorted(kinds) == [(2, "recovery"), (2, "skipped"), (5, "switch")]
+
+
+def test_a_recovery_needs_fp8(recorded):
+    with pytest.raises(TrainError, match="recover 3 switches FP8 layers, and bf16 has none"):
+        run(replace(recorded, state=StateConfig(recover=3)), "bf16")
 
 
 def test_a_run_without_fp8_layers_says_that_nothing_is_recorded(recorded, tmp_path):
