@@ -57,8 +57,10 @@ class Entry(NamedTuple):
             policies: FSDP2's mixed-precision policies by the ids of sharded parameters.
         """
         if self.layer is None:
-            whole = plain(self.tensor.detach())
-            return (whole if on_this_rank(whole) is whole else whole.full_tensor()), None  # type: ignore[attr-defined]
+            tensor: Any = plain(self.tensor.detach())
+            if on_this_rank(tensor) is not tensor:
+                tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()  # it may be offloaded
+            return tensor, None
         policy = policies.get(id(self.layer.get_parameter("weight")))
         codes, scale_inv = self.layer.weight_pair(training, policy)
         return codes.detach(), scale_inv.detach().view(scale_shape(self.layer))

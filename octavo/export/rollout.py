@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-import torch
 from torch import Tensor, nn
 
 from octavo.export.layouts import LAYOUTS, Entry, entries
@@ -62,7 +61,6 @@ def iterate_fp8(
 
 def _tensors(found: list[Entry], policies: dict[int, object]) -> Iterator[tuple[str, Tensor, Tensor | None]]:
     for entry in found:
-        with torch.no_grad():
-            pair = entry.read(entry.layer is not None and entry.layer.training, policies)
+        pair = entry.read(entry.layer is not None and entry.layer.training, policies)
         yield entry.key, *pair
         del pair  # before the next one is made

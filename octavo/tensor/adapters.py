@@ -50,8 +50,8 @@ def add_adapter(weight: Any, delta: Tensor, alpha: float = 1) -> Any:
     return weight
 
 
-def refuse_subtraction(func: Any, weight: Any, *_: Any, **__: Any) -> NoReturn:
-    """Raise UnsupportedOpError for ``weight.data -= delta``."""
+def refuse_subtraction() -> NoReturn:
+    """Raise UnsupportedOpError for ``weight.data -= delta`` of a frozen weight."""
     raise UnsupportedOpError(
         "an adapter can't be taken out of a weight that is stored in FP8, which was rounded when it was merged: load "
         "the weights again, or merge into a copy of the model"

@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -295,10 +295,11 @@ def gather_alone(param: Tensor, module: nn.Module, mp_policy: Any) -> Any:
     if not isinstance(local, ShardHooks):
         return param.full_tensor()  # type: ignore[attr-defined]
     mesh = whole if whole.ndim == 1 else whole[whole.mesh_dim_names[-1]]
+    local = cast(ShardHooks, local.to(mesh.device_type))  # it may be offloaded
     inputs, after = local.fsdp_pre_all_gather(mesh, param.shape, param.stride(), module, mp_policy)
     outputs = []
     for sent in inputs:
-        sent = sent.to(mesh.device_type).contiguous()
+        sent = sent.contiguous()
         outputs.append(sent.new_empty(mesh.size() * sent.shape[0], *sent.shape[1:]))
         dist.all_gather_into_tensor(outputs[-1], sent, group=mesh.get_group())
     weight, _ = local.fsdp_post_all_gather(tuple(outputs), after, mp_policy.param_dtype or param.dtype)

@@ -314,7 +314,7 @@ def _detach(func: Any, weight: StoredWeight) -> StoredWeight:
 def _add(func: Any, weight: StoredWeight, other: Tensor, *, alpha: float = 1) -> Any:
     if weight.is_shard or not (weight.of_frozen or is_frozen(weight)):
         return NotImplemented
-    return add_adapter(weight, other, alpha)
+    return add_adapter(weight, other, alpha) if func is aten.add_.Tensor else refuse_subtraction()
 
 
 def _empty_like(func: Any, weight: StoredWeight, *, dtype: Any = None, device: Any = None, **_: Any) -> StoredWeight:
@@ -377,8 +377,7 @@ StoredWeight.RULES = {
     **PLAIN_LIKE,
     aten.view.default: _view,
     aten.detach.default: _detach,
-    aten.add_.Tensor: _add,
-    aten.sub_.Tensor: refuse_subtraction,
+    **dict.fromkeys((aten.add_.Tensor, aten.sub_.Tensor), _add),
     aten.copy_.default: _copy,
     aten.empty_like.default: _empty_like,
     **dict.fromkeys((aten.uniform_.default, aten.normal_.default, aten.fill_.Scalar, aten.zero_.default), _initialize),

@@ -15,62 +15,17 @@ import octavo
 from octavo import recipes
 from octavo.errors import UnsupportedOpError
 from octavo.tensor.stored_weight import StoredWeight
+from tests.support import lora
 from tests.support.helpers import assert_equal, sqnr
+from tests.support.lora import LORA, RECIPES, adapted, adapters, base_layers, llama, tokens, train
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
-
-# Weights are stored with powers of two, so a plain twin casts with such scales too.
-RECIPES = {"dynamic": recipes.dynamic(power_of_two=True), "blockwise": recipes.blockwise()}
-LORA: dict[str, Any] = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
-
-
-def llama(hidden: int = 128, inner: int = 256, layers: int = 2, vocabulary: int = 64) -> nn.Module:
-    sizes = {"vocab_size": vocabulary, "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": True}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)).bfloat16()
-
-
-def base_layers(module: nn.Module, name: str) -> bool:
-    """As the default select chooses of larger models: neither the head nor adapters."""
-    return "_proj" in name and "lora_" not in name
-
-
-def adapted(recipe: octavo.Recipe | None, storage: str | None = "fp8", after: bool = False, **options: Any) -> Any:
-    """A Llama with LoRA, its base converted before or after."""
-    torch.manual_seed(0)
-    model: Any = llama()
-    if not after and recipe is not None:
-        octavo.convert(model, recipe, base_layers, storage)
-    model = peft.get_peft_model(model, peft.LoraConfig(**LORA | options))
-    return octavo.convert(model, recipe, base_layers, storage) if after and recipe is not None else model
-
-
-def tokens(seed: int, shape: tuple[int, int] = (2, 16)) -> Tensor:
-    return torch.randint(64, shape, generator=torch.Generator().manual_seed(seed))
-
-
-def train(model: Any, steps: int = 3, lr: float = 1e-2, micro_batches: int = 2) -> list[float]:
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
-    losses = []
-    for step in range(steps):
-        for part in range(micro_batches):
-            batch = tokens(10 * step + part)
-            loss = model(input_ids=batch, labels=batch).loss
-            loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses
 
 
 def logits(model: Any) -> Tensor:
     with torch.no_grad():
         return model.eval()(tokens(99)).logits
-
-
-def adapters(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.detach() for name, p in model.named_parameters() if "lora_" in name}
 
 
 @pytest.mark.covering(1)
@@ -276,6 +231,14 @@ def test_transformers_trainer_saves_adapters_alone_and_resumes(tmp_path):
     resumed = adapted(recipes.blockwise(), after=True)
     trainer(resumed, 4).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert_equal(adapters(resumed), adapters(whole))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_sharded_by_fsdp2(pool, recipe):
+    for losses, whole, names in pool.run(lora.compare_sharded, (2,), recipe):
+        assert losses == whole
+        assert names == 14
 
 
 # --- against bf16 -----------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ anything but its optimizer wrote takes its own amax.
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any, NamedTuple
 
 import torch
@@ -291,6 +292,12 @@ class Subject:
 
     def write_data(self, replace: bool = False, factor: float = 8.0) -> None:
         """Write the weight through ``.data``, and tell octavo of it where nothing else can."""
+        if self.stored and self.mesh is None and not (replace or self.parameter().requires_grad):
+            self.written_in_flight()
+            self.in_flight = []
+            with warnings.catch_warnings(action="ignore", category=UserWarning):
+                self.parameter().data += factor * torch.ones(())
+            return self.wrote()
         if self.stored or (self.mesh is not None and (replace or self.layer.recipe.delayed is not None)):
             return
         self.written_in_flight()
