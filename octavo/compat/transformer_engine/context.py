@@ -32,6 +32,14 @@ def _following(recipe: OctavoRecipe) -> Iterator[None]:
         Around.recipe = before
 
 
+def _checked(recipe: Recipe | None) -> Recipe:
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise TypeError(
+            f"recipe={recipe!r}: take one of octavo.compat.transformer_engine, DelayedScaling() for instance"
+        )
+    return DelayedScaling() if recipe is None else recipe
+
+
 def autocast(
     enabled: bool = True,
     calibrating: bool = False,
@@ -57,7 +65,7 @@ def autocast(
     refuse("autocast", {"calibrating": calibrating, "amax_reduction_group": amax_reduction_group})
     if not enabled:
         return _following(recipes.high_precision())
-    recipe = DelayedScaling() if recipe is None else recipe
+    recipe = _checked(recipe)
     if getattr(recipe, "reduce_amax", False) and dist.is_initialized() and dist.get_world_size() > 1:
         warnings.warn("DelayedScaling: each rank keeps its own amax and scales: write reduce_amax=False", stacklevel=2)
     return _following(recipe.octavo())
@@ -84,7 +92,7 @@ def quantized_model_init(
         torch.float8_e4m3fn
     """
     refuse("quantized_model_init", {"preserve_high_precision_init_val": preserve_high_precision_init_val})
-    before, Around.storage = Around.storage, (recipe or DelayedScaling()).octavo() if enabled else None
+    before, Around.storage = Around.storage, _checked(recipe).octavo() if enabled else None
     try:
         yield
     finally:

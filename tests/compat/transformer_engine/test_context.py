@@ -146,6 +146,12 @@ def test_what_a_context_cant_do():
             pass
 
 
+@pytest.mark.parametrize("enter", [te.autocast, te.quantized_model_init])
+def test_recipes_of_others_are_refused(enter):
+    with pytest.raises(TypeError, match=r"take one of octavo\.compat\.transformer_engine"), enter(recipe="delayed"):
+        pass
+
+
 def test_ranks_that_would_share_an_amax_are_told(monkeypatch):
     monkeypatch.setattr(context.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(context.dist, "get_world_size", lambda: 2)
