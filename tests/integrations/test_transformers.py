@@ -140,7 +140,9 @@ def test_what_it_saves_is_read_and_generates_the_same(kind: str, tmp_path: Path)
     assert tokens[0].tolist() == tokens[1].tolist()
 
 
-@pytest.mark.parametrize("phases", SCHEDULES.values(), ids=SCHEDULES)
+@pytest.mark.parametrize(
+    "phases", [pytest.param(p, id=n, marks=[] if "back" in n else pytest.mark.full) for n, p in SCHEDULES.items()]
+)
 def test_a_schedule_switches_and_resumes(phases: list[Phase], tmp_path: Path) -> None:
     def begun() -> tuple[OctavoCallback, Any]:
         model, callback = tiny_models.build("llama").bfloat16(), fp8(schedule=phases)
@@ -156,6 +158,7 @@ def test_a_schedule_switches_and_resumes(phases: list[Phase], tmp_path: Path) ->
     assert [switch.step for switch in whole.schedule.switches] == [0, *(phase.from_step for phase in phases[1:])]
 
 
+@pytest.mark.full
 def test_weights_that_live_in_fp8(tmp_path: Path) -> None:
     def begun() -> Any:
         model = tiny_models.build("llama").bfloat16()
@@ -167,6 +170,7 @@ def test_weights_that_live_in_fp8(tmp_path: Path) -> None:
     assert_alike(trained(begun(), resume=True), ours)
 
 
+@pytest.mark.full
 def test_micro_batches_with_gradients_in_fp8_or_used_in_backward(tmp_path: Path) -> None:
     def losses(early: bool, **options: Any) -> list[float]:
         model = tiny_models.build("llama")
@@ -182,6 +186,7 @@ def test_micro_batches_with_gradients_in_fp8_or_used_in_backward(tmp_path: Path)
     assert losses(early=False, gradient_storage="fp8") == pytest.approx(after, rel=1e-3)
 
 
+@pytest.mark.full
 def test_training_twice_begins_the_schedule_anew(tmp_path: Path) -> None:
     callback = fp8(schedule=SWITCHING)
     trainer = trainer_of(tmp_path, "llama", [callback], save_strategy="no")
@@ -199,6 +204,7 @@ def forget(folder: Path) -> None:
     path.write_text(json.dumps(content))
 
 
+@pytest.mark.full
 def test_without_octavos_state_a_resumed_run_differs(tmp_path: Path) -> None:
     ours = trained(trainer_of(tmp_path, "llama", [fp8(recipes.delayed())]))
     forget(tmp_path)
@@ -275,6 +281,7 @@ def test_names_that_are_nobodys_are_torchs_to_report(tmp_path: Path) -> None:
         model.load_state_dict(strange)
 
 
+@pytest.mark.full
 def test_phases_by_tokens(tmp_path: Path) -> None:
     tokens = 4 * tiny_models.POSITIONS  # of a step
     callback = fp8(schedule=[Phase(recipes.delayed()), Phase(recipes.dynamic(), from_tokens=2 * tokens)])
