@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from octavo import E4M3, Cast, Dynamic, PerTensor, Recipe, recipes
+from octavo.scaling.recipe import PRODUCTS
 from octavo.train import (
     BASELINE,
     DataConfig,
@@ -52,6 +53,9 @@ class Experiment:
 
 _tensor = Cast(E4M3, PerTensor(), Dynamic())
 _dynamic = recipes.dynamic()
+_e4m3 = Recipe((_tensor, _tensor), (_tensor, _tensor), (_tensor, _tensor), name="dynamic, E4M3 gradients")
+_PARTS = {product: Recipe(**{product: getattr(_dynamic, product)}, name=f"{product} alone") for product in PRODUCTS}
+_HEADS = {"dynamic": _dynamic, "E4M3 gradients": _e4m3, "rowwise": recipes.rowwise(), **_PARTS}
 _FULL = StateConfig("fp8", "split16", "fp8")
 _IN_BACKWARD = "64KB"  # most gradients are updated alone
 BASELINES = ("bf16", "bf16 in 2 parts", "bf16 in 4 parts")  # each seed's losses are compared with the mean of these
@@ -62,14 +66,10 @@ EXPERIMENTS = {
     "float32": Experiment(dtype="float32"),
     **{name: Experiment(name) for name in RECIPES},
     "rowwise_with_gw_hp": Experiment("rowwise_with_gw_hp"),
-    "dynamic, E4M3 gradients": Experiment(
-        Recipe((_tensor, _tensor), (_tensor, _tensor), (_tensor, _tensor), name="dynamic, E4M3 gradients")
-    ),
-    "dynamic, output alone": Experiment(dataclasses.replace(_dynamic, grad_input=None, grad_weight=None)),
-    "dynamic, grad_input alone": Experiment(dataclasses.replace(_dynamic, output=None, grad_weight=None)),
-    "dynamic, grad_weight alone": Experiment(dataclasses.replace(_dynamic, output=None, grad_input=None)),
+    "dynamic, E4M3 gradients": Experiment(_e4m3),
+    **{f"dynamic, {product} alone": Experiment(recipe) for product, recipe in _PARTS.items()},
     "dynamic, head too": Experiment("dynamic", head=_dynamic),
-    "head alone": Experiment(head=_dynamic),
+    **{f"head alone, {name}": Experiment(head=recipe) for name, recipe in _HEADS.items()},
     "dynamic, rowwise head": Experiment("dynamic", head=recipes.rowwise()),
     "dynamic, FP8 moments": Experiment("dynamic", state=StateConfig("fp8")),
     "dynamic, FP8 moments and weights, split24": Experiment("dynamic", state=StateConfig("fp8", "split24", "fp8")),
@@ -84,24 +84,28 @@ EXPERIMENTS = {
 _NAMED = ("bf16", *RECIPES)
 _CLIP = ("full stack in backward, exact norm", "bf16 in backward")
 _MORE = ("full stack", "full stack in backward", "dynamic, head too", "dynamic, E4M3 gradients", "float32")
-_PARTS = tuple(f"dynamic, {product} alone" for product in ("output", "grad_input", "grad_weight"))
+_ALONE = tuple(f"head alone, {name}" for name in _HEADS)
+_PRODUCTS = tuple(f"dynamic, {product} alone" for product in PRODUCTS)
 _STATES = ("dynamic, FP8 moments", "dynamic, FP8 moments and weights, split24")
 Stage = tuple[tuple[str, ...], str, Sequence[int]]  # experiments, size, seeds
 STAGES: tuple[Stage, ...] = (
     (_NAMED, "0.5M", range(2)),
-    (BASELINES + _MORE, "0.5M", range(2)),
+    (BASELINES, "0.5M", range(2)),
+    (_ALONE, "0.5M", range(2)),
+    (BASELINES + _ALONE, "0.5M", range(2, 3)),
+    (_MORE, "0.5M", range(2)),
     (BASELINES + _NAMED + _MORE, "0.5M", range(2, 3)),
     (("bf16", "dynamic", "full stack", "rowwise", "mx"), "2.5M", range(1)),
     (BASELINES + _NAMED + _MORE, "0.5M", range(3, 5)),
     (BASELINES + _NAMED, "2.5M", range(3)),
     (_MORE, "2.5M", range(3)),
-    (_CLIP + _PARTS, "0.5M", range(5)),
+    (_CLIP + _PRODUCTS, "0.5M", range(5)),
     (BASELINES + _NAMED + _MORE, "0.5M", range(5, 10)),
     (BASELINES + _NAMED + _MORE, "2.5M", range(3, 5)),
     (("bf16", "dynamic", "rowwise", "full stack"), "7.5M", range(2)),
     (_CLIP, "0.5M", range(5, 10)),
     (("dynamic, rowwise head", *_STATES), "0.5M", range(5)),
-    (("rowwise_with_gw_hp", "head alone"), "0.5M", range(5)),
+    (("rowwise_with_gw_hp", *_ALONE), "0.5M", range(5)),
 )
 
 
