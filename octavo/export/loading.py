@@ -244,7 +244,9 @@ def _renaming(model: nn.Module, own: dict[str, Tensor]) -> Callable[[str], str]:
     def renamed(key: str) -> str:
         name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, own)
         if pattern is not None:
-            raise ValueError(f"{key} is joined with others by transformers ({name}), where FP8 codes can't go")
+            raise ValueError(
+                f"{key} is joined with others by transformers ({name}), as experts are: none is stored in FP8"
+            )
         return name
 
     return renamed

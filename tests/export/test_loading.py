@@ -89,6 +89,14 @@ def test_what_transformers_writes_is_read_as_transformers_reads_it(tmp_path, mon
         assert_same_codes(load_fp8(on_meta(trained=True), folder), found)
 
 
+@pytest.mark.parametrize("scale", [torch.tensor(0.01), torch.tensor([0.01]), torch.tensor([[0.01]]).bfloat16()])
+def test_one_scale_in_any_shape_and_dtype(tmp_path, scale):
+    """Some checkpoints have scalars, beside static scales of inputs."""
+    model = layer(tmp_path / "out", recipes.dynamic(), weight_scale_inv=scale).requires_grad_(False)
+    load_fp8(model, tmp_path / "out")
+    assert torch.equal(model.weight.scale_inv, scale.float().view(1, 1))
+
+
 @pytest.mark.parametrize("kind", ["tensor", "channel"])
 def test_compressed_tensors(tmp_path, kind):
     """One scale a weight stays; those of rows become one, within a rounding of the codes."""
@@ -209,13 +217,13 @@ def test_a_model_with_memory_is_written_in_place(tmp_path):
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 
-def layer(folder, **changes) -> nn.Module:
+def layer(folder, recipe=recipes.blockwise(), **changes) -> nn.Module:
     """A checkpoint of one layer, whose tensors are changed, and a model for it."""
     octavo.export.to_safetensors(octavo.nn.Linear(256, 256, recipe=recipes.blockwise()), folder)
     tensors = safetensors.load_file(folder / "model.safetensors") | changes
     kept = {key: tensor for key, tensor in tensors.items() if tensor is not None}
     safetensors.save_file(kept, folder / "model.safetensors")
-    return octavo.convert(nn.Linear(256, 256), recipes.blockwise(), every_layer, "fp8")
+    return octavo.convert(nn.Linear(256, 256), recipe, every_layer, "fp8")
 
 
 NAN = torch.tensor([[1.0, float("nan")], [1.0, 1.0]])
@@ -282,6 +290,18 @@ def test_a_model_that_cannot_take_codes_is_refused(tmp_path):
     plain = to_fp8(nn.Linear(256, 256), recipes.blockwise())
     with pytest.raises(ValueError, match=r"weight is in FP8 in the checkpoint but not in the model.*weight_storage"):
         load_fp8(plain, tmp_path / "out")
+
+
+def test_experts_that_transformers_joins_are_refused(tmp_path):
+    sizes = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "num_local_experts": 2}
+    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads))
+    layer(tmp_path / "out")
+    name = "model.layers.0.block_sparse_moe.experts.0.w1.weight"
+    tensors = {name: torch.zeros(128, 128).to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(1, 1)}
+    safetensors.save_file(tensors, tmp_path / "out" / "model.safetensors")
+    with pytest.raises(ValueError, match=rf"{name} is joined with others by transformers \(.*gate_up_proj\)"):
+        load_fp8(model, tmp_path / "out")
 
 
 def test_a_buffer_that_nobody_fills_is_named(tmp_path):

@@ -234,6 +234,29 @@ def test_transformers_trainer_saves_adapters_alone_and_resumes(tmp_path):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("method", ["adapters", "all weights"])
+def test_trainer_goes_on_from_an_fp8_checkpoint(tmp_path, method):
+    """Which transformers itself refuses: its issues 37927, 41516, 46295, 46736."""
+    recipe = octavo.RecipeMap(recipes.blockwise(), {"lm_head": None})
+    octavo.export.to_safetensors(octavo.convert(llama(), recipe, base_layers), tmp_path / "served")
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "served")
+    with pytest.importorskip("accelerate").init_empty_weights():
+        model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.requires_grad_(method == "all weights")
+    octavo.export.load_fp8(octavo.convert(model, recipe, base_layers, "fp8"), tmp_path / "served")
+    if method == "adapters":
+        model = peft.get_peft_model(model, peft.LoraConfig(**LORA))
+    optimizer = octavo.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    before = logits(model)
+    options = {"per_device_train_batch_size": 2, "max_steps": 3, "save_strategy": "no", "use_cpu": True}
+    arguments = transformers.TrainingArguments(tmp_path / "run", report_to="none", disable_tqdm=True, **options)
+    data = [{"input_ids": row, "labels": row} for row in tokens(0, (8, 16))]
+    transformers.Trainer(model, arguments, train_dataset=data, optimizers=(optimizer, None)).train()
+    assert not torch.equal(logits(model), before)
+    assert sum(isinstance(p, StoredWeight) for p in model.parameters()) == 14
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_sharded_by_fsdp2(pool, recipe):
     for losses, whole, names in pool.run(lora.compare_sharded, (2,), recipe):
