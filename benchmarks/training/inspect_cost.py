@@ -1,7 +1,8 @@
 """What octavo.inspect costs a training of the demo GPT on this CPU, in CPU time of a step, and in bytes a layer.
 
 "recorded" is a step in which a Recorder counts, of which there is one in 50; "between" one of the others; "traced" a
-step under trace_faults. Each is measured beside a step without any, in turn.
+step under trace_faults. Each is measured beside a step without any, in turn. And in ops that compute, of which a GPU
+launches one kernel or more each: what a recorded step has more, with tensors in as few chunks as on a GPU.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import octavo
 from benchmarks.common.measure import table, write_results
+from octavo.kernels.reference import tiles
 from octavo.kernels.reference.cast_statistics import EXPONENTS, EXTREMES, SUMS
 from octavo.nn.recipe_module import RecipeModule
 from octavo.train import ModelConfig, TrainConfig, load_corpus
@@ -72,6 +76,31 @@ def cpu_seconds(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, 
     return seconds
 
 
+class Ops(TorchDispatchMode):
+    """Counts ops that compute: all but views."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view and func.namespace != "profiler"
+        return func(*args, **(kwargs or {}))
+
+
+def ops_of_steps(recipe: str, config: TrainConfig, folder: Path) -> tuple[int, int]:
+    """(those of a step, those that recording one adds, in the step before it too, from whose end weights are kept)."""
+    counts, chunk = [], tiles.CHUNK
+    tiles.CHUNK = tiles.CHUNK_ELSEWHERE
+    for every in (10**9, 2):
+        own = trainer(recipe, config)
+        step = _step(own, octavo.inspect.Recorder(own.model, folder / f"ops {every}", every, optimizer=own.optimizer))
+        step(), step(), step()
+        with Ops() as ops:
+            step(), step()
+        counts.append(ops.count)
+    tiles.CHUNK = chunk
+    return counts[0] // 2, counts[1] - counts[0]
+
+
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks inspect_cost", description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
@@ -84,6 +113,7 @@ def main(arguments: list[str]) -> int:
         with tempfile.TemporaryDirectory() as folder:
             steps = variants(recipe, TrainConfig(ModelConfig()), Path(folder))
             seconds = cpu_seconds(steps, options.rounds)
+            ops, more_ops = ops_of_steps(recipe, TrainConfig(ModelConfig()), Path(folder))
         model = build_model(ModelConfig(), recipe, 0)
         layers = sum(isinstance(module, RecipeModule) for module in model.modules())
         casts = len(octavo.inspect.rows.Table(model).rows)
@@ -101,6 +131,8 @@ def main(arguments: list[str]) -> int:
                 f"percent_every_{EVERY}": more["recorded"] / EVERY,
                 "percent_between": more["between"],
                 "percent_traced": more["traced"],
+                "step_ops": ops,
+                f"percent_ops_every_{EVERY}": 100 * more_ops / ops / EVERY,
                 "bytes_a_layer": casts * size / layers,
             }
         )

@@ -27,6 +27,7 @@ class _Reading(NamedTuple):
 
     step: int
     table: Table
+    numbers: list[tuple[int, str, float]]
     scalars: list[tuple[int, str]]
     tensors: dict[str, Tensor]
     event: Any
@@ -99,7 +100,8 @@ class Recorder:
             self._writer = RecordWriter(Path(to), step) if self._ranks.rank == 0 else None
         self._written: Table | None = None
         self._samples = WeightSamples()
-        self._scalars: list[tuple[int, str, Scalar]] = []
+        self._numbers: list[tuple[int, str, float]] = []
+        self._scalars: list[tuple[int, list[str], Tensor]] = []  # those on the device, of each step together
         self._readings: list[_Reading] = []
         self._switches = self._known_switches()
         self._begin()
@@ -111,10 +113,7 @@ class Recorder:
             loss, grad_norm: of this step, numbers or tensors on any device.
             scalars: others by name.
         """
-        given = {"loss": loss, "grad_norm": grad_norm, **scalars}
-        self._scalars += [(self._step, name, _kept(value)) for name, value in given.items() if value is not None]
-        if (left_out := self._left_out()) is not None:
-            self._scalars.append((self._step, SKIPPED, _kept(left_out)))
+        self._keep({"loss": loss, "grad_norm": grad_norm, **scalars, SKIPPED: self._left_out()})
         for switch in self._known_switches()[len(self._switches) :]:
             self.event("recovery" if switch.phase < 0 else "switch", f"{switch.name}: {switch.reason}")
             self._switches.append(switch)
@@ -137,7 +136,7 @@ class Recorder:
     def close(self) -> None:
         """Write what is under way, and leave the model as it was."""
         self._table.attach(False)
-        if self._scalars:
+        if self._scalars or self._numbers:
             self._read({})
         for reading in self._readings:
             if reading.event is not None:
@@ -156,6 +155,17 @@ class Recorder:
     @property
     def _is_recorded(self) -> bool:
         return self._step % self.every == 0
+
+    def _keep(self, given: Mapping[str, Scalar | None]) -> None:
+        """Keep a step's numbers as they are now, without the graph that made them, and whole."""
+        tensors = {}
+        for name, value in given.items():
+            if isinstance(value, Tensor):
+                tensors[name] = whole(value).detach().reshape(()).to(self._table.sums.device, non_blocking=True)
+            elif value is not None:
+                self._numbers.append((self._step, name, value))
+        if tensors:
+            self._scalars.append((self._step, list(tensors), torch.stack(list(tensors.values()))))
 
     def _left_out(self) -> Tensor | None:
         """A number, not 0 where the last step changed nothing; None where nobody could leave it out."""
@@ -190,29 +200,24 @@ class Recorder:
 
     def _read(self, counts: Mapping[str, Tensor]) -> None:
         """Send counts, and scalars since the last time, to the host."""
+        (numbers, self._numbers), (kept, self._scalars) = (self._numbers, []), (self._scalars, [])
         if self._writer is None:
-            self._scalars = []
             return
         device = self._table.sums.device
-        values = [
-            torch.as_tensor(value, dtype=torch.float64).detach().to(device, non_blocking=True)
-            for *_, value in self._scalars
-        ]
-        scalars = torch.stack([value.reshape(()) for value in values]) if values else torch.zeros(0)
-        tensors, event = {**counts, "scalars": scalars}, None
+        scalars = torch.cat([values for *_, values in kept]) if kept else torch.zeros(0, device=device)
+        tensors, event = {**counts, "scalars": scalars.double()}, None
         if device.type == "cuda":
             pinned = {name: torch.empty_like(t, device="cpu", pin_memory=True) for name, t in tensors.items()}
             tensors = {name: pinned[name].copy_(t, non_blocking=True) for name, t in tensors.items()}
             event = torch.cuda.current_stream(device).record_event()
-        self._readings.append(
-            _Reading(self._step, self._table, [(step, name) for step, name, _ in self._scalars], tensors, event)
-        )
-        self._scalars = []
+        names = [(step, name) for step, names, _ in kept for name in names]
+        self._readings.append(_Reading(self._step, self._table, numbers, names, tensors, event))
 
     def _write(self, reading: _Reading) -> None:
         assert self._writer is not None
         rows: dict[int, dict[str, float]] = {}
-        for (step, name), value in zip(reading.scalars, reading.tensors["scalars"].tolist(), strict=True):
+        arrived = zip(reading.scalars, reading.tensors["scalars"].tolist(), strict=True)
+        for step, name, value in (*((*place, value) for place, value in arrived), *reading.numbers):
             if name != SKIPPED:
                 rows.setdefault(step, {})[name] = value if math.isfinite(value) else math.nan
             elif value != 0:
@@ -227,12 +232,6 @@ class Recorder:
                 rows.setdefault(reading.step, {}).update(_named(reading.table.rows, reading.tensors))
         for step, values in rows.items() if self.on_record is not None else ():
             self.on_record(step, values)  # type: ignore[misc]
-
-
-def _kept(value: Scalar) -> Scalar:
-    """A number as it is now, without the graph that made it, and whole."""
-    value = whole(value)
-    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def _named(rows: Sequence[Row], tensors: Mapping[str, Tensor]) -> dict[str, float]:

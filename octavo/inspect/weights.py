@@ -195,6 +195,8 @@ def _read(weights: Sequence[RecordedRole], optimizer: torch.optim.Optimizer | No
     for places in groups.values():
         own = [samples[place] for place in places]
         read = torch.stack(_read_stored(own) if isinstance(own[0].weight, StoredWeight) else _read_plain(own))
+        if len(groups) == 1:
+            return samples, read
         rows |= zip(places, read.unbind(1), strict=True)
     return samples, torch.stack([rows[place] for place in range(len(samples))], 1)
 
@@ -253,6 +255,8 @@ def _places_of_scales(shapes: tuple[Any, ...], device: torch.device) -> Tensor:
 def _flushed(samples: Sequence[_Sample]) -> list[Tensor]:
     """How many elements of each first moment in codes are 0 where the second's are not, and the other way round."""
     device = samples[0].elements.device
+    if not any(sample.moments for sample in samples):
+        return list(torch.zeros(2, len(samples), dtype=torch.float64, device=device))
     none = torch.zeros(SAMPLED, dtype=torch.uint8, device=device)
     first, second = (
         _together([sample.moments[which] if sample.moments else none for sample in samples]) for which in range(2)

@@ -158,6 +158,8 @@ class StateConfig(_Checked):
             raise ValueError("master is 'split32': weights that live in FP8 take auto, split16, split24, fp32, ...")
         if self.outstanding_bytes is not None and self.gradient_storage == "fp8":
             raise ValueError("gradient_storage keeps gradients that update_in_backward does not: choose one")
+        if self.outstanding_bytes is not None and self.recover:
+            raise ValueError("recover looks at all gradients, which update_in_backward does not keep: choose one")
         if self.schedule:
             check_schedule(self.schedule)
 
