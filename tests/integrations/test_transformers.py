@@ -74,7 +74,7 @@ def trainer_of(
         "lr_scheduler_type": "constant",
         "logging_steps": 1,
     }
-    optimizer = changes.pop("optimizer", None)
+    optimizer, kind_of_optimizer = (changes.pop(name, None) for name in ("optimizer", "optimizer_cls_and_kwargs"))
     arguments |= {"use_cpu": True, "report_to": [], "disable_tqdm": True, **changes}
     trainer = transformers.Trainer(
         tiny_models.build(kind) if model is None else model,
@@ -83,6 +83,7 @@ def trainer_of(
         eval_dataset=tiny_models.data(kind, 4),
         callbacks=list(callbacks),
         optimizers=(optimizer, None),
+        optimizer_cls_and_kwargs=kind_of_optimizer,
     )
     trainer.remove_callback(transformers.PrinterCallback)
     return trainer
@@ -318,10 +319,13 @@ def test_compiled(tmp_path: Path) -> None:
 def on_two(folder: Path, how: str) -> list[Any]:
     """(losses, those of the run that is resumed, sums of weights, all delayed scales) on this rank."""
     changes: dict[str, Any] = {"ddp_backend": "gloo"}
-    if how == "fsdp2":
+    if how != "ddp":
         let_accelerate_shard_on_cpus()
-        config = {"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
-        changes |= {"fsdp": True, "fsdp_config": config | {"state_dict_type": "SHARDED_STATE_DICT"}}
+        kept = "SHARDED_STATE_DICT" if how == "fsdp2" else "FULL_STATE_DICT"
+        config = {"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "state_dict_type": kept}
+        changes |= {"fsdp": True, "fsdp_config": config}
+    if how == "fsdp2, one file":
+        changes["optimizer_cls_and_kwargs"] = (octavo.optim.AdamW, {"lr": 1e-3})
     found = []
     for resume in (False, True):
         trainer = trainer_of(folder, "llama", [fp8(schedule=SWITCHING)], **changes)
@@ -333,13 +337,13 @@ def on_two(folder: Path, how: str) -> list[Any]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("how", ["ddp", "fsdp2", "fsdp2, one file"])
 def test_on_ranks(how: str, tmp_path: Path) -> None:
     ranks = on_ranks(on_two, tmp_path, how)
     for whole, resumed in ranks:
         assert len(whole[0]) == STEPS
         assert resumed == whole
-        assert whole[3] == (15 if how == "fsdp2" else 0)
+        assert whole[3] == (0 if how == "ddp" else 15)
     (first, _), (second, _) = ranks
     assert first[:2] == second[:2]
     assert first[2] != second[2]  # each rank its own
