@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from octavo.errors import ExportError
 from octavo.formats import E4M3
 from octavo.granularity import ALL, Tile
+from octavo.nn.grouped_linear import Grouped
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.stored_weight_files import SCALE_INV
 from octavo.scaling.recipe import Cast
@@ -90,6 +91,11 @@ def entries(model: nn.Module, layout: str) -> tuple[list[Entry], Layers, list[st
             raise ExportError(f"{key} is a {type(tensor).__name__}, not a plain tensor; take extra state out")
         if tensor.is_meta:
             raise ExportError(f"{key} is on the meta device, without values; load the checkpoint first")
+        if key not in weights and f"{key}_scale_inv" in state:
+            raise ExportError(
+                f"{key} is stored in FP8, but its layer's recipe has no FP8 output product: octavo.set_recipe(model, "
+                f"octavo.recipes.{LAYOUTS[layout].recipe}()) before, or octavo.restore(model)"
+            )
         found.append(Entry(key, tensor, layers[weights[key]] if key in weights else None))
     return found, layers, skipped
 
@@ -119,6 +125,8 @@ def _misfit(name: str, module: RecipeModule, layout: str) -> str | None:
     """Why the layout can't hold a layer's pair, and what works; or None."""
     cast, chosen = weight_cast(module), LAYOUTS[layout]
     remedy = f"octavo.set_recipe(model, octavo.recipes.{chosen.recipe}()) makes weights that it holds"
+    if isinstance(module, Grouped):
+        return f"experts are saved in high precision only: keep them so by octavo.RecipeMap(recipe, {{{name!r}: None}})"
     if module._parameters.get("weight") is None:
         return "its weight is computed from other parameters; make it one by torch's remove_parametrizations"
     if not isinstance(module, nn.Linear):

@@ -27,6 +27,14 @@ def test_the_shapes_of_scales(shape, recipe):
     assert scale_shape(octavo.nn.Linear(200, 300, recipe=recipe)) == shape
 
 
+def test_codes_that_no_product_reads_are_not_taken_for_values():
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    octavo.convert(net, recipes.dynamic(), lambda module, name: True, "fp8")
+    octavo.set_recipe(net, octavo.RecipeMap(recipes.dynamic(), {"1": None}))
+    with pytest.raises(ExportError, match=r"1\.weight is stored in FP8, but its layer's recipe has no FP8 output"):
+        entries(net, "per-tensor")
+
+
 def test_a_wrapper_that_renames_tensors_is_refused():
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 

@@ -122,6 +122,24 @@ def test_the_codes_are_those_of_the_file(tmp_path, layout):
         assert torch.equal(tensor.float(), stored[name].float())
 
 
+@pytest.mark.parametrize("recipe", ["blockwise", "dynamic"])
+def test_a_server_computes_what_the_trainer_computes(recipe):
+    """Logits bit for bit, by an engine that holds the codes that it was sent, in the layout's own names."""
+    trainer, server = layers(recipe), layers(recipe, stored=True).requires_grad_(False).eval()
+    optimizer = octavo.optim.AdamW(trainer.parameters(), lr=0.01)
+    x = torch.randn(16, 256)
+    for _ in range(3):
+        step(trainer.train(), optimizer)
+        assert not torch.equal(server(x), trainer.eval()(x))
+        sent = {}
+        for name, tensor, scale in iterate_fp8(trainer, LAYOUT_OF[recipe]):
+            sent[name] = tensor
+            if scale is not None:
+                sent[f"{name}_scale_inv"] = scale if scale.ndim == 2 else scale.view(1, 1)
+        server.load_state_dict(sent)
+        assert torch.equal(server(x), trainer(x))
+
+
 def test_one_tensor_is_held_at_a_time():
     net = layers("blockwise", sizes=(1024,) * 9)
     codes = 1024 * 1024
