@@ -162,13 +162,17 @@ def convert_to_float8_training(
     config = config or Float8LinearConfig()
     if not isinstance(config, Float8LinearConfig):
         raise TypeError(f"config is a {type(config).__module__} one: import Float8LinearConfig from {__name__} too")
-    chosen = module_filter_fn or (lambda module, name: True)
+    theirs = module_filter_fn or (lambda module, name: True)
+
+    def chosen(found: nn.Module, name: str) -> bool:
+        return isinstance(found, nn.Linear) and theirs(found, name)  # torchao converts nothing else
+
     if config.emulate and any(runs_natively(parameter.device) for parameter in module.parameters()):
         raise UnsupportedOptionError("emulate=True: octavo uses a GPU's FP8 products; to emulate them train on a CPU")
     left = [
         f"{name or 'the model'}: {why_left_alone(found) if fp8_class(found) else why_not(found)}"
         for name, found in module.named_modules()
-        if isinstance(found, nn.Linear) and not isinstance(found, RecipeModule) and chosen(found, name)
+        if not isinstance(found, RecipeModule) and chosen(found, name)
         if fp8_class(found) is None or why_left_alone(found)
     ]
     if left:

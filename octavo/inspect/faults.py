@@ -22,6 +22,7 @@ from octavo.autograd.tap import Notes, Watch
 from octavo.distributed.ranks import Ranks, whole
 from octavo.errors import OctavoError
 from octavo.kernels.reference.note_faults import FOUND
+from octavo.nn.grouped_linear import Grouped
 from octavo.nn.recipe_module import RecipeModule, device_of
 from octavo.nn.stored_weights import weight_of
 from octavo.scaling.recipe import ROLES
@@ -126,7 +127,8 @@ class FaultTrace:
     def __init__(
         self, model: nn.Module, *, raises: bool = True, gradients: bool = True, step: int = 0, group: Any = None
     ) -> None:
-        self._layers = [(name, m) for name, m in model.named_modules() if isinstance(m, RecipeModule)]
+        layers = [(name, m) for name, m in model.named_modules() if isinstance(m, RecipeModule)]
+        self._layers = [(name, m) for name, m in layers if not isinstance(m, Grouped)]  # which note no faults
         if not self._layers:
             raise ValueError("the model has no layer in FP8 to watch: octavo.convert it first")
         self.fault: Fault | None = None

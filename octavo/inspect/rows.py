@@ -15,6 +15,7 @@ from octavo.autograd.tap import RoleCounts, Tap
 from octavo.formats import FORMATS
 from octavo.granularity import PerBlock, PerRow, PerTensor
 from octavo.kernels.reference.cast_statistics import EXPONENTS, EXTREMES, SUMS
+from octavo.nn.grouped_linear import Grouped
 from octavo.nn.recipe_module import RecipeModule, device_of
 from octavo.scaling.recipe import ROLES, Cast, Delayed, Dynamic, Recipe
 
@@ -132,9 +133,9 @@ class Table:
 
 
 def _fp8_layers(model: nn.Module) -> list[tuple[str, RecipeModule]]:
-    """Layers with a product in FP8, by their names."""
+    """Layers with a product in FP8, by their names; not of experts, whose casts are not counted."""
     layers = [(name, m) for name, m in model.named_modules() if isinstance(m, RecipeModule)]
-    return [(name, m) for name, m in layers if not m.recipe.is_high_precision]
+    return [(name, m) for name, m in layers if not (m.recipe.is_high_precision or isinstance(m, Grouped))]
 
 
 _Cast = tuple[tuple[str, ...], Cast] | None

@@ -33,9 +33,10 @@ from octavo import recipes as known
 from octavo.cost.estimate import LinearWork
 from octavo.cost.rates import PUBLISHED, PlanError, Rates, rates_of
 from octavo.inspect.effects import Effect, WhatIf, WhatIfError
-from octavo.nn.candidates import MIN_FEATURES, Select, features, large_enough, restore_class
+from octavo.nn.candidates import MIN_FEATURES, Select, features, fp8_class, large_enough, restore_class
 from octavo.nn.convert import convert
 from octavo.nn.fast_path import choose_fast_path
+from octavo.nn.grouped_linear import Grouped
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.stored_weights import check_recipe, weight_of
 from octavo.nn.using import using
@@ -156,12 +157,12 @@ def _borrowed(model: nn.Module, select: Select | None) -> Iterator[dict[str, Rec
         for module in model.modules()
     ]
     own = {name: m for name, m in model.named_modules() if isinstance(m, RecipeModule)}
-    layers = {name: m for name, m in own.items() if select is None or select(m, name)}
+    layers = {n: m for n, m in own.items() if not isinstance(m, Grouped) and (select is None or select(m, n))}
     others: Mapping[str, Any] = {name: m.recipe for name, m in own.items() if name not in layers}
     chosen = large_enough if select is None else select
 
     def is_new(module: nn.Module, name: str) -> bool:
-        return not isinstance(module, RecipeModule) and chosen(module, name)
+        return fp8_class(module) is not None and chosen(module, name)
 
     with contextlib.ExitStack() as afterwards:
         if own:

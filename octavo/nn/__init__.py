@@ -1,5 +1,6 @@
 """FP8 modules, and the conversion of models to them."""
 
+from octavo.nn.experts import Experts
 from octavo.nn.fused import LayerNormLinear, LayerNormMLP, RMSNormLinear, RMSNormMLP
 from octavo.nn.grouped_linear import GroupedLinear
 from octavo.nn.kept_weights import KeptWeights
@@ -10,6 +11,7 @@ from octavo.nn.weight_cache import invalidate
 from octavo.scaling.delayed import delayed_state_dict, load_delayed_state_dict
 
 __all__ = [
+    "Experts",
     "GroupedLinear",
     "KeptWeights",
     "LayerNorm",

@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from octavo.formats import HIGH_PRECISION
+from octavo.nn.converted_experts import ConvertedExperts, keys_of, sizes_of
 from octavo.nn.linear import Linear
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.stored_weights import weight_of, why_unreadable
@@ -30,7 +31,7 @@ def large_enough(module: nn.Module, name: str) -> bool:
     """The default ``select``: both feature counts are at least 512.
 
     Args:
-        module: an nn.Linear or Conv1D.
+        module: an nn.Linear, a Conv1D, or experts.
         name: its name in the model.
 
     Example:
@@ -42,7 +43,9 @@ def large_enough(module: nn.Module, name: str) -> bool:
 
 
 def features(module: nn.Module) -> tuple[int, int]:
-    """(in_features, out_features) of an nn.Linear or a Conv1D."""
+    """(in_features, out_features) of an nn.Linear or a Conv1D; (hidden, intermediate) of experts."""
+    if keys_of(module):
+        return sizes_of(module)
     rows, cols = shape_of(module)
     return (cols, rows) if isinstance(module, nn.Linear) else (rows, cols)
 
@@ -88,31 +91,41 @@ def fp8_class(module: nn.Module) -> type[RecipeModule] | None:
     plain = issubclass(kind, nn.Linear) and not issubclass(kind, RecipeModule)
     # a MultiheadAttention reads the weight of its NonDynamicallyQuantizableLinear and never calls it
     if plain and kind.forward is nn.Linear.forward and not issubclass(kind, NonDynamicallyQuantizableLinear):
-        return _of_subclass(kind)  # type: ignore[arg-type]  # torch annotates no hash of classes
+        return _of_subclass(Linear, kind)  # type: ignore[arg-type]  # torch annotates no hash of classes
     return None
 
 
+def experts_class(module: nn.Module) -> type[ConvertedExperts] | None:
+    """What plain experts of a known kind become; or None."""
+    kind = class_of(module)
+    if isinstance(module, ConvertedExperts) or not keys_of(module):
+        return None
+    return _of_subclass(ConvertedExperts, kind)  # type: ignore[arg-type]
+
+
 @functools.cache
-def _of_subclass(kind: type[nn.Linear]) -> type[Linear]:
-    """octavo's Linear with all else that a subclass of nn.Linear has."""
+def _of_subclass(base: type[Any], kind: type[nn.Module]) -> type[Any]:
+    """A class of octavo's with all else that a plain class has."""
 
     def content(namespace: dict[str, Any]) -> None:
         namespace["__module__"] = kind.__module__
-        namespace["__reduce_ex__"] = lambda self, protocol: (_new, (kind,), self.__getstate__())
+        namespace["__reduce_ex__"] = lambda self, protocol: (_new, (base, kind), self.__getstate__())
 
-    return types.new_class(kind.__name__, (Linear, kind), exec_body=content)
+    return types.new_class(kind.__name__, (base, kind), exec_body=content)
 
 
-def _new(kind: type[nn.Linear]) -> nn.Module:
+def _new(base: type[Any], kind: type[nn.Module]) -> nn.Module:
     """Unpickle one of ``_of_subclass``."""
-    found = _of_subclass(kind)  # type: ignore[arg-type]
-    return found.__new__(found)
+    found: Any = _of_subclass(base, kind)  # type: ignore[arg-type]
+    made: nn.Module = found.__new__(found)
+    return made
 
 
-def restore_class(module: RecipeModule) -> None:
-    """Give an FP8 module the class that it was made from: its base after RecipeModule. A parametrization stays."""
+def restore_class(module: RecipeModule | ConvertedExperts) -> None:
+    """Give an FP8 module the class that it was made from: its base after octavo's. A parametrization stays."""
     kind = type(module)
-    plain = kind.__mro__[kind.__mro__.index(RecipeModule) + 1]
+    base = ConvertedExperts if isinstance(module, ConvertedExperts) else RecipeModule
+    plain = kind.__mro__[kind.__mro__.index(base) + 1]
     if class_of(module) is not kind:
         own = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
         plain = type(f"Parametrized{plain.__name__}", (plain,), own)
@@ -120,9 +133,9 @@ def restore_class(module: RecipeModule) -> None:
 
 
 def expert_weights(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The weights of experts that a module of another library holds in one 3-D parameter each, by name."""
-    if type(module).__module__.startswith("torch.nn.") or isinstance(module, RecipeModule):
-        return {}  # a convolution's, a bilinear form's
+    """The 3-D parameters of another library's module of no known kind, experts' weights perhaps, by name."""
+    if type(module).__module__.startswith("torch.nn.") or isinstance(module, RecipeModule) or keys_of(module):
+        return {}  # a convolution's, a bilinear form's; or experts that convert takes
     return {name: p for name, p in module.named_parameters(recurse=False) if p.ndim == 3 and p.is_floating_point()}
 
 
@@ -132,23 +145,24 @@ def why_left_alone(module: nn.Module) -> str | None:
         return "it is sharded already: call octavo.convert before fully_shard"
     if "forward" in module.__dict__:
         return "its forward was replaced on the instance, so converting would change nothing"
-    weight = weight_of(module)
-    if weight is None or parametrize.is_parametrized(module):
-        return "its weight is computed from other parameters (weight_norm or the like)"
-    if is_lazy(weight):
-        return "its weight has no size before its first forward"
-    if weight.dtype not in HIGH_PRECISION:
-        return f"its weight is {weight.dtype}"
-    what = why_unreadable(weight)
-    return f"octavo can't read weights that are {what}" if what else None
+    for weight in map(module._parameters.get, keys_of(module).values() or ("weight",)):
+        if weight is None or parametrize.is_parametrized(module):
+            return "its weight is computed from other parameters (weight_norm or the like)"
+        if is_lazy(weight):
+            return "its weight has no size before its first forward"
+        if weight.dtype not in HIGH_PRECISION:
+            return f"its weight is {weight.dtype}"
+        if what := why_unreadable(weight):
+            return f"octavo can't read weights that are {what}"
+    return None
 
 
 def why_not(module: nn.Module) -> str | None:
     """Why convert with its default select leaves a module alone; None where it doesn't."""
-    if fp8_class(module) is not None:
+    if fp8_class(module) is not None or keys_of(module):
         if (why := why_left_alone(module)) is not None:
             return why
-        shape = " x ".join(map(str, shape_of(module)))
+        shape = " x ".join(map(str, features(module) if keys_of(module) else shape_of(module)))
         small = f"{shape} features; the default select converts from {MIN_FEATURES} on"
         return None if large_enough(module, "") else small
     if isinstance(module, NonDynamicallyQuantizableLinear):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from torch import nn
 
@@ -13,6 +14,7 @@ from octavo.granularity import Granularity
 from octavo.nn.candidates import (
     Select,
     expert_weights,
+    experts_class,
     fp8_class,
     is_sharded,
     large_enough,
@@ -20,9 +22,10 @@ from octavo.nn.candidates import (
     why_left_alone,
     why_not,
 )
+from octavo.nn.converted_experts import ConvertedExperts, keys_of, recipe_names
 from octavo.nn.fast_path import choose_fast_path
 from octavo.nn.gather_group import GatherGroup
-from octavo.nn.grouped_linear import GroupedLinear
+from octavo.nn.grouped_linear import Grouped
 from octavo.nn.linear import Linear
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.stored_weights import (
@@ -52,14 +55,16 @@ def convert(
 
     A module changes its class and nothing else: hooks, attributes, tied weights, the parameters, and every reference to
     it stay as they are; plain checkpoints load into the result and back. Converted are torch.nn.Linear, its subclasses
-    that have no forward of their own, and transformers' Conv1D. ``octavo.summary`` lists the rest with the reason.
+    that have no forward of their own, transformers' Conv1D, and its experts modules, which get two parts without
+    parameters, ``gate_up`` and ``down``. ``octavo.summary`` lists the rest with the reason.
     Already converted modules take the new recipe, with a ``select`` those that it chooses.
 
     Args:
         model: any module, itself a Linear perhaps.
-        recipe: an octavo.Recipe, or an octavo.RecipeMap of the names of ``model.named_modules()``.
+        recipe: an octavo.Recipe, or an octavo.RecipeMap of the names of ``model.named_modules()``; of experts of the
+            module's or a part's.
         select: ``select(module, name) -> bool`` says which candidates to convert; the default takes layers with at
-            least 512 features in and out, below which FP8 gains nothing on a GPU.
+            least 512 features in and out (experts: hidden and intermediate), below which FP8 gains nothing on a GPU.
         weight_storage: "fp8": the weights themselves become codes with their scale, one byte each; products read them
             without a cast, and octavo.optim.AdamW updates them, made before or after. Then fully_shard, if at all, and
             that before the optimizer. Weights that a module of another kind shares stay as they are. None leaves
@@ -74,7 +79,7 @@ def convert(
 
     Warns:
         UserWarning: if nothing was converted, with the reasons; of layers that are left alone as they compute under
-            tensor parallelism; of experts whose weights are 3-D parameters, which stay in high precision.
+            tensor parallelism; of 3-D parameters of modules that it does not know, which stay in high precision.
 
     Example:
         >>> import torch, octavo
@@ -99,10 +104,8 @@ def convert(
     for weight, granularity in stored.items():
         store_weight(weight, granularity)
     group = GatherGroup()
-    for name, module, target in targets:
-        if type(module) is not target:
-            module.__class__ = target
-        module.recipe = recipe_of(recipe, name)
+    for name, module in itertools.chain.from_iterable(_become(*target) for target in targets):
+        module.recipe = recipe_of(recipe, *module.names(name))
         module.gather.join(group, module)
     choose_fast_path(model)
     converted = _modules(model)
@@ -113,7 +116,17 @@ def convert(
     return model
 
 
-def _targets(model: nn.Module, select: Select | None) -> list[tuple[str, RecipeModule, type[RecipeModule]]]:
+def _become(name: str, module: nn.Module, target: type[nn.Module]) -> list[tuple[str, RecipeModule]]:
+    """Give a module its class; itself or its parts, that are to have a recipe, by their names in the model."""
+    if type(module) is not target:
+        module.__class__ = target
+    if isinstance(module, ConvertedExperts):
+        return [(f"{name}.{part_name}".lstrip("."), part) for part_name, part in module.add_parts()]
+    assert isinstance(module, RecipeModule)
+    return [(name, module)]
+
+
+def _targets(model: nn.Module, select: Select | None) -> list[tuple[str, nn.Module, type[nn.Module]]]:
     """What convert converts: names, modules, the classes that they are to have."""
     if select is not None and not callable(select):
         raise TypeError(
@@ -121,7 +134,7 @@ def _targets(model: nn.Module, select: Select | None) -> list[tuple[str, RecipeM
             "{'blocks.0.up', 'blocks.0.down'}"
         )
     chosen = large_enough if select is None else select
-    targets: list[tuple[str, Any, type[RecipeModule]]] = []
+    targets: list[tuple[str, nn.Module, type[nn.Module]]] = []
     reasons: dict[str, list[str]] = {}
     for name, module in model.named_modules():
         if isinstance(module, RecipeModule):
@@ -130,7 +143,7 @@ def _targets(model: nn.Module, select: Select | None) -> list[tuple[str, RecipeM
             else:
                 reasons.setdefault("select returned False", []).append(name or "the model")
             continue
-        target = fp8_class(module)
+        target = fp8_class(module) or experts_class(module)
         if target is not None and why_left_alone(module) is None and chosen(module, name):
             targets.append((name, module, target))
         elif target is not None or isinstance(module, nn.Linear):
@@ -146,14 +159,14 @@ def _targets(model: nn.Module, select: Select | None) -> list[tuple[str, RecipeM
             f"{len(parallel)} layers stay in high precision, first {parallel[0]}: their weights are {TENSOR_PARALLEL}",
             stacklevel=3,
         )
-    experts = {at: list(held.values()) for at, m in model.named_modules() if (held := expert_weights(m))}
-    if targets and experts:
+    unknown = {at: list(held.values()) for at, m in model.named_modules() if (held := expert_weights(m))}
+    if targets and unknown:
         elements = sum(p.numel() for p in model.parameters() if p.ndim > 1)
-        share = sum(p.numel() for held in experts.values() for p in held) / elements
+        share = sum(p.numel() for held in unknown.values() for p in held) / elements
         warnings.warn(
-            f"experts stay in high precision: {len(experts)} modules' weights, first {next(iter(experts))}'s, are 3-D "
-            f"parameters, {100 * share:.1f} % of the elements of the model's matrices; octavo.summary(model, *inputs) "
-            "says how much of a forward pass is in FP8",
+            f"experts stay in high precision: {len(unknown)} modules' weights, first {next(iter(unknown))}'s, are 3-D "
+            f"parameters of no kind that octavo knows, {100 * share:.1f} % of the elements of the model's matrices; "
+            "octavo.summary(model, *inputs) says how much of a forward pass is in FP8",
             stacklevel=3,
         )
     return targets
@@ -170,10 +183,10 @@ def _storage(
         wanted, weight = recipe_of(recipe, name), weight_of(module)
         if wanted.is_high_precision or id(weight) in others:
             continue
-        if weight is None:
-            raise ValueError(f"{name or 'the model'}: a weight that is computed from others can't be stored in FP8")
         if not issubclass(target, nn.Linear):
             raise ValueError(f"{name or 'the model'}: a {target.__name__}'s weight can't be stored in FP8")
+        if weight is None:
+            raise ValueError(f"{name or 'the model'}: a weight that is computed from others can't be stored in FP8")
         if reason := why_not_stored(wanted):
             raise ValueError(f"{name or 'the model'}: weights can't be stored in FP8 under {wanted.name!r}: {reason}")
         granularity = wanted.weight_casts.as_is.granularity  # type: ignore[union-attr]
@@ -255,9 +268,9 @@ def set_recipe(model: nn.Module, recipe: Recipe | RecipeMap) -> nn.Module:
     if not modules:
         raise ValueError("the model holds no octavo module; call octavo.convert(model, recipe) first")
     for name, module in modules:
-        check_recipe(recipe_of(recipe, name), weight_of(module))
+        check_recipe(recipe_of(recipe, *module.names(name)), weight_of(module))
     for name, module in modules:
-        module.recipe = recipe_of(recipe, name)
+        module.recipe = recipe_of(recipe, *module.names(name))
     gather_anew(model)
     return model
 
@@ -283,14 +296,17 @@ def restore(model: nn.Module) -> nn.Module:
         Linear(in_features=64, out_features=64, bias=True)
     """
     _refuse_shards(model, "octavo.restore")
-    for module in model.modules():
+    for module in list(model.modules()):
         split = isinstance(module, Linear) and (module.splits is not None or is_sharded(type(module)))
-        if split or isinstance(module, GroupedLinear):
+        if split or isinstance(module, Grouped):
             widen_weight(weight_of(module))
             module.recipe = high_precision()  # type: ignore[assignment]
         elif isinstance(module, RecipeModule):
             widen_weight(weight_of(module))
             module.forget_recipe()
+            restore_class(module)
+        elif isinstance(module, ConvertedExperts) and not is_sharded(type(module)):
+            module.remove_parts()
             restore_class(module)
     choose_fast_path(model)
     gather_anew(model)
@@ -321,5 +337,8 @@ def _check(model: nn.Module, recipe: Recipe | RecipeMap) -> None:
         raise TypeError(f"model is a {type(model).__name__}, not a torch.nn.Module")
     if not isinstance(recipe, Recipe | RecipeMap):
         raise TypeError(f"recipe={recipe!r} is no octavo.Recipe; try octavo.recipes.dynamic()")
-    if isinstance(recipe, RecipeMap) and (unmatched := recipe.unmatched(name for name, _ in model.named_modules())):
+    names = [name for name, _ in model.named_modules()]
+    for name, module in model.named_modules():
+        names += itertools.chain.from_iterable(recipe_names(name, *part) for part in keys_of(module).items())
+    if isinstance(recipe, RecipeMap) and (unmatched := recipe.unmatched(names)):
         warnings.warn(f"these patterns of the RecipeMap match no module: {unmatched}", stacklevel=3)

@@ -32,6 +32,11 @@ from octavo.scaling.recipe_map import RecipeMap
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
+def runs_alone(module: nn.Module) -> bool:
+    """Whether nobody would notice that a part's forward is not called."""
+    return "forward" not in module.__dict__ and not any(getattr(module, hooks) for hooks in _HOOKS)
+
+
 class Fused(nn.Module):
     """Base of the modules whose parts run as one."""
 
@@ -47,9 +52,8 @@ class Fused(nn.Module):
         linears = self._linears()
         if type(self.norm) not in (LayerNorm, RMSNorm) or any(type(linear) is not Linear for linear in linears):
             return False
-        for module in (self.norm, *linears):
-            if "forward" in module.__dict__ or any(getattr(module, hooks) for hooks in _HOOKS):
-                return False
+        if not all(map(runs_alone, (self.norm, *linears))):
+            return False
         return self.norm.weight is not None and all(linear.recipe.output is not None for linear in linears)
 
     def _fused(self, input: Tensor, activation: str, returns_norm: bool) -> Any:

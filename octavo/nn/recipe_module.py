@@ -102,6 +102,15 @@ class RecipeModule(nn.Module):
             gather.take(weight, self)
 
     @property
+    def holder(self) -> nn.Module:
+        """The module that owns the weight."""
+        return self
+
+    def names(self, name: str) -> tuple[str, ...]:
+        """What a RecipeMap's patterns may match, of a module of this name."""
+        return (name,)
+
+    @property
     def gather(self) -> Gather:
         """What the module keeps for gathers of its weight."""
         found: Gather | None = self.__dict__.get("_gather")
@@ -194,11 +203,15 @@ class RecipeModule(nn.Module):
         load_stored(weight_of(self), state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
         if f"{prefix}weight" in state_dict:
-            scale = self._buffers.get("delayed_scale")
-            if scale is None or self.__dict__.get(LOADED) != scale._version:
-                self.reset_delayed_state()
-            self._weight_cache.clear()
-            self.gather.generation += 1
+            self.weight_was_loaded()
+
+    def weight_was_loaded(self) -> None:
+        """Forget what belongs to the weight before it; not the delayed state, if one was just loaded too."""
+        scale = self._buffers.get("delayed_scale")
+        if scale is None or self.__dict__.get(LOADED) != scale._version:
+            self.reset_delayed_state()
+        self._weight_cache.clear()
+        self.gather.generation += 1
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """Save plain tensors, so that files need no class of octavo: the local tensor of a sharded weight too."""
@@ -293,9 +306,9 @@ def _move(weight: Any, fn: Callable[[Tensor], Tensor]) -> None:
         weight.grad = None if grad is None else fn(grad).requires_grad_(grad.requires_grad)
 
 
-def device_of(module: nn.Module) -> torch.device:
+def device_of(module: RecipeModule) -> torch.device:
     """Where a module's parameters are; its weight need not be one (weight_norm)."""
-    return next(module.parameters()).device
+    return next(module.holder.parameters()).device
 
 
 def product_dtype(input: Tensor, weight_NK: Tensor) -> torch.dtype:

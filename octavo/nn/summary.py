@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from octavo.nn.candidates import class_of, expert_weights, fp8_class, shape_of, why_not
+from octavo.nn.converted_experts import ConvertedExperts, ExpertsPart
 from octavo.nn.flops import forward_flops
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.stored_weights import weight_of
@@ -104,7 +105,10 @@ def summary(model: nn.Module, *args: Any, **kwargs: Any) -> Summary:
     for name, module in model.named_modules():
         if id(module) in computed:
             continue
+        if isinstance(module, ExpertsPart):
+            continue  # the matrix is its holder's
         recipe = module.recipe if isinstance(module, RecipeModule) else None
+        recipes = module.recipes if isinstance(module, ConvertedExperts) else {}
         own = dict(module.named_parameters(recurse=False)).items()
         matrices = {
             key: tuple(p.shape) for key, p in own if p.ndim >= 2 and not key.endswith("bias")
@@ -116,9 +120,10 @@ def summary(model: nn.Module, *args: Any, **kwargs: Any) -> Summary:
                 computed.add(id(module.parametrizations.weight))
         for key, shape in matrices.items():
             label = name if key == "weight" else f"{name}.{key}".lstrip(".")
-            reason = "" if recipe is not None else _reason(module, key)
+            follows = recipes.get(key, recipe)
+            reason = "" if follows is not None else _reason(module, key)
             gathered = _gathered(module) if key == "weight" else ""
-            rows.append(ModuleSummary(label, class_of(module).__name__, shape, recipe, reason, gathered))
+            rows.append(ModuleSummary(label, class_of(module).__name__, shape, follows, reason, gathered))
     return Summary(tuple(rows), forward_flops(model, args, kwargs) if args or kwargs else None)
 
 

@@ -72,12 +72,12 @@ class RecipeMap:
     def _key(self) -> tuple[Any, ...]:
         return self.default, list(self.rules.items()), self.prefix  # rules apply in order
 
-    def of(self, name: str) -> Recipe:
-        """The recipe of the layer of this name."""
-        name = _joined(self.prefix, name)
+    def of(self, *names: str) -> Recipe:
+        """The recipe of the layer of this name, or of these, if it has several."""
+        names = tuple(_joined(self.prefix, name) for name in names)
         recipe = self.default
         for pattern, rule in self.rules.items():
-            if fnmatchcase(name, pattern):
+            if any(fnmatchcase(name, pattern) for name in names):
                 recipe = _applied(recipe, rule)
         return recipe
 
@@ -103,9 +103,9 @@ def _changed(recipe: Recipe, name: str, changes: tuple[tuple[str, Any], ...]) ->
     return dataclasses.replace(recipe, **dict(changes))
 
 
-def recipe_of(recipe: Recipe | RecipeMap, name: str) -> Recipe:
-    """The recipe of the layer of this name, from a recipe for all or by names."""
-    return recipe.of(name) if isinstance(recipe, RecipeMap) else recipe
+def recipe_of(recipe: Recipe | RecipeMap, *names: str) -> Recipe:
+    """The recipe of the layer of this name, or of these, from a recipe for all or by names."""
+    return recipe.of(*names) if isinstance(recipe, RecipeMap) else recipe
 
 
 def under(recipe: Recipe | RecipeMap | None, name: str) -> Recipe | RecipeMap | None:

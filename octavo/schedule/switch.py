@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from octavo.granularity import Granularity
 from octavo.nn.convert import gather_anew, set_recipe, storages, stored_now
+from octavo.nn.grouped_linear import Grouped
 from octavo.nn.recipe_module import RecipeModule
 from octavo.optim.base import CompactOptimizer
 from octavo.optim.conversion import change, check_change, store_anew
@@ -84,8 +85,8 @@ def _settings_of(phase: Phase, optimizer: Optimizer, before: Settings | None) ->
 
 
 def fp8_weights(model: nn.Module) -> list[nn.Parameter]:
-    """The weights that products read in FP8."""
-    modules = [module for module in model.modules() if isinstance(module, RecipeModule)]
+    """The weights that products read in FP8, but not of experts."""
+    modules = [m for m in model.modules() if isinstance(m, RecipeModule) and not isinstance(m, Grouped)]
     return [module.get_parameter("weight") for module in modules if not module.recipe.is_high_precision]
 
 

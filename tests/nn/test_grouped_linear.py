@@ -151,7 +151,9 @@ def test_checkpoints_change_nothing(name: str, reentrant: bool) -> None:
 
 
 @pytest.mark.covering(1)
-@each_recipe
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.full] * (n not in ("delayed", "gw_hp"))) for n in RECIPES]
+)
 @each_dtype
 def test_compiled_it_is_one_graph_whatever_the_routing(name: str, dtype: torch.dtype) -> None:
     torch.compiler.reset()

@@ -1,0 +1,151 @@
+"""Experts modules of other libraries, in place: their parameters and names stay, two parts compute their products.
+
+Known by structure are the experts of transformers (integrations/moe.py), of every model that has the decorator
+``use_experts_implementation``: 3-D parameters ``gate_up_proj`` (or ``up_proj``, without a gate) and ``down_proj``, with
+``_bias`` or without, [E, out, in] or [E, in, out], and flags that say which.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parameter import Parameter
+
+from octavo.kernels.activations import ACTIVATIONS, Activation
+from octavo.nn.experts import feed_forward, mix
+from octavo.nn.grouped_linear import Grouped
+from octavo.scaling.recipe import Recipe
+
+_FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
+
+# octavo's names of activations, by the names of classes of torch and transformers (its activations.py)
+_FUNCTIONS = {
+    "SiLU": "silu",
+    "SiLUActivation": "silu",
+    "ReLU": "relu",
+    "ReLUSquaredActivation": "squared_relu",
+    "GELUActivation": "gelu",
+    "GELUTanh": "gelu_tanh",
+    "NewGELUActivation": "gelu_tanh",
+    "QuickGELUActivation": "quick_gelu",
+}
+
+
+def keys_of(module: nn.Module) -> dict[str, str]:
+    """The names of a module's two matrices by the names of their parts; none where it holds no experts of a known kind.
+
+    Example:
+        >>> keys_of(nn.Linear(2, 2))
+        {}
+    """
+    found = vars(module)
+    if not all(isinstance(found.get(flag), bool) for flag in _FLAGS):
+        return {}
+    keys = {"gate_up": "gate_up_proj" if module.has_gate else "up_proj", "down": "down_proj"}
+    names = {f"{key}{suffix}" for key in keys.values() for suffix in (("", "_bias") if module.has_bias else ("",))}
+    own = module._parameters
+    if {name for name, parameter in own.items() if parameter is not None} != names:
+        return {}
+    return keys if all(own[key].ndim == 3 for key in keys.values()) else {}  # type: ignore[union-attr]
+
+
+def recipe_names(module: str, part: str, key: str) -> tuple[str, ...]:
+    """The names of a part of experts, of the module that has this name."""
+    return module, *(f"{module}.{own}".lstrip(".") for own in (part, key))
+
+
+def sizes_of(module: nn.Module) -> tuple[int, int]:
+    """(hidden, intermediate) features of experts of a known kind."""
+    down: Any = module.down_proj
+    _, intermediate, hidden = (down if module.is_transposed else down.mT).shape
+    return hidden, intermediate
+
+
+class ExpertsPart(Grouped):
+    """One matrix of every expert of a module, which owns it: what the product has besides, and no parameter."""
+
+    def __init__(self, holder: nn.Module, name: str, key: str) -> None:
+        super().__init__()
+        self.name, self.key = name, key
+        self.__dict__["_holder"] = [holder]  # which is no part of its part
+
+    @property
+    def holder(self) -> nn.Module:
+        """The module that owns the matrix."""
+        holder: nn.Module = self.__dict__["_holder"][0]
+        return holder
+
+    def names(self, name: str) -> tuple[str, ...]:
+        """A RecipeMap's patterns are of the module's name, its part's or the parameter's."""
+        return recipe_names(name.rpartition(".")[0], self.name, self.key)
+
+    def operands(self) -> tuple[Tensor, Tensor | None, Parameter]:
+        """See Grouped."""
+        holder = self.holder
+        parameter: Parameter = getattr(holder, self.key)
+        bias = getattr(holder, f"{self.key}_bias") if holder.has_bias else None
+        return parameter.mT if holder.is_transposed else parameter, bias, parameter
+
+    def extra_repr(self) -> str:
+        """The recipe's name."""
+        return f"{self.key}, recipe={self.recipe.name}"
+
+
+class ConvertedExperts(nn.Module):
+    """What convert makes of an experts module: the same but for its forward, and its parts."""
+
+    gate_up: ExpertsPart
+    down: ExpertsPart
+    num_experts: int
+    post_expert_norm: nn.Module
+
+    def add_parts(self) -> list[tuple[str, ExpertsPart]]:
+        """The parts, new ones, by name."""
+        parts = [(name, ExpertsPart(self, name, key)) for name, key in keys_of(self).items()]
+        for name, part in parts:
+            self.add_module(name, part)
+        return parts
+
+    def remove_parts(self) -> None:
+        """Undo ``add_parts``."""
+        for name in ("gate_up", "down"):
+            del self._modules[name]
+
+    @property
+    def recipes(self) -> dict[str, Recipe]:
+        """The recipe of each matrix, by its name."""
+        return {part.key: part.recipe for part in (self.gate_up, self.down)}
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """As octavo.nn.Experts."""
+
+        def compute(rows: Tensor, offsets: Tensor) -> Tensor:
+            y = feed_forward(rows, offsets, self.gate_up, self.down, _activation_of(self), self._between)
+            return self.post_expert_norm(y) if getattr(self, "has_post_expert_norm", False) else y
+
+        # under transformers' expert parallelism the number of experts stands for all of other ranks
+        limit = self.num_experts + 1 if getattr(self, "_is_expert_parallel", False) else self.num_experts
+        return mix(hidden_states, top_k_index, top_k_weights, self.num_experts, limit, compute)
+
+    def _between(self, h: Tensor) -> Tensor:
+        function: Any = self._apply_gate if self.has_gate else self.act_fn
+        found: Tensor = function(h)
+        return found
+
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        for part in (self.gate_up, self.down):
+            if f"{prefix}{part.key}" in state_dict:
+                part.weight_was_loaded()
+
+
+def _activation_of(module: nn.Module) -> str | None:
+    """The name of a module's activation, if a cast knows it."""
+    function = _FUNCTIONS.get(type(getattr(module, "act_fn", None)).__name__)
+    if not module.has_gate:
+        return function
+    gate: Any = getattr(type(module), "_apply_gate", None)
+    if not module.is_concatenated or getattr(gate, "__name__", "") != "_default_apply_gate":
+        return None
+    return next((name for name, known in ACTIVATIONS.items() if known == Activation(function or "", True)), None)
