@@ -269,6 +269,11 @@ def is_frozen(weight: Tensor) -> bool:
     return isinstance(weight, torch.nn.Parameter) and not weight.requires_grad
 
 
+def can_take_adapters(weight: StoredWeight) -> bool:
+    """Whether it is a frozen parameter or the ``.data`` of one."""
+    return is_frozen(weight) if isinstance(weight, torch.nn.Parameter) else weight.of_frozen
+
+
 def shard_of_rows(weight: StoredWeight, start: int, stop: int) -> StoredWeight:
     """Rows start to stop as a shard over the same codes and, per tensor, the same scale.
 
@@ -307,12 +312,12 @@ def _copy(func: Any, own: Tensor, other: Tensor, *non_blocking: bool) -> Any:
 
 def _detach(func: Any, weight: StoredWeight) -> StoredWeight:
     found = weight.moved(aten.alias.default)
-    found.of_frozen = weight.of_frozen or is_frozen(weight)
+    found.of_frozen = can_take_adapters(weight)
     return found
 
 
 def _add(func: Any, weight: StoredWeight, other: Tensor, *, alpha: float = 1) -> Any:
-    if weight.is_shard or not (weight.of_frozen or is_frozen(weight)):
+    if weight.is_shard or not can_take_adapters(weight):
         return NotImplemented
     return add_adapter(weight, other, alpha) if func is aten.add_.Tensor else refuse_subtraction()
 

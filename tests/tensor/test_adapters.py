@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -97,6 +99,13 @@ def test_what_is_trained_is_refused():
         for change in (tensor.add_, tensor.sub_):
             with pytest.raises(UnsupportedOpError, match=r"aten\.\w+_\.Tensor of a weight that is stored in FP8"):
                 change(torch.ones(384, 256))
+
+
+def test_a_trained_parameter_made_of_a_frozen_one_is_trained():
+    weight = nn.Parameter(frozen().data)
+    for tensor in (weight.data, copy.deepcopy(weight).data):
+        with pytest.raises(UnsupportedOpError, match=r"aten\.add_\.Tensor of a weight that is stored in FP8"):
+            tensor.add_(torch.ones(384, 256))
 
 
 def test_taking_out_and_replacing_are_refused():
