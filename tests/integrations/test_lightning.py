@@ -1,4 +1,4 @@
-"""OctavoPrecision in Lightning's Trainer: it converts, clips, accumulates, switches, and resumes bit for bit."""
+"""OctavoPrecision in Lightning's Trainer: it converts, clips, accumulates, switches, resumes bit for bit; and Fabric."""
 
 import logging
 from pathlib import Path
@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import octavo
 from octavo import recipes
-from octavo.schedule import Phase
+from octavo.schedule import Phase, PrecisionSchedule
 from tests.support.helpers import assert_equal, every_layer
 from tests.support.torchrun import on_ranks
 
@@ -20,6 +20,7 @@ lightning = pytest.importorskip("lightning")
 from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy  # noqa: E402
 
+from octavo.integrations.accelerate import TrainingState  # noqa: E402
 from octavo.integrations.lightning import OctavoPrecision  # noqa: E402
 
 pytestmark = [
@@ -172,6 +173,34 @@ def test_a_second_fit_begins_the_schedule_anew(tmp_path: Path) -> None:
     assert [switch.step for switch in own.schedule.switches] == [0, 1]
 
 
+def test_fabric_saves_and_resumes_bit_for_bit(tmp_path: Path) -> None:
+    def losses(resume: bool) -> list[float]:
+        fabric = lightning.Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
+        net = octavo.convert(Module().layers, recipes.delayed(), select=every_layer)
+        net = nn.Sequential(*net)
+        optimizer = octavo.optim.AdamW(net.parameters(), lr=LR)
+        schedule = PrecisionSchedule(net, optimizer, SWITCHING)
+        state: dict[str, Any] = {"octavo": TrainingState(net, schedule), "step": 0}
+        state["model"], state["optimizer"] = model, optimizer = fabric.setup(net, optimizer)
+        if resume:
+            fabric.load(tmp_path / "fabric.ckpt", state)
+        found = []
+        while state["step"] < STEPS:
+            x = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(state["step"]))
+            fabric.backward(loss := (model(x) - x).square().mean())
+            fabric.clip_gradients(model, optimizer, max_norm=0.05)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            state["step"] += 1
+            found.append(loss.item())
+            if state["step"] == SAVED and not resume:
+                fabric.save(tmp_path / "fabric.ckpt", state)
+        return found
+
+    assert losses(resume=False)[SAVED:] == losses(resume=True)
+
+
 # --- what can't be ----------------------------------------------------------------------------------------------------
 
 
@@ -229,11 +258,10 @@ def test_a_schedule_follows_one_optimizer(tmp_path: Path) -> None:
 
 def on_two(folder: Path, how: str) -> list[Any]:
     """(losses, those of the run that is resumed, what is gathered in FP8) of each case, on this rank."""
-    own: dict[str, Any] = {"strategy": DDPStrategy, "devices": 2, "batches": 4}
-    cases = ["bf16-mixed", "octavo.optim"]
+    own: dict[str, Any] = {"strategy": lambda: DDPStrategy(broadcast_buffers=False), "devices": 2, "batches": 4}
+    cases = ["bf16-mixed", "octavo.optim", "schedule"]
     if how == "fsdp2":
         own |= {"strategy": lambda: ModelParallelStrategy(2, 1, process_group_backend="gloo"), "kind": Sharded}
-        cases.append("schedule")
     found: list[Any] = []
     for case in cases:
         ours, rest, _ = both(folder / case, dict(CASES[case]), **own)
