@@ -144,7 +144,7 @@ def convert_once(model: nn.Module, recipe: Recipe | RecipeMap, select: Any = Non
     """Convert a model that nobody has converted yet; raise ValueError if it was, with another recipe."""
     modules = [(name, m) for name, m in model.named_modules() if isinstance(m, RecipeModule)]
     for name, module in modules:
-        if module.recipe != (wanted := recipe_of(recipe, plain_name(name))):
+        if module.recipe != (wanted := recipe_of(recipe, *module.names(plain_name(name)))):
             raise ValueError(
                 f"{name or 'the model'} was converted with {module.recipe.name!r} already, not {wanted.name!r}: "
                 "convert in one place only, or with the same recipe"
