@@ -1,4 +1,4 @@
-"""OctavoPrecision in Lightning's Trainer: it converts, clips, accumulates, switches, resumes bit for bit; and Fabric."""
+"""OctavoPrecision in Lightning's Trainer: it converts, clips, accumulates, switches, resumes exactly; and Fabric."""
 
 import logging
 from pathlib import Path
