@@ -129,15 +129,19 @@ def _tensors(folder: Path, reader: Reader) -> dict[str, _Stored]:
     scales = {key: key.removesuffix(end) for key in files for end in SCALES if key.endswith(f"weight{end}")}
     scale_of = {weight: (files[key], key) for key, weight in scales.items()}
     found: dict[str, _Stored] = {}
+    held = {file: set(reader(file).keys()) for file in set(files.values())}
     for key, file in files.items():
+        if key not in held[file]:
+            raise ValueError(f"{folder}: the index has {key} in {file.name}, which does not hold it")
         if key in scales:
             if scales[key] not in files:
                 raise ValueError(f"{folder}: there is {key} but no {scales[key]}")
             continue
         header = reader(file).get_slice(key)
         found[key] = _Stored(file, key, scale_of.get(key), tuple(header.get_shape()), header.get_dtype())
-        if found[key].dtype.startswith("F8") and (found[key].dtype != "F8_E4M3" or key not in scale_of):
-            why = "without scales beside it" if found[key].dtype == "F8_E4M3" else "not in E4M3"
+        is_e4m3, has_scale = found[key].dtype == "F8_E4M3", key in scale_of
+        if (has_scale or found[key].dtype.startswith("F8")) and not (is_e4m3 and has_scale):
+            why = "without scales beside it" if is_e4m3 else "not in E4M3"
             raise ValueError(f"{folder}: {key} is {found[key].dtype}, {why}; only E4M3 codes with scales can be read")
     if not any(stored.scale for stored in found.values()):
         raise ValueError(f"{folder} holds no FP8 weight; load it as transformers does, and octavo.convert the model")
@@ -148,10 +152,7 @@ def _check_config(folder: Path) -> None:
     path = folder / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: name a checkpoint's folder (huggingface_hub.snapshot_download)")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
+    config = _json(path)
     config = config.get("text_config", {}) | config  # of models of several kinds of input
     quantization = config.get("quantization_config") or config.get("compression_config") or {}
     method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
@@ -163,11 +164,21 @@ def _check_config(folder: Path) -> None:
         raise ValueError(f"{path}: weight_block_size is {block}; weights are stored in blocks of {[BLOCK, BLOCK]}")
 
 
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds a {type(found).__name__}, not names with values")
+    return found
+
+
 def _weight_map(folder: Path, reader: Reader) -> dict[str, str]:
     """The file of each tensor."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
-        found: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        found: dict[str, str] = _json(index).get("weight_map", {})
         if absent := sorted({name for name in found.values() if not (folder / name).is_file()}):
             raise FileNotFoundError(f"{folder}: {absent[0]} is missing, and {len(absent) - 1} more of {index.name}")
         return found

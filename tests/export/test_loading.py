@@ -235,6 +235,7 @@ NAN = torch.tensor([[1.0, float("nan")], [1.0, 1.0]])
         ({"weight_scale_inv": None}, "weight is F8_E4M3, without scales beside it"),
         ({"weight": None}, "there is weight_scale_inv but no weight"),
         ({"weight": torch.zeros(256, 256).to(torch.float8_e5m2)}, "weight is F8_E5M2, not in E4M3"),
+        ({"weight": torch.zeros(256, 256, dtype=torch.int8)}, "weight is I8, not in E4M3"),
         ({"weight": torch.zeros(128, 256).to(torch.float8_e4m3fn)}, r"weight is \(256, 256\) in the model and \(128"),
         ({"weight_scale_inv": torch.ones(3, 2)}, r"weight_scale_inv of shape \(3, 2\) fits no layout of codes"),
         ({"weight_scale_inv": NAN}, "weight_scale_inv holds scales that are not finite and positive"),
@@ -260,8 +261,18 @@ def test_a_damaged_or_absent_file_is_named(tmp_path):
     file.unlink()
     with pytest.raises(FileNotFoundError, match="holds neither model"):
         load_fp8(model, tmp_path / "out")
-    index = {"weight_map": {"weight": "model-00001-of-00002.safetensors"}}
-    (tmp_path / "out" / "model.safetensors.index.json").write_text(json.dumps(index))
+    safetensors.save_file({"bias": torch.ones(256)}, tmp_path / "out" / "part.safetensors")
+    index = tmp_path / "out" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"weight": "part.safetensors"}}))
+    with pytest.raises(ValueError, match=r"the index has weight in part\.safetensors, which does not hold it"):
+        load_fp8(model, tmp_path / "out")
+    index.write_text("{}")
+    with pytest.raises(ValueError, match="holds no FP8 weight"):
+        load_fp8(model, tmp_path / "out")
+    index.write_text("{")
+    with pytest.raises(ValueError, match=r"index\.json is no JSON"):
+        load_fp8(model, tmp_path / "out")
+    index.write_text(json.dumps({"weight_map": {"weight": "model-00001-of-00002.safetensors"}}))
     with pytest.raises(FileNotFoundError, match=r"model-00001-of-00002\.safetensors is missing"):
         load_fp8(model, tmp_path / "out")
 
@@ -271,6 +282,7 @@ def test_a_damaged_or_absent_file_is_named(tmp_path):
     [
         (None, FileNotFoundError, "config.json is missing"),
         ("{", ValueError, "config.json is no JSON"),
+        ("[]", ValueError, "config.json holds a list"),
         ("{}", ValueError, "quant_method is None; load_fp8 reads 'fp8'"),
         ('{"quantization_config": {"quant_method": "gptq"}}', ValueError, "quant_method is 'gptq'"),
         ('{"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}}', ValueError, r"\[64, 64\]"),
