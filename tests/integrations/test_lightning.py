@@ -258,7 +258,7 @@ def test_a_schedule_follows_one_optimizer(tmp_path: Path) -> None:
 
 def on_two(folder: Path, how: str) -> list[Any]:
     """(losses, those of the run that is resumed, what is gathered in FP8) of each case, on this rank."""
-    own: dict[str, Any] = {"strategy": lambda: DDPStrategy(broadcast_buffers=False), "devices": 2, "batches": 4}
+    own: dict[str, Any] = {"strategy": DDPStrategy, "devices": 2, "batches": 4}
     cases = ["bf16-mixed", "octavo.optim", "schedule"]
     if how == "fsdp2":
         own |= {"strategy": lambda: ModelParallelStrategy(2, 1, process_group_backend="gloo"), "kind": Sharded}

@@ -1,5 +1,6 @@
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -11,6 +12,7 @@ from octavo.schedule import Phase
 from octavo.schedule import switch as switching
 from octavo.schedule.switch import fp8_weights, switch, targets_of
 from octavo.tensor.stored_weight import StoredWeight
+from tests.support.helpers import every_layer
 from tests.support.schedule_situations import HIGH, LOW, loss_of, net, optimizer_of
 
 
@@ -162,3 +164,17 @@ def test_a_model_without_octavo_modules():
     plain = nn.Linear(4, 4)
     with pytest.raises(ValueError, match="convert"):
         targets_of(plain, octavo.optim.AdamW(plain.parameters()), [Phase(LOW)])
+
+
+def test_ddp_goes_on_where_the_only_buffers_were_delayed_state():
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        model = octavo.convert(nn.Sequential(nn.Linear(32, 32)), recipes.delayed(), select=every_layer)
+        parallel = nn.parallel.DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for target in targets_of(model, optimizer, [Phase(recipes.dynamic()), Phase(recipes.delayed(), from_step=1)]):
+            parallel(torch.randn(4, 32)).sum().backward()
+            switch(model, optimizer, target)
+        parallel(torch.randn(4, 32)).sum().backward()
+    finally:
+        dist.destroy_process_group()
