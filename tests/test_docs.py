@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 EXECUTED = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-SLOW = ("export", "hugging-face", "lightning")  # libraries that take seconds to import
+SLOW = ("export", "hugging-face", "lightning", "mixture-of-experts")  # libraries that take seconds to import
 LINKED = sorted(p for p in ROOT.rglob("*.md") if not any(part[0] == "." for part in p.relative_to(ROOT).parts))
 
 FENCE = re.compile(r"^ {0,3}(`{3,}|~{3,})\s*([^\s`]*)")
