@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
@@ -90,16 +91,18 @@ class OctavoPrecision(Precision):
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
-        """Begin the schedule, once there are optimizers."""
+        """Begin the schedule, where it is to be trained."""
         assert self._model is not None
         if self.precision == "bf16-mixed":
             self._around = MixedPrecision("bf16-mixed", next(self._model.parameters()).device.type)
         trainer: Any = self._model.trainer
+        if trainer.state.fn != TrainerFn.FITTING:
+            return model, optimizers, lr_schedulers
         for optimizer in optimizers if trainer.gradient_clip_val else ():
             check_clip(optimizer, f"gradient_clip_val={trainer.gradient_clip_val}")
         self._early = [optimizer for optimizer in optimizers if uses_gradients_early(optimizer)]
-        if optimizers and self.phases:
-            if len(optimizers) > 1:
+        if self.phases:
+            if len(optimizers) != 1:
                 raise ValueError(f"a schedule follows one optimizer, and configure_optimizers gave {len(optimizers)}")
             self.schedule = PrecisionSchedule(self._model, optimizers[0], self.phases)
         self._state = TrainingState(self._model, self.schedule)

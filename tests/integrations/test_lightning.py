@@ -52,6 +52,9 @@ class Module(lightning.LightningModule):
         self.losses.append(loss.item())
         return loss
 
+    def test_step(self, batch: Tensor, index: int) -> None:
+        self.training_step(batch, index)
+
     def configure_optimizers(self) -> Any:
         if self.options is None:
             return torch.optim.AdamW(self.parameters(), lr=LR)
@@ -162,6 +165,18 @@ def test_without_its_state_a_resumed_run_differs(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="its state begins anew"):
         rest = fit(tmp_path, plugin(), resume=True)
     assert rest.losses[0] != ours.losses[SAVED]
+
+
+def test_testing_keeps_the_phase(tmp_path: Path) -> None:
+    own, module = plugin(schedule=SWITCHING[:2]), Module()
+    fit(tmp_path, own, module)
+    loader = torch.utils.data.DataLoader(torch.randn(BATCH, WIDTH), batch_size=BATCH)  # type: ignore[arg-type]
+    module.trainer.test(module, loader, verbose=False)
+    assert {part.recipe.name for part in module.modules() if isinstance(part, octavo.nn.Linear)} == {"blockwise"}
+    fresh = Module()
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    lightning.Trainer(accelerator="cpu", devices=1, plugins=[plugin()], **quiet).test(fresh, loader, verbose=False)
+    assert {part.recipe.name for part in fresh.modules() if isinstance(part, octavo.nn.Linear)} == {"delayed"}
 
 
 def test_a_second_fit_begins_the_schedule_anew(tmp_path: Path) -> None:
