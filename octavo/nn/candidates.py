@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from octavo.formats import HIGH_PRECISION
-from octavo.nn.converted_experts import ConvertedExperts, keys_of, sizes_of
+from octavo.nn.converted_experts import ConvertedExperts, converted_class, keys_of, sizes_of
 from octavo.nn.linear import Linear
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.stored_weights import weight_of, why_unreadable
@@ -97,10 +97,8 @@ def fp8_class(module: nn.Module) -> type[RecipeModule] | None:
 
 def experts_class(module: nn.Module) -> type[ConvertedExperts] | None:
     """What plain experts of a known kind become; or None."""
-    kind = class_of(module)
-    if isinstance(module, ConvertedExperts) or not keys_of(module):
-        return None
-    return _of_subclass(ConvertedExperts, kind)  # type: ignore[arg-type]
+    base = converted_class(module)
+    return None if base is None else _of_subclass(base, class_of(module))  # type: ignore[arg-type]
 
 
 @functools.cache
@@ -124,7 +122,7 @@ def _new(base: type[Any], kind: type[nn.Module]) -> nn.Module:
 def restore_class(module: RecipeModule | ConvertedExperts) -> None:
     """Give an FP8 module the class that it was made from: its base after octavo's. A parametrization stays."""
     kind = type(module)
-    base = ConvertedExperts if isinstance(module, ConvertedExperts) else RecipeModule
+    base: type[nn.Module] = ConvertedExperts if isinstance(module, ConvertedExperts) else RecipeModule
     plain = kind.__mro__[kind.__mro__.index(base) + 1]
     if class_of(module) is not kind:
         own = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}

@@ -1,14 +1,20 @@
-"""Experts modules of other libraries, in place: their parameters and names stay, two parts compute their products.
+"""Experts modules of other libraries, in place: their parameters and names stay, parts compute their products.
 
-Known by structure are the experts of transformers (integrations/moe.py), of every model that has the decorator
-``use_experts_implementation``: 3-D parameters ``gate_up_proj`` (or ``up_proj``, without a gate) and ``down_proj``, with
-``_bias`` or without, [E, out, in] or [E, in, out], and flags that say which.
+Known by structure are
+
+    transformers   (integrations/moe.py) the experts of every model that has the decorator use_experts_implementation:
+                   3-D parameters gate_up_proj (or up_proj, without a gate) and down_proj, with _bias or without,
+                   [E, out, in] or [E, in, out], and flags that say which
+    torchtitan     (models/moe) GroupedExperts: w1 (gate) and w3 (up) [E, I, H], w2 (down) [E, H, I], and a forward of
+                   tokens sorted by expert and each expert's number of them
 """
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
@@ -17,6 +23,7 @@ from octavo.nn.experts import feed_forward, mix
 from octavo.nn.grouped_linear import Grouped
 from octavo.scaling.recipe import Recipe
 
+_TITAN = {"gate": "w1", "up": "w3", "down": "w2"}
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 
 # octavo's names of activations, by the names of classes of torch and transformers (its activations.py)
@@ -33,21 +40,22 @@ _FUNCTIONS = {
 
 
 def keys_of(module: nn.Module) -> dict[str, str]:
-    """The names of a module's two matrices by the names of their parts; none where it holds no experts of a known kind.
+    """The names of a module's matrices by the names of their parts; none where it holds no experts of a known kind.
 
     Example:
         >>> keys_of(nn.Linear(2, 2))
         {}
     """
-    found = vars(module)
-    if not all(isinstance(found.get(flag), bool) for flag in _FLAGS):
-        return {}
-    keys = {"gate_up": "gate_up_proj" if module.has_gate else "up_proj", "down": "down_proj"}
-    names = {f"{key}{suffix}" for key in keys.values() for suffix in (("", "_bias") if module.has_bias else ("",))}
-    own = module._parameters
-    if {name for name, parameter in own.items() if parameter is not None} != names:
-        return {}
-    return keys if all(own[key].ndim == 3 for key in keys.values()) else {}  # type: ignore[union-attr]
+    own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+    if own.keys() == set(_TITAN.values()):
+        keys = _TITAN if list(inspect.signature(module.forward).parameters)[1:] == ["num_tokens_per_expert"] else {}
+    elif all(isinstance(vars(module).get(flag), bool) for flag in _FLAGS):
+        keys = {"gate_up": "gate_up_proj" if module.has_gate else "up_proj", "down": "down_proj"}
+        biases = {f"{key}_bias" for key in keys.values() if module.has_bias}
+        keys = keys if own.keys() == {*keys.values(), *biases} else {}
+    else:
+        keys = {}
+    return keys if all(own[key].ndim == 3 for key in keys.values()) else {}
 
 
 def recipe_names(module: str, part: str, key: str) -> tuple[str, ...]:
@@ -57,8 +65,8 @@ def recipe_names(module: str, part: str, key: str) -> tuple[str, ...]:
 
 def sizes_of(module: nn.Module) -> tuple[int, int]:
     """(hidden, intermediate) features of experts of a known kind."""
-    down: Any = module.down_proj
-    _, intermediate, hidden = (down if module.is_transposed else down.mT).shape
+    down: Any = getattr(module, keys_of(module)["down"])
+    _, intermediate, hidden = (down if getattr(module, "is_transposed", False) else down.mT).shape
     return hidden, intermediate
 
 
@@ -84,8 +92,8 @@ class ExpertsPart(Grouped):
         """See Grouped."""
         holder = self.holder
         parameter: Parameter = getattr(holder, self.key)
-        bias = getattr(holder, f"{self.key}_bias") if holder.has_bias else None
-        return parameter.mT if holder.is_transposed else parameter, bias, parameter
+        bias = getattr(holder, f"{self.key}_bias", None)
+        return parameter.mT if getattr(holder, "is_transposed", False) else parameter, bias, parameter
 
     def extra_repr(self) -> str:
         """The recipe's name."""
@@ -95,10 +103,10 @@ class ExpertsPart(Grouped):
 class ConvertedExperts(nn.Module):
     """What convert makes of an experts module: the same but for its forward, and its parts."""
 
-    gate_up: ExpertsPart
-    down: ExpertsPart
-    num_experts: int
-    post_expert_norm: nn.Module
+    @property
+    def parts(self) -> list[ExpertsPart]:
+        """They have no parameters."""
+        return [part for part in self._modules.values() if isinstance(part, ExpertsPart)]
 
     def add_parts(self) -> list[tuple[str, ExpertsPart]]:
         """The parts, new ones, by name."""
@@ -109,13 +117,28 @@ class ConvertedExperts(nn.Module):
 
     def remove_parts(self) -> None:
         """Undo ``add_parts``."""
-        for name in ("gate_up", "down"):
-            del self._modules[name]
+        for part in self.parts:
+            del self._modules[part.name]
 
     @property
     def recipes(self) -> dict[str, Recipe]:
         """The recipe of each matrix, by its name."""
-        return {part.key: part.recipe for part in (self.gate_up, self.down)}
+        return {part.key: part.recipe for part in self.parts}
+
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        for part in self.parts:
+            if f"{prefix}{part.key}" in state_dict:
+                part.weight_was_loaded()
+
+
+class OfTransformers(ConvertedExperts):
+    """transformers' experts."""
+
+    gate_up: ExpertsPart
+    down: ExpertsPart
+    num_experts: int
+    post_expert_norm: nn.Module
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """As octavo.nn.Experts."""
@@ -133,11 +156,27 @@ class ConvertedExperts(nn.Module):
         found: Tensor = function(h)
         return found
 
-    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
-        super()._load_from_state_dict(state_dict, prefix, *args)
-        for part in (self.gate_up, self.down):
-            if f"{prefix}{part.key}" in state_dict:
-                part.weight_was_loaded()
+
+class OfTorchtitan(ConvertedExperts):
+    """torchtitan's GroupedExperts; gate and up are two matrices, for each of which the tokens are cast."""
+
+    gate: ExpertsPart
+    up: ExpertsPart
+    down: ExpertsPart
+
+    def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+        """As GroupedLinear, of how many rows each expert has [E], any dtype, instead of where they end."""
+        offsets = num_tokens_per_expert.cumsum(0).to(torch.int32)
+        h = nn.functional.silu(self.gate(x, offsets)) * self.up(x, offsets)
+        return self.down(h, offsets).to(x.dtype)
+
+
+def converted_class(module: nn.Module) -> type[ConvertedExperts] | None:
+    """What the class of these experts is to be mixed with; None of what is no plain experts module of a known kind."""
+    if isinstance(module, ConvertedExperts):
+        return None
+    keys = keys_of(module)
+    return (OfTorchtitan if keys is _TITAN else OfTransformers) if keys else None
 
 
 def _activation_of(module: nn.Module) -> str | None:

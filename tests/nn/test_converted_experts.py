@@ -235,3 +235,42 @@ def test_parts_are_not_their_holders_owners() -> None:
     assert moved.gate_up.delayed_scale.tolist() == [0, 0, 0]
     with pytest.raises(ValueError, match="GptOssExperts's weight can't be stored in FP8"):
         octavo.convert(built("gpt-oss"), recipes.dynamic(), every_layer, weight_storage="fp8")
+
+
+class GroupedExperts(nn.Module):
+    """Of the structure of torchtitan's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = E
+        self.w1, self.w3 = (nn.Parameter(torch.randn(E, N, H)) for _ in range(2))
+        self.w2 = nn.Parameter(torch.randn(E, H, N))
+
+    def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+        rows = x[: int(num_tokens_per_expert.sum())].split(num_tokens_per_expert.int().tolist())
+        experts = zip(rows, self.w1, self.w2, self.w3, strict=True)
+        y = torch.cat([(nn.functional.silu(x @ w1.t()) * (x @ w3.t())) @ w2.t() for x, w1, w2, w3 in experts])
+        return torch.cat([y, y.new_zeros(len(x) - len(y), H)])
+
+
+@pytest.mark.parametrize("name", ["delayed", "rowwise"])
+def test_torchtitans(name: str) -> None:
+    model = nn.ModuleDict({"experts": GroupedExperts(), "own": GroupedExperts()})
+    model["own"].load_state_dict(model["experts"].state_dict())
+    counts = torch.tensor([3.0, 0.0, 9.0, 5.0])  # as torch.histc counts
+    found = []
+    recipe = octavo.RecipeMap(FP8_RECIPES[name](), {"experts.w2": {"grad_weight": None}})
+    octavo.convert(model, recipe, lambda module, name: name == "experts")
+    for experts in model.values():
+        torch.manual_seed(1)
+        x, grad = torch.randn(2, T, H)
+        y = experts(x.requires_grad_(), counts)
+        y.backward(grad)
+        assert not y[17:].any()
+        found.append(gradients(experts) | {"y": y.detach(), "x": x.grad})
+    assert all(17 < sqnr(value, found[1][key]) < 45 for key, value in found[0].items())
+    assert not any(value[1].any() for key, value in found[0].items() if key[0] == "w")
+    assert features(model["experts"]) == (H, N) and model["experts"].down.recipe.grad_weight is None
+    assert [row.name for row in octavo.summary(model).converted] == ["experts.w1", "experts.w3", "experts.w2"]
+    assert type(octavo.restore(model)["experts"]) is GroupedExperts
+    assert torch.equal(model["experts"](x, counts), y)
