@@ -39,6 +39,7 @@ from benchmarks.machine_code.compiled_case import (
     name_of,
     tensor,
 )
+from benchmarks.machine_code.compiled_groups import grouped
 from benchmarks.machine_code.compiled_norms import norm, norm_backward
 from benchmarks.machine_code.compiled_optimizer import optimizer
 from benchmarks.machine_code.machine_code import examine
@@ -232,6 +233,7 @@ GROUPS: dict[str, Callable[[], Iterator[Case]]] = {
     "matmul": matmul,
     "many tensors": many_tensors,
     "activations": activations,
+    "grouped": grouped,
     "norm": norm,
     "norm backward": norm_backward,
     "optimizer": optimizer,
@@ -259,17 +261,18 @@ def compiled(
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks compiled", description=__doc__)
+    parser.add_argument("--only", choices=GROUPS, help="a group of cases, which is printed only")
     parser.add_argument("--no-write", action="store_true", help="print only")
     options = parser.parse_args(arguments)
     rows, failures = [], []
-    for capability, group in itertools.product(CAPABILITIES, GROUPS):
+    for capability, group in itertools.product(CAPABILITIES, [options.only] if options.only else GROUPS):
         for row, misses in compiled(capability, group):
             rows.append(row)
             failures += [
                 f"MISSED: {row['kernel']} {row['capability']}, {row['op']} {row['case']}: {miss}" for miss in misses
             ]
     print(table(rows))
-    if not options.no_write:
+    if not options.no_write and not options.only:
         origin = {"triton": triton.__version__, "commit": commit()}
         print(f"written to {write_results('compiled', rows, origin=origin)}")
     print(*failures, f"{len(rows)} kernels, {len(failures)} checks missed", sep="\n")

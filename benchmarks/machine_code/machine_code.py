@@ -115,7 +115,7 @@ def _source() -> dict[tuple[str, int], str]:
 
 
 _BITS = re.compile(r"\.(?:U|S)?(8|16|64|128|256)(?:\.|$)")
-_PRODUCTS = ("matmul_kernel",)
+_PRODUCTS = ("matmul_kernel", "rows_in_groups_kernel", "terms_in_groups_kernel")
 MOST_SPILLS = 0.01  # of all instructions: an address kept on the stack, which the first cache holds, costs no time
 _TENSOR_CORES = {90: "QGMMA", 100: "UTCQMMA"}
 
@@ -166,7 +166,7 @@ def _widths(name: str, code: list[Instruction]) -> tuple[set[int], set[int]]:
         loads = [i for i in loads if _bits(i) == max(map(_bits, loads))]
     else:
         loads = [i for i in loads if _is_of(_READ, i)]
-    if name not in ("matmul_kernel", "dequantize_kernel"):
+    if name not in (*_PRODUCTS, "dequantize_kernel"):
         stores = [i for i in stores if _is_of(_WRITE, i)]
     return set(map(_bits, loads)), set(map(_bits, stores))
 

@@ -53,12 +53,8 @@ def produce_of_group(x, h, place, local, cols, function: tl.constexpr, grouping:
     """``produce`` of a group's rows ``local``."""
     is_mine = local < place.size
     rows = tl.where(is_mine, place.start + local, x.R)
-    scale_rows = None
-    if h is not None:
-        if h.scale_inv is not None:
-            H_ROWS: tl.constexpr = grouping.h_tile_r
-            scale_rows = tl.where(is_mine, place.h_row + local // H_ROWS, 0)
-    return produce(x, h, rows, cols, function, False, scale_rows)
+    H_ROWS: tl.constexpr = grouping.h_tile_r
+    return produce(x, h, rows, cols, function, False, tl.where(is_mine, place.h_row + local // H_ROWS, 0))
 
 
 @triton.jit
@@ -200,14 +196,14 @@ def cast_group_kernel(
         raise_amax(work_ptr + group, tl.max(tl.max(largest, 1), 0))
         if is_last_program(work_ptr + groups.count, programs):
             lines = tl.arange(0, grouping.width)
-            inside = lines < groups.count
-            scale = known_scale(delayed_scale_ptr, scales_ptr, lines, inside, ROLE)
-            tl.store(out.scale_inv + lines, scale_inv_from_scale(scale, False), mask=inside)
+            is_line = lines < groups.count
+            scales = known_scale(delayed_scale_ptr, scales_ptr, lines, is_line, ROLE)
+            tl.store(out.scale_inv + lines, scale_inv_from_scale(scales, False), mask=is_line)
             # from L2: this multiprocessor's own cache doesn't see what others raised
-            amax = tl.load(work_ptr + lines, mask=inside, other=0, cache_modifier=".cg").to(tl.float32, bitcast=True)
-            tl.store(out.amax + lines, amax, mask=inside)
+            amax = tl.load(work_ptr + lines, mask=is_line, other=0, cache_modifier=".cg").to(tl.float32, bitcast=True)
+            tl.store(out.amax + lines, amax, mask=is_line)
             tl.debug_barrier()  # all threads have read
-            tl.store(work_ptr + lines, tl.zeros_like(lines), mask=inside)
+            tl.store(work_ptr + lines, tl.zeros_like(lines), mask=is_line)
 
 
 @triton.jit
@@ -364,7 +360,8 @@ def _cast_by_group(grouped: _Grouped, scaling: Scaling, out: Outputs) -> None:
         strips, heights, tiling = grouped.tiling(*chosen[:3])
         work = workspace(given.x, lines + strips)
         found = out._replace(codes=None), scales, delayed_scale, work, heights
-        grouped.launch(group_amax_kernel, strips * heights, chosen.num_warps, found, (*how, tiling))
+        num_warps = chosen.num_warps * (given.halves if by_column else 1)  # whose amaxes are in registers
+        grouped.launch(group_amax_kernel, strips * heights, num_warps, found, (*how, tiling))
     if delayed_scale is not None or out.codes.q is not None or out.codes.t is not None:
         kind = "cast" if out.codes.t is None else "cast_transpose"
         chosen = given.config(kind)

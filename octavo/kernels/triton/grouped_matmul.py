@@ -16,16 +16,15 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.granularity import ALL
-from octavo.kernels.arguments import GroupedOperands, Operands, Pair
+from octavo.kernels.arguments import GroupedOperands, Pair
 from octavo.kernels.reference.grouped_matmul import grouped_matmul as reference_grouped_matmul
 from octavo.kernels.triton.groups import Grouping, Groups, locate, sizes_of, tiles_of
-from octavo.kernels.triton.launch import launch
+from octavo.kernels.triton.launch import Config, config, launch
 from octavo.kernels.triton.matmul import (
     Operand,
     Product,
     operand_of,
     place_of_program,
-    product_config,
     step_along,
     tiling_of,
     write_part,
@@ -70,16 +69,15 @@ def rows_in_groups_kernel(
         value = tl.where(is_wrong, float("nan"), 0.0)
         fill_part(out_ptr, value, a.rows, b.rows, place.start + place.first, first_n, BLOCK_M, BLOCK_N)
     else:
+        # rows count from the first group's, as pointers that are not moved need no registers
         group = place.group.to(tl.int64)
-        start = place.start.to(tl.int64)
-        a_scales = a.scale_inv + place.scale_row.to(tl.int64) * a.scale_stride_r
-        mine = Operand(a.ptr + start * a.stride, place.size, a.stride, a_scales, a.scale_stride_r, a.scale_stride_c)
-        b_scales = b.scale_inv + group * b_scale_stride
-        theirs = Operand(b.ptr + group * b_stride, b.rows, b.stride, b_scales, b.scale_stride_r, b.scale_stride_c)
+        end = place.start + place.size
+        mine = part_of(a, a.ptr, end, place.start, place.scale_row * a.scale_stride_r)
+        theirs = part_of(b, b.ptr + group * b_stride, b.rows, 0, place.group * b_scale_stride)
         bias = bias_ptr
         if bias_ptr is not None:
             bias = bias_ptr + group * b.rows
-        write_part(Product(mine, theirs, bias, K), out_ptr + start * b.rows, place.first, first_n, tiling)
+        write_part(Product(mine, theirs, bias, K), out_ptr, place.start + place.first, first_n, tiling)
 
 
 @triton.jit
@@ -101,21 +99,27 @@ def terms_in_groups_kernel(
     m, n = place_of_program(height * groups.count, tl.cdiv(b.rows, BLOCK_N))
     group = m // height
     first_m = (m % height) * BLOCK_M
+    first_n = n * BLOCK_N
     sizes, is_wrong = sizes_of(groups, groups.columns, grouping)
-    before = tl.arange(0, grouping.width) < group
     tiles = tiles_of(sizes, PAD)
     is_wrong = is_wrong | (tl.sum(tiles, 0) * PAD > groups.columns)
     out_ptr += group.to(tl.int64) * a.rows * b.rows
     if is_wrong:
-        fill_part(out_ptr, float("nan"), a.rows, b.rows, first_m, n * BLOCK_N, BLOCK_M, BLOCK_N)
+        fill_part(out_ptr, float("nan"), a.rows, b.rows, first_m, first_n, BLOCK_M, BLOCK_N)
     else:
+        before = tl.arange(0, grouping.width) < group
         start = tl.multiple_of(tl.sum(tl.where(before, tiles, 0), 0) * PAD, PAD)
         terms = tl.multiple_of(tl.sum(tl.where(tl.arange(0, grouping.width) == group, tiles, 0), 0) * PAD, PAD)
-        a_scales = a.scale_inv + scales_before(group, sizes, before, A_COLS) * a.scale_stride_c
-        b_scales = b.scale_inv + scales_before(group, sizes, before, B_COLS) * b.scale_stride_c
-        mine = Operand(a.ptr + start, a.rows, a.stride, a_scales, a.scale_stride_r, a.scale_stride_c)
-        theirs = Operand(b.ptr + start, b.rows, b.stride, b_scales, b.scale_stride_r, b.scale_stride_c)
-        write_part(Product(mine, theirs, None, terms), out_ptr, first_m, n * BLOCK_N, tiling)
+        mine = part_of(a, a.ptr + start, a.rows, 0, scales_before(group, sizes, before, A_COLS) * a.scale_stride_c)
+        theirs = part_of(b, b.ptr + start, b.rows, 0, scales_before(group, sizes, before, B_COLS) * b.scale_stride_c)
+        write_part(Product(mine, theirs, None, terms), out_ptr, first_m, first_n, tiling)
+
+
+@triton.jit
+def part_of(operand, ptr, rows, first_row, first_scale):
+    """An operand from another code on, up to these rows, of which first_row has the scale first_scale."""
+    _, _, stride, scale_inv, stride_r, stride_c, _, _ = operand
+    return Operand(ptr, rows, stride, scale_inv, stride_r, stride_c, first_row, first_scale)
 
 
 @triton.jit
@@ -144,7 +148,7 @@ def _rows_in_groups(operands: GroupedOperands, out: Tensor, fast_accum: bool) ->
     codes = b.codes if b.codes.stride(2) == 1 else b.codes.contiguous()
     count, N, K = codes.shape
     first = operand_of(Pair(codes[0], b.scale_inv[0], b.tile))
-    chosen = product_config("matmul", Operands(a, Pair(codes[0], b.scale_inv[0], b.tile), None))
+    chosen = _config_of(a, b, a.codes.shape[0] * N)
     heights = a.codes.shape[0] // chosen.block_r + count + 1
     programs = heights * -(-N // chosen.block_c)
     if bias is not None and out.dtype is torch.bfloat16:
@@ -169,7 +173,7 @@ def _rows_in_groups(operands: GroupedOperands, out: Tensor, fast_accum: bool) ->
 def _terms_in_groups(operands: GroupedOperands, out: Tensor, fast_accum: bool) -> None:
     a, b, offsets, _, pad = operands
     count, N, K = out.shape
-    chosen = product_config("matmul", Operands(a, b, None))
+    chosen = _config_of(a, b, N * K)
     cols = [_ALL if tile[1] == ALL else tile[1] for tile in (a.tile, b.tile)]
     arguments = (
         operand_of(a),
@@ -181,6 +185,12 @@ def _terms_in_groups(operands: GroupedOperands, out: Tensor, fast_accum: bool) -
     )
     programs = count * -(-N // chosen.block_r) * -(-K // chosen.block_c)
     launch(terms_in_groups_kernel, programs, arguments, chosen.num_warps, True, chosen.tiles)
+
+
+def _config_of(a: Pair, b: Pair, elements: int) -> Config:
+    """As of other products, but none higher than 128 rows: of each group's last part, half is beyond its end."""
+    kernel = "matmul" if a.tile[1] == b.tile[1] == ALL else "matmul_blocks"
+    return config(kernel, elements.bit_length())
 
 
 def _width(count: int) -> int:

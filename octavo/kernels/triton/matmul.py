@@ -34,6 +34,8 @@ class Operand(NamedTuple):
     scale_inv: Any
     scale_stride_r: Any
     scale_stride_c: Any
+    first_row: Any = None  # whose first scale lies so far from scale_inv, if not the first of both
+    first_scale: Any = None
 
 
 class Product(NamedTuple):
@@ -108,8 +110,8 @@ def sum_of_codes(product, first_m, first_n, tiling: tl.constexpr):
         accumulator = dot(a_codes, b_codes.T, accumulator, tiling.fast)
         a_ptrs += BLOCK_K
         b_ptrs += BLOCK_K
-    a_scale = tl.load(a.scale_inv + (a_rows // A_ROWS) * a.scale_stride_r)
-    b_scale = tl.load(b.scale_inv + (b_rows // B_ROWS) * b.scale_stride_r)
+    a_scale = tl.load(a.scale_inv + first_scales(a, a_rows, A_ROWS))
+    b_scale = tl.load(b.scale_inv + first_scales(b, b_rows, B_ROWS))
     return scaled(accumulator, a_scale[:, None], b_scale[None, :])
 
 
@@ -140,8 +142,8 @@ def sum_of_steps(product, first_m, first_n, tiling: tl.constexpr, EXTREME: tl.co
     left = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     right = left
     if ONE:
-        a_scales = (a_rows // A_ROWS) * a.scale_stride_r  # 32 bits, where pointers take two registers
-        b_scales = b.scale_inv + (first_n // B_ROWS) * b.scale_stride_r
+        a_scales = first_scales(a, a_rows, A_ROWS)  # 32 bits, where pointers take two registers
+        b_scales = first_scales(b, first_n, B_ROWS)
     else:
         # Both in one load, a step ahead, then exchanged. As two, a thread would load 34: those of its rows and columns.
         tl.static_assert(BLOCK_M == BLOCK_N)
@@ -154,7 +156,7 @@ def sum_of_steps(product, first_m, first_n, tiling: tl.constexpr, EXTREME: tl.co
         b_codes = load_step(b_ptrs, start, product.K, tiling)
         if ONE:
             a_scale = tl.load(a.scale_inv + (a_scales + scale_column(start, a, A_COLS)))[:, None]
-            b_scale = tl.load(b_scales + scale_column(start, b, B_COLS))
+            b_scale = tl.load(b.scale_inv + (b_scales + scale_column(start, b, B_COLS)))
             scale = a_scale * b_scale
             scale = tl.where(scale < 2.0**-126, float("nan"), scale)  # which the sums show, as they do inf
         else:
@@ -199,6 +201,16 @@ def load_step(ptrs, start, K, tiling: tl.constexpr):
 
 
 @triton.jit
+def first_scales(operand, rows, ROWS: tl.constexpr):
+    """How far from scale_inv each row's first scale lies."""
+    if operand.first_row is None:
+        result = (rows // ROWS) * operand.scale_stride_r
+    else:
+        result = ((rows - operand.first_row) // ROWS) * operand.scale_stride_r + operand.first_scale
+    return result
+
+
+@triton.jit
 def scale_column(k, operand, COLS: tl.constexpr):
     """How far from its row's first scale the one for this place along K lies."""
     return 0 if COLS == -1 else (k // COLS) * operand.scale_stride_c
@@ -228,8 +240,8 @@ def scales_of_program(product, first_m, first_n, A_ROWS: tl.constexpr, B_ROWS: t
     """Pointers to the first scales of a program's rows, and behind them of its columns, as many."""
     a = product.a
     b = product.b
-    a_scales = a.scale_inv + (rows_from(a, first_m, 2 * COUNT) // A_ROWS) * a.scale_stride_r
-    b_scales = b.scale_inv + (rows_from(b, first_n - COUNT, 2 * COUNT) // B_ROWS) * b.scale_stride_r
+    a_scales = a.scale_inv + first_scales(a, rows_from(a, first_m, 2 * COUNT), A_ROWS)
+    b_scales = b.scale_inv + first_scales(b, rows_from(b, first_n - COUNT, 2 * COUNT), B_ROWS)
     return tl.where(tl.arange(0, 2 * COUNT) < COUNT, a_scales, b_scales)
 
 

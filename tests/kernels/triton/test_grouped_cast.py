@@ -89,10 +89,10 @@ def test_activations_by_group(kernels: TritonKernels, monkeypatch: pytest.Monkey
     check(kernels, x.to(kernels.device), sizes, *cast_of(case), *extras)
 
 
-@pytest.mark.parametrize("first_seed", [1, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("first_seed", [1, pytest.param(3, marks=pytest.mark.full)])
 @pytest.mark.parametrize("tile", [(-1, -1), (-1, 1), (1, -1), (1, 32), (128, 128)], ids=str)
 def test_any_sequence_of_sizes(tile: tuple[int, int], first_seed: int, kernels: TritonKernels) -> None:
-    for seed in range(first_seed, first_seed + 3):
+    for seed in range(first_seed, first_seed + 2):
         sizes, rest = random_sizes(seed)
         x = torch.randn(sum(sizes) + rest, 19).to(kernels.device)
         check(kernels, x, sizes, None, 0, E4M3, tile, False, 0, True, True, 16)
