@@ -1,15 +1,18 @@
-"""Training on many ranks: what they decide together, and checkpoints that any number of them can read."""
+"""Training on many ranks: what they decide together, gradients in FP8, and checkpoints that any number can read."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from octavo.distributed import checkpoint
+    from octavo.distributed.fp8_reduce import Fp8ReduceScatter, Fp8Reduction, fp8_reduce_hook
 
-__all__ = ["checkpoint"]
+__all__ = ["checkpoint", "Fp8Reduction", "fp8_reduce_hook", "Fp8ReduceScatter"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "checkpoint":  # torch.distributed.checkpoint takes a second to import
         return importlib.import_module("octavo.distributed.checkpoint")
+    if name in __all__:  # of a torch without distributed, only these cannot be imported
+        return getattr(importlib.import_module("octavo.distributed.fp8_reduce"), name)
     raise AttributeError(f"module 'octavo.distributed' has no attribute {name!r}")

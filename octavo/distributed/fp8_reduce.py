@@ -1,0 +1,308 @@
+"""Gradients averaged over ranks in FP8: half of the bytes of a bf16 all-reduce, with float32 accumulation.
+
+    every rank     casts its gradients, seen as [n, S], to FP8: row r is what rank r owns
+    all-to-all     each owner receives its row of all ranks: a message of bytes, the scales before their codes
+    the owner      reads [n, S] back, adds in float32, divides by n, casts the mean [S]
+    all-gather     all ranks read the same codes, so that they hold the same bits
+
+n ranks, S = ceil(N / n) elements a rank of a bucket of N. Under FSDP2 the mean stays with its owner, in float32.
+
+A gradient is rounded twice, however many ranks there are: no partial sum travels, as it does on an all-reduce's ring.
+Scales are powers of two, so codes times scales are exact in float32, and so are sums while n times the ratio of the
+ranks' scales of a block is at most 64 (E4M3: 18 bits from its smallest number to its largest).
+
+One scale that ranks agree on (PerTensor) follows MS-AMP's gradients, where it is the smallest of the ranks' scales
+(arXiv 2310.18313, section 2.1); its factor mu keeps FP8 sums from overflowing, and here no sum is in FP8. DDP's
+residuals are error feedback of both roundings (Karimireddy et al., arXiv 1901.09847; Tang et al., arXiv 1905.05957).
+
+No `from __future__ import annotations`: DDP compares the hook's annotations with classes.
+"""
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from octavo import kernels
+from octavo.formats import E4M3, HIGH_PRECISION, Format
+from octavo.granularity import ALL, Granularity, PerBlock, PerTensor, tiles_along
+from octavo.kernels.reference.moment_codes import encode_moment
+from octavo.kernels.reference.random_bits import halves, key_of, random_bits
+from octavo.kernels.reference.tiles import multiply_tiles_
+from octavo.numerics import scale_from_amax, scale_inv_from_scale
+
+SENT, MEAN = 0, 1  # the two roundings
+_SCALE_BYTES = 4
+
+# torch 2.13 warns of the name that 2.11 has
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Fp8Reduction:
+    """How gradients are averaged in FP8: the state of ``fp8_reduce_hook``, and what ``Fp8ReduceScatter`` takes.
+
+    Args:
+        format: octavo.E4M3 or octavo.E5M2.
+        granularity: PerBlock(1, k): each k elements in a row of what a rank owns have a scale, which travels with
+            their codes. PerTensor(): one scale a bucket, from the largest amax of all ranks, which a collective of 4
+            bytes finds first.
+        stochastic: round stochastically, with bits that depend on ``seed``, the rank, ``calls`` and the element alone;
+            by default to nearest, ties to even. inf then becomes NaN in E5M2 too.
+        gather_dtype: in what the mean is gathered; None: in ``format``. torch.bfloat16 spares the second rounding to
+            FP8 for 1.5 times the bytes.
+        error_feedback: add what each rounding lost to the next step's gradients. Takes 4 bytes an element on each rank
+            and 4 / n for its means; for loss scales that do not change. Not under FSDP2.
+        seed: for ``stochastic``.
+        group: DDP's process group; None is the default one. FSDP2 brings its own.
+
+    Attributes:
+        calls: reductions so far. Not in a checkpoint: to resume stochastic rounding bit for bit, save it and set it.
+            Residuals of error feedback are not in checkpoints either: after one they start from 0.
+
+    Raises:
+        TypeError, ValueError: for arguments of the wrong kind.
+
+    Example:
+        >>> import octavo
+        >>> reduction = Fp8Reduction(format=octavo.E5M2, stochastic=True)
+        >>> reduction.format, reduction.granularity
+        (E5M2, PerBlock(1, 128))
+    """
+
+    def __init__(
+        self,
+        format: Format = E4M3,
+        granularity: Granularity = PerBlock(1, 128),
+        stochastic: bool = False,
+        gather_dtype: torch.dtype | None = None,
+        error_feedback: bool = False,
+        seed: int = 0,
+        group: Any = None,
+    ) -> None:
+        if not isinstance(format, Format) or not format.signed:
+            raise TypeError(f"format={format!r}: use octavo.E4M3 or octavo.E5M2")
+        if granularity != PerTensor() and not (isinstance(granularity, PerBlock) and granularity.rows == 1):
+            raise TypeError(f"granularity={granularity!r}: use octavo.PerBlock(1, 128) or octavo.PerTensor()")
+        if gather_dtype not in (None, *HIGH_PRECISION):
+            raise TypeError(f"gather_dtype={gather_dtype}: use torch.bfloat16, or None to gather in {format}")
+        self.format, self.granularity, self.stochastic = format, granularity, stochastic
+        self.gather_dtype, self.error_feedback, self.seed, self.group = gather_dtype, error_feedback, seed, group
+        self.calls = 0
+        # by bucket: the parameters in it, and what was lost of what this rank sent [n, S] and of its mean [1, S]
+        self._lost: dict[int, tuple[list[int], Tensor, Tensor]] = {}
+        self._streams: dict[torch.device, Any] = {}
+
+    def mean(self, x_nS: Tensor, group: Any, lost: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """The mean over ranks of the row that this rank owns.
+
+        Args:
+            x_nS: [n, S] bf16, fp16 or fp32, this rank's gradients; row r is rank r's to average.
+            group: the process group of n ranks.
+            lost: float32 [n, S] to take what the rounding loses of x_nS, faults as 0.
+
+        Returns:
+            ([1, S] float32, the scale [1, 1] that ranks agreed on, or None for blocks, which have their own). NaN and
+            inf of any rank stay NaN, or inf where ``format`` and the rounding have it.
+        """
+        self.calls += 1
+        agreed = self._agreed_scale(x_nS, group)
+        sent = self.pack(x_nS, agreed, dist.get_rank(group), SENT)
+        if lost is not None:
+            torch.sub(x_nS, self.unpack(sent, x_nS.shape[1], torch.float32, agreed), out=lost)
+            lost.nan_to_num_(0.0, 0.0, 0.0)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        values = self.unpack(received, x_nS.shape[1], torch.float32, agreed)
+        return values.sum(0, keepdim=True).div_(len(values)), agreed
+
+    def average(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """``fp8_reduce_hook``, whose state this is."""
+        flat, group = bucket.buffer(), self.group if self.group is not None else dist.group.WORLD
+        if flat.dtype not in HIGH_PRECISION:
+            raise TypeError(f"gradients of {flat.dtype} are not reduced in FP8; use bfloat16, float16 or float32")
+        with self._beside(flat.device):
+            ranks = dist.get_world_size(group)
+            width = -(-len(flat) // ranks)
+            x_nS = F.pad(flat, (0, ranks * width - len(flat))).view(ranks, width)
+            sent_lost, mean_lost = self._residuals(bucket, x_nS)
+            if sent_lost is not None:
+                x_nS = x_nS.to(torch.float32) + sent_lost
+            mean, agreed = self.mean(x_nS, group, sent_lost)
+            if mean_lost is not None:
+                mean += mean_lost
+            if self.gather_dtype is None:
+                part = self.pack(mean, agreed, dist.get_rank(group), MEAN)
+            else:
+                part = mean.to(self.gather_dtype)
+
+            def read(message: Tensor, dtype: torch.dtype) -> Tensor:
+                return message if self.gather_dtype else self.unpack(message, width, dtype, agreed)
+
+            if mean_lost is not None:
+                torch.sub(mean, read(part, torch.float32), out=mean_lost).nan_to_num_(0.0, 0.0, 0.0)
+            gathered = part.new_empty(ranks, part.shape[1])
+            work: Any = _all_gather(gathered, part, group=group, async_op=True)
+            return work.get_future().then(
+                lambda _: flat.copy_(read(gathered, flat.dtype).view(-1)[: len(flat)])  # all wait, then read the same
+            )
+
+    def pack(self, x: Tensor, agreed: Tensor | None, rank: int, rounding: int) -> Tensor:
+        """Cast to what travels.
+
+        Args:
+            x: [R, S] bf16, fp16 or fp32.
+            agreed: the scale [1, 1] that ranks agreed on; None for blocks.
+            rank: whose x it is, and ``rounding``: SENT or MEAN; for the bits of stochastic rounding.
+
+        Returns:
+            uint8 [R, .]: each row's float32 scale_inv and then its codes, up to a multiple of 4; codes alone where a
+            scale was agreed on.
+        """
+        if self.stochastic:
+            codes, scale_inv = self._stochastic(x, agreed, key_of(self.seed, rank, self.calls, rounding))
+        else:
+            # what a delayed cast reads is the scale of a role, of three
+            given = None if agreed is None else agreed.view(1).repeat(3)
+            tile = self.granularity.tile
+            codes, _, scale_inv, *_ = kernels.cast(x, given, 0, self.format.dtype, tile, True, 0)
+        if agreed is not None:
+            return codes.view(torch.uint8)
+        start, width = self._places(x.shape[1])
+        message = torch.empty(len(x), width, dtype=torch.uint8, device=x.device)
+        message[:, :start].view(torch.float32).copy_(scale_inv)
+        message[:, start : start + x.shape[1]] = codes.view(torch.uint8)
+        return message
+
+    def unpack(self, message: Tensor, columns: int, dtype: torch.dtype, agreed: Tensor | None) -> Tensor:
+        """Values [R, columns] of ``dtype`` out of what ``pack`` made of as many rows and columns."""
+        if agreed is not None:
+            scale_inv, codes = scale_inv_from_scale(agreed), message
+        else:
+            start, _ = self._places(columns)
+            scale_inv = message[:, :start].view(torch.float32).contiguous()
+            codes = message[:, start : start + columns].contiguous()
+        return kernels.dequantize(codes.view(self.format.dtype), scale_inv, self.granularity.tile, dtype)
+
+    def _places(self, columns: int) -> tuple[int, int]:
+        """(where codes begin, bytes in all) of a row's message with scales of blocks."""
+        start = _SCALE_BYTES * tiles_along(columns, self.granularity.tile[1])
+        return start, -(-(start + columns) // _SCALE_BYTES) * _SCALE_BYTES
+
+    def _agreed_scale(self, x: Tensor, group: Any) -> Tensor | None:
+        """One scale [1, 1], of the largest amax: that the smallest scale is that of a rank without gradients, 1."""
+        if self.granularity != PerTensor():
+            return None
+        amax = kernels.amax(x, (ALL, ALL))
+        dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
+        return self.scale_of(amax)
+
+    def scale_of(self, amax: Tensor) -> Tensor:
+        """The scale of each amax, float32, a power of two."""
+        return scale_from_amax(amax, self.format.max, True, 0)
+
+    def _stochastic(self, x: Tensor, scale: Tensor | None, key: int) -> tuple[Tensor, Tensor]:
+        """Codes [R, S] and scale_inv."""
+        tile = self.granularity.tile
+        if scale is None:
+            scale = self.scale_of(kernels.amax(x, tile))
+        index_dtype = torch.int32 if x.numel() < 1 << 31 else torch.int64
+        index = torch.arange(x.numel(), dtype=index_dtype, device=x.device).view(x.shape)
+        bits, _ = halves(random_bits(key, index))
+        wide = multiply_tiles_(x.to(torch.float32, copy=True), scale, tile).contiguous()
+        return encode_moment(wide, self.format, bits), scale_inv_from_scale(scale)
+
+    def _residuals(self, bucket: dist.GradBucket, x_nS: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """What earlier roundings lost of this bucket; 0 where it holds other parameters than it did."""
+        if not self.error_feedback:
+            return None, None
+        parameters = [id(parameter) for parameter in bucket.parameters()]
+        held, sent, mean = self._lost.get(bucket.index(), ([], None, None))
+        if held != parameters or sent is None:  # DDP puts buckets together anew after its first backward
+            sent, mean = (torch.zeros(rows, x_nS.shape[1], device=x_nS.device) for rows in (len(x_nS), 1))
+            self._lost[bucket.index()] = parameters, sent, mean
+        return sent, mean
+
+    @contextlib.contextmanager
+    def _beside(self, device: torch.device) -> Any:
+        """On an accelerator, a stream of its own: waiting for the all-to-all there does not hold up backward."""
+        if device.type == "cpu":
+            yield
+            return
+        stream = self._streams.setdefault(device, torch.Stream(device))
+        stream.wait_stream(torch.accelerator.current_stream(device))
+        with stream:
+            yield
+
+
+def fp8_reduce_hook(state: Fp8Reduction, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """DDP's communication hook that averages gradients in FP8, as ``state`` says.
+
+    Where a rank's gradient is NaN or inf, so is the mean on all ranks. All ranks get the same bits.
+
+    Args:
+        state: one for each DistributedDataParallel.
+        bucket: DDP's, of bf16, fp16 or fp32, any size.
+
+    Returns:
+        a Future of the bucket's flat tensor, [N] of its dtype, once it holds the mean over ranks.
+
+    Raises:
+        TypeError: for gradients of another dtype.
+
+    Example:
+        >>> import torch
+        >>> def in_fp8(ddp: torch.nn.parallel.DistributedDataParallel) -> None:
+        ...     ddp.register_comm_hook(Fp8Reduction(), fp8_reduce_hook)
+    """
+    return state.average(bucket)
+
+
+class Fp8ReduceScatter:
+    """FSDP2's reduce-scatter in FP8, for ``FSDPModule.set_custom_reduce_scatter``.
+
+    The mean stays with its owner in FSDP2's ``reduce_dtype``, rounded to FP8 once. Replicas (HSDP) reduce it further in
+    that dtype. One may serve all modules of a model.
+
+    Args:
+        reduction: how; its ``gather_dtype`` and ``group`` are not used.
+
+    Raises:
+        ValueError: for error feedback, whose residuals are as large as all gradients unsharded; at the first backward
+            for a division that is neither mean nor sum.
+
+    Example:
+        >>> from torch.distributed.fsdp import FSDPModule
+        >>> def in_fp8(model: torch.nn.Module) -> None:
+        ...     for module in model.modules():
+        ...         if isinstance(module, FSDPModule):
+        ...             module.set_custom_reduce_scatter(Fp8ReduceScatter(Fp8Reduction()))
+    """
+
+    def __init__(self, reduction: Fp8Reduction) -> None:
+        if reduction.error_feedback:
+            raise ValueError(
+                "error_feedback=True keeps 4 bytes for each element of the unsharded gradients on each rank, which "
+                "FSDP2 is there to avoid: reduce without it, or use DDP"
+            )
+        self.reduction = reduction
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory that FSDP2 asks for."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        """Write the mean or the sum over ranks of this rank's part of ``input_tensor`` [n x S] to ``output_tensor``."""
+        if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
+            raise ValueError(
+                f"FSDP2 asks for {op}, not for a mean or a sum: where set_gradient_divide_factor is used, call "
+                "set_force_sum_reduction_for_comms(True) too"
+            )
+        ranks = dist.get_world_size(group)
+        mean, _ = self.reduction.mean(input_tensor.view(ranks, -1), group)
+        output_tensor.copy_(mean.view(-1) if op == dist.ReduceOp.AVG else mean.view(-1).mul_(ranks))

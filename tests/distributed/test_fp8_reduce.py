@@ -1,0 +1,351 @@
+"""Gradients averaged in FP8, on 2 and 4 ranks with gloo: equal to a plain simulation in float64, byte for byte."""
+
+import itertools
+import math
+from types import SimpleNamespace
+
+import gfloat
+import gfloat.formats
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from octavo import E4M3, E5M2, PerBlock, PerRow, PerTensor
+from octavo.distributed import Fp8ReduceScatter, Fp8Reduction, fp8_reduce_hook
+from octavo.formats import E4M4
+from octavo.kernels.reference.random_bits import key_of, random_bits
+from tests.support.byte_counter import GATHER, OTHER, REDUCE, ByteCounter
+
+BLOCK = 128
+GFLOAT = {"E4M3": gfloat.formats.format_info_ocp_e4m3, "E5M2": gfloat.formats.format_info_ocp_e5m2}
+
+
+# --- what is right, in float64 and without octavo's casts -------------------------------------------------------------
+
+
+def rounded(x, fmt, width, largest=None):
+    """Float64 [R, S] to nearest in blocks of ``width``, or all with the scale of ``largest``; NaN stays."""
+    out = np.array(x, np.float64)
+    for row in out:
+        for start in range(0, len(row), width):
+            block = row[start : start + width]
+            finite = np.abs(block[np.isfinite(block)])
+            amax = largest if largest is not None else finite.max(initial=0.0)
+            scale = 2.0 ** math.floor(math.log2(np.float32(fmt.max) / np.float32(amax))) if amax > 0 else 1.0
+            block[:] = gfloat.round_ndarray(GFLOAT[str(fmt)], block * scale, sat=False) / scale
+    return out
+
+
+def simulated(flats, fmt, per_tensor=False, gather_dtype=None, lost=None):
+    """The mean of the ranks' flat gradients (float64), rounded as sent and as gathered; ``lost``: residuals, changed.
+
+    Sums of two rounded numbers and, in these tests, of four are exact in float32.
+    """
+    ranks, count = len(flats), len(flats[0])
+    width = -(-count // ranks)
+    x = np.stack([np.pad(flat, (0, ranks * width - count)).reshape(ranks, width) for flat in flats])
+    if lost is not None:
+        x = (x.astype(np.float32) + lost["sent"].astype(np.float32)).astype(np.float64)
+    largest = np.abs(x).max() if per_tensor else None
+    sent = np.stack([rounded(own, fmt, BLOCK, largest) for own in x])
+    mean = (sent.sum(0) / ranks).astype(np.float32).astype(np.float64)
+    if lost is not None:
+        mean = (mean.astype(np.float32) + lost["mean"].astype(np.float32)).astype(np.float64)
+    if gather_dtype:
+        gathered = torch.from_numpy(mean).to(torch.float32).to(gather_dtype).double().numpy()
+    else:
+        gathered = rounded(mean, fmt, BLOCK, largest)
+    if lost is not None:
+        lost["sent"], lost["mean"] = x - sent, mean - gathered
+    return gathered.reshape(-1)[:count]
+
+
+# --- on ranks ---------------------------------------------------------------------------------------------------------
+
+
+class OneBucket:
+    """What the hook reads of DDP's bucket."""
+
+    def __init__(self, flat, index=0):
+        self.flat, self.number, self.held = flat, index, [flat]
+
+    def buffer(self):
+        return self.flat
+
+    def index(self):
+        return self.number
+
+    def parameters(self):
+        return self.held
+
+
+def gradients(count, rank, step=0, dtype=torch.float32, spread=1.0):
+    """This rank's flat gradients; some whole blocks are small, some zero."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    x = torch.randn(count, generator=generator)
+    x *= torch.exp2(spread * torch.randn(-(-count // 64), generator=generator).repeat_interleave(64)[:count])
+    x[: count // 9] = 0
+    return x.to(dtype)
+
+
+def hooked(mesh, count, dtype, options, steps=1, faults=()):
+    """Each step's mean, as float64, after faults (rank, element, value) are put in the first step's gradients."""
+    reduction, held = Fp8Reduction(**options, group=mesh.get_group()), torch.empty(0)
+    found = []
+    for step in range(steps):
+        flat = gradients(count, dist.get_rank(), step, dtype)
+        for rank, element, value in faults if step == 0 else ():
+            if rank == dist.get_rank():
+                flat[element] = value
+        bucket = OneBucket(flat)
+        bucket.held = [held]
+        result = fp8_reduce_hook(reduction, bucket).wait()
+        assert result is flat
+        found.append(result.double().numpy().copy())
+    return found
+
+
+FORMATS = {"E4M3": E4M3, "E5M2": E5M2}
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("count", [1, 3, 129, 4 * 128, 5000])
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("options", [{}, {"granularity": PerTensor()}, {"gather_dtype": torch.bfloat16}], ids=str)
+def test_equal_to_a_simulation_in_float64(pool, ranks, dtype, count, fmt, options):
+    found = pool.run(hooked, (ranks,), count, dtype, {"format": FORMATS[fmt], **options})
+    flats = [gradients(count, rank, dtype=dtype).double().numpy() for rank in range(ranks)]
+    per_tensor, gather_dtype = "granularity" in options, options.get("gather_dtype")
+    expected = simulated(flats, FORMATS[fmt], per_tensor, gather_dtype)
+    expected = torch.from_numpy(expected).to(dtype).double().numpy()
+    for (mean,) in found:
+        np.testing.assert_array_equal(mean, expected)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_error_feedback(pool, ranks):
+    found = pool.run(hooked, (ranks,), 5000, torch.float32, {"error_feedback": True}, 4)
+    width = -(-5000 // ranks)
+    lost = {"sent": np.zeros((ranks, ranks, width)), "mean": np.zeros((ranks, width))}
+    exact, expected = 0.0, []
+    for step in range(4):
+        flats = [gradients(5000, rank, step).double().numpy() for rank in range(ranks)]
+        expected.append(simulated(flats, E4M3, lost=lost))
+        exact = exact + np.mean(flats, 0)
+    for means in found:
+        np.testing.assert_array_equal(means, expected)
+    left = lost["sent"].mean(0) + lost["mean"]  # all that is missing after four steps
+    np.testing.assert_allclose(sum(expected) + left.reshape(-1)[:5000], exact, atol=1e-5)
+
+
+@pytest.mark.parametrize("granularity", [PerBlock(1, BLOCK), PerTensor()], ids=str)
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_stochastic_rounding(pool, fmt, granularity):
+    """A neighbour of each value, by bits of its own for each rank, step and rounding; unbiased."""
+    options = {"format": FORMATS[fmt], "granularity": granularity, "stochastic": True, "gather_dtype": torch.float32}
+    steps = 64
+    first, second = (np.array(found) for found in pool.run(draws, (2,), options, steps))
+    np.testing.assert_array_equal(first, second)
+    assert len({row.tobytes() for row in first}) == steps
+    exact = np.mean([gradients(2000, rank).double().numpy() for rank in range(2)], 0)
+    amax = max(float(gradients(2000, rank).abs().max()) for rank in range(2))
+    # a rounding is off by less than a step of the value, and of half its variance at most: mean of 64 draws, 5 sigma
+    step = 2.0 ** -FORMATS[fmt].mantissa_bits * amax
+    assert np.abs(first.mean(0) - exact).max() < 5 * step / 2 / math.sqrt(2 * steps)
+    assert np.abs(first - exact).max() < step
+    again = np.array(pool.run(draws, (2,), options, steps)[0])
+    np.testing.assert_array_equal(first, again)
+
+
+def draws(mesh, options, steps):
+    """Means of the same gradients, step by step."""
+    reduction = Fp8Reduction(**options, group=mesh.get_group())
+    make = lambda: OneBucket(gradients(2000, dist.get_rank()))  # noqa: E731
+    return [fp8_reduce_hook(reduction, make()).wait().double().numpy() for _ in range(steps)]
+
+
+def test_random_bits_are_the_optimizers():
+    """A code goes up where the bits reach what is left below it."""
+    x = torch.full((1, 1000), 1 + 1 / 16)  # between 1 and 1.125, of which the amax scales to 256 and 288
+    reduction = Fp8Reduction(stochastic=True, seed=3)
+    read = reduction.unpack(reduction.pack(x, None, 5, 1), 1000, torch.float32, None)
+    bits = random_bits(key_of(3, 5, 0, 1), torch.arange(1000, dtype=torch.int32)) & 0xFFFF
+    assert torch.equal(read, torch.where(bits >= 1 << 15, 1.125, 1.0).view(1, -1))
+
+
+@pytest.mark.parametrize("options", [{}, {"stochastic": True}, {"granularity": PerTensor()}, {"error_feedback": True}])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_faults_stay_visible(pool, options, value):
+    """On all ranks, at the element alone; the next step is free of it."""
+    for found in pool.run(hooked, (2,), 1000, torch.float32, options, 2, [(1, 700, value)]):
+        bad = ~np.isfinite(found[0])
+        assert bad.nonzero()[0].tolist() == [700] and np.isfinite(found[1]).all()
+
+
+def test_infinity_stays_infinity_in_e5m2(pool):
+    for (found,) in pool.run(hooked, (2,), 1000, torch.float32, {"format": E5M2}, 1, [(0, 5, -math.inf)]):
+        assert found[5] == -math.inf
+
+
+def bytes_sent(mesh, count, options):
+    """What each rank sends of its all-to-all and its gather, beside what a ring sends of an all-reduce."""
+    group, bucket = mesh.get_group(), OneBucket(gradients(count, dist.get_rank(), dtype=torch.bfloat16))
+    with ByteCounter() as counter:
+        fp8_reduce_hook(Fp8Reduction(**options, group=group), bucket).wait()
+    with ByteCounter() as plain:
+        dist.all_reduce(torch.ones(count, dtype=torch.bfloat16), group=group)
+    both = counter.bytes[OTHER] + counter.bytes[GATHER] + 2 * counter.bytes[REDUCE]
+    return both / (2 * plain.bytes[REDUCE]), dict(counter.calls)
+
+
+@pytest.mark.parametrize("count", [100_000, 100_001])
+def test_bytes(pool, count):
+    """One message each way; scales of blocks are 1/32 beside their codes."""
+    cases = {"blocks": {}, "one scale": {"granularity": PerTensor()}, "mean in bf16": {"gather_dtype": torch.bfloat16}}
+    shares = {}
+    for name, options in cases.items():
+        (share, calls), other = pool.run(bytes_sent, (2,), count, options)
+        assert (share, calls) == other
+        assert calls == {OTHER: 1, GATHER: 1} | ({REDUCE: 1} if name == "one scale" else {})
+        shares[name] = share
+    assert 0.515 < shares["blocks"] < 0.517 <= 0.53
+    assert 0.5 <= shares["one scale"] < 0.501 and 0.757 < shares["mean in bf16"] < 0.759
+
+
+# --- in DDP and FSDP2 -------------------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """Odd sizes; a layer that some steps do not use."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(37, 65), nn.ReLU(), nn.Linear(65, 129), nn.ReLU(), nn.Linear(129, 3))
+        self.sometimes = nn.Linear(37, 3)
+        self.to(dtype)
+
+    def forward(self, x, use=True):
+        return self.layers(x) + (self.sometimes(x) if use else 0)
+
+
+def data(rank, step, micro=0, dtype=torch.float32):
+    return torch.randn(5, 37, generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank)).to(dtype)
+
+
+WAYS = ("plain", "micro-batches", "unused", "compiled", "bucket views")
+
+
+def trained(mesh, way, options, dtype=torch.float32, steps=3):
+    """(each rank's gradients of the last step and its weights, those of the mean without FP8 at the same weights)."""
+    torch.manual_seed(0)
+    net = Net(dtype)
+    twin = Net(dtype)
+    views = {"gradient_as_bucket_view": way == "bucket views", "find_unused_parameters": way == "unused"}
+    group = mesh.get_group()
+    megabytes = 1 if way == "compiled" else 0.01  # dynamo wants no bucket smaller than the first, of 1 MB
+    ddp = DistributedDataParallel(net, process_group=group, bucket_cap_mb=megabytes, **views)
+    ddp.register_comm_hook(Fp8Reduction(**options, group=group), fp8_reduce_hook)
+    call = torch.compile(ddp, backend="aot_eager") if way == "compiled" else ddp
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    micro_batches = 2 if way == "micro-batches" else 1
+    errors = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        use = way != "unused" or step == 1
+        for micro in range(micro_batches):
+            with ddp.no_sync() if micro + 1 < micro_batches else torch.enable_grad():
+                call(data(dist.get_rank(), step, micro, dtype), use).square().mean().backward()
+        twin.load_state_dict(net.state_dict())
+        twin.zero_grad()
+        for rank, micro in itertools.product(range(mesh.size()), range(micro_batches)):
+            (twin(data(rank, step, micro, dtype), use).square().mean() / mesh.size()).backward()
+        for own, other in zip(net.parameters(), twin.parameters(), strict=True):
+            exact = torch.zeros_like(own) if other.grad is None else other.grad
+            got = torch.zeros_like(own) if own.grad is None else own.grad
+            errors.append(float((got - exact).double().norm() / exact.double().norm().clamp(min=1e-30)))
+        optimizer.step()
+    state = torch.cat([p.detach().flatten() for p in net.parameters()])
+    return max(errors), state.double().numpy()
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("way", [pytest.param(w, marks=pytest.mark.full if w == "compiled" else ()) for w in WAYS])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_ddp(pool, way, dtype):
+    """Ranks' weights stay the same bits; gradients are off by two roundings of E4M3 at most, 2^-4 each of a value."""
+    found = pool.run(trained, (2,), way, {}, dtype)
+    for error, state in found:
+        assert 0.005 < error < 2 * 2.0**-4
+        np.testing.assert_array_equal(state, found[0][1])
+
+
+def test_ddp_with_error_feedback_over_rebuilt_buckets(pool):
+    found = pool.run(trained, (2,), "plain", {"error_feedback": True})
+    for error, state in found:
+        assert 0.005 < error < 4 * 2.0**-4
+        np.testing.assert_array_equal(state, found[0][1])
+
+
+def scattered(mesh, dtype, factor, options):
+    """(this rank's gradient shards as FSDP2 leaves them in FP8, and those it leaves without), each [.] float64."""
+    found = []
+    for in_fp8 in (True, False):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(37, 130), nn.ReLU(), nn.Linear(130, 3))
+        policy = MixedPrecisionPolicy(reduce_dtype=dtype)
+        for part in (net[0], net):
+            fully_shard(part, mesh=mesh, mp_policy=policy)
+        for module in net.modules():
+            if isinstance(module, FSDPModule):
+                if in_fp8:
+                    module.set_custom_reduce_scatter(Fp8ReduceScatter(Fp8Reduction(**options)))
+                if factor:
+                    module.set_gradient_divide_factor(factor)
+                    module.set_force_sum_reduction_for_comms(True)
+        net(data(dist.get_rank(), 0)).square().mean().backward()
+        shards = [p.grad.to_local().flatten() for p in net.parameters()]
+        found.append(torch.cat(shards).double().numpy())
+    return found
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("shape", [(2,), *(pytest.param(shape, marks=pytest.mark.full) for shape in ((4,), (2, 2)))])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("factor", [None, 8.0])
+@pytest.mark.parametrize("options", [{}, {"stochastic": True}, {"granularity": PerTensor()}], ids=str)
+def test_fsdp2(pool, shape, dtype, factor, options):
+    """Once rounded: off by 2^-4 of each rank's values at most, stochastically by 2^-3."""
+    found = pool.run(scattered, shape, dtype, factor, options)
+    in_fp8, plain = (np.concatenate(part) for part in zip(*found, strict=True))
+    error = np.linalg.norm(in_fp8 - plain) / np.linalg.norm(plain)
+    assert 0.005 < error < (2.0**-3 if "stochastic" in options else 2.0**-4)
+
+
+def refused(mesh):
+    """What FSDP2 gets for a divisor that its reduce-scatter would multiply by."""
+    net = fully_shard(nn.Linear(4, 4), mesh=mesh)
+    net.set_custom_reduce_scatter(Fp8ReduceScatter(Fp8Reduction()))
+    net.set_gradient_divide_factor(3.0)
+    try:
+        net(torch.ones(1, 4)).sum().backward()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_what_is_refused(pool):
+    assert all("set_force_sum_reduction_for_comms" in said for said in pool.run(refused, (2,)))
+    with pytest.raises(ValueError, match="use DDP"):
+        Fp8ReduceScatter(Fp8Reduction(error_feedback=True))
+    with pytest.raises(TypeError, match="float64"):
+        fp8_reduce_hook(Fp8Reduction(group=SimpleNamespace()), OneBucket(torch.ones(3, dtype=torch.float64)))
+    for wrong in ({"format": E4M4}, {"format": "E4M3"}, {"granularity": PerRow()}, {"granularity": PerBlock(8, 128)}):
+        with pytest.raises(TypeError, match=r"use octavo\."):
+            Fp8Reduction(**wrong)
+    with pytest.raises(TypeError, match="bfloat16"):
+        Fp8Reduction(gather_dtype=torch.float64)
