@@ -341,12 +341,12 @@ class Subject:
         state = {n: value if value.dtype == torch.uint8 else 2 * value for n, value in self.model.state_dict().items()}
         if self.stored or self.mesh is not None:
             assign = False
-        self.written_in_flight()
         if self.stored:
             self.in_flight = []
         self.model.load_state_dict(state, assign=assign)
         self.empty_state()
         self.forget()
+        self.written_in_flight()
         self.kept = None
         if assign:
             self.moved()
