@@ -83,7 +83,7 @@ EXPERIMENTS = {
 
 _NAMED = ("bf16", *RECIPES)
 _CLIP = ("full stack in backward, exact norm", "bf16 in backward")
-_MORE = ("full stack", "full stack in backward", "dynamic, head too", "dynamic, E4M3 gradients", "float32")
+_MORE = ("dynamic, head too", "full stack", "full stack in backward", "dynamic, E4M3 gradients", "float32")
 _ALONE = tuple(f"head alone, {name}" for name in _HEADS)
 _PRODUCTS = tuple(f"dynamic, {product} alone" for product in PRODUCTS)
 _STATES = ("dynamic, FP8 moments", "dynamic, FP8 moments and weights, split24")
@@ -91,10 +91,8 @@ Stage = tuple[tuple[str, ...], str, Sequence[int]]  # experiments, size, seeds
 STAGES: tuple[Stage, ...] = (
     (_NAMED, "0.5M", range(2)),
     (BASELINES, "0.5M", range(2)),
-    (_ALONE, "0.5M", range(2)),
-    (BASELINES + _ALONE, "0.5M", range(2, 3)),
-    (_MORE, "0.5M", range(2)),
-    (BASELINES + _NAMED + _MORE, "0.5M", range(2, 3)),
+    (_MORE + _ALONE, "0.5M", range(2)),
+    (BASELINES + _MORE + _NAMED, "0.5M", range(2, 3)),
     (("bf16", "dynamic", "full stack", "rowwise", "mx"), "2.5M", range(1)),
     (BASELINES + _NAMED + _MORE, "0.5M", range(3, 5)),
     (BASELINES + _NAMED, "2.5M", range(3)),
