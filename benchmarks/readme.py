@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 import csv
-import statistics
 from collections.abc import Sequence
 
 from benchmarks.subjects import RESULTS, ROOT
+from benchmarks.training.quality_study import OWN, Runs, read, signed
 
 README = ROOT / "README.md"
 BEGIN, END = "<!-- made by ./dev bench readme -->\n", "<!-- until here -->\n"
-DEVICE = "cpu-amd-epyc"
+DEVICE, SIZE = "cpu-amd-epyc", "0.5M"
+RECIPES = ("dynamic", "delayed", "rowwise", "blockwise", "mx")
 BESIDE = {  # torchao's recipes beside ours
     "dynamic": {"tensorwise": "tensorwise"},
     "rowwise": {"rowwise": "rowwise", "rowwise_with_gw_hp": "with high-precision dW"},
@@ -36,19 +37,17 @@ def main(argv: Sequence[str]) -> int:
 def table() -> str:
     """The rows, in Markdown."""
     steps = {row["variant"]: float(row["by_bf16"]) for row in _rows("cpu_step")}
-    gaps: dict[str, list[float]] = {}
-    for row in _rows("convergence_summary"):
-        gaps.setdefault(row["recipe"], []).append(float(row["gap_percent"]))
-    del gaps["bf16"]
-    seeds = len(next(iter(gaps.values())))
+    runs = Runs(read("quality"))
     lines = [
-        f"| recipe | final validation loss, mean difference from bf16 over {seeds} seeds "
+        "| recipe | final validation loss above bf16's, mean ± standard error | seeds "
         "| training step on the CPU, bf16 = 1 | torchao's step |",
-        "|---|---|---|---|",
+        "|---|---|---|---|---|",
     ]
-    for recipe, found in gaps.items():
+    for recipe in RECIPES:
         theirs = (f"{steps[f'torchao {name}']:.2f} ({text})" for name, text in BESIDE.get(recipe, {}).items())
-        gap = f"{statistics.mean(found):+.2f} %".replace("-", "\N{MINUS SIGN}")
+        found = runs.gap(recipe, SIZE, OWN)
+        assert found is not None
+        gap = f"{signed(found.mean)} ± {found.error:.2f} % | {len(found.gaps)}"
         step = steps[f"octavo {recipe}"]
         lines.append(f"| `{recipe}` | {gap} | {step:.2f} | {', '.join(theirs)} |".replace("|  |", "| |"))
     return "\n".join(lines) + "\n"
