@@ -47,6 +47,14 @@ class Layers(RuleBasedStateMachine):
         self.subject = sequences.Subject(recipe, stored, dtype)
 
 
+class Experts(RuleBasedStateMachine):
+    """Linear layers of experts, of any recipe."""
+
+    @initialize(recipe=st.sampled_from(list(sequences.RECIPES)), dtype=st.sampled_from((torch.float32, torch.bfloat16)))
+    def begin(self, recipe, dtype):
+        self.subject = sequences.GroupedSubject(recipe, dtype)
+
+
 def _rule(name, arguments):
     def do(self, **arguments):
         getattr(self.subject, name)(**arguments)
@@ -57,6 +65,7 @@ def _rule(name, arguments):
 
 for name, arguments in RULES.items():
     setattr(Layers, name, _rule(name, arguments))
+    setattr(Experts, name, _rule(name, arguments))
 
 
 def examples(count, steps):
@@ -74,6 +83,11 @@ def examples(count, steps):
 @pytest.mark.parametrize("count", [60, pytest.param(2000, marks=pytest.mark.full)])
 def test_a_layer_on_one_device(count):
     run_state_machine_as_test(Layers, settings=examples(count, 30))
+
+
+@pytest.mark.parametrize("count", [15, pytest.param(500, marks=pytest.mark.full)])
+def test_experts_on_one_device(count):
+    run_state_machine_as_test(Experts, settings=examples(count, 30))
 
 
 def play(mesh, recipe, stored, steps):

@@ -91,12 +91,21 @@ WRITES: dict[str, Any] = {  # in place, seen by a counter
 class Subject:
     """The layer; ``mesh``: sharded by fully_shard over its ranks, each of which runs the same sequence."""
 
+    weight_shape: tuple[int, ...] = (OUT, IN)
+
+    def plain(self, dtype: torch.dtype) -> Any:
+        """What convert is given."""
+        return nn.Linear(IN, OUT, dtype=dtype)
+
+    def fresh(self) -> Any:
+        """A layer for the twin."""
+        return octavo.nn.Linear(IN, OUT, recipe=self.layer.recipe)
+
     def __init__(self, recipe: str, stored: bool, dtype: torch.dtype = torch.float32, mesh: Any = None) -> None:
         torch.manual_seed(0)
         self.mesh, self.stored = mesh, stored and recipe in STORABLE
         storage = "fp8" if self.stored else None
-        plain = nn.Linear(IN, OUT, dtype=dtype)
-        model = nn.Sequential(plain)
+        model = nn.Sequential(self.plain(dtype))
         octavo.convert(model, RECIPES[recipe](), select=lambda module, name: True, weight_storage=storage)
         self.layer: Any = model[0]
         self.model: nn.Module = model
@@ -167,7 +176,7 @@ class Subject:
     @torch.enable_grad()
     def twin(self, weight: Tensor) -> Any:
         """A layer that has cast nothing yet, with this weight."""
-        twin: Any = octavo.nn.Linear(IN, OUT, recipe=self.layer.recipe)
+        twin = self.fresh()
         own = weight.detach().clone()
         twin.weight = nn.Parameter(own, requires_grad=self.parameter("weight").requires_grad)
         twin.bias = nn.Parameter(self.whole(self.parameter("bias")).detach().clone())
@@ -354,7 +363,7 @@ class Subject:
     def replace(self) -> None:
         """Another parameter."""
         if self.mesh is None and not self.stored:
-            self.layer.weight = nn.Parameter(self.random(OUT, IN))
+            self.layer.weight = nn.Parameter(self.random(*self.weight_shape))
             known = self.known
             self.moved()
             self.known = self.replaced = known
@@ -363,7 +372,7 @@ class Subject:
         """functional_call with other parameters, and its backward."""
         if self.mesh is not None or self.stored or self.layer.recipe.delayed is not None:
             return
-        given = {"0.weight": nn.Parameter(self.random(OUT, IN)), "0.bias": self.parameter("bias")}
+        given = {"0.weight": nn.Parameter(self.random(*self.weight_shape)), "0.bias": self.parameter("bias")}
         self.run(
             self.random(TOKENS, IN),
             lambda x: torch.func.functional_call(self.model, given, (x,)),
@@ -429,3 +438,31 @@ class Subject:
             self.kept = octavo.nn.KeptWeights(self.model)
         self.kept.cast()
         self.step_scale = None
+
+
+class Routed(octavo.nn.GroupedLinear):
+    """Experts of which each token has one already."""
+
+    def forward(self, input: Tensor) -> Tensor:  # type: ignore[override]
+        """One of the three gets no token."""
+        return super().forward(input, torch.tensor([3, 3, TOKENS], dtype=torch.int32))
+
+
+class GroupedSubject(Subject):
+    """Linear layers of experts."""
+
+    weight_shape = (3, OUT, IN)
+
+    def __init__(self, recipe: str, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(recipe, stored=False, dtype=dtype)
+
+    def plain(self, dtype: torch.dtype) -> Any:
+        """octavo's already."""
+        return Routed(3, IN, OUT, dtype=dtype)
+
+    def fresh(self) -> Any:
+        """A layer for the twin."""
+        return Routed(3, IN, OUT, recipe=self.layer.recipe)
+
+    def keep(self, anew: bool = True) -> None:
+        """KeptWeights keep none of experts."""
