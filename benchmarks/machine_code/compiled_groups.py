@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
+from torch.nn import functional as F
 
 from benchmarks.machine_code.compiled_case import (
     BF16,
@@ -31,8 +33,11 @@ from benchmarks.machine_code.compiled_case import (
     tensor,
 )
 from octavo.granularity import Tile, granularity_of, scale_shape
+from octavo.kernels.arguments import unpacking
 from octavo.kernels.groups import grouped_scale_shape, padded_columns
 from octavo.kernels.triton import KERNELS
+from octavo.kernels.triton.grouped_library import library_grouped_matmul
+from octavo.kernels.triton.grouped_matmul import triton_grouped_matmul
 
 GROUPS = 128
 
@@ -66,6 +71,7 @@ def grouped() -> Iterator[Case]:
     yield _rows(LARGE, MX, MX)
     for tile in (TENSOR, ROW, VECTOR, MX):
         yield _terms(tile)
+    yield _rows(LARGE, ROW, ROW, call=_library)
 
 
 def _cast(
@@ -97,12 +103,28 @@ def _cast(
     return Case("grouped_cast", what, functools.partial(KERNELS["grouped_cast"], *arguments), bits)
 
 
-def _product(what: str, *arguments: Any) -> Case:
-    return Case("grouped_matmul", what, functools.partial(KERNELS["grouped_matmul"], *arguments))
+_TRITON = unpacking({"grouped_matmul": triton_grouped_matmul})["grouped_matmul"]
+_LIBRARY = unpacking({"grouped_matmul": lambda operands, _, fast: library_grouped_matmul(operands, fast)})
+
+
+def _library(*arguments: Any) -> None:
+    """What octavo launches around torch's own product."""
+    with mock.patch.object(F, "scaled_grouped_mm", lambda a, b, *_, **__: a.new_empty(len(a), b.shape[-1], dtype=BF16)):
+        _LIBRARY["grouped_matmul"](*arguments)
+
+
+def _product(what: str, *arguments: Any, call: Callable[..., Any] = _TRITON) -> Case:
+    return Case("grouped_matmul", what, functools.partial(call, *arguments))
 
 
 def _rows(
-    shape: tuple[int, int], a_tile: Tile, b_tile: Tile, K: int = 2048, dtype: torch.dtype = BF16, bias: bool = False
+    shape: tuple[int, int],
+    a_tile: Tile,
+    b_tile: Tile,
+    K: int = 2048,
+    dtype: torch.dtype = BF16,
+    bias: bool = False,
+    call: Callable[..., Any] | None = None,
 ) -> Case:
     M, N = shape
     groups = 8
@@ -113,7 +135,8 @@ def _rows(
     added = torch.empty(groups, N, dtype=dtype) if bias else None
     what = f"{granularity_of(a_tile)} e4m3 . {granularity_of(b_tile)} e4m3 to {name_of(dtype)}{' bias' * bias}"
     arguments = a, scales[0], a_tile, b, scales[1], b_tile, offsets(groups), added, dtype, False
-    return _product(f"{what} [{M}, {N}, {K}], rows in {groups} groups", *arguments)
+    what += f" [{M}, {N}, {K}], rows in {groups} groups{', by torch' * (call is not None)}"
+    return _product(what, *arguments, call=call or _TRITON)
 
 
 def _terms(tile: Tile, N: int = 2048, K: int = 2048, rows: int = 16384) -> Case:

@@ -116,6 +116,7 @@ def _source() -> dict[tuple[str, int], str]:
 
 _BITS = re.compile(r"\.(?:U|S)?(8|16|64|128|256)(?:\.|$)")
 _PRODUCTS = ("matmul_kernel", "rows_in_groups_kernel", "terms_in_groups_kernel")
+_WITHOUT_TILES = ("delayed_update_kernel", "note_faults_kernel", "checked_ends_kernel", "mend_kernel")
 MOST_SPILLS = 0.01  # of all instructions: an address kept on the stack, which the first cache holds, costs no time
 _TENSOR_CORES = {90: "QGMMA", 100: "UTCQMMA"}
 
@@ -196,7 +197,7 @@ def examine(kernel: CompiledKernel, bits: int = 128) -> tuple[dict[str, object],
     wanted = _TENSOR_CORES[kernel.metadata.target.arch]
     if kernel.name in _PRODUCTS and not any(name.startswith(wanted) for name in tensor_core):
         misses.append(f"no {wanted}")
-    if kernel.name not in ("delayed_update_kernel", "note_faults_kernel") and min(loads, default=0) < bits:
+    if kernel.name not in _WITHOUT_TILES and min(loads, default=0) < bits:
         misses.append(f"loads of {sorted(loads) or 'no'} bits")
     updates = kernel.name == "optimizer_step_kernel" and bool(stores)  # some launches only look
     only_reads = kernel.name in ("cast_statistics_kernel", "note_faults_kernel")

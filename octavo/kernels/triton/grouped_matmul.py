@@ -1,4 +1,4 @@
-"""The products of operands in groups, all groups in one launch.
+"""The products of operands in groups: torch's where it serves (grouped_library.py), else all groups in one launch.
 
     rows in groups     a program writes a part of one group's rows (groups.py); whoever is left writes the rows that are
                        in no group
@@ -18,7 +18,8 @@ from torch import Tensor
 from octavo.granularity import ALL
 from octavo.kernels.arguments import GroupedOperands, Pair
 from octavo.kernels.reference.grouped_matmul import grouped_matmul as reference_grouped_matmul
-from octavo.kernels.triton.groups import Grouping, Groups, locate, sizes_of, tiles_of
+from octavo.kernels.triton.grouped_library import is_right, library_grouped_matmul
+from octavo.kernels.triton.groups import Grouping, Groups, fill_part, locate, sizes_of, tiles_of
 from octavo.kernels.triton.launch import Config, config, launch
 from octavo.kernels.triton.matmul import (
     Operand,
@@ -29,19 +30,8 @@ from octavo.kernels.triton.matmul import (
     tiling_of,
     write_part,
 )
-from octavo.kernels.triton.tiles import narrow
 
 _ALL = 1 << 30
-
-
-@triton.jit
-def fill_part(out_ptr, value, rows_end, cols_end, first_m, first_n, M: tl.constexpr, N: tl.constexpr):
-    """Write one value to a part [M, N] of the result [rows_end, cols_end]."""
-    m = first_m + tl.arange(0, M)
-    n = first_n + tl.arange(0, N)
-    part = narrow(tl.zeros([M, N], tl.float32) + value, out_ptr.dtype.element_ty)
-    offsets = m.to(tl.int64)[:, None] * cols_end + n[None, :]
-    tl.store(out_ptr + offsets, part, mask=(m < rows_end)[:, None] & (n < cols_end)[None, :])
 
 
 @triton.jit(do_not_specialize=["heights"])
@@ -135,8 +125,15 @@ def scales_before(group, sizes, before, TILE: tl.constexpr):
 
 def grouped_matmul(operands: GroupedOperands, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
     """``octavo::grouped_matmul``."""
+    if is_right(operands, out_dtype, fast_accum):
+        return library_grouped_matmul(operands, fast_accum)
     if step_along(operands.a.tile, operands.b.tile) == 0:
         return reference_grouped_matmul(operands, out_dtype, fast_accum)
+    return triton_grouped_matmul(operands, out_dtype, fast_accum)
+
+
+def triton_grouped_matmul(operands: GroupedOperands, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
+    """The Triton kernels' product, for tiles whose columns are a multiple of 32, or all."""
     out = operands.a.codes.new_empty(operands.shape, dtype=out_dtype)
     if out.numel() > 0:
         (_rows_in_groups if operands.has_ragged_rows else _terms_in_groups)(operands, out, fast_accum)

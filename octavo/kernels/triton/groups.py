@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from octavo.kernels.triton.tiles import narrow
+
 
 class Groups(NamedTuple):
     """The groups' ends [count], and how many transposed columns and rows of scales there are for them."""
@@ -99,3 +101,13 @@ def locate(groups, index, R, HEIGHT: tl.constexpr, grouping: tl.constexpr):
         size = tl.minimum(tl.maximum(last, 0), R)
         place = Place(0, index * HEIGHT, 0, size, R, 0, 0, 0, R, 0)
     return place
+
+
+@triton.jit
+def fill_part(out_ptr, value, rows_end, cols_end, first_m, first_n, M: tl.constexpr, N: tl.constexpr):
+    """Write one value to a part [M, N] of a result, up to rows_end and cols_end, its width."""
+    m = first_m + tl.arange(0, M)
+    n = first_n + tl.arange(0, N)
+    part = narrow(tl.zeros([M, N], tl.float32) + value, out_ptr.dtype.element_ty)
+    offsets = m.to(tl.int64)[:, None] * cols_end + n[None, :]
+    tl.store(out_ptr + offsets, part, mask=(m < rows_end)[:, None] & (n < cols_end)[None, :])

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from octavo.granularity import Tile
+from octavo.kernels.arguments import unpacking
 from octavo.kernels.groups import of_equal_groups
 from octavo.kernels.reference import KERNELS as REFERENCE
 from tests.support.groups import SIZES, offsets_of, random_sizes
@@ -47,9 +48,14 @@ def terms_in_groups(
     return *laid[0], *laid[1], offsets_of(sizes)
 
 
+def product(kernels: TritonKernels) -> Callable[..., Tensor]:
+    """Triton's, with the op's arguments."""
+    return unpacking({"grouped_matmul": kernels.module("grouped_matmul").triton_grouped_matmul})["grouped_matmul"]
+
+
 def check(kernels: TritonKernels, *args: Any, fast: bool = False) -> Tensor:
     with poisoned_memory():
-        found = kernels.grouped_matmul(*to(kernels.device, args)).cpu()
+        found = product(kernels)(*to(kernels.device, args)).cpu()
     expected = REFERENCE["grouped_matmul"](*args)
     close(found, expected, kernels, fast)
     assert torch.equal(found == 0, expected == 0) or not expected.numel()
@@ -92,12 +98,12 @@ def test_operands_of_any_strides(kernels: TritonKernels) -> None:
 def test_wrong_offsets_make_products_nan(ends: list[int], kernels: TritonKernels) -> None:
     args = rows_in_groups([10, 20, 10], 0, (BLOCK, SQUARE), 24, 144)
     offsets = torch.tensor(ends, dtype=torch.int32)
-    found = kernels.grouped_matmul(*to(kernels.device, (*args[:6], offsets)), None, torch.bfloat16, False)
+    found = product(kernels)(*to(kernels.device, (*args[:6], offsets)), None, torch.bfloat16, False)
     assert found.isnan().all()
     args = terms_in_groups([10, 20, 10], 0, (BLOCK, BLOCK), 24, 144)
     no_room = torch.tensor([40, 60, 80], dtype=torch.int32)  # for the padding, where rows beyond the end may be read
     for wrong in (offsets + 60 * (offsets == 41).int(), no_room):
-        found = kernels.grouped_matmul(*to(kernels.device, (*args[:6], wrong)), None, torch.bfloat16, False, 16)
+        found = product(kernels)(*to(kernels.device, (*args[:6], wrong)), None, torch.bfloat16, False, 16)
         assert found.isnan().all()
 
 

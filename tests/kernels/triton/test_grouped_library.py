@@ -1,0 +1,124 @@
+"""torch's own product of operands in groups: how it is called, what is written after it, and whether it is trusted."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from octavo.kernels.arguments import unpacking
+from octavo.kernels.reference import KERNELS as REFERENCE
+from tests.kernels.triton.test_grouped_matmul import rows_in_groups, terms_in_groups
+from tests.support.groups import SIZES
+from tests.support.product_cases import BLOCK, ROWS, close
+from tests.support.triton_cases import to
+from tests.support.triton_kernels import TritonKernels
+
+pytestmark = pytest.mark.gpu
+
+FORMS = [rows_in_groups, terms_in_groups]
+
+
+def torch_s_product(a: Tensor, b: Tensor, a_scale: Tensor, _: Any, b_scale: Tensor, __: Any, **how: Any) -> Tensor:
+    """What torch documents of scaled_grouped_mm by rows; rows in no group are NaN. Its own checks come first."""
+    offs, fast = how["offs"], how["use_fast_accum"]
+    checked = torch._scaled_grouped_mm(*(t.to("meta") for t in (a, b, a_scale, b_scale)), offs.to("meta"))
+    assert how["output_dtype"] == torch.bfloat16 and not fast
+    out, start = torch.full(checked.shape, float("nan"), dtype=torch.bfloat16), 0
+    for group, end in enumerate(offs.tolist()):
+        part = slice(start, end)
+        if b.ndim == 3:
+            values = a[part].float() @ b[group].float()
+            out[part] = (values * a_scale[part, None] * b_scale[group]).bfloat16()
+        else:
+            of_a, of_b = (scale.view(len(offs), -1)[group] for scale in (a_scale, b_scale))
+            out[group] = ((a[:, part].float() @ b[part].float()) * of_a[:, None] * of_b).bfloat16()
+        start = end
+    return out
+
+
+@contextmanager
+def given_to_torch(product: Any) -> Iterator[None]:
+    with mock.patch.object(F, "scaled_grouped_mm", product):
+        yield
+
+
+def e4m3(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The same with codes of E4M3, which torch's takes."""
+    return args[0].to(torch.float32).clamp(-448, 448).to(torch.float8_e4m3fn), *args[1:]
+
+
+@pytest.fixture
+def emulated(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> TritonKernels:
+    if kernels.device.type == "cuda":
+        pytest.skip("a GPU has its own")
+    monkeypatch.setattr(kernels.module("grouped_library"), "_known", {})
+    return kernels
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("sizes", "rest"), SIZES[1:4], ids=lambda v: str(v)[:20])
+def test_torch_s_product(form: Any, sizes: list[int], rest: int, emulated: TritonKernels) -> None:
+    args = *e4m3(form(sizes, rest, (ROWS, ROWS), 32, 48)), None, torch.bfloat16, False, 16
+    calls = mock.Mock(side_effect=torch_s_product)
+    with given_to_torch(calls):
+        found = emulated.grouped_matmul(*args)
+    assert calls.call_count == (2 if args[0].numel() else 1)  # the first is the question whether it is right
+    close(found, REFERENCE["grouped_matmul"](*args), emulated)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_wrong_offsets_are_not_given_to_torch(form: Any, emulated: TritonKernels) -> None:
+    args = e4m3(form([10, 20, 10], 0, (ROWS, ROWS), 32, 48))
+    with given_to_torch(torch_s_product):
+        for ends in ([30, 10, 40], [10, 20, 1 << 20]):
+            offsets = torch.tensor(ends, dtype=torch.int32)
+            found = emulated.grouped_matmul(*args[:6], offsets, None, torch.bfloat16, False, 16)
+            assert found.isnan().all()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_wrong_product_is_left_alone(form: Any, emulated: TritonKernels) -> None:
+    def wrong(*args: Any, **how: Any) -> Tensor:
+        """As where scales are read in another order."""
+        return torch_s_product(*args, **how).flip(-1)
+
+    def missing(*args: Any, **how: Any) -> Tensor:
+        raise NotImplementedError("not on this device")
+
+    args = *e4m3(form([10, 0, 23], 2, (ROWS, ROWS), 32, 48)), None, torch.bfloat16, False, 16
+    for product in (wrong, missing):
+        emulated.module("grouped_library")._known.clear()
+        with given_to_torch(product):
+            close(emulated.grouped_matmul(*args), REFERENCE["grouped_matmul"](*args), emulated)
+
+
+def test_what_torch_does_not_take(kernels: TritonKernels) -> None:
+    library = kernels.module("grouped_library")
+    takes = unpacking({"grouped_matmul": lambda operands, dtype, fast: library.takes(operands, dtype)})
+    args = e4m3(rows_in_groups([10, 0, 23], 2, (ROWS, ROWS), 32, 48))
+    terms = e4m3(terms_in_groups([10, 0, 23], 2, (ROWS, ROWS), 32, 48))
+    how = None, torch.bfloat16, False
+    taken = takes["grouped_matmul"]
+    assert taken(*args, *how) and taken(*terms, *how, 16)
+    assert not taken(*args, torch.ones(3, 32), *how[1:])
+    assert not taken(*args, None, torch.float32, False)
+    assert not taken(*terms, *how, 8)
+    for other in (
+        rows_in_groups([10, 0, 23], 2, (ROWS, ROWS), 32, 48),  # E5M2
+        e4m3(rows_in_groups([10, 0, 23], 2, (BLOCK, ROWS), 32, 48)),
+        e4m3(rows_in_groups([10, 0, 23], 2, (ROWS, ROWS), 24, 48)),
+        (args[0].t().contiguous().t(), *args[1:]),
+    ):
+        assert not taken(*other, *how)
+
+
+def test_a_gpu_asks_once(kernels: TritonKernels) -> None:
+    if kernels.device.type != "cuda":
+        pytest.skip("needs a GPU")
+    args = *e4m3(rows_in_groups([40, 0, 230], 2, (ROWS, ROWS), 256, 512)), None, torch.bfloat16, False
+    close(kernels.grouped_matmul(*to(kernels.device, args)).cpu(), REFERENCE["grouped_matmul"](*args), kernels)
