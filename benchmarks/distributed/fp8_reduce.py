@@ -1,0 +1,248 @@
+"""What FP8 on the wire does to averaged gradients and to a run: docs/study/gradient-reduction.md.
+
+A byte-level GPT of 139,000 parameters in float32, on Python's standard library; ranks are simulated in one process. Two
+results, whose tables ``--study`` writes into the page:
+
+results/fp8_reduce-<device>.csv, over 2 to 64 ranks, at weights after some steps of training:
+    error        |e| / |mean|, percent, root mean square over steps: e is the result less the mean in float64
+    of_a_rank    |e| by the root mean square of the ranks' |gradient|, percent
+    a_tensor     the largest over parameters of |e| / |mean|, percent, root mean square over steps
+    alike        ``error`` where all ranks have the first rank's gradients
+    summed       |sum of e| / |sum of means| over the steps, percent
+    noise        |mean less the true one| / |mean|, percent: what the ranks' batches leave, estimated from their scatter
+results/fp8_reduce_training-<device>.csv: a run's final validation loss, on 4 ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.common.measure import ROOT, UNCOMMITTED, commit, provenance, table, write_results
+from benchmarks.distributed.fp8_reduce_ranks import BASELINES, SENT_ALONE, Average, in_float32, variants
+from benchmarks.training.quality_study import markdown, read, signed
+from octavo.train import BASELINE, GPT, Batches, ModelConfig, load_corpus, next_byte_loss
+from octavo.train.trainer import build_model
+
+TAKES = "30 minutes"
+MEASURES = ("octavo/distributed/fp8_reduce.py", "octavo/kernels/reference/cast.py", "octavo/numerics.py")
+
+PAGE = ROOT / "docs/study/gradient-reduction.md"
+BEGIN, END = "<!-- made by ./dev bench fp8_reduce --study: {} -->\n", "<!-- until here -->"
+MODEL = ModelConfig(width=64, layers=2, heads=2, context=64)
+WINDOWS, VALIDATION = 4, 1024  # sequences of a rank's batch; of the final validation
+RANKS = (2, 4, 8, 16, 32, 64)
+TRAINED_ON = 4  # ranks
+LR = 1.5e-3
+Row = dict[str, Any]
+
+
+class Run:
+    """A model, and its gradients on as many ranks as there are batches."""
+
+    def __init__(self, seed: int, steps: int) -> None:
+        self.model: GPT = build_model(MODEL, BASELINE, seed)
+        self.parameters = [*self.model.parameters()]
+        self.sizes = [parameter.numel() for parameter in self.parameters]
+        self.batches = Batches(load_corpus(), MODEL.context, WINDOWS, seed)
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=LR, betas=(0.9, 0.95), weight_decay=0.1)
+        warmup = max(steps // 10, 1)
+        rule = lambda step: min((step + 1) / warmup, 0.505 + 0.495 * math.cos(math.pi * min(step / steps, 1)))  # noqa: E731
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, rule)
+
+    def gradients(self, step: int, ranks: int) -> list[Tensor]:
+        """Each rank's, flat; a rank's batch is the same however many ranks there are."""
+        found = []
+        for rank in range(ranks):
+            inputs, targets = self.batches.training(step * max(RANKS) + rank)
+            loss = next_byte_loss(self.model(inputs), targets)
+            found.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, self.parameters)]))
+        return found
+
+    def update(self, flat: Tensor) -> None:
+        for parameter, part in zip(self.parameters, flat.split(self.sizes), strict=True):
+            parameter.grad = part.view_as(parameter)
+        torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        self.optimizer.step()
+        self.schedule.step()
+
+    def validation_loss(self, windows: int) -> float:
+        with torch.no_grad():
+            losses = [(len(x), float(next_byte_loss(self.model(x), y))) for x, y in self.batches.validation(windows)]
+        return sum(count * loss for count, loss in losses) / sum(count for count, _ in losses)
+
+
+class Errors:
+    """What a variant's results differ from float64's."""
+
+    def __init__(self, average: Average, alike: Average) -> None:
+        self.average, self.on_alike = average, alike
+        self.squares: dict[str, float] = dict.fromkeys(("error", "of_a_rank", "a_tensor", "alike"), 0.0)
+        self.summed: Tensor | float = 0.0
+
+    def add(self, flats: Sequence[Tensor], mean: Tensor, a_rank: float, sizes: Sequence[int]) -> None:
+        error = self.average(flats).double() - mean
+        self.summed = self.summed + error
+        first = flats[0].double()
+        alike = float((self.on_alike([flats[0]] * len(flats)).double() - first).norm() / first.norm())
+        square = float(error.norm()) ** 2
+        self.squares["error"] += square / float(mean.norm()) ** 2
+        self.squares["of_a_rank"] += square / a_rank**2
+        self.squares["alike"] += alike**2
+        tensors = zip(error.split([*sizes]), mean.split([*sizes]), strict=True)
+        self.squares["a_tensor"] += max(float(own.norm() / of.norm()) ** 2 for own, of in tensors)
+
+
+def errors(steps: int, warmup: int, all_ranks: Sequence[int]) -> Iterator[Row]:
+    """Rows of the first result."""
+    run = Run(0, 4 * (warmup + steps))
+    for step in range(warmup):
+        run.update(in_float32(run.gradients(step, TRAINED_ON)))
+    kinds = variants(run.sizes)
+    found = {(ranks, name): Errors(make(), make()) for ranks in all_ranks for name, make in kinds.items()}
+    means: dict[int, Tensor | float] = dict.fromkeys(all_ranks, 0.0)
+    noise = dict.fromkeys(all_ranks, 0.0)
+    for step in range(warmup, warmup + steps):
+        drawn = run.gradients(step, max(all_ranks))
+        for ranks in all_ranks:
+            flats = drawn[:ranks]
+            exact = torch.stack(flats).double()
+            mean, a_rank = exact.mean(0), float(exact.square().sum(1).mean().sqrt())
+            means[ranks] = means[ranks] + mean
+            scatter = float((exact - mean).square().sum()) / (ranks * (ranks - 1))
+            noise[ranks] += scatter / float(mean.square().sum())
+            for name in kinds:
+                found[ranks, name].add(flats, mean, a_rank, run.sizes)
+        run.update(in_float32(drawn))
+        print(f"step {step + 1 - warmup} of {steps}", flush=True)
+    for (ranks, name), own in found.items():
+        numbers = {key: 100 * math.sqrt(square / steps) for key, square in own.squares.items()}
+        numbers["summed"] = 100 * float(torch.as_tensor(own.summed).norm() / torch.as_tensor(means[ranks]).norm())
+        numbers["noise"] = 100 * math.sqrt(noise[ranks] / steps)
+        yield {"ranks": ranks, "variant": name, "steps": steps} | {k: f"{v:.4g}" for k, v in numbers.items()}
+
+
+def trained(name: str, seed: int, steps: int, windows: int) -> Row:
+    """A row of the second result."""
+    run = Run(seed, steps)
+    average = variants(run.sizes)[name]()
+    for step in range(steps):
+        run.update(average(run.gradients(step, TRAINED_ON)))
+    loss = run.validation_loss(windows)
+    return {"variant": name, "seed": seed, "ranks": TRAINED_ON, "steps": steps, "val_loss": f"{loss:.6f}"}
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+def gaps(rows: Sequence[Mapping[str, str]]) -> dict[str, tuple[float, float, int]]:
+    """By variant: (mean over seeds of the gap from bf16, percent; its standard error; seeds).
+
+    All runs are taken to scatter alike about effects of variant and seed that add, bf16's two ways being one variant.
+    """
+    logs = {(row["variant"], row["seed"]): math.log(float(row["val_loss"])) for row in rows}
+    effects = [{"bf16" if name in BASELINES else name, f"seed {seed}"} for name, seed in logs]
+    columns = sorted(set[str]().union(*effects))
+    design = torch.tensor([[float(column in own) for column in columns] for own in effects], dtype=torch.float64)
+    values = torch.tensor([*logs.values()], dtype=torch.float64)
+    freedom = len(values) - int(torch.linalg.matrix_rank(design))
+    rest = values - design @ torch.linalg.pinv(design) @ values
+    deviation = 100 * math.sqrt(float(rest.square().sum()) / freedom) if freedom else math.nan
+    found = {}
+    for name in dict.fromkeys(name for name, _ in logs):
+        seeds = [seed for own, seed in logs if own == name and ("bf16", seed) in logs]
+        bases = [[logs[base, seed] for base in BASELINES if (base, seed) in logs] for seed in seeds]
+        differences = [
+            100 * (math.exp(logs[name, seed] - sum(base) / len(base)) - 1)
+            for seed, base in zip(seeds, bases, strict=True)
+        ]
+        if name not in BASELINES and seeds:
+            variance = sum(1 + 1 / len(base) for base in bases) / len(seeds) ** 2
+            found[name] = sum(differences) / len(seeds), deviation * math.sqrt(variance), len(seeds)
+    return found
+
+
+def by_ranks(column: str, names: Sequence[str] | None = None) -> str:
+    """A column of the first result, ranks across."""
+    found = {(row["variant"], row["ranks"]): float(row[column]) for row in read("fp8_reduce")}
+    ranks = sorted({ranks for _, ranks in found}, key=int)
+    chosen = [name for name in dict.fromkeys(name for name, _ in found) if names is None or name in names]
+    lines = [[name, *(f"{found[name, own]:.3g}" for own in ranks)] for name in chosen if name != "bf16, ranks reversed"]
+    return markdown(["ranks", *ranks], lines)
+
+
+def noise_table() -> str:
+    """What the batches leave, beside the error of E4M3."""
+    found = {row["ranks"]: row for row in read("fp8_reduce") if row["variant"] == "E4M3"}
+    cells = [[f"{float(row[column]):.3g}" for row in found.values()] for column in ("noise", "error")]
+    return markdown(["ranks", *found], [["the batches", *cells[0]], ["E4M3", *cells[1]]])
+
+
+def training_table() -> str:
+    """Gaps from bf16."""
+    lines = [
+        [name, str(seeds), f"{signed(gap)} ± {error:.2f}"]
+        for name, (gap, error, seeds) in gaps(read("fp8_reduce_training")).items()
+    ]
+    return markdown(["reduction", "seeds", "validation loss above bf16's, %"], lines)
+
+
+TABLES = {
+    "error": lambda: by_ranks("error"),
+    "tensor": lambda: by_ranks("a_tensor"),
+    "of a rank": lambda: by_ranks("of_a_rank", SENT_ALONE),
+    "alike": lambda: by_ranks("alike", ("E4M3", "E4M3, stochastic", *SENT_ALONE)),
+    "summed": lambda: by_ranks("summed"),
+    "noise": noise_table,
+    "training": training_table,
+}
+
+
+def filled(text: str) -> str:
+    """The page with its tables made anew."""
+    for name, made in TABLES.items():
+        before, begin, rest = text.partition(BEGIN.format(name))
+        if begin:
+            text = before + begin + made() + END + rest.partition(END)[2]
+    return text
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks fp8_reduce", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--steps", type=int, default=400, help="of a run")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--part", choices=("errors", "training"), help="one of the two results alone")
+    parser.add_argument("--toy", action="store_true", help="a few steps, written nowhere but to --output")
+    parser.add_argument("--output", type=Path, help="another folder for the results")
+    parser.add_argument("--study", action="store_true", help="write the page's tables instead")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    if options.study:
+        PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+        return 0
+    folder = options.output or (UNCOMMITTED if options.toy or commit().endswith("+") else None)
+    if options.part != "training":
+        made = [*(errors(2, 2, (2, 4)) if options.toy else errors(8, 200, RANKS))]
+        print(table(made))
+        _write("fp8_reduce", made, folder)
+    if options.part != "errors":
+        steps, windows = (3, 8) if options.toy else (options.steps, VALIDATION)
+        names, made = [name for name in variants([]) if name not in SENT_ALONE], []
+        for seed in range(options.seeds):
+            for name in names:
+                made.append(trained(name, seed, steps, windows))
+                print(*made[-1].values(), flush=True)
+                _write("fp8_reduce_training", made, folder)
+    return 0
+
+
+def _write(subject: str, rows: Sequence[Row], folder: Path | None) -> None:
+    origin = provenance()
+    path = None if folder is None else folder / f"{subject}-{origin['device']}.csv"
+    write_results(subject, rows, path, None)

@@ -1,0 +1,130 @@
+"""Ranks simulated in one process, whose gradients are averaged as octavo.distributed.fp8_reduce does, or others do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from octavo import E4M3, E5M2, PerTensor, kernels
+from octavo.distributed import Fp8Reduction
+from octavo.distributed.fp8_reduce import MEAN, SENT
+from octavo.granularity import ALL
+from octavo.numerics import scale_from_amax
+
+Average = Callable[[Sequence[Tensor]], Tensor]  # of each rank's flat gradients [N] float32, all ranks' result
+SATURATED = 1e-5  # the share of saturated elements above which MS-AMP halves mu
+
+
+class InFp8:
+    """Fp8Reduction on every rank: what its hook gives on as many processes, bit for bit."""
+
+    def __init__(self, **options: Any) -> None:
+        self.reduction = Fp8Reduction(**options)
+        self.lost: tuple[Tensor, Tensor] | None = None  # of what ranks sent [n, n, S], of means [n, S]
+
+    def __call__(self, flats: Sequence[Tensor]) -> Tensor:
+        reduction, ranks, count = self.reduction, len(flats), len(flats[0])
+        reduction.calls += 1
+        width = -(-count // ranks)
+        parts = torch.stack([F.pad(flat, (0, ranks * width - count)).view(ranks, width) for flat in flats])
+        if reduction.error_feedback:
+            if self.lost is None:
+                self.lost = torch.zeros_like(parts), torch.zeros(ranks, width)
+            parts += self.lost[0]
+        agreed = None
+        if reduction.granularity == PerTensor():
+            agreed = reduction.scale_of(kernels.amax(parts.view(1, -1), (ALL, ALL)))
+        sent = torch.stack([reduction.pack(part, agreed, rank, SENT) for rank, part in enumerate(parts)])
+        means = torch.empty(ranks, width)
+        for rank in range(ranks):  # the owner
+            values = reduction.unpack(sent[:, rank].contiguous(), width, torch.float32, agreed)
+            means[rank] = values.sum(0).div_(ranks)
+        if self.lost is not None:
+            for part, own, left in zip(parts, sent, self.lost[0], strict=True):
+                torch.sub(part, reduction.unpack(own, width, torch.float32, agreed), out=left)
+            means += self.lost[1]
+        if reduction.gather_dtype is None:
+            rows = [reduction.pack(means[rank : rank + 1], agreed, rank, MEAN) for rank in range(ranks)]
+            gathered = reduction.unpack(torch.cat(rows), width, torch.float32, agreed)
+        else:
+            gathered = means.to(reduction.gather_dtype).to(torch.float32)
+        if self.lost is not None:
+            torch.sub(means, gathered, out=self.lost[1])
+        return gathered.view(-1)[:count]
+
+
+def in_bf16(flats: Sequence[Tensor]) -> Tensor:
+    """DDP's division and a ring's sum, both rounded to bf16 at each rank."""
+    total = torch.zeros_like(flats[0], dtype=torch.bfloat16)
+    for flat in flats:
+        total += (flat.to(torch.bfloat16)) / len(flats)
+    return total.to(torch.float32)
+
+
+def in_bf16_backwards(flats: Sequence[Tensor]) -> Tensor:
+    """The same, from the last rank to the first: another run by its last bits."""
+    return in_bf16(flats[::-1])
+
+
+def in_float32(flats: Sequence[Tensor]) -> Tensor:
+    """The mean."""
+    return torch.stack([*flats]).mean(0)
+
+
+class SumsInFp8:
+    """As MS-AMP: E4M3, a scale a tensor for all ranks, the smallest of theirs times mu, and partial sums in FP8 too.
+
+    mu starts at its best: as large as it may be for the first gradients. Then it doubles in 1,000 steps.
+
+    Args:
+        sizes: elements of each parameter.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.sizes, self.mu = sizes, [1.0] * len(sizes)
+
+    def __call__(self, flats: Sequence[Tensor]) -> Tensor:
+        tensors = zip(*(flat.split([*self.sizes]) for flat in flats), strict=True)
+        return torch.cat([self._tensor(number, own) for number, own in enumerate(tensors)])
+
+    def _tensor(self, number: int, own: Sequence[Tensor]) -> Tensor:
+        largest = torch.stack([part.abs().max() for part in own]).max()
+        scale = scale_from_amax(largest, E4M3.max, False, 0)
+        self.mu[number] *= 2 ** (1 / 1000)
+        while True:
+            factor, total = scale * self.mu[number], torch.zeros_like(own[0])
+            for part in own:
+                total = (total + (part * factor).to(E4M3.dtype).float()).clamp_(-E4M3.max, E4M3.max)
+                total = total.to(E4M3.dtype).float()
+            if float((total.abs() == E4M3.max).float().mean()) <= max(SATURATED, 1 / len(total)):
+                return total / (factor * len(own))
+            self.mu[number] /= 2
+
+
+def variants(sizes: Sequence[int]) -> dict[str, Callable[[], Average]]:
+    """All that is compared, made anew for each run."""
+    return {
+        "bf16": lambda: in_bf16,
+        "bf16, ranks reversed": lambda: in_bf16_backwards,
+        "float32": lambda: in_float32,
+        "E4M3": InFp8,
+        "E4M3, stochastic": lambda: InFp8(stochastic=True),
+        "E4M3, error feedback": lambda: InFp8(error_feedback=True),
+        "E4M3, mean in bf16": lambda: InFp8(gather_dtype=torch.bfloat16),
+        "E4M3, one scale a bucket": lambda: InFp8(granularity=PerTensor()),
+        "E4M3, one scale a tensor, FP8 sums": lambda: SumsInFp8(sizes),
+        "E5M2": lambda: InFp8(format=E5M2),
+        "E5M2, stochastic": lambda: InFp8(format=E5M2, stochastic=True),
+        "E5M2, error feedback": lambda: InFp8(format=E5M2, error_feedback=True),
+        # the first rounding alone
+        "E4M3, mean in float32": lambda: InFp8(gather_dtype=torch.float32),
+        "E4M3, stochastic, mean in float32": lambda: InFp8(stochastic=True, gather_dtype=torch.float32),
+    }
+
+
+SENT_ALONE = ("E4M3, mean in float32", "E4M3, stochastic, mean in float32")
+BASELINES = ("bf16", "bf16, ranks reversed")
