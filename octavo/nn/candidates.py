@@ -134,7 +134,9 @@ def expert_weights(module: nn.Module) -> dict[str, nn.Parameter]:
     """The 3-D parameters of another library's module of no known kind, experts' weights perhaps, by name."""
     if type(module).__module__.startswith("torch.nn.") or isinstance(module, RecipeModule) or keys_of(module):
         return {}  # a convolution's, a bilinear form's; or experts that convert takes
-    return {name: p for name, p in module.named_parameters(recurse=False) if p.ndim == 3 and p.is_floating_point()}
+    found = module.named_parameters(recurse=False)
+    # one of size 1 is an embedding that is added to all of a batch
+    return {name: p for name, p in found if p.ndim == 3 and p.is_floating_point() and 1 not in p.shape}
 
 
 def why_left_alone(module: nn.Module) -> str | None:
