@@ -97,10 +97,12 @@ class SumsInFp8:
         self.mu[number] *= 2 ** (1 / 1000)
         while True:
             factor, total = scale * self.mu[number], torch.zeros_like(own[0])
+            saturates = torch.zeros_like(total, dtype=torch.bool)
             for part in own:
-                total = (total + (part * factor).to(E4M3.dtype).float()).clamp_(-E4M3.max, E4M3.max)
-                total = total.to(E4M3.dtype).float()
-            if float((total.abs() == E4M3.max).float().mean()) <= max(SATURATED, 1 / len(total)):
+                total = total + (part * factor).to(E4M3.dtype).float()
+                saturates |= ~(total.abs() <= E4M3.max)  # what is cast alone overflows to NaN
+                total = total.clamp_(-E4M3.max, E4M3.max).to(E4M3.dtype).float()
+            if float(saturates.float().mean()) <= SATURATED:
                 return total / (factor * len(own))
             self.mu[number] /= 2
 
