@@ -69,6 +69,7 @@ def grouped() -> Iterator[Case]:
         yield _rows(shape, VECTOR, SQUARE)
     yield _rows(LARGE, ROW, ROW, dtype=FP32, bias=True)
     yield _rows(LARGE, MX, MX)
+    yield _rows((16384, 4096), VECTOR, SQUARE)
     for tile in (TENSOR, ROW, VECTOR, MX):
         yield _terms(tile)
     yield _rows(LARGE, ROW, ROW, call=_library)

@@ -36,7 +36,10 @@ from benchmarks.machine_code.machine_code import instructions, loops, resources
 from benchmarks.machine_code.offline import SHARED_MEMORY, offline
 from benchmarks.machine_code.predictions import DEVICES
 from octavo.granularity import Tile, scale_shape
-from octavo.kernels.arguments import Operands, Pair
+from octavo.kernels.arguments import GroupedOperands, Operands, Pair
+from octavo.kernels.groups import grouped_scale_shape, padded_columns
+from octavo.kernels.triton.grouped_matmul import grouped_config, triton_grouped_matmul
+from octavo.kernels.triton.launch import Config
 from octavo.kernels.triton.matmul import product_config, step_along, triton_matmul
 
 TAKES = "20 seconds"
@@ -48,7 +51,12 @@ TILES = {
     "1x128 . 128x128": (VECTOR, SQUARE),
     "1x128 . 1x128": (VECTOR, VECTOR),
     "1x32 . 1x32": (MX, MX),
+    "rows . rows, rows in groups": (ROW, ROW),
+    "rows . rows, terms in groups": (ROW, ROW),
+    "1x128 . 128x128, rows in groups": (VECTOR, SQUARE),
+    "1x128 . 1x128, terms in groups": (VECTOR, VECTOR),
 }
+GROUPS = 8  # of equal sizes, whole tiles
 SHAPES = ((4096, 4096, 4096), (8192, 8192, 8192))
 AIM = 1000.0  # TFLOP/s of 1x128 . 128x128 on an H200
 SHARED_BANDWIDTH = 128  # bytes a clock and multiprocessor
@@ -73,14 +81,50 @@ def operand(rows: int, columns: int, tile: Tile) -> Pair:
     return Pair(codes, torch.empty(scale_shape(codes.shape, tile)), tile)
 
 
+class Work(NamedTuple):
+    """What a product's programs do, all of one tile and as many steps."""
+
+    config: Config
+    programs: int
+    terms: int  # of a program's sums
+    read: int  # bytes of codes, once each
+
+
+def launched(name: str, shape: tuple[int, int, int]) -> Work:
+    """Launch a product at a shape: M, N and K of all groups together."""
+    (M, N, K), (a_tile, b_tile) = shape, TILES[name]
+    _, _, form = name.partition(", ")
+    a, b = operand(M, K, a_tile), operand(N, K, b_tile)
+    groups = GROUPS if form else 1
+    offsets = torch.empty(groups, dtype=torch.int32)
+    if form == "rows in groups":
+        codes = tensor((groups, N, K), E4M3)
+        b = Pair(codes, torch.empty(scale_shape(codes.shape, b_tile)), b_tile)
+        triton_grouped_matmul(GroupedOperands(a, b, offsets, None), torch.bfloat16, False)
+        config, parts, terms, read = grouped_config(a, b, (M, N), groups), 1, K, (M + groups * N) * K
+    elif form:
+        columns = padded_columns(K, groups, 16)
+        a, b = (
+            Pair(
+                tensor((rows, columns), E4M3), torch.empty(grouped_scale_shape((K, rows), groups, tile[::-1])).t(), tile
+            )
+            for rows, tile in ((M, a_tile), (N, b_tile))
+        )
+        triton_grouped_matmul(GroupedOperands(a, b, offsets, None, 16), torch.bfloat16, False)
+        config, parts, terms, read = grouped_config(a, b, (M, N)), groups, K // groups, (M + N) * K
+    else:
+        operands = Operands(a, b, None)
+        triton_matmul(operands, torch.bfloat16, False)
+        config, parts, terms, read = product_config("matmul", a_tile, b_tile, (M, N)), 1, K, (M + N) * K
+    return Work(config, parts * -(-M // config.block_r) * -(-N // config.block_c), terms, read)
+
+
 def row_of(name: str, shape: tuple[int, int, int], capability: int) -> dict[str, object]:
     """A product at a shape."""
-    (M, N, K), (a_tile, b_tile), device, peak = shape, TILES[name], DEVICES[capability], PEAKS[capability]
-    operands = Operands(operand(M, K, a_tile), operand(N, K, b_tile), None)
+    (a_tile, b_tile), device, peak = TILES[name], DEVICES[capability], PEAKS[capability]
     with offline(capability) as launches:
-        config = product_config("matmul", operands)
-        triton_matmul(operands, torch.bfloat16, False)
-    ((kernel, grid, _),) = launches
+        config, programs, terms, codes = launched(name, shape)
+    ((kernel, *_),) = launches
     tile_m, tile_n, step = config.block_r, config.block_c, step_along(a_tile, b_tile)
     loop = next(loop for loop in loops(kernel) if any(re.match("QGMMA|UTCQMMA", i.name) for i in loop))
     counts, used = Counter(i.name.partition(".")[0] for i in loop), resources(kernel)
@@ -88,21 +132,20 @@ def row_of(name: str, shape: tuple[int, int, int], capability: int) -> dict[str,
     multiplied = tile_n // (2 if config.num_warps > 8 else 1)  # columns of one product
     read = max(1, tile_m // peak.rows) * (tile_n // multiplied) * (peak.rows + multiplied) * step
     arriving = (tile_m + tile_n) * step
-    programs = math.prod(grid)
     registers = -(-used["REG"] // 8) * 8
     held = min(
         65536 // (registers * 32 * config.num_warps), SHARED_MEMORY[capability] // (kernel.metadata.shared + 1024)
     )
     at_a_time = min(programs, held * device.multiprocessors)
-    fits = (M + N) * K <= peak.l2_bytes
-    high = min(8, -(-M // tile_m))
-    shared_by_all = (M + N) * K / programs if fits else (high * tile_m + at_a_time / high * tile_n) * K / at_a_time
+    high = min(8, -(-shape[0] // tile_m))
+    of_a_time = (high * tile_m + at_a_time / high * tile_n) * terms / at_a_time
+    shared_by_all = codes / programs if codes <= peak.l2_bytes else of_a_time
     clocks = {
         "tensor cores": product_flop(tile_m, tile_n, step) / peak.flop,
         "shared memory": (read + arriving) / SHARED_BANDWIDTH,
         "issue": config.num_warps * len(loop) / 4,
         "L2": arriving / peak.l2,
-        "memory": shared_by_all / K * step / (device.bandwidth / device.multiprocessors / peak.clock),
+        "memory": shared_by_all / terms * step / (device.bandwidth / device.multiprocessors / peak.clock),
     }
     limiter = max(clocks, key=lambda resource: clocks[resource])
     serial = max(clocks["tensor cores"], clocks["shared memory"]) + clocks["issue"] / held
@@ -110,7 +153,7 @@ def row_of(name: str, shape: tuple[int, int, int], capability: int) -> dict[str,
     waves = math.ceil(programs / device.multiprocessors)
 
     def tflops(clocks_a_step: float) -> float:
-        seconds = waves * (-(-K // step) * clocks_a_step + ends) / peak.clock + device.launch
+        seconds = waves * (-(-terms // step) * clocks_a_step + ends) / peak.clock + device.launch
         return product_flop(*shape) / seconds / 1e12
 
     return {

@@ -10,6 +10,8 @@ which waits for the groups' sizes.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -26,12 +28,16 @@ from octavo.kernels.triton.matmul import (
     Product,
     operand_of,
     place_of_program,
+    product_config,
     step_along,
     tiling_of,
     write_part,
 )
 
 _ALL = 1 << 30
+
+
+LARGE_GROUP = 1024  # rows
 
 
 @triton.jit(do_not_specialize=["heights"])
@@ -59,15 +65,14 @@ def rows_in_groups_kernel(
         value = tl.where(is_wrong, float("nan"), 0.0)
         fill_part(out_ptr, value, a.rows, b.rows, place.start + place.first, first_n, BLOCK_M, BLOCK_N)
     else:
-        # rows count from the first group's, as pointers that are not moved need no registers
         group = place.group.to(tl.int64)
-        end = place.start + place.size
-        mine = part_of(a, a.ptr, end, place.start, place.scale_row * a.scale_stride_r)
-        theirs = part_of(b, b.ptr + group * b_stride, b.rows, 0, place.group * b_scale_stride)
+        start = place.start.to(tl.int64)
+        mine = part_of(a, start * a.stride, place.size, place.scale_row * a.scale_stride_r)
+        theirs = part_of(b, group * b_stride, b.rows, place.group * b_scale_stride)
         bias = bias_ptr
         if bias_ptr is not None:
             bias = bias_ptr + group * b.rows
-        write_part(Product(mine, theirs, bias, K), out_ptr, place.start + place.first, first_n, tiling)
+        write_part(Product(mine, theirs, bias, K), out_ptr + start * b.rows, place.first, first_n, tiling)
 
 
 @triton.jit
@@ -100,16 +105,16 @@ def terms_in_groups_kernel(
         before = tl.arange(0, grouping.width) < group
         start = tl.multiple_of(tl.sum(tl.where(before, tiles, 0), 0) * PAD, PAD)
         terms = tl.multiple_of(tl.sum(tl.where(tl.arange(0, grouping.width) == group, tiles, 0), 0) * PAD, PAD)
-        mine = part_of(a, a.ptr + start, a.rows, 0, scales_before(group, sizes, before, A_COLS) * a.scale_stride_c)
-        theirs = part_of(b, b.ptr + start, b.rows, 0, scales_before(group, sizes, before, B_COLS) * b.scale_stride_c)
+        mine = part_of(a, start, a.rows, scales_before(group, sizes, before, A_COLS) * a.scale_stride_c)
+        theirs = part_of(b, start, b.rows, scales_before(group, sizes, before, B_COLS) * b.scale_stride_c)
         write_part(Product(mine, theirs, None, terms), out_ptr, first_m, first_n, tiling)
 
 
 @triton.jit
-def part_of(operand, ptr, rows, first_row, first_scale):
-    """An operand from another code on, up to these rows, of which first_row has the scale first_scale."""
-    _, _, stride, scale_inv, stride_r, stride_c, _, _ = operand
-    return Operand(ptr, rows, stride, scale_inv, stride_r, stride_c, first_row, first_scale)
+def part_of(operand, first, rows, first_scale):
+    """An operand from its code ``first`` and its scale ``first_scale`` on, of so many rows."""
+    _, _, stride, scale_inv, stride_r, stride_c, _ = operand
+    return Operand(operand.ptr + first, rows, stride, scale_inv, stride_r, stride_c, first_scale)
 
 
 @triton.jit
@@ -145,7 +150,7 @@ def _rows_in_groups(operands: GroupedOperands, out: Tensor, fast_accum: bool) ->
     codes = b.codes if b.codes.stride(2) == 1 else b.codes.contiguous()
     count, N, K = codes.shape
     first = operand_of(Pair(codes[0], b.scale_inv[0], b.tile))
-    chosen = _config_of(a, b, a.codes.shape[0] * N)
+    chosen = grouped_config(a, b, (a.codes.shape[0], N), count)
     heights = a.codes.shape[0] // chosen.block_r + count + 1
     programs = heights * -(-N // chosen.block_c)
     if bias is not None and out.dtype is torch.bfloat16:
@@ -170,7 +175,7 @@ def _rows_in_groups(operands: GroupedOperands, out: Tensor, fast_accum: bool) ->
 def _terms_in_groups(operands: GroupedOperands, out: Tensor, fast_accum: bool) -> None:
     a, b, offsets, _, pad = operands
     count, N, K = out.shape
-    chosen = _config_of(a, b, N * K)
+    chosen = grouped_config(a, b, (N, K))
     cols = [_ALL if tile[1] == ALL else tile[1] for tile in (a.tile, b.tile)]
     arguments = (
         operand_of(a),
@@ -184,10 +189,18 @@ def _terms_in_groups(operands: GroupedOperands, out: Tensor, fast_accum: bool) -
     launch(terms_in_groups_kernel, programs, arguments, chosen.num_warps, True, chosen.tiles)
 
 
-def _config_of(a: Pair, b: Pair, elements: int) -> Config:
-    """As of other products, but none higher than 128 rows: of each group's last part, half is beyond its end."""
+def grouped_config(a: Pair, b: Pair, shape: tuple[int, int], groups: int = 1) -> Config:
+    """As of other products; but of groups of few rows parts are 128 high, as half of a group's last is beyond its end.
+
+    Args:
+        a, b: as of a product.
+        shape: of a product, or of all that share the rows.
+        groups: that share the rows.
+    """
+    if shape[0] >= LARGE_GROUP * groups:
+        return product_config("matmul", a.tile, b.tile, shape)
     kernel = "matmul" if a.tile[1] == b.tile[1] == ALL else "matmul_blocks"
-    return config(kernel, elements.bit_length())
+    return config(kernel, math.prod(shape).bit_length())
 
 
 def _width(count: int) -> int:

@@ -34,8 +34,7 @@ class Operand(NamedTuple):
     scale_inv: Any
     scale_stride_r: Any
     scale_stride_c: Any
-    first_row: Any = None  # whose first scale lies so far from scale_inv, if not the first of both
-    first_scale: Any = None
+    first_scale: Any = None  # how far from scale_inv the first row's first lies, if not there
 
 
 class Product(NamedTuple):
@@ -203,10 +202,9 @@ def load_step(ptrs, start, K, tiling: tl.constexpr):
 @triton.jit
 def first_scales(operand, rows, ROWS: tl.constexpr):
     """How far from scale_inv each row's first scale lies."""
-    if operand.first_row is None:
-        result = (rows // ROWS) * operand.scale_stride_r
-    else:
-        result = ((rows - operand.first_row) // ROWS) * operand.scale_stride_r + operand.first_scale
+    result = (rows // ROWS) * operand.scale_stride_r
+    if operand.first_scale is not None:
+        result += operand.first_scale
     return result
 
 
@@ -327,17 +325,23 @@ def triton_matmul(operands: Operands, out_dtype: torch.dtype, fast_accum: bool) 
         operands = operands._replace(bias=operands.bias.to(out_dtype))
     out = operands.a.codes.new_empty(operands.shape, dtype=out_dtype)
     if out.numel() > 0:
-        launch_product(matmul_kernel, operands, fast_accum, product_config("matmul", operands), (out,))
+        launch_product(
+            matmul_kernel,
+            operands,
+            fast_accum,
+            product_config("matmul", operands.a.tile, operands.b.tile, operands.shape),
+            (out,),
+        )
     return out
 
 
-def product_config(kernel: str, operands: Operands) -> Config:
+def product_config(kernel: str, a_tile: Tile, b_tile: Tile, shape: tuple[int, int]) -> Config:
     """Other ones where a scale changes along K, as a program then has two accumulators."""
-    log2_elements = math.prod(operands.shape).bit_length()
-    if operands.a.tile[1] == operands.b.tile[1] == ALL:
+    log2_elements = math.prod(shape).bit_length()
+    if a_tile[1] == b_tile[1] == ALL:
         return config(kernel, log2_elements)
     chosen = config(f"{kernel}_blocks", log2_elements)
-    if operands.b.tile[0] == ALL or operands.b.tile[0] % 128 == 0:
+    if b_tile[0] == ALL or b_tile[0] % 128 == 0:
         square = config(f"{kernel}_square_blocks", log2_elements)
         if square.num_warps <= 8 or triton.knobs.runtime.interpret or _is_hopper(driver.active.get_current_device()):
             chosen = square
