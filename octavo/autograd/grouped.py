@@ -96,13 +96,17 @@ def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     multiple = _ALIGNMENT // a.element_size()
     across, along = -(a.shape[1] if ragged_rows else rows) % multiple, -cols % multiple
     if ragged_rows:
-        a, b = F.pad(a, (0, across)), F.pad(b, (0, along, 0, across))
-        b = b if b.is_contiguous() or b.mT.is_contiguous() else b.contiguous()
-        product = F.grouped_mm(a.contiguous(), b, offs=offsets)[:, :cols]
+        a, b = _padded(a, across), _padded(b, along, across)
+        b = b if b.mT.is_contiguous() else b.contiguous()
+        product = F.grouped_mm(a.contiguous(), b, offs=offsets)
         outside = torch.arange(rows, device=offsets.device) >= offsets[-1]
-        return product.masked_fill(outside.unsqueeze(1), 0)
-    a, b = F.pad(a.t(), (0, across)).contiguous(), F.pad(b, (0, along)).contiguous()
-    return F.grouped_mm(a.t(), b, offs=offsets)[:, :rows, :cols].clone()
+        return product.masked_fill_(outside.unsqueeze(1), 0)[:, :cols].contiguous()
+    a, b = _padded(a.t(), across).contiguous(), _padded(b, along).contiguous()
+    return F.grouped_mm(a.t(), b, offs=offsets)[:, :rows, :cols].contiguous()
+
+
+def _padded(x: Tensor, columns: int, rows: int = 0) -> Tensor:
+    return F.pad(x, (0, columns, 0, rows)) if columns or rows else x
 
 
 @grouped_mm.register_fake

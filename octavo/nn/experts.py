@@ -117,16 +117,16 @@ def feed_forward(
     """
     if activation is None or not all(runs_alone(part) and part.recipe.output is not None for part in (gate_up, down)):
         return down(between(gate_up(rows, offsets)), offsets)
-    dtype = checked(rows, gate_up.operands()[0], offsets)
-    layers, parameters, needs_grad = [], [], rows.requires_grad
-    for part in (gate_up, down):
-        weight, bias, parameter = part.operands()
+    operands = [part.operands() for part in (gate_up, down)]
+    rows = rows.to(checked(rows, operands[0][0], offsets))
+    layers, needs_grad = [], rows.requires_grad
+    for part, (weight, bias, parameter) in zip((gate_up, down), operands, strict=True):
         refuse_for_fp8(rows, parameter, bias)
         layers.append(part.grouped_layer(rows, weight, parameter, needs_grad, offsets))
-        parameters.append((weight, bias))
         needs_grad = needs_grad or weight.requires_grad or requires_grad(bias)
+    parameters = [(weight, bias) for weight, bias, _ in operands]
     output: Tensor = run_chain(
-        rows.to(dtype), (None, None), parameters, Chain(None, tuple(layers), activation, dtype, False)
+        rows, (None, None), parameters, Chain(None, tuple(layers), activation, rows.dtype, False)
     )
     return output
 
