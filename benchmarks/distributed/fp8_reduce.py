@@ -1,7 +1,7 @@
 """What FP8 on the wire does to averaged gradients and to a run: docs/study/gradient-reduction.md.
 
 A byte-level GPT of 139,000 parameters in float32, on Python's standard library; ranks are simulated in one process. Two
-results, whose tables ``--study`` writes into the page:
+results and a small one, whose tables ``--study`` writes into the page:
 
 results/fp8_reduce-<device>.csv, over 2 to 64 ranks, at weights after some steps of training:
     error        |e| / |mean|, percent, root mean square over steps: e is the result less the mean in float64
@@ -11,6 +11,8 @@ results/fp8_reduce-<device>.csv, over 2 to 64 ranks, at weights after some steps
     summed       |sum of e| / |sum of means| over the steps, percent
     noise        |mean less the true one| / |mean|, percent: what the ranks' batches leave, estimated from their scatter
 results/fp8_reduce_training-<device>.csv: a run's final validation loss, on 4 ranks.
+results/fp8_reduce_outlier-<device>.csv: the error of all other elements when the largest of one rank's is 2^octaves as
+large.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from octavo.train.trainer import build_model
 TAKES = "30 minutes"
 MEASURES = ("octavo/distributed/fp8_reduce.py", "octavo/kernels/reference/cast.py", "octavo/numerics.py")
 
+SUBJECTS = ["fp8_reduce", "fp8_reduce_outlier", "fp8_reduce_training"]
 PAGE = ROOT / "docs/study/gradient-reduction.md"
 BEGIN, END = "<!-- made by ./dev bench fp8_reduce --study: {} -->\n", "<!-- until here -->"
 MODEL = ModelConfig(width=64, layers=2, heads=2, context=64)
@@ -48,6 +51,7 @@ TRAINED = (
     "E4M3, one scale a bucket",
 )
 TRAINED += ("E4M3, one scale a tensor, FP8 sums", "E5M2")
+OCTAVES = (0, 4, 8, 12, 16)
 LR = 1.5e-3
 Row = dict[str, Any]
 
@@ -137,6 +141,24 @@ def errors(steps: int, warmup: int, all_ranks: Sequence[int]) -> Iterator[Row]:
         yield {"ranks": ranks, "variant": name, "steps": steps} | {k: f"{v:.4g}" for k, v in numbers.items()}
 
 
+def outliers(warmup: int) -> Iterator[Row]:
+    """Rows of the third result."""
+    run = Run(0, warmup)
+    for step in range(warmup):
+        run.update(in_float32(run.gradients(step, TRAINED_ON)))
+    flats = run.gradients(warmup, TRAINED_ON)
+    mean, largest = torch.stack(flats).double().mean(0), int(flats[0].abs().argmax())
+    mean[largest] = 0
+    for name, make in variants(run.sizes).items():
+        for octaves in OCTAVES:
+            spoiled = [flats[0].clone(), *flats[1:]]
+            spoiled[0][largest] *= 2.0**octaves
+            found = make()(spoiled).double()
+            found[largest] = 0
+            error = f"{100 * float((found - mean).norm() / mean.norm()):.4g}"
+            yield {"variant": name, "octaves": octaves, "ranks": TRAINED_ON, "error": error}
+
+
 def trained(name: str, seed: int, steps: int, windows: int) -> Row:
     """A row of the second result."""
     run = Run(seed, steps)
@@ -177,18 +199,17 @@ def gaps(rows: Sequence[Mapping[str, str]]) -> dict[str, tuple[float, float, int
     return found
 
 
-def by_ranks(column: str, names: Sequence[str] | None = None) -> str:
-    """A column of the first result, ranks across."""
-    found = {(row["variant"], row["ranks"]): float(row[column]) for row in read("fp8_reduce")}
-    ranks = sorted({ranks for _, ranks in found}, key=int)
-    chosen = [name for name in dict.fromkeys(name for name, _ in found) if names is None or name in names]
-    lines = [[name, *(f"{found[name, own]:.3g}" for own in ranks)] for name in chosen if name != "bf16, ranks reversed"]
-    return markdown(["ranks", *ranks], lines)
+def across(column: str, names: Sequence[str] = (), subject: str = SUBJECTS[0], by: str = "ranks") -> str:
+    """A column of the first result, ranks across, or of another; of some variants, or of all that are trained."""
+    found = {(row["variant"], row[by]): float(row[column]) for row in read(subject)}
+    places = sorted({place for _, place in found}, key=int)
+    chosen = [name for name in names or TRAINED if name != BASELINES[1]]
+    return markdown([by, *places], [[name, *(f"{found[name, own]:.3g}" for own in places)] for name in chosen])
 
 
 def noise_table() -> str:
     """What the batches leave, beside the error of E4M3."""
-    found = {row["ranks"]: row for row in read("fp8_reduce") if row["variant"] == "E4M3"}
+    found = {row["ranks"]: row for row in read(SUBJECTS[0]) if row["variant"] == "E4M3"}
     cells = [[f"{float(row[column]):.3g}" for row in found.values()] for column in ("noise", "error")]
     return markdown(["ranks", *found], [["the batches", *cells[0]], ["E4M3", *cells[1]]])
 
@@ -197,18 +218,19 @@ def training_table() -> str:
     """Gaps from bf16."""
     lines = [
         [name, str(seeds), f"{signed(gap)} ± {error:.2f}"]
-        for name, (gap, error, seeds) in gaps(read("fp8_reduce_training")).items()
+        for name, (gap, error, seeds) in gaps(read(SUBJECTS[2])).items()
     ]
     return markdown(["reduction", "seeds", "validation loss above bf16's, %"], lines)
 
 
 TABLES = {
-    "error": lambda: by_ranks("error"),
-    "tensor": lambda: by_ranks("a_tensor"),
-    "of a rank": lambda: by_ranks("of_a_rank", SENT_ALONE),
-    "alike": lambda: by_ranks("alike", ("E4M3", "E4M3, stochastic", *SENT_ALONE)),
-    "summed": lambda: by_ranks("summed"),
+    "error": lambda: across("error"),
+    "of a rank": lambda: across("of_a_rank", SENT_ALONE),
+    "alike": lambda: across("alike", ("bf16", "E4M3", "E4M3, stochastic", *SENT_ALONE)),
+    "tensor": lambda: across("a_tensor"),
+    "summed": lambda: across("summed"),
     "noise": noise_table,
+    "outlier": lambda: across("error", (), SUBJECTS[1], "octaves"),
     "training": training_table,
 }
 
@@ -226,7 +248,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks fp8_reduce", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--steps", type=int, default=300, help="of a run")
     parser.add_argument("--seeds", type=int, nargs="+", default=(0, 1, 2), help="of runs")
-    parser.add_argument("--part", choices=("errors", "training"), help="one of the two results alone")
+    parser.add_argument("--part", choices=("errors", "training", "outliers"), help="one result alone")
     parser.add_argument("--toy", action="store_true", help="a few steps, written nowhere but to --output")
     parser.add_argument("--output", type=Path, help="another folder for the results")
     parser.add_argument("--study", action="store_true", help="write the page's tables instead")
@@ -236,18 +258,20 @@ def main(arguments: list[str]) -> int:
         PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
         return 0
     folder = options.output or (UNCOMMITTED if options.toy or commit().endswith("+") else None)
-    if options.part != "training":
+    if options.part in (None, "outliers"):
+        _write(SUBJECTS[1], [*outliers(2 if options.toy else 100)], folder)
+    if options.part in (None, "errors"):
         made = [*(errors(2, 2, (2, 4)) if options.toy else errors(4, 100, RANKS))]
         print(table(made))
-        _write("fp8_reduce", made, folder)
-    if options.part != "errors":
+        _write(SUBJECTS[0], made, folder)
+    if options.part in (None, "training"):
         steps, windows = (3, 8) if options.toy else (options.steps, VALIDATION)
         made = []
         for seed in options.seeds:
             for name in TRAINED:
                 made.append(trained(name, seed, steps, windows))
                 print(*made[-1].values(), flush=True)
-                _write("fp8_reduce_training", made, folder)
+                _write(SUBJECTS[2], made, folder)
     return 0
 
 

@@ -232,7 +232,9 @@ class Fp8Reduction:
         if device.type == "cpu":
             yield
             return
-        stream = self._streams.setdefault(device, torch.Stream(device))
+        if device not in self._streams:
+            self._streams[device] = torch.Stream(device)
+        stream = self._streams[device]
         stream.wait_stream(torch.accelerator.current_stream(device))
         with stream:
             yield
@@ -241,7 +243,8 @@ class Fp8Reduction:
 def fp8_reduce_hook(state: Fp8Reduction, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """DDP's communication hook that averages gradients in FP8, as ``state`` says.
 
-    Where a rank's gradient is NaN or inf, so is the mean on all ranks. All ranks get the same bits.
+    Where a rank's gradient is NaN or inf, so is the mean on all ranks. All ranks get the same bits. A rank alone rounds
+    too.
 
     Args:
         state: one for each DistributedDataParallel.

@@ -127,6 +127,18 @@ def test_equal_to_a_simulation_in_float64(pool, ranks, dtype, count, fmt, option
         np.testing.assert_array_equal(mean, expected)
 
 
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_error_bound(pool, fmt):
+    """Half a step of each rank's value, and of the mean; near 0, of subnormals."""
+    flats = np.stack([gradients(5000, rank).double().numpy() for rank in range(2)])
+    u, amax = 2.0 ** -(1 + FORMATS[fmt].mantissa_bits), np.abs(flats).max()
+    tiny = FORMATS[fmt].smallest_subnormal / FORMATS[fmt].max * amax  # half a step by a scale of half the largest one
+    of_ranks = u * np.abs(flats).mean(0) + tiny
+    bound = of_ranks + u * (np.abs(flats.mean(0)) + of_ranks) + tiny
+    for (mean,) in pool.run(hooked, (2,), 5000, torch.float32, {"format": FORMATS[fmt]}):
+        assert (np.abs(mean - flats.mean(0)) <= bound).all()
+
+
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_error_feedback(pool, ranks):
     found = pool.run(hooked, (ranks,), 5000, torch.float32, {"error_feedback": True}, 4)
