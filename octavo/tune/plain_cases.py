@@ -53,6 +53,17 @@ def _dynamic(
     return lambda x: (x, None, 0, E4M3, tile, power_of_two, 0, transpose)
 
 
+def _grouped(tile: Sequence[int], as_is: bool = True, delayed: bool = False) -> Callable[[Tensor], tuple[Any, ...]]:
+    """Eight groups of equal sizes; transposed codes unless a scale is for a part of a row."""
+
+    def arguments(x: Tensor) -> tuple[Any, ...]:
+        ends = torch.arange(1, 9, device=DEVICE, dtype=torch.int32) * (len(x) // 8)
+        cast = delayed_state()[0] if delayed else None, 0, E4M3, tile, tile[0] * tile[1] > 1, 0
+        return x, ends, *cast, as_is, tile[0] != 1, 16
+
+    return arguments
+
+
 def _columns(x: Tensor) -> tuple[Any, ...]:
     return x.t(), None, 0, E4M3, ROWS, False, 0
 
@@ -110,6 +121,10 @@ CASES = {
     "cast 1x128 + 128x1": Case("cast_two_scalings", _two((1, 128), (128, 1), True)),
     "cast 1x32 + 32x1": Case("cast_two_scalings", _two((1, 32), (32, 1), True)),
     "cast+transpose 128x128": Case("cast", _dynamic((128, 128), True, True)),
+    "grouped cast+transpose delayed": Case("grouped_cast", _grouped(TENSOR, delayed=True)),
+    "grouped cast columns, transposed": Case("grouped_cast", _grouped(COLUMNS, False), reads=2),
+    "grouped cast 1x128": Case("grouped_cast", _grouped((1, 128))),
+    "grouped cast 128x1, transposed": Case("grouped_cast", _grouped((128, 1), False)),
     "dequantize tensor": _dequantized(TENSOR),
     "dequantize 1x128": _dequantized((1, 128)),
 }
