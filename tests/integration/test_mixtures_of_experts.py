@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import octavo
 from octavo import recipes
@@ -82,6 +82,46 @@ def test_most_of_the_work_is_in_fp8_and_checkpoints_fit_both_ways(name: str, tmp
     assert_equal(read.state_dict(), plain.state_dict())
     octavo.restore(model)
     assert torch.equal(model.eval()(input_ids=tokens).logits, read.eval()(input_ids=tokens).logits)
+
+
+class Tower(nn.Module):
+    """A linear layer, and experts of octavo's own."""
+
+    def __init__(self, recipe: octavo.Recipe | octavo.RecipeMap) -> None:
+        super().__init__()
+        self.linear = octavo.nn.Linear(16, 16, recipe=recipe)
+        self.experts = octavo.nn.Experts(4, 16, 32, recipe=recipe)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, index = x[:, :4].softmax(-1).topk(2)
+        return self.experts(self.linear(x), index, weights)
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def test_records_faults_and_comparisons_leave_experts_out(tmp_path: Path) -> None:
+    model, x = Tower(recipes.dynamic()), torch.randn(8, 16)
+    with octavo.inspect.record(model, tmp_path, every=1) as recorder, octavo.inspect.trace_faults(model) as trace:
+        for _ in range(2):
+            loss = loss_of(model, x)
+            loss.backward()
+            trace.step(loss)
+            recorder.step(loss=loss)
+            model.zero_grad()
+    assert {row.layer for row in octavo.inspect.load(tmp_path).rows} == {"linear"} and trace.fault is None
+    found = octavo.inspect.compare(model, loss_of, [x], recipes=[recipes.mx()], select=every_layer)
+    assert "linear" in str(found) and "experts" not in str(found)
+    assert all(module.recipe == recipes.dynamic() for module in (model.experts.gate_up, model.experts.down))
+
+
+def test_exports_hold_experts_in_high_precision_or_say_why_not(tmp_path: Path) -> None:
+    with pytest.raises(octavo.ExportError, match=r"can't hold experts\.gate_up and 1 more .* in high precision only"):
+        octavo.export.to_safetensors(Tower(recipes.blockwise()), tmp_path)
+    model = Tower(octavo.RecipeMap(recipes.blockwise(), {"gate_up": None, "down": None}))
+    octavo.export.to_safetensors(model, tmp_path)
+    assert (tmp_path / "model.safetensors").exists()
 
 
 @functools.cache

@@ -151,9 +151,7 @@ def test_checkpoints_change_nothing(name: str, reentrant: bool) -> None:
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.full] * (n not in ("delayed", "gw_hp"))) for n in RECIPES]
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.full] * (n != "gw_hp")) for n in RECIPES])
 @each_dtype
 def test_compiled_it_is_one_graph_whatever_the_routing(name: str, dtype: torch.dtype) -> None:
     torch.compiler.reset()
