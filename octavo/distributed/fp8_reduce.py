@@ -146,9 +146,14 @@ class Fp8Reduction:
                 torch.sub(mean, read(part, torch.float32), out=mean_lost).nan_to_num_(0.0, 0.0, 0.0)
             gathered = part.new_empty(ranks, part.shape[1])
             work: Any = _all_gather(gathered, part, group=group, async_op=True)
-            return work.get_future().then(
-                lambda _: flat.copy_(read(gathered, flat.dtype).view(-1)[: len(flat)])  # all wait, then read the same
-            )
+
+            def finish(_: Any) -> Tensor:
+                if flat.device.type != "cpu":  # a callback has a stream of its own, and their memory is another's
+                    for used in (gathered,) if agreed is None else (gathered, agreed):
+                        used.record_stream(torch.accelerator.current_stream(flat.device))
+                return flat.copy_(read(gathered, flat.dtype).view(-1)[: len(flat)])
+
+            return work.get_future().then(finish)
 
     def pack(self, x: Tensor, agreed: Tensor | None, rank: int, rounding: int) -> Tensor:
         """Cast to what travels.

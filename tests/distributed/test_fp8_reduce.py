@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import octavo
 from octavo import E4M3, E5M2, PerBlock, PerRow, PerTensor
 from octavo.distributed import Fp8ReduceScatter, Fp8Reduction, fp8_reduce_hook
 from octavo.formats import E4M4
@@ -303,12 +304,14 @@ def test_ddp_with_error_feedback_over_rebuilt_buckets(pool):
         np.testing.assert_array_equal(state, found[0][1])
 
 
-def scattered(mesh, dtype, factor, options):
+def scattered(mesh, dtype, factor, options, converts=False):
     """(this rank's gradient shards as FSDP2 leaves them in FP8, and those it leaves without), each [.] float64."""
     found = []
     for in_fp8 in (True, False):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(37, 130), nn.ReLU(), nn.Linear(130, 3))
+        if converts:
+            octavo.convert(net, octavo.recipes.dynamic(), select=lambda module, name: True)
         policy = MixedPrecisionPolicy(reduce_dtype=dtype)
         for part in (net[0], net):
             fully_shard(part, mesh=mesh, mp_policy=policy)
@@ -332,10 +335,19 @@ def scattered(mesh, dtype, factor, options):
 @pytest.mark.parametrize("options", [{}, {"stochastic": True}, {"granularity": PerTensor()}], ids=str)
 def test_fsdp2(pool, shape, dtype, factor, options):
     """Once rounded: off by 2^-4 of each rank's values at most, stochastically by 2^-3."""
-    found = pool.run(scattered, shape, dtype, factor, options)
-    in_fp8, plain = (np.concatenate(part) for part in zip(*found, strict=True))
-    error = np.linalg.norm(in_fp8 - plain) / np.linalg.norm(plain)
+    error = error_of(pool.run(scattered, shape, dtype, factor, options))
     assert 0.005 < error < (2.0**-3 if "stochastic" in options else 2.0**-4)
+
+
+@pytest.mark.full
+def test_fsdp2_with_weights_gathered_in_fp8(pool):
+    assert 0.005 < error_of(pool.run(scattered, (2,), torch.float32, None, {}, True)) < 2.0**-4
+
+
+def error_of(found):
+    """|in FP8 - plain| / |plain| over all ranks' shards."""
+    in_fp8, plain = (np.concatenate(part) for part in zip(*found, strict=True))
+    return np.linalg.norm(in_fp8 - plain) / np.linalg.norm(plain)
 
 
 def refused(mesh):
