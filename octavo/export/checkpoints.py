@@ -6,6 +6,7 @@ import json
 import os
 import tempfile
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,7 +30,8 @@ def to_safetensors(
     Written are ``model.safetensors`` (beyond ``max_shard_bytes``: several, and their index) and ``config.json``: a
     Hugging Face model's own, and in it ``quantization_config``. A layer whose output product is in FP8 is stored as its
     weight's cast for that product in evaluation: with a Delayed rule too by the weight's own amax. All else is
-    stored as it is, tied weights once. Weights leave their device one at a time, and nothing is left of a failure.
+    stored as it is, tied weights once (but for each FP8 layer). Weights leave their device one at a time, and nothing
+    is left of a failure.
 
     Args:
         model: a converted model, none of it on the meta device.
@@ -104,7 +106,7 @@ def to_safetensors(
                 if tensor is None:
                     continue
                 file = plan.tensor_to_filename[key]
-                waiting[file][key] = _owned(tensor)
+                waiting[file][key] = _owned(tensor, waiting[file].values())
                 if len(waiting[file]) == len(plan.filename_to_tensors[file]):
                     save_file(waiting.pop(file), partial / file, metadata={"format": "pt"})
         assert not waiting
@@ -154,10 +156,12 @@ def _likes(found: list[Entry], layout: Layout) -> dict[str, Tensor]:
     return likes
 
 
-def _owned(tensor: Tensor) -> Tensor:
-    """On the CPU, contiguous, with nothing else in its storage."""
+def _owned(tensor: Tensor, others: Iterable[Tensor]) -> Tensor:
+    """On the CPU, contiguous, with nothing else in its storage, nor any of the others."""
     tensor = tensor.detach().cpu().contiguous()
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+    storage = tensor.untyped_storage()
+    shared = any(other.untyped_storage().data_ptr() == storage.data_ptr() for other in others)
+    return tensor.clone() if shared or storage.nbytes() != tensor.nbytes else tensor
 
 
 def _write_config(folder: Path, model: nn.Module, quantization: dict[str, Any]) -> None:

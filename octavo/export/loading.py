@@ -12,6 +12,7 @@ import os
 import re
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -128,6 +129,8 @@ def _tensors(folder: Path, reader: Reader) -> dict[str, _Stored]:
     files = {key: folder / name for key, name in _weight_map(folder, reader).items()}
     scales = {key: key.removesuffix(end) for key in files for end in SCALES if key.endswith(f"weight{end}")}
     scale_of = {weight: (files[key], key) for key, weight in scales.items()}
+    if twice := [weight for weight, count in Counter(scales.values()).items() if count > 1]:
+        raise ValueError(f"{folder}: {twice[0]} has scales of two names, {' and '.join(SCALES)}; leave one of them")
     found: dict[str, _Stored] = {}
     held = {file: set(reader(file).keys()) for file in set(files.values())}
     for key, file in files.items():
@@ -343,7 +346,10 @@ def _scales_of(stored: _Stored, reader: Reader) -> tuple[Tensor, Granularity]:
     """
     assert stored.scale is not None
     file, name = stored.scale
-    scales: Tensor = reader(file).get_tensor(name).to(torch.float32, copy=True)
+    scales: Tensor = reader(file).get_tensor(name)
+    if not scales.is_floating_point():
+        raise ValueError(f"{name} is {scales.dtype}, exponents perhaps: store them as float32 or float8_e8m0fnu")
+    scales = scales.to(torch.float32, copy=True)
     if not bool((scales.isfinite() & (scales > 0)).all()):
         raise ValueError(f"{name} holds scales that are not finite and positive: the checkpoint is damaged")
     shape = (1, 1) if scales.numel() == 1 else (*scales.shape, 1)[:2]

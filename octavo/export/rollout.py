@@ -33,8 +33,9 @@ def iterate_fp8(
         fp8_only: leave out the tensors that are in no FP8 product (norms, embeddings, the head).
 
     Yields:
-        (name, codes, scale_inv), by the names of ``model.state_dict()``, tied ones once, on the model's device:
-        codes float8_e4m3fn [N, K]; scale_inv float32 [ceil(N / 128), ceil(K / 128)] ("fine-grained"), [1] or [N, 1]
+        (name, codes, scale_inv), by the names of ``model.state_dict()``, on the model's device, tied ones once unless
+        FP8 layers share a weight, which each gives. Codes are float8_e4m3fn [N, K], scale_inv float32
+        [ceil(N / 128), ceil(K / 128)] ("fine-grained"), [1] or [N, 1]
         ("compressed-tensors") or [1] ("per-tensor"). The value is codes * scale_inv. Of a tensor in high precision:
         (name, tensor, None).
 

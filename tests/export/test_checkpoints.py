@@ -118,6 +118,17 @@ def test_tied_weights_are_written_once(tmp_path, monkeypatch):
     assert_same_model(found, model)
 
 
+def test_fp8_layers_that_share_a_weight_are_written_each(tmp_path):
+    model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128))
+    model[1].weight = model[0].weight
+    octavo.convert(model, recipes.blockwise(), select=lambda module, name: True, weight_storage="fp8")
+    to_safetensors(model, tmp_path / "out")
+    stored = read(tmp_path / "out")
+    assert torch.equal(stored["1.weight"].float(), model[0].weight.qdata.float())
+    octavo.export.load_fp8(model, tmp_path / "out")
+    assert model[0].weight is model[1].weight
+
+
 def test_the_keys_are_those_of_transformers_fp8_model(tmp_path):
     model = llama(recipes.blockwise())
     to_safetensors(model, tmp_path / "out")

@@ -239,6 +239,11 @@ NAN = torch.tensor([[1.0, float("nan")], [1.0, 1.0]])
         ({"weight": torch.zeros(128, 256).to(torch.float8_e4m3fn)}, r"weight is \(256, 256\) in the model and \(128"),
         ({"weight_scale_inv": torch.ones(3, 2)}, r"weight_scale_inv of shape \(3, 2\) fits no layout of codes"),
         ({"weight_scale_inv": NAN}, "weight_scale_inv holds scales that are not finite and positive"),
+        (
+            {"weight_scale_inv": torch.ones(2, 2, dtype=torch.uint8)},
+            r"weight_scale_inv is torch\.uint8, exponents",
+        ),
+        ({"weight_scale": torch.ones(2, 2)}, "weight has scales of two names, _scale_inv and _scale"),
         ({"bias": None}, r"lacks 0 of the checkpoint's tensors, and the checkpoint 1 of the model's \(first bias\)"),
         ({"more": torch.ones(2)}, r"lacks 1 of the checkpoint's tensors \(first more\)"),
         ({"weight": torch.ones(256, 256), "weight_scale_inv": None}, "holds no FP8 weight"),
