@@ -61,7 +61,7 @@ def cast_matrices(
         how = how[0], how[1][::-1], *how[2:]
         as_is, transposed = transposed, as_is
     groups, rows, _ = laid.shape
-    ends = torch.arange(rows, groups * rows + 1, max(rows, 1), dtype=torch.int32, device=laid.device)
+    ends = torch.arange(rows, groups * rows + 1, rows, dtype=torch.int32, device=laid.device)
     lays = transposed and needs_transposed_codes(laid.device)
     q, q_t, scale_inv, amax = kernels.grouped_cast(
         laid.flatten(0, 1), ends, delayed_scale, role, *how, as_is or not lays, lays, pad

@@ -55,8 +55,8 @@ class GroupedLinear(Grouped):
 
     Args:
         experts: E, how many groups there are.
-        in_features: K, any size.
-        out_features: N, any size.
+        in_features: K, at least 1.
+        out_features: N, at least 1.
         bias: whether there is a bias [E, N].
         device: where the parameters are created.
         dtype: bfloat16, float16 or float32.
@@ -96,8 +96,8 @@ class GroupedLinear(Grouped):
         recipe: Recipe | RecipeMap | None = None,
     ) -> None:
         super().__init__()
-        if experts < 1:
-            raise ValueError(f"experts={experts}: at least one")
+        if min(experts, in_features, out_features) < 1:
+            raise ValueError(f"experts={experts}, in_features={in_features}, out_features={out_features}: at least 1")
         self.experts, self.in_features, self.out_features = experts, in_features, out_features
         self.weight = nn.Parameter(torch.empty(experts, out_features, in_features, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(experts, out_features, device=device, dtype=dtype)) if bias else None
@@ -106,7 +106,7 @@ class GroupedLinear(Grouped):
 
     def reset_parameters(self) -> None:
         """Each expert's as torch.nn.Linear's: uniform within 1 / sqrt(in_features); and empty the delayed state."""
-        bound = self.in_features**-0.5 if self.in_features else 0.0
+        bound = self.in_features**-0.5
         with torch.no_grad():
             for parameter in self.parameters():
                 parameter.uniform_(-bound, bound)
