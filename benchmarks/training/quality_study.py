@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.subjects import RESULTS, ROOT
-from benchmarks.training.quality_experiments import BASELINES, BATCH, EXPERIMENTS, SIZES, STEPS
+from benchmarks.training.quality_experiments import BASELINES, BATCH, EXPERIMENTS, RECIPES, SIZES, STEPS
 
 PAGE = ROOT / "docs/study/training-quality.md"
 IMAGES = ROOT / "docs/images"
@@ -136,6 +136,29 @@ def gaps_table() -> str:
     return markdown(header, rows)
 
 
+def kinds_table() -> str:
+    """The mean gap of experiments of a kind: what single ones scatter about."""
+    runs, rows = Runs(read("quality")), []
+    for size in SIZES:
+        for kind, experiments in KINDS.items():
+            found = [(name, seed) for name in experiments for seed in runs.gaps(name, size, OWN)]
+            seeds = {seed for _, seed in found}
+            if not found:
+                continue
+            bases = {
+                s: sum(row["experiment"] in BASELINES and row["seed"] == str(s) for row in runs.of(size)) for s in seeds
+            }
+            parts = [1 / sum(s == seed for _, s in found) + 1 / bases[seed] for seed in seeds]
+            cells = []
+            for measure in (OWN, LEARNED, TRAIN):
+                gaps = {seed: [runs.gaps(name, size, measure)[s] for name, s in found if s == seed] for seed in seeds}
+                mean = statistics.mean(statistics.mean(own) for own in gaps.values())
+                error = runs.deviation(size, measure)[0] * math.sqrt(sum(parts)) / len(seeds)
+                cells.append(f"{signed(mean)} ± {error:.2f}")
+            rows.append([size, kind, str(len(found)), str(len(seeds)), *cells])
+    return markdown(["size", "experiments", "runs", "seeds", "validation, %", "weights alone, %", "training, %"], rows)
+
+
 def chance_table() -> str:
     """How much of a loss is chance, by measure."""
     runs, rows = Runs(read("quality")), []
@@ -242,8 +265,14 @@ def _with_error(row: Row, name: str, digits: int = 2) -> str:
     return f"{signed(value, digits)} ± {error:.{digits}f}" if error else "0"
 
 
+KINDS = {
+    "all recipes, blocks alone": RECIPES,
+    "head alone, all kinds": [name for name in EXPERIMENTS if name.startswith("head alone")],
+    "full stack, after and in backward": [name for name in EXPERIMENTS if name.startswith("full stack")],
+}
 TABLES: dict[str, Callable[[], str]] = {
     "gaps": gaps_table,
+    "kinds": kinds_table,
     "chance": chance_table,
     **{group: gradient_table([group]) for group in ("recipe", "layers", "gradients", "rounding")},
     "steps": steps_table,
