@@ -1,5 +1,6 @@
 """transformers' mixtures of experts, tiny, train in FP8 as in bf16: in a plain loop, and in its Trainer."""
 
+import copy
 import functools
 import warnings
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import octavo
 from octavo import recipes
@@ -138,6 +140,22 @@ def end_of(name: str, recipe: str | None) -> float:
 )
 def test_losses_are_those_of_bf16(name: str, recipe: str) -> None:
     assert end_of(name, recipe) == pytest.approx(end_of(name, None), rel=0.005)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["Mixtral", "GptOss"])
+def test_compiled_a_model_is_one_graph(name: str) -> None:
+    torch.compiler.reset()
+    model = octavo.convert(built(name), recipes.delayed(), every_layer)
+    other, counter = copy.deepcopy(model), CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(other, backend=counter, fullgraph=True)
+    for tokens in batches(3, 0):
+        losses = [net(input_ids=tokens, labels=tokens).loss for net in (model, compiled)]
+        assert losses[0].item() == losses[1].item()
+        for loss, net in zip(losses, (model, other), strict=True):
+            loss.backward()
+            net.zero_grad()
+    assert counter.frame_count == 1
 
 
 @pytest.mark.full
