@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from octavo.formats import HIGH_PRECISION
-from octavo.granularity import ALL, Tile, scale_shape
+from octavo.granularity import ALL, Tile, scale_shape, tiles_along
 from octavo.kernels.activations import cast_shape
-from octavo.kernels.groups import check_offsets_kind, grouped_scale_shape, padded_columns, scale_rows
+from octavo.kernels.groups import check_offsets_kind, grouped_scale_shape, padded_columns
 from octavo.kernels.layouts import padded
 
 
@@ -214,20 +214,26 @@ def check_grouped_operands(operands: GroupedOperands) -> None:
         sizes = f"{list(a.codes.shape)} and {list(b.codes.shape)}"
         raise ValueError(f"operands of shapes {sizes} contract over their last dimensions, which differ")
     if operands.has_ragged_rows:
-        what, found = "a's scale_inv has rows", a.scale_inv.shape[0]
-        expected = scale_rows(a.codes.shape[0], groups, a.tile[0])
         if b.codes.shape[0] != groups:
             raise ValueError(f"b holds {b.codes.shape[0]} matrices for {groups} groups")
         if bias is not None and bias.shape != b.codes.shape[:2]:
             raise ValueError(f"bias of shape {list(bias.shape)} needs {list(b.codes.shape[:2])}, a row a group")
+        rows, cols = a.codes.shape
+        grids = [grouped_scale_shape((rows, cols), groups, a.tile), (groups, *scale_shape(b.codes.shape[1:], b.tile))]
     else:
-        both = [(name, p.scale_inv.shape[1]) for name, p in (("a", a), ("b", b)) if p.tile[1] == ALL]
-        what, found = next(((f"{name}'s scale_inv has columns", n) for name, n in both if n != groups), ("", groups))
-        expected = groups
         if bias is not None:
             raise ValueError("a bias is added where a's rows are in groups: b is then [groups, N, K]")
-    if found != expected:
-        raise ValueError(f"{what}: {found}; {groups} groups need {expected}")
+        # along the terms there are more of blocks than the padded codes tell
+        grids = [
+            (tiles_along(p.codes.shape[0], p.tile[0]), groups if p.tile[1] == ALL else p.scale_inv.shape[1])
+            for p in (a, b)
+        ]
+    for name, pair, grid in zip("ab", (a, b), grids, strict=True):
+        if tuple(pair.scale_inv.shape) != grid:
+            raise ValueError(
+                f"{name}'s scale_inv of shape {list(pair.scale_inv.shape)} needs {list(grid)}: codes "
+                f"{list(pair.codes.shape)} in tiles of {pair.tile}, {groups} groups"
+            )
 
 
 def _scaling(dtype: torch.dtype, tile: Sequence[int], *rest: Any) -> Scaling:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -96,7 +97,7 @@ def norms(shape: tuple[int, int], tile: tuple[int, int]) -> list[tuple[str, tupl
 
 def grouped(shape: tuple[int, int], tile: tuple[int, int]) -> list[tuple[str, tuple[Any, ...]]]:
     """Arguments for the ops on rows in groups, one of which is empty; the last row is in none."""
-    cols, pad = shape[1], 1 if tile == (3, 5) else 16
+    cols, pad = shape[1], 16 if tile[1] in (-1, 128) else 1
     offsets = torch.tensor([shape[0] // 3] * 2 + [max(shape[0] - 1, 0)], dtype=torch.int32)
     found: list[tuple[str, tuple[Any, ...]]] = []
     for scale in [None, state()[0]][: 2 if tile == (-1, -1) else 1]:
@@ -299,6 +300,26 @@ def test_a_gated_block_compiles_in_one_graph() -> None:
     for rows in (5, 3):
         x, dy = torch.randn(rows, 6), torch.randn(rows, 4)
         assert all(map(same_bits, compiled(x, dy), step(x, dy)))
+
+
+def test_groups_of_other_sizes_need_no_other_graph() -> None:
+    w = torch.randn(4, 6, 32)
+    weight = kernels.grouped_cast(w.flatten(0, 1), offsets_of([6] * 4), None, 0, E4M3, (128, 128), True, 0)
+    operand = *of_equal_groups(weight[0], weight[2], (128, 128), w.shape), (128, 128)
+
+    def step(x: Tensor, offsets: Tensor) -> tuple[Tensor, ...]:
+        q, _, scale_inv, _ = kernels.grouped_cast(x, offsets, None, 0, E4M3, (1, 32), True, 0)
+        y = kernels.grouped_matmul(q, scale_inv, (1, 32), *operand, offsets, None, torch.float32, False)
+        _, t, scale_inv, _ = kernels.grouped_cast(x, offsets, None, 0, E4M3, (32, 1), True, 0, False, True, 16)
+        laid = t, scale_inv.t(), (1, 32)
+        return y, kernels.grouped_matmul(*laid, *laid, offsets, None, torch.float32, False, 16)
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(step, backend=counter, fullgraph=True)
+    for sizes in ([5, 5, 5, 5], [0, 17, 0, 3], [0, 0, 0, 0], [1, 2, 3, 4]):
+        x, offsets = torch.randn(20, 32), offsets_of(sizes)
+        assert all(map(same_bits, compiled(x, offsets), step(x, offsets)))
+    assert counter.frame_count == 1
 
 
 def test_a_wrong_dtype_is_refused_by_name() -> None:

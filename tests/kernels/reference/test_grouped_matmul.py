@@ -111,13 +111,13 @@ def test_operands_that_do_not_fit_are_refused() -> None:
         "shapes [8, 128] and [2, 24, 144] contract": (a[:, :128], scale_inv, b, sizes),
         "b holds 2 matrices for 3 groups": (a, scale_inv, b, [3, 0, 5]),
         "bias of shape [24] needs [2, 24]": (a, scale_inv, b, sizes, torch.ones(N)),
-        "a's scale_inv has rows: 7; 2 groups need 8": (a, scale_inv[1:], b, sizes),
+        "a's scale_inv of shape [7, 2] needs [8, 2]: codes [8, 144] in tiles of (1, 128)": (a, scale_inv[1:], b, sizes),
         "offsets[1] = 9: there are 8 rows": (a, scale_inv, b, [3, 6]),
     }.items():
         with pytest.raises(ValueError, match=re.escape(said)):
             product(*args)
     per_group = (scale_inv.t()[:, :2], (1, -1))
-    with pytest.raises(ValueError, match="a's scale_inv has columns: 2; 3 groups need 3"):
+    with pytest.raises(ValueError, match=r"a's scale_inv of shape \[2, 2\] needs \[144, 3\]"):
         kernels.grouped_matmul(a_t, *per_group, a_t, *per_group, offsets_of([1, 2, 5]), None, *how, 16)
     with pytest.raises(ValueError, match=r"a group's columns end at 35, an operand's at 32: give pad as to the cast"):
         scales = torch.ones(K, 2)
