@@ -141,7 +141,7 @@ def recipes_of(model: nn.Module) -> dict[str, Recipe]:
 
 
 def convert_once(model: nn.Module, recipe: Recipe | RecipeMap, select: Any = None) -> None:
-    """Convert a model that nobody has converted yet; raise ValueError if it was, with another recipe."""
+    """Convert a model that nobody has converted; raise ValueError if it was, with another recipe, or nothing is."""
     modules = [(name, m) for name, m in model.named_modules() if isinstance(m, RecipeModule)]
     for name, module in modules:
         if module.recipe != (wanted := recipe_of(recipe, *module.names(plain_name(name)))):
@@ -149,8 +149,8 @@ def convert_once(model: nn.Module, recipe: Recipe | RecipeMap, select: Any = Non
                 f"{name or 'the model'} was converted with {module.recipe.name!r} already, not {wanted.name!r}: "
                 "convert in one place only, or with the same recipe"
             )
-    if not modules:
-        convert(model, recipe, select)
+    if not modules and not any(isinstance(m, RecipeModule) for m in convert(model, recipe, select).modules()):
+        raise ValueError("no layer was converted, as octavo.convert's warning has it: choose layers by select=")
 
 
 def follow_accumulation(model: nn.Module, optimizer: Optimizer) -> RemovableHandle:
@@ -170,9 +170,10 @@ def follow_accumulation(model: nn.Module, optimizer: Optimizer) -> RemovableHand
 
     @torch.compiler.disable
     def begin(module: nn.Module, arguments: Any) -> None:
-        around.close()
-        if uses_gradients_early(own) and module.training and not GradientState().sync_gradients:
-            around.enter_context(own.accumulate())
+        if module.training:  # else perhaps within a micro-batch
+            around.close()
+            if uses_gradients_early(own) and not GradientState().sync_gradients:
+                around.enter_context(own.accumulate())
 
     return unwrapped(model).register_forward_pre_hook(begin)
 

@@ -27,11 +27,17 @@ def _grouped_product(a: _Shape, a_scale_inv: _Shape, a_tile: Any, b: _Shape, *_:
     return 2 * math.prod(a) * b[1]
 
 
+def _attention(query: _Shape, key: _Shape, value: _Shape, *_: Any, **__: Any) -> int:
+    """Of query [B, H, S, D] and value [B, G, T, D], causal or not: of CPUs' own op, which torch doesn't count."""
+    return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+
+
 def _formulas() -> dict[Any, Any]:
     grouped = [torch.ops.aten._grouped_mm, torch.ops.octavo.grouped_mm]
     if hasattr(torch.ops.transformers, "grouped_mm_fallback"):  # what transformers calls where torch's can't be used
         grouped.append(torch.ops.transformers.grouped_mm_fallback)
-    return {**_FP8, **dict.fromkeys(grouped, _grouped)}
+    attention = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention}
+    return {**_FP8, **dict.fromkeys(grouped, _grouped), **attention}
 
 
 _FP8 = {torch.ops.octavo.matmul: _product, torch.ops.octavo.grouped_matmul: _grouped_product}

@@ -260,6 +260,8 @@ def test_a_model_is_converted_once() -> None:
     assert recipes_of(model) == before == {f"{i}.linear": recipes.delayed() for i in range(3)}
     with pytest.raises(ValueError, match=r"0.linear was converted with 'delayed' already, not 'dynamic'"):
         convert_once(model, recipes.dynamic())
+    with pytest.warns(UserWarning, match="converted nothing"), pytest.raises(ValueError, match="layers by select="):
+        convert_once(net(), recipes.dynamic())
 
 
 def test_gradients_that_are_gone_before_a_clip() -> None:
@@ -269,6 +271,17 @@ def test_gradients_that_are_gone_before_a_clip() -> None:
     octavo.optim.update_in_backward(early)
     with pytest.raises(ValueError, match=r"clip=1.0 clips after backward"):
         check_clip(early, "clip=1.0")
+
+
+def teach_after(model: nn.Module) -> None:
+    """After each forward in training one in evaluation, before the backward: of a teacher that is the model itself."""
+
+    def teach(module: nn.Module, arguments: Any, output: Any) -> None:
+        if module.training:
+            module.eval()(*arguments)
+            module.train()
+
+    model.register_forward_hook(teach)
 
 
 @pytest.mark.parametrize("how", ["gradients in FP8", "updates in backward"])
@@ -282,6 +295,7 @@ def test_micro_batches_are_one_step(how: str) -> None:
             octavo.optim.update_in_backward(own)
         if follow:
             follow_accumulation(run.plain, run.optimizer)
+            teach_after(run.plain)
             run.step()
             run.step()
         else:
