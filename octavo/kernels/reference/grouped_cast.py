@@ -22,6 +22,8 @@ def grouped_cast(source: CastSource, scaling: Scaling, groups: Groups) -> tuple[
     amax.zero_()
     inputs = places(ends, source.h_tile[0])
     for place, of_input in zip(places(ends, scaling.tile[0], pad), inputs, strict=True):
+        if place.rows.start == place.rows.stop and scaling.delayed_scale is None:
+            continue  # a scale of 1 and an amax of 0, which are there
         codes, _, found_inv, found, _ = cast(_group(source, of_input), scaling, Output())
         scale_inv[place.scale_rows], amax[place.scale_rows] = found_inv, found
         raw = codes.view(torch.uint8)
