@@ -217,7 +217,7 @@ def noise_table() -> str:
 def training_table() -> str:
     """Gaps from bf16."""
     lines = [
-        [name, str(seeds), f"{signed(gap)} ± {error:.2f}"]
+        [name, str(seeds), f"{signed(gap, 3)} ± {error:.3f}"]
         for name, (gap, error, seeds) in gaps(read(SUBJECTS[2])).items()
     ]
     return markdown(["reduction", "seeds", "validation loss above bf16's, %"], lines)
@@ -247,7 +247,7 @@ def filled(text: str) -> str:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks fp8_reduce", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--steps", type=int, default=300, help="of a run")
-    parser.add_argument("--seeds", type=int, nargs="+", default=(0, 1, 2), help="of runs")
+    parser.add_argument("--seeds", type=int, nargs="+", default=range(5), help="of runs")
     parser.add_argument("--part", choices=("errors", "training", "outliers"), help="one result alone")
     parser.add_argument("--toy", action="store_true", help="a few steps, written nowhere but to --output")
     parser.add_argument("--output", type=Path, help="another folder for the results")

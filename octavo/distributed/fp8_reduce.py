@@ -273,7 +273,7 @@ class Fp8ReduceScatter:
     """FSDP2's reduce-scatter in FP8, for ``FSDPModule.set_custom_reduce_scatter``.
 
     The mean stays with its owner in FSDP2's ``reduce_dtype``, rounded to FP8 once. Replicas (HSDP) reduce it further in
-    that dtype. One may serve all modules of a model.
+    that dtype. One serves all modules of a model.
 
     Args:
         reduction: how; its ``gather_dtype`` and ``group`` are not used.
@@ -285,9 +285,10 @@ class Fp8ReduceScatter:
     Example:
         >>> from torch.distributed.fsdp import FSDPModule
         >>> def in_fp8(model: torch.nn.Module) -> None:
+        ...     reduce_scatter = Fp8ReduceScatter(Fp8Reduction())
         ...     for module in model.modules():
         ...         if isinstance(module, FSDPModule):
-        ...             module.set_custom_reduce_scatter(Fp8ReduceScatter(Fp8Reduction()))
+        ...             module.set_custom_reduce_scatter(reduce_scatter)
     """
 
     def __init__(self, reduction: Fp8Reduction) -> None:
