@@ -21,10 +21,7 @@ transformers = pytest.importorskip("transformers")
 from octavo.integrations.transformers import OctavoCallback  # noqa: E402
 from tests.support import tiny_models  # noqa: E402
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:experts stay in high precision"),  # Mixtral's
-    pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning"),  # for another name
-]
+pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")  # for another name
 
 STEPS, SAVED = 4, 2  # a run's, and those done in the checkpoint that is resumed
 
@@ -160,12 +157,13 @@ def test_a_schedule_switches_and_resumes(phases: list[Phase], tmp_path: Path) ->
 
 
 @pytest.mark.full
-def test_weights_that_live_in_fp8(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["llama", "vit"])  # whose names are translated
+def test_weights_that_live_in_fp8(kind: str, tmp_path: Path) -> None:
     def begun() -> Any:
-        model = tiny_models.build("llama").bfloat16()
+        model = tiny_models.build(kind).bfloat16()
         octavo.convert(model, recipes.delayed(), select=every_layer, weight_storage="fp8")
         optimizer = octavo.optim.AdamW(model.parameters(), lr=1e-3, master="split16")
-        return trainer_of(tmp_path, "llama", [OctavoCallback()], model, optimizer=optimizer)
+        return trainer_of(tmp_path, kind, [OctavoCallback()], model, optimizer=optimizer)
 
     ours = trained(begun())
     assert_alike(trained(begun(), resume=True), ours)
