@@ -24,6 +24,7 @@ from octavo.errors import MissingExtraError
 from octavo.export.layouts import BLOCK
 from octavo.granularity import Granularity, PerBlock, PerRow, PerTensor
 from octavo.nn.recipe_module import RecipeModule
+from octavo.nn.stored_weight_files import SCALE_INV
 from octavo.tensor.parameters import put_into
 from octavo.tensor.scaled_tensor import ScaledTensor
 from octavo.tensor.sharded_weight import on_this_rank
@@ -264,6 +265,23 @@ def _renaming(model: nn.Module, own: dict[str, Tensor]) -> Callable[[str], str]:
         return name
 
     return renamed
+
+
+def split_stored(model: nn.Module, state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Codes and scales of weights that live in FP8, by the names that transformers has for them; and all else as it is.
+
+    Args:
+        model: transformers' own, whose state_dict this is, perhaps by a hub's names.
+        state_dict: left as it is.
+    """
+    renamed = _renaming(model, model.state_dict())
+    stored, others = dict[str, Any](), dict(state_dict)
+    for scale in [name for name in state_dict if name.endswith(SCALE_INV)]:
+        weight = scale.removesuffix("_scale_inv")
+        stored |= {scale.replace(weight, renamed(weight)): others.pop(scale)}
+        if weight in others:
+            stored[renamed(weight)] = others.pop(weight)
+    return stored, others
 
 
 def _expected_surplus(model: nn.Module, named: dict[str, _Stored]) -> list[str]:

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from octavo.export.loading import split_stored
 from octavo.inspect import Recorder
 from octavo.integrations.accelerate import (
     TrainingState,
@@ -176,15 +177,15 @@ def _read_hub_names(model: Any, state_dict: dict[str, Any], *rest: Any) -> None:
 
     Of a ViT or a Mixtral, say, it would pass most over with a warning (transformers issue 48805).
     """
-    own = model.state_dict()
-    unknown = {name for name in state_dict if name not in own and not name.endswith(SCALE_INV)}
+    unknown = {name for name in state_dict.keys() - model.state_dict().keys() if not name.endswith(SCALE_INV)}
     if not unknown:
         return
+    stored, others = split_stored(model, state_dict)
     try:
         read, info = type(model).from_pretrained(
-            None, config=model.config, state_dict=dict(state_dict), dtype=torch.float32, output_loading_info=True
+            None, config=model.config, state_dict=others, dtype=torch.float32, output_loading_info=True
         )
-        lost = [*info["missing_keys"], *info["mismatched_keys"]]
+        lost = [name for kind in ("missing_keys", "mismatched_keys") for name in info[kind] if name not in stored]
     except RuntimeError as error:
         lost, info = [str(error)], {"unexpected_keys": ()}
     if unknown <= {*info["unexpected_keys"]}:
@@ -195,4 +196,4 @@ def _read_hub_names(model: Any, state_dict: dict[str, Any], *rest: Any) -> None:
             "write one, with model.save_pretrained(folder, max_shard_size='1TB'), and resume from that"
         )
     state_dict.clear()
-    state_dict.update(read.state_dict())
+    state_dict.update({**read.state_dict(), **stored})

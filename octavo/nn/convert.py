@@ -184,9 +184,14 @@ def _storage(
         if wanted.is_high_precision or id(weight) in others:
             continue
         if not issubclass(target, nn.Linear):
-            raise ValueError(f"{name or 'the model'}: a {target.__name__}'s weight can't be stored in FP8")
+            raise ValueError(
+                f"{name or 'the model'}: a {target.__name__}'s weight can't be stored in FP8: leave it out by select="
+            )
         if weight is None:
-            raise ValueError(f"{name or 'the model'}: a weight that is computed from others can't be stored in FP8")
+            raise ValueError(
+                f"{name or 'the model'}: a weight that is computed from others can't be stored in FP8: leave it out by "
+                "select="
+            )
         if reason := why_not_stored(wanted):
             raise ValueError(f"{name or 'the model'}: weights can't be stored in FP8 under {wanted.name!r}: {reason}")
         granularity = wanted.weight_casts.as_is.granularity  # type: ignore[union-attr]
