@@ -297,11 +297,12 @@ def gather_alone(param: Tensor, module: nn.Module, mp_policy: Any) -> Any:
     mesh = whole if whole.ndim == 1 else whole[whole.mesh_dim_names[-1]]
     local = cast(ShardHooks, local.to(mesh.device_type))  # it may be offloaded
     inputs, after = local.fsdp_pre_all_gather(mesh, param.shape, param.stride(), module, mp_policy)
+    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name until torch 2.12
     outputs = []
     for sent in inputs:
         sent = sent.contiguous()
         outputs.append(sent.new_empty(mesh.size() * sent.shape[0], *sent.shape[1:]))
-        dist.all_gather_into_tensor(outputs[-1], sent, group=mesh.get_group())
+        all_gather(outputs[-1], sent, group=mesh.get_group())
     weight, _ = local.fsdp_post_all_gather(tuple(outputs), after, mp_policy.param_dtype or param.dtype)
     return weight
 
