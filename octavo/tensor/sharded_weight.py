@@ -297,7 +297,7 @@ def gather_alone(param: Tensor, module: nn.Module, mp_policy: Any) -> Any:
     mesh = whole if whole.ndim == 1 else whole[whole.mesh_dim_names[-1]]
     local = cast(ShardHooks, local.to(mesh.device_type))  # it may be offloaded
     inputs, after = local.fsdp_pre_all_gather(mesh, param.shape, param.stride(), module, mp_policy)
-    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name until torch 2.12
+    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # 2.11 has the second
     outputs = []
     for sent in inputs:
         sent = sent.contiguous()
