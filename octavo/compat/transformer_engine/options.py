@@ -72,7 +72,7 @@ _NAMES = {
     "make_graphed_callables": "octavo.nn.KeptWeights and torch.cuda.CUDAGraph, as docs/kernels.md has it",
     "MultiheadAttention": _ATTENTION,
     "DotProductAttention": "torch.nn.functional.scaled_dot_product_attention",
-    "GroupedLinear": "octavo.nn.Linear for each expert",
+    "GroupedLinear": "octavo.nn.GroupedLinear",
     "NVFP4BlockScaling": "MXFP8BlockScaling: octavo has no FP4",
     "CustomRecipe": "an octavo.Recipe of octavo.Cast values",
     "onnx_export": "octavo.export.to_onnx",
