@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import inspect
+import re
 
 import pytest
 import torch
@@ -67,7 +68,11 @@ def test_arguments_are_the_same_in_order_kind_and_default(theirs, name):
         for part in name.split("."):
             found = getattr(found, part)
         parameters = inspect.signature(found).parameters.values()
-        return [(p.name, p.kind, getattr(p.default, "value", str(p.default))) for p in parameters]
+        # torchao writes each role's dtype into its default values when a configuration is first made
+        defaults = {
+            p: re.sub("target_dtype=[^)]*", "", str(getattr(p.default, "value", p.default))) for p in parameters
+        }
+        return [(p.name, p.kind, default) for p, default in defaults.items()]
 
     assert arguments(ours) == arguments(theirs)
 
