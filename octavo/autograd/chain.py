@@ -166,15 +166,16 @@ class _Chain(torch.autograd.Function):
 
 def _activation_of(ctx: Any, saved: Saved, needs_dw: bool) -> tuple[tuple[Any, ...], Saved]:
     """(The activation's gradient, as casts take it; what the second layer saved, with its input if that is read)."""
-    h, h_scale_inv, *of_second = saved
+    h, h_scale_inv, *rest = saved
+    x, *others = rest  # of the second layer; torch 2.11 compiles no assignment to an element
     recipe = ctx.plans[1].recipe
     if h_scale_inv is not None:
         h_scale_inv = h_scale_inv.to(torch.float32)
     read_back = h_scale_inv, (ALL, ALL) if recipe.saved is None else recipe.saved.tile
     if needs_dw and recipe.grad_weight is None:
         assert h is not None
-        of_second[0] = unrounded(h, of_second[6], ctx.activation, None, *read_back).to(ctx.plans[1].dtypes[0])
-    return (ctx.activation, h, *read_back), tuple(of_second)
+        x = unrounded(h, rest[6], ctx.activation, None, *read_back).to(ctx.plans[1].dtypes[0])
+    return (ctx.activation, h, *read_back), (x, *others)
 
 
 def run_chain(

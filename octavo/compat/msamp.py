@@ -80,8 +80,8 @@ def _kind(optimizer: torch.optim.Optimizer) -> type[optim.Adam]:
     """Octavo's optimizer of the same rule."""
     if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
         raise UnsupportedOptionError(
-            f"{type(optimizer).__module__}.{type(optimizer).__name__}: MS-AMP takes torch.optim.Adam and AdamW; octavo.optim.SGD is for "
-            "octavo.convert(model, RECIPE, weight_storage='fp8')"
+            f"{type(optimizer).__module__}.{type(optimizer).__name__}: MS-AMP takes torch.optim.Adam and AdamW; "
+            "octavo.optim.SGD is for octavo.convert(model, RECIPE, weight_storage='fp8')"
         )
     if optimizer.state:
         raise UnsupportedOptionError("the optimizer has stepped: its moments would be lost; initialize before training")
