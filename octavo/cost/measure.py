@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
-from torch.utils.benchmark import Timer
 
 from octavo import kernels, recipes
 from octavo.autograd.casts import GRAD_OUTPUT, INPUT, WEIGHT, State, cast_role
@@ -42,6 +41,8 @@ def measure(device: torch.device | None = None, seconds: float = _SECONDS) -> Ra
     on_gpu = device.type == "cuda"
 
     def time(call: Callable[[], Any]) -> float:
+        from torch.utils.benchmark import Timer  # looks for CUDA's compiler as it is imported, and warns
+
         timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
         return float(timer.blocked_autorange(min_run_time=seconds).median)
 
