@@ -14,6 +14,7 @@ from torch import Tensor
 
 from octavo import kernels
 from octavo.autograd.grouped import cast_groups, cast_matrices
+from octavo.autograd.shared_scales import Parts, shared_amax, shared_scale
 from octavo.granularity import ALL
 from octavo.kernels.layouts import contraction_multiple, needs_transposed_codes
 from octavo.scaling.recipe import Cast, Recipe
@@ -43,6 +44,7 @@ def cast_role(
     column_sum: bool = False,
     activation: Activation = (),
     offsets: Tensor | None = None,
+    parts: Parts | None = None,
 ) -> Operands:
     """Cast a role for the products that need it, reading it once where one kernel can.
 
@@ -54,6 +56,7 @@ def cast_role(
         column_sum: find it in the same read, if a cast reads ``x_RC`` as it lies.
         activation: see above; C is of what is cast.
         offsets: of rows in groups, see grouped.py; column sums are not found then.
+        parts: how the role lies on several ranks, all of which then call this.
 
     Returns:
         pairs laid as their products want them: as_is [R, C'], transposed [C, R'], the contraction padded as the device
@@ -66,11 +69,15 @@ def cast_role(
     if first is None or second is None or casts.once:
         cast = first or second
         layouts = first is not None, second is not None
-        return Operands() if cast is None else _cast(x_RC, cast, state, role, extras, *layouts, offsets)
-    if not first.is_delayed and not second.is_delayed and offsets is None and x_RC.ndim == 2:
+        if cast is None:
+            return Operands()
+        return _cast(x_RC, cast, _scale(x_RC, cast, state, role, activation, parts), role, extras, *layouts, offsets)
+    scales = [_scale(x_RC, cast, state, role, activation, parts) for cast in (first, second)]
+    given = first.is_delayed or second.is_delayed or any(scale is not None for scale in scales)
+    if not given and offsets is None and x_RC.ndim == 2:
         return _cast_two_scalings(x_RC, first, second, extras)
-    a = _cast(x_RC, first, state, role, extras, True, False, offsets)
-    b = _cast(x_RC, second, state, role, (extras[0], False, *activation), False, True, offsets)
+    a = _cast(x_RC, first, scales[0], role, extras, True, False, offsets)
+    b = _cast(x_RC, second, scales[1], role, (extras[0], False, *activation), False, True, offsets)
     return a._replace(transposed=b.transposed, amax=b.amax if a.amax is None else a.amax)
 
 
@@ -79,10 +86,19 @@ def _pad(x: Tensor, recipe: Recipe) -> int:
     return contraction_multiple(x.device) if recipe.pads else 1
 
 
+def _scale(
+    x_RC: Tensor, cast: Cast, state: State | None, role: int, activation: Activation, parts: Parts | None
+) -> Tensor | None:
+    """The scales [3] of which a cast reads its role's: delayed ones, or what ranks agree on; None: x_RC's own."""
+    if cast.is_delayed and state is not None:
+        return state.scale
+    return shared_scale(x_RC, cast, role, parts, activation)
+
+
 def _cast(
     x_RC: Tensor,
     cast: Cast,
-    state: State | None,
+    scale: Tensor | None,
     role: int,
     extras: Extras,
     as_is: bool,
@@ -94,17 +110,16 @@ def _cast(
     ``cast`` is that of ``x_RC`` as it lies, unless only the transposed layout is needed.
     """
     pad, column_sum, *activation = extras
-    delayed_scale = state.scale if state is not None and cast.is_delayed else None
     if x_RC.ndim == 3:
-        return cast_matrices(x_RC, delayed_scale, role, cast, (as_is, transposed), pad)
+        return cast_matrices(x_RC, scale, role, cast, (as_is, transposed), pad)
     if offsets is not None:
-        return cast_groups(x_RC, offsets, delayed_scale, role, cast, (as_is, transposed), (pad, *activation))
+        return cast_groups(x_RC, offsets, scale, role, cast, (as_is, transposed), (pad, *activation))
     lays = transposed and needs_transposed_codes(x_RC.device)
     if lays and not as_is and not activation:  # the transposed codes alone, without column sums
-        laid = _cast(x_RC.t(), cast, state, role, (pad, False), True, False)
+        laid = _cast(x_RC.t(), cast, scale, role, (pad, False), True, False)
         return Operands(None, laid.as_is, laid.amax)
     how = cast.arguments if as_is else cast.arguments_transposed
-    q_RC, q_CR, scale_inv, amax, sums = kernels.cast(x_RC, delayed_scale, role, *how, lays, *extras)
+    q_RC, q_CR, scale_inv, amax, sums = kernels.cast(x_RC, scale, role, *how, lays, *extras)
     whole = cast.tile == (ALL, ALL)  # one scale is its own transpose
     return Operands(
         (q_RC, scale_inv) if as_is else None,
@@ -133,15 +148,18 @@ def cast_grad_output(
     column_sum: bool,
     activation: Activation = (),
     offsets: Tensor | None = None,
+    parts: Parts | None = None,
 ) -> Operands:
     """Cast grad_output and, given the amax of forward's (input, weight), commit the delayed state with all three."""
     casts = recipe.grad_output_casts
+    how = as_is, transposed, state, column_sum, activation, offsets, parts
     if state is None or forward_amax is None:
-        return cast_role(grad_TN, recipe, GRAD_OUTPUT, as_is, transposed, state, column_sum, activation, offsets)
+        return cast_role(grad_TN, recipe, GRAD_OUTPUT, *how)
     amax_input, amax_weight = forward_amax
     update = recipe.delayed_update
     cast = casts.as_is or casts.transposed
-    if cast is not None and casts.once and cast.is_delayed and (as_is or transposed) and offsets is None:
+    apart = offsets is not None or parts is not None
+    if cast is not None and casts.once and cast.is_delayed and (as_is or transposed) and not apart:
         lays = transposed and needs_transposed_codes(grad_TN.device)
         # in a first layer only the transposed codes are needed
         alone = lays and not as_is and not column_sum and not activation
@@ -162,8 +180,8 @@ def cast_grad_output(
         if alone:
             return Operands(None, (q, scale_inv))
         return Operands((q, scale_inv), (q_t if lays else q.t(), scale_inv), None, sums if column_sum else None)
-    operands = cast_role(grad_TN, recipe, GRAD_OUTPUT, as_is, transposed, state, column_sum, activation, offsets)
-    kernels.delayed_update(*state, amax_input, amax_weight, operands.amax, *update)
+    operands = cast_role(grad_TN, recipe, GRAD_OUTPUT, *how)
+    kernels.delayed_update(*state, *shared_amax((amax_input, amax_weight, operands.amax), parts), *update)
     return operands
 
 
@@ -210,7 +228,8 @@ def cast_norm(
     )
     found, laid = amax if first.is_delayed else None, None
     if second is not None and apart:  # one is Delayed, the other not
-        _, laid, other_amax, *_ = _cast(y, second, state, INPUT, (pad, False), False, True)
+        other_scale = _scale(y, second, state, INPUT, (), None)
+        _, laid, other_amax, *_ = _cast(y, second, other_scale, INPUT, (pad, False), False, True)
         found = other_amax if found is None else found
     elif second is not None:
         laid = q_t if lays else q.t(), scale_inv.t()

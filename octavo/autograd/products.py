@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from octavo import kernels
 from octavo.autograd.casts import GRAD_OUTPUT, INPUT, Activation, Pair, State, cast_grad_output, cast_role
 from octavo.autograd.grouped import group_sums, grouped_linear, grouped_mm, scales_of_rows
+from octavo.autograd.shared_scales import Parts
 from octavo.autograd.tap import Tap, Watch, count
 from octavo.errors import HigherOrderGradientError
 from octavo.granularity import PerBlock, Tile
@@ -39,7 +40,7 @@ class Layer(NamedTuple):
 
     ``weight`` is the weight's operands; ``training``: whether backward commits the delayed state; ``tap``: where casts
     are counted in a step that is recorded; ``watch``: where faults are noted, neither of rows in groups; ``offsets``:
-    where those end.
+    where those end; ``parts``: how roles lie on the ranks of a tensor-parallel group.
     """
 
     weight: Operands
@@ -49,6 +50,7 @@ class Layer(NamedTuple):
     tap: Tap | None = None
     watch: Watch | None = None
     offsets: Tensor | None = None
+    parts: Parts | None = None
 
 
 class Plan(NamedTuple):
@@ -61,12 +63,14 @@ class Plan(NamedTuple):
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None]
     tap: Tap | None
     watch: Watch | None
+    parts: Parts | None
 
 
 def plan_of(layer: Layer, dtype: torch.dtype, weight_NK: Tensor, bias: Tensor | None) -> Plan:
     """The plan of a layer whose results have this dtype."""
     dtypes = dtype, weight_NK.dtype, None if bias is None else bias.dtype
-    return Plan(layer.recipe, layer.state, layer.training, layer.weight.fresh, dtypes, layer.tap, layer.watch)
+    where = layer.tap, layer.watch, layer.parts
+    return Plan(layer.recipe, layer.state, layer.training, layer.weight.fresh, dtypes, *where)
 
 
 def output(
@@ -142,7 +146,8 @@ def cast_gradient(
     needs_dx, needs_dw, needs_db = needs
     offsets, x_amax, w_amax = saved[-3:]
     amax = (x_amax, w_amax if plan.rolls_weight else None) if plan.commits else None
-    g = cast_grad_output(grad_TN, recipe, needs_dx, needs_dw, plan.state, amax, needs_db, activation, offsets)
+    how = activation, offsets, plan.parts
+    g = cast_grad_output(grad_TN, recipe, needs_dx, needs_dw, plan.state, amax, needs_db, *how)
     if plan.tap is not None:
         rounded = unrounded(grad_TN, None, *activation) if activation else grad_TN
         count(plan.tap.grad_output, rounded, g, recipe.grad_output_casts)
@@ -256,7 +261,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TK: Tensor, weight_NK: Tensor, bias: Tensor | None, layer: Layer) -> Tensor:
         needs_dx, needs_dw, _ = ctx.needs_input_grad[:3]
-        x = cast_role(x_TK, layer.recipe, INPUT, True, needs_dw, layer.state, offsets=layer.offsets)
+        x = cast_role(x_TK, layer.recipe, INPUT, True, needs_dw, layer.state, offsets=layer.offsets, parts=layer.parts)
         if layer.tap is not None:
             count(layer.tap.input, x_TK, x, layer.recipe.input_casts)
         ctx.plan = plan_of(layer, x_TK.dtype, weight_NK, bias)
@@ -279,7 +284,8 @@ def linear(x: Tensor, weight_NK: Tensor, bias: Tensor | None, layer: Layer) -> T
     if torch.is_grad_enabled() and (x.requires_grad or weight_NK.requires_grad or requires_grad(bias)):
         y_TN = _Linear.apply(x_TK, weight_NK, bias, layer)
     else:
-        operands = cast_role(x_TK, layer.recipe, INPUT, True, False, layer.state, offsets=layer.offsets)
+        how = layer.offsets, layer.parts
+        operands = cast_role(x_TK, layer.recipe, INPUT, True, False, layer.state, False, (), *how)
         y_TN = output(x_TK, operands, weight_NK, bias, layer, x_TK.dtype)
     return y_TN if x.ndim == 2 else y_TN.view(*x.shape[:-1], weight_NK.shape[0])
 

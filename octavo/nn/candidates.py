@@ -27,6 +27,9 @@ Select = Callable[[nn.Module, str], bool]
 MIN_FEATURES = 512
 
 
+SHARDED = "it is sharded already: call octavo.convert before fully_shard"
+
+
 def large_enough(module: nn.Module, name: str) -> bool:
     """The default ``select``: both feature counts are at least 512.
 
@@ -141,8 +144,8 @@ def expert_weights(module: nn.Module) -> dict[str, nn.Parameter]:
 
 def why_left_alone(module: nn.Module) -> str | None:
     """Why a module of a convertible class must not be converted, or None."""
-    if is_sharded(type(module)):
-        return "it is sharded already: call octavo.convert before fully_shard"
+    if is_sharded(type(module)) or getattr(module, "_is_fsdp_managed_module", False):
+        return SHARDED
     if "forward" in module.__dict__:
         return "its forward was replaced on the instance, so converting would change nothing"
     for weight in map(module._parameters.get, keys_of(module).values() or ("weight",)):

@@ -12,6 +12,7 @@ from torch import nn
 
 from octavo.granularity import Granularity
 from octavo.nn.candidates import (
+    SHARDED,
     Select,
     expert_weights,
     experts_class,
@@ -29,7 +30,6 @@ from octavo.nn.grouped_linear import Grouped
 from octavo.nn.linear import Linear
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.stored_weights import (
-    TENSOR_PARALLEL,
     check_granularity,
     check_recipe,
     store_weight,
@@ -78,8 +78,8 @@ def convert(
         ValueError: if weights can't be stored under the recipe; nothing is changed then.
 
     Warns:
-        UserWarning: if nothing was converted, with the reasons; of layers that are left alone as they compute under
-            tensor parallelism; of 3-D parameters of modules that it does not know, which stay in high precision.
+        UserWarning: if nothing was converted, with the reasons; of layers that fully_shard has sharded already; of
+            3-D parameters of modules that it does not know, which stay in high precision.
 
     Example:
         >>> import torch, octavo
@@ -150,15 +150,11 @@ def _targets(model: nn.Module, select: Select | None) -> list[tuple[str, nn.Modu
             asked = target is not None and select is not None and why_left_alone(module) is None
             reason = "select returned False" if asked else why_not(module)
             reasons.setdefault(str(reason), []).append(name or "the model")
-    parallel = [name for reason, names in reasons.items() if TENSOR_PARALLEL in reason for name in names]
     if not targets:
         found = "; ".join(f"{reason} ({len(names)} such, first {names[0]})" for reason, names in reasons.items())
         warnings.warn(f"octavo.convert converted nothing: {found or 'the model has no linear layer'}", stacklevel=3)
-    elif parallel:
-        warnings.warn(
-            f"{len(parallel)} layers stay in high precision, first {parallel[0]}: their weights are {TENSOR_PARALLEL}",
-            stacklevel=3,
-        )
+    elif late := reasons.get(SHARDED):
+        warnings.warn(f"{len(late)} layers stay in high precision, first {late[0]}: {SHARDED}", stacklevel=3)
     unknown = {at: list(held.values()) for at, m in model.named_modules() if (held := expert_weights(m))}
     if targets and unknown:
         elements = sum(p.numel() for p in model.parameters() if p.ndim > 1)

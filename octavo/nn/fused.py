@@ -8,6 +8,7 @@ parts' own. The parts do run one after the other where something wants to see th
     a part or its forward replaced    restored to torch's, quantised, adapted: that is what counts
     the output product of a part in high precision
     a norm without a weight           which the kernels would multiply by
+    a part under tensor parallelism   whose results lie on several ranks
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from octavo.nn.linear import Linear, recipe_for
 from octavo.nn.norm import LayerNorm, RMSNorm
 from octavo.nn.recipe_module import product_dtype, refuse_for_fp8
 from octavo.nn.splits import Splits, split_output
+from octavo.nn.tensor_parallel import is_parallel
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap
 
@@ -52,7 +54,7 @@ class Fused(nn.Module):
         linears = self._linears()
         if type(self.norm) not in (LayerNorm, RMSNorm) or any(type(linear) is not Linear for linear in linears):
             return False
-        if not all(map(runs_alone, (self.norm, *linears))):
+        if not all(map(runs_alone, (self.norm, *linears))) or any(is_parallel(linear.weight) for linear in linears):
             return False
         return self.norm.weight is not None and all(linear.recipe.output is not None for linear in linears)
 

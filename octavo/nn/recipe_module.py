@@ -12,6 +12,7 @@ from torch.nn.modules.module import _global_parameter_registration_hooks
 
 from octavo.autograd.casts import WEIGHT, State, cast_role
 from octavo.autograd.products import Layer, linear
+from octavo.autograd.shared_scales import Parts
 from octavo.autograd.tap import Tap, Watch
 from octavo.errors import HigherOrderGradientError
 from octavo.formats import HIGH_PRECISION
@@ -19,8 +20,16 @@ from octavo.kernels.capability import warn_once_if_emulated
 from octavo.nn.gather import Gather
 from octavo.nn.stored_weight_files import load_stored, save_stored
 from octavo.nn.stored_weights import check_recipe, weight_of, why_unreadable, widened
+from octavo.nn.tensor_parallel import is_parallel, parallel_product
 from octavo.nn.weight_cache import WeightCache
-from octavo.scaling.delayed import ASIDE, BUFFERS, LOADED, drop_delayed_state, register_delayed_state
+from octavo.scaling.delayed import (
+    ASIDE,
+    BUFFERS,
+    LOADED,
+    drop_delayed_state,
+    register_delayed_state,
+    take_state_local,
+)
 from octavo.scaling.recipe import Recipe
 from octavo.tensor.pair import Operands
 from octavo.tensor.parameters import put_into
@@ -232,17 +241,33 @@ class RecipeModule(nn.Module):
             return nn.functional.linear(input, widened(weight_NK), bias)
         if input.dtype != dtype:
             input = input.to(dtype)
-        refuse_for_fp8(input, parameter, bias)
-        return linear(input, weight_NK, bias, self.layer_of(input, weight_NK, parameter, input.requires_grad))
+        if is_parallel(parameter):
+            return parallel_product(self, input, weight_NK, bias)
+        return self.local_product(input, weight_NK, bias, parameter)
 
-    def layer_of(self, input: Tensor, weight_NK: Tensor, parameter: Tensor, needs_input_grad: bool) -> Layer:
+    def local_product(
+        self, input: Tensor, weight_NK: Tensor, bias: Tensor | None, parameter: Tensor, parts: Parts | None = None
+    ) -> Tensor:
+        """``_product`` in FP8 of one dtype; of what this rank has, where ``parameter`` is in parts on several."""
+        refuse_for_fp8(input, parameter, bias)
+        return linear(input, weight_NK, bias, self.layer_of(input, weight_NK, parameter, input.requires_grad, parts))
+
+    def layer_of(
+        self,
+        input: Tensor,
+        weight_NK: Tensor,
+        parameter: Tensor,
+        needs_input_grad: bool,
+        parts: Parts | None = None,
+    ) -> Layer:
         """What this module brings to its products with ``input``; see ``_product``."""
         recipe, grad_enabled = self.recipe, torch.is_grad_enabled()
         state = self._state_for(parameter, self.training, input.is_meta)
-        weight = self._weight_operands(weight_NK, parameter, grad_enabled and needs_input_grad, state)
+        weight = self._weight_operands(weight_NK, parameter, grad_enabled and needs_input_grad, state, parts)
         training = self.training and grad_enabled
         tap, watch = (self.tap, self.watch) if training else (None, None)
-        return Layer(weight, recipe, state, training, None if tap is None or tap.recipe is not recipe else tap, watch)
+        tap = None if tap is None or tap.recipe is not recipe else tap
+        return Layer(weight, recipe, state, training, tap, watch, parts=parts)
 
     def _state_for(self, parameter: Tensor, training: bool, on_meta: bool) -> State | None:
         """The delayed state that a forward reads, the weight's forgotten if it was written by hand; or None."""
@@ -250,8 +275,11 @@ class RecipeModule(nn.Module):
             return None
         if self.delayed_scale.is_meta and not on_meta:  # type: ignore[union-attr]
             self._take_state_off_meta()
-        if training and type(parameter) is nn.Parameter and not torch.compiler.is_compiling():
-            self.notice_writes(parameter, parameter)
+        plain = type(parameter) is nn.Parameter
+        if is_parallel(parameter):
+            take_state_local(self)
+        if training and (plain or is_parallel(parameter)) and not torch.compiler.is_compiling():
+            self.notice_writes(parameter, parameter if plain else on_this_rank(parameter))
         return State(self.delayed_scale, self.delayed_amax_history)  # type: ignore[arg-type]
 
     @torch.no_grad()
@@ -279,12 +307,21 @@ class RecipeModule(nn.Module):
         assert operands.as_is is not None
         return operands.as_is[0][:, : parameter.shape[1]], operands.as_is[1]
 
-    def _weight_operands(self, weight_NK: Tensor, parameter: Tensor, transposed: bool, state: State | None) -> Operands:
+    def _weight_operands(
+        self,
+        weight_NK: Tensor,
+        parameter: Tensor,
+        transposed: bool,
+        state: State | None,
+        parts: Parts | None,
+    ) -> Operands:
         operands = getattr(type(parameter), "operands", None)  # of a weight that is in FP8 already
         if operands is not None:
             return operands(parameter, self, transposed)
         if not self.training:  # the weight may have been merged, averaged, swapped: its own amax, whatever the history
-            return cast_role(weight_NK.detach(), self.recipe, WEIGHT, True, transposed, None)
+            state = None
+        if not self.training or parts is not None:
+            return cast_role(weight_NK.detach(), self.recipe, WEIGHT, True, transposed, state, parts=parts)
         reusable = self.gather.parameter is None
         return self._weight_cache.operands(weight_NK, parameter, self.recipe, transposed, state, reusable)
 

@@ -10,10 +10,8 @@ from octavo.granularity import Granularity, PerTensor
 from octavo.scaling.recipe import Recipe
 from octavo.tensor.parameters import put_into
 from octavo.tensor.scaled_tensor import dequantized
-from octavo.tensor.sharded_weight import ShardHooks, on_this_rank
+from octavo.tensor.sharded_weight import on_this_rank
 from octavo.tensor.stored_weight import GRANULARITIES, StoredWeight, local_stored
-
-TENSOR_PARALLEL = "DTensors: convert before fully_shard; octavo does not compute under tensor parallelism yet"
 
 
 def widened(weight: Tensor) -> Tensor:
@@ -37,14 +35,10 @@ def why_not_stored(recipe: Recipe) -> str | None:
 
 def why_unreadable(weight: Tensor) -> str | None:
     """What keeps FP8 products from reading a weight, by its class ("weights that are ..."); or None."""
-    kind, local = type(weight), on_this_rank(weight)
+    kind = type(on_this_rank(weight))  # of a DTensor: what each rank has
     if not hasattr(kind, "__tensor_flatten__") or hasattr(kind, "operands"):
         return None
-    if local is weight:
-        return f"{kind.__module__}.{kind.__qualname__} (another library's, quantised perhaps)"
-    if isinstance(local, ShardHooks):  # of fully_shard, which gathers it before products read it
-        return None
-    return TENSOR_PARALLEL
+    return f"{kind.__module__}.{kind.__qualname__} (another library's, quantised perhaps)"
 
 
 def check_recipe(recipe: Recipe, weight: Tensor | None) -> None:

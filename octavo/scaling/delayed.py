@@ -40,6 +40,15 @@ def register_delayed_state(module: nn.Module, rule: Delayed, device: torch.devic
     module.register_buffer("delayed_amax_history", new_history, persistent=False)
 
 
+def take_state_local(module: nn.Module) -> None:
+    """Make the buffers plain tensors again: torch's parallelize_module makes DTensors of all buffers, replicated."""
+    for name in BUFFERS:
+        buffer = module._buffers.get(name)
+        local = getattr(buffer, "_local_tensor", None)
+        if local is not None:
+            module._buffers[name] = local
+
+
 def drop_delayed_state(module: nn.Module) -> None:
     """Take the delayed state from ``module``: under another recipe nothing keeps it up to date."""
     for name in BUFFERS:
@@ -110,4 +119,6 @@ def load_delayed_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> No
 
 
 def _buffers(model: nn.Module) -> dict[str, Tensor]:
+    for module in model.modules():
+        take_state_local(module)
     return {name: buffer for name, buffer in model.named_buffers() if name.rpartition(".")[2] in BUFFERS}

@@ -1,0 +1,38 @@
+"""What ranks agree on, and where they need not."""
+
+import torch
+
+from octavo import E4M3, PerRow, PerTensor
+from octavo.autograd.casts import GRAD_OUTPUT, INPUT
+from octavo.autograd.shared_scales import Parts, shared_amax, shared_scale
+from octavo.scaling.recipe import Cast
+
+
+def test_only_a_scale_per_tensor_of_a_role_in_parts_is_agreed_on():
+    parts, x = Parts("no group of this name", (False, True, True)), torch.ones(4, 4)
+    assert shared_scale(x, Cast(E4M3, PerTensor()), INPUT, parts) is None
+    assert shared_scale(x, Cast(E4M3, PerRow()), GRAD_OUTPUT, parts) is None
+    assert shared_scale(x, Cast(E4M3, PerTensor()), INPUT, None) is None
+    assert shared_amax((None, None), parts) == (None, None)
+    assert shared_amax((x,), None) == (x,)
+
+
+def largest_on_ranks(mesh):
+    """On rank r a tensor of r - 3."""
+    parts = Parts(mesh.get_group().group_name, (True, True, True))
+    x = torch.full((2, 2), float(mesh.get_local_rank() - 3))
+    own = x.abs().amax().view(1, 1)
+    scale = shared_scale(x, Cast(E4M3, PerTensor()), INPUT, parts)
+    squared = shared_scale(x, Cast(E4M3, PerTensor()), INPUT, parts, ("squared_relu", None, None, (-1, -1)))
+    return (
+        scale.tolist(),
+        squared.tolist(),
+        [None if amax is None else amax.item() for amax in shared_amax((own, None, own), parts)],
+    )
+
+
+def test_the_largest_of_all_ranks(pool):
+    for scale, squared, amax in pool.run(largest_on_ranks, (2,)):
+        assert scale == [torch.tensor(448.0).div(3).item()] * 3
+        assert squared == [1.0] * 3  # of zeros
+        assert amax == [3.0, None, 3.0]
