@@ -105,9 +105,9 @@ def _why(bf16: Estimate, best: Estimate) -> str:
 
 def _grouped(layers: Sequence[Layer]) -> str:
     """Layers by their shapes: how many, and the first one's name."""
-    counts = Counter((layer.work.out_features, layer.work.in_features) for layer in layers)
-    names = {(layer.work.out_features, layer.work.in_features): layer.work.name for layer in reversed(layers)}
-    return ", ".join(f"{count} of {rows} x {cols} ({names[rows, cols]})" for (rows, cols), count in counts.items())
+    counts = Counter(layer.work.shape for layer in layers)
+    names = {layer.work.shape: layer.work.name for layer in reversed(layers)}
+    return ", ".join(f"{count} of {shape} ({names[shape]})" for shape, count in counts.items())
 
 
 def from_hugging_face(path: Path) -> nn.Module:

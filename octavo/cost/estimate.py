@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,8 +17,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from octavo.cost.rates import HIGH_PRECISION, Rates, forms_of
-from octavo.nn.candidates import Select, features, fp8_class
+from octavo.nn.candidates import Select, experts_class, features, fp8_class
 from octavo.nn.convert import convert, set_recipe
+from octavo.nn.flops import formulas
+from octavo.nn.grouped_linear import Grouped
 from octavo.nn.recipe_module import RecipeModule
 from octavo.recipes import high_precision
 from octavo.scaling.recipe import Recipe
@@ -38,7 +40,8 @@ _ATTENTION = {
 class LinearWork(NamedTuple):
     """What a linear layer computes in a step.
 
-    ``tokens``: rows of its input; ``grad_input``, ``grad_weight``: whether backward needs them.
+    ``tokens``: rows of its input; ``grad_input``, ``grad_weight``: whether backward needs them; ``groups``: of experts'
+    layers how many matrices there are, each of them for some of the rows.
     """
 
     name: str
@@ -47,6 +50,7 @@ class LinearWork(NamedTuple):
     out_features: int
     grad_input: bool
     grad_weight: bool
+    groups: int = 1
 
     @property
     def products(self) -> tuple[bool, bool, bool]:
@@ -58,12 +62,27 @@ class LinearWork(NamedTuple):
         """Of one product."""
         return 2.0 * self.tokens * self.in_features * self.out_features
 
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Elements of input, weight and grad_output."""
+        weight = self.groups * self.in_features * self.out_features
+        return self.tokens * self.in_features, weight, self.tokens * self.out_features
+
+    @property
+    def shape(self) -> str:
+        """The weight's."""
+        one = f"{self.out_features} x {self.in_features}"
+        return one if self.groups == 1 else f"{self.groups} x {one}"
+
     def seconds(self, recipe: Recipe, rates: Rates) -> tuple[float, float]:
         """(products, casts) of a step under a recipe."""
-        wanted = self.products
-        forms = [form for form, computed in zip(forms_of(recipe), wanted, strict=True) if computed]
-        products = sum(rates.product_seconds(form, self.flop) for form in forms)
-        sizes = self.tokens * self.in_features, self.in_features * self.out_features, self.tokens * self.out_features
+        wanted, sizes = self.products, self.sizes
+        products = 0.0
+        # output has the size of grad_output, grad_input that of input
+        for form, result, computed in zip(forms_of(recipe), (sizes[2], sizes[0], sizes[1]), wanted, strict=True):
+            width = 2 if form == HIGH_PRECISION else 1
+            moved = width * (sum(sizes) - result) + 2 * result
+            products += rates.product_seconds(form, self.flop, moved) if computed else 0.0
         readers = (wanted[0], wanted[2]), (wanted[0], wanted[1]), (wanted[1], wanted[2])  # of as_is, of transposed
         casts = 0.0
         for role, size, (as_is, transposed) in zip(recipe.casts, sizes, readers, strict=True):
@@ -78,8 +97,8 @@ class Work:
     """What a training step of a model computes.
 
     Attributes:
-        linears: its linear layers, those that run.
-        other_flop: FLOP of all other products (attention, expert weights, convolutions).
+        linears: its linear layers, those that run, and experts' matrices.
+        other_flop: FLOP of all other products (attention, convolutions, experts of no known kind).
         other_bytes: bytes that all other operations read and write in eager PyTorch.
         other_ops: how many these are.
     """
@@ -130,16 +149,16 @@ class Estimate:
 
 
 class _Traffic(TorchDispatchMode):
-    """Counts bytes that operations other than products read and write."""
+    """Counts bytes that operations other than products (those that torch knows, and these) read and write."""
 
-    def __init__(self) -> None:
+    def __init__(self, products: Container[Any]) -> None:
         super().__init__()
-        self.bytes, self.ops = 0, 0
+        self.bytes, self.ops, self.products = 0, 0, products
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         is_view = any(value.alias_info is not None and not value.alias_info.is_write for value in func._schema.returns)
-        is_product = func._overloadpacket in flop_registry or func._overloadpacket in _ATTENTION
+        is_product = func._overloadpacket in flop_registry or func._overloadpacket in self.products
         if not is_view and not is_product and "empty" not in func._schema.name:
             tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)]
             self.bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
@@ -173,23 +192,30 @@ def work_of(model: nn.Module, inputs: Sequence[Any]) -> Work:
 
     def note(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, arguments: tuple[Tensor, ...], output: object) -> None:
-            x, weight = arguments[0], next(module.parameters())
-            columns, rows = features(module)
+            x, groups = arguments[0], 1
+            if isinstance(module, Grouped):
+                weight: Tensor = module.operands()[0]
+                groups, rows, columns = weight.shape
+            else:
+                weight, (columns, rows) = next(module.parameters()), features(module)
             tokens = x.numel() // columns
             if name in found:  # called more than once: its products are more rows high
                 tokens += found[name].tokens
-            found[name] = LinearWork(name, tokens, columns, rows, x.requires_grad, weight.requires_grad)
+            found[name] = LinearWork(name, tokens, columns, rows, x.requires_grad, weight.requires_grad, groups)
 
         return hook
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)  # unlike the meta device, it answers what models ask of values
     twin = twin_of(on_meta(model), mode)
-    layers = ((name, m) for name, m in twin.named_modules() if isinstance(m, nn.Linear) or fp8_class(m) is not None)
-    for name, module in layers:
-        module.register_forward_hook(note(name))
+    # experts of a known kind, so that each product is a module's, and none loops over what a router found
+    _convert(twin, high_precision(), lambda module, name: experts_class(module) is not None)
+    for name, module in twin.named_modules():
+        if isinstance(module, nn.Linear | Grouped) or fp8_class(module) is not None:
+            module.register_forward_hook(note(name))
     arguments = tree_map_only(Tensor, lambda x: without_data(x, mode).requires_grad_(x.requires_grad), tuple(inputs))
-    traffic = _Traffic()
-    with mode, FlopCounterMode(display=False, custom_mapping=_ATTENTION) as flop, traffic:
+    products = {**formulas(), **_ATTENTION}
+    traffic = _Traffic(products)
+    with mode, FlopCounterMode(display=False, custom_mapping=products) as flop, traffic:
         outputs = twin(*arguments)
         results = [leaf for leaf in tree_leaves(_plain(outputs)) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not results:
@@ -198,6 +224,13 @@ def work_of(model: nn.Module, inputs: Sequence[Any]) -> Work:
     linears = tuple(found.values())
     own = sum(work.flop * sum(work.products) for work in linears)
     return Work(linears, max(flop.get_total_flops() - own, 0.0), traffic.bytes, traffic.ops)
+
+
+def _convert(model: nn.Module, recipe: Recipe | RecipeMap, select: Select | None) -> None:
+    """octavo.convert, silent where there is nothing to convert."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "octavo.convert converted nothing")
+        convert(model, recipe, select)
 
 
 def _plain(outputs: Any) -> Any:
@@ -245,14 +278,12 @@ def estimate(
     twin = on_meta(model)
     work = work or work_of(model, inputs)
     if recipe is not None:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "octavo.convert converted nothing")
-            convert(twin, recipe, select)
+        _convert(twin, recipe, select)
     modules = dict(twin.named_modules())
     products = casts = 0.0
     layers = []
     for linear in work.linears:
-        module = modules[linear.name]
+        module = modules.get(linear.name)  # None: of experts that stay as they are
         own = module.recipe if isinstance(module, RecipeModule) else high_precision()
         multiplied, cast = linear.seconds(own, rates)
         products, casts = products + multiplied, casts + cast

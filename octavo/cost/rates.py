@@ -48,8 +48,11 @@ class Rates:
     products: Mapping[str, tuple[tuple[float, float], ...]]
     casts: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
-    def product_seconds(self, kind: str, flop: float) -> float:
-        """The time of a product of so many FLOP, its rate taken between the nearest two points, and its launch."""
+    def product_seconds(self, kind: str, flop: float, moved: float = 0.0) -> float:
+        """The time of a product of so many FLOP, its rate taken between the nearest two points, and its launch.
+
+        ``moved``: bytes of its operands and its result, which take their time at least.
+        """
         points = self.products[kind]
         size = math.log2(max(flop, 1.0))
         rate = points[0][1] if flop <= points[0][0] else points[-1][1]
@@ -57,7 +60,7 @@ class Rates:
             if low < flop <= high:
                 share = (size - math.log2(low)) / (math.log2(high) - math.log2(low))
                 rate = low_rate + share * (high_rate - low_rate)
-        return flop / rate + self.launch
+        return max(flop / rate, moved / self.copy) + self.launch
 
     def cast_seconds(self, cast: Cast, elements: float, both: bool) -> float:
         """The time of a cast into one layout or both.

@@ -142,7 +142,12 @@ def _translated(model: nn.Module, inputs: tuple[Any, ...], dynamic_shapes: Any, 
                 "QuantizeLinear past operators that take no FP8 there: use opset=21, or octavo.recipes.dynamic()"
             )
         if unknown:
-            raise ExportError(f"no ONNX for {', '.join(sorted(unknown))}: does the model call it itself?")
+            why = (
+                "experts have none"
+                if any(".grouped_" in name for name in unknown)
+                else "does the model call it itself?"
+            )
+            raise ExportError(f"no ONNX for {', '.join(sorted(unknown))}: {why}")
         try:
             program = program.run_decompositions(table)
             found = torch.onnx.export(program, (), dynamo=True, opset_version=opset, optimize=True, verbose=False)

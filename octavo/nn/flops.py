@@ -17,9 +17,9 @@ def _product(a: _Shape, a_scale_inv: _Shape, a_tile: Any, b: _Shape, *_: Any, **
     return 2 * a[0] * b[0] * a[1]
 
 
-def _grouped(input: _Shape, weight: _Shape, *_: Any, **__: Any) -> int:
-    """Of input [T, K], each row times one of the experts' weights [E, K, N]; which torch doesn't count."""
-    return 2 * math.prod(input) * weight[-1]
+def _grouped(a: _Shape, b: _Shape, *_: Any, **__: Any) -> int:
+    """Of a [T, K], each row times one of the experts' weights b [E, K, N]; or of a [N, T] and b [T, K], T in groups."""
+    return 2 * math.prod(a) * b[-1]
 
 
 def _grouped_product(a: _Shape, a_scale_inv: _Shape, a_tile: Any, b: _Shape, *_: Any, **__: Any) -> int:
@@ -32,7 +32,8 @@ def _attention(query: _Shape, key: _Shape, value: _Shape, *_: Any, **__: Any) ->
     return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
 
 
-def _formulas() -> dict[Any, Any]:
+def formulas() -> dict[Any, Any]:
+    """Of the ops that torch's counter doesn't know."""
     grouped = [torch.ops.aten._grouped_mm, torch.ops.octavo.grouped_mm]
     if hasattr(torch.ops.transformers, "grouped_mm_fallback"):  # what transformers calls where torch's can't be used
         grouped.append(torch.ops.transformers.grouped_mm_fallback)
@@ -52,7 +53,7 @@ def forward_flops(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
     from torch.utils.flop_counter import FlopCounterMode  # which imports Triton
 
     training = {module: module.training for module in model.modules()}
-    counter = FlopCounterMode(display=False, custom_mapping=_formulas())
+    counter = FlopCounterMode(display=False, custom_mapping=formulas())
     try:
         with counter, torch.no_grad():
             model.eval()(*args, **kwargs)

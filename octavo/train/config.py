@@ -63,9 +63,15 @@ class ModelConfig(_Checked):
     layers: int = option(4, "transformer blocks", 1)
     heads: int = option(3, "attention heads; width / heads must be even", 1)
     context: int = option(128, "bytes that the model sees at once", 1)
+    experts: int = option(0, "experts of each block's MLP (0: it is one MLP, for all bytes)", 0)
+    top_k: int = option(2, "experts that compute each byte; each is 1 / top_k of the MLP", 1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if 0 < self.experts < self.top_k:
+            raise ValueError(
+                f"top_k is {self.top_k} of {self.experts} experts: choose top_k {self.experts}, or more experts"
+            )
         step = 2 * self.heads  # rotary positions turn pairs of features
         if self.width % step:
             below = self.width // step * step
@@ -81,13 +87,19 @@ class ModelConfig(_Checked):
 
     @property
     def hidden(self) -> int:
-        """Features inside the SwiGLU: 8/3 of the width (the parameters of a plain 4x MLP), rounded up to 32."""
-        return -(-8 * self.width // 3 // 32) * 32
+        """Features inside the SwiGLU: 8/3 of the width (the parameters of a plain 4x MLP), rounded up to 32.
+
+        Of experts, each one's: so many by top_k, so that a byte takes as many FLOPs as without experts.
+        """
+        parts = 3 * self.top_k if self.experts else 3
+        return -(-8 * self.width // parts // 32) * 32
 
     @property
     def parameters(self) -> int:
         """The number of parameters."""
-        block = 4 * self.width**2 + 3 * self.width * self.hidden + 2 * self.width
+        mlp = 3 * self.width * self.hidden
+        mlp = self.experts * (mlp + self.width) if self.experts else mlp  # a row of the router each
+        block = 4 * self.width**2 + mlp + 2 * self.width
         return self.layers * block + 2 * VOCABULARY * self.width + self.width
 
 

@@ -18,7 +18,7 @@ from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap
 from octavo.schedule import Switch
 from octavo.train.checkpoint import Content, Identity, Row, RunFolder, ShardedFolder
-from octavo.train.config import ALONE, BASELINE, ModelConfig, TrainConfig, check_recipe
+from octavo.train.config import ALONE, BASELINE, TrainConfig, check_recipe
 from octavo.train.data import Corpus, load_corpus
 from octavo.train.errors import DivergedError, TrainError, train_errors
 from octavo.train.inspection import Inspection
@@ -220,7 +220,8 @@ class _Shared:
 
     def rehearse(self, name: str) -> None:
         """Raise TrainError for options that a recipe can't have, by a tiny model: nothing trains for minutes before."""
-        model = build_model(ModelConfig(2, 1, 1, 1), name, 0, self.config.state).to(self.device)
+        tiny = replace(self.config.model, width=2, layers=1, heads=1, context=1)
+        model = build_model(tiny, name, 0, self.config.state).to(self.device)
         Trainer(self.config, model, self.corpus, Ranks(), recipe_named(name))
 
     def say_first(self, names: Collection[str]) -> None:
@@ -340,6 +341,9 @@ class _Run:
             save = done == steps or _due(done, intervals.checkpoint_every)
             if validate or save or _due(done, self.recorder.every):
                 self._read(validate, save)
+        if self.trainer.busiest is not None:
+            load = f"{float(self.trainer.busiest):.2f} times its block's mean"
+            self.progress.message(f"{self.result.name}: in the last step the busiest expert had {load}")
 
     def _note_switches(self) -> None:
         """Says which phases have begun."""

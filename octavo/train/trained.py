@@ -40,7 +40,8 @@ def trained_model(path: Path) -> GPT:
     # a checkpoint of many ranks has the names of the weights' storage; one of one process is read by plain weights too
     names = [name for name in StateConfig.__dataclass_fields__ if sharded and name in identity]
     try:
-        sizes = ModelConfig(**{name: identity[name] for name in ModelConfig.__dataclass_fields__})
+        # an older checkpoint has no experts
+        sizes = ModelConfig(**{name: identity[name] for name in ModelConfig.__dataclass_fields__ if name in identity})
         model = build_model(sizes, recipe, 0, StateConfig(**{name: identity[name] for name in names}))
         kept.fill(model, None)
     except (KeyError, RuntimeError, ValueError) as error:

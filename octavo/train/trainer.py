@@ -32,7 +32,8 @@ from octavo.train.config import (
 )
 from octavo.train.data import Batches, Corpus
 from octavo.train.errors import CheckpointError, TrainError, train_errors
-from octavo.train.model import GPT, HEAD, next_byte_loss
+from octavo.train.mixture import balance
+from octavo.train.model import GPT, HEAD, ROUTER, next_byte_loss
 from octavo.train.phases import phases_of
 from octavo.train.shard import part_of, shard, syncing
 
@@ -107,7 +108,7 @@ def build_model(
     """The model with the initial weights of a seed; unless the recipe is the baseline, all its blocks follow it.
 
     The output head stays in high precision, as FP8 training usually has it: it is a small part of the work, and to
-    round the gradients of the loss at their source costs more than anywhere else.
+    round the gradients of the loss at their source costs more than anywhere else. So do the routers of experts.
     """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
@@ -120,8 +121,13 @@ def build_model(
         raise TrainError(f"weight_storage {storage} needs an FP8 recipe, not {recipe}: choose FP8 recipes alone")
     if casts is not None:
         with train_errors():
-            octavo.convert(model, casts, select=lambda module, name: name != HEAD, weight_storage=storage)  # type: ignore[arg-type]
+            octavo.convert(model, casts, select=in_fp8, weight_storage=storage)  # type: ignore[arg-type]
     return model
+
+
+def in_fp8(module: nn.Module, name: str) -> bool:
+    """Whether a layer of the GPT follows the recipe."""
+    return name.rpartition(".")[2] not in (HEAD, ROUTER)
 
 
 def recipe_named(recipe: str | Recipe | RecipeMap) -> Recipe | RecipeMap | None:
@@ -160,6 +166,7 @@ class Trainer:
         self.optimizer: Any
         with train_errors():
             self.optimizer = build_optimizer(model, config.optimizer, state)
+        self.busiest: Tensor | None = None  # the largest load of an expert in the last step, by the mean of its block's
         self.in_backward: Any = None
         if (outstanding := config.state.outstanding_bytes) is not None:
             clip = octavo.optim.EstimatedNorm(config.optimizer.clip or math.inf)
@@ -206,6 +213,8 @@ class Trainer:
         if self.schedule is not None and self.schedule.recovery is not None:
             self.schedule.observe(total)
         optimizer.step()
+        if mixtures := self.model.mixtures:
+            self.busiest = balance(mixtures, self.ranks)
         if self.schedule is not None:
             self.schedule.step(inputs.numel() * self.ranks.size)
         if self.in_backward is not None:

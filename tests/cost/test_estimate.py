@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -53,20 +56,56 @@ def test_what_backward_needs_and_a_layer_called_twice() -> None:
 
 def test_estimates_of_recipes() -> None:
     model = octavo.convert(gpt(), recipes.delayed())  # converted already, as users have it
+    many = torch.empty(4096, 16, dtype=torch.int64, device="meta")
     found = {
-        name: estimate(model, (TOKENS,), None if name == "bf16" else getattr(recipes, name)(), H200)
+        name: estimate(model, (many,), None if name == "bf16" else getattr(recipes, name)(), H200)
         for name in ("bf16", "delayed", "dynamic", "mx")
     }
     assert {name: estimate.name for name, estimate in found.items()} == {name: name for name in found}
     bf16 = found["bf16"]
     assert bf16.casts == 0.0 and not bf16.layers
     assert found["dynamic"].casts > found["delayed"].casts > 0.0
-    assert found["dynamic"].products == found["delayed"].products <= bf16.products < found["mx"].products
+    assert found["dynamic"].products == found["delayed"].products < bf16.products
     assert found["delayed"].memory.activations < bf16.memory.activations  # type: ignore[operator]
     assert {layer.work.name for layer in found["mx"].slower} == {layer.work.name for layer in found["mx"].layers}
     for each in found.values():
         assert each.total == each.products + each.casts + each.other + each.optimizer
         assert each.other == bf16.other and each.optimizer == pytest.approx(bf16.optimizer)
+
+
+def test_a_product_takes_its_operations_or_its_bytes() -> None:
+    rates, mx, bf16 = replace(H200, launch=0.0), recipes.mx(), recipes.high_precision()
+    many, few = (LinearWork("", tokens, 8192, 8192, True, True) for tokens in (16384, 1))
+    slower, faster = (work.seconds(mx, rates)[0] / work.seconds(bf16, rates)[0] for work in (many, few))
+    assert slower == pytest.approx(790 / 380)  # a Hopper multiplies 32-element blocks by Triton
+    # the weight is read twice, half as wide, and its gradient written, as wide
+    assert faster == pytest.approx((1 + 1 + 2) / (2 + 2 + 2), rel=1e-3)
+    apart = many._replace(tokens=8, groups=8)  # of eight matrices, a row each
+    assert apart.seconds(mx, rates)[0] == pytest.approx(8 * few.seconds(mx, rates)[0])
+    assert (few.shape, apart.shape) == ("8192 x 8192", "8 x 8192 x 8192")
+
+
+def test_experts_are_counted_as_the_loop_over_them() -> None:
+    """Of the trainer's own and of transformers', whichever way those compute themselves."""
+    mixed = GPT(ModelConfig(64, 1, 2, 16, experts=4, top_k=2)).to(torch.bfloat16)
+    config = transformers.MixtralConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, use_cache=False,
+    )  # fmt: skip
+    mixtral = transformers.MixtralForCausalLM(config).to(torch.bfloat16)
+    for model, name in ((mixed, "blocks.0.mlp"), (mixtral, "model.layers.0.mlp")):
+        work = work_of(on_meta(model), (TOKENS,))
+        rows, found = (
+            TOKENS.numel() * 2,
+            {layer.name.removeprefix(f"{name}.experts."): layer[1:] for layer in work.linears},
+        )
+        assert found["gate_up"] == (rows, 64, 2 * 96, True, True, 4) and found["down"] == (rows, 96, 64, True, True, 4)
+        scores, router = 2 * 4 * 2 * 16 * 16 * 32, 2 * TOKENS.numel() * 64 * 4
+        assert work.other_flop == scores * (2 + 5) + router * 3
+        fp8 = estimate(model, (TOKENS,), recipes.delayed(), H200, lambda module, name: True, work=work)
+        assert {"4 x 192 x 64", "4 x 64 x 96"} <= {layer.work.shape for layer in fp8.layers}
+    small = estimate(mixtral, (TOKENS,), recipes.delayed(), H200, work=work)
+    assert not small.layers and small.casts == 0.0  # the default select takes none of this size
 
 
 def test_only_what_convert_would_convert_is_in_fp8() -> None:

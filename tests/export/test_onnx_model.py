@@ -16,6 +16,7 @@ from octavo import recipes
 from octavo.errors import ExportError, MissingExtraError
 from octavo.export import onnx_model, run_onnx, sqnr_in_onnxruntime, to_onnx
 from octavo.train.config import ModelConfig
+from octavo.train.mixture import Mixture
 from octavo.train.trainer import build_model
 from tests.support.helpers import FP8_RECIPES, sqnr
 
@@ -177,6 +178,7 @@ class Branches(nn.Module):
         (nn.Linear(K, 4, device="meta"), {}, "meta device"),
         (nn.Linear(K, 4), {"opset": 18}, "opset=18: use 19 to 24"),
         (nn.Linear(K, 4), {"weights": torch.int8}, "weights=torch.int8"),
+        (Mixture(ModelConfig(K, heads=1, experts=2)), {}, "no ONNX for octavo.grouped_mm.default: experts have none"),
         (octavo.nn.Linear(K, 16, recipe=recipes.blockwise()), {"opset": 20}, r"block_size.*opset=21, or .*rowwise\(\)"),
         (octavo.nn.Linear(K, 16, recipe=recipes.delayed()), {"opset": 19}, r"Delayed.*opset=21, or .*dynamic\(\)"),
     ],
