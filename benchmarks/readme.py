@@ -1,13 +1,12 @@
-"""README's table of what was measured, made of the results that are committed."""
+"""README's table of what was measured, made of the results that are committed, for ``report``."""
 
 from __future__ import annotations
 
-import argparse
 import csv
-from collections.abc import Sequence
 
+from benchmarks.common.pages import read, signed
 from benchmarks.subjects import RESULTS, ROOT
-from benchmarks.training.quality_study import OWN, Runs, read, signed
+from benchmarks.training.quality_study import OWN, Runs
 
 README = ROOT / "README.md"
 BEGIN, END = "<!-- made by ./dev bench readme -->\n", "<!-- until here -->\n"
@@ -19,19 +18,10 @@ BESIDE = {  # torchao's recipes beside ours
 }
 
 
-def main(argv: Sequence[str]) -> int:
-    """Write the table, or with --check say whether it is what the results say."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks readme", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where they differ")
-    check = parser.parse_args(argv).check
-    text = README.read_text(encoding="utf-8")
-    before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
-    new = before + BEGIN + table() + END + after
-    if check:
-        return int(new != text)
-    README.write_text(new, encoding="utf-8")
-    return 0
+def filled() -> str:
+    """README with its table made anew."""
+    before, rest = README.read_text(encoding="utf-8").split(BEGIN)
+    return before + BEGIN + table() + END + rest.split(END)[1]
 
 
 def table() -> str:

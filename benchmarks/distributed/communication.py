@@ -1,8 +1,7 @@
-"""What FSDP2 sends in a training step: counted here, and by formulas for Llama 3 on up to 1,024 GPUs.
+"""What FSDP2 sends in a training step, counted, and whether the formulas say so.
 
-Counted: a small bf16 GPT on gloo processes of this machine, each block and the model sharded; every collective's bytes.
-The formulas (communication_model.py) must give the same bytes. Their step times are a model's, not measurements: they
-are held against the one speed-up that torchao has published for 8 H100, and written to a file of their own.
+A small bf16 GPT on gloo processes of this machine, each block and the model sharded; every collective's bytes. The
+formulas (fsdp_traffic.py) must give the same bytes; what they come to on many GPUs is communication_model.py's.
 """
 
 from __future__ import annotations
@@ -14,18 +13,9 @@ import torch
 from torch import nn
 
 import octavo
-from benchmarks.common.measure import commit, table, write_results
-from benchmarks.distributed.communication_model import (
-    LLAMA,
-    RECIPES,
-    Hardware,
-    Shapes,
-    Traffic,
-    step,
-    traffic,
-    transformer,
-)
+from benchmarks.common.measure import table, write_results
 from benchmarks.distributed.communication_ranks import on_ranks
+from benchmarks.distributed.fsdp_traffic import RECIPES, Shapes, Traffic, traffic, transformer
 from octavo import recipes
 from octavo.nn import TransformerBlock
 from octavo.train.config import VOCABULARY, ModelConfig
@@ -39,14 +29,6 @@ WIDTH, LAYERS, HIDDEN, CONTEXT = 512, 2, 1024, 16  # on 2 and 4 ranks every shar
 STEPS = 3
 AIM = 0.52  # of bf16's bytes, of weights gathered in FP8
 AMAX_COLLECTIVES = {"dynamic": 1, "delayed": 1, "blockwise": 0}
-
-# torchao's README, float8 training: Llama 3 8B, 8 H100, one sequence of 8,192, torch.compile, FSDP2, per-op SAC
-PUBLISHED_TOKENS, PUBLISHED_BF16 = 8192, 6150.0  # tokens a step and GPU; tokens/s a GPU
-PUBLISHED = {"tensorwise, gathered in FP8": ("dynamic", 25.03), "rowwise, gathered in bf16": ("rowwise", 10.05)}  # %
-GPUS = (8, 64, 256, 1024)
-TOKENS = (8192, 1024)  # a GPU and step, one sequence
-STATE_BYTES = 16  # a parameter: itself, its gradient and Adam's two moments in fp32
-SHOWN = ("bf16", "dynamic", "blockwise", "rowwise")  # delayed is sent as dynamic, mx as rowwise
 
 
 def sharded(mesh: Any, recipe: str, width: int, hidden: int, layers: int) -> nn.Module:
@@ -127,61 +109,9 @@ def measured_rows(ranks: int, shapes: Shapes, hidden: int) -> tuple[list[dict[st
     return rows, wrong
 
 
-def modelled_rows(hardware: Hardware) -> list[dict[str, object]]:
-    """One row for each model, number of tokens, number of GPUs and recipe."""
-    return [
-        modelled_row(shapes, tokens, ranks, recipe, hardware)
-        for shapes in LLAMA
-        for tokens in TOKENS
-        for ranks in GPUS
-        for recipe in RECIPES
-    ]
-
-
-def modelled_row(shapes: Shapes, tokens: int, ranks: int, recipe: str, hardware: Hardware) -> dict[str, object]:
-    """Bytes are exact by the formulas; what starts with modelled rests on the constants of Hardware."""
-    base, base_moved = step(shapes, "bf16", ranks, tokens, hardware), traffic(shapes, "bf16", ranks)
-    taken, moved = step(shapes, recipe, ranks, tokens, hardware), traffic(shapes, recipe, ranks, reduce_bytes=4)
-    return {
-        "model": shapes.name,
-        "tokens_a_gpu": tokens,
-        "gpus": ranks,
-        "recipe": recipe,
-        "all_gather_gb": f"{moved.gathered / 1e9:.2f}",
-        "reduce_scatter_gb": f"{moved.scattered / 1e9:.2f}",
-        "amax_bytes": moved.reduced,
-        "collectives": moved.gathers + moved.scatters + moved.reduces,
-        "weights_by_bf16": f"{moved.weights / base_moved.weights:.4f}",
-        "state_gb_a_gpu": f"{STATE_BYTES * shapes.parameters / ranks / 1e9:.1f}",
-        "modelled_compute_s": f"{taken.compute:.3f}",
-        "modelled_wire_s": f"{taken.wire:.3f}",
-        "modelled_exposed_s": f"{taken.exposed:.3f}",
-        "modelled_step_s": f"{taken.seconds:.3f}",
-        "modelled_speedup": f"{base.seconds / taken.seconds:.3f}",
-    }
-
-
-def against_published(hardware: Hardware) -> str:
-    """The model's speed-ups beside torchao's."""
-    shapes, ranks, tokens = LLAMA[0], 8, PUBLISHED_TOKENS
-    own = step(shapes, "bf16", ranks, tokens, hardware)
-    as_published = tokens / PUBLISHED_BF16 - own.exposed
-    lines = [f"bf16: modelled {tokens / own.seconds:.0f} tokens/s a GPU, published {PUBLISHED_BF16:.0f}"]
-    for name, (recipe, percent) in PUBLISHED.items():
-        gains = []
-        for compute in (None, as_published):
-            base = step(shapes, "bf16", ranks, tokens, hardware, bf16_compute=compute)
-            gains.append(base.seconds / step(shapes, recipe, ranks, tokens, hardware, bf16_compute=compute).seconds - 1)
-        lines.append(
-            f"{name}: modelled +{gains[0]:.1%}, with the published bf16 step +{gains[1]:.1%}, published +{percent} %"
-        )
-    lines.append("(in the model all recipes' products are as fast; that casts by rows cost more is not in it)")
-    return "\n".join(lines)
-
-
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks communication", description=__doc__)
-    parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4], help="processes; none: formulas only")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="processes")
     parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--no-write", action="store_true", help="print only")
     options = parser.parse_args(arguments)
@@ -192,19 +122,9 @@ def main(arguments: list[str]) -> int:
     for ranks in options.ranks:
         more, failures = measured_rows(ranks, shapes, HIDDEN)
         rows, wrong = rows + more, wrong + failures
-    if rows:
-        print(f"MEASURED: bytes and calls of a step, {shapes.parameters:,} bf16 parameters, gloo")
-        print(table(rows))
-        print("\n".join(f"WRONG: {line}" for line in wrong) or "ok: the formulas give every count exactly")
-    hardware = Hardware()
-    modelled = modelled_rows(hardware)
-    print(f"\nMODELLED, not measured: gradients reduced in fp32, {hardware}")
-    print(table([row for row in modelled if row["recipe"] in SHOWN and row["gpus"] in (GPUS[0], GPUS[1], GPUS[-1])]))
-    print("\nMODELLED beside torchao's published numbers (Llama 3 8B, 8 H100):")
-    print(against_published(hardware))
+    print(f"bytes and calls of a step, {shapes.parameters:,} bf16 parameters, gloo")
+    print(table(rows))
+    print("\n".join(f"WRONG: {line}" for line in wrong) or "ok: the formulas give every count exactly")
     if not options.no_write:
-        origin = {"source": "formulas of communication_model.py, not measured", "commit": commit()}
-        if rows:
-            print(f"written to {write_results('communication', rows)}")
-        print(f"written to {write_results('communication_model', modelled, origin=origin)}")
+        print(f"written to {write_results('communication', rows)}")
     return int(bool(wrong))

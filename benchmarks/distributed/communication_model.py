@@ -1,234 +1,207 @@
-"""Formulas: what a training step of a transformer sends under FSDP2, and how long it takes. Nothing here is measured.
+"""Formulas: what FP8 products, gathers, reduction and pairs each bring on 8 to 16,384 H100.
 
-The bytes are exact for what octavo does (``communication.py`` checks them against a counter). The times rest
-on the constants of ``Hardware``, which are assumptions.
+Nothing is measured: parallel_step.py has the formulas and names its assumptions. Step times that others have published
+of the same models on the same layouts are printed beside the formulas', and nothing was fitted to them.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+import argparse
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
 
-BLOCK = 128  # of the recipe "blockwise"
-RECIPES = ("bf16", "dynamic", "delayed", "rowwise", "blockwise", "mx")
-PER_TENSOR = ("dynamic", "delayed")
+from benchmarks.common.measure import commit, table, write_results
+from benchmarks.common.pages import markdown, read
+from benchmarks.distributed.fsdp_traffic import DEEPSEEK, LLAMA, Shapes
+from benchmarks.distributed.parallel_step import Hardware, Layout, Precision, Stage, Step, model_flop, step
+
+TAKES = "10 seconds"
+MEASURES = (
+    "benchmarks/distributed/communication_model.py",
+    "benchmarks/distributed/parallel_step.py",
+    "benchmarks/distributed/fsdp_traffic.py",
+    "octavo/cost/rates.py",
+)
+
+LLAMA_8B, LLAMA_70B, LLAMA_405B = LLAMA
+LADDER = (  # each adds to the one before
+    Precision("bf16", products=False),
+    Precision("products"),
+    Precision("+ gathers", gathers=True),
+    Precision("+ reduction", gathers=True, reduction=True),
+    Precision("+ pairs", gathers=True, reduction=True, pairs=True),
+)
+BF16 = LADDER[0]
+# Transformer Engine's FP8: weights and tensor parallelism's inputs are gathered as codes, gradients reduced in bf16
+MEGATRON = Precision("Transformer Engine", gathers=True, pairs=True)
+GPUS = (8, 64, 256, 1024, 4096, 16384)
+SHOWN = (8, 64, 1024, 16384)  # in the page
+SEQUENCES = 2048  # of 8,192 tokens: Llama 3 405B's batch
+ORIGIN = "formulas of parallel_step.py, not measured"
 
 
-@dataclass(frozen=True)
-class Weight:
-    """A parameter: a matrix, or a vector of one column."""
+class Published(NamedTuple):
+    """A training step that others have timed: ``tokens`` a second and GPU."""
 
-    rows: int
-    cols: int = 1
-    converted: bool = False
-
-
-@dataclass(frozen=True)
-class Shapes:
-    """A transformer whose blocks are sharded one by one, the rest (embedding, last norm, head) with the root."""
-
-    name: str
-    width: int
-    layers: int
-    block: tuple[Weight, ...]
-    root: tuple[Weight, ...]
+    shapes: Shapes
+    layout: Layout
+    precision: Precision
+    tokens: float
+    source: str
 
     @property
-    def products(self) -> tuple[int, int]:
-        """Weights that each token is multiplied by: in converted layers, and in the head."""
-        converted = sum(weight.rows * weight.cols for weight in self.block if weight.converted)
-        return self.layers * converted, self.root[-1].rows * self.root[-1].cols
-
-    @property
-    def parameters(self) -> int:
-        """How many numbers the model has."""
-        parts = self.layers * sum(w.rows * w.cols for w in self.block), sum(w.rows * w.cols for w in self.root)
-        return sum(parts)
+    def bounds(self) -> tuple[float, float] | None:
+        """Within which the formulas' rate by the published one must lie."""
+        return None if self.source == TORCHAO else UPPER if self.shapes is DEEPSEEK else HELD
 
 
-def transformer(name: str, width: int, hidden: int, layers: int, kv_width: int, vocabulary: int) -> Shapes:
-    """Shapes of octavo.nn.TransformerBlock (query, key and value in one matrix, gate and up in another) and a GPT.
-
-    Args:
-        name: for tables.
-        width: of the residual stream.
-        hidden: of SwiGLU.
-        layers: how many blocks.
-        kv_width: features of the keys, fewer than ``width`` where heads share them.
-        vocabulary: rows of the embedding and of the head, which aren't converted.
-    """
-    linear = ((width + 2 * kv_width, width), (width, width), (2 * hidden, width), (width, hidden))
-    block = (*(Weight(rows, cols, True) for rows, cols in linear), Weight(width), Weight(width))
-    return Shapes(name, width, layers, block, (Weight(vocabulary, width), Weight(width), Weight(vocabulary, width)))
-
-
-# Llama 3 herd of models, arXiv 2407.21783, table 3; 8 key-value heads of 128
-LLAMA = (
-    transformer("8B", 4096, 14336, 32, 1024, 128256),
-    transformer("70B", 8192, 28672, 80, 1024, 128256),
-    transformer("405B", 16384, 53248, 126, 1024, 128256),
+# Dense models: 15 %, as the same layout of the same library has given 292 and 328 tokens/s in releases half a year
+# apart, and the rates of products differ by as much with a GPU's power. Mixtures of experts: the formulas know neither
+# the host, nor unequal stages, nor unequal experts, so they are an upper bound.
+HELD, UPPER = (0.85, 1.15), (0.95, 1.5)
+BRIDGE = "Megatron-Bridge's performance summary, FP8 current scaling, release {}".format
+HERD = "arXiv 2407.21783, table 4"
+HERD_TFLOP = model_flop(LLAMA_405B, 8192) / 1e12  # a token's: the paper gives TFLOP/s
+V3 = "arXiv 2412.19437, table 1: 14.8T tokens in 2.664M hours of H800"
+TORCHAO = "torchao's README: torch.compile, selective recomputation, which the formulas do not know"
+LAYOUT_8B = Layout(8, 128, resharded=True, recomputed=5 / 32)
+LAYOUT_70B = Layout(64, 128, tensor=4, pipeline=8, chunks=5)
+LAYOUT_405B = Layout(1024, 512, tensor=8, pipeline=8, context=2, chunks=8)
+LAYOUT_HERD = Layout(8192, SEQUENCES, tensor=8, pipeline=16, chunks=8)
+LAYOUT_V3 = Layout(1024, 8192, 4096, tensor=2, pipeline=8, expert=64, chunks=4)
+PUBLISHED = (
+    Published(LLAMA_8B, LAYOUT_8B, MEGATRON, 14451, BRIDGE("25.11")),
+    Published(LLAMA_70B, LAYOUT_70B, MEGATRON, 1602, BRIDGE("25.11")),
+    Published(LLAMA_70B, replace(LAYOUT_70B, sequences=256), MEGATRON, 1639, BRIDGE("26.02.01")),
+    Published(LLAMA_405B, LAYOUT_405B, MEGATRON, 292, BRIDGE("25.11")),
+    Published(LLAMA_405B, replace(LAYOUT_405B, sequences=1536), MEGATRON, 328, BRIDGE("26.04.01")),
+    Published(LLAMA_405B, LAYOUT_HERD, BF16, 430 / HERD_TFLOP, HERD),
+    Published(LLAMA_405B, replace(LAYOUT_HERD, gpus=16384), BF16, 400 / HERD_TFLOP, HERD),
+    Published(DEEPSEEK, LAYOUT_V3, MEGATRON, 1297, BRIDGE("25.09")),
+    Published(DEEPSEEK, Layout(2048, 15360, 4096, pipeline=16, expert=64), MEGATRON, 14.8e12 / (2.664e6 * 3600), V3),
+    Published(LLAMA_8B, Layout(8, 8, resharded=True), BF16, 6150, TORCHAO),
 )
 
 
-def sent(weight: Weight, recipe: str, ranks: int, param_bytes: int = 2) -> int:
-    """Bytes of one gather of a weight over so many ranks, each of which has as many rows (the last one's padded).
-
-    Per tensor: a byte an element. 128x128 blocks, where each rank has whole ones: also 4 bytes a block. Else as bf16.
-    """
-    rows = math.ceil(weight.rows / ranks) * ranks
-    if weight.converted and recipe in PER_TENSOR and ranks > 1:
-        return rows * weight.cols
-    if weight.converted and recipe == "blockwise" and ranks > 1 and weight.rows % (ranks * BLOCK) == 0:
-        return rows * weight.cols + 4 * (rows // BLOCK) * math.ceil(weight.cols / BLOCK)
-    return rows * weight.cols * param_bytes
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Bytes and calls of one step's collectives, as byte_counter.ByteCounter counts them: of whole tensors."""
-
-    gathered_forward: int
-    gathered_backward: int
-    scattered: int
-    reduced: int  # amax
-    gathers: int
-    scatters: int
-    reduces: int
-    weights: int  # of the gathered bytes, those of converted weights
-    block_gather: int  # one of the gathers
-    root_gather: int
-    root_scatter: int
-
-    @property
-    def gathered(self) -> int:
-        """Of forward and backward."""
-        return self.gathered_forward + self.gathered_backward
+def published_rows(hardware: Hardware) -> list[dict[str, object]]:
+    """The formulas beside each published number."""
+    rows: list[dict[str, object]] = []
+    for shapes, layout, precision, tokens, source in PUBLISHED:
+        found = step(shapes, layout, precision, hardware)
+        flop = model_flop(shapes, layout.sequence) / 1e12
+        rows.append(
+            {"model": shapes.name, "gpus": layout.gpus, "precision": precision.name}
+            | {"layout": in_words(layout), "tokens_a_step": layout.sequences * layout.sequence}
+            | {"published_tokens": f"{tokens:.0f}", "modelled_tokens": f"{found.tflops / flop:.0f}"}
+            | {"published_tflops": f"{tokens * flop:.0f}", "modelled_tflops": f"{found.tflops:.0f}"}
+            | {"modelled_by_published": f"{found.tflops / flop / tokens:.3f}", "published": source}
+        )
+    return rows
 
 
-def traffic(shapes: Shapes, recipe: str, ranks: int, param_bytes: int = 2, reduce_bytes: int = 2) -> Traffic:
-    """What one step sends, of one micro-batch.
-
-    Source: FSDP2 as torch 2.13 does it. ``fully_shard`` of each block and of the model: a block is gathered in forward
-    and again in backward, the root's own parameters once; each gradient is scattered once; parameters are padded to as
-    many rows a rank. octavo finds the scales of all weights that are cast per tensor in one all-reduce of an fp32 each.
-    What depends on the way a recipe's weights are gathered is in ``sent``.
-
-    Args:
-        shapes: of the model.
-        recipe: one of RECIPES.
-        ranks: that the parameters are sharded over.
-        param_bytes: of an element that is gathered in high precision.
-        reduce_bytes: of a gradient's element.
-    """
-    block = sum(sent(weight, recipe, ranks, param_bytes) for weight in shapes.block)
-    converted = sum(sent(weight, recipe, ranks, param_bytes) for weight in shapes.block if weight.converted)
-    root = sum(sent(weight, "bf16", ranks, param_bytes) for weight in shapes.root)
-    block_gradients = sum(sent(weight, "bf16", ranks, reduce_bytes) for weight in shapes.block)
-    root_gradients = sum(sent(weight, "bf16", ranks, reduce_bytes) for weight in shapes.root)
-    scales = shapes.layers * sum(weight.converted for weight in shapes.block) if recipe in PER_TENSOR else 0
-    return Traffic(
-        gathered_forward=shapes.layers * block + root,
-        gathered_backward=shapes.layers * block,
-        scattered=shapes.layers * block_gradients + root_gradients,
-        reduced=4 * scales,
-        gathers=2 * shapes.layers + 1,
-        scatters=shapes.layers + 1,
-        reduces=int(scales > 0),
-        weights=2 * shapes.layers * converted,
-        block_gather=block,
-        root_gather=root,
-        root_scatter=root_gradients,
-    )
+def in_words(layout: Layout) -> str:
+    """Such as TP 8, PP 16."""
+    kinds = {"TP": layout.tensor, "PP": layout.pipeline, "CP": layout.context, "EP": layout.expert}
+    return ", ".join(f"{name} {ranks}" for name, ranks in kinds.items() if ranks > 1) or "FSDP"
 
 
-@dataclass(frozen=True)
-class Hardware:
-    """H100 SXM servers of 8. None of these is measured here.
-
-    Args:
-        train_rate: bf16 FLOP/s that a whole training step reaches, without waiting for others.
-        gemm_rate: bf16 FLOP/s of its large matrix products alone; with train_rate it says what share of the time they
-            are. Assumed.
-        gemm_speedup: FP8 products and their casts against bf16 products; for every recipe the same.
-        nvlink: bytes/s each way of a GPU inside its server (NVIDIA's data sheet: 900 GB/s both ways).
-        network: bytes/s each way of a GPU's share of the network: 400 Gb/s.
-        node: GPUs in a server.
-        latency: seconds that a small all-reduce keeps all waiting. Assumed; it grows with the number of GPUs.
-    """
-
-    train_rate: float = 400e12
-    gemm_rate: float = 600e12
-    gemm_speedup: float = 1.7
-    nvlink: float = 450e9
-    network: float = 50e9
-    node: int = 8
-    latency: float = 50e-6
+def layouts(shapes: Shapes, gpus: int) -> Iterator[Layout]:
+    """Ways to divide a step: two sequences a GPU, as long as that is no more than SEQUENCES."""
+    expert_ranks = (8, 16, 32, 64) if any(w.split == "experts" for w in shapes.block) else (1,)
+    ways = (1, 2, 4, 8), (1, 2, 4, 8, 16), expert_ranks, (0, 0.25, 0.5, 1)
+    for tensor, pipeline, expert, recomputed in itertools.product(*ways):
+        made = Layout(
+            gpus,
+            min(2 * gpus, SEQUENCES),
+            tensor=tensor,
+            pipeline=pipeline,
+            expert=expert,
+            chunks=max(1, min(8, shapes.layers // pipeline)) if pipeline > 1 else 1,
+            resharded=pipeline == 1,
+            recomputed=recomputed,
+        )
+        data = gpus // (tensor * pipeline)
+        if data and made.sequences % data == 0 and gpus // pipeline % expert == 0 and made.micro_batches >= pipeline:
+            yield made
 
 
-def wire_seconds(whole: int, ranks: int, hardware: Hardware) -> float:
-    """How long an all-gather or a reduce-scatter of so many bytes in all takes, bandwidth alone.
-
-    Each GPU takes in (n - 1) / n of the bytes over NVLink; each of N servers (N - 1) / N of them over all its network
-    cards; the slower of the two counts.
-    """
-    inside = whole * (ranks - 1) / ranks / hardware.nvlink
-    nodes = math.ceil(ranks / hardware.node)
-    return max(inside, whole * (nodes - 1) / nodes / (hardware.node * hardware.network))
-
-
-@dataclass(frozen=True)
-class Step:
-    """Seconds of a step."""
-
-    compute: float
-    wire: float  # all collectives, hidden or not
-    exposed: float  # of these, what compute does not hide
-
-    @property
-    def seconds(self) -> float:
-        return self.compute + self.exposed
+def fastest(shapes: Shapes, gpus: int, hardware: Hardware) -> Layout | None:
+    """The layout with the shortest step in bf16 of those that fit into memory, where one does."""
+    found = [
+        (step(shapes, layout, BF16, hardware).seconds, place, layout)
+        for place, layout in enumerate(layouts(shapes, gpus))
+        if Stage(shapes, layout, BF16, hardware).state <= hardware.memory
+    ]
+    return min(found)[2] if found else None
 
 
-def step(
-    shapes: Shapes,
-    recipe: str,
-    ranks: int,
-    tokens: int,
-    hardware: Hardware,
-    reduce_bytes: int = 4,
-    bf16_compute: float | None = None,
-) -> Step:
-    """A step of one sequence of ``tokens`` a GPU.
+def modelled_rows(hardware: Hardware) -> list[dict[str, object]]:
+    """One row for each model, number of GPUs on which it fits, and precision, all on one layout."""
+    rows = []
+    for shapes, gpus in itertools.product((*LLAMA, DEEPSEEK), GPUS):
+        layout = fastest(shapes, gpus, hardware)
+        if layout is None:
+            continue
+        base = step(shapes, layout, BF16, hardware)
+        for precision in LADDER:
+            found = step(shapes, layout, precision, hardware)
+            state = Stage(shapes, layout, precision, hardware).state
+            rows.append(
+                {"model": shapes.name, "gpus": gpus, "layout": in_words(layout), "precision": precision.name}
+                | {"sequences": layout.sequences, "recomputed": layout.recomputed, "gb_a_gpu": f"{state / 1e9:.0f}"}
+                | columns(found)
+                | {"modelled_speedup": f"{base.seconds / found.seconds:.3f}"}
+            )
+    return rows
 
-    Assumes: FLOPs 6 a weight and token in products, 6 x tokens x width x layers a token in causal attention, no
-    recomputation; a third of the compute is forward. FSDP2 prefetches one block: gathers hide behind forward, gathers
-    and scatters (on the same wires) behind backward, except for the first gathers (root and block 0) and the root's
-    scatter at the end. Collectives take no SMs from compute and the optimizer no time. Gradients are reduced in fp32.
 
-    Args:
-        shapes: of the model.
-        recipe: one of RECIPES.
-        ranks: GPUs; parameters are sharded over all of them.
-        tokens: a GPU and step.
-        hardware: constants.
-        reduce_bytes: of a gradient's element.
-        bf16_compute: seconds of bf16's compute, where known; else from FLOPs and ``train_rate``.
-    """
-    converted, head = shapes.products
-    attention = 6 * tokens * shapes.width * shapes.layers
-    if bf16_compute is None:
-        bf16_compute = tokens * (6 * (converted + head) + attention) / hardware.train_rate
-    saved = 0.0 if recipe == "bf16" else tokens * 6 * converted / hardware.gemm_rate * (1 - 1 / hardware.gemm_speedup)
-    compute = bf16_compute - saved
+def columns(found: Step) -> dict[str, object]:
+    """A step's columns."""
+    parts = ("compute", "tensor", "expert", "bubble", "data", "optimizer", "seconds")
+    seconds = {f"modelled_{part}_s": f"{getattr(found, part):.4f}" for part in parts}
+    return seconds | {"modelled_tflops": f"{found.tflops:.0f}"}
 
-    moved = traffic(shapes, recipe, ranks, reduce_bytes=reduce_bytes)
 
-    def seconds(whole: int) -> float:
-        return wire_seconds(whole, ranks, hardware)
+def published_table() -> str:
+    """The formulas beside what is published."""
+    lines = []
+    for row in read("communication_model_published"):
+        numbers = [row[name] for name in ("published_tflops", "modelled_tflops")]
+        lines.append(
+            [
+                f"{row['model']}, {row['gpus']}, {row['layout']}",
+                *numbers,
+                row["modelled_by_published"],
+                row["published"],
+            ]
+        )
+    return markdown(["model, GPUs, layout", "published TFLOP/s a GPU", "by the formulas", "ratio", "source"], lines)
 
-    first, last = seconds(moved.root_gather + moved.block_gather), seconds(moved.root_scatter)
-    forward = seconds(moved.gathered_forward) - first
-    backward = seconds(moved.gathered_backward + moved.scattered) - last
-    amax = moved.reduces * hardware.latency
-    hidden = max(0.0, forward - compute / 3) + max(0.0, backward - compute * 2 / 3)
-    return Step(compute, first + forward + backward + last + amax, first + last + amax + hidden)
+
+def ladder_table() -> str:
+    """TFLOP/s by what is in FP8."""
+    lines: dict[str, list[str]] = {}
+    for row in read("communication_model"):
+        if row["gpus"] in map(str, SHOWN):
+            line = lines.setdefault(f"{row['model']}, {row['gpus']}", [row["layout"]])
+            line.append(row["modelled_tflops"])
+    return markdown(["model, GPUs", "layout", *(p.name for p in LADDER)], ([key, *line] for key, line in lines.items()))
+
+
+TABLES = {"published": published_table, "ladder": ladder_table}
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks communication_model", description=__doc__)
+    parser.add_argument("--no-write", action="store_true", help="print only")
+    options = parser.parse_args(arguments)
+    hardware = Hardware()
+    print(Hardware.__doc__)
+    published, modelled = published_rows(hardware), modelled_rows(hardware)
+    for name, rows in (("communication_model_published", published), ("communication_model", modelled)):
+        print(f"\n{name}\n{table(rows)}")
+        if not options.no_write:
+            print(f"written to {write_results(name, rows, origin={'source': ORIGIN, 'commit': commit()})}")
+    return 0

@@ -1,7 +1,7 @@
 """What FP8 on the wire does to averaged gradients and to a run: docs/study/gradient-reduction.md.
 
 A byte-level GPT of 139,000 parameters in float32, on Python's standard library; ranks are simulated in one process. Two
-results and a small one, whose tables ``--study`` writes into the page:
+results and a small one:
 
 results/fp8_reduce-<device>.csv, over 2 to 64 ranks, at weights after some steps of training:
     error        |e| / |mean|, percent, root mean square over steps: e is the result less the mean in float64
@@ -26,9 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.common.measure import ROOT, UNCOMMITTED, commit, provenance, table, write_results
+from benchmarks.common.measure import UNCOMMITTED, commit, provenance, table, write_results
+from benchmarks.common.pages import markdown, read, signed
 from benchmarks.distributed.fp8_reduce_ranks import BASELINES, SENT_ALONE, Average, in_float32, variants
-from benchmarks.training.quality_study import markdown, read, signed
 from octavo.train import BASELINE, GPT, Batches, ModelConfig, load_corpus, next_byte_loss
 from octavo.train.trainer import build_model
 
@@ -36,8 +36,6 @@ TAKES = "30 minutes"
 MEASURES = ("octavo/distributed/fp8_reduce.py", "octavo/kernels/reference/cast.py", "octavo/numerics.py")
 
 SUBJECTS = ["fp8_reduce", "fp8_reduce_outlier", "fp8_reduce_training"]
-PAGE = ROOT / "docs/study/gradient-reduction.md"
-BEGIN, END = "<!-- made by ./dev bench fp8_reduce --study: {} -->\n", "<!-- until here -->"
 MODEL = ModelConfig(width=64, layers=2, heads=2, context=64)
 WINDOWS, VALIDATION = 4, 1024  # sequences of a rank's batch; of the final validation
 RANKS = (2, 4, 8, 16, 32, 64)
@@ -235,15 +233,6 @@ TABLES = {
 }
 
 
-def filled(text: str) -> str:
-    """The page with its tables made anew."""
-    for name, made in TABLES.items():
-        before, begin, rest = text.partition(BEGIN.format(name))
-        if begin:
-            text = before + begin + made() + END + rest.partition(END)[2]
-    return text
-
-
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks fp8_reduce", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--steps", type=int, default=300, help="of a run")
@@ -251,12 +240,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--part", choices=("errors", "training", "outliers"), help="one result alone")
     parser.add_argument("--toy", action="store_true", help="a few steps, written nowhere but to --output")
     parser.add_argument("--output", type=Path, help="another folder for the results")
-    parser.add_argument("--study", action="store_true", help="write the page's tables instead")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    if options.study:
-        PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-        return 0
     folder = options.output or (UNCOMMITTED if options.toy or commit().endswith("+") else None)
     if options.part in (None, "outliers"):
         _write(SUBJECTS[1], [*outliers(2 if options.toy else 100)], folder)

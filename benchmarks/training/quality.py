@@ -38,7 +38,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import octavo
 from benchmarks.common.measure import RESULTS, ROOT, UNCOMMITTED, device_name, provenance, table, write_results
-from benchmarks.training import quality_study
 from benchmarks.training.quality_experiments import (
     EXPERIMENTS,
     SIZES,
@@ -253,14 +252,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=SIZES)
     parser.add_argument("--seeds", type=int, nargs="+", help="these alone")
     parser.add_argument("--list", action="store_true", help="print the queue and train nothing")
-    parser.add_argument("--study", action="store_true", help="write the tables and figures of the study's page instead")
     parser.add_argument("--state", type=Path, default=STATE, help="folder of unfinished runs (default: runs/quality)")
     parser.add_argument("--output", type=Path, help="another results file")
     parser.add_argument("--toy", action="store_true", help="tiny models, 20 steps")
     options = parser.parse_args(arguments)
-    if options.study:
-        print("written:", *(os.path.relpath(path) for path in quality_study.write()))
-        return 0
     torch.set_num_threads(1)
     path = results_path("quality", options.output)
     tasks = list(dict.fromkeys(queue(STEPS)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -11,15 +10,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.subjects import RESULTS, ROOT
+from benchmarks.common.pages import Row, markdown, read, signed
+from benchmarks.subjects import ROOT
 from benchmarks.training.quality_experiments import BASELINES, BATCH, EXPERIMENTS, RECIPES, SIZES, STEPS
 
-PAGE = ROOT / "docs/study/training-quality.md"
 IMAGES = ROOT / "docs/images"
-BEGIN, END = "<!-- made by ./dev bench quality --study: {} -->\n", "<!-- until here -->"
 OWN, LEARNED, AVERAGE, TRAIN = "val_loss", "val_loss_bf16", "val_loss_average", "train_loss"
 FORWARD = "forward"  # val_loss above val_loss_bf16, of the same weights
-Row = dict[str, str]
 
 
 class Gap(NamedTuple):
@@ -93,26 +90,6 @@ class Runs:
 def value(row: Row, measure: str) -> float:
     """What a measure reads; FORWARD in percent, 100 for a forward that changes nothing."""
     return 100 * float(row[OWN]) / float(row[LEARNED]) if measure == FORWARD else float(row[measure])
-
-
-def read(subject: str) -> list[Row]:
-    """The rows of a subject's results, from all devices."""
-    rows = []
-    for path in sorted(RESULTS.glob(f"{subject}-*.csv")):
-        with path.open(newline="", encoding="utf-8") as file:
-            rows += list(csv.DictReader(file))
-    return rows
-
-
-def signed(value: float, digits: int = 2) -> str:
-    """A number with its sign."""
-    return f"{value:+.{digits}f}".replace("-", "\N{MINUS SIGN}")
-
-
-def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def _cell(found: Gap | None, digits: int = 2) -> str:
@@ -281,27 +258,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "operands": gradient_table(["product", "operand"]),
     "forward": gradient_table(["inputs", "weights"]),
 }
-
-
-def filled(text: str) -> str:
-    """A page with its tables made anew."""
-    for name, made in TABLES.items():
-        before, begin, rest = text.partition(BEGIN.format(name))
-        if begin:
-            text = before + begin + made() + END + rest.partition(END)[2]
-    return text
-
-
-def write() -> list[Path]:
-    """Write the page's tables and its figures."""
-    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-    return [PAGE, gaps_figure(), curves_figure()]
-
-
-def is_current() -> bool:
-    """Whether the page says what the results say."""
-    text = PAGE.read_text(encoding="utf-8")
-    return filled(text) == text
 
 
 def _figure(width: float, height: float, columns: int) -> tuple[Any, Any]:

@@ -230,7 +230,7 @@ def test_tune_writes_a_table(tmp_path: Path) -> None:
 def test_communication() -> None:
     """Counted bytes are those of the formulas."""
     output = run_apart("communication", "--ranks", "2", "--layers", "1", "--no-write")
-    assert "ok: the formulas give every count exactly" in output and "MODELLED, not measured" in output
+    assert "ok: the formulas give every count exactly" in output
 
 
 @pytest.mark.full
@@ -247,8 +247,16 @@ def test_subjects_say_what_they_are_and_what_they_measure():
         assert subject.about and subject.takes and all((ROOT / path).exists() for path in subject.measures), subject
 
 
-def test_the_table_in_readme_is_that_of_the_results():
-    assert importlib.import_module("benchmarks.readme").main(["--check"]) == 0
+def test_tables_and_pictures_are_those_of_the_results(capsys: pytest.CaptureFixture[str]) -> None:
+    assert importlib.import_module("benchmarks.report").main(["--check"]) == 0, capsys.readouterr().out
+
+
+def test_pages_have_every_table_that_is_made_for_them():
+    report, pages = (importlib.import_module(f"benchmarks.{name}") for name in ("report", "common.pages"))
+    for page, tables in report.PAGES.items():
+        text = (ROOT / page).read_text(encoding="utf-8")
+        assert [name for name in tables if pages.BEGIN.format(name) not in text] == [], page
+        assert text.count("made by ./dev bench report") == len(tables), page
 
 
 def test_results_that_are_older_than_their_code_are_named(tmp_path, monkeypatch):
@@ -322,10 +330,6 @@ def test_simulated_stochastic_rounding_and_hadamard_transforms_are_right_on_aver
     mixed = rounding.mixed((x, w), (rounding.Rounding(hadamard=True), None), generator)
     torch.testing.assert_close(mixed[0] @ mixed[1].t(), x @ w.t(), rtol=1e-5, atol=1e-5)
     assert (mixed[0] - x).abs().max() > 0.1
-
-
-def test_the_tables_of_the_study_of_quality_are_those_of_the_results() -> None:
-    assert importlib.import_module("benchmarks.training.quality_study").is_current()
 
 
 def test_gaps_are_from_the_mean_of_a_seeds_runs_in_bf16() -> None:

@@ -66,9 +66,3 @@ def test_gaps():
 def test_it_runs_at_toy_size(tmp_path: Path) -> None:
     assert study.main(["--toy", "--seeds", "0", "--output", str(tmp_path)]) == 0
     assert sorted(path.name.partition("-")[0] for path in tmp_path.iterdir()) == study.SUBJECTS
-
-
-def test_the_page_holds_the_committed_tables() -> None:
-    text = study.PAGE.read_text(encoding="utf-8")
-    assert study.filled(text) == text
-    assert all(study.BEGIN.format(name) in text for name in study.TABLES)

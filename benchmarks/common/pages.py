@@ -1,0 +1,40 @@
+"""Tables in pages, made of the committed results: what stands between two comments, by ``./dev bench report``."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from benchmarks.subjects import RESULTS
+
+BEGIN, END = "<!-- made by ./dev bench report: {} -->\n", "<!-- until here -->"
+Row = dict[str, str]
+
+
+def read(subject: str) -> list[Row]:
+    """The rows of a subject's results, from all devices."""
+    rows = []
+    for path in sorted({*RESULTS.glob(f"{subject}-*.csv"), *RESULTS.glob(f"{subject}.csv")}):
+        with path.open(newline="", encoding="utf-8") as file:
+            rows += list(csv.DictReader(file))
+    return rows
+
+
+def signed(value: float, digits: int = 2) -> str:
+    """A number with its sign."""
+    return f"{value:+.{digits}f}".replace("-", "\N{MINUS SIGN}")
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def filled(text: str, tables: Mapping[str, Callable[[], str]]) -> str:
+    """A page's text with those of the tables that it has made anew."""
+    for name, made in tables.items():
+        before, begin, rest = text.partition(BEGIN.format(name))
+        if begin:
+            text = before + begin + made() + END + rest.partition(END)[2]
+    return text

@@ -1,0 +1,40 @@
+"""Everything in README and the pages that is made of the results: tables, and the pictures of docs/images."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from benchmarks import readme
+from benchmarks.common.pages import filled
+from benchmarks.distributed import communication_model, fp8_reduce
+from benchmarks.subjects import ROOT
+from benchmarks.training import quality_study
+
+PAGES: Mapping[str, Mapping[str, Callable[[], str]]] = {
+    "docs/communication.md": communication_model.TABLES,
+    "docs/study/gradient-reduction.md": fp8_reduce.TABLES,
+    "docs/study/training-quality.md": quality_study.TABLES,
+}
+
+
+def made() -> dict[Path, str]:
+    """What each file should be."""
+    found = {ROOT / "README.md": readme.filled()}
+    for name, tables in PAGES.items():
+        found[ROOT / name] = filled((ROOT / name).read_text(encoding="utf-8"), tables)
+    return found
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write what has changed, or with --check say what is not as the results are."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks report", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where something differs")
+    check = parser.parse_args(argv).check
+    old = [path for path, text in made().items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    for path in old:
+        print("old:" if check else "written:", path.relative_to(ROOT))
+        if not check:
+            path.write_text(made()[path], encoding="utf-8")
+    return int(check and bool(old))
