@@ -34,12 +34,10 @@ from octavo.kernels.reference.moment_codes import encode_moment
 from octavo.kernels.reference.random_bits import halves, key_of, random_bits
 from octavo.kernels.reference.tiles import multiply_tiles_
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
+from octavo.tensor.sharded_weight import all_gather
 
 SENT, MEAN = 0, 1  # the two roundings
 _SCALE_BYTES = 4
-
-# torch 2.13 warns of the name that 2.11 has
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Fp8Reduction:
@@ -145,7 +143,7 @@ class Fp8Reduction:
             if mean_lost is not None:
                 torch.sub(mean, read(part, torch.float32), out=mean_lost).nan_to_num_(0.0, 0.0, 0.0)
             gathered = part.new_empty(ranks, part.shape[1])
-            work: Any = _all_gather(gathered, part, group=group, async_op=True)
+            work = all_gather(gathered, part, group, async_op=True)
 
             def finish(_: Any) -> Tensor:
                 if flat.device.type != "cpu":  # a callback has a stream of its own, and their memory is another's

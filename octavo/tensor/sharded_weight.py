@@ -284,25 +284,31 @@ def largest_of_ranks(values: Tensor, param: Tensor) -> Tensor:
     return found.to(values.device)
 
 
+def all_gather(whole: Tensor, part: Tensor, group: Any, async_op: bool = False) -> Any:
+    """Fill ``whole`` with all ranks' ``part``, in the order of the ranks; returns what waits for it if ``async_op``."""
+    import torch.distributed as dist
+
+    # torch 2.13 warns of the name that 2.11 has
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(whole, part, group=group, async_op=async_op)
+
+
 def gather_alone(param: Tensor, module: nn.Module, mp_policy: Any) -> Any:
     """A sharded weight as the next forward's gather makes it, outside of FSDP2's buffers; all ranks call it.
 
     ``module``: whose parameter it is; ``mp_policy``: that of its group. Shards without hooks are gathered as they are.
     """
-    import torch.distributed as dist
-
     local, whole = on_this_rank(param), param.device_mesh  # type: ignore[attr-defined]
     if not isinstance(local, ShardHooks):
         return param.full_tensor()  # type: ignore[attr-defined]
     mesh = whole if whole.ndim == 1 else whole[whole.mesh_dim_names[-1]]
     local = cast(ShardHooks, local.to(mesh.device_type))  # it may be offloaded
     inputs, after = local.fsdp_pre_all_gather(mesh, param.shape, param.stride(), module, mp_policy)
-    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # 2.11 has the second
     outputs = []
     for sent in inputs:
         sent = sent.contiguous()
         outputs.append(sent.new_empty(mesh.size() * sent.shape[0], *sent.shape[1:]))
-        all_gather(outputs[-1], sent, group=mesh.get_group())
+        all_gather(outputs[-1], sent, mesh.get_group())
     weight, _ = local.fsdp_post_all_gather(tuple(outputs), after, mp_policy.param_dtype or param.dtype)
     return weight
 
