@@ -319,8 +319,9 @@ def gather_anew(model: nn.Module) -> None:
     if "torch.distributed.fsdp" not in sys.modules:
         return
     for module in forget_gathered(model):
-        if isinstance(module, RecipeModule):
-            module.gather.used = None
+        for own in module.parts if isinstance(module, ConvertedExperts) else (module,):
+            if isinstance(own, RecipeModule):
+                own.gather.used = None
 
 
 def _weights_of_others(model: nn.Module, ours: set[int]) -> set[int]:

@@ -12,6 +12,7 @@ Known by structure are
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from octavo.kernels.activations import ACTIVATIONS, Activation
 from octavo.nn.experts import feed_forward, mix
 from octavo.nn.grouped_linear import Grouped
 from octavo.scaling.recipe import Recipe
+from octavo.tensor.sharded_weight import plain
 
 _TITAN = {"gate": "w1", "up": "w3", "down": "w2"}
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
@@ -88,12 +90,17 @@ class ExpertsPart(Grouped):
         """A RecipeMap's patterns are of the module's name, its part's or the parameter's."""
         return recipe_names(name.rpartition(".")[0], self.name, self.key)
 
+    @property
+    def stores_transposed(self) -> bool:  # type: ignore[override]
+        """Whether the parameter is [E, in, out]."""
+        return getattr(self.holder, "is_transposed", False)
+
     def operands(self) -> tuple[Tensor, Tensor | None, Parameter]:
         """See Grouped."""
         holder = self.holder
         parameter: Parameter = getattr(holder, self.key)
         bias = getattr(holder, f"{self.key}_bias", None)
-        return parameter.mT if getattr(holder, "is_transposed", False) else parameter, bias, parameter
+        return parameter.mT if self.stores_transposed else parameter, bias, parameter
 
     def extra_repr(self) -> str:
         """The recipe's name."""
@@ -124,6 +131,27 @@ class ConvertedExperts(nn.Module):
     def recipes(self) -> dict[str, Recipe]:
         """The recipe of each matrix, by its name."""
         return {part.key: part.recipe for part in self.parts}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As any module's, but a matrix that FSDP2 has just sharded learns to be gathered in FP8."""
+        if isinstance(value, Parameter):
+            for part in self.parts:
+                if part.key == name:
+                    part.take_parameter(value, self._parameters[name], part.name)
+        super().__setattr__(name, value)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        super()._apply(fn, recurse)
+        for part in self.parts:
+            if part.gather.parameter is not None:
+                part.take_parameter(self.get_parameter(part.key), self._parameters[part.key], part.name)
+        return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """Save plain tensors, as a RecipeModule does."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in () if keep_vars else (f"{prefix}{part.key}" for part in self.parts):
+            destination[name] = plain(destination[name])
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)

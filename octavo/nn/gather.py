@@ -1,8 +1,9 @@
 """How a converted module's weight is gathered under FSDP2 (fully_shard): what is sent, and what is made of it.
 
 in FP8      the shard is cast, codes are sent: half of bf16's bytes. Per tensor the scale is that of the whole
-            weight: one collective finds the amax of all weights of the model together (nn/gather_group.py).
-            Blocks of which each lies on one rank need none; their scales are sent beside the codes.
+            weight, of experts one each: one collective finds the amax of all weights of the model together
+            (nn/gather_group.py). Blocks of which each lies on one rank need none; their scales are sent beside the
+            codes.
 cast after  the shard is sent in the parameter's dtype (or the mixed-precision policy's), and cast once an unshard:
             recipes whose two layouts are scaled differently (rows, 1 x 32), where codes would be sent twice.
 as it is    a weight that a product reads in high precision, or that another kind of module shares.
@@ -27,11 +28,12 @@ from octavo.tensor.sharded_weight import (
     After,
     GatheredTensors,
     GatheredWeight,
+    attach,
     gather_as_it_is,
+    gathered_whole,
     local_shard,
     on_this_rank,
     padded_rows,
-    rows_on_each_rank,
 )
 from octavo.tensor.stored_weight import StoredWeight, lay_out, local_stored
 
@@ -63,6 +65,28 @@ class Gather:
         self.rolled = -1  # the cast whose amax a forward in training was given to roll
         self.used: tuple[Any, ...] | None = None  # how FSDP2 has gathered it
         self.forget()
+
+    def adopt(self, parameter: Any, whole: Any, module: Any, part: str = "") -> None:
+        """Take this parameter, if FSDP2 has just sharded it.
+
+        Args:
+            parameter: of the module.
+            whole: the parameter before.
+            module: that computes with it.
+            part: the module's name as a part of the one that owns the parameter, if it does not itself.
+
+        Raises:
+            ValueError: for a second shard of a parameter.
+        """
+        if not attach(parameter, part) or self.parameter is parameter:
+            return
+        # torch 2.13 refuses this only when it first runs; with 2.11 the two shards part ways silently
+        if on_this_rank(whole) is whole and whole.__dict__.setdefault("_sharded", parameter) is not parameter:
+            raise ValueError(
+                "fully_shard was applied to two modules that share a weight, each of which would train its own; "
+                "apply it to a module that holds both"
+            )
+        self.take(parameter, module)
 
     def take(self, parameter: Any, module: Any) -> None:
         """Gather this parameter of the module from now on: one that was just sharded."""
@@ -109,9 +133,8 @@ class Gather:
             return Way(AS_IT_IS, "a product reads it in high precision")
         if self.shared:
             return Way(AS_IT_IS, "another module shares it")
-        if parameter.ndim == 3:
-            return Way(AS_IT_IS, "weights of experts are cast after their gather")
-        if not hasattr(module, "in_features"):
+        experts = parameter.ndim == 3
+        if not experts and not hasattr(module, "in_features"):
             return Way(AS_IT_IS, f"{type(module).__name__} stores it transposed")
         if not casts.once:
             return Way(CAST_AFTER, "its two layouts have different scales, and codes of both are bf16's bytes")
@@ -120,12 +143,14 @@ class Gather:
         if self.group is None:
             return Way(CAST_AFTER, "octavo.convert(model, recipe) before fully_shard lets weights find scales together")
         if parameter.placements[-1].dim != 0:
-            return Way(CAST_AFTER, "it is not sharded by rows")
+            return Way(CAST_AFTER, f"it is not sharded by {'experts' if experts else 'rows'}")
         block = casts.as_is.tile
         if block == (ALL, ALL):
             return Way(IN_FP8)
         rows = parameter.shape[0]
-        if rows % ranks or (rows // ranks) % block[0]:
+        if experts and rows % ranks:
+            return Way(CAST_AFTER, f"of {rows} experts {ranks} ranks do not have as many each, as scales sent need it")
+        if not experts and (rows % ranks or (rows // ranks) % block[0]):
             return Way(CAST_AFTER, f"blocks of {block[0]} rows reach over several ranks' shards")
         if block[0] != block[1] or not is_small_block(block):
             return Way(CAST_AFTER, f"blocks of {block[0]} x {block[1]} are cast one weight at a time")
@@ -211,13 +236,12 @@ class Gather:
                 "module that fully_shard was applied to, or one that holds it"
             )
         self.used = kind, casts
-        rows = rows_on_each_rank(outer_size[0], mesh.size())
         if isinstance(shard, StoredWeight):
-            codes = padded_rows(shard.qdata.view(torch.uint8), rows)
+            codes = padded_rows(shard.qdata.view(torch.uint8), outer_size, mesh.size())
             scale_inv = shard.scale_inv.clone()  # what belongs to these codes, whenever the next step writes
             # on one rank FSDP2 hands on the first tensor only
             has_scale = shard.granularity == PerTensor() or mesh.size() == 1
-            return _send_codes(codes, scale_inv, has_scale, None, module.recipe, outer_size, shard.qdata.dtype)
+            return _send_codes(codes, scale_inv, has_scale, None, module, outer_size, shard.qdata.dtype)
         if kind == AS_IT_IS:
             return gather_as_it_is(shard, mesh, outer_size, mp_policy)
         for_backward = torch._C._current_graph_task_id() != -1  # also of a forward that a checkpoint computes again
@@ -227,14 +251,14 @@ class Gather:
             # where nothing is sent, what several ranks would send in FP8 is cast from its own dtype, as there
             alone = mesh.size() == 1 and casts.once
             dtype = shard.dtype if alone else mp_policy.param_dtype or shard.dtype
-            return (padded_rows(shard, rows).to(dtype),), self._cast_after(module, outer_size)
+            return (padded_rows(shard, outer_size, mesh.size()).to(dtype),), self._cast_after(module, outer_size)
         self._refresh(module, mesh, for_backward)
         cast, device = casts.as_is, shard.device
         assert self.codes is not None
         amax = self.amax if cast.is_delayed else None
         sent, scale_inv = self.codes.to(device, non_blocking=True), self.scale_inv.to(device, non_blocking=True)
         has_scale = cast.tile == (ALL, ALL)
-        return _send_codes(sent, scale_inv, has_scale, amax, module.recipe, outer_size, cast.format.dtype)
+        return _send_codes(sent, scale_inv, has_scale, amax, module, outer_size, cast.format.dtype)
 
     def _refresh(self, module: Any, mesh: Any, for_backward: bool) -> None:
         """Cast all shards of the group, unless the gather of another weight for the same forward has done so."""
@@ -252,11 +276,12 @@ class Gather:
         recipe = module.recipe
 
         def after(outputs: tuple[Tensor, ...], dtype: torch.dtype, out: Any) -> Any:
-            wide, state = outputs[0][: shape[0]], None
+            wide, state = gathered_whole(outputs[0], shape), None
             if recipe.delayed is not None:
                 scale = torch.zeros_like(module.delayed_scale) if self.delayed_scale is None else self.delayed_scale
                 state = State(scale, module.delayed_amax_history)
-            operands = cast_role(wide, recipe, WEIGHT, True, True, state)
+            read = wide.mT if module.stores_transposed else wide
+            operands = cast_role(read, recipe, WEIGHT, True, True, state)
             assert operands.as_is is not None and operands.transposed is not None
             tensors = GatheredTensors(*operands.as_is, *operands.transposed, _amax_or_none(operands.amax, wide))
             return _gathered(tensors, recipe, shape, dtype, wide, out)
@@ -272,11 +297,12 @@ def _send_codes(
     scale_inv: Tensor,
     has_scale: bool,
     amax: Tensor | None,
-    recipe: Any,
+    module: Any,
     shape: torch.Size,
     code_dtype: torch.dtype,
 ) -> tuple[tuple[Tensor, ...], After]:
     """(What this rank sends, the second hook). ``has_scale``: all ranks have the whole weight's scale_inv already."""
+    recipe = module.recipe
 
     def after(outputs: tuple[Tensor, ...], dtype: torch.dtype, out: Any) -> Any:
         q = outputs[0][: shape[0]].view(code_dtype)
@@ -284,11 +310,20 @@ def _send_codes(
         for tensor in (scale_inv, amax):  # made on FSDP2's own stream, and freed before this one has read them
             if tensor is not None and tensor.is_cuda:
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
-        laid, transposed = (q, q.t()) if recipe.is_high_precision else lay_out(q, recipe.pads)
-        tensors = GatheredTensors(laid, scales, transposed, scales.t(), _amax_or_none(amax, q))
+        laid, transposed = (q, q.mT) if recipe.is_high_precision else lay_out(q, recipe.pads)
+        pairs = (laid, scales), (transposed, scales.mT)
+        first, second = reversed(pairs) if module.stores_transposed else pairs
+        tensors = GatheredTensors(*first, *second, _amax_or_none(amax, q))
         return _gathered(tensors, recipe, shape, dtype, q, out)
 
     return ((codes,) if has_scale else (codes, scale_inv)), after
+
+
+def _all_of(codes: Tensor) -> Tensor:
+    """Codes, or where they are a view of a part of their storage, all of it: FSDP2 makes room for what it is shown."""
+    raw = codes.view(torch.uint8)
+    storage = raw.untyped_storage()
+    return codes if storage.nbytes() == raw.numel() else raw.new_empty(0).set_(storage, 0, (storage.nbytes(),))  # type: ignore[call-overload]
 
 
 def _amax_or_none(amax: Tensor | None, like: Tensor) -> Tensor:
@@ -302,6 +337,6 @@ def _gathered(
     """What the second hook returns: the weight, and the tensors that FSDP2 has to free besides what it ``received``."""
     if out is not None:
         return out.refill(tensors)
-    own = {codes.untyped_storage().data_ptr(): codes for codes in (tensors.qdata, tensors.transposed_qdata)}
+    own = {codes.untyped_storage().data_ptr(): _all_of(codes) for codes in (tensors.qdata, tensors.transposed_qdata)}
     own.pop(received.untyped_storage().data_ptr(), None)
     return GatheredWeight(tensors, shape, dtype, recipe.weight_casts), tuple(own.values())

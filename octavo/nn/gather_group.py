@@ -64,54 +64,91 @@ class GatherGroup:
         return GatherGroup, ()
 
 
+def _matrices(gather: Any) -> int:
+    """How many matrices, each with a scale of its own, the weight is: of experts one each."""
+    return gather.parameter.shape[0] if gather.parameter.ndim == 3 else 1
+
+
+def _first(gather: Any, mesh: Any) -> int:
+    """The number of this rank's first expert, of a weight of experts."""
+    first: int = rows_on_each_rank(gather.parameter.shape[0], mesh.size()) * mesh.get_local_rank()
+    return first
+
+
+def _amax_of(gather: Any, mesh: Any) -> Tensor:
+    """What this rank knows of the amax of each of a weight's matrices: 0 of those that it has nothing of."""
+    shard = local_shard(gather.parameter)
+    if shard.ndim == 2:
+        return kernels.amax(shard, (ALL, ALL)).reshape(1)
+    amax = shard.new_zeros(gather.parameter.shape[0], dtype=torch.float32)
+    if len(shard):
+        begin = _first(gather, mesh)
+        amax[begin : begin + len(shard)] = kernels.amax(shard.flatten(0, 1), (1, ALL)).view(shard.shape[:2]).amax(1)
+    return amax
+
+
 def _find_scales(groups: list[tuple[Cast, Gathers]], mesh: Any) -> None:
-    """The scale and global amax of every weight cast per tensor: one collective."""
+    """The scale and global amax of every matrix cast per tensor: one collective."""
     import torch.distributed as dist
 
-    shards = [local_shard(gather.parameter) for _, gathers in groups for gather in gathers]
-    amax = torch.cat([kernels.amax(shard, (ALL, ALL)).reshape(1) for shard in shards])
+    amax = torch.cat([_amax_of(gather, mesh) for _, gathers in groups for gather in gathers])
     home, amax = amax.device, amax.to(mesh.device_type)
     dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=mesh.get_group())
-    found = amax.to(home).split([len(gathers) for _, gathers in groups])
+    found = amax.to(home).split([sum(map(_matrices, gathers)) for _, gathers in groups])
     for (cast, gathers), own in zip(groups, found, strict=True):
         _take_scales(gathers, own, cast)
 
 
 def _take_scales(gathers: Gathers, amax: Tensor, cast: Cast) -> None:
-    """Give gathers of one cast their scales."""
-    scale = scale_from_amax(amax, cast.format.max, cast.power_of_two, cast.margin)
+    """Give gathers of one cast their scales, and the amax of the whole weight, which all its experts' history has."""
+    scale, count = scale_from_amax(amax, cast.format.max, cast.power_of_two, cast.margin), len(gathers)
+    counts, whole = [_matrices(gather) for gather in gathers], amax
+    if len(amax) > count:
+        whole = torch.stack([own.amax() for own in amax.split(counts)])
     if cast.is_delayed:
         states = [gather.delayed_scale for gather in gathers]
         zero = amax.new_zeros(1)
         kept = torch.cat([zero if own is None else own[WEIGHT : WEIGHT + 1].to(amax.device) for own in states])
         # a weight more than twice too large was written by hand, perhaps by what moves no version (torch._foreach_*)
-        written = (kept * amax > 2 * cast.format.max) & amax.isfinite()
-        scale = torch.where((kept > 0) & ~written, kept, scale)
-    count, scale_inv = len(gathers), scale_inv_from_scale(scale)
-    split = (scale.split(1), amax.view(count, 1, 1).unbind(), scale_inv.view(count, 1, 1).unbind())
-    for gather, *found in zip(gathers, *split, strict=True):
-        gather.scale, gather.amax, gather.scale_inv = found
+        written = (kept * whole > 2 * cast.format.max) & whole.isfinite()
+        kept = torch.where(written, 0, kept)
+        if len(amax) > count:
+            kept = torch.cat([own.expand(size) for own, size in zip(kept.split(1), counts, strict=True)])
+        scale = torch.where(kept > 0, kept, scale)
+    scale_inv = scale_inv_from_scale(scale)
+    split = (scale.split(counts), whole.view(count, 1, 1).unbind(), scale_inv.split(counts))
+    for gather, own_scale, own_amax, own_inv in zip(gathers, *split, strict=True):
+        gather.scale, gather.amax = own_scale, own_amax
+        gather.scale_inv = own_inv.view((-1, 1, 1) if gather.parameter.ndim == 3 else (1, 1))
 
 
 def _cast_shards(gathers: Gathers, cast: Cast, mesh: Any) -> None:
     """Cast shards of one dtype by one cast: one launch."""
     per_tensor = cast.tile == (ALL, ALL)
-    shards, codes, scale_inv, scales = [], [], [], []
+    shards: list[Tensor] = []
+    codes, scale_inv, scales = list(shards), list(shards), list(shards)
     for gather in gathers:
         shard = local_shard(gather.parameter)
-        rows, cols = rows_on_each_rank(gather.parameter.shape[0], mesh.size()), gather.parameter.shape[1]
+        shape = rows_on_each_rank(gather.parameter.shape[0], mesh.size()), *gather.parameter.shape[1:]
         if gather.codes is None:
-            gather.codes = torch.zeros(rows, cols, dtype=torch.uint8, device=shard.device)
+            gather.codes = torch.zeros(shape, dtype=torch.uint8, device=shard.device)
             if not per_tensor:
-                gather.scale_inv = shard.new_ones(scale_shape((rows, cols), cast.tile), dtype=torch.float32)
+                of_blocks = *shape[:-2], *scale_shape(shape[-2:], cast.tile)
+                gather.scale_inv = shard.new_ones(of_blocks, dtype=torch.float32)
         if shard.numel() == 0:
             continue
-        shards.append(shard)
-        codes.append(gather.codes[: shard.shape[0]].view(cast.format.dtype))
-        scales.append(gather.scale)
-        # of whole blocks; rows that a last rank has not are zeros, and their scale 1
-        blocks = shard.new_empty(1, 1, dtype=torch.float32) if per_tensor else gather.scale_inv
-        scale_inv.append(blocks if per_tensor else blocks[: -(-shard.shape[0] // cast.tile[0])])
+        experts, written = shard.ndim == 3, gather.codes[: shard.shape[0]].view(cast.format.dtype)
+        matrices = shard.unbind() if experts else [shard]
+        shards += matrices
+        codes += written.unbind() if experts else [written]
+        if per_tensor:
+            begin = _first(gather, mesh) if experts else 0
+            scales += gather.scale[begin : begin + len(matrices)].split(1)
+            scale_inv += [shard.new_empty(1, 1, dtype=torch.float32) for _ in matrices]
+        elif experts:
+            scale_inv += gather.scale_inv.unbind()
+        else:  # of whole blocks; rows that a last rank has not are zeros, and their scale 1
+            scale_inv.append(gather.scale_inv[: -(-shard.shape[0] // cast.tile[0])])
     if shards:
         amax = [torch.empty_like(one) for one in scale_inv]
         how = cast.tile, cast.power_of_two, cast.margin

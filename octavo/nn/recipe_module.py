@@ -33,7 +33,7 @@ from octavo.scaling.delayed import (
 from octavo.scaling.recipe import Recipe
 from octavo.tensor.pair import Operands
 from octavo.tensor.parameters import put_into
-from octavo.tensor.sharded_weight import GatheredWeight, attach, gather_alone, on_this_rank, plain
+from octavo.tensor.sharded_weight import GatheredWeight, gather_alone, on_this_rank, plain
 from octavo.tensor.stored_weight import StoredWeight, local_stored
 
 
@@ -46,6 +46,7 @@ class RecipeModule(nn.Module):
     _weight_cache: WeightCache
     tap: Tap | None = None  # where the forward and backward of a step that is recorded count casts: octavo.inspect
     watch: Watch | None = None  # where faults are noted: octavo.inspect.trace_faults
+    stores_transposed = False  # whether a product reads the weight's parameter with its last two dimensions swapped
 
     def _set_recipe(self, recipe: Recipe) -> None:
         """``module.recipe = recipe``: for the next forward; graphs already built keep the one they were built with.
@@ -76,12 +77,8 @@ class RecipeModule(nn.Module):
         """
         parameters = self.__dict__.get("_parameters")
         if parameters is not None and name in parameters and isinstance(value, nn.Parameter):
-            if name == "weight" and type(value) not in (nn.Parameter, GatheredWeight):
-                if value is not self.gather.parameter:
-                    self._adopt_shard(value)
-                    check_recipe(self.recipe, value)
-            elif name == "weight" and value is not parameters[name] and self.gather.parameter is None:
-                self._weight_cache.replaced = True
+            if name == "weight":
+                self.take_parameter(value, parameters[name])
             if not _global_parameter_registration_hooks:
                 parameters[name] = value  # what torch's does after checks; FSDP2 does it four times a step
                 return
@@ -98,17 +95,20 @@ class RecipeModule(nn.Module):
             check_recipe(self.recipe, param)
         super().register_parameter(name, param)
 
-    def _adopt_shard(self, weight: nn.Parameter) -> None:
-        gather, whole = self.gather, self._parameters["weight"]
-        assert whole is not None
-        if attach(weight) and gather.parameter is not weight:
-            # torch 2.13 refuses this only when it first runs; with 2.11 the two shards part ways silently
-            if on_this_rank(whole) is whole and whole.__dict__.setdefault("_sharded", weight) is not weight:
-                raise ValueError(
-                    "fully_shard was applied to two modules that share a weight, each of which would train its own; "
-                    "apply it to a module that holds both"
-                )
-            gather.take(weight, self)
+    def take_parameter(self, weight: nn.Parameter, whole: nn.Parameter | None, part: str = "") -> None:
+        """Note that the weight is another parameter now, which FSDP2 has just sharded perhaps.
+
+        Args:
+            weight: the new one.
+            whole: the one before.
+            part: the name of this module as a part of that which owns the weight, if it is not this one.
+        """
+        if type(weight) not in (nn.Parameter, GatheredWeight):
+            if weight is not self.gather.parameter:
+                self.gather.adopt(weight, whole, self, part)
+                check_recipe(self.recipe, weight)
+        elif weight is not whole and self.gather.parameter is None:
+            self._weight_cache.replaced = True
 
     @property
     def holder(self) -> nn.Module:
@@ -203,8 +203,8 @@ class RecipeModule(nn.Module):
                 new = new.copy_(old) if new.dtype == torch.float32 else old.to(new.device)
             self._buffers[name] = new
         self._weight_cache.clear()
-        if self.gather.parameter is not None:
-            self._adopt_shard(self.get_parameter("weight"))
+        if self.gather.parameter is not None and (weight := weight_of(self)) is not None:
+            self.gather.adopt(weight, weight, self)
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:

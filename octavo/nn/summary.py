@@ -122,7 +122,9 @@ def summary(model: nn.Module, *args: Any, **kwargs: Any) -> Summary:
             label = name if key == "weight" else f"{name}.{key}".lstrip(".")
             follows = recipes.get(key, recipe)
             reason = "" if follows is not None else _reason(module, key)
-            gathered = _gathered(module) if key == "weight" else ""
+            parts = module.parts if isinstance(module, ConvertedExperts) else ()
+            reader = next((part for part in parts if part.key == key), module)
+            gathered = _gathered(reader) if key == "weight" or reader is not module else ""
             rows.append(ModuleSummary(label, class_of(module).__name__, shape, follows, reason, gathered))
     return Summary(tuple(rows), forward_flops(model, args, kwargs) if args or kwargs else None)
 

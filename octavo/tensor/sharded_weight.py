@@ -13,7 +13,9 @@ and 2.13.
 
 from __future__ import annotations
 
+import functools
 import inspect
+import math
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, cast
@@ -43,14 +45,19 @@ After = Callable[[tuple[Tensor, ...], torch.dtype, Tensor | None], Any]  # what 
 
 
 class ShardHooks(Tensor):
-    """FSDP2's two hooks: the local tensor of a sharded parameter that has them asks its module how it is gathered."""
+    """FSDP2's two hooks: the local tensor of a sharded parameter that has them asks its module how it is gathered.
+
+    Of a class with the name of a ``part`` it asks that part of the module, of which FSDP2 knows nothing.
+    """
+
+    part = ""
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], After]:
         """What this rank sends, each of as many rows as every other rank's, and what to make of all ranks'."""
-        before = getattr(module, "before_gather", None)
-        if before is None:  # an embedding that shares its weight with a linear layer
+        before = getattr(module._modules.get(self.part, module), "before_gather", None)
+        if before is None:  # an embedding that shares its weight with a linear layer, or experts that were restored
             return self.gather_without_recipe(mesh, outer_size, module, mp_policy)
         return before(self.shard(), mesh, outer_size, mp_policy)
 
@@ -103,13 +110,19 @@ def rows_on_each_rank(rows: int, ranks: int) -> int:
     return -(-rows // ranks)
 
 
-def padded_rows(shard: Tensor, rows: int) -> Tensor:
-    """The shard with rows of zeros behind it, contiguous."""
-    if shard.shape[0] == rows:
-        return shard
-    whole = shard.new_zeros(rows, *shard.shape[1:])
-    whole[: shard.shape[0]] = shard
-    return whole
+def padded_rows(shard: Tensor, whole: torch.Size, ranks: int) -> Tensor:
+    """A shard, contiguous, with rows of zeros behind it to as many as each rank's; FSDP2 pads no other dimension."""
+    rows = rows_on_each_rank(whole[0], ranks)
+    if shard.shape[0] == rows or shard.shape[1:] != whole[1:]:
+        return shard.contiguous()
+    padded = shard.new_zeros(rows, *shard.shape[1:])
+    padded[: shard.shape[0]] = shard
+    return padded
+
+
+def gathered_whole(received: Tensor, shape: torch.Size) -> Tensor:
+    """What all ranks' shards are together, without their padding, whichever dimension is sharded."""
+    return received.view(-1)[: math.prod(shape)].view(shape)
 
 
 def gather_as_it_is(
@@ -117,11 +130,11 @@ def gather_as_it_is(
 ) -> tuple[tuple[Tensor, ...], After]:
     """What FSDP2 does without hooks."""
     dtype = mp_policy.param_dtype or shard.dtype
-    sent = padded_rows(shard, rows_on_each_rank(outer_size[0], mesh.size())).to(dtype)
+    sent = padded_rows(shard, outer_size, mesh.size()).to(dtype)
 
     def after(outputs: tuple[Tensor, ...], param_dtype: torch.dtype, out: Tensor | None) -> Any:
         if out is None:
-            return outputs[0][: outer_size[0]], ()
+            return gathered_whole(outputs[0], outer_size), ()
         return None  # it is the gathered storage itself
 
     return (sent,), after
@@ -220,10 +233,23 @@ class GatheredWeight(Facade):
         return f"GatheredWeight({tuple(self.shape)}, {self.dtype}, codes {self.qdata.dtype})"
 
 
-GatheredWeight.RULES = MOVES | PLAIN_LIKE | {aten.as_strided.default: moves}
+def _transposed(func: Any, own: GatheredWeight, *dims: int) -> Any:
+    """The rule of ``weight.mT``: gradients flow to it, and its tensors are read from the parameter itself."""
+    *outer, rows, cols = own.shape
+    if {dim % own.ndim for dim in dims} != {own.ndim - 2, own.ndim - 1}:
+        return NotImplemented
+    return GatheredWeight(own.tensors(), (*outer, cols, rows), own.dtype, own.casts)
 
 
-def attach(param: nn.Parameter) -> bool:
+GatheredWeight.RULES = MOVES | PLAIN_LIKE | {aten.as_strided.default: moves, aten.transpose.int: _transposed}
+
+
+@functools.cache
+def _sharded_class(part: str) -> type[ShardedWeight]:
+    return type("ShardedWeight", (ShardedWeight,), {"part": part}) if part else ShardedWeight
+
+
+def attach(param: nn.Parameter, part: str = "") -> bool:
     """Make the local tensor of a parameter that was just sharded one with hooks; whether it is one now.
 
     A parameter that is sharded in other ways too (tensor parallel) is left as it is.
@@ -237,7 +263,7 @@ def attach(param: nn.Parameter) -> bool:
         return False
     local = _private(lambda: param._local_tensor)
     if type(local) is Tensor:
-        param._local_tensor = local.as_subclass(ShardedWeight)
+        param._local_tensor = local.as_subclass(_sharded_class(part))
     return isinstance(param._local_tensor, ShardHooks)
 
 
@@ -254,7 +280,7 @@ def local_shard(param: Tensor) -> Tensor:
 
 def plain(param: Tensor) -> Tensor:
     """A DTensor whose local tensor is plain, over the same storage; anything else as it is."""
-    if type(on_this_rank(param)) is not ShardedWeight:
+    if not isinstance(on_this_rank(param), ShardedWeight):
         return param
     return like_sharded(local_shard(param), param, param.shape)
 
@@ -341,7 +367,7 @@ def take_shards(model: nn.Module, params: Iterable[Tensor]) -> None:
     own = {id(param) for param in params}
     for _, param in _fsdp_params(model):
         if id(param.sharded_param) in own:
-            attach(param.sharded_param)
+            attach(param.sharded_param, getattr(param._sharded_local_tensor, "part", ""))
             # before the first forward this is plain, and torch would ask for its storage, which a facade hasn't
             param._sharded_param_data = on_this_rank(param.sharded_param)
             param.reset_sharded_param()

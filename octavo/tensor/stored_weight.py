@@ -247,9 +247,9 @@ def cast_shard(values: Tensor, weight: Tensor, granularity: Granularity, dtype: 
 
 
 def lay_out(q_NK: Tensor, pads: bool) -> tuple[Tensor, Tensor]:
-    """Codes [N, K] as products read them: as they lie and transposed, contractions padded as the device wants."""
+    """Codes [..., N, K] as products read them: as they lie and transposed, contractions padded as the device wants."""
     if not needs_transposed_codes(q_NK.device):
-        return q_NK, q_NK.t()
+        return q_NK, q_NK.mT
     pad = 16 if pads else 1
     return with_padding(q_NK, pad), with_padding(transpose(q_NK), pad)
 

@@ -95,8 +95,8 @@ def test_the_sharded_parameter_is_an_ordinary_one(mesh):
 
 def gathered(codes):
     """The two layouts of codes from all ranks, and those in storage of their own."""
-    codes, recipe, scale_inv = codes.view(torch.uint8), recipes.dynamic(), torch.ones(1, 1)
-    _, after = gather._send_codes(codes, scale_inv, True, None, recipe, codes.shape, torch.float8_e4m3fn)
+    codes, module, scale_inv = codes.view(torch.uint8), octavo.nn.Linear(1, 1), torch.ones(1, 1)
+    _, after = gather._send_codes(codes, scale_inv, True, None, module, codes.shape, torch.float8_e4m3fn)
     weight, inner = after((codes,), torch.float32, None)
     return weight.qdata, weight.transposed_qdata, inner
 

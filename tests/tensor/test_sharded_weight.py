@@ -91,9 +91,9 @@ def test_the_policys_dtype_is_sent():
 
 def test_padded_rows():
     x = torch.ones(2, 3)
-    assert padded_rows(x, 2) is x
-    assert padded_rows(x, 4)[2:].abs().sum() == 0
-    assert padded_rows(x[:0], 1).shape == (1, 3)
+    assert padded_rows(x, x.shape, 1) is x
+    assert padded_rows(x, torch.Size((7, 3)), 2)[2:].abs().sum() == 0
+    assert padded_rows(x[:0], torch.Size((1, 3)), 2).shape == (1, 3)
 
 
 def gathered(scale=2.0, shape=(4, 3)):

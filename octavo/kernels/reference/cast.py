@@ -81,11 +81,11 @@ def with_padding(codes: Tensor, pad: int) -> Tensor:
     """``codes`` with zero codes after each row, up to a multiple of ``pad``."""
     if pad == 1:
         return codes
-    missing = padded(codes.shape[1], pad) - codes.shape[1]
+    missing = padded(codes.shape[-1], pad) - codes.shape[-1]
     return F.pad(codes.view(torch.uint8), (0, missing)).view(codes.dtype) if missing else codes
 
 
 def transposed(x: Tensor) -> Tensor:
-    """Codes [R, C] as a contiguous copy [C, R]."""
+    """Codes [..., R, C] as a contiguous copy [..., C, R]."""
     # not contiguous(): of a single row or column that is x itself, and an op's results must not alias
-    return x.view(torch.uint8).t().clone(memory_format=torch.contiguous_format).view(x.dtype)
+    return x.view(torch.uint8).mT.clone(memory_format=torch.contiguous_format).view(x.dtype)

@@ -1,0 +1,163 @@
+"""Experts under FSDP2: their 3-D weights are gathered as linear layers' are, and training equals that of one copy."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+
+import octavo
+from tests.support.byte_counter import GATHER, OTHER, REDUCE, ByteCounter
+from tests.support.expert_models import RECIPES, batch, built, off, train
+
+PER_TENSOR = ("short history", "dynamic")
+
+
+def loss(net, step):
+    return net(batch(step, dist.get_rank())).square().mean()
+
+
+def sharded(net, mesh, dim=0, **options):
+    fully_shard(net.experts, mesh=mesh, shard_placement_fn=(lambda p: Shard(dim)) if dim else None, **options)
+    return fully_shard(net, mesh=mesh, **options)
+
+
+def compare(mesh, kind, recipe, experts, dim=0, compiled=False):
+    """What differs from the model replicated, its gradients averaged; how weights were gathered."""
+    net, replicated = (built(kind, recipe, experts) for _ in range(2))
+    sharded(net, mesh, dim)
+    if compiled:
+        net.experts.compile(backend="aot_eager")
+
+    def average():
+        for p in replicated.parameters():
+            dist.all_reduce(p.grad, group=mesh.get_group())
+            p.grad /= mesh.size()
+
+    found = train(net, loss)
+    ways = {row.gathered for row in octavo.summary(net).converted}
+    return off(found, train(replicated, loss, average)), ways
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("kind", ["octavo", "octavo bias", "stored", "stored transposed"])
+@pytest.mark.parametrize("recipe", [*PER_TENSOR, "blockwise", "rowwise", "mx", "gw_hp", "high_precision"])
+@pytest.mark.parametrize("experts", [4, 3])
+def test_equal_to_the_replicated_model(pool, kind, recipe, experts):
+    for differences, ways in pool.run(compare, (2,), kind, recipe, experts):
+        assert not differences
+        in_fp8 = recipe in PER_TENSOR or (recipe == "blockwise" and experts == 4)
+        way = "as it is" if recipe == "high_precision" else "in FP8" if in_fp8 else "cast after"
+        assert {found.partition(" (")[0] for found in ways} == {way}, ways
+
+
+@pytest.mark.parametrize("kind", ["octavo", pytest.param("stored transposed", marks=pytest.mark.full)])
+@pytest.mark.parametrize("recipe", ["short history", pytest.param("rowwise", marks=pytest.mark.full)])
+def test_sharded_by_another_dimension_they_are_cast_after(pool, kind, recipe):
+    """As where there are more ranks than experts."""
+    for differences, ways in pool.run(compare, (2,), kind, recipe, 3, 1):
+        assert not differences
+        assert all(way.startswith("cast after") for way in ways)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("recipe", [*PER_TENSOR, "blockwise", "rowwise"])
+@pytest.mark.parametrize("experts", [8, 3])
+def test_four_ranks(pool, recipe, experts):
+    """Of three experts one rank has none. Torch's sums of four ranks' gradients may be in another order."""
+    for differences, _ in pool.run(compare, (4,), "stored", recipe, experts):
+        assert max(differences.values(), default=0) < 2.0**-18, differences
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("recipe", [*PER_TENSOR, "blockwise", "rowwise"])
+@pytest.mark.parametrize("kind", ["octavo", "stored transposed"])
+def test_compiled(pool, recipe, kind):
+    for differences, _ in pool.run(compare, (2,), kind, recipe, 4, 0, True):
+        assert not differences
+
+
+def counted(mesh, kind, recipe):
+    """Calls and bytes of a step's collectives, in bf16."""
+    net = built(kind, recipe, experts=4, intermediate=128).bfloat16()
+    sharded(net, mesh)
+    x = batch(0, dist.get_rank()).bfloat16()
+    net(x).sum().backward()
+    with ByteCounter() as counter:
+        net(x).sum().backward()
+    return dict(counter.calls), dict(counter.bytes), sum(p.numel() for p in net.experts.parameters())
+
+
+@pytest.mark.parametrize(
+    ("kind", "recipe"),
+    [("octavo", "dynamic"), ("stored transposed", "blockwise")]
+    + [pytest.param(kind, "short history", marks=pytest.mark.full) for kind in ("stored", "octavo bias")],
+)
+def test_half_of_the_bytes(pool, kind, recipe):
+    (plain_calls, plain, _), *_ = pool.run(counted, (2,), kind, "high_precision")
+    for calls, bytes, elements in pool.run(counted, (2,), kind, recipe):
+        # experts' codes in place of bf16, in forward and in backward; router and biases as ever
+        saved = 2 * elements * (0.98 if kind == "stored transposed" else 1)
+        assert plain[GATHER] - bytes[GATHER] == pytest.approx(saved, rel=0.01)
+        assert bytes.get(REDUCE, 0) == (0 if recipe == "blockwise" else 2 * 4 * 4)  # matrices, experts, bytes
+        assert calls[GATHER] == plain_calls[GATHER] and calls.get(OTHER, 0) == plain_calls.get(OTHER, 0)
+
+
+def situations(mesh, kind, recipe):
+    """Losses of an unsharded model in bf16 and of one made on the meta device, sharded and loaded from its weights."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+
+    def losses(net):
+        optimizer, found = torch.optim.SGD(net.parameters(), lr=0.1), []
+        for step in range(3):
+            value = net(batch(step, 0)).float().square().mean()
+            value.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                found += [value.item(), net.eval()(batch(step, 1)).square().mean().item()]
+            net.train()
+        return found
+
+    whole = built(kind, recipe)
+    with torch.device("meta"):
+        net = built(kind, recipe)
+    sharded(net, mesh)
+    net.to_empty(device="cpu")
+    set_model_state_dict(net, whole.state_dict(), options=StateDictOptions(full_state_dict=True))
+    types = {type(value._local_tensor) for value in net.state_dict().values()}
+    found, expected = losses(net), losses(whole)
+    saved = get_model_state_dict(net, options=StateDictOptions(full_state_dict=True))
+    same = all(torch.equal(saved[name], value) for name, value in whole.state_dict().items() if mesh.get_rank() == 0)
+    return found, expected, types, same
+
+
+@pytest.mark.parametrize(
+    ("kind", "recipe"),
+    [("stored transposed", "short history"), pytest.param("octavo", "blockwise", marks=pytest.mark.full)],
+)
+def test_from_the_meta_device_with_evaluation_in_between(pool, kind, recipe):
+    for found, expected, types, same in pool.run(situations, (2,), kind, recipe):
+        assert found == expected and types == {torch.Tensor} and same
+
+
+def through_recipes(mesh, names):
+    """Losses of experts under one recipe after the other and restored, sharded and not."""
+    found = []
+    for shards in (True, False):
+        net = built("octavo", names[0])
+        if shards:
+            sharded(net, mesh)
+        losses = []
+        for name in names:
+            octavo.set_recipe(net, RECIPES[name]())
+            losses.append(net(batch(0, 0)).square().mean())
+            losses[-1].backward()
+        losses.append(octavo.restore(net)(batch(0, 0)).square().mean())
+        found.append([value.item() for value in losses])
+    return found
+
+
+def test_recipes_change_under_way(pool):
+    for found, expected in pool.run(through_recipes, (2,), ["dynamic", "high_precision", "mx", "short history"]):
+        assert found == expected

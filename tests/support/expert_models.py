@@ -1,0 +1,104 @@
+"""A mixture of experts with its router, of octavo's own experts or converted ones, and steps of training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import octavo
+from octavo import recipes
+from tests.support.helpers import FP8_RECIPES
+
+H, K, TOKENS = 32, 2, 24
+
+RECIPES = FP8_RECIPES | {
+    "short history": lambda: recipes.delayed(history_length=2),  # begins anew within a few steps
+    "gw_hp": recipes.rowwise_with_gw_hp,
+    "high_precision": recipes.high_precision,
+}
+
+
+class Stored(nn.Module):
+    """Experts of transformers' structure: parameters [E, out, in], or [E, in, out] with biases."""
+
+    def __init__(self, experts: int, intermediate: int, is_transposed: bool) -> None:
+        super().__init__()
+        self.has_gate = self.is_concatenated = True
+        self.has_bias = self.is_transposed = is_transposed
+        self.num_experts, self.act_fn = experts, nn.SiLU()
+        for name, wide, narrow in (("gate_up_proj", 2 * intermediate, H), ("down_proj", H, intermediate)):
+            shape = (experts, narrow, wide) if is_transposed else (experts, wide, narrow)
+            self.register_parameter(name, nn.Parameter(torch.randn(shape) * 0.2))
+            if is_transposed:
+                self.register_parameter(f"{name}_bias", nn.Parameter(torch.randn(experts, wide) * 0.2))
+
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return self.act_fn(gate) * up
+
+
+class Mixture(nn.Module):
+    """A router, experts and a head; ``seen`` of expert numbers may leave some without tokens."""
+
+    def __init__(self, kind: str, experts: int, intermediate: int, chosen: int | None = None) -> None:
+        super().__init__()
+        self.router = nn.Linear(H, experts, bias=False)
+        self.experts: Any = (
+            octavo.nn.Experts(experts, H, intermediate, bias="bias" in kind)
+            if kind.startswith("octavo")
+            else Stored(experts, intermediate, kind == "stored transposed")
+        )
+        self.chosen = chosen  # of experts with tokens, the first so many
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.router(x)[..., : self.chosen]
+        weights, index = scores.flatten(0, -2).softmax(-1).topk(K)
+        return x + self.experts(x, index, weights.to(x.dtype))
+
+
+def built(kind: str, recipe: str, experts: int = 4, intermediate: int = 48, **options: Any) -> Mixture:
+    """The same model on every rank."""
+    torch.manual_seed(0)
+    net = Mixture(kind, experts, intermediate, **options)
+    return octavo.convert(net, RECIPES[recipe](), lambda module, name: name != "router")  # type: ignore[return-value]
+
+
+def batch(step: int, rank: int, tokens: int = TOKENS) -> Tensor:
+    """A rank's tokens of a step."""
+    return torch.randn(tokens, H, generator=torch.Generator().manual_seed(1000 * step + rank))
+
+
+def whole(tensor: Any) -> Tensor:
+    """A sharded tensor's values."""
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+Loss = Callable[[nn.Module, int], Tensor]
+
+
+def train(net: nn.Module, loss: Loss, average: Callable[[], None] = lambda: None, steps: int = 3) -> dict[str, Tensor]:
+    """Losses, gradients, weights and delayed state of some steps of AdamW."""
+    optimizer, found = torch.optim.AdamW(net.parameters(), lr=1e-2), {}
+    for step in range(steps):
+        value = loss(net, step)
+        value.backward()
+        average()
+        found[f"loss {step}"] = value.detach()
+        found |= {f"{name} grad {step}": whole(p.grad) for name, p in net.named_parameters() if p.grad is not None}
+        optimizer.step()
+        optimizer.zero_grad()
+    found |= {name: whole(p) for name, p in net.named_parameters()}
+    return found | octavo.nn.delayed_state_dict(net)
+
+
+def off(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    """The tensors that differ, each with its largest difference by the largest value."""
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    return {
+        name: float((found[name] - value).abs().max() / value.abs().max().clamp(min=1e-30))
+        for name, value in expected.items()
+        if not torch.equal(found[name], value)
+    }
