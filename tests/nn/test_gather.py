@@ -70,7 +70,8 @@ def test_summary_says_how(mesh):
 
 def test_what_was_sharded_before_conversion_is_left_alone(mesh):
     plain = fully_shard(nn.Linear(512, 512), mesh=mesh)
-    model = to_fp8(nn.Sequential(plain, nn.Linear(8, 8)), recipes.dynamic())
+    with pytest.warns(UserWarning, match="call octavo.convert before fully_shard"):
+        model = to_fp8(nn.Sequential(plain, nn.Linear(8, 8)), recipes.dynamic())
     first, second = octavo.summary(model).modules
     assert first.kind == second.kind == "Linear"
     assert first.reason == "it is sharded already: call octavo.convert before fully_shard"
