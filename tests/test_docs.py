@@ -4,12 +4,15 @@ A block after the comment ``<!-- no-run: reason -->`` is only compiled.
 """
 
 import re
+import shlex
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
+
+from octavo import cli
 
 ROOT = Path(__file__).parents[1]
 EXECUTED = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -20,6 +23,7 @@ FENCE = re.compile(r"^ {0,3}(`{3,}|~{3,})\s*([^\s`]*)")
 NO_RUN = re.compile(r"^\s*<!--\s*no-run:(.*?)-->\s*$")
 LINK = re.compile(r"\]\(\s*<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\s*\)|^ {0,3}\[[^\]^][^\]]*\]:\s*<?([^\s>]+)", re.MULTILINE)
 HEADING = re.compile(r"^#{1,6}\s+(.*?)\s*#*$", re.MULTILINE)
+COMMAND = r"octavo ((?:train|compare|export|plan|inspect|tune|info)\b[^`\n]*)"
 HTML_ANCHOR = re.compile(r"<a\s+(?:id|name)=\"([^\"]+)\"")
 
 
@@ -129,6 +133,21 @@ def test_named_subcommands_of_dev_exist(page: Path) -> None:
     known = set(re.findall(r"^#   (\w+) ", script, re.MULTILINE))
     named = set(re.findall(r"\./dev ([a-z]+)\b", page.read_text(encoding="utf-8")))
     assert named <= known
+
+
+@pytest.mark.parametrize("page", EXECUTED, ids=name)
+def test_commands_are_taken(page: Path) -> None:
+    """Those of blocks are parsed as a whole; of those within a sentence, which may leave things out, the options."""
+    prose, blocks = split(page.read_text(encoding="utf-8"))
+    lines = "\n".join(block.code for block in blocks if block.language in {"", "bash", "sh"})
+    for line in re.findall(rf"(?:^|-m ){COMMAND}", lines.replace("\\\n", " "), re.MULTILINE):
+        cli.parser().parse_args(shlex.split(line, comments=True))
+    for line in re.findall(rf"`{COMMAND}`", re.sub(r"\s+", " ", prose)):
+        command, *arguments = shlex.split(line)
+        (commands,) = (action.choices for action in cli.parser()._actions if isinstance(action.choices, dict))
+        assert {word.partition("=")[0] for word in arguments if word.startswith("--")} <= {
+            flag for action in commands[command]._actions for flag in action.option_strings
+        }, line
 
 
 # The checks themselves: each finds what it is for.

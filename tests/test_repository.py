@@ -16,7 +16,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 # Modules without a test file of their own, and why.
 NO_MIRROR = {
-    "octavo/__main__.py": "two lines; tests/test_cli.py starts it",
+    "octavo/__main__.py": "two lines; tests/cli/test_command.py starts it",
 }
 
 MAX_FILE_LINES = 399

@@ -1,4 +1,4 @@
-"""What a run leaves on the disk: a folder with `log.csv` and a checkpoint, replaced as a whole or not at all.
+"""What a run leaves on the disk: a folder with `config.json`, `log.csv` and a checkpoint, each replaced as a whole.
 
 The checkpoint of one process is `checkpoint.pt`; that of many ranks is a folder, `checkpoint`, which all of them write
 and any number can read. Both hold tensors, numbers and strings only, for `torch.load(weights_only=True)`: the state of
@@ -29,6 +29,7 @@ from octavo.distributed.errors import CheckpointError as RanksCheckpointError
 from octavo.distributed.files import reason_of, replacing
 from octavo.distributed.ranks import Ranks
 from octavo.scaling.delayed import delayed_state_dict, load_delayed_state_dict
+from octavo.train import config_file
 from octavo.train.config import TrainConfig
 from octavo.train.errors import CheckpointError
 
@@ -185,6 +186,12 @@ class RunFolder:
         if optimizer is not None:
             optimizer.load_state_dict(states["optimizer"])
         load_delayed_state_dict(model, states["delayed"])
+
+    def write_options(self, config: TrainConfig, recipe: str) -> None:
+        """Writes the run's options to `config.json`."""
+        with self.ranks.together(), self._writing(self.path / config_file.NAME):
+            if self.ranks.rank == 0:
+                config_file.save(self.path, config, recipe)
 
     def start_log(self, rows: list[Row]) -> None:
         """Writes the log anew with these rows."""

@@ -1,5 +1,7 @@
 """The options of a run: eight frozen dataclasses, checked when built; the CLI's flags are made from their fields.
 
+A field's annotation says what it may be (a Literal: one of these strings), its metadata what it means and its limits.
+
 Example:
     >>> from octavo.train import ModelConfig
     >>> ModelConfig(width=100, heads=3)
@@ -13,10 +15,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Collection, Sequence
+import typing
+from collections.abc import Collection
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 VOCABULARY = 256  # bytes
 BASELINE = "baseline"  # the model as it is built; such a run is named after its dtype:
@@ -24,24 +28,42 @@ DTYPES = {"bfloat16": "bf16", "float32": "float32"}
 UNCONVERTED = (BASELINE, *DTYPES.values())
 ALONE, FSDP, DDP = "none", "fsdp", "ddp"
 AUTO = "auto"
-MASTERS = (AUTO, "fp32", "split32", "split24", "split16", "fp16_scaled", "none")
 RECIPES = (*UNCONVERTED, "dynamic", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise", "mx", "high_precision")
 SMALLEST = math.ulp(0.0)  # above 0
 LARGEST = 2**31 - 1  # torch indexes with int64, but no size below may need it
 
 
-def option(default: Any, help: str, *limits: Any) -> Any:
-    """A dataclass field: its flag's help, and its limits: the lowest integer; lowest and largest float; all strings."""
-    return field(default=default, metadata={"help": help, "limits": limits})
+def option(default: Any, help: str, *limits: float, metavar: str = "") -> Any:
+    """A dataclass field: its flag's help, and its limits: the lowest integer, or lowest and largest float.
+
+    ``metavar`` is what the flag's help calls a value (default: N for an integer, X for a float).
+    """
+    return field(default=default, metadata={"help": help, "limits": limits, "metavar": metavar})
 
 
-def _instead_of(value: Any, default: Any, limits: Sequence[Any]) -> str | None:
-    """What to choose where a value is not within an option's limits."""
-    if isinstance(default, str):
-        return None if value in limits else f"{', '.join(limits[:-1])} or {limits[-1]}"
+@cache
+def hints(config: type) -> dict[str, Any]:
+    """The annotations of a dataclass, evaluated."""
+    return typing.get_type_hints(config)
+
+
+def choices(config: type, name: str) -> tuple[str, ...]:
+    """The strings that a field may be: those of its Literal; empty for a field of another kind."""
+    return typing.get_args(hint) if typing.get_origin(hint := hints(config)[name]) is Literal else ()
+
+
+def remedy(config: type, own: dataclasses.Field[Any], value: object) -> str | None:
+    """What to choose where a value is not what a field may be, or None where it is."""
+    default, limits = own.default, own.metadata["limits"]
+    if known := choices(config, own.name):
+        return None if value in known else f"{', '.join(known[:-1])} or {known[-1]}"
+    if isinstance(default, bool):
+        return None if isinstance(value, bool) else "true or false"
     if isinstance(default, int):
         fits = type(value) is int and limits[0] <= value <= LARGEST
         return None if fits else f"a whole number from {limits[0]} to {LARGEST}"
+    if not isinstance(default, float):
+        return None if isinstance(value, hints(config)[own.name]) else "a Path" if default is None else "a string"
     low, high = limits
     fits = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
     return None if fits else f"a number {'above 0' if low == SMALLEST else f'from {low:g}'} up to {high:g}"
@@ -50,8 +72,8 @@ def _instead_of(value: Any, default: Any, limits: Sequence[Any]) -> str | None:
 class _Checked:
     def __post_init__(self) -> None:
         for own in dataclasses.fields(self):  # type: ignore[arg-type]
-            value, limits = getattr(self, own.name), own.metadata["limits"]
-            if limits and (choice := _instead_of(value, own.default, limits)) is not None:
+            value = getattr(self, own.name)
+            if (choice := remedy(type(self), own, value)) is not None:
                 raise ValueError(f"{own.name} is {value!r}: choose {choice}")
 
 
@@ -108,7 +130,7 @@ class DataConfig(_Checked):
     """Which text, and how much of it in each step."""
 
     data: Path | None = option(  # noqa: RUF009 (it is a field)
-        None, "text file, or folder of text files (default: Python's own standard library)"
+        None, "text file, or folder of text files (default: Python's own standard library)", metavar="PATH"
     )
     batch: int = option(16, "sequences in each step", 1)
     micro_batches: int = option(1, "parts in which a step's batch is computed; their gradients are summed", 1)
@@ -128,9 +150,9 @@ class OptimizerConfig(_Checked):
     """AdamW, with a linear warmup and a cosine decay."""
 
     steps: int = option(200, "optimizer steps", 1)
-    lr: float = option(1.5e-3, "peak learning rate", SMALLEST, 1e3)
-    final_lr: float = option(0.01, "last learning rate, as a part of the peak", 0, 1)
-    warmup: float = option(0.1, "part of the steps in which the learning rate rises", 0, 1)
+    lr: float = option(1.5e-3, "peak learning rate", SMALLEST, 1e3, metavar="RATE")
+    final_lr: float = option(0.01, "last learning rate, as a part of the peak", 0, 1, metavar="PART")
+    warmup: float = option(0.1, "part of the steps in which the learning rate rises", 0, 1, metavar="PART")
     weight_decay: float = option(0.1, "decoupled weight decay of the matrices", 0, 1)
     beta1: float = option(0.9, "decay of AdamW's first moment", 0, 0.999999)
     beta2: float = option(0.95, "decay of AdamW's second moment", 0, 0.999999)
@@ -146,20 +168,25 @@ def or_none(value: str) -> str | None:
 class StateConfig(_Checked):
     """In how many bytes the optimizer keeps its state, and the weights, and when that changes."""
 
-    moments: str = option(
-        "fp32", "how AdamW's moments are kept: fp32 (torch's own optimizer), bf16 or fp8", "fp32", "bf16", "fp8"
+    moments: Literal["fp32", "bf16", "fp8"] = option(
+        "fp32", "how AdamW's moments are kept: fp32 (torch's own optimizer), bf16 or fp8"
     )
-    master: str = option(
+    master: Literal["auto", "fp32", "split32", "split24", "split16", "fp16_scaled", "none"] = option(
         "auto",
         "weights in bf16 behind a master: split32, split24, split16, fp16_scaled or none (auto, fp32: float32 weights)",
-        *MASTERS,
     )
-    weight_storage: str = option(
-        "none", "fp8: the blocks' weights live in FP8 (masters split16, split24, ...)", "none", "fp8"
+    weight_storage: Literal["none", "fp8"] = option(
+        "none", "fp8: the blocks' weights live in FP8 (masters split16, split24, ...)"
     )
-    update_in_backward: str = option("", "update weights while backward runs, by so many bytes of gradients: 64MB")
-    gradient_storage: str = option("none", "fp8: gradients are kept in FP8 between backward and update", "none", "fp8")
-    schedule: str = option("", "phases of the run: fp8-then-bf16@0.7 (from 70 %% of its steps on), or auto")
+    update_in_backward: str = option(
+        "", "update weights while backward runs, by so many bytes of gradients: 64MB", metavar="BYTES"
+    )
+    gradient_storage: Literal["none", "fp8"] = option(
+        "none", "fp8: gradients are kept in FP8 between backward and update"
+    )
+    schedule: str = option(
+        "", "phases of the run: fp8-then-bf16@0.7 (from 70 % of its steps on), or auto", metavar="PHASES"
+    )
     recover: int = option(
         0, "leave out steps whose loss jumps or is not finite, and go on so many in high precision (0: never)", 0
     )
@@ -196,17 +223,15 @@ class RunConfig(_Checked):
     """Where and how a run is computed, and what it leaves behind."""
 
     seed: int = option(0, "seed of the initial weights and of the data order", 0)
-    device: str = option("auto", "auto (cuda if there is one), cpu, cuda, cuda:1, ...")
-    dtype: str = option(
-        AUTO,
+    device: str = option("auto", "auto (cuda if there is one), cpu, cuda, cuda:1, ...", metavar="DEVICE")
+    dtype: Literal["auto", "bfloat16", "float32"] = option(
+        "auto",
         "of what is not FP8: bfloat16 (autocast over float32 parameters), float32 (no autocast), or auto: bfloat16, "
         "but float32 on a CPU without instructions for it",
-        AUTO,
-        *DTYPES,
     )
     compile: bool = option(False, "compile the model with torch.compile")
     out: Path | None = option(  # noqa: RUF009 (it is a field)
-        None, "folder for checkpoints, logs and plots (default: a new one under runs/)"
+        None, "folder for checkpoints, logs and plots (default: a new one under runs/)", metavar="FOLDER"
     )
     resume: bool = option(False, "continue the run in the folder --out (default: the newest one under runs/)")
     checkpoint_every: int = option(100, "steps between checkpoints (0: only at the end and when interrupted)", 0)
@@ -217,14 +242,10 @@ class RunConfig(_Checked):
 class RanksConfig(_Checked):
     """Which processes train together, and how they share the model."""
 
-    shard: str = option(
-        ALONE,
-        "fsdp (each rank has a part of the model) or ddp (the whole of it): train on the ranks of torchrun",
-        ALONE,
-        FSDP,
-        DDP,
+    shard: Literal["none", "fsdp", "ddp"] = option(
+        "none", "fsdp (each rank has a part of the model) or ddp (the whole of it): train on the ranks of torchrun"
     )
-    timeout: int = option(60, "seconds that ranks wait for each other before they give up", 1)
+    timeout: int = option(60, "seconds that ranks wait for each other before they give up", 1, metavar="SECONDS")
 
 
 @dataclass(frozen=True)
@@ -274,7 +295,8 @@ class TrainConfig:
                 f"recipe {', '.join(map(str, recipes))}, dtype {self.run.dtype} and master {self.state.master} mean "
                 f"both {' and '.join(DTYPES)}: choose one dtype, and recipe {BASELINE} for the run in it"
             )
-        return dataclasses.replace(self, run=dataclasses.replace(self.run, dtype=said.pop() if said else fastest))
+        dtype: Any = said.pop() if said else fastest
+        return dataclasses.replace(self, run=dataclasses.replace(self.run, dtype=dtype))
 
     def require_phases(self, recipes: Collection[object]) -> None:
         """Raise ValueError where a schedule or recovery would change nothing: without a recipe there is no FP8."""

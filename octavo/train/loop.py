@@ -281,6 +281,7 @@ class _Run:
         self.recorder = Recorder(config, self.rows, device.type != "cpu")
         self.shared.hooks.on_model(model)
         if self.folder is not None:
+            self.folder.write_options(config, str(self.identity["recipe"]))
             self.folder.start_log(self.rows)
         self.inspection = self._inspected()
         self.progress.begin(self.result.name, len(self.rows), self.result.steps)

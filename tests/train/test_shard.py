@@ -75,7 +75,8 @@ def test_a_run_stopped_on_one_rank_goes_on_exactly(pool, short, shard, recipe, t
         assert not interrupted and again == whole
     logs = [(tmp_path / part / recipe / "log.csv").read_text().splitlines() for part in ("whole", "parts")]
     assert [line.split(",")[:3] for line in logs[0]] == [line.split(",")[:3] for line in logs[1]] and len(logs[0]) == 9
-    assert sorted(path.name for path in (tmp_path / "parts" / recipe).iterdir()) == ["checkpoint", "log.csv"]
+    left = sorted(path.name for path in (tmp_path / "parts" / recipe).iterdir())
+    assert left == ["checkpoint", "config.json", "log.csv"]
 
 
 @pytest.mark.parametrize("between", [None, pytest.param(4, marks=pytest.mark.full)])

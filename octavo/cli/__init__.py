@@ -1,0 +1,6 @@
+"""The `octavo` command: what is behind `octavo_command`, which is there before torch is."""
+
+from octavo.cli.command import main
+from octavo.cli.commands import parser
+
+__all__ = ["main", "parser"]

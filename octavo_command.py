@@ -1,0 +1,71 @@
+"""The `octavo` command while torch, which takes seconds to import, is not there: its help, wrong commands, Ctrl-C.
+
+It lies beside the package, since whatever imports a part of the package imports torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import NoReturn
+
+FAULT = 2
+INTERRUPTED = 130
+COMMANDS = {
+    "train": "train a byte-level GPT with one recipe",
+    "compare": "train it in high precision and in FP8, and compare",
+    "export": "write a trained model as ONNX, and check it in onnxruntime",
+    "plan": "predict a training step's time and memory in each recipe, and say whether FP8 pays",
+    "inspect": "say what FP8 does to a recorded training, or would to a model: what, why, what to change",
+    "tune": "measure which tiles kernels are fastest with on this GPU, for all later processes",
+    "info": "show versions, devices, and where FP8 is native",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise SystemExit(fault(f"{message} (see {self.prog} --help)"))
+
+
+def fault(message: str) -> int:
+    """Print a fault as one line, and return the exit code for it."""
+    ranked = int(os.environ.get("WORLD_SIZE", "1")) > 1  # torchrun sets both
+    rank = f"rank {os.environ.get('RANK')}: " if ranked else ""
+    print(f"octavo: error: {rank}{' '.join(message.split())}", file=sys.stderr)
+    return FAULT
+
+
+def interrupted() -> int:
+    """Say that the command was interrupted, and return the exit code for it."""
+    print("octavo: interrupted", file=sys.stderr)
+    return INTERRUPTED
+
+
+def parser(version: str = "") -> tuple[Parser, argparse._SubParsersAction[Parser]]:
+    """The command's parser, and what sub-commands are added to."""
+    top = Parser(
+        prog="octavo",
+        description="Train PyTorch models in FP8.",
+        epilog="octavo COMMAND --help shows a command's options, with examples.",
+        allow_abbrev=False,
+    )
+    top.add_argument("--version", action="version", version=f"octavo {version}", help="show octavo's version")
+    return top, top.add_subparsers(title="commands", metavar="COMMAND", dest="name", required=True)
+
+
+def main() -> int:
+    """Run the command, and return its exit code."""
+    try:
+        if not {"--version", *COMMANDS}.intersection(sys.argv[1:2]):
+            top, commands = parser()
+            for name, help in COMMANDS.items():
+                commands.add_parser(name, help=help)
+            top.parse_args()
+        from octavo import cli
+
+        return cli.main()
+    except KeyboardInterrupt:
+        return interrupted()

@@ -1,0 +1,49 @@
+"""What the command does before torch is there."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import octavo_command
+
+ROOT = Path(__file__).parents[1]
+START = "import sys, octavo_command; sys.argv[0] = 'octavo'; sys.exit(octavo_command.main())"
+
+
+def octavo(*arguments, code=START):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], env=environment, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.parametrize("arguments", [["--help"], [], ["trian"], ["--verbose", "train"]])
+def test_help_and_faults_of_commands_do_not_wait_for_torch(arguments):
+    done = octavo(*arguments, code=f"import sys; sys.modules['torch'] = None; {START}")
+    if arguments == ["--help"]:
+        assert done.returncode == 0 and all(f"  {name} " in done.stdout for name in octavo_command.COMMANDS)
+    else:
+        assert done.returncode == 2 and done.stderr.startswith("octavo: error: ") and done.stderr.count("\n") == 1
+
+
+def test_ctrl_c_while_torch_is_imported_is_one_line():
+    interrupting = f"""if True:
+        import os, signal, sys
+        class Interrupts:
+            def find_spec(self, name, *_):
+                if name == "torch":
+                    os.kill(os.getpid(), {int(signal.SIGINT)})
+        sys.meta_path.insert(0, Interrupts())
+        {START}"""
+    done = octavo("train", code=interrupting)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "octavo: interrupted\n")
+
+
+def test_other_commands_are_those_of_the_package(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["octavo", "info", "--nothing"])
+    assert octavo_command.main() == 2
+    assert "--nothing (see octavo info --help)" in capsys.readouterr().err
