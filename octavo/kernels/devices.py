@@ -1,6 +1,7 @@
 """Which kernels a device runs: Triton's where FP8 is native, elsewhere the reference.
 
-An optimizer's step is no op of torch's, for nothing traces or differentiates an optimizer; it needs no FP8 hardware.
+An optimizer's step is no op of torch's, for nothing traces or differentiates an optimizer. It follows the same rule:
+Triton converts to E4M3, which moments are kept in, on GPUs with FP8 alone.
 """
 
 from __future__ import annotations
@@ -62,8 +63,10 @@ def optimizer_step(
     """``reference.optimizer_step``; ``plans``: the optimizer's, where a launch is kept for the next step."""
     if not updates:
         return
-    package = triton_kernels() if updates[0].gradient.is_cuda else None
-    if package is None:
-        reference_step(updates, groups, skip, grad_scale, resolution)
+    gradient = updates[0].gradient
+    if gradient.is_cuda and kernels_of(gradient.get_device()) is not KERNELS:
+        from octavo.kernels import triton
+
+        triton.optimizer_step(updates, groups, skip, grad_scale, plans, resolution)
     else:
-        package.optimizer_step(updates, groups, skip, grad_scale, plans, resolution)
+        reference_step(updates, groups, skip, grad_scale, resolution)

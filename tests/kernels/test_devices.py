@@ -1,6 +1,7 @@
 import logging
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +32,16 @@ def test_a_gpu_with_native_fp8_runs_triton(monkeypatch: pytest.MonkeyPatch) -> N
 def test_any_other_runs_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert kernels_of(0) is KERNELS
+
+
+def test_an_optimizer_too_steps_by_the_reference_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton refuses E4M3 below sm_89, so that moments in FP8 could not step."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    seen = []
+    monkeypatch.setattr(devices, "reference_step", lambda updates, *rest: seen.append(updates))
+    updates: Any = [SimpleNamespace(gradient=SimpleNamespace(is_cuda=True, get_device=lambda: 0))]
+    devices.optimizer_step(updates, [])
+    assert seen == [updates]
 
 
 def test_without_triton_it_runs_the_reference_and_says_so(
