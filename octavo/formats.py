@@ -88,8 +88,11 @@ class Format:
 
 
 E4M3 = Format("E4M3", torch.float8_e4m3fn, exponent_bits=4, mantissa_bits=3, has_inf=False)
+"""torch.float8_e4m3fn: largest value 448, no infinity."""
 E5M2 = Format("E5M2", torch.float8_e5m2, exponent_bits=5, mantissa_bits=2, has_inf=True)
+"""torch.float8_e5m2: largest value 57344, and infinities."""
 E4M4 = Format("E4M4", torch.uint8, exponent_bits=4, mantissa_bits=4, has_inf=False, signed=False)
+"""Second moments' own: E4M3 whose sign bit is one more bit of mantissa; codes are bytes."""
 
 # What octavo casts from and reads back to.
 HIGH_PRECISION = (torch.bfloat16, torch.float16, torch.float32)

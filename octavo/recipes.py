@@ -8,6 +8,8 @@ from octavo.formats import E4M3, E5M2
 from octavo.granularity import PerBlock, PerRow, PerTensor
 from octavo.scaling.recipe import Cast, Delayed, Dynamic, Recipe
 
+__all__ = ["dynamic", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise", "mx", "high_precision"]
+
 
 def dynamic(power_of_two: bool = False) -> Recipe:
     """One scale a tensor, from its own amax; E4M3 forward, E5M2 gradients.

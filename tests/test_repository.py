@@ -147,6 +147,30 @@ def test_import_without_triton() -> None:
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 
 
+def unsafe_reads(code: str) -> list[str]:
+    """What could run code from a file: pickles, eval, exec, and torch.load without weights_only."""
+    found = []
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = {alias.name for alias in node.names} | {getattr(node, "module", "") or ""}
+            found += [f"line {node.lineno}: {module}" for module in sorted(names & {"pickle", "marshal", "shelve"})]
+        elif isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            safe = any(k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in node.keywords)
+            if called in {"eval", "exec"} or (called == "torch.load" and not safe):
+                found.append(f"line {node.lineno}: {called}")
+    return found
+
+
+# The one unpickler, which refuses what it does not know, and the error that it raises.
+READS_PICKLES = {"octavo/distributed/dcp_files.py": 1, "octavo/distributed/checkpoint.py": 1}
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=name)
+def test_no_file_that_is_read_can_run_code(source: Path) -> None:
+    assert len(unsafe_reads(source.read_text(encoding="utf-8"))) == READS_PICKLES.get(name(source), 0)
+
+
 @pytest.mark.parametrize("example", EXAMPLES, ids=name)
 def test_examples_are_short(example: Path) -> None:
     assert len(example.read_text(encoding="utf-8").splitlines()) <= MAX_EXAMPLE_LINES
@@ -169,6 +193,12 @@ def test_mirrors() -> None:
         "tests/kernels/triton/test_cast.py",
         "tests/kernels/test_cast.py",
     ]
+
+
+def test_unsafe_reads() -> None:
+    code = "import pickle\ntorch.load(x)\ntorch.load(x, weights_only=False)\neval(x)\nmodel.eval()\n"
+    assert unsafe_reads(code) == ["line 1: pickle", "line 2: torch.load", "line 3: torch.load", "line 4: eval"]
+    assert unsafe_reads("torch.load(x, weights_only=True)\nast.literal_eval(x)") == []
 
 
 def test_long_functions() -> None:

@@ -24,6 +24,7 @@ _WEIGHT = Cast(E4M3, PerTensor(), power_of_two=True)
 _GRADIENT = Cast(E5M2, PerTensor(), Delayed(16), power_of_two=True)
 # of FP8Linear (Peng et al., arXiv 2310.18313): histories of 16 amax, but for weights, and scales of powers of two
 RECIPE = Recipe((_INPUT, _WEIGHT), (_GRADIENT, _WEIGHT), (_GRADIENT, _INPUT), name="msamp")
+"""MS-AMP's casts: E4M3 with delayed scales of powers of two, gradients E5M2, weights by their own amax."""
 _MOMENTS = {"O1": NAMED["fp32"], "O2": (NAMED["fp8"][0], NAMED["bf16"][1])}
 _OF_TORCH = {"amsgrad", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay"}
 

@@ -24,18 +24,38 @@ from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.stored_weights import why_not_stored
 from octavo.scaling.recipe import OPERANDS, Cast, Recipe
 
+__all__ = [
+    "CastConfig",
+    "Float8GemmConfig",
+    "Float8LinearConfig",
+    "Float8LinearRecipeName",
+    "ScalingGranularity",
+    "ScalingType",
+    "convert_to_float8_training",
+    "precompute_float8_dynamic_scale_for_fsdp",
+    "recipe_of",
+]
+
 _FORMATS = {E4M3.dtype: E4M3, E5M2.dtype: E5M2}
 
 ScalingType = enum.Enum("ScalingType", {"DYNAMIC": "dynamic", "DISABLED": "disabled"})
+"""Whether an operand is cast: DYNAMIC by its own amax, DISABLED not at all."""
 ScalingGranularity = enum.Enum("ScalingGranularity", {"TENSORWISE": "tensorwise", "AXISWISE": "axiswise"})
+"""How many scales an operand has: TENSORWISE one, AXISWISE one a row."""
 _NAMES = {"TENSORWISE": "tensorwise", "ROWWISE": "rowwise", "ROWWISE_WITH_GW_HP": "rowwise_with_gw_hp"}
 Float8LinearRecipeName = enum.Enum("Float8LinearRecipeName", _NAMES)  # type: ignore[misc]
+"""Named configurations: TENSORWISE, ROWWISE, ROWWISE_WITH_GW_HP."""
 _GRANULARITIES: dict[str, Granularity] = {"tensorwise": PerTensor(), "axiswise": PerRow()}
 
 
 @dataclass(frozen=True)
 class CastConfig:
-    """How one operand is cast; ``target_dtype`` float8_e4m3fn or float8_e5m2, None: what the role usually has."""
+    """How one operand is cast; ``target_dtype`` float8_e4m3fn or float8_e5m2, None: what the role usually has.
+
+    Example:
+        >>> CastConfig(scaling_granularity=ScalingGranularity.AXISWISE).scaling_type
+        <ScalingType.DYNAMIC: 'dynamic'>
+    """
 
     scaling_type: ScalingType = ScalingType.DYNAMIC
     scaling_granularity: ScalingGranularity = ScalingGranularity.TENSORWISE
@@ -48,7 +68,12 @@ class CastConfig:
 
 @dataclass(frozen=True)
 class Float8GemmConfig:
-    """Whether tensor cores may sum a product in their own, shorter accumulator (octavo.Recipe's ``fast_accum``)."""
+    """Whether tensor cores may sum a product in their own, shorter accumulator (octavo.Recipe's ``fast_accum``).
+
+    Example:
+        >>> Float8LinearConfig(gemm_config_output=Float8GemmConfig(use_fast_accum=False)).gemm_config_output
+        Float8GemmConfig(use_fast_accum=False)
+    """
 
     use_fast_accum: bool = False
 
@@ -127,6 +152,10 @@ def recipe_of(config: Float8LinearConfig) -> Recipe:
 
     Raises:
         ValueError: where one operand of a product is in FP8 and the other is not.
+
+    Example:
+        >>> recipe_of(Float8LinearConfig()).output[0]
+        Cast(E4M3, PerTensor(), Dynamic())
     """
     products: dict[str, Any] = {}
     for product, roles in OPERANDS.items():
@@ -181,7 +210,11 @@ def convert_to_float8_training(
 
 
 def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
-    """Nothing: under fully_shard octavo finds the scales of all weights of a forward in one all-reduce, by itself."""
+    """Nothing: under fully_shard octavo finds the scales of all weights of a forward in one all-reduce, by itself.
+
+    Example:
+        >>> precompute_float8_dynamic_scale_for_fsdp(nn.Linear(64, 64))
+    """
 
 
 def _auto_filter_for_recipe(recipe: Float8LinearRecipeName | str, filter_fqns: list[str]) -> Select:

@@ -39,6 +39,11 @@ class Rates:
         products: FLOP a second by kind, "bf16" or one of FORMS: points (FLOP of a product, rate), smallest first.
         casts: seconds an element for codes in both layouts, by form, and by "delayed", whose scale is known before;
             empty where the bytes that they move by ``copy`` say it.
+
+    Example:
+        >>> rates = Rates("a GPU", "its datasheet", copy=3e12, launch=4e-6, products={"bf16": ((1.0, 1e15),)})
+        >>> round(rates.product_seconds("bf16", 2e12), 6)
+        0.002004
     """
 
     device: str
@@ -118,6 +123,7 @@ PUBLISHED = {
         _constant(1800, 3600, 3600, 1800, 3600),
     ),
 }
+"""Rates of large products by device, each with its source."""
 
 
 def device_label(device: torch.device) -> str:
@@ -163,6 +169,10 @@ def rates_of(name: str | None = None, device: torch.device | None = None) -> Rat
 
     Raises:
         PlanError: for a name that nothing is published of, or a device of which nothing is known.
+
+    Example:
+        >>> rates_of("H200").device
+        'NVIDIA H200'
     """
     if name is not None:
         if name.upper() not in PUBLISHED:

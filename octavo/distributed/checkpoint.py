@@ -43,6 +43,8 @@ from octavo.distributed.ranks import Ranks, lost_ranks
 from octavo.errors import first_line
 from octavo.scaling.delayed import delayed_state_dict, load_delayed_state_dict
 
+__all__ = ["save_checkpoint", "load_checkpoint", "load_extra"]
+
 FORMAT = 1
 LATEST = "latest"
 CONTENT = "octavo.pt"
@@ -113,6 +115,13 @@ def load_checkpoint(
     Raises:
         CheckpointError: on all ranks, where it failed on any. Where tensors were damaged, the model and the optimizer
             hold a part of them.
+
+    Example:
+        >>> import tempfile, torch
+        >>> folder, model = tempfile.mkdtemp(), torch.nn.Linear(4, 4)
+        >>> save_checkpoint(folder, model, extra={"step": 120})
+        >>> load_checkpoint(folder, torch.nn.Linear(4, 4))
+        {'step': 120}
     """
     root, ranks, model = Path(path), ranks or Ranks.of_process(), unwrapped(model)
     with _told(
@@ -140,6 +149,13 @@ def load_extra(path: str | os.PathLike[str]) -> Any:
 
     Raises:
         CheckpointError: there is none, or it is damaged.
+
+    Example:
+        >>> import tempfile, torch
+        >>> folder = tempfile.mkdtemp()
+        >>> save_checkpoint(folder, torch.nn.Linear(4, 4), extra={"step": 120})
+        >>> load_extra(folder)
+        {'step': 120}
     """
     with _told(f"cannot read the checkpoint in {path}", "give the folder of a whole one"):
         return _read_content(_latest(Path(path)))["extra"]

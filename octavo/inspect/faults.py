@@ -48,6 +48,10 @@ class Fault:
         share: of the rows of that input or grad_output that were faulty.
         before: of that step and up to ten before it, oldest first: step, loss, grad_norm, and of the layer's input and
             grad_output their amax and scale_inv; where no layer is named, of the one whose numbers grew most.
+
+    Example:
+        >>> Fault(7, "input", "mlp.fc2", rank=0, share=0.25, before=[]).where
+        'an inf or a NaN in the input of `mlp.fc2` at step 7, on rank 0, in 25 % of its rows'
     """
 
     step: int
@@ -258,6 +262,7 @@ class FaultTrace:
 
 
 trace_faults = FaultTrace  # with octavo.inspect.trace_faults(model) as trace: ...
+"""The name under which a training calls FaultTrace: ``with octavo.inspect.trace_faults(model) as trace:``."""
 
 
 def _ends(module: RecipeModule) -> list[Tensor]:

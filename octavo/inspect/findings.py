@@ -48,6 +48,17 @@ class Finding:
         remedy: as Python; of casts a rule of a RecipeMap, of an update that jumps a line before optimizer.step().
         expected: what the remedy comes to by the numbers recorded.
         severity: times the limit; infinite for what is not finite.
+
+    Example:
+        >>> import tempfile, torch, octavo
+        >>> layer = octavo.nn.Linear(64, 64)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with octavo.inspect.record(layer, folder) as recorder:
+        ...         layer(torch.full((16, 64), torch.inf)).sum().backward()
+        ...         recorder.step()
+        ...     first, *others = octavo.inspect.diagnose(octavo.inspect.load(folder))
+        >>> first.kind, first.role
+        ('nonfinite', 'input')
     """
 
     kind: str

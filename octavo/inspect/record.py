@@ -52,6 +52,17 @@ class Record:
         weights: of OF_WEIGHTS, each [steps, layers], float64.
         scalars: by name, a pair of the steps and their numbers.
         events: (step, kind, text).
+
+    Example:
+        >>> import tempfile, torch, octavo
+        >>> layer = octavo.nn.Linear(64, 64)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with octavo.inspect.record(layer, folder) as recorder:
+        ...         layer(torch.randn(16, 64)).sum().backward()
+        ...         recorder.step(loss=0.5)
+        ...     found = octavo.inspect.load(folder)
+        >>> found.steps, found.scalars["loss"]
+        ([0], ([0], [0.5]))
     """
 
     rows: list[Row]
@@ -76,6 +87,11 @@ def load(folder: str | Path) -> Record:
 
     Raises:
         RecordError: for a folder without a record, or one of another form.
+
+    Example:
+        >>> load("nowhere")
+        Traceback (most recent call last):
+        octavo.inspect.record.RecordError: nowhere holds no record: give the folder that octavo.inspect.record wrote to
     """
     np, folder = numpy(), Path(folder)
     try:

@@ -31,6 +31,8 @@ from octavo.scaling.recipe_map import RecipeMap, recipe_of
 from octavo.schedule import PrecisionSchedule
 from octavo.tensor.stored_weight import local_stored
 
+__all__ = ["TrainingState", "follow_accumulation"]
+
 SCHEDULE = "octavo_schedule"  # in the optimizer's state_dict
 
 
@@ -162,6 +164,13 @@ def follow_accumulation(model: nn.Module, optimizer: Optimizer) -> RemovableHand
 
     Returns:
         a handle; its ``remove()`` undoes it.
+
+    Example:
+        >>> import octavo
+        >>> model = nn.Linear(64, 64)
+        >>> optimizer = octavo.optim.AdamW(model.parameters(), gradient_storage="fp8")
+        >>> handle = follow_accumulation(model, optimizer)
+        >>> handle.remove()
     """
     from accelerate.state import GradientState
 

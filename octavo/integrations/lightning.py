@@ -22,6 +22,8 @@ from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap
 from octavo.schedule import Phase, PrecisionSchedule
 
+__all__ = ["OctavoPrecision"]
+
 PRECISIONS = ("bf16-mixed", "bf16-true", "32-true")
 
 

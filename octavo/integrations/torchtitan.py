@@ -22,6 +22,8 @@ from octavo.nn.convert import convert
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap
 
+__all__ = ["OctavoModelConverter", "register"]
+
 try:
     from torchtitan.protocols.model import ModelConfigConverter
 except ImportError:  # none, or one before 0.3
@@ -77,6 +79,13 @@ def register(name: str = "octavo", **options: Any) -> None:
 
     Raises:
         MissingExtraError: for a torchtitan that has no such converters.
+
+    Example:
+        >>> try:  # then torchtitan.train --model.converters octavo
+        ...     register(recipe=recipes.rowwise())
+        ... except MissingExtraError as error:  # of a torchtitan that is not 0.2
+        ...     print(error)
+        torchtitan 0.3 takes OctavoConverter.Config(...) in model_registry
     """
     try:
         from torchtitan.protocols.model_converter import register_model_converter

@@ -40,6 +40,8 @@ from octavo.scaling.recipe_map import RecipeMap
 from octavo.schedule import Phase, PrecisionSchedule
 from octavo.schedule.phase import SAME
 
+__all__ = ["OctavoCallback"]
+
 KEY = "octavo"  # in trainer_state.json, among the states of callbacks
 FORM = ("moments", "master", "weight_storage")
 
@@ -65,6 +67,12 @@ class OctavoCallback(TrainerCallback):
     Raises:
         ValueError: from Trainer or ``train()``: the model was converted with another recipe, the Trainer made another
             model since, a checkpoint is of another recipe, or the optimizer can't do what TrainingArguments ask.
+
+    Example:
+        >>> from octavo import recipes
+        >>> callback = OctavoCallback(recipes.delayed())  # Trainer(..., callbacks=[callback])
+        >>> callback.recipe == recipes.delayed()
+        True
     """
 
     def __init__(

@@ -28,14 +28,24 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class PerParameterNorm:
-    """Each gradient is scaled down to this 2-norm: what clip_grad_norm_ does to a parameter alone."""
+    """Each gradient is scaled down to this 2-norm: what clip_grad_norm_ does to a parameter alone.
+
+    Example:
+        >>> PerParameterNorm(1.0)  # update_in_backward's clip
+        PerParameterNorm(max_norm=1.0)
+    """
 
     max_norm: float
 
 
 @dataclass(frozen=True)
 class LastStepNorm:
-    """All gradients are scaled by what would have brought the step before to this global 2-norm."""
+    """All gradients are scaled by what would have brought the step before to this global 2-norm.
+
+    Example:
+        >>> LastStepNorm(1.0)  # update_in_backward's clip
+        LastStepNorm(max_norm=1.0)
+    """
 
     max_norm: float
 
@@ -47,6 +57,10 @@ class EstimatedNorm:
     Those that come with a step's last launch have the exact norm, the others what has come so far and an estimate of
     the rest: the last step's, changed as what has come has changed (GradientNorms.estimate). In the first step nothing
     is known of the rest.
+
+    Example:
+        >>> EstimatedNorm(1.0)  # update_in_backward's clip
+        EstimatedNorm(max_norm=1.0)
     """
 
     max_norm: float

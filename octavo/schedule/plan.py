@@ -46,6 +46,10 @@ class PhasePlan:
         moments: of the optimizer's moving averages.
         gradients: of what backward holds at most.
         activations: of what the model's forward saves for backward; None where it was not asked for.
+
+    Example:
+        >>> PhasePlan("delayed", parameters=1000, weights=1000, masters=1000, moments=2000, gradients=2000).total
+        6000
     """
 
     name: str
@@ -69,7 +73,17 @@ class PhasePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What each phase takes; ``str()`` of it is a table. A recovery's phase is the last."""
+    """What each phase takes; ``str()`` of it is a table. A recovery's phase is the last.
+
+    Example:
+        >>> import octavo
+        >>> model = octavo.nn.Linear(512, 512, dtype=torch.bfloat16)
+        >>> optimizer = octavo.optim.AdamW(model.parameters(), moments="fp8", master="split24")
+        >>> phases = [octavo.schedule.Phase(octavo.recipes.dynamic())]
+        >>> octavo.schedule.PrecisionSchedule(model, optimizer, phases).plan()
+        phase   recipe   weights   masters   moments  gradients  bytes a parameter     total
+            0  dynamic  0.50 MiB  0.25 MiB  0.52 MiB   0.50 MiB               5.06  1.77 MiB
+    """
 
     phases: tuple[PhasePlan, ...]
 

@@ -35,6 +35,10 @@ class Switch:
         phase: index of the phase that began; -1 for a recovery's.
         name: of its recipe.
         reason: why it began.
+
+    Example:
+        >>> Switch(step=2, phase=1, name="high_precision", reason="from_step=2").name
+        'high_precision'
     """
 
     step: int

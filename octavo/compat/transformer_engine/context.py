@@ -74,7 +74,14 @@ def autocast(
 def fp8_autocast(
     enabled: bool = True, calibrating: bool = False, fp8_recipe: Recipe | None = None, fp8_group: Any = None
 ) -> contextlib.AbstractContextManager[None]:
-    """The former name of ``autocast``."""
+    """The former name of ``autocast``.
+
+    Example:
+        >>> from octavo.compat import transformer_engine as te
+        >>> layer = te.Linear(32, 32)
+        >>> with te.fp8_autocast(enabled=True, fp8_recipe=te.Float8CurrentScaling()):
+        ...     y = layer(torch.randn(16, 32))
+    """
     return autocast(enabled, calibrating, fp8_recipe, fp8_group)
 
 
@@ -100,10 +107,19 @@ def quantized_model_init(
 
 
 fp8_model_init = quantized_model_init
+"""The former name of ``quantized_model_init``."""
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """torch.utils.checkpoint.checkpoint whose second forward, in backward, follows the recipe of the first."""
+    """torch.utils.checkpoint.checkpoint whose second forward, in backward, follows the recipe of the first.
+
+    Example:
+        >>> from octavo.compat import transformer_engine as te
+        >>> layer, x = te.Linear(32, 32), torch.randn(16, 32, requires_grad=True)
+        >>> with te.autocast(recipe=te.Float8CurrentScaling()):
+        ...     y = te.checkpoint(layer, x)
+        >>> y.sum().backward()
+    """
     for name in ("distribute_saved_activations", "get_rng_state_tracker", "tp_group"):
         if name in kwargs:
             refuse("checkpoint", {name: kwargs.pop(name)})

@@ -20,7 +20,12 @@ from octavo.scaling.recipe import Recipe as OctavoRecipe
 
 
 class Format(enum.Enum):
-    """The formats of forward's and backward's operands; HYBRID: gradients of outputs are E5M2."""
+    """The formats of forward's and backward's operands; HYBRID: gradients of outputs are E5M2.
+
+    Example:
+        >>> print(DelayedScaling(fp8_format=Format.E4M3).octavo().grad_input[0].format)
+        E4M3
+    """
 
     E4M3 = "e4m3"
     HYBRID = "hybrid"
