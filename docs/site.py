@@ -1,0 +1,104 @@
+"""What MkDocs adds to docs/: README as the first page, files that pages link to, llms.txt, docstrings' examples."""
+
+import re
+from pathlib import Path
+from posixpath import dirname, join, normpath, relpath
+from typing import Any
+
+import griffe
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.nav import Navigation, Section
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[1]
+PAGES = {  # pages that lie outside docs/, and where the site has them
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+}
+LINK = re.compile(r"(?<=\]\()(?![a-z][a-z0-9+.-]*:|#)([^)#\s]+)")
+
+
+def targets(text: str, source: str) -> dict[str, str]:
+    """The links of a page at ``source`` that lead to something in the repository, and the paths they lead to."""
+    found = {link: normpath(join(dirname(source), link)) for link in LINK.findall(text)}
+    return {link: path for link, path in found.items() if (ROOT / path).exists()}
+
+
+def place(path: str) -> str:
+    """Where the site has what lies at this path of the repository."""
+    if (ROOT / path).is_dir():
+        return f"files/{path}/index.md"
+    return PAGES.get(path) or (path.removeprefix("docs/") if path.startswith("docs/") else f"files/{path}")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """The pages that lie outside docs/, and the files and folders that any page links to."""
+    sources = {f"docs/{file.src_uri}": file.abs_src_path for file in files.documentation_pages()}
+    sources |= {path: str(ROOT / path) for path in PAGES if (ROOT / path).exists()}
+    linked: set[str] = set(sources) & set(PAGES)
+    for source, path in sources.items():
+        linked |= set(targets(Path(str(path)).read_text(encoding="utf-8"), source).values())
+    for folder in [path for path in linked if (ROOT / path).is_dir()]:
+        names = sorted(entry.name for entry in (ROOT / folder).iterdir() if entry.is_file())
+        listing = f"# {folder}\n\n" + "".join(f"- [{name}]({name})\n" for name in names)
+        page = File.generated(config, place(folder), content=listing)
+        files.append(page)
+        linked |= {f"{folder}/{name}" for name in names}
+    for path in sorted(linked):
+        if (ROOT / path).is_file() and files.get_file_from_path(place(path)) is None:
+            files.append(File.generated(config, place(path), abs_src_path=str(ROOT / path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Links as the repository has them, turned into the site's."""
+    here = page.file.src_uri
+    source = next((path for path, uri in PAGES.items() if uri == here), f"docs/{here}")
+    moved = {link: relpath(place(path), dirname(here) or ".") for link, path in targets(markdown, source).items()}
+    return LINK.sub(lambda match: moved.get(match[1], match[1]), markdown)
+
+
+_navigation: list[Navigation] = []
+
+
+def on_nav(nav: Navigation, config: MkDocsConfig, files: Files) -> None:
+    """Remember the pages' order, for llms.txt."""
+    _navigation[:] = [nav]
+
+
+def first_sentence(markdown: str) -> str:
+    """What a page begins with, as plain text; nothing where it begins with something else than prose."""
+    text = re.sub(r"^# .*\n+", "", markdown).split("\n\n")[0]
+    if not re.match(r"\w|\[|\*|`", text) or text.startswith("```"):
+        return ""
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", " ".join(text.split()))
+    return re.split(r"(?<=[.:])\s", text)[0].rstrip(":")
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """llms.txt (llmstxt.org): each page, by its part of the site, with its first sentence."""
+    lines = [f"# {config.site_name}", "", f"> {config.site_description}.", ""]
+    for section in _navigation[0].items:
+        if isinstance(section, Section):
+            lines += [f"## {section.title}", "", *(line for child in section.children for line in listed(child)), ""]
+    Path(config.site_dir, "llms.txt").write_text("\n".join(lines), encoding="utf-8")
+
+
+def listed(item: Any) -> list[str]:
+    """An entry of the navigation, and what is under it."""
+    if isinstance(item, Section):
+        return [line for child in item.children for line in listed(child)]
+    sentence = first_sentence(item.markdown or "")
+    return [f"- [{item.title}]({item.url})" + (f": {sentence}" if sentence else "")]
+
+
+class Examples(griffe.Extension):
+    """Google's style has a section of several examples; our docstrings write ``Example:`` for one."""
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        """Name the section as the parser knows it."""
+        if obj.docstring:
+            obj.docstring.value = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE)

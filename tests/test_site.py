@@ -1,0 +1,138 @@
+"""The site: all pages are in its navigation; built strictly, it fetches nothing from elsewhere and fits any width."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+CONFIGURATION = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+# What a browser fetches by itself when it shows a page; an <a href> it does not.
+FETCHED = re.compile(r"<(?:script|img|iframe|source|video|audio)\b[^>]*?\ssrc=\"?([^\s\">]+)")
+LINKED = re.compile(r"<link\b[^>]*?\shref=\"?([^\s\">]+)")
+IN_STYLES = re.compile(r"(?:url\(|@import\s+)[\"']?([^\"')\s]+)")
+ELSEWHERE = re.compile(r"(?:https?:)?//")
+
+# A page that shows each page in a frame, in both widths, and sends back what it saw.
+PROBE = """<!doctype html><body><script>
+const pages = PAGES, term = TERM, found = {pages: {}, fetched: [], results: []};
+const frame = document.body.appendChild(document.createElement("iframe"));
+frame.height = 900;
+const show = url => new Promise(done => { frame.onload = done; frame.src = url; });
+const wait = milliseconds => new Promise(done => setTimeout(done, milliseconds));
+(async () => {
+  for (const width of [1280, 390]) {
+    frame.width = width; frame.style.border = 0;
+    for (const page of pages) {
+      await show(page);
+      const shown = frame.contentDocument.documentElement;
+      found.pages[width + " " + page] = shown.scrollWidth - frame.contentWindow.innerWidth;
+      for (const entry of frame.contentWindow.performance.getEntriesByType("resource"))
+        if (!entry.name.startsWith(location.origin)) found.fetched.push(entry.name);
+    }
+  }
+  frame.width = 1280;
+  await show("index.html?q=" + term);
+  for (let tries = 0; tries < 100 && !found.results.length; tries++) {
+    await wait(100);
+    found.results = [...frame.contentDocument.querySelectorAll("a.md-search-result__link")].map(a => a.href);
+  }
+  await fetch("/seen", {method: "POST", body: JSON.stringify(found)});
+})();
+</script>"""
+
+
+def pages_of(site: Path) -> list[str]:
+    return sorted(page.relative_to(site).as_posix() for page in site.rglob("*.html"))
+
+
+def elsewhere(text: str, *patterns: re.Pattern[str]) -> list[str]:
+    """The addresses on other hosts among what these patterns find."""
+    return [address for pattern in patterns for address in pattern.findall(text) if ELSEWHERE.match(address)]
+
+
+def seen_in_browser(site: Path, term: str, profile: Path) -> dict[str, Any]:
+    """What a headless browser sees of a site: pages wider than their window, what it fetched, what search finds."""
+    seen: list[bytes] = []
+    arrived = threading.Event()
+
+    class Handler(SimpleHTTPRequestHandler):
+        def do_POST(self) -> None:
+            seen.append(self.rfile.read(int(self.headers["Content-Length"])))
+            self.send_response(204)
+            self.end_headers()
+            arrived.set()
+
+        def log_message(self, *arguments: Any) -> None:
+            pass
+
+    (site / "probe.html").write_text(PROBE.replace("PAGES", json.dumps(pages_of(site))).replace("TERM", f'"{term}"'))
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(site))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_address[1]}/probe.html"
+        options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"]
+        options += [f"--user-data-dir={profile}", "--remote-debugging-port=0"]  # the port: so that it stays
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        with subprocess.Popen([str(BROWSER), *options, address], **quiet) as browser:
+            arrived.wait(240)
+            browser.terminate()
+        server.shutdown()
+    (site / "probe.html").unlink()
+    assert seen, "the browser did not answer"
+    return json.loads(seen[0])
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    named = set(re.findall(r"\s(\S+\.md)$", CONFIGURATION, re.MULTILINE))
+    assert {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")} <= named
+
+
+def test_what_is_fetched_is_found() -> None:
+    page = '<link rel=x href=https://a/b><script src="//c/d"></script><img alt="" src=e.png><a href="https://f">'
+    assert elsewhere(page, FETCHED, LINKED) == ["//c/d", "https://a/b"]
+    assert elsewhere('@import "https://a/b"; url(c.png) url("http://d/e")', IN_STYLES) == ["https://a/b", "http://d/e"]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(folder)]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    assert built.returncode == 0, built.stderr
+    yield folder
+
+
+@pytest.mark.full
+def test_pages_fetch_nothing_from_elsewhere(site: Path) -> None:
+    found = {page: elsewhere((site / page).read_text(encoding="utf-8"), FETCHED, LINKED) for page in pages_of(site)}
+    found |= {style.name: elsewhere(style.read_text(encoding="utf-8"), IN_STYLES) for style in site.rglob("*.css")}
+    assert {page: addresses for page, addresses in found.items() if addresses} == {}
+    assert not any("mermaid" in (site / page).read_text(encoding="utf-8") for page in pages_of(site))  # from a host
+
+
+@pytest.mark.full
+def test_search_and_llms_txt_know_all_pages(site: Path) -> None:
+    index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))["docs"]
+    for term in ("outstanding_weight_updates_bytes", "delayed_state_dict", "troubleshooting"):
+        assert any(term in entry["text"].lower() + entry["location"] for entry in index)
+    listed = set(re.findall(r"\]\(([^)]+\.html)\)", (site / "llms.txt").read_text(encoding="utf-8")))
+    assert {page for page in pages_of(site) if not page.startswith("files/")} - {"404.html"} == listed
+
+
+@pytest.mark.full
+@pytest.mark.skipif(BROWSER is None, reason="no chromium is installed")
+def test_a_browser_shows_all_pages_at_two_widths_and_finds_a_name(site: Path, tmp_path: Path) -> None:
+    seen = seen_in_browser(site, "outstanding_weight_updates_bytes", tmp_path)
+    assert {page: beyond for page, beyond in seen["pages"].items() if beyond > 0} == {}
+    assert seen["fetched"] == []
+    assert any("octavo.optim.update_in_backward" in link for link in seen["results"])
