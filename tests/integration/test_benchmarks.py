@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import importlib
+import itertools
 import json
 import math
 import os
@@ -245,6 +246,16 @@ def test_subjects_say_what_they_are_and_what_they_measure():
     assert {"cpu_step", "kernels", "communication"} <= found.keys()
     for subject in found.values():
         assert subject.about and subject.takes and all((ROOT / path).exists() for path in subject.measures), subject
+
+
+@pytest.mark.full
+def test_memory_by_kind() -> None:
+    """Each choice makes the whole smaller; the last needs more gradients than wait."""
+    kinds = importlib.import_module("benchmarks.training.memory_kinds")
+    found = [*kinds.rows(1, 512, 16)]
+    assert [row["variant"] for row in found] == [*kinds.VARIANTS]
+    totals = [sum(row[kind] for kind in kinds.KINDS) for row in found]
+    assert all(after < before for before, after in itertools.pairwise(totals[:-1])) and totals[-1] == totals[-2]
 
 
 def test_tables_and_pictures_are_those_of_the_results(capsys: pytest.CaptureFixture[str]) -> None:
