@@ -83,13 +83,16 @@ class LinearWork(NamedTuple):
             width = 2 if form == HIGH_PRECISION else 1
             moved = width * (sum(sizes) - result) + 2 * result
             products += rates.product_seconds(form, self.flop, moved) if computed else 0.0
+        return products, sum(self.cast_seconds(recipe, rates))
+
+    def cast_seconds(self, recipe: Recipe, rates: Rates) -> tuple[float, ...]:
+        """Casts of a step under a recipe: of input, weight and grad_output."""
+        wanted, casts = self.products, []
         readers = (wanted[0], wanted[2]), (wanted[0], wanted[1]), (wanted[1], wanted[2])  # of as_is, of transposed
-        casts = 0.0
-        for role, size, (as_is, transposed) in zip(recipe.casts, sizes, readers, strict=True):
+        for role, size, (as_is, transposed) in zip(recipe.casts, self.sizes, readers, strict=True):
             made = [cast for cast, needed in ((role.as_is, as_is), (role.transposed, transposed)) if cast and needed]
-            if made:
-                casts += rates.cast_seconds(made[0], size, len(made) == 2)
-        return products, casts
+            casts.append(rates.cast_seconds(made[0], size, len(made) == 2) if made else 0.0)
+        return tuple(casts)
 
 
 @dataclass(frozen=True)
