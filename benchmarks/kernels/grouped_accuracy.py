@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common.measure import table, write_results
+from benchmarks.common.pages import markdown, read
 from octavo import recipes
 from octavo.nn import GroupedLinear
 from octavo.tune.agreement import sqnr
@@ -120,6 +121,18 @@ def lowest(result: Tensor, exact: Tensor) -> float:
     """The lowest SQNR of an expert that has rows."""
     ways = zip(*((t.split(SIZES) if t.ndim == 2 else t) for t in (result, exact)), SIZES, strict=True)
     return min(sqnr(mine, truth) for mine, truth, size in ways if size)
+
+
+def accuracy_table() -> str:
+    """Of docs/study/mixture-of-experts.md: ours and torchao's, by data and recipe."""
+    rows = []
+    for row in read("grouped_accuracy"):
+        cells = [f"{row[f'octavo_{p}']} ({row[f'torchao_{p}'] or '-'})" for p in PRODUCTS]
+        rows.append([row["data"], row["recipe"], *cells])
+    return markdown(("data", "recipe", *PRODUCTS), rows)
+
+
+TABLES = {"accuracy": accuracy_table}
 
 
 def main(arguments: list[str]) -> int:

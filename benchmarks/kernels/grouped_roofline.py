@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 
 from benchmarks.common.measure import commit, table, write_results
+from benchmarks.common.pages import markdown, read
 from octavo.cost.command import RECIPES
 from octavo.cost.estimate import LinearWork
 from octavo.cost.rates import PUBLISHED, Rates
@@ -56,6 +57,32 @@ def pays_from(recipe: Recipe, rates: Rates, size: tuple[int, int], kept: bool = 
     slower = [tokens for tokens in TOKENS if gain(recipe, rates, size, tokens, kept) <= 1]
     faster = [tokens for tokens in TOKENS if tokens > max(slower, default=0)]
     return faster[0] if faster else ""
+
+
+def pays_table() -> str:
+    """Of docs/study/mixture-of-experts.md: tokens an expert from which the three products together pay, and the gain."""
+    columns = [("H200", "delayed"), ("H200", "rowwise"), ("H200", "blockwise"), ("B200", "delayed"), ("B200", "mx")]
+    found = {(row["layer"], row["gpu"], row["recipe"]): row for row in read("grouped_roofline")}
+    rows = []
+    for layer, size in SIZES.items():
+        ours = [found[layer, *column] for column in columns]
+        rows.append([layer, f"{size[0]} × {size[1]}", *(f"{row['all'] or 'none'} ({row['gain']})" for row in ours)])
+    return markdown(("matrices", "K × N", *map(" ".join, columns)), rows)
+
+
+def products_table() -> str:
+    """Of the same page: of each product alone, by the usual recipe of each GPU."""
+    usual = {"H200": "blockwise", "B200": "mx"}
+    names = (*ALONE, "weights_kept")
+    rows = [
+        [f"{row['gpu']} {row['recipe']}", row["layer"], *(row[name] or "none" for name in names)]
+        for row in read("grouped_roofline")
+        if usual[row["gpu"]] == row["recipe"]
+    ]
+    return markdown(("", "matrices", *(name.replace("_", " ") for name in names)), rows)
+
+
+TABLES = {"pays": pays_table, "products": products_table}
 
 
 def main(arguments: list[str]) -> int:
