@@ -60,7 +60,7 @@ def pays_from(recipe: Recipe, rates: Rates, size: tuple[int, int], kept: bool = 
 
 
 def pays_table() -> str:
-    """Of docs/study/mixture-of-experts.md: tokens an expert from which the three products together pay, and the gain."""
+    """Of docs/study/mixture-of-experts.md: tokens an expert from which the products pay together, and the gain."""
     columns = [("H200", "delayed"), ("H200", "rowwise"), ("H200", "blockwise"), ("B200", "delayed"), ("B200", "mx")]
     found = {(row["layer"], row["gpu"], row["recipe"]): row for row in read("grouped_roofline")}
     rows = []
