@@ -19,6 +19,18 @@ PAGES = {  # pages that lie outside docs/, and where the site has them
     "SECURITY.md": "security.md",
 }
 LINK = re.compile(r"(?<=\]\()(?![a-z][a-z0-9+.-]*:|#)([^)#\s]+)")
+CODE = re.compile(r"(```.*?```|`[^`\n]*`)", re.DOTALL)
+PAPER = re.compile(r"(?<!\[)\barXiv (\d{4}\.\d{4,5})")
+THREAD = re.compile(r"(?<![\w/\[])([\w.-]+/[\w.-]+)#(\d+)\b")
+
+
+def cited(text: str) -> str:
+    """Papers and threads that a text names, as links; its code as it is."""
+    parts = CODE.split(text)
+    for index in range(0, len(parts), 2):
+        linked = PAPER.sub(r"[arXiv \1](https://arxiv.org/abs/\1)", parts[index])
+        parts[index] = THREAD.sub(r"[\1#\2](https://github.com/\1/issues/\2)", linked)
+    return "".join(parts)
 
 
 def targets(text: str, source: str) -> dict[str, str]:
@@ -58,7 +70,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     here = page.file.src_uri
     source = next((path for path, uri in PAGES.items() if uri == here), f"docs/{here}")
     moved = {link: relpath(place(path), dirname(here) or ".") for link, path in targets(markdown, source).items()}
-    return LINK.sub(lambda match: moved.get(match[1], match[1]), markdown)
+    return cited(LINK.sub(lambda match: moved.get(match[1], match[1]), markdown))
 
 
 _navigation: list[Navigation] = []
@@ -95,10 +107,10 @@ def listed(item: Any) -> list[str]:
     return [f"- [{item.title}]({item.url})" + (f": {sentence}" if sentence else "")]
 
 
-class Examples(griffe.Extension):
-    """Google's style has a section of several examples; our docstrings write ``Example:`` for one."""
+class Docstrings(griffe.Extension):
+    """Citations become links; ``Example:``, which ours have for one, the section of Google's style."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Name the section as the parser knows it."""
+        """Give the parser what it knows."""
         if obj.docstring:
-            obj.docstring.value = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE)
+            obj.docstring.value = re.sub(r"^Example:$", "Examples:", cited(obj.docstring.value), flags=re.MULTILINE)

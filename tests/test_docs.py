@@ -151,6 +151,17 @@ def test_commands_are_taken(page: Path) -> None:
         }, line
 
 
+def test_pages_say_what_they_are_for_and_are_in_the_navigation() -> None:
+    pages = {page.relative_to(ROOT / "docs").as_posix(): page for page in (ROOT / "docs").rglob("*.md")}
+    named = set(re.findall(r"\s(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE))
+    assert pages.keys() - named == set()
+    of_names = {name for name, page in pages.items() if "\n::: octavo" in page.read_text(encoding="utf-8")}
+    rest = {
+        name: page.read_text(encoding="utf-8").split("\n\n")[1] for name, page in pages.items() if name not in of_names
+    }
+    assert [name for name, first in rest.items() if not first.startswith("After this page")] == []
+
+
 # The checks themselves: each finds what it is for.
 
 

@@ -1,4 +1,4 @@
-"""The site: all pages are in its navigation; built strictly, it fetches nothing from elsewhere and fits any width."""
+"""The site: built strictly, it fetches nothing from elsewhere, knows all pages and fits any width."""
 
 import json
 import re
@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-CONFIGURATION = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 # What a browser fetches by itself when it shows a page; an <a href> it does not.
 FETCHED = re.compile(r"<(?:script|img|iframe|source|video|audio)\b[^>]*?\ssrc=\"?([^\s\">]+)")
@@ -92,11 +91,6 @@ def seen_in_browser(site: Path, term: str, profile: Path) -> dict[str, Any]:
     return json.loads(seen[0])
 
 
-def test_every_page_is_in_the_navigation() -> None:
-    named = set(re.findall(r"\s(\S+\.md)$", CONFIGURATION, re.MULTILINE))
-    assert {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")} <= named
-
-
 def test_what_is_fetched_is_found() -> None:
     page = '<link rel=x href=https://a/b><script src="//c/d"></script><img alt="" src=e.png><a href="https://f">'
     assert elsewhere(page, FETCHED, LINKED) == ["//c/d", "https://a/b"]
@@ -127,6 +121,14 @@ def test_search_and_llms_txt_know_all_pages(site: Path) -> None:
         assert any(term in entry["text"].lower() + entry["location"] for entry in index)
     listed = set(re.findall(r"\]\(([^)]+\.html)\)", (site / "llms.txt").read_text(encoding="utf-8")))
     assert {page for page in pages_of(site) if not page.startswith("files/")} - {"404.html"} == listed
+
+
+@pytest.mark.full
+def test_papers_and_threads_are_linked(site: Path) -> None:
+    for page in pages_of(site):
+        text = (site / page).read_text(encoding="utf-8")
+        text = re.sub(r"<(code|pre|title|a)\b.*?</\1>", "", text[text.index("<article") :], flags=re.DOTALL)
+        assert re.findall(r"arXiv \d{4}\.\d+|\b\w[\w.-]*/[\w.-]+#\d+", text) == [], page
 
 
 @pytest.mark.full
