@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 from octavo import kernels
 from octavo.autograd.casts import GRAD_OUTPUT, INPUT, Activation, Pair, State, cast_grad_output, cast_role
+from octavo.autograd.gather_input import gathered_transposed
 from octavo.autograd.grouped import group_sums, grouped_linear, grouped_mm, scales_of_rows
 from octavo.autograd.shared_scales import Parts
 from octavo.autograd.tap import Tap, Watch, count
@@ -32,6 +33,7 @@ from octavo.granularity import PerBlock, Tile
 from octavo.kernels.layouts import contraction_multiple
 from octavo.kernels.reference.activation import produced
 from octavo.scaling.recipe import Cast, Recipe
+from octavo.tensor.gathered_input import GatheredInput, Wire
 from octavo.tensor.pair import Operands
 
 
@@ -40,7 +42,8 @@ class Layer(NamedTuple):
 
     ``weight`` is the weight's operands; ``training``: whether backward commits the delayed state; ``tap``: where casts
     are counted in a step that is recorded; ``watch``: where faults are noted, neither of rows in groups; ``offsets``:
-    where those end; ``parts``: how roles lie on the ranks of a tensor-parallel group.
+    where those end; ``parts``: how roles lie on the ranks of a tensor-parallel group; ``wire``: how the input came from
+    them.
     """
 
     weight: Operands
@@ -51,6 +54,7 @@ class Layer(NamedTuple):
     watch: Watch | None = None
     offsets: Tensor | None = None
     parts: Parts | None = None
+    wire: Wire | None = None
 
 
 class Plan(NamedTuple):
@@ -64,12 +68,13 @@ class Plan(NamedTuple):
     tap: Tap | None
     watch: Watch | None
     parts: Parts | None
+    wire: Wire | None
 
 
 def plan_of(layer: Layer, dtype: torch.dtype, weight_NK: Tensor, bias: Tensor | None) -> Plan:
     """The plan of a layer whose results have this dtype."""
     dtypes = dtype, weight_NK.dtype, None if bias is None else bias.dtype
-    where = layer.tap, layer.watch, layer.parts
+    where = layer.tap, layer.watch, layer.parts, layer.wire
     return Plan(layer.recipe, layer.state, layer.training, layer.weight.fresh, dtypes, *where)
 
 
@@ -101,7 +106,7 @@ def to_save(
     """What backward needs of a layer: SAVED tensors."""
     recipe, weight = layer.recipe, layer.weight
     return (
-        x_TK if needs_dw and recipe.grad_weight is None else None,
+        x_TK if needs_dw and (recipe.grad_weight is None or layer.wire is not None) else None,
         *packed(x.transposed if needs_dw else None, recipe.input_casts.transposed),
         weight_NK if needs_dx and recipe.grad_input is None else None,
         *packed(weight.transposed if needs_dx else None, recipe.weight_casts.transposed, weight.refilled),
@@ -198,6 +203,8 @@ def gradients(
             assert grad_TN is not None and x_TK is not None
             dw_NK = _mm(grad_TN.t(), x_TK, offsets).to(weight_dtype)
         else:
+            if x_TK is not None and plan.wire is not None:
+                x_q, x_scale_inv = gathered_transposed(x_TK, recipe, plan.wire)
             assert transposed is not None and x_q is not None and x_scale_inv is not None
             x = x_q, x_scale_inv.to(torch.float32)
             dw_NK = _matmul(recipe, "grad_weight", transposed, x, None, dtype, offsets).to(weight_dtype)
@@ -255,24 +262,33 @@ def _mm(a: Tensor, b: Tensor, offsets: Tensor | None) -> Tensor:
     return torch.mm(a, b) if offsets is None else grouped_mm(a, b, offsets)
 
 
+def _operands(x_TK: Tensor, layer: Layer, needs_dw: bool) -> tuple[Tensor | None, Operands]:
+    """(the input to read in high precision, its pairs); of a gathered one: what this rank had of it."""
+    if isinstance(x_TK, GatheredInput):
+        return x_TK.shard, x_TK.operands()
+    how = layer.state, False, (), layer.offsets, layer.parts
+    return x_TK, cast_role(x_TK, layer.recipe, INPUT, True, needs_dw, *how)
+
+
 class _Linear(torch.autograd.Function):
     """y = x . W^T + b with a recipe's products."""
 
     @staticmethod
     def forward(ctx: Any, x_TK: Tensor, weight_NK: Tensor, bias: Tensor | None, layer: Layer) -> Tensor:
         needs_dx, needs_dw, _ = ctx.needs_input_grad[:3]
-        x = cast_role(x_TK, layer.recipe, INPUT, True, needs_dw, layer.state, offsets=layer.offsets, parts=layer.parts)
-        if layer.tap is not None:
+        own, x = _operands(x_TK, layer, needs_dw)
+        if layer.tap is not None and own is x_TK:
             count(layer.tap.input, x_TK, x, layer.recipe.input_casts)
-        ctx.plan = plan_of(layer, x_TK.dtype, weight_NK, bias)
-        ctx.save_for_backward(*to_save(x_TK, x, weight_NK, layer, needs_dx, needs_dw))
-        return output(x_TK, x, weight_NK, bias, layer, x_TK.dtype)
+        ctx.plan, ctx.shape = plan_of(layer, x_TK.dtype, weight_NK, bias), x_TK.shape
+        ctx.save_for_backward(*to_save(own, x, weight_NK, layer, needs_dx, needs_dw))
+        return output(own, x, weight_NK, bias, layer, x_TK.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
         arguments = ctx.saved_tensors, ctx.plan, ctx.needs_input_grad[:3]
-        return *gradients(cast_gradient(grads[0], *arguments), *arguments), None
+        dx_TK, *others = gradients(cast_gradient(grads[0], *arguments), *arguments)
+        return dx_TK if dx_TK is None else dx_TK.view(ctx.shape), *others, None
 
 
 def linear(x: Tensor, weight_NK: Tensor, bias: Tensor | None, layer: Layer) -> Tensor:
@@ -280,13 +296,14 @@ def linear(x: Tensor, weight_NK: Tensor, bias: Tensor | None, layer: Layer) -> T
 
     Gradients flow to ``weight_NK`` itself, whose operands the layer has. All are bf16, fp16 or fp32.
     """
-    x_TK = as_rows(x)
+    gathered = isinstance(x, GatheredInput)
+    x_TK = x if gathered else as_rows(x)
+    if gathered:
+        layer = layer._replace(wire=x.wire)  # type: ignore[attr-defined]
     if torch.is_grad_enabled() and (x.requires_grad or weight_NK.requires_grad or requires_grad(bias)):
         y_TN = _Linear.apply(x_TK, weight_NK, bias, layer)
     else:
-        how = layer.offsets, layer.parts
-        operands = cast_role(x_TK, layer.recipe, INPUT, True, False, layer.state, False, (), *how)
-        y_TN = output(x_TK, operands, weight_NK, bias, layer, x_TK.dtype)
+        y_TN = output(*_operands(x_TK, layer, False), weight_NK, bias, layer, x_TK.dtype)
     return y_TN if x.ndim == 2 else y_TN.view(*x.shape[:-1], weight_NK.shape[0])
 
 

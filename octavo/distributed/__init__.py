@@ -6,13 +6,29 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from octavo.distributed import checkpoint
     from octavo.distributed.fp8_reduce import Fp8ReduceScatter, Fp8Reduction, fp8_reduce_hook
+    from octavo.distributed.tensor_parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+    )
 
-__all__ = ["checkpoint", "Fp8Reduction", "fp8_reduce_hook", "Fp8ReduceScatter"]
+__all__ = [
+    "checkpoint",
+    "Fp8Reduction",
+    "fp8_reduce_hook",
+    "Fp8ReduceScatter",
+    "ColwiseParallel",
+    "RowwiseParallel",
+    "SequenceParallel",
+    "PrepareModuleInput",
+]
 
 
 def __getattr__(name: str) -> Any:
     if name == "checkpoint":  # torch.distributed.checkpoint takes a second to import
         return importlib.import_module("octavo.distributed.checkpoint")
     if name in __all__:  # of a torch without distributed, only these cannot be imported
-        return getattr(importlib.import_module("octavo.distributed.fp8_reduce"), name)
+        file = "fp8_reduce" if "educ" in name else "tensor_parallel"
+        return getattr(importlib.import_module(f"octavo.distributed.{file}"), name)
     raise AttributeError(f"module 'octavo.distributed' has no attribute {name!r}")

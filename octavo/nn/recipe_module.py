@@ -245,6 +245,14 @@ class RecipeModule(nn.Module):
             return parallel_product(self, input, weight_NK, bias)
         return self.local_product(input, weight_NK, bias, parameter)
 
+    def input_dtype(self, input: Tensor) -> torch.dtype:
+        """What ``input`` is cast from: its dtype, or autocast's."""
+        return product_dtype(input, self.weight)  # type: ignore[arg-type]
+
+    def state_of_input(self) -> State | None:
+        """The delayed state that a cast of the next input reads."""
+        return self._state_for(self.weight, self.training, False)  # type: ignore[arg-type]
+
     def local_product(
         self, input: Tensor, weight_NK: Tensor, bias: Tensor | None, parameter: Tensor, parts: Parts | None = None
     ) -> Tensor:

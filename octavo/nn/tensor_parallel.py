@@ -11,12 +11,16 @@ An input that lies otherwise is redistributed, as torch's own Linear does.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from octavo.autograd.gather_input import arguments_of, gather_input, why_not_gathered
 from octavo.autograd.shared_scales import Parts
+from octavo.tensor.gathered_input import GatheredInput, Wire
 
 
 def is_parallel(weight: Tensor) -> bool:
@@ -36,6 +40,24 @@ class _Elsewhere(torch.autograd.Function):
         return grads[0]
 
 
+def gathered_for(readers: Sequence[Any], input: Any) -> GatheredInput | None:
+    """The whole of an input [..., K] that is sharded by tokens, in FP8; or None where its readers can't take it so.
+
+    ``input`` is a DTensor on the mesh of the readers' weights, Shard(d) of another dimension than the last. Their
+    recipes must cast it alike; the first one's delayed state gives the scale.
+    """
+    first, dim, mesh = readers[0], input.placements[0].dim % input.ndim, input.device_mesh
+    recipe, ranks = first.recipe, mesh.size()
+    x = input.to_local()
+    if any(arguments_of(reader.recipe) != arguments_of(recipe) for reader in readers) or input.shape[dim] % ranks:
+        return None
+    if why_not_gathered(recipe, math.prod(x.shape[dim:-1])) is not None:
+        return None
+    memo: list[Any] | None = None if torch.compiler.is_compiling() else []
+    x = x.to(first.input_dtype(input))
+    return gather_input(x, recipe, first.state_of_input(), Wire(mesh.get_group().group_name, ranks, dim, memo))
+
+
 def parallel_product(module: Any, input: Any, weight: Any, bias: Any) -> Any:
     """input [..., K] . weight^T + bias [N] of DTensors, by the module's recipe: a DTensor, see the table above.
 
@@ -45,6 +67,8 @@ def parallel_product(module: Any, input: Any, weight: Any, bias: Any) -> Any:
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
     mesh = weight.device_mesh
+    if isinstance(input, GatheredInput):
+        return _product_of_gathered(module, input, weight, bias)
     if not isinstance(input, DTensor):
         raise ValueError(
             f"the weight is sharded {weight.placements} over {mesh}, but the input is a plain tensor: give it through "
@@ -80,3 +104,18 @@ def parallel_product(module: Any, input: Any, weight: Any, bias: Any) -> Any:
     parts = Parts(mesh.get_group().group_name, (rowwise or tokens, not whole, tokens or not (whole or rowwise)))
     y = module.local_product(x, local, b, weight, parts)
     return DTensor.from_local(y, mesh, [of_output], run_check=False)
+
+
+def _product_of_gathered(module: Any, input: GatheredInput, weight: Any, bias: Any) -> Any:
+    from torch.distributed.tensor import DTensor, Shard
+
+    if input.casts != arguments_of(module.recipe) or weight.placements != (Shard(0),):
+        raise ValueError(
+            f"an input that was gathered in FP8 by {input.casts} reached a layer of the recipe {module.recipe.name!r} "
+            f"whose weight is sharded {weight.placements}: only layers under octavo.distributed.ColwiseParallel, of "
+            "one recipe, share what PrepareModuleInput has gathered"
+        )
+    parts = Parts(input.wire.group, (False, True, True))
+    local = None if bias is None else bias.to_local()
+    y = module.local_product(input, weight.to_local(), local, weight, parts)
+    return DTensor.from_local(y, weight.device_mesh, [Shard(input.ndim - 1)], run_check=False)

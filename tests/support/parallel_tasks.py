@@ -9,11 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import parallel as torch_parallel
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import octavo
+from octavo import distributed as ours
 from octavo import recipes
+from tests.support.byte_counter import GATHER, ByteCounter
 
 RECIPES = {
     "dynamic": recipes.dynamic(),
@@ -146,3 +149,71 @@ def refused(mesh: Any) -> list[str]:
             layer(x if not found else DTensor.from_local(x, own, [Replicate()] * own.ndim))
         found.append(str(caught.value))
     return found
+
+
+class Attention(nn.Module):
+    """Three layers on one input, and one on what they give: by tokens, in place of attention."""
+
+    def __init__(self, k: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(k, k, bias, dtype=dtype) for bias in (True, False, True, True))
+        for parameter in self.parameters():
+            parameter.data.copy_(small(*parameter.shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(self.q(x) + self.k(x) + self.v(x))
+
+
+def sequence_plan(shared: bool, styles: Any) -> dict[str, Any]:
+    """Inputs and outputs sharded by tokens; gathered once for q, k and v, or by each."""
+    layout = Replicate() if shared else Shard(1)
+    plan: dict[str, Any] = {name: styles.ColwiseParallel(input_layouts=layout) for name in "qkv"}
+    plan["o"] = styles.RowwiseParallel(output_layouts=Shard(1))
+    if shared:
+        plan[""] = styles.PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+    return plan
+
+
+def sequence_parallel(
+    mesh: Any, recipe: str, shared: bool, dtype: torch.dtype, batch: int = 2, theirs: bool = False
+) -> tuple[Any, ...]:
+    """(differences from one rank of two steps, calls and bytes of forward's gathers, and of backward's)."""
+    alone = Attention(256, dtype)
+    model = convert(copy.deepcopy(alone), recipe)
+    parallelize_module(model, mesh, sequence_plan(shared, torch_parallel if theirs else ours))
+    convert(alone, recipe)
+    x, g = (small(batch, 256, 256).to(dtype) for _ in range(2))
+    found, rank, ranks = [], mesh.get_local_rank(), mesh.size()
+    part = lambda t: t.chunk(ranks, 1)[rank].contiguous()  # noqa: E731
+    for _ in range(2):
+        wanted = step(alone, x, g)
+        own = part(x).requires_grad_()
+        model.zero_grad()
+        with ByteCounter() as forward:
+            y = model(own)
+        with ByteCounter() as backward:
+            y.backward(part(g))
+        grads = {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
+        wanted |= {"y": part(wanted["y"]), "x": part(wanted["x"])}
+        found.append(differences(wanted, grads | {"y": y.detach(), "x": own.grad}))
+    return found, *((counter.calls[GATHER], counter.bytes[GATHER]) for counter in (forward, backward))
+
+
+def compiled(mesh: Any, recipe: str, sequence: bool) -> tuple[float, list[str]]:
+    """(the difference between eager and compiled steps, the reasons of graph breaks)."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = convert(Attention(256, torch.float32) if sequence else Pair(256, 512, True), recipe)
+        plan = sequence_plan(True, ours) if sequence else {name: style() for name, style in PLAN.items()}
+        models.append(parallelize_module(model, mesh, plan))
+    x, g = small(2, 256, 256), small(2, 128 if sequence else 256, 256)
+    x = x.chunk(2, 1)[mesh.get_local_rank()].contiguous() if sequence else x
+    found = []
+    for called in (models[0], torch.compile(models[1], backend="aot_eager")):
+        found.append([step(called, x, g) for _ in range(2)])
+    named = [{name.removeprefix("_orig_mod."): value for name, value in one.items()} for one in found[1]]
+    worst = max(max(differences(*pair).values()) for pair in zip(found[0], named, strict=True))
+    return worst, list(torch._dynamo.utils.counters["graph_break"])

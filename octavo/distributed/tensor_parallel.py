@@ -1,0 +1,108 @@
+"""torch's styles of tensor and sequence parallelism, with gathers of inputs in FP8.
+
+    ColwiseParallel       gathers an input that is sharded by tokens as codes and scales
+    PrepareModuleInput    gathers it once for all layers of a module that read it (query, key and value)
+    RowwiseParallel, SequenceParallel    torch's own
+
+For ``torch.distributed.tensor.parallel.parallelize_module``, with torch's arguments. What a recipe sends is in
+docs/tensor-parallel.md; where an input can't be sent as pairs it is gathered as by torch's styles.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import parallel as torch_parallel
+
+from octavo.nn.recipe_module import RecipeModule
+from octavo.nn.tensor_parallel import gathered_for
+from octavo.tensor.gathered_input import GatheredInput
+
+RowwiseParallel = torch_parallel.RowwiseParallel
+SequenceParallel = torch_parallel.SequenceParallel
+
+_READS = "_reads_gathered_input"  # on a layer under ColwiseParallel
+
+
+def _in_fp8(readers: list[RecipeModule], input: Any) -> GatheredInput | None:
+    """A DTensor gathered for these layers in FP8, if it is sharded by tokens and they can take it so."""
+    (placement,), last = input.placements, input.ndim - 1
+    if not readers or type(placement) is not Shard or placement.dim % input.ndim == last:
+        return None
+    return gathered_for(readers, input)
+
+
+class ColwiseParallel(torch_parallel.ColwiseParallel):
+    """torch's ColwiseParallel, which gathers the input of octavo's layers in FP8 where it is sharded by tokens.
+
+    Args:
+        input_layouts: Replicate() by default; Shard(d) of a dimension of tokens is gathered.
+        output_layouts: Shard(-1) by default.
+        use_local_output: whether the output is a plain tensor.
+
+    Example:
+        >>> from torch.distributed.tensor import Shard
+        >>> ColwiseParallel(input_layouts=Shard(1)).input_layouts
+        (Shard(dim=1),)
+    """
+
+    @staticmethod
+    def _prepare_input_fn(
+        input_layouts: Any, desired_input_layouts: Any, mod: Any, inputs: Any, device_mesh: Any
+    ) -> Any:
+        input = inputs[0]
+        if isinstance(input, GatheredInput):
+            return input
+        if isinstance(mod, RecipeModule):
+            if not isinstance(input, DTensor):
+                input = DTensor.from_local(input, device_mesh, input_layouts, run_check=False)
+            if (found := _in_fp8([mod], input)) is not None:
+                return found
+        how = input_layouts, desired_input_layouts
+        return torch_parallel.ColwiseParallel._prepare_input_fn(*how, mod, (input, *inputs[1:]), device_mesh)
+
+    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+        module.__dict__[_READS] = True
+        return super()._apply(module, device_mesh)
+
+
+class PrepareModuleInput(torch_parallel.PrepareModuleInput):
+    """torch's PrepareModuleInput, which gathers in FP8 what the layers under octavo's ColwiseParallel in a module read.
+
+    It is gathered once for all of them, and its gradient scattered once. Where it is not an input of theirs, or their
+    recipes cast it differently, it is gathered as torch does. Nothing but such layers may read it.
+
+    Args:
+        input_layouts, desired_input_layouts: Shard(d) of a dimension of tokens, to Replicate(), is what is gathered so.
+        input_kwarg_layouts, desired_input_kwarg_layouts: the same of keyword arguments.
+        use_local_output: whether other inputs become plain tensors.
+
+    Example:
+        >>> from torch.distributed.tensor import Replicate, Shard
+        >>> PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()).use_local_output
+        False
+    """
+
+    _module: nn.Module | None = None  # that it was applied to
+
+    def _prepare_input_arg(self, input: Any, mesh: Any, input_layout: Any, desired_layout: Any) -> Any:
+        if isinstance(input_layout, Shard) and desired_layout == Replicate() and self._module is not None:
+            if not isinstance(input, DTensor):
+                input = DTensor.from_local(input, mesh, (input_layout,), run_check=False)
+            readers = [
+                module
+                for module in self._module.modules()
+                if isinstance(module, RecipeModule) and _READS in module.__dict__
+                if module.get_parameter("weight").shape[-1] == input.shape[-1]
+            ]
+            if (found := _in_fp8(readers, input)) is not None:
+                return found
+        return super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
+
+    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+        own = copy.copy(self)  # one style may be applied to many modules
+        own._module = module
+        return super(PrepareModuleInput, own)._apply(module, device_mesh)
