@@ -135,12 +135,10 @@ class _GatherInput(torch.autograd.Function):
         return functional.wait_tensor(scattered), None, None, None
 
 
-# dynamo would trace backward with gradients that are facades too, which no real ones are
-@torch.compiler.disable
 def gather_input(x: Tensor, recipe: Recipe, state: State | None, wire: Wire) -> GatheredInput:
     """The whole input, of this rank's tokens x [..., s, K], bf16, fp16 or fp32; every rank of the group calls it.
 
-    ``recipe``: one for which ``why_not_gathered`` has no answer. A compiled graph ends here and another begins.
+    ``recipe``: one for which ``why_not_gathered`` has no answer.
     """
     found: GatheredInput = _GatherInput.apply(x, recipe, state, wire)
     return found

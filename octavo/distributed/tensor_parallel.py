@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import parallel as torch_parallel
@@ -32,7 +33,13 @@ def _in_fp8(readers: list[RecipeModule], input: Any) -> GatheredInput | None:
     (placement,), last = input.placements, input.ndim - 1
     if not readers or type(placement) is not Shard or placement.dim % input.ndim == last:
         return None
-    return gathered_for(readers, input)
+    return _gathered(readers, input, None if torch.compiler.is_compiling() else [])
+
+
+# dynamo would trace its backward with gradients that are facades too, as no real ones are
+@torch.compiler.disable
+def _gathered(readers: list[RecipeModule], input: Any, memo: list[Any] | None) -> GatheredInput | None:
+    return gathered_for(readers, input, memo)
 
 
 class ColwiseParallel(torch_parallel.ColwiseParallel):

@@ -19,8 +19,8 @@ from octavo.kernels.activations import activation_of
 from octavo.nn.activation import activate
 from octavo.nn.fused import runs_alone
 from octavo.nn.grouped_linear import Grouped, GroupedLinear, checked
+from octavo.nn.inputs import refuse_for_fp8
 from octavo.nn.linear import recipe_for
-from octavo.nn.recipe_module import refuse_for_fp8
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap
 

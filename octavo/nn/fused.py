@@ -23,9 +23,9 @@ from octavo.autograd.chain import Chain, run_chain
 from octavo.autograd.products import requires_grad
 from octavo.kernels.activations import activation_of
 from octavo.nn.activation import activate
+from octavo.nn.inputs import product_dtype, refuse_for_fp8
 from octavo.nn.linear import Linear, recipe_for
 from octavo.nn.norm import LayerNorm, RMSNorm
-from octavo.nn.recipe_module import product_dtype, refuse_for_fp8
 from octavo.nn.splits import Splits, split_output
 from octavo.nn.tensor_parallel import is_parallel
 from octavo.scaling.recipe import Recipe

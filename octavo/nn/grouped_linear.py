@@ -9,8 +9,9 @@ from octavo.autograd.grouped import grouped_linear
 from octavo.autograd.products import Layer, linear
 from octavo.formats import HIGH_PRECISION
 from octavo.kernels.groups import check_offsets_kind
+from octavo.nn.inputs import product_dtype, refuse_for_fp8
 from octavo.nn.linear import recipe_for
-from octavo.nn.recipe_module import RecipeModule, product_dtype, refuse_for_fp8
+from octavo.nn.recipe_module import RecipeModule
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap
 

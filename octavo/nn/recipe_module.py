@@ -7,19 +7,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.nn.modules.module import _global_parameter_registration_hooks
 
 from octavo.autograd.casts import WEIGHT, State, cast_role
 from octavo.autograd.products import Layer, linear
 from octavo.autograd.shared_scales import Parts
 from octavo.autograd.tap import Tap, Watch
-from octavo.errors import HigherOrderGradientError
-from octavo.formats import HIGH_PRECISION
 from octavo.kernels.capability import warn_once_if_emulated
 from octavo.nn.gather import Gather
+from octavo.nn.inputs import product_dtype, refuse_for_fp8
 from octavo.nn.stored_weight_files import load_stored, save_stored
-from octavo.nn.stored_weights import check_recipe, weight_of, why_unreadable, widened
+from octavo.nn.stored_weights import check_recipe, weight_of, widened
 from octavo.nn.tensor_parallel import is_parallel, parallel_product
 from octavo.nn.weight_cache import WeightCache
 from octavo.scaling.delayed import (
@@ -245,10 +243,6 @@ class RecipeModule(nn.Module):
             return parallel_product(self, input, weight_NK, bias)
         return self.local_product(input, weight_NK, bias, parameter)
 
-    def input_dtype(self, input: Tensor) -> torch.dtype:
-        """What ``input`` is cast from: its dtype, or autocast's."""
-        return product_dtype(input, self.weight)  # type: ignore[arg-type]
-
     def state_of_input(self) -> State | None:
         """The delayed state that a cast of the next input reads."""
         return self._state_for(self.weight, self.training, False)  # type: ignore[arg-type]
@@ -354,48 +348,3 @@ def _move(weight: Any, fn: Callable[[Tensor], Tensor]) -> None:
 def device_of(module: RecipeModule) -> torch.device:
     """Where a module's parameters are; its weight need not be one (weight_norm)."""
     return next(module.holder.parameters()).device
-
-
-def product_dtype(input: Tensor, weight_NK: Tensor) -> torch.dtype:
-    """The dtype that products with ``input`` compute in: its own, or autocast's, which the meta device doesn't know.
-
-    Raises:
-        TypeError: for another dtype than the weight's outside of autocast.
-        ValueError: for a last dimension other than K.
-    """
-    device_type = input.device.type
-    autocast = not input.is_meta and torch.is_autocast_enabled(device_type)
-    if not autocast and input.dtype != weight_NK.dtype:
-        raise TypeError(
-            f"input is {input.dtype} but the weight is {weight_NK.dtype}; convert one of them or use torch.autocast"
-        )
-    if input.ndim == 0 or input.shape[-1] != weight_NK.shape[-1]:
-        raise ValueError(f"input of shape {tuple(input.shape)} needs in_features={weight_NK.shape[-1]} last")
-    if autocast and input.dtype in HIGH_PRECISION:  # as autocast itself, which leaves float64 and integers alone
-        return torch.get_autocast_dtype(device_type)
-    return input.dtype
-
-
-def refuse_for_fp8(input: Tensor, *parameters: Tensor | None) -> None:
-    """What FP8 products of ``input`` and these parameters can't take.
-
-    Raises:
-        TypeError: for a dtype other than bf16, fp16 and fp32, or a weight of another library's class.
-        HigherOrderGradientError: under torch.func transforms, and for forward-mode derivatives.
-    """
-    if input.dtype not in HIGH_PRECISION:
-        raise TypeError(f"octavo casts bfloat16, float16 and float32 to FP8, not {input.dtype}")
-    if torch.compiler.is_compiling():
-        return
-    remedy = "use torch.autograd's backward, or octavo.set_recipe(model, octavo.recipes.high_precision())"
-    if torch._C._are_functorch_transforms_active():
-        raise HigherOrderGradientError(
-            f"torch.func transforms (grad, vmap, jvp, ...) can't pass an FP8 product; {remedy}"
-        )
-    if forward_ad._current_level >= 0 and any(
-        tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in (input, *parameters)
-    ):
-        raise HigherOrderGradientError(f"forward-mode derivatives (dual numbers) can't pass an FP8 product; {remedy}")
-    for tensor in parameters:
-        if type(tensor) is not nn.Parameter and tensor is not None and (what := why_unreadable(tensor)):
-            raise TypeError(f"an FP8 product can't read weights that are {what}")

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from octavo.autograd.gather_input import arguments_of, gather_input, why_not_gathered
 from octavo.autograd.shared_scales import Parts
+from octavo.nn.inputs import product_dtype
 from octavo.tensor.gathered_input import GatheredInput, Wire
 
 
@@ -40,11 +41,11 @@ class _Elsewhere(torch.autograd.Function):
         return grads[0]
 
 
-def gathered_for(readers: Sequence[Any], input: Any) -> GatheredInput | None:
+def gathered_for(readers: Sequence[Any], input: Any, memo: list[Any] | None) -> GatheredInput | None:
     """The whole of an input [..., K] that is sharded by tokens, in FP8; or None where its readers can't take it so.
 
     ``input`` is a DTensor on the mesh of the readers' weights, Shard(d) of another dimension than the last. Their
-    recipes must cast it alike; the first one's delayed state gives the scale.
+    recipes must cast it alike; the first one's delayed state gives the scale. ``memo``: see Wire.
     """
     first, dim, mesh = readers[0], input.placements[0].dim % input.ndim, input.device_mesh
     recipe, ranks = first.recipe, mesh.size()
@@ -53,8 +54,7 @@ def gathered_for(readers: Sequence[Any], input: Any) -> GatheredInput | None:
         return None
     if why_not_gathered(recipe, math.prod(x.shape[dim:-1])) is not None:
         return None
-    memo: list[Any] | None = None if torch.compiler.is_compiling() else []
-    x = x.to(first.input_dtype(input))
+    x = x.to(product_dtype(input, first.weight))
     return gather_input(x, recipe, first.state_of_input(), Wire(mesh.get_group().group_name, ranks, dim, memo))
 
 

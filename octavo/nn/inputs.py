@@ -1,0 +1,56 @@
+"""Which inputs products take: what is refused at the door, and the dtype that the rest computes in."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from octavo.errors import HigherOrderGradientError
+from octavo.formats import HIGH_PRECISION
+from octavo.nn.stored_weights import why_unreadable
+
+
+def product_dtype(input: Tensor, weight_NK: Tensor) -> torch.dtype:
+    """The dtype that products with ``input`` compute in: its own, or autocast's, which the meta device doesn't know.
+
+    Raises:
+        TypeError: for another dtype than the weight's outside of autocast.
+        ValueError: for a last dimension other than K.
+    """
+    device_type = input.device.type
+    autocast = not input.is_meta and torch.is_autocast_enabled(device_type)
+    if not autocast and input.dtype != weight_NK.dtype:
+        raise TypeError(
+            f"input is {input.dtype} but the weight is {weight_NK.dtype}; convert one of them or use torch.autocast"
+        )
+    if input.ndim == 0 or input.shape[-1] != weight_NK.shape[-1]:
+        raise ValueError(f"input of shape {tuple(input.shape)} needs in_features={weight_NK.shape[-1]} last")
+    if autocast and input.dtype in HIGH_PRECISION:  # as autocast itself, which leaves float64 and integers alone
+        return torch.get_autocast_dtype(device_type)
+    return input.dtype
+
+
+def refuse_for_fp8(input: Tensor, *parameters: Tensor | None) -> None:
+    """What FP8 products of ``input`` and these parameters can't take.
+
+    Raises:
+        TypeError: for a dtype other than bf16, fp16 and fp32, or a weight of another library's class.
+        HigherOrderGradientError: under torch.func transforms, and for forward-mode derivatives.
+    """
+    if input.dtype not in HIGH_PRECISION:
+        raise TypeError(f"octavo casts bfloat16, float16 and float32 to FP8, not {input.dtype}")
+    if torch.compiler.is_compiling():
+        return
+    remedy = "use torch.autograd's backward, or octavo.set_recipe(model, octavo.recipes.high_precision())"
+    if torch._C._are_functorch_transforms_active():
+        raise HigherOrderGradientError(
+            f"torch.func transforms (grad, vmap, jvp, ...) can't pass an FP8 product; {remedy}"
+        )
+    if forward_ad._current_level >= 0 and any(
+        tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in (input, *parameters)
+    ):
+        raise HigherOrderGradientError(f"forward-mode derivatives (dual numbers) can't pass an FP8 product; {remedy}")
+    for tensor in parameters:
+        if type(tensor) is not nn.Parameter and tensor is not None and (what := why_unreadable(tensor)):
+            raise TypeError(f"an FP8 product can't read weights that are {what}")
