@@ -51,4 +51,4 @@ def test_compiled(pool, recipe, sequence):
     """One graph under torch's styles; it ends where an input is gathered in FP8."""
     for difference, breaks in pool.run(tasks.compiled, (2,), recipe, sequence):
         assert difference == 0.0
-        assert all("gather_input" in reason for reason in breaks) and bool(breaks) == sequence
+        assert all("_gathered" in reason for reason in breaks) and bool(breaks) == sequence

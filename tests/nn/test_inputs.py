@@ -22,7 +22,7 @@ def test_the_dtype_of_a_product(dtype):
 def test_refusals():
     x = torch.ones(2, 8)
     refuse_for_fp8(x, None)
-    with pytest.raises(TypeError, match="not torch.float64"):
+    with pytest.raises(TypeError, match=r"not torch\.float64"):
         refuse_for_fp8(x.double())
-    with pytest.raises(octavo.HigherOrderGradientError, match="torch.func transforms"):
+    with pytest.raises(octavo.HigherOrderGradientError, match=r"torch\.func transforms"):
         torch.vmap(lambda row: refuse_for_fp8(row))(x)
