@@ -119,6 +119,8 @@ def from_hugging_face(path: Path) -> nn.Module:
     Raises:
         PlanError: without transformers, or for a file that is none of its configurations.
     """
+    if not path.exists():  # transformers would look for a model of this name on its hub
+        raise PlanError(f"{path} does not exist: give a config.json, or a folder that has one")
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:

@@ -6,11 +6,12 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from octavo.distributed.files import replacing
+from octavo.distributed.files import replacing, require_place
 from octavo.errors import first_line
 from octavo.inspect.files import files_of
 from octavo.inspect.findings import diagnose
@@ -32,12 +33,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"what was found of the model by --json, to draw beside (default: the record's own {WHAT_IF}, if there is one)"
     )
     parser.add_argument("--what-if", type=Path, metavar="FILE", help=help)
-    parser.add_argument("--top", type=int, default=10, metavar="N", help="findings to print (default: 10)")
+    parser.add_argument("--top", type=at_least(0), default=10, metavar="N", help="findings to print (default: 10)")
     parser.add_argument("--live", action="store_true", help="print anew as the record grows, until interrupted")
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """A whole number on the command line, from ``least`` on."""
+
+    def read(text: str) -> int:
+        if not text.removeprefix("-").isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"invalid value: {text!r} (choose a whole number from {least} on)")
+        return int(text)
+
+    return read
 
 
 def inspect_command(options: argparse.Namespace) -> int:
     """Carries it out, and returns the exit code."""
+    for path in filter(None, (options.json, options.html)):
+        require_place(path)
     if not options.live:
         print(_report(options))
         return 0

@@ -15,14 +15,16 @@ from torch import Tensor, nn
 
 from octavo import recipes
 from octavo.cost.rates import rates_of
-from octavo.distributed.files import replacing
+from octavo.distributed.files import replacing, require_place
 from octavo.errors import first_line
-from octavo.inspect.command import WHAT_IF
+from octavo.inspect.command import WHAT_IF, at_least
 from octavo.inspect.effects import Cost, WhatIf, WhatIfError, as_python
 from octavo.inspect.what_if import NAMES, check, compare
 from octavo.nn.candidates import MIN_FEATURES, features
 from octavo.nn.recipe_module import RecipeModule
 from octavo.scaling.recipe_map import RecipeMap
+
+RUNS = 500
 
 
 class Subject(NamedTuple):
@@ -39,14 +41,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help = f"recipes to compare, with commas (default: {','.join(NAMES)})"
     group.add_argument("--recipes", type=_recipes, metavar="NAMES", help=help)
     budget = group.add_mutually_exclusive_group()
-    budget.add_argument("--keep", type=int, metavar="N", help="write a RecipeMap with N layers in high precision")
+    budget.add_argument(
+        "--keep", type=at_least(0), metavar="N", help="write a RecipeMap with N layers in high precision"
+    )
     help = "write the cheapest RecipeMap whose predicted loss is no more than this higher, such as 0.1%%"
     budget.add_argument("--loss", type=_share, metavar="SHARE", help=help)
     group.add_argument("--write", type=Path, metavar="FILE", help="write the RecipeMap's lines of Python to a file")
     help = f"of the smallest layers to look at, in and out (default: {MIN_FEATURES}, as octavo.convert)"
-    group.add_argument("--min-features", type=int, default=MIN_FEATURES, metavar="INT", help=help)
-    help = "most passes with one layer in FP8; effects of other layers are estimated (default: 500)"
-    group.add_argument("--runs", type=int, default=500, metavar="INT", help=help)
+    group.add_argument("--min-features", type=at_least(1), metavar="N", help=help)
+    help = f"most passes with one layer in FP8; effects of other layers are estimated (default: {RUNS})"
+    group.add_argument("--runs", type=at_least(0), metavar="N", help=help)
     help = "text for batches of a run of octavo train (default: Python's own standard library)"
     group.add_argument("--data", type=Path, metavar="PATH", help=help)
     help = "H100, H200 or B200, for costs by published rates (default: this device's, or else an H100's)"
@@ -55,7 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def asked(options: argparse.Namespace) -> list[str]:
     """The options that ask for a what-if: a run of octavo train may hold a record as well."""
-    return [f"--{name}" for name in ("recipes", "keep", "loss", "write") if getattr(options, name) is not None]
+    names = ("recipes", "keep", "loss", "write", "min_features", "runs", "data", "device")
+    return [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is not None]
 
 
 def _recipes(text: str) -> tuple[str, ...]:
@@ -112,11 +117,11 @@ def what_if_command(options: argparse.Namespace, subject: Subject, record: Path 
         raise WhatIfError(
             f"{', '.join(of_records).replace('_', '-')}: {options.folder} is a model, and these are for records"
         )
-    if options.keep is not None and options.keep < 0:
-        raise WhatIfError(f"--keep {options.keep}: needs at least 0 layers")
     if options.write is not None and options.keep is None and options.loss is None:
         raise WhatIfError("--write needs a budget: --keep N or --loss SHARE")
-    batches, least = list(subject.batches), options.min_features
+    for path in filter(None, (options.json, options.write)):
+        require_place(path)
+    batches, least = list(subject.batches), MIN_FEATURES if options.min_features is None else options.min_features
 
     def select(module: nn.Module, name: str) -> bool:
         return isinstance(module, RecipeModule) or min(features(module)) >= least
@@ -127,11 +132,11 @@ def what_if_command(options: argparse.Namespace, subject: Subject, record: Path 
         batches,
         [getattr(recipes, name)() for name in options.recipes or NAMES],
         select=select,
-        runs=options.runs,
+        runs=RUNS if options.runs is None else options.runs,
         rates=None if options.device is None else rates_of(options.device),
     )
     print(found)
-    for path in filter(None, (getattr(options, "json", None), record and record / WHAT_IF)):
+    for path in filter(None, (options.json, record and record / WHAT_IF)):
         with replacing(path) as file:
             file.write(json.dumps({"what_if": found.rows()}).encode())
         print(f"\nwrote {path}")

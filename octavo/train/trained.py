@@ -30,7 +30,7 @@ def trained_model(path: Path) -> GPT:
         raise CheckpointError(f"{path} does not exist: give a run's folder or its {CHECKPOINT}")
     if content is None:
         runs = sorted(found.parent for name in (CHECKPOINT, SHARDED) for found in folder.glob(f"*/{name}"))
-        held = f"holds {len(runs)} runs: choose one of {', '.join(map(str, runs))}"
+        held = f"holds {len(runs)} run{'s' * (len(runs) > 1)}: choose one of {', '.join(map(str, runs))}"
         none = f"is no run of octavo: give a run's folder or its {CHECKPOINT}"
         raise CheckpointError(f"{path} {held if runs else none}")
     identity = content["identity"]

@@ -34,8 +34,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     help = "kinds of kernels by their names in configs.json, and library, the products that are torch's (default: all)"
     parser.add_argument("kinds", nargs="*", metavar="KIND", help=help)
     help = "kinds not reached by then keep their rows (default: 9.0)"
-    parser.add_argument("--minutes", type=float, default=9.0, metavar="FLOAT", help=help)
-    parser.add_argument("--log", type=Path, metavar="CSV", help="a file for all readings")
+    parser.add_argument("--minutes", type=float, default=9.0, metavar="MINUTES", help=help)
+    parser.add_argument("--log", type=Path, metavar="FILE", help="a file for all readings")
     parser.add_argument("--toy", action="store_true", help="tiny shapes and two configurations; nothing is kept")
 
 

@@ -68,6 +68,8 @@ def test_inspect_of_a_run_is_of_its_record_unless_more_is_asked(trained, capsys,
     assert Path("found.json").exists() and "(all layers)" not in capsys.readouterr().out
     assert cli.main(["inspect", "runs/delayed", "--keep", "1", "--html", "more.html"]) == 2
     assert "--html: runs/delayed is a model" in one_line(capsys)
+    assert cli.main(["inspect", "runs/delayed/inspect", "--runs", "3", "--device", "H100"]) == 2
+    assert "--runs, --device: runs/delayed/inspect is a record" in one_line(capsys)
     assert cli.main(["inspect", "runs/delayed", "--recipes", "dynamic", "--min-features", "8"]) == 0
     assert Path("runs/delayed/inspect/what_if.json").exists()
     shutil.rmtree("runs/delayed/inspect")

@@ -61,6 +61,8 @@ def test_a_hugging_face_configuration(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(command.PlanError, match="no configuration of a causal language model"):
         command.from_hugging_face(tmp_path)
+    with pytest.raises(command.PlanError, match=r"nowhere does not exist: give a config.json"):
+        command.from_hugging_face(Path("nowhere"))
 
 
 def test_tokens_are_whole_sequences() -> None:

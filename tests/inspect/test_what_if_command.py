@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import octavo
+from octavo.inspect import command
 from octavo.inspect.effects import WhatIfError
 from octavo.inspect.what_if_command import Subject, add_arguments, entry_point, what_if_command
 
@@ -30,8 +31,9 @@ number = 3
 
 def options(*arguments):
     parser = argparse.ArgumentParser(exit_on_error=False)
+    command.add_arguments(parser)
     add_arguments(parser)
-    return parser.parse_args([*arguments])
+    return parser.parse_args(["model", *arguments])
 
 
 @pytest.fixture
@@ -106,6 +108,9 @@ def test_without_a_budget_it_only_shows(folder, capsys):
         (["--loss=-1%"], "is no share"),
         (["--loss", "150%"], "is no share"),
         (["--keep", "2", "--loss", "1%"], "not allowed with"),
+        (["--keep", "-1"], "argument --keep: invalid value: '-1' .choose a whole number from 0 on"),
+        (["--runs", "-2"], "argument --runs: invalid value: '-2'"),
+        (["--min-features", "0"], "argument --min-features: invalid value: '0' .choose a whole number from 1 on"),
     ],
 )
 def test_wrong_options(arguments, says):
@@ -116,7 +121,6 @@ def test_wrong_options(arguments, says):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--keep", "-1"], "--keep -1: needs at least 0"),
         (["--write", "x.py"], "needs a budget"),
         (["--device", "TPU"], "nothing is published of 'TPU'"),
         ([], "no layer to compare"),
@@ -126,6 +130,14 @@ def test_what_can_not_be_done(arguments, says):
     subject = Subject(nn.Linear(4, 4), lambda model, x: model(x).sum(), [torch.ones(1, 4)])
     with pytest.raises(octavo.OctavoError, match=says):
         what_if_command(options(*arguments), subject)
+
+
+@pytest.mark.parametrize("option", ["--json", "--write"])
+def test_a_file_that_can_not_be_is_refused_before_anything_is_computed(option, tmp_path):
+    subject = Subject(nn.Linear(64, 64), lambda model, x: 1 / 0, [torch.ones(1, 64)])
+    for path in (tmp_path, tmp_path / "no" / "x"):
+        with pytest.raises(OSError):
+            what_if_command(options("--keep", "1", option, str(path)), subject)
 
 
 def test_shares():
