@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from octavo import kernels
@@ -52,14 +52,13 @@ class Fp8Reduction:
             by default to nearest, ties to even. inf then becomes NaN in E5M2 too.
         gather_dtype: in what the mean is gathered; None: in ``format``. torch.bfloat16 spares the second rounding to
             FP8 for 1.5 times the bytes.
-        error_feedback: add what each rounding lost to the next step's gradients. Takes 4 bytes an element on each rank
-            and 4 / n for its means; for loss scales that do not change. Not under FSDP2.
+        error_feedback: add what each rounding lost to the next step's gradients. Takes 4 bytes an element of the whole
+            model on each rank, under FSDP2 too, and under DDP 4 / n for its means; for loss scales that do not change.
         seed: for ``stochastic``.
         group: DDP's process group; None is the default one. FSDP2 brings its own.
 
     Attributes:
-        calls: reductions so far. Not in a checkpoint: to resume stochastic rounding bit for bit, save it and set it.
-            Residuals of error feedback are not in checkpoints either: after one they start from 0.
+        calls: reductions so far. To resume stochastic rounding bit for bit, save it and set it; ``state_dict`` has it.
 
     Raises:
         TypeError, ValueError: for arguments of the wrong kind.
@@ -92,6 +91,8 @@ class Fp8Reduction:
         self.calls = 0
         # by bucket: the parameters in it, and what was lost of what this rank sent [n, S] and of its mean [1, S]
         self._lost: dict[int, tuple[list[int], Tensor, Tensor]] = {}
+        self._pieces: dict[int, Tensor] = {}  # by parameter: its part of what was lost of what was sent
+        self._modules: dict[str, Tensor | None] = {}  # by Fp8ReduceScatter: what was lost of what was sent
         self._streams: dict[torch.device, Any] = {}
 
     def mean(self, x_nS: Tensor, group: Any, lost: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -219,15 +220,60 @@ class Fp8Reduction:
         return encode_moment(wide, self.format, bits), scale_inv_from_scale(scale)
 
     def _residuals(self, bucket: dist.GradBucket, x_nS: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """What earlier roundings lost of this bucket; 0 where it holds other parameters than it did."""
+        """What earlier roundings lost of this bucket; of the mean 0 where it holds other parameters than it did."""
         if not self.error_feedback:
             return None, None
         parameters = [id(parameter) for parameter in bucket.parameters()]
         held, sent, mean = self._lost.get(bucket.index(), ([], None, None))
         if held != parameters or sent is None:  # DDP puts buckets together anew after its first backward
             sent, mean = (torch.zeros(rows, x_nS.shape[1], device=x_nS.device) for rows in (len(x_nS), 1))
+            rest = sent.view(-1)
+            for parameter in bucket.parameters():
+                piece, rest = rest[: parameter.numel()], rest[parameter.numel() :]
+                if (before := self._pieces.get(id(parameter))) is not None:
+                    piece.copy_(before)
+                self._pieces[id(parameter)] = piece
             self._lost[bucket.index()] = parameters, sent, mean
         return sent, mean
+
+    def state_dict(self, model: nn.Module) -> dict[str, Any]:
+        """What to save so that error feedback and stochastic rounding go on: this rank's, another on each.
+
+        Args:
+            model: whose gradients are reduced, under DistributedDataParallel or fully_shard.
+
+        Returns:
+            "calls", and residuals in float32: "parameters" by name, [numel], and "modules" by name, [n, S]. Those of
+            DDP's means are not in it, 1 / n of all: they start from 0.
+
+        Example:
+            >>> import torch
+            >>> Fp8Reduction(error_feedback=True).state_dict(torch.nn.Linear(2, 2))
+            {'calls': 0, 'parameters': {}, 'modules': {}}
+        """
+        named = {name: self._pieces[id(p)].clone() for name, p in model.named_parameters() if id(p) in self._pieces}
+        modules = {name: lost.clone() for name, lost in self._modules.items() if lost is not None}
+        return {"calls": self.calls, "parameters": named, "modules": modules}
+
+    def load_state_dict(self, state: dict[str, Any], model: nn.Module) -> None:
+        """Go on from what ``state_dict`` saved on this rank of as many.
+
+        Args:
+            state: of this rank.
+            model: as for ``state_dict``; under fully_shard after its Fp8ReduceScatter are made.
+
+        Raises:
+            ValueError: for residuals of parameters or modules that are not here.
+        """
+        parameters = dict(model.named_parameters())
+        strange = sorted(state["parameters"].keys() - parameters) + sorted(state["modules"].keys() - self._modules)
+        if strange:
+            raise ValueError(f"residuals of {', '.join(strange)}: no parameter or Fp8ReduceScatter has that name here")
+        self.calls, self._lost = state["calls"], {}
+        self._pieces = {
+            id(parameters[name]): lost.to(parameters[name].device) for name, lost in state["parameters"].items()
+        }
+        self._modules = dict.fromkeys(self._modules) | {name: lost.clone() for name, lost in state["modules"].items()}
 
     @contextlib.contextmanager
     def _beside(self, device: torch.device) -> Any:
@@ -271,14 +317,15 @@ class Fp8ReduceScatter:
     """FSDP2's reduce-scatter in FP8, for ``FSDPModule.set_custom_reduce_scatter``.
 
     The mean stays with its owner in FSDP2's ``reduce_dtype``, rounded to FP8 once. Replicas (HSDP) reduce it further in
-    that dtype. One serves all modules of a model.
+    that dtype. One serves all modules of a model, but with error feedback each has its own.
 
     Args:
         reduction: how; its ``gather_dtype`` and ``group`` are not used.
+        name: with error feedback, of the one module that this serves.
 
     Raises:
-        ValueError: for error feedback, whose residuals are as large as all gradients unsharded; at the first backward
-            for a division that is neither mean nor sum.
+        ValueError: for error feedback without a name, or with one that there is; in backward for a division that is
+            neither mean nor sum, and for residuals that are not as large as the gradients.
 
     Example:
         >>> from torch.distributed.fsdp import FSDPModule
@@ -289,13 +336,15 @@ class Fp8ReduceScatter:
         ...             module.set_custom_reduce_scatter(reduce_scatter)
     """
 
-    def __init__(self, reduction: Fp8Reduction) -> None:
+    def __init__(self, reduction: Fp8Reduction, name: str | None = None) -> None:
         if reduction.error_feedback:
-            raise ValueError(
-                "error_feedback=True keeps 4 bytes for each element of the unsharded gradients on each rank, which "
-                "FSDP2 is there to avoid: reduce without it, or use DDP"
-            )
-        self.reduction = reduction
+            if name is None or name in reduction._modules:
+                raise ValueError(
+                    f"name={name!r}: with error_feedback=True each module has residuals of its own, and so an "
+                    "Fp8ReduceScatter of its own, with a name that no other has: Fp8ReduceScatter(reduction, name)"
+                )
+            reduction._modules[name] = None
+        self.reduction, self.name = reduction, name
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory that FSDP2 asks for."""
@@ -311,5 +360,20 @@ class Fp8ReduceScatter:
                 "set_force_sum_reduction_for_comms(True) too"
             )
         ranks = dist.get_world_size(group)
-        mean, _ = self.reduction.mean(input_tensor.view(ranks, -1), group)
+        mean, _ = self.reduction.mean(*self._with_lost(input_tensor.view(ranks, -1), group))
         output_tensor.copy_(mean.view(-1) if op == dist.ReduceOp.AVG else mean.view(-1).mul_(ranks))
+
+    def _with_lost(self, x_nS: Tensor, group: Any) -> tuple[Tensor, Any, Tensor | None]:
+        """Arguments of ``mean``: gradients with what was lost of the last ones, and where to note what is lost now."""
+        if not self.reduction.error_feedback or self.name is None:
+            return x_nS, group, None
+        lost = self.reduction._modules[self.name]
+        if lost is None:
+            lost = torch.zeros(x_nS.shape, device=x_nS.device)
+        elif lost.shape != x_nS.shape:
+            raise ValueError(
+                f"residuals of {self.name!r} are {list(lost.shape)}, its gradients {list(x_nS.shape)}: an "
+                "Fp8ReduceScatter with error feedback serves one module, and its checkpoint as many ranks"
+            )
+        self.reduction._modules[self.name] = lost = lost.to(x_nS.device)
+        return x_nS.to(torch.float32) + lost, group, lost

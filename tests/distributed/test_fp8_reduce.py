@@ -1,5 +1,6 @@
 """Gradients averaged in FP8, on 2 and 4 ranks with gloo: equal to a plain simulation in float64, byte for byte."""
 
+import copy
 import itertools
 import math
 from types import SimpleNamespace
@@ -304,6 +305,75 @@ def test_ddp_with_error_feedback_over_rebuilt_buckets(pool):
         np.testing.assert_array_equal(state, found[0][1])
 
 
+def regrouped(mesh, stored):
+    """(means after DDP put its buckets together anew, those of gradients to which what was lost is added by hand)."""
+    group, net = mesh.get_group(), nn.Linear(300, 2)
+    reduction = Fp8Reduction(error_feedback=True, group=group)
+
+    def reduce(reduction, step, order, lost=None):
+        parts = gradients(602, dist.get_rank(), step).split([600, 2])
+        parts = [
+            part + (lost["parameters"][name] if lost else 0)
+            for part, name in zip(parts, ("weight", "bias"), strict=True)
+        ]
+        bucket = OneBucket(torch.cat([parts[place] for place in order]))
+        bucket.held = [[net.weight, net.bias][place] for place in order]
+        return fp8_reduce_hook(reduction, bucket).wait()
+
+    reduce(reduction, 0, (0, 1))
+    reduce(reduction, 1, (0, 1))
+    state = copy.deepcopy(reduction.state_dict(net))
+    if stored:
+        reduction = Fp8Reduction(error_feedback=True, group=group)
+        reduction.load_state_dict(state, net)
+    found = reduce(reduction, 2, (1, 0))
+    return found.numpy(), reduce(Fp8Reduction(group=group), 2, (1, 0), state).numpy(), reduction.calls
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_what_was_lost_follows_parameters_into_other_buckets_and_checkpoints(pool, stored):
+    for found, by_hand, calls in pool.run(regrouped, (2,), stored):
+        np.testing.assert_array_equal(found, by_hand)
+        assert calls == 3
+
+
+def with_feedback(mesh, steps, resumed):
+    """(sums of this rank's shards' gradients in FP8 and without, and what this rank's roundings have lost of each)."""
+    found, lost = [], {}
+    for in_fp8 in (True, False):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(36, 130), nn.ReLU(), nn.Linear(130, 4))
+        for part in (net[0], net):
+            fully_shard(part, mesh=mesh)
+
+        def scatter(state=None, net=net):
+            reduction = Fp8Reduction(error_feedback=True)
+            for name in ("0", ""):
+                net.get_submodule(name).set_custom_reduce_scatter(Fp8ReduceScatter(reduction, name))
+            if state is not None:
+                reduction.load_state_dict(state, net)
+            return reduction
+
+        reduction = scatter() if in_fp8 else None
+        for step in range(steps):
+            if in_fp8 and step == resumed:
+                reduction = scatter(copy.deepcopy(reduction.state_dict(net)))
+            net(data(dist.get_rank(), step)[:, :36]).square().mean().backward()
+        found.append([p.grad.to_local().flatten().double().numpy() for p in net.parameters()])
+        lost = reduction.state_dict(net)["modules"] if in_fp8 else lost
+    return *map(np.concatenate, found), {name: part.double().numpy() for name, part in lost.items()}
+
+
+def test_error_feedback_under_fsdp2(pool):
+    """What is missing of a sum of steps is what was lost last, and a checkpoint on the way changes no bit."""
+    whole, resumed = (pool.run(with_feedback, (2,), 4, step) for step in (None, 2))
+    for rank, ((own, exact, _), (again, _, _)) in enumerate(zip(whole, resumed, strict=True)):
+        np.testing.assert_array_equal(own, again)
+        left = np.concatenate([np.mean([lost[name][rank] for *_, lost in whole], 0) for name in ("0", "")])
+        np.testing.assert_allclose(own + left, exact, atol=1e-5)
+        assert np.abs(left).max() > 1e-3 * np.abs(exact).max()
+
+
 def scattered(mesh, dtype, factor, options, converts=False):
     """(this rank's gradient shards as FSDP2 leaves them in FP8, and those it leaves without), each [.] float64."""
     found = []
@@ -364,8 +434,13 @@ def refused(mesh):
 
 def test_what_is_refused(pool):
     assert all("set_force_sum_reduction_for_comms" in said for said in pool.run(refused, (2,)))
-    with pytest.raises(ValueError, match="use DDP"):
-        Fp8ReduceScatter(Fp8Reduction(error_feedback=True))
+    feedback = Fp8Reduction(error_feedback=True)
+    Fp8ReduceScatter(feedback, "head")
+    for name in (None, "head"):
+        with pytest.raises(ValueError, match="a name that no other has"):
+            Fp8ReduceScatter(feedback, name)
+    with pytest.raises(ValueError, match="residuals of weight"):
+        feedback.load_state_dict({"calls": 1, "parameters": {"weight": torch.ones(4)}, "modules": {}}, nn.ReLU())
     with pytest.raises(TypeError, match="float64"):
         fp8_reduce_hook(Fp8Reduction(group=SimpleNamespace()), OneBucket(torch.ones(3, dtype=torch.float64)))
     for wrong in ({"format": E4M4}, {"format": "E4M3"}, {"granularity": PerRow()}, {"granularity": PerBlock(8, 128)}):
