@@ -1,4 +1,7 @@
-"""Everything in README and the pages that is made of the results: tables, and the pictures of docs/images."""
+"""Everything in README and the pages that is made by a script: tables of results, and the pictures of docs/images.
+
+The two PNG there are screenshots of the page that ``octavo inspect RUN --html FILE`` writes.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from benchmarks import readme
 from benchmarks.common.pages import filled
 from benchmarks.distributed import communication_model, fp8_reduce
 from benchmarks.kernels import grouped_accuracy, grouped_roofline
+from benchmarks.pictures import data_flow, layouts, losses, memory
 from benchmarks.subjects import ROOT
 from benchmarks.training import mixture_convergence, quality_study
 
@@ -20,13 +24,21 @@ PAGES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "docs/study/training-quality.md": quality_study.TABLES,
 }
 
+PICTURES: Mapping[str, Callable[[], str]] = {
+    "docs/images/scale-layouts.svg": layouts.layouts,
+    "docs/images/layer.svg": data_flow.data_flow,
+    "docs/images/losses.svg": losses.losses,
+    "docs/images/quality-gaps.svg": losses.final_gaps,
+    "docs/images/memory.svg": memory.memory,
+}
+
 
 def made() -> dict[Path, str]:
     """What each file should be."""
     found = {ROOT / "README.md": readme.filled()}
     for name, tables in PAGES.items():
         found[ROOT / name] = filled((ROOT / name).read_text(encoding="utf-8"), tables)
-    return found
+    return found | {ROOT / name: drawn() for name, drawn in PICTURES.items()}
 
 
 def main(argv: Sequence[str]) -> int:

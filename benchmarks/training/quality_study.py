@@ -1,20 +1,17 @@
-"""The tables and figures of docs/study/training-quality.md, made of the results that are committed."""
+"""The tables of docs/study/training-quality.md, made of the results that are committed."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from benchmarks.common.pages import Row, markdown, read, signed
-from benchmarks.subjects import ROOT
 from benchmarks.training.quality_experiments import BASELINES, BATCH, EXPERIMENTS, RECIPES, SIZES, STEPS
 
-IMAGES = ROOT / "docs/images"
 OWN, LEARNED, AVERAGE, TRAIN = "val_loss", "val_loss_bf16", "val_loss_average", "train_loss"
 FORWARD = "forward"  # val_loss above val_loss_bf16, of the same weights
 
@@ -258,76 +255,3 @@ TABLES: dict[str, Callable[[], str]] = {
     "operands": gradient_table(["product", "operand"]),
     "forward": gradient_table(["inputs", "weights"]),
 }
-
-
-def _figure(width: float, height: float, columns: int) -> tuple[Any, Any]:
-    import matplotlib.pyplot as plt
-
-    return plt.subplots(1, columns, figsize=(width, height), layout="constrained", squeeze=False)
-
-
-def gaps_figure() -> Path:
-    """Each experiment's gap with its standard error, and each seed's."""
-    runs = Runs(read("quality"))
-    sizes = [size for size in SIZES if runs.deviation(size, OWN)[1]]
-    figure, axes = _figure(4 + 3 * len(sizes), 5.5, len(sizes))
-    names = [name for name in EXPERIMENTS if any(runs.gaps(name, size, OWN) for size in sizes)]
-    for axis, size in zip(axes[0], sizes, strict=True):
-        axis.axvspan(-0.1, 0.1, color="0.92")
-        for place, name in enumerate(reversed(names)):
-            if (found := runs.gap(name, size, LEARNED)) is not None:
-                axis.plot([*found.gaps.values()], [place] * len(found.gaps), "|", color="0.6", markersize=8)
-                axis.errorbar(found.mean, place, xerr=2 * found.error, fmt="o", color="C0", capsize=3)
-            if (own := runs.gap(name, size, OWN)) is not None:
-                axis.plot(own.mean, place, "x", color="C1")
-        axis.set_yticks(range(len(names)), reversed(names))
-        axis.set_title(f"{size} parameters, 3,000 steps")
-        axis.set_xlabel("final validation loss above bf16, %")
-    return _save(figure, "quality-gaps.png")
-
-
-def curves_figure() -> Path:
-    """Mean gap on the way, of experiments with several seeds."""
-    runs = Runs(read("quality"))
-    sizes = [size for size in SIZES if runs.deviation(size, OWN)[1]]
-    figure, axes = _figure(4 + 4 * len(sizes), 4, len(sizes))
-    for axis, size in zip(axes[0], sizes, strict=True):
-        axis.axhline(0, color="0.6")
-        base = _curves(runs, size, BASELINES)
-        for name in EXPERIMENTS:
-            own = _curves(runs, size, [name])
-            seeds = own.keys() & base.keys()
-            if name in BASELINES or len(seeds) < 2:
-                continue
-            steps = sorted(next(iter(own.values())))
-            means = [
-                statistics.mean(100 * (own[seed][step] / base[seed][step] - 1) for seed in seeds) for step in steps
-            ]
-            axis.plot(steps, means, marker=".", label=f"{name} ({len(seeds)})")
-        axis.set_title(f"{size} parameters")
-        axis.set_xlabel("step")
-        axis.set_ylabel("mean validation loss above bf16, %")
-        axis.legend(fontsize="x-small", loc="center left", bbox_to_anchor=(1, 0.5))
-    return _save(figure, "quality-curves.png")
-
-
-def _curves(runs: Runs, size: str, names: Sequence[str]) -> dict[str, dict[int, float]]:
-    """By seed, the mean of these experiments' validation losses on the way."""
-    found: dict[str, list[dict[int, float]]] = {}
-    for row in runs.rows:
-        if row["experiment"] in names and row["size"] == size:
-            points = (point.split(":") for point in row["curve"].split())
-            found.setdefault(row["seed"], []).append({int(step): float(loss) for step, loss in points})
-    return {
-        seed: {step: statistics.mean(own[step] for own in curves) for step in curves[0]}
-        for seed, curves in found.items()
-    }
-
-
-def _save(figure: Any, name: str) -> Path:
-    import matplotlib.pyplot as plt
-
-    path = IMAGES / name
-    figure.savefig(path, dpi=110, metadata={"Software": None})
-    plt.close(figure)
-    return path
