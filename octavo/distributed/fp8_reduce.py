@@ -34,7 +34,7 @@ from octavo.kernels.reference.moment_codes import encode_moment
 from octavo.kernels.reference.random_bits import halves, key_of, random_bits
 from octavo.kernels.reference.tiles import multiply_tiles_
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
-from octavo.tensor.sharded_weight import all_gather
+from octavo.tensor.collectives import all_gather
 
 SENT, MEAN = 0, 1  # the two roundings
 _SCALE_BYTES = 4

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from octavo.errors import OctavoError
 from octavo.granularity import PerBlock, PerTensor
+from octavo.tensor.collectives import all_gather
 from octavo.tensor.pair import MOVES, PLAIN_LIKE, Facade, Operands, moves
 from octavo.tensor.scaled_tensor import ScaledTensor
 
@@ -308,15 +309,6 @@ def largest_of_ranks(values: Tensor, param: Tensor) -> Tensor:
     found = values.to(param.device_mesh.device_type, copy=True)  # type: ignore[attr-defined]
     dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group_of(param))
     return found.to(values.device)
-
-
-def all_gather(whole: Tensor, part: Tensor, group: Any, async_op: bool = False) -> Any:
-    """Fill ``whole`` with all ranks' ``part``, in the order of the ranks; returns what waits for it if ``async_op``."""
-    import torch.distributed as dist
-
-    # torch 2.13 warns of the name that 2.11 has
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return gather(whole, part, group=group, async_op=async_op)
 
 
 def gather_alone(param: Tensor, module: nn.Module, mp_policy: Any) -> Any:
