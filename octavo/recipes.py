@@ -11,6 +11,21 @@ from octavo.scaling.recipe import Cast, Delayed, Dynamic, Recipe
 __all__ = ["dynamic", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise", "mx", "high_precision"]
 
 
+def default() -> Recipe:
+    """What ``octavo.convert`` and octavo's modules take where no recipe is named: ``dynamic()``.
+
+    Where one scale a tensor is enough, no recipe's final loss has been told apart from another's. This one keeps no
+    state, works with every feature, and every GPU with FP8 multiplies its codes natively. The evidence is in the
+    guide "which recipe?".
+
+    Example:
+        >>> from octavo import recipes
+        >>> recipes.default().name
+        'dynamic'
+    """
+    return dynamic()
+
+
 def dynamic(power_of_two: bool = False) -> Recipe:
     """One scale a tensor, from its own amax; E4M3 forward, E5M2 gradients.
 

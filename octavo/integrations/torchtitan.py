@@ -55,7 +55,7 @@ class OctavoModelConverter:
         job_config: Any,
         parallel_dims: Any,
         *,
-        recipe: Recipe | RecipeMap = recipes.dynamic(),
+        recipe: Recipe | RecipeMap = recipes.default(),
         filter_fqns: Sequence[str] = HEADS,
         select: Select | None = None,
         weight_storage: Any = None,
@@ -124,7 +124,7 @@ if ModelConfigConverter is not None:
         class Config(ModelConfigConverter.Config):  # type: ignore[misc, unused-ignore, name-defined]
             """What OctavoModelConverter is made with."""
 
-            recipe: Recipe | RecipeMap = recipes.dynamic()
+            recipe: Recipe | RecipeMap = recipes.default()
             filter_fqns: list[str] = field(default_factory=lambda: [*HEADS])
             select: Select | None = None
             weight_storage: str | None = None

@@ -38,7 +38,7 @@ from octavo.nn.stored_weights import (
     why_not_stored,
     widen_weight,
 )
-from octavo.recipes import high_precision
+from octavo.recipes import default, high_precision
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap, recipe_of
 from octavo.tensor.sharded_weight import forget_gathered
@@ -47,7 +47,7 @@ from octavo.tensor.stored_weight import StoredWeight, local_stored
 
 def convert(
     model: nn.Module,
-    recipe: Recipe | RecipeMap,
+    recipe: Recipe | RecipeMap | None = None,
     select: Select | None = None,
     weight_storage: Literal["fp8"] | None = None,
 ) -> nn.Module:
@@ -62,7 +62,7 @@ def convert(
     Args:
         model: any module, itself a Linear perhaps.
         recipe: an octavo.Recipe, or an octavo.RecipeMap of the names of ``model.named_modules()``; of experts of the
-            module's or a part's.
+            module's or a part's; None: octavo.recipes.default().
         select: ``select(module, name) -> bool`` says which candidates to convert; the default takes layers with at
             least 512 features in and out (experts: hidden and intermediate), below which FP8 gains nothing on a GPU.
         weight_storage: "fp8": the weights themselves become codes with their scale, one byte each; products read them
@@ -91,6 +91,7 @@ def convert(
           (2): Linear(in_features=512, out_features=4, bias=True)
         )
     """
+    recipe = default() if recipe is None else recipe
     _check(model, recipe)
     if weight_storage not in (None, "fp8"):
         raise ValueError(f"weight_storage={weight_storage!r}: use 'fp8' or None")
@@ -338,7 +339,7 @@ def _check(model: nn.Module, recipe: Recipe | RecipeMap) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, not a torch.nn.Module")
     if not isinstance(recipe, Recipe | RecipeMap):
-        raise TypeError(f"recipe={recipe!r} is no octavo.Recipe; try octavo.recipes.dynamic()")
+        raise TypeError(f"recipe={recipe!r} is no octavo.Recipe; try octavo.recipes.default()")
     names = [name for name, _ in model.named_modules()]
     for name, module in model.named_modules():
         names += itertools.chain.from_iterable(recipe_names(name, *part) for part in keys_of(module).items())

@@ -146,7 +146,7 @@ class Experts(nn.Module):
         bias: of the two linear layers.
         device: where the parameters are created.
         dtype: bfloat16, float16 or float32.
-        recipe: an octavo.Recipe or RecipeMap (of the names "gate_up" and "down"); octavo.recipes.dynamic() by default.
+        recipe: an octavo.Recipe or RecipeMap (of the names "gate_up" and "down"); octavo.recipes.default() by default.
             The ``saved`` of the recipe of "down" says how backward's copy of the activation's input is kept.
 
     Shape:

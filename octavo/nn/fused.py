@@ -122,7 +122,7 @@ class LayerNormLinear(_NormLinear):
         bias: of the linear layer; the norm always has one.
         device: where the parameters are created.
         dtype: bfloat16, float16 or float32.
-        recipe: an octavo.Recipe or RecipeMap (of the name "linear"); octavo.recipes.dynamic() by default.
+        recipe: an octavo.Recipe or RecipeMap (of the name "linear"); octavo.recipes.default() by default.
         zero_centered_gamma: the norm multiplies by 1 + weight.
         return_norm_output: return ``(output, norm(x))``, both of one dtype.
 
@@ -210,7 +210,7 @@ class LayerNormMLP(_NormMLP):
         bias: of the two linear layers; the norm always has one.
         device: where the parameters are created.
         dtype: bfloat16, float16 or float32.
-        recipe: an octavo.Recipe or RecipeMap (of the names "fc1" and "fc2"); octavo.recipes.dynamic() by default. Its
+        recipe: an octavo.Recipe or RecipeMap (of the names "fc1" and "fc2"); octavo.recipes.default() by default. Its
             ``saved`` says how backward's copy of the activation's input is kept.
         zero_centered_gamma: the norm multiplies by 1 + weight.
 

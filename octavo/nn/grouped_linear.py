@@ -61,7 +61,7 @@ class GroupedLinear(Grouped):
         bias: whether there is a bias [E, N].
         device: where the parameters are created.
         dtype: bfloat16, float16 or float32.
-        recipe: an octavo.Recipe or RecipeMap (of the name ""); octavo.recipes.dynamic() by default.
+        recipe: an octavo.Recipe or RecipeMap (of the name ""); octavo.recipes.default() by default.
 
     Shape:
         input [T, K], its rows sorted by expert; offsets [E] int32 on the same device: where each expert's rows end,

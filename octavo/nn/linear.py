@@ -29,7 +29,7 @@ class Linear(RecipeModule, nn.Linear):
         bias: whether there is a bias [N].
         device: where the parameters are created.
         dtype: bfloat16, float16 or float32.
-        recipe: an octavo.Recipe or RecipeMap (of the name ""); octavo.recipes.dynamic() by default. ``layer.recipe`` is
+        recipe: an octavo.Recipe or RecipeMap (of the name ""); octavo.recipes.default() by default. ``layer.recipe`` is
             the Recipe in force; another one may be set, is checked at once, and holds from the next forward on.
 
     Shape:
@@ -83,5 +83,5 @@ class Linear(RecipeModule, nn.Linear):
 
 
 def recipe_for(recipe: Recipe | RecipeMap | None, name: str) -> Recipe:
-    """What a module's ``recipe`` argument means for its part of this name; dynamic() where there is none."""
-    return recipes.dynamic() if recipe is None else recipe_of(recipe, name)
+    """What a module's ``recipe`` argument means for its part of this name; default() where there is none."""
+    return recipes.default() if recipe is None else recipe_of(recipe, name)

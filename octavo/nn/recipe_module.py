@@ -54,7 +54,7 @@ class RecipeModule(nn.Module):
             ValueError: for one that can't read the weight as it is stored.
         """
         if not isinstance(recipe, Recipe):
-            raise TypeError(f"recipe={recipe!r} is no octavo.Recipe; try octavo.recipes.dynamic()")
+            raise TypeError(f"recipe={recipe!r} is no octavo.Recipe; try octavo.recipes.default()")
         check_recipe(recipe, weight_of(self))
         device = device_of(self)
         self.__dict__["recipe"] = recipe

@@ -145,7 +145,7 @@ class TransformerBlock(nn.Module):
         eps: the norms'.
         bias: of the linear layers.
         recipe: an octavo.Recipe or RecipeMap (of the names "attention.qkv.linear", "attention.out", "mlp.fc1",
-            "mlp.fc2"); octavo.recipes.dynamic() by default.
+            "mlp.fc2"); octavo.recipes.default() by default.
         device: where the parameters are created.
         dtype: bfloat16, float16 or float32.
 

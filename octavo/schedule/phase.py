@@ -51,7 +51,7 @@ class Phase:
 
     def __post_init__(self) -> None:
         if not isinstance(self.recipe, Recipe | RecipeMap):
-            raise TypeError(f"Phase: recipe={self.recipe!r} is no octavo.Recipe; try octavo.recipes.dynamic()")
+            raise TypeError(f"Phase: recipe={self.recipe!r} is no octavo.Recipe; try octavo.recipes.default()")
         if self.weight_storage not in ("fp8", None, SAME):
             raise ValueError(f"Phase: weight_storage={self.weight_storage!r}: use 'fp8', None or 'same'")
         given = [name for name in TRIGGERS if getattr(self, name) is not None]

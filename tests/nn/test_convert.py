@@ -88,6 +88,8 @@ def test_converting_again_changes_the_recipe_and_adds_layers():
     assert (net.up.recipe, net.down.recipe) == (recipes.dynamic(), recipes.mx())
     octavo.convert(net, recipes.rowwise())  # the default chooses all that are converted, of any size
     assert net.up.recipe == net.down.recipe == recipes.rowwise()
+    assert octavo.convert(net).up.recipe == octavo.nn.Linear(2, 2).recipe == recipes.default()
+    octavo.convert(net, recipes.rowwise())
     with pytest.warns(UserWarning, match=r"converted nothing: select returned False \(\d such, first up\)"):
         octavo.convert(net, recipes.mx(), lambda module, name: False)
     assert net.up.recipe == recipes.rowwise()
