@@ -1,6 +1,7 @@
 """What MkDocs adds to docs/: README as the first page, files that pages link to, llms.txt, docstrings' examples."""
 
 import re
+import sys
 from pathlib import Path
 from posixpath import dirname, join, normpath, relpath
 from typing import Any
@@ -10,6 +11,9 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.nav import Navigation, Section
 from mkdocs.structure.pages import Page
+
+sys.path.insert(0, str(Path(__file__).parent))
+from notebooks import as_markdown  # beside this file
 
 ROOT = Path(__file__).parents[1]
 PAGES = {  # pages that lie outside docs/, and where the site has them
@@ -53,6 +57,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     linked: set[str] = set(sources) & set(PAGES)
     for source, path in sources.items():
         linked |= set(targets(Path(str(path)).read_text(encoding="utf-8"), source).values())
+    for file in [file for file in files if file.src_uri.endswith(".ipynb")]:
+        name = Path(file.src_uri).stem
+        content = as_markdown(Path(str(file.abs_src_path)).read_text(encoding="utf-8"), name)
+        files.append(File.generated(config, f"notebooks/{name}.md", content=content))
     for folder in [path for path in linked if (ROOT / path).is_dir()]:
         names = sorted(entry.name for entry in (ROOT / folder).iterdir() if entry.is_file())
         listing = f"# {folder}\n\n" + "".join(f"- [{name}]({name})\n" for name in names)

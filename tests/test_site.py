@@ -11,6 +11,7 @@ from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 
@@ -83,7 +84,7 @@ def seen_in_browser(site: Path, term: str, profile: Path) -> dict[str, Any]:
         options += [f"--user-data-dir={profile}", "--remote-debugging-port=0"]  # the port: so that it stays
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         with subprocess.Popen([str(BROWSER), *options, address], **quiet) as browser:
-            arrived.wait(240)
+            arrived.wait(900)  # 30 s where nothing else runs
             browser.terminate()
         server.shutdown()
     (site / "probe.html").unlink()
@@ -112,6 +113,15 @@ def test_pages_fetch_nothing_from_elsewhere(site: Path) -> None:
     found |= {style.name: elsewhere(style.read_text(encoding="utf-8"), IN_STYLES) for style in site.rglob("*.css")}
     assert {page: addresses for page, addresses in found.items() if addresses} == {}
     assert not any("mermaid" in (site / page).read_text(encoding="utf-8") for page in pages_of(site))  # from a host
+
+
+@pytest.mark.full
+def test_every_link_leads_to_a_file(site: Path) -> None:
+    for page in pages_of(site):
+        if page != "404.html":  # whose links are the server's
+            found = re.findall(r"<a\b[^>]*?\shref=\"?([^\s\">#?]+)", (site / page).read_text(encoding="utf-8"))
+            local = {unquote(link) for link in found if not re.match(r"[a-z]+:", link)}
+            assert [link for link in local if not (site / page).parent.joinpath(link).resolve().exists()] == [], page
 
 
 @pytest.mark.full
