@@ -23,7 +23,9 @@ from octavo.nn.tensor_parallel import gathered_for
 from octavo.tensor.gathered_input import GatheredInput
 
 RowwiseParallel = torch_parallel.RowwiseParallel
+"""torch's, as it is: what a row-wise layer reads is on this rank already."""
 SequenceParallel = torch_parallel.SequenceParallel
+"""torch's, as it is: for norms and dropout, which read this rank's tokens alone."""
 
 _READS = "_reads_gathered_input"  # on a layer under ColwiseParallel
 
