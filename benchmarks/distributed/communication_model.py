@@ -35,7 +35,8 @@ LADDER = (  # each adds to the one before
 )
 BF16 = LADDER[0]
 # Transformer Engine's FP8: weights and tensor parallelism's inputs are gathered as codes, gradients reduced in bf16
-MEGATRON = Precision("Transformer Engine", gathers=True, pairs=True)
+MEGATRON = Precision("Transformer Engine", gathers=True, pairs=True, elsewhere=True)
+MEGATRON_BF16 = replace(BF16, elsewhere=True)
 GPUS = (8, 64, 256, 1024, 4096, 16384)
 SHOWN = (8, 64, 1024, 16384)  # in the page
 SEQUENCES = 2048  # of 8,192 tokens: Llama 3 405B's batch
@@ -77,8 +78,8 @@ PUBLISHED = (
     Published(LLAMA_70B, replace(LAYOUT_70B, sequences=256), MEGATRON, 1639, BRIDGE("26.02.01")),
     Published(LLAMA_405B, LAYOUT_405B, MEGATRON, 292, BRIDGE("25.11")),
     Published(LLAMA_405B, replace(LAYOUT_405B, sequences=1536), MEGATRON, 328, BRIDGE("26.04.01")),
-    Published(LLAMA_405B, LAYOUT_HERD, BF16, 430 / HERD_TFLOP, HERD),
-    Published(LLAMA_405B, replace(LAYOUT_HERD, gpus=16384), BF16, 400 / HERD_TFLOP, HERD),
+    Published(LLAMA_405B, LAYOUT_HERD, MEGATRON_BF16, 430 / HERD_TFLOP, HERD),
+    Published(LLAMA_405B, replace(LAYOUT_HERD, gpus=16384), MEGATRON_BF16, 400 / HERD_TFLOP, HERD),
     Published(DEEPSEEK, LAYOUT_V3, MEGATRON, 1297, BRIDGE("25.09")),
     Published(DEEPSEEK, Layout(2048, 15360, 4096, pipeline=16, expert=64), MEGATRON, 14.8e12 / (2.664e6 * 3600), V3),
     Published(LLAMA_8B, Layout(8, 8, resharded=True), BF16, 6150, TORCHAO),

@@ -17,7 +17,7 @@ from octavo.cost.estimate import LinearWork
 from octavo.cost.rates import HIGH_PRECISION, Rates, forms_of, rates_of
 from octavo.scaling.recipe import Recipe
 
-BF16 = 2  # bytes
+BF16, CODE = 2, 1  # bytes
 PAIR = 1 + 4 / 128  # bytes of a code and its share of the scale of 128
 STATE = 12  # bytes an element of a master and Adam's two moments in float32, each on one rank
 OPTIMIZER = 30  # bytes an element that AdamW reads and writes: those twice, a gradient in float32 and the bf16 weight
@@ -59,8 +59,11 @@ class Precision:
         gathers: weights gathered in FP8 by FSDP2; else in bf16.
         reduction: gradients as pairs in blocks of 128 by all-to-all (``octavo.distributed.Fp8ReduceScatter``); else a
             reduce-scatter of bf16.
-        pairs: what tensor and sequence parallelism gather and what expert parallelism dispatches are pairs; what is
-            added up over ranks (reduce-scatters, what experts give back) stays in bf16.
+        pairs: inputs that tensor and sequence parallelism gather and tokens that expert parallelism dispatches are
+            codes, whose scale ranks agree on first. Gradients, and what is added up over ranks, stay in bf16. What was
+            gathered is kept for backward.
+        elsewhere: Megatron's and DeepSeek's way: gradients that are gathered or dispatched are codes too where
+            ``pairs``, and forward keeps this rank's part of an input, which is gathered again in backward.
     """
 
     name: str
@@ -68,6 +71,7 @@ class Precision:
     gathers: bool = False
     reduction: bool = False
     pairs: bool = False
+    elsewhere: bool = False
 
     @property
     def recipe(self) -> Recipe:
@@ -75,9 +79,9 @@ class Precision:
         return recipes.dynamic() if self.products else recipes.high_precision()
 
     @property
-    def sent(self) -> float:
-        """Bytes of an element that TP gathers or EP dispatches."""
-        return PAIR if self.pairs else BF16
+    def sent(self) -> tuple[int, int]:
+        """Bytes of an element of an input and of a gradient that TP gathers or EP dispatches."""
+        return CODE if self.pairs else BF16, CODE if self.pairs and self.elsewhere else BF16
 
 
 @dataclass(frozen=True)
@@ -231,9 +235,10 @@ class Stage:
         size = weight.elements / (self.layout.sharded if self.precision.gathers else 1)
         size /= 1 if self.layout.resharded else self.layout.micro_batches
         counts = work.tokens * weight.cols, size, work.tokens * weight.rows
-        spared = {"out": (self.layout.tensor, 1, 1), "in": (1, 1, self.layout.tensor)}
-        spared["experts"] = (weight.used, 1, 1) if weight.cols == self.whole.width else (1, 1, weight.used)
-        shares = spared.get(weight.split or "", (1, 1, 1)) if self.precision.pairs else (1, 1, 1)
+        inputs, gradients = (sent == CODE for sent in self.precision.sent)
+        first = weight.split == "out" or (weight.split == "experts" and weight.cols == self.whole.width)
+        spared = 1 if weight.split is None else self.layout.tensor if weight.split != "experts" else weight.used
+        shares = spared if first and inputs else 1, 1, spared if not first and gradients else 1
         for role, elements, share in zip(recipe.casts, counts, shares, strict=True):
             cast = role.as_is or role.transposed
             assert cast is not None
@@ -263,19 +268,21 @@ class Stage:
     def tensor(self) -> float:
         """Seconds of tensor parallelism's collectives.
 
-        A split of the features out gathers its input in forward, and again in backward for the weight's gradient
+        A split of the features out gathers its input in forward, elsewhere also in backward for the weight's gradient
         (arXiv 2205.05198, section 4.2.2), and scatters the sum of its input's gradient; a split of the features in
         scatters the sum of its output and gathers that output's gradient.
         """
-        layout = self.layout
+        layout, (inputs, gradients) = self.layout, self.precision.sent
         if layout.tensor == 1:
             return 0.0
         seconds = 0.0
         for weight in self.whole.block:
             if weight.split in ("in", "out"):
-                size, gathers = (weight.cols, 2) if weight.split == "out" else (weight.rows, 1)
-                for each, count in ((self.precision.sent, gathers), (BF16, 1)):
-                    seconds += count * wire_seconds(self.tokens * size * each, layout.tensor, 1, self.hardware)
+                size, sent = (weight.cols, inputs) if weight.split == "out" else (weight.rows, gradients)
+                count = 2 if weight.split == "out" and self.precision.elsewhere else 1
+                for each, times in ((sent, count), (BF16, 1)):
+                    seconds += times * wire_seconds(self.tokens * size * each, layout.tensor, 1, self.hardware)
+                seconds += self.hardware.latency * (sent == CODE)  # of the scale
         return self.shapes.layers * seconds
 
     @property
@@ -294,7 +301,8 @@ class Stage:
         here = min(layout.expert, hardware.server)
         numbers = self.tokens / layout.tensor * self.whole.width * self.shapes.layers
         slowest = max(visited * (1 - 1 / servers) / hardware.network, used * (1 - 1 / here) / hardware.nvlink)
-        return numbers * 2 * (self.precision.sent + BF16) * slowest + 4 * self.shapes.layers * hardware.latency
+        waits = (4 + self.precision.pairs) * self.shapes.layers * hardware.latency  # also of the scale
+        return numbers * (sum(self.precision.sent) + 2 * BF16) * slowest + waits
 
     @property
     def data(self) -> float:
@@ -339,11 +347,11 @@ class Stage:
             most = max(sum(w.elements for w in weights) for weights in (part.block, part.root))
             whole = 2 * most * 2 * BF16 + (BF16 + 4) * part.parameters / ranks
             kept += STATE * part.parameters / ranks + (whole if layout.resharded else (BF16 + 4) * part.parameters)
-        saved = sum(
-            self.tokens * w.used * (w.cols + (w.rows if w.split != "in" else 0)) / layout.tensor
-            for w in self.whole.block
-            if w.converted
-        )
+        saved = 0.0
+        for w in self.whole.block:
+            gathered = w.split == "out" and not self.precision.elsewhere
+            cols, rows = w.cols * (layout.tensor if gathered else 1), w.rows if w.split != "in" else 0
+            saved += self.tokens * w.used * w.converted * (cols + rows) / layout.tensor
         under_way = layout.pipeline * (1 + (layout.pipeline - 1) / (layout.pipeline * layout.chunks))
         recomputed, width = layout.recomputed, self.tokens * self.whole.width / layout.tensor
         layers = shapes.layers * min(under_way, layout.micro_batches)
