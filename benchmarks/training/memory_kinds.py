@@ -21,7 +21,7 @@ from octavo.nn import TransformerBlock
 from octavo.schedule import Phase, PrecisionSchedule
 
 TAKES = "4 minutes"
-MEASURES = ("octavo/schedule/plan.py", "octavo/optim/state.py", "octavo/nn", "octavo/autograd")
+MEASURES = ("octavo/schedule/plan.py", "octavo/optim/state.py", "octavo/autograd/chain.py")
 
 KINDS = ("weights", "masters", "moments", "gradients", "activations")
 WAITING = 256 << 20  # bytes of gradients that wait for an update in backward
