@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from octavo import kernels
-from octavo.autograd.grouped import cast_groups, cast_matrices
+from octavo.autograd.grouped import cast_groups, cast_matrices, received_operands
 from octavo.autograd.shared_scales import Parts, shared_amax, shared_scale
 from octavo.granularity import ALL
 from octavo.kernels.layouts import contraction_multiple, needs_transposed_codes
 from octavo.scaling.recipe import Cast, Recipe
 from octavo.tensor.pair import Operands
+from octavo.tensor.received_rows import ReceivedRows
 
 INPUT, WEIGHT, GRAD_OUTPUT = range(3)  # rows of the delayed state
 
@@ -63,6 +64,8 @@ def cast_role(
         wants it (transposed on some devices a strided view).
     """
     casts = recipe.casts[role]
+    if isinstance(x_RC, ReceivedRows):
+        return received_operands(x_RC, casts, role, as_is, transposed, _pad(x_RC, recipe))
     extras = _pad(x_RC, recipe), column_sum, *activation
     first = casts.as_is if as_is else None
     second = casts.transposed if transposed else None

@@ -6,7 +6,7 @@ features. Matrices of all groups are one tensor, weight_GNK. Nothing here reads 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,10 +14,12 @@ from torch.nn import functional as F
 
 from octavo import kernels
 from octavo.granularity import ALL, Tile
-from octavo.kernels.groups import of_equal_groups
+from octavo.kernels.groups import of_equal_groups, padded_columns
 from octavo.kernels.layouts import needs_transposed_codes
-from octavo.scaling.recipe import Cast
+from octavo.kernels.reference.cast import with_padding
+from octavo.scaling.recipe import Cast, RoleCasts
 from octavo.tensor.pair import Operands
+from octavo.tensor.received_rows import ReceivedRows
 
 _ALIGNMENT = 16  # bytes; torch.nn.functional.grouped_mm asks it of strides
 
@@ -49,6 +51,35 @@ def cast_groups(
     )
 
 
+def received_operands(
+    x: ReceivedRows, casts: RoleCasts, role: int, as_is: bool, transposed: bool, pad: int
+) -> Operands:
+    """The pairs of rows that other ranks sent: their codes; another scaling is cast from the values of these."""
+    laid = None
+    if transposed and casts.once:
+        lays = needs_transposed_codes(x.device)
+        laid = transposed_codes(x.qdata, x.offsets, pad) if lays else x.qdata.t(), x.scale_inv.t()
+    elif transposed:
+        assert casts.transposed is not None
+        scales = scales_of_rows(x.scale_inv, x.scale_tile, x.offsets, x.shape[0])
+        values = kernels.dequantize(x.qdata, *scales, torch.float32)
+        laid = cast_groups(values, x.offsets, None, role, casts.transposed, (False, True), (pad,)).transposed
+    return Operands((with_padding(x.qdata, pad), x.scale_inv) if as_is else None, laid, x.found_amax)
+
+
+def transposed_codes(q_RC: Tensor, offsets: Tensor, pad: int) -> Tensor:
+    """Codes of rows in groups transposed [C, Rp] and padded, as ``grouped_cast`` writes them."""
+    rows, columns = q_RC.shape
+    ends = F.pad(offsets, (1, 0))
+    sizes = ends.diff()
+    begins = F.pad(((sizes + pad - 1) // pad * pad).cumsum(0), (1, 0))[:-1]
+    group = group_of_rows(offsets, rows)
+    place = torch.arange(rows, device=offsets.device) + (begins - ends[:-1])[group]
+    laid = q_RC.new_zeros(columns, padded_columns(rows, len(offsets), pad), dtype=torch.uint8)
+    laid[:, place] = q_RC.view(torch.uint8).t()
+    return laid.view(q_RC.dtype)
+
+
 def cast_matrices(
     weight_GNK: Tensor, delayed_scale: Tensor | None, role: int, cast: Cast, layouts: tuple[bool, bool], pad: int
 ) -> Operands:
@@ -77,6 +108,25 @@ def cast_matrices(
         )
     first, second = (pair_t, pair if as_is else None) if flipped else (pair if as_is else None, pair_t)
     return Operands(first, second, amax.amax(0, keepdim=True) if cast.is_delayed else None)
+
+
+class Routing(NamedTuple):
+    """How rows are sorted: sorted row i is row ``order[i]``, row j is sorted row ``inverse[j]``; [S] both.
+
+    ``offsets`` [E] int32: where each expert's rows end.
+    """
+
+    order: Tensor
+    inverse: Tensor
+    offsets: Tensor
+
+    @classmethod
+    def of(cls, expert_S: Tensor, experts: int) -> Routing:
+        """Sort rows by their expert; those of no expert, E or more, come last and belong to no group."""
+        found, order = torch.sort(expert_S, stable=True)
+        inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        every = torch.arange(experts, device=found.device, dtype=found.dtype)
+        return cls(order, inverse, torch.searchsorted(found, every, right=True, out_int32=True))
 
 
 def group_of_rows(offsets: Tensor, rows: int) -> Tensor:

@@ -1,10 +1,11 @@
-"""Training on many ranks: what they decide together, gradients in FP8, and checkpoints that any number can read."""
+"""Training on many ranks: experts on each, gradients in FP8, what they decide together, checkpoints for any number."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from octavo.distributed import checkpoint
+    from octavo.distributed.experts import expert_parallel
     from octavo.distributed.fp8_reduce import Fp8ReduceScatter, Fp8Reduction, fp8_reduce_hook
     from octavo.distributed.tensor_parallel import (
         ColwiseParallel,
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "checkpoint",
+    "expert_parallel",
     "Fp8Reduction",
     "fp8_reduce_hook",
     "Fp8ReduceScatter",
@@ -29,6 +31,6 @@ def __getattr__(name: str) -> Any:
     if name == "checkpoint":  # torch.distributed.checkpoint takes a second to import
         return importlib.import_module("octavo.distributed.checkpoint")
     if name in __all__:  # of a torch without distributed, only these cannot be imported
-        file = "fp8_reduce" if "educ" in name else "tensor_parallel"
+        file = "experts" if "expert" in name else "fp8_reduce" if "educ" in name else "tensor_parallel"
         return getattr(importlib.import_module(f"octavo.distributed.{file}"), name)
     raise AttributeError(f"module 'octavo.distributed' has no attribute {name!r}")

@@ -281,7 +281,8 @@ def restore(model: nn.Module) -> nn.Module:
     """Turn every FP8 module back into the class it came from; parameters, hooks and attributes stay.
 
     Weights stored in FP8 become parameters in their high precision again. What torch has not (a Linear with named
-    splits, GroupedLinear), or a Linear that fully_shard itself was applied to, stays and computes in high precision.
+    splits, GroupedLinear, experts on several ranks), or a Linear that fully_shard itself was applied to, stays and
+    computes in high precision.
 
     Args:
         model: any module.
@@ -307,7 +308,7 @@ def restore(model: nn.Module) -> nn.Module:
             widen_weight(weight_of(module))
             module.forget_recipe()
             restore_class(module)
-        elif isinstance(module, ConvertedExperts) and not is_sharded(type(module)):
+        elif isinstance(module, ConvertedExperts) and not (is_sharded(type(module)) or module.is_parallel):
             module.remove_parts()
             restore_class(module)
     choose_fast_path(model)

@@ -95,12 +95,9 @@ class ExpertsPart(Grouped):
         """Whether the parameter is [E, in, out]."""
         return getattr(self.holder, "is_transposed", False)
 
-    def operands(self) -> tuple[Tensor, Tensor | None, Parameter]:
+    def own_parameters(self) -> tuple[Parameter, Parameter | None]:
         """See Grouped."""
-        holder = self.holder
-        parameter: Parameter = getattr(holder, self.key)
-        bias = getattr(holder, f"{self.key}_bias", None)
-        return parameter.mT if self.stores_transposed else parameter, bias, parameter
+        return getattr(self.holder, self.key), getattr(self.holder, f"{self.key}_bias", None)
 
     def extra_repr(self) -> str:
         """The recipe's name."""
@@ -114,6 +111,11 @@ class ConvertedExperts(nn.Module):
     def parts(self) -> list[ExpertsPart]:
         """They have no parameters."""
         return [part for part in self._modules.values() if isinstance(part, ExpertsPart)]
+
+    @property
+    def is_parallel(self) -> bool:
+        """Whether its experts are on several ranks."""
+        return any(part.exchange is not None for part in self.parts)
 
     def add_parts(self) -> list[tuple[str, ExpertsPart]]:
         """The parts, new ones, by name."""

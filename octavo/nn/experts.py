@@ -8,12 +8,13 @@ routing.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from octavo.autograd.chain import Chain, run_chain
+from octavo.autograd.grouped import Routing
 from octavo.autograd.products import as_rows, requires_grad
 from octavo.kernels.activations import activation_of
 from octavo.nn.activation import activate
@@ -23,25 +24,6 @@ from octavo.nn.inputs import refuse_for_fp8
 from octavo.nn.linear import recipe_for
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap
-
-
-class Routing(NamedTuple):
-    """How rows are sorted: sorted row i is row ``order[i]``, row j is sorted row ``inverse[j]``; [S] both.
-
-    ``offsets`` [E] int32: where each expert's rows end.
-    """
-
-    order: Tensor
-    inverse: Tensor
-    offsets: Tensor
-
-    @classmethod
-    def of(cls, expert_S: Tensor, experts: int) -> Routing:
-        """Sort rows by their expert; those of no expert, E or more, come last and belong to no group."""
-        found, order = torch.sort(expert_S, stable=True)
-        inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        every = torch.arange(experts, device=found.device, dtype=found.dtype)
-        return cls(order, inverse, torch.searchsorted(found, every, right=True, out_int32=True))
 
 
 class _Rows(torch.autograd.Function):
@@ -115,6 +97,23 @@ def feed_forward(
         activation: a name of kernels/activations.py, or None where ``between`` is none of them.
         between: the same, on its own.
     """
+
+    def compute(rows: Tensor, offsets: Tensor) -> Tensor:
+        return _feed_forward(rows, offsets, gate_up, down, activation, between)
+
+    if gate_up.elsewhere is not None:
+        return gate_up.elsewhere(rows, offsets, gate_up, down, compute)
+    return compute(rows, offsets)
+
+
+def _feed_forward(
+    rows: Tensor,
+    offsets: Tensor,
+    gate_up: Grouped,
+    down: Grouped,
+    activation: str | None,
+    between: Callable[[Tensor], Tensor],
+) -> Tensor:
     if activation is None or not all(runs_alone(part) and part.recipe.output is not None for part in (gate_up, down)):
         return down(between(gate_up(rows, offsets)), offsets)
     operands = [part.operands() for part in (gate_up, down)]

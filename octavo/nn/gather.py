@@ -24,16 +24,15 @@ from octavo.granularity import ALL, PerTensor
 from octavo.kernels.layouts import is_small_block
 from octavo.nn.gather_group import GatherGroup
 from octavo.step_count import OPTIMIZER_STEPS
+from octavo.tensor.sharded_rows import gathered_whole, padded_rows
 from octavo.tensor.sharded_weight import (
     After,
     GatheredTensors,
     GatheredWeight,
     attach,
     gather_as_it_is,
-    gathered_whole,
     local_shard,
     on_this_rank,
-    padded_rows,
 )
 from octavo.tensor.stored_weight import StoredWeight, lay_out, local_stored
 

@@ -20,7 +20,8 @@ from octavo.autograd.casts import WEIGHT
 from octavo.granularity import ALL, scale_shape
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
 from octavo.scaling.recipe import Cast
-from octavo.tensor.sharded_weight import local_shard, rows_on_each_rank
+from octavo.tensor.sharded_rows import rows_on_each_rank
+from octavo.tensor.sharded_weight import local_shard
 
 Gathers = list[Any]  # of octavo.nn.gather.Gather
 

@@ -2,26 +2,88 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
+from octavo.autograd.casts import State
+from octavo.autograd.exchange import Exchange
 from octavo.autograd.grouped import grouped_linear
-from octavo.autograd.products import Layer, linear
+from octavo.autograd.products import Layer, linear, requires_grad
+from octavo.autograd.shared_scales import Parts
 from octavo.formats import HIGH_PRECISION
 from octavo.kernels.groups import check_offsets_kind
 from octavo.nn.inputs import product_dtype, refuse_for_fp8
 from octavo.nn.linear import recipe_for
 from octavo.nn.recipe_module import RecipeModule
+from octavo.scaling.delayed import BUFFERS
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap
 
 
+class _OwnExperts(torch.autograd.Function):
+    """Parameters of a rank's experts; their gradients, which all ranks' tokens add to, are averaged over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return own.view_as(own)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] / ctx.ranks, None
+
+
+def _local(parameter: Any) -> Tensor:
+    """What this rank has of a DTensor; gradients flow."""
+    local: Tensor = parameter.to_local()
+    return local
+
+
 class Grouped(RecipeModule):
-    """Base of the modules that multiply rows in groups, whoever owns their matrices."""
+    """Base of the modules that multiply rows in groups, whoever owns their matrices.
+
+    Attributes:
+        exchange: the ranks that hold the experts, under expert parallelism; parameters are DTensors then.
+        elsewhere: what computes these experts there, see octavo/distributed/experts.py.
+    """
+
+    exchange: Exchange | None = None
+    elsewhere: Callable[..., Tensor] | None = None
+
+    def own_parameters(self) -> tuple[nn.Parameter, nn.Parameter | None]:
+        """Weight and bias, as they are stored."""
+        raise NotImplementedError
 
     def operands(self) -> tuple[Tensor, Tensor | None, nn.Parameter]:
-        """Weight [E, N, K], bias [E, N] or None, and the parameter that the weight is a view of."""
-        raise NotImplementedError
+        """Weight [E, N, K], bias [E, N] or None, of this rank's experts; the parameter that the weight is a view of."""
+        parameter, own_bias = self.own_parameters()
+        weight: Tensor = parameter
+        bias: Tensor | None = own_bias
+        if self.exchange is not None:
+            weight = _OwnExperts.apply(_local(weight), self.exchange.size)
+            bias = None if bias is None else _OwnExperts.apply(_local(bias), self.exchange.size)
+        return weight.mT if self.stores_transposed else weight, bias, parameter
+
+    @property
+    def trains(self) -> tuple[bool, bool]:
+        """Whether backward, if there will be one, is asked for the gradients of (weight, bias)."""
+        weight, bias = self.own_parameters()
+        enabled = torch.is_grad_enabled()
+        return enabled and weight.requires_grad, enabled and requires_grad(bias)
+
+    @property
+    def state(self) -> State | None:
+        """The delayed state as it is."""
+        buffers = [self._buffers.get(name) for name in BUFFERS]
+        return None if self.recipe.delayed is None else State(*buffers)  # type: ignore[arg-type]
+
+    def take_parameter(self, weight: nn.Parameter, whole: nn.Parameter | None, part: str = "") -> None:
+        """See RecipeModule; FSDP2 gathers weights as they are whose experts are on several ranks."""
+        if self.exchange is None:
+            super().take_parameter(weight, whole, part)
 
     def forward(self, input: Tensor, offsets: Tensor) -> Tensor:
         """See GroupedLinear."""
@@ -39,7 +101,8 @@ class Grouped(RecipeModule):
         self, input: Tensor, weight: Tensor, parameter: nn.Parameter, needs_input_grad: bool, offsets: Tensor
     ) -> Layer:
         """What this module brings to its products; octavo.inspect does not look at rows in groups."""
-        layer = self.layer_of(input, weight, parameter, needs_input_grad)
+        parts = None if self.exchange is None else Parts(self.exchange.group, (False,) * 3)
+        layer = self.layer_of(input, weight, parameter, needs_input_grad, parts)
         return layer._replace(tap=None, watch=None, offsets=offsets)
 
     def weight_pair(self, training: bool, mp_policy: object = None) -> tuple[Tensor, Tensor]:
@@ -113,9 +176,9 @@ class GroupedLinear(Grouped):
                 parameter.uniform_(-bound, bound)
         self.reset_delayed_state()
 
-    def operands(self) -> tuple[Tensor, Tensor | None, nn.Parameter]:
+    def own_parameters(self) -> tuple[nn.Parameter, nn.Parameter | None]:
         """See Grouped."""
-        return self.weight, self.bias, self.weight
+        return self.weight, self.bias
 
     def extra_repr(self) -> str:
         """Sizes, and the recipe's name."""

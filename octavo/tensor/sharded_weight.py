@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, cast
@@ -28,6 +27,7 @@ from octavo.granularity import PerBlock, PerTensor
 from octavo.tensor.collectives import all_gather
 from octavo.tensor.pair import MOVES, PLAIN_LIKE, Facade, Operands, moves
 from octavo.tensor.scaled_tensor import ScaledTensor
+from octavo.tensor.sharded_rows import gathered_whole, padded_rows
 
 aten = torch.ops.aten
 
@@ -87,6 +87,12 @@ class ShardedWeight(ShardHooks):
     """The local tensor of a sharded weight; views and copies of it are of this class, all else is plain."""
 
     @classmethod
+    @functools.cache
+    def of(cls, part: str) -> type[ShardedWeight]:
+        """The class for the weight of a module's part; "": its own."""
+        return type("ShardedWeight", (cls,), {"part": part}) if part else cls
+
+    @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
@@ -104,26 +110,6 @@ _STAYS = {
     for name in "detach alias view narrow slice clone new_zeros to _to_copy cpu cuda pin_memory _pin_memory".split()
     for suffix in ("", ".default", ".Tensor", ".int", ".dtype")
 }
-
-
-def rows_on_each_rank(rows: int, ranks: int) -> int:
-    """How many rows FSDP2 pads every rank's shard of a matrix to."""
-    return -(-rows // ranks)
-
-
-def padded_rows(shard: Tensor, whole: torch.Size, ranks: int) -> Tensor:
-    """A shard, contiguous, with rows of zeros behind it to as many as each rank's; FSDP2 pads no other dimension."""
-    rows = rows_on_each_rank(whole[0], ranks)
-    if shard.shape[0] == rows or shard.shape[1:] != whole[1:]:
-        return shard.contiguous()
-    padded = shard.new_zeros(rows, *shard.shape[1:])
-    padded[: shard.shape[0]] = shard
-    return padded
-
-
-def gathered_whole(received: Tensor, shape: torch.Size) -> Tensor:
-    """What all ranks' shards are together, without their padding, whichever dimension is sharded."""
-    return received.view(-1)[: math.prod(shape)].view(shape)
 
 
 def gather_as_it_is(
@@ -245,11 +231,6 @@ def _transposed(func: Any, own: GatheredWeight, *dims: int) -> Any:
 GatheredWeight.RULES = MOVES | PLAIN_LIKE | {aten.as_strided.default: moves, aten.transpose.int: _transposed}
 
 
-@functools.cache
-def _sharded_class(part: str) -> type[ShardedWeight]:
-    return type("ShardedWeight", (ShardedWeight,), {"part": part}) if part else ShardedWeight
-
-
 def attach(param: nn.Parameter, part: str = "") -> bool:
     """Make the local tensor of a parameter that was just sharded one with hooks; whether it is one now.
 
@@ -264,7 +245,7 @@ def attach(param: nn.Parameter, part: str = "") -> bool:
         return False
     local = _private(lambda: param._local_tensor)
     if type(local) is Tensor:
-        param._local_tensor = local.as_subclass(_sharded_class(part))
+        param._local_tensor = local.as_subclass(ShardedWeight.of(part))
     return isinstance(param._local_tensor, ShardHooks)
 
 

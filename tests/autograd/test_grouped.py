@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from octavo.autograd.casts import WEIGHT, cast_role
-from octavo.autograd.grouped import group_of_rows, group_sums, grouped_mm, scales_of_rows
+from octavo.autograd.grouped import group_of_rows, group_sums, grouped_mm, scales_of_rows, transposed_codes
 from octavo.kernels import dequantize, grouped_cast
 from tests.support.definitions import same_bits
 from tests.support.groups import SIZES, offsets_of, slices_of
@@ -94,3 +94,15 @@ def test_products_in_high_precision_are_counted() -> None:
     layer = torch.nn.Module()
     layer.forward = lambda x: grouped_mm(x, torch.randn(3, 8, 16), offsets_of([2, 0, 3]))  # type: ignore[method-assign]
     assert forward_flops(layer, (torch.randn(5, 8),), {}) == (0, 2 * 5 * 8 * 16)
+
+
+@each_sizes
+@pytest.mark.parametrize("pad", [1, 16])
+def test_codes_are_transposed_as_the_cast_does(sizes: list[int], rest: int, pad: int) -> None:
+    offsets = offsets_of(sizes)
+    x = torch.randn(sum(sizes) + rest, 24)
+    x[sum(sizes) :] = 0
+    q, expected, *_ = grouped_cast(x, offsets, None, 0, torch.float8_e4m3fn, (-1, -1), False, 0, True, True, pad)
+    found = transposed_codes(q[: sum(sizes), :24], offsets, pad)
+    assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8)[:, : found.shape[1]])
+    assert not expected.view(torch.uint8)[:, found.shape[1] :].any()

@@ -79,10 +79,10 @@ def whole(tensor: Any) -> Tensor:
 Loss = Callable[[nn.Module, int], Tensor]
 
 
-def train(net: nn.Module, loss: Loss, average: Callable[[], None] = lambda: None, steps: int = 3) -> dict[str, Tensor]:
+def train(net: nn.Module, loss: Loss, average: Callable[[], None] = lambda: None, **options: Any) -> dict[str, Tensor]:
     """Losses, gradients, weights and delayed state of some steps of AdamW."""
-    optimizer, found = torch.optim.AdamW(net.parameters(), lr=1e-2), {}
-    for step in range(steps):
+    optimizer, found = torch.optim.AdamW(net.parameters(), lr=1e-2, **options), {}
+    for step in range(3):
         value = loss(net, step)
         value.backward()
         average()

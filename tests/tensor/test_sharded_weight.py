@@ -13,7 +13,6 @@ from octavo.tensor.sharded_weight import (
     ShardedWeight,
     attach,
     gather_as_it_is,
-    padded_rows,
 )
 
 
@@ -87,13 +86,6 @@ def test_a_module_that_is_not_octavos_gathers_as_torch_does():
 def test_the_policys_dtype_is_sent():
     (sent,), _ = gather_as_it_is(torch.ones(4, 3), Mesh(1), torch.Size([4, 3]), Policy(torch.bfloat16))
     assert sent.dtype == torch.bfloat16
-
-
-def test_padded_rows():
-    x = torch.ones(2, 3)
-    assert padded_rows(x, x.shape, 1) is x
-    assert padded_rows(x, torch.Size((7, 3)), 2)[2:].abs().sum() == 0
-    assert padded_rows(x[:0], torch.Size((1, 3)), 2).shape == (1, 3)
 
 
 def gathered(scale=2.0, shape=(4, 3)):

@@ -1,0 +1,240 @@
+"""Rows that experts of other ranks compute: sent as the pairs that products read, their results brought back.
+
+    forward    rows -> cast -> all-to-all of pairs -> products -> all-to-all in high precision
+    backward   the mirror image: the gradient of the results is sent as pairs, that of the rows is brought back
+
+A rank sorts its rows by expert, and casts them by the recipe of the product that will read them. Codes and scales are
+one message. What a product reads as it lies is what it would read on one rank:
+
+    a scale a row, or a block of a row   travels beside its codes; in a byte where it is a power of two
+    a scale a tensor                     of experts one each, of all ranks' rows, whose amax are agreed on before
+    in high precision                    is sent so: a product reads it, or scales are of several rows but not of all
+
+grad_weight reads rows along the tokens. Where one cast serves both layouts (per tensor) it reads these codes too; else
+what is read is cast from the values of the codes that were sent.
+
+Legend: S rows of this rank by all E experts, R rows that it received for its own, C columns.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo import kernels
+from octavo.autograd.casts import State
+from octavo.autograd.grouped import Routing, group_of_rows
+from octavo.autograd.shared_scales import largest
+from octavo.granularity import ALL
+from octavo.numerics import scale_from_amax, scale_inv_from_scale
+from octavo.scaling.recipe import Cast, RoleCasts
+from octavo.tensor.received_rows import ReceivedRows
+
+
+class Exchange(NamedTuple):
+    """The ranks of the process group of this name, which hold as many of a mixture's experts each; and this one's.
+
+    ``exact``: whether rows are sent in high precision that a product would read cast from the values of codes.
+    """
+
+    group: str
+    size: int
+    rank: int
+    exact: bool = False
+
+
+class Sending(NamedTuple):
+    """How rows are cast to be sent: by no cast in high precision. ``state``: of the module that is to read them."""
+
+    cast: Cast | None
+    role: int
+    state: State | None
+
+
+class Journey(NamedTuple):
+    """Where the rows of one forward go.
+
+    Attributes:
+        exchange: the ranks.
+        offsets: int32 [E], where this rank's rows of each expert end.
+        sizes: how many those are, E of them.
+        sent: how many rows this rank sends to each.
+        received: how many it gets from each.
+        routing: sorts what was received by this rank's experts; rows of one are in the order of ranks.
+    """
+
+    exchange: Exchange
+    offsets: Tensor
+    sizes: list[int]
+    sent: list[int]
+    received: list[int]
+    routing: Routing
+
+    @property
+    def own(self) -> slice:
+        """The numbers of this rank's experts."""
+        each = len(self.sizes) // self.exchange.size
+        return slice(self.exchange.rank * each, (self.exchange.rank + 1) * each)
+
+
+def cast_to_send(casts: RoleCasts, as_is: bool, transposed: bool, exact: bool = False) -> Cast | None:
+    """The cast that serves the layouts of a role that products read; None: rows are sent in high precision."""
+    cast, second = casts.as_is, casts.transposed if transposed else None
+    if cast is None or not (as_is or transposed) or (transposed and second is None):
+        return None
+    if second is not None and not casts.once and (exact or cast.is_delayed or second.is_delayed):
+        return None  # a history needs the amax of what was never rounded
+    return cast if cast.tile == (ALL, ALL) or cast.tile[0] == 1 else None
+
+
+def dispatch(rows: Tensor, offsets: Tensor, exchange: Exchange, sending: Sending) -> tuple[Tensor, Journey]:
+    """Rows [S, C] sorted by expert to the ranks that have these: rows [R, C] by this rank's experts, and their journey.
+
+    Gradients flow back. One collective tells all ranks the sizes of groups (and what they found of amax), which are
+    read on the host: an all-to-all needs them there.
+
+    Raises:
+        ValueError: on all ranks, where one has rows of no expert.
+    """
+    experts = offsets.shape[0]
+    known = [torch.diff(offsets, prepend=offsets.new_zeros(1)), offsets.new_tensor([rows.shape[0]])]
+    if _shares_scales(sending):
+        known.append(_amax_of_groups(rows.detach(), offsets).view(torch.int32))
+    every = _all_gather(torch.cat(known), exchange)  # [ranks, E + 1, or 2 E + 1]
+    sizes: list[list[int]] = every[:, : experts + 1].tolist()
+    for rank, (*of_experts, count) in enumerate(sizes):
+        if sum(of_experts) != count:
+            raise ValueError(f"rank {rank} has {count} rows, of which {sum(of_experts)} are of the {experts} experts")
+    by_rank = [[sum(row) for row in _split(of_experts, exchange.size)] for *of_experts, _ in sizes]
+    each = experts // exchange.size
+    here = every[:, exchange.rank * each : (exchange.rank + 1) * each].flatten()
+    received = [row[exchange.rank] for row in by_rank]
+    expert = torch.arange(each, device=offsets.device).repeat(exchange.size)
+    routing = Routing.of(expert.repeat_interleave(here, output_size=sum(received)), each)
+    journey = Journey(exchange, offsets, sizes[exchange.rank][:-1], by_rank[exchange.rank], received, routing)
+    amax = every[:, experts + 1 :].view(torch.float32).amax(0) if _shares_scales(sending) else None
+    return _There.apply(rows, journey, sending, amax), journey
+
+
+def combine(y: Tensor, journey: Journey, sending: Sending) -> Tensor:
+    """The results [R, C] of dispatched rows back to where these came from: [S, C]; their gradient is sent as pairs."""
+    found: Tensor = _Back.apply(y, journey, sending)
+    return found
+
+
+class _There(torch.autograd.Function):
+    """Rows to their experts; the gradient comes back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, journey: Journey, sending: Sending, amax: Tensor | None) -> Tensor:
+        ctx.journey = journey
+        return _send(rows, journey, sending, amax)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _bring_back(grads[0], ctx.journey), None, None, None
+
+
+class _Back(torch.autograd.Function):
+    """Results back; the gradient goes to the experts."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, journey: Journey, sending: Sending) -> Tensor:
+        ctx.journey, ctx.sending = journey, sending
+        return _bring_back(y, journey)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        amax, grad = None, grads[0].contiguous()
+        if _shares_scales(ctx.sending):
+            amax = largest(_amax_of_groups(grad, ctx.journey.offsets), ctx.journey.exchange.group)
+        return _send(grad, ctx.journey, ctx.sending, amax), None, None
+
+
+def _send(rows: Tensor, journey: Journey, sending: Sending, amax: Tensor | None) -> Tensor:
+    """What this rank's experts get. ``amax`` [E]: of all ranks' rows, where these share scales."""
+    cast, order, columns = sending.cast, journey.routing.order, rows.shape[1]
+    if cast is None:
+        return _all_to_all(rows, journey.sent, journey.received, journey.exchange)[order]
+    largest_amax = None
+    if amax is None:
+        q, _, scale_inv, _ = kernels.grouped_cast(
+            rows, journey.offsets, None, sending.role, *cast.arguments, True, False, 1
+        )
+        message = torch.cat([q.view(torch.uint8), _as_bytes(scale_inv, cast)], 1)
+    else:
+        q, scale_inv = _cast_by_group(rows, journey, sending, amax)
+        message, scale_inv = q.view(torch.uint8), scale_inv[journey.own]
+        largest_amax = amax.amax().view(1, 1) if cast.is_delayed else None
+    received = _all_to_all(message, journey.sent, journey.received, journey.exchange)
+    if amax is None:
+        scale_inv = _from_bytes(received[:, columns:][order], cast)
+    codes = received[:, :columns][order].view(cast.format.dtype)
+    return ReceivedRows(codes, scale_inv, cast.tile, journey.routing.offsets, largest_amax, rows.dtype)
+
+
+def _bring_back(y: Tensor, journey: Journey) -> Tensor:
+    return _all_to_all(y[journey.routing.inverse], journey.received, journey.sent, journey.exchange)
+
+
+def _shares_scales(sending: Sending) -> bool:
+    return sending.cast is not None and sending.cast.tile == (ALL, ALL)
+
+
+def _amax_of_groups(rows: Tensor, offsets: Tensor) -> Tensor:
+    """The amax [E] of each group; 0 of those without rows."""
+    found = rows.new_zeros(offsets.shape[0] + 1, dtype=torch.float32)  # the last of rows in no group
+    if len(rows):
+        of_rows = kernels.amax(rows, (1, ALL)).flatten()
+        found.scatter_reduce_(0, group_of_rows(offsets, len(rows)), of_rows, "amax")
+    return found[:-1]
+
+
+def _cast_by_group(rows: Tensor, journey: Journey, sending: Sending, amax: Tensor) -> tuple[Tensor, Tensor]:
+    """(codes [S, C], scale_inv [E, 1]) of scales that follow from ``amax`` [E] of all ranks, or are delayed."""
+    cast = sending.cast
+    assert cast is not None
+    scale = scale_from_amax(amax, cast.format.max, cast.power_of_two, cast.margin)
+    if cast.is_delayed and sending.state is not None:
+        kept = sending.state.scale[sending.role]
+        scale = torch.where(kept > 0, kept, scale)
+    q = torch.empty(rows.shape, dtype=cast.format.dtype, device=rows.device)
+    groups = zip(rows.split(journey.sizes), q.split(journey.sizes), scale.split(1), strict=True)
+    if parts := [group for group in groups if len(group[0])]:
+        xs, codes, scales = map(list, zip(*parts, strict=True))
+        found = [[scale.new_empty(1, 1) for _ in xs] for _ in range(2)]  # scale_inv and amax, which are known
+        how = cast.tile, cast.power_of_two, cast.margin
+        kernels.multi_tensor_cast(xs, codes, [], *found, scales, 0, *how, None)
+    return q, scale_inv_from_scale(scale).unsqueeze(1)
+
+
+def _as_bytes(scale_inv: Tensor, cast: Cast) -> Tensor:
+    """Scales of rows as uint8: powers of two as E8M0, which is exact, in one byte."""
+    return (scale_inv.to(torch.float8_e8m0fnu) if cast.power_of_two else scale_inv).contiguous().view(torch.uint8)
+
+
+def _from_bytes(raw: Tensor, cast: Cast) -> Tensor:
+    return raw.contiguous().view(torch.float8_e8m0fnu if cast.power_of_two else torch.float32).to(torch.float32)
+
+
+def _split(values: list[int], parts: int) -> list[list[int]]:
+    each = len(values) // parts
+    return [values[begin : begin + each] for begin in range(0, len(values), each)]
+
+
+def _all_gather(values: Tensor, exchange: Exchange) -> Tensor:
+    functional = torch.ops._c10d_functional
+    found: Tensor = functional.wait_tensor(
+        functional.all_gather_into_tensor(values.unsqueeze(0), exchange.size, exchange.group)
+    )
+    return found
+
+
+def _all_to_all(rows: Tensor, sent: list[int], received: list[int], exchange: Exchange) -> Tensor:
+    functional = torch.ops._c10d_functional
+    found: Tensor = functional.wait_tensor(
+        functional.all_to_all_single(rows.contiguous(), received, sent, exchange.group)
+    )
+    return found

@@ -1,0 +1,125 @@
+"""Expert parallelism: each rank of a mesh holds some of the experts, and computes all ranks' tokens of these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.autograd.casts import GRAD_OUTPUT, INPUT
+from octavo.autograd.exchange import Exchange, Sending, cast_to_send, combine, dispatch
+from octavo.nn.converted_experts import ConvertedExperts, OfTransformers
+from octavo.nn.experts import Experts
+from octavo.nn.grouped_linear import Grouped
+from octavo.nn.inputs import product_dtype
+
+
+def expert_parallel(model: nn.Module, mesh: Any, exact: bool = False) -> nn.Module:
+    """Give each rank of a mesh a part of the experts of every octavo.nn.Experts, and of converted experts, in place.
+
+    Each rank goes on with tokens of its own. A forward sends rows to the ranks that have their experts, as the pairs
+    that the recipe's products read (about half of bf16's bytes), and brings the results back; backward is the mirror
+    image. What each recipe sends is in docs/mixture-of-experts.md. All ranks run the same forwards and backwards, and
+    each forward reads the sizes of messages on the host.
+
+    Parameters become DTensors, Shard(0) over the mesh, of which each rank keeps its own values: make the same ones on
+    all ranks. Make optimizers, and apply fully_shard over another dimension of the mesh, afterwards. Gradients are
+    averaged over the mesh, as fully_shard and DistributedDataParallel average those of other parameters.
+
+    Args:
+        model: octavo.nn.Experts, experts that octavo.convert has converted, or what holds such.
+        mesh: a DeviceMesh of one dimension, a process group of which the experts are to lie on.
+        exact: send in high precision what is scaled in two ways (rows of "rowwise", "blockwise", "mx"), so that
+            grad_weight reads what it would on one rank, and not rows that were rounded before.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        TypeError: if ``model`` is no module, or ``mesh`` no DeviceMesh.
+        ValueError: if it holds no such experts, or they can't be divided so, with the reason; nothing is changed then.
+
+    Example:
+        >>> import os, torch, octavo
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> experts = octavo.nn.Experts(4, 64, 96)
+        >>> _ = octavo.distributed.expert_parallel(experts, dist.init_device_mesh("cpu", (1,)))
+        >>> experts.gate_up.weight.placements
+        (Shard(dim=0),)
+        >>> dist.destroy_process_group()
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if not isinstance(model, nn.Module) or not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"a torch.nn.Module and a DeviceMesh, not {type(model).__name__} and {type(mesh).__name__}")
+    if mesh.ndim != 1:
+        raise ValueError(f"{mesh} has {mesh.ndim} dimensions: give the one of experts, such as mesh['ep']")
+    found = {name: parts for name, module in model.named_modules() if (parts := _parts_of(module, name))}
+    if not found:
+        raise ValueError("the model holds no octavo.nn.Experts; octavo.convert(model, recipe) converts those it knows")
+    for name, parts in found.items():
+        for part in parts:
+            if reason := _why_not(part, mesh):
+                raise ValueError(f"{name or 'the model'}: {reason}")
+    exchange = Exchange(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank(), exact)
+    for part in (part for parts in found.values() for part in parts):
+        owner = part.holder
+        for key, parameter in list(owner._parameters.items()):
+            if parameter is not None and not hasattr(parameter, "device_mesh"):
+                owner._parameters[key] = _own_experts(parameter, mesh)
+        part.exchange, part.elsewhere = exchange, _on_their_ranks
+        part._weight_cache.clear()
+    return model
+
+
+@torch.compiler.disable  # the sizes of messages are read on the host
+def _on_their_ranks(
+    rows: Tensor, offsets: Tensor, gate_up: Grouped, down: Grouped, compute: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+    """What octavo.nn.experts.feed_forward computes, each row where its expert is."""
+    assert gate_up.exchange is not None
+    rows = rows.to(product_dtype(rows, gate_up.operands()[0]))
+    (weight, bias), (second, second_bias), exact = gate_up.trains, down.trains, gate_up.exchange.exact
+    there = Sending(cast_to_send(gate_up.recipe.input_casts, True, weight, exact), INPUT, gate_up.state)
+    needs_dx = rows.requires_grad or weight or bias
+    by = None if second_bias else cast_to_send(down.recipe.grad_output_casts, needs_dx, second, exact)
+    received, journey = dispatch(rows, offsets, gate_up.exchange, there)
+    y = compute(received, journey.routing.offsets)
+    return combine(y, journey, Sending(by, GRAD_OUTPUT, down.state))
+
+
+def _parts_of(module: nn.Module, name: str) -> list[Grouped]:
+    """The linear layers of experts that can exchange rows; none of other modules.
+
+    Raises:
+        ValueError: for experts whose rows another library exchanges.
+    """
+    if isinstance(module, ConvertedExperts) and not isinstance(module, OfTransformers):
+        raise ValueError(f"{name or 'the model'}: torchtitan exchanges the rows of its experts itself")
+    if isinstance(module, OfTransformers) and getattr(module, "_is_expert_parallel", False):
+        raise ValueError(f"{name or 'the model'}: transformers' own expert parallelism is on; leave one of the two out")
+    return [module.gate_up, module.down] if isinstance(module, Experts | OfTransformers) else []
+
+
+def _why_not(part: Grouped, mesh: Any) -> str:
+    """Why the experts can't be divided over the mesh; "" where they can."""
+    weight, _ = part.own_parameters()
+    if part.exchange is not None:
+        return "its experts are on several ranks already"
+    if type(weight) is not nn.Parameter:
+        kind = type(weight).__name__
+        return f"its weight is a {kind}: call expert_parallel before fully_shard, and store no weight in FP8"
+    if weight.shape[0] % mesh.size():
+        return f"{weight.shape[0]} experts on {mesh.size()} ranks: each rank needs as many"
+    return ""
+
+
+def _own_experts(parameter: nn.Parameter, mesh: Any) -> nn.Parameter:
+    """A parameter [E, ...] of which this rank keeps its part."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    own = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
+    return nn.Parameter(own, requires_grad=parameter.requires_grad)
