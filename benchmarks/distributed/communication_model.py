@@ -62,11 +62,11 @@ class Published(NamedTuple):
 # apart, and the rates of products differ by as much with a GPU's power. Mixtures of experts: the formulas know neither
 # the host, nor unequal stages, nor unequal experts, so they are an upper bound.
 HELD, UPPER = (0.85, 1.15), (0.95, 1.5)
-BRIDGE = "Megatron-Bridge's performance summary, FP8 current scaling, release {}".format
-HERD = "arXiv 2407.21783, table 4"
+BRIDGE = "Megatron-Bridge {}".format  # its performance summary of that release, DGX-H100, FP8 with current scaling
+HERD = "Llama 3, table 4"  # arXiv 2407.21783
 HERD_TFLOP = model_flop(LLAMA_405B, 8192) / 1e12  # a token's: the paper gives TFLOP/s
-V3 = "arXiv 2412.19437, table 1: 14.8T tokens in 2.664M hours of H800"
-TORCHAO = "torchao's README: torch.compile, selective recomputation, which the formulas do not know"
+V3 = "DeepSeek-V3, table 1"  # arXiv 2412.19437: 14.8T tokens in 2.664M hours of H800
+TORCHAO = "torchao's README"  # torch.compile and selective recomputation, which the formulas do not know
 LAYOUT_8B = Layout(8, 128, resharded=True, recomputed=5 / 32)
 LAYOUT_70B = Layout(64, 128, tensor=4, pipeline=8, chunks=5)
 LAYOUT_405B = Layout(1024, 512, tensor=8, pipeline=8, context=2, chunks=8)
