@@ -59,11 +59,12 @@ class Precision:
         gathers: weights gathered in FP8 by FSDP2; else in bf16.
         reduction: gradients as pairs in blocks of 128 by all-to-all (``octavo.distributed.Fp8ReduceScatter``); else a
             reduce-scatter of bf16.
-        pairs: inputs that tensor and sequence parallelism gather and tokens that expert parallelism dispatches are
-            codes, whose scale ranks agree on first. Gradients, and what is added up over ranks, stay in bf16. What was
-            gathered is kept for backward.
-        elsewhere: Megatron's and DeepSeek's way: gradients that are gathered or dispatched are codes too where
-            ``pairs``, and forward keeps this rank's part of an input, which is gathered again in backward.
+        pairs: inputs that tensor and sequence parallelism gather, and tokens and gradients that expert parallelism
+            dispatches, are codes, whose scale ranks agree on first. What was gathered is kept for backward. Gradients
+            that are gathered, and what is added up over ranks, stay in bf16.
+        elsewhere: Megatron's and DeepSeek's way: gradients that are gathered are codes too where ``pairs``; forward
+            keeps this rank's part of an input, which is gathered again in backward; a token is cast and sent over the
+            network once for all its experts of a server.
     """
 
     name: str
@@ -80,7 +81,7 @@ class Precision:
 
     @property
     def sent(self) -> tuple[int, int]:
-        """Bytes of an element of an input and of a gradient that TP gathers or EP dispatches."""
+        """Bytes of an element of an input and of a gradient that TP gathers."""
         return CODE if self.pairs else BF16, CODE if self.pairs and self.elsewhere else BF16
 
 
@@ -224,7 +225,7 @@ class Stage:
     def linear(self, weight: Weight) -> float:
         """Seconds of a converted weight's products and casts, forward and backward.
 
-        What tensor parallelism gathers is cast before that where pairs are sent, and else after; likewise tokens are
+        What tensor parallelism gathers is cast before that where pairs are sent, and else after; elsewhere tokens are
         cast once for all their experts. A weight is cast where it is sharded if it is gathered in FP8, else as a whole.
         """
         rates, recipe = self.hardware.rates, self.precision.recipe
@@ -237,7 +238,9 @@ class Stage:
         counts = work.tokens * weight.cols, size, work.tokens * weight.rows
         inputs, gradients = (sent == CODE for sent in self.precision.sent)
         first = weight.split == "out" or (weight.split == "experts" and weight.cols == self.whole.width)
-        spared = 1 if weight.split is None else self.layout.tensor if weight.split != "experts" else weight.used
+        spared = self.layout.tensor if weight.split in ("in", "out") else 1
+        if weight.split == "experts" and self.precision.elsewhere:
+            spared = weight.used
         shares = spared if first and inputs else 1, 1, spared if not first and gradients else 1
         for role, elements, share in zip(recipe.casts, counts, shares, strict=True):
             cast = role.as_is or role.transposed
@@ -289,20 +292,21 @@ class Stage:
     def expert(self) -> float:
         """Seconds of expert parallelism's all-to-alls: tokens there and back, in forward and in backward.
 
-        A token goes once to each server that has some of its experts and on to them over NVLink. Experts are as likely
-        on any server, of which at most 4 are chosen (arXiv 2412.19437, section 3.2.2).
+        A token goes to each of its experts; elsewhere once to each server that has some and on to them over NVLink.
+        Experts are as likely on any server, of which at most 4 are chosen (arXiv 2412.19437, section 3.2.2).
         """
         layout, hardware = self.layout, self.hardware
         experts = [weight for weight in self.whole.block if weight.split == "experts"]
         if layout.expert == 1 or not experts:
             return 0.0
         used, servers = experts[0].used, max(1.0, layout.expert / hardware.server)
-        visited = min(4.0, servers * (1 - (1 - 1 / servers) ** used)) if servers > 1 else 1.0
+        visited = min(4.0, servers * (1 - (1 - 1 / servers) ** used)) if self.precision.elsewhere else used
         here = min(layout.expert, hardware.server)
         numbers = self.tokens / layout.tensor * self.whole.width * self.shapes.layers
         slowest = max(visited * (1 - 1 / servers) / hardware.network, used * (1 - 1 / here) / hardware.nvlink)
-        waits = (4 + self.precision.pairs) * self.shapes.layers * hardware.latency  # also of the scale
-        return numbers * (sum(self.precision.sent) + 2 * BF16) * slowest + waits
+        waits = (4 + 2 * self.precision.pairs) * self.shapes.layers * hardware.latency  # also of the scales
+        sent = CODE if self.precision.pairs else BF16
+        return numbers * 2 * (sent + BF16) * slowest + waits
 
     @property
     def data(self) -> float:
