@@ -8,7 +8,7 @@ from octavo.formats import E4M3, E5M2
 from octavo.granularity import PerBlock, PerRow, PerTensor
 from octavo.scaling.recipe import Cast, Delayed, Dynamic, Recipe
 
-__all__ = ["dynamic", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise", "mx", "high_precision"]
+__all__ = ["default", "dynamic", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise", "mx", "high_precision"]
 
 
 def default() -> Recipe:

@@ -1,5 +1,6 @@
 """What `import octavo` gives: each public name is documented, with an example that the tests run."""
 
+import inspect
 import re
 import sys
 from collections import Counter
@@ -43,7 +44,10 @@ def test_the_names_are_those_of_the_design():
     promised = "quantize ScaledTensor E4M3 E5M2 PerTensor PerRow PerBlock Cast Recipe recipes nn"
     promised += " convert set_recipe restore summary"
     assert set(promised.split()) <= set(octavo.__all__)
-    assert {"dynamic", "delayed", "rowwise", "blockwise", "mx", "high_precision"} <= vars(octavo.recipes).keys()
+    named = {name for name, value in vars(octavo.recipes).items() if inspect.isfunction(value) and name[0] != "_"}
+    assert (
+        {"dynamic", "delayed", "rowwise", "blockwise", "mx", "high_precision"} <= named == set(octavo.recipes.__all__)
+    )
 
 
 def test_each_name_is_in_the_reference_once():
@@ -65,6 +69,22 @@ def test_functions_and_classes_have_examples():
         and not name.endswith("Error")
         and ">>> " not in getattr(target.docstring, "value", "")
     ] == []
+
+
+def test_arguments_errors_and_shapes_are_documented():
+    """Of octavo's own names; those of octavo.compat have the arguments of the library they stand for."""
+    lacking = []
+    for name, target in public().items():
+        text = getattr(target.docstring, "value", "")
+        if name.startswith("octavo.compat.") or name.endswith("Error") or not (target.is_function or target.is_class):
+            continue
+        if [p for p in target.parameters if p.name != "self"] and not re.search("Args:|Attributes:", text):
+            lacking.append(f"{name}: Args")
+        if "raise " in (target.source or "") and "Raises:" not in text:
+            lacking.append(f"{name}: Raises")
+        if name.startswith("octavo.nn.") and "forward" in target.members and "Shape:" not in text:
+            lacking.append(f"{name}: Shape")
+    assert lacking == []
 
 
 def test_moved_names_work_and_name_the_new_ones():

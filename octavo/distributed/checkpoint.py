@@ -147,6 +147,9 @@ def load_checkpoint(
 def load_extra(path: str | os.PathLike[str]) -> Any:
     """The last checkpoint's ``extra``, read by this process alone.
 
+    Args:
+        path: the folder that was saved to.
+
     Raises:
         CheckpointError: there is none, or it is damaged.
 

@@ -78,6 +78,12 @@ class Finding:
 def diagnose(record: Record) -> list[Finding]:
     """What is wrong in a record, worst first; what is not finite in the order in which it spread.
 
+    Args:
+        record: what octavo.inspect.load read.
+
+    Returns:
+        the findings; none where nothing exceeds its limit.
+
     Example:
         >>> import tempfile, torch, octavo
         >>> layer = octavo.nn.Linear(64, 64)

@@ -47,6 +47,10 @@ class TrainingState:
         model: a converted model, before or after it is wrapped.
         schedule: its schedule, if there is one.
 
+    Raises:
+        ValueError: for a model without octavo's modules; when a state is loaded, for one of another recipe, or of a
+            schedule where there is none.
+
     Example:
         >>> import octavo
         >>> state = TrainingState(octavo.nn.Linear(64, 64, recipe=octavo.recipes.delayed()))

@@ -77,6 +77,10 @@ class OctavoModelConverter:
 def register(name: str = "octavo", **options: Any) -> None:
     """Give OctavoModelConverter with these options a name for torchtitan 0.2's ``--model.converters``.
 
+    Args:
+        name: what torchtitan's configuration calls it.
+        options: OctavoModelConverter's.
+
     Raises:
         MissingExtraError: for a torchtitan that has no such converters.
 

@@ -145,6 +145,12 @@ class LayerNormLinear(_NormLinear):
 class RMSNormLinear(_NormLinear):
     """``linear(norm(x))``: torch's RMSNorm, then octavo's Linear; else as LayerNormLinear.
 
+    Args:
+        in_features, out_features, eps, bias, device, dtype, recipe, zero_centered_gamma, return_norm_output: as there.
+
+    Shape:
+        input [..., K], result [..., N], dtype of the input or autocast's.
+
     Example:
         >>> import torch, octavo
         >>> layer = octavo.nn.RMSNormLinear(64, 32, bias=False, return_norm_output=True)
@@ -233,6 +239,12 @@ class LayerNormMLP(_NormMLP):
 
 class RMSNormMLP(_NormMLP):
     """``fc2(activation(fc1(norm(x))))`` with torch's RMSNorm; else as LayerNormMLP.
+
+    Args:
+        hidden_size, ffn_hidden_size, activation, eps, bias, device, dtype, recipe, zero_centered_gamma: as there.
+
+    Shape:
+        input [..., hidden_size], result the same, dtype of the input or autocast's.
 
     Example:
         >>> import torch, octavo

@@ -42,6 +42,9 @@ class LayerNorm(_ZeroCentered, nn.LayerNorm):
         zero_centered_gamma: see above; the weight then starts at 0.
         options: torch.nn.LayerNorm's ``elementwise_affine``, ``bias``, ``device`` and ``dtype``.
 
+    Shape:
+        input [..., features], result the same, of the input's dtype.
+
     Example:
         >>> LayerNorm(8, zero_centered_gamma=True).weight.sum().item()
         0.0
@@ -64,6 +67,9 @@ class RMSNorm(_ZeroCentered, nn.RMSNorm):
         eps: added to the mean square.
         zero_centered_gamma: see above; the weight then starts at 0.
         options: torch.nn.RMSNorm's ``elementwise_affine``, ``device`` and ``dtype``.
+
+    Shape:
+        input [..., features], result the same, of the input's dtype.
 
     Example:
         >>> RMSNorm(8).weight.sum().item()

@@ -76,6 +76,9 @@ class SelfAttention(nn.Module):
     Raises:
         ValueError: for heads that don't divide the width, or kv_heads that don't divide the heads.
 
+    Shape:
+        input [B, S, W], result the same, dtype of the input or autocast's; S positions, each of which sees those before.
+
     Example:
         >>> import torch, octavo
         >>> attention = octavo.nn.SelfAttention(64, heads=4, kv_heads=1, recipe=octavo.recipes.rowwise())
@@ -148,6 +151,12 @@ class TransformerBlock(nn.Module):
             "mlp.fc2"); octavo.recipes.default() by default.
         device: where the parameters are created.
         dtype: bfloat16, float16 or float32.
+
+    Shape:
+        input [B, S, W], result the same, dtype of the input or autocast's.
+
+    Raises:
+        ValueError: as SelfAttention and LayerNormMLP.
 
     Example:
         >>> import torch, octavo

@@ -17,6 +17,13 @@ from octavo.tensor.stored_weight import local_stored
 class Adam(CompactOptimizer):
     """torch.optim.Adam: weight decay is added to the gradient, so that it enters the moments. Else as AdamW.
 
+    Args:
+        params, lr, betas, eps, weight_decay, amsgrad, moments, master, maximize, clip_update, seed: as AdamW's.
+        skip_nonfinite, gradient_storage, foreach, capturable, differentiable, fused: the same.
+
+    Raises:
+        TypeError, ValueError: as AdamW.
+
     Example:
         >>> import torch, octavo
         >>> weight = torch.nn.Parameter(torch.ones(4))

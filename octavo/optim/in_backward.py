@@ -30,6 +30,9 @@ MIB = 1 << 20
 class PerParameterNorm:
     """Each gradient is scaled down to this 2-norm: what clip_grad_norm_ does to a parameter alone.
 
+    Args:
+        max_norm: the 2-norm that is left alone, above 0.
+
     Example:
         >>> PerParameterNorm(1.0)  # update_in_backward's clip
         PerParameterNorm(max_norm=1.0)
@@ -41,6 +44,9 @@ class PerParameterNorm:
 @dataclass(frozen=True)
 class LastStepNorm:
     """All gradients are scaled by what would have brought the step before to this global 2-norm.
+
+    Args:
+        max_norm: the 2-norm that is left alone, above 0.
 
     Example:
         >>> LastStepNorm(1.0)  # update_in_backward's clip
@@ -57,6 +63,9 @@ class EstimatedNorm:
     Those that come with a step's last launch have the exact norm, the others what has come so far and an estimate of
     the rest: the last step's, changed as what has come has changed (GradientNorms.estimate). In the first step nothing
     is known of the rest.
+
+    Args:
+        max_norm: the 2-norm that is left alone, above 0.
 
     Example:
         >>> EstimatedNorm(1.0)  # update_in_backward's clip

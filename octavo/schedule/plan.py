@@ -75,6 +75,9 @@ class PhasePlan:
 class Plan:
     """What each phase takes; ``str()`` of it is a table. A recovery's phase is the last.
 
+    Attributes:
+        phases: a PhasePlan each, in order.
+
     Example:
         >>> import octavo
         >>> model = octavo.nn.Linear(512, 512, dtype=torch.bfloat16)
