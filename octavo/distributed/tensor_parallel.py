@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor import parallel as torch_parallel
 
+from octavo.nn.linear import Linear
+from octavo.nn.parted_linear import part
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.tensor_parallel import gathered_for
 from octavo.tensor.gathered_input import GatheredInput
@@ -47,10 +49,16 @@ def _gathered(readers: list[RecipeModule], input: Any, memo: list[Any] | None) -
 class ColwiseParallel(torch_parallel.ColwiseParallel):
     """torch's ColwiseParallel, which gathers the input of octavo's layers in FP8 where it is sharded by tokens.
 
+    Of an octavo.nn.Linear with named splits each split is sharded: its parameters become ``<split>.weight`` and
+    ``<split>.bias``, and its output is a tuple as before.
+
     Args:
         input_layouts: Replicate() by default; Shard(d) of a dimension of tokens is gathered.
         output_layouts: Shard(-1) by default.
         use_local_output: whether the output is a plain tensor.
+
+    Raises:
+        ValueError: in parallelize_module, for splits that do not divide into the ranks.
 
     Example:
         >>> from torch.distributed.tensor import Shard
@@ -73,8 +81,22 @@ class ColwiseParallel(torch_parallel.ColwiseParallel):
         how = input_layouts, desired_input_layouts
         return torch_parallel.ColwiseParallel._prepare_input_fn(*how, mod, (input, *inputs[1:]), device_mesh)
 
+    @staticmethod
+    def _prepare_output_fn(output_layouts: Any, use_local_output: Any, mod: Any, outputs: Any, device_mesh: Any) -> Any:
+        how, theirs = (output_layouts, use_local_output, mod), torch_parallel.ColwiseParallel._prepare_output_fn
+        if isinstance(outputs, tuple):  # of named splits
+            return tuple(theirs(*how, output, device_mesh) for output in outputs)
+        return theirs(*how, outputs, device_mesh)
+
+    def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: Any) -> None:
+        for own, param in list(module.named_parameters(recurse=False)):
+            sharded = distribute_tensor(param, device_mesh, [Shard(0)], src_data_rank=self.src_data_rank)
+            module.register_parameter(own, nn.Parameter(sharded, requires_grad=param.requires_grad))
+
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
         module.__dict__[_READS] = True
+        if isinstance(module, Linear) and module.splits is not None:
+            part(module, device_mesh.size())
         return super()._apply(module, device_mesh)
 
 
@@ -105,7 +127,7 @@ class PrepareModuleInput(torch_parallel.PrepareModuleInput):
                 module
                 for module in self._module.modules()
                 if isinstance(module, RecipeModule) and _READS in module.__dict__
-                if module.get_parameter("weight").shape[-1] == input.shape[-1]
+                if module.weight.shape[-1] == input.shape[-1]
             ]
             if (found := _in_fp8(readers, input)) is not None:
                 return found

@@ -280,7 +280,9 @@ class RecipeModule(nn.Module):
         plain = type(parameter) is nn.Parameter
         if is_parallel(parameter):
             take_state_local(self)
-        if training and (plain or is_parallel(parameter)) and not torch.compiler.is_compiling():
+        # what a PartedLinear has joined is no parameter, and new each time
+        written = plain or (is_parallel(parameter) and isinstance(parameter, nn.Parameter))
+        if training and written and not torch.compiler.is_compiling():
             self.notice_writes(parameter, parameter if plain else on_this_rank(parameter))
         return State(self.delayed_scale, self.delayed_amax_history)  # type: ignore[arg-type]
 

@@ -103,11 +103,21 @@ def parallel_product(module: Any, input: Any, weight: Any, bias: Any) -> Any:
     # input, weight, grad_output
     parts = Parts(mesh.get_group().group_name, (rowwise or tokens, not whole, tokens or not (whole or rowwise)))
     y = module.local_product(x, local, b, weight, parts)
-    return DTensor.from_local(y, mesh, [of_output], run_check=False)
+    return _spread(y, (*input.shape[:-1], weight.shape[0]), mesh, of_output)
+
+
+def _spread(y: Tensor, shape: Sequence[int], mesh: Any, placement: Any) -> Any:
+    """The DTensor of this shape whose part is y."""
+    from torch.distributed.tensor import DTensor
+
+    whole: dict[str, Any] = {}
+    if placement.is_shard() and shape[placement.dim] % mesh.size():  # else torch takes all parts to be as large
+        whole = {"shape": torch.Size(shape), "stride": torch.empty(shape, device="meta").stride()}
+    return DTensor.from_local(y, mesh, [placement], run_check=False, **whole)
 
 
 def _product_of_gathered(module: Any, input: GatheredInput, weight: Any, bias: Any) -> Any:
-    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor import Shard
 
     if input.casts != arguments_of(module.recipe) or weight.placements != (Shard(0),):
         raise ValueError(
@@ -118,4 +128,4 @@ def _product_of_gathered(module: Any, input: GatheredInput, weight: Any, bias: A
     parts = Parts(input.wire.group, (False, True, True))
     local = None if bias is None else bias.to_local()
     y = module.local_product(input, weight.to_local(), local, weight, parts)
-    return DTensor.from_local(y, weight.device_mesh, [Shard(input.ndim - 1)], run_check=False)
+    return _spread(y, (*input.shape[:-1], weight.shape[0]), weight.device_mesh, Shard(input.ndim - 1))

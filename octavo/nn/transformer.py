@@ -120,8 +120,8 @@ class SelfAttention(nn.Module):
         """
         if x.ndim != 3:
             raise ValueError(f"input of shape {tuple(x.shape)} must be [sequences, positions, features]")
-        positions = x.shape[1]
         query, key, value = (output.unflatten(-1, (-1, self.head_width)) for output in self.qkv(x))
+        positions = query.shape[1]  # of which x has a part under sequence parallelism
         if rotary is None:
             rotary = rotary_table(positions, self.head_width, device=x.device)
         rotary = rotary[0][:positions], rotary[1][:positions]

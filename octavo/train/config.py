@@ -245,6 +245,7 @@ class RanksConfig(_Checked):
     shard: Literal["none", "fsdp", "ddp"] = option(
         "none", "fsdp (each rank has a part of the model) or ddp (the whole of it): train on the ranks of torchrun"
     )
+    tensor_parallel: int = option(1, "under fsdp: ranks that share each product and each sequence", 1, metavar="RANKS")
     timeout: int = option(60, "seconds that ranks wait for each other before they give up", 1, metavar="SECONDS")
 
 
@@ -275,12 +276,32 @@ class TrainConfig:
             raise ValueError("update_in_backward uses gradients before ddp has exchanged them: choose shard fsdp")
         if self.state.gradient_storage == "fp8" and self.ranks.shard == DDP:
             raise ValueError("gradient_storage fp8 rounds gradients before ddp exchanges them: choose shard fsdp")
+        self._check_tensor_parallel()
         beta1, beta2 = self.optimizer.beta1, self.optimizer.beta2
         if beta1 * beta1 > beta2 and (self.state.master == "fp16_scaled" or self.state.weight_storage == "fp8"):
             raise ValueError(
                 f"beta1 {beta1} and beta2 {beta2}: updates have no bound where beta1^2 is above beta2, and master "
                 "fp16_scaled and weight_storage fp8 need one: choose a larger beta2"
             )
+
+    def _check_tensor_parallel(self) -> None:
+        ranks, model, state = self.ranks.tensor_parallel, self.model, self.state
+        if ranks == 1:
+            return
+        if self.ranks.shard != FSDP:
+            raise ValueError(f"tensor_parallel {ranks} with shard {self.ranks.shard}: choose shard fsdp")
+        sizes = {"heads": model.heads, "context": model.context, "hidden": model.hidden, "bytes": VOCABULARY}
+        if wrong := {name: size for name, size in sizes.items() if size % ranks}:
+            raise ValueError(f"tensor_parallel {ranks} does not divide {wrong}: choose sizes that are multiples of it")
+        others = {
+            "experts": model.experts > 0,
+            "weight_storage fp8": state.weight_storage == "fp8",
+            "gradient_storage fp8": state.gradient_storage == "fp8",
+            "update_in_backward": state.outstanding_bytes is not None,
+            "inspect": self.inspect.inspect,
+        }
+        if found := [name for name, chosen in others.items() if chosen]:
+            raise ValueError(f"tensor_parallel {ranks} does not go with {', '.join(found)}: choose one of them")
 
     def with_dtype(self, recipes: Collection[object], fastest: str) -> TrainConfig:
         """The options with the dtype that `auto` means: a recipe's or the master's, or where none says one the fastest.

@@ -78,11 +78,15 @@ def device_name(config: TrainConfig) -> str:
 
 
 def require_parts(config: TrainConfig, ranks: Ranks) -> None:
-    """Raises TrainError unless every rank gets as many sequences in each micro-batch."""
-    data, parts = config.data, ranks.size * config.data.micro_batches
+    """Raises TrainError unless every rank, or those that share each sequence, gets as many in each micro-batch."""
+    sharing = config.ranks.tensor_parallel
+    if ranks.size % sharing:
+        raise TrainError(f"{ranks.size} ranks do not divide by tensor_parallel {sharing}: start a multiple of it")
+    data, size = config.data, ranks.size // sharing
+    parts = size * data.micro_batches
     if data.batch % parts:
         raise TrainError(
-            f"batch {data.batch} does not divide into {ranks.size} ranks x {data.micro_batches} micro_batches: "
+            f"batch {data.batch} does not divide into {size} ranks x {data.micro_batches} micro_batches: "
             f"choose a batch of {-(-data.batch // parts) * parts}"
         )
 
@@ -92,31 +96,72 @@ def part_of(batch: Tensor, ranks: Ranks) -> Tensor:
     return batch.tensor_split(ranks.size)[ranks.rank]
 
 
-def shard(model: GPT, config: TrainConfig, ranks: Ranks) -> nn.Module:
+def _mesh_of(config: TrainConfig, ranks: Ranks, device_type: str) -> Any:
+    """The ranks as (data) or, under tensor parallelism, (data, tensor)."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if (sharing := config.ranks.tensor_parallel) == 1:
+        return DeviceMesh.from_group(ranks.group, device_type, mesh_dim_names=("data",))
+    if ranks.size != dist.get_world_size():
+        raise TrainError("tensor_parallel takes all ranks that were started: give no group of some of them")
+    return DeviceMesh(device_type, torch.arange(ranks.size).view(-1, sharing), mesh_dim_names=("data", "tensor"))
+
+
+def _parallelize(model: GPT, mesh: Any) -> None:
+    """Shares each product among the ranks of a mesh, and each sequence between products."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    from octavo.distributed import ColwiseParallel, RowwiseParallel, SequenceParallel
+
+    def first() -> Any:
+        return ColwiseParallel(input_layouts=Shard(1))
+
+    def second() -> Any:
+        return RowwiseParallel(output_layouts=Shard(1))
+
+    plan: dict[str, Any] = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    for index in range(len(model.blocks)):
+        at = f"blocks.{index}"
+        plan |= {f"{at}.attention.qkv.norm": SequenceParallel(), f"{at}.mlp.norm": SequenceParallel()}
+        plan |= {f"{at}.attention.qkv.linear": first(), f"{at}.mlp.fc1": first()}
+        plan |= {f"{at}.attention.out": second(), f"{at}.mlp.fc2": second()}
+    parallelize_module(model, mesh, plan)
+
+
+def shard(model: GPT, config: TrainConfig, ranks: Ranks) -> tuple[nn.Module, Ranks]:
     """Shards the model over the ranks, or replicates it, and compiles it where the run asks for that.
 
-    What it returns is to be called: the model itself or a module that holds it.
+    Returns:
+        What is to be called, the model itself or a module that holds it; and the ranks that parts of a batch go to:
+        under tensor parallelism one of each group that shares its sequences.
     """
     if config.ranks.shard == FSDP:
-        from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.fsdp import fully_shard
 
-        mesh = DeviceMesh.from_group(ranks.group, model.head.weight.device.type)
+        mesh = _mesh_of(config, ranks, model.head.weight.device.type)
+        if mesh.ndim == 2:
+            _parallelize(model, mesh["tensor"])
+            mesh = mesh["data"]
         for block in model.blocks:
             if config.run.compile:
                 block.compile()  # fully_shard's hooks around it stay out of the graph
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
-        return model
+        return model, Ranks(mesh.get_group())
     called: Any = torch.compile(model) if config.run.compile else model
     if config.ranks.shard == ALONE:
-        return called
+        return called, ranks
     # Rank 0's buffers are not sent to the others. The model's own are constants, and delayed scales come from what each
     # rank has seen: with rank 0's, larger values of other ranks would saturate.
     replicated: Any = nn.parallel.DistributedDataParallel
     known = inspect.signature(replicated).parameters
     buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # until torch 2.12
-    return replicated(called, process_group=ranks.group, **{buffers: False})
+    return replicated(called, process_group=ranks.group, **{buffers: False}), ranks
 
 
 def syncing(called: nn.Module, last: bool) -> AbstractContextManager[None]:

@@ -161,7 +161,7 @@ class Trainer:
         self.batches = Batches(corpus, config.model.context, config.data.batch, config.run.seed)
         self.device = model.head.weight.device
         self.config = config = settle_dtype(config, self.device)
-        self.called = shard(model, config, self.ranks)
+        self.called, self.data = shard(model, config, self.ranks)
         state = config.state if recipe is not None else dataclasses.replace(config.state, schedule="", recover=0)
         self.optimizer: Any
         with train_errors():
@@ -196,7 +196,7 @@ class Trainer:
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.zero_grad()
-        inputs, targets = (part_of(part, self.ranks) for part in self.batches.training(step))
+        inputs, targets = (part_of(part, self.data) for part in self.batches.training(step))
         parts = self.config.data.micro_batches
         total = torch.zeros((), device=self.device)
         pairs = zip(inputs.chunk(parts), targets.chunk(parts), strict=True)
@@ -216,10 +216,10 @@ class Trainer:
         if mixtures := self.model.mixtures:
             self.busiest = balance(mixtures, self.ranks)
         if self.schedule is not None:
-            self.schedule.step(inputs.numel() * self.ranks.size)
+            self.schedule.step(inputs.numel() * self.data.size)
         if self.in_backward is not None:
             norm = self.in_backward.last_norm if self.in_backward.last_norm is not None else torch.zeros(())
-        return self.ranks.mean(total), whole(norm), lr
+        return self.data.mean(total), whole(norm), lr
 
     @torch.no_grad()
     def validate(self) -> float:
@@ -228,14 +228,14 @@ class Trainer:
         windows = list(self.batches.validation(self.config.data.eval_windows))
         losses = [self._summed_loss(inputs, targets) for inputs, targets in windows]
         self.model.train()
-        return sum(float(self.ranks.sum(loss)) for loss in losses) / sum(len(inputs) for inputs, _ in windows)
+        return sum(float(self.data.sum(loss)) for loss in losses) / sum(len(inputs) for inputs, _ in windows)
 
     def _summed_loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """The loss of this rank's sequences of a batch, times their number.
 
         A rank that has none computes one all the same: under fsdp the others wait for it.
         """
-        mine, theirs = part_of(inputs, self.ranks), part_of(targets, self.ranks)
+        mine, theirs = part_of(inputs, self.data), part_of(targets, self.data)
         if len(mine) == 0:
             return 0 * self.loss(inputs[:1], targets[:1])
         return self.loss(mine, theirs) * len(mine)

@@ -217,3 +217,40 @@ def compiled(mesh: Any, recipe: str, sequence: bool) -> tuple[float, list[str]]:
     named = [{name.removeprefix("_orig_mod."): value for name, value in one.items()} for one in found[1]]
     worst = max(max(differences(*pair).values()) for pair in zip(found[0], named, strict=True))
     return worst, list(torch._dynamo.utils.counters["graph_break"])
+
+
+def block(mesh: Any, recipe: str, norm: str, sequence: bool) -> dict[str, float]:
+    """The differences of a transformer block, whose layers have named splits, from the same on one rank."""
+    torch.manual_seed(0)
+    bias = norm == "layer_norm"
+    options = {"heads": 4, "kv_heads": 2, "norm": norm, "bias": bias, "recipe": RECIPES[recipe]}
+    alone = octavo.nn.TransformerBlock(256, 512, **options)
+    model = copy.deepcopy(alone)
+    first = ours.ColwiseParallel(input_layouts=Shard(1) if sequence else Replicate())
+    second = ours.RowwiseParallel(output_layouts=Shard(1) if sequence else Replicate())
+    plan: dict[str, Any] = dict.fromkeys(("attention.qkv.linear", "mlp.fc1"), first)
+    plan |= dict.fromkeys(("attention.out", "mlp.fc2"), second)
+    plan |= dict.fromkeys(("attention.qkv.norm", "mlp.norm") if sequence else (), ours.SequenceParallel())
+    parallelize_module(model, mesh, plan)
+    x, g = torch.randn(2, 256, 256), torch.randn(2, 256, 256)
+    if recipe == "delayed":
+        step(alone, x, g)
+        octavo.nn.load_delayed_state_dict(model, octavo.nn.delayed_state_dict(alone))
+
+    def own(tensor: Tensor) -> Tensor:
+        return tensor.chunk(mesh.size(), 1)[mesh.get_local_rank()].contiguous() if sequence else tensor
+
+    wanted, found = step(alone, x, g), step(model, own(x), own(g))
+    for at, layer in model.named_modules():
+        if isinstance(layer, octavo.nn.Linear) and layer.splits:
+            for name in ("weight", "bias") if bias else ("weight",):
+                parts = [found.pop(f"{at}.{split}.{name}") for split in layer.splits]
+                found[f"{at}.{name}"] = torch.cat(parts)
+    return differences(wanted | {"y": own(wanted["y"]), "x": own(wanted["x"])}, found)
+
+
+def uneven_splits(mesh: Any) -> str:
+    layer = octavo.nn.Linear(16, {"a": 6, "b": 5})
+    with pytest.raises(ValueError) as caught:
+        parallelize_module(layer, mesh, ours.ColwiseParallel())
+    return str(caught.value)

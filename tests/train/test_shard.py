@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from octavo.train import (
     compare,
     run,
 )
-from octavo.train.shard import device_name, joined
+from octavo.train.shard import device_name, joined, require_parts
 from octavo.train.trained import trained_model
 from octavo.train.trainer import require_memory
 from tests.support.pool import free_port
@@ -54,24 +55,55 @@ def test_the_curve_is_that_of_one_process(pool, config, ranks, micro_batches, wi
     assert nearly(fp8, alone, 0.05) and not nearly(fp8, found["fsdp"], 1e-6)
 
 
+@pytest.mark.parametrize(("recipe", "rel"), [("baseline", 1e-6), pytest.param("dynamic", 1e-3, marks=pytest.mark.full)])
+def test_the_curve_under_tensor_parallelism_is_that_of_one_process(pool, config, recipe, rel):
+    """In float32 up to the order of additions; in FP8 each pair of ranks scales the inputs of its own sequences."""
+    config = changed(config, optimizer={"steps": 4}, run={"eval_every": 2, "dtype": "float32"})
+    alone = curve(run(config, recipe))
+    config = changed(config, ranks={"shard": "fsdp", "tensor_parallel": 2})
+    answers = pool.run(train_on, (4,), config, recipe)
+    assert all(answer[0] == answers[0][0] for answer in answers)
+    assert nearly(answers[0][0], alone, rel)
+
+
+def test_refusals_under_tensor_parallelism(pool, config):
+    for kind, text in pool.run(train_on, (2,), changed(config, ranks={"shard": "fsdp", "tensor_parallel": 2})):
+        assert kind == "TrainError" and "takes all ranks that were started" in text
+    with pytest.raises(ValueError, match="tensor_parallel 2 with shard ddp: choose shard fsdp"):
+        changed(config, ranks={"shard": "ddp", "tensor_parallel": 2})
+    with pytest.raises(ValueError, match=r"tensor_parallel 3 does not divide \{'heads': 2"):
+        changed(config, ranks={"shard": "fsdp", "tensor_parallel": 3})
+    with pytest.raises(ValueError, match="does not go with experts, inspect"):
+        changed(config, model={"experts": 4}, inspect={"inspect": True}, ranks={"shard": "fsdp", "tensor_parallel": 2})
+    with pytest.raises(TrainError, match="3 ranks do not divide by tensor_parallel 2"):
+        require_parts(changed(config, ranks={"shard": "fsdp", "tensor_parallel": 2}), SimpleNamespace(size=3))
+
+
 @pytest.fixture
 def short(config):
     return changed(config, optimizer={"steps": 8}, run={"eval_every": 2})
 
 
 @pytest.mark.parametrize(
-    ("shard", "recipe"),
-    [("fsdp", "delayed"), ("ddp", "delayed"), pytest.param("fsdp", "blockwise", marks=pytest.mark.full)],
+    ("shard", "recipe", "tensor_parallel"),
+    [
+        ("fsdp", "delayed", 1),
+        ("ddp", "delayed", 1),
+        pytest.param("fsdp", "blockwise", 1, marks=pytest.mark.full),
+        pytest.param("fsdp", "delayed", 2, marks=pytest.mark.full),
+    ],
 )
-def test_a_run_stopped_on_one_rank_goes_on_exactly(pool, short, shard, recipe, tmp_path):
-    config = changed(short, ranks={"shard": shard}, run={"out": tmp_path / "whole"})
-    ((whole, *_), *_) = pool.run(train_on, (2,), config, recipe)
+def test_a_run_stopped_on_one_rank_goes_on_exactly(pool, short, shard, recipe, tensor_parallel, tmp_path):
+    parts = {"shard": shard, "tensor_parallel": tensor_parallel}
+    shape = (2 * tensor_parallel,)
+    config = changed(short, ranks=parts, run={"out": tmp_path / "whole"})
+    ((whole, *_), *_) = pool.run(train_on, shape, config, recipe)
     config = changed(config, run={"out": tmp_path / "parts"})
-    for part, interrupted, _ in pool.run(train_on, (2,), config, recipe, 3):
+    for part, interrupted, _ in pool.run(train_on, shape, config, recipe, 3):
         assert interrupted and [loss for loss, _ in part] == [loss for loss, _ in whole[: len(part)]]
         assert len(part) == 3
     config = changed(config, run={"resume": True})
-    for again, interrupted, _ in pool.run(train_on, (2,), config, recipe):
+    for again, interrupted, _ in pool.run(train_on, shape, config, recipe):
         assert not interrupted and again == whole
     logs = [(tmp_path / part / recipe / "log.csv").read_text().splitlines() for part in ("whole", "parts")]
     assert [line.split(",")[:3] for line in logs[0]] == [line.split(",")[:3] for line in logs[1]] and len(logs[0]) == 9
