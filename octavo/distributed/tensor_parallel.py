@@ -127,7 +127,7 @@ class PrepareModuleInput(torch_parallel.PrepareModuleInput):
                 module
                 for module in self._module.modules()
                 if isinstance(module, RecipeModule) and _READS in module.__dict__
-                if module.weight.shape[-1] == input.shape[-1]
+                if module.in_features == input.shape[-1]
             ]
             if (found := _in_fp8(readers, input)) is not None:
                 return found

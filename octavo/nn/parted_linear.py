@@ -51,6 +51,13 @@ class PartedLinear(Linear):
             torch.cat([tensor.to_local() for tensor in found]), first.device_mesh, first.placements, run_check=False
         )
 
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
+        """Leave the splits' keys to the parts."""
+        super(Linear, self)._load_from_state_dict(state_dict, prefix, *args)
+        assert self.splits is not None
+        if any(f"{prefix}{name}.weight" in state_dict for name in self.splits):
+            self.weight_was_loaded()
+
     def forward(self, input: Tensor) -> Any:
         """A DTensor for each split, sharded by its features."""
         from torch.distributed.tensor import DTensor
