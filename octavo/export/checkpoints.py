@@ -6,16 +6,14 @@ import json
 import os
 import tempfile
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from octavo.errors import ExportError, MissingExtraError
-from octavo.export.layouts import BLOCK, LAYOUTS, Entry, Layers, Layout, entries, scale_shape
-from octavo.formats import E4M3
+from octavo.export.layouts import BLOCK, LAYOUTS, Entry, Layers, Layout, Written, entries, scale_name
 from octavo.tensor.sharded_weight import on_this_rank
 
 
@@ -101,10 +99,7 @@ def to_safetensors(
         plan = split_torch_state_dict_into_shards(likes, max_shard_size=max_shard_bytes)
         waiting: dict[str, dict[str, Tensor]] = {file: {} for file in plan.filename_to_tensors}
         for entry in found:
-            codes, scale_inv = entry.read(training=False, policies={})
-            for key, tensor in ((entry.key, codes), (entry.key.removesuffix("weight") + chosen.scale_key, scale_inv)):
-                if tensor is None:
-                    continue
+            for key, tensor in _keyed(entry.read(training=False, policies={}), chosen):
                 file = plan.tensor_to_filename[key]
                 waiting[file][key] = _owned(tensor, waiting[file].values())
                 if len(waiting[file]) == len(plan.filename_to_tensors[file]):
@@ -127,8 +122,8 @@ def _check_readers(layers: Layers, skipped: list[str]) -> None:
                 f"{name!r} stays in high precision, but by transformers' rule its name would stand for {wrong!r} too, "
                 "which ends with it; rename it or put it in FP8"
             )
-    shapes = {name: list(module.get_parameter("weight").shape) for name, module in layers.items()}
-    ragged = {name: shape for name, shape in shapes.items() if any(n > BLOCK and n % BLOCK for n in shape)}
+    shapes = {name: list(module.weight_parameter.shape) for name, module in layers.items()}
+    ragged = {name: shape for name, shape in shapes.items() if any(n > BLOCK and n % BLOCK for n in shape[-2:])}
     if ragged:
         name, shape = next(iter(ragged.items()))
         warnings.warn(
@@ -141,19 +136,22 @@ def _check_readers(layers: Layers, skipped: list[str]) -> None:
 def _likes(found: list[Entry], layout: Layout) -> dict[str, Tensor]:
     """What is written, by its key, as it will be, on the meta device."""
     likes: dict[str, Tensor] = {}
-    for key, tensor, layer in found:
-        if on_this_rank(tensor) is not tensor:
+    for entry in found:
+        if on_this_rank(entry.tensor) is not entry.tensor:
             raise ExportError(
-                f"{key} is sharded: gather the model first (torch.distributed.checkpoint.state_dict), or send it as it "
-                "is by octavo.export.iterate_fp8"
+                f"{entry.key} is sharded: gather the model first (torch.distributed.checkpoint.state_dict), or send it "
+                "as it is by octavo.export.iterate_fp8"
             )
-        if layer is None:
-            likes[key] = torch.empty_like(tensor, device="meta")
-        else:
-            likes[key] = torch.empty(layer.get_parameter("weight").shape, dtype=E4M3.dtype, device="meta")
-            scales = torch.empty(scale_shape(layer), dtype=torch.float32, device="meta")
-            likes[key.removesuffix("weight") + layout.scale_key] = scales
+        likes |= dict(_keyed(entry.likes(), layout))
     return likes
+
+
+def _keyed(written: Written, layout: Layout) -> Iterator[tuple[str, Tensor]]:
+    """Tensors and scales by their keys."""
+    for name, tensor, scale_inv in written:
+        yield name, tensor
+        if scale_inv is not None:
+            yield scale_name(name, layout), scale_inv
 
 
 def _owned(tensor: Tensor, others: Iterable[Tensor]) -> Tensor:

@@ -11,14 +11,18 @@ module's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from octavo.errors import ExportError
+from octavo.export.experts import why_not_written, written_names, written_pairs
 from octavo.formats import E4M3
 from octavo.granularity import ALL, Tile
+from octavo.nn.converted_experts import ConvertedExperts, ExpertsPart
 from octavo.nn.grouped_linear import Grouped
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.stored_weight_files import SCALE_INV
@@ -43,15 +47,23 @@ class Layout(NamedTuple):
     config: Callable[[Layers, list[str]], dict[str, Any]] | None
 
 
+Written = Iterator[tuple[str, Tensor, Tensor | None]]  # names, codes or tensors, scales or None
+
+
 class Entry(NamedTuple):
-    """A tensor of a model's state_dict, and the layer whose weight it is if that is in FP8."""
+    """A tensor of a model's state_dict, and the layer whose weight it is if that is in FP8.
+
+    ``model``: transformers' own, whose experts are in FP8: tensors are then written by its save_pretrained's names, of
+    which one may become many; else None.
+    """
 
     key: str
     tensor: Tensor
     layer: RecipeModule | None
+    model: nn.Module | None = None
 
-    def read(self, training: bool, policies: Mapping[int, Any]) -> tuple[Tensor, Tensor | None]:
-        """(codes [N, K], scales as the layouts have them) where it is in FP8, else (the tensor, None); gathered whole.
+    def read(self, training: bool, policies: Mapping[int, Any]) -> Written:
+        """(name, codes [N, K], scales as the layouts have them) where it is in FP8, else (name, tensor, None).
 
         Args:
             training: see RecipeModule.weight_pair.
@@ -61,10 +73,24 @@ class Entry(NamedTuple):
             tensor: Any = plain(self.tensor.detach())
             if on_this_rank(tensor) is not tensor:
                 tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()  # it may be offloaded
-            return tensor, None
-        policy = policies.get(id(self.layer.get_parameter("weight")))
+            return self._written(tensor)
+        policy = policies.get(id(self.layer.weight_parameter))
         codes, scale_inv = self.layer.weight_pair(training, policy)
-        return codes.detach(), scale_inv.detach().view(scale_shape(self.layer))
+        return self._written(codes.detach(), scale_inv.detach().view(scale_shape(self.layer)))
+
+    def likes(self) -> Written:
+        """What ``read`` gives, on the meta device."""
+        if self.layer is None:
+            return self._written(torch.empty_like(self.tensor, device="meta"))
+        codes = torch.empty(self.layer.weight_parameter.shape, dtype=E4M3.dtype, device="meta")
+        return self._written(codes, torch.empty(scale_shape(self.layer), dtype=torch.float32, device="meta"))
+
+    def _written(self, tensor: Tensor, scale_inv: Tensor | None = None) -> Written:
+        if scale_inv is None or not isinstance(self.layer, Grouped):
+            named = {self.key: tensor} if self.model is None else written_names(self.model, self.key, tensor)
+            return ((name, part, scale_inv) for name, part in named.items())
+        pairs = written_pairs(self.model or self.layer, self.key, tensor, scale_inv, weight_cast(self.layer))
+        return ((name, *pair) for name, pair in pairs.items())
 
 
 def entries(model: nn.Module, layout: str) -> tuple[list[Entry], Layers, list[str]]:
@@ -75,7 +101,7 @@ def entries(model: nn.Module, layout: str) -> tuple[list[Entry], Layers, list[st
     """
     layers, skipped = fp8_layers(model)
     check_layers(layers, layout)
-    weights = {join(name, "weight"): name for name in layers}
+    weights = {weight_key(name, module): name for name, module in layers.items()}
     state = model.state_dict(keep_vars=True)
     if absent := weights.keys() - state.keys():
         raise ExportError(
@@ -84,6 +110,7 @@ def entries(model: nn.Module, layout: str) -> tuple[list[Entry], Layers, list[st
     dropped = _tied(model, state, weights)
     dropped |= {join(name, SCALE_INV) for name in layers}  # of weights that live in FP8, given with these
     found = []
+    renaming = model if any(isinstance(module, ExpertsPart) for module in layers.values()) else None
     for key, tensor in state.items():
         if key in dropped:
             continue
@@ -96,7 +123,15 @@ def entries(model: nn.Module, layout: str) -> tuple[list[Entry], Layers, list[st
                 f"{key} is stored in FP8, but its layer's recipe has no FP8 output product: octavo.set_recipe(model, "
                 f"octavo.recipes.{LAYOUTS[layout].recipe}()) before, or octavo.restore(model)"
             )
-        found.append(Entry(key, tensor, layers[weights[key]] if key in weights else None))
+        found.append(Entry(key, tensor, layers[weights[key]] if key in weights else None, renaming))
+    for entry in found:
+        try:
+            entry.likes()
+        except ValueError as error:
+            raise ExportError(f"{entry.key}: {error}; keep it in high precision by an octavo.RecipeMap") from error
+    if renaming is not None:
+        likes = (written_names(renaming, join(name, "weight"), torch.empty(0)) for name in skipped)
+        skipped = [next(iter(like)).removesuffix(".weight") for like in likes]
     return found, layers, skipped
 
 
@@ -108,7 +143,9 @@ def fp8_layers(model: nn.Module) -> tuple[Layers, list[str]]:
         raise ExportError(
             "no layer's output product is in FP8; call octavo.convert(model, recipe), or save it as it is"
         )
-    others = {name: m for name, m in named.items() if name not in layers and not isinstance(m, nn.Embedding)}
+    whole = (m for m in named.values() if isinstance(m, ConvertedExperts) and m.parts[0].recipe.output is not None)
+    known = {*layers.values(), *whole}
+    others = {name: m for name, m in named.items() if m not in known and not isinstance(m, nn.Embedding)}
     return layers, [n for n, m in others.items() if any(p.ndim >= 2 for p in m.parameters(recurse=False))]
 
 
@@ -126,10 +163,11 @@ def _misfit(name: str, module: RecipeModule, layout: str) -> str | None:
     cast, chosen = weight_cast(module), LAYOUTS[layout]
     remedy = f"octavo.set_recipe(model, octavo.recipes.{chosen.recipe}()) makes weights that it holds"
     if isinstance(module, Grouped):
-        return f"experts are saved in high precision only: keep them so by octavo.RecipeMap(recipe, {{{name!r}: None}})"
-    if module._parameters.get("weight") is None:
+        if (why := why_not_written(module)) is not None:
+            return f"{why}; keep them in high precision by octavo.RecipeMap(recipe, {{'*.experts': None}})"
+    elif module._parameters.get("weight") is None:
         return "its weight is computed from other parameters; make it one by torch's remove_parametrizations"
-    if not isinstance(module, nn.Linear):
+    elif not isinstance(module, nn.Linear):
         return (
             f"{type(module).__name__} stores its weight as [K, N], which no reader takes in FP8; keep it in high "
             f"precision by octavo.RecipeMap(recipe, {{{name!r}: None}})"
@@ -176,8 +214,22 @@ def weight_cast(module: RecipeModule) -> Cast:
 
 def scale_shape(module: RecipeModule) -> tuple[int, ...]:
     """The shape of its weight's scales in any layout: one scale is a vector of one."""
-    cast, shape = weight_cast(module), module.get_parameter("weight").shape
+    cast, shape = weight_cast(module), module.weight_parameter.shape
+    if len(shape) == 3:
+        return shape[0], *cast.granularity.scale_shape(shape[1:])
     return (1,) if cast.tile == (ALL, ALL) else cast.granularity.scale_shape(shape)
+
+
+def weight_key(name: str, module: RecipeModule) -> str:
+    """The name of the weight of a module of this name."""
+    if isinstance(module, ExpertsPart):
+        return join(name.rpartition(".")[0], module.key)
+    return join(name, "weight")
+
+
+def scale_name(name: str, layout: Layout) -> str:
+    """The name of a weight's scales."""
+    return name.removesuffix("weight") + layout.scale_key if name.endswith("weight") else name + layout.scale_key[6:]
 
 
 def join(module: str, key: str) -> str:
@@ -200,7 +252,8 @@ def _compressed_tensors_config(layers: Layers, skipped: list[str]) -> dict[str, 
     """compressed-tensors' QuantizationConfig: a group for each kind of weight scale; each row of inputs has its own."""
     names: dict[str, list[str]] = {}
     for name, module in layers.items():
-        names.setdefault("tensor" if weight_cast(module).tile == (ALL, ALL) else "channel", []).append(name)
+        pattern = f"re:{re.escape(name.rpartition('.')[0])}[.].*" if isinstance(module, ExpertsPart) else name
+        names.setdefault("tensor" if weight_cast(module).tile == (ALL, ALL) else "channel", []).append(pattern)
     args = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
     groups = {
         f"group_{i}": {

@@ -37,7 +37,8 @@ def iterate_fp8(
         FP8 layers share a weight, which each gives. Codes are float8_e4m3fn [N, K], scale_inv float32
         [ceil(N / 128), ceil(K / 128)] ("fine-grained"), [1] or [N, 1]
         ("compressed-tensors") or [1] ("per-tensor"). The value is codes * scale_inv. Of a tensor in high precision:
-        (name, tensor, None).
+        (name, tensor, None). Of a transformers model whose experts are in FP8 names are those that its save_pretrained
+        writes, and each expert's matrices come apart.
 
     Raises:
         ExportError: for a layer that the layout can't hold, with the recipe that fits; no layer in FP8; tensors that
@@ -62,6 +63,4 @@ def iterate_fp8(
 
 def _tensors(found: list[Entry], policies: dict[int, object]) -> Iterator[tuple[str, Tensor, Tensor | None]]:
     for entry in found:
-        pair = entry.read(entry.layer is not None and entry.layer.training, policies)
-        yield entry.key, *pair
-        del pair  # before the next one is made
+        yield from entry.read(entry.layer is not None and entry.layer.training, policies)

@@ -57,6 +57,11 @@ class Grouped(RecipeModule):
         """Weight and bias, as they are stored."""
         raise NotImplementedError
 
+    @property
+    def weight_parameter(self) -> nn.Parameter:
+        """See RecipeModule."""
+        return self.own_parameters()[0]
+
     def operands(self) -> tuple[Tensor, Tensor | None, nn.Parameter]:
         """Weight [E, N, K], bias [E, N] or None, of this rank's experts; the parameter that the weight is a view of."""
         parameter, own_bias = self.own_parameters()
@@ -104,10 +109,6 @@ class Grouped(RecipeModule):
         parts = None if self.exchange is None else Parts(self.exchange.group, (False,) * 3)
         layer = self.layer_of(input, weight, parameter, needs_input_grad, parts)
         return layer._replace(tap=None, watch=None, offsets=offsets)
-
-    def weight_pair(self, training: bool, mp_policy: object = None) -> tuple[Tensor, Tensor]:
-        """Not of experts yet."""
-        raise NotImplementedError("experts' weights are exported in high precision: octavo.restore(model) first")
 
 
 class GroupedLinear(Grouped):

@@ -20,14 +20,7 @@ from octavo.nn.stored_weight_files import load_stored, save_stored
 from octavo.nn.stored_weights import check_recipe, weight_of, widened
 from octavo.nn.tensor_parallel import is_parallel, parallel_product
 from octavo.nn.weight_cache import WeightCache
-from octavo.scaling.delayed import (
-    ASIDE,
-    BUFFERS,
-    LOADED,
-    drop_delayed_state,
-    register_delayed_state,
-    take_state_local,
-)
+from octavo.scaling.delayed import ASIDE, BUFFERS, LOADED, drop_delayed_state, register_delayed_state, take_state_local
 from octavo.scaling.recipe import Recipe
 from octavo.tensor.pair import Operands
 from octavo.tensor.parameters import put_into
@@ -112,6 +105,11 @@ class RecipeModule(nn.Module):
     def holder(self) -> nn.Module:
         """The module that owns the weight."""
         return self
+
+    @property
+    def weight_parameter(self) -> nn.Parameter:
+        """The parameter that holds the weight."""
+        return self.get_parameter("weight")
 
     def names(self, name: str) -> tuple[str, ...]:
         """What a RecipeMap's patterns may match, of a module of this name."""
@@ -288,7 +286,7 @@ class RecipeModule(nn.Module):
 
     @torch.no_grad()
     def weight_pair(self, training: bool, mp_policy: Any = None) -> tuple[Tensor, Tensor]:
-        """(codes [N, K], scale_inv) that the output product of a forward would read now, codes without padding.
+        """(codes [N, K], scale_inv) that the output product of a forward would read now, unpadded; of experts [E, ...].
 
         A weight that is in FP8 already (stored, cached, kept) gives its own tensors, which the next step may write. One
         that FSDP2 has sharded is gathered alone, by the module's mode, under the ``mp_policy`` of its group: all ranks
@@ -298,18 +296,21 @@ class RecipeModule(nn.Module):
             training: what a forward in training reads (the delayed scale), or one in evaluation (its own amax).
             mp_policy: FSDP2's, of a sharded weight.
         """
-        parameter = self.get_parameter("weight")
+        parameter = self.weight_parameter
         is_sharded = on_this_rank(parameter) is not parameter
         weight: Any = gather_alone(parameter, self, mp_policy) if is_sharded else parameter
         if hasattr(type(weight), "operands"):
             operands = Operands((weight.qdata, weight.scale_inv))
         elif training:
             state, reusable = self._state_for(parameter, training, weight.is_meta), self.gather.parameter is None
-            operands = self._weight_cache.operands(weight.detach(), weight, self.recipe, False, state, reusable)
+            operands = self._weight_cache.operands(self._laid(weight), weight, self.recipe, False, state, reusable)
         else:
-            operands = cast_role(weight.detach(), self.recipe, WEIGHT, True, False, None)
+            operands = cast_role(self._laid(weight), self.recipe, WEIGHT, True, False, None)
         assert operands.as_is is not None
-        return operands.as_is[0][:, : parameter.shape[1]], operands.as_is[1]
+        return operands.as_is[0][..., : parameter.shape[-2 if self.stores_transposed else -1]], operands.as_is[1]
+
+    def _laid(self, weight: Tensor) -> Tensor:
+        return weight.detach().mT if self.stores_transposed else weight.detach()
 
     def _weight_operands(
         self,

@@ -15,7 +15,8 @@ def test_the_recipe_that_is_named_fits(layout):
     found, layers, skipped = entries(net, layout)
     assert [(entry.key, entry.layer) for entry in found] == [("0.weight", net[0]), ("0.bias", None)]
     assert (layers, skipped) == ({"0": net[0]}, [])
-    codes, scales = found[0].read(True, {})
+    ((name, codes, scales),) = found[0].read(True, {})
+    assert name == "0.weight"
     assert (codes.shape, codes.dtype) == ((300, 200), torch.float8_e4m3fn)
     assert scales.shape == scale_shape(net[0])
 

@@ -257,5 +257,3 @@ def test_what_fp8_refuses() -> None:
         torch.autograd.grad(layer(x, offsets).sum(), x, create_graph=True)
     with pytest.raises(ValueError, match="GroupedLinear's weight can't be stored in FP8"):
         octavo.convert(layer, recipes.dynamic(), weight_storage="fp8")
-    with pytest.raises(NotImplementedError, match="exported in high precision"):
-        layer.weight_pair(training=False)

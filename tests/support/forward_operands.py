@@ -32,7 +32,7 @@ class _Seen(TorchDispatchMode):
         self.operands: list[tuple[Tensor, Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.octavo.matmul.default:
+        if func in (torch.ops.octavo.matmul.default, torch.ops.octavo.grouped_matmul.default):
             self.operands.append((args[3].clone(), args[4].clone()))
         return func(*args, **(kwargs or {}))
 
