@@ -158,22 +158,28 @@ def test_what_no_server_reads_is_refused(make: Any, kept: dict[str, None], says:
         iterate_fp8(model)
 
 
-def sharded_names(mesh: Any) -> list[tuple[str, list[int], float]]:
+def tensors(model: nn.Module) -> list[tuple[str, list[int], float]]:
+    """Names, shapes and something of the values of what is iterated."""
+    parts = [(name, tensor, scale_inv) for name, tensor, scale_inv in iterate_fp8(model)]
+    return [(name, [*t.shape], float(t.float().sum()) + (0.0 if s is None else float(s.sum()))) for name, t, s in parts]
+
+
+def tensors_of_ranks(mesh: Any, how: str) -> list[tuple[str, list[int], float]]:
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(0)
-    model = in_fp8(mixtral(), "blockwise")
-    fully_shard(model.model.layers[0], mesh=mesh)  # type: ignore[union-attr,index]
-    fully_shard(model, mesh=mesh)
-    found = iterate_fp8(model)
-    return [(name, [*t.shape], float(t.float().sum()) + (0.0 if s is None else float(s.sum()))) for name, t, s in found]
+    model: Any = in_fp8(mixtral(), "blockwise")
+    if how == "fully_shard":
+        fully_shard(model.model.layers[0], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    else:
+        octavo.distributed.expert_parallel(model, mesh)
+    return tensors(model)
 
 
 @pytest.mark.full  # each rank imports transformers' models
-def test_sharded_experts_are_gathered(pool: Pool) -> None:
+@pytest.mark.parametrize("how", ["fully_shard", "expert_parallel"])
+def test_experts_on_several_ranks_are_gathered(pool: Pool, how: str) -> None:
     torch.manual_seed(0)
-    alone = [
-        (name, [*t.shape], float(t.float().sum()) + (0.0 if s is None else float(s.sum())))
-        for name, t, s in iterate_fp8(in_fp8(mixtral(), "blockwise"))
-    ]
-    assert pool.run(sharded_names, (2,)) == [alone, alone]
+    alone = tensors(in_fp8(mixtral(), "blockwise"))
+    assert pool.run(tensors_of_ranks, (2,), how) == [alone, alone]
