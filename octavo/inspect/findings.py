@@ -76,7 +76,7 @@ class Finding:
 
 
 def diagnose(record: Record) -> list[Finding]:
-    """What is wrong in a record, worst first; what is not finite in the order in which it spread.
+    """What is wrong in a record, worst first; of what is not finite, where it began, with how far it soon spread.
 
     Args:
         record: what octavo.inspect.load read.
@@ -105,7 +105,28 @@ def diagnose(record: Record) -> list[Finding]:
         place = layers[finding.layer]
         return -finding.severity, finding.begins, 2 * len(layers) - place if backward else place
 
-    return sorted(_explained(found, record.steps), key=order)
+    return _spread(sorted(_explained(found, record.steps), key=order), record.steps)
+
+
+def _spread(found: list[Finding], steps: list[int]) -> list[Finding]:
+    """Findings in order, with each fault that is not finite once: those that soon follow are counted at the first."""
+    kept: list[Finding] = []
+    followers: dict[int, list[Finding]] = {}  # by the place of the first among those kept
+    for each in found:
+        if each.kind != "nonfinite":
+            kept.append(each)
+        elif followers and steps.index(each.begins) - steps.index(kept[first := max(followers)].begins) <= SOON:
+            followers[first].append(each)
+        else:
+            followers[len(kept)] = []
+            kept.append(each)
+    for first, others in followers.items():
+        if layers := {other.layer for other in others}:
+            casts, where = (
+                f"{n} {what}{'s' * (n > 1)}" for n, what in ((len(others), "more cast"), (len(layers), "layer"))
+            )
+            kept[first] = replace(kept[first], cause=f"{kept[first].cause}; soon those of {casts} in {where} too")
+    return kept
 
 
 def _explained(found: list[Finding], steps: list[int]) -> list[Finding]:

@@ -11,6 +11,7 @@ keep the same object in their checkpoints.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -28,7 +29,7 @@ from octavo.nn.stored_weights import weight_of
 from octavo.optim.base import CompactOptimizer
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap, recipe_of
-from octavo.schedule import PrecisionSchedule
+from octavo.schedule import Phase, PrecisionSchedule
 from octavo.tensor.stored_weight import local_stored
 
 __all__ = ["TrainingState", "follow_accumulation"]
@@ -146,11 +147,19 @@ def recipes_of(model: nn.Module) -> dict[str, Recipe]:
     return found
 
 
-def convert_once(model: nn.Module, recipe: Recipe | RecipeMap, select: Any = None) -> None:
-    """Convert a model that nobody has converted; raise ValueError if it was, with another recipe, or nothing is."""
+def convert_once(
+    model: nn.Module, recipe: Recipe | RecipeMap, select: Any = None, phases: Sequence[Phase] = ()
+) -> None:
+    """Convert a model that nobody has converted; raise ValueError if it was, with another recipe, or nothing is.
+
+    A model that an earlier training left in one of the schedule's phases is let be: the schedule begins anew.
+    """
     modules = [(name, m) for name, m in model.named_modules() if isinstance(m, RecipeModule)]
+    known = [recipe, *(phase.recipe for phase in phases)]
     for name, module in modules:
-        if module.recipe != (wanted := recipe_of(recipe, *module.names(plain_name(name)))):
+        own = module.names(plain_name(name))
+        if all(module.recipe != recipe_of(each, *own) for each in known):
+            wanted = recipe_of(recipe, *own)
             raise ValueError(
                 f"{name or 'the model'} was converted with {module.recipe.name!r} already, not {wanted.name!r}: "
                 "convert in one place only, or with the same recipe"
@@ -159,12 +168,29 @@ def convert_once(model: nn.Module, recipe: Recipe | RecipeMap, select: Any = Non
         raise ValueError("no layer was converted, as octavo.convert's warning has it: choose layers by select=")
 
 
-def follow_accumulation(model: nn.Module, optimizer: Optimizer) -> RemovableHandle:
+class Following:
+    """What follow_accumulation installed."""
+
+    handle: RemovableHandle
+
+    def __init__(self) -> None:
+        self.around = ExitStack()  # of the micro-batch that has begun
+
+    def remove(self) -> None:
+        """Undo it: also where a training was interrupted within a micro-batch."""
+        self.handle.remove()
+        self.around.close()
+
+
+def follow_accumulation(
+    model: nn.Module, optimizer: Optimizer, is_training: Callable[[], bool] = lambda: True
+) -> Following:
     """Have gradients that are kept in FP8 or used in backward wait for a step's last micro-batch, as accelerate counts.
 
     Args:
         model: whose training forward begins each micro-batch; before or after ``prepare``.
         optimizer: of its parameters, one of octavo.optim's, before or after ``prepare``. Others need no such thing.
+        is_training: asked at each forward; once it says no, what was installed is removed.
 
     Returns:
         a handle; its ``remove()`` undoes it.
@@ -179,16 +205,19 @@ def follow_accumulation(model: nn.Module, optimizer: Optimizer) -> RemovableHand
     from accelerate.state import GradientState
 
     own: Any = inner_optimizer(optimizer)
-    around = ExitStack()
+    following = Following()
 
     @torch.compiler.disable
     def begin(module: nn.Module, arguments: Any) -> None:
-        if module.training:  # else perhaps within a micro-batch
-            around.close()
+        if not is_training():
+            following.remove()
+        elif module.training:  # else perhaps within a micro-batch
+            following.around.close()
             if uses_gradients_early(own) and not GradientState().sync_gradients:
-                around.enter_context(own.accumulate())
+                following.around.enter_context(own.accumulate())
 
-    return unwrapped(model).register_forward_pre_hook(begin)
+    following.handle = unwrapped(model).register_forward_pre_hook(begin)
+    return following
 
 
 def inner_optimizer(optimizer: Any) -> Optimizer:

@@ -86,7 +86,7 @@ class OctavoPrecision(Precision):
                 "configure_model sharded the model before it was converted: call octavo.convert(self, recipe) in "
                 "configure_model, before fully_shard; the plugin's recipe must be the same"
             )
-        convert_once(module, self.recipe, self.select)
+        convert_once(module, self.recipe, self.select, self.phases)
         self._model = module
         return module
 

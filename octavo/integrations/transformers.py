@@ -8,6 +8,7 @@ converted. Model and optimizer are loaded before ``on_train_begin``, where the r
 from __future__ import annotations
 
 import base64
+import inspect
 import io
 import warnings
 from collections.abc import Sequence
@@ -17,14 +18,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel, TrainerCallback
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer import TRAINER_STATE_NAME, Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from octavo.export.loading import split_stored
 from octavo.inspect import Recorder
 from octavo.integrations.accelerate import (
+    Following,
     TrainingState,
     check_clip,
     convert_once,
@@ -89,14 +90,14 @@ class OctavoCallback(TrainerCallback):
         self.recorder: Recorder | None = None
         self._state: TrainingState | None = None
         self._optimizer: Optimizer | None = None
-        self._following: RemovableHandle | None = None
+        self._following: Following | None = None
         self._tokens = 0
         self._logged: dict[str, float] | None = None  # of the step that is done; None: it is counted
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Convert the model; begin the schedule, if there is an optimizer."""
         if self.recipe is not None:
-            convert_once(kwargs["model"], self.recipe, self.select)
+            convert_once(kwargs["model"], self.recipe, self.select, self.phases)
         if isinstance(kwargs["model"], PreTrainedModel):
             kwargs["model"].register_load_state_dict_pre_hook(_read_hub_names)
         if kwargs["optimizer"] is not None:
@@ -124,8 +125,10 @@ class OctavoCallback(TrainerCallback):
             )
         if args.max_grad_norm:
             check_clip(optimizer, f"max_grad_norm={args.max_grad_norm}")
+        if self._following is not None:
+            self._following.remove()
         if args.gradient_accumulation_steps > 1 and uses_gradients_early(optimizer):
-            self._following = follow_accumulation(model, optimizer)
+            self._following = follow_accumulation(model, optimizer, _is_in_train)
         saved = state.stateful_callbacks.pop(KEY, None)
         own = self._state
         if own is None or self._optimizer is not optimizer or (saved is None and self.schedule and self.schedule.steps):
@@ -178,6 +181,14 @@ class OctavoCallback(TrainerCallback):
             folder = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
             state.save_to_json(str(folder / TRAINER_STATE_NAME))
             del state.stateful_callbacks[KEY]  # of this checkpoint, and of no later one
+
+
+def _is_in_train() -> bool:
+    """Whether Trainer.train is at work here: callbacks are not told when an exception ends it."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not Trainer.train.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _read_hub_names(model: Any, state_dict: dict[str, Any], *rest: Any) -> None:

@@ -137,7 +137,10 @@ def _targets(model: nn.Module, select: Select | None) -> list[tuple[str, nn.Modu
     chosen = large_enough if select is None else select
     targets: list[tuple[str, nn.Module, type[nn.Module]]] = []
     reasons: dict[str, list[str]] = {}
+    unknown: dict[str, list[nn.Parameter]] = {}
     for name, module in model.named_modules():
+        if held := expert_weights(module):
+            unknown[name] = list(held.values())
         if isinstance(module, RecipeModule):
             if select is None or select(module, name):
                 targets.append((name, module, type(module)))
@@ -156,7 +159,6 @@ def _targets(model: nn.Module, select: Select | None) -> list[tuple[str, nn.Modu
         warnings.warn(f"octavo.convert converted nothing: {found or 'the model has no linear layer'}", stacklevel=3)
     elif late := reasons.get(SHARDED):
         warnings.warn(f"{len(late)} layers stay in high precision, first {late[0]}: {SHARDED}", stacklevel=3)
-    unknown = {at: list(held.values()) for at, m in model.named_modules() if (held := expert_weights(m))}
     if targets and unknown:
         elements = sum(p.numel() for p in model.parameters() if p.ndim > 1)
         share = sum(p.numel() for held in unknown.values() for p in held) / elements

@@ -68,16 +68,22 @@ def test_a_scale_that_is_far_too_old_is_given_up() -> None:
     assert found.expected.startswith("nothing is clipped")
 
 
-def test_what_is_not_finite_is_ordered_as_it_spread() -> None:
+def test_what_is_not_finite_is_found_once_where_it_began() -> None:
     record = made(3, 5)
     for place, at in ((8, 2), (5, 2), (2, 3), (0, 3)):  # gradients of the third and second layer, then what follows
         record.measures["nonfinite"][at:, place] = 0.5
-    assert [(found.role, found.layer[13:14], found.begins) for found in diagnose(record)] == [
-        ("grad_output", "2", 100),
-        ("grad_output", "1", 100),
-        ("input", "0", 150),
-        ("grad_output", "0", 150),
-    ]
+    found = only(diagnose(record))
+    assert (found.role, found.layer[13:14], found.begins) == ("grad_output", "2", 100)
+    assert "; soon those of 3 more casts in 2 layers too" in found.cause
+
+
+def test_a_fault_that_begins_much_later_is_another() -> None:
+    record = made(3, 9)
+    for place, at in ((5, 1), (2, 2), (0, 7)):
+        record.measures["nonfinite"][at:, place] = 0.5
+    first, second = diagnose(record)
+    assert (first.begins, second.begins) == (50, 350) and "soon" not in second.cause
+    assert "; soon those of 1 more cast in 1 layer too" in first.cause
 
 
 def test_after_what_is_not_finite_nothing_counts() -> None:

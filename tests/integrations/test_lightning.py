@@ -188,6 +188,16 @@ def test_a_second_fit_begins_the_schedule_anew(tmp_path: Path) -> None:
     assert [switch.step for switch in own.schedule.switches] == [0, 1]
 
 
+def test_a_new_plugin_trains_a_model_that_an_earlier_schedule_moved_on(tmp_path: Path) -> None:
+    module = Module()
+    for _ in range(2):
+        own = plugin(schedule=SWITCHING[:2])
+        fit(tmp_path, own, module)
+        assert own.schedule is not None and [switch.step for switch in own.schedule.switches] == [0, 1]
+    with pytest.raises(ValueError, match="was converted with 'blockwise' already, not 'rowwise'"):
+        fit(tmp_path, plugin(recipes.rowwise()), module)
+
+
 def test_fabric_saves_and_resumes_bit_for_bit(tmp_path: Path) -> None:
     def losses(resume: bool) -> list[float]:
         fabric = lightning.Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")

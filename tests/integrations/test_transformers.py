@@ -185,6 +185,32 @@ def test_micro_batches_with_gradients_in_fp8_or_used_in_backward(tmp_path: Path)
     assert losses(early=False, gradient_storage="fp8") == pytest.approx(after, rel=1e-3)
 
 
+class Interrupts(transformers.TrainerCallback):
+    """Ctrl-C between two micro-batches."""
+
+    def on_substep_end(self, *arguments: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+
+def test_an_interrupted_training_leaves_no_hook(tmp_path: Path) -> None:
+    model = tiny_models.build("llama")
+    optimizer = octavo.optim.AdamW(model.parameters(), lr=1e-3, gradient_storage="fp8")
+    changes = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.0, "save_strategy": "no"}
+    callback = fp8(recipes.dynamic())
+    trainer = trainer_of(
+        tmp_path, "llama", [callback, interrupts := Interrupts()], model, optimizer=optimizer, **changes
+    )
+    hooks = len(model._forward_pre_hooks)
+    for used in (lambda: model(**next(iter(trainer.get_train_dataloader()))).loss.backward(), trainer.train):
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+        assert len(model._forward_pre_hooks) == hooks + 1 and optimizer._gradients._accumulating
+        trainer.remove_callback(interrupts)
+        used()
+        assert len(model._forward_pre_hooks) == hooks and not optimizer._gradients._accumulating
+        trainer.add_callback(interrupts)
+
+
 @pytest.mark.full
 def test_training_twice_begins_the_schedule_anew(tmp_path: Path) -> None:
     callback = fp8(schedule=SWITCHING)
@@ -193,6 +219,15 @@ def test_training_twice_begins_the_schedule_anew(tmp_path: Path) -> None:
         trainer.train()
         assert callback.schedule is not None
         assert [switch.step for switch in callback.schedule.switches] == [0, 1, 3]
+
+
+@pytest.mark.full
+def test_a_new_trainer_trains_a_model_that_an_earlier_schedule_moved_on(tmp_path: Path) -> None:
+    model = tiny_models.build("llama")
+    for _ in range(2):
+        callback = fp8(schedule=SWITCHING[:2])
+        trainer_of(tmp_path, "llama", [callback], model, save_strategy="no").train()
+        assert callback.schedule is not None and [switch.step for switch in callback.schedule.switches] == [0, 1]
 
 
 def forget(folder: Path) -> None:

@@ -28,8 +28,7 @@ def encode_moment(y: Tensor, fmt: Format, bits16: Tensor | None) -> Tensor:
     """
     dropped = 23 - fmt.mantissa_bits
     sign = (y.view(torch.int32) >> 24).bitwise_and_(0x80) if fmt.signed else None
-    finite = bool(torch.isfinite(y.sum()))  # a sum of finite numbers may overflow, so look again
-    faults = None if finite else ~torch.isfinite(y)
+    faults = None if _is_finite(y) else ~torch.isfinite(y)
     y.abs_()
     if bits16 is None:
         power = y.view(torch.int32).bitwise_and(_EXPONENT).view(torch.float32)
@@ -59,7 +58,7 @@ def decode_moment(codes: Tensor, fmt: Format) -> Tensor:
         wide.mul_(2.0 ** (15 - fmt.bias))
     if not fmt.has_inf and codes.numel() > 0:
         magnitude = codes.bitwise_and(0x7F) if fmt.signed else codes
-        if int(magnitude.max()) == fmt.nan_code:
+        if not codes.is_cpu or int(magnitude.max()) == fmt.nan_code:  # a GPU would be waited for
             wide.masked_fill_(magnitude == fmt.nan_code, float("nan"))
     return wide
 
@@ -77,7 +76,12 @@ def round_to_half(wide: Tensor, bits16: Tensor) -> Tensor:
     return _with_faults(wide, (bits | sign).to(torch.int16).view(torch.float16))
 
 
+def _is_finite(y: Tensor) -> bool:
+    """Whether all are known to be finite: not if their sum overflows, nor on a GPU, which would be waited for."""
+    return y.is_cpu and bool(torch.isfinite(y.sum()))
+
+
 def _with_faults(wide: Tensor, rounded: Tensor) -> Tensor:
-    if bool(torch.isfinite(wide.sum())):
+    if _is_finite(wide):
         return rounded
     return torch.where(torch.isfinite(wide), rounded, wide.to(rounded.dtype))

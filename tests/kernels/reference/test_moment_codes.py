@@ -10,7 +10,7 @@ from torch import Tensor
 
 from octavo import E4M3, E5M2
 from octavo.formats import E4M4, Format
-from octavo.kernels.reference.moment_codes import decode_moment, encode_moment
+from octavo.kernels.reference.moment_codes import decode_moment, encode_moment, round_to_bf16, round_to_half
 from tests.support.definitions import FLOAT32_MAX, FORMAT_INFO, around_codes, same_bits
 
 FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2, E4M4], ids=str)
@@ -95,3 +95,26 @@ def test_what_is_not_finite_is_nan_and_alone(fmt: Format, bits: int | None) -> N
     largest = len(positive(fmt)) - 1
     one = int((positive(fmt) == 1.0).nonzero())
     assert codes.tolist() == [one, fmt.nan_code, largest, fmt.nan_code, largest, fmt.nan_code, 0, fmt.nan_code]
+
+
+def all_kinds() -> list[Tensor]:
+    """What each of the functions gives for random numbers, an inf and a NaN among them."""
+    wide = torch.randn(64).mul_(100)
+    wide[3], wide[5] = math.inf, math.nan
+    bits, codes = torch.randint(0, 1 << 16, (64,), dtype=torch.int32), torch.arange(256, dtype=torch.uint8)
+    found = [round_to_bf16(wide, bits), round_to_half(wide, bits)]
+    for fmt in (E4M3, E5M2, E4M4):
+        y = wide if fmt.signed else wide.abs()
+        found += [encode_moment(y.clone(), fmt, None), encode_moment(y.clone(), fmt, bits), decode_moment(codes, fmt)]
+    return found
+
+
+def test_a_gpu_is_not_waited_for_and_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = all_kinds()
+    torch.manual_seed(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(Tensor, "is_cpu", property(lambda self: False))
+        for read in ("__bool__", "__int__", "__float__", "item", "tolist"):
+            patch.setattr(Tensor, read, lambda self: pytest.fail("a number is read"))
+        found = all_kinds()
+    assert all(same_bits(one, other) for one, other in zip(found, expected, strict=True))
