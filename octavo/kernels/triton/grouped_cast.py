@@ -65,6 +65,23 @@ def places_of_codes(x, place, local):
 
 
 @triton.jit
+def lines_of_group(x, groups, place, cols, COLUMNS: tl.constexpr, tiling: tl.constexpr):
+    """The lines of a group, or of its columns ``cols``: (group; width; lines; those of the other half; which exist)."""
+    is_group = place.group < groups.count
+    group = tl.where(is_group, place.group, 0)
+    width = x.C
+    if tiling.halves:
+        width = 2 * x.C
+    if COLUMNS:
+        lines = group * width + cols
+        inside = cols < tl.where(is_group, x.C, 0)
+        second_lines = lines + x.C
+    else:
+        lines, second_lines, inside = group, group, is_group
+    return group, width, lines, second_lines, inside
+
+
+@triton.jit
 def finish_groups(work_ptr, groups, cols, cols_end, width, out, scales_ptr, rounding: tl.constexpr):
     """Write the amax, scale_inv and scale of all groups' columns ``cols``, of ``width``, and set their bits to 0."""
     STEP: tl.constexpr = 16
@@ -110,23 +127,17 @@ def group_amax_kernel(
         largest = tl.maximum(largest, finite_abs(tile))
         if tiling.halves:
             second_largest = tl.maximum(second_largest, finite_abs(second))
-    is_group = place.group < groups.count
-    group = tl.where(is_group, place.group, 0)
+    _, width, lines, second_lines, inside = lines_of_group(x, groups, place, cols, COLUMNS, tiling)
     if COLUMNS:
-        width = x.C
+        raise_amax(work_ptr + lines, tl.max(largest, 0), inside)
         if tiling.halves:
-            width = 2 * x.C
-        bits_ptr = work_ptr + group * width
-        inside = cols < tl.where(is_group, x.C, 0)
-        raise_amax(bits_ptr + cols, tl.max(largest, 0), inside)
-        if tiling.halves:
-            raise_amax(bits_ptr + x.C + cols, tl.max(second_largest, 0), inside)
+            raise_amax(work_ptr + second_lines, tl.max(second_largest, 0), inside)
         if is_last_program(work_ptr + groups.count * width + strip, heights):
             finish_groups(work_ptr, groups, cols, x.C, width, out, scales_ptr, rounding)
             if tiling.halves:
                 finish_groups(work_ptr, groups, x.C + cols, width, width, out, scales_ptr, rounding)
     else:
-        raise_amax(work_ptr + group, tl.max(tl.max(tl.maximum(largest, second_largest), 1), 0))
+        raise_amax(work_ptr + lines, tl.max(tl.max(tl.maximum(largest, second_largest), 1), 0))
         if is_last_program(work_ptr + groups.count, tl.num_programs(0)):
             finish_lines(work_ptr, tl.arange(0, grouping.width), groups.count, out, scales_ptr, rounding)
 
@@ -169,20 +180,13 @@ def cast_group_kernel(
     strips = programs // heights
     place = locate(groups, program // strips, x.R, HEIGHT, grouping)
     cols = (program % strips) * tiling.block_c + tl.arange(0, tiling.block_c)
-    is_group = place.group < groups.count
-    group = tl.where(is_group, place.group, 0)
+    group, _, lines, second_lines, inside = lines_of_group(x, groups, place, cols, COLUMNS, tiling)
+    scale = known_scale(delayed_scale_ptr, scales_ptr, lines, inside, ROLE)
     if COLUMNS:
-        inside = cols < tl.where(is_group, x.C, 0)
-        width = x.C
-        if tiling.halves:
-            width = 2 * x.C
-        scale = known_scale(delayed_scale_ptr, scales_ptr, group * width + cols, inside, ROLE)[None, :]
-        second_scale = scale
-        if tiling.halves:
-            second_scale = known_scale(delayed_scale_ptr, scales_ptr, group * width + x.C + cols, inside, ROLE)[None, :]
-    else:
-        scale = known_scale(delayed_scale_ptr, scales_ptr, group, is_group, ROLE)
-        second_scale = scale
+        scale = scale[None, :]
+    second_scale = scale
+    if COLUMNS and tiling.halves:
+        second_scale = known_scale(delayed_scale_ptr, scales_ptr, second_lines, inside, ROLE)[None, :]
     largest = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
     last = tl.minimum(place.first + HEIGHT, tl.maximum(place.height, place.columns))
     for first in range(place.first, last, tiling.block_r):
@@ -195,15 +199,15 @@ def cast_group_kernel(
     if delayed_scale_ptr is not None:
         raise_amax(work_ptr + group, tl.max(tl.max(largest, 1), 0))
         if is_last_program(work_ptr + groups.count, programs):
-            lines = tl.arange(0, grouping.width)
-            is_line = lines < groups.count
-            scales = known_scale(delayed_scale_ptr, scales_ptr, lines, is_line, ROLE)
-            tl.store(out.scale_inv + lines, scale_inv_from_scale(scales, False), mask=is_line)
+            each = tl.arange(0, grouping.width)
+            is_group = each < groups.count
+            scales = known_scale(delayed_scale_ptr, scales_ptr, each, is_group, ROLE)
+            tl.store(out.scale_inv + each, scale_inv_from_scale(scales, False), mask=is_group)
             # from L2: this multiprocessor's own cache doesn't see what others raised
-            amax = tl.load(work_ptr + lines, mask=is_line, other=0, cache_modifier=".cg").to(tl.float32, bitcast=True)
-            tl.store(out.amax + lines, amax, mask=is_line)
+            amax = tl.load(work_ptr + each, mask=is_group, other=0, cache_modifier=".cg").to(tl.float32, bitcast=True)
+            tl.store(out.amax + each, amax, mask=is_group)
             tl.debug_barrier()  # all threads have read
-            tl.store(work_ptr + lines, tl.zeros_like(lines), mask=is_line)
+            tl.store(work_ptr + each, tl.zeros_like(each), mask=is_group)
 
 
 @triton.jit
