@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from octavo.distributed import joined_parts
 from octavo.distributed.dcp_files import METADATA, Reader, TensorPlanner, Writer
 from octavo.distributed.errors import CheckpointError, RankError
 from octavo.distributed.files import reason_of, replacing
@@ -139,6 +140,8 @@ def load_checkpoint(
             if optimizer is not None and state["optimizer"] is None:  # it was saved before its first step
                 optimizer.state.clear()
             elif optimizer is not None:
+                own = state["optimizer"]["state"]
+                state["optimizer"]["state"] = joined_parts.part(own, joined_parts.names_of(model))
                 set_optimizer_state_dict(model, optimizer, state["optimizer"])
             load_delayed(model, content["delayed"], ranks)
     return content["extra"]
@@ -238,13 +241,14 @@ def _collect(model: nn.Module, optimizer: Optimizer | None) -> tuple[dict[str, A
     """The tensors, by name, and the rest."""
     tensors: dict[str, Any] = {}
     others: dict[str, Any] = {}
-    for name, value in get_model_state_dict(model).items():
+    parted = joined_parts.names_of(model)
+    for name, value in joined_parts.join(get_model_state_dict(model), parted).items():
         (tensors if isinstance(value, Tensor) else others)[f"model.{name}"] = value
     content: dict[str, Any] = {"model": sorted([*tensors, *others]), "others": others, "states": None, "groups": []}
     if optimizer is not None and optimizer.state:  # torch would step one that has no state yet
         state: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer))
-        content["groups"], content["states"] = state["param_groups"], {}
-        for name, values in state["state"].items():
+        content["groups"], content["states"] = joined_parts.renamed(state["param_groups"], parted, True), {}
+        for name, values in joined_parts.join(state["state"], parted).items():
             content["states"][name] = sorted(values)
             for key, value in values.items():
                 (tensors if isinstance(value, Tensor) else others)[f"optimizer.{name}.{key}"] = value
@@ -259,7 +263,9 @@ def _state_to_fill(
     An optimizer that was saved before its first step has None.
     """
     state: dict[str, Any] = {"model": get_model_state_dict(model), "optimizer": None}
-    places = {f"model.{name}": (state["model"], name) for name in state["model"]}
+    parted = joined_parts.names_of(model)
+    whole = joined_parts.join(state["model"], parted) if parted else state["model"]
+    places = {f"model.{name}": (whole, name) for name in whole}
     missing, unexpected = sorted(places.keys() - content["model"]), sorted(content["model"] - places.keys())
     if missing or unexpected:
         raise CheckpointError(
@@ -268,7 +274,7 @@ def _state_to_fill(
         )
     if optimizer is not None and content["states"] is not None:
         optimizer.zero_grad()
-        own: Any = get_optimizer_state_dict(model, optimizer)["state"]
+        own: Any = joined_parts.join(get_optimizer_state_dict(model, optimizer)["state"], parted)  # type: ignore[arg-type]
         for name, keys in content["states"].items():
             if not set(keys) <= own.get(name, {}).keys():
                 raise CheckpointError(
@@ -278,10 +284,13 @@ def _state_to_fill(
             own[name] = {key: own[name][key] for key in keys}
             places |= {f"optimizer.{name}.{key}": (own[name], key) for key in keys}
         kept = {name: own[name] for name in content["states"]}
-        state["optimizer"] = {"state": kept, "param_groups": content["groups"]}
+        groups = joined_parts.renamed(content["groups"], parted, False)
+        state["optimizer"] = {"state": kept, "param_groups": groups}
     for name in content["others"].keys() & places.keys():
         part, key = places.pop(name)
         part[key] = content["others"][name]
+        if part is whole:
+            state["model"][key] = content["others"][name]
     return state, {name: part[key] for name, (part, key) in places.items()}
 
 

@@ -129,6 +129,18 @@ def test_it_goes_on_on_another_number_of_ranks_and_its_model_is_read_by_one(pool
         run(changed(config, ranks={"shard": "none"}), "delayed")
 
 
+@pytest.mark.full
+def test_a_run_under_tensor_parallelism_goes_on_without_and_its_model_is_read_by_one(pool, short, tmp_path):
+    config = changed(short, run={"out": tmp_path}, ranks={"shard": "fsdp", "tensor_parallel": 2})
+    ((part, *_), *_) = pool.run(train_on, (4,), config, "delayed", 3)
+    config = changed(config, run={"resume": True}, ranks={"tensor_parallel": 1})
+    ((again, *_), *_) = pool.run(train_on, (2,), config, "delayed")
+    assert [loss for loss, _ in again[:3]] == [loss for loss, _ in part]
+    alone = curve(run(changed(config, run={"out": None, "resume": False}, ranks={"shard": "none"}), "delayed"))
+    assert nearly(again, alone, 0.05)
+    assert trained_model(tmp_path / "delayed").blocks[0].attention.qkv.linear.delayed_scale.all()
+
+
 def test_faults_are_those_of_all_ranks(pool, config, tmp_path):
     config = changed(config, ranks={"shard": "fsdp"}, run={"out": tmp_path, "checkpoint_every": 2})
     for kind, text in pool.run(train_on, (2,), changed(config, data={"batch": 6, "micro_batches": 2})):
