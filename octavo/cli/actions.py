@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import logging
 
+from octavo.cli.options import option_errors
+
 
 def export(options: argparse.Namespace, arguments: list[str]) -> int:
     """Writes a run as ONNX, and says how near to octavo it is in onnxruntime."""
@@ -39,10 +41,9 @@ def plan(options: argparse.Namespace, arguments: list[str]) -> int:
     from octavo.cost import command, estimate, rates_of
     from octavo.cost.estimate import work_of
     from octavo.train import GPT, ModelConfig, config_file
-    from octavo.train.errors import train_errors
 
     logging.getLogger("octavo").setLevel(logging.ERROR)  # nothing runs here, so nothing is emulated
-    with train_errors():
+    with option_errors():
         sizes = config_file.build(ModelConfig, vars(options))
     rates = rates_of(options.device)
     inputs = command.tokens_of(options.tokens, sizes.context)

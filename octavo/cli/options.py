@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from octavo.train.config import TrainConfig, choices, hints, remedy
+from octavo.train.errors import TrainError
 
 _METAVARS = {int: "N", float: "X"}
 
@@ -55,7 +57,12 @@ def _reader(config: type, own: dataclasses.Field[Any]) -> Callable[[str], Any]:
     return read
 
 
-def in_flags(message: str) -> str:
-    """A message with the names of options, where they can be told from other words, as flags."""
-    names = {own.name for part in hints(TrainConfig).values() for own in dataclasses.fields(part) if "_" in own.name}
-    return re.sub(rf"\b({'|'.join(sorted(names))})\b", lambda found: flag_of(found[0]), message)
+@contextlib.contextmanager
+def option_errors() -> Iterator[None]:
+    """Makes a ValueError of options a TrainError, in which they are flags where they can be told from other words."""
+    try:
+        yield
+    except ValueError as error:
+        names = (own.name for part in hints(TrainConfig).values() for own in dataclasses.fields(part))
+        known = "|".join(name for name in names if "_" in name)
+        raise TrainError(re.sub(rf"\b({known})\b", lambda found: flag_of(found[0]), str(error))) from error

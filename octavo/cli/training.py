@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from octavo.cli.options import in_flags
+from octavo.cli.options import option_errors
 from octavo.train import config_file
 from octavo.train.config import BASELINE
 from octavo.train.errors import TrainError
@@ -47,11 +47,9 @@ def _config(options: argparse.Namespace) -> tuple[TrainConfig, list[str]]:
     if own not in given and other in given:
         raise TrainError(f"{options.config} gives {other}, and octavo {options.name} needs {own}: add --{own}")
     recipes = [given.get("recipe", RECIPE)] if own == "recipe" else list(given.get("recipes", COMPARED))
-    try:
+    with option_errors():
         config = config_file.config_of(given)
         config.require_phases(recipes)
-    except ValueError as error:
-        raise TrainError(in_flags(str(error))) from error
     return config, recipes
 
 

@@ -50,6 +50,8 @@ def test_version_help_and_info(capsys):
         ("train --batch 10 --micro-batches 4", "batch 10 does not divide into 4 --micro-batches: choose a batch of 12"),
         ("train --recover 3 --update-in-backward 0", "which --update-in-backward does not keep: choose one"),
         ("plan --width 7", "width 7 is not a multiple"),
+        ("plan --experts 2 --top-k 3", "choose --top-k 2"),
+        ("train --tensor-parallel 2", "--tensor-parallel 2 with shard none: choose shard fsdp"),
         ("train --config nowhere", "nowhere: No such file or directory: give a run's folder, its config.json"),
         ("train --config bare", "bare/config.json: No such file"),
         ("train --config text.py", "text.py is neither JSON nor"),

@@ -5,8 +5,9 @@ from typing import Literal
 
 import pytest
 
-from octavo.cli.options import add_options, in_flags
+from octavo.cli.options import add_options, option_errors
 from octavo.train.config import option
+from octavo.train.errors import TrainError
 
 
 @dataclass(frozen=True)
@@ -61,4 +62,5 @@ def test_a_wrong_value_names_the_flag_and_the_choice(parser, given, says):
 
 
 def test_options_in_messages_are_flags():
-    assert in_flags("batch 3: 2 micro_batches of_micro_batches") == "batch 3: 2 --micro-batches of_micro_batches"
+    with pytest.raises(TrainError, match=r"^batch 3: 2 --micro-batches of_micro_batches, --lr$"), option_errors():
+        raise ValueError("batch 3: 2 micro_batches of_micro_batches, --lr")
