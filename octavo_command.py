@@ -14,13 +14,19 @@ FAULT = 2
 INTERRUPTED = 130
 COMMANDS = {
     "train": "train a byte-level GPT with one recipe",
-    "compare": "train it in high precision and in FP8, and compare",
+    "compare": "train the same GPT in high precision and in FP8, and compare",
     "export": "write a trained model as ONNX, and check it in onnxruntime",
     "plan": "predict a training step's time and memory in each recipe, and say whether FP8 pays",
     "inspect": "say what FP8 does to a recorded training, or would to a model: what, why, what to change",
     "tune": "measure which tiles kernels are fastest with on this GPU, for all later processes",
     "info": "show versions, devices, and where FP8 is native",
 }
+EXAMPLES = (
+    "octavo compare --steps 100",
+    "octavo train --data corpus/ --recipe delayed",
+    "octavo inspect runs/train-001/delayed",
+    "octavo train --help",
+)
 
 
 class Parser(argparse.ArgumentParser):
@@ -49,7 +55,8 @@ def parser(version: str = "") -> tuple[Parser, argparse._SubParsersAction[Parser
     top = Parser(
         prog="octavo",
         description="Train PyTorch models in FP8.",
-        epilog="octavo COMMAND --help shows a command's options, with examples.",
+        epilog="\n  ".join(["examples:", *EXAMPLES]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     top.add_argument("--version", action="version", version=f"octavo {version}", help="show octavo's version")

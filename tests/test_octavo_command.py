@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import octavo_command
+from octavo import cli
 
 ROOT = Path(__file__).parents[1]
 START = "import sys, octavo_command; sys.argv[0] = 'octavo'; sys.exit(octavo_command.main())"
@@ -28,6 +29,13 @@ def test_help_and_faults_of_commands_do_not_wait_for_torch(arguments):
         assert done.returncode == 0 and all(f"  {name} " in done.stdout for name in octavo_command.COMMANDS)
     else:
         assert done.returncode == 2 and done.stderr.startswith("octavo: error: ") and done.stderr.count("\n") == 1
+
+
+def test_examples_are_taken():
+    for example in octavo_command.EXAMPLES:
+        if not example.endswith("--help"):
+            assert cli.parser().parse_args(example.split()[1:]).command
+    assert octavo_command.parser()[0].format_help().endswith(f"{octavo_command.EXAMPLES[-1]}\n")
 
 
 def test_ctrl_c_while_torch_is_imported_is_one_line():

@@ -24,8 +24,9 @@ def add_options(parser: argparse.ArgumentParser, config: type) -> None:
     group = parser.add_argument_group((config.__doc__ or config.__name__).splitlines()[0].rstrip("."))
     for own in dataclasses.fields(config):
         flag, default, text = flag_of(own.name), own.default, own.metadata["help"].replace("%", "%%")
-        if default not in (None, "") and "(default: " not in text:
-            text += f" (default: {'no' if default is False else default})"
+        if default is not None and "(default: " not in text:
+            shown = "no" if default == "" or default is False else default
+            text += f" (default: {shown})"
         common: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text}
         if isinstance(default, bool):
             group.add_argument(flag, action=argparse.BooleanOptionalAction, **common)

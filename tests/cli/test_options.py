@@ -15,6 +15,7 @@ class Options:
     """One of each kind."""
 
     how_many: int = option(3, "a number, 100 % of it", 1)
+    every: int = option(0, "none", 0)
     share: float = option(0.5, "another", 0, 1, metavar="SHARE")
     kind: Literal["a", "b"] = option("a", "one of two")
     note: str = option("", "a text", metavar="TEXT")
@@ -38,9 +39,10 @@ def test_flags_have_the_kinds_names_and_defaults_of_fields(parser):
     for line in (
         "One of each kind:",
         "--how-many N a number, 100 % of it (default: 3)",
+        "--every N none (default: 0)",
         "--share SHARE another (default: 0.5)",
         "--kind {a,b} one of two (default: a)",
-        "--note TEXT a text --where FOLDER a place (default: here)",
+        "--note TEXT a text (default: no) --where FOLDER a place (default: here)",
         "--fast, --no-fast or not (default: no)",
     ):
         assert line in shown
