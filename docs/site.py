@@ -1,5 +1,6 @@
-"""What MkDocs adds to docs/: README as the first page, files that pages link to, llms.txt, docstrings' examples."""
+"""What MkDocs adds to docs/: README as first page, notebooks, the command's help, files that are linked, llms.txt."""
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -50,6 +51,19 @@ def place(path: str) -> str:
     return PAGES.get(path) or (path.removeprefix("docs/") if path.startswith("docs/") else f"files/{path}")
 
 
+def command_page() -> str:
+    """The command's own help, of it and of each sub-command."""
+    from octavo.cli import parser
+
+    os.environ["COLUMNS"] = "100"  # argparse folds its lines there
+    top = parser()
+    (commands,) = (action.choices for action in top._actions if isinstance(action.choices, dict))
+    parts = ["# The command", "After this page you know every option of `octavo`. It is what `--help` prints."]
+    for name, each in {"octavo": top, **{f"octavo {name}": found for name, found in commands.items()}}.items():
+        parts.append(f"## {name}\n\n```text\n{each.format_help().strip()}\n```")
+    return "\n\n".join(parts)
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """The pages that lie outside docs/, and the files and folders that any page links to."""
     sources = {f"docs/{file.src_uri}": file.abs_src_path for file in files.documentation_pages()}
@@ -57,6 +71,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     linked: set[str] = set(sources) & set(PAGES)
     for source, path in sources.items():
         linked |= set(targets(Path(str(path)).read_text(encoding="utf-8"), source).values())
+    files.append(File.generated(config, "reference/command.md", content=command_page()))
     for file in [file for file in files if file.src_uri.endswith(".ipynb")]:
         name = Path(file.src_uri).stem
         content = as_markdown(Path(str(file.abs_src_path)).read_text(encoding="utf-8"), name)

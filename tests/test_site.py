@@ -31,15 +31,19 @@ frame.height = 900;
 const show = url => new Promise(done => { frame.onload = done; frame.src = url; });
 const wait = milliseconds => new Promise(done => setTimeout(done, milliseconds));
 (async () => {
-  for (const width of [1280, 390]) {
-    frame.width = width; frame.style.border = 0;
-    for (const page of pages) {
-      await show(page);
-      const shown = frame.contentDocument.documentElement;
+  frame.style.border = 0;
+  for (const page of pages) {
+    await show(page);
+    const still = frame.contentDocument.createElement("style"); // what is measured has arrived
+    still.textContent = "* { transition: none !important; animation: none !important; }";
+    frame.contentDocument.head.append(still);
+    for (const width of [1280, 390]) {
+      frame.width = width;
+      const shown = frame.contentDocument.documentElement; // reading it lays the page out anew
       found.pages[width + " " + page] = shown.scrollWidth - frame.contentWindow.innerWidth;
-      for (const entry of frame.contentWindow.performance.getEntriesByType("resource"))
-        if (!entry.name.startsWith(location.origin)) found.fetched.push(entry.name);
     }
+    for (const entry of frame.contentWindow.performance.getEntriesByType("resource"))
+      if (!entry.name.startsWith(location.origin)) found.fetched.push(entry.name);
   }
   frame.width = 1280;
   await show("index.html?q=" + term);
