@@ -76,8 +76,9 @@ def mix(
     routing, k = Routing.of(top_k_index.reshape(-1), experts), top_k_index.shape[1]
     rows = _Rows.apply(x_TH, routing.order, routing.inverse, k)
     y = _Rows.apply(compute(rows, routing.offsets), routing.inverse, routing.order, 1)
-    mixed = (y.unflatten(0, top_k_index.shape) * top_k_weights.unsqueeze(-1)).sum(1)
-    return mixed.to(x.dtype).view(x.shape)
+    by_token = *x.shape[:-1], k
+    mixed = (y.view(*by_token, y.shape[1]) * top_k_weights.reshape(*by_token, 1)).sum(-2)
+    return mixed.to(x.dtype)  # no view, of which FSDP2 warns
 
 
 def feed_forward(

@@ -14,6 +14,8 @@ from torch import Tensor
 from octavo.granularity import Tile
 from octavo.tensor.pair import MOVES, Facade
 
+aten = torch.ops.aten
+
 
 class ReceivedRows(Facade):
     """Rows [R, C] in groups.
@@ -58,4 +60,14 @@ class ReceivedRows(Facade):
         return ReceivedRows(self.qdata, self.scale_inv, self.scale_tile, self.offsets, self.found_amax, self.dtype)
 
 
-ReceivedRows.RULES = {**MOVES}
+def _same(func: Any, own: ReceivedRows, dtype: torch.dtype, *_: Any, **__: Any) -> Any:
+    """The rule of ``rows.to(their dtype)``, which inference mode brings here."""
+    return own if dtype == own.dtype else NotImplemented
+
+
+def _isnan(func: Any, own: ReceivedRows) -> Tensor:
+    """What torch.autograd.detect_anomaly asks of gradients."""
+    return own.qdata.to(torch.float32).isnan()
+
+
+ReceivedRows.RULES = {**MOVES, aten.to.dtype: _same, aten.isnan.default: _isnan}

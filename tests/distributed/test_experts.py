@@ -145,9 +145,10 @@ def saved_and_loaded(mesh, recipe, folder):
 
     def step(net, optimizer, index, ranks):
         x = torch.cat([batch(index, rank) for rank in ranks])
-        (net(x).square().sum() / len(ranks)).backward()
-        for p in net.router.parameters() if len(ranks) == 1 else ():
-            dist.all_reduce(p.grad, group=mesh.get_group())
+        net(x).square().sum().backward()
+        if len(ranks) == 1:
+            dist.all_reduce(net.router.weight.grad, group=mesh.get_group())
+        for p in net.parameters() if len(ranks) > 1 else net.router.parameters():
             p.grad /= mesh.size()
         optimizer.step()
         optimizer.zero_grad()
@@ -156,9 +157,10 @@ def saved_and_loaded(mesh, recipe, folder):
     net, optimizer = made(True)
     for index in range(2):
         step(net, optimizer, index, here)
-    checkpoint.save_checkpoint(folder, net, optimizer)
+    ranks = Ranks(mesh.get_group())
+    checkpoint.save_checkpoint(folder, net, optimizer, ranks=ranks)
     again, other = made(True)
-    checkpoint.load_checkpoint(folder, again, other)
+    checkpoint.load_checkpoint(folder, again, other, ranks=ranks)
     lone, its = made(False)
     checkpoint.load_checkpoint(folder, lone, its, ranks=Ranks())
     step(net, optimizer, 2, here)
