@@ -2,7 +2,7 @@
 
     ColwiseParallel       gathers an input that is sharded by tokens as codes and scales
     PrepareModuleInput    gathers it once for all layers of a module that read it (query, key and value)
-    RowwiseParallel, SequenceParallel    torch's own
+    RowwiseParallel, SequenceParallel    as torch's
 
 For ``torch.distributed.tensor.parallel.parallelize_module``, with torch's arguments. What a recipe sends is in
 docs/tensor-parallel.md; where an input can't be sent as pairs it is gathered as by torch's styles.
@@ -23,13 +23,13 @@ from octavo.nn.parted_linear import part
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.tensor_parallel import gathered_for
 from octavo.tensor.gathered_input import GatheredInput
+from octavo.tensor.stored_weight import StoredWeight
 
-RowwiseParallel = torch_parallel.RowwiseParallel
-"""torch's, as it is: what a row-wise layer reads is on this rank already."""
 SequenceParallel = torch_parallel.SequenceParallel
 """torch's, as it is: for norms and dropout, which read this rank's tokens alone."""
 
 _READS = "_reads_gathered_input"  # on a layer under ColwiseParallel
+_SHARDED = "_octavo_sharded"  # on a parameter: how it was sharded, and what it became, for modules that share it
 
 
 def _in_fp8(readers: list[RecipeModule], input: Any) -> GatheredInput | None:
@@ -46,6 +46,57 @@ def _gathered(readers: list[RecipeModule], input: Any, memo: list[Any] | None) -
     return gathered_for(readers, input, memo)
 
 
+def _shard_parameters(style: Any, module: nn.Module, mesh: Any, of_weight: Any, of_bias: Any) -> None:
+    """Shard a module's own parameters; one that is tied to another module's stays tied.
+
+    Raises:
+        ValueError: for one that was sharded in another way through the other module, or that lives in FP8.
+    """
+    for name, param in list(module.named_parameters(recurse=False)):
+        if isinstance(param, StoredWeight):
+            raise ValueError(
+                "weights that live in FP8 are sharded by fully_shard, not over a tensor-parallel mesh: convert without "
+                "weight_storage='fp8'"
+            )
+        placement = of_bias if name == "bias" else of_weight
+        placed, sharded = param.__dict__.get(_SHARDED, (None, None))
+        if sharded is None:
+            local = distribute_tensor(param, mesh, [placement], src_data_rank=style.src_data_rank)
+            sharded = nn.Parameter(local, requires_grad=param.requires_grad)
+            param.__dict__[_SHARDED] = placement, sharded
+        elif placed != placement:
+            raise ValueError(
+                f"a parameter of {type(module).__name__} is tied to another module's, which is sharded {placed}, and "
+                f"{type(style).__name__} would shard it {placement}: an embedding by RowwiseParallel and a Linear by "
+                "ColwiseParallel are sharded alike, by rows"
+            )
+        module.register_parameter(name, sharded)
+
+
+class RowwiseParallel(torch_parallel.RowwiseParallel):
+    """torch's RowwiseParallel, under which parameters that modules share stay shared.
+
+    Args:
+        input_layouts: Shard(-1) by default.
+        output_layouts: Replicate() by default; Shard(d) of a dimension of tokens scatters the sum.
+        use_local_output: whether the output is a plain tensor.
+
+    Raises:
+        ValueError: in parallelize_module, for a tied parameter that is sharded in two ways, or weights in FP8.
+
+    Example:
+        >>> from torch.distributed.tensor import Shard
+        >>> RowwiseParallel(output_layouts=Shard(1)).output_layouts
+        (Shard(dim=1),)
+    """
+
+    def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: Any) -> None:
+        _shard_parameters(self, module, device_mesh, Shard(1), Replicate())
+
+    def _partition_embedding_fn(self, name: str, module: nn.Module, device_mesh: Any) -> None:
+        _shard_parameters(self, module, device_mesh, Shard(0), None)
+
+
 class ColwiseParallel(torch_parallel.ColwiseParallel):
     """torch's ColwiseParallel, which gathers the input of octavo's layers in FP8 where it is sharded by tokens.
 
@@ -58,7 +109,7 @@ class ColwiseParallel(torch_parallel.ColwiseParallel):
         use_local_output: whether the output is a plain tensor.
 
     Raises:
-        ValueError: in parallelize_module, for splits that do not divide into the ranks.
+        ValueError: in parallelize_module, for splits that do not divide into the ranks, and as RowwiseParallel.
 
     Example:
         >>> from torch.distributed.tensor import Shard
@@ -89,9 +140,10 @@ class ColwiseParallel(torch_parallel.ColwiseParallel):
         return theirs(*how, outputs, device_mesh)
 
     def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: Any) -> None:
-        for own, param in list(module.named_parameters(recurse=False)):
-            sharded = distribute_tensor(param, device_mesh, [Shard(0)], src_data_rank=self.src_data_rank)
-            module.register_parameter(own, nn.Parameter(sharded, requires_grad=param.requires_grad))
+        _shard_parameters(self, module, device_mesh, Shard(0), Shard(0))
+
+    def _partition_embedding_fn(self, name: str, module: nn.Module, device_mesh: Any) -> None:
+        _shard_parameters(self, module, device_mesh, Shard(1), None)
 
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
         module.__dict__[_READS] = True

@@ -77,7 +77,7 @@ class SelfAttention(nn.Module):
         ValueError: for heads that don't divide the width, or kv_heads that don't divide the heads.
 
     Shape:
-        input [B, S, W], result the same, dtype of the input or autocast's; S positions, each of which sees those before.
+        input [B, S, W], result the same, dtype of the input or autocast's; S positions, each sees those before.
 
     Example:
         >>> import torch, octavo

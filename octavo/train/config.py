@@ -295,6 +295,11 @@ class TrainConfig:
             raise ValueError(f"tensor_parallel {ranks} does not divide {wrong}: choose sizes that are multiples of it")
         others = {
             "experts": model.experts > 0,
+            "compile": self.run.compile,
+            f"moments {state.moments}": state.moments != "fp32",
+            f"master {state.master}": state.master not in ("auto", "fp32"),
+            "schedule": bool(state.schedule),
+            "recover": state.recover > 0,
             "weight_storage fp8": state.weight_storage == "fp8",
             "gradient_storage fp8": state.gradient_storage == "fp8",
             "update_in_backward": state.outstanding_bytes is not None,

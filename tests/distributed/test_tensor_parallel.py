@@ -52,3 +52,38 @@ def test_compiled(pool, recipe, sequence):
     for difference, breaks in pool.run(tasks.compiled, (2,), recipe, sequence):
         assert difference == 0.0
         assert all("_gathered" in reason for reason in breaks) and bool(breaks) == sequence
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("shape", [(2,), pytest.param((4,), marks=pytest.mark.full)])
+@pytest.mark.parametrize("recipe", ["power of two", "rowwise", "blockwise", "mx"])
+def test_features_that_do_not_divide(pool, recipe, shape):
+    for found in pool.run(tasks.uneven, shape, recipe):
+        assert max(found.values()) == 0.0
+
+
+@pytest.mark.parametrize("recipe", ["power of two", "high_precision"])
+def test_tied_embeddings_and_a_loss_over_parts_of_the_vocabulary(pool, recipe):
+    """51 bytes on 2 ranks."""
+    for same, difference, said in pool.run(tasks.tied, (2,), recipe):
+        assert same and difference < 1e-5
+        assert "tied to another module's, which is sharded S(0)" in said or "sharded Shard(dim=0)" in said
+
+
+@pytest.mark.parametrize(("before", "message"), [(True, "sharded by fully_shard"), (False, "leave it out by select=")])
+def test_weights_that_live_in_fp8_are_refused(pool, before, message):
+    assert message in pool.run(tasks.stored, (2,), before)[0]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("recipe", ["dynamic", "rowwise"])
+def test_llama_of_transformers(pool, recipe):
+    """Within float32's addition, and the code that it changes here and there."""
+    assert max(pool.run(tasks.llama, (2,), recipe)) < 1e-3
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("recipe", ["power of two", "rowwise", "blockwise", "mx", "gw_hp", "high_precision"])
+def test_with_fsdp2_in_the_other_dimension(pool, recipe):
+    """Halves of a batch have the sums, exact, and (of these eighths) the scales of all of it."""
+    assert max(pool.run(tasks.two_dimensions, (2, 2), recipe)) == 0.0

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor import parallel as torch_parallel
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -254,3 +255,92 @@ def uneven_splits(mesh: Any) -> str:
     with pytest.raises(ValueError) as caught:
         parallelize_module(layer, mesh, ours.ColwiseParallel())
     return str(caught.value)
+
+
+def uneven(mesh: Any, recipe: str) -> dict[str, float]:
+    """50 features in 16, 17 and so on: as DTensors between the layers, since torch takes plain ones to be even."""
+    alone = Pair(30, 49, True)
+    model = copy.deepcopy(alone)
+    convert(alone, recipe), convert(model, recipe)
+    style = ours.ColwiseParallel(use_local_output=False)
+    parallelize_module(model, mesh, {"up": style, "down": ours.RowwiseParallel()})
+    x, g = small(2, 8, 30), small(2, 8, 30)
+    return differences(step(alone, x, g), step(model, x, g))
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is the output layer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(51, 32), nn.Linear(32, 51, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.embedding(tokens))
+
+
+def tied(mesh: Any, recipe: str) -> tuple[bool, float, str]:
+    """(still tied, the difference of the gradient under loss_parallel, what is said of two ways to shard it)."""
+    alone = Tied()
+    model, other = copy.deepcopy(alone), copy.deepcopy(alone)
+    convert(alone, recipe), convert(model, recipe)
+    by_rows = {"embedding": ours.RowwiseParallel(input_layouts=Replicate())}
+    parallelize_module(model, mesh, by_rows | {"head": ours.ColwiseParallel(use_local_output=False)})
+    tokens, wanted = torch.randint(51, (2, 8, 2)).unbind(-1)
+    nn.functional.cross_entropy(alone(tokens).flatten(0, 1), wanted.flatten()).backward()
+    with torch_parallel.loss_parallel():
+        nn.functional.cross_entropy(model(tokens).flatten(0, 1), wanted.flatten()).backward()
+    found, grad = whole(model.head.weight.grad), alone.head.weight.grad
+    with pytest.raises(ValueError) as caught:
+        parallelize_module(other, mesh, by_rows | {"head": ours.RowwiseParallel()})
+    same = model.head.weight is model.embedding.weight
+    return same, ((found - grad).abs().max() / grad.abs().max()).item(), str(caught.value)
+
+
+def stored(mesh: Any, before: bool) -> str:
+    """What is said to weights that live in FP8."""
+    model = Pair(256, 512, True)
+    plan = {"up": ours.ColwiseParallel(), "down": ours.RowwiseParallel()}
+    with pytest.raises(ValueError) as caught:
+        if not before:
+            parallelize_module(model, mesh, plan)
+        octavo.convert(model, RECIPES["dynamic"], lambda module, name: True, weight_storage="fp8")
+        parallelize_module(model, mesh, plan)
+    return str(caught.value)
+
+
+def llama(mesh: Any, recipe: str) -> float:
+    """The largest difference of a gradient of transformers' Llama from one rank's, of the largest."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 128}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    alone = LlamaForCausalLM(LlamaConfig(**sizes, **heads, attn_implementation="eager"))
+    model = copy.deepcopy(alone)
+    convert(alone, recipe), convert(model, recipe)
+    plan: dict[str, Any] = {"lm_head": ours.ColwiseParallel(output_layouts=Replicate())}
+    plan |= dict.fromkeys([f"model.layers.*.self_attn.{one}_proj" for one in "qkv"], ours.ColwiseParallel())
+    plan |= dict.fromkeys([f"model.layers.*.mlp.{one}_proj" for one in ("gate", "up")], ours.ColwiseParallel())
+    plan |= dict.fromkeys(("model.layers.*.self_attn.o_proj", "model.layers.*.mlp.down_proj"), ours.RowwiseParallel())
+    parallelize_module(model, mesh, plan)
+    tokens = torch.randint(128, (2, 16))
+    for own in (alone, model):
+        own(input_ids=tokens, labels=tokens).loss.backward()
+    one, other = ({name: whole(p.grad) for name, p in own.named_parameters()} for own in (alone, model))
+    return max(differences(one, other).values())
+
+
+def two_dimensions(mesh: Any, recipe: str) -> float:
+    """Layers sharded over a mesh's second dimension, and by FSDP2 over the first: the largest difference of a step."""
+    alone = Pair(256, 512, True)
+    model = parallel(copy.deepcopy(alone), mesh["shard"], recipe, True)
+    convert(alone, recipe)
+    for layer in (model.up, model.down, model):
+        fully_shard(layer, mesh=mesh["replicate"])
+    x, g, rank = small(4, 8, 256), small(4, 8, 256), mesh["replicate"].get_local_rank()
+    wanted = step(alone, x, g)
+    found = step(model, x.chunk(2)[rank], g.chunk(2)[rank] * 2)
+    wanted |= {"y": wanted["y"].chunk(2)[rank], "x": wanted["x"].chunk(2)[rank] * 2}
+    return max(differences(wanted, found).values())
