@@ -146,7 +146,7 @@ class ConvertedExperts(nn.Module):
         super()._apply(fn, recurse)
         for part in self.parts:
             if part.gather.parameter is not None:
-                part.take_parameter(self.get_parameter(part.key), self._parameters[part.key], part.name)
+                part.gather.adopt(parameter := self.get_parameter(part.key), parameter, part, part.name)
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
