@@ -28,6 +28,10 @@ def test_inputs_that_lie_otherwise(pool, recipe, layouts):
         assert max(found.values()) == 0.0
 
 
+def test_made_on_the_meta_device(pool):
+    assert pool.run(tasks.from_meta, (2,)) == [(True, True)] * 2
+
+
 def test_refusals(pool):
     plain, mesh, strided = pool.run(tasks.refused, (2, 2))[0]
     assert "the input is a plain tensor: give it through ColwiseParallel" in plain

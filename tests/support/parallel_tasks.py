@@ -344,3 +344,17 @@ def two_dimensions(mesh: Any, recipe: str) -> float:
     found = step(model, x.chunk(2)[rank], g.chunk(2)[rank] * 2)
     wanted |= {"y": wanted["y"].chunk(2)[rank], "x": wanted["x"].chunk(2)[rank] * 2}
     return max(differences(wanted, found).values())
+
+
+def from_meta(mesh: Any) -> tuple[bool, bool]:
+    """Converted on the meta device and parallelized there: (whether all is initialised, delayed state is plain)."""
+    with torch.device("meta"):
+        model = convert(nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32)), "delayed")
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    model.to_empty(device="cpu")
+    for layer in model:
+        layer.reset_parameters()
+    model(torch.randn(4, 32)).sum().backward()
+    states = octavo.nn.delayed_state_dict(model).values()
+    finite = all(bool(whole(parameter.grad).isfinite().all()) for parameter in model.parameters())
+    return finite, all(type(state) is Tensor and bool(state.isfinite().all()) for state in states)

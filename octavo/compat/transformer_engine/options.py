@@ -12,7 +12,7 @@ import torch
 
 from octavo.errors import UnsupportedOptionError
 
-_PARALLEL = "octavo has no tensor parallelism yet: shard with torch's fully_shard"
+_PARALLEL = "shard with torch's parallelize_module, as docs/tensor-parallel.md says"
 _SEED = "take torch.manual_seed, which decides initialisation and dropout"
 _BLOCK = "write the block with octavo.nn.LayerNormLinear, Linear and LayerNormMLP"
 _ATTENTION = "write the attention with octavo.nn.Linear and torch.nn.functional.scaled_dot_product_attention"
@@ -93,7 +93,7 @@ def refuse(what: str, options: dict[str, Any]) -> None:
     Example:
         >>> refuse("Linear", {"tp_size": 2})
         Traceback (most recent call last):
-        octavo.errors.UnsupportedOptionError: Linear: tp_size=2: octavo has no tensor parallelism yet: shard with ...
+        octavo.errors.UnsupportedOptionError: Linear: tp_size=2: shard with torch's parallelize_module, as ...
     """
     for name, value in options.items():
         if name in _OFF:
