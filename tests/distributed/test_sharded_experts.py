@@ -86,7 +86,7 @@ def counted(mesh, kind, recipe):
     net(x).sum().backward()
     with ByteCounter() as counter:
         net(x).sum().backward()
-    return dict(counter.calls), dict(counter.bytes), sum(p.numel() for p in net.experts.parameters())
+    return dict(counter.calls), dict(counter.bytes), sum(p.numel() for p in net.experts.parameters() if p.ndim == 3)
 
 
 @pytest.mark.parametrize(
@@ -98,8 +98,7 @@ def test_half_of_the_bytes(pool, kind, recipe):
     (plain_calls, plain, _), *_ = pool.run(counted, (2,), kind, "high_precision")
     for calls, bytes, elements in pool.run(counted, (2,), kind, recipe):
         # experts' codes in place of bf16, in forward and in backward; router and biases as ever
-        saved = 2 * elements * (0.98 if kind == "stored transposed" else 1)
-        assert plain[GATHER] - bytes[GATHER] == pytest.approx(saved, rel=0.01)
+        assert plain[GATHER] - bytes[GATHER] == pytest.approx(2 * elements, rel=0.01)
         assert bytes.get(REDUCE, 0) == (0 if recipe == "blockwise" else 2 * 4 * 4)  # matrices, experts, bytes
         assert calls[GATHER] == plain_calls[GATHER] and calls.get(OTHER, 0) == plain_calls.get(OTHER, 0)
 
