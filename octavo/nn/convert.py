@@ -38,11 +38,10 @@ from octavo.nn.stored_weights import (
     why_not_stored,
     widen_weight,
 )
-from octavo.nn.tensor_parallel import is_parallel
 from octavo.recipes import default, high_precision
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap, recipe_of
-from octavo.tensor.sharded_weight import ShardHooks, forget_gathered, on_this_rank
+from octavo.tensor.sharded_weight import forget_gathered, is_tensor_parallel
 from octavo.tensor.stored_weight import StoredWeight, local_stored
 
 
@@ -192,7 +191,7 @@ def _storage(
                 f"{name or 'the model'}: a weight that is computed from others can't be stored in FP8: leave it out by "
                 "select="
             )
-        if is_parallel(weight) and not isinstance(on_this_rank(weight), ShardHooks):
+        if is_tensor_parallel(weight):
             raise ValueError(
                 f"{name or 'the model'}: a weight that is sharded over a tensor-parallel mesh can't be stored in FP8: "
                 "leave it out by select="

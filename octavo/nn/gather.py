@@ -31,6 +31,7 @@ from octavo.tensor.sharded_weight import (
     GatheredWeight,
     attach,
     gather_as_it_is,
+    is_tensor_parallel,
     local_shard,
     on_this_rank,
 )
@@ -77,6 +78,8 @@ class Gather:
         Raises:
             ValueError: for a second shard of a parameter.
         """
+        if is_tensor_parallel(whole) and whole is not parameter:  # which FSDP2 unshards to a DTensor again
+            return
         if not attach(parameter, part) or self.parameter is parameter:
             return
         # torch 2.13 refuses this only when it first runs; with 2.11 the two shards part ways silently

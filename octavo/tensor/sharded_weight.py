@@ -249,6 +249,11 @@ def attach(param: nn.Parameter, part: str = "") -> bool:
     return isinstance(param._local_tensor, ShardHooks)
 
 
+def is_tensor_parallel(weight: Tensor | None) -> bool:
+    """Whether a parameter is a DTensor, and not by fully_shard alone."""
+    return hasattr(type(weight), "redistribute") and not isinstance(on_this_rank(weight), ShardHooks)  # type: ignore[arg-type]
+
+
 def on_this_rank(tensor: Tensor) -> Tensor:
     """This rank's shard of a sharded tensor, with its class; any other tensor as it is."""
     local: Tensor = getattr(tensor, "_local_tensor", tensor)

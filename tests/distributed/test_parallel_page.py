@@ -30,9 +30,8 @@ def matrix():
 def test_no_recipe_is_left_out():
     found = matrix()
     assert found.keys() == CALLS.keys()
-    assert {call.strip("`").partition("(")[0] for call in found} == set(recipes.__all__) - {
-        "default"
-    }  # which is one of these
+    named = {call.strip("`").partition("(")[0] for call in found}
+    assert named == set(recipes.__all__) - {"default"}  # which is one of them
     for call, (gathered, _, _, *others) in found.items():
         sent = why_not_gathered(tasks.RECIPES[CALLS[call]], 256) is None
         assert gathered == ("in FP8" if sent else "in its dtype")
