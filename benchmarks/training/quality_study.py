@@ -92,8 +92,12 @@ def value(row: Row, measure: str) -> float:
 def _cell(found: Gap | None, digits: int = 2) -> str:
     if found is None:
         return ""
-    error = "" if math.isnan(found.error) else f" ± {found.error:.{digits}f}"
-    return f"{signed(found.mean, digits)}{error}"
+    return _with_error(found.mean, found.error, digits)
+
+
+def _with_error(mean: float, error: float, digits: int = 2) -> str:
+    """A percentage, with its standard error where that is known."""
+    return signed(mean, digits) + ("" if math.isnan(error) else f" ± {error:.{digits}f}")
 
 
 def gaps_table() -> str:
@@ -128,7 +132,7 @@ def kinds_table() -> str:
                 gaps = {seed: [runs.gaps(name, size, measure)[s] for name, s in found if s == seed] for seed in seeds}
                 mean = statistics.mean(statistics.mean(own) for own in gaps.values())
                 error = runs.deviation(size, measure)[0] * math.sqrt(sum(parts)) / len(seeds)
-                cells.append(f"{signed(mean)} ± {error:.2f}")
+                cells.append(_with_error(mean, error))
             rows.append([size, kind, str(len(found)), str(len(seeds)), *cells])
     return markdown(["size", "experiments", "runs", "seeds", "validation, %", "weights alone, %", "training, %"], rows)
 
@@ -175,11 +179,11 @@ def gradient_table(groups: Sequence[str]) -> Callable[[], str]:
                 row["variant"] if len(groups) == 1 else f"{row['group']}: {row['variant']}",
                 f"{100 * (1 - float(row['cosine'])):.3f}",
                 f"{float(row['bias']):.1f}",
-                _with_error(row, "along"),
+                _measured(row, "along"),
                 f"{float(row['noise']):.2f}",
-                _with_error(row, "loss", 3),
-                _with_error(row, "steps"),
-                _with_error(row, "predicted", 3),
+                _measured(row, "loss", 3),
+                _measured(row, "steps"),
+                _measured(row, "predicted", 3),
             ]
             for row in rows
             if row["step"] == step
@@ -202,7 +206,7 @@ def reading_table() -> str:
             continue
         if (trained := runs.gap(row["variant"], row["size"], FORWARD)) is not None:
             seeds = str(len(trained.gaps))
-            lines.append([row["size"], row["variant"], _with_error(row, "loss", 3), _cell(trained, 3), seeds])
+            lines.append([row["size"], row["variant"], _measured(row, "loss", 3), _cell(trained, 3), seeds])
     return markdown(["size", "forward", "weights of bf16, %", "weights trained with it, %", "seeds"], lines)
 
 
@@ -230,17 +234,20 @@ def steps_table() -> str:
             "product",
         ):
             numbers = [f"{float(row[name]):.2f}" for name in ("bias", "noise")]
-            lines.append([row["size"], row["step"], row["variant"], *numbers, _with_error(row, "loss", 3)])
+            lines.append([row["size"], row["step"], row["variant"], *numbers, _measured(row, "loss", 3)])
     return markdown(["size", "step", "in FP8", "bias, %", "noise, %", "loss, %"], lines)
 
 
-def _with_error(row: Row, name: str, digits: int = 2) -> str:
-    value, error = float(row[name]), float(row[f"{name}_se"])
-    return f"{signed(value, digits)} ± {error:.{digits}f}" if error else "0"
+def _measured(row: Row, name: str, digits: int = 2) -> str:
+    """A column with its standard error."""
+    error = float(row[f"{name}_se"])
+    return _with_error(float(row[name]), error, digits) if error else "0"
 
 
 KINDS = {
     "all recipes, blocks alone": RECIPES,
+    "E5M2 gradients: dynamic, delayed": ["dynamic", "delayed"],
+    "E4M3 gradients: rowwise, blockwise, mx, dynamic": ["rowwise", "blockwise", "mx", "dynamic, E4M3 gradients"],
     "head alone, all kinds": [name for name in EXPERIMENTS if name.startswith("head alone")],
     "full stack, after and in backward": [name for name in EXPERIMENTS if name.startswith("full stack")],
 }
