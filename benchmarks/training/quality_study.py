@@ -137,6 +137,23 @@ def kinds_table() -> str:
     return markdown(["size", "experiments", "runs", "seeds", "validation, %", "weights alone, %", "training, %"], rows)
 
 
+def pairs_table() -> str:
+    """Experiments beside others of the same seeds: the chance of runs in bf16 has no part in it."""
+    runs, rows = Runs(read("quality")), []
+    for size in SIZES:
+        for experiment, other in PAIRS:
+            cells = []
+            for measure in (OWN, LEARNED, TRAIN):
+                own, base = ({row["seed"]: value(row, measure) for row in runs.of(size, e)} for e in (experiment, other))
+                seeds = sorted(own.keys() & base.keys())
+                if seeds:
+                    mean = statistics.mean(100 * (own[seed] / base[seed] - 1) for seed in seeds)
+                    cells.append(_with_error(mean, runs.deviation(size, measure)[0] * math.sqrt(2 / len(seeds))))
+            if cells:
+                rows.append([size, experiment, other, str(len(seeds)), *cells])
+    return markdown(["size", "experiment", "beside", "seeds", "validation, %", "weights alone, %", "training, %"], rows)
+
+
 def chance_table() -> str:
     """How much of a loss is chance, by measure."""
     runs, rows = Runs(read("quality")), []
@@ -251,9 +268,19 @@ KINDS = {
     "head alone, all kinds": [name for name in EXPERIMENTS if name.startswith("head alone")],
     "full stack, after and in backward": [name for name in EXPERIMENTS if name.startswith("full stack")],
 }
+PAIRS = (
+    *((name, "dynamic") for name in ("blockwise", "mx", "rowwise", "dynamic, E4M3 gradients")),
+    *(("dynamic", f"dynamic, {product} alone") for product in ("output", "grad_input", "grad_weight")),
+    ("dynamic, head too", "dynamic"),
+    ("dynamic, rowwise head", "dynamic"),
+    ("full stack", "dynamic"),
+    ("full stack in backward", "full stack"),
+    ("full stack in backward, exact norm", "full stack in backward"),
+)
 TABLES: dict[str, Callable[[], str]] = {
     "gaps": gaps_table,
     "kinds": kinds_table,
+    "pairs": pairs_table,
     "chance": chance_table,
     **{group: gradient_table([group]) for group in ("recipe", "layers", "gradients", "rounding")},
     "steps": steps_table,
