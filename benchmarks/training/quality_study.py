@@ -144,7 +144,7 @@ def pairs_table() -> str:
         for experiment, other in PAIRS:
             cells = []
             for measure in (OWN, LEARNED, TRAIN):
-                own, base = ({row["seed"]: value(row, measure) for row in runs.of(size, e)} for e in (experiment, other))
+                own, base = ({r["seed"]: value(r, measure) for r in runs.of(size, e)} for e in (experiment, other))
                 seeds = sorted(own.keys() & base.keys())
                 if seeds:
                     mean = statistics.mean(100 * (own[seed] / base[seed] - 1) for seed in seeds)
