@@ -23,7 +23,7 @@ STUDY = convergence.Study(
         DataConfig(eval_windows=512),
         OptimizerConfig(steps=300),
     ),
-    baseline_limit=2.0,
+    baseline_limit=2.05,  # 300 steps end at 1.97 to 2.00
 )
 
 
