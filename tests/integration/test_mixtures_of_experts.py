@@ -118,14 +118,6 @@ def test_records_faults_and_comparisons_leave_experts_out(tmp_path: Path) -> Non
     assert all(module.recipe == recipes.dynamic() for module in (model.experts.gate_up, model.experts.down))
 
 
-def test_exports_hold_experts_in_high_precision_or_say_why_not(tmp_path: Path) -> None:
-    with pytest.raises(octavo.ExportError, match=r"can't hold experts\.gate_up and 1 more .* in high precision only"):
-        octavo.export.to_safetensors(Tower(recipes.blockwise()), tmp_path)
-    model = Tower(octavo.RecipeMap(recipes.blockwise(), {"gate_up": None, "down": None}))
-    octavo.export.to_safetensors(model, tmp_path)
-    assert (tmp_path / "model.safetensors").exists()
-
-
 @functools.cache
 def end_of(name: str, recipe: str | None) -> float:
     """Of 3 seeds, the mean loss of the last 10 of 40 steps."""

@@ -22,7 +22,7 @@ def on_a_cpu() -> WeightUpdate:
 
 
 def on_a_gpu() -> Any:
-    return SimpleNamespace(gradient=SimpleNamespace(is_cuda=True))
+    return SimpleNamespace(gradient=SimpleNamespace(is_cuda=True, get_device=lambda: 0))
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 
 def test_a_cpu_runs_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "triton_kernels", lambda: pytest.fail("Triton is for GPUs"))
+    monkeypatch.setattr(module, "kernels_of", lambda index: pytest.fail("Triton is for GPUs"))
     update = on_a_cpu()
     optimizer_step([update], GROUPS, FLAG, SCALE, {})
     assert torch.equal(update.master.weight, torch.full((2, 3), 0.75))
@@ -43,10 +43,11 @@ def test_a_cpu_runs_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     assert float(update.step) == 1.0
 
 
-def test_a_gpu_runs_the_launch(monkeypatch: pytest.MonkeyPatch, calls: list[tuple[Any, ...]]) -> None:
+def test_a_gpu_with_fp8_runs_the_launch(monkeypatch: pytest.MonkeyPatch, calls: list[tuple[Any, ...]]) -> None:
+    triton = pytest.importorskip("octavo.kernels.triton")
     launched: list[tuple[Any, ...]] = []
-    package = SimpleNamespace(optimizer_step=lambda *args: launched.append(args))
-    monkeypatch.setattr(module, "triton_kernels", lambda: package)
+    monkeypatch.setattr(module, "kernels_of", lambda index: triton.KERNELS)
+    monkeypatch.setattr(triton, "optimizer_step", lambda *args: launched.append(args))
     updates, plans = [on_a_gpu()], {}
     sums = torch.zeros(2, dtype=torch.float64)
     optimizer_step(updates, GROUPS, FLAG, SCALE, plans, sums)
@@ -55,14 +56,7 @@ def test_a_gpu_runs_the_launch(monkeypatch: pytest.MonkeyPatch, calls: list[tupl
     assert not calls
 
 
-def test_a_gpu_without_triton_runs_the_reference(monkeypatch: pytest.MonkeyPatch, calls: list[tuple[Any, ...]]) -> None:
-    monkeypatch.setattr(module, "triton_kernels", lambda: None)
-    updates = [on_a_gpu()]
-    optimizer_step(updates, GROUPS, FLAG, SCALE, {})
-    assert calls == [(updates, GROUPS, FLAG, SCALE, None)]
-
-
 def test_nothing_to_update(monkeypatch: pytest.MonkeyPatch, calls: list[tuple[Any, ...]]) -> None:
-    monkeypatch.setattr(module, "triton_kernels", lambda: pytest.fail("no weight, no device"))
+    monkeypatch.setattr(module, "kernels_of", lambda index: pytest.fail("no weight, no device"))
     optimizer_step([], GROUPS)
     assert not calls
