@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import importlib
 import math
@@ -10,6 +11,7 @@ import multiprocessing
 import multiprocessing.connection
 import multiprocessing.forkserver
 import os
+import signal
 import socket
 import time
 import traceback
@@ -43,6 +45,7 @@ def prepare() -> Any:
 
 def _serve(rank: int, world: int, port: int, connection: Any) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
     gc.freeze()  # what was imported stays: each collection would look at its 400,000 objects
     warnings.simplefilter("ignore")
@@ -92,7 +95,7 @@ class Pool:
             there.close()
             self._connections.append(here)
 
-    def run(self, task: Any, shape: Sequence[int], *arguments: Any, seconds: float = 300) -> list[Any]:
+    def run(self, task: Any, shape: Sequence[int], *arguments: Any, seconds: float = 120) -> list[Any]:
         """What each rank returned.
 
         Raises:
@@ -117,6 +120,8 @@ class Pool:
         deadline = time.monotonic() + seconds
         while left := [connection for connection in self._connections if connection not in found]:
             ready = multiprocessing.connection.wait(left, max(0.0, deadline - time.monotonic()))
+            for process in [] if ready else self._processes:
+                os.kill(process.pid, signal.SIGUSR1)  # it prints where it is
             for connection in ready or left:
                 try:
                     found[connection] = connection.recv() if ready else (False, "no answer")
