@@ -100,35 +100,26 @@ def feed_forward(
     """
 
     def compute(rows: Tensor, offsets: Tensor) -> Tensor:
-        return _feed_forward(rows, offsets, gate_up, down, activation, between)
+        if activation is None or not all(
+            runs_alone(part) and part.recipe.output is not None for part in (gate_up, down)
+        ):
+            return down(between(gate_up(rows, offsets)), offsets)
+        operands = [part.operands() for part in (gate_up, down)]
+        rows = rows.to(checked(rows, operands[0][0], offsets))
+        layers, needs_grad = [], rows.requires_grad
+        for part, (weight, bias, parameter) in zip((gate_up, down), operands, strict=True):
+            refuse_for_fp8(rows, parameter, bias)
+            layers.append(part.grouped_layer(rows, weight, parameter, needs_grad, offsets))
+            needs_grad = needs_grad or weight.requires_grad or requires_grad(bias)
+        parameters = [(weight, bias) for weight, bias, _ in operands]
+        output: Tensor = run_chain(
+            rows, (None, None), parameters, Chain(None, tuple(layers), activation, rows.dtype, False)
+        )
+        return output
 
     if gate_up.elsewhere is not None:
         return gate_up.elsewhere(rows, offsets, gate_up, down, compute)
     return compute(rows, offsets)
-
-
-def _feed_forward(
-    rows: Tensor,
-    offsets: Tensor,
-    gate_up: Grouped,
-    down: Grouped,
-    activation: str | None,
-    between: Callable[[Tensor], Tensor],
-) -> Tensor:
-    if activation is None or not all(runs_alone(part) and part.recipe.output is not None for part in (gate_up, down)):
-        return down(between(gate_up(rows, offsets)), offsets)
-    operands = [part.operands() for part in (gate_up, down)]
-    rows = rows.to(checked(rows, operands[0][0], offsets))
-    layers, needs_grad = [], rows.requires_grad
-    for part, (weight, bias, parameter) in zip((gate_up, down), operands, strict=True):
-        refuse_for_fp8(rows, parameter, bias)
-        layers.append(part.grouped_layer(rows, weight, parameter, needs_grad, offsets))
-        needs_grad = needs_grad or weight.requires_grad or requires_grad(bias)
-    parameters = [(weight, bias) for weight, bias, _ in operands]
-    output: Tensor = run_chain(
-        rows, (None, None), parameters, Chain(None, tuple(layers), activation, rows.dtype, False)
-    )
-    return output
 
 
 class Experts(nn.Module):

@@ -126,8 +126,7 @@ def _take_scales(gathers: Gathers, amax: Tensor, cast: Cast) -> None:
 def _cast_shards(gathers: Gathers, cast: Cast, mesh: Any) -> None:
     """Cast shards of one dtype by one cast: one launch."""
     per_tensor = cast.tile == (ALL, ALL)
-    shards: list[Tensor] = []
-    codes, scale_inv, scales = list(shards), list(shards), list(shards)
+    shards, codes, scale_inv, scales = (list[Tensor]() for _ in range(4))
     for gather in gathers:
         shard = local_shard(gather.parameter)
         shape = rows_on_each_rank(gather.parameter.shape[0], mesh.size()), *gather.parameter.shape[1:]
