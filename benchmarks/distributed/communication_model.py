@@ -30,8 +30,9 @@ LADDER = (  # each adds to the one before
     Precision("bf16", products=False),
     Precision("products"),
     Precision("+ gathers", gathers=True),
-    Precision("+ reduction", gathers=True, reduction=True),
-    Precision("+ pairs", gathers=True, reduction=True, pairs=True),
+    Precision("+ reduction at one level", gathers=True, reduction=1),  # which the next does at two
+    Precision("+ reduction", gathers=True, reduction=2),
+    Precision("+ pairs", gathers=True, reduction=2, pairs=True),
 )
 BF16 = LADDER[0]
 # Transformer Engine's FP8: weights and tensor parallelism's inputs are gathered as codes, gradients reduced in bf16

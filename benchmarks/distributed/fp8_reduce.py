@@ -28,27 +28,33 @@ from torch import Tensor
 
 from benchmarks.common.measure import UNCOMMITTED, commit, provenance, table, write_results
 from benchmarks.common.pages import markdown, read, signed
-from benchmarks.distributed.fp8_reduce_ranks import BASELINES, SENT_ALONE, Average, in_float32, variants
+from benchmarks.distributed.fp8_reduce_ranks import BASELINES, SENT_ALONE, SERVERS, WAYS, Average, in_float32, variants
 from octavo.train import BASELINE, GPT, Batches, ModelConfig, load_corpus, next_byte_loss
 from octavo.train.trainer import build_model
 
 TAKES = "30 minutes"
-MEASURES = ("octavo/distributed/fp8_reduce.py", "octavo/kernels/reference/cast.py", "octavo/numerics.py")
+MEASURES = (
+    "octavo/distributed/fp8_reduce.py",
+    "octavo/distributed/levels.py",
+    "octavo/kernels/reference/cast.py",
+    "octavo/numerics.py",
+)
 
 SUBJECTS = ["fp8_reduce", "fp8_reduce_outlier", "fp8_reduce_training"]
 MODEL = ModelConfig(width=64, layers=2, heads=2, context=64)
 WINDOWS, VALIDATION = 4, 1024  # sequences of a rank's batch; of the final validation
 RANKS = (2, 4, 8, 16, 32, 64)
 TRAINED_ON = 4  # ranks
-TRAINED = (
-    *BASELINES,
+COMPARED = (
+    BASELINES[0],
     "E4M3",
     "E4M3, stochastic",
     "E4M3, error feedback",
     "E4M3, mean in bf16",
     "E4M3, one scale a bucket",
 )
-TRAINED += ("E4M3, one scale a tensor, FP8 sums", "E5M2")
+COMPARED += ("E4M3, one scale a tensor, FP8 sums", "E5M2")
+TRAINED = (*COMPARED, BASELINES[1], *(f"E4M3, servers of 2{way}" for way in ("", ", stochastic", ", error feedback")))
 OCTAVES = (0, 4, 8, 12, 16)
 LR = 1.5e-3
 Row = dict[str, Any]
@@ -110,12 +116,12 @@ class Errors:
         self.squares["a_tensor"] += max(float(own.norm() / of.norm()) ** 2 for own, of in tensors)
 
 
-def errors(steps: int, warmup: int, all_ranks: Sequence[int]) -> Iterator[Row]:
-    """Rows of the first result."""
+def errors(steps: int, warmup: int, all_ranks: Sequence[int], names: Sequence[str] = ()) -> Iterator[Row]:
+    """Rows of the first result, of some variants or of all."""
     run = Run(0, 4 * (warmup + steps))
     for step in range(warmup):
         run.update(in_float32(run.gradients(step, TRAINED_ON)))
-    kinds = variants(run.sizes)
+    kinds = {name: make for name, make in variants(run.sizes).items() if name in names or not names}
     found = {(ranks, name): Errors(make(), make()) for ranks in all_ranks for name, make in kinds.items()}
     means: dict[int, Tensor | float] = dict.fromkeys(all_ranks, 0.0)
     noise = dict.fromkeys(all_ranks, 0.0)
@@ -175,7 +181,8 @@ def gaps(rows: Sequence[Mapping[str, str]]) -> dict[str, tuple[float, float, int
 
     All runs are taken to scatter alike about effects of variant and seed that add, bf16's two ways being one variant.
     """
-    logs = {(row["variant"], row["seed"]): math.log(float(row["val_loss"])) for row in rows}
+    # a seed on another device is another: sums there differ in their last bits
+    logs = {(row["variant"], row["seed"] + row.get("device", "")): math.log(float(row["val_loss"])) for row in rows}
     effects = [{"bf16" if name in BASELINES else name, f"seed {seed}"} for name, seed in logs]
     columns = sorted(set[str]().union(*effects))
     design = torch.tensor([[float(column in own) for column in columns] for own in effects], dtype=torch.float64)
@@ -198,11 +205,17 @@ def gaps(rows: Sequence[Mapping[str, str]]) -> dict[str, tuple[float, float, int
 
 
 def across(column: str, names: Sequence[str] = (), subject: str = SUBJECTS[0], by: str = "ranks") -> str:
-    """A column of the first result, ranks across, or of another; of some variants, or of all that are trained."""
+    """A column of the first result, ranks across, or of another; of some variants, or of those at one level."""
     found = {(row["variant"], row[by]): float(row[column]) for row in read(subject)}
     places = sorted({place for _, place in found}, key=int)
-    chosen = [name for name in names or TRAINED if name != BASELINES[1]]
-    return markdown([by, *places], [[name, *(f"{found[name, own]:.3g}" for own in places)] for name in chosen])
+    return markdown(
+        [by, *places], [[name, *(f"{found[name, own]:.3g}" for own in places)] for name in names or COMPARED]
+    )
+
+
+def beside_one_level(*ways: str) -> list[str]:
+    """Variants at one level and at two."""
+    return [f"E4M3{servers}{way}" for way in ways for servers in ("", *(f", servers of {n}" for n in SERVERS))]
 
 
 def noise_table() -> str:
@@ -214,10 +227,8 @@ def noise_table() -> str:
 
 def training_table() -> str:
     """Gaps from bf16."""
-    lines = [
-        [name, str(seeds), f"{signed(gap, 3)} ± {error:.3f}"]
-        for name, (gap, error, seeds) in gaps(read(SUBJECTS[2])).items()
-    ]
+    found = sorted(gaps(read(SUBJECTS[2])).items(), key=lambda own: TRAINED.index(own[0]))
+    lines = [[name, str(seeds), f"{signed(gap, 3)} ± {error:.3f}"] for name, (gap, error, seeds) in found]
     return markdown(["reduction", "seeds", "validation loss above bf16's, %"], lines)
 
 
@@ -228,6 +239,8 @@ TABLES = {
     "tensor": lambda: across("a_tensor"),
     "summed": lambda: across("summed"),
     "noise": noise_table,
+    "levels": lambda: across("error", beside_one_level(*(way for way, _ in WAYS))),
+    "levels, summed": lambda: across("summed", beside_one_level("", ", error feedback")),
     "outlier": lambda: across("error", (), SUBJECTS[1], "octaves"),
     "training": training_table,
 }
@@ -238,6 +251,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--steps", type=int, default=300, help="of a run")
     parser.add_argument("--seeds", type=int, nargs="+", default=range(5), help="of runs")
     parser.add_argument("--part", choices=("errors", "training", "outliers"), help="one result alone")
+    parser.add_argument("--variants", nargs="+", default=(), help="these alone, of errors and of runs")
     parser.add_argument("--toy", action="store_true", help="a few steps, written nowhere but to --output")
     parser.add_argument("--output", type=Path, help="another folder for the results")
     options = parser.parse_args(arguments)
@@ -246,14 +260,15 @@ def main(arguments: list[str]) -> int:
     if options.part in (None, "outliers"):
         _write(SUBJECTS[1], [*outliers(2 if options.toy else 100)], folder)
     if options.part in (None, "errors"):
-        made = [*(errors(2, 2, (2, 4)) if options.toy else errors(4, 100, RANKS))]
+        sizes = (2, 2, (2, 4)) if options.toy else (4, 100, RANKS)
+        made = [*errors(*sizes, options.variants)]
         print(table(made))
         _write(SUBJECTS[0], made, folder)
     if options.part in (None, "training"):
         steps, windows = (3, 8) if options.toy else (options.steps, VALIDATION)
         made = []
         for seed in options.seeds:
-            for name in TRAINED:
+            for name in options.variants or TRAINED:
                 made.append(trained(name, seed, steps, windows))
                 print(*made[-1].values(), flush=True)
                 _write(SUBJECTS[2], made, folder)

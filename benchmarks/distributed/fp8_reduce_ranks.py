@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 from octavo import E4M3, E5M2, PerTensor, kernels
 from octavo.distributed import Fp8Reduction
-from octavo.distributed.fp8_reduce import MEAN, SENT
+from octavo.distributed.fp8_reduce import BETWEEN, MEAN, SENT
+from octavo.distributed.levels import levels
 from octavo.granularity import ALL
 from octavo.numerics import scale_from_amax
 
@@ -24,37 +25,54 @@ class InFp8:
 
     def __init__(self, **options: Any) -> None:
         self.reduction = Fp8Reduction(**options)
-        self.lost: tuple[Tensor, Tensor] | None = None  # of what ranks sent [n, n, S], of means [n, S]
+        self.lost: list[Tensor] = []  # of what ranks sent at each level [n, rows, S], and of means [n, S]
 
     def __call__(self, flats: Sequence[Tensor]) -> Tensor:
         reduction, ranks, count = self.reduction, len(flats), len(flats[0])
         reduction.calls += 1
         width = -(-count // ranks)
         parts = torch.stack([F.pad(flat, (0, ranks * width - count)).view(ranks, width) for flat in flats])
-        if reduction.error_feedback:
-            if self.lost is None:
-                self.lost = torch.zeros_like(parts), torch.zeros(ranks, width)
+        all_levels = levels(range(ranks), reduction.ranks_per_server or ranks)
+        if reduction.error_feedback and not self.lost:
+            between = [torch.zeros(ranks, len(level[0]), width) for level in all_levels[1:]]
+            self.lost = [torch.zeros_like(parts), *between, torch.zeros(ranks, width)]
+        if self.lost:
             parts += self.lost[0]
         agreed = None
         if reduction.granularity == PerTensor():
             agreed = reduction.scale_of(kernels.amax(parts.view(1, -1), (ALL, ALL)))
-        sent = torch.stack([reduction.pack(part, agreed, rank, SENT) for rank, part in enumerate(parts)])
-        means = torch.empty(ranks, width)
-        for rank in range(ranks):  # the owner
-            values = reduction.unpack(sent[:, rank].contiguous(), width, torch.float32, agreed)
-            means[rank] = values.sum(0).div_(ranks)
-        if self.lost is not None:
-            for part, own, left in zip(parts, sent, self.lost[0], strict=True):
-                torch.sub(part, reduction.unpack(own, width, torch.float32, agreed), out=left)
-            means += self.lost[1]
+        parts = self._level(parts, agreed, SENT, all_levels[0], 0)
+        for level in all_levels[1:]:
+            if self.lost:
+                parts += self.lost[1]
+            parts = self._level(parts, agreed, BETWEEN, level, 1)
+        means = parts[:, 0]
+        if self.lost:
+            means += self.lost[-1]
         if reduction.gather_dtype is None:
             rows = [reduction.pack(means[rank : rank + 1], agreed, rank, MEAN) for rank in range(ranks)]
             gathered = reduction.unpack(torch.cat(rows), width, torch.float32, agreed)
         else:
             gathered = means.to(reduction.gather_dtype).to(torch.float32)
-        if self.lost is not None:
-            torch.sub(means, gathered, out=self.lost[1])
+        if self.lost:
+            torch.sub(means, gathered, out=self.lost[-1])
         return gathered.view(-1)[:count]
+
+    def _level(self, parts: Tensor, agreed: Tensor | None, rounding: int, sets: Sequence[list[int]], at: int) -> Tensor:
+        """Each rank's rows [n, R, S], averaged in sets of m ranks: the rows [n, R / m, S] that each owns."""
+        (ranks, _, width), members = parts.shape, len(sets[0])
+        by_owner = parts.view(ranks, -1, members, width).transpose(1, 2).reshape(ranks, members, -1)
+        columns, read = by_owner.shape[2], self.reduction.unpack
+        sent = torch.stack([self.reduction.pack(own, agreed, rank, rounding) for rank, own in enumerate(by_owner)])
+        if self.lost:
+            left = [part - read(own, columns, torch.float32, agreed) for part, own in zip(by_owner, sent, strict=True)]
+            self.lost[at] = torch.stack(left).view(ranks, members, -1, width).transpose(1, 2).reshape(parts.shape)
+        means = torch.empty(ranks, columns // width, width)
+        for own in sets:
+            for place, rank in enumerate(own):  # the owner
+                values = read(sent[own, place].contiguous(), columns, torch.float32, agreed)
+                means[rank] = values.sum(0).div_(members).view(-1, width)
+        return means
 
 
 def in_bf16(flats: Sequence[Tensor]) -> Tensor:
@@ -125,8 +143,20 @@ def variants(sizes: Sequence[int]) -> dict[str, Callable[[], Average]]:
         # the first rounding alone
         "E4M3, mean in float32": lambda: InFp8(gather_dtype=torch.float32),
         "E4M3, stochastic, mean in float32": lambda: InFp8(stochastic=True, gather_dtype=torch.float32),
-    }
+    } | {f"E4M3, servers of {count}{name}": on_servers(count, **options) for count in SERVERS for name, options in WAYS}
 
 
+def on_servers(count: int, **options: Any) -> Callable[[], Average]:
+    """Two levels; one level on as many ranks or fewer."""
+    return lambda: InFp8(ranks_per_server=count, **options)
+
+
+SERVERS = (2, 8)  # of so many ranks
+WAYS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("", {}),
+    (", stochastic", {"stochastic": True}),
+    (", error feedback", {"error_feedback": True}),
+    (", mean in float32", {"gather_dtype": torch.float32}),
+)
 SENT_ALONE = ("E4M3, mean in float32", "E4M3, stochastic, mean in float32")
 BASELINES = ("bf16", "bf16, ranks reversed")

@@ -7,7 +7,10 @@
 
 n ranks, S = ceil(N / n) elements a rank of a bucket of N. Under FSDP2 the mean stays with its owner, in float32.
 
-A gradient is rounded twice, however many ranks there are: no partial sum travels, as it does on an all-reduce's ring.
+Between servers of L ranks that is done twice (levels.py), so that a server's gradients are added before they cross the
+network: its L ranks average L rows [n / L x S]; then one rank of each server averages n / L rows [S] of those means.
+
+A gradient is rounded twice, and once more between servers: no partial sum travels from rank to rank, as on a ring.
 Scales are powers of two, so codes times scales are exact in float32, and so are sums while n times the ratio of the
 ranks' scales of a block is at most 64 (E4M3: 18 bits from its smallest number to its largest).
 
@@ -28,6 +31,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from octavo import kernels
+from octavo.distributed.levels import own_levels
 from octavo.formats import E4M3, HIGH_PRECISION, Format
 from octavo.granularity import ALL, Granularity, PerBlock, PerTensor, tiles_along
 from octavo.kernels.reference.moment_codes import encode_moment
@@ -36,7 +40,7 @@ from octavo.kernels.reference.tiles import multiply_tiles_
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
 from octavo.tensor.collectives import all_gather
 
-SENT, MEAN = 0, 1  # the two roundings
+SENT, MEAN, BETWEEN = 0, 1, 2  # the roundings: of gradients, of what is gathered, of servers' means
 _SCALE_BYTES = 4
 
 
@@ -53,15 +57,20 @@ class Fp8Reduction:
         gather_dtype: in what the mean is gathered; None: in ``format``. torch.bfloat16 spares the second rounding to
             FP8 for 1.5 times the bytes.
         error_feedback: add what each rounding lost to the next step's gradients. Takes 4 bytes an element of the whole
-            model on each rank, under FSDP2 too, and under DDP 4 / n for its means; for loss scales that do not change.
+            model on each rank, under FSDP2 too, 4 / L for means of servers of L ranks, and under DDP 4 / n for the
+            gathered ones; for loss scales that do not change.
         seed: for ``stochastic``.
         group: DDP's process group; None is the default one. FSDP2 brings its own.
+        ranks_per_server: ranks r of the job with the same r // ranks_per_server reduce among themselves first, and then
+            with other servers. None: LOCAL_WORLD_SIZE, which torchrun sets; one level without it, or where servers have
+            different numbers of the group's ranks. 1: one level.
 
     Attributes:
         calls: reductions so far. To resume stochastic rounding bit for bit, save it and set it; ``state_dict`` has it.
 
     Raises:
-        TypeError, ValueError: for arguments of the wrong kind.
+        TypeError, ValueError: for arguments of the wrong kind; ValueError at the first gradients for servers with
+            different numbers of the group's ranks, if ``ranks_per_server`` is given.
 
     Example:
         >>> import octavo
@@ -79,6 +88,7 @@ class Fp8Reduction:
         error_feedback: bool = False,
         seed: int = 0,
         group: Any = None,
+        ranks_per_server: int | None = None,
     ) -> None:
         if not isinstance(format, Format) or not format.signed:
             raise TypeError(f"format={format!r}: use octavo.E4M3 or octavo.E5M2")
@@ -86,11 +96,13 @@ class Fp8Reduction:
             raise TypeError(f"granularity={granularity!r}: use octavo.PerBlock(1, 128) or octavo.PerTensor()")
         if gather_dtype not in (None, *HIGH_PRECISION):
             raise TypeError(f"gather_dtype={gather_dtype}: use torch.bfloat16, or None to gather in {format}")
+        if ranks_per_server is not None and ranks_per_server < 1:
+            raise ValueError(f"ranks_per_server={ranks_per_server}: use 1 or more, or None for LOCAL_WORLD_SIZE")
         self.format, self.granularity, self.stochastic = format, granularity, stochastic
         self.gather_dtype, self.error_feedback, self.seed, self.group = gather_dtype, error_feedback, seed, group
-        self.calls = 0
-        # by bucket: the parameters in it, and what was lost of what this rank sent [n, S] and of its mean [1, S]
-        self._lost: dict[int, tuple[list[int], Tensor, Tensor]] = {}
+        self.ranks_per_server, self.calls = ranks_per_server, 0
+        # by bucket: the parameters in it, and what was lost: ``mean``'s rows, and that of the gathered mean
+        self._lost: dict[int, tuple[list[int], Tensor]] = {}
         self._pieces: dict[int, Tensor] = {}  # by parameter: its part of what was lost of what was sent
         self._modules: dict[str, Tensor | None] = {}  # by Fp8ReduceScatter: what was lost of what was sent
         self._streams: dict[torch.device, Any] = {}
@@ -101,22 +113,35 @@ class Fp8Reduction:
         Args:
             x_nS: [n, S] bf16, fp16 or fp32, this rank's gradients; row r is rank r's to average.
             group: the process group of n ranks.
-            lost: float32 [n, S] to take what the rounding loses of x_nS, faults as 0.
+            lost: float32 [R, S], ``rounded_rows`` of them: what roundings have lost before, which is added; takes what
+                they lose now, faults as 0.
 
         Returns:
             ([1, S] float32, the scale [1, 1] that ranks agreed on, or None for blocks, which have their own). NaN and
             inf of any rank stay NaN, or inf where ``format`` and the rounding have it.
         """
         self.calls += 1
-        agreed = self._agreed_scale(x_nS, group)
-        sent = self.pack(x_nS, agreed, dist.get_rank(group), SENT)
-        if lost is not None:
-            torch.sub(x_nS, self.unpack(sent, x_nS.shape[1], torch.float32, agreed), out=lost)
-            lost.nan_to_num_(0.0, 0.0, 0.0)
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=group)
-        values = self.unpack(received, x_nS.shape[1], torch.float32, agreed)
-        return values.sum(0, keepdim=True).div_(len(values)), agreed
+        x, agreed, columns = x_nS, None, x_nS.shape[1]
+        for rounding, level in zip((SENT, BETWEEN), own_levels(group, self.ranks_per_server), strict=False):
+            rows, members = len(x), sum(level)
+            if lost is not None:
+                x = x.to(torch.float32) + lost[:rows]
+            if rounding == SENT:
+                agreed = self._agreed_scale(x, group)
+            x = x.view(-1, members, columns).transpose(0, 1).reshape(members, -1)  # by who averages them
+            sent = self.pack(x, agreed, dist.get_rank(group), rounding)
+            if lost is not None:
+                x.sub_(self.unpack(sent, x.shape[1], torch.float32, agreed)).nan_to_num_(0.0, 0.0, 0.0)
+                lost[:rows].view(-1, members, columns).copy_(x.view(members, -1, columns).transpose(0, 1))
+                lost = lost[rows:]
+            received, splits = torch.empty_like(sent), None if all(level) else level
+            dist.all_to_all_single(received, sent, splits, splits, group)
+            x = self.unpack(received, x.shape[1], torch.float32, agreed).sum(0).div_(members).view(-1, columns)
+        return x, agreed
+
+    def rounded_rows(self, group: Any) -> int:
+        """How many rows [S] a rank rounds in ``mean``: all ranks', and between servers their means'."""
+        return dist.get_world_size(group) + sum(map(sum, own_levels(group, self.ranks_per_server)[1:]))
 
     def average(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """``fp8_reduce_hook``, whose state this is."""
@@ -124,25 +149,20 @@ class Fp8Reduction:
         if flat.dtype not in HIGH_PRECISION:
             raise TypeError(f"gradients of {flat.dtype} are not reduced in FP8; use bfloat16, float16 or float32")
         with self._beside(flat.device):
-            ranks = dist.get_world_size(group)
+            ranks, rank = dist.get_world_size(group), dist.get_rank(group)
             width = -(-len(flat) // ranks)
             x_nS = F.pad(flat, (0, ranks * width - len(flat))).view(ranks, width)
-            sent_lost, mean_lost = self._residuals(bucket, x_nS)
-            if sent_lost is not None:
-                x_nS = x_nS.to(torch.float32) + sent_lost
-            mean, agreed = self.mean(x_nS, group, sent_lost)
-            if mean_lost is not None:
-                mean += mean_lost
-            if self.gather_dtype is None:
-                part = self.pack(mean, agreed, dist.get_rank(group), MEAN)
-            else:
-                part = mean.to(self.gather_dtype)
+            lost = self._residuals(bucket, x_nS, group)
+            mean, agreed = self.mean(x_nS, group, lost)
+            if lost is not None:
+                mean += lost[-1]
+            part = mean.to(self.gather_dtype) if self.gather_dtype else self.pack(mean, agreed, rank, MEAN)
 
             def read(message: Tensor, dtype: torch.dtype) -> Tensor:
                 return message if self.gather_dtype else self.unpack(message, width, dtype, agreed)
 
-            if mean_lost is not None:
-                torch.sub(mean, read(part, torch.float32), out=mean_lost).nan_to_num_(0.0, 0.0, 0.0)
+            if lost is not None:
+                torch.sub(mean, read(part, torch.float32), out=lost[-1:]).nan_to_num_(0.0, 0.0, 0.0)
             gathered = part.new_empty(ranks, part.shape[1])
             work = all_gather(gathered, part, group, async_op=True)
 
@@ -160,7 +180,7 @@ class Fp8Reduction:
         Args:
             x: [R, S] bf16, fp16 or fp32.
             agreed: the scale [1, 1] that ranks agreed on; None for blocks.
-            rank: whose x it is, and ``rounding``: SENT or MEAN; for the bits of stochastic rounding.
+            rank: whose x it is, and ``rounding``: SENT, MEAN or BETWEEN; for the bits of stochastic rounding.
 
         Returns:
             uint8 [R, .]: each row's float32 scale_inv and then its codes, up to a multiple of 4; codes alone where a
@@ -219,22 +239,22 @@ class Fp8Reduction:
         wide = multiply_tiles_(x.to(torch.float32, copy=True), scale, tile).contiguous()
         return encode_moment(wide, self.format, bits), scale_inv_from_scale(scale)
 
-    def _residuals(self, bucket: dist.GradBucket, x_nS: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """What earlier roundings lost of this bucket; of the mean 0 where it holds other parameters than it did."""
+    def _residuals(self, bucket: dist.GradBucket, x_nS: Tensor, group: Any) -> Tensor | None:
+        """What earlier roundings lost of this bucket; of means 0 where it holds other parameters than it did."""
         if not self.error_feedback:
-            return None, None
+            return None
         parameters = [id(parameter) for parameter in bucket.parameters()]
-        held, sent, mean = self._lost.get(bucket.index(), ([], None, None))
-        if held != parameters or sent is None:  # DDP puts buckets together anew after its first backward
-            sent, mean = (torch.zeros(rows, x_nS.shape[1], device=x_nS.device) for rows in (len(x_nS), 1))
-            rest = sent.view(-1)
+        held, lost = self._lost.get(bucket.index(), ([], x_nS))
+        if held != parameters:  # DDP puts buckets together anew after its first backward
+            lost = torch.zeros(self.rounded_rows(group) + 1, x_nS.shape[1], device=x_nS.device)
+            rest = lost.view(-1)
             for parameter in bucket.parameters():
                 piece, rest = rest[: parameter.numel()], rest[parameter.numel() :]
                 if (before := self._pieces.get(id(parameter))) is not None:
                     piece.copy_(before)
                 self._pieces[id(parameter)] = piece
-            self._lost[bucket.index()] = parameters, sent, mean
-        return sent, mean
+            self._lost[bucket.index()] = parameters, lost
+        return lost
 
     def state_dict(self, model: nn.Module) -> dict[str, Any]:
         """What to save so that error feedback and stochastic rounding go on: this rank's, another on each.
@@ -243,8 +263,8 @@ class Fp8Reduction:
             model: whose gradients are reduced, under DistributedDataParallel or fully_shard.
 
         Returns:
-            "calls", and residuals in float32: "parameters" by name, [numel], and "modules" by name, [n, S]. Those of
-            DDP's means are not in it, 1 / n of all: they start from 0.
+            "calls", and residuals in float32: "parameters" by name, [numel], and "modules" by name, [R, S], R rows for
+            all ranks and then for all servers. Those of DDP's means are not in it: they start from 0.
 
         Example:
             >>> import torch
@@ -360,20 +380,20 @@ class Fp8ReduceScatter:
                 "set_force_sum_reduction_for_comms(True) too"
             )
         ranks = dist.get_world_size(group)
-        mean, _ = self.reduction.mean(*self._with_lost(input_tensor.view(ranks, -1), group))
+        x_nS = input_tensor.view(ranks, -1)
+        mean, _ = self.reduction.mean(x_nS, group, self._lost(x_nS, group))
         output_tensor.copy_(mean.view(-1) if op == dist.ReduceOp.AVG else mean.view(-1).mul_(ranks))
 
-    def _with_lost(self, x_nS: Tensor, group: Any) -> tuple[Tensor, Any, Tensor | None]:
-        """Arguments of ``mean``: gradients with what was lost of the last ones, and where to note what is lost now."""
+    def _lost(self, x_nS: Tensor, group: Any) -> Tensor | None:
+        """What was lost of the last gradients, and where to note what is lost now."""
         if not self.reduction.error_feedback or self.name is None:
-            return x_nS, group, None
-        lost = self.reduction._modules[self.name]
-        if lost is None:
-            lost = torch.zeros(x_nS.shape, device=x_nS.device)
-        elif lost.shape != x_nS.shape:
+            return None
+        lost, shape = self.reduction._modules[self.name], (self.reduction.rounded_rows(group), x_nS.shape[1])
+        lost = torch.zeros(shape, device=x_nS.device) if lost is None else lost.to(x_nS.device)
+        if lost.shape != shape:
             raise ValueError(
-                f"residuals of {self.name!r} are {list(lost.shape)}, its gradients {list(x_nS.shape)}: an "
-                "Fp8ReduceScatter with error feedback serves one module, and its checkpoint as many ranks"
+                f"residuals of {self.name!r} are {list(lost.shape)}, its gradients need {list(shape)}: an "
+                "Fp8ReduceScatter with error feedback serves one module, and its checkpoint as many ranks and servers"
             )
-        self.reduction._modules[self.name] = lost = lost.to(x_nS.device)
-        return x_nS.to(torch.float32) + lost, group, lost
+        self.reduction._modules[self.name] = lost
+        return lost

@@ -42,27 +42,42 @@ def rounded(x, fmt, width, largest=None):
     return out
 
 
-def simulated(flats, fmt, per_tensor=False, gather_dtype=None, lost=None):
+def simulated(flats, fmt, per_tensor=False, gather_dtype=None, lost=None, servers=None):
     """The mean of the ranks' flat gradients (float64), rounded as sent and as gathered; ``lost``: residuals, changed.
 
-    Sums of two rounded numbers and, in these tests, of four are exact in float32.
+    ``servers``: (ranks of one, how many). Sums of two rounded numbers and, in these tests, of four are exact in
+    float32.
     """
     ranks, count = len(flats), len(flats[0])
-    width = -(-count // ranks)
+    width, near = -(-count // ranks), 1
     x = np.stack([np.pad(flat, (0, ranks * width - count)).reshape(ranks, width) for flat in flats])
+    for level, members in enumerate(servers or (ranks,)):
+        if lost is not None:
+            x = (x.astype(np.float32) + lost[level].astype(np.float32)).astype(np.float64)
+        if level == 0:
+            largest = np.abs(x).max() if per_tensor else None
+        rows, means = x.shape[1] // members, []
+        # to the p-th that it exchanges with a rank sends each row whose owner is p-th there
+        sent = np.stack(
+            [[rounded(own[p::members].reshape(1, -1), fmt, BLOCK, largest)[0] for p in range(members)] for own in x]
+        )
+        for rank in range(ranks):
+            place, first = rank // near % members, rank - rank // near % members * near
+            means.append(np.mean([sent[first + near * p, place] for p in range(members)], 0).reshape(rows, width))
+        if lost is not None:
+            lost[level] = x - np.stack(
+                [own.reshape(members, rows, width).swapaxes(0, 1).reshape(-1, width) for own in sent]
+            )
+        x, near = np.stack(means).astype(np.float32).astype(np.float64), near * members
+    mean = x[:, 0]
     if lost is not None:
-        x = (x.astype(np.float32) + lost["sent"].astype(np.float32)).astype(np.float64)
-    largest = np.abs(x).max() if per_tensor else None
-    sent = np.stack([rounded(own, fmt, BLOCK, largest) for own in x])
-    mean = (sent.sum(0) / ranks).astype(np.float32).astype(np.float64)
-    if lost is not None:
-        mean = (mean.astype(np.float32) + lost["mean"].astype(np.float32)).astype(np.float64)
+        mean = (mean.astype(np.float32) + lost[-1].astype(np.float32)).astype(np.float64)
     if gather_dtype:
         gathered = torch.from_numpy(mean).to(torch.float32).to(gather_dtype).double().numpy()
     else:
         gathered = rounded(mean, fmt, BLOCK, largest)
     if lost is not None:
-        lost["sent"], lost["mean"] = x - sent, mean - gathered
+        lost[-1] = mean - gathered
     return gathered.reshape(-1)[:count]
 
 
@@ -124,6 +139,26 @@ def test_equal_to_a_simulation_in_float64(pool, ranks, dtype, count, fmt, option
     flats = [gradients(count, rank, dtype=dtype).double().numpy() for rank in range(ranks)]
     per_tensor, gather_dtype = "granularity" in options, options.get("gather_dtype")
     expected = simulated(flats, FORMATS[fmt], per_tensor, gather_dtype)
+    assert_all_are(found, expected, dtype)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("count", [1, 129, 4 * 128, 5000])
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("options", [{}, {"granularity": PerTensor()}, {"gather_dtype": torch.bfloat16}], ids=str)
+def test_two_servers_equal_a_simulation_in_float64(pool, dtype, count, fmt, options):
+    """The mean of each server's ranks is rounded once more."""
+    options = {"format": FORMATS[fmt], "ranks_per_server": 2, **options}
+    found = pool.run(hooked, (4,), count, dtype, options)
+    flats = [gradients(count, rank, dtype=dtype).double().numpy() for rank in range(4)]
+    rounding = FORMATS[fmt], "granularity" in options, options.get("gather_dtype"), None
+    assert_all_are(found, simulated(flats, *rounding, (2, 2)), dtype)
+    if count == 5000:
+        assert (simulated(flats, *rounding) != simulated(flats, *rounding, (2, 2))).any()
+
+
+def assert_all_are(found, expected, dtype):
     expected = torch.from_numpy(expected).to(dtype).double().numpy()
     for (mean,) in found:
         np.testing.assert_array_equal(mean, expected)
@@ -141,19 +176,24 @@ def test_error_bound(pool, fmt):
         assert (np.abs(mean - flats.mean(0)) <= bound).all()
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
-def test_error_feedback(pool, ranks):
-    found = pool.run(hooked, (ranks,), 5000, torch.float32, {"error_feedback": True}, 4)
+@pytest.mark.parametrize("servers", [(2,), pytest.param((4,), marks=pytest.mark.full), (2, 2)])
+def test_error_feedback(pool, servers):
+    """On one server, and on two: of what travels between them too."""
+    ranks = math.prod(servers)
+    options = {"error_feedback": True, "ranks_per_server": servers[0]}
+    found = pool.run(hooked, (ranks,), 5000, torch.float32, options, 4)
     width = -(-5000 // ranks)
-    lost = {"sent": np.zeros((ranks, ranks, width)), "mean": np.zeros((ranks, width))}
+    lost = [np.zeros((ranks, rows, width)) for rows in (ranks, *servers[1:])] + [np.zeros((ranks, width))]
     exact, expected = 0.0, []
     for step in range(4):
         flats = [gradients(5000, rank, step).double().numpy() for rank in range(ranks)]
-        expected.append(simulated(flats, E4M3, lost=lost))
+        expected.append(simulated(flats, E4M3, lost=lost, servers=servers))
         exact = exact + np.mean(flats, 0)
     for means in found:
         np.testing.assert_array_equal(means, expected)
-    left = lost["sent"].mean(0) + lost["mean"]  # all that is missing after four steps
+    left = lost[0].mean(0) + lost[-1]  # all that is missing after four steps
+    if len(servers) == 2:  # a mean of servers' means, of which the ranks of each hold their share
+        left += lost[1].reshape(2, 2, 2, width).mean(0).swapaxes(0, 1).reshape(ranks, width)
     np.testing.assert_allclose(sum(expected) + left.reshape(-1)[:5000], exact, atol=1e-5)
 
 
@@ -201,6 +241,12 @@ def test_faults_stay_visible(pool, options, value):
         assert bad.nonzero()[0].tolist() == [700] and np.isfinite(found[1]).all()
 
 
+def test_faults_stay_visible_between_servers(pool):
+    options = {"ranks_per_server": 2, "error_feedback": True}
+    for found in pool.run(hooked, (4,), 1000, torch.float32, options, 2, [(1, 700, math.inf)]):
+        assert (~np.isfinite(found[0])).nonzero()[0].tolist() == [700] and np.isfinite(found[1]).all()
+
+
 def test_infinity_stays_infinity_in_e5m2(pool):
     for (found,) in pool.run(hooked, (2,), 1000, torch.float32, {"format": E5M2}, 1, [(0, 5, -math.inf)]):
         assert found[5] == -math.inf
@@ -229,6 +275,40 @@ def test_bytes(pool, count):
         shares[name] = share
     assert 0.515 < shares["blocks"] < 0.517 <= 0.53
     assert 0.5 <= shares["one scale"] < 0.501 and 0.757 < shares["mean in bf16"] < 0.759
+
+
+def bytes_between(mesh, count, per_server):
+    """What this rank sends to others of its server and to other servers, by level, as all-to-alls have it."""
+    group, rank, levels = mesh.get_group(), dist.get_rank(), []
+    whole = dist.all_to_all_single
+
+    def counted(received, sent, to=None, back=None, group=None):
+        rows = sent.split(to or [1] * dist.get_world_size(group))
+        sizes = {False: 0, True: 0}
+        for other, part in enumerate(rows):
+            sizes[other // 2 == rank // 2] += part.numel() * (other != rank)
+        levels.append((sizes[True], sizes[False]))
+        return whole(received, sent, back, to, group)
+
+    dist.all_to_all_single = counted
+    try:
+        Fp8ReduceScatter(Fp8Reduction(ranks_per_server=per_server))(
+            torch.empty(count // 4), gradients(count, rank), group, dist.ReduceOp.AVG
+        )
+    finally:
+        dist.all_to_all_single = whole
+    return levels
+
+
+def test_bytes_between_servers(pool):
+    """2 x 2 ranks: over the network goes half of what one level sends there, and 0.52 of a ring's in bf16."""
+    count = 128 * 1024
+    pairs = count * (1 + 4 / 128)
+    for one, two in zip(*(pool.run(bytes_between, (4,), count, n) for n in (1, 2)), strict=True):
+        assert one == [(pairs / 4, pairs / 2)]
+        assert two == [(pairs / 2, 0), (0, pairs / 4)]
+    ring = 2 * count / 2 / 2  # of bf16: half of the sum is the other server's, over the cards of both ranks
+    assert 0.515 < pairs / 4 / ring < 0.517
 
 
 # --- in DDP and FSDP2 -------------------------------------------------------------------------------------------------
@@ -337,39 +417,44 @@ def test_what_was_lost_follows_parameters_into_other_buckets_and_checkpoints(poo
         assert calls == 3
 
 
-def with_feedback(mesh, steps, resumed):
-    """(sums of this rank's shards' gradients in FP8 and without, and what this rank's roundings have lost of each)."""
+def with_feedback(mesh, steps):
+    """(sums of this rank's shards' gradients in FP8, resumed on the way, and without; what its roundings have lost)."""
     found, lost = [], {}
-    for in_fp8 in (True, False):
+    for way in ("in FP8", "resumed", "plain"):
         torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(36, 130), nn.ReLU(), nn.Linear(130, 4))
+        net = nn.Sequential(nn.Linear(36, 132), nn.ReLU(), nn.Linear(132, 4))
         for part in (net[0], net):
             fully_shard(part, mesh=mesh)
 
         def scatter(state=None, net=net):
-            reduction = Fp8Reduction(error_feedback=True)
+            reduction = Fp8Reduction(error_feedback=True, ranks_per_server=2)
             for name in ("0", ""):
                 net.get_submodule(name).set_custom_reduce_scatter(Fp8ReduceScatter(reduction, name))
             if state is not None:
                 reduction.load_state_dict(state, net)
             return reduction
 
-        reduction = scatter() if in_fp8 else None
+        reduction = None if way == "plain" else scatter()
         for step in range(steps):
-            if in_fp8 and step == resumed:
+            if way == "resumed" and step == 2:
                 reduction = scatter(copy.deepcopy(reduction.state_dict(net)))
             net(data(dist.get_rank(), step)[:, :36]).square().mean().backward()
         found.append([p.grad.to_local().flatten().double().numpy() for p in net.parameters()])
-        lost = reduction.state_dict(net)["modules"] if in_fp8 else lost
+        lost = reduction.state_dict(net)["modules"] if reduction else lost
     return *map(np.concatenate, found), {name: part.double().numpy() for name, part in lost.items()}
 
 
-def test_error_feedback_under_fsdp2(pool):
+@pytest.mark.parametrize("servers", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_error_feedback_under_fsdp2(pool, servers):
     """What is missing of a sum of steps is what was lost last, and a checkpoint on the way changes no bit."""
-    whole, resumed = (pool.run(with_feedback, (2,), 4, step) for step in (None, 2))
-    for rank, ((own, exact, _), (again, _, _)) in enumerate(zip(whole, resumed, strict=True)):
+    ranks = 2 * servers
+    found = pool.run(with_feedback, (ranks,), 3)
+    row = lambda own, rank: np.concatenate([own[name][rank] for name in ("0", "")])  # noqa: E731
+    for rank, (own, again, exact, _) in enumerate(found):
         np.testing.assert_array_equal(own, again)
-        left = np.concatenate([np.mean([lost[name][rank] for *_, lost in whole], 0) for name in ("0", "")])
+        left = np.mean([row(lost, rank) for *_, lost in found], 0)
+        if servers == 2:  # and of the means of servers, which these ranks had
+            left += np.mean([row(lost, ranks + rank // 2) for *_, lost in found[rank % 2 :: 2]], 0)
         np.testing.assert_allclose(own + left, exact, atol=1e-5)
         assert np.abs(left).max() > 1e-3 * np.abs(exact).max()
 
@@ -409,6 +494,39 @@ def test_fsdp2(pool, shape, dtype, factor, options):
     assert 0.005 < error < (2.0**-3 if "stochastic" in options else 2.0**-4)
 
 
+def scattered_alone(mesh, op):
+    """What Fp8ReduceScatter leaves a rank of two servers of two."""
+    output = torch.empty(5000 // 4, dtype=torch.bfloat16)
+    reduce_scatter = Fp8ReduceScatter(Fp8Reduction(ranks_per_server=2))
+    reduce_scatter(output, gradients(5000, dist.get_rank()), mesh.get_group(), op)
+    return output.double().numpy()
+
+
+@pytest.mark.parametrize("op", [dist.ReduceOp.AVG, dist.ReduceOp.SUM], ids=["mean", "sum"])
+def test_reduce_scatter_over_two_servers_equals_a_simulation_in_float64(pool, op):
+    flats = [gradients(5000, rank).double().numpy() for rank in range(4)]
+    expected = simulated(flats, E4M3, gather_dtype=torch.float32, servers=(2, 2)) * (
+        1 if op == dist.ReduceOp.AVG else 4
+    )
+    found = np.concatenate(pool.run(scattered_alone, (4,), op))
+    np.testing.assert_array_equal(found, torch.from_numpy(expected).to(torch.bfloat16).double().numpy())
+
+
+def test_fsdp2_on_two_servers(pool):
+    """Twice rounded."""
+    options = {"ranks_per_server": 2}
+    assert 0.005 < error_of(pool.run(scattered, (4,), torch.float32, None, options)) < 2 * 2.0**-4
+
+
+@pytest.mark.full
+def test_ddp_on_two_servers(pool):
+    """Three times rounded; ranks' weights stay the same bits."""
+    found = pool.run(trained, (4,), "plain", {"ranks_per_server": 2, "error_feedback": True})
+    for error, state in found:
+        assert 0.005 < error < 6 * 2.0**-4
+        np.testing.assert_array_equal(state, found[0][1])
+
+
 @pytest.mark.full
 def test_fsdp2_with_weights_gathered_in_fp8(pool):
     assert 0.005 < error_of(pool.run(scattered, (2,), torch.float32, None, {}, True)) < 2.0**-4
@@ -439,6 +557,8 @@ def test_what_is_refused(pool):
     for name in (None, "head"):
         with pytest.raises(ValueError, match="a name that no other has"):
             Fp8ReduceScatter(feedback, name)
+    with pytest.raises(ValueError, match="ranks_per_server=0"):
+        Fp8Reduction(ranks_per_server=0)
     with pytest.raises(ValueError, match="residuals of weight"):
         feedback.load_state_dict({"calls": 1, "parameters": {"weight": torch.ones(4)}, "modules": {}}, nn.ReLU())
     with pytest.raises(TypeError, match="float64"):

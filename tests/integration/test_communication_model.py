@@ -67,17 +67,20 @@ def test_a_wire_takes_what_its_narrowest_part_takes() -> None:
     assert ring == pytest.approx((servers - 1) * here / here)
     straight = parallel.wire_seconds(ranks, ranks, 1, slow, directly=True)  # each rank's byte from all ranks elsewhere
     assert straight == ranks - here
+    assert parallel.exchange_seconds(ranks, ranks, 1, slow, 1) == straight
+    assert parallel.exchange_seconds(ranks, ranks, 1, slow, 2) == pytest.approx(ring)  # of as many bytes
     alone = (parallel.wire_seconds(servers, servers, here, slow, directly) for directly in (False, True))
     assert list(alone) == [servers - 1, servers - 1]
 
 
 def test_each_step_of_the_ladder_changes_what_it_names() -> None:
-    base, products, gathers, reduction, pairs = (
+    base, products, gathers, straight, reduction, pairs = (
         parallel.step(sent.LLAMA[1], LAYOUT, precision, HARDWARE) for precision in model.LADDER
     )
     assert products.compute < base.compute and products.tensor == base.tensor and products.data >= base.data
     assert gathers.compute < products.compute and gathers.data < products.data
-    assert reduction.compute == gathers.compute and reduction.data != gathers.data
+    assert straight.compute == reduction.compute == gathers.compute
+    assert reduction.data < min(straight.data, gathers.data)
     assert pairs.tensor < reduction.tensor and pairs.compute < reduction.compute
 
 

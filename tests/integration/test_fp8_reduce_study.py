@@ -15,7 +15,7 @@ study = importlib.import_module("benchmarks.distributed.fp8_reduce")
 simulated = importlib.import_module("benchmarks.distributed.fp8_reduce_ranks")
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("servers", [(2,), pytest.param((4,), marks=pytest.mark.full), (2, 2)])
 @pytest.mark.parametrize(
     "options",
     [
@@ -27,7 +27,8 @@ simulated = importlib.import_module("benchmarks.distributed.fp8_reduce_ranks")
     ],
     ids=str,
 )
-def test_simulated_ranks_are_real_ones_bit_for_bit(pool, ranks, options):
+def test_simulated_ranks_are_real_ones_bit_for_bit(pool, servers, options):
+    ranks, options = math.prod(servers), {"ranks_per_server": servers[0], **options}
     in_fp8 = simulated.InFp8(**options)
     expected = [in_fp8([gradients(3001, rank, step) for rank in range(ranks)]).double().numpy() for step in range(3)]
     for found in pool.run(hooked, (ranks,), 3001, torch.float32, options, 3):
@@ -60,6 +61,8 @@ def test_gaps():
     rows[-1]["val_loss"] = "2.03"
     gap, error, _ = study.gaps(rows)["E4M3"]
     assert math.isclose(gap, 1.25, rel_tol=1e-6) and 0.05 < error < 0.5
+    elsewhere = [row | {"device": "another", "val_loss": str(3 * float(row["val_loss"]))} for row in rows]
+    assert math.isclose(study.gaps(rows + elsewhere)["E4M3"][0], 1.25, rel_tol=1e-6)  # each beside its own bf16
 
 
 @pytest.mark.full
