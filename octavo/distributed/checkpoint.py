@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from octavo.distributed import joined_parts
+from octavo.distributed import joined_parts, other_blocks
 from octavo.distributed.dcp_files import METADATA, Reader, TensorPlanner, Writer
 from octavo.distributed.errors import CheckpointError, RankError
 from octavo.distributed.files import reason_of, replacing
@@ -130,17 +130,18 @@ def load_checkpoint(
     ):
         folder = ranks.first(lambda: _latest(root))
         with ranks.together():
-            content = _read_content(folder)
-            state, tensors = _state_to_fill(model, optimizer, content)
-            reader = Reader(folder)
+            content, reader = _read_content(folder), Reader(folder)
+            state, tensors = _state_to_fill(model, optimizer, content, reader)
         group, alone = ranks.group, ranks.group is None
         dcp.load(tensors, storage_reader=reader, planner=TensorPlanner(), process_group=group, no_dist=alone)
         with ranks.together():
+            joined_parts.share(state["model"], joined_parts.names_of(model))
             set_model_state_dict(model, state["model"])
             if optimizer is not None and state["optimizer"] is None:  # it was saved before its first step
                 optimizer.state.clear()
             elif optimizer is not None:
                 own = state["optimizer"]["state"]
+                other_blocks.put(own, state["others"], content["groups"][0].get("octavo"))
                 state["optimizer"]["state"] = joined_parts.part(own, joined_parts.names_of(model))
                 set_optimizer_state_dict(model, optimizer, state["optimizer"])
             load_delayed(model, content["delayed"], ranks)
@@ -256,13 +257,13 @@ def _collect(model: nn.Module, optimizer: Optimizer | None) -> tuple[dict[str, A
 
 
 def _state_to_fill(
-    model: nn.Module, optimizer: Optimizer | None, content: dict[str, Any]
+    model: nn.Module, optimizer: Optimizer | None, content: dict[str, Any], reader: Reader
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The state dicts of model and optimizer, and the tensors in them that DCP fills, by their names in the checkpoint.
 
-    An optimizer that was saved before its first step has None.
+    An optimizer that was saved before its first step has None. ``others``: moments that were kept otherwise.
     """
-    state: dict[str, Any] = {"model": get_model_state_dict(model), "optimizer": None}
+    state: dict[str, Any] = {"model": get_model_state_dict(model), "optimizer": None, "others": {}}
     parted = joined_parts.names_of(model)
     whole = joined_parts.join(state["model"], parted) if parted else state["model"]
     places = {f"model.{name}": (whole, name) for name in whole}
@@ -276,12 +277,15 @@ def _state_to_fill(
         optimizer.zero_grad()
         own: Any = joined_parts.join(get_optimizer_state_dict(model, optimizer)["state"], parted)  # type: ignore[arg-type]
         for name, keys in content["states"].items():
-            if not set(keys) <= own.get(name, {}).keys():
+            here, sizes = own.get(name, {}), {key: reader.size(f"optimizer.{name}.{key}") for key in keys}
+            if (other := other_blocks.OtherMoments.of(here, getattr(optimizer, "names", ()), sizes)) is not None:
+                state["others"][name], here = other, here | other.tensors
+            if not set(keys) <= here.keys():
                 raise CheckpointError(
                     f"its optimizer kept {keys} of {name}, which this one does not: give an optimizer of the same "
                     "class and the same parameters"
                 )
-            own[name] = {key: own[name][key] for key in keys}
+            own[name] = {key: here[key] for key in keys}
             places |= {f"optimizer.{name}.{key}": (own[name], key) for key in keys}
         kept = {name: own[name] for name in content["states"]}
         groups = joined_parts.renamed(content["groups"], parted, False)

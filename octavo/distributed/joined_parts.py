@@ -16,7 +16,9 @@ from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list, _create_write_items
 
 from octavo.nn.parted_linear import PartedLinear
+from octavo.nn.stored_weight_files import SCALE_INV
 from octavo.tensor.pair import MOVES, Facade
+from octavo.tensor.stored_weight import local_stored
 
 Names = dict[str, list[str]]  # of whole parameters: those of their parts, in order
 
@@ -82,7 +84,12 @@ def names_of(model: nn.Module) -> Names:
     found: Names = {}
     for at, layer in model.named_modules():
         if isinstance(layer, PartedLinear):
-            for name in ("weight", "bias") if layer.bias is not None else ("weight",):
+            stored = local_stored(next(layer.children()).weight) is not None
+            for name in (
+                "weight",
+                *(("bias",) if layer.bias is not None else ()),
+                *((f"weight{SCALE_INV}",) if stored else ()),
+            ):
                 whole = f"{at}.{name}".lstrip(".")
                 found[whole] = [f"{at}.{split}.{name}".lstrip(".") for split in layer.splits or ()]
     return found
@@ -91,7 +98,7 @@ def names_of(model: nn.Module) -> Names:
 def join(values: dict[str, Any], names: Names) -> dict[str, Any]:
     """Values of parameters by name, tensors or dicts of them (an optimizer's), with those of parts as one.
 
-    Of what has no rows, an optimizer's count of steps, the first part's.
+    Of what has no rows, an optimizer's count of steps or a scale in common, the first part's.
     """
     found = dict(values)
     for whole, parts in names.items():
@@ -103,7 +110,20 @@ def join(values: dict[str, Any], names: Names) -> dict[str, Any]:
 def _joined(values: list[Any]) -> Any:
     if isinstance(values[0], dict):
         return {key: _joined([value[key] for value in values]) for key in values[0]}
-    return Joined(values) if isinstance(values[0], Tensor) and values[0].ndim else values[0]
+    return Joined(values) if isinstance(values[0], Tensor) and not _is_common(values[0]) else values[0]
+
+
+def _is_common(value: Tensor) -> bool:
+    """Whether it is one number for all parts, which are sharded."""
+    return value.ndim == 0 or (value.shape == (1, 1) and not hasattr(value, "placements"))
+
+
+def share(values: dict[str, Any], names: Names) -> None:
+    """Give all parts what ``join`` has of the first one alone, once DCP has filled that; in place."""
+    for first, *others in (parts for parts in names.values() if parts[0] in values):
+        if isinstance(value := values[first], Tensor) and _is_common(value):
+            for other in others:
+                values[other].copy_(value)
 
 
 def part(values: dict[str, dict[str, Any]], names: Names) -> dict[str, dict[str, Any]]:

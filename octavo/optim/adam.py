@@ -102,7 +102,7 @@ class AdamW(Adam):
     is clipped to the most that exact moments can give (adam_max_update), which never changes exact Adam.
 
     Args:
-        params: parameters, or groups; plain or sharded by rows (FSDP2).
+        params: parameters, or groups; plain or sharded by rows, columns or both (FSDP2, tensor parallel).
         lr: a number or a tensor of one.
         betas, eps, weight_decay, maximize: as torch's.
         amsgrad, foreach, capturable, differentiable, fused: torch's; off, or ValueError says why.

@@ -15,21 +15,50 @@ import torch
 from torch import Tensor, nn
 
 from octavo.granularity import PerTensor
-from octavo.tensor.sharded_weight import group_of
+from octavo.tensor.sharded_weight import groups_of
 from octavo.tensor.stored_weight import local_stored
 
 
 def needs_agreement(param: Tensor) -> bool:
     """Whether ranks hold shards of a weight in FP8 with one scale."""
     shard = local_stored(param)
-    if shard is None or shard is param or shard.granularity != PerTensor():
-        return False
-    mesh = param.device_mesh  # type: ignore[attr-defined]
-    return bool(mesh.size(mesh.ndim - 1) > 1)
+    if shard is None or shard is param or shard.granularity != PerTensor() or shard.ndim == 3:
+        return False  # of experts each rank has its own whole
+    return shard.common is not None or any(group.size() > 1 for group in groups_of(param))
+
+
+def _with_common(amaxes: Tensor, params: Sequence[nn.Parameter]) -> Tensor:
+    """Weights' amaxes [n, 1], of those that have one scale in common the largest of them."""
+    stored = [local_stored(param) for param in params]
+    common = [own if (own := one.common) is not None else at for at, one in enumerate(stored) if one is not None]
+    numbers = {one: number for number, one in enumerate(dict.fromkeys(common))}
+    if len(numbers) == len(common):
+        return amaxes
+    of = torch.tensor([numbers[one] for one in common], device=amaxes.device)
+    found = amaxes.new_zeros(len(numbers)).scatter_reduce_(0, of, amaxes.view(-1), "amax")
+    return found[of].view(-1, 1)
+
+
+def agreeing(params: Sequence[nn.Parameter], groups: Sequence[int]) -> list[nn.Parameter]:
+    """Those that need it, of an optimizer's parameters with the numbers of their groups.
+
+    Raises:
+        ValueError: for some of the weights that have one scale in common, or in several groups.
+    """
+    found: dict[Any, list[int]] = {}
+    for param, group in zip(params, groups, strict=True):
+        if (common := getattr(local_stored(param), "common", None)) is not None:
+            found.setdefault(common, []).append(group if param.requires_grad else -1)
+    if any(len(groups) != common.count or len(set(groups)) > 1 for common, groups in found.items()):
+        raise ValueError(
+            "the named splits of a weight that lives in FP8 have one scale, which an optimizer finds from all of them: "
+            "give it all in one group, and train all or none"
+        )
+    return [param for param in params if needs_agreement(param)]
 
 
 class Agreement:
-    """The collectives under way for an optimizer's sharded weights: one for each process group, of 4 bytes a weight.
+    """The collectives under way for an optimizer's sharded weights: one for each layout of theirs, of 4 bytes a weight.
 
     All of these weights take part, in their order, whichever had gradients: so ranks never disagree on a collective.
     """
@@ -47,13 +76,15 @@ class Agreement:
         self.finish()
         together: dict[Any, list[nn.Parameter]] = {}
         for param in params:
-            together.setdefault(group_of(param), []).append(param)
-        for group, some in together.items():
+            together.setdefault(groups_of(param), []).append(param)
+        for (*outer, last), some in together.items():
             device = some[0].device_mesh.device_type  # type: ignore[attr-defined]
             none_yet = torch.zeros(1, 1, device=device)
             amaxes = [states.get(param, {}).get("master_amax", none_yet) for param in some]
-            largest = torch.cat([amax.to(device) for amax in amaxes])
-            work = dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group, async_op=True)
+            largest = _with_common(torch.cat([amax.to(device) for amax in amaxes]), some)
+            for group in outer:  # of a mesh of two dimensions
+                dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+            work = dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=last, async_op=True)
             self._under_way.append((work, largest, amaxes))
 
     @torch.no_grad()

@@ -21,10 +21,11 @@ from octavo.kernels.reference.random_bits import key_of
 from octavo.kernels.reference.sgd import SgdGroup
 from octavo.optim import loading
 from octavo.optim import state as states
-from octavo.optim.agreement import Agreement, needs_agreement
+from octavo.optim.agreement import Agreement, agreeing
 from octavo.optim.arguments import check_storage
 from octavo.optim.gradients import GradientStorage
 from octavo.optim.kept import Kept, has_moved, was_written
+from octavo.optim.layout import place_of, settle_gradient
 from octavo.optim.masters import master_of
 from octavo.optim.moment import Moment
 from octavo.optim.resolution import Resolution
@@ -235,7 +236,7 @@ class CompactOptimizer(Optimizer):
             self.in_backward.finish()
             self._end_step()
             return loss
-        params = [param for param in self.all_params() if param.grad is not None]
+        params = [param for param in self.all_params() if settle_gradient(param) is not None]
         gradients = [param.grad for param in params if param.grad is not None]
         skip, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         if skip is None and self.skip_nonfinite and params:
@@ -282,7 +283,7 @@ class CompactOptimizer(Optimizer):
         params = self.all_params()
         if len(params) != len(self._placed) or not all(map(operator.is_, params, self._placed)):
             numbers = [number for number, group in enumerate(self.param_groups) for _ in group["params"]]
-            self._sharded = [param for param in params if needs_agreement(param)]
+            self._sharded = agreeing(params, numbers)
             self._placed = dict(zip(params, zip(numbers, range(len(params)), strict=True), strict=True))
         return self._placed
 
@@ -295,8 +296,7 @@ class CompactOptimizer(Optimizer):
         if grad.numel() == 0 and shape.numel() > 0:  # of a row that stands in for none
             return update._replace(gradient=torch.zeros(shape, device=grad.device))
         if isinstance(grad, StoredGradient):
-            codes = grad.qdata.view(torch.uint8).view(shape)
-            return update._replace(gradient=codes, gradient_scale_inv=grad.scale_inv)
+            return states.with_codes(update, grad)
         return update._replace(gradient=grad.contiguous().view(shape))
 
     def _current(self, param: nn.Parameter, group: int, index: int) -> tuple[Kept, bool]:
@@ -328,9 +328,9 @@ class CompactOptimizer(Optimizer):
             self.clip_update = self.will_bound(self.settings, stored=True)
         self.check(param, self.param_groups[group], self.settings, self.clip_update)
         master, moments = states.for_kernel(param, weight, state, self._settings_of(bool(ids[3])))
-        key, row = key_of(self.seed, index), states.first_row(param)
-        measured = self.resolution is not None and param in self.resolution.params
-        update = WeightUpdate(master, moments, master.weight, state["step"], key, group, row, measured=measured)
+        key, (row, *where) = key_of(self.seed, index), place_of(param)
+        measured = self.resolution is not None and self.resolution.counts(param)
+        update = WeightUpdate(master, moments, master.weight, state["step"], key, group, row, None, measured, *where)
         held = states.held(weight)
         return Kept(update, held, held.data_ptr(), held._version, ids)
 
@@ -369,8 +369,7 @@ class CompactOptimizer(Optimizer):
         ids = [index for group in groups for index in group["params"]]
         described = loading.fit_groups(groups, self.param_groups)
         self._agreement.finish()
-        own_way = states.description(self.moments, self.master, self.seed)
-        same = described is None or described | {"seed": self.seed} == own_way
+        same = described is None or described == states.description(self.moments, self.master, described["seed"])
         found: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
         converted: list[str] = []
         for index, param in zip(ids, self.all_params(), strict=True):

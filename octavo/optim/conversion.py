@@ -13,17 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from octavo.formats import E4M3
-from octavo.granularity import ALL, Granularity, PerTensor
+from octavo.granularity import ALL, Granularity
 from octavo.kernels import amax
 from octavo.kernels.reference.master_weights import Fp8Weight, Master
 from octavo.kernels.reference.optimizer_state import BLOCK, pieces
 from octavo.optim import state as states
 from octavo.optim.base import CompactOptimizer
+from octavo.optim.layout import is_apart, without_run
 from octavo.optim.masters import master_of
 from octavo.optim.state import Settings, for_kernel, new_master
 from octavo.tensor.parameters import put_into
 from octavo.tensor.sharded_weight import largest_of_ranks, like_sharded, on_this_rank
-from octavo.tensor.stored_weight import StoredWeight, cast_shard, local_stored
+from octavo.tensor.stored_shards import why_cut
+from octavo.tensor.stored_weight import StoredWeight, local_stored, store
 
 Storage = Granularity | None  # of a weight's codes; None: it is a plain tensor
 
@@ -54,36 +56,11 @@ def change(
     optimizer.adopt(settings)
 
 
-def store_anew(param: nn.Parameter, storage: Storage) -> None:
-    """Store a weight without a master, frozen or not trained yet, otherwise; of a sharded one all ranks call it."""
-    shard = local_stored(param)
-    values = (on_this_rank(param).as_subclass(Tensor) if shard is None else shard.dequantize()).detach()
-    if storage is not None and on_this_rank(param) is param:
-        values = StoredWeight.cast(values, storage, keep_rest=param.requires_grad)
-    elif storage is not None:
-        values = cast_shard(values, param, storage, param.dtype)
-    _put(param, values)
-
-
-def _put(param: nn.Parameter, local: Tensor) -> None:
-    """Give a parameter other values on this rank, which the object keeps."""
-    if on_this_rank(param) is param:
-        put_into(param, local)
-    else:
-        param._local_tensor = local  # type: ignore[attr-defined]
-
-
 def check_change(optimizer: CompactOptimizer, settings: Settings, storage: Mapping[nn.Parameter, Storage]) -> None:
     """Raise ValueError if the optimizer's weights can't be kept so; arguments as ``change``'s."""
     for param, granularity in storage.items():
-        ranks = 1
-        if on_this_rank(param) is not param and granularity not in (None, PerTensor()):
-            ranks = param.device_mesh.size(param.device_mesh.ndim - 1)  # type: ignore[attr-defined]
-        if ranks > 1 and param.shape[0] % (ranks * BLOCK):
-            raise ValueError(
-                f"a weight {tuple(param.shape)} can't be stored in blocks of 128 x 128 on {ranks} ranks: each needs "
-                "the same multiple of 128 rows; use a recipe with one scale a weight (dynamic, delayed)"
-            )
+        if granularity is not None and (why := why_cut(param, granularity)) is not None:
+            raise ValueError(why)
     targets = [
         (blank(param, storage[param], "meta") if param in storage else param, group)
         for group in optimizer.param_groups
@@ -101,7 +78,7 @@ def blank(weight: Tensor, storage: Storage, device: Any = None) -> Tensor:
     if storage is None:
         return torch.zeros(shard.shape, dtype=weight.dtype, device=device)
     codes = torch.zeros(shard.shape, dtype=E4M3.dtype, device=device)
-    scale_inv = torch.ones(storage.scale_shape(tuple(shard.shape)), device=device)
+    scale_inv = torch.ones(storage.of_matrices(shard.shape).scale_shape(shard.shape), device=device)
     return StoredWeight(codes, scale_inv, weight.dtype, storage, is_shard=shard is not weight)
 
 
@@ -112,7 +89,7 @@ def _change(
     moves, is_sharded = param in storage, on_this_rank(param) is not param
     if not (state := optimizer.state.get(param)):
         if moves:
-            store_anew(param, storage[param])
+            store(param, storage[param])
         return
     before, after = optimizer.settings.in_state(state), settings.in_state(state)
     old, _ = for_kernel(param, states.local(param.detach()), state, before)
@@ -121,7 +98,7 @@ def _change(
         made = blank(param, storage[param])
         new_param = like_sharded(made, param, param.shape) if is_sharded else nn.Parameter(made, param.requires_grad)
     new_weight = states.local(new_param.detach())
-    found = {"step": state["step"]} | _moments(param, state, before, after)
+    found = {"step": state["step"]} | _moments(param, new_param, state, before, after)
     if moves or master_of(param, before.master) is not master_of(new_param, after.master):
         found |= new_master(new_param, after.master)
         new, _ = for_kernel(new_param, new_weight, found, after)
@@ -133,20 +110,25 @@ def _change(
     else:
         found |= {name: value for name, value in state.items() if name.startswith("master_")}
     if moves:
-        _put(param, new_weight)
+        put_into(param, new_weight)
     optimizer.state[param] = found
 
 
-def _moments(param: nn.Parameter, state: dict[str, Any], before: Settings, after: Settings) -> dict[str, Any]:
+def _moments(
+    param: Tensor, new_param: Tensor, state: dict[str, Any], before: Settings, after: Settings
+) -> dict[str, Any]:
     """The tensors of all moments; those that stay as they are are the same ones."""
     found: dict[str, Any] = {}
     were = before.moments_of(param)
     for name, new in after.moments_of(param).items():
-        if new == were[name]:
-            names = name, f"{name}_codes", f"{name}_scale_inv", f"{name}_amax"
-            found |= {key: state[key] for key in names if key in state}
+        laid = new.new_state(name, states.local(param).shape, "meta", is_apart(new_param))
+        kept = {key: value for key, value in state.items() if without_run(key) in laid}
+        if new == were[name] and all(
+            states.local(own).shape == laid[without_run(key)].shape for key, own in kept.items()
+        ):
+            found |= kept
         else:
-            found |= states.converted(param, name, were[name], new, state)
+            found |= states.converted(new_param, name, were[name], new, state)
     return found
 
 
@@ -157,6 +139,19 @@ def _rewrite(old: Master, new: Master, sharded: Tensor | None, same_storage: boo
     ``sharded`` is the DTensor whose shard this is, or None: one scale is for all ranks.
     """
     values = old.read_all(old.weight)
+    apart = isinstance(new, Fp8Weight) and new.scale_inv.ndim == 3  # of experts, which lie whole on a rank
+    # a row stands in on one side for a shard without rows
+    stands_in = old.weight.numel() != new.weight.numel()
+    if not stands_in:
+        values = values.view(new.weight.shape)
+    for index in range(new.matrices):
+        one = new.matrix(index) if isinstance(new, Fp8Weight) else new
+        wide = values[index * one.weight.shape[0] : (index + 1) * one.weight.shape[0]] if apart else values
+        _rewrite_matrix(one, wide, sharded if not apart else None, same_storage, stands_in)
+
+
+def _rewrite_matrix(new: Master, values: Tensor, sharded: Tensor | None, same_storage: bool, stands_in: bool) -> None:
+    """``_rewrite`` of one matrix from its values, float32; not of those of a row that stands in."""
     if new.amax is not None and new.scale_inv is not None:
         if same_storage and isinstance(new, Fp8Weight):
             bound = new.scale_inv * E4M3.max
@@ -166,9 +161,8 @@ def _rewrite(old: Master, new: Master, sharded: Tensor | None, same_storage: boo
             if sharded is not None and is_one:
                 bound = largest_of_ranks(bound, sharded)
         new.begin(bound)
-    if old.weight.shape == new.weight.shape:  # else a row stands in on one side for a shard without rows
-        for piece in pieces(*values.shape):
-            wide = piece.of(values)
-            half = torch.full_like(wide, 1 << 15, dtype=torch.int32)  # bits that round to nearest
-            new.write(piece, wide, half)
+    for piece in () if stands_in else pieces(*values.shape):
+        wide = piece.of(values)
+        half = torch.full_like(wide, 1 << 15, dtype=torch.int32)  # bits that round to nearest
+        new.write(piece, wide, half)
     new.end()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.optim import state as states
+from octavo.optim.layout import sharded_dims
 
 _TO_COME = -1.0  # stands for the square of a gradient that has not come; NaN gradients must stay NaN
 _TINY = torch.finfo(torch.float32).tiny
@@ -78,12 +79,11 @@ def squared_norms(gradients: list[Tensor]) -> Tensor:
     squares = torch.stack([norm.to(norms[0].device) for norm in norms]).square()
     alike: dict[Any, list[Tensor]] = {}
     for square, gradient in zip(squares.unbind(), gradients, strict=True):
-        if (placements := getattr(gradient, "placements", None)) is not None:
-            alike.setdefault((gradient.device_mesh, placements), []).append(square)  # type: ignore[attr-defined]
-    for (mesh, placements), parts in alike.items():
-        from torch.distributed.tensor import DTensor, Partial, Replicate
-
-        kinds = [Partial() if placement.is_shard() else Replicate() for placement in placements]
-        whole = DTensor.from_local(torch.stack(parts), mesh, kinds, run_check=False).full_tensor()
+        if dims := tuple(dim for _, dim, _ in sharded_dims(gradient)):
+            alike.setdefault((gradient.device_mesh, dims), []).append(square)  # type: ignore[attr-defined]
+    for (mesh, dims), parts in alike.items():
+        whole = torch.stack(parts).to(mesh.device_type)
+        for dim in dims:
+            torch.distributed.all_reduce(whole, group=mesh.get_group(dim))
         torch._foreach_copy_(parts, list(whole.unbind()))
     return squares

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.optim import state as states
+from octavo.optim.layout import is_apart, like_gradient, settle_gradient
 from octavo.tensor.stored_gradient import StoredGradient
 
 
@@ -57,6 +58,7 @@ class GradientStorage:
                 "DistributedDataParallel exchanges a gradient after gradient_storage='fp8' would have rounded it; use "
                 "fully_shard (FSDP2), whose gradients are exchanged before, or gradient_storage=None",
             )
+        settle_gradient(param)
         whole = param.grad
         assert whole is not None
         gradient = states.local(whole)
@@ -64,10 +66,11 @@ class GradientStorage:
             return
         if not self._accumulating:
             own, dtype = self._dtypes.pop(param, (param.grad_dtype, gradient.dtype))
-            _set(param, states.like_gradient(whole, StoredGradient.cast(gradient, dtype)), own)
+            stored = StoredGradient.cast(gradient, dtype, is_apart(param))
+            _set(param, like_gradient(whole, stored), own)
         elif gradient.dtype != torch.float32:
             self._dtypes[param] = param.grad_dtype, gradient.dtype
-            _set(param, states.like_gradient(whole, gradient.float()), torch.float32)
+            _set(param, like_gradient(whole, gradient.float()), torch.float32)
 
 
 def hook_all(hooks: dict[nn.Parameter, Any], params: list[nn.Parameter], hook: Callable[[nn.Parameter], None]) -> None:

@@ -21,6 +21,7 @@ from octavo.optim import state as states
 from octavo.optim.base import CompactOptimizer
 from octavo.optim.gradient_norms import GradientNorms
 from octavo.optim.gradients import hook_all, living, refuse_ddp
+from octavo.optim.layout import bytes_of_shard, like_gradient, settle_gradient
 from octavo.tensor.used_gradient import TWICE, UsedGradient
 
 MIB = 1 << 20
@@ -241,9 +242,10 @@ class UpdatesInBackward:
         self.optimizer.begin_step()  # with the first gradient, which is the same weight's on all ranks
         if param in self._updated:  # and the UsedGradient was taken away
             raise UnsupportedOpError(TWICE)
+        settle_gradient(param)
         self._pending[param] = None
         # ranks flush at the same gradient, so that collectives (of a norm, say) come in one order among FSDP2's
-        self._bytes += states.bytes_of_shard(param.grad)  # type: ignore[arg-type]
+        self._bytes += bytes_of_shard(param.grad)  # type: ignore[arg-type]
         self.most_bytes = max(self.most_bytes, self._bytes)
         if self._bytes >= self.threshold and not self._waiting:
             self._flush()
@@ -262,7 +264,7 @@ class UpdatesInBackward:
         for param, norm in itertools.zip_longest(params, norms):
             gradient, param.grad = param.grad, None
             if norm is not None and gradient is not None:
-                param.grad = states.like_gradient(gradient, UsedGradient(states.local(gradient), norm))
+                param.grad = like_gradient(gradient, UsedGradient(states.local(gradient), norm))
 
     def _forget_used(self) -> None:
         """Drop what stands for used gradients."""

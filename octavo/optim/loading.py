@@ -77,6 +77,8 @@ def said(
     if described is not None:
         before = f"{tuple(map(states.moment_from, described['moments']))}, master {described['master']}"
     now = "; ".join([f"{moments}, master {master}", *sorted({*converted} - {""})])
+    if before == now:
+        before, now = "vectors, or blocks, that ranks shared otherwise", "those of these ranks, to nearest"
     return f"the optimizer's state was converted: from {before} to {now}"
 
 

@@ -80,7 +80,10 @@ class MasterForm:
             rest = torch.zeros(weight.shape, dtype=torch.int8, device=weight.device)
         codes = weight.qdata.view(torch.uint8)
         values = values_with(codes, weight.scale_inv, rest)
-        state = {"master_amax": amax(values, weight.granularity.tile)}
+        largest = torch.empty_like(weight.scale_inv)
+        state = {"master_amax": largest}
+        for found, matrix in zip(largest, values, strict=True) if weight.ndim == 3 else [(largest, values)]:
+            found.copy_(amax(matrix, weight.granularity.tile))
         if self.rest == torch.int8:
             state["master_rest"] = rest.clone()
         elif self.rest == torch.int16:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from octavo.formats import E4M3, E4M4, Format
 from octavo.granularity import Granularity, PerBlock, PerTensor
+from octavo.kernels.reference.moment_codes import decode_moment
 from octavo.kernels.reference.optimizer_state import BLOCK, MomentTensors, as_matrix_shape, blocks_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -69,38 +70,67 @@ class Moment:
         if not second and (self.root or (isinstance(self.format, Format) and not self.format.signed)):
             raise ValueError(f"{self} has no sign: it is for second moments")
 
-    def new_state(self, name: str, shape: torch.Size, device: torch.device) -> dict[str, Tensor]:
-        """Zeros, as they are kept in an optimizer's state under names that begin with this one."""
+    def new_state(
+        self, name: str, shape: torch.Size, device: torch.device | str, apart: bool = False
+    ) -> dict[str, Tensor]:
+        """Zeros, as they are kept in an optimizer's state under names that begin with this one.
+
+        ``apart``: of experts in FP8 [E, N, K], each of which has scales of its own: blocks of its rows, or one.
+        """
         if not isinstance(self.format, Format):
             return {name: torch.zeros(shape, dtype=DTYPES[self.format], device=device)}
         rows, cols = as_matrix_shape(shape)
-        scales = (rows, blocks_of(cols)) if self.granularity != PerTensor() else (1, 1)
+        blocks = shape[1] * blocks_of(shape[2]) if apart else blocks_of(cols)
+        scales = (rows, blocks) if self.granularity != PerTensor() else (rows if apart else 1, 1)
         state = {
             f"{name}_codes": torch.zeros(shape, dtype=torch.uint8, device=device),
             f"{name}_scale_inv": torch.ones(scales, dtype=torch.float32, device=device),
         }
         if self.scale == "previous":
-            state[f"{name}_amax"] = torch.zeros(1, 1, dtype=torch.float32, device=device)
+            state[f"{name}_amax"] = torch.zeros(scales, dtype=torch.float32, device=device)
         return state
 
-    def for_kernel(self, name: str, state: dict[str, Tensor]) -> MomentTensors:
+    def for_kernel(self, name: str, state: dict[str, Tensor], apart: bool = False) -> MomentTensors:
         """What the kernels read and write, over the tensors of ``new_state``."""
         stochastic = self.rounding == "stochastic"
+        as_rows = as_rows_of_matrices if apart else as_matrix
         if not isinstance(self.format, Format):
-            return MomentTensors(as_matrix(state[name]), stochastic=stochastic)
+            return MomentTensors(as_rows(state[name]), stochastic=stochastic)
+        data, scale_inv = as_rows(state[f"{name}_codes"]), state[f"{name}_scale_inv"]
+        if apart and self.granularity != PerTensor():
+            scale_inv = scale_inv.view(data.shape[0], blocks_of(data.shape[1]))
         return MomentTensors(
-            as_matrix(state[f"{name}_codes"]),
+            data,
             self.format,
-            state[f"{name}_scale_inv"],
+            scale_inv,
             state.get(f"{name}_amax"),
             self.root,
             stochastic,
         )
 
+    def read_codes(self, codes: Tensor, scale_inv: Tensor, run: int = 0, first: int = 0) -> Tensor:
+        """Values in float32, of codes' shape, of blocks that begin anew after ``run`` of a row's columns (0: a row).
+
+        ``first``: the column that the codes begin with, of rows whose scales are all there.
+        """
+        assert isinstance(self.format, Format)
+        wide = decode_moment(codes.reshape(as_matrix_shape(codes.shape)), self.format)
+        if scale_inv.numel() > 1:
+            columns = torch.arange(first, first + wide.shape[1], device=codes.device)
+            run = run or first + wide.shape[1]
+            scale_inv = scale_inv[:, columns // run * blocks_of(run) + columns % run // BLOCK]
+        wide.mul_(scale_inv)
+        return (wide.square_() if self.root else wide).view(codes.shape)
+
 
 def as_matrix(tensor: Tensor) -> Tensor:
     """A contiguous tensor as [R, C]."""
     return tensor.view(as_matrix_shape(tensor.shape))
+
+
+def as_rows_of_matrices(tensor: Tensor) -> Tensor:
+    """Contiguous matrices [E, N, K], those of experts in FP8, one below the other: [E * N, K]."""
+    return tensor.flatten(0, 1)
 
 
 _STOCHASTIC: Any = "stochastic"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -10,17 +12,31 @@ import torch
 from torch import Tensor, nn
 
 from octavo.optim import state as states
-from octavo.tensor.sharded_weight import group_of
+from octavo.optim.layout import is_sharded
+from octavo.tensor.sharded_weight import groups_of
 
 
 class Resolution:
     """Sums over steps of the weights ``params``, on each device; nothing waits for them."""
 
     def __init__(self, params: Iterable[nn.Parameter]) -> None:
-        self.params = set(params)
+        self.params = dict.fromkeys(params)  # in one order on all ranks
         self._loaded: Tensor | None = None
         self._reading: Reading | None = None
         self._sums: dict[torch.device, Tensor] = {}
+
+    @functools.cached_property
+    def _groups(self) -> dict[str, Any]:
+        """The process groups of the ranks that have parts of any of them, by name."""
+        groups = itertools.chain.from_iterable(map(groups_of, filter(is_sharded, self.params)))
+        return {group.group_name: group for group in groups}
+
+    def counts(self, param: nn.Parameter) -> bool:
+        """Whether this rank's part of a weight counts; of one that other ranks have as well, one rank's does."""
+        if param not in self.params:
+            return False
+        own = {group.group_name for group in groups_of(param)} if is_sharded(param) else set()
+        return all(name in own or group.rank() == 0 for name, group in self._groups.items())
 
     def on(self, device: torch.device) -> Tensor:
         """Where the steps on a device add to: float64 [2], see kernels/reference/resolution.py."""
@@ -34,9 +50,8 @@ class Resolution:
             return Reading(torch.zeros(2, dtype=torch.float64))
         parts = list(self._sums.values())
         total = torch.stack([part.to(parts[0].device) for part in parts]).sum(0)
-        sharded = [param for param in self.params if getattr(param, "placements", None) is not None]
-        if sharded:
-            torch.distributed.all_reduce(total, group=group_of(sharded[0]))
+        for group in self._groups.values():
+            torch.distributed.all_reduce(total, group=group)
         for part in parts:
             part.zero_()
         return Reading(total)

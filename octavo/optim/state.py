@@ -12,11 +12,23 @@ from torch import Tensor, nn
 from octavo.formats import E4M3, E4M4, E5M2, Format
 from octavo.granularity import PerBlock, PerTensor
 from octavo.kernels.reference.adam import LARGEST_SQUARE
-from octavo.kernels.reference.master_weights import Master
-from octavo.kernels.reference.optimizer_state import BLOCK, MomentTensors, pieces
+from octavo.kernels.reference.master_weights import Fp8Weight, Master
+from octavo.kernels.reference.optimizer_state import BLOCK, MomentTensors, blocks_of, pieces
 from octavo.kernels.reference.optimizer_step import WeightUpdate
+from octavo.optim.layout import (
+    SCALE_INV,
+    check_layout,
+    is_apart,
+    is_sharded,
+    is_sharded_vector,
+    like_param,
+    place_of,
+    run_in,
+    with_run,
+    without_run,
+)
 from octavo.optim.masters import KINDS, master_of
-from octavo.optim.moment import Moment, as_matrix
+from octavo.optim.moment import Moment, as_matrix, as_rows_of_matrices
 from octavo.tensor.sharded_weight import like_sharded
 from octavo.tensor.stored_gradient import StoredGradient
 from octavo.tensor.stored_weight import StoredWeight, local_stored
@@ -43,7 +55,8 @@ def held(weight: Tensor) -> Tensor:
 def matrix_of(weight: Tensor) -> Tensor:
     """A weight [R, C] as the kernels take it, contiguous: itself, where it is that; of a stored one the codes."""
     if isinstance(weight, StoredWeight):
-        return weight.qdata.view(torch.uint8)
+        codes = weight.qdata.view(torch.uint8)
+        return as_rows_of_matrices(codes) if is_apart(weight) else codes
     return as_matrix(weight.detach().contiguous())
 
 
@@ -67,11 +80,6 @@ class Settings(NamedTuple):
         return Settings(tuple(kept.values()), tuple(kept), self.master)
 
 
-def is_sharded_vector(param: Tensor) -> bool:
-    """Whether it is one: its blocks would end with a rank's shard, which ends elsewhere for other numbers of ranks."""
-    return param.ndim < 2 and getattr(param, "placements", None) is not None
-
-
 def check(param: Tensor, settings: Settings, bounds: bool) -> None:
     """Raise ValueError for a weight that can't be updated; ``bounds``: whether the optimizer bounds its update."""
     stored = local_stored(param) is not None
@@ -83,7 +91,8 @@ def check(param: Tensor, settings: Settings, bounds: bool) -> None:
     if param.is_complex() or param.is_sparse:
         raise ValueError("octavo's optimizers are for dense real weights")
     found = master_of(param, settings.master)  # type: ignore[arg-type]
-    if getattr(param, "placements", None) is None:
+    check_layout(param)
+    if not is_sharded(param):
         return
     if found.name == "fp16_scaled" and not stored:  # of stored ones its scale is the codes', which ranks agree on
         raise ValueError("master='fp16_scaled' has one scale, which sharded weights do not share: use 'split24'")
@@ -92,63 +101,37 @@ def check(param: Tensor, settings: Settings, bounds: bool) -> None:
             raise ValueError(f"{moment} has one scale, which sharded weights do not share: use PerBlock(1, {BLOCK})")
 
 
-def first_row(param: nn.Parameter) -> int:
-    """The row of the whole weight that this rank's shard begins with."""
-    placements = getattr(param, "placements", None)
-    if placements is None:
-        return 0
-    from torch.distributed.tensor import Shard
-
-    last, mesh = placements[-1], param.device_mesh  # type: ignore[attr-defined]
-    if type(last) is not Shard:
-        return 0
-    dim = mesh.ndim - 1
-    if last.dim != 0:
-        raise ValueError("octavo's optimizers take weights sharded by their first dimension")
-    rows = -(-param.shape[0] // mesh.size(dim))
-    return min(mesh.get_local_rank(dim) * rows, param.shape[0])
-
-
 def largest(gradients: list[Tensor]) -> Tensor:
-    """The largest absolute value of all; NaN where there is one. The same on all ranks, and without waiting for it."""
-    some = [gradient.detach() for gradient in gradients if gradient.numel() > 0]
-    if not some:
-        return torch.zeros((), device=gradients[0].device)
-    found = torch.nn.utils.get_total_norm(some, math.inf, foreach=True)
-    full_tensor = getattr(found, "full_tensor", None)
-    return found if full_tensor is None else full_tensor()
+    """The largest absolute value of all, inf where one is not finite: the same on all ranks, without waiting for it."""
+    found = torch.zeros((), device=local(gradients[0]).device)
+    if some := [shard for gradient in gradients if (shard := local(gradient.detach())).numel()]:
+        found = torch.nn.utils.get_total_norm(some, math.inf, foreach=True).float().nan_to_num(math.inf, math.inf)
+    groups = {gradient.device_mesh: None for gradient in gradients if hasattr(gradient, "device_mesh")}
+    for mesh in groups:
+        found = found.to(mesh.device_type)
+        for dim in range(mesh.ndim):
+            torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MAX, group=mesh.get_group(dim))
+    return found
 
 
-def like_param(tensor: Tensor, param: Tensor) -> Tensor:
-    """A tensor of this rank's state as a sharded one, where the weight is: so that checkpoints can reshard it."""
-    if getattr(param, "placements", None) is None or tensor.shape[:1] != local(param).shape[:1]:
-        return tensor
-    return like_sharded(tensor, param, torch.Size((param.shape[0], *tensor.shape[1:])))
+def with_codes(update: WeightUpdate, gradient: StoredGradient) -> WeightUpdate:
+    """An update by a gradient in codes.
 
-
-def like_gradient(whole: Tensor, local: Tensor) -> Tensor:
-    """A rank's shard of a gradient, sharded as the gradient is."""
-    if getattr(whole, "placements", None) is None:
-        return local
-    from torch.distributed.tensor import DTensor
-
-    mesh, placements = whole.device_mesh, whole.placements  # type: ignore[attr-defined]
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+    Raises:
+        RuntimeError: if its blocks are not those of the weight's rows: experts were stored in FP8 since it was rounded.
+    """
+    codes, scale_inv = gradient.qdata.view(torch.uint8), gradient.scale_inv
+    rows, cols = update.master.weight.shape
+    if isinstance(update.master, Fp8Weight) and update.master.scale_inv.ndim == 3:
+        if scale_inv.numel() != rows * blocks_of(cols):
+            raise RuntimeError("experts were stored in FP8 after their gradients were rounded: do it before backward")
+        scale_inv = scale_inv.view(rows, blocks_of(cols))
+    return update._replace(gradient=codes.view(rows, cols), gradient_scale_inv=scale_inv)
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
     """Bytes of all of them together."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def bytes_of_shard(tensor: Tensor) -> int:
-    """Bytes of the largest shard that a rank has of a tensor, which all ranks count alike; of a plain one its own."""
-    placements = getattr(tensor, "placements", None)
-    if placements is None or tensor.ndim == 0:
-        return tensor.numel() * tensor.element_size()
-    mesh = tensor.device_mesh  # type: ignore[attr-defined]
-    ranks = mesh.size(mesh.ndim - 1) if placements[-1].is_shard(0) else 1
-    return -(-tensor.shape[0] // ranks) * tensor.shape[1:].numel() * tensor.element_size()
 
 
 def raise_amaxes(updates: Sequence[WeightUpdate]) -> None:
@@ -214,8 +197,17 @@ def as_fp32(name: str, moment: Moment, given: dict[str, Any]) -> Tensor:
         return tensors[name].to(torch.float32)
     if f"{name}_codes" not in tensors or not isinstance(moment.format, Format):
         raise ValueError(f"the state holds neither {name} nor {name}_codes, only {sorted(given)}")
-    stored = moment.for_kernel(name, tensors)
-    return stored.read_all(stored.data).view(tensors[f"{name}_codes"].shape)
+    for key, value in given.items():
+        if without_run(key) == f"{name}{SCALE_INV}" and not hasattr(value, "placements") and run_in(key):
+            first = place_of(given[f"{name}_codes"]).first_col
+            return moment.read_codes(tensors[f"{name}_codes"], tensors[key], run_in(key), first)
+    tensors = {without_run(key): value for key, value in tensors.items()}
+    codes, scale_inv = tensors[f"{name}_codes"], tensors[f"{name}{SCALE_INV}"]
+    laid = moment.new_state(name, codes.shape, "meta", apart=True) if codes.ndim == 3 else {}
+    apart = bool(laid) and laid[f"{name}{SCALE_INV}"].shape == scale_inv.shape
+    stored, count = moment.for_kernel(name, tensors, apart), codes.shape[0] if apart else 1
+    matrices = [stored.matrix(index, count) for index in range(count)]
+    return torch.cat([one.read_all(one.data) for one in matrices] or [scale_inv]).view(codes.shape)
 
 
 def converted(param: Tensor, name: str, old: Moment, new: Moment, given: dict[str, Any]) -> dict[str, Tensor]:
@@ -227,17 +219,21 @@ def converted(param: Tensor, name: str, old: Moment, new: Moment, given: dict[st
     values = as_fp32(name, old, given).to(local(param).device)
     if values.shape != local(param).shape:
         raise ValueError(f"{name} of shape {tuple(values.shape)} does not fit a weight of {tuple(param.shape)}")
-    state, matrix = new.new_state(name, values.shape, values.device), as_matrix(values.contiguous())
-    stored = new.for_kernel(name, state)
+    apart = is_apart(param)
+    state = new.new_state(name, values.shape, values.device, apart)
+    whole, count = new.for_kernel(name, state, apart), values.shape[0] if apart else 1
     if new.root:
-        matrix = matrix.clamp(max=LARGEST_SQUARE)
-    if stored.fmt is not None and new.granularity == PerTensor():
-        amax = matrix.abs().amax().reshape(1, 1) if matrix.numel() else matrix.new_zeros(1, 1)
-        stored.begin(amax.sqrt() if new.root else amax)
-    for piece in pieces(*matrix.shape):
-        stored.write(piece, piece.of(matrix).clone(), None)
-    stored.end()
-    return {key: like_param(value, param) for key, value in state.items()}
+        values = values.clamp(max=LARGEST_SQUARE)
+    for index in range(count):
+        stored = whole.matrix(index, count)
+        matrix = values[index] if apart else as_matrix(values.contiguous())
+        if stored.fmt is not None and new.granularity == PerTensor():
+            amax = matrix.abs().amax().reshape(1, 1) if matrix.numel() else matrix.new_zeros(1, 1)
+            stored.begin(amax.sqrt() if new.root else amax)
+        for piece in pieces(*matrix.shape):
+            stored.write(piece, piece.of(matrix).clone(), None)
+        stored.end()
+    return sharded_like(state, param)
 
 
 def new_state(param: nn.Parameter, settings: Settings) -> dict[str, Any]:
@@ -252,7 +248,7 @@ def new_moments(moments: dict[str, Moment], weight: Tensor) -> dict[str, Tensor]
     """The tensors of a weight's moments, all zeros."""
     own: dict[str, Tensor] = {}
     for name, moment in moments.items():
-        own |= moment.new_state(name, weight.shape, weight.device)
+        own |= moment.new_state(name, weight.shape, weight.device, is_apart(weight))
     return own
 
 
@@ -269,11 +265,13 @@ def sharded_like(own: dict[str, Tensor], param: Tensor) -> dict[str, Tensor]:
     shard, found = local_stored(param), dict[str, Tensor]()
     for name, value in own.items():
         if name != "master_amax":
-            found[name] = like_param(value, param)
-        elif shard is None or shard is param or shard.granularity == PerTensor():  # as scale_inv: one for all ranks
-            found[name] = value
+            found[with_run(name, param)] = like_param(value, param)
+        elif shard is None or shard is param or (shard.granularity == PerTensor() and not is_apart(shard)):
+            found[name] = value  # as scale_inv: one for all ranks
         else:
-            found[name] = like_sharded(value, param, torch.Size(shard.granularity.scale_shape(tuple(param.shape))))
+            found[name] = like_sharded(
+                value, param, torch.Size(shard.granularity.of_matrices(param.shape).scale_shape(param.shape))
+            )
     return found
 
 
@@ -311,10 +309,11 @@ def for_kernel(
     Raises:
         RuntimeError: if the state was made while the weight was stored otherwise.
     """
-    kept = {name: local(value) for name, value in state.items() if isinstance(value, Tensor)}
+    kept = {without_run(name): local(value) for name, value in state.items() if isinstance(value, Tensor)}
     _check_storage(weight, kept)
     master, moments = master_of(param, settings.master), settings.moments_of(param)
-    if isinstance(weight, StoredWeight) and weight.is_shard and weight.shape[0] == 0:
+    apart = is_apart(weight)
+    if isinstance(weight, StoredWeight) and weight.is_shard and weight.shape[0] == 0 and not apart:
         # a row of zeros stands in for no rows: updated as other ranks' rows are, it keeps the scale that all share
         codes = torch.zeros(1, weight.shape[1], dtype=torch.uint8, device=weight.device).view(weight.qdata.dtype)
         weight = StoredWeight(codes, weight.scale_inv, weight.dtype, weight.granularity, is_shard=True)
@@ -324,5 +323,5 @@ def for_kernel(
         kept |= {name: value.view(-1, 1) for name, value in kept.items() if name in moments}
         matrix = matrix.view(-1, 1)
     scale_inv = weight.scale_inv if isinstance(weight, StoredWeight) else None
-    stored = tuple(moment.for_kernel(name, kept) for name, moment in moments.items())
+    stored = tuple(moment.for_kernel(name, kept, apart) for name, moment in moments.items())
     return master.for_kernel(matrix, kept, scale_inv), stored

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from octavo import PerBlock, PerTensor
 from octavo.kernels.reference.optimizer_state import pieces
 from octavo.optim import SGD, AdamW, update_in_backward
-from octavo.optim.conversion import change, store_anew
+from octavo.optim.conversion import change
 from octavo.optim.masters import master_of
 from octavo.optim.state import Settings, for_kernel
-from octavo.tensor.stored_weight import StoredWeight
+from octavo.tensor.stored_weight import StoredWeight, store
 from octavo.tensor.used_gradient import UsedGradient
 
 SHAPE = (130, 300)
@@ -163,7 +163,7 @@ def test_weights_that_have_not_stepped_change_their_storage_alone():
     values = values_of(weight)
     assert torch.equal(values, values_of(nn.Parameter(StoredWeight.cast(before))))
     assert optimizer.state[weight] == {} and master_of(weight, "auto").name == "split16"
-    store_anew(weight, None)
+    store(weight, None)
     assert torch.equal(weight.float(), values)
     step(optimizer, torch.randn(64, 64))
 

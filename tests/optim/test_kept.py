@@ -2,7 +2,8 @@ import torch
 from torch import Tensor
 
 from octavo.optim.kept import Kept, has_moved, was_written
-from octavo.tensor.stored_weight import StoredWeight, shard_of_rows
+from octavo.tensor.stored_shards import part_of
+from octavo.tensor.stored_weight import StoredWeight
 
 
 def kept_of(held: Tensor) -> Kept:
@@ -20,7 +21,7 @@ def test_a_plain_weight_is_known_by_its_address_and_version():
 
 
 def test_a_part_is_known_by_its_codes():
-    part = shard_of_rows(StoredWeight.cast(torch.randn(8, 16)), 0, 4)
+    part = part_of(StoredWeight.cast(torch.randn(8, 16)), 0, 4)
     kept = kept_of(part.qdata)
     assert not has_moved(kept, part, part.qdata) and not was_written(kept, part, part.qdata)
     again = part.qdata.clone()

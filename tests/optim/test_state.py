@@ -16,7 +16,8 @@ from torch.distributed.checkpoint.state_dict import (
 
 from octavo import E4M3, E5M2
 from octavo.optim import Adam, AdamW, Moment
-from octavo.optim.state import bytes_of_shard, description, moment_from
+from octavo.optim.layout import bytes_of_shard
+from octavo.optim.state import description, moment_from
 from tests.support import optim_situations as situations
 from tests.support.trained import MASTERS, MOMENTS, ONE_SCALE, moments_of, parameter, train
 

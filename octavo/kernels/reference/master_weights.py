@@ -23,12 +23,13 @@ Where a weight lives in FP8, its codes are the master's high part:
 
 The code is the master rounded to nearest, so a remainder, the difference, always fits. Scales are powers of two: a new
 scale changes no master but those that become subnormal. They are known before the update (bound_after), one for
-the weight or one for each block of 128 x 128.
+the weight or one for each block of 128 x 128. Each expert's matrix has its own.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -55,6 +56,7 @@ class MasterWeight(Scaled):
         rest: int16 or int8 remainder, or the float16 master; None for the others.
         scale_inv: [1, 1] float32 of the float16 master.
         amax: [1, 1] float32 of the float16 master, no less than the weight's.
+        matrices: of experts, how many; a plain weight is one, whatever it holds.
     """
 
     weight: Tensor
@@ -62,6 +64,7 @@ class MasterWeight(Scaled):
     rest: Tensor | None = None
     scale_inv: Tensor | None = None
     amax: Tensor | None = None
+    matrices: ClassVar[int] = 1
 
     @property
     def is_random(self) -> bool:
@@ -127,7 +130,8 @@ class Fp8Weight(Scaled):
     Attributes:
         weight: uint8, of E4M3.
         kind: "fp8_split16", "fp8_split24", "fp8_fp16", "fp8_fp32" or "fp8_stochastic".
-        scale_inv: float32 powers of two, [1, 1] or [ceil(R / 128), ceil(C / 128)].
+        scale_inv: float32 powers of two, [1, 1] or [ceil(R / 128), ceil(C / 128)]; of E experts, whose matrices lie one
+            below the other, [E, ...]: the same of each one's rows.
         rest: int8 or int16 remainder, or the float16 or float32 master; None for the last kind.
         amax: float32 of scale_inv's shape, no less than the weight's; None for what is only read.
     """
@@ -146,7 +150,27 @@ class Fp8Weight(Scaled):
     @property
     def has_blocks(self) -> bool:
         """Whether its scales are those of blocks."""
-        return self.scale_inv.shape != (1, 1)
+        return self.scale_inv.shape[-2:] != (1, 1)
+
+    @property
+    def matrices(self) -> int:
+        """How many have scales of their own: experts, or one weight; at least one, perhaps without elements."""
+        return max(len(self.scale_inv), 1) if self.scale_inv.ndim == 3 else 1
+
+    def matrix(self, index: int) -> Fp8Weight:
+        """One of ``matrices``, over the same memory."""
+        if self.scale_inv.ndim == 2 or not len(self.scale_inv):
+            return self
+        rows = self.weight.shape[0] // self.matrices
+        own = slice(index * rows, (index + 1) * rows)
+        rest, amax = None if self.rest is None else self.rest[own], None if self.amax is None else self.amax[index]
+        return replace(self, weight=self.weight[own], scale_inv=self.scale_inv[index], rest=rest, amax=amax)
+
+    def read_all(self, like: Tensor) -> Tensor:
+        """As Scaled's, of all matrices."""
+        if self.matrices == 1:
+            return super(Fp8Weight, self.matrix(0)).read_all(like)
+        return torch.cat([one.read_all(one.weight) for one in map(self.matrix, range(self.matrices))])
 
     def scale_of(self, amax: Tensor) -> Tensor:
         """The scale for a weight up to this amax, in scale_inv's shape; of blocks one for each of a row [R, n]."""
@@ -249,11 +273,15 @@ def remainder_of(values: Tensor, codes: Tensor, scale_inv: Tensor) -> Tensor:
     """What split16 adds to codes of values, so that they read 12 bits of these: int8 [R, C].
 
     Args:
-        values: [R, C] of any float dtype, whose cast to nearest the codes are.
-        codes: uint8 [R, C].
+        values: [R, C] of any float dtype, whose cast to nearest the codes are; of experts [E, N, K].
+        codes: uint8 [R, C], or [E, N, K].
         scale_inv: as Fp8Weight's.
     """
     rests = torch.empty_like(codes, dtype=torch.int8)
+    if codes.ndim == 3:
+        for rest, *one in zip(rests, values, codes, scale_inv, strict=True):
+            rest.copy_(remainder_of(*one))
+        return rests
     cast = Fp8Weight(codes, "fp8_split16", scale_inv, rests)
     bits = _REST_BITS[cast.kind]
     for piece in pieces(*codes.shape):
@@ -268,5 +296,6 @@ def remainder_of(values: Tensor, codes: Tensor, scale_inv: Tensor) -> Tensor:
 
 
 def values_with(codes: Tensor, scale_inv: Tensor, rest: Tensor) -> Tensor:
-    """What codes and such a remainder read, float32 [R, C]; arguments as ``remainder_of``'s and its result."""
-    return Fp8Weight(codes, "fp8_split16", scale_inv, rest).read_all(codes)
+    """What codes and such a remainder read, float32; arguments as ``remainder_of``'s and its result."""
+    codes_RC, rest_RC = (x.flatten(0, -2) for x in (codes, rest))
+    return Fp8Weight(codes_RC, "fp8_split16", scale_inv, rest_RC).read_all(codes_RC).view(codes.shape)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -78,9 +78,9 @@ def blocks_of(cols: int) -> int:
     return -(-cols // BLOCK)
 
 
-def pieces(rows: int, cols: int, first_row: int = 0) -> Iterator[Piece]:
-    """Split a matrix, whose first row is ``first_row`` of the tensor, into pieces."""
-    whole = cols - cols % BLOCK
+def pieces(rows: int, cols: int, first_row: int = 0, first_col: int = 0, row_length: int = 0) -> Iterator[Piece]:
+    """Split a matrix into pieces; it begins there in the tensor, whose rows are ``row_length`` long (0: as its own)."""
+    whole, length = cols - cols % BLOCK, row_length or cols
     for begin, end, width in ((0, whole, BLOCK), (whole, cols, cols - whole)):
         if begin == end:
             continue
@@ -90,7 +90,8 @@ def pieces(rows: int, cols: int, first_row: int = 0) -> Iterator[Piece]:
             height = max(PIECE // (right - left), 1) if right - left == end - begin else 1
             for top in range(0, rows, height):
                 bottom = min(top + height, rows)
-                yield Piece(slice(top, bottom), slice(left, right), width, (first_row + top) * cols + left, cols)
+                start = (first_row + top) * length + first_col + left
+                yield Piece(slice(top, bottom), slice(left, right), width, start, length)
 
 
 class Scaled:
@@ -145,8 +146,8 @@ class MomentTensors(Scaled):
     Attributes:
         data: [R, C] float32, bf16, or uint8 codes.
         fmt: of the codes; None for float32 and bf16.
-        scale_inv: float32 [R, blocks], or [1, 1]; of codes.
-        amax: [1, 1] float32, what the next step's scale comes from where that is the previous amax; else None.
+        scale_inv: float32 [R, blocks], or [1, 1], of E experts in FP8 [E, 1]; of codes.
+        amax: float32 of one scale's shape, what the next step's comes from where that is the previous amax; else None.
         root: whether codes are of the square root.
         stochastic: whether it is rounded so, or to nearest.
     """
@@ -157,6 +158,14 @@ class MomentTensors(Scaled):
     amax: Tensor | None = None
     root: bool = False
     stochastic: bool = False
+
+    def matrix(self, index: int, count: int) -> MomentTensors:
+        """That of one of ``count`` experts, whose matrices lie one below the other, over the same memory."""
+        if count == 1:
+            return self
+        data, scale_inv, amax = (rows_of(x, index, count) for x in (self.data, self.scale_inv, self.amax))
+        assert data is not None
+        return replace(self, data=data, scale_inv=scale_inv, amax=amax)
 
     @property
     def needs_amax_first(self) -> bool:
@@ -198,6 +207,14 @@ class MomentTensors(Scaled):
             scale = self.scale_of(finite_amax(wide))
             piece.scales_of(self.scale_inv).copy_(scale_inv_from_scale(scale))
         stored.copy_(encode_moment(wide.mul_(scale), self.fmt, bits16))
+
+
+def rows_of(tensor: Tensor | None, index: int, count: int) -> Tensor | None:
+    """A part of ``count`` equal ones of a tensor's rows; None of none."""
+    if tensor is None:
+        return None
+    rows = tensor.shape[0] // count
+    return tensor[index * rows : (index + 1) * rows]
 
 
 def finite_amax(wide: Tensor) -> Tensor:

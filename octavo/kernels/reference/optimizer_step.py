@@ -13,9 +13,9 @@ from torch import Tensor
 
 from octavo.formats import E4M3
 from octavo.kernels.reference.adam import AdamGroup, AdamStep
-from octavo.kernels.reference.master_weights import Master
+from octavo.kernels.reference.master_weights import Fp8Weight, Master
 from octavo.kernels.reference.moment_codes import decode_moment
-from octavo.kernels.reference.optimizer_state import BLOCK, MomentTensors, Piece, finite_amax, pieces
+from octavo.kernels.reference.optimizer_state import BLOCK, MomentTensors, Piece, finite_amax, pieces, rows_of
 from octavo.kernels.reference.random_bits import key_of, random_bits
 from octavo.kernels.reference.resolution import add_resolution
 from octavo.kernels.reference.sgd import SgdGroup, SgdStep
@@ -25,7 +25,7 @@ class WeightUpdate(NamedTuple):
     """What a step of one weight reads and writes.
 
     Attributes:
-        master: the weight [R, C] and its master.
+        master: the weight [R, C] and its master; experts in FP8 [E, N, K] are [E * N, K].
         moments: as many as the rule has, all [R, C].
         gradient: [R, C] of any float dtype, or uint8: codes of E4M3.
         step: float32, one number on the weight's device: the steps before this one.
@@ -35,6 +35,8 @@ class WeightUpdate(NamedTuple):
         gradient_scale_inv: of a gradient in codes, float32 [R, blocks]; of a vector that is seen as [n, 1], of blocks
             along it: [1, ceil(n / 128)]. Else None.
         measured: whether its update counts for the resolution (resolution.py).
+        first_col: of the whole weight that these columns begin with.
+        row_length: how many columns that has; 0: as many as this.
     """
 
     master: Master
@@ -46,6 +48,28 @@ class WeightUpdate(NamedTuple):
     first_row: int
     gradient_scale_inv: Tensor | None = None
     measured: bool = False
+    first_col: int = 0
+    row_length: int = 0
+
+    def matrices(self) -> list[WeightUpdate]:
+        """The updates of all experts, each with scales of its own, over the same memory; of other weights itself.
+
+        They share ``step``, which counts once for all.
+        """
+        count = self.master.matrices
+        if not isinstance(self.master, Fp8Weight) or self.master.scale_inv.ndim == 2:
+            return [self]
+        rows = self.gradient.shape[0] // count
+        return [
+            self._replace(
+                master=self.master.matrix(index),
+                moments=tuple(moment.matrix(index, count) for moment in self.moments),
+                gradient=self.gradient[index * rows : (index + 1) * rows],
+                first_row=self.first_row + index * rows,
+                gradient_scale_inv=rows_of(self.gradient_scale_inv, index, count),
+            )
+            for index in range(count)
+        ]
 
     def gradient_of(self, piece: Piece, divisor: float, maximize: bool) -> Tensor:
         """A piece of the gradient in float32, divided, its sign turned to go up; not to be written to."""
@@ -84,8 +108,8 @@ def optimizer_step(
     for update in updates:
         group, number = groups[update.group], int(update.step) + 1
         step = AdamStep(group, number) if isinstance(group, AdamGroup) else SgdStep(group, number)
-        if update.master.weight.numel():
-            _update_weight(update, step, divisor, resolution if update.measured else None)
+        for one in update.matrices() if update.master.weight.numel() else ():
+            _update_weight(one, step, divisor, resolution if update.measured else None)
         update.step.fill_(number)
 
 
@@ -102,7 +126,7 @@ def _update_weight(update: WeightUpdate, step: AdamStep | SgdStep, divisor: floa
         return w, g, new
 
     rows, cols = master.weight.shape
-    all_pieces = list(pieces(rows, cols, update.first_row))
+    all_pieces = list(pieces(rows, cols, update.first_row, update.first_col, update.row_length))
     for moment in moments:
         if moment.amax is not None:
             moment.begin(moment.amax)

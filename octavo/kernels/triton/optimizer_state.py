@@ -1,6 +1,6 @@
 """reference/optimizer_state.py in Triton: tiles of weights and moments, found through a table, read and written.
 
-A tile is [NB, 128]: NB blocks of a tensor's rows, the last of a row shorter. TABLE, int64 [tensors, 34]: the columns
+A tile is [NB, 128]: NB blocks of a tensor's rows, the last of a row shorter. TABLE, int64 [tensors, 35]: the columns
 below; 0 for an address that is not there. What a tensor's step is compiled for is a TensorClass, OF.
 """
 
@@ -34,8 +34,9 @@ START: tl.constexpr = tl.constexpr(16)  # the index of the first element
 KEY: tl.constexpr = tl.constexpr(17)  # key_of the update's
 FIRST_PROGRAM: tl.constexpr = tl.constexpr(18)
 MEASURED: tl.constexpr = tl.constexpr(19)  # whether the update counts for the resolution
-KEPT_CORRECTIONS: tl.constexpr = tl.constexpr(20)  # two entries of step_numbers.py
-WIDTH: tl.constexpr = tl.constexpr(34)
+GAP: tl.constexpr = tl.constexpr(20)  # how many of the whole tensor's columns other ranks have
+KEPT_CORRECTIONS: tl.constexpr = tl.constexpr(21)  # two entries of step_numbers.py
+WIDTH: tl.constexpr = tl.constexpr(35)
 
 
 DTYPES = {dtype: getattr(tl, str(dtype)[6:]) for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.uint8)}
@@ -121,6 +122,7 @@ class TensorClass:
         even: whether it is one row, or rows of whole blocks, all aligned.
         square: whether tiles lie in squares of 128 x 128, as its scales do.
         large: whether indices pass 2^31.
+        apart: whether there are other columns of the whole tensor between its rows.
     """
 
     gradient: Any
@@ -130,6 +132,7 @@ class TensorClass:
     even: bool = False
     square: bool = False
     large: bool = False
+    apart: bool = False
 
     @property
     def gradient_fmt(self) -> Any:
@@ -211,6 +214,16 @@ def place_in_square(row, square, part, BLOCKS: tl.constexpr, EVEN: tl.constexpr)
     if EVEN:
         inside = is_block[:, None] & (lanes >= 0)[None, :]
     return Place(base, offsets, inside, top * a_row + square % a_row, blocks * a_row, is_block)
+
+
+@triton.jit
+def in_whole(row, place, APART: tl.constexpr):
+    """Where a tile's elements lie in the whole tensor: (an index, offsets from there). APART: see TensorClass."""
+    offsets = place.offsets
+    if APART:
+        rows = (place.first + place.blocks) // tl.cdiv(row[COLS], 128)
+        offsets = offsets + (rows * row[GAP])[:, None]
+    return row[START] + place.base, offsets
 
 
 @triton.jit

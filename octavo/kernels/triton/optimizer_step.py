@@ -60,10 +60,10 @@ def optimizer_step(
 ) -> None:
     """``reference.optimizer_step``; ``plans`` keeps launches for the next steps."""
     plans = {} if plans is None else plans
-    addresses = [update.gradient.data_ptr() for update in updates]
+    addresses = _of_matrices(updates, [update.gradient for update in updates])
     rates = tuple(_address(group.lr) for group in groups)
     rule = _rule_of(groups)
-    weights = tuple((id(u.master), u.gradient.dtype, a & 15 == 0) for u, a in zip(updates, addresses, strict=True))
+    weights = tuple((id(u.master), u.gradient.dtype, u.gradient.data_ptr() & 15 == 0) for u in updates)
     key = weights, rates, rule
     plan = plans.get(key)
     if plan is None:
@@ -79,7 +79,7 @@ def optimizer_step(
         return
     scales = [update.gradient_scale_inv for update in updates]
     if any(scale_inv is not None for scale_inv in scales):
-        addresses += [0 if scale_inv is None else scale_inv.data_ptr() for scale_inv in scales]
+        addresses += _of_matrices(updates, scales)
     gradients = _sent(plan, "gradients", addresses, torch.int64)
     options = _sent(plan, "groups", [_row_of(group) for group in groups], torch.float64)
     if is_capturing():  # the graph will read them as they are: none is freed or written again
@@ -117,6 +117,16 @@ def _check_capture(what: str) -> None:
         raise RuntimeError(f"run the step once before capturing it in a CUDA graph: {what}")
 
 
+def _of_matrices(updates: Sequence[WeightUpdate], tensors: Sequence[Tensor | None]) -> list[int]:
+    """Where a tensor of each update lies, of experts each one's part; 0 where there is none."""
+    found: list[int] = []
+    for update, tensor in zip(updates, tensors, strict=True):
+        count = update.master.matrices
+        address, size = (0, 0) if tensor is None else (tensor.data_ptr(), tensor.nbytes // count)
+        found += [address + index * size for index in range(count)]
+    return found
+
+
 def _address(lr: float | Tensor) -> int:
     """Where the kernel reads a learning rate that is a tensor; 0 for one that is sent with the options."""
     return lr.data_ptr() if isinstance(lr, Tensor) and lr.is_cuda and lr.dtype == torch.float32 else 0
@@ -149,19 +159,21 @@ def _plan_of(updates: Sequence[WeightUpdate], rates: tuple[int, ...], rule: _Rul
     chosen = chosen._replace(tiles=max(1, min(chosen.tiles, most)))
     rows, programs = [], 0
     numbers: dict[TensorClass, int] = {}
-    for update in updates:
+    matrices = [matrix for update in updates for matrix in update.matrices()]
+    for update in matrices:
         height, cols = _shape(update)
-        start = update.first_row * update.gradient.shape[1]
-        of = _class_of(update, height, cols, start)
+        length = update.row_length or update.gradient.shape[1]
+        start, gap = update.first_row * length + update.first_col, length - update.gradient.shape[1]
+        of = _class_of(update, height, cols, start + height * gap)
         tiles = -(-height * blocks_of(cols) // chosen.block_r)
         if of.square:
             tiles = blocks_of(height) * blocks_of(cols) * chosen.tiles
         kind, key = numbers.setdefault(of, len(numbers)), key_of(update.key)
-        rest = rates[update.group], update.group, kind, height, cols, start, key, programs, update.measured
+        rest = rates[update.group], update.group, kind, height, cols, start, key, programs, update.measured, gap
         rows.append([*_addresses(update), *rest, *[0] * 14])
         programs += -(-tiles // chosen.tiles)
     table = torch.tensor(rows, dtype=torch.int64).to(first.device)
-    finds = (True, False) if any(m.needs_amax_first for update in updates for m in update.moments) else (False,)
+    finds = (True, False) if any(m.needs_amax_first for update in matrices for m in update.moments) else (False,)
     steps = tuple(StepClass(tuple(numbers), *rule, chosen.block_r, find) for find in finds)
     kept = tuple(update._replace(gradient=update.master.weight, gradient_scale_inv=None) for update in updates)
     return _Plan(kept, table, programs, chosen.tiles, steps, {}, set())
@@ -177,18 +189,21 @@ def _shape(update: WeightUpdate) -> tuple[int, int]:
     rows, cols = update.gradient.shape
     scale_inv = update.gradient_scale_inv  # of a vector that is [n, 1], blocks lie along all of it
     has_rows = scale_inv is not None and scale_inv.shape[0] == rows
+    is_apart = update.row_length not in (0, cols)
     has_blocks = any(m.fmt is not None and not MomentClass.of(m).has_one_scale for m in update.moments)
-    return (rows, cols) if _is_square(update) or has_blocks or has_rows else (1, rows * cols)
+    return (rows, cols) if _is_square(update) or has_blocks or has_rows or is_apart else (1, rows * cols)
 
 
-def _class_of(update: WeightUpdate, rows: int, cols: int, start: int) -> TensorClass:
+def _class_of(update: WeightUpdate, rows: int, cols: int, beyond: int) -> TensorClass:
+    """``beyond``: how far indices in the whole tensor are beyond those of [rows, cols]."""
     master, square = update.master, _is_square(update)
     kept = [update.gradient, master.weight, master.rest, *(moment.data for moment in update.moments)]
     is_even = ((rows == 1 and not square) or cols % BLOCK == 0) and rows * cols % 16 == 0
     is_even = is_even and all(tensor.data_ptr() % 16 == 0 for tensor in kept if tensor is not None)
     first, second = (*map(MomentClass.of, update.moments), MomentClass(), MomentClass())[:2]
-    is_large = start + rows * cols > 1 << 31
-    return TensorClass(DTYPES[update.gradient.dtype], MasterClass.of(master), first, second, is_even, square, is_large)
+    is_large, is_apart = beyond + rows * cols > 1 << 31, update.row_length not in (0, update.gradient.shape[1])
+    kinds = DTYPES[update.gradient.dtype], MasterClass.of(master), first, second
+    return TensorClass(*kinds, is_even, square, is_large, is_apart)
 
 
 def _addresses(update: WeightUpdate) -> list[int]:

@@ -24,13 +24,13 @@ from octavo.kernels.triton.optimizer_state import (
     MEASURED,
     REST,
     SECOND,
-    START,
     STEP_COUNT,
     WIDTH,
     Gradient,
     Scales,
     TensorClass,
     gradient_tile,
+    in_whole,
     place_in_square,
     place_of,
     read_moment,
@@ -121,13 +121,18 @@ def note_scales(column_ptr, found_ptr, inside, COUNT: tl.constexpr):
 
 @triton.jit
 def finish(table_ptr, work_ptr, COUNT: tl.constexpr, ANY_ONE: tl.constexpr):
-    """Count the step of all tensors, and write the scale_inv and amax of those that have one scale."""
+    """Count the step of all tensors, and write the scale_inv and amax of those that have one scale.
+
+    A weight's experts, rows of the table that follow each other, count one step together.
+    """
     for begin in range(0, COUNT, 128):
         index = begin + tl.arange(0, 128)
         inside = index < COUNT
         row_ptr = table_ptr + index * WIDTH
-        step_ptr = tl.load(row_ptr + STEP_COUNT, mask=inside, other=0).to(tl.pointer_type(tl.float32))
-        tl.store(step_ptr, tl.load(step_ptr, mask=inside, other=0.0) + 1.0, mask=inside)
+        step = tl.load(row_ptr + STEP_COUNT, mask=inside, other=0)
+        is_first = inside & (step != tl.load(row_ptr - WIDTH + STEP_COUNT, mask=inside & (index > 0), other=0))
+        step_ptr = step.to(tl.pointer_type(tl.float32))
+        tl.store(step_ptr, tl.load(step_ptr, mask=is_first, other=0.0) + 1.0, mask=is_first)
         if ANY_ONE:
             for k in tl.static_range(3):
                 note_scales(row_ptr + FIRST + 1 + 3 * k, work_ptr + 1 + 2 * k * COUNT + index, inside, COUNT)
@@ -191,20 +196,20 @@ def tile_step(row, gradient, place, n, scales, key, OF: tl.constexpr, STEP: tl.c
         if MEASURE:
             smallest = scales.master_inv * 2.0**-9 if MASTER.fmt is not None else 0.0
             moved, grid = resolution_tile(place, before, w, smallest)
-        start = row[START] + place.base
+        start, offsets = in_whole(row, place, OF.apart)
         bits1 = 0
         bits2 = 0
         bits_w = 0
         if STEP.is_adam:
             if OF.has_random_moment:
-                drawn = random_bits(with_number(key, tl.full((), 0, tl.int64)), start, place.offsets, OF.large)
+                drawn = random_bits(with_number(key, tl.full((), 0, tl.int64)), start, offsets, OF.large)
                 bits1 = half(drawn, False)
                 bits2 = half(drawn, True)
             if MASTER.is_random:
-                drawn = random_bits(with_number(key, tl.full((), 1, tl.int64)), start, place.offsets, OF.large)
+                drawn = random_bits(with_number(key, tl.full((), 1, tl.int64)), start, offsets, OF.large)
                 bits_w = half(drawn, False)
         elif OF.has_random_moment or MASTER.is_random:
-            drawn = random_bits(key, start, place.offsets, OF.large)
+            drawn = random_bits(key, start, offsets, OF.large)
             bits1 = half(drawn, False)
             bits_w = half(drawn, True)
         MAY_BE_INF: tl.constexpr = not STEP.is_adam  # else saturated

@@ -30,10 +30,11 @@ def step(number: int, key: int = 5, **changed: Any) -> Step:
 
 
 def adam_update(
-    master: MasterWeight, grad: Tensor, first: MomentTensors, second: MomentTensors, h: Step, first_row: int = 0
+    master: MasterWeight, grad: Tensor, first: MomentTensors, second: MomentTensors, h: Step, **where: int
 ) -> None:
     done = torch.tensor(float(h.number - 1))
-    optimizer_step([WeightUpdate(master, (first, second), grad, done, h.key, 0, first_row)], [h.group])
+    update = WeightUpdate(master, (first, second), grad, done, h.key, 0, first_row=where.pop("first_row", 0), **where)
+    optimizer_step([update], [h.group])
 
 
 def codes(
@@ -134,6 +135,25 @@ def test_rows_split_over_ranks_are_as_the_whole(kind, cols, cuts, monkeypatch):
         for mine, all_of_it in zip(own, moments, strict=True):
             assert torch.equal(mine.data, all_of_it.data[first:last])
             assert torch.equal(mine.scale_inv, all_of_it.scale_inv[first:last])
+
+
+@pytest.mark.parametrize("kind", ["weight", "split24", "stochastic"])
+def test_columns_split_over_ranks_in_whole_blocks_are_as_the_whole(kind):
+    shape, cut = (7, 300), (slice(2, 7), slice(128, 300))
+    weight = torch.randn(shape).to(torch.float32 if kind == "weight" else torch.bfloat16)
+    own, left = weight[cut].clone(), None
+    moments, part, rest = fp8(shape), fp8(own.shape), None
+    if kind == "split24":
+        rest, left = (torch.zeros(w.shape, dtype=torch.int8) for w in (weight, own))
+    where = {"first_row": 2, "first_col": 128, "row_length": 300}
+    for number in range(1, 5):
+        grad = torch.randn(shape)
+        adam_update(MasterWeight(weight, kind, rest), grad, *moments, step(number))
+        adam_update(MasterWeight(own, kind, left), grad[cut].contiguous(), *part, step(number), **where)
+    assert torch.equal(own, weight[cut])
+    for mine, all_of_it in zip(part, moments, strict=True):
+        assert torch.equal(mine.data, all_of_it.data[cut])
+        assert torch.equal(mine.scale_inv, all_of_it.scale_inv[2:7, 1:])
 
 
 def test_random_bits_are_those_of_the_key_and_the_step():

@@ -1,0 +1,156 @@
+"""Where the shard of a weight lies in the whole of it, and how what is kept beside it is sharded.
+
+A weight is a matrix of its first dimension by all others. Ranks may share its rows (FSDP2, ColwiseParallel), its
+columns (RowwiseParallel: the second dimension), or both, over as many dimensions of a mesh. Blocks of 128 lie along the
+columns that a rank has: where these are whole blocks of the weight, blocks are those of one rank; else they begin anew
+with each rank's columns. A vector that is sharded has no blocks.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from octavo.kernels.reference.optimizer_state import BLOCK, blocks_of
+from octavo.tensor.sharded_weight import like_sharded, on_this_rank
+from octavo.tensor.stored_weight import local_stored
+
+SCALE_INV = "_scale_inv"
+_RUN = re.compile(SCALE_INV + r"_(\d+)$")
+
+
+class Place(NamedTuple):
+    """Of the whole matrix: the row and column that a shard begins with, and how many columns a row has."""
+
+    first_row: int
+    first_col: int
+    row_length: int
+
+
+def sharded_dims(tensor: Tensor) -> Iterator[tuple[int, int, Any]]:
+    """(dimension of the tensor, of the mesh, placement) of each sharding; none of a plain or replicated tensor."""
+    for mesh_dim, placement in enumerate(getattr(tensor, "placements", ())):
+        if not placement.is_replicate():
+            yield getattr(placement, "dim", 0) % max(tensor.ndim, 1), mesh_dim, placement
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether ranks have parts of it."""
+    return any(True for _ in sharded_dims(tensor))
+
+
+def is_sharded_vector(param: Tensor) -> bool:
+    """Whether it is one: its blocks would end with a rank's shard, which ends elsewhere for other numbers of ranks."""
+    return param.ndim < 2 and is_sharded(param)
+
+
+def check_layout(param: Tensor) -> None:
+    """Raise ValueError for a weight whose shards are neither rows nor columns."""
+    found = list(sharded_dims(param))
+    columns = [dim for dim, *_ in found if dim]
+    if any(placement.is_partial() for _, _, placement in found):
+        raise ValueError(f"a weight with placements {param.placements}: its values are sums over ranks")  # type: ignore[attr-defined]
+    if columns not in ([], [1]):
+        raise ValueError(
+            f"a weight {tuple(param.shape)} with placements {param.placements}: octavo's optimizers take rows (the "  # type: ignore[attr-defined]
+            "first dimension) over any dimensions of a mesh, and columns (the second) over one"
+        )
+
+
+def is_apart(weight: Tensor) -> bool:
+    """Whether a weight, or this rank's part of it, is experts in FP8 [E, N, K], each with scales of its own."""
+    return weight.ndim == 3 and local_stored(weight) is not None
+
+
+def place_of(param: Tensor) -> Place:
+    """Where this rank's shard of a weight lies in the matrix; of a sharded vector in one of one column.
+
+    The matrix of experts in FP8 is [E * N, K].
+    """
+    if is_apart(param):
+        first = param.__create_chunk_list__()[0].offsets[0] if is_sharded(param) else 0  # type: ignore[attr-defined]
+        return Place(first * param.shape[1], 0, param.shape[2])
+    columns = 1 if is_sharded_vector(param) else math.prod(param.shape[1:] if param.ndim > 1 else param.shape)
+    if not is_sharded(param):
+        return Place(0, 0, columns)
+    row, *rest = param.__create_chunk_list__()[0].offsets  # type: ignore[attr-defined]
+    return Place(row, rest[0] * math.prod(param.shape[2:]) if rest else 0, columns)
+
+
+def run_of(tensor: Tensor) -> int:
+    """After how many of a whole matrix's columns blocks begin anew: a row, or what each rank has of it."""
+    columns, inner = math.prod(tensor.shape[1:]), math.prod(tensor.shape[2:])
+    for dim, mesh_dim, _ in sharded_dims(tensor):
+        if dim == 1:
+            run = -(-tensor.shape[1] // tensor.device_mesh.size(mesh_dim)) * inner  # type: ignore[attr-defined]
+            return columns if run % BLOCK == 0 else run
+    return columns
+
+
+def with_run(key: str, param: Tensor) -> str:
+    """The name of a weight's scales in a state that is saved: with the run, where blocks begin anew within a row."""
+    run = run_of(param) if key.endswith(SCALE_INV) else 0
+    return key if run in (0, math.prod(param.shape[1:])) else f"{key}_{run}"
+
+
+def without_run(key: str) -> str:
+    """The name that the optimizer has for it."""
+    return _RUN.sub(SCALE_INV, key)
+
+
+def run_in(key: str) -> int:
+    """The run that such a name says; 0: a row."""
+    found = _RUN.search(key)
+    return int(found[1]) if found else 0
+
+
+def blocks_in(columns: int, run: int) -> int:
+    """How many blocks a row has that begin anew after ``run`` columns."""
+    return columns if run == 0 else columns // run * blocks_of(run) + blocks_of(columns % run)
+
+
+def like_param(tensor: Tensor, param: Tensor) -> Tensor:
+    """A tensor of this rank's state as a sharded one, where the weight is: so that checkpoints can reshard it."""
+    own = on_this_rank(param).shape
+    if getattr(param, "placements", None) is None or tensor.shape[:1] != own[:1]:
+        return tensor
+    if tensor.shape[: param.ndim] == own:
+        return like_sharded(tensor, param, torch.Size((*param.shape, *tensor.shape[param.ndim :])))
+    if all(dim == 0 for dim, *_ in sharded_dims(param)):
+        return like_sharded(tensor, param, torch.Size((param.shape[0], *tensor.shape[1:])))
+    columns = math.prod(param.shape[1:])  # it has a scale for each block
+    return like_sharded(tensor, param, torch.Size((param.shape[0], blocks_in(columns, run_of(param)))))
+
+
+def like_gradient(whole: Tensor, local: Tensor) -> Tensor:
+    """A rank's shard of a gradient, sharded as the gradient is."""
+    if getattr(whole, "placements", None) is None:
+        return local
+    from torch.distributed.tensor import DTensor
+
+    mesh, placements = whole.device_mesh, whole.placements  # type: ignore[attr-defined]
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+
+
+def bytes_of_shard(tensor: Tensor) -> int:
+    """Bytes of the largest shard that a rank has of a tensor, which all ranks count alike; of a plain one its own."""
+    shape = list(tensor.shape)
+    for dim, mesh_dim, _ in sharded_dims(tensor):
+        shape[dim] = -(-shape[dim] // tensor.device_mesh.size(mesh_dim))  # type: ignore[attr-defined]
+    return math.prod(shape) * tensor.element_size()
+
+
+def settle_gradient(param: nn.Parameter) -> Tensor | None:
+    """A weight's gradient, from now on as the weight lies: torch leaves a replicated norm's as sums of ranks' tokens.
+
+    Where it does not yet, all ranks of the mesh take part.
+    """
+    grad, placements = param.grad, getattr(param, "placements", None)
+    if grad is not None and placements is not None and getattr(grad, "placements", placements) != placements:
+        param.grad = grad.redistribute(placements=placements)  # type: ignore[attr-defined]
+    return param.grad

@@ -1,0 +1,145 @@
+"""Experts in FP8 are stepped as the weights of linear layers are, each by its own scales."""
+
+import copy
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from octavo import E4M3, E5M2, PerBlock, PerTensor
+from octavo.kernels.reference import optimizer_step as steps
+from octavo.optim import AdamW, Moment, update_in_backward
+from octavo.optim.conversion import change
+from octavo.optim.masters import OF_FP8_WEIGHTS
+from octavo.optim.state import Settings, as_fp32
+from octavo.tensor.stored_gradient import StoredGradient
+from octavo.tensor.stored_weight import StoredWeight
+
+SHAPE = (3, 160, 200)
+each_granularity = pytest.mark.parametrize("granularity", [PerTensor(), PerBlock(128, 128)], ids=str)
+ONE = (
+    Moment(E4M3, granularity=PerTensor()),
+    Moment(E5M2, root=True, granularity=PerTensor(), scale="previous"),
+)
+
+
+def together_and_apart(granularity: Any) -> tuple[nn.Parameter, list[nn.Parameter]]:
+    values = torch.randn(SHAPE) * torch.tensor([1.0, 100, 1e-3]).view(3, 1, 1)
+    return (
+        nn.Parameter(StoredWeight.cast(values, granularity, keep_rest=True)),
+        [nn.Parameter(StoredWeight.cast(one, granularity, keep_rest=True)) for one in values],
+    )
+
+
+def backward(weight: Any, grad: Tensor) -> None:
+    (weight.dequantize() * grad).sum().backward()
+
+
+def assert_same(weight: Any, matrices: Any, optimizer: Any, other: Any) -> None:
+    for expert, one in enumerate(matrices):
+        assert torch.equal(weight.qdata[expert].view(torch.uint8), one.qdata.view(torch.uint8))
+        assert torch.equal(weight.scale_inv[expert], one.scale_inv)
+        own, its = optimizer.state[weight], other.state[one]
+        for name in its.keys() - {"step", "master_kind"}:
+            assert torch.equal(own[name][expert].view(its[name].shape), its[name]), name
+        assert own["step"] == its["step"]
+
+
+@each_granularity
+@pytest.mark.parametrize("master", OF_FP8_WEIGHTS, ids=str)
+@pytest.mark.parametrize(("moments", "gradients"), [("fp32", None), ("fp8", "fp8"), (ONE, None)], ids=str)
+def test_as_weights_of_their_own(granularity: Any, master: str | None, moments: Any, gradients: str | None) -> None:
+    """By the same random bits, which in truth differ: they are of a weight's number and an element's in it."""
+    weight, matrices = together_and_apart(granularity)
+    options: Any = {"lr": 0.01, "master": master, "moments": moments, "gradient_storage": gradients}
+    optimizer, other = AdamW([weight], **options), AdamW(matrices, **options)
+    with mock.patch.object(
+        steps, "random_bits", lambda key, index: torch.full_like(index, 0x1234567, dtype=torch.int32)
+    ):
+        for factor in (1.0, 0.0, 30.0):
+            grad = torch.randn(SHAPE) * factor
+            grad[1] = 0
+            backward(weight, grad)
+            assert gradients is None or isinstance(weight.grad, StoredGradient)
+            for one, its in zip(matrices, grad, strict=True):
+                backward(one, its)
+            for each in (optimizer, other):
+                each.step()
+                each.zero_grad()
+    assert_same(weight, matrices, optimizer, other)
+
+
+@each_granularity
+def test_an_update_in_backward_is_that_after_it(granularity: Any) -> None:
+    weight, _ = together_and_apart(granularity)
+    after = copy.deepcopy(weight)
+    optimizer, other = (AdamW([one], lr=0.01, moments="fp8") for one in (weight, after))
+    update_in_backward(optimizer, 1)
+    for seed in range(2):
+        grad = torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed))
+        for one, by in ((weight, optimizer), (after, other)):
+            backward(one, grad)
+            by.step()
+            by.zero_grad()
+    assert torch.equal(weight.qdata.view(torch.uint8), after.qdata.view(torch.uint8))
+    assert torch.equal(weight.scale_inv, after.scale_inv)
+
+
+@each_granularity
+@pytest.mark.parametrize("moments", ["fp8", ONE], ids=["fp8", "one scale"])
+def test_saved_and_loaded_it_goes_on(granularity: Any, moments: Any) -> None:
+    weight, _ = together_and_apart(granularity)
+    optimizer = AdamW([weight], lr=0.01, moments=moments)
+    backward(weight, torch.randn(SHAPE))
+    optimizer.step()
+    other = copy.deepcopy(weight).requires_grad_()
+    loaded = AdamW([other], lr=0.01, moments=moments)
+    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for one, by in ((weight, optimizer), (other, loaded)):
+        one.grad = torch.ones(SHAPE)
+        by.step()
+    assert torch.equal(weight.qdata.view(torch.uint8), other.qdata.view(torch.uint8))
+    assert_state(optimizer.state[weight], loaded.state[other])
+
+
+def assert_state(a: dict[str, Any], b: dict[str, Any]) -> None:
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@each_granularity
+@pytest.mark.parametrize("master", ["fp32", "split24"])
+def test_stored_and_restored_in_training(granularity: Any, master: str) -> None:
+    """What is within 20 bits of float32 before is after; moments are the same values, where blocks stay so."""
+    values = (torch.rand(SHAPE) + 1 / 64).mul_(torch.randn(SHAPE).sign())
+    weight = nn.Parameter(values.clone())
+    optimizer = AdamW([weight], lr=0.01, moments="fp32", master="fp32")
+    weight.grad = torch.randn(SHAPE)
+    optimizer.step()
+    before, moment = weight.detach().clone(), optimizer.state[weight]["exp_avg"].clone()
+    change(optimizer, Settings(optimizer.moments, optimizer.names, master), {weight: granularity})
+    assert isinstance(weight, StoredWeight) and weight.scale_inv.shape[0] == len(SHAPE)
+    assert weight.granularity == granularity and torch.equal(optimizer.state[weight]["exp_avg"], moment)
+    change(optimizer, Settings(optimizer.moments, optimizer.names, "fp32"), {weight: None})
+    assert type(weight) is nn.Parameter
+    torch.testing.assert_close(weight.detach(), before, rtol=0 if master == "fp32" else 2**-19, atol=0)
+
+
+def test_moments_in_codes_follow_the_storage() -> None:
+    """Blocks of a plain weight lie along all of an expert, of a stored one along each of its rows."""
+    weight = nn.Parameter(torch.randn(SHAPE))
+    optimizer = AdamW([weight], lr=0.01, moments="fp8")
+    for _ in range(2):
+        weight.grad = torch.randn(SHAPE)
+        optimizer.step()
+        moment = optimizer.settings.moments[0]
+        values = as_fp32("exp_avg", moment, optimizer.state[weight])
+        change(optimizer, optimizer.settings, {weight: PerBlock(128, 128)})
+        assert optimizer.state[weight]["exp_avg_scale_inv"].shape == (3, 160 * 2)
+        torch.testing.assert_close(as_fp32("exp_avg", moment, optimizer.state[weight]), values, rtol=2**-4, atol=1e-3)
+        weight.grad = torch.randn(SHAPE)
+        optimizer.step()
+        change(optimizer, optimizer.settings, {weight: None})
+        assert optimizer.state[weight]["exp_avg_scale_inv"].shape == (3, 160 * 200 // 128)

@@ -1,0 +1,178 @@
+"""Weights on ranks in any layout, which an optimizer of octavo steps, beside the same on one."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from octavo.formats import E4M3, E4M4
+from octavo.optim import SGD, AdamW, EstimatedNorm, Moment, update_in_backward
+from octavo.optim.gradient_norms import squared_norms
+from octavo.optim.layout import bytes_of_shard, place_of, run_of, without_run
+from octavo.optim.resolution import Resolution
+from octavo.optim.state import largest
+from tests.support.parallel_tasks import whole
+
+LAYOUTS: dict[str, Any] = {  # by dimensions of the mesh
+    "rows": [Shard(0)],
+    "columns": [Shard(1)],
+    "whole": [Replicate()],
+    "rows of columns": [Shard(0), Shard(1)],  # FSDP2 over RowwiseParallel
+    "rows of rows": [_StridedShard(0, split_factor=2), Shard(0)],  # FSDP2 over ColwiseParallel
+    "rows, replicated": [Shard(0), Replicate()],
+}
+NEAREST = (Moment(E4M3), Moment(E4M4, root=True))
+
+
+def placed(whole: Tensor, mesh: Any, placements: Any) -> DTensor:
+    """A tensor in this layout; of FSDP2's strided rows this rank's are cut out by hand."""
+    if not any(isinstance(placement, _StridedShard) for placement in placements):
+        return distribute_tensor(whole, mesh, placements, src_data_rank=None)
+    rows = whole.chunk(mesh.size(1))[mesh.get_local_rank(1)].chunk(mesh.size(0))[mesh.get_local_rank(0)]
+    return DTensor.from_local(
+        rows.contiguous(), mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+
+
+def local(tensor: Any) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def layouts_of(mesh: Any) -> dict[str, Any]:
+    return {name: placements for name, placements in LAYOUTS.items() if len(placements) == mesh.ndim}
+
+
+def places(mesh: Any) -> list[str]:
+    """Which layouts' shards are not where they are said to be, or larger than is counted."""
+    wrong = []
+    for name, placements in layouts_of(mesh).items():
+        for shape in ((8, 6), (7, 5), (6, 4, 3), (4, 1)):
+            count = torch.Size(shape).numel()
+            param = placed(torch.arange(float(count)).view(shape), mesh, placements)
+            place, own = place_of(param), local(param).flatten(1)
+            rows, columns = torch.meshgrid(*map(torch.arange, own.shape), indexing="ij")
+            index = (place.first_row + rows) * place.row_length + place.first_col + columns
+            if not torch.equal(index.float(), own) or own.numel() * 4 > bytes_of_shard(param):
+                wrong.append(f"{name} {shape}")
+    return wrong
+
+
+def stepped(mesh: Any, layout: str, options: dict[str, Any], columns: int, steps: int = 3) -> list[str]:
+    """What differs, on this rank, of weights, and of the state where blocks coincide, from the same on one rank.
+
+    Where they don't, the twin is a weight that has this rank's columns alone.
+    """
+    placements, masters = LAYOUTS[layout], options.get("master", "auto")
+    dtype = torch.float32 if masters == "auto" else torch.bfloat16
+    kind = SGD if "momentum" in options else AdamW
+    shapes = [(36, columns), (12, 2, columns // 2)]
+    wholes = [torch.randn(shape).to(dtype) for shape in shapes]
+    ours = [nn.Parameter(placed(whole, mesh, placements)) for whole in wholes]
+    coincide = all(run_of(param) == param.shape[1:].numel() for param in ours)
+
+    def mine(whole: Tensor, param: Any) -> Tensor:
+        (chunk,) = param.__create_chunk_list__()
+        for dim, (first, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+            whole = whole.narrow(dim, first, size)
+        return whole
+
+    cut = (lambda whole, _: whole) if coincide else mine
+    twins = [nn.Parameter(cut(whole, param).clone()) for whole, param in zip(wholes, ours, strict=True)]
+    optimizers = [kind(params, lr=0.01, **options) for params in (ours, twins)]
+    for number in range(steps):
+        for param, twin in zip(ours, twins, strict=True):
+            grad = torch.randn(param.shape) * 10**number
+            param.grad = placed(grad.to(dtype), mesh, placements)
+            twin.grad = cut(grad.to(dtype), param).clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    found = []
+    for number, (param, twin) in enumerate(zip(ours, twins, strict=True)):
+        pairs = {"weight": (param.detach(), twin.detach())}
+        states = optimizers[0].state[param], optimizers[1].state[twin]
+        pairs |= {name: (value, states[1][without_run(name)]) for name, value in states[0].items()}
+        for name, (one, other) in pairs.items():
+            wanted = mine(other, one) if coincide and isinstance(one, DTensor) else other
+            if not torch.equal(local(one), wanted):
+                found.append(f"{number} {name}")
+            if isinstance(one, DTensor) and coincide and one.shape != other.shape:
+                found.append(f"{number} {name}: {one.shape}")
+    return found
+
+
+def norms(mesh: Any) -> tuple[float, float, float]:
+    """The global norm of gradients in all layouts, by the same on one rank; the largest; and that of one NaN."""
+    wholes = [torch.randn(6, 10) for _ in layouts_of(mesh)] + [torch.randn(5)]
+    gradients: list[Tensor] = [placed(w, mesh, p) for w, p in zip(wholes, layouts_of(mesh).values(), strict=False)]
+    gradients.append(wholes[-1])  # of a parameter that is in no plan
+    one = torch.cat([whole.flatten() for whole in wholes])
+    found = squared_norms(gradients).sum().sqrt(), largest(gradients)
+    if mesh.get_rank() == 1:
+        local(gradients[1])[0, 0] = torch.nan
+    return float(found[0] / one.norm()), float(found[1] / one.abs().max()), float(largest(gradients))
+
+
+def parallel_block(mesh: Any, in_backward: bool) -> tuple[float, set[str]]:
+    """(The largest difference of a block's weights from one rank's, of the largest update; what torch left partial).
+
+    Norms are in the plan, so torch replicates them, and leaves their gradients as sums over each rank's tokens.
+    """
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+
+    alone = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+    model, before = copy.deepcopy(alone), copy.deepcopy(alone)
+    first, second = ColwiseParallel(input_layouts=Shard(1)), RowwiseParallel(output_layouts=Shard(1))
+    parallelize_module(model, mesh, {"0": SequenceParallel(), "1": first, "3": second})
+    partial: set[str] = set()
+    for name, param in model.named_parameters():
+        note = lambda p, name=name: partial.add(name) if getattr(p.grad, "placements", ()) == (Partial(),) else None  # noqa: E731
+        param.register_post_accumulate_grad_hook(note)
+    optimizers = [AdamW(own.parameters(), lr=0.1, eps=1.0, moments="fp32") for own in (alone, model)]
+    for optimizer in optimizers if in_backward else ():
+        update_in_backward(optimizer, 0, EstimatedNorm(0.5))
+    x, g = torch.randn(4, 16, 32), torch.randn(4, 16, 32)
+    for own, optimizer in zip((alone, model), optimizers, strict=True):
+        rank = slice(None) if own is alone else slice(8 * mesh.get_local_rank(), 8 * mesh.get_local_rank() + 8)
+        for _ in range(2):
+            own(x[:, rank]).backward(g[:, rank])
+            optimizer.step()
+            optimizer.zero_grad()
+    found = dict(model.named_parameters())
+    moved = [(start - end).abs().max() for start, end in zip(before.parameters(), alone.parameters(), strict=True)]
+    wrong = [(whole(found[name]) - param).abs().max() for name, param in alone.named_parameters()]
+    return float(max(wrong) / max(moved)), partial
+
+
+def refused(mesh: Any) -> list[str]:
+    """What is said to weights that are sharded by other dimensions."""
+    said = []
+    for shape, placements in (((4, 4, 4), [Replicate(), Shard(2)]), ((4, 8), [Shard(1), Shard(1)])):
+        try:
+            AdamW([nn.Parameter(placed(torch.ones(shape), mesh, placements))])
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def resolutions(mesh: Any) -> tuple[list[float], list[float]]:
+    """The sums of weights in several layouts, over a mesh (data, tensor) or over data alone, and those of one rank."""
+    data, rows = mesh["replicate"], [Shard(0)]
+    ways = [(data, rows), (mesh, LAYOUTS["rows of columns"]), None, (mesh, [Replicate(), Shard(0)]), (data, rows)]
+    values = [torch.randn(4, 8) for _ in ways]
+    found = []
+    for on_ranks in (True, False):
+        params = []
+        for value, way in zip(values, ways, strict=True):
+            laid, grad = (placed(x, *way) if way and on_ranks else x.clone() for x in (value, value.sin()))
+            params.append(nn.Parameter(laid))
+            params[-1].grad = grad
+        optimizer = AdamW(params, lr=0.01, moments="fp32")
+        optimizer.measure(Resolution(params))
+        optimizer.step()
+        found.append(optimizer.resolution.take().sums().tolist())
+    return found[0], found[1]
