@@ -8,6 +8,8 @@ its layer in a cell on the device. Weights change between steps alone, where the
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 from collections import deque
 from collections.abc import Sequence
@@ -21,10 +23,11 @@ from torch import Tensor, nn
 from octavo.autograd.tap import Notes, Watch
 from octavo.distributed.ranks import Ranks, whole
 from octavo.errors import OctavoError
+from octavo.inspect.rows import parameter_of, sizes_of
+from octavo.inspect.weights import first_expert
 from octavo.kernels.reference.note_faults import FOUND
 from octavo.nn.grouped_linear import Grouped
 from octavo.nn.recipe_module import RecipeModule, device_of
-from octavo.nn.stored_weights import weight_of
 from octavo.scaling.recipe import ROLES
 from octavo.tensor.sharded_weight import local_shard, on_this_rank
 from octavo.tensor.stored_weight import StoredWeight
@@ -48,6 +51,7 @@ class Fault:
         share: of the rows of that input or grad_output that were faulty.
         before: of that step and up to ten before it, oldest first: step, loss, grad_norm, and of the layer's input and
             grad_output their amax and scale_inv; where no layer is named, of the one whose numbers grew most.
+        expert: whose rows or matrix it was in; None where the layer is not of experts.
 
     Example:
         >>> Fault(7, "input", "mlp.fc2", rank=0, share=0.25, before=[]).where
@@ -60,11 +64,13 @@ class Fault:
     rank: int
     share: float | None
     before: list[dict[str, float]]
+    expert: int | None = None
 
     @property
     def where(self) -> str:
         """The fault in a line."""
         layer = f"`{self.layer}`" if self.layer else "the model"
+        layer = layer if self.expert is None else f"expert {self.expert} of {layer}"
         where = f"the {self.role}" if self.layer is None else f"the {self.role} of {layer}"
         rows = "" if self.share is None else f", in {100 * self.share:.3g} % of its rows"
         return f"an inf or a NaN in {where} at step {self.step}, on rank {self.rank}{rows}"
@@ -131,8 +137,7 @@ class FaultTrace:
     def __init__(
         self, model: nn.Module, *, raises: bool = True, gradients: bool = True, step: int = 0, group: Any = None
     ) -> None:
-        layers = [(name, m) for name, m in model.named_modules() if isinstance(m, RecipeModule)]
-        self._layers = [(name, m) for name, m in layers if not isinstance(m, Grouped)]  # which note no faults
+        self._layers = [(name, m) for name, m in model.named_modules() if isinstance(m, RecipeModule)]
         if not self._layers:
             raise ValueError("the model has no layer in FP8 to watch: octavo.convert it first")
         self.fault: Fault | None = None
@@ -142,11 +147,16 @@ class FaultTrace:
         self._late = 0 if self._device.type == "cpu" else LATE
         self._readings: list[_Reading] = []
         self._read: deque[tuple[int, float, float]] = deque(maxlen=BEFORE + 1)
-        size = len(WATCHED) * len(self._layers)
+        roles = [module for _, module in self._layers for _ in WATCHED]
+        size = len(roles)
         self._ring = torch.zeros(BEFORE + 1 + self._late, size, len(FOUND), device=self._device)
         self._found = torch.zeros(size, len(FOUND), device=self._device)
         self._first = [torch.zeros(1, dtype=torch.int32, device=self._device) for _ in WATCHED]
-        places = torch.arange(1, size + 1, dtype=torch.int32, device=self._device).unsqueeze(1)
+        # a place for each role, or for each expert of a role, from 1 on
+        experts = [max(1, sizes_of(module)[0]) for module in roles]
+        self._ends = list(itertools.accumulate(experts))
+        begins = [end - count + 1 + _first_here(m) for end, count, m in zip(self._ends, experts, roles, strict=True)]
+        places = torch.tensor(begins, dtype=torch.int32, device=self._device).unsqueeze(1)
         notes = [
             Notes(place, found, self._first[at % len(WATCHED)])
             for at, (place, found) in enumerate(zip(places, self._found, strict=True))
@@ -218,7 +228,11 @@ class FaultTrace:
     def _faulty_weight(self) -> Tensor:
         """1 + the first layer whose weight's first or last row has a fault; 0 where there is none."""
         rows = [row for _, module in self._layers for row in _ends(module)]
-        norms = torch.stack([norm.float() for norm in torch._foreach_norm(rows, math.inf)]).view(-1, 2)
+        found: dict[int, Tensor] = {}
+        for dims in {row.ndim for row in rows}:  # one launch for all of one row; experts' are not dense
+            places = [place for place, row in enumerate(rows) if row.ndim == dims]
+            found |= zip(places, torch._foreach_norm([rows[place] for place in places], math.inf), strict=True)
+        norms = torch.stack([found[place].float() for place in range(len(rows))]).view(-1, 2)
         faulty = ~norms.isfinite().all(1)
         return torch.where(faulty.any(), faulty.int().argmax() + 1, 0).float()
 
@@ -243,13 +257,17 @@ class FaultTrace:
         if collective:
             history = torch.cat([self._ranks.sum(history[..., :2]), self._ranks.largest(history[..., 2:])], -1)
         history = history.cpu()
-        name, share = None, None
-        if role in ROLES:
-            at = place - 1 if role == "weight" else (place - 1) // len(WATCHED)
-            name = self._layers[at][0]
-            if role != "weight":
-                faulty, rows = history[-1, place - 1, :2].tolist()
-                share = faulty / rows if rows else None
+        name = share = expert = None
+        if role == "weight":
+            at = place - 1
+            name, expert = self._layers[at][0], self._faulty_expert(self._layers[at][1], collective)
+        elif role in ROLES:
+            of_role = bisect.bisect_left(self._ends, place)
+            at = of_role // len(WATCHED)
+            name, module = self._layers[at]
+            expert = place - 1 - (self._ends[of_role - 1] if of_role else 0) if isinstance(module, Grouped) else None
+            faulty, rows = history[-1, of_role, :2].tolist()
+            share = faulty / rows if rows else None
         else:
             sizes = history[:, ::2, 2]  # scale_inv of inputs
             at = int((sizes[-1] / sizes[0]).nan_to_num(0, 0, 0).argmax())
@@ -258,23 +276,45 @@ class FaultTrace:
             {"step": taken, "loss": loss, "grad_norm": norm, **_sizes(self._layers[at][1], pair)}
             for (taken, loss, norm), pair in zip(self._read, of_layer, strict=True)
         ]
-        return Fault(step, role, name, rank, share, before)
+        return Fault(step, role, name, rank, share, before, expert)
+
+    def _faulty_expert(self, module: RecipeModule, collective: bool) -> int | None:
+        """The first expert whose matrix has a fault in the rows that are looked at, on any rank that looks for it."""
+        if not isinstance(module, Grouped):
+            return None
+        faulty = torch.zeros(sizes_of(module)[0], device=self._device)
+        own = torch.stack(_ends(module)).isfinite().all(0)  # [experts here, K]
+        first = first_expert(module.weight_parameter)
+        faulty[first : first + len(own)] = (~own.view(len(own), -1).all(1)).float()  # a rank without experts has zeros
+        faulty = self._ranks.largest(faulty) if collective else faulty
+        return int(faulty.argmax())
 
 
 trace_faults = FaultTrace  # with octavo.inspect.trace_faults(model) as trace: ...
 """The name under which a training calls FaultTrace: ``with octavo.inspect.trace_faults(model) as trace:``."""
 
 
+def _first_here(module: RecipeModule) -> int:
+    """The number of the first expert whose rows this rank computes."""
+    exchange = getattr(module, "exchange", None)
+    return 0 if exchange is None else exchange.part(sizes_of(module)[0] // exchange.size).start
+
+
 def _ends(module: RecipeModule) -> list[Tensor]:
-    """The first and the last row of a weight [N, K], of its codes where it lives in FP8, and of this rank's shard."""
-    weight = weight_of(module)
+    """The first and the last row of a weight [N, K], of its codes where it lives in FP8, and of this rank's shard.
+
+    Of experts [E, N, K] those of each matrix as it lies: [E, K].
+    """
+    weight = parameter_of(module)
     local = None if weight is None else on_this_rank(weight).detach()
     if local is None or local.numel() == 0:
         return [torch.zeros(1, device=device_of(module))] * 2
-    if isinstance(local, StoredWeight):
-        return [local.qdata[at].float() for at in (0, -1)]
-    rows = local_shard(local) if isinstance(module, nn.Linear) else local_shard(local).t()
-    return [rows[0], rows[-1]]
+    rows = local.qdata if isinstance(local, StoredWeight) else local_shard(local)
+    if isinstance(module, Grouped):
+        rows = rows.transpose(0, 1)
+    elif not isinstance(module, nn.Linear):
+        rows = rows.t()
+    return [row.float() if row.itemsize == 1 else row for row in (rows[0], rows[-1])]
 
 
 def _sizes(module: RecipeModule, pair: Sequence[Sequence[float]]) -> dict[str, float]:

@@ -3,7 +3,8 @@
     record.json         the form of the record, and who wrote it
     rows-<step>.json    the rows of the counts from this step on: another file begins where recipes change
     counts-<step>.npz   NumPy arrays, a file a recorded step: sums [rows, 7], extremes [rows, 3], exponents [rows, 64]
-                        (kernels/reference/cast_statistics.py), moved [weights, 10] (weights.py)
+                        (kernels/reference/cast_statistics.py), moved [weights, 10] (weights.py); of experts what
+                        by_expert.py says
     steps.jsonl         a line of JSON a step: {"step": 12, "loss": 1.9, ...}, or what happened in it:
                         {"step": 12, "event": "switch", "text": "fp8: 20 % of the steps"}
 
@@ -18,12 +19,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from octavo.distributed.files import replacing
 from octavo.errors import MissingExtraError
 from octavo.inspect.rows import Row
-from octavo.kernels.reference.cast_statistics import SUMS
 
 FORMAT = 2
 _STEPS = "steps.jsonl"
@@ -72,14 +70,10 @@ class RecordWriter:
         """The rows of counts from a step on."""
         self._write_json(self.folder / f"rows-{step:08d}.json", [row.as_dict() for row in rows])
 
-    def add_counts(self, step: int, tensors: Mapping[str, Tensor]) -> None:
-        """What was counted in a step."""
-        sums, exponents = (
-            part.numpy() for part in tensors["sums"].split([len(SUMS), tensors["sums"].shape[1] - len(SUMS)], 1)
-        )
-        parts = {"sums": sums, "exponents": exponents.astype("float32"), "extremes": tensors["extremes"].numpy()}
+    def add_counts(self, step: int, counts: Mapping[str, Any]) -> None:
+        """What was counted in a step: arrays by their names."""
         with replacing(self.folder / f"counts-{step:08d}.npz") as file:
-            self.numpy.savez_compressed(file, **parts, moved=tensors["moved"].numpy())
+            self.numpy.savez_compressed(file, **counts)
 
     def add_scalars(self, rows: Mapping[int, Mapping[str, float]]) -> None:
         """Numbers of steps."""

@@ -94,8 +94,8 @@ def diagnose(record: Record) -> list[Finding]:
         ...     octavo.inspect.diagnose(octavo.inspect.load(folder))
         []
     """
-    found = [*_of_weights(record)]
-    found += [finding for place in range(len(record.rows)) for finding in _CastOf(record, place).findings()]
+    found, worst = [*_of_weights(record)], record.of_worst
+    found += [finding for place in range(len(record.rows)) for finding in _CastOf(worst, place).findings()]
     layers = {layer: place for place, layer in enumerate(record.layers)}
 
     def order(finding: Finding) -> tuple[float, float, float]:
@@ -210,13 +210,20 @@ class _CastOf:
             severity = 10 ** ((value - LIMITS[kind]) / 10)
         where = row.layer, row.role, row.products, str(self.cast)
         found = Finding(kind, *where, steps[begins], steps[worst], numbers, "", "", "", severity)
+        experts = self.record.experts if row.experts else None
         describe: dict[str, Callable[[Finding, int], Finding]] = {
             "nonfinite": self._nonfinite,
             "stale": self._stale,
             "clipped": self._stale,
             "rounded": self._rounded,
         }
-        return describe.get(kind, self._small)(found, worst)
+        found = describe.get(kind, self._small)(found, worst)
+        if experts is None:
+            return found
+        number, tokens, beyond = of_expert = experts.at(worst, self.place, row.layer)
+        others = f", the worst of {beyond} beyond a limit" if beyond > 1 else ""
+        cause = f"expert {number} of {row.experts} ({tokens} tokens{others}): {found.cause}"
+        return replace(found, numbers=found.numbers | of_expert._asdict(), cause=cause)
 
     def _nonfinite(self, found: Finding, worst: int) -> Finding:
         share = called(found.numbers["nonfinite"])

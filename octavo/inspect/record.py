@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from octavo.errors import OctavoError
 from octavo.inspect.files import FORMAT, files_of, numpy, read_lines
@@ -38,6 +39,37 @@ class RecordError(OctavoError, ValueError):
     """A folder that holds no record, or one of another form."""
 
 
+class WorstExpert(NamedTuple):
+    """A row's worst expert: its number, its tokens, and how many experts have a measure beyond its limit."""
+
+    expert: int
+    tokens: int
+    experts_beyond: int
+
+
+class OfExperts(NamedTuple):
+    """What a record holds of layers of experts besides the sums over these.
+
+    Attributes:
+        measures, exponents: as a Record's, but of each row of experts those of its worst one alone: where a measure is
+            the largest number of times its limit.
+        worst: [steps, rows], that one's number; -1 of other rows.
+        beyond: [steps, rows], how many experts have a measure beyond its limit.
+        tokens: by layer [steps, experts], float64: how many each got in a recorded step; nan where nothing was counted.
+    """
+
+    measures: dict[str, Any]
+    exponents: Any
+    worst: Any
+    beyond: Any
+    tokens: dict[str, Any]
+
+    def at(self, step: int, place: int, layer: str) -> WorstExpert:
+        """The worst expert of a row of this layer, at these places of steps and rows."""
+        number = int(self.worst[step, place])
+        return WorstExpert(number, int(self.tokens[layer][step, number]), int(self.beyond[step, place]))
+
+
 @dataclass(frozen=True)
 class Record:
     """What a folder holds.
@@ -52,6 +84,7 @@ class Record:
         weights: of OF_WEIGHTS, each [steps, layers], float64.
         scalars: by name, a pair of the steps and their numbers.
         events: (step, kind, text).
+        experts: None where no layer is of experts.
 
     Example:
         >>> import tempfile, torch, octavo
@@ -74,6 +107,13 @@ class Record:
     weights: dict[str, Any]
     scalars: dict[str, tuple[list[int], list[float]]]
     events: list[tuple[int, str, str]]
+    experts: OfExperts | None = None
+
+    @property
+    def of_worst(self) -> Record:
+        """The same with each row of experts being its worst one."""
+        found = self.experts
+        return self if found is None else replace(self, measures=found.measures, exponents=found.exponents)
 
 
 def load(folder: str | Path) -> Record:
@@ -117,6 +157,7 @@ def load(folder: str | Path) -> Record:
     sums = np.zeros((len(counts), len(places), len(SUMS)))
     extremes = np.zeros((len(counts), len(places), len(EXTREMES)))
     exponents = np.zeros((len(counts), len(places), EXPONENTS), dtype="float32")
+    experts = _Experts(list(places), len(counts))
     moved = np.zeros((len(counts), len(layers), len(MOVED)))
     for at, (step, path) in enumerate(counts.items()):
         rows = tables[max(begun for begun in tables if begun <= step)]
@@ -127,14 +168,56 @@ def load(folder: str | Path) -> Record:
                 part["extremes"],
                 part["exponents"],
             )
+            experts.add(at, rows, where, part)
             own = list(dict.fromkeys(row.layer for row in rows))
             moved[at, [layers.index(layer) for layer in own]] = part["moved"]
     limits = np.array([row.largest for row in places])
     scalars, events = _steps(folder)
     measures = measures_of(np, sums, extremes, limits)
-    return Record(
-        list(places), list(counts), measures, exponents, LOWEST, layers, of_weights(np, moved), scalars, events
-    )
+    steps, of_experts = list(counts), experts.found(sums, extremes, exponents, limits)
+    weights = of_weights(np, moved)
+    return Record(list(places), steps, measures, exponents, LOWEST, layers, weights, scalars, events, of_experts)
+
+
+class _Experts:
+    """What is read of experts, step by step."""
+
+    def __init__(self, rows: Sequence[Row], steps: int) -> None:
+        np = self.np = numpy()
+        self.rows, self.steps = rows, steps
+        shape = steps, len(rows)
+        self.numbers = np.stack([np.full(shape, -1), np.zeros(shape, dtype="int64")], -1)
+        self.tokens = {row.layer: np.full((steps, row.experts), np.nan) for row in rows if row.experts}
+        self.parts: list[tuple[int, list[int], dict[str, Any]]] = []
+
+    def add(self, at: int, rows: Sequence[Row], where: Sequence[int], part: Any) -> None:
+        """What the file of a step has, whose rows are those; ``where`` they are among all."""
+        if "worst" not in part:
+            return
+        own = [place for place, row in zip(where, rows, strict=True) if row.experts]
+        self.numbers[at, own] = part["worst"]
+        for layer, tokens in by_layer(rows, part["tokens"]).items():
+            self.tokens[layer][at] = tokens
+        self.parts.append((at, own, {name: part[f"worst_{name}"] for name in ("sums", "extremes", "exponents")}))
+
+    def found(self, sums: Any, extremes: Any, exponents: Any, limits: Any) -> OfExperts | None:
+        """All of it; the arguments are of all experts together."""
+        if not self.tokens:
+            return None
+        whole = {"sums": sums.copy(), "extremes": extremes.copy(), "exponents": exponents.copy()}
+        for at, own, part in self.parts:
+            for name, values in part.items():
+                whole[name][at, own] = values
+        measures = measures_of(self.np, whole["sums"], whole["extremes"], limits)
+        worst, beyond = self.np.moveaxis(self.numbers, -1, 0)
+        return OfExperts(measures, whole["exponents"], worst, beyond, self.tokens)
+
+
+def by_layer(rows: Sequence[Row], tokens: Any) -> dict[str, Any]:
+    """Each layer's part of an array that holds a number an expert, one layer behind the other."""
+    experts = {row.layer: row.experts for row in rows if row.experts}
+    parts = numpy().split(tokens, numpy().cumsum(list(experts.values()))[:-1])
+    return dict(zip(experts, parts, strict=True))
 
 
 def measures_of(np: Any, sums: Any, extremes: Any, limits: Any) -> dict[str, Any]:

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from octavo.distributed.ranks import Ranks, whole
+from octavo.inspect.by_expert import kept
 from octavo.inspect.files import RecordWriter, numpy
-from octavo.inspect.record import measures_of, of_weights
+from octavo.inspect.record import by_layer, measures_of, of_weights
 from octavo.inspect.rows import Row, Table
 from octavo.inspect.weights import WeightSamples, count_weights
-from octavo.kernels.reference.cast_statistics import SUMS
 
 Scalar = float | Tensor
 SKIPPED = "skipped"  # a kind of event that arrives as a scalar does
@@ -227,15 +227,20 @@ class Recorder:
             if self._written is not reading.table:
                 self._writer.add_rows(reading.step, reading.table.rows)
                 self._written = reading.table
-            self._writer.add_counts(reading.step, {n: t for n, t in reading.tensors.items() if n != "scalars"})
+            found = {name: tensor.numpy() for name, tensor in reading.tensors.items()}
+            counts = kept(reading.table.rows, found["sums"], found["extremes"]) | {"moved": found["moved"]}
+            self._writer.add_counts(reading.step, counts)
             if self.on_record is not None:
-                rows.setdefault(reading.step, {}).update(_named(reading.table.rows, reading.tensors))
+                rows.setdefault(reading.step, {}).update(_named(reading.table.rows, counts))
         for step, values in rows.items() if self.on_record is not None else ():
             self.on_record(step, values)  # type: ignore[misc]
 
 
-def _named(rows: Sequence[Row], tensors: Mapping[str, Tensor]) -> dict[str, float]:
-    """The measures of a step by layer, role and measure, but those that are not finite."""
+def _named(rows: Sequence[Row], counts: Mapping[str, Any]) -> dict[str, float]:
+    """The measures of a step by layer, role and measure, but those that are not finite.
+
+    Of experts also those of the worst one, and the least and the most tokens that one of a layer got.
+    """
     np = numpy()
     places = [(row.layer, row.role) for row in rows]
     names = [
@@ -243,10 +248,19 @@ def _named(rows: Sequence[Row], tensors: Mapping[str, Tensor]) -> dict[str, floa
         for place, row in zip(places, rows, strict=True)
     ]
     limits = np.array([row.largest for row in rows])
-    sums = tensors["sums"].numpy()[:, : len(SUMS)]
-    found = [(names, measures_of(np, sums, tensors["extremes"].double().numpy(), limits))]
+    found = [(names, measures_of(np, counts["sums"], counts["extremes"].astype("float64"), limits))]
+    if "worst" in counts:
+        at = [place for place, row in enumerate(rows) if row.experts]
+        of_worst = counts["worst_sums"], counts["worst_extremes"].astype("float64")
+        found.append(([f"{names[place]}.worst_expert" for place in at], measures_of(np, *of_worst, limits[at])))
+        tokens = by_layer(rows, counts["tokens"])
+        ends = {
+            "least_tokens": [own.min() for own in tokens.values()],
+            "most_tokens": [own.max() for own in tokens.values()],
+        }
+        found.append((list(tokens), ends))
     layers = [".".join(filter(None, (layer, "weight"))) for layer in dict.fromkeys(row.layer for row in rows)]
-    found.append((layers, of_weights(np, tensors["moved"].numpy())))
+    found.append((layers, of_weights(np, counts["moved"])))
     return {
         f"{name}.{measure}": float(value)
         for own, measures in found

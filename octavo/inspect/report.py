@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib import resources
 from typing import Any
 
@@ -40,7 +40,51 @@ def table(record: Record, findings: Sequence[Finding], top: int) -> str:
         lines += [f"    {found.cause}", f"    {found.remedy}", f"      {found.expected}"]
     if len(findings) > top:
         lines += ["", f"and {len(findings) - top} more: --top {len(findings)}"]
+    if loads := _loads(record):
+        lines += ["", "tokens of experts in the last record, worst balanced first"]
+        lines += [f"    {load}" for load in sorted(loads, key=lambda load: load.largest_share, reverse=True)[:top]]
+        lines += [f"    and {len(loads) - top} more"] * (len(loads) > top)
     return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class _Load:
+    """What each expert of some layers got in the last record, and which got nothing since when."""
+
+    name: str
+    tokens: list[int]
+    idle: dict[int, int]  # the recorded steps from which on these got none
+
+    @property
+    def largest_share(self) -> float:
+        """Of all tokens, what the expert with most has; as many times as if all had as many."""
+        return max(self.tokens) * len(self.tokens) / max(1, sum(self.tokens))
+
+    def __str__(self) -> str:
+        number, most = len(self.tokens), max(self.tokens)
+        load = f"{self.name}: {number} experts, {min(self.tokens)} to {most}"
+        load += f", expert {self.tokens.index(most)} {self.largest_share:.2g} times the mean"
+        return load + "".join(f"; {expert} none from step {step}" for expert, step in self.idle.items())
+
+
+def _loads(record: Record) -> list[_Load]:
+    """Each layer's, or of the parts of a module, which get the same tokens, the module's."""
+    np = numpy()
+    found: dict[str, _Load] = {}
+    for layer, tokens in record.experts.tokens.items() if record.experts is not None else ():
+        counted = np.flatnonzero(~np.isnan(tokens).any(axis=1))
+        if not len(counted):
+            continue
+        own = tokens[counted].astype(int)
+        idle = {}
+        for expert in np.flatnonzero(own[-1] == 0):
+            last = np.flatnonzero(own[:, expert])
+            idle[int(expert)] = record.steps[counted[last[-1] + 1 if len(last) else 0]]
+        name, last = layer.rpartition(".")[0] or layer, own[-1].tolist()
+        if name in found and found[name].tokens != last:
+            name = layer
+        found[name] = _Load(name, last, idle)
+    return list(found.values())
 
 
 def to_json(record: Record, findings: Sequence[Finding], what_if: Sequence[Mapping[str, Any]] = ()) -> str:
@@ -48,7 +92,7 @@ def to_json(record: Record, findings: Sequence[Finding], what_if: Sequence[Mappi
 
     ``what_if``: rows of a WhatIf of the model.
     """
-    bins = _Bins(len(record.steps))
+    bins, worst = _Bins(len(record.steps)), record.of_worst
     content = {
         "records": len(record.steps),
         "last": record.steps[-1] if record.steps else None,
@@ -57,9 +101,10 @@ def to_json(record: Record, findings: Sequence[Finding], what_if: Sequence[Mappi
         "findings": [asdict(found) for found in findings],
         "limits": LIMITS,
         "measures": MEASURES | OF_WEIGHTS,
-        "casts": [_casts(record, layer, role, bins) for layer in record.layers for role in ROLES],
+        "casts": [_casts(worst, layer, role, bins) for layer in record.layers for role in ROLES],
         "weights": [row for place in range(len(record.layers)) for row in _weights(record, place, bins)],
-        "exponents": [_exponents(record, place, findings) for place in range(len(record.rows))],
+        "exponents": [_exponents(worst, place, findings) for place in range(len(record.rows))],
+        "loads": [{**asdict(load), "mean": sum(load.tokens) / len(load.tokens)} for load in _loads(record)],
         "scalars": {name: _curve(*pair) for name, pair in record.scalars.items()},
         "what_if": what_if,
         "events": [{"step": step, "kind": kind, "text": text} for step, kind, text in record.events],

@@ -15,8 +15,11 @@ from octavo.autograd.tap import RoleCounts, Tap
 from octavo.formats import FORMATS
 from octavo.granularity import PerBlock, PerRow, PerTensor
 from octavo.kernels.reference.cast_statistics import EXPONENTS, EXTREMES, SUMS
+from octavo.nn.candidates import features
 from octavo.nn.grouped_linear import Grouped
+from octavo.nn.parted_linear import PartedLinear
 from octavo.nn.recipe_module import RecipeModule, device_of
+from octavo.nn.stored_weights import weight_of
 from octavo.scaling.recipe import ROLES, Cast, Delayed, Dynamic, Recipe
 
 READS = {  # the products that read a role as it lies, and transposed
@@ -35,22 +38,33 @@ class Row:
         role: "input", "weight" or "grad_output".
         products: that read the codes.
         cast: how.
+        experts: how many the layer has, each with a matrix of its own; 0 of other layers.
+        features: columns of what is cast, of experts.
     """
 
     layer: str
     role: str
     products: tuple[str, ...]
     cast: Cast
+    experts: int = 0
+    features: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """Its fields, as JSON has them."""
-        return {"layer": self.layer, "role": self.role, "products": self.products, "cast": str(self.cast)}
+        of_experts = {"experts": self.experts, "features": self.features} if self.experts else {}
+        return {"layer": self.layer, "role": self.role, "products": self.products, "cast": str(self.cast), **of_experts}
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Row:
         """The row that such fields are of."""
         cast = _value(ast.parse(fields["cast"], mode="eval").body)
-        return cls(fields["layer"], fields["role"], tuple(fields["products"]), cast)
+        of_experts = fields.get("experts", 0), fields.get("features", 0)
+        return cls(fields["layer"], fields["role"], tuple(fields["products"]), cast, *of_experts)
+
+    @property
+    def lines(self) -> int:
+        """How many lines of counts it has: one, or one an expert."""
+        return self.experts or 1
 
     @property
     def largest(self) -> float:
@@ -90,7 +104,7 @@ class Table:
 
     Attributes:
         rows: in the order of the model's layers.
-        sums, extremes: [rows, ...], as ``cast_statistics`` has them.
+        sums, extremes: [lines of all rows, ...], as ``cast_statistics`` has them.
         roles: each layer's roles.
         taps: what each module is given while a step is recorded.
     """
@@ -103,10 +117,17 @@ class Table:
         (device,) = devices
         self.recipes = [(name, m.recipe) for name, m in modules]
         planned = [(name, m, role, _casts(m, role)) for name, m in modules for role in range(len(ROLES))]
-        self.rows = [Row(name, ROLES[role], *cast) for name, _, role, casts in planned for cast in casts if cast]
-        self.sums = torch.zeros(len(self.rows), len(SUMS) + EXPONENTS, dtype=torch.float64, device=device)
-        self.extremes = torch.zeros(len(self.rows), len(EXTREMES), device=device)
-        places = iter(zip(self.sums, self.extremes, strict=True))
+        self.rows = [
+            Row(name, ROLES[role], *cast, *_of_experts(m, role))
+            for name, m, role, casts in planned
+            for cast in casts
+            if cast
+        ]
+        lines = [row.lines for row in self.rows]
+        self.sums = torch.zeros(sum(lines), len(SUMS) + EXPONENTS, dtype=torch.float64, device=device)
+        self.extremes = torch.zeros(sum(lines), len(EXTREMES), device=device)
+        parts = zip(self.rows, self.sums.split(lines), self.extremes.split(lines), strict=True)
+        places = ((sums, extremes) if row.experts else (sums[0], extremes[0]) for row, sums, extremes in parts)
         self.roles = []
         for _, module, role, casts in planned:
             first, second = (next(places) if cast else None for cast in casts)
@@ -133,9 +154,32 @@ class Table:
 
 
 def _fp8_layers(model: nn.Module) -> list[tuple[str, RecipeModule]]:
-    """Layers with a product in FP8, by their names; not of experts, whose casts are not counted."""
+    """Layers with a product in FP8, by their names."""
     layers = [(name, m) for name, m in model.named_modules() if isinstance(m, RecipeModule)]
-    return [(name, m) for name, m in layers if not (m.recipe.is_high_precision or isinstance(m, Grouped))]
+    return [(name, m) for name, m in layers if not m.recipe.is_high_precision]
+
+
+def sizes_of(module: RecipeModule) -> tuple[int, int, int]:
+    """How many experts a layer has, 0 where it is of none; in_features and out_features."""
+    if not isinstance(module, Grouped):
+        return 0, *features(module)
+    experts, *sizes = module.weight_parameter.shape
+    columns, rows = sizes if module.stores_transposed else sizes[::-1]
+    return experts, columns, rows
+
+
+def _of_experts(module: RecipeModule, role: int) -> tuple[int, int]:
+    """The last fields of a Row."""
+    experts, columns, rows = sizes_of(module)
+    return (experts, rows if ROLES[role] == "grad_output" else columns) if experts else (0, 0)
+
+
+def parameter_of(module: RecipeModule) -> nn.Parameter | None:
+    """The parameter that has a layer's weight, of experts [E, ., .]; None where it is computed from others.
+
+    Of splits that are sharded each for itself: this rank's rows of all, joined, which is no parameter.
+    """
+    return module.weight if isinstance(module, PartedLinear) else weight_of(module)
 
 
 _Cast = tuple[tuple[str, ...], Cast] | None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,13 +12,14 @@ from torch import Tensor, nn
 
 from octavo import kernels
 from octavo.autograd.casts import WEIGHT
+from octavo.autograd.tap import RoleCounts
 from octavo.distributed.ranks import Ranks
 from octavo.granularity import ALL
-from octavo.inspect.rows import RecordedRole
+from octavo.inspect.rows import RecordedRole, parameter_of
 from octavo.kernels.reference.master_weights import Fp8Weight
 from octavo.kernels.reference.optimizer_state import Piece
+from octavo.nn.grouped_linear import Grouped
 from octavo.nn.recipe_module import RecipeModule, device_of
-from octavo.nn.stored_weights import weight_of
 from octavo.numerics import scale_from_amax
 from octavo.optim.base import CompactOptimizer
 from octavo.optim.masters import MasterForm, master_of
@@ -39,8 +41,11 @@ def count_weights(weights: Sequence[RecordedRole], ranks: Ranks) -> None:
     """Count what the casts of weights do, as the next forward will make them: of a sharded weight this rank's rows."""
     whole = _scales_of_whole(weights, ranks)
     for (module, recipe, _, counts), scales in zip(weights, whole, strict=True):
-        weight = weight_of(module)
+        weight = parameter_of(module)
         if weight is None or module.recipe is not recipe:
+            continue
+        if isinstance(module, Grouped):
+            _count_experts(module, weight, counts)
             continue
         local = on_this_rank(weight).detach()
         if isinstance(local, StoredWeight):  # its codes are what there is: nothing is cast
@@ -57,6 +62,40 @@ def count_weights(weights: Sequence[RecordedRole], ranks: Ranks) -> None:
                 kernels.cast_statistics(laid, q, scale_inv, cast.tile, *counted)
 
 
+def _count_experts(module: Grouped, weight: Tensor, counts: RoleCounts) -> None:
+    """The same of experts: those of this rank, each of which is here as a whole."""
+    local, first = on_this_rank(weight).detach(), first_expert(weight)
+    stored = local if isinstance(local, StoredWeight) else None
+    matrices, casts = local_shard(local) if stored is None else stored.dequantize(), module.recipe.weight_casts
+    x, rows = matrices.flatten(0, 1), matrices.shape[1]
+    if x.numel() == 0:
+        return
+    ends = torch.arange(rows, len(x) + 1, rows, dtype=torch.int32, device=x.device)
+    for cast, counted, is_transposed in zip(casts[:2], counts, (False, True), strict=False):
+        if cast is None or counted is None:
+            continue
+        here = [part[first : first + len(ends)] for part in counted]
+        tile = cast.tile[::-1] if is_transposed != module.stores_transposed else cast.tile
+        if stored is not None:
+            pair, tile = (stored.qdata.flatten(0, 1), stored.scale_inv.flatten(0, 1)), stored.granularity.tile
+        else:
+            delayed, (dtype, _, *how) = module.delayed_scale if cast.is_delayed else None, cast.arguments
+            q, _, scale_inv, _ = kernels.grouped_cast(x, ends, delayed, WEIGHT, dtype, tile, *how, True, False)
+            pair = q, scale_inv
+        kernels.cast_statistics(x, *pair, tile, *here, ends)
+
+
+def first_expert(weight: Tensor) -> int:
+    """The number of the first expert whose matrix this rank has."""
+    if on_this_rank(weight) is weight:
+        return 0
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    mesh, placements = weight.device_mesh, weight.placements  # type: ignore[attr-defined]
+    first: int = compute_local_shape_and_global_offset(weight.shape, mesh, placements)[1][0]
+    return first
+
+
 def _laid(module: RecipeModule, weight: nn.Parameter) -> Tensor:
     """This rank's rows of a weight [N, K]."""
     shard = local_shard(weight).detach()
@@ -68,7 +107,7 @@ def _scales_of_whole(weights: Sequence[RecordedRole], ranks: Ranks) -> list[Tens
     found: list[Tensor | None] = [getattr(module, "delayed_scale", None) for module, *_ in weights]
     sharded = [i for i, (module, *_) in enumerate(weights) if found[i] is None and _is_sharded_per_tensor(module)]
     if sharded:
-        shards = [_laid(weights[i].module, weight_of(weights[i].module)) for i in sharded]  # type: ignore[arg-type]
+        shards = [_laid(weights[i].module, parameter_of(weights[i].module)) for i in sharded]  # type: ignore[arg-type]
         amax = ranks.largest(torch.cat([kernels.amax(shard, (ALL, ALL)).reshape(1) for shard in shards]))
         for i, own in zip(sharded, amax, strict=True):
             cast = next(c for c in weights[i].module.recipe.weight_casts[:2] if c is not None and c.tile == (ALL, ALL))
@@ -77,8 +116,10 @@ def _scales_of_whole(weights: Sequence[RecordedRole], ranks: Ranks) -> list[Tens
 
 
 def _is_sharded_per_tensor(module: RecipeModule) -> bool:
-    weight, casts = weight_of(module), module.recipe.weight_casts[:2]
-    if weight is None or on_this_rank(weight) is weight or isinstance(on_this_rank(weight), StoredWeight):
+    weight, casts = parameter_of(module), module.recipe.weight_casts[:2]
+    if weight is None or isinstance(module, Grouped):  # a rank has whole experts
+        return False
+    if on_this_rank(weight) is weight or isinstance(on_this_rank(weight), StoredWeight):
         return False
     return any(cast is not None and cast.tile == (ALL, ALL) for cast in casts)
 
@@ -104,7 +145,7 @@ class _Sample(NamedTuple):
     @classmethod
     def of(cls, module: RecipeModule, optimizer: torch.optim.Optimizer | None) -> _Sample:
         """Of a module's weight, and of what the optimizer has of it now."""
-        param = weight_of(module)
+        param = parameter_of(module)
         if param is None:
             nothing = torch.zeros(0, device=device_of(module))
             return cls(nothing, nothing, None, None, {}, ())
@@ -244,11 +285,14 @@ def _places_of_scales(shapes: tuple[Any, ...], device: torch.device) -> Tensor:
     """Where the scale_inv of each sampled element lies, those of weights one behind the other; last: that of none."""
     found, begin = torch.full((len(shapes), SAMPLED), -1), 0
     for own, (shape, granularity) in zip(found, shapes, strict=True):
-        (rows, cols), (height, width) = granularity.scale_shape(shape), granularity.tile
-        at = torch.arange(0, shape[0] * shape[1], _distance(shape[0] * shape[1]))[:SAMPLED]
-        row = at // shape[1] // height if height != ALL else 0
-        own[: len(at)] = begin + row * cols + (at % shape[1] // width if width != ALL else 0)
-        begin += rows * cols
+        (rows, cols), (height, width) = granularity.scale_shape(shape[-2:]), granularity.tile
+        elements, numbers = math.prod(shape), math.prod(shape[-2:])
+        at = torch.arange(0, elements, _distance(elements))[:SAMPLED]
+        expert, place = at // numbers, at % numbers
+        row = place // shape[-1] // height if height != ALL else 0
+        column = place % shape[-1] // width if width != ALL else 0
+        own[: len(at)] = begin + (expert * rows + row) * cols + column
+        begin += elements // numbers * rows * cols
     return found.to(device)
 
 

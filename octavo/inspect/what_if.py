@@ -33,12 +33,13 @@ from octavo import recipes as known
 from octavo.cost.estimate import LinearWork
 from octavo.cost.rates import PUBLISHED, PlanError, Rates, rates_of
 from octavo.inspect.effects import Effect, WhatIf, WhatIfError
-from octavo.nn.candidates import MIN_FEATURES, Select, features, fp8_class, large_enough, restore_class
+from octavo.inspect.rows import parameter_of, sizes_of
+from octavo.nn.candidates import MIN_FEATURES, Select, experts_class, fp8_class, large_enough, restore_class
 from octavo.nn.convert import convert
+from octavo.nn.converted_experts import ConvertedExperts
 from octavo.nn.fast_path import choose_fast_path
-from octavo.nn.grouped_linear import Grouped
 from octavo.nn.recipe_module import RecipeModule
-from octavo.nn.stored_weights import check_recipe, weight_of
+from octavo.nn.stored_weights import check_recipe
 from octavo.nn.using import using
 from octavo.recipes import high_precision
 from octavo.scaling.delayed import BUFFERS
@@ -107,7 +108,7 @@ def compare(
     with _borrowed(model, select) as layers:
         for recipe, layer in itertools.product(chosen, layers.values()):
             try:
-                check_recipe(recipe, weight_of(layer))
+                check_recipe(recipe, parameter_of(layer))
             except ValueError as error:
                 raise WhatIfError(f"{error}; leave {recipe.name} out") from error
         passes = _Passes(model, loss, layers, {recipe.name: recipe for recipe in chosen})
@@ -157,12 +158,12 @@ def _borrowed(model: nn.Module, select: Select | None) -> Iterator[dict[str, Rec
         for module in model.modules()
     ]
     own = {name: m for name, m in model.named_modules() if isinstance(m, RecipeModule)}
-    layers = {n: m for n, m in own.items() if not isinstance(m, Grouped) and (select is None or select(m, n))}
+    layers = {n: m for n, m in own.items() if select is None or select(m, n)}
     others: Mapping[str, Any] = {name: m.recipe for name, m in own.items() if name not in layers}
     chosen = large_enough if select is None else select
 
     def is_new(module: nn.Module, name: str) -> bool:
-        return fp8_class(module) is not None and chosen(module, name)
+        return (fp8_class(module) or experts_class(module)) is not None and chosen(module, name)
 
     with contextlib.ExitStack() as afterwards:
         if own:
@@ -181,9 +182,12 @@ def _borrowed(model: nn.Module, select: Select | None) -> Iterator[dict[str, Rec
 
 
 def _put_back(model: nn.Module, added: list[RecipeModule], modes: list[Any], buffers: list[Any]) -> None:
-    for layer in added:
-        layer.forget_recipe()
-        restore_class(layer)
+    for module in dict.fromkeys(layer.holder for layer in added):
+        if isinstance(module, ConvertedExperts):
+            module.remove_parts()
+        else:
+            module.forget_recipe()  # type: ignore[operator]
+        restore_class(module)  # type: ignore[arg-type]
     for module, training in modes:
         module.training = training
     for module, found in buffers:
@@ -248,7 +252,7 @@ class _Passes:
         }
         whole = sum(squares.values())
         for name, layer in self.layers.items():
-            self.own_share[name] = squares.get(id(weight_of(layer)), 0.0) / whole if whole else 0.0
+            self.own_share[name] = squares.get(id(parameter_of(layer)), 0.0) / whole if whole else 0.0
         reached = [name for name in self.layers if name in self.works]
         for recipe in self.recipes:
             self.run[recipe] = sorted(reached, key=lambda name: self._noise(name, recipe), reverse=True)[:most]
@@ -271,7 +275,9 @@ class _Passes:
         with torch.random.fork_rng(devices), torch.enable_grad():
             value = self.loss(self.model, batch)
             if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
-                raise WhatIfError(f"loss(model, batch) gave {_described(value)}: it must be a scalar with a gradient")
+                shape = getattr(value, "shape", None)
+                what = f"a {type(value).__name__}" if shape is None else f"a tensor of shape {tuple(shape)}"
+                raise WhatIfError(f"loss(model, batch) gave {what}: it must be a scalar with a gradient")
             found = torch.autograd.grad(value.reshape(()), self.parameters, allow_unused=True)
         return float(value.detach()), list(found)
 
@@ -297,7 +303,7 @@ class _Passes:
 
     def _watch(self, name: str) -> Callable[..., None]:
         def hook(layer: Any, arguments: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
-            x = arguments[0] if arguments else named["input"]
+            x, *offsets = (*arguments, *(named[key] for key in ("input", "offsets") if key in named))
             parts = output if isinstance(output, tuple) else (output,)
             if not parts[0].requires_grad:
                 return
@@ -309,22 +315,22 @@ class _Passes:
                 known = next(gradient for gradient in gradients if gradient is not None)
                 whole = [known.new_zeros(s) if g is None else g for g, s in zip(gradients, sizes, strict=True)]
                 with autocast:
-                    self._count(name, x, torch.cat(whole, -1))
+                    self._count(name, x, torch.cat(whole, -1), offsets)
 
             torch.autograd.graph.register_multi_grad_hook(parts, backward)
 
         return hook
 
-    def _count(self, name: str, x: Tensor, grad: Tensor) -> None:
+    def _count(self, name: str, x: Tensor, grad: Tensor, offsets: Sequence[Tensor]) -> None:
         layer = self.layers[name]
-        exact = _products(layer, x, grad)
-        columns, rows = features(layer)
+        exact = _products(layer, x, grad, offsets)
+        groups, columns, rows = sizes_of(layer)
         needs = exact[1] is not None, exact[2] is not None
-        self.works.setdefault(name, LinearWork(name, x.numel() // columns, columns, rows, *needs))
+        self.works.setdefault(name, LinearWork(name, x.numel() // columns, columns, rows, *needs, groups or 1))
         for recipe, value in self.recipes.items():
             key = name, recipe
             with self.under(name, value, self.states.get(key, ())):
-                products = _products(layer, x, grad)
+                products = _products(layer, x, grad, offsets)
                 if value.delayed is not None:
                     self.states[key] = tuple(layer._buffers[buffer].clone() for buffer in BUFFERS)  # type: ignore[union-attr]
             squares = x.new_zeros(2, len(PRODUCTS), dtype=torch.float64)
@@ -360,13 +366,13 @@ def _per_noise(found: Sequence[tuple[float, Found]]) -> tuple[float, float]:
     return (statistics.median(a for a, _ in parts), statistics.median(b for _, b in parts)) if parts else (0.0, 0.5)
 
 
-def _products(layer: RecipeModule, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _products(layer: RecipeModule, x: Tensor, grad: Tensor, ends: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(output, grad_input, grad_weight) of a layer as its recipe has them; None for a gradient that nothing needs."""
-    weight = weight_of(layer)
+    weight = parameter_of(layer)
     needs = x.requires_grad, weight is not None and weight.requires_grad
     with torch.enable_grad():
         x = x.detach().requires_grad_(x.requires_grad)
-        output = type(layer).forward(layer, x)
+        output = type(layer).forward(layer, x, *ends)
         output = torch.cat(output, -1) if isinstance(output, tuple) else output
         wanted = [tensor for tensor, needed in zip((x, weight), needs, strict=True) if needed]
         found = iter(torch.autograd.grad(output, wanted, grad))  # type: ignore[arg-type]
@@ -390,7 +396,3 @@ def _against(exact: Gradient, found: Gradient) -> tuple[float, float]:
 def _mean(values: Sequence[Found]) -> Found:
     loss, curvature, cosine, ratio = (statistics.fmean(column) for column in zip(*values, strict=True))
     return loss, curvature, cosine, ratio
-
-
-def _described(value: Any) -> str:
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"

@@ -144,7 +144,11 @@ def what_if_command(options: argparse.Namespace, subject: Subject, record: Path 
         return 0
     chosen = found.recipe_map(keep=options.keep, loss=options.loss)
     together = check(subject.model, subject.loss, batches, chosen, select=select)
-    more = "" if least == MIN_FEATURES else f", lambda module, name: min(module.weight.shape) >= {least}"
+    sizes = "min(module.weight.shape)"
+    if any(work.groups > 1 for work in found.works.values()):  # experts, whose matrices have other names
+        weights = 'for key, p in module.named_parameters() if not key.endswith("bias")'
+        sizes = f"min((n {weights} for n in p.shape[-2:]), default={least})"
+    more = "" if least == MIN_FEATURES else f", lambda module, name: {sizes} >= {least}"
     text = as_python(chosen, {glob.escape(cost.layer): _remark(cost) for cost in found.costs(chosen)}, more)
     print(f"\n{_summary(found, chosen)}\nmeasured with it: loss {100 * together.loss:+.4f} %, ", end="")
     print(f"1 - cosine {1 - together.cosine:.2e}, norm {together.norm_ratio:.4f}\n\n{text}")

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from octavo.cost.rates import PUBLISHED
 from octavo.errors import MissingExtraError
 from octavo.inspect import Finding, Record, diagnose
 from octavo.inspect.effects import Effect, WhatIf
+from octavo.inspect.record import OfExperts
 from octavo.inspect.report import COLUMNS, table, to_html, to_json
 
 np = pytest.importorskip("numpy")
@@ -75,6 +77,35 @@ def what_if(layers: int, recipes: str = "dynamic delayed rowwise blockwise mx") 
         for place, (recipe, name) in enumerate(itertools.product(recipes.split(), names))
     ]
     return WhatIf({}, tuple(effects), {}, {}, PUBLISHED["H100"]).rows()
+
+
+def with_experts() -> Record:
+    """Two layers of four experts, the parts of one module; the last expert gets nothing from the third record on."""
+    record = made()
+    names = [name.replace(".mlp", ".mlp.experts.down") for name in record.layers]
+    names[0] = names[1].replace("down", "gate_up")
+    called = dict(zip(record.layers, names, strict=True))
+    rows = [replace(row, layer=called[row.layer], experts=4, features=8) for row in record.rows]
+    tokens = np.array([[30.0, 10, 10, 10], [30, 10, 10, 10], [40, 10, 10, 0], [30, 20, 10, 0]])
+    shape = record.measures["amax"].shape
+    worst = {**record.measures, "flushed": np.full(shape, 0.5)}
+    experts = OfExperts(worst, record.exponents, np.full(shape, 2), np.full(shape, 1), dict.fromkeys(names, tokens))
+    return replace(record, rows=rows, layers=names, experts=experts)
+
+
+def test_experts_and_their_tokens() -> None:
+    record = with_experts()
+    findings = diagnose(record)
+    assert findings[0].kind == "flushed" and findings[0].cause.startswith("expert 2 of 4 (10 tokens): ")
+    assert record.measures["flushed"].max() < 0.01
+    lines = table(record, findings, 2).splitlines()
+    load = "model.layers.1.mlp.experts: 4 experts, 0 to 30, expert 0 2 times the mean; 3 none from step 100"
+    assert lines[-1].strip() == load  # one for both parts
+    content = json.loads(to_json(record, findings))
+    (found,) = content["loads"]
+    assert (found["tokens"], found["mean"], found["idle"]) == ([30, 20, 10, 0], 15, {"3": 100})
+    assert content["casts"][0]["flushed"] == [50] * 4
+    assert json.loads(to_json(made(), []))["loads"] == []
 
 
 def test_as_text() -> None:

@@ -12,6 +12,7 @@ from octavo import recipes
 from octavo.inspect.effects import WhatIfError
 from octavo.inspect.what_if import check, compare
 from octavo.train import GPT, ModelConfig, next_byte_loss
+from tests.support.expert_models import TOKENS, Mixture, batch
 from tests.support.helpers import every_layer, to_fp8
 
 WIDTH = 48
@@ -251,3 +252,29 @@ def test_what_can_not_be_compared(options, says):
     given = {"model": network(), "loss": loss, "batches": batches(1), "select": every_layer, **options}
     with pytest.raises(WhatIfError, match=says):
         compare(**given)
+
+
+@pytest.mark.parametrize("kind", ["octavo", "stored transposed"])
+def test_experts_are_layers(kind: str) -> None:
+    """Each matrix of all experts is one, with the errors that its casts make of each expert's rows."""
+    torch.manual_seed(0)
+    net = Mixture(kind, 4, 48)
+    kinds, before = [type(module) for module in net.modules()], {n: p.clone() for n, p in net.named_parameters()}
+    inputs = [batch(step, 0) for step in range(2)]
+    chosen = [recipes.dynamic(), recipes.delayed()]
+    found = octavo.inspect.compare(net, lambda m, x: m(x).square().mean(), inputs, chosen, select=not_the_router)
+    assert [(e.layer, e.recipe) for e in found.effects] == [
+        (f"experts.{part}", recipe.name) for recipe in chosen for part in ("gate_up", "down")
+    ]
+    assert all(0.02 < e.output < 0.06 and e.curvature + 1 - e.cosine > 0 and e.measured for e in found.effects)
+    assert {work.groups for work in found.works.values()} == {4}
+    assert [work.tokens for work in found.works.values()] == [2 * TOKENS] * 2
+    assert [type(module) for module in net.modules()] == kinds
+    assert all(torch.equal(before[name], p) and p.grad is None for name, p in net.named_parameters())
+    octavo.convert(net, found.recipe_map(keep=1), not_the_router)
+    formats = [net.experts.gate_up.recipe.is_high_precision, net.experts.down.recipe.is_high_precision]
+    assert sorted(formats) == [False, True]
+
+
+def not_the_router(module: nn.Module, name: str) -> bool:
+    return name != "router"

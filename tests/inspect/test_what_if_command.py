@@ -11,6 +11,7 @@ import octavo
 from octavo.inspect import command
 from octavo.inspect.effects import WhatIfError
 from octavo.inspect.what_if_command import Subject, add_arguments, entry_point, what_if_command
+from tests.support.expert_models import Mixture, batch
 
 MODULE = """
 import torch
@@ -143,3 +144,13 @@ def test_a_file_that_can_not_be_is_refused_before_anything_is_computed(option, t
 def test_shares():
     assert options("--loss", "0.1%").loss == pytest.approx(0.001)
     assert options("--loss", "0.001").loss == 0.001
+
+
+def test_a_map_of_experts_converts_them(folder, capsys):
+    net = Mixture("stored transposed", 4, 48)
+    subject = Subject(net, lambda model, x: model(x).square().mean(), [batch(0, 0)])
+    given = options("--recipes", "dynamic", "--min-features", "16", "--write", "map.py", "--keep", "1")
+    assert what_if_command(given, subject) == 0
+    exec((folder / "map.py").read_text(), {"model": net})
+    kept = sorted(part.recipe.is_high_precision for part in (net.experts.gate_up, net.experts.down))
+    assert kept == [False, True] and type(net.router) is nn.Linear  # of 4 features out

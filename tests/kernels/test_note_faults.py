@@ -41,6 +41,39 @@ def test_the_reference_is_the_definition(case: dict[str, Any]) -> None:
     assert int(first) == (5 if y.numel() and faulty.any() else 0)
 
 
+ENDS = torch.tensor([0, 2, 2, 290, 290, 298], dtype=torch.int32)  # of groups; two rows more are in none
+
+
+def of_groups() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Rows in groups with a fault in the fourth and the sixth, the product, scales a group, and their largest."""
+    x = torch.randn(300, 17)
+    x[[289, 297], [3, 5]] = torch.nan
+    scale_inv = torch.tensor([[9.0], [0.5], [9.0], [3.0], [9.0], [2.0]])  # of groups without rows the largest
+    return x, x @ torch.randn(17, 3), scale_inv, torch.tensor(3.0)
+
+
+def test_the_group_of_the_first_fault_is_found() -> None:
+    x, y, scale_inv, largest = of_groups()
+    found, first = torch.zeros(len(FOUND)), torch.zeros(1, dtype=torch.int32)
+    REFERENCE["note_faults"](y, x, scale_inv, None, torch.tensor([20]).int(), found, first, ENDS)
+    assert found.tolist() == [2, 300, largest, 0]
+    assert int(first) == 20 + 3
+    REFERENCE["note_faults"](y[295:], x[295:], None, None, torch.tensor([40]).int(), found, first, ENDS[:1])
+    assert int(first) == 20 + 3  # it was the first
+
+
+@pytest.mark.gpu
+def test_the_kernel_finds_the_group(kernels: TritonKernels) -> None:
+    x, y, scale_inv, largest = of_groups()
+    for faults, groups in ((x, {3, 5}), (x[:297], {3})):  # two programs: whichever comes first
+        found, first = torch.zeros(len(FOUND)), torch.zeros(1, dtype=torch.int32)
+        given = y[: len(faults)], faults, scale_inv, None, torch.tensor([20]).int(), found, first, ENDS
+        found, first = (t.to(kernels.device) for t in (found, first))
+        on_device = [t if t is None else t.to(kernels.device) for t in given[:5]]
+        kernels.note_faults(*on_device, found, first, ENDS.to(kernels.device))
+        assert found.tolist() == [len(groups), len(faults), largest, 0] and int(first) - 20 in groups
+
+
 @pytest.mark.gpu
 @each_pair(
     shape=SHAPES,

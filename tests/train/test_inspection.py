@@ -6,6 +6,8 @@ from dataclasses import replace
 import pytest
 
 import octavo
+from octavo.inspect import diagnose
+from octavo.inspect.report import table
 from octavo.train import DivergedError, Hooks, InspectConfig, StateConfig, TrainError, run
 from octavo.train.progress import Progress
 from tests.support.sharded_runs import changed, train_on
@@ -88,10 +90,35 @@ def test_a_run_that_diverges_says_where(recorded, tmp_path):
     assert kind == "fault" and "at step 2" in text
 
 
-@pytest.mark.parametrize("shard", ["fsdp", pytest.param("ddp", marks=pytest.mark.full)])
-def test_ranks_record_together(shard, recorded, tmp_path, pool):
-    config = changed(recorded, ranks={"shard": shard}, optimizer={"steps": 3})
-    ((losses, *_), _) = pool.run(train_on, (2,), config, "delayed")
+@pytest.mark.parametrize(
+    ("shard", "tensor_parallel"),
+    [("fsdp", 1), *(pytest.param(*case, marks=pytest.mark.full) for case in (("ddp", 1), ("fsdp", 2)))],
+)
+def test_ranks_record_together(shard, tensor_parallel, recorded, tmp_path, pool):
+    parts = {"shard": shard, "tensor_parallel": tensor_parallel}
+    config = changed(recorded, ranks=parts, optimizer={"steps": 3})
+    (losses, *_), *_ = pool.run(train_on, (2 * tensor_parallel,), config, "delayed")
     found = octavo.inspect.load(tmp_path / "delayed/inspect")
     assert found.steps == [0]
     assert found.scalars["loss"][1] == pytest.approx([loss for loss, _ in losses])
+    assert np.isfinite(found.measures["amax"]).all() and (found.weights["changed"] > 0).all()
+    run(changed(recorded, optimizer={"steps": 3}, run={"out": tmp_path / "alone"}), "delayed")
+    alone = octavo.inspect.load(tmp_path / "alone/delayed/inspect")
+    assert found.rows == alone.rows
+    inputs = [at for at, row in enumerate(alone.rows) if row.role == "input"]
+    first, *others = inputs  # before the first nothing was rounded but to bf16; then ranks round by amaxes of their own
+    amax, whole = found.measures["amax"][0], alone.measures["amax"][0]
+    assert amax[first] == pytest.approx(whole[first], rel=2**-8)
+    np.testing.assert_allclose(amax[others], whole[others], rtol=0.15)
+
+
+def test_experts_are_recorded(recorded, tmp_path):
+    run(changed(recorded, model={"experts": 4, "top_k": 2}, optimizer={"steps": 1}), "delayed")
+    found = octavo.inspect.load(tmp_path / "delayed/inspect")
+    assert found.experts.tokens.keys() == {
+        f"blocks.{i}.mlp.experts.{part}" for i in (0, 1) for part in ("gate_up", "down")
+    }
+    rows = 2 * recorded.data.batch * recorded.model.context
+    assert all(tokens.sum() == rows for tokens in found.experts.tokens.values())
+    text = table(found, diagnose(found), 10)
+    assert "blocks.0.mlp.experts: 4 experts, " in text

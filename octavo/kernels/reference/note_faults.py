@@ -22,16 +22,21 @@ def note_faults(
     place: Tensor,
     found: Tensor,
     first: Tensor,
+    offsets: Tensor | None = None,
 ) -> None:
     """``octavo::note_faults``."""
     if y.numel() == 0:
         return
     found[1] += y.shape[0]
+    if offsets is not None and scale_inv is not None and len(scale_inv) == len(offsets):
+        scale_inv = scale_inv[offsets.diff(prepend=offsets.new_zeros(1)) > 0]
     for at, values in ((2, scale_inv), (3, amax)):
         if values is not None and values.numel() > 0:
             found[at] = torch.maximum(found[at], values.max())
     suspects = y[:, 0].isfinite().logical_not_()
     if suspects.any():
-        faulty = operand[suspects].float().isfinite().all(1).logical_not_().sum()
-        found[0] += faulty
-        first.copy_(torch.where((first == 0) & (faulty > 0), place, first))
+        faulty = suspects.nonzero()[operand[suspects].float().isfinite().all(1).logical_not_()].flatten()
+        found[0] += len(faulty)
+        if len(faulty) and first == 0:
+            group = 0 if offsets is None else torch.searchsorted(offsets, faulty[0].to(torch.int32), right=True)
+            first.copy_(place + group)

@@ -24,9 +24,13 @@ def note_faults_kernel(
     place_ptr,
     found_ptr,
     first_ptr,
+    offsets_ptr,  # of groups
+    count,  # of groups
     HAS_SCALES: tl.constexpr,
     HAS_AMAX: tl.constexpr,
     IS_CODES: tl.constexpr,
+    IN_GROUPS: tl.constexpr,
+    BY_GROUP: tl.constexpr,  # a scale a group
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -49,14 +53,24 @@ def note_faults_kernel(
         faulty = tl.sum(faults, 0)
         if faulty > 0:
             tl.atomic_add(found_ptr, faulty.to(tl.float32), sem="relaxed")
-            tl.atomic_cas(first_ptr, 0, tl.load(place_ptr), sem="relaxed")
+            where = tl.load(place_ptr)
+            if IN_GROUPS:
+                row = tl.min(tl.where(faults > 0, rows, y.R), 0)
+                for at in range(0, count, BLOCK):
+                    ends = tl.load(offsets_ptr + at + place, mask=at + place < count, other=y.R)
+                    where += tl.sum((ends <= row).to(tl.int32), 0)
+            tl.atomic_cas(first_ptr, 0, where, sem="relaxed")
     if begin == 0:
         tl.atomic_add(found_ptr + 1, tl.full((), 0.0, tl.float32) + y.R, sem="relaxed")
     shared = found_ptr.to(tl.pointer_type(tl.int32))
     if HAS_SCALES:
         largest = tl.zeros([BLOCK], tl.float32)
         for at in range(begin, scales, tl.num_programs(0) * BLOCK):
-            largest = tl.maximum(largest, tl.load(scale_inv_ptr + at + place, mask=at + place < scales, other=0.0))
+            inside = at + place < scales
+            if BY_GROUP:
+                ends = tl.load(offsets_ptr + at + place, mask=inside, other=0)
+                inside &= ends > tl.load(offsets_ptr + at + place - 1, mask=inside & (at + place > 0), other=0)
+            largest = tl.maximum(largest, tl.load(scale_inv_ptr + at + place, mask=inside, other=0.0))
         raise_amax(shared + 2, tl.max(largest, 0))
     if HAS_AMAX:
         if begin == 0:
@@ -71,6 +85,7 @@ def note_faults(
     place: Tensor,
     found: Tensor,
     first: Tensor,
+    offsets: Tensor | None = None,
 ) -> None:
     """``octavo::note_faults``."""
     if y.numel() == 0:
@@ -79,5 +94,8 @@ def note_faults(
     programs = triton.cdiv(max(y.shape[0], scales // _SCALE_BLOCKS), _BLOCK)
     sources = (Source(x, *x.shape, *x.stride()) for x in (y, operand))
     given = found if scale_inv is None else scale_inv, scales, found if amax is None else amax
-    constants = scales > 0, amax is not None, operand.itemsize == 1, _BLOCK, _COLUMNS
-    launch(note_faults_kernel, programs, (*sources, *given, place, found, first, *constants), num_warps=4)
+    ends, count = (first, 0) if offsets is None else (offsets.contiguous(), offsets.shape[0])
+    by_group = offsets is not None and scale_inv is not None and scale_inv.shape[0] == count
+    constants = scales > 0, amax is not None, operand.itemsize == 1, offsets is not None, by_group, _BLOCK, _COLUMNS
+    arguments = *sources, *given, place, found, first, ends, count, *constants
+    launch(note_faults_kernel, programs, arguments, num_warps=4)
