@@ -70,14 +70,29 @@ def received_operands(
 def transposed_codes(q_RC: Tensor, offsets: Tensor, pad: int) -> Tensor:
     """Codes of rows in groups transposed [C, Rp] and padded, as ``grouped_cast`` writes them."""
     rows, columns = q_RC.shape
-    ends = F.pad(offsets, (1, 0))
-    sizes = ends.diff()
-    begins = F.pad(((sizes + pad - 1) // pad * pad).cumsum(0), (1, 0))[:-1]
-    group = group_of_rows(offsets, rows)
-    place = torch.arange(rows, device=offsets.device) + (begins - ends[:-1])[group]
     laid = q_RC.new_zeros(columns, padded_columns(rows, len(offsets), pad), dtype=torch.uint8)
-    laid[:, place] = q_RC.view(torch.uint8).t()
+    laid[:, _columns_of_rows(offsets, rows, pad)] = q_RC.view(torch.uint8).t()
     return laid.view(q_RC.dtype)
+
+
+def rows_of_codes(q_CR: Tensor, offsets: Tensor | None, rows: int, pad: int) -> Tensor:
+    """Transposed codes as they lie: [R, C] of so many rows, in groups or not; those of rows in no group are any."""
+    if offsets is None or q_CR.shape[1] == rows:
+        return q_CR.t()[:rows]
+    return q_CR.view(torch.uint8).t()[_columns_of_rows(offsets, rows, pad)].view(q_CR.dtype)
+
+
+def _columns_of_rows(offsets: Tensor, rows: int, pad: int) -> Tensor:
+    """Where transposed codes [C, Rp] have each row [R]."""
+    group = group_of_rows(offsets, rows).clamp(max=offsets.shape[0] - 1)
+    shifts = F.pad(padded_ends(offsets, pad) - offsets, (1, 0))[:-1]
+    return torch.arange(rows, device=offsets.device) + shifts[group]
+
+
+def padded_ends(offsets: Tensor, pad: int) -> Tensor:
+    """Where groups end whose sizes are padded, int32."""
+    sizes = offsets.diff(prepend=offsets.new_zeros(1))
+    return ((sizes + pad - 1) // pad * pad).cumsum(0).to(torch.int32)
 
 
 def cast_matrices(

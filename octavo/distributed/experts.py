@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.autograd.casts import GRAD_OUTPUT, INPUT
-from octavo.autograd.exchange import Exchange, Sending, cast_to_send, combine, dispatch
+from octavo.autograd.casts import GRAD_OUTPUT, INPUT, cast_to_send
+from octavo.autograd.exchange import Exchange, Sending, combine, dispatch
 from octavo.nn.converted_experts import ConvertedExperts, OfTransformers
 from octavo.nn.experts import Experts
 from octavo.nn.grouped_linear import Grouped
@@ -83,12 +83,13 @@ def _on_their_ranks(
     assert gate_up.exchange is not None
     rows = rows.to(product_dtype(rows, gate_up.operands()[0]))
     (weight, bias), (second, second_bias), exact = gate_up.trains, down.trains, gate_up.exchange.exact
-    there = Sending(cast_to_send(gate_up.recipe.input_casts, True, weight, exact), INPUT, gate_up.state)
+    cast = cast_to_send(gate_up.recipe.input_casts, True, weight, exact)
+    there = Sending(cast, INPUT, gate_up.state, gate_up.counting)
     needs_dx = rows.requires_grad or weight or bias
     by = None if second_bias else cast_to_send(down.recipe.grad_output_casts, needs_dx, second, exact)
     received, journey = dispatch(rows, offsets, gate_up.exchange, there)
     y = compute(received, journey.routing.offsets)
-    return combine(y, journey, Sending(by, GRAD_OUTPUT, down.state))
+    return combine(y, journey, Sending(by, GRAD_OUTPUT, down.state, down.counting))
 
 
 def _parts_of(module: nn.Module, name: str) -> list[Grouped]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from octavo.granularity import ALL
@@ -27,6 +28,22 @@ def written_names(model: nn.Module, key: str, tensor: Tensor) -> dict[str, Tenso
     from transformers.core_model_loading import revert_weight_conversion
 
     found: dict[str, Tensor] = revert_weight_conversion(model, {key: tensor})
+    return found
+
+
+def places_in(model: nn.Module, key: str, shape: torch.Size) -> dict[str, tuple[int, slice]]:
+    """Which expert's rows of a parameter [E, N, K] each tensor is that save_pretrained writes of it, by their names.
+
+    Nothing where it writes the parameter itself, or tensors that are no rows of it.
+    """
+    experts, rows, _ = shape
+    named = written_names(model, key, torch.arange(experts * rows).view(experts, rows, 1))
+    found = {}
+    for name, part in named.items():
+        first = int(part.flatten()[0])
+        if part.ndim != 2 or not torch.equal(part.flatten(), torch.arange(first, first + len(part))):
+            return {}
+        found[name] = first // rows, slice(first % rows, first % rows + len(part))
     return found
 
 

@@ -101,14 +101,14 @@ def entries(model: nn.Module, layout: str) -> tuple[list[Entry], Layers, list[st
     """
     layers, skipped = fp8_layers(model)
     check_layers(layers, layout)
-    weights = {weight_key(name, module): name for name, module in layers.items()}
+    weights = {module.weight_name(name): name for name, module in layers.items()}
     state = model.state_dict(keep_vars=True)
     if absent := weights.keys() - state.keys():
         raise ExportError(
             f"{min(absent)} is not in the model's state_dict, whose names a wrapper has changed: unwrap it"
         )
     dropped = _tied(model, state, weights)
-    dropped |= {join(name, SCALE_INV) for name in layers}  # of weights that live in FP8, given with these
+    dropped |= {f"{weight}{SCALE_INV}" for weight in weights}  # of weights that live in FP8, given with these
     found = []
     renaming = model if any(isinstance(module, ExpertsPart) for module in layers.values()) else None
     for key, tensor in state.items():
@@ -218,13 +218,6 @@ def scale_shape(module: RecipeModule) -> tuple[int, ...]:
     if len(shape) == 3:
         return shape[0], *cast.granularity.scale_shape(shape[1:])
     return (1,) if cast.tile == (ALL, ALL) else cast.granularity.scale_shape(shape)
-
-
-def weight_key(name: str, module: RecipeModule) -> str:
-    """The name of the weight of a module of this name."""
-    if isinstance(module, ExpertsPart):
-        return join(name.rpartition(".")[0], module.key)
-    return join(name, "weight")
 
 
 def scale_name(name: str, layout: Layout) -> str:

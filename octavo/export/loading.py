@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import re
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.errors import MissingExtraError
+from octavo.export.hub_names import places_of_experts, renaming
 from octavo.export.layouts import BLOCK
 from octavo.granularity import Granularity, PerBlock, PerRow, PerTensor
 from octavo.nn.recipe_module import RecipeModule
@@ -28,7 +28,7 @@ from octavo.nn.stored_weight_files import SCALE_INV
 from octavo.tensor.parameters import put_into
 from octavo.tensor.scaled_tensor import ScaledTensor
 from octavo.tensor.sharded_weight import on_this_rank
-from octavo.tensor.stored_weight import StoredWeight, may_have
+from octavo.tensor.stored_weight import GRANULARITIES, StoredWeight, may_have
 
 SCALES = ("_scale_inv", "_scale")  # after a weight's name
 OF_INPUTS = re.compile(r"\.(input_scale|activation_scale|k_scale|v_scale|q_scale|output_scale)$")  # static casts
@@ -36,13 +36,17 @@ Reader = Callable[[Path], Any]  # an open safetensors file
 
 
 class _Stored(NamedTuple):
-    """A tensor of the checkpoint: its file and key there; its scales', or None; shape and dtype as files name it."""
+    """A tensor of the checkpoint: its file and key there; its scales', or None; shape and dtype as files name it.
+
+    ``parts``: of experts that the checkpoint has apart, whose rows of the parameter each is.
+    """
 
     file: Path
     key: str
     scale: tuple[Path, str] | None
     shape: tuple[int, ...]
     dtype: str
+    parts: tuple[tuple[tuple[int, slice], _Stored], ...] = ()
 
 
 def load_fp8(
@@ -214,8 +218,7 @@ def _targets(model: nn.Module, found: dict[str, _Stored], strict: bool, reader: 
         tie_weights()  # accelerate's init_empty_weights parts what transformers ties
     state = model.state_dict(keep_vars=True)
     own = {key: tensor for key, tensor in state.items() if not _is_scale(key, state)}
-    renamed = _renaming(model, own)
-    named = {renamed(key): stored for key, stored in found.items()}
+    named = _joined(model, own, found)
     inputs = [key for key in named if key not in own and OF_INPUTS.search(key)]
     ignored = [*inputs, *_expected_surplus(model, named)]
     surplus = [key for key in named if key not in own and key not in ignored]
@@ -236,52 +239,24 @@ def _targets(model: nn.Module, found: dict[str, _Stored], strict: bool, reader: 
     return targets
 
 
+def _joined(model: nn.Module, own: dict[str, Tensor], found: dict[str, _Stored]) -> dict[str, _Stored]:
+    """The checkpoint's tensors by the model's names, of experts all that make one of the model's as one."""
+    renamed, rest, named = renaming(model, own), dict(found), dict[str, _Stored]()
+    for key, places in places_of_experts(model).items():
+        parts = tuple((place, rest.pop(name)) for name, place in places.items() if name in rest)
+        if parts and len(parts) == len(places):
+            named[key] = parts[0][1]._replace(shape=tuple(model.get_parameter(key).shape), parts=parts)
+        elif parts:
+            raise ValueError(f"the checkpoint has {len(parts)} of the {len(places)} tensors that make {key}")
+    return named | {renamed(key): stored for key, stored in rest.items()}
+
+
 def _is_scale(key: str, state: dict[str, Any]) -> bool:
-    return key.endswith("weight_scale_inv") and key.removesuffix("_scale_inv") in state
+    return key.endswith(SCALE_INV) and key.removesuffix(SCALE_INV) in state
 
 
 def _first(names: list[str]) -> str:
     return f" (first {names[0]})" if names else ""
-
-
-def _renaming(model: nn.Module, own: dict[str, Tensor]) -> Callable[[str], str]:
-    """What transformers calls a checkpoint's tensors in a model of its own; else their names."""
-    transformers = sys.modules.get("transformers")
-    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
-        return lambda key: key
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, rename_source_key
-
-    mapping = get_model_conversion_mapping(model)
-    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    renamings = [entry for entry in mapping if not isinstance(entry, WeightConverter)]
-
-    def renamed(key: str) -> str:
-        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, own)
-        if pattern is not None:
-            raise ValueError(
-                f"{key} is joined with others by transformers ({name}), as experts are: none is stored in FP8"
-            )
-        return name
-
-    return renamed
-
-
-def split_stored(model: nn.Module, state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Codes and scales of weights that live in FP8, by the names that transformers has for them; and all else as it is.
-
-    Args:
-        model: transformers' own, whose state_dict this is, perhaps by a hub's names.
-        state_dict: left as it is.
-    """
-    renamed = _renaming(model, model.state_dict())
-    stored, others = dict[str, Any](), dict(state_dict)
-    for scale in [name for name in state_dict if name.endswith(SCALE_INV)]:
-        weight = scale.removesuffix("_scale_inv")
-        stored |= {scale.replace(weight, renamed(weight)): others.pop(scale)}
-        if weight in others:
-            stored[renamed(weight)] = others.pop(weight)
-    return stored, others
 
 
 def _expected_surplus(model: nn.Module, named: dict[str, _Stored]) -> list[str]:
@@ -296,6 +271,13 @@ def _check_target(model: nn.Module, key: str, stored: _Stored, reader: Reader) -
         raise ValueError(f"{key} is sharded; load_fp8 before fully_shard")
     if tuple(parameter.shape) != stored.shape:
         raise ValueError(f"{key} is {tuple(parameter.shape)} in the model and {stored.shape} in the checkpoint")
+    for (_, rows), part in stored.parts:
+        if part.shape != (rows.stop - rows.start, parameter.shape[2]):
+            raise ValueError(f"{part.key} is {part.shape}, and no {rows.stop - rows.start} rows of {key}")
+        if part.scale is not None:
+            _scales_of(part, reader)
+    if stored.parts:
+        return
     if stored.scale is not None and not isinstance(parameter, StoredWeight):
         raise ValueError(
             f"{key} is in FP8 in the checkpoint but not in the model, where it belongs to a {type(module).__name__}; "
@@ -327,10 +309,11 @@ def _load(model: nn.Module, key: str, stored: _Stored, reader: Reader, device: A
     """Load one tensor; whether it had to be rounded to new codes."""
     module, target = _owner(model, key)
     place = torch.device(device) if target.is_meta else target.device
-    value: Tensor = reader(stored.file).get_tensor(stored.key).to(place, copy=True)
     rounds = isinstance(target, StoredWeight)
+    value: Tensor = torch.empty(0) if stored.parts else reader(stored.file).get_tensor(stored.key).to(place, copy=True)
     if isinstance(target, StoredWeight):
-        value, rounds = _as_stored(target, value, stored, reader)
+        found = (target, stored, reader)
+        value, rounds = _experts_as_stored(*found, place) if stored.parts else _as_stored(*found, value)
     elif target.is_floating_point():
         value = value.to(target.dtype)
     with torch.no_grad():
@@ -343,7 +326,7 @@ def _load(model: nn.Module, key: str, stored: _Stored, reader: Reader, device: A
     return rounds
 
 
-def _as_stored(target: StoredWeight, value: Tensor, stored: _Stored, reader: Reader) -> tuple[StoredWeight, bool]:
+def _as_stored(target: StoredWeight, stored: _Stored, reader: Reader, value: Tensor) -> tuple[StoredWeight, bool]:
     """A stored weight of the target's kind, and whether it was rounded: codes as they are wherever that is possible."""
     if stored.scale is None:
         return StoredWeight.cast(value.to(target.dtype), target.granularity, target.requires_grad), True
@@ -351,13 +334,42 @@ def _as_stored(target: StoredWeight, value: Tensor, stored: _Stored, reader: Rea
     scales = scales.to(value.device)
     if scales.shape == target.scale_inv.shape and may_have(target, scales):
         return StoredWeight(value, scales, target.dtype, target.granularity), False
-    values = ScaledTensor(value, scales, granularity, torch.float32).dequantize()
+    values = ScaledTensor(value, scales, granularity.of_matrices(value.shape), torch.float32).dequantize()
+    found = StoredWeight.cast(values, target.granularity, target.requires_grad)
+    return found.moved(lambda tensor: tensor, target.dtype), True
+
+
+def _experts_as_stored(
+    target: StoredWeight, stored: _Stored, reader: Reader, place: torch.device
+) -> tuple[StoredWeight, bool]:
+    """``_as_stored`` of experts that the checkpoint has apart: as they are, where all scales are the target's kind."""
+    codes = torch.empty(target.shape, dtype=torch.uint8, device=place)
+    scales = torch.zeros(target.scale_inv.shape, device=place)
+    height, kept = scales.shape[1], True
+    values = torch.empty(target.shape, device=place)
+    for (expert, rows), part in stored.parts:
+        value: Tensor = reader(part.file).get_tensor(part.key).to(place)
+        own, granularity = (None, None) if part.scale is None else _scales_of(part, reader)
+        if own is None or granularity is None:
+            values[expert, rows], kept = value, False
+            continue
+        own = own.to(place)
+        values[expert, rows] = ScaledTensor(value, own, granularity, torch.float32).dequantize()
+        codes[expert, rows] = value.view(torch.uint8)
+        at = slice(rows.start // BLOCK, -(-rows.stop // BLOCK)) if height > 1 else slice(0, 1)
+        fits = own.shape == scales[expert, at].shape and (height == 1 or rows.start % BLOCK == 0)
+        fits = fits and bool(((scales[expert, at] == 0) | (scales[expert, at] == own)).all())
+        kept = kept and fits
+        if fits:
+            scales[expert, at] = own
+    if kept and may_have(target, scales):
+        return StoredWeight(codes.view(target.qdata.dtype), scales, target.dtype, target.granularity), False
     found = StoredWeight.cast(values, target.granularity, target.requires_grad)
     return found.moved(lambda tensor: tensor, target.dtype), True
 
 
 def _scales_of(stored: _Stored, reader: Reader) -> tuple[Tensor, Granularity]:
-    """The scale_inv of codes [N, K], and which of them share one.
+    """The scale_inv of codes [N, K], or [E, N, K], and which of them share one.
 
     Raises:
         ValueError: where these are no scales of such codes.
@@ -370,6 +382,10 @@ def _scales_of(stored: _Stored, reader: Reader) -> tuple[Tensor, Granularity]:
     scales = scales.to(torch.float32, copy=True)
     if not bool((scales.isfinite() & (scales > 0)).all()):
         raise ValueError(f"{name} holds scales that are not finite and positive: the checkpoint is damaged")
+    if len(stored.shape) == 3:
+        for each in GRANULARITIES:
+            if each.of_matrices(stored.shape).scale_shape(stored.shape) == scales.shape:
+                return scales, each
     shape = (1, 1) if scales.numel() == 1 else (*scales.shape, 1)[:2]
     for granularity in (PerTensor(), PerBlock(BLOCK, BLOCK), PerRow()):
         if granularity.scale_shape(stored.shape) == shape:

@@ -22,8 +22,9 @@ from torch.nn.parameter import Parameter
 from octavo.kernels.activations import ACTIVATIONS, Activation
 from octavo.nn.experts import feed_forward, mix
 from octavo.nn.grouped_linear import Grouped
+from octavo.nn.stored_weight_files import SCALE_INV, load_stored, save_plain
+from octavo.nn.stored_weights import moved_stored
 from octavo.scaling.recipe import Recipe
-from octavo.tensor.sharded_weight import plain
 
 _TITAN = {"gate": "w1", "up": "w3", "down": "w2"}
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
@@ -86,6 +87,15 @@ class ExpertsPart(Grouped):
         holder: nn.Module = self.__dict__["_holder"][0]
         return holder
 
+    @property
+    def weight_place(self) -> tuple[nn.Module, str]:
+        """See RecipeModule."""
+        return self.holder, self.key
+
+    def weight_name(self, name: str) -> str:
+        """See RecipeModule."""
+        return f"{name.rpartition('.')[0]}.{self.key}".removeprefix(".")
+
     def names(self, name: str) -> tuple[str, ...]:
         """A RecipeMap's patterns are of the module's name, its part's or the parameter's."""
         return recipe_names(name.rpartition(".")[0], self.name, self.key)
@@ -134,6 +144,13 @@ class ConvertedExperts(nn.Module):
         """The recipe of each matrix, by its name."""
         return {part.key: part.recipe for part in self.parts}
 
+    def __getattr__(self, name: str) -> Any:
+        """As any module's; and the scale_inv of a matrix that lives in FP8, as RecipeModule.weight_scale_inv."""
+        for part in self.parts if name.endswith(SCALE_INV) else ():
+            if name == f"{part.key}{SCALE_INV}":
+                return part.weight_scale_inv
+        return super().__getattr__(name)
+
     def __setattr__(self, name: str, value: Any) -> None:
         """As any module's, but a matrix that FSDP2 has just sharded learns to be gathered in FP8."""
         if isinstance(value, Parameter):
@@ -143,7 +160,8 @@ class ConvertedExperts(nn.Module):
         super().__setattr__(name, value)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        super()._apply(fn, recurse)
+        with moved_stored(self, self.recipes, fn):
+            super()._apply(fn, recurse)
         for part in self.parts:
             if part.gather.parameter is not None:
                 part.gather.adopt(parameter := self.get_parameter(part.key), parameter, part, part.name)
@@ -152,10 +170,12 @@ class ConvertedExperts(nn.Module):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """Save plain tensors, as a RecipeModule does."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name in () if keep_vars else (f"{prefix}{part.key}" for part in self.parts):
-            destination[name] = plain(destination[name])
+        for part in self.parts:
+            save_plain(destination, f"{prefix}{part.key}", keep_vars)
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
+        for part in self.parts:
+            load_stored(self._parameters[part.key], state_dict, f"{prefix}{part.key}")
         super()._load_from_state_dict(state_dict, prefix, *args)
         for part in self.parts:
             if f"{prefix}{part.key}" in state_dict:

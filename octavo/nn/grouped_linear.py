@@ -18,9 +18,11 @@ from octavo.kernels.groups import check_offsets_kind
 from octavo.nn.inputs import product_dtype, refuse_for_fp8
 from octavo.nn.linear import recipe_for
 from octavo.nn.recipe_module import RecipeModule
+from octavo.nn.stored_weights import widened
 from octavo.scaling.delayed import BUFFERS
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap
+from octavo.tensor.stored_weight import local_stored
 
 
 class _OwnExperts(torch.autograd.Function):
@@ -40,6 +42,14 @@ def _local(parameter: Any) -> Tensor:
     """What this rank has of a DTensor; gradients flow."""
     local: Tensor = parameter.to_local()
     return local
+
+
+def _swapped(weight: Tensor) -> Tensor:
+    """A parameter [E, K, N] as [E, N, K]; of one in FP8 torch makes no view in inference mode."""
+    if torch.is_inference_mode_enabled() and local_stored(weight) is not None:
+        with torch.inference_mode(False), torch.no_grad():
+            return weight.transpose(-2, -1)
+    return weight.mT
 
 
 class Grouped(RecipeModule):
@@ -70,7 +80,7 @@ class Grouped(RecipeModule):
         if self.exchange is not None:
             weight = _OwnExperts.apply(_local(weight), self.exchange.size)
             bias = None if bias is None else _OwnExperts.apply(_local(bias), self.exchange.size)
-        return weight.mT if self.stores_transposed else weight, bias, parameter
+        return _swapped(weight) if self.stores_transposed else weight, bias, parameter
 
     @property
     def trains(self) -> tuple[bool, bool]:
@@ -96,7 +106,7 @@ class Grouped(RecipeModule):
         dtype = checked(input, weight, offsets)
         if self.recipe.is_high_precision:  # torch's grouped product does not follow autocast by itself
             bias = None if bias is None else bias.to(dtype)
-            return grouped_linear(input.to(dtype), weight.to(dtype), bias, offsets)
+            return grouped_linear(input.to(dtype), widened(weight).to(dtype), bias, offsets)
         input = input.to(dtype)
         refuse_for_fp8(input, parameter, bias)
         layer = self.grouped_layer(input, weight, parameter, input.requires_grad, offsets)
@@ -105,10 +115,12 @@ class Grouped(RecipeModule):
     def grouped_layer(
         self, input: Tensor, weight: Tensor, parameter: nn.Parameter, needs_input_grad: bool, offsets: Tensor
     ) -> Layer:
-        """What this module brings to its products; octavo.inspect does not look at rows in groups."""
+        """What this module brings to its products."""
         parts = None if self.exchange is None else Parts(self.exchange.group, (False,) * 3)
         layer = self.layer_of(input, weight, parameter, needs_input_grad, parts)
-        return layer._replace(tap=None, watch=None, offsets=offsets)
+        if layer.tap is not None and self.exchange is not None:
+            layer = layer._replace(tap=layer.tap.of(self.exchange.part(weight.shape[0])))
+        return layer._replace(offsets=offsets)
 
 
 class GroupedLinear(Grouped):

@@ -1,13 +1,14 @@
 """Files of weights that live in FP8: what a state_dict holds of them, and how any kind of module loads it.
 
-In a state_dict such a weight is ``weight``, the bytes of the codes as uint8 [N, 1, K], beside ``weight_scale_inv``. The
+In a state_dict such a weight is ``weight``, the bytes of the codes as uint8 [N, 1, K], of experts [E, N, 1, K], beside
+``weight_scale_inv``, whatever the parameter's name is in place of ``weight``. The
 dimension between is for readers who know nothing of codes: a shape that is not the weight's is an error everywhere,
 with strict=False, in from_pretrained and in copy_ too, where codes [N, K] would be taken for values. Bytes are what
 every backend of torch.distributed sends. Either kind of module loads either kind of file, and float8 codes [N, K], as
 fine-grained FP8 checkpoints have them under the same keys.
 
 Of a sharded weight ``weight`` is a DTensor of the bytes; ``weight_scale_inv`` is plain and the same on every rank, or a
-DTensor of the blocks' scales.
+DTensor of the scales of blocks or experts.
 """
 
 from __future__ import annotations
@@ -18,8 +19,7 @@ import torch
 from torch import Tensor
 
 from octavo.granularity import PerTensor
-from octavo.tensor.scaled_tensor import ScaledTensor
-from octavo.tensor.sharded_weight import like_sharded, on_this_rank
+from octavo.tensor.sharded_weight import like_sharded, on_this_rank, own_part, plain
 from octavo.tensor.stored_weight import (
     GRANULARITIES,
     StoredWeight,
@@ -29,42 +29,57 @@ from octavo.tensor.stored_weight import (
     may_have,
 )
 
-SCALE_INV = "weight_scale_inv"
+SCALE_INV = "_scale_inv"  # after a weight's name
 
 
-def save_stored(weight: Tensor, own: StoredWeight, destination: dict[str, Any], prefix: str) -> None:
-    """Put codes and scale_inv into a state_dict in place of the weight, of which this rank has ``own``."""
-    codes, scale_inv = own.qdata.detach().view(torch.uint8).unsqueeze(1), own.scale_inv.detach()
+def save_plain(destination: dict[str, Any], key: str, keep_vars: bool) -> None:
+    """Have a state_dict hold plain tensors of the weight under this key, if it has it: of one in FP8 both."""
+    weight: Any = destination.get(key)
+    if (own := local_stored(weight)) is None:
+        if not keep_vars and weight is not None and type(weight) is not Tensor:
+            destination[key] = plain(weight)
+        return
+    codes, scale_inv = own.qdata.detach().view(torch.uint8).unsqueeze(-2), own.scale_inv.detach()
     if own is not weight:
-        codes = like_sharded(codes, weight, torch.Size((weight.shape[0], 1, weight.shape[1])))
-        if own.granularity != PerTensor():
-            scale_inv = like_sharded(scale_inv, weight, torch.Size(own.granularity.scale_shape(weight.shape)))
-    destination[f"{prefix}weight"], destination[f"{prefix}{SCALE_INV}"] = codes, scale_inv
+        shape = weight.shape
+        codes = like_sharded(codes, weight, torch.Size((*shape[:-1], 1, shape[-1])), of_columns=weight.ndim)
+        if own.granularity != PerTensor() or own.ndim == 3:
+            scale_inv = like_sharded(
+                scale_inv, weight, torch.Size(own.granularity.of_matrices(shape).scale_shape(shape))
+            )
+    destination[key], destination[f"{key}{SCALE_INV}"] = codes, scale_inv
 
 
-def load_stored(weight: Tensor | None, state_dict: dict[str, Any], prefix: str) -> None:
-    """Make of codes and scale_inv in a state_dict what the module's weight can be loaded from; in place.
+def whole_pair(weight: Tensor, own: StoredWeight) -> tuple[Tensor, Tensor]:
+    """(codes [N, K] or [E, N, K], scale_inv) of a sharded weight, of which this rank has ``own``; all ranks call it."""
+    pair: dict[str, Any] = {"": weight}
+    save_plain(pair, "", False)
+    codes, scale_inv = (one.full_tensor() if hasattr(one, "full_tensor") else one for one in pair.values())
+    return codes.squeeze(-2).view(own.qdata.dtype), scale_inv
+
+
+def load_stored(weight: Tensor | None, state_dict: dict[str, Any], key: str) -> None:
+    """Make of codes and scale_inv in a state_dict what the weight of this key can be loaded from; in place.
 
     Raises:
         ValueError: if they don't fit together, or codes come without their scale_inv.
     """
-    key = f"{prefix}weight"
-    given, scale_inv = state_dict.get(key), state_dict.pop(f"{prefix}{SCALE_INV}", None)
+    given, scale_inv = state_dict.get(key), state_dict.pop(f"{key}{SCALE_INV}", None)
     if not isinstance(given, Tensor):
         return  # torch says what is missing, or wrong
     own, local = local_stored(weight), on_this_rank(given)
     codes = _codes_of(local)
     if codes is not None or scale_inv is not None:
-        _check_pair(given, codes, scale_inv, prefix)
+        _check_pair(given, codes, scale_inv, key)
     if weight is not None and own is not None and own is not weight:
         state_dict[key] = _as_shard(weight, own, given, codes, scale_inv)
     elif codes is not None:
-        granularity = GRANULARITIES[scale_inv.shape != (1, 1)]
         dtype = torch.float32 if weight is None else weight.dtype
-        pair = ScaledTensor(codes, on_this_rank(scale_inv), granularity, dtype)
+        pair = StoredWeight(codes, on_this_rank(scale_inv), dtype).pair()
         if local is not given:
-            shape = torch.Size((given.shape[0], given.shape[-1]))
-            state_dict[key] = like_sharded(pair.dequantize(), given, shape)
+            state_dict[key] = like_sharded(
+                pair.dequantize(), given, _shape_of(given), of_columns=len(_shape_of(given)) - 1
+            )
         elif own is None:
             state_dict[key] = pair.dequantize()
         elif may_have(own, scale_inv):
@@ -73,25 +88,30 @@ def load_stored(weight: Tensor | None, state_dict: dict[str, Any], prefix: str) 
             state_dict[key] = StoredWeight.cast(pair.dequantize(), own.granularity)
 
 
-def _check_pair(given: Tensor, codes: Tensor | None, scale_inv: Tensor | None, prefix: str) -> None:
+def _check_pair(given: Tensor, codes: Tensor | None, scale_inv: Tensor | None, key: str) -> None:
     """Raise ValueError unless there are codes in what is given, and a scale_inv that fits them."""
     if codes is None:
         raise ValueError(
-            f"{prefix}weight beside {prefix}{SCALE_INV} is {given.dtype} {tuple(given.shape)}, neither uint8 [N, 1, K] "
-            "nor torch.float8_e4m3fn [N, K]"
+            f"{key} beside {key}{SCALE_INV} is {given.dtype} {tuple(given.shape)}, neither uint8 [N, 1, K] nor "
+            "torch.float8_e4m3fn [N, K]"
         )
     if scale_inv is None:
-        raise ValueError(f"{prefix}weight holds FP8 codes, but there is no {prefix}{SCALE_INV}; give both")
-    shape = given.shape[0], given.shape[-1]
-    if not any(granularity.scale_shape(shape) == tuple(scale_inv.shape) for granularity in GRANULARITIES):
-        raise ValueError(f"{prefix}{SCALE_INV} of shape {tuple(scale_inv.shape)} does not fit {shape}")
+        raise ValueError(f"{key} holds FP8 codes, but there is no {key}{SCALE_INV}; give both")
+    shape = _shape_of(given)
+    if not any(each.of_matrices(shape).scale_shape(shape) == tuple(scale_inv.shape) for each in GRANULARITIES):
+        raise ValueError(f"{key}{SCALE_INV} of shape {tuple(scale_inv.shape)} does not fit {tuple(shape)}")
 
 
 def _codes_of(given: Tensor) -> Tensor | None:
-    """The codes [N, K] in a state_dict's tensor, or None where it holds none: uint8 [N, 1, K], or float8 [N, K]."""
-    if given.dtype == torch.uint8 and given.ndim == 3 and given.shape[1] == 1:
-        return given.squeeze(1).view(torch.float8_e4m3fn)
-    return given if given.dtype == torch.float8_e4m3fn and given.ndim == 2 else None
+    """The codes [N, K], of experts [E, N, K], in a state_dict's tensor: uint8 [..., 1, K], or float8; or None."""
+    if given.dtype == torch.uint8 and given.ndim in (3, 4) and given.shape[-2] == 1:
+        return given.squeeze(-2).view(torch.float8_e4m3fn)
+    return given if given.dtype == torch.float8_e4m3fn and given.ndim in (2, 3) else None
+
+
+def _shape_of(given: Tensor) -> torch.Size:
+    """The shape of the weight whose codes a tensor holds."""
+    return given.shape[:-2] + given.shape[-1:] if given.dtype == torch.uint8 else given.shape
 
 
 def _as_shard(
@@ -114,10 +134,9 @@ def _as_shard(
     if scale_inv is not None:
         scales = on_this_rank(scale_inv)
         if scales is scale_inv and scales.shape != (1, 1):  # of a full state dict: those of all ranks' blocks
-            mesh = weight.device_mesh  # type: ignore[attr-defined]
-            scales = scales.chunk(mesh.size(mesh.ndim - 1))[mesh.get_local_rank(mesh.ndim - 1)]
+            scales = own_part(scales, weight)
         if scales.shape == own.scale_inv.shape and has_powers_of_two(scales):
             kept = StoredWeight(local, scales, own.dtype, own.granularity, is_shard=True)
             return like_sharded(kept, weight, weight.shape)
-        local = ScaledTensor(local, scales, GRANULARITIES[scales.shape != (1, 1)], own.dtype).dequantize()
+        local = StoredWeight(local, scales, own.dtype).dequantize()
     return like_sharded(cast_shard(local, weight, own.granularity, own.dtype), weight, weight.shape)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -11,12 +15,19 @@ from octavo.scaling.recipe import Recipe
 from octavo.tensor.parameters import put_into
 from octavo.tensor.scaled_tensor import dequantized
 from octavo.tensor.sharded_weight import on_this_rank
-from octavo.tensor.stored_weight import GRANULARITIES, StoredWeight, local_stored
+from octavo.tensor.stored_weight import GRANULARITIES, StoredWeight, local_stored, store
 
 
-def widened(weight: Tensor) -> Tensor:
+def widened(weight: Any) -> Tensor:
     """A weight for a product in high precision; stored ones are dequantised, and gradients flow to them."""
-    return dequantized(weight) if hasattr(weight, "operands") else weight
+    if not hasattr(on_this_rank(weight), "operands"):
+        return weight
+    if not hasattr(weight, "to_local"):
+        return dequantized(weight)
+    from torch.distributed.tensor import DTensor
+
+    how = {"run_check": False, "shape": weight.shape, "stride": weight.stride()}
+    return DTensor.from_local(dequantized(weight.to_local()), weight.device_mesh, weight.placements, **how)
 
 
 def why_not_stored(recipe: Recipe) -> str | None:
@@ -56,6 +67,7 @@ def check_recipe(recipe: Recipe, weight: Tensor | None) -> None:
 
 def check_granularity(recipe: Recipe, shape: torch.Size, stored: Granularity) -> None:
     """Raise ValueError where a recipe can't read a weight that is stored so."""
+    shape = shape[-2:]
     if recipe.is_high_precision:
         return
     if reason := why_not_stored(recipe):
@@ -69,25 +81,52 @@ def check_granularity(recipe: Recipe, shape: torch.Size, stored: Granularity) ->
 
 
 def stored_granularity(granularity: Granularity, shape: torch.Size) -> Granularity:
-    """How a weight is stored that a recipe scales so: PerTensor() where one block is all."""
-    return PerTensor() if granularity.scale_shape(shape) == (1, 1) else granularity
+    """How a weight, or each expert's, is stored that a recipe scales so: PerTensor() where one block is all."""
+    return PerTensor() if granularity.scale_shape(shape[-2:]) == (1, 1) else granularity
 
 
 def weight_of(module: nn.Module) -> nn.Parameter | None:
-    """A module's weight; None where it is computed from other parameters (weight_norm)."""
-    return module._parameters.get("weight")
+    """A module's weight, which may be another's parameter; None where it is computed from others (weight_norm)."""
+    holder, key = getattr(module, "weight_place", (module, "weight"))
+    weight: nn.Parameter | None = holder._parameters.get(key)
+    return weight
 
 
 def store_weight(weight: nn.Parameter, granularity: Granularity) -> None:
     """Put a weight into FP8, unless it is stored so already; the parameter stays the same object."""
     stored = local_stored(weight)
-    if stored is None:
-        put_into(weight, StoredWeight.cast(weight.detach(), granularity, keep_rest=weight.requires_grad))
-    elif stored.granularity != granularity:
-        put_into(weight, StoredWeight.cast(stored.detach().dequantize(), granularity))
+    if stored is None or stored.granularity != granularity:
+        store(weight, granularity)
 
 
 def widen_weight(weight: nn.Parameter | None) -> None:
     """Put a stored weight back into its high precision; the parameter stays the same object."""
-    if weight is not None and (stored := local_stored(weight)) is not None:
-        put_into(weight, stored.detach().dequantize())
+    if weight is not None and local_stored(weight) is not None:
+        store(weight, None)
+
+
+@contextlib.contextmanager
+def moved_stored(module: nn.Module, keys: Iterable[str], fn: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Within it Module._apply(fn) of a module finds none of these weights that live in FP8: they are moved here.
+
+    torch would lose their attributes and hooks, as of any tensor of a class of its own.
+    """
+    found = {key: weight for key in keys if isinstance(weight := module._parameters.get(key), StoredWeight)}
+    for weight in found.values():
+        _move(weight, fn)
+    module._parameters.update(dict.fromkeys(found))
+    try:
+        yield
+    finally:
+        module._parameters.update(found)
+
+
+def _move(weight: Any, fn: Callable[[Tensor], Tensor]) -> None:
+    """What Module._apply does, to a stored weight and its gradient; the parameter stays the same object."""
+    with torch.no_grad():
+        moved = fn(weight)
+        if moved is weight:
+            return
+        grad, weight.grad = weight.grad, None
+        put_into(weight, moved)
+        weight.grad = None if grad is None else fn(grad).requires_grad_(grad.requires_grad)

@@ -67,12 +67,14 @@ class StoredGradient(Pair):
         return self
 
     @classmethod
-    def cast(cls, gradient: Tensor, dtype: torch.dtype | None = None) -> StoredGradient:
+    def cast(cls, gradient: Tensor, dtype: torch.dtype | None = None, apart: bool = False) -> StoredGradient:
         """A high-precision gradient of any shape, rounded to nearest; inf and NaN become NaN.
 
-        ``dtype``: what it reads back to, if not to the gradient's.
+        ``dtype``: what it reads back to, if not to the gradient's; ``apart``: of experts in FP8 [E, N, K], whose blocks
+        are of each one's rows: its matrix is [E * N, K].
         """
-        matrix = gradient.detach().contiguous().view(as_matrix_shape(gradient.shape))
+        gradient = gradient.detach().contiguous()
+        matrix = gradient.flatten(0, 1) if apart else gradient.view(as_matrix_shape(gradient.shape))
         pair = quantize(matrix, E4M3, GRANULARITY)
         return cls(pair.qdata, pair.scale_inv, gradient.shape, dtype or gradient.dtype)
 

@@ -4,8 +4,11 @@ It is a pair behind the facade of a high-precision matrix, to which gradients fl
 octavo's optimizers write codes and scale_inv together. Nothing else changes it, and nothing dequantises it silently; an
 adapter may be merged into a frozen one (tensor/adapters.py).
 
-FSDP2 (fully_shard) cuts it into shards of rows, each of which is a StoredWeight too. Per tensor every shard has the
-scale of the whole; blocks have to lie on one rank each.
+FSDP2 (fully_shard) cuts it into shards of rows, tensor parallelism by rows or columns; each is a StoredWeight too. Per
+tensor every shard has the scale of the whole; blocks have to lie on one rank each.
+
+The matrices of a mixture's experts are one weight [E, N, K], each of them with scales of its own, as E weights [N, K]
+would have. It is cut between experts.
 """
 
 from __future__ import annotations
@@ -28,27 +31,30 @@ from octavo.kernels.reference.master_weights import remainder_of, values_with
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
 from octavo.tensor.adapters import add_adapter, refuse_subtraction
 from octavo.tensor.pair import COPIES, MOVES, PLAIN_LIKE, Operands, Pair, moves
+from octavo.tensor.parameters import put_into
 from octavo.tensor.quantize import quantize
 from octavo.tensor.scaled_tensor import ScaledTensor, dequantized
 from octavo.tensor.sharded_weight import After, ShardHooks, largest_of_ranks, on_this_rank
+from octavo.tensor.stored_shards import BLOCK, PARTS, OneScale
 
 aten = torch.ops.aten
 
-BLOCK = 128
 GRANULARITIES = (PerTensor(), PerBlock(BLOCK, BLOCK))
 
 
 class StoredWeight(ShardHooks, Pair):
     """A weight [N, K] in E4M3 codes; its scale is a power of two, of the weight or of each block of 128 x 128.
 
+    Of experts, [E, N, K], each one's matrix has its scale, or those of its blocks.
+
     A frozen one that was loaded may have other scales: only the optimizers need powers of two.
 
     Args:
-        qdata: float8_e4m3fn [N, K], contiguous.
-        scale_inv: float32 [1, 1] or [ceil(N / 128), ceil(K / 128)].
+        qdata: float8_e4m3fn [N, K] or [E, N, K], contiguous.
+        scale_inv: float32 [1, 1] or [ceil(N / 128), ceil(K / 128)]; of experts [E, ...].
         dtype: what it stands for, and its gradient's.
-        granularity: which elements share a scale; by default PerTensor() where there is one scale.
-        is_shard: whether these are some rows of a weight that is sharded; [1, 1] is then the whole one's scale.
+        granularity: which elements of a matrix share a scale; by default PerTensor() where there is one scale.
+        is_shard: whether this is a rank's part of a weight that is sharded; [1, 1] is then the whole one's scale.
 
     Example:
         >>> import torch
@@ -63,6 +69,7 @@ class StoredWeight(ShardHooks, Pair):
     is_shard: bool
     rest: Tensor | None = None  # int8 [N, K]: what the values that were cast are besides, until an optimizer takes it
     awaited: bool = False  # whether there is an optimizer that will
+    common: OneScale | None = None  # with other weights whose scale it has
     of_frozen: bool = False  # whether it is the ``.data`` of a parameter that is not trained
     REMEDY = (
         "of a weight that is stored in FP8. Optimize it with octavo.optim.AdamW, which writes codes and scales "
@@ -84,12 +91,12 @@ class StoredWeight(ShardHooks, Pair):
         """Make the facade."""
         self = torch.Tensor._make_wrapper_subclass(cls, qdata.shape, dtype=dtype, device=qdata.device)
         self.qdata, self.scale_inv, self.is_shard = qdata, scale_inv, is_shard
-        self.granularity = granularity or GRANULARITIES[scale_inv.shape != (1, 1)]
+        self.granularity = granularity or GRANULARITIES[scale_inv.shape[-2:] != (1, 1)]
         return self
 
     @classmethod
     def cast(cls, weight: Tensor, granularity: Granularity = GRANULARITIES[0], keep_rest: bool = False) -> StoredWeight:
-        """A high-precision matrix [N, K] in FP8.
+        """A high-precision matrix [N, K] in FP8, or experts' [E, N, K].
 
         Args:
             weight: the matrix.
@@ -104,7 +111,8 @@ class StoredWeight(ShardHooks, Pair):
                 f"weights are stored per tensor or in blocks of 128 x 128, not {granularity}: only then does one set "
                 "of codes serve the forward product and its gradient"
             )
-        pair = quantize(weight.detach().contiguous(), E4M3, granularity, power_of_two=True)
+        tile = granularity.of_matrices(weight.shape)
+        pair = quantize(weight.detach().contiguous(), E4M3, tile, power_of_two=True)
         stored = cls(pair.qdata, pair.scale_inv.clone(), weight.dtype)
         if keep_rest and not weight.is_meta:
             stored.rest = remainder_of(weight.detach().contiguous(), stored.qdata.view(torch.uint8), stored.scale_inv)
@@ -126,7 +134,7 @@ class StoredWeight(ShardHooks, Pair):
 
     def pair(self) -> ScaledTensor:
         """The pair, over the same codes."""
-        return ScaledTensor(self.qdata, self.scale_inv, self.granularity, self.dtype)
+        return ScaledTensor(self.qdata, self.scale_inv, self.granularity.of_matrices(self.shape), self.dtype)
 
     def dequantize(self) -> Tensor:
         """Its values as a plain tensor; gradients flow through."""
@@ -146,11 +154,12 @@ class StoredWeight(ShardHooks, Pair):
         if not torch.compiler.is_compiling() and self.rest is not None and not self.awaited:
             if not (torch.is_grad_enabled() and self.requires_grad):
                 self.rest = None
-        pads = reader.recipe.pads
-        if needs_transposed_codes(self.qdata.device) and not transposed:
+        pads, swaps = reader.recipe.pads, reader.stores_transposed
+        if needs_transposed_codes(self.qdata.device) and not transposed and not swaps:
             return Operands((with_padding(self.qdata, 16 if pads else 1), self.scale_inv), fresh=False)
         q_NK, q_KN = lay_out(self.qdata, pads)
-        return Operands((q_NK, self.scale_inv), (q_KN, self.scale_inv.t()), fresh=False, refilled=True)
+        pairs = (q_NK, self.scale_inv), (q_KN, self.scale_inv.mT)
+        return Operands(*(pairs[::-1] if swaps else pairs), fresh=False, refilled=True)
 
     def shard(self) -> StoredWeight:
         """Itself, for FSDP2's hooks."""
@@ -179,13 +188,14 @@ class StoredWeight(ShardHooks, Pair):
         dtype, is_shard = others.get("dtype", self.dtype), others.get("is_shard", self.is_shard)
         found = StoredWeight(qdata, scale_inv, dtype, self.granularity, is_shard)
         found.rest, found.awaited = rest, self.awaited
+        vars(found).update({name: value for name, value in vars(self).items() if name in ("part", "common")})
         return found
 
     def take(self, other: Tensor) -> StoredWeight:
         """Take another's values: stored ones as they are, plain ones cast."""
         same_shape = isinstance(other, StoredWeight) and other.scale_inv.shape == self.scale_inv.shape
         fits = same_shape and may_have(self, other.scale_inv)  # type: ignore[attr-defined]
-        if self.is_shard and self.granularity == PerTensor() and not fits:
+        if self.is_shard and self.granularity == PerTensor() and self.ndim == 2 and not fits:
             raise UnsupportedOpError(
                 f"{tuple(self.shape)} is this rank's part of a weight with one scale, which ranks find together: write "
                 "it by model.load_state_dict or octavo.distributed.checkpoint.load_checkpoint on all ranks"
@@ -228,9 +238,9 @@ class StoredWeight(ShardHooks, Pair):
 
 
 def cast_shard(values: Tensor, weight: Tensor, granularity: Granularity, dtype: torch.dtype) -> StoredWeight:
-    """This rank's rows [n, K] of a DTensor in FP8; one scale is from the whole weight's amax, so all ranks call it."""
+    """This rank's part of a DTensor in FP8; one scale is from the whole weight's amax, so all ranks call it."""
     values = values.detach().contiguous()
-    if granularity == PerTensor():
+    if granularity == PerTensor() and values.ndim == 2:
         tile = granularity.tile
         amax = kernels.amax(values, tile) if values.numel() else values.new_zeros(1, 1, dtype=torch.float32)
         scale = scale_from_amax(largest_of_ranks(amax, weight), E4M3.max, True, 0)
@@ -238,12 +248,23 @@ def cast_shard(values: Tensor, weight: Tensor, granularity: Granularity, dtype: 
         if values.numel():
             codes, *_ = kernels.cast(values, scale.view(1), 0, E4M3.dtype, tile, True, 0)
     else:
-        pair = quantize(values, E4M3, granularity, power_of_two=True)
+        pair = quantize(values, E4M3, granularity.of_matrices(values.shape), power_of_two=True)
         codes, scale_inv = pair.qdata, pair.scale_inv
     shard = StoredWeight(codes, scale_inv, dtype, granularity, is_shard=True)
     if weight.requires_grad:
         shard.rest = remainder_of(values, codes.view(torch.uint8), scale_inv)
     return shard
+
+
+def store(param: torch.nn.Parameter, granularity: Granularity | None) -> None:
+    """Put a weight without a master into FP8, or back (None); of a sharded one all ranks call it."""
+    own, stored = on_this_rank(param), local_stored(param)
+    values = (own.as_subclass(Tensor) if stored is None else stored.dequantize()).detach()
+    if granularity is not None and own is param:
+        values = StoredWeight.cast(values, granularity, keep_rest=param.requires_grad)
+    elif granularity is not None:
+        values = cast_shard(values, param, granularity, param.dtype)
+    put_into(param, values)
 
 
 def lay_out(q_NK: Tensor, pads: bool) -> tuple[Tensor, Tensor]:
@@ -274,20 +295,6 @@ def can_take_adapters(weight: StoredWeight) -> bool:
     return is_frozen(weight) if isinstance(weight, torch.nn.Parameter) else weight.of_frozen
 
 
-def shard_of_rows(weight: StoredWeight, start: int, stop: int) -> StoredWeight:
-    """Rows start to stop as a shard over the same codes and, per tensor, the same scale.
-
-    Raises:
-        UnsupportedOpError: if a block reaches beyond them.
-    """
-    scale_inv, rest = weight.scale_inv, None if weight.rest is None else weight.rest[start:stop]
-    if weight.granularity != PerTensor():
-        if start % BLOCK or (stop % BLOCK and stop != weight.shape[0]):
-            raise UnsupportedOpError(f"rows {start} to {stop} of {weight} are no whole blocks")
-        scale_inv = scale_inv[start // BLOCK : -(-stop // BLOCK)]
-    return weight._like(weight.qdata[start:stop], scale_inv, rest, is_shard=True)
-
-
 def local_stored(weight: Any) -> StoredWeight | None:
     """The StoredWeight that a weight is, or that this rank has of it where it is sharded; else None."""
     local = on_this_rank(weight)
@@ -304,6 +311,12 @@ def _view(func: Any, weight: StoredWeight, size: Any) -> Any:
     if size == (-1,):  # DistributedDataParallel's broadcast
         return weight.before_cast().view(-1)
     return moves(func, weight, size)  # of the same shape: so torch asks for a gradient's node
+
+
+def _transpose(func: Any, weight: StoredWeight, *dims: int) -> Any:
+    """The rule of ``weight.mT`` of experts that are stored [E, K, N], for products; their codes stay as they lie."""
+    swaps = weight.ndim == 3 and {dim % 3 for dim in dims} == {1, 2}
+    return weight._like(weight.qdata.mT, weight.scale_inv.mT) if swaps else NotImplemented
 
 
 def _copy(func: Any, own: Tensor, other: Tensor, *non_blocking: bool) -> Any:
@@ -325,55 +338,13 @@ def _add(func: Any, weight: StoredWeight, other: Tensor, *, alpha: float = 1) ->
 def _empty_like(func: Any, weight: StoredWeight, *, dtype: Any = None, device: Any = None, **_: Any) -> StoredWeight:
     """Of Module.to_empty."""
     scale_inv = torch.ones_like(weight.scale_inv, device=device)  # FSDP2 copies even what is empty
-    return weight._like(torch.empty_like(weight.qdata, device=device), scale_inv, dtype=dtype or weight.dtype)
+    rest = None if weight.rest is None else torch.zeros_like(weight.rest, device=device)
+    return weight._like(torch.empty_like(weight.qdata, device=device), scale_inv, rest, dtype=dtype or weight.dtype)
 
 
 def _initialize(func: Any, weight: StoredWeight, *args: Any, **kwargs: Any) -> StoredWeight:
     """By torch.nn.init: as the plain weight, then cast."""
     return weight.take(func(torch.empty(weight.shape, dtype=weight.dtype, device=weight.device), *args, **kwargs))
-
-
-def _split(func: Any, weight: StoredWeight, rows: int, dim: int = 0) -> list[StoredWeight]:
-    total = weight.shape[0]
-    ranks = -(-total // rows)
-    if dim != 0:
-        raise UnsupportedOpError("weights that are stored in FP8 are sharded by rows: fully_shard with Shard(0)")
-    if weight.granularity != PerTensor() and ranks > 1 and (rows % BLOCK or total % rows):
-        raise UnsupportedOpError(
-            f"a weight {tuple(weight.shape)} stored in blocks of 128 x 128 can't be sharded over {ranks} ranks: "
-            f"{rows} rows each are no whole blocks, or the last rank has fewer. Shard over ranks that each get the "
-            "same multiple of 128 rows (HSDP), or use a recipe with one scale a weight (dynamic, delayed)"
-        )
-    return [shard_of_rows(weight, start, min(start + rows, total)) for start in range(0, total, rows)]
-
-
-def _slice(func: Any, weight: StoredWeight, dim: int = 0, start: Any = None, stop: Any = None, step: int = 1) -> Any:
-    if not weight.is_shard or dim != 0 or step != 1:
-        return NotImplemented
-    start, stop, _ = slice(start, stop).indices(weight.shape[0])
-    return shard_of_rows(weight, start, stop)
-
-
-def _new_zeros(func: Any, weight: StoredWeight, size: Any, **options: Any) -> Any:
-    """A shard of zeros, with the whole one's scale: of a rank without rows it stays that."""
-    if len(size) != 2 or size[1] != weight.shape[1] or options.get("dtype") not in (None, weight.dtype):
-        return NotImplemented
-    codes = torch.zeros(size, dtype=torch.uint8, device=weight.device).view(weight.qdata.dtype)
-    rest = None if weight.rest is None else weight.rest.new_zeros(size)
-    scale_inv = weight.scale_inv.clone()
-    if weight.granularity != PerTensor():
-        scale_inv = scale_inv.new_ones(weight.granularity.scale_shape(size))
-    return weight._like(codes, scale_inv, rest, is_shard=True)
-
-
-def _new_empty(func: Any, weight: StoredWeight, size: Any, **_: Any) -> Any:
-    """What stands for the shard of a rank without rows."""
-    if weight.is_shard and weight.granularity != PerTensor():
-        raise UnsupportedOpError(
-            f"blocks of 128 x 128 can't be sharded over so many ranks that the first get {tuple(weight.shape)} and the "
-            "last nothing: shard over fewer (HSDP), or use a recipe with one scale a weight (dynamic, delayed)"
-        )
-    return torch.empty(size, dtype=weight.dtype, device=weight.device) if 0 in size else NotImplemented
 
 
 StoredWeight.RULES = {
@@ -382,15 +353,12 @@ StoredWeight.RULES = {
     **PLAIN_LIKE,
     aten.view.default: _view,
     aten.detach.default: _detach,
+    aten.transpose.int: _transpose,
     **dict.fromkeys((aten.add_.Tensor, aten.sub_.Tensor), _add),
     aten.copy_.default: _copy,
     aten.empty_like.default: _empty_like,
     **dict.fromkeys((aten.uniform_.default, aten.normal_.default, aten.fill_.Scalar, aten.zero_.default), _initialize),
-    # what FSDP2 makes shards of a weight with
-    aten.split.Tensor: _split,
-    aten.slice.Tensor: _slice,
-    aten.new_zeros.default: _new_zeros,
-    aten.new_empty.default: _new_empty,
+    **PARTS,
     aten.is_pinned.default: lambda func, weight, device=None: weight.qdata.is_pinned(),
     aten._pin_memory.default: lambda func, weight, device=None: weight.moved(torch.Tensor.pin_memory),
 }

@@ -3,10 +3,14 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import octavo
+from octavo.errors import UnsupportedOpError
+from octavo.schedule import Phase, PrecisionSchedule
+from octavo.tensor.stored_weight import local_stored
 from tests.support.byte_counter import GATHER, OTHER, REDUCE, ByteCounter
 from tests.support.expert_models import RECIPES, batch, built, off, train
 
@@ -22,9 +26,10 @@ def sharded(net, mesh, dim=0, **options):
     return fully_shard(net, mesh=mesh, **options)
 
 
-def compare(mesh, kind, recipe, experts, dim=0, compiled=False):
+def compare(mesh, kind, recipe, experts, dim=0, compiled=False, storage=None):
     """What differs from the model replicated, its gradients averaged; how weights were gathered."""
-    net, replicated = (built(kind, recipe, experts) for _ in range(2))
+    net, replicated = (built(kind, recipe, experts, storage=storage) for _ in range(2))
+    adamw = {"adamw": torch.optim.AdamW if storage is None else octavo.optim.AdamW}
     sharded(net, mesh, dim)
     if compiled:
         net.experts.compile(backend="aot_eager")
@@ -35,9 +40,9 @@ def compare(mesh, kind, recipe, experts, dim=0, compiled=False):
                 dist.all_reduce(p.grad, group=mesh.get_group(dim))
             p.grad /= mesh.size()
 
-    found = train(net, loss)
+    found = train(net, loss, **adamw)
     ways = {row.gathered for row in octavo.summary(net).converted}
-    return off(found, train(replicated, loss, average)), ways
+    return off(found, train(replicated, loss, average, **adamw)), ways
 
 
 @pytest.mark.covering(1)
@@ -59,6 +64,74 @@ def test_sharded_by_another_dimension_they_are_cast_after(pool, kind, recipe):
     for differences, ways in pool.run(compare, (2,), kind, recipe, 3, 1):
         assert not differences
         assert all(way.startswith("cast after") for way in ways)
+
+
+@pytest.mark.parametrize(
+    ("kind", "recipe"),
+    [
+        ("stored transposed", "blockwise"),
+        pytest.param("octavo", "dynamic", marks=pytest.mark.full),
+        pytest.param("stored", "short history", marks=pytest.mark.full),
+    ],
+)
+def test_weights_that_live_in_fp8(pool, kind, recipe):
+    """With masters and moments in few bytes, by the same random bits."""
+    for differences, ways in pool.run(compare, (2,), kind, recipe, 4, 0, False, "fp8"):
+        assert not differences and ways == {"as stored"}
+
+
+def refused(mesh, experts, dim):
+    with pytest.raises(UnsupportedOpError, match=f"{experts} experts .* ranks that have as many each"):
+        sharded(built("octavo", "dynamic", experts, storage="fp8"), mesh, dim)
+    return True
+
+
+@pytest.mark.parametrize(("experts", "dim"), [(3, 0), (1, 0), (4, 1)])
+def test_uneven_shards_of_weights_that_live_in_fp8_are_refused(pool, experts, dim):
+    assert pool.run(refused, (2,), experts, dim) == [True] * 2
+
+
+def refused_later(mesh, experts, dim):
+    """By what stores a sharded model's weights in FP8, which changes nothing then."""
+    net = sharded(built("octavo", "dynamic", experts), mesh, dim)
+    optimizer = octavo.optim.AdamW(net.parameters())
+    ways = [
+        lambda: octavo.convert(net, octavo.recipes.dynamic(), lambda module, name: True, "fp8"),
+        lambda: PrecisionSchedule(net, optimizer, [Phase(octavo.recipes.dynamic(), weight_storage="fp8")]),
+    ]
+    for way in ways:
+        with pytest.raises(ValueError, match=f"{experts} experts .* ranks that have as many each"):
+            way()
+    return [local_stored(p) is None for p in net.parameters()]
+
+
+@pytest.mark.parametrize(("experts", "dim"), [(3, 0), (4, 1)])
+def test_so_they_are_where_they_were_sharded_before(pool, experts, dim):
+    assert all(map(all, pool.run(refused_later, (2,), experts, dim)))
+
+
+def restarted(mesh, recipe):
+    """Whether sharded codes go to a whole model and back, by state dicts."""
+    net, other = (sharded(built("stored", recipe, storage="fp8"), mesh) for _ in range(2))
+    whole = built("stored", recipe, storage="fp8")
+    train(net, loss, adamw=octavo.optim.AdamW)
+    full = get_model_state_dict(net, options=StateDictOptions(full_state_dict=True))
+    whole.load_state_dict(dict(full))
+    set_model_state_dict(other, dict(full), options=StateDictOptions(full_state_dict=True))
+    same = get_model_state_dict(other, options=StateDictOptions(full_state_dict=True))
+    values = octavo.restore(whole).state_dict()
+    other.load_state_dict({name: like_sharded_as(p, values[name]) for name, p in other.named_parameters()})
+    again = get_model_state_dict(other, options=StateDictOptions(full_state_dict=True))
+    return [all(torch.equal(full[name], found[name]) for name in full) for found in (same, again)]
+
+
+def like_sharded_as(param, value):
+    return distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
+
+
+@pytest.mark.parametrize("recipe", ["dynamic", pytest.param("blockwise", marks=pytest.mark.full)])
+def test_state_dicts_of_codes_move(pool, recipe):
+    assert pool.run(restarted, (2,), recipe) == [[True, True]] * 2
 
 
 @pytest.mark.full

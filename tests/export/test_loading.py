@@ -309,7 +309,7 @@ def test_a_model_that_cannot_take_codes_is_refused(tmp_path):
         load_fp8(plain, tmp_path / "out")
 
 
-def test_experts_that_transformers_joins_are_refused(tmp_path):
+def test_experts_that_are_not_stored_are_refused(tmp_path):
     sizes = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "num_local_experts": 2}
     model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads))
@@ -319,6 +319,71 @@ def test_experts_that_transformers_joins_are_refused(tmp_path):
     safetensors.save_file(tensors, tmp_path / "out" / "model.safetensors")
     with pytest.raises(ValueError, match=rf"{name} is joined with others by transformers \(.*gate_up_proj\)"):
         load_fp8(model, tmp_path / "out")
+
+
+def mixtral() -> nn.Module:
+    sizes = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "num_local_experts": 3}
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads))
+
+
+def experts_written(folder, recipe) -> nn.Module:
+    """Experts of the folder, each with matrices of its own, under the names of the hub."""
+    torch.manual_seed(0)
+    model = to_fp8(mixtral().bfloat16(), octavo.RecipeMap(recipe, HEAD_AS_IT_IS)).eval()
+    octavo.export.to_safetensors(model, folder, "fine-grained" if "blockwise" in recipe.name else "compressed-tensors")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("recipe", "trained"),
+    [(ANY_SCALES, False), (recipes.blockwise(), True), (recipes.dynamic(power_of_two=True), True)],
+)
+def test_codes_of_experts_stay_codes(tmp_path, recipe, trained):
+    model = experts_written(tmp_path / "out", recipe)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        found = load_fp8(on_meta(mixtral, recipe, trained), tmp_path / "out").eval()
+    weight = found.model.layers[0].mlp.experts.gate_up_proj
+    assert isinstance(weight, StoredWeight) and weight.shape == (3, 512, 128)
+    tokens = torch.randint(64, (2, 9))
+    assert torch.equal(found(tokens).logits, model(tokens).logits)
+
+
+def test_experts_of_other_scales_are_rounded(tmp_path):
+    experts_written(tmp_path / "out", recipes.dynamic())
+    with pytest.warns(UserWarning, match="2 weights were rounded to new codes"):  # of the others all is one block
+        found = load_fp8(on_meta(mixtral, recipes.blockwise()), tmp_path / "out")
+    with pytest.warns(UserWarning, match="6 weights were rounded to new codes"):  # of gate and up scales differ
+        other = load_fp8(on_meta(mixtral, recipes.dynamic(), True), tmp_path / "out")
+    a, b = (octavo.restore(net).model.layers[0].mlp.experts.gate_up_proj.float() for net in (found, other))
+    assert (a - b).norm() < 0.04 * b.norm()
+
+
+def test_some_of_the_experts_tensors(tmp_path):
+    experts_written(tmp_path / "out", recipes.blockwise())
+    file = tmp_path / "out" / "model.safetensors"
+    tensors, name = safetensors.load_file(file), "model.layers.0.block_sparse_moe.experts.2.w3.weight"
+    for key in (name, f"{name}_scale_inv"):
+        del tensors[key]
+    safetensors.save_file(tensors, file)
+    with pytest.raises(ValueError, match=r"has 5 of the 6 tensors that make model.layers.0.mlp.experts.gate_up_proj"):
+        load_fp8(on_meta(mixtral, recipes.blockwise()), tmp_path / "out")
+
+
+@pytest.mark.parametrize("make", [recipes.blockwise, lambda: recipes.dynamic(power_of_two=True)])
+def test_experts_in_one_tensor(tmp_path, make):
+    def built():
+        torch.manual_seed(0)
+        return octavo.nn.GroupedLinear(3, 256, 128, bias=False, recipe=make())
+
+    layout = "fine-grained" if make().name == "blockwise" else "compressed-tensors"
+    octavo.export.to_safetensors(built(), tmp_path / "out", layout)
+    stored = octavo.convert(built(), make(), every_layer, "fp8")
+    found = octavo.convert(built(), make(), every_layer, "fp8")
+    found.weight.detach().zero_()
+    load_fp8(found, tmp_path / "out")
+    assert torch.equal(found.weight.dequantize(), stored.weight.dequantize())
 
 
 def test_a_buffer_that_nobody_fills_is_named(tmp_path):

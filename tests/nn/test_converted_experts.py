@@ -233,8 +233,6 @@ def test_parts_are_not_their_holders_owners() -> None:
     assert experts.gate_up(torch.randn(8, H), routing.offsets).shape == (8, 2 * N)
     moved = copy.deepcopy(experts).to("meta").to_empty(device="cpu")
     assert moved.gate_up.delayed_scale.tolist() == [0, 0, 0]
-    with pytest.raises(ValueError, match="GptOssExperts's weight can't be stored in FP8"):
-        octavo.convert(built("gpt-oss"), recipes.dynamic(), every_layer, weight_storage="fp8")
 
 
 class GroupedExperts(nn.Module):

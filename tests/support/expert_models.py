@@ -59,11 +59,13 @@ class Mixture(nn.Module):
         return x + self.experts(x, index, weights.to(x.dtype))
 
 
-def built(kind: str, recipe: str, experts: int = 4, intermediate: int = 48, **options: Any) -> Mixture:
-    """The same model on every rank."""
+def built(
+    kind: str, recipe: str, experts: int = 4, intermediate: int = 48, storage: Any = None, **options: Any
+) -> Mixture:
+    """The same model on every rank; ``storage``: of the experts' weights."""
     torch.manual_seed(0)
-    net = Mixture(kind, experts, intermediate, **options)
-    return octavo.convert(net, RECIPES[recipe](), lambda module, name: name != "router")  # type: ignore[return-value]
+    net: Any = Mixture(kind, experts, intermediate, **options)
+    return octavo.convert(net, RECIPES[recipe](), lambda module, name: name != "router", storage)  # type: ignore[return-value]
 
 
 def batch(step: int, rank: int, tokens: int = TOKENS) -> Tensor:
@@ -79,9 +81,15 @@ def whole(tensor: Any) -> Tensor:
 Loss = Callable[[nn.Module, int], Tensor]
 
 
-def train(net: nn.Module, loss: Loss, average: Callable[[], None] = lambda: None, **options: Any) -> dict[str, Tensor]:
+def train(
+    net: nn.Module,
+    loss: Loss,
+    average: Callable[[], None] = lambda: None,
+    adamw: Any = torch.optim.AdamW,
+    **options: Any,
+) -> dict[str, Tensor]:
     """Losses, gradients, weights and delayed state of some steps of AdamW."""
-    optimizer, found = torch.optim.AdamW(net.parameters(), lr=1e-2, **options), {}
+    optimizer, found = adamw(net.parameters(), lr=1e-2, **options), {}
     for step in range(3):
         value = loss(net, step)
         value.backward()
@@ -90,7 +98,7 @@ def train(net: nn.Module, loss: Loss, average: Callable[[], None] = lambda: None
         found |= {f"{name} grad {step}": whole(p.grad) for name, p in net.named_parameters() if p.grad is not None}
         optimizer.step()
         optimizer.zero_grad()
-    found |= {name: whole(p) for name, p in net.named_parameters()}
+    found |= {name: whole(value) for name, value in net.state_dict().items()}
     return found | octavo.nn.delayed_state_dict(net)
 
 

@@ -97,6 +97,54 @@ def test_all_kinds_in_one_launch(scheme: str, groups: list[AdamGroup], kernels: 
     Both(kernels, with_ordinary(updates, SCHEMES[scheme]), groups).steps(2, 0.01)
 
 
+def experts(
+    count: int, shape: tuple[int, int], kind: str, blocks: bool, moments: Sequence[Moment], number: int
+) -> WeightUpdate:
+    """Matrices of so many experts one below the other, each with scales of its own."""
+    apart = [fp8_update(shape, kind, blocks, moments, 3 * number) for _ in range(count)]
+    masters = [one.master for one in apart]
+    whole = torch.Size((count, *shape))
+    rest = None if RESTS[kind] is None else torch.cat([one.rest for one in masters])  # type: ignore[misc]
+    master = Fp8Weight(
+        torch.cat([one.weight for one in masters]),
+        kind,
+        torch.stack([one.scale_inv for one in masters]),
+        rest,
+        torch.stack([one.amax for one in masters]),  # type: ignore[misc]
+    )
+    stored = [m.for_kernel(str(i), m.new_state(str(i), whole, "cpu", True), True) for i, m in enumerate(moments)]
+    gradient = torch.cat([one.gradient for one in apart])
+    return apart[0]._replace(master=master, moments=tuple(stored), gradient=gradient, key=number * 77)
+
+
+PREVIOUS = (Moment(E4M3, granularity=PerTensor(), scale="previous"),) * 2
+
+
+MANY = pytest.param(NAMED["fp8"], 130, marks=pytest.mark.full, id="more than count their step at a time")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "most"),
+    [
+        pytest.param(PREVIOUS, 2, id="previous"),
+        pytest.param(TWO_STAGES, 2, id="two stages", marks=pytest.mark.full),
+        MANY,
+    ],
+)
+def test_experts_in_one_launch(scheme: Sequence[Moment], most: int, kernels: TritonKernels) -> None:
+    """Several and one, their gradients in codes."""
+    cells = [("fp8_split16", False), ("fp8_stochastic", True), ("fp8_fp32", False)]
+    shapes, counts = [(3, 31), (130, 128), (5, 128)], [most, 2, 1]
+    updates = [
+        experts(count, shape, *cell, scheme, number)
+        for number, (count, shape, cell) in enumerate(zip(counts, shapes, cells, strict=True))
+    ]
+    updates[1] = coded(updates[1])
+    both = Both(kernels, updates, [ADAM, OTHER])
+    both.steps(2)
+    assert [float(update.step) for update in both.ours] == [2.0] * len(both.ours) and len(both.plans) == 1
+
+
 @each_granularity
 def test_gradients_in_codes(blocks: bool, kernels: TritonKernels) -> None:
     shapes = itertools.cycle(SHAPES)
