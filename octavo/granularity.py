@@ -27,6 +27,16 @@ class Granularity:
         """(rows, columns) that share a scale; -1 stands for the whole dimension."""
         raise NotImplementedError
 
+    def of_matrices(self, shape: Sequence[int]) -> Granularity:
+        """This one of each matrix of a tensor [E, R, C], none of whose scales spans two; of a matrix itself.
+
+        Example:
+            >>> from octavo import PerTensor
+            >>> PerTensor().of_matrices((8, 4, 16)), PerTensor().of_matrices((4, 16))
+            (PerBlock(4, 16), PerTensor())
+        """
+        return PerBlock(*shape[1:]) if len(shape) == 3 and self == PerTensor() else self
+
     def transposed(self) -> Granularity:
         """The granularity of the tensor with its last two dimensions exchanged."""
         return granularity_of(self.tile[::-1])

@@ -57,20 +57,20 @@ class Precision:
         name: for tables.
         products: in FP8, a scale a tensor, each tensor's own (``recipes.dynamic()``).
         gathers: weights gathered in FP8 by FSDP2; else in bf16.
-        reduction: gradients as pairs in blocks of 128 by all-to-all (``octavo.distributed.Fp8ReduceScatter``); else a
-            reduce-scatter of bf16.
-        pairs: inputs that tensor and sequence parallelism gather, and tokens and gradients that expert parallelism
-            dispatches, are codes, whose scale ranks agree on first. What was gathered is kept for backward. Gradients
-            that are gathered, and what is added up over ranks, stay in bf16.
-        elsewhere: Megatron's and DeepSeek's way: gradients that are gathered are codes too where ``pairs``; forward
-            keeps this rank's part of an input, which is gathered again in backward; a token is cast and sent over the
-            network once for all its experts of a server.
+        reduction: at how many levels gradients are reduced as pairs in blocks of 128
+            (``octavo.distributed.Fp8ReduceScatter``): by an all-to-all of all ranks, or by one of a server's ranks and
+            one of servers. What casts and sums take is not counted. 0: a reduce-scatter of bf16.
+        pairs: inputs and gradients that tensor and sequence parallelism gather, and tokens and gradients that expert
+            parallelism dispatches, are codes, whose scale ranks agree on first. What was gathered is kept for backward.
+            What is added up over ranks stays in bf16.
+        elsewhere: Megatron's and DeepSeek's way: forward keeps this rank's part of an input, which is gathered again in
+            backward; a token is cast and sent over the network once for all its experts of a server.
     """
 
     name: str
     products: bool = True
     gathers: bool = False
-    reduction: bool = False
+    reduction: int = 0
     pairs: bool = False
     elsewhere: bool = False
 
@@ -80,9 +80,9 @@ class Precision:
         return recipes.dynamic() if self.products else recipes.high_precision()
 
     @property
-    def sent(self) -> tuple[int, int]:
-        """Bytes of an element of an input and of a gradient that TP gathers."""
-        return CODE if self.pairs else BF16, CODE if self.pairs and self.elsewhere else BF16
+    def sent(self) -> int:
+        """Bytes of an element of an input or a gradient that TP gathers."""
+        return CODE if self.pairs else BF16
 
 
 @dataclass(frozen=True)
@@ -144,11 +144,25 @@ def wire_seconds(whole: float, ranks: int, stride: int, hardware: Hardware, dire
     """
     if ranks == 1:
         return 0.0
-    here = max(1, min(ranks, hardware.server // stride))
+    here = on_a_server(ranks, stride, hardware)
     inside = whole * (here - 1 if directly else ranks - 1) / ranks / hardware.nvlink * (here > 1)
     servers = ranks / here
     arriving = (ranks - here) / ranks if directly else (servers - 1) / servers / here
     return max(inside, whole * arriving / hardware.network) + hardware.latency
+
+
+def on_a_server(ranks: int, stride: int, hardware: Hardware) -> int:
+    """How many of a group's ranks, ``stride`` GPUs apart, are in one server."""
+    return max(1, min(ranks, hardware.server // stride))
+
+
+def exchange_seconds(whole: float, ranks: int, stride: int, hardware: Hardware, levels: int) -> float:
+    """How long all-to-alls take that reduce so many bytes at one level or at two, one after the other."""
+    if levels == 1:
+        return wire_seconds(whole, ranks, stride, hardware, directly=True)
+    here = on_a_server(ranks, stride, hardware)
+    inside = wire_seconds(whole, here, stride, hardware, directly=True)
+    return inside + wire_seconds(whole / here, ranks // here, hardware.server, hardware, directly=True)
 
 
 @dataclass(frozen=True)
@@ -236,12 +250,12 @@ class Stage:
         size = weight.elements / (self.layout.sharded if self.precision.gathers else 1)
         size /= 1 if self.layout.resharded else self.layout.micro_batches
         counts = work.tokens * weight.cols, size, work.tokens * weight.rows
-        inputs, gradients = (sent == CODE for sent in self.precision.sent)
         first = weight.split == "out" or (weight.split == "experts" and weight.cols == self.whole.width)
         spared = self.layout.tensor if weight.split in ("in", "out") else 1
         if weight.split == "experts" and self.precision.elsewhere:
             spared = weight.used
-        shares = spared if first and inputs else 1, 1, spared if not first and gradients else 1
+        spared = spared if self.precision.pairs else 1
+        shares = spared if first else 1, 1, 1 if first else spared
         for role, elements, share in zip(recipe.casts, counts, shares, strict=True):
             cast = role.as_is or role.transposed
             assert cast is not None
@@ -275,13 +289,13 @@ class Stage:
         (arXiv 2205.05198, section 4.2.2), and scatters the sum of its input's gradient; a split of the features in
         scatters the sum of its output and gathers that output's gradient.
         """
-        layout, (inputs, gradients) = self.layout, self.precision.sent
+        layout, sent = self.layout, self.precision.sent
         if layout.tensor == 1:
             return 0.0
         seconds = 0.0
         for weight in self.whole.block:
             if weight.split in ("in", "out"):
-                size, sent = (weight.cols, inputs) if weight.split == "out" else (weight.rows, gradients)
+                size = weight.cols if weight.split == "out" else weight.rows
                 count = 2 if weight.split == "out" and self.precision.elsewhere else 1
                 for each, times in ((sent, count), (BF16, 1)):
                     seconds += times * wire_seconds(self.tokens * size * each, layout.tensor, 1, self.hardware)
@@ -326,8 +340,9 @@ class Stage:
                 return wire_seconds(whole, ranks, stride, self.hardware)
 
             def reduced(whole: float, ranks: int = ranks, stride: int = stride) -> float:
-                share = PAIR / BF16 if self.precision.reduction else 1.0
-                return wire_seconds(whole * share, ranks, stride, self.hardware, self.precision.reduction)
+                if not self.precision.reduction:
+                    return wire_seconds(whole, ranks, stride, self.hardware)
+                return exchange_seconds(whole * PAIR / BF16, ranks, stride, self.hardware, self.precision.reduction)
 
             first, last = seconds(moved.root_gather + moved.block_gather), reduced(moved.root_scatter)
             exposed += first + last + moved.reduces * self.hardware.latency

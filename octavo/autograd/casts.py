@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from octavo import kernels
@@ -17,7 +18,8 @@ from octavo.autograd.grouped import cast_groups, cast_matrices, received_operand
 from octavo.autograd.shared_scales import Parts, shared_amax, shared_scale
 from octavo.granularity import ALL
 from octavo.kernels.layouts import contraction_multiple, needs_transposed_codes
-from octavo.scaling.recipe import Cast, Recipe
+from octavo.scaling.recipe import Cast, Recipe, RoleCasts
+from octavo.tensor.gathered_input import GatheredGradient
 from octavo.tensor.pair import Operands
 from octavo.tensor.received_rows import ReceivedRows
 
@@ -33,6 +35,16 @@ class State(NamedTuple):
 
     scale: Tensor
     amax_history: Tensor
+
+
+def cast_to_send(casts: RoleCasts, as_is: bool, transposed: bool, exact: bool = False) -> Cast | None:
+    """The cast that serves the layouts of a role that products read; None: rows are sent in high precision."""
+    cast, second = casts.as_is, casts.transposed if transposed else None
+    if cast is None or not (as_is or transposed) or (transposed and second is None):
+        return None
+    if second is not None and not casts.once and (exact or cast.is_delayed or second.is_delayed):
+        return None  # a history needs the amax of what was never rounded
+    return cast if cast.tile == (ALL, ALL) or cast.tile[0] == 1 else None
 
 
 def cast_role(
@@ -64,6 +76,8 @@ def cast_role(
         wants it (transposed on some devices a strided view).
     """
     casts = recipe.casts[role]
+    if isinstance(x_RC, GatheredGradient):
+        return x_RC.operands
     if isinstance(x_RC, ReceivedRows):
         return received_operands(x_RC, casts, role, as_is, transposed, _pad(x_RC, recipe))
     extras = _pad(x_RC, recipe), column_sum, *activation
@@ -93,9 +107,11 @@ def _scale(
     x_RC: Tensor, cast: Cast, state: State | None, role: int, activation: Activation, parts: Parts | None
 ) -> Tensor | None:
     """The scales [3] of which a cast reads its role's: delayed ones, or what ranks agree on; None: x_RC's own."""
-    if cast.is_delayed and state is not None:
-        return state.scale
-    return shared_scale(x_RC, cast, role, parts, activation)
+    if not cast.is_delayed or state is None:
+        return shared_scale(x_RC, cast, role, parts, activation)
+    begins = parts is not None and parts.begins
+    agreed = shared_scale(x_RC, cast, role, parts, activation) if begins else None
+    return state.scale if agreed is None else torch.where(state.scale > 0, state.scale, agreed)
 
 
 def _cast(

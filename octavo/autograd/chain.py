@@ -8,22 +8,29 @@ that the second product reads; backward its gradient reads h again and writes th
 grad_output. Neither the norm's nor the activation's output, nor its gradient, is written in high precision. The
 products and their saved pairs are those of products.py.
 
+On a tensor-parallel group the first layer's weight is in parts by rows and the second's by columns: from the first
+product to the second each rank has its part of the features, and the result is this rank's part of a sum. The norm
+reads x, whole on every rank or this rank's tokens, whose pairs are then gathered.
+
 Saved for backward, beside each layer's pairs: the norm's input and row statistics, and h, as it is or by the recipe's
 ``saved`` cast.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from octavo import kernels
-from octavo.autograd.casts import INPUT, Norm, cast_norm, cast_role
+from octavo.autograd.casts import INPUT, WEIGHT, Norm, cast_norm, cast_role
+from octavo.autograd.gather_input import gather_norm, scattered
 from octavo.autograd.products import (
     SAVED,
     Layer,
+    Plan,
     as_rows,
     cast_gradient,
     gradients,
@@ -35,6 +42,7 @@ from octavo.autograd.products import (
     to_save,
     unrounded,
 )
+from octavo.autograd.shared_scales import summed
 from octavo.autograd.tap import count
 from octavo.granularity import ALL
 from octavo.kernels.reference.activation import produced
@@ -84,14 +92,15 @@ def _forward(tensors: Tensors, chain: Chain, needs: tuple[bool, ...]) -> tuple[T
     else:
         assert gamma is not None
         keep = chain.returns_norm or (needs_dw and first.recipe.grad_weight is None)
-        operands, y, mean, rstd = cast_norm(x, gamma, beta, chain.norm, first.recipe, needs_dw, first.state, keep)
+        how = x, gamma, beta, chain.norm, first.recipe, needs_dw, first.state, keep
+        operands, y, mean, rstd = cast_norm(*how) if first.wire is None else gather_norm(*how, first.wire)
         if y is not None and y.dtype != chain.dtype:  # to y's own dtype .to() would return y, see _Chain
             y = y.to(chain.dtype)
-    if first.tap is not None:
+    if first.tap is not None and first.wire is None:
         normed = x
         if chain.norm is not None:
             normed = normalised(x, mean, rstd, gamma, beta, chain.norm.kind, chain.norm.zero_centered)  # type: ignore[arg-type]
-        count(first.tap.input, normed, operands, first.recipe.input_casts)
+        count(first.tap, INPUT, normed, operands, first.offsets)
     h = output(y, operands, weight, bias, first, chain.dtype)
     saved = to_save(y, operands, weight, first, needs_dx, needs_dw)
     of_norm = (x, gamma, mean, rstd) if needs_dx and chain.norm is not None else (None,) * 4
@@ -99,10 +108,10 @@ def _forward(tensors: Tensors, chain: Chain, needs: tuple[bool, ...]) -> tuple[T
         return h, y, (*of_norm, *saved)
     (second,) = rest
     assert second_weight is not None
-    of_input = (chain.activation,), second.offsets
+    of_input = (chain.activation,), second.offsets, second.parts
     a = cast_role(h, second.recipe, INPUT, True, needs[5], second.state, False, *of_input)
     if second.tap is not None:
-        count(second.tap.input, produced(h, chain.activation, None), a, second.recipe.input_casts)
+        count(second.tap, INPUT, produced(h, chain.activation, None), a, second.offsets)
     result = output(None, a, second_weight, second_bias, second, chain.dtype)
     saved_second = to_save(None, a, second_weight, second, any(needs[:5]), needs[5])
     reads_h = any(needs[:5]) or (needs[5] and second.recipe.grad_weight is None)
@@ -156,12 +165,20 @@ class _Chain(torch.autograd.Function):
             g = [cast_gradient(grad, *layer, activation)]
             del grad  # it is large, and read no more
             dx, dw, db = gradients(g.pop(), *layer)
+            dx = _whole(dx, ctx.plans[0])
         dys = [dy for dy in (dx, *of_y) if dy is not None]
         if ctx.norm is not None and any(needs[:3]) and dys:
             kind, _, zero_centered = ctx.norm
             dy = dys[0] if len(dys) == 1 else dys[0] + dys[1]
             dx, dgamma, dbeta = kernels.norm_backward(dy, x, gamma, mean, rstd, kind, zero_centered, ctx.has_beta)
         return dx, dgamma, dbeta if ctx.has_beta else None, dw, db, dw2, db2, None
+
+
+def _whole(dx_TK: Tensor | None, plan: Plan) -> Tensor | None:
+    """The first layer's gradient, summed where each rank has that of its rows of the weight; of this rank's tokens."""
+    if dx_TK is None or plan.parts is None or not plan.parts.roles[WEIGHT]:  # experts on other ranks are whole there
+        return dx_TK
+    return summed(dx_TK, plan.parts.group) if plan.wire is None else scattered(dx_TK, plan.wire)
 
 
 def _activation_of(ctx: Any, saved: Saved, needs_dw: bool) -> tuple[tuple[Any, ...], Saved]:
@@ -183,10 +200,12 @@ def run_chain(
     norm_parameters: tuple[Tensor | None, Tensor | None],
     parameters: list[tuple[Tensor, Tensor | None]],
     chain: Chain,
+    leading: Sequence[int] | None = None,
 ) -> Any:
     """A chain of x [..., K]: [..., N] of ``chain.dtype``, and the norm's output [..., K] if it is returned.
 
     ``norm_parameters`` are (gamma, beta), ``parameters`` (weight, bias) of each layer, None where there is none.
+    ``leading``: the result's dimensions before N, if not those of x: where x is this rank's tokens.
     """
     second = parameters[1] if len(parameters) == 2 else (None, None)
     tensors = Tensors(as_rows(x), *norm_parameters, *parameters[0], *second)
@@ -196,5 +215,6 @@ def run_chain(
     else:
         result, y, _ = _forward(tensors, chain, (False,) * 7)
         results = (result, y) if chain.returns_norm else (result,)
-    shaped = [result if x.ndim == 2 else result.view(*x.shape[:-1], result.shape[-1]) for result in results]
+    dims = (x.shape[:-1] if leading is None else leading), x.shape[:-1]
+    shaped = [one if x.ndim == 2 else one.view(*own, one.shape[-1]) for one, own in zip(results, dims, strict=False)]
     return tuple(shaped) if chain.returns_norm else shaped[0]

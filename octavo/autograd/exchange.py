@@ -27,9 +27,11 @@ from octavo import kernels
 from octavo.autograd.casts import State
 from octavo.autograd.grouped import Routing, group_of_rows
 from octavo.autograd.shared_scales import largest
+from octavo.autograd.tap import Tap, count
 from octavo.granularity import ALL
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
-from octavo.scaling.recipe import Cast, RoleCasts
+from octavo.scaling.recipe import Cast
+from octavo.tensor.pair import Operands
 from octavo.tensor.received_rows import ReceivedRows
 
 
@@ -44,13 +46,18 @@ class Exchange(NamedTuple):
     rank: int
     exact: bool = False
 
+    def part(self, each: int) -> slice:
+        """The numbers of this rank's experts, of so many a rank."""
+        return slice(self.rank * each, (self.rank + 1) * each)
+
 
 class Sending(NamedTuple):
-    """How rows are cast to be sent: by no cast in high precision. ``state``: of the module that is to read them."""
+    """How rows are cast to be sent: by no cast in high precision; state and tap of the module that is to read them."""
 
     cast: Cast | None
     role: int
     state: State | None
+    tap: Tap | None
 
 
 class Journey(NamedTuple):
@@ -75,18 +82,7 @@ class Journey(NamedTuple):
     @property
     def own(self) -> slice:
         """The numbers of this rank's experts."""
-        each = len(self.sizes) // self.exchange.size
-        return slice(self.exchange.rank * each, (self.exchange.rank + 1) * each)
-
-
-def cast_to_send(casts: RoleCasts, as_is: bool, transposed: bool, exact: bool = False) -> Cast | None:
-    """The cast that serves the layouts of a role that products read; None: rows are sent in high precision."""
-    cast, second = casts.as_is, casts.transposed if transposed else None
-    if cast is None or not (as_is or transposed) or (transposed and second is None):
-        return None
-    if second is not None and not casts.once and (exact or cast.is_delayed or second.is_delayed):
-        return None  # a history needs the amax of what was never rounded
-    return cast if cast.tile == (ALL, ALL) or cast.tile[0] == 1 else None
+        return self.exchange.part(len(self.sizes) // self.exchange.size)
 
 
 def dispatch(rows: Tensor, offsets: Tensor, exchange: Exchange, sending: Sending) -> tuple[Tensor, Journey]:
@@ -104,9 +100,9 @@ def dispatch(rows: Tensor, offsets: Tensor, exchange: Exchange, sending: Sending
         known.append(_amax_of_groups(rows.detach(), offsets).view(torch.int32))
     every = _all_gather(torch.cat(known), exchange)  # [ranks, E + 1, or 2 E + 1]
     sizes: list[list[int]] = every[:, : experts + 1].tolist()
-    for rank, (*of_experts, count) in enumerate(sizes):
-        if sum(of_experts) != count:
-            raise ValueError(f"rank {rank} has {count} rows, of which {sum(of_experts)} are of the {experts} experts")
+    for rank, (*of_experts, total) in enumerate(sizes):
+        if sum(of_experts) != total:
+            raise ValueError(f"rank {rank} has {total} rows, of which {sum(of_experts)} are of the {experts} experts")
     by_rank = [[sum(row) for row in _split(of_experts, exchange.size)] for *of_experts, _ in sizes]
     each = experts // exchange.size
     here = every[:, exchange.rank * each : (exchange.rank + 1) * each].flatten()
@@ -163,11 +159,13 @@ def _send(rows: Tensor, journey: Journey, sending: Sending, amax: Tensor | None)
         q, _, scale_inv, _ = kernels.grouped_cast(
             rows, journey.offsets, None, sending.role, *cast.arguments, True, False, 1
         )
-        message = torch.cat([q.view(torch.uint8), _as_bytes(scale_inv, cast)], 1)
+        of_all, message = scale_inv, torch.cat([q.view(torch.uint8), _as_bytes(scale_inv, cast)], 1)
     else:
-        q, scale_inv = _cast_by_group(rows, journey, sending, amax)
-        message, scale_inv = q.view(torch.uint8), scale_inv[journey.own]
+        q, of_all = _cast_by_group(rows, journey, sending, amax)
+        message, scale_inv = q.view(torch.uint8), of_all[journey.own]
         largest_amax = amax.amax().view(1, 1) if cast.is_delayed else None
+    if sending.tap is not None:
+        count(sending.tap, sending.role, rows, Operands((q, of_all)), journey.offsets)
     received = _all_to_all(message, journey.sent, journey.received, journey.exchange)
     if amax is None:
         scale_inv = _from_bytes(received[:, columns:][order], cast)

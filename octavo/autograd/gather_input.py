@@ -1,48 +1,67 @@
-"""The input of products gathered in FP8: each rank casts its tokens, and codes and scales are what is sent.
+"""Tokens that lie on the ranks of a tensor-parallel group, gathered in FP8 where products read them, and summed there.
+
+    gather_input      the input of a layer forward; backward the sums of its gradient, each rank's tokens to their rank
+    gather_norm       the same of a norm, which reads this rank's tokens; backward is its caller's
+    scatter_output    the mirror image: sums of an output forward, the gathered gradient of it backward
+
+Each rank casts its tokens, and codes and scales are what is sent:
 
     per tensor     one collective of 4 bytes finds the largest amax first, under Delayed too, where a first step has no
-                   scale. The codes serve both products; nothing is sent in backward
-    rows, blocks   each token's scales are sent beside its codes. grad_weight reads the input transposed, scaled along
-                   the tokens: cast and gathered in backward, of what forward kept, this rank's tokens. Columns (PerRow
-                   transposed) first agree on the largest amax of each, 4 bytes a feature
+                   scale. The codes serve both products that read them
+    rows, blocks   each token's scales are sent beside its codes. grad_weight reads along the tokens, in another
+                   scaling, and that is cast from the values of the codes that were gathered
+    exact          the same, but what grad_weight reads is cast from high precision: of an input in backward, of this
+                   rank's tokens, which forward kept, and gathered then. Columns (PerRow transposed) first agree on the
+                   largest amax of each, 4 bytes a feature. Gradients are gathered in their dtype
 
-Backward adds and scatters the gradient of the whole input in its own dtype.
+Sums are in the tensor's dtype, or as ``wire.reduce`` makes them.
 
-Legend: x [..., s, K] this rank's tokens, of S along dimension ``wire.dim``; T all tokens. R rows of this rank.
+Legend: x [..., s, K] this rank's tokens, of S. T all tokens, R rows of this rank; a suffix gives the layout.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from octavo import kernels
-from octavo.autograd.casts import INPUT, Pair, State
-from octavo.autograd.shared_scales import largest
+from octavo.autograd.casts import GRAD_OUTPUT, INPUT, Norm, Pair, State, cast_role, cast_to_send
+from octavo.autograd.shared_scales import largest, summed
+from octavo.autograd.tap import Tap, count
 from octavo.granularity import ALL
 from octavo.kernels.layouts import contraction_multiple, needs_transposed_codes
 from octavo.kernels.reference.cast import transposed, with_padding
 from octavo.numerics import scale_from_amax
 from octavo.scaling.recipe import Cast, Recipe
-from octavo.tensor.gathered_input import GatheredInput, Wire
+from octavo.tensor.gathered_input import GatheredGradient, GatheredInput, Wire
+from octavo.tensor.pair import Operands
 
 
-def why_not_gathered(recipe: Recipe, tokens: int) -> str | None:
-    """Why an input, of which each rank has so many consecutive tokens, can't be sent as pairs; or None."""
-    casts = recipe.input_casts
-    if casts.as_is is None or casts.transposed is None:
-        return "a product reads it in high precision"
-    if casts.once and casts.as_is.tile == (ALL, ALL):
-        return None
-    if casts.as_is.tile[0] != 1 or casts.transposed.tile[0] != 1:
-        return "its two layouts are scaled neither per tensor nor by rows"
+class Reader(NamedTuple):
+    """Who reads what is gathered: a recipe's products, with delayed state; ``needs_dw``: grad_weight among them.
+
+    ``taps``: where the cast is counted, of each rank's own tokens.
+    """
+
+    recipe: Recipe
+    state: State | None
+    needs_dw: bool
+    taps: Sequence[Tap] = ()
+
+
+def can_gather(reader: Reader, role: int, tokens: int, exact: bool) -> bool:
+    """Whether a role, of which each rank has so many consecutive tokens, can be sent as pairs."""
+    casts = reader.recipe.casts[role]
+    if not (exact and reader.needs_dw) or casts.once or role == GRAD_OUTPUT:
+        return cast_to_send(casts, True, reader.needs_dw, exact) is not None
+    if casts.as_is is None or casts.transposed is None or casts.as_is.tile[0] != 1 or casts.transposed.tile[0] != 1:
+        return False
     block = casts.transposed.tile[1]
-    if block != ALL and tokens % block:
-        return f"blocks of {block} tokens reach over several ranks"
-    return None
+    return block == ALL or tokens % block == 0
 
 
 def arguments_of(recipe: Recipe) -> tuple[Any, ...]:
@@ -50,95 +69,184 @@ def arguments_of(recipe: Recipe) -> tuple[Any, ...]:
     return tuple(None if cast is None else (cast.is_delayed, *cast.arguments) for cast in recipe.input_casts[:2])
 
 
-def _rows(x: Tensor, wire: Wire) -> tuple[Tensor, int]:
-    """This rank's x [..., s, K] as rows [R, K], and how many runs of consecutive tokens they are."""
-    runs = math.prod(x.shape[: wire.dim])
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), runs
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def _gathered(x: Tensor, runs: int, wire: Wire) -> Tensor:
-    """All ranks' x [R, .], a rank's rows one after the other in each of the runs that R is made of: [T, .]."""
+def _gathered(x: Tensor, wire: Wire) -> Tensor:
+    """All ranks' x [R, .], in the order of the tokens of each sequence: [T, .]."""
     functional = torch.ops._c10d_functional
     own = (x.view(torch.uint8) if x.itemsize == 1 else x).contiguous()
     whole: Tensor = functional.wait_tensor(functional.all_gather_into_tensor(own, wire.ranks, wire.group))
-    if runs != 1:
-        whole = whole.view(wire.ranks, runs, -1, x.shape[1]).transpose(0, 1).reshape(-1, x.shape[1])
+    if wire.runs > 1:
+        length = x.shape[0] // wire.runs
+        whole = whole.view(wire.ranks, wire.runs, length, x.shape[1]).transpose(0, 1).flatten(0, 2)
     return whole.view(x.dtype) if x.itemsize == 1 else whole
 
 
-def _gathered_scales(scale_inv: Tensor, cast: Cast, runs: int, wire: Wire) -> Tensor:
+def scattered(x_TC: Tensor, wire: Wire) -> Tensor:
+    """This rank's rows [R, C] of the sum over ranks of x."""
+    functional = torch.ops._c10d_functional
+    if wire.runs > 1:  # parts one after the other
+        length = x_TC.shape[0] // (wire.runs * wire.ranks)
+        x_TC = x_TC.view(wire.runs, wire.ranks, length, x_TC.shape[1]).transpose(0, 1).flatten(0, 2)
+    if wire.reduce is not None:
+        return wire.reduce(x_TC.contiguous(), wire.group)
+    found = functional.reduce_scatter_tensor(x_TC.contiguous(), "sum", wire.ranks, wire.group)
+    return functional.wait_tensor(found)
+
+
+def _gathered_scales(scale_inv: Tensor, cast: Cast, wire: Wire) -> Tensor:
     """All ranks' scales of rows [R, .], powers of two as E8M0, which is exact."""
     if not cast.power_of_two:
-        return _gathered(scale_inv, runs, wire)
-    return _gathered(scale_inv.to(torch.float8_e8m0fnu), runs, wire).to(torch.float32)
+        return _gathered(scale_inv, wire)
+    return _gathered(scale_inv.to(torch.float8_e8m0fnu), wire).to(torch.float32)
 
 
-def _gather(x: Tensor, recipe: Recipe, state: State | None, wire: Wire) -> GatheredInput:
-    casts, (rows, runs), scale, amax = recipe.input_casts, _rows(x, wire), None, None
+def _scale_of_all(amax: Tensor, cast: Cast, state: State | None, wire: Wire) -> tuple[Tensor, Tensor]:
+    """(the scales [3] of which a per-tensor cast reads its role's, the amax [1, 1]) of all ranks' rows."""
+    amax = largest(amax, wire.group)
+    scale = scale_from_amax(amax.view(1), cast.format.max, cast.power_of_two, cast.margin).expand(3)
+    if cast.is_delayed and state is not None:
+        scale = torch.where(state.scale > 0, state.scale, scale)
+    return scale.contiguous(), amax
+
+
+def _operands(pair: Pair, amax: Tensor | None, reader: Reader, role: int, wire: Wire) -> Operands:
+    """Of all rows, from the pair of this rank's, unpadded, and what per tensor is the amax of all."""
+    (recipe, _, needs_dw, _), (q, scale_inv) = reader, pair
+    casts = recipe.casts[role]
     cast = casts.as_is
     assert cast is not None
-    if casts.once:
-        amax = largest(kernels.amax(rows, cast.tile), wire.group)
-        scale = scale_from_amax(amax.view(1), cast.format.max, cast.power_of_two, cast.margin).expand(3)
-        if cast.is_delayed and state is not None:
-            scale = torch.where(state.scale > 0, state.scale, scale)
-        scale = scale.contiguous()
-    q, _, scale_inv, *_ = kernels.cast(rows, scale, INPUT, *cast.arguments)
-    q, pad = _gathered(q, runs, wire), contraction_multiple(x.device) if recipe.pads else 1
-    tensors: dict[str, Tensor | None] = {"qdata": with_padding(q, pad), "scale_inv": scale_inv}
-    if casts.once:
-        laid = with_padding(transposed(q), pad) if needs_transposed_codes(x.device) else q.t()
-        tensors |= {"transposed_qdata": laid, "transposed_scale_inv": scale_inv}
-        tensors["found_amax"] = amax if cast.is_delayed else None
-    else:
-        found = _gathered_scales(scale_inv, cast, runs, wire)
-        # with the strides that products want, see kernels/signatures.py
-        tensors |= {"scale_inv": found.t().contiguous().t() if cast.tile == (1, 128) else found, "shard": x}
-    shape = (*x.shape[: wire.dim], x.shape[wire.dim] * wire.ranks, *x.shape[wire.dim + 1 :])
-    return GatheredInput(tensors, shape, x.dtype, arguments_of(recipe), wire)
+    q, pad = _gathered(q, wire), contraction_multiple(q.device) if recipe.pads else 1
+    if cast.tile != (ALL, ALL):
+        scale_inv = _gathered_scales(scale_inv, cast, wire)
+    laid: Pair | None = None
+    if needs_dw and casts.once:
+        laid = with_padding(transposed(q), pad) if needs_transposed_codes(q.device) else q.t(), scale_inv
+    elif needs_dw and not wire.exact:
+        values = kernels.dequantize(q, scale_inv, cast.tile, torch.float32)
+        laid = cast_role(values, recipe, role, False, True, None).transposed
+    # with the strides that products want, see kernels/signatures.py
+    scale_inv = scale_inv.t().contiguous().t() if cast.tile == (1, 128) else scale_inv
+    return Operands((with_padding(q, pad), scale_inv), laid, amax if cast.is_delayed else None)
 
 
-def gathered_transposed(x: Tensor, recipe: Recipe, wire: Wire) -> Pair:
-    """The pair of the whole input transposed [K, T], in backward, of this rank's x [..., s, K]."""
-    if wire.memo:
+def _gather(rows: Tensor, reader: Reader, role: int, wire: Wire) -> Operands:
+    cast, scale, amax = reader.recipe.casts[role].as_is, None, None
+    assert cast is not None
+    if cast.tile == (ALL, ALL):
+        scale, amax = _scale_of_all(kernels.amax(rows, cast.tile), cast, reader.state, wire)
+    q, _, scale_inv, *_ = kernels.cast(rows, scale, role, *cast.arguments)
+    for tap in reader.taps:
+        count(tap, role, rows, Operands((q, scale_inv)))
+    return _operands((q, scale_inv), amax, reader, role, wire)
+
+
+def gather_norm(
+    x_RK: Tensor,
+    gamma: Tensor,
+    beta: Tensor | None,
+    norm: Norm,
+    recipe: Recipe,
+    needs_dw: bool,
+    state: State | None,
+    keep: bool,
+    wire: Wire,
+) -> tuple[Operands, Tensor | None, Tensor, Tensor]:
+    """``cast_norm`` of this rank's rows, and the pairs of all rows gathered.
+
+    Returns:
+        the pairs of all rows [T, K]; of this rank's the norm's output, if backward gathers it transposed or it is to be
+        kept, and their mean and rstd.
+    """
+    casts, scale, amax = recipe.input_casts, None, None
+    cast, source = casts.as_is, (x_RK, gamma, beta, *norm)
+    assert cast is not None
+    if cast.tile == (ALL, ALL):  # the norm is computed twice, and not written in between
+        own = kernels.norm_cast(*source, None, INPUT, *cast.arguments, False)[3]
+        scale, amax = _scale_of_all(own, cast, state, wire)
+    keep = keep or (needs_dw and wire.exact and not casts.once)
+    q, _, scale_inv, _, mean, rstd, y = kernels.norm_cast(*source, scale, INPUT, *cast.arguments, False, 1, keep)
+    reader = Reader(recipe, state, needs_dw)
+    return _operands((q, scale_inv), amax, reader, INPUT, wire), y if keep else None, mean, rstd
+
+
+def gathered_transposed(x_RK: Tensor, recipe: Recipe, wire: Wire, tap: Tap | None = None) -> Pair:
+    """The pair of the whole input transposed [K, T], in backward, of this rank's rows.
+
+    ``tap``: where its cast is counted; for that each reader casts anew what the first has gathered for all.
+    """
+    if wire.memo and tap is None:
         return wire.memo[0]
-    cast, (rows, runs) = recipe.input_casts.transposed, _rows(x, wire)
+    cast, rows = recipe.input_casts.transposed, x_RK
     assert cast is not None
     own = len(rows)
     if by_column := cast.tile[1] == ALL:  # a row more, of all ranks' amax, makes the scales those of whole columns
         columns = largest(kernels.amax(rows, (ALL, 1)), wire.group)
-        rows = torch.cat([rows, columns.view(1, -1).to(x.dtype)])
+        rows = torch.cat([rows, columns.view(1, -1).to(rows.dtype)])
     q, _, scale_inv, *_ = kernels.cast(rows, None, INPUT, *cast.arguments_transposed)
-    scale_inv = scale_inv if by_column else _gathered_scales(scale_inv, cast, runs, wire)  # [1, K] or [blocks, K]
-    q = transposed(_gathered(q[:own], runs, wire))
-    pair = with_padding(q, contraction_multiple(x.device) if recipe.pads else 1), scale_inv.t()
+    if tap is not None:
+        count(tap, INPUT, rows[:own], Operands(None, (q[:own].t(), scale_inv.t())))
+        if wire.memo:
+            return wire.memo[0]
+    scale_inv = scale_inv if by_column else _gathered_scales(scale_inv, cast, wire)  # [1, K] or [blocks, K]
+    q = transposed(_gathered(q[:own], wire))
+    pair = with_padding(q, contraction_multiple(q.device) if recipe.pads else 1), scale_inv.t()
     if wire.memo is not None:
         wire.memo.append(pair)
     return pair
 
 
-class _GatherInput(torch.autograd.Function):
-    """Codes and scales forward, sums of gradients backward."""
+class _Carrier(torch.autograd.Function):
+    """The whole input's shape, without memory; backward the sums of its gradient are scattered."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, recipe: Recipe, state: State | None, wire: Wire) -> GatheredInput:
-        ctx.wire = wire
-        return _gather(x, recipe, state, wire)
+    def forward(ctx: Any, x: Tensor, dim: int, wire: Wire) -> Tensor:
+        ctx.wire, ctx.shape = wire, x.shape
+        return x.new_zeros(()).expand(*x.shape[:dim], x.shape[dim] * wire.ranks, *x.shape[dim + 1 :])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        wire, functional = ctx.wire, torch.ops._c10d_functional
-        grad = grads[0]
-        if wire.dim != 0:
-            grad = torch.cat(grad.chunk(wire.ranks, wire.dim))
-        scattered = functional.reduce_scatter_tensor(grad.contiguous(), "sum", wire.ranks, wire.group)
-        return functional.wait_tensor(scattered), None, None, None
+        return scattered(_rows(grads[0]), ctx.wire).view(ctx.shape), None, None
 
 
-def gather_input(x: Tensor, recipe: Recipe, state: State | None, wire: Wire) -> GatheredInput:
+class _ScatterOutput(torch.autograd.Function):
+    """Sums forward; the gradient's codes and scales backward, or where there is no reader itself."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, dim: int, reader: Reader | None, wire: Wire, needs_db: bool) -> Tensor:
+        ctx.how, ctx.shape = (reader, wire, needs_db), y.shape
+        return scattered(_rows(y), wire).view(*y.shape[:dim], y.shape[dim] // wire.ranks, *y.shape[dim + 1 :])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (reader, wire, needs_db), rows = ctx.how, _rows(grads[0])
+        if reader is None:
+            return _gathered(rows, wire).view(ctx.shape), None, None, None, None
+        operands = _gather(rows, reader, GRAD_OUTPUT, wire)
+        if needs_db:
+            sums = summed(rows.sum(0, dtype=torch.float32), wire.group).to(rows.dtype)
+            operands = operands._replace(column_sum=sums)
+        return GatheredGradient(operands, ctx.shape, rows.dtype), None, None, None, None
+
+
+def gather_input(x: Tensor, dim: int, reader: Reader, wire: Wire) -> GatheredInput:
     """The whole input, of this rank's tokens x [..., s, K], bf16, fp16 or fp32; every rank of the group calls it.
 
-    ``recipe``: one for which ``why_not_gathered`` has no answer.
+    ``dim`` is that of the tokens, ``reader`` one that ``can_gather`` it.
     """
-    found: GatheredInput = _GatherInput.apply(x, recipe, state, wire)
+    rows = _rows(x.detach())
+    operands = _gather(rows, reader, INPUT, wire)
+    shard = rows if reader.needs_dw and wire.exact and operands.transposed is None else None
+    return GatheredInput(_Carrier.apply(x, dim, wire), operands, shard, arguments_of(reader.recipe), wire)
+
+
+def scatter_output(y: Tensor, dim: int, reader: Reader | None, wire: Wire, needs_db: bool) -> Tensor:
+    """This rank's tokens [..., s, N] of the sum over ranks of y [..., S, N], bf16, fp16 or fp32.
+
+    ``dim`` is that of the tokens. ``reader``: of the gradient, if it ``can_gather`` it; None: it is gathered in its
+    dtype. ``needs_db``: whether it also gives a bias's gradient.
+    """
+    found: Tensor = _ScatterOutput.apply(y, dim, reader, wire, needs_db)
     return found

@@ -25,7 +25,14 @@ from torch.nn import functional as F
 from octavo import kernels
 from octavo.autograd.casts import GRAD_OUTPUT, INPUT, Activation, Pair, State, cast_grad_output, cast_role
 from octavo.autograd.gather_input import gathered_transposed
-from octavo.autograd.grouped import group_sums, grouped_linear, grouped_mm, scales_of_rows
+from octavo.autograd.grouped import (
+    group_of_rows,
+    group_sums,
+    grouped_linear,
+    grouped_mm,
+    padded_ends,
+    scales_of_rows,
+)
 from octavo.autograd.shared_scales import Parts
 from octavo.autograd.tap import Tap, Watch, count
 from octavo.errors import HigherOrderGradientError
@@ -41,9 +48,8 @@ class Layer(NamedTuple):
     """What a linear layer brings to its products, besides weight and bias themselves.
 
     ``weight`` is the weight's operands; ``training``: whether backward commits the delayed state; ``tap``: where casts
-    are counted in a step that is recorded; ``watch``: where faults are noted, neither of rows in groups; ``offsets``:
-    where those end; ``parts``: how roles lie on the ranks of a tensor-parallel group; ``wire``: how the input came from
-    them.
+    are counted in a step that is recorded; ``watch``: where faults are noted; ``offsets``: where groups of rows end;
+    ``parts``: how roles lie on the ranks of a tensor-parallel group; ``wire``: how the input came from them.
     """
 
     weight: Operands
@@ -96,7 +102,7 @@ def output(
     if layer.watch is not None:
         operand, scale_inv = x.as_is or (x_TK, None)
         assert operand is not None
-        layer.watch.input.look(y_TN, operand, scale_inv, x.amax)
+        layer.watch.input.look(y_TN, operand, scale_inv, x.amax, layer.offsets)
     return y_TN
 
 
@@ -105,8 +111,9 @@ def to_save(
 ) -> tuple[Tensor | None, ...]:
     """What backward needs of a layer: SAVED tensors."""
     recipe, weight = layer.recipe, layer.weight
+    reads_x = recipe.grad_weight is None or (layer.wire is not None and x.transposed is None)
     return (
-        x_TK if needs_dw and (recipe.grad_weight is None or layer.wire is not None) else None,
+        x_TK if needs_dw and reads_x else None,
         *packed(x.transposed if needs_dw else None, recipe.input_casts.transposed),
         weight_NK if needs_dx and recipe.grad_input is None else None,
         *packed(weight.transposed if needs_dx else None, recipe.weight_casts.transposed, weight.refilled),
@@ -154,8 +161,8 @@ def cast_gradient(
     how = activation, offsets, plan.parts
     g = cast_grad_output(grad_TN, recipe, needs_dx, needs_dw, plan.state, amax, needs_db, *how)
     if plan.tap is not None:
-        rounded = unrounded(grad_TN, None, *activation) if activation else grad_TN
-        count(plan.tap.grad_output, rounded, g, recipe.grad_output_casts)
+        rounded = unrounded(grad_TN, offsets, *activation) if activation else grad_TN
+        count(plan.tap, GRAD_OUTPUT, rounded, g, offsets)
     products = (needs_dx and recipe.grad_input is None) or (needs_dw and recipe.grad_weight is None)
     if not products and (not needs_db or g.column_sum is not None):
         return g, None
@@ -196,7 +203,7 @@ def gradients(
         else:
             assert as_is is not None and w_q is not None and w_scale_inv is not None
             dx_TK = _matmul(recipe, "grad_input", as_is, (w_q, w_scale_inv.to(torch.float32)), None, dtype, offsets)
-        _look(plan, dx_TK, as_is, grad_TN)
+        _look(plan, dx_TK, as_is, grad_TN, offsets)
     as_is = None
     if needs_dw:
         if recipe.grad_weight is None:
@@ -204,12 +211,14 @@ def gradients(
             dw_NK = _mm(grad_TN.t(), x_TK, offsets).to(weight_dtype)
         else:
             if x_TK is not None and plan.wire is not None:
-                x_q, x_scale_inv = gathered_transposed(x_TK, recipe, plan.wire)
+                x_q, x_scale_inv = gathered_transposed(x_TK, recipe, plan.wire, plan.tap)
             assert transposed is not None and x_q is not None and x_scale_inv is not None
             x = x_q, x_scale_inv.to(torch.float32)
             dw_NK = _matmul(recipe, "grad_weight", transposed, x, None, dtype, offsets).to(weight_dtype)
-        if not needs_dx:
-            _look(plan, dw_NK, transposed, None if grad_TN is None else grad_TN.t())
+        if not needs_dx and offsets is not None:
+            _look_by_group(plan, dw_NK, transposed, grad_TN, offsets)
+        elif not needs_dx:
+            _look(plan, dw_NK, transposed, None if grad_TN is None else grad_TN.t(), None)
     if needs_db:
         if column_sum is None:
             assert grad_TN is not None
@@ -218,14 +227,28 @@ def gradients(
     return dx_TK, dw_NK, db_N
 
 
-def _look(plan: Plan, gradient: Tensor, pair: Pair | None, grad: Tensor | None) -> None:
+def _look(plan: Plan, gradient: Tensor, pair: Pair | None, grad: Tensor | None, offsets: Tensor | None) -> None:
     """Note what a gradient says of the pair, or the tensor, of grad_output that it was computed from."""
     if plan.watch is None:
         return
     operand, scale_inv = (grad, None) if pair is None else pair
     assert operand is not None
     amax = plan.state.amax_history[GRAD_OUTPUT, :1] if plan.state is not None and plan.commits else None
-    plan.watch.grad_output.look(gradient, operand, scale_inv, amax)
+    plan.watch.grad_output.look(gradient, operand, scale_inv, amax, offsets)
+
+
+def _look_by_group(plan: Plan, dw_GNK: Tensor, pair: Pair | None, grad: Tensor | None, offsets: Tensor) -> None:
+    """The same by grad_weight, of which a fault in any row is in a row of its group: all rows of that are looked at."""
+    if plan.watch is None:
+        return
+    operand, pad = grad, 1
+    if pair is not None:
+        operand, pad = pair[0].t(), contraction_multiple(offsets.device) if plan.recipe.pads else 1
+        pair = operand, pair[1].t()
+    assert operand is not None
+    ends = padded_ends(offsets, pad)
+    group = group_of_rows(ends, operand.shape[0]).clamp(max=offsets.shape[0] - 1)
+    _look(plan, dw_GNK[..., 0].sum(-1)[group].unsqueeze(1), pair, operand, ends)
 
 
 def refuse_second_derivatives() -> None:
@@ -262,10 +285,12 @@ def _mm(a: Tensor, b: Tensor, offsets: Tensor | None) -> Tensor:
     return torch.mm(a, b) if offsets is None else grouped_mm(a, b, offsets)
 
 
-def _operands(x_TK: Tensor, layer: Layer, needs_dw: bool) -> tuple[Tensor | None, Operands]:
+def _operands(
+    x_TK: Tensor, layer: Layer, gathered: GatheredInput | None, needs_dw: bool
+) -> tuple[Tensor | None, Operands]:
     """(the input to read in high precision, its pairs); of a gathered one: what this rank had of it."""
-    if isinstance(x_TK, GatheredInput):
-        return x_TK.shard, x_TK.operands()
+    if gathered is not None:
+        return gathered.shard, gathered.operands
     how = layer.state, False, (), layer.offsets, layer.parts
     return x_TK, cast_role(x_TK, layer.recipe, INPUT, True, needs_dw, *how)
 
@@ -274,12 +299,19 @@ class _Linear(torch.autograd.Function):
     """y = x . W^T + b with a recipe's products."""
 
     @staticmethod
-    def forward(ctx: Any, x_TK: Tensor, weight_NK: Tensor, bias: Tensor | None, layer: Layer) -> Tensor:
+    def forward(
+        ctx: Any,
+        x_TK: Tensor,
+        weight_NK: Tensor,
+        bias: Tensor | None,
+        layer: Layer,
+        gathered: GatheredInput | None,
+    ) -> Tensor:
         needs_dx, needs_dw, _ = ctx.needs_input_grad[:3]
-        own, x = _operands(x_TK, layer, needs_dw)
-        if layer.tap is not None and own is x_TK:
-            count(layer.tap.input, x_TK, x, layer.recipe.input_casts)
-        ctx.plan, ctx.shape = plan_of(layer, x_TK.dtype, weight_NK, bias), x_TK.shape
+        own, x = _operands(x_TK, layer, gathered, needs_dw)
+        if layer.tap is not None and gathered is None:
+            count(layer.tap, INPUT, x_TK, x, layer.offsets)
+        ctx.plan = plan_of(layer, x_TK.dtype, weight_NK, bias)
         ctx.save_for_backward(*to_save(own, x, weight_NK, layer, needs_dx, needs_dw))
         return output(own, x, weight_NK, bias, layer, x_TK.dtype)
 
@@ -287,23 +319,23 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
         arguments = ctx.saved_tensors, ctx.plan, ctx.needs_input_grad[:3]
-        dx_TK, *others = gradients(cast_gradient(grads[0], *arguments), *arguments)
-        return dx_TK if dx_TK is None else dx_TK.view(ctx.shape), *others, None
+        return *gradients(cast_gradient(grads[0], *arguments), *arguments), None, None
 
 
-def linear(x: Tensor, weight_NK: Tensor, bias: Tensor | None, layer: Layer) -> Tensor:
+def linear(x: Tensor | GatheredInput, weight_NK: Tensor, bias: Tensor | None, layer: Layer) -> Tensor:
     """y [..., N] = x [..., K] . weight^T + bias, in the dtype of x; the recipe has at least one product in FP8.
 
     Gradients flow to ``weight_NK`` itself, whose operands the layer has. All are bf16, fp16 or fp32.
     """
-    gathered = isinstance(x, GatheredInput)
-    x_TK = x if gathered else as_rows(x)
-    if gathered:
-        layer = layer._replace(wire=x.wire)  # type: ignore[attr-defined]
+    gathered = x if isinstance(x, GatheredInput) else None
+    if gathered is not None:
+        x, layer = gathered.carrier, layer._replace(wire=gathered.wire)
+    assert isinstance(x, Tensor)
+    x_TK = as_rows(x)
     if torch.is_grad_enabled() and (x.requires_grad or weight_NK.requires_grad or requires_grad(bias)):
-        y_TN = _Linear.apply(x_TK, weight_NK, bias, layer)
+        y_TN = _Linear.apply(x_TK, weight_NK, bias, layer, gathered)
     else:
-        y_TN = output(*_operands(x_TK, layer, False), weight_NK, bias, layer, x_TK.dtype)
+        y_TN = output(*_operands(x_TK, layer, gathered, False), weight_NK, bias, layer, x_TK.dtype)
     return y_TN if x.ndim == 2 else y_TN.view(*x.shape[:-1], weight_NK.shape[0])
 
 

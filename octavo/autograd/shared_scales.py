@@ -3,7 +3,8 @@
 A scale per tensor is that of the whole tensor, so that its codes are those that one rank would write. Rows and blocks
 have the scales of what each rank has of them, and nothing is agreed on. Under Dynamic one collective of 4 bytes finds
 the largest amax before the cast. Under Delayed the scale is there already, the same on all ranks, and one of 12 bytes
-in backward makes the amax that is rolled that of the whole tensors.
+in backward makes the amax that is rolled that of the whole tensors; where there is no history yet, it is as under
+Dynamic.
 """
 
 from __future__ import annotations
@@ -21,16 +22,29 @@ from octavo.scaling.recipe import Cast
 
 
 class Parts(NamedTuple):
-    """How a layer's roles lie on the ranks of the process group of this name: ``roles`` in parts, or whole on each."""
+    """How a layer's roles lie on the ranks of the process group of this name: ``roles`` in parts, or whole on each.
+
+    ``begins``: whether delayed scales may not be there yet, on all of these ranks alike.
+    """
 
     group: str
     roles: tuple[bool, bool, bool]
+    begins: bool = False
 
 
 def largest(values: Tensor, group: str) -> Tensor:
     """The largest of each of ``values`` over the ranks of a group: a collective, in compiled graphs too."""
+    return _reduced(values, "max", group)
+
+
+def summed(values: Tensor, group: str) -> Tensor:
+    """The sum of each of ``values`` over the ranks of a group, in their own dtype."""
+    return _reduced(values, "sum", group)
+
+
+def _reduced(values: Tensor, how: str, group: str) -> Tensor:
     functional = torch.ops._c10d_functional
-    found: Tensor = functional.wait_tensor(functional.all_reduce(values, "max", group))
+    found: Tensor = functional.wait_tensor(functional.all_reduce(values, how, group))
     return found
 
 

@@ -57,6 +57,10 @@ class Reader(dcp.FileSystemReader):
         except Exception as error:  # whatever a damaged file makes pickle raise
             raise CheckpointError(f"{path} is damaged ({reason_of(error)}): load another checkpoint") from error
 
+    def size(self, name: str) -> torch.Size:
+        """A saved tensor's; of anything else none."""
+        return getattr(self._metadata.state_dict_metadata.get(name), "size", torch.Size())
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
         return self._metadata
 

@@ -2,7 +2,10 @@
 
     ColwiseParallel       gathers an input that is sharded by tokens as codes and scales
     PrepareModuleInput    gathers it once for all layers of a module that read it (query, key and value)
-    RowwiseParallel, SequenceParallel    as torch's
+    RowwiseParallel       gathers the gradient of an output that it has scattered by tokens so
+    SequenceParallel      torch's
+
+They leave a fused module fused whose parts they shard.
 
 For ``torch.distributed.tensor.parallel.parallelize_module``, with torch's arguments. What a recipe sends is in
 docs/tensor-parallel.md; where an input can't be sent as pairs it is gathered as by torch's styles.
@@ -11,53 +14,98 @@ docs/tensor-parallel.md; where an input can't be sent as pairs it is gathered as
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor import parallel as torch_parallel
 
+from octavo.autograd.gather_input import scatter_output
+from octavo.distributed.fp8_reduce import Fp8ReduceScatter, Fp8Reduction
 from octavo.nn.linear import Linear
 from octavo.nn.parted_linear import part
 from octavo.nn.recipe_module import RecipeModule
-from octavo.nn.tensor_parallel import gathered_for
+from octavo.nn.tensor_parallel import SENDS, STYLE, Sending, Style, gathered_for
 from octavo.tensor.gathered_input import GatheredInput
+from octavo.tensor.stored_shards import why_not_cut
 from octavo.tensor.stored_weight import StoredWeight
 
-SequenceParallel = torch_parallel.SequenceParallel
-"""torch's, as it is: for norms and dropout, which read this rank's tokens alone."""
-
-_READS = "_reads_gathered_input"  # on a layer under ColwiseParallel
 _SHARDED = "_octavo_sharded"  # on a parameter: how it was sharded, and what it became, for modules that share it
 
 
-def _in_fp8(readers: list[RecipeModule], input: Any) -> GatheredInput | None:
+def _summed_in_fp8(reduction: Fp8Reduction, parts: Tensor, group: str) -> Tensor:
+    """This rank's part of the sum over the ranks of a process group, of all parts along dimension 0."""
+    ranks: Any = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+    own = parts.new_empty(parts.shape[0] // dist.get_world_size(ranks), *parts.shape[1:])
+    Fp8ReduceScatter(reduction)(own.view(-1), parts.view(-1), ranks, dist.ReduceOp.SUM)
+    return own
+
+
+def _sending(exact: bool, reduction: Fp8Reduction | None, layouts: Any, name: str, output: Any = None) -> Sending:
+    """A style's, of the placements that its argument of this name says; ``output``: see there."""
+    if reduction is None:
+        return Sending(exact, None, _scatter, output)
+    if reduction.error_feedback or (reduction.stochastic and output is not None):
+        raise ValueError(
+            "activations and their gradients are other ones in each step, and outputs are computed again by activation "
+            "checkpointing: give a reduction without error feedback, and for outputs one that rounds to nearest"
+        )
+    if not any(isinstance(layout, Shard) for layout in layouts or ()):
+        raise ValueError(
+            f"reduction={reduction!r} makes sums that are scattered by tokens, but {name}={layouts}: give Shard(d)"
+        )
+    return Sending(exact, functools.partial(_summed_in_fp8, reduction), _scatter, output)
+
+
+def _in_fp8(readers: list[RecipeModule], input: Any, sending: Sending) -> GatheredInput | None:
     """A DTensor gathered for these layers in FP8, if it is sharded by tokens and they can take it so."""
     (placement,), last = input.placements, input.ndim - 1
     if not readers or type(placement) is not Shard or placement.dim % input.ndim == last:
         return None
-    return _gathered(readers, input, None if torch.compiler.is_compiling() else [])
+    compiling = torch.compiler.is_compiling()
+    gather = _gathered if compiling and sending.reduce is not None else gathered_for
+    return gather(readers, input, sending, None if compiling else [])
 
 
-# dynamo would trace its backward with gradients that are facades too, as no real ones are
-@torch.compiler.disable
-def _gathered(readers: list[RecipeModule], input: Any, memo: list[Any] | None) -> GatheredInput | None:
-    return gathered_for(readers, input, memo)
+# sums in FP8, and facades for gradients, are no part of compiled graphs
+_gathered = torch.compiler.disable(gathered_for)
+_scatter = torch.compiler.disable(scatter_output)
+
+
+def _hooks(module: nn.Module) -> frozenset[int]:
+    return frozenset((*module._forward_pre_hooks, *module._forward_hooks))
+
+
+class _Noted:
+    """A style that notes what it does around a module: a fused module does it in its parts' place."""
+
+    def _around(self: Any) -> tuple[Any, ...]:
+        """The placements of a plain input and of the output, and what makes that of a DTensor."""
+        finish = functools.partial(self._prepare_output_fn, self.output_layouts, self.use_local_output)
+        return self.input_layouts[0], self.output_layouts[0], finish
+
+    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+        before = _hooks(module)
+        super()._apply(module, device_mesh)  # type: ignore[misc]
+        module.__dict__[STYLE] = Style(_hooks(module) - before, *self._around())
+        return module
 
 
 def _shard_parameters(style: Any, module: nn.Module, mesh: Any, of_weight: Any, of_bias: Any) -> None:
     """Shard a module's own parameters; one that is tied to another module's stays tied.
 
     Raises:
-        ValueError: for one that was sharded in another way through the other module, or that lives in FP8.
+        ValueError: for one that was sharded in another way through the other module, or that lives in FP8 in blocks
+            which would be cut.
     """
     for name, param in list(module.named_parameters(recurse=False)):
         if isinstance(param, StoredWeight):
-            raise ValueError(
-                "weights that live in FP8 are sharded by fully_shard, not over a tensor-parallel mesh: convert without "
-                "weight_storage='fp8'"
-            )
+            why = why_not_cut(param.shape, param.granularity, mesh.size(), of_weight.dim)
+            if why is not None:
+                raise ValueError(why)
         placement = of_bias if name == "bias" else of_weight
         placed, sharded = param.__dict__.get(_SHARDED, (None, None))
         if sharded is None:
@@ -73,16 +121,40 @@ def _shard_parameters(style: Any, module: nn.Module, mesh: Any, of_weight: Any, 
         module.register_parameter(name, sharded)
 
 
-class RowwiseParallel(torch_parallel.RowwiseParallel):
-    """torch's RowwiseParallel, under which parameters that modules share stay shared.
+class SequenceParallel(_Noted, torch_parallel.SequenceParallel):
+    """torch's SequenceParallel: norms and dropout, which read this rank's tokens alone.
+
+    The norm of a fused module whose layers are under octavo's styles is fused with the cast all the same.
 
     Args:
-        input_layouts: Shard(-1) by default.
-        output_layouts: Replicate() by default; Shard(d) of a dimension of tokens scatters the sum.
+        sequence_dim: the dimension of tokens.
         use_local_output: whether the output is a plain tensor.
 
+    Example:
+        >>> SequenceParallel(sequence_dim=0).sequence_sharding
+        (Shard(dim=0),)
+    """
+
+    def _around(self) -> tuple[Any, ...]:
+        return self.sequence_sharding[0], None, functools.partial(self._prepare_output_fn, self.use_local_output)
+
+
+class RowwiseParallel(_Noted, torch_parallel.RowwiseParallel):
+    """torch's RowwiseParallel, which gathers the gradient of octavo's layers in FP8 where their output is scattered.
+
+    Parameters that modules share stay shared.
+
+    Args:
+        exact: gather in its dtype a gradient that is scaled in two ways (rows of "rowwise", "blockwise", "mx"), so that
+            grad_weight reads what it would on one rank, and not what was rounded before.
+        reduction: an octavo.distributed.Fp8Reduction: sums of outputs are sent in FP8 too, and rounded once.
+        layouts: torch's input_layouts, Shard(-1) by default; output_layouts, Replicate() by default, where Shard(d) of
+            a dimension of tokens scatters the sum; use_local_output, whether the output is a plain tensor.
+
     Raises:
-        ValueError: in parallelize_module, for a tied parameter that is sharded in two ways, or weights in FP8.
+        ValueError: for a reduction of outputs that are not scattered, with error feedback, or that rounds
+            stochastically. In parallelize_module, for a tied parameter that is sharded in two ways, or
+            a weight in FP8 whose blocks of 128 x 128 would be cut.
 
     Example:
         >>> from torch.distributed.tensor import Shard
@@ -90,32 +162,49 @@ class RowwiseParallel(torch_parallel.RowwiseParallel):
         (Shard(dim=1),)
     """
 
+    def __init__(self, *, exact: bool = False, reduction: Fp8Reduction | None = None, **layouts: Any) -> None:
+        super().__init__(**layouts)
+        (output,) = self.output_layouts
+        self._sending = _sending(exact, reduction, self.output_layouts, "output_layouts", output)
+
     def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: Any) -> None:
         _shard_parameters(self, module, device_mesh, Shard(1), Replicate())
 
     def _partition_embedding_fn(self, name: str, module: nn.Module, device_mesh: Any) -> None:
         _shard_parameters(self, module, device_mesh, Shard(0), None)
 
+    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+        module.__dict__[SENDS] = self._sending
+        return super()._apply(module, device_mesh)
 
-class ColwiseParallel(torch_parallel.ColwiseParallel):
+
+class ColwiseParallel(_Noted, torch_parallel.ColwiseParallel):
     """torch's ColwiseParallel, which gathers the input of octavo's layers in FP8 where it is sharded by tokens.
 
     Of an octavo.nn.Linear with named splits each split is sharded: its parameters become ``<split>.weight`` and
     ``<split>.bias``, and its output is a tuple as before.
 
     Args:
-        input_layouts: Replicate() by default; Shard(d) of a dimension of tokens is gathered.
-        output_layouts: Shard(-1) by default.
-        use_local_output: whether the output is a plain tensor.
+        exact: send an input that is scaled in two ways (rows of "rowwise", "blockwise", "mx") twice, in bf16's bytes,
+            so that grad_weight reads what it would on one rank, and not what was rounded before.
+        reduction: an octavo.distributed.Fp8Reduction: sums of the gradients of inputs that are gathered in FP8 are sent
+            in FP8 too, and rounded once.
+        layouts: torch's input_layouts, Replicate() by default, where Shard(d) of a dimension of tokens is gathered;
+            output_layouts, Shard(-1) by default; use_local_output, whether the output is a plain tensor.
 
     Raises:
-        ValueError: in parallelize_module, for splits that do not divide into the ranks, and as RowwiseParallel.
+        ValueError: for a reduction where input_layouts is no Shard, or with error feedback. In parallelize_module, for
+            splits that do not divide into the ranks, and as RowwiseParallel.
 
     Example:
         >>> from torch.distributed.tensor import Shard
         >>> ColwiseParallel(input_layouts=Shard(1)).input_layouts
         (Shard(dim=1),)
     """
+
+    def __init__(self, *, exact: bool = False, reduction: Fp8Reduction | None = None, **layouts: Any) -> None:
+        super().__init__(**layouts)
+        self._sending = _sending(exact, reduction, self.input_layouts, "input_layouts")
 
     @staticmethod
     def _prepare_input_fn(
@@ -127,7 +216,7 @@ class ColwiseParallel(torch_parallel.ColwiseParallel):
         if isinstance(mod, RecipeModule):
             if not isinstance(input, DTensor):
                 input = DTensor.from_local(input, device_mesh, input_layouts, run_check=False)
-            if (found := _in_fp8([mod], input)) is not None:
+            if (found := _in_fp8([mod], input, mod.__dict__[SENDS])) is not None:
                 return found
         how = input_layouts, desired_input_layouts
         return torch_parallel.ColwiseParallel._prepare_input_fn(*how, mod, (input, *inputs[1:]), device_mesh)
@@ -146,7 +235,7 @@ class ColwiseParallel(torch_parallel.ColwiseParallel):
         _shard_parameters(self, module, device_mesh, Shard(1), None)
 
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
-        module.__dict__[_READS] = True
+        module.__dict__[SENDS] = self._sending
         if isinstance(module, Linear) and module.splits is not None:
             part(module, device_mesh.size())
         return super()._apply(module, device_mesh)
@@ -159,9 +248,13 @@ class PrepareModuleInput(torch_parallel.PrepareModuleInput):
     recipes cast it differently, it is gathered as torch does. Nothing but such layers may read it.
 
     Args:
-        input_layouts, desired_input_layouts: Shard(d) of a dimension of tokens, to Replicate(), is what is gathered so.
-        input_kwarg_layouts, desired_input_kwarg_layouts: the same of keyword arguments.
-        use_local_output: whether other inputs become plain tensors.
+        exact, reduction: as of ColwiseParallel; they count here, where the input is gathered, and not there.
+        layouts: torch's input_layouts and desired_input_layouts, of which Shard(d) of a dimension of tokens, to
+            Replicate(), is what is gathered so; input_kwarg_layouts and desired_input_kwarg_layouts, the same of
+            keyword arguments; use_local_output, whether other inputs become plain tensors.
+
+    Raises:
+        ValueError: for a reduction where no input is sharded, or with error feedback.
 
     Example:
         >>> from torch.distributed.tensor import Replicate, Shard
@@ -171,6 +264,11 @@ class PrepareModuleInput(torch_parallel.PrepareModuleInput):
 
     _module: nn.Module | None = None  # that it was applied to
 
+    def __init__(self, *, exact: bool = False, reduction: Fp8Reduction | None = None, **layouts: Any) -> None:
+        super().__init__(**layouts)
+        given = (*(self.input_layouts or ()), *self.input_kwarg_layouts.values())
+        self._sending = _sending(exact, reduction, given, "input_layouts")
+
     def _prepare_input_arg(self, input: Any, mesh: Any, input_layout: Any, desired_layout: Any) -> Any:
         if isinstance(input_layout, Shard) and desired_layout == Replicate() and self._module is not None:
             if not isinstance(input, DTensor):
@@ -178,10 +276,10 @@ class PrepareModuleInput(torch_parallel.PrepareModuleInput):
             readers = [
                 module
                 for module in self._module.modules()
-                if isinstance(module, RecipeModule) and _READS in module.__dict__
-                if module.in_features == input.shape[-1]
+                if isinstance(module, RecipeModule) and (sending := module.__dict__.get(SENDS)) is not None
+                if sending.output is None and module.in_features == input.shape[-1]
             ]
-            if (found := _in_fp8(readers, input)) is not None:
+            if (found := _in_fp8(readers, input, self._sending)) is not None:
                 return found
         return super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
 

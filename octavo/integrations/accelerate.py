@@ -83,12 +83,12 @@ class TrainingState:
         schedule = self.schedule
         if schedule is None or schedule.optimizer.state:
             return
-        layers = [name for name, module in model.named_modules() if isinstance(module, RecipeModule)]
-        given = [f"{prefix}{name}.{SCALE_INV}" in state_dict for name in layers]
+        layers = {name: module for name, module in model.named_modules() if isinstance(module, RecipeModule)}
+        given = [f"{prefix}{layer.weight_name(name)}{SCALE_INV}" in state_dict for name, layer in layers.items()]
         begun = schedule.state_dict()
         for index in (begun["index"], *range(len(schedule.phases))):
             schedule.load_state_dict({**begun, "index": index})
-            if [local_stored(weight_of(model.get_submodule(name))) is not None for name in layers] == given:
+            if [local_stored(weight_of(layer)) is not None for layer in layers.values()] == given:
                 break
         else:
             schedule.load_state_dict(begun)

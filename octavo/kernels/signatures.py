@@ -92,17 +92,19 @@ SCHEMAS = {
     f"ScalarType dtype, bool power_of_two, int margin, {_UPDATE}, bool transpose, {_EXTRAS}) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
     # add what the cast of x [R, C] into qdata [R, C'] did to sums [71] and extremes [3]; reference/cast_statistics.py
-    # says what they hold. x, qdata and scale_inv have any strides
+    # says what they hold. x, qdata and scale_inv have any strides. Rows in groups, which end at offsets [G]: sums
+    # [G, 71] and extremes [G, 3], dense, and scale_inv as grouped_cast returned it for x
     "cast_statistics": "(Tensor x, Tensor qdata, Tensor scale_inv, int[2] tile, Tensor(a!) sums, "
-    "Tensor(b!) extremes) -> ()",
+    "Tensor(b!) extremes, Tensor? offsets=None) -> ()",
     # for each role whose amax is given: history <- (amax, history[:-1]); scale <- that of the largest of the history,
     # or of its newest ("most_recent"); an amax of 0 keeps the scale. limits, powers_of_two, margins: one a role
     "delayed_update": f"({_STATE}, Tensor? amax_input, Tensor? amax_weight, Tensor? amax_grad_output, {_UPDATE}) -> ()",
     # how many rows of a product's operand [R, C'], codes or numbers, have faults, by its result y [R, C]: added to
     # found [4], as reference/note_faults.py says, with the operand's scales, dense, and its amax [1]. The first fault
-    # leaves its place [1] in first [1], int32 and 0 before
+    # leaves its place [1] in first [1], int32 and 0 before; of rows in groups, which end at offsets [G], its place and
+    # the group's number added up. Scales of groups without rows, one a group, are left out
     "note_faults": "(Tensor y, Tensor operand, Tensor? scale_inv, Tensor? amax, Tensor place, Tensor(a!) found, "
-    "Tensor(b!) first) -> ()",
+    "Tensor(b!) first, Tensor? offsets=None) -> ()",
     # qdata x scale_inv, rounded once from float32 to dtype
     "dequantize": "(Tensor qdata, Tensor scale_inv, int[2] tile, ScalarType dtype) -> Tensor",
     # a [M, K] . b^T, b [N, K], any strides -> [M, N] out_dtype, contiguous; fp32 accumulation. tiles are of a and b as

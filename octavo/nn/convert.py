@@ -41,8 +41,9 @@ from octavo.nn.stored_weights import (
 from octavo.recipes import default, high_precision
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap, recipe_of
-from octavo.tensor.sharded_weight import forget_gathered, is_tensor_parallel
-from octavo.tensor.stored_weight import StoredWeight, local_stored
+from octavo.tensor.sharded_weight import ShardHooks, forget_gathered, on_this_rank
+from octavo.tensor.stored_shards import why_cut
+from octavo.tensor.stored_weight import local_stored
 
 
 def convert(
@@ -100,8 +101,9 @@ def convert(
     if stored:
         _refuse_shards(model, "octavo.convert(..., weight_storage='fp8')")
     for name, module, _ in targets:
-        if weight_of(module) not in stored:
-            check_recipe(recipe_of(recipe, name), weight_of(module))
+        for names, weight in _weights(name, module):
+            if weight not in stored:
+                check_recipe(recipe_of(recipe, *names), weight)
     for weight, granularity in stored.items():
         store_weight(weight, granularity)
     group = GatherGroup()
@@ -110,7 +112,7 @@ def convert(
         module.gather.join(group, module)
     choose_fast_path(model)
     converted = _modules(model)
-    others = _weights_of_others(model, {id(module) for _, module in converted})
+    others = _weights_of_others(model, {id(module.holder) for _, module in converted})
     for _, module in converted:
         module.gather.share(id(weight_of(module)) in others)  # with an embedding, say, which needs it in high precision
     gather_anew(model)
@@ -175,14 +177,15 @@ def _storage(
     model: nn.Module, recipe: Recipe | RecipeMap, targets: Sequence[tuple[str, nn.Module, type[nn.Module]]]
 ) -> dict[nn.Parameter, Granularity]:
     """The weights of these modules that are to be stored in FP8, and how: not those that other modules share."""
-    ours = {id(module) for name, module, _ in targets if not recipe_of(recipe, name).is_high_precision}
-    others = _weights_of_others(model, ours)
+    matrices = [(*each, target, module) for name, module, target in targets for each in _weights(name, module)]
+    matrices = [each for each in matrices if not recipe_of(recipe, *each[0]).is_high_precision]
+    others = _weights_of_others(model, {id(getattr(module, "holder", module)) for *_, module in matrices})
     stored: dict[nn.Parameter, Granularity] = {}
-    for name, module, target in targets:
-        wanted, weight = recipe_of(recipe, name), weight_of(module)
-        if wanted.is_high_precision or id(weight) in others:
+    for names, weight, target, _ in matrices:
+        name, wanted = names[-1], recipe_of(recipe, *names)
+        if id(weight) in others:
             continue
-        if not issubclass(target, nn.Linear):
+        if not issubclass(target, nn.Linear | Grouped | ConvertedExperts):
             raise ValueError(
                 f"{name or 'the model'}: a {target.__name__}'s weight can't be stored in FP8: leave it out by select="
             )
@@ -191,17 +194,29 @@ def _storage(
                 f"{name or 'the model'}: a weight that is computed from others can't be stored in FP8: leave it out by "
                 "select="
             )
-        if is_tensor_parallel(weight):
+        if weight.ndim == 3 and on_this_rank(weight) is not weight and not isinstance(on_this_rank(weight), ShardHooks):
             raise ValueError(
-                f"{name or 'the model'}: a weight that is sharded over a tensor-parallel mesh can't be stored in FP8: "
-                "leave it out by select="
+                f"{name or 'the model'}: experts that expert_parallel has shared among ranks can't be stored in FP8: "
+                "leave them out by select="
             )
         if reason := why_not_stored(wanted):
             raise ValueError(f"{name or 'the model'}: weights can't be stored in FP8 under {wanted.name!r}: {reason}")
         granularity = wanted.weight_casts.as_is.granularity  # type: ignore[union-attr]
         if stored.setdefault(weight, granularity) != granularity:
             raise ValueError(f"{name or 'the model'}: modules that share a weight need recipes that scale it alike")
-    return {weight: stored_granularity(granularity, weight.shape) for weight, granularity in stored.items()}
+    found = {weight: stored_granularity(granularity, weight.shape) for weight, granularity in stored.items()}
+    for weight, granularity in found.items():
+        if (why := why_cut(weight, granularity)) is not None:
+            raise ValueError(why)
+    return found
+
+
+def _weights(name: str, module: nn.Module) -> list[tuple[tuple[str, ...], nn.Parameter | None]]:
+    """The weights of a module that convert takes, each with the names that a RecipeMap may know it by."""
+    if isinstance(module, RecipeModule):
+        return [(module.names(name), weight_of(module))]
+    keys = keys_of(module).items()
+    return [(recipe_names(name, *part), module._parameters[part[1]]) for part in keys] or [((name,), weight_of(module))]
 
 
 def storages(
@@ -224,7 +239,7 @@ def storages(
     for name, module in modules:
         weight = weight_of(module)
         if weight is not None and (granularity := then[weight]) is not None:
-            check_granularity(recipe_of(recipe, name), weight.shape, granularity)
+            check_granularity(recipe_of(recipe, *module.names(name)), weight.shape, granularity)
     return then
 
 
@@ -239,10 +254,9 @@ def _modules(model: nn.Module) -> list[tuple[str, RecipeModule]]:
 
 
 def _refuse_shards(model: nn.Module, what: str) -> None:
-    """Raise ValueError if a weight lives in FP8 and is sharded: FSDP2 would go on with the shard that it has."""
-    for name, module in model.named_modules():
-        weight = weight_of(module)
-        if local_stored(weight) is not None and not isinstance(weight, StoredWeight):
+    """Raise ValueError if a weight lives in FP8 and FSDP2 has sharded it, which would go on with the shard it has."""
+    for name, module in _modules(model):
+        if local_stored(weight_of(module)) is not None and module.gather.parameter is not None:
             raise ValueError(
                 f"{name or 'the model'}: {what} of a weight that fully_shard has sharded in FP8; do it before, or save "
                 "and load: octavo.distributed.checkpoint, or state_dict"
@@ -309,7 +323,8 @@ def restore(model: nn.Module) -> nn.Module:
     for module in list(model.modules()):
         split = isinstance(module, Linear) and (module.splits is not None or is_sharded(type(module)))
         if split or isinstance(module, Grouped):
-            widen_weight(weight_of(module))
+            for own in (module, *module.children()):  # of splits on several ranks
+                widen_weight(weight_of(own))
             module.recipe = high_precision()  # type: ignore[assignment]
         elif isinstance(module, RecipeModule):
             widen_weight(weight_of(module))

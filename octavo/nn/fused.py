@@ -8,26 +8,26 @@ parts' own. The parts do run one after the other where something wants to see th
     a part or its forward replaced    restored to torch's, quantised, adapted: that is what counts
     the output product of a part in high precision
     a norm without a weight           which the kernels would multiply by
-    a part under tensor parallelism   whose results lie on several ranks
+    parts under tensor parallelism    but by octavo.distributed's styles, see tensor_parallel.py
 """
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from octavo.autograd.chain import Chain, run_chain
-from octavo.autograd.products import requires_grad
+from octavo.autograd.products import Layer, requires_grad
 from octavo.kernels.activations import activation_of
 from octavo.nn.activation import activate
 from octavo.nn.inputs import product_dtype, refuse_for_fp8
 from octavo.nn.linear import Linear, recipe_for
 from octavo.nn.norm import LayerNorm, RMSNorm
+from octavo.nn.parted_linear import PartedLinear
 from octavo.nn.splits import Splits, split_output
-from octavo.nn.tensor_parallel import is_parallel
+from octavo.nn.tensor_parallel import finished, fused_parts, style_of
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap
 
@@ -35,8 +35,13 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def runs_alone(module: nn.Module) -> bool:
-    """Whether nobody would notice that a part's forward is not called."""
-    return "forward" not in module.__dict__ and not any(getattr(module, hooks) for hooks in _HOOKS)
+    """Whether nobody would notice that a part's forward is not called, besides the style that it is under."""
+    if "forward" in module.__dict__:
+        return False
+    style = style_of(module)
+    if style is None:
+        return not any(getattr(module, hooks) for hooks in _HOOKS)
+    return all(hook in style.hooks for hooks in _HOOKS for hook in getattr(module, hooks))
 
 
 class Fused(nn.Module):
@@ -51,26 +56,34 @@ class Fused(nn.Module):
 
     def _can_fuse(self) -> bool:
         """Whether nothing wants to see the parts run one after the other."""
-        linears = self._linears()
-        if type(self.norm) not in (LayerNorm, RMSNorm) or any(type(linear) is not Linear for linear in linears):
-            return False
-        if not all(map(runs_alone, (self.norm, *linears))) or any(is_parallel(linear.weight) for linear in linears):
-            return False
-        return self.norm.weight is not None and all(linear.recipe.output is not None for linear in linears)
-
-    def _fused(self, input: Tensor, activation: str, returns_norm: bool) -> Any:
-        """The chain of all parts."""
         norm, linears = self.norm, self._linears()
-        dtype = product_dtype(input, linears[0].weight)
-        parameters: list[tuple[Tensor, Tensor | None]] = [(linear.weight, linear.bias) for linear in linears]
-        refuse_for_fp8(input, norm.weight, norm.bias, *itertools.chain(*parameters))
-        needs_grad = input.requires_grad or norm.weight.requires_grad or requires_grad(norm.bias)
-        layers = []
-        for linear in linears:
-            layers.append(linear.layer_of(input, linear.weight, linear.weight, needs_grad))
-            needs_grad = needs_grad or linear.weight.requires_grad or requires_grad(linear.bias)
+        if type(norm) not in (LayerNorm, RMSNorm) or any(type(one) not in (Linear, PartedLinear) for one in linears):
+            return False
+        if not all(map(runs_alone, (norm, *linears))):
+            return False
+        return norm.weight is not None and all(linear.recipe.output is not None for linear in linears)
+
+    def _fused(self, input: Tensor, activation: str, returns_norm: bool) -> tuple[Any, Any] | None:
+        """(the output of all parts, the norm's or None) by one chain; or None where they run one after the other."""
+        if not self._can_fuse():
+            return None
+        norm, linears = self.norm, self._linears()
+        weights = [linear.weight for linear in linears]
+        dtype = product_dtype(input, weights[0])
+        placed = fused_parts(norm, linears, weights, input)
+        if placed is None:
+            return None
+        x, own = placed.input, placed.linears
+        refuse_for_fp8(x, *placed.norm, *weights, *(bias for _, bias in own))
+        needs_grad = x.requires_grad or norm.weight.requires_grad or requires_grad(norm.bias)
+        layers: list[Layer] = []
+        for linear, weight, (local, bias), parts in zip(linears, weights, own, placed.parts, strict=True):
+            layers.append(linear.layer_of(x, local, weight, needs_grad, parts))
+            needs_grad = needs_grad or weight.requires_grad or requires_grad(bias)
+        layers[0] = layers[0]._replace(wire=placed.wire)
         chain = Chain(norm.norm(), tuple(layers), activation, dtype, returns_norm)
-        return run_chain(input, (norm.weight, norm.bias), parameters, chain)
+        found = run_chain(x, placed.norm, own, chain, placed.shape[:-1])
+        return finished(placed, norm, linears[-1], *(found if returns_norm else (found, None)))
 
 
 class _NormLinear(Fused):
@@ -99,9 +112,9 @@ class _NormLinear(Fused):
 
     def forward(self, input: Tensor) -> Any:
         """See the class."""
-        if self._can_fuse():
-            found = self._fused(input, "", self.return_norm_output)
-            output, normed = found if self.return_norm_output else (found, None)
+        found = self._fused(input, "", self.return_norm_output)
+        if found is not None:
+            output, normed = found
         else:
             normed = self.norm(input)
             output = self.linear(normed)
@@ -190,8 +203,9 @@ class _NormMLP(Fused):
 
     def forward(self, input: Tensor) -> Tensor:
         """See the class."""
-        if self._can_fuse():
-            output: Tensor = self._fused(input, self.activation, False)
+        found = self._fused(input, self.activation, False)
+        if found is not None:
+            output: Tensor = found[0]
             return output
         return self.fc2(activate(self.fc1(self.norm(input)), self.activation))
 

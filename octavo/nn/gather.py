@@ -7,8 +7,8 @@ in FP8      the shard is cast, codes are sent: half of bf16's bytes. Per tensor 
 cast after  the shard is sent in the parameter's dtype (or the mixed-precision policy's), and cast once an unshard:
             recipes whose two layouts are scaled differently (rows, 1 x 32), where codes would be sent twice.
 as it is    a weight that a product reads in high precision, or that another kind of module shares.
-as stored   a weight that lives in FP8: its codes as they are, and the scales of blocks. Per tensor every rank has
-            the whole weight's scale already (octavo.optim keeps it so), so that no other collective runs.
+as stored   a weight that lives in FP8: its codes as they are, and the scales of blocks and of experts. Per tensor
+            every rank has the whole weight's scale already (octavo.optim keeps it so): no other collective runs.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from octavo.autograd.casts import WEIGHT, State, cast_role
 from octavo.granularity import ALL, PerTensor
 from octavo.kernels.layouts import is_small_block
 from octavo.nn.gather_group import GatherGroup
+from octavo.scaling.delayed import take_state_local
 from octavo.step_count import OPTIMIZER_STEPS
 from octavo.tensor.sharded_rows import gathered_whole, padded_rows
 from octavo.tensor.sharded_weight import (
@@ -31,7 +32,6 @@ from octavo.tensor.sharded_weight import (
     GatheredWeight,
     attach,
     gather_as_it_is,
-    is_tensor_parallel,
     local_shard,
     on_this_rank,
 )
@@ -58,6 +58,8 @@ class Gather:
     def __init__(self, group: GatherGroup | None = None, shared: bool = False) -> None:
         self.group, self.shared = group, shared
         self.parameter: Any = None  # the sharded one
+        self.shape = torch.Size()  # of what its shards are of: under tensor parallelism this rank's part of the weight
+        self.at = 0  # the dimension of its mesh that FSDP2 shards it over; tensor parallelism has those behind
         self.for_training = True  # whether the forward that it was gathered for last was in training
         self.unsharded: Any = None  # a weak reference to what it is between unshard and reshard
         self.generation = 0  # of parameters and loads: a 0-row shard has no address that would tell them
@@ -78,10 +80,17 @@ class Gather:
         Raises:
             ValueError: for a second shard of a parameter.
         """
-        if is_tensor_parallel(whole) and whole is not parameter:  # which FSDP2 unshards to a DTensor again
+        if (mesh := getattr(parameter, "device_mesh", None)) is None:
             return
-        if not attach(parameter, part) or self.parameter is parameter:
+        at, shape = self.at, self.shape
+        if whole is not parameter:  # else it was moved
+            inner = getattr(whole, "device_mesh", None)
+            at, shape = mesh.ndim - 1 - (0 if inner is None else inner.ndim), on_this_rank(whole).shape
+            if inner is not None and parameter.ndim == 3:
+                return  # experts on several ranks
+        if not attach(parameter, at, part) or self.parameter is parameter:
             return
+        self.at, self.shape = at, shape
         # torch 2.13 refuses this only when it first runs; with 2.11 the two shards part ways silently
         if on_this_rank(whole) is whole and whole.__dict__.setdefault("_sharded", parameter) is not parameter:
             raise ValueError(
@@ -123,12 +132,15 @@ class Gather:
     def way(self, module: Any) -> Way:
         """How the module's sharded weight is gathered."""
         if self._way is None:
-            self._way = self._choose_way(module)
+            found = self._choose_way(module)
+            if found.kind == CAST_AFTER and self.at + 1 < self.parameter.device_mesh.ndim:
+                found = Way(AS_IT_IS, found.why)  # and cast at each forward, for which parts agree on scales
+            self._way = found
         return self._way
 
     def _choose_way(self, module: Any) -> Way:
         casts, parameter = module.recipe.weight_casts, self.parameter
-        ranks = parameter.device_mesh.size(parameter.device_mesh.ndim - 1)
+        ranks = parameter.device_mesh.size(self.at)
         if local_stored(parameter) is not None:
             return Way(AS_STORED)
         if casts.as_is is None or casts.transposed is None:
@@ -144,12 +156,12 @@ class Gather:
             return Way(CAST_AFTER, "one rank gathers nothing")
         if self.group is None:
             return Way(CAST_AFTER, "octavo.convert(model, recipe) before fully_shard lets weights find scales together")
-        if parameter.placements[-1].dim != 0:
+        if parameter.placements[self.at].dim != 0:
             return Way(CAST_AFTER, f"it is not sharded by {'experts' if experts else 'rows'}")
         block = casts.as_is.tile
         if block == (ALL, ALL):
             return Way(IN_FP8)
-        rows = parameter.shape[0]
+        rows = self.shape[0]
         if experts and rows % ranks:
             return Way(CAST_AFTER, f"of {rows} experts {ranks} ranks do not have as many each, as scales sent need it")
         if not experts and (rows % ranks or (rows // ranks) % block[0]):
@@ -191,6 +203,7 @@ class Gather:
             return
         self._seen, self.casts[0] = key, self.casts[0] + 1
         if module.recipe.delayed is not None:
+            take_state_local(module)
             module.notice_writes(self.parameter, local_shard(self.parameter))
             self.delayed_scale = self._step_scale = module.delayed_scale.clone()
 
@@ -216,7 +229,7 @@ class Gather:
             )
         if torch.compiler.is_compiling():  # a graph would keep the answer of the forward that it was traced in
             return True
-        self.unsharded = weakref.ref(weight)
+        self.unsharded = weakref.ref(getattr(module, "weight_parameter", weight))  # named splits have several
         if rolls and not self.for_training:  # it stayed gathered after evaluation
             self.begin(module)
         is_first = self.rolled != self.casts[0]
@@ -242,7 +255,10 @@ class Gather:
             codes = padded_rows(shard.qdata.view(torch.uint8), outer_size, mesh.size())
             scale_inv = shard.scale_inv.clone()  # what belongs to these codes, whenever the next step writes
             # on one rank FSDP2 hands on the first tensor only
-            has_scale = shard.granularity == PerTensor() or mesh.size() == 1
+            has_scale = (shard.granularity == PerTensor() and shard.ndim == 2) or mesh.size() == 1
+            if shard.ndim == 3:
+                scales = shard.granularity.of_matrices(outer_size).scale_shape(outer_size)
+                scale_inv = padded_rows(scale_inv, torch.Size(scales), mesh.size())
             return _send_codes(codes, scale_inv, has_scale, None, module, outer_size, shard.qdata.dtype)
         if kind == AS_IT_IS:
             return gather_as_it_is(shard, mesh, outer_size, mp_policy)
@@ -308,7 +324,7 @@ def _send_codes(
 
     def after(outputs: tuple[Tensor, ...], dtype: torch.dtype, out: Any) -> Any:
         q = outputs[0][: shape[0]].view(code_dtype)
-        scales = scale_inv if has_scale else outputs[1]
+        scales = scale_inv if has_scale else outputs[1] if q.ndim == 2 else outputs[1][: shape[0]]
         for tensor in (scale_inv, amax):  # made on FSDP2's own stream, and freed before this one has read them
             if tensor is not None and tensor.is_cuda:
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
@@ -338,7 +354,7 @@ def _gathered(
 ) -> Any:
     """What the second hook returns: the weight, and the tensors that FSDP2 has to free besides what it ``received``."""
     if out is not None:
-        return out.refill(tensors)
+        return on_this_rank(out).refill(tensors)  # type: ignore[attr-defined]
     own = {codes.untyped_storage().data_ptr(): _all_of(codes) for codes in (tensors.qdata, tensors.transposed_qdata)}
     own.pop(received.untyped_storage().data_ptr(), None)
     return GatheredWeight(tensors, shape, dtype, recipe.weight_casts), tuple(own.values())

@@ -9,6 +9,7 @@ Under Delayed a weight keeps its scale while micro-batches share it, as an unsha
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from typing import Any
 
@@ -21,7 +22,7 @@ from octavo.granularity import ALL, scale_shape
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
 from octavo.scaling.recipe import Cast
 from octavo.tensor.sharded_rows import rows_on_each_rank
-from octavo.tensor.sharded_weight import local_shard
+from octavo.tensor.sharded_weight import groups_of, local_shard
 
 Gathers = list[Any]  # of octavo.nn.gather.Gather
 
@@ -67,12 +68,12 @@ class GatherGroup:
 
 def _matrices(gather: Any) -> int:
     """How many matrices, each with a scale of its own, the weight is: of experts one each."""
-    return gather.parameter.shape[0] if gather.parameter.ndim == 3 else 1
+    return gather.shape[0] if gather.parameter.ndim == 3 else 1
 
 
 def _first(gather: Any, mesh: Any) -> int:
     """The number of this rank's first expert, of a weight of experts."""
-    first: int = rows_on_each_rank(gather.parameter.shape[0], mesh.size()) * mesh.get_local_rank()
+    first: int = rows_on_each_rank(gather.shape[0], mesh.size()) * mesh.get_local_rank()
     return first
 
 
@@ -81,7 +82,7 @@ def _amax_of(gather: Any, mesh: Any) -> Tensor:
     shard = local_shard(gather.parameter)
     if shard.ndim == 2:
         return kernels.amax(shard, (ALL, ALL)).reshape(1)
-    amax = shard.new_zeros(gather.parameter.shape[0], dtype=torch.float32)
+    amax = shard.new_zeros(gather.shape[0], dtype=torch.float32)
     if len(shard):
         begin = _first(gather, mesh)
         amax[begin : begin + len(shard)] = kernels.amax(shard.flatten(0, 1), (1, ALL)).view(shard.shape[:2]).amax(1)
@@ -89,12 +90,14 @@ def _amax_of(gather: Any, mesh: Any) -> Tensor:
 
 
 def _find_scales(groups: list[tuple[Cast, Gathers]], mesh: Any) -> None:
-    """The scale and global amax of every matrix cast per tensor: one collective."""
+    """The scale and global amax of every matrix cast per tensor: one collective, under tensor parallelism two."""
     import torch.distributed as dist
 
     amax = torch.cat([_amax_of(gather, mesh) for _, gathers in groups for gather in gathers])
     home, amax = amax.device, amax.to(mesh.device_type)
-    dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=mesh.get_group())
+    parameters = [gather.parameter for _, gathers in groups for gather in gathers]
+    for group in dict.fromkeys(itertools.chain.from_iterable(map(groups_of, parameters))):
+        dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
     found = amax.to(home).split([sum(map(_matrices, gathers)) for _, gathers in groups])
     for (cast, gathers), own in zip(groups, found, strict=True):
         _take_scales(gathers, own, cast)
@@ -129,7 +132,7 @@ def _cast_shards(gathers: Gathers, cast: Cast, mesh: Any) -> None:
     shards, codes, scale_inv, scales = (list[Tensor]() for _ in range(4))
     for gather in gathers:
         shard = local_shard(gather.parameter)
-        shape = rows_on_each_rank(gather.parameter.shape[0], mesh.size()), *gather.parameter.shape[1:]
+        shape = rows_on_each_rank(gather.shape[0], mesh.size()), *gather.shape[1:]
         if gather.codes is None:
             gather.codes = torch.zeros(shape, dtype=torch.uint8, device=shard.device)
             if not per_tensor:

@@ -12,15 +12,41 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from octavo.granularity import PerTensor
 from octavo.nn.linear import Linear
+from octavo.nn.stored_weight_files import SCALE_INV, load_stored, save_plain
+from octavo.nn.stored_weights import check_recipe, weight_of
+from octavo.tensor.stored_shards import BLOCK, parts_of_one_scale
+from octavo.tensor.stored_weight import StoredWeight, has_powers_of_two, local_stored
 
 
 class Part(nn.Module):
     """One split's rows of the weight, and of the bias if there is one."""
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, layer: Linear) -> None:
         super().__init__()
         self.weight, self.bias = weight, bias
+        self.__dict__["layer"] = layer  # that it is a part of; no module of its own
+
+    @property
+    def weight_scale_inv(self) -> Tensor:
+        """See RecipeModule's."""
+        if (stored := local_stored(self.weight)) is None:
+            raise AttributeError("this split's weight does not live in FP8")
+        return stored.scale_inv
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        load_stored(self.weight, state_dict, f"{prefix}weight")
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        save_plain(destination, f"{prefix}weight", keep_vars)
+
+    def before_gather(self, shard: Tensor, mesh: Any, outer_size: torch.Size, mp_policy: Any) -> Any:
+        """What FSDP2's hook is to send of the weight, which only one in FP8 has: see nn/gather.py."""
+        layer = self.__dict__["layer"]
+        return layer.gather.before(layer, shard, mesh, outer_size, mp_policy)
 
 
 class PartedLinear(Linear):
@@ -35,6 +61,11 @@ class PartedLinear(Linear):
     def bias(self) -> Any:  # type: ignore[override]
         """The same of the biases, or None."""
         return self._joined("bias")
+
+    def _set_recipe(self, recipe: Any) -> None:
+        for own in self._parts():
+            check_recipe(recipe, weight_of(own))
+        super()._set_recipe(recipe)
 
     def _parts(self) -> list[nn.Module]:
         assert self.splits is not None
@@ -52,20 +83,42 @@ class PartedLinear(Linear):
         )
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
-        """Leave the splits' keys to the parts."""
+        """Leave the splits' keys to the parts, once they are known to have one scale."""
+        self._check_scales(state_dict, prefix)
         super(Linear, self)._load_from_state_dict(state_dict, prefix, *args)
         assert self.splits is not None
         if any(f"{prefix}{name}.weight" in state_dict for name in self.splits):
             self.weight_was_loaded()
 
+    def _check_scales(self, state_dict: dict[str, Tensor], prefix: str) -> None:
+        """Raise ValueError where splits that have one scale would be loaded with several, or without."""
+        keys = [f"{prefix}{name}.weight" for name in self.splits or ()]
+        stored = [local_stored(own.weight) for own in self._parts()]
+        if stored[0] is None or stored[0].common is None or not any(key in state_dict for key in keys):
+            return
+        scales = [
+            state_dict.get(f"{key}{SCALE_INV}") if key in state_dict else own.scale_inv  # type: ignore[union-attr]
+            for key, own in zip(keys, stored, strict=True)
+        ]
+        wrong = any(one is None or one.shape != (1, 1) or not has_powers_of_two(one) for one in scales)
+        known = [] if wrong else [float(one) for one in scales if not one.is_meta]  # type: ignore[union-attr, arg-type]
+        if wrong or len({*known}) > 1:
+            raise ValueError(
+                f"{', '.join(keys)} are splits of a weight that lives in FP8 with one scale for all: give codes of all "
+                "splits with that scale, a power of two, or load by octavo.distributed.checkpoint"
+            )
+
     def forward(self, input: Tensor) -> Any:
         """A DTensor for each split, sharded by its features."""
+        weight = self.weight
+        return self.parted(self._product(input, weight, self.bias, weight))
+
+    def parted(self, y: Any) -> Any:
+        """The output of all splits, a DTensor, as one for each."""
         from torch.distributed.tensor import DTensor
 
-        weight = self.weight
-        y: Any = self._product(input, weight, self.bias, weight)
         assert self.splits is not None
-        sizes = [size // weight.device_mesh.size() for size in self.splits.values()]
+        sizes = [size // y.device_mesh.size() for size in self.splits.values()]
         return tuple(
             DTensor.from_local(own, y.device_mesh, y.placements, run_check=False)
             for own in y.to_local().split(sizes, dim=-1)
@@ -76,21 +129,32 @@ def part(layer: Linear, ranks: int) -> None:
     """Turn a Linear with splits into a PartedLinear, in place, to be sharded over so many ranks.
 
     Raises:
-        ValueError: for a split that does not divide into them, or a weight that lives in FP8.
+        ValueError: for a split that does not divide into them, or of which blocks in FP8 would be cut.
     """
     assert layer.splits is not None
     if wrong := {name: size for name, size in layer.splits.items() if size % ranks}:
         raise ValueError(f"splits {wrong} do not divide into {ranks} ranks: each rank has as many rows of every split")
     weight, bias = layer.weight, layer.bias
-    if type(weight) is not nn.Parameter:
+    if type(weight) not in (nn.Parameter, StoredWeight):
         raise ValueError(
             f"a Linear with splits whose weight is a {type(weight).__name__} can't be sharded by its splits: apply "
-            "ColwiseParallel before weights are stored in FP8 or sharded"
+            "ColwiseParallel before it is sharded"
         )
     sizes = list(layer.splits.values())
+    if isinstance(weight, StoredWeight):
+        shape = weight.shape
+        if weight.granularity != PerTensor() and (any(size % (BLOCK * ranks) for size in sizes) or shape[1] <= BLOCK):
+            raise ValueError(
+                f"splits {layer.splits} of a weight {tuple(shape)} in blocks of 128 x 128: on {ranks} ranks each "
+                "split needs a multiple of 128 rows a rank, and more than 128 columns; or use a recipe with one scale "
+                "a weight (dynamic, delayed)"
+            )
+        weights = parts_of_one_scale(weight.detach(), sizes)
+    else:
+        weights = list(weight.detach().split(sizes))
     biases = [None] * len(sizes) if bias is None else bias.detach().split(sizes)
     del layer._parameters["weight"], layer._parameters["bias"]
-    for name, own, own_bias in zip(layer.splits, weight.detach().split(sizes), biases, strict=True):
+    for name, own, own_bias in zip(layer.splits, weights, biases, strict=True):
         made = [None if one is None else nn.Parameter(one.clone(), weight.requires_grad) for one in (own, own_bias)]
-        layer.add_module(name, Part(*made))  # type: ignore[arg-type]
+        layer.add_module(name, Part(*made, layer))  # type: ignore[arg-type, call-arg]
     layer.__class__ = PartedLinear

@@ -16,15 +16,24 @@ from octavo.autograd.tap import Tap, Watch
 from octavo.kernels.capability import warn_once_if_emulated
 from octavo.nn.gather import Gather
 from octavo.nn.inputs import product_dtype, refuse_for_fp8
-from octavo.nn.stored_weight_files import load_stored, save_stored
-from octavo.nn.stored_weights import check_recipe, weight_of, widened
+from octavo.nn.stored_weight_files import load_stored, save_plain, whole_pair
+from octavo.nn.stored_weights import check_recipe, moved_stored, weight_of, widened
 from octavo.nn.tensor_parallel import is_parallel, parallel_product
 from octavo.nn.weight_cache import WeightCache
-from octavo.scaling.delayed import ASIDE, BUFFERS, LOADED, drop_delayed_state, register_delayed_state, take_state_local
+from octavo.scaling.delayed import (
+    ASIDE,
+    BUFFERS,
+    LOADED,
+    drop_delayed_state,
+    empty_state,
+    may_be_empty,
+    note_empty,
+    register_delayed_state,
+    take_state_local,
+)
 from octavo.scaling.recipe import Recipe
 from octavo.tensor.pair import Operands
-from octavo.tensor.parameters import put_into
-from octavo.tensor.sharded_weight import GatheredWeight, gather_alone, on_this_rank, plain
+from octavo.tensor.sharded_weight import GatheredWeight, gather_alone, on_this_rank
 from octavo.tensor.stored_weight import StoredWeight, local_stored
 
 
@@ -107,9 +116,18 @@ class RecipeModule(nn.Module):
         return self
 
     @property
+    def weight_place(self) -> tuple[nn.Module, str]:
+        """The module that owns the weight, and its name there."""
+        return self.holder, "weight"
+
+    @property
     def weight_parameter(self) -> nn.Parameter:
         """The parameter that holds the weight."""
         return self.get_parameter("weight")
+
+    def weight_name(self, name: str) -> str:
+        """The weight's name in a model where this module has that name."""
+        return f"{name}.weight".removeprefix(".")
 
     def names(self, name: str) -> tuple[str, ...]:
         """What a RecipeMap's patterns may match, of a module of this name."""
@@ -146,19 +164,13 @@ class RecipeModule(nn.Module):
         ``local``: this rank's rows of a sharded weight, or the weight itself.
         """
         if self._weight_cache.written_since(weight, local):
-            with torch.no_grad():
-                for name in BUFFERS:
-                    self._buffers[name][WEIGHT].zero_()  # type: ignore[index]
+            empty_state(self._buffers, WEIGHT)
 
     def reset_delayed_state(self) -> None:
         """Forget the history, also what octavo.using has put aside: the next cast takes its own amax."""
         self._take_state_off_meta()
-        with torch.no_grad():
-            for buffers in (self._buffers, *self.__dict__.get(ASIDE, ())):
-                for name in BUFFERS:
-                    buffer = buffers.get(name)
-                    if buffer is not None:
-                        buffer.zero_()
+        for buffers in (self._buffers, *self.__dict__.get(ASIDE, ())):
+            empty_state(buffers)
 
     def _take_state_off_meta(self) -> None:
         """Where the weight alone has left the meta device (load_state_dict(assign=True)): empty state beside it."""
@@ -175,37 +187,32 @@ class RecipeModule(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Move parameters and buffers, and keep the delayed state's values and dtype.
 
-        ``model.bfloat16()`` would round the scales; ``to_empty()`` leaves memory that nobody has written. A weight
-        stored in FP8 is moved here: torch would lose its attributes and hooks, as of any tensor of a class of its own.
+        ``model.bfloat16()`` would round the scales; ``to_empty()`` leaves memory that nobody has written.
         """
         self._take_state_off_meta()
         state = {name: buffer for name in BUFFERS if (buffer := self._buffers.get(name)) is not None}
-        weight = weight_of(self)
-        stored: dict[str, Any] = {"weight": weight} if isinstance(weight, StoredWeight) else {}
-        if stored:
-            _move(weight, fn)
         self._buffers.update(dict.fromkeys(state))
-        self._parameters.update(dict.fromkeys(stored))
         try:
-            super()._apply(fn, recurse)
+            with moved_stored(self, ["weight"], fn):
+                super()._apply(fn, recurse)
         finally:
             self._buffers.update(state)
-            self._parameters.update(stored)
         for name, old in state.items():
             new = fn(old)
             if old.is_meta and not new.is_meta:
                 new = torch.zeros_like(new, dtype=torch.float32)
             elif new is not old:
                 new = new.copy_(old) if new.dtype == torch.float32 else old.to(new.device)
+                note_empty(new)
             self._buffers[name] = new
         self._weight_cache.clear()
-        if self.gather.parameter is not None and (weight := weight_of(self)) is not None:
+        if self.gather.parameter is not None and (weight := self._parameters.get("weight")) is not None:
             self.gather.adopt(weight, weight, self)
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
         """Load, from FP8 too, and forget the history of the weight that is gone, unless one was just loaded."""
-        load_stored(weight_of(self), state_dict, prefix)
+        load_stored(self._parameters.get("weight"), state_dict, f"{prefix}weight")
         super()._load_from_state_dict(state_dict, prefix, *args)
         if f"{prefix}weight" in state_dict:
             self.weight_was_loaded()
@@ -221,11 +228,7 @@ class RecipeModule(nn.Module):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """Save plain tensors, so that files need no class of octavo: the local tensor of a sharded weight too."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        weight = destination.get(f"{prefix}weight")
-        if (stored := local_stored(weight)) is not None:
-            return save_stored(weight, stored, destination, prefix)
-        if not keep_vars and weight is not None and type(weight) is not Tensor:
-            destination[f"{prefix}weight"] = plain(weight)
+        save_plain(destination, f"{prefix}weight", keep_vars)
 
     def _product(self, input: Tensor, weight_NK: Tensor, bias: Tensor | None, parameter: Tensor) -> Tensor:
         """input [..., K] . weight^T + bias [N] by this module's recipe.
@@ -240,6 +243,11 @@ class RecipeModule(nn.Module):
         if is_parallel(parameter):
             return parallel_product(self, input, weight_NK, bias)
         return self.local_product(input, weight_NK, bias, parameter)
+
+    @property
+    def begins(self) -> bool:
+        """Whether delayed scales may not be there yet."""
+        return self.recipe.delayed is not None and may_be_empty(self.delayed_scale)  # type: ignore[arg-type]
 
     def state_of_input(self) -> State | None:
         """The delayed state that a cast of the next input reads."""
@@ -265,9 +273,16 @@ class RecipeModule(nn.Module):
         state = self._state_for(parameter, self.training, input.is_meta)
         weight = self._weight_operands(weight_NK, parameter, grad_enabled and needs_input_grad, state, parts)
         training = self.training and grad_enabled
-        tap, watch = (self.tap, self.watch) if training else (None, None)
-        tap = None if tap is None or tap.recipe is not recipe else tap
-        return Layer(weight, recipe, state, training, tap, watch, parts=parts)
+        watch = self.watch if training else None
+        return Layer(weight, recipe, state, training, self.counting, watch, parts=parts)
+
+    @property
+    def counting(self) -> Tap | None:
+        """Where a forward now counts its casts; None in evaluation, and where the recipe is another meanwhile."""
+        tap = self.tap
+        if tap is None or tap.recipe is not self.recipe or not (self.training and torch.is_grad_enabled()):
+            return None
+        return tap
 
     def _state_for(self, parameter: Tensor, training: bool, on_meta: bool) -> State | None:
         """The delayed state that a forward reads, the weight's forgotten if it was written by hand; or None."""
@@ -280,6 +295,7 @@ class RecipeModule(nn.Module):
             take_state_local(self)
         # what a PartedLinear has joined is no parameter, and new each time
         written = plain or (is_parallel(parameter) and isinstance(parameter, nn.Parameter))
+        written = written and not hasattr(on_this_rank(parameter), "operands")
         if training and written and not torch.compiler.is_compiling():
             self.notice_writes(parameter, parameter if plain else on_this_rank(parameter))
         return State(self.delayed_scale, self.delayed_amax_history)  # type: ignore[arg-type]
@@ -298,9 +314,12 @@ class RecipeModule(nn.Module):
         """
         parameter = self.weight_parameter
         is_sharded = on_this_rank(parameter) is not parameter
+        if is_sharded and (stored := local_stored(parameter)) is not None:
+            return whole_pair(parameter, stored)
         weight: Any = gather_alone(parameter, self, mp_policy) if is_sharded else parameter
         if hasattr(type(weight), "operands"):
-            operands = Operands((weight.qdata, weight.scale_inv))
+            laid: Any = weight.mT if isinstance(weight, StoredWeight) and self.stores_transposed else weight
+            operands = Operands((laid.qdata, laid.scale_inv))
         elif training:
             state, reusable = self._state_for(parameter, training, weight.is_meta), self.gather.parameter is None
             operands = self._weight_cache.operands(self._laid(weight), weight, self.recipe, False, state, reusable)
@@ -320,9 +339,10 @@ class RecipeModule(nn.Module):
         state: State | None,
         parts: Parts | None,
     ) -> Operands:
-        operands = getattr(type(parameter), "operands", None)  # of a weight that is in FP8 already
+        own: Any = parameter if parts is None else weight_NK
+        operands = getattr(type(own), "operands", None)  # of a weight that is in FP8 already
         if operands is not None:
-            return operands(parameter, self, transposed)
+            return operands(own, self, transposed)
         if not self.training:  # the weight may have been merged, averaged, swapped: its own amax, whatever the history
             state = None
         if not self.training or parts is not None:
@@ -335,17 +355,6 @@ class RecipeModule(nn.Module):
         drop_delayed_state(self)
         for name in ("recipe", "_weight_cache", "_gather"):
             self.__dict__.pop(name, None)
-
-
-def _move(weight: Any, fn: Callable[[Tensor], Tensor]) -> None:
-    """What Module._apply does, to a stored weight and its gradient; the parameter stays the same object."""
-    with torch.no_grad():
-        moved = fn(weight)
-        if moved is weight:
-            return
-        grad, weight.grad = weight.grad, None
-        put_into(weight, moved)
-        weight.grad = None if grad is None else fn(grad).requires_grad_(grad.requires_grad)
 
 
 def device_of(module: RecipeModule) -> torch.device:

@@ -7,18 +7,23 @@
                   Shard(-1)
 
 An input that lies otherwise is redistributed, as torch's own Linear does.
+
+Of a fused module the norm's weight is Replicate, the first layer's Shard(0) and the second's Shard(1); its input is
+Replicate, or Shard of tokens that are gathered in FP8. Any other layout leaves its parts to run one after the other.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from octavo.autograd.gather_input import arguments_of, gather_input, why_not_gathered
+from octavo.autograd.casts import GRAD_OUTPUT, INPUT
+from octavo.autograd.gather_input import Reader, arguments_of, can_gather, gather_input
+from octavo.autograd.products import requires_grad
 from octavo.autograd.shared_scales import Parts
 from octavo.nn.inputs import product_dtype
 from octavo.tensor.gathered_input import GatheredInput, Wire
@@ -27,6 +32,145 @@ from octavo.tensor.gathered_input import GatheredInput, Wire
 def is_parallel(weight: Tensor) -> bool:
     """Whether a layer's weight, as forward reads it, is a DTensor."""
     return hasattr(type(weight), "redistribute")
+
+
+STYLE = "_octavo_style"  # on a module
+
+
+class Style(NamedTuple):
+    """What one of octavo.distributed's styles does around a module, which a fused one does itself in its part's place.
+
+    Attributes:
+        hooks: the ids of the style's hooks on the module.
+        input: the placement of a plain input.
+        output: the placement that the output is brought to, or None: as it is.
+        finish: ``finish(module, output, mesh)``, what the module returns of the DTensor that is its output.
+    """
+
+    hooks: frozenset[int]
+    input: Any
+    output: Any
+    finish: Callable[[Any, Any, Any], Any]
+
+
+def style_of(module: Any) -> Style | None:
+    """The style of octavo.distributed that a module is under."""
+    return module.__dict__.get(STYLE)
+
+
+class FusedParts(NamedTuple):
+    """What this rank has of a fused module's input and parameters.
+
+    Attributes:
+        mesh: that they lie on, or None: this rank has all.
+        input, shape: [..., K], and the whole input's shape.
+        norm: gamma and beta [K].
+        linears: a (weight, bias) each.
+        parts: the roles of each, None without a mesh.
+        wire: how the input is gathered, None where it is whole.
+    """
+
+    mesh: Any
+    input: Tensor
+    shape: list[int]
+    norm: tuple[Tensor, Tensor | None]
+    linears: list[tuple[Tensor, Tensor | None]]
+    parts: list[Parts | None]
+    wire: Wire | None
+
+
+def _placement(norm: Any, linears: Sequence[Any], weights: Sequence[Any], input: Any) -> Any:
+    """That of a fused module's input, if styles and placements are those that the file names; or None."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    mesh, last = getattr(weights[0], "device_mesh", None), input.ndim - 1
+    of_norm, first, *rest = map(style_of, (norm, *linears))
+    if mesh is None or mesh.ndim != 1 or first is None or None in rest or (of_norm is None) == is_parallel(norm.weight):
+        return None
+    for weight, wanted in zip(weights, (Shard(0), Shard(1)), strict=False):
+        if not is_parallel(weight) or weight.placements != (wanted,) or weight.device_mesh != mesh:
+            return None
+    if rest and not (_is_shard(first.output, last, last) and _is_shard(rest[0].input, last, last)):  # type: ignore[union-attr]
+        return None
+    found = first.input if of_norm is None else of_norm.input
+    tokens = any(_is_shard(found, dim, last) for dim in range(last))
+    if first.input != found or not (tokens or found == Replicate()):
+        return None
+    if not isinstance(input, DTensor):
+        return found
+    if of_norm is None or input.placements != (found,) or input.device_mesh != mesh:
+        return None
+    return None if tokens and input.shape[found.dim] % mesh.size() else found
+
+
+def fused_parts(norm: Any, linears: Sequence[Any], weights: Sequence[Any], input: Any) -> FusedParts | None:
+    """What a norm and one or two linear layers run as one on; None where ranks have parts that can't, see the file."""
+    biases = [linear.bias for linear in linears]
+    if not any(map(is_parallel, weights)):
+        of_norm = norm.weight, norm.bias
+        return FusedParts(
+            None, input, [*input.shape], of_norm, [*zip(weights, biases, strict=True)], [None] * len(biases), None
+        )
+    from torch.distributed.tensor import Partial
+
+    placement, mesh = _placement(norm, linears, weights, input), weights[0].device_mesh
+    if placement is None:
+        return None
+    group = mesh.get_group().group_name
+    x = input.to_local(grad_placements=[placement]) if is_parallel(input) else input
+    wire, of_gamma, shape = None, placement, [*x.shape]
+    if placement.is_shard():
+        dim, sending = placement.dim % x.ndim, linears[0].__dict__[SENDS]
+        reader = Reader(linears[0].recipe, None, torch.is_grad_enabled() and weights[0].requires_grad)
+        if not can_gather(reader, INPUT, math.prod(x.shape[dim:-1]), sending.exact):
+            return None
+        # casts are counted of tokens that are written; sums in FP8 end a graph
+        if linears[0].counting is not None or (sending.reduce is not None and torch.compiler.is_compiling()):
+            return None
+        wire, of_gamma = sending.wire(mesh, x, dim), Partial()
+        shape[dim] *= mesh.size()
+    gamma, beta = (
+        one.to_local(grad_placements=[of_gamma]) if is_parallel(one) else one for one in (norm.weight, norm.bias)
+    )
+    own: list[tuple[Tensor, Tensor | None]] = []
+    for weight, bias in zip(weights, biases, strict=True):
+        local = weight.to_local(grad_placements=weight.placements)
+        own.append((local, _local_bias(bias, weight.placements[0].dim == 1, mesh)))
+    roles = (False, True, True), (True, True, False)
+    parts: list[Parts | None] = [Parts(group, *of) for of in zip(roles, [one.begins for one in linears], strict=False)]
+    return FusedParts(mesh, x, shape, (gamma, beta), own, parts, wire)
+
+
+def finished(placed: FusedParts, norm: Any, last: Any, y: Any, normed: Tensor | None) -> tuple[Any, Any]:
+    """A fused module's output and its norm's, as the styles of its parts return them."""
+    if placed.mesh is None:
+        return y, normed
+    from torch.distributed.tensor import Partial, Shard
+
+    of_norm, of_last, shape = style_of(norm), style_of(last), [*placed.shape[:-1], last.out_features]
+    assert of_last is not None
+    if len(placed.linears) == 2:
+        needs_dx = any(map(requires_grad, (placed.input, *placed.norm, *placed.linears[0])))
+        found = _scattered_for(last, y, needs_dx, *placed.linears[1], placed.mesh)
+        if found is not None:
+            return of_last.finish(last, found, placed.mesh), None
+    y = spread(y, shape, placed.mesh, Shard(len(shape) - 1) if len(placed.linears) == 1 else Partial())
+    if normed is not None and of_norm is not None:
+        normed = of_norm.finish(norm, spread(normed, placed.shape, placed.mesh, of_norm.input), placed.mesh)
+    return of_last.finish(last, last.parted(y) if hasattr(last, "parted") else y, placed.mesh), normed
+
+
+def _is_shard(placement: Any, dim: int, last: int) -> bool:
+    """Whether a placement, whose dimension may count from the end, shards this one of tensors of last + 1."""
+    return placement.is_shard() and placement.dim % (last + 1) == dim
+
+
+def _local_bias(bias: Any, rowwise: bool, mesh: Any, grad_placement: Any = None) -> Tensor | None:
+    """What this rank adds of a bias; where each has a part of a sum, the first adds it."""
+    if bias is None:
+        return None
+    local: Tensor = bias.to_local(grad_placements=[grad_placement or bias.placements[0]])
+    return _Elsewhere.apply(local) if rowwise and mesh.get_local_rank() != 0 else local
 
 
 class _Elsewhere(torch.autograd.Function):
@@ -41,21 +185,66 @@ class _Elsewhere(torch.autograd.Function):
         return grads[0]
 
 
-def gathered_for(readers: Sequence[Any], input: Any, memo: list[Any] | None) -> GatheredInput | None:
+class Sending(NamedTuple):
+    """How a layer's tokens are sent: ``exact`` as of Wire, sums by ``reduce``.
+
+    ``scatter``: autograd's ``scatter_output``, outside of compiled graphs; ``output``: where RowwiseParallel puts sums.
+    """
+
+    exact: bool
+    reduce: Callable[[Tensor, str], Tensor] | None
+    scatter: Callable[..., Tensor]
+    output: Any = None
+
+    def wire(self, mesh: Any, x: Tensor, dim: int, memo: list[Any] | None = None) -> Wire:
+        """The wire of tokens of x along a dimension, over a mesh."""
+        runs = math.prod(x.shape[:dim])
+        return Wire(mesh.get_group().group_name, mesh.size(), runs, self.exact, self.reduce, memo)
+
+
+SENDS = "_sends_tokens"  # on a layer under octavo's ColwiseParallel and RowwiseParallel: its Sending
+
+
+def gathered_for(readers: Sequence[Any], input: Any, sending: Sending, memo: list[Any] | None) -> GatheredInput | None:
     """The whole of an input [..., K] that is sharded by tokens, in FP8; or None where its readers can't take it so.
 
     ``input`` is a DTensor on the mesh of the readers' weights, Shard(d) of another dimension than the last. Their
     recipes must cast it alike; the first one's delayed state gives the scale. ``memo``: see Wire.
     """
     first, dim, mesh = readers[0], input.placements[0].dim % input.ndim, input.device_mesh
-    recipe, ranks = first.recipe, mesh.size()
-    x = input.to_local()
-    if any(arguments_of(reader.recipe) != arguments_of(recipe) for reader in readers) or input.shape[dim] % ranks:
+    recipe, x = first.recipe, input.to_local()
+    if any(arguments_of(reader.recipe) != arguments_of(recipe) for reader in readers) or input.shape[dim] % mesh.size():
         return None
-    if why_not_gathered(recipe, math.prod(x.shape[dim:-1])) is not None:
+    trains = torch.is_grad_enabled() and any(own.requires_grad for reader in readers for own in reader.parameters())
+    taps = tuple(tap for reader in readers if (tap := reader.counting) is not None)
+    reader = Reader(recipe, first.state_of_input(), trains, taps)
+    if not can_gather(reader, INPUT, math.prod(x.shape[dim:-1]), sending.exact):
         return None
-    x = x.to(product_dtype(input, first.weight))
-    return gather_input(x, recipe, first.state_of_input(), Wire(mesh.get_group().group_name, ranks, dim, memo))
+    wire = sending.wire(mesh, x, dim, memo)
+    return gather_input(x.to(product_dtype(input, first.weight)), dim, reader, wire)
+
+
+def _scattered_for(module: Any, y: Tensor, needs_dx: bool, weight: Tensor, bias: Tensor | None, mesh: Any) -> Any:
+    """The DTensor of an output's sum over ranks [..., N], of this rank's addend y, whose gradient is gathered in FP8.
+
+    None where torch is to sum it. A gradient that octavo.inspect counts is gathered in its dtype.
+    """
+    from torch.distributed.tensor import DTensor, Shard
+
+    sending: Sending | None = module.__dict__.get(SENDS)
+    if sending is None or type(sending.output) is not Shard:
+        return None
+    dim = sending.output.dim % y.ndim
+    if dim == y.ndim - 1 or y.shape[dim] % mesh.size():
+        return None
+    reader = Reader(module.recipe, module.state_of_input(), weight.requires_grad)
+    # a compiled graph takes no facade for a gradient
+    fits = needs_dx and module.tap is None and not torch.compiler.is_compiling()
+    fits = fits and can_gather(reader, GRAD_OUTPUT, 0, sending.exact)
+    if not fits and sending.reduce is None:
+        return None
+    own = sending.scatter(y, dim, reader if fits else None, sending.wire(mesh, y, dim), requires_grad(bias))
+    return DTensor.from_local(own, mesh, [sending.output], run_check=False)
 
 
 def parallel_product(module: Any, input: Any, weight: Any, bias: Any) -> Any:
@@ -95,18 +284,17 @@ def parallel_product(module: Any, input: Any, weight: Any, bias: Any) -> Any:
     of_output = wanted if whole else Partial() if rowwise else Shard(last)
     x = input.to_local(grad_placements=[Partial() if wanted == Replicate() and not whole else wanted])
     local = weight.to_local(grad_placements=[Partial() if tokens else of_weight])
-    b = None
-    if bias is not None:
-        b = bias.to_local(grad_placements=[Partial() if tokens else bias.placements[0]])
-        if rowwise and mesh.get_local_rank() != 0:
-            b = _Elsewhere.apply(b)
+    b = _local_bias(bias, rowwise, mesh, Partial() if tokens else None)
     # input, weight, grad_output
-    parts = Parts(mesh.get_group().group_name, (rowwise or tokens, not whole, tokens or not (whole or rowwise)))
+    roles = rowwise or tokens, not whole, tokens or not (whole or rowwise)
+    parts = Parts(mesh.get_group().group_name, roles, module.begins)
     y = module.local_product(x, local, b, weight, parts)
-    return _spread(y, (*input.shape[:-1], weight.shape[0]), mesh, of_output)
+    if rowwise and (found := _scattered_for(module, y, requires_grad(x), local, b, mesh)) is not None:
+        return found
+    return spread(y, (*input.shape[:-1], weight.shape[0]), mesh, of_output)
 
 
-def _spread(y: Tensor, shape: Sequence[int], mesh: Any, placement: Any) -> Any:
+def spread(y: Tensor, shape: Sequence[int], mesh: Any, placement: Any) -> Any:
     """The DTensor of this shape whose part is y."""
     from torch.distributed.tensor import DTensor
 
@@ -125,7 +313,7 @@ def _product_of_gathered(module: Any, input: GatheredInput, weight: Any, bias: A
             f"whose weight is sharded {weight.placements}: only layers under octavo.distributed.ColwiseParallel, of "
             "one recipe, share what PrepareModuleInput has gathered"
         )
-    parts = Parts(input.wire.group, (False, True, True))
+    parts = Parts(input.wire.group, (False, True, True), module.begins)
     local = None if bias is None else bias.to_local()
     y = module.local_product(input, weight.to_local(), local, weight, parts)
-    return _spread(y, (*input.shape[:-1], weight.shape[0]), weight.device_mesh, Shard(input.ndim - 1))
+    return spread(y, (*input.shape[:-1], weight.shape[0]), weight.device_mesh, Shard(input.ndim - 1))

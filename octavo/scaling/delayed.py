@@ -17,9 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from octavo.scaling.recipe import ROLES, Delayed
+from octavo.step_count import version_of
 
 BUFFERS = ("delayed_scale", "delayed_amax_history")
 ASIDE = "_delayed_state_aside"  # on a module: the buffers to return to, of each octavo.using around
+EMPTIED = "_delayed_state_emptied"  # on a buffer: its version when some of it was
 LOADED = "_delayed_state_loaded"  # on a module: the version of delayed_scale when it was loaded
 
 
@@ -34,10 +36,34 @@ def register_delayed_state(module: nn.Module, rule: Delayed, device: torch.devic
     new_scale = torch.zeros(len(ROLES), dtype=torch.float32, device=device)
     new_history = torch.zeros(len(ROLES), rule.history_length, dtype=torch.float32, device=device)
     if history is not None and scale is not None and not history.is_meta:
-        new_scale.copy_(scale)
+        new_scale = scale.detach().to(device, copy=True)  # of version 0: it may be empty
         new_history[:, 0] = history[:, 0]
     module.register_buffer("delayed_scale", new_scale, persistent=False)
     module.register_buffer("delayed_amax_history", new_history, persistent=False)
+
+
+def empty_state(buffers: Mapping[str, Tensor | None], role: int | None = None) -> None:
+    """Forget the history of a role, or of all."""
+    with torch.no_grad():
+        for name in BUFFERS:
+            if (buffer := buffers.get(name)) is not None:
+                (buffer if role is None else buffer[role]).zero_()
+                note_empty(buffer)
+
+
+def note_empty(buffer: Tensor) -> None:
+    """Some of it may be empty, for all that is known; a compiled graph does not ask."""
+    if not torch.compiler.is_compiling():
+        buffer.__dict__[EMPTIED] = version_of(buffer)
+
+
+def may_be_empty(scale: Tensor) -> bool:
+    """Whether a role may have no scale: no backward has committed one since all were made, or since one was emptied.
+
+    By what this process has done, without asking the device, so that ranks that do the same find the same. A compiled
+    graph can't ask, and is told no.
+    """
+    return not torch.compiler.is_compiling() and version_of(scale) <= scale.__dict__.get(EMPTIED, 0)
 
 
 def take_state_local(module: nn.Module) -> None:
@@ -47,6 +73,7 @@ def take_state_local(module: nn.Module) -> None:
         local = getattr(buffer, "_local_tensor", None)
         if local is not None:
             module._buffers[name] = local
+            note_empty(local)  # torch has written it, but no backward
 
 
 def drop_delayed_state(module: nn.Module) -> None:
@@ -113,6 +140,8 @@ def load_delayed_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> No
             raise ValueError(f"{name}: {state[name].tolist()} holds what is no scale or amax; the file is damaged")
     for name, buffer in own.items():
         buffer.copy_(state[name])
+        if not bool(state[name].all()):
+            note_empty(buffer)
     for module in model.modules():
         if BUFFERS[0] in module._buffers:
             module.__dict__[LOADED] = module._buffers[BUFFERS[0]]._version  # type: ignore[union-attr]

@@ -20,6 +20,7 @@ from octavo.nn.weight_cache import WeightCache
 from octavo.optim import state as states
 from octavo.optim.base import CompactOptimizer
 from octavo.optim.conversion import blank
+from octavo.optim.layout import is_apart
 from octavo.optim.state import Settings
 from octavo.schedule.switch import Target
 from octavo.tensor.pair import Operands
@@ -155,7 +156,7 @@ def _gradients(model: nn.Module, optimizer: Optimizer) -> int:
         if not param.requires_grad:
             continue
         local = torch.empty_like(states.local(param.detach()), dtype=param.dtype, device="meta")
-        stored = StoredGradient.cast(local, param.dtype) if coded else None
+        stored = StoredGradient.cast(local, param.dtype, is_apart(param)) if coded else None
         sizes.append(states.bytes_of([local] if stored is None else [stored.qdata, stored.scale_inv]))
     waiting = getattr(getattr(optimizer, "in_backward", None), "threshold", None)
     return sum(sizes) if waiting is None else min(sum(sizes), waiting + max(sizes))

@@ -14,11 +14,12 @@ from octavo.nn.convert import gather_anew, set_recipe, storages, stored_now
 from octavo.nn.grouped_linear import Grouped
 from octavo.nn.recipe_module import RecipeModule
 from octavo.optim.base import CompactOptimizer
-from octavo.optim.conversion import change, check_change, store_anew
+from octavo.optim.conversion import change, check_change
 from octavo.optim.gradients import living, refuse_ddp
 from octavo.optim.state import Settings
 from octavo.schedule.phase import SAME, Phase
 from octavo.tensor.sharded_weight import on_this_rank, take_shards
+from octavo.tensor.stored_weight import store
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,8 @@ def _settings_of(phase: Phase, optimizer: Optimizer, before: Settings | None) ->
 def fp8_weights(model: nn.Module) -> list[nn.Parameter]:
     """The weights that products read in FP8, but not of experts."""
     modules = [m for m in model.modules() if isinstance(m, RecipeModule) and not isinstance(m, Grouped)]
-    return [module.get_parameter("weight") for module in modules if not module.recipe.is_high_precision]
+    named = (pair for module in modules if not module.recipe.is_high_precision for pair in module.named_parameters())
+    return [param for name, param in named if name.rpartition(".")[2] == "weight"]
 
 
 def refuse_moves(moved: Iterable[nn.Parameter]) -> None:
@@ -119,7 +121,7 @@ def switch(model: nn.Module, optimizer: Optimizer, target: Target) -> None:
         if moved or target.settings != optimizer.settings:
             change(optimizer, target.settings, moved, stored)
     for weight in others:
-        store_anew(weight, moved[weight])
+        store(weight, moved[weight])
         stored(weight)
     set_recipe(model, target.phase.recipe)
     _tell_ddp(model)

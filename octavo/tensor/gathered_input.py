@@ -1,85 +1,92 @@
-"""GatheredInput: the input of products, of which each rank of a tensor-parallel group had some of the tokens."""
+"""What products read, of which each rank of a tensor-parallel group had some of the tokens.
+
+GatheredInput is the input of a layer, to which gradients flow; GatheredGradient the gradient of its output.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from octavo.errors import UnsupportedOpError
 from octavo.tensor.pair import MOVES, Facade, Operands
+
+aten = torch.ops.aten
+_REMEDY = (
+    "of an input that was gathered in FP8: octavo's layers under octavo.distributed.ColwiseParallel read it. Where "
+    "others do too, gather it by torch's own PrepareModuleInput"
+)
 
 
 class Wire(NamedTuple):
-    """How an input's tokens were gathered: by the process group of this name, of so many ranks, along a dimension.
+    """How tokens are gathered and scattered: by the process group of this name, of so many ranks.
 
-    ``memo``: what the first of its readers has gathered in backward, for the others; None in compiled graphs.
+    ``runs``: how many runs of consecutive tokens a rank's rows are, one for each sequence where these are sharded.
+    ``exact``: whether grad_weight reads what was never rounded before. ``reduce``: what makes sums of a group's ranks,
+    of all parts one after the other along dimension 0, this rank's part; None: they are in the tensor's dtype.
+    ``memo``: what the first reader of an exact input has gathered in backward, for the others; None in compiled graphs.
     """
 
     group: str
     ranks: int
-    dim: int
-    memo: list[tuple[Tensor, Tensor]] | None
+    runs: int
+    exact: bool = False
+    reduce: Callable[[Tensor, str], Tensor] | None = None
+    memo: list[tuple[Tensor, Tensor]] | None = None
 
 
-class GatheredInput(Facade):
-    """The facade of a whole input [..., K], to which gradients flow: its pairs, see autograd/gather_input.py.
+class GatheredInput:
+    """What a layer takes in place of a whole input [..., K] that only its pairs are there of.
+
+    It is no tensor, so that torch.compile traces what holds pairs and gradients as the tensors that they are.
 
     Attributes:
-        qdata, scale_inv: the pair as it lies, of [T, K].
-        transposed_qdata, transposed_scale_inv: the pair transposed; None where backward gathers it, from ``shard``.
-        shard: what this rank had [..., K]; None where all is gathered.
-        found_amax: of the whole input, for a Delayed rule; or None.
+        carrier: [..., K] without memory; the gradient of the whole input flows to it.
+        operands: the pairs, of [T, K]; transposed None where no product reads it, or backward gathers it, from
+            ``shard``. The amax of the whole input, for a Delayed rule.
+        shard: this rank's rows [R, K]; None where nothing is gathered of it any more.
         casts, wire: what it was cast by, and how it was gathered.
     """
 
-    qdata: Tensor
-    scale_inv: Tensor
-    transposed_qdata: Tensor | None
-    transposed_scale_inv: Tensor | None
-    shard: Tensor | None
-    found_amax: Tensor | None
-    casts: Any
-    wire: Wire
-    TENSORS = ("qdata", "scale_inv", "transposed_qdata", "transposed_scale_inv", "shard", "found_amax")
-    REMEDY = (
-        "of an input that was gathered in FP8: octavo's layers under octavo.distributed.ColwiseParallel read it. Where "
-        "others do too, gather it by torch's own PrepareModuleInput"
-    )
+    def __init__(self, carrier: Tensor, operands: Operands, shard: Tensor | None, casts: Any, wire: Wire) -> None:
+        self.carrier, self.operands, self.shard, self.casts, self.wire = carrier, operands, shard, casts, wire
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise UnsupportedOpError(f"{getattr(func, '__name__', func)} {_REMEDY}")
+
+    def __getattr__(self, name: str) -> Any:
+        """What modules ask of their input; else UnsupportedOpError, or AttributeError of what no tensor has."""
+        if name in ("shape", "dtype", "device", "ndim", "size", "is_meta", "requires_grad", "dim"):
+            return getattr(self.carrier, name)
+        return self.__torch_function__(getattr(torch.Tensor, name), ())
+
+
+class GatheredGradient(Facade):
+    """The facade of a whole gradient [..., N], on its way to the products: ``operands``, with sums of its columns."""
+
+    operands: Operands
+    REMEDY = _REMEDY
 
     @staticmethod
-    def __new__(
-        cls, tensors: dict[str, Tensor | None], shape: Any, dtype: torch.dtype, casts: Any, wire: Wire
-    ) -> GatheredInput:
-        """Make the facade of tensors by their names."""
-        device = tensors["qdata"].device  # type: ignore[union-attr]
-        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        for name in cls.TENSORS:
-            setattr(self, name, tensors.get(name))
-        self.casts, self.wire = casts, wire
+    def __new__(cls, operands: Operands, shape: Any, dtype: torch.dtype) -> GatheredGradient:
+        """Make the facade."""
+        assert operands.as_is is not None
+        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=operands.as_is[0].device)
+        self.operands = operands
         return self
 
-    def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        names = [name for name in self.TENSORS if getattr(self, name) is not None]
-        return names, (self.dtype, self.casts, self.wire)
-
-    @staticmethod
-    def __tensor_unflatten__(
-        inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any
-    ) -> GatheredInput:
-        return GatheredInput(dict(inner), outer_size, *context)
-
-    def operands(self) -> Operands:
-        """Its pairs, as products read them."""
-        transposed = None
-        if self.transposed_qdata is not None and self.transposed_scale_inv is not None:
-            transposed = self.transposed_qdata, self.transposed_scale_inv
-        return Operands((self.qdata, self.scale_inv), transposed, self.found_amax)
-
-    def moved(self, move: Any) -> GatheredInput:
+    def moved(self, move: Any, shape: Any = None) -> GatheredGradient:
         """The same again, of the very same tensors."""
-        tensors = {name: getattr(self, name) for name in self.TENSORS}
-        return GatheredInput(tensors, self.shape, self.dtype, self.casts, self.wire)
+        return GatheredGradient(self.operands, self.shape if shape is None else shape, self.dtype)
 
 
-GatheredInput.RULES = dict(MOVES)
+def _viewed(func: Any, own: GatheredGradient, shape: Any) -> Any:
+    """The rule of views that leave the features alone."""
+    return own.moved(None, shape) if shape[-1] == own.shape[-1] else NotImplemented
+
+
+GatheredGradient.RULES = {**MOVES, aten.view.default: _viewed}

@@ -7,6 +7,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from octavo.tensor.sharded_weight import on_this_rank
+
 
 def put_into(parameter: nn.Parameter, tensor: Tensor) -> None:
     """Make a parameter hold other values, of another class or dtype perhaps (a plain weight as a StoredWeight).
@@ -15,7 +17,8 @@ def put_into(parameter: nn.Parameter, tensor: Tensor) -> None:
     references to it hold too, which is why this isn't torch.utils.swap_tensors. A backward pass of a forward that read
     the old values raises RuntimeError: its gradient would reach nobody.
 
-    ``parameter`` is a leaf and no DTensor; it takes the memory of ``tensor``, which is of its shape.
+    ``parameter`` is a leaf; it takes the memory of ``tensor``, which is of its shape. Of a sharded one, which keeps all
+    the rest, ``tensor`` is this rank's part.
 
     Example:
         >>> import torch
@@ -27,6 +30,9 @@ def put_into(parameter: nn.Parameter, tensor: Tensor) -> None:
         >>> same, same.place
         (StoredWeight((256, 256), torch.float32, PerTensor()), 'layer 1')
     """
+    if on_this_rank(parameter) is not parameter:
+        parameter._local_tensor = tensor  # type: ignore[attr-defined]
+        return
     other = nn.Parameter(tensor.detach(), parameter.requires_grad)
     grad, grad_dtype = parameter.grad, parameter.grad_dtype
     chosen = grad_dtype != parameter.dtype  # else it is what follows from the parameter's

@@ -36,7 +36,7 @@ PRIVATE = (
     "FSDPModule._get_fsdp_state",
     "FSDPState._fsdp_param_groups (torch 2.13), _fsdp_param_group (2.11)",
     "FSDPParam.sharded_param, .reset_sharded_param, ._module_info, ._sharded_local_tensor, .all_gather_outputs",
-    "FSDPParam.mp_policy",
+    "FSDPParam.mp_policy, .mesh_info.mesh",
     "FSDPParam._unsharded_param, ._unsharded_inner_tensors, ._sharded_param_data",
     "torch.autograd._unsafe_preserve_version_counter, torch._C._current_graph_task_id",
 )
@@ -205,8 +205,8 @@ class GatheredWeight(Facade):
 
     def pair(self) -> ScaledTensor:
         """The pair as it lies, where its codes are those of a stored weight: per tensor or in blocks of 128 x 128."""
-        granularity = PerTensor() if self.scale_inv.shape == (1, 1) else PerBlock(128, 128)
-        return ScaledTensor(self.qdata, self.scale_inv, granularity, self.dtype)
+        granularity = PerTensor() if self.scale_inv.shape[-2:] == (1, 1) else PerBlock(128, 128)
+        return ScaledTensor(self.qdata, self.scale_inv, granularity.of_matrices(self.shape), self.dtype)
 
     def moved(self, move: Any) -> GatheredWeight:
         """The same again, of the very same tensors."""
@@ -229,29 +229,22 @@ def _transposed(func: Any, own: GatheredWeight, *dims: int) -> Any:
 
 
 GatheredWeight.RULES = MOVES | PLAIN_LIKE | {aten.as_strided.default: moves, aten.transpose.int: _transposed}
+GatheredWeight.RULES[aten.view.default] = moves  # of a DTensor's
 
 
-def attach(param: nn.Parameter, part: str = "") -> bool:
-    """Make the local tensor of a parameter that was just sharded one with hooks; whether it is one now.
+def attach(param: Any, at: int, part: str = "") -> bool:
+    """Make the local tensor of a DTensor that FSDP2 has just sharded one with hooks; whether it is one now.
 
-    A parameter that is sharded in other ways too (tensor parallel) is left as it is.
+    ``at``: the dimension of its mesh that it is sharded over; a parameter that is not is left as it is.
     """
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
-    if not isinstance(param, DTensor):
-        return False
-    *outer, last = param.placements
-    if type(last) is not Shard or any(type(placement) is not Replicate for placement in outer):
+    if at < 0 or getattr(param.placements[at], "dim", None) is None:
         return False
     local = _private(lambda: param._local_tensor)
     if type(local) is Tensor:
         param._local_tensor = local.as_subclass(ShardedWeight.of(part))
+    elif part and isinstance(local, ShardHooks):
+        local.part = part
     return isinstance(param._local_tensor, ShardHooks)
-
-
-def is_tensor_parallel(weight: Tensor | None) -> bool:
-    """Whether a parameter is a DTensor, and not by fully_shard alone."""
-    return hasattr(type(weight), "redistribute") and not isinstance(on_this_rank(weight), ShardHooks)  # type: ignore[arg-type]
 
 
 def on_this_rank(tensor: Tensor) -> Tensor:
@@ -272,39 +265,58 @@ def plain(param: Tensor) -> Tensor:
     return like_sharded(local_shard(param), param, param.shape)
 
 
-def like_sharded(local: Tensor, param: Tensor, shape: torch.Size) -> Tensor:
-    """A DTensor of this shape, sharded as ``param`` is, whose shard on this rank is ``local``."""
-    from torch.distributed.tensor import DTensor
+def like_sharded(local: Tensor, param: Tensor, shape: torch.Size, of_columns: int | None = None) -> Tensor:
+    """A DTensor of this shape, sharded as ``param`` is, whose shard on this rank is ``local``.
+
+    ``of_columns``: its dimension that has the columns, ``param``'s last, if that is another one.
+    """
+    from torch.distributed.tensor import DTensor, Shard
 
     mesh, placements = param.device_mesh, param.placements  # type: ignore[attr-defined]
+    if of_columns is not None:
+        placements = [Shard(of_columns) if one == Shard(param.ndim - 1) else one for one in placements]
     stride = torch.empty(shape, device="meta").stride()
     with torch.no_grad():
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def group_of(param: Tensor) -> Any:
-    """The process group of the ranks that share a sharded weight among them; replicas (HSDP) have one each."""
+def own_part(whole: Tensor, param: Tensor) -> Tensor:
+    """This rank's part of a plain tensor that is sharded as ``param`` is, into equal parts; FSDP2's dimension first."""
     mesh = param.device_mesh  # type: ignore[attr-defined]
-    return mesh.get_group(mesh.ndim - 1)
+    for dim, placement in reversed(list(enumerate(param.placements))):  # type: ignore[attr-defined]
+        if (of := getattr(placement, "dim", None)) is not None:  # tensor parallelism has cut what FSDP2 cuts
+            whole = whole.chunk(mesh.size(dim), of)[mesh.get_local_rank(dim)]
+    return whole
+
+
+def groups_of(param: Tensor) -> tuple[Any, ...]:
+    """The process groups of the ranks that share a sharded weight, one for each dimension of its mesh that shards it.
+
+    Replicas (HSDP) have theirs each.
+    """
+    mesh, placements = param.device_mesh, param.placements  # type: ignore[attr-defined]
+    return tuple(mesh.get_group(dim) for dim, placement in enumerate(placements) if not placement.is_replicate())
 
 
 def largest_of_ranks(values: Tensor, param: Tensor) -> Tensor:
-    """The largest of each of ``values`` over the ranks that share a sharded weight: a collective."""
+    """The largest of each of ``values`` over the ranks that share a sharded weight: a collective a dimension."""
     import torch.distributed as dist
 
     found = values.to(param.device_mesh.device_type, copy=True)  # type: ignore[attr-defined]
-    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group_of(param))
+    for group in groups_of(param):
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
     return found.to(values.device)
 
 
 def gather_alone(param: Tensor, module: nn.Module, mp_policy: Any) -> Any:
     """A sharded weight as the next forward's gather makes it, outside of FSDP2's buffers; all ranks call it.
 
-    ``module``: whose parameter it is; ``mp_policy``: that of its group. Shards without hooks are gathered as they are.
+    ``module``: whose parameter it is; ``mp_policy``: that of its group. Shards without hooks, or
+    over more than one dimension of a mesh, are gathered as they are.
     """
     local, whole = on_this_rank(param), param.device_mesh  # type: ignore[attr-defined]
-    if not isinstance(local, ShardHooks):
-        return param.full_tensor()  # type: ignore[attr-defined]
+    if not isinstance(local, ShardHooks) or len(groups_of(param)) > 1:
+        return plain(param).full_tensor()  # type: ignore[attr-defined]
     mesh = whole if whole.ndim == 1 else whole[whole.mesh_dim_names[-1]]
     local = cast(ShardHooks, local.to(mesh.device_type))  # it may be offloaded
     inputs, after = local.fsdp_pre_all_gather(mesh, param.shape, param.stride(), module, mp_policy)
@@ -345,7 +357,8 @@ def take_shards(model: nn.Module, params: Iterable[Tensor]) -> None:
     own = {id(param) for param in params}
     for _, param in _fsdp_params(model):
         if id(param.sharded_param) in own:
-            attach(param.sharded_param, getattr(param._sharded_local_tensor, "part", ""))
+            at = param.mesh_info.mesh.ndim - 1
+            attach(param.sharded_param, at, getattr(param._sharded_local_tensor, "part", ""))
             # before the first forward this is plain, and torch would ask for its storage, which a facade hasn't
             param._sharded_param_data = on_this_rank(param.sharded_param)
             param.reset_sharded_param()

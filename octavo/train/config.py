@@ -293,17 +293,10 @@ class TrainConfig:
         sizes = {"heads": model.heads, "context": model.context, "hidden": model.hidden, "bytes": VOCABULARY}
         if wrong := {name: size for name, size in sizes.items() if size % ranks}:
             raise ValueError(f"tensor_parallel {ranks} does not divide {wrong}: choose sizes that are multiples of it")
+        phases = bool(state.schedule) or state.recover > 0
         others = {
             "experts": model.experts > 0,
-            "compile": self.run.compile,
-            f"moments {state.moments}": state.moments != "fp32",
-            f"master {state.master}": state.master not in ("auto", "fp32"),
-            "schedule": bool(state.schedule),
-            "recover": state.recover > 0,
-            "weight_storage fp8": state.weight_storage == "fp8",
-            "gradient_storage fp8": state.gradient_storage == "fp8",
-            "update_in_backward": state.outstanding_bytes is not None,
-            "inspect": self.inspect.inspect,
+            "weight_storage fp8 with schedule or recover": state.weight_storage == "fp8" and phases,
         }
         if found := [name for name, chosen in others.items() if chosen]:
             raise ValueError(f"tensor_parallel {ranks} does not go with {', '.join(found)}: choose one of them")

@@ -1,10 +1,11 @@
 import pytest
 import torch
 
-from octavo import E4M3, Cast, Delayed, Dynamic, PerRow, PerTensor, Recipe, recipes
+from octavo import E4M3, Cast, Delayed, Dynamic, PerBlock, PerRow, PerTensor, Recipe, recipes
 from octavo.autograd import casts as module
-from octavo.autograd.casts import GRAD_OUTPUT, INPUT, Norm, State, cast_grad_output, cast_norm, cast_role
+from octavo.autograd.casts import GRAD_OUTPUT, INPUT, Norm, State, cast_grad_output, cast_norm, cast_role, cast_to_send
 from octavo.kernels import dequantize
+from octavo.scaling.recipe import RoleCasts
 from octavo.tensor.pair import Operands
 from tests.support.definitions import same_bits
 from tests.support.helpers import FP8_RECIPES, CountOps, delayed_state, sqnr
@@ -153,3 +154,26 @@ def test_one_op_reads_a_gradient_or_makes_a_norm():
         with CountOps() as ops:
             cast_norm(x, torch.ones(32), None, Norm("rms_norm", 1e-5, False), recipe, True, None, False)
         assert ops.calls == {op: 1}
+
+
+@pytest.mark.parametrize("name", FP8_RECIPES)
+def test_codes_serve_every_product_of_a_recipe(name):
+    for casts in (FP8_RECIPES[name]().input_casts, FP8_RECIPES[name]().grad_output_casts):
+        assert cast_to_send(casts, True, True) is casts.as_is
+        assert cast_to_send(casts, True, True, exact=True) is (casts.as_is if casts.once else None)
+
+
+def test_what_is_sent_in_high_precision():
+    per_tensor, rows = Cast(E4M3, PerTensor()), Cast(E4M3, PerRow())
+    square = Cast(E4M3, PerBlock(16, 16))
+    delayed = recipes.delayed().input_casts.as_is
+    for casts, reads, found in (
+        (RoleCasts(rows, None, False), (True, True), None),  # grad_weight reads it in high precision
+        (RoleCasts(rows, None, False), (True, False), rows),
+        (RoleCasts(None, per_tensor, False), (True, True), None),
+        (RoleCasts(square, square, True), (True, True), None),  # its blocks have rows of several ranks
+        (RoleCasts(rows, delayed, False), (True, True), None),
+        (RoleCasts(rows, per_tensor, False), (True, True), rows),
+        (RoleCasts(per_tensor, per_tensor, True), (False, False), None),
+    ):
+        assert cast_to_send(casts, *reads) is found

@@ -1,55 +1,174 @@
-"""Which inputs are gathered in FP8; what is gathered is in tests/distributed/test_tensor_parallel.py."""
+"""What is gathered in FP8 and summed; the bytes of it are in tests/distributed/test_tensor_parallel.py."""
 
 import dataclasses
+import functools
+import math
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from octavo import E4M3, PerBlock, recipes
-from octavo.autograd.gather_input import arguments_of, gather_input, gathered_transposed, why_not_gathered
+import octavo
+from octavo import E4M3, PerBlock, kernels, recipes
+from octavo.autograd.casts import GRAD_OUTPUT, INPUT, Norm, cast_norm, cast_role
+from octavo.autograd.gather_input import (
+    Reader,
+    arguments_of,
+    can_gather,
+    gather_input,
+    gather_norm,
+    gathered_transposed,
+    scatter_output,
+)
+from octavo.distributed import Fp8Reduction
+from octavo.distributed.tensor_parallel import _summed_in_fp8
 from octavo.scaling.recipe import Cast
 from octavo.tensor.gathered_input import Wire
-from tests.support.parallel_tasks import RECIPES
+from tests.support.parallel_tasks import RECIPES, small
 
 SQUARE = Cast(E4M3, PerBlock(128, 128))
 SQUARES = dataclasses.replace(recipes.dynamic(), output=(SQUARE, SQUARE), grad_weight=(SQUARE, SQUARE))
-REASONS = {
-    "gw_hp": "high precision",
-    "high_precision": "high precision",
-    "blockwise": "128 tokens reach",
-    "mx": "32 tokens",
-}
+ONCE = ("dynamic", "power of two", "delayed")
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_what_can_be_sent(recipe):
-    reason = why_not_gathered(RECIPES[recipe], 100)
-    assert REASONS[recipe] in reason if recipe in REASONS else reason is None
-    if recipe not in ("gw_hp", "high_precision"):
-        assert why_not_gathered(RECIPES[recipe], 256) is None
-    assert "neither per tensor nor by rows" in why_not_gathered(SQUARES, 256)
+    reads_all, reads_output = (Reader(RECIPES[recipe], None, needs_dw) for needs_dw in (True, False))
+    in_fp8 = recipe not in ("gw_hp", "high_precision")
+    for role in (INPUT, GRAD_OUTPUT):
+        assert can_gather(reads_all, role, 100, False) == in_fp8
+        assert can_gather(reads_output, role, 100, True) == (recipe != "high_precision")
+        assert not can_gather(Reader(SQUARES, None, True), INPUT, 256, False)
+        assert not can_gather(Reader(SQUARES, None, True), INPUT, 256, True)
+    assert can_gather(reads_all, INPUT, 256, True) == in_fp8
+    assert can_gather(reads_all, INPUT, 100, True) == (recipe in (*ONCE, "rowwise"))  # no whole blocks of tokens
+    assert can_gather(reads_all, GRAD_OUTPUT, 256, True) == (recipe in ONCE)
     assert (arguments_of(RECIPES[recipe]) == arguments_of(recipes.dynamic())) == (recipe == "dynamic")
 
 
-def gathered_as_cast_alone(mesh, recipe, shape, dim):
-    """Whether codes and scales, with the strides of the whole input's own cast, are its."""
-    from octavo.autograd.casts import INPUT, cast_role
+def as_cast_alone(x, recipe, role, exact):
+    """The pairs of a whole tensor [..., K] on one rank: the second of values, where they are not exact."""
+    return of_values(cast_role(x.reshape(-1, x.shape[-1]), recipe, role, True, True, None), recipe, role, exact)
 
-    x, rank = torch.randn(shape), mesh.get_local_rank()
-    whole = cast_role(x.reshape(-1, shape[-1]), RECIPES[recipe], INPUT, True, True, None)
+
+def of_values(whole, recipe, role, exact):
+    casts = recipe.casts[role]
+    if exact or casts.once:
+        return whole
+    values = kernels.dequantize(*whole.as_is, casts.as_is.tile, torch.float32)
+    return whole._replace(transposed=cast_role(values, recipe, role, False, True, None).transposed)
+
+
+def same(found, expected):
+    """Whether codes and scales are those that are expected."""
+    pairs = zip((*found.as_is, *found.transposed), (*expected.as_is, *expected.transposed), strict=True)
+    return [torch.equal(a.float(), b.float()) and a.shape == b.shape for a, b in pairs]
+
+
+def gathered_as_cast_alone(mesh, recipe, shape, dim, exact):
+    """Whether pairs of a gathered input, and of a gradient that is gathered, are those of one rank."""
+    x, rank, reader = torch.randn(shape), mesh.get_local_rank(), Reader(RECIPES[recipe], None, True)
+    wire = Wire(mesh.get_group().group_name, 2, math.prod(shape[:dim]), exact, None, [])
     own = x.chunk(2, dim)[rank].contiguous()
-    wire = Wire(mesh.get_group().group_name, 2, dim, [])
-    found = gather_input(own, RECIPES[recipe], None, wire)
-    operands = found.operands()
-    transposed = operands.transposed or gathered_transposed(found.shard, RECIPES[recipe], wire)
-    assert operands.transposed or gathered_transposed(found.shard, RECIPES[recipe], wire) is transposed  # once
-    pairs = zip((*whole.as_is, *whole.transposed), (*operands.as_is, *transposed), strict=True)
-    return found.shape == x.shape, [torch.equal(a.float(), b.float()) and a.shape == b.shape for a, b in pairs]
+    found = gather_input(own, dim, reader, wire)
+    operands = found.operands
+    if found.shard is not None:
+        transposed = gathered_transposed(found.shard, reader.recipe, wire)
+        assert gathered_transposed(found.shard, reader.recipe, wire) is transposed  # once
+        operands = operands._replace(transposed=transposed)
+    answers = same(operands, as_cast_alone(x, reader.recipe, INPUT, exact))
+    if exact:
+        return found.shape == x.shape, answers
+    y, seen = torch.zeros(shape, requires_grad=True), []
+    y.register_hook(lambda grad: seen.append(grad.operands) or torch.zeros(shape))
+    scatter_output(y, dim, reader, wire, True).backward(own)
+    expected = as_cast_alone(x, reader.recipe, GRAD_OUTPUT, exact)
+    answers += same(seen[0], expected)
+    sums = x.reshape(-1, shape[-1]).sum(0)
+    return found.shape == x.shape, [*answers, torch.allclose(seen[0].column_sum, sums, atol=1e-4)]
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(("shape", "dim"), [((2, 256, 40), 1), ((256, 3, 40), 0), ((512, 130), 0)])
+@pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("recipe", ["dynamic", "rowwise", "blockwise", "mx"])
-def test_pairs_are_those_of_the_whole_input(pool, recipe, shape, dim):
-    for same_shape, same in pool.run(gathered_as_cast_alone, (2,), recipe, shape, dim):
-        assert same_shape and same == [True] * 4
+def test_pairs_are_those_of_the_whole(pool, recipe, exact, shape, dim):
+    for same_shape, answers in pool.run(gathered_as_cast_alone, (2,), recipe, shape, dim, exact):
+        assert same_shape and answers == [True] * (4 if exact else 9)
+
+
+def norm_as_cast_alone(mesh, recipe, runs):
+    """Whether pairs of a norm's gathered output are those of one rank."""
+    x, rank, recipe = torch.randn(runs, 256, 40), mesh.get_local_rank(), RECIPES[recipe]
+    parameters = torch.randn(40), torch.randn(40), Norm("layer_norm", 1e-5, False), recipe, True, None, False
+    own = x.chunk(2, 1)[rank].reshape(-1, 40)
+    answers = []
+    for exact in (False, True):
+        wire = Wire(mesh.get_group().group_name, 2, runs, exact)
+        operands, shard, mean, rstd = gather_norm(own, *parameters, wire)
+        assert mean.shape == rstd.shape == (runs * 128,) and (shard is None) == (operands.transposed is not None)
+        if shard is not None:
+            operands = operands._replace(transposed=gathered_transposed(shard, recipe, wire))
+        expected = cast_norm(x.view(-1, 40), *parameters)[0]
+        answers += same(operands, of_values(expected, recipe, INPUT, exact))
+    return answers
+
+
+@pytest.mark.parametrize("runs", [1, 3])
+@pytest.mark.parametrize("recipe", ["dynamic", "rowwise", "blockwise", "mx"])
+def test_pairs_of_a_norm(pool, recipe, runs):
+    for answers in pool.run(norm_as_cast_alone, (2,), recipe, runs):
+        assert answers == [True] * 8
+
+
+def test_blocks_may_reach_over_ranks(pool):
+    """Unless they are exact: 50 tokens a rank, in blocks of 128 and of 32."""
+    for recipe in ("blockwise", "mx"):
+        for _, answers in pool.run(gathered_as_cast_alone, (2,), recipe, (3, 100, 40), 1, False):
+            assert answers == [True] * 9
+
+
+def summed(mesh, shape, dim):
+    """Whether sums by an FP8 reduction, forward and backward, are those of what each rank has rounded once."""
+    rank, ranks = mesh.get_local_rank(), mesh.size()
+    every = [torch.randn(shape) for _ in range(ranks)]
+    how = functools.partial(_summed_in_fp8, Fp8Reduction())
+    wire = Wire(mesh.get_group().group_name, ranks, math.prod(shape[:dim]), reduce=how)
+    addends = []
+    for x in every:  # a rank's parts one after the other, each in blocks of 128
+        part = x.chunk(ranks, dim)[rank].contiguous()
+        rounded = octavo.quantize(part.view(1, -1), E4M3, PerBlock(1, 128), power_of_two=True).dequantize()
+        addends.append(rounded.view(part.shape))
+    expected = torch.stack(addends).sum(0)
+    forward = scatter_output(every[rank], dim, None, wire, False)
+    x = torch.zeros_like(expected, requires_grad=True)
+    gathered = gather_input(x, dim, Reader(RECIPES["dynamic"], None, True), wire)
+    (backward,) = torch.autograd.grad(gathered.carrier, x, every[rank])
+    return torch.equal(forward, expected), torch.equal(backward, expected)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_sums_in_fp8(pool, ranks):
+    for shape, dim in (((3, 64, 40), 1), ((64, 48), 0)):
+        for answers in pool.run(summed, (ranks,), shape, dim):
+            assert all(answers)
+
+
+@pytest.mark.parametrize("recipe", ["dynamic", "rowwise", "blockwise", "mx"])
+def test_layouts_that_a_gpu_wants(recipe, monkeypatch):
+    """Codes written transposed, contractions padded to 16: as of a tensor that was not gathered."""
+    for where in ("casts", "gather_input"):
+        monkeypatch.setattr(f"octavo.autograd.{where}.needs_transposed_codes", lambda device: True)
+        monkeypatch.setattr(f"octavo.autograd.{where}.contraction_multiple", lambda device: 16)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        x = small(1000, 296)
+        wire = Wire(dist.group.WORLD.group_name, 1, 1)
+        found = gather_input(x, 0, Reader(RECIPES[recipe], None, True), wire).operands
+    finally:
+        dist.destroy_process_group()
+    expected = cast_role(x, RECIPES[recipe], INPUT, True, True, None)
+    assert same(found, expected) == [True] * 4
+    assert [part.stride() for part in (*found.as_is, *found.transposed)] == [
+        part.stride() for part in (*expected.as_is, *expected.transposed)
+    ]

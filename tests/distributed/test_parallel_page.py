@@ -6,8 +6,12 @@ import pytest
 import torch
 
 from octavo import recipes
-from octavo.autograd.gather_input import why_not_gathered
+from octavo.autograd.casts import GRAD_OUTPUT, INPUT
+from octavo.autograd.gather_input import Reader, can_gather
+from octavo.distributed import Fp8Reduction
+from octavo.nn.stored_weights import why_not_stored
 from tests.support import parallel_tasks as tasks
+from tests.support.byte_counter import GATHER
 
 PAGE = (Path(__file__).parents[2] / "docs" / "tensor-parallel.md").read_text(encoding="utf-8")
 CALLS = {
@@ -23,7 +27,7 @@ BF16 = 2 * 512 * 256
 
 
 def matrix():
-    lines = [line for line in PAGE.splitlines() if (line.startswith("| `") and "()" in line) or "power_of_two" in line]
+    lines = [line for line in PAGE.splitlines() if line.startswith("| `") and line.count("|") == 9]
     return {cells[0]: cells[1:] for cells in ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)}
 
 
@@ -32,15 +36,42 @@ def test_no_recipe_is_left_out():
     assert found.keys() == CALLS.keys()
     named = {call.strip("`").partition("(")[0] for call in found}
     assert named == set(recipes.__all__) - {"default"}  # which is one of them
-    for call, (gathered, _, _, *others) in found.items():
-        sent = why_not_gathered(tasks.RECIPES[CALLS[call]], 256) is None
-        assert gathered == ("in FP8" if sent else "in its dtype")
-        assert others == ["yes", "yes", "refused"]
+    for call, (gathered, _, _, _, *others) in found.items():
+        reader = Reader(tasks.RECIPES[CALLS[call]], None, True)
+        sent = can_gather(reader, INPUT, 256, False)
+        assert sent == can_gather(reader, GRAD_OUTPUT, 256, False)
+        assert gathered == ("in FP8" if sent else "in their dtype")
+        stored = why_not_stored(tasks.RECIPES[CALLS[call]]) is None
+        assert others == ["yes", "yes", "yes" if stored else "never"]
+
+
+ERRORS = {
+    "`rowwise(power_of_two=True)`": ("rowwise", {}),
+    "the same, `exact=True`": ("rowwise", {"exact": True}),
+    "`rowwise(power_of_two=True)`, `reduction=Fp8Reduction()`": ("rowwise", {"reduction": Fp8Reduction()}),
+    "`rowwise()`": ("twice", {}),
+    "`rowwise()`, `exact=True`": ("twice", {"exact": True}),
+    "`dynamic()`": ("dynamic", {}),
+    "`dynamic()`, `reduction=Fp8Reduction()`": ("dynamic", {"reduction": Fp8Reduction()}),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors(pool, case):
+    """As the page has them."""
+    (row,) = [line for line in PAGE.splitlines() if line.startswith(f"| {case} | 0.0")]
+    cells = [float(cell) for cell in row.strip("| ").split(" | ")[1:]]
+    assert pool.run(tasks.errors, (2,), *ERRORS[case])[0] == pytest.approx(cells, abs=1.5e-3)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("call", CALLS)
 def test_bytes(pool, call):
-    answer = pool.run(tasks.sequence_parallel, (2,), CALLS[call], True, torch.bfloat16)[0]
-    (_, forward), (_, backward) = answer[1:]
-    assert matrix()[call][1:3] == [f"{forward / BF16:.3f}", f"{(backward - BF16) / BF16:.3f}"]
+    shares = [f"{counter[GATHER] / BF16:.3f}" for counter in gathers(pool, call, "")]
+    assert matrix()[call][1:3] == shares
+    assert matrix()[call][3] == f"{sum(counter[GATHER] for counter in gathers(pool, call, 'exact')) / 2 / BF16:.3f}"
+
+
+def gathers(pool, call, styles):
+    return pool.run(tasks.sequence_parallel, (2,), CALLS[call], True, torch.bfloat16, styles)[0][1:]

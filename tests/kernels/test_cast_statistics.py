@@ -95,6 +95,59 @@ def test_the_kernel_is_the_reference(kernels: TritonKernels, case: dict[str, Any
     assert torch.equal(found[1].cpu(), expected[1])
 
 
+SIZES = {"ragged": [3, 0, 130, 1, 17], "none": [0, 0], "more groups than rows": [0, 1, 0, 0, 1]}  # of groups
+
+
+def groups_of(case: dict[str, Any]) -> tuple[Any, ...]:
+    """Rows in groups and their pairs; the last two rows are in none."""
+    offsets = torch.tensor(SIZES[case["sizes"]]).cumsum(0).to(torch.int32)
+    x = values_of(case["values"], (int(offsets[-1]) + 2, case["cols"]), case["dtype"])
+    how = case["fmt"], case["tile"], False, 0, True, False
+    q, _, scale_inv, _ = REFERENCE["grouped_cast"](x, offsets, None, 0, *how)
+    return x, q, scale_inv, case["tile"], offsets
+
+
+def empty_groups(count: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+    found = empty(device)
+    return found[0].repeat(count, 1), found[1].repeat(count, 1)
+
+
+IN_GROUPS: dict[str, Any] = {
+    "tile": [ALL, (1, -1), (1, 32), (128, 128), (32, 1), (-1, 1)],
+    "sizes": list(SIZES),
+    "cols": [40, 130],
+    "dtype": DTYPES,
+    "fmt": FORMATS,
+    "values": ["varied", "faults"],
+}
+
+
+@each_pair(**IN_GROUPS)
+def test_groups_are_counted_as_alone(case: dict[str, Any]) -> None:
+    x, q, scale_inv, tile, offsets = groups_of(case)
+    found = empty_groups(len(offsets))
+    REFERENCE["cast_statistics"](x, q, scale_inv, tile, *found, offsets)
+    rows = x.split([*SIZES[case["sizes"]], 2])
+    for own, sums, extremes in zip(rows[:-1], *found, strict=True):
+        alone = empty()
+        own_q, _, own_inv, *_ = REFERENCE["cast"](own, None, 0, case["fmt"], tile, False, 0)
+        REFERENCE["cast_statistics"](own, own_q, own_inv, tile, *alone)
+        assert torch.equal(sums, alone[0]) and torch.equal(extremes, alone[1])
+
+
+@pytest.mark.gpu
+@each_pair(**IN_GROUPS)
+def test_the_kernel_counts_groups_as_the_reference(kernels: TritonKernels, case: dict[str, Any]) -> None:
+    x, q, scale_inv, tile, offsets = groups_of(case)
+    found, expected = empty_groups(len(offsets), kernels.device), empty_groups(len(offsets))
+    kernels.cast_statistics(
+        *(t.to(kernels.device) for t in (x, q, scale_inv)), tile, *found, offsets.to(kernels.device)
+    )
+    REFERENCE["cast_statistics"](x, q, scale_inv, tile, *expected, offsets)
+    torch.testing.assert_close(found[0].cpu(), expected[0], rtol=1e-12, atol=0)
+    assert torch.equal(found[1].cpu(), expected[1])
+
+
 def pair_of(case: dict[str, Any]) -> tuple[Any, ...]:
     """A tensor and the pair of one that may be smaller, so that it is clipped."""
     x, tile = values_of(case["values"], case["shape"], case["dtype"]), case["tile"]

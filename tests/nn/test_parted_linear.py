@@ -1,6 +1,7 @@
 """Layers with named splits under tensor parallelism: each split is sharded, and computes what it does on one rank."""
 
 import pytest
+import torch
 
 import octavo
 from octavo.nn.parted_linear import part
@@ -21,8 +22,30 @@ def test_splits_that_do_not_divide(pool):
     assert pool.run(tasks.uneven_splits, (2,))[0].startswith("splits {'b': 5} do not divide into 2 ranks")
 
 
-def test_weights_that_live_in_fp8_are_not_parted():
+def test_blocks_in_fp8_are_not_cut():
+    layer = octavo.nn.Linear(256, {"a": 128, "b": 128})
+    octavo.convert(layer, octavo.recipes.blockwise(), lambda module, name: True, weight_storage="fp8")
+    with pytest.raises(ValueError, match="each split needs a multiple of 128 rows a rank"):
+        part(layer, 2)
+    assert layer.weight.shape == (256, 256)
+
+
+def test_splits_in_fp8_have_one_scale_and_one_optimizer():
     layer = octavo.nn.Linear(256, {"a": 128, "b": 128})
     octavo.convert(layer, octavo.recipes.dynamic(), lambda module, name: True, weight_storage="fp8")
-    with pytest.raises(ValueError, match="apply ColwiseParallel before weights are stored in FP8"):
-        part(layer, 2)
+    part(layer, 2)
+    assert torch.equal(layer.a.weight.scale_inv, layer.b.weight.scale_inv)
+    assert layer.a.weight.scale_inv.data_ptr() != layer.b.weight.scale_inv.data_ptr()
+    for params in ([layer.a.weight], [{"params": [layer.a.weight]}, {"params": [layer.b.weight]}]):
+        optimizer = octavo.optim.AdamW(params)
+        layer.a.weight.grad = torch.ones(128, 256)
+        with pytest.raises(ValueError, match="the named splits of a weight that lives in FP8 have one scale"):
+            optimizer.step()
+    values = {name: torch.ones(128, 256) for name in ("a.weight", "b.weight")}
+    saved = {name: value.clone() for name, value in layer.state_dict().items()}
+    twice = saved | {"b.weight_scale_inv": saved["b.weight_scale_inv"] * 2}  # as layers of their own would have
+    for wrong in (values, twice, {name: twice[name] for name in ("b.weight", "b.weight_scale_inv")}):
+        with pytest.raises(ValueError, match="splits of a weight that lives in FP8 with one scale"):
+            layer.load_state_dict(wrong, strict=False)
+    assert all(torch.equal(value, saved[name]) for name, value in layer.state_dict().items())
+    layer.load_state_dict(saved)

@@ -1,3 +1,4 @@
+import copy
 import math
 
 import pytest
@@ -6,7 +7,7 @@ from torch import nn
 
 import octavo
 from octavo import Delayed, recipes
-from octavo.scaling.delayed import register_delayed_state
+from octavo.scaling.delayed import empty_state, may_be_empty, register_delayed_state
 from tests.support.helpers import assert_equal, to_fp8
 
 
@@ -203,3 +204,26 @@ def test_weights_and_delayed_state_load_in_any_order(first):
     step(net)
     net.load_state_dict(model().state_dict())
     assert not any(buffer.any() for buffer in octavo.nn.delayed_state_dict(net).values())
+
+
+def test_what_may_be_empty_is_known_without_asking_the_device():
+    net = model()
+    layer = net[0]
+    assert may_be_empty(layer.delayed_scale)
+    net.eval()(torch.randn(4, 16))
+    assert may_be_empty(layer.delayed_scale)
+    step(net.train())
+    assert not may_be_empty(layer.delayed_scale)
+    saved = octavo.nn.delayed_state_dict(net)
+    layer.reset_delayed_state()
+    assert may_be_empty(layer.delayed_scale) and not may_be_empty(net[2].delayed_scale)
+    octavo.nn.load_delayed_state_dict(net, saved)
+    assert not may_be_empty(layer.delayed_scale)
+    octavo.nn.load_delayed_state_dict(net, {name: torch.zeros_like(value) for name, value in saved.items()})
+    assert may_be_empty(layer.delayed_scale)
+    step(net)
+    empty_state(layer._buffers, 1)
+    assert (layer.delayed_scale == 0).tolist() == [False, True, False] and may_be_empty(layer.delayed_scale)
+    for longer in (copy.deepcopy(model()[0]), model()[0].to(torch.float64).float()):
+        register_delayed_state(longer, Delayed(5), torch.device("cpu"))
+        assert may_be_empty(longer.delayed_scale)

@@ -120,7 +120,7 @@ def test_refilled_in_place_for_the_backward_that_saved_it():
 
 
 def test_a_plain_parameter_is_no_shard():
-    assert not attach(nn.Parameter(torch.ones(2, 2)))
+    assert not attach(nn.Parameter(torch.ones(2, 2)), -1)
 
 
 def test_what_is_private_in_torch_fails_with_the_tested_version():

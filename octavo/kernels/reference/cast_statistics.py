@@ -1,7 +1,8 @@
 """What a cast did to a tensor: how much of it was flushed to zero, clipped and rounded, beside what the tensor holds.
 
 What is counted lies in two tensors, to which any number of casts are added. SUMS, float64: these, and the histogram of
-binary exponents. EXTREMES, float32, each the largest so far, from 0 on: the amax, the scale_inv, and the scale.
+binary exponents. EXTREMES, float32, each the largest so far, from 0 on: the amax, the scale_inv, and the scale. Of rows
+in groups each group is counted in a row of its own.
 
     elements    all
     zeros       that are 0 as they are
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from octavo.formats import format_of
+from octavo.kernels.groups import check_offsets, places
 from octavo.kernels.reference.codes import decode
 from octavo.kernels.reference.tiles import row_chunks
 
@@ -33,9 +35,21 @@ LARGEST = {torch.float8_e4m3fn: (0x7E, 464 / 448), torch.float8_e5m2: (0x7B, 614
 
 
 def cast_statistics(
-    x: Tensor, qdata: Tensor, scale_inv: Tensor, tile: Sequence[int], sums: Tensor, extremes: Tensor
+    x: Tensor,
+    qdata: Tensor,
+    scale_inv: Tensor,
+    tile: Sequence[int],
+    sums: Tensor,
+    extremes: Tensor,
+    offsets: Tensor | None = None,
 ) -> None:
     """``octavo::cast_statistics``."""
+    if offsets is not None:
+        every = places(check_offsets(offsets, x.shape[0]), tile[0])
+        for place, own, largest_own in zip(every, sums, extremes, strict=True):
+            of_scale = scale_inv[place.scale_rows]
+            cast_statistics(x[place.rows], qdata[place.rows], of_scale, tile, own, largest_own)
+        return
     if x.numel() == 0:
         return
     codes = qdata[:, : x.shape[1]]

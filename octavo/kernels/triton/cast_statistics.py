@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -10,12 +11,24 @@ from torch import Tensor
 
 from octavo.granularity import ALL
 from octavo.kernels.reference.cast_statistics import EXPONENTS, LARGEST, LOWEST, SUMS
+from octavo.kernels.triton.groups import Grouping, Groups, locate
 from octavo.kernels.triton.launch import launch
 from octavo.kernels.triton.tiles import Source, decode, load_tile, raise_amax
 
 COUNTED: tl.constexpr = tl.constexpr(len(SUMS))
 BINS: tl.constexpr = tl.constexpr(EXPONENTS)
 FIRST: tl.constexpr = tl.constexpr(LOWEST)
+
+
+class Counting(NamedTuple):
+    """What is constant for a launch: LARGEST of the codes' format, and a program's tiles, one below the other."""
+
+    largest_code: int
+    factor: float
+    even: bool  # x is made of whole programs' tiles
+    block_r: int = 16
+    block_c: int = 128
+    tiles: int = 8
 
 
 @triton.jit
@@ -25,17 +38,54 @@ def cast_statistics_kernel(
     scale_inv,  # Source, whose R and C are a tile's rows and columns
     sums_ptr,
     extremes_ptr,
-    LARGEST_CODE: tl.constexpr,
-    FACTOR: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    TILES: tl.constexpr,  # a program's, one below the other
-    EVEN: tl.constexpr,  # x is made of whole programs' tiles
+    counting: tl.constexpr,  # Counting
 ):
     """Add what the reference counts."""
-    strips = tl.cdiv(x.C, BLOCK_C)
-    first = (tl.program_id(0) // strips) * (BLOCK_R * TILES)
-    cols = (tl.program_id(0) % strips) * BLOCK_C + tl.arange(0, BLOCK_C)
+    strips = tl.cdiv(x.C, counting.block_c)
+    first = (tl.program_id(0) // strips) * (counting.block_r * counting.tiles)
+    add_rows(x, q, scale_inv, 0, first, x.R, 0, tl.program_id(0) % strips, sums_ptr, extremes_ptr, counting)
+
+
+@triton.jit
+def group_statistics_kernel(
+    x,  # Source
+    q,  # Source of codes, of any padding
+    scale_inv,  # Source, as above, with the rows that grouped_cast gives it
+    groups,  # Groups
+    sums_ptr,
+    extremes_ptr,
+    counting: tl.constexpr,  # Counting
+    grouping: tl.constexpr,  # Grouping
+):
+    """The same of rows in groups, of each group in a row of its own."""
+    strips = tl.cdiv(x.C, counting.block_c)
+    place = locate(groups, tl.program_id(0) // strips, x.R, counting.block_r * counting.tiles, grouping)
+    if place.group < groups.count:
+        sums_ptr += place.group * (COUNTED + BINS)
+        extremes_ptr += place.group * 3
+        strip = tl.program_id(0) % strips
+        first, size, scale_row = place.first, place.size, place.scale_row
+        add_rows(x, q, scale_inv, place.start, first, size, scale_row, strip, sums_ptr, extremes_ptr, counting)
+
+
+@triton.jit
+def add_rows(
+    x,
+    q,
+    scale_inv,
+    start,  # row of x where the rows begin
+    first,  # of those the program's first
+    size,  # how many those are
+    scale_row,  # where their scales begin
+    strip,  # of columns
+    sums_ptr,
+    extremes_ptr,
+    counting: tl.constexpr,
+):
+    """Add a program's part of the rows of one matrix, or of one group."""
+    BLOCK_R: tl.constexpr = counting.block_r
+    BLOCK_C: tl.constexpr = counting.block_c
+    cols = strip * BLOCK_C + tl.arange(0, BLOCK_C)
     elements = tl.full((), 0, tl.int32)
     zeros = tl.full((), 0, tl.int32)
     flushed = tl.full((), 0, tl.int32)
@@ -44,13 +94,15 @@ def cast_statistics_kernel(
     power = tl.full((), 0.0, tl.float64)
     error = tl.full((), 0.0, tl.float64)
     counts = tl.zeros([2 * BINS], tl.int32)
-    for i in range(TILES):
-        rows = first + i * BLOCK_R + tl.arange(0, BLOCK_R)
-        inside = (rows < x.R)[:, None] & (cols < x.C)[None, :]
-        if EVEN:
-            inside = (rows >= 0)[:, None] & (cols >= 0)[None, :]
-        value = load_tile(x, rows, cols, EVEN)
-        codes, scales = load_codes(q, scale_inv, rows, cols, inside)
+    for i in range(counting.tiles):
+        local = first + i * BLOCK_R + tl.arange(0, BLOCK_R)
+        inside = (local < size)[:, None] & (cols < x.C)[None, :]
+        rows = tl.where(local < size, start + local, x.R)
+        if counting.even:
+            inside = (local >= 0)[:, None] & (cols >= 0)[None, :]
+            rows = local
+        value = load_tile(x, rows, cols, counting.even)
+        codes, scales = load_codes(q, scale_inv, rows, scale_row + local // scale_inv.R, cols, inside)
         read = decode(codes) * scales
         finite = tl.abs(value) < float("inf")
         numbers = tl.where(finite, tl.abs(value), 0.0)
@@ -58,7 +110,7 @@ def cast_statistics_kernel(
         elements += how_many(inside)
         zeros += how_many(inside & (value == 0))
         flushed += how_many(finite & (value != 0) & (bits == 0))
-        clipped += how_many(finite & (bits == LARGEST_CODE) & (numbers > tl.abs(read) * FACTOR))
+        clipped += how_many(finite & (bits == counting.largest_code) & (numbers > tl.abs(read) * counting.factor))
         nonfinite += how_many(inside & (finite == 0))
         power += sum_of_squares(numbers)
         error += sum_of_squares(tl.where(finite, value - read, 0.0))
@@ -79,11 +131,11 @@ def cast_statistics_kernel(
 
 
 @triton.jit
-def load_codes(q, scale_inv, rows, cols, inside):
+def load_codes(q, scale_inv, rows, scale_rows, cols, inside):
     """A tile of codes, and each one's scale_inv."""
     offsets = rows.to(tl.int64)[:, None] * q.stride_r + cols.to(tl.int64)[None, :] * q.stride_c
     codes = tl.load(q.ptr + offsets, mask=inside, other=0.0)
-    offsets = (rows // scale_inv.R)[:, None] * scale_inv.stride_r + (cols // scale_inv.C)[None, :] * scale_inv.stride_c
+    offsets = scale_rows[:, None] * scale_inv.stride_r + (cols // scale_inv.C)[None, :] * scale_inv.stride_c
     return codes, tl.load(scale_inv.ptr + offsets, mask=inside, other=1.0)
 
 
@@ -115,11 +167,14 @@ def exponent_bins(numbers):
     return tl.where(numbers == 0, BINS, bins)
 
 
-_BLOCK_R, _BLOCK_C, _TILES = 16, 128, 8
-
-
 def cast_statistics(
-    x: Tensor, qdata: Tensor, scale_inv: Tensor, tile: Sequence[int], sums: Tensor, extremes: Tensor
+    x: Tensor,
+    qdata: Tensor,
+    scale_inv: Tensor,
+    tile: Sequence[int],
+    sums: Tensor,
+    extremes: Tensor,
+    offsets: Tensor | None = None,
 ) -> None:
     """``octavo::cast_statistics``."""
     rows, cols = x.shape
@@ -127,8 +182,15 @@ def cast_statistics(
         return
     heights = (all_of if size == ALL else size for size, all_of in zip(tile, (rows, cols), strict=True))
     sources = Source(x, rows, cols, *x.stride()), Source(qdata, *qdata.shape, *qdata.stride())
-    arguments = *sources, Source(scale_inv, *heights, *scale_inv.stride()), sums, extremes
-    even = rows % (_BLOCK_R * _TILES) == 0 and cols % _BLOCK_C == 0
-    constants = *LARGEST[qdata.dtype], _BLOCK_R, _BLOCK_C, _TILES, even
-    programs = -(-rows // (_BLOCK_R * _TILES)) * -(-cols // _BLOCK_C)
-    launch(cast_statistics_kernel, programs, (*arguments, *constants), num_warps=4)
+    arguments = *sources, Source(scale_inv, *heights, *scale_inv.stride())
+    counting = Counting(*LARGEST[qdata.dtype], False)
+    height, strips = counting.block_r * counting.tiles, -(-cols // counting.block_c)
+    if offsets is None:
+        counting = counting._replace(even=rows % height == 0 and cols % counting.block_c == 0)
+        launch(cast_statistics_kernel, -(-rows // height) * strips, (*arguments, sums, extremes, counting), num_warps=4)
+        return
+    count = offsets.shape[0]
+    width, tile_r = max(16, triton.next_power_of_2(count)), 1 << 30 if tile[0] == ALL else tile[0]
+    groups, grouping = Groups(offsets.contiguous(), count, 0, 0), Grouping(width, True, 1, tile_r, 1)
+    of_groups = *arguments, groups, sums, extremes, counting, grouping
+    launch(group_statistics_kernel, (rows // height + count + 1) * strips, of_groups, num_warps=4)

@@ -1,0 +1,140 @@
+"""Fused modules under tensor parallelism beside the same on one rank: what each rank runs."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import parallel as torch_parallel
+from torch.distributed.tensor.parallel import parallelize_module
+
+import octavo
+from octavo import distributed as ours
+from tests.support.byte_counter import ByteCounter
+from tests.support.helpers import CountOps
+from tests.support.parallel_tasks import RECIPES, block_plan, differences, small, step, whole
+
+KINDS: dict[str, dict[str, Any]] = {
+    "LayerNormLinear": {"out_features": {"query": 256, "key": 128}, "bias": True},
+    "RMSNormLinear": {"out_features": {"all": 256}, "bias": False, "return_norm_output": True},
+    "LayerNormMLP": {"ffn_hidden_size": 512, "activation": "reglu", "bias": True},
+    "RMSNormMLP": {"ffn_hidden_size": 512, "activation": "relu", "bias": False},
+}
+
+
+class Whole(nn.Module):
+    """A fused module of exact sums, whose outputs are one tensor: all splits, and the norm's if it is returned."""
+
+    def __init__(self, kind: str, recipe: str) -> None:
+        super().__init__()
+        self.of = getattr(octavo.nn, kind)(256, **KINDS[kind], eps=0.0, recipe=RECIPES[recipe])
+        for parameter in self.parameters():
+            parameter.data.copy_(small(*parameter.shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.of(x)
+        if isinstance(self.of, octavo.nn.RMSNormLinear):
+            (y,), normed = found
+            return torch.cat([y, whole(normed)], -1)
+        return torch.cat(found, -1) if isinstance(found, tuple) else found
+
+
+def plan_of(module: Any, sequence: bool, styles: Any = ours, **sending: Any) -> dict[str, Any]:
+    layout: Any = Shard(1) if sequence else Replicate()
+    plan = {"of.norm": styles.SequenceParallel()} if sequence else {}
+    if module.of.linear_parts == ("linear",):
+        return plan | {"of.linear": styles.ColwiseParallel(input_layouts=layout, output_layouts=Replicate(), **sending)}
+    second = styles.RowwiseParallel(output_layouts=layout, **sending)
+    return plan | {"of.fc1": styles.ColwiseParallel(input_layouts=layout, **sending), "of.fc2": second}
+
+
+def signs(*shape: int) -> Tensor:
+    """As many of each in a row, which a norm without eps leaves as they are."""
+    return torch.rand(shape).argsort(-1).remainder(2).mul(2).sub(1).float()
+
+
+def fused(mesh: Any, recipe: str, kind: str, sequence: bool, exact: bool = False) -> tuple[Any, ...]:
+    """(whether it ran as one; differences from one rank of two steps; bytes, and those of its parts; same state)."""
+    alone = Whole(kind, recipe)
+    model = copy.deepcopy(alone)
+    parallelize_module(model, mesh, plan_of(model, sequence, exact=exact))
+    apart = copy.deepcopy(model)
+    apart.of._can_fuse = lambda: False
+    x, rank, found = signs(2, 256, 256), mesh.get_local_rank(), []
+    g = small(*alone(x).shape)
+
+    def own(tensor: Tensor, sharded: bool = sequence) -> Tensor:
+        return tensor.chunk(mesh.size(), 1)[rank].contiguous() if sharded else tensor
+
+    scattered = sequence and model.of.linear_parts != ("linear",)
+    for _ in range(2):
+        wanted = step(alone, x, g)
+        wanted |= {"y": own(wanted["y"], scattered), "x": own(wanted["x"])}
+        sent = []
+        for one in (model, apart):
+            with ByteCounter() as counter, CountOps() as ops:
+                made = step(one, own(x), own(g, scattered))
+            sent.append(sum(counter.bytes.values()))
+            if one is model:
+                found.append(differences(wanted, joined(made, model.of)))
+                as_one = "norm_cast" in ops.calls or "norm_cast_two_scalings" in ops.calls
+    states = octavo.nn.delayed_state_dict(model)
+    same = all(torch.equal(states[name], state) for name, state in octavo.nn.delayed_state_dict(alone).items())
+    return as_one, found, sent, same
+
+
+def joined(found: dict[str, Tensor], module: Any) -> dict[str, Tensor]:
+    """With one weight and bias where a layer has splits, as on one rank."""
+    for part in module.linear_parts:
+        for name in ("weight", "bias"):
+            splits = [f"of.{part}.{split}.{name}" for split in getattr(module, part).splits or ()]
+            if splits and splits[0] in found:
+                found[f"of.{part}.{name}"] = torch.cat([found.pop(split) for split in splits])
+    return found
+
+
+def not_fused(mesh: Any, why: str) -> bool:
+    """Whether a module whose parts have to run one after the other ran as one."""
+    module = Whole("RMSNormMLP", "dynamic")
+    styles = torch_parallel if why == "torch's styles" else ours
+    plan = plan_of(module, True, styles)
+    if why == "another layout":
+        plan["of.fc1"] = ours.ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
+        plan["of.fc2"] = ours.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+    parallelize_module(module, mesh, plan)
+    if why == "a hook":
+        module.of.fc1.register_forward_hook(lambda *_: None)
+    with CountOps() as ops:
+        module(signs(2, 128, 256)).sum().backward()
+    return "norm_cast" in ops.calls
+
+
+def trained(mesh: Any, recipe: str, kind: str) -> list[bool]:
+    """Whether a module under FSDP2 and sequence parallelism trains in one compiled graph as it does in eager.
+
+    After a step in eager, as compiled graphs don't agree on scales where there is no history.
+    """
+    found, like = [], {"norm": "layer_norm", "bias": True, "recipe": RECIPES[recipe]}
+    for compiled in (False, True):
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        model: Any = Whole(kind, recipe) if kind in KINDS else octavo.nn.TransformerBlock(256, 64, 4, **like)
+        plan = plan_of(model, True, exact=True) if kind in KINDS else block_plan(True, exact=True)
+        parallelize_module(model, mesh["shard"], plan)
+        model(torch.randn(2, 128, 256)).square().mean().backward()
+        model.zero_grad()
+        if compiled:
+            model.compile(backend="aot_eager", fullgraph=True)
+        fully_shard(model, mesh=mesh["replicate"])
+        optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+        for _ in range(2):
+            x = torch.randn(2, 128, 256, requires_grad=True)
+            model(x).square().mean().backward()
+            optimizer.step()
+            found.append([x.grad, *(whole(p.grad) for p in model.parameters())])
+            optimizer.zero_grad()
+    return [all(map(torch.equal, *pair)) for pair in zip(found[:2], found[2:], strict=True)]
