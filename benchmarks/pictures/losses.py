@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from benchmarks.common.pages import read
 from benchmarks.pictures.svg import SMALL, WIDTH, Axes, Picture, ticks
 from benchmarks.training.quality_experiments import BASELINES, RECIPES
-from benchmarks.training.quality_study import EXPERIMENTS, LEARNED, OWN, Runs, signed
+from benchmarks.training.quality_study import EXPERIMENTS, LEARNED, OWN, Runs, curve_of, signed
 
 SIZE = "0.5M"  # of most runs
 LEFT, RIGHT = 52, WIDTH - 30
@@ -18,10 +18,8 @@ Curve = dict[int, float]
 def curves(runs: Runs, names: Sequence[str]) -> dict[str, Curve]:
     """By seed, the mean of these experiments' validation losses by step."""
     found: dict[str, list[Curve]] = {}
-    for row in runs.of(SIZE):
-        if row["experiment"] in names:
-            points = (point.split(":") for point in row["curve"].split())
-            found.setdefault(row["seed"], []).append({int(step): float(loss) for step, loss in points})
+    for row in runs.of(SIZE, *names):
+        found.setdefault(row["seed"], []).append(curve_of(row))
     return {
         seed: {step: statistics.mean(own[step] for own in every) for step in every[0]} for seed, every in found.items()
     }
@@ -88,8 +86,9 @@ def legend(picture: Picture, y: float, names: Sequence[str]) -> None:
 def final_gaps() -> str:
     """Each experiment's gap at the end, of its weights read in bf16, with two standard errors and each seed's."""
     runs = Runs(read("quality"))
-    found = {name: gap for name in EXPERIMENTS if (gap := runs.gap(name, SIZE, LEARNED)) is not None}
-    pitch, left = 25.0, 204.0
+    found = {name: gap for name in EXPERIMENTS if (gap := runs.gap([name], SIZE, LEARNED)) is not None}
+    names = [name.replace("high precision", "bf16") for name in found]
+    pitch, left = 25.0, 16 + 7.3 * max(map(len, names))
     picture = Picture(66 + pitch * len(found) + 62, "Final validation losses above bf16's, by experiment")
     picture.text(16, 28, "Final validation loss above bf16's, %", font_weight="700")
     values = [value for gap in found.values() for value in (gap.mean + 2 * gap.error, gap.mean - 2 * gap.error)]
@@ -101,14 +100,14 @@ def final_gaps() -> str:
     axes.grid(ticks(*axes.x, 6), [], x_words="{:.1f}")
     for place, (name, gap) in enumerate(found.items()):
         _, y = axes.at(0, len(found) - place - 0.5)
-        picture.text(left - 8, y + 4.5, name, size=SMALL, text_anchor="end")
+        picture.text(left - 8, y + 4.5, names[place], size=SMALL, text_anchor="end")
         for value in gap.gaps.values():
             x, _ = axes.at(value, 0)
             picture.path([(x, y - 6), (x, y + 6)], "series5", 1.2)
         (low, _), (middle, _), (high, _) = (axes.at(gap.mean + k * gap.error, 0) for k in (-2, 0, 2))
         picture.path([(low, y), (high, y)], "series0", 2)
         picture.dot(middle, y, "series0", 4.5)
-        if (forward := runs.gap(name, SIZE, OWN)) is not None:
+        if (forward := runs.gap([name], SIZE, OWN)) is not None:
             x, _ = axes.at(forward.mean, 0)
             for up in (-4, 4):
                 picture.path([(x - 4, y - up), (x + 4, y + up)], "series1", 1.8)

@@ -38,6 +38,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import octavo
 from benchmarks.common.measure import RESULTS, ROOT, UNCOMMITTED, device_name, provenance, table, write_results
+from benchmarks.common.pages import read
 from benchmarks.training.quality_experiments import (
     EXPERIMENTS,
     SIZES,
@@ -200,12 +201,12 @@ def rows_of(path: Path) -> list[dict[str, str]]:
 
 
 def finished(path: Path) -> list[dict[str, str]]:
-    """The rows of finished runs: of a tree with changes, those that were committed too."""
-    return rows_of(path) + (rows_of(RESULTS / path.name) if path.parent == UNCOMMITTED else [])
+    """The rows of finished runs: unless another file is given, those that any machine has committed too."""
+    return rows_of(path) + (read("quality") if path.parent in (RESULTS, UNCOMMITTED) else [])
 
 
 def is_done(task: Task, path: Path) -> bool:
-    """Whether a run has its row."""
+    """Whether a run has its row, of whatever machine."""
     return any(all(row[key] == str(value) for key, value in task._asdict().items()) for row in finished(path))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from octavo import E4M3, Cast, Dynamic, PerTensor, Recipe, recipes
+from octavo import E4M3, Cast, Dynamic, PerTensor, Recipe, RecipeMap, recipes
 from octavo.scaling.recipe import PRODUCTS
 from octavo.train import (
     BASELINE,
@@ -43,7 +43,7 @@ class Experiment:
         parts: micro-batches of a step. In bf16 they change last bits alone, and so what chance alone makes of a loss.
     """
 
-    recipe: str | Recipe = BASELINE
+    recipe: str | Recipe | RecipeMap = BASELINE
     head: Recipe | None = None
     state: StateConfig = StateConfig()  # noqa: RUF009 (frozen)
     dtype: str = "bfloat16"
@@ -56,6 +56,10 @@ _dynamic = recipes.dynamic()
 _e4m3 = Recipe((_tensor, _tensor), (_tensor, _tensor), (_tensor, _tensor), name="dynamic, E4M3 gradients")
 _PARTS = {product: Recipe(**{product: getattr(_dynamic, product)}, name=f"{product} alone") for product in PRODUCTS}
 _HEADS = {"dynamic": _dynamic, "E4M3 gradients": _e4m3, "rowwise": recipes.rowwise(), **_PARTS}
+_KEPT = {
+    f"dynamic, {name} in high precision": RecipeMap(_dynamic, {pattern: None})
+    for name, pattern in {"attention": "*.attention.*", "first block": "blocks.0.*"}.items()
+}
 _FULL = StateConfig("fp8", "split16", "fp8")
 _IN_BACKWARD = "64KB"  # most gradients are updated alone
 BASELINES = ("bf16", "bf16 in 2 parts", "bf16 in 4 parts")  # each seed's losses are compared with the mean of these
@@ -68,6 +72,7 @@ EXPERIMENTS = {
     "rowwise_with_gw_hp": Experiment("rowwise_with_gw_hp"),
     "dynamic, E4M3 gradients": Experiment(_e4m3),
     **{f"dynamic, {product} alone": Experiment(recipe) for product, recipe in _PARTS.items()},
+    **{name: Experiment(recipe) for name, recipe in _KEPT.items()},
     "dynamic, head too": Experiment("dynamic", head=_dynamic),
     **{f"head alone, {name}": Experiment(head=recipe) for name, recipe in _HEADS.items()},
     "dynamic, rowwise head": Experiment("dynamic", head=recipes.rowwise()),
@@ -101,6 +106,7 @@ STAGES: tuple[Stage, ...] = (
     (BASELINES + _NAMED + _MORE, "0.5M", range(5, 10)),
     (BASELINES + _NAMED + _MORE, "2.5M", range(3, 5)),
     (("bf16", "dynamic", "rowwise", "full stack"), "7.5M", range(2)),
+    (tuple(_KEPT), "0.5M", range(8)),
     (_CLIP, "0.5M", range(5, 10)),
     (("dynamic, rowwise head", *_STATES), "0.5M", range(5)),
     (("rowwise_with_gw_hp", *_ALONE), "0.5M", range(5)),

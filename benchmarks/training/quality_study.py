@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import combinations
 from typing import NamedTuple
 
 import torch
@@ -31,36 +32,30 @@ class Gap(NamedTuple):
 class Runs:
     """The rows of quality, and what they come to.
 
-    A gap is that from the mean of a seed's runs in bf16. All runs of a size are taken to scatter alike about what their
-    experiment and their seed make of a loss, as each experiment has too few seeds to tell.
+    All runs of a size are taken to scatter alike about what their experiment and their seed make of a loss, as each
+    experiment has too few seeds to tell. A run on another machine differs from its twin in last bits, as one in
+    micro-batches does: they count alike.
     """
 
     def __init__(self, rows: Iterable[Row]) -> None:
         self.rows = [row for row in rows if math.isfinite(float(row[OWN]))]
 
-    def gaps(self, experiment: str, size: str, measure: str) -> dict[int, float]:
-        """By seed, where there is a run in bf16."""
-        found = {}
-        for row in self.of(size, experiment):
-            base = [100.0] if measure == FORWARD else [value(own, measure) for own in self._base(row)]
-            if base:
-                found[int(row["seed"])] = 100 * (value(row, measure) / statistics.mean(base) - 1)
-        return found
-
-    def of(self, size: str, experiment: str = "") -> list[Row]:
-        """The rows of a size, and of an experiment alone."""
-        return [row for row in self.rows if row["size"] == size and experiment in ("", row["experiment"])]
-
-    def _base(self, row: Row) -> list[Row]:
-        """This seed's runs in bf16, but for the experiment itself."""
-        alike = ("size", "seed", "steps", "device")
+    def of(self, size: str, *experiments: str) -> list[Row]:
+        """The rows of a size, and of these experiments alone if there are any."""
         return [
-            own
-            for own in self.rows
-            if own["experiment"] in BASELINES
-            and own["experiment"] != row["experiment"]
-            and all(own[key] == row[key] for key in alike)
+            row for row in self.rows if row["size"] == size and (not experiments or row["experiment"] in experiments)
         ]
+
+    def several(self, experiments: Collection[str], size: str) -> bool:
+        """Whether there are runs of more than one of these."""
+        return len({row["experiment"] for row in self.of(size, *experiments)}) > 1
+
+    def by_seed(self, experiments: Collection[str], size: str, measure: str) -> dict[int, list[float]]:
+        """A measure of all runs of these experiments."""
+        found: dict[int, list[float]] = {}
+        for row in self.of(size, *experiments):
+            found.setdefault(int(row["seed"]), []).append(value(row, measure))
+        return found
 
     def deviation(self, size: str, measure: str) -> tuple[float, int]:
         """A run's standard deviation, percent, about effects of experiment and seed that add; degrees of freedom."""
@@ -74,19 +69,32 @@ class Runs:
         rest = logarithms - design @ torch.linalg.pinv(design) @ logarithms
         return 100 * float(rest.square().sum() / freedom) ** 0.5, freedom
 
-    def gap(self, experiment: str, size: str, measure: str) -> Gap | None:
-        """An experiment's, None where there is no run of it."""
-        gaps = self.gaps(experiment, size, measure)
-        if not gaps:
+    def gap(
+        self, experiments: Collection[str], size: str, measure: str, beside: Collection[str] = BASELINES
+    ) -> Gap | None:
+        """The gap of experiments, taken together, from others, by default bf16; None where no seed has runs of both."""
+        own = self.by_seed(experiments, size, measure)
+        base = self.by_seed([name for name in beside if name not in experiments], size, measure)
+        if measure == FORWARD:
+            base = {seed: [100.0] for seed in own}
+        seeds = sorted(own.keys() & base.keys())
+        if not seeds:
             return None
-        bases = [len(self._base(row)) for row in self.of(size, experiment) if int(row["seed"]) in gaps]
-        variances = [1.0 if measure == FORWARD else 1 + 1 / base for base in bases]
-        return Gap(gaps, self.deviation(size, measure)[0] * math.sqrt(sum(variances)) / len(gaps))
+        gaps = {seed: 100 * (statistics.mean(own[seed]) / statistics.mean(base[seed]) - 1) for seed in seeds}
+        parts = [1 / len(own[seed]) + (measure != FORWARD) / len(base[seed]) for seed in seeds]
+        return Gap(gaps, self.deviation(size, measure)[0] * math.sqrt(sum(parts)) / len(seeds))
 
 
 def value(row: Row, measure: str) -> float:
-    """What a measure reads; FORWARD in percent, 100 for a forward that changes nothing."""
-    return 100 * float(row[OWN]) / float(row[LEARNED]) if measure == FORWARD else float(row[measure])
+    """What a measure reads; FORWARD in percent, 100 for a forward that changes nothing; a number: of that step."""
+    if measure == FORWARD:
+        return 100 * float(row[OWN]) / float(row[LEARNED])
+    return curve_of(row)[int(measure)] if measure.isdigit() else float(row[measure])
+
+
+def curve_of(row: Row) -> dict[int, float]:
+    """The validation losses on the way, by step."""
+    return {int(step): float(loss) for step, loss in (point.split(":") for point in row["curve"].split())}
 
 
 def _cell(found: Gap | None, digits: int = 2) -> str:
@@ -106,7 +114,7 @@ def gaps_table() -> str:
     rows = []
     for size in SIZES:
         for experiment in EXPERIMENTS:
-            own, learned, forward, train = (runs.gap(experiment, size, m) for m in (OWN, LEARNED, FORWARD, TRAIN))
+            own, learned, forward, train = (runs.gap([experiment], size, m) for m in (OWN, LEARNED, FORWARD, TRAIN))
             if own is not None and experiment not in BASELINES:
                 seeds = str(len(own.gaps))
                 rows.append([size, experiment, seeds, _cell(own), _cell(learned), _cell(forward, 3), _cell(train)])
@@ -119,21 +127,11 @@ def kinds_table() -> str:
     runs, rows = Runs(read("quality")), []
     for size in SIZES:
         for kind, experiments in KINDS.items():
-            found = [(name, seed) for name in experiments for seed in runs.gaps(name, size, OWN)]
-            seeds = {seed for _, seed in found}
-            if not found:
-                continue
-            bases = {
-                s: sum(row["experiment"] in BASELINES and row["seed"] == str(s) for row in runs.of(size)) for s in seeds
-            }
-            parts = [1 / sum(s == seed for _, s in found) + 1 / bases[seed] for seed in seeds]
-            cells = []
-            for measure in (OWN, LEARNED, TRAIN):
-                gaps = {seed: [runs.gaps(name, size, measure)[s] for name, s in found if s == seed] for seed in seeds}
-                mean = statistics.mean(statistics.mean(own) for own in gaps.values())
-                error = runs.deviation(size, measure)[0] * math.sqrt(sum(parts)) / len(seeds)
-                cells.append(_with_error(mean, error))
-            rows.append([size, kind, str(len(found)), str(len(seeds)), *cells])
+            own = runs.gap(experiments, size, OWN)
+            if own is not None and runs.several(experiments, size):
+                cells = [_cell(runs.gap(experiments, size, measure)) for measure in (OWN, LEARNED, TRAIN)]
+                count = sum(int(row["seed"]) in own.gaps for row in runs.of(size, *experiments))
+                rows.append([size, kind, str(count), str(len(own.gaps)), *cells])
     return markdown(["size", "experiments", "runs", "seeds", "validation, %", "weights alone, %", "training, %"], rows)
 
 
@@ -142,16 +140,51 @@ def pairs_table() -> str:
     runs, rows = Runs(read("quality")), []
     for size in SIZES:
         for experiment, other in PAIRS:
-            cells = []
-            for measure in (OWN, LEARNED, TRAIN):
-                own, base = ({r["seed"]: value(r, measure) for r in runs.of(size, e)} for e in (experiment, other))
-                seeds = sorted(own.keys() & base.keys())
-                if seeds:
-                    mean = statistics.mean(100 * (own[seed] / base[seed] - 1) for seed in seeds)
-                    cells.append(_with_error(mean, runs.deviation(size, measure)[0] * math.sqrt(2 / len(seeds))))
-            if cells:
-                rows.append([size, experiment, other, str(len(seeds)), *cells])
+            own, learned, train = (runs.gap([experiment], size, m, [other]) for m in (OWN, LEARNED, TRAIN))
+            if own is not None:
+                seeds = str(len(own.gaps))
+                rows.append([size, experiment, other, seeds, _cell(own), _cell(learned), _cell(train)])
     return markdown(["size", "experiment", "beside", "seeds", "validation, %", "weights alone, %", "training, %"], rows)
+
+
+def along_table() -> str:
+    """The recipes' gap along the runs."""
+    runs, rows = Runs(read("quality")), []
+    steps = [str(step) for step in curve_of(runs.rows[0])]
+    for size in SIZES:
+        for name, experiments in (("all recipes", RECIPES), ("dynamic", ("dynamic",))):
+            found = [runs.gap(experiments, size, step) for step in steps]
+            if found[0] is not None and (len(experiments) == 1 or runs.several(experiments, size)):
+                rows.append([size, name, str(len(found[0].gaps)), *map(_cell, found)])
+    return markdown(["size", "recipe", "seeds", *(f"step {step}, %" for step in steps)], rows)
+
+
+def trend_table() -> str:
+    """What a doubling of the parameters does to gaps: least squares over the sizes, weighted by their errors."""
+    runs, rows = Runs(read("quality")), []
+    for experiment in ("dynamic", "rowwise", "full stack"):
+        for measure, name in ((OWN, "validation"), (LEARNED, "weights alone"), (FORWARD, "forward alone")):
+            found = {size: runs.gap([experiment], size, measure) for size in SIZES}
+            points = [
+                (math.log2(SIZES[size].parameters), gap.mean, gap.error)
+                for size, gap in found.items()
+                if gap is not None and gap.error > 0
+            ]
+            if len(points) > 1:
+                digits = 3 if measure == FORWARD else 2
+                slope, error = fitted_slope(points)
+                cells = [_cell(gap, digits) for gap in found.values()]
+                rows.append([experiment, name, *cells, _with_error(slope, error, digits)])
+    return markdown(["experiment", "gap, %", *SIZES, "a doubling of the parameters, %"], rows)
+
+
+def fitted_slope(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+    """Of the line through points (x, y, error of y), and its standard error."""
+    weights = [1 / error**2 for _, _, error in points]
+    center = sum(w * x for w, (x, _, _) in zip(weights, points, strict=True)) / sum(weights)
+    spread = sum(w * (x - center) ** 2 for w, (x, _, _) in zip(weights, points, strict=True))
+    slope = sum(w * (x - center) * y for w, (x, y, _) in zip(weights, points, strict=True)) / spread
+    return slope, spread**-0.5
 
 
 def chance_table() -> str:
@@ -168,13 +201,8 @@ def chance_table() -> str:
             deviation, freedom = runs.deviation(size, measure)
             if not freedom:
                 continue
-            found = [runs.of(size, base) for base in BASELINES]
-            again = [
-                100 * math.log(value(row, measure) / value(first, measure))
-                for first in found[0]
-                for row in (*found[1], *found[2])
-                if row["seed"] == first["seed"]
-            ]
+            alike = runs.by_seed(BASELINES, size, measure).values()
+            again = [100 * math.log(one / other) for own in alike for one, other in combinations(own, 2)]
             repeated = f"{math.sqrt(statistics.mean(gap**2 for gap in again)):.2f} ({len(again)})" if again else ""
             needed = math.ceil((2 * deviation / 0.1) ** 2 * (1 + 1 / len(BASELINES)))
             rows.append([size, name, f"{deviation:.2f} ({freedom})", repeated, str(needed)])
@@ -221,7 +249,7 @@ def reading_table() -> str:
     for row in as_trained(read("gradient_error")):
         if row["step"] != str(STEPS) or row["variant"] in BASELINES:
             continue
-        if (trained := runs.gap(row["variant"], row["size"], FORWARD)) is not None:
+        if (trained := runs.gap([row["variant"]], row["size"], FORWARD)) is not None:
             seeds = str(len(trained.gaps))
             lines.append([row["size"], row["variant"], _measured(row, "loss", 3), _cell(trained, 3), seeds])
     return markdown(["size", "forward", "weights of bf16, %", "weights trained with it, %", "seeds"], lines)
@@ -273,6 +301,7 @@ PAIRS = (
     *(("dynamic", f"dynamic, {product} alone") for product in ("output", "grad_input", "grad_weight")),
     ("dynamic, head too", "dynamic"),
     ("dynamic, rowwise head", "dynamic"),
+    *((name, "dynamic") for name in EXPERIMENTS if name.endswith("in high precision")),
     ("full stack", "dynamic"),
     ("full stack in backward", "full stack"),
     ("full stack in backward, exact norm", "full stack in backward"),
@@ -281,6 +310,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "gaps": gaps_table,
     "kinds": kinds_table,
     "pairs": pairs_table,
+    "along": along_table,
+    "trend": trend_table,
     "chance": chance_table,
     **{group: gradient_table([group]) for group in ("recipe", "layers", "gradients", "rounding")},
     "steps": steps_table,
