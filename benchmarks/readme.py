@@ -35,7 +35,7 @@ def table() -> str:
     ]
     for recipe in RECIPES:
         theirs = (f"{steps[f'torchao {name}']:.2f} ({text})" for name, text in BESIDE.get(recipe, {}).items())
-        found = runs.gap(recipe, SIZE, OWN)
+        found = runs.gap([recipe], SIZE, OWN)
         assert found is not None
         gap = f"{signed(found.mean)} ± {found.error:.2f} % | {len(found.gaps)}"
         step = steps[f"octavo {recipe}"]

@@ -41,6 +41,7 @@ def test_examples_are_taken():
 def test_ctrl_c_while_torch_is_imported_is_one_line():
     interrupting = f"""if True:
         import os, signal, sys
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
         class Interrupts:
             def find_spec(self, name, *_):
                 if name == "torch":

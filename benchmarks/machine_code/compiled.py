@@ -39,7 +39,7 @@ from benchmarks.machine_code.compiled_case import (
     name_of,
     tensor,
 )
-from benchmarks.machine_code.compiled_groups import grouped
+from benchmarks.machine_code.compiled_groups import grouped, statistics
 from benchmarks.machine_code.compiled_norms import norm, norm_backward
 from benchmarks.machine_code.compiled_optimizer import optimizer
 from benchmarks.machine_code.machine_code import examine
@@ -234,6 +234,7 @@ GROUPS: dict[str, Callable[[], Iterator[Case]]] = {
     "many tensors": many_tensors,
     "activations": activations,
     "grouped": grouped,
+    "statistics of groups": statistics,
     "norm": norm,
     "norm backward": norm_backward,
     "optimizer": optimizer,

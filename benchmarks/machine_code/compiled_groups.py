@@ -75,6 +75,19 @@ def grouped() -> Iterator[Case]:
     yield _rows(LARGE, ROW, ROW, call=_library)
 
 
+def statistics() -> Iterator[Case]:
+    """What octavo.inspect reads of rows in groups."""
+    one, found = torch.ones(1, dtype=torch.int32), torch.zeros(4)
+    for tile in (TENSOR, ROW, SQUARE):
+        q, scale_inv = tensor(dtype=E4M3), torch.empty(grouped_scale_shape(LARGE, GROUPS, tile))
+        where = f"{granularity_of(tile)} e4m3 {list(LARGE)} in {GROUPS} groups"
+        sums, extremes = torch.empty(GROUPS, 71, dtype=torch.float64), torch.empty(GROUPS, 3)
+        counted = tensor(), q, scale_inv, tile, sums, extremes, offsets()
+        yield Case("cast_statistics", where, functools.partial(KERNELS["cast_statistics"], *counted))
+        noted = tensor(), q, scale_inv, None, one, found, one, offsets()
+        yield Case("note_faults", where, functools.partial(KERNELS["note_faults"], *noted))
+
+
 def _cast(
     tile: Tile,
     transpose: bool,

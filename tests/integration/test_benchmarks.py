@@ -353,16 +353,27 @@ def test_gaps_are_from_the_mean_of_a_seeds_runs_in_bf16() -> None:
         for seed, loss in enumerate(found)
     ]
     runs = study.Runs([*rows, rows[-1] | {"val_loss": "inf"}])
-    assert runs.gaps("dynamic", "0.5M", "val_loss") == pytest.approx({0: 1.0, 1: 2.0})
-    assert runs.gaps("bf16 in 2 parts", "0.5M", "val_loss") == pytest.approx({0: 10.0, 1: 0.0})
-    assert runs.gaps("dynamic", "0.5M", "forward") == pytest.approx({0: 0.0, 1: 0.0})
+    assert runs.gap(["dynamic"], "0.5M", "val_loss").gaps == pytest.approx({0: 1.0, 1: 2.0})
+    assert runs.gap(["bf16 in 2 parts"], "0.5M", "val_loss").gaps == pytest.approx({0: 10.0, 1: 0.0})
+    assert runs.gap(["dynamic"], "0.5M", "val_loss", ["mx"]).gaps == pytest.approx({0: 1.0, 1: 300 / 99})
+    assert runs.gap(["dynamic"], "0.5M", "forward").gaps == pytest.approx({0: 0.0, 1: 0.0})
     deviation, freedom = runs.deviation("0.5M", "val_loss")
-    found = runs.gap("mx", "0.5M", "val_loss")
+    found = runs.gap(["mx"], "0.5M", "val_loss")
     assert freedom == 4  # of 8 runs, 3 experiments and 2 seeds
     assert (found.mean, found.error) == pytest.approx(
         (-0.5, deviation * 3**0.5 / 2)
     )  # of two runs, and two each in bf16
-    assert runs.gap("rowwise", "0.5M", "val_loss") is None
+    assert runs.gap(["rowwise"], "0.5M", "val_loss") is None
+
+
+def test_the_slope_of_a_trend_is_least_squares() -> None:
+    study, torch = (importlib.import_module(name) for name in ("benchmarks.training.quality_study", "torch"))
+    x, y, errors = torch.rand(3, 5, dtype=torch.float64) + 0.1
+    design = torch.stack([x, torch.ones_like(x)], 1) / errors[:, None]
+    covariance = torch.linalg.inv(design.t() @ design)
+    slope, error = study.fitted_slope(torch.stack([x, y, errors], 1).tolist())
+    assert slope == pytest.approx(float((covariance @ design.t() @ (y / errors))[0]))
+    assert error == pytest.approx(float(covariance[0, 0]) ** 0.5)
 
 
 def test_the_deviation_of_a_run_is_what_experiments_and_seeds_leave() -> None:

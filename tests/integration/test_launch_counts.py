@@ -143,3 +143,14 @@ def test_launches_of_what_octavo_inspect_reads(
     launched = count_launches(kernels, monkeypatch)
     getattr(kernels, name)(*arguments[name])
     assert launched == [f"{name}_kernel"]
+
+
+def test_launches_of_what_octavo_inspect_reads_of_experts(
+    kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, ends = numbers(kernels.device), torch.tensor([3, 3, 9], dtype=torch.int32, device=kernels.device)
+    q, _, scale_inv, _ = kernels.grouped_cast(x, ends, None, 0, E5M2, (-1, -1), False, 0)
+    sums, extremes = torch.zeros(3, 71, dtype=torch.float64, device=x.device), torch.zeros(3, 3, device=x.device)
+    launched = count_launches(kernels, monkeypatch)
+    kernels.cast_statistics(x, q, scale_inv, (-1, -1), sums, extremes, ends)
+    assert launched == ["group_statistics_kernel"]

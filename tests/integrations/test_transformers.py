@@ -138,14 +138,21 @@ def test_what_it_saves_is_read_and_generates_the_same(kind: str, tmp_path: Path)
     assert tokens[0].tolist() == tokens[1].tolist()
 
 
+BACK = SCHEDULES["out of FP8 weights and back"]
+
+
 @pytest.mark.parametrize(
-    "phases", [pytest.param(p, id=n, marks=[] if "back" in n else pytest.mark.full) for n, p in SCHEDULES.items()]
+    ("phases", "kind"),
+    [
+        *(pytest.param(p, "llama", id=n, marks=[] if p is BACK else pytest.mark.full) for n, p in SCHEDULES.items()),
+        pytest.param(BACK, "mixtral", id="of experts"),
+    ],
 )
-def test_a_schedule_switches_and_resumes(phases: list[Phase], tmp_path: Path) -> None:
+def test_a_schedule_switches_and_resumes(phases: list[Phase], kind: str, tmp_path: Path) -> None:
     def begun() -> tuple[OctavoCallback, Any]:
-        model, callback = tiny_models.build("llama").bfloat16(), fp8(schedule=phases)
+        model, callback = tiny_models.build(kind).bfloat16(), fp8(schedule=phases)
         changes = {} if phases is SWITCHING else {"optimizer": octavo.optim.AdamW(model.parameters(), lr=1e-3)}
-        return callback, trainer_of(tmp_path, "llama", [callback], model, **changes)
+        return callback, trainer_of(tmp_path, kind, [callback], model, **changes)
 
     whole, trainer = begun()
     ours = trained(trainer)
@@ -157,7 +164,7 @@ def test_a_schedule_switches_and_resumes(phases: list[Phase], tmp_path: Path) ->
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["llama", "vit"])  # whose names are translated
+@pytest.mark.parametrize("kind", ["llama", "vit", "mixtral"])  # names are translated of the last two
 def test_weights_that_live_in_fp8(kind: str, tmp_path: Path) -> None:
     def begun() -> Any:
         model = tiny_models.build(kind).bfloat16()

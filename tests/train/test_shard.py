@@ -55,26 +55,62 @@ def test_the_curve_is_that_of_one_process(pool, config, ranks, micro_batches, wi
     assert nearly(fp8, alone, 0.05) and not nearly(fp8, found["fsdp"], 1e-6)
 
 
-@pytest.mark.parametrize(("recipe", "rel"), [("baseline", 1e-6), pytest.param("dynamic", 1e-3, marks=pytest.mark.full)])
-def test_the_curve_under_tensor_parallelism_is_that_of_one_process(pool, config, recipe, rel):
+@pytest.mark.parametrize(
+    ("recipe", "rel", "compiled"),
+    [
+        ("baseline", 1e-6, False),
+        pytest.param("dynamic", 1e-3, False, marks=pytest.mark.full),
+        pytest.param("dynamic", 1e-3, True, marks=pytest.mark.full),
+    ],
+)
+def test_the_curve_under_tensor_parallelism_is_that_of_one_process(pool, config, recipe, rel, compiled):
     """In float32 up to the order of additions; in FP8 each pair of ranks scales the inputs of its own sequences."""
     config = changed(config, optimizer={"steps": 4}, run={"eval_every": 2, "dtype": "float32"})
     alone = curve(run(config, recipe))
-    config = changed(config, ranks={"shard": "fsdp", "tensor_parallel": 2})
-    answers = pool.run(train_on, (4,), config, recipe)
+    config = changed(config, run={"compile": compiled}, ranks={"shard": "fsdp", "tensor_parallel": 2})
+    answers = pool.run(train_on, (4,), config, recipe, seconds=600)
     assert all(answer[0] == answers[0][0] for answer in answers)
     assert nearly(answers[0][0], alone, rel)
 
 
+def size_of(mesh):
+    return mesh.size()
+
+
+COMPACT = {"moments": "fp8", "master": "split24"}
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        COMPACT | {"schedule": "fp8-then-bf16@0.5", "recover": 2},
+        COMPACT | {"weight_storage": "fp8", "master": "split16"},
+        pytest.param(COMPACT | {"update_in_backward": "0"}, marks=pytest.mark.full),
+        pytest.param(COMPACT | {"gradient_storage": "fp8", "schedule": "auto"}, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_state_in_few_bytes_under_tensor_parallelism(pool, config, state):
+    """Random bits of layers with named splits are others, and codes of columns that ranks share."""
+    config = changed(config, optimizer={"steps": 6}, run={"eval_every": 3}, state=state)
+    alone = curve(run(config, "delayed"))
+    config = changed(config, ranks={"shard": "fsdp", "tensor_parallel": 2})
+    answers = pool.run(train_on, (4,), config, "delayed")
+    assert all(answer[0] == answers[0][0] for answer in answers)
+    assert nearly(answers[0][0], alone, 0.01)
+
+
 def test_refusals_under_tensor_parallelism(pool, config):
+    assert pool.run(size_of, (4,)) == [4] * 4  # there are four ranks, and so two are not all
     for kind, text in pool.run(train_on, (2,), changed(config, ranks={"shard": "fsdp", "tensor_parallel": 2})):
         assert kind == "TrainError" and "takes all ranks that were started" in text
     with pytest.raises(ValueError, match="tensor_parallel 2 with shard ddp: choose shard fsdp"):
         changed(config, ranks={"shard": "ddp", "tensor_parallel": 2})
     with pytest.raises(ValueError, match=r"tensor_parallel 3 does not divide \{'heads': 2"):
         changed(config, ranks={"shard": "fsdp", "tensor_parallel": 3})
-    with pytest.raises(ValueError, match="does not go with experts, inspect"):
-        changed(config, model={"experts": 4}, inspect={"inspect": True}, ranks={"shard": "fsdp", "tensor_parallel": 2})
+    state = {"weight_storage": "fp8", "recover": 2}
+    with pytest.raises(ValueError, match="does not go with experts, weight_storage fp8 with schedule or recover"):
+        changed(config, model={"experts": 4}, state=state, ranks={"shard": "fsdp", "tensor_parallel": 2})
     with pytest.raises(TrainError, match="3 ranks do not divide by tensor_parallel 2"):
         require_parts(changed(config, ranks={"shard": "fsdp", "tensor_parallel": 2}), SimpleNamespace(size=3))
 
@@ -85,17 +121,19 @@ def short(config):
 
 
 @pytest.mark.parametrize(
-    ("shard", "recipe", "tensor_parallel"),
+    ("shard", "recipe", "tensor_parallel", "state"),
     [
-        ("fsdp", "delayed", 1),
-        ("ddp", "delayed", 1),
-        pytest.param("fsdp", "blockwise", 1, marks=pytest.mark.full),
-        pytest.param("fsdp", "delayed", 2, marks=pytest.mark.full),
+        ("fsdp", "delayed", 1, {}),
+        ("ddp", "delayed", 1, {}),
+        pytest.param("fsdp", "blockwise", 1, {}, marks=pytest.mark.full),
+        pytest.param("fsdp", "delayed", 2, {}, marks=pytest.mark.full),
+        pytest.param("fsdp", "delayed", 2, COMPACT, marks=pytest.mark.full),
+        pytest.param("fsdp", "dynamic", 2, COMPACT | {"weight_storage": "fp8"}, marks=pytest.mark.full),
     ],
 )
-def test_a_run_stopped_on_one_rank_goes_on_exactly(pool, short, shard, recipe, tensor_parallel, tmp_path):
+def test_a_run_stopped_on_one_rank_goes_on_exactly(pool, short, shard, recipe, tensor_parallel, state, tmp_path):
     parts = {"shard": shard, "tensor_parallel": tensor_parallel}
-    shape = (2 * tensor_parallel,)
+    short, shape = changed(short, state=state), (2 * tensor_parallel,)
     config = changed(short, ranks=parts, run={"out": tmp_path / "whole"})
     ((whole, *_), *_) = pool.run(train_on, shape, config, recipe)
     config = changed(config, run={"out": tmp_path / "parts"})
@@ -232,7 +270,7 @@ def test_devices_and_memory_of_each_rank(monkeypatch):
 # --- as torchrun starts them ------------------------------------------------------------------------------------------
 
 TINY = "--width 32 --layers 2 --heads 2 --context 16 --batch 4 --eval-windows 6 --eval-every 5 --device cpu".split()
-SECONDS = 120  # within which a run that lost a rank must end; far more than --timeout
+SECONDS = 300  # within which a run that lost a rank must end; far more than --timeout
 
 
 class Started:
@@ -340,34 +378,38 @@ def wait_for(folder, step, ranks):
 
 
 @pytest.mark.full
-def test_ten_killed_ranks(text_file, tmp_path):
-    """Wherever a rank is killed the other ends with one line, the last checkpoint loads, and the curve is the same."""
-    chosen, steps = random.Random(0), 60
-    run_options = f"--shard fsdp --recipe delayed --steps {steps} --checkpoint-every 3 --timeout 15".split()
+@pytest.mark.parametrize(
+    ("count", "kills", "more"), [(2, 10, ""), (4, 1, "--tensor-parallel 2 --moments fp8 --master split24")]
+)
+def test_killed_ranks(count, kills, more, text_file, tmp_path):
+    """Wherever a rank is killed the others end with one line, the last checkpoint loads, and the curve is the same."""
+    chosen, steps = random.Random(0), 12 + 6 * kills
+    run_options = f"--shard fsdp --recipe delayed --steps {steps} --checkpoint-every 3 --timeout 15 {more}".split()
     run_options += ["--data", str(text_file), "--out"]
-    with Started(2, *run_options, str(tmp_path / "whole")) as ranks:
+    with Started(count, *run_options, str(tmp_path / "whole")) as ranks:
         ranks.end_well()
     folder, reached = tmp_path / "parts" / "delayed", 0
-    for kill in range(10):
+    for kill in range(kills):
         (folder / "log.csv").unlink(missing_ok=True)  # it is written anew
-        more = ["--resume"] if (folder / "checkpoint" / "latest").exists() else []
-        with Started(2, *run_options, str(tmp_path / "parts"), *more) as ranks:
+        again = ["--resume"] if (folder / "checkpoint" / "latest").exists() else []
+        with Started(count, *run_options, str(tmp_path / "parts"), *again) as ranks:
             if kill % 5 == 4:  # while they start
                 time.sleep(chosen.uniform(1, 4))
             else:
                 wait_for(folder, reached + chosen.randint(1, 6), ranks)
                 time.sleep(chosen.uniform(0, 0.1))
-            killed = chosen.randrange(2)
+            killed = chosen.randrange(count)
             ranks.processes[killed].kill()
-            ((_, err, code),) = ranks.ends(but=[killed])
-        said = one_error(err)
-        assert code == 2 and said.startswith(f"octavo: error: rank {1 - killed}: "), said
-        assert "another rank ended" in said or "another rank did not answer in time" in said, said
-        assert "is kept" not in said or "--resume to go on" in said, said
+            left = ranks.ends(but=[killed])
+        for rank, (_, err, code) in zip(sorted({*range(count)} - {killed}), left, strict=True):
+            said = one_error(err)
+            assert code == 2 and said.startswith(f"octavo: error: rank {rank}: "), said
+            assert "another rank ended" in said or "another rank did not answer in time" in said, said
+            assert "is kept" not in said or "--resume to go on" in said, said
         if (folder / "checkpoint" / "latest").exists():
             assert trained_model(folder).blocks[0].mlp.fc2.delayed_scale.all()
             reached = load_extra(folder / "checkpoint")["step"]
-    with Started(2, *run_options, str(tmp_path / "parts"), "--resume") as ranks:
+    with Started(count, *run_options, str(tmp_path / "parts"), "--resume") as ranks:
         ranks.end_well()
     assert rows(folder) == rows(tmp_path / "whole" / "delayed") and rows(folder)[0] == steps
 
