@@ -49,7 +49,7 @@ class OtherMoments:
             like = own.get(name + CODES, own.get(name))
             if like is None or not saved:
                 continue
-            differs |= saved != here
+            differs |= saved != here or any(own[key].shape != sizes[key] for key in saved)
             for key in saved:
                 if without_run(key).endswith(SCALE_INV):
                     tensors[key] = _scales(like, sizes[key])

@@ -3,7 +3,8 @@
 A weight is a matrix of its first dimension by all others. Ranks may share its rows (FSDP2, ColwiseParallel), its
 columns (RowwiseParallel: the second dimension), or both, over as many dimensions of a mesh. Blocks of 128 lie along the
 columns that a rank has: where these are whole blocks of the weight, blocks are those of one rank; else they begin anew
-with each rank's columns. A vector that is sharded has no blocks.
+with each rank's columns. Those of experts in FP8 [E, N, K] begin anew after each K. A vector that is sharded has no
+blocks. After how many columns blocks begin anew, the run, is in the name of a state's scales: shapes do not tell it.
 """
 
 from __future__ import annotations
@@ -83,8 +84,10 @@ def place_of(param: Tensor) -> Place:
 
 
 def run_of(tensor: Tensor) -> int:
-    """After how many of a whole matrix's columns blocks begin anew: a row, or what each rank has of it."""
+    """After how many of a whole matrix's columns blocks begin anew: a row, or what each rank or expert's row has."""
     columns, inner = math.prod(tensor.shape[1:]), math.prod(tensor.shape[2:])
+    if is_apart(tensor):
+        return columns if inner % BLOCK == 0 else inner
     for dim, mesh_dim, _ in sharded_dims(tensor):
         if dim == 1:
             run = -(-tensor.shape[1] // tensor.device_mesh.size(mesh_dim)) * inner  # type: ignore[attr-defined]
@@ -93,13 +96,13 @@ def run_of(tensor: Tensor) -> int:
 
 
 def with_run(key: str, param: Tensor) -> str:
-    """The name of a weight's scales in a state that is saved: with the run, where blocks begin anew within a row."""
+    """A tensor's name in a weight's state: that of scales with the run, where blocks begin anew within a row."""
     run = run_of(param) if key.endswith(SCALE_INV) else 0
     return key if run in (0, math.prod(param.shape[1:])) else f"{key}_{run}"
 
 
 def without_run(key: str) -> str:
-    """The name that the optimizer has for it."""
+    """The name that kernels have for it."""
     return _RUN.sub(SCALE_INV, key)
 
 

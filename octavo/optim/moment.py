@@ -114,10 +114,16 @@ class Moment:
         ``first``: the column that the codes begin with, of rows whose scales are all there.
         """
         assert isinstance(self.format, Format)
-        wide = decode_moment(codes.reshape(as_matrix_shape(codes.shape)), self.format)
-        if scale_inv.numel() > 1:
-            columns = torch.arange(first, first + wide.shape[1], device=codes.device)
-            run = run or first + wide.shape[1]
+        rows, cols = as_matrix_shape(codes.shape)
+        run = run or first + cols
+        if first == 0 and cols and cols % run == 0:  # each run is a row, and is read piece by piece
+            runs = cols // run
+            own = scale_inv.expand(rows, runs * blocks_of(run)).reshape(rows * runs, blocks_of(run))
+            matrix = codes.reshape(rows * runs, run)
+            return MomentTensors(matrix, self.format, own, root=self.root).read_all(matrix).view(codes.shape)
+        wide = decode_moment(codes.reshape(rows, cols), self.format)
+        if scale_inv.shape[1] > 1:
+            columns = torch.arange(first, first + cols, device=codes.device)
             scale_inv = scale_inv[:, columns // run * blocks_of(run) + columns % run // BLOCK]
         wide.mul_(scale_inv)
         return (wide.square_() if self.root else wide).view(codes.shape)

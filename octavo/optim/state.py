@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from octavo.formats import E4M3, E4M4, E5M2, Format
 from octavo.granularity import PerBlock, PerTensor
 from octavo.kernels.reference.adam import LARGEST_SQUARE
-from octavo.kernels.reference.master_weights import Fp8Weight, Master
-from octavo.kernels.reference.optimizer_state import BLOCK, MomentTensors, blocks_of, pieces
+from octavo.kernels.reference.master_weights import Master
+from octavo.kernels.reference.optimizer_state import BLOCK, MomentTensors, as_matrix_shape, pieces
 from octavo.kernels.reference.optimizer_step import WeightUpdate
 from octavo.optim.layout import (
     SCALE_INV,
@@ -118,15 +118,16 @@ def with_codes(update: WeightUpdate, gradient: StoredGradient) -> WeightUpdate:
     """An update by a gradient in codes.
 
     Raises:
-        RuntimeError: if its blocks are not those of the weight's rows: experts were stored in FP8 since it was rounded.
+        RuntimeError: if its blocks are not those of the weight's rows: experts were stored in FP8, or restored, since
+            it was rounded.
     """
-    codes, scale_inv = gradient.qdata.view(torch.uint8), gradient.scale_inv
-    rows, cols = update.master.weight.shape
-    if isinstance(update.master, Fp8Weight) and update.master.scale_inv.ndim == 3:
-        if scale_inv.numel() != rows * blocks_of(cols):
-            raise RuntimeError("experts were stored in FP8 after their gradients were rounded: do it before backward")
-        scale_inv = scale_inv.view(rows, blocks_of(cols))
-    return update._replace(gradient=codes.view(rows, cols), gradient_scale_inv=scale_inv)
+    codes, shape = gradient.qdata.view(torch.uint8), update.master.weight.shape
+    if codes.shape != shape and not (len(codes) == shape[1] == 1):  # a sharded vector is seen as a column
+        raise RuntimeError(
+            "experts were stored in FP8, or back in high precision, after their gradients were rounded: do it before "
+            "backward"
+        )
+    return update._replace(gradient=codes.view(shape), gradient_scale_inv=gradient.scale_inv)
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
@@ -197,17 +198,13 @@ def as_fp32(name: str, moment: Moment, given: dict[str, Any]) -> Tensor:
         return tensors[name].to(torch.float32)
     if f"{name}_codes" not in tensors or not isinstance(moment.format, Format):
         raise ValueError(f"the state holds neither {name} nor {name}_codes, only {sorted(given)}")
-    for key, value in given.items():
-        if without_run(key) == f"{name}{SCALE_INV}" and not hasattr(value, "placements") and run_in(key):
-            first = place_of(given[f"{name}_codes"]).first_col
-            return moment.read_codes(tensors[f"{name}_codes"], tensors[key], run_in(key), first)
-    tensors = {without_run(key): value for key, value in tensors.items()}
-    codes, scale_inv = tensors[f"{name}_codes"], tensors[f"{name}{SCALE_INV}"]
-    laid = moment.new_state(name, codes.shape, "meta", apart=True) if codes.ndim == 3 else {}
-    apart = bool(laid) and laid[f"{name}{SCALE_INV}"].shape == scale_inv.shape
-    stored, count = moment.for_kernel(name, tensors, apart), codes.shape[0] if apart else 1
-    matrices = [stored.matrix(index, count) for index in range(count)]
-    return torch.cat([one.read_all(one.data) for one in matrices] or [scale_inv]).view(codes.shape)
+    key = next(key for key in given if without_run(key) == f"{name}{SCALE_INV}")
+    codes, run, first = tensors[f"{name}_codes"], run_in(key), 0
+    if not hasattr(given[key], "placements"):
+        first = place_of(given[f"{name}_codes"]).first_col  # its rows' scales are all there
+    elif run > (columns := as_matrix_shape(codes.shape)[1]):
+        run = columns  # of the last rank, which has less
+    return moment.read_codes(codes, tensors[key], run, first)
 
 
 def converted(param: Tensor, name: str, old: Moment, new: Moment, given: dict[str, Any]) -> dict[str, Tensor]:

@@ -118,7 +118,8 @@ def _write(func: Any, gradients: list[StoredGradient], *factor: Any) -> None:
 def _add(func: Any, *args: Any, **kwargs: Any) -> StoredGradient:
     own, other = args[:2]
     if func is aten.add_.Tensor and isinstance(own, StoredGradient) and own.is_zero and own.shape == other.shape:
-        fresh = other if isinstance(other, StoredGradient) else StoredGradient.cast(other)
+        apart = own.qdata.shape != as_matrix_shape(own.shape)
+        fresh = other if isinstance(other, StoredGradient) else StoredGradient.cast(other, apart=apart)
         own.qdata.view(torch.uint8).copy_(fresh.qdata.view(torch.uint8))
         own.scale_inv.copy_(fresh.scale_inv)
         own.is_zero = False

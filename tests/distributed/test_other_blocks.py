@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from octavo import E4M3
+from octavo import E4M3, PerTensor
 from octavo.distributed.other_blocks import OtherMoments
 from octavo.optim import Moment
 from octavo.optim.state import as_fp32
@@ -62,6 +62,12 @@ def test_what_was_saved_as_it_is_kept_is_no_other():
         "m_codes": (4, 300),
         "m_scale_inv_150": (4, 4),
     }
+    # one scale, of experts one each
+    found = OtherMoments.of(own, ["m"], sizes | {"m_scale_inv": torch.Size((4, 1))})
+    found.tensors["m_codes"].fill_(0x38)
+    found.tensors["m_scale_inv"].copy_(torch.arange(4.0).view(4, 1))
+    moment = Moment(E4M3, granularity=PerTensor())
+    assert torch.equal(found.values({"m": moment})["m"], torch.arange(4.0).view(4, 1).expand(4, 300))
 
 
 def test_codes_are_read_by_their_own_blocks():

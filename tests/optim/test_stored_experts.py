@@ -1,6 +1,7 @@
 """Experts in FP8 are stepped as the weights of linear layers are, each by its own scales."""
 
 import copy
+import warnings
 from typing import Any
 from unittest import mock
 
@@ -12,8 +13,9 @@ from octavo import E4M3, E5M2, PerBlock, PerTensor
 from octavo.kernels.reference import optimizer_step as steps
 from octavo.optim import AdamW, Moment, update_in_backward
 from octavo.optim.conversion import change
+from octavo.optim.layout import without_run
 from octavo.optim.masters import OF_FP8_WEIGHTS
-from octavo.optim.state import Settings, as_fp32
+from octavo.optim.state import Settings, as_fp32, converted
 from octavo.tensor.stored_gradient import StoredGradient
 from octavo.tensor.stored_weight import StoredWeight
 
@@ -25,6 +27,18 @@ ONE = (
 )
 
 
+# with as many blocks in all of an expert as in each of its rows, though these are others; and shapes on either side
+SHAPES = [
+    (2, rows, cols)
+    for rows, cols in [(2, 65), (2, 127), (3, 90), (9, 120), (15, 120), (16, 120), (15, 121), (2, 255), (3, 384)]
+] + [(1, 15, 120), (3, 1, 120), (2, 5, 7)]
+
+
+def same_bits() -> Any:
+    """Have all steps round by the same random bits."""
+    return mock.patch.object(steps, "random_bits", lambda _, index: torch.full_like(index, 0x1234567).int())
+
+
 def together_and_apart(granularity: Any) -> tuple[nn.Parameter, list[nn.Parameter]]:
     values = torch.randn(SHAPE) * torch.tensor([1.0, 100, 1e-3]).view(3, 1, 1)
     return (
@@ -34,14 +48,15 @@ def together_and_apart(granularity: Any) -> tuple[nn.Parameter, list[nn.Paramete
 
 
 def backward(weight: Any, grad: Tensor) -> None:
-    (weight.dequantize() * grad).sum().backward()
+    (weight.dequantize() if isinstance(weight, StoredWeight) else weight).mul(grad).sum().backward()
 
 
 def assert_same(weight: Any, matrices: Any, optimizer: Any, other: Any) -> None:
     for expert, one in enumerate(matrices):
         assert torch.equal(weight.qdata[expert].view(torch.uint8), one.qdata.view(torch.uint8))
         assert torch.equal(weight.scale_inv[expert], one.scale_inv)
-        own, its = optimizer.state[weight], other.state[one]
+        own = {without_run(name): value for name, value in optimizer.state[weight].items()}
+        its = other.state[one]
         for name in its.keys() - {"step", "master_kind"}:
             assert torch.equal(own[name][expert].view(its[name].shape), its[name]), name
         assert own["step"] == its["step"]
@@ -55,9 +70,7 @@ def test_as_weights_of_their_own(granularity: Any, master: str | None, moments: 
     weight, matrices = together_and_apart(granularity)
     options: Any = {"lr": 0.01, "master": master, "moments": moments, "gradient_storage": gradients}
     optimizer, other = AdamW([weight], **options), AdamW(matrices, **options)
-    with mock.patch.object(
-        steps, "random_bits", lambda key, index: torch.full_like(index, 0x1234567, dtype=torch.int32)
-    ):
+    with same_bits():
         for factor in (1.0, 0.0, 30.0):
             grad = torch.randn(SHAPE) * factor
             grad[1] = 0
@@ -127,6 +140,80 @@ def test_stored_and_restored_in_training(granularity: Any, master: str) -> None:
     torch.testing.assert_close(weight.detach(), before, rtol=0 if master == "fp32" else 2**-19, atol=0)
 
 
+def as_matrices(values: Tensor, storage: Any) -> list[Tensor]:
+    """What experts are to an optimizer: of stored ones a matrix each, of plain ones the rows of one."""
+    return [values.flatten(1)] if storage is None else list(values)
+
+
+def made(matrices: list[Tensor], storage: Any, moments: Any) -> AdamW:
+    stored = [one.clone() if storage is None else StoredWeight.cast(one) for one in matrices]
+    return AdamW([nn.Parameter(one) for one in stored], lr=0.01, moments=moments)
+
+
+def read(optimizer: AdamW) -> dict[str, Tensor]:
+    """The values of all moments, one weight after the other."""
+    return {
+        name: torch.cat([as_fp32(name, moment, optimizer.state[one]).flatten() for one in optimizer.all_params()])
+        for name, moment in zip(optimizer.names, optimizer.moments, strict=True)
+    }
+
+
+def assert_reads(optimizer: AdamW, expected: dict[str, Tensor]) -> None:
+    for name, values in read(optimizer).items():
+        assert torch.equal(values, expected[name]), name
+
+
+@pytest.mark.parametrize("moments", ["fp8", ONE], ids=["fp8", "one scale"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("storage", [None, PerTensor()], ids=["plain", "stored"])
+def test_moments_are_read_and_converted_as_those_of_matrices(storage: Any, shape: Any, moments: Any) -> None:
+    """Blocks of a plain weight lie along all of an expert, of a stored one along each of its rows."""
+    values, grad = torch.randn(shape), torch.randn(shape) * torch.logspace(-3, 2, shape[2])
+    optimizer, other = made([values], storage, moments), made(as_matrices(values, storage), storage, moments)
+    (weight,) = optimizer.all_params()
+    weight.grad = grad
+    for one, its in zip(other.all_params(), as_matrices(grad, storage), strict=True):
+        one.grad = its
+    with same_bits():
+        optimizer.step()
+        other.step()
+    assert_reads(optimizer, before := read(other))
+    saved, after = copy.deepcopy(optimizer.state_dict()), PerTensor() if storage is None else None
+    change(optimizer, optimizer.settings, {weight: after})
+    # as matrices of the other storage load these values
+    expected = made(as_matrices(values, after), after, moments)
+    for name, moment in zip(other.names, other.moments, strict=True):
+        parts = as_matrices(before[name].view(shape), after)
+        for one, part in zip(expected.all_params(), parts, strict=True):
+            expected.state[one] |= converted(one, name, Moment("fp32"), moment, {name: part})
+    coincide = moments == "fp8" and (shape[1] == 1 or shape[2] % 128 == 0)
+    assert_reads(optimizer, wanted := before if coincide else read(expected))
+    loaded = made([values], after, moments)
+    with warnings.catch_warnings(action="ignore"):
+        loaded.load_state_dict(saved)
+    assert_reads(loaded, wanted)
+
+
+@each_granularity
+def test_gradients_in_codes_belong_to_the_storage(granularity: Any) -> None:
+    """Zeroed ones are added to; those that were rounded before the storage changed are refused, with as many scales."""
+    shape = (2, 15, 120)
+    weight = nn.Parameter(StoredWeight.cast(torch.randn(shape), granularity))
+    optimizer = AdamW([weight], moments="fp8", gradient_storage="fp8")
+    for storage in (None, granularity):
+        grad = torch.randn(shape)
+        backward(weight, grad)
+        first = weight.grad.dequantize()
+        optimizer.zero_grad(set_to_none=False)
+        backward(weight, grad)
+        assert torch.equal(weight.grad.dequantize(), first)
+        optimizer.step()
+        change(optimizer, optimizer.settings, {weight: storage})
+        with pytest.raises(RuntimeError, match=r"experts were stored in FP8, or back .* do it before backward"):
+            optimizer.step()
+        optimizer.zero_grad()
+
+
 def test_moments_in_codes_follow_the_storage() -> None:
     """Blocks of a plain weight lie along all of an expert, of a stored one along each of its rows."""
     weight = nn.Parameter(torch.randn(SHAPE))
@@ -137,7 +224,7 @@ def test_moments_in_codes_follow_the_storage() -> None:
         moment = optimizer.settings.moments[0]
         values = as_fp32("exp_avg", moment, optimizer.state[weight])
         change(optimizer, optimizer.settings, {weight: PerBlock(128, 128)})
-        assert optimizer.state[weight]["exp_avg_scale_inv"].shape == (3, 160 * 2)
+        assert optimizer.state[weight]["exp_avg_scale_inv_200"].shape == (3, 160 * 2)
         torch.testing.assert_close(as_fp32("exp_avg", moment, optimizer.state[weight]), values, rtol=2**-4, atol=1e-3)
         weight.grad = torch.randn(SHAPE)
         optimizer.step()
