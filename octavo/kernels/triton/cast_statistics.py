@@ -189,6 +189,8 @@ def cast_statistics(
         counting = counting._replace(even=rows % height == 0 and cols % counting.block_c == 0)
         launch(cast_statistics_kernel, -(-rows // height) * strips, (*arguments, sums, extremes, counting), num_warps=4)
         return
+    # finding a group takes registers too: tiles of 16 rows spill 32 of them under Triton 3.6
+    counting = counting._replace(block_r=counting.block_r // 2, tiles=counting.tiles * 2)
     count = offsets.shape[0]
     width, tile_r = max(16, triton.next_power_of_2(count)), 1 << 30 if tile[0] == ALL else tile[0]
     groups, grouping = Groups(offsets.contiguous(), count, 0, 0), Grouping(width, True, 1, tile_r, 1)
