@@ -135,6 +135,12 @@ class SequenceParallel(_Noted, torch_parallel.SequenceParallel):
         (Shard(dim=0),)
     """
 
+    def _replicate_module_fn(self, name: str, module: nn.Module, device_mesh: Any) -> None:
+        trained = {key: param.requires_grad for key, param in module.named_parameters(recurse=False)}
+        super()._replicate_module_fn(name, module, device_mesh)
+        for key, trains in trained.items():  # torch's would train what was frozen
+            module.get_parameter(key).requires_grad_(trains)
+
     def _around(self) -> tuple[Any, ...]:
         return self.sequence_sharding[0], None, functools.partial(self._prepare_output_fn, self.use_local_output)
 

@@ -155,6 +155,7 @@ def part(layer: Linear, ranks: int) -> None:
     biases = [None] * len(sizes) if bias is None else bias.detach().split(sizes)
     del layer._parameters["weight"], layer._parameters["bias"]
     for name, own, own_bias in zip(layer.splits, weights, biases, strict=True):
-        made = [None if one is None else nn.Parameter(one.clone(), weight.requires_grad) for one in (own, own_bias)]
-        layer.add_module(name, Part(*made, layer))  # type: ignore[arg-type, call-arg]
+        made = nn.Parameter(own.clone(), weight.requires_grad)
+        made_bias = None if bias is None else nn.Parameter(own_bias.clone(), bias.requires_grad)
+        layer.add_module(name, Part(made, made_bias, layer))
     layer.__class__ = PartedLinear

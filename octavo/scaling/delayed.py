@@ -21,7 +21,7 @@ from octavo.step_count import version_of
 
 BUFFERS = ("delayed_scale", "delayed_amax_history")
 ASIDE = "_delayed_state_aside"  # on a module: the buffers to return to, of each octavo.using around
-EMPTIED = "_delayed_state_emptied"  # on a buffer: its version when some of it was
+EMPTIED = "_delayed_state_emptied"  # on a buffer: its id, and its version when some of it was empty
 LOADED = "_delayed_state_loaded"  # on a module: the version of delayed_scale when it was loaded
 
 
@@ -36,8 +36,9 @@ def register_delayed_state(module: nn.Module, rule: Delayed, device: torch.devic
     new_scale = torch.zeros(len(ROLES), dtype=torch.float32, device=device)
     new_history = torch.zeros(len(ROLES), rule.history_length, dtype=torch.float32, device=device)
     if history is not None and scale is not None and not history.is_meta:
-        new_scale = scale.detach().to(device, copy=True)  # of version 0: it may be empty
+        new_scale = scale.detach().to(device, copy=True)
         new_history[:, 0] = history[:, 0]
+    note_empty(new_scale)  # for copies of it
     module.register_buffer("delayed_scale", new_scale, persistent=False)
     module.register_buffer("delayed_amax_history", new_history, persistent=False)
 
@@ -54,7 +55,7 @@ def empty_state(buffers: Mapping[str, Tensor | None], role: int | None = None) -
 def note_empty(buffer: Tensor) -> None:
     """Some of it may be empty, for all that is known; a compiled graph does not ask."""
     if not torch.compiler.is_compiling():
-        buffer.__dict__[EMPTIED] = version_of(buffer)
+        buffer.__dict__[EMPTIED] = id(buffer), version_of(buffer)
 
 
 def may_be_empty(scale: Tensor) -> bool:
@@ -63,7 +64,13 @@ def may_be_empty(scale: Tensor) -> bool:
     By what this process has done, without asking the device, so that ranks that do the same find the same. A compiled
     graph can't ask, and is told no.
     """
-    return not torch.compiler.is_compiling() and version_of(scale) <= scale.__dict__.get(EMPTIED, 0)
+    if torch.compiler.is_compiling():
+        return False
+    noted, version = scale.__dict__.get(EMPTIED, (id(scale), 0))
+    if noted != id(scale):  # on what this is a copy of, whose versions are others
+        note_empty(scale)
+        return True
+    return version_of(scale) <= version
 
 
 def take_state_local(module: nn.Module) -> None:

@@ -6,6 +6,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 import octavo
 from octavo.distributed import ColwiseParallel, Fp8Reduction, PrepareModuleInput, RowwiseParallel
+from tests.support import fused_parallel as fused
 from tests.support import parallel_tasks as tasks
 from tests.support.byte_counter import GATHER, OTHER, SCATTER
 from tests.support.fused_parallel import trained
@@ -117,6 +118,10 @@ def test_compiled_with_sums_in_fp8(pool):
 
 
 @pytest.mark.covering(1)
+def test_a_frozen_norm_stays_frozen(pool):
+    assert pool.run(fused.frozen_norm, (2,)) == [[False, True]] * 2
+
+
 @pytest.mark.parametrize("shape", [(2,), pytest.param((4,), marks=pytest.mark.full)])
 @pytest.mark.parametrize("recipe", ["power of two", "rowwise", "blockwise", "mx"])
 def test_features_that_do_not_divide(pool, recipe, shape):

@@ -22,6 +22,15 @@ def test_splits_that_do_not_divide(pool):
     assert pool.run(tasks.uneven_splits, (2,))[0].startswith("splits {'b': 5} do not divide into 2 ranks")
 
 
+@pytest.mark.parametrize("frozen", ["weight", "bias"])
+def test_what_is_frozen_stays_frozen(frozen):
+    layer = octavo.nn.Linear(16, {"a": 8, "b": 8})
+    layer.get_parameter(frozen).requires_grad_(False)
+    part(layer, 2)
+    found = [name for name, param in layer.named_parameters() if not param.requires_grad]
+    assert found == [f"a.{frozen}", f"b.{frozen}"]
+
+
 def test_blocks_in_fp8_are_not_cut():
     layer = octavo.nn.Linear(256, {"a": 128, "b": 128})
     octavo.convert(layer, octavo.recipes.blockwise(), lambda module, name: True, weight_storage="fp8")

@@ -1,5 +1,6 @@
 import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -227,3 +228,12 @@ def test_what_may_be_empty_is_known_without_asking_the_device():
     for longer in (copy.deepcopy(model()[0]), model()[0].to(torch.float64).float()):
         register_delayed_state(longer, Delayed(5), torch.device("cpu"))
         assert may_be_empty(longer.delayed_scale)
+
+
+def test_a_copy_may_be_empty_until_its_own_backward():
+    """Whose buffers count versions anew: ranks of one tensor-parallel weight would take different scales."""
+    net = model()
+    for copied in (copy.deepcopy(net), pickle.loads(pickle.dumps(net)), copy.deepcopy(copy.deepcopy(net))):
+        assert may_be_empty(copied[0].delayed_scale)
+        step(copied)
+        assert not may_be_empty(copied[0].delayed_scale)

@@ -113,6 +113,13 @@ def not_fused(mesh: Any, why: str) -> bool:
     return "norm_cast" in ops.calls
 
 
+def frozen_norm(mesh: Any) -> list[bool]:
+    norm = nn.LayerNorm(16)
+    norm.weight.requires_grad_(False)
+    parallelize_module(norm, mesh, ours.SequenceParallel())
+    return [norm.weight.requires_grad, norm.bias.requires_grad]
+
+
 def trained(mesh: Any, recipe: str, kind: str) -> list[bool]:
     """Whether a module under FSDP2 and sequence parallelism trains in one compiled graph as it does in eager.
 
