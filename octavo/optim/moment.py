@@ -118,7 +118,8 @@ class Moment:
         run = run or first + cols
         if first == 0 and cols and cols % run == 0:  # each run is a row, and is read piece by piece
             runs = cols // run
-            own = scale_inv.expand(rows, runs * blocks_of(run)).reshape(rows * runs, blocks_of(run))
+            blocks = runs * blocks_of(run)  # those behind are of other ranks' columns
+            own = scale_inv[:, :blocks].expand(rows, blocks).reshape(rows * runs, blocks_of(run))
             matrix = codes.reshape(rows * runs, run)
             return MomentTensors(matrix, self.format, own, root=self.root).read_all(matrix).view(codes.shape)
         wide = decode_moment(codes.reshape(rows, cols), self.format)

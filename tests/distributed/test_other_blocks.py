@@ -78,6 +78,9 @@ def test_codes_are_read_by_their_own_blocks():
     values = codes.view(torch.float8_e4m3fn).float() * factors
     assert torch.equal(moment.read_codes(codes, scales, 150), values)
     assert torch.equal(moment.read_codes(codes[:, 140:], scales, 150, 140), values[:, 140:])
+    of_rows = codes.view(torch.float8_e4m3fn).float() * torch.tensor([1.0, 2.0, 4.0]).repeat_interleave(128)[:300]
+    for first, end in ((0, 75), (0, 150), (75, 150), (150, 300)):  # what a rank has of rows whose blocks are whole
+        assert torch.equal(moment.read_codes(codes[:, first:end], scales[:, :3], 0, first), of_rows[:, first:end])
     found = OtherMoments(["m"], {"m_codes": codes, "m_scale_inv_150": scales}).values({"m": moment})
     assert torch.equal(found["m"], values)
     assert torch.equal(as_fp32("m", moment, {"m_codes": codes, "m_scale_inv_150": scales}), values)
