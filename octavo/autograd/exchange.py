@@ -39,12 +39,14 @@ class Exchange(NamedTuple):
     """The ranks of the process group of this name, which hold as many of a mixture's experts each; and this one's.
 
     ``exact``: whether rows are sent in high precision that a product would read cast from the values of codes.
+    ``average``: whether gradients of parameters, sums over all ranks' rows, are divided by the number of ranks.
     """
 
     group: str
     size: int
     rank: int
     exact: bool = False
+    average: bool = True
 
     def part(self, each: int) -> slice:
         """The numbers of this rank's experts, of so many a rank."""

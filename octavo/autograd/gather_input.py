@@ -97,10 +97,14 @@ def scattered(x_TC: Tensor, wire: Wire) -> Tensor:
 
 
 def _gathered_scales(scale_inv: Tensor, cast: Cast, wire: Wire) -> Tensor:
-    """All ranks' scales of rows [R, .], powers of two as E8M0, which is exact."""
+    """All ranks' scales of rows [R, .], powers of two as their exponents, which is exact.
+
+    In integers: for E8M0, which has the same bits, Inductor has no C++ (torch 2.13).
+    """
     if not cast.power_of_two:
         return _gathered(scale_inv, wire)
-    return _gathered(scale_inv.to(torch.float8_e8m0fnu), wire).to(torch.float32)
+    exponents = (scale_inv.view(torch.int32) >> 23).to(torch.uint8)
+    return (_gathered(exponents, wire).to(torch.int32) << 23).view(torch.float32)
 
 
 def _scale_of_all(amax: Tensor, cast: Cast, state: State | None, wire: Wire) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from octavo.nn.grouped_linear import Grouped
 from octavo.nn.inputs import product_dtype
 
 
-def expert_parallel(model: nn.Module, mesh: Any, exact: bool = False) -> nn.Module:
+def expert_parallel(model: nn.Module, mesh: Any, exact: bool = False, average: bool = True) -> nn.Module:
     """Give each rank of a mesh a part of the experts of every octavo.nn.Experts, and of converted experts, in place.
 
     Each rank goes on with tokens of its own. A forward sends rows to the ranks that have their experts, as the pairs
@@ -33,6 +33,8 @@ def expert_parallel(model: nn.Module, mesh: Any, exact: bool = False) -> nn.Modu
         mesh: a DeviceMesh of one dimension, a process group of which the experts are to lie on.
         exact: send in high precision what is scaled in two ways (rows of "rowwise", "blockwise", "mx"), so that
             grad_weight reads what it would on one rank, and not rows that were rounded before.
+        average: False where the mesh is one of tensor parallelism, whose ranks share each sequence and its loss:
+            gradients are then summed over it, as those of norms are.
 
     Returns:
         ``model``.
@@ -64,7 +66,7 @@ def expert_parallel(model: nn.Module, mesh: Any, exact: bool = False) -> nn.Modu
         for part in parts:
             if reason := _why_not(part, mesh):
                 raise ValueError(f"{name or 'the model'}: {reason}")
-    exchange = Exchange(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank(), exact)
+    exchange = Exchange(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank(), exact, average)
     for part in (part for parts in found.values() for part in parts):
         owner = part.holder
         for key, parameter in list(owner._parameters.items()):

@@ -26,7 +26,7 @@ from octavo.tensor.stored_weight import local_stored
 
 
 class _OwnExperts(torch.autograd.Function):
-    """Parameters of a rank's experts; their gradients, which all ranks' tokens add to, are averaged over the ranks."""
+    """Parameters of a rank's experts; their gradients, which all ranks' tokens add to, are divided by ``ranks``."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, ranks: int) -> Tensor:
@@ -78,8 +78,9 @@ class Grouped(RecipeModule):
         weight: Tensor = parameter
         bias: Tensor | None = own_bias
         if self.exchange is not None:
-            weight = _OwnExperts.apply(_local(weight), self.exchange.size)
-            bias = None if bias is None else _OwnExperts.apply(_local(bias), self.exchange.size)
+            parts = self.exchange.size if self.exchange.average else 1
+            weight = _OwnExperts.apply(_local(weight), parts)
+            bias = None if bias is None else _OwnExperts.apply(_local(bias), parts)
         return _swapped(weight) if self.stores_transposed else weight, bias, parameter
 
     @property

@@ -290,15 +290,16 @@ class TrainConfig:
             return
         if self.ranks.shard != FSDP:
             raise ValueError(f"tensor_parallel {ranks} with shard {self.ranks.shard}: choose shard fsdp")
-        sizes = {"heads": model.heads, "context": model.context, "hidden": model.hidden, "bytes": VOCABULARY}
+        shared = {"experts": model.experts} if model.experts else {"hidden": model.hidden}
+        sizes = {"heads": model.heads, "context": model.context, "bytes": VOCABULARY} | shared
         if wrong := {name: size for name, size in sizes.items() if size % ranks}:
             raise ValueError(f"tensor_parallel {ranks} does not divide {wrong}: choose sizes that are multiples of it")
         phases = bool(state.schedule) or state.recover > 0
         others = {
-            "experts": model.experts > 0,
-            "weight_storage fp8 with schedule or recover": state.weight_storage == "fp8" and phases,
+            "weight_storage fp8 with experts": model.experts > 0,
+            "weight_storage fp8 with schedule or recover": phases,
         }
-        if found := [name for name, chosen in others.items() if chosen]:
+        if found := [name for name, chosen in others.items() if chosen and state.weight_storage == "fp8"]:
             raise ValueError(f"tensor_parallel {ranks} does not go with {', '.join(found)}: choose one of them")
 
     def with_dtype(self, recipes: Collection[object], fastest: str) -> TrainConfig:

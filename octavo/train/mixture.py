@@ -23,6 +23,15 @@ from octavo.train.config import ModelConfig
 SPEED = 0.01  # of a bias a step; DeepSeek-V3's is 0.001, of some hundred times as many steps
 
 
+class Router(nn.Linear):
+    """Scores [..., E] of what it reads [..., W]: sigmoids in float32, also in autocast."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """See Router."""
+        with torch.autocast(input.device.type, enabled=False):
+            return F.linear(input.float(), self.weight.float()).sigmoid()
+
+
 class Mixture(nn.Module):
     """``experts(norm(x))``, each byte by the k experts that its router scores highest.
 
@@ -49,7 +58,7 @@ class Mixture(nn.Module):
         super().__init__()
         self.k = config.top_k
         self.norm = RMSNorm(config.width)
-        self.router = nn.Linear(config.width, config.experts, bias=False)
+        self.router = Router(config.width, config.experts, bias=False)
         self.experts = Experts(config.experts, config.width, config.hidden, recipe=high_precision())
         self.register_buffer("bias", torch.zeros(config.experts))
         self.register_buffer("load", torch.zeros(config.experts, dtype=torch.int64), persistent=False)
@@ -57,8 +66,7 @@ class Mixture(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., W] -> [..., W]."""
         h = self.norm(x)
-        with torch.autocast(x.device.type, enabled=False):
-            scores = F.linear(h.flatten(0, -2).float(), self.router.weight.float()).sigmoid()  # [T, E]
+        scores = self.router(h).flatten(0, -2)  # [T, E]
         index = (scores.detach() + self.bias).topk(self.k).indices
         weights = scores.gather(1, index)
         if self.training:

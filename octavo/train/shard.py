@@ -108,11 +108,11 @@ def _mesh_of(config: TrainConfig, ranks: Ranks, device_type: str) -> Any:
 
 
 def _parallelize(model: GPT, mesh: Any) -> None:
-    """Shares each product among the ranks of a mesh, and each sequence between products."""
+    """Shares each product or experts among the ranks of a mesh, and each sequence between products."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import parallelize_module
 
-    from octavo.distributed import ColwiseParallel, RowwiseParallel, SequenceParallel
+    from octavo.distributed import ColwiseParallel, RowwiseParallel, SequenceParallel, expert_parallel
 
     def first() -> Any:
         return ColwiseParallel(input_layouts=Shard(1))
@@ -127,10 +127,15 @@ def _parallelize(model: GPT, mesh: Any) -> None:
     }
     for index in range(len(model.blocks)):
         at = f"blocks.{index}"
-        plan |= {f"{at}.attention.qkv.norm": SequenceParallel(), f"{at}.mlp.norm": SequenceParallel()}
-        plan |= {f"{at}.attention.qkv.linear": first(), f"{at}.mlp.fc1": first()}
-        plan |= {f"{at}.attention.out": second(), f"{at}.mlp.fc2": second()}
+        plan |= {f"{at}.attention.qkv.norm": SequenceParallel(), f"{at}.attention.qkv.linear": first()}
+        plan |= {f"{at}.attention.out": second()}
+        if model.mixtures:
+            plan |= {f"{at}.mlp.{name}": SequenceParallel(use_local_output=True) for name in ("norm", "router")}
+        else:
+            plan |= {f"{at}.mlp.norm": SequenceParallel(), f"{at}.mlp.fc1": first(), f"{at}.mlp.fc2": second()}
     parallelize_module(model, mesh, plan)
+    if model.mixtures:
+        expert_parallel(model, mesh, average=False)
 
 
 def shard(model: GPT, config: TrainConfig, ranks: Ranks) -> tuple[nn.Module, Ranks]:
@@ -149,7 +154,9 @@ def shard(model: GPT, config: TrainConfig, ranks: Ranks) -> tuple[nn.Module, Ran
             mesh = mesh["data"]
         for block in model.blocks:
             if config.run.compile:
-                block.compile()  # fully_shard's hooks around it stay out of the graph
+                # fully_shard's hooks around it stay out of the graph; experts on several ranks would break it in two
+                compiled: Any = block.attention if model.mixtures and mesh.size() < ranks.size else block
+                compiled.compile()
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
         return model, Ranks(mesh.get_group())

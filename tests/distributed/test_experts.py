@@ -51,6 +51,10 @@ def test_exact(pool, recipe):
     assert pool.run(compare, (2,), "octavo", recipe, "eager", None, True) == [({}, {})] * 2
 
 
+def test_gradients_of_a_loss_that_ranks_share_are_summed(pool):
+    assert pool.run(compare, (2,), "octavo bias", "dynamic", "eager", None, False, False) == [({}, {})] * 2
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("recipe", ["dynamic", "short history", "mx"])
 def test_experts_and_ranks_without_rows(pool, recipe):

@@ -54,14 +54,20 @@ def steps(net: Mixture, ranks: range, on: int = 1, how: str = "eager", count: in
 
 
 def compare(
-    mesh: Any, kind: str, recipe: str, how: str = "eager", chosen: int | None = None, exact: bool = False
+    mesh: Any,
+    kind: str,
+    recipe: str,
+    how: str = "eager",
+    chosen: int | None = None,
+    exact: bool = False,
+    average: bool = True,
 ) -> tuple[dict[str, float], ...]:
     """What differs from one rank without expert parallelism; and from one rank that exchanges with itself."""
     size, rank = mesh.size(), mesh.get_rank()
     net, lone, plain = (built(kind, recipe, 8, chosen=chosen) for _ in range(3))
-    expert_parallel(net, mesh, exact)
+    expert_parallel(net, mesh, exact, average)
     expert_parallel(lone, alone(), exact)
-    found, own = steps(net, range(rank, rank + 1), size, how), parts(mesh)[rank]
+    found, own = steps(net, range(rank, rank + 1), size if average else 1, how), parts(mesh)[rank]
     differences = []
     for other in (plain, lone):
         expected = steps(other, range(size))

@@ -56,16 +56,27 @@ def test_the_curve_is_that_of_one_process(pool, config, ranks, micro_batches, wi
 
 
 @pytest.mark.parametrize(
-    ("recipe", "rel", "compiled"),
+    ("recipe", "experts", "rel", "compiled"),
     [
-        ("baseline", 1e-6, False),
-        pytest.param("dynamic", 1e-3, False, marks=pytest.mark.full),
-        pytest.param("dynamic", 1e-3, True, marks=pytest.mark.full),
+        ("baseline", 0, 1e-6, False),
+        ("blockwise", 4, 1e-6, False),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in [
+                ("dynamic", 0, 1e-3, False),
+                ("dynamic", 0, 1e-3, True),
+                ("blockwise", 0, 5e-3, True),
+                ("baseline", 4, 1e-6, False),
+                ("dynamic", 4, 5e-3, False),
+                ("blockwise", 4, 5e-3, True),
+            ]
+        ),
     ],
 )
-def test_the_curve_under_tensor_parallelism_is_that_of_one_process(pool, config, recipe, rel, compiled):
-    """In float32 up to the order of additions; in FP8 each pair of ranks scales the inputs of its own sequences."""
+def test_the_curve_under_tensor_parallelism_is_that_of_one_process(pool, config, recipe, experts, rel, compiled):
+    """Up to the order of additions; where a scale is a tensor's, each pair of ranks has that of its own sequences."""
     config = changed(config, optimizer={"steps": 4}, run={"eval_every": 2, "dtype": "float32"})
+    config = changed(config, model={"experts": experts})
     alone = curve(run(config, recipe))
     config = changed(config, run={"compile": compiled}, ranks={"shard": "fsdp", "tensor_parallel": 2})
     answers = pool.run(train_on, (4,), config, recipe, seconds=600)
@@ -81,18 +92,20 @@ COMPACT = {"moments": "fp8", "master": "split24"}
 
 
 @pytest.mark.parametrize(
-    "state",
+    ("state", "experts"),
     [
-        COMPACT | {"schedule": "fp8-then-bf16@0.5", "recover": 2},
-        COMPACT | {"weight_storage": "fp8", "master": "split16"},
-        pytest.param(COMPACT | {"update_in_backward": "0"}, marks=pytest.mark.full),
-        pytest.param(COMPACT | {"gradient_storage": "fp8", "schedule": "auto"}, marks=pytest.mark.full),
+        (COMPACT | {"schedule": "fp8-then-bf16@0.5", "recover": 2}, 0),
+        (COMPACT | {"weight_storage": "fp8", "master": "split16"}, 0),
+        pytest.param(COMPACT | {"update_in_backward": "0"}, 0, marks=pytest.mark.full),
+        pytest.param(COMPACT | {"gradient_storage": "fp8", "schedule": "auto"}, 0, marks=pytest.mark.full),
+        pytest.param(COMPACT | {"schedule": "fp8-then-bf16@0.5", "recover": 2}, 4, marks=pytest.mark.full),
+        pytest.param(COMPACT | {"update_in_backward": "0"}, 4, marks=pytest.mark.full),
     ],
     ids=str,
 )
-def test_state_in_few_bytes_under_tensor_parallelism(pool, config, state):
+def test_state_in_few_bytes_under_tensor_parallelism(pool, config, state, experts):
     """Random bits of layers with named splits are others, and codes of columns that ranks share."""
-    config = changed(config, optimizer={"steps": 6}, run={"eval_every": 3}, state=state)
+    config = changed(config, model={"experts": experts}, optimizer={"steps": 6}, run={"eval_every": 3}, state=state)
     alone = curve(run(config, "delayed"))
     config = changed(config, ranks={"shard": "fsdp", "tensor_parallel": 2})
     answers = pool.run(train_on, (4,), config, "delayed")
@@ -108,8 +121,10 @@ def test_refusals_under_tensor_parallelism(pool, config):
         changed(config, ranks={"shard": "ddp", "tensor_parallel": 2})
     with pytest.raises(ValueError, match=r"tensor_parallel 3 does not divide \{'heads': 2"):
         changed(config, ranks={"shard": "fsdp", "tensor_parallel": 3})
+    with pytest.raises(ValueError, match=r"tensor_parallel 2 does not divide \{'experts': 3\}"):
+        changed(config, model={"experts": 3}, ranks={"shard": "fsdp", "tensor_parallel": 2})
     state = {"weight_storage": "fp8", "recover": 2}
-    with pytest.raises(ValueError, match="does not go with experts, weight_storage fp8 with schedule or recover"):
+    with pytest.raises(ValueError, match="with weight_storage fp8 with experts, weight_storage fp8 with schedule or r"):
         changed(config, model={"experts": 4}, state=state, ranks={"shard": "fsdp", "tensor_parallel": 2})
     with pytest.raises(TrainError, match="3 ranks do not divide by tensor_parallel 2"):
         require_parts(changed(config, ranks={"shard": "fsdp", "tensor_parallel": 2}), SimpleNamespace(size=3))
@@ -168,7 +183,9 @@ def test_it_goes_on_on_another_number_of_ranks_and_its_model_is_read_by_one(pool
 
 
 @pytest.mark.full
-def test_a_run_under_tensor_parallelism_goes_on_without_and_its_model_is_read_by_one(pool, short, tmp_path):
+@pytest.mark.parametrize("experts", [0, 4])
+def test_a_run_under_tensor_parallelism_goes_on_without_and_its_model_is_read_by_one(pool, short, experts, tmp_path):
+    short = changed(short, model={"experts": experts})
     config = changed(short, run={"out": tmp_path}, ranks={"shard": "fsdp", "tensor_parallel": 2})
     ((part, *_), *_) = pool.run(train_on, (4,), config, "delayed", 3)
     config = changed(config, run={"resume": True}, ranks={"tensor_parallel": 1})
