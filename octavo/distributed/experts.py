@@ -14,6 +14,7 @@ from octavo.nn.converted_experts import ConvertedExperts, OfTransformers
 from octavo.nn.experts import Experts
 from octavo.nn.grouped_linear import Grouped
 from octavo.nn.inputs import product_dtype
+from octavo.tensor.stored_weight import StoredWeight
 
 
 def expert_parallel(model: nn.Module, mesh: Any, exact: bool = False, average: bool = True) -> nn.Module:
@@ -24,9 +25,10 @@ def expert_parallel(model: nn.Module, mesh: Any, exact: bool = False, average: b
     image. What each recipe sends is in docs/mixture-of-experts.md. All ranks run the same forwards and backwards, and
     each forward reads the sizes of messages on the host.
 
-    Parameters become DTensors, Shard(0) over the mesh, of which each rank keeps its own values: make the same ones on
-    all ranks. Make optimizers, and apply fully_shard over another dimension of the mesh, afterwards. Gradients are
-    averaged over the mesh, as fully_shard and DistributedDataParallel average those of other parameters.
+    Parameters become DTensors, Shard(0) over the mesh, of which each rank keeps its own values (or codes, where they
+    live in FP8): make the same ones on all ranks. Make optimizers, and apply fully_shard over another dimension of the
+    mesh, afterwards. Gradients are averaged over the mesh, as fully_shard and DistributedDataParallel average those of
+    other parameters.
 
     Args:
         model: octavo.nn.Experts, experts that octavo.convert has converted, or what holds such.
@@ -112,9 +114,8 @@ def _why_not(part: Grouped, mesh: Any) -> str:
     weight, _ = part.own_parameters()
     if part.exchange is not None:
         return "its experts are on several ranks already"
-    if type(weight) is not nn.Parameter:
-        kind = type(weight).__name__
-        return f"its weight is a {kind}: call expert_parallel before fully_shard, and store no weight in FP8"
+    if type(weight) is not nn.Parameter and not isinstance(weight, StoredWeight):
+        return f"its weight is a {type(weight).__name__}: call expert_parallel before fully_shard"
     if weight.shape[0] % mesh.size():
         return f"{weight.shape[0]} experts on {mesh.size()} ranks: each rank needs as many"
     return ""
@@ -122,7 +123,8 @@ def _why_not(part: Grouped, mesh: Any) -> str:
 
 def _own_experts(parameter: nn.Parameter, mesh: Any) -> nn.Parameter:
     """A parameter [E, ...] of which this rank keeps its part."""
-    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor import DTensor, Shard
 
-    own = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
+    part = parameter.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
+    own = DTensor.from_local(part, mesh, [Shard(0)], run_check=False, shape=parameter.shape, stride=parameter.stride())
     return nn.Parameter(own, requires_grad=parameter.requires_grad)

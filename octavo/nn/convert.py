@@ -41,7 +41,7 @@ from octavo.nn.stored_weights import (
 from octavo.recipes import default, high_precision
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap, recipe_of
-from octavo.tensor.sharded_weight import ShardHooks, forget_gathered, on_this_rank
+from octavo.tensor.sharded_weight import forget_gathered, groups_of
 from octavo.tensor.stored_shards import why_cut
 from octavo.tensor.stored_weight import local_stored
 
@@ -194,11 +194,8 @@ def _storage(
                 f"{name or 'the model'}: a weight that is computed from others can't be stored in FP8: leave it out by "
                 "select="
             )
-        if weight.ndim == 3 and on_this_rank(weight) is not weight and not isinstance(on_this_rank(weight), ShardHooks):
-            raise ValueError(
-                f"{name or 'the model'}: experts that expert_parallel has shared among ranks can't be stored in FP8: "
-                "leave them out by select="
-            )
+        if local_stored(weight) is None:
+            _refuse_twice_sharded(name, weight)
         if reason := why_not_stored(wanted):
             raise ValueError(f"{name or 'the model'}: weights can't be stored in FP8 under {wanted.name!r}: {reason}")
         granularity = wanted.weight_casts.as_is.granularity  # type: ignore[union-attr]
@@ -238,6 +235,8 @@ def storages(
         then |= _storage(model, recipe, [(name, module, type(module)) for name, module in modules])
     for name, module in modules:
         weight = weight_of(module)
+        if weight is not None and then[weight] != now[weight]:
+            _refuse_twice_sharded(name, weight)
         if weight is not None and (granularity := then[weight]) is not None:
             check_granularity(recipe_of(recipe, *module.names(name)), weight.shape, granularity)
     return then
@@ -256,11 +255,24 @@ def _modules(model: nn.Module) -> list[tuple[str, RecipeModule]]:
 def _refuse_shards(model: nn.Module, what: str) -> None:
     """Raise ValueError if a weight lives in FP8 and FSDP2 has sharded it, which would go on with the shard it has."""
     for name, module in _modules(model):
-        if local_stored(weight_of(module)) is not None and module.gather.parameter is not None:
+        weight = weight_of(module)
+        if weight is None or local_stored(weight) is None:
+            continue
+        _refuse_twice_sharded(name, weight)
+        if module.gather.parameter is not None:
             raise ValueError(
                 f"{name or 'the model'}: {what} of a weight that fully_shard has sharded in FP8; do it before, or save "
                 "and load: octavo.distributed.checkpoint, or state_dict"
             )
+
+
+def _refuse_twice_sharded(name: str, weight: nn.Parameter) -> None:
+    """Raise ValueError for experts that FSDP2 too has sharded, which would go on with the shard it has."""
+    if weight.ndim == 3 and hasattr(weight, "placements") and len(groups_of(weight)) > 1:
+        raise ValueError(
+            f"{name or 'the model'}: experts that expert_parallel has shared among ranks are stored in FP8, or not so, "
+            "before fully_shard shards them over another dimension"
+        )
 
 
 def set_recipe(model: nn.Module, recipe: Recipe | RecipeMap) -> nn.Module:

@@ -22,6 +22,7 @@ from octavo.nn.stored_weights import widened
 from octavo.scaling.delayed import BUFFERS
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap
+from octavo.tensor.pair import Operands
 from octavo.tensor.stored_weight import local_stored
 
 
@@ -38,10 +39,11 @@ class _OwnExperts(torch.autograd.Function):
         return grads[0] / ctx.ranks, None
 
 
-def _local(parameter: Any) -> Tensor:
-    """What this rank has of a DTensor; gradients flow."""
-    local: Tensor = parameter.to_local()
-    return local
+def _of_this_rank(parameter: Any, ranks: int) -> Tensor:
+    """What this rank has of its experts' parameter; gradients flow, divided by ``ranks``."""
+    stored = local_stored(parameter) if torch.is_inference_mode_enabled() else None
+    found: Tensor = _OwnExperts.apply(parameter.to_local(), ranks) if stored is None else stored  # torch makes no view
+    return found
 
 
 def _swapped(weight: Tensor) -> Tensor:
@@ -78,9 +80,9 @@ class Grouped(RecipeModule):
         weight: Tensor = parameter
         bias: Tensor | None = own_bias
         if self.exchange is not None:
-            parts = self.exchange.size if self.exchange.average else 1
-            weight = _OwnExperts.apply(_local(weight), parts)
-            bias = None if bias is None else _OwnExperts.apply(_local(bias), parts)
+            ranks = self.exchange.size if self.exchange.average else 1
+            weight = _of_this_rank(weight, ranks)
+            bias = None if bias is None else _of_this_rank(bias, ranks)
         return _swapped(weight) if self.stores_transposed else weight, bias, parameter
 
     @property
@@ -97,9 +99,19 @@ class Grouped(RecipeModule):
         return None if self.recipe.delayed is None else State(*buffers)  # type: ignore[arg-type]
 
     def take_parameter(self, weight: nn.Parameter, whole: nn.Parameter | None, part: str = "") -> None:
-        """See RecipeModule; FSDP2 gathers weights as they are whose experts are on several ranks."""
+        """See RecipeModule; FSDP2 gathers weights as they are stored whose experts are on several ranks."""
         if self.exchange is None:
             super().take_parameter(weight, whole, part)
+        elif part and (stored := local_stored(weight)) is not None:
+            stored.part = part
+
+    def _weight_operands(
+        self, weight_NK: Tensor, parameter: Tensor, transposed: bool, state: State | None, parts: Parts | None
+    ) -> Operands:
+        stored = None if parts is None else local_stored(parameter)
+        if stored is not None:  # of this rank's experts, as they lie
+            return stored.operands(self, transposed)
+        return super()._weight_operands(weight_NK, parameter, transposed, state, parts)
 
     def forward(self, input: Tensor, offsets: Tensor) -> Tensor:
         """See GroupedLinear."""

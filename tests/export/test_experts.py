@@ -169,6 +169,9 @@ def tensors_of_ranks(mesh: Any, how: str) -> list[tuple[str, list[int], float]]:
 
     torch.manual_seed(0)
     model: Any = in_fp8(mixtral(), "blockwise")
+    if how == "expert_parallel, stored":
+        octavo.convert(model, recipes.blockwise(), lambda module, name: ".experts." in name, "fp8")
+        assert sum(hasattr(parameter, "qdata") for parameter in model.parameters()) == 2
     if how == "fully_shard":
         fully_shard(model.model.layers[0], mesh=mesh)
         fully_shard(model, mesh=mesh)
@@ -178,7 +181,7 @@ def tensors_of_ranks(mesh: Any, how: str) -> list[tuple[str, list[int], float]]:
 
 
 @pytest.mark.full  # each rank imports transformers' models
-@pytest.mark.parametrize("how", ["fully_shard", "expert_parallel"])
+@pytest.mark.parametrize("how", ["fully_shard", "expert_parallel", "expert_parallel, stored"])
 def test_experts_on_several_ranks_are_gathered(pool: Pool, how: str) -> None:
     torch.manual_seed(0)
     alone = tensors(in_fp8(mixtral(), "blockwise"))

@@ -49,10 +49,18 @@ def test_tensor_parallel_ranks_leave_the_record_of_one(recipe: str, pool: Any, t
     assert np.isfinite(ranks.measures["amax"]).all()
 
 
-@pytest.mark.parametrize("recipe", ["dynamic", "mx", pytest.param("delayed", marks=pytest.mark.full)])
-def test_experts_on_ranks_leave_the_record_of_one(recipe: str, pool: Any, tmp_path: Path) -> None:
-    inspected.record_all_experts(recipe, str(tmp_path / "alone"))
-    faults = pool.run(inspected.record_experts, (2,), recipe, str(tmp_path / "ranks"))
+@pytest.mark.parametrize(
+    ("recipe", "storage"),
+    [
+        ("dynamic", None),
+        ("mx", None),
+        pytest.param("delayed", None, marks=pytest.mark.full),
+        pytest.param("dynamic", "fp8", marks=pytest.mark.full),
+    ],
+)
+def test_experts_on_ranks_leave_the_record_of_one(recipe: str, storage: Any, pool: Any, tmp_path: Path) -> None:
+    inspected.record_all_experts(recipe, str(tmp_path / "alone"), storage)
+    faults = pool.run(inspected.record_experts, (2,), recipe, str(tmp_path / "ranks"), False, storage)
     alone, ranks = (octavo.inspect.load(tmp_path / name) for name in ("alone", "ranks"))
     assert ranks.rows == alone.rows
     for one, other in zip((alone, alone.of_worst), (ranks, ranks.of_worst), strict=True):

@@ -72,13 +72,13 @@ def record_whole(recipe: str, folder: str) -> None:
         recorder.step()
 
 
-def record_experts(mesh: Any, recipe: str, folder: str, sharded: bool = False) -> tuple[Any, ...]:
+def record_experts(mesh: Any, recipe: str, folder: str, sharded: bool = False, storage: Any = None) -> tuple[Any, ...]:
     """A step of experts on several ranks; rank 0 leaves the record. What a fault of rank 1 is then traced to.
 
-    ``sharded``: by FSDP2, and not computed by the ranks that have them.
+    ``sharded``: by FSDP2, and not computed by the ranks that have them; ``storage``: of their weights.
     """
     rank, group = mesh.get_local_rank(), mesh.get_group()
-    net = built("stored", recipe, 8)
+    net = built("stored", recipe, 8, storage=storage)
     if sharded:
         fully_shard(net, mesh=mesh)
     else:
@@ -108,9 +108,9 @@ def faulty_matrix(mesh: Any) -> tuple[Any, ...]:
     return trace.fault.layer, trace.fault.role, trace.fault.expert
 
 
-def record_all_experts(recipe: str, folder: str) -> None:
+def record_all_experts(recipe: str, folder: str, storage: Any = None) -> None:
     """The same step on one rank."""
-    net = built("stored", recipe, 8)
+    net = built("stored", recipe, 8, storage=storage)
     with octavo.inspect.record(net, folder, every=1) as recorder:
         net(torch.cat([batch(0, rank) for rank in range(2)]).requires_grad_()).square().sum().backward()
         recorder.step()

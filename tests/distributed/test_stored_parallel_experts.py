@@ -1,0 +1,281 @@
+"""Experts on several ranks whose weights live in FP8: each rank owns the codes of its own, and trains as one would."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint as recomputed
+
+import octavo
+from octavo import recipes
+from octavo.distributed import checkpoint, expert_parallel
+from octavo.distributed.ranks import Ranks
+from octavo.optim import AdamW, update_in_backward
+from octavo.schedule import Phase, PrecisionSchedule
+from octavo.tensor.stored_weight import local_stored
+from tests.support.expert_models import RECIPES, Mixture, batch, built, off, whole
+from tests.support.parallel_experts import SIZES, parts
+
+E = 8
+KINDS = ["octavo", "octavo bias", "stored", "stored transposed"]
+OPTIONS: dict[str, Any] = {
+    "few bytes": {"moments": "fp8", "master": "split16"},
+    "no master": {"moments": "bf16", "master": None},
+    "gradients": {"moments": "fp8", "master": "split24", "gradient_storage": "fp8"},
+    "in backward": {"moments": "fp8", "master": "fp32"},
+}
+
+
+def made(mesh: Any, kind: str, recipe: str, when: str = "before") -> Mixture:
+    """Experts in FP8 on the ranks of a mesh, stored ``before`` they were shared or ``after``; on one: no mesh."""
+    net = built(kind, recipe, E, storage="fp8" if when == "before" or mesh is None else None)
+    if mesh is not None:
+        expert_parallel(net, mesh, exact=True)
+        if when == "after":
+            octavo.convert(net, RECIPES[recipe](), lambda module, name: name != "router", "fp8")
+        assert all(p._local_tensor.shape[0] == E // mesh.size() for p in net.experts.parameters())
+    return net
+
+
+def optimizer_of(net: Mixture, options: str) -> AdamW:
+    optimizer = AdamW(net.experts.parameters(), lr=0.05, eps=1e-30, **OPTIONS[options])
+    if options == "in backward":
+        update_in_backward(optimizer, 0)
+    return optimizer
+
+
+def step(net: Mixture, optimizer: AdamW, index: int, ranks: range) -> dict[str, torch.Tensor]:
+    """Results of a step with these ranks' tokens, of which each is a copy of the model's loss."""
+    x = torch.cat([batch(index, rank, SIZES[rank]) for rank in ranks]).requires_grad_()
+    y = net(x)
+    y.square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return {f"y {index}": y.detach(), f"x {index}": x.grad}
+
+
+def held(net: Mixture, optimizer: AdamW) -> dict[str, torch.Tensor]:
+    """All that training depends on, of all ranks."""
+    found = {name: whole(value) for name, value in net.experts.state_dict().items()}
+    for name, p in net.experts.named_parameters():
+        found |= {f"{name} {key}": whole(value) for key, value in optimizer.state[p].items()}
+    return found | octavo.nn.delayed_state_dict(net)
+
+
+def compare(mesh: Any, kind: str, recipe: str, when: str, options: str) -> dict[str, float]:
+    """What differs from one rank without expert parallelism, whose gradients are not averages.
+
+    By powers of two: what a first moment has of them, a second has squared.
+    """
+    size, rank = mesh.size(), mesh.get_rank()
+    net, lone = made(mesh, kind, recipe, when), made(None, kind, recipe)
+    both = [(net, range(rank, rank + 1)), (lone, range(size))]
+    optimizers = [optimizer_of(each, options) for each, _ in both]
+    found: list[dict[str, torch.Tensor]] = [{}, {}]
+    for index in range(3):
+        for own, (each, ranks), optimizer in zip(found, both, optimizers, strict=True):
+            own |= step(each, optimizer, index, ranks)
+    for own, (each, _), optimizer in zip(found, both, optimizers, strict=True):
+        own |= held(each, optimizer)
+    for name, value in found[0].items():
+        if "exp_avg" in name and not name.endswith("_codes"):
+            value *= size**2 if "sq" in name and "scale" not in name else size
+    own = parts(mesh)[rank]
+    expected = {name: value[own] if name[:2] in ("x ", "y ") else value for name, value in found[1].items()}
+    return off(found[0], expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("recipe", ["dynamic", "short history", "blockwise"])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_equal_to_one_rank(pool, kind, recipe, when, options):
+    """Bit for bit, random bits too: they depend on an element's place among all experts. One rank has no tokens."""
+    assert pool.run(compare, (2,), kind, recipe, when, options) == [{}] * 2
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("recipe", ["dynamic", "short history", "blockwise"])
+def test_four_ranks(pool, kind, recipe):
+    assert pool.run(compare, (4,), kind, recipe, "before", "few bytes") == [{}] * 4
+
+
+def saved_and_loaded(mesh: Any, kind: str, recipe: str, folder: str) -> list[dict[str, float]]:
+    """What differs after a step that follows a checkpoint: on ranks that load it anew, and on one rank alone."""
+    rank, ranks = mesh.get_rank(), Ranks(mesh.get_group())
+    here, every = range(rank, rank + 1), range(mesh.size())
+
+    def pair(on: Any) -> tuple[Mixture, AdamW]:
+        net = made(on, kind, recipe)
+        return net, optimizer_of(net, "few bytes")
+
+    net, optimizer = pair(mesh)
+    for index in range(2):
+        step(net, optimizer, index, here)
+    checkpoint.save_checkpoint(folder, net, optimizer, ranks=ranks)
+    again, other = pair(mesh)
+    checkpoint.load_checkpoint(folder, again, other, ranks=ranks)
+    lone, its = pair(None)
+    checkpoint.load_checkpoint(folder, lone, its, ranks=Ranks())
+    for p in lone.experts.parameters():  # which are averages on ranks
+        p.register_hook(lambda grad: grad / mesh.size())
+    found = []
+    for each, by, of in ((net, optimizer, here), (again, other, here), (lone, its, every)):
+        step(each, by, 2, of)
+        found.append(held(each, by))
+    return [off(one, found[0]) for one in found[1:]]
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("kind", ["octavo", pytest.param("stored transposed", marks=pytest.mark.full)])
+@pytest.mark.parametrize("recipe", ["blockwise", pytest.param("short history", marks=pytest.mark.full)])
+def test_checkpoints_for_any_number_of_ranks(pool, tmp_path, kind, recipe, ranks):
+    assert pool.run(saved_and_loaded, (ranks,), kind, recipe, str(tmp_path / "checkpoint")) == [[{}, {}]] * ranks
+
+
+def through_state_dicts(mesh: Any, kind: str) -> list[dict[str, float]]:
+    """What differs from a model's weights where others load them: ranks' own, all of them, one rank's, plain ones."""
+    net, full = made(mesh, kind, "dynamic"), StateDictOptions(full_state_dict=True)
+    step(net, optimizer_of(net, "few bytes"), 0, range(1))
+
+    def values(net: Mixture) -> dict[str, torch.Tensor]:
+        return {name: whole(value) for name, value in net.state_dict().items()}
+
+    wanted = values(net)
+    lone, (own, first, second, last) = made(None, kind, "dynamic"), (made(mesh, kind, "dynamic") for _ in range(4))
+    own.load_state_dict(net.state_dict())
+    set_model_state_dict(first, get_model_state_dict(net, options=full), options=full)
+    lone.load_state_dict(wanted)
+    set_model_state_dict(second, lone.state_dict(), options=full)
+    assert all(local_stored(p) is not None for p in own.experts.parameters() if p.ndim == 3)
+    found = [off(values(each), wanted) for each in (own, first, second)]
+    plain = octavo.restore(net).state_dict()
+    assert (
+        all(local_stored(p) is None for p in net.parameters()) and plain.keys() == dict(net.named_parameters()).keys()
+    )
+    last.load_state_dict(plain)  # cast anew, as scales were of a bound
+    return [*found, off(values(octavo.restore(last)), values(net))]
+
+
+@pytest.mark.parametrize("kind", ["octavo bias", "stored transposed"])
+def test_state_dicts(pool, kind):
+    assert pool.run(through_state_dicts, (2,), kind) == [[{}] * 4] * 2
+
+
+def through_phases(mesh: Any, kind: str) -> dict[str, float]:
+    """What differs from one rank where weights go into FP8 in training, and back."""
+    size, rank = mesh.size(), mesh.get_rank()
+    phases = [
+        Phase(recipes.dynamic()),
+        Phase(recipes.dynamic(), weight_storage="fp8", from_step=1),
+        Phase(recipes.dynamic(), weight_storage=None, from_step=3),
+    ]
+    found = []
+    for on, ranks in ((mesh, range(rank, rank + 1)), (None, range(size))):
+        net = built(kind, "dynamic", E)
+        if on is not None:
+            expert_parallel(net, on)
+        optimizer = AdamW(net.experts.parameters(), lr=0.05, eps=1e-30, moments="bf16", master="fp32")
+        schedule = PrecisionSchedule(net.experts, optimizer, phases)
+        own = {}
+        for index in range(4):
+            own |= {name: value for name, value in step(net, optimizer, index, ranks).items() if on is not None}
+            own |= {f"{name} {index}": whole(value) for name, value in net.state_dict().items()}
+            schedule.step()
+        found.append(own)
+    return off({name: found[0][name] for name in found[1]}, found[1])
+
+
+@pytest.mark.parametrize("kind", ["octavo", pytest.param("stored transposed", marks=pytest.mark.full)])
+def test_a_schedule_stores_and_restores_them(pool, kind):
+    assert pool.run(through_phases, (2,), kind) == [{}] * 2
+
+
+def used_otherwise(mesh: Any, kind: str, ways: list[str]) -> list[bool]:
+    """Whether a model computes as plain weights of its values do: copied, evaluated, in inference mode, recomputed by
+    checkpoints, compiled, in high precision; whether it stays in FP8 as bf16.
+    """
+    x, net = batch(0, mesh.get_rank()), made(mesh, kind, "blockwise")
+    values = octavo.restore(copy.deepcopy(net)).state_dict()
+    plain = expert_parallel(built(kind, "blockwise", E), mesh, exact=True)
+    plain.load_state_dict(values)
+
+    def found(net: Any, how: str = "eager") -> dict[str, torch.Tensor]:
+        leaf = x.clone().requires_grad_()
+        if how == "compiled":
+            net = torch.compile(net, backend="aot_eager")
+        y = net(leaf) if how in ("eager", "compiled") else recomputed(net, leaf, use_reentrant=how == "reentrant")
+        y.square().sum().backward()
+        grads = {name: whole(p.grad) for name, p in plain_names(net) if "experts" in name}
+        net.zero_grad()
+        return {"y": y.detach(), "x": leaf.grad} | grads
+
+    same = [not off(found(copy.deepcopy(net)), expected := found(plain))]
+    same += [not off(found(net, how), expected) for how in ways]
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            same.append(torch.equal(net.eval()(x), plain.eval()(x)))
+    for each in (net, plain):
+        octavo.set_recipe(each.train(), recipes.high_precision())
+    same.append(not off(found(net), found(plain)))
+    y = net.bfloat16()(x.bfloat16())
+    stored = [p for p in net.experts.parameters() if local_stored(p) is not None]
+    return [*same, len(stored) == 2 and y.dtype == stored[0].dtype == stored[1].dtype == torch.bfloat16]
+
+
+def plain_names(net: Any) -> list[tuple[str, Any]]:
+    return [(name.removeprefix("_orig_mod."), p) for name, p in net.named_parameters()]
+
+
+@pytest.mark.parametrize("kind", ["octavo", pytest.param("stored transposed", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "ways", [["eager", "not reentrant"], pytest.param(["reentrant", "compiled"], marks=pytest.mark.full)], ids=str
+)
+def test_evaluation_checkpointing_compiled_code_and_copies(pool, kind, ways):
+    assert pool.run(used_otherwise, (2,), kind, ways) == [[True] * 7] * 2
+
+
+def under_fsdp2(mesh: Any, kind: str, recipe: str) -> tuple[dict[str, float], bool]:
+    """What differs where FSDP2 shards experts over the other dimension; whether another storage is refused then."""
+    data, rank, found = mesh["replicate"], dist.get_rank(), []
+    for sharded in (True, False):
+        net = made(mesh["shard"], kind, recipe)
+        if sharded:
+            fully_shard(net.experts, mesh=data)
+        optimizer, own = optimizer_of(net, "few bytes"), {}
+        for index in range(2):
+            y = net(batch(index, rank))
+            y.square().mean().backward()
+            for p in () if sharded else net.experts.parameters():
+                dist.all_reduce(p.grad._local_tensor, group=data.get_group())
+                p.grad._local_tensor.div_(2)
+            optimizer.step()
+            optimizer.zero_grad()
+            own[f"y {index}"] = y.detach()
+        found.append(own | held(net, optimizer))
+        if sharded:
+            for change in (
+                lambda net=net: octavo.restore(net),
+                lambda net=net, by=optimizer: PrecisionSchedule(
+                    net.experts, by, [Phase(recipes.high_precision(), weight_storage=None)]
+                ),
+            ):
+                with pytest.raises(ValueError, match="are stored in FP8, or not so, before fully_shard shards them"):
+                    change()
+    plain = expert_parallel(built(kind, recipe, E), mesh["shard"])
+    fully_shard(plain.experts, mesh=data)
+    with pytest.raises(ValueError, match="are stored in FP8, or not so, before fully_shard shards them"):
+        octavo.convert(plain, RECIPES[recipe](), lambda module, name: name != "router", "fp8")
+    return off(*found), all(local_stored(p) is None for p in plain.parameters())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["octavo", "stored transposed"])
+@pytest.mark.parametrize("recipe", ["dynamic", "blockwise"])
+def test_under_fsdp2_over_another_dimension(pool, kind, recipe):
+    assert pool.run(under_fsdp2, (2, 2), kind, recipe) == [({}, True)] * 4
