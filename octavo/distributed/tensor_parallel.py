@@ -54,16 +54,24 @@ def _sending(exact: bool, reduction: Fp8Reduction | None, layouts: Any, name: st
             "checkpointing: give a reduction without error feedback, and for outputs one that rounds to nearest"
         )
     if not any(isinstance(layout, Shard) for layout in layouts or ()):
-        raise ValueError(
-            f"reduction={reduction!r} makes sums that are scattered by tokens, but {name}={layouts}: give Shard(d)"
-        )
+        raise ValueError(f"a reduction makes sums that are scattered by tokens, but {name}={layouts}: give Shard(d)")
     return Sending(exact, functools.partial(_summed_in_fp8, reduction), _scatter, output)
 
 
-def _in_fp8(readers: list[RecipeModule], input: Any, sending: Sending) -> GatheredInput | None:
-    """A DTensor gathered for these layers in FP8, if it is sharded by tokens and they can take it so."""
+def _in_fp8(readers: list[RecipeModule], input: Any, mesh: Any, sending: Sending) -> GatheredInput | None:
+    """A DTensor gathered for these layers in FP8, if it is sharded by tokens and they can take it so.
+
+    Raises:
+        ValueError: if it lies on another mesh than the layers.
+    """
+    if not readers:
+        return None
+    if input.device_mesh != mesh:
+        raise ValueError(
+            f"the layers lie on {mesh} and their input on {input.device_mesh}: give a DTensor on the former"
+        )
     (placement,), last = input.placements, input.ndim - 1
-    if not readers or type(placement) is not Shard or placement.dim % input.ndim == last:
+    if type(placement) is not Shard or placement.dim % input.ndim == last:
         return None
     compiling = torch.compiler.is_compiling()
     gather = _gathered if compiling and sending.reduce is not None else gathered_for
@@ -222,7 +230,7 @@ class ColwiseParallel(_Noted, torch_parallel.ColwiseParallel):
         if isinstance(mod, RecipeModule):
             if not isinstance(input, DTensor):
                 input = DTensor.from_local(input, device_mesh, input_layouts, run_check=False)
-            if (found := _in_fp8([mod], input, mod.__dict__[SENDS])) is not None:
+            if (found := _in_fp8([mod], input, device_mesh, mod.__dict__[SENDS])) is not None:
                 return found
         how = input_layouts, desired_input_layouts
         return torch_parallel.ColwiseParallel._prepare_input_fn(*how, mod, (input, *inputs[1:]), device_mesh)
@@ -285,7 +293,7 @@ class PrepareModuleInput(torch_parallel.PrepareModuleInput):
                 if isinstance(module, RecipeModule) and (sending := module.__dict__.get(SENDS)) is not None
                 if sending.output is None and module.in_features == input.shape[-1]
             ]
-            if (found := _in_fp8(readers, input, self._sending)) is not None:
+            if (found := _in_fp8(readers, input, mesh, self._sending)) is not None:
                 return found
         return super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
 

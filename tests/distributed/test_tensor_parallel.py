@@ -118,6 +118,11 @@ def test_compiled_with_sums_in_fp8(pool):
 
 
 @pytest.mark.covering(1)
+def test_inputs_on_another_mesh(pool):
+    for said in pool.run(fused.on_another_mesh, (2, 2)):
+        assert all("the layers lie on" in one and "give a DTensor on the former" in one for one in said)
+
+
 def test_a_frozen_norm_stays_frozen(pool):
     assert pool.run(fused.frozen_norm, (2,)) == [[False, True]] * 2
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import parallel as torch_parallel
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -118,6 +119,17 @@ def frozen_norm(mesh: Any) -> list[bool]:
     norm.weight.requires_grad_(False)
     parallelize_module(norm, mesh, ours.SequenceParallel())
     return [norm.weight.requires_grad, norm.bias.requires_grad]
+
+
+def on_another_mesh(mesh: Any) -> list[str]:
+    """What a layer whose input is gathered says to one that lies on other ranks, or on two dimensions of a mesh."""
+    layer, said = octavo.nn.Linear(256, 256), []
+    parallelize_module(layer, mesh["shard"], ours.ColwiseParallel(input_layouts=Shard(0)))
+    for other, placements in ((mesh["replicate"], [Shard(0)]), (mesh, [Replicate(), Shard(0)])):
+        with pytest.raises(ValueError) as caught:
+            layer(DTensor.from_local(torch.randn(4, 256), other, placements))
+        said.append(str(caught.value))
+    return said
 
 
 def trained(mesh: Any, recipe: str, kind: str) -> list[bool]:
