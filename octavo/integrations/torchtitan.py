@@ -1,8 +1,8 @@
 """torchtitan: a converter for its model registry (0.3), and one for its ``[model] converters`` (0.1 and 0.2).
 
-Its order is octavo's too: build on the meta device, convert, compile, fully_shard, to_empty and initialise. Tensor
-parallelism and adapters of its LoRAConverter are not converted. Delayed state is not in its checkpoints: after a resume
-the first step takes each tensor's own scale.
+Its order is octavo's too: build on the meta device, convert, parallelize, compile, fully_shard, to_empty, initialise.
+Adapters of its LoRAConverter are not converted. Delayed state is not in its checkpoints: after a resume the first step
+takes each tensor's own scale.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from octavo import recipes
 from octavo.errors import MissingExtraError
 from octavo.nn.candidates import Select, large_enough
 from octavo.nn.convert import convert
+from octavo.nn.recipe_module import RecipeModule
+from octavo.scaling.delayed import BUFFERS
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap
 
@@ -98,6 +100,18 @@ def register(name: str = "octavo", **options: Any) -> None:
     register_model_converter(functools.partial(OctavoModelConverter, **options), name)
 
 
+def _distribute_parameters(module: Any, parallel_dims: Any) -> None:
+    """What torchtitan's Module.parallelize does to parameters and buffers, but not to the delayed state.
+
+    It knows no layout of that, which is each rank's and the same on all.
+    """
+    delayed = {name: module._buffers.pop(name) for name in BUFFERS if name in module._buffers}
+    try:
+        type(module)._distribute_states(module, parallel_dims)
+    finally:
+        module._buffers.update(delayed)
+
+
 def _converting(model_config: Any, converter: OctavoModelConverter) -> Any:
     """A model's configuration that converts the model when it has built it, and is else the same."""
     kind = type(model_config)
@@ -108,6 +122,9 @@ def _converting(model_config: Any, converter: OctavoModelConverter) -> Any:
         def build(self, **kwargs: Any) -> nn.Module:
             model: nn.Module = kind.build(self, **kwargs)
             converter.convert(model)
+            for module in model.modules():
+                if isinstance(module, RecipeModule) and hasattr(module, "_distribute_states"):
+                    module._distribute_states = functools.partial(_distribute_parameters, module)
             return model
 
     Converting.__name__, Converting.__qualname__ = kind.__name__, kind.__qualname__

@@ -127,6 +127,27 @@ def test_the_protocol_of_0_3(module):
         assert converted(made.build()) == [f"layers.{index}.{name}" for index in "01" for name in IN_A_BLOCK]
 
 
+class Distributed(nn.Linear):
+    """As torchtitan's: parallelize distributes what it knows the layout of, and refuses the rest."""
+
+    def _distribute_states(self, parallel_dims):
+        assert parallel_dims == "dims"
+        self.seen = [name for name, _ in (*self.named_parameters(), *self.named_buffers())]
+
+
+def test_delayed_state_has_no_layout_in_0_3(module):
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        def build(self, **kwargs):
+            return nn.Sequential(Distributed(WIDTH, WIDTH))
+
+    converter = module.OctavoConverter.Config(recipe=recipes.delayed(), select=everything)
+    model = copy.deepcopy(module.OctavoConverter(converter).convert(Config()).build())
+    model[0]._distribute_states("dims")
+    assert model[0].seen == ["weight", "bias"]
+    assert {name for name, _ in model.named_buffers()} == {"0.delayed_scale", "0.delayed_amax_history"}
+
+
 # --- torchtitan itself ------------------------------------------------------------------------------------------------
 
 
@@ -137,7 +158,7 @@ def llama3():
 
 
 def test_its_llama_trains_in_fp8(llama3):
-    options = ours.OctavoConverter.Config(recipe=recipes.delayed(), select=everything)
+    options = titan_tasks.converter("delayed")
     plain, model = titan_tasks.built(llama3(None)), titan_tasks.built(llama3([options]))
     assert len(converted(model)) == 6 * 5 and type(model.lm_head).__module__.startswith("torchtitan")
     assert model.state_dict().keys() == plain.state_dict().keys()
@@ -159,3 +180,11 @@ def test_its_own_sharding_of_a_converted_llama(llama3, pool, compiled):
     for losses, ways in pool.run(titan_tasks.sharded_llama, (2,), compiled):
         assert losses[-1] < losses[0]
         assert ways == {"in FP8"}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("recipe", "compiled"), [("delayed", False), ("rowwise", True)])
+def test_its_own_tensor_parallelism_of_a_converted_llama(llama3, pool, recipe, compiled):
+    """Sums are in another order, and change a code here and there."""
+    for alone, losses in pool.run(titan_tasks.parallel_llama, (4,), recipe, compiled):
+        assert losses == pytest.approx(alone, rel=2e-3) and losses[-1] < losses[0]

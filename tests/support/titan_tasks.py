@@ -10,7 +10,15 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 import octavo
+from octavo.distributed.ranks import whole
 from octavo.integrations import torchtitan
+from octavo.tensor.sharded_weight import local_shard, own_part
+
+
+def converter(recipe: str) -> Any:
+    """Its converter for all layers but the head."""
+    recipes: Any = octavo.recipes
+    return torchtitan.OctavoConverter.Config(recipe=getattr(recipes, recipe)(), select=lambda module, name: True)
 
 
 def llama_config(converters: list[Any] | None) -> Any:
@@ -37,11 +45,11 @@ def built(config: Any, prepare: Any = lambda model: None) -> nn.Module:
 
 
 def losses_of(model: nn.Module, steps: int) -> list[float]:
-    """Of a few steps on the same tokens."""
+    """Of a few steps on the same tokens; logits may be a DTensor."""
     tokens = torch.randint(0, 2048, (2, 33), generator=torch.Generator().manual_seed(0))
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=8e-4), []
     for _ in range(steps):
-        logits = model(tokens[:, :-1]).float().flatten(0, 1)
+        logits = whole(model(tokens[:, :-1])).float().flatten(0, 1)
         loss = nn.functional.cross_entropy(logits, tokens[:, 1:].flatten())
         loss.backward()
         optimizer.step()
@@ -62,8 +70,38 @@ def sharded_llama(mesh: Any, compiled: bool) -> tuple[list[float], set[str]]:
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)  # gloo multiplies nothing
 
-    options = torchtitan.OctavoConverter.Config(recipe=octavo.recipes.dynamic(), select=lambda module, name: True)
-    model = built(llama_config([options]), prepare)
+    model = built(llama_config([converter("dynamic")]), prepare)
     losses = losses_of(model, 3)
     gathers = [module.gather for module in model.modules() if isinstance(module, octavo.nn.Linear)]
     return losses, {gather.used[0] for gather in gathers if gather.used is not None}
+
+
+def parallel_llama(mesh: Any, recipe: str, compiled: bool) -> tuple[list[float], list[float]]:
+    """Losses of a Llama on one rank, and by torchtitan's own tensor parallelism and FSDP2 on 2 x 2."""
+    torch._dynamo.reset()  # else weights of other sizes would make it compile for all sizes
+    dims: Any = importlib.import_module("torchtitan.distributed.parallel_dims")
+    dims.device_type = "cpu"  # it would take a GPU's for granted
+    degrees = {"dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2, "pp": 1, "ep": 1, "world_size": mesh.size()}
+    parallel = dims.ParallelDims(**degrees, spmd_backend="partial_dtensor")
+    parallel.build_mesh()
+    shard = importlib.import_module("torchtitan.distributed.fsdp").apply_fsdp_to_decoder
+    layouts = importlib.import_module("torchtitan.models.llama3.sharding").set_llama3_sharding_config
+
+    def prepare(model: Any) -> None:
+        model.parallelize(parallel)
+        for block in model.layers.values() if compiled else ():
+            block.compile(backend="aot_eager", fullgraph=True)
+        policy = {"param_dtype": torch.float32, "reduce_dtype": torch.float32}
+        shard(model, parallel.get_mesh(["fsdp"]), **policy, pp_enabled=False)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
+
+    config = llama_config([converter(recipe)])
+    alone = built(config)
+    layouts(config, enable_sp=True)
+    model = built(config, prepare)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            local_shard(parameter).copy_(own_part(alone.get_parameter(name), parameter))
+    return losses_of(alone, 3), losses_of(model, 3)
