@@ -36,8 +36,13 @@ class Part(nn.Module):
         return stored.scale_inv
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        alone = prefix == "" and "weight" in state_dict  # by its own load_state_dict, of which the layer hears here
+        if alone:
+            self.__dict__["layer"].check_scales_of(self, state_dict)
         load_stored(self.weight, state_dict, f"{prefix}weight")
         super()._load_from_state_dict(state_dict, prefix, *args)
+        if alone:
+            self.__dict__["layer"].weight_was_loaded()
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -89,6 +94,11 @@ class PartedLinear(Linear):
         assert self.splits is not None
         if any(f"{prefix}{name}.weight" in state_dict for name in self.splits):
             self.weight_was_loaded()
+
+    def check_scales_of(self, part: Part, state_dict: dict[str, Tensor]) -> None:
+        """Raise ValueError where a part would be loaded from its own state_dict with another scale than the others'."""
+        name = next(name for name, own in self.named_children() if own is part)
+        self._check_scales({f"{name}.{key}": value for key, value in state_dict.items()}, "")
 
     def _check_scales(self, state_dict: dict[str, Tensor], prefix: str) -> None:
         """Raise ValueError where splits that have one scale would be loaded with several, or without."""

@@ -294,13 +294,9 @@ class TrainConfig:
         sizes = {"heads": model.heads, "context": model.context, "bytes": VOCABULARY} | shared
         if wrong := {name: size for name, size in sizes.items() if size % ranks}:
             raise ValueError(f"tensor_parallel {ranks} does not divide {wrong}: choose sizes that are multiples of it")
-        phases = bool(state.schedule) or state.recover > 0
-        others = {
-            "weight_storage fp8 with experts": model.experts > 0,
-            "weight_storage fp8 with schedule or recover": phases,
-        }
-        if found := [name for name, chosen in others.items() if chosen and state.weight_storage == "fp8"]:
-            raise ValueError(f"tensor_parallel {ranks} does not go with {', '.join(found)}: choose one of them")
+        if state.weight_storage == "fp8" and (state.schedule or state.recover):
+            phases = "weight_storage fp8 with schedule or recover"
+            raise ValueError(f"tensor_parallel {ranks} does not go with {phases}: choose one of them")
 
     def with_dtype(self, recipes: Collection[object], fastest: str) -> TrainConfig:
         """The options with the dtype that `auto` means: a recipe's or the master's, or where none says one the fastest.

@@ -56,5 +56,22 @@ def test_splits_in_fp8_have_one_scale_and_one_optimizer():
     for wrong in (values, twice, {name: twice[name] for name in ("b.weight", "b.weight_scale_inv")}):
         with pytest.raises(ValueError, match="splits of a weight that lives in FP8 with one scale"):
             layer.load_state_dict(wrong, strict=False)
+    for wrong in (values, twice):  # of one split alone
+        with pytest.raises(ValueError, match="splits of a weight that lives in FP8 with one scale"):
+            layer.b.load_state_dict({name[2:]: value for name, value in wrong.items() if name[0] == "b"}, strict=False)
     assert all(torch.equal(value, saved[name]) for name, value in layer.state_dict().items())
     layer.load_state_dict(saved)
+    others = saved["b.weight"].flip(0)
+    layer.b.load_state_dict(
+        {name[2:]: value for name, value in (saved | {"b.weight": others}).items() if name[0] == "b"}
+    )
+    assert torch.equal(layer.b.state_dict()["weight"], others)
+
+
+def test_a_split_that_is_loaded_alone_ends_the_delayed_state():
+    layer = octavo.nn.Linear(32, {"a": 16, "b": 16}, recipe=octavo.recipes.delayed())
+    layer(torch.randn(4, 32))[0].sum().backward()
+    part(layer, 1)
+    assert layer.delayed_scale.any()
+    layer.b.load_state_dict({"weight": torch.ones(16, 32), "bias": torch.ones(16)})
+    assert not layer.delayed_scale.any()

@@ -100,6 +100,7 @@ COMPACT = {"moments": "fp8", "master": "split24"}
         pytest.param(COMPACT | {"gradient_storage": "fp8", "schedule": "auto"}, 0, marks=pytest.mark.full),
         pytest.param(COMPACT | {"schedule": "fp8-then-bf16@0.5", "recover": 2}, 4, marks=pytest.mark.full),
         pytest.param(COMPACT | {"update_in_backward": "0"}, 4, marks=pytest.mark.full),
+        pytest.param(COMPACT | {"weight_storage": "fp8", "master": "split16"}, 4, marks=pytest.mark.full),
     ],
     ids=str,
 )
@@ -124,8 +125,10 @@ def test_refusals_under_tensor_parallelism(pool, config):
     with pytest.raises(ValueError, match=r"tensor_parallel 2 does not divide \{'experts': 3\}"):
         changed(config, model={"experts": 3}, ranks={"shard": "fsdp", "tensor_parallel": 2})
     state = {"weight_storage": "fp8", "recover": 2}
-    with pytest.raises(ValueError, match="with weight_storage fp8 with experts, weight_storage fp8 with schedule or r"):
-        changed(config, model={"experts": 4}, state=state, ranks={"shard": "fsdp", "tensor_parallel": 2})
+    with pytest.raises(
+        ValueError, match="tensor_parallel 2 does not go with weight_storage fp8 with schedule or recov"
+    ):
+        changed(config, state=state, ranks={"shard": "fsdp", "tensor_parallel": 2})
     with pytest.raises(TrainError, match="3 ranks do not divide by tensor_parallel 2"):
         require_parts(changed(config, ranks={"shard": "fsdp", "tensor_parallel": 2}), SimpleNamespace(size=3))
 
