@@ -123,6 +123,12 @@ def test_inputs_on_another_mesh(pool):
         assert all("the layers lie on" in one and "give a DTensor on the former" in one for one in said)
 
 
+def test_delayed_state_begins_with_scales_of_all_ranks(pool):
+    """Buffers that parallelize_module has written look like committed ones, of which nothing has to be agreed on."""
+    for differences in pool.run(fused.begun, (2,)):
+        assert len(differences) == 2 and max(differences) < 1e-5
+
+
 def test_a_frozen_norm_stays_frozen(pool):
     assert pool.run(fused.frozen_norm, (2,)) == [[False, True]] * 2
 

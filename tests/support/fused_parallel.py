@@ -114,6 +114,23 @@ def not_fused(mesh: Any, why: str) -> bool:
     return "norm_cast" in ops.calls
 
 
+def begun(mesh: Any) -> list[float]:
+    """By how much two first forwards differ from one rank's: of a module that is no copy, of random weights, by rms."""
+    torch.manual_seed(1)
+    alone = octavo.nn.RMSNormMLP(256, 512, activation="relu", bias=False, recipe=octavo.recipes.delayed())
+    model = octavo.nn.RMSNormMLP(256, 512, activation="relu", bias=False, recipe=octavo.recipes.delayed())
+    model.load_state_dict(alone.state_dict())
+    x, found = torch.randn(2, 64, 256), []
+    layouts: dict[str, Any] = {"fc1": ours.ColwiseParallel(input_layouts=Shard(1))}
+    layouts |= {"norm": ours.SequenceParallel(), "fc2": ours.RowwiseParallel(output_layouts=Shard(1))}
+    parallelize_module(model, mesh, layouts)
+    for _ in range(2):
+        wanted = alone(x).chunk(mesh.size(), 1)[mesh.get_local_rank()]
+        made = model(x.chunk(mesh.size(), 1)[mesh.get_local_rank()])
+        found.append(((getattr(made, "_local_tensor", made) - wanted).norm() / wanted.norm()).item())
+    return found
+
+
 def frozen_norm(mesh: Any) -> list[bool]:
     norm = nn.LayerNorm(16)
     norm.weight.requires_grad_(False)
