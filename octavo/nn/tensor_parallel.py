@@ -202,6 +202,7 @@ class Sending(NamedTuple):
         return Wire(mesh.get_group().group_name, mesh.size(), runs, self.exact, self.reduce, memo)
 
 
+READS = "_reads_gathered"  # on a layer that an input which was gathered in FP8 has reached
 SENDS = "_sends_tokens"  # on a layer under octavo's ColwiseParallel and RowwiseParallel: its Sending
 
 
@@ -209,14 +210,16 @@ def gathered_for(readers: Sequence[Any], input: Any, sending: Sending, memo: lis
     """The whole of an input [..., K] that is sharded by tokens, in FP8; or None where its readers can't take it so.
 
     ``input`` is a DTensor on the mesh of the readers' weights, Shard(d) of another dimension than the last. Their
-    recipes must cast it alike; the first one's delayed state gives the scale. ``memo``: see Wire.
+    recipes must cast it alike; the delayed state of the first that has read one gives the scale, since others may be
+    asked that read something else. ``memo``: see Wire.
     """
-    first, dim, mesh = readers[0], input.placements[0].dim % input.ndim, input.device_mesh
+    reading = [reader for reader in readers if reader.__dict__.get(READS)] or readers
+    first, dim, mesh = reading[0], input.placements[0].dim % input.ndim, input.device_mesh
     recipe, x = first.recipe, input.to_local()
     if any(arguments_of(reader.recipe) != arguments_of(recipe) for reader in readers) or input.shape[dim] % mesh.size():
         return None
     trains = torch.is_grad_enabled() and any(own.requires_grad for reader in readers for own in reader.parameters())
-    taps = tuple(tap for reader in readers if (tap := reader.counting) is not None)
+    taps = tuple(tap for reader in reading if (tap := reader.counting) is not None)
     reader = Reader(recipe, first.state_of_input(), trains, taps)
     if not can_gather(reader, INPUT, math.prod(x.shape[dim:-1]), sending.exact):
         return None
@@ -313,6 +316,8 @@ def _product_of_gathered(module: Any, input: GatheredInput, weight: Any, bias: A
             f"whose weight is sharded {weight.placements}: only layers under octavo.distributed.ColwiseParallel, of "
             "one recipe, share what PrepareModuleInput has gathered"
         )
+    if not torch.compiler.is_compiling():
+        module.__dict__[READS] = True
     parts = Parts(input.wire.group, (False, True, True), module.begins)
     local = None if bias is None else bias.to_local()
     y = module.local_product(input, weight.to_local(), local, weight, parts)

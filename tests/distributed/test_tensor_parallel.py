@@ -129,6 +129,11 @@ def test_delayed_state_begins_with_scales_of_all_ranks(pool):
         assert len(differences) == 2 and max(differences) < 1e-5
 
 
+def test_a_prepared_input_has_the_scale_of_a_layer_that_reads_it(pool):
+    for found in pool.run(fused.of_another_scale, (2,)):
+        assert max(found) < 1e-5
+
+
 def test_a_frozen_norm_stays_frozen(pool):
     assert pool.run(fused.frozen_norm, (2,)) == [[False, True]] * 2
 

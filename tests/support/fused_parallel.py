@@ -149,6 +149,32 @@ def on_another_mesh(mesh: Any) -> list[str]:
     return said
 
 
+class Scaled(nn.Module):
+    """Whose first layer under ColwiseParallel reads smaller numbers than the module's input, of which others read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.first, self.second = (nn.Linear(256, 256) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.second(self.first(x)) * 2.0**-14)
+
+
+def of_another_scale(mesh: Any) -> list[float]:
+    """How a step after the first under a delayed recipe differs from that of one rank."""
+    alone = octavo.convert(Scaled(), RECIPES["delayed"], lambda module, name: True)
+    model = copy.deepcopy(alone)
+    whole_input = ours.PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate())
+    first, last = ours.ColwiseParallel(), ours.ColwiseParallel(output_layouts=Replicate())
+    parallelize_module(model, mesh, {"": whole_input, "first": first, "second": ours.RowwiseParallel(), "last": last})
+    for _ in range(2):
+        alone.zero_grad(), model.zero_grad()
+        x = torch.randn(8, 256)
+        alone(x).sum().backward(), model(x.chunk(mesh.size())[mesh.get_local_rank()]).sum().backward()
+    gradients = ({name: whole(p.grad) for name, p in own.named_parameters()} for own in (alone, model))
+    return list(differences(*gradients).values())
+
+
 def trained(mesh: Any, recipe: str, kind: str) -> list[bool]:
     """Whether a module under FSDP2 and sequence parallelism trains in one compiled graph as it does in eager.
 
