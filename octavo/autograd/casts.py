@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from octavo import kernels
 from octavo.autograd.grouped import cast_groups, cast_matrices, received_operands
-from octavo.autograd.shared_scales import Parts, shared_amax, shared_scale
+from octavo.autograd.shared_scales import Parts, first_scale, shared_amax, shared_scale
 from octavo.granularity import ALL
 from octavo.kernels.layouts import contraction_multiple, needs_transposed_codes
 from octavo.scaling.recipe import Cast, Recipe, RoleCasts
@@ -109,9 +108,10 @@ def _scale(
     """The scales [3] of which a cast reads its role's: delayed ones, or what ranks agree on; None: x_RC's own."""
     if not cast.is_delayed or state is None:
         return shared_scale(x_RC, cast, role, parts, activation)
-    begins = parts is not None and parts.begins
-    agreed = shared_scale(x_RC, cast, role, parts, activation) if begins else None
-    return state.scale if agreed is None else torch.where(state.scale > 0, state.scale, agreed)
+    if parts is None or not parts.begins or not parts.roles[role]:
+        return state.scale
+    scale: Tensor = first_scale(x_RC, state.scale, role, *cast.arguments, parts.group, *activation)
+    return scale
 
 
 def _cast(

@@ -4,7 +4,7 @@ A scale per tensor is that of the whole tensor, so that its codes are those that
 have the scales of what each rank has of them, and nothing is agreed on. Under Dynamic one collective of 4 bytes finds
 the largest amax before the cast. Under Delayed the scale is there already, the same on all ranks, and one of 12 bytes
 in backward makes the amax that is rolled that of the whole tensors; where there is no history yet, it is as under
-Dynamic.
+Dynamic. Whether there is one a compiled graph asks each time it runs, in an op, and sends nothing more once there is.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from torch import Tensor
 from octavo import kernels
 from octavo.granularity import ALL
 from octavo.numerics import scale_from_amax
+from octavo.scaling.delayed import may_be_empty
 from octavo.scaling.recipe import Cast
 
 
 class Parts(NamedTuple):
     """How a layer's roles lie on the ranks of the process group of this name: ``roles`` in parts, or whole on each.
 
-    ``begins``: whether delayed scales may not be there yet, on all of these ranks alike.
+    ``begins``: whether delayed scales may not be there yet, on all of these ranks alike, for all that is known.
     """
 
     group: str
@@ -57,12 +58,49 @@ def shared_scale(
     """
     if parts is None or not parts.roles[role] or cast.tile != (ALL, ALL):
         return None
+    return _scale_of_whole(x, role, cast.arguments, parts.group, activation)
+
+
+def _scale_of_whole(x: Tensor, role: int, arguments: tuple[Any, ...], group: str, activation: Sequence[Any]) -> Tensor:
+    """[3], all the same; ``arguments``: the cast's."""
+    dtype, tile, power_of_two, margin = arguments
     if activation:
-        amax = kernels.cast(x, None, role, *cast.arguments, False, 1, False, *activation)[3]
+        amax = kernels.cast(x, None, role, *arguments, False, 1, False, *activation)[3]
     else:
-        amax = kernels.amax(x, cast.tile)
-    scale = scale_from_amax(largest(amax.view(1), parts.group), cast.format.max, cast.power_of_two, cast.margin)
+        amax = kernels.amax(x, tile)
+    scale = scale_from_amax(largest(amax.view(1), group), torch.finfo(dtype).max, power_of_two, margin)
     return scale.expand(3).contiguous()
+
+
+@torch.library.custom_op("octavo::first_scale", mutates_args=())
+def first_scale(
+    x: Tensor,
+    delayed_scale: Tensor,
+    role: int,
+    dtype: torch.dtype,
+    tile: Sequence[int],
+    power_of_two: bool,
+    margin: int,
+    group: str,
+    activation: str = "",
+    preactivation: Tensor | None = None,
+    h_scale_inv: Tensor | None = None,
+    h_tile: Sequence[int] | None = None,
+) -> Tensor:
+    """The delayed scales [3], and where there may be none yet that of the whole tensor that x [R, C] is a part of.
+
+    An op, so that a compiled graph that was made for a first step agrees on scales in first steps alone.
+    """
+    if not may_be_empty(delayed_scale):
+        return delayed_scale.clone()
+    more = (activation, preactivation, h_scale_inv, h_tile or (ALL, ALL)) if activation else ()
+    agreed = _scale_of_whole(x, role, (dtype, tile, power_of_two, margin), group, more)
+    return torch.where(delayed_scale > 0, delayed_scale, agreed)
+
+
+@first_scale.register_fake
+def _(x: Tensor, delayed_scale: Tensor, *arguments: Any) -> Tensor:
+    return torch.empty_like(delayed_scale)
 
 
 def shared_amax(found: Sequence[Tensor | None], parts: Parts | None) -> Sequence[Tensor | None]:

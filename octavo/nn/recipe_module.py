@@ -244,11 +244,6 @@ class RecipeModule(nn.Module):
             return parallel_product(self, input, weight_NK, bias)
         return self.local_product(input, weight_NK, bias, parameter)
 
-    @property
-    def begins(self) -> bool:
-        """Whether delayed scales may not be there yet."""
-        return self.recipe.delayed is not None and may_be_empty(self.delayed_scale)  # type: ignore[arg-type]
-
     def state_of_input(self) -> State | None:
         """The delayed state that a cast of the next input reads."""
         return self._state_for(self.weight, self.training, False)  # type: ignore[arg-type]
@@ -271,6 +266,8 @@ class RecipeModule(nn.Module):
         """What this module brings to its products with ``input``; see ``_product``."""
         recipe, grad_enabled = self.recipe, torch.is_grad_enabled()
         state = self._state_for(parameter, self.training, input.is_meta)
+        if parts is not None:  # known now that a weight which was written has lost its history
+            parts = parts._replace(begins=recipe.delayed is not None and may_be_empty(self.delayed_scale))  # type: ignore[arg-type]
         weight = self._weight_operands(weight_NK, parameter, grad_enabled and needs_input_grad, state, parts)
         training = self.training and grad_enabled
         watch = self.watch if training else None

@@ -31,7 +31,8 @@ from octavo.tensor.gathered_input import GatheredInput, Wire
 
 def is_parallel(weight: Tensor) -> bool:
     """Whether a layer's weight, as forward reads it, is a DTensor."""
-    return hasattr(type(weight), "redistribute")
+    # dynamo says that no tensor hasattr this, and with torch 2.11 can't ask hasattr of the type
+    return getattr(type(weight), "redistribute", None) is not None
 
 
 STYLE = "_octavo_style"  # on a module
@@ -137,7 +138,7 @@ def fused_parts(norm: Any, linears: Sequence[Any], weights: Sequence[Any], input
         local = weight.to_local(grad_placements=weight.placements)
         own.append((local, _local_bias(bias, weight.placements[0].dim == 1, mesh)))
     roles = (False, True, True), (True, True, False)
-    parts: list[Parts | None] = [Parts(group, *of) for of in zip(roles, [one.begins for one in linears], strict=False)]
+    parts: list[Parts | None] = [Parts(group, of) for of in roles[: len(linears)]]
     return FusedParts(mesh, x, shape, (gamma, beta), own, parts, wire)
 
 
@@ -290,7 +291,7 @@ def parallel_product(module: Any, input: Any, weight: Any, bias: Any) -> Any:
     b = _local_bias(bias, rowwise, mesh, Partial() if tokens else None)
     # input, weight, grad_output
     roles = rowwise or tokens, not whole, tokens or not (whole or rowwise)
-    parts = Parts(mesh.get_group().group_name, roles, module.begins)
+    parts = Parts(mesh.get_group().group_name, roles)
     y = module.local_product(x, local, b, weight, parts)
     if rowwise and (found := _scattered_for(module, y, requires_grad(x), local, b, mesh)) is not None:
         return found
@@ -318,7 +319,7 @@ def _product_of_gathered(module: Any, input: GatheredInput, weight: Any, bias: A
         )
     if not torch.compiler.is_compiling():
         module.__dict__[READS] = True
-    parts = Parts(input.wire.group, (False, True, True), module.begins)
+    parts = Parts(input.wire.group, (False, True, True))
     local = None if bias is None else bias.to_local()
     y = module.local_product(input, weight.to_local(), local, weight, parts)
     return spread(y, (*input.shape[:-1], weight.shape[0]), weight.device_mesh, Shard(input.ndim - 1))

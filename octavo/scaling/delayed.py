@@ -61,11 +61,11 @@ def note_empty(buffer: Tensor) -> None:
 def may_be_empty(scale: Tensor) -> bool:
     """Whether a role may have no scale: no backward has committed one since all were made, or since one was emptied.
 
-    By what this process has done, without asking the device, so that ranks that do the same find the same. A compiled
-    graph can't ask, and is told no.
+    By what this process has done, without asking the device, so that ranks that do the same find the same. What is
+    compiled is told yes, and may ask when it runs.
     """
     if torch.compiler.is_compiling():
-        return False
+        return True
     noted, version = scale.__dict__.get(EMPTIED, (id(scale), 0))
     if noted != id(scale):  # on what this is a copy of, whose versions are others
         note_empty(scale)

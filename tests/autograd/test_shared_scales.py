@@ -1,11 +1,14 @@
 """What ranks agree on, and where they need not."""
 
+import pytest
 import torch
 
 from octavo import E4M3, PerRow, PerTensor
-from octavo.autograd.casts import GRAD_OUTPUT, INPUT
+from octavo.autograd import shared_scales
+from octavo.autograd.casts import GRAD_OUTPUT, INPUT, WEIGHT
 from octavo.autograd.shared_scales import Parts, shared_amax, shared_scale
 from octavo.scaling.recipe import Cast
+from tests.support.parallel_tasks import Pair, parallel, step
 
 
 def test_only_a_scale_per_tensor_of_a_role_in_parts_is_agreed_on():
@@ -36,3 +39,27 @@ def test_the_largest_of_all_ranks(pool):
         assert scale == [torch.tensor(448.0).div(3).item()] * 3
         assert squared == [1.0] * 3  # of zeros
         assert amax == [3.0, None, 3.0]
+
+
+def agreements(mesh, backend):
+    """How often ranks agree on a scale in each of three steps, of which the third follows a loss of history."""
+    torch.compiler.reset()
+    found, plain = [], shared_scales._scale_of_whole
+    model = parallel(Pair(32, 64, True), mesh, "delayed", True)
+    if backend:
+        model.compile(backend=backend)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_scales, "_scale_of_whole", lambda *how: found.append(how[1]) or plain(*how))
+        for _ in range(3):
+            step(model, torch.randn(8, 32), torch.randn(8, 32))
+            found.append(None)
+            if found.count(None) == 2:
+                model.up.reset_delayed_state()
+    return found
+
+
+@pytest.mark.parametrize("backend", ["", "aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
+def test_delayed_scales_are_agreed_on_where_there_are_none(pool, backend):
+    """Of two layers, up's weight and output in parts by rows, down's weight and input by columns."""
+    first = [WEIGHT, WEIGHT, INPUT, GRAD_OUTPUT, None]
+    assert pool.run(agreements, (2,), backend, seconds=300) == [[*first, None, WEIGHT, GRAD_OUTPUT, None]] * 2

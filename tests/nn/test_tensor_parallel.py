@@ -21,6 +21,13 @@ def test_equal_to_one_rank(pool, recipe, before, bias, shape):
         assert max(max(found.values()) for found in steps) <= most and evaluated <= most and same_state
 
 
+@pytest.mark.parametrize("bias", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_compiled_equal_to_one_rank(pool, bias):
+    """From the first step on, for which there is no delayed scale yet."""
+    for steps, evaluated, same_state in pool.run(tasks.compare, (2,), "delayed", True, bias, True):
+        assert max(max(found.values()) for found in steps) <= 1e-6 and evaluated <= 1e-6 and same_state
+
+
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("layouts", tasks.LAYOUTS)
 @pytest.mark.parametrize("recipe", ["power of two", "blockwise"])

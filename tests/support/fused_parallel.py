@@ -138,6 +138,9 @@ def frozen_norm(mesh: Any) -> list[bool]:
     return [norm.weight.requires_grad, norm.bias.requires_grad]
 
 
+SUMMED_BY_RANKS = ("out.bias", "fc2.bias")  # in eager, where each has the gradient of its tokens
+
+
 def on_another_mesh(mesh: Any) -> list[str]:
     """What a layer whose input is gathered says to one that lies on other ranks, or on two dimensions of a mesh."""
     layer, said = octavo.nn.Linear(256, 256), []
@@ -175,11 +178,8 @@ def of_another_scale(mesh: Any) -> list[float]:
     return list(differences(*gradients).values())
 
 
-def trained(mesh: Any, recipe: str, kind: str) -> list[bool]:
-    """Whether a module under FSDP2 and sequence parallelism trains in one compiled graph as it does in eager.
-
-    After a step in eager, as compiled graphs don't agree on scales where there is no history.
-    """
+def trained(mesh: Any, recipe: str, kind: str) -> list[list[str]]:
+    """The gradients of two steps that a module under FSDP2 and sequence parallelism has in a compiled graph alone."""
     found, like = [], {"norm": "layer_norm", "bias": True, "recipe": RECIPES[recipe]}
     for compiled in (False, True):
         torch.compiler.reset()
@@ -187,16 +187,18 @@ def trained(mesh: Any, recipe: str, kind: str) -> list[bool]:
         model: Any = Whole(kind, recipe) if kind in KINDS else octavo.nn.TransformerBlock(256, 64, 4, **like)
         plan = plan_of(model, True, exact=True) if kind in KINDS else block_plan(True, exact=True)
         parallelize_module(model, mesh["shard"], plan)
-        model(torch.randn(2, 128, 256)).square().mean().backward()
-        model.zero_grad()
         if compiled:
             model.compile(backend="aot_eager", fullgraph=True)
         fully_shard(model, mesh=mesh["replicate"])
-        optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+        optimizer = torch.optim.SGD(
+            [p for name, p in model.named_parameters() if not name.endswith(SUMMED_BY_RANKS)], 1e-2
+        )
         for _ in range(2):
             x = torch.randn(2, 128, 256, requires_grad=True)
             model(x).square().mean().backward()
             optimizer.step()
-            found.append([x.grad, *(whole(p.grad) for p in model.parameters())])
+            found.append({name: whole(p.grad) for name, p in model.named_parameters()} | {"x": x.grad})
             optimizer.zero_grad()
-    return [all(map(torch.equal, *pair)) for pair in zip(found[:2], found[2:], strict=True)]
+    limits = dict.fromkeys(found[0], 0.0) | {name: 1e-6 for name in found[0] if name.endswith(SUMMED_BY_RANKS)}
+    apart = (differences(*pair) for pair in zip(found[:2], found[2:], strict=True))
+    return [[name for name, most in limits.items() if not one[name] <= most] for one in apart]
