@@ -71,7 +71,7 @@ def _in_fp8(readers: list[RecipeModule], input: Any, mesh: Any, sending: Sending
             f"the layers lie on {mesh} and their input on {input.device_mesh}: give a DTensor on the former"
         )
     (placement,), last = input.placements, input.ndim - 1
-    if type(placement) is not Shard or placement.dim % input.ndim == last:
+    if not isinstance(placement, Shard) or placement.dim % input.ndim == last:
         return None
     compiling = torch.compiler.is_compiling()
     gather = _gathered if compiling and sending.reduce is not None else gathered_for

@@ -236,7 +236,7 @@ def _scattered_for(module: Any, y: Tensor, needs_dx: bool, weight: Tensor, bias:
     from torch.distributed.tensor import DTensor, Shard
 
     sending: Sending | None = module.__dict__.get(SENDS)
-    if sending is None or type(sending.output) is not Shard:
+    if sending is None or not isinstance(sending.output, Shard):
         return None
     dim = sending.output.dim % y.ndim
     if dim == y.ndim - 1 or y.shape[dim] % mesh.size():
@@ -274,7 +274,7 @@ def parallel_product(module: Any, input: Any, weight: Any, bias: Any) -> Any:
         )
     (of_weight,), (of_input,), last = weight.placements, input.placements, input.ndim - 1
     whole = isinstance(of_weight, Replicate)
-    if not whole and type(of_weight) is not Shard:
+    if not (whole or isinstance(of_weight, Shard)):
         raise ValueError(f"a weight with placement {of_weight}: FP8 products want Shard(0), Shard(1) or Replicate()")
     wanted: Any = of_input
     if not whole:
