@@ -10,7 +10,7 @@ dtype for it, so its codes are bytes; nothing casts to it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -26,7 +26,6 @@ class Format:
         mantissa_bits: width of the mantissa field, without the hidden bit.
         has_inf: whether the top exponent holds infinities.
         signed: whether there is a sign bit.
-        max: the largest finite value.
 
     Example:
         >>> from octavo import E4M3, E5M2
@@ -42,21 +41,21 @@ class Format:
     mantissa_bits: int
     has_inf: bool
     signed: bool = True
-    max: float = field(init=False)
 
     @property
     def bias(self) -> int:
         """The exponent's bias."""
         return 2 ** (self.exponent_bits - 1) - 1
 
-    def __post_init__(self) -> None:
+    # neither a cached_property, whose lock in Python 3.11 ends a compiled graph, nor a field, which such a graph would
+    # give to __init__
+    @property
+    def max(self) -> float:
+        """The largest finite value."""
         top, digits = 2**self.exponent_bits - 1 - self.bias, self.mantissa_bits
         if self.has_inf:  # the top exponent is not for numbers
-            largest = (2.0 - 2.0**-digits) * 2.0 ** (top - 1)
-        else:
-            largest = (2.0 - 2.0 ** (1 - digits)) * 2.0**top  # only the top mantissa is NaN
-        # not a cached_property, whose lock in Python 3.11 ends a compiled graph that reads it first
-        object.__setattr__(self, "max", largest)
+            return (2.0 - 2.0**-digits) * 2.0 ** (top - 1)
+        return (2.0 - 2.0 ** (1 - digits)) * 2.0**top  # only the top mantissa is NaN
 
     @property
     def smallest_normal(self) -> float:
