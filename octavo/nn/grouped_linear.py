@@ -39,17 +39,18 @@ class _OwnExperts(torch.autograd.Function):
         return grads[0] / ctx.ranks, None
 
 
+# Inference mode is asked for last: there a compiled graph ends.
 def _of_this_rank(parameter: Any, ranks: int) -> Tensor:
     """What this rank has of its experts' parameter; gradients flow, divided by ``ranks``."""
     stored = local_stored(parameter)
-    if stored is not None and torch.is_inference_mode_enabled():  # torch makes no view; a graph ends where this is asked
+    if stored is not None and torch.is_inference_mode_enabled():  # torch makes no view
         return stored
     found: Tensor = _OwnExperts.apply(parameter.to_local(), ranks)
     return found
 
 
 def _swapped(weight: Tensor) -> Tensor:
-    """A parameter [E, K, N] as [E, N, K]; of one in FP8 torch makes no view in inference mode, and a graph ends where it asks."""
+    """A parameter [E, K, N] as [E, N, K]; of one in FP8 torch makes no view in inference mode."""
     if local_stored(weight) is not None and torch.is_inference_mode_enabled():
         with torch.inference_mode(False), torch.no_grad():
             return weight.transpose(-2, -1)
