@@ -67,6 +67,24 @@ def floor_power_of_two(scale: Tensor) -> Tensor:
     return scale.view(torch.int32).bitwise_and(_SIGN_AND_EXPONENT).view(torch.float32)
 
 
+def exponents_of(powers: Tensor) -> Tensor:
+    """Powers of two (float32, 2^-126 to 2^126) as their exponents' bytes, uint8: the bits of E8M0.
+
+    In integers, since Inductor has no C++ for that dtype (torch 2.13).
+
+    Example:
+        >>> import torch
+        >>> exponents_of(torch.tensor([1.0, 2.0**-126])).tolist()
+        [127, 1]
+    """
+    return (powers.view(torch.int32) >> 23).to(torch.uint8)
+
+
+def powers_of(exponents: Tensor) -> Tensor:
+    """What ``exponents_of`` was given."""
+    return (exponents.to(torch.int32) << 23).view(torch.float32)
+
+
 def floor_power_of_two_by_comparison(scale: Tensor) -> Tensor:
     """``floor_power_of_two`` without looking at bits, which an exported graph can't (float32 from 2^-126 to 2^126)."""
     power = torch.exp2(torch.floor(torch.log2(scale)))  # near a power of two the logarithm may round to the wrong side

@@ -29,7 +29,7 @@ from octavo.autograd.grouped import Routing, group_of_rows
 from octavo.autograd.shared_scales import largest
 from octavo.autograd.tap import Tap, count
 from octavo.granularity import ALL
-from octavo.numerics import scale_from_amax, scale_inv_from_scale
+from octavo.numerics import exponents_of, powers_of, scale_from_amax, scale_inv_from_scale
 from octavo.scaling.recipe import Cast
 from octavo.tensor.pair import Operands
 from octavo.tensor.received_rows import ReceivedRows
@@ -211,12 +211,12 @@ def _cast_by_group(rows: Tensor, journey: Journey, sending: Sending, amax: Tenso
 
 
 def _as_bytes(scale_inv: Tensor, cast: Cast) -> Tensor:
-    """Scales of rows as uint8: powers of two as E8M0, which is exact, in one byte."""
-    return (scale_inv.to(torch.float8_e8m0fnu) if cast.power_of_two else scale_inv).contiguous().view(torch.uint8)
+    """Scales of rows as uint8: powers of two as their exponents, which is exact, in one byte."""
+    return (exponents_of(scale_inv) if cast.power_of_two else scale_inv).contiguous().view(torch.uint8)
 
 
 def _from_bytes(raw: Tensor, cast: Cast) -> Tensor:
-    return raw.contiguous().view(torch.float8_e8m0fnu if cast.power_of_two else torch.float32).to(torch.float32)
+    return powers_of(raw) if cast.power_of_two else raw.contiguous().view(torch.float32)
 
 
 def _split(values: list[int], parts: int) -> list[list[int]]:

@@ -35,7 +35,7 @@ from octavo.autograd.tap import Tap, count
 from octavo.granularity import ALL
 from octavo.kernels.layouts import contraction_multiple, needs_transposed_codes
 from octavo.kernels.reference.cast import transposed, with_padding
-from octavo.numerics import scale_from_amax
+from octavo.numerics import exponents_of, powers_of, scale_from_amax
 from octavo.scaling.recipe import Cast, Recipe
 from octavo.tensor.gathered_input import GatheredGradient, GatheredInput, Wire
 from octavo.tensor.pair import Operands
@@ -97,14 +97,10 @@ def scattered(x_TC: Tensor, wire: Wire) -> Tensor:
 
 
 def _gathered_scales(scale_inv: Tensor, cast: Cast, wire: Wire) -> Tensor:
-    """All ranks' scales of rows [R, .], powers of two as their exponents, which is exact.
-
-    In integers: for E8M0, which has the same bits, Inductor has no C++ (torch 2.13).
-    """
+    """All ranks' scales of rows [R, .], powers of two as their exponents, which is exact."""
     if not cast.power_of_two:
         return _gathered(scale_inv, wire)
-    exponents = (scale_inv.view(torch.int32) >> 23).to(torch.uint8)
-    return (_gathered(exponents, wire).to(torch.int32) << 23).view(torch.float32)
+    return powers_of(_gathered(exponents_of(scale_inv), wire))
 
 
 def _scale_of_all(amax: Tensor, cast: Cast, state: State | None, wire: Wire) -> tuple[Tensor, Tensor]:
