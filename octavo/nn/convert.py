@@ -28,6 +28,7 @@ from octavo.nn.fast_path import choose_fast_path
 from octavo.nn.gather_group import GatherGroup
 from octavo.nn.grouped_linear import Grouped
 from octavo.nn.linear import Linear
+from octavo.nn.parted_linear import Part
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.stored_weights import (
     check_granularity,
@@ -354,7 +355,8 @@ def gather_anew(model: nn.Module) -> None:
     """Under FSDP2: the weights are gathered by the recipes that they have now."""
     if "torch.distributed.fsdp" not in sys.modules:
         return
-    for module in forget_gathered(model):
+    for held in forget_gathered(model):
+        module = held.layer if isinstance(held, Part) else held
         for own in module.parts if isinstance(module, ConvertedExperts) else (module,):
             if isinstance(own, RecipeModule):
                 own.gather.used = None
