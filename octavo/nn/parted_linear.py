@@ -83,6 +83,8 @@ class PartedLinear(Linear):
         if found[0] is None:
             return None
         first = found[0]
+        if not isinstance(first, DTensor):  # not sharded yet
+            return torch.cat(found)
         return DTensor.from_local(
             torch.cat([tensor.to_local() for tensor in found]), first.device_mesh, first.placements, run_check=False
         )

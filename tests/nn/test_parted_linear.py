@@ -27,6 +27,7 @@ def test_what_is_frozen_stays_frozen(frozen):
     layer = octavo.nn.Linear(16, {"a": 8, "b": 8})
     layer.get_parameter(frozen).requires_grad_(False)
     part(layer, 2)
+    assert "bias=True, splits={'a': 8, 'b': 8}" in repr(layer)  # before it is sharded, too
     found = [name for name, param in layer.named_parameters() if not param.requires_grad]
     assert found == [f"a.{frozen}", f"b.{frozen}"]
 
