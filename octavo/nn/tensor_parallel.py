@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.autograd.casts import GRAD_OUTPUT, INPUT
+from octavo.autograd.casts import GRAD_OUTPUT, INPUT, State
 from octavo.autograd.gather_input import Reader, arguments_of, can_gather, gather_input
 from octavo.autograd.products import requires_grad
 from octavo.autograd.shared_scales import Parts
@@ -211,21 +211,32 @@ def gathered_for(readers: Sequence[Any], input: Any, sending: Sending, memo: lis
     """The whole of an input [..., K] that is sharded by tokens, in FP8; or None where its readers can't take it so.
 
     ``input`` is a DTensor on the mesh of the readers' weights, Shard(d) of another dimension than the last. Their
-    recipes must cast it alike; the delayed state of the first that has read one gives the scale, since others may be
-    asked that read something else. ``memo``: see Wire.
+    recipes must cast it alike. Of a module's layers some may read something else: the delayed scale is that of one that
+    has read such an input before; where none has (a first forward, compiled ones), that which all have, else the
+    input's own. ``memo``: see Wire.
     """
-    reading = [reader for reader in readers if reader.__dict__.get(READS)] or readers
+    known = [reader for reader in readers if reader.__dict__.get(READS)]
+    reading = known or readers
     first, dim, mesh = reading[0], input.placements[0].dim % input.ndim, input.device_mesh
     recipe, x = first.recipe, input.to_local()
     if any(arguments_of(reader.recipe) != arguments_of(recipe) for reader in readers) or input.shape[dim] % mesh.size():
         return None
     trains = torch.is_grad_enabled() and any(own.requires_grad for reader in readers for own in reader.parameters())
     taps = tuple(tap for reader in reading if (tap := reader.counting) is not None)
-    reader = Reader(recipe, first.state_of_input(), trains, taps)
+    reader = Reader(recipe, first.state_of_input() if known else _state_of_all(readers), trains, taps)
     if not can_gather(reader, INPUT, math.prod(x.shape[dim:-1]), sending.exact):
         return None
     wire = sending.wire(mesh, x, dim, memo)
     return gather_input(x.to(product_dtype(input, first.weight)), dim, reader, wire)
+
+
+def _state_of_all(readers: Sequence[Any]) -> State | None:
+    """The delayed state that layers have alike, without a scale where theirs differ; or None."""
+    states = [reader.state_of_input() for reader in readers]
+    if len(states) == 1 or states[0] is None:
+        return states[0]
+    scales = torch.stack([state.scale for state in states])
+    return states[0]._replace(scale=torch.where((scales == scales[0]).all(0), scales[0], 0.0))
 
 
 def _scattered_for(module: Any, y: Tensor, needs_dx: bool, weight: Tensor, bias: Tensor | None, mesh: Any) -> Any:

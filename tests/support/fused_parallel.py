@@ -163,19 +163,26 @@ class Scaled(nn.Module):
         return self.last(self.second(self.first(x)) * 2.0**-14)
 
 
-def of_another_scale(mesh: Any) -> list[float]:
-    """How a step after the first under a delayed recipe differs from that of one rank."""
+def of_another_scale(mesh: Any) -> tuple[float, float]:
+    """How the second step under a delayed recipe differs from that of one rank, and the first step of a resumed run."""
     alone = octavo.convert(Scaled(), RECIPES["delayed"], lambda module, name: True)
-    model = copy.deepcopy(alone)
+    resumed, model = copy.deepcopy(alone), copy.deepcopy(alone)
     whole_input = ours.PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate())
     first, last = ours.ColwiseParallel(), ours.ColwiseParallel(output_layouts=Replicate())
-    parallelize_module(model, mesh, {"": whole_input, "first": first, "second": ours.RowwiseParallel(), "last": last})
-    for _ in range(2):
-        alone.zero_grad(), model.zero_grad()
+    for net in (model, resumed):
+        parallelize_module(net, mesh, {"": whole_input, "first": first, "second": ours.RowwiseParallel(), "last": last})
+
+    def differ(net: Any) -> float:
+        alone.zero_grad(), net.zero_grad()
         x = torch.randn(8, 256)
-        alone(x).sum().backward(), model(x.chunk(mesh.size())[mesh.get_local_rank()]).sum().backward()
-    gradients = ({name: whole(p.grad) for name, p in own.named_parameters()} for own in (alone, model))
-    return list(differences(*gradients).values())
+        alone(x).sum().backward(), net(x.chunk(mesh.size())[mesh.get_local_rank()]).sum().backward()
+        gradients = ({name: whole(p.grad) for name, p in own.named_parameters()} for own in (alone, net))
+        return max(differences(*gradients).values())
+
+    differ(model)
+    found = differ(model)
+    octavo.nn.load_delayed_state_dict(resumed, octavo.nn.delayed_state_dict(alone))
+    return found, differ(resumed)
 
 
 def trained(mesh: Any, recipe: str, kind: str) -> list[list[str]]:
