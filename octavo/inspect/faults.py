@@ -47,7 +47,7 @@ class Fault:
         role: "input", "weight" (before the step) or "grad_output" of the layer; "loss" or "grad_norm" where none
             had one before.
         layer: the module's name; None with a loss or a grad_norm.
-        rank: on which; the lowest one.
+        rank: the lowest that met it; what tensor-parallel ranks gather or sum all of them meet.
         share: of the rows of that input or grad_output that were faulty.
         before: of that step and up to ten before it, oldest first: step, loss, grad_norm, and of the layer's input and
             grad_output their amax and scale_inv; where no layer is named, of the one whose numbers grew most.
