@@ -110,8 +110,7 @@ def _scale(
         return shared_scale(x_RC, cast, role, parts, activation)
     if parts is None or not parts.begins or not parts.roles[role]:
         return state.scale
-    scale: Tensor = first_scale(x_RC, state.scale, role, *cast.arguments, parts.group, *activation)
-    return scale
+    return first_scale(x_RC, state.scale, role, *cast.arguments, parts.group, *activation)
 
 
 def _cast(

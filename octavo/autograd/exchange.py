@@ -118,8 +118,7 @@ def dispatch(rows: Tensor, offsets: Tensor, exchange: Exchange, sending: Sending
 
 def combine(y: Tensor, journey: Journey, sending: Sending) -> Tensor:
     """The results [R, C] of dispatched rows back to where these came from: [S, C]; their gradient is sent as pairs."""
-    found: Tensor = _Back.apply(y, journey, sending)
-    return found
+    return _Back.apply(y, journey, sending)
 
 
 class _There(torch.autograd.Function):
@@ -226,15 +225,9 @@ def _split(values: list[int], parts: int) -> list[list[int]]:
 
 def _all_gather(values: Tensor, exchange: Exchange) -> Tensor:
     functional = torch.ops._c10d_functional
-    found: Tensor = functional.wait_tensor(
-        functional.all_gather_into_tensor(values.unsqueeze(0), exchange.size, exchange.group)
-    )
-    return found
+    return functional.wait_tensor(functional.all_gather_into_tensor(values.unsqueeze(0), exchange.size, exchange.group))
 
 
 def _all_to_all(rows: Tensor, sent: list[int], received: list[int], exchange: Exchange) -> Tensor:
     functional = torch.ops._c10d_functional
-    found: Tensor = functional.wait_tensor(
-        functional.all_to_all_single(rows.contiguous(), received, sent, exchange.group)
-    )
-    return found
+    return functional.wait_tensor(functional.all_to_all_single(rows.contiguous(), received, sent, exchange.group))

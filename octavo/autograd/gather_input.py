@@ -248,5 +248,4 @@ def scatter_output(y: Tensor, dim: int, reader: Reader | None, wire: Wire, needs
     ``dim`` is that of the tokens. ``reader``: of the gradient, if it ``can_gather`` it; None: it is gathered in its
     dtype. ``needs_db``: whether it also gives a bias's gradient.
     """
-    found: Tensor = _ScatterOutput.apply(y, dim, reader, wire, needs_db)
-    return found
+    return _ScatterOutput.apply(y, dim, reader, wire, needs_db)

@@ -45,8 +45,7 @@ def summed(values: Tensor, group: str) -> Tensor:
 
 def _reduced(values: Tensor, how: str, group: str) -> Tensor:
     functional = torch.ops._c10d_functional
-    found: Tensor = functional.wait_tensor(functional.all_reduce(values, how, group))
-    return found
+    return functional.wait_tensor(functional.all_reduce(values, how, group))
 
 
 def shared_scale(

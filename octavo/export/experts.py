@@ -27,8 +27,7 @@ def written_names(model: nn.Module, key: str, tensor: Tensor) -> dict[str, Tenso
         return {key: tensor}
     from transformers.core_model_loading import revert_weight_conversion
 
-    found: dict[str, Tensor] = revert_weight_conversion(model, {key: tensor})
-    return found
+    return revert_weight_conversion(model, {key: tensor})
 
 
 def places_in(model: nn.Module, key: str, shape: torch.Size) -> dict[str, tuple[int, slice]]:

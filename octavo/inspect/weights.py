@@ -92,8 +92,7 @@ def first_expert(weight: Tensor) -> int:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     mesh, placements = weight.device_mesh, weight.placements  # type: ignore[attr-defined]
-    first: int = compute_local_shape_and_global_offset(weight.shape, mesh, placements)[1][0]
-    return first
+    return compute_local_shape_and_global_offset(weight.shape, mesh, placements)[1][0]
 
 
 def _laid(module: RecipeModule, weight: nn.Parameter) -> Tensor:

@@ -118,8 +118,7 @@ def _of_subclass(base: type[Any], kind: type[nn.Module]) -> type[Any]:
 def _new(base: type[Any], kind: type[nn.Module]) -> nn.Module:
     """Unpickle one of ``_of_subclass``."""
     found: Any = _of_subclass(base, kind)  # type: ignore[arg-type]
-    made: nn.Module = found.__new__(found)
-    return made
+    return found.__new__(found)
 
 
 def restore_class(module: RecipeModule | ConvertedExperts) -> None:

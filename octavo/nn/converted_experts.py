@@ -84,8 +84,7 @@ class ExpertsPart(Grouped):
     @property
     def holder(self) -> nn.Module:
         """The module that owns the matrix."""
-        holder: nn.Module = self.__dict__["_holder"][0]
-        return holder
+        return self.__dict__["_holder"][0]
 
     @property
     def weight_place(self) -> tuple[nn.Module, str]:
@@ -203,8 +202,7 @@ class OfTransformers(ConvertedExperts):
 
     def _between(self, h: Tensor) -> Tensor:
         function: Any = self._apply_gate if self.has_gate else self.act_fn
-        found: Tensor = function(h)
-        return found
+        return function(h)
 
 
 class OfTorchtitan(ConvertedExperts):

@@ -112,10 +112,7 @@ def feed_forward(
             layers.append(part.grouped_layer(rows, weight, parameter, needs_grad, offsets))
             needs_grad = needs_grad or weight.requires_grad or requires_grad(bias)
         parameters = [(weight, bias) for weight, bias, _ in operands]
-        output: Tensor = run_chain(
-            rows, (None, None), parameters, Chain(None, tuple(layers), activation, rows.dtype, False)
-        )
-        return output
+        return run_chain(rows, (None, None), parameters, Chain(None, tuple(layers), activation, rows.dtype, False))
 
     if gate_up.elsewhere is not None:
         return gate_up.elsewhere(rows, offsets, gate_up, down, compute)

@@ -205,8 +205,7 @@ class _NormMLP(Fused):
         """See the class."""
         found = self._fused(input, self.activation, False)
         if found is not None:
-            output: Tensor = found[0]
-            return output
+            return found[0]
         return self.fc2(activate(self.fc1(self.norm(input)), self.activation))
 
     def extra_repr(self) -> str:

@@ -73,8 +73,7 @@ def _matrices(gather: Any) -> int:
 
 def _first(gather: Any, mesh: Any) -> int:
     """The number of this rank's first expert, of a weight of experts."""
-    first: int = rows_on_each_rank(gather.shape[0], mesh.size()) * mesh.get_local_rank()
-    return first
+    return rows_on_each_rank(gather.shape[0], mesh.size()) * mesh.get_local_rank()
 
 
 def _amax_of(gather: Any, mesh: Any) -> Tensor:

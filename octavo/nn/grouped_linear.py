@@ -45,8 +45,7 @@ def _of_this_rank(parameter: Any, ranks: int) -> Tensor:
     stored = local_stored(parameter)
     if stored is not None and torch.is_inference_mode_enabled():  # torch makes no view
         return stored
-    found: Tensor = _OwnExperts.apply(parameter.to_local(), ranks)
-    return found
+    return _OwnExperts.apply(parameter.to_local(), ranks)
 
 
 def _swapped(weight: Tensor) -> Tensor:

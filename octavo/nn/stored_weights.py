@@ -88,8 +88,7 @@ def stored_granularity(granularity: Granularity, shape: torch.Size) -> Granulari
 def weight_of(module: nn.Module) -> nn.Parameter | None:
     """A module's weight, which may be another's parameter; None where it is computed from others (weight_norm)."""
     holder, key = getattr(module, "weight_place", (module, "weight"))
-    weight: nn.Parameter | None = holder._parameters.get(key)
-    return weight
+    return holder._parameters.get(key)
 
 
 def store_weight(weight: nn.Parameter, granularity: Granularity) -> None:

@@ -55,8 +55,7 @@ def quantize(
         raise TypeError(f"granularity={granularity!r}: use octavo.PerTensor(), PerRow() or PerBlock(rows, cols)")
     if not isinstance(margin, int) or not 0 <= margin <= 64:
         raise ValueError(f"margin={margin!r} must be an integer from 0 to 64")
-    result: ScaledTensor = _Quantize.apply(x, format, granularity, power_of_two, margin)
-    return result
+    return _Quantize.apply(x, format, granularity, power_of_two, margin)
 
 
 class _Quantize(torch.autograd.Function):

@@ -130,8 +130,7 @@ def _amax_range(pair: ScaledTensor) -> str:
 
 def dequantized(facade: Any) -> Tensor:
     """The values of a ScaledTensor, or of the one that ``facade.pair()`` gives; gradients flow to the facade."""
-    result: Tensor = _Dequantize.apply(facade)
-    return result
+    return _Dequantize.apply(facade)
 
 
 class _Dequantize(torch.autograd.Function):

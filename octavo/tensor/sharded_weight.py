@@ -249,8 +249,7 @@ def attach(param: Any, at: int, part: str = "") -> bool:
 
 def on_this_rank(tensor: Tensor) -> Tensor:
     """This rank's shard of a sharded tensor, with its class; any other tensor as it is."""
-    local: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return local
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def local_shard(param: Tensor) -> Tensor:
@@ -376,8 +375,7 @@ def _fsdp_params(model: nn.Module) -> list[tuple[Any, Any]]:
         return [param for group in groups for param in group.fsdp_params]
 
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    found: list[Any] = _private(lambda: [(module, param) for module in modules for param in params_of(module)])
-    return found
+    return _private(lambda: [(module, param) for module in modules for param in params_of(module)])
 
 
 def _private(read: Callable[[], Any]) -> Any:

@@ -230,8 +230,7 @@ class StoredWeight(ShardHooks, Pair):
             copied = memo[id(self)] = self.moved(lambda tensor: tensor).requires_grad_(self.requires_grad)
             copied.__dict__ = copy.deepcopy(self.__dict__, memo)
             copied.grad = copy.deepcopy(self.grad, memo)
-        found: StoredWeight = memo[id(self)]
-        return found
+        return memo[id(self)]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"StoredWeight({tuple(self.shape)}, {self.dtype}, {self.granularity})"

@@ -72,8 +72,7 @@ class Mixture(nn.Module):
         if self.training:
             with torch.no_grad():
                 self.load += F.one_hot(index, len(self.load)).sum((0, 1))
-        y: Tensor = self.experts(h, index, weights / weights.sum(-1, keepdim=True))
-        return y
+        return self.experts(h, index, weights / weights.sum(-1, keepdim=True))
 
 
 @torch.no_grad()
