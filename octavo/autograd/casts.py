@@ -8,6 +8,7 @@ of the tensor, or that activation's gradient.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -27,6 +28,12 @@ INPUT, WEIGHT, GRAD_OUTPUT = range(3)  # rows of the delayed state
 Pair = tuple[Tensor, Tensor]  # (qdata, scale_inv)
 Activation = tuple[Any, ...]  # see above
 Extras = tuple[Any, ...]  # (pad, column_sum, *activation): the last arguments of the cast ops
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """[..., K] as [T, K]."""
+    # not by -1, which is ambiguous for K = 0, nor by Size.numel(), which makes a traced size a constant
+    return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 class State(NamedTuple):

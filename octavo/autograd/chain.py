@@ -25,13 +25,12 @@ import torch
 from torch import Tensor
 
 from octavo import kernels
-from octavo.autograd.casts import INPUT, WEIGHT, Norm, cast_norm, cast_role
+from octavo.autograd.casts import INPUT, WEIGHT, Norm, as_rows, cast_norm, cast_role
 from octavo.autograd.gather_input import gather_norm, scattered
 from octavo.autograd.products import (
-    SAVED,
     Layer,
     Plan,
-    as_rows,
+    Saved,
     cast_gradient,
     gradients,
     output,
@@ -47,8 +46,6 @@ from octavo.autograd.tap import count
 from octavo.granularity import ALL
 from octavo.kernels.reference.activation import produced
 from octavo.kernels.reference.norm import normalised
-
-Saved = tuple[Tensor | None, ...]
 
 
 class Chain(NamedTuple):
@@ -81,7 +78,9 @@ class Tensors(NamedTuple):
     second_bias: Tensor | None
 
 
-def _forward(tensors: Tensors, chain: Chain, needs: tuple[bool, ...]) -> tuple[Tensor, Tensor | None, Saved]:
+def _forward(
+    tensors: Tensors, chain: Chain, needs: tuple[bool, ...]
+) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, ...]]:
     """(the output [T, N], the norm's output if it is returned, what to save for the gradients that are needed)."""
     x, gamma, beta, weight, bias, second_weight, second_bias = tensors
     first, *rest = chain.layers
@@ -152,16 +151,16 @@ class _Chain(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
         needs, saved = ctx.needs_input_grad, ctx.saved_tensors
-        x, gamma, mean, rstd = saved[:4]
+        (x, gamma, mean, rstd), layer_end = saved[:4], 4 + len(Saved._fields)
         grad, *of_y = grads  # None: nothing was computed from that result
         dx = dw = db = dw2 = db2 = dgamma = dbeta = None
         activation: tuple[Any, ...] = ()
         if grad is not None and len(ctx.plans) == 2:
-            activation, of_second = _activation_of(ctx, saved[4 + SAVED :], needs[5])
+            activation, of_second = _activation_of(ctx, *saved[layer_end:], needs_dw=needs[5])
             layer = of_second, ctx.plans[1], (any(needs[:5]), needs[5], needs[6])
             grad, dw2, db2 = gradients(cast_gradient(grad, *layer), *layer)
         if grad is not None and any(needs[:5]):
-            layer = saved[4 : 4 + SAVED], ctx.plans[0], (any(needs[:3]), needs[3], needs[4])
+            layer = Saved(*saved[4:layer_end]), ctx.plans[0], (any(needs[:3]), needs[3], needs[4])
             g = [cast_gradient(grad, *layer, activation)]
             del grad  # it is large, and read no more
             dx, dw, db = gradients(g.pop(), *layer)
@@ -181,18 +180,19 @@ def _whole(dx_TK: Tensor | None, plan: Plan) -> Tensor | None:
     return summed(dx_TK, plan.parts.group) if plan.wire is None else scattered(dx_TK, plan.wire)
 
 
-def _activation_of(ctx: Any, saved: Saved, needs_dw: bool) -> tuple[tuple[Any, ...], Saved]:
+def _activation_of(
+    ctx: Any, h: Tensor | None, h_scale_inv: Tensor | None, *rest: Tensor | None, needs_dw: bool
+) -> tuple[tuple[Any, ...], Saved]:
     """(The activation's gradient, as casts take it; what the second layer saved, with its input if that is read)."""
-    h, h_scale_inv, *rest = saved
-    x, *others = rest  # of the second layer; torch 2.11 compiles no assignment to an element
-    recipe = ctx.plans[1].recipe
+    saved, recipe = Saved(*rest), ctx.plans[1].recipe
     if h_scale_inv is not None:
         h_scale_inv = h_scale_inv.to(torch.float32)
     read_back = h_scale_inv, (ALL, ALL) if recipe.saved is None else recipe.saved.tile
     if needs_dw and recipe.grad_weight is None:
         assert h is not None
-        x = unrounded(h, rest[6], ctx.activation, None, *read_back).to(ctx.plans[1].dtypes[0])
-    return (ctx.activation, h, *read_back), (x, *others)
+        x = unrounded(h, saved.offsets, ctx.activation, None, *read_back)
+        saved = saved._replace(x_TK=x.to(ctx.plans[1].dtypes[0]))
+    return (ctx.activation, h, *read_back), saved
 
 
 def run_chain(

@@ -21,7 +21,6 @@ Legend: x [..., s, K] this rank's tokens, of S. T all tokens, R rows of this ran
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -29,7 +28,7 @@ import torch
 from torch import Tensor
 
 from octavo import kernels
-from octavo.autograd.casts import GRAD_OUTPUT, INPUT, Norm, Pair, State, cast_role, cast_to_send
+from octavo.autograd.casts import GRAD_OUTPUT, INPUT, Norm, Pair, State, as_rows, cast_role, cast_to_send
 from octavo.autograd.shared_scales import largest, summed
 from octavo.autograd.tap import Tap, count
 from octavo.granularity import ALL
@@ -67,10 +66,6 @@ def can_gather(reader: Reader, role: int, tokens: int, exact: bool) -> bool:
 def arguments_of(recipe: Recipe) -> tuple[Any, ...]:
     """How a recipe casts an input, as values that a compiled graph can hold."""
     return tuple(None if cast is None else (cast.is_delayed, *cast.arguments) for cast in recipe.input_casts[:2])
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def _gathered(x: Tensor, wire: Wire) -> Tensor:
@@ -208,7 +203,7 @@ class _Carrier(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return scattered(_rows(grads[0]), ctx.wire).view(ctx.shape), None, None
+        return scattered(as_rows(grads[0]), ctx.wire).view(ctx.shape), None, None
 
 
 class _ScatterOutput(torch.autograd.Function):
@@ -217,11 +212,11 @@ class _ScatterOutput(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, dim: int, reader: Reader | None, wire: Wire, needs_db: bool) -> Tensor:
         ctx.how, ctx.shape = (reader, wire, needs_db), y.shape
-        return scattered(_rows(y), wire).view(*y.shape[:dim], y.shape[dim] // wire.ranks, *y.shape[dim + 1 :])
+        return scattered(as_rows(y), wire).view(*y.shape[:dim], y.shape[dim] // wire.ranks, *y.shape[dim + 1 :])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (reader, wire, needs_db), rows = ctx.how, _rows(grads[0])
+        (reader, wire, needs_db), rows = ctx.how, as_rows(grads[0])
         if reader is None:
             return _gathered(rows, wire).view(ctx.shape), None, None, None, None
         operands = _gather(rows, reader, GRAD_OUTPUT, wire)
@@ -236,7 +231,7 @@ def gather_input(x: Tensor, dim: int, reader: Reader, wire: Wire) -> GatheredInp
 
     ``dim`` is that of the tokens, ``reader`` one that ``can_gather`` it.
     """
-    rows = _rows(x.detach())
+    rows = as_rows(x.detach())
     operands = _gather(rows, reader, INPUT, wire)
     shard = rows if reader.needs_dw and wire.exact and operands.transposed is None else None
     return GatheredInput(_Carrier.apply(x, dim, wire), operands, shard, arguments_of(reader.recipe), wire)

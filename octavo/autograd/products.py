@@ -15,7 +15,6 @@ Delayed state is committed by backward's cast of grad_output, see scaling/delaye
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo import kernels
-from octavo.autograd.casts import GRAD_OUTPUT, INPUT, Activation, Pair, State, cast_grad_output, cast_role
+from octavo.autograd.casts import GRAD_OUTPUT, INPUT, Activation, Pair, State, as_rows, cast_grad_output, cast_role
 from octavo.autograd.gather_input import gathered_transposed
 from octavo.autograd.grouped import (
     group_of_rows,
@@ -106,13 +105,25 @@ def output(
     return y_TN
 
 
-def to_save(
-    x_TK: Tensor | None, x: Operands, weight_NK: Tensor, layer: Layer, needs_dx: bool, needs_dw: bool
-) -> tuple[Tensor | None, ...]:
-    """What backward needs of a layer: SAVED tensors."""
+class Saved(NamedTuple):
+    """What backward needs of a layer: tensors in high precision, pairs with the contraction last, groups, amaxes."""
+
+    x_TK: Tensor | None
+    x_q: Tensor | None
+    x_scale_inv: Tensor | None
+    weight_NK: Tensor | None
+    weight_q: Tensor | None
+    weight_scale_inv: Tensor | None
+    offsets: Tensor | None
+    x_amax: Tensor | None
+    weight_amax: Tensor | None
+
+
+def to_save(x_TK: Tensor | None, x: Operands, weight_NK: Tensor, layer: Layer, needs_dx: bool, needs_dw: bool) -> Saved:
+    """What is saved in forward for the gradients of (input, weight) that are needed."""
     recipe, weight = layer.recipe, layer.weight
     reads_x = recipe.grad_weight is None or (layer.wire is not None and x.transposed is None)
-    return (
+    return Saved(
         x_TK if needs_dw and reads_x else None,
         *packed(x.transposed if needs_dw else None, recipe.input_casts.transposed),
         weight_NK if needs_dx and recipe.grad_input is None else None,
@@ -121,9 +132,6 @@ def to_save(
         x.amax,
         weight.amax,  # not rolled but saved all the same: a checkpoint counts what its second forward saves
     )
-
-
-SAVED = 9
 
 
 def packed(pair: Pair | None, cast: Cast | None, refilled: bool = False) -> tuple[Tensor | None, Tensor | None]:
@@ -143,11 +151,7 @@ GradOutput = tuple[Operands, Tensor | None]
 
 
 def cast_gradient(
-    grad_TN: Tensor,
-    saved: tuple[Tensor | None, ...],
-    plan: Plan,
-    needs: tuple[bool, bool, bool],
-    activation: Activation = (),
+    grad_TN: Tensor, saved: Saved, plan: Plan, needs: tuple[bool, bool, bool], activation: Activation = ()
 ) -> GradOutput:
     """Cast a layer's grad_output for the gradients of (input, weight, bias) that are needed; commit the delayed state.
 
@@ -156,8 +160,8 @@ def cast_gradient(
     """
     recipe = plan.recipe
     needs_dx, needs_dw, needs_db = needs
-    offsets, x_amax, w_amax = saved[-3:]
-    amax = (x_amax, w_amax if plan.rolls_weight else None) if plan.commits else None
+    offsets = saved.offsets
+    amax = (saved.x_amax, saved.weight_amax if plan.rolls_weight else None) if plan.commits else None
     how = activation, offsets, plan.parts
     g = cast_grad_output(grad_TN, recipe, needs_dx, needs_dw, plan.state, amax, needs_db, *how)
     if plan.tap is not None:
@@ -187,7 +191,7 @@ def unrounded(
 
 
 def gradients(
-    g: GradOutput, saved: tuple[Tensor | None, ...], plan: Plan, needs: tuple[bool, bool, bool]
+    g: GradOutput, saved: Saved, plan: Plan, needs: tuple[bool, bool, bool]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The gradients of (input, weight, bias) that are needed, from ``cast_gradient`` of the same arguments."""
     x_TK, x_q, x_scale_inv, weight_NK, w_q, w_scale_inv, offsets, _, _ = saved
@@ -318,7 +322,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
-        arguments = ctx.saved_tensors, ctx.plan, ctx.needs_input_grad[:3]
+        arguments = Saved(*ctx.saved_tensors), ctx.plan, ctx.needs_input_grad[:3]
         return *gradients(cast_gradient(grads[0], *arguments), *arguments), None, None
 
 
@@ -337,12 +341,6 @@ def linear(x: Tensor | GatheredInput, weight_NK: Tensor, bias: Tensor | None, la
     else:
         y_TN = output(*_operands(x_TK, layer, gathered, False), weight_NK, bias, layer, x_TK.dtype)
     return y_TN if x.ndim == 2 else y_TN.view(*x.shape[:-1], weight_NK.shape[0])
-
-
-def as_rows(x: Tensor) -> Tensor:
-    """[..., K] as [T, K]."""
-    # not by -1, which is ambiguous for K = 0, nor by Size.numel(), which makes a traced size a constant
-    return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def requires_grad(tensor: Tensor | None) -> bool:

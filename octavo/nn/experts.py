@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from octavo.autograd.casts import as_rows
 from octavo.autograd.chain import Chain, run_chain
 from octavo.autograd.grouped import Routing
-from octavo.autograd.products import as_rows, requires_grad
+from octavo.autograd.products import requires_grad
 from octavo.kernels.activations import activation_of
 from octavo.nn.activation import activate
 from octavo.nn.fused import runs_alone

@@ -1,11 +1,11 @@
 """Files of weights that live in FP8: what a state_dict holds of them, and how any kind of module loads it.
 
 In a state_dict such a weight is ``weight``, the bytes of the codes as uint8 [N, 1, K], of experts [E, N, 1, K], beside
-``weight_scale_inv``, whatever the parameter's name is in place of ``weight``. The
-dimension between is for readers who know nothing of codes: a shape that is not the weight's is an error everywhere,
-with strict=False, in from_pretrained and in copy_ too, where codes [N, K] would be taken for values. Bytes are what
-every backend of torch.distributed sends. Either kind of module loads either kind of file, and float8 codes [N, K], as
-fine-grained FP8 checkpoints have them under the same keys.
+``weight_scale_inv``; a parameter of another name has that in place of ``weight``. The dimension of 1 is for readers who
+know nothing of codes: a shape that is not the weight's is an error everywhere, with strict=False, in from_pretrained
+and in copy_ too, where codes [N, K] would be taken for values. Bytes are what every backend of torch.distributed sends.
+Either kind of module loads either kind of file, and float8 codes [N, K], as fine-grained FP8 checkpoints have them
+under the same keys.
 
 Of a sharded weight ``weight`` is a DTensor of the bytes; ``weight_scale_inv`` is plain and the same on every rank, or a
 DTensor of the scales of blocks or experts.

@@ -103,16 +103,13 @@ def summary(model: nn.Module, *args: Any, **kwargs: Any) -> Summary:
     rows: list[ModuleSummary] = []
     computed: set[int] = set()  # ids of what computes a linear layer's weight, which is one matrix all the same
     for name, module in model.named_modules():
-        if id(module) in computed:
+        if id(module) in computed or isinstance(module, ExpertsPart):  # whose matrix is its holder's
             continue
-        if isinstance(module, ExpertsPart):
-            continue  # the matrix is its holder's
         recipe = module.recipe if isinstance(module, RecipeModule) else None
         recipes = module.recipes if isinstance(module, ConvertedExperts) else {}
         own = dict(module.named_parameters(recurse=False)).items()
-        matrices = {
-            key: tuple(p.shape) for key, p in own if p.ndim >= 2 and not key.endswith("bias")
-        }  # experts' biases
+        # biases of experts have two dimensions too
+        matrices = {key: tuple(p.shape) for key, p in own if p.ndim >= 2 and not key.endswith("bias")}
         linear = recipe is not None or fp8_class(module) is not None
         if linear and weight_of(module) is None:
             matrices = {"weight": shape_of(module)}  # in place of weight_v, weight_orig
