@@ -1,6 +1,6 @@
 import itertools
 
-from tests.support.combinations import all_pairs
+from tests.support.combinations import all_pairs, each_pair
 
 OPTIONS = {"a": [0, 1, 2], "b": ["x", "y", "z", "w"], "c": [True, False], "d": [None], "e": range(3)}
 
@@ -16,3 +16,10 @@ def test_every_pair_occurs_in_few_cases() -> None:
 
 def test_always_the_same() -> None:
     assert all_pairs(**OPTIONS) == all_pairs(**OPTIONS)
+
+
+def test_by_default_each_value_occurs_twice() -> None:
+    _, params = each_pair(**OPTIONS).args
+    usual = [param.values[0] for param in params if not param.marks]
+    assert len(usual) < len(params) == len(all_pairs(**OPTIONS))
+    assert all(sum(case[name] == value for case in usual) >= 2 for name in OPTIONS for value in OPTIONS[name])
