@@ -156,6 +156,8 @@ def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     torch.nn.functional.grouped_mm, in whose results rows in no group are zero; and of sizes that it refuses, and
     compiled of dtypes that its fake refuses (torch 2.13 knows bf16 only).
     """
+    if not a.numel():  # without rows a tensor may have strides of 0, which torch refuses
+        return _result(a, b, offsets).zero_()
     ragged_rows = b.ndim == 3
     rows, cols = a.shape[0], b.shape[-1]
     multiple = _ALIGNMENT // a.element_size()
@@ -174,9 +176,11 @@ def _padded(x: Tensor, columns: int, rows: int = 0) -> Tensor:
     return F.pad(x, (0, columns, 0, rows)) if columns or rows else x
 
 
-@grouped_mm.register_fake
-def _(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+def _result(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[2]) if b.ndim == 3 else (offsets.shape[0], a.shape[0], b.shape[1]))
+
+
+grouped_mm.register_fake(_result)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:

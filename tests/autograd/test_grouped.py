@@ -37,6 +37,8 @@ def test_products_in_high_precision_are_those_of_each_group(
         torch.testing.assert_close(dw[group], grad[of].t() @ x[of])
         assert of.stop > of.start or not dw[group].any()
     torch.testing.assert_close(group_sums(grad, offsets), torch.stack([grad[of].sum(0) for of in slices_of(sizes)]))
+    ones = torch.ones((), dtype=dtype).expand(rows, outer)  # as the gradient of a sum, of any strides
+    assert group_sums(ones, offsets)[:, 0].tolist() == sizes
 
 
 def test_gradients_of_gradients_in_high_precision() -> None:
