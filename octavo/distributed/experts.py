@@ -69,11 +69,14 @@ def expert_parallel(model: nn.Module, mesh: Any, exact: bool = False, average: b
             if reason := _why_not(part, mesh):
                 raise ValueError(f"{name or 'the model'}: {reason}")
     exchange = Exchange(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank(), exact, average)
+    own: dict[nn.Parameter, nn.Parameter] = {}  # modules may share a parameter
     for part in (part for parts in found.values() for part in parts):
         owner = part.holder
         for key, parameter in list(owner._parameters.items()):
             if parameter is not None and not hasattr(parameter, "device_mesh"):
-                owner._parameters[key] = _own_experts(parameter, mesh)
+                if parameter not in own:
+                    own[parameter] = _own_experts(parameter, mesh)
+                owner._parameters[key] = own[parameter]
         part.exchange, part.elsewhere = exchange, _on_their_ranks
         part._weight_cache.clear()
     return model

@@ -112,7 +112,7 @@ class Grouped(RecipeModule):
     ) -> Operands:
         stored = None if parts is None else local_stored(parameter)
         if stored is not None:  # of this rank's experts, as they lie
-            return stored.operands(self, transposed)
+            return stored.operands(self, transposed, parameter.requires_grad)
         return super()._weight_operands(weight_NK, parameter, transposed, state, parts)
 
     def forward(self, input: Tensor, offsets: Tensor) -> Tensor:

@@ -90,6 +90,8 @@ def _change(
     if not (state := optimizer.state.get(param)):
         if moves:
             store(param, storage[param])
+            if (shard := local_stored(param)) is not None:
+                shard.awaited = True
         return
     before, after = optimizer.settings.in_state(state), settings.in_state(state)
     old, _ = for_kernel(param, states.local(param.detach()), state, before)

@@ -146,13 +146,14 @@ class StoredWeight(ShardHooks, Pair):
             return self.pair().dequantize()
         return values_with(self.qdata.view(torch.uint8), self.scale_inv, self.rest).to(self.dtype)
 
-    def operands(self, reader: Any, transposed: bool) -> Operands:
+    def operands(self, reader: Any, transposed: bool, is_trained: bool = False) -> Operands:
         """Its codes, for the module ``reader``; on some devices also laid out transposed, if backward needs that.
 
         A weight that is used without gradients, and that no optimizer waits for, gives up what it was cast from.
+        ``is_trained``: whether it is a rank's part of a parameter that requires gradients.
         """
         if not torch.compiler.is_compiling() and self.rest is not None and not self.awaited:
-            if not (torch.is_grad_enabled() and self.requires_grad):
+            if not (torch.is_grad_enabled() and (self.requires_grad or is_trained)):
                 self.rest = None
         pads, swaps = reader.recipe.pads, reader.stores_transposed
         if needs_transposed_codes(self.qdata.device) and not transposed and not swaps:

@@ -212,6 +212,16 @@ def test_recipes_change_and_restored_experts_stay_where_they_are(mesh):
     assert torch.equal(octavo.restore(net)(batch(0, 0)), high)
 
 
+def test_shared_parameters_stay_shared_and_what_they_were_cast_from_stays_known(mesh):
+    nets = nn.ModuleList(built("octavo", "dynamic", 4, storage="fp8") for _ in range(2))
+    first, second = (net.experts.down for net in nets)
+    second.weight = first.weight
+    expert_parallel(nets, mesh)
+    assert second.weight is first.weight
+    nets[1](nets[0](batch(0, 0))).sum().backward()
+    assert first.weight.to_local().rest is not None
+
+
 def test_what_is_refused(mesh):
     net = built("octavo", "dynamic", 4)
     with pytest.raises(TypeError, match="a DeviceMesh, not Mixture and int"):

@@ -160,6 +160,7 @@ def test_weights_that_have_not_stepped_change_their_storage_alone():
     weight = nn.Parameter(torch.randn(64, 64).bfloat16())
     optimizer, before = AdamW([weight], 0.01, master="auto"), weight.detach().clone()
     change(optimizer, optimizer.settings, {weight: PerTensor()})
+    assert weight.awaited  # an evaluation leaves what the master is to begin from
     values = values_of(weight)
     assert torch.equal(values, values_of(nn.Parameter(StoredWeight.cast(before))))
     assert optimizer.state[weight] == {} and master_of(weight, "auto").name == "split16"
