@@ -14,13 +14,12 @@ from octavo.granularity import ALL, Tile, scale_shape
 from octavo.kernels.activations import activation_of
 from octavo.kernels.arguments import CastSource, NormSource, Output, Scaling, laid_scales, new_codes, new_sums, no_codes
 from octavo.kernels.layouts import is_small_block, padded
-from octavo.kernels.triton.launch import TABLE, Config, config, launch, multiprocessors
+from octavo.kernels.triton.launch import TABLE, WHOLE, Config, config, launch, multiprocessors, tile_size
 from octavo.kernels.triton.prologue import Function, Input, Norm
 from octavo.kernels.triton.tiles import BlockScaling, Codes, Outputs, Rounding, Source, Tiling
 
 _scale_shape = functools.lru_cache(maxsize=4096)(scale_shape)
 _WHOLE = {(ALL, ALL), (1, ALL), (ALL, 1)}
-_ALL = 1 << 30  # a tile of so many rows or columns holds them all
 
 
 def rounding_of(scaling: Scaling) -> Rounding:
@@ -111,7 +110,7 @@ class CastInput(NamedTuple):
         """Whether the kernels of rows, columns, small blocks or a whole tensor cast this by these tiles."""
         function, h = self.function, self.h
         if isinstance(h, Input) and function.gated and h.scale_inv is not None:
-            if function.tile_c != _ALL and self.cols % function.tile_c:  # up doesn't begin with a tile of its own
+            if function.tile_c != WHOLE and self.cols % function.tile_c:  # up doesn't begin with a tile of its own
                 return False
         for tile in tiles:
             if tile not in _WHOLE:
@@ -188,7 +187,7 @@ def cast_input(source: CastSource) -> CastInput:
     name, gated = activation_of(activation)
     h = x if preactivation is None else preactivation
     half = h.shape[1] // 2 if gated else h.shape[1]
-    tile_r, tile_c = (_ALL if size == ALL else size for size in h_tile)
+    tile_r, tile_c = map(tile_size, h_tile)
     scale_r = scale_c = scale_shift = 0
     if h_scale_inv is not None and h_scale_inv.numel() == 0:
         h_scale_inv = None  # of no codes, and kernels read one at least

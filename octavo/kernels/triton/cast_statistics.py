@@ -11,7 +11,7 @@ from torch import Tensor
 
 from octavo.granularity import ALL
 from octavo.kernels.reference.cast_statistics import EXPONENTS, LARGEST, LOWEST, SUMS
-from octavo.kernels.triton.groups import Grouping, Groups, locate
+from octavo.kernels.triton.groups import locate, on_device
 from octavo.kernels.triton.launch import launch
 from octavo.kernels.triton.tiles import Source, decode, load_tile, raise_amax
 
@@ -191,8 +191,6 @@ def cast_statistics(
         return
     # finding a group takes registers too: tiles of 16 rows spill 32 of them under Triton 3.6
     counting = counting._replace(block_r=counting.block_r // 2, tiles=counting.tiles * 2)
-    count = offsets.shape[0]
-    width, tile_r = max(16, triton.next_power_of_2(count)), 1 << 30 if tile[0] == ALL else tile[0]
-    groups, grouping = Groups(offsets.contiguous(), count, 0, 0), Grouping(width, True, 1, tile_r, 1)
+    groups, grouping = on_device(offsets, tile_r=tile[0])
     of_groups = *arguments, groups, sums, extremes, counting, grouping
-    launch(group_statistics_kernel, (rows // height + count + 1) * strips, of_groups, num_warps=4)
+    launch(group_statistics_kernel, (rows // height + groups.count + 1) * strips, of_groups, num_warps=4)

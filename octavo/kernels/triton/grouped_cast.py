@@ -24,12 +24,12 @@ from octavo.granularity import ALL
 from octavo.kernels.arguments import CastSource, Groups, Scaling, new_grouped
 from octavo.kernels.layouts import is_small_block
 from octavo.kernels.reference.grouped_cast import grouped_cast as reference_grouped_cast
-from octavo.kernels.triton import groups as on_device
 from octavo.kernels.triton.cast_blocks import encode_blocks, store_block_scales
 from octavo.kernels.triton.cast_input import CastInput, block_scaling_of, cast_input, codes_to, rounding_of
 from octavo.kernels.triton.cast_lines import finish_lines
 from octavo.kernels.triton.cast_rows import larger
-from octavo.kernels.triton.groups import locate
+from octavo.kernels.triton.groups import Grouping, locate, on_device
+from octavo.kernels.triton.groups import Groups as GroupsOnDevice
 from octavo.kernels.triton.known_scales import scale_exists
 from octavo.kernels.triton.launch import with_room_for, workspace
 from octavo.kernels.triton.prologue import Input, produce
@@ -44,8 +44,6 @@ from octavo.kernels.triton.tiles import (
     store_codes,
     store_tiles,
 )
-
-_ALL = 1 << 30
 
 
 @triton.jit
@@ -304,8 +302,8 @@ class _Grouped(NamedTuple):
     """What a grouped cast reads, and what kernels need to know of its groups."""
 
     given: CastInput
-    groups: on_device.Groups
-    grouping: on_device.Grouping
+    groups: GroupsOnDevice
+    grouping: Grouping
 
     def programs(self, height: int) -> int:
         """How many programs of so many rows each are enough."""
@@ -343,12 +341,10 @@ def grouped_cast(source: CastSource, scaling: Scaling, groups: Groups) -> tuple[
 
 
 def _grouped(given: CastInput, groups: Groups, tile_r: int, columns: int, scale_rows: int) -> _Grouped:
-    count = groups.offsets.shape[0]
-    width = max(16, triton.next_power_of_2(count))
     h_tile_r = given.function.tile_r if isinstance(given.h, Input) and given.h.scale_inv is not None else 1
     ragged = groups.transpose or tile_r != 1 or h_tile_r != 1
-    grouping = on_device.Grouping(width, ragged, groups.pad, _ALL if tile_r == ALL else tile_r, h_tile_r)
-    return _Grouped(given, on_device.Groups(groups.offsets.contiguous(), count, columns, scale_rows), grouping)
+    how = groups.pad, tile_r, h_tile_r, ragged, columns, scale_rows
+    return _Grouped(given, *on_device(groups.offsets, *how))
 
 
 def _cast_by_group(grouped: _Grouped, scaling: Scaling, out: Outputs) -> None:

@@ -21,7 +21,7 @@ from octavo.kernels.arguments import CastSource, GroupedOperands, Pair, Scaling
 from octavo.kernels.arguments import Groups as Offsets
 from octavo.kernels.reference.grouped_cast import grouped_cast as reference_grouped_cast
 from octavo.kernels.reference.grouped_matmul import grouped_matmul as reference_grouped_matmul
-from octavo.kernels.triton.groups import Grouping, Groups, fill_part, sizes_of, tiles_of
+from octavo.kernels.triton.groups import fill_part, on_device, sizes_of, tiles_of
 from octavo.kernels.triton.launch import LIBRARY, is_capturing, launch
 
 _logger = logging.getLogger("octavo")
@@ -125,8 +125,7 @@ def library_grouped_matmul(operands: GroupedOperands, fast_accum: bool) -> Tenso
     """torch's product, for what ``takes``."""
     a, b, offsets, _, pad = operands
     count, ragged = offsets.shape[0], operands.has_ragged_rows
-    grouping = Grouping(max(16, triton.next_power_of_2(count)), True, 1 if ragged else pad, 1, 1)
-    groups, size = Groups(offsets.contiguous(), count, 0, 0), a.codes.shape[0 if ragged else 1]
+    (groups, grouping), size = on_device(offsets, 1 if ragged else pad), a.codes.shape[0 if ragged else 1]
     ends = torch.empty_like(groups.offsets)
     launch(checked_ends_kernel, 1, (groups, size, ends, grouping), 4)
     # a scale for each row: [R] and [G, N]; where terms are in groups, of each group in turn, as casts write them

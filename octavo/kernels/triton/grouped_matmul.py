@@ -21,7 +21,7 @@ from octavo.granularity import ALL
 from octavo.kernels.arguments import GroupedOperands, Pair
 from octavo.kernels.reference.grouped_matmul import grouped_matmul as reference_grouped_matmul
 from octavo.kernels.triton.grouped_library import is_right, library_grouped_matmul
-from octavo.kernels.triton.groups import Grouping, Groups, fill_part, locate, sizes_of, tiles_of
+from octavo.kernels.triton.groups import fill_part, locate, on_device, sizes_of, tiles_of
 from octavo.kernels.triton.launch import Config, config, launch
 from octavo.kernels.triton.matmul import (
     Operand,
@@ -33,9 +33,6 @@ from octavo.kernels.triton.matmul import (
     tiling_of,
     write_part,
 )
-
-_ALL = 1 << 30
-
 
 LARGE_GROUP = 1024  # rows
 
@@ -155,7 +152,7 @@ def _rows_in_groups(operands: GroupedOperands, out: Tensor, fast_accum: bool) ->
     programs = heights * -(-N // chosen.block_c)
     if bias is not None and out.dtype is torch.bfloat16:
         bias = bias.to(out.dtype)
-    tile_r = _ALL if a.tile[0] == ALL else a.tile[0]
+    groups, grouping = on_device(offsets, tile_r=a.tile[0], h_tile_r=ALL, scale_rows=a.scale_inv.shape[0])
     arguments = (
         operand_of(a),
         first,
@@ -163,10 +160,10 @@ def _rows_in_groups(operands: GroupedOperands, out: Tensor, fast_accum: bool) ->
         b.scale_inv.stride(0),
         None if bias is None else bias.contiguous(),
         K,
-        Groups(offsets.contiguous(), count, 0, a.scale_inv.shape[0]),
+        groups,
         heights,
         out,
-        Grouping(_width(count), True, 1, tile_r, _ALL),
+        grouping,
         tiling_of(a.tile, b.tile, fast_accum, chosen, K),
     )
     launch(rows_in_groups_kernel, programs, arguments, chosen.num_warps, True, chosen.tiles)
@@ -176,13 +173,13 @@ def _terms_in_groups(operands: GroupedOperands, out: Tensor, fast_accum: bool) -
     a, b, offsets, _, pad = operands
     count, N, K = out.shape
     chosen = grouped_config(a, b, (N, K))
-    cols = [_ALL if tile[1] == ALL else tile[1] for tile in (a.tile, b.tile)]
+    groups, grouping = on_device(offsets, pad, a.tile[1], b.tile[1], columns=a.codes.shape[1])
     arguments = (
         operand_of(a),
         operand_of(b),
-        Groups(offsets.contiguous(), count, a.codes.shape[1], 0),
+        groups,
         out,
-        Grouping(_width(count), True, pad, *cols),
+        grouping,
         tiling_of(a.tile, b.tile, fast_accum, chosen, 1),  # of any number of terms
     )
     programs = count * -(-N // chosen.block_r) * -(-K // chosen.block_c)
@@ -201,7 +198,3 @@ def grouped_config(a: Pair, b: Pair, shape: tuple[int, int], groups: int = 1) ->
         return product_config("matmul", a.tile, b.tile, shape)
     kernel = "matmul" if a.tile[1] == b.tile[1] == ALL else "matmul_blocks"
     return config(kernel, math.prod(shape).bit_length())
-
-
-def _width(count: int) -> int:
-    return max(16, triton.next_power_of_2(count))

@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from octavo.kernels.triton.launch import tile_size
 from octavo.kernels.triton.tiles import narrow
 
 
@@ -111,3 +113,19 @@ def fill_part(out_ptr, value, rows_end, cols_end, first_m, first_n, M: tl.conste
     part = narrow(tl.zeros([M, N], tl.float32) + value, out_ptr.dtype.element_ty)
     offsets = m.to(tl.int64)[:, None] * cols_end + n[None, :]
     tl.store(out_ptr + offsets, part, mask=(m < rows_end)[:, None] & (n < cols_end)[None, :])
+
+
+def on_device(
+    offsets: Tensor,
+    pad: int = 1,
+    tile_r: int = 1,
+    h_tile_r: int = 1,
+    ragged: bool = True,
+    columns: int = 0,
+    scale_rows: int = 0,
+) -> tuple[Groups, Grouping]:
+    """What kernels take for groups that end at these offsets; see Groups and Grouping, but rows of tiles may be ALL."""
+    count = offsets.shape[0]
+    width = max(16, triton.next_power_of_2(count))
+    grouping = Grouping(width, ragged, pad, tile_size(tile_r), tile_size(h_tile_r))
+    return Groups(offsets.contiguous(), count, columns, scale_rows), grouping

@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from octavo.granularity import Tile
+from octavo.granularity import ALL, Tile
 from octavo.kernels.triton.tuned import table, tuned_file
 
 
@@ -51,6 +51,14 @@ def with_room_for(chosen: Config, *blocks: Sequence[int]) -> Config:
     block_c = max(chosen.block_c, *(cols for _, cols in blocks))
     larger = block_r * block_c // (chosen.block_r * chosen.block_c)
     return Config(block_r, block_c, chosen.tiles, min(16, chosen.num_warps * larger))
+
+
+WHOLE = 1 << 30  # a tile of so many rows or columns holds them all
+
+
+def tile_size(size: int) -> int:
+    """A tile's rows or columns as kernels divide by them: WHOLE for ALL."""
+    return WHOLE if size == ALL else size
 
 
 @functools.cache

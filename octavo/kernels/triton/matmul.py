@@ -20,7 +20,7 @@ from triton.runtime.driver import driver
 from octavo.granularity import ALL, Tile
 from octavo.kernels.arguments import Operands, Pair
 from octavo.kernels.reference.matmul import matmul as reference_matmul
-from octavo.kernels.triton.launch import LIBRARY, Config, config, launch
+from octavo.kernels.triton.launch import LIBRARY, Config, config, launch, tile_size
 from octavo.kernels.triton.library_matmul import is_right, library_matmul
 from octavo.kernels.triton.tiles import decode, narrow
 
@@ -299,9 +299,6 @@ else:
         return result
 
 
-_ALL_ROWS = 1 << 30  # a tile of so many rows holds them all
-
-
 def matmul(operands: Operands, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
     """``octavo::matmul``."""
     tiles = operands.a.tile, operands.b.tile
@@ -367,7 +364,7 @@ def launch_product(kernel: Any, operands: Operands, fast_accum: bool, chosen: Co
 def tiling_of(a_tile: Tile, b_tile: Tile, fast_accum: bool, chosen: Config, K: int) -> ProductTiling:
     """How programs share a product whose sums are of K terms."""
     step = step_along(a_tile, b_tile)
-    a, b = ((_ALL_ROWS if rows == ALL else rows, cols) for rows, cols in (a_tile, b_tile))
+    a, b = ((tile_size(rows), cols) for rows, cols in (a_tile, b_tile))
     dots = 2 if chosen.num_warps > 8 else 1  # of 16 warps a thread has 128 registers, too few for two sums of 64 each
     return ProductTiling(a, b, fast_accum, K % step == 0, chosen.block_r, chosen.block_c, step, dots)
 

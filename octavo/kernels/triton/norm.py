@@ -53,9 +53,9 @@ def norm_cast_two_scalings(source: NormSource, first: Scaling, second: Scaling, 
     norm = _norm(source, output)
     if norm is None or not norm.given.fits(first.tile, second.tile):
         return reference_cast_two_scalings(source, first, second, output)
-    return *two_scalings(norm.given, first, second, output, norm.cast_blocks, norm.cast_lines, norm.cast)[
-        :4
-    ], *norm.statistics
+    casts = norm.cast_blocks, norm.cast_lines, norm.cast
+    *results, _ = two_scalings(norm.given, first, second, output, *casts)
+    return *results, *norm.statistics
 
 
 def _norm(source: NormSource, output: Output) -> _Norm | None:
