@@ -115,7 +115,7 @@ def launched(name: str, shape: tuple[int, int, int]) -> Work:
     else:
         operands = Operands(a, b, None)
         triton_matmul(operands, torch.bfloat16, False)
-        config, parts, terms, read = product_config("matmul", a_tile, b_tile, (M, N)), 1, K, (M + N) * K
+        config, parts, terms, read = product_config(a_tile, b_tile, (M, N)), 1, K, (M + N) * K
     return Work(config, parts * -(-M // config.block_r) * -(-N // config.block_c), terms, read)
 
 

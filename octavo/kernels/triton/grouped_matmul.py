@@ -195,6 +195,6 @@ def grouped_config(a: Pair, b: Pair, shape: tuple[int, int], groups: int = 1) ->
         groups: that share the rows.
     """
     if shape[0] >= LARGE_GROUP * groups:
-        return product_config("matmul", a.tile, b.tile, shape)
+        return product_config(a.tile, b.tile, shape)
     kernel = "matmul" if a.tile[1] == b.tile[1] == ALL else "matmul_blocks"
     return config(kernel, math.prod(shape).bit_length())

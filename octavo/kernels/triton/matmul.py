@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -320,26 +319,26 @@ def triton_matmul(operands: Operands, out_dtype: torch.dtype, fast_accum: bool) 
     """The Triton kernel's product, for tiles whose columns are a multiple of 32, or all."""
     if operands.bias is not None and out_dtype is torch.bfloat16:
         operands = operands._replace(bias=operands.bias.to(out_dtype))
-    out = operands.a.codes.new_empty(operands.shape, dtype=out_dtype)
+    a, b, bias = operands
+    (M, N), K = operands.shape, a.codes.shape[1]
+    out = a.codes.new_empty((M, N), dtype=out_dtype)
     if out.numel() > 0:
-        launch_product(
-            matmul_kernel,
-            operands,
-            fast_accum,
-            product_config("matmul", operands.a.tile, operands.b.tile, operands.shape),
-            (out,),
-        )
+        chosen = product_config(a.tile, b.tile, (M, N))
+        tiling = tiling_of(a.tile, b.tile, fast_accum, chosen, K)
+        arguments = operand_of(a), operand_of(b), None if bias is None else bias.contiguous(), K, out, tiling
+        programs = -(-M // chosen.block_r) * -(-N // chosen.block_c)
+        launch(matmul_kernel, programs, arguments, chosen.num_warps, True, chosen.tiles)
     return out
 
 
-def product_config(kernel: str, a_tile: Tile, b_tile: Tile, shape: tuple[int, int]) -> Config:
-    """Other ones where a scale changes along K, as a program then has two accumulators."""
+def product_config(a_tile: Tile, b_tile: Tile, shape: tuple[int, int]) -> Config:
+    """The configuration of a product of this shape: another one where a scale changes along K, for two accumulators."""
     log2_elements = math.prod(shape).bit_length()
     if a_tile[1] == b_tile[1] == ALL:
-        return config(kernel, log2_elements)
-    chosen = config(f"{kernel}_blocks", log2_elements)
+        return config("matmul", log2_elements)
+    chosen = config("matmul_blocks", log2_elements)
     if b_tile[0] == ALL or b_tile[0] % 128 == 0:
-        square = config(f"{kernel}_square_blocks", log2_elements)
+        square = config("matmul_square_blocks", log2_elements)
         if square.num_warps <= 8 or triton.knobs.runtime.interpret or _is_hopper(driver.active.get_current_device()):
             chosen = square
     return chosen
@@ -349,16 +348,6 @@ def product_config(kernel: str, a_tile: Tile, b_tile: Tile, shape: tuple[int, in
 def _is_hopper(device: int) -> bool:
     """Whether the device, the current one, is: no other's tensor cores work for 16 warps in Triton."""
     return driver.active.get_current_target().arch == 90
-
-
-def launch_product(kernel: Any, operands: Operands, fast_accum: bool, chosen: Config, arguments: Sequence[Any]) -> None:
-    """Launch a kernel that takes a Product's parts, its own ``arguments`` and the tiling; the result is not empty."""
-    (M, N), K = operands.shape, operands.a.codes.shape[1]
-    tiling = tiling_of(operands.a.tile, operands.b.tile, fast_accum, chosen, K)
-    bias = None if operands.bias is None else operands.bias.contiguous()
-    product = operand_of(operands.a), operand_of(operands.b), bias, K
-    programs = -(-M // chosen.block_r) * -(-N // chosen.block_c)
-    launch(kernel, programs, (*product, *arguments, tiling), chosen.num_warps, True, chosen.tiles)
 
 
 def tiling_of(a_tile: Tile, b_tile: Tile, fast_accum: bool, chosen: Config, K: int) -> ProductTiling:
