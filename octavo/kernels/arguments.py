@@ -161,8 +161,9 @@ def _cast_two_scalings(x: Tensor, *flat: Any) -> tuple[Any, ...]:
 
 
 def _cast_and_commit(x: Tensor, *flat: Any) -> tuple[Any, ...]:
-    scaling = Scaling(flat[4], (ALL, ALL), flat[5], flat[6], flat[0], 2)
-    return CastSource(x, *flat[14:]), scaling, Commit(*flat[:4], *flat[7:11]), Output(*flat[11:14])
+    (delayed_scale, *state, dtype, power_of_two, margin), update, output = flat[:7], flat[7:11], flat[11:14]
+    scaling = Scaling(dtype, (ALL, ALL), power_of_two, margin, delayed_scale, role=2)
+    return CastSource(x, *flat[14:]), scaling, Commit(delayed_scale, *state, *update), Output(*output)
 
 
 def _norm_cast(*flat: Any) -> tuple[Any, ...]:
@@ -194,10 +195,11 @@ def _grouped_cast(x: Tensor, offsets: Tensor, *flat: Any) -> tuple[Any, ...]:
 
 
 def _grouped_matmul(*flat: Any) -> tuple[Any, ...]:
-    a, b, bias = _operands(*flat[:6], flat[7])
-    operands = GroupedOperands(a, b, flat[6], bias, *flat[10:])
+    offsets, bias, out_dtype, fast_accum, *pad = flat[6:]
+    a, b, _ = _operands(*flat[:6], bias)
+    operands = GroupedOperands(a, b, offsets, bias, *pad)
     check_grouped_operands(operands)
-    return operands, *flat[8:10]
+    return operands, out_dtype, fast_accum
 
 
 def check_grouped_operands(operands: GroupedOperands) -> None:

@@ -170,11 +170,7 @@ def _fake_cast_and_commit(source: CastSource, scaling: Scaling, commit: Commit, 
     return q, t, scale_inv, sums
 
 
-def _fake_matmul(operands: Operands, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
-    return operands.a.codes.new_empty(operands.shape, dtype=out_dtype)
-
-
-def _fake_grouped_matmul(operands: GroupedOperands, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
+def _fake_matmul(operands: Operands | GroupedOperands, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
     return operands.a.codes.new_empty(operands.shape, dtype=out_dtype)
 
 
@@ -193,7 +189,7 @@ FAKES: dict[str, Callable[..., Any]] = unpacking(
         "delayed_update": lambda *_: None,
         "dequantize": lambda qdata, scale_inv, tile, dtype: qdata.new_empty(qdata.shape, dtype=dtype),
         "grouped_cast": new_grouped,
-        "grouped_matmul": _fake_grouped_matmul,
+        "grouped_matmul": _fake_matmul,
         "matmul": _fake_matmul,
         "multi_tensor_cast": lambda *_: None,
         "note_faults": lambda *_: None,

@@ -29,14 +29,13 @@ def needs_agreement(param: Tensor) -> bool:
 
 def _with_common(amaxes: Tensor, params: Sequence[nn.Parameter]) -> Tensor:
     """Weights' amaxes [n, 1], of those that have one scale in common the largest of them."""
-    stored = [local_stored(param) for param in params]
-    common = [own if (own := one.common) is not None else at for at, one in enumerate(stored) if one is not None]
-    numbers = {one: number for number, one in enumerate(dict.fromkeys(common))}
-    if len(numbers) == len(common):
+    owners = [getattr(local_stored(param), "common", None) or param for param in params]  # of a scale each
+    numbers = {owner: number for number, owner in enumerate(dict.fromkeys(owners))}
+    if len(numbers) == len(owners):
         return amaxes
-    of = torch.tensor([numbers[one] for one in common], device=amaxes.device)
-    found = amaxes.new_zeros(len(numbers)).scatter_reduce_(0, of, amaxes.view(-1), "amax")
-    return found[of].view(-1, 1)
+    places = torch.tensor([numbers[owner] for owner in owners], device=amaxes.device)
+    found = amaxes.new_zeros(len(numbers)).scatter_reduce_(0, places, amaxes.view(-1), "amax")
+    return found[places].view(-1, 1)
 
 
 def agreeing(params: Sequence[nn.Parameter], groups: Sequence[int]) -> list[nn.Parameter]:

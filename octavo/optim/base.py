@@ -309,7 +309,7 @@ class CompactOptimizer(Optimizer):
         kept, ids = self._kept.get(param), (group, index, self.seed, averages, *map(id, state.values()))
         held = states.held(weight)
         written = kept is not None and isinstance(weight, StoredWeight) and was_written(kept, weight, held)
-        if kept is None or has_moved(kept, weight, held) or kept.state != ids or not held.is_contiguous():
+        if kept is None or has_moved(kept, weight, held) or kept.identity != ids or not held.is_contiguous():
             if kept is not None:
                 self._forget_plans()
             kept = self._kept[param] = self._keep(param, weight, state, ids)
@@ -323,11 +323,11 @@ class CompactOptimizer(Optimizer):
         return kept, anew or written
 
     def _keep(self, param: nn.Parameter, weight: Tensor, state: dict[str, Any], ids: tuple[int, ...]) -> Kept:
-        group, index = ids[:2]
+        group, index, _, averages, *_ = ids
         if isinstance(weight, StoredWeight):  # perhaps since the optimizer was made
             self.clip_update = self.will_bound(self.settings, stored=True)
         self.check(param, self.param_groups[group], self.settings, self.clip_update)
-        master, moments = states.for_kernel(param, weight, state, self._settings_of(bool(ids[3])))
+        master, moments = states.for_kernel(param, weight, state, self._settings_of(bool(averages)))
         key, (row, *where) = key_of(self.seed, index), place_of(param)
         measured = self.resolution is not None and self.resolution.counts(param)
         update = WeightUpdate(master, moments, master.weight, state["step"], key, group, row, None, measured, *where)

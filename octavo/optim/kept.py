@@ -18,7 +18,7 @@ class Kept(NamedTuple):
     held: Tensor  # what it writes of the weight
     address: int
     version: int  # of the weight after the last step
-    state: tuple[int, ...]
+    identity: tuple[int, ...]  # the weight's group and number, the seed, whether it has moments, ids of its state
 
 
 def _is_part(weight: Tensor) -> bool:
