@@ -27,6 +27,10 @@ SHAPES = [(0, 17), (17, 0), (1, 1), (1, 270), (270, 1), (128, 17), (64, 256), (3
 LAYOUTS = ["rows", "columns", "strided", "offset"]
 VALUES = ["varied", "faults", "only faults", "zeros", "edge"]
 ALL = (-1, -1)
+INPUT: dict[str, Any] = {"shape": SHAPES, "dtype": DTYPES, "layout": LAYOUTS, "values": VALUES, "small": [False, True]}
+# besides a tile: of casts by one scaling
+CAST = INPUT | {"fmt": FORMATS, "power_of_two": [False, True], "margin": [0, 3], "pad": [1, 16]}
+BOTH_LAYOUTS = CAST | {"transpose": [False, True], "column_sum": [False, True]}
 
 RESULTS = {
     "cast": ["q", "t", "scale_inv", "amax", "sums"],
@@ -382,3 +386,24 @@ def row_of(kernels: TritonKernels, **columns: int | Tensor) -> Tensor:
         number = value.data_ptr() if isinstance(value, Tensor) else value
         row[getattr(state, column).value + int(offset or 0)] = number
     return torch.tensor(row, device=kernels.device)
+
+
+def input_of(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, case: dict[str, Any]) -> Tensor:
+    """The tensor of a case of INPUT, and small tiles if it asks for these."""
+    if case["small"]:
+        use_small_tiles(kernels, monkeypatch)
+    return laid(values_of(case["values"], case["shape"], case["dtype"]), case["layout"], kernels.device)
+
+
+def check_cast(
+    kernels: TritonKernels,
+    x: Tensor,
+    case: dict[str, Any],
+    tile: tuple[int, int],
+    state: Tensor | None = None,
+    role: int = 0,
+) -> None:
+    """``check`` the cast of x that a case of CAST or BOTH_LAYOUTS says."""
+    cast = case["fmt"], tile, case["power_of_two"], case["margin"]
+    written = case.get("transpose", False), case["pad"], case.get("column_sum", False)
+    check(kernels, "cast", x, state, role, *cast, *written, compare_sums=case["values"] != "edge")

@@ -11,8 +11,8 @@ from tests.support.definitions import same_bits
 from tests.support.triton_cases import (
     ALL,
     DTYPES,
+    INPUT,
     LAYOUTS,
-    SHAPES,
     VALUES,
     assert_counters_are_zero,
     laid,
@@ -38,11 +38,7 @@ def compare(kernels: TritonKernels, case: dict[str, Any]) -> None:
 
 @each_pair(
     tile=[ALL, (1, -1), (-1, 1), (1, 128), (128, 128)],
-    shape=SHAPES,
-    dtype=DTYPES,
-    layout=LAYOUTS,
-    values=VALUES,
-    small=[False, True],
+    **INPUT,
 )
 def test_amax(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, case: dict[str, Any]) -> None:
     if case["small"]:

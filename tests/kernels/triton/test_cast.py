@@ -8,21 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.support.combinations import each_pair
-from tests.support.triton_cases import (
-    ALL,
-    DTYPES,
-    E4M3,
-    E5M2,
-    FORMATS,
-    LAYOUTS,
-    SHAPES,
-    VALUES,
-    check,
-    laid,
-    update_args,
-    use_small_tiles,
-    values_of,
-)
+from tests.support.triton_cases import ALL, E4M3, E5M2, FORMATS, INPUT, check, input_of, update_args
 from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.gpu
@@ -34,22 +20,16 @@ TILES += [((1, -1), (-1, 1)), (ALL, (-1, 1)), ((-1, 1), ALL), ((20, 48), (32, 1)
 
 
 @each_pair(
+    **INPUT | {"shape": FEW},
     tiles=TILES,
-    shape=FEW,
-    dtype=DTYPES,
     formats=[(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3), (E5M2, E5M2)],
-    layout=LAYOUTS,
-    values=VALUES,
     powers_of_two=[(False, False), (True, True), (False, True)],
     transpose_second=[False, True],
     pad=[1, 16],
     column_sum=[False, True],
-    small=[False, True],
 )
 def test_cast_two_scalings(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, case: dict[str, Any]) -> None:
-    if case["small"]:
-        use_small_tiles(kernels, monkeypatch)
-    x = laid(values_of(case["values"], case["shape"], case["dtype"]), case["layout"], kernels.device)
+    x = input_of(kernels, monkeypatch, case)
     (tile, second_tile), (fmt, second_fmt) = case["tiles"], case["formats"]
     power_of_two, second_power_of_two = case["powers_of_two"]
     first, second = (fmt, tile, power_of_two, 1), (second_fmt, second_tile, second_power_of_two, 2)
@@ -58,11 +38,8 @@ def test_cast_two_scalings(kernels: TritonKernels, monkeypatch: pytest.MonkeyPat
 
 
 @each_pair(
-    shape=SHAPES,
-    dtype=DTYPES,
+    **INPUT,
     fmt=FORMATS,
-    layout=LAYOUTS,
-    values=VALUES,
     scale=[0.0, 0.37, 2.0**60],
     length=[1, 4, 5, 16],
     reduce=["max", "most_recent"],
@@ -71,12 +48,9 @@ def test_cast_two_scalings(kernels: TritonKernels, monkeypatch: pytest.MonkeyPat
     transpose=[False, True],
     pad=[1, 16],
     column_sum=[False, True],
-    small=[False, True],
 )
 def test_cast_and_commit(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, case: dict[str, Any]) -> None:
-    if case["small"]:
-        use_small_tiles(kernels, monkeypatch)
-    x = laid(values_of(case["values"], case["shape"], case["dtype"]), case["layout"], kernels.device)
+    x = input_of(kernels, monkeypatch, case)
     state = torch.tensor([5.0, 0.0, case["scale"]], device=kernels.device)
     history = torch.rand(3, case["length"]).to(kernels.device)
     amaxes = [None if a is None else torch.full((1, 1), a, device=kernels.device) for a in case["amaxes"]]

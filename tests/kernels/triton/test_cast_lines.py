@@ -6,45 +6,15 @@ import pytest
 import torch
 
 from tests.support.combinations import each_pair
-from tests.support.triton_cases import (
-    DTYPES,
-    E4M3,
-    E5M2,
-    FORMATS,
-    LAYOUTS,
-    SHAPES,
-    VALUES,
-    check,
-    laid,
-    use_small_tiles,
-    values_of,
-)
+from tests.support.triton_cases import BOTH_LAYOUTS, E4M3, E5M2, check, check_cast, input_of
 from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.gpu
 
 
-@each_pair(
-    transpose=[False, True],
-    tile=[(-1, 1), (1, -1)],
-    shape=SHAPES,
-    dtype=DTYPES,
-    fmt=FORMATS,
-    layout=LAYOUTS,
-    values=VALUES,
-    power_of_two=[False, True],
-    margin=[0, 3],
-    pad=[1, 16],
-    column_sum=[False, True],
-    small=[False, True],
-)
+@each_pair(**BOTH_LAYOUTS, tile=[(-1, 1), (1, -1)])
 def test_cast(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, case: dict[str, Any]) -> None:
-    if case["small"]:
-        use_small_tiles(kernels, monkeypatch)
-    x = laid(values_of(case["values"], case["shape"], case["dtype"]), case["layout"], kernels.device)
-    cast = (case["fmt"], case["tile"], case["power_of_two"], case["margin"])
-    written = case["transpose"], case["pad"], case["column_sum"]
-    check(kernels, "cast", x, None, 0, *cast, *written, compare_sums=case["values"] != "edge")
+    check_cast(kernels, input_of(kernels, monkeypatch, case), case, case["tile"])
 
 
 def test_amaxes_are_not_left_for_the_next_cast(kernels: TritonKernels) -> None:

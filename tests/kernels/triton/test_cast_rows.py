@@ -6,41 +6,15 @@ import pytest
 import torch
 
 from tests.support.combinations import each_pair
-from tests.support.triton_cases import (
-    DTYPES,
-    E4M3,
-    FORMATS,
-    LAYOUTS,
-    SHAPES,
-    VALUES,
-    check,
-    laid,
-    use_small_tiles,
-    values_of,
-)
+from tests.support.triton_cases import CAST, E4M3, check, check_cast, input_of, values_of
 from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.gpu
 
 
-@each_pair(
-    shape=SHAPES,
-    dtype=DTYPES,
-    fmt=FORMATS,
-    layout=LAYOUTS,
-    values=VALUES,
-    power_of_two=[False, True],
-    margin=[0, 3],
-    pad=[1, 16],
-    small=[False, True],
-)
+@each_pair(**CAST)
 def test_cast(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, case: dict[str, Any]) -> None:
-    if case["small"]:
-        use_small_tiles(kernels, monkeypatch)
-    x = laid(values_of(case["values"], case["shape"], case["dtype"]), case["layout"], kernels.device)
-    cast = (case["fmt"], (1, -1), case["power_of_two"], case["margin"])
-    written = False, case["pad"], False
-    check(kernels, "cast", x, None, 0, *cast, *written)
+    check_cast(kernels, input_of(kernels, monkeypatch, case), case, (1, -1))
 
 
 def test_rows_longer_than_the_widest_tile(kernels: TritonKernels) -> None:
