@@ -12,7 +12,7 @@ from octavo.kernels.arguments import CastSource, Commit, NormSource, Output, Sca
 from octavo.kernels.layouts import padded
 from octavo.kernels.reference.activation import produced
 from octavo.kernels.reference.amax import laid
-from octavo.kernels.reference.chunked_cast import KnownScaling, Pair, cast_in_chunks, cast_values
+from octavo.kernels.reference.chunked_cast import KnownScaling, Written, cast_in_chunks, cast_values
 from octavo.kernels.reference.delayed_update import delayed_update
 from octavo.kernels.reference.norm import cast_norm
 from octavo.kernels.reference.tiles import tile_rows
@@ -45,7 +45,7 @@ def cast_and_commit(source: CastSource, scaling: Scaling, commit: Commit, output
 
 def _cast(
     source: CastSource | NormSource, scalings: Sequence[KnownScaling], output: Output
-) -> tuple[list[Pair], tuple[Tensor, ...]]:
+) -> tuple[list[Written], tuple[Tensor, ...]]:
     """(what is cast in each scaling, what the ops return beside it: column sums, or a norm's mean, rstd and y)."""
     if isinstance(source, NormSource):
         return cast_norm(source, scalings, output.keep)

@@ -28,7 +28,7 @@ _FEW = 4096  # elements whose arithmetic costs less than a call of torch
 
 _ROUNDING = 1 + 2.0**-20  # a scale of float32 may take its amax past the format's max by its own rounding
 
-Pair = tuple[Tensor, Tensor, Tensor]  # (codes, scale_inv, amax)
+Written = tuple[Tensor, Tensor, Tensor]  # (codes, scale_inv, amax)
 
 
 class KnownScaling(NamedTuple):
@@ -41,7 +41,7 @@ class KnownScaling(NamedTuple):
     scale: float = 0.0
 
 
-def cast_values(x: Tensor, scaling: KnownScaling, into: Tensor | None = None, overwrites: bool = False) -> Pair:
+def cast_values(x: Tensor, scaling: KnownScaling, into: Tensor | None = None, overwrites: bool = False) -> Written:
     """Cast x [R, C], any float dtype, as it lies; ``into`` and ``overwrites`` as of encode."""
     dtype, tile, power_of_two, margin, scale = scaling
     limit = format_of(dtype).max
@@ -63,7 +63,7 @@ def cast_values(x: Tensor, scaling: KnownScaling, into: Tensor | None = None, ov
     return codes, _float32(x, shape, scale_inv_of(scale)), _float32(x, shape, largest)
 
 
-def _cast_few(x: Tensor, scaling: KnownScaling, limit: float) -> Pair | None:
+def _cast_few(x: Tensor, scaling: KnownScaling, limit: float) -> Written | None:
     """The same with one scale, in the fewest calls; None where x holds a fault."""
     amax = torch.linalg.vector_norm(x, math.inf, keepdim=True, dtype=torch.float32)
     largest = amax.item()
@@ -85,7 +85,7 @@ def cast_in_chunks(
     scalings: Sequence[KnownScaling],
     column_sum: bool,
     device: torch.device,
-) -> tuple[list[Pair], Tensor]:
+) -> tuple[list[Written], Tensor]:
     """Cast y [R, C] of this shape in one or two scalings: (each one's result, column sums [C] float32, or [0]).
 
     ``make`` gives rows of y, float32, from their slice, as a fresh tensor, which is overwritten. Chunks begin at

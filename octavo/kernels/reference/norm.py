@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.arguments import NormGradient, NormSource, new_statistics
-from octavo.kernels.reference.chunked_cast import KnownScaling, Pair, cast_in_chunks
+from octavo.kernels.reference.chunked_cast import KnownScaling, Written, cast_in_chunks
 from octavo.kernels.reference.tiles import row_slices
 
 
 def cast_norm(
     source: NormSource, scalings: Sequence[KnownScaling], keep: bool
-) -> tuple[list[Pair], tuple[Tensor, Tensor, Tensor]]:
+) -> tuple[list[Written], tuple[Tensor, Tensor, Tensor]]:
     """y in each scaling; and mean, rstd, and y itself as the ops return it."""
     x = source.x
     mean, rstd, kept = new_statistics(source, keep)

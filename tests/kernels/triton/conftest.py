@@ -1,6 +1,14 @@
 import pytest
 
+from tests.support.triton_cases import use_small_tiles
 from tests.support.triton_kernels import TritonKernels
+
+
+@pytest.fixture(params=[False, True], ids=["", "small"])
+def tiles_of_any_size(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Once the table's tiles, once small ones, with which small tensors are several programs."""
+    if request.param:
+        use_small_tiles(kernels, monkeypatch)
 
 
 @pytest.fixture(params=[4], ids=str)

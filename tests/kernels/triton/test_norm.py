@@ -18,7 +18,7 @@ from tests.support.triton_cases import (
     E4M3,
     E5M2,
     FORMATS,
-    LAYOUTS,
+    INPUT,
     ROUNDINGS,
     Run,
     Values,
@@ -26,11 +26,9 @@ from tests.support.triton_cases import (
     assert_codes_close,
     assert_scales_close,
     count_launches,
-    laid,
+    input_of,
     named_arguments,
     run_both,
-    use_small_tiles,
-    values_of,
 )
 from tests.support.triton_kernels import TritonKernels
 
@@ -54,24 +52,20 @@ TWO += [((1, 128), ROW), ((1, 16), (64, 300))]
 
 NORM: dict[str, Any] = {
     "kind": KINDS,
-    "shape": SHAPES,
-    "dtype": DTYPES,
+    **INPUT | {"shape": SHAPES, "values": VALUES},
     "of_gamma": DTYPES,
     "beta": [False, True],
     "zero_centered": [False, True],
     "eps": [1e-5, 1e-3],
-    "layout": LAYOUTS,
-    "values": VALUES,
     "pad": [1, 16],
     "keep": [False, True],
-    "small": [False, True],
 }
 
 
-def norm_of(device: torch.device, case: dict[str, Any]) -> tuple[Any, ...]:
+def norm_of(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, case: dict[str, Any]) -> tuple[Any, ...]:
     """The arguments that both ops begin with."""
-    x = laid(values_of(case["values"], case["shape"], case["dtype"]), case["layout"], device)
-    gamma, beta = (torch.randn(case["shape"][1]).to(case["of_gamma"]).to(device) for _ in range(2))
+    x = input_of(kernels, monkeypatch, case)
+    gamma, beta = (torch.randn(case["shape"][1]).to(case["of_gamma"]).to(x.device) for _ in range(2))
     return x, gamma, beta if case["beta"] else None, case["kind"], case["eps"], case["zero_centered"]
 
 
@@ -88,13 +82,12 @@ def state_of(kernels: TritonKernels, scale: float, known: bool = True, role: int
 
 @each_pair(**NORM, cast=CASTS, fmt=FORMATS, power_of_two=[False, True], margin=[0, 3], transpose=[False, True])
 def test_norm_cast(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, case: dict[str, Any]) -> None:
-    if case["small"]:
-        use_small_tiles(kernels, monkeypatch)
+    norm = norm_of(kernels, monkeypatch, case)
     tile, scale, known = case["cast"]
     state = None if scale is None else state_of(kernels, scale, known)
     cast = state, 1, case["fmt"], tile, case["power_of_two"], case["margin"]
     extras = case["transpose"], case["pad"], case["keep"]
-    check_norm(kernels, "norm_cast", *norm_of(kernels.device, case), *cast, *extras)
+    check_norm(kernels, "norm_cast", *norm, *cast, *extras)
 
 
 @each_pair(
@@ -105,11 +98,10 @@ def test_norm_cast(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, case
     transpose_second=[False, True],
 )
 def test_norm_cast_two_scalings(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, case: dict[str, Any]) -> None:
-    if case["small"]:
-        use_small_tiles(kernels, monkeypatch)
+    norm = norm_of(kernels, monkeypatch, case)
     casts = (arg for i in range(2) for arg in (case["formats"][i], case["tiles"][i], case["powers_of_two"][i], i))
     extras = case["transpose_second"], case["pad"], case["keep"]
-    check_norm(kernels, "norm_cast_two_scalings", *norm_of(kernels.device, case), *casts, *extras)
+    check_norm(kernels, "norm_cast_two_scalings", *norm, *casts, *extras)
 
 
 def check_norm(kernels: TritonKernels, op: str, *args: Any) -> dict[str, Tensor]:
@@ -232,13 +224,9 @@ def test_many_rows(kernels: TritonKernels, kind: str) -> None:
 
 
 @pytest.mark.parametrize("cast", [CASTS[0], CASTS[3], *CASTS[5:8]], ids=str)
-@pytest.mark.parametrize("small", [False, True])
-def test_infinities_made_on_the_way(
-    kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, cast: tuple[Any, ...], small: bool
-) -> None:
+@pytest.mark.usefixtures("tiles_of_any_size")
+def test_infinities_made_on_the_way(kernels: TritonKernels, cast: tuple[Any, ...]) -> None:
     # gamma has them, or overflows: amax is that of what is finite, and all else is cast as if they were not there
-    if small:
-        use_small_tiles(kernels, monkeypatch)
     tile, scale, known = cast
     x, gamma = torch.randn(17, 150), torch.randn(150)
     gamma[[7, 100, 149]] = torch.tensor([math.inf, -math.inf, math.nan])

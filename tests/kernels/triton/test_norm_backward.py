@@ -112,12 +112,10 @@ def test_gradients(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, case
         assert_close(dbeta, right[2], sizes[2])
 
 
-@pytest.mark.parametrize("small", [False, True])
+@pytest.mark.usefixtures("tiles_of_any_size")
 @pytest.mark.parametrize("kind", KINDS)
-def test_finite_differences(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, kind: str, small: bool) -> None:
+def test_finite_differences(kernels: TritonKernels, kind: str) -> None:
     # of what the forward kernel computes
-    if small:
-        use_small_tiles(kernels, monkeypatch)
     x, dy, gamma, beta = torch.randn(6, 260), torch.randn(6, 260), torch.randn(260), torch.randn(260)
 
     def forward(x: Tensor, gamma: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -140,21 +138,17 @@ def test_finite_differences(kernels: TritonKernels, monkeypatch: pytest.MonkeyPa
         assert abs(slope - expected) <= 2e-3 * (gradients[i].double() * directions[i]).abs().sum().sqrt() + 1e-3
 
 
-@pytest.mark.parametrize("small", [False, True])
-def test_the_same_bits_each_time(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, small: bool) -> None:
-    if small:
-        use_small_tiles(kernels, monkeypatch)
+@pytest.mark.usefixtures("tiles_of_any_size")
+def test_the_same_bits_each_time(kernels: TritonKernels) -> None:
     x, dy, gamma = torch.randn(20, 260), torch.randn(20, 260), torch.randn(260)
     args = *to(kernels.device, (dy, x, gamma, *statistics(x, "layer_norm"))), "layer_norm", False, True
     first, second = kernels.norm_backward(*args), kernels.norm_backward(*args)
     assert all(same_bits(a, b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("small", [False, True])
+@pytest.mark.usefixtures("tiles_of_any_size")
 @pytest.mark.parametrize("kind", KINDS)
-def test_launches(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, kind: str, small: bool) -> None:
-    if small:
-        use_small_tiles(kernels, monkeypatch)
+def test_launches(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     x, dy, gamma = torch.randn(20, 300), torch.randn(20, 300), torch.randn(300)
     args = *to(kernels.device, (dy, x, gamma, *statistics(x, kind))), kind, False, True
     launched = count_launches(kernels, monkeypatch)
@@ -162,13 +156,9 @@ def test_launches(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, kind:
     assert launched == ["norm_backward_kernel", "norm_backward_sum_kernel"]
 
 
-@pytest.mark.parametrize("small", [False, True])
+@pytest.mark.usefixtures("tiles_of_any_size")
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_fault_stays_in_its_row(
-    kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, kind: str, small: bool
-) -> None:
-    if small:
-        use_small_tiles(kernels, monkeypatch)
+def test_a_fault_stays_in_its_row(kernels: TritonKernels, kind: str) -> None:
     x, dy, gamma = torch.randn(23, 270), torch.randn(23, 270), torch.randn(270)
     x[5, 200], dy[22, 269] = math.nan, math.inf
     args = *to(kernels.device, (dy, x, gamma, *statistics(x, kind))), kind, False, True

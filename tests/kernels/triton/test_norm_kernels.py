@@ -38,10 +38,8 @@ def rows() -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("small", [False, True])
-def test_mean_and_rstd(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, small: bool) -> None:
-    if small:
-        use_small_tiles(kernels, monkeypatch)
+@pytest.mark.usefixtures("tiles_of_any_size")
+def test_mean_and_rstd(kernels: TritonKernels) -> None:
     x = torch.stack([*rows().values()])
     mean, rstd = statistics(kernels, x)
     exact = x.double()
@@ -53,10 +51,8 @@ def test_mean_and_rstd(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, 
     assert ((rstd * exact.square().mean(1).sqrt() - 1).abs() <= 2.0**-22).all()
 
 
-@pytest.mark.parametrize("small", [False, True])
-def test_rows_that_do_not_vary(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, small: bool) -> None:
-    if small:
-        use_small_tiles(kernels, monkeypatch)
+@pytest.mark.usefixtures("tiles_of_any_size")
+def test_rows_that_do_not_vary(kernels: TritonKernels) -> None:
     values = torch.tensor([0.0, 1.0, -3.0, 1 / 3, 1e4 + 1 / 3, 1e30])
     mean, rstd = statistics(kernels, values[:, None].expand(-1, 300).contiguous(), eps=1e-2)
     assert ((mean - values).abs() <= 2.0**-22 * values.abs()).all()

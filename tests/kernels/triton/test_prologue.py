@@ -173,14 +173,10 @@ def test_cast_and_commit(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch
     run(kernels, monkeypatch, case, "cast_and_commit", state, history, *amaxes, *cast, *update, case["transpose"])
 
 
-@pytest.mark.parametrize("small", [False, True], ids=["", "small"])
+@pytest.mark.usefixtures("tiles_of_any_size")
 @pytest.mark.parametrize("cols", [3, 9, 20, 57, 121])
-def test_padding_of_the_second_half(
-    kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, cols: int, small: bool
-) -> None:
+def test_padding_of_the_second_half(kernels: TritonKernels, cols: int) -> None:
     # after 3 and 20 it lies in the tiles that hold the half, after the others it ends beyond them
-    if small:
-        use_small_tiles(kernels, monkeypatch)
     dy, (*_, h) = given(kernels.device, (21, cols), "reglu", True, torch.bfloat16)
     for tile in (ALL, (1, -1), (-1, 1), (16, 1)):
         check(kernels, "cast", dy, None, 0, E4M3, tile, False, 0, True, 16, True, "reglu", h)
