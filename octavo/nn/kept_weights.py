@@ -52,7 +52,7 @@ class KeptWeights:
 
     Args:
         model: a converted model. Kept are the weights that one cast serves (per tensor, or square blocks of powers of
-            two up to 128); the others (rows, 1 x 32) go on as before.
+            two up to 128); the others (rows, 1 x 32, experts) go on as before.
 
     Attributes:
         names: of the layers whose weights are kept.
