@@ -81,10 +81,13 @@ class Tensors(NamedTuple):
 def _forward(
     tensors: Tensors, chain: Chain, needs: tuple[bool, ...]
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, ...]]:
-    """(the output [T, N], the norm's output if it is returned, what to save for the gradients that are needed)."""
+    """(the output [T, N], the norm's output if it is returned, what to save for the gradients that are needed).
+
+    ``needs``: which of ``tensors`` need a gradient, in their order.
+    """
     x, gamma, beta, weight, bias, second_weight, second_bias = tensors
     first, *rest = chain.layers
-    needs_dx, needs_dw = any(needs[:3]), needs[3]
+    needs_dx, needs_dw, needs_dh = any(needs[:3]), needs[3], any(needs[:5])  # dh: of all that h is made of
     y = mean = rstd = None
     if chain.norm is None:
         y, operands = x, cast_role(x, first.recipe, INPUT, True, needs_dw, first.state, offsets=first.offsets)
@@ -112,8 +115,8 @@ def _forward(
     if second.tap is not None:
         count(second.tap, INPUT, produced(h, chain.activation, None), a, second.offsets)
     result = output(None, a, second_weight, second_bias, second, chain.dtype)
-    saved_second = to_save(None, a, second_weight, second, any(needs[:5]), needs[5])
-    reads_h = any(needs[:5]) or (needs[5] and second.recipe.grad_weight is None)
+    saved_second = to_save(None, a, second_weight, second, needs_dh, needs[5])
+    reads_h = needs_dh or (needs[5] and second.recipe.grad_weight is None)
     return result, y, (*of_norm, *saved, *(_saved_input(h, second) if reads_h else (None, None)), *saved_second)
 
 
@@ -152,21 +155,22 @@ class _Chain(torch.autograd.Function):
         refuse_second_derivatives()
         needs, saved = ctx.needs_input_grad, ctx.saved_tensors
         (x, gamma, mean, rstd), layer_end = saved[:4], 4 + len(Saved._fields)
+        needs_dx, needs_dh = any(needs[:3]), any(needs[:5])
         grad, *of_y = grads  # None: nothing was computed from that result
         dx = dw = db = dw2 = db2 = dgamma = dbeta = None
         activation: tuple[Any, ...] = ()
         if grad is not None and len(ctx.plans) == 2:
             activation, of_second = _activation_of(ctx, *saved[layer_end:], needs_dw=needs[5])
-            layer = of_second, ctx.plans[1], (any(needs[:5]), needs[5], needs[6])
+            layer = of_second, ctx.plans[1], (needs_dh, needs[5], needs[6])
             grad, dw2, db2 = gradients(cast_gradient(grad, *layer), *layer)
-        if grad is not None and any(needs[:5]):
-            layer = Saved(*saved[4:layer_end]), ctx.plans[0], (any(needs[:3]), needs[3], needs[4])
+        if grad is not None and needs_dh:
+            layer = Saved(*saved[4:layer_end]), ctx.plans[0], (needs_dx, needs[3], needs[4])
             g = [cast_gradient(grad, *layer, activation)]
             del grad  # it is large, and read no more
             dx, dw, db = gradients(g.pop(), *layer)
             dx = _whole(dx, ctx.plans[0])
         dys = [dy for dy in (dx, *of_y) if dy is not None]
-        if ctx.norm is not None and any(needs[:3]) and dys:
+        if ctx.norm is not None and needs_dx and dys:
             kind, _, zero_centered = ctx.norm
             dy = dys[0] if len(dys) == 1 else dys[0] + dys[1]
             dx, dgamma, dbeta = kernels.norm_backward(dy, x, gamma, mean, rstd, kind, zero_centered, ctx.has_beta)
