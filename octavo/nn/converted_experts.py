@@ -24,7 +24,6 @@ from octavo.nn.experts import feed_forward, mix
 from octavo.nn.grouped_linear import Grouped
 from octavo.nn.stored_weight_files import SCALE_INV, load_stored, save_plain
 from octavo.nn.stored_weights import moved_stored
-from octavo.scaling.recipe import Recipe
 
 _TITAN = {"gate": "w1", "up": "w3", "down": "w2"}
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
@@ -138,11 +137,6 @@ class ConvertedExperts(nn.Module):
         for part in self.parts:
             del self._modules[part.name]
 
-    @property
-    def recipes(self) -> dict[str, Recipe]:
-        """The recipe of each matrix, by its name."""
-        return {part.key: part.recipe for part in self.parts}
-
     def __getattr__(self, name: str) -> Any:
         """As any module's; and the scale_inv of a matrix that lives in FP8, as RecipeModule.weight_scale_inv."""
         for part in self.parts if name.endswith(SCALE_INV) else ():
@@ -159,7 +153,7 @@ class ConvertedExperts(nn.Module):
         super().__setattr__(name, value)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        with moved_stored(self, self.recipes, fn):
+        with moved_stored(self, [part.key for part in self.parts], fn):
             super()._apply(fn, recurse)
         for part in self.parts:
             if part.gather.parameter is not None:

@@ -12,6 +12,7 @@ from torch.nn.utils import parametrize
 from octavo.nn.candidates import class_of, expert_weights, fp8_class, shape_of, why_not
 from octavo.nn.converted_experts import ConvertedExperts, ExpertsPart
 from octavo.nn.flops import forward_flops
+from octavo.nn.parted_linear import Part
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.stored_weights import weight_of
 from octavo.scaling.recipe import Recipe
@@ -103,26 +104,23 @@ def summary(model: nn.Module, *args: Any, **kwargs: Any) -> Summary:
     rows: list[ModuleSummary] = []
     computed: set[int] = set()  # ids of what computes a linear layer's weight, which is one matrix all the same
     for name, module in model.named_modules():
-        if id(module) in computed or isinstance(module, ExpertsPart):  # whose matrix is its holder's
+        if id(module) in computed or isinstance(module, ExpertsPart | Part):  # whose matrix is another module's
             continue
-        recipe = module.recipe if isinstance(module, RecipeModule) else None
-        recipes = module.recipes if isinstance(module, ConvertedExperts) else {}
+        parts = {part.key: part for part in module.parts} if isinstance(module, ConvertedExperts) else {}
         own = dict(module.named_parameters(recurse=False)).items()
         # biases of experts have two dimensions too
         matrices = {key: tuple(p.shape) for key, p in own if p.ndim >= 2 and not key.endswith("bias")}
-        linear = recipe is not None or fp8_class(module) is not None
-        if linear and weight_of(module) is None:
-            matrices = {"weight": shape_of(module)}  # in place of weight_v, weight_orig
+        if (isinstance(module, RecipeModule) or fp8_class(module) is not None) and weight_of(module) is None:
+            matrices = {"weight": shape_of(module)}  # in place of weight_v, weight_orig, or of splits on several ranks
             if parametrize.is_parametrized(module, "weight"):
                 computed.add(id(module.parametrizations.weight))
         for key, shape in matrices.items():
             label = name if key == "weight" else f"{name}.{key}".lstrip(".")
-            follows = recipes.get(key, recipe)
-            reason = "" if follows is not None else _reason(module, key)
-            parts = module.parts if isinstance(module, ConvertedExperts) else ()
-            reader = next((part for part in parts if part.key == key), module)
-            gathered = _gathered(reader) if key == "weight" or reader is not module else ""
-            rows.append(ModuleSummary(label, class_of(module).__name__, shape, follows, reason, gathered))
+            reader = parts.get(key, module)
+            recipe = reader.recipe if isinstance(reader, RecipeModule) else None
+            reason = "" if recipe is not None else _reason(module, key)
+            gathered = _gathered(reader) if key == "weight" or key in parts else ""
+            rows.append(ModuleSummary(label, class_of(module).__name__, shape, recipe, reason, gathered))
     return Summary(tuple(rows), forward_flops(model, args, kwargs) if args or kwargs else None)
 
 
