@@ -41,16 +41,19 @@ def counted(x: Tensor, q: Tensor, scales: Tensor) -> dict[str, float]:
     return found
 
 
-@each_pair(
-    tile=[ALL, (1, -1), (1, 32), (128, 128), (32, 1)],
-    shape=[(1, 1), (17, 40), (130, 130), (0, 4)],
-    dtype=DTYPES,
-    fmt=FORMATS,
-    values=["varied", "faults", "edge"],
-    transposed=[False, True],
-    margin=[0, 3],
-    raised=[1.0, 3.0],
-)
+CAST: dict[str, Any] = {
+    "tile": [ALL, (1, -1), (1, 32), (128, 128), (32, 1)],
+    "dtype": DTYPES,
+    "fmt": FORMATS,
+    "values": ["varied", "faults", "edge"],
+    "transposed": [False, True],
+    "margin": [0, 3],
+    "raised": [1.0, 3.0],
+}
+SHAPES = [(1, 1), (17, 40), (130, 130), (0, 4)]
+
+
+@each_pair(shape=SHAPES, **CAST)
 def test_the_reference_is_the_definition(case: dict[str, Any]) -> None:
     x, q, scale_inv, tile = pair_of(case)
     sums, extremes = empty()
@@ -72,16 +75,7 @@ def test_the_reference_is_the_definition(case: dict[str, Any]) -> None:
 
 
 @pytest.mark.gpu
-@each_pair(
-    tile=[ALL, (1, -1), (1, 32), (128, 128), (32, 1)],
-    shape=[(1, 1), (17, 40), (130, 130), (0, 4), (140, 150)],
-    dtype=DTYPES,
-    fmt=FORMATS,
-    values=["varied", "faults", "edge"],
-    transposed=[False, True],
-    margin=[0, 3],
-    raised=[1.0, 3.0],
-)
+@each_pair(shape=[*SHAPES, (140, 150)], **CAST)
 def test_the_kernel_is_the_reference(kernels: TritonKernels, case: dict[str, Any]) -> None:
     x, q, scale_inv, tile = pair_of(case)
     found, expected = empty(kernels.device), empty()

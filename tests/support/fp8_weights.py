@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from octavo.kernels.reference.master_weights import Fp8Weight
+from octavo.kernels.reference.master_weights import Fp8Weight, Master
 from octavo.kernels.reference.optimizer_state import pieces
 
 RESTS = {
@@ -48,7 +48,7 @@ def store(m: Fp8Weight, wide: Tensor, bits: Tensor | None = None, bound: Tensor 
     return m.amax.clone()
 
 
-def read(m: Fp8Weight) -> Tensor:
+def read(m: Master) -> Tensor:
     found = torch.full(m.weight.shape, math.nan)
     for piece in pieces(*m.weight.shape):
         piece.of(found).copy_(m.read(piece))

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from octavo.kernels.reference.master_weights import MasterWeight
 from octavo.kernels.reference.optimizer_state import pieces
+from tests.support.fp8_weights import random16, read
 
 SHAPE = (4, 200)  # a row is a block and a part of one
 
@@ -41,17 +42,6 @@ def write(m: MasterWeight, wide: Tensor, bits: Tensor | None = None, *scale_and_
     m.scale, m.found = scale_and_found or (None, None)
     for piece in pieces(*wide.shape):
         m.write(piece, piece.of(wide.clone()), None if bits is None else piece.of(bits))
-
-
-def read(m: MasterWeight) -> Tensor:
-    found = torch.full(m.weight.shape, math.nan)
-    for piece in pieces(*m.weight.shape):
-        piece.of(found).copy_(m.read(piece))
-    return found
-
-
-def random16(*shape: int) -> Tensor:
-    return torch.randint(0, 1 << 16, shape, dtype=torch.int32)
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -102,7 +92,7 @@ def test_what_is_not_finite_stays_alone(kind, bits):
 def test_split24_holds_the_upper_24_bits():
     x, m = any_floats(), master("split24")
     upper = torch.where(x.isfinite(), floats_of(x.view(torch.int32) & -256), x)
-    write(m, upper, random16(*SHAPE))
+    write(m, upper, random16(SHAPE))
     assert same(read(m), upper)
     write(m, x, torch.zeros(SHAPE, dtype=torch.int32))
     assert same(read(m), upper)  # with random bits of 0 it truncates
@@ -116,7 +106,7 @@ def test_stochastic_rounding_gives_a_neighbour_and_is_unbiased(kind, dropped):
     low = floats_of(x.view(torch.int32) & -(1 << dropped))
     high = floats_of((x.view(torch.int32) & -(1 << dropped)) + (1 << dropped))
     m = master(kind, (draws, 150))
-    write(m, x.repeat(draws, 1), random16(draws, 150))
+    write(m, x.repeat(draws, 1), random16((draws, 150)))
     found = read(m)
     assert ((found == low) | (found == high)).all()
     assert ((found - x).abs() < x.abs() * 2.0 ** (dropped - 23)).all()
@@ -140,7 +130,7 @@ def test_a_float32_weight_is_its_own_master():
 def test_fp16_scaled_holds_eleven_bits_and_its_amax():
     x = torch.randn(SHAPE) * torch.rand(SHAPE).mul(-10).exp()
     m, scale, found = master("fp16_scaled"), torch.full((1, 1), 2.0**12), torch.zeros(1, 1)
-    write(m, x, random16(*SHAPE), scale, found)
+    write(m, x, random16(SHAPE), scale, found)
     m.scale_inv = 1 / scale
     assert ((read(m) - x).abs() < x.abs() * 2.0**-10).all()
     assert abs(float(((read(m) - x) / x).mean())) < 2.0**-11 / x.numel() ** 0.5 * 4
@@ -150,7 +140,7 @@ def test_fp16_scaled_holds_eleven_bits_and_its_amax():
 
 def test_a_float16_master_counts_only_where_it_rounds_to_the_weight():
     m, scale = master("fp16_scaled"), torch.full((1, 1), 2.0**12)
-    write(m, torch.randn(SHAPE), random16(*SHAPE), scale, torch.zeros(1, 1))
+    write(m, torch.randn(SHAPE), random16(SHAPE), scale, torch.zeros(1, 1))
     m.scale_inv = 1 / scale
     before = read(m)
     m.weight[0], m.weight[1, :3] = 7.0, math.nan  # by whom and how, nobody can tell

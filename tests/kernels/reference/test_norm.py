@@ -91,13 +91,27 @@ def cast(norm: Norm, *args: Any, keep: bool = False, pad: int = 1, transpose: bo
     return kernels.norm_cast(*norm, *(args or (None, 0, E4M3, ALL, False, 0)), transpose, pad, keep)
 
 
+NORM: dict[str, Any] = {
+    "kind": KINDS,
+    "shape": SHAPES,
+    "dtype": DTYPES,
+    "of_gamma": DTYPES,
+    "beta": [False, True],
+    "zero_centered": [False, True],
+}
+CAST: dict[str, Any] = {
+    "kind": KINDS,
+    "shape": [(0, 5), (1, 1), (17, 127), (127, 130)],
+    "dtype": DTYPES,
+    "beta": [False, True],
+    "transpose": [False, True],
+    "pad": [1, 16],
+    "keep": [False, True],
+}
+
+
 @each_pair(
-    kind=KINDS,
-    shape=SHAPES,
-    dtype=DTYPES,
-    of_gamma=DTYPES,
-    beta=[False, True],
-    zero_centered=[False, True],
+    **NORM,
     eps=[1e-6, 1e-5, 1e-2],
     offset=[0.0, 3.0, 1000.0],
 )
@@ -133,12 +147,7 @@ def test_a_large_offset_costs_no_digits_of_the_deviation(kind: str) -> None:
 
 
 @each_pair(
-    kind=KINDS,
-    shape=SHAPES,
-    dtype=DTYPES,
-    of_gamma=DTYPES,
-    beta=[False, True],
-    zero_centered=[False, True],
+    **NORM,
     residual=[False, True],
     offset=[0.0, 30.0],
 )
@@ -210,17 +219,11 @@ def test_gradients_are_rounded_once(dtype: torch.dtype, kind: str) -> None:
 
 
 @each_pair(
-    kind=KINDS,
-    shape=[(0, 5), (1, 1), (17, 127), (127, 130)],
-    dtype=DTYPES,
-    beta=[False, True],
+    **CAST,
     fmt=FORMATS,
     tile=[ALL, (1, 128), (128, 128), (1, -1), (-1, 1), (3, 5)],
     scale=[None, 0.0, 3.0],
     scaling=[(False, 0), (True, 0), (False, 2)],
-    transpose=[False, True],
-    pad=[1, 16],
-    keep=[False, True],
 )
 def test_norm_cast(case: dict[str, Any]) -> None:
     norm, fmt, tile, pad = given(**case), case["fmt"], case["tile"], case["pad"]
@@ -246,14 +249,8 @@ def test_norm_cast(case: dict[str, Any]) -> None:
 
 
 @each_pair(
-    kind=KINDS,
-    shape=[(0, 5), (1, 1), (17, 127), (127, 130)],
-    dtype=DTYPES,
-    beta=[False, True],
+    **CAST,
     tiles=[((1, -1), (-1, 1)), ((1, 128), (128, 1)), (ALL, (3, 5))],
-    transpose=[False, True],
-    pad=[1, 16],
-    keep=[False, True],
 )
 def test_norm_cast_two_scalings(case: dict[str, Any]) -> None:
     norm, (tile, second_tile), pad = given(**case), case["tiles"], case["pad"]
