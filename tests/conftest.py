@@ -24,8 +24,8 @@ LONG = {
     "tests/distributed/test_compile.py::test_graphs_and_bits[around_nested_hooks-dynamic]": "compiles on two ranks",
     "tests/distributed/test_compile.py::test_graphs_and_bits[in_one_graph-dynamic]": "the same",
     "tests/distributed/test_compile.py::test_graphs_and_bits[in_blocks-delayed]": "the same",
-    "tests/distributed/test_tensor_parallel.py::test_compiled_under_fsdp2[delayed-RMSNormMLP]": "the same",
-    "tests/nn/test_stored_shards.py::test_compiled_equals_eager_and_is_compiled_once[blockwise-in layers]": "the same",
+    "tests/distributed/test_tensor_parallel.py::test_compiled_under_fsdp2[delayed-RMSNormMLP]": "on four ranks",
+    "tests/nn/test_stored_shards.py::test_compiled_equals_eager_and_is_compiled_once[blockwise-in layers]": "on two",
     "tests/export/test_onnx_model.py::test_every_module[Linear-blockwise]": "the first export imports onnxscript",
     "tests/cli/test_command.py::test_python_dash_m_and_a_light_import": "starts Python, which imports torch",
 }

@@ -28,7 +28,8 @@ from octavo.distributed.fp8_reduce import Fp8ReduceScatter, Fp8Reduction
 from octavo.nn.linear import Linear
 from octavo.nn.parted_linear import part
 from octavo.nn.recipe_module import RecipeModule
-from octavo.nn.tensor_parallel import SENDS, STYLE, Sending, Style, gathered_for
+from octavo.nn.tensor_parallel import SENDS, STYLE, Sending, Style, gathered_for, hooks_on
+from octavo.scaling.delayed import take_state_local
 from octavo.tensor.gathered_input import GatheredInput
 from octavo.tensor.stored_shards import why_not_cut
 from octavo.tensor.stored_weight import StoredWeight
@@ -83,10 +84,6 @@ _gathered = torch.compiler.disable(gathered_for)
 _scatter = torch.compiler.disable(scatter_output)
 
 
-def _hooks(module: nn.Module) -> frozenset[int]:
-    return frozenset((*module._forward_pre_hooks, *module._forward_hooks))
-
-
 class _Noted:
     """A style that notes what it does around a module: a fused module does it in its parts' place."""
 
@@ -96,9 +93,10 @@ class _Noted:
         return self.input_layouts[0], self.output_layouts[0], finish
 
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
-        before = _hooks(module)
+        before = hooks_on(module)
         super()._apply(module, device_mesh)  # type: ignore[misc]
-        module.__dict__[STYLE] = Style(_hooks(module) - before, *self._around())
+        take_state_local(module)  # here and not in the first forward, which a compiled graph would be made for
+        module.__dict__[STYLE] = Style(hooks_on(module) - before, *self._around())
         return module
 
 
@@ -127,6 +125,17 @@ def _shard_parameters(style: Any, module: nn.Module, mesh: Any, of_weight: Any, 
                 "ColwiseParallel are sharded alike, by rows"
             )
         module.register_parameter(name, sharded)
+
+
+def _output(layouts: Any, use_local_output: bool, module: nn.Module, output: Any, mesh: Any) -> Any:
+    """A module's output, a DTensor or one for each split, as torch's styles place it."""
+    if isinstance(output, tuple):
+        return tuple(_output(layouts, use_local_output, module, own, mesh) for own in output)
+    if output.placements != layouts:
+        # waits, unlike torch's styles: a compiled graph of torch 2.13 gives no gradient to a plain tensor that is still
+        # on its way (pytorch#191113), as an embedding's output is to the first block, and is made for that class alone
+        output = output.redistribute(placements=layouts)
+    return output.to_local() if use_local_output else output
 
 
 class SequenceParallel(_Noted, torch_parallel.SequenceParallel):
@@ -180,6 +189,8 @@ class RowwiseParallel(_Noted, torch_parallel.RowwiseParallel):
         super().__init__(**layouts)
         (output,) = self.output_layouts
         self._sending = _sending(exact, reduction, self.output_layouts, "output_layouts", output)
+
+    _prepare_output_fn = staticmethod(_output)
 
     def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: Any) -> None:
         _shard_parameters(self, module, device_mesh, Shard(1), Replicate())
@@ -235,12 +246,7 @@ class ColwiseParallel(_Noted, torch_parallel.ColwiseParallel):
         how = input_layouts, desired_input_layouts
         return torch_parallel.ColwiseParallel._prepare_input_fn(*how, mod, (input, *inputs[1:]), device_mesh)
 
-    @staticmethod
-    def _prepare_output_fn(output_layouts: Any, use_local_output: Any, mod: Any, outputs: Any, device_mesh: Any) -> Any:
-        how, theirs = (output_layouts, use_local_output, mod), torch_parallel.ColwiseParallel._prepare_output_fn
-        if isinstance(outputs, tuple):  # of named splits
-            return tuple(theirs(*how, output, device_mesh) for output in outputs)
-        return theirs(*how, outputs, device_mesh)
+    _prepare_output_fn = staticmethod(_output)
 
     def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: Any) -> None:
         _shard_parameters(self, module, device_mesh, Shard(0), Shard(0))

@@ -27,21 +27,15 @@ from octavo.nn.linear import Linear, recipe_for
 from octavo.nn.norm import LayerNorm, RMSNorm
 from octavo.nn.parted_linear import PartedLinear
 from octavo.nn.splits import Splits, split_output
-from octavo.nn.tensor_parallel import finished, fused_parts, style_of
+from octavo.nn.tensor_parallel import finished, fused_parts, hooks_on, style_of
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def runs_alone(module: nn.Module) -> bool:
     """Whether nobody would notice that a part's forward is not called, besides the style that it is under."""
-    if "forward" in module.__dict__:
-        return False
     style = style_of(module)
-    if style is None:
-        return not any(getattr(module, hooks) for hooks in _HOOKS)
-    return all(hook in style.hooks for hooks in _HOOKS for hook in getattr(module, hooks))
+    return "forward" not in module.__dict__ and hooks_on(module) == (0 if style is None else style.hooks)
 
 
 class Fused(nn.Module):

@@ -221,8 +221,8 @@ class Gather:
         Raises:
             RuntimeError: if the weight was gathered by other casts.
         """
-        casts, rolls = module.recipe.weight_casts, module.training and torch.is_grad_enabled()
-        if weight.casts is not casts and weight.casts != casts:
+        rolls = module.training and torch.is_grad_enabled()
+        if weight.casts != module.recipe.weight_key:
             raise RuntimeError(
                 "the weight was gathered by other casts than this layer's recipe has: layers that share a weight need "
                 "one recipe, and octavo.set_recipe waits until no forward is under way"
@@ -357,4 +357,4 @@ def _gathered(
         return on_this_rank(out).refill(tensors)  # type: ignore[attr-defined]
     own = {codes.untyped_storage().data_ptr(): _all_of(codes) for codes in (tensors.qdata, tensors.transposed_qdata)}
     own.pop(received.untyped_storage().data_ptr(), None)
-    return GatheredWeight(tensors, shape, dtype, recipe.weight_casts), tuple(own.values())
+    return GatheredWeight(tensors, shape, dtype, recipe.weight_key), tuple(own.values())

@@ -42,16 +42,22 @@ class Style(NamedTuple):
     """What one of octavo.distributed's styles does around a module, which a fused one does itself in its part's place.
 
     Attributes:
-        hooks: the ids of the style's hooks on the module.
+        hooks: how many hooks the style has on the module; by their ids each block would be compiled for itself.
         input: the placement of a plain input.
         output: the placement that the output is brought to, or None: as it is.
         finish: ``finish(module, output, mesh)``, what the module returns of the DTensor that is its output.
     """
 
-    hooks: frozenset[int]
+    hooks: int
     input: Any
     output: Any
     finish: Callable[[Any, Any, Any], Any]
+
+
+def hooks_on(module: Any) -> int:
+    """How many hooks a module has, of forward and of backward."""
+    kinds = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+    return sum(len(getattr(module, kind)) for kind in kinds)
 
 
 def style_of(module: Any) -> Style | None:

@@ -223,6 +223,7 @@ class Recipe:
             delayed=next(iter(rules), None),
             delayed_update=_delayed_update(delayed),
             **{f"{role}_casts": found for role, found in zip(ROLES, casts, strict=True)},
+            weight_key=str(casts[1]),
         )
         self._rename()
 
@@ -239,6 +240,7 @@ class Recipe:
     weight_casts: RoleCasts = field(init=False, repr=False, compare=False)
     grad_output_casts: RoleCasts = field(init=False, repr=False, compare=False)
     casts: tuple[RoleCasts, RoleCasts, RoleCasts] = field(init=False, repr=False, compare=False)  # by role
+    weight_key: str = field(init=False, repr=False, compare=False)  # weight_casts, as a compiled graph can compare them
     pads: bool = field(init=False, repr=False, compare=False)  # whether every operand's contraction may be padded
     is_high_precision: bool = field(init=False, repr=False, compare=False)  # no product is in FP8
     delayed: Delayed | None = field(init=False, repr=False, compare=False)

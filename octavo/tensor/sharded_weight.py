@@ -143,7 +143,8 @@ class GatheredTensors(NamedTuple):
 class GatheredWeight(Facade):
     """The facade of an unsharded weight: its values are its tensors', and gradients flow to it.
 
-    Each of GatheredTensors is an attribute; ``casts``, hashable: what they were cast by.
+    Each of GatheredTensors is an attribute; ``casts``: what they were cast by, as text. A compiled graph can hold no
+    Cast of a tensor that it has taken out of a DTensor.
     """
 
     qdata: Tensor
@@ -151,14 +152,14 @@ class GatheredWeight(Facade):
     transposed_qdata: Tensor
     transposed_scale_inv: Tensor
     found_amax: Tensor
-    casts: Any
+    casts: str
     REMEDY = (
         "of a gathered FP8 weight: between unshard and reshard it exists in FP8 only. Read the sharded parameter, or "
         "keep the layer out of FP8 with octavo.recipes.high_precision()"
     )
 
     @staticmethod
-    def __new__(cls, tensors: GatheredTensors, shape: Any, dtype: torch.dtype, casts: Any) -> GatheredWeight:
+    def __new__(cls, tensors: GatheredTensors, shape: Any, dtype: torch.dtype, casts: str) -> GatheredWeight:
         """Make the facade."""
         self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=tensors.qdata.device)
         self.qdata, self.scale_inv, self.transposed_qdata, self.transposed_scale_inv, self.found_amax = tensors
