@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+import torch
 from torch import nn
 
 from octavo.granularity import Granularity
@@ -28,7 +29,7 @@ from octavo.nn.fast_path import choose_fast_path
 from octavo.nn.gather_group import GatherGroup
 from octavo.nn.grouped_linear import Grouped
 from octavo.nn.linear import Linear
-from octavo.nn.parted_linear import Part
+from octavo.nn.parted_linear import Part, PartedLinear
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.stored_weights import (
     check_granularity,
@@ -99,6 +100,12 @@ def convert(
         raise ValueError(f"weight_storage={weight_storage!r}: use 'fp8' or None")
     targets = _targets(model, select)
     stored = {} if weight_storage is None else _storage(model, recipe, targets)
+    for name, module, _ in targets:
+        if isinstance(module, PartedLinear) and any(weight in stored for weight in module.weights):
+            raise ValueError(
+                f"{name or 'the model'}: splits that are sharded can't be stored in FP8 by octavo.convert: do it "
+                "before ColwiseParallel shards them, or leave them out by select="
+            )
     if stored:
         _refuse_shards(model, "octavo.convert(..., weight_storage='fp8')")
     for name, module, _ in targets:
@@ -211,6 +218,8 @@ def _storage(
 
 def _weights(name: str, module: nn.Module) -> list[tuple[tuple[str, ...], nn.Parameter | None]]:
     """The weights of a module that convert takes, each with the names that a RecipeMap may know it by."""
+    if isinstance(module, PartedLinear):
+        return [(module.names(name), weight) for weight in module.weights]
     if isinstance(module, RecipeModule):
         return [(module.names(name), weight_of(module))]
     keys = keys_of(module).items()
@@ -234,19 +243,25 @@ def storages(
     then = dict(now) if weight_storage else dict.fromkeys(now)
     if weight_storage == "fp8":
         then |= _storage(model, recipe, [(name, module, type(module)) for name, module in modules])
-    for name, module in modules:
-        weight = weight_of(module)
-        if weight is not None and then[weight] != now[weight]:
+    for name, module, weight in _weights_of(modules):
+        if then[weight] != now[weight]:
             _refuse_twice_sharded(name, weight)
-        if weight is not None and (granularity := then[weight]) is not None:
-            check_granularity(recipe_of(recipe, *module.names(name)), weight.shape, granularity)
+        if (granularity := then[weight]) is not None:
+            shape = (module.out_features, module.in_features) if isinstance(module, PartedLinear) else weight.shape
+            check_granularity(recipe_of(recipe, *module.names(name)), torch.Size(shape), granularity)
     return then
 
 
 def stored_now(model: nn.Module) -> dict[nn.Parameter, Granularity | None]:
     """How the weights of a model's octavo modules are stored."""
-    weights = [weight for _, module in _modules(model) if (weight := weight_of(module)) is not None]
+    weights = [weight for *_, weight in _weights_of(_modules(model))]
     return {weight: None if (stored := local_stored(weight)) is None else stored.granularity for weight in weights}
+
+
+def _weights_of(modules: Sequence[tuple[str, RecipeModule]]) -> list[tuple[str, RecipeModule, nn.Parameter]]:
+    """Each weight of modules, with names and modules; of splits on several ranks each one's."""
+    found = [(*own, module) for own in modules for module in _weights(*own)]
+    return [(name, module, weight) for name, module, (_, weight) in found if weight is not None]
 
 
 def _modules(model: nn.Module) -> list[tuple[str, RecipeModule]]:
@@ -303,8 +318,8 @@ def set_recipe(model: nn.Module, recipe: Recipe | RecipeMap) -> nn.Module:
     modules = _modules(model)
     if not modules:
         raise ValueError("the model holds no octavo module; call octavo.convert(model, recipe) first")
-    for name, module in modules:
-        check_recipe(recipe_of(recipe, *module.names(name)), weight_of(module))
+    for name, module, weight in _weights_of(modules):
+        check_recipe(recipe_of(recipe, *module.names(name)), weight)
     for name, module in modules:
         module.recipe = recipe_of(recipe, *module.names(name))
     gather_anew(model)
@@ -367,7 +382,7 @@ def _weights_of_others(model: nn.Module, ours: set[int]) -> set[int]:
     return {
         id(parameter)
         for module in model.modules()
-        if id(module) not in ours
+        if id(module) not in ours and not isinstance(module, Part)
         for parameter in module.parameters(recurse=False)
     }
 

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from octavo.granularity import PerTensor
 from octavo.nn.linear import Linear
 from octavo.nn.stored_weight_files import SCALE_INV, load_stored, save_plain
-from octavo.nn.stored_weights import check_recipe, weight_of
+from octavo.nn.stored_weights import check_recipe
+from octavo.tensor.sharded_weight import attach, gather_as_it_is
 from octavo.tensor.stored_shards import BLOCK, parts_of_one_scale
 from octavo.tensor.stored_weight import StoredWeight, has_powers_of_two, local_stored
 
@@ -27,6 +28,13 @@ class Part(nn.Module):
         super().__init__()
         self.weight, self.bias = weight, bias
         self.__dict__["layer"] = layer  # that it is a part of; no module of its own
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As any module's, but a weight that FSDP2 has just sharded gets hooks, so that its storage may change."""
+        old, new = (getattr(one, "device_mesh", None) for one in (self._parameters.get("weight"), value))
+        if name == "weight" and old is not None and new is not None:
+            attach(value, new.ndim - 1 - old.ndim)
+        super().__setattr__(name, value)
 
     @property
     def weight_scale_inv(self) -> Tensor:
@@ -50,6 +58,8 @@ class Part(nn.Module):
 
     def before_gather(self, shard: Tensor, mesh: Any, outer_size: torch.Size, mp_policy: Any) -> Any:
         """What FSDP2's hook is to send of the weight, which only one in FP8 has: see nn/gather.py."""
+        if not isinstance(shard, StoredWeight):
+            return gather_as_it_is(shard, mesh, outer_size, mp_policy)
         layer = self.__dict__["layer"]
         return layer.gather.before(layer, shard, mesh, outer_size, mp_policy)
 
@@ -68,13 +78,18 @@ class PartedLinear(Linear):
         return self._joined("bias")
 
     def _set_recipe(self, recipe: Any) -> None:
-        for own in self._parts():
-            check_recipe(recipe, weight_of(own))
+        for weight in self.weights:
+            check_recipe(recipe, weight)
         super()._set_recipe(recipe)
 
-    def _parts(self) -> list[nn.Module]:
+    @property
+    def weights(self) -> list[nn.Parameter]:
+        """The splits' weights."""
+        return [own.weight for own in self._parts()]
+
+    def _parts(self) -> list[Part]:
         assert self.splits is not None
-        return [self.get_submodule(name) for name in self.splits]
+        return [self.get_submodule(name) for name in self.splits]  # type: ignore[misc]
 
     def _joined(self, name: str) -> Any:
         from torch.distributed.tensor import DTensor

@@ -6,14 +6,14 @@ has room for it. Beside the old state there is never more than one tensor's new 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from octavo.formats import E4M3
-from octavo.granularity import ALL, Granularity
+from octavo.granularity import ALL, Granularity, PerTensor
 from octavo.kernels import amax
 from octavo.kernels.reference.master_weights import Fp8Weight, Master
 from octavo.kernels.reference.optimizer_state import BLOCK, pieces
@@ -24,9 +24,10 @@ from octavo.optim.masters import master_of
 from octavo.optim.state import Settings, for_kernel, new_master
 from octavo.tensor.parameters import put_into
 from octavo.tensor.sharded_weight import largest_of_ranks, like_sharded, on_this_rank
-from octavo.tensor.stored_shards import why_cut
-from octavo.tensor.stored_weight import StoredWeight, local_stored, store
+from octavo.tensor.stored_shards import OneScale, why_cut
+from octavo.tensor.stored_weight import StoredWeight, amax_of_ranks, local_stored, store
 
+Common = tuple[OneScale, Tensor]  # what weights with one scale have in common, and the amax [1, 1] of all of them
 Storage = Granularity | None  # of a weight's codes; None: it is a plain tensor
 
 
@@ -35,6 +36,7 @@ def change(
     settings: Settings,
     storage: Mapping[nn.Parameter, Storage],
     stored: Callable[[nn.Parameter], None] = lambda param: None,
+    common: Mapping[nn.Parameter, Common] | None = None,
 ) -> None:
     """Keep an optimizer's weights otherwise from now on, in place: each parameter stays the same object.
 
@@ -43,6 +45,7 @@ def change(
         settings: its new moments and master.
         storage: weights that are to be stored otherwise.
         stored: called with each of these weights as soon as it is stored so.
+        common: of weights that are to have one scale together, by ``common_scales``.
 
     Raises:
         ValueError: if a weight can't be kept so; nothing is changed then.
@@ -50,10 +53,33 @@ def change(
     check_change(optimizer, settings, storage)
     optimizer.forget_kept()
     for param in optimizer.all_params():
-        _change(optimizer, param, settings, storage)
+        _change(optimizer, param, settings, storage, (common or {}).get(param))
         if param in storage:
             stored(param)
     optimizer.adopt(settings)
+
+
+@torch.no_grad()
+def common_scales(
+    optimizer: CompactOptimizer, storage: Mapping[nn.Parameter, Storage], together: Sequence[Sequence[nn.Parameter]]
+) -> dict[nn.Parameter, Common]:
+    """What weights that are to be stored with one scale have in common; all ranks call it.
+
+    ``together``: DTensors each; others as ``change``'s.
+    """
+    found: dict[nn.Parameter, Common] = {}
+    for params in together:
+        if storage.get(params[0]) == PerTensor():
+            amaxes = []
+            for param in params:
+                local, stored = states.local(param.detach()), local_stored(param)
+                values = local.as_subclass(Tensor) if stored is None else stored.dequantize()
+                if state := optimizer.state.get(param):
+                    master = for_kernel(param, local, state, optimizer.settings.in_state(state))[0]
+                    values = master.read_all(master.weight)
+                amaxes.append(amax_of_ranks(values, param))
+            found |= dict.fromkeys(params, (OneScale(len(params)), torch.stack(amaxes).amax(0)))
+    return found
 
 
 def check_change(optimizer: CompactOptimizer, settings: Settings, storage: Mapping[nn.Parameter, Storage]) -> None:
@@ -83,13 +109,17 @@ def blank(weight: Tensor, storage: Storage, device: Any = None) -> Tensor:
 
 
 def _change(
-    optimizer: CompactOptimizer, param: nn.Parameter, settings: Settings, storage: Mapping[nn.Parameter, Storage]
+    optimizer: CompactOptimizer,
+    param: nn.Parameter,
+    settings: Settings,
+    storage: Mapping[nn.Parameter, Storage],
+    common: Common | None,
 ) -> None:
     """Change a weight and its state."""
     moves, is_sharded = param in storage, on_this_rank(param) is not param
     if not (state := optimizer.state.get(param)):
         if moves:
-            store(param, storage[param])
+            store(param, storage[param], common)
             if (shard := local_stored(param)) is not None:
                 shard.awaited = True
         return
@@ -98,6 +128,8 @@ def _change(
     new_param: Any = param
     if moves:
         made = blank(param, storage[param])
+        if common is not None:
+            made.common = common[0]  # type: ignore[attr-defined]
         new_param = like_sharded(made, param, param.shape) if is_sharded else nn.Parameter(made, param.requires_grad)
     new_weight = states.local(new_param.detach())
     found = {"step": state["step"]} | _moments(param, new_param, state, before, after)
@@ -106,7 +138,8 @@ def _change(
         new, _ = for_kernel(new_param, new_weight, found, after)
         keeps_codes = not moves and new.kind in ("fp8_fp16", "fp8_fp32")  # these round ties otherwise than splits
         codes = new.weight.clone() if keeps_codes else None
-        _rewrite(old, new, param if is_sharded else None, same_storage=not moves)
+        of_all = None if common is None else common[1]
+        _rewrite(old, new, param if is_sharded else None, not moves, of_all)
         if codes is not None:
             new.weight.copy_(codes)
     else:
@@ -135,10 +168,13 @@ def _moments(
 
 
 @torch.no_grad()
-def _rewrite(old: Master, new: Master, sharded: Tensor | None, same_storage: bool) -> None:
+def _rewrite(
+    old: Master, new: Master, sharded: Tensor | None, same_storage: bool, of_all: Tensor | None = None
+) -> None:
     """Write a master as another kind, to nearest. Where the weight's storage stays, so does its scale.
 
-    ``sharded`` is the DTensor whose shard this is, or None: one scale is for all ranks.
+    ``sharded`` is the DTensor whose shard this is, or None: one scale is for all ranks. ``of_all``: the largest amax
+    of those that have it.
     """
     values = old.read_all(old.weight)
     apart = isinstance(new, Fp8Weight) and new.scale_inv.ndim == 3  # of experts, which lie whole on a rank
@@ -149,14 +185,18 @@ def _rewrite(old: Master, new: Master, sharded: Tensor | None, same_storage: boo
     for index in range(new.matrices):
         one = new.matrix(index) if isinstance(new, Fp8Weight) else new
         wide = values[index * one.weight.shape[0] : (index + 1) * one.weight.shape[0]] if apart else values
-        _rewrite_matrix(one, wide, sharded if not apart else None, same_storage, stands_in)
+        _rewrite_matrix(one, wide, sharded if not apart else None, same_storage, stands_in, of_all)
 
 
-def _rewrite_matrix(new: Master, values: Tensor, sharded: Tensor | None, same_storage: bool, stands_in: bool) -> None:
+def _rewrite_matrix(
+    new: Master, values: Tensor, sharded: Tensor | None, same_storage: bool, stands_in: bool, of_all: Tensor | None
+) -> None:
     """``_rewrite`` of one matrix from its values, float32; not of those of a row that stands in."""
     if new.amax is not None and new.scale_inv is not None:
         if same_storage and isinstance(new, Fp8Weight):
             bound = new.scale_inv * E4M3.max
+        elif of_all is not None:
+            bound = of_all
         else:
             is_one = new.scale_inv.numel() == 1
             bound = amax(values, (ALL, ALL) if is_one else (BLOCK, BLOCK))

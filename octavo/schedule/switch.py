@@ -12,9 +12,10 @@ from torch.optim import Optimizer
 from octavo.granularity import Granularity
 from octavo.nn.convert import gather_anew, set_recipe, storages, stored_now
 from octavo.nn.grouped_linear import Grouped
+from octavo.nn.parted_linear import PartedLinear
 from octavo.nn.recipe_module import RecipeModule
 from octavo.optim.base import CompactOptimizer
-from octavo.optim.conversion import change, check_change
+from octavo.optim.conversion import Common, change, check_change, common_scales
 from octavo.optim.gradients import living, refuse_ddp
 from octavo.optim.state import Settings
 from octavo.schedule.phase import SAME, Phase
@@ -116,12 +117,15 @@ def switch(model: nn.Module, optimizer: Optimizer, target: Target) -> None:
         if on_this_rank(weight) is not weight:
             take_shards(model, [weight])
 
+    common: dict[nn.Parameter, Common] = {}
     if isinstance(optimizer, CompactOptimizer):
         assert target.settings is not None
+        splits = [module.weights for module in model.modules() if isinstance(module, PartedLinear)]
+        common = common_scales(optimizer, moved, splits)
         if moved or target.settings != optimizer.settings:
-            change(optimizer, target.settings, moved, stored)
+            change(optimizer, target.settings, moved, stored, common)
     for weight in others:
-        store(weight, moved[weight])
+        store(weight, moved[weight], common.get(weight))
         stored(weight)
     set_recipe(model, target.phase.recipe)
     _tell_ddp(model)

@@ -23,7 +23,7 @@ from torch import Tensor
 from octavo import kernels
 from octavo.errors import UnsupportedOpError
 from octavo.formats import E4M3
-from octavo.granularity import Granularity, PerBlock, PerTensor
+from octavo.granularity import ALL, Granularity, PerBlock, PerTensor
 from octavo.kernels.layouts import needs_transposed_codes
 from octavo.kernels.reference.cast import transposed as transpose
 from octavo.kernels.reference.cast import with_padding
@@ -237,13 +237,23 @@ class StoredWeight(ShardHooks, Pair):
         return f"StoredWeight({tuple(self.shape)}, {self.dtype}, {self.granularity})"
 
 
-def cast_shard(values: Tensor, weight: Tensor, granularity: Granularity, dtype: torch.dtype) -> StoredWeight:
-    """This rank's part of a DTensor in FP8; one scale is from the whole weight's amax, so all ranks call it."""
+def amax_of_ranks(values: Tensor, weight: Tensor) -> Tensor:
+    """The amax [1, 1] of all of a DTensor whose part on this rank has these values; all ranks call it."""
+    own = kernels.amax(values, (ALL, ALL)) if values.numel() else values.new_zeros(1, 1, dtype=torch.float32)
+    return largest_of_ranks(own, weight)
+
+
+def cast_shard(
+    values: Tensor, weight: Tensor, granularity: Granularity, dtype: torch.dtype, amax: Tensor | None = None
+) -> StoredWeight:
+    """This rank's part of a DTensor in FP8; one scale is from the whole weight's amax, so all ranks call it.
+
+    ``amax``: [1, 1] in place of that, the same on all ranks.
+    """
     values = values.detach().contiguous()
     if granularity == PerTensor() and values.ndim == 2:
         tile = granularity.tile
-        amax = kernels.amax(values, tile) if values.numel() else values.new_zeros(1, 1, dtype=torch.float32)
-        scale = scale_from_amax(largest_of_ranks(amax, weight), E4M3.max, True, 0)
+        scale = scale_from_amax(amax_of_ranks(values, weight) if amax is None else amax, E4M3.max, True, 0)
         codes, scale_inv = torch.empty_like(values, dtype=E4M3.dtype), scale_inv_from_scale(scale).view(1, 1)
         if values.numel():
             codes, *_ = kernels.cast(values, scale.view(1), 0, E4M3.dtype, tile, True, 0)
@@ -256,14 +266,20 @@ def cast_shard(values: Tensor, weight: Tensor, granularity: Granularity, dtype: 
     return shard
 
 
-def store(param: torch.nn.Parameter, granularity: Granularity | None) -> None:
-    """Put a weight without a master into FP8, or back (None); of a sharded one all ranks call it."""
+def store(
+    param: torch.nn.Parameter, granularity: Granularity | None, common: tuple[OneScale, Tensor] | None = None
+) -> None:
+    """Put a weight without a master into FP8, or back (None); of a sharded one all ranks call it.
+
+    ``common``: of a DTensor that has its scale with others, with the largest amax [1, 1] of all of them.
+    """
     own, stored = on_this_rank(param), local_stored(param)
     values = (own.as_subclass(Tensor) if stored is None else stored.dequantize()).detach()
     if granularity is not None and own is param:
         values = StoredWeight.cast(values, granularity, keep_rest=param.requires_grad)
     elif granularity is not None:
-        values = cast_shard(values, param, granularity, param.dtype)
+        values = cast_shard(values, param, granularity, param.dtype, None if common is None else common[1])
+        values.common = None if common is None else common[0]
     put_into(param, values)
 
 

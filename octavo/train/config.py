@@ -285,7 +285,7 @@ class TrainConfig:
             )
 
     def _check_tensor_parallel(self) -> None:
-        ranks, model, state = self.ranks.tensor_parallel, self.model, self.state
+        ranks, model = self.ranks.tensor_parallel, self.model
         if ranks == 1:
             return
         if self.ranks.shard != FSDP:
@@ -294,9 +294,6 @@ class TrainConfig:
         sizes = {"heads": model.heads, "context": model.context, "bytes": VOCABULARY} | shared
         if wrong := {name: size for name, size in sizes.items() if size % ranks}:
             raise ValueError(f"tensor_parallel {ranks} does not divide {wrong}: choose sizes that are multiples of it")
-        if state.weight_storage == "fp8" and (state.schedule or state.recover):
-            phases = "weight_storage fp8 with schedule or recover"
-            raise ValueError(f"tensor_parallel {ranks} does not go with {phases}: choose one of them")
 
     def with_dtype(self, recipes: Collection[object], fastest: str) -> TrainConfig:
         """The options with the dtype that `auto` means: a recipe's or the master's, or where none says one the fastest.

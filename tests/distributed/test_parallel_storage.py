@@ -75,7 +75,7 @@ def test_checkpoints_between_layouts(pool, recipe, layout, tmp_path):
 
 @pytest.mark.parametrize("recipe", ["power of two", pytest.param("blockwise", marks=pytest.mark.full)])
 def test_named_splits(pool, recipe, tmp_path):
-    """Forward, also after set_recipe; three steps, whose scale is of all splits on all ranks; a loaded checkpoint."""
+    """Forward and after set_recipe; steps, whose scale is of all splits on all ranks; another storage; a checkpoint."""
     assert pool.run(tasks.splits, (2, 2), recipe, str(tmp_path)) == [([], 0.0)] * 4
 
 

@@ -79,12 +79,12 @@ def test_no_more_than_one_old_weight_is_there_beside_the_new_ones(storage, monke
     left = []
     changing = switching.change
 
-    def change(optimizer, settings, moved, stored):
+    def change(optimizer, settings, moved, stored, common):
         def then(weight):
             stored(weight)
             left.append(sum(not weight.expired() for weight in old))
 
-        return changing(optimizer, settings, moved, then)
+        return changing(optimizer, settings, moved, then, common)
 
     monkeypatch.setattr(switching, "change", change)
     (target,) = targets_of(model, optimizer, [Phase(LOW, weight_storage=storage)])

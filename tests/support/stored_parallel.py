@@ -17,6 +17,7 @@ from octavo import distributed as ours
 from octavo.distributed.checkpoint import load_checkpoint, save_checkpoint
 from octavo.nn.parted_linear import PartedLinear
 from octavo.optim import AdamW
+from octavo.schedule import Phase, PrecisionSchedule
 from octavo.tensor.stored_weight import StoredWeight, local_stored
 from tests.support.byte_counter import GATHER, REDUCE, ByteCounter
 from tests.support.parallel_tasks import RECIPES, Pair, differences, small, step, whole
@@ -232,6 +233,13 @@ def splits(mesh: Any, recipe: str, path: str) -> tuple[Any, ...]:
             of_splits(net, number)
             optimizer.step()
             optimizer.zero_grad()
+    for storage in (None, "fp8"):  # in the weights' dtype, and with one scale again
+        for net, optimizer in runs:
+            PrecisionSchedule(net, optimizer, [Phase(RECIPES[recipe], weight_storage=storage)])
+            of_splits(net, 3)
+            optimizer.step()
+            optimizer.zero_grad()
+            net(x)
     save_checkpoint(path, model, runs[1][1])
     load_checkpoint(path, other, exact_adamw(other))
     by_layer = {"up": of_layer(alone.up), "down": of_layer(alone.down)}

@@ -89,18 +89,21 @@ def size_of(mesh):
 
 
 COMPACT = {"moments": "fp8", "master": "split24"}
+PHASES = {"schedule": "fp8-then-bf16@0.3-then-fp8@0.6", "recover": 2}
+STORED = COMPACT | {"weight_storage": "fp8", "master": "split16"}
 
 
 @pytest.mark.parametrize(
     ("state", "experts"),
     [
         (COMPACT | {"schedule": "fp8-then-bf16@0.5", "recover": 2}, 0),
-        (COMPACT | {"weight_storage": "fp8", "master": "split16"}, 0),
+        (STORED, 0),
+        pytest.param(STORED | PHASES, 0, marks=pytest.mark.full),
         pytest.param(COMPACT | {"update_in_backward": "0"}, 0, marks=pytest.mark.full),
         pytest.param(COMPACT | {"gradient_storage": "fp8", "schedule": "auto"}, 0, marks=pytest.mark.full),
         pytest.param(COMPACT | {"schedule": "fp8-then-bf16@0.5", "recover": 2}, 4, marks=pytest.mark.full),
         pytest.param(COMPACT | {"update_in_backward": "0"}, 4, marks=pytest.mark.full),
-        pytest.param(COMPACT | {"weight_storage": "fp8", "master": "split16"}, 4, marks=pytest.mark.full),
+        pytest.param(STORED, 4, marks=pytest.mark.full),
     ],
     ids=str,
 )
@@ -124,11 +127,6 @@ def test_refusals_under_tensor_parallelism(pool, config):
         changed(config, ranks={"shard": "fsdp", "tensor_parallel": 3})
     with pytest.raises(ValueError, match=r"tensor_parallel 2 does not divide \{'experts': 3\}"):
         changed(config, model={"experts": 3}, ranks={"shard": "fsdp", "tensor_parallel": 2})
-    state = {"weight_storage": "fp8", "recover": 2}
-    with pytest.raises(
-        ValueError, match="tensor_parallel 2 does not go with weight_storage fp8 with schedule or recov"
-    ):
-        changed(config, state=state, ranks={"shard": "fsdp", "tensor_parallel": 2})
     with pytest.raises(TrainError, match="3 ranks do not divide by tensor_parallel 2"):
         require_parts(changed(config, ranks={"shard": "fsdp", "tensor_parallel": 2}), SimpleNamespace(size=3))
 
@@ -146,7 +144,7 @@ def short(config):
         pytest.param("fsdp", "blockwise", 1, {}, marks=pytest.mark.full),
         pytest.param("fsdp", "delayed", 2, {}, marks=pytest.mark.full),
         pytest.param("fsdp", "delayed", 2, COMPACT, marks=pytest.mark.full),
-        pytest.param("fsdp", "dynamic", 2, COMPACT | {"weight_storage": "fp8"}, marks=pytest.mark.full),
+        pytest.param("fsdp", "dynamic", 2, STORED | PHASES, marks=pytest.mark.full),
     ],
 )
 def test_a_run_stopped_on_one_rank_goes_on_exactly(pool, short, shard, recipe, tensor_parallel, state, tmp_path):
