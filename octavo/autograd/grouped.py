@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from octavo import kernels
 from octavo.granularity import ALL, Tile
-from octavo.kernels.groups import of_equal_groups, padded_columns
+from octavo.kernels.groups import check_offsets, of_equal_groups, padded_columns
 from octavo.kernels.layouts import needs_transposed_codes
 from octavo.kernels.reference.cast import with_padding
 from octavo.scaling.recipe import Cast, RoleCasts
@@ -155,7 +155,12 @@ def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
 
     torch.nn.functional.grouped_mm, in whose results rows in no group are zero; and of sizes that it refuses, and
     compiled of dtypes that its fake refuses (torch 2.13 knows bf16 only).
+
+    Raises:
+        ValueError: on a CPU for offsets that descend or go beyond the rows, which torch does not look at.
     """
+    if offsets.device.type == "cpu":  # a GPU would have to be waited for
+        check_offsets(offsets, (a if b.ndim == 3 else b).shape[0])
     if not a.numel():  # without rows a tensor may have strides of 0, which torch refuses
         return _result(a, b, offsets).zero_()
     ragged_rows = b.ndim == 3
