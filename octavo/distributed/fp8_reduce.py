@@ -191,8 +191,7 @@ class Fp8Reduction:
         else:
             # what a delayed cast reads is the scale of a role, of three
             given = None if agreed is None else agreed.view(1).repeat(3)
-            tile = self.granularity.tile
-            codes, _, scale_inv, *_ = kernels.cast(x, given, 0, self.format.dtype, tile, True, 0)
+            codes, _, scale_inv, *_ = kernels.cast(x, given, 0, self.format.dtype, self.granularity.tile, True, 0)
         if agreed is not None:
             return codes.view(torch.uint8)
         start, width = self._places(x.shape[1])
@@ -312,8 +311,7 @@ class Fp8Reduction:
 def fp8_reduce_hook(state: Fp8Reduction, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """DDP's communication hook that averages gradients in FP8, as ``state`` says.
 
-    Where a rank's gradient is NaN or inf, so is the mean on all ranks. All ranks get the same bits. A rank alone rounds
-    too.
+    Where a rank's gradient is NaN or inf, so is the mean on all ranks, which get the same bits. One rank rounds too.
 
     Args:
         state: one for each DistributedDataParallel.
@@ -323,13 +321,15 @@ def fp8_reduce_hook(state: Fp8Reduction, bucket: dist.GradBucket) -> torch.futur
         a Future of the bucket's flat tensor, [N] of its dtype, once it holds the mean over ranks.
 
     Raises:
-        TypeError: for gradients of another dtype.
+        TypeError: for another ``state``, or gradients of another dtype.
 
     Example:
         >>> import torch
         >>> def in_fp8(ddp: torch.nn.parallel.DistributedDataParallel) -> None:
         ...     ddp.register_comm_hook(Fp8Reduction(), fp8_reduce_hook)
     """
+    if not isinstance(state, Fp8Reduction):
+        raise TypeError(f"the state is {state!r}: call register_comm_hook(Fp8Reduction(), fp8_reduce_hook)")
     return state.average(bucket)
 
 

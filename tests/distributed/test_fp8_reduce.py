@@ -560,6 +560,9 @@ def test_what_is_refused(pool):
         feedback.load_state_dict({"calls": 1, "parameters": {"weight": torch.ones(4)}, "modules": {}}, nn.ReLU())
     with pytest.raises(TypeError, match="float64"):
         fp8_reduce_hook(Fp8Reduction(group=SimpleNamespace()), OneBucket(torch.ones(3, dtype=torch.float64)))
+    for state in (None, Fp8Reduction):
+        with pytest.raises(TypeError, match=r"call register_comm_hook\(Fp8Reduction\(\), fp8_reduce_hook\)"):
+            fp8_reduce_hook(state, OneBucket(torch.ones(3)))
     for wrong in ({"format": E4M4}, {"format": "E4M3"}, {"granularity": PerRow()}, {"granularity": PerBlock(8, 128)}):
         with pytest.raises(TypeError, match=r"use octavo\."):
             Fp8Reduction(**wrong)
