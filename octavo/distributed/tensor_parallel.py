@@ -13,7 +13,6 @@ docs/tensor-parallel.md; where an input can't be sent as pairs it is gathered as
 
 from __future__ import annotations
 
-import copy
 import functools
 from typing import Any
 
@@ -282,28 +281,29 @@ class PrepareModuleInput(torch_parallel.PrepareModuleInput):
         False
     """
 
-    _module: nn.Module | None = None  # that it was applied to
-
     def __init__(self, *, exact: bool = False, reduction: Fp8Reduction | None = None, **layouts: Any) -> None:
         super().__init__(**layouts)
         given = (*(self.input_layouts or ()), *self.input_kwarg_layouts.values())
         self._sending = _sending(exact, reduction, given, "input_layouts")
 
-    def _prepare_input_arg(self, input: Any, mesh: Any, input_layout: Any, desired_layout: Any) -> Any:
-        if isinstance(input_layout, Shard) and desired_layout == Replicate() and self._module is not None:
+    def _prepare_input_arg(self, input: Any, called: Any, input_layout: Any, desired_layout: Any) -> Any:
+        mesh, module = called  # as the hook below gives them
+        if isinstance(input_layout, Shard) and desired_layout == Replicate():
             if not isinstance(input, DTensor):
                 input = DTensor.from_local(input, mesh, (input_layout,), run_check=False)
             readers = [
-                module
-                for module in self._module.modules()
-                if isinstance(module, RecipeModule) and (sending := module.__dict__.get(SENDS)) is not None
-                if sending.output is None and module.in_features == input.shape[-1]
+                own
+                for own in module.modules()
+                if isinstance(own, RecipeModule) and (sending := own.__dict__.get(SENDS)) is not None
+                if sending.output is None and own.in_features == input.shape[-1]
             ]
             if (found := _in_fp8(readers, input, mesh, self._sending)) is not None:
                 return found
         return super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
 
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
-        own = copy.copy(self)  # one style may be applied to many modules
-        own._module = module
-        return super(PrepareModuleInput, own)._apply(module, device_mesh)
+        def prepare(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            return self._prepare_input_kwarg_fn(args, kwargs, (device_mesh, module))
+
+        module.register_forward_pre_hook(prepare, with_kwargs=True)  # a copy's hook asks the copy's layers
+        return module

@@ -246,6 +246,8 @@ class RecipeModule(nn.Module):
 
     def state_of_input(self) -> State | None:
         """The delayed state that a cast of the next input reads."""
+        if self.recipe.delayed is None:
+            return None
         return self._state_for(self.weight, self.training, False)  # type: ignore[arg-type]
 
     def local_product(

@@ -232,8 +232,9 @@ def gathered_for(readers: Sequence[Any], input: Any, sending: Sending, memo: lis
     reader = Reader(recipe, first.state_of_input() if known else _state_of_all(readers), trains, taps)
     if not can_gather(reader, INPUT, math.prod(x.shape[dim:-1]), sending.exact):
         return None
+    weight = next(own for own in first.parameters() if own.ndim > 1)  # that of one split stands for those of all
     wire = sending.wire(mesh, x, dim, memo)
-    return gather_input(x.to(product_dtype(input, first.weight)), dim, reader, wire)
+    return gather_input(x.to(product_dtype(input, weight)), dim, reader, wire)
 
 
 def _state_of_all(readers: Sequence[Any]) -> State | None:

@@ -163,8 +163,11 @@ class Scaled(nn.Module):
         return self.last(self.second(self.first(x)) * 2.0**-14)
 
 
-def of_another_scale(mesh: Any) -> tuple[float, float]:
-    """How the second step under a delayed recipe differs from that of one rank, and the first step of a resumed run."""
+def of_another_scale(mesh: Any) -> tuple[float, float, float]:
+    """How the second step under a delayed recipe differs from that of one rank; so the first of a resumed run.
+
+    And a step of the model's copy, in high precision.
+    """
     alone = octavo.convert(Scaled(), RECIPES["delayed"], lambda module, name: True)
     resumed, model = copy.deepcopy(alone), copy.deepcopy(alone)
     whole_input = ours.PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate())
@@ -172,7 +175,7 @@ def of_another_scale(mesh: Any) -> tuple[float, float]:
     for net in (model, resumed):
         parallelize_module(net, mesh, {"": whole_input, "first": first, "second": ours.RowwiseParallel(), "last": last})
 
-    def differ(net: Any) -> float:
+    def differ(net: Any, alone: Any = alone) -> float:
         alone.zero_grad(), net.zero_grad()
         x = torch.randn(8, 256)
         alone(x).sum().backward(), net(x.chunk(mesh.size())[mesh.get_local_rank()]).sum().backward()
@@ -182,7 +185,10 @@ def of_another_scale(mesh: Any) -> tuple[float, float]:
     differ(model)
     found = differ(model)
     octavo.nn.load_delayed_state_dict(resumed, octavo.nn.delayed_state_dict(alone))
-    return found, differ(resumed)
+    copies = [copy.deepcopy(net) for net in (model, alone)]
+    for net in copies:
+        octavo.set_recipe(net, octavo.recipes.high_precision())
+    return found, differ(resumed), differ(*copies)
 
 
 def trained(mesh: Any, recipe: str, kind: str) -> list[list[str]]:
