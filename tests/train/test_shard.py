@@ -79,7 +79,7 @@ def test_the_curve_under_tensor_parallelism_is_that_of_one_process(pool, config,
     config = changed(config, model={"experts": experts})
     alone = curve(run(config, recipe))
     config = changed(config, run={"compile": compiled}, ranks={"shard": "fsdp", "tensor_parallel": 2})
-    answers = pool.run(train_on, (4,), config, recipe, seconds=600 if compiled else 120)
+    answers = pool.run(train_on, (4,), config, recipe, seconds=300 if compiled else 120)
     assert all(answer[0] == answers[0][0] for answer in answers)
     assert nearly(answers[0][0], alone, rel)
 
