@@ -24,6 +24,7 @@ from octavo.formats import E4M3
 from octavo.granularity import ALL, Tile
 from octavo.nn.converted_experts import ConvertedExperts, ExpertsPart
 from octavo.nn.grouped_linear import Grouped
+from octavo.nn.parted_linear import PartedLinear
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.stored_weight_files import SCALE_INV
 from octavo.scaling.recipe import Cast
@@ -165,6 +166,8 @@ def _misfit(name: str, module: RecipeModule, layout: str) -> str | None:
     if isinstance(module, Grouped):
         if (why := why_not_written(module)) is not None:
             return f"{why}; keep them in high precision by octavo.RecipeMap(recipe, {{'*.experts': None}})"
+    elif isinstance(module, PartedLinear):
+        return "its splits are on several ranks: gather the model first (torch.distributed.checkpoint.state_dict)"
     elif module._parameters.get("weight") is None:
         return "its weight is computed from other parameters; make it one by torch's remove_parametrizations"
     elif not isinstance(module, nn.Linear):

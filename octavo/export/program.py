@@ -12,6 +12,7 @@ from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
 from octavo.errors import ExportError, first_line
+from octavo.tensor.sharded_weight import on_this_rank
 
 _DELAYED_SCALE = {"cast": 1, "norm_cast": 6}  # the index of that argument
 
@@ -22,8 +23,11 @@ def program_of(model: nn.Module, example_inputs: tuple[Any, ...], dynamic_shapes
     ``dynamic_shapes`` are as torch.export.export takes them; None: each size that the model leaves open.
 
     Raises:
-        ExportError: where torch.export can't trace it.
+        ExportError: where it is sharded over ranks, or torch.export can't trace it.
     """
+    for name, parameter in model.named_parameters():
+        if on_this_rank(parameter) is not parameter:
+            raise ExportError(f"{name} is sharded: gather the model first (torch.distributed.checkpoint.state_dict)")
     if dynamic_shapes is None:
         dynamic_shapes = pytree.tree_map(
             lambda leaf: dict.fromkeys(range(leaf.ndim), Dim.AUTO) if isinstance(leaf, Tensor) else None, example_inputs

@@ -2,7 +2,10 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import octavo
 from octavo import recipes
@@ -59,3 +62,17 @@ def test_what_can_not_be_traced_says_why():
         program_of(Peeks(), (X,), None)
     with pytest.raises(ExportError, match="can't trace Linear"):
         program_of(octavo.nn.Linear(16, 16), (X,), None)
+
+
+def test_models_on_several_ranks_are_refused(tmp_path):
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        model = nn.Sequential(octavo.nn.Linear(32, {"q": 32, "k": 32}, recipe=recipes.blockwise()))
+        mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+        parallelize_module(model, mesh, {"0": octavo.distributed.ColwiseParallel()})
+        with pytest.raises(ExportError, match=r"0\.q\.weight is sharded: gather the model first"):
+            program_of(model, (X,), None)
+        with pytest.raises(ExportError, match="its splits are on several ranks: gather the model first"):
+            octavo.export.to_safetensors(model, tmp_path)
+    finally:
+        dist.destroy_process_group()
