@@ -36,6 +36,7 @@ WIDENING = [
 
 @pytest.fixture(autouse=True)
 def _new_state() -> Iterator[None]:
+    begin_anew()  # another file's tests may have left a state
     yield
     begin_anew()
 
