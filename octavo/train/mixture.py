@@ -66,7 +66,7 @@ class Mixture(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., W] -> [..., W]."""
         h = self.norm(x)
-        scores = self.router(h).flatten(0, -2)  # [T, E]
+        scores = self.router(h.flatten(0, -2))  # [T, E]
         index = (scores.detach() + self.bias).topk(self.k).indices
         weights = scores.gather(1, index)
         if self.training:

@@ -130,7 +130,8 @@ def _parallelize(model: GPT, mesh: Any) -> None:
         plan |= {f"{at}.attention.qkv.norm": SequenceParallel(), f"{at}.attention.qkv.linear": first()}
         plan |= {f"{at}.attention.out": second()}
         if model.mixtures:
-            plan |= {f"{at}.mlp.{name}": SequenceParallel(use_local_output=True) for name in ("norm", "router")}
+            plan[f"{at}.mlp.norm"] = SequenceParallel(use_local_output=True)
+            plan[f"{at}.mlp.router"] = SequenceParallel(sequence_dim=0, use_local_output=True)  # of [T, W]
         else:
             plan |= {f"{at}.mlp.norm": SequenceParallel(), f"{at}.mlp.fc1": first(), f"{at}.mlp.fc2": second()}
     parallelize_module(model, mesh, plan)
