@@ -13,7 +13,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from octavo.errors import ExportError, MissingExtraError
-from octavo.export.layouts import BLOCK, LAYOUTS, Entry, Layers, Layout, Written, entries, scale_name
+from octavo.export.layouts import BLOCK, GATHER, LAYOUTS, Entry, Layers, Layout, Written, entries, scale_name
 from octavo.tensor.sharded_weight import on_this_rank
 
 
@@ -138,10 +138,7 @@ def _likes(found: list[Entry], layout: Layout) -> dict[str, Tensor]:
     likes: dict[str, Tensor] = {}
     for entry in found:
         if on_this_rank(entry.tensor) is not entry.tensor:
-            raise ExportError(
-                f"{entry.key} is sharded: gather the model first (torch.distributed.checkpoint.state_dict), or send it "
-                "as it is by octavo.export.iterate_fp8"
-            )
+            raise ExportError(f"{entry.key} is sharded: {GATHER}, or send it as it is by octavo.export.iterate_fp8")
         likes |= dict(_keyed(entry.likes(), layout))
     return likes
 

@@ -32,6 +32,7 @@ from octavo.tensor.sharded_weight import on_this_rank, plain
 
 Layers = dict[str, RecipeModule]  # the modules whose output product is in FP8, by name
 BLOCK = 128
+GATHER = "gather the model first (torch.distributed.checkpoint.state_dict)"  # what to do about shards
 
 
 class Layout(NamedTuple):
@@ -167,7 +168,7 @@ def _misfit(name: str, module: RecipeModule, layout: str) -> str | None:
         if (why := why_not_written(module)) is not None:
             return f"{why}; keep them in high precision by octavo.RecipeMap(recipe, {{'*.experts': None}})"
     elif isinstance(module, PartedLinear):
-        return "its splits are on several ranks: gather the model first (torch.distributed.checkpoint.state_dict)"
+        return f"its splits are on several ranks: {GATHER}"
     elif module._parameters.get("weight") is None:
         return "its weight is computed from other parameters; make it one by torch's remove_parametrizations"
     elif not isinstance(module, nn.Linear):

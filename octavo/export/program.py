@@ -12,6 +12,7 @@ from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
 from octavo.errors import ExportError, first_line
+from octavo.export.layouts import GATHER
 from octavo.tensor.sharded_weight import on_this_rank
 
 _DELAYED_SCALE = {"cast": 1, "norm_cast": 6}  # the index of that argument
@@ -27,7 +28,7 @@ def program_of(model: nn.Module, example_inputs: tuple[Any, ...], dynamic_shapes
     """
     for name, parameter in model.named_parameters():
         if on_this_rank(parameter) is not parameter:
-            raise ExportError(f"{name} is sharded: gather the model first (torch.distributed.checkpoint.state_dict)")
+            raise ExportError(f"{name} is sharded: {GATHER}")
     if dynamic_shapes is None:
         dynamic_shapes = pytree.tree_map(
             lambda leaf: dict.fromkeys(range(leaf.ndim), Dim.AUTO) if isinstance(leaf, Tensor) else None, example_inputs
