@@ -5,7 +5,6 @@ their scale_inv, and nothing changes the one without the other. A recipe only sa
 """
 
 import importlib
-import warnings
 from typing import TYPE_CHECKING, Any
 
 from octavo import nn, recipes
@@ -14,6 +13,7 @@ from octavo.errors import (
     HigherOrderGradientError,
     MissingExtraError,
     OctavoError,
+    RanksDifferError,
     UnsupportedOpError,
     UnsupportedOptionError,
 )
@@ -45,6 +45,7 @@ __all__ = [
     "PerBlock",
     "PerRow",
     "PerTensor",
+    "RanksDifferError",
     "Recipe",
     "RecipeMap",
     "ScaledTensor",
@@ -69,26 +70,11 @@ __all__ = [
 
 # Imported when named: the import stays light.
 _ROOMS = ("compat", "distributed", "export", "inspect", "integrations", "optim", "schedule")
-_MOVED = {  # names that were here before and still work in this version
-    "BudgetError": "octavo.schedule",
-    "Phase": "octavo.schedule",
-    "PrecisionSchedule": "octavo.schedule",
-    "Recovery": "octavo.schedule",
-    "KeptWeights": "octavo.nn",
-    "delayed_state_dict": "octavo.nn",
-    "invalidate": "octavo.nn",
-    "load_delayed_state_dict": "octavo.nn",
-    "Format": "octavo.formats",
-    "Granularity": "octavo.granularity",
-}
 
 
 def __getattr__(name: str) -> Any:
     if name in _ROOMS:
         return importlib.import_module(f"octavo.{name}")
-    if name in _MOVED:
-        warnings.warn(f"octavo.{name} is now {_MOVED[name]}.{name}", DeprecationWarning, stacklevel=2)
-        return getattr(importlib.import_module(_MOVED[name]), name)
     raise AttributeError(f"module 'octavo' has no attribute {name!r}")
 
 

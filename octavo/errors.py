@@ -19,6 +19,10 @@ class MissingExtraError(OctavoError, ImportError):
     """An optional dependency is absent; the message names the extra that installs it."""
 
 
+class RanksDifferError(OctavoError, ValueError):
+    """Ranks that share a model were given other recipes, storage or options; all of them raise it, naming them."""
+
+
 class UnsupportedOptionError(OctavoError, ValueError):
     """An option of another library that octavo can't honour; the message says what to write instead."""
 

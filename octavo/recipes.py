@@ -1,14 +1,31 @@
-"""The named recipes. Each returns a frozen octavo.Recipe; dataclasses.replace makes variants."""
+"""The named recipes, and recipes by layer as a file.
+
+Each name returns a frozen octavo.Recipe; dataclasses.replace makes variants. A file is JSON:
+
+    {"default": "delayed",
+     "rules": {"lm_head": null,
+               "blocks.0.*": "blockwise",
+               "*.fc2": {"grad_weight": null, "saved": "Cast(E4M3, PerTensor(), Dynamic())"}}}
+
+Rules are an octavo.RecipeMap's: null, a recipe by its name, or what changes. A recipe without a name in octavo.recipes
+is all its fields, with a name of its own. Casts are text, as they print. Nothing in a file is run.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
 
 from octavo.formats import E4M3, E5M2
 from octavo.granularity import PerBlock, PerRow, PerTensor
-from octavo.scaling.recipe import Cast, Delayed, Dynamic, Recipe
+from octavo.scaling.recipe import FIELDS, PRODUCTS, Cast, Delayed, Dynamic, Recipe
+from octavo.scaling.recipe_map import RecipeMap, Rule
 
 __all__ = ["default", "dynamic", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise", "mx", "high_precision"]
+NAMED = tuple(__all__)
+__all__ += ["load", "to_json"]
 
 
 def default() -> Recipe:
@@ -154,3 +171,76 @@ def high_precision() -> Recipe:
 
 def _linear(name: str, input: Cast, weight: Cast, grad_output: Cast) -> Recipe:
     return Recipe((input, weight), (grad_output, weight), (grad_output, input), name=name)
+
+
+def load(path: str | Path, default: Recipe | None = None) -> RecipeMap:
+    """Recipes by layer from a file, as ``octavo inspect --write`` leaves one: what octavo.convert takes as a recipe.
+
+    Args:
+        path: JSON, see the top of the file.
+        default: of layers that no rule names (default: the file's; one of ``octavo inspect RECORD`` has none).
+
+    Raises:
+        ValueError: where the file, or what it says, can't be a RecipeMap.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> path = pathlib.Path(tempfile.mkdtemp(), "map.json")
+        >>> _ = path.write_text('{"default": "dynamic", "rules": {"lm_head": null, "*.fc2": {"grad_weight": null}}}')
+        >>> load(path).of("lm_head").name, load(path).of("blocks.0.fc2").name
+        ('high_precision', 'dynamic with grad_weight changed')
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        if default is None and "default" not in content:
+            raise ValueError("it names no default: give one, as in octavo.recipes.load(path, octavo.recipes.dynamic())")
+        chosen = _rule(content["default"]) if default is None else default
+        return RecipeMap(chosen, {pattern: _rule(rule) for pattern, rule in content["rules"].items()})  # type: ignore[arg-type]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path} holds no recipes by layer: {type(error).__name__}: {error}") from error
+
+
+def to_json(recipe: RecipeMap | Mapping[str, Rule]) -> str:
+    """What ``load`` reads.
+
+    Args:
+        recipe: a RecipeMap, or rules without a default.
+
+    Example:
+        >>> print(to_json(RecipeMap(dynamic(), {"lm_head": None})))
+        {
+         "default": "dynamic",
+         "rules": {
+          "lm_head": null
+         }
+        }
+    """
+    rules = recipe.rules if isinstance(recipe, RecipeMap) else recipe
+    content = {"default": _plain(recipe.default)} if isinstance(recipe, RecipeMap) else {}
+    content |= {"rules": {pattern: _plain(rule) for pattern, rule in rules.items()}}
+    return json.dumps(content, indent=1, default=str)
+
+
+def _rule(found: Any) -> Rule:
+    """A rule of a file."""
+    if isinstance(found, str):
+        if found not in NAMED:
+            raise ValueError(f"{found!r} is no recipe: choose {', '.join(NAMED)}")
+        made: Recipe = globals()[found]()
+        return made
+    if found is None:
+        return None
+    read: dict[str, Callable[[Any], Any]] = {"saved": Cast.of, "fast_accum": tuple, "name": str}
+    read |= dict.fromkeys(PRODUCTS, lambda casts: tuple(map(Cast.of, casts)))
+    values: dict[str, Any] = {
+        name: value if value is None else read.get(name, str)(value) for name, value in found.items()
+    }
+    return Recipe(**values) if "name" in values else values
+
+
+def _plain(rule: Rule) -> Any:
+    """A rule as JSON has it, but for Casts."""
+    if not isinstance(rule, Recipe):
+        return rule
+    is_named = rule.name in NAMED and _rule(rule.name) == rule
+    return rule.name if is_named else {"name": rule.name, **{name: getattr(rule, name) for name in FIELDS}}

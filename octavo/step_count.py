@@ -18,7 +18,9 @@ class _Known:
 
 
 class _OptimizerSteps:
-    """Counts the steps of every torch.optim.Optimizer in the process, from the first layer built on.
+    """Counts the steps of every torch.optim.Optimizer in the process, from the first that asks on.
+
+    Those are KeptWeights, weights under a delayed recipe in training, and weights that FSDP2 shards.
 
     ``count``: of all of them, since an optimizer may write weights that it does not own (through masters of its own).
     """

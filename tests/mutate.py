@@ -36,7 +36,7 @@ SOURCES = [
     *("octavo/numerics.py", "octavo/formats.py", "octavo/granularity.py", "octavo/scaling/delayed.py"),
     *(f"octavo/kernels/reference/{name}.py" for name in REFERENCE),
     *(f"octavo/autograd/{name}.py" for name in ("casts", "chain", "products")),
-    *(f"octavo/nn/{name}.py" for name in ("weight_cache", "kept_weights")),
+    *(f"octavo/nn/{name}.py" for name in ("weight_writes", "kept_weights")),
 ]
 TESTS = [
     *("tests/test_numerics.py", "tests/test_formats.py", "tests/test_granularity.py", "tests/scaling/test_delayed.py"),

@@ -1,6 +1,8 @@
 import copy
 import dataclasses
 import pickle
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -111,5 +113,95 @@ def test_only_high_precision_is_high_precision():
     assert [name for name, make in ALL.items() if make().is_high_precision] == ["high_precision"]
 
 
+def test_recipes_by_layer_are_a_file(tmp_path):
+    saved = dataclasses.replace(recipes.blockwise(), saved=recipes.dynamic().output[0], fast_accum=())
+    changes = {"grad_weight": None, "output": recipes.rowwise().output, "fast_accum": ("output",), "saved": None}
+    rules = {"head": None, 'x[[]0]"é': recipes.delayed(4, "most_recent", margin=2), "*.fc2": changes, "last": saved}
+    rules |= {name: make() for name, make in ALL.items()}
+    path = tmp_path / "map.json"
+    for default in (recipes.dynamic(), recipes.delayed(history_length=3)):
+        path.write_text(recipes.to_json(octavo.RecipeMap(default, rules)))
+        found = recipes.load(path)
+        assert found == octavo.RecipeMap(default, rules) and found.of("last").name == saved.name
+        assert recipes.load(path, recipes.mx()).default == recipes.mx()
+    path.write_text(recipes.to_json(rules))  # as of a record, which doesn't know the model's recipe
+    assert recipes.load(str(path), recipes.mx()) == octavo.RecipeMap(recipes.mx(), rules)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"rules": {}}', "names no default: give one"),
+        ('{"default": "dynamic"}', "KeyError: 'rules'"),
+        ('{"default": "fast", "rules": {}}', "'fast' is no recipe: choose default, dynamic"),
+        ('{"default": "load", "rules": {}}', "'load' is no recipe"),
+        ('{"default": null, "rules": {}}', "is no octavo.Recipe"),
+        ('{"default": "mx", "rules": {"a": {"outputs": null}}}', "changes .'outputs'.; a recipe has output"),
+        ('{"default": "mx", "rules": {"a": {"saved": "exit()"}}}', r"'exit\(\)' is no Cast, such as Cast\(E4M3"),
+        ('{"default": "mx", "rules": {"a": {"saved": "E4M3"}}}', "'E4M3' is no Cast"),
+        ('{"default": "mx", "rules": {"a": {"saved": "Cast(E4M3, PerRow(), Delayed())"}}}', "needs PerTensor"),
+        ('{"default": "mx", "rules": {"a": {"output": ["Cast(E4M3)"]}}}', "is no Cast"),
+        ('{"default": "mx", "rules": {"a": 3}}', "AttributeError"),
+        ("{", "JSONDecodeError"),
+        ("[]", "names no default"),
+    ],
+)
+def test_a_file_that_is_none_says_why(text, says, tmp_path):
+    path = tmp_path / "map.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=rf"map.json holds no recipes by layer: .*{says}"):
+        recipes.load(path)
+    with pytest.raises(ValueError, match=r"nowhere.json holds no recipes by layer: FileNotFoundError"):
+        recipes.load(tmp_path / "nowhere.json")
+
+
 def roles(recipe: Recipe):
     return recipe.input_casts, recipe.weight_casts, recipe.grad_output_casts
+
+
+# --- what other rows contain ------------------------------------------------------------------------------------------
+
+MODULES = {
+    "Linear": lambda recipe: octavo.nn.Linear(256, 160, recipe=recipe),
+    "LayerNormLinear": lambda recipe: octavo.nn.LayerNormLinear(256, 160, recipe=recipe),
+    "RMSNormMLP": lambda recipe: octavo.nn.RMSNormMLP(256, 160, "swiglu", recipe=recipe),
+    "TransformerBlock": lambda recipe: octavo.nn.TransformerBlock(256, 192, 4, recipe=recipe),
+    "Experts": lambda recipe: octavo.nn.Experts(3, 256, 160, recipe=recipe),
+}
+ROWS, SEEN = 48, 20  # the positions of a sequence, and how many of them come before those that change
+ROUTING = torch.arange(ROWS)[:, None] % 3, torch.ones(ROWS, 1)
+
+
+def of_first(module, x):
+    """The output of the first sequence's first positions, of x [2, positions, features]."""
+    if isinstance(module, octavo.nn.Experts):
+        return module(x[0], *ROUTING)[:SEEN]
+    return module(x)[0, :SEEN]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_whether_what_other_rows_contain_moves_a_row(name):
+    """In forward; docs/guides/which-recipe.md's table says the same. Delayed: once it has a history."""
+    page = Path(octavo.__file__).parents[1] / "docs" / "guides" / "which-recipe.md"
+    row = re.search(rf"^\| `{name}\(\)` \| (yes|no)\b", page.read_text(encoding="utf-8"), re.MULTILINE)
+    for kind, make in MODULES.items():
+        torch.manual_seed(0)
+        module, x = make(ALL[name]()), torch.randn(2, ROWS, 256)
+        of_first(module, x).sum().backward()
+        other = torch.cat((x[:1], 7 * torch.randn(1, ROWS, 256)))
+        other[0, SEEN:] = 7 * torch.randn(ROWS - SEEN, 256) * torch.randn(ROWS - SEEN, 1).exp()
+        for training in (True, False):
+            module.train(training)
+            moved = not torch.equal(of_first(module, x), of_first(module, other))
+            assert moved == (row[1] == "yes"), kind
+
+
+def test_how_far_later_tokens_move_earlier_outputs():
+    layers = [octavo.nn.Linear(256, 256, bias=False, recipe=recipes.dynamic()) for _ in range(2)]
+    model, x = torch.nn.Sequential(*layers), torch.randn(64, 256)
+    later = torch.cat((x[:32], 7 * x[32:]))
+    with torch.no_grad():
+        found, expected = model(later)[:32], model(x)[:32]
+        assert 0.03 < (found - expected).norm() / expected.norm() < 0.09
+        with octavo.using(model, recipes.rowwise()):
+            assert torch.equal(model(later)[:32], model(x)[:32])

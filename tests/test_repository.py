@@ -19,7 +19,7 @@ NO_MIRROR = {
     "octavo/__main__.py": "two lines; tests/cli/test_command.py starts it",
 }
 
-MAX_FILE_LINES = 399
+MAX_FILE_LINES = 800
 MAX_FUNCTION_LINES = 59  # without its docstring
 MAX_EXAMPLE_LINES = 79
 

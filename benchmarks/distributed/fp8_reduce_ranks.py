@@ -40,7 +40,7 @@ class InFp8:
             parts += self.lost[0]
         agreed = None
         if reduction.granularity == PerTensor():
-            agreed = reduction.scale_of(kernels.amax(parts.view(1, -1), (ALL, ALL)))
+            agreed = scale_from_amax(kernels.amax(parts.view(1, -1), (ALL, ALL)), reduction.format.max, True, 0)
         parts = self._level(parts, agreed, SENT, all_levels[0], 0)
         for level in all_levels[1:]:
             if self.lost:

@@ -5,9 +5,9 @@ GPU's; kernels are compiled for Hopper and not launched. Left out is what happen
 and the library's product, of which only the output is allocated (torch.nn.functional.scaled_mm's own Python counts). On
 a GPU the path also asks for the current device and stream, some tenths of a us.
 
-The weight's codes are cached, as in a micro-batch that isn't the first. torchao's times are of its whole work on the
-CPU, where arithmetic of this size costs next to nothing. Aims are held against the least of all readings, which is
-what the code itself takes: whatever else runs on the machine only adds to it.
+A weight that one cast serves is kept, as in a micro-batch that isn't the first. torchao's times are of its whole work
+on the CPU, where arithmetic of this size costs next to nothing. Aims are held against the least of all readings, which
+is what the code itself takes: whatever else runs on the machine only adds to it.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from benchmarks.machine_code.offline import Launch, offline
 from octavo import kernels, recipes
 from octavo.autograd import casts as operands
 from octavo.kernels import capability, devices, layouts
+from octavo.scaling.delayed import State, state_of
 
 TAKES = "1 minute"
 MEASURES = ("octavo/kernels/triton", "octavo/autograd", "octavo/nn/recipe_module.py")
@@ -43,6 +44,7 @@ library_matmul = importlib.import_module("octavo.kernels.triton.library_matmul")
 CAST_AIM, FORWARD_AIM, BOTH_AIM = 25.0, 80.0, 200.0  # us
 TORCHAO = "torchao tensorwise"
 TENSOR, ROW = (-1, -1), (1, -1)
+KEPT = ("dynamic", "delayed", "blockwise")  # recipes whose weight one cast serves
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
@@ -75,12 +77,13 @@ def casts() -> dict[str, Callable[[], object]]:
     """Each kind of cast as a layer calls it on Hopper."""
     x = torch.randn(SIZE, SIZE, dtype=torch.bfloat16)
     gate_up = torch.randn(SIZE, 2 * SIZE, dtype=torch.bfloat16)
-    scale, history, amax = _state()
+    *state, amax = _state()
+    scale = state[0]
     update = recipes.delayed().delayed_update
     tensor = E4M3, TENSOR, False, 0
     both = True, 16, False
     vectors = E4M3, (1, 128), True, 0, E4M3, (128, 1), True, 0, True, 16, True
-    commit = scale, history, amax, amax, E5M2, False, 0, *update, True, 16, True
+    commit = *state, amax, amax, E5M2, False, 0, *update, True, 16, True
     return {
         "cast delayed": lambda: kernels.cast(x, scale, 0, *tensor, False, 16, False),
         "cast_transpose delayed": lambda: kernels.cast(x, scale, 0, *tensor, *both),
@@ -108,19 +111,27 @@ def norms() -> dict[str, Callable[[], object]]:
     }
 
 
-def _state() -> tuple[Tensor, Tensor, Tensor]:
-    """(scales, history, an amax); the scales are known to exist."""
-    scale, history, amax = torch.ones(3), torch.zeros(3, 16), torch.ones(1, 1)
-    kernels.delayed_update(scale, history, amax, amax, amax, *recipes.delayed().delayed_update)
-    return scale, history, amax
+def _state() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(a delayed state, whose scales are known to exist, an amax)."""
+    state, amax = State.empty(16), torch.ones(1, 1)
+    fill(state)
+    kernels.delayed_update(*state, amax, amax, amax, *recipes.delayed().delayed_update)
+    return *state, amax
+
+
+def fill(state: State | None) -> None:
+    """Make its scales 1, before the pass that committed last too, as if kernels had run."""
+    if state is not None:
+        state.scale.fill_(1.0)
+        state.before[1] = state.scale.view(torch.int32)
 
 
 def linear(recipe: str) -> octavo.nn.Linear:
-    """A layer whose delayed scales, if it has any, exist from its first step on."""
+    """A layer whose weight is kept if it can be, and whose delayed scales exist from its first step on."""
     layer = octavo.nn.Linear(SIZE, SIZE, recipe=getattr(recipes, recipe)(), dtype=torch.bfloat16)
-    for name, buffer in layer.named_buffers():
-        if "scale" in name:
-            buffer.fill_(1)
+    if recipe in KEPT:
+        octavo.nn.KeptWeights(layer).cast()
+    fill(state_of(layer))
     return layer
 
 
@@ -137,7 +148,7 @@ def subjects() -> dict[str, Subject]:
     layers["nn.Linear"] = nn.Linear(SIZE, SIZE, dtype=torch.bfloat16)
     layers[TORCHAO] = with_torchao(nn.Linear(SIZE, SIZE, dtype=torch.bfloat16), "tensorwise")
     for name, layer in layers.items():
-        forward, both = steps(layer, cached=True)
+        forward, both = steps(layer)
         aims = (FORWARD_AIM, BOTH_AIM) if isinstance(layer, octavo.nn.Linear) else (None, None)
         found[f"{name}, forward"] = Subject(forward, aims[0])
         found[f"{name}, forward + backward"] = Subject(both, aims[1])

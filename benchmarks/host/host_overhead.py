@@ -1,9 +1,8 @@
 """Host time of one eager Linear: 16 x 16 bf16 on one CPU thread, where arithmetic costs next to nothing.
 
-"cached" is the case that counts: gradients accumulate, so micro-batches share the FP8 weight. "no cache" casts the
-weight in each forward. "cloned scale_inv" is what a library must do whose scale_inv lives in its recipe: copy the
-input's and the weight's in each forward, lest the recipe move on before backward; the difference is what the pair
-saves.
+"kept" has its weight cast by KeptWeights, outside of what is timed. "cloned scale_inv" is what a library must do whose
+scale_inv lives in its recipe: copy the input's and the weight's in each forward, lest the recipe move on before
+backward; the difference is what the pair saves.
 """
 
 from __future__ import annotations
@@ -11,15 +10,15 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import octavo
 from benchmarks.common.measure import interleaved, ratio, table, write_results
 from benchmarks.common.models import OCTAVO, TORCHAO, with_torchao
 from octavo import recipes
-from octavo.autograd.casts import State
 from octavo.tensor.pair import Operands
 
 TAKES = "1 minute"
@@ -32,8 +31,8 @@ TARGET = 0.45  # of torchao's tensorwise, forward and forward + backward
 class ClonedScaleInv(octavo.nn.Linear):
     """Copies both scale_inv in each forward."""
 
-    def _weight_operands(self, weight_NK: Tensor, parameter: Tensor, transposed: bool, state: State | None) -> Operands:
-        operands = super()._weight_operands(weight_NK, parameter, transposed, state)
+    def _weight_operands(self, *arguments: Any) -> Operands:
+        operands = super()._weight_operands(*arguments)
         assert operands.as_is is not None
         q, scale_inv = operands.as_is
         scale_inv.clone()  # stands for the input's
@@ -44,35 +43,24 @@ def layers() -> dict[str, nn.Module]:
     """Each variant's layer."""
     found: dict[str, nn.Module] = {"nn.Linear": nn.Linear(SIZE, SIZE, dtype=torch.bfloat16)}
     for name in OCTAVO:
-        found[f"octavo {name}, cached"] = octavo.nn.Linear(
-            SIZE, SIZE, recipe=getattr(recipes, name)(), dtype=torch.bfloat16
-        )
+        found[f"octavo {name}"] = octavo.nn.Linear(SIZE, SIZE, recipe=getattr(recipes, name)(), dtype=torch.bfloat16)
     for name in ("dynamic", "delayed"):
         recipe = getattr(recipes, name)()
-        found[f"octavo {name}, no cache"] = octavo.nn.Linear(SIZE, SIZE, recipe=recipe, dtype=torch.bfloat16)
+        found[f"octavo {name}, kept"] = octavo.nn.Linear(SIZE, SIZE, recipe=recipe, dtype=torch.bfloat16)
+        octavo.nn.KeptWeights(found[f"octavo {name}, kept"]).cast()
         found[f"octavo {name}, cloned scale_inv"] = ClonedScaleInv(SIZE, SIZE, recipe=recipe, dtype=torch.bfloat16)
     for name in TORCHAO:
         found[f"torchao {name}"] = with_torchao(nn.Linear(SIZE, SIZE, dtype=torch.bfloat16), name)
     return found
 
 
-def steps(layer: nn.Module, cached: bool) -> tuple[Callable[[], object], Callable[[], object]]:
-    """(forward, forward + backward) of a layer whose weight already has a gradient, if ``cached``."""
+def steps(layer: nn.Module) -> tuple[Callable[[], object], Callable[[], object]]:
+    """(forward, forward + backward) of a layer whose gradients accumulate."""
     x = torch.randn(SIZE, SIZE, dtype=torch.bfloat16, requires_grad=True)
     grad = torch.randn(SIZE, SIZE, dtype=torch.bfloat16)
     layer(x).backward(grad)
 
-    def forward() -> object:
-        if not cached:
-            layer.zero_grad()
-        return layer(x)
-
-    def both() -> object:
-        if not cached:
-            layer.zero_grad()
-        return layer(x).backward(grad)
-
-    return forward, both
+    return lambda: layer(x), lambda: layer(x).backward(grad)
 
 
 def main(arguments: list[str]) -> int:
@@ -84,7 +72,7 @@ def main(arguments: list[str]) -> int:
     torch.set_num_threads(1)
     torch.manual_seed(0)
 
-    pairs = {name: steps(layer, "no cache" not in name) for name, layer in layers().items()}
+    pairs = {name: steps(layer) for name, layer in layers().items()}
     forward = interleaved({name: f for name, (f, _) in pairs.items()}, options.rounds, options.calls)
     both = interleaved({name: b for name, (_, b) in pairs.items()}, options.rounds, options.calls)
     rows = [
@@ -101,7 +89,7 @@ def main(arguments: list[str]) -> int:
     if not options.no_write:
         print(f"written to {write_results('host_overhead', rows)}")
     missed = False
-    for name in ("octavo dynamic, cached", "octavo delayed, cached"):
+    for name in ("octavo dynamic", "octavo delayed"):
         for what, seconds in (("forward", forward), ("forward + backward", both)):
             value = ratio(seconds, name, "torchao tensorwise")
             missed |= value > TARGET

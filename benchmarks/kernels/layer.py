@@ -1,7 +1,7 @@
 """A Linear's forward and backward (dx and dW) in bf16, octavo and torchao, at the shapes of a 4096-wide transformer.
 
 "4 layers" is the sum over the shapes, as in a block of attention and MLP. Variants cast their weight in each step but
-the "cached" ones, which have it from the step before, as in gradient accumulation. "products only" is the three
+the "kept" ones, which have it from the step before, as in gradient accumulation. "products only" is the three
 products on operands already cast: what a cast that costs nothing would give. Times are of whole steps in a row, host
 included.
 Speed-ups are over bf16 in the same run; a layer whose results are far from bf16's has none, but FAILED.
@@ -88,12 +88,12 @@ def _compiled(layer: nn.Module) -> Callable[[Tensor], Tensor]:
 
 
 def _make(convert: Callable[[nn.Linear], nn.Module], compiled: bool = False, **options: bool) -> Make:
-    """A variant's step from torch's layer; options are bias and cached."""
+    """A variant's step from torch's layer; options are bias and kept."""
 
     def make(data: Data) -> Step:
         layer = convert(data.linear(options.get("bias", False)))
-        if options.get("cached", False):
-            layer.weight.grad = torch.zeros_like(layer.weight)  # gradients accumulate: the cast weight is kept
+        if options.get("kept", False):
+            octavo.nn.KeptWeights(layer).cast()
         return data.step(_compiled(layer) if compiled else layer, layer)
 
     return make
@@ -142,8 +142,8 @@ VARIANTS: dict[str, Make] = {
     "octavo delayed": _make(_octavo("delayed")),
     "octavo dynamic": _make(_octavo("dynamic")),
     COMPILED: _make(lambda layer: layer, compiled=True),
-    "octavo delayed cached": _make(_octavo("delayed"), cached=True),
-    "octavo dynamic cached": _make(_octavo("dynamic"), cached=True),
+    "octavo delayed kept": _make(_octavo("delayed"), kept=True),
+    "octavo dynamic kept": _make(_octavo("dynamic"), kept=True),
     "octavo rowwise": _make(_octavo("rowwise")),
     "octavo blockwise": _make(_octavo("blockwise")),
     "bf16 products only": _bf16_products,

@@ -65,9 +65,9 @@ def tensor(shape: tuple[int, int] = LARGE, dtype: torch.dtype = BF16) -> Tensor:
 UPDATE = (448.0, 448.0, 57344.0), (False,) * 3, (0,) * 3, "max"
 
 
-def delayed_state(length: int = 16) -> tuple[Tensor, Tensor]:
-    """(scale, history) of a module that has stepped, so that no amax is looked for before the cast."""
-    state = torch.ones(3), torch.zeros(3, length)
-    one = torch.ones(1, 1)
+def delayed_state(length: int = 16) -> tuple[Tensor, Tensor, Tensor]:
+    """The delayed state of a module that has stepped, so that no amax is looked for before the cast."""
+    one, scales = torch.ones(1, 1), torch.ones(3)
+    state = scales, torch.zeros(3, length), torch.stack((torch.zeros(3), scales)).view(torch.int32)
     KERNELS["delayed_update"](*state, one, one, one, *UPDATE)
     return state

@@ -18,6 +18,7 @@ from octavo.autograd.grouped import cast_groups, cast_matrices, received_operand
 from octavo.autograd.shared_scales import Parts, first_scale, shared_amax, shared_scale
 from octavo.granularity import ALL
 from octavo.kernels.layouts import contraction_multiple, needs_transposed_codes
+from octavo.scaling.delayed import State
 from octavo.scaling.recipe import Cast, Recipe, RoleCasts
 from octavo.tensor.gathered_input import GatheredGradient
 from octavo.tensor.pair import Operands
@@ -34,13 +35,6 @@ def as_rows(x: Tensor) -> Tensor:
     """[..., K] as [T, K]."""
     # not by -1, which is ambiguous for K = 0, nor by Size.numel(), which makes a traced size a constant
     return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-
-
-class State(NamedTuple):
-    """A module's delayed state: scale [3] and amax history [3, H], float32."""
-
-    scale: Tensor
-    amax_history: Tensor
 
 
 def cast_to_send(casts: RoleCasts, as_is: bool, transposed: bool, exact: bool = False) -> Cast | None:
@@ -116,7 +110,7 @@ def _scale(
     if not cast.is_delayed or state is None:
         return shared_scale(x_RC, cast, role, parts, activation)
     if parts is None or not parts.begins or not parts.roles[role]:
-        return state.scale
+        return state.in_force(role)
     return first_scale(x_RC, state.scale, role, *cast.arguments, parts.group, *activation)
 
 
@@ -246,7 +240,7 @@ def cast_norm(
         )
         pair = (q2, scale_inv2) if lays else (q2.t(), scale_inv2.t())
         return Operands((q, scale_inv), pair), y if keep else None, mean, rstd
-    delayed_scale = state.scale if state is not None and first.is_delayed else None
+    delayed_scale = state.in_force(INPUT) if state is not None and first.is_delayed else None
     lays = lays and second is not None and not apart
     q, q_t, scale_inv, amax, mean, rstd, y = kernels.norm_cast(
         x_TK, gamma, beta, *norm, delayed_scale, INPUT, *first.arguments, lays, pad, keep or apart

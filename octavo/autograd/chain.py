@@ -31,13 +31,15 @@ from octavo.autograd.products import (
     Layer,
     Plan,
     Saved,
+    asked,
     cast_gradient,
     gradients,
+    is_recorded,
+    later,
     output,
     packed,
     plan_of,
     refuse_second_derivatives,
-    requires_grad,
     to_save,
     unrounded,
 )
@@ -145,7 +147,7 @@ class _Chain(torch.autograd.Function):
         result, y, saved = _forward(tensors, chain, ctx.needs_input_grad)
         parameters = (tensors.weight, tensors.bias), (tensors.second_weight, tensors.second_bias)
         ctx.plans = [plan_of(layer, chain.dtype, *own) for layer, own in zip(chain.layers, parameters, strict=False)]  # type: ignore[arg-type]
-        ctx.norm, ctx.has_beta, ctx.activation = chain.norm, tensors.beta is not None, chain.activation
+        ctx.norm, ctx.activation, ctx.given = chain.norm, chain.activation, [one is not None for one in tensors]
         ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)
         return (result, y) if chain.returns_norm else result
@@ -153,28 +155,29 @@ class _Chain(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
-        needs, saved = ctx.needs_input_grad, ctx.saved_tensors
+        needs, saved, plans = asked(ctx, ctx.needs_input_grad[:7], ctx.given), ctx.saved_tensors, ctx.plans
+        ctx.plans, has_beta = [later(plan) for plan in plans], ctx.given[2]
         (x, gamma, mean, rstd), layer_end = saved[:4], 4 + len(Saved._fields)
         needs_dx, needs_dh = any(needs[:3]), any(needs[:5])
         grad, *of_y = grads  # None: nothing was computed from that result
         dx = dw = db = dw2 = db2 = dgamma = dbeta = None
         activation: tuple[Any, ...] = ()
-        if grad is not None and len(ctx.plans) == 2:
+        if grad is not None and len(plans) == 2:
             activation, of_second = _activation_of(ctx, *saved[layer_end:], needs_dw=needs[5])
-            layer = of_second, ctx.plans[1], (needs_dh, needs[5], needs[6])
+            layer = of_second, plans[1], (needs_dh, needs[5], needs[6])
             grad, dw2, db2 = gradients(cast_gradient(grad, *layer), *layer)
         if grad is not None and needs_dh:
-            layer = Saved(*saved[4:layer_end]), ctx.plans[0], (needs_dx, needs[3], needs[4])
+            layer = Saved(*saved[4:layer_end]), plans[0], (needs_dx, needs[3], needs[4])
             g = [cast_gradient(grad, *layer, activation)]
             del grad  # it is large, and read no more
             dx, dw, db = gradients(g.pop(), *layer)
-            dx = _whole(dx, ctx.plans[0])
+            dx = _whole(dx, plans[0])
         dys = [dy for dy in (dx, *of_y) if dy is not None]
         if ctx.norm is not None and needs_dx and dys:
             kind, _, zero_centered = ctx.norm
             dy = dys[0] if len(dys) == 1 else dys[0] + dys[1]
-            dx, dgamma, dbeta = kernels.norm_backward(dy, x, gamma, mean, rstd, kind, zero_centered, ctx.has_beta)
-        return dx, dgamma, dbeta if ctx.has_beta else None, dw, db, dw2, db2, None
+            dx, dgamma, dbeta = kernels.norm_backward(dy, x, gamma, mean, rstd, kind, zero_centered, has_beta)
+        return dx, dgamma, dbeta if has_beta else None, dw, db, dw2, db2, None
 
 
 def _whole(dx_TK: Tensor | None, plan: Plan) -> Tensor | None:
@@ -213,7 +216,7 @@ def run_chain(
     """
     second = parameters[1] if len(parameters) == 2 else (None, None)
     tensors = Tensors(as_rows(x), *norm_parameters, *parameters[0], *second)
-    if torch.is_grad_enabled() and any(map(requires_grad, tensors)):
+    if is_recorded(*tensors):
         results = _Chain.apply(*tensors, chain)
         results = results if chain.returns_norm else (results,)
     else:

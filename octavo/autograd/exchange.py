@@ -197,7 +197,7 @@ def _cast_by_group(rows: Tensor, journey: Journey, sending: Sending, amax: Tenso
     assert cast is not None
     scale = scale_from_amax(amax, cast.format.max, cast.power_of_two, cast.margin)
     if cast.is_delayed and sending.state is not None:
-        kept = sending.state.scale[sending.role]
+        kept = sending.state.in_force(sending.role)[sending.role]
         scale = torch.where(kept > 0, kept, scale)
     q = torch.empty(rows.shape, dtype=cast.format.dtype, device=rows.device)
     groups = zip(rows.split(journey.sizes), q.split(journey.sizes), scale.split(1), strict=True)

@@ -98,12 +98,13 @@ def _gathered_scales(scale_inv: Tensor, cast: Cast, wire: Wire) -> Tensor:
     return powers_of(_gathered(exponents_of(scale_inv), wire))
 
 
-def _scale_of_all(amax: Tensor, cast: Cast, state: State | None, wire: Wire) -> tuple[Tensor, Tensor]:
+def _scale_of_all(amax: Tensor, cast: Cast, state: State | None, role: int, wire: Wire) -> tuple[Tensor, Tensor]:
     """(the scales [3] of which a per-tensor cast reads its role's, the amax [1, 1]) of all ranks' rows."""
     amax = largest(amax, wire.group)
     scale = scale_from_amax(amax.view(1), cast.format.max, cast.power_of_two, cast.margin).expand(3)
     if cast.is_delayed and state is not None:
-        scale = torch.where(state.scale > 0, state.scale, scale)
+        known = state.in_force(role)
+        scale = torch.where(known > 0, known, scale)
     return scale.contiguous(), amax
 
 
@@ -131,7 +132,7 @@ def _gather(rows: Tensor, reader: Reader, role: int, wire: Wire) -> Operands:
     cast, scale, amax = reader.recipe.casts[role].as_is, None, None
     assert cast is not None
     if cast.tile == (ALL, ALL):
-        scale, amax = _scale_of_all(kernels.amax(rows, cast.tile), cast, reader.state, wire)
+        scale, amax = _scale_of_all(kernels.amax(rows, cast.tile), cast, reader.state, role, wire)
     q, _, scale_inv, *_ = kernels.cast(rows, scale, role, *cast.arguments)
     for tap in reader.taps:
         count(tap, role, rows, Operands((q, scale_inv)))
@@ -160,7 +161,7 @@ def gather_norm(
     assert cast is not None
     if cast.tile == (ALL, ALL):  # the norm is computed twice, and not written in between
         own = kernels.norm_cast(*source, None, INPUT, *cast.arguments, False)[3]
-        scale, amax = _scale_of_all(own, cast, state, wire)
+        scale, amax = _scale_of_all(own, cast, state, INPUT, wire)
     keep = keep or (needs_dw and wire.exact and not casts.once)
     q, _, scale_inv, _, mean, rstd, y = kernels.norm_cast(*source, scale, INPUT, *cast.arguments, False, 1, keep)
     reader = Reader(recipe, state, needs_dw)

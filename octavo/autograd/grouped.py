@@ -206,7 +206,8 @@ def grouped_linear(x_RK: Tensor, weight_GNK: Tensor, bias_GN: Tensor | None, off
     y_RN = grouped_mm(x_RK, weight_GNK.mT, offsets)
     if bias_GN is None:
         return y_RN
-    return y_RN + F.pad(bias_GN, (0, 0, 0, 1))[group_of_rows(offsets, x_RK.shape[0])]
+    # a product, whose gradient adds rows in float32: an index's would in the bias's dtype
+    return y_RN + grouped_mm(x_RK.new_ones(x_RK.shape[0], 1), bias_GN.unsqueeze(1), offsets)
 
 
 def group_sums(x_RN: Tensor, offsets: Tensor) -> Tensor:

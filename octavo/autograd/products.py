@@ -15,6 +15,7 @@ Delayed state is committed by backward's cast of grad_output, see scaling/delaye
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -68,7 +69,6 @@ class Plan(NamedTuple):
     recipe: Recipe
     state: State | None
     commits: bool
-    rolls_weight: bool
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None]
     tap: Tap | None
     watch: Watch | None
@@ -80,7 +80,7 @@ def plan_of(layer: Layer, dtype: torch.dtype, weight_NK: Tensor, bias: Tensor | 
     """The plan of a layer whose results have this dtype."""
     dtypes = dtype, weight_NK.dtype, None if bias is None else bias.dtype
     where = layer.tap, layer.watch, layer.parts, layer.wire
-    return Plan(layer.recipe, layer.state, layer.training, layer.weight.fresh, dtypes, *where)
+    return Plan(layer.recipe, layer.state, layer.training, dtypes, *where)
 
 
 def output(
@@ -130,7 +130,7 @@ def to_save(x_TK: Tensor | None, x: Operands, weight_NK: Tensor, layer: Layer, n
         *packed(weight.transposed if needs_dx else None, recipe.weight_casts.transposed, weight.refilled),
         layer.offsets,
         x.amax,
-        weight.amax,  # not rolled but saved all the same: a checkpoint counts what its second forward saves
+        weight.amax,
     )
 
 
@@ -144,6 +144,36 @@ def packed(pair: Pair | None, cast: Cast | None, refilled: bool = False) -> tupl
     q, scale_inv = pair
     blocks = isinstance(cast.granularity, PerBlock) and not refilled
     return q, scale_inv.to(torch.float8_e8m0fnu) if blocks and cast.power_of_two else scale_inv
+
+
+def later(plan: Plan) -> Plan:
+    """The plan for another backward pass of the same forward (retain_graph): it commits nothing, and casts as this."""
+    if not plan.commits or plan.state is None or torch.compiler.is_compiling():
+        return plan
+    state = plan.state
+    if torch._C._autograd._get_current_graph_task_keep_graph():
+        state = State(state.in_force(GRAD_OUTPUT), state.amax_history, torch.zeros_like(state.before))
+    return plan._replace(state=state, commits=False)
+
+
+def asked(ctx: Any, needs: Sequence[bool], given: Sequence[bool]) -> Any:
+    """Which of the gradients that forward's inputs need this backward pass computes.
+
+    torch.autograd.grad may ask for those of inputs first and for those of weights later, as pipelines without bubbles
+    do. ``given``: which of the inputs are tensors.
+    """
+    if torch.compiler.is_compiling():
+        return tuple(needs)
+    edges = iter(ctx.next_functions)
+    nodes = [next(edges)[0] if is_tensor else None for is_tensor in given]
+    return tuple(need and _will_run(node) for need, node in zip(needs, nodes, strict=True))
+
+
+def _will_run(node: Any) -> bool:
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # it is a leaf that torch.autograd.grad was given
+        return True
 
 
 # a layer's grad_output: its pairs, and itself where a gradient still reads it in high precision
@@ -161,7 +191,7 @@ def cast_gradient(
     recipe = plan.recipe
     needs_dx, needs_dw, needs_db = needs
     offsets = saved.offsets
-    amax = (saved.x_amax, saved.weight_amax if plan.rolls_weight else None) if plan.commits else None
+    amax = (saved.x_amax, saved.weight_amax) if plan.commits else None
     how = activation, offsets, plan.parts
     g = cast_grad_output(grad_TN, recipe, needs_dx, needs_dw, plan.state, amax, needs_db, *how)
     if plan.tap is not None:
@@ -315,14 +345,16 @@ class _Linear(torch.autograd.Function):
         own, x = _operands(x_TK, layer, gathered, needs_dw)
         if layer.tap is not None and gathered is None:
             count(layer.tap, INPUT, x_TK, x, layer.offsets)
-        ctx.plan = plan_of(layer, x_TK.dtype, weight_NK, bias)
+        ctx.plan, ctx.given = plan_of(layer, x_TK.dtype, weight_NK, bias), (True, True, bias is not None)
         ctx.save_for_backward(*to_save(own, x, weight_NK, layer, needs_dx, needs_dw))
         return output(own, x, weight_NK, bias, layer, x_TK.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
-        arguments = Saved(*ctx.saved_tensors), ctx.plan, ctx.needs_input_grad[:3]
+        plan, needs = ctx.plan, asked(ctx, ctx.needs_input_grad[:3], ctx.given)
+        ctx.plan = later(plan)
+        arguments = Saved(*ctx.saved_tensors), plan, needs
         return *gradients(cast_gradient(grads[0], *arguments), *arguments), None, None
 
 
@@ -336,11 +368,19 @@ def linear(x: Tensor | GatheredInput, weight_NK: Tensor, bias: Tensor | None, la
         x, layer = gathered.carrier, layer._replace(wire=gathered.wire)
     assert isinstance(x, Tensor)
     x_TK = as_rows(x)
-    if torch.is_grad_enabled() and (x.requires_grad or weight_NK.requires_grad or requires_grad(bias)):
+    if is_recorded(x, weight_NK, bias):
         y_TN = _Linear.apply(x_TK, weight_NK, bias, layer, gathered)
     else:
         y_TN = output(*_operands(x_TK, layer, gathered, False), weight_NK, bias, layer, x_TK.dtype)
     return y_TN if x.ndim == 2 else y_TN.view(*x.shape[:-1], weight_NK.shape[0])
+
+
+def is_recorded(*tensors: Tensor | None) -> bool:
+    """Whether autograd records what is computed of these; a program of torch.export has no backward of octavo's.
+
+    Casts for one would ask whether there are rows for more than one block, and so limit the number of rows.
+    """
+    return torch.is_grad_enabled() and any(map(requires_grad, tensors)) and not torch.compiler.is_exporting()
 
 
 def requires_grad(tensor: Tensor | None) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 
-from octavo.cli.options import option_errors
+from octavo.cli.options import flag_of, option_errors
 
 
 def export(options: argparse.Namespace, arguments: list[str]) -> int:
@@ -40,20 +40,26 @@ def plan(options: argparse.Namespace, arguments: list[str]) -> int:
 
     from octavo.cost import command, estimate, rates_of
     from octavo.cost.estimate import work_of
+    from octavo.cost.rates import PlanError
     from octavo.train import GPT, ModelConfig, config_file
 
     logging.getLogger("octavo").setLevel(logging.ERROR)  # nothing runs here, so nothing is emulated
+    sizes = vars(options).keys() & ModelConfig.__dataclass_fields__.keys() - {"context"}
+    if options.model is not None and sizes:
+        flags = ", ".join(sorted(map(flag_of, sizes)))
+        raise PlanError(f"{flags}: the model's sizes are those of {options.model}: leave out one or the other")
     with option_errors():
-        sizes = config_file.build(ModelConfig, vars(options))
-    rates = rates_of(options.device)
-    inputs = command.tokens_of(options.tokens, sizes.context)
+        config = config_file.build(ModelConfig, vars(options))
+    rates, context = rates_of(options.device), config.context
     if options.model is not None:
         model = command.from_hugging_face(options.model)
+        context = getattr(options, "context", None) or command.context_of(model)
     else:
         with torch.device("meta"):
-            model = GPT(sizes).bfloat16()
+            model = GPT(config).bfloat16()
+    inputs = command.tokens_of(options.tokens, context)
     recipes = [None, *(make() for make in command.RECIPES.values())]
-    print(f"{command.parameters_of(model)}, {options.tokens // sizes.context} sequences of {sizes.context} tokens")
+    print(f"{command.parameters_of(model)}, {len(inputs[0])} sequences of {context} tokens")
     work = work_of(model, inputs)
     print(command.describe_plan([estimate(model, inputs, recipe, rates, work=work) for recipe in recipes], rates))
     return 0
@@ -66,7 +72,7 @@ def inspect(options: argparse.Namespace, arguments: list[str]) -> int:
     from octavo.inspect.what_if_command import asked, entry_point, what_if_command
     from octavo.train import checkpoint, inspection, trained
 
-    source = options.folder
+    source = options.folder = trained.run_in(options.folder)
     if (source / inspection.FOLDER / "record.json").exists() and not asked(options):
         source = options.folder = source / inspection.FOLDER
     if source.is_file() or (checkpoint.RunFolder(source).holds_run() and not (source / "record.json").exists()):

@@ -88,10 +88,10 @@ def _export(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan(parser: argparse.ArgumentParser) -> None:
-    help = "a Hugging Face config.json, or its folder (default: the GPT of the options below)"
+    help = "a Hugging Face config.json, or its folder (default: a GPT by the sizes below; CONFIG takes --context)"
     parser.add_argument("model", nargs="?", type=Path, metavar="CONFIG", help=help)
-    help = "of a step on one device (default: 16384)"
-    parser.add_argument("--tokens", type=int, default=16384, metavar="N", help=help)
+    help = "of a step on one device (default: the sequences in 16384, or one if it is longer)"
+    parser.add_argument("--tokens", type=int, metavar="N", help=help)
     help = "H100, H200 or B200, by published rates (default: this one, by what `octavo info --measure` found)"
     parser.add_argument("--device", metavar="NAME", help=help)
     add_options(parser, ModelConfig)
@@ -149,7 +149,7 @@ _COMMANDS = {
         (
             "octavo inspect runs/train-001/dynamic --html report.html",
             "octavo inspect runs/train-001/dynamic --live",
-            "octavo inspect job:training --recipes dynamic,blockwise --loss 0.1% --write map.py",
+            "octavo inspect job:training --recipes dynamic,blockwise --loss 0.1% --write map.json",
         ),
     ),
     "tune": Command(actions.tune, _tune, ("octavo tune", "octavo tune cast amax --minutes 3", "octavo tune --forget")),

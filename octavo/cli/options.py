@@ -48,7 +48,7 @@ def _reader(config: type, own: dataclasses.Field[Any]) -> Callable[[str], Any]:
 
     def read(text: str) -> Any:
         try:
-            value: Any = kind(text)
+            value: Any = kind(text) if text else text  # Path("") is the current folder, which nobody asked for
         except ValueError:
             value = text
         if (choice := remedy(config, own, value)) is not None:

@@ -55,22 +55,23 @@ def _config(options: argparse.Namespace) -> tuple[TrainConfig, list[str]]:
 
 def _settled(config: TrainConfig, options: argparse.Namespace, recipes: Sequence[str]) -> TrainConfig:
     """The options with the dtype that --dtype auto means, and the folder that a missing --out does."""
-    from octavo.train import TrainError, checkpoint, shard, trainer
+    from octavo.train import checkpoint, shard, trainer
 
     config = trainer.settle_dtype(config, trainer.choose_device(shard.device_name(config)), recipes)
     names = [config.called(recipe) for recipe in recipes]
     out = config.run.out or _default_folder(options.name, config.run.resume)
     if config.run.resume and not any(checkpoint.RunFolder(out / name).holds_run() for name in names):
-        raise TrainError(f"nothing to resume: {out} holds no run of {', '.join(names)}; give the right --out")
+        none = f"octavo: nothing to resume: {out} holds no run of {', '.join(names)}"
+        out = config.run.out or _default_folder(options.name, False)
+        print(f"{none}; it begins anew in {out}", file=sys.stderr)
     return dataclasses.replace(config, run=dataclasses.replace(config.run, out=out))
 
 
 def _default_folder(command: str, resume: bool) -> Path:
-    """runs/COMMAND-001 or the first free one after it; the last one there to resume."""
-    taken = sorted(RUNS.glob(f"{command}-[0-9][0-9][0-9]"))
-    if resume and taken:
-        return taken[-1]
-    return RUNS / f"{command}-{int(taken[-1].name[-3:]) + 1 if taken else 1:03}"
+    """runs/COMMAND-001 or the one after the last; the last one there to resume."""
+    numbers = [path.name.removeprefix(f"{command}-") for path in RUNS.glob(f"{command}-*")]
+    last = max((int(number) for number in numbers if number.isdecimal()), default=0)
+    return RUNS / f"{command}-{last + (last == 0 or not resume):03}"
 
 
 def train(options: argparse.Namespace, arguments: list[str]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -81,7 +82,13 @@ def describe_plan(estimates: Sequence[Estimate], rates: Rates) -> str:
         share = f"{memory.total / first.memory.total:.2f}"
         sizes.append([found.name, *(f"{size / GIB:.2f}" for size in parts), share])
     lines = [f"by the rates of {rates.device} ({rates.source})", "", columns(times), "", columns(sizes), ""]
-    best = min(others, key=lambda found: found.total, default=first)
+    room = rates.memory or math.inf
+    too_large = [found.name for found in estimates if found.memory.total > room]
+    if rates.memory:
+        what = f"step in {', '.join(too_large)} does not fit" if too_large else "step in any of them fits"
+        lines.append(f"A {what} the {room / GIB:.0f} GiB of {rates.device}.")
+    fitting = [found for found in others if found.memory.total <= room]
+    best = min(fitting or others, key=lambda found: found.total, default=first)
     if best.total >= WORTH * first.total:
         lines.append(f"Don't: no recipe takes less than {WORTH:.0%} of bf16's time here; {_why(first, best)}.")
     else:
@@ -137,16 +144,33 @@ def from_hugging_face(path: Path) -> nn.Module:
     return model
 
 
-def tokens_of(tokens: int, context: int) -> tuple[Tensor]:
+def context_of(model: nn.Module) -> int:
+    """The longest sequence of a Hugging Face model, by its configuration.
+
+    Raises:
+        PlanError: that names none.
+    """
+    found = getattr(model.config.get_text_config(), "max_position_embeddings", None)  # type: ignore[union-attr,operator]
+    if not found:
+        raise PlanError("the configuration does not say how long a sequence is: give --context")
+    return int(found)
+
+
+def tokens_of(tokens: int | None, context: int) -> tuple[Tensor]:
     """A step's input, [sequences, context], without memory.
+
+    Args:
+        tokens: in all; None: as many sequences as 16,384 tokens are, at least one.
+        context: tokens of a sequence.
 
     Raises:
         PlanError: unless there is at least one sequence, and whole ones.
     """
-    if tokens < context or tokens % context:
-        nearest = max(tokens // context, 1) * context
-        raise PlanError(f"--tokens {tokens} must be a multiple of the context, {context}, such as {nearest}")
-    return (torch.empty(tokens // context, context, dtype=torch.int64, device="meta"),)
+    wanted = TOKENS[-1] if tokens is None else tokens
+    whole = max(wanted // context, 1) * context
+    if tokens not in (None, whole):
+        raise PlanError(f"--tokens {tokens} must be a multiple of the context, {context}, such as {whole}")
+    return (torch.empty(whole // context, context, dtype=torch.int64, device="meta"),)
 
 
 def parameters_of(model: nn.Module) -> str:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from octavo import kernels, recipes
 from octavo.autograd.casts import GRAD_OUTPUT, INPUT, WEIGHT, State, cast_role
-from octavo.cost.rates import HIGH_PRECISION, Rates, device_label, product_form
+from octavo.cost.rates import HIGH_PRECISION, Rates, device_label, memory_of, product_form
 from octavo.scaling.recipe import Recipe
 
 Shape = tuple[int, int, int]  # rows and columns of a product's result, and the length that it contracts over
@@ -64,7 +64,7 @@ def measure(device: torch.device | None = None, seconds: float = _SECONDS) -> Ra
     casts = {kind: time(_cast(x, recipe)) / x.numel() for kind, recipe in named.items()}
     launch = time(_cast(x[:16, :16], named["delayed"]))
     points = {kind: tuple(sorted(found)) for kind, found in products.items()}
-    return Rates(device_label(device), "measured", copy, launch, points, casts)
+    return Rates(device_label(device), "measured", copy, launch, points, casts, memory_of(device))
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor, recipe: Recipe | None) -> Callable[[], Any]:
@@ -81,6 +81,6 @@ def _cast(x: torch.Tensor, recipe: Recipe) -> Callable[[], Any]:
     """A recipe's cast of a gradient in both layouts; a Delayed one by a scale that is known."""
     state = None
     if (rule := recipe.delayed) is not None:
-        history = torch.ones(3, rule.history_length, device=x.device)
-        state = State(torch.ones(3, device=x.device), history)
+        state = State.empty(rule.history_length, x.device)
+        state.scale.fill_(1.0)
     return lambda: cast_role(x, recipe, GRAD_OUTPUT, True, True, state)

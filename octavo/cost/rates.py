@@ -6,9 +6,11 @@ import dataclasses
 import itertools
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -39,6 +41,7 @@ class Rates:
         products: FLOP a second by kind, "bf16" or one of FORMS: points (FLOP of a product, rate), smallest first.
         casts: seconds an element for codes in both layouts, by form, and by "delayed", whose scale is known before;
             empty where the bytes that they move by ``copy`` say it.
+        memory: bytes that it has; 0: not known.
 
     Example:
         >>> rates = Rates("a GPU", "its datasheet", copy=3e12, launch=4e-6, products={"bf16": ((1.0, 1e15),)})
@@ -52,6 +55,7 @@ class Rates:
     launch: float
     products: Mapping[str, tuple[tuple[float, float], ...]]
     casts: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    memory: float = 0.0
 
     def product_seconds(self, kind: str, flop: float, moved: float = 0.0) -> float:
         """The time of a product of so many FLOP, its rate taken between the nearest two points, and its launch.
@@ -103,17 +107,20 @@ def _constant(bf16: float, tensor: float, row: float, block: float, mx: float) -
     return {kind: ((1.0, rate * 1e12),) for kind, rate in zip(kinds, (bf16, tensor, row, block, mx), strict=True)}
 
 
-# Large products of libraries, and a launch of 4 us, as eager PyTorch's. On a Hopper 32-element blocks are octavo's own
-# Triton product, as fast as Triton's 128-element blocks.
+# Large products of libraries, a launch of 4 us, as eager PyTorch's, and the memory that torch finds on the device. On a
+# Hopper 32-element blocks are octavo's own Triton product, as fast as Triton's 128-element blocks.
 _H100_SOURCE = "published: pytorch/FBGEMM#2546 and pytorch/ao#2784 (8192 wide products), NVIDIA's datasheet (memory)"
 PUBLISHED = {
-    "H100": Rates("NVIDIA H100 SXM", _H100_SOURCE, 3.0e12, 4e-6, _constant(600, 1125, 1125, 1005, 380)),
+    "H100": Rates(
+        "NVIDIA H100 SXM", _H100_SOURCE, 3.0e12, 4e-6, _constant(600, 1125, 1125, 1005, 380), memory=79 << 30
+    ),
     "H200": Rates(
         "NVIDIA H200",
         "published: bf16 790 TFLOP/s and a copy at 4.3 TB/s on an H200; FP8 by the ratios of an H100 (pytorch/ao#2784)",
         4.3e12,
         4e-6,
         _constant(790, 1480, 1480, 1320, 380),
+        memory=139 << 30,
     ),
     "B200": Rates(
         "NVIDIA B200",
@@ -121,6 +128,7 @@ PUBLISHED = {
         6.9e12,
         4e-6,
         _constant(1800, 3600, 3600, 1800, 3600),
+        memory=178 << 30,
     ),
 }
 """Rates of large products by device, each with its source."""
@@ -143,21 +151,31 @@ def keep(rates: Rates) -> Path:
     return path
 
 
-def _read(path: Path) -> dict[str, dict[str, object]]:
+def _read(path: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(path.read_text()))
-    except (OSError, ValueError):
+    except (OSError, ValueError, TypeError):
         return {}
 
 
+def memory_of(device: torch.device) -> int:
+    """Bytes of a device's memory; 0 where nothing says it."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    has_size = device.type == "cpu" and hasattr(os, "sysconf")
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if has_size else 0
+
+
 def measured_rates(device: torch.device) -> Rates | None:
-    """What ``octavo info --measure`` kept of this device under this torch, or None."""
-    found = _read(cache_folder() / KEPT).get(device_label(device))
-    if found is None:
+    """What ``octavo info --measure`` kept of this device under this torch, or None: also of another octavo's form."""
+    try:
+        rates = Rates(**_read(cache_folder() / KEPT)[device_label(device)])
+        products = {
+            kind: tuple((flop, rate) for flop, rate in rates.products[kind]) for kind in (HIGH_PRECISION, *FORMS)
+        }
+    except (KeyError, TypeError, ValueError):
         return None
-    rates = Rates(**found)  # type: ignore[arg-type]
-    products = {kind: tuple((flop, rate) for flop, rate in points) for kind, points in rates.products.items()}
-    return dataclasses.replace(rates, products=products)
+    return dataclasses.replace(rates, products=products, memory=rates.memory or memory_of(device))
 
 
 def rates_of(name: str | None = None, device: torch.device | None = None) -> Rates:

@@ -42,13 +42,17 @@ from octavo.distributed.errors import CheckpointError, RankError
 from octavo.distributed.files import reason_of, replacing
 from octavo.distributed.ranks import Ranks, lost_ranks
 from octavo.errors import first_line
+from octavo.nn.agreement import told_of
+from octavo.nn.recipe_module import RecipeModule
 from octavo.scaling.delayed import delayed_state_dict, load_delayed_state_dict
+from octavo.tensor.collectives import agree
 
 __all__ = ["save_checkpoint", "load_checkpoint", "load_extra"]
 
 FORMAT = 1
 LATEST = "latest"
 CONTENT = "octavo.pt"
+Places = dict[str, tuple[Any, str]]  # where each tensor of a checkpoint lies: a dict, and its name in that
 SCALE, HISTORY = "delayed_scale", "delayed_amax_history"
 
 
@@ -82,8 +86,9 @@ def save_checkpoint(
     root, ranks, model = Path(path), ranks or Ranks.of_process(), unwrapped(model)
     with _told(f"cannot write a checkpoint to {root}", "what was saved before is kept"):
         folder = ranks.first(lambda: _new_folder(root))
+        own = get_model_state_dict(model)  # where ranks may find one scale for a weight in FP8
         with ranks.together():
-            tensors, content = _collect(model, optimizer)
+            tensors, content = _collect(model, own, optimizer)
         content |= {"octavo_distributed": FORMAT, "delayed": gather_delayed(model, ranks), "extra": extra}
         ranks.first(lambda: _write_content(folder, content))
         dcp.save(tensors, storage_writer=Writer(folder), process_group=ranks.group, no_dist=ranks.group is None)
@@ -131,7 +136,16 @@ def load_checkpoint(
         folder = ranks.first(lambda: _latest(root))
         with ranks.together():
             content, reader = _read_content(folder), Reader(folder)
-            state, tensors = _state_to_fill(model, optimizer, content, reader)
+        own = get_model_state_dict(model)  # where ranks may find one scale for a weight in FP8
+        with ranks.together():
+            state, places = _model_to_fill(model, own, content)
+        if optimizer is not None and content["states"] is not None:
+            optimizer.zero_grad()
+            begun = get_optimizer_state_dict(model, optimizer)  # steps a new one, where ranks agree on amaxes
+            with ranks.together():
+                state["optimizer"], state["others"], more = _optimizer_to_fill(model, optimizer, begun, content, reader)
+                places |= more
+        tensors = {name: part[key] for name, (part, key) in places.items()}
         group, alone = ranks.group, ranks.group is None
         dcp.load(tensors, storage_reader=reader, planner=TensorPlanner(), process_group=group, no_dist=alone)
         with ranks.together():
@@ -238,12 +252,11 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
-def _collect(model: nn.Module, optimizer: Optimizer | None) -> tuple[dict[str, Any], dict[str, Any]]:
+def _collect(model: nn.Module, own: Any, optimizer: Optimizer | None) -> tuple[dict[str, Any], dict[str, Any]]:
     """The tensors, by name, and the rest."""
-    tensors: dict[str, Any] = {}
-    others: dict[str, Any] = {}
+    tensors, others = dict[str, Any](), dict[str, Any]()
     parted = joined_parts.names_of(model)
-    for name, value in joined_parts.join(get_model_state_dict(model), parted).items():
+    for name, value in joined_parts.join(own, parted).items():
         (tensors if isinstance(value, Tensor) else others)[f"model.{name}"] = value
     content: dict[str, Any] = {"model": sorted([*tensors, *others]), "others": others, "states": None, "groups": []}
     if optimizer is not None and optimizer.state:  # torch would step one that has no state yet
@@ -256,16 +269,13 @@ def _collect(model: nn.Module, optimizer: Optimizer | None) -> tuple[dict[str, A
     return tensors, content
 
 
-def _state_to_fill(
-    model: nn.Module, optimizer: Optimizer | None, content: dict[str, Any], reader: Reader
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The state dicts of model and optimizer, and the tensors in them that DCP fills, by their names in the checkpoint.
+def _model_to_fill(model: nn.Module, own: Any, content: dict[str, Any]) -> tuple[dict[str, Any], Places]:
+    """The state dicts to fill, as yet the model's alone, and where in them each tensor lies that the checkpoint names.
 
     An optimizer that was saved before its first step has None. ``others``: moments that were kept otherwise.
     """
-    state: dict[str, Any] = {"model": get_model_state_dict(model), "optimizer": None, "others": {}}
     parted = joined_parts.names_of(model)
-    whole = joined_parts.join(state["model"], parted) if parted else state["model"]
+    whole = joined_parts.join(own, parted) if parted else own
     places = {f"model.{name}": (whole, name) for name in whole}
     missing, unexpected = sorted(places.keys() - content["model"]), sorted(content["model"] - places.keys())
     if missing or unexpected:
@@ -273,29 +283,33 @@ def _state_to_fill(
             f"the checkpoint holds another model: it has no {missing[:3]}, and {unexpected[:3]} besides; build the "
             "model that was saved (converting it changes no name)"
         )
-    if optimizer is not None and content["states"] is not None:
-        optimizer.zero_grad()
-        own: Any = joined_parts.join(get_optimizer_state_dict(model, optimizer)["state"], parted)  # type: ignore[arg-type]
-        for name, keys in content["states"].items():
-            here, sizes = own.get(name, {}), {key: reader.size(f"optimizer.{name}.{key}") for key in keys}
-            if (other := other_blocks.OtherMoments.of(here, getattr(optimizer, "names", ()), sizes)) is not None:
-                state["others"][name], here = other, here | other.tensors
-            if not set(keys) <= here.keys():
-                raise CheckpointError(
-                    f"its optimizer kept {keys} of {name}, which this one does not: give an optimizer of the same "
-                    "class and the same parameters"
-                )
-            own[name] = {key: here[key] for key in keys}
-            places |= {f"optimizer.{name}.{key}": (own[name], key) for key in keys}
-        kept = {name: own[name] for name in content["states"]}
-        groups = joined_parts.renamed(content["groups"], parted, False)
-        state["optimizer"] = {"state": kept, "param_groups": groups}
+    for name in content["others"].keys() & places.keys():
+        own[places.pop(name)[1]] = content["others"][name]
+    return {"model": own, "optimizer": None, "others": {}}, places
+
+
+def _optimizer_to_fill(
+    model: nn.Module, optimizer: Optimizer, begun: Any, content: dict[str, Any], reader: Reader
+) -> tuple[dict[str, Any], dict[str, Any], Places]:
+    """The state dict of an optimizer that has ``begun``, moments that were kept otherwise, and places as above."""
+    parted, others, places = joined_parts.names_of(model), dict[str, Any](), Places()
+    own, kept = joined_parts.join(begun["state"], parted), dict[str, Any]()
+    for name, keys in content["states"].items():
+        here, sizes = own.get(name, {}), {key: reader.size(f"optimizer.{name}.{key}") for key in keys}
+        if (other := other_blocks.OtherMoments.of(here, getattr(optimizer, "names", ()), sizes)) is not None:
+            others[name], here = other, here | other.tensors
+        if not set(keys) <= here.keys():
+            raise CheckpointError(
+                f"its optimizer kept {keys} of {name}, which this one does not: give an optimizer of the same "
+                "class and the same parameters"
+            )
+        kept[name] = {key: here[key] for key in keys}
+        places |= {f"optimizer.{name}.{key}": (kept[name], key) for key in keys}
     for name in content["others"].keys() & places.keys():
         part, key = places.pop(name)
         part[key] = content["others"][name]
-        if part is whole:
-            state["model"][key] = content["others"][name]
-    return state, {name: part[key] for name, (part, key) in places.items()}
+    groups = joined_parts.renamed(content["groups"], parted, False)
+    return {"state": kept, "param_groups": groups}, others, places
 
 
 def _write_content(folder: str, content: dict[str, Any]) -> None:
@@ -347,6 +361,12 @@ def gather_delayed(model: nn.Module, ranks: Ranks) -> dict[str, Any]:
     """The delayed state of all ranks, each of which calls it, for ``load_delayed``."""
     values = {name: value for name, (_, value) in _delayed(model).items()}
     shapes = {name: list(value.shape) for name, value in values.items()}
+    if ranks.group is not None:
+        told: dict[str, object] = {}
+        for name, module in model.named_modules():
+            if isinstance(module, RecipeModule):
+                told |= told_of(module, plain_name(name))
+        agree(told, [ranks.group])
     flat = torch.cat([value.flatten() for value in values.values()]) if values else torch.empty(0)
     return {"shapes": shapes, "ranks": ranks.gather(flat).cpu()}
 

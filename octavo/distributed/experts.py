@@ -10,10 +10,12 @@ from torch import Tensor, nn
 
 from octavo.autograd.casts import GRAD_OUTPUT, INPUT, cast_to_send
 from octavo.autograd.exchange import Exchange, Sending, combine, dispatch
+from octavo.nn.agreement import ask
 from octavo.nn.converted_experts import ConvertedExperts, OfTransformers
 from octavo.nn.experts import Experts
 from octavo.nn.grouped_linear import Grouped
 from octavo.nn.inputs import product_dtype
+from octavo.scaling.delayed import state_of
 from octavo.tensor.stored_weight import StoredWeight
 
 
@@ -78,7 +80,7 @@ def expert_parallel(model: nn.Module, mesh: Any, exact: bool = False, average: b
                     own[parameter] = _own_experts(parameter, mesh)
                 owner._parameters[key] = own[parameter]
         part.exchange, part.elsewhere = exchange, _on_their_ranks
-        part._weight_cache.clear()
+        part.kept_operands = None
     return model
 
 
@@ -88,15 +90,16 @@ def _on_their_ranks(
 ) -> Tensor:
     """What octavo.nn.experts.feed_forward computes, each row where its expert is."""
     assert gate_up.exchange is not None
+    ask([gate_up, down], gate_up.own_parameters()[0].device_mesh)  # type: ignore[attr-defined]
     rows = rows.to(product_dtype(rows, gate_up.operands()[0]))
     (weight, bias), (second, second_bias), exact = gate_up.trains, down.trains, gate_up.exchange.exact
     cast = cast_to_send(gate_up.recipe.input_casts, True, weight, exact)
-    there = Sending(cast, INPUT, gate_up.state, gate_up.counting)
+    there = Sending(cast, INPUT, state_of(gate_up), gate_up.counting)
     needs_dx = rows.requires_grad or weight or bias
     by = None if second_bias else cast_to_send(down.recipe.grad_output_casts, needs_dx, second, exact)
     received, journey = dispatch(rows, offsets, gate_up.exchange, there)
     y = compute(received, journey.routing.offsets)
-    return combine(y, journey, Sending(by, GRAD_OUTPUT, down.state, down.counting))
+    return combine(y, journey, Sending(by, GRAD_OUTPUT, state_of(down), down.counting))
 
 
 def _parts_of(module: nn.Module, name: str) -> list[Grouped]:

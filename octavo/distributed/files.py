@@ -1,33 +1,60 @@
-"""Files that are replaced as a whole or not at all, and why one could not be written."""
+"""Files that are replaced as a whole or not at all, a folder that one process has, and why a file was not written."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
+import secrets
+import socket
+import stat
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, BinaryIO
 
 from octavo.errors import first_line
+
+PARTIAL = "partial"  # how a file ends whose writer is not done, or was killed
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write: a reader of ``path`` finds the old contents or the new, also when writing fails halfway."""
-    partial = path.with_name(path.name + ".partial")
+    """A file to write: a reader of ``path`` finds the old contents or the new, also when writing fails halfway.
+
+    A symbolic link stays, and what it leads to is replaced. A device, a pipe and this process's own output, which
+    nothing can take the place of, are written into as the bytes come.
+    """
+    target = Path(os.path.realpath(path))
+    partial = target.with_name(f"{target.name}.{secrets.token_hex(4)}.{PARTIAL}")  # other writers have their own
+    straight = _straight(path)
     try:
-        with open(partial, "wb") as file:
+        with straight or open(partial, "xb") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
+            if straight is None:
+                os.fsync(file.fileno())
+        if straight is None:
+            os.replace(partial, target)
     except BaseException as error:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename == str(partial):
+        if isinstance(error, OSError) and error.errno is not None and error.filename in (None, str(partial)):
             error.filename = str(path)  # what the caller knows it by
         raise
+
+
+def _straight(path: Path) -> BinaryIO | None:
+    """What can be written into only; None for a regular file, or where there is nothing yet."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    for stream in (1, 2):
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.fstat(stream), found):
+                return open(os.dup(stream), "wb")
+    return None if stat.S_ISREG(found.st_mode) else open(path, "wb")
 
 
 def require_place(path: Path) -> None:
@@ -36,6 +63,45 @@ def require_place(path: Path) -> None:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not path.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path.parent))
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Holds a lock that a process loses when it ends, however it ends: a file that says who has it, and is then gone.
+
+    Raises:
+        BlockingIOError: another holds it; its ``strerror`` is who.
+    """
+    with _locked(path) as file:
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def _locked(path: Path) -> IO[str]:
+    while True:
+        file = open(path, "a+")
+        try:
+            import fcntl  # not on Windows
+
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            holder = file.read()
+            file.close()
+            raise BlockingIOError(error.errno, holder, str(path)) from error
+        except (ImportError, OSError) as error:  # a system, or a file system, without locks
+            warnings.warn(f"{path}: {reason_of(error)}: make sure that nothing else writes to its folder", stacklevel=2)
+            return file
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return file
+        file.close()  # its holder has removed it in between: take the next one
 
 
 def reason_of(error: BaseException) -> str:

@@ -38,10 +38,11 @@ from octavo.kernels.reference.moment_codes import encode_moment
 from octavo.kernels.reference.random_bits import halves, key_of, random_bits
 from octavo.kernels.reference.tiles import multiply_tiles_
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
-from octavo.tensor.collectives import all_gather
+from octavo.tensor.collectives import agree, all_gather
 
 SENT, MEAN, BETWEEN = 0, 1, 2  # the roundings: of gradients, of what is gathered, of servers' means
 _SCALE_BYTES = 4
+_ALIKE = "ranks_per_server", "format", "granularity", "stochastic", "gather_dtype", "error_feedback", "seed"
 
 
 class Fp8Reduction:
@@ -69,8 +70,8 @@ class Fp8Reduction:
         calls: reductions so far. To resume stochastic rounding bit for bit, save it and set it; ``state_dict`` has it.
 
     Raises:
-        TypeError, ValueError: for arguments of the wrong kind; ValueError at the first gradients for servers with
-            different numbers of the group's ranks, if ``ranks_per_server`` is given.
+        TypeError, ValueError: for arguments of the wrong kind; at the first gradients for servers with different
+            numbers of the group's ranks, if ``ranks_per_server`` is given, and for ranks with different arguments.
 
     Example:
         >>> import octavo
@@ -106,6 +107,7 @@ class Fp8Reduction:
         self._pieces: dict[int, Tensor] = {}  # by parameter: its part of what was lost of what was sent
         self._modules: dict[str, Tensor | None] = {}  # by Fp8ReduceScatter: what was lost of what was sent
         self._streams: dict[torch.device, Any] = {}
+        self._agreed: set[str] = set()  # process groups whose ranks have the same arguments
 
     def mean(self, x_nS: Tensor, group: Any, lost: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """The mean over ranks of the row that this rank owns.
@@ -122,7 +124,7 @@ class Fp8Reduction:
         """
         self.calls += 1
         x, agreed, columns = x_nS, None, x_nS.shape[1]
-        for rounding, level in zip((SENT, BETWEEN), own_levels(group, self.ranks_per_server), strict=False):
+        for rounding, level in zip((SENT, BETWEEN), self._levels(group), strict=False):
             rows, members = len(x), sum(level)
             if lost is not None:
                 x = x.to(torch.float32) + lost[:rows]
@@ -139,9 +141,15 @@ class Fp8Reduction:
             x = self.unpack(received, x.shape[1], torch.float32, agreed).sum(0).div_(members).view(-1, columns)
         return x, agreed
 
+    def _levels(self, group: Any) -> list[list[int]]:
+        if group.group_name not in self._agreed:  # another reduction's agreement says nothing of this one
+            agree({f"Fp8Reduction's {name}": getattr(self, name) for name in _ALIKE}, [group])
+            self._agreed.add(group.group_name)
+        return own_levels(group, self.ranks_per_server)
+
     def rounded_rows(self, group: Any) -> int:
         """How many rows [S] a rank rounds in ``mean``: all ranks', and between servers their means'."""
-        return dist.get_world_size(group) + sum(map(sum, own_levels(group, self.ranks_per_server)[1:]))
+        return dist.get_world_size(group) + sum(map(sum, self._levels(group)[1:]))
 
     def average(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """``fp8_reduce_hook``, whose state this is."""
@@ -221,17 +229,13 @@ class Fp8Reduction:
             return None
         amax = kernels.amax(x, (ALL, ALL))
         dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
-        return self.scale_of(amax)
-
-    def scale_of(self, amax: Tensor) -> Tensor:
-        """The scale of each amax, float32, a power of two."""
         return scale_from_amax(amax, self.format.max, True, 0)
 
     def _stochastic(self, x: Tensor, scale: Tensor | None, key: int) -> tuple[Tensor, Tensor]:
         """Codes [R, S] and scale_inv."""
         tile = self.granularity.tile
         if scale is None:
-            scale = self.scale_of(kernels.amax(x, tile))
+            scale = scale_from_amax(kernels.amax(x, tile), self.format.max, True, 0)
         index_dtype = torch.int32 if x.numel() < 1 << 31 else torch.int64
         index = torch.arange(x.numel(), dtype=index_dtype, device=x.device).view(x.shape)
         bits, _ = halves(random_bits(key, index))
@@ -289,9 +293,7 @@ class Fp8Reduction:
         if strange:
             raise ValueError(f"residuals of {', '.join(strange)}: no parameter or Fp8ReduceScatter has that name here")
         self.calls, self._lost = state["calls"], {}
-        self._pieces = {
-            id(parameters[name]): lost.to(parameters[name].device) for name, lost in state["parameters"].items()
-        }
+        self._pieces = {id(p := parameters[name]): lost.to(p.device) for name, lost in state["parameters"].items()}
         self._modules = dict.fromkeys(self._modules) | {name: lost.clone() for name, lost in state["modules"].items()}
 
     @contextlib.contextmanager
@@ -359,10 +361,8 @@ class Fp8ReduceScatter:
     def __init__(self, reduction: Fp8Reduction, name: str | None = None) -> None:
         if reduction.error_feedback:
             if name is None or name in reduction._modules:
-                raise ValueError(
-                    f"name={name!r}: with error_feedback=True each module has residuals of its own, and so an "
-                    "Fp8ReduceScatter of its own, with a name that no other has: Fp8ReduceScatter(reduction, name)"
-                )
+                why = "with error_feedback=True each module has residuals, and so an Fp8ReduceScatter, of its own"
+                raise ValueError(f"name={name!r}: {why}: Fp8ReduceScatter(reduction, name), a name that no other has")
             reduction._modules[name] = None
         self.reduction, self.name = reduction, name
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from octavo.distributed.errors import RankError
 from octavo.errors import OctavoError, first_line
+from octavo.tensor.collectives import home_of
 
 T = TypeVar("T")
 
@@ -47,7 +48,7 @@ class Ranks:
     def together(self) -> Iterator[None]:
         """Runs a block on every rank; where it fails on any it fails on all, and none waits for another.
 
-        The block may hold no collective in which others would wait for a rank that failed.
+        The block may begin no collective, in which others would wait for a rank that failed: octavo's tests enforce it.
 
         Raises:
             RankError: it failed on another rank. A rank's own error is raised as it is.
@@ -83,10 +84,7 @@ class Ranks:
         """Whether it is set on any rank."""
         if self.size == 1:
             return flag
-        # on the CPU, unless the group's backend sends tensors of an accelerator only
-        has_cpu = "cpu" in str(dist.get_backend_config(self.group))
-        device = torch.device("cpu") if has_cpu else torch.accelerator.current_accelerator()
-        flags = torch.tensor([flag], dtype=torch.int32, device=device)
+        flags = torch.tensor([flag], dtype=torch.int32, device=home_of(self.group))
         with lost_ranks():
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
             return bool(flags)

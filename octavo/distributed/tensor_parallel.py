@@ -24,11 +24,11 @@ from torch.distributed.tensor import parallel as torch_parallel
 
 from octavo.autograd.gather_input import scatter_output
 from octavo.distributed.fp8_reduce import Fp8ReduceScatter, Fp8Reduction
+from octavo.nn.agreement import SENDS, ask
 from octavo.nn.linear import Linear
 from octavo.nn.parted_linear import part
 from octavo.nn.recipe_module import RecipeModule
-from octavo.nn.tensor_parallel import SENDS, STYLE, Sending, Style, gathered_for, hooks_on
-from octavo.scaling.delayed import take_state_local
+from octavo.nn.tensor_parallel import STYLE, Sending, Style, gathered_for, hooks_on
 from octavo.tensor.gathered_input import GatheredInput
 from octavo.tensor.stored_shards import why_not_cut
 from octavo.tensor.stored_weight import StoredWeight
@@ -70,6 +70,7 @@ def _in_fp8(readers: list[RecipeModule], input: Any, mesh: Any, sending: Sending
         raise ValueError(
             f"the layers lie on {mesh} and their input on {input.device_mesh}: give a DTensor on the former"
         )
+    ask(readers, mesh, exact=sending.exact)
     (placement,), last = input.placements, input.ndim - 1
     if not isinstance(placement, Shard) or placement.dim % input.ndim == last:
         return None
@@ -94,7 +95,6 @@ class _Noted:
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
         before = hooks_on(module)
         super()._apply(module, device_mesh)  # type: ignore[misc]
-        take_state_local(module)  # here and not in the first forward, which a compiled graph would be made for
         module.__dict__[STYLE] = Style(hooks_on(module) - before, *self._around())
         return module
 

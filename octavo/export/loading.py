@@ -24,7 +24,7 @@ from octavo.export.hub_names import places_of_experts, renaming
 from octavo.export.layouts import BLOCK
 from octavo.granularity import Granularity, PerBlock, PerRow, PerTensor
 from octavo.nn.recipe_module import RecipeModule
-from octavo.nn.stored_weight_files import SCALE_INV
+from octavo.nn.stored_weight_files import SCALE_INV, check_scales
 from octavo.tensor.parameters import put_into
 from octavo.tensor.scaled_tensor import ScaledTensor
 from octavo.tensor.sharded_weight import on_this_rank
@@ -110,7 +110,7 @@ def load_fp8(
     for module in model.modules():
         if isinstance(module, RecipeModule):
             module.reset_delayed_state()
-            module._weight_cache.clear()
+            module.kept_operands = None
     if rounded:
         warnings.warn(
             f"{len(rounded)} weights were rounded to new codes, first {rounded[0]}: the checkpoint has them in high "
@@ -291,7 +291,7 @@ def _check_meta(model: nn.Module, targets: dict[str, _Stored]) -> None:
     """Raise ValueError for what would stay on the meta device."""
     loaded = {id(_owner(model, key)[1]) for key in targets}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if tensor.is_meta and id(tensor) not in loaded and not name.endswith(("delayed_scale", "delayed_amax_history")):
+        if tensor.is_meta and id(tensor) not in loaded:
             raise ValueError(
                 f"{name} is on the meta device and not in the checkpoint: make the model within accelerate's "
                 "init_empty_weights(), which keeps buffers on theirs"
@@ -380,8 +380,7 @@ def _scales_of(stored: _Stored, reader: Reader) -> tuple[Tensor, Granularity]:
     if not scales.is_floating_point():
         raise ValueError(f"{name} is {scales.dtype}, exponents perhaps: store them as float32 or float8_e8m0fnu")
     scales = scales.to(torch.float32, copy=True)
-    if not bool((scales.isfinite() & (scales > 0)).all()):
-        raise ValueError(f"{name} holds scales that are not finite and positive: the checkpoint is damaged")
+    check_scales(scales, name)
     if len(stored.shape) == 3:
         for each in GRANULARITIES:
             if each.of_matrices(stored.shape).scale_shape(stored.shape) == scales.shape:

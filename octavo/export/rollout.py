@@ -19,7 +19,7 @@ def iterate_fp8(
     """The model's tensors one after the other, its FP8 layers' weights as the codes that their forward reads.
 
     A layer whose ``output`` product is in FP8 gives the operand of that product, bit for bit, without a second cast:
-    the codes that are stored, cached or gathered, or those that a forward would cast now. In training mode
+    the codes that are stored, kept or gathered, or those that a forward would cast now. In training mode
     (``model.train()``) these are training's, with a Delayed rule by the delayed scale; in evaluation they are
     evaluation's, by the weight's own amax, as ``to_safetensors`` writes them.
 

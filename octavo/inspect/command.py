@@ -16,7 +16,9 @@ from octavo.errors import first_line
 from octavo.inspect.files import files_of
 from octavo.inspect.findings import diagnose
 from octavo.inspect.record import RecordError, load
+from octavo.inspect.remedies import together
 from octavo.inspect.report import table, to_html, to_json
+from octavo.recipes import to_json as to_rules
 
 WHAT_IF = "what_if.json"  # in a record's folder
 EVERY = 3.0  # seconds between two looks at a record that grows
@@ -33,6 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"what was found of the model by --json, to draw beside (default: the record's own {WHAT_IF}, if there is one)"
     )
     parser.add_argument("--what-if", type=Path, metavar="FILE", help=help)
+    help = "write recipes by layer for octavo.recipes.load: what mends a record's casts, or a model's by its budget"
+    parser.add_argument("--write", type=Path, metavar="FILE", help=help)
     parser.add_argument("--top", type=at_least(0), default=10, metavar="N", help="findings to print (default: 10)")
     parser.add_argument("--live", action="store_true", help="print anew as the record grows, until interrupted")
 
@@ -50,7 +54,7 @@ def at_least(least: int) -> Callable[[str], int]:
 
 def inspect_command(options: argparse.Namespace) -> int:
     """Carries it out, and returns the exit code."""
-    for path in filter(None, (options.json, options.html)):
+    for path in filter(None, (options.json, options.html, options.write)):
         require_place(path)
     if not options.live:
         print(_report(options))
@@ -66,6 +70,18 @@ def inspect_command(options: argparse.Namespace) -> int:
         return 0
 
 
+def write(path: Path, text: str) -> str:
+    """Write a file; returns that it was."""
+    with replacing(path) as file:
+        file.write(text.encode())
+    return f"wrote {path}"
+
+
+def write_rules(path: Path, text: str, *more: str) -> str:
+    """Write recipes by layer; returns how to use them, ``more`` being further arguments."""
+    return f"{write(path, text)}: octavo.convert(model, octavo.recipes.load({', '.join((repr(str(path)), *more))}))"
+
+
 def _report(options: argparse.Namespace) -> str:
     record = load(options.folder)
     findings = diagnose(record)
@@ -73,9 +89,9 @@ def _report(options: argparse.Namespace) -> str:
     written = []
     for path, text in ((options.json, to_json), (options.html, partial(to_html, title=str(options.folder)))):
         if path is not None:
-            with replacing(path) as file:
-                file.write(text(record, findings, what_if=what_if).encode())
-            written.append(f"wrote {path}")
+            written.append(write(path, text(record, findings, what_if=what_if)))
+    if options.write is not None:
+        written.append(write_rules(options.write, to_rules(together(found.rules for found in findings)), "DEFAULT"))
     return "\n\n".join([table(record, findings, options.top), *written])
 
 

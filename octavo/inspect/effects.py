@@ -28,7 +28,7 @@ from octavo.cost.rates import Rates
 from octavo.errors import OctavoError
 from octavo.recipes import high_precision
 from octavo.scaling.recipe import PRODUCTS, Recipe
-from octavo.scaling.recipe_map import RecipeMap, Rule, recipe_of
+from octavo.scaling.recipe_map import RecipeMap, recipe_of
 
 DESCENT = 0.1
 WITHOUT = high_precision().name
@@ -258,21 +258,3 @@ def _row(effect: Effect) -> list[str]:
     known = [f"{100 * effect.loss:+.4f} %", f"{about}{1 - effect.cosine:.2e}", f"{effect.norm_ratio:.4f}"]
     measured = known if effect.measured else ["", known[1], ""]
     return [effect.layer or "(all layers)", *sqnr, *measured, f"{about}{100 * effect.predicted:.4f} %"]
-
-
-def as_python(recipe: RecipeMap, remarks: Mapping[str, str], more: str = "") -> str:
-    """Lines of Python that make a map, and convert a model by it.
-
-    Args:
-        recipe: of octavo's named recipes.
-        remarks: by pattern, a comment.
-        more: arguments of octavo.convert.
-    """
-    rules = [f'        "{name}": {_code(rule)},  # {remarks[name]}' for name, rule in recipe.rules.items()]
-    body = ["    {", *rules, "    },"] if rules else []
-    lines = ["import octavo", "", "recipe = octavo.RecipeMap(", f"    {_code(recipe.default)},", *body, ")"]
-    return "\n".join([*lines, f"octavo.convert(model, recipe{more})"])
-
-
-def _code(rule: Rule) -> str:
-    return f"octavo.recipes.{rule.name}()" if isinstance(rule, Recipe) else repr(rule)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.autograd.tap import Notes, Watch
+from octavo.cost.command import columns
 from octavo.distributed.ranks import Ranks, whole
 from octavo.errors import OctavoError
 from octavo.inspect.rows import parameter_of, sizes_of
@@ -76,15 +77,8 @@ class Fault:
         return f"an inf or a NaN in {where} at step {self.step}, on rank {self.rank}{rows}"
 
     def __str__(self) -> str:
-        return "\n".join([self.where, *self._table()])
-
-    def _table(self) -> list[str]:
-        if not self.before:
-            return []
-        names = list(self.before[0])
-        lines = [names, *([f"{row[name]:.4g}" for name in names] for row in self.before)]
-        widths = [max(len(line[at]) for line in lines) for at in range(len(names))]
-        return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+        rows = [[f"{value:.4g}" for value in row.values()] for row in self.before]
+        return "\n".join([self.where, *([columns([list(self.before[0]), *rows])] if rows else [])])
 
 
 class FaultError(OctavoError):

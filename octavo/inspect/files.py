@@ -13,13 +13,14 @@ A file is replaced as a whole, or a line added to its end; the last line may be 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from octavo.distributed.files import replacing
+from octavo.distributed.files import PARTIAL, replacing
 from octavo.errors import MissingExtraError
 from octavo.inspect.rows import Row
 
@@ -57,10 +58,9 @@ class RecordWriter:
         old = [path for kind in ("rows", "counts") for path in files_of(folder, kind).values()]
         if step == 0 and (old or (folder / _STEPS).exists()):
             raise ValueError(f"{folder} holds a record: name another folder, or the step to go on from (step=...)")
-        for kind in ("rows", "counts"):
-            for at, path in files_of(folder, kind).items():
-                if at >= step:
-                    path.unlink()
+        later = [path for kind in ("rows", "counts") for at, path in files_of(folder, kind).items() if at >= step]
+        for path in (*later, *folder.glob(f"*.{PARTIAL}")):  # and what a killed run was writing
+            path.unlink()
         self._write_json(folder / "record.json", {"format": FORMAT})
         kept = [line for line in read_lines(folder) if line["step"] < step]
         with replacing(folder / _STEPS) as file:
@@ -103,11 +103,8 @@ def files_of(folder: Path, kind: str) -> dict[int, Path]:
 
 def read_lines(folder: Path) -> list[dict[str, Any]]:
     """The lines of steps, but for one that was torn."""
-    path = folder / _STEPS
-    found = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        try:
+    path, found = folder / _STEPS, []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError):
             found.append(json.loads(line))
-        except ValueError:
-            continue
-    return found
+    return [line for line in found if isinstance(line, dict) and isinstance(line.get("step"), int)]

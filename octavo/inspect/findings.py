@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from octavo.formats import E4M3
 from octavo.inspect.files import numpy
 from octavo.inspect.record import Record
-from octavo.inspect.remedies import Exponents, Remedy, remedies, with_cast, without_fp8
+from octavo.inspect.remedies import Exponents, as_text, called, outcome, remedies, with_cast, without_fp8
 from octavo.inspect.rows import Row
 from octavo.scaling.recipe import Dynamic
+from octavo.scaling.recipe_map import Rule
 
 # From where on a measure is a finding. A finding's severity is how many times its limit it reaches.
 LIMITS = {
@@ -31,6 +32,7 @@ OUTLIERS = 0.03  # a share of the numbers that is called a few
 GAP = 4.0  # octaves above all others from which on those few are outliers
 SUBNORMAL = 0.25  # share of the numbers below the smallest normal one from which on outliers cost digits
 SOON = 2  # records in which a fault shows elsewhere
+RATES = ("lr", "learning_rate")  # what the learning rate is recorded as; the second by transformers' Trainer
 BEFORE = 8  # records whose median a jump is measured against
 
 
@@ -45,9 +47,10 @@ class Finding:
         begins, worst: the recorded steps where it began (the time that was worst) and where it was worst.
         numbers: the measures at the worst step, by name.
         cause: a sentence.
-        remedy: as Python; of casts a rule of a RecipeMap, of an update that jumps a line before optimizer.step().
+        remedy: as Python: of casts its rules, of an update that jumps a line before optimizer.step().
         expected: what the remedy comes to by the numbers recorded.
         severity: times the limit; infinite for what is not finite.
+        rules: of a RecipeMap, to mend a cast; see ``octavo.recipes.to_json``.
 
     Example:
         >>> import tempfile, torch, octavo
@@ -73,6 +76,11 @@ class Finding:
     remedy: str
     expected: str
     severity: float
+    rules: Mapping[str, Rule] = field(default_factory=dict)
+
+    def mended(self, cause: str, rules: Mapping[str, Rule], expected: str) -> Finding:
+        """The finding with its cause, and rules that mend it."""
+        return replace(self, cause=cause, remedy=as_text(rules), expected=expected, rules=rules)
 
 
 def diagnose(record: Record) -> list[Finding]:
@@ -142,11 +150,6 @@ def _explained(found: list[Finding], steps: list[int]) -> list[Finding]:
 
     severities = [max([each.severity, *(later.severity for later in found if follows(later, each))]) for each in found]
     return [replace(each, severity=severity) for each, severity in zip(found, severities, strict=True)]
-
-
-def called(share: float) -> str:
-    """A share as a percentage of two digits."""
-    return f"{100 * share:.2g} %" if share < 0.995 else f"{100 * share:.0f} %"
 
 
 def _stretch(over: Any, values: Any) -> tuple[int, int]:
@@ -226,12 +229,10 @@ class _CastOf:
         return replace(found, numbers=found.numbers | of_expert._asdict(), cause=cause)
 
     def _nonfinite(self, found: Finding, worst: int) -> Finding:
-        share = called(found.numbers["nonfinite"])
-        return replace(
-            found,
-            cause=f"{share} of the numbers are inf or NaN before they are cast",
-            remedy=without_fp8(self.row),
-            expected="tells whether FP8 is at fault: if it stays, look at the loss, the data or the learning rate",
+        return found.mended(
+            f"{called(found.numbers['nonfinite'])} of the numbers are inf or NaN before they are cast",
+            without_fp8(self.row),
+            "tells whether FP8 is at fault: if it stays, look at the loss, the data or the learning rate",
         )
 
     def _stale(self, found: Finding, worst: int) -> Finding:
@@ -246,12 +247,12 @@ class _CastOf:
             rule = with_cast(self.row, self._rows(worst), roomy)
             if rule is not None:
                 expected = f"room for the amax recorded; at most {called(flushed)} flushed then"
-                return replace(found, cause=cause, remedy=rule, expected=expected)
+                return found.mended(cause, rule, expected)
         dynamic = replace(self.cast, rule=Dynamic())
         rule = with_cast(self.row, self._rows(worst), dynamic) if self.cast.is_delayed else None
         if rule is None:
-            return replace(found, cause=cause, remedy=without_fp8(self.row), expected="nothing is clipped")
-        return replace(found, cause=cause, remedy=rule, expected="nothing is clipped: the scale is the tensor's own")
+            return found.mended(cause, without_fp8(self.row), "nothing is clipped")
+        return found.mended(cause, rule, "nothing is clipped: the scale is the tensor's own")
 
     def _rounded(self, found: Finding, worst: int) -> Finding:
         """A low SQNR, though little is clipped or flushed."""
@@ -262,9 +263,9 @@ class _CastOf:
         flushed = float(self._exponents(worst).below(E4M3.smallest_subnormal / 2 * scale_inv))
         rule = with_cast(self.row, self._rows(worst), finer) if flushed <= LIMITS["flushed"] else None
         if rule is None or finer.format is self.cast.format:
-            return replace(found, cause=cause, remedy=without_fp8(self.row), expected="these are in high precision")
+            return found.mended(cause, without_fp8(self.row), "these are in high precision")
         expected = f"a digit more, about {OWN_SQNR['E4M3'] - OWN_SQNR['E5M2']:.0f} dB; {called(flushed)} flushed"
-        return replace(found, cause=cause, remedy=rule, expected=expected)
+        return found.mended(cause, rule, expected)
 
     def _small(self, found: Finding, worst: int) -> Finding:
         """Numbers below what a format holds with the scale in use."""
@@ -286,7 +287,7 @@ class _CastOf:
         limit = LIMITS["flushed"] if least == "smallest_subnormal" else SUBNORMAL
         options = list(remedies(self.row, self._rows(worst), numbers, scale_inv, least))
         chosen = next(option for option in options if option.share <= limit)
-        return replace(found, cause=cause, remedy=chosen.rule, expected=_expected(chosen, options, least))
+        return found.mended(cause, chosen.rules, outcome(chosen, options, least))
 
     def _outliers_alone(self) -> Finding | None:
         """Outliers that flush little, but leave most numbers without all their digits."""
@@ -308,18 +309,6 @@ class _CastOf:
         now = is_there[at] | ~is_there.any(axis=0)
         rows = zip(self.record.rows, now, strict=True)
         return [row for row, counted in rows if counted and row.layer == self.row.layer]
-
-
-def _expected(chosen: Remedy, options: list[Remedy], least: str) -> str:
-    what = "flushed" if least == "smallest_subnormal" else "below the smallest normal number"
-    most = "at most " if chosen.is_bound else ""
-    text = f"{most}{called(chosen.share)} {what}, by the exponents recorded"
-    if chosen is options[-1]:
-        text = f"nothing is {what}: these products are in high precision"
-        if bounds := [option for option in options if option.is_bound]:
-            best = min(bounds, key=lambda option: option.share)
-            text += f"; {best.rule} may do too: of its finer scales only a bound is known, at most {called(best.share)}"
-    return text
 
 
 # --- weights and moments ----------------------------------------------------------------------------------------------
@@ -357,7 +346,7 @@ def _of_weight(record: Record, kind: str, values: Any, over: Any) -> Finding:
     numbers = {name: float(of[worst, layer]) for name, of in record.weights.items()}
     step, many = record.steps[worst], f"in {count} of {len(record.layers)} layers"
     if kind == "jump":
-        rose, remedy, expected = _reason_of_jump(record, worst)
+        rose, remedy, expected = _reason_of_jump(record, begins, worst)
         cause = f"the step changes the weight {value:.3g} times as much as those before{rose}; so {many}"
     elif kind == "unmoved":
         has_master = numbers["master_update"] > 0
@@ -375,20 +364,21 @@ def _of_weight(record: Record, kind: str, values: Any, over: Any) -> Finding:
     return Finding(kind, name, "weight", (), "", record.steps[begins], step, numbers, cause, remedy, expected, severity)
 
 
-def _reason_of_jump(record: Record, at: int) -> tuple[str, str, str]:
+def _reason_of_jump(record: Record, begins: int, worst: int) -> tuple[str, str, str]:
     """(what rose with an update, as far as it is recorded; a remedy, and what it comes to)."""
-    for name, called, remedy in (
-        ("lr", "the learning rate", 'for group in optimizer.param_groups: group["lr"] = min(group["lr"], {:.3g})'),
+    rate = 'for group in optimizer.param_groups: group["lr"] = min(group["lr"], {:.3g})'
+    for name, what, remedy in (
+        *((name, "the learning rate", rate) for name in RATES),
         ("grad_norm", "the gradients' norm", "torch.nn.utils.clip_grad_norm_(model.parameters(), {:.3g})"),
     ):
-        values = dict(zip(*record.scalars.get(name, ([], [])), strict=True))
-        now, then = values.get(record.steps[at], 0.0), values.get(record.steps[at - 1], math.inf)
+        pairs = zip(*record.scalars.get(name, ([], [])), strict=True)
+        values = {step: value for step, value in pairs if math.isfinite(value)}
+        then = values.get(record.steps[begins - 1], math.inf)
+        now = max(values.get(step, 0.0) for step in record.steps[begins : worst + 1])
         if now > 2 * then:
-            rose = f", as {called} rose from {then:.3g} to {now:.3g}"
+            rose = f", as {what} rose from {then:.3g} to {now:.3g}"
             return rose, remedy.format(2 * then), "before each optimizer.step(): no more than twice the last record's"
     remedy = "octavo.schedule.Recovery(octavo.schedule.Phase(octavo.recipes.high_precision()))"
-    return (
-        "",
-        remedy,
-        "leaves out the steps after it whose loss jumps; record lr and grad_norm to see which of them rose",
-    )
+    missing = ["lr"] * record.scalars.keys().isdisjoint(RATES) + ["grad_norm"] * ("grad_norm" not in record.scalars)
+    more = f"record {' and '.join(missing)} to see what rose" if missing else "neither lr nor grad_norm rose"
+    return "", remedy, f"leaves out the steps after it whose loss jumps; {more}"

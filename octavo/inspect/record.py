@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from octavo.errors import OctavoError
+from octavo.errors import OctavoError, first_line
 from octavo.inspect.files import FORMAT, files_of, numpy, read_lines
 from octavo.inspect.rows import Row
 from octavo.inspect.weights import MOVED
@@ -144,10 +145,10 @@ def load(folder: str | Path) -> Record:
         raise RecordError(f"{folder} holds no record: {why}") from error
     if form != FORMAT:
         raise RecordError(f"{folder} holds a record of form {form}, which this octavo does not read: form {FORMAT}")
-    tables = {
-        step: [Row.of(found) for found in json.loads(path.read_text())]
-        for step, path in files_of(folder, "rows").items()
-    }
+    tables: dict[int, list[Row]] = {}
+    for step, path in files_of(folder, "rows").items():
+        with _reading(path):
+            tables[step] = [Row.of(found) for found in json.loads(path.read_text())]
     places: dict[Row, int] = {}
     for rows in tables.values():
         for row in rows:
@@ -160,8 +161,11 @@ def load(folder: str | Path) -> Record:
     experts = _Experts(list(places), len(counts))
     moved = np.zeros((len(counts), len(layers), len(MOVED)))
     for at, (step, path) in enumerate(counts.items()):
-        rows = tables[max(begun for begun in tables if begun <= step)]
-        with np.load(path) as part:
+        begun = max((begun for begun in tables if begun <= step), default=None)
+        if begun is None:
+            raise RecordError(f"{folder} has no rows-*.json that says what {path.name} counts: copy it whole")
+        rows = tables[begun]
+        with _reading(path), open(path, "rb") as file, np.load(file) as part:
             where = [places[row] for row in rows]
             sums[at, where], extremes[at, where], exponents[at, where] = (
                 part["sums"],
@@ -177,6 +181,16 @@ def load(folder: str | Path) -> Record:
     steps, of_experts = list(counts), experts.found(sums, extremes, exponents, limits)
     weights = of_weights(np, moved)
     return Record(list(places), steps, measures, exponents, LOWEST, layers, weights, scalars, events, of_experts)
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Raises RecordError for whatever a file makes Python or NumPy raise that was cut, or is none of octavo's."""
+    try:
+        yield
+    except Exception as error:
+        why = f"{type(error).__name__}: {first_line(error)}"
+        raise RecordError(f"{path} is damaged ({why}): copy it again, or take it away") from error
 
 
 class _Experts:
@@ -259,12 +273,13 @@ def _steps(folder: Path) -> tuple[dict[str, tuple[list[int], list[float]]], list
     scalars: dict[str, tuple[list[int], list[float]]] = {}
     events = []
     for line in read_lines(folder):
+        step = line.pop("step")
         if "event" in line:
-            events.append((line["step"], line["event"], line["text"]))
+            events.append((step, str(line["event"]), str(line.get("text", ""))))
             continue
         for name, value in line.items():
-            if name != "step":
+            if isinstance(value, int | float):
                 steps, values = scalars.setdefault(name, ([], []))
-                steps.append(line["step"])
+                steps.append(step)
                 values.append(value)
     return scalars, events

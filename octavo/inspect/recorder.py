@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -11,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from octavo.distributed.files import reason_of
 from octavo.distributed.ranks import Ranks, whole
 from octavo.inspect.by_expert import kept
 from octavo.inspect.files import RecordWriter, numpy
@@ -43,7 +46,8 @@ class Recorder:
 
     Only a step that is recorded counts anything, by one launch for each cast, on the device; nothing waits for the
     device, and the other steps are what they are without a recorder. Compiled models are compiled once more, for the
-    steps that are recorded. Ranks of a process group add up what they count, on the same step; rank 0 writes.
+    steps that are recorded. Ranks of a process group add up what they count, on the same step; rank 0 writes. Where it
+    can't, as on a full disk, a warning says so once, the record ends there, and the training goes on.
 
     Args:
         model: with layers that octavo.convert or octavo.nn made.
@@ -113,7 +117,8 @@ class Recorder:
             loss, grad_norm: of this step, numbers or tensors on any device.
             scalars: others by name.
         """
-        self._keep({"loss": loss, "grad_norm": grad_norm, **scalars, SKIPPED: self._left_out()})
+        if self._goes_on:
+            self._keep({"loss": loss, "grad_norm": grad_norm, **scalars, SKIPPED: self._left_out()})
         for switch in self._known_switches()[len(self._switches) :]:
             self.event("recovery" if switch.phase < 0 else "switch", f"{switch.name}: {switch.reason}")
             self._switches.append(switch)
@@ -130,8 +135,9 @@ class Recorder:
         By itself a recorder notes each "switch" and "recovery" of its schedule, and each step that is "skipped" by that
         or by an optimizer of octavo.optim. Others are the caller's to tell.
         """
-        if self._writer is not None:
-            self._writer.add_event(self._step, kind, text)
+        with self._or_ends():
+            if self._writer is not None:
+                self._writer.add_event(self._step, kind, text)
 
     def close(self) -> None:
         """Write what is under way, and leave the model as it was."""
@@ -153,8 +159,23 @@ class Recorder:
         self.close()
 
     @property
+    def _goes_on(self) -> bool:  # other ranks wait for what this one counts, though it can't write any more
+        return self._writer is not None or self._ranks.size > 1
+
+    @property
     def _is_recorded(self) -> bool:
-        return self._step % self.every == 0
+        return self._goes_on and self._step % self.every == 0
+
+    @contextlib.contextmanager
+    def _or_ends(self) -> Iterator[None]:
+        """Ends the record, and not the training, where a file can't be written."""
+        try:
+            yield
+        except OSError as error:
+            assert self._writer is not None
+            path, self._writer = error.filename or self._writer.folder, None
+            why = f"{reason_of(error)}; the training goes on, and no more of it is recorded"
+            warnings.warn(f"cannot write {path}: {why}", stacklevel=4)
 
     def _keep(self, given: Mapping[str, Scalar | None]) -> None:
         """Keep a step's numbers as they are now, without the graph that made them, and whole."""
@@ -214,24 +235,27 @@ class Recorder:
         self._readings.append(_Reading(self._step, self._table, numbers, names, tensors, event))
 
     def _write(self, reading: _Reading) -> None:
-        assert self._writer is not None
+        if self._writer is None:
+            return
         rows: dict[int, dict[str, float]] = {}
         arrived = zip(reading.scalars, reading.tensors["scalars"].tolist(), strict=True)
-        for step, name, value in (*((*place, value) for place, value in arrived), *reading.numbers):
-            if name != SKIPPED:
-                rows.setdefault(step, {})[name] = value if math.isfinite(value) else math.nan
-            elif value != 0:
-                self._writer.add_event(step, SKIPPED, "neither the weights nor the optimizer's state were touched")
-        self._writer.add_scalars(rows)
-        if "sums" in reading.tensors:
-            if self._written is not reading.table:
-                self._writer.add_rows(reading.step, reading.table.rows)
-                self._written = reading.table
-            found = {name: tensor.numpy() for name, tensor in reading.tensors.items()}
-            counts = kept(reading.table.rows, found["sums"], found["extremes"]) | {"moved": found["moved"]}
-            self._writer.add_counts(reading.step, counts)
-            if self.on_record is not None:
-                rows.setdefault(reading.step, {}).update(_named(reading.table.rows, counts))
+        with self._or_ends():
+            for step, name, value in (*((*place, value) for place, value in arrived), *reading.numbers):
+                if name != SKIPPED:
+                    rows.setdefault(step, {})[name] = value if math.isfinite(value) else math.nan
+                elif value != 0:
+                    text = "neither the weights nor the optimizer's state were touched"
+                    self._writer.add_event(step, SKIPPED, text)
+            self._writer.add_scalars(rows)
+            if "sums" in reading.tensors:
+                if self._written is not reading.table:
+                    self._writer.add_rows(reading.step, reading.table.rows)
+                    self._written = reading.table
+                found = {name: tensor.numpy() for name, tensor in reading.tensors.items()}
+                counts = kept(reading.table.rows, found["sums"], found["extremes"]) | {"moved": found["moved"]}
+                self._writer.add_counts(reading.step, counts)
+                if self.on_record is not None:
+                    rows.setdefault(reading.step, {}).update(_named(reading.table.rows, counts))
         for step, values in rows.items() if self.on_record is not None else ():
             self.on_record(step, values)  # type: ignore[misc]
 

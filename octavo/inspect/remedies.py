@@ -11,8 +11,9 @@ sum of the two over all t.
 from __future__ import annotations
 
 import dataclasses
+import glob
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from octavo.formats import E4M3, E5M2, Format
@@ -22,6 +23,7 @@ from octavo.inspect.rows import Row
 from octavo.kernels.reference.cast_statistics import LOWEST
 from octavo.recipes import blockwise, mx
 from octavo.scaling.recipe import OPERANDS, Cast, Delayed, Dynamic, Recipe
+from octavo.scaling.recipe_map import Rule
 
 _FINER = ((128, blockwise), (32, mx))  # numbers that share a scale
 
@@ -73,12 +75,12 @@ class Remedy(NamedTuple):
     """A change of a layer's recipe.
 
     Attributes:
-        rule: as Python, of a RecipeMap: ``{"layers.3.mlp.down": {"grad_weight": None}}``.
+        rules: of a RecipeMap: ``{"layers.3.mlp.down": {"grad_weight": None}}``.
         share: of the row's numbers that would be too small.
         is_bound: whether it is at most that share.
     """
 
-    rule: str
+    rules: dict[str, Rule]
     share: float
     is_bound: bool
 
@@ -104,9 +106,9 @@ def remedies(row: Row, rows: Sequence[Row], found: Exponents, scale_inv: float, 
     for tile, make in _FINER:
         if tile < tile_size(cast.granularity):
             share = found.bound(tile, E4M3, _least(E4M3, least))
-            finer.append(Remedy(f'{{"{row.layer}": recipes.{make.__name__}()}}', share, True))
+            finer.append(Remedy(_of(row, make()), share, True))
     # gradients keep enough digits in E5M2; of inputs and weights its two bits are what they lose
-    yield from sorted(finer, key=lambda remedy: row.role != "grad_output" and "E5M2" in remedy.rule)
+    yield from sorted(finer, key=lambda remedy: row.role != "grad_output" and "E5M2" in as_text(remedy.rules))
     yield Remedy(without_fp8(row), 0.0, False)
 
 
@@ -119,9 +121,9 @@ def _other_casts(
     is_unused = float(found.amax) * 2.0 ** max(cast.margin - 1, 0) <= cast.format.max * scale_inv
     for change in changes:
         changed = dataclasses.replace(cast, **change, margin=0 if is_unused else cast.margin)
-        if changed != cast and (rule := with_cast(row, rows, changed)) is not None:
+        if changed != cast and (rules := with_cast(row, rows, changed)) is not None:
             share = float(found.below(_least(changed.format, least) * _scale_inv(cast, scale_inv, changed, found)))
-            yield Remedy(rule, share, cast.granularity != PerTensor())
+            yield Remedy(rules, share, cast.granularity != PerTensor())
 
 
 def _scale_inv(cast: Cast, scale_inv: float, changed: Cast, found: Exponents) -> float:
@@ -138,7 +140,7 @@ def _least(format: Format, least: str) -> float:
     return format.smallest_subnormal / 2 if least == "smallest_subnormal" else format.smallest_normal
 
 
-def with_cast(row: Row, rows: Sequence[Row], cast: Cast) -> str | None:
+def with_cast(row: Row, rows: Sequence[Row], cast: Cast) -> dict[str, Rule] | None:
     """The rule that changes a row's cast in the products that read it; None where no recipe can have it."""
     casts = {(other.role, product): laid for other in rows for product, laid in _by_product(other, other.cast)}
     before = {
@@ -155,7 +157,7 @@ def with_cast(row: Row, rows: Sequence[Row], cast: Cast) -> str | None:
         Recipe(**{**before, **after})
     except ValueError:
         return None
-    return f'{{"{row.layer}": {_python(after)}}}' if after else None
+    return _of(row, after) if after else None
 
 
 def _by_product(row: Row, cast: Cast) -> Iterator[tuple[str, Cast]]:
@@ -166,11 +168,50 @@ def _by_product(row: Row, cast: Cast) -> Iterator[tuple[str, Cast]]:
         yield product, dataclasses.replace(cast, granularity=cast.granularity.transposed())
 
 
-def _python(change: Mapping[str, Any]) -> str:
-    text = "{" + ", ".join(f'"{product}": {casts}' for product, casts in change.items()) + "}"
+def without_fp8(row: Row) -> dict[str, Rule]:
+    """The rule that leaves the products that read a row in high precision."""
+    return _of(row, dict.fromkeys(row.products))
+
+
+def _of(row: Row, rule: Rule) -> dict[str, Rule]:
+    return {glob.escape(row.layer): rule}
+
+
+def as_text(rules: Mapping[str, Rule]) -> str:
+    """Rules as Python."""
+    return "{" + ", ".join(f"{pattern!r}: {_code(rule)}" for pattern, rule in rules.items()) + "}"
+
+
+def _code(rule: Rule) -> str:
+    text = f"recipes.{rule.name}()" if isinstance(rule, Recipe) else repr(rule)
     return text.replace(", Dynamic())", ")").replace(str(Delayed()), "Delayed()")  # defaults
 
 
-def without_fp8(row: Row) -> str:
-    """The rule that leaves the products that read a row in high precision."""
-    return f'{{"{row.layer}": {_python(dict.fromkeys(row.products))}}}'
+def together(found: Iterable[Mapping[str, Rule]]) -> dict[str, Rule]:
+    """Rules of several remedies; of those that change the same product of a layer the first."""
+    chosen: dict[str, Rule] = {}
+    for rules in found:
+        for pattern, rule in rules.items():
+            before = chosen.setdefault(pattern, rule)
+            if isinstance(before, Mapping) and isinstance(rule, Mapping) and not before.keys() & rule.keys():
+                chosen[pattern] = {**before, **rule}
+    return chosen
+
+
+def called(share: float) -> str:
+    """A share as a percentage of two digits."""
+    return f"{100 * share:.2g} %" if share < 0.995 else f"{100 * share:.0f} %"
+
+
+def outcome(chosen: Remedy, options: Sequence[Remedy], least: str) -> str:
+    """What one of ``remedies`` comes to, where the last of them may have been chosen because of bounds."""
+    what = "flushed" if least == "smallest_subnormal" else "below the smallest normal number"
+    bounds = [option for option in options if option.is_bound]
+    if chosen is not options[-1]:
+        return f"{'at most ' if chosen.is_bound else ''}{called(chosen.share)} {what}, by the exponents recorded"
+    text = f"nothing is {what}: these products are in high precision"
+    if not bounds:
+        return text
+    best = min(bounds, key=lambda option: option.share)
+    known = f"of its finer scales only a bound is known, at most {called(best.share)}"
+    return f"{text}; {as_text(best.rules)} may do too: {known}"

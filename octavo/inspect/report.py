@@ -18,6 +18,7 @@ from octavo.inspect.files import numpy
 from octavo.inspect.findings import LIMITS, Finding
 from octavo.inspect.record import MEASURES, OF_WEIGHTS, Record
 from octavo.inspect.rows import Row
+from octavo.recipes import to_json as to_rules
 from octavo.scaling.recipe import ROLES
 
 COLUMNS = 160  # of a heat map: of more records the worst of each few
@@ -98,7 +99,7 @@ def to_json(record: Record, findings: Sequence[Finding], what_if: Sequence[Mappi
         "last": record.steps[-1] if record.steps else None,
         "steps": bins.firsts(record.steps),
         "layers": record.layers,
-        "findings": [asdict(found) for found in findings],
+        "findings": [{**vars(found), "rules": json.loads(to_rules(found.rules))["rules"]} for found in findings],
         "limits": LIMITS,
         "measures": MEASURES | OF_WEIGHTS,
         "casts": [_casts(worst, layer, role, bins) for layer in record.layers for role in ROLES],

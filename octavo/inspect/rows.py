@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,15 +11,13 @@ from torch import nn
 
 from octavo.autograd.casts import WEIGHT
 from octavo.autograd.tap import RoleCounts, Tap
-from octavo.formats import FORMATS
-from octavo.granularity import PerBlock, PerRow, PerTensor
 from octavo.kernels.reference.cast_statistics import EXPONENTS, EXTREMES, SUMS
 from octavo.nn.candidates import features
 from octavo.nn.grouped_linear import Grouped
 from octavo.nn.parted_linear import PartedLinear
 from octavo.nn.recipe_module import RecipeModule, device_of
 from octavo.nn.stored_weights import weight_of
-from octavo.scaling.recipe import ROLES, Cast, Delayed, Dynamic, Recipe
+from octavo.scaling.recipe import ROLES, Cast, Recipe
 
 READS = {  # the products that read a role as it lies, and transposed
     "input": ("output", "grad_weight"),
@@ -57,7 +54,7 @@ class Row:
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Row:
         """The row that such fields are of."""
-        cast = _value(ast.parse(fields["cast"], mode="eval").body)
+        cast = Cast.of(fields["cast"])
         of_experts = fields.get("experts", 0), fields.get("features", 0)
         return cls(fields["layer"], fields["role"], tuple(fields["products"]), cast, *of_experts)
 
@@ -70,24 +67,6 @@ class Row:
     def largest(self) -> float:
         """The largest number that the cast's scale has room for, times that scale."""
         return self.cast.format.max / 2.0**self.cast.margin
-
-
-_NAMES: dict[str, Any] = {
-    **{kind.__name__: kind for kind in (Cast, PerTensor, PerRow, PerBlock, Dynamic, Delayed)},
-    **{format.name: format for format in FORMATS.values()},
-}
-
-
-def _value(node: ast.AST) -> Any:
-    """What a cast's text stands for: calls of these names with literals, and nothing else."""
-    match node:
-        case ast.Call(func=ast.Name(id=name)):
-            named = {str(keyword.arg): _value(keyword.value) for keyword in node.keywords}
-            return _NAMES[name](*map(_value, node.args), **named)
-        case ast.Name(id=name):
-            return _NAMES[name]
-        case _:
-            return ast.literal_eval(node)
 
 
 class RecordedRole(NamedTuple):

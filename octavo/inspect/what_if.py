@@ -42,7 +42,7 @@ from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.stored_weights import check_recipe
 from octavo.nn.using import using
 from octavo.recipes import high_precision
-from octavo.scaling.delayed import BUFFERS
+from octavo.scaling.delayed import STATE, State, state_of
 from octavo.scaling.recipe import PRODUCTS, Recipe
 from octavo.scaling.recipe_map import RecipeMap, recipe_of
 
@@ -153,10 +153,7 @@ def _rates(rates: Rates | None, device: torch.device) -> Rates:
 def _borrowed(model: nn.Module, select: Select | None) -> Iterator[dict[str, RecipeModule]]:
     """The layers to look at, converted and in high precision, by name; then everything as it was."""
     modes = [(module, module.training) for module in model.modules()]
-    buffers = [
-        (module, {name: found for name, found in module._buffers.items() if name not in BUFFERS})
-        for module in model.modules()
-    ]
+    buffers = [(module, dict(module._buffers)) for module in model.modules()]
     own = {name: m for name, m in model.named_modules() if isinstance(m, RecipeModule)}
     layers = {n: m for n, m in own.items() if select is None or select(m, n)}
     others: Mapping[str, Any] = {name: m.recipe for name, m in own.items() if name not in layers}
@@ -212,7 +209,7 @@ class _Passes:
             (module, name, buffer)
             for module in model.modules()
             for name, buffer in module._buffers.items()
-            if buffer is not None and name not in BUFFERS
+            if buffer is not None
         ]
         self.works: dict[str, LinearWork] = {}
         self.local: dict[Key, Tensor] = {}
@@ -220,7 +217,7 @@ class _Passes:
         self.first: dict[Key, float] = {}
         self.alone: dict[Key, list[Found]] = {}
         self.together: dict[str, list[Found]] = {name: [] for name in recipes}
-        self.states: dict[Key, tuple[Tensor, ...]] = {}
+        self.states: dict[Key, State] = {}
         self.run: dict[str, list[str]] = {}  # by recipe, the layers that are run alone
 
     def measure(self, batch: Any, most: int) -> None:
@@ -239,7 +236,7 @@ class _Passes:
             ):
                 with contextlib.ExitStack() as stack:
                     for name in names:
-                        stack.enter_context(self.under(name, self.recipes[recipe], before.get((name, recipe), ())))
+                        stack.enter_context(self.under(name, self.recipes[recipe], before.get((name, recipe))))
                     changed, gradient = self.gradient(batch)
                 change, first = changed - value, sum(self.first.get((name, recipe), 0.0) for name in names)
                 found.append((change / abs(value), (change - first) / abs(value), *_against(exact, gradient)))
@@ -282,12 +279,12 @@ class _Passes:
         return float(value.detach()), list(found)
 
     @contextlib.contextmanager
-    def under(self, name: str, recipe: Recipe, state: Sequence[Tensor] = ()) -> Iterator[None]:
+    def under(self, name: str, recipe: Recipe, state: State | None = None) -> Iterator[None]:
         """A layer under a recipe, a delayed one's state as it is given."""
         layer = self.layers[name]
         layer.recipe = recipe
-        for buffer, value in zip(BUFFERS, state, strict=False):
-            layer._buffers[buffer] = value.clone()
+        if state is not None:
+            layer.__dict__[STATE] = state.clone()
         try:
             yield
         finally:
@@ -329,10 +326,10 @@ class _Passes:
         self.works.setdefault(name, LinearWork(name, x.numel() // columns, columns, rows, *needs, groups or 1))
         for recipe, value in self.recipes.items():
             key = name, recipe
-            with self.under(name, value, self.states.get(key, ())):
+            with self.under(name, value, self.states.get(key)):
                 products = _products(layer, x, grad, offsets)
-                if value.delayed is not None:
-                    self.states[key] = tuple(layer._buffers[buffer].clone() for buffer in BUFFERS)  # type: ignore[union-attr]
+                if (state := state_of(layer)) is not None:
+                    self.states[key] = state.clone()
             squares = x.new_zeros(2, len(PRODUCTS), dtype=torch.float64)
             for i, (product, wanted) in enumerate(zip(products, exact, strict=True)):
                 if product is not None and wanted is not None:

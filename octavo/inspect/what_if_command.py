@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import glob
 import importlib
 import json
 import sys
@@ -14,11 +13,12 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from octavo import recipes
+from octavo.cost.command import columns
 from octavo.cost.rates import rates_of
-from octavo.distributed.files import replacing, require_place
+from octavo.distributed.files import require_place
 from octavo.errors import first_line
-from octavo.inspect.command import WHAT_IF, at_least
-from octavo.inspect.effects import Cost, WhatIf, WhatIfError, as_python
+from octavo.inspect.command import WHAT_IF, at_least, write, write_rules
+from octavo.inspect.effects import Cost, WhatIf, WhatIfError
 from octavo.inspect.what_if import NAMES, check, compare
 from octavo.nn.candidates import MIN_FEATURES, features
 from octavo.nn.recipe_module import RecipeModule
@@ -42,11 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--recipes", type=_recipes, metavar="NAMES", help=help)
     budget = group.add_mutually_exclusive_group()
     budget.add_argument(
-        "--keep", type=at_least(0), metavar="N", help="write a RecipeMap with N layers in high precision"
+        "--keep", type=at_least(0), metavar="N", help="find a RecipeMap with N layers in high precision"
     )
-    help = "write the cheapest RecipeMap whose predicted loss is no more than this higher, such as 0.1%%"
+    help = "find the cheapest RecipeMap whose predicted loss is no more than this higher, such as 0.1%%"
     budget.add_argument("--loss", type=_share, metavar="SHARE", help=help)
-    group.add_argument("--write", type=Path, metavar="FILE", help="write the RecipeMap's lines of Python to a file")
     help = f"of the smallest layers to look at, in and out (default: {MIN_FEATURES}, as octavo.convert)"
     group.add_argument("--min-features", type=at_least(1), metavar="N", help=help)
     help = f"most passes with one layer in FP8; effects of other layers are estimated (default: {RUNS})"
@@ -59,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def asked(options: argparse.Namespace) -> list[str]:
     """The options that ask for a what-if: a run of octavo train may hold a record as well."""
-    names = ("recipes", "keep", "loss", "write", "min_features", "runs", "data", "device")
+    names = ("recipes", "keep", "loss", "min_features", "runs", "data", "device")
     return [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is not None]
 
 
@@ -137,25 +136,18 @@ def what_if_command(options: argparse.Namespace, subject: Subject, record: Path 
     )
     print(found)
     for path in filter(None, (options.json, record and record / WHAT_IF)):
-        with replacing(path) as file:
-            file.write(json.dumps({"what_if": found.rows()}).encode())
-        print(f"\nwrote {path}")
+        print(f"\n{write(path, json.dumps({'what_if': found.rows()}))}")
     if options.keep is None and options.loss is None:
         return 0
     chosen = found.recipe_map(keep=options.keep, loss=options.loss)
     together = check(subject.model, subject.loss, batches, chosen, select=select)
-    sizes = "min(module.weight.shape)"
-    if any(work.groups > 1 for work in found.works.values()):  # experts, whose matrices have other names
-        weights = 'for key, p in module.named_parameters() if not key.endswith("bias")'
-        sizes = f"min((n {weights} for n in p.shape[-2:]), default={least})"
-    more = "" if least == MIN_FEATURES else f", lambda module, name: {sizes} >= {least}"
-    text = as_python(chosen, {glob.escape(cost.layer): _remark(cost) for cost in found.costs(chosen)}, more)
     print(f"\n{_summary(found, chosen)}\nmeasured with it: loss {100 * together.loss:+.4f} %, ", end="")
-    print(f"1 - cosine {1 - together.cosine:.2e}, norm {together.norm_ratio:.4f}\n\n{text}")
+    print(f"1 - cosine {1 - together.cosine:.2e}, norm {together.norm_ratio:.4f}\n")
+    if costs := found.costs(chosen):
+        print(columns([cost.layer, cost.recipe, _remark(cost)] for cost in costs), end="\n\n")
+    print(text := recipes.to_json(chosen))
     if options.write is not None:
-        with replacing(options.write) as file:
-            file.write(f"{text}\n".encode())
-        print(f"\nwrote {options.write}")
+        print(f"\n{write_rules(options.write, text)}")
     return 0
 
 

@@ -11,6 +11,8 @@ keep the same object in their checkpoints.
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -63,10 +65,33 @@ class TrainingState:
     def __init__(self, model: nn.Module, schedule: PrecisionSchedule | None = None) -> None:
         self.model, self.schedule = unwrapped(model), schedule
         recipes_of(self.model)
+        self._awaited: RemovableHandle | None = None
+        if "lightning.fabric" in sys.modules:
+            self.model.register_load_state_dict_post_hook(self._await)
         if schedule is not None:
             schedule.optimizer.register_state_dict_post_hook(self._add_schedule)
             schedule.optimizer.register_load_state_dict_pre_hook(self._load_schedule)
             self.model.register_load_state_dict_pre_hook(self._follow_storage)
+
+    def _await(self, model: nn.Module, keys: Any) -> None:
+        """Weights were loaded, perhaps from Fabric's sharded checkpoint, of which only they and optimizers are."""
+        sharded = any(hasattr(parameter, "placements") for parameter in model.parameters())
+        if self._awaited is None and sharded:
+            self._awaited = model.register_forward_pre_hook(self._look)
+
+    def _look_no_more(self) -> None:
+        if self._awaited is not None:
+            self._awaited.remove()
+        self._awaited = None
+
+    def _look(self, model: nn.Module, arguments: Any) -> None:
+        if model.training and torch.is_grad_enabled():
+            self._look_no_more()
+            warnings.warn(
+                "weights were loaded, and not what TrainingState keeps, which begins anew. fabric.load puts it in the "
+                "TrainingState's place under ModelParallelStrategy: call own.load_state_dict(state['octavo']) after it",
+                stacklevel=2,
+            )
 
     def _add_schedule(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         state_dict[SCHEDULE] = self.schedule.state_dict()  # type: ignore[union-attr]
@@ -132,6 +157,7 @@ class TrainingState:
                     "same recipe and select; another recipe is octavo.set_recipe's after loading"
                 )
         load_delayed(self.model, state_dict["delayed"], Ranks.of_process())
+        self._look_no_more()
 
 
 def _settings(schedule: PrecisionSchedule) -> Any:

@@ -1,4 +1,4 @@
-"""torchtitan: a converter for its model registry (0.3), and one for its ``[model] converters`` (0.1 and 0.2).
+"""torchtitan 0.3: a converter for its model registry.
 
 Its order is octavo's too: build on the meta device, convert, parallelize, compile, fully_shard, to_empty, initialise.
 Adapters of its LoRAConverter are not converted. Delayed state is not in its checkpoints: after a resume the first step
@@ -7,113 +7,62 @@ takes each tensor's own scale.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from octavo import recipes
 from octavo.errors import MissingExtraError
-from octavo.nn.candidates import Select, large_enough
+from octavo.nn.candidates import Select, large_enough, of_subclass
 from octavo.nn.convert import convert
-from octavo.nn.recipe_module import RecipeModule
-from octavo.scaling.delayed import BUFFERS
+from octavo.nn.converted_experts import ExpertsPart
+from octavo.nn.stored_weight_files import load_stored
+from octavo.nn.stored_weights import widened
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap
+from octavo.tensor.stored_weight import local_stored
 
-__all__ = ["OctavoModelConverter", "register"]
+__all__ = ["OctavoConverter"]
 
 try:
     from torchtitan.protocols.model import ModelConfigConverter
+    from torchtitan.protocols.module import Module
 except ImportError:  # none, or one before 0.3
-    ModelConfigConverter = None
+    Module = nn.Module
 
-HEADS = ("lm_head", "output")  # of its models
+    class ModelConfigConverter:  # type: ignore[no-redef]
+        """Stands in for torchtitan's."""
+
+        class Config:
+            """Can't be made."""
+
+            def __post_init__(self) -> None:
+                raise MissingExtraError("OctavoConverter is for torchtitan 0.3: pip install 'torchtitan>=0.3'")
 
 
-class OctavoModelConverter:
-    """torchtitan 0.2's ModelConverter protocol over octavo.convert.
+@torch.no_grad()
+def _initialise(module: Any) -> None:
+    """torchtitan's Module._init_self_parameters, of weights that live in FP8 too: as plain ones, which are then cast.
 
-    Args:
-        job_config: torchtitan's.
-        parallel_dims: torchtitan's.
-        recipe: an octavo.Recipe or RecipeMap of the names of the model's modules.
-        filter_fqns: layers whose names hold one of these stay in high precision.
-        select: which of the others to convert, as octavo.convert takes it; None: its default.
-        weight_storage: as octavo.convert's.
-
-    Example:
-        >>> model = nn.ModuleDict({"w1": nn.Linear(512, 512), "lm_head": nn.Linear(512, 512)})
-        >>> OctavoModelConverter(None, None).convert(model)
-        >>> [type(layer).__module__ for layer in model.values()]
-        ['octavo.nn.linear', 'torch.nn.modules.linear']
+    All ranks that a weight is sharded over call it; its functions, trunc_normal_ for one, ask for values on the way.
     """
-
-    def __init__(
-        self,
-        job_config: Any,
-        parallel_dims: Any,
-        *,
-        recipe: Recipe | RecipeMap = recipes.default(),
-        filter_fqns: Sequence[str] = HEADS,
-        select: Select | None = None,
-        weight_storage: Any = None,
-    ) -> None:
-        self.recipe, self.filter_fqns, self.weight_storage = recipe, tuple(filter_fqns), weight_storage
-        self.select = large_enough if select is None else select
-
-    def convert(self, model: nn.Module) -> None:
-        """Convert the model in place, before it is parallelized."""
-        convert(model, self.recipe, self._chosen, self.weight_storage)
-
-    def _chosen(self, module: nn.Module, name: str) -> bool:
-        return not any(part in name for part in self.filter_fqns) and self.select(module, name)
-
-    def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
-        """Nothing: layers and gathers notice a step of any torch.optim.Optimizer by themselves."""
-
-
-def register(name: str = "octavo", **options: Any) -> None:
-    """Give OctavoModelConverter with these options a name for torchtitan 0.2's ``--model.converters``.
-
-    Args:
-        name: what torchtitan's configuration calls it.
-        options: OctavoModelConverter's.
-
-    Raises:
-        MissingExtraError: for a torchtitan that has no such converters.
-
-    Example:
-        >>> try:  # then torchtitan.train --model.converters octavo
-        ...     register(recipe=recipes.rowwise())
-        ... except MissingExtraError as error:  # of a torchtitan that is not 0.2
-        ...     print(error)
-        torchtitan 0.3 takes OctavoConverter.Config(...) in model_registry
-    """
+    stored = {name: weight for name, weight in module._parameters.items() if local_stored(weight) is not None}
+    module._parameters.update({name: nn.Parameter(widened(weight)) for name, weight in stored.items()})
     try:
-        from torchtitan.protocols.model_converter import register_model_converter
-    except ImportError as error:
-        raise MissingExtraError("torchtitan 0.3 takes OctavoConverter.Config(...) in model_registry") from error
-    register_model_converter(functools.partial(OctavoModelConverter, **options), name)
-
-
-def _distribute_parameters(module: Any, parallel_dims: Any) -> None:
-    """What torchtitan's Module.parallelize does to parameters and buffers, but not to the delayed state.
-
-    It knows no layout of that, which is each rank's and the same on all.
-    """
-    delayed = {name: module._buffers.pop(name) for name in BUFFERS if name in module._buffers}
-    try:
-        type(module)._distribute_states(module, parallel_dims)
+        type(module)._init_self_parameters(module)
     finally:
-        module._buffers.update(delayed)
+        values = {name: module._parameters[name].detach() for name in stored}
+        module._parameters.update(stored)
+    for name, weight in stored.items():
+        load_stored(weight, values, name)
+        weight.copy_(values[name])
 
 
-def _converting(model_config: Any, converter: OctavoModelConverter) -> Any:
-    """A model's configuration that converts the model when it has built it, and is else the same."""
+def _converting(model_config: Any, config: OctavoConverter.Config) -> None:
+    """Have a model's configuration convert the model when it has built it; some registries look at nothing else."""
     kind = type(model_config)
 
     class Converting(kind):  # type: ignore[misc, valid-type]
@@ -121,39 +70,60 @@ def _converting(model_config: Any, converter: OctavoModelConverter) -> Any:
 
         def build(self, **kwargs: Any) -> nn.Module:
             model: nn.Module = kind.build(self, **kwargs)
-            converter.convert(model)
+            convert(model, config.recipe, config.chosen, config.weight_storage)  # type: ignore[arg-type]
             for module in model.modules():
-                if isinstance(module, RecipeModule) and hasattr(module, "_distribute_states"):
-                    module._distribute_states = functools.partial(_distribute_parameters, module)
+                if isinstance(module, ExpertsPart):
+                    module.__class__ = of_subclass(ExpertsPart, Module)
+                if any(local_stored(weight) is not None for weight in module._parameters.values()):
+                    vars(module)["_init_self_parameters"] = functools.partial(_initialise, module)
             return model
 
     Converting.__name__, Converting.__qualname__ = kind.__name__, kind.__qualname__
-    fields = dataclasses.fields(model_config)
-    return Converting(**{item.name: getattr(model_config, item.name) for item in fields if item.init})
+    model_config.__class__ = Converting
 
 
-if ModelConfigConverter is not None:
+class OctavoConverter(ModelConfigConverter):  # type: ignore[misc, unused-ignore]
+    """torchtitan's ModelConfigConverter over octavo.convert: ``model_registry("8B", converters=[...])``.
 
-    class OctavoConverter(ModelConfigConverter):  # type: ignore[misc, unused-ignore]
-        """torchtitan 0.3's ModelConfigConverter over octavo.convert: ``model_registry("8B", converters=[...])``.
+    The model is converted as soon as it is built, on the meta device.
 
-        The model is converted as soon as it is built, on the meta device. Fields of its Config are those of
-        OctavoModelConverter.
+    Args:
+        config: an OctavoConverter.Config.
+
+    Raises:
+        MissingExtraError: where a Config is made without torchtitan 0.3.
+
+    Example:
+        >>> try:
+        ...     config = OctavoConverter.Config(recipe=recipes.rowwise(), filter_fqns=["lm_head"])
+        ... except MissingExtraError as error:
+        ...     config = None
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ModelConfigConverter.Config):  # type: ignore[misc, unused-ignore, name-defined]
+        """How to convert.
+
+        Attributes:
+            recipe: an octavo.Recipe or RecipeMap of the names of the model's modules.
+            filter_fqns: layers whose names hold one of these stay in high precision.
+            select: which of the others to convert, as octavo.convert takes it; None: its default.
+            weight_storage: as octavo.convert's.
         """
 
-        @dataclass(kw_only=True, slots=True)
-        class Config(ModelConfigConverter.Config):  # type: ignore[misc, unused-ignore, name-defined]
-            """What OctavoModelConverter is made with."""
+        recipe: Recipe | RecipeMap = recipes.default()
+        filter_fqns: list[str] = field(default_factory=lambda: ["lm_head", "output"])
+        select: Select | None = None
+        weight_storage: str | None = None
 
-            recipe: Recipe | RecipeMap = recipes.default()
-            filter_fqns: list[str] = field(default_factory=lambda: [*HEADS])
-            select: Select | None = None
-            weight_storage: str | None = None
+        def chosen(self, module: nn.Module, name: str) -> bool:
+            """Whether a layer of this name is converted."""
+            return not any(part in name for part in self.filter_fqns) and (self.select or large_enough)(module, name)
 
-        def __init__(self, config: Config) -> None:
-            options = {item.name: getattr(config, item.name) for item in dataclasses.fields(config)}
-            self.converter = OctavoModelConverter(None, None, **options)
+    def __init__(self, config: Config) -> None:
+        self.config = config
 
-        def convert(self, model_config: Any) -> Any:
-            """The configuration that builds the same model, converted."""
-            return _converting(model_config, self.converter)
+    def convert(self, model_config: Any) -> Any:
+        """The configuration itself, which from now on builds the same model, converted."""
+        _converting(model_config, self.config)
+        return model_config

@@ -77,6 +77,7 @@ class Commit(NamedTuple):
 
     delayed_scale: Tensor
     delayed_amax_history: Tensor
+    delayed_before: Tensor
     amax_input: Tensor | None
     amax_weight: Tensor | None
     limits: Sequence[float]
@@ -161,9 +162,9 @@ def _cast_two_scalings(x: Tensor, *flat: Any) -> tuple[Any, ...]:
 
 
 def _cast_and_commit(x: Tensor, *flat: Any) -> tuple[Any, ...]:
-    (delayed_scale, *state, dtype, power_of_two, margin), update, output = flat[:7], flat[7:11], flat[11:14]
+    (delayed_scale, *state, dtype, power_of_two, margin), update, output = flat[:8], flat[8:12], flat[12:15]
     scaling = Scaling(dtype, (ALL, ALL), power_of_two, margin, delayed_scale, role=2)
-    return CastSource(x, *flat[14:]), scaling, Commit(delayed_scale, *state, *update), Output(*output)
+    return CastSource(x, *flat[15:]), scaling, Commit(delayed_scale, *state, *update), Output(*output)
 
 
 def _norm_cast(*flat: Any) -> tuple[Any, ...]:

@@ -72,7 +72,7 @@ _EXTRAS = (
 )
 _NORM = "Tensor x, Tensor gamma, Tensor? beta, str kind, float eps, bool zero_centered"
 _PRODUCT = "Tensor a, Tensor a_scale_inv, int[2] a_tile, Tensor b, Tensor b_scale_inv, int[2] b_tile, Tensor? bias"
-_STATE = "Tensor(a!) delayed_scale, Tensor(b!) delayed_amax_history"
+_STATE = "Tensor(a!) delayed_scale, Tensor(b!) delayed_amax_history, Tensor(c!) delayed_before"
 _UPDATE = "float[3] limits, bool[3] powers_of_two, int[3] margins, str reduce"
 
 SCHEMAS = {
@@ -86,8 +86,8 @@ SCHEMAS = {
     # tile of x; transpose_second writes the second pair's tensors transposed
     "cast_two_scalings": f"(Tensor x, {_CAST}, {_SECOND}, bool transpose_second, {_EXTRAS}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    # the delayed cast of grad_output, and delayed_update with the amax it finds: (qdata, transposed qdata or [0, 0],
-    # scale_inv, sums)
+    # the delayed cast of grad_output by its scales_of_pass, and delayed_update with the amax it finds: (qdata,
+    # transposed qdata or [0, 0], scale_inv, sums)
     "cast_and_commit": f"(Tensor x, {_STATE}, Tensor? amax_input, Tensor? amax_weight, "
     f"ScalarType dtype, bool power_of_two, int margin, {_UPDATE}, bool transpose, {_EXTRAS}) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
@@ -96,8 +96,10 @@ SCHEMAS = {
     # [G, 71] and extremes [G, 3], dense, and scale_inv as grouped_cast returned it for x
     "cast_statistics": "(Tensor x, Tensor qdata, Tensor scale_inv, int[2] tile, Tensor(a!) sums, "
     "Tensor(b!) extremes, Tensor? offsets=None) -> ()",
-    # for each role whose amax is given: history <- (amax, history[:-1]); scale <- that of the largest of the history,
-    # or of its newest ("most_recent"); an amax of 0 keeps the scale. limits, powers_of_two, margins: one a role
+    # for each role whose amax is given, the first time in a backward pass: history <- (amax, history[:-1]), and
+    # delayed_before [2, 3] int32 <- (the pass's number, the bits of the scale as it is); later in the pass the newest
+    # of the history is raised to the amax. Then scale <- that of the largest of the history, or of its
+    # newest ("most_recent"); an amax of 0 keeps the scale. limits, powers_of_two, margins: one a role
     "delayed_update": f"({_STATE}, Tensor? amax_input, Tensor? amax_weight, Tensor? amax_grad_output, {_UPDATE}) -> ()",
     # how many rows of a product's operand [R, C'], codes or numbers, have faults, by its result y [R, C]: added to
     # found [4], as reference/note_faults.py says, with the operand's scales, dense, and its amax [1]. The first fault
@@ -105,6 +107,8 @@ SCHEMAS = {
     # the group's number added up. Scales of groups without rows, one a group, are left out
     "note_faults": "(Tensor y, Tensor operand, Tensor? scale_inv, Tensor? amax, Tensor place, Tensor(a!) found, "
     "Tensor(b!) first, Tensor? offsets=None) -> ()",
+    # the scales [3] that were in force when the backward pass that is under way began
+    "scales_of_pass": "(Tensor delayed_scale, Tensor delayed_before) -> Tensor",
     # qdata x scale_inv, rounded once from float32 to dtype
     "dequantize": "(Tensor qdata, Tensor scale_inv, int[2] tile, ScalarType dtype) -> Tensor",
     # a [M, K] . b^T, b [N, K], any strides -> [M, N] out_dtype, contiguous; fp32 accumulation. tiles are of a and b as
@@ -187,6 +191,7 @@ FAKES: dict[str, Callable[..., Any]] = unpacking(
         "cast_and_commit": _fake_cast_and_commit,
         "cast_statistics": lambda *_: None,
         "delayed_update": lambda *_: None,
+        "scales_of_pass": lambda delayed_scale, delayed_before: torch.empty_like(delayed_scale),
         "dequantize": lambda qdata, scale_inv, tile, dtype: qdata.new_empty(qdata.shape, dtype=dtype),
         "grouped_cast": new_grouped,
         "grouped_matmul": _fake_matmul,

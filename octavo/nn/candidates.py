@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dis
 import functools
+import inspect
 import sys
 import types
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
@@ -28,6 +30,10 @@ MIN_FEATURES = 512
 
 
 SHARDED = "it is sharded already: call octavo.convert before fully_shard"
+REPLACED = (
+    "its forward was replaced on the instance, so converting would change nothing (transformers' tp_plan does that: "
+    "take torch's parallelize_module)"
+)
 
 
 def large_enough(module: nn.Module, name: str) -> bool:
@@ -94,18 +100,18 @@ def fp8_class(module: nn.Module) -> type[RecipeModule] | None:
     plain = issubclass(kind, nn.Linear) and not issubclass(kind, RecipeModule)
     # a MultiheadAttention reads the weight of its NonDynamicallyQuantizableLinear and never calls it
     if plain and kind.forward is nn.Linear.forward and not issubclass(kind, NonDynamicallyQuantizableLinear):
-        return _of_subclass(Linear, kind)  # type: ignore[arg-type]  # torch annotates no hash of classes
+        return of_subclass(Linear, kind)  # type: ignore[arg-type]  # torch annotates no hash of classes
     return None
 
 
 def experts_class(module: nn.Module) -> type[ConvertedExperts] | None:
     """What plain experts of a known kind become; or None."""
     base = converted_class(module)
-    return None if base is None else _of_subclass(base, class_of(module))  # type: ignore[arg-type]
+    return None if base is None else of_subclass(base, class_of(module))  # type: ignore[arg-type]
 
 
 @functools.cache
-def _of_subclass(base: type[Any], kind: type[nn.Module]) -> type[Any]:
+def of_subclass(base: type[Any], kind: type[nn.Module]) -> type[Any]:
     """A class of octavo's with all else that a plain class has."""
 
     def content(namespace: dict[str, Any]) -> None:
@@ -116,8 +122,8 @@ def _of_subclass(base: type[Any], kind: type[nn.Module]) -> type[Any]:
 
 
 def _new(base: type[Any], kind: type[nn.Module]) -> nn.Module:
-    """Unpickle one of ``_of_subclass``."""
-    found: Any = _of_subclass(base, kind)  # type: ignore[arg-type]
+    """Unpickle one of ``of_subclass``."""
+    found: Any = of_subclass(base, kind)  # type: ignore[arg-type]
     return found.__new__(found)
 
 
@@ -146,7 +152,7 @@ def why_left_alone(module: nn.Module) -> str | None:
     if is_sharded(type(module)) or getattr(module, "_is_fsdp_managed_module", False):
         return SHARDED
     if "forward" in module.__dict__:
-        return "its forward was replaced on the instance, so converting would change nothing"
+        return REPLACED
     for weight in map(module._parameters.get, keys_of(module).values() or ("weight",)):
         if weight is None or parametrize.is_parametrized(module):
             return "its weight is computed from other parameters (weight_norm or the like)"
@@ -172,3 +178,62 @@ def why_not(module: nn.Module) -> str | None:
     if isinstance(module, nn.Linear):
         return f"a subclass of Linear ({type(module).__qualname__}) with a forward of its own may mean something else"
     return f"{type(module).__name__} is not a linear layer"
+
+
+_LAYERS = {"weight", "bias", "in_features", "out_features"}  # attributes of a layer: who reads one doesn't call it
+_APART = {"dtype", "device", "shape", "size", "dim", "ndim", "numel", "data", "requires_grad", "is_meta", "is_cuda"}
+
+
+class PastReads(NamedTuple):
+    """Of a layer: the class whose methods read its weight's values; whether they also call it, or hand it on."""
+
+    reader: str
+    called: bool
+
+    def __str__(self) -> str:
+        return f"a {self.reader} reads its weight without calling it"
+
+
+def past_reads(model: nn.Module) -> dict[int, PastReads]:
+    """The linear layers whose weight's values the module that holds them reads, by ``id``."""
+    found: dict[int, PastReads] = {}
+    for parent in model.modules():
+        kind = class_of(parent)
+        if kind.__module__.startswith(("torch.", "octavo.")):
+            continue
+        for name, layer in parent.named_children():
+            if isinstance(layer, nn.Linear) or fp8_class(layer) is not None:
+                uses = _uses(kind).get(name, set())  # type: ignore[arg-type]  # torch annotates no hash of classes
+                if "read" in uses:
+                    found[id(layer)] = PastReads(kind.__name__, "called" in uses)
+    return found
+
+
+@functools.cache
+def _uses(kind: type[nn.Module]) -> dict[str, set[str]]:
+    """Of each ``self.<name>`` in a class's methods: "read" where its weight's values are, "called" where itself is."""
+    found: dict[str, set[str]] = {}
+    nothing = [("", "")]
+    for code in _methods(kind):
+        steps = [*nothing, *((step.opname, step.argval) for step in dis.get_instructions(code)), *nothing, *nothing]
+        for (_, before), (_, own), (op, name), then, after in zip(*(steps[start:] for start in range(5)), strict=False):
+            if op not in ("LOAD_ATTR", "LOAD_METHOD") or (own[-1] if isinstance(own, tuple) else own) != "self":
+                continue
+            if op == "LOAD_METHOD" or then[0] not in ("LOAD_ATTR", "STORE_ATTR") or then[1] not in _LAYERS:
+                found.setdefault(name, set()).add("called")
+            elif then == ("LOAD_ATTR", "weight") and after[0] != "STORE_ATTR" and after[1] not in _APART:
+                if before != "isinstance":
+                    found.setdefault(name, set()).add("read")
+    return found
+
+
+def _methods(kind: type[nn.Module]) -> Iterator[types.CodeType]:
+    """The code of a class's methods, and of the functions in them; those that initialise are none's forward."""
+    codes = []
+    for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
+        for name, value in vars(base).items():
+            if inspect.isfunction(function := inspect.unwrap(value)) and "init" not in name:
+                codes.append(function.__code__)
+    for code in codes:
+        yield code
+        codes += [inner for inner in code.co_consts if isinstance(inner, types.CodeType)]

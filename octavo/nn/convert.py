@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 from octavo.granularity import Granularity
+from octavo.nn.agreement import told_of
 from octavo.nn.candidates import (
+    REPLACED,
     SHARDED,
     Select,
     expert_weights,
@@ -20,6 +22,7 @@ from octavo.nn.candidates import (
     fp8_class,
     is_sharded,
     large_enough,
+    past_reads,
     restore_class,
     why_left_alone,
     why_not,
@@ -81,8 +84,9 @@ def convert(
         ValueError: if weights can't be stored under the recipe; nothing is changed then.
 
     Warns:
-        UserWarning: if nothing was converted, with the reasons; of layers that fully_shard has sharded already; of
-            3-D parameters of modules that it does not know, which stay in high precision.
+        UserWarning: if nothing was converted, with the reasons; of what stays in high precision: layers that are
+            sharded by fully_shard already, whose forward something replaced (transformers' tp_plan), or whose weight
+            the model reads without calling them; 3-D parameters of modules that it does not know.
 
     Example:
         >>> import torch, octavo
@@ -98,7 +102,7 @@ def convert(
     _check(model, recipe)
     if weight_storage not in (None, "fp8"):
         raise ValueError(f"weight_storage={weight_storage!r}: use 'fp8' or None")
-    targets = _targets(model, select)
+    targets = targets_of(model, select)
     stored = {} if weight_storage is None else _storage(model, recipe, targets)
     for name, module, _ in targets:
         if isinstance(module, PartedLinear) and any(weight in stored for weight in module.weights):
@@ -117,7 +121,10 @@ def convert(
     group = GatherGroup()
     for name, module in itertools.chain.from_iterable(_become(*target) for target in targets):
         module.recipe = recipe_of(recipe, *module.names(name))
-        module.gather.join(group, module)
+        module.gather.join(group, module, name)
+        group.told |= told_of(module, name)
+        if (own := local_stored(weight_of(module))) is not None:
+            own.layer_name = name
     choose_fast_path(model)
     converted = _modules(model)
     others = _weights_of_others(model, {id(module.holder) for _, module in converted})
@@ -135,50 +142,6 @@ def _become(name: str, module: nn.Module, target: type[nn.Module]) -> list[tuple
         return [(f"{name}.{part_name}".lstrip("."), part) for part_name, part in module.add_parts()]
     assert isinstance(module, RecipeModule)
     return [(name, module)]
-
-
-def _targets(model: nn.Module, select: Select | None) -> list[tuple[str, nn.Module, type[nn.Module]]]:
-    """What convert converts: names, modules, the classes that they are to have."""
-    if select is not None and not callable(select):
-        raise TypeError(
-            f"select={select!r} must be a function select(module, name) -> bool, such as lambda module, name: name in "
-            "{'blocks.0.up', 'blocks.0.down'}"
-        )
-    chosen = large_enough if select is None else select
-    targets: list[tuple[str, nn.Module, type[nn.Module]]] = []
-    reasons: dict[str, list[str]] = {}
-    unknown: dict[str, list[nn.Parameter]] = {}
-    for name, module in model.named_modules():
-        if held := expert_weights(module):
-            unknown[name] = list(held.values())
-        if isinstance(module, RecipeModule):
-            if select is None or select(module, name):
-                targets.append((name, module, type(module)))
-            else:
-                reasons.setdefault("select returned False", []).append(name or "the model")
-            continue
-        target = fp8_class(module) or experts_class(module)
-        if target is not None and why_left_alone(module) is None and chosen(module, name):
-            targets.append((name, module, target))
-        elif target is not None or isinstance(module, nn.Linear):
-            asked = target is not None and select is not None and why_left_alone(module) is None
-            reason = "select returned False" if asked else why_not(module)
-            reasons.setdefault(str(reason), []).append(name or "the model")
-    if not targets:
-        found = "; ".join(f"{reason} ({len(names)} such, first {names[0]})" for reason, names in reasons.items())
-        warnings.warn(f"octavo.convert converted nothing: {found or 'the model has no linear layer'}", stacklevel=3)
-    elif late := reasons.get(SHARDED):
-        warnings.warn(f"{len(late)} layers stay in high precision, first {late[0]}: {SHARDED}", stacklevel=3)
-    if targets and unknown:
-        elements = sum(p.numel() for p in model.parameters() if p.ndim > 1)
-        share = sum(p.numel() for held in unknown.values() for p in held) / elements
-        warnings.warn(
-            f"experts stay in high precision: {len(unknown)} modules' weights, first {next(iter(unknown))}'s, are 3-D "
-            f"parameters of no kind that octavo knows, {100 * share:.1f} % of the elements of the model's matrices; "
-            "octavo.summary(model, *inputs) says how much of a forward pass is in FP8",
-            stacklevel=3,
-        )
-    return targets
 
 
 def _storage(
@@ -374,7 +337,7 @@ def gather_anew(model: nn.Module) -> None:
         module = held.layer if isinstance(held, Part) else held
         for own in module.parts if isinstance(module, ConvertedExperts) else (module,):
             if isinstance(own, RecipeModule):
-                own.gather.used = None
+                own.gather.used, own.gather.agreed = None, False
 
 
 def _weights_of_others(model: nn.Module, ours: set[int]) -> set[int]:
@@ -397,3 +360,55 @@ def _check(model: nn.Module, recipe: Recipe | RecipeMap) -> None:
         names += itertools.chain.from_iterable(recipe_names(name, *part) for part in keys_of(module).items())
     if isinstance(recipe, RecipeMap) and (unmatched := recipe.unmatched(names)):
         warnings.warn(f"these patterns of the RecipeMap match no module: {unmatched}", stacklevel=3)
+
+
+def targets_of(model: nn.Module, select: Select | None) -> list[tuple[str, nn.Module, type[nn.Module]]]:
+    """What convert converts, which calls this itself: names, modules, the classes that they are to have."""
+    if select is not None and not callable(select):
+        raise TypeError(
+            f"select={select!r} must be a function select(module, name) -> bool, such as lambda module, name: name in "
+            "{'blocks.0.up', 'blocks.0.down'}"
+        )
+    chosen = large_enough if select is None else select
+    targets: list[tuple[str, nn.Module, type[nn.Module]]] = []
+    reasons: dict[str, list[str]] = {}
+    unknown: dict[str, list[nn.Parameter]] = {}
+    past = {layer: str(reads) for layer, reads in past_reads(model).items() if not reads.called}
+    for name, module in model.named_modules():
+        if held := expert_weights(module):
+            unknown[name] = list(held.values())
+        if isinstance(module, RecipeModule):
+            if select is None or select(module, name):
+                targets.append((name, module, type(module)))
+            else:
+                reasons.setdefault("select returned False", []).append(name or "the model")
+            continue
+        target = fp8_class(module) or experts_class(module)
+        why = None if target is None else why_left_alone(module)
+        asked = target is not None and why in (None, REPLACED)
+        wanted = asked and chosen(module, name)
+        if target is not None and wanted and why is None:
+            if id(module) in past:
+                reasons.setdefault(past[id(module)], []).append(name)
+                continue
+            targets.append((name, module, target))
+        elif target is not None or isinstance(module, nn.Linear):
+            reason = "select returned False" if asked and not wanted and select is not None else why_not(module)
+            reasons.setdefault(str(reason), []).append(name or "the model")
+    if not targets:
+        found = "; ".join(f"{reason} ({len(names)} such, first {names[0]})" for reason, names in reasons.items())
+        warnings.warn(f"octavo.convert converted nothing: {found or 'the model has no linear layer'}", stacklevel=3)
+    else:
+        for reason in sorted({SHARDED, REPLACED, *past.values()} & reasons.keys()):
+            late = reasons[reason]
+            warnings.warn(f"{len(late)} layers stay in high precision, first {late[0]}: {reason}", stacklevel=3)
+    if targets and unknown:
+        elements = sum(p.numel() for p in model.parameters() if p.ndim > 1)
+        share = sum(p.numel() for held in unknown.values() for p in held) / elements
+        warnings.warn(
+            f"experts stay in high precision: {len(unknown)} modules' weights, first {next(iter(unknown))}'s, are 3-D "
+            f"parameters of no kind that octavo knows, {100 * share:.1f} % of the elements of the model's matrices; "
+            "octavo.summary(model, *inputs) says how much of a forward pass is in FP8",
+            stacklevel=3,
+        )
+    return targets

@@ -5,8 +5,8 @@ Known by structure are
     transformers   (integrations/moe.py) the experts of every model that has the decorator use_experts_implementation:
                    3-D parameters gate_up_proj (or up_proj, without a gate) and down_proj, with _bias or without,
                    [E, out, in] or [E, in, out], and flags that say which
-    torchtitan     (models/moe) GroupedExperts: w1 (gate) and w3 (up) [E, I, H], w2 (down) [E, H, I], and a forward of
-                   tokens sorted by expert and each expert's number of them
+    torchtitan     (models/common/moe.py) GroupedExperts: w1 (gate) and w3 (up) [E, I, H], w2 (down) [E, H, I], in 0.3
+                   w1_EFD and so on, and a forward of tokens sorted by expert and each expert's number of them
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from octavo.nn.grouped_linear import Grouped
 from octavo.nn.stored_weight_files import SCALE_INV, load_stored, save_plain
 from octavo.nn.stored_weights import moved_stored
 
-_TITAN = {"gate": "w1", "up": "w3", "down": "w2"}
+_TITAN = {"gate": "w1", "up": "w3", "down": "w2"}, {"gate": "w1_EFD", "up": "w3_EFD", "down": "w2_EDF"}
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 
 # octavo's names of activations, by the names of classes of torch and transformers (its activations.py)
@@ -49,8 +49,9 @@ def keys_of(module: nn.Module) -> dict[str, str]:
         {}
     """
     own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
-    if own.keys() == set(_TITAN.values()):
-        keys = _TITAN if list(inspect.signature(module.forward).parameters)[1:] == ["num_tokens_per_expert"] else {}
+    if keys := next((titan for titan in _TITAN if own.keys() == set(titan.values())), {}):
+        _, *others = inspect.signature(module.forward).parameters
+        keys = keys if others in (["num_tokens_per_expert"], ["num_tokens_per_expert_E"]) else {}
     elif all(isinstance(vars(module).get(flag), bool) for flag in _FLAGS):
         keys = {"gate_up": "gate_up_proj" if module.has_gate else "up_proj", "down": "down_proj"}
         biases = {f"{key}_bias" for key in keys.values() if module.has_bias}
@@ -106,6 +107,10 @@ class ExpertsPart(Grouped):
     def own_parameters(self) -> tuple[Parameter, Parameter | None]:
         """See Grouped."""
         return getattr(self.holder, self.key), getattr(self.holder, f"{self.key}_bias", None)
+
+    def reset_parameters(self) -> None:
+        """Empty the delayed state: the parameters are the module's that owns them."""
+        self.reset_delayed_state()
 
     def extra_repr(self) -> str:
         """The recipe's name."""
@@ -218,7 +223,7 @@ def converted_class(module: nn.Module) -> type[ConvertedExperts] | None:
     if isinstance(module, ConvertedExperts):
         return None
     keys = keys_of(module)
-    return (OfTorchtitan if keys is _TITAN else OfTransformers) if keys else None
+    return (OfTorchtitan if keys in _TITAN else OfTransformers) if keys else None
 
 
 def _activation_of(module: nn.Module) -> str | None:

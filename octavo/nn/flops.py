@@ -44,11 +44,14 @@ def formulas() -> dict[Any, Any]:
 _FP8 = {torch.ops.octavo.matmul: _product, torch.ops.octavo.grouped_matmul: _grouped_product}
 
 
-def forward_flops(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, int]:
+def forward_flops(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[int, int], set[str]]:
     """Runs ``model(*args, **kwargs)`` once, in evaluation mode and without gradients, and counts its products.
 
     Returns:
-        the operations of products in FP8, and of all products: of matrices, attention and convolutions.
+        the operations of products in FP8, and of all products: of matrices, attention and convolutions; the names of
+        the modules that were called and computed any.
     """
     from torch.utils.flop_counter import FlopCounterMode  # which imports Triton
 
@@ -60,5 +63,7 @@ def forward_flops(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
     finally:
         for module, was in training.items():
             module.training = was
-    counts = counter.get_flop_counts().get("Global", {})
-    return sum(counts.get(op, 0) for op in _FP8), sum(counts.values())
+    counts = counter.get_flop_counts()
+    total = counts.pop("Global", {})
+    called = {name.partition(".")[2] for name in counts}  # after the model's class
+    return (sum(total.get(op, 0) for op in _FP8), sum(total.values())), called

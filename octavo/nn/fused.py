@@ -22,12 +22,13 @@ from octavo.autograd.chain import Chain, run_chain
 from octavo.autograd.products import Layer, requires_grad
 from octavo.kernels.activations import activation_of
 from octavo.nn.activation import activate
+from octavo.nn.agreement import ask
 from octavo.nn.inputs import product_dtype, refuse_for_fp8
 from octavo.nn.linear import Linear, recipe_for
 from octavo.nn.norm import LayerNorm, RMSNorm
 from octavo.nn.parted_linear import PartedLinear
 from octavo.nn.splits import Splits, split_output
-from octavo.nn.tensor_parallel import finished, fused_parts, hooks_on, style_of
+from octavo.nn.tensor_parallel import finished, fused_parts, hooks_on, is_parallel, style_of
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap
 
@@ -59,6 +60,9 @@ class Fused(nn.Module):
 
     def _fused(self, input: Tensor, activation: str, returns_norm: bool) -> tuple[Any, Any] | None:
         """(the output of all parts, the norm's or None) by one chain; or None where they run one after the other."""
+        first: Any = next(self._linears()[0].parameters(), None)
+        if is_parallel(first):  # before any of the parts runs
+            ask([linear for linear in self._linears() if isinstance(linear, Linear)], first.device_mesh)
         if not self._can_fuse():
             return None
         norm, linears = self.norm, self._linears()

@@ -13,17 +13,17 @@ as stored   a weight that lives in FP8: its codes as they are, and the scales of
 
 from __future__ import annotations
 
-import weakref
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from octavo.autograd.casts import WEIGHT, State, cast_role
-from octavo.granularity import ALL, PerTensor
+from octavo.granularity import ALL
 from octavo.kernels.layouts import is_small_block
+from octavo.nn.agreement import ask
 from octavo.nn.gather_group import GatherGroup
-from octavo.scaling.delayed import take_state_local
+from octavo.scaling.delayed import state_of
 from octavo.step_count import OPTIMIZER_STEPS
 from octavo.tensor.sharded_rows import gathered_whole, padded_rows
 from octavo.tensor.sharded_weight import (
@@ -35,7 +35,7 @@ from octavo.tensor.sharded_weight import (
     local_shard,
     on_this_rank,
 )
-from octavo.tensor.stored_weight import StoredWeight, lay_out, local_stored
+from octavo.tensor.stored_weight import StoredWeight, agree_on_scale, agreed, lay_out, local_stored
 
 IN_FP8, CAST_AFTER, AS_IT_IS, AS_STORED = "in FP8", "cast after", "as it is", "as stored"
 
@@ -53,18 +53,16 @@ class Gather:
     Args:
         group: whose weights find their scales together; None: this one's is cast after its gather.
         shared: whether a module of another kind has the same weight.
+        name: the module's in the model that octavo.convert was given.
     """
 
-    def __init__(self, group: GatherGroup | None = None, shared: bool = False) -> None:
-        self.group, self.shared = group, shared
+    def __init__(self, group: GatherGroup | None = None, shared: bool = False, name: str = "") -> None:
+        self.group, self.shared, self.name = group, shared, name
         self.parameter: Any = None  # the sharded one
         self.shape = torch.Size()  # of what its shards are of: under tensor parallelism this rank's part of the weight
         self.at = 0  # the dimension of its mesh that FSDP2 shards it over; tensor parallelism has those behind
         self.for_training = True  # whether the forward that it was gathered for last was in training
-        self.unsharded: Any = None  # a weak reference to what it is between unshard and reshard
         self.generation = 0  # of parameters and loads: a 0-row shard has no address that would tell them
-        self.casts = [0]  # the number of the cast that is current; one list for all modules that share the parameter
-        self.rolled = -1  # the cast whose amax a forward in training was given to roll
         self.used: tuple[Any, ...] | None = None  # how FSDP2 has gathered it
         self.forget()
 
@@ -101,8 +99,11 @@ class Gather:
 
     def take(self, parameter: Any, module: Any) -> None:
         """Gather this parameter of the module from now on: one that was just sharded."""
-        self.parameter, self.unsharded, self.rolled = parameter, None, -1
-        self.casts = parameter.__dict__.setdefault("_octavo_casts", [0])
+        OPTIMIZER_STEPS.watch()
+        self.parameter = parameter
+        if self.group is not None:
+            self.group.ask(parameter.device_mesh)
+        agree_on_scale(parameter, just_cut=True)
         self.forget()
         if self.group is not None:
             self.group.add(module)
@@ -113,15 +114,15 @@ class Gather:
         self.scale = self.amax = torch.empty(0)  # of the whole weight, [1] and [1, 1], if it is cast per tensor
         self.scale_inv = torch.empty(0)  # [1, 1], or of the shard's blocks
         self._way: Way | None = None
-        self._seen: tuple[Any, ...] = ()  # the weight's key when a forward in training read it last
+        self.steps = -1  # of the optimizer that owns the weight, when ``amax`` was found
         self._ready: tuple[Any, ...] | None = None  # the codes' key when another weight's gather has just cast them
         self.delayed_scale: Tensor | None = None  # [3], of this forward; None: the weight's own amax gives its scale
-        self._step_scale: Tensor | None = None  # [3], of all micro-batches of this step
+        self.agreed = False  # whether ranks know that they were told the same of the module
         self.generation += 1
 
-    def join(self, group: GatherGroup, module: Any) -> None:
-        """Find scales together with this group from now on."""
-        self.group, self._way = group, None
+    def join(self, group: GatherGroup, module: Any, name: str) -> None:
+        """Find scales together with this group from now on; ``name``: the module's."""
+        self.group, self._way, self.name = group, None, name
         if self.parameter is not None:
             group.add(module)
 
@@ -183,59 +184,35 @@ class Gather:
         assert self.group is not None
         return self.group.backwards, module.training, self._weight_key(module)
 
-    def _accumulates(self) -> bool:
-        """Whether this micro-batch adds to a gradient: the unsharded weight has it where FSDP2 does not sync."""
-        unsharded = None if self.unsharded is None else self.unsharded()
-        return self.parameter.grad is not None or (unsharded is not None and unsharded.grad is not None)
-
     def begin(self, module: Any) -> None:
-        """Note that a forward of the module is about to read the weight.
-
-        If this is its step's first in training, Delayed takes its scale anew and its backward rolls the amax.
-        """
-        self.for_training = module.training
-        if not module.training:
-            self.delayed_scale = None  # as an unsharded layer: evaluation takes the weight's own amax
-            return
-        key = self._weight_key(module)
-        if self._seen == key and self._accumulates():
-            self.delayed_scale = self._step_scale
-            return
-        self._seen, self.casts[0] = key, self.casts[0] + 1
-        if module.recipe.delayed is not None:
-            take_state_local(module)
+        """Note that a forward of the module is about to read the weight."""
+        self.for_training, self.delayed_scale = module.training, None
+        if module.training and (state := state_of(module)) is not None:  # evaluation takes the weight's own amax
             module.notice_writes(self.parameter, local_shard(self.parameter))
-            self.delayed_scale = self._step_scale = module.delayed_scale.clone()
+            self.delayed_scale = state.scale.clone()
 
-    def begin_in_fp8(self, module: Any, mesh: Any) -> bool:
-        """Whether the weight is sharded over this mesh and gathered in FP8; if so, ``begin``."""
-        if self.parameter is None or self.parameter.device_mesh != mesh or self.way(module).kind != IN_FP8:
+    def begin_in_fp8(self, module: Any) -> bool:
+        """Whether the sharded weight is gathered in FP8; if so, ``begin``."""
+        if self.way(module).kind != IN_FP8:
             return False
         self.begin(module)
         self._ready = self._codes_key(module)
         return True
 
-    def read(self, weight: GatheredWeight, module: Any) -> bool:
-        """Note that the module computes with its gathered weight; whether backward has to roll the weight's history.
+    def read(self, weight: GatheredWeight, module: Any) -> None:
+        """Note that the module computes with its gathered weight.
 
         Raises:
             RuntimeError: if the weight was gathered by other casts.
         """
-        rolls = module.training and torch.is_grad_enabled()
         if weight.casts != module.recipe.weight_key:
             raise RuntimeError(
                 "the weight was gathered by other casts than this layer's recipe has: layers that share a weight need "
                 "one recipe, and octavo.set_recipe waits until no forward is under way"
             )
-        if torch.compiler.is_compiling():  # a graph would keep the answer of the forward that it was traced in
-            return True
-        self.unsharded = weakref.ref(getattr(module, "weight_parameter", weight))  # named splits have several
-        if rolls and not self.for_training:  # it stayed gathered after evaluation
+        # it stayed gathered after evaluation
+        if not torch.compiler.is_compiling() and module.training and torch.is_grad_enabled() and not self.for_training:
             self.begin(module)
-        is_first = self.rolled != self.casts[0]
-        if rolls:
-            self.rolled = self.casts[0]
-        return is_first
 
     # --- FSDP2's hooks ------------------------------------------------------------------------------------------------
 
@@ -243,6 +220,9 @@ class Gather:
         self, module: Any, shard: Tensor, mesh: Any, outer_size: torch.Size, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], After]:
         """What FSDP2's first hook does: see ShardHooks.fsdp_pre_all_gather."""
+        if not self.agreed:
+            whole = mesh if self.parameter is None else self.parameter.device_mesh
+            ask((self.group and self.group.modules_on(whole)) or [module], whole)
         casts = module.recipe.weight_casts
         kind = AS_STORED if isinstance(shard, StoredWeight) else self.way(module).kind
         if self.used is not None and self.used != (kind, casts):
@@ -252,10 +232,11 @@ class Gather:
             )
         self.used = kind, casts
         if isinstance(shard, StoredWeight):
+            shard = shard if self.parameter is None else agreed(shard, self.parameter)
             codes = padded_rows(shard.qdata.view(torch.uint8), outer_size, mesh.size())
             scale_inv = shard.scale_inv.clone()  # what belongs to these codes, whenever the next step writes
             # on one rank FSDP2 hands on the first tensor only
-            has_scale = (shard.granularity == PerTensor() and shard.ndim == 2) or mesh.size() == 1
+            has_scale = shard.has_one_scale or mesh.size() == 1
             if shard.ndim == 3:
                 scales = shard.granularity.of_matrices(outer_size).scale_shape(outer_size)
                 scale_inv = padded_rows(scale_inv, torch.Size(scales), mesh.size())
@@ -295,9 +276,11 @@ class Gather:
 
         def after(outputs: tuple[Tensor, ...], dtype: torch.dtype, out: Any) -> Any:
             wide, state = gathered_whole(outputs[0], shape), None
-            if recipe.delayed is not None:
-                scale = torch.zeros_like(module.delayed_scale) if self.delayed_scale is None else self.delayed_scale
-                state = State(scale, module.delayed_amax_history)
+            if (own := state_of(module)) is not None:
+                scale = torch.zeros_like(own.scale) if self.delayed_scale is None else self.delayed_scale
+                state = State(
+                    *(tensor.to(wide.device) for tensor in (scale, own.amax_history, torch.zeros_like(own.before)))
+                )
             read = wide.mT if module.stores_transposed else wide
             operands = cast_role(read, recipe, WEIGHT, True, True, state)
             assert operands.as_is is not None and operands.transposed is not None
@@ -307,7 +290,7 @@ class Gather:
         return after
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Gather, (self.group, self.shared)
+        return Gather, (self.group, self.shared, self.name)
 
 
 def _send_codes(

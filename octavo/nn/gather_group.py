@@ -4,7 +4,7 @@ All shards of the model are cast in one launch by the first gather of each forwa
 missed: torch moves no counter for ``p.data`` and ``torch._foreach_*`` of a DTensor. The gathers for backward send the
 same codes again. A gathered weight's codes and scales are always written together, also into what a forward saved.
 
-Under Delayed a weight keeps its scale while micro-batches share it, as an unsharded one does (nn/weight_cache.py).
+Under Delayed a weight that was written by other than its optimizer takes the scale of its own amax.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from torch import Tensor
 from octavo import kernels
 from octavo.autograd.casts import WEIGHT
 from octavo.granularity import ALL, scale_shape
+from octavo.nn.agreement import ask_of
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
 from octavo.scaling.recipe import Cast
+from octavo.step_count import OPTIMIZER_STEPS
 from octavo.tensor.sharded_rows import rows_on_each_rank
 from octavo.tensor.sharded_weight import groups_of, local_shard
 
@@ -28,9 +30,15 @@ Gathers = list[Any]  # of octavo.nn.gather.Gather
 
 
 class GatherGroup:
-    """The sharded weights of one ``octavo.convert``: their scales are found together, in one collective."""
+    """The sharded weights of one ``octavo.convert``: their scales are found together, in one collective.
 
-    def __init__(self) -> None:
+    Attributes:
+        told: what was told of all layers then, of which ranks are asked when the first is sharded.
+    """
+
+    def __init__(self, told: dict[str, object] | None = None) -> None:
+        self.told = {} if told is None else told
+        self._asked: set[Any] = set()  # meshes
         self._modules: list[weakref.ref[Any]] = []  # those whose weights they are
         self.backwards = 0  # how often a weight was gathered for backward
         self._cast: Any = None  # a CUDA event: the last casts are done
@@ -40,14 +48,23 @@ class GatherGroup:
         if all(reference() is not module for reference in self._modules):
             self._modules.append(weakref.ref(module))
 
+    def ask(self, mesh: Any) -> None:
+        """Ask the ranks of a mesh, once, whether they have converted one model alike."""
+        if mesh not in self._asked:
+            ask_of(self.told, mesh)
+            self._asked.add(mesh)
+
+    def modules_on(self, mesh: Any) -> list[Any]:
+        """The modules whose weights are sharded over a mesh, in one order on all ranks."""
+        found: list[Any] = [module for reference in self._modules if hasattr(module := reference(), "gather")]
+        return [one for one in found if one.gather.group is self and one.gather.parameter.device_mesh == mesh]
+
     def refresh(self, gather: Any, mesh: Any) -> None:
         """Find scales anew and cast all shards that lie on this one's mesh; ``mesh``: that of its gather."""
-        own = gather.parameter.device_mesh
         together: dict[tuple[Any, ...], Gathers] = {}
-        for reference in self._modules:
-            module: Any = reference()
-            other = getattr(module, "gather", None)  # of a module that octavo.restore took none
-            if other is None or other.group is not self or not other.begin_in_fp8(module, own):
+        for module in self.modules_on(gather.parameter.device_mesh):
+            other = module.gather
+            if not other.begin_in_fp8(module):
                 continue
             shard, cast = local_shard(other.parameter), module.recipe.weight_casts.as_is
             together.setdefault((cast, shard.dtype, shard.device), []).append(other)
@@ -63,7 +80,7 @@ class GatherGroup:
             torch.cuda.current_stream().wait_event(self._cast)
 
     def __reduce__(self) -> tuple[Any, ...]:  # copies are empty, and the same for all modules copied together
-        return GatherGroup, ()
+        return GatherGroup, (self.told,)
 
 
 def _matrices(gather: Any) -> int:
@@ -112,8 +129,15 @@ def _take_scales(gathers: Gathers, amax: Tensor, cast: Cast) -> None:
         states = [gather.delayed_scale for gather in gathers]
         zero = amax.new_zeros(1)
         kept = torch.cat([zero if own is None else own[WEIGHT : WEIGHT + 1].to(amax.device) for own in states])
-        # a weight more than twice too large was written by hand, perhaps by what moves no version (torch._foreach_*)
-        written = (kept * whole > 2 * cast.format.max) & whole.isfinite()
+        # Such writes move no version: without a step of its optimizer a weight's amax has changed, or it is more than
+        # twice too large.
+        steps = [OPTIMIZER_STEPS.of(gather.parameter) for gather in gathers]
+        rests = [float(gather.steps == now) for gather, now in zip(gathers, steps, strict=True)]
+        before = torch.cat([gather.amax.view(-1)[:1] if gather.amax.numel() else zero for gather in gathers])
+        moved = (whole.new_tensor(rests) > 0) & (whole != before)
+        written = (moved | (kept * whole > 2 * cast.format.max)) & whole.isfinite()
+        for gather, now in zip(gathers, steps, strict=True):
+            gather.steps = now
         kept = torch.where(written, 0, kept)
         if len(amax) > count:
             kept = torch.cat([own.expand(size) for own, size in zip(kept.split(1), counts, strict=True)])

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.autograd.casts import State
 from octavo.autograd.exchange import Exchange
 from octavo.autograd.grouped import grouped_linear
 from octavo.autograd.products import Layer, linear, requires_grad
@@ -19,7 +18,7 @@ from octavo.nn.inputs import product_dtype, refuse_for_fp8
 from octavo.nn.linear import recipe_for
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.stored_weights import widened
-from octavo.scaling.delayed import BUFFERS
+from octavo.scaling.delayed import State
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap
 from octavo.tensor.pair import Operands
@@ -94,12 +93,6 @@ class Grouped(RecipeModule):
         enabled = torch.is_grad_enabled()
         return enabled and weight.requires_grad, enabled and requires_grad(bias)
 
-    @property
-    def state(self) -> State | None:
-        """The delayed state as it is."""
-        buffers = [self._buffers.get(name) for name in BUFFERS]
-        return None if self.recipe.delayed is None else State(*buffers)  # type: ignore[arg-type]
-
     def take_parameter(self, weight: nn.Parameter, whole: nn.Parameter | None, part: str = "") -> None:
         """See RecipeModule; FSDP2 gathers weights as they are stored whose experts are on several ranks."""
         if self.exchange is None:
@@ -112,7 +105,7 @@ class Grouped(RecipeModule):
     ) -> Operands:
         stored = None if parts is None else local_stored(parameter)
         if stored is not None:  # of this rank's experts, as they lie
-            return stored.operands(self, transposed, parameter.requires_grad)
+            return stored.operands(self, transposed)
         return super()._weight_operands(weight_NK, parameter, transposed, state, parts)
 
     def forward(self, input: Tensor, offsets: Tensor) -> Tensor:

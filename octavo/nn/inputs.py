@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
+
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
@@ -29,6 +32,23 @@ def product_dtype(input: Tensor, weight_NK: Tensor) -> torch.dtype:
     if autocast and input.dtype in HIGH_PRECISION:  # as autocast itself, which leaves float64 and integers alone
         return torch.get_autocast_dtype(device_type)
     return input.dtype
+
+
+# of torch.distributed.pipelining.stage: in torch 2.13, and before it
+_FINDS_SHAPES = ("_forward_metadata_inference", "_shape_inference")
+
+
+def finds_shapes() -> bool:
+    """Whether a pipeline's stage runs this forward only to find shapes, over memory that nobody wrote."""
+    if "torch.distributed.pipelining.stage" not in sys.modules:
+        return False
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_name not in _FINDS_SHAPES:
+        frame = frame.f_back
+    return frame is not None
+
+
+finds_shapes._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler's own mark imports Triton
 
 
 def refuse_for_fp8(input: Tensor, *parameters: Tensor | None) -> None:

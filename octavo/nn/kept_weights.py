@@ -12,6 +12,7 @@ from octavo.autograd.casts import WEIGHT
 from octavo.granularity import ALL, scale_shape
 from octavo.kernels.layouts import contraction_multiple, is_small_block, needs_transposed_codes, padded
 from octavo.nn.linear import Linear
+from octavo.nn.weight_writes import KeptOperands
 from octavo.scaling.recipe import Cast, Recipe
 from octavo.tensor.pair import Operands
 
@@ -30,11 +31,9 @@ class _Buffers(NamedTuple):
 class KeptWeights:
     """The FP8 weights of a model, cast when told to and at no other time.
 
-    A layer casts its weight once an optimizer step, by what Python sees of it: the parameter's version, the
-    optimizer's steps. A compiled graph and a captured CUDA graph run without Python, so there the weight is cast in
-    every forward. Kept weights are cast where the caller says: ``cast()`` once after each optimizer step, and every
-    forward in training reads what it wrote, compiled or captured. In a capture, ``skip`` is a flag on the device, so
-    that one graph serves all micro-batches:
+    A layer casts its weight in every forward, since nothing tells of every write to it. Kept weights are cast where the
+    caller says: ``cast()`` once after each optimizer step, and every forward in training reads what it wrote, compiled
+    or captured too. In a capture, ``skip`` is a flag on the device, so that one graph serves all micro-batches:
 
         kept, later = octavo.nn.KeptWeights(model), torch.zeros(1, dtype=torch.int32, device="cuda")
         with torch.cuda.graph(graph):
@@ -48,7 +47,7 @@ class KeptWeights:
     (a step, a write, another parameter, ``functional_call``), one in evaluation and one that took another recipe cast
     their own weights. A compiled or captured graph can't look, and computes with what ``cast()`` wrote last.
 
-    Under a Delayed recipe a cast also rolls the weight's history, as backward of a first micro-batch otherwise does.
+    Under a Delayed recipe a cast also rolls the weight's history, as each backward pass otherwise does.
 
     Args:
         model: a converted model. Kept are the weights that one cast serves (per tensor, or square blocks of powers of
@@ -93,23 +92,25 @@ class KeptWeights:
         Raises:
             ValueError: if a weight is no longer on the device, or of the dtype, that it was on.
         """
-        for (dtype, device, cast, lays), group in self._groups.items():
+        for (dtype, device, cast, lays), everything in self._groups.items():
+            group = [kept for kept in everything if kept.layer.recipe is kept.recipe]
+            if not group:
+                continue
             layers = [kept.layer for kept in group]
             if any(layer.weight.dtype != dtype or layer.weight.device != device for layer in layers):
                 raise ValueError("the model was moved or converted; make its KeptWeights anew")
-            delayed = cast.is_delayed
             captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
             known = skip is None and not captured and not torch.compiler.is_compiling()  # that this cast will happen
-            for layer in layers if delayed and known else ():
+            for layer in layers if cast.is_delayed and known else ():
                 layer.notice_writes(layer.weight, layer.weight)
             as_is = [kept.operands.as_is for kept in group]
             kernels.multi_tensor_cast(
-                [layer.weight.detach() for layer in layers],
+                [layer.weight.detach().contiguous() for layer in layers],
                 [qdata for qdata, _ in as_is],
                 [kept.operands.transposed[0] for kept in group] if lays else [],
                 [scale_inv for _, scale_inv in as_is],
                 [kept.amax for kept in group],
-                [layer.delayed_scale for layer in layers] if delayed else [],
+                [layer.delayed_scale for layer in layers] if cast.is_delayed else [],
                 WEIGHT,
                 cast.tile,
                 cast.power_of_two,
@@ -117,17 +118,15 @@ class KeptWeights:
                 skip,
             )
             for kept in group:
-                if delayed:
+                if cast.is_delayed:
                     _roll(kept, skip)
-                if kept.layer.recipe is kept.recipe:  # every time: what moves or copies a layer makes its cache anew
-                    kept.layer._weight_cache.keep(kept.layer.weight, kept.operands, captured)
+                # every time: a layer that was moved has none
+                kept.layer.kept_operands = KeptOperands(kept.layer.weight, kept.operands, captured)
 
     def remove(self) -> None:
         """Let every layer cast its own weight again."""
         for kept in self._kept.values():
-            cache = kept.layer.__dict__.get("_weight_cache")
-            if cache is not None:
-                cache.clear()
+            kept.layer.__dict__["kept_operands"] = None
 
 
 def _kept(layer: Linear) -> _Buffers | None:
@@ -145,14 +144,14 @@ def _kept(layer: Linear) -> _Buffers | None:
     new = weight.detach().new_zeros
     qdata, scale_inv = new(rows, padded(cols, pad), dtype=cast.format.dtype), new(shape, dtype=torch.float32)
     transposed = new(cols, padded(rows, pad), dtype=cast.format.dtype) if lays else qdata.t()
-    operands = Operands((qdata, scale_inv), (transposed, scale_inv.t()), fresh=False)
+    operands = Operands((qdata, scale_inv), (transposed, scale_inv.t()))
     return _Buffers(layer, cast, recipe, operands, lays, new(shape, dtype=torch.float32))
 
 
 def _roll(kept: _Buffers, skip: Tensor | None) -> None:
     """Roll the weight's history by the amax just found, unless skipped: then both states are written and one chosen."""
-    state: Any = (kept.layer.delayed_scale, kept.layer.delayed_amax_history)
-    rolled = state if skip is None else [tensor.clone() for tensor in state]
+    state = kept.layer.delayed_state
+    rolled = state if skip is None else state.clone()
     kernels.delayed_update(*rolled, None, kept.amax, None, *kept.recipe.delayed_update)
     if skip is not None:
         for old, new in zip(state, rolled, strict=True):

@@ -18,7 +18,7 @@ from octavo.nn.stored_weight_files import SCALE_INV, load_stored, save_plain
 from octavo.nn.stored_weights import check_recipe
 from octavo.tensor.sharded_weight import attach, gather_as_it_is
 from octavo.tensor.stored_shards import BLOCK, parts_of_one_scale
-from octavo.tensor.stored_weight import StoredWeight, has_powers_of_two, local_stored
+from octavo.tensor.stored_weight import StoredWeight, agree_on_scale, agreed, has_powers_of_two, local_stored
 
 
 class Part(nn.Module):
@@ -34,6 +34,7 @@ class Part(nn.Module):
         old, new = (getattr(one, "device_mesh", None) for one in (self._parameters.get("weight"), value))
         if name == "weight" and old is not None and new is not None:
             attach(value, new.ndim - 1 - old.ndim)
+            agree_on_scale(value, just_cut=True)
         super().__setattr__(name, value)
 
     @property
@@ -61,7 +62,7 @@ class Part(nn.Module):
         if not isinstance(shard, StoredWeight):
             return gather_as_it_is(shard, mesh, outer_size, mp_policy)
         layer = self.__dict__["layer"]
-        return layer.gather.before(layer, shard, mesh, outer_size, mp_policy)
+        return layer.gather.before(layer, agreed(shard, self.weight), mesh, outer_size, mp_policy)
 
 
 class PartedLinear(Linear):

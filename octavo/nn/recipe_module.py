@@ -1,4 +1,4 @@
-"""What every FP8 module has: a recipe, delayed state where the recipe asks for it, and a weight cache."""
+"""What every FP8 module has: a recipe, and delayed state where the recipe asks for it."""
 
 from __future__ import annotations
 
@@ -9,27 +9,29 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _global_parameter_registration_hooks
 
-from octavo.autograd.casts import WEIGHT, State, cast_role
+from octavo.autograd.casts import WEIGHT, cast_role
 from octavo.autograd.products import Layer, linear
 from octavo.autograd.shared_scales import Parts
 from octavo.autograd.tap import Tap, Watch
+from octavo.errors import UnsupportedOpError
 from octavo.kernels.capability import warn_once_if_emulated
+from octavo.nn.agreement import ask
 from octavo.nn.gather import Gather
-from octavo.nn.inputs import product_dtype, refuse_for_fp8
+from octavo.nn.inputs import finds_shapes, product_dtype, refuse_for_fp8
 from octavo.nn.stored_weight_files import load_stored, save_plain, whole_pair
 from octavo.nn.stored_weights import check_recipe, moved_stored, weight_of, widened
 from octavo.nn.tensor_parallel import is_parallel, parallel_product
-from octavo.nn.weight_cache import WeightCache
+from octavo.nn.weight_writes import KeptOperands, WeightWrites
 from octavo.scaling.delayed import (
     ASIDE,
-    BUFFERS,
     LOADED,
+    STATE,
+    State,
     drop_delayed_state,
     empty_state,
     may_be_empty,
-    note_empty,
     register_delayed_state,
-    take_state_local,
+    state_of,
 )
 from octavo.scaling.recipe import Recipe
 from octavo.tensor.pair import Operands
@@ -41,9 +43,9 @@ class RecipeModule(nn.Module):
     """Base of octavo's modules; mixed in before the torch class whose parameters it has."""
 
     recipe: Recipe
-    delayed_scale: Tensor | None
-    delayed_amax_history: Tensor | None
-    _weight_cache: WeightCache
+    delayed_state: State  # where the recipe is delayed
+    weight_writes: WeightWrites
+    kept_operands: KeptOperands | None
     tap: Tap | None = None  # where the forward and backward of a step that is recorded count casts: octavo.inspect
     watch: Watch | None = None  # where faults are noted: octavo.inspect.trace_faults
     stores_transposed = False  # whether a product reads the weight's parameter with its last two dimensions swapped
@@ -60,7 +62,7 @@ class RecipeModule(nn.Module):
         check_recipe(recipe, weight_of(self))
         device = device_of(self)
         self.__dict__["recipe"] = recipe
-        self._weight_cache = WeightCache()
+        self.weight_writes, self.kept_operands = WeightWrites(), None
         self.gather.forget()
         if recipe.delayed is not None:
             register_delayed_state(self, recipe.delayed, device)
@@ -70,11 +72,7 @@ class RecipeModule(nn.Module):
             warn_once_if_emulated(device)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """As any module's, but ``recipe`` is checked, and makes the state that it needs.
-
-        A weight that FSDP2 has just sharded learns to be gathered in FP8 (nn/gather.py). Delayed state that leaves the
-        meta device begins empty: what transformers' from_pretrained sets in its place is memory that nobody wrote.
-        """
+        """As any module's, but a recipe is checked, and a weight that FSDP2 sharded is gathered by nn/gather.py."""
         parameters = self.__dict__.get("_parameters")
         if parameters is not None and name in parameters and isinstance(value, nn.Parameter):
             if name == "weight":
@@ -82,9 +80,6 @@ class RecipeModule(nn.Module):
             if not _global_parameter_registration_hooks:
                 parameters[name] = value  # what torch's does after checks; FSDP2 does it four times a step
                 return
-        elif name in BUFFERS and isinstance(value, Tensor) and (old := self._buffers.get(name)) is not None:
-            if old.is_meta and not value.is_meta:
-                value = torch.zeros_like(value, dtype=torch.float32)
         elif name == "recipe":
             return self._set_recipe(value)
         super().__setattr__(name, value)
@@ -108,7 +103,17 @@ class RecipeModule(nn.Module):
                 self.gather.adopt(weight, whole, self, part)
                 check_recipe(self.recipe, weight)
         elif weight is not whole and self.gather.parameter is None:
-            self._weight_cache.replaced = True
+            self.weight_writes.replaced = True
+
+    @property
+    def delayed_scale(self) -> Tensor:
+        """[3] float32, see scaling/delayed.py; AttributeError without a delayed recipe."""
+        return self.delayed_state.scale
+
+    @property
+    def delayed_amax_history(self) -> Tensor:
+        """[3, H] float32, see scaling/delayed.py; AttributeError without a delayed recipe."""
+        return self.delayed_state.amax_history
 
     @property
     def holder(self) -> nn.Module:
@@ -163,21 +168,20 @@ class RecipeModule(nn.Module):
         An EMA's or a merged LoRA's weight may be many times larger than the history says, and would saturate.
         ``local``: this rank's rows of a sharded weight, or the weight itself.
         """
-        if self._weight_cache.written_since(weight, local):
-            empty_state(self._buffers, WEIGHT)
+        if self.weight_writes.since_last(weight, local):
+            empty_state(state_of(self), WEIGHT)
 
     def reset_delayed_state(self) -> None:
         """Forget the history, also what octavo.using has put aside: the next cast takes its own amax."""
-        self._take_state_off_meta()
-        for buffers in (self._buffers, *self.__dict__.get(ASIDE, ())):
-            empty_state(buffers)
+        for state in (self.state_on(device_of(self)), *self.__dict__.get(ASIDE, ())):
+            empty_state(state)
 
-    def _take_state_off_meta(self) -> None:
-        """Where the weight alone has left the meta device (load_state_dict(assign=True)): empty state beside it."""
-        for name in BUFFERS:
-            buffer = self._buffers.get(name)
-            if buffer is not None and buffer.is_meta and (device := device_of(self)).type != "meta":
-                self._buffers[name] = torch.zeros_like(buffer, device=device)
+    def state_on(self, device: torch.device) -> State | None:
+        """The delayed state, moved to this device if it is not there: it is no parameter or buffer that others move."""
+        state = state_of(self)
+        if state is not None and state.scale.device != device and device.type != "meta":
+            state = self.__dict__[STATE] = state.on(device)
+        return state
 
     def reset_parameters(self) -> None:
         """Initialise as the torch class does, a weight stored in FP8 too, and empty the delayed state."""
@@ -185,27 +189,12 @@ class RecipeModule(nn.Module):
         self.reset_delayed_state()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        """Move parameters and buffers, and keep the delayed state's values and dtype.
-
-        ``model.bfloat16()`` would round the scales; ``to_empty()`` leaves memory that nobody has written.
-        """
-        self._take_state_off_meta()
-        state = {name: buffer for name in BUFFERS if (buffer := self._buffers.get(name)) is not None}
-        self._buffers.update(dict.fromkeys(state))
-        try:
-            with moved_stored(self, ["weight"], fn):
-                super()._apply(fn, recurse)
-        finally:
-            self._buffers.update(state)
-        for name, old in state.items():
-            new = fn(old)
-            if old.is_meta and not new.is_meta:
-                new = torch.zeros_like(new, dtype=torch.float32)
-            elif new is not old:
-                new = new.copy_(old) if new.dtype == torch.float32 else old.to(new.device)
-                note_empty(new)
-            self._buffers[name] = new
-        self._weight_cache.clear()
+        """Move parameters and buffers, and the delayed state after them."""
+        with moved_stored(self, ["weight"], fn):
+            super()._apply(fn, recurse)
+        if self.holder is self and (state := state_of(self)) is not None:  # that of experts' parts: the next forward
+            self.__dict__[STATE] = state.on(device_of(self))
+        self.kept_operands = None
         if self.gather.parameter is not None and (weight := self._parameters.get("weight")) is not None:
             self.gather.adopt(weight, weight, self)
         return self
@@ -219,10 +208,10 @@ class RecipeModule(nn.Module):
 
     def weight_was_loaded(self) -> None:
         """Forget what belongs to the weight before it; not the delayed state, if one was just loaded too."""
-        scale = self._buffers.get("delayed_scale")
-        if scale is None or self.__dict__.get(LOADED) != scale._version:
+        state = state_of(self)
+        if state is None or self.__dict__.get(LOADED) != state.scale._version:
             self.reset_delayed_state()
-        self._weight_cache.clear()
+        self.kept_operands = None
         self.gather.generation += 1
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -233,8 +222,10 @@ class RecipeModule(nn.Module):
     def _product(self, input: Tensor, weight_NK: Tensor, bias: Tensor | None, parameter: Tensor) -> Tensor:
         """input [..., K] . weight^T + bias [N] by this module's recipe.
 
-        ``weight_NK`` is a view of ``parameter``, the leaf that the weight cache watches.
+        ``weight_NK`` is a view of ``parameter``, the leaf.
         """
+        if is_parallel(parameter):
+            ask([self], parameter.device_mesh)  # type: ignore[attr-defined]
         dtype = product_dtype(input, weight_NK)
         if self.recipe.is_high_precision:
             return nn.functional.linear(input, widened(weight_NK), bias)
@@ -248,7 +239,7 @@ class RecipeModule(nn.Module):
         """The delayed state that a cast of the next input reads."""
         if self.recipe.delayed is None:
             return None
-        return self._state_for(self.weight, self.training, False)  # type: ignore[arg-type]
+        return self._state_for(self.weight, self.training, on_this_rank(self.weight).device)  # type: ignore[arg-type]
 
     def local_product(
         self, input: Tensor, weight_NK: Tensor, bias: Tensor | None, parameter: Tensor, parts: Parts | None = None
@@ -267,11 +258,18 @@ class RecipeModule(nn.Module):
     ) -> Layer:
         """What this module brings to its products with ``input``; see ``_product``."""
         recipe, grad_enabled = self.recipe, torch.is_grad_enabled()
-        state = self._state_for(parameter, self.training, input.is_meta)
+        state = self._state_for(parameter, self.training, input.device)
         if parts is not None:  # known now that a weight which was written has lost its history
-            parts = parts._replace(begins=recipe.delayed is not None and may_be_empty(self.delayed_scale))  # type: ignore[arg-type]
+            parts = parts._replace(begins=state is not None and may_be_empty(state.scale))
         weight = self._weight_operands(weight_NK, parameter, grad_enabled and needs_input_grad, state, parts)
         training = self.training and grad_enabled
+        if training and state is not None and finds_shapes():
+            if torch.compiler.is_compiling():
+                raise UnsupportedOpError(
+                    "a compiled stage of a pipeline finds shapes by a forward over memory that nobody wrote, which "
+                    "delayed scaling would take for amaxes; give PipelineStage input_args= and output_args="
+                )
+            training = False  # nothing enters the history
         watch = self.watch if training else None
         return Layer(weight, recipe, state, training, self.counting, watch, parts=parts)
 
@@ -283,27 +281,23 @@ class RecipeModule(nn.Module):
             return None
         return tap
 
-    def _state_for(self, parameter: Tensor, training: bool, on_meta: bool) -> State | None:
+    def _state_for(self, parameter: Tensor, training: bool, device: torch.device) -> State | None:
         """The delayed state that a forward reads, the weight's forgotten if it was written by hand; or None."""
         if self.recipe.delayed is None:
             return None
-        if self.delayed_scale.is_meta and not on_meta:  # type: ignore[union-attr]
-            self._take_state_off_meta()
         plain = type(parameter) is nn.Parameter
-        if is_parallel(parameter):
-            take_state_local(self)
         # what a PartedLinear has joined is no parameter, and new each time
         written = plain or (is_parallel(parameter) and isinstance(parameter, nn.Parameter))
         written = written and not hasattr(on_this_rank(parameter), "operands")
         if training and written and not torch.compiler.is_compiling():
             self.notice_writes(parameter, parameter if plain else on_this_rank(parameter))
-        return State(self.delayed_scale, self.delayed_amax_history)  # type: ignore[arg-type]
+        return self.state_on(device)
 
     @torch.no_grad()
     def weight_pair(self, training: bool, mp_policy: Any = None) -> tuple[Tensor, Tensor]:
         """(codes [N, K], scale_inv) that the output product of a forward would read now, unpadded; of experts [E, ...].
 
-        A weight that is in FP8 already (stored, cached, kept) gives its own tensors, which the next step may write. One
+        A weight that is in FP8 already (stored, kept) gives its own tensors, which the next step may write. One
         that FSDP2 has sharded is gathered alone, by the module's mode, under the ``mp_policy`` of its group: all ranks
         call this.
 
@@ -319,11 +313,10 @@ class RecipeModule(nn.Module):
         if hasattr(type(weight), "operands"):
             laid: Any = weight.mT if isinstance(weight, StoredWeight) and self.stores_transposed else weight
             operands = Operands((laid.qdata, laid.scale_inv))
-        elif training:
-            state, reusable = self._state_for(parameter, training, weight.is_meta), self.gather.parameter is None
-            operands = self._weight_cache.operands(self._laid(weight), weight, self.recipe, False, state, reusable)
         else:
-            operands = cast_role(self._laid(weight), self.recipe, WEIGHT, True, False, None)
+            state = self._state_for(parameter, training, weight.device) if training else None
+            kept = self._kept_of(weight) if training else None
+            operands = kept or cast_role(self._laid(weight), self.recipe, WEIGHT, True, False, state)
         assert operands.as_is is not None
         return operands.as_is[0][..., : parameter.shape[-2 if self.stores_transposed else -1]], operands.as_is[1]
 
@@ -344,15 +337,18 @@ class RecipeModule(nn.Module):
             return operands(own, self, transposed)
         if not self.training:  # the weight may have been merged, averaged, swapped: its own amax, whatever the history
             state = None
-        if not self.training or parts is not None:
-            return cast_role(weight_NK.detach(), self.recipe, WEIGHT, True, transposed, state, parts=parts)
-        reusable = self.gather.parameter is None
-        return self._weight_cache.operands(weight_NK, parameter, self.recipe, transposed, state, reusable)
+        elif parts is None and (kept := self._kept_of(parameter)) is not None:
+            return kept
+        return cast_role(weight_NK.detach(), self.recipe, WEIGHT, True, transposed, state, parts=parts)
+
+    def _kept_of(self, weight: Tensor) -> Operands | None:
+        """What KeptWeights cast of this weight, if there is such."""
+        return None if self.kept_operands is None else self.kept_operands.of(weight)
 
     def forget_recipe(self) -> None:
         """Drop all that setting a recipe added."""
         drop_delayed_state(self)
-        for name in ("recipe", "_weight_cache", "_gather"):
+        for name in ("recipe", "weight_writes", "kept_operands", "_gather"):
             self.__dict__.pop(name, None)
 
 

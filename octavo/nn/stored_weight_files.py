@@ -23,6 +23,7 @@ from octavo.tensor.sharded_weight import like_sharded, on_this_rank, own_part, p
 from octavo.tensor.stored_weight import (
     GRANULARITIES,
     StoredWeight,
+    agree_on_scale,
     cast_shard,
     has_powers_of_two,
     local_stored,
@@ -39,6 +40,7 @@ def save_plain(destination: dict[str, Any], key: str, keep_vars: bool) -> None:
         if not keep_vars and weight is not None and type(weight) is not Tensor:
             destination[key] = plain(weight)
         return
+    agree_on_scale(weight)
     codes, scale_inv = own.qdata.detach().view(torch.uint8).unsqueeze(-2), own.scale_inv.detach()
     if own is not weight:
         shape = weight.shape
@@ -69,7 +71,12 @@ def load_stored(weight: Tensor | None, state_dict: dict[str, Any], key: str) -> 
         return  # torch says what is missing, or wrong
     own, local = local_stored(weight), on_this_rank(given)
     codes = _codes_of(local)
-    if codes is not None or scale_inv is not None:
+    if own is not None and own is not weight and _is_of_first_rank(given, local, weight):
+        codes = own.qdata if codes is None else codes
+        scale_inv = _scales_of_first_rank(weight, own, scale_inv, key).to(codes.device)
+    elif isinstance(local, StoredWeight):
+        return  # a parameter, as it is
+    elif codes is not None or scale_inv is not None:
         _check_pair(given, codes, scale_inv, key)
     if weight is not None and own is not None and own is not weight:
         state_dict[key] = _as_shard(weight, own, given, codes, scale_inv)
@@ -88,6 +95,38 @@ def load_stored(weight: Tensor | None, state_dict: dict[str, Any], key: str) -> 
             state_dict[key] = StoredWeight.cast(pair.dequantize(), own.granularity)
 
 
+def _is_of_first_rank(given: Tensor, local: Tensor, weight: Any) -> bool:
+    """Whether these are codes that torch has sent from the first rank: written, or of a DTensor with weight's shape."""
+    if local is on_this_rank(weight):
+        return bool(local.scale_inv.isnan().any())  # type: ignore[attr-defined]
+    return local is not given and local.dtype == torch.uint8 and given.shape == weight.shape
+
+
+def _scales_of_first_rank(weight: Any, own: StoredWeight, given: Tensor | None, key: str) -> Tensor:
+    """The scales of codes that torch has sent from the first rank (``broadcast_from_rank0``), without these.
+
+    All ranks call it; the first alone is given them.
+    """
+    import torch.distributed as dist
+
+    mesh, shape = weight.device_mesh, own.granularity.of_matrices(weight.shape).scale_shape(weight.shape)
+    found = torch.zeros(shape, device=mesh.device_type)
+    if given is not None and tuple(given.shape) == shape:
+        found.copy_(given)
+    for dim in range(mesh.ndim):
+        dist.all_reduce(found, dist.ReduceOp.MAX, mesh.get_group(dim))
+    if not bool((found > 0).all()):
+        raise ValueError(f"{key} holds FP8 codes, but the first rank no {key}{SCALE_INV} of shape {shape}; give both")
+    check_scales(found, f"{key}{SCALE_INV}")
+    return found
+
+
+def check_scales(scale_inv: Tensor, name: str) -> None:
+    """Raise ValueError for scales that no cast can have given."""
+    if not scale_inv.is_meta and not bool((scale_inv.isfinite() & (scale_inv > 0)).all()):
+        raise ValueError(f"{name} holds scales that are not finite and positive: the checkpoint is damaged")
+
+
 def _check_pair(given: Tensor, codes: Tensor | None, scale_inv: Tensor | None, key: str) -> None:
     """Raise ValueError unless there are codes in what is given, and a scale_inv that fits them."""
     if codes is None:
@@ -100,6 +139,7 @@ def _check_pair(given: Tensor, codes: Tensor | None, scale_inv: Tensor | None, k
     shape = _shape_of(given)
     if not any(each.of_matrices(shape).scale_shape(shape) == tuple(scale_inv.shape) for each in GRANULARITIES):
         raise ValueError(f"{key}{SCALE_INV} of shape {tuple(scale_inv.shape)} does not fit {tuple(shape)}")
+    check_scales(on_this_rank(scale_inv), f"{key}{SCALE_INV}")
 
 
 def _codes_of(given: Tensor) -> Tensor | None:
@@ -139,4 +179,4 @@ def _as_shard(
             kept = StoredWeight(local, scales, own.dtype, own.granularity, is_shard=True)
             return like_sharded(kept, weight, weight.shape)
         local = StoredWeight(local, scales, own.dtype).dequantize()
-    return like_sharded(cast_shard(local, weight, own.granularity, own.dtype), weight, weight.shape)
+    return like_sharded(cast_shard(local, weight, own.granularity, weight.requires_grad), weight, weight.shape)

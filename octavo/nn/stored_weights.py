@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from octavo.formats import E4M3
 from octavo.granularity import Granularity, PerTensor
 from octavo.scaling.recipe import Recipe
-from octavo.tensor.parameters import put_into
 from octavo.tensor.scaled_tensor import dequantized
 from octavo.tensor.sharded_weight import on_this_rank
 from octavo.tensor.stored_weight import GRANULARITIES, StoredWeight, local_stored, store
@@ -127,5 +126,5 @@ def _move(weight: Any, fn: Callable[[Tensor], Tensor]) -> None:
         if moved is weight:
             return
         grad, weight.grad = weight.grad, None
-        put_into(weight, moved)
+        weight.become(moved)
         weight.grad = None if grad is None else fn(grad).requires_grad_(grad.requires_grad)

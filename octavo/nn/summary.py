@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.nn.utils import parametrize
 
-from octavo.nn.candidates import class_of, expert_weights, fp8_class, shape_of, why_not
+from octavo.nn.candidates import PastReads, class_of, expert_weights, fp8_class, past_reads, shape_of, why_not
 from octavo.nn.converted_experts import ConvertedExperts, ExpertsPart
 from octavo.nn.flops import forward_flops
 from octavo.nn.parted_linear import Part
@@ -27,7 +27,7 @@ class ModuleSummary:
         kind: its class's name.
         shape: of its weight, as stored.
         recipe: what it is converted with, or None.
-        reason: why it is left alone; "" for a converted one.
+        reason: why it is left alone; of a converted one "", or what of it is not, or perhaps not, in FP8 all the same.
         gathered: under FSDP2 how its weight is gathered: "in FP8", "cast after" (sent in the parameter's dtype, or the
             mixed-precision policy's, and cast once an unshard) or "as it is", and why not in FP8; "" elsewhere.
     """
@@ -63,7 +63,7 @@ class Summary:
         return tuple(m for m in self.modules if m.recipe is None)
 
     def __str__(self) -> str:
-        in_fp8 = [m for m in self.converted if m.recipe is not None and not m.recipe.is_high_precision]
+        in_fp8 = [m for m in self.converted if not (m.recipe.is_high_precision or m.reason)]  # type: ignore[union-attr]
         total = sum(math.prod(m.shape) for m in self.modules) or 1
         share = 100 * sum(math.prod(m.shape) for m in in_fp8) / total
         lines = [f"{len(in_fp8)} of {len(self.modules)} matrices in FP8 ({share:.1f} % of their elements)"]
@@ -72,7 +72,9 @@ class Summary:
             lines.append(f"{part:.1f} % of the forward pass's {self.flops[1]:.3g} FLOPs in FP8")
         width = max((len(m.name or "(model)") for m in self.modules), default=0)
         for m in self.modules:
-            state = f"recipe {m.recipe.name}" if m.recipe is not None else f"left alone: {m.reason}"
+            state = f"left alone: {m.reason}"
+            if m.recipe is not None:
+                state = f"recipe {m.recipe.name}" + (f", but {m.reason}" if m.reason else "")
             state += f", gathered {m.gathered}" if m.gathered else ""
             lines.append(f"  {m.name or '(model)':<{width}}  {m.kind} {list(m.shape)}  {state}")
         recipes = {m.recipe: None for m in self.converted if m.recipe is not None}
@@ -102,6 +104,8 @@ def summary(model: nn.Module, *args: Any, **kwargs: Any) -> Summary:
           1  Linear [8, 8]  left alone: 8 x 8 features; the default select converts from 512 on
     """
     rows: list[ModuleSummary] = []
+    flops, called = forward_flops(model, args, kwargs) if args or kwargs else (None, None)
+    past = past_reads(model)
     computed: set[int] = set()  # ids of what computes a linear layer's weight, which is one matrix all the same
     for name, module in model.named_modules():
         if id(module) in computed or isinstance(module, ExpertsPart | Part):  # whose matrix is another module's
@@ -118,10 +122,21 @@ def summary(model: nn.Module, *args: Any, **kwargs: Any) -> Summary:
             label = name if key == "weight" else f"{name}.{key}".lstrip(".")
             reader = parts.get(key, module)
             recipe = reader.recipe if isinstance(reader, RecipeModule) else None
-            reason = "" if recipe is not None else _reason(module, key)
+            reads = past.get(id(module))
+            if reads is not None and not (reads.called and recipe is None):
+                reason = _past(reads, None if called is None else name in called)
+            else:
+                reason = "" if recipe is not None else _reason(module, key)
             gathered = _gathered(reader) if key == "weight" or key in parts else ""
             rows.append(ModuleSummary(label, class_of(module).__name__, shape, recipe, reason, gathered))
-    return Summary(tuple(rows), forward_flops(model, args, kwargs) if args or kwargs else None)
+    return Summary(tuple(rows), flops)
+
+
+def _past(reads: PastReads, called: bool | None) -> str:
+    """What keeps a layer out of FP8 whose weight is read; ``called``: whether a forward called it, None: not known."""
+    if not reads.called or called is False:
+        return str(reads)
+    return "" if called else f"{reads}, or calls it: octavo.summary(model, *inputs) says which"
 
 
 def _gathered(module: nn.Module) -> str:

@@ -25,6 +25,7 @@ from octavo.autograd.casts import GRAD_OUTPUT, INPUT, State
 from octavo.autograd.gather_input import Reader, arguments_of, can_gather, gather_input
 from octavo.autograd.products import requires_grad
 from octavo.autograd.shared_scales import Parts
+from octavo.nn.agreement import SENDS
 from octavo.nn.inputs import product_dtype
 from octavo.tensor.gathered_input import GatheredInput, Wire
 
@@ -210,7 +211,6 @@ class Sending(NamedTuple):
 
 
 READS = "_reads_gathered"  # on a layer that an input which was gathered in FP8 has reached
-SENDS = "_sends_tokens"  # on a layer under octavo's ColwiseParallel and RowwiseParallel: its Sending
 
 
 def gathered_for(readers: Sequence[Any], input: Any, sending: Sending, memo: list[Any] | None) -> GatheredInput | None:

@@ -9,7 +9,7 @@ from torch import nn
 
 from octavo.nn.convert import gather_anew, set_recipe
 from octavo.nn.recipe_module import RecipeModule, device_of
-from octavo.scaling.delayed import ASIDE, BUFFERS, LOADED
+from octavo.scaling.delayed import ASIDE, LOADED, STATE, state_of
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap
 
@@ -57,10 +57,11 @@ def using(model: nn.Module, recipe: Recipe | RecipeMap) -> Iterator[nn.Module]:
 @contextlib.contextmanager
 def _put_aside(module: RecipeModule) -> Iterator[None]:
     """Put back at the end what a module has now: the very objects, which graphs built before the block may write."""
-    recipe, cache, loaded = module.recipe, module._weight_cache, module.__dict__.get(LOADED)
-    buffers = {name: buffer for name in BUFFERS if (buffer := module._buffers.get(name)) is not None}
-    module.__dict__.setdefault(ASIDE, []).append(buffers)
-    module._buffers.update({name: buffer.clone() for name, buffer in buffers.items()})
+    recipe, loaded, state = module.recipe, module.__dict__.get(LOADED), state_of(module)
+    writes, kept = module.weight_writes, module.kept_operands
+    module.__dict__.setdefault(ASIDE, []).append(state)
+    if state is not None:
+        module.__dict__[STATE] = state.clone()
     try:
         yield
     finally:
@@ -69,9 +70,11 @@ def _put_aside(module: RecipeModule) -> Iterator[None]:
         if not aside:
             del module.__dict__[ASIDE]
         if isinstance(module, RecipeModule):  # else octavo.restore has made it torch's meanwhile
-            cache.replaced |= module._weight_cache.replaced
+            writes.replaced |= module.weight_writes.replaced
             module.recipe = recipe
-            module._weight_cache = cache  # which knows the weight of before, and so notices what wrote it meanwhile
-            module._buffers.update({name: buffer.to(device_of(module)) for name, buffer in buffers.items()})
+            # which know the weight of before, and so notice what wrote it meanwhile
+            module.weight_writes, module.kept_operands = writes, kept
+            if state is not None:
+                module.__dict__[STATE] = state.on(device_of(module))
             if loaded is not None:
                 module.__dict__[LOADED] = loaded

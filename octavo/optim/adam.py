@@ -20,6 +20,7 @@ class Adam(CompactOptimizer):
     Args:
         params, lr, betas, eps, weight_decay, amsgrad, moments, master, maximize, clip_update, seed: as AdamW's.
         skip_nonfinite, gradient_storage, foreach, capturable, differentiable, fused: the same.
+        decoupled_weight_decay: torch's; off, since AdamW is what it is with it.
 
     Raises:
         TypeError, ValueError: as AdamW.
@@ -56,8 +57,10 @@ class Adam(CompactOptimizer):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
     ) -> None:
         refuse(amsgrad=amsgrad, foreach=foreach, capturable=capturable, differentiable=differentiable, fused=fused)
+        refuse(decoupled_weight_decay=decoupled_weight_decay)
         check_not_negative(lr=float(lr), eps=eps, weight_decay=weight_decay)
         if not all(0.0 <= beta < 1.0 for beta in betas):
             raise ValueError(f"betas={betas!r} must be at least 0 and below 1")
@@ -90,9 +93,8 @@ class Adam(CompactOptimizer):
         return stored or settings.master == "fp16_scaled" or any(m.format != "fp32" for m in settings.moments)
 
     def _options(self, group: dict[str, Any]) -> AdamGroup:
-        (beta1, beta2), decay, maximize = group["betas"], group["weight_decay"], group["maximize"]
-        rules = self.decoupled, self.clip_update
-        return AdamGroup(group["lr"], beta1, beta2, group["eps"], decay, maximize, *rules)
+        beta1, beta2, eps, decay = map(float, (*group["betas"], group["eps"], group["weight_decay"]))  # may be tensors
+        return AdamGroup(group["lr"], beta1, beta2, eps, decay, group["maximize"], self.decoupled, self.clip_update)
 
 
 class AdamW(Adam):
@@ -155,22 +157,4 @@ class AdamW(Adam):
         differentiable: bool = False,
         fused: bool | None = None,
     ) -> None:
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            moments=moments,
-            master=master,
-            maximize=maximize,
-            clip_update=clip_update,
-            seed=seed,
-            skip_nonfinite=skip_nonfinite,
-            gradient_storage=gradient_storage,
-            foreach=foreach,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-        )
+        super().__init__(**{name: value for name, value in locals().items() if name not in ("self", "__class__")})

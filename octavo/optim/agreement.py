@@ -8,13 +8,15 @@ the next, so that it runs beside the next forward and backward.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from octavo.granularity import PerTensor
+from octavo.optim.layout import is_sharded
+from octavo.tensor.collectives import agree
 from octavo.tensor.sharded_weight import groups_of
 from octavo.tensor.stored_weight import local_stored
 
@@ -22,7 +24,7 @@ from octavo.tensor.stored_weight import local_stored
 def needs_agreement(param: Tensor) -> bool:
     """Whether ranks hold shards of a weight in FP8 with one scale."""
     shard = local_stored(param)
-    if shard is None or shard is param or shard.granularity != PerTensor() or shard.ndim == 3:
+    if shard is None or shard is param or not shard.has_one_scale:
         return False  # of experts each rank has its own whole
     return shard.common is not None or any(group.size() > 1 for group in groups_of(param))
 
@@ -60,9 +62,13 @@ class Agreement:
     """The collectives under way for an optimizer's sharded weights: one for each layout of theirs, of 4 bytes a weight.
 
     All of these weights take part, in their order, whichever had gradients: so ranks never disagree on a collective.
+
+    Attributes:
+        asked: whether ranks know that they have the same options.
     """
 
     def __init__(self) -> None:
+        self.asked = False
         self._under_way: list[tuple[Any, Tensor, list[Tensor]]] = []  # its work, what it writes, where that belongs
 
     def start(self, params: Sequence[nn.Parameter], states: Mapping[Tensor, Mapping[str, Any]]) -> None:
@@ -85,6 +91,25 @@ class Agreement:
                 dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
             work = dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=last, async_op=True)
             self._under_way.append((work, largest, amaxes))
+
+    def ask(self, optimizer: Any) -> None:
+        """Ask the ranks that share an optimizer's weights, unless they know, whether they have the same options.
+
+        Raises:
+            RanksDifferError: on all of them, naming the option, where one has another.
+        """
+        sharded = [] if self.asked else filter(is_sharded, optimizer.all_params())
+        self.asked = True
+        if not (groups := dict.fromkeys(itertools.chain.from_iterable(map(groups_of, sharded)))):
+            return
+        names = "moments", "master", "seed", "clip_update", "skip_nonfinite", "gradient_storage"
+        told = {name: getattr(optimizer, name) for name in names}
+        for number, group in enumerate(optimizer.param_groups):
+            options = optimizer._options(group)._replace(lr=float(group["lr"]))._asdict()
+            told |= {f"{name} of group {number}": value for name, value in options.items()}
+        if (handle := optimizer.in_backward) is not None:
+            told |= {"update_in_backward's clip": handle.clip, "outstanding_weight_updates_bytes": handle.threshold}
+        agree({f"{type(optimizer).__name__}'s {name}": value for name, value in told.items()}, groups)
 
     @torch.no_grad()
     def finish(self) -> None:

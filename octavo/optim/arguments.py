@@ -9,6 +9,7 @@ _REFUSED = {
     "foreach": "a step is one launch on a GPU already",
     "fused": "a step is one launch on a GPU already, which heeds a GradScaler without waiting",
     "capturable": "every step can be captured in a CUDA graph, once it has run",
+    "decoupled_weight_decay": "that is octavo.optim.AdamW",
     "differentiable": "autograd does not go through octavo's steps",
 }
 

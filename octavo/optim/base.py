@@ -98,7 +98,7 @@ class CompactOptimizer(Optimizer):
             raise
         self._describe()
         for shard in stored:
-            shard.awaited = True
+            shard.known.awaited = True
         self._attach()
 
     def _describe(self) -> None:
@@ -125,7 +125,7 @@ class CompactOptimizer(Optimizer):
         self.clip_update = self.will_bound(settings, stored)
         self._describe()
         self.forget_kept()
-        self._end_step()  # ranks have to agree on amaxes anew
+        self.end_step()  # ranks have to agree on amaxes anew
 
     def measure(self, resolution: Resolution | None) -> None:
         """Have steps add to a Resolution from now on; None: to none."""
@@ -134,7 +134,7 @@ class CompactOptimizer(Optimizer):
 
     def forget_kept(self) -> None:
         """Drop what was kept for the next steps."""
-        self._kept, self._placed = {}, {}
+        self._kept, self._placed, self._agreement.asked = {}, {}, False
         self._forget_plans()
 
     def _forget_plans(self) -> None:
@@ -158,7 +158,7 @@ class CompactOptimizer(Optimizer):
     def _attach(self) -> None:
         """Keep gradients of the parameters that there are now: some are no longer frozen, or were replaced."""
         if self._gradients is not None:
-            self._gradients.attach(self.all_params())
+            self._gradients.hooks.attach(self.all_params())
 
     def accumulate(self) -> AbstractContextManager[None]:
         """For all micro-batches of a step but the last, where gradients are kept in FP8: sums stay float32.
@@ -174,7 +174,6 @@ class CompactOptimizer(Optimizer):
             >>> layer(torch.ones(2, 128)).sum().backward()
             >>> layer.weight.grad
             StoredGradient((128, 128), torch.float32)
-            >>> optimizer.step()
         """
         if self.in_backward is not None:
             return self.in_backward.accumulate()
@@ -207,6 +206,7 @@ class CompactOptimizer(Optimizer):
         if self._begun:
             return
         self._begun = True
+        self._agreement.ask(self)
         self._agreement.finish()
         params, places = self._agreeing(), self._places()
         anew = [self._current(param, *places[param])[1] for param in params]
@@ -215,7 +215,8 @@ class CompactOptimizer(Optimizer):
             self._agreement.finish()
         self._loaded = False
 
-    def _end_step(self) -> None:
+    def end_step(self) -> None:
+        """Begin to agree on amaxes of the weights that were updated: all ranks have called ``begin_step``."""
         self._begun = False
         if params := self._agreeing():
             self._agreement.start(params, self.state)
@@ -234,7 +235,7 @@ class CompactOptimizer(Optimizer):
         if self.in_backward is not None:
             self.begin_step()
             self.in_backward.finish()
-            self._end_step()
+            self.end_step()
             return loss
         params = [param for param in self.all_params() if settle_gradient(param) is not None]
         gradients = [param.grad for param in params if param.grad is not None]
@@ -248,7 +249,7 @@ class CompactOptimizer(Optimizer):
         self._run(params, skip, scale)
         if scale is not None:
             states.unscale(gradients, scale, skip)
-        self._end_step()
+        self.end_step()
         return loss
 
     def _run(self, params: list[nn.Parameter], skip: Tensor | None, scale: Tensor | None) -> None:
@@ -367,7 +368,7 @@ class CompactOptimizer(Optimizer):
             state_dict = state_dict if changed is None else changed
         groups = copy.deepcopy(state_dict["param_groups"])
         ids = [index for group in groups for index in group["params"]]
-        described = loading.fit_groups(groups, self.param_groups)
+        described = loading.fit_groups(groups, self)
         self._agreement.finish()
         same = described is None or described == states.description(self.moments, self.master, described["seed"])
         found: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)

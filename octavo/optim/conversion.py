@@ -73,7 +73,7 @@ def common_scales(
             amaxes = []
             for param in params:
                 local, stored = states.local(param.detach()), local_stored(param)
-                values = local.as_subclass(Tensor) if stored is None else stored.dequantize()
+                values = local.as_subclass(Tensor) if stored is None else stored.before_cast()
                 if state := optimizer.state.get(param):
                     master = for_kernel(param, local, state, optimizer.settings.in_state(state))[0]
                     values = master.read_all(master.weight)
@@ -121,7 +121,7 @@ def _change(
         if moves:
             store(param, storage[param], common)
             if (shard := local_stored(param)) is not None:
-                shard.awaited = True
+                shard.known.awaited = True
         return
     before, after = optimizer.settings.in_state(state), settings.in_state(state)
     old, _ = for_kernel(param, states.local(param.detach()), state, before)

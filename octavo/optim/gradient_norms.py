@@ -69,8 +69,12 @@ class GradientNorms:
     def end_step(self) -> Tensor:
         """The step is over: its global norm, which is the last one's from now on."""
         self._last.copy_(self._now * (self._now != _TO_COME))
-        self._now.fill_(_TO_COME)
+        self.drop()
         return self.last()
+
+    def drop(self) -> None:
+        """Forget what has come since the last step."""
+        self._now.fill_(_TO_COME)
 
 
 def squared_norms(gradients: list[Tensor]) -> Tensor:

@@ -21,24 +21,46 @@ from octavo.optim.layout import is_apart, like_gradient, settle_gradient
 from octavo.tensor.stored_gradient import StoredGradient
 
 
-class GradientStorage:
-    """What keeps an optimizer's gradients in FP8; it ends with the optimizer."""
+class GradientHooks:
+    """Has a method called after parameters' gradients, for as long as somebody else holds the object whose it is.
 
-    def __init__(self) -> None:
-        self._hooks: dict[nn.Parameter, Any] = {}
-        self._dtypes: dict[nn.Parameter, tuple[Any, torch.dtype]] = {}  # of gradients whose sums are float32 meanwhile
-        self._accumulating = self._looked = False
-        weakref.finalize(self, _remove, self._hooks).atexit = False
+    Attributes:
+        handles: of the parameters that have the hook.
+    """
+
+    def __init__(self, method: Callable[[nn.Parameter], None]) -> None:
+        self.handles: dict[nn.Parameter, Any] = {}
+        own = weakref.WeakMethod(method)  # parameters hold their hooks, and would hold all that these hold
+        self._hook = lambda param: None if (found := own()) is None else found(param)
+        weakref.finalize(self, _remove, self.handles).atexit = False
 
     def attach(self, params: Iterable[nn.Parameter]) -> None:
-        """Keep the gradients of all of these parameters, and of no others; frozen ones have none."""
-        own = weakref.WeakMethod(self._take)
-        hook_all(self._hooks, list(params), lambda param: None if (take := own()) is None else take(param))
+        """Hook all of these, and no others, which clients may have replaced since; frozen ones only if they had it."""
+        params = list(params)
+        for param in params:
+            if param.requires_grad and param not in self.handles:
+                self.handles[param] = param.register_post_accumulate_grad_hook(self._hook)
+        if len(self.handles) > sum(param in self.handles for param in params):
+            for gone in self.handles.keys() - set(params):
+                self.handles.pop(gone).remove()
+
+
+class GradientStorage:
+    """What keeps an optimizer's gradients in FP8; it ends with the optimizer.
+
+    Attributes:
+        hooks: of the parameters whose gradients it keeps.
+    """
+
+    def __init__(self) -> None:
+        self.hooks = GradientHooks(self._take)
+        self._dtypes: dict[nn.Parameter, tuple[Any, torch.dtype]] = {}  # of gradients whose sums are float32 meanwhile
+        self._accumulating = self._looked = False
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         """Within it gradients are summed in float32: for all micro-batches of a step but the last."""
-        for param in self._hooks:
+        for param in self.hooks.handles:
             stored = None if param.grad is None else states.local(param.grad)
             if isinstance(stored, StoredGradient) and stored.is_zero:  # of zero_grad(set_to_none=False)
                 param.grad = torch.zeros_like(param, dtype=param.grad.dtype)  # type: ignore[union-attr]
@@ -54,7 +76,7 @@ class GradientStorage:
         if not self._looked:
             self._looked = True
             refuse_ddp(
-                self._hooks,
+                self.hooks.handles,
                 "DistributedDataParallel exchanges a gradient after gradient_storage='fp8' would have rounded it; use "
                 "fully_shard (FSDP2), whose gradients are exchanged before, or gradient_storage=None",
             )
@@ -71,19 +93,6 @@ class GradientStorage:
         elif gradient.dtype != torch.float32:
             self._dtypes[param] = param.grad_dtype, gradient.dtype
             _set(param, like_gradient(whole, gradient.float()), torch.float32)
-
-
-def hook_all(hooks: dict[nn.Parameter, Any], params: list[nn.Parameter], hook: Callable[[nn.Parameter], None]) -> None:
-    """Have a hook after the gradients of these parameters, and of no others, which clients may have replaced since.
-
-    ``hooks`` are the handles of those that have it. Frozen ones have none, unless they had.
-    """
-    for param in params:
-        if param.requires_grad and param not in hooks:
-            hooks[param] = param.register_post_accumulate_grad_hook(hook)
-    if len(hooks) > sum(param in hooks for param in params):
-        for gone in hooks.keys() - set(params):
-            hooks.pop(gone).remove()
 
 
 def _set(param: nn.Parameter, gradient: Tensor, dtype: torch.dtype | None) -> None:

@@ -8,6 +8,7 @@ what is left and makes later work wait for the updates.
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from octavo.errors import UnsupportedOpError
 from octavo.optim import state as states
 from octavo.optim.base import CompactOptimizer
 from octavo.optim.gradient_norms import GradientNorms
-from octavo.optim.gradients import hook_all, living, refuse_ddp
+from octavo.optim.gradients import GradientHooks, living, refuse_ddp
 from octavo.optim.layout import bytes_of_shard, like_gradient, settle_gradient
 from octavo.tensor.used_gradient import TWICE, UsedGradient
 
@@ -157,12 +158,13 @@ class UpdatesInBackward:
         self._bytes = 0
         self._updated: set[nn.Parameter] = set()
         self._accumulating = self._looked = self._waiting = False
+        self._unended: Any = None  # a weak reference to what autograd calls at the end of the backward pass under way
         self._streams: dict[torch.device, Any] = {}
         self.last_norm: Tensor | None = None
         self._loaded: dict[str, Any] | None = None
         self._norms = GradientNorms()
-        self._hooks: dict[nn.Parameter, Any] = {}
-        hook_all(self._hooks, optimizer.all_params(), self._take)
+        self._hooks = GradientHooks(self._take)
+        self._hooks.attach(optimizer.all_params())
         optimizer.in_backward = self
 
     def state_dict(self) -> dict[str, Any]:
@@ -190,7 +192,7 @@ class UpdatesInBackward:
 
     def remove(self) -> None:
         """Undo it: from now on gradients stay until ``optimizer.step()``. Gradients that wait are not lost."""
-        hook_all(self._hooks, [], self._take)
+        self._hooks.attach([])
         self._forget_used()
         self._wait()
         self.optimizer.in_backward = None
@@ -232,11 +234,36 @@ class UpdatesInBackward:
         if self._updated and isinstance(self.clip, LastStepNorm | EstimatedNorm):
             self.last_norm = self._norms.end_step()
         self._updated.clear()
-        hook_all(self._hooks, self.optimizer.all_params(), self._take)  # a client may have sharded them since, say
+        self._unended = None
+        self._hooks.attach(self.optimizer.all_params())  # a client may have sharded them since, say
+
+    def _follow(self) -> None:
+        """Notice with a gradient that the backward pass before this one failed: then this one begins the step.
+
+        Weights that it has updated stay so. At its end autograd calls what it was given, and drops it; where it fails
+        it only drops it. A reentrant checkpoint's own backward pass is within the other's.
+        """
+        if (under_way := self._unended) is not None:
+            if under_way() is not None:
+                return
+            self._updated.clear()
+            self._pending, self._bytes = {}, 0
+            self._norms.drop()
+            self.optimizer.end_step()
+
+        def end() -> None:
+            self._unended = None
+
+        if torch._C._current_graph_task_id() != -1:
+            self._unended = weakref.ref(end)
+            torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def _take(self, param: nn.Parameter) -> None:
         """A parameter's gradient is complete."""
-        if self._accumulating or param in self._pending:
+        if self._accumulating:
+            return
+        self._follow()
+        if param in self._pending:
             return
         self._look()
         self.optimizer.begin_step()  # with the first gradient, which is the same weight's on all ranks

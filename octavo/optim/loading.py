@@ -14,8 +14,8 @@ from octavo.optim.moment import Moment
 from octavo.optim.state import Settings
 
 
-def fit_groups(groups: list[dict[str, Any]], own: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Have loaded groups hold the parameters of an optimizer's ``own``.
+def fit_groups(groups: list[dict[str, Any]], optimizer: Any) -> dict[str, Any] | None:
+    """Have loaded groups hold the parameters of an optimizer's own, and of these the options that they lack.
 
     Returns:
         what they said of how the state is to be read; None: it is torch's.
@@ -23,6 +23,7 @@ def fit_groups(groups: list[dict[str, Any]], own: list[dict[str, Any]]) -> dict[
     Raises:
         ValueError: if they don't fit, or are of a kind that octavo doesn't keep.
     """
+    own = optimizer.param_groups
     given, here = ([len(group["params"]) for group in some] for some in (groups, own))
     if given != here:
         raise ValueError(f"the state is of groups of {given} parameters, and the optimizer has groups of {here}")
@@ -31,9 +32,9 @@ def fit_groups(groups: list[dict[str, Any]], own: list[dict[str, Any]]) -> dict[
         described = group.pop("octavo", None)
         if group.get("amsgrad"):
             raise ValueError("the state is of amsgrad=True, whose largest second moments octavo does not keep")
-        if "param_names" in ours:
-            group.setdefault("param_names", ours["param_names"])
-        group["params"] = ours["params"]
+        group |= {**ours, **group, "params": ours["params"]}
+        for param in group["params"]:
+            optimizer.check(param, group, optimizer.settings, optimizer.clip_update)
     return described
 
 

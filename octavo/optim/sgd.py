@@ -93,5 +93,5 @@ class SGD(CompactOptimizer):
         return super()._current(param, group, index)
 
     def _options(self, group: dict[str, Any]) -> SgdGroup:
-        names = "lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"
-        return SgdGroup(*(group[name] for name in names))
+        momentum, dampening, decay = (float(group[name]) for name in ("momentum", "dampening", "weight_decay"))
+        return SgdGroup(group["lr"], momentum, dampening, decay, group["nesterov"], group["maximize"])

@@ -1,28 +1,85 @@
-"""The state of delayed scaling: two ordinary buffers on the module that owns it.
+"""The state of delayed scaling: tensors of the module that owns it, which are no buffers.
 
     delayed_scale         [3]     float32, one scale a role (input, weight, grad_output); 0 = no history yet
     delayed_amax_history  [3, H]  float32, newest first
+    delayed_before        [2, 3]  int32, the number of the backward pass that committed a role last, and the bits of the
+                                  scale that was in force before it
 
-Forward only reads it. Backward's cast of grad_output commits: it rolls the histories and writes the next scales, so a
-recomputed forward (activation checkpointing) sees what the first one saw. The buffers are not persistent: a converted
-model's state_dict has the keys of the plain model. Losing them costs one step whose scales are each tensor's own; for
-a bit-identical continuation save ``delayed_state_dict`` beside the model.
+Forward only reads it. Backward's cast of grad_output commits: the first of a pass rolls the histories, those of the
+module's other calls raise what it has entered; each writes the next scales. What the pass casts reads the scales of
+before it. So a recomputed forward (activation checkpointing) sees what the first one saw, and a module that is called
+many times a step enters its largest amax once.
+
+The state belongs to this rank: were its tensors buffers, DistributedDataParallel would write rank 0's over them before
+each forward. They are in no state_dict: a converted model's has the keys of the plain model. Losing them costs one step
+whose scales are each tensor's own; for a bit-identical continuation save ``delayed_state_dict`` beside the model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import SAC_IGNORED_OPS
 
+from octavo import kernels
+from octavo.kernels import backward_pass
 from octavo.scaling.recipe import ROLES, Delayed
 from octavo.step_count import version_of
 
-BUFFERS = ("delayed_scale", "delayed_amax_history")
-ASIDE = "_delayed_state_aside"  # on a module: the buffers to return to, of each octavo.using around
-EMPTIED = "_delayed_state_emptied"  # on a buffer: its id, and its version when some of it was empty
+STATE = "delayed_state"  # on a module: its State
+NAMES = ("delayed_scale", "delayed_amax_history")  # of what is saved
+ASIDE = "_delayed_state_aside"  # on a module: the states to return to, of each octavo.using around
+EMPTIED = "_delayed_state_emptied"  # on a tensor: its id, and its version when some of it was empty
 LOADED = "_delayed_state_loaded"  # on a module: the version of delayed_scale when it was loaded
+
+# a recomputed forward asks what was in force, the first one did not: selective checkpointing compares their ops
+SAC_IGNORED_OPS.add(torch.ops.octavo.scales_of_pass.default)
+
+
+class State(NamedTuple):
+    """A module's delayed state; see the file."""
+
+    scale: Tensor
+    amax_history: Tensor
+    before: Tensor
+
+    @classmethod
+    def empty(cls, history_length: int, device: torch.device | str | None = None) -> State:
+        """One without history."""
+        scale = torch.zeros(len(ROLES), dtype=torch.float32, device=device)
+        history = torch.zeros(len(ROLES), history_length, dtype=torch.float32, device=device)
+        state = cls(scale, history, torch.zeros(2, len(ROLES), dtype=torch.int32, device=device))
+        note_empty(scale)  # for copies of it
+        return state
+
+    def on(self, device: torch.device) -> State:
+        """The same on this device, empty if either is the meta device: itself, if it is there."""
+        if self.scale.device == device:
+            return self
+        if self.scale.is_meta or device.type == "meta":
+            return State.empty(self.amax_history.shape[1], device)
+        moved = State(*(tensor.to(device) for tensor in self))
+        note_empty(moved.scale)
+        return moved
+
+    def in_force(self, role: int) -> Tensor:
+        """The scales that a cast of this role reads: in a backward pass, recomputing too, those of before it."""
+        is_gradient = role == ROLES.index("grad_output")
+        if is_gradient or (not torch.compiler.is_compiling() and backward_pass.is_running()):
+            return kernels.scales_of_pass(self.scale, self.before)
+        return self.scale
+
+    def clone(self) -> State:
+        """A copy."""
+        return State(*(tensor.clone() for tensor in self))
+
+
+def state_of(module: nn.Module) -> State | None:
+    """A module's delayed state, if it has one."""
+    return module.__dict__.get(STATE)
 
 
 def register_delayed_state(module: nn.Module, rule: Delayed, device: torch.device) -> None:
@@ -30,32 +87,32 @@ def register_delayed_state(module: nn.Module, rule: Delayed, device: torch.devic
 
     A real one of the same length is kept as it is; of another length its scales and last amaxes are. Else it is empty.
     """
-    history, scale = getattr(module, "delayed_amax_history", None), getattr(module, "delayed_scale", None)
-    if history is not None and history.shape[1] == rule.history_length and not history.is_meta:
+    old = state_of(module)
+    if old is not None and old.amax_history.shape[1] == rule.history_length and not old.scale.is_meta:
         return
-    new_scale = torch.zeros(len(ROLES), dtype=torch.float32, device=device)
-    new_history = torch.zeros(len(ROLES), rule.history_length, dtype=torch.float32, device=device)
-    if history is not None and scale is not None and not history.is_meta:
-        new_scale = scale.detach().to(device, copy=True)
-        new_history[:, 0] = history[:, 0]
-    note_empty(new_scale)  # for copies of it
-    module.register_buffer("delayed_scale", new_scale, persistent=False)
-    module.register_buffer("delayed_amax_history", new_history, persistent=False)
+    new = State.empty(rule.history_length, device)
+    if old is not None and not old.scale.is_meta:
+        new.scale.copy_(old.scale)
+        new.amax_history[:, 0] = old.amax_history[:, 0]
+        note_empty(new.scale)
+    module.__dict__[STATE] = new
 
 
-def empty_state(buffers: Mapping[str, Tensor | None], role: int | None = None) -> None:
+def empty_state(state: State | None, role: int | None = None) -> None:
     """Forget the history of a role, or of all."""
+    if state is None:
+        return
     with torch.no_grad():
-        for name in BUFFERS:
-            if (buffer := buffers.get(name)) is not None:
-                (buffer if role is None else buffer[role]).zero_()
-                note_empty(buffer)
+        for tensor in state[:2]:
+            (tensor if role is None else tensor[role]).zero_()
+        (state.before if role is None else state.before[:, role]).zero_()  # no pass has rolled what there is now
+    note_empty(state.scale)
 
 
-def note_empty(buffer: Tensor) -> None:
+def note_empty(scale: Tensor) -> None:
     """Some of it may be empty, for all that is known; a compiled graph does not ask."""
     if not torch.compiler.is_compiling():
-        buffer.__dict__[EMPTIED] = id(buffer), version_of(buffer)
+        scale.__dict__[EMPTIED] = id(scale), version_of(scale)
 
 
 def may_be_empty(scale: Tensor) -> bool:
@@ -73,22 +130,10 @@ def may_be_empty(scale: Tensor) -> bool:
     return version_of(scale) <= version
 
 
-def take_state_local(module: nn.Module) -> None:
-    """Make the buffers plain tensors again: torch's parallelize_module makes DTensors of all buffers, replicated."""
-    for name in BUFFERS:
-        buffer = module._buffers.get(name)
-        local = getattr(buffer, "_local_tensor", None)
-        if local is not None:
-            module._buffers[name] = local
-            note_empty(local)  # torch has written it, but no backward
-
-
 def drop_delayed_state(module: nn.Module) -> None:
     """Take the delayed state from ``module``: under another recipe nothing keeps it up to date."""
-    for name in BUFFERS:
-        module._buffers.pop(name, None)
-        module._non_persistent_buffers_set.discard(name)
-    module.__dict__.pop(LOADED, None)
+    for name in (STATE, LOADED):
+        module.__dict__.pop(name, None)
 
 
 def delayed_state_dict(model: nn.Module) -> dict[str, Tensor]:
@@ -108,7 +153,7 @@ def delayed_state_dict(model: nn.Module) -> dict[str, Tensor]:
         >>> sorted(octavo.nn.delayed_state_dict(torch.nn.Sequential(layer)))
         ['0.delayed_amax_history', '0.delayed_scale']
     """
-    return {name: buffer.detach().clone() for name, buffer in _buffers(model).items()}
+    return {name: tensor.detach().clone() for name, tensor in _saved(model).items()}
 
 
 def load_delayed_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
@@ -129,32 +174,35 @@ def load_delayed_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> No
         >>> layer = octavo.nn.Linear(64, 64, recipe=octavo.recipes.delayed())
         >>> octavo.nn.load_delayed_state_dict(layer, octavo.nn.delayed_state_dict(layer))
     """
-    own = _buffers(model)
+    own = _saved(model)
     missing, unexpected = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
     if missing or unexpected:
         raise ValueError(
             f"delayed state does not fit the model: missing {missing[:4]}, unexpected {unexpected[:4]}; "
             "convert the model with the recipe it was saved under first"
         )
-    for name, buffer in own.items():
-        if state[name].shape != buffer.shape:
+    for name, tensor in own.items():
+        if state[name].shape != tensor.shape:
             raise ValueError(
-                f"{name}: saved shape {tuple(state[name].shape)}, the model's {tuple(buffer.shape)}; "
+                f"{name}: saved shape {tuple(state[name].shape)}, the model's {tuple(tensor.shape)}; "
                 "use the same history_length"
             )
         # an amax may be infinite or NaN, as the tensor was; a scale is never
-        if bool((state[name] < 0).any()) or (name.endswith(BUFFERS[0]) and not bool(state[name].isfinite().all())):
+        if bool((state[name] < 0).any()) or (name.endswith(NAMES[0]) and not bool(state[name].isfinite().all())):
             raise ValueError(f"{name}: {state[name].tolist()} holds what is no scale or amax; the file is damaged")
-    for name, buffer in own.items():
-        buffer.copy_(state[name])
+    for name, tensor in own.items():
+        tensor.copy_(state[name])
         if not bool(state[name].all()):
-            note_empty(buffer)
+            note_empty(tensor)
     for module in model.modules():
-        if BUFFERS[0] in module._buffers:
-            module.__dict__[LOADED] = module._buffers[BUFFERS[0]]._version  # type: ignore[union-attr]
+        if (loaded := state_of(module)) is not None:
+            loaded.before.zero_()
+            module.__dict__[LOADED] = loaded.scale._version
 
 
-def _buffers(model: nn.Module) -> dict[str, Tensor]:
-    for module in model.modules():
-        take_state_local(module)
-    return {name: buffer for name, buffer in model.named_buffers() if name.rpartition(".")[2] in BUFFERS}
+def _saved(model: nn.Module) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for module_name, module in model.named_modules():
+        state: Any = state_of(module) or ()
+        found.update({f"{module_name}.{name}".removeprefix("."): one for name, one in zip(NAMES, state, strict=False)})
+    return found

@@ -13,11 +13,13 @@ of the same tensor (per tensor; 128x128) it is cast once and used twice; else it
 
 from __future__ import annotations
 
+import ast
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
-from octavo.formats import E4M3, E5M2, Format
-from octavo.granularity import ALL, Granularity, PerRow, PerTensor, Tile
+from octavo.errors import first_line
+from octavo.formats import E4M3, E5M2, FORMATS, Format
+from octavo.granularity import ALL, Granularity, PerBlock, PerRow, PerTensor, Tile
 
 ROLES = ("input", "weight", "grad_output")
 OPERANDS = {  # the roles that each product multiplies
@@ -123,6 +125,44 @@ class Cast:
         power_of_two = ", power_of_two=True" if self.power_of_two else ""
         margin = f", margin={self.margin}" if self.margin else ""
         return f"Cast({self.format}, {self.granularity}, {self.rule}{power_of_two}{margin})"
+
+    @classmethod
+    def of(cls, text: str) -> Cast:
+        """The cast that prints so; nothing in the text is run.
+
+        Raises:
+            ValueError: for other text.
+
+        Example:
+            >>> Cast.of("Cast(E5M2, PerTensor(), Delayed(4), margin=1)")
+            Cast(E5M2, PerTensor(), Delayed(history_length=4, reduce='max'), margin=1)
+        """
+        try:
+            cast = _value(ast.parse(text, mode="eval").body)
+        except (SyntaxError, TypeError, KeyError, RecursionError) as error:
+            raise ValueError(f"{text!r} is no Cast, such as {_EXAMPLE} ({first_line(error)})") from error
+        if not isinstance(cast, Cast):
+            raise ValueError(f"{text!r} is no Cast, such as {_EXAMPLE}")
+        return cast
+
+
+_EXAMPLE = "Cast(E4M3, PerTensor(), Dynamic())"
+_NAMES: dict[str, Any] = {
+    **{kind.__name__: kind for kind in (Cast, PerTensor, PerRow, PerBlock, Dynamic, Delayed)},
+    **{format.name: format for format in FORMATS.values()},
+}
+
+
+def _value(node: ast.AST) -> Any:
+    """What a cast's text stands for: calls of these names with literals, and nothing else."""
+    match node:
+        case ast.Call(func=ast.Name(id=name)):
+            named = {str(keyword.arg): _value(keyword.value) for keyword in node.keywords}
+            return _NAMES[name](*map(_value, node.args), **named)
+        case ast.Name(id=name):
+            return _NAMES[name]
+        case _:
+            return ast.literal_eval(node)
 
 
 _EXAMPLES = {"format": "octavo.E4M3", "granularity": "octavo.PerTensor()", "rule": "octavo.Dynamic()"}

@@ -15,15 +15,12 @@ from torch.optim import Optimizer
 from octavo.errors import OctavoError
 from octavo.granularity import Granularity
 from octavo.nn.convert import set_recipe, stored_now
-from octavo.nn.recipe_module import RecipeModule
-from octavo.nn.weight_cache import WeightCache
 from octavo.optim import state as states
 from octavo.optim.base import CompactOptimizer
 from octavo.optim.conversion import blank
 from octavo.optim.layout import is_apart
 from octavo.optim.state import Settings
 from octavo.schedule.switch import Target
-from octavo.tensor.pair import Operands
 from octavo.tensor.parameters import put_into
 from octavo.tensor.stored_gradient import StoredGradient
 
@@ -224,9 +221,6 @@ def saved_bytes(model: nn.Module, target: Target, inputs: tuple[Any, ...]) -> in
         for weight, granularity in target.moved(twin).items():
             put_into(weight, blank(weight, granularity))
         set_recipe(twin, target.phase.recipe)
-        for module in twin.modules():
-            if isinstance(module, RecipeModule):
-                module._weight_cache = _NoCache()
         twin.train()
         arguments = torch.utils._pytree.tree_map_only(Tensor, lambda x: without_data(x, mode), inputs)
         known = {_storage(part) for part in (*_parts(twin), *torch.utils._pytree.tree_leaves(arguments))}
@@ -242,14 +236,6 @@ def saved_bytes(model: nn.Module, target: Target, inputs: tuple[Any, ...]) -> in
         total = sum(part.untyped_storage().nbytes() for key, part in found.items() if key not in known)
         del output
     return total
-
-
-class _NoCache(WeightCache):
-    """Keeps nothing: weights without data have no address to be known by."""
-
-    def operands(self, *arguments: Any) -> Operands:
-        not_reusable = *arguments[:-1], False
-        return super().operands(*not_reusable)
 
 
 def without_data(tensor: Tensor, mode: Any) -> Tensor:

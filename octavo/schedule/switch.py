@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -16,7 +15,7 @@ from octavo.nn.parted_linear import PartedLinear
 from octavo.nn.recipe_module import RecipeModule
 from octavo.optim.base import CompactOptimizer
 from octavo.optim.conversion import Common, change, check_change, common_scales
-from octavo.optim.gradients import living, refuse_ddp
+from octavo.optim.gradients import refuse_ddp
 from octavo.optim.state import Settings
 from octavo.schedule.phase import SAME, Phase
 from octavo.tensor.sharded_weight import on_this_rank, take_shards
@@ -128,18 +127,6 @@ def switch(model: nn.Module, optimizer: Optimizer, target: Target) -> None:
         store(weight, moved[weight], common.get(weight))
         stored(weight)
     set_recipe(model, target.phase.recipe)
-    _tell_ddp(model)
-
-
-def _tell_ddp(model: nn.Module) -> None:
-    """Have DistributedDataParallel look which buffers there are: delayed state comes and goes with recipes.
-
-    By itself it looks too late: where all are gone, its next broadcast would fail (torch 2.13).
-    """
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        for found in living(nn.parallel.DistributedDataParallel):
-            if any(module is model for module in found.modules()):
-                found._assign_modules_buffers()
 
 
 def forget_delayed(model: nn.Module) -> None:

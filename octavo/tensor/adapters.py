@@ -23,8 +23,8 @@ def add_adapter(weight: Any, delta: Tensor, alpha: float = 1) -> Any:
     nearest these would not move at all: of a delta of 1 % of the weight, rms, less than half would be left.
 
     Args:
-        weight: a StoredWeight [N, K], whole and not trained.
-        delta: [N, K] of any float dtype.
+        weight: a StoredWeight [N, K], whole and not trained, or experts' [E, N, K].
+        delta: of its shape, or one that is expanded to it, of any float dtype.
         alpha: multiplies it.
 
     Warns:
@@ -38,14 +38,15 @@ def add_adapter(weight: Any, delta: Tensor, alpha: float = 1) -> Any:
         "torch's seed has it); octavo.restore(model) before merging keeps what the weights' own dtype can hold",
         stacklevel=2,
     )
-    tile = weight.granularity.tile
-    values = kernels.dequantize(weight.qdata, weight.scale_inv, tile, torch.float32).add_(delta, alpha=alpha)
-    scale = scale_from_amax(kernels.amax(values, tile), E4M3.max, True, 0)
-    bits16 = torch.randint(1 << 16, values.shape, dtype=torch.int32, device=values.device)
-    weight.qdata.view(torch.uint8).copy_(encode_moment(multiply_tiles_(values, scale, tile), E4M3, bits16))
-    weight.scale_inv.copy_(scale_inv_from_scale(scale))
-    if weight.rest is not None:
-        weight.rest.zero_()  # shared with the parameter: what the earlier values were besides their codes
+    tile, parts = weight.granularity.tile, (weight.qdata, weight.scale_inv, delta.expand(weight.shape))
+    for codes, scale_inv, change in zip(*parts, strict=True) if weight.ndim == 3 else [parts]:
+        values = kernels.dequantize(codes, scale_inv, tile, torch.float32).add_(change, alpha=alpha)
+        scale = scale_from_amax(kernels.amax(values, tile), E4M3.max, True, 0)
+        bits16 = torch.randint(1 << 16, values.shape, dtype=torch.int32, device=values.device)
+        codes.view(torch.uint8).copy_(encode_moment(multiply_tiles_(values, scale, tile), E4M3, bits16))
+        scale_inv.copy_(scale_inv_from_scale(scale))
+    if weight.rest is not None:  # which an optimizer waits for
+        weight.rest.zero_()
     torch.autograd.graph.increment_version([weight.qdata])
     return weight
 

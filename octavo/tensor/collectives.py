@@ -1,10 +1,15 @@
-"""torch.distributed's collectives, by the names that they have in each release."""
+"""torch.distributed's collectives by the names that they have in each release, and what ranks are asked with them."""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
+
+from octavo.errors import RanksDifferError
 
 
 def all_gather(whole: Tensor, part: Tensor, group: Any, async_op: bool = False) -> Any:
@@ -14,3 +19,47 @@ def all_gather(whole: Tensor, part: Tensor, group: Any, async_op: bool = False) 
     # torch 2.13 warns of the name that 2.11 has
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(whole, part, group=group, async_op=async_op)
+
+
+def home_of(group: Any) -> torch.device:
+    """Where tensors lie that a process group sends: on the CPU, unless its backend sends an accelerator's only."""
+    import torch.distributed as dist
+
+    if "cpu" in str(dist.get_backend_config(group)):
+        return torch.device("cpu")
+    return torch.accelerator.current_accelerator()  # type: ignore[return-value]
+
+
+def agree(told: Mapping[str, object], groups: Iterable[Any]) -> None:
+    """Ask all ranks of process groups, which call it, whether they were told the same: 16 bytes a group.
+
+    Args:
+        told: what this one was told, by what it is of: values that print alike on all ranks if they are alike.
+        groups: one; or those of each dimension of a mesh, whose ranks are asked all together.
+
+    Raises:
+        RanksDifferError: on all of these ranks, if one was told something else.
+    """
+    import torch.distributed as dist
+
+    groups = [group for group in groups if dist.get_world_size(group) > 1]
+    if not groups:
+        return
+    own = {name: str(value) for name, value in told.items()}
+    number = int.from_bytes(hashlib.sha256(repr(own).encode()).digest()[:7])
+    found = torch.tensor([number, -number], device=home_of(groups[0]))
+    for group in groups:
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+    if not int(found.sum()):
+        return
+    every: list[tuple[int, dict[str, str]]] = [(dist.get_rank(), own)]
+    for group in groups:
+        parts: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(parts, every, group=group)
+        every = [one for part in parts for one in part]
+    (first, here), *others = sorted(every)
+    other, there = next((rank, values) for rank, values in others if values != here)
+    differ = [name for name in {**here, **there} if here.get(name) != there.get(name)]
+    said = [f"{name} is {here.get(name)} on rank {first}, {there.get(name)} on rank {other}" for name in differ]
+    more = [f"and {len(said) - 3} more"] * (len(said) > 3)
+    raise RanksDifferError(f"ranks were told different things: {'; '.join(said[:3] + more)}. Tell all of them the same")

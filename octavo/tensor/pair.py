@@ -29,16 +29,15 @@ class Operands(NamedTuple):
     """A tensor as two products read it: (qdata, scale_inv) as it lies, and transposed; None where it isn't needed.
 
     ``amax`` [1, 1] fp32 is what a Delayed cast found; None where nothing was cast that way. ``column_sum`` [C] of the
-    tensor's dtype, where it was asked for and the cast could find it. ``fresh``: just cast, not cached, so that amax is
-    still to be rolled into the history. ``refilled``: the pairs' tensors belong to a weight in FP8, and are
-    written together, a gathered one's while a backward may still read them; what it saves is therefore themselves.
+    tensor's dtype, where it was asked for and the cast could find it. ``refilled``: the pairs' tensors belong to a
+    weight in FP8, and are written together, a gathered one's while a backward may still read them; what it saves is
+    therefore themselves.
     """
 
     as_is: tuple[Tensor, Tensor] | None = None
     transposed: tuple[Tensor, Tensor] | None = None
     amax: Tensor | None = None
     column_sum: Tensor | None = None
-    fresh: bool = True
     refilled: bool = False
 
 
@@ -47,6 +46,7 @@ class Facade(Tensor):
 
     RULES: ClassVar[dict[Any, Rule]]
     REMEDY: ClassVar[str]  # the message of an op without a rule, after the op's name
+    layer_name: str = ""  # of the layer whose weight it is, where that is known
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -55,7 +55,8 @@ class Facade(Tensor):
         rule = cls.RULES.get(func)
         found = NotImplemented if rule is None else rule(func, *args, **(kwargs or {}))
         if found is NotImplemented:
-            raise UnsupportedOpError(f"{func} {cls.REMEDY}")
+            names = [f"{own.layer_name}: " for own in args if isinstance(own, Facade) and own.layer_name]
+            raise UnsupportedOpError(f"{''.join(names[:1])}{func} {cls.REMEDY}")
         return found
 
     # torch functions go straight to aten: the rules decide there
@@ -101,7 +102,9 @@ class Pair(Facade):
         # as bytes: plain pickle can't load a float8 storage (torch 2.13)
         codes, scale_inv = self.qdata.detach().view(torch.uint8), self.scale_inv.detach()
         kind = self.requires_grad, isinstance(self, torch.nn.Parameter)
-        return rebuild_pair, (type(self), codes, self.qdata.dtype, scale_inv, self.other_arguments(self.dtype), *kind)
+        arguments = type(self), codes, self.qdata.dtype, scale_inv, self.other_arguments(self.dtype), *kind
+        others = {name: value for name, value in vars(self).items() if name not in ("qdata", "scale_inv")}
+        return rebuild_pair, (*arguments, others)
 
 
 def rebuild_pair(
@@ -112,10 +115,13 @@ def rebuild_pair(
     arguments: tuple[Any, ...],
     requires_grad: bool,
     is_parameter: bool,
+    others: dict[str, Any] | None = None,
 ) -> Tensor:
-    """Unpickle a pair from its two tensors; they are checked as always."""
-    pair = kind(codes.view(code_dtype), scale_inv, *arguments)
-    return torch.nn.Parameter(pair, requires_grad) if is_parameter else pair.requires_grad_(requires_grad)
+    """Unpickle a pair from its two tensors, which are checked as always, and its other attributes, a user's too."""
+    pair: Any = kind(codes.view(code_dtype), scale_inv, *arguments)
+    pair = torch.nn.Parameter(pair, requires_grad) if is_parameter else pair.requires_grad_(requires_grad)
+    vars(pair).update(others or {})
+    return pair
 
 
 def moves(func: Any, own: Facade, shape: Sequence[int] | None = None, *_: Any) -> Any:

@@ -199,10 +199,10 @@ class GatheredWeight(Facade):
 
     def operands(self, reader: Any, transposed: bool) -> Operands:
         """Both pairs, as they were gathered; the module ``reader`` notes that it reads them."""
-        fresh = reader.gather.read(self, reader)
+        reader.gather.read(self, reader)
         amax = self.found_amax if self.found_amax.numel() else None
         pairs = (self.qdata, self.scale_inv), (self.transposed_qdata, self.transposed_scale_inv)
-        return Operands(*pairs, amax, fresh=fresh, refilled=True)
+        return Operands(*pairs, amax, refilled=True)
 
     def pair(self) -> ScaledTensor:
         """The pair as it lies, where its codes are those of a stored weight: per tensor or in blocks of 128 x 128."""

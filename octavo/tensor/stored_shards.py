@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from octavo.errors import UnsupportedOpError
 from octavo.granularity import Granularity, PerTensor
 from octavo.kernels.layouts import needs_transposed_codes
 from octavo.kernels.reference.cast import with_padding
-from octavo.tensor.pair import Rule
+from octavo.tensor.pair import Facade, Rule
 from octavo.tensor.sharded_weight import GatheredTensors, GatheredWeight
 
 aten = torch.ops.aten
@@ -73,6 +74,26 @@ def part_of(weight: Any, start: int, stop: int, dim: int = 0) -> Any:
     return weight._like(own(weight.qdata), scale_inv, rest, is_shard=True)
 
 
+@dataclass(eq=False)
+class Known:
+    """What is known of a weight in FP8 besides its pair. Its aliases, ``.data`` say, have the same one.
+
+    Attributes:
+        rest: int8 [N, K]: what the values that were cast are besides the codes.
+        awaited: whether there is an optimizer that will take it, which a copy is not known to.
+        is_frozen: whether it is of a parameter that is not trained.
+        alone: whether the scale is this rank's, of a part whose ranks have to have one and same.
+    """
+
+    rest: Tensor | None = None
+    awaited: bool = False
+    is_frozen: bool = False
+    alone: bool = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Known, (self.rest, False, self.is_frozen, self.alone)
+
+
 class OneScale:
     """What weights have in common of which a product reads all rows with one scale: an optimizer gives them one.
 
@@ -96,6 +117,8 @@ def parts_of_one_scale(weight: Any, sizes: Sequence[int]) -> list[Any]:
 def _cat(func: Any, parts: list[Any], dim: int = 0) -> Any:
     """Parts of one weight by rows, for a product; its rest is an optimizer's alone."""
     first = parts[0]
+    if any(isinstance(part, FlatWeights) for part in parts):
+        return flat_cat(func, parts, dim)
     if dim != 0 or any(type(part) is not type(first) for part in parts):
         return NotImplemented
     codes = torch.cat([part.qdata.view(torch.uint8) for part in parts]).view(first.qdata.dtype)
@@ -136,15 +159,19 @@ def _pad(func: Any, weight: Any, pad: list[int], value: float = 0) -> Any:
 
 
 def _send(func: Any, outputs: list[Any], *arguments: Any) -> Any:
-    """A collective that fills ``outputs``: of codes, scales and what was cast besides, one after the other."""
+    """A collective that fills ``outputs``: of codes, of scales and, where it may be trained, of the rest."""
+    kind, received = type(outputs[0]), [output.clone() for output in outputs]
     of: list[Callable[[Any], Tensor]] = [lambda weight: weight.qdata.view(torch.uint8), lambda weight: weight.scale_inv]
-    if outputs[0].rest is not None:
+    if not outputs[0].known.is_frozen:
+        for weight in filter(lambda one: isinstance(one, kind), tree_leaves((received, *arguments))):
+            if weight.rest is None:  # another rank may have one
+                weight.rest = torch.zeros_like(weight.qdata, dtype=torch.int8)
         of.append(lambda weight: weight.rest)
-    work = None
     for tensor in of:
-        if work is not None:
-            work.wait()
-        *_, work = func(*tree_map_only(type(outputs[0]), tensor, (outputs, *arguments)))
+        *_, work = func(*tree_map_only(kind, tensor, (received, *arguments)))
+        work.wait()
+    for output, found in zip(outputs, received, strict=True):
+        output.take(found)
     return outputs, work
 
 
@@ -204,3 +231,80 @@ PARTS: dict[Any, Rule] = {
 if torch.distributed.is_available():  # some builds of torch have none
     c10d = torch.ops.c10d
     PARTS |= dict.fromkeys((c10d.scatter_.default, c10d.broadcast_.default), _send)
+
+
+class FlatWeights(Facade):
+    """A vector [sum of elements] over ``parts``, of any shapes.
+
+    One part is the weight itself, to which writes go; several are copies, as torch.cat's result is.
+    """
+
+    REMEDY = "of a vector of parameters, of which some are stored in FP8: read it with .dequantize()"
+    parts: list[Any]
+
+    @staticmethod
+    def __new__(cls, parts: list[Any]) -> FlatWeights:
+        """Make the facade."""
+        size, first = sum(part.numel() for part in parts), parts[0]
+        self = torch.Tensor._make_wrapper_subclass(cls, (size,), dtype=first.dtype, device=first.device)
+        self.parts = parts
+        return self
+
+    def dequantize(self) -> Tensor:
+        """Its values as a plain vector."""
+        plain = [part.dequantize() if isinstance(part, Facade) else part for part in self.parts]
+        return torch.cat([part.detach().reshape(-1) for part in plain])
+
+
+def flat_cat(func: Any, tensors: list[Tensor], dim: int = 0) -> Any:
+    """The rule of torch.cat of vectors."""
+    parts = [part for one in tensors for part in getattr(one, "parts", [one])]
+    return FlatWeights([part.clone() for part in parts]) if all(one.ndim == 1 for one in tensors) else NotImplemented
+
+
+def _view(func: Any, flat: FlatWeights, size: Any) -> Any:
+    if tuple(size) in ((-1,), tuple(flat.shape)):
+        return FlatWeights(flat.parts)
+    return func(flat.parts[0], size) if len(flat.parts) == 1 else NotImplemented
+
+
+def _slice_flat(func: Any, flat: FlatWeights, dim: int = 0, start: Any = None, stop: Any = None, step: int = 1) -> Any:
+    """Of whole parts."""
+    at, found = 0, []
+    start, stop, _ = slice(start, stop).indices(flat.numel())
+    for part in flat.parts:
+        if start <= at and at + part.numel() <= stop:
+            found.append(part)
+        at += part.numel()
+    if not found or step != 1 or sum(part.numel() for part in found) != stop - start:
+        return NotImplemented
+    return FlatWeights(found) if len(found) > 1 or isinstance(found[0], Facade) else found[0]
+
+
+def _broadcast(func: Any, tensors: list[FlatWeights], *arguments: Any) -> Any:
+    work = None
+    for part in tensors[0].parts:
+        if work is not None:
+            work.wait()
+        _, work = func([part], *arguments)
+    return tensors, work
+
+
+def _write(func: Any, flat: Any, *arguments: Any) -> Any:
+    """The rule of writes: of values, a scalar's or another vector's, which its one part takes."""
+    if not isinstance(flat, FlatWeights) or len(flat.parts) > 1:
+        return NotImplemented
+    func(flat.parts[0], *(one.view(flat.parts[0].shape) if isinstance(one, Tensor) else one for one in arguments))
+    return flat
+
+
+WRITES = (aten.uniform_.default, aten.normal_.default, aten.fill_.Scalar, aten.zero_.default)
+FlatWeights.RULES = {
+    **dict.fromkeys((aten.detach.default, aten.alias.default), lambda func, flat: FlatWeights(flat.parts)),
+    aten.view.default: _view,
+    aten.slice.Tensor: _slice_flat,
+    aten.cat.default: flat_cat,
+    **dict.fromkeys((aten.copy_.default, *WRITES), _write),
+}
+if torch.distributed.is_available():  # some builds of torch have none
+    FlatWeights.RULES[torch.ops.c10d.broadcast_.default] = _broadcast

@@ -4,6 +4,10 @@ It is a pair behind the facade of a high-precision matrix, to which gradients fl
 octavo's optimizers write codes and scale_inv together. Nothing else changes it, and nothing dequantises it silently; an
 adapter may be merged into a frozen one (tensor/adapters.py).
 
+**It keeps the 8 bits that its cast rounded away (``rest``) while it requires gradients or an optimizer waits for it,
+until that one's first step takes them into its master.** What reads all that is known (restore, another convert) reads
+them too, products read codes alone. So a forward changes nothing, and a frozen weight has a byte an element.
+
 FSDP2 (fully_shard) cuts it into shards of rows, tensor parallelism by rows or columns; each is a StoredWeight too. Per
 tensor every shard has the scale of the whole; blocks have to lie on one rank each.
 
@@ -15,6 +19,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,12 +35,12 @@ from octavo.kernels.reference.cast import with_padding
 from octavo.kernels.reference.master_weights import remainder_of, values_with
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
 from octavo.tensor.adapters import add_adapter, refuse_subtraction
-from octavo.tensor.pair import COPIES, MOVES, PLAIN_LIKE, Operands, Pair, moves
+from octavo.tensor.pair import COPIES, MOVES, PLAIN_LIKE, Operands, Pair
 from octavo.tensor.parameters import put_into
 from octavo.tensor.quantize import quantize
 from octavo.tensor.scaled_tensor import ScaledTensor, dequantized
 from octavo.tensor.sharded_weight import After, ShardHooks, largest_of_ranks, on_this_rank
-from octavo.tensor.stored_shards import BLOCK, PARTS, OneScale
+from octavo.tensor.stored_shards import BLOCK, PARTS, WRITES, FlatWeights, Known, OneScale
 
 aten = torch.ops.aten
 
@@ -67,16 +72,14 @@ class StoredWeight(ShardHooks, Pair):
 
     granularity: Granularity
     is_shard: bool
-    rest: Tensor | None = None  # int8 [N, K]: what the values that were cast are besides, until an optimizer takes it
-    awaited: bool = False  # whether there is an optimizer that will
+    known: Known
     common: OneScale | None = None  # with other weights whose scale it has
-    of_frozen: bool = False  # whether it is the ``.data`` of a parameter that is not trained
     REMEDY = (
         "of a weight that is stored in FP8. Optimize it with octavo.optim.AdamW, which writes codes and scales "
         "together (torch.optim can't); read it with .dequantize(), to average weights (EMA), say, and write it "
-        "with .copy_(values) under torch.no_grad(); or keep it in high precision, which adapters that compute with it "
-        "(DoRA) need, with octavo.convert(..., weight_storage=None); merge with safe_merge=True after "
-        "octavo.restore(model)"
+        "with .copy_(values) under torch.no_grad(); or keep it in high precision, which models that read a weight "
+        "without calling its layer (BEiT, adapters like DoRA) need: octavo.convert(..., select=) leaves the layer out, "
+        "weight_storage=None all; merge with safe_merge=True after octavo.restore(model)"
     )
 
     @staticmethod
@@ -90,7 +93,7 @@ class StoredWeight(ShardHooks, Pair):
     ) -> StoredWeight:
         """Make the facade."""
         self = torch.Tensor._make_wrapper_subclass(cls, qdata.shape, dtype=dtype, device=qdata.device)
-        self.qdata, self.scale_inv, self.is_shard = qdata, scale_inv, is_shard
+        self.qdata, self.scale_inv, self.is_shard, self.known = qdata, scale_inv, is_shard, Known()
         self.granularity = granularity or GRANULARITIES[scale_inv.shape[-2:] != (1, 1)]
         return self
 
@@ -118,19 +121,62 @@ class StoredWeight(ShardHooks, Pair):
             stored.rest = remainder_of(weight.detach().contiguous(), stored.qdata.view(torch.uint8), stored.scale_inv)
         return stored
 
+    @property
+    def rest(self) -> Tensor | None:
+        """See Known."""
+        return self.known.rest
+
+    @rest.setter
+    def rest(self, rest: Tensor | None) -> None:
+        self.known.rest = rest
+
+    @property
+    def requires_grad(self) -> bool:
+        """As any tensor's; a parameter that is frozen gives up what only training reads."""
+        return bool(torch.Tensor.requires_grad.__get__(self))  # type: ignore[attr-defined]
+
+    @requires_grad.setter
+    def requires_grad(self, trains: bool) -> None:
+        torch.Tensor.requires_grad.__set__(self, trains)  # type: ignore[attr-defined]
+        if trains:
+            self.known.is_frozen = False
+        elif isinstance(self, torch.nn.Parameter):
+            self.known.is_frozen = True
+            self.rest = self.rest if self.known.awaited else None
+        else:  # of which a frozen parameter is made, perhaps beside one that is trained
+            self.known = Known(is_frozen=True)
+
+    def requires_grad_(self, requires_grad: bool = True) -> StoredWeight:
+        """As any tensor's, see ``requires_grad``."""
+        self.requires_grad = requires_grad
+        return self
+
     def data_ptr(self) -> int:
         """The address of its codes, by which others tell parameters apart; the facade itself has no memory."""
         return self.qdata.data_ptr()
 
     @property
     def data(self) -> Tensor:
-        """As any tensor's, over the same codes; only what is that (``weight.data += delta``) can be set."""
+        """As any tensor's, over the same codes; what has the same values can be set, of another dtype or elsewhere."""
         return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
 
     @data.setter
     def data(self, other: Tensor) -> None:
-        if not isinstance(other, StoredWeight) or other.qdata.data_ptr() != self.qdata.data_ptr():
+        if not (isinstance(other, StoredWeight) and self.equals(other)):
             raise UnsupportedOpError(f"weight.data = ... {self.REMEDY}")
+        if (other.dtype, other.device) != (self.dtype, self.device):
+            self.become(other)
+
+    def become(self, other: StoredWeight) -> None:
+        """Make this parameter hold these tensors, moved perhaps; what waits for it goes on to."""
+        known = replace(other.known, awaited=self.known.awaited)
+        put_into(self, other)  # type: ignore[arg-type]
+        self.known = known
+
+    @property
+    def has_one_scale(self) -> bool:
+        """Whether all of it has one, and with other ranks' parts of the same weight."""
+        return self.granularity == PerTensor() and self.ndim == 2
 
     def pair(self) -> ScaledTensor:
         """The pair, over the same codes."""
@@ -141,26 +187,19 @@ class StoredWeight(ShardHooks, Pair):
         return dequantized(self)
 
     def before_cast(self) -> Tensor:
-        """The values that were cast, to 12 bits, while they are known; else its values. No gradients flow through."""
+        """All that is known of its values: 12 bits of what was cast, while it has ``rest``. No gradients flow."""
         if self.rest is None:
             return self.pair().dequantize()
         return values_with(self.qdata.view(torch.uint8), self.scale_inv, self.rest).to(self.dtype)
 
-    def operands(self, reader: Any, transposed: bool, is_trained: bool = False) -> Operands:
-        """Its codes, for the module ``reader``; on some devices also laid out transposed, if backward needs that.
-
-        A weight that is used without gradients, and that no optimizer waits for, gives up what it was cast from.
-        ``is_trained``: whether it is a rank's part of a parameter that requires gradients.
-        """
-        if not torch.compiler.is_compiling() and self.rest is not None and not self.awaited:
-            if not (torch.is_grad_enabled() and (self.requires_grad or is_trained)):
-                self.rest = None
+    def operands(self, reader: Any, transposed: bool) -> Operands:
+        """Its codes, for the module ``reader``; on some devices also laid out transposed, if backward needs that."""
         pads, swaps = reader.recipe.pads, reader.stores_transposed
         if needs_transposed_codes(self.qdata.device) and not transposed and not swaps:
-            return Operands((with_padding(self.qdata, 16 if pads else 1), self.scale_inv), fresh=False)
+            return Operands((with_padding(self.qdata, 16 if pads else 1), self.scale_inv))
         q_NK, q_KN = lay_out(self.qdata, pads)
         pairs = (q_NK, self.scale_inv), (q_KN, self.scale_inv.mT)
-        return Operands(*(pairs[::-1] if swaps else pairs), fresh=False, refilled=True)
+        return Operands(*(pairs[::-1] if swaps else pairs), refilled=True)
 
     def shard(self) -> StoredWeight:
         """Itself, for FSDP2's hooks."""
@@ -180,48 +219,83 @@ class StoredWeight(ShardHooks, Pair):
         return dtype, self.granularity, self.is_shard
 
     def moved(self, move: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> StoredWeight:
-        """The same with its tensors moved."""
+        """A copy with its tensors moved."""
         rest = None if self.rest is None else move(self.rest)
-        return self._like(move(self.qdata), move(self.scale_inv), rest, dtype=dtype or self.dtype)
+        found = self._like(move(self.qdata), move(self.scale_inv), rest, dtype=dtype or self.dtype)
+        found.known.awaited = False
+        return found
+
+    def alias(self) -> StoredWeight:
+        """The same again over the same memory."""
+        found = self._like(aten.alias(self.qdata), aten.alias(self.scale_inv))
+        found.known = self.known
+        return found
 
     def _like(self, qdata: Tensor, scale_inv: Tensor, rest: Tensor | None = None, **others: Any) -> StoredWeight:
         """One of other tensors, otherwise as this one is but for ``others``."""
         dtype, is_shard = others.get("dtype", self.dtype), others.get("is_shard", self.is_shard)
         found = StoredWeight(qdata, scale_inv, dtype, self.granularity, is_shard)
-        found.rest, found.awaited = rest, self.awaited
-        vars(found).update({name: value for name, value in vars(self).items() if name in ("part", "common")})
+        found.known = replace(self.known, rest=rest)
+        kept = ("part", "common", "layer_name")
+        vars(found).update({name: value for name, value in vars(self).items() if name in kept})
         return found
+
+    def equals(self, other: StoredWeight) -> bool:
+        """Whether another one has the same values, to all that is known of them."""
+        if self.is_meta or other.is_meta:
+            return (self.device, self.shape) == (other.device, other.shape)
+        rests = [one.rest.to(self.device) for one in (self, other) if one.rest is not None]
+        same = torch.equal(*rests) if len(rests) == 2 else not any(rest.any() for rest in rests)
+        pairs = [(one.qdata.view(torch.uint8), one.scale_inv) for one in (self, other)]
+        return same and all(torch.equal(a, b.to(a.device)) for a, b in zip(*pairs, strict=True))
 
     def take(self, other: Tensor) -> StoredWeight:
         """Take another's values: stored ones as they are, plain ones cast."""
         same_shape = isinstance(other, StoredWeight) and other.scale_inv.shape == self.scale_inv.shape
         fits = same_shape and may_have(self, other.scale_inv)  # type: ignore[attr-defined]
-        if self.is_shard and self.granularity == PerTensor() and self.ndim == 2 and not fits:
+        if self.common is not None and not fits:
             raise UnsupportedOpError(
-                f"{tuple(self.shape)} is this rank's part of a weight with one scale, which ranks find together: write "
-                "it by model.load_state_dict or octavo.distributed.checkpoint.load_checkpoint on all ranks"
+                f"{tuple(self.shape)} is this rank's part of splits with one scale, which are found together: write "
+                "them by model.load_state_dict or octavo.distributed.checkpoint.load_checkpoint on all ranks"
             )
         if self.is_meta:
             return self
+        knows = fits and other.is_shard and not other.known.alone  # type: ignore[attr-defined]  # no value: ranks decide alike
+        self.known.alone = self.is_shard and self.has_one_scale and not knows
+        if self.is_shard and other.dtype == torch.uint8 and other.shape[:-2] + other.shape[-1:] == self.shape:
+            return self._take_codes(other.squeeze(-2))
         if not isinstance(other, StoredWeight):
-            if torch.equal(self.before_cast(), other.to(self.device, self.dtype)):
+            other = other.to(self.device).expand(self.shape)
+            if torch.equal(self.before_cast(), other.to(self.dtype)):
                 return self  # the scale stays, on which a master's remainder depends
-            other = StoredWeight.cast(other.to(self.device), self.granularity, keep_rest=True)
+            other = StoredWeight.cast(other, self.granularity, not self.known.is_frozen)
+        elif fits and other.shape == self.shape and self.equals(other):
+            return self  # likewise
         elif not fits:
-            other = StoredWeight.cast(other.pair().dequantize(), self.granularity)
+            other = StoredWeight.cast(other.before_cast(), self.granularity, not self.known.is_frozen)
         self.qdata.view(torch.uint8).copy_(other.qdata.view(torch.uint8))
         self.scale_inv.copy_(other.scale_inv)
         if self.rest is not None and other.rest is not None:
             self.rest.copy_(other.rest)  # of a view of rows, as FSDP2 fills its shards
-        else:
-            self.rest = None if other.rest is None else other.rest.to(self.device, copy=True)
+        elif self.rest is not None:
+            self.rest.zero_()
+        elif other.rest is not None and not self.known.is_frozen:
+            self.rest = other.rest.to(self.device, copy=True)
         torch.autograd.graph.increment_version([self.qdata])  # which does not happen by itself below autograd
         return self
 
+    def _take_codes(self, codes: Tensor) -> StoredWeight:
+        """Take a file's, as torch.distributed.checkpoint sends them: all is NaN until load_state_dict finds scales."""
+        self.qdata.view(torch.uint8).copy_(codes)
+        self.scale_inv.fill_(torch.nan)
+        self.rest = None
+        torch.autograd.graph.increment_version([self.qdata])
+        return self
+
     def share_memory_(self) -> StoredWeight:
-        """Move both tensors to shared memory."""
-        self.qdata.share_memory_()
-        self.scale_inv.share_memory_()
+        """Move its tensors to shared memory."""
+        for tensor in filter(lambda one: one is not None, (self.qdata, self.scale_inv, self.rest)):
+            tensor.share_memory_()  # type: ignore[union-attr]
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StoredWeight:
@@ -237,52 +311,6 @@ class StoredWeight(ShardHooks, Pair):
         return f"StoredWeight({tuple(self.shape)}, {self.dtype}, {self.granularity})"
 
 
-def amax_of_ranks(values: Tensor, weight: Tensor) -> Tensor:
-    """The amax [1, 1] of all of a DTensor whose part on this rank has these values; all ranks call it."""
-    own = kernels.amax(values, (ALL, ALL)) if values.numel() else values.new_zeros(1, 1, dtype=torch.float32)
-    return largest_of_ranks(own, weight)
-
-
-def cast_shard(
-    values: Tensor, weight: Tensor, granularity: Granularity, dtype: torch.dtype, amax: Tensor | None = None
-) -> StoredWeight:
-    """This rank's part of a DTensor in FP8; one scale is from the whole weight's amax, so all ranks call it.
-
-    ``amax``: [1, 1] in place of that, the same on all ranks.
-    """
-    values = values.detach().contiguous()
-    if granularity == PerTensor() and values.ndim == 2:
-        tile = granularity.tile
-        scale = scale_from_amax(amax_of_ranks(values, weight) if amax is None else amax, E4M3.max, True, 0)
-        codes, scale_inv = torch.empty_like(values, dtype=E4M3.dtype), scale_inv_from_scale(scale).view(1, 1)
-        if values.numel():
-            codes, *_ = kernels.cast(values, scale.view(1), 0, E4M3.dtype, tile, True, 0)
-    else:
-        pair = quantize(values, E4M3, granularity.of_matrices(values.shape), power_of_two=True)
-        codes, scale_inv = pair.qdata, pair.scale_inv
-    shard = StoredWeight(codes, scale_inv, dtype, granularity, is_shard=True)
-    if weight.requires_grad:
-        shard.rest = remainder_of(values, codes.view(torch.uint8), scale_inv)
-    return shard
-
-
-def store(
-    param: torch.nn.Parameter, granularity: Granularity | None, common: tuple[OneScale, Tensor] | None = None
-) -> None:
-    """Put a weight without a master into FP8, or back (None); of a sharded one all ranks call it.
-
-    ``common``: of a DTensor that has its scale with others, with the largest amax [1, 1] of all of them.
-    """
-    own, stored = on_this_rank(param), local_stored(param)
-    values = (own.as_subclass(Tensor) if stored is None else stored.dequantize()).detach()
-    if granularity is not None and own is param:
-        values = StoredWeight.cast(values, granularity, keep_rest=param.requires_grad)
-    elif granularity is not None:
-        values = cast_shard(values, param, granularity, param.dtype, None if common is None else common[1])
-        values.common = None if common is None else common[0]
-    put_into(param, values)
-
-
 def lay_out(q_NK: Tensor, pads: bool) -> tuple[Tensor, Tensor]:
     """Codes [..., N, K] as products read them: as they lie and transposed, contractions padded as the device wants."""
     if not needs_transposed_codes(q_NK.device):
@@ -296,19 +324,9 @@ def has_powers_of_two(scale_inv: Tensor) -> bool:
     return scale_inv.is_meta or bool((torch.frexp(scale_inv)[0] == 0.5).all())
 
 
-def may_have(weight: Tensor, scale_inv: Tensor) -> bool:
+def may_have(weight: StoredWeight, scale_inv: Tensor) -> bool:
     """Whether a stored weight may have these scales: a frozen parameter any, others powers of two."""
-    return is_frozen(weight) or has_powers_of_two(scale_inv)
-
-
-def is_frozen(weight: Tensor) -> bool:
-    """Whether it is a parameter that is not trained."""
-    return isinstance(weight, torch.nn.Parameter) and not weight.requires_grad
-
-
-def can_take_adapters(weight: StoredWeight) -> bool:
-    """Whether it is a frozen parameter or the ``.data`` of one."""
-    return is_frozen(weight) if isinstance(weight, torch.nn.Parameter) else weight.of_frozen
+    return weight.known.is_frozen or has_powers_of_two(scale_inv)
 
 
 def local_stored(weight: Any) -> StoredWeight | None:
@@ -324,9 +342,9 @@ def _view(func: Any, weight: StoredWeight, size: Any) -> Any:
     size = tuple(size)
     if size == (-1,) and weight.is_shard:  # by FSDP2: a shard's codes in a row, over the same storage
         return weight._like(weight.qdata.view(-1), weight.scale_inv)
-    if size == (-1,):  # DistributedDataParallel's broadcast
-        return weight.before_cast().view(-1)
-    return moves(func, weight, size)  # of the same shape: so torch asks for a gradient's node
+    if size in ((-1,), (weight.numel(),)):
+        return FlatWeights([weight.alias()])
+    return weight.alias() if size == tuple(weight.shape) else NotImplemented  # so torch asks for a gradient's node
 
 
 def _transpose(func: Any, weight: StoredWeight, *dims: int) -> Any:
@@ -339,14 +357,8 @@ def _copy(func: Any, own: Tensor, other: Tensor, *non_blocking: bool) -> Any:
     return own.take(other) if isinstance(own, StoredWeight) else NotImplemented
 
 
-def _detach(func: Any, weight: StoredWeight) -> StoredWeight:
-    found = weight.moved(aten.alias.default)
-    found.of_frozen = can_take_adapters(weight)
-    return found
-
-
 def _add(func: Any, weight: StoredWeight, other: Tensor, *, alpha: float = 1) -> Any:
-    if weight.is_shard or not can_take_adapters(weight):
+    if weight.is_shard or not weight.known.is_frozen:
         return NotImplemented
     return add_adapter(weight, other, alpha) if func is aten.add_.Tensor else refuse_subtraction()
 
@@ -364,19 +376,90 @@ def _initialize(func: Any, weight: StoredWeight, *args: Any, **kwargs: Any) -> S
 
 
 StoredWeight.RULES = {
-    **MOVES,
+    **dict.fromkeys(MOVES, lambda func, weight: weight.alias()),
     **COPIES,
     **PLAIN_LIKE,
     aten.view.default: _view,
-    aten.detach.default: _detach,
     aten.transpose.int: _transpose,
     **dict.fromkeys((aten.add_.Tensor, aten.sub_.Tensor), _add),
     aten.copy_.default: _copy,
     aten.empty_like.default: _empty_like,
-    **dict.fromkeys((aten.uniform_.default, aten.normal_.default, aten.fill_.Scalar, aten.zero_.default), _initialize),
+    **dict.fromkeys(WRITES, _initialize),
     **PARTS,
     aten.is_pinned.default: lambda func, weight, device=None: weight.qdata.is_pinned(),
     aten._pin_memory.default: lambda func, weight, device=None: weight.moved(torch.Tensor.pin_memory),
 }
 
-torch.serialization.add_safe_globals([StoredWeight])
+torch.serialization.add_safe_globals([StoredWeight, Known, OneScale])
+
+
+def amax_of_ranks(values: Tensor, weight: Tensor) -> Tensor:
+    """The amax [1, 1] of all of a DTensor whose part on this rank has these values; all ranks call it."""
+    own = kernels.amax(values, (ALL, ALL)) if values.numel() else values.new_zeros(1, 1, dtype=torch.float32)
+    return largest_of_ranks(own, weight)
+
+
+def cast_shard(
+    values: Tensor, weight: Tensor, granularity: Granularity, keep_rest: bool, amax: Tensor | None = None
+) -> StoredWeight:
+    """This rank's part of a DTensor in FP8; one scale is from the whole weight's amax, so all ranks call it.
+
+    ``amax``: [1, 1] in place of that, the same on all ranks.
+    """
+    values = values.detach().contiguous()
+    if granularity == PerTensor() and values.ndim == 2:
+        tile = granularity.tile
+        scale = scale_from_amax(amax_of_ranks(values, weight) if amax is None else amax, E4M3.max, True, 0)
+        codes, scale_inv = torch.empty_like(values, dtype=E4M3.dtype), scale_inv_from_scale(scale).view(1, 1)
+        if values.numel():
+            codes, *_ = kernels.cast(values, scale.view(1), 0, E4M3.dtype, tile, True, 0)
+    else:
+        pair = quantize(values, E4M3, granularity.of_matrices(values.shape), power_of_two=True)
+        codes, scale_inv = pair.qdata, pair.scale_inv
+    shard = StoredWeight(codes, scale_inv, weight.dtype, granularity, is_shard=True)
+    if keep_rest:
+        shard.rest = remainder_of(values, codes.view(torch.uint8), scale_inv)
+    return shard
+
+
+def agree_on_scale(param: Tensor, just_cut: bool = False) -> None:
+    """Give this rank's part of a DTensor the scale of the whole, if it is this rank's alone; all ranks call it.
+
+    So it is where FSDP2 has ``just_cut`` it, as ranks may have begun with other values, and where it was written.
+    """
+    own = local_stored(param)
+    if own is None or own is param or own.is_meta:
+        return
+    alone, own.known.alone = own.has_one_scale and (own.known.alone or just_cut), False
+    if not alone:
+        return
+    scales = largest_of_ranks(torch.cat([own.scale_inv, -own.scale_inv]), param)
+    if not torch.equal(scales[:1], -scales[1:]):
+        keep_rest = own.rest is not None or param.requires_grad
+        own.take(cast_shard(own.before_cast(), param, own.granularity, keep_rest))
+
+
+def agreed(shard: StoredWeight, param: Tensor) -> StoredWeight:
+    """A part of a DTensor, or a copy of it elsewhere, after ``agree_on_scale``."""
+    if (own := local_stored(param)) is None or not shard.known.alone:
+        return shard
+    agree_on_scale(param)
+    return own.moved(lambda tensor: tensor.to(shard.device))
+
+
+def store(
+    param: torch.nn.Parameter, granularity: Granularity | None, common: tuple[OneScale, Tensor] | None = None
+) -> None:
+    """Put a weight without a master into FP8, or back (None); of a sharded one all ranks call it.
+
+    ``common``: of a DTensor that has its scale with others, with the largest amax [1, 1] of all of them.
+    """
+    own, stored = on_this_rank(param), local_stored(param)
+    values = own.as_subclass(Tensor).detach() if stored is None else stored.before_cast()
+    if granularity is not None and own is param:
+        values = StoredWeight.cast(values, granularity, keep_rest=param.requires_grad)
+    elif granularity is not None:
+        amax = None if common is None else common[1]
+        values = cast_shard(values, param, granularity, param.requires_grad, amax)
+        values.common = None if common is None else common[0]
+    put_into(param, values)

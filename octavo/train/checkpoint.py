@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import tempfile
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
@@ -26,8 +25,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from octavo.distributed.errors import CheckpointError as RanksCheckpointError
-from octavo.distributed.files import reason_of, replacing
+from octavo.distributed.files import PARTIAL, locked, reason_of, replacing
 from octavo.distributed.ranks import Ranks
+from octavo.errors import first_line
 from octavo.scaling.delayed import delayed_state_dict, load_delayed_state_dict
 from octavo.train import config_file
 from octavo.train.config import TrainConfig
@@ -36,6 +36,7 @@ from octavo.train.errors import CheckpointError
 FORMAT = 1
 CHECKPOINT = "checkpoint.pt"
 SHARDED = "checkpoint"  # a folder, of a run on many ranks
+LOCK = ".lock"  # whose run it is now
 
 Identity = dict[str, int | float | str]
 Content = dict[str, Any]  # what the module's docstring lists, but rows as Rows once they are read
@@ -90,25 +91,32 @@ class RunFolder:
         """Whether a run was started here."""
         return any((self.path / name).exists() for name in (CHECKPOINT, SHARDED, self.log.name))
 
-    def open(self, resume: bool) -> None:
-        """Makes the folder and proves that it can be written.
+    def open(self, resume: bool) -> contextlib.ExitStack:
+        """Makes the folder this run's, until what is returned is closed or the process ends.
 
         Raises:
-            CheckpointError: it can't, or it holds a run and `resume` is not set.
+            CheckpointError: it can't be written, another run has it, or it holds a run and `resume` is not set.
         """
-        with self.ranks.together():
+        with self.ranks.together(), contextlib.ExitStack() as held:
             if self.ranks.rank > 0:
-                return
-            if not resume and self.holds_run():
-                raise CheckpointError(f"{self.path} already holds a run: add --resume to go on, or give another --out")
+                return held
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
-                with tempfile.TemporaryFile(dir=self.path) as file:
-                    file.write(b"octavo\n")
+                held.enter_context(locked(self.path / LOCK))
+            except BlockingIOError as error:
+                raise CheckpointError(
+                    f"another run trains in {self.path} ({error.strerror}): wait for its end, or give another --out"
+                ) from error
             except OSError as error:
                 raise CheckpointError(
                     f"cannot write to {self.path}: {error.strerror}; give a folder that can be written with --out"
                 ) from error
+            if not resume and self.holds_run():
+                raise CheckpointError(f"{self.path} already holds a run: add --resume to go on, or give another --out")
+            for left in self.path.glob(f"*.{PARTIAL}"):  # by a run that was killed as it wrote
+                left.unlink(missing_ok=True)
+            return held.pop_all()
+        raise AssertionError  # together() swallows nothing
 
     def save(self, model: nn.Module, optimizer: Optimizer, content: Content) -> None:
         """Replaces the checkpoint; when that fails the previous one is still there.
@@ -136,9 +144,20 @@ class RunFolder:
         """
 
         def read() -> Content | None:
-            content = self._read()
-            if content is not None and identity is not None:
-                self._require_same(content["identity"], identity)
+            try:
+                if (content := self._read()) is None:
+                    return None
+                rows, found = rows_from_tensor(content["rows"]), {**content["identity"]}
+                content |= {"step": int(content["step"]), "identity": found, "rows": rows}
+            except CheckpointError:
+                raise
+            except Exception as error:  # whatever a damaged file makes torch raise
+                raise CheckpointError(
+                    f"{self.checkpoint} is damaged or not a checkpoint of octavo: move it away to start this run again "
+                    f"({type(error).__name__}: {first_line(error)})"
+                ) from error
+            if identity is not None:
+                self._require_same(found, identity)
             return content
 
         content = self.ranks.first(read)
@@ -152,16 +171,11 @@ class RunFolder:
                     f"the run in {self.path} was trained on many ranks: resume it with --shard fsdp or ddp"
                 )
             return None
-        try:
-            content = torch.load(self.checkpoint, map_location="cpu", weights_only=True)
-            if content.pop("octavo_checkpoint") != FORMAT:
-                raise ValueError("another format")
-            self._states = {name: content.pop(name) for name in ("model", "optimizer", "delayed")}
-            return content | {"rows": rows_from_tensor(content["rows"])}
-        except Exception as error:  # whatever a damaged file makes torch raise
-            raise CheckpointError(
-                f"{self.checkpoint} is damaged or not a checkpoint of octavo: move it away to start this run again"
-            ) from error
+        content: Content = torch.load(self.checkpoint, map_location="cpu", weights_only=True)
+        if content.pop("octavo_checkpoint") != FORMAT:
+            raise ValueError("another format")
+        self._states = {name: content.pop(name) for name in ("model", "optimizer", "delayed")}
+        return content
 
     def _require_same(self, found: Identity, wanted: Identity) -> None:
         """Raises CheckpointError for another run's identity; an option that one leaves out has its default."""
@@ -238,13 +252,7 @@ class ShardedFolder(RunFolder):
 
         if (self.path / CHECKPOINT).exists():
             raise CheckpointError(f"the run in {self.path} was trained by one process: resume it without --shard")
-        if not (self.checkpoint / LATEST).exists():
-            return None
-        try:
-            content = load_extra(self.checkpoint)
-            return content | {"rows": rows_from_tensor(content["rows"])}
-        except (RanksCheckpointError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{error}: move {self.checkpoint} away to start this run again") from error
+        return load_extra(self.checkpoint) if (self.checkpoint / LATEST).exists() else None
 
     def fill(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         from octavo.distributed.checkpoint import load_checkpoint

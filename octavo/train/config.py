@@ -233,7 +233,10 @@ class RunConfig(_Checked):
     out: Path | None = option(  # noqa: RUF009 (it is a field)
         None, "folder for checkpoints, logs and plots (default: a new one under runs/)", metavar="FOLDER"
     )
-    resume: bool = option(False, "continue the run in the folder --out (default: the newest one under runs/)")
+    resume: bool = option(
+        False,
+        "continue the run in the folder --out (default: the newest one under runs/), or begin one",
+    )
     checkpoint_every: int = option(100, "steps between checkpoints (0: only at the end and when interrupted)", 0)
     eval_every: int = option(80, "steps between validations (0: only at the end)", 0)
 

@@ -76,7 +76,7 @@ def _section(part: type, section: str, values: Any) -> dict[str, Any]:
         raise ValueError(f"{section} has no option {', '.join(wrong)}: choose {', '.join(fields)}")
     found = {}
     for name, value in values.items():
-        found[name] = Path(value) if fields[name].default is None and isinstance(value, str) else value
+        found[name] = Path(value) if fields[name].default is None and isinstance(value, str) and value else value
         if (choice := remedy(part, fields[name], found[name])) is not None:
             raise ValueError(f"{section}.{name} is {value!r}: choose {choice}")
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Collection, Iterable
@@ -147,9 +148,10 @@ def run(
     if name is None:
         own = recipe.default if isinstance(recipe, RecipeMap) else recipe
         name = shared.config.called(own) if isinstance(own, str) else own.name
-    opened = _Run(shared, name, recipe)
-    shared.say_first([name])
-    return opened.train()
+    with shared.opened:
+        opened = _Run(shared, name, recipe)
+        shared.say_first([name])
+        return opened.train()
 
 
 def compare(
@@ -177,16 +179,17 @@ def compare(
     names = list(dict.fromkeys(shared.config.called(name) for name in recipes))
     for name in names:
         shared.rehearse(name)
-    # opened before the first run: nothing trains for minutes to fail in the second
-    ahead = [len(_Run(shared, name, name).steps_ahead) for name in names]
-    shared.say_first(names)
     results = []
-    for index, name in enumerate(names):
-        shared.progress.message(f"run {index + 1} of {len(names)}: {name}")
-        later = [steps for steps in ahead[index + 1 :] if steps]
-        results.append(_Run(shared, name, name).train(later))
-        if results[-1].interrupted:
-            break
+    with shared.opened:
+        # opened before the first run: nothing trains for minutes to fail in the second
+        ahead = [len(_Run(shared, name, name).steps_ahead) for name in names]
+        shared.say_first(names)
+        for index, name in enumerate(names):
+            shared.progress.message(f"run {index + 1} of {len(names)}: {name}")
+            later = [steps for steps in ahead[index + 1 :] if steps]
+            results.append(_Run(shared, name, name).train(later))
+            if results[-1].interrupted:
+                break
     return results
 
 
@@ -198,6 +201,8 @@ class _Shared:
     ) -> None:
         """Load the text, settle the dtype, and check that the model fits the device and the text holds its windows."""
         self.hooks, self.progress, self.ranks = hooks, hooks.progress, ranks
+        self.opened = contextlib.ExitStack()  # the runs' folders, until this is closed
+        self._folders: set[Path] = set()
         require_parts(config, ranks)
         with train_errors():
             config.require_phases(recipes)
@@ -217,6 +222,12 @@ class _Shared:
                 raise TrainError(
                     f"{corpus.description} is another text here than on rank 0: give all ranks the same --data"
                 )
+
+    def open(self, folder: RunFolder) -> None:
+        """Open a run's folder, unless that was done."""
+        if folder.path not in self._folders:
+            self.opened.enter_context(folder.open(self.config.run.resume))
+            self._folders.add(folder.path)
 
     def rehearse(self, name: str) -> None:
         """Raise TrainError for options that a recipe can't have, by a tiny model: nothing trains for minutes before."""
@@ -252,7 +263,7 @@ class _Run:
         if config.run.out is not None:
             path = config.run.out / name
             self.folder = RunFolder(path) if config.ranks.shard == ALONE else ShardedFolder(path, shared.ranks)
-            self.folder.open(config.run.resume)
+            shared.open(self.folder)
             self.saved = self.folder.load(self.identity) if config.run.resume else None
         self.rows: list[Row] = self.saved["rows"] if self.saved is not None else []
         steps, tokens = config.optimizer.steps, config.data.batch * config.model.context

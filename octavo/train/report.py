@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from octavo.cost.command import columns
 from octavo.distributed.files import replacing
 from octavo.errors import MissingExtraError
 from octavo.train.config import UNCONVERTED
@@ -52,10 +53,8 @@ def table(results: Sequence[RunResult]) -> str:
             line.insert(2, f"{gap(result, baseline):+.2f} %")
             line.append(f"{seconds / baseline.seconds_per_step:.2f}x")
         lines.append([*line, f"{result.tokens_per_s:,.0f}"])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    text = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines]
-    rule = "  ".join("-" * width for width in widths)
-    return "\n".join([text[0], rule, *text[1:], f"What is not FP8 was computed in {results[0].dtype}."])
+    rule = ["-" * max(map(len, column)) for column in zip(*lines, strict=True)]
+    return f"{columns([head, rule, *lines[1:]])}\nWhat is not FP8 was computed in {results[0].dtype}."
 
 
 def write_csv(results: Sequence[RunResult], path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -164,12 +163,7 @@ def shard(model: GPT, config: TrainConfig, ranks: Ranks) -> tuple[nn.Module, Ran
     called: Any = torch.compile(model) if config.run.compile else model
     if config.ranks.shard == ALONE:
         return called, ranks
-    # Rank 0's buffers are not sent to the others. The model's own are constants, and delayed scales come from what each
-    # rank has seen: with rank 0's, larger values of other ranks would saturate.
-    replicated: Any = nn.parallel.DistributedDataParallel
-    known = inspect.signature(replicated).parameters
-    buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # until torch 2.12
-    return replicated(called, process_group=ranks.group, **{buffers: False}), ranks
+    return nn.parallel.DistributedDataParallel(called, process_group=ranks.group), ranks
 
 
 def syncing(called: nn.Module, last: bool) -> AbstractContextManager[None]:

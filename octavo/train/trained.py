@@ -13,15 +13,26 @@ from octavo.train.model import GPT, next_byte_loss
 from octavo.train.trainer import build_model
 
 
+def run_in(path: Path) -> Path:
+    """The folder of the only run in a folder, as `octavo train` leaves one there; else the path itself."""
+    runs = [] if RunFolder(path).holds_run() else _runs_in(path)
+    return runs[0] if len(runs) == 1 else path
+
+
+def _runs_in(path: Path) -> list[Path]:
+    return sorted(found.parent for name in (CHECKPOINT, SHARDED) for found in path.glob(f"*/{name}"))
+
+
 def trained_model(path: Path) -> GPT:
     """The model that a run trained, in evaluation mode, with its recipe and delayed state.
 
     Args:
-        path: the run's folder, or its checkpoint.pt; of a run on many ranks the folder.
+        path: the run's folder, that of this run alone, or its checkpoint.pt; of a run on many ranks a folder.
 
     Raises:
         CheckpointError: there is no checkpoint, or none that can be read.
     """
+    path = run_in(path)
     folder = path.parent if path.name == CHECKPOINT else path
     sharded = (folder / SHARDED).is_dir() and not (folder / CHECKPOINT).exists()
     kept = ShardedFolder(folder) if sharded else RunFolder(folder)
@@ -29,8 +40,8 @@ def trained_model(path: Path) -> GPT:
     if content is None and not path.exists():
         raise CheckpointError(f"{path} does not exist: give a run's folder or its {CHECKPOINT}")
     if content is None:
-        runs = sorted(found.parent for name in (CHECKPOINT, SHARDED) for found in folder.glob(f"*/{name}"))
-        held = f"holds {len(runs)} run{'s' * (len(runs) > 1)}: choose one of {', '.join(map(str, runs))}"
+        runs = _runs_in(folder)
+        held = f"holds {len(runs)} runs: choose one of {', '.join(map(str, runs))}"
         none = f"is no run of octavo: give a run's folder or its {CHECKPOINT}"
         raise CheckpointError(f"{path} {held if runs else none}")
     identity = content["identity"]

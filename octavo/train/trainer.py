@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from collections.abc import Collection
 from contextlib import nullcontext
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import octavo
+from octavo.cost.rates import memory_of
 from octavo.distributed.ranks import Ranks, whole
 from octavo.kernels.capability import fast_dtype
 from octavo.scaling.recipe import Recipe
@@ -67,7 +67,7 @@ def choose_device(name: str) -> torch.device:
     """The device of a name, or TrainError where there is none here."""
     try:
         device = torch.device(name)
-        torch.empty(1, device=device).add_(1)
+        torch.empty(1, device=device).add_(1).item()  # the meta device has no values
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # what an absent backend raises
         raise TrainError(f"device {name!r} cannot be used here: choose auto, or one that octavo info lists") from error
     return device
@@ -85,17 +85,12 @@ def require_memory(config: TrainConfig, device: torch.device, ranks: int = 1) ->
     A lower bound for each of the ranks: 16 bytes a parameter (under fsdp, of its part), and for each token about 20
     width of activations a layer in 2 bytes, and its logits in 4.
     """
-    if device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-    elif device.type == "cpu" and hasattr(os, "sysconf"):
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    else:
-        return
+    total = memory_of(device)
     model, data = config.model, config.data
     tokens = data.batch // (data.micro_batches * ranks) * model.context
     parameters = model.parameters // (ranks if config.ranks.shard == FSDP else 1)
     needed = 16 * parameters + tokens * (40 * model.width * model.layers + 4 * VOCABULARY)
-    if needed > total:
+    if needed > total > 0:
         raise TrainError(
             f"this model needs at least {needed / 2**30:,.1f} GiB, but {device} has {total / 2**30:,.1f} GiB: "
             "lower --width, --layers, --context or --batch, or raise --micro-batches"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import io
 import json
 import math
 import platform
@@ -147,11 +148,12 @@ def _write(path: Path, origin: Mapping[str, str], found: Mapping[str, Tuned]) ->
 
 
 def _write_log(path: Path, origin: Mapping[str, str], log: Sequence[Mapping[str, Any]]) -> None:
-    with path.open("w", newline="") as file:
-        columns = dict.fromkeys(key for line in log for key in line)
-        writer = csv.DictWriter(file, [*columns, *origin])
-        writer.writeheader()
-        writer.writerows({**line, **origin} for line in log)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [*dict.fromkeys(key for line in log for key in line), *origin])
+    writer.writeheader()
+    writer.writerows({**line, **origin} for line in log)
+    with replacing(path) as file:
+        file.write(text.getvalue().encode())
 
 
 def _summary(output: Path | None, found: Mapping[str, Tuned]) -> str:

@@ -36,11 +36,12 @@ class Case(NamedTuple):
     exact: bool = True  # its codes are the reference's; else it may round otherwise on the way to them
 
 
-def delayed_state(scale: float = SCALE) -> tuple[Tensor, Tensor]:
-    """Delayed scales that are known to exist, as after the first steps of training, and their history."""
+def delayed_state(scale: float = SCALE) -> tuple[Tensor, Tensor, Tensor]:
+    """A delayed state whose scales are known to exist, as after the first steps of training."""
     scales, history = torch.full((3,), scale, device=DEVICE), torch.full((3, 16), 448 / scale, device=DEVICE)
-    _history.committed(scales, history, (True, True, True))
-    return scales, history
+    before = torch.stack((torch.zeros_like(scales), scales)).view(torch.int32)  # of no pass
+    _history.committed(scales, history, before, (True, True, True))
+    return scales, history, before
 
 
 def _delayed(transpose: bool = False) -> Callable[[Tensor], tuple[Any, ...]]:

@@ -5,7 +5,14 @@ import torch
 from torch import Tensor
 
 from octavo.autograd.casts import WEIGHT, cast_role
-from octavo.autograd.grouped import group_of_rows, group_sums, grouped_mm, scales_of_rows, transposed_codes
+from octavo.autograd.grouped import (
+    group_of_rows,
+    group_sums,
+    grouped_linear,
+    grouped_mm,
+    scales_of_rows,
+    transposed_codes,
+)
 from octavo.kernels import dequantize, grouped_cast
 from tests.support.definitions import same_bits
 from tests.support.groups import SIZES, offsets_of, slices_of
@@ -39,6 +46,20 @@ def test_products_in_high_precision_are_those_of_each_group(
     torch.testing.assert_close(group_sums(grad, offsets), torch.stack([grad[of].sum(0) for of in slices_of(sizes)]))
     ones = torch.ones((), dtype=dtype).expand(rows, outer)  # as the gradient of a sum, of any strides
     assert group_sums(ones, offsets)[:, 0].tolist() == sizes
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_gradient_of_a_bias_is_summed_in_float32(dtype: torch.dtype) -> None:
+    """A sum in bf16 of so many numbers stands at 256."""
+    sizes, inner, outer = [3000, 0, 1000], 8, 5
+    x, weight, grad = (torch.rand(shape, dtype=dtype) for shape in ((4001, inner), (3, outer, inner), (4001, outer)))
+    bias = torch.rand(3, outer, dtype=dtype, requires_grad=True)
+    y = grouped_linear(x, weight, bias, offsets_of(sizes))
+    y.backward(grad)
+    for group, of in enumerate(slices_of(sizes)):
+        torch.testing.assert_close(y[of], x[of] @ weight[group].t() + bias[group])
+        torch.testing.assert_close(bias.grad[group], grad[of].double().sum(0).to(dtype))
+    assert not y[4000:].any()
 
 
 def test_gradients_of_gradients_in_high_precision() -> None:
@@ -95,7 +116,7 @@ def test_products_in_high_precision_are_counted() -> None:
 
     layer = torch.nn.Module()
     layer.forward = lambda x: grouped_mm(x, torch.randn(3, 8, 16), offsets_of([2, 0, 3]))  # type: ignore[method-assign]
-    assert forward_flops(layer, (torch.randn(5, 8),), {}) == (0, 2 * 5 * 8 * 16)
+    assert forward_flops(layer, (torch.randn(5, 8),), {})[0] == (0, 2 * 5 * 8 * 16)
 
 
 @each_sizes

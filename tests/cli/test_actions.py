@@ -1,3 +1,5 @@
+import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -7,7 +9,7 @@ import torch
 import octavo
 from octavo import cli
 from octavo.train import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig, run
-from tests.support.command_line import TEXT, one_line
+from tests.support.command_line import TEXT, one_line, train
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,13 +51,13 @@ def test_export_checks_what_it_wrote(trained, capsys, monkeypatch):
     assert [(opset, weights) for _, opset, weights in seen] == [(21, torch.bfloat16)] and not seen[0][0].training
 
 
-@pytest.mark.parametrize("source", ["runs/delayed", "runs/delayed/checkpoint.pt"])
+@pytest.mark.parametrize("source", ["runs", "runs/delayed/checkpoint.pt"])
 def test_what_if_of_a_run(source, trained, capsys, monkeypatch):
     monkeypatch.chdir(trained)
     given = ["--recipes", "delayed", "--device", "H100", "--data", "text.py", "--keep", "1"]
     assert cli.main(["inspect", source, *given]) == 0
     out = capsys.readouterr().out
-    assert "blocks.0.mlp.fc1" in out and "octavo.recipes.delayed()" in out and "head" not in out
+    assert "blocks.0.mlp.fc1" in out and '"default": "delayed"' in out and "head" not in out
 
 
 def test_inspect_of_a_run_is_of_its_record_unless_more_is_asked(trained, capsys, monkeypatch):
@@ -91,6 +93,17 @@ def test_what_if_of_a_users_model(folder, capsys):
         assert says in one_line(capsys)
 
 
+def test_the_pages_what_ifs_run_word_for_word(folder, capsys, no_plot):
+    page = (ROOT / "docs/inspect.md").read_text()
+    (job,) = re.findall(r"```python\n([^`]*def training.*?)```", page, re.DOTALL)
+    (folder / "job.py").write_text(job)
+    assert train() == 0
+    (commands,) = re.findall(r"```sh\n(octavo inspect job.*?)```", page, re.DOTALL)
+    for command in commands.splitlines():
+        assert cli.main(shlex.split(command)[1:]) == 0
+        assert '"rules": {' in capsys.readouterr().out
+
+
 @pytest.mark.full
 def test_export_writes_a_file_that_onnxruntime_runs(trained, capsys, monkeypatch):
     pytest.importorskip("onnxruntime")
@@ -107,7 +120,6 @@ def test_export_writes_a_file_that_onnxruntime_runs(trained, capsys, monkeypatch
     ("arguments", "says"),
     [
         (["no", "--onnx", "m.onnx"], "no does not exist"),
-        (["runs", "--onnx", "m.onnx"], "choose one of runs/delayed"),
         (["runs/delayed", "--onnx", "no/m.onnx"], "the folder no does not exist"),
         (["runs/delayed", "--onnx", "m.onnx", "--opset", "3"], "opset=3: use 19 to 24"),
         (["runs/delayed", "--onnx", "m.onnx", "--data", "none"], "none"),

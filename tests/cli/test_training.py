@@ -63,6 +63,21 @@ def test_folders_are_chosen_when_none_is_given(capsys, no_plot):
     assert train("--resume") == 0
     assert "runs/train-002" in capsys.readouterr().out
     assert len(list(Path("runs").iterdir())) == 2
+    Path("runs/train-999").mkdir()
+    assert train() == train() == 0
+    assert Path("runs/train-1000/dynamic").is_dir() and Path("runs/train-1001/dynamic").is_dir()
+
+
+def test_one_set_of_flags_begins_a_run_and_goes_on_with_it(capsys, no_plot):
+    kept = []
+    for said in ("octavo: nothing to resume: here holds no run of dynamic; it begins anew in here\n", ""):
+        assert train("--resume", "--out", "here") == 0
+        assert capsys.readouterr().err.startswith(said or "dynamic: 6 steps")
+        kept.append(Path("here/dynamic/log.csv").read_bytes())
+    assert kept[0] == kept[1]
+    assert train("--resume", "--recipe", "delayed") == train("--resume", "--recipe", "mx") == 0
+    assert sorted(path.name for path in Path("runs").glob("*/*")) == ["delayed", "mx"]  # each in a folder of its own
+    assert len(list(Path("runs").iterdir())) == 2
 
 
 def test_train_needs_no_extra(capsys, monkeypatch):

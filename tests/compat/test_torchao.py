@@ -27,6 +27,10 @@ def emulated(library, name):
     return dataclasses.replace(library.Float8LinearConfig.from_recipe_name(name), emulate=True)
 
 
+def from_name(*libraries):
+    return [library.Float8LinearConfig.from_recipe_name for library in libraries]
+
+
 def results(model, x):
     """The output, the gradient of the input, and those of the parameters."""
     x = x.clone().requires_grad_()
@@ -43,11 +47,15 @@ def signal_to_noise(found, expected):
 
 # --- names and arguments ----------------------------------------------------------------------------------------------
 
-INFERENCE = {"FP8Granularity"}  # a type of torchao's quantize_, not of its training
-
 
 def test_it_has_every_name(theirs):
-    assert set(theirs.__all__) - INFERENCE <= vars(ours).keys()
+    assert set(theirs.__all__) <= vars(ours).keys()
+    for name in ("ScalingType", "ScalingGranularity"):
+        assert [v.short_str() for v in getattr(ours, name)] == [v.short_str() for v in getattr(theirs, name)]
+    for kind in RECIPES:
+        for role in ("input", "weight", "grad_output"):
+            found = (getattr(of(kind), f"cast_config_{role}").short_str() for of in from_name(ours, theirs))
+            assert len(set(found)) == 1
 
 
 @pytest.mark.parametrize(
@@ -133,8 +141,15 @@ def test_a_layer_computes_what_torchaos_computes(theirs, name, dtype):
         for library in (ours, theirs)
     ]
     found, expected = (results(model, x) for model in models)
-    if name == "tensorwise":  # torchao multiplies the codes by their scales before it adds up, octavo the sum
+    if name == "tensorwise" and dtype is torch.float32:
+        # torchao multiplies the codes by their scales before it adds up, octavo the sum
         assert signal_to_noise(found, expected) > 120
+    elif (
+        name == "tensorwise"
+    ):  # so a sum that is nearly between two values may be rounded to the other, by the CPU's order
+        for f, e in zip(found, expected, strict=True):
+            assert (f != e).float().mean() < 2e-3
+            torch.testing.assert_close(f, e, rtol=2**-7, atol=0)
     else:
         for f, e in zip(found, expected, strict=True):
             assert torch.equal(f, e)

@@ -50,8 +50,6 @@ def test_micro_batches_on_an_unchanged_weight(recipe):
         for step in range(3):
             for micro_batch in range(3):
                 x, target = batch(MLP, 3 * step + micro_batch)
-                if net is eager:
-                    octavo.nn.invalidate(net)  # what is compiled casts the weight for each micro-batch
                 mean_square(lambda x, net=net, forward=forward: forward(net, x), x, target).backward()
             if step < 2:
                 optimizer.step()

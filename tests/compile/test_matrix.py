@@ -79,12 +79,12 @@ def test_graphs_and_breaks_are_counted():
 
 
 def forgets_the_update(name, call):
-    """A commit that writes neither scale nor history."""
+    """A commit that writes no state."""
 
     def forgetful(x, *args):
         if name != "cast_and_commit":
             return call(x, *args)
-        return call(x, args[0].clone(), args[1].clone(), *args[2:])
+        return call(x, *(state.clone() for state in args[:3]), *args[3:])
 
     return forgetful
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
 from octavo import recipes
-from octavo.cost.rates import FORMS, HIGH_PRECISION, PUBLISHED, Rates, device_label, forms_of, keep, rates_of
+from octavo.cost.rates import FORMS, HIGH_PRECISION, PUBLISHED, Rates, device_label, forms_of, keep, memory_of, rates_of
 from octavo.granularity import PerBlock
 from octavo.scaling.recipe import Cast
 
@@ -54,12 +55,21 @@ def test_what_a_cast_moves() -> None:
 def test_measured_rates_are_kept_for_this_device_and_torch(cache: Path) -> None:
     with pytest.raises(ValueError, match="octavo info --measure"):
         rates_of(device=CPU)
-    mine = dataclasses.replace(RATES, device=device_label(CPU))
+    mine = dataclasses.replace(RATES, device=device_label(CPU), memory=1e9)
     assert keep(RATES) == keep(mine) == cache / "rates.json"
     assert rates_of(device=CPU) == mine
-    (cache / "rates.json").write_text("{")  # as another version, or a full disk, may leave it
-    with pytest.raises(ValueError, match="are not known"):
-        rates_of(device=CPU)
+    kept = json.loads((cache / "rates.json").read_text())
+    own = kept[mine.device]
+    without = {name: value for name, value in own.items() if name != "memory"}  # as an older octavo kept it
+    (cache / "rates.json").write_text(json.dumps({mine.device: without}))
+    assert rates_of(device=CPU) == dataclasses.replace(mine, memory=memory_of(CPU)) and memory_of(CPU) > 1 << 30
+    products = {kind: points for kind, points in own["products"].items() if kind != "mx"}
+    for text in ("{", "[1]", *(json.dumps({mine.device: own | {name: products}}) for name in ("newer", "products"))):
+        (cache / "rates.json").write_text(text)  # as another version, or a full disk, may leave it
+        with pytest.raises(ValueError, match="are not known"):
+            rates_of(device=CPU)
+    keep(mine)
+    assert rates_of(device=CPU) == mine
 
 
 def test_published_rates() -> None:

@@ -13,6 +13,7 @@ from tests.support.byte_counter import GATHER, OTHER, REDUCE, SCATTER, ByteCount
 
 WIDTH, LAYERS = 256, 3
 MICRO_BATCHES = 2
+ASKED = [1, 0]  # in each step: whether all ranks were told the same
 
 
 def model_of(mesh, recipe):
@@ -95,10 +96,10 @@ def test_bytes_and_collectives(pool, in_bf16, recipe, amax_collectives, micro_ba
     if not evaluates:  # after an evaluation FSDP2 prefetches one more
         assert all(bytes[GATHER] == micro_batches * 2 * LAYERS * WIDTH * WIDTH * 2 for _, bytes in plain_steps)
     for steps in pool.run(counted_steps, (2,), recipe, micro_batches, evaluates):
-        for (calls, bytes), (plain_calls, plain_bytes) in zip(steps, plain_steps, strict=True):
+        for first, (calls, bytes), (plain_calls, plain_bytes) in zip(ASKED, steps, plain_steps, strict=True):
             forwards = micro_batches * (1 + evaluates)
-            assert calls.pop(REDUCE, 0) == forwards * amax_collectives
-            assert bytes.pop(REDUCE, 0) == forwards * amax_collectives * LAYERS * 4
+            assert calls.pop(REDUCE, 0) == forwards * amax_collectives + first
+            assert bytes.pop(REDUCE, 0) == forwards * amax_collectives * LAYERS * 4 + first * 16
             assert calls == plain_calls and bytes[SCATTER] == plain_bytes[SCATTER]
             assert 0.5 <= bytes[GATHER] / plain_bytes[GATHER] <= 0.52
 
@@ -106,12 +107,15 @@ def test_bytes_and_collectives(pool, in_bf16, recipe, amax_collectives, micro_ba
 @pytest.mark.parametrize(("recipe", "amax_collectives"), [("dynamic", 1), ("delayed", 1), ("blockwise", 0)])
 def test_evaluation_finds_scales_once_a_forward(pool, recipe, amax_collectives):
     for calls in pool.run(counted_evaluations, (2,), recipe):
-        assert calls.get(REDUCE, 0) == 3 * amax_collectives
+        assert calls.get(REDUCE, 0) == 3 * amax_collectives + 1
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "mx"])
 def test_cast_after_sends_bf16(pool, in_bf16, recipe):
-    assert pool.run(counted_steps, (2,), recipe) == [in_bf16()] * 2
+    for steps in pool.run(counted_steps, (2,), recipe):
+        assert [calls.pop(REDUCE, 0) for calls, _ in steps] == ASKED
+        assert [bytes.pop(REDUCE, 0) for _, bytes in steps] == [16, 0]
+        assert steps == in_bf16()
 
 
 @pytest.mark.full
@@ -120,6 +124,6 @@ def test_four_ranks(pool):
     plain = pool.run(counted_steps, (4,), None)[0][0][1][GATHER]
     for recipe, share, amax_collectives in (("dynamic", 0.5, 1), ("delayed", 0.5, 1), ("blockwise", 1, 0)):
         for steps in pool.run(counted_steps, (4,), recipe):
-            for calls, bytes in steps:
+            for first, (calls, bytes) in zip(ASKED, steps, strict=True):
                 assert bytes[GATHER] == share * plain
-                assert calls.get(REDUCE, 0) == amax_collectives
+                assert calls.get(REDUCE, 0) == amax_collectives + first

@@ -143,7 +143,9 @@ def test_any_number_of_ranks_reads_it(pool, before, kind, after, tmp_path):
     alone = build(seed=1)
     optimizer = adamw(alone)
     load_checkpoint(tmp_path, alone, optimizer)
-    torch.testing.assert_close(curves[0], train(alone, optimizer, 4, 6), rtol=5e-2, atol=0)
+    losses = train(alone, optimizer, 4, 6)
+    # ranks cast their own inputs and gradients by histories of their own: noise that does not shrink as losses do
+    torch.testing.assert_close(curves[0], losses, rtol=0, atol=5e-2 * float(losses[0]))
 
 
 def convert_between(mesh, folder):
@@ -220,6 +222,12 @@ def test_what_fails_on_one_rank_fails_on_all_and_keeps_the_one_before(pool, fail
         why = f"cannot write a checkpoint to {tmp_path}: rank {failing} failed: Full; what was saved before is kept"
         assert why in wrote
         assert f"cannot read the checkpoint in {tmp_path}" in read and "failed" in read
+
+
+def test_where_one_rank_cannot_load_all_say_why(pool, tmp_path):
+    for said, differs in pool.run(stored_checkpoints.one_fails, (2,), str(tmp_path), 1, seconds=60):
+        assert len(said) == 4 and all("No such file" in one for one in said)
+        assert differs == []
 
 
 # --- one process ------------------------------------------------------------------------------------------------------

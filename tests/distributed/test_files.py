@@ -1,9 +1,13 @@
 import errno
 import os
+import signal
+import subprocess
+import sys
+import threading
 
 import pytest
 
-from octavo.distributed.files import reason_of, replacing, require_place
+from octavo.distributed.files import locked, reason_of, replacing, require_place
 
 
 def write(path, data):
@@ -21,6 +25,53 @@ def test_a_file_is_replaced_or_left(tmp_path, monkeypatch):
         _ = 1 / 0
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_no_file_can_take_the_place_of_is_written_into(tmp_path, capfd):
+    target, link, pipe, own = (tmp_path / name for name in ("target", "link", "pipe", "own"))
+    target.write_bytes(b"old")
+    link.symlink_to(target)
+    write(link, b"by a link")
+    assert link.is_symlink() and target.read_bytes() == b"by a link"
+    os.mkfifo(pipe)
+    read = []
+    reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()))
+    reader.start()
+    write(pipe, b"into a pipe")
+    reader.join()
+    assert read == [b"into a pipe"] and pipe.is_fifo()
+    own.symlink_to("/dev/fd/1")
+    print("before", flush=True)
+    write(own, b"output\n")
+    assert capfd.readouterr().out == "before\noutput\n" and own.is_symlink()
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_two_writers_of_a_file_do_not_meet(tmp_path):
+    path = tmp_path / "file"
+    with replacing(path) as first:
+        first.write(b"first")
+        with replacing(path) as second:
+            second.write(b"second, longer")
+        assert path.read_bytes() == b"second, longer"
+    assert path.read_bytes() == b"first" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_lock_is_one_process_s_until_it_ends_however(tmp_path):
+    path = tmp_path / "lock"
+    code = "import fcntl, os, sys; file = open(sys.argv[1], 'w'); fcntl.flock(file, fcntl.LOCK_EX)\n"
+    code += "file.write(f'process {os.getpid()} on a host'); file.flush(); print(flush=True); input()"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    assert holder.stdout.readline() == b"\n"
+    with pytest.raises(BlockingIOError, match=f"process {holder.pid} on a host"), locked(path):
+        pass
+    holder.send_signal(signal.SIGKILL)
+    holder.communicate()
+    with locked(path):
+        assert path.read_text().startswith(f"process {os.getpid()} on ")
+    assert not path.exists()
 
 
 def test_a_place_without_a_folder_is_named_as_it_was_given(tmp_path):

@@ -255,8 +255,10 @@ def test_infinity_stays_infinity_in_e5m2(pool):
 def bytes_sent(mesh, count, options):
     """What each rank sends of its all-to-all and its gather, beside what a ring sends of an all-reduce."""
     group, bucket = mesh.get_group(), OneBucket(gradients(count, dist.get_rank(), dtype=torch.bfloat16))
+    reduction = Fp8Reduction(**options, group=group)
+    reduction.rounded_rows(group)  # asks whether ranks have the same options
     with ByteCounter() as counter:
-        fp8_reduce_hook(Fp8Reduction(**options, group=group), bucket).wait()
+        fp8_reduce_hook(reduction, bucket).wait()
     with ByteCounter() as plain:
         dist.all_reduce(torch.ones(count, dtype=torch.bfloat16), group=group)
     both = counter.bytes[OTHER] + counter.bytes[GATHER] + 2 * counter.bytes[REDUCE]

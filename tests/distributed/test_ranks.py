@@ -1,6 +1,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from octavo.distributed.errors import RankError
 from octavo.distributed.ranks import Ranks, lost_ranks
@@ -51,6 +52,34 @@ def test_a_fault_of_one_is_raised_by_all(pool):
     assert "rank 1 failed: [Errno 28] No space left on device" in first[0][1]
     assert first[1][1] == "rank 1 failed: ZeroDivisionError: so it is"
     assert second[2][1] == "rank 0 failed: IndexError: list index out of range"
+
+
+def collectives_together(mesh):
+    """What is raised where a block that runs together begins collectives of all kinds."""
+    ranks, tensor = ranks_of(mesh), torch.ones(1)
+    kinds = {
+        "plain": lambda: dist.all_reduce(tensor, group=ranks.group),
+        "under way": lambda: dist.all_reduce(tensor, group=ranks.group, async_op=True),
+        "of objects": lambda: dist.broadcast_object_list([1], group=ranks.group, group_src=0),
+        "functional": lambda: distribute_tensor(tensor, mesh, [Shard(0)]).full_tensor(),
+        "a barrier": lambda: dist.barrier(ranks.group),
+        "octavo's": lambda: ranks.sum(tensor),
+    }
+    said, begun = {}, dist.all_reduce(tensor, group=ranks.group, async_op=True)
+    with ranks.together():
+        begun.wait()  # may be: all ranks began it
+    for kind, begin in kinds.items():
+        try:
+            with ranks.together():
+                begin()
+        except AssertionError as raised:
+            said[kind] = str(raised)
+    return [kind for kind in kinds if "inside Ranks.together()" not in said.get(kind, "")]
+
+
+def test_what_runs_together_may_hold_no_collective(pool):
+    """The guard of all tests: tests/support/together.py."""
+    assert pool.run(collectives_together, (2,)) == [[], []]
 
 
 def test_a_lone_process_communicates_nothing():

@@ -19,6 +19,7 @@ from octavo.schedule import Phase, PrecisionSchedule
 from octavo.tensor.stored_weight import local_stored
 from tests.support.expert_models import RECIPES, Mixture, batch, built, off, whole
 from tests.support.parallel_experts import SIZES, parts
+from tests.support.stored_weights import of_codes
 
 E = 8
 KINDS = ["octavo", "octavo bias", "stored", "stored transposed"]
@@ -201,7 +202,7 @@ def used_otherwise(mesh: Any, kind: str, ways: list[str]) -> list[bool]:
     checkpoints, compiled, in high precision; whether it stays in FP8 as bf16.
     """
     x, net = batch(0, mesh.get_rank()), made(mesh, kind, "blockwise")
-    values = octavo.restore(copy.deepcopy(net)).state_dict()
+    values = octavo.restore(of_codes(net)).state_dict()
     plain = expert_parallel(built(kind, "blockwise", E), mesh, exact=True)
     plain.load_state_dict(values)
 

@@ -53,6 +53,20 @@ def test_given_shapes_are_kept():
     assert isinstance(x.shape[0], torch.SymInt) and x.shape[1:] == (4, 32)
 
 
+@pytest.mark.parametrize("name", ["dynamic", "rowwise", "blockwise", "mx"])
+@pytest.mark.parametrize("build", [octavo.nn.Linear, octavo.nn.RMSNormMLP])
+def test_any_number_of_rows(name, build):
+    """By torch.export itself, of weights that require gradients: nothing is cast for a backward."""
+    model = build(256, 256, recipe=getattr(recipes, name)()).eval()
+    rows = torch.export.Dim("rows", min=2, max=4096)
+    program = torch.export.export(model, (torch.randn(16, 256),), dynamic_shapes=({0: rows},))
+    assert not any("two_scalings" in op for op in ops_of(program) if build is octavo.nn.Linear)
+    for count in (2, 130, 1000):
+        x = torch.randn(count, 256)
+        with torch.no_grad():
+            assert torch.equal(program.module()(x), model(x))
+
+
 def test_what_can_not_be_traced_says_why():
     class Peeks(nn.Module):
         def forward(self, x: torch.Tensor) -> float:

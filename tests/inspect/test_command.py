@@ -29,6 +29,22 @@ def test_a_record_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureF
     assert json.loads((tmp_path / "x.json").read_text())["steps"] == [0, 1]
 
 
+def test_what_mends_casts_is_written_as_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    layer, path = octavo.nn.Linear(32, 32, recipe=octavo.recipes.delayed()), tmp_path / "rules.json"
+    with octavo.inspect.record(layer, tmp_path / "run", every=1) as recorder:
+        for step in range(6):
+            layer(torch.randn(16, 32) * (300 if step == 4 else 1)).square().sum().backward()
+            recorder.step()
+    json_path = tmp_path / "x.json"
+    assert cli.main(["inspect", str(tmp_path / "run"), "--write", str(path), "--json", str(json_path)]) == 0
+    assert f"octavo.recipes.load('{path}', DEFAULT)" in capsys.readouterr().out
+    found = octavo.inspect.diagnose(octavo.inspect.load(tmp_path / "run"))
+    assert found and octavo.recipes.load(path, octavo.recipes.delayed()).rules[""] == found[0].rules[""]
+    written = [each["rules"] for each in json.loads(json_path.read_text())["findings"]]
+    assert written[0].items() <= json.loads(path.read_text())["rules"].items()
+
+
 def test_the_page_is_written(tmp_path: Path) -> None:
     pytest.importorskip("vl_convert")
     record(tmp_path / "run")

@@ -10,7 +10,7 @@ import octavo
 from octavo import recipes
 from octavo.cost.estimate import LinearWork
 from octavo.cost.rates import PUBLISHED
-from octavo.inspect.effects import DESCENT, SHOWN, Effect, WhatIf, as_python
+from octavo.inspect.effects import DESCENT, SHOWN, Effect, WhatIf
 
 NAMES = ("dynamic", "blockwise")
 LAYERS = ("first", "blocks.0.up", "blocks.0.down", "head")
@@ -115,13 +115,3 @@ def test_table():
     assert "and 2 more layers" in str(what_if({"dynamic": [1e-3] * len(many)}, many))
     estimated = effect("0", "dynamic", 1e-3, measured=False, grad_input=math.nan)
     assert "~0.1000 %" in str(dataclasses.replace(what_if(), effects=(estimated,)))
-
-
-def test_python_lines_make_the_map(monkeypatch):
-    chosen = octavo.RecipeMap(recipes.dynamic(), {"head": None, "x[[]0]": recipes.mx()})
-    converted = []
-    monkeypatch.setattr(octavo, "convert", lambda *arguments: converted.append(arguments))
-    exec(as_python(chosen, {"head": "why", "x[[]0]": "why"}, ", all"), {"model": "model"})
-    assert converted == [("model", chosen, all)]
-    exec(as_python(octavo.RecipeMap(recipes.dynamic()), {}), {"model": "model"})
-    assert converted[1] == ("model", octavo.RecipeMap(recipes.dynamic()))

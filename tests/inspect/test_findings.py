@@ -12,6 +12,7 @@ from octavo.inspect import Finding, diagnose
 
 np = pytest.importorskip("numpy")
 
+from octavo.inspect.remedies import together  # noqa: E402
 from tests.support.broken import BROKEN, mended, narrow_gradients, recorded  # noqa: E402
 from tests.support.made_records import made, put  # noqa: E402
 
@@ -64,7 +65,7 @@ def test_a_margin_is_room_and_not_stale() -> None:
 
 def test_a_scale_that_is_far_too_old_is_given_up() -> None:
     found = only(diagnose(put(made(), INPUT, assumed=1000.0, clipped=0.5)))
-    assert "Delayed" not in found.remedy.split('"grad_weight"')[0].split("(Cast")[1].split(")), ")[0]
+    assert "Delayed" not in found.remedy.split("'grad_weight'")[0].split("(Cast")[1].split(")), ")[0]
     assert found.expected.startswith("nothing is clipped")
 
 
@@ -140,7 +141,7 @@ def test_gradients_with_a_margin_they_have_no_use_for(tmp_path: Path) -> None:
     first = diagnose(recorded(tmp_path / "broken", recipe, steps=3))[0]
     assert where(first) == ("flushed", f"layers.{BROKEN}", "grad_output", 0)
     assert first.numbers["flushed"] > 0.3 and "a margin of 8 leaves 8.0 octaves" in first.cause
-    record = recorded(tmp_path / "mended", mended(recipe, first.remedy), steps=3)
+    record = recorded(tmp_path / "mended", mended(recipe, first.rules), steps=3)
     assert diagnose(record) == []
     place = next(i for i, row in enumerate(record.rows) if (row.layer, row.role) == (first.layer, "grad_output"))
     foretold = float(first.expected.split(" %")[0]) / 100
@@ -152,20 +153,29 @@ def test_an_outlier_channel_from_a_step_on(tmp_path: Path) -> None:
     case = {"steps": 112, "every": 10, "outlier_at": 100, "lr": 1e-6}
     first = diagnose(recorded(tmp_path / "broken", recipes.dynamic(), **case))[0]
     assert where(first) == ("outliers", f"layers.{BROKEN}", "input", 100)
-    found = diagnose(recorded(tmp_path / "mended", mended(recipes.dynamic(), first.remedy), **case))
+    found = diagnose(recorded(tmp_path / "mended", mended(recipes.dynamic(), first.rules), **case))
     assert not any(each.kind in ("outliers", "flushed") for each in found)
 
 
 def test_a_jump_says_what_rose() -> None:
     record = made(1, 12)
     record.weights["update"][9, 0] *= 1000
-    assert "Recovery" in only(diagnose(record)).remedy
+    found = only(diagnose(record))
+    assert "Recovery" in found.remedy and found.expected.endswith("; record lr to see what rose")
     record.scalars["grad_norm"][1][9] *= 100
     found = only(diagnose(record))
     assert "the gradients' norm rose" in found.cause and "clip_grad_norm_(model.parameters(), " in found.remedy
     record.scalars["lr"] = record.steps, [1e-3] * 9 + [0.1] * 3
     found = only(diagnose(record))
     assert "the learning rate rose from 0.001 to 0.1" in found.cause and "min(group" in found.remedy
+    record.scalars["learning_rate"] = record.scalars.pop("lr")  # as transformers' Trainer calls it
+    assert only(diagnose(record)).cause == found.cause
+    record.weights["update"][10, 0] *= 2000  # the step after the rise is the worst
+    found = only(diagnose(record))
+    assert (found.begins, found.worst) == (450, 500) and "the learning rate rose from 0.001 to 0.1" in found.cause
+    flat = record.steps, [1.0] * 12
+    record.scalars.update(grad_norm=flat, learning_rate=flat)
+    assert only(diagnose(record)).expected.endswith("; neither lr nor grad_norm rose")
 
 
 @pytest.mark.full
@@ -179,9 +189,6 @@ def test_a_spike_of_the_learning_rate(tmp_path: Path) -> None:
     assert diagnose(bounded) == []
     without = recorded(tmp_path / "without", recipes.delayed(), every=1)
     assert bounded.scalars["loss"][1] == pytest.approx(without.scalars["loss"][1], rel=1e-3)
-    recipe = recipes.delayed()
-    rules: dict[str, object] = {}
-    for each in stale:
-        rules |= eval(each.remedy, vars(octavo))
-    record = recorded(tmp_path / "mended", octavo.RecipeMap(recipe, rules), **case)  # type: ignore[arg-type]
+    rules = together(each.rules for each in stale)
+    record = recorded(tmp_path / "mended", octavo.RecipeMap(recipes.delayed(), rules), **case)
     assert [each.kind for each in diagnose(record)] == ["jump"]  # the learning rate is what it was

@@ -24,6 +24,11 @@ def test_a_sharded_training_leaves_the_record_of_one_rank(recipe: str, pool: Any
     assert (ranks.exponents[:, first_input] == alone.exponents[:, first_input]).all()
 
 
+def test_a_full_disk_of_one_rank_holds_up_no_other(pool: Any, tmp_path: Path) -> None:
+    first, second = pool.run(inspected.record_on_a_full_disk, (2,), str(tmp_path / "ranks"))
+    assert len(first) == 1 and "No space left on device; the training goes on" in first[0] and second == []
+
+
 @pytest.mark.parametrize(
     "recipe",
     [

@@ -54,3 +54,25 @@ def test_what_cannot_be_recorded_is_refused(tmp_path: Path) -> None:
     (tmp_path / "record.json").write_text(json.dumps({"format": 99}))
     with pytest.raises(octavo.OctavoError, match="form 99"):
         octavo.inspect.load(tmp_path)
+
+
+def test_a_damaged_record_says_which_file(tmp_path: Path) -> None:
+    layer = octavo.nn.Linear(16, 16, recipe=recipes.dynamic())
+    with octavo.inspect.record(layer, tmp_path) as recorder:
+        layer(torch.randn(8, 16)).sum().backward()
+        recorder.step(loss=0.5)
+    counts, rows, steps = (tmp_path / name for name in ("counts-00000000.npz", "rows-00000000.json", "steps.jsonl"))
+    named = rows.read_bytes()
+    for path, damage, says in (
+        (counts, counts.read_bytes()[:100], "counts-00000000.npz is damaged"),
+        (rows, b"", "rows-00000000.json is damaged"),
+        (rows, named.replace(b"Cast(", b"Kast("), "rows-00000000.json is damaged .*'Kast.* is no Cast.*copy it"),
+        (rows, None, "has no rows-.* that says what counts-00000000.npz counts"),
+    ):
+        before = path.read_bytes()
+        path.unlink() if damage is None else path.write_bytes(damage)
+        with pytest.raises(octavo.OctavoError, match=says):
+            octavo.inspect.load(tmp_path)
+        path.write_bytes(before)
+    steps.write_bytes(steps.read_bytes() + b'{"loss": 1}\n[3]\n\xff\n{"step": 1, "loss": "low"}\n{"step": 1, "lo')
+    assert octavo.inspect.load(tmp_path).scalars == {"loss": ([0], [0.5])}

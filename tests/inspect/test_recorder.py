@@ -1,5 +1,6 @@
 """Records of small trainings: that they change nothing, and what switches leave."""
 
+import errno
 import json
 import math
 import weakref
@@ -32,6 +33,27 @@ def test_a_recorded_training_is_the_same(name: str, tmp_path: Path) -> None:
     assert found.steps == [0, 2, 4]
     steps, losses = found.scalars["loss"]
     assert (steps, losses) == (list(range(5)), pytest.approx(expected))
+
+
+def test_a_full_disk_ends_the_record_and_not_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, recorded = network(recipes.dynamic()), network(recipes.dynamic())
+    called = []
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        called.append(args)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    expected = [train(plain, steps) for steps in (range(1), range(1, 3), range(3, 6))]
+    with octavo.inspect.record(recorded, tmp_path, every=2) as recorder:
+        losses = [train(recorded, range(1), recorder)]
+        monkeypatch.setattr(recorder._writer.numpy, "savez_compressed", full)  # type: ignore[union-attr]
+        with pytest.warns(UserWarning, match="cannot write .*counts-00000002.npz: No space left .*; the training"):
+            losses.append(train(recorded, range(1, 3), recorder))
+        losses.append(train(recorded, range(3, 6), recorder))
+        recorder.event("note", "written nowhere")
+        assert not recorder._scalars and not any("tap" in module.__dict__ for module in recorded.modules())
+    assert losses == expected and len(called) == 1
+    assert octavo.inspect.load(tmp_path).steps == [0]
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])

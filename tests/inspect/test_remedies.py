@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import octavo
 from octavo import E4M3, E5M2, Cast, Delayed, PerBlock, PerTensor, recipes
-from octavo.inspect.remedies import Exponents, remedies, with_cast
+from octavo.inspect.remedies import Exponents, as_text, remedies, together, with_cast
 from octavo.inspect.rows import Row, Table
 from octavo.kernels.reference.cast_statistics import EXPONENTS, LOWEST
 from octavo.scaling.recipe import OPERANDS
@@ -79,8 +79,8 @@ def test_a_row_says_its_cast(recipe: octavo.Recipe) -> None:
 def test_a_rule_changes_one_cast() -> None:
     recipe = recipes.delayed()
     *_, gradient = rows = Table(octavo.nn.Linear(16, 16, recipe=recipe)).rows
-    rule = with_cast(gradient, rows, Cast(E4M3, PerTensor()))
-    changed = octavo.RecipeMap(recipe, eval(rule.replace('""', '"*"'), vars(octavo))).of("x")  # type: ignore[union-attr]
+    rules = with_cast(gradient, rows, Cast(E4M3, PerTensor()))
+    changed = octavo.RecipeMap(recipe, {"*": rules[""]}).of("x")  # type: ignore[index]
     assert changed.grad_input == (Cast(E4M3, PerTensor()), recipe.grad_input[1])
     assert changed.grad_weight[0].format is E4M3 and changed.output == recipe.output
 
@@ -100,9 +100,10 @@ def test_rules_change_nothing_else(own: octavo.Recipe) -> None:
     seen = 0
     for row in rows:
         for remedy in remedies(row, rows, exponents_of(wide()), 1e-6, "smallest_subnormal"):
-            if "recipes." in remedy.rule:  # another recipe for all of the layer
+            assert eval(as_text(remedy.rules), vars(octavo)) == remedy.rules
+            if isinstance(remedy.rules["0"], octavo.Recipe):  # another for all of the layer
                 continue
-            changed = octavo.RecipeMap(own, eval(remedy.rule, vars(octavo))).of("0")
+            changed = octavo.RecipeMap(own, remedy.rules).of("0")
             assert (changed.saved, changed.fast_accum) == (own.saved, own.fast_accum)
             seen += _differences(own, changed, row)
     assert seen >= 5
@@ -139,4 +140,24 @@ def test_the_last_remedy_is_certain() -> None:
     found = list(remedies(gradient, rows, exponents_of(wide()), 1e-6, "smallest_subnormal"))
     assert gradient.cast.rule == rule
     assert [remedy.is_bound for remedy in found] == [False, True, True, False]
-    assert found[-1].rule == '{"": {"grad_input": None, "grad_weight": None}}' and found[-1].share == 0
+    assert found[-1].rules == {"": {"grad_input": None, "grad_weight": None}} and found[-1].share == 0
+
+
+@pytest.mark.parametrize("name", ['a"b', "x[0]", "*", 'q": print("RUN"), "z', "Delayed(), Dynamic())", "z\\n"])
+def test_a_layers_name_is_matched_as_it_is(name: str) -> None:
+    net = nn.Sequential()
+    net.add_module(name, octavo.nn.Linear(16, 16, recipe=recipes.delayed()))
+    rows = Table(net).rows
+    for remedy in remedies(rows[0], rows, exponents_of(wide()), 1e-6, "smallest_subnormal"):
+        assert eval(as_text(remedy.rules), vars(octavo)) == remedy.rules
+        recipe = octavo.RecipeMap(recipes.delayed(), remedy.rules)
+        assert recipe.unmatched([name]) == [] and recipe.unmatched([f"{name}2", "a", "x0"]) == list(recipe.rules)
+
+
+def test_remedies_of_one_layer_together() -> None:
+    off, pair = None, recipes.dynamic().output
+    found = [{"0": {"output": off}}, {"1": recipes.mx()}, {"0": {"output": pair, "grad_weight": pair}}, {"1": None}]
+    assert together([*found, {"0": {"grad_input": off}}]) == {  # type: ignore[list-item]
+        "0": {"output": off, "grad_input": off},
+        "1": recipes.mx(),
+    }

@@ -68,7 +68,7 @@ def test_every_configuration_is_compiled() -> None:
 def test_every_op_is_compiled() -> None:
     with compiled.offline(90), uncompiled():  # making a case may launch
         ops = {case.op for cases in compiled.GROUPS.values() for case in cases()}
-    assert ops == {*compiled.KERNELS, "optimizer_step"}
+    assert ops == {*compiled.KERNELS, "optimizer_step"} - {"scales_of_pass"}  # which has no kernel of ours
 
 
 def test_narrow_accesses_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,12 +95,12 @@ def test_the_block_product_takes_one_instruction_an_element_and_step() -> None:
         ("delayed", ["cast_tensor_kernel"] * 2),  # the input; grad_output, with the commit and the bias's gradient
         ("dynamic", ["amax_kernel", "cast_tensor_kernel"] * 2),
         ("blockwise", ["cast_blocks_kernel"] * 2),
-        ("mx", ["cast_blocks_kernel"] * 2),
+        ("mx", ["cast_blocks_kernel"] * 3),  # the weight too, which can't be kept
     ],
 )
-def test_casts_of_a_step_whose_weight_is_cached(recipe: str, expected: list[str]) -> None:
+def test_casts_of_a_step_whose_weight_is_kept(recipe: str, expected: list[str]) -> None:
     with gpu_host.on_gpu_path(record=True) as launches, uncompiled():
-        _, step = gpu_host.steps(gpu_host.linear(recipe), cached=True)
+        _, step = gpu_host.steps(gpu_host.linear(recipe))
         step()
         launches.clear()
         step()

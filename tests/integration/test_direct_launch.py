@@ -12,6 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from octavo.scaling.delayed import State
+from tests.support.passes import before_of
+
 triton = pytest.importorskip("triton")
 tl = importlib.import_module("triton.language")
 offline = importlib.import_module("benchmarks.machine_code.offline").offline
@@ -71,10 +74,11 @@ def launches() -> Iterator[Launches]:
         yield found
 
 
-def states() -> tuple[Tensor, Tensor]:
-    scale, amax_history = torch.ones(3), torch.zeros(3, 4)
-    known_scales.committed(scale, amax_history, (True, True, True))
-    return scale, amax_history
+def states() -> State:
+    scale = torch.ones(3)
+    state = State(scale, torch.zeros(3, 4), before_of(scale))
+    known_scales.committed(*state, (True, True, True))
+    return state
 
 
 def pair(rows: int, cols: int) -> tuple[Tensor, Tensor]:
@@ -166,7 +170,7 @@ def test_addresses_that_are_not_aligned_have_kernels_of_their_own(launches: Laun
         KERNELS["cast"](x, None, 0, E4M3, ROW, False, 0)
         assert launches.take()[1] == bound
     aligned, shifted = torch.randn(64, 256).bfloat16(), torch.ones(4)[1:]
-    known_scales.committed(shifted, torch.zeros(3, 4), (True, True, True))
+    known_scales.committed(shifted, torch.zeros(3, 4), before_of(shifted), (True, True, True))
     for scale, bound in ((states()[0], 1), (states()[0], 0), (shifted, 1), (shifted, 0)):
         KERNELS["cast"](aligned, scale, 0, E4M3, ALL, False, 0)
         assert launches.take()[1] == bound

@@ -91,8 +91,7 @@ def test_delayed_state_is_committed_once_a_backward_as_in_the_parts(frozen, micr
             if part == "fc1" and {"norm", "fc1"} <= set(frozen):
                 assert rows == [0, 0, 0]  # no backward reaches it
             else:
-                # a weight that micro-batches share is rolled in once
-                assert rows == [count * micro_batches, count, count * micro_batches]
+                assert rows == [count * micro_batches] * 3
 
 
 def test_two_forwards_then_two_backwards_and_a_retained_graph():
@@ -101,7 +100,7 @@ def test_two_forwards_then_two_backwards_and_a_retained_graph():
     a.sum().backward()
     b.sum().backward(retain_graph=True)
     b.sum().backward()
-    assert module.linear.delayed_amax_history.ne(0).sum(1).tolist() == [3, 3, 3]
+    assert module.linear.delayed_amax_history.ne(0).sum(1).tolist() == [2, 2, 2]  # the second of b commits nothing
     module = mlp(recipe="mx")
     y = module(torch.randn(T, K))
     y.sum().backward(retain_graph=True)

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.reference import KERNELS as REFERENCE
+from octavo.scaling.delayed import State
+from tests.support.passes import before_of
 from tests.support.triton_cases import ALL, E4M3, E5M2, count_launches, update_args
 from tests.support.triton_kernels import TritonKernels
 
@@ -17,13 +19,14 @@ TENSOR, ROWS, BLOCKS = "cast_tensor_kernel", "cast_rows_kernel", "cast_blocks_ke
 AMAX, LINES = "amax_kernel", ["line_amax_kernel", "cast_lines_kernel"]
 
 
-def state(kernels: TritonKernels) -> tuple[Tensor, Tensor]:
-    """Delayed scales that are known to exist, and their histories."""
+def state(kernels: TritonKernels) -> State:
+    """A delayed state whose scales are known to exist."""
     scale, history = torch.ones(3, device=kernels.device), torch.zeros(3, 4, device=kernels.device)
-    kernels.module("known_scales").committed(scale, history, (True, True, True))
+    found = State(scale, history, before_of(scale))
+    kernels.module("known_scales").committed(*found, (True, True, True))
     if kernels.device.type == "cuda":
         torch.cuda.synchronize()
-    return scale, history
+    return found
 
 
 def casts(op: str, *scaling: Any) -> Callable[..., Any]:
@@ -118,11 +121,11 @@ def test_launches_of_many_tensors(
 
 def test_the_host_learns_that_a_scale_exists(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:
     x, activation = WHAT["its gradient"](kernels.device)
-    scale, history = torch.zeros(3, device=kernels.device), torch.zeros(3, 4, device=kernels.device)
+    own = State.empty(4, kernels.device)
     launched = count_launches(kernels, monkeypatch)
-    for expected in ([AMAX, TENSOR], [TENSOR], [TENSOR]):
+    for expected in ([AMAX, TENSOR], [AMAX, TENSOR], [TENSOR], [TENSOR]):  # of the state before the last commit
         commit = (None, None, E5M2, False, 0, *update_args("max"), True, 16, True, *activation)
-        kernels.cast_and_commit(x, scale, history, *commit)
+        kernels.cast_and_commit(x, *own, *commit)
         assert launched == expected
         launched.clear()
         if kernels.device.type == "cuda":

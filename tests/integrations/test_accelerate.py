@@ -148,6 +148,7 @@ CASES: dict[str, dict[str, Any]] = {
     "octavo.optim, fp16": {"optimizer": {}, "mixed_precision": "fp16"},
     "bf16 weights": PURE,
     "FP8 weights": {**PURE, "weight_storage": "fp8"},
+    "FP8 weights of bf16": {"optimizer": {}, "dtype": torch.bfloat16, "weight_storage": "fp8"},  # made float32 by FSDP2
     "gradients in FP8": {"optimizer": {"gradient_storage": "fp8"}},
     "schedule": {"phases": SWITCHING},
     "moments and masters": {"phases": PROMOTING, **PURE},
@@ -317,7 +318,7 @@ def test_micro_batches_are_one_step(how: str) -> None:
 # --- on ranks ---------------------------------------------------------------------------------------------------------
 
 SHARDED = ["schedule", "moments and masters", "out of FP8 weights"]
-ON_RANKS = ["bf16", "fp16", "accumulating", "octavo.optim", "FP8 weights", *SHARDED]
+ON_RANKS = ["bf16", "fp16", "accumulating", "octavo.optim", "FP8 weights", "FP8 weights of bf16", *SHARDED]
 
 
 def on_two(folder: Path, how: str) -> list[Any]:

@@ -1,11 +1,14 @@
 """OctavoPrecision in Lightning's Trainer: it converts, clips, accumulates, switches, resumes exactly; and Fabric."""
 
 import logging
+import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -17,6 +20,7 @@ from tests.support.torchrun import on_ranks
 
 lightning = pytest.importorskip("lightning")
 
+from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallel  # noqa: E402
 from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy  # noqa: E402
 
@@ -224,6 +228,41 @@ def test_fabric_saves_and_resumes_bit_for_bit(tmp_path: Path) -> None:
         return found
 
     assert losses(resume=False)[SAVED:] == losses(resume=True)
+
+
+@mock.patch.dict(os.environ)  # in which it leaves its ranks
+def test_fabrics_sharded_checkpoints_take_one_line_more(tmp_path: Path) -> None:
+    """fabric.load puts what TrainingState keeps in its place: a warning says so where nobody loads it."""
+    sizes: dict[str, Any] = {"data_parallel_size": 1, "tensor_parallel_size": 1, "process_group_backend": "gloo"}
+    strategy = FabricModelParallel(lambda model, mesh: fully_shard(model, mesh=mesh["data_parallel"]), **sizes)
+    fabric = lightning.Fabric(accelerator="cpu", devices=1, strategy=strategy)
+    fabric.launch()
+    try:
+
+        def built() -> tuple[Any, nn.Module, dict[str, Any]]:
+            net = octavo.convert(nn.Sequential(nn.Linear(64, 64)), recipes.delayed(), select=every_layer)
+            own = TrainingState(net)
+            return fabric.setup_module(net), net, {"model": net, "octavo": own}
+
+        model, net, state = built()
+        fabric.backward(model(x := torch.randn(8, 64)).square().mean())
+        state["model"] = model
+        fabric.save(tmp_path / "sharded", state)
+        for loads in (False, True):
+            model, again, state = built()
+            own, state["model"] = state["octavo"], model
+            fabric.load(tmp_path / "sharded", state)
+            assert isinstance(state["octavo"], dict)
+            if loads:
+                own.load_state_dict(state["octavo"])
+                assert torch.equal(again[0].delayed_scale, net[0].delayed_scale) and net[0].delayed_scale.all()
+                model(x)
+            else:
+                with pytest.warns(UserWarning, match=r"call own\.load_state_dict\(state\['octavo'\]\) after it"):
+                    model(x)
+                model(x)  # once
+    finally:
+        dist.destroy_process_group()
 
 
 # --- what can't be ----------------------------------------------------------------------------------------------------

@@ -5,8 +5,8 @@ torchtitan is no development requirement: it brings datasets, wandb and more. ``
 
 import copy
 import dataclasses
+import functools
 import importlib
-import inspect
 import sys
 import types
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ from torch import nn
 import octavo
 from octavo import recipes
 from octavo.integrations import torchtitan as ours
+from octavo.tensor.stored_weight import StoredWeight
 from tests.support import titan_tasks
 
 WIDTH = 64
@@ -54,39 +55,26 @@ IN_A_BLOCK = [f"attention.{name}" for name in ("wq", "wk", "wv", "wo")]
 IN_A_BLOCK += [f"feed_forward.{name}" for name in ("w1", "w2", "w3")]
 
 
-def test_the_protocol_of_0_2():
-    """``__init__(job_config, parallel_dims)``, ``convert(model)`` in place, ``post_optimizer_hook(model)``."""
-    for function, expected in [
-        (ours.OctavoModelConverter.__init__, ["self", "job_config", "parallel_dims"]),
-        (ours.OctavoModelConverter.convert, ["self", "model"]),
-        (ours.OctavoModelConverter.post_optimizer_hook, ["self", "model"]),
-    ]:
-        parameters = inspect.signature(function).parameters.values()
-        assert [p.name for p in parameters if p.default is p.empty] == expected
-    model = Model()
-    converter = ours.OctavoModelConverter(object(), object(), recipe=recipes.rowwise(), select=everything)
-    assert converter.convert(model) is None
-    assert converted(model) == [f"layers.0.{name}" for name in IN_A_BLOCK]
-    assert {model.get_submodule(name).recipe for name in converted(model)} == {recipes.rowwise()}
-    assert converter.post_optimizer_hook([model]) is None
+def test_without_torchtitan_0_3_a_configuration_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchtitan.protocols.model", None)
+    spec = importlib.util.find_spec("octavo.integrations.torchtitan")
+    found = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "without", found)
+    spec.loader.exec_module(found)
+    with pytest.raises(octavo.MissingExtraError, match=r"torchtitan>=0\.3"):
+        found.OctavoConverter.Config(recipe=recipes.mx())
 
 
-def test_registration_in_0_2(monkeypatch):
-    registry = {}
-    protocol = types.SimpleNamespace(register_model_converter=lambda kind, name: registry.update({name: kind}))
-    monkeypatch.setitem(sys.modules, "torchtitan.protocols.model_converter", protocol)
-    for parent in ("torchtitan", "torchtitan.protocols"):
-        monkeypatch.setitem(sys.modules, parent, types.ModuleType(parent))
-    ours.register("fp8", recipe=recipes.blockwise(), filter_fqns=["lm_head", "attention"], select=everything)
-    model = Model()
-    registry["fp8"](object(), object()).convert(model)
-    assert converted(model) == [f"layers.0.feed_forward.{name}" for name in ("w1", "w2", "w3")]
+class Module(nn.Module):
+    """As 0.3's base of all modules."""
 
+    _param_init = None
 
-def test_registration_in_another_version_says_what_to_write(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torchtitan.protocols.model_converter", None)
-    with pytest.raises(octavo.MissingExtraError, match=r"OctavoConverter\.Config\(\.\.\.\) in model_registry"):
-        ours.register()
+    def _init_self_parameters(self):
+        if self._param_init is None:
+            return self.reset_parameters() if hasattr(self, "reset_parameters") else None
+        for name, parameter in self.named_parameters(recurse=False):
+            self._param_init[name](parameter)
 
 
 @pytest.fixture
@@ -98,11 +86,10 @@ def module(monkeypatch):
         class Config:
             pass
 
-    model = types.ModuleType("torchtitan.protocols.model")
-    model.ModelConfigConverter = ModelConfigConverter
-    for name in ("torchtitan", "torchtitan.protocols"):
+    for name in ("torchtitan", "torchtitan.protocols", "torchtitan.protocols.model", "torchtitan.protocols.module"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    monkeypatch.setitem(sys.modules, model.__name__, model)
+    sys.modules["torchtitan.protocols.model"].ModelConfigConverter = ModelConfigConverter
+    sys.modules["torchtitan.protocols.module"].Module = Module
     spec = importlib.util.find_spec("octavo.integrations.torchtitan")
     found = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "stood_in", found)
@@ -121,31 +108,59 @@ def test_the_protocol_of_0_3(module):
     config = Config(layers=2)
     converter = module.OctavoConverter(module.OctavoConverter.Config(recipe=recipes.mx(), select=everything))
     changed = converter.convert(config)
-    assert isinstance(changed, Config) and dataclasses.replace(changed).layers == 2
-    assert converted(config.build()) == []
-    for made in (changed, copy.deepcopy(changed)):
+    assert changed is config and isinstance(config, Config) and dataclasses.replace(config).layers == 2
+    for made in (config, copy.deepcopy(config)):  # some of its registries look at no result
         assert converted(made.build()) == [f"layers.{index}.{name}" for index in "01" for name in IN_A_BLOCK]
 
 
-class Distributed(nn.Linear):
-    """As torchtitan's: parallelize distributes what it knows the layout of, and refuses the rest."""
-
-    def _distribute_states(self, parallel_dims):
-        assert parallel_dims == "dims"
-        self.seen = [name for name, _ in (*self.named_parameters(), *self.named_buffers())]
+class TitanLinear(nn.Linear, Module):
+    _param_init = types.MappingProxyType(
+        {"weight": functools.partial(nn.init.trunc_normal_, std=0.02), "bias": nn.init.zeros_}
+    )
 
 
-def test_delayed_state_has_no_layout_in_0_3(module):
+class GroupedExperts(Module):
+    _param_init = dict.fromkeys(("w1_EFD", "w2_EDF", "w3_EFD"), functools.partial(nn.init.trunc_normal_, std=0.02))
+
+    def __init__(self):
+        super().__init__()
+        for name in self._param_init:
+            self.register_parameter(name, nn.Parameter(torch.randn(2, WIDTH, WIDTH)))
+
+    def forward(self, x_RD, num_tokens_per_expert_E):
+        raise AssertionError
+
+
+@pytest.mark.parametrize("storage", [None, "fp8"])
+def test_models_of_0_3_are_initialised_as_plain_ones(module, storage):
+    """By functions that look at values, trunc_normal_; of experts too, whose parts are modules of torchtitan's kind."""
+
     @dataclass(kw_only=True, slots=True)
     class Config:
         def build(self, **kwargs):
-            return nn.Sequential(Distributed(WIDTH, WIDTH))
+            return nn.Sequential(TitanLinear(WIDTH, WIDTH), GroupedExperts())
 
-    converter = module.OctavoConverter.Config(recipe=recipes.delayed(), select=everything)
-    model = copy.deepcopy(module.OctavoConverter(converter).convert(Config()).build())
-    model[0]._distribute_states("dims")
-    assert model[0].seen == ["weight", "bias"]
-    assert {name for name, _ in model.named_buffers()} == {"0.delayed_scale", "0.delayed_amax_history"}
+    def initialised(config):
+        with torch.device("meta"):
+            model = config.build()
+        model.to_empty(device="cpu")
+        torch.manual_seed(0)
+        for child in (own for own in model.modules() if own is not model):
+            assert isinstance(child, Module)
+            child._init_self_parameters()
+        return model
+
+    expected = initialised(Config()).state_dict()
+    options = {"recipe": recipes.delayed(), "select": everything, "weight_storage": storage}
+    config = module.OctavoConverter(module.OctavoConverter.Config(**options)).convert(Config())
+    model = initialised(config)
+    assert sum(isinstance(own, octavo.nn.grouped_linear.Grouped) for own in model.modules()) == 3
+    for name, parameter in model.named_parameters():
+        cast = StoredWeight.cast(expected[name]) if storage and name != "0.bias" else expected[name]
+        assert torch.equal(parameter.dequantize() if cast is not expected[name] else parameter, cast.dequantize())
+    counts = torch.tensor([1, 3])
+    assert model[1](model[0](torch.randn(4, WIDTH)), counts).shape == (4, WIDTH)
+    assert {name for name, _ in model.named_buffers()} == set()  # of which torchtitan would want to know the layout
 
 
 # --- torchtitan itself ------------------------------------------------------------------------------------------------
@@ -167,6 +182,27 @@ def test_its_llama_trains_in_fp8(llama3):
     losses = titan_tasks.losses_of(model, 3)
     assert losses == pytest.approx(titan_tasks.losses_of(plain, 3), abs=0.02)
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:experts stay in high precision", "ignore:In CPU autocast")
+@pytest.mark.parametrize("storage", [None, "fp8"])
+@pytest.mark.parametrize(("model", "count"), [("llama3", 30), ("deepseek_v3", 62), ("kimi_k2_7", 80)])
+def test_each_registry_converts_and_initialises(llama3, model, count, storage):
+    """Experts and weights in FP8 too; kimi_k2_7's registry looks at no result of a converter."""
+    config = llama3 if model == "llama3" else functools.partial(llama3, model=model)
+    plain = titan_tasks.built(config(None))
+    built = titan_tasks.built(config([titan_tasks.converter("dynamic", storage)]))
+    assert len(octavo.summary(built).converted) == count
+    for name, parameter in built.named_parameters():
+        expected = plain.get_parameter(name)
+        if isinstance(parameter, StoredWeight):
+            assert (parameter.dequantize() - expected).abs().max() <= 2**-4 * expected.abs().max()
+        else:
+            assert torch.equal(parameter, expected)
+    if model != "kimi_k2_7":
+        losses, expected = titan_tasks.losses_of(built, 2, storage), titan_tasks.losses_of(plain, 2)
+        assert losses == pytest.approx(expected, abs=0.05)
 
 
 def test_its_default_takes_large_layers_but_the_head(llama3):

@@ -1,14 +1,16 @@
+import contextlib
 import copy
 import pickle
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import octavo
 from octavo import recipes
-from octavo.nn.candidates import MIN_FEATURES, features, large_enough
-from tests.support.helpers import to_fp8
+from octavo.nn.candidates import MIN_FEATURES, features, large_enough, past_reads
+from tests.support.helpers import every_layer, to_fp8
 from tests.support.left_alone import LEFT_ALONE
 
 BIG = MIN_FEATURES
@@ -63,3 +65,93 @@ def test_subclasses_that_compute_as_linear_are_converted():
         assert repr(found[0]) == "Configured(configured, recipe=mx)"
         assert torch.equal(found(x), plain(x)) and torch.equal(found[0].scaled(x), plain(x) / 32)
     assert type(octavo.restore(net)[0]) is Configured
+
+
+class Mixer(nn.Module):
+    """dt as Mamba's, qkv as BEiT's, wo as T5's; fc's weight is read for a penalty, and out is called by nobody here."""
+
+    def __init__(self, read):
+        super().__init__()
+        for name in ("dt", "qkv", "wo", "fc", "out"):
+            self.add_module(name, nn.Linear(32, 32))
+        self.read = read
+        nn.init.normal_(self.out.weight)
+
+    def penalty(self):
+        return sum(w.square().sum() for w in (self.fc.weight,))
+
+    def forward(self, x):
+        x = (self.dt.weight @ x.mT).mT + self.dt.bias
+        if self.read:
+            x = F.linear(x, weight=self.qkv.weight, bias=torch.zeros(self.qkv.out_features))
+        else:
+            x = self.qkv(x)
+        if isinstance(self.wo.weight, torch.Tensor) and x.dtype != self.wo.weight.dtype:
+            x = x.to(self.wo.weight.dtype)
+        return self.fc(self.wo(x)) if x.numel() else self.penalty()
+
+
+def model(read=True, **options):
+    with pytest.warns(UserWarning, match=r"1 layers stay in high precision, first mixer\.dt: a Mixer reads its weight"):
+        return octavo.convert(nn.ModuleDict({"mixer": Mixer(read)}), recipes.dynamic(), every_layer, **options)
+
+
+def test_a_layer_that_is_never_called_is_left_alone():
+    net = model()
+    assert type(net.mixer.dt) is nn.Linear
+    names = {id(module): name for name, module in net.mixer.named_children()}
+    assert {names[layer]: reads.called for layer, reads in past_reads(net).items()} == {
+        "dt": False,
+        "qkv": True,
+        "fc": True,
+    }
+    with pytest.warns(UserWarning, match=r"converted nothing: a Mixer reads its weight without calling it \(1 such"):
+        octavo.convert(nn.ModuleDict({"mixer": Mixer(True)}), recipes.dynamic(), lambda m, name: name == "mixer.dt")
+
+
+@pytest.mark.parametrize("read", [True, False])
+def test_the_summary_counts_what_a_forward_called(read):
+    net = model(read)
+    assert str(octavo.summary(net)).startswith("2 of 5 matrices in FP8 (40.0 %")
+    rows = {row.name: row for row in octavo.summary(net).modules}
+    assert rows["mixer.dt"].recipe is None and rows["mixer.dt"].reason == "a Mixer reads its weight without calling it"
+    assert rows["mixer.qkv"].reason.endswith("or calls it: octavo.summary(model, *inputs) says which")
+    assert rows["mixer.wo"].reason == rows["mixer.out"].reason == ""
+    net.forward = net.mixer.forward
+    found = octavo.summary(net, torch.randn(4, 32))
+    assert str(found).startswith(f"{3 if read else 4} of 5 matrices in FP8")
+    assert found.flops[0] == (2 if read else 3) * found.flops[1] / 4
+    (row,) = (row for row in found.modules if row.name == "mixer.qkv")
+    assert row.reason == ("a Mixer reads its weight without calling it" if read else "")
+    assert ", but a Mixer reads" in str(found) if read else ", but " not in str(found)
+    assert octavo.summary(Mixer(read)).modules[1].reason.startswith("32 x 32 features")
+
+
+def test_a_weight_in_fp8_that_is_read_names_its_layer():
+    net = model(weight_storage="fp8")
+    assert type(net.mixer.dt.weight) is nn.Parameter
+    for _ in range(2):
+        with pytest.raises(octavo.UnsupportedOpError, match=r"^mixer\.qkv: aten\..* select=\) leaves the layer out"):
+            net.mixer(torch.randn(4, 32))
+        net = net.to(torch.bfloat16).float()
+    called = model(read=False, weight_storage="fp8")
+    called.mixer(torch.randn(4, 32)).sum().backward()
+
+
+@pytest.mark.full
+def test_transformers_mamba_and_jamba():
+    """Weights in FP8 but dt_proj's: Mamba's mixer never calls it, Jamba's where it is quantised."""
+    transformers = pytest.importorskip("transformers")
+    ids, found = torch.randint(0, 64, (2, 8)), {}
+    jamba = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 1, "mamba_dt_rank": 4}
+    jamba |= {"attn_layer_period": 2, "attn_layer_offset": 1, "intermediate_size": 64, "use_mamba_kernels": False}
+    for kind, sizes in {"Mamba": {"state_size": 8}, "Jamba": jamba}.items():
+        sizes |= {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "pad_token_id": 0}
+        net = found[kind] = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**sizes))
+        with (
+            pytest.warns(UserWarning, match="first backbone.*dt_proj") if kind == "Mamba" else contextlib.nullcontext()
+        ):
+            octavo.convert(net, recipes.delayed(), every_layer, weight_storage="fp8")
+    found["Mamba"](input_ids=ids, labels=ids).loss.backward()
+    with pytest.raises(octavo.UnsupportedOpError, match=r"^model\.layers\.0\.mamba\.dt_proj: aten"):
+        found["Jamba"](input_ids=ids)

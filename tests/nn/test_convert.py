@@ -68,20 +68,6 @@ def test_a_converted_layer_computes_as_a_built_one():
     assert net.__dict__.keys() == built.__dict__.keys()
 
 
-def test_select_sees_module_and_name_of_each_candidate_once():
-    net, seen = Block(), []
-
-    def select(module, name):
-        seen.append((name, module))
-        return name == "down"
-
-    octavo.convert(net, recipes.dynamic(), select)
-    assert [name for name, _ in seen] == ["up", "down"]
-    assert all(net.get_submodule(name) is module for name, module in seen)
-    assert type(net.up) is nn.Linear
-    assert type(net.down) is octavo.nn.Linear
-
-
 def test_converting_again_changes_the_recipe_and_adds_layers():
     net = octavo.convert(Block(), recipes.dynamic(), lambda module, name: name == "up")
     octavo.convert(net, recipes.mx(), lambda module, name: name == "down")
@@ -93,22 +79,6 @@ def test_converting_again_changes_the_recipe_and_adds_layers():
     with pytest.warns(UserWarning, match=r"converted nothing: select returned False \(\d such, first up\)"):
         octavo.convert(net, recipes.mx(), lambda module, name: False)
     assert net.up.recipe == recipes.rowwise()
-
-
-def test_what_convert_says_when_it_converts_nothing():
-    net = nn.ModuleDict({"a": nn.Linear(8, 4), "b": nn.Linear(8, 4), "c": LEFT_ALONE["own forward"]()})
-    with pytest.warns(
-        UserWarning, match=r"4 x 8 features; .* 512 on \(2 such, first a\); its forward was .* first c\)"
-    ):
-        octavo.convert(net, recipes.dynamic())
-    with pytest.warns(UserWarning, match=r"select returned False \(2 such, first a\)"):
-        octavo.convert(net, recipes.dynamic(), select=lambda module, name: False)
-    with pytest.warns(UserWarning, match=r"a MultiheadAttention reads its weight without calling it \(1 such"):
-        octavo.convert(nn.MultiheadAttention(8, 2), recipes.dynamic(), select=lambda module, name: True)
-    with pytest.warns(UserWarning, match="the model has no linear layer"):
-        octavo.convert(nn.ReLU(), recipes.dynamic())
-    with pytest.raises(TypeError, match=r"select=\['a'\] must be a function select\(module, name\) -> bool"):
-        octavo.convert(net, recipes.dynamic(), select=["a"])
 
 
 def test_a_transformer_layer():
@@ -334,3 +304,52 @@ def test_restoring_named_splits_leaves_them_in_high_precision():
     octavo.convert(net, recipes.mx(), select=every_layer)
     assert {m.recipe.name for m in octavo.summary(net).modules} == {"mx"}
     assert type(net[2].fc2) is octavo.nn.Linear
+
+
+def test_select_sees_module_and_name_of_each_candidate_once():
+    net, seen = Block(), []
+
+    def select(module, name):
+        seen.append((name, module))
+        return name == "down"
+
+    octavo.convert(net, recipes.dynamic(), select)
+    assert [name for name, _ in seen] == ["up", "down"]
+    assert all(net.get_submodule(name) is module for name, module in seen)
+    assert type(net.up) is nn.Linear
+    assert type(net.down) is octavo.nn.Linear
+
+
+def test_what_convert_says_when_it_converts_nothing():
+    net = nn.ModuleDict({"a": nn.Linear(8, 4), "b": nn.Linear(8, 4), "c": LEFT_ALONE["own forward"]()})
+    with pytest.warns(
+        UserWarning, match=r"4 x 8 features; .* 512 on \(2 such, first a\); its forward was .* first c\)"
+    ):
+        octavo.convert(net, recipes.dynamic())
+    with pytest.warns(UserWarning, match=r"select returned False \(3 such, first a\)"):
+        octavo.convert(net, recipes.dynamic(), select=lambda module, name: False)
+    with pytest.warns(UserWarning, match=r"a MultiheadAttention reads its weight without calling it \(1 such"):
+        octavo.convert(nn.MultiheadAttention(8, 2), recipes.dynamic(), select=lambda module, name: True)
+    with pytest.warns(UserWarning, match="the model has no linear layer"):
+        octavo.convert(nn.ReLU(), recipes.dynamic())
+    with pytest.raises(TypeError, match=r"select=\['a'\] must be a function select\(module, name\) -> bool"):
+        octavo.convert(net, recipes.dynamic(), select=["a"])
+
+
+def test_layers_whose_forward_was_replaced_are_named():
+    """As transformers' tensor parallelism does it; not those that select leaves."""
+
+    def model():
+        net = nn.ModuleDict({name: nn.Linear(8, 8) for name in ("a", "b", "c")})
+        for layer in (net["b"], net["c"]):
+            plain = layer.forward
+            layer.forward = lambda *args, plain=plain: plain(*args)
+        return net
+
+    with pytest.warns(
+        UserWarning, match=r"2 layers stay in high precision, first b: its forward .* \(transformers' tp_"
+    ):
+        octavo.convert(model(), recipes.dynamic(), lambda module, name: True)
+    with pytest.warns(UserWarning, match="1 layers stay in high precision, first c: its forward was replaced"):
+        octavo.convert(model(), recipes.dynamic(), lambda module, name: name != "b")
+    octavo.convert(model(), recipes.dynamic(), lambda module, name: name == "a")

@@ -251,13 +251,30 @@ class GroupedExperts(nn.Module):
         return torch.cat([y, y.new_zeros(len(x) - len(y), H)])
 
 
-@pytest.mark.parametrize("name", ["delayed", "rowwise"])
-def test_torchtitans(name: str) -> None:
-    model = nn.ModuleDict({"experts": GroupedExperts(), "own": GroupedExperts()})
+class NamedByShapes(GroupedExperts):
+    """Of torchtitan 0.3: the same, by other names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in [*self._parameters]:
+            self.register_parameter(f"{name}_{'EDF' if name == 'w2' else 'EFD'}", self._parameters.pop(name))
+
+    def __getattr__(self, name: str) -> Any:
+        shapes = {"w1": "w1_EFD", "w2": "w2_EDF", "w3": "w3_EFD"}
+        return super().__getattr__(shapes.get(name, name))
+
+    def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
+        return super().forward(x_RD, num_tokens_per_expert_E)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("delayed", GroupedExperts), ("rowwise", NamedByShapes)])
+def test_torchtitans(name: str, kind: type[nn.Module]) -> None:
+    model = nn.ModuleDict({"experts": kind(), "own": kind()})
+    w1, w2, w3 = sorted(model["own"]._parameters)
     model["own"].load_state_dict(model["experts"].state_dict())
     counts = torch.tensor([3.0, 0.0, 9.0, 5.0])  # as torch.histc counts
     found = []
-    recipe = octavo.RecipeMap(FP8_RECIPES[name](), {"experts.w2": {"grad_weight": None}})
+    recipe = octavo.RecipeMap(FP8_RECIPES[name](), {f"experts.{w2}": {"grad_weight": None}})
     octavo.convert(model, recipe, lambda module, name: name == "experts")
     for experts in model.values():
         torch.manual_seed(1)
@@ -269,6 +286,6 @@ def test_torchtitans(name: str) -> None:
     assert all(17 < sqnr(value, found[1][key]) < 45 for key, value in found[0].items())
     assert not any(value[1].any() for key, value in found[0].items() if key[0] == "w")
     assert features(model["experts"]) == (H, N) and model["experts"].down.recipe.grad_weight is None
-    assert [row.name for row in octavo.summary(model).converted] == ["experts.w1", "experts.w3", "experts.w2"]
-    assert type(octavo.restore(model)["experts"]) is GroupedExperts
+    assert [row.name for row in octavo.summary(model).converted] == [f"experts.{own}" for own in (w1, w3, w2)]
+    assert type(octavo.restore(model)["experts"]) is kind
     assert torch.equal(model["experts"](x, counts), y)

@@ -237,23 +237,6 @@ def test_without_gradients_no_more_is_done_than_the_output(kind, recipe):
 
 @each_module
 @each_recipe
-def test_micro_batches_share_the_cast_weights(kind, recipe):
-    module = ALL_FOUR[kind](recipe=recipe)
-    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
-    products, casts = len(module._linears()), []
-    for batch in range(4):
-        with CountOps() as ops:
-            module(torch.randn(T, K, requires_grad=True)).sum().backward()
-        casts.append(ops.casts)
-        assert ops.calls["matmul"] == 3 * products and ops.calls["norm_backward"] == 1
-        if batch == 2:
-            optimizer.step()
-    rest = 2 * products - 1  # grad_outputs, and the activation
-    assert casts == [rest + products, rest, rest, rest + products]
-
-
-@each_module
-@each_recipe
 def test_copies_pickles_and_state_dicts(kind, recipe):
     module = ALL_FOUR[kind](recipe=recipe)
     x, grad = torch.randn(T, K), torch.randn(T, width_of(module))

@@ -13,12 +13,13 @@ from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo import kernels, recipes
-from octavo.autograd.casts import WEIGHT, State, cast_role
+from octavo.autograd.casts import WEIGHT, cast_role
 from octavo.autograd.products import Layer, linear
 from octavo.errors import HigherOrderGradientError
+from octavo.scaling.delayed import State
 from octavo.scaling.recipe import PRODUCTS
 from tests.support.groups import SIZES, offsets_of, slices_of
-from tests.support.helpers import FP8_RECIPES, CountOps, assert_equal, gradients
+from tests.support.helpers import FP8_RECIPES, assert_equal, gradients
 
 E, K, N = 4, 48, 40
 RECIPES = FP8_RECIPES | {"gw_hp": recipes.rowwise_with_gw_hp, "high precision": recipes.high_precision}
@@ -92,7 +93,7 @@ def test_experts_share_a_delayed_history() -> None:
     """By hand: each expert's products read the one state, and the largest amax of all is rolled."""
     recipe = recipes.delayed(3)
     layer = layer_of(recipe)
-    state = State(torch.zeros(3), torch.zeros(3, 3))
+    state = State.empty(3)
     parameters = [[p.detach().clone() for p in one.parameters()] for one in loop_of(layer)]
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     for step, sizes in enumerate(([9, 0, 4, 30], [0, 0, 0, 5], [1, 2, 3, 4])):
@@ -117,22 +118,6 @@ def test_experts_share_a_delayed_history() -> None:
             assert torch.equal(layer.weight[expert], weight)
             with torch.no_grad():
                 layer.bias[expert] = parameters[expert][1]  # whose gradient is added in another order
-
-
-def test_micro_batches_share_the_weights_codes() -> None:
-    layer, sizes = layer_of(recipes.dynamic()), [3, 4, 0, 2]
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    for step in range(2):
-        for micro_batch in range(3):
-            x, grad = batch(sizes, seed=micro_batch)
-            with CountOps() as ops:
-                y = layer(x, offsets_of(sizes))
-            assert ops.calls["grouped_cast"] == (2 if micro_batch == 0 else 1)
-            assert torch.equal(y, copy.deepcopy(layer)(x, offsets_of(sizes))), step
-            y.backward(grad)
-        optimizer.step()
-        optimizer.zero_grad()
-    assert not torch.equal(y, layer(x, offsets_of(sizes)))
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -14,7 +14,7 @@ from octavo.tensor.stored_weight import StoredWeight
 from tests.nn.test_converted_experts import KINDS, E, GroupedExperts, built, results
 from tests.support.groups import offsets_of, slices_of
 from tests.support.helpers import assert_equal, every_layer
-from tests.support.stored_weights import STORED, store
+from tests.support.stored_weights import STORED, of_codes, store
 
 K, N = 160, 288  # blocks are ragged
 both = pytest.mark.parametrize("recipe", ["dynamic by powers of two", "blockwise"])  # codes are those of a cast
@@ -76,7 +76,7 @@ def test_converted_experts_compute_as_plain_ones_of_their_values(kind: str, reci
         assert_equal(results(copied), expected)
     codes, narrow = stored.down_proj.qdata, copy.deepcopy(stored).bfloat16().down_proj
     assert isinstance(narrow, StoredWeight) and torch.equal(narrow.qdata.view(torch.uint8), codes.view(torch.uint8))
-    restored = octavo.restore(copy.deepcopy(stored))
+    restored = octavo.restore(of_codes(stored))
     plain.load_state_dict(stored.state_dict())
     assert type(restored) is type(built(kind)) and type(restored.down_proj) is nn.Parameter
     assert_equal(dict(restored.state_dict()), dict(plain.state_dict()))

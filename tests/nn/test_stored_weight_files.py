@@ -96,6 +96,11 @@ def test_files_that_do_not_fit(stored):
     for scales in (torch.ones(3, 2), torch.ones(2), torch.ones(256, 1)):
         with pytest.raises(ValueError, match=r"weight_scale_inv of shape .* does not fit \(256, 384\)"):
             layer.load_state_dict(given | {"weight_scale_inv": scales})
+    for damage in (torch.nan, torch.inf, 0.0, -1.0):
+        scales = torch.ones(2, 3)
+        scales[1, 1] = damage
+        with pytest.raises(ValueError, match=r"weight_scale_inv holds scales that are not finite and positive"):
+            layer.load_state_dict(given | {"weight_scale_inv": scales})
     for wrong in (torch.ones(256, 384).bfloat16(), torch.ones(256, 384).byte()):
         with pytest.raises(ValueError, match=rf"weight beside weight_scale_inv is {wrong.dtype} \(256, 384\), neither"):
             layer.load_state_dict(given | {"weight": wrong})

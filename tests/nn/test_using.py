@@ -8,6 +8,7 @@ from torch import nn
 import octavo
 from octavo import RecipeMap, recipes
 from octavo.nn import delayed_state_dict
+from octavo.scaling.delayed import state_of
 from tests.support.helpers import assert_equal, to_fp8
 
 HIGH = recipes.high_precision()
@@ -31,7 +32,8 @@ def step(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 @pytest.mark.parametrize("recipe", [HIGH, recipes.dynamic(), recipes.delayed(4), recipes.delayed(7)], ids=str)
 def test_layers_return_to_their_own_recipes_and_delayed_state(recipe):
     net = trained()
-    own, buffers, before = [layer.recipe for layer in net], dict(net.named_buffers()), delayed_state_dict(net)
+    own, before = [layer.recipe for layer in net], delayed_state_dict(net)
+    states = [state_of(layer) for layer in net]
     names = [layer.__dict__.keys() for layer in net]
     with octavo.using(net, recipe) as same:
         assert same is net and [layer.recipe for layer in net] == [recipe, recipe]
@@ -39,7 +41,7 @@ def test_layers_return_to_their_own_recipes_and_delayed_state(recipe):
             net(torch.randn(4, 16) * 1e3).sum().backward()
     assert all(layer.recipe is recipe for layer, recipe in zip(net, own, strict=True))
     assert_equal(delayed_state_dict(net), before)
-    assert all(buffer is buffers[name] for name, buffer in net.named_buffers())
+    assert all(state_of(layer) is state for layer, state in zip(net, states, strict=True))
     assert [layer.__dict__.keys() for layer in net] == names and before.keys().isdisjoint(net.state_dict())
 
 
@@ -50,7 +52,7 @@ def test_they_return_after_an_exception_and_from_a_block_in_a_block():
         with octavo.using(net[0], recipes.delayed(4)):
             net(torch.randn(4, 16)).sum().backward()
             assert net[0].delayed_scale.all() and net[1].recipe is HIGH
-        assert net[0].recipe is HIGH and not dict(net.named_buffers())
+        assert net[0].recipe is HIGH and not delayed_state_dict(net)
         raise RuntimeError("mine")
     assert all(layer.recipe is recipe for layer, recipe in zip(net, own, strict=True))
     assert_equal(delayed_state_dict(net), before)

@@ -75,9 +75,9 @@ def exchanged(mesh: Any, recipe: str) -> list[tuple[int, int]]:
 
 
 def test_one_number_a_weight_in_one_collective(pool):
-    """The first step has another one before it: masters have begun."""
-    assert pool.run(exchanged, (2,), "dynamic", seconds=60) == [[(2, 24), (1, 12), (1, 12)]] * 2
-    assert pool.run(exchanged, (2,), "blockwise", seconds=60) == [[(0, 0)] * 3] * 2
+    """The first step has others before it: ranks have the same options (16 bytes), and masters have begun."""
+    assert pool.run(exchanged, (2,), "dynamic", seconds=60) == [[(3, 16 + 24), (1, 12), (1, 12)]] * 2
+    assert pool.run(exchanged, (2,), "blockwise", seconds=60) == [[(1, 16), (0, 0), (0, 0)]] * 2
     assert pool.run(exchanged, (1,), "dynamic", seconds=60) == [[(0, 0)] * 3]
 
 

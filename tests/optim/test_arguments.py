@@ -17,15 +17,14 @@ def test_the_signature_has_all_of_torchs(ours: Any, torchs: Any) -> None:
     own, theirs = (inspect.signature(kind).parameters for kind in (ours, torchs))
     assert all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in own.values())
     for name, parameter in theirs.items():
-        if name != "decoupled_weight_decay":  # AdamW under another name
-            assert (own[name].default, own[name].kind) == (parameter.default, parameter.kind)
+        assert (own[name].default, own[name].kind) == (parameter.default, parameter.kind)
 
 
 @pytest.mark.parametrize(("ours", "torchs"), PAIRS)
 def test_what_is_off_is_taken_and_what_is_on_refused(ours: Any, torchs: Any) -> None:
     p = nn.Parameter(torch.ones(2))
     refused = inspect.signature(torchs).parameters.keys() & {
-        *("amsgrad", "foreach", "capturable", "differentiable", "fused")
+        *("amsgrad", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay")
     }
     ours([p], **dict.fromkeys(refused, False))
     for name in refused:

@@ -72,6 +72,25 @@ def trained(steps: int, kind: type, **options: Any) -> list[Tensor]:
 
 
 @each_kind
+def test_options_may_be_tensors_which_stay_as_they_are(kind: type) -> None:
+    """As torch's may."""
+    options: dict[str, Any] = {"lr": 0.125, "weight_decay": 0.25}
+    options |= {"momentum": 0.5, "dampening": 0.25} if kind is octavo.optim.SGD else {"eps": 2.0**-20}
+    betas = {} if kind is octavo.optim.SGD else {"betas": (0.5, 0.75)}
+    as_tensors = {name: torch.tensor(value) for name, value in options.items()}
+    as_tensors |= {name: tuple(map(torch.tensor, values)) for name, values in betas.items()}
+    found = []
+    for given in (options | betas, as_tensors):
+        params, optimizer = of(kind, **given)
+        for step in range(3):
+            fill(params, step)
+            optimizer.step()
+        found.append(kept(params, optimizer))
+        assert {name: optimizer.param_groups[0][name] for name in given} == options | betas
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@each_kind
 def test_a_grad_scaler_is_heeded(kind: type) -> None:
     params, optimizer = of(kind)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)

@@ -2,6 +2,7 @@ import copy
 import functools
 import io
 import math
+import pickle
 
 import pytest
 import torch
@@ -435,9 +436,13 @@ def test_it_begins_as_the_weight_before_its_cast(master, recipe):
     assert ((found - values).abs().mean() < (codes - values).abs().mean() * 2.0**-8) or master == "fp16_scaled"
 
 
-@pytest.mark.parametrize("way", ["copied", "moved", "loaded", "evaluated", "evaluated before", "frozen"])
+@pytest.mark.parametrize(
+    "way", ["copied", "moved", "loaded", "pickled", "evaluated", "frozen for a while", "frozen", "a frozen copy"]
+)
 def test_what_it_begins_from_stays_until_an_optimizer_takes_it_or_nobody_will(way):
+    """As long as it requires gradients, or an optimizer waits for it."""
     layer, values = stored_layer()
+    x = torch.randn(4, 256, dtype=torch.bfloat16)
     if way == "copied":
         layer = copy.deepcopy(layer)
     elif way == "moved":
@@ -445,15 +450,22 @@ def test_what_it_begins_from_stays_until_an_optimizer_takes_it_or_nobody_will(wa
     elif way == "loaded":
         values = torch.randn(256, 256).bfloat16()
         layer.load_state_dict({"weight": values})
+    elif way == "pickled":
+        layer = pickle.loads(pickle.dumps(layer))
+    elif way == "evaluated":
+        octavo.summary(layer, x)
+        with torch.inference_mode():
+            layer(x)
+    elif way == "frozen for a while":
+        AdamW(layer.parameters())
+        layer.requires_grad_(False)(x)
+        layer.to(torch.float32).to(torch.bfloat16).requires_grad_(True)
     elif way == "frozen":
-        layer.weight.requires_grad_(False)
-        layer(torch.randn(4, 256, dtype=torch.bfloat16))
+        layer.weight.requires_grad = False
     else:
-        optimizer = None if way == "evaluated before" else AdamW(layer.parameters())
-        with torch.no_grad():
-            layer(torch.randn(4, 256, dtype=torch.bfloat16))
-        del optimizer
-    if way in ("evaluated before", "frozen"):
+        AdamW(layer.parameters())
+        layer = copy.deepcopy(layer).requires_grad_(False)
+    if way in ("frozen", "a frozen copy"):
         assert layer.weight.rest is None
     else:
         values = values.float()

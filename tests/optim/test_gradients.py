@@ -194,7 +194,7 @@ def test_the_dtype_that_a_user_gave_gradients_stays() -> None:
         weight = nn.Parameter(torch.ones(300, dtype=torch.bfloat16))
         weight.grad_dtype = dtype
         storage = GradientStorage()
-        storage.attach([weight])
+        storage.hooks.attach([weight])
         with storage.accumulate():
             weight.sum().backward()
         weight.sum().backward()

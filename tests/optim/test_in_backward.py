@@ -1,9 +1,11 @@
 """Updates in backward equal a step after it, bit for bit; gradients do not stay; what can't be exact is refused."""
 
 import copy
+import gc
 import itertools
 import math
 import warnings
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo.optim import AdamW, base, update_in_backward
@@ -71,6 +74,60 @@ def test_a_second_backward_is_refused() -> None:
     loss_of(model).backward()
     with pytest.raises(RuntimeError, match=r"within handle\.accumulate\(\)"):
         loss_of(model).backward()
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+@pytest.mark.parametrize("threshold", [0, HUGE])
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+def test_a_backward_that_fails_is_a_step_of_what_it_updated(kind: str, threshold: int, reentrant: bool | None) -> None:
+    """Out of memory, say; then the usual: catch, zero_grad, the next batch."""
+
+    def fail(grad: Tensor) -> None:
+        raise MemoryError("no room")
+
+    found = []
+    for in_backward in (True, False):
+        model, fails = model_of(kind), iter([False, True, True, False])
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        if in_backward:
+            update_in_backward(optimizer, threshold, EstimatedNorm(1e9))
+        for failing in fails:
+            y = model[:2](torch.randn(8, D, dtype=torch.bfloat16).requires_grad_())
+            if failing:
+                y.register_hook(fail)
+            for layer in model[2:-1]:
+                y = layer(y) if reentrant is None else checkpoint(layer, y, use_reentrant=reentrant)
+            try:
+                model[-1](y).float().square().mean().backward()
+                optimizer.step()
+            except MemoryError:
+                if not in_backward and threshold == 0:
+                    optimizer.step()
+            optimizer.zero_grad()
+        found.append((model, optimizer))
+    assert_same(*found)
+    model, optimizer = found[0]
+    loss_of(model).backward()
+    optimizer.zero_grad()
+    if threshold == 0:  # a backward that ended is no failure
+        with pytest.raises(RuntimeError, match=r"within handle\.accumulate\(\)"):
+            loss_of(model).backward()
+
+
+def test_nothing_is_held_by_hooks() -> None:
+    """A deleted optimizer goes, with its model; a model that stays keeps no hook of it."""
+    model = model_of()
+    optimizer = AdamW(model.parameters())
+    handle = update_in_backward(optimizer, 0)
+    train(model, optimizer, 1)
+    gone = [weakref.ref(found) for found in (optimizer, handle, *model.parameters())]
+    del optimizer, handle
+    gc.collect()
+    assert [ref() for ref in gone[:2]] == [None, None]
+    assert not any(param._post_accumulate_grad_hooks for param in model.parameters())
+    del model
+    gc.collect()
+    assert not any(ref() for ref in gone)
 
 
 @each_threshold

@@ -55,6 +55,29 @@ def test_a_state_that_does_not_fit_changes_nothing():
         AdamW([p, q]).load_state_dict(state)
 
 
+@pytest.mark.parametrize(("ours", "torchs"), [(AdamW, torch.optim.AdamW), (SGD, torch.optim.SGD)])
+def test_options_that_a_state_lacks_stay_the_optimizers(ours, torchs):
+    """Of another library, or of a torch that had none yet."""
+    p = parameter(4)
+    saved = torchs([p], lr=0.5)
+    train(saved, 1)
+    for option, default in (ours([p]).defaults | {"maximize": True}).items():
+        optimizer, state = ours([p], moments="fp32", **{option: default}), saved.state_dict()
+        del state["param_groups"][0][option]
+        optimizer.load_state_dict(state)
+        assert optimizer.param_groups[0][option] == default
+        train(optimizer, 1)
+
+
+def test_a_state_whose_options_do_not_fit_changes_nothing():
+    saved = AdamW([parameter(4)], betas=(0.9, 0.5))
+    train(saved, 1)
+    optimizer = AdamW([nn.Parameter(StoredWeight.cast(torch.ones(128, 128)))])
+    with pytest.raises(ValueError, match="use a larger beta2"):
+        optimizer.load_state_dict(saved.state_dict())
+    assert not optimizer.state and optimizer.param_groups[0]["betas"] == (0.9, 0.999)
+
+
 def test_the_state_of_another_rule_is_refused():
     p = parameter(3, 300)
     momentum, adam = SGD([p], momentum=0.9), AdamW([p])

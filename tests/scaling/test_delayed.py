@@ -22,12 +22,14 @@ def step(net: nn.Module, size: float = 1.0) -> torch.Tensor:
     return loss.detach()
 
 
-def test_the_state_is_two_plain_float32_buffers_outside_the_state_dict():
+def test_the_state_is_of_plain_tensors_that_are_no_buffers():
     net = model()
-    assert {name: (tuple(b.shape), b.dtype) for name, b in net[0].named_buffers()} == {
-        "delayed_scale": ((3,), torch.float32),
-        "delayed_amax_history": ((3, 3), torch.float32),
-    }
+    assert [(tuple(one.shape), one.dtype) for one in net[0].delayed_state] == [
+        ((3,), torch.float32),
+        ((3, 3), torch.float32),
+        ((2, 3), torch.int32),
+    ]
+    assert not dict(net.named_buffers())
     assert not any("delayed" in name for name in net.state_dict())
 
 
@@ -44,6 +46,35 @@ def test_the_history_holds_the_amax_of_each_role_newest_first():
         assert torch.equal(layer.delayed_amax_history, expected)
         limits = torch.tensor([448.0, 448.0, 57344.0])
         torch.testing.assert_close(layer.delayed_scale, limits / expected.amax(1), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    "backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.full), "each call compiled"]
+)
+def test_a_pass_enters_the_largest_amax_of_all_calls_once(backend):
+    """As an RNN cell is called, in eager and compiled; each call's gradient is cast by the scale of before the pass."""
+    layer, calls = octavo.nn.Linear(16, 16, recipe=recipes.delayed(3), bias=False), 5
+    one = torch.compile(lambda x: layer(x), backend="aot_eager", fullgraph=True) if "each" in backend else layer
+
+    def of_all(x):
+        return torch.stack([one(x * 4.0**call) for call in range(calls)])
+
+    run = of_all if backend.startswith("ea") else torch.compile(of_all, backend=backend, fullgraph=True)
+    for step in range(3):
+        x, grad = torch.randn(4, 16), torch.randn(calls, 4, 16) * 8.0 ** -torch.arange(calls).view(-1, 1, 1)
+        before = copy.deepcopy(layer)
+        run(x).backward(grad)
+        assert layer.delayed_amax_history.ne(0).sum(1).tolist() == [step + 1] * 3
+        amaxes = [x.abs().max() * 4.0 ** (calls - 1), layer.weight.abs().max(), grad.abs().max()]
+        assert layer.delayed_amax_history[:, 0].tolist() == torch.stack(amaxes).tolist()
+        wanted = torch.zeros_like(layer.weight)
+        for call in reversed(range(calls)):
+            twin = copy.deepcopy(before)
+            twin.weight.grad = None
+            twin(x * 4.0**call).backward(grad[call])
+            wanted += twin.weight.grad
+        torch.testing.assert_close(layer.weight.grad, wanted, rtol=1e-5, atol=1e-6 * wanted.abs().max().item())
+        layer.zero_grad()
 
 
 def test_most_recent_and_margin():
@@ -223,7 +254,7 @@ def test_what_may_be_empty_is_known_without_asking_the_device():
     octavo.nn.load_delayed_state_dict(net, {name: torch.zeros_like(value) for name, value in saved.items()})
     assert may_be_empty(layer.delayed_scale)
     step(net)
-    empty_state(layer._buffers, 1)
+    empty_state(layer.delayed_state, 1)
     assert (layer.delayed_scale == 0).tolist() == [False, True, False] and may_be_empty(layer.delayed_scale)
     for longer in (copy.deepcopy(model()[0]), model()[0].to(torch.float64).float()):
         register_delayed_state(longer, Delayed(5), torch.device("cpu"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 import octavo
 from octavo import E4M3, Cast, PerTensor, Recipe, RecipeMap, recipes
 from octavo.inspect import Record
+from octavo.scaling.recipe_map import Rule
 
 NAMES = ("first", "second", "third")
 BROKEN = "second"
@@ -75,9 +77,8 @@ def narrow_gradients() -> RecipeMap:
     return RecipeMap(normal, {f"layers.{BROKEN}": changes})
 
 
-def mended(recipe: Recipe | RecipeMap, rule: str) -> RecipeMap:
-    """A recipe with a finding's rule after its own."""
-    changes = eval(rule, vars(octavo))
+def mended(recipe: Recipe | RecipeMap, rules: Mapping[str, Rule]) -> RecipeMap:
+    """A recipe with a finding's rules after its own."""
     if isinstance(recipe, Recipe):
-        return RecipeMap(recipe, changes)
-    return RecipeMap(recipe.default, {**recipe.rules, **changes})
+        return RecipeMap(recipe, rules)
+    return RecipeMap(recipe.default, {**recipe.rules, **rules})

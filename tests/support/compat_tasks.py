@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import importlib
 from typing import Any
@@ -10,39 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-
-import octavo
-from octavo.compat import transformer_engine as te
-
-
-def sharded_te_layers(mesh: Any) -> tuple[dict[str, list[float]], set[str], str]:
-    """Losses of layers that are whole and of the same sharded; how weights were gathered; what a late recipe raises."""
-    recipe = te.Float8CurrentScaling()
-    whole = nn.Sequential(te.LayerNormMLP(64, 128, device="cpu"), te.Linear(64, 32, device="cpu"))
-    sharded, late = copy.deepcopy(whole), copy.deepcopy(whole)
-    octavo.convert(sharded, recipe.octavo(), select=lambda module, name: isinstance(module, octavo.nn.Linear))
-    for model in (sharded, late):
-        for layer in model:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-    x, losses = torch.randn(16, 64), {}
-    for name, model in (("whole", whole), ("sharded", sharded)):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        losses[name] = []
-        for _ in range(3):
-            with te.autocast(recipe=recipe):
-                loss = model(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses[name].append(loss.item())
-    ways = {module.gather.used[0] for module in sharded.modules() if isinstance(module, octavo.nn.Linear)}
-    try:
-        with te.autocast(recipe=recipe):
-            late(x)
-    except octavo.UnsupportedOptionError as error:
-        return losses, ways, str(error)
-    return losses, ways, ""
 
 
 def sharded_program(mesh: Any, library_name: str, recipe: str) -> list[float]:

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import octavo
 from octavo import Recipe, recipes
-from octavo.autograd.casts import State
+from octavo.scaling.delayed import State
 
 FP8_RECIPES: dict[str, Callable[[], Recipe]] = {
     "dynamic": recipes.dynamic,
@@ -32,7 +32,7 @@ def to_fp8(model: nn.Module, recipe: Recipe) -> nn.Module:
 
 def delayed_state(recipe: Recipe) -> State | None:
     """An empty one, if the recipe has any."""
-    return None if recipe.delayed is None else State(torch.zeros(3), torch.zeros(3, recipe.delayed.history_length))
+    return None if recipe.delayed is None else State.empty(recipe.delayed.history_length)
 
 
 def sqnr(result: Tensor, truth: Tensor) -> float:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import warnings
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -13,6 +16,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import octavo
 from octavo import distributed as ours
 from octavo import recipes
+from octavo.inspect.files import RecordWriter
 from tests.support.expert_models import batch, built
 from tests.support.parallel_tasks import Pair, convert, small
 
@@ -20,6 +24,15 @@ from tests.support.parallel_tasks import Pair, convert, small
 def record_sharded(mesh: Any, recipe: str, folder: str) -> None:
     """Two steps under FSDP2, each rank with its rows of one batch; rank 0 leaves the record in the folder."""
     _train(recipe, folder, mesh)
+
+
+def record_on_a_full_disk(mesh: Any, folder: str) -> list[str]:
+    """The same where rank 0 can't write what it counts; what is warned of."""
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with mock.patch.object(RecordWriter, "add_counts", side_effect=full), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        _train("dynamic", folder, mesh)
+    return [str(each.message) for each in said if "recorded" in str(each.message)]
 
 
 def record_alone(recipe: str, folder: str) -> None:

@@ -22,7 +22,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.support import together
+
 FEW, MANY = 2, 4
+GROUPS_A_TASK = 1000  # more than any makes
 SECONDS_AFTER_A_FAULT = 5  # in which the others may still tell of theirs
 
 # Imported once, in a process without threads that ranks are forked from: each would take seconds for it.
@@ -49,12 +52,16 @@ def _serve(rank: int, world: int, port: int, connection: Any) -> None:
     torch.set_num_threads(1)
     gc.freeze()  # what was imported stays: each collection would look at its 400,000 objects
     warnings.simplefilter("ignore")
+    together.guard()
     with contextlib.suppress(KeyboardInterrupt, EOFError):
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
         meshes: dict[Any, Any] = {}
         while (task := connection.recv()) is not None:
-            module, name, shape, arguments = task
+            number, module, name, shape, arguments = task
+            # Groups are named by their number, and torch 2.14 counts those too that some ranks make without the others,
+            # as those of a smaller task may: the next group of all would have other names on these, and never meet.
+            dist.distributed_c10d._world.group_count = number * GROUPS_A_TASK
             try:
                 connection.send((True, _run(rank, meshes, module, name, shape, arguments)))
             except BaseException:
@@ -78,6 +85,7 @@ class Pool:
     def __init__(self) -> None:
         self._processes: list[Any] = []
         self._connections: list[Any] = []
+        self._tasks = 0
 
     def start(self) -> None:
         """Start the few ranks that most tasks want, which the first of these would wait for."""
@@ -95,18 +103,22 @@ class Pool:
             there.close()
             self._connections.append(here)
 
-    def run(self, task: Any, shape: Sequence[int], *arguments: Any, seconds: float = 120) -> list[Any]:
-        """What each rank returned.
+    def run(
+        self, task: Any, shape: Sequence[int], *arguments: Any, seconds: float = 120, whole: bool = False
+    ) -> list[Any]:
+        """What each rank returned; ``whole``: the default group has no others, as torch's broadcasts from rank 0 want.
 
         Raises:
             AssertionError: with the ranks' tracebacks, where any failed or took longer.
         """
         size = math.prod(shape)
-        if size > len(self._processes):
+        world = size if whole else max(len(self._processes), FEW if size <= FEW else MANY)
+        if world != len(self._processes):
             self.stop()
-            self._start(FEW if size <= FEW else MANY)
+            self._start(world)
+        self._tasks += 1
         for connection in self._connections:
-            connection.send((task.__module__, task.__name__, tuple(shape), arguments))
+            connection.send((self._tasks, task.__module__, task.__name__, tuple(shape), arguments))
         answers = self._answers(seconds)
         failed = [f"rank {rank}: {answer}" for rank, (good, answer) in enumerate(answers) if not good]
         if failed:

@@ -2,8 +2,8 @@
 
 A sequence is a list of (name of an operation, its arguments); after each the layer's output and gradients must be the
 twin's, bit for bit. The twin is made for each forward, out of the weight as it is then. Of delayed scaling it follows
-what octavo promises: micro-batches of a step share a cast and its scale, and roll the weight's amax once; a weight that
-anything but its optimizer wrote takes its own amax.
+what octavo promises: a backward pass enters the largest amax of all calls in it, once; a weight that anything but its
+optimizer wrote takes its own amax.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import octavo
-from octavo import recipes
+from octavo import kernels, recipes
 from octavo.autograd.casts import WEIGHT
 from octavo.nn.gather import IN_FP8
+from octavo.scaling.delayed import State, empty_state
 from octavo.tensor.sharded_weight import like_sharded
 from octavo.tensor.stored_weight import StoredWeight, local_stored
 
@@ -45,7 +46,6 @@ class InFlight(NamedTuple):
     twin: nn.Module
     twin_y: Tensor
     twin_x: Tensor
-    first: bool  # of its step, so that it rolls the weight's amax
 
 
 class Twice(nn.Module):
@@ -115,7 +115,6 @@ class Subject:
             fully_shard(self.layer, mesh=mesh)
             fully_shard(model, mesh=mesh)  # which stays gathered after forward
         self.recipe_name, self.draws = recipe, 0
-        self.state: list[Tensor] = []
         self.empty_state()
         self.moved()
 
@@ -123,7 +122,7 @@ class Subject:
 
     def empty_state(self) -> None:
         """The twin's delayed state, as new."""
-        self.state = [torch.zeros(3), torch.zeros(3, HISTORY)]
+        self.state = State.empty(HISTORY)
 
     def moved(self) -> None:
         """The layer has other parameters: nothing of before reaches them."""
@@ -135,8 +134,8 @@ class Subject:
         self.forget()
 
     def forget(self) -> None:
-        """No cast of before is used again, and no write of before is noticed."""
-        self.step_scale: float | None = None  # of the cast that micro-batches share; None: there is none
+        """No write of before is noticed."""
+        self.gathered: float | None = None  # the amax of the weight when ranks cast it last
         self.known = False  # whether a training forward under delayed scaling has seen the weight
         self.written = self.stepped = False  # since then, by hand and by its optimizer
         self.disturbed = False  # since its last forward
@@ -145,7 +144,7 @@ class Subject:
 
     def wrote(self) -> None:
         """The weight was written in place."""
-        self.step_scale, self.written = None, True
+        self.written = True
 
     def written_in_flight(self) -> None:
         """Weights are written: what is in flight on ranks reads them if they are gathered anew for its backward."""
@@ -182,7 +181,7 @@ class Subject:
         twin.bias = nn.Parameter(self.whole(self.parameter("bias")).detach().clone())
         twin.train(self.layer.training)
         if self.layer.recipe.delayed is not None:
-            twin._buffers["delayed_scale"], twin._buffers["delayed_amax_history"] = self.state
+            twin.__dict__["delayed_state"] = self.state
         return twin
 
     # --- operations -------------------------------------------------------------------------------------------------
@@ -205,52 +204,91 @@ class Subject:
         delayed, training = self.layer.recipe.delayed is not None and not self.stored, self.layer.training
         if delayed and training and own:
             if self.known and (self.replaced or self.written or (self.swapped and not self.stepped)):
-                for part in self.state:
-                    part[WEIGHT] = 0
+                empty_state(self.state, WEIGHT)
             self.known = True
-            self.written = self.stepped = self.replaced = self.swapped = False
-        shared = self.parameter("weight").grad is not None or not self.parameter("weight").requires_grad
-        first = not (training and own and shared and self.step_scale is not None)
-        twin, now = self.twin(weight), float(self.state[0][WEIGHT])
+            self.written = self.replaced = self.swapped = False
+        twin, now = self.twin(weight), float(self.state.scale[WEIGHT])
         used = now
-        if not first:
-            assert self.step_scale is not None
-            used = self.step_scale
-        elif training and own and keep:
-            self.step_scale = now
         if delayed and self.mesh is not None and self.layer.gather.way(self.layer).kind == IN_FP8:
-            used = 0.0 if used * float(weight.abs().max()) > 2 * 448 else used  # far beyond what it was
-        self.state[0][WEIGHT] = used
+            amax = float(weight.abs().max())
+            moved = self.gathered not in (None, amax) and not self.stepped
+            used = 0.0 if moved or used * amax > 2 * 448 else used  # far beyond what it was
+            self.gathered = amax
+        if (training and own) or self.mesh is not None:
+            self.stepped = False
+        self.state.scale[WEIGHT] = used
         given, twin_x = (t.detach().clone().requires_grad_(keep) for t in (x, x))
         twin_y = twin(twin_x)
-        self.state[0][WEIGHT] = now
+        self.state.scale[WEIGHT] = now
         y = call(given)
         assert torch.equal(y, twin_y), f"output is off by {(y - twin_y).abs().max()} of {twin_y.abs().max()}"
         if keep:
-            self.in_flight.append(InFlight(y, given, twin, twin_y, twin_x, first))
+            self.in_flight.append(InFlight(y, given, twin, twin_y, twin_x))
 
-    def backward(self, which: int = 0, factor: float = 1.0) -> None:
-        """Backward of one of the forwards in flight; ``factor``: between its weight and the parameter."""
+    def backward(self, which: int = 0, factor: float = 1.0, again: bool = False) -> None:
+        """Backward of one of the forwards in flight; ``factor``: between its weight and the parameter.
+
+        ``again``: twice over the same graph, of which the second changes no delayed state.
+        """
         if not self.in_flight:
             return
-        y, x, twin, twin_y, twin_x, first = self.in_flight.pop(which % len(self.in_flight))
-        gradient = self.random(*y.shape)
-        before = [part[WEIGHT].clone() for part in self.state]
-        y.backward(gradient)
+        y, x, twin, twin_y, twin_x = self.in_flight.pop(which % len(self.in_flight))
+        gradient, again = self.random(*y.shape), again and self.mesh is None
+        y.backward(gradient, retain_graph=again)
+        if again:
+            y.backward(gradient)
         twin_y.backward(gradient)
-        if not first:
-            for part, row in zip(self.state, before, strict=True):
-                part[WEIGHT] = row
         assert x.grad is not None and twin_x.grad is not None
-        assert torch.equal(x.grad, twin_x.grad), f"the input's gradient is off by {(x.grad - twin_x.grad).abs().max()}"
-        for name, old in self.gradients.items():
-            new = getattr(twin, name).grad
-            if new is not None:
-                new = new * factor if name == "weight" else new
-                self.gradients[name] = new.clone() if old is None else old + new
-            found, wanted = self.parameter(name).grad, self.gradients[name]
+        wanted = twin_x.grad * (1 + again)
+        assert torch.equal(x.grad, wanted), f"the input's gradient is off by {(x.grad - wanted).abs().max()}"
+        for _ in range(1 + again):
+            self.add_gradients({name: getattr(twin, name).grad for name in self.gradients}, factor)
+        self.compare_gradients()
+
+    def add_gradients(self, new: dict[str, Tensor | None], factor: float = 1.0) -> None:
+        """What the parameters' gradients are to grow by."""
+        for name, gradient in new.items():
+            if gradient is not None:
+                gradient = gradient * factor if name == "weight" else gradient
+                old = self.gradients[name]
+                self.gradients[name] = gradient.clone() if old is None else old + gradient
+
+    def compare_gradients(self) -> None:
+        """The layer's gradients are the twins'."""
+        for name, wanted in self.gradients.items():
+            found = self.parameter(name).grad
             assert (found is None) == (wanted is None)
             assert found is None or torch.equal(self.whole(found), wanted), f"the {name}'s gradient"
+
+    def unroll(self, calls: int = 3) -> None:
+        """Several calls of the layer, and one backward pass of all of them."""
+        if self.mesh is not None:
+            return
+        in_flight, self.in_flight, before = self.in_flight, [], self.state
+        for call in range(calls):
+            self.run(self.random(TOKENS, IN) * 4**call, self.model)
+        here, self.in_flight = self.in_flight, in_flight
+        gradients = [self.random(*one.y.shape) * 4**call for call, one in enumerate(here)]
+        torch.autograd.backward([one.y for one in here], gradients)
+        sums: dict[str, Tensor | None] = dict.fromkeys(self.gradients)
+        amaxes = []
+        for one, gradient in reversed(list(zip(here, gradients, strict=True))):
+            if (delayed := self.layer.recipe.delayed) is not None:
+                one.twin.__dict__["delayed_state"] = state = before.clone()
+                one.twin_y.grad_fn.plan = one.twin_y.grad_fn.plan._replace(state=state)  # type: ignore[union-attr]
+            one.twin_y.backward(gradient)
+            if delayed is not None:
+                amaxes.append(state.amax_history[:, 0])
+            assert torch.equal(one.x.grad, one.twin_x.grad)  # type: ignore[arg-type]
+            for name, old in sums.items():
+                new = getattr(one.twin, name).grad
+                sums[name] = new if old is None else old + new
+        if amaxes and self.layer.training:
+            roles = torch.stack(amaxes).amax(0).view(3, 1, 1).unbind()
+            found = [None if role == WEIGHT and self.stored else amax for role, amax in enumerate(roles)]
+            kernels.delayed_update(*before, *found, *self.layer.recipe.delayed_update)
+        self.add_gradients(sums)
+        self.compare_gradients()
 
     def step(self, name: str = "SGD") -> None:
         """A step of an optimizer that owns the layer's parameters."""
@@ -266,7 +304,7 @@ class Subject:
             if self.gradients["weight"] is not None:
                 self.wrote()
         else:
-            self.step_scale, self.stepped = None, True
+            self.stepped = True
 
     def other_step(self, rank: int = 0) -> None:
         """A step of an optimizer that owns nothing of it; on one rank only."""
@@ -275,8 +313,6 @@ class Subject:
         other = nn.Parameter(torch.ones(1))
         other.grad = torch.ones(1)
         torch.optim.SGD([other], lr=0.1).step()
-        if self.mesh is None:  # it might be the master of this weight
-            self.step_scale = None
 
     def zero_grad(self, to_none: bool = True) -> None:
         """Clear gradients."""
@@ -294,9 +330,12 @@ class Subject:
                 self.in_flight = []
                 parameter.copy_(parameter.dequantize() * factor)
             else:
-                if self.mesh is not None and name == "foreach" and self.layer.recipe.delayed is not None:
+                unseen = self.mesh is not None and name == "foreach" and self.layer.recipe.delayed is not None
+                if unseen and self.layer.gather.way(self.layer).kind != IN_FP8:
                     return  # torch moves no version of a DTensor then, so that its history stays
                 WRITES[name](parameter, factor)
+                if unseen:
+                    return
         self.wrote()
 
     def write_data(self, replace: bool = False, factor: float = 8.0) -> None:
@@ -313,13 +352,13 @@ class Subject:
         parameter = self.parameter()
         if replace:
             parameter.data = parameter.data * factor
-            self.step_scale, self.swapped = None, True
+            self.swapped = True
             return
         parameter.data.mul_(factor)
         if self.mesh is None:
             octavo.nn.invalidate(self.layer)
+            empty_state(self.state, WEIGHT)
             self.kept = None
-            self.forget()
 
     def rest(self) -> None:
         """A step that updates nothing, of an optimizer with masters: the weight stays what it was written to be."""
@@ -331,7 +370,7 @@ class Subject:
         before = self.parameter("weight").detach().clone()
         self.optimizers["masters"].step()
         torch.testing.assert_close(self.parameter("weight").detach(), before, rtol=1e-2, atol=1e-4)
-        self.step_scale, self.stepped = None, True
+        self.stepped = True
 
     def set_recipe(self, recipe: str = "dynamic") -> None:
         """Another recipe, or the same anew."""
@@ -379,7 +418,6 @@ class Subject:
             given["0.weight"],
             keep=False,
         )
-        self.step_scale = None
 
     def parametrize(self) -> None:
         """A forward and backward while the weight is computed from the parameter."""
@@ -437,7 +475,6 @@ class Subject:
         if anew or self.kept is None:
             self.kept = octavo.nn.KeptWeights(self.model)
         self.kept.cast()
-        self.step_scale = None
 
 
 class Routed(octavo.nn.GroupedLinear):

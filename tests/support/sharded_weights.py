@@ -30,6 +30,11 @@ def model(recipe: str, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> nn
     return octavo.convert(net, RECIPES[recipe](), lambda module, name: True, "fp8")
 
 
+def on_meta(recipe: str) -> nn.Module:
+    with torch.device("meta"):
+        return model(recipe)
+
+
 def shard(net: nn.Module, mesh: Any, **options: Any) -> Any:
     for layer in net.children():
         if isinstance(layer, nn.Linear):

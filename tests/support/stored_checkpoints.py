@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from octavo.distributed import checkpoint
 from octavo.distributed.checkpoint import load_checkpoint, save_checkpoint
+from octavo.distributed.errors import CheckpointError
 from octavo.distributed.ranks import Ranks
 from tests.support.sharded_weights import adamw, differences, held, model, sharded, steps
 
@@ -43,6 +46,30 @@ def wrapped(mesh: Any, folder: str) -> list[str]:
         wholes = [held(*pair) for pair in zip(nets, optimizers, strict=True)]
         found += differences_of_whole(*wholes)
     return found
+
+
+def one_fails(mesh: Any, folder: str, failing: int) -> tuple[list[str], list[str]]:
+    """What each rank says where one can't load into an optimizer without a state; what differs once all can."""
+    ranks = Ranks(mesh.get_group())
+    saved, net = (sharded("dynamic", mesh, seed=seed) for seed in range(2))
+    optimizers = adamw(saved), adamw(net)
+    steps(saved, optimizers[0], 0, 1)
+    save_checkpoint(folder, saved, optimizers[0], ranks=ranks)
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise FileNotFoundError(2, "No such file")  # a node's view of the disk is old, say
+
+    said = []
+    for name in ("_read_content", "_model_to_fill", "_optimizer_to_fill", "set_optimizer_state_dict"):
+        with pytest.MonkeyPatch.context() as patch:
+            if mesh.get_rank() == failing:
+                patch.setattr(checkpoint, name, fail)
+            try:
+                load_checkpoint(folder, net, adamw(net), ranks=ranks)
+            except CheckpointError as error:
+                said.append(str(error))
+    load_checkpoint(folder, net, optimizers[1], ranks=ranks)
+    return said, differences_of_whole(held(net, optimizers[1]), held(saved, optimizers[0]))
 
 
 def differences_of_whole(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:

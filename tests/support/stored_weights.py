@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import octavo
 from octavo import Recipe, recipes
 from octavo.kernels.reference import master_weights
-from octavo.tensor.stored_weight import StoredWeight
+from octavo.tensor.stored_weight import StoredWeight, local_stored
 from tests.support.helpers import every_layer, gradients, to_fp8
 
 STORED: dict[str, Callable[[], Recipe]] = {
@@ -42,9 +42,18 @@ def inputs(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.randn(*(shape or (T, K)), dtype=dtype).requires_grad_()
 
 
+def of_codes(model: nn.Module) -> Any:
+    """A copy that knows no more of its FP8 weights than what products read."""
+    found = copy.deepcopy(model)
+    for weight in found.parameters():
+        if (own := local_stored(weight)) is not None:
+            own.rest = None
+    return found
+
+
 def widened(model: nn.Module, recipe: Recipe | None = None) -> Any:
     """A converted copy whose weights are plain, with the values that the stored ones have."""
-    found = octavo.restore(copy.deepcopy(model))
+    found = octavo.restore(of_codes(model))
     return found if recipe is None else to_fp8(found, recipe)
 
 

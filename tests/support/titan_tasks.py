@@ -15,15 +15,17 @@ from octavo.integrations import torchtitan
 from octavo.tensor.sharded_weight import local_shard, own_part
 
 
-def converter(recipe: str) -> Any:
+def converter(recipe: str, weight_storage: str | None = None) -> Any:
     """Its converter for all layers but the head."""
     recipes: Any = octavo.recipes
-    return torchtitan.OctavoConverter.Config(recipe=getattr(recipes, recipe)(), select=lambda module, name: True)
+    return torchtitan.OctavoConverter.Config(
+        recipe=getattr(recipes, recipe)(), select=lambda module, name: True, weight_storage=weight_storage
+    )
 
 
-def llama_config(converters: list[Any] | None) -> Any:
-    """The configuration of its smallest Llama, with torch's attention, which needs no compiler."""
-    models = importlib.import_module("torchtitan.models.llama3")
+def llama_config(converters: list[Any] | None, model: str = "llama3") -> Any:
+    """The configuration of its smallest Llama, or another decoder, with torch's attention, which needs no compiler."""
+    models = importlib.import_module(f"torchtitan.models.{model}")
     attention = importlib.import_module("torchtitan.models.common.attention")
     config = models.model_registry("debugmodel", converters=converters).model
     for layer in config.layers:
@@ -44,10 +46,11 @@ def built(config: Any, prepare: Any = lambda model: None) -> nn.Module:
     return model
 
 
-def losses_of(model: nn.Module, steps: int) -> list[float]:
-    """Of a few steps on the same tokens; logits may be a DTensor."""
+def losses_of(model: nn.Module, steps: int, storage: str | None = None) -> list[float]:
+    """Of a few steps on the same tokens; logits may be a DTensor; ``storage``: the weights', as convert's."""
     tokens = torch.randint(0, 2048, (2, 33), generator=torch.Generator().manual_seed(0))
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=8e-4), []
+    kind: Any = torch.optim.AdamW if storage is None else octavo.optim.AdamW
+    optimizer, losses = kind(model.parameters(), lr=8e-4), []
     for _ in range(steps):
         logits = whole(model(tokens[:, :-1])).float().flatten(0, 1)
         loss = nn.functional.cross_entropy(logits, tokens[:, 1:].flatten())

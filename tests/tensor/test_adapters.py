@@ -52,6 +52,19 @@ def test_the_scales_are_those_of_the_sum(granularity):
 
 
 @MERGED
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
+def test_each_expert_is_as_a_weight_of_its_own(granularity):
+    values = torch.randn(3, 256, 160) * torch.tensor([1.0, 1e-6, 100.0]).view(3, 1, 1)
+    weight = nn.Parameter(StoredWeight.cast(values, granularity), requires_grad=False)
+    alone = [nn.Parameter(StoredWeight.cast(one, granularity), requires_grad=False) for one in values]
+    for each in ([weight], alone):
+        torch.manual_seed(1)
+        for one, delta in zip(each, [values / 8] if each[0] is weight else values / 8, strict=True):
+            one.data += delta
+    assert torch.equal(weight.dequantize(), torch.stack([one.dequantize() for one in alone]))
+
+
+@MERGED
 def test_a_small_adapter_is_kept_on_average():
     weight = frozen(shape=(1024, 1024))
     before = weight.dequantize()
@@ -82,9 +95,11 @@ def test_the_parameter_itself_and_torchs_seed():
 
 @MERGED
 def test_what_an_optimizer_would_have_begun_with_is_the_merged_weight():
-    weight = frozen(keep_rest=True)
-    weight.data += adapter(weight, 0.1)
-    assert torch.equal(weight.before_cast(), weight.dequantize())
+    weight = frozen()
+    weight.known.awaited = True
+    weight.requires_grad_(True).data.copy_(torch.randn(384, 256))
+    weight.requires_grad_(False).data += adapter(weight, 0.1)
+    assert weight.rest is not None and torch.equal(weight.before_cast(), weight.dequantize())
 
 
 def test_it_says_that_it_rounds():

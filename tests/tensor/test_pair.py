@@ -1,6 +1,7 @@
 """What all pairs share: files of them, and the message of an op that has no rule."""
 
 import io
+import pickle
 
 import pytest
 import torch
@@ -23,14 +24,15 @@ PAIRS = {
 @pytest.mark.parametrize("as_parameter", [False, True])
 def test_files_hold_bytes_and_are_read_safely(name: str, as_parameter: bool) -> None:
     pair = torch.nn.Parameter(PAIRS[name]()) if as_parameter else PAIRS[name]()
+    pair.mark = "a user's"
     file = io.BytesIO()
     torch.save(pair, file)
     file.seek(0)
-    found = torch.load(file, weights_only=True)
-    assert isinstance(found, Pair) and repr(found) == repr(pair)
-    assert isinstance(found, torch.nn.Parameter) is as_parameter and found.requires_grad is as_parameter
-    assert torch.equal(found.qdata.view(torch.uint8), pair.qdata.view(torch.uint8))
-    assert torch.equal(found.scale_inv, pair.scale_inv)
+    for found in (torch.load(file, weights_only=True), pickle.loads(pickle.dumps(pair))):
+        assert isinstance(found, Pair) and repr(found) == repr(pair) and found.mark == pair.mark
+        assert isinstance(found, torch.nn.Parameter) is as_parameter and found.requires_grad is as_parameter
+        assert torch.equal(found.qdata.view(torch.uint8), pair.qdata.view(torch.uint8))
+        assert torch.equal(found.scale_inv, pair.scale_inv)
 
 
 @pytest.mark.parametrize("name", PAIRS)

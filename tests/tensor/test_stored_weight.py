@@ -1,14 +1,19 @@
 import copy
 import io
 import pickle
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from octavo import E4M3, PerBlock, PerRow, PerTensor, UnsupportedOpError, quantize
+import octavo
+from octavo import E4M3, PerBlock, PerRow, PerTensor, UnsupportedOpError, quantize, recipes
 from octavo.tensor.scaled_tensor import ScaledTensor
-from octavo.tensor.stored_weight import GRANULARITIES, StoredWeight, local_stored
+from octavo.tensor.stored_shards import OneScale
+from octavo.tensor.stored_weight import GRANULARITIES, StoredWeight, local_stored, store
+from tests.support.sharded_weights import adamw, batch, differences, held, like, model, on_meta, shard, steps
 
 N, K = 200, 300
 
@@ -285,16 +290,18 @@ def test_a_part_in_a_row_is_the_same_codes():
         and flat.shape == (N // 2 * K,)
         and flat.qdata.data_ptr() == part.qdata.data_ptr()
     )
-    assert type(stored().view(-1)) is torch.Tensor  # DistributedDataParallel's broadcast of whole weights
 
 
-def test_a_part_does_not_find_a_scale_of_its_own():
+def test_a_part_with_one_scale_notes_that_other_parts_may_have_others():
     part, other = parts_of(stored(), 2)
-    for values in (torch.ones(N // 2, K), StoredWeight(part.qdata, part.scale_inv * 3, part.dtype)):
-        with pytest.raises(UnsupportedOpError, match="one scale, which ranks find together"):
-            part.copy_(values)
     part.copy_(other)
-    assert same(part, other)
+    assert same(part, other) and not part.known.alone
+    for values in (torch.ones(N // 2, K), stored(shape=(N // 2, K)), StoredWeight(part.qdata, part.scale_inv * 3)):
+        part.known.alone = False
+        assert part.copy_(values).known.alone
+    part.common = OneScale(2)
+    with pytest.raises(UnsupportedOpError, match="of splits with one scale, which are found together"):
+        part.copy_(torch.ones(N // 2, K))
     blocks = parts_of(stored(PerBlock(128, 128), shape=(512, K)), 2)[0]
     assert same(blocks.copy_(torch.ones(256, K)), StoredWeight.cast(torch.ones(256, K).bfloat16(), PerBlock(128, 128)))
 
@@ -398,3 +405,50 @@ def test_any_other_op_is_refused_by_name(name):
         OPS[name](weight)
     with pytest.raises(NotImplementedError):
         OPS[name](weight)
+
+
+def test_a_weight_is_stored_and_put_back_to_all_that_is_known_of_it():
+    weight = nn.Parameter(torch.randn(200, 300))
+    before = weight.detach().clone()
+    for granularity in (PerTensor(), PerBlock(128, 128)):
+        store(weight, granularity)
+        assert isinstance(weight, StoredWeight) and weight.granularity == granularity
+    store(weight, None)
+    assert type(weight) is nn.Parameter
+    torch.testing.assert_close(weight.detach(), before, rtol=2.0**-10, atol=float(before.abs().max()) * 2.0**-26)
+
+
+def begun_apart(mesh: Any, recipe: str, way: str) -> list[str]:
+    """What differs, after steps, from a whole model of each rank's rows, where ranks began with other values."""
+    own, *others = (octavo.restore(model(recipe, seed)) for seed in (mesh.get_rank(), 0, 1))
+    with torch.no_grad():
+        for p, *of in zip(*(net.parameters() for net in (own, *others)), strict=True):
+            of[1].mul_(64)  # of another scale
+            of[0].copy_(torch.cat([q.chunk(2)[i] for i, q in enumerate(of) if i < len(q.chunk(2))]))
+            p.copy_(of[0] if way == "written" else p * 64 ** mesh.get_rank())
+
+    def stored(net: nn.Module) -> nn.Module:
+        return octavo.convert(net, getattr(recipes, recipe)(), lambda module, name: True, "fp8")
+
+    if way == "written":
+        net = shard(on_meta(recipe), mesh).to_empty(device="cpu")
+        with torch.no_grad():
+            for p, q in zip(net.parameters(), own.parameters(), strict=True):
+                p.copy_(like(q, p))
+    else:
+        net = shard(stored(own), mesh)
+    whole = stored(others[0])
+    if way == "saved":
+        full = get_model_state_dict(net, options=StateDictOptions(full_state_dict=True))
+        assert all(torch.equal(full[name], value) for name, value in whole.state_dict().items())
+    y = net(batch(0, 0)), whole(batch(0, 0))
+    optimizers = adamw(net), adamw(whole)
+    for each, optimizer in zip((net, whole), optimizers, strict=True):
+        steps(each, optimizer, 0, 2)
+    same = [] if torch.equal(*y) else ["output"]
+    return same + differences(held(net, optimizers[0]), held(whole, optimizers[1]), mesh)
+
+
+@pytest.mark.parametrize("way", ["seeds", "saved", "written"])
+def test_ranks_that_began_with_other_values_agree_on_a_scale(pool, way):
+    assert pool.run(begun_apart, (2,), "dynamic", way, seconds=60) == [[], []]

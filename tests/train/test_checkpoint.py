@@ -2,7 +2,6 @@ import errno
 import math
 import os
 import shutil
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -106,8 +105,15 @@ def test_a_folder_with_a_run_is_only_opened_to_resume(folder):
     folder.start_log([])
     with pytest.raises(CheckpointError, match="already holds a run: add --resume"):
         RunFolder(folder.path).open(resume=False)
-    RunFolder(folder.path).open(resume=True)
-    assert RunFolder(folder.path).load(IDENTITY) is None
+    left = folder.path / "checkpoint.pt.12345678.partial"
+    left.touch()  # by a run that was killed
+    with RunFolder(folder.path).open(resume=True):
+        for resume in (True, False):
+            with pytest.raises(CheckpointError, match=f"another run trains in .*process {os.getpid()} on .*wait for"):
+                RunFolder(folder.path).open(resume)
+    with RunFolder(folder.path).open(resume=True):
+        assert not left.exists()
+    assert RunFolder(folder.path).load(IDENTITY) is None and list(folder.path.iterdir()) == [folder.log]
 
 
 def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
@@ -120,7 +126,7 @@ def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
     def refuse(*args, **kwargs):
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)  # root may write anywhere
+    monkeypatch.setattr("octavo.train.checkpoint.locked", refuse)  # root may write anywhere
     with pytest.raises(CheckpointError, match="Permission denied; give a folder"):
         RunFolder(tmp_path / "other").open(resume=False)
 
@@ -146,6 +152,16 @@ def test_a_log_on_a_full_disk(folder):
     folder.log = Path("/dev/full")
     with pytest.raises(CheckpointError, match=r"No space left on device; no checkpoint was written yet"):
         folder.append(ROWS)
+
+
+@pytest.mark.parametrize("part", ["step", "rows", "identity", "model"])
+def test_a_checkpoint_without_a_part_is_damaged(folder, parts, part):
+    folder.save(*parts, content())
+    kept = torch.load(folder.checkpoint)
+    del kept[part]
+    torch.save(kept, folder.checkpoint)
+    with pytest.raises(CheckpointError, match=f"is damaged or not a checkpoint of octavo: .*'{part}'"):
+        folder.load(None)
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], lambda data: b"", lambda data: b"junk" * 99])

@@ -229,6 +229,19 @@ def test_comparison_checks_all_before_it_trains(config, tmp_path):
     assert not (tmp_path / "new").exists()
 
 
+def test_a_comparisons_folders_are_its_own_while_it_trains(config, tmp_path):
+    config, refused = at(steps(config, 1), tmp_path, resume=True), []
+
+    def another(row):
+        for name in ("dynamic", "mx"):
+            with pytest.raises(CheckpointError, match="another run trains in") as fault:
+                run(config, name)
+            refused.append(fault.value)
+
+    compare(config, ["dynamic", "mx"], hooks=Hooks(on_step=another))
+    assert len(refused) == 4 and run(config, "mx").rows
+
+
 def test_divergence_stops_the_run_and_keeps_its_checkpoint(config, tmp_path):
     config = at(steps(config, 8), tmp_path, checkpoint_every=4)
 

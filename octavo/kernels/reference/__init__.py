@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from octavo.kernels.arguments import unpacking
+from octavo.kernels.backward_pass import scales_of_pass
 from octavo.kernels.reference.amax import amax
 from octavo.kernels.reference.cast import cast, cast_and_commit, cast_two_scalings
 from octavo.kernels.reference.cast_statistics import cast_statistics
@@ -30,6 +31,7 @@ KERNELS: dict[str, Callable[..., Any]] = unpacking(
         "matmul": matmul,
         "multi_tensor_cast": multi_tensor_cast,
         "note_faults": note_faults,
+        "scales_of_pass": scales_of_pass,
         "norm_cast": cast,
         "norm_cast_two_scalings": cast_two_scalings,
         "norm_backward": norm_backward,

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo.kernels.arguments import CastSource, Commit, NormSource, Output, Scaling, no_codes, sums_dtype
+from octavo.kernels.backward_pass import scales_of_pass
 from octavo.kernels.layouts import padded
 from octavo.kernels.reference.activation import produced
 from octavo.kernels.reference.amax import laid
@@ -38,8 +39,9 @@ def cast_two_scalings(
 
 def cast_and_commit(source: CastSource, scaling: Scaling, commit: Commit, output: Output) -> tuple[Tensor, ...]:
     """``octavo::cast_and_commit``."""
-    q, t, scale_inv, amax, sums = cast(source, scaling, output)
-    delayed_update(*commit[:4], amax, *commit[4:])
+    in_force = scales_of_pass(commit.delayed_scale, commit.delayed_before)
+    q, t, scale_inv, amax, sums = cast(source, scaling._replace(delayed_scale=in_force), output)
+    delayed_update(*commit[:5], amax, *commit[5:])
     return q, t, scale_inv, sums
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
+from octavo.kernels.backward_pass import backward_pass
 from octavo.numerics import scale_of
 
 
 def delayed_update(
     delayed_scale: Tensor,
     delayed_amax_history: Tensor,
+    delayed_before: Tensor,
     amax_input: Tensor | None,
     amax_weight: Tensor | None,
     amax_grad_output: Tensor | None,
@@ -26,8 +29,15 @@ def delayed_update(
         return
     roles = list(found)
     rows = slice(roles[0], roles[-1] + 1, 2 if roles == [0, 2] else 1)
-    history, scale = delayed_amax_history[rows], delayed_scale[rows]
-    rolled = [[float(found[role]), *old[:-1]] for role, old in zip(roles, history.tolist(), strict=True)]
+    history, scale, before = delayed_amax_history[rows], delayed_scale[rows], delayed_before[:, rows]
+    number = backward_pass(delayed_scale.device)
+    again = before[0] == number
+    before[1].copy_(torch.where(again, before[1], scale.view(torch.int32)))
+    before[0].copy_(number)
+    rolled = []
+    for role, raises, (newest, *older) in zip(roles, again.tolist(), history.tolist(), strict=True):
+        amax = float(found[role])
+        rolled.append([max(amax, newest), *older] if raises else [amax, newest, *older][: history.shape[1]])
     next_scales = [
         scale_of(max(row) if reduce == "max" else row[0], limits[role], powers_of_two[role], margins[role], previous)
         for role, row, previous in zip(roles, rolled, scale.tolist(), strict=True)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from octavo.kernels.arguments import unpacking
+from octavo.kernels.backward_pass import scales_of_pass
 from octavo.kernels.triton.cast import amax, cast, cast_and_commit, cast_two_scalings
 from octavo.kernels.triton.cast_statistics import cast_statistics
 from octavo.kernels.triton.delayed_update import delayed_update
@@ -36,6 +37,7 @@ _KERNELS: dict[str, Callable[..., Any]] = {
     "matmul": matmul,
     "multi_tensor_cast": multi_tensor_cast,
     "note_faults": note_faults,
+    "scales_of_pass": scales_of_pass,
     "norm_cast": norm_cast,
     "norm_cast_two_scalings": norm_cast_two_scalings,
     "norm_backward": norm_backward,

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from octavo.granularity import ALL
 from octavo.kernels.arguments import CastSource, Commit, Output, Scaling, sums_dtype
+from octavo.kernels.backward_pass import backward_pass
 from octavo.kernels.layouts import is_small_block
 from octavo.kernels.reference.activation import produced
 from octavo.kernels.reference.amax import amax as reference_amax
@@ -28,7 +29,7 @@ from octavo.kernels.triton.cast_input import CastInput, cast_input
 from octavo.kernels.triton.cast_lines import LINES, cast_by_line
 from octavo.kernels.triton.cast_rows import cast_by_row
 from octavo.kernels.triton.cast_tensor import cast_by_tensor, find_amax
-from octavo.kernels.triton.delayed_update import update_of
+from octavo.kernels.triton.delayed_update import State, update_of
 from octavo.kernels.triton.known_scales import committed
 from octavo.kernels.triton.tiles import Outputs
 
@@ -58,11 +59,13 @@ def cast_and_commit(source: CastSource, scaling: Scaling, commit: Commit, output
     if not given.fits(scaling.tile):
         return _by_torch(cast_and_commit, None, source, scaling, commit, output)
     q, t = given.both_codes(scaling.dtype, output)
-    delayed_scale, history, amax_input, amax_weight, limits, powers_of_two, margins, reduce = commit
-    update = update_of(tuple(limits), tuple(powers_of_two), tuple(margins), reduce, history.shape[1])
-    out, rolled = given.outputs(scaling, q, t), (history, amax_input, amax_weight)
-    sums = cast_by_tensor(given, scaling, out, output.column_sum, rolled, update)
-    committed(delayed_scale, history, (amax_input is not None, amax_weight is not None, True))
+    own, (amax_input, amax_weight, limits, powers_of_two, margins, reduce) = commit[:3], commit[3:]
+    update = update_of(
+        tuple(limits), tuple(powers_of_two), tuple(margins), reduce, commit.delayed_amax_history.shape[1]
+    )
+    out, state = given.outputs(scaling, q, t), State(*own, backward_pass(commit.delayed_scale.device))
+    sums = cast_by_tensor(given, scaling, out, output.column_sum, state, (amax_input, amax_weight), update)
+    committed(*own, (amax_input is not None, amax_weight is not None, True))
     return q, t, out.scale_inv, sums
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from octavo.kernels.arguments import Scaling
 from octavo.kernels.triton.cast_input import CastInput, rounding_of
-from octavo.kernels.triton.delayed_update import Update, roll, roll_others
+from octavo.kernels.triton.delayed_update import State, Update, roll, roll_others, scale_of_pass
 from octavo.kernels.triton.known_scales import scale_exists
 from octavo.kernels.triton.launch import workspace
 from octavo.kernels.triton.prologue import produce
@@ -87,7 +87,7 @@ def amax_kernel(
     x,
     h,
     amax_ptr,
-    delayed_scale_ptr,  # None, or: return at once where a scale exists
+    delayed,  # None, or a State: return at once where a scale exists
     work_ptr,
     groups,  # of tiling.tiles tiles in a strip
     function: tl.constexpr,  # Function
@@ -95,8 +95,8 @@ def amax_kernel(
     tiling: tl.constexpr,  # Tiling
 ):
     """The amax of all that is to be cast."""
-    if delayed_scale_ptr is not None:
-        if tl.load(delayed_scale_ptr + ROLE) != 0:
+    if delayed is not None:
+        if scale_of_pass(delayed, ROLE) != 0:
             return
     strips = tl.num_programs(0) // groups
     program = tl.program_id(0)
@@ -108,10 +108,10 @@ def amax_kernel(
 
 
 @triton.jit
-def scale_of(delayed_scale_ptr, own_amax_ptr, ROLE: tl.constexpr, rounding: tl.constexpr):
+def scale_of(delayed, own_amax_ptr, ROLE: tl.constexpr, rounding: tl.constexpr):
     """The delayed scale, or where there is none yet, or for Dynamic, that of the tensor's own amax."""
-    if delayed_scale_ptr is not None:
-        scale = tl.load(delayed_scale_ptr + ROLE)
+    if delayed is not None:
+        scale = scale_of_pass(delayed, ROLE)
         if scale == 0:
             if own_amax_ptr is not None:
                 scale = scale_from_amax(tl.load(own_amax_ptr), rounding.limit, rounding.power_of_two)
@@ -128,8 +128,8 @@ def cast_tensor_kernel(
     h,
     out,  # Outputs; its amax is written if Delayed
     own_amax_ptr,  # the same, if amax_kernel found it: for Dynamic, or where there may be no history; else None
-    delayed_scale_ptr,  # None for Dynamic
-    rolled,  # with an update, what the last program rolls: (histories, amax of the input, of the weight)
+    delayed,  # None for Dynamic, or a State, of which the scale alone is read without an update
+    rolled,  # with an update, what the last program rolls besides: (amax of the input, of the weight)
     sums,  # None, or (column sums [C], their parts [groups, C])
     work_ptr,
     groups,  # of tiling.tiles tiles in a strip
@@ -142,8 +142,8 @@ def cast_tensor_kernel(
     """One scale for all that is cast: codes in one or both layouts, scale_inv, and what else is asked for."""
     programs = tl.num_programs(0)
     program = tl.program_id(0)
-    scale = scale_of(delayed_scale_ptr, own_amax_ptr, ROLE, rounding)
-    if delayed_scale_ptr is None:
+    scale = scale_of(delayed, own_amax_ptr, ROLE, rounding)
+    if delayed is None:
         program = programs - 1 - program  # what amax_kernel read last is still in the cache
     if program == 0:
         tl.store(out.scale_inv, scale_inv_from_scale(scale, False))
@@ -163,21 +163,21 @@ def cast_tensor_kernel(
             finish_column_sum(
                 second_parts, sum_ptr, sums[1] + groups * x.C, counters + strips, group, groups, cols, x.C
             )
-    if delayed_scale_ptr is not None:
+    if delayed is not None:
         raise_amax(work_ptr, amax)
         if is_last_program(work_ptr + 1, programs):
             amax = take_amax(work_ptr)
             tl.store(out.amax, amax)
             if update is not None:  # all programs have read their scale
-                roll_others(delayed_scale_ptr, rolled[0], rolled[1], rolled[2], update)
-                roll(delayed_scale_ptr, rolled[0], amax, ROLE, update)
+                roll_others(delayed, rolled[0], rolled[1], update)
+                roll(delayed, amax, ROLE, update)
 
 
-def find_amax(given: CastInput, amax: Tensor, delayed_scale: Tensor | None = None, role: int = 0) -> None:
-    """Write amax [1, 1]; but given ``delayed_scale``, not where that has a scale for ``role``."""
+def find_amax(given: CastInput, amax: Tensor, delayed: State | None = None, role: int = 0) -> None:
+    """Write amax [1, 1]; but given ``delayed``, not where that has a scale for ``role``."""
     chosen = given.config("amax")
     strips, groups, tiling = given.tiling(*chosen[:3])
-    arguments = amax, delayed_scale, workspace(given.x, 2), groups
+    arguments = amax, delayed, workspace(given.x, 2), groups
     given.launch(amax_kernel, strips * groups, chosen.num_warps, arguments, (role, tiling))
 
 
@@ -186,22 +186,24 @@ def cast_by_tensor(
     scaling: Scaling,
     out: Outputs,
     column_sum: bool,
-    rolled: Sequence[Tensor | None] = (None, None, None),  # history, amax of input, amax of weight
+    state: State | None = None,  # that the last program rolls
+    rolled: Sequence[Tensor | None] = (None, None),  # beside this cast's: amax of input, amax of weight
     update: Update | None = None,
     knows_amax: bool = False,  # out's, and may be
 ) -> Tensor:
     """One scale for all: the column sums."""
     delayed_scale, role = scaling.delayed_scale, scaling.role
+    delayed = State(delayed_scale, None, None, None) if state is None and delayed_scale is not None else state
     chosen = given.config("cast" if out.codes.t is None else "cast_transpose")
     strips, groups, tiling = given.tiling(*chosen[:3])
     needs_amax = knows_amax or delayed_scale is None or not scale_exists(delayed_scale, role)
     if needs_amax and not knows_amax:
-        find_amax(given, out.amax, delayed_scale, role)
+        find_amax(given, out.amax, delayed, role)
     sums = given.sums(column_sum)
     arguments = (
         out,
         out.amax if needs_amax else None,
-        delayed_scale,
+        delayed,
         tuple(rolled),
         (sums, given.parts_of_sums(groups)) if column_sum else None,
         workspace(given.x, 2 + strips * given.halves),

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.kernels.backward_pass import backward_pass
 from octavo.kernels.triton.known_scales import committed
 from octavo.kernels.triton.launch import launch
 from octavo.kernels.triton.tiles import scale_from_amax
@@ -25,41 +26,67 @@ class Update(NamedTuple):
     block: int  # that, rounded up to a power of two
 
 
+class State(NamedTuple):
+    """A delayed state's tensors, and the number of the backward pass, which octavo/kernels/backward_pass.py counts."""
+
+    scale: Tensor  # [3]
+    history: Tensor | None  # [3, length]; None, as what follows, where the scale alone is read
+    before: (
+        Tensor | None
+    )  # [2, 3] int32: the numbers of the passes that rolled last, the bits of the scales before them
+    number: Tensor | None  # [1] int32
+
+
 @triton.jit
-def roll(scale_ptr, history_ptr, amax, ROLE: tl.constexpr, update: tl.constexpr):
-    """history[ROLE] <- (amax, history[ROLE][:-1]) and the next scale; history is [3, length]."""
+def scale_of_pass(state, ROLE: tl.constexpr):
+    """The scale that was in force when the backward pass began; of a state without ``before`` its scale."""
+    scale = tl.load(state.scale + ROLE)
+    if state.before is not None:
+        before = tl.load(state.before + 3 + ROLE).to(tl.float32, bitcast=True)
+        scale = tl.where(tl.load(state.before + ROLE) == tl.load(state.number), before, scale)
+    return scale
+
+
+@triton.jit
+def roll(state, amax, ROLE: tl.constexpr, update: tl.constexpr):
+    """history[ROLE] <- (amax, history[ROLE][:-1]), or again in a pass its newest raised to amax; and the next scale."""
     index = tl.arange(0, update.block)
-    row_ptr = history_ptr + ROLE * update.length
-    old = tl.load(row_ptr + index - 1, mask=(index > 0) & (index < update.length), other=0.0)
-    previous = tl.load(scale_ptr + ROLE)
-    rolled = tl.where(index == 0, amax, old)
+    row_ptr = state.history + ROLE * update.length
+    number = tl.load(state.number)
+    again = tl.load(state.before + ROLE) == number
+    previous = tl.load(state.scale + ROLE)
+    before = scale_of_pass(state, ROLE)
+    newest = tl.where(again, tl.maximum(amax, tl.load(row_ptr)), amax)
+    moved = index - tl.where(again, 0, 1)
+    old = tl.load(row_ptr + moved, mask=(index > 0) & (index < update.length), other=0.0)
+    rolled = tl.where(index == 0, newest, old)
     if update.most_recent:
-        largest = amax
+        largest = newest
     else:
         largest = tl.max(rolled, 0)
-    tl.debug_barrier()  # every thread has read its neighbour's element
+    tl.debug_barrier()  # every thread has read what another writes
     tl.store(row_ptr + index, rolled, mask=index < update.length)
+    tl.store(state.before + ROLE, number)
+    tl.store(state.before + 3 + ROLE, before.to(tl.int32, bitcast=True))
     scale = scale_from_amax(largest, update.limits[ROLE], update.powers_of_two[ROLE])
-    tl.store(scale_ptr + ROLE, tl.where(largest > 0, scale, previous))
+    tl.store(state.scale + ROLE, tl.where(largest > 0, scale, previous))
 
 
 @triton.jit
-def roll_others(scale_ptr, history_ptr, amax_input_ptr, amax_weight_ptr, update: tl.constexpr):
+def roll_others(state, amax_input_ptr, amax_weight_ptr, update: tl.constexpr):
     """Roll input and weight where their amax is given."""
     if amax_input_ptr is not None:
-        roll(scale_ptr, history_ptr, tl.load(amax_input_ptr), 0, update)
+        roll(state, tl.load(amax_input_ptr), 0, update)
     if amax_weight_ptr is not None:
-        roll(scale_ptr, history_ptr, tl.load(amax_weight_ptr), 1, update)
+        roll(state, tl.load(amax_weight_ptr), 1, update)
 
 
 @triton.jit
-def delayed_update_kernel(
-    scale_ptr, history_ptr, amax_input_ptr, amax_weight_ptr, amax_grad_output_ptr, update: tl.constexpr
-):
+def delayed_update_kernel(state, amax_input_ptr, amax_weight_ptr, amax_grad_output_ptr, update: tl.constexpr):
     """Roll the roles whose amax is given."""
-    roll_others(scale_ptr, history_ptr, amax_input_ptr, amax_weight_ptr, update)
+    roll_others(state, amax_input_ptr, amax_weight_ptr, update)
     if amax_grad_output_ptr is not None:
-        roll(scale_ptr, history_ptr, tl.load(amax_grad_output_ptr), 2, update)
+        roll(state, tl.load(amax_grad_output_ptr), 2, update)
 
 
 @functools.cache
@@ -74,6 +101,7 @@ def update_of(
 def delayed_update(
     delayed_scale: Tensor,
     delayed_amax_history: Tensor,
+    delayed_before: Tensor,
     amax_input: Tensor | None,
     amax_weight: Tensor | None,
     amax_grad_output: Tensor | None,
@@ -85,7 +113,8 @@ def delayed_update(
     """``octavo::delayed_update``."""
     length = delayed_amax_history.shape[1]
     update = update_of(tuple(limits), tuple(powers_of_two), tuple(margins), reduce, length)
-    arguments = delayed_scale, delayed_amax_history, amax_input, amax_weight, amax_grad_output, update
+    own = delayed_scale, delayed_amax_history, delayed_before
+    state = State(*own, backward_pass(delayed_scale.device))
+    arguments = state, amax_input, amax_weight, amax_grad_output, update
     launch(delayed_update_kernel, 1, arguments, 4 if length > 32 else 1)
-    rolled = amax_input is not None, amax_weight is not None, amax_grad_output is not None
-    committed(delayed_scale, delayed_amax_history, rolled)
+    committed(*own, (amax_input is not None, amax_weight is not None, amax_grad_output is not None))

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from octavo import kernels
 from octavo.kernels.reference import tiles
 from octavo.kernels.reference.activation import produced, slope, value
+from octavo.scaling.delayed import State
 from tests.support import definitions
 from tests.support.casts import every_cast
 from tests.support.combinations import each_pair
@@ -266,14 +267,15 @@ def test_a_delayed_scale_is_of_what_is_cast() -> None:
     h = torch.randn(9, 14)
     y = produced(h, "swiglu")
     for scale in (0.0, 3.0):
-        state, history = torch.tensor([7.0, 7.0, scale]), torch.zeros(3, 2)
+        state, history, before = State.empty(2)
+        state.copy_(torch.tensor([7.0, 7.0, scale]))
         qdata, _, scale_inv, amax, _ = kernels.cast(h, state, 2, E5M2, ALL, True, 1, False, 1, False, "swiglu")
         codes, expected, expected_amax = definitions.cast(y, E5M2, ALL, True, 1, scale)
         assert same_bits(qdata.view(torch.uint8), codes)
         assert same_bits(scale_inv, expected) and same_bits(amax, expected_amax)
         update = ([448.0] * 3, [False] * 3, [0] * 3, "max")
         commit = (None, None, E5M2, True, 1, *update, False, 1, False, "swiglu")
-        assert same_bits(kernels.cast_and_commit(h, state, history, *commit)[0], qdata)
+        assert same_bits(kernels.cast_and_commit(h, state, history, before, *commit)[0], qdata)
         assert history[2].tolist() == [amax.item(), 0.0]
 
 

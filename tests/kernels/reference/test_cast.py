@@ -9,9 +9,11 @@ from torch import Tensor
 
 from octavo import kernels
 from octavo.kernels.reference import tiles
+from octavo.scaling.delayed import State
 from tests.support import definitions
 from tests.support.casts import ALL, E4M3, E5M2, FORMATS, every_cast, shares_memory
 from tests.support.definitions import FLOAT32_MAX, GRANULARITIES, MAX, read, same_bits
+from tests.support.passes import same_state
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 TILES = [g.tile for g in GRANULARITIES]
@@ -189,18 +191,18 @@ def test_both_layouts(shape: tuple[int, int], tile: tuple[int, int]) -> None:
 def test_outputs_share_no_memory(tile: tuple[int, int]) -> None:
     # of any size: a copy that is left out where it seems needless shows in vectors
     for shape in ((1, 1), (1, 6), (6, 1), (4, 6)):
-        x, state, history = torch.randn(shape), torch.ones(3), torch.ones(3, 1)
-        delayed = state if tile == ALL else None
+        x, state = torch.randn(shape), State.empty(1)
+        delayed = state.scale if tile == ALL else None
         update = ([448.0] * 3, [False] * 3, [0] * 3, "max")
         results = [
             kernels.cast(x, delayed, 0, E4M3, tile, False, 0, False, 1, True),
             kernels.cast(x, delayed, 0, E4M3, tile, False, 0, True, 1, True),
             kernels.cast_two_scalings(x, E4M3, tile, False, 0, E4M3, tile, False, 0, True, 1, True),
             kernels.cast_two_scalings(x, E4M3, tile, False, 0, E4M3, tile, False, 0, False, 2, True),
-            kernels.cast_and_commit(x, state, history, torch.ones(1, 1), None, E4M3, False, 0, *update, True, 1, True),
+            kernels.cast_and_commit(x, *state, torch.ones(1, 1), None, E4M3, False, 0, *update, True, 1, True),
         ]
         for result in results:
-            tensors = [x, state, history, *result]
+            tensors = [x, *state, *result]
             pairs = [(a, b) for i, a in enumerate(tensors) for b in tensors[:i]]
             assert not any(shares_memory(a, b) for a, b in pairs)
 
@@ -236,16 +238,16 @@ def test_cast_and_commit_is_a_cast_and_then_an_update(reduce: str, transpose: bo
     amax_input, amax_weight = torch.full((1, 1), 3.0), torch.full((1, 1), 0.0)
     update = ([448.0, 448.0, 57344.0], [False, True, False], [0, 1, 2], reduce)
     for scale in (0.0, 5.0):
-        state, history = torch.tensor([1.0, 2.0, scale]), torch.rand(3, 4)
-        other_state, other_history = state.clone(), history.clone()
+        state = State(torch.tensor([1.0, 2.0, scale]), torch.rand(3, 4), State.empty(4).before)
+        other = state.clone()
         qdata, transposed, scale_inv, _ = kernels.cast_and_commit(
-            x, state, history, amax_input, amax_weight, E5M2, True, 3, *update, transpose
+            x, *state, amax_input, amax_weight, E5M2, True, 3, *update, transpose
         )
-        expected, _, expected_scale_inv, amax, _ = kernels.cast(x, other_state, 2, E5M2, ALL, True, 3)
-        kernels.delayed_update(other_state, other_history, amax_input, amax_weight, amax, *update)
+        expected, _, expected_scale_inv, amax, _ = kernels.cast(x, other.scale, 2, E5M2, ALL, True, 3)
+        kernels.delayed_update(*other, amax_input, amax_weight, amax, *update)
         assert same_bits(qdata, expected) and same_bits(scale_inv, expected_scale_inv)
-        assert torch.equal(state, other_state) and torch.equal(history, other_history)
-        assert history[2, 0] == amax.item() == float(x[torch.isfinite(x)].abs().max())
+        assert same_state(state, other)
+        assert state.amax_history[2, 0] == amax.item() == float(x[torch.isfinite(x)].abs().max())
         if transpose:
             assert same_bits(transposed, expected.t()) and transposed.is_contiguous()
         else:
@@ -253,12 +255,11 @@ def test_cast_and_commit_is_a_cast_and_then_an_update(reduce: str, transpose: bo
 
 
 def test_cast_and_commit_of_an_empty_gradient_keeps_the_scale() -> None:
-    state, history = torch.tensor([1.0, 2.0, 8.0]), torch.zeros(3, 2)
+    state = State.empty(2)
+    state.scale.copy_(torch.tensor([1.0, 2.0, 8.0]))
     update = ([448.0, 448.0, 57344.0], [False] * 3, [0] * 3, "max")
-    _, _, scale_inv, _ = kernels.cast_and_commit(
-        torch.empty(0, 8), state, history, None, None, E5M2, False, 0, *update, True
-    )
-    assert scale_inv.item() == 0.125 and state.tolist() == [1.0, 2.0, 8.0] and not history.any()
+    _, _, scale_inv, _ = kernels.cast_and_commit(torch.empty(0, 8), *state, None, None, E5M2, False, 0, *update, True)
+    assert scale_inv.item() == 0.125 and state.scale.tolist() == [1.0, 2.0, 8.0] and not state.amax_history.any()
 
 
 def test_values_of_float32_at_the_edge_do_not_overflow() -> None:

@@ -1,11 +1,15 @@
 """The delayed state's update against a list of numbers a role."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
 
 from octavo import kernels
+from octavo.scaling.delayed import State, empty_state
 from tests.support.definitions import same_bits, scale_of
+from tests.support.passes import one_pass
 
 LIMITS = [448.0, 448.0, 57344.0]
 
@@ -24,6 +28,11 @@ def expected_update(
     return scales, rolled
 
 
+def of_random(length: int) -> State:
+    state = State.empty(length)
+    return State(state.scale.uniform_(), state.amax_history.uniform_(), state.before)
+
+
 def tensor_of(amax: float | None) -> Tensor | None:
     return None if amax is None else torch.full((1, 1), amax)
 
@@ -32,7 +41,7 @@ def tensor_of(amax: float | None) -> Tensor | None:
 @pytest.mark.parametrize("length", [1, 2, 16])
 @pytest.mark.parametrize("powers", [[False] * 3, [True] * 3, [True, False, True], [False, False, True]], ids=str)
 def test_update(powers: list[bool], length: int, reduce: str) -> None:
-    scale, history = torch.zeros(3), torch.zeros(3, length)
+    scale, history, before = state = State.empty(length)
     for step in range(2 * length + 3):
         amaxes: list[float | None] = (torch.rand(3) * 10.0 ** float(torch.randint(-3, 3, ()))).tolist()
         if step % 3 == 1:
@@ -41,61 +50,135 @@ def test_update(powers: list[bool], length: int, reduce: str) -> None:
             amaxes[2] = 0.0
         margins = [0, 3, step % 2]
         scales, rolled = expected_update(scale.tolist(), history.tolist(), amaxes, powers, margins)
-        before = (scale.data_ptr(), history.data_ptr())
-        kernels.delayed_update(scale, history, *map(tensor_of, amaxes), LIMITS, powers, margins, reduce)
+        addresses = [tensor.data_ptr() for tensor in state]
+        kept = torch.tensor(
+            [
+                bits if a is None else s
+                for a, s, bits in zip(amaxes, scale.tolist(), before[1].view(torch.float32).tolist(), strict=True)
+            ]
+        )
+        kernels.delayed_update(*state, *map(tensor_of, amaxes), LIMITS, powers, margins, reduce)
         assert same_bits(scale, torch.tensor(scales[reduce]))
         assert same_bits(history, torch.tensor(rolled))
-        assert before == (scale.data_ptr(), history.data_ptr()), "the buffers are written in place"
+        assert same_bits(before[1].view(torch.float32), kept), "of a role that is left out it stays"
+        assert addresses == [tensor.data_ptr() for tensor in state], "the state is written in place"
 
 
 @pytest.mark.parametrize("reduce", ["max", "most_recent"])
 def test_nothing_was_cast(reduce: str) -> None:
-    scale, history = torch.rand(3), torch.rand(3, 4)
-    before = scale.clone(), history.clone()
-    kernels.delayed_update(scale, history, None, None, None, LIMITS, [False] * 3, [0] * 3, reduce)
-    assert torch.equal(scale, before[0]) and torch.equal(history, before[1])
+    state = of_random(4)
+    old = state.clone()
+    kernels.delayed_update(*state, None, None, None, LIMITS, [False] * 3, [0] * 3, reduce)
+    assert all(map(torch.equal, state, old))
 
 
 @pytest.mark.parametrize("role", range(3))
 def test_only_the_role_that_was_cast_moves(role: int) -> None:
-    scale, history = torch.rand(3), torch.rand(3, 4)
-    before = scale.clone(), history.clone()
+    state = of_random(4)
+    old = state.clone()
     amaxes = [torch.full((1, 1), 2.0) if r == role else None for r in range(3)]
-    kernels.delayed_update(scale, history, *amaxes, LIMITS, [False] * 3, [0] * 3, "most_recent")
+    kernels.delayed_update(*state, *amaxes, LIMITS, [False] * 3, [0] * 3, "most_recent")
     for r in range(3):
-        assert (scale[r] == before[0][r]) == (r != role)
-        assert torch.equal(history[r], before[1][r]) == (r != role)
-    assert scale[role] == LIMITS[role] / 2.0
+        assert (state.scale[r] == old.scale[r]) == (r != role)
+        assert torch.equal(state.amax_history[r], old.amax_history[r]) == (r != role)
+    assert state.scale[role] == LIMITS[role] / 2.0
 
 
 def test_an_amax_of_zero_keeps_the_scale_and_rolls() -> None:
     for reduce in ("max", "most_recent"):
-        scale, history = torch.tensor([5.0, 0.0, 0.0]), torch.zeros(3, 2)
+        scale, history, _ = state = State.empty(2)
+        scale[0] = 5.0
         zero = torch.zeros(1, 1)
-        kernels.delayed_update(scale, history, zero, zero, None, LIMITS, [False] * 3, [0] * 3, reduce)
+        kernels.delayed_update(*state, zero, zero, None, LIMITS, [False] * 3, [0] * 3, reduce)
         assert scale.tolist() == [5.0, 0.0, 0.0], "0 is no history yet: the next cast uses its own amax"
-    history = torch.tensor([[4.0, 1.0]]).repeat(3, 1)
-    kernels.delayed_update(scale, history, zero, None, None, LIMITS, [False] * 3, [0] * 3, "most_recent")
+    history.copy_(torch.tensor([4.0, 1.0]))
+    kernels.delayed_update(*state, zero, None, None, LIMITS, [False] * 3, [0] * 3, "most_recent")
     assert history[0].tolist() == [0.0, 4.0] and scale[0] == 5.0
-    kernels.delayed_update(scale, history, zero, None, None, LIMITS, [False] * 3, [0] * 3, "max")
+    kernels.delayed_update(*state, zero, None, None, LIMITS, [False] * 3, [0] * 3, "max")
     assert history[0].tolist() == [0.0, 0.0] and scale[0] == 5.0
 
 
 def test_the_largest_leaves_the_history_after_its_length() -> None:
-    scale, history = torch.zeros(3), torch.zeros(3, 3)
+    state = State.empty(3)
     seen = []
     for amax in (8.0, 1.0, 2.0, 4.0, 1.0):
-        kernels.delayed_update(
-            scale, history, torch.full((1, 1), amax), None, None, LIMITS, [False] * 3, [0] * 3, "max"
-        )
-        seen.append(448.0 / scale[0].item())
+        kernels.delayed_update(*state, torch.full((1, 1), amax), None, None, LIMITS, [False] * 3, [0] * 3, "max")
+        seen.append(448.0 / state.scale[0].item())
     assert seen == [8.0, 8.0, 8.0, 4.0, 4.0]
 
 
 @pytest.mark.parametrize("amax", [2.0**-149, 2.0**-126, 3.4e38])
 def test_edge_amax(amax: float) -> None:
-    scale, history = torch.zeros(3), torch.zeros(3, 1)
+    state = State.empty(1)
     t = torch.full((1, 1), amax)
-    kernels.delayed_update(scale, history, t, t, t, LIMITS, [False, True, False], [0, 0, 64], "max")
+    kernels.delayed_update(*state, t, t, t, LIMITS, [False, True, False], [0, 0, 64], "max")
     expected = [scale_of(float(t), LIMITS[r], r == 1, 64 if r == 2 else 0) for r in range(3)]
-    assert scale.tolist() == expected
+    assert state.scale.tolist() == expected
+
+
+UPDATE = (LIMITS, [False, True, False], [0, 1, 2])
+
+
+@pytest.mark.parametrize("reduce", ["max", "most_recent"])
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_a_pass_rolls_each_role_once_by_its_largest_amax(length: int, reduce: str) -> None:
+    state = State.empty(length)
+
+    def call(amaxes: list[float | None]) -> list[Tensor]:
+        seen = [kernels.scales_of_pass(state.scale, state.before)]
+        kernels.delayed_update(*state, *map(tensor_of, amaxes), *UPDATE, reduce)
+        return [*seen, kernels.scales_of_pass(state.scale, state.before)]
+
+    for step in range(2 * length + 6):
+        calls: list[list[float | None]] = (torch.rand(1 + step % 4, 3) * 10.0 ** (step % 3)).tolist()
+        calls[0][step % 3] = None  # the first call of a pass may leave a role out that a later one has
+        calls[-1][(step + 1) % 3] = 0.0
+        if step % 5 == 4:
+            calls[len(calls) // 2] = [None] * 3
+        found = [[amax for amax in role if amax is not None] for role in zip(*calls, strict=True)]
+        largest = [max(role, default=None) for role in found]
+        scales, rolled = expected_update(
+            state.scale.tolist(), state.amax_history.tolist(), largest, UPDATE[1], UPDATE[2]
+        )
+        old = state.scale.clone()
+        for seen in one_pass(*(partial(call, amaxes) for amaxes in calls)):
+            assert all(same_bits(scales_of_pass, old) for scales_of_pass in seen)
+        assert same_bits(state.amax_history, torch.tensor(rolled))
+        assert same_bits(state.scale, torch.tensor(scales[reduce]))
+        assert same_bits(kernels.scales_of_pass(state.scale, state.before), state.scale), "the pass is over"
+
+
+def test_a_role_that_is_emptied_in_a_pass_begins_anew() -> None:
+    state, one = State.empty(3), torch.ones(1, 1)
+    for _ in range(2):
+        kernels.delayed_update(*state, one, one, one, *UPDATE, "max")
+
+    def call() -> Tensor:
+        kernels.delayed_update(*state, 2 * one, 2 * one, 2 * one, *UPDATE, "max")
+        return kernels.scales_of_pass(state.scale, state.before)
+
+    first, _, second = one_pass(call, lambda: empty_state(state, 1), call)
+    assert state.amax_history.tolist() == [[2.0, 1.0, 1.0], [2.0, 0.0, 0.0], [2.0, 1.0, 1.0]]
+    assert second.tolist() == [first[0], 0.0, first[2]]
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
+def test_a_compiled_graph_that_commits_twice_in_a_pass(backend: str) -> None:
+    def step(state: State, *gradients: Tensor) -> list[Tensor]:
+        found = []
+        for g in gradients:
+            in_force = kernels.scales_of_pass(state.scale, state.before)
+            cast = torch.float8_e5m2, False, 0, *UPDATE, "max", False
+            q, _, scale_inv, _ = kernels.cast_and_commit(g, *state, g.abs().amax().view(1, 1), None, *cast)
+            found += [in_force, q.view(torch.uint8), scale_inv]
+        return found
+
+    compiled = torch.compile(step, backend=backend, fullgraph=True)
+    ours, theirs = State.empty(2), State.empty(2)
+    for size in (1.0, 8.0, 0.25):
+        gradients = [torch.randn(4, 6) * size, torch.randn(4, 6) * 2 * size]
+        twice = partial(compiled, ours, *gradients), partial(step, theirs, *gradients)
+        for a, b in zip(*one_pass(*twice), strict=True):
+            assert same_bits(a, b)
+        assert all(map(same_bits, ours, theirs))
+    assert ours.amax_history[0].tolist() == [gradients[1].abs().max(), ours.amax_history[0, 1]]

@@ -1,14 +1,19 @@
 """Casts with two scalings, and the cast that commits, bit for bit."""
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from octavo.kernels.reference import KERNELS as REFERENCE
+from octavo.scaling.delayed import State
 from tests.support.combinations import each_pair
-from tests.support.triton_cases import ALL, E4M3, E5M2, FORMATS, INPUT, check, input_of, update_args
+from tests.support.definitions import same_bits
+from tests.support.passes import one_pass
+from tests.support.triton_cases import ALL, E4M3, E5M2, FORMATS, INPUT, check, count_launches, input_of, update_args
 from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.gpu
@@ -52,28 +57,59 @@ def test_cast_two_scalings(kernels: TritonKernels, monkeypatch: pytest.MonkeyPat
 def test_cast_and_commit(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, case: dict[str, Any]) -> None:
     x = input_of(kernels, monkeypatch, case)
     state = torch.tensor([5.0, 0.0, case["scale"]], device=kernels.device)
-    history = torch.rand(3, case["length"]).to(kernels.device)
+    own = state, torch.rand(3, case["length"]).to(kernels.device), State.empty(1, kernels.device).before
     amaxes = [None if a is None else torch.full((1, 1), a, device=kernels.device) for a in case["amaxes"]]
     update = update_args(case["reduce"], case["powers_of_two"])
     cast = (case["fmt"], case["powers_of_two"][2], 2)
     extras = (case["transpose"], case["pad"], case["column_sum"])
     sums = case["values"] != "edge"
-    check(kernels, "cast_and_commit", x, state, history, *amaxes, *cast, *update, *extras, compare_sums=sums)
+    check(kernels, "cast_and_commit", x, *own, *amaxes, *cast, *update, *extras, compare_sums=sums)
 
 
 @pytest.mark.parametrize("reduce", ["max", "most_recent"])
 @pytest.mark.parametrize("length", [1, 4, 5, 16])
 def test_a_sequence_of_steps(kernels: TritonKernels, length: int, reduce: str) -> None:
     # from no history on; what one step leaves the next one reads
-    state, history = torch.zeros(3, device=kernels.device), torch.zeros(3, length, device=kernels.device)
+    state = State.empty(length, kernels.device)
     update = update_args(reduce)
     for step in range(length + 3):
         x, weight, g = (steps_values(step, role).to(kernels.device) for role in range(3))
-        *_, amax_x, _ = check(kernels, "cast", x, state, 0, E4M3, ALL, False, 0)
-        *_, amax_weight, _ = check(kernels, "cast", weight, state, 1, E4M3, ALL, True, 1, True, 16)
+        *_, amax_x, _ = check(kernels, "cast", x, state.scale, 0, E4M3, ALL, False, 0)
+        *_, amax_weight, _ = check(kernels, "cast", weight, state.scale, 1, E4M3, ALL, True, 1, True, 16)
         amaxes = (amax_x.to(kernels.device), None if step % 3 == 1 else amax_weight.to(kernels.device))
-        check(kernels, "cast_and_commit", g, state, history, *amaxes, E5M2, False, 2, *update, True, 1, True)
-    assert (state != 0).all() and bool((history != 0).any())
+        check(kernels, "cast_and_commit", g, *state, *amaxes, E5M2, False, 2, *update, True, 1, True)
+    assert (state.scale != 0).all() and bool((state.amax_history != 0).any())
+
+
+@pytest.mark.parametrize("reduce", ["max", "most_recent"])
+def test_casts_of_a_pass_read_the_scales_of_before_it(
+    kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, reduce: str
+) -> None:
+    state, other = State.empty(3, kernels.device), State.empty(3, kernels.device)
+    update, launched = update_args(reduce), count_launches(kernels, monkeypatch)
+    exists = kernels.module("known_scales").scale_exists
+
+    def both(x: Tensor, *amaxes: Tensor | None) -> Tensor:
+        arguments = *amaxes, E5M2, False, 2, *update, True, 1, True
+        results, expected = (
+            op(x, *one, *arguments)
+            for op, one in ((kernels.cast_and_commit, state), (REFERENCE["cast_and_commit"], other))
+        )
+        assert all(same_bits(a, b) for a, b in zip((*results[:3], *state), (*expected[:3], *other), strict=True))
+        exists(state.scale, 2)  # as a forward asks
+        return results[2]
+
+    for step in range(6):
+        old, gradients = state.scale.clone(), [steps_values(step + call, call).to(kernels.device) for call in range(3)]
+        amaxes: list[tuple[Tensor | None, ...]] = [
+            (x.float().nan_to_num().abs().amax().view(1, 1) if x.numel() else None, None) for x in gradients
+        ]
+        launched.clear()
+        found = one_pass(*(partial(both, x, *amax) for x, amax in zip(gradients, amaxes, strict=True)))
+        assert launched.count("amax_kernel") == (3, 1, 0)[min(step, 2)]  # the second pass's first commit tells the host
+        own = [kernels.cast(x, old, 2, E5M2, ALL, False, 2)[2] for x in gradients]
+        assert all(same_bits(a, b) for a, b in zip(found, own, strict=True))
+    assert (state.scale != 0).tolist() == [True, False, True]
 
 
 def steps_values(step: int, role: int) -> Tensor:

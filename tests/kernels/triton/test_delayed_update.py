@@ -1,14 +1,17 @@
 """The delayed state's update, bit for bit; inside a cast it is tested in test_cast.py."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from octavo.kernels.reference import KERNELS as REFERENCE
+from octavo.scaling.delayed import State
 from tests.support.combinations import each_pair
 from tests.support.definitions import same_bits
-from tests.support.triton_cases import update_args
+from tests.support.passes import one_pass, same_state
+from tests.support.triton_cases import to, update_args
 from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.gpu
@@ -25,15 +28,23 @@ pytestmark = pytest.mark.gpu
     scale=[0.0, 3.0],
 )
 def test_update(kernels: TritonKernels, case: dict[str, Any]) -> None:
-    state, history = torch.full((3,), case["scale"]), torch.rand(3, case["length"])
-    history[1] = 0
+    state = State.empty(case["length"])
+    state.scale.fill_(case["scale"])
+    state.amax_history[::2].uniform_()
     amaxes = [case[f"amax_{role}"] for role in ("input", "weight", "grad_output")]
     found = [None if a is None else torch.full((1, 1), a) for a in amaxes]
     update = update_args(case["reduce"], case["powers_of_two"], case["margins"])
-    on_device = state.to(kernels.device, copy=True), history.to(kernels.device, copy=True)
+    on_device = State(*to(kernels.device, tuple(state)))
     amaxes_on_device = [None if a is None else a.to(kernels.device) for a in found]
+
+    def both(*order: int) -> None:
+        REFERENCE["delayed_update"](*state, *(found[role] for role in order), *update)
+        assert kernels.delayed_update(*on_device, *(amaxes_on_device[role] for role in order), *update) is None
+        assert same_state(on_device, state)
+        scales_of_pass = REFERENCE["scales_of_pass"](*state[::2]), kernels.scales_of_pass(*on_device[::2])
+        assert same_bits(scales_of_pass[0], scales_of_pass[1].cpu())
+
     for _ in range(3):
-        REFERENCE["delayed_update"](state, history, *found, *update)
-        assert kernels.delayed_update(*on_device, *amaxes_on_device, *update) is None
-        assert same_bits(on_device[0].cpu(), state)
-        assert same_bits(on_device[1].cpu(), history)
+        both(0, 1, 2)
+    for _ in range(2):  # in one pass amaxes rise and fall, and roles are left out
+        one_pass(partial(both, 0, 1, 2), partial(both, 1, 2, 0), partial(both, 2, 0, 1), partial(both, 0, 1, 2))

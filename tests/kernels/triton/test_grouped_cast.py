@@ -8,6 +8,7 @@ import torch
 from tests.support.combinations import each_pair
 from tests.support.definitions import same_bits
 from tests.support.groups import SIZES, offsets_of, random_sizes
+from tests.support.passes import before_of
 from tests.support.triton_cases import (
     DTYPES,
     E4M3,
@@ -147,7 +148,8 @@ def test_launches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     x, offsets, scale = to(kernels.device, (torch.randn(61, 40), offsets_of([0, 1, 17, 40]), torch.ones(3)))
-    kernels.module("known_scales").committed(scale, torch.ones(3, 1, device=scale.device), (True, True, True))
+    others = torch.ones(3, 1, device=scale.device), before_of(scale)
+    kernels.module("known_scales").committed(scale, *others, (True, True, True))
     if kernels.device.type == "cuda":
         torch.cuda.synchronize()  # the host has seen the scales
     cast = scale if delayed else None, 0, E4M3, tile, False, 0

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from octavo.scaling.delayed import State
 from tests.support.triton_cases import ALL, E4M3, E5M2, check, update_args
 from tests.support.triton_kernels import TritonKernels
 
@@ -27,89 +28,99 @@ def known(kernels: TritonKernels) -> Callable[[Tensor], list[bool]]:
     return ask
 
 
-def buffers(kernels: TritonKernels) -> tuple[Tensor, Tensor]:
-    return torch.zeros(3, device=kernels.device), torch.zeros(3, 4, device=kernels.device)
-
-
-def commit(kernels: TritonKernels, state: Tensor, history: Tensor, *amaxes: float | None) -> None:
+def commit(kernels: TritonKernels, state: State, *amaxes: float | None) -> None:
     found = [None if a is None else torch.full((1, 1), a, device=kernels.device) for a in amaxes]
-    kernels.delayed_update(state, history, *found, *UPDATE)
+    kernels.delayed_update(*state, *found, *UPDATE)
+
+
+def commit_twice(
+    kernels: TritonKernels, known: Callable[[Tensor], list[bool]], state: State, *amaxes: float | None
+) -> None:
+    """After the second, what the first wrote is known."""
+    commit(kernels, state, *amaxes)
+    known(state.scale)  # as a forward asks
+    commit(kernels, state, *amaxes)
 
 
 def test_nothing_is_known_before_a_commit(kernels: TritonKernels, known: Callable[[Tensor], list[bool]]) -> None:
-    state, _ = buffers(kernels)
-    assert known(state) == [False] * 3
-    assert known(state.fill_(2.0)) == [False] * 3
+    scale = State.empty(4, kernels.device).scale
+    assert known(scale) == [False] * 3
+    assert known(scale.fill_(2.0)) == [False] * 3
 
 
-def test_a_commit_makes_known_what_it_wrote(kernels: TritonKernels, known: Callable[[Tensor], list[bool]]) -> None:
-    state, history = buffers(kernels)
-    commit(kernels, state, history, 1.0, None, 0.0)
-    assert known(state) == [True, False, False]
-    assert (state != 0).tolist() == [True, False, False]
-    commit(kernels, state, history, None, None, None)
-    assert known(state) == [True, False, False]
-    commit(kernels, state, history, 0.0, 2.0, None)
-    assert known(state) == [True, True, False]
-    commit(kernels, state, history, None, None, 3.0)
-    assert known(state) == [True] * 3
+def test_a_commit_makes_known_what_the_one_before_it_wrote(
+    kernels: TritonKernels, known: Callable[[Tensor], list[bool]]
+) -> None:
+    state = State.empty(4, kernels.device)
+    commit(kernels, state, 1.0, None, 0.0)
+    assert known(state.scale) == [False] * 3
+    assert (state.scale != 0).tolist() == [True, False, False]
+    commit(kernels, state, None, None, None)
+    assert known(state.scale) == [False] * 3
+    commit(kernels, state, 0.0, 2.0, None)
+    assert known(state.scale) == [True, False, False]
+    commit(kernels, state, None, 0.0, 3.0)
+    assert known(state.scale) == [True, True, False]
+    commit(kernels, state, None, None, 0.0)
+    assert known(state.scale) == [True] * 3
 
 
 def test_a_cast_commits_too(kernels: TritonKernels, known: Callable[[Tensor], list[bool]]) -> None:
-    state, history = buffers(kernels)
+    state = State.empty(4, kernels.device)
     amax = torch.ones(1, 1, device=kernels.device)
     g = torch.randn(5, 6, device=kernels.device)
-    kernels.cast_and_commit(g, state, history, amax, None, E5M2, False, 0, *UPDATE, False)
-    assert known(state) == [True, False, True]
+    for expected in ([False] * 3, [True, False, True]):
+        kernels.cast_and_commit(g, *state, amax, None, E5M2, False, 0, *UPDATE, False)
+        assert known(state.scale) == expected
 
 
 def test_anyone_elses_write_makes_it_unknown(kernels: TritonKernels, known: Callable[[Tensor], list[bool]]) -> None:
-    state, history = buffers(kernels)
+    state = State.empty(4, kernels.device)
     for write in (Tensor.zero_, lambda s: s.copy_(torch.ones(3)), lambda s: s[0].fill_(0.0)):
-        commit(kernels, state, history, 1.0, 1.0, 1.0)
-        assert known(state) == [True] * 3
-        write(state)
-        assert known(state) == [False] * 3
+        commit_twice(kernels, known, state, 1.0, 1.0, 1.0)
+        assert known(state.scale) == [True] * 3
+        write(state.scale)
+        assert known(state.scale) == [False] * 3
     # and what was known before that write is not taken up again
-    state.zero_()
-    commit(kernels, state, history, None, 1.0, None)
-    assert known(state) == [False, True, False]
+    state.scale.zero_()
+    commit_twice(kernels, known, state, None, 1.0, None)
+    assert known(state.scale) == [False, True, False]
 
 
 def test_a_write_between_two_commits(kernels: TritonKernels, known: Callable[[Tensor], list[bool]]) -> None:
-    state, history = buffers(kernels)
-    commit(kernels, state, history, 1.0, 1.0, 1.0)
-    state.zero_()  # before anyone asked
-    commit(kernels, state, history, 1.0, None, None)
-    assert known(state) == [True, False, False]
+    state = State.empty(4, kernels.device)
+    commit_twice(kernels, known, state, 1.0, 1.0, 1.0)
+    state.scale.zero_()  # before anyone asked
+    commit_twice(kernels, known, state, 1.0, None, None)
+    assert known(state.scale) == [True, False, False]
 
 
 def test_a_commit_moves_the_versions(kernels: TritonKernels) -> None:
-    state, history = buffers(kernels)
-    before = state._version, history._version
-    commit(kernels, state, history, 1.0, 1.0, 1.0)
-    assert state._version > before[0] and history._version > before[1]
+    state = State.empty(4, kernels.device)
+    versions = [tensor._version for tensor in state]
+    commit(kernels, state, 1.0, 1.0, 1.0)
+    assert all(tensor._version > version for tensor, version in zip(state, versions, strict=True))
 
 
 def test_inference_tensors_are_never_known(kernels: TritonKernels, known: Callable[[Tensor], list[bool]]) -> None:
     with torch.inference_mode():
-        state, history = buffers(kernels)
-        for _ in range(2):
-            commit(kernels, state, history, 1.0, 1.0, 1.0)
-            assert known(state) == [False] * 3
-    assert (state != 0).all()
-    state, history = buffers(kernels)
+        state = State.empty(4, kernels.device)
+        for _ in range(3):
+            commit(kernels, state, 1.0, 1.0, 1.0)
+            assert known(state.scale) == [False] * 3
+    assert (state.scale != 0).all()
+    state = State.empty(4, kernels.device)
     with torch.inference_mode():  # a state from outside has its version there too
-        commit(kernels, state, history, 1.0, 1.0, 1.0)
-        assert known(state) == [True] * 3
+        commit_twice(kernels, known, state, 1.0, 1.0, 1.0)
+        assert known(state.scale) == [True] * 3
 
 
 def test_an_entry_goes_with_its_tensor(kernels: TritonKernels) -> None:
     entries = kernels.module("known_scales")._entries
     gc.collect()
     before = len(entries)
-    state, history = buffers(kernels)
-    commit(kernels, state, history, 1.0, 1.0, 1.0)
+    state = State.empty(4, kernels.device)
+    commit(kernels, state, 1.0, 1.0, 1.0)
     assert len(entries) == before + 1
     del state
     gc.collect()
@@ -123,14 +134,14 @@ def test_a_known_scale_spares_the_amax(
     module = kernels.module("cast_tensor")
     launch = module.find_amax
     monkeypatch.setattr(module, "find_amax", lambda *args: launches.append(args) or launch(*args))
-    state, history = buffers(kernels)
+    state = State.empty(4, kernels.device)
     x = torch.randn(17, 40, device=kernels.device).bfloat16()
-    # In step 0 input's amax is said to be 0: in step 1 its scale alone isn't there yet.
-    for step, expected in enumerate((3, 1, 0, 0)):
+    # In step 0 input's amax is said to be 0: after step 1 its scale alone isn't known yet.
+    for step, expected in enumerate((3, 3, 1, 0, 0)):
         launches.clear()
-        *_, amax, _ = check(kernels, "cast", x, state, 0, E4M3, ALL, False, 0)
-        *_, amax_weight, _ = check(kernels, "cast", 3 * x, state, 1, E4M3, ALL, False, 0)
+        *_, amax, _ = check(kernels, "cast", x, state.scale, 0, E4M3, ALL, False, 0)
+        *_, amax_weight, _ = check(kernels, "cast", 3 * x, state.scale, 1, E4M3, ALL, False, 0)
         amaxes = (amax.to(kernels.device) * step, amax_weight.to(kernels.device))
-        check(kernels, "cast_and_commit", x, state, history, *amaxes, E5M2, False, 0, *UPDATE, True)
+        check(kernels, "cast_and_commit", x, *state, *amaxes, E5M2, False, 0, *UPDATE, True)
         assert len(launches) == expected
-        known(state)
+        known(state.scale)

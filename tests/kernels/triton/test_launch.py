@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from octavo.scaling.delayed import State
 from tests.support.triton_cases import ALL, E4M3, E5M2, assert_counters_are_zero, update_args
 from tests.support.triton_kernels import TritonKernels
 
@@ -83,11 +84,11 @@ def test_the_first_launch_may_not_be_captured(kernels: TritonKernels, monkeypatc
 
 def test_launches_one_after_the_other(kernels: TritonKernels) -> None:
     # an amax or a counter left behind by one would be seen by the next, smaller one
-    state, history = (torch.zeros(size, device=kernels.device) for size in ((3,), (3, 2)))
+    state = State.empty(2, kernels.device)
     for scale in (8.0, 4.0, 1.0, 0.0, 2.0):
         x = torch.full((70, 300), scale, device=kernels.device)
         assert kernels.amax(x, ALL).item() == scale
         assert kernels.cast(x, None, 0, E4M3, ALL, False, 0)[3].item() == scale
-        kernels.cast_and_commit(x, state, history, None, None, E5M2, False, 0, *update_args("max"), True, 1, True)
-        assert history[2, 0].item() == scale
+        kernels.cast_and_commit(x, *state, None, None, E5M2, False, 0, *update_args("max"), True, 1, True)
+        assert state.amax_history[2, 0].item() == scale
         assert_counters_are_zero(kernels)

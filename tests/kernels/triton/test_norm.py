@@ -12,6 +12,7 @@ from octavo.kernels.reference.cast import transposed, with_padding
 from octavo.kernels.reference.norm import normalise
 from tests.support.combinations import each_pair
 from tests.support.definitions import same_bits
+from tests.support.passes import before_of
 from tests.support.triton_cases import (
     ALL,
     DTYPES,
@@ -74,7 +75,8 @@ def state_of(kernels: TritonKernels, scale: float, known: bool = True, role: int
     state[role] = scale
     state = state.to(kernels.device)
     if known:
-        kernels.module("known_scales").committed(state, torch.zeros(3, 4).to(kernels.device), (True, True, True))
+        others = torch.zeros(3, 4, device=kernels.device), before_of(state)
+        kernels.module("known_scales").committed(state, *others, (True, True, True))
         if kernels.device.type == "cuda":
             torch.cuda.synchronize()
     return state

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from octavo.kernels.activations import ACTIVATIONS
 from octavo.kernels.reference import KERNELS as REFERENCE
+from octavo.scaling.delayed import State
 from tests.support import definitions
 from tests.support.combinations import each_pair
 from tests.support.definitions import all_codes
@@ -167,10 +168,23 @@ def test_cast_two_scalings(kernels: TritonKernels, monkeypatch: pytest.MonkeyPat
 def test_cast_and_commit(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, case: dict[str, Any]) -> None:
     state = torch.tensor([5.0, 0.0, case["scale"]], device=kernels.device)
     history = torch.rand(3, case["length"]).to(kernels.device)
+    before = State.empty(1, kernels.device).before
     amaxes = [None if a is None else torch.full((1, 1), a, device=kernels.device) for a in case["amaxes"]]
     update = update_args(case["reduce"], case["powers_of_two"])
     cast = (case["fmt"], case["powers_of_two"][2], 2)
-    run(kernels, monkeypatch, case, "cast_and_commit", state, history, *amaxes, *cast, *update, case["transpose"])
+    run(
+        kernels,
+        monkeypatch,
+        case,
+        "cast_and_commit",
+        state,
+        history,
+        before,
+        *amaxes,
+        *cast,
+        *update,
+        case["transpose"],
+    )
 
 
 @pytest.mark.usefixtures("tiles_of_any_size")

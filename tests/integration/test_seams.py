@@ -1,0 +1,71 @@
+"""Every feature in every situation: each cell of the table is what docs/combinations.md says of it.
+
+The lists are in tests/support/seams; a cell is built by one function from a feature and a situation.
+"""
+
+import pytest
+
+from tests.support.seams import cells
+from tests.support.seams.features import FEATURES
+from tests.support.seams.mutants import MUTANTS, ROOT
+from tests.support.seams.open_defects import OPEN
+from tests.support.seams.page import PAGE, page
+from tests.support.seams.situations import SITUATIONS
+from tests.support.seams.verdicts import Documented
+from tests.test_docs import broken_link
+
+SAMPLE = cells.sample()
+
+
+def params(on_ranks):
+    found = []
+    for cell in cells.all_cells():
+        if bool(SITUATIONS[cell[1]].ranks) == on_ranks:
+            marks = [] if cell in SAMPLE else [pytest.mark.full]
+            if cell in OPEN:
+                marks.append(pytest.mark.xfail(strict=True, reason=OPEN[cell]))
+            found.append(pytest.param(cell, marks=marks, id=" x ".join(cell)))
+    return found
+
+
+@pytest.mark.parametrize("cell", params(on_ranks=False))
+def test_in_one_process(cell):
+    assert cells.fault(None, *cell) == ""
+
+
+@pytest.mark.parametrize("cell", params(on_ranks=True))
+def test_on_ranks(pool, cell):
+    found = pool.run(cells.fault, SITUATIONS[cell[1]].ranks, *cell, seconds=60)
+    assert found == [""] * len(found)
+
+
+def test_names_are_of_the_table():
+    """An exception or a defect of a cell that is not there holds nothing."""
+    assert all(situation.exceptions.keys() <= FEATURES.keys() for situation in SITUATIONS.values())
+    assert OPEN.keys() <= set(cells.all_cells())
+
+
+def test_mutants_are_of_the_source_and_of_the_table():
+    """``python -m tests.support.seams.mutants`` runs them."""
+    places = {
+        mutant: (ROOT / "octavo" / mutant.file).read_text(encoding="utf-8").count(mutant.old) for mutant in MUTANTS
+    }
+    assert [mutant for mutant, count in places.items() if count != 1] == []
+    assert {(mutant.feature, mutant.situation) for mutant in MUTANTS} <= set(cells.all_cells()) - OPEN.keys()
+    assert len(MUTANTS) >= 30
+
+
+def test_the_sample_covers():
+    features = [feature for feature, _ in SAMPLE]
+    assert all(features.count(feature) >= 3 for feature in FEATURES if FEATURES[feature].alone is None)
+    assert {situation for _, situation in SAMPLE} == {name for name, one in SITUATIONS.items() if not one.slow}
+
+
+def test_links_lead_somewhere():
+    found = {cells.verdict_of(cell) for cell in cells.all_cells()}
+    assert [broken_link(PAGE, v.link) for v in found if isinstance(v, Documented) if broken_link(PAGE, v.link)] == []
+
+
+def test_the_page_is_of_the_table():
+    """``python -m tests.support.seams.page`` writes it."""
+    assert PAGE.read_text(encoding="utf-8") == page()

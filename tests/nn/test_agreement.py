@@ -1,0 +1,192 @@
+"""Ranks that were told different things of one model say so, all of them, naming layer and option with both values."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import octavo
+from octavo import recipes
+from octavo.distributed import ColwiseParallel, Fp8ReduceScatter, Fp8Reduction, PrepareModuleInput, RowwiseParallel
+from octavo.distributed.checkpoint import gather_delayed
+from octavo.distributed.ranks import Ranks
+from octavo.errors import RanksDifferError
+from octavo.scaling.recipe_map import RecipeMap
+from tests.support.byte_counter import REDUCE, ByteCounter
+from tests.support.helpers import every_layer
+
+WIDTH = 128
+Told = dict[str, Any]
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16) for _ in range(3)])
+
+
+def x() -> Tensor:
+    return torch.randn(8, WIDTH, dtype=torch.bfloat16)
+
+
+def fsdp2(mesh: Any, told: Told, after: Any = None) -> Any:
+    recipe = RecipeMap(recipes.dynamic(), {"1": told.get("recipe", recipes.dynamic())})
+    model = octavo.convert(layers(), recipe, every_layer, told.get("weight_storage"))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model(x())
+    if after is not None:  # told something else later
+        octavo.set_recipe(model, after)
+        model(x())
+    return model
+
+
+def later(mesh: Any, told: Told) -> None:
+    fsdp2(mesh, {}, told.get("recipe", recipes.delayed()))
+
+
+def styles(mesh: Any, told: Told) -> None:
+    recipe, exact = told.get("recipe", recipes.blockwise()), told.get("exact", False)
+    model = octavo.convert(layers(), RecipeMap(recipes.blockwise(), {"1": recipe}), every_layer)
+    plan = {"0": ColwiseParallel(), "1": RowwiseParallel(output_layouts=Shard(0), exact=exact)}
+    plan["2"] = ColwiseParallel(input_layouts=Shard(0))
+    parallelize_module(model, mesh, plan)(x())
+
+
+def prepared(mesh: Any, told: Told) -> None:
+    model = nn.Sequential(octavo.convert(layers()[:1], recipes.blockwise(), every_layer))
+    take = PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate(), **told)
+    parallelize_module(model, mesh, {"0": take, "0.0": ColwiseParallel(input_layouts=Shard(0))})(x())
+
+
+def fused(mesh: Any, told: Told) -> None:
+    recipe = RecipeMap(recipes.dynamic(), {"fc2": told.get("recipe", recipes.dynamic())})
+    mlp = octavo.nn.RMSNormMLP(WIDTH, WIDTH, "gelu", bias=False, dtype=torch.bfloat16, recipe=recipe)
+    parallelize_module(mlp, mesh, {"fc1": ColwiseParallel(), "fc2": RowwiseParallel()})
+    mlp(x())
+
+
+def experts(mesh: Any, told: Told) -> None:
+    model = octavo.nn.Experts(4, WIDTH, WIDTH, dtype=torch.bfloat16, recipe=told.pop("recipe", recipes.dynamic()))
+    octavo.distributed.expert_parallel(model, mesh, **told)
+    index = torch.arange(8).view(8, 1) % 4
+    model(x(), index, torch.ones(8, 1, dtype=torch.bfloat16))
+
+
+def optimizer(mesh: Any, told: Told) -> None:
+    model = fully_shard(layers(), mesh=mesh)
+    model(x()).sum().backward()
+    octavo.optim.AdamW(model.parameters(), **{"lr": torch.tensor(0.25), **told}).step()
+
+
+def in_backward(mesh: Any, told: Told) -> None:
+    model = fully_shard(layers(), mesh=mesh)
+    octavo.optim.update_in_backward(octavo.optim.SGD(model.parameters()), **told)
+    model(x()).sum().backward()
+
+
+def reduced(mesh: Any, told: Told, fsdp: bool = False) -> None:
+    reduction = Fp8Reduction(group=mesh.get_group(), **told)
+    if fsdp:
+        model: Any = fully_shard(layers(), mesh=mesh)
+        model.set_custom_reduce_scatter(Fp8ReduceScatter(reduction))
+    else:
+        model = DistributedDataParallel(layers(), process_group=mesh.get_group())
+        model.register_comm_hook(reduction, octavo.distributed.fp8_reduce_hook)
+    model(x()).sum().backward()
+
+
+def saved(mesh: Any, told: Told) -> None:
+    model = octavo.convert(layers(), recipes.delayed(**told), every_layer)
+    gather_delayed(model, Ranks(mesh.get_group()))
+
+
+def said(mesh: Any, name: str, *told: Told) -> str:
+    """What a rank says that was told something else than the other."""
+    case = CASES[name]
+    try:
+        case(mesh, dict(told[mesh.get_rank()]))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+CASES: dict[str, Callable[..., Any]] = {
+    case.__name__: case
+    for case in (fsdp2, later, styles, prepared, fused, experts, optimizer, in_backward, reduced, saved)
+}
+CASES["reduced in fsdp2"] = functools.partial(reduced, fsdp=True)
+ROWWISE, HIGH = {"recipe": recipes.rowwise()}, {"recipe": recipes.high_precision()}
+OUTPUT = "1: recipe.output is (Cast(E4M3, PerTensor(), Dynamic()), Cast(E4M3, PerTensor(), Dynamic())) on rank 0, "
+
+
+@pytest.mark.parametrize(
+    ("name", "here", "there", "says"),
+    [
+        ("fsdp2", {}, ROWWISE, OUTPUT + "(Cast(E4M3, PerRow(), Dynamic()), Cast(E4M3, PerRow(), Dynamic())) on rank 1"),
+        ("fsdp2", {}, HIGH, OUTPUT + "None on rank 1"),
+        (
+            "fsdp2",
+            {},
+            {"weight_storage": "fp8"},
+            "weight_storage is torch.bfloat16 on rank 0, fp8 PerTensor() on rank 1",
+        ),
+        ("later", {}, HIGH, "None on rank 1"),
+        ("styles", {}, HIGH, "1: recipe.output"),
+        ("styles", {}, {"exact": True}, "1: exact is False on rank 0, True on rank 1"),
+        ("prepared", {}, {"exact": True}, "exact is False on rank 0, True on rank 1"),
+        ("fused", {}, HIGH, OUTPUT[3:]),
+        ("experts", {}, ROWWISE, "recipe.output"),
+        ("experts", {"exact": True}, {}, "exact is True on rank 0, False on rank 1"),
+        ("optimizer", {}, {"lr": 0.5}, "AdamW's lr of group 0 is 0.25 on rank 0, 0.5 on rank 1"),
+        ("optimizer", {"moments": "bf16"}, {"seed": 3}, "AdamW's seed is 0 on rank 0, 3 on rank 1"),
+        ("in_backward", {}, {"outstanding_weight_updates_bytes": 0}, "is 67108864 on rank 0, 0 on rank 1"),
+        ("reduced", {}, {"seed": 1}, "seed is 0 on rank 0, 1 on rank 1"),
+        ("reduced in fsdp2", {"format": octavo.E5M2}, {}, "format is E5M2 on rank 0, E4M3 on rank 1"),
+        ("saved", {}, {"history_length": 3}, "history_length=16"),
+    ],
+)
+def test_ranks_that_differ_say_in_what(pool: Any, name: str, here: Told, there: Told, says: str) -> None:
+    first, second = pool.run(said, (2,), name, here, there, seconds=60)
+    assert first == second and first.startswith(RanksDifferError.__name__)
+    assert says in first
+
+
+def asked(mesh: Any) -> list[int]:
+    """How often values are reduced: in a forward, after other recipes twice; in two steps; in DDP's first forward."""
+    model, found = fsdp2(mesh, {}), []
+    with ByteCounter() as counter:
+
+        def count(run: Callable[[], Any]) -> Any:
+            before, result = counter.calls[REDUCE], run()
+            found.append(counter.calls[REDUCE] - before)
+            return result
+
+        count(lambda: model(x()))
+        for recipe in (recipes.rowwise(), recipes.dynamic()):
+            octavo.set_recipe(model, recipe)
+            count(lambda: model(x()))
+        model(x()).sum().backward()
+        steps = octavo.optim.AdamW(model.parameters())
+        count(steps.step)
+        count(steps.step)
+        alone = octavo.convert(layers(), recipes.dynamic(), every_layer)
+        parallel = DistributedDataParallel(alone, process_group=mesh.get_group())
+        loss = count(lambda: parallel(x()).sum())
+        loss.backward()
+        count(octavo.optim.AdamW(alone.parameters()).step)
+    return found
+
+
+def test_ranks_are_asked_once_and_ddps_never(pool: Any) -> None:
+    amaxes = 1  # of weights with one scale a tensor, in each forward
+    assert pool.run(asked, (2,)) == [[amaxes, 1, amaxes + 1, 1, 0, 0, 0]] * 2

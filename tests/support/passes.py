@@ -1,0 +1,44 @@
+"""Commits within one backward pass, and delayed states that are compared."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.scaling.delayed import State
+from tests.support.definitions import same_bits
+
+
+class _Node(torch.autograd.Function):
+    """A step of a graph that calls something in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, call: Callable[[], object]) -> Tensor:
+        ctx.call = call
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.call()
+        return grad, None
+
+
+def one_pass(*calls: Callable[[], Any]) -> list[Any]:
+    """What the calls return, made in their order, each by a node of its own of one backward pass."""
+    y, results = torch.zeros(1, requires_grad=True), []
+    for call in reversed(calls):
+        y = _Node.apply(y, lambda call=call: results.append(call()))
+    y.backward()
+    return results
+
+
+def before_of(scale: Tensor) -> Tensor:
+    """A state's ``before`` when no pass has rolled it since these were its scales."""
+    return torch.stack((torch.zeros_like(scale), scale)).view(torch.int32)
+
+
+def same_state(state: State, expected: State) -> bool:
+    """Whether two states are the same but for the numbers of passes, which outside of a backward are one a call."""
+    left, right = ((*one[:2], one.before[1]) for one in (state, expected))
+    return all(same_bits(a.cpu(), b.cpu()) for a, b in zip(left, right, strict=True))

@@ -1,0 +1,113 @@
+"""The table: two lists and the one function that builds all its cells, the sample of the default set, and the page."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import tests.support.seams.alone
+import tests.support.seams.copies
+import tests.support.seams.files_of_ranks
+import tests.support.seams.in_parts
+import tests.support.seams.on_ranks  # noqa: F401
+from tests.support.helpers import sqnr
+from tests.support.seams.features import FEATURES, Feature
+from tests.support.seams.made import Made, Role
+from tests.support.seams.open_defects import OPEN
+from tests.support.seams.situations import SITUATIONS, Situation
+from tests.support.seams.verdicts import Documented, Exact, Refused, Sound, Verdict
+
+DOCS = Path(__file__).parents[3] / "docs"
+PAGE = DOCS / "combinations.md"
+Cell = tuple[str, str]  # names of a feature and of a situation
+
+
+def all_cells() -> list[Cell]:
+    """By situations."""
+    return [(feature, situation) for situation in SITUATIONS for feature in FEATURES]
+
+
+def verdict_of(cell: Cell) -> Verdict:
+    """What the table says."""
+    feature, situation = FEATURES[cell[0]], SITUATIONS[cell[1]]
+    if feature.name in situation.exceptions:
+        return situation.exceptions[feature.name]
+    return (feature.alone if not situation.ranks else None) or situation.verdict
+
+
+def run(feature: Feature, situation: Situation, role: Role, mesh: Any) -> dict[str, Tensor]:
+    """The trace of the situation's program."""
+    made = Made(feature, role, mesh)
+    try:
+        situation.program(made)
+        return made.finish()
+    finally:
+        made.closing.close()
+
+
+def fault(mesh: Any, feature_name: str, situation_name: str) -> str:
+    """What is wrong with a cell, or nothing; on ranks all call this."""
+    verdict = verdict_of((feature_name, situation_name))
+    feature, situation = FEATURES[feature_name], SITUATIONS[situation_name]
+    if isinstance(verdict, Documented):
+        return ""
+    try:
+        found = run(feature, situation, "library", mesh)
+    except Exception as error:
+        if not isinstance(verdict, Refused):
+            raise
+        if not isinstance(error, verdict.error) or re.search(verdict.remedy, str(error)) is None:
+            return f"it shall raise {verdict.error.__name__} that names {verdict.remedy!r}: {error!r}"
+        return ""
+    if isinstance(verdict, Refused):
+        return f"it shall raise {verdict.error.__name__}"
+    wanted = run(feature, situation, "twin" if isinstance(verdict, Exact) else "float64", mesh)
+    return differences(found, wanted) if isinstance(verdict, Exact) else noise(found, wanted, verdict)
+
+
+def differences(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> str:
+    """Where the library's trace is not its twin's, bit for bit, in the order of the program."""
+    if missing := found.keys() - wanted.keys():
+        return f"the twin has no {sorted(missing)}"
+    if not any(name.startswith("output") for name in found):
+        return "the trace has no output"
+    off = [name for name, value in found.items() if not torch.equal(value.float(), wanted[name].float())]
+    if not off:
+        return ""
+    ratio = sqnr(found[off[0]], wanted[off[0]])
+    return f"{len(off)} of {len(found)} differ from the twin's, first {off[0]}: {ratio:.1f} dB"
+
+
+def noise(found: dict[str, Tensor], wanted: dict[str, Tensor], verdict: Sound) -> str:
+    """Which output or input's gradient is further from float64's than the verdict says."""
+    ratios = {name: sqnr(value, wanted[name]) for name, value in found.items() if not name.startswith("weight")}
+    worst = min(ratios, key=lambda name: ratios[name])
+    return "" if ratios[worst] >= verdict.db else f"{worst} has {ratios[worst]:.1f} dB, {verdict.db} are promised"
+
+
+def sample() -> set[Cell]:
+    """Each situation once and each feature at least three times, of cells that compute."""
+    features, counts, chosen = list(FEATURES), dict.fromkeys(FEATURES, 0), set()
+
+    def usable(cell: Cell) -> bool:
+        computes = not isinstance(verdict_of(cell), Documented) and cell not in OPEN and cell not in chosen
+        return computes and not SITUATIONS[cell[1]].slow
+
+    def take(cells: list[Cell]) -> None:
+        cell = min(cells, key=lambda cell: counts[cell[0]])
+        chosen.add(cell)
+        counts[cell[0]] += 1
+
+    for number, situation in enumerate(SITUATIONS):
+        turned = features[number % len(features) :] + features[: number % len(features)]
+        if cells := [cell for feature in turned if usable(cell := (feature, situation))]:
+            take(cells)
+    for feature in features:
+        cells = [cell for situation in SITUATIONS if usable(cell := (feature, situation))]
+        for cell in cells[: max(0, 3 - counts[feature])]:
+            take([cell])
+    return chosen

@@ -1,0 +1,267 @@
+"""Situations on ranks that each compute a batch of their own: gradients are averaged. Other parallelism is beside."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+import octavo
+from octavo.errors import RanksDifferError, UnsupportedOpError
+from tests.support.seams.made import Made
+from tests.support.seams.situations import situation
+from tests.support.seams.verdicts import Documented, Exact, Refused, Sound
+
+REPLICATED, SHARDED = "DistributedDataParallel", "FSDP2"
+TWO, FOUR = (2,), (2, 2)
+STORED = ("FP8 weights", "FP8 weights in blocks", "LoRA over FP8")
+
+REDUCTION = Sound(10, "gradients are rounded twice on their way, by blocks that depend on how they are put together")
+NOT_DDP = Refused(RuntimeError, "FSDP2|fully_shard", "DDP exchanges gradients after the hook that uses them has run")
+OF_DDP = {("FP8 gradients", "updates in backward"): NOT_DDP, "FP8 reduction": REDUCTION}
+NOT_KEPT = Refused(ValueError, "convert the model", "what FSDP2 shards is cast for its gathers, once an unshard")
+OF_FSDP2 = {"FP8 reduction": REDUCTION, "KeptWeights": NOT_KEPT}
+
+
+def ddp(made: Made, **options: Any) -> None:
+    """Under DistributedDataParallel."""
+    if made.is_library:
+        made.call = nn.parallel.DistributedDataParallel(made.model, process_group=made.mesh.get_group(), **options)
+    made.feature.wrapped(made)
+
+
+def _train_under_ddp(made: Made, **options: Any) -> None:
+    ddp(made, **options)
+    made.train()
+
+
+for name, options in {
+    "DDP": {},
+    "DDP, broadcast_buffers=False": {"broadcast_buffers": False},
+    "DDP, static_graph=True": {"static_graph": True},
+}.items():
+    situation(name, REPLICATED, TWO, exceptions=OF_DDP)(functools.partial(_train_under_ddp, **options))
+
+
+@situation("DDP, accumulation", REPLICATED, TWO, exceptions=OF_DDP)
+def ddp_accumulates(made: Made) -> None:
+    """Two micro-batches a step, each with its exchange."""
+    ddp(made)
+    made.begin()
+    for step in range(3):
+        if made.is_library:
+            made.gradients(step, micro=2)
+        else:
+            made.gradients(step, rounds=False)
+            made.gradients(step, micro=2, first=1)
+        made.update()
+
+
+@situation("DDP, no_sync", REPLICATED, TWO, exceptions=OF_DDP)
+def ddp_without_sync(made: Made) -> None:
+    """Two micro-batches a step, one exchange."""
+    ddp(made)
+    within = contextlib.ExitStack()
+
+    def before(number: int) -> None:
+        within.close()
+        if made.is_library and number == 0:
+            within.enter_context(made.call.no_sync())
+
+    made.train(micro=2, before=before)
+
+
+def another(made: Made) -> Any:
+    """The same with other, larger values."""
+    torch.manual_seed(1)
+    plain = made.feature.plain()
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.mul_(2)
+    return made.converted(plain)
+
+
+@situation("DDP, ranks begin differently", REPLICATED, TWO, exceptions=OF_DDP)
+def ddp_begins_differently(made: Made) -> None:
+    """All get rank 0's values."""
+    if made.is_library and made.rank:
+        made.take(another(made))
+    ddp(made)
+    made.train()
+
+
+def shard(made: Made, mesh: Any = None, **options: Any) -> None:
+    """Under FSDP2, a part a group."""
+    mesh = made.mesh if mesh is None else mesh
+    if made.is_library:
+        for part in made.model:
+            fully_shard(part, mesh=mesh, **options)
+        fully_shard(made.model, mesh=mesh, **options)
+    made.feature.wrapped(made)
+
+
+def _train_under_fsdp2(made: Made, **options: Any) -> None:
+    shard(made, **options)
+    made.train()
+
+
+for name, ranks, options in (
+    ("FSDP2", TWO, {}),
+    ("FSDP2, reshard_after_forward=False", TWO, {"reshard_after_forward": False}),
+    ("FSDP2, offload to the CPU", TWO, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
+    ("FSDP2, replicas of shards (HSDP)", FOUR, {}),
+):
+    situation(name, SHARDED, ranks, exceptions=OF_FSDP2)(functools.partial(_train_under_fsdp2, **options))
+
+
+@situation("FSDP2, accumulation", SHARDED, TWO, exceptions=OF_FSDP2)
+def fsdp2_accumulates(made: Made) -> None:
+    """Two micro-batches a step, each with its exchange."""
+    shard(made)
+    made.begin()
+    for step in range(3):
+        if made.is_library:
+            made.gradients(step, micro=2)
+        else:
+            made.gradients(step, rounds=False)
+            first = [parameter.grad for parameter in made.model.parameters()]
+            made.model.zero_grad()
+            made.gradients(step, micro=2, first=1, rounds=False)
+            for parameter, grad in zip(made.model.parameters(), first, strict=True):
+                parameter.grad = None if grad is None else grad + parameter.grad
+            if made.role == "twin":
+                made.feature.rounded(made)
+        made.update()
+
+
+@situation("FSDP2, accumulation without exchange", SHARDED, TWO, exceptions=OF_FSDP2)
+def fsdp2_without_sync(made: Made) -> None:
+    """Two micro-batches a step, one exchange."""
+    shard(made)
+
+    def before(number: int) -> None:
+        if made.is_library:
+            made.model.set_requires_gradient_sync(number == 1)
+
+    made.train(micro=2, before=before)
+
+
+@situation("FSDP2, checkpointing", SHARDED, TWO, exceptions=OF_FSDP2)
+def fsdp2_recomputes(made: Made) -> None:
+    """Each part computes its forward again."""
+    if made.is_library:
+        for part in made.model:
+            part.forward = functools.partial(checkpoint, part.forward, use_reentrant=False)
+    shard(made)
+    made.train()
+
+
+CUT = Refused(UnsupportedOpError, "multiple of 128 rows", "a block lies on one rank")
+CLIPPED = Sound(15, "the norm is summed over ranks in another order")
+
+
+@situation(
+    "FSDP2, clipping",
+    SHARDED,
+    TWO,
+    CLIPPED,
+    {
+        **OF_FSDP2,
+        "fused modules": Sound(8, "the same, and the gradient went through two norms"),
+        "updates in backward": Refused(UnsupportedOpError, "clip", "the global norm needs all gradients at once"),
+    },
+)
+def fsdp2_clips(made: Made) -> None:
+    """By the global norm, of DTensors."""
+    shard(made)
+    made.begin()
+    for step in range(3):
+        made.gradients(step)
+        nn.utils.clip_grad_norm_(made.model.parameters(), 1e-3)
+        made.update()
+
+
+@situation(
+    "FSDP2, GradScaler",
+    SHARDED,
+    TWO,
+    exceptions={
+        **OF_FSDP2,
+        "updates in backward": Refused(RuntimeError, "GradScaler", "the scale is known to hold after backward only"),
+    },
+)
+def fsdp2_scales(made: Made) -> None:
+    """Losses are scaled; a twin's gradients are divided by hand."""
+    shard(made)
+    made.begin()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for step in range(3):
+        made.scale = scaler.scale(torch.ones(()))
+        made.gradients(step)
+        if made.is_library:
+            made.update(by=scaler.step)
+            scaler.update()
+        else:
+            for parameter in made.model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad /= 2.0**10
+            made.update()
+
+
+@situation(
+    "FSDP2, ranks begin differently",
+    SHARDED,
+    TWO,
+    exceptions={**OF_FSDP2, STORED: Sound(12, "a scale that ranks share is that of the larger part's whole weight")},
+)
+def fsdp2_begins_differently(made: Made) -> None:
+    """Each rank's shard is of its own values."""
+    if not made.is_library:
+        for one, other in zip(made.model.parameters(), another(made).parameters(), strict=True):
+            half = one.shape[0] // 2
+            one.data[half:] = other.data[half:]
+    elif made.rank:
+        made.take(another(made))
+    shard(made)
+    made.train()
+
+
+def _margin(recipe: octavo.Recipe) -> octavo.Recipe:
+    def other(pair: Any) -> Any:
+        return None if pair is None else tuple(dataclasses.replace(cast, margin=1) for cast in pair)
+
+    return octavo.Recipe(other(recipe.output), other(recipe.grad_input), other(recipe.grad_weight))
+
+
+DIFFER = Refused(RanksDifferError, "recipe.output is", "ranks would compute with other codes, or wait for each other")
+NOBODY_ASKS = Documented("communication.md#limits-and-workarounds", "each rank computes by its own recipe")
+SET_AGAIN = Exact("the schedule sets the recipe of its first phase on all ranks")
+
+
+def _recipes_differ(made: Made, wrap: Any) -> None:
+    if made.is_library and made.rank:
+        octavo.set_recipe(made.model, _margin(made.feature.recipe))
+    wrap(made)
+    made.train()
+
+
+situation(
+    "DDP, ranks with different recipes",
+    REPLICATED,
+    TWO,
+    NOBODY_ASKS,
+    {("FP8 gradients", "updates in backward"): NOT_DDP, "schedule": SET_AGAIN},
+)(functools.partial(_recipes_differ, wrap=ddp))
+situation(
+    "FSDP2, ranks with different recipes",
+    SHARDED,
+    TWO,
+    DIFFER,
+    {"KeptWeights": NOT_KEPT, "schedule": SET_AGAIN},
+)(functools.partial(_recipes_differ, wrap=shard))

@@ -1,0 +1,3 @@
+"""Cells whose verdict does not hold yet, each with what shows the defect; to be emptied."""
+
+OPEN: dict[tuple[str, str], str] = {}

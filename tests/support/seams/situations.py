@@ -1,0 +1,58 @@
+"""What a situation is; alone.py and on_ranks.py have them all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from tests.support.seams.made import Made
+from tests.support.seams.verdicts import EXACT, Verdict
+
+Program = Callable[[Made], None]
+SITUATIONS: dict[str, Situation] = {}
+
+
+@dataclass(frozen=True)
+class Situation:
+    """A program that trains what a feature has made, and what is to be said of it.
+
+    Attributes:
+        name: in tests, and the row in the page.
+        program: see made.py; run on the library and on a twin.
+        ranks: the shape of the mesh, () for one process.
+        verdict: of every feature but ``exceptions``.
+        exceptions: by features' names, one or a tuple of several.
+        group: the heading in the page.
+        slow: whether no cell of it is in the default sample.
+    """
+
+    name: str
+    program: Program
+    ranks: tuple[int, ...]
+    verdict: Verdict
+    exceptions: Mapping[str, Verdict]
+    group: str
+    slow: bool = False
+
+
+def situation(
+    name: str,
+    group: str,
+    ranks: tuple[int, ...] = (),
+    verdict: Verdict = EXACT,
+    exceptions: Mapping[str | tuple[str, ...], Verdict] | None = None,
+    slow: bool = False,
+) -> Callable[[Program], Program]:
+    """Decorates a program, which thereby is a row of the table."""
+    by_feature = {
+        feature: found
+        for features, found in (exceptions or {}).items()
+        for feature in ([features] if isinstance(features, str) else features)
+    }
+
+    def add(program: Program) -> Program:
+        assert name not in SITUATIONS, name
+        SITUATIONS[name] = Situation(name, program, ranks, verdict, by_feature, group, slow)
+        return program
+
+    return add

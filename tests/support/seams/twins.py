@@ -1,0 +1,329 @@
+"""Modules that compute what octavo's do and keep nothing: every call casts anew, by the definitions of the tests.
+
+Casts are those of tests/support/definitions.py (numpy, ml_dtypes, gfloat); only the products of codes are octavo's, so
+that sums round in the same order. Delayed scaling is as the documentation defines it: a history rolls once a backward
+pass, with the largest amax of all calls of the layer in it; it belongs to a rank; forward changes nothing.
+
+Without a recipe a twin computes in the dtype of its weight: in float64 it is what a sound verdict is measured against.
+
+Legend: T tokens, K in features, N out features; a suffix gives the layout, contracted dimension last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import octavo
+from octavo import kernels
+from octavo.tensor.stored_weight import StoredWeight
+from tests.support import definitions
+
+INPUT, WEIGHT, GRAD_OUTPUT = range(3)
+Pair = tuple[Tensor, Tensor]
+
+
+class History(NamedTuple):
+    """A rank's delayed state of a layer: scales [3], 0 for none yet, and amaxes [3, H], newest first."""
+
+    scale: Tensor
+    amaxes: Tensor
+
+
+class Casts:
+    """How a layer's tensors are cast, with the state that delayed scaling has by its definition."""
+
+    def __init__(self, recipe: octavo.Recipe | None) -> None:
+        self.own: History | None = None
+        self.pass_id = -1  # of the last backward pass
+        self.pending: tuple[octavo.Recipe, History, Tensor] | None = None  # what it shall roll, its largest amaxes [3]
+        self.set(recipe)
+
+    def set(self, recipe: octavo.Recipe | None) -> None:
+        """Follow another recipe from the next call on."""
+        self.recipe = None if recipe is None or recipe.is_high_precision else recipe
+        if recipe is None or recipe.delayed is None:
+            self.own = None
+
+    @contextlib.contextmanager
+    def using(self, recipe: octavo.Recipe) -> Iterator[None]:
+        """Another recipe, or the same with a history that is thrown away."""
+        self.settle()
+        kept = self.recipe, self.own
+        if self.own is not None:
+            self.own = History(self.own.scale.clone(), self.own.amaxes.clone())
+        self.set(recipe)
+        yield
+        self.recipe, self.own = kept
+
+    def history(self) -> History:
+        """The layer's, on this rank."""
+        assert self.recipe is not None and self.recipe.delayed is not None
+        self.settle()
+        if self.own is None:
+            with torch.inference_mode(False):
+                self.own = History(torch.zeros(3), torch.zeros(3, self.recipe.delayed.history_length))
+        return self.own
+
+    def forget(self, role: int | None = None) -> None:
+        """Empty the history of a role, or all."""
+        self.settle()
+        for part in self.own or ():
+            part[slice(None) if role is None else role] = 0
+
+    def cast(
+        self, x: Tensor, cast: octavo.Cast, role: int, history: History | None = None, transposed: bool = False
+    ) -> Pair:
+        """The pair of x [R, C] as a product reads it; without a history, or an empty one, by its own amax."""
+        tile = cast.tile[::-1] if transposed else cast.tile
+        scale = 0.0 if history is None or not cast.is_delayed else float(history.scale[role])
+        x = x.detach().contiguous()
+        how = cast.format.dtype, tile, cast.power_of_two, cast.margin, scale
+        pair = _cast(x.view(torch.uint8).numpy().tobytes(), x.shape, x.dtype, *how)
+        return (pair[0].t(), pair[1].t()) if transposed else pair
+
+    def saw(self, recipe: octavo.Recipe, history: History, amaxes: list[Tensor]) -> None:
+        """Note the amaxes of a call in the backward pass that runs; once it is over, completed or not, they roll."""
+        self.settle()
+        task = torch._C._current_graph_task_id()
+        seen = torch.zeros(3) if self.pending is None else self.pending[2]
+        self.pass_id, self.pending = task, (recipe, history, torch.maximum(seen, torch.stack(amaxes)))
+
+    def settle(self) -> None:
+        """Put the largest amaxes of the last pass into the history, if it is over."""
+        if self.pending is None or torch._C._current_graph_task_id() == self.pass_id:
+            return
+        (recipe, (scale, amaxes), seen), self.pending = self.pending, None
+        for role, pair in enumerate(recipe.casts):
+            delayed = next((cast for cast in pair[:2] if cast is not None and cast.is_delayed), None)
+            if delayed is None or recipe.delayed is None:
+                continue
+            amaxes[role] = torch.cat([seen[role : role + 1], amaxes[role, :-1]])
+            found = amaxes[role].max() if recipe.delayed.reduce == "max" else amaxes[role, 0]
+            previous = float(scale[role]) or 1.0
+            limit = delayed.format.max
+            scale[role] = definitions.scale_of(float(found), limit, delayed.power_of_two, delayed.margin, previous)
+
+
+@functools.lru_cache(256)
+def _cast(data: bytes, shape: torch.Size, dtype: torch.dtype, code_dtype: torch.dtype, *how: Any) -> Pair:
+    """The definition, which gives the same for the same bits."""
+    x = torch.frombuffer(bytearray(data), dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
+    codes, scale_inv, _ = definitions.cast(x, code_dtype, *how)
+    return codes.view(code_dtype), scale_inv
+
+
+def amax_of(x: Tensor) -> Tensor:
+    """The largest absolute finite value."""
+    return torch.where(x.isfinite(), x.float().abs(), 0.0).max() if x.numel() else torch.zeros(())
+
+
+def product(casts: Casts, name: str, a: Pair, b: Pair, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """One product of the recipe."""
+    a_cast, b_cast = getattr(casts.recipe, name)
+    return kernels.matmul(*a, a_cast.tile, *b, b_cast.tile, bias, dtype, False)
+
+
+class _Products(torch.autograd.Function):
+    """x . W^T + b, and its gradients, in the recipe's casts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, casts: Casts, training: bool) -> Tensor:
+        recipe = casts.recipe
+        assert recipe is not None
+        stored = isinstance(weight, StoredWeight)
+        ctx.casts, ctx.recipe, ctx.rolls = casts, recipe, training and recipe.delayed is not None
+        ctx.history = None if recipe.delayed is None else casts.history()
+        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+
+        def weight_pair(cast: octavo.Cast, transposed: bool) -> Pair:
+            if stored:
+                codes, scale_inv = weight.qdata.clone(), weight.scale_inv.clone()  # type: ignore[attr-defined]
+                return (codes.t(), scale_inv.t()) if transposed else (codes, scale_inv)
+            return casts.cast(weight, cast, WEIGHT, ctx.history if training else None, transposed)
+
+        with torch.no_grad():
+            x_cast, w_cast = recipe.output or (None, None)
+            y: Tensor
+            if x_cast is None or w_cast is None:
+                y = F.linear(x, weight, bias)
+            else:
+                y = product(
+                    casts,
+                    "output",
+                    casts.cast(x, x_cast, INPUT, ctx.history),
+                    weight_pair(w_cast, False),
+                    bias,
+                    x.dtype,
+                )
+            ctx.x, ctx.weight, ctx.x_pair, ctx.weight_pair = x.detach(), None, None, None
+            if recipe.grad_input is not None:
+                ctx.weight_pair = weight_pair(recipe.grad_input[1], True)
+            else:
+                ctx.weight = weight.detach().clone()
+            if recipe.grad_weight is not None:
+                ctx.x_pair = casts.cast(x, recipe.grad_weight[1], INPUT, ctx.history, transposed=True)
+            ctx.amaxes = [amax_of(x), torch.zeros(()) if stored else amax_of(weight)]
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (g,), casts, now = grads, ctx.casts, ctx.casts.recipe
+        casts.recipe = recipe = ctx.recipe  # that of forward
+        history = ctx.history
+        if ctx.rolls:
+            casts.saw(recipe, history, [*ctx.amaxes, amax_of(g)])
+            # another pass over a graph that is kept commits nothing, and casts as this one
+            ctx.history, ctx.rolls = History(history.scale.clone(), history.amaxes), False
+        needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
+        dtype, weight_dtype, bias_dtype = ctx.dtypes
+        dx = dw = db = None
+        if needs_dx and recipe.grad_input is None:
+            dx = g @ ctx.weight
+        elif needs_dx:
+            pair = casts.cast(g, recipe.grad_input[0], GRAD_OUTPUT, history)
+            dx = product(casts, "grad_input", pair, ctx.weight_pair, None, dtype)
+        if needs_dw and recipe.grad_weight is None:
+            dw = (g.t() @ ctx.x).to(weight_dtype)
+        elif needs_dw:
+            pair = casts.cast(g, recipe.grad_weight[0], GRAD_OUTPUT, history, transposed=True)
+            dw = product(casts, "grad_weight", pair, ctx.x_pair, None, dtype).to(weight_dtype)
+        if needs_db:
+            db = g.float().sum(0).to(bias_dtype)
+        casts.recipe = now
+        return dx, dw, db, None, None
+
+
+def held(weight: Any, exact: bool) -> Any:
+    """A weight; ``exact``: of one in FP8 the values that it was stored from."""
+    if exact and isinstance(weight, StoredWeight):
+        return nn.Parameter(weight.before_cast(), weight.requires_grad)  # type: ignore[no-untyped-call]
+    return weight
+
+
+class TwinLinear(nn.Module):
+    """What octavo.nn.Linear computes."""
+
+    def __init__(self, layer: Any, exact: bool) -> None:
+        super().__init__()
+        self.weight, self.bias = held(layer.weight, exact), layer.bias
+        self.casts = Casts(None if exact else layer.recipe)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Any leading dimensions."""
+        if self.casts.recipe is None:
+            weight = self.weight.dequantize() if isinstance(self.weight, StoredWeight) else self.weight
+            return F.linear(x, weight, self.bias)
+        rows = x.reshape(-1, x.shape[-1])
+        y = _Products.apply(rows, self.weight, self.bias, self.casts, self.training)  # type: ignore[no-untyped-call]
+        return y.view(*x.shape[:-1], -1)  # type: ignore[no-any-return]
+
+
+class _OfExpert(torch.autograd.Function):
+    """One expert's matrix of a weight in FP8 [E, N, K]."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: StoredWeight, expert: int) -> Tensor:
+        ctx.shape, ctx.expert = weight.shape, expert
+        return StoredWeight(weight.qdata[expert], weight.scale_inv[expert], weight.dtype, weight.granularity)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        grad = grads[0].new_zeros(ctx.shape)
+        grad[ctx.expert] = grads[0]
+        return grad, None
+
+
+class TwinExperts(nn.Module):
+    """What octavo.nn.Experts computes, without a gate: a loop over experts."""
+
+    def __init__(self, experts: Any, exact: bool) -> None:
+        super().__init__()
+        self.gate_up, self.down = nn.Module(), nn.Module()
+        for name in ("gate_up", "down"):
+            ours, own = getattr(experts, name), getattr(self, name)
+            assert ours.bias is None  # the library adds up its gradient in another order
+            own.weight, own.casts = held(ours.weight, exact), Casts(None if exact else ours.recipe)
+        assert experts.activation == "relu"
+
+    def linear(self, layer: Any, x: Tensor, expert: int) -> Tensor:
+        """One expert's rows times its matrix."""
+        stored = isinstance(layer.weight, StoredWeight)
+        weight = _OfExpert.apply(layer.weight, expert) if stored else layer.weight[expert]  # type: ignore[no-untyped-call]
+        if layer.casts.recipe is None:
+            return F.linear(x, weight)
+        return _Products.apply(x, weight, None, layer.casts, self.training)  # type: ignore[no-any-return,no-untyped-call]
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """As the library's."""
+        rows = index.reshape(-1)
+        x_of_rows = x[:, None].expand(*index.shape, x.shape[1]).reshape(len(rows), x.shape[1])
+        result = x.new_zeros(len(rows), x.shape[1])
+        for expert in range(self.gate_up.weight.shape[0]):
+            mine = (rows == expert).nonzero()[:, 0]
+            if len(mine):
+                hidden = self.linear(self.gate_up, x_of_rows[mine], expert).relu()
+                result = result.index_copy(0, mine, self.linear(self.down, hidden, expert))
+        return (result.view(len(x), -1, x.shape[1]) * weights.unsqueeze(-1)).sum(1)
+
+
+class _Norm(torch.autograd.Function):
+    """x / sqrt(mean(x^2) + eps) * gamma over rows, in the order of the definition in the kernels' documentation."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gamma: Tensor, eps: float) -> Tensor:
+        rstd = torch.reciprocal((x.square().mean(1) + eps).sqrt())[:, None]
+        ctx.save_for_backward(x * rstd, rstd, gamma)
+        return x * rstd * gamma
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        n, rstd, gamma = ctx.saved_tensors
+        w = grads[0] * gamma
+        dx = torch.addcmul(w, n, (w * n).mean(1, keepdim=True), value=-1) * rstd
+        return dx, (grads[0] * n).sum(0), None
+
+
+class TwinMLP(nn.Module):
+    """What octavo.nn.RMSNormMLP computes, one part after the other."""
+
+    def __init__(self, mlp: Any, exact: bool) -> None:
+        super().__init__()
+        assert mlp.activation == "relu"
+        self.norm = nn.Module()
+        self.norm.weight, self.eps = mlp.norm.weight, mlp.norm.eps
+        self.fc1, self.fc2 = TwinLinear(mlp.fc1, exact), TwinLinear(mlp.fc2, exact)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Norm, fc1, ReLU, fc2."""
+        if self.fc1.casts.recipe is None:
+            normed = F.rms_norm(x, x.shape[-1:], self.norm.weight, self.eps)
+        else:
+            normed = _Norm.apply(x, self.norm.weight, self.eps)  # type: ignore[no-untyped-call]
+        return self.fc2(self.fc1(normed).relu())  # type: ignore[no-any-return]
+
+
+TWINS: dict[type, Any] = {
+    octavo.nn.Linear: TwinLinear,
+    octavo.nn.Experts: TwinExperts,
+    octavo.nn.RMSNormMLP: TwinMLP,
+}
+
+
+def twin_of(model: nn.Module, exact: bool = False) -> nn.Module:
+    """The model with twins in the place of octavo's modules, on the same parameters; ``exact``: in float64."""
+    for name, child in model.named_children():
+        twin = TWINS.get(type(child))
+        setattr(model, name, twin_of(child, exact) if twin is None else twin(child, exact))
+    return model.double() if exact else model
+
+
+def casts_of(model: nn.Module) -> list[Casts]:
+    """Those of all twins in a model."""
+    return [module.casts for module in model.modules() if isinstance(getattr(module, "casts", None), Casts)]
