@@ -88,5 +88,5 @@ def test_the_baseline_has_no_phases_and_stands_beside_runs_that_do():
     with pytest.raises(TrainError, match="switches FP8 layers, and bf16 has none"):
         run(config, "bf16")
     baseline, scheduled = compare(config, ["bf16", "dynamic"])
-    assert baseline.switches == [] and baseline.losses == run(replace(TINY, state=StateConfig())).losses
+    assert baseline.switches == [] and baseline.losses == run(replace(TINY, state=StateConfig()), "bf16").losses
     assert len(scheduled.switches) == 2

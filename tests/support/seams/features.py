@@ -300,7 +300,7 @@ class Reduced(Feature):
         if not made.is_library:
             return
         if isinstance(made.call, nn.parallel.DistributedDataParallel):
-            made.call.register_comm_hook(Fp8Reduction(), fp8_reduce_hook)
+            made.call.register_comm_hook(Fp8Reduction(group=made.mesh.get_group()), fp8_reduce_hook)
         for module in made.model.modules():
             if isinstance(module, FSDPModule):
                 module.set_custom_reduce_scatter(Fp8ReduceScatter(Fp8Reduction()))
