@@ -38,9 +38,8 @@ from torch.optim import Optimizer
 
 from octavo.distributed import joined_parts, other_blocks
 from octavo.distributed.dcp_files import METADATA, Reader, TensorPlanner, Writer
-from octavo.distributed.errors import CheckpointError, RankError
 from octavo.distributed.files import reason_of, replacing
-from octavo.distributed.ranks import Ranks, lost_ranks
+from octavo.distributed.ranks import CheckpointError, RankError, Ranks, lost_ranks
 from octavo.errors import first_line
 from octavo.nn.agreement import told_of
 from octavo.nn.recipe_module import RecipeModule

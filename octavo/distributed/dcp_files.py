@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
-from octavo.distributed.errors import CheckpointError
 from octavo.distributed.files import reason_of
+from octavo.distributed.ranks import CheckpointError
 
 METADATA = ".metadata"  # DCP's name
 

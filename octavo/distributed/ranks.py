@@ -11,11 +11,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from octavo.distributed.errors import RankError
 from octavo.errors import OctavoError, first_line
 from octavo.tensor.collectives import home_of
 
 T = TypeVar("T")
+
+
+class RankError(OctavoError):
+    """Another rank failed, or is gone."""
+
+
+class CheckpointError(OctavoError):
+    """A checkpoint cannot be written or read; on all ranks alike."""
 
 
 class Ranks:

@@ -7,8 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from octavo.kernels.reference.adam import AdamGroup
-from octavo.optim.arguments import check_not_negative, refuse
-from octavo.optim.base import CompactOptimizer
+from octavo.optim.base import CompactOptimizer, check_not_negative, refuse
 from octavo.optim.moment import Moment, moments_of
 from octavo.optim.state import Settings
 from octavo.tensor.stored_weight import local_stored

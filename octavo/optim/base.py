@@ -22,7 +22,6 @@ from octavo.kernels.reference.sgd import SgdGroup
 from octavo.optim import loading
 from octavo.optim import state as states
 from octavo.optim.agreement import Agreement, agreeing
-from octavo.optim.arguments import check_storage
 from octavo.optim.gradients import GradientStorage
 from octavo.optim.kept import Kept, has_moved, was_written
 from octavo.optim.layout import place_of, settle_gradient
@@ -33,6 +32,35 @@ from octavo.optim.state import Settings
 from octavo.step_count import OPTIMIZER_STEPS
 from octavo.tensor.stored_gradient import StoredGradient
 from octavo.tensor.stored_weight import StoredWeight, local_stored
+
+_REFUSED = {
+    "amsgrad": "octavo keeps no largest second moments; clip_update bounds updates",
+    "foreach": "a step is one launch on a GPU already",
+    "fused": "a step is one launch on a GPU already, which heeds a GradScaler without waiting",
+    "capturable": "every step can be captured in a CUDA graph, once it has run",
+    "decoupled_weight_decay": "that is octavo.optim.AdamW",
+    "differentiable": "autograd does not go through octavo's steps",
+}
+
+
+def refuse(**torchs: Any) -> None:
+    """Raise ValueError, with the reason, for an argument of torch's that is on."""
+    for name, value in torchs.items():
+        if value:
+            raise ValueError(f"{name}={value!r}: {_REFUSED[name]}; leave the argument out")
+
+
+def check_not_negative(**numbers: float) -> None:
+    """Raise ValueError for a number below 0, or NaN."""
+    for name, value in numbers.items():
+        if not value >= 0.0:
+            raise ValueError(f"{name}={value!r} must be at least 0")
+
+
+def check_storage(gradient_storage: str | None) -> None:
+    """Raise ValueError for what ``gradient_storage`` can't be."""
+    if gradient_storage not in (None, "fp8"):
+        raise ValueError(f"gradient_storage={gradient_storage!r}: use None or 'fp8'")
 
 
 class CompactOptimizer(Optimizer):

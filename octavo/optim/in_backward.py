@@ -29,7 +29,11 @@ MIB = 1 << 20
 
 
 @dataclass(frozen=True)
-class PerParameterNorm:
+class _Norm:
+    max_norm: float
+
+
+class PerParameterNorm(_Norm):
     """Each gradient is scaled down to this 2-norm: what clip_grad_norm_ does to a parameter alone.
 
     Args:
@@ -40,11 +44,8 @@ class PerParameterNorm:
         PerParameterNorm(max_norm=1.0)
     """
 
-    max_norm: float
 
-
-@dataclass(frozen=True)
-class LastStepNorm:
+class LastStepNorm(_Norm):
     """All gradients are scaled by what would have brought the step before to this global 2-norm.
 
     Args:
@@ -55,11 +56,8 @@ class LastStepNorm:
         LastStepNorm(max_norm=1.0)
     """
 
-    max_norm: float
 
-
-@dataclass(frozen=True)
-class EstimatedNorm:
+class EstimatedNorm(_Norm):
     """All gradients are scaled by what would bring the step's estimated global 2-norm to this.
 
     Those that come with a step's last launch have the exact norm, the others what has come so far and an estimate of
@@ -73,8 +71,6 @@ class EstimatedNorm:
         >>> EstimatedNorm(1.0)  # update_in_backward's clip
         EstimatedNorm(max_norm=1.0)
     """
-
-    max_norm: float
 
 
 _SCALER = (

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from octavo.distributed.errors import CheckpointError as RanksCheckpointError
 from octavo.distributed.files import PARTIAL, locked, reason_of, replacing
+from octavo.distributed.ranks import CheckpointError as RanksCheckpointError
 from octavo.distributed.ranks import Ranks
 from octavo.errors import first_line
 from octavo.scaling.delayed import delayed_state_dict, load_delayed_state_dict

@@ -12,8 +12,7 @@ from statistics import median
 
 import torch
 
-from octavo.distributed.errors import RankError
-from octavo.distributed.ranks import Ranks, lost_ranks
+from octavo.distributed.ranks import RankError, Ranks, lost_ranks
 from octavo.kernels.capability import fast_dtype
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap

@@ -15,8 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import octavo
 from octavo.distributed import checkpoint
 from octavo.distributed.checkpoint import load_checkpoint, load_extra, save_checkpoint
-from octavo.distributed.errors import CheckpointError
-from octavo.distributed.ranks import Ranks
+from octavo.distributed.ranks import CheckpointError, Ranks
 from tests.support import stored_checkpoints
 
 WIDTH, HIDDEN, OUTPUTS = 32, 49, 3  # on four ranks uneven, and one has none

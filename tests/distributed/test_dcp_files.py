@@ -6,7 +6,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from octavo.distributed.dcp_files import METADATA, Reader, TensorPlanner, Writer
-from octavo.distributed.errors import CheckpointError
+from octavo.distributed.ranks import CheckpointError
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")

@@ -3,8 +3,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from octavo.distributed.errors import RankError
-from octavo.distributed.ranks import Ranks, lost_ranks
+from octavo.distributed.ranks import RankError, Ranks, lost_ranks
 
 
 def ranks_of(mesh):

@@ -11,8 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from octavo.distributed import checkpoint
 from octavo.distributed.checkpoint import load_checkpoint, save_checkpoint
-from octavo.distributed.errors import CheckpointError
-from octavo.distributed.ranks import Ranks
+from octavo.distributed.ranks import CheckpointError, Ranks
 from tests.support.sharded_weights import adamw, differences, held, model, sharded, steps
 
 
