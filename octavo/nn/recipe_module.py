@@ -108,12 +108,17 @@ class RecipeModule(nn.Module):
     @property
     def delayed_scale(self) -> Tensor:
         """[3] float32, see scaling/delayed.py; AttributeError without a delayed recipe."""
-        return self.delayed_state.scale
+        return self._state_off_meta().scale
 
     @property
     def delayed_amax_history(self) -> Tensor:
         """[3, H] float32, see scaling/delayed.py; AttributeError without a delayed recipe."""
-        return self.delayed_state.amax_history
+        return self._state_off_meta().amax_history
+
+    def _state_off_meta(self) -> State:
+        if self.delayed_state.scale.is_meta:  # of a module that was made there, whose weights may be loaded by now
+            self.state_on(device_of(self))
+        return self.delayed_state
 
     @property
     def holder(self) -> nn.Module:

@@ -57,12 +57,6 @@ def check_not_negative(**numbers: float) -> None:
             raise ValueError(f"{name}={value!r} must be at least 0")
 
 
-def check_storage(gradient_storage: str | None) -> None:
-    """Raise ValueError for what ``gradient_storage`` can't be."""
-    if gradient_storage not in (None, "fp8"):
-        raise ValueError(f"gradient_storage={gradient_storage!r}: use None or 'fp8'")
-
-
 class CompactOptimizer(Optimizer):
     """Base of octavo's optimizers: moments in few bytes, weights of any master.
 
@@ -85,7 +79,8 @@ class CompactOptimizer(Optimizer):
         skip_nonfinite: bool = False,
         gradient_storage: str | None = None,
     ) -> None:
-        check_storage(gradient_storage)
+        if gradient_storage not in (None, "fp8"):
+            raise ValueError(f"gradient_storage={gradient_storage!r}: use None or 'fp8'")
         self.moments, self.master, self.seed, self.skip_nonfinite = moments, master, seed, skip_nonfinite
         self.gradient_storage = gradient_storage
         self._begin()

@@ -18,7 +18,7 @@ whose scales are each tensor's own; for a bit-identical continuation save ``dela
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -203,6 +203,6 @@ def load_delayed_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> No
 def _saved(model: nn.Module) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for module_name, module in model.named_modules():
-        state: Any = state_of(module) or ()
-        found.update({f"{module_name}.{name}".removeprefix("."): one for name, one in zip(NAMES, state, strict=False)})
+        if state_of(module) is not None:
+            found.update({f"{module_name}.{name}".removeprefix("."): getattr(module, name) for name in NAMES})
     return found
