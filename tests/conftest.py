@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import sets, together, triton_kernels
+from tests.support import emulated, sets, together, triton_kernels
 from tests.support.pool import Pool, prepare
 
 together.guard()
@@ -60,6 +60,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("octavo")
     group.addoption("--full", action="store_true", help="all tests, not the default set")
     group.addoption("--part", metavar="K/N", help="only the Kth of N parts that take equally long")
+    group.addoption("--compiled", metavar="SM", help="tests marked gpu, compiled for sm_89, sm_90, ... and emulated")
     group.addoption("--write-seconds", action="store_true", help="write what files took to tests/seconds.csv")
 
 
@@ -71,6 +72,13 @@ def pytest_configure(config: pytest.Config) -> None:
             raise pytest.UsageError(str(error)) from error
     if config.getoption("--write-seconds") and not config.getoption("--full"):
         raise pytest.UsageError("--write-seconds writes what files take in the full set: add --full")
+    if compiled := config.getoption("--compiled"):
+        if compiled.removeprefix("sm_") not in map(str, emulated.DEVICES):
+            raise pytest.UsageError(
+                f"--compiled {compiled}: choose one of sm_{', sm_'.join(map(str, emulated.DEVICES))}"
+            )
+        triton_kernels.compiled_for = int(compiled.removeprefix("sm_"))
+        config.option.markexpr = "gpu"
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Seconds(config), "octavo-seconds")
 

@@ -1,4 +1,5 @@
-"""The Triton kernels as tests run them: on the GPU where there is one, else in Triton's interpreter on CPU tensors.
+"""The Triton kernels as tests run them: on the GPU where there is one, else on CPU tensors, in Triton's interpreter or
+(--compiled) compiled for a GPU and run by the emulator of PTX.
 
 Whether a kernel is interpreted is settled as ``@triton.jit`` decorates it, and other tests compile the same modules for
 a GPU. So the interpreter gets its own copy of them, and no other test sees it.
@@ -19,7 +20,10 @@ from unittest import mock
 
 import torch
 
+from tests.support.emulated import emulating
+
 PACKAGE = "octavo.kernels.triton"
+compiled_for: int | None = None  # the compute capability of --compiled
 COPIED = (PACKAGE, "octavo.tune", "tests.support.tile_kernels", "tests.support.optimizer_tile_kernels")
 
 
@@ -28,7 +32,7 @@ class TritonKernels:
 
     def __init__(self) -> None:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.modules = _real() if self.device.type == "cuda" else _copy()
+        self.modules = _copy() if self.device.type == "cpu" and compiled_for is None else _real()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return self.modules[PACKAGE].KERNELS[name]
@@ -50,7 +54,7 @@ def running() -> Iterator[TritonKernels]:
     kernels = load()
     with ExitStack() as stack:
         if kernels.device.type == "cpu":
-            stack.enter_context(_interpreting())
+            stack.enter_context(emulating(compiled_for) if compiled_for else _interpreting())
         yield kernels
 
 

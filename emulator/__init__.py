@@ -1,0 +1,19 @@
+"""PTX that Triton emits, run by numpy: a register is an array with an element a thread, every access is checked.
+
+    parse.py         text to instructions, operands and registers
+    values.py        numbers: rounding, NaN, fused multiply-add, FP8, approximate functions
+    tensor_cores.py  how each architecture's tensor cores add
+    memory.py        global and shared memory: bounds, alignment, unwritten bytes, races, copies under way
+    counters.py      32-byte sectors, shared-memory wavefronts and instructions
+    machine.py       threads that run together: their registers, how an instruction reads and writes them
+    integers.py, floats.py, warps.py, accesses.py, matrices.py, tensor_memory.py   instructions, each as a closure
+    schedules.py     which threads run next: all together, or warps in a random order
+
+What is modelled and what is not: docs/emulator.md. It knows numpy and nothing of octavo; the driver that hands Triton's
+launches to it is tests/support/emulated.py.
+"""
+
+from emulator.parse import Fault, Program, Unsupported, parse
+from emulator.schedules import Options, run
+
+__all__ = ["Fault", "Options", "Program", "Unsupported", "parse", "run"]

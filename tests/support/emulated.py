@@ -1,0 +1,192 @@
+"""Octavo's GPU path on CPU tensors: Triton compiles as for a GPU, and its launches' PTX runs in the emulator.
+
+    with emulating(90) as launches:
+        kernels.cast(...)
+
+Triton's driver and its last step, from PTX to machine code, are replaced while it lasts.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import struct
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import emulator
+from emulator.machine import Launch
+from emulator.memory import GlobalMemory, Span
+
+# By compute capability: bytes of shared memory a program, and multiprocessors, of a GPU that has it.
+DEVICES = {89: (101376, 128), 90: (232448, 132), 100: (232448, 148), 120: (101376, 170)}
+FORMATS = {
+    "fp32": "<f", "f32": "<f", "fp64": "<d", "i1": "<b", "u1": "<B", "i8": "<b", "u8": "<B", "i16": "<h",
+    "u16": "<H", "i32": "<i", "u32": "<I", "i64": "<q", "u64": "<Q",
+}
+COUNT_MULTIPROCESSORS = ("launch", "cast_input", "norm_backward", "optimizer_step")  # modules that imported the name
+
+
+class Done(NamedTuple):
+    """A launch that the emulator ran."""
+
+    kernel: str
+    grid: tuple[int, int, int]
+    seconds: float
+    launch: Launch
+
+
+class _Unwritten(TorchDispatchMode):
+    """Notes memory that torch allocated and nobody wrote: torch.empty's, until an operator changes the tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: dict[int, tuple[Any, int, np.ndarray]] = {}  # by address: the tensor, its version, its bytes
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        if function._opname in ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"):
+            storage = made.untyped_storage()
+            if storage.nbytes() and made.device.type == "cpu":
+                written = np.zeros(storage.nbytes(), bool)
+                self.written[storage.data_ptr()] = weakref.ref(made), made._version, written
+        return made
+
+    def spans(self) -> Iterator[Span]:
+        """Of the tensors that are still there and that no operator changed."""
+        for address, (reference, version, written) in list(self.written.items()):
+            tensor = reference()
+            if tensor is None or tensor._version != version:
+                del self.written[address]
+            else:
+                yield address, written.size, written
+
+
+def _flattened(types: Any, arguments: Any) -> Iterator[tuple[str, Any]]:
+    for kind, argument in zip(types, arguments, strict=True):
+        if isinstance(kind, (tuple, list)):
+            yield from _flattened(kind, argument)
+        elif kind != "constexpr":
+            yield kind, argument
+
+
+def _packed(kind: str, argument: Any) -> bytes:
+    if not kind.startswith("*"):
+        return struct.pack(FORMATS[kind], argument)
+    return struct.pack("<Q", 0 if argument is None else argument.data_ptr())
+
+
+def _all_tensors() -> Iterator[Span]:
+    """Memory of all tensors: a kernel may find pointers in memory."""
+    for found in gc.get_objects():
+        if type(found) in (torch.Tensor, torch.nn.Parameter) and found.device.type == "cpu":
+            try:
+                storage = found.untyped_storage()
+            except (RuntimeError, NotImplementedError):
+                continue
+            yield storage.data_ptr(), storage.nbytes(), None
+
+
+class _Run(NamedTuple):
+    """What launches find while ``emulating`` lasts."""
+
+    options: emulator.Options
+    done: list[Done]
+    unwritten: _Unwritten
+
+
+class _Launcher:
+    """Takes the place of Triton's, of one compiled kernel."""
+
+    gsan_enabled = False
+
+    def __init__(self, source: Any, metadata: Any) -> None:
+        self.types = source.signature
+        if getattr(metadata, "global_scratch_size", 0) or getattr(metadata, "num_ctas", 1) != 1:
+            raise emulator.Unsupported("scratch memory, or clusters of programs")
+
+    def __call__(self, x: int, y: int, z: int, stream: Any, function: int, *arguments: Any) -> None:
+        name, text, shared = _functions[function]
+        given = list(_flattened(self.types.values(), arguments[4:]))  # after two kinds of metadata and two hooks
+        values = [_packed(*one) for one in given]
+        values += [b"\0" * 8] * (len(emulator.parse(text).parameters) - len(values))  # scratch that is not there
+        unset = {address: written for address, _, written in _runs[-1].unwritten.spans()}
+        storages = [tensor.untyped_storage() for _, tensor in given if isinstance(tensor, torch.Tensor)]
+        spans = [(one.data_ptr(), one.nbytes(), unset.get(one.data_ptr())) for one in storages]
+        began = time.perf_counter()
+        memory = GlobalMemory(spans, more=_all_tensors)
+        launch = emulator.run(text, (x, y, z), values, shared, memory, _runs[-1].options)
+        _runs[-1].done.append(Done(name, (x, y, z), time.perf_counter() - began, launch))
+
+
+class _Driver:
+    """What Triton and octavo ask of a GPU's driver."""
+
+    launcher_cls = _Launcher
+
+    def __init__(self, capability: int) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        properties = dict(zip(("max_shared_mem", "multiprocessor_count"), DEVICES[capability], strict=True))
+        self.utils = SimpleNamespace(load_binary=self.load_binary, get_device_properties=lambda device: properties)
+        self.get_current_device = lambda: capability  # octavo's key of a compiled kernel has the device
+        self.get_current_stream = lambda device: 0
+        self.get_current_target = lambda: GPUTarget("cuda", capability, 32)
+
+    def set_current_device(self, device: int) -> None:
+        """There is one."""
+
+    def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[Any, ...]:
+        """(module, function, registers, spills, most threads)"""
+        _functions.append((name, bytes(binary).decode(), shared))
+        return None, len(_functions) - 1, 32, 0, 1024
+
+
+_functions: list[tuple[str, str, int]] = []  # name, PTX and shared bytes of compiled kernels, by their handles
+_compiled: dict[int, dict[Any, Any]] = {}  # octavo's own, by capability
+_runs: list[_Run] = []
+
+
+@contextmanager
+def emulating(capability: int, options: emulator.Options | None = None) -> Iterator[list[Done]]:
+    """Launch octavo's Triton kernels in the emulator, on CPU tensors; the list takes each launch.
+
+    Args:
+        capability: 89, 90, 100 or 120: what Triton compiles for.
+        options: how they run.
+    """
+    from triton.backends.nvidia.compiler import CUDABackend
+    from triton.runtime.driver import driver as active
+
+    _runs.append(_Run(options or emulator.Options(), [], _Unwritten()))
+    before = active._active
+    active.set_active(_Driver(capability))
+    count = DEVICES[capability][1]
+    modules = [importlib.import_module(f"octavo.kernels.triton.{name}") for name in COUNT_MULTIPROCESSORS]
+    launch = modules[0]
+    try:
+        with (
+            mock.patch.object(CUDABackend, "make_cubin", lambda own, source, *rest: source.encode()),
+            mock.patch.object(launch, "_compiled", _compiled.setdefault(capability, {})),
+            mock.patch.multiple("octavo.kernels.triton.launch", multiprocessors=lambda index: count),
+            _runs[-1].unwritten,
+        ):
+            for module in modules[1:]:
+                if hasattr(module, "multiprocessors"):
+                    module.multiprocessors = lambda index: count  # type: ignore[attr-defined]
+            yield _runs[-1].done
+    finally:
+        _runs.pop()
+        for module in modules[1:]:
+            if hasattr(module, "multiprocessors"):
+                module.multiprocessors = launch.multiprocessors  # type: ignore[attr-defined]
+        active._active = before
