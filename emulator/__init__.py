@@ -13,6 +13,7 @@ What is modelled and what is not: docs/emulator.md. It knows numpy and nothing o
 launches to it is tests/support/emulated.py.
 """
 
+from emulator import accesses, floats, integers, matrices, tensor_memory, warps  # noqa: F401  their instructions
 from emulator.parse import Fault, Program, Unsupported, parse
 from emulator.schedules import Options, run
 
