@@ -1,4 +1,4 @@
-"""Every Triton kernel's machine code for Hopper and Blackwell, made and checked without a GPU.
+"""Every Triton kernel's machine code for Ada, Hopper and Blackwell, made and checked without a GPU.
 
 The ops are called as recipes call them, and at sizes that use every row of configs.json. A row is a distinct kernel,
 with the first case that launches it. machine_code.py says what is checked; the exit status is 1 if a check fails.

@@ -30,8 +30,8 @@ from octavo.kernels.triton.tiles import Source
 norm_backward = importlib.import_module("octavo.kernels.triton.norm_backward")
 optimizer_step = importlib.import_module("octavo.kernels.triton.optimizer_step")
 
-SHARED_MEMORY = {90: 232448, 100: 232448}  # bytes a program may have, opted in
-MULTIPROCESSORS = {90: 132, 100: 148}
+SHARED_MEMORY = {89: 101376, 90: 232448, 100: 232448, 120: 101376}  # bytes a program may have, opted in
+MULTIPROCESSORS = {89: 128, 90: 132, 100: 148, 120: 170}
 _COMPILED: dict[int, dict[Any, Any]] = {capability: {} for capability in SHARED_MEMORY}  # octavo's, by its own keys
 
 

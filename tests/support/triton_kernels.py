@@ -24,7 +24,8 @@ from tests.support.emulated import emulating
 
 PACKAGE = "octavo.kernels.triton"
 compiled_for: int | None = None  # the compute capability of --compiled
-COPIED = (PACKAGE, "octavo.tune", "tests.support.tile_kernels", "tests.support.optimizer_tile_kernels")
+TESTS = ("tests.support.tile_kernels", "tests.support.optimizer_tile_kernels")
+COPIED = (PACKAGE, "octavo.tune", *TESTS)
 
 
 class TritonKernels:
@@ -40,6 +41,11 @@ class TritonKernels:
     def module(self, name: str) -> ModuleType:
         """A module of octavo/kernels/triton, or another that was copied, by its whole name."""
         return self.modules[name if "." in name else f"{PACKAGE}.{name}"]
+
+    def launch(self, name: str, programs: int, *arguments: Any) -> None:
+        """Launch a kernel of tests/support as the library launches its own: a tensor first, its constants last."""
+        kernel = next(found for of in TESTS if (found := getattr(self.module(of), name, None)) is not None)
+        self.module("launch").launch(kernel, programs, arguments, num_warps=4)
 
 
 @functools.cache
