@@ -8,9 +8,11 @@ the fewest. Tiles are those of large tensors.
 from __future__ import annotations
 
 import argparse
-import functools
+import sys
 import time
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -45,11 +47,10 @@ def kind_of(key: Any) -> str | None:
 
 def rows_of(capability: int, name: str) -> list[dict[str, object]]:
     """A row for each kernel that a case launches."""
-    large = functools.partial(_large_config, launching.config)
     is_product = name in products.PRODUCTS
     elements = PRODUCT[0] * PRODUCT[1] if is_product else SHAPE[0] * SHAPE[1]
     began = time.perf_counter()
-    with mock.patch.object(launching, "config", large), emulating(capability, Options(races=True, counts=True)) as done:
+    with _large_tiles(), emulating(capability, Options(races=True, counts=True)) as done:
         problem = products.wrong(name, PRODUCT) if is_product else cases.wrong(name, cases.inputs(*SHAPE, 1)[0])
     by_kernel: dict[str, list[Done]] = defaultdict(list)
     for one in done:
@@ -58,8 +59,19 @@ def rows_of(capability: int, name: str) -> list[dict[str, object]]:
     return [_row(capability, name, kernel, found, elements, problem, seconds) for kernel, found in by_kernel.items()]
 
 
-def _large_config(original: Any, kernel: str, log2_elements: int) -> Any:
-    return original(kernel, max(log2_elements, 26))
+@contextmanager
+def _large_tiles() -> Iterator[None]:
+    """Kernels take the configurations of large tensors."""
+    original = launching.config
+
+    def config(kernel: str, log2_elements: int) -> launching.Config:
+        return original(kernel, max(log2_elements, 27))
+
+    with ExitStack() as patches:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("octavo.kernels.triton.") and getattr(module, "config", None) is original:
+                patches.enter_context(mock.patch.object(module, "config", config))
+        yield
 
 
 def _row(
