@@ -1,7 +1,7 @@
 """Compiled kernels: what Triton makes of them for several architectures, run by the emulator of PTX.
 
-Each kernel at least once for sm_90; casts and products for sm_89, sm_100 and sm_120 too. All other tests of kernels run so
-by ``./dev test --compiled sm_90``.
+Each kernel at least once for sm_90; casts and products for sm_89, sm_100 and sm_120 too.
+All other tests of kernels run so by ``./dev test --compiled sm_90``.
 """
 
 import importlib
@@ -49,14 +49,9 @@ def _cases_of(test: Callable[..., None]) -> dict[str, Any]:
     return next(mark.args[1][0].values[0] for mark in test.pytestmark if mark.name == "parametrize")  # type: ignore[attr-defined]
 
 
-def _first_case(*tests: Callable[..., None]) -> Callable[[TritonKernels], None]:
-    """Other modules' tests, each with its first case."""
-
-    def run(kernels: TritonKernels) -> None:
-        for test in tests:
-            test(kernels, _cases_of(test))
-
-    return run
+def _first_case(test: Callable[..., None], **changes: Any) -> Callable[[TritonKernels], None]:
+    """Another module's test with its first case, but for some changes."""
+    return lambda kernels: test(kernels, _cases_of(test) | changes)
 
 
 def _grouped_rows(kernels: TritonKernels) -> None:
@@ -79,9 +74,9 @@ CALLS: dict[str, Callable[[TritonKernels], None]] = {
     "around torch's grouped product": _around_torchs_grouped_product,
     "grouped cast by rows": _grouped_rows,
     "weights in blocks": _weights_in_blocks,
-    "statistics": _first_case(
-        test_cast_statistics.test_the_kernel_is_the_reference,
-        test_cast_statistics.test_the_kernel_counts_groups_as_the_reference,
+    "statistics": _first_case(test_cast_statistics.test_the_kernel_is_the_reference, shape=(1, 270)),
+    "statistics of groups": _first_case(
+        test_cast_statistics.test_the_kernel_counts_groups_as_the_reference, sizes="more groups than rows"
     ),
     "delayed update": _first_case(test_delayed_update.test_update),
     "optimizer": _optimizer,
