@@ -84,7 +84,7 @@ def _floats(one: Instruction, bits: int) -> Any:
 
         return result(one.operands[0], approximated)
     one.allow("rn")
-    functions = {"fma": fma32 if bits == 32 else fma64, "sqrt": np.sqrt, "rcp": lambda x: 1 / x} | TWO
+    functions: dict[str, Any] = {"fma": fma32 if bits == 32 else fma64, "sqrt": np.sqrt, "rcp": lambda x: 1 / x} | TWO
     if base not in functions or (base in ("sqrt", "rcp", "div") and not one.has("rn")):
         raise one.unsupported()
     return result(one.operands[0], lambda threads: canonical(functions[base](*(read(threads) for read in reads))))
@@ -127,7 +127,7 @@ def _pairs(one: Instruction) -> Any:
 def _mixed(one: Instruction) -> Any:
     """A 16-bit operand, widened, and float32: add.f32.bf16 and its like."""
     one.allow("rn")
-    function = {"add": operator.add, "sub": operator.sub, "fma": fma32}.get(one.parts[0])
+    function: Any = {"add": operator.add, "sub": operator.sub, "fma": fma32}.get(one.parts[0])
     if function is None:
         raise one.unsupported()
     *narrow, last = one.operands[1:]

@@ -27,9 +27,12 @@ def values_of(raw: np.ndarray, element: str) -> np.ndarray:
     return (from_bf16(half) if element == "bf16" else half.view(np.float16)).astype(np.float64)
 
 
-def rule_for(program: Program, one: Instruction, element: str) -> Rule:
-    """How this program's tensor cores add products of this element."""
-    return rule_of(program.target, one.parts[0], "f8" if element in FP8 else element)
+def rule_for(program: Program, one: Instruction, a: str, b: str) -> Rule:
+    """How this program's tensor cores add products of elements of a and b."""
+    try:
+        return rule_of(program.target, one.parts[0], a, b)
+    except NotImplementedError as error:
+        raise one.unsupported(f"{error}:") from None
 
 
 def descriptor_places(descriptor: int, rows: int, swizzle: int, columns: int = 32) -> np.ndarray:
@@ -61,7 +64,7 @@ def warp_product(program: Program, one: Instruction) -> Any:
     shapes = {"m16n8k16": 16, "m16n8k32": 32}
     one.allow("sync", "aligned", "row", "col", "kind::f8f6f4", *shapes, *FP8)
     depth, (to, a_element, b_element, accumulator) = shapes[one.one_of(shapes)], one.parts[-4:]
-    rule = rule_for(program, one, a_element)
+    rule = rule_for(program, one, a_element, b_element)
     if to != "f32" or accumulator != "f32" or (depth == 32) != (a_element in FP8) or not one.has("row"):
         raise one.unsupported()
     d, a, b, c = (items(operand) for operand in one.operands)
@@ -106,7 +109,7 @@ def warpgroup_product(program: Program, one: Instruction) -> Any:
     d, a, b, scale_d, *rest = one.operands
     if not shape or one.parts[5] != "f32" or a_element not in FP8 or any(part.value != 1 for part in rest):
         raise one.unsupported()
-    columns, rule = int(shape[1]), rule_for(program, one, a_element)
+    columns, rule = int(shape[1]), rule_for(program, one, a_element, b_element)
     targets, held = frozenset(item.number for item in d.items), isinstance(a, Vector)
     read_a = [reader(one, item, "b", 32) for item in a.items] if held else [reader(one, a, "u", 64)]
     read_b, read_scale = reader(one, b, "u", 64), reader(one, scale_d, "p", 1)

@@ -44,9 +44,7 @@ class GlobalMemory:
         self._kept = kept
         self._starts = np.array([address for address, *_ in kept], np.uint64)
         self._ends = np.array([address + size for address, size, _ in kept], np.uint64)
-        self._bytes = [
-            np.frombuffer((ctypes.c_uint8 * size).from_address(address), np.uint8) for address, size, _ in kept
-        ]
+        self._bytes = [np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(a)) for a, size, _ in kept]
 
     def _find(self, address: np.ndarray, size: int, what: Any) -> np.ndarray:
         """Each access's allocation."""

@@ -182,12 +182,13 @@ def _multiply(program: Program, one: Instruction) -> Any:
         codes = threads.launch.shared.read(places.reshape(1, -1), warp, one).reshape(places.shape)
         return codes, (places, threads.launch.shared.snapshot(places))
 
-    def begin(threads: Threads, lane: int, into: int, a: int, b: int, shape: int, keeps: bool) -> Callable[[], None]:
+    def begin(threads: Threads, lane: int, into: int, given: list[int], keeps: bool) -> Callable[[], None]:
+        a, b, shape = given
         owner, rows, columns = int(threads.program[lane]), (shape >> 24 & 31) << 4, (shape >> 17 & 63) << 3
         elements = [("e4m3", "e5m2")[shape >> first & 7] for first in (7, 10)]
         if rows != LANES or shape >> 4 & 3 != 1 or shape >> 13 & 15 or shape & 15 or into >> 16:
             raise one.unsupported(f"instruction descriptor {shape:#x}")
-        warp, rule = threads.warp[lane : lane + 1], rule_for(program, one, elements[0])
+        warp, rule = threads.warp[lane : lane + 1], rule_for(program, one, *elements)
         (left, left_read), (right, right_read) = (
             operand(threads, owner, a, rows, warp),
             operand(threads, owner, b, columns, warp),
@@ -202,8 +203,8 @@ def _multiply(program: Program, one: Instruction) -> Any:
             for places, snapshot in (left_read, right_read):
                 threads.launch.shared.end_read(places, snapshot, one)
             old = cells.view(np.float32) if keeps else np.zeros(cells.shape, np.float32)
-            given = values_of(left, elements[0])[None], values_of(right, elements[1])[None]
-            cells[:] = multiply_add(*given, old[None], rule)[0].view(U32)
+            a_values, b_values = values_of(left, elements[0])[None], values_of(right, elements[1])[None]
+            cells[:] = multiply_add(a_values, b_values, old[None], rule)[0].view(U32)
             states[:] = WRITTEN
 
         return end
@@ -212,7 +213,7 @@ def _multiply(program: Program, one: Instruction) -> Any:
         at, keeps = to(threads), wide(read_keeps(threads), threads.count)
         given = [wide(read(threads), threads.count) for read in reads]
         for lane in lanes_of(threads, mask):
-            end = begin(threads, lane, int(at[lane]), *(int(values[lane]) for values in given), bool(keeps[lane]))
+            end = begin(threads, lane, int(at[lane]), [int(values[lane]) for values in given], bool(keeps[lane]))
             if threads.launch.options.late:
                 tensor_memory(threads.launch).products.setdefault(int(threads.program[lane]), []).append(end)
             else:

@@ -17,7 +17,7 @@ SIGNED: dict[int, Any] = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
 FLOAT: dict[int, Any] = {16: np.float16, 32: np.float32, 64: np.float64}
 U16, U32, U64 = np.uint16, np.uint32, np.uint64
 # What arithmetic makes of any NaN, by bits; bf16's is float16's.
-NAN = {16: U16(0x7FFF), 32: U32(0x7FFFFFFF), 64: U64(0x7FFFFFFFFFFFFFFF)}
+NAN: dict[int, Any] = {16: U16(0x7FFF), 32: U32(0x7FFFFFFF), 64: U64(0x7FFFFFFFFFFFFFFF)}
 
 
 def kind_of(name: str) -> tuple[str, int]:

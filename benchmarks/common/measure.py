@@ -65,7 +65,7 @@ def commit() -> str:
             return ""
         return run.stdout.strip()
 
-    changed = "+" if git("status", "--porcelain", "--", "octavo", "benchmarks/*.py") else ""
+    changed = "+" if git("status", "--porcelain", "--", "octavo", "emulator", "benchmarks/*.py") else ""
     return git("rev-parse", "--short", "HEAD") + changed
 
 
