@@ -91,7 +91,7 @@ ALL_CASES = [
     *((90, name) for name in (*CASTS, *ONCE, *PRODUCTS, *CALLS)),
     *((capability, name) for capability in (89, 100, 120) for name in (*CASTS, *PRODUCTS)),
 ]
-_launched: set[str] = set()
+_launched: dict[tuple[int, str], set[str]] = {}
 
 
 @pytest.mark.parametrize(("capability", "name"), ALL_CASES)
@@ -104,11 +104,13 @@ def test_it_is_the_reference(capability: int, name: str) -> None:
         else:
             assert cases.wrong(name, cases.inputs(*SHAPE, 1)[0]) == ""
     assert launches
-    _launched.update(launch.kernel for launch in launches)
+    _launched[capability, name] = {launch.kernel for launch in launches}
 
 
 def test_each_kernel_was_launched() -> None:
     """After the tests above, which one worker runs."""
+    if len(_launched) < len(ALL_CASES):
+        pytest.skip("not all of them ran")
     folder = Path(cases.__file__).parents[1] / "kernels" / "triton"
     kernels = set()
     for path in folder.glob("*.py"):
@@ -116,4 +118,4 @@ def test_each_kernel_was_launched() -> None:
         kernels |= {name for name, value in vars(module).items() if isinstance(value, JITFunction)} if module else set()
     entries = {name for name in kernels if name.endswith("_kernel")}
     assert len(entries) == 29
-    assert entries - _launched == set()
+    assert entries == set().union(*_launched.values())
