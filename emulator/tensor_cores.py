@@ -9,7 +9,7 @@ class Rule:
     """Of an architecture's instruction."""
 
 
-def rule_of(target: str, instruction: str, element: str) -> Rule:
+def rule_of(target: str, instruction: str, a: str, b: str) -> Rule:
     """The rule for ``sm_90a``, ``wgmma`` and ``f8`` and their like."""
     return Rule()
 
