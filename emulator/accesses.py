@@ -12,6 +12,7 @@ from emulator.machine import (
     Run,
     Threads,
     address_of,
+    check_target,
     constant,
     instruction,
     items,
@@ -67,6 +68,8 @@ def access(program: Program, one: Instruction, name: str, space: str, count: str
     if len(values) != int(count or 1) or size > 32:
         raise one.unsupported()
     reads = [reader(one, item, kind) for item in values] if name == "st" else []
+    for target in values if name == "ld" else ():
+        check_target(one, target, np.dtype(dtype).itemsize * 8)
 
     def load(threads: Threads, mask: Mask) -> None:
         lanes, at = threads.lanes(mask), address(threads)
@@ -101,6 +104,7 @@ def parameter(program: Program, one: Instruction, kind: str) -> Run:
     target, (base, offset) = one.operands
     if program.parameters.get(getattr(base, "name", "")) != np.dtype(TYPES[kind]).itemsize or offset:
         raise one.unsupported()
+    check_target(one, target, int(kind[1:]))
     return lambda threads, mask: write(
         threads, mask, target, np.frombuffer(threads.launch.parameters[base.name], TYPES[kind])[0]
     )
