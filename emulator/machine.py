@@ -186,7 +186,7 @@ def items(operand: Any) -> list[Any]:
     return operand if isinstance(operand, list) else [operand]
 
 
-def whole_warps(threads: Threads, mask: Mask, one: Instruction, size: int = 32) -> np.ndarray:
+def whole_warps(threads: Threads, mask: Mask, one: Instruction, size: int = 32) -> Any:
     """bool [warps]: those that take part, each with all of its lanes; or of warpgroups."""
     lanes = threads.active(mask).reshape(-1, size)
     if (lanes.any(1) != lanes.all(1)).any():

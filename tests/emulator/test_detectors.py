@@ -28,7 +28,10 @@ def words(count: int = 32) -> np.ndarray:
 # --- global memory ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("access", ["ld.global.b32 %r1, [%d1+{}]", "st.global.b32 [%d1+{}], %r1", "red.global.gpu.relaxed.max.s32 [%d1+{}], %r1"])
+@pytest.mark.parametrize(
+    "access",
+    ["ld.global.b32 %r1, [%d1+{}]", "st.global.b32 [%d1+{}], %r1", "red.global.gpu.relaxed.max.s32 [%d1+{}], %r1"],
+)
 def test_bounds_of_global_memory(access: str) -> None:
     assert launch(f"{PLACE}{access.format(0)};", words())
     finds("out of bounds: 4 bytes .* by 1 lanes", f"{PLACE}{access.format(4)};", words())
@@ -62,7 +65,9 @@ def test_global_memory_that_nobody_wrote() -> None:
     load = f"{PLACE} ld.global.b32 %r1, [%d1];"
     launch(f"{PLACE} st.global.b32 [%d1], %t;{load}", words(), unwritten=[0])
     finds("nobody wrote", load, words(), unwritten=[0])
-    finds("nobody wrote", f"{PLACE} setp.gt.u32 %p1, %t, 0; @%p1 st.global.b32 [%d1], %t;{load}", words(), unwritten=[0])
+    finds(
+        "nobody wrote", f"{PLACE} setp.gt.u32 %p1, %t, 0; @%p1 st.global.b32 [%d1], %t;{load}", words(), unwritten=[0]
+    )
 
 
 def read_tensor(tensor: torch.Tensor, memory: Unwritten, is_argument: bool) -> None:
@@ -113,7 +118,11 @@ def test_bounds_of_shared_memory() -> None:
 def test_shared_memory_that_nobody_wrote() -> None:
     load = f"{SHARED} ld.shared.b32 %r1, [%r9];"
     finds("nobody wrote shared bytes that are read, of the 4 at 0", load, shared=128)
-    finds("nobody wrote .* the 4 at 124", f"{SHARED} setp.lt.u32 %p1, %t, 31; @%p1 st.shared.b32 [%r9], %t; {load}", shared=128)
+    finds(
+        "nobody wrote .* the 4 at 124",
+        f"{SHARED} setp.lt.u32 %p1, %t, 31; @%p1 st.shared.b32 [%r9], %t; {load}",
+        shared=128,
+    )
     finds("nobody wrote", f"{SHARED} st.shared.b8 [%r9], %h1; {load}", shared=128)
     finds("nobody wrote", "atom.shared.add.u32 %r1, [memory], 1;", shared=128)
 
@@ -122,7 +131,7 @@ def races(*steps: str, schedule: str = "together") -> None:
     """Steps of two warps, each on its thread's own or on its neighbour warp's 32 bits, with barriers only between."""
     launch(
         f"""{SHARED} xor.b32 %r7, %t, 32; mul.lo.s32 %r7, %r7, 4; add.s32 %r7, %r7, %r8; // %r7: the other warp's
-        setp.lt.u32 %p1, %t, 32; {' '.join(steps)}""",
+        setp.lt.u32 %p1, %t, 32; {" ".join(steps)}""",
         threads=64,
         shared=256,
         races=True,
@@ -130,13 +139,30 @@ def races(*steps: str, schedule: str = "together") -> None:
     )
 
 
-OWN, OTHER, READ, BARRIER = "st.shared.b32 [%r9], %t;", "st.shared.b32 [%r7], %t;", "ld.shared.b32 %r1, [%r7];", "bar.sync 0;"
+OWN, OTHER, READ, BARRIER = (
+    "st.shared.b32 [%r9], %t;",
+    "st.shared.b32 [%r7], %t;",
+    "ld.shared.b32 %r1, [%r7];",
+    "bar.sync 0;",
+)
 RACES = {
     "read after write": (OWN, BARRIER, READ),
     "write after read": (OWN, BARRIER, READ, BARRIER, OWN),
     "write after write": (OWN, BARRIER, OTHER),
-    "write after a read by both": (OWN, BARRIER, "ld.shared.b32 %r1, [memory];", BARRIER, "@%p1 st.shared.b32 [memory], 1;"),
-    "a read after an atomic": (OWN, BARRIER, "atom.shared.add.u32 %r1, [memory], 1;", BARRIER, "ld.shared.b32 %r1, [memory];"),
+    "write after a read by both": (
+        OWN,
+        BARRIER,
+        "ld.shared.b32 %r1, [memory];",
+        BARRIER,
+        "@%p1 st.shared.b32 [memory], 1;",
+    ),
+    "a read after an atomic": (
+        OWN,
+        BARRIER,
+        "atom.shared.add.u32 %r1, [memory], 1;",
+        BARRIER,
+        "ld.shared.b32 %r1, [memory];",
+    ),
     "an atomic after a read": (OWN, BARRIER, READ, BARRIER, "atom.shared.add.u32 %r1, [memory], 1;"),
 }
 
@@ -174,7 +200,8 @@ def test_matrices_are_checked_too(schedule: str) -> None:
 
 # --- asynchronous copies ----------------------------------------------------------------------------------------------
 
-COPY = """and.b32 %r9, %t, 31; mul.lo.s32 %r9, %r9, 16; mov.b32 %r8, memory; add.s32 %r9, %r9, %r8; mul.wide.u32 %d1, %n, 16;
+COPY = """and.b32 %r9, %t, 31; mul.lo.s32 %r9, %r9, 16; mov.b32 %r8, memory; add.s32 %r9, %r9, %r8;
+mul.wide.u32 %d1, %n, 16;
 add.s64 %d1, %d1, %a0; cp.async.cg.shared.global [%r9], [%d1], 16;"""
 COMMIT, WAIT = "cp.async.commit_group;", "cp.async.wait_group {};"
 LOOK = "ld.shared.b32 %r1, [%r9]; mul.wide.u32 %d2, %n, 4; add.s64 %d2, %d2, %a1; st.global.b32 [%d2], %r1;"
@@ -190,7 +217,12 @@ def test_a_copy_that_is_read_before_its_wait(schedule: str) -> None:
     data, out = source(), words()
     launch(COPY + COMMIT + WAIT.format(0) + LOOK, data, out, shared=512, schedule=schedule)
     assert (out == data[::4]).all()
-    for body in (COPY + LOOK, COPY + COMMIT + LOOK, COPY + COMMIT + WAIT.format(1) + LOOK, COPY + WAIT.format(0) + LOOK):
+    for body in (
+        COPY + LOOK,
+        COPY + COMMIT + LOOK,
+        COPY + COMMIT + WAIT.format(1) + LOOK,
+        COPY + WAIT.format(0) + LOOK,
+    ):
         finds("a copy under way writes shared bytes that are read", body, data, out, shared=512, schedule=schedule)
     launch(COPY + LOOK, data, out, shared=512, late=False)  # which a copy that lands at once hides
 
@@ -226,7 +258,8 @@ def test_groups_of_copies_end_in_their_order() -> None:
 
 def test_a_masked_copy_writes_zeros_and_reads_nothing() -> None:
     out = words()
-    body = f"setp.lt.u32 %p1, %t, 16; selp.b32 %r5, 16, 0, %p1; {COPY.replace('], 16;', '], 16, %r5;')} {COMMIT} {WAIT.format(0)} {LOOK}"
+    masked = COPY.replace("], 16;", "], 16, %r5;")
+    body = f"setp.lt.u32 %p1, %t, 16; selp.b32 %r5, 16, 0, %p1; {masked} {COMMIT} {WAIT.format(0)} {LOOK}"
     data = source()[:64]
     launch(body, data, out, shared=512)
     assert (out == np.where(np.arange(32) < 16, np.resize(data[::4], 32), 0)).all()
@@ -243,7 +276,7 @@ def test_a_masked_copy_writes_zeros_and_reads_nothing() -> None:
         "setp.lt.u32 %p1, %t, 32; @%p1 bar.sync 0;",  # of two warps one
         "setp.lt.u32 %p1, %t, 40; @%p1 bar.sync 0;",  # part of a warp
         "setp.lt.u32 %p1, %t, 32; @%p1 ret; bar.sync 0;",  # the others have ended
-        "setp.lt.u32 %p1, %t, 32; @%p1 bra other; bar.sync 0; bra done; other: bar.sync 0; done:",  # two that are not one
+        "setp.lt.u32 %p1, %t, 32; @%p1 bra other; bar.sync 0; bra done; other: bar.sync 0; done:",  # two barriers
         "setp.lt.u32 %p1, %t, 32; @%p1 bar.sync 0; bar.sync 0;",
     ],
 )
@@ -274,7 +307,8 @@ def test_what_only_some_orders_show(schedule: str) -> None:
     """Whoever comes last is to see all sums; a program that looks too soon does not, in most orders."""
     begin, add = "setp.eq.u32 %p1, %t, 0;", "@%p1 red.global.gpu.relaxed.add.f32 [%a0], 0f3F800000;"
     ticket = "@%p1 atom.global.gpu.acq_rel.add.u32 %r1, [%a1], 1;"
-    rest = "@!%p1 mov.b32 %r1, 0; setp.eq.s32 %p2, %r1, 3; @%p2 ld.global.cg.b32 %r2, [%a0]; @%p2 st.global.b32 [%a2], %r2;"
+    rest = "@!%p1 mov.b32 %r1, 0; setp.eq.s32 %p2, %r1, 3;"
+    rest += " @%p2 ld.global.cg.b32 %r2, [%a0]; @%p2 st.global.b32 [%a2], %r2;"
     wrong = 0
     for seed in range(10):
         sums, tickets, out = np.zeros(4, np.float32), np.zeros(4, np.uint32), np.zeros(4, np.float32)

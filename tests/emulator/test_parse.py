@@ -16,7 +16,8 @@ def lines_of(body: str) -> list[str]:
 
 def test_statements_and_their_lines() -> None:
     first = module("").count("\n", 0, module("").index("ret;"))  # the body begins on the line before
-    body = "mov.b32 %r1, 0; // a comment; with a point\n$L__1:\n.loc 1 2 3\n@!%p1 bra $L__1;\n{ .reg .b32 tmp; mov.b32\n tmp, 1; }"
+    body = "mov.b32 %r1, 0; // a comment; with a point\n$L__1:\n.loc 1 2 3\n@!%p1 bra $L__1;\n"
+    body += "{ .reg .b32 tmp; mov.b32\n tmp, 1; }"
     assert lines_of(body) == [
         f"line {first}: mov.b32 %r1, 0",
         f"line {first + 3}: @!%p1 bra $L__1",
@@ -27,7 +28,9 @@ def test_statements_and_their_lines() -> None:
 
 
 def test_operands() -> None:
-    program = emulator.parse(module("st.shared.v2.b32 [%r1+-8], {%r2, _}; elect.sync _|%p1, 0xFFU; mov.b32 %r1, 0f3F800000;"))
+    program = emulator.parse(
+        module("st.shared.v2.b32 [%r1+-8], {%r2, _}; elect.sync _|%p1, 0xFFU; mov.b32 %r1, 0f3F800000;")
+    )
     store, elect, move = program.instructions[3:6]
     address, (first, second) = store.operands
     assert address.offset == -8 and program.registers[address.base.number] == 32

@@ -65,7 +65,9 @@ def _written_by(function: Any) -> tuple[tuple[int, str], ...]:
     """Places and names of an operator's arguments that it writes."""
     arguments = function._schema.arguments if hasattr(function, "_schema") else ()
     return tuple(
-        (place, one.name) for place, one in enumerate(arguments) if one.alias_info is not None and one.alias_info.is_write
+        (place, one.name)
+        for place, one in enumerate(arguments)
+        if one.alias_info is not None and one.alias_info.is_write
     )
 
 
