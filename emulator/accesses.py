@@ -1,4 +1,4 @@
-"""Loads, stores, atomics and asynchronous copies."""
+"""Loads, stores, atomics, asynchronous copies, and matrices between shared memory and registers."""
 
 from __future__ import annotations
 
@@ -7,279 +7,235 @@ from typing import Any
 
 import numpy as np
 
-from emulator.integers import PAUSE
 from emulator.machine import (
     Mask,
+    Run,
     Threads,
     address_of,
+    constant,
     instruction,
     items,
-    operand_type,
     reader,
     whole_warps,
     wide,
     write,
 )
-from emulator.parse import Address, Instruction, Program, Symbol
-from emulator.values import UNSIGNED, dtype_of
+from emulator.parse import SINK, Instruction, Program
+from emulator.values import TYPES, flushed
 
-CACHE = (
-    "relaxed",
-    "acquire",
-    "release",
-    "acq_rel",
-    "volatile",
-    "weak",
-    "gpu",
-    "cta",
-    "sys",
-    "nc",
-    "ca",
-    "cg",
-    "cs",
-    "cv",
-)
-HINTS = ("L1::evict_last", "L1::evict_first", "L1::no_allocate", "L2::cache_hint", "L2::128B", "L2::256B", "wb", "wt")
+PAUSE = "pause"  # what a closure returns where other warps may run first
 
 
-def lanes_of(threads: Threads, mask: Mask) -> np.ndarray:
-    """The numbers of those that take part."""
-    return np.arange(threads.count) if mask is None else np.flatnonzero(mask)
+def _shared_units(threads: Threads, lanes: Any, address: np.ndarray, size: int, one: Instruction) -> np.ndarray:
+    at = address[lanes]
+    if threads.launch.options.counts:
+        threads.launch.counts[one, "shared"].wavefronts(threads.warp[lanes], threads.lane[lanes], at, size)
+    return threads.launch.shared.places(at, threads.program[lanes], size, one)
 
 
-def shared_places(threads: Threads, lanes: Any, address: np.ndarray, size: int, what: Any) -> np.ndarray:
-    """Each byte's place [lanes, size] in shared memory."""
-    first = threads.launch.shared.places(address[lanes], threads.program[lanes], size, what)
-    return first[:, None] + np.arange(size)
+def read_shared(
+    threads: Threads, lanes: Any, address: np.ndarray, size: int, one: Instruction, warp: int | None = None
+) -> np.ndarray:
+    """Words [lanes, words of an access] of shared memory."""
+    units, warps = _shared_units(threads, lanes, address, size, one), threads.warp[lanes]
+    return threads.launch.shared.read(units, size, warps if warp is None else np.full_like(warps, warp), one)
 
 
-def count_wavefronts(threads: Threads, key: Any, lanes: Any, address: np.ndarray, size: int) -> None:
-    """Count a shared access, where accesses are counted."""
+def write_shared(
+    threads: Threads, lanes: Any, address: np.ndarray, values: np.ndarray, one: Instruction, warp: int | None = None
+) -> None:
+    """Write values [lanes, elements of an access]."""
+    size, warps = values.dtype.itemsize * values.shape[1], threads.warp[lanes]
+    units, warps = _shared_units(threads, lanes, address, size, one), warps if warp is None else np.full_like(warps, warp)
+    threads.launch.shared.write(units, size, values.view(f"u{min(size, 8)}"), warps, one)
+
+
+def _count_sectors(threads: Threads, lanes: Any, address: np.ndarray, size: int, one: Instruction) -> None:
     if threads.launch.options.counts and lanes.size:
-        count = threads.launch.counts[key]
-        count.wavefronts(threads.warp[lanes], threads.lane[lanes], address[lanes], size)
+        threads.launch.counts[one, "global"].sectors(threads.warp[lanes], address[lanes], size)
 
 
-def count_sectors(threads: Threads, key: Any, lanes: Any, address: np.ndarray, size: int) -> None:
-    """Count a global access, where accesses are counted."""
-    if threads.launch.options.counts and lanes.size:
-        threads.launch.counts[key].sectors(threads.warp[lanes], address[lanes], size)
+ELEMENTS = "(?:.v([248]))?.([bsuf](?:8|16|32|64))"
 
 
-def space_of(one: Instruction) -> str:
-    """global, shared or param."""
-    spaces = [part.split("::")[0] for part in one.parts[1:]]
-    found = [space for space in spaces if space in ("global", "shared", "param", "local", "const")]
-    if len(found) != 1 or found[0] in ("local", "const"):
+@instruction(f"(ld).(global|shared)(?:.nc|.cg|.volatile)?{ELEMENTS}", f"(st).(global|shared)(?:::cta)?{ELEMENTS}")
+def access(program: Program, one: Instruction, name: str, space: str, count: str | None, kind: str) -> Run:
+    """A load or a store of one to eight elements."""
+    memory, values = one.operands if name == "st" else one.operands[::-1]
+    address, values, dtype = address_of(one, memory), items(values), TYPES[kind]
+    size = np.dtype(dtype).itemsize * len(values)
+    if len(values) != int(count or 1) or size > 32:
         raise one.unsupported()
-    return found[0]
-
-
-@instruction("ld", "st")
-def access(program: Program, one: Instruction) -> Any:
-    """A load or a store of one to four elements, 16 bytes at most."""
-    one.allow("global", "shared", "shared::cta", "param", "v2", "v4", "v8", "b128", *CACHE, *HINTS)
-    space, (kind, bits), is_load = space_of(one), operand_type(one), one.parts[0] == "ld"
-    memory, values = one.operands[:2] if not is_load else one.operands[1::-1]
-    values = items(values)
-    size = bits // 8 * len(values)
-    if space == "param":
-        return _parameter(one, memory, values, kind, bits)
-    if size not in (1, 2, 4, 8, 16, 32):
-        raise one.unsupported()
-    address = address_of(one, memory)
-    reads = [] if is_load else [reader(one, item, "b", bits) for item in values]
+    reads = [reader(one, item, kind) for item in values] if name == "st" else []
 
     def load(threads: Threads, mask: Mask) -> None:
-        lanes, at = lanes_of(threads, mask), address(threads)
-        if not lanes.size:
-            return
+        lanes, at = threads.lanes(mask), address(threads)
         if space == "shared":
-            count_wavefronts(threads, one, lanes, at, size)
-            places = shared_places(threads, lanes, at, size, one)
-            raw = threads.launch.shared.read(places, threads.warp[lanes], one)
+            raw = read_shared(threads, lanes, at, size, one)
         else:
-            count_sectors(threads, one, lanes, at, size)
+            _count_sectors(threads, lanes, at, size, one)
             raw = threads.launch.memory.load(at[lanes], size, one)
-        parts = np.zeros((threads.count, len(values)), UNSIGNED[bits])
-        parts[lanes] = np.ascontiguousarray(raw).view(UNSIGNED[bits])
+        raw = raw.view(dtype)
         for place, target in enumerate(values):
-            write(threads, mask, target, np.ascontiguousarray(parts[:, place]), kind)
+            part = np.ascontiguousarray(raw[:, place])
+            if mask is not None:
+                part = np.zeros(threads.count, dtype)
+                part[lanes] = raw[:, place]
+            write(threads, mask, target, part)
 
     def store(threads: Threads, mask: Mask) -> None:
-        lanes, at = lanes_of(threads, mask), address(threads)
-        if not lanes.size:
-            return
-        raw = np.stack([wide(read(threads), threads.count)[lanes] for read in reads], 1).view(np.uint8)
+        lanes, at = threads.lanes(mask), address(threads)
+        raw = np.stack([wide(read(threads), threads.count)[lanes] for read in reads], 1)
         if space == "shared":
-            count_wavefronts(threads, one, lanes, at, size)
-            places = shared_places(threads, lanes, at, size, one)
-            threads.launch.shared.write(places, raw, threads.warp[lanes], one)
+            write_shared(threads, lanes, at, raw, one)
         else:
-            count_sectors(threads, one, lanes, at, size)
-            threads.launch.memory.store(at[lanes], raw, one)
+            _count_sectors(threads, lanes, at, size, one)
+            threads.launch.memory.store(at[lanes], raw.view(f"u{min(size, 8)}"), size, one)
 
-    return load if is_load else store
+    return load if name == "ld" else store
 
 
-def _parameter(one: Instruction, memory: Address, values: Any, kind: str, bits: int) -> Any:
-    if not isinstance(memory.base, Symbol):
+@instruction("ld.param.([bsuf](?:32|64))")
+def parameter(program: Program, one: Instruction, kind: str) -> Run:
+    """A parameter, the same for all lanes."""
+    target, (base, offset) = one.operands
+    if program.parameters.get(getattr(base, "name", "")) != np.dtype(TYPES[kind]).itemsize or offset:
         raise one.unsupported()
-
-    def parameter(threads: Threads, mask: Mask) -> None:
-        raw = threads.launch.parameters[memory.base.name]
-        for place, target in enumerate(values):
-            first = memory.offset + place * bits // 8
-            write(threads, mask, target, np.frombuffer(raw[first : first + bits // 8], UNSIGNED[bits])[0], kind)
-
-    return parameter
+    return lambda threads, mask: write(
+        threads, mask, target, np.frombuffer(threads.launch.parameters[base.name], TYPES[kind])[0]
+    )
 
 
 CHANGES: dict[str, Callable[[Any, Any], Any]] = {
     "add": lambda old, x: old + x,
-    "min": min,
     "max": max,
     "exch": lambda old, x: x,
-    "and": lambda old, x: old & x,
-    "or": lambda old, x: old | x,
-    "xor": lambda old, x: old ^ x,
+    "add.f32": lambda old, x: flushed(flushed(old) + flushed(x)),  # in global memory, by the manual
 }
+ATOMIC = -3  # for all warps' atomics, which do not race with each other
 
 
-@instruction("atom", "red")
-def atomic(program: Program, one: Instruction) -> Any:
+@instruction(
+    "(atom|red).(global).gpu.(?:relaxed|acq_rel).(add|max|exch).([bsuf](?:32|64))",
+    "(atom).(global).relaxed.gpu.(cas).(b32)",
+    "(atom)(?:.relaxed.sys)?.(shared).(add).(u32)",
+)
+def atomic(program: Program, one: Instruction, base: str, space: str, name: str, kind: str) -> Run:
     """Read, change and write, one lane after another, in a random order where warps run in one."""
-    one.allow("global", "shared", "shared::cta", "cas", "noftz", *CHANGES, *CACHE)
-    (kind, bits), space, name = operand_type(one), space_of(one), one.one_of((*CHANGES, "cas"))
-    target, memory, *given = one.operands if one.parts[0] == "atom" else (None, *one.operands)
-    reads = [reader(one, item, kind, bits) for operand in given for item in items(operand)]
-    if len(reads) != 1 + (name == "cas"):
+    target, memory, *given = one.operands if base == "atom" else (SINK, *one.operands)
+    reads, address, dtype = [reader(one, item, kind) for item in given], address_of(one, memory), TYPES[kind]
+    if len(reads) != 1 + (name == "cas") or (name == "max" and kind[0] not in "su"):
         raise one.unsupported()
-    address, dtype = address_of(one, memory), dtype_of(kind, bits)
+    function, size = CHANGES.get(f"{name}.{kind}", CHANGES.get(name)), np.dtype(dtype).itemsize
 
     def run(threads: Threads, mask: Mask) -> Any:
-        lanes, at = lanes_of(threads, mask), address(threads)
-        if threads.launch.options.schedule == "warps":
-            lanes = threads.launch.random.permutation(lanes)
-        first, *rest = (wide(read(threads), threads.count)[lanes] for read in reads)
-
-        def change(lane: int, old: Any) -> Any:
-            if name == "cas":
-                return rest[0][lane] if old == first[lane] else old
-            return CHANGES[name](old, first[lane])
-
+        lanes, at, launch = threads.lanes(mask), address(threads), threads.launch
+        if launch.options.schedule != "together":
+            lanes = launch.random.permutation(lanes)
         if space == "shared":
-            found = _shared_atomic(threads, lanes, at, dtype, change, one)
+            old = read_shared(threads, lanes, at, size, one, ATOMIC)
         else:
-            count_sectors(threads, one, lanes, at, bits // 8)
-            found = threads.launch.memory.update(at[lanes], dtype, change, one)
-        if target is not None:
-            values = np.zeros(threads.count, dtype)
-            values[lanes] = found
-            write(threads, mask, items(target)[0], values)
+            _count_sectors(threads, lanes, at, size, one)
+            old = launch.memory.load(at[lanes], size, one)
+        first, *rest = (wide(read(threads), threads.count)[lanes] for read in reads)
+        now = dict(zip(at[lanes].tolist(), old.view(dtype)[:, 0], strict=True))
+        found = np.zeros(threads.count, dtype)
+        for place, (lane, where) in enumerate(zip(lanes, at[lanes].tolist(), strict=True)):
+            found[lane] = before = now[where]
+            if function is None:
+                now[where] = rest[0][place] if before == first[place] else before
+            else:
+                now[where] = function(before, first[place])
+        new = np.array([[now[where]] for where in at[lanes].tolist()], dtype)
+        if space == "shared":
+            write_shared(threads, lanes, at, new, one, ATOMIC)
+        else:
+            launch.memory.store(at[lanes], new.view(f"u{size}"), size, one)
+        write(threads, mask, items(target)[0], found)
         return PAUSE
 
     return run
 
 
-def _shared_atomic(threads: Threads, lanes: Any, address: Any, dtype: Any, change: Any, what: Any) -> np.ndarray:
-    """Atomics do not race with each other: they are not noted as a warp's reads and writes."""
-    places = shared_places(threads, lanes, address, np.dtype(dtype).itemsize, what)
-    out, data = np.empty(lanes.size, dtype), threads.launch.shared.data
-    for lane in range(lanes.size):
-        out[lane] = old = np.ascontiguousarray(data[places[lane]]).view(dtype)[0]
-        data[places[lane]] = np.array([change(lane, old)], dtype).view(np.uint8)
-    return out
+# --- asynchronous copies ----------------------------------------------------------------------------------------------
 
 
-@instruction("cp")
-def copy(program: Program, one: Instruction) -> Any:
-    """cp.async: from global to shared memory, done at the latest when its thread waits for its group."""
-    one.allow("async", "ca", "cg", "shared", "shared::cta", "global", "commit_group", "wait_group", "wait_all", *HINTS)
-    if one.has("commit_group", "wait_group", "wait_all"):
-        return groups(one, "copies", "copy_groups")
-    to, source, size = address_of(one, one.operands[0]), address_of(one, one.operands[1]), one.operands[2].value
-    read_size = reader(one, one.operands[3], "u", 32) if len(one.operands) > 3 else None
+@instruction("cp.async.cg.shared.global")
+def copy(program: Program, one: Instruction) -> Run:
+    """From global to shared memory, or zeros there; done at the latest when its thread waits for its group."""
+    to, source, size = address_of(one, one.operands[0]), address_of(one, one.operands[1]), constant(one, one.operands[2])
+    read_size = reader(one, one.operands[3], "u32") if len(one.operands) > 3 else lambda threads: np.uint32(size)
+    if size != 16:
+        raise one.unsupported()
 
     def run(threads: Threads, mask: Mask) -> None:
-        lanes, into, at = lanes_of(threads, mask), to(threads), source(threads)
-        if not lanes.size:
-            return
-        taken = wide(size if read_size is None else read_size(threads), threads.count).astype(np.int64)
-        if not np.isin(taken[lanes], (0, size)).all():
-            raise one.unsupported("part of a copy")
-        count_wavefronts(threads, (one, "shared"), lanes, into, size)
-        some = lanes[taken[lanes] > 0]
-        count_sectors(threads, one, some, at, size)
-        places = shared_places(threads, lanes, into, size, one)
-        threads.launch.shared.begin_copy(places, threads.warp[lanes], one)
+        lanes, into, at, shared = threads.lanes(mask), to(threads), source(threads), threads.launch.shared
+        taken = wide(read_size(threads), threads.count)[lanes]
+        if ((taken != 0) & (taken != size)).any():
+            raise one.unsupported("part of a copy:")
+        units, warps, some = _shared_units(threads, lanes, into, size, one), threads.warp[lanes], taken > 0
+        _count_sectors(threads, lanes[some], at, size, one)
+        shared.touch(units, size, warps, one, state=2)
 
         def land() -> None:
-            raw = np.zeros((threads.count, size), np.uint8)
-            if some.size:
-                raw[some] = threads.launch.memory.load(at[some], size, one)
-            threads.launch.shared.write(places, raw[lanes], threads.warp[lanes], one)
+            raw = np.zeros((lanes.size, 2), np.uint64)
+            if some.any():
+                raw[some] = threads.launch.memory.load(at[lanes[some]], size, one)
+            shared.touch(units, size, warps, one, state=0)
+            shared.write(units, size, raw, warps, one)
 
-        threads.copies.append(land)
-        if not threads.launch.options.late:
-            threads.copies.pop()()
+        if threads.launch.options.late:
+            threads.copies[-1].append((land, frozenset()))
+        else:
+            land()
 
     return run
 
 
-def groups(one: Instruction, begun: str, kept: str) -> Any:
-    """commit_group and wait_group of asynchronous work: what has begun becomes a group, and waiting ends the oldest."""
-    if one.has("commit_group"):
+@instruction("(cp).async.(commit|wait)_group", "(wgmma).(commit|wait)_group.sync.aligned")
+def group(program: Program, one: Instruction, name: str, what: str) -> Run:
+    """What has begun becomes a group; waiting ends the oldest until as many as said are under way."""
+    most = constant(one, one.operands[0]) if what == "wait" else 0
 
-        def commit(threads: Threads, mask: Mask) -> None:
-            getattr(threads, kept).append(getattr(threads, begun))
-            setattr(threads, begun, [])
-
-        return commit
-    most = one.operands[0].value if one.operands else 0
+    def commit(threads: Threads, mask: Mask) -> None:
+        (threads.copies if name == "cp" else threads.products).append([])
 
     def wait(threads: Threads, mask: Mask) -> None:
-        under_way = getattr(threads, kept)
-        while len(under_way) > most:
-            for end in under_way.pop(0):
+        begun = threads.copies if name == "cp" else threads.products
+        while len(begun) - 1 > most:
+            for end, _ in begun.pop(0):
                 end()
-        if not under_way and kept == "product_groups":
-            threads.under_way = frozenset()
+        threads.under_way = frozenset().union(*(registers for each in threads.products for _, registers in each))
 
-    return wait
+    return commit if what == "commit" else wait
 
 
-@instruction("ldmatrix", "stmatrix")
-def matrix(program: Program, one: Instruction) -> Any:
-    """8 x 8 matrices of 16-bit elements, each row at the address of one lane."""
-    one.allow("sync", "aligned", "m8n8", "x1", "x2", "x4", "trans", "shared", "shared::cta")
-    if one.parts[-1] != "b16" or not one.has("m8n8"):
-        raise one.unsupported()
-    is_load, count = one.parts[0] == "ldmatrix", int(one.one_of(("x1", "x2", "x4"))[1:])
-    memory, values = one.operands if not is_load else one.operands[::-1]
+# --- matrices ---------------------------------------------------------------------------------------------------------
+
+
+@instruction("(ldmatrix|stmatrix).sync.aligned.m8n8.x([124])(.trans)?.shared.b16")
+def matrix(program: Program, one: Instruction, name: str, count: str, transposes: str | None) -> Run:
+    """8 x 8 matrices of 16 bits, each row at the address of one lane; a lane has two neighbours of a row."""
+    memory, values = one.operands if name == "stmatrix" else one.operands[::-1]
     address, values = address_of(one, memory), items(values)
-    reads = [] if is_load else [reader(one, item, "b", 32) for item in values]
-    lane = np.arange(32)
+    reads = [reader(one, item, "b32") for item in values] if name == "stmatrix" else []
+    if len(values) != int(count):
+        raise one.unsupported()
 
     def run(threads: Threads, mask: Mask) -> None:
-        warps = whole_warps(threads, mask, one)
-        lanes = np.flatnonzero(np.repeat(warps, 32))
-        rows = lanes[lanes % 32 < 8 * count]
-        at = address(threads)
-        count_wavefronts(threads, one, rows, at, 16)
-        starts = shared_places(threads, rows, at, 16, one)[:, 0].reshape(-1, count, 8)
-        for place, value in enumerate(values):
-            if one.has("trans"):
-                pair = [starts[:, place, lane % 4 * 2 + half] + lane // 4 * 2 for half in (0, 1)]
-                places = np.stack([pair[0], pair[0] + 1, pair[1], pair[1] + 1], -1).reshape(-1, 4)
-            else:
-                places = ((starts[:, place, lane // 4] + lane % 4 * 4)[..., None] + np.arange(4)).reshape(-1, 4)
-            if is_load:
-                found = np.zeros((threads.count, 4), np.uint8)
-                found[lanes] = threads.launch.shared.read(places, threads.warp[lanes], one)
-                write(threads, mask, value, found.view(np.uint32).reshape(-1))
-            else:
-                raw = wide(reads[place](threads), threads.count)[lanes].view(np.uint8).reshape(-1, 4)
-                threads.launch.shared.write(places, raw, threads.warp[lanes], one)
+        lanes = np.flatnonzero(np.repeat(whole_warps(threads, mask, one), 32))
+        rows, at, shape = lanes[lanes % 32 < 8 * len(values)], address(threads), (-1, len(values), 8, 8)
+        if name == "ldmatrix":
+            found = read_shared(threads, rows, at, 16, one).view(np.uint16).reshape(shape)
+            found = np.ascontiguousarray(found.swapaxes(2, 3) if transposes else found).view(np.uint32)
+            for place, value in enumerate(values):
+                part = np.zeros(threads.count, np.uint32)
+                part[lanes] = found[:, place].reshape(-1)
+                write(threads, mask, value, part)
+        else:
+            given = np.stack([wide(read(threads), threads.count)[lanes].reshape(-1, 32) for read in reads], 1)
+            halves = given.view(np.uint16).reshape(shape)
+            halves = np.ascontiguousarray(halves.swapaxes(2, 3) if transposes else halves)
+            write_shared(threads, rows, at, halves.reshape(rows.size, 8), one)
 
     return run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,24 +12,12 @@ import numpy as np
 
 from emulator.counters import Count
 from emulator.memory import BASE, GlobalMemory, SharedMemory
-from emulator.parse import (
-    SINK,
-    Address,
-    Constant,
-    Fault,
-    Instruction,
-    Negated,
-    Program,
-    Register,
-    Special,
-    Symbol,
-    Vector,
-)
-from emulator.values import U32, UNSIGNED, dtype_of, from_bf16, kind_of
+from emulator.parse import SINK, Address, Constant, Fault, Instruction, Program, Register, Symbol
+from emulator.values import TYPES, U32, UNSIGNED, from_bf16
 
 Mask = Any  # bool [lanes], or None for all
 Read = Callable[["Threads"], Any]
-Build = Callable[[Program, Instruction], Callable[["Threads", Mask], Any]]
+Run = Callable[["Threads", Mask], Any]
 
 
 @dataclass(frozen=True)
@@ -37,13 +26,14 @@ class Options:
 
     Args:
         schedule: "together": all threads of all programs, the least advanced first, so that branches meet again;
-            "warps": each warp, or warpgroup, alone until a barrier or an atomic, in a random order, of some programs.
-        seed: of that order, of the order in which lanes of one atomic come, and of approximations.
+            "programs" or "warps": each program, or warp (of kernels with wgmma each warpgroup), alone until a barrier
+            or an atomic, in a random order, of some programs.
+        seed: of that order and of the order in which lanes of one atomic come.
         races: look for races in shared memory; "together" only.
         counts: count sectors, wavefronts and instructions.
         late: asynchronous copies and products happen as late as their waits allow, or else at once.
         approximation: where approximate functions land, from -1 to 1 times their largest error from the exact value.
-        most: instructions of a launch before it counts as one that does not end.
+        most: instructions of a launch, or of a warp, before it counts as one that does not end.
     """
 
     schedule: str = "together"
@@ -52,32 +42,23 @@ class Options:
     counts: bool = False
     late: bool = True
     approximation: float = 0.0
-    most: int = 3_000_000
+    most: int = 300_000
 
 
 class Launch:
-    """What all threads of a launch share."""
+    """What all threads of a launch share, and what was counted."""
 
     def __init__(
-        self,
-        program: Program,
-        grid: tuple[int, int, int],
-        values: list[bytes],
-        shared: int,
-        memory: GlobalMemory,
-        options: Options,
+        self, program: Program, programs: int, values: list[bytes], shared: int, memory: GlobalMemory, options: Options
     ) -> None:
-        self.program, self.grid, self.memory, self.options = program, grid, memory, options
-        self.programs = grid[0] * grid[1] * grid[2]
+        self.program, self.programs, self.memory, self.options = program, programs, memory, options
         self.parameters = dict(zip(program.parameters, values, strict=True))
-        self.shared = SharedMemory(self.programs, shared, options.races and options.schedule == "together")
-        self.counts: defaultdict[Any, Count] = defaultdict(Count)
-        self.executed: defaultdict[int, int] = defaultdict(int)  # lanes that ran an instruction, by its number
+        self.shared = SharedMemory(programs, shared, options.races and options.schedule == "together")
+        self.counts: defaultdict[Any, Count] = defaultdict(Count)  # by instruction, and whether it is of shared memory
+        self.executed = [0] * len(program.instructions)  # lanes that ran each instruction
         self.random = np.random.default_rng(options.seed)
         self.tensor_memory: Any = None
         self.barriers: dict[tuple[int, int], Any] = {}  # mbarriers, by program and address
-        for data in program.constants.values():
-            memory.add((data.ctypes.data, data.nbytes, None))
 
 
 class Threads:
@@ -85,147 +66,177 @@ class Threads:
 
     Attributes:
         program: [lanes] which of the grid each lane is of, ``thread`` [lanes] its number there.
-        under_way: registers that an asynchronous product or load will write; nobody may use them before a wait.
+        copies, products: asynchronous work: groups of (what ends it, registers that it will write), the last of them
+            not committed yet.
+        under_way: registers that a product will write; nobody may use them before a wait.
     """
 
     def __init__(self, launch: Launch, program: np.ndarray, thread: np.ndarray) -> None:
-        self.launch, self.program, self.thread = launch, program, thread
-        self.count = thread.size
+        self.launch, self.program, self.thread, self.count = launch, program, thread, thread.size
         unset = {bits: np.full(self.count, 0xA5A5A5A5A5A5A5A5 & ((1 << bits) - 1), UNSIGNED[bits]) for bits in UNSIGNED}
         self.registers: list[Any] = [unset[bits] for bits in launch.program.registers]
-        self.lane = (thread % 32).astype(np.int64)
-        self.warp = (program * (launch.program.threads // 32) + thread // 32).astype(np.int64)
-        self.copies: list[Callable[[], None]] = []  # begun, not yet in a group
-        self.copy_groups: list[list[Callable[[], None]]] = []
-        self.products: list[Callable[[], None]] = []
-        self.product_groups: list[list[Callable[[], None]]] = []
+        known = {"tid.x": thread, "ctaid.x": program, "nctaid.x": np.full(self.count, launch.programs)}
+        for name, number in launch.program.special.items():
+            self.registers[number] = known[name].astype(U32)
+        self.lane = thread % 32
+        self.warp = program * (launch.program.threads // 32) + thread // 32
+        self.copies: list[list[tuple[Callable[[], None], frozenset[int]]]] = [[]]
+        self.products: list[list[tuple[Callable[[], None], frozenset[int]]]] = [[]]
         self.under_way: frozenset[int] = frozenset()
-
-    def special(self, name: str, dimension: str) -> Any:
-        """A special register's values."""
-        if name in ("laneid", "warpid"):
-            return (self.lane if name == "laneid" else self.thread // 32).astype(U32)
-        axis = "xyz".index(dimension)
-        x, y, _ = grid = self.launch.grid
-        if name == "ctaid":
-            return (self.program % x, self.program // x % y, self.program // (x * y))[axis].astype(U32)
-        if name == "tid":
-            return self.thread.astype(U32) if axis == 0 else np.zeros(self.count, U32)
-        size = {"nctaid": grid, "ntid": (self.launch.program.threads, 1, 1)}[name][axis]
-        return np.full(self.count, size, U32)
 
     def active(self, mask: Mask) -> np.ndarray:
         """The mask as an array."""
         return np.ones(self.count, bool) if mask is None else mask
 
+    def lanes(self, mask: Mask) -> np.ndarray:
+        """The numbers of those that take part."""
+        return np.arange(self.count) if mask is None else np.flatnonzero(mask)
+
+
+# --- operands ---------------------------------------------------------------------------------------------------------
+
 
 def wide(values: Any, count: int) -> np.ndarray:
     """An operand's value for each lane."""
-    return np.ascontiguousarray(np.broadcast_to(np.asarray(values), (count,)))
+    return values if np.ndim(values) and len(values) == count else np.full(count, values)
 
 
-def reader(instruction: Instruction, operand: Any, kind: str, bits: int) -> Read:
-    """How to read an operand: a function of the threads that gives an array, or a scalar for all.
+def reader(one: Instruction, operand: Any, kind: str) -> Read:
+    """How to read an operand as a type: a function of the threads that gives an array, or a scalar for all lanes.
 
-    Args:
-        kind: "b", "u", "s", "f", "p" for a predicate, or "B" for bf16, which is read as float32.
+    A packed type's array has all elements, a lane's in order; bf16 comes as float32.
     """
-    if isinstance(operand, Constant):
-        value = _constant(operand.value, kind, bits)
+    dtype, is_packed = TYPES[kind], kind.endswith("x2")
+    bits = 1 if kind == "pred" else np.dtype(dtype).itemsize * (16 if is_packed else 8)
+    if isinstance(operand, Constant) and kind != "bf16" and not is_packed:
+        value = np.bool_(operand.value != 0)
+        if kind != "pred":
+            value = np.array(operand.value & ((1 << bits) - 1), UNSIGNED[bits]).view(dtype)[()]
         return lambda threads: value
-    if isinstance(operand, Negated):
-        positive = reader(instruction, operand.register, "p", 1)
-        return lambda threads: ~positive(threads)
-    dtype = UNSIGNED[bits] if kind == "B" else dtype_of(kind, bits) if kind != "p" else np.bool_
-    if isinstance(operand, Special):
-        return lambda threads: threads.special(*operand).astype(UNSIGNED[bits]).view(dtype)
     if isinstance(operand, Symbol):
-        name = operand.name
-
-        def address(threads: Threads) -> Any:
-            constant = threads.launch.program.constants.get(name)
-            return UNSIGNED[bits](BASE if constant is None else constant.ctypes.data)
-
-        return address
-    if not isinstance(operand, Register) or operand.bits < bits:
-        raise instruction.unsupported(f"{operand} read as {bits} bits")
-    number, narrows = operand.number, operand.bits != bits
-    if kind == "B":
-        return lambda threads: from_bf16(threads.registers[number])
-    if narrows:
-        return lambda threads: threads.registers[number].astype(UNSIGNED[bits]).view(dtype)
+        if bits < 32 or operand is SINK:
+            raise one.unsupported()
+        return lambda threads: _address(threads, one, operand.name, UNSIGNED[bits])
+    if not isinstance(operand, Register) or operand.bits < bits or (operand.bits == 1) != (bits == 1):
+        raise one.unsupported(f"{operand} read as .{kind}:")
+    number, stored = operand.number, UNSIGNED[bits]
+    if kind.startswith("bf16") and operand.bits == bits:
+        return lambda threads: from_bf16(threads.registers[number].view(dtype))
+    if operand.bits > bits:
+        if is_packed or kind == "bf16":
+            raise one.unsupported()
+        return lambda threads: threads.registers[number].astype(stored).view(dtype)
+    if dtype is stored:
+        return lambda threads: threads.registers[number]
     return lambda threads: threads.registers[number].view(dtype)
 
 
-def _constant(value: int | float, kind: str, bits: int) -> Any:
-    if kind == "p":
-        return np.bool_(value != 0)
-    if isinstance(value, float):
-        return dtype_of(kind, bits)(value)
-    raw = np.array([value & ((1 << bits) - 1)], UNSIGNED[bits])
-    return from_bf16(raw)[0] if kind == "B" else raw.view(dtype_of(kind, bits))[0]
+def _address(threads: Threads, one: Instruction, name: str, dtype: Any) -> Any:
+    if name != threads.launch.program.shared:
+        raise one.unsupported()
+    return dtype(BASE)
 
 
-def write(threads: Threads, mask: Mask, operand: Any, values: Any, kind: str = "b") -> None:
+def write(threads: Threads, mask: Mask, target: Any, values: Any) -> None:
     """Write values of any dtype, by their bits, to a register; narrower signed ones by their sign."""
-    if operand is SINK:
+    if target is SINK:
         return
-    values = np.asarray(values)
-    if operand.bits == 1:
-        values = values.astype(bool)
-    else:
-        bits = values.dtype.itemsize * 8
-        values = values.view(dtype_of("s" if kind == "s" else "u", bits)).astype(UNSIGNED[operand.bits])
-    if values.ndim == 0:
+    stored = UNSIGNED[target.bits]
+    if values.dtype != stored:
+        if values.dtype.itemsize * 8 == target.bits:
+            values = values.view(stored)
+        else:
+            kind = "i" if values.dtype.kind == "i" else "u"
+            values = values.view(f"{kind}{values.dtype.itemsize}").astype(stored)
+    if values.size != threads.count:
         values = np.full(threads.count, values)
-    old = threads.registers[operand.number]
-    threads.registers[operand.number] = values if mask is None else np.where(mask, values, old)
+    if mask is not None:
+        values = np.where(mask, values, threads.registers[target.number])
+    threads.registers[target.number] = values
 
 
-def result(operand: Any, compute: Read, kind: str = "b") -> Callable[[Threads, Mask], None]:
-    """An instruction that writes what ``compute`` gives to its first operand."""
-    return lambda threads, mask: write(threads, mask, operand, compute(threads), kind)
-
-
-def address_of(instruction: Instruction, operand: Any) -> Callable[[Threads], np.ndarray]:
-    """uint64 [lanes] of a memory operand."""
+def address_of(one: Instruction, operand: Any) -> Callable[[Threads], np.ndarray]:
+    """int64 [lanes] of a memory operand."""
     if not isinstance(operand, Address):
-        raise instruction.unsupported()
+        raise one.unsupported()
     bits = operand.base.bits if isinstance(operand.base, Register) else 64
-    base, offset = reader(instruction, operand.base, "u", bits), operand.offset
-
-    def address(threads: Threads) -> np.ndarray:
-        return wide(base(threads), threads.count).astype(np.int64).__add__(offset).astype(np.uint64)
-
-    return address
+    read, offset = reader(one, operand.base, f"u{bits}"), operand.offset
+    return lambda threads: wide(read(threads), threads.count).astype(np.int64) + offset
 
 
-def items(operand: Any) -> tuple[Any, ...]:
+def constant(one: Instruction, operand: Any) -> int:
+    """An operand that must be a number."""
+    if not isinstance(operand, Constant):
+        raise one.unsupported()
+    return operand.value
+
+
+def items(operand: Any) -> list[Any]:
     """A vector's parts, or the operand alone."""
-    return operand.items if isinstance(operand, Vector) else (operand,)
+    return operand if isinstance(operand, list) else [operand]
 
 
-def whole_warps(threads: Threads, mask: Mask, what: Any, size: int = 32) -> Any:
+def whole_warps(threads: Threads, mask: Mask, one: Instruction, size: int = 32) -> np.ndarray:
     """bool [warps]: those that take part, each with all of its lanes; or of warpgroups."""
     lanes = threads.active(mask).reshape(-1, size)
     if (lanes.any(1) != lanes.all(1)).any():
-        raise Fault(f"lanes are missing: {what}")
+        raise Fault(f"lanes are missing: {one}")
     return lanes.all(1)
 
 
-INSTRUCTIONS: dict[str, Build] = {}
+# --- instructions -----------------------------------------------------------------------------------------------------
+
+_BUILDERS: dict[str, list[tuple[Any, Callable[..., Run]]]] = defaultdict(list)
 
 
-def instruction(*names: str) -> Callable[[Build], Build]:
-    """Registers what builds the closures of instructions that begin with these names."""
+def instruction(*names: str) -> Callable[[Callable[..., Run]], Callable[..., Run]]:
+    """Registers what makes the closures of instructions whose whole names match one of these patterns.
 
-    def register(build: Build) -> Build:
-        INSTRUCTIONS.update(dict.fromkeys(names, build))
+    A pattern is a regular expression in which a point is a point. What is decorated takes the program, the instruction
+    and the pattern's groups. A modifier that no pattern has is unsupported.
+    """
+
+    def register(build: Callable[..., Run]) -> Callable[..., Run]:
+        for name in names:
+            pattern = re.compile(re.sub(r"\.(?![*+])", r"\\.", name))
+            for first in re.match(r"\(?([\w.|]+)", name)[1].split("|"):  # type: ignore[index]
+                _BUILDERS[first.split(".")[0]].append((pattern, build))
         return build
 
     return register
 
 
-def operand_type(one: Instruction) -> tuple[str, int]:
-    """The kind and bits of the type that the name ends with."""
-    return kind_of(one.parts[-1])
+def elementwise(names: str, types: str, function_of: Callable[..., Callable[..., Any]]) -> None:
+    """Registers instructions that compute each lane's result from its operands.
+
+    Args:
+        names: a pattern, as of ``instruction``.
+        types: of the result and the operands, with the pattern's groups as {0}, {1}, ...
+        function_of: gives, of the groups, the function of arrays.
+    """
+
+    def build(program: Program, one: Instruction, *groups: str) -> Run:
+        kinds, function = types.format(*groups).split(), function_of(*groups)
+        target, *operands = one.operands
+        if len(kinds) != len(one.operands) or not (target is SINK or isinstance(target, Register)):
+            raise one.unsupported()
+        reads = [reader(one, operand, kind) for operand, kind in zip(operands, kinds[1:], strict=True)]
+        bits = 1 if kinds[0] == "pred" else np.dtype(TYPES[kinds[0]]).itemsize * (16 if kinds[0].endswith("x2") else 8)
+        dtype = f"{'i' if kinds[0][0] == 's' else 'u'}{bits // 8}" if bits > 1 else "?"
+        return lambda threads, mask: write(
+            threads, mask, target, np.asarray(function(*[read(threads) for read in reads])).view(dtype)
+        )
+
+    instruction(names)(build)
+
+
+def prepare(program: Program) -> None:
+    """Make each instruction's closure, once."""
+    for one in program.instructions:
+        if one.run is None:
+            for pattern, build in _BUILDERS.get(one.name.split(".")[0], ()):
+                if found := pattern.fullmatch(one.name):
+                    one.run = build(program, one, *found.groups())
+                    break
+            else:
+                raise one.unsupported()

@@ -1,9 +1,12 @@
-"""Global and shared memory: every access in bounds, aligned, of bytes that somebody wrote, and without a race."""
+"""Global and shared memory: every access in bounds, aligned, of bytes that somebody wrote, and without a race.
+
+An access of 1 to 32 bytes is of words: itself, or of more than 8 bytes several of 8.
+"""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,11 +16,24 @@ from emulator.parse import Fault
 Span = tuple[int, int, np.ndarray | None]  # address, bytes, and which of them were written; None: all
 
 
+def words(data: np.ndarray, size: int) -> np.ndarray:
+    """Bytes as [accesses of this size, words of each]."""
+    word = min(size, 8)
+    return data[: data.size // size * size].view(f"u{word}").reshape(-1, size // word)
+
+
+def check_alignment(address: np.ndarray, size: int, what: Any) -> None:
+    """Raise Fault for an address that is not a multiple of the access's size."""
+    if wrong := np.count_nonzero(address & (size - 1)):
+        at = int(address[address & (size - 1) != 0][0])
+        raise Fault(f"misaligned access of {size} bytes at {at:#x} by {wrong} lanes: {what}")
+
+
 class GlobalMemory:
     """Allocations of this process, which a kernel may touch and nothing else.
 
     Args:
-        spans: (address, bytes, bool [bytes] that says which were written, or None for all). They may overlap.
+        spans: (address, bytes, bool [bytes] that says which were written, or None for all). One may be part of another.
         more: finds others, asked for once, when an address is in none of these: a pointer may come from memory.
     """
 
@@ -26,34 +42,19 @@ class GlobalMemory:
         self._spans = list(spans)
         self._settle()
 
-    def add(self, span: Span) -> None:
-        """One more allocation."""
-        self._spans.append(span)
-        self._settle()
-
     def _settle(self) -> None:
-        found: dict[int, tuple[int, np.ndarray | None]] = {}
-        for address, size, written in self._spans:  # the longest at an address
-            if size > found.get(address, (0, None))[0]:
-                found[address] = size, written
-        kept: list[Span] = []
-        for address, (size, written) in sorted(found.items()):
-            if kept and address + size <= kept[-1][0] + kept[-1][1]:
-                continue  # inside of another
-            kept.append((address, size, written))
-        self._kept = kept
-        self._starts = np.array([address for address, *_ in kept], np.uint64)
-        self._ends = np.array([address + size for address, size, _ in kept], np.uint64)
-        self._bytes = [np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(a)) for a, size, _ in kept]
+        self._kept: list[Span] = []
+        for span in sorted(self._spans, key=lambda span: (span[0], -span[1])):
+            if not self._kept or span[0] + span[1] > sum(self._kept[-1][:2]):  # not a part of the one before
+                self._kept.append(span)
+        self._starts, sizes = (np.array([span[part] for span in self._kept], np.int64) for part in (0, 1))
+        self._ends = self._starts + sizes
+        self._bytes = [np.frombuffer((ctypes.c_uint8 * size).from_address(at), np.uint8) for at, size, _ in self._kept]
 
     def _find(self, address: np.ndarray, size: int, what: Any) -> np.ndarray:
         """Each access's allocation."""
-        if (address % np.uint64(size)).any():
-            raise Fault(f"misaligned access of {size} bytes at {address[address % np.uint64(size) != 0][0]:#x}: {what}")
-        found = np.searchsorted(self._starts, address, "right").astype(np.int64) - 1
-        outside = found < 0
-        if self._starts.size:
-            outside |= address + np.uint64(size) > self._ends[found]
+        found = np.searchsorted(self._starts, address, "right") - 1
+        outside = (found < 0) | (address + size > self._ends[found]) if self._kept else np.ones(address.size, bool)
         if not outside.any():
             return found
         if self._more is not None:
@@ -61,60 +62,55 @@ class GlobalMemory:
             self._more = None
             self._settle()
             return self._find(address, size, what)
-        at = int(address[np.argmax(outside)])
-        near = self._kept[max(int(found[np.argmax(outside)]), 0)][:2] if self._kept else (0, 0)
-        raise Fault(
-            f"out of bounds: {size} bytes at {at:#x} by {outside.sum()} lanes; the allocation below is of {near[1]} "
-            f"bytes, and this is its byte {at - near[0]}: {what}"
-        )
+        at, below = int(address[outside][0]), found[outside][0]
+        near = f"; of the allocation below, of {self._kept[below][1]} bytes, byte {at - self._kept[below][0]}"
+        raise Fault(f"out of bounds: {size} bytes at {at:#x}{near if below >= 0 else ''}, by {outside.sum()} lanes: {what}")
 
-    def _places(self, address: np.ndarray, size: int, what: Any) -> Iterable[tuple[Any, Any, int, np.ndarray]]:
-        """(which accesses, their memory in units of ``size``, its allocation, their units) an allocation."""
+    def _places(self, address: np.ndarray, size: int, what: Any) -> Iterator[tuple[Any, np.ndarray, np.ndarray, Any]]:
+        """(which accesses, their allocation's words, their units of these, which bytes were written) an allocation."""
+        check_alignment(address, size, what)
         found = self._find(address, size, what)
-        for span in [int(found[0])] if (found == found[0]).all() else np.unique(found).tolist():
-            which = slice(None) if (found == span).all() else found == span
-            start = self._kept[span][0]
+        several = (found != found[0]).any()
+        for number in np.unique(found).tolist() if several else [int(found[0])]:
+            which = found == number if several else slice(None)
+            start, _, written = self._kept[number]
             skipped = -start % size
-            memory = self._bytes[span][skipped:]
-            memory = memory[: memory.size // size * size].view(f"V{size}" if size > 8 else f"u{size}")
-            yield which, memory, span, ((address[which] - np.uint64(start + skipped)).astype(np.int64) // size)
+            written = None if written is None else words(written[skipped:].view(np.uint8), size)
+            units = (address[which] - (start + skipped)) // size
+            yield which, words(self._bytes[number][skipped:], size), units, written
 
-    def load(self, address: np.ndarray, size: int, what: Any, is_checked: bool = True) -> np.ndarray:
-        """uint8 [lanes, size]."""
-        out = np.empty((address.size, size), np.uint8)
-        for which, memory, span, units in self._places(address, size, what):
-            out[which] = memory[units].view(np.uint8).reshape(-1, size)
-            written = self._kept[span][2]
-            if is_checked and written is not None:
-                at = (units * size + -self._kept[span][0] % size)[:, None] + np.arange(size)
-                if not written[at].all():
-                    lost = int(at[~written[at]][0])
-                    raise Fault(f"nobody wrote byte {lost} of an allocation of {written.size} bytes: {what}")
+    def load(self, address: np.ndarray, size: int, what: Any) -> np.ndarray:
+        """Words [lanes, words of an access]."""
+        out = np.empty((address.size, max(size // 8, 1)), f"u{min(size, 8)}")
+        for which, data, units, written in self._places(address, size, what):
+            out[which] = data[units]
+            if written is not None and (written[units].view(np.uint8) == 0).any():
+                raise Fault(f"nobody wrote all of these bytes of an allocation of {written.nbytes}: {what}")
         return out
 
-    def store(self, address: np.ndarray, values: np.ndarray, what: Any) -> None:
-        """values: uint8 [lanes, size]."""
-        size = values.shape[1]
-        for which, memory, span, units in self._places(address, size, what):
-            memory[units] = np.ascontiguousarray(values[which]).view(memory.dtype).reshape(-1)
-            written = self._kept[span][2]
+    def store(self, address: np.ndarray, values: np.ndarray, size: int, what: Any) -> None:
+        """values: words [lanes, words of an access]."""
+        for which, data, units, written in self._places(address, size, what):
+            given = values[which]
+            data[units] = given
+            if (data[units] != given).any():
+                raise Fault(f"race: lanes write different values to one place: {what}")
             if written is not None:
-                written[(units * size + -self._kept[span][0] % size)[:, None] + np.arange(size)] = True
+                written[units] = np.uint64(0x0101010101010101).astype(written.dtype)
 
     def update(self, address: np.ndarray, dtype: Any, change: Callable[[int, Any], Any], what: Any) -> np.ndarray:
         """Read, change and write one lane after another; what each lane found."""
-        size = np.dtype(dtype).itemsize
-        out = np.empty(address.size, dtype)
+        size, out = np.dtype(dtype).itemsize, np.empty(address.size, dtype)
         for lane in range(address.size):
             one = address[lane : lane + 1]
             out[lane] = old = self.load(one, size, what).view(dtype)[0, 0]
-            self.store(one, np.array([[change(lane, old)]], dtype).view(np.uint8), what)
+            self.store(one, np.array([[change(lane, old)]], dtype).view(f"u{size}"), size, what)
         return out
 
 
 BASE = 1024  # bytes of shared memory that CUDA keeps for itself, so that a kernel's begin at a multiple of it
 WRITTEN, COMING = 1, 2  # of a byte: somebody wrote it; a copy of it is under way
-NOBODY, MANY = -1, -2
+NOBODY, SEVERAL = -1, -2
 
 
 class SharedMemory:
@@ -128,7 +124,7 @@ class SharedMemory:
     """
 
     def __init__(self, programs: int, size: int, races: bool) -> None:
-        self.stride = BASE + -(-max(size, 16) // 16) * 16
+        self.stride, self._end = BASE + -(-size // 32) * 32, BASE + size
         self.data = np.full(programs * self.stride, 0xA5, np.uint8)
         self._state = np.zeros(programs * self.stride, np.uint8)
         self._clock = 1
@@ -139,69 +135,66 @@ class SharedMemory:
             self._written, self._read = (np.full(self.data.size, -1) for _ in range(2))
 
     def places(self, address: np.ndarray, program: np.ndarray, size: int, what: Any) -> np.ndarray:
-        """Where in ``data`` accesses of ``size`` bytes begin."""
-        address = address.astype(np.int64)
-        if (address % size).any():
-            raise Fault(f"misaligned shared access of {size} bytes at {address[address % size != 0][0]}: {what}")
-        if address.size and (address.min() < BASE or address.max() + size > self.stride):
-            raise Fault(f"out of bounds: shared {address.min()}..{address.max() + size - 1} of {self.stride}: {what}")
-        return address + program * self.stride
+        """Where in ``data`` accesses begin, in units of ``size`` bytes."""
+        check_alignment(address, size, what)
+        if address.size and (address.min() < BASE or address.max() + size > self._end):
+            lowest, highest = address.min() - BASE, address.max() + size - 1 - BASE
+            raise Fault(f"out of bounds: shared bytes {lowest}..{highest} of {self._end - BASE}: {what}")
+        return (address + program * self.stride) // size
 
     def met(self, programs: Any) -> None:
         """These programs' threads are all at a barrier."""
         self._clock += 1
         self._met[programs] = self._clock
 
-    def read(self, places: np.ndarray, warp: np.ndarray, what: Any) -> np.ndarray:
-        """uint8 [lanes, bytes] at places [lanes, bytes], for warps [lanes]."""
-        state = self._state[places]
+    def read(self, units: np.ndarray, size: int, warp: np.ndarray, what: Any) -> np.ndarray:
+        """Words [lanes, words of an access] of units [lanes], for warps [lanes]."""
+        state = words(self._state, size)[units].view(np.uint8)
         if (state != WRITTEN).any():
             why = "a copy under way writes" if (state & COMING).any() else "nobody wrote"
-            raise Fault(f"{why} shared byte {int(places[state != WRITTEN][0] % self.stride)}, which is read: {what}")
+            raise Fault(f"{why} shared bytes that are read, of {self._named(units[(state != WRITTEN).any(1)], size)}: {what}")
         if self._races:
-            warps = np.broadcast_to(warp[:, None], places.shape)
-            since = self._met[places // self.stride]
-            self._raise_for((self._written[places] >= since) & (self._writer[places] != warps), places, "read", what)
-            again = (self._read[places] >= since) & (self._reader[places] != warps)
-            self._reader[places] = np.where(again, MANY, warps)
-            self._read[places] = self._clock
-        return self.data[places]
+            writer, written, reader, read, since = self._history(units, size)
+            warps = warp[:, None]
+            self._raise_for((written >= since) & (writer != warps), units, size, "read", what)
+            again = (read >= since) & (reader != warps)
+            self._reader.reshape(-1, size)[units] = np.where(again, SEVERAL, warps)
+            self._read.reshape(-1, size)[units] = self._clock
+        return words(self.data, size)[units]
 
-    def write(self, places: np.ndarray, values: np.ndarray, warp: np.ndarray, what: Any) -> None:
-        """Write values [lanes, bytes]."""
-        self.touch(places, warp, what)
-        self.data[places] = values
-        self._state[places] = WRITTEN
+    def write(self, units: np.ndarray, size: int, values: np.ndarray, warp: np.ndarray, what: Any) -> None:
+        """Write words [lanes, words of an access]."""
+        self.touch(units, size, warp, what)
+        data = words(self.data, size)
+        data[units] = values
+        if (data[units] != values).any():
+            raise Fault(f"race: lanes write different values to one place in shared memory: {what}")
 
-    def touch(self, places: np.ndarray, warp: np.ndarray, what: Any) -> None:
-        """A write that may race: now, or of a copy that begins."""
+    def touch(self, units: np.ndarray, size: int, warp: np.ndarray, what: Any, state: int = WRITTEN) -> None:
+        """A write that may race: now, or (``state`` COMING) of a copy that begins, or (0) that ends."""
+        states = self._state.reshape(-1, size)
+        if state and (states[units] & COMING).any():
+            raise Fault(f"race: a copy under way writes shared bytes of {self._named(units, size)}, written here: {what}")
+        states[units] = state or WRITTEN
         if self._races:
             self._clock += 1
-            warps = np.broadcast_to(warp[:, None], places.shape)
-            since = self._met[places // self.stride]
-            others = (self._written[places] >= since) & (self._writer[places] != warps)
-            others |= (self._read[places] >= since) & (self._reader[places] != warps)
-            self._raise_for(others, places, "written", what)
-            self._writer[places], self._written[places] = warps, self._clock
+            writer, written, reader, read, since = self._history(units, size)
+            warps = warp[:, None]
+            others = ((written >= since) & (writer != warps)) | ((read >= since) & (reader != warps))
+            self._raise_for(others, units, size, "written", what)
+            self._writer.reshape(-1, size)[units], self._written.reshape(-1, size)[units] = warps, self._clock
 
-    def _raise_for(self, wrong: np.ndarray, places: np.ndarray, how: str, what: Any) -> None:
+    def _history(self, units: np.ndarray, size: int) -> list[np.ndarray]:
+        every = (self._writer, self._written, self._reader, self._read)
+        since = self._met[units * size // self.stride][:, None]
+        return [*(one.reshape(-1, size)[units] for one in every), since]
+
+    def _named(self, units: np.ndarray, size: int) -> str:
+        return f"the {size} at {int(units.flat[0] * size % self.stride) - BASE}"
+
+    def _raise_for(self, wrong: np.ndarray, units: np.ndarray, size: int, how: str, what: Any) -> None:
         if wrong.any():
-            at = places[wrong][0]
             raise Fault(
-                f"race: shared byte {int(at % self.stride)}, {how} here, was written by warp {self._writer[at]} and "
-                f"read by warp {self._reader[at]} (-2: several) since the last barrier: {what}"
+                f"race: shared bytes of {self._named(units[wrong.any(1)], size)}, {how} here, were written or read by "
+                f"another warp since the last barrier: {what}"
             )
-
-    def begin_copy(self, places: np.ndarray, warp: np.ndarray, what: Any) -> None:
-        """A copy to these bytes begins: nobody may read them before it has ended."""
-        self.touch(places, warp, what)
-        self._state[places] |= COMING
-
-    def snapshot(self, places: np.ndarray) -> np.ndarray:
-        """When each byte was last written: of an asynchronous read that begins."""
-        return self._written[places].copy() if self._races else np.zeros(0)
-
-    def end_read(self, places: np.ndarray, before: np.ndarray, what: Any) -> None:
-        """An asynchronous read ends: nobody may have written since it began."""
-        if self._races:
-            self._raise_for(self._written[places] != before, places, "read by a product under way", what)

@@ -1,4 +1,4 @@
-"""Which threads run next: all together, the least advanced first, or warps alone in a random order."""
+"""Which threads run next: all together, the least advanced first, or programs or warps alone in a random order."""
 
 from __future__ import annotations
 
@@ -7,22 +7,40 @@ from typing import Any
 
 import numpy as np
 
-from emulator.integers import BARRIER, END, PAUSE
-from emulator.machine import INSTRUCTIONS, Launch, Options, Threads
+from emulator.accesses import PAUSE
+from emulator.machine import Launch, Mask, Options, Run, Threads, constant, instruction, prepare
 from emulator.memory import GlobalMemory
-from emulator.parse import Fault, Program, parse
+from emulator.parse import Fault, Instruction, Program, Unsupported, parse
 
-AT_ONCE = 4  # programs under way where warps run in a random order
+AT_ONCE = 4  # programs under way where they run in a random order
+END, BARRIER = "end", "barrier"  # what a closure returns besides None, PAUSE, or a place to go on at
 
 
-def prepare(program: Program) -> None:
-    """Make each instruction's closure, once."""
-    for one in program.instructions:
-        if one.run is None:
-            build = INSTRUCTIONS.get(one.parts[0])
-            if build is None:
-                raise one.unsupported()
-            one.run = build(program, one)
+@instruction("bra(?:.uni)?")
+def branch(program: Program, one: Instruction) -> Run:
+    """A jump."""
+    place = program.labels[one.operands[0].name]
+    return lambda threads, mask: place
+
+
+@instruction("(bar|barrier).sync")
+def barrier(program: Program, one: Instruction, name: str) -> Run:
+    """All of a program's threads meet."""
+    if [constant(one, operand) for operand in one.operands] not in ([0], [0, program.threads]):
+        raise one.unsupported()
+    return lambda threads, mask: BARRIER
+
+
+@instruction("ret")
+def leave(program: Program, one: Instruction) -> Run:
+    """The end of a thread."""
+    return lambda threads, mask: END
+
+
+@instruction("bar.warp.sync", "fence.proxy.async.shared::cta")
+def fence(program: Program, one: Instruction) -> Run:
+    """Nothing: memory is in order."""
+    return lambda threads, mask: None
 
 
 def run(
@@ -32,10 +50,11 @@ def run(
 
     Args:
         text: PTX of one kernel.
-        grid: programs in each dimension.
+        grid: programs in each dimension; of the second and third 1.
         values: each parameter's bytes.
         shared: bytes of shared memory a program.
         memory: what the kernel may touch; it is changed in place.
+        options: how.
 
     Returns:
         the launch, with what was counted.
@@ -45,13 +64,15 @@ def run(
         Unsupported: an instruction that is not modelled.
     """
     program = parse(text)
-    prepare(program)
-    launch = Launch(program, grid, values, shared, memory, options)
+    if grid[1:] != (1, 1):
+        raise Unsupported(f"a grid of {grid}")
     with np.errstate(all="ignore"):
+        prepare(program)
+        launch = Launch(program, grid[0], values, shared, memory, options)
         if options.schedule == "together":
-            each = np.arange(launch.programs), np.arange(program.threads)
-            threads = Threads(launch, np.repeat(each[0], program.threads), np.tile(each[1], launch.programs))
-            for _ in _steps(threads, waits=False):
+            count = program.threads
+            threads = Threads(launch, np.repeat(np.arange(grid[0]), count), np.tile(np.arange(count), grid[0]))
+            for _ in _steps(threads, all_of_them=True):
                 pass
         else:
             _in_random_order(launch)
@@ -61,113 +82,94 @@ def run(
 def _in_random_order(launch: Launch) -> None:
     """Some programs at once, in a random order; of them one warp at a time until it waits."""
     program, random = launch.program, launch.random
-    size = 128 if any(one.parts[0] == "wgmma" for one in program.instructions) else 32
+    size = program.threads if launch.options.schedule == "programs" else 32
+    if any(one.name.startswith("wgmma") for one in program.instructions):
+        size = max(size, 128)
     left = random.permutation(launch.programs).tolist()
-    under_way: dict[int, list[Any]] = {}  # by program: [warp, whether it waits at a barrier]
+    under_way: dict[int, list[Any]] = {}  # by program: of each warp its steps, and what it told last
     while left or under_way:
         while left and len(under_way) < AT_ONCE:
             number = left.pop()
             threads = [np.arange(first, first + size) for first in range(0, program.threads, size)]
             made = [Threads(launch, np.full(size, number), part) for part in threads]
-            under_way[number] = [[_steps(part, waits=True), False] for part in made]
-        number = random.choice(list(under_way))
-        warps_ = under_way[number]
-        if ready := [warp for warp in warps_ if not warp[1]]:
-            warp = ready[random.integers(len(ready))]
-            try:
-                warp[1] = next(warp[0]) == BARRIER
-            except StopIteration:
-                warps_.remove(warp)
-        for warp in warps_ if all(warp[1] for warp in warps_) else ():
-            warp[1] = False
-        if not warps_:
+            under_way[number] = [[_steps(part, all_of_them=False), PAUSE] for part in made]
+        number = list(under_way)[random.integers(len(under_way))]
+        warps = under_way[number]
+        ready = [warp for warp in warps if warp[1] == PAUSE]
+        warp = ready[random.integers(len(ready))]
+        warp[1] = next(warp[0], END)
+        told = {warp[1] for warp in warps}
+        if told == {END}:
             del under_way[number]
+        elif PAUSE not in told:
+            if len(told) > 1:
+                raise Fault(f"a barrier that not all reach: {told - {END}}")
+            for warp in warps:
+                warp[1] = PAUSE
 
 
-def _steps(threads: Threads, waits: bool) -> Generator[str, None, None]:
-    """Run to the end. ``waits``: these are a warp, which stops at barriers and after atomics for others to run.
+def _steps(threads: Threads, all_of_them: bool) -> Generator[Any, None, None]:
+    """Run to the end. Without ``all_of_them`` these stop at barriers, telling which, and after atomics, for others.
 
     While all lanes are at one place, nothing is kept of where each is.
     """
-    launch, instructions = threads.launch, threads.launch.program.instructions
-    places, alive = np.zeros(threads.count, np.int64), np.ones(threads.count, bool)
-    blocked = np.zeros(threads.count, bool)
-    together, place, done = True, 0, 0
-    while True:
-        if together:
-            here = None
-        else:
+    launch, instructions, every = threads.launch, threads.launch.program.instructions, threads.count
+    places, alive, blocked = np.zeros(every, np.int64), np.ones(every, bool), np.zeros(every, bool)
+    size = launch.program.threads if all_of_them else every  # of those that meet at a barrier
+    together, place, executed = True, 0, launch.executed
+    for _ in range(launch.options.most):
+        here: Mask = None
+        if not together:
             running = alive & ~blocked
             if not running.any():
                 if not alive.any():
                     return
-                stuck = np.unique(places[blocked]) - 1
-                raise Fault(f"a barrier that not all reach: {'; '.join(str(instructions[at]) for at in stuck)}")
+                raise Fault(f"a barrier that not all reach: {instructions[int(places[blocked][0]) - 1]}")
             place = int(places[running].min())
             here = running & (places == place)
             if here.all():
                 together, here = True, None
-        if place >= len(instructions):
-            return
-        one = instructions[place]
-        done += 1
-        if done > launch.options.most:
-            raise Fault(f"more than {launch.options.most} instructions: {one}")
-        mask = here
+        one, mask = instructions[place], here
         if one.guard is not None:
-            allowed = threads.registers[one.guard.number]
-            allowed = ~allowed if one.negated else allowed
-            mask = allowed if here is None else here & allowed
-            mask = None if mask.all() else mask
+            mask = threads.registers[one.guard.number]
+            mask = ~mask if one.negated else mask
+            mask = mask if here is None else here & mask
+        count = every if mask is None else int(np.count_nonzero(mask))
         if here is not None:
             places[here] = place + 1
-        if mask is not None and not mask.any():
-            place += 1
+        place += 1
+        if count == 0:
             continue
-        launch.executed[place] += threads.count if mask is None else int(mask.sum())
+        executed[place - 1] += count
         if threads.under_way and one.used & threads.under_way - getattr(one.run, "writes", frozenset()):
-            raise Fault(f"a register that a product or load under way will write is used before a wait: {one}")
-        found = one.run(threads, mask)  # type: ignore[misc]
-        if found is PAUSE:
-            found = None
-            if waits:
-                yield PAUSE
+            raise Fault(f"a register that a product under way will write is used before a wait: {one}")
+        found = one.run(threads, None if count == every else mask)  # type: ignore[misc]
         if found is None:
-            place += 1
             continue
-        if together and mask is None and not isinstance(found, np.ndarray):
+        if found is PAUSE:
+            if not all_of_them:
+                yield PAUSE
+            continue
+        if count == every and found is not BARRIER:
             if found is END:
                 return
-            if found is BARRIER:
-                launch.shared.met(slice(None) if not waits else threads.program)
-                if waits:
-                    yield BARRIER
-                place += 1
-            else:
-                place = found
+            place = found
             continue
         if together:
-            together = False
-            places[:] = place + 1
-        who = threads.active(mask)
-        if isinstance(found, np.ndarray):
-            places[who] = found[who]
-        elif found is END:
-            alive[who] = False
+            places[:] = place
+        together, who = False, threads.active(mask)
+        if found is END:
+            alive &= ~who
         elif found is BARRIER:
-            if waits and not (who == alive).all():
-                raise Fault(f"part of a warp reaches a barrier: {one}")
             blocked |= who
+            rows = places.reshape(-1, size)
+            met = (blocked.reshape(-1, size) & (rows == rows[:, :1])).all(1)
+            if met.any():
+                if all_of_them:
+                    launch.shared.met(met)
+                else:
+                    yield place
+                blocked &= ~np.repeat(met, size)
         else:
             places[who] = found
-        if blocked.any():
-            if waits:
-                yield BARRIER
-                blocked[:] = False
-            else:
-                waiting, living = (
-                    np.bincount(threads.program[lanes], minlength=launch.programs) for lanes in (blocked, alive)
-                )
-                free = (waiting == living) & (living > 0)
-                launch.shared.met(free)
-                blocked &= ~free[threads.program]
+    raise Fault(f"more than {launch.options.most} instructions, the last of them {instructions[place - 1]}")

@@ -1,114 +1,82 @@
 """Numbers as the GPU has them: types, NaN, rounding, fused multiply-add, FP8, approximate functions.
 
-Arrays hold bits: uint8 to uint64, a predicate's bool. Functions here take and return arrays of numbers.
+Registers hold bits: uint8 to uint64, a predicate's bool. Functions here take and return arrays of numbers.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
-UNSIGNED: dict[int, Any] = {1: np.bool_, 8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
-SIGNED: dict[int, Any] = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
-FLOAT: dict[int, Any] = {16: np.float16, 32: np.float32, 64: np.float64}
 U16, U32, U64 = np.uint16, np.uint32, np.uint64
-# What arithmetic makes of any NaN, by bits; bf16's is float16's.
-NAN: dict[int, Any] = {16: U16(0x7FFF), 32: U32(0x7FFFFFFF), 64: U64(0x7FFFFFFFFFFFFFFF)}
-
-
-def kind_of(name: str) -> tuple[str, int]:
-    """("b", "u", "s", "f" or "B" for bf16, bits) of a type's name; a pair of 16-bit floats is ("b", 32)."""
-    if name == "bf16":
-        return "B", 16
-    if name.endswith("x2"):
-        return "b", 64 if name == "f32x2" else 32
-    return ("p", 1) if name == "pred" else (name[0], int(name[1:]))
-
-
-def dtype_of(kind: str, bits: int) -> Any:
-    """NumPy's dtype."""
-    return (FLOAT if kind == "f" else SIGNED if kind == "s" else UNSIGNED)[bits]
+UNSIGNED: dict[int, Any] = {1: np.bool_, 8: np.uint8, 16: U16, 32: U32, 64: U64}
+# NumPy's dtypes of PTX's types; of packed ones an element's. A bf16 is read as float32.
+TYPES: dict[str, Any] = {
+    **{f"{letter}{bits}": UNSIGNED[bits] for letter in "bu" for bits in (8, 16, 32, 64)},
+    **{f"s{bits}": np.dtype(f"i{bits // 8}").type for bits in (8, 16, 32, 64)},
+    **{f"f{bits}": np.dtype(f"f{bits // 8}").type for bits in (16, 32, 64)},
+    **{"pred": np.bool_, "bf16": U16, "bf16x2": U16, "f16x2": np.float16, "f32x2": np.float32},
+    **{"e4m3": np.uint8, "e5m2": np.uint8, "e4m3x2": np.uint8, "e5m2x2": np.uint8},
+}
+NAN: dict[Any, Any] = {  # what arithmetic makes of any NaN; bf16's is float16's
+    np.dtype(np.float16): U16(0x7FFF),
+    np.dtype(np.float32): U32(0x7FFFFFFF),
+    np.dtype(np.float64): U64(0x7FFFFFFFFFFFFFFF),
+}
 
 
 def canonical(values: Any) -> Any:
     """An arithmetic result with the one NaN that NVIDIA's units make."""
-    values = np.atleast_1d(values)
     nan = values != values
-    if nan.any():
-        bits = values.dtype.itemsize * 8
-        values = values.copy()
-        values.view(UNSIGNED[bits])[nan] = NAN[bits]
+    if np.count_nonzero(nan):
+        values = np.array(values)
+        bits = NAN[values.dtype]
+        values.view(bits.dtype)[nan] = bits
     return values
 
 
 def from_bf16(bits: Any) -> Any:
     """float32 of bf16's bits."""
-    return (np.asarray(bits).astype(U32) << U32(16)).view(np.float32)
-
-
-def _is_inexact_and_even(bits: Any, error: Any) -> Any:
-    return ((bits & 1) == 0) & (np.abs(error) > 0)
-
-
-def _to_odd(values: Any, error: Any) -> Any:
-    """A rounded number and what rounding lost, rounded to odd instead: rounding it again rounds once."""
-    values = np.atleast_1d(values)
-    bits = values.view(SIGNED[values.dtype.itemsize * 8])
-    step = np.where((error > 0) == (values > 0), 1, -1).astype(bits.dtype)
-    return np.where(_is_inexact_and_even(bits, error), bits + step, bits).view(values.dtype)
+    return (bits.astype(U32) << U32(16)).view(np.float32)
 
 
 def fma32(x: Any, y: Any, z: Any) -> Any:
     """float32 x * y + z, rounded once: in float64 the product is exact, and the sum is rounded to odd."""
-    product, addend = np.asarray(x).astype(np.float64) * y, np.asarray(z).astype(np.float64)
-    total = product + addend
+    product = np.multiply(x, y, dtype=np.float64)
+    total = np.atleast_1d(product + z)
     back = total - product
-    return _to_odd(total, (product - (total - back)) + (addend - back)).astype(np.float32)
-
-
-def fma64(x: Any, y: Any, z: Any) -> Any:
-    """float64 x * y + z, rounded once, an element at a time."""
-
-    def one(a: float, b: float, c: float) -> float:
-        if not (math.isfinite(a) and math.isfinite(b) and math.isfinite(c)):
-            return float(np.float64(a) * b + c)
-        total = Fraction(a) * Fraction(b) + Fraction(c)
-        try:
-            return total.numerator / total.denominator if total else a * b + c
-        except OverflowError:
-            return math.copysign(math.inf, total)
-
-    return np.array([one(*map(float, values)) for values in np.broadcast(*np.broadcast_arrays(x, y, z))])
+    error = (product - (total - back)) + (z - back)
+    bits = total.view(np.int64)
+    even = (bits & 1 == 0) & (np.abs(error) > 0)  # and inexact; false for infinities and NaN
+    if np.count_nonzero(even):
+        bits = bits + even * np.where((error > 0) == (total > 0), 1, -1)
+    return canonical(bits.view(np.float64).astype(np.float32))
 
 
 def extreme(a: Any, b: Any, least: bool, keeps_nan: bool) -> Any:
-    """PTX's min and max of floats: of a NaN and a number the number, or NaN; -0 is below +0."""
-    found = np.atleast_1d((np.fmin if least else np.fmax)(a, b))
-    bits = UNSIGNED[found.dtype.itemsize * 8]
+    """PTX's min and max of float32: of a NaN and a number the number, or NaN; -0 is below +0."""
+    found = (np.fmin if least else np.fmax)(a, b)
     zeros = (a == 0) & (b == 0)
-    if zeros.any():
-        first, second = (np.ascontiguousarray(np.broadcast_to(v, found.shape)).view(bits) for v in (a, b))
-        found = np.where(zeros, first | second if least else first & second, found.view(bits)).view(found.dtype)
+    if np.count_nonzero(zeros):
+        first, second = (np.asarray(v, np.float32).view(U32) for v in (a, b))
+        found = np.where(zeros, first | second if least else first & second, found.view(U32)).view(np.float32)
     if keeps_nan:
-        found = np.where((a != a) | (b != b), found.dtype.type(np.nan), found)
+        found = np.where((a != a) | (b != b), np.float32(np.nan), found)
     return canonical(found)
 
 
 # --- conversions ------------------------------------------------------------------------------------------------------
 
 
-def _fp8_values(mantissa: int, bias: int, count: int) -> np.ndarray:
+def _magnitudes(mantissa: int, bias: int, count: int) -> np.ndarray:
     code = np.arange(count)
     exponent, fraction = code >> mantissa, (code & ((1 << mantissa) - 1)) / (1 << mantissa)
     return np.where(exponent > 0, np.ldexp(1 + fraction, exponent - bias), np.ldexp(fraction, 1 - bias))
 
 
-# The numbers >= 0 by their codes, ascending.
-MAGNITUDES = {"e4m3": _fp8_values(3, 7, 0x7F), "e5m2": _fp8_values(2, 15, 0x7C)}
+MAGNITUDES = {"e4m3": _magnitudes(3, 7, 0x7F), "e5m2": _magnitudes(2, 15, 0x7C)}  # numbers >= 0 by their codes
 
 
 def _decoded(element: str) -> np.ndarray:
@@ -120,83 +88,64 @@ def _decoded(element: str) -> np.ndarray:
 
 
 FP8 = {element: _decoded(element) for element in MAGNITUDES}  # float64 of each code
+FP8_AS_F16 = {element: canonical(values.astype(np.float16)) for element, values in FP8.items()}
 
 
 def to_fp8(values: Any, element: str) -> Any:
     """The nearest code, ties to even, saturated to the largest number; NaN is 0x7F."""
-    magnitudes = MAGNITUDES[element]
+    magnitudes, exact = MAGNITUDES[element], np.abs(values).astype(np.float64)
     ties = (magnitudes[1:] + magnitudes[:-1]) / 2
-    wide = np.abs(np.asarray(values).astype(np.float64))
-    code = np.searchsorted(ties, wide)  # of a tie the lower one
+    code = np.searchsorted(ties, exact)  # of a tie the lower one
     at = np.minimum(code, ties.size - 1)
-    code += (ties[at] == wide) & (code < ties.size) & (code & 1 == 1)
-    return np.where(np.isnan(wide), 0x7F, code | np.where(np.signbit(values), 0x80, 0)).astype(U16)
+    code += (ties[at] == exact) & (code < ties.size) & (code & 1 == 1)
+    return np.where(exact != exact, 0x7F, code | np.signbit(values) * 0x80).astype(np.uint8)
 
 
-def to_bf16(values: Any, mode: str = "rn") -> Any:
-    """bf16's bits of float32: nearest, ties to even, or toward zero."""
-    bits = np.ascontiguousarray(values).view(U32)
-    up = U32(0x7FFF) + ((bits >> U32(16)) & U32(1)) if mode == "rn" else U32(0)
-    return np.where(np.isnan(values), NAN[16], ((bits + up) >> U32(16)).astype(U16))
+def to_bf16(values: Any) -> Any:
+    """bf16's bits of float32: nearest, ties to even."""
+    bits = np.asarray(values).view(U32)
+    nearest = (bits + (U32(0x7FFF) + ((bits >> U32(16)) & U32(1)))) >> U32(16)
+    return np.where(values != values, U16(0x7FFF), nearest.astype(U16))
 
 
-def to_f16(values: Any, mode: str = "rn") -> Any:
-    """float16's bits: nearest, ties to even, or toward zero."""
-    near = np.atleast_1d(values).astype(np.float16)
-    bits = canonical(near).view(U16)
-    if mode == "rz":
-        is_beyond = np.abs(near.astype(np.float64)) > np.abs(np.asarray(values).astype(np.float64))
-        bits = bits - (is_beyond & ~np.isinf(values))
-    return bits.astype(U16)
+def to_f16(values: Any) -> Any:
+    """float16: nearest, ties to even."""
+    return canonical(values.astype(np.float16))
 
 
-def bf16_of_wide(values: Any) -> Any:
-    """bf16's bits of float64, rounded once."""
-    narrow = values.astype(np.float32)
-    return to_bf16(_to_odd(narrow, np.where(np.isfinite(narrow), values - narrow, 0)))
+def to_f16_toward_zero(values: Any) -> Any:
+    """float16, never farther from zero than the number was."""
+    near = np.atleast_1d(to_f16(values))
+    is_beyond = np.isfinite(values) & (np.abs(near.astype(np.float32)) > np.abs(values))
+    return (near.view(U16) - is_beyond.astype(U16)).view(np.float16)
 
 
-def to_integer(values: Any, kind: str, bits: int) -> Any:
-    """Integers of floats that are whole already: saturated; NaN is 0, or of 64 bits the lowest bit pattern 0x80...0."""
-    low, high = (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if kind == "s" else (0, (1 << bits) - 1)
-    dtype = dtype_of(kind, bits)
-    wide = values.astype(np.float64)
-    above, below, nan = wide >= float(high), wide <= float(low), np.isnan(wide)
-    found = np.where(above | below | nan, 0.0, wide).astype(dtype)
-    found = np.where(above, dtype(high), np.where(below, dtype(low), found))
-    wide_nan = bits == 64 or values.dtype == np.float64
-    lowest = (low if kind == "s" else 1 << (bits - 1)) if wide_nan else 0
-    return np.where(nan, dtype(lowest), found)
+def to_s64(values: Any) -> Any:
+    """int64 of float32 toward zero, saturated; NaN is the lowest."""
+    low, high = np.int64(-(1 << 63)), np.int64((1 << 63) - 1)
+    inside = np.abs(values) < 2.0**63
+    return np.where(inside, np.where(inside, values, 0).astype(np.int64), np.where(values > 0, high, low))
 
-
-WHOLE = {"rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil, "rni": np.rint}
 
 # --- approximate functions --------------------------------------------------------------------------------------------
 
 # (in float64, the largest relative error that the PTX manual gives for its approximation of float32)
 APPROXIMATE: dict[str, tuple[Callable[..., Any], float]] = {
     "ex2": (np.exp2, 2.0**-22.5),
-    "lg2": (np.log2, 2.0**-22),
-    "rcp": (lambda x: 1 / x, 2.0**-23),
-    "rsqrt": (lambda x: 1 / np.sqrt(x), 2.0**-22.9),
-    "sqrt": (np.sqrt, 2.0**-23),
-    "div": (np.divide, 2.0**-22),
-    "tanh": (np.tanh, 2.0**-11),
-    "sin": (np.sin, 2.0**-20.5),
-    "cos": (np.cos, 2.0**-20.5),
+    "rcp": (np.reciprocal, 2.0**-23),
 }
 
 
 def flushed(values: Any) -> Any:
     """Subnormal numbers as zeros of their sign."""
-    tiny = np.abs(values) < np.finfo(np.float32).tiny
-    return np.where(tiny, np.copysign(np.float32(0), values), values)
+    return np.where(np.abs(values) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), values), values)
 
 
-def approximate(name: str, ftz: bool, error: float, *arguments: Any) -> Any:
-    """A function's float32 values at ``error`` times the largest error, -1 to 1, from the exact ones."""
+def approximate(name: str, values: Any, error: float) -> Any:
+    """A function's float32 values at ``error`` times the largest error, -1 to 1, from the exact ones; .ftz."""
     function, bound = APPROXIMATE[name]
-    given = [flushed(x) if ftz else x for x in arguments]
-    exact = function(*(np.asarray(x).astype(np.float64) for x in given))
+    exact = function(flushed(values).astype(np.float64))
     found = np.atleast_1d(exact * (1 + error * bound)).astype(np.float32)
-    return canonical(flushed(found) if ftz else found)
+    passed = np.isfinite(found) & (np.abs(found - exact) > bound * np.abs(exact))  # rounding went over the bound
+    found = np.where(passed, np.nextafter(found, np.where(found > exact, -np.inf, np.inf).astype(np.float32)), found)
+    return canonical(flushed(found))

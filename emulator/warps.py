@@ -6,101 +6,99 @@ from typing import Any
 
 import numpy as np
 
-from emulator.machine import Mask, Threads, instruction, items, operand_type, reader, whole_warps, wide, write
+from emulator.machine import Mask, Run, Threads, constant, instruction, items, reader, whole_warps, wide, write
 from emulator.parse import SINK, Fault, Instruction, Program
-from emulator.values import U32, extreme
-
-ALL = (-1, 0xFFFFFFFF)
+from emulator.values import TYPES, U32, extreme
 
 
-@instruction("shfl")
-def shuffle(program: Program, one: Instruction) -> Any:
+def _members(one: Instruction, operand: Any) -> Any:
+    """A check that the lanes that an operand names are those that are there; it gives them, bool [warps, 32]."""
+    read = reader(one, operand, "u32")
+
+    def check(threads: Threads, mask: Mask) -> np.ndarray:
+        there = threads.active(mask).reshape(-1, 32)
+        members = wide(read(threads), threads.count).reshape(-1, 32) >> np.arange(32, dtype=U32) & U32(1) == 1
+        if (there != members)[there].any():
+            raise Fault(f"its members are not the lanes that are there: {one}")
+        return there
+
+    return check
+
+
+@instruction("shfl.sync.(bfly|idx|up|down).b32")
+def shuffle(program: Program, one: Instruction, mode: str) -> Run:
     """Another lane's value; all lanes of a warp take part."""
-    one.allow("sync", "bfly", "idx", "up", "down")
-    mode, (target, source, by, clamp, members) = one.parts[2], one.operands
-    if getattr(members, "value", None) not in ALL:
+    targets, source, by, clamp, members = one.operands
+    if constant(one, members) not in (-1, 0xFFFFFFFF):
         raise one.unsupported()
-    read, read_by, read_clamp = reader(one, source, "b", 32), reader(one, by, "u", 32), reader(one, clamp, "u", 32)
-    value, inside = (*items(target), SINK)[:2]
+    reads = [reader(one, item, "u32") for item in (source, by, clamp)]
+    value, inside = [*items(targets), SINK][:2]
 
     def run(threads: Threads, mask: Mask) -> None:
         whole_warps(threads, mask, one)
-        lane, step = threads.lane, np.asarray(read_by(threads)).astype(np.int64) & 31
-        bound = np.asarray(read_clamp(threads)).astype(np.int64)
-        segment = (bound >> 8) & 31
+        values, step, bound = (wide(read(threads), threads.count) for read in reads)
+        lane, step, bound = threads.lane, (step & U32(31)).astype(int), bound.astype(int)
+        segment = bound >> 8 & 31
         last = (lane & segment) | (bound & 31 & ~segment)
         if mode == "idx":
             other = (lane & segment) | (step & ~segment)
         else:
             other = lane ^ step if mode == "bfly" else lane - step if mode == "up" else lane + step
         is_inside = other >= last if mode == "up" else other <= last
-        other = np.where(is_inside, other, lane)
-        write(threads, mask, value, wide(read(threads), threads.count)[np.arange(threads.count) - lane + other])
+        write(threads, mask, value, values[np.arange(threads.count) + np.where(is_inside, other - lane, 0)])
         write(threads, mask, inside, is_inside)
 
     return run
 
 
-REDUCTIONS = {
-    "add": np.add,
-    "min": np.minimum,
-    "max": np.maximum,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
-}
-
-
-@instruction("redux")
-def reduce_warp(program: Program, one: Instruction) -> Any:
-    """One number of a warp's, which all of its lanes get."""
-    one.allow("sync", "abs", "NaN", *REDUCTIONS)
-    (kind, bits), name = operand_type(one), one.parts[2]
-    read = reader(one, one.operands[1], kind if kind in "sf" else "u", bits)
-    read_members = reader(one, one.operands[2], "u", 32)
+@instruction("redux.sync.(add|min|max).([su]32|f32)")
+def reduce_warp(program: Program, one: Instruction, name: str, kind: str) -> Run:
+    """One number of a warp's, which all of its lanes that are there get."""
+    target, source, members = one.operands
+    read, check = reader(one, source, kind), _members(one, members)
+    if kind == "f32" and name == "add":
+        raise one.unsupported()
 
     def run(threads: Threads, mask: Mask) -> None:
-        there = threads.active(mask).reshape(-1, 32)
-        members = wide(read_members(threads), threads.count).reshape(-1, 32) >> np.arange(32, dtype=U32) & U32(1) == 1
-        if (there != members)[there.any(1)].any():
-            raise Fault(f"its members are not the lanes that are there: {one}")
+        there = check(threads, mask)
         values = wide(read(threads), threads.count).reshape(-1, 32)
-        values = np.abs(values) if one.has("abs") else values
-        first = np.take_along_axis(values, there.argmax(1)[:, None], 1)
-        if name in ("min", "max", "and", "or"):  # one value more than once changes nothing
-            values = np.where(there, values, first)
-        elif not there[there.any(1)].all():
-            raise one.unsupported("some lanes only")
-        found = values[:, 0]
-        for place in range(1, 32):
-            if kind == "f":
-                found = extreme(found, values[:, place], name == "min", one.has("NaN"))
-            else:
-                found = REDUCTIONS[name](found, values[:, place])
-        write(threads, mask, one.operands[0], np.repeat(found, 32))
+        if name == "add":
+            found = np.where(there, values, 0).sum(1, dtype=TYPES[kind])
+        else:  # one value more than once changes nothing
+            values = np.where(there, values, np.take_along_axis(values, there.argmax(1)[:, None], 1))
+            found = values[:, 0]
+            for place in range(1, 32):
+                if kind == "f32":
+                    found = extreme(found, values[:, place], name == "min", False)
+                else:
+                    found = (np.minimum if name == "min" else np.maximum)(found, values[:, place])
+        write(threads, mask, target, np.repeat(found, 32))
 
     return run
 
 
-@instruction("vote", "activemask", "elect")
-def vote(program: Program, one: Instruction) -> Any:
-    """What the lanes of a warp that are there say."""
-    one.allow("sync", "any", "all", "ballot")
-    base, targets = one.parts[0], items(one.operands[0])
-    read = reader(one, one.operands[1], "p", 1) if base == "vote" else None
+@instruction("vote.sync.ballot.b32")
+def ballot(program: Program, one: Instruction) -> Run:
+    """A bit for each lane whose predicate holds."""
+    target, source, members = one.operands
+    read, check = reader(one, source, "pred"), _members(one, members)
 
     def run(threads: Threads, mask: Mask) -> None:
-        there = threads.active(mask).reshape(-1, 32)
-        said = there if read is None else there & wide(read(threads), threads.count).reshape(-1, 32)
-        if base == "elect":
-            first = np.repeat(there.argmax(1), 32)
-            write(threads, mask, targets[0], first.astype(U32))
-            write(threads, mask, targets[1], threads.lane == first)
-        elif one.has("any", "all"):
-            found = said.any(1) if one.has("any") else (said | ~there).all(1)
-            write(threads, mask, targets[0], np.repeat(found, 32))
-        else:
-            bits = (said.astype(np.uint64) << np.arange(32, dtype=np.uint64)).sum(1).astype(U32)
-            write(threads, mask, targets[0], np.repeat(bits, 32))
+        said = check(threads, mask) & wide(read(threads), threads.count).reshape(-1, 32)
+        write(threads, mask, target, np.repeat(np.packbits(said, 1, "little").view(U32)[:, 0], 32))
+
+    return run
+
+
+@instruction("elect.sync")
+def elect(program: Program, one: Instruction) -> Run:
+    """The lowest lane that is there."""
+    (target, is_chosen), members = one.operands
+    check = _members(one, members)
+
+    def run(threads: Threads, mask: Mask) -> None:
+        first = np.repeat(check(threads, mask).argmax(1), 32)
+        write(threads, mask, target, first.astype(U32))
+        write(threads, mask, is_chosen, threads.lane == first)
 
     return run

@@ -115,8 +115,9 @@ def main(arguments: list[str]) -> int:
         for name in names:
             if options.only in name:
                 torch.manual_seed(0)
-                rows += rows_of(capability, name)
-                print(table(rows[-1:]).splitlines()[-1], flush=True)
+                found = rows_of(capability, name)
+                print(*table(found).splitlines()[-len(found) :], sep="\n", flush=True)
+                rows += found
     wrong = [row for row in rows if row["right"] != "yes"]
     if not options.no_write and not options.only:
         print(

@@ -145,11 +145,11 @@ class _Driver:
     def __init__(self, capability: int, launcher: Any, load_binary: Callable[..., tuple[Any, ...]]) -> None:
         from triton.backends.compiler import GPUTarget
 
-        self.launcher_cls = launcher
+        self.launcher_cls, number = launcher, 1000 * id(launcher) + capability
         properties = dict(zip(("max_shared_mem", "multiprocessor_count"), DEVICES[capability], strict=True))
         self.utils = SimpleNamespace(load_binary=load_binary, get_device_properties=lambda device: properties)
         # closures, as fast as torch's own functions are in the real driver
-        self.get_current_device = lambda: capability  # octavo's key of a compiled kernel has the device
+        self.get_current_device = lambda: number  # Triton and octavo keep compiled kernels by the device
         self.get_current_stream = lambda device: 0
         self.get_current_target = lambda: GPUTarget("cuda", capability, 32)
 
@@ -204,10 +204,16 @@ def emulating(capability: int, options: emulator.Options | None = None) -> Itera
     """
     from triton.backends.nvidia.compiler import CUDABackend
 
+    own_hash = CUDABackend.hash
+
+    def other_hash(backend: Any) -> str:  # Triton's cache on disk holds real binaries by the other
+        return f"{own_hash(backend)}-emulated"
+
     _runs.append(_Run(options or emulator.Options(), [], _Unwritten()))
     try:
         with (
             as_gpu(capability, _Launcher, _load_binary, _compiled.setdefault(capability, {})),
+            mock.patch.object(CUDABackend, "hash", other_hash),
             mock.patch.object(CUDABackend, "make_cubin", lambda own, source, *rest: source.encode()),
             _runs[-1].unwritten,
         ):

@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.ptx import compute
+
+COUNT = 400
+TYPES = ["s16", "u16", "s32", "u32", "s64", "u64"]
+
+
+def numbers(kind: str, seed: int) -> np.ndarray:
+    """Random numbers of every length, and the ends."""
+    bits, random = int(kind[1:]), np.random.default_rng(seed)
+    found = random.integers(0, 1 << 63, COUNT, dtype=np.uint64) << np.uint64(1) | np.uint64(seed & 1)
+    found = (found >> random.integers(0, 64, COUNT, dtype=np.uint64)) * random.choice([1, -1], COUNT).astype(np.uint64)
+    ends = np.array([0, 1, -1, 2, (1 << bits - 1) - 1, -(1 << bits - 1), 1 << (bits // 2)], object) & ((1 << bits) - 1)
+    found[: ends.size] = random.permutation(ends).astype(np.uint64)
+    return found.astype(f"u{bits // 8}")
+
+
+def signed(value: int, kind: str) -> int:
+    """A number of ``bits`` bits as its type reads it."""
+    bits = int(kind[1:])
+    value &= (1 << bits) - 1
+    return value - (1 << bits) if kind[0] == "s" and value >> (bits - 1) else value
+
+
+def holds(name: str, kinds: str, function: Callable[..., int], *inputs: Any) -> None:
+    """The instruction's bits are those of ``function``; kinds: of the result and the operands."""
+    to, *given = kinds.split()
+    got = compute(name, *inputs, out=f"u{int(to[1:]) // 8}")
+    columns = [[one] * COUNT if isinstance(one, int) else one.tolist() for one in inputs]
+    for row, *values in zip(got.tolist(), *columns, strict=True):
+        numbers = [signed(value, kind) for value, kind in zip(values, given, strict=True)]
+        assert row == function(*numbers) & ((1 << int(to[1:])) - 1), (name, numbers)
+
+
+def quotient(a: int, b: int) -> int:
+    """Toward zero."""
+    return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
+
+
+SAME = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul.lo": operator.mul,
+    "min": min,
+    "max": max,
+    "and": operator.and_,
+    "or": operator.or_,
+    "xor": operator.xor,
+}
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("name", SAME)
+def test_two_operands(name: str, kind: str) -> None:
+    typed = f"b{kind[1:]}" if name in ("and", "or", "xor") else kind
+    holds(f"{name}.{typed}", f"{kind} {kind} {kind}", SAME[name], numbers(kind, 1), numbers(kind, 2))
+
+
+@pytest.mark.parametrize("kind", ["s32", "u32", "s64", "u64"])
+def test_quotients(kind: str) -> None:
+    a, b = numbers(kind, 1), numbers(kind, 2)
+    holds(f"div.{kind}", f"{kind} {kind} {kind}", quotient, a, np.where(b == 0, 3, b).astype(b.dtype))
+
+
+@pytest.mark.parametrize("kind", ["s32", "u32", "s64", "u64"])
+def test_products(kind: str) -> None:
+    a, b, c = (numbers(kind, seed) for seed in (1, 2, 3))
+    if kind[1:] == "32":
+        holds(f"mul.hi.{kind}", f"{kind} {kind} {kind}", lambda x, y: x * y >> 32, a, b)
+    holds(f"mad.lo.{kind}", f"{kind} {kind} {kind} {kind}", lambda x, y, z: x * y + z, a, b, c)
+
+
+@pytest.mark.parametrize("kind", ["s16", "u16", "s32", "u32"])
+def test_wide_products(kind: str) -> None:
+    a, b = numbers(kind, 1), numbers(kind, 2)
+    wide = f"{kind[0]}{2 * int(kind[1:])}"
+    holds(f"mul.wide.{kind}", f"{wide} {kind} {kind}", operator.mul, a, b)
+    holds(f"mad.wide.{kind}", f"{wide} {kind} {kind} {wide}", lambda x, y, z: x * y + z, a, b, numbers(wide, 3))
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_shifts(kind: str) -> None:
+    a, bits = numbers(kind, 1), int(kind[1:])
+    for by in (np.arange(COUNT, dtype=np.uint32) % 70, np.full(COUNT, 0xFFFFFFFF, np.uint32)):
+        holds(f"shl.b{bits}", f"u{bits} u{bits} u32", lambda x, n: x << n if n < bits else 0, a, by)
+        holds(f"shr.{kind}", f"{kind} {kind} u32", lambda x, n: x >> min(n, bits), a, by)
+
+
+@pytest.mark.parametrize("kind", ["s32", "s64"])
+def test_one_operand(kind: str) -> None:
+    holds(f"neg.{kind}", f"{kind} {kind}", operator.neg, numbers(kind, 1))
+    holds(f"abs.{kind}", f"{kind} {kind}", abs, numbers(kind, 1))
+
+
+@pytest.mark.parametrize("bits", [16, 32, 64])
+def test_not(bits: int) -> None:
+    holds(f"not.b{bits}", f"u{bits} u{bits}", operator.invert, numbers(f"u{bits}", 1))
+
+
+def test_relu() -> None:
+    for name, function in (("max", max), ("min", min)):
+        a, b = numbers("s32", 1), numbers("s32", 2)
+        holds(f"{name}.relu.s32", "s32 s32 s32", lambda x, y, function=function: max(function(x, y), 0), a, b)
+
+
+def test_counts_of_bits() -> None:
+    holds("popc.b32", "u32 u32", int.bit_count, numbers("u32", 1))
+
+
+def extracted(a: int, start: int, length: int, kind: str) -> int:
+    """The manual's words: bits beyond the number are its sign's, which is 0 for unsigned ones and of length 0."""
+    bits, (start, length) = int(kind[1:]), (start & 255, length & 255)
+    if length == 0:
+        return 0
+    sign = a >> min(start + length - 1, bits - 1) & 1 if kind[0] == "s" else 0
+    found = 0
+    for place in range(bits):
+        inside = place < length and start + place < bits
+        found |= (a >> (start + place) & 1 if inside else sign) << place
+    return found
+
+
+def inserted(a: int, b: int, start: int, length: int, bits: int) -> int:
+    for place in range(min(length & 255, max(bits - (start & 255), 0))):
+        at = (start & 255) + place
+        b = b & ~(1 << at) | (a >> place & 1) << at
+    return b
+
+
+@pytest.mark.parametrize("kind", ["s32", "u32"])
+def test_fields(kind: str) -> None:
+    random = np.random.default_rng(3)
+    start, length = (random.choice([0, 1, 5, 16, 31, 32, 33, 63, 64, 255, 256], COUNT).astype(np.uint32) for _ in range(2))
+    a, b, bits = numbers(kind, 1), numbers(kind, 2), int(kind[1:])
+    plain = f"u{bits}"
+    holds(f"bfe.{kind}", f"{plain} {plain} u32 u32", lambda *given: extracted(*given, kind), a, start, length)
+    holds(f"bfi.b{bits}", f"{plain} {plain} {plain} u32 u32", lambda *given: inserted(*given, bits), a, b, start, length)
+
+
+def permuted(a: int, b: int, selector: int) -> int:
+    both = (a | b << 32).to_bytes(8, "little")
+    found = []
+    for place in range(4):
+        chosen = selector >> 4 * place & 15
+        byte = both[chosen & 7]
+        found.append((255 if byte & 128 else 0) if chosen & 8 else byte)
+    return int.from_bytes(bytes(found), "little")
+
+
+def test_permuted_bytes() -> None:
+    a, b, c = (numbers("u32", seed) for seed in (1, 2, 3))
+    holds("prmt.b32", "u32 u32 u32 u32", permuted, a, b, c)
+    holds("prmt.b32", "u32 u32 u32 u32", permuted, a, b, 0x7531)
+
+
+def test_funnel_shift() -> None:
+    a, b, by = numbers("u32", 1), numbers("u32", 2), np.arange(COUNT, dtype=np.uint32) % 70
+    holds("shf.l.wrap.b32", "u32 u32 u32 u32", lambda x, y, n: (x | y << 32) << (n & 31) >> 32, a, b, by)
+
+
+COMPARED = {"eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge}
+
+
+@pytest.mark.parametrize("kind", [*TYPES, "b16", "b32", "b64"])
+def test_comparisons(kind: str) -> None:
+    a, b = (numbers(f"u{kind[1:]}", seed) for seed in (1, 2))
+    b[::3] = a[::3]
+    for name in ("eq", "ne") if kind[0] == "b" else COMPARED:
+        got = compute(f"setp.{name}.{kind}", a, b, out=bool)
+        want = [COMPARED[name](signed(x, kind), signed(y, kind)) for x, y in zip(a.tolist(), b.tolist(), strict=True)]
+        assert got.tolist() == want, name
+
+
+@pytest.mark.parametrize("bits", [16, 32, 64])
+def test_selection(bits: int) -> None:
+    a, b = numbers(f"u{bits}", 1), numbers(f"u{bits}", 2)
+    letter = {16: "h", 32: "r", 64: "d"}[bits]
+    name = f"setp.lt.u{bits} %p2, %{letter}1, %{letter}2; selp.b{bits}"
+    got = compute(name, a, b, form="{d}, {s}, %p2")
+    assert (got == np.where(a < b, a, b)).all()
+
+
+def test_vectors_of_registers() -> None:
+    a, b = numbers("u32", 1), numbers("u32", 2)
+    assert (compute("mov.b64", a, b, form="{d}, {{{s}}}", out=np.uint64) == (b.astype(np.uint64) << np.uint64(32) | a)).all()
+    low, high = (compute("mov.b32", a, form=form, out=np.uint16) for form in ("{{{d}, _}}, {s}", "{{_, {d}}}, {s}"))
+    assert (low == a & 0xFFFF).all() and (high == a >> 16).all()
+
+
+def test_constants() -> None:
+    a = numbers("u32", 1)
+    assert (compute("add.s32", a, -7) == a - np.uint32(7)).all()
+    assert (compute("mov.b32", a, form="{d}, 0f3F800000") == np.float32(1).view(np.uint32)).all()
+    assert (compute("mov.b32", a, form="{d}, 0x12") == 18).all()
