@@ -12,6 +12,7 @@ from emulator.machine import (
     Run,
     Threads,
     address_of,
+    check_target,
     constant,
     instruction,
     items,
@@ -67,6 +68,8 @@ def access(program: Program, one: Instruction, name: str, space: str, count: str
     if len(values) != int(count or 1) or size > 32:
         raise one.unsupported()
     reads = [reader(one, item, kind) for item in values] if name == "st" else []
+    for target in values if name == "ld" else ():
+        check_target(one, target, np.dtype(dtype).itemsize * 8)
 
     def load(threads: Threads, mask: Mask) -> None:
         lanes, at = threads.lanes(mask), address(threads)
@@ -101,6 +104,7 @@ def parameter(program: Program, one: Instruction, kind: str) -> Run:
     target, (base, offset) = one.operands
     if program.parameters.get(getattr(base, "name", "")) != np.dtype(TYPES[kind]).itemsize or offset:
         raise one.unsupported()
+    check_target(one, target, int(kind[1:]))
     return lambda threads, mask: write(
         threads, mask, target, np.frombuffer(threads.launch.parameters[base.name], TYPES[kind])[0]
     )
@@ -138,15 +142,17 @@ def atomic(program: Program, one: Instruction, base: str, space: str, name: str,
             _count_sectors(threads, lanes, at, size, one)
             old = launch.memory.load(at[lanes], size, one)
         first, *rest = (wide(read(threads), threads.count)[lanes] for read in reads)
-        now = dict(zip(at[lanes].tolist(), old.view(dtype)[:, 0], strict=True))
+        owner = threads.program[lanes] if space == "shared" else np.zeros_like(lanes)
+        places = [*zip(owner.tolist(), at[lanes].tolist(), strict=True)]
+        now = dict(zip(places, old.view(dtype)[:, 0], strict=True))
         found = np.zeros(threads.count, dtype)
-        for place, (lane, where) in enumerate(zip(lanes, at[lanes].tolist(), strict=True)):
+        for place, (lane, where) in enumerate(zip(lanes, places, strict=True)):
             found[lane] = before = now[where]
             if function is None:
                 now[where] = rest[0][place] if before == first[place] else before
             else:
                 now[where] = function(before, first[place])
-        new = np.array([[now[where]] for where in at[lanes].tolist()], dtype)
+        new = np.array([[now[where]] for where in places], dtype)
         if space == "shared":
             write_shared(threads, lanes, at, new, one, ATOMIC)
         else:

@@ -101,13 +101,17 @@ def wide(values: Any, count: int) -> np.ndarray:
     return values if np.ndim(values) and len(values) == count else np.full(count, values)
 
 
+def bits_of(kind: str) -> int:
+    """Of a type, by its name."""
+    return 1 if kind == "pred" else np.dtype(TYPES[kind]).itemsize * (16 if kind.endswith("x2") else 8)
+
+
 def reader(one: Instruction, operand: Any, kind: str) -> Read:
     """How to read an operand as a type: a function of the threads that gives an array, or a scalar for all lanes.
 
     A packed type's array has all elements, a lane's in order; bf16 comes as float32.
     """
-    dtype, is_packed = TYPES[kind], kind.endswith("x2")
-    bits = 1 if kind == "pred" else np.dtype(dtype).itemsize * (16 if is_packed else 8)
+    dtype, is_packed, bits = TYPES[kind], kind.endswith("x2"), bits_of(kind)
     if isinstance(operand, Constant) and kind != "bf16" and not is_packed:
         value = np.bool_(operand.value != 0)
         if kind != "pred":
@@ -135,6 +139,12 @@ def _address(threads: Threads, one: Instruction, name: str, dtype: Any) -> Any:
     if name != threads.launch.program.shared:
         raise one.unsupported()
     return dtype(BASE)
+
+
+def check_target(one: Instruction, target: Any, bits: int) -> None:
+    """Raise Unsupported for a result that its register does not hold."""
+    if target is not SINK and not (isinstance(target, Register) and (target.bits >= bits > 1 or target.bits == bits)):
+        raise one.unsupported(f"{bits} bits:")
 
 
 def write(threads: Threads, mask: Mask, target: Any, values: Any) -> None:
@@ -206,22 +216,24 @@ def instruction(*names: str) -> Callable[[Callable[..., Run]], Callable[..., Run
     return register
 
 
-def elementwise(names: str, types: str, function_of: Callable[..., Callable[..., Any]]) -> None:
+def elementwise(names: str, types: str, function_of: Callable[..., Callable[..., Any]], fewest: int = 99) -> None:
     """Registers instructions that compute each lane's result from its operands.
 
     Args:
         names: a pattern, as of ``instruction``.
         types: of the result and the operands, with the pattern's groups as {0}, {1}, ...
         function_of: gives, of the groups, the function of arrays.
+        fewest: operands with the result, if the last ones may be left out.
     """
 
     def build(program: Program, one: Instruction, *groups: str) -> Run:
         kinds, function = types.format(*groups).split(), function_of(*groups)
         target, *operands = one.operands
-        if len(kinds) != len(one.operands) or not (target is SINK or isinstance(target, Register)):
+        if not min(fewest, len(kinds)) <= len(one.operands) <= len(kinds):
             raise one.unsupported()
-        reads = [reader(one, operand, kind) for operand, kind in zip(operands, kinds[1:], strict=True)]
-        bits = 1 if kinds[0] == "pred" else np.dtype(TYPES[kinds[0]]).itemsize * (16 if kinds[0].endswith("x2") else 8)
+        reads = [reader(one, operand, kind) for operand, kind in zip(operands, kinds[1:], strict=False)]
+        bits = bits_of(kinds[0])
+        check_target(one, target, bits)
         dtype = f"{'i' if kinds[0][0] == 's' else 'u'}{bits // 8}" if bits > 1 else "?"
         return lambda threads, mask: write(
             threads, mask, target, np.asarray(function(*[read(threads) for read in reads])).view(dtype)

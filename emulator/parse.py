@@ -124,7 +124,7 @@ class Program:
         for statement, line in _statements(source, head.end()):
             try:
                 self._statement(statement, line)
-            except (TypeError, ValueError, KeyError) as error:
+            except (AttributeError, KeyError, ValueError) as error:
                 raise Unsupported(f"line {line}: {statement}") from error
         if not self.instructions or self.instructions[-1].name != "ret":
             raise Unsupported("a kernel that does not end with ret")

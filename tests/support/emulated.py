@@ -8,19 +8,20 @@ Triton's driver and its last step, from PTX to machine code, are replaced while 
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import struct
 import time
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import emulator
@@ -56,30 +57,49 @@ class Done(NamedTuple):
     launch: Launch
 
 
-class _Unwritten(TorchDispatchMode):
-    """Notes memory that torch allocated and nobody wrote: torch.empty's, until an operator changes the tensor."""
+ALLOCATES = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
+
+
+@functools.cache
+def _written_by(function: Any) -> tuple[tuple[int, str], ...]:
+    """Places and names of an operator's arguments that it writes."""
+    arguments = function._schema.arguments if hasattr(function, "_schema") else ()
+    return tuple(
+        (place, one.name) for place, one in enumerate(arguments) if one.alias_info is not None and one.alias_info.is_write
+    )
+
+
+class Unwritten(TorchDispatchMode):
+    """Notes memory that torch allocated and nobody wrote: torch.empty's, until an operator or a kernel writes it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.written: dict[int, tuple[Any, int, np.ndarray]] = {}  # by address: the tensor, its version, its bytes
+        self._known: dict[int, tuple[StorageWeakRef, np.ndarray]] = {}  # by address: bool [bytes]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = function(*args, **(kwargs or {}))
-        if function._opname in ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"):
+        given = kwargs or {}
+        for place, name in _written_by(function):
+            value = args[place] if place < len(args) else given.get(name)
+            for tensor in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(tensor, torch.Tensor) and (written := self._of(tensor.untyped_storage())) is not None:
+                    size, first = tensor.element_size(), tensor.storage_offset()
+                    reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+                    written[first * size : (first + (reach if tensor.numel() else 0)) * size] = True
+        made = function(*args, **given)
+        if function._opname in ALLOCATES and made.device.type == "cpu" and (size := made.untyped_storage().nbytes()):
             storage = made.untyped_storage()
-            if storage.nbytes() and made.device.type == "cpu":
-                written = np.zeros(storage.nbytes(), bool)
-                self.written[storage.data_ptr()] = weakref.ref(made), made._version, written
+            self._known[storage.data_ptr()] = StorageWeakRef(storage), np.zeros(size, bool)
         return made
 
-    def spans(self) -> Iterator[Span]:
-        """Of the tensors that are still there and that no operator changed."""
-        for address, (reference, version, written) in list(self.written.items()):
-            tensor = reference()
-            if tensor is None or tensor._version != version:
-                del self.written[address]
-            else:
-                yield address, written.size, written
+    def _of(self, storage: Any) -> np.ndarray | None:
+        reference, written = self._known.get(storage.data_ptr(), (None, None))
+        if reference is None or reference.expired() or len(written) != storage.nbytes():
+            return None
+        return written
+
+    def spans(self, storages: Iterable[Any]) -> list[Span]:
+        """These storages as the emulator takes them."""
+        return [(storage.data_ptr(), storage.nbytes(), self._of(storage)) for storage in storages]
 
 
 def _flattened(types: Any, arguments: Any) -> Iterator[tuple[str, Any]]:
@@ -96,15 +116,12 @@ def _packed(kind: str, argument: Any) -> bytes:
     return struct.pack("<Q", 0 if argument is None else argument.data_ptr())
 
 
-def _all_tensors() -> Iterator[Span]:
+def all_storages() -> Iterator[Any]:
     """Memory of all tensors: a kernel may find pointers in memory."""
     for found in gc.get_objects():
         if type(found) in (torch.Tensor, torch.nn.Parameter) and found.device.type == "cpu":
-            try:
-                storage = found.untyped_storage()
-            except (RuntimeError, NotImplementedError):
-                continue
-            yield storage.data_ptr(), storage.nbytes(), None
+            with suppress(RuntimeError, NotImplementedError):  # a tensor without memory
+                yield found.untyped_storage()
 
 
 class _Run(NamedTuple):
@@ -112,7 +129,7 @@ class _Run(NamedTuple):
 
     options: emulator.Options
     done: list[Done]
-    unwritten: _Unwritten
+    unwritten: Unwritten
 
 
 class _Launcher:
@@ -130,11 +147,10 @@ class _Launcher:
         given = list(_flattened(self.types.values(), arguments[4:]))  # after two kinds of metadata and two hooks
         values = [_packed(*one) for one in given]
         values += [b"\0" * 8] * (len(emulator.parse(text).parameters) - len(values))  # scratch that is not there
-        unset = {address: written for address, _, written in _runs[-1].unwritten.spans()}
+        spans = _runs[-1].unwritten.spans
         storages = [tensor.untyped_storage() for _, tensor in given if isinstance(tensor, torch.Tensor)]
-        spans = [(one.data_ptr(), one.nbytes(), unset.get(one.data_ptr())) for one in storages]
+        memory = GlobalMemory(spans(storages), more=lambda: spans(all_storages()))
         began = time.perf_counter()
-        memory = GlobalMemory(spans, more=_all_tensors)
         launch = emulator.run(text, (x, y, z), values, shared, memory, _runs[-1].options)
         _runs[-1].done.append(Done(name, (x, y, z), time.perf_counter() - began, launch))
 
@@ -209,7 +225,7 @@ def emulating(capability: int, options: emulator.Options | None = None) -> Itera
     def other_hash(backend: Any) -> str:  # Triton's cache on disk holds real binaries by the other
         return f"{own_hash(backend)}-emulated"
 
-    _runs.append(_Run(options or emulator.Options(), [], _Unwritten()))
+    _runs.append(_Run(options or emulator.Options(), [], Unwritten()))
     try:
         with (
             as_gpu(capability, _Launcher, _load_binary, _compiled.setdefault(capability, {})),
