@@ -32,7 +32,8 @@ CASES = [
     *(("sm_120a", "mma", *formats) for formats in FP8 + WIDE),
 ]
 GPUS = {"sm_89": "Ada Lovelace", "sm_90a": "Hopper", "sm_100a": "Blackwell", "sm_120a": "RTX Blackwell"}
-OPERANDS = ("any bits", "finite", "normal", "positive", "alike", "subnormal", "few", "small")
+KINDS = ("any bits", "finite", "normal", "positive", "alike", "subnormal", "few", "small")
+OPERANDS = [*((kind, kind) for kind in KINDS), ("subnormal", "large"), ("large", "subnormal")]
 ACCUMULATORS = ("any bits", "0", "-0", "cancels", "near", "subnormal", "special")
 
 
@@ -61,6 +62,7 @@ def operand(kind: str, element: str, shape: tuple[int, int]) -> Tensor:
         "normal": torch.randn(shape),
         "positive": torch.randn(shape).abs(),
         "alike": 1 + torch.rand(shape),
+        "large": torch.randn(shape) * (limits.max / 8),
         "subnormal": finite.sign() * torch.randint(0, 8, shape) * limits.smallest_normal * limits.eps,
         "few": finite * (torch.rand(shape) < 0.15),
         "small": torch.rand(shape) * (2.0**-75 if element == "bf16" else 2 * limits.smallest_normal),
@@ -83,8 +85,8 @@ def accumulator(kind: str, exact: Tensor) -> Tensor:
 def sums(a: str, b: str, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Many [count, K], [count, K] and [count]: every kind of operand with every kind of accumulator."""
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
-    for kind, of_c in itertools.product(OPERANDS, ACCUMULATORS):
-        x, y = (operand(kind, element, (count, depth(a))) for element in (a, b))
+    for kinds, of_c in itertools.product(OPERANDS, ACCUMULATORS):
+        x, y = (operand(kind, element, (count, depth(a))) for kind, element in zip(kinds, (a, b), strict=True))
         parts.append((x, y, accumulator(of_c, (x.double() * y.double()).sum(1))))
     x, y, c = zip(*parts, strict=True)
     return torch.cat(x), torch.cat(y), torch.cat(c)

@@ -32,6 +32,7 @@ class TritonKernels:
     """Each kernel by its op's name: ``kernels.cast(...)``; and where its tensors must lie: ``kernels.device``."""
 
     def __init__(self, interpreted: bool) -> None:
+        self.interpreted = interpreted
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.modules = _copy() if interpreted else _real()
 
