@@ -47,7 +47,10 @@ def write_shared(
 ) -> None:
     """Write values [lanes, elements of an access]."""
     size, warps = values.dtype.itemsize * values.shape[1], threads.warp[lanes]
-    units, warps = _shared_units(threads, lanes, address, size, one), warps if warp is None else np.full_like(warps, warp)
+    units, warps = (
+        _shared_units(threads, lanes, address, size, one),
+        warps if warp is None else np.full_like(warps, warp),
+    )
     threads.launch.shared.write(units, size, values.view(f"u{min(size, 8)}"), warps, one)
 
 
@@ -167,7 +170,11 @@ def atomic(program: Program, one: Instruction, base: str, space: str, name: str,
 @instruction("cp.async.cg.shared.global")
 def copy(program: Program, one: Instruction) -> Run:
     """From global to shared memory, or zeros there; done at the latest when its thread waits for its group."""
-    to, source, size = address_of(one, one.operands[0]), address_of(one, one.operands[1]), constant(one, one.operands[2])
+    to, source, size = (
+        address_of(one, one.operands[0]),
+        address_of(one, one.operands[1]),
+        constant(one, one.operands[2]),
+    )
     read_size = reader(one, one.operands[3], "u32") if len(one.operands) > 3 else lambda threads: np.uint32(size)
     if size != 16:
         raise one.unsupported()

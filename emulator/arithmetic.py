@@ -15,7 +15,10 @@ from emulator.values import TYPES, U32, U64, UNSIGNED, canonical, extreme
 
 Function = Callable[..., Any]
 OPERATORS: dict[str, Function] = {
-    **{name: getattr(operator, name) for name in ("add", "sub", "mul", "eq", "ne", "lt", "le", "gt", "ge", "xor", "neg")},
+    **{
+        name: getattr(operator, name)
+        for name in ("add", "sub", "mul", "eq", "ne", "lt", "le", "gt", "ge", "xor", "neg")
+    },
     **{"mul.lo": operator.mul, "and": operator.and_, "or": operator.or_, "not": operator.invert},
     **{"min": np.minimum, "max": np.maximum, "div": np.divide, "sqrt": np.sqrt, "abs": np.abs},
 }
@@ -53,7 +56,9 @@ elementwise("(div).rn.(f32|f64)", "{1} {1} {1}", _rounded)
 elementwise("(sqrt).rn.(f32|f64)", "{1} {1}", _rounded)
 elementwise("(add).rn.f32.bf16", "f32 bf16 f32", _rounded)
 elementwise("fma.rn.(f32|f32x2)", "{0} {0} {0} {0}", lambda kind: numbers.fma32)
-elementwise("(min|max)(.NaN)?.f32", "f32 f32 f32", lambda name, nan: lambda a, b: extreme(a, b, name == "min", bool(nan)))
+elementwise(
+    "(min|max)(.NaN)?.f32", "f32 f32 f32", lambda name, nan: lambda a, b: extreme(a, b, name == "min", bool(nan))
+)
 elementwise("(min|max).NaN.xorsign.abs.f32", "f32 f32 f32", _magnitudes)
 elementwise("(abs|neg).f(32|64)", "b{1} b{1}", _signs)
 elementwise("(copysign).f(32)", "b32 b32 b32", _signs)
@@ -141,7 +146,11 @@ elementwise(f"(neg|abs).{INTEGER}", "{1} {1}", lambda name, kind: OPERATORS[name
 elementwise("(min|max).relu.s32", "s32 s32 s32", lambda name: lambda a, b: np.maximum(OPERATORS[name](a, b), 0))
 elementwise("div.([su]32|[su]64)", "{0} {0} {0}", _quotient)
 elementwise(f"mad.lo.{INTEGER}", "{0} {0} {0} {0}", lambda kind: lambda a, b, c: a * b + c)
-elementwise("mul.hi.([su])32", "{0}32 {0}32 {0}32", lambda sign: lambda a, b: (_product(f"{sign}64")(a, b) >> 32).astype(TYPES[f"{sign}32"]))
+elementwise(
+    "mul.hi.([su])32",
+    "{0}32 {0}32 {0}32",
+    lambda sign: lambda a, b: (_product(f"{sign}64")(a, b) >> 32).astype(TYPES[f"{sign}32"]),
+)
 for bits in (16, 32):
     types = f"{{0}}{2 * bits} {{0}}{bits} {{0}}{bits}"
     elementwise(f"mul.wide.([su]){bits}", types, lambda sign, bits=bits: _product(f"{sign}{2 * bits}"))
@@ -192,7 +201,11 @@ elementwise("bfe.([su])32", "{0}32 {0}32 u32 u32", _extracted)
 elementwise("bfi.b32", "u32 u32 u32 u32 u32", lambda: _inserted)
 elementwise("prmt.b32", "u32 u32 u32 u32", lambda: _permuted)
 elementwise("popc.b32", "u32 u32", lambda: lambda a: np.bitwise_count(a).astype(U32))
-elementwise("shf.l.wrap.b32", "u32 u32 u32 u32", lambda: lambda low, high, by: ((high.astype(U64) << U64(32) | low) << (by & U32(31)) >> U64(32)).astype(U32))
+elementwise(
+    "shf.l.wrap.b32",
+    "u32 u32 u32 u32",
+    lambda: lambda low, high, by: ((high.astype(U64) << U64(32) | low) << (by & U32(31)) >> U64(32)).astype(U32),
+)
 elementwise("(and|or|xor).(b16|b32|b64|pred)", "{1} {1} {1}", lambda name, kind: OPERATORS[name])
 elementwise("(not).(b16|b32|b64|pred)", "{1} {1}", lambda name, kind: OPERATORS[name])
 elementwise("selp.[bf](16|32|64)", "b{0} b{0} b{0} pred", lambda bits: lambda a, b, which: np.where(which, a, b))

@@ -119,7 +119,10 @@ def warpgroup_product(program: Program, one: Instruction, n: str, a_element: str
         if (given[first] >> np.uint64(49) & np.uint64(7)).any():
             raise one.unsupported("a descriptor's base offset:")
         swizzles = (0, 128, 64, 32)
-        return [SharedOperand(threads, lane, int(given[lane]), rows, swizzles[int(given[lane]) >> 62], one) for lane in first]
+        return [
+            SharedOperand(threads, lane, int(given[lane]), rows, swizzles[int(given[lane]) >> 62], one)
+            for lane in first
+        ]
 
     def run(threads: Threads, mask: Mask) -> None:
         groups = whole_warps(threads, mask, one, GROUP)

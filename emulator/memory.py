@@ -64,7 +64,9 @@ class GlobalMemory:
             return self._find(address, size, what)
         at, below = int(address[outside][0]), found[outside][0]
         near = f"; of the allocation below, of {self._kept[below][1]} bytes, byte {at - self._kept[below][0]}"
-        raise Fault(f"out of bounds: {size} bytes at {at:#x}{near if below >= 0 else ''}, by {outside.sum()} lanes: {what}")
+        raise Fault(
+            f"out of bounds: {size} bytes at {at:#x}{near if below >= 0 else ''}, by {outside.sum()} lanes: {what}"
+        )
 
     def _places(self, address: np.ndarray, size: int, what: Any) -> Iterator[tuple[Any, np.ndarray, np.ndarray, Any]]:
         """(which accesses, their allocation's words, their units of these, which bytes were written) an allocation."""
@@ -152,7 +154,9 @@ class SharedMemory:
         state = words(self._state, size)[units].view(np.uint8)
         if (state != WRITTEN).any():
             why = "a copy under way writes" if (state & COMING).any() else "nobody wrote"
-            raise Fault(f"{why} shared bytes that are read, of {self._named(units[(state != WRITTEN).any(1)], size)}: {what}")
+            raise Fault(
+                f"{why} shared bytes that are read, of {self._named(units[(state != WRITTEN).any(1)], size)}: {what}"
+            )
         if self._races:
             writer, written, reader, read, since = self._history(units, size)
             warps = warp[:, None]
@@ -174,7 +178,9 @@ class SharedMemory:
         """A write that may race: now, or (``state`` COMING) of a copy that begins, or (0) that ends."""
         states = self._state.reshape(-1, size)
         if state and (states[units] & COMING).any():
-            raise Fault(f"race: a copy under way writes shared bytes of {self._named(units, size)}, written here: {what}")
+            raise Fault(
+                f"race: a copy under way writes shared bytes of {self._named(units, size)}, written here: {what}"
+            )
         states[units] = state or WRITTEN
         if self._races:
             self._clock += 1

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from emulator.accesses import write_shared
+from emulator.accesses import PAUSE, write_shared
 from emulator.machine import Launch, Mask, Run, Threads, address_of, constant, instruction, items, reader, wide, write
 from emulator.matrices import SharedOperand, values_of
 from emulator.parse import Fault, Instruction, Program
@@ -113,7 +114,9 @@ def multiply(program: Program, one: Instruction) -> Run:
 
         def end() -> None:
             old = cells.view(np.float32) if keeps else np.zeros(cells.shape, np.float32)
-            given = (values_of(side.end(), element)[None] for side, element in zip((left, right), elements, strict=True))
+            given = (
+                values_of(side.end(), element)[None] for side, element in zip((left, right), elements, strict=True)
+            )
             cells[:] = multiply_add(*given, old[None], rule)[0].view(U32)
             states[:] = WRITTEN
 
@@ -156,14 +159,17 @@ class Barrier:
         return self.phase & 1 != parity
 
 
-@instruction("mbarrier.(init|inval|try_wait.parity).shared::cta.b64", "(tcgen05.commit).cta_group::1.mbarrier::arrive::one(?:.shared::cluster)?.b64")
+@instruction(
+    "mbarrier.(init|inval|try_wait.parity).shared::cta.b64",
+    "(tcgen05.commit).cta_group::1.mbarrier::arrive::one(?:.shared::cluster)?.b64",
+)
 def barrier(program: Program, one: Instruction, name: str) -> Run:
     """Made, taken away, waited for, or told to arrive when all products so far have ended."""
     target = one.operands[0] if name.startswith("try_wait") else None
     memory, *given = one.operands[target is not None :]
     address, read = address_of(one, memory), reader(one, given[0], "u32") if given else None
 
-    def run(threads: Threads, mask: Mask) -> None:
+    def run(threads: Threads, mask: Mask) -> Any:
         launch, at, lanes = threads.launch, address(threads), threads.lanes(mask)
         values = wide(0 if read is None else read(threads), threads.count)
         launch.shared.places(at[lanes], threads.program[lanes], 8, one)
@@ -182,5 +188,6 @@ def barrier(program: Program, one: Instruction, name: str) -> Run:
                 found[lane] = launch.barriers[key].passed(int(values[lane]) & 1)
         if target is not None:
             write(threads, mask, target, found)
+        return PAUSE
 
     return run

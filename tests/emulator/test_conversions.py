@@ -97,7 +97,9 @@ def test_between_float32_and_float64() -> None:
     wide = compute("cvt.f64.f32", given, out=np.float64)
     assert (wide[number] == given[number]).all() and np.isnan(wide[~number]).all()
     random = np.random.default_rng(1)
-    wide = np.concatenate([wide, wide * (1 + 2.0**-24), random.standard_normal(1000) * np.exp2(random.integers(-180, 150, 1000))])
+    wide = np.concatenate(
+        [wide, wide * (1 + 2.0**-24), random.standard_normal(1000) * np.exp2(random.integers(-180, 150, 1000))]
+    )
     with np.errstate(all="ignore"):
         want = wide.astype(np.float32)
     number = ~np.isnan(wide)
@@ -123,13 +125,31 @@ def test_integers_to_floats(source: str, to: str) -> None:
     size = int(source[1:]) // 8
     dtype = f"{source[0]}{size}".replace("s", "i")
     given = np.random.default_rng(0).integers(-(1 << 63), 1 << 63, 500) >> np.arange(500) % 63
-    given = np.r_[given.astype(dtype), np.iinfo(dtype).max, np.iinfo(dtype).min, (1 << 24) + 1, (1 << 24) + 3].astype(dtype)
+    given = np.r_[given.astype(dtype), np.iinfo(dtype).max, np.iinfo(dtype).min, (1 << 24) + 1, (1 << 24) + 3].astype(
+        dtype
+    )
     got = compute(f"cvt.rn.{to}.{source}", given, out=f"f{int(to[1:]) // 8}")
     assert (got == given.astype(got.dtype)).all()
 
 
 def test_floats_to_integers_saturate() -> None:
-    whole = [0.0, -0.0, 0.9, -0.9, 2.5, -2.5, 2.0**53, -(2.0**62), 2.0**63, -(2.0**63), 1e30, -1e30, np.inf, -np.inf, np.nan]
+    whole = [
+        0.0,
+        -0.0,
+        0.9,
+        -0.9,
+        2.5,
+        -2.5,
+        2.0**53,
+        -(2.0**62),
+        2.0**63,
+        -(2.0**63),
+        1e30,
+        -1e30,
+        np.inf,
+        -np.inf,
+        np.nan,
+    ]
     low, high = -(1 << 63), (1 << 63) - 1
     want = [0, 0, 0, 0, 2, -2, 1 << 53, -(1 << 62), high, low, high, low, high, low, low]
     assert compute("cvt.rzi.s64.f32", np.array(whole, np.float32), out=np.int64).tolist() == want

@@ -28,7 +28,10 @@ def words(count: int = 32) -> np.ndarray:
 # --- global memory ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("access", ["ld.global.b32 %r1, [%d1+{}]", "st.global.b32 [%d1+{}], %r1", "red.global.gpu.relaxed.max.s32 [%d1+{}], %r1"])
+@pytest.mark.parametrize(
+    "access",
+    ["ld.global.b32 %r1, [%d1+{}]", "st.global.b32 [%d1+{}], %r1", "red.global.gpu.relaxed.max.s32 [%d1+{}], %r1"],
+)
 def test_bounds_of_global_memory(access: str) -> None:
     assert launch(f"{PLACE}{access.format(0)};", words())
     finds("out of bounds: 4 bytes .* by 1 lanes", f"{PLACE}{access.format(4)};", words())
@@ -62,7 +65,9 @@ def test_global_memory_that_nobody_wrote() -> None:
     load = f"{PLACE} ld.global.b32 %r1, [%d1];"
     launch(f"{PLACE} st.global.b32 [%d1], %t;{load}", words(), unwritten=[0])
     finds("nobody wrote", load, words(), unwritten=[0])
-    finds("nobody wrote", f"{PLACE} setp.gt.u32 %p1, %t, 0; @%p1 st.global.b32 [%d1], %t;{load}", words(), unwritten=[0])
+    finds(
+        "nobody wrote", f"{PLACE} setp.gt.u32 %p1, %t, 0; @%p1 st.global.b32 [%d1], %t;{load}", words(), unwritten=[0]
+    )
 
 
 def read_tensor(tensor: torch.Tensor, memory: Unwritten, is_argument: bool) -> None:
@@ -113,7 +118,11 @@ def test_bounds_of_shared_memory() -> None:
 def test_shared_memory_that_nobody_wrote() -> None:
     load = f"{SHARED} ld.shared.b32 %r1, [%r9];"
     finds("nobody wrote shared bytes that are read, of the 4 at 0", load, shared=128)
-    finds("nobody wrote .* the 4 at 124", f"{SHARED} setp.lt.u32 %p1, %t, 31; @%p1 st.shared.b32 [%r9], %t; {load}", shared=128)
+    finds(
+        "nobody wrote .* the 4 at 124",
+        f"{SHARED} setp.lt.u32 %p1, %t, 31; @%p1 st.shared.b32 [%r9], %t; {load}",
+        shared=128,
+    )
     finds("nobody wrote", f"{SHARED} st.shared.b8 [%r9], %h1; {load}", shared=128)
     finds("nobody wrote", "atom.shared.add.u32 %r1, [memory], 1;", shared=128)
 
@@ -122,7 +131,7 @@ def races(*steps: str, schedule: str = "together") -> None:
     """Steps of two warps, each on its thread's own or on its neighbour warp's 32 bits, with barriers only between."""
     launch(
         f"""{SHARED} xor.b32 %r7, %t, 32; mul.lo.s32 %r7, %r7, 4; add.s32 %r7, %r7, %r8; // %r7: the other warp's
-        setp.lt.u32 %p1, %t, 32; {' '.join(steps)}""",
+        setp.lt.u32 %p1, %t, 32; {" ".join(steps)}""",
         threads=64,
         shared=256,
         races=True,
@@ -130,13 +139,30 @@ def races(*steps: str, schedule: str = "together") -> None:
     )
 
 
-OWN, OTHER, READ, BARRIER = "st.shared.b32 [%r9], %t;", "st.shared.b32 [%r7], %t;", "ld.shared.b32 %r1, [%r7];", "bar.sync 0;"
+OWN, OTHER, READ, BARRIER = (
+    "st.shared.b32 [%r9], %t;",
+    "st.shared.b32 [%r7], %t;",
+    "ld.shared.b32 %r1, [%r7];",
+    "bar.sync 0;",
+)
 RACES = {
     "read after write": (OWN, BARRIER, READ),
     "write after read": (OWN, BARRIER, READ, BARRIER, OWN),
     "write after write": (OWN, BARRIER, OTHER),
-    "write after a read by both": (OWN, BARRIER, "ld.shared.b32 %r1, [memory];", BARRIER, "@%p1 st.shared.b32 [memory], 1;"),
-    "a read after an atomic": (OWN, BARRIER, "atom.shared.add.u32 %r1, [memory], 1;", BARRIER, "ld.shared.b32 %r1, [memory];"),
+    "write after a read by both": (
+        OWN,
+        BARRIER,
+        "ld.shared.b32 %r1, [memory];",
+        BARRIER,
+        "@%p1 st.shared.b32 [memory], 1;",
+    ),
+    "a read after an atomic": (
+        OWN,
+        BARRIER,
+        "atom.shared.add.u32 %r1, [memory], 1;",
+        BARRIER,
+        "ld.shared.b32 %r1, [memory];",
+    ),
     "an atomic after a read": (OWN, BARRIER, READ, BARRIER, "atom.shared.add.u32 %r1, [memory], 1;"),
 }
 
@@ -190,7 +216,12 @@ def test_a_copy_that_is_read_before_its_wait(schedule: str) -> None:
     data, out = source(), words()
     launch(COPY + COMMIT + WAIT.format(0) + LOOK, data, out, shared=512, schedule=schedule)
     assert (out == data[::4]).all()
-    for body in (COPY + LOOK, COPY + COMMIT + LOOK, COPY + COMMIT + WAIT.format(1) + LOOK, COPY + WAIT.format(0) + LOOK):
+    for body in (
+        COPY + LOOK,
+        COPY + COMMIT + LOOK,
+        COPY + COMMIT + WAIT.format(1) + LOOK,
+        COPY + WAIT.format(0) + LOOK,
+    ):
         finds("a copy under way writes shared bytes that are read", body, data, out, shared=512, schedule=schedule)
     launch(COPY + LOOK, data, out, shared=512, late=False)  # which a copy that lands at once hides
 

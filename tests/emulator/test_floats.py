@@ -37,14 +37,18 @@ def rounded(value: Fraction, kind: str) -> float:
 def operands(kind: str, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """x, y, z of any size, near each other, where z takes x * y away but for its last bits, and where z tips a tie."""
     random, dtype, digits = np.random.default_rng(0), DTYPES[kind], FORMATS[kind][0]
-    whole = random.integers(0, 1 << 63, (3, count), dtype=np.uint64) * np.uint64(2) >> np.uint64(64 - dtype.itemsize * 8)
+    whole = random.integers(0, 1 << 63, (3, count), dtype=np.uint64) * np.uint64(2) >> np.uint64(
+        64 - dtype.itemsize * 8
+    )
     x, y, z = whole.astype(f"u{dtype.itemsize}").view(dtype)
     near = random.standard_normal((3, count)) * np.exp2(random.integers(-digits, digits, (3, count)))
     x, y, z = (np.where(random.random(count) < 0.5, a, b.astype(dtype)).astype(dtype) for a, b in zip((x, y, z), near))
     product = x.astype(np.longdouble) * y.astype(np.longdouble)
     third = random.integers(0, 4, count)
     lost = np.where(third == 0, -product * (1 + np.exp2(-digits)), z.astype(np.longdouble))
-    z = np.where(third == 1, np.abs(x).astype(np.longdouble) * np.exp2(-random.integers(1, 60, count)), lost).astype(dtype)
+    z = np.where(third == 1, np.abs(x).astype(np.longdouble) * np.exp2(-random.integers(1, 60, count)), lost).astype(
+        dtype
+    )
     # (1 + 2^-k)(1 + 2^-j) with j + k = digits ends in a tie, and a tiny z of either sign tips it
     k = random.integers(1, digits, count)
     tie = third == 2
@@ -175,7 +179,9 @@ def test_extremes_of_magnitudes() -> None:
     a, b = pairs("f32")
     got = compute("min.NaN.xorsign.abs.f32", a, b)
     nan = np.isnan(a) | np.isnan(b)
-    want = np.copysign(np.minimum(np.abs(a), np.abs(b)), np.where(np.signbit(a) ^ np.signbit(b), -1, 1)).astype(np.float32)
+    want = np.copysign(np.minimum(np.abs(a), np.abs(b)), np.where(np.signbit(a) ^ np.signbit(b), -1, 1)).astype(
+        np.float32
+    )
     assert (bits_of(got)[nan] == NAN["f32"]).all() and (bits_of(got)[~nan] == bits_of(want)[~nan]).all()
 
 
@@ -205,9 +211,12 @@ def test_approximate_functions_at_the_ends() -> None:
     tiny = np.float32(2.0**-140)
     given = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, tiny, -tiny, -130.0, 128.0], np.float32)
     found = compute("ex2.approx.ftz.f32", given)
-    assert bits_of(found).tolist() == bits_of(np.array([1, 1, np.inf, 0, 0, 1, 1, 0, np.inf], np.float32)).tolist()[:4] + [
-        NAN["f32"]
-    ] + bits_of(np.array([1, 1, 0, np.inf], np.float32)).tolist()
+    assert (
+        bits_of(found).tolist()
+        == bits_of(np.array([1, 1, np.inf, 0, 0, 1, 1, 0, np.inf], np.float32)).tolist()[:4]
+        + [NAN["f32"]]
+        + bits_of(np.array([1, 1, 0, np.inf], np.float32)).tolist()
+    )
     found = compute("rcp.approx.ftz.f32", np.array([0.0, -0.0, np.inf, -np.inf, tiny, -tiny, 2.0**127.5], np.float32))
     want = np.array([np.inf, -np.inf, 0.0, -0.0, np.inf, -np.inf, 0.0], np.float32)
     assert (bits_of(found) == bits_of(want)).all()

@@ -138,11 +138,15 @@ def inserted(a: int, b: int, start: int, length: int, bits: int) -> int:
 @pytest.mark.parametrize("kind", ["s32", "u32"])
 def test_fields(kind: str) -> None:
     random = np.random.default_rng(3)
-    start, length = (random.choice([0, 1, 5, 16, 31, 32, 33, 63, 64, 255, 256], COUNT).astype(np.uint32) for _ in range(2))
+    start, length = (
+        random.choice([0, 1, 5, 16, 31, 32, 33, 63, 64, 255, 256], COUNT).astype(np.uint32) for _ in range(2)
+    )
     a, b, bits = numbers(kind, 1), numbers(kind, 2), int(kind[1:])
     plain = f"u{bits}"
     holds(f"bfe.{kind}", f"{plain} {plain} u32 u32", lambda *given: extracted(*given, kind), a, start, length)
-    holds(f"bfi.b{bits}", f"{plain} {plain} {plain} u32 u32", lambda *given: inserted(*given, bits), a, b, start, length)
+    holds(
+        f"bfi.b{bits}", f"{plain} {plain} {plain} u32 u32", lambda *given: inserted(*given, bits), a, b, start, length
+    )
 
 
 def permuted(a: int, b: int, selector: int) -> int:
@@ -166,7 +170,14 @@ def test_funnel_shift() -> None:
     holds("shf.l.wrap.b32", "u32 u32 u32 u32", lambda x, y, n: (x | y << 32) << (n & 31) >> 32, a, b, by)
 
 
-COMPARED = {"eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge}
+COMPARED = {
+    "eq": operator.eq,
+    "ne": operator.ne,
+    "lt": operator.lt,
+    "le": operator.le,
+    "gt": operator.gt,
+    "ge": operator.ge,
+}
 
 
 @pytest.mark.parametrize("kind", [*TYPES, "b16", "b32", "b64"])
@@ -190,7 +201,9 @@ def test_selection(bits: int) -> None:
 
 def test_vectors_of_registers() -> None:
     a, b = numbers("u32", 1), numbers("u32", 2)
-    assert (compute("mov.b64", a, b, form="{d}, {{{s}}}", out=np.uint64) == (b.astype(np.uint64) << np.uint64(32) | a)).all()
+    assert (
+        compute("mov.b64", a, b, form="{d}, {{{s}}}", out=np.uint64) == (b.astype(np.uint64) << np.uint64(32) | a)
+    ).all()
     low, high = (compute("mov.b32", a, form=form, out=np.uint16) for form in ("{{{d}, _}}, {s}", "{{_, {d}}}, {s}"))
     assert (low == a & 0xFFFF).all() and (high == a >> 16).all()
 

@@ -27,7 +27,9 @@ def test_statements_and_their_lines() -> None:
 
 
 def test_operands() -> None:
-    program = emulator.parse(module("st.shared.v2.b32 [%r1+-8], {%r2, _}; elect.sync _|%p1, 0xFFU; mov.b32 %r1, 0f3F800000;"))
+    program = emulator.parse(
+        module("st.shared.v2.b32 [%r1+-8], {%r2, _}; elect.sync _|%p1, 0xFFU; mov.b32 %r1, 0f3F800000;")
+    )
     store, elect, move = program.instructions[3:6]
     address, (first, second) = store.operands
     assert address.offset == -8 and program.registers[address.base.number] == 32

@@ -31,8 +31,19 @@ from emulator.memory import GlobalMemory, Span
 # By compute capability: bytes of shared memory a program, and multiprocessors, of a GPU that has it.
 DEVICES = {89: (101376, 128), 90: (232448, 132), 100: (232448, 148), 120: (101376, 170)}
 FORMATS = {
-    "fp32": "<f", "f32": "<f", "fp64": "<d", "i1": "<b", "u1": "<B", "i8": "<b", "u8": "<B", "i16": "<h",
-    "u16": "<H", "i32": "<i", "u32": "<I", "i64": "<q", "u64": "<Q",
+    "fp32": "<f",
+    "f32": "<f",
+    "fp64": "<d",
+    "i1": "<b",
+    "u1": "<B",
+    "i8": "<b",
+    "u8": "<B",
+    "i16": "<h",
+    "u16": "<H",
+    "i32": "<i",
+    "u32": "<I",
+    "i64": "<q",
+    "u64": "<Q",
 }
 COUNT_MULTIPROCESSORS = ("launch", "cast_input", "norm_backward", "optimizer_step")  # modules that imported the name
 
@@ -54,7 +65,9 @@ def _written_by(function: Any) -> tuple[tuple[int, str], ...]:
     """Places and names of an operator's arguments that it writes."""
     arguments = function._schema.arguments if hasattr(function, "_schema") else ()
     return tuple(
-        (place, one.name) for place, one in enumerate(arguments) if one.alias_info is not None and one.alias_info.is_write
+        (place, one.name)
+        for place, one in enumerate(arguments)
+        if one.alias_info is not None and one.alias_info.is_write
     )
 
 
