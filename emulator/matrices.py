@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from emulator.machine import Mask, Run, Threads, constant, instruction, items, reader, whole_warps, wide, write
-from emulator.memory import words
 from emulator.parse import Fault, Instruction, Program
 from emulator.tensor_cores import multiply_add, rule_of
 from emulator.values import FP8
@@ -45,10 +44,10 @@ class SharedOperand:
         addresses = matrix_chunks(descriptor, rows, swizzle).reshape(-1)
         lanes = np.full(addresses.size, lane)
         units = threads.launch.shared.places(addresses, threads.program[lanes], CHUNK, one)
-        warps, shape = threads.warp[lanes], (rows, 2 * CHUNK)
-        shared = threads.launch.shared
-        self._codes, self._one = shared.read(units, CHUNK, warps, one).view(np.uint8).reshape(shape), one
-        self._now = lambda: words(shared.data, CHUNK)[units].view(np.uint8).reshape(shape)
+        warps = threads.warp[lanes]
+        read, chunks = threads.launch.shared.read, (rows, 2 * CHUNK)
+        self._codes, self._one = read(units, CHUNK, warps, one).view(np.uint8).reshape(chunks), one
+        self._now = lambda: read(units, CHUNK, None, one).view(np.uint8).reshape(chunks)
 
     def end(self) -> np.ndarray:
         """The codes, uint8 [rows, 32]."""

@@ -149,15 +149,15 @@ class SharedMemory:
         self._clock += 1
         self._met[programs] = self._clock
 
-    def read(self, units: np.ndarray, size: int, warp: np.ndarray, what: Any) -> np.ndarray:
-        """Words [lanes, words of an access] of units [lanes], for warps [lanes]."""
+    def read(self, units: np.ndarray, size: int, warp: np.ndarray | None, what: Any) -> np.ndarray:
+        """Words [lanes, words of an access] of units [lanes], for warps [lanes]; None: for nobody, who can't race."""
         state = words(self._state, size)[units].view(np.uint8)
         if (state != WRITTEN).any():
             why = "a copy under way writes" if (state & COMING).any() else "nobody wrote"
             raise Fault(
                 f"{why} shared bytes that are read, of {self._named(units[(state != WRITTEN).any(1)], size)}: {what}"
             )
-        if self._races:
+        if self._races and warp is not None:
             writer, written, reader, read, since = self._history(units, size)
             warps = warp[:, None]
             self._raise_for((written >= since) & (writer != warps), units, size, "read", what)

@@ -51,10 +51,7 @@ SINK = Symbol("_")
 
 @dataclass(slots=True, eq=False)
 class Instruction:
-    """One line: ``@guard name operands;``. A vector of operands is a list; ``run`` is its closure.
-
-    ``used`` has the numbers of all registers among the operands.
-    """
+    """One line: ``@guard name operands;``. A vector of operands is a list; ``run`` is its closure."""
 
     name: str
     operands: list[Any]
@@ -62,11 +59,14 @@ class Instruction:
     negated: bool
     text: str
     line: int
-    used: frozenset[int]
     run: Callable[..., Any] | None = None
 
     def __str__(self) -> str:
         return f"line {self.line}: {self.text}"
+
+    def registers(self) -> set[int]:
+        """The numbers of all registers among the operands."""
+        return set(_numbers(self.operands))
 
     def unsupported(self, what: str = "") -> Unsupported:
         """The error to raise."""
@@ -118,7 +118,7 @@ class Program:
             raise Unsupported(f"variables: {variables}")
         self.shared = shared[0][1] if shared and shared[0] else ""
         self._bits: dict[str, int] = dict.fromkeys(SPECIAL, 32)
-        self._numbers: dict[str, int] = {}
+        self._known: dict[str, Register] = {}
         self.instructions: list[Instruction] = []
         self.labels: dict[str, int] = {}
         for statement, line in _statements(source, head.end()):
@@ -128,8 +128,8 @@ class Program:
                 raise Unsupported(f"line {line}: {statement}") from error
         if not self.instructions or self.instructions[-1].name != "ret":
             raise Unsupported("a kernel that does not end with ret")
-        self.registers = [self._bits[name] for name in self._numbers]
-        self.special = {name: self._numbers[name] for name in SPECIAL if name in self._numbers}
+        self.registers = [register.bits for register in self._known.values()]
+        self.special = {name: self._known[name].number for name in SPECIAL if name in self._known}
 
     def _statement(self, text: str, line: int) -> None:
         if text.endswith(":"):
@@ -144,11 +144,13 @@ class Program:
             guard, name, rest = re.fullmatch(r"(?:@(!?%?[\w$]+)\s+)?([a-z][\w.:]*)\s*(.*)", text).groups()  # type: ignore[union-attr]
             operands = [self._operand(part) for part in split(rest)]
             where = None if guard is None else self._register(guard.lstrip("!%"))
-            negated, used = bool(guard) and guard[0] == "!", frozenset(_numbers(operands))
-            self.instructions.append(Instruction(name, operands, where, negated, text, line, used))
+            negated = bool(guard) and guard[0] == "!"
+            self.instructions.append(Instruction(name, operands, where, negated, text, line))
 
     def _register(self, name: str) -> Register:
-        return Register(self._numbers.setdefault(name, len(self._numbers)), self._bits[name])
+        if name not in self._known:
+            self._known[name] = Register(len(self._known), self._bits[name])
+        return self._known[name]
 
     def _operand(self, text: str) -> Any:
         if text[0] == "{":
@@ -190,7 +192,7 @@ def _numbers(operand: Any) -> Iterator[int]:
             yield from _numbers(part)
 
 
-@functools.lru_cache(maxsize=512)
+@functools.lru_cache(maxsize=32)
 def parse(text: str) -> Program:
     """The program of a PTX module, kept."""
     return Program(text)

@@ -141,7 +141,7 @@ def _steps(threads: Threads, all_of_them: bool) -> Generator[Any, None, None]:
         if count == 0:
             continue
         executed[place - 1] += count
-        if threads.under_way and one.used & threads.under_way - getattr(one.run, "writes", frozenset()):
+        if threads.under_way and one.registers() & threads.under_way - getattr(one.run, "writes", frozenset()):
             raise Fault(f"a register that a product under way will write is used before a wait: {one}")
         found = one.run(threads, None if count == every else mask)  # type: ignore[misc]
         if found is None:

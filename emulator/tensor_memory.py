@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from emulator.accesses import write_shared
+from emulator.accesses import PAUSE, write_shared
 from emulator.machine import Launch, Mask, Run, Threads, address_of, constant, instruction, items, reader, wide, write
 from emulator.matrices import SharedOperand, values_of
 from emulator.parse import Fault, Instruction, Program
@@ -167,7 +168,7 @@ def barrier(program: Program, one: Instruction, name: str) -> Run:
     memory, *given = one.operands[target is not None :]
     address, read = address_of(one, memory), reader(one, given[0], "u32") if given else None
 
-    def run(threads: Threads, mask: Mask) -> None:
+    def run(threads: Threads, mask: Mask) -> Any:
         launch, at, lanes = threads.launch, address(threads), threads.lanes(mask)
         values = wide(0 if read is None else read(threads), threads.count)
         launch.shared.places(at[lanes], threads.program[lanes], 8, one)
@@ -186,5 +187,6 @@ def barrier(program: Program, one: Instruction, name: str) -> Run:
                 found[lane] = launch.barriers[key].passed(int(values[lane]) & 1)
         if target is not None:
             write(threads, mask, target, found)
+        return PAUSE
 
     return run

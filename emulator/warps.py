@@ -17,8 +17,8 @@ def _members(one: Instruction, operand: Any) -> Any:
 
     def check(threads: Threads, mask: Mask) -> np.ndarray:
         there = threads.active(mask).reshape(-1, 32)
-        members = wide(read(threads), threads.count).reshape(-1, 32) >> np.arange(32, dtype=U32) & U32(1) == 1
-        if (there != members)[there].any():
+        given = np.take_along_axis(wide(read(threads), threads.count).reshape(-1, 32), there.argmax(1)[:, None], 1)
+        if (there != (given >> np.arange(32, dtype=U32) & U32(1) == 1))[there.any(1)].any():
             raise Fault(f"its members are not the lanes that are there: {one}")
         return there
 

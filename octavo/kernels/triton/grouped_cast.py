@@ -143,13 +143,13 @@ def group_amax_kernel(
 @triton.jit
 def known_scale(delayed_scale_ptr, scales_ptr, lines, inside, ROLE: tl.constexpr):
     """The delayed scale, or where there is none yet, or for Dynamic, those of group_amax_kernel."""
-    scale = tl.full(lines.shape, 1.0, tl.float32)  # without either a CUDA graph, replayed after the state was emptied
-    if scales_ptr is not None:
-        scale = tl.load(scales_ptr + lines, mask=inside, other=1.0)
+    delayed = tl.full(lines.shape, 0.0, tl.float32)
     if delayed_scale_ptr is not None:
-        delayed = tl.load(delayed_scale_ptr + ROLE)
-        scale = tl.where(delayed == 0, scale, delayed)
-    return scale
+        delayed += tl.load(delayed_scale_ptr + ROLE)
+    scale = tl.full(lines.shape, 1.0, tl.float32)  # without either a CUDA graph, replayed after the state was emptied
+    if scales_ptr is not None:  # beside a delayed scale nobody wrote them
+        scale = tl.load(scales_ptr + lines, mask=inside & (delayed == 0), other=1.0)
+    return tl.where(delayed == 0, scale, delayed)
 
 
 @triton.jit(do_not_specialize=["heights"])
