@@ -145,15 +145,17 @@ def atomic(program: Program, one: Instruction, base: str, space: str, name: str,
             _count_sectors(threads, lanes, at, size, one)
             old = launch.memory.load(at[lanes], size, one)
         first, *rest = (wide(read(threads), threads.count)[lanes] for read in reads)
-        now = dict(zip(at[lanes].tolist(), old.view(dtype)[:, 0], strict=True))
+        owner = threads.program[lanes] if space == "shared" else np.zeros_like(lanes)
+        places = [*zip(owner.tolist(), at[lanes].tolist(), strict=True)]
+        now = dict(zip(places, old.view(dtype)[:, 0], strict=True))
         found = np.zeros(threads.count, dtype)
-        for place, (lane, where) in enumerate(zip(lanes, at[lanes].tolist(), strict=True)):
+        for place, (lane, where) in enumerate(zip(lanes, places, strict=True)):
             found[lane] = before = now[where]
             if function is None:
                 now[where] = rest[0][place] if before == first[place] else before
             else:
                 now[where] = function(before, first[place])
-        new = np.array([[now[where]] for where in at[lanes].tolist()], dtype)
+        new = np.array([[now[where]] for where in places], dtype)
         if space == "shared":
             write_shared(threads, lanes, at, new, one, ATOMIC)
         else:

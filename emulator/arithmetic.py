@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -9,8 +10,8 @@ from typing import Any
 import numpy as np
 
 import emulator.values as numbers
-from emulator.machine import Mask, Run, Threads, constant, elementwise, instruction, items, reader, wide, write
-from emulator.parse import Instruction, Program, Register
+from emulator.machine import Mask, Run, Threads, elementwise, instruction, items, reader, wide, write
+from emulator.parse import Instruction, Program
 from emulator.values import TYPES, U32, U64, UNSIGNED, canonical, extreme
 
 Function = Callable[..., Any]
@@ -19,8 +20,15 @@ OPERATORS: dict[str, Function] = {
         name: getattr(operator, name)
         for name in ("add", "sub", "mul", "eq", "ne", "lt", "le", "gt", "ge", "xor", "neg")
     },
-    **{"mul.lo": operator.mul, "and": operator.and_, "or": operator.or_, "not": operator.invert},
-    **{"min": np.minimum, "max": np.maximum, "div": np.divide, "sqrt": np.sqrt, "abs": np.abs},
+    "mul.lo": operator.mul,
+    "and": operator.and_,
+    "or": operator.or_,
+    "not": operator.invert,
+    "min": np.minimum,
+    "max": np.maximum,
+    "div": np.divide,
+    "sqrt": np.sqrt,
+    "abs": np.abs,
 }
 
 # --- floats -----------------------------------------------------------------------------------------------------------
@@ -56,9 +64,14 @@ elementwise("(div).rn.(f32|f64)", "{1} {1} {1}", _rounded)
 elementwise("(sqrt).rn.(f32|f64)", "{1} {1}", _rounded)
 elementwise("(add).rn.f32.bf16", "f32 bf16 f32", _rounded)
 elementwise("fma.rn.(f32|f32x2)", "{0} {0} {0} {0}", lambda kind: numbers.fma32)
-elementwise(
-    "(min|max)(.NaN)?.f32", "f32 f32 f32", lambda name, nan: lambda a, b: extreme(a, b, name == "min", bool(nan))
-)
+
+
+def _extremes(name: str, nan: str | None) -> Function:
+    """Of two numbers, or on Blackwell three."""
+    return lambda *given: functools.reduce(lambda a, b: extreme(a, b, name == "min", bool(nan)), given)
+
+
+elementwise("(min|max)(.NaN)?.f32", "f32 f32 f32 f32", _extremes, fewest=3)
 elementwise("(min|max).NaN.xorsign.abs.f32", "f32 f32 f32", _magnitudes)
 elementwise("(abs|neg).f(32|64)", "b{1} b{1}", _signs)
 elementwise("(copysign).f(32)", "b32 b32 b32", _signs)
@@ -80,7 +93,8 @@ def approximation(program: Program, one: Instruction, name: str) -> Run:
 # --- conversions ------------------------------------------------------------------------------------------------------
 
 NARROW: dict[str, Function] = {
-    **{"bf16": numbers.to_bf16, "f16": numbers.to_f16},
+    "bf16": numbers.to_bf16,
+    "f16": numbers.to_f16,
     **{name: lambda values, name=name: numbers.to_fp8(values, name) for name in ("e4m3", "e5m2")},
 }
 

@@ -186,7 +186,7 @@ def items(operand: Any) -> list[Any]:
     return operand if isinstance(operand, list) else [operand]
 
 
-def whole_warps(threads: Threads, mask: Mask, one: Instruction, size: int = 32) -> np.ndarray:
+def whole_warps(threads: Threads, mask: Mask, one: Instruction, size: int = 32) -> Any:
     """bool [warps]: those that take part, each with all of its lanes; or of warpgroups."""
     lanes = threads.active(mask).reshape(-1, size)
     if (lanes.any(1) != lanes.all(1)).any():
@@ -216,21 +216,22 @@ def instruction(*names: str) -> Callable[[Callable[..., Run]], Callable[..., Run
     return register
 
 
-def elementwise(names: str, types: str, function_of: Callable[..., Callable[..., Any]]) -> None:
+def elementwise(names: str, types: str, function_of: Callable[..., Callable[..., Any]], fewest: int = 99) -> None:
     """Registers instructions that compute each lane's result from its operands.
 
     Args:
         names: a pattern, as of ``instruction``.
         types: of the result and the operands, with the pattern's groups as {0}, {1}, ...
         function_of: gives, of the groups, the function of arrays.
+        fewest: operands with the result, if the last ones may be left out.
     """
 
     def build(program: Program, one: Instruction, *groups: str) -> Run:
         kinds, function = types.format(*groups).split(), function_of(*groups)
         target, *operands = one.operands
-        if len(kinds) != len(one.operands):
+        if not min(fewest, len(kinds)) <= len(one.operands) <= len(kinds):
             raise one.unsupported()
-        reads = [reader(one, operand, kind) for operand, kind in zip(operands, kinds[1:], strict=True)]
+        reads = [reader(one, operand, kind) for operand, kind in zip(operands, kinds[1:], strict=False)]
         bits = bits_of(kinds[0])
         check_target(one, target, bits)
         dtype = f"{'i' if kinds[0][0] == 's' else 'u'}{bits // 8}" if bits > 1 else "?"

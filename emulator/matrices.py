@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from emulator.machine import Mask, Run, Threads, constant, instruction, items, reader, whole_warps, wide, write
+from emulator.memory import words
 from emulator.parse import Fault, Instruction, Program
 from emulator.tensor_cores import multiply_add, rule_of
 from emulator.values import FP8
@@ -45,12 +46,13 @@ class SharedOperand:
         lanes = np.full(addresses.size, lane)
         units = threads.launch.shared.places(addresses, threads.program[lanes], CHUNK, one)
         warps, shape = threads.warp[lanes], (rows, 2 * CHUNK)
-        self._read = lambda: threads.launch.shared.read(units, CHUNK, warps, one).view(np.uint8).reshape(shape)
-        self._codes, self._one = self._read(), one
+        shared = threads.launch.shared
+        self._codes, self._one = shared.read(units, CHUNK, warps, one).view(np.uint8).reshape(shape), one
+        self._now = lambda: words(shared.data, CHUNK)[units].view(np.uint8).reshape(shape)
 
     def end(self) -> np.ndarray:
         """The codes, uint8 [rows, 32]."""
-        if (self._read() != self._codes).any():
+        if (self._now() != self._codes).any():
             raise Fault(f"race: shared memory that a product under way reads was written: {self._one}")
         return self._codes
 

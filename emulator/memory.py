@@ -49,7 +49,7 @@ class GlobalMemory:
                 self._kept.append(span)
         self._starts, sizes = (np.array([span[part] for span in self._kept], np.int64) for part in (0, 1))
         self._ends = self._starts + sizes
-        self._bytes = [np.frombuffer((ctypes.c_uint8 * size).from_address(at), np.uint8) for at, size, _ in self._kept]
+        self._bytes = [np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(at)) for at, size, _ in self._kept]
 
     def _find(self, address: np.ndarray, size: int, what: Any) -> np.ndarray:
         """Each access's allocation."""

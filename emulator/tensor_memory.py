@@ -95,7 +95,8 @@ def multiply(program: Program, one: Instruction) -> Run:
     reads = [reader(one, item, kind) for item, kind in zip(one.operands[1:4], ("u64", "u64", "u32"), strict=True)]
     swizzles = {0: 0, 2: 128, 4: 64, 6: 32}
 
-    def begin(threads: Threads, lane: int, into: int, a: int, b: int, shape: int, keeps: bool) -> Callable[[], None]:
+    def begin(threads: Threads, lane: int, into: int, given: list[int], keeps: bool) -> Callable[[], None]:
+        a, b, shape = given
         owner, rows, columns = int(threads.program[lane]), (shape >> 24 & 31) << 4, (shape >> 17 & 63) << 3
         elements = [("e4m3", "e5m2")[shape >> first & 7] for first in (7, 10)]
         if rows != LANES or shape >> 4 & 3 != 1 or shape >> 13 & 15 or shape & 15 or into >> 16:
@@ -114,10 +115,8 @@ def multiply(program: Program, one: Instruction) -> Run:
 
         def end() -> None:
             old = cells.view(np.float32) if keeps else np.zeros(cells.shape, np.float32)
-            given = (
-                values_of(side.end(), element)[None] for side, element in zip((left, right), elements, strict=True)
-            )
-            cells[:] = multiply_add(*given, old[None], rule)[0].view(U32)
+            a_values, b_values = values_of(left.end(), elements[0])[None], values_of(right.end(), elements[1])[None]
+            cells[:] = multiply_add(a_values, b_values, old[None], rule)[0].view(U32)
             states[:] = WRITTEN
 
         return end
@@ -126,7 +125,7 @@ def multiply(program: Program, one: Instruction) -> Run:
         at, keeps = to(threads), wide(read_keeps(threads), threads.count)
         given = [wide(read(threads), threads.count) for read in reads]
         for lane in threads.lanes(mask).tolist():
-            end = begin(threads, lane, int(at[lane]), *(int(values[lane]) for values in given), bool(keeps[lane]))
+            end = begin(threads, lane, int(at[lane]), [int(values[lane]) for values in given], bool(keeps[lane]))
             if threads.launch.options.late:
                 products = _memory(threads.launch, one).products
                 products.setdefault(int(threads.program[lane]), []).append(end)

@@ -17,8 +17,15 @@ TYPES: dict[str, Any] = {
     **{f"{letter}{bits}": UNSIGNED[bits] for letter in "bu" for bits in (8, 16, 32, 64)},
     **{f"s{bits}": np.dtype(f"i{bits // 8}").type for bits in (8, 16, 32, 64)},
     **{f"f{bits}": np.dtype(f"f{bits // 8}").type for bits in (16, 32, 64)},
-    **{"pred": np.bool_, "bf16": U16, "bf16x2": U16, "f16x2": np.float16, "f32x2": np.float32},
-    **{"e4m3": np.uint8, "e5m2": np.uint8, "e4m3x2": np.uint8, "e5m2x2": np.uint8},
+    "pred": np.bool_,
+    "bf16": U16,
+    "bf16x2": U16,
+    "f16x2": np.float16,
+    "f32x2": np.float32,
+    "e4m3": np.uint8,
+    "e5m2": np.uint8,
+    "e4m3x2": np.uint8,
+    "e5m2x2": np.uint8,
 }
 NAN: dict[Any, Any] = {  # what arithmetic makes of any NaN; bf16's is float16's
     np.dtype(np.float16): U16(0x7FFF),

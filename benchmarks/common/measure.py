@@ -65,7 +65,7 @@ def commit() -> str:
             return ""
         return run.stdout.strip()
 
-    changed = "+" if git("status", "--porcelain", "--", "octavo", "benchmarks/*.py") else ""
+    changed = "+" if git("status", "--porcelain", "--", "octavo", "emulator", "benchmarks/*.py") else ""
     return git("rev-parse", "--short", "HEAD") + changed
 
 
@@ -97,16 +97,17 @@ def write_results(
     """Write rows, each with its provenance, to results/<subject>-<device>.csv.
 
     ``origin`` is the provenance of what doesn't depend on the device, and is written to results/<subject>.csv. Rows of
-    changes that are not committed go to runs/benchmarks/: nobody could make them again.
+    changes that are not committed go to runs/benchmarks/: nobody could make them again. A row of an earlier run brings
+    its own.
     """
     name = f"{subject}-{device_name()}.csv" if origin is None else f"{subject}.csv"
     origin = provenance() if origin is None else origin
     path = path or (UNCOMMITTED if origin.get("commit", "").endswith("+") else RESULTS) / name
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*rows[0], *origin])
+        writer = csv.DictWriter(file, dict.fromkeys([*rows[0], *origin]))
         writer.writeheader()
-        writer.writerows({**row, **origin} for row in rows)
+        writer.writerows({**origin, **row} for row in rows)
     return path
 
 

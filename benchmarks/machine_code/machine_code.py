@@ -3,9 +3,10 @@
     hardly anything spills: of a hundred instructions at most one reads or writes the stack
     codes are made and read by the hardware's conversions
     x, codes and results of aligned tensors move 16 bytes an access
-    a product runs on the FP8 tensor cores
+    a product runs on the FP8 tensor cores, and ptxas need not wait for its sums where the code does not
+    for Ada no float32 becomes a code by Triton's own conversion, which before Triton 3.9 cuts off to float16 first
 
-The tools are Triton's own: its wheel carries nvdisasm and cuobjdump.
+The tools are Triton's own: its wheel carries ptxas, nvdisasm and cuobjdump.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import triton
+from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
@@ -103,6 +105,20 @@ def resources(kernel: CompiledKernel) -> dict[str, int]:
     return {name: int(value) for name, value in re.findall(r"\b(REG|STACK):(\d+)", text)}
 
 
+_TO_CODES = re.compile(r"tt\.fp_to_fp .*f32\S* -> tensor<\S*f8E")
+_SERIALIZED = re.compile(r"\(C(7510|7514|7517)\)[^\n]*")
+
+
+def serialized(kernel: CompiledKernel) -> list[str]:
+    """What ptxas warns of where it makes Hopper's asynchronous products wait for each other."""
+    if "wgmma" not in kernel.asm["ptx"]:
+        return []
+    arch = kernel.metadata.target.arch
+    command = [get_ptxas(arch).path, f"--gpu-name={sm_arch_from_capability(arch)}", "--output-file", "/dev/null", "-"]
+    log = subprocess.run(command, input=kernel.asm["ptx"], capture_output=True, text=True, check=True).stderr
+    return sorted({match[0] for match in _SERIALIZED.finditer(log)})
+
+
 @functools.cache
 def _source() -> dict[tuple[str, int], str]:
     """The kernels' source lines by (file's name, line)."""
@@ -118,7 +134,7 @@ _BITS = re.compile(r"\.(?:U|S)?(8|16|64|128|256)(?:\.|$)")
 _PRODUCTS = ("matmul_kernel", "rows_in_groups_kernel", "terms_in_groups_kernel")
 _WITHOUT_TILES = ("delayed_update_kernel", "note_faults_kernel", "checked_ends_kernel", "mend_kernel")
 MOST_SPILLS = 0.01  # of all instructions: an address kept on the stack, which the first cache holds, costs no time
-_TENSOR_CORES = {90: "QGMMA", 100: "UTCQMMA"}
+_TENSOR_CORES = {89: "QMMA", 90: "QGMMA", 100: "UTCQMMA", 120: "QMMA"}
 
 
 def _bits(instruction: Instruction) -> int:
@@ -176,7 +192,7 @@ def examine(kernel: CompiledKernel, bits: int = 128) -> tuple[dict[str, object],
     """What a kernel's machine code is like, and what is amiss with it.
 
     Args:
-        kernel: compiled for an sm_90 or sm_100.
+        kernel: compiled for one of ``_TENSOR_CORES``.
         bits: how wide its accesses of tiles should be at least.
     """
     code, used = instructions(kernel), resources(kernel)
@@ -194,7 +210,11 @@ def examine(kernel: CompiledKernel, bits: int = 128) -> tuple[dict[str, object],
     for name in sorted(formats):
         if not any(name in conversion for conversion in conversions):
             misses.append(f"no hardware conversion of {name}")
-    wanted = _TENSOR_CORES[kernel.metadata.target.arch]
+    arch = kernel.metadata.target.arch
+    if arch == 89 and _TO_CODES.search(kernel.asm["ttir"]):
+        misses.append("codes by Triton's conversion of float32")
+    misses += serialized(kernel)
+    wanted = _TENSOR_CORES[arch]
     if kernel.name in _PRODUCTS and not any(name.startswith(wanted) for name in tensor_core):
         misses.append(f"no {wanted}")
     if kernel.name not in _WITHOUT_TILES and min(loads, default=0) < bits:
@@ -205,7 +225,7 @@ def examine(kernel: CompiledKernel, bits: int = 128) -> tuple[dict[str, object],
         misses.append(f"stores of {sorted(stores) or 'no'} bits")
     return {
         "kernel": kernel.name,
-        "capability": f"sm_{kernel.metadata.target.arch}",
+        "capability": f"sm_{arch}",
         "warps": kernel.metadata.num_warps,
         "registers": used["REG"],
         "stack_bytes": used["STACK"],

@@ -10,28 +10,19 @@ Each capability counts as a device of its own, so that Triton's caches and octav
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any, NamedTuple
-from unittest import mock
 
-from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaLauncher
 from triton.compiler import CompiledKernel
-from triton.runtime.driver import driver
 
-from octavo.kernels.triton import cast_input, launch
 from octavo.kernels.triton.prologue import Input
 from octavo.kernels.triton.tiles import Source
+from tests.support.emulated import DEVICES, as_gpu
 
-# by their paths: the functions of the same names hide the modules
-norm_backward = importlib.import_module("octavo.kernels.triton.norm_backward")
-optimizer_step = importlib.import_module("octavo.kernels.triton.optimizer_step")
-
-SHARED_MEMORY = {90: 232448, 100: 232448}  # bytes a program may have, opted in
-MULTIPROCESSORS = {90: 132, 100: 148}
+SHARED_MEMORY = {capability: shared for capability, (shared, _) in DEVICES.items()}
+MULTIPROCESSORS = {capability: count for capability, (_, count) in DEVICES.items()}
 _COMPILED: dict[int, dict[Any, Any]] = {capability: {} for capability in SHARED_MEMORY}  # octavo's, by its own keys
 
 
@@ -69,31 +60,11 @@ def _load_binary(name: str, binary: bytes, shared: int, device: int) -> tuple[No
     return None, 1, 0, 0, 1024
 
 
-class _Driver:
-    """As much of a driver as compiling and binding need."""
-
-    launcher_cls = _Launcher
-
-    def __init__(self, capability: int) -> None:
-        self.capability = capability
-        properties = {"max_shared_mem": SHARED_MEMORY[capability], "multiprocessor_count": MULTIPROCESSORS[capability]}
-        self.utils = SimpleNamespace(load_binary=_load_binary, get_device_properties=lambda device: properties)
-        # closures, as fast as torch's own functions are in the real driver
-        self.get_current_device: Callable[[], int] = lambda: capability
-        self.get_current_stream: Callable[[int], int] = lambda device: 0
-
-    def set_current_device(self, device: int) -> None:
-        pass
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.capability, 32)
-
-
 @contextmanager
 def offline(capability: int, record: bool = True) -> Iterator[list[Launch]]:
     """Compile for ``capability`` (90 or 100) and launch nothing; the launches are listed unless ``record`` is False."""
     launches: list[Launch] = []
-    original, previous = CompiledKernel.run, driver._active
+    original = CompiledKernel.run
 
     def run(kernel: CompiledKernel) -> Callable[..., None]:
         launcher = original.fget(kernel)
@@ -105,17 +76,10 @@ def offline(capability: int, record: bool = True) -> Iterator[list[Launch]]:
 
         return recorded
 
-    driver.set_active(_Driver(capability))
     if record:
         CompiledKernel.run = property(run)
     try:
-        with (
-            mock.patch.object(launch, "_compiled", _COMPILED[capability]),
-            mock.patch.object(cast_input, "multiprocessors", lambda index: MULTIPROCESSORS[capability]),
-            mock.patch.object(norm_backward, "multiprocessors", lambda index: MULTIPROCESSORS[capability]),
-            mock.patch.object(optimizer_step, "multiprocessors", lambda index: MULTIPROCESSORS[capability]),
-        ):
+        with as_gpu(capability, _Launcher, _load_binary, _COMPILED[capability]):
             yield launches
     finally:
         CompiledKernel.run = original
-        driver._active = previous

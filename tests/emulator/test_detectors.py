@@ -200,7 +200,8 @@ def test_matrices_are_checked_too(schedule: str) -> None:
 
 # --- asynchronous copies ----------------------------------------------------------------------------------------------
 
-COPY = """and.b32 %r9, %t, 31; mul.lo.s32 %r9, %r9, 16; mov.b32 %r8, memory; add.s32 %r9, %r9, %r8; mul.wide.u32 %d1, %n, 16;
+COPY = """and.b32 %r9, %t, 31; mul.lo.s32 %r9, %r9, 16; mov.b32 %r8, memory; add.s32 %r9, %r9, %r8;
+mul.wide.u32 %d1, %n, 16;
 add.s64 %d1, %d1, %a0; cp.async.cg.shared.global [%r9], [%d1], 16;"""
 COMMIT, WAIT = "cp.async.commit_group;", "cp.async.wait_group {};"
 LOOK = "ld.shared.b32 %r1, [%r9]; mul.wide.u32 %d2, %n, 4; add.s64 %d2, %d2, %a1; st.global.b32 [%d2], %r1;"
@@ -257,7 +258,8 @@ def test_groups_of_copies_end_in_their_order() -> None:
 
 def test_a_masked_copy_writes_zeros_and_reads_nothing() -> None:
     out = words()
-    body = f"setp.lt.u32 %p1, %t, 16; selp.b32 %r5, 16, 0, %p1; {COPY.replace('], 16;', '], 16, %r5;')} {COMMIT} {WAIT.format(0)} {LOOK}"
+    masked = COPY.replace("], 16;", "], 16, %r5;")
+    body = f"setp.lt.u32 %p1, %t, 16; selp.b32 %r5, 16, 0, %p1; {masked} {COMMIT} {WAIT.format(0)} {LOOK}"
     data = source()[:64]
     launch(body, data, out, shared=512)
     assert (out == np.where(np.arange(32) < 16, np.resize(data[::4], 32), 0)).all()
@@ -274,7 +276,7 @@ def test_a_masked_copy_writes_zeros_and_reads_nothing() -> None:
         "setp.lt.u32 %p1, %t, 32; @%p1 bar.sync 0;",  # of two warps one
         "setp.lt.u32 %p1, %t, 40; @%p1 bar.sync 0;",  # part of a warp
         "setp.lt.u32 %p1, %t, 32; @%p1 ret; bar.sync 0;",  # the others have ended
-        "setp.lt.u32 %p1, %t, 32; @%p1 bra other; bar.sync 0; bra done; other: bar.sync 0; done:",  # two that are not one
+        "setp.lt.u32 %p1, %t, 32; @%p1 bra other; bar.sync 0; bra done; other: bar.sync 0; done:",  # two barriers
         "setp.lt.u32 %p1, %t, 32; @%p1 bar.sync 0; bar.sync 0;",
     ],
 )
@@ -305,7 +307,8 @@ def test_what_only_some_orders_show(schedule: str) -> None:
     """Whoever comes last is to see all sums; a program that looks too soon does not, in most orders."""
     begin, add = "setp.eq.u32 %p1, %t, 0;", "@%p1 red.global.gpu.relaxed.add.f32 [%a0], 0f3F800000;"
     ticket = "@%p1 atom.global.gpu.acq_rel.add.u32 %r1, [%a1], 1;"
-    rest = "@!%p1 mov.b32 %r1, 0; setp.eq.s32 %p2, %r1, 3; @%p2 ld.global.cg.b32 %r2, [%a0]; @%p2 st.global.b32 [%a2], %r2;"
+    rest = "@!%p1 mov.b32 %r1, 0; setp.eq.s32 %p2, %r1, 3;"
+    rest += " @%p2 ld.global.cg.b32 %r2, [%a0]; @%p2 st.global.b32 [%a2], %r2;"
     wrong = 0
     for seed in range(10):
         sums, tickets, out = np.zeros(4, np.float32), np.zeros(4, np.uint32), np.zeros(4, np.float32)

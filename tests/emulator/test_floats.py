@@ -42,7 +42,10 @@ def operands(kind: str, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]
     )
     x, y, z = whole.astype(f"u{dtype.itemsize}").view(dtype)
     near = random.standard_normal((3, count)) * np.exp2(random.integers(-digits, digits, (3, count)))
-    x, y, z = (np.where(random.random(count) < 0.5, a, b.astype(dtype)).astype(dtype) for a, b in zip((x, y, z), near))
+    x, y, z = (
+        np.where(random.random(count) < 0.5, a, b.astype(dtype)).astype(dtype)
+        for a, b in zip((x, y, z), near, strict=True)
+    )
     product = x.astype(np.longdouble) * y.astype(np.longdouble)
     third = random.integers(0, 4, count)
     lost = np.where(third == 0, -product * (1 + np.exp2(-digits)), z.astype(np.longdouble))
@@ -211,12 +214,11 @@ def test_approximate_functions_at_the_ends() -> None:
     tiny = np.float32(2.0**-140)
     given = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, tiny, -tiny, -130.0, 128.0], np.float32)
     found = compute("ex2.approx.ftz.f32", given)
-    assert (
-        bits_of(found).tolist()
-        == bits_of(np.array([1, 1, np.inf, 0, 0, 1, 1, 0, np.inf], np.float32)).tolist()[:4]
-        + [NAN["f32"]]
-        + bits_of(np.array([1, 1, 0, np.inf], np.float32)).tolist()
-    )
+    assert bits_of(found).tolist() == [
+        *bits_of(np.array([1, 1, np.inf, 0, 0, 1, 1, 0, np.inf], np.float32)).tolist()[:4],
+        NAN["f32"],
+        *bits_of(np.array([1, 1, 0, np.inf], np.float32)).tolist(),
+    ]
     found = compute("rcp.approx.ftz.f32", np.array([0.0, -0.0, np.inf, -np.inf, tiny, -tiny, 2.0**127.5], np.float32))
     want = np.array([np.inf, -np.inf, 0.0, -0.0, np.inf, -np.inf, 0.0], np.float32)
     assert (bits_of(found) == bits_of(want)).all()

@@ -83,9 +83,7 @@ def test_fragments_of_a_warp(kinds: tuple[str, str], target: str) -> None:
 def test_matrices_in_shared_memory(count: int, transposes: bool) -> None:
     """ldmatrix: of matrix m a lane gets row lane / 4, columns lane % 4 * 2 and the next; stmatrix is its inverse."""
     given = aligned(np.random.default_rng(0).integers(0, 1 << 16, (count, 8, 8)).astype(np.uint16))
-    rows = "mov.b32 %r50, memory; and.b32 %r51, %t, {}; mul.lo.s32 %r51, %r51, 16; add.s32 %r50, %r50, %r51;".format(
-        8 * count - 1
-    )
+    rows = f"mov.b32 %r50, memory; and.b32 %r51, %t, {8 * count - 1}; mul.lo.s32 %r51, %r51, 16; add.s32 %r50, %r50, %r51;"
     fill = f"{rows} mul.wide.u32 %d1, %r51, 1; add.s64 %d1, %d1, %a0; ld.global.v4.b32 {names(40, 4)}, [%d1]; st.shared.v4.b32 [%r50], {names(40, 4)};"
     name = f"sync.aligned.m8n8.x{count}{'.trans' if transposes else ''}.shared.b16"
     held, back = np.zeros((32, count), np.uint32), aligned(np.zeros_like(given))

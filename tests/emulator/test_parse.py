@@ -16,7 +16,8 @@ def lines_of(body: str) -> list[str]:
 
 def test_statements_and_their_lines() -> None:
     first = module("").count("\n", 0, module("").index("ret;"))  # the body begins on the line before
-    body = "mov.b32 %r1, 0; // a comment; with a point\n$L__1:\n.loc 1 2 3\n@!%p1 bra $L__1;\n{ .reg .b32 tmp; mov.b32\n tmp, 1; }"
+    body = "mov.b32 %r1, 0; // a comment; with a point\n$L__1:\n.loc 1 2 3\n@!%p1 bra $L__1;\n"
+    body += "{ .reg .b32 tmp; mov.b32\n tmp, 1; }"
     assert lines_of(body) == [
         f"line {first}: mov.b32 %r1, 0",
         f"line {first + 3}: @!%p1 bra $L__1",
@@ -92,7 +93,6 @@ UNKNOWN = """
     min.ftz.f32 %r1, %r2, %r3
     min.xorsign.abs.f32 %r1, %r2, %r3
     max.NaN.f16 %h1, %h2, %h3
-    max.f32 %r1, %r2, %r3, %r4
     abs.ftz.f32 %r1, %r2
     neg.ftz.f32 %r1, %r2
     sqrt.approx.f32 %r1, %r2

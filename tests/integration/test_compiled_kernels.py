@@ -1,17 +1,21 @@
-"""The kernels' machine code for Hopper and Blackwell, made without a GPU and checked by ``compiled`` of benchmarks/."""
+"""The kernels' machine code, made without a GPU and checked by ``compiled`` of benchmarks/."""
 
+import ast
 import csv
 import importlib
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 triton = pytest.importorskip("triton")
+tl = triton.language
 compiled = importlib.import_module("benchmarks.machine_code.compiled")
+machine_code = importlib.import_module("benchmarks.machine_code.machine_code")
 gpu_host = importlib.import_module("benchmarks.host.gpu_host")
 uncompiled = importlib.import_module("tests.support.uncompiled").uncompiled
 predicted_products = importlib.import_module("benchmarks.machine_code.predicted_products")
@@ -78,6 +82,72 @@ def test_narrow_accesses_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     ((row, missed),) = compiled.compiled(90, "narrow")
     assert row["load_bits"] == "16"
     assert missed == ["loads of [16] bits"]
+
+
+@triton.jit
+def narrowing_kernel(x_ptr, code_ptr, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(code_ptr + i, tl.load(x_ptr + i).to(tl.float8e4nv))
+
+
+@triton.jit
+def early_kernel(a_ptr, b_ptr, out_ptr, steps):
+    i = tl.arange(0, 64)
+    total = tl.zeros([64, 64], tl.float32)
+    for step in range(steps):
+        codes = i[:, None] * 4096 + i[None, :] + step * 64
+        total = tl.dot(tl.load(a_ptr + codes), tl.load(b_ptr + codes).T, total, max_num_imprecise_acc=64)
+    tl.store(out_ptr + i[:, None] * 64 + i[None, :], total)
+
+
+def misses_of(kernel: Any, capability: int, signature: str, constants: dict[tuple[int, ...], int]) -> list[str]:
+    types = dict(zip(kernel.arg_names, signature.split(), strict=True))
+    source = triton.compiler.ASTSource(kernel, types, constants)
+    target = triton.backends.compiler.GPUTarget("cuda", capability, 32)
+    found: list[str] = machine_code.examine(triton.compile(source, target, {"enable_fp_fusion": True}))[1]
+    return found
+
+
+def test_codes_by_way_of_float16_are_found() -> None:
+    for capability, is_missed in ((89, True), (90, False)):
+        missed = misses_of(narrowing_kernel, capability, "*fp32 *fp8e4nv constexpr", {(2,): 1024})
+        assert ("codes by Triton's conversion of float32" in missed) == is_missed
+
+
+def test_sums_read_before_a_wait_are_found() -> None:
+    missed = misses_of(early_kernel, 90, "*fp8e4nv *fp8e4nv *fp32 i32", {})
+    assert any("(C7517)" in miss for miss in missed)
+
+
+def test_no_kernel_makes_codes_by_tritons_own_conversion() -> None:
+    """``narrow`` makes them: Triton before 3.9 rounds twice for Ada."""
+    for file in KERNELS.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "to":
+                is_bitcast = any(keyword.arg == "bitcast" for keyword in node.keywords)
+                assert is_bitcast or "float8" not in ast.unparse(node.args), f"{file.name}:{node.lineno}"
+
+
+def kernel_of(capability: int, case: Any) -> Any:
+    with compiled.offline(capability) as launches:
+        case.call()
+    ((kernel, *_),) = launches
+    return kernel
+
+
+@pytest.mark.parametrize("capability", [89, 120])
+def test_machine_code_of_a_cast_elsewhere(capability: int) -> None:
+    assert machine_code.examine(kernel_of(capability, next(compiled.per_row())))[1] == []
+
+
+@pytest.mark.parametrize("capability", compiled.CAPABILITIES)
+def test_a_short_accumulator_sums_one_step(capability: int) -> None:
+    """Ada's and Hopper's: an FADD an element adds its sum to those before."""
+    kernel = kernel_of(capability, compiled._product(compiled.LARGE, compiled.E4M3, compiled.ROW, compiled.ROW))
+    (loop,) = (loop for loop in machine_code.loops(kernel) if any("MMA" in i.name for i in loop))
+    added = sum(i.name.startswith("FADD") for i in loop)
+    assert added == (128 * 128 // 256 if capability < 100 else 0)  # of 256 threads
+    assert machine_code.examine(kernel)[1] == []
 
 
 def test_the_block_product_takes_one_instruction_an_element_and_step() -> None:

@@ -13,8 +13,8 @@ import gc
 import importlib
 import struct
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -160,24 +160,51 @@ class _Launcher:
 class _Driver:
     """What Triton and octavo ask of a GPU's driver."""
 
-    launcher_cls = _Launcher
-
-    def __init__(self, capability: int) -> None:
+    def __init__(self, capability: int, launcher: Any, load_binary: Callable[..., tuple[Any, ...]]) -> None:
         from triton.backends.compiler import GPUTarget
 
+        self.launcher_cls, number = launcher, 1000 * id(launcher) + capability
         properties = dict(zip(("max_shared_mem", "multiprocessor_count"), DEVICES[capability], strict=True))
-        self.utils = SimpleNamespace(load_binary=self.load_binary, get_device_properties=lambda device: properties)
-        self.get_current_device = lambda: capability  # octavo's key of a compiled kernel has the device
+        self.utils = SimpleNamespace(load_binary=load_binary, get_device_properties=lambda device: properties)
+        # closures, as fast as torch's own functions are in the real driver
+        self.get_current_device = lambda: number  # Triton and octavo keep compiled kernels by the device
         self.get_current_stream = lambda device: 0
         self.get_current_target = lambda: GPUTarget("cuda", capability, 32)
 
     def set_current_device(self, device: int) -> None:
         """There is one."""
 
-    def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[Any, ...]:
-        """(module, function, registers, spills, most threads)"""
-        _functions.append((name, bytes(binary).decode(), shared))
-        return None, len(_functions) - 1, 32, 0, 1024
+
+@contextmanager
+def as_gpu(
+    capability: int, launcher: Any, load_binary: Callable[..., tuple[Any, ...]], compiled: Any
+) -> Iterator[None]:
+    """Have Triton compile for a capability, each a device of its own, without a GPU.
+
+    Args:
+        launcher: a class in place of Triton's.
+        load_binary: from (name, binary, shared bytes, device) to (module, function, registers, spills, most threads).
+        compiled: octavo's compiled kernels by its own keys, for this capability alone.
+    """
+    from triton.runtime.driver import driver
+
+    before, count = driver._active, DEVICES[capability][1]
+    driver.set_active(_Driver(capability, launcher, load_binary))
+    try:
+        with ExitStack() as patches:
+            for name in COUNT_MULTIPROCESSORS:
+                module = importlib.import_module(f"octavo.kernels.triton.{name}")
+                patches.enter_context(mock.patch.object(module, "multiprocessors", lambda index: count))
+                if name == "launch":
+                    patches.enter_context(mock.patch.object(module, "_compiled", compiled))
+            yield
+    finally:
+        driver._active = before
+
+
+def _load_binary(name: str, binary: bytes, shared: int, device: int) -> tuple[Any, ...]:
+    _functions.append((name, bytes(binary).decode(), shared))
+    return None, len(_functions) - 1, 32, 0, 1024
 
 
 _functions: list[tuple[str, str, int]] = []  # name, PTX and shared bytes of compiled kernels, by their handles
@@ -194,28 +221,20 @@ def emulating(capability: int, options: emulator.Options | None = None) -> Itera
         options: how they run.
     """
     from triton.backends.nvidia.compiler import CUDABackend
-    from triton.runtime.driver import driver as active
+
+    own_hash = CUDABackend.hash
+
+    def other_hash(backend: Any) -> str:  # Triton's cache on disk holds real binaries by the other
+        return f"{own_hash(backend)}-emulated"
 
     _runs.append(_Run(options or emulator.Options(), [], Unwritten()))
-    before = active._active
-    active.set_active(_Driver(capability))
-    count = DEVICES[capability][1]
-    modules = [importlib.import_module(f"octavo.kernels.triton.{name}") for name in COUNT_MULTIPROCESSORS]
-    launch = modules[0]
     try:
         with (
+            as_gpu(capability, _Launcher, _load_binary, _compiled.setdefault(capability, {})),
+            mock.patch.object(CUDABackend, "hash", other_hash),
             mock.patch.object(CUDABackend, "make_cubin", lambda own, source, *rest: source.encode()),
-            mock.patch.object(launch, "_compiled", _compiled.setdefault(capability, {})),
-            mock.patch.multiple("octavo.kernels.triton.launch", multiprocessors=lambda index: count),
             _runs[-1].unwritten,
         ):
-            for module in modules[1:]:
-                if hasattr(module, "multiprocessors"):
-                    module.multiprocessors = lambda index: count  # type: ignore[attr-defined]
             yield _runs[-1].done
     finally:
         _runs.pop()
-        for module in modules[1:]:
-            if hasattr(module, "multiprocessors"):
-                module.multiprocessors = launch.multiprocessors  # type: ignore[attr-defined]
-        active._active = before

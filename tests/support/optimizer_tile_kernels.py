@@ -41,7 +41,7 @@ def pointer_kernel(row_ptr, out_ptr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def random_bits_kernel(key, start, offset_ptr, out_ptr, LARGE: tl.constexpr, BLOCK: tl.constexpr):
+def random_bits_kernel(offset_ptr, key, start, out_ptr, LARGE: tl.constexpr, BLOCK: tl.constexpr):
     """The bits as int64, and their halves."""
     i = tl.arange(0, BLOCK)
     begin = tl.full((), start, tl.int64)

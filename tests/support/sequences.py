@@ -447,8 +447,12 @@ class Subject:
     def to(self, dtype: torch.dtype = torch.bfloat16) -> None:
         """Go on in another dtype."""
         if self.mesh is None:
+            noticed = "known", "written", "stepped", "replaced"  # by the layer, whatever it is moved to afterwards
+            before = {name: getattr(self, name) for name in noticed}
+            swapped = self.swapped or self.parameter("weight").dtype != dtype
             self.moved()
             self.model.to(dtype)
+            vars(self).update(before, swapped=swapped)
 
     def train(self, training: bool = True) -> None:
         """Training or evaluation."""

@@ -26,7 +26,7 @@ def max_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr):
 @without_gpu
 @pytest.mark.gpu
 def test_the_interpreted_modules_are_a_copy() -> None:
-    kernels = triton_kernels.load()
+    kernels = triton_kernels.load(True)
     assert kernels.device.type == "cpu"
     copy = kernels.module("tiles")
     assert isinstance(copy.encode, InterpretedFunction) and isinstance(tiles.encode, JITFunction)
@@ -34,7 +34,7 @@ def test_the_interpreted_modules_are_a_copy() -> None:
     assert kernels.module("octavo.kernels.triton") is not package
     assert vars(kernels.module("cast_tensor"))["workspace"] is kernels.module("launch").workspace
     assert kernels.cast is not package.KERNELS["cast"]
-    assert triton_kernels.load() is kernels
+    assert triton_kernels.load(True) is kernels
 
 
 @without_gpu
@@ -54,4 +54,4 @@ def test_what_is_interpreted_leaves_the_compiler_as_it_was() -> None:
 @pytest.mark.gpu
 def test_unknown_kernels_are_missed_by_name() -> None:
     with pytest.raises(KeyError, match="no_such_kernel"):
-        triton_kernels.load().no_such_kernel  # noqa: B018
+        triton_kernels.load(True).no_such_kernel  # noqa: B018

@@ -73,9 +73,9 @@ def finite_abs_kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def largest_kernel(x_ptr, work_ptr, amax_ptr, ends_ptr):
+def largest_kernel(x_ptr, work_ptr, amax_ptr, ends_ptr, PROGRAMS: tl.constexpr):
     """The largest of an element a program; ends counts the programs that took themselves for the last."""
     raise_amax(work_ptr, tl.load(x_ptr + tl.program_id(0)))
-    if is_last_program(work_ptr + 1, tl.num_programs(0)):
+    if is_last_program(work_ptr + 1, PROGRAMS):
         tl.store(amax_ptr, take_amax(work_ptr))
         tl.atomic_add(ends_ptr, 1)

@@ -13,7 +13,7 @@ import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -24,15 +24,17 @@ from tests.support.emulated import emulating
 
 PACKAGE = "octavo.kernels.triton"
 compiled_for: int | None = None  # the compute capability of --compiled
-COPIED = (PACKAGE, "octavo.tune", "tests.support.tile_kernels", "tests.support.optimizer_tile_kernels")
+TESTS = ("tests.support.tile_kernels", "tests.support.optimizer_tile_kernels")
+COPIED = (PACKAGE, "octavo.tune", *TESTS)
 
 
 class TritonKernels:
     """Each kernel by its op's name: ``kernels.cast(...)``; and where its tensors must lie: ``kernels.device``."""
 
-    def __init__(self) -> None:
+    def __init__(self, interpreted: bool) -> None:
+        self.interpreted = interpreted
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.modules = _copy() if self.device.type == "cpu" and compiled_for is None else _real()
+        self.modules = _copy() if interpreted else _real()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return self.modules[PACKAGE].KERNELS[name]
@@ -41,21 +43,26 @@ class TritonKernels:
         """A module of octavo/kernels/triton, or another that was copied, by its whole name."""
         return self.modules[name if "." in name else f"{PACKAGE}.{name}"]
 
+    def launch(self, name: str, programs: int, *arguments: Any) -> None:
+        """Launch a kernel of tests/support as the library launches its own: a tensor first, its constants last."""
+        kernel = next(found for of in TESTS if (found := getattr(self.module(of), name, None)) is not None)
+        self.module("launch").launch(kernel, programs, arguments, num_warps=4)
+
 
 @functools.cache
-def load() -> TritonKernels:
+def load(interpreted: bool) -> TritonKernels:
     """The kernels, once a process."""
-    return TritonKernels()
+    return TritonKernels(interpreted)
 
 
 @contextmanager
-def running() -> Iterator[TritonKernels]:
-    """The kernels, and while it lasts, they can run."""
-    kernels = load()
-    with ExitStack() as stack:
-        if kernels.device.type == "cpu":
-            stack.enter_context(emulating(compiled_for) if compiled_for else _interpreting())
-        yield kernels
+def running(capability: int | None = None) -> Iterator[TritonKernels]:
+    """The kernels, and while it lasts, they can run; compiled for a capability, if one is given and there is no GPU."""
+    capability = capability or compiled_for
+    on_gpu = torch.cuda.is_available()
+    how = nullcontext() if on_gpu else emulating(capability) if capability else _interpreting()
+    with how:
+        yield load(not on_gpu and not capability)
 
 
 def _ours() -> dict[str, ModuleType]:

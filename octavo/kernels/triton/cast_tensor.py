@@ -87,15 +87,15 @@ def amax_kernel(
     x,
     h,
     amax_ptr,
-    delayed,  # None, or a State: return at once where a scale exists
+    delayed,  # with a ROLE, a State: return at once where a scale exists
     work_ptr,
     groups,  # of tiling.tiles tiles in a strip
     function: tl.constexpr,  # Function
-    ROLE: tl.constexpr,
+    ROLE: tl.constexpr,  # None for Dynamic; a State that holds None is nothing that Triton 3.6 compares with None
     tiling: tl.constexpr,  # Tiling
 ):
     """The amax of all that is to be cast."""
-    if delayed is not None:
+    if ROLE is not None:
         if scale_of_pass(delayed, ROLE) != 0:
             return
     strips = tl.num_programs(0) // groups
@@ -110,7 +110,7 @@ def amax_kernel(
 @triton.jit
 def scale_of(delayed, own_amax_ptr, ROLE: tl.constexpr, rounding: tl.constexpr):
     """The delayed scale, or where there is none yet, or for Dynamic, that of the tensor's own amax."""
-    if delayed is not None:
+    if ROLE is not None:
         scale = scale_of_pass(delayed, ROLE)
         if scale == 0:
             if own_amax_ptr is not None:
@@ -128,13 +128,13 @@ def cast_tensor_kernel(
     h,
     out,  # Outputs; its amax is written if Delayed
     own_amax_ptr,  # the same, if amax_kernel found it: for Dynamic, or where there may be no history; else None
-    delayed,  # None for Dynamic, or a State, of which the scale alone is read without an update
+    delayed,  # with a ROLE, a State, of which the scale alone is read without an update
     rolled,  # with an update, what the last program rolls besides: (amax of the input, of the weight)
     sums,  # None, or (column sums [C], their parts [groups, C])
     work_ptr,
     groups,  # of tiling.tiles tiles in a strip
     function: tl.constexpr,  # Function
-    ROLE: tl.constexpr,
+    ROLE: tl.constexpr,  # None for Dynamic
     rounding: tl.constexpr,
     update: tl.constexpr,  # Update, or None
     tiling: tl.constexpr,  # Tiling
@@ -143,7 +143,7 @@ def cast_tensor_kernel(
     programs = tl.num_programs(0)
     program = tl.program_id(0)
     scale = scale_of(delayed, own_amax_ptr, ROLE, rounding)
-    if delayed is None:
+    if ROLE is None:
         program = programs - 1 - program  # what amax_kernel read last is still in the cache
     if program == 0:
         tl.store(out.scale_inv, scale_inv_from_scale(scale, False))
@@ -163,7 +163,7 @@ def cast_tensor_kernel(
             finish_column_sum(
                 second_parts, sum_ptr, sums[1] + groups * x.C, counters + strips, group, groups, cols, x.C
             )
-    if delayed is not None:
+    if ROLE is not None:
         raise_amax(work_ptr, amax)
         if is_last_program(work_ptr + 1, programs):
             amax = take_amax(work_ptr)
@@ -173,8 +173,8 @@ def cast_tensor_kernel(
                 roll(delayed, amax, ROLE, update)
 
 
-def find_amax(given: CastInput, amax: Tensor, delayed: State | None = None, role: int = 0) -> None:
-    """Write amax [1, 1]; but given ``delayed``, not where that has a scale for ``role``."""
+def find_amax(given: CastInput, amax: Tensor, delayed: State | None = None, role: int | None = None) -> None:
+    """Write amax [1, 1]; but given ``delayed`` and a role, not where that has a scale for it."""
     chosen = given.config("amax")
     strips, groups, tiling = given.tiling(*chosen[:3])
     arguments = amax, delayed, workspace(given.x, 2), groups
@@ -192,11 +192,11 @@ def cast_by_tensor(
     knows_amax: bool = False,  # out's, and may be
 ) -> Tensor:
     """One scale for all: the column sums."""
-    delayed_scale, role = scaling.delayed_scale, scaling.role
+    delayed_scale, role = scaling.delayed_scale, None if scaling.delayed_scale is None else scaling.role
     delayed = State(delayed_scale, None, None, None) if state is None and delayed_scale is not None else state
     chosen = given.config("cast" if out.codes.t is None else "cast_transpose")
     strips, groups, tiling = given.tiling(*chosen[:3])
-    needs_amax = knows_amax or delayed_scale is None or not scale_exists(delayed_scale, role)
+    needs_amax = knows_amax or delayed_scale is None or not scale_exists(delayed_scale, scaling.role)
     if needs_amax and not knows_amax:
         find_amax(given, out.amax, delayed, role)
     sums = given.sums(column_sum)

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.target_info import cuda_capability_geq
 from triton.runtime.driver import driver
 
 from octavo.granularity import ALL, Tile
@@ -105,7 +106,7 @@ def sum_of_codes(product, first_m, first_n, tiling: tl.constexpr):
     for start in range(0, product.K, BLOCK_K):
         a_codes = load_step(a_ptrs, start, product.K, tiling)
         b_codes = load_step(b_ptrs, start, product.K, tiling)
-        accumulator = dot(a_codes, b_codes.T, accumulator, tiling.fast)
+        accumulator = add_product(a_codes, b_codes.T, accumulator, tiling.fast)
         a_ptrs += BLOCK_K
         b_ptrs += BLOCK_K
     a_scale = tl.load(a.scale_inv + first_scales(a, a_rows, A_ROWS))
@@ -165,11 +166,11 @@ def sum_of_steps(product, first_m, first_n, tiling: tl.constexpr, EXTREME: tl.co
             following = tl.load(scales + step)
             a_scale, b_scale = as_factors(both)
             scale = a_scale * b_scale
-        part = dot(a_codes, b_codes.T, tl.zeros([BLOCK_M, BLOCK_N], tl.float32), True)
+        part = dot(a_codes, b_codes.T, tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
         left += scaled(part, a_scale, b_scale) if EXTREME else part * scale
         if tiling.dots == 2 and not EXTREME:
             right_codes = load_step(right_ptrs, start, product.K, tiling)
-            right += dot(a_codes, right_codes.T, tl.zeros([BLOCK_M, BLOCK_N], tl.float32), True) * scale
+            right += dot(a_codes, right_codes.T, tl.zeros([BLOCK_M, BLOCK_N], tl.float32)) * scale
             right_ptrs += BLOCK_K
         a_ptrs += BLOCK_K
         b_ptrs += BLOCK_K
@@ -279,23 +280,37 @@ def place_of_program(height, width):
     return first + place % rows, place // rows
 
 
+@triton.constexpr_function
+def sums_shortly():
+    """Whether the tensor cores that this is compiled for sum products of codes in some 14 bits: Ada's and Hopper's."""
+    return not cuda_capability_geq(10)
+
+
+@triton.jit
+def add_product(a, b, accumulator, FAST: tl.constexpr):
+    """Add a [M, K] . b [K, N]; unless FAST, no short accumulator of tensor cores sums more than this K."""
+    if sums_shortly() and not FAST:
+        # not as tl.dot's max_num_imprecise_acc: for Hopper Triton then adds up what is not waited for, and for Ada
+        # nothing; a plain + would become tl.dot(a, b, accumulator) there
+        result = tl.fma(dot(a, b, tl.zeros_like(accumulator)), 1.0, accumulator)
+    else:
+        result = dot(a, b, accumulator)
+    return result
+
+
 if triton.knobs.runtime.interpret:
 
     @triton.jit
-    def dot(a, b, accumulator, FAST: tl.constexpr):
+    def dot(a, b, accumulator):
         """Add a [M, K] . b [K, N] in float32."""
         return tl.dot(decode(a), decode(b), accumulator, input_precision="ieee")
 
 else:
 
     @triton.jit
-    def dot(a, b, accumulator, FAST: tl.constexpr):
-        """Add a [M, K] . b [K, N]; unless FAST, Hopper's short accumulator is emptied every K."""
-        if FAST:
-            result = tl.dot(a, b, accumulator)
-        else:
-            result = tl.dot(a, b, accumulator, max_num_imprecise_acc=a.shape[1])
-        return result
+    def dot(a, b, accumulator):
+        """Add a [M, K] . b [K, N] by the tensor cores."""
+        return tl.dot(a, b, accumulator)
 
 
 def matmul(operands: Operands, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:

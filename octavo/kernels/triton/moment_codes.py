@@ -62,7 +62,7 @@ def encode_moment(y, bits16, FMT: tl.constexpr, STOCHASTIC: tl.constexpr, BOUNDE
             bits = tl.minimum(bits.to(tl.uint32, bitcast=True), 0x7FFFFFFF).to(tl.int32, bitcast=True)
             bits = (bits & (0x7FFFFFFF - (1 << DROPPED) + 1)) | (y.to(tl.int32, bitcast=True) & SIGN)
             value = bits.to(tl.float32, bitcast=True) * 2.0 ** (127 - FMT.bias)
-        result = value.to(tl.float8e5 if FMT.has_inf else tl.float8e4nv).to(tl.uint8, bitcast=True)
+        result = narrow(value, tl.float8e5 if FMT.has_inf else tl.float8e4nv).to(tl.uint8, bitcast=True)
     elif BOUNDED and not FMT.signed:
         result = tl.minimum(bits.to(tl.uint32, bitcast=True) >> DROPPED, FMT.nan_code).to(tl.uint8)
     else:

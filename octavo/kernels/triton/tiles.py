@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+from triton.language.target_info import cuda_capability_geq
 
 # No constants here that kernels read: Triton compares each at every launch, about 1 us apiece.
 
@@ -173,18 +174,13 @@ def decode_bits(codes):
     return (value.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
 
 
+@triton.jit
+def encode_finite(x, scale, E5M2: tl.constexpr):
+    """``encode`` where x holds no inf, which would become max."""
+    return narrow(x * scale, tl.float8e5 if E5M2 else tl.float8e4nv)
+
+
 if triton.knobs.runtime.interpret:
-
-    @triton.jit
-    def encode_finite(x, scale, E5M2: tl.constexpr):
-        """``encode`` where x holds no inf, which would become max."""
-        y = x * scale
-        if E5M2:
-            result = round_by_bits(y, 2, 15, 0x47600000).to(tl.float8e5, bitcast=True)
-        else:
-            result = round_by_bits(y, 3, 7, 0x43E00000).to(tl.float8e4nv, bitcast=True)
-        return result
-
     decode = decode_bits
 
     @triton.jit
@@ -194,8 +190,12 @@ if triton.knobs.runtime.interpret:
 
     @triton.jit
     def narrow(x, dtype: tl.constexpr):
-        """Round float32 to dtype."""
-        if dtype == tl.bfloat16:  # Triton's interpreter doesn't round this either
+        """Round float32 to dtype; of float8, beyond max to max."""
+        if dtype == tl.float8e5:
+            result = round_by_bits(x, 2, 15, 0x47600000).to(dtype, bitcast=True)
+        elif dtype == tl.float8e4nv:
+            result = round_by_bits(x, 3, 7, 0x43E00000).to(dtype, bitcast=True)
+        elif dtype == tl.bfloat16:  # Triton's interpreter doesn't round this either
             bits = x.to(tl.int32, bitcast=True)
             rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
             result = tl.where(x == x, rounded, 0x7FC0).to(tl.int16).to(tl.bfloat16, bitcast=True)
@@ -215,23 +215,22 @@ else:
 
     @triton.jit
     def narrow(x, dtype: tl.constexpr):
-        """Round float32 to dtype."""
-        return x.to(dtype)
+        """Round float32 to dtype; of float8, beyond max to max."""
+        if dtype.is_fp8() and not cuda_capability_geq(9):
+            # for Ada, Triton before 3.9 converts to float16 first, and cuts off: 1 normal code in 256 is one too small
+            E4M3: tl.constexpr = "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;"
+            E5M2: tl.constexpr = "cvt.rn.satfinite.e5m2x2.f32 $0, $2, $1;"
+            code: tl.constexpr = E5M2 if dtype == tl.float8e5 else E4M3
+            codes = tl.inline_asm_elementwise(code, "=h,r,r", [x], tl.uint8, is_pure=True, pack=2)
+            result = codes.to(dtype, bitcast=True)
+        else:
+            result = x.to(dtype)
+        return result
 
     @triton.jit
     def decode(codes):
         """The float32 value of each float8 code."""
         return codes.to(tl.float32)
-
-    @triton.jit
-    def encode_finite(x, scale, E5M2: tl.constexpr):
-        """``encode`` where x holds no inf, which would become max."""
-        y = x * scale
-        if E5M2:
-            result = y.to(tl.float8e5)
-        else:
-            result = y.to(tl.float8e4nv)
-        return result
 
 
 @triton.jit

@@ -20,9 +20,8 @@ def test_lerp_is_torchs(weight: float, kernels: TritonKernels) -> None:
     a, b = torch.randn(BLOCK), torch.randn(BLOCK) * torch.randn(BLOCK).exp()
     out = torch.empty(BLOCK, device=kernels.device)
     given = [x.to(kernels.device) for x in (a, b, torch.tensor(weight))]
-    kernel = kernels.module("tests.support.optimizer_tile_kernels").lerp_kernel
     for is_small in {False, weight < 0.5}:
-        kernel[(1,)](*given, out, is_small, BLOCK, enable_fp_fusion=False)
+        kernels.launch("lerp_kernel", 1, *given, out, is_small, BLOCK)
         assert torch.equal(out.cpu(), a.lerp(b, weight))
 
 
@@ -50,6 +49,5 @@ def test_a_weights_update(decoupled: bool, clip: bool, step: int, kernels: Trito
         expected = updated(w, m, v, step, decoupled, clip)
     group = torch.tensor([0.01, 0.9, 0.99, 1e-6, 0.1, 0, 0.9 * 0.9 / 0.99, 0], dtype=torch.float64)
     found, *given = (x.to(kernels.device, copy=True) for x in (w, m, v, group, torch.tensor(step)))
-    kernel = kernels.module("tests.support.optimizer_tile_kernels").adam_weight_kernel
-    kernel[(1,)](found, *given, decoupled, clip, BLOCK, enable_fp_fusion=False)
+    kernels.launch("adam_weight_kernel", 1, found, *given, decoupled, clip, BLOCK)
     torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=0, equal_nan=True)

@@ -1,4 +1,8 @@
-"""Configurations, and the scratch that programs share."""
+"""Configurations, the scratch that programs share, and that all launches are made in one place."""
+
+import ast
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -92,3 +96,16 @@ def test_launches_one_after_the_other(kernels: TritonKernels) -> None:
         kernels.cast_and_commit(x, *state, None, None, E5M2, False, 0, *update_args("max"), True, 1, True)
         assert state.amax_history[2, 0].item() == scale
         assert_counters_are_zero(kernels)
+
+
+def test_every_launch_is_made_by_launch() -> None:
+    """It says whether multiply-adds fuse; of launches that don't Triton 3.9 warns."""
+    root, found = Path(__file__).parents[3], set()
+    for file in (file for folder in ("octavo", "tests", "benchmarks") for file in (root / folder).rglob("*.py")):
+        text = file.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)) if "kernel" in text and re.search(r"\w\[.*\]\(", text) else ():
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+                name, grid = ast.unparse(node.func.value), node.func.slice
+                if name.endswith("kernel") or (isinstance(grid, ast.Tuple) and name != "dict"):
+                    found.add(str(file.relative_to(root)))
+    assert found == {"octavo/kernels/triton/launch.py"}

@@ -64,8 +64,7 @@ def test_a_master(kind: str, dtype: torch.dtype, shape: tuple[int, int], faults:
     even = shape == (4, 256)
     programs = -(-shape[0] * blocks_of(shape[1]) // 4)
     of = kernels.module("optimizer_state").MasterClass.of(theirs)
-    kernel = kernels.module("tests.support.optimizer_tile_kernels").master_kernel
-    kernel[(programs,)](row, wide, *given, found, of, even, 4, enable_fp_fusion=False)
+    kernels.launch("master_kernel", programs, row, wide, *given, found, of, even, 4)
     amax = theirs.found = torch.zeros(1, 1)
     theirs.scale = scales[1].view(1, 1)
     for piece in pieces(*shape):

@@ -10,7 +10,7 @@ import torch
 from octavo.granularity import Tile, scale_shape
 from octavo.kernels.reference import KERNELS as REFERENCE
 from octavo.kernels.triton.launch import LIBRARY
-from tests.support.product_cases import BLOCK, MX, ROWS, SQUARE, close, of_flat, operands
+from tests.support.product_cases import BLOCK, MX, ROWS, SQUARE, close, of_flat, operands, sums_shortly
 from tests.support.triton_cases import ALL, E4M3, E5M2, poisoned_memory, to
 from tests.support.triton_kernels import TritonKernels
 
@@ -100,7 +100,8 @@ def test_a_bias_of_any_stride_and_dtype(tiles: tuple[Tile, Tile], kernels: Trito
         expected = REFERENCE["matmul"](*args, bias, torch.bfloat16, False)
         for product in products:
             found = product(*to(kernels.device, args), bias.to(kernels.device), torch.bfloat16, False).cpu()
-            assert (found != expected).float().mean() < 0.01  # float32 sums in another order
+            other = (found != expected).float().mean()  # sums in another order, or cut off to fewer bits
+            assert other < (0.05 if sums_shortly(kernels) else 0.01)
 
 
 def chosen(kernels: TritonKernels, *args: Any, right: bool = True) -> str:

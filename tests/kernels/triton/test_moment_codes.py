@@ -39,8 +39,7 @@ def bits_like(x: Tensor, kind: str) -> Tensor:
 @FORMATS
 def test_every_code_is_read_as_the_reference_does(fmt: Format, kernels: TritonKernels) -> None:
     out = torch.empty(256, device=kernels.device)
-    kernel = kernels.module("tests.support.optimizer_tile_kernels").decode_moment_kernel
-    kernel[(1,)](CODES.to(kernels.device), out, fmt, 256)
+    kernels.launch("decode_moment_kernel", 1, CODES.to(kernels.device), out, fmt, 256)
     expected, found = reference.decode_moment(CODES, fmt), out.cpu()
     assert torch.equal(found.isnan(), expected.isnan())
     assert same_bits(found[~found.isnan()], expected[~expected.isnan()])
@@ -55,9 +54,8 @@ def test_numbers_get_the_references_codes(fmt: Format, kind: str, bounded: bool,
         x = x[~(x.abs() > torch.tensor(fmt.max).nextafter(torch.tensor(math.inf)))]
     bits = bits_like(x, kind)
     codes = torch.empty(x.shape, dtype=torch.uint8, device=kernels.device)
-    kernel = kernels.module("tests.support.optimizer_tile_kernels").encode_moment_kernel
     given = x.to(kernels.device), bits.to(kernels.device), codes, len(x), fmt, kind != "nearest", bounded, BLOCK
-    kernel[(-(-len(x) // BLOCK),)](*given)
+    kernels.launch("encode_moment_kernel", -(-len(x) // BLOCK), *given)
     expected = reference.encode_moment(x.clone(), fmt, None if kind == "nearest" else bits)
     assert torch.equal(codes.cpu(), expected)
 
@@ -67,8 +65,8 @@ def test_bf16_is_rounded_as_the_reference_does(kind: str, kernels: TritonKernels
     x = torch.cat([numbers(E5M2), torch.randn(1000), torch.tensor([3.3e38, -3.4e38, -0.0, 1e-40])])
     bits = bits_like(x, kind)
     out = torch.empty(x.shape, dtype=torch.bfloat16, device=kernels.device)
-    kernel = kernels.module("tests.support.optimizer_tile_kernels").round_to_bf16_kernel
-    kernel[(-(-len(x) // BLOCK),)](x.to(kernels.device), bits.to(kernels.device), out, len(x), BLOCK)
+    given = x.to(kernels.device), bits.to(kernels.device), out, len(x), BLOCK
+    kernels.launch("round_to_bf16_kernel", -(-len(x) // BLOCK), *given)
     expected, found = round_to_bf16(x, bits), out.cpu()
     assert torch.equal(found.isnan(), expected.isnan())
     assert same_bits(found[~found.isnan()], expected[~expected.isnan()])

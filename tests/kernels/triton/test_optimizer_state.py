@@ -26,8 +26,7 @@ def is_even(rows: int, cols: int) -> bool:
 
 def launch(kernels: TritonKernels, name: str, shape: tuple[int, int], blocks: int, *args: Any) -> None:
     """A program for each tile of so many blocks."""
-    programs = -(-shape[0] * blocks_of(shape[1]) // blocks)
-    getattr(kernels.module("tests.support.optimizer_tile_kernels"), name)[(programs,)](*args, enable_fp_fusion=False)
+    kernels.launch(name, -(-shape[0] * blocks_of(shape[1]) // blocks), *args)
 
 
 @pytest.mark.parametrize("large", [False, True], ids=["int32", "int64"])

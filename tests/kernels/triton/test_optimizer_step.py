@@ -3,7 +3,6 @@
 import copy
 import itertools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -210,17 +209,13 @@ def test_a_step_keeps_the_corrections_of_the_next_one(kernels: TritonKernels) ->
 
 def record(both: Both, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Launches in the rest of the test: whether each only finds amaxes."""
-    kernel, found = both.module.optimizer_step_kernel, []
+    launch, found = both.module.launch, []
 
-    class Recorder:
-        def __getitem__(self, grid: Any) -> Callable[..., Any]:
-            def launch(*args: Any, **options: Any) -> None:
-                found.append(args[-1].find)
-                kernel[grid](*args, **options)
+    def recorded(kernel: Any, programs: int, arguments: tuple[Any, ...], num_warps: int) -> None:
+        found.append(arguments[-1].find)
+        launch(kernel, programs, arguments, num_warps)
 
-            return launch
-
-    monkeypatch.setattr(both.module, "optimizer_step_kernel", Recorder())
+    monkeypatch.setattr(both.module, "launch", recorded)
     return found
 
 

@@ -22,8 +22,7 @@ def test_bits_are_the_references(start: int, wide: bool, kernels: TritonKernels)
             if start + 300 > 1 << 32 and not large:
                 continue
             out = torch.empty(3, BLOCK, dtype=torch.int64, device=kernels.device)
-            kernel = kernels.module("tests.support.optimizer_tile_kernels").random_bits_kernel
-            kernel[(1,)](key, start, given, out, large, BLOCK)
+            kernels.launch("random_bits_kernel", 1, given, key, start, out, large, BLOCK)
             assert torch.equal(out.cpu(), torch.stack([expected, expected & 0xFFFF, expected >> 16]))
 
 
@@ -31,7 +30,6 @@ def test_bits_are_the_references(start: int, wide: bool, kernels: TritonKernels)
     "numbers", [[0], [1], [-1], [1 << 32], [7, 3], [(1 << 63) - 1, 5, 1 << 31], [0xFFFFFFFF, 0]], ids=str
 )
 def test_a_key_is_of_its_numbers(numbers: list[int], kernels: TritonKernels) -> None:
-    kernel = kernels.module("tests.support.optimizer_tile_kernels").key_kernel
     key = torch.tensor([0x243F6A88], device=kernels.device)
-    kernel[(1,)](key, torch.tensor(numbers, device=kernels.device), len(numbers))
+    kernels.launch("key_kernel", 1, key, torch.tensor(numbers, device=kernels.device), len(numbers))
     assert int(key) == key_of(*numbers)

@@ -18,9 +18,8 @@ def test_a_weights_update(step: int, nesterov: bool, momentum: float, kernels: T
     options = [0.1, momentum, 0.25, 0.01, nesterov, 0, 0, 0]
     group = torch.tensor(options, dtype=torch.float64, device=kernels.device)
     ours = [x.to(kernels.device, copy=True) for x in (w, average, g)]
-    kernel = kernels.module("tests.support.optimizer_tile_kernels").sgd_kernel
     number = torch.tensor(step, device=kernels.device)
-    kernel[(1,)](*ours, group, number, momentum > 0, BLOCK, enable_fp_fusion=False)
+    kernels.launch("sgd_kernel", 1, *ours, group, number, momentum > 0, BLOCK)
     new = g if step == 1 else average.mul(momentum).add(g, alpha=0.75)
     update = g.add(new, alpha=momentum) if nesterov else new
     assert torch.equal(ours[1].cpu(), new)

@@ -26,9 +26,8 @@ def test_scales_of_whole_tensors(fmt: Format, decoupled: bool, kernels: TritonKe
         gathered = (moment * 2).view(torch.int32)
         for scale, of in (("block", None), ("previous", moment), ("found", moment * 2)):
             out = torch.zeros(3, device=kernels.device)
-            kernel = kernels.module("tests.support.optimizer_tile_kernels").scales_kernel
             tensor = state.TensorClass(None, held, state.MomentClass(None, fmt, scale=scale))
-            kernel[(1,)](row, options, gathered, out, tensor, decoupled, enable_fp_fusion=False)
+            kernels.launch("scales_kernel", 1, row, options, gathered, out, tensor, decoupled)
             first = 1.0 if of is None else float(scale_from_amax(of.cpu(), fmt.max, False, 0))
             most = adam_max_update(3, 0.9, 0.99)
             bound = bound_after(master.cpu(), 0.01, most, decay if decoupled else 0.0)
@@ -43,7 +42,7 @@ def test_a_scale_is_left_for_each_that_has_one(kernels: TritonKernels) -> None:
         master = state.MasterClass("fp16_scaled" if has[2] else "weight", None, None, False)
         of = state.TensorClass(None, master, first, second)
         work = torch.zeros(13, dtype=torch.int32, device=kernels.device)
-        kernels.module("tests.support.optimizer_tile_kernels").leave_kernel[(2,)](work, scales, of, 2)
+        kernels.launch("leave_kernel", 2, work, scales, of, 2)
         left = work[1:].view(3, 2, 2)  # of each that may have one: the amax found, the scale; of each tensor
         assert not left[:, 0].any()
         for k in range(3):
@@ -74,8 +73,7 @@ def test_the_last_program_ends_the_step(count: int, any_one: bool, kernels: Trit
     work = torch.zeros(1 + 6 * count, dtype=torch.int32)
     work[1:] = torch.where(has[:, None], left, 0.0).flatten().view(torch.int32)
     work = work.to(kernels.device)
-    kernel = kernels.module("tests.support.optimizer_tile_kernels").finish_kernel
-    kernel[(1,)](table, work, count, any_one, enable_fp_fusion=False)
+    kernels.launch("finish_kernel", 1, table, work, count, any_one)
     assert torch.equal(steps.cpu(), torch.arange(float(count)) + 1)
     assert not work.any()
     assert torch.equal(inv.cpu().T, torch.where(has, left[:, 1].reciprocal(), -1.0))

@@ -32,9 +32,7 @@ def on_device(kernel: str, numbers: int, group: list[float], rate: Tensor | None
     options = torch.tensor([*group, 0.0, 0.0][:8], dtype=torch.float64, device=kernels.device)
     lr = torch.tensor(0 if rate is None else rate.data_ptr(), device=kernels.device)
     steps = torch.tensor(STEPS, device=kernels.device)
-    getattr(kernels.module("tests.support.optimizer_tile_kernels"), kernel)[(1,)](
-        options, lr, steps, out, len(STEPS), enable_fp_fusion=False
-    )
+    kernels.launch(kernel, 1, options, lr, steps, out, len(STEPS))
     return out.cpu()
 
 

@@ -14,9 +14,8 @@ def owners(programs: list[int], kernels: TritonKernels) -> tuple[Tensor, Tensor]
     first = [sum(programs[:i]) for i in range(len(programs))]
     table = torch.tensor([[1000 + i, -7, begin] for i, begin in enumerate(first)], device=kernels.device)
     tensors, rows = torch.full((2, sum(programs)), -1, device=kernels.device).unbind()
-    kernel = kernels.module("tests.support.optimizer_tile_kernels").find_kernel
     searched = kernels.module("table").Tensors(len(programs))
-    kernel[(sum(programs),)](table, tensors, rows, searched, WIDTH, FIRST)
+    kernels.launch("find_kernel", sum(programs), table, tensors, rows, searched, WIDTH, FIRST)
     return tensors.cpu(), rows.cpu()
 
 
@@ -46,5 +45,5 @@ def test_columns_are_addresses_and_sizes(aligned: bool, kernels: TritonKernels) 
     x = torch.randn(32, device=kernels.device)[0 if aligned else 1 :]
     row = torch.tensor([0, x.data_ptr(), 4096], device=kernels.device)
     out = torch.zeros(2, device=kernels.device)
-    kernels.module("tests.support.optimizer_tile_kernels").pointer_kernel[(1,)](row, out, aligned)
+    kernels.launch("pointer_kernel", 1, row, out, aligned)
     assert out.tolist() == [float(x[0]), 4096.0]

@@ -33,10 +33,9 @@ def tile_kernel(kernels: TritonKernels) -> Callable[..., None]:
     """Runs one of tests/support/tile_kernels.py."""
 
     def run(name: str, first: Tensor, *args: Any) -> None:
-        kernel = getattr(kernels.module("tests.support.tile_kernels"), name)
         # on a GPU as much as its registers hold; the interpreter takes 3 ms a program, whatever its size
         block = 2048 if first.is_cuda else 1 << min((len(first) - 1).bit_length(), 16)
-        kernel[(-(-len(first) // block),)](first, *args, BLOCK=block, enable_fp_fusion=False)
+        kernels.launch(name, -(-len(first) // block), first, *args, block)
 
     return run
 
@@ -71,9 +70,7 @@ def test_encode(kernels: TritonKernels, tile_kernel: Callable[..., None], scale:
 @each_format
 def test_decode(kernels: TritonKernels, fmt: torch.dtype) -> None:
     found = torch.full((2, 256), 99.0, device=kernels.device)
-    kernels.module("tests.support.tile_kernels").decode_kernel[(1,)](
-        all_codes(fmt).to(kernels.device), *found, BLOCK=256
-    )
+    kernels.launch("decode_kernel", 1, all_codes(fmt).to(kernels.device), *found, 256)
     for values in found.cpu().double():
         assert torch.equal(values.isnan(), VALUES[fmt].isnan())
         assert same_bits(values[~values.isnan()], VALUES[fmt][~values.isnan()])
@@ -134,6 +131,6 @@ def test_one_program_is_the_last_and_leaves_zeros(kernels: TritonKernels, progra
     for launch in range(launches):
         x = torch.rand(programs) * 10.0**-launch  # so that an amax left behind would show
         amax = torch.full((1,), math.nan, device=kernels.device)
-        kernels.module("tests.support.tile_kernels").largest_kernel[(programs,)](x.to(kernels.device), work, amax, ends)
+        kernels.launch("largest_kernel", programs, x.to(kernels.device), work, amax, ends, programs)
         assert amax.item() == x.max() and not work.any()
     assert ends.item() == launches

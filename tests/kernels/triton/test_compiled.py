@@ -1,0 +1,121 @@
+"""Compiled kernels: what Triton makes of them for several architectures, run by the emulator of PTX.
+
+Each kernel at least once for sm_90; casts and products for sm_89, sm_100 and sm_120 too.
+All other tests of kernels run so by ``./dev test --compiled sm_90``.
+"""
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from triton.runtime.jit import JITFunction
+
+from emulator import Options
+from octavo.tune import cases, products
+from tests.kernels import test_cast_statistics, test_multi_tensor_cast, test_note_faults
+from tests.kernels.triton import test_delayed_update, test_grouped_cast, test_grouped_library, test_grouped_matmul
+from tests.support import triton_kernels
+from tests.support.emulated import emulating
+from tests.support.optimizer_both import ADAM, OTHER, SCHEMES, Both, update_of
+from tests.support.triton_cases import E4M3
+from tests.support.triton_kernels import TritonKernels
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs them itself")
+SHAPE = (33, 160)  # of what is cast: several programs, and edges
+PRODUCT = (48, 144, 272)  # M, N, K
+CASTS = ["cast+transpose dynamic", "cast rows", "cast rows + columns", "cast 1x128 + 128x1", "cast+transpose 128x128"]
+PRODUCTS = ["tensor . tensor, Triton", "1x128 . 128x128, Triton"]
+SIZES = [40, 0, 17]  # of groups; three rows more are in none
+
+
+def _grouped_products(kernels: TritonKernels) -> None:
+    rows, terms = test_grouped_matmul.rows_in_groups, test_grouped_matmul.terms_in_groups
+    tiles = (1, 128), (128, 128)
+    test_grouped_matmul.check(kernels, *rows(SIZES, 3, tiles, 24, 144), None, torch.bfloat16, False)
+    test_grouped_matmul.check(kernels, *terms(SIZES, 3, tiles[:1] * 2, 24, 40), None, torch.bfloat16, False, 16)
+
+
+def _around_torchs_grouped_product(kernels: TritonKernels) -> None:
+    kernels.module("grouped_library")._known.clear()
+    test_grouped_library.test_torch_s_product(test_grouped_matmul.rows_in_groups, SIZES, 3, kernels)
+    kernels.module("grouped_library")._known.clear()
+
+
+def _cases_of(test: Callable[..., None]) -> dict[str, Any]:
+    """The first of the cases that a test runs."""
+    return next(mark.args[1][0].values[0] for mark in test.pytestmark if mark.name == "parametrize")  # type: ignore[attr-defined]
+
+
+def _first_case(test: Callable[..., None], **changes: Any) -> Callable[[TritonKernels], None]:
+    """Another module's test with its first case, but for some changes."""
+    return lambda kernels: test(kernels, _cases_of(test) | changes)
+
+
+def _grouped_rows(kernels: TritonKernels) -> None:
+    test_grouped_cast.check(kernels, torch.randn(60, 48), SIZES, None, 0, E4M3, (1, -1), False, 0, True, True, 16)
+
+
+def _weights_in_blocks(kernels: TritonKernels) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        case = (128, 128), "dynamic", 16, E4M3, torch.bfloat16, True
+        test_multi_tensor_cast.test_kernels(*case, kernels, patch)
+
+
+def _optimizer(kernels: TritonKernels) -> None:
+    updates = [update_of(shape, SCHEMES["fp8"], "split24", number=n) for n, shape in enumerate([(3, 150), (70, 1)])]
+    Both(kernels, updates, [ADAM, OTHER]).steps(1)
+
+
+CALLS: dict[str, Callable[[TritonKernels], None]] = {
+    "grouped products": _grouped_products,
+    "around torch's grouped product": _around_torchs_grouped_product,
+    "grouped cast by rows": _grouped_rows,
+    "weights in blocks": _weights_in_blocks,
+    "statistics": _first_case(test_cast_statistics.test_the_kernel_is_the_reference, shape=(1, 270)),
+    "statistics of groups": _first_case(
+        test_cast_statistics.test_the_kernel_counts_groups_as_the_reference, sizes="more groups than rows"
+    ),
+    "delayed update": _first_case(test_delayed_update.test_update),
+    "optimizer": _optimizer,
+    "faults": test_note_faults.test_the_kernel_finds_the_group,
+}
+ONCE = [
+    *("five weights at once", "cast+transpose+sum+commit", "grouped cast columns, transposed", "grouped cast 1x128"),
+    *("grouped cast+transpose delayed", "dequantize 1x128", "rmsnorm + cast+transpose dynamic", "rmsnorm + rows"),
+    *("rmsnorm + 1x128", "layernorm gradient + residual"),
+]
+ALL_CASES = [
+    *((90, name) for name in (*CASTS, *ONCE, *PRODUCTS, *CALLS)),
+    *((capability, name) for capability in (89, 100, 120) for name in (*CASTS, *PRODUCTS)),
+]
+_launched: dict[tuple[int, str], set[str]] = {}
+
+
+@pytest.mark.parametrize(("capability", "name"), ALL_CASES)
+def test_it_is_the_reference(capability: int, name: str) -> None:
+    with emulating(capability, Options(races=True)) as launches:
+        if name in CALLS:
+            CALLS[name](triton_kernels.load(False))
+        elif name in products.PRODUCTS:
+            assert products.wrong(name, PRODUCT) == ""
+        else:
+            assert cases.wrong(name, cases.inputs(*SHAPE, 1)[0]) == ""
+    assert launches
+    _launched[capability, name] = {launch.kernel for launch in launches}
+
+
+def test_each_kernel_was_launched() -> None:
+    """After the tests above, which one worker runs."""
+    if len(_launched) < len(ALL_CASES):
+        pytest.skip("not all of them ran")
+    folder = Path(cases.__file__).parents[1] / "kernels" / "triton"
+    kernels = set()
+    for path in folder.glob("*.py"):
+        module = importlib.import_module(f"octavo.kernels.triton.{path.stem}") if path.stem != "__init__" else None
+        kernels |= {name for name, value in vars(module).items() if isinstance(value, JITFunction)} if module else set()
+    entries = {name for name in kernels if name.endswith("_kernel")}
+    assert len(entries) == 29
+    assert entries == set().union(*_launched.values())
