@@ -8,7 +8,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,6 @@ from octavo.optim import loading
 from octavo.optim import state as states
 from octavo.optim.agreement import Agreement, agreeing
 from octavo.optim.gradients import GradientStorage
-from octavo.optim.kept import Kept, has_moved, was_written
 from octavo.optim.layout import place_of, settle_gradient
 from octavo.optim.masters import master_of
 from octavo.optim.moment import Moment
@@ -55,6 +54,34 @@ def check_not_negative(**numbers: float) -> None:
     for name, value in numbers.items():
         if not value >= 0.0:
             raise ValueError(f"{name}={value!r} must be at least 0")
+
+
+class Kept(NamedTuple):
+    """A weight's update, all but its gradient, and what it was made of: while that stays, so does the update."""
+
+    update: WeightUpdate
+    held: Tensor  # what it writes of the weight
+    address: int
+    version: int  # of the weight after the last step
+    identity: tuple[int, ...]  # the weight's group and number, the seed, whether it has moments, ids of its state
+
+
+def _is_part(weight: Tensor) -> bool:
+    return isinstance(weight, StoredWeight) and weight.is_shard
+
+
+def has_moved(kept: Kept, weight: Tensor, held: Tensor) -> bool:
+    """Whether a weight lies elsewhere now; a shard without rows has no address that would tell."""
+    return kept.held is not held if _is_part(weight) else kept.address != held.data_ptr()
+
+
+def was_written(kept: Kept, weight: Tensor, held: Tensor) -> bool:
+    """Whether anything but a step has written a weight since; FSDP2 gives shards other storage when they are loaded."""
+    if not _is_part(weight):
+        return kept.address == held.data_ptr() and kept.version != held._version
+    if kept.held._version != kept.version:
+        return True
+    return kept.held is not held and not torch.equal(kept.held.view(torch.uint8), held.view(torch.uint8))
 
 
 class CompactOptimizer(Optimizer):

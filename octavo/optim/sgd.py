@@ -7,8 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from octavo.kernels.reference.sgd import SgdGroup
-from octavo.optim.base import CompactOptimizer, check_not_negative, refuse
-from octavo.optim.kept import Kept
+from octavo.optim.base import CompactOptimizer, Kept, check_not_negative, refuse
 from octavo.optim.moment import NAMED, Moment
 from octavo.optim.state import Settings, holds, local, new_moments, sharded_like
 

@@ -1,7 +1,7 @@
 import torch
 from torch import Tensor
 
-from octavo.optim.kept import Kept, has_moved, was_written
+from octavo.optim.base import Kept, has_moved, was_written
 from octavo.tensor.stored_shards import part_of
 from octavo.tensor.stored_weight import StoredWeight
 
