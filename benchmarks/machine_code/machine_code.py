@@ -73,9 +73,10 @@ def instructions(kernel: CompiledKernel) -> list[Instruction]:
 def loops(kernel: CompiledKernel) -> list[list[Instruction]]:
     """The instructions of each loop that has no other in it, less the blocks that call.
 
-    A call is what a correctly rounded root or quotient makes where float32's range ends, which is rare.
+    A call is what a correctly rounded root or quotient makes where float32's range ends, which is rare; for sm_89 ptxas
+    also writes so what is but a jump to a label.
     """
-    code, places, branches, blocks = instructions(kernel), {}, [], [0]
+    code, places, branches, blocks, calls = instructions(kernel), {}, [], [0], set()
     count = 0
     for text in _disassembled(kernel):
         if label := re.match(r"(\.L_x_\d+):", text):
@@ -83,13 +84,15 @@ def loops(kernel: CompiledKernel) -> list[list[Instruction]]:
             blocks.append(count)
         elif _INSTRUCTION.match(text):
             count += 1
+            if "CALL" in text and "`(.L_x_" not in text:
+                calls.add(count - 1)
             if branch := re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", text):
                 branches.append((branch[1], count - 1))
                 blocks.append(count)
     rare = {
         place
         for first, last in itertools.pairwise([*blocks, count])
-        if any(i.name.startswith("CALL") for i in code[first:last])
+        if not calls.isdisjoint(range(first, last))
         for place in range(first, last)
     }
     spans = [(places[label], end) for label, end in branches if label in places and places[label] < end]

@@ -75,6 +75,14 @@ def test_every_op_is_compiled() -> None:
     assert ops == {*compiled.KERNELS, "optimizer_step"} - {"scales_of_pass"}  # which has no kernel of ours
 
 
+def test_rows_of_other_groups_and_architectures_stay() -> None:
+    kept = compiled._others([90], ["matmul", "grouped"])
+    assert compiled._others(compiled.CAPABILITIES, compiled.GROUPS) == []
+    products = {(row["capability"], row["op"]) for row in kept if "matmul" in row["op"]}
+    assert products == {(f"sm_{it}", op) for it in (89, 100, 120) for op in ("matmul", "grouped_matmul")}
+    assert {row["op"] for row in kept if row["capability"] == "sm_90"} >= {"cast", "optimizer_step"}
+
+
 def test_narrow_accesses_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     shifted = torch.empty(1024, 1025, dtype=torch.bfloat16)[:, 1:]
     case = compiled._cast(False, compiled.ROW, x=shifted, pad=1)
@@ -177,15 +185,24 @@ def test_casts_of_a_step_whose_weight_is_kept(recipe: str, expected: list[str]) 
     assert [kernel.name for kernel, *_ in launches if kernel.name != "matmul_kernel"] == expected
 
 
-@pytest.mark.full
-def test_machine_code_of_the_oldest_triton(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def oldest(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Where the oldest Triton is installed."""
+    folder = str(tmp_path_factory.mktemp("triton"))
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     installed = subprocess.run(
-        [*pip, "--no-deps", "--target", str(tmp_path), f"triton=={OLDEST}"], capture_output=True, text=True, check=False
+        [*pip, "--no-deps", "--target", folder, f"triton=={OLDEST}"], capture_output=True, text=True, check=False
     )
     if installed.returncode != 0:
         pytest.skip(f"pip could not install triton=={OLDEST}: {installed.stderr.strip().splitlines()[-1:]}")
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
+    return folder
+
+
+@pytest.mark.full
+@pytest.mark.xdist_group("oldest triton")  # installed once
+@pytest.mark.parametrize("capability", compiled.CAPABILITIES)
+def test_machine_code_of_the_oldest_triton(oldest: str, capability: int) -> None:
+    environment = {**os.environ, "PYTHONPATH": f"{oldest}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
     version = subprocess.run(
         [sys.executable, "-c", "import triton; print(triton.__version__)"],
         env=environment,
@@ -194,7 +211,7 @@ def test_machine_code_of_the_oldest_triton(tmp_path: Path) -> None:
     )
     assert version.stdout.strip() == OLDEST, version.stderr
     result = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "benchmarks", "compiled", "--no-write"],
+        [sys.executable, "-W", "error", "-m", "benchmarks", "compiled", "--no-write", "--capability", str(capability)],
         cwd=ROOT,
         env=environment,
         capture_output=True,
