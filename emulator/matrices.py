@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from emulator.machine import Mask, Run, Threads, constant, instruction, items, reader, whole_warps, wide, write
+from emulator.memory import GROUP, NOBODY
 from emulator.parse import Fault, Instruction, Program
 from emulator.tensor_cores import multiply_add, rule_of
 from emulator.values import FP8
@@ -38,22 +39,22 @@ def matrix_chunks(descriptor: int, rows: int, swizzle: int) -> np.ndarray:
 
 
 class SharedOperand:
-    """A product's operand in one program's shared memory, which nobody may write before the product ends."""
+    """A product's operand in one program's shared memory, which nobody may write before the product ends.
 
-    def __init__(self, threads: Threads, lane: int, descriptor: int, rows: int, swizzle: int, one: Instruction) -> None:
-        addresses = matrix_chunks(descriptor, rows, swizzle).reshape(-1)
-        lanes = np.full(addresses.size, lane)
-        units = threads.launch.shared.places(addresses, threads.program[lanes], CHUNK, one)
-        warps = threads.warp[lanes]
-        read, chunks = threads.launch.shared.read, (rows, 2 * CHUNK)
-        self._codes, self._one = read(units, CHUNK, warps, one).view(np.uint8).reshape(chunks), one
-        self._now = lambda: read(units, CHUNK, None, one).view(np.uint8).reshape(chunks)
+    After that the ``reader`` may, a warpgroup, or nobody in particular.
+    """
+
+    def __init__(self, threads: Threads, lane: int, chunks: np.ndarray, one: Instruction, reader: int = NOBODY) -> None:
+        shared, lanes = threads.launch.shared, np.full(chunks.size, lane)
+        units, warps = shared.places(chunks.reshape(-1), threads.program[lanes], CHUNK, one), threads.warp[lanes]
+        self._codes, self._one = shared.read(units, CHUNK, warps, one, reader).view(np.uint8), one
+        self._again = lambda: shared.read(units, CHUNK, warps, one, NOBODY).view(np.uint8)
 
     def end(self) -> np.ndarray:
         """The codes, uint8 [rows, 32]."""
-        if (self._now() != self._codes).any():
+        if (self._again() != self._codes).any():
             raise Fault(f"race: shared memory that a product under way reads was written: {self._one}")
-        return self._codes
+        return self._codes.reshape(-1, 2 * CHUNK)
 
 
 @instruction(
@@ -91,7 +92,7 @@ def warp_product(program: Program, one: Instruction, k: str, a_element: str, b_e
     return run
 
 
-GROUP = 128  # threads of a warpgroup
+THREADS = 128  # of a warpgroup
 
 
 @instruction("wgmma.fence.sync.aligned")
@@ -109,25 +110,25 @@ def warpgroup_product(program: Program, one: Instruction, n: str, a_element: str
         raise one.unsupported()
     read_a, read_b, read_keeps = reader(one, a, "u64"), reader(one, b, "u64"), reader(one, keeps, "pred")
     targets = frozenset(item.number for item in d)
-    thread, number = np.arange(GROUP)[:, None], np.arange(columns // 2)
+    thread, number = np.arange(THREADS)[:, None], np.arange(columns // 2)
     row = 16 * (thread // 32) + (thread % 32 >> 2) + 8 * (number >> 1 & 1)
     column = 8 * (number >> 2) + thread % 4 * 2 + (number & 1)
 
     def operands(threads: Threads, read: Any, first: np.ndarray, rows: int) -> list[SharedOperand]:
         given = wide(read(threads), threads.count)
-        if (given.reshape(-1, GROUP) != given[::GROUP, None])[first // GROUP].any():
+        if (given.reshape(-1, THREADS) != given[::THREADS, None])[first // THREADS].any():
             raise Fault(f"a descriptor differs in a warpgroup: {one}")
         if (given[first] >> np.uint64(49) & np.uint64(7)).any():
             raise one.unsupported("a descriptor's base offset:")
-        swizzles = (0, 128, 64, 32)
-        return [
-            SharedOperand(threads, lane, int(given[lane]), rows, swizzles[int(given[lane]) >> 62], one)
-            for lane in first
-        ]
+        found = []
+        for lane in first:
+            chunks = matrix_chunks(int(given[lane]), rows, (0, 128, 64, 32)[int(given[lane]) >> 62])
+            found.append(SharedOperand(threads, lane, chunks, one, GROUP - threads.warp[lane] // 4))
+        return found
 
     def run(threads: Threads, mask: Mask) -> None:
-        groups = whole_warps(threads, mask, one, GROUP)
-        first, lanes = np.flatnonzero(groups) * GROUP, np.flatnonzero(np.repeat(groups, GROUP))
+        groups = whole_warps(threads, mask, one, THREADS)
+        first, lanes = np.flatnonzero(groups) * THREADS, np.flatnonzero(np.repeat(groups, THREADS))
         left, right = operands(threads, read_a, first, 64), operands(threads, read_b, first, columns)
         adds = wide(read_keeps(threads), threads.count)[first][:, None]
 
@@ -135,7 +136,7 @@ def warpgroup_product(program: Program, one: Instruction, n: str, a_element: str
             a_codes, b_codes = (np.stack([operand.end() for operand in side]) for side in (left, right))
             c_values = np.zeros((first.size, 64, columns), np.float32)
             for place, item in enumerate(d):
-                old = threads.registers[item.number].view(np.float32)[lanes].reshape(-1, GROUP)
+                old = threads.registers[item.number].view(np.float32)[lanes].reshape(-1, THREADS)
                 c_values[:, row[:, place], column[:, place]] = np.where(adds, old, np.float32(0))
             out = multiply_add(values_of(a_codes, a_element), values_of(b_codes, b_element), c_values, rule)
             for place, item in enumerate(d):

@@ -112,7 +112,7 @@ class GlobalMemory:
 
 BASE = 1024  # bytes of shared memory that CUDA keeps for itself, so that a kernel's begin at a multiple of it
 WRITTEN, COMING = 1, 2  # of a byte: somebody wrote it; a copy of it is under way
-NOBODY, SEVERAL = -1, -2
+NOBODY, SEVERAL, GROUP = -1, -2, -10  # in place of a warp; and less its number, a warpgroup
 
 
 class SharedMemory:
@@ -149,21 +149,20 @@ class SharedMemory:
         self._clock += 1
         self._met[programs] = self._clock
 
-    def read(self, units: np.ndarray, size: int, warp: np.ndarray | None, what: Any) -> np.ndarray:
-        """Words [lanes, words of an access] of units [lanes], for warps [lanes]; None: for nobody, who can't race."""
+    def read(self, units: np.ndarray, size: int, warp: np.ndarray, what: Any, reader: int | None = None) -> np.ndarray:
+        """Words [lanes, words of an access] of units [lanes], for warps [lanes]; ``reader`` is noted in their place."""
         state = words(self._state, size)[units].view(np.uint8)
         if (state != WRITTEN).any():
             why = "a copy under way writes" if (state & COMING).any() else "nobody wrote"
-            raise Fault(
-                f"{why} shared bytes that are read, of {self._named(units[(state != WRITTEN).any(1)], size)}: {what}"
-            )
-        if self._races and warp is not None:
-            writer, written, reader, read, since = self._history(units, size)
-            warps = warp[:, None]
-            self._raise_for((written >= since) & (writer != warps), units, size, "read", what)
-            again = (read >= since) & (reader != warps)
-            self._reader.reshape(-1, size)[units] = np.where(again, SEVERAL, warps)
-            self._read.reshape(-1, size)[units] = self._clock
+            named = self._named(units[(state != WRITTEN).any(1)], size)
+            raise Fault(f"{why} shared bytes that are read, of {named}: {what}")
+        if self._races:
+            writer, written, readers, read, since = self._history(units, size)
+            self._raise_for((written >= since) & (writer != warp[:, None]), units, size, "read", what)
+            if reader != NOBODY:
+                now = warp[:, None] if reader is None else reader
+                self._reader.reshape(-1, size)[units] = np.where((read >= since) & (readers != now), SEVERAL, now)
+                self._read.reshape(-1, size)[units] = self._clock
         return words(self.data, size)[units]
 
     def write(self, units: np.ndarray, size: int, values: np.ndarray, warp: np.ndarray, what: Any) -> None:
@@ -186,7 +185,8 @@ class SharedMemory:
             self._clock += 1
             writer, written, reader, read, since = self._history(units, size)
             warps = warp[:, None]
-            others = ((written >= since) & (writer != warps)) | ((read >= since) & (reader != warps))
+            others = (read >= since) & (reader != warps) & (reader != GROUP - warps // 4)
+            others |= (written >= since) & (writer != warps)
             self._raise_for(others, units, size, "written", what)
             self._writer.reshape(-1, size)[units], self._written.reshape(-1, size)[units] = warps, self._clock
 

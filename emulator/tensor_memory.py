@@ -10,7 +10,7 @@ import numpy as np
 
 from emulator.accesses import PAUSE, write_shared
 from emulator.machine import Launch, Mask, Run, Threads, address_of, constant, instruction, items, reader, wide, write
-from emulator.matrices import SharedOperand, values_of
+from emulator.matrices import SharedOperand, matrix_chunks, values_of
 from emulator.parse import Fault, Instruction, Program
 from emulator.tensor_cores import multiply_add, rule_of
 from emulator.values import U32
@@ -105,7 +105,7 @@ def multiply(program: Program, one: Instruction) -> Run:
             raise one.unsupported("a descriptor's base offset:")
         rule, memory = rule_of(program.target, "tcgen05", *elements), _memory(threads.launch, one)
         left, right = (
-            SharedOperand(threads, lane, given, size, swizzles[given >> 61], one)
+            SharedOperand(threads, lane, matrix_chunks(given, size, swizzles[given >> 61]), one)
             for given, size in ((a, rows), (b, columns))
         )
         cells, states = (every[owner, :, into : into + columns] for every in (memory.cells, memory.states))

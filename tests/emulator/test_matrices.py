@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import ml_dtypes
@@ -72,8 +73,8 @@ def test_fragments_of_a_warp(kinds: tuple[str, str], target: str) -> None:
     held_c = c[row[..., 0] + number[:, 0] // 2 * 8, thread[:, None] % 4 * 2 + number[:, 0] % 2]
     out = np.zeros((32, 4), np.float32)
     product = f"mma.sync.aligned.m16n8k{depth}.row.col.f32.{kinds[0]}.{kinds[1]}.f32"
-    body = f"{load(0, 4, 0)} {load(4, 2, 1)} {load(6, 4, 2)}"
-    body += f"{product} {names(10, 4)}, {names(0, 4)}, {names(4, 2)}, {names(6, 4)};"
+    product += f" {names(10, 4)}, {names(0, 4)}, {names(4, 2)}, {names(6, 4)};"
+    body = f"{load(0, 4, 0)} {load(4, 2, 1)} {load(6, 4, 2)} {product}"
     launch(body + store(10, 4, 3), aligned(held_a), aligned(held_b), aligned(held_c), out, target=target)
     want = exact(a, b) + c
     assert (out == want[row[..., 0] + number[:, 0] // 2 * 8, thread[:, None] % 4 * 2 + number[:, 0] % 2]).all()
@@ -84,8 +85,9 @@ def test_fragments_of_a_warp(kinds: tuple[str, str], target: str) -> None:
 def test_matrices_in_shared_memory(count: int, transposes: bool) -> None:
     """ldmatrix: of matrix m a lane gets row lane / 4, columns lane % 4 * 2 and the next; stmatrix is its inverse."""
     given = aligned(np.random.default_rng(0).integers(0, 1 << 16, (count, 8, 8)).astype(np.uint16))
-    rows = f"mov.b32 %r50, memory; and.b32 %r51, %t, {8 * count - 1};"
-    rows += "mul.lo.s32 %r51, %r51, 16; add.s32 %r50, %r50, %r51;"
+    rows = (
+        f"mov.b32 %r50, memory; and.b32 %r51, %t, {8 * count - 1}; mul.lo.s32 %r51, %r51, 16; add.s32 %r50, %r50, %r51;"
+    )
     fill = f"{rows} mul.wide.u32 %d1, %r51, 1; add.s64 %d1, %d1, %a0; ld.global.v4.b32 {names(40, 4)}, [%d1];"
     fill += f"st.shared.v4.b32 [%r50], {names(40, 4)};"
     name = f"sync.aligned.m8n8.x{count}{'.trans' if transposes else ''}.shared.b16"
@@ -156,10 +158,8 @@ class Wgmma:
             first = k // width * 64 * width + k % width
             for place, start in enumerate((1024 + first, 1024 + A_BYTES + first)):
                 lines.append(f"mov.b64 %d{place + 1}, {descriptor(start, swizzle, SWIZZLED[swizzle] << 62)};")
-            lines.append(
-                f"wgmma.mma_async.sync.aligned.m64n64k32.f32.{kinds[0]}.{kinds[1]} "
-                f"{names(0, 32)}, %d1, %d2, {min(k, 1)}, 1, 1;"
-            )
+            name = f"wgmma.mma_async.sync.aligned.m64n64k32.f32.{kinds[0]}.{kinds[1]}"
+            lines.append(f"{name} {names(0, 32)}, %d1, %d2, {min(k, 1)}, 1, 1;")
         self.products = f"wgmma.fence.sync.aligned; {' '.join(lines)}"
 
     def launch(self, body: str, **options: Any) -> np.ndarray:
@@ -217,6 +217,20 @@ def test_a_buffer_that_a_product_reads_is_written(write: str, schedule: str) -> 
     one.launch(f"{one.fill} {one.products} {COMMIT} {end}", schedule=schedule)
 
 
+def test_a_warpgroup_s_wait_is_for_itself_alone() -> None:
+    """After its wait any warp of a warpgroup may write what the product read, another one's only after a barrier."""
+    one = Wgmma(128)
+    product = f"{one.fill} {one.products} {COMMIT} {WAIT}"
+    write = "setp.eq.u32 %p1, %t, {}; @%p1 st.shared.b32 [memory], 0;"
+    one.launch(product + write.format(64), races=True)
+    for fill in ("ld.global.v4", "st.shared.v4"):  # of the first warpgroup
+        product = product.replace(fill, f"@%p8 {fill}")
+    for barrier, is_race in (("", True), ("bar.sync 0;", False)):
+        with pytest.raises(emulator.Fault, match="race") if is_race else nullcontext():
+            body = f"setp.lt.u32 %p8, %t, 128; {product} {barrier} {write.format(192)}"
+            launch(body, *one.images, threads=256, shared=A_BYTES + B_BYTES, races=True)
+
+
 def test_operands_that_are_not_there() -> None:
     one = Wgmma(128)
     for left_out in (one.fill[: one.fill.index("mul.wide", 10)] + "bar.sync 0;", "bar.sync 0;"):
@@ -249,13 +263,12 @@ class Tcgen05:
     def __init__(self, swizzle: int) -> None:
         self.a, self.b = small((128, 32), FP8["e4m3"], 0), small((64, 32), FP8["e4m3"], 1)
         self.images = [aligned(image(each.view(np.uint8), swizzle)) for each in (self.a, self.b)]
-        codes = {0: 0, 32: 6}
+        code = {0: 0, 32: 6}[swizzle] << 61
+        first, second = (descriptor(start, swizzle, code) for start in (1024, 1024 + 4096))
         self.begin = (
-            f"{to_shared(0, 0, 4096)} {to_shared(1, 4096, 2048)} {ALLOCATE.format(BARRIER + 16)} "
-            f"setp.eq.u32 %p2, %t, 0; @%p2 mbarrier.init.shared::cta.b64 [memory+{BARRIER}], 1; bar.sync 0; "
-            f"ld.shared.b32 %r99, [memory+{BARRIER + 16}];"
-            f"mov.b64 %d1, {descriptor(1024, swizzle, codes[swizzle] << 61)};"
-            f"mov.b64 %d2, {descriptor(1024 + 4096, swizzle, codes[swizzle] << 61)};"
+            f"{to_shared(0, 0, 4096)} {to_shared(1, 4096, 2048)} {ALLOCATE.format(BARRIER + 16)}"
+            f"setp.eq.u32 %p2, %t, 0; @%p2 mbarrier.init.shared::cta.b64 [memory+{BARRIER}], 1; bar.sync 0;"
+            f"ld.shared.b32 %r99, [memory+{BARRIER + 16}]; mov.b64 %d1, {first}; mov.b64 %d2, {second};"
         )
         mma = f"@%p2 tcgen05.mma.cta_group::1.kind::f8f6f4 [%r99], %d1, %d2, {SHAPE}, "
         self.products = f"setp.ne.u32 %p3, %t, %t; {mma} %p3; {mma} %p2;"
