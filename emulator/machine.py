@@ -248,7 +248,10 @@ def prepare(program: Program) -> None:
         if one.run is None:
             for pattern, build in _BUILDERS.get(one.name.split(".")[0], ()):
                 if found := pattern.fullmatch(one.name):
-                    one.run = build(program, one, *found.groups())
+                    try:
+                        one.run = build(program, one, *found.groups())
+                    except NotImplementedError as error:  # tensor cores of which no rule is known
+                        raise one.unsupported(f"{error}:") from error
                     break
             else:
                 raise one.unsupported()
