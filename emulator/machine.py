@@ -173,7 +173,9 @@ def items(operand: Any) -> list[Any]:
 
 def whole_warps(threads: Threads, mask: Mask, one: Instruction, size: int = 32) -> Any:
     """bool [warps]: those that take part, each with all of its lanes; or of warpgroups."""
-    lanes = threads.active(mask).reshape(-1, size)
+    if mask is None:
+        return np.ones(threads.count // size, bool)
+    lanes = mask.reshape(-1, size)
     if (lanes.any(1) != lanes.all(1)).any():
         raise Fault(f"lanes are missing: {one}")
     return lanes.all(1)

@@ -146,7 +146,7 @@ OWN, OTHER, READ, BARRIER = (
 )
 RACES = {
     "read after write": (OWN, BARRIER, READ),
-    "write after read": (OWN, BARRIER, READ, BARRIER, OWN),
+    "write after read": (OWN, BARRIER, READ, BARRIER, "st.shared.b32 [%r9], %r9;"),
     "write after write": (OWN, BARRIER, OTHER),
     "write after a read by both": (
         OWN,
