@@ -147,7 +147,7 @@ def write(threads: Threads, mask: Mask, target: Any, values: Any) -> None:
         values[mask] = part
     if mask is not None:
         values = np.where(mask, values, threads.registers[target.number])
-    threads.registers[target.number] = values
+    threads.registers[target.number] = np.ascontiguousarray(values)  # a column of several would not be read by halves
 
 
 def address_of(one: Instruction, operand: Any) -> Callable[[Threads], np.ndarray]:

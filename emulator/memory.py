@@ -183,7 +183,7 @@ class SharedMemory:
         self._writer.reshape(-1, size)[units], self._written.reshape(-1, size)[units] = warps, self._clock
 
     def _others(self, units: np.ndarray, size: int, warps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(which bytes other warps wrote since the last barrier, when that was)"""
+        """Which bytes other warps wrote since the last barrier, and when that was."""
         since = self._met[units * size // self.stride][:, None]
         written = self._written.reshape(-1, size)[units] >= since
         return written & (self._writer.reshape(-1, size)[units] != warps), since
