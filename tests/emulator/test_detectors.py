@@ -172,7 +172,7 @@ def test_races_between_warps(steps: tuple[str, ...], schedule: str) -> None:
     races(*steps, schedule=schedule)
     for place in [place for place, step in enumerate(steps) if step == BARRIER]:
         left_out = [*steps[:place], *steps[place + 1 :]]
-        with pytest.raises(emulator.Fault, match="race|nobody wrote"):
+        with pytest.raises(emulator.Fault, match=r"race|nobody wrote"):
             races(*left_out, schedule=schedule)
 
 
