@@ -18,26 +18,28 @@ class Count:
     least: int = 0
     bytes: int = 0
 
-    def sectors(self, warp: np.ndarray, address: np.ndarray, size: int) -> None:
-        """A global access: the distinct sectors of each warp, and as many as its distinct bytes would fill."""
-        key = (warp.astype(np.uint64) << np.uint64(48)) | (address & np.uint64((1 << 48) - 1))
-        key = np.unique(key)
-        warps, counts = np.unique(key >> np.uint64(48), return_counts=True)
-        ends = (key, key + np.uint64(size - 1)) if size > SECTOR else (key,)
-        self.requests += warps.size
-        self.got += np.unique(np.concatenate(ends) // np.uint64(SECTOR)).size
+    def note(self, space: str, warp: np.ndarray, lane: np.ndarray, address: np.ndarray, size: int) -> None:
+        """An access of one warp or several, in global or shared memory."""
+        (self._sectors if space == "global" else self._wavefronts)(warp, lane, address, size)
+
+    def _sectors(self, warp: np.ndarray, lane: np.ndarray, address: np.ndarray, size: int) -> None:
+        """The distinct sectors of each warp, and as many as its distinct bytes would fill."""
+        key = np.unique((warp << 48) | (address & ((1 << 48) - 1)))
+        counts = np.unique(key >> 48, return_counts=True)[1]
+        self.requests += counts.size
+        self.got += np.unique(np.concatenate([key, key + size - 1]) // SECTOR).size
         self.least += int((-(-counts * size // SECTOR)).sum())
         self.bytes += int(counts.sum()) * size
 
-    def wavefronts(self, warp: np.ndarray, lane: np.ndarray, address: np.ndarray, size: int) -> None:
-        """A shared access: of 8 bytes by half warps, of 16 by quarters, each as often as its worst bank's words."""
+    def _wavefronts(self, warp: np.ndarray, lane: np.ndarray, address: np.ndarray, size: int) -> None:
+        """Of 8 bytes by half warps, of 16 by quarters, each as often as its worst bank's words."""
         phases = max(size // 4, 1)
-        group = warp.astype(np.int64) * phases + lane // (BANKS // phases)
-        word = (address.astype(np.int64) >> 2)[:, None] + np.arange(phases)
+        group = warp * phases + lane // (BANKS // phases)
+        word = (address >> 2)[:, None] + np.arange(phases)
         key = np.unique((group[:, None] << 24) + word)
         bank, depth = np.unique((key >> 24) * BANKS + key % BANKS, return_counts=True)
-        first = np.flatnonzero(np.r_[True, bank[1:] // BANKS != bank[:-1] // BANKS])
-        _, words = np.unique(key >> 24, return_counts=True)
+        first = np.flatnonzero(np.diff(bank // BANKS, prepend=-1))
+        words = np.unique(key >> 24, return_counts=True)[1]
         self.requests += np.unique(warp).size
         self.got += int(np.maximum.reduceat(depth, first).sum())
         self.least += int((-(-words // BANKS)).sum())

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from emulator.counters import Count
-from emulator.memory import BASE, GlobalMemory, SharedMemory
-from emulator.parse import SINK, Address, Constant, Fault, Instruction, Program, Register, Symbol
-from emulator.values import TYPES, U32, UNSIGNED, from_bf16
+from emulator.memory import GlobalMemory, SharedMemory
+from emulator.parse import SINK, Address, Fault, Instruction, Program, Register
+from emulator.values import BITS, TYPES, U32, UNSIGNED, from_bf16
 
 Mask = Any  # bool [lanes], or None for all
 Read = Callable[["Threads"], Any]
@@ -29,18 +29,14 @@ class Options:
             "programs" or "warps": each program, or warp (of kernels with wgmma each warpgroup), alone until a barrier
             or an atomic, in a random order, of some programs.
         seed: of that order and of the order in which lanes of one atomic come.
-        races: look for races in shared memory; "together" only.
         counts: count sectors, wavefronts and instructions.
-        late: asynchronous copies and products happen as late as their waits allow, or else at once.
         approximation: where approximate functions land, from -1 to 1 times their largest error from the exact value.
         most: instructions of a launch, or of a warp, before it counts as one that does not end.
     """
 
     schedule: str = "together"
     seed: int = 0
-    races: bool = False
     counts: bool = False
-    late: bool = True
     approximation: float = 0.0
     most: int = 300_000
 
@@ -53,8 +49,8 @@ class Launch:
     ) -> None:
         self.program, self.programs, self.memory, self.options = program, programs, memory, options
         self.parameters = dict(zip(program.parameters, values, strict=True))
-        self.shared = SharedMemory(programs, shared, options.races and options.schedule == "together")
-        self.counts: defaultdict[Any, Count] = defaultdict(Count)  # by instruction, and whether it is of shared memory
+        self.shared = SharedMemory(programs, shared)
+        self.counts: defaultdict[Any, Count] = defaultdict(Count)  # by (instruction, "global" or "shared")
         self.executed = [0] * len(program.instructions)  # lanes that ran each instruction
         self.random = np.random.default_rng(options.seed)
         self.tensor_memory: Any = None
@@ -101,55 +97,41 @@ def wide(values: Any, count: int) -> np.ndarray:
     return values if np.ndim(values) and len(values) == count else np.full(count, values)
 
 
-def bits_of(kind: str) -> int:
-    """Of a type, by its name."""
-    return 1 if kind == "pred" else np.dtype(TYPES[kind]).itemsize * (16 if kind.endswith("x2") else 8)
-
-
 def reader(one: Instruction, operand: Any, kind: str) -> Read:
     """How to read an operand as a type: a function of the threads that gives an array, or a scalar for all lanes.
 
     A packed type's array has all elements, a lane's in order; bf16 comes as float32.
     """
-    dtype, is_packed, bits = TYPES[kind], kind.endswith("x2"), bits_of(kind)
-    if isinstance(operand, Constant) and kind != "bf16" and not is_packed:
-        value = np.bool_(operand.value != 0)
-        if kind != "pred":
-            value = np.array(operand.value & ((1 << bits) - 1), UNSIGNED[bits]).view(dtype)[()]
+    dtype, bits, stored = TYPES[kind], BITS[kind], UNSIGNED[BITS[kind]]
+    if isinstance(operand, int) and "x2" not in kind and kind != "bf16":
+        value = np.array(operand & ((1 << bits) - 1), stored).view(dtype)[()] if bits > 1 else np.bool_(operand)
         return lambda threads: value
-    if isinstance(operand, Symbol):
-        if bits < 32 or operand is SINK:
-            raise one.unsupported()
-        return lambda threads: _address(threads, one, operand.name, UNSIGNED[bits])
-    if not isinstance(operand, Register) or operand.bits < bits or (operand.bits == 1) != (bits == 1):
+    must_fit = bits == 1 or "x2" in kind or kind == "bf16"
+    if not isinstance(operand, Register) or operand.bits < bits or (must_fit and operand.bits > bits):
         raise one.unsupported(f"{operand} read as .{kind}:")
-    number, stored = operand.number, UNSIGNED[bits]
-    if kind.startswith("bf16") and operand.bits == bits:
+    number = operand.number
+    if kind.startswith("bf16"):
         return lambda threads: from_bf16(threads.registers[number].view(dtype))
     if operand.bits > bits:
-        if is_packed or kind == "bf16":
-            raise one.unsupported()
         return lambda threads: threads.registers[number].astype(stored).view(dtype)
     if dtype is stored:
         return lambda threads: threads.registers[number]
     return lambda threads: threads.registers[number].view(dtype)
 
 
-def _address(threads: Threads, one: Instruction, name: str, dtype: Any) -> Any:
-    if name != threads.launch.program.shared:
-        raise one.unsupported()
-    return dtype(BASE)
-
-
-def check_target(one: Instruction, target: Any, bits: int) -> None:
+def check_target(one: Instruction, target: Any, kind: str) -> None:
     """Raise Unsupported for a result that its register does not hold."""
-    if target is not SINK and not (isinstance(target, Register) and (target.bits >= bits > 1 or target.bits == bits)):
-        raise one.unsupported(f"{bits} bits:")
+    bits = BITS[kind]
+    if target != SINK and not (isinstance(target, Register) and (target.bits >= bits > 1 or target.bits == bits)):
+        raise one.unsupported(f".{kind} into {target}:")
 
 
 def write(threads: Threads, mask: Mask, target: Any, values: Any) -> None:
-    """Write values of any dtype, by their bits, to a register; narrower signed ones by their sign."""
-    if target is SINK:
+    """Write values of any dtype, by their bits, to a register; narrower signed ones by their sign.
+
+    They are of all lanes, or of those of the mask, or one for all.
+    """
+    if target == SINK:
         return
     stored = UNSIGNED[target.bits]
     if values.dtype != stored:
@@ -158,11 +140,14 @@ def write(threads: Threads, mask: Mask, target: Any, values: Any) -> None:
         else:
             kind = "i" if values.dtype.kind == "i" else "u"
             values = values.view(f"{kind}{values.dtype.itemsize}").astype(stored)
-    if values.size != threads.count:
+    if values.size == 1:
         values = np.full(threads.count, values)
+    if values.size != threads.count:
+        part, values = values, np.empty(threads.count, stored)
+        values[mask] = part
     if mask is not None:
         values = np.where(mask, values, threads.registers[target.number])
-    threads.registers[target.number] = values
+    threads.registers[target.number] = np.ascontiguousarray(values)  # a column of several would not be read by halves
 
 
 def address_of(one: Instruction, operand: Any) -> Callable[[Threads], np.ndarray]:
@@ -176,9 +161,9 @@ def address_of(one: Instruction, operand: Any) -> Callable[[Threads], np.ndarray
 
 def constant(one: Instruction, operand: Any) -> int:
     """An operand that must be a number."""
-    if not isinstance(operand, Constant):
+    if not isinstance(operand, int):
         raise one.unsupported()
-    return operand.value
+    return operand
 
 
 def items(operand: Any) -> list[Any]:
@@ -188,7 +173,9 @@ def items(operand: Any) -> list[Any]:
 
 def whole_warps(threads: Threads, mask: Mask, one: Instruction, size: int = 32) -> Any:
     """bool [warps]: those that take part, each with all of its lanes; or of warpgroups."""
-    lanes = threads.active(mask).reshape(-1, size)
+    if mask is None:
+        return np.ones(threads.count // size, bool)
+    lanes = mask.reshape(-1, size)
     if (lanes.any(1) != lanes.all(1)).any():
         raise Fault(f"lanes are missing: {one}")
     return lanes.all(1)
@@ -232,8 +219,8 @@ def elementwise(names: str, types: str, function_of: Callable[..., Callable[...,
         if not min(fewest, len(kinds)) <= len(one.operands) <= len(kinds):
             raise one.unsupported()
         reads = [reader(one, operand, kind) for operand, kind in zip(operands, kinds[1:], strict=False)]
-        bits = bits_of(kinds[0])
-        check_target(one, target, bits)
+        check_target(one, target, kinds[0])
+        bits = BITS[kinds[0]]
         dtype = f"{'i' if kinds[0][0] == 's' else 'u'}{bits // 8}" if bits > 1 else "?"
         return lambda threads, mask: write(
             threads, mask, target, np.asarray(function(*[read(threads) for read in reads])).view(dtype)
@@ -250,8 +237,8 @@ def prepare(program: Program) -> None:
                 if found := pattern.fullmatch(one.name):
                     try:
                         one.run = build(program, one, *found.groups())
-                    except NotImplementedError as error:  # tensor cores of which no rule is known
-                        raise one.unsupported(f"{error}:") from error
+                    except (NotImplementedError, ValueError, KeyError, AttributeError) as error:
+                        raise one.unsupported(f"{error}:") from error  # no rule of tensor cores; other operands
                     break
             else:
                 raise one.unsupported()

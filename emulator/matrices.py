@@ -57,6 +57,9 @@ class SharedOperand:
         return self._codes.reshape(-1, 2 * CHUNK)
 
 
+KINDS = ("b32", "b32", "f32")  # of the registers of a, b and c
+
+
 @instruction(
     "mma.sync.aligned.m16n8k(16).row.col.f32.(f16).(f16).f32",
     "mma.sync.aligned.m16n8k(32).row.col.f32.(e4m3|e5m2).(e4m3|e5m2).f32",
@@ -64,30 +67,29 @@ class SharedOperand:
 def warp_product(program: Program, one: Instruction, k: str, a_element: str, b_element: str) -> Run:
     """d = a . b + c of a warp: each lane holds parts of a, b, c and d in registers."""
     depth, rule = int(k), rule_of(program.target, "mma", a_element, b_element)
-    d, a, b, c = (items(operand) for operand in one.operands)
-    reads = [[reader(one, item, kind) for item in part] for part, kind in ((a, "b32"), (b, "b32"), (c, "f32"))]
-    lane, each = np.arange(32), depth // 8  # elements of a register
-    row, place = lane >> 2, (lane & 3)[:, None] * each + np.arange(each)
-    at = [(slice(None), row + 8 * (number >> 1), (lane & 3) * 2 + (number & 1)) for number in range(4)]
+    registers = [items(operand) for operand in one.operands]
+    reads = [[reader(one, item, kind) for item in part] for part, kind in zip(registers[1:], KINDS, strict=True)]
+    if [len(part) for part in registers] != [4, 4, 2, 4]:
+        raise one.unsupported()
+    lane, number, each = np.arange(32)[:, None], np.arange(4)[:, None, None], depth // 8  # elements of a register
+    row, place = lane >> 2, (lane & 3) * each + np.arange(each)
+    a_at = slice(None), row + 8 * (number & 1), place + depth // 2 * (number >> 1)  # [registers, lanes, elements]
+    b_at = slice(None), row, place + depth // 2 * number[:2]
+    c_at = slice(None), row[:, 0] + 8 * (number >> 1)[..., 0], (lane & 3)[:, 0] * 2 + (number & 1)[..., 0]
 
     def run(threads: Threads, mask: Mask) -> None:
         warps = whole_warps(threads, mask, one)
-        given = [[wide(read(threads), threads.count).reshape(-1, 32)[warps] for read in part] for part in reads]
-        count = len(given[0][0])
-        a_values, b_values = np.empty((count, 16, depth)), np.empty((count, 8, depth))
-        c_values, values = np.empty((count, 16, 8), np.float32), np.empty((warps.size, 32), np.float32)
-        for number, raw in enumerate(given[0]):
-            found = values_of(raw.view(np.uint8).reshape(-1, 32, 4), a_element)
-            a_values[:, (row + 8 * (number & 1))[:, None], place + depth // 2 * (number >> 1)] = found
-        for number, raw in enumerate(given[1]):
-            found = values_of(raw.view(np.uint8).reshape(-1, 32, 4), b_element)
-            b_values[:, row[:, None], place + depth // 2 * number] = found
-        for number, raw in enumerate(given[2]):
-            c_values[at[number]] = raw
-        out = multiply_add(a_values, b_values, c_values, rule)
-        for number, target in enumerate(d):
-            values[warps] = out[at[number]]
-            write(threads, mask, target, values.reshape(-1).copy())
+        a, b, c = (
+            np.stack([wide(read(threads), threads.count).reshape(-1, 32)[warps] for read in part], 1) for part in reads
+        )
+        a_values, b_values = np.empty((len(a), 16, depth)), np.empty((len(a), 8, depth))
+        c_values = np.empty((len(a), 16, 8), np.float32)
+        a_values[a_at] = values_of(a.view(np.uint8).reshape(-1, 4, 32, 4), a_element)
+        b_values[b_at] = values_of(b.view(np.uint8).reshape(-1, 2, 32, 4), b_element)
+        c_values[c_at] = c
+        out = multiply_add(a_values, b_values, c_values, rule)[c_at]
+        for place, target in enumerate(registers[0]):
+            write(threads, mask, target, out[:, place].reshape(-1))
 
     return run
 
@@ -130,25 +132,19 @@ def warpgroup_product(program: Program, one: Instruction, n: str, a_element: str
         groups = whole_warps(threads, mask, one, THREADS)
         first, lanes = np.flatnonzero(groups) * THREADS, np.flatnonzero(np.repeat(groups, THREADS))
         left, right = operands(threads, read_a, first, 64), operands(threads, read_b, first, columns)
-        adds = wide(read_keeps(threads), threads.count)[first][:, None]
+        adds = wide(read_keeps(threads), threads.count)[first][:, None, None]
 
         def end() -> None:
             a_codes, b_codes = (np.stack([operand.end() for operand in side]) for side in (left, right))
-            c_values = np.zeros((first.size, 64, columns), np.float32)
-            for place, item in enumerate(d):
-                old = threads.registers[item.number].view(np.float32)[lanes].reshape(-1, THREADS)
-                c_values[:, row[:, place], column[:, place]] = np.where(adds, old, np.float32(0))
+            c_values = np.empty((first.size, 64, columns), np.float32)
+            old = np.stack([threads.registers[item.number].view(np.float32)[lanes] for item in d], 1)
+            c_values[:, row, column] = np.where(adds, old.reshape(-1, THREADS, len(d)), np.float32(0))
             out = multiply_add(values_of(a_codes, a_element), values_of(b_codes, b_element), c_values, rule)
-            for place, item in enumerate(d):
-                values = np.zeros(threads.count, np.float32)
-                values[lanes] = out[:, row[:, place], column[:, place]].reshape(-1)
+            for item, values in zip(d, out[:, row, column].reshape(-1, len(d)).T, strict=True):
                 write(threads, mask, item, values)
 
         threads.under_way |= targets
         threads.products[-1].append((end, targets))
-        if not threads.launch.options.late:
-            end()
-            threads.products[-1][-1] = (lambda: None, targets)
 
     run.writes = targets  # type: ignore[attr-defined]
     return run

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from emulator.parse import Fault
+from emulator.parse import BASE, Fault
 
 Span = tuple[int, int, np.ndarray | None]  # address, bytes, and which of them were written; None: all
 
@@ -110,7 +110,6 @@ class GlobalMemory:
         return out
 
 
-BASE = 1024  # bytes of shared memory that CUDA keeps for itself, so that a kernel's begin at a multiple of it
 WRITTEN, COMING = 1, 2  # of a byte: somebody wrote it; a copy of it is under way
 NOBODY, SEVERAL, GROUP = -1, -2, -10  # in place of a warp; and less its number, a warpgroup
 
@@ -118,23 +117,15 @@ NOBODY, SEVERAL, GROUP = -1, -2, -10  # in place of a warp; and less its number,
 class SharedMemory:
     """All programs' shared memory: bytes, who wrote and read each last, and when its program last met at a barrier.
 
-    Args:
-        programs: how many.
-        size: bytes a program.
-        races: whether to look for them: reads of what another warp wrote since the last barrier, and writes over what
-            another warp wrote or read since.
+    A race is a read of what another warp wrote since the last barrier, or a write over what another wrote or read.
     """
 
-    def __init__(self, programs: int, size: int, races: bool) -> None:
+    def __init__(self, programs: int, size: int) -> None:
         self.stride, self._end = BASE + -(-size // 32) * 32, BASE + size
-        self.data = np.full(programs * self.stride, 0xA5, np.uint8)
-        self._state = np.zeros(programs * self.stride, np.uint8)
+        self.data, self._state = (np.zeros(programs * self.stride, np.uint8) for _ in range(2))
+        self._writer, self._written, self._reader, self._read = (np.zeros(self.data.size, np.int32) for _ in range(4))
         self._clock = 1
-        self._met = np.zeros(programs, np.int64)  # the clock at a program's last barrier
-        self._races = races
-        if races:
-            self._writer, self._reader = (np.full(self.data.size, NOBODY, np.int32) for _ in range(2))
-            self._written, self._read = (np.full(self.data.size, -1) for _ in range(2))
+        self._met = np.ones(programs, np.int32)  # the clock at a program's last barrier
 
     def places(self, address: np.ndarray, program: np.ndarray, size: int, what: Any) -> np.ndarray:
         """Where in ``data`` accesses begin, in units of ``size`` bytes."""
@@ -151,56 +142,52 @@ class SharedMemory:
 
     def read(self, units: np.ndarray, size: int, warp: np.ndarray, what: Any, reader: int | None = None) -> np.ndarray:
         """Words [lanes, words of an access] of units [lanes], for warps [lanes]; ``reader`` is noted in their place."""
-        state = words(self._state, size)[units].view(np.uint8)
-        if (state != WRITTEN).any():
-            why = "a copy under way writes" if (state & COMING).any() else "nobody wrote"
-            named = self._named(units[(state != WRITTEN).any(1)], size)
-            raise Fault(f"{why} shared bytes that are read, of {named}: {what}")
-        if self._races:
-            writer, written, readers, read, since = self._history(units, size)
-            self._raise_for((written >= since) & (writer != warp[:, None]), units, size, "read", what)
-            if reader != NOBODY:
-                now = warp[:, None] if reader is None else reader
-                self._reader.reshape(-1, size)[units] = np.where((read >= since) & (readers != now), SEVERAL, now)
-                self._read.reshape(-1, size)[units] = self._clock
+        unread = self._state.reshape(-1, size)[units] != WRITTEN
+        if unread.any():
+            coming = (self._state.reshape(-1, size)[units] == COMING).any()
+            why = "a copy under way writes" if coming else "nobody wrote"
+            self._raise(f"{why} shared bytes that are read", unread, units, size, what)
+        others, since = self._others(units, size, warp[:, None])
+        if others.any():
+            self._raise("race: another warp wrote shared bytes that are read", others, units, size, what)
+        if reader != NOBODY:
+            now = warp[:, None] if reader is None else reader
+            readers, read = self._reader.reshape(-1, size), self._read.reshape(-1, size)
+            readers[units] = np.where((read[units] >= since) & (readers[units] != now), SEVERAL, now)
+            read[units] = self._clock
         return words(self.data, size)[units]
 
     def write(self, units: np.ndarray, size: int, values: np.ndarray, warp: np.ndarray, what: Any) -> None:
-        """Write words [lanes, words of an access]."""
-        self.touch(units, size, warp, what)
+        """Write words [lanes, words of an access]; what is there already races with nobody."""
         data = words(self.data, size)
+        changes = (data[units] != values).any(1) | (self._state.reshape(-1, size)[units] != WRITTEN).any(1)
+        self.touch(units[changes], size, warp[changes], what)
         data[units] = values
         if (data[units] != values).any():
             raise Fault(f"race: lanes write different values to one place in shared memory: {what}")
 
-    def touch(self, units: np.ndarray, size: int, warp: np.ndarray, what: Any, state: int = WRITTEN) -> None:
-        """A write that may race: now, or (``state`` COMING) of a copy that begins, or (0) that ends."""
-        states = self._state.reshape(-1, size)
-        if state and (states[units] & COMING).any():
-            raise Fault(
-                f"race: a copy under way writes shared bytes of {self._named(units, size)}, written here: {what}"
-            )
-        states[units] = state or WRITTEN
-        if self._races:
-            self._clock += 1
-            writer, written, reader, read, since = self._history(units, size)
-            warps = warp[:, None]
-            others = (read >= since) & (reader != warps) & (reader != GROUP - warps // 4)
-            others |= (written >= since) & (writer != warps)
-            self._raise_for(others, units, size, "written", what)
-            self._writer.reshape(-1, size)[units], self._written.reshape(-1, size)[units] = warps, self._clock
+    def touch(
+        self, units: np.ndarray, size: int, warp: np.ndarray, what: Any, before: int = WRITTEN, after: int = WRITTEN
+    ) -> None:
+        """A write that may race: now, or (``after`` COMING) of a copy that begins, or (``before``) that ends."""
+        states, warps = self._state.reshape(-1, size), warp[:, None]
+        if before != COMING and (coming := states[units] == COMING).any():
+            self._raise("race: a copy under way writes shared bytes that are written", coming, units, size, what)
+        states[units] = after
+        others, since = self._others(units, size, warps)
+        reader, read = self._reader.reshape(-1, size)[units], self._read.reshape(-1, size)[units]
+        others |= (read >= since) & (reader != warps) & (reader != GROUP - warps // 4)
+        if others.any():
+            self._raise("race: another warp wrote or read shared bytes that are written", others, units, size, what)
+        self._clock += 1
+        self._writer.reshape(-1, size)[units], self._written.reshape(-1, size)[units] = warps, self._clock
 
-    def _history(self, units: np.ndarray, size: int) -> list[np.ndarray]:
-        every = (self._writer, self._written, self._reader, self._read)
+    def _others(self, units: np.ndarray, size: int, warps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Which bytes other warps wrote since the last barrier, and when that was."""
         since = self._met[units * size // self.stride][:, None]
-        return [*(one.reshape(-1, size)[units] for one in every), since]
+        written = self._written.reshape(-1, size)[units] >= since
+        return written & (self._writer.reshape(-1, size)[units] != warps), since
 
-    def _named(self, units: np.ndarray, size: int) -> str:
-        return f"the {size} at {int(units.flat[0] * size % self.stride) - BASE}"
-
-    def _raise_for(self, wrong: np.ndarray, units: np.ndarray, size: int, how: str, what: Any) -> None:
-        if wrong.any():
-            raise Fault(
-                f"race: shared bytes of {self._named(units[wrong.any(1)], size)}, {how} here, were written or read by "
-                f"another warp since the last barrier: {what}"
-            )
+    def _raise(self, how: str, wrong: np.ndarray, units: np.ndarray, size: int, what: Any) -> None:
+        at = int(units[wrong.any(1)][0] * size % self.stride) - BASE
+        raise Fault(f"{how}, of the {size} at {at}: {what}")

@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-BITS = {f"{kind}{bits}": bits for kind in "bsuf" for bits in (8, 16, 32, 64)} | {"pred": 1}
+from emulator.values import BITS
+
 SPECIAL = ("tid.x", "ctaid.x", "nctaid.x")  # registers that begin with a value
+BASE = 1024  # bytes of shared memory that CUDA keeps for itself, so that a kernel's begin at a multiple of it
 
 
 class Unsupported(RuntimeError):
@@ -27,18 +29,6 @@ class Register(NamedTuple):
     bits: int
 
 
-class Constant(NamedTuple):
-    """A number as its bits, of a float too; negative integers in two's complement."""
-
-    value: int
-
-
-class Symbol(NamedTuple):
-    """A parameter, a label, a variable in shared memory, or ``_``, which takes what nobody needs."""
-
-    name: str
-
-
 class Address(NamedTuple):
     """[base + offset], in bytes."""
 
@@ -46,12 +36,16 @@ class Address(NamedTuple):
     offset: int
 
 
-SINK = Symbol("_")
+SINK = "_"  # a target that takes what nobody needs
 
 
 @dataclass(slots=True, eq=False)
 class Instruction:
-    """One line: ``@guard name operands;``. A vector of operands is a list; ``run`` is its closure."""
+    """One line: ``@guard name operands;``, and its closure, ``run``.
+
+    An operand is a Register, an Address, a list of such (a vector), a number's bits (negative integers in two's
+    complement), or the name of a parameter or a label.
+    """
 
     name: str
     operands: list[Any]
@@ -75,14 +69,8 @@ class Instruction:
 
 def split(text: str) -> list[str]:
     """At the commas that are in no bracket."""
-    found, depth = [""], 0
-    for character in text:
-        depth += (character in "[{") - (character in "]}")
-        if character == "," and depth == 0:
-            found.append("")
-        else:
-            found[-1] += character
-    return [part.strip() for part in found if part.strip()]
+    parts = re.findall(r"(?:\{[^}]*\}|\[[^\]]*\]|[^,])+", text)
+    return [part.strip() for part in parts if part.strip()]
 
 
 class Program:
@@ -94,7 +82,6 @@ class Program:
         threads: of a program (a thread block).
         instructions: in their order; ``labels`` says where jumps lead.
         parameters: bytes of each, in their order, by name.
-        shared: the name of what begins in shared memory.
         registers: bits of each.
         special: numbers of the registers that begin with a value, by name.
     """
@@ -116,7 +103,7 @@ class Program:
         shared = [re.fullmatch(r"\.extern \.shared \.align \d+ \.b8 ([\w$]+)\[\];", one) for one in variables]
         if len(shared) > 1 or not all(shared):
             raise Unsupported(f"variables: {variables}")
-        self.shared = shared[0][1] if shared and shared[0] else ""
+        self._shared = shared[0][1] if shared and shared[0] else ""
         self._bits: dict[str, int] = dict.fromkeys(SPECIAL, 32)
         self._known: dict[str, Register] = {}
         self.instructions: list[Instruction] = []
@@ -162,12 +149,12 @@ class Program:
         if (name := text.removeprefix("%")) in self._bits:
             return self._register(name)
         if re.fullmatch(r"0[fd]([0-9A-F]{8}){1,2}", text):
-            return Constant(int(text[2:], 16))
+            return int(text[2:], 16)
         if re.fullmatch(r"-?(0x[0-9a-fA-F]+|\d+)U?", text):
-            return Constant(int(text.rstrip("U"), 0))
+            return int(text.rstrip("U"), 0)
         if not re.fullmatch(r"[A-Za-z_$][\w$]*", text):
             raise ValueError(text)
-        return SINK if text == "_" else Symbol(text)
+        return BASE if text == self._shared else text
 
 
 def _statements(source: str, at: int) -> Iterator[tuple[str, int]]:

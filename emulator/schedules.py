@@ -19,7 +19,7 @@ END, BARRIER = "end", "barrier"  # what a closure returns besides None, PAUSE, o
 @instruction("bra(?:.uni)?")
 def branch(program: Program, one: Instruction) -> Run:
     """A jump."""
-    place = program.labels[one.operands[0].name]
+    place = program.labels[one.operands[0]]
     return lambda threads, mask: place
 
 
@@ -103,7 +103,8 @@ def _in_random_order(launch: Launch) -> None:
             del under_way[number]
         elif PAUSE not in told:
             if len(told) > 1:
-                raise Fault(f"a barrier that not all reach: {told - {END}}")
+                raise Fault(f"a barrier that not all reach: {program.instructions[min(told - {END}) - 1]}")
+            launch.shared.met(number)
             for warp in warps:
                 warp[1] = PAUSE
 

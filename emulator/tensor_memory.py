@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from emulator.accesses import PAUSE, write_shared
+from emulator.accesses import PAUSE, store
 from emulator.machine import Launch, Mask, Run, Threads, address_of, constant, instruction, items, reader, wide, write
 from emulator.matrices import SharedOperand, matrix_chunks, values_of
 from emulator.parse import Fault, Instruction, Program
@@ -45,7 +45,7 @@ def allocate(program: Program, one: Instruction) -> Run:
             launch.tensor_memory = TensorMemory(np.full(shape, 0xFFC0FFEE, U32), np.zeros(shape, np.uint8))
         if launch.tensor_memory.cells.shape != shape:
             raise one.unsupported("allocations of different sizes:")
-        write_shared(threads, lanes, address(threads), np.zeros((lanes.size, 1), U32), one)
+        store(threads, "shared", lanes, address(threads), np.zeros((lanes.size, 1), U32), one)
 
     return run
 
@@ -77,9 +77,7 @@ def access(program: Program, one: Instruction, name: str) -> Run:
         if name == "ld":
             if (held.states[cells] != WRITTEN).any():
                 raise Fault(f"nobody wrote this tensor memory, or a product under way does: {one}")
-            found = np.zeros((len(values), threads.count), U32)
-            found[:, lanes] = held.cells[cells].T
-            for value, part in zip(values, found, strict=True):
+            for value, part in zip(values, held.cells[cells].T, strict=True):
                 write(threads, mask, value, part)
         else:
             held.cells[cells] = np.stack([wide(read(threads), threads.count)[lanes] for read in reads], 1)
@@ -126,11 +124,7 @@ def multiply(program: Program, one: Instruction) -> Run:
         given = [wide(read(threads), threads.count) for read in reads]
         for lane in threads.lanes(mask).tolist():
             end = begin(threads, lane, int(at[lane]), [int(values[lane]) for values in given], bool(keeps[lane]))
-            if threads.launch.options.late:
-                products = _memory(threads.launch, one).products
-                products.setdefault(int(threads.program[lane]), []).append(end)
-            else:
-                end()
+            _memory(threads.launch, one).products.setdefault(int(threads.program[lane]), []).append(end)
 
     return run
 
@@ -140,10 +134,8 @@ def multiply(program: Program, one: Instruction) -> Run:
 
 @dataclass
 class Barrier:
-    """An mbarrier: arrivals that its phase still waits for, of how many, and work that arrives when it ends."""
+    """An mbarrier of one arrival a phase, and the work that arrives when it ends."""
 
-    expected: int
-    missing: int
     phase: int = 0
     work: list[list[Callable[[], None]]] = field(default_factory=list)
 
@@ -152,9 +144,7 @@ class Barrier:
         while self.work and self.phase & 1 == parity:
             for end in self.work.pop(0):
                 end()
-            self.missing -= 1
-            if self.missing == 0:
-                self.phase, self.missing = self.phase + 1, self.expected
+            self.phase += 1
         return self.phase & 1 != parity
 
 
@@ -166,17 +156,18 @@ def barrier(program: Program, one: Instruction, name: str) -> Run:
     """Made, taken away, waited for, or told to arrive when all products so far have ended."""
     target = one.operands[0] if name.startswith("try_wait") else None
     memory, *given = one.operands[target is not None :]
-    address, read = address_of(one, memory), reader(one, given[0], "u32") if given else None
+    address, read = address_of(one, memory), reader(one, given[0] if given else 0, "u32")
+    if name == "init" and given != [1]:
+        raise one.unsupported()
 
     def run(threads: Threads, mask: Mask) -> Any:
-        launch, at, lanes = threads.launch, address(threads), threads.lanes(mask)
-        values = wide(0 if read is None else read(threads), threads.count)
+        launch, at, lanes, values = threads.launch, address(threads), threads.lanes(mask), read(threads)
         launch.shared.places(at[lanes], threads.program[lanes], 8, one)
         found = np.zeros(threads.count, bool)
         for lane in lanes:
             key = int(threads.program[lane]), int(at[lane])
             if name == "init":
-                launch.barriers[key] = Barrier(int(values[lane]), int(values[lane]))
+                launch.barriers[key] = Barrier()
             elif key not in launch.barriers:
                 raise Fault(f"no mbarrier was made at {key[1]}: {one}")
             elif name == "inval":
@@ -184,7 +175,7 @@ def barrier(program: Program, one: Instruction, name: str) -> Run:
             elif target is None:
                 launch.barriers[key].work.append(_memory(launch, one).products.pop(key[0], []))
             else:
-                found[lane] = launch.barriers[key].passed(int(values[lane]) & 1)
+                found[lane] = launch.barriers[key].passed(int(wide(values, threads.count)[lane]) & 1)
         if target is not None:
             write(threads, mask, target, found)
         return PAUSE

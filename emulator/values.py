@@ -27,6 +27,10 @@ TYPES: dict[str, Any] = {
     "e4m3x2": np.uint8,
     "e5m2x2": np.uint8,
 }
+BITS = {
+    kind: 1 if kind == "pred" else np.dtype(dtype).itemsize * (16 if "x2" in kind else 8)
+    for kind, dtype in TYPES.items()
+}
 NAN: dict[Any, Any] = {  # what arithmetic makes of any NaN; bf16's is float16's
     np.dtype(np.float16): U16(0x7FFF),
     np.dtype(np.float32): U32(0x7FFFFFFF),

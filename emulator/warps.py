@@ -29,24 +29,31 @@ def _members(one: Instruction, operand: Any) -> Any:
 def shuffle(program: Program, one: Instruction, mode: str) -> Run:
     """Another lane's value; all lanes of a warp take part."""
     targets, source, by, clamp, members = one.operands
+    read, read_step, (value, inside) = reader(one, source, "b32"), reader(one, by, "u32"), [*items(targets), SINK][:2]
+    segment, bound = constant(one, clamp) >> 8 & 31, constant(one, clamp) & 31
     if constant(one, members) not in (-1, 0xFFFFFFFF):
         raise one.unsupported()
-    reads = [reader(one, item, "u32") for item in (source, by, clamp)]
-    value, inside = [*items(targets), SINK][:2]
+    known: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by how many threads: whom each reads, and whether in range
+
+    def others(threads: Threads) -> tuple[np.ndarray, np.ndarray]:
+        lane, step = threads.lane, read_step(threads).astype(np.int64) & 31
+        last = (lane & segment) | (bound & ~segment)
+        other = {
+            "bfly": lane ^ step,
+            "up": lane - step,
+            "down": lane + step,
+            "idx": (lane & segment) | (step & ~segment),
+        }[mode]
+        is_inside = other >= last if mode == "up" else other <= last
+        return np.arange(threads.count) + np.where(is_inside, other - lane, 0), is_inside
 
     def run(threads: Threads, mask: Mask) -> None:
         whole_warps(threads, mask, one)
-        values, step, bound = (wide(read(threads), threads.count) for read in reads)
-        lane, step, bound = threads.lane, (step & U32(31)).astype(int), bound.astype(int)
-        segment = bound >> 8 & 31
-        last = (lane & segment) | (bound & 31 & ~segment)
-        if mode == "idx":
-            other = (lane & segment) | (step & ~segment)
-        else:
-            other = lane ^ step if mode == "bfly" else lane - step if mode == "up" else lane + step
-        is_inside = other >= last if mode == "up" else other <= last
-        write(threads, mask, value, values[np.arange(threads.count) + np.where(is_inside, other - lane, 0)])
-        write(threads, mask, inside, is_inside)
+        found = known.get(threads.count) or others(threads)
+        if isinstance(by, int):
+            known[threads.count] = found
+        write(threads, mask, value, wide(read(threads), threads.count)[found[0]])
+        write(threads, mask, inside, found[1])
 
     return run
 

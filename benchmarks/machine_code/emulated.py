@@ -13,7 +13,6 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 from unittest import mock
 
 import torch
@@ -22,6 +21,7 @@ import triton
 from benchmarks.common.measure import commit, table, write_results
 from emulator import Options
 from emulator.counters import Count
+from emulator.parse import Instruction
 from octavo.kernels.triton import launch as launching
 from octavo.tune import cases, products
 from octavo.tune.step_cases import CASES as STEPS
@@ -32,17 +32,12 @@ MEASURES = ("octavo/kernels/triton", "emulator")
 
 SHAPE = (256, 512)
 PRODUCT = (256, 256, 512)
-KINDS = {"load": ("ld", "global"), "store": ("st", "global"), "shared": ("ld", "st", "ldmatrix", "stmatrix", "shared")}
 
 
-def kind_of(key: Any) -> str | None:
-    """What a counted access is: load, store or shared; an asynchronous copy is a load, and a store to shared memory."""
-    if isinstance(key, tuple):
-        return "shared"
-    spaces = {part.split("::")[0] for part in key.parts}
-    if key.parts[0] in ("ldmatrix", "stmatrix") or ("shared" in spaces and "global" not in spaces):
-        return "shared"
-    return {"ld": "load", "cp": "load", "st": "store"}.get(key.parts[0])
+def kind_of(key: tuple[Instruction, str]) -> str:
+    """What a counted access is: shared, or of global memory a load (an asynchronous copy too) or a store."""
+    one, space = key
+    return "shared" if space == "shared" else "store" if one.name.startswith(("st", "red")) else "load"
 
 
 def rows_of(capability: int, name: str) -> list[dict[str, object]]:
@@ -50,7 +45,7 @@ def rows_of(capability: int, name: str) -> list[dict[str, object]]:
     is_product = name in products.PRODUCTS
     elements = PRODUCT[0] * PRODUCT[1] if is_product else SHAPE[0] * SHAPE[1]
     began = time.perf_counter()
-    with _large_tiles(), emulating(capability, Options(races=True, counts=True)) as done:
+    with _large_tiles(), emulating(capability, Options(counts=True)) as done:
         problem = products.wrong(name, PRODUCT) if is_product else cases.wrong(name, cases.inputs(*SHAPE, 1)[0])
     by_kernel: dict[str, list[Done]] = defaultdict(list)
     for one in done:
@@ -77,11 +72,11 @@ def _large_tiles() -> Iterator[None]:
 def _row(
     capability: int, case: str, kernel: str, launches: list[Done], elements: int, problem: str, seconds: float
 ) -> dict[str, object]:
-    counts: defaultdict[str | None, Count] = defaultdict(Count)
+    counts: defaultdict[str, Count] = defaultdict(Count)
     for one in launches:
         for key, count in one.launch.counts.items():
             counts[kind_of(key)] += count
-    executed = sum(sum(one.launch.executed.values()) for one in launches)
+    executed = sum(sum(one.launch.executed) for one in launches)
 
     def over(kind: str) -> str:
         return f"{counts[kind].got / counts[kind].least:.2f}" if counts[kind].least else ""

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.ptx import compute
+from tests.support.ptx import compute, launch
 
 COUNT = 400
 TYPES = ["s16", "u16", "s32", "u32", "s64", "u64"]
@@ -213,3 +213,15 @@ def test_constants() -> None:
     assert (compute("add.s32", a, -7) == a - np.uint32(7)).all()
     assert (compute("mov.b32", a, form="{d}, 0f3F800000") == np.float32(1).view(np.uint32)).all()
     assert (compute("mov.b32", a, form="{d}, 0x12") == 18).all()
+
+
+def test_a_vector_s_part_is_a_register_like_any_other() -> None:
+    """Read again as two halves, where it came from a vector load that all threads make."""
+    data, out = numbers("u64", 1)[:64].copy(), np.zeros(64, np.uint32)
+    launch(
+        """mul.wide.u32 %d9, %n, 16; add.s64 %d9, %d9, %a0; ld.global.v2.b64 {%d1, %d2}, [%d9];
+        mov.b64 {%r1, %r2}, %d2; mul.wide.u32 %d9, %n, 8; add.s64 %d9, %d9, %a1; st.global.v2.b32 [%d9], {%r1, %r2};""",
+        data,
+        out,
+    )
+    assert (out.view(np.uint64) == data[1::2]).all()

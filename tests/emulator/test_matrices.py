@@ -177,7 +177,7 @@ class Wgmma:
 COMMIT, WAIT = "wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 0;"
 
 
-@pytest.mark.parametrize("options", [{}, {"late": False}, {"races": True}, {"schedule": "warps"}])
+@pytest.mark.parametrize("options", [{}, {"schedule": "warps"}])
 @pytest.mark.parametrize("swizzle", SWIZZLED)
 def test_products_of_a_warpgroup(swizzle: int, options: dict[str, Any]) -> None:
     one = Wgmma(swizzle)
@@ -222,13 +222,13 @@ def test_a_warpgroup_s_wait_is_for_itself_alone() -> None:
     one = Wgmma(128)
     product = f"{one.fill} {one.products} {COMMIT} {WAIT}"
     write = "setp.eq.u32 %p1, %t, {}; @%p1 st.shared.b32 [memory], 0;"
-    one.launch(product + write.format(64), races=True)
+    one.launch(product + write.format(64))
     for fill in ("ld.global.v4", "st.shared.v4"):  # of the first warpgroup
         product = product.replace(fill, f"@%p8 {fill}")
     for barrier, is_race in (("", True), ("bar.sync 0;", False)):
         with pytest.raises(emulator.Fault, match="race") if is_race else nullcontext():
             body = f"setp.lt.u32 %p8, %t, 128; {product} {barrier} {write.format(192)}"
-            launch(body, *one.images, threads=256, shared=A_BYTES + B_BYTES, races=True)
+            launch(body, *one.images, threads=256, shared=A_BYTES + B_BYTES)
 
 
 def test_operands_that_are_not_there() -> None:
@@ -237,7 +237,7 @@ def test_operands_that_are_not_there() -> None:
         with pytest.raises(emulator.Fault, match="nobody wrote"):
             one.launch(f"{left_out} {one.products} {COMMIT} {WAIT}")
     with pytest.raises(emulator.Fault, match="race"):
-        one.launch(f"{one.fill.replace('bar.sync 0;', '')} {one.products} {COMMIT} {WAIT}", races=True)
+        one.launch(f"{one.fill.replace('bar.sync 0;', '')} {one.products} {COMMIT} {WAIT}")
     first = descriptor(1024, 128, 1 << 62)
     with pytest.raises(emulator.Fault, match="out of bounds"):
         far = one.products.replace(str(first), str(descriptor(1024 + A_BYTES + 4096, 128, 1 << 62)))
@@ -286,9 +286,7 @@ class Tcgen05:
         return out
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"late": False}, {"races": True}, {"schedule": "warps"}, {"schedule": "programs"}]
-)
+@pytest.mark.parametrize("options", [{}, {"schedule": "warps"}, {"schedule": "programs"}])
 @pytest.mark.parametrize("swizzle", [0, 32])
 def test_products_in_tensor_memory(swizzle: int, options: dict[str, Any]) -> None:
     one = Tcgen05(swizzle)

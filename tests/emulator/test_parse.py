@@ -34,9 +34,9 @@ def test_operands() -> None:
     store, elect, move = program.instructions[3:6]
     address, (first, second) = store.operands
     assert address.offset == -8 and program.registers[address.base.number] == 32
-    assert second is elect.operands[0][0] is SINK
+    assert second == elect.operands[0][0] == SINK
     assert store.registers() == {address.base.number, first.number}
-    assert elect.operands[1].value == 255 and move.operands[1].value == 0x3F800000
+    assert elect.operands[1] == 255 and move.operands[1] == 0x3F800000
 
 
 def test_loops_and_branches_over_lanes() -> None:
@@ -202,6 +202,10 @@ UNKNOWN = """
     mov.u32 %r1, %tid.y
     mov.u32 %r1, %laneid
     call foo
+    bra nowhere
+    add.s32 %r1, %r2
+    shfl.sync.bfly.b32 %r1, %r2
+    mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%r1}, {%r2}, {%r3}, {%r4}
     brx.idx %r1, table
     trap
     nanosleep.u32 32

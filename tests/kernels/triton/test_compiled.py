@@ -13,7 +13,6 @@ import pytest
 import torch
 from triton.runtime.jit import JITFunction
 
-from emulator import Options
 from octavo.tune import cases, products
 from tests.kernels import test_cast_statistics, test_multi_tensor_cast, test_note_faults
 from tests.kernels.triton import test_delayed_update, test_grouped_cast, test_grouped_library, test_grouped_matmul
@@ -96,7 +95,7 @@ _launched: dict[tuple[int, str], set[str]] = {}
 
 @pytest.mark.parametrize(("capability", "name"), ALL_CASES)
 def test_it_is_the_reference(capability: int, name: str) -> None:
-    with emulating(capability, Options(races=True)) as launches:
+    with emulating(capability) as launches:
         if name in CALLS:
             CALLS[name](triton_kernels.load(False))
         elif name in products.PRODUCTS:
