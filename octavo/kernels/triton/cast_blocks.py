@@ -16,6 +16,7 @@ from octavo.kernels.triton.tiles import (
     finish_column_sum,
     finite_abs,
     kept_narrow,
+    rounded,
     scale_from_amax,
     scale_inv_from_scale,
     store_codes,
@@ -96,7 +97,8 @@ def cast_blocks_of_half(
         counter_ptr = work_ptr + 2 + HALF * tl.cdiv(x.C, tiling.block_c) + place[1]
         sum_ptr = sums[0] + HALF * x.C
         part_ptr = sums[1] + HALF * groups * x.C
-        finish_column_sum(tl.sum(tile, 0), sum_ptr, part_ptr, counter_ptr, place[0], groups, cols, x.C)
+        summed = tile if function.name == "" else rounded(tile)
+        finish_column_sum(tl.sum(summed, 0), sum_ptr, part_ptr, counter_ptr, place[0], groups, cols, x.C)
     store_blocks(tile, HALF, place, x, first, scaling, tiling)
     if second_scaling is not None:
         if function.name == "" and x.ptr.dtype.element_ty.primitive_bitwidth == 16:

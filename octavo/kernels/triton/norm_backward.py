@@ -16,16 +16,7 @@ from octavo.kernels.arguments import NormGradient
 from octavo.kernels.triton.launch import Config, config, launch, multiprocessors, with_room_for
 from octavo.kernels.triton.norm_kernels import fold_sum, store_y, vector
 from octavo.kernels.triton.prologue import Norm, factor
-from octavo.kernels.triton.tiles import Source, Tiling, load_tile, narrow
-
-
-@triton.jit
-def times(a, b):
-    """A product that is rounded before it is summed.
-
-    Fused into a sum of two threads' products, each thread would round the other's alone: their sums would differ.
-    """
-    return tl.fma(a, b, 0.0)
+from octavo.kernels.triton.tiles import Source, Tiling, load_tile, narrow, rounded
 
 
 @triton.jit
@@ -38,7 +29,7 @@ def normalised_rows(dy, x, norm, rows, cols, ZERO_CENTERED: tl.constexpr, EVEN: 
     if norm.mean is not None:
         n -= tl.load(norm.mean + rows, mask=inside, other=0.0)[:, None]
     n *= rstd[:, None]
-    w = times(gradient, factor(vector(norm.gamma, cols, x, EVEN), ZERO_CENTERED)[None, :])
+    w = gradient * factor(vector(norm.gamma, cols, x, EVEN), ZERO_CENTERED)[None, :]
     return gradient, n, w, rstd
 
 
@@ -82,10 +73,10 @@ def norm_backward_kernel(
             dgamma += gradient * n
             if WITH_BETA:
                 dbeta += gradient
-            mean_wn = tl.math.div_rn(tl.sum(times(w, n), 1), count)
+            mean_wn = tl.math.div_rn(tl.sum(rounded(w * n), 1), count)
             mean_w = tl.full([tiling.block_r], 0.0, tl.float32)
             if norm.mean is not None:
-                mean_w = tl.math.div_rn(tl.sum(w, 1), count)
+                mean_w = tl.math.div_rn(tl.sum(rounded(w), 1), count)
             store_dx(w, n, mean_wn, mean_w, rstd, residual, dx_ptr, x, rows, cols, tiling.even)
         tl.store(dgamma_ptr + cols, tl.sum(dgamma, 0), mask=cols < x.C)
         if WITH_BETA:
@@ -97,15 +88,15 @@ def norm_backward_kernel(
             sums_w = tl.full([tiling.block_r, tiling.block_c // tiling.fold], 0.0, tl.float32)
             for start in range(0, x.C, tiling.block_c):
                 _, n, w, _ = normalised_rows(dy, x, norm, rows, start + cols, ZERO_CENTERED, tiling.even)
-                sums_wn += fold_sum(times(w, n), tiling.fold)
+                sums_wn += fold_sum(rounded(w * n), tiling.fold)
                 if norm.mean is not None:
-                    sums_w += fold_sum(w, tiling.fold)
+                    sums_w += fold_sum(rounded(w), tiling.fold)
             mean_wn = tl.math.div_rn(tl.sum(sums_wn, 1), count)
             mean_w = tl.math.div_rn(tl.sum(sums_w, 1), count)
             for start in range(0, x.C, tiling.block_c):
                 gradient, n, w, rstd = normalised_rows(dy, x, norm, rows, start + cols, ZERO_CENTERED, tiling.even)
                 written = tl.where(first == program * tiling.block_r, 0, x.C)  # nothing yet, the first time
-                grow(dgamma_ptr, tl.sum(times(gradient, n), 0), start + cols, written, x.C)
+                grow(dgamma_ptr, tl.sum(rounded(gradient * n), 0), start + cols, written, x.C)
                 if WITH_BETA:
                     grow(dbeta_ptr, tl.sum(gradient, 0), start + cols, written, x.C)
                 store_dx(w, n, mean_wn, mean_w, rstd, residual, dx_ptr, x, rows, start + cols, tiling.even)

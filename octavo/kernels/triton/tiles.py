@@ -126,6 +126,15 @@ def nan_if_inf(x):
 
 
 @triton.jit
+def rounded(x):
+    """x, a product that is to be summed where multiply-adds are fused, rounded before.
+
+    Two threads that add their products would each round the other's alone, and end with different sums.
+    """
+    return tl.fma(x, 2.0**-100, x)  # x, which the compiler doesn't know
+
+
+@triton.jit
 def encode(x, scale, E5M2: tl.constexpr):
     """Codes of x times its scale: saturated if finite; NaN -> 0x7F; +-inf -> 0x7F in E4M3, +-inf in E5M2."""
     if E5M2:
