@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 import emulator.values as numbers
-from emulator.machine import Mask, Run, Threads, elementwise, instruction, items, reader, wide, write
+from emulator.machine import Mask, Run, Threads, check_target, elementwise, instruction, reader, wide, write
 from emulator.parse import Instruction, Program
 from emulator.values import TYPES, U32, U64, UNSIGNED, canonical, extreme
 
@@ -27,6 +27,7 @@ OPERATORS: dict[str, Function] = {
     "min": np.minimum,
     "max": np.maximum,
     "div": np.divide,
+    "rem": np.fmod,
     "sqrt": np.sqrt,
     "abs": np.abs,
 }
@@ -62,7 +63,7 @@ def _signs(name: str, bits: str) -> Function:
 elementwise("(add|sub|mul)(?:.rn)?.(f32|f64|f32x2)", "{1} {1} {1}", _rounded)
 elementwise("(div).rn.(f32|f64)", "{1} {1} {1}", _rounded)
 elementwise("(sqrt).rn.(f32|f64)", "{1} {1}", _rounded)
-elementwise("(add).rn.f32.bf16", "f32 bf16 f32", _rounded)
+elementwise("(add|sub).rn.f32.bf16", "f32 bf16 f32", _rounded)
 elementwise("fma.rn.(f32|f32x2)", "{0} {0} {0} {0}", lambda kind: numbers.fma32)
 
 
@@ -129,11 +130,10 @@ def _quotient(kind: str) -> Function:
     """Toward zero; by zero all bits."""
 
     def divide(a: Any, b: Any) -> Any:
-        a, b = np.broadcast_arrays(a, b)
         safe = np.where(b == 0, np.ones_like(b), b)
-        found = a // safe
-        found = found + ((a % safe != 0) & ((a < 0) != (safe < 0)))
-        return np.where(b == 0, ~np.zeros_like(found), found).astype(a.dtype)
+        return np.where(
+            b == 0, TYPES[kind](-1 if kind[0] == "s" else ~0 & (1 << int(kind[1:])) - 1), (a - np.fmod(a, safe)) // safe
+        )
 
     return divide
 
@@ -159,6 +159,7 @@ elementwise(f"(add|sub|mul.lo|min|max).{INTEGER}", "{1} {1} {1}", lambda name, k
 elementwise(f"(neg|abs).{INTEGER}", "{1} {1}", lambda name, kind: OPERATORS[name])
 elementwise("(min|max).relu.s32", "s32 s32 s32", lambda name: lambda a, b: np.maximum(OPERATORS[name](a, b), 0))
 elementwise("div.([su]32|[su]64)", "{0} {0} {0}", _quotient)
+elementwise("(rem).([su]32|[su]64)", "{1} {1} {1}", lambda name, kind: OPERATORS[name])
 elementwise(f"mad.lo.{INTEGER}", "{0} {0} {0} {0}", lambda kind: lambda a, b, c: a * b + c)
 elementwise(
     "mul.hi.([su])32",
@@ -243,42 +244,20 @@ elementwise("setp.(eq|ne|lt|le|gt|ge)(u?).(f16|bf16|f32|f64)", "pred {2} {2}", _
 elementwise("setp.(num|nan)().(f16|bf16|f32|f64)", "pred {2} {2}", _compared)
 
 
-@instruction("setp.(eq|ne|lt|le|gt|ge)(u?).(f16x2|bf16x2)")
-def compare_pairs(program: Program, one: Instruction, name: str, unordered: str, kind: str) -> Run:
-    """A predicate for each half, the lower first."""
-    targets, function = items(one.operands[0]), _compared(name, unordered, kind)
-    reads = [reader(one, operand, kind) for operand in one.operands[1:]]
-    if len(targets) != 2 or len(reads) != 2:
-        raise one.unsupported()
-
-    def run(threads: Threads, mask: Mask) -> None:
-        found = function(*(read(threads) for read in reads)).reshape(-1, 2)
-        for place, target in enumerate(targets):
-            write(threads, mask, target, found[:, place])
-
-    return run
+elementwise("setp.(eq|ne|lt|le|gt|ge)(u?).(f16x2|bf16x2)", "pred|pred {2} {2}", _compared)  # of the lower half first
 
 
 @instruction("mov.(?:[bu](16|32|64)|(pred))")
 def move(program: Program, one: Instruction, digits: str | None, is_predicate: str | None) -> Run:
     """A register's bits, or the parts of one to a vector and back, the first the lowest."""
     (target, source), bits = one.operands, int(digits or 1)
-    if isinstance(target, list):
-        read, dtype = reader(one, source, f"b{bits}"), UNSIGNED[bits // len(target)]
+    into, parts = (bits // len(operand) if isinstance(operand, list) else bits for operand in (target, source))
+    read, dtype = reader(one, source, "pred" if is_predicate else f"b{parts}"), UNSIGNED[into]
+    check_target(one, target, "pred" if is_predicate else f"b{into}")
+    if parts == into:
+        return lambda threads, mask: write(threads, mask, target, read(threads))
 
-        def unpack(threads: Threads, mask: Mask) -> None:
-            values = wide(read(threads), threads.count).view(dtype).reshape(-1, len(target))
-            for place, item in enumerate(target):
-                write(threads, mask, item, np.ascontiguousarray(values[:, place]))
+    def run(threads: Threads, mask: Mask) -> None:
+        write(threads, mask, target, wide(read(threads), threads.count).reshape(-1).view(dtype))
 
-        return unpack
-    if isinstance(source, list):
-        reads = [reader(one, item, f"b{bits // len(source)}") for item in source]
-
-        def pack(threads: Threads, mask: Mask) -> None:
-            values = np.stack([wide(read(threads), threads.count) for read in reads], 1)
-            write(threads, mask, target, values.view(UNSIGNED[bits]).reshape(-1))
-
-        return pack
-    read = reader(one, source, "pred" if is_predicate else f"b{bits}")
-    return lambda threads, mask: write(threads, mask, target, read(threads))
+    return run

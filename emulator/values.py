@@ -81,24 +81,16 @@ def extreme(a: Any, b: Any, least: bool, keeps_nan: bool) -> Any:
 # --- conversions ------------------------------------------------------------------------------------------------------
 
 
-def _magnitudes(mantissa: int, bias: int, count: int) -> np.ndarray:
-    code = np.arange(count)
-    exponent, fraction = code >> mantissa, (code & ((1 << mantissa) - 1)) / (1 << mantissa)
-    return np.where(exponent > 0, np.ldexp(1 + fraction, exponent - bias), np.ldexp(fraction, 1 - bias))
-
-
-MAGNITUDES = {"e4m3": _magnitudes(3, 7, 0x7F), "e5m2": _magnitudes(2, 15, 0x7C)}  # numbers >= 0 by their codes
-
-
-def _decoded(element: str) -> np.ndarray:
-    values = np.full(128, np.nan)
-    values[: MAGNITUDES[element].size] = MAGNITUDES[element]
-    if element == "e5m2":
-        values[0x7C] = np.inf
-    return np.concatenate([values, -values])
-
-
-FP8 = {element: _decoded(element) for element in MAGNITUDES}  # float64 of each code
+# Of codes without their sign: E4M3's bits are float16's with another bias, E5M2's are its upper half.
+_HALVES = {"e4m3": (7, 256.0), "e5m2": (8, 1.0)}
+with np.errstate(invalid="ignore"):  # NaN
+    _POSITIVE = {
+        element: (np.arange(128, dtype=U16) << U16(shift)).view(np.float16).astype(np.float64) * factor
+        for element, (shift, factor) in _HALVES.items()
+    }
+_POSITIVE["e4m3"][0x7F] = np.nan
+MAGNITUDES = {element: values[np.isfinite(values)] for element, values in _POSITIVE.items()}
+FP8 = {element: np.concatenate([values, -values]) for element, values in _POSITIVE.items()}  # float64 of each code
 FP8_AS_F16 = {element: canonical(values.astype(np.float16)) for element, values in FP8.items()}
 
 
