@@ -30,10 +30,13 @@ PAUSE = "pause"  # what a closure returns where other warps may run first
 def _reach(threads: Threads, space: str, lanes: Any, address: np.ndarray, size: int, one: Instruction) -> Any:
     """(the memory of a space, where lanes reach into it, their warps); counted where accesses are."""
     launch, at, warps = threads.launch, address[lanes], threads.warp[lanes]
-    if launch.options.counts and lanes.size:
-        launch.counts[one, space].note(space, warps, threads.lane[lanes], at, size)
+    counts = launch.counts[one, space] if launch.options.counts and lanes.size else None
     if space == "global":
+        if counts:
+            counts.sectors(warps, at, size)
         return launch.memory, at, warps
+    if counts:
+        counts.wavefronts(warps, threads.lane[lanes], at, size)
     return launch.shared, launch.shared.places(at, threads.program[lanes], size, one), warps
 
 

@@ -93,9 +93,15 @@ def approximation(program: Program, one: Instruction, name: str) -> Run:
 
 # --- conversions ------------------------------------------------------------------------------------------------------
 
+
+def _to(kind: str, source: str = "") -> Function:
+    dtype = TYPES[kind]
+    return lambda values: canonical(values.astype(dtype)) if kind[0] == "f" else values.astype(dtype)
+
+
 NARROW: dict[str, Function] = {
     "bf16": numbers.to_bf16,
-    "f16": numbers.to_f16,
+    "f16": _to("f16"),
     **{name: lambda values, name=name: numbers.to_fp8(values, name) for name in ("e4m3", "e5m2")},
 }
 
@@ -103,11 +109,6 @@ NARROW: dict[str, Function] = {
 def _pair(name: str) -> Function:
     """Two float32 to narrower ones in one register; the first is the upper."""
     return lambda high, low: NARROW[name](np.stack(np.broadcast_arrays(low, high), -1).reshape(-1))
-
-
-def _to(kind: str, source: str = "") -> Function:
-    dtype = TYPES[kind]
-    return lambda values: canonical(values.astype(dtype)) if kind[0] == "f" else values.astype(dtype)
 
 
 elementwise("cvt.rn.(bf16|f16).f32", "{0} f32", NARROW.get)
@@ -139,8 +140,13 @@ def _quotient(kind: str) -> Function:
 
 
 def _product(kind: str) -> Function:
-    """In a type that holds all of it."""
-    return lambda a, b: np.multiply(a, b, dtype=TYPES[kind])
+    """All of it, in a type of twice the bits."""
+    return lambda a, b: np.multiply(a, b, dtype=TYPES[f"{kind}w"])
+
+
+def _high(kind: str) -> Function:
+    """The upper half of a product."""
+    return lambda a, b: (_product(kind)(a, b) >> 32).astype(TYPES[kind])
 
 
 def _shift(name: str, kind: str) -> Function:
@@ -161,28 +167,13 @@ elementwise("(min|max).relu.s32", "s32 s32 s32", lambda name: lambda a, b: np.ma
 elementwise("div.([su]32|[su]64)", "{0} {0} {0}", _quotient)
 elementwise("(rem).([su]32|[su]64)", "{1} {1} {1}", lambda name, kind: OPERATORS[name])
 elementwise(f"mad.lo.{INTEGER}", "{0} {0} {0} {0}", lambda kind: lambda a, b, c: a * b + c)
-elementwise(
-    "mul.hi.([su])32",
-    "{0}32 {0}32 {0}32",
-    lambda sign: lambda a, b: (_product(f"{sign}64")(a, b) >> 32).astype(TYPES[f"{sign}32"]),
-)
-for bits in (16, 32):
-    types = f"{{0}}{2 * bits} {{0}}{bits} {{0}}{bits}"
-    elementwise(f"mul.wide.([su]){bits}", types, lambda sign, bits=bits: _product(f"{sign}{2 * bits}"))
-    elementwise(
-        f"mad.wide.([su]){bits}",
-        f"{types} {{0}}{2 * bits}",
-        lambda sign, bits=bits: lambda a, b, c: _product(f"{sign}{2 * bits}")(a, b) + c,
-    )
+elementwise("mul.hi.(s32|u32)", "{0} {0} {0}", _high)
+elementwise("mul.wide.([su]16|[su]32)", "{0}w {0} {0}", _product)
+elementwise("mad.wide.([su]16|[su]32)", "{0}w {0} {0} {0}w", lambda kind: lambda a, b, c: _product(kind)(a, b) + c)
 elementwise("(shl).b(16|32|64)", "u{1} u{1} u32", lambda name, bits: _shift(name, f"u{bits}"))
 elementwise(f"(shr).{INTEGER}", "{1} {1} u32", _shift)
 
 # --- bits and predicates ----------------------------------------------------------------------------------------------
-
-
-def _ones(length: Any) -> Any:
-    """As many low bits set, up to 63."""
-    return (U64(1) << length.astype(U64)) - U64(1)
 
 
 def _extracted(sign: str) -> Function:
@@ -199,7 +190,7 @@ def _extracted(sign: str) -> Function:
 
 def _inserted(field: Any, into: Any, start: Any, length: Any) -> Any:
     start, length = np.minimum(start & U32(255), U32(32)), np.minimum(length & U32(255), U32(32))
-    mask = _ones(length) << start
+    mask = ((U64(1) << length.astype(U64)) - U64(1)) << start
     return ((into & ~mask) | ((field.astype(U64) << start) & mask)).astype(U32)
 
 

@@ -54,7 +54,9 @@ class Launch:
         self.counts: defaultdict[Any, Count] = defaultdict(Count)  # by (instruction, "global" or "shared")
         self.executed = [0] * len(program.instructions)  # lanes that ran each instruction
         self.random = np.random.default_rng(options.seed)
-        self.tensor_memory: Any = None
+        # tensor memory: 32-bit cells [programs, 128, columns] and their states; by program products that have not ended
+        self.cells, self.states = np.zeros((programs, 128, 0), U32), np.zeros((programs, 128, 0), np.uint8)
+        self.products: dict[int, list[Callable[[], None]]] = {}
         self.barriers: dict[tuple[int, int], Any] = {}  # mbarriers, by program and address
 
 

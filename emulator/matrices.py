@@ -10,7 +10,6 @@ import numpy as np
 
 from emulator.accesses import PAUSE, store
 from emulator.machine import (
-    Launch,
     Mask,
     Run,
     Threads,
@@ -24,7 +23,7 @@ from emulator.machine import (
 )
 from emulator.memory import GROUP, NOBODY
 from emulator.parse import Fault, Instruction, Program
-from emulator.tensor_cores import multiply_add, rule_of
+from emulator.tensor_cores import Rule, multiply_add, rule_of
 from emulator.values import FP8, U32
 
 CHUNK = 16  # bytes of a matrix in shared memory that stay together
@@ -35,40 +34,41 @@ def values_of(raw: np.ndarray, element: str) -> np.ndarray:
     return FP8[element][raw] if element in FP8 else raw.view(np.float16).astype(np.float64)
 
 
-class SharedOperand:
-    """A product's operand in one program's shared memory, which nobody may write before the product ends.
+WGMMA, TCGEN05 = {1: 128, 2: 64, 3: 32}, {2: 128, 4: 64, 6: 32}  # bytes that are swizzled, by a descriptor's last bits
 
-    After that the ``reader`` may, a warpgroup, or nobody in particular. Its descriptor says where it begins, and the
-    strides between 16-byte columns and between 8 rows. Rows, of 32 bytes, lie along K, in ``swizzle`` bytes, 128, 64 or
-    32, where three (two, one) of an address's bits are added to others, or by columns.
+
+def begin(
+    threads: Threads, lane: int, descriptors: list[tuple[int, int]], rule: Rule, one: Instruction, reader: int = NOBODY
+) -> Callable[[np.ndarray], np.ndarray]:
+    """A product of operands, (descriptor, rows), in a program's shared memory, which nobody may write before it ends.
+
+    After that the ``reader`` may, a warpgroup, or nobody in particular. A descriptor says where an operand begins, and
+    how far 8 rows are from the next 8. Rows, of 32 bytes, lie along K, in 128, 64 or 32 bytes that are swizzled: three,
+    two or one of an address's bits are added to others. What is returned ends
+    the product: of an accumulator it gives the sum.
     """
+    shared, begun = threads.launch.shared, []
+    for descriptor, rows in descriptors:
+        swizzle = TCGEN05.get(descriptor >> 61) if one.name.startswith("tcgen05") else WGMMA.get(descriptor >> 62)
+        if swizzle is None or descriptor >> 49 & 15:
+            raise one.unsupported("a descriptor's swizzle or base offset:")
+        start, stride = ((descriptor >> shift & 0x3FFF) << 4 for shift in (0, 32))
+        row = np.arange(rows)[:, None]
+        address = start + row // 8 * stride + row % 8 * swizzle + np.arange(2) * CHUNK
+        address ^= (address >> 7 & swizzle // CHUNK - 1) << 4
+        lanes = np.full(address.size, lane)
+        at = shared.places(address.reshape(-1), threads.program[lanes], CHUNK, one), CHUNK, threads.warp[lanes], one
+        begun.append((at, shared.load(*at, reader)))
 
-    def __init__(
-        self,
-        threads: Threads,
-        lane: int,
-        descriptor: int,
-        rows: int,
-        swizzle: int,
-        one: Instruction,
-        reader: int = NOBODY,
-    ) -> None:
-        if descriptor >> 49 & 7:
-            raise one.unsupported("a descriptor's base offset:")
-        start, column_stride, row_stride = ((descriptor >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
-        row, column = np.arange(rows)[:, None], np.arange(2) * (CHUNK if swizzle else column_stride)
-        address = start + row // 8 * row_stride + row % 8 * (swizzle or CHUNK) + column
-        address ^= (address >> 7 & max(swizzle // CHUNK - 1, 0)) << 4
-        shared, lanes = threads.launch.shared, np.full(address.size, lane)
-        units, warps = shared.places(address.reshape(-1), threads.program[lanes], CHUNK, one), threads.warp[lanes]
-        self._codes, self._one = shared.load(units, CHUNK, warps, one, reader).view(np.uint8), one
-        self._again = lambda: shared.load(units, CHUNK, warps, one, NOBODY).view(np.uint8)
+    def end(c: np.ndarray) -> np.ndarray:
+        values = []
+        for (at, codes), element in zip(begun, rule.formats, strict=True):
+            if (shared.load(*at, NOBODY) != codes).any():
+                raise Fault(f"race: shared memory that a product under way reads was written: {one}")
+            values.append(values_of(codes.view(np.uint8).reshape(1, -1, 2 * CHUNK), element))
+        return multiply_add(values[0], values[1], c[None], rule)[0]
 
-    def end(self) -> np.ndarray:
-        """The codes, uint8 [rows, 32]."""
-        if (self._again() != self._codes).any():
-            raise Fault(f"race: shared memory that a product under way reads was written: {self._one}")
-        return self._codes.reshape(-1, 2 * CHUNK)
+    return end
 
 
 def accumulator(threads: int, registers: int) -> tuple[np.ndarray, np.ndarray]:
@@ -118,29 +118,24 @@ def warpgroup_product(program: Program, one: Instruction, n: str, a_element: str
     d, a, b, keeps, *signs = one.operands
     if any(constant(one, sign) != 1 for sign in signs) or len(d) != columns // 2:
         raise one.unsupported()
-    read_a, read_b, read_keeps = reader(one, a, "u64"), reader(one, b, "u64"), reader(one, keeps, "pred")
+    reads = [reader(one, operand, kind) for operand, kind in ((a, "u64"), (b, "u64"), (keeps, "pred"))]
     read_d, targets = reader(one, d, "f32"), frozenset(item.number for item in d)
     at = slice(None), *accumulator(THREADS, columns // 2)
 
-    def operands(threads: Threads, read: Any, lanes: np.ndarray, rows: int) -> list[SharedOperand]:
-        given = wide(read(threads), threads.count)[lanes]
-        if (given != given[:, :1]).any():
-            raise Fault(f"a descriptor differs in a warpgroup: {one}")
-        group = GROUP - threads.warp[lanes[:, 0]] // 4
-        each = zip(lanes[:, 0], given[:, 0].tolist(), group, strict=True)
-        return [SharedOperand(threads, *of[:2], rows, (0, 128, 64, 32)[of[1] >> 62], one, of[2]) for of in each]
-
     def run(threads: Threads, mask: Mask) -> None:
         lanes = whole_warps(threads, mask, one, THREADS)
-        left, right = operands(threads, read_a, lanes, 64), operands(threads, read_b, lanes, columns)
-        adds = wide(read_keeps(threads), threads.count)[lanes[:, :1, None]]
+        left, right, adds = (wide(read(threads), threads.count)[lanes] for read in reads)
+        if (left != left[:, :1]).any() or (right != right[:, :1]).any():
+            raise Fault(f"a descriptor differs in a warpgroup: {one}")
+        ends = [
+            begin(threads, lane, [(a, 64), (b, columns)], rule, one, GROUP - threads.warp[lane] // 4)
+            for lane, a, b in zip(lanes[:, 0], left[:, 0].tolist(), right[:, 0].tolist(), strict=True)
+        ]
 
         def end() -> None:
-            a_codes, b_codes = (np.stack([operand.end() for operand in side]) for side in (left, right))
-            c_values = np.empty((len(lanes), 64, columns), np.float32)
-            c_values[at] = np.where(adds, read_d(threads)[lanes], np.float32(0))
-            out = multiply_add(values_of(a_codes, a_element), values_of(b_codes, b_element), c_values, rule)
-            write(threads, mask, d, out[at])
+            c = np.zeros((len(lanes), 64, columns), np.float32)
+            c[at] = np.where(adds[:, :1, None], read_d(threads)[lanes], c[at])
+            write(threads, mask, d, np.stack([of(each) for of, each in zip(ends, c, strict=True)])[at])
 
         threads.under_way |= targets
         threads.products[-1].append((end, targets))
@@ -155,31 +150,17 @@ LANES = 128
 WRITTEN, PROMISED = 1, 2  # of a cell: somebody wrote it; a product under way will
 
 
-@dataclass
-class TensorMemory:
-    """Of all programs: 32-bit cells [programs, 128, columns], their states, and products that have not ended."""
-
-    cells: np.ndarray
-    states: np.ndarray
-    products: dict[int, list[Callable[[], None]]] = field(default_factory=dict)
-
-
-def _memory(launch: Launch, one: Instruction) -> TensorMemory:
-    if launch.tensor_memory is None:
-        raise Fault(f"no tensor memory was allocated: {one}")
-    return launch.tensor_memory
-
-
 @instruction("tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32")
 def allocate(program: Program, one: Instruction) -> Run:
     """Columns of tensor memory, whose address, 0, it writes to shared memory; once a program."""
     address, columns = reader(one, one.operands[0], "[]"), constant(one, one.operands[1])
 
     def run(threads: Threads, mask: Mask) -> None:
-        launch, lanes, shape = threads.launch, threads.lanes(mask), (threads.launch.programs, LANES, columns)
-        if launch.tensor_memory is None:
-            launch.tensor_memory = TensorMemory(np.full(shape, 0xFFC0FFEE, U32), np.zeros(shape, np.uint8))
-        if launch.tensor_memory.cells.shape != shape:
+        launch, lanes = threads.launch, threads.lanes(mask)
+        if not launch.cells.size:
+            launch.cells = np.full((launch.programs, LANES, columns), 0xFFC0FFEE, U32)
+            launch.states = np.zeros(launch.cells.shape, np.uint8)
+        if launch.cells.shape[2] != columns:
             raise one.unsupported("allocations of different sizes:")
         store(threads, "shared", lanes, address(threads), np.zeros((lanes.size, 1), U32), one)
 
@@ -193,7 +174,7 @@ def access(program: Program, one: Instruction, name: str) -> Run:
     address, read, count = reader(one, memory, "[]"), reader(one, values, "b32"), len(values)
 
     def run(threads: Threads, mask: Mask) -> None:
-        held, at, lanes = _memory(threads.launch, one), address(threads), threads.lanes(mask)
+        held, at, lanes = threads.launch, address(threads), threads.lanes(mask)
         first, column = at[lanes] >> 16, at[lanes] & 0xFFFF
         if (first != threads.thread[lanes] // 32 % 4 * 32).any():
             raise Fault(f"a warp reaches for another's lanes of tensor memory: {one}")
@@ -216,28 +197,22 @@ def multiply(program: Program, one: Instruction) -> Run:
     """d [128, N] in tensor memory = a . b^T, plus d where its predicate says so; a and b are FP8 in shared memory."""
     to, read_keeps = reader(one, one.operands[0], "[]"), reader(one, one.operands[4], "pred")
     reads = [reader(one, item, kind) for item, kind in zip(one.operands[1:4], ("u64", "u64", "u32"), strict=True)]
-    swizzles = {0: 0, 2: 128, 4: 64, 6: 32}
 
-    def begin(threads: Threads, lane: int, into: int, given: list[int], keeps: bool) -> Callable[[], None]:
+    def promise(threads: Threads, lane: int, into: int, given: list[int], keeps: bool) -> Callable[[], None]:
         a, b, shape = given
         owner, rows, columns = int(threads.program[lane]), (shape >> 24 & 31) << 4, (shape >> 17 & 63) << 3
-        elements = [("e4m3", "e5m2")[shape >> first & 7] for first in (7, 10)]
-        if rows != LANES or shape >> 4 & 3 != 1 or shape >> 13 & 15 or shape & 15 or into >> 16:
+        is_known = rows == LANES and shape >> 4 & 3 == 1 and not (shape & 0x1B0F or shape >> 13 & 15 or into >> 16)
+        if not is_known:
             raise one.unsupported(f"instruction descriptor {shape:#x}:")
-        rule, memory = rule_of(program.target, "tcgen05", *elements), _memory(threads.launch, one)
-        left, right = (
-            SharedOperand(threads, lane, given, size, swizzles[given >> 61], one)
-            for given, size in ((a, rows), (b, columns))
-        )
-        cells, states = (every[owner, :, into : into + columns] for every in (memory.cells, memory.states))
+        launch, elements = threads.launch, [("e4m3", "e5m2")[shape >> first & 7] for first in (7, 10)]
+        finish = begin(threads, lane, [(a, rows), (b, columns)], rule_of(program.target, "tcgen05", *elements), one)
+        cells, states = (every[owner, :, into : into + columns] for every in (launch.cells, launch.states))
         if cells.shape[1] != columns or (keeps and not states.all()):
             raise Fault(f"out of bounds, or nobody wrote the tensor memory that a product adds to: {one}")
         states[:] = PROMISED
 
         def end() -> None:
-            old = cells.view(np.float32) if keeps else np.zeros(cells.shape, np.float32)
-            a_values, b_values = values_of(left.end(), elements[0])[None], values_of(right.end(), elements[1])[None]
-            cells[:] = multiply_add(a_values, b_values, old[None], rule)[0].view(U32)
+            cells[:] = finish(cells.view(np.float32) if keeps else np.zeros(cells.shape, np.float32)).view(U32)
             states[:] = WRITTEN
 
         return end
@@ -246,8 +221,8 @@ def multiply(program: Program, one: Instruction) -> Run:
         at, keeps = to(threads), wide(read_keeps(threads), threads.count)
         given = [wide(read(threads), threads.count) for read in reads]
         for lane in threads.lanes(mask).tolist():
-            end = begin(threads, lane, int(at[lane]), [int(values[lane]) for values in given], bool(keeps[lane]))
-            _memory(threads.launch, one).products.setdefault(int(threads.program[lane]), []).append(end)
+            end = promise(threads, lane, int(at[lane]), [int(values[lane]) for values in given], bool(keeps[lane]))
+            threads.launch.products.setdefault(int(threads.program[lane]), []).append(end)
 
     return run
 
@@ -293,7 +268,7 @@ def barrier(program: Program, one: Instruction, name: str) -> Run:
             elif name == "inval":
                 del launch.barriers[key]
             elif target is None:
-                launch.barriers[key].work.append(_memory(launch, one).products.pop(key[0], []))
+                launch.barriers[key].work.append(launch.products.pop(key[0], []))
             else:
                 found[lane] = launch.barriers[key].passed(int(wide(values, threads.count)[lane]) & 1)
         if target is not None:
