@@ -1,4 +1,4 @@
-"""Loads, stores, atomics, asynchronous copies, and matrices between shared memory and registers."""
+"""Loads, stores, atomics, and asynchronous copies."""
 
 from __future__ import annotations
 
@@ -7,19 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from emulator.machine import (
-    Mask,
-    Run,
-    Threads,
-    check_target,
-    constant,
-    instruction,
-    items,
-    reader,
-    whole_warps,
-    wide,
-    write,
-)
+from emulator.machine import Mask, Run, Threads, check_target, constant, instruction, items, reader, wide, write
 from emulator.memory import COMING
 from emulator.parse import SINK, Instruction, Program
 from emulator.values import TYPES, flushed
@@ -178,34 +166,5 @@ def group(program: Program, one: Instruction, name: str, what: str) -> Run:
             for end, _ in begun.pop(0):
                 end()
         threads.under_way = frozenset().union(*(registers for each in threads.products for _, registers in each))
-
-    return run
-
-
-# --- matrices ---------------------------------------------------------------------------------------------------------
-
-
-@instruction("(ldmatrix|stmatrix).sync.aligned.m8n8.x([124])(.trans)?.shared.b16")
-def matrix(program: Program, one: Instruction, name: str, count: str, transposes: str | None) -> Run:
-    """8 x 8 matrices of 16 bits, each row at the address of one lane; a lane has two neighbours of a row."""
-    memory, values = one.operands if name == "stmatrix" else one.operands[::-1]
-    address, values = reader(one, memory, "[]"), items(values)
-    read = reader(one, values, "b32")
-    if len(values) != int(count):
-        raise one.unsupported()
-
-    def turned(halves: np.ndarray) -> np.ndarray:
-        matrices = halves.view(np.uint16).reshape(-1, len(values), 8, 8)
-        return np.ascontiguousarray(matrices.swapaxes(2, 3) if transposes else matrices)
-
-    def run(threads: Threads, mask: Mask) -> None:
-        lanes = whole_warps(threads, mask, one)
-        rows, at = lanes[:, : 8 * len(values)].reshape(-1), address(threads)
-        if name == "ldmatrix":
-            found = turned(load(threads, "shared", rows, at, 16, one)).view(np.uint32).reshape(-1, len(values), 32)
-            write(threads, mask, values, found.swapaxes(1, 2))
-        else:
-            given = np.ascontiguousarray(read(threads)[lanes].swapaxes(1, 2))
-            store(threads, "shared", rows, at, turned(given).reshape(rows.size, 8), one)
 
     return run

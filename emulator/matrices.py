@@ -1,4 +1,4 @@
-"""Products of the tensor cores: mma.sync of a warp, wgmma of a warpgroup, tcgen05 with tensor memory and mbarriers."""
+"""Matrices of tensor cores: ldmatrix, mma.sync of a warp, wgmma of a warpgroup, tcgen05 with its memory, mbarriers."""
 
 from __future__ import annotations
 
@@ -8,19 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from emulator.accesses import PAUSE, store
-from emulator.machine import (
-    Mask,
-    Run,
-    Threads,
-    check_target,
-    constant,
-    instruction,
-    reader,
-    whole_warps,
-    wide,
-    write,
-)
+from emulator.accesses import PAUSE, load, store
+from emulator.machine import Mask, Run, Threads, check_target, constant, instruction, reader, whole_warps, wide, write
 from emulator.memory import GROUP, NOBODY
 from emulator.parse import Fault, Instruction, Program
 from emulator.tensor_cores import Rule, multiply_add, rule_of
@@ -32,6 +21,31 @@ CHUNK = 16  # bytes of a matrix in shared memory that stay together
 def values_of(raw: np.ndarray, element: str) -> np.ndarray:
     """float64 of bytes [..., n]: n codes of FP8, or n / 2 of float16."""
     return FP8[element][raw] if element in FP8 else raw.view(np.float16).astype(np.float64)
+
+
+@instruction("(ldmatrix|stmatrix).sync.aligned.m8n8.x([124])(.trans)?.shared.b16")
+def matrix(program: Program, one: Instruction, name: str, count: str, transposes: str | None) -> Run:
+    """8 x 8 matrices of 16 bits, each row at the address of one lane; a lane has two neighbours of a row."""
+    memory, values = one.operands if name == "stmatrix" else one.operands[::-1]
+    if not isinstance(values, list) or len(values) != int(count):
+        raise one.unsupported()
+    address, read = reader(one, memory, "[]"), reader(one, values, "b32")
+
+    def turned(halves: np.ndarray) -> np.ndarray:
+        matrices = halves.view(np.uint16).reshape(-1, len(values), 8, 8)
+        return np.ascontiguousarray(matrices.swapaxes(2, 3) if transposes else matrices)
+
+    def run(threads: Threads, mask: Mask) -> None:
+        lanes = whole_warps(threads, mask, one)
+        rows, at = lanes[:, : 8 * len(values)].reshape(-1), address(threads)
+        if name == "ldmatrix":
+            found = turned(load(threads, "shared", rows, at, 16, one)).view(np.uint32).reshape(-1, len(values), 32)
+            write(threads, mask, values, found.swapaxes(1, 2))
+        else:
+            given = np.ascontiguousarray(read(threads)[lanes].swapaxes(1, 2))
+            store(threads, "shared", rows, at, turned(given).reshape(rows.size, 8), one)
+
+    return run
 
 
 WGMMA, TCGEN05 = {1: 128, 2: 64, 3: 32}, {2: 128, 4: 64, 6: 32}  # bytes that are swizzled, by a descriptor's last bits

@@ -144,7 +144,8 @@ class SharedMemory:
         if reader != NOBODY:
             now = warp[:, None] if reader is None else reader
             readers, read = self._reader.reshape(-1, size), self._read.reshape(-1, size)
-            readers[units] = np.where((read[units] >= since) & (readers[units] != now), SEVERAL, now)
+            readers[units] = noted = np.where((read[units] >= since) & (readers[units] != now), SEVERAL, now)
+            readers[units[(readers[units] != noted).any(1)]] = SEVERAL  # in one access
             read[units] = self._clock
         return words(self.data, size)[units]
 
