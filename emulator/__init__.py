@@ -6,14 +6,14 @@
     memory.py        global and shared memory: bounds, alignment, unwritten bytes, races, copies under way
     counters.py      32-byte sectors and shared-memory wavefronts
     machine.py       threads that run together: their registers, how an instruction reads and writes them
-    arithmetic.py, warps.py, accesses.py, matrices.py, tensor_memory.py   instructions, each as a closure
+    arithmetic.py, warps.py, accesses.py, matrices.py   instructions, each as a closure
     schedules.py     which threads run next: all together, or programs or warps in a random order
 
 What is modelled and what is not: docs/emulator.md. It knows numpy and nothing of octavo; the driver that hands Triton's
 launches to it is tests/support/emulated.py.
 """
 
-from emulator import accesses, arithmetic, matrices, tensor_memory, warps  # noqa: F401  their instructions
+from emulator import accesses, arithmetic, matrices, warps  # noqa: F401  their instructions
 from emulator.machine import Options
 from emulator.parse import Fault, Program, Unsupported, parse
 from emulator.schedules import run

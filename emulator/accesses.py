@@ -1,4 +1,4 @@
-"""Loads, stores, atomics, asynchronous copies, and matrices between shared memory and registers."""
+"""Loads, stores, atomics, and asynchronous copies."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from emulator.machine import Mask, Run, Threads, address_of, constant, instruction, items, reader, wide, write
-
-from emulator.machine import check_target, whole_warps  # isort: skip
+from emulator.machine import Mask, Run, Threads, check_target, constant, instruction, items, reader, wide, write
 from emulator.memory import COMING
 from emulator.parse import SINK, Instruction, Program
 from emulator.values import TYPES, flushed
@@ -17,42 +15,30 @@ from emulator.values import TYPES, flushed
 PAUSE = "pause"  # what a closure returns where other warps may run first
 
 
-def _places(threads: Threads, space: str, lanes: Any, address: np.ndarray, size: int, one: Instruction) -> np.ndarray:
-    """Addresses of lanes, or of shared memory units; counted where accesses are."""
-    launch, at = threads.launch, address[lanes]
-    if launch.options.counts and lanes.size:
-        launch.counts[one, space].note(space, threads.warp[lanes], threads.lane[lanes], at, size)
-    return at if space == "global" else launch.shared.places(at, threads.program[lanes], size, one)
-
-
-def load(
-    threads: Threads, space: str, lanes: Any, address: np.ndarray, size: int, one: Instruction, warp: int | None = None
-) -> np.ndarray:
-    """Words [lanes, words of an access] of global or shared memory; for a warp of another number where one is given."""
-    at = _places(threads, space, lanes, address, size, one)
+def _reach(threads: Threads, space: str, lanes: Any, address: np.ndarray, size: int, one: Instruction) -> Any:
+    """(the memory of a space, where lanes reach into it, their warps); counted where accesses are."""
+    launch, at, warps = threads.launch, address[lanes], threads.warp[lanes]
+    counts = launch.counts[one, space] if launch.options.counts and lanes.size else None
     if space == "global":
-        return threads.launch.memory.load(at, size, one)
-    warps = threads.warp[lanes] if warp is None else np.full(lanes.size, warp)
-    return threads.launch.shared.read(at, size, warps, one)
+        if counts:
+            counts.sectors(warps, at, size)
+        return launch.memory, at, warps
+    if counts:
+        counts.wavefronts(warps, threads.lane[lanes], at, size)
+    return launch.shared, launch.shared.places(at, threads.program[lanes], size, one), warps
 
 
-def store(
-    threads: Threads,
-    space: str,
-    lanes: Any,
-    address: np.ndarray,
-    values: Any,
-    one: Instruction,
-    warp: int | None = None,
-) -> None:
+def load(threads: Threads, space: str, lanes: Any, address: np.ndarray, size: int, one: Instruction) -> np.ndarray:
+    """Words [lanes, words of an access] of global or shared memory."""
+    memory, at, warps = _reach(threads, space, lanes, address, size, one)
+    return memory.load(at, size, warps, one)
+
+
+def store(threads: Threads, space: str, lanes: Any, address: np.ndarray, values: Any, one: Instruction) -> None:
     """Write values [lanes, elements of an access]."""
     size = values.dtype.itemsize * values.shape[1]
-    at, values = _places(threads, space, lanes, address, size, one), values.view(f"u{min(size, 8)}")
-    if space == "global":
-        threads.launch.memory.store(at, values, size, one)
-    else:
-        warps = threads.warp[lanes] if warp is None else np.full(lanes.size, warp)
-        threads.launch.shared.write(at, size, values, warps, one)
+    memory, at, warps = _reach(threads, space, lanes, address, size, one)
+    memory.store(at, size, values.view(f"u{min(size, 8)}"), warps, one)
 
 
 ELEMENTS = "(?:.v([248]))?.([bsuf](?:8|16|32|64))"
@@ -62,25 +48,22 @@ ELEMENTS = "(?:.v([248]))?.([bsuf](?:8|16|32|64))"
 def access(program: Program, one: Instruction, name: str, space: str, count: str | None, kind: str) -> Run:
     """A load or a store of one to eight elements."""
     memory, values = one.operands if name == "st" else one.operands[::-1]
-    address, values, dtype = address_of(one, memory), items(values), TYPES[kind]
+    address, values, dtype = reader(one, memory, "[]"), items(values), TYPES[kind]
     size = np.dtype(dtype).itemsize * len(values)
     if len(values) != int(count or 1) or size > 32:
         raise one.unsupported()
-    reads = [reader(one, item, kind) for item in values] if name == "st" else []
-    for target in values if name == "ld" else ():
-        check_target(one, target, kind)
+    if name == "ld":
+        check_target(one, values, kind)
+    read = reader(one, values, kind) if name == "st" else None
 
-    def run_load(threads: Threads, mask: Mask) -> None:
-        raw = load(threads, space, threads.lanes(mask), address(threads), size, one).view(dtype)
-        for place, target in enumerate(values):
-            write(threads, mask, target, raw[:, place])
+    def run(threads: Threads, mask: Mask) -> None:
+        lanes, at = threads.lanes(mask), address(threads)
+        if read:
+            store(threads, space, lanes, at, read(threads)[lanes], one)
+        else:
+            write(threads, mask, values, load(threads, space, lanes, at, size, one).view(dtype))
 
-    def run_store(threads: Threads, mask: Mask) -> None:
-        lanes = threads.lanes(mask)
-        raw = np.stack([wide(read(threads), threads.count)[lanes] for read in reads], 1)
-        store(threads, space, lanes, address(threads), raw, one)
-
-    return run_load if name == "ld" else run_store
+    return run
 
 
 @instruction("ld.param.([bsuf](?:32|64))")
@@ -113,24 +96,25 @@ ATOMIC = -3  # for all warps' atomics, which do not race with each other
 def atomic(program: Program, one: Instruction, base: str, space: str, name: str, kind: str) -> Run:
     """Read, change and write, one lane after another, in a random order where warps run in one."""
     target, memory, *given = one.operands if base == "atom" else (SINK, *one.operands)
-    reads, address, dtype = [reader(one, item, kind) for item in given], address_of(one, memory), TYPES[kind]
+    reads, address, dtype = [reader(one, item, kind) for item in given], reader(one, memory, "[]"), TYPES[kind]
     if len(reads) != 1 + (name == "cas") or (name == "max" and kind[0] not in "su"):
         raise one.unsupported()
     change, size = CHANGES.get(f"{name}.{kind}", CHANGES[name]), np.dtype(dtype).itemsize
 
     def run(threads: Threads, mask: Mask) -> Any:
-        lanes, at = threads.lanes(mask), address(threads)
+        lanes = threads.lanes(mask)
         if threads.launch.options.schedule != "together":
             lanes = threads.launch.random.permutation(lanes)
-        old = load(threads, space, lanes, at, size, one, ATOMIC).view(dtype)[:, 0]
-        owner = threads.program[lanes] if space == "shared" else np.zeros_like(lanes)
-        places = [*zip(owner.tolist(), at[lanes].tolist(), strict=True)]
+        memory, at, warps = _reach(threads, space, lanes, address(threads), size, one)
+        warps = np.full_like(warps, ATOMIC)
+        old, places = memory.load(at, size, warps, one).view(dtype)[:, 0], at.tolist()
         now, found = dict(zip(places, old, strict=True)), np.zeros(threads.count, dtype)
         values = [wide(read(threads), threads.count) for read in reads]
         for lane, place in zip(lanes, places, strict=True):
             found[lane] = now[place]
             now[place] = change(now[place], *(each[lane] for each in values))
-        store(threads, space, lanes, at, np.array([[now[place]] for place in places], dtype), one, ATOMIC)
+        new = np.array([[now[place]] for place in places], dtype).view(f"u{size}")
+        memory.store(at, size, new, warps, one)
         write(threads, mask, items(target)[0], found)
         return PAUSE
 
@@ -144,18 +128,17 @@ def atomic(program: Program, one: Instruction, base: str, space: str, name: str,
 def copy(program: Program, one: Instruction) -> Run:
     """16 bytes from global to shared memory, or zeros there; done as late as its thread waits for its group."""
     to, source, *sizes = one.operands
-    into, at, size = address_of(one, to), address_of(one, source), constant(one, sizes[0])
+    into, at, size = reader(one, to, "[]"), reader(one, source, "[]"), constant(one, sizes[0])
     read_size = reader(one, sizes[-1], "u32")
     if size != 16:
         raise one.unsupported()
 
     def run(threads: Threads, mask: Mask) -> None:
-        lanes, shared, taken = threads.lanes(mask), threads.launch.shared, wide(read_size(threads), threads.count)
+        lanes, taken, addresses = threads.lanes(mask), wide(read_size(threads), threads.count), at(threads)
         some = lanes[taken[lanes] > 0]
         if (taken[some] != size).any():
             raise one.unsupported("part of a copy:")
-        units, warps = _places(threads, "shared", lanes, into(threads), size, one), threads.warp[lanes]
-        addresses = at(threads)
+        shared, units, warps = _reach(threads, "shared", lanes, into(threads), size, one)
         shared.touch(units, size, warps, one, after=COMING)
 
         def land() -> None:
@@ -163,7 +146,7 @@ def copy(program: Program, one: Instruction) -> Run:
             if some.size:
                 raw[some] = load(threads, "global", some, addresses, size, one)
             shared.touch(units, size, warps, one, before=COMING)
-            shared.write(units, size, raw[lanes], warps, one)
+            shared.store(units, size, raw[lanes], warps, one)
 
         threads.copies[-1].append((land, frozenset()))
 
@@ -183,35 +166,5 @@ def group(program: Program, one: Instruction, name: str, what: str) -> Run:
             for end, _ in begun.pop(0):
                 end()
         threads.under_way = frozenset().union(*(registers for each in threads.products for _, registers in each))
-
-    return run
-
-
-# --- matrices ---------------------------------------------------------------------------------------------------------
-
-
-@instruction("(ldmatrix|stmatrix).sync.aligned.m8n8.x([124])(.trans)?.shared.b16")
-def matrix(program: Program, one: Instruction, name: str, count: str, transposes: str | None) -> Run:
-    """8 x 8 matrices of 16 bits, each row at the address of one lane; a lane has two neighbours of a row."""
-    memory, values = one.operands if name == "stmatrix" else one.operands[::-1]
-    address, values = address_of(one, memory), items(values)
-    reads = [reader(one, item, "b32") for item in values]
-    if len(values) != int(count):
-        raise one.unsupported()
-
-    def turned(halves: np.ndarray) -> np.ndarray:
-        matrices = halves.view(np.uint16).reshape(-1, len(values), 8, 8)
-        return np.ascontiguousarray(matrices.swapaxes(2, 3) if transposes else matrices)
-
-    def run(threads: Threads, mask: Mask) -> None:
-        lanes = np.flatnonzero(np.repeat(whole_warps(threads, mask, one), 32))
-        rows, at = lanes[lanes % 32 < 8 * len(values)], address(threads)
-        if name == "ldmatrix":
-            found = turned(load(threads, "shared", rows, at, 16, one)).view(np.uint32)
-            for place, value in enumerate(values):
-                write(threads, mask, value, found[:, place].reshape(-1))
-        else:
-            given = np.stack([wide(read(threads), threads.count)[lanes].reshape(-1, 32) for read in reads], 1)
-            store(threads, "shared", rows, at, turned(given).reshape(rows.size, 8), one)
 
     return run

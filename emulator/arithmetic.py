@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 import emulator.values as numbers
-from emulator.machine import Mask, Run, Threads, elementwise, instruction, items, reader, wide, write
+from emulator.machine import Mask, Run, Threads, check_target, elementwise, instruction, reader, wide, write
 from emulator.parse import Instruction, Program
 from emulator.values import TYPES, U32, U64, UNSIGNED, canonical, extreme
 
@@ -27,6 +27,7 @@ OPERATORS: dict[str, Function] = {
     "min": np.minimum,
     "max": np.maximum,
     "div": np.divide,
+    "rem": np.fmod,
     "sqrt": np.sqrt,
     "abs": np.abs,
 }
@@ -62,7 +63,7 @@ def _signs(name: str, bits: str) -> Function:
 elementwise("(add|sub|mul)(?:.rn)?.(f32|f64|f32x2)", "{1} {1} {1}", _rounded)
 elementwise("(div).rn.(f32|f64)", "{1} {1} {1}", _rounded)
 elementwise("(sqrt).rn.(f32|f64)", "{1} {1}", _rounded)
-elementwise("(add).rn.f32.bf16", "f32 bf16 f32", _rounded)
+elementwise("(add|sub).rn.f32.bf16", "f32 bf16 f32", _rounded)
 elementwise("fma.rn.(f32|f32x2)", "{0} {0} {0} {0}", lambda kind: numbers.fma32)
 
 
@@ -92,9 +93,15 @@ def approximation(program: Program, one: Instruction, name: str) -> Run:
 
 # --- conversions ------------------------------------------------------------------------------------------------------
 
+
+def _to(kind: str, source: str = "") -> Function:
+    dtype = TYPES[kind]
+    return lambda values: canonical(values.astype(dtype)) if kind[0] == "f" else values.astype(dtype)
+
+
 NARROW: dict[str, Function] = {
     "bf16": numbers.to_bf16,
-    "f16": numbers.to_f16,
+    "f16": _to("f16"),
     **{name: lambda values, name=name: numbers.to_fp8(values, name) for name in ("e4m3", "e5m2")},
 }
 
@@ -102,11 +109,6 @@ NARROW: dict[str, Function] = {
 def _pair(name: str) -> Function:
     """Two float32 to narrower ones in one register; the first is the upper."""
     return lambda high, low: NARROW[name](np.stack(np.broadcast_arrays(low, high), -1).reshape(-1))
-
-
-def _to(kind: str, source: str = "") -> Function:
-    dtype = TYPES[kind]
-    return lambda values: canonical(values.astype(dtype)) if kind[0] == "f" else values.astype(dtype)
 
 
 elementwise("cvt.rn.(bf16|f16).f32", "{0} f32", NARROW.get)
@@ -129,18 +131,22 @@ def _quotient(kind: str) -> Function:
     """Toward zero; by zero all bits."""
 
     def divide(a: Any, b: Any) -> Any:
-        a, b = np.broadcast_arrays(a, b)
         safe = np.where(b == 0, np.ones_like(b), b)
-        found = a // safe
-        found = found + ((a % safe != 0) & ((a < 0) != (safe < 0)))
-        return np.where(b == 0, ~np.zeros_like(found), found).astype(a.dtype)
+        return np.where(
+            b == 0, TYPES[kind](-1 if kind[0] == "s" else ~0 & (1 << int(kind[1:])) - 1), (a - np.fmod(a, safe)) // safe
+        )
 
     return divide
 
 
 def _product(kind: str) -> Function:
-    """In a type that holds all of it."""
-    return lambda a, b: np.multiply(a, b, dtype=TYPES[kind])
+    """All of it, in a type of twice the bits."""
+    return lambda a, b: np.multiply(a, b, dtype=TYPES[f"{kind}w"])
+
+
+def _high(kind: str) -> Function:
+    """The upper half of a product."""
+    return lambda a, b: (_product(kind)(a, b) >> 32).astype(TYPES[kind])
 
 
 def _shift(name: str, kind: str) -> Function:
@@ -159,29 +165,15 @@ elementwise(f"(add|sub|mul.lo|min|max).{INTEGER}", "{1} {1} {1}", lambda name, k
 elementwise(f"(neg|abs).{INTEGER}", "{1} {1}", lambda name, kind: OPERATORS[name])
 elementwise("(min|max).relu.s32", "s32 s32 s32", lambda name: lambda a, b: np.maximum(OPERATORS[name](a, b), 0))
 elementwise("div.([su]32|[su]64)", "{0} {0} {0}", _quotient)
+elementwise("(rem).([su]32|[su]64)", "{1} {1} {1}", lambda name, kind: OPERATORS[name])
 elementwise(f"mad.lo.{INTEGER}", "{0} {0} {0} {0}", lambda kind: lambda a, b, c: a * b + c)
-elementwise(
-    "mul.hi.([su])32",
-    "{0}32 {0}32 {0}32",
-    lambda sign: lambda a, b: (_product(f"{sign}64")(a, b) >> 32).astype(TYPES[f"{sign}32"]),
-)
-for bits in (16, 32):
-    types = f"{{0}}{2 * bits} {{0}}{bits} {{0}}{bits}"
-    elementwise(f"mul.wide.([su]){bits}", types, lambda sign, bits=bits: _product(f"{sign}{2 * bits}"))
-    elementwise(
-        f"mad.wide.([su]){bits}",
-        f"{types} {{0}}{2 * bits}",
-        lambda sign, bits=bits: lambda a, b, c: _product(f"{sign}{2 * bits}")(a, b) + c,
-    )
+elementwise("mul.hi.(s32|u32)", "{0} {0} {0}", _high)
+elementwise("mul.wide.([su]16|[su]32)", "{0}w {0} {0}", _product)
+elementwise("mad.wide.([su]16|[su]32)", "{0}w {0} {0} {0}w", lambda kind: lambda a, b, c: _product(kind)(a, b) + c)
 elementwise("(shl).b(16|32|64)", "u{1} u{1} u32", lambda name, bits: _shift(name, f"u{bits}"))
 elementwise(f"(shr).{INTEGER}", "{1} {1} u32", _shift)
 
 # --- bits and predicates ----------------------------------------------------------------------------------------------
-
-
-def _ones(length: Any) -> Any:
-    """As many low bits set, up to 63."""
-    return (U64(1) << length.astype(U64)) - U64(1)
 
 
 def _extracted(sign: str) -> Function:
@@ -198,7 +190,7 @@ def _extracted(sign: str) -> Function:
 
 def _inserted(field: Any, into: Any, start: Any, length: Any) -> Any:
     start, length = np.minimum(start & U32(255), U32(32)), np.minimum(length & U32(255), U32(32))
-    mask = _ones(length) << start
+    mask = ((U64(1) << length.astype(U64)) - U64(1)) << start
     return ((into & ~mask) | ((field.astype(U64) << start) & mask)).astype(U32)
 
 
@@ -243,42 +235,20 @@ elementwise("setp.(eq|ne|lt|le|gt|ge)(u?).(f16|bf16|f32|f64)", "pred {2} {2}", _
 elementwise("setp.(num|nan)().(f16|bf16|f32|f64)", "pred {2} {2}", _compared)
 
 
-@instruction("setp.(eq|ne|lt|le|gt|ge)(u?).(f16x2|bf16x2)")
-def compare_pairs(program: Program, one: Instruction, name: str, unordered: str, kind: str) -> Run:
-    """A predicate for each half, the lower first."""
-    targets, function = items(one.operands[0]), _compared(name, unordered, kind)
-    reads = [reader(one, operand, kind) for operand in one.operands[1:]]
-    if len(targets) != 2 or len(reads) != 2:
-        raise one.unsupported()
-
-    def run(threads: Threads, mask: Mask) -> None:
-        found = function(*(read(threads) for read in reads)).reshape(-1, 2)
-        for place, target in enumerate(targets):
-            write(threads, mask, target, found[:, place])
-
-    return run
+elementwise("setp.(eq|ne|lt|le|gt|ge)(u?).(f16x2|bf16x2)", "pred|pred {2} {2}", _compared)  # of the lower half first
 
 
 @instruction("mov.(?:[bu](16|32|64)|(pred))")
 def move(program: Program, one: Instruction, digits: str | None, is_predicate: str | None) -> Run:
     """A register's bits, or the parts of one to a vector and back, the first the lowest."""
     (target, source), bits = one.operands, int(digits or 1)
-    if isinstance(target, list):
-        read, dtype = reader(one, source, f"b{bits}"), UNSIGNED[bits // len(target)]
+    into, parts = (bits // len(operand) if isinstance(operand, list) else bits for operand in (target, source))
+    read, dtype = reader(one, source, "pred" if is_predicate else f"b{parts}"), UNSIGNED[into]
+    check_target(one, target, "pred" if is_predicate else f"b{into}")
+    if parts == into:
+        return lambda threads, mask: write(threads, mask, target, read(threads))
 
-        def unpack(threads: Threads, mask: Mask) -> None:
-            values = wide(read(threads), threads.count).view(dtype).reshape(-1, len(target))
-            for place, item in enumerate(target):
-                write(threads, mask, item, np.ascontiguousarray(values[:, place]))
+    def run(threads: Threads, mask: Mask) -> None:
+        write(threads, mask, target, wide(read(threads), threads.count).reshape(-1).view(dtype))
 
-        return unpack
-    if isinstance(source, list):
-        reads = [reader(one, item, f"b{bits // len(source)}") for item in source]
-
-        def pack(threads: Threads, mask: Mask) -> None:
-            values = np.stack([wide(read(threads), threads.count) for read in reads], 1)
-            write(threads, mask, target, values.view(UNSIGNED[bits]).reshape(-1))
-
-        return pack
-    read = reader(one, source, "pred" if is_predicate else f"b{bits}")
-    return lambda threads, mask: write(threads, mask, target, read(threads))
+    return run

@@ -18,12 +18,8 @@ class Count:
     least: int = 0
     bytes: int = 0
 
-    def note(self, space: str, warp: np.ndarray, lane: np.ndarray, address: np.ndarray, size: int) -> None:
-        """An access of one warp or several, in global or shared memory."""
-        (self._sectors if space == "global" else self._wavefronts)(warp, lane, address, size)
-
-    def _sectors(self, warp: np.ndarray, lane: np.ndarray, address: np.ndarray, size: int) -> None:
-        """The distinct sectors of each warp, and as many as its distinct bytes would fill."""
+    def sectors(self, warp: np.ndarray, address: np.ndarray, size: int) -> None:
+        """Note global accesses: the distinct sectors of each warp, and as many as its distinct bytes would fill."""
         key = np.unique((warp << 48) | (address & ((1 << 48) - 1)))
         counts = np.unique(key >> 48, return_counts=True)[1]
         self.requests += counts.size
@@ -31,8 +27,8 @@ class Count:
         self.least += int((-(-counts * size // SECTOR)).sum())
         self.bytes += int(counts.sum()) * size
 
-    def _wavefronts(self, warp: np.ndarray, lane: np.ndarray, address: np.ndarray, size: int) -> None:
-        """Of 8 bytes by half warps, of 16 by quarters, each as often as its worst bank's words."""
+    def wavefronts(self, warp: np.ndarray, lane: np.ndarray, address: np.ndarray, size: int) -> None:
+        """Note shared accesses: 8 bytes by half warps, 16 by quarters, each as often as its worst bank's words."""
         phases = max(size // 4, 1)
         group = warp * phases + lane // (BANKS // phases)
         word = (address >> 2)[:, None] + np.arange(phases)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import defaultdict
 from collections.abc import Callable
@@ -53,7 +54,9 @@ class Launch:
         self.counts: defaultdict[Any, Count] = defaultdict(Count)  # by (instruction, "global" or "shared")
         self.executed = [0] * len(program.instructions)  # lanes that ran each instruction
         self.random = np.random.default_rng(options.seed)
-        self.tensor_memory: Any = None
+        # tensor memory: 32-bit cells [programs, 128, columns] and their states; by program products that have not ended
+        self.cells, self.states = np.zeros((programs, 128, 0), U32), np.zeros((programs, 128, 0), np.uint8)
+        self.products: dict[int, list[Callable[[], None]]] = {}
         self.barriers: dict[tuple[int, int], Any] = {}  # mbarriers, by program and address
 
 
@@ -100,8 +103,17 @@ def wide(values: Any, count: int) -> np.ndarray:
 def reader(one: Instruction, operand: Any, kind: str) -> Read:
     """How to read an operand as a type: a function of the threads that gives an array, or a scalar for all lanes.
 
-    A packed type's array has all elements, a lane's in order; bf16 comes as float32.
+    A packed type's array has all elements, a lane's in order; bf16 comes as float32; a vector's is [lanes, parts];
+    of ``[]`` it has addresses, int64.
     """
+    if kind == "[]":
+        if not isinstance(operand, Address):
+            raise one.unsupported()
+        base, offset = reader(one, operand.base, f"u{getattr(operand.base, 'bits', 64)}"), operand.offset
+        return lambda threads: wide(base(threads), threads.count).astype(np.int64) + offset
+    if isinstance(operand, list):
+        reads = [reader(one, part, kind) for part in operand]
+        return lambda threads: np.stack([wide(read(threads), threads.count) for read in reads], 1)
     dtype, bits, stored = TYPES[kind], BITS[kind], UNSIGNED[BITS[kind]]
     if isinstance(operand, int) and "x2" not in kind and kind != "bf16":
         value = np.array(operand & ((1 << bits) - 1), stored).view(dtype)[()] if bits > 1 else np.bool_(operand)
@@ -122,16 +134,21 @@ def reader(one: Instruction, operand: Any, kind: str) -> Read:
 def check_target(one: Instruction, target: Any, kind: str) -> None:
     """Raise Unsupported for a result that its register does not hold."""
     bits = BITS[kind]
-    if target != SINK and not (isinstance(target, Register) and (target.bits >= bits > 1 or target.bits == bits)):
-        raise one.unsupported(f".{kind} into {target}:")
+    for part in items(target):
+        if part != SINK and not (isinstance(part, Register) and (part.bits >= bits > 1 or part.bits == bits)):
+            raise one.unsupported(f".{kind} into {part}:")
 
 
 def write(threads: Threads, mask: Mask, target: Any, values: Any) -> None:
     """Write values of any dtype, by their bits, to a register; narrower signed ones by their sign.
 
-    They are of all lanes, or of those of the mask, or one for all.
+    They are of all lanes, or of those of the mask, or one for all; a vector takes them a lane's parts in order.
     """
     if target == SINK:
+        return
+    if isinstance(target, list):
+        for part, column in zip(target, values.reshape(-1, len(target)).T, strict=True):
+            write(threads, mask, part, column)
         return
     stored = UNSIGNED[target.bits]
     if values.dtype != stored:
@@ -150,15 +167,6 @@ def write(threads: Threads, mask: Mask, target: Any, values: Any) -> None:
     threads.registers[target.number] = np.ascontiguousarray(values)  # a column of several would not be read by halves
 
 
-def address_of(one: Instruction, operand: Any) -> Callable[[Threads], np.ndarray]:
-    """int64 [lanes] of a memory operand."""
-    if not isinstance(operand, Address):
-        raise one.unsupported()
-    bits = operand.base.bits if isinstance(operand.base, Register) else 64
-    read, offset = reader(one, operand.base, f"u{bits}"), operand.offset
-    return lambda threads: wide(read(threads), threads.count).astype(np.int64) + offset
-
-
 def constant(one: Instruction, operand: Any) -> int:
     """An operand that must be a number."""
     if not isinstance(operand, int):
@@ -171,19 +179,17 @@ def items(operand: Any) -> list[Any]:
     return operand if isinstance(operand, list) else [operand]
 
 
-def whole_warps(threads: Threads, mask: Mask, one: Instruction, size: int = 32) -> Any:
-    """bool [warps]: those that take part, each with all of its lanes; or of warpgroups."""
-    if mask is None:
-        return np.ones(threads.count // size, bool)
-    lanes = mask.reshape(-1, size)
-    if (lanes.any(1) != lanes.all(1)).any():
+def whole_warps(threads: Threads, mask: Mask, one: Instruction, size: int = 32) -> np.ndarray:
+    """Lanes [warps, 32] of the warps that take part, each with all of its lanes; or of warpgroups."""
+    there = threads.active(mask).reshape(-1, size)
+    if (there.any(1) != there.all(1)).any():
         raise Fault(f"lanes are missing: {one}")
-    return lanes.all(1)
+    return np.flatnonzero(there.all(1))[:, None] * size + np.arange(size)
 
 
 # --- instructions -----------------------------------------------------------------------------------------------------
 
-_BUILDERS: dict[str, list[tuple[Any, Callable[..., Run]]]] = defaultdict(list)
+_BUILDERS: list[tuple[re.Pattern[str], Callable[..., Run]]] = []
 
 
 def instruction(*names: str) -> Callable[[Callable[..., Run]], Callable[..., Run]]:
@@ -195,9 +201,7 @@ def instruction(*names: str) -> Callable[[Callable[..., Run]], Callable[..., Run
 
     def register(build: Callable[..., Run]) -> Callable[..., Run]:
         for name in names:
-            pattern = re.compile(re.sub(r"\.(?![*+])", r"\\.", name))
-            for first in re.match(r"\(?([\w.|]+)", name)[1].split("|"):  # type: ignore[index]
-                _BUILDERS[first.split(".")[0]].append((pattern, build))
+            _BUILDERS.append((re.compile(re.sub(r"\.(?![*+])", r"\\.", name)), build))
         return build
 
     return register
@@ -208,7 +212,7 @@ def elementwise(names: str, types: str, function_of: Callable[..., Callable[...,
 
     Args:
         names: a pattern, as of ``instruction``.
-        types: of the result and the operands, with the pattern's groups as {0}, {1}, ...
+        types: of the result (of two with | between) and the operands, with the pattern's groups as {0}, {1}, ...
         function_of: gives, of the groups, the function of arrays.
         fewest: operands with the result, if the last ones may be left out.
     """
@@ -216,11 +220,13 @@ def elementwise(names: str, types: str, function_of: Callable[..., Callable[...,
     def build(program: Program, one: Instruction, *groups: str) -> Run:
         kinds, function = types.format(*groups).split(), function_of(*groups)
         target, *operands = one.operands
-        if not min(fewest, len(kinds)) <= len(one.operands) <= len(kinds):
+        results = kinds[0].split("|")
+        fits = min(fewest, len(kinds)) <= len(one.operands) <= len(kinds)
+        if not fits or (len(target) if isinstance(target, list) else 1) != len(results):
             raise one.unsupported()
         reads = [reader(one, operand, kind) for operand, kind in zip(operands, kinds[1:], strict=False)]
-        check_target(one, target, kinds[0])
-        bits = BITS[kinds[0]]
+        check_target(one, target, results[0])
+        bits = BITS[results[0]]
         dtype = f"{'i' if kinds[0][0] == 's' else 'u'}{bits // 8}" if bits > 1 else "?"
         return lambda threads, mask: write(
             threads, mask, target, np.asarray(function(*[read(threads) for read in reads])).view(dtype)
@@ -229,16 +235,20 @@ def elementwise(names: str, types: str, function_of: Callable[..., Callable[...,
     instruction(names)(build)
 
 
+@functools.cache
+def _builder(name: str) -> tuple[Callable[..., Run], tuple[str, ...]] | None:
+    """What makes an instruction's closure, and the groups that its name gives."""
+    found = ((build, pattern.fullmatch(name)) for pattern, build in _BUILDERS)
+    return next(((build, match.groups()) for build, match in found if match), None)
+
+
 def prepare(program: Program) -> None:
     """Make each instruction's closure, once."""
     for one in program.instructions:
         if one.run is None:
-            for pattern, build in _BUILDERS.get(one.name.split(".")[0], ()):
-                if found := pattern.fullmatch(one.name):
-                    try:
-                        one.run = build(program, one, *found.groups())
-                    except (NotImplementedError, ValueError, KeyError, AttributeError) as error:
-                        raise one.unsupported(f"{error}:") from error  # no rule of tensor cores; other operands
-                    break
-            else:
+            if (found := _builder(one.name)) is None:
                 raise one.unsupported()
+            try:
+                one.run = found[0](program, one, *found[1])
+            except (NotImplementedError, ValueError, KeyError, AttributeError) as error:
+                raise one.unsupported(f"{error}:") from error  # no rule of tensor cores; other operands

@@ -81,8 +81,8 @@ class GlobalMemory:
             units = (address[which] - (start + skipped)) // size
             yield which, words(self._bytes[number][skipped:], size), units, written
 
-    def load(self, address: np.ndarray, size: int, what: Any) -> np.ndarray:
-        """Words [lanes, words of an access]."""
+    def load(self, address: np.ndarray, size: int, warp: Any, what: Any) -> np.ndarray:
+        """Words [lanes, words of an access]; whose warps does not matter here."""
         out = np.empty((address.size, max(size // 8, 1)), f"u{min(size, 8)}")
         for which, data, units, written in self._places(address, size, what):
             out[which] = data[units]
@@ -90,7 +90,7 @@ class GlobalMemory:
                 raise Fault(f"nobody wrote all of these bytes of an allocation of {written.nbytes}: {what}")
         return out
 
-    def store(self, address: np.ndarray, values: np.ndarray, size: int, what: Any) -> None:
+    def store(self, address: np.ndarray, size: int, values: np.ndarray, warp: Any, what: Any) -> None:
         """values: words [lanes, words of an access]."""
         for which, data, units, written in self._places(address, size, what):
             given = values[which]
@@ -99,15 +99,6 @@ class GlobalMemory:
                 raise Fault(f"race: lanes write different values to one place: {what}")
             if written is not None:
                 written[units] = np.uint64(0x0101010101010101).astype(written.dtype)
-
-    def update(self, address: np.ndarray, dtype: Any, change: Callable[[int, Any], Any], what: Any) -> np.ndarray:
-        """Read, change and write one lane after another; what each lane found."""
-        size, out = np.dtype(dtype).itemsize, np.empty(address.size, dtype)
-        for lane in range(address.size):
-            one = address[lane : lane + 1]
-            out[lane] = old = self.load(one, size, what).view(dtype)[0, 0]
-            self.store(one, np.array([[change(lane, old)]], dtype).view(f"u{size}"), size, what)
-        return out
 
 
 WRITTEN, COMING = 1, 2  # of a byte: somebody wrote it; a copy of it is under way
@@ -140,7 +131,7 @@ class SharedMemory:
         self._clock += 1
         self._met[programs] = self._clock
 
-    def read(self, units: np.ndarray, size: int, warp: np.ndarray, what: Any, reader: int | None = None) -> np.ndarray:
+    def load(self, units: np.ndarray, size: int, warp: np.ndarray, what: Any, reader: int | None = None) -> np.ndarray:
         """Words [lanes, words of an access] of units [lanes], for warps [lanes]; ``reader`` is noted in their place."""
         unread = self._state.reshape(-1, size)[units] != WRITTEN
         if unread.any():
@@ -153,11 +144,12 @@ class SharedMemory:
         if reader != NOBODY:
             now = warp[:, None] if reader is None else reader
             readers, read = self._reader.reshape(-1, size), self._read.reshape(-1, size)
-            readers[units] = np.where((read[units] >= since) & (readers[units] != now), SEVERAL, now)
+            readers[units] = noted = np.where((read[units] >= since) & (readers[units] != now), SEVERAL, now)
+            readers[units[(readers[units] != noted).any(1)]] = SEVERAL  # in one access
             read[units] = self._clock
         return words(self.data, size)[units]
 
-    def write(self, units: np.ndarray, size: int, values: np.ndarray, warp: np.ndarray, what: Any) -> None:
+    def store(self, units: np.ndarray, size: int, values: np.ndarray, warp: np.ndarray, what: Any) -> None:
         """Write words [lanes, words of an access]; what is there already races with nobody."""
         data = words(self.data, size)
         changes = (data[units] != values).any(1) | (self._state.reshape(-1, size)[units] != WRITTEN).any(1)

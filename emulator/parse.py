@@ -80,7 +80,8 @@ class Program:
         name: the kernel's.
         target: ``sm_90a`` and its like.
         threads: of a program (a thread block).
-        instructions: in their order; ``labels`` says where jumps lead.
+        instructions: in their order; ``labels`` says where jumps lead, those of an inner block by it and their name;
+            ``tables`` to which labels jumps with an index lead.
         parameters: bytes of each, in their order, by name.
         registers: bits of each.
         special: numbers of the registers that begin with a value, by name.
@@ -108,7 +109,8 @@ class Program:
         self._known: dict[str, Register] = {}
         self.instructions: list[Instruction] = []
         self.labels: dict[str, int] = {}
-        for statement, line in _statements(source, head.end()):
+        self.tables: dict[str, list[str]] = {}
+        for statement, line, self._block in _statements(source, head.end()):
             try:
                 self._statement(statement, line)
             except (AttributeError, KeyError, ValueError) as error:
@@ -121,7 +123,9 @@ class Program:
 
     def _statement(self, text: str, line: int) -> None:
         if text.endswith(":"):
-            self.labels[text[:-1].strip()] = len(self.instructions)
+            self.labels[self._block + text[:-1].strip()] = len(self.instructions)
+        elif text.startswith(".branchtargets"):
+            self.tables[next(reversed(self.labels))] = split(text.partition(" ")[2])
         elif found := re.fullmatch(r"\.reg\s*\.(\w+)\s+(.+)", text):
             for name in split(found[2]):
                 stem, count = re.fullmatch(r"%?([\w$]+)(?:<(\d+)>)?", name).groups()  # type: ignore[union-attr]
@@ -130,7 +134,7 @@ class Program:
                         raise ValueError(each)
         else:
             guard, name, rest = re.fullmatch(r"(?:@(!?%?[\w$]+)\s+)?([a-z][\w.:]*)\s*(.*)", text).groups()  # type: ignore[union-attr]
-            operands = [self._operand(part) for part in split(rest)]
+            operands = [self._block + rest] if name.startswith("bra") else [self._operand(part) for part in split(rest)]
             where = None if guard is None else self._register(guard.lstrip("!%"))
             negated = bool(guard) and guard[0] == "!"
             self.instructions.append(Instruction(name, operands, where, negated, text, line))
@@ -158,17 +162,18 @@ class Program:
         return BASE if text == self._shared else text
 
 
-def _statements(source: str, at: int) -> Iterator[tuple[str, int]]:
-    """(text, line) of a body's labels, with their colon, and of its other statements, to the brace that closes it."""
-    depth, line, counted = 1, 1, 0
+def _statements(source: str, at: int) -> Iterator[tuple[str, int, str]]:
+    """Of a body's labels, with their colon, and other statements: text, line, inner block as "place in source:"."""
+    blocks, line, counted = [""], 1, 0
     for found in re.compile(r"\s*([{}]|[\w$]+\s*:|[^{};\s][^;]*;)").finditer(source, at):
         text = found[1]
         line, counted = line + source.count("\n", counted, found.start(1)), found.start(1)
-        depth += (text == "{") - (text == "}")
-        if depth == 0:
+        if text == "{":
+            blocks.append(f"{found.start()}:")
+        elif text != "}":
+            yield " ".join(text.rstrip(";").split()), line, blocks[-1]
+        elif blocks.pop() == "":
             return
-        if text not in "{}":
-            yield " ".join(text.rstrip(";").split()), line
     raise Unsupported("a brace that does not close")
 
 

@@ -2,45 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 
 from emulator.accesses import PAUSE
-from emulator.machine import Launch, Mask, Options, Run, Threads, constant, instruction, prepare
+from emulator.machine import Launch, Mask, Options, Run, Threads, instruction, prepare, reader
 from emulator.memory import GlobalMemory
 from emulator.parse import Fault, Instruction, Program, Unsupported, parse
 
 AT_ONCE = 4  # programs under way where they run in a random order
-END, BARRIER = "end", "barrier"  # what a closure returns besides None, PAUSE, or a place to go on at
+END, BARRIER = "end", "barrier"  # what a closure returns besides None, PAUSE, or where each lane goes on
 
 
-@instruction("bra(?:.uni)?")
+@instruction("bra(?:.uni)?", "brx.idx")
 def branch(program: Program, one: Instruction) -> Run:
-    """A jump."""
-    place = program.labels[one.operands[0]]
-    return lambda threads, mask: place
+    """A jump, or one to each lane's place of a table."""
+    label = one.operands[-1]
+    if label not in program.tables:
+        place = program.labels[label if label in program.labels else label.partition(":")[2]]
+        return lambda threads, mask: place
+    read, places = reader(one, one.operands[0], "u32"), np.array([program.labels[to] for to in program.tables[label]])
+
+    def jump(threads: Threads, mask: Mask) -> np.ndarray:
+        index = np.where(threads.active(mask), read(threads), 0)
+        if (index >= places.size).any():
+            raise Fault(f"a jump beyond its table: {one}")
+        return places[index]
+
+    return jump
 
 
-@instruction("(bar|barrier).sync")
-def barrier(program: Program, one: Instruction, name: str) -> Run:
-    """All of a program's threads meet."""
-    if [constant(one, operand) for operand in one.operands] not in ([0], [0, program.threads]):
+@instruction(
+    "(ret|bar.sync|barrier.sync)",
+    "(?:wgmma.fence.sync.aligned|fence.proxy.async.shared::cta|tcgen05.wait::(?:ld|st).sync.aligned)",
+    "tcgen05.(?:dealloc.cta_group::1.sync.aligned.b32|relinquish_alloc_permit.cta_group::1.sync.aligned)",
+)
+def tell(program: Program, one: Instruction, name: str = "") -> Run:
+    """The end of a thread; a barrier of a program's threads; or nothing: memory, and tcgen05.ld, are in order."""
+    if "bar" in name and one.operands not in ([0], [0, program.threads]):
         raise one.unsupported()
-    return lambda threads, mask: BARRIER
-
-
-@instruction("ret")
-def leave(program: Program, one: Instruction) -> Run:
-    """The end of a thread."""
-    return lambda threads, mask: END
-
-
-@instruction("bar.warp.sync", "fence.proxy.async.shared::cta")
-def fence(program: Program, one: Instruction) -> Run:
-    """Nothing: memory is in order."""
-    return lambda threads, mask: None
+    told = {"": None, "ret": END}.get(name, BARRIER)
+    return lambda threads, mask: told
 
 
 def run(
@@ -57,11 +60,7 @@ def run(
         options: how.
 
     Returns:
-        the launch, with what was counted.
-
-    Raises:
-        Fault: what a GPU would fault at or leave undefined.
-        Unsupported: an instruction that is not modelled.
+        the launch, with what was counted. What a GPU would leave undefined raises Fault.
     """
     program = parse(text)
     if grid[1:] != (1, 1):
@@ -69,55 +68,59 @@ def run(
     with np.errstate(all="ignore"):
         prepare(program)
         launch = Launch(program, grid[0], values, shared, memory, options)
-        if options.schedule == "together":
-            count = program.threads
-            threads = Threads(launch, np.repeat(np.arange(grid[0]), count), np.tile(np.arange(count), grid[0]))
-            for _ in _steps(threads, all_of_them=True):
-                pass
-        else:
-            _in_random_order(launch)
+        numbers, random = np.arange(grid[0]), launch.random
+        left = [numbers] if options.schedule == "together" else list(random.permutation(numbers)[:, None])
+        under_way: list[_Programs] = []
+        while left or under_way:
+            while left and len(under_way) < AT_ONCE:
+                under_way.append(_Programs(launch, left.pop()))
+            some = under_way[random.integers(len(under_way))]
+            if some.have_ended():
+                under_way.remove(some)
     return launch
 
 
-def _in_random_order(launch: Launch) -> None:
-    """Some programs at once, in a random order; of them one warp at a time until it waits."""
-    program, random = launch.program, launch.random
-    size = program.threads if launch.options.schedule == "programs" else 32
-    if any(one.name.startswith("wgmma") for one in program.instructions):
-        size = max(size, 128)
-    left = random.permutation(launch.programs).tolist()
-    under_way: dict[int, list[Any]] = {}  # by program: of each warp its steps, and what it told last
-    while left or under_way:
-        while left and len(under_way) < AT_ONCE:
-            number = left.pop()
-            threads = [np.arange(first, first + size) for first in range(0, program.threads, size)]
-            made = [Threads(launch, np.full(size, number), part) for part in threads]
-            under_way[number] = [[_steps(part, all_of_them=False), PAUSE] for part in made]
-        number = list(under_way)[random.integers(len(under_way))]
-        warps = under_way[number]
-        ready = [warp for warp in warps if warp[1] == PAUSE]
-        warp = ready[random.integers(len(ready))]
-        warp[1] = next(warp[0], END)
-        told = {warp[1] for warp in warps}
-        if told == {END}:
-            del under_way[number]
-        elif PAUSE not in told:
-            if len(told) > 1:
-                raise Fault(f"a barrier that not all reach: {program.instructions[min(told - {END}) - 1]}")
-            launch.shared.met(number)
-            for warp in warps:
-                warp[1] = PAUSE
+class _Programs:
+    """Programs under way: all of a launch, whose threads run together, or one, of which one warp runs at a time."""
+
+    def __init__(self, launch: Launch, numbers: np.ndarray) -> None:
+        self._launch, self._numbers, count, schedule = launch, numbers, launch.program.threads, launch.options.schedule
+        program, thread = np.repeat(numbers, count), np.tile(np.arange(count), numbers.size)
+        # of each thread where it goes on, whether it has not ended, whether it waits at a barrier
+        self._places, alive, self._blocked = np.zeros(program.size, int), program >= 0, program < 0
+        size = 32 if schedule == "warps" else program.size
+        if any(one.name.startswith("wgmma") for one in launch.program.instructions):
+            size = max(size, 128)
+        self._ready: list[Iterator[str]] = []
+        self._waiting: list[Iterator[str]] = []
+        for part in (slice(first, first + size) for first in range(0, program.size, size)):
+            threads = Threads(launch, program[part], thread[part])
+            self._ready.append(_steps(threads, self._places[part], alive[part], self._blocked[part]))
+
+    def have_ended(self) -> bool:
+        """Run one warp until it waits; or all of them, where they run together."""
+        steps = self._ready.pop(self._launch.random.integers(len(self._ready)))
+        if told := next(steps, None):
+            (self._ready if told is PAUSE else self._waiting).append(steps)
+        if self._waiting and not self._ready:
+            places, blocked = (each.reshape(self._numbers.size, -1) for each in (self._places, self._blocked))
+            met = (blocked & (places == places[:, :1])).all(1)
+            if not met.any():
+                at = self._launch.program.instructions[places[blocked][0] - 1]
+                raise Fault(f"a barrier that not all reach: {at}")
+            self._launch.shared.met(self._numbers[met])
+            blocked[met] = False
+            self._ready, self._waiting = self._waiting, []
+        return not self._ready
 
 
-def _steps(threads: Threads, all_of_them: bool) -> Generator[Any, None, None]:
-    """Run to the end. Without ``all_of_them`` these stop at barriers, telling which, and after atomics, for others.
+def _steps(threads: Threads, places: np.ndarray, alive: np.ndarray, blocked: np.ndarray) -> Iterator[str]:
+    """Run to the end; stop after atomics, telling PAUSE, and where nobody can go on, telling BARRIER.
 
     While all lanes are at one place, nothing is kept of where each is.
     """
     launch, instructions, every = threads.launch, threads.launch.program.instructions, threads.count
-    places, alive, blocked = np.zeros(every, np.int64), np.ones(every, bool), np.zeros(every, bool)
-    size = launch.program.threads if all_of_them else every  # of those that meet at a barrier
-    together, place, executed = True, 0, launch.executed
+    together, place = True, 0
     for _ in range(launch.options.most):
         here: Mask = None
         if not together:
@@ -125,7 +128,8 @@ def _steps(threads: Threads, all_of_them: bool) -> Generator[Any, None, None]:
             if not running.any():
                 if not alive.any():
                     return
-                raise Fault(f"a barrier that not all reach: {instructions[int(places[blocked][0]) - 1]}")
+                yield BARRIER
+                continue
             place = int(places[running].min())
             here = running & (places == place)
             if here.all():
@@ -141,36 +145,24 @@ def _steps(threads: Threads, all_of_them: bool) -> Generator[Any, None, None]:
         place += 1
         if count == 0:
             continue
-        executed[place - 1] += count
+        launch.executed[place - 1] += count
         if threads.under_way and one.registers() & threads.under_way - getattr(one.run, "writes", frozenset()):
             raise Fault(f"a register that a product under way will write is used before a wait: {one}")
         found = one.run(threads, None if count == every else mask)  # type: ignore[misc]
         if found is None:
             continue
         if found is PAUSE:
-            if not all_of_them:
-                yield PAUSE
-            continue
-        if count == every and found is not BARRIER:
-            if found is END:
-                return
+            yield PAUSE
+        elif count == every and type(found) is int:
             place = found
-            continue
-        if together:
-            places[:] = place
-        together, who = False, threads.active(mask)
-        if found is END:
-            alive &= ~who
-        elif found is BARRIER:
-            blocked |= who
-            rows = places.reshape(-1, size)
-            met = (blocked.reshape(-1, size) & (rows == rows[:, :1])).all(1)
-            if met.any():
-                if all_of_them:
-                    launch.shared.met(met)
-                else:
-                    yield place
-                blocked &= ~np.repeat(met, size)
         else:
-            places[who] = found
+            if together:
+                places[:] = place
+            together, who = False, threads.active(mask)
+            if found is END:
+                alive &= ~who
+            elif found is BARRIER:
+                blocked |= who
+            else:
+                places[:] = np.where(who, found, places)
     raise Fault(f"more than {launch.options.most} instructions, the last of them {instructions[place - 1]}")

@@ -18,7 +18,7 @@ NVIDIA documents none of this. Sources:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,8 +27,7 @@ Floats = NDArray[np.float64]
 Exponents = NDArray[np.integer]
 
 SMALLEST_NORMAL = {"e4m3": -6, "e5m2": -14, "f16": -14, "bf16": -126}  # exponents
-# By architecture, instruction and bytes of an operand: products added at once, fraction bits kept below the largest
-# exponent, fraction bits of the result, exponent of an accumulator of 0.
+# By architecture, instruction and bytes of an operand: of a Rule all but the formats.
 _SUMS = {
     ("sm_89", "mma", 1): (16, 13, 13, -132),
     ("sm_89", "mma", 2): (8, 24, 23, -132),
@@ -45,33 +44,20 @@ _AT_ONCE = 1 << 18  # products: 2 MiB, which fit a cache
 _OF_ZERO = -5000  # counts as an operand's exponent where it is 0: below all others
 
 
-@dataclass(frozen=True)
-class Rule:
-    """How an instruction with float32 accumulators sums.
+class Rule(NamedTuple):
+    """How an instruction with float32 accumulators sums. One whose K is longer than ``terms`` does it again."""
 
-    Attributes:
-        formats: of a and b.
-        terms: products that are added at once, with the accumulator. An instruction whose K is longer does it again.
-        kept: fraction bits kept below the largest exponent.
-        fraction: fraction bits of the result.
-        zero: exponent of an accumulator of 0; it shows only where products are near float32's smallest numbers.
-    """
-
-    formats: tuple[str, str]
-    terms: int
-    kept: int
-    fraction: int
-    zero: int
+    formats: tuple[str, str]  # of a and b
+    terms: int  # products that are added at once, with the accumulator
+    kept: int  # fraction bits kept below the largest exponent
+    fraction: int  # fraction bits of the result
+    zero: int  # exponent of an accumulator of 0; it shows only where products are near float32's smallest numbers
 
 
 def rule_of(target: str, instruction: str, a: str, b: str) -> Rule:
-    """The rule of an instruction with float32 accumulators.
+    """The rule of ``mma`` (mma.sync), ``wgmma`` (wgmma.mma_async) or ``tcgen05`` (tcgen05.mma) on a target.
 
-    Args:
-        target: of the PTX, ``sm_90a`` and its like.
-        instruction: ``mma`` (mma.sync), ``wgmma`` (wgmma.mma_async) or ``tcgen05`` (tcgen05.mma).
-        a: format of a: ``e4m3``, ``e5m2``, ``f16`` or ``bf16``.
-        b: format of b; only those of FP8 may differ from a's.
+    ``a`` and ``b`` are ``e4m3``, ``e5m2``, ``f16`` or ``bf16``; only those of FP8 may differ.
 
     Raises:
         NotImplementedError: where no source has a rule. FP8 in mma.sync has none on sm_90 and sm_100: the hardware has

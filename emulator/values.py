@@ -17,15 +17,14 @@ TYPES: dict[str, Any] = {
     **{f"{letter}{bits}": UNSIGNED[bits] for letter in "bu" for bits in (8, 16, 32, 64)},
     **{f"s{bits}": np.dtype(f"i{bits // 8}").type for bits in (8, 16, 32, 64)},
     **{f"f{bits}": np.dtype(f"f{bits // 8}").type for bits in (16, 32, 64)},
+    **{f"{letter}16w": np.dtype(f"{kind}4").type for letter, kind in ("si", "uu")},  # what holds a product
+    **{f"{letter}32w": np.dtype(f"{kind}8").type for letter, kind in ("si", "uu")},
     "pred": np.bool_,
     "bf16": U16,
     "bf16x2": U16,
     "f16x2": np.float16,
     "f32x2": np.float32,
-    "e4m3": np.uint8,
-    "e5m2": np.uint8,
-    "e4m3x2": np.uint8,
-    "e5m2x2": np.uint8,
+    **dict.fromkeys(("e4m3", "e5m2", "e4m3x2", "e5m2x2"), np.uint8),
 }
 BITS = {
     kind: 1 if kind == "pred" else np.dtype(dtype).itemsize * (16 if "x2" in kind else 8)
@@ -80,25 +79,16 @@ def extreme(a: Any, b: Any, least: bool, keeps_nan: bool) -> Any:
 
 # --- conversions ------------------------------------------------------------------------------------------------------
 
-
-def _magnitudes(mantissa: int, bias: int, count: int) -> np.ndarray:
-    code = np.arange(count)
-    exponent, fraction = code >> mantissa, (code & ((1 << mantissa) - 1)) / (1 << mantissa)
-    return np.where(exponent > 0, np.ldexp(1 + fraction, exponent - bias), np.ldexp(fraction, 1 - bias))
-
-
-MAGNITUDES = {"e4m3": _magnitudes(3, 7, 0x7F), "e5m2": _magnitudes(2, 15, 0x7C)}  # numbers >= 0 by their codes
-
-
-def _decoded(element: str) -> np.ndarray:
-    values = np.full(128, np.nan)
-    values[: MAGNITUDES[element].size] = MAGNITUDES[element]
-    if element == "e5m2":
-        values[0x7C] = np.inf
-    return np.concatenate([values, -values])
-
-
-FP8 = {element: _decoded(element) for element in MAGNITUDES}  # float64 of each code
+# Of codes without their sign: E4M3's bits are float16's with another bias, E5M2's are its upper half.
+_HALVES = {"e4m3": (7, 256.0), "e5m2": (8, 1.0)}
+with np.errstate(invalid="ignore"):  # NaN
+    _POSITIVE = {
+        element: (np.arange(128, dtype=U16) << U16(shift)).view(np.float16).astype(np.float64) * factor
+        for element, (shift, factor) in _HALVES.items()
+    }
+_POSITIVE["e4m3"][0x7F] = np.nan
+MAGNITUDES = {element: values[np.isfinite(values)] for element, values in _POSITIVE.items()}
+FP8 = {element: np.concatenate([values, -values]) for element, values in _POSITIVE.items()}  # float64 of each code
 FP8_AS_F16 = {element: canonical(values.astype(np.float16)) for element, values in FP8.items()}
 
 
@@ -119,14 +109,9 @@ def to_bf16(values: Any) -> Any:
     return np.where(values != values, U16(0x7FFF), nearest.astype(U16))
 
 
-def to_f16(values: Any) -> Any:
-    """float16: nearest, ties to even."""
-    return canonical(values.astype(np.float16))
-
-
 def to_f16_toward_zero(values: Any) -> Any:
     """float16, never farther from zero than the number was."""
-    near = np.atleast_1d(to_f16(values))
+    near = np.atleast_1d(canonical(values.astype(np.float16)))
     is_beyond = np.isfinite(values) & (np.abs(near.astype(np.float32)) > np.abs(values))
     return (near.view(U16) - is_beyond.astype(U16)).view(np.float16)
 

@@ -155,6 +155,13 @@ RACES = {
         BARRIER,
         "@%p1 st.shared.b32 [memory], 1;",
     ),
+    "write by the other after a read by both": (
+        OWN,
+        BARRIER,
+        "ld.shared.b32 %r1, [memory];",
+        BARRIER,
+        "@!%p1 st.shared.b32 [memory], 1;",
+    ),
     "a read after an atomic": (
         OWN,
         BARRIER,

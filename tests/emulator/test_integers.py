@@ -67,7 +67,9 @@ def test_two_operands(name: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["s32", "u32", "s64", "u64"])
 def test_quotients(kind: str) -> None:
     a, b = numbers(kind, 1), numbers(kind, 2)
-    holds(f"div.{kind}", f"{kind} {kind} {kind}", quotient, a, np.where(b == 0, 3, b).astype(b.dtype))
+    b = np.where(b == 0, 3, b).astype(b.dtype)
+    holds(f"div.{kind}", f"{kind} {kind} {kind}", quotient, a, b)
+    holds(f"rem.{kind}", f"{kind} {kind} {kind}", lambda x, y: x - quotient(x, y) * y, a, b)
 
 
 @pytest.mark.parametrize("kind", ["s32", "u32", "s64", "u64"])

@@ -65,6 +65,28 @@ def test_loops_and_branches_over_lanes() -> None:
     assert out.tolist() == counted * 2
 
 
+def test_jumps_by_a_table() -> None:
+    """Each lane to its own place; beyond the table is a fault."""
+    out = np.zeros(64, np.uint32)
+    body = """table: .branchtargets first, second, third;
+        and.b32 %r1, %n, {}; brx.idx %r1, table;
+        first: mov.b32 %r2, 10; bra done; second: mov.b32 %r2, 20; bra done; third: mov.b32 %r2, 30;
+        done: mul.wide.u32 %d1, %n, 4; add.s64 %d1, %d1, %a0; st.global.b32 [%d1], %r2;"""
+    launch(body.format(2), out, programs=2)
+    assert out.tolist() == [10, 10, 30, 30] * 16
+    with pytest.raises(emulator.Fault, match="beyond its table"):
+        launch(body.format(3), out)
+
+
+def test_a_label_belongs_to_its_block() -> None:
+    """Triton's waits all name their loop the same."""
+    out = np.zeros(32, np.uint32)
+    count = "{{ .reg .pred more; again: add.s32 %r1, %r1, {}; setp.lt.s32 more, %r1, {}; @more bra again; {} }}"
+    end = "done: mul.wide.u32 %d1, %n, 4; add.s64 %d1, %d1, %a0; st.global.b32 [%d1], %r1;"
+    launch(f"mov.b32 %r1, 0; {count.format(1, 5, '')} {count.format(10, 20, 'bra done;')} mov.b32 %r1, 0; {end}", out)
+    assert (out == 25).all()
+
+
 @pytest.mark.parametrize("schedule", ["together", "programs", "warps"])
 def test_threads_that_end_early(schedule: str) -> None:
     out = np.zeros(256, np.uint32)
@@ -98,7 +120,6 @@ UNKNOWN = """
     div.approx.f32 %r1, %r2, %r3
     div.full.f32 %r1, %r2, %r3
     div.rn.ftz.f32 %r1, %r2, %r3
-    rem.s32 %r1, %r2, %r3
     min.ftz.f32 %r1, %r2, %r3
     min.xorsign.abs.f32 %r1, %r2, %r3
     max.NaN.f16 %h1, %h2, %h3
@@ -216,6 +237,9 @@ UNKNOWN = """
     shfl.sync.bfly.b32 %r1, %r2
     mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%r1}, {%r2}, {%r3}, {%r4}
     brx.idx %r1, table
+    shfl.sync.down.b32 %r1, %r2, 1, 31, -1
+    shfl.sync.up.b32 %r1, %r2, 1, 0x1800, -1
+    shfl.sync.bfly.b32 %r1|%p1, %r2, 1, 31, -1
     trap
     nanosleep.u32 32
     griddepcontrol.wait
