@@ -149,7 +149,7 @@ class Barrier:
 
 
 @instruction(
-    "mbarrier.(init|inval|try_wait.parity).shared::cta.b64",
+    "mbarrier.(init|inval|try_wait.parity).shared(?:::cta)?.b64",
     "(tcgen05.commit).cta_group::1.mbarrier::arrive::one(?:.shared::cluster)?.b64",
 )
 def barrier(program: Program, one: Instruction, name: str) -> Run:
