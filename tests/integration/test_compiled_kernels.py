@@ -3,9 +3,6 @@
 import ast
 import csv
 import importlib
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +20,6 @@ launch = importlib.import_module("octavo.kernels.triton.launch")
 
 ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / "octavo/kernels/triton"
-OLDEST = "3.6.0"  # Triton, what torch 2.11 brings
 
 
 with (ROOT / "benchmarks/results/compiled.csv").open(newline="") as file:
@@ -183,40 +179,3 @@ def test_casts_of_a_step_whose_weight_is_kept(recipe: str, expected: list[str]) 
         launches.clear()
         step()
     assert [kernel.name for kernel, *_ in launches if kernel.name != "matmul_kernel"] == expected
-
-
-@pytest.fixture(scope="module")
-def oldest(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Where the oldest Triton is installed."""
-    folder = str(tmp_path_factory.mktemp("triton"))
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    installed = subprocess.run(
-        [*pip, "--no-deps", "--target", folder, f"triton=={OLDEST}"], capture_output=True, text=True, check=False
-    )
-    if installed.returncode != 0:
-        pytest.skip(f"pip could not install triton=={OLDEST}: {installed.stderr.strip().splitlines()[-1:]}")
-    return folder
-
-
-@pytest.mark.full
-@pytest.mark.xdist_group("oldest triton")  # installed once
-@pytest.mark.parametrize("capability", compiled.CAPABILITIES)
-def test_machine_code_of_the_oldest_triton(oldest: str, capability: int) -> None:
-    environment = {**os.environ, "PYTHONPATH": f"{oldest}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
-    version = subprocess.run(
-        [sys.executable, "-c", "import triton; print(triton.__version__)"],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert version.stdout.strip() == OLDEST, version.stderr
-    result = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "benchmarks", "compiled", "--no-write", "--capability", str(capability)],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=1200,
-    )
-    assert (result.returncode, result.stderr) == (0, ""), result.stdout + result.stderr

@@ -102,7 +102,7 @@ def _copy() -> dict[str, ModuleType]:
 
 
 def _fma(builder: Any, x: Any, y: Any, z: Any) -> Any:
-    """x * y + z of float32, rounded once: Triton 3.6's interpreter rounds the product too.
+    """x * y + z of float32, rounded once: before Triton 3.9 the interpreter rounds the product too.
 
     In float64 the product is exact, and the sum, rounded to odd, rounds to float32 as the exact sum does.
     """
@@ -194,7 +194,7 @@ def _interpreting() -> Iterator[None]:
             mock.patch.object(tl.block_type, "with_element_ty", block),
             mock.patch.object(JITFunction, "__call__", call),
             mock.patch.object(builder, "create_fma", fma),
-            # where one is NaN the other counts; in Triton 3.6's interpreter, NaN
+            # where one is NaN the other counts; before Triton 3.8, NaN
             mock.patch.object(builder, "create_minnumf", lambda own, x, y: own.binary_op(x, y, numpy.fmin)),
             mock.patch.object(builder, "create_maxnumf", lambda own, x, y: own.binary_op(x, y, numpy.fmax)),
             numpy.errstate(all="ignore"),  # infinities and NaN are meant
