@@ -113,8 +113,9 @@ class Program:
                 self._statement(statement, line)
             except (AttributeError, KeyError, ValueError) as error:
                 raise Unsupported(f"line {line}: {statement}") from error
-        if not self.instructions or self.instructions[-1].name != "ret":
-            raise Unsupported("a kernel that does not end with ret")
+        last = self.instructions[-1] if self.instructions else None
+        if last is None or last.guard is not None or last.name not in ("ret", "bra", "bra.uni"):
+            raise Unsupported("a kernel that does not end with ret or a jump")
         self.registers = [register.bits for register in self._known.values()]
         self.special = {name: self._known[name].number for name in SPECIAL if name in self._known}
 

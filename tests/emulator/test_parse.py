@@ -27,6 +27,15 @@ def test_statements_and_their_lines() -> None:
     assert program.instructions[4].negated and program.labels == {"$L__1": 4}
 
 
+def test_a_kernel_whose_last_statement_is_a_jump() -> None:
+    out = np.zeros(32, np.uint32)
+    text = "bra $L__2;\n$L__1:\nst.global.u32 [%a0], %n;\nret;\n$L__2:\nmad.wide.u32 %a0, %n, 4, %a0;\nbra.uni $L__1;"
+    program = emulator.parse(module(text).replace("bra.uni $L__1;\nret;", "bra.uni $L__1;"))
+    assert program.instructions[-1].name == "bra.uni"
+    launch(text, out)
+    assert (out == np.arange(32)).all()
+
+
 def test_operands() -> None:
     program = emulator.parse(
         module("st.shared.v2.b32 [%r1+-8], {%r2, _}; elect.sync _|%p1, 0xFFU; mov.b32 %r1, 0f3F800000;")
@@ -230,6 +239,7 @@ def test_what_is_not_modelled_is_refused(line: str) -> None:
         (".reg .b32 %t;", ".reg .b32 %t; .local .b8 depot[16];"),
         (".reg .b32 %t;", ".reg .b32 %t; .reg .b64 %t;"),
         ("ret;\n}", "mov.b32 %r1, 0;\n}"),
+        ("ret;\n}", "$L__1: @%p1 bra $L__1;\n}"),
         (".reg .pred", ".reg .b128"),
     ],
 )
