@@ -34,7 +34,7 @@ from tests.support.emulated import DEVICES, Done, emulating
 TAKES = "40 minutes"
 MEASURES = ("octavo/kernels/triton", "emulator")
 
-SHAPE = (256, 512)
+SHAPE, TALL, WIDE = (256, 512), (1024, 512), (64, 8192)
 PRODUCT = (256, 256, 512)
 NAMES = [*cases.CASES, *fused_cases.ONLY_TUNED, *STEPS, *(name for name in products.PRODUCTS if "Triton" in name)]
 Rows = list[dict[str, object]]
@@ -46,19 +46,29 @@ def kind_of(key: tuple[Instruction, str]) -> str:
     return "shared" if space == "shared" else "store" if one.name.startswith(("st", "red")) else "load"
 
 
+def shape_of(name: str) -> tuple[int, ...]:
+    """Of a case's tensor: groups hold whole tiles, and rows are as long as a model's where a program owns them."""
+    if name in products.PRODUCTS:
+        return PRODUCT
+    return TALL if name.startswith(("grouped", "five")) else WIDE if "norm" in name or "rows" in name else SHAPE
+
+
 def rows_of(capability: int, name: str) -> Rows:
     """A row for each kernel that a case launches."""
-    is_product = name in products.PRODUCTS
-    elements = PRODUCT[0] * PRODUCT[1] if is_product else SHAPE[0] * SHAPE[1]
+    shape = shape_of(name)
     torch.manual_seed(0)
     began = time.perf_counter()
     with _large_tiles(), emulating(capability, Options(counts=True)) as done:
-        problem = products.wrong(name, PRODUCT) if is_product else cases.wrong(name, cases.inputs(*SHAPE, 1)[0])
+        is_product = name in products.PRODUCTS
+        problem = products.wrong(name, shape) if is_product else cases.wrong(name, cases.inputs(*shape[:2], 1)[0])
     by_kernel: dict[str, list[Done]] = defaultdict(list)
     for one in done:
         by_kernel[one.kernel].append(one)
     seconds = time.perf_counter() - began
-    return [_row(capability, name, kernel, found, elements, problem, seconds) for kernel, found in by_kernel.items()]
+    elements, first = shape[0] * shape[1], {"architecture": f"sm_{capability}", "case": name}
+    first["shape"] = "x".join(map(str, shape))
+    last = {"right": problem or "yes", "case_seconds": f"{seconds:.1f}"}
+    return [first | _counted(kernel, found, elements) | last for kernel, found in by_kernel.items()]
 
 
 @contextmanager
@@ -76,9 +86,8 @@ def _large_tiles() -> Iterator[None]:
         yield
 
 
-def _row(
-    capability: int, case: str, kernel: str, launches: list[Done], elements: int, problem: str, seconds: float
-) -> dict[str, object]:
+def _counted(kernel: str, launches: list[Done], elements: int) -> dict[str, object]:
+    """What one launch of a kernel costs an element."""
     counts: defaultdict[str, Count] = defaultdict(Count)
     for one in launches:
         for key, count in one.launch.counts.items():
@@ -89,10 +98,7 @@ def _row(
         return f"{counts[kind].got / counts[kind].least:.2f}" if counts[kind].least else ""
 
     return {
-        "architecture": f"sm_{capability}",
-        "case": case,
         "kernel": kernel,
-        "right": problem or "yes",
         "launches": len(launches),
         "programs": launches[0].grid[0],
         "instructions_an_element": f"{sum(sum(one.launch.executed) for one in launches) / each:.1f}",
@@ -102,7 +108,6 @@ def _row(
         "store_sectors_by_least": over("store"),
         "wavefronts_an_element": f"{counts['shared'].got / each:.4f}",
         "wavefronts_by_least": over("shared"),
-        "case_seconds": f"{seconds:.1f}",
     }
 
 
