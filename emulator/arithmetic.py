@@ -62,7 +62,7 @@ def _signs(name: str, bits: str) -> Function:
 elementwise("(add|sub|mul)(?:.rn)?.(f32|f64|f32x2)", "{1} {1} {1}", _rounded)
 elementwise("(div).rn.(f32|f64)", "{1} {1} {1}", _rounded)
 elementwise("(sqrt).rn.(f32|f64)", "{1} {1}", _rounded)
-elementwise("(add).rn.f32.bf16", "f32 bf16 f32", _rounded)
+elementwise("(add|sub).rn.f32.bf16", "f32 bf16 f32", _rounded)
 elementwise("fma.rn.(f32|f32x2)", "{0} {0} {0} {0}", lambda kind: numbers.fma32)
 
 

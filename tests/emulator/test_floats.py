@@ -120,7 +120,9 @@ def test_bf16_and_float32_add_up() -> None:
     with np.errstate(all="ignore"):
         x, y, _ = operands("f32", 1000)
     x = x.astype(BF16)
-    check(compute("add.rn.f32.bf16", x, y, out=np.float32), [row and row[0] + row[1] for row in fractions(x, y)], "f32")
+    rows = fractions(x, y)
+    check(compute("add.rn.f32.bf16", x, y, out=np.float32), [row and row[0] + row[1] for row in rows], "f32")
+    check(compute("sub.rn.f32.bf16", x, y, out=np.float32), [row and row[0] - row[1] for row in rows], "f32")
 
 
 SPECIAL = [0.0, -0.0, 1.0, -1.0, np.inf, -np.inf, np.nan, -np.nan]
