@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from unittest import mock
 import torch
 import triton
 from torch import Tensor
+from triton.compiler import CompiledKernel
 
 from benchmarks.common.measure import commit, table, write_results
 from benchmarks.common.pages import Row, read
@@ -90,18 +92,22 @@ def counted() -> Mapping[tuple[str, str, str], Row]:
     return {(row["architecture"], row["case"], row["kernel"]): row for row in read("emulated")}
 
 
+@functools.lru_cache(maxsize=64)  # the shapes of a case share kernels
+def _code_of(kernel: CompiledKernel) -> tuple[dict[str, int], list[tuple[int, float, float]]]:
+    """A kernel's resources; of each loop that reads tiles, or of all of it: instructions, bytes read and written."""
+    hot = [(len(loop), *tile_bytes(loop)) for loop in loops(kernel)]
+    hot = [entry for entry in hot if entry[1]]
+    code = instructions(kernel)
+    return resources(kernel), hot or [(len(code), *tile_bytes(code))]
+
+
 COUNTS = "instructions_an_element", "load_sectors_by_least", "store_sectors_by_least", "wavefronts_by_least"
 
 
 def predict(launch: Launch, counts: Mapping[str, str], written: int, device: Device, elements: int) -> Prediction:
     """A launch, which writes so many bytes if its code does and nothing was counted."""
     kernel, read = launch.kernel, launch.read
-    threads, used = 32 * kernel.metadata.num_warps, resources(kernel)
-    hot = [(loop, *tile_bytes(loop)) for loop in loops(kernel)]
-    hot = [entry for entry in hot if entry[1]]
-    if not hot:
-        code = instructions(kernel)
-        hot = [(code, *tile_bytes(code))]
+    threads, (used, hot) = 32 * kernel.metadata.num_warps, _code_of(kernel)
     registers = -(-used["REG"] // 8) * 8
     shared = SHARED_MEMORY[kernel.metadata.target.arch] // (kernel.metadata.shared + 1024)
     programs = max(1, min(65536 // (registers * threads), 2048 // threads, shared, 32))
@@ -111,7 +117,7 @@ def predict(launch: Launch, counts: Mapping[str, str], written: int, device: Dev
         return Prediction(device.launch, "launch", 0.0, used["REG"], programs, waves)
     busy = waves / math.ceil(waves) if waves > 1 else min(1.0, grid / device.multiprocessors)
     resident = min(programs, grid / device.multiprocessors)
-    per_byte = sum(len(code) / loaded for code, loaded, _ in hot)
+    per_byte = sum(count / loaded for count, loaded, _ in hot)
     stored = written if any(found for *_, found in hot) else 0.0
     if counts:
         stored = float(counts["stored_bytes_an_element"]) * elements
@@ -182,13 +188,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--only", default="", help="cases whose name holds this")
     parser.add_argument("--no-write", action="store_true", help="print only")
     options = parser.parse_args(arguments)
-    rows = [
-        row_of(name, shape, capability)
-        for capability in DEVICES
-        for name in CASES
-        for shape in _aims(name)
-        if options.only in name
-    ]
+    rows = []
+    for capability, name in itertools.product(DEVICES, CASES):
+        if options.only in name:
+            rows += [row_of(name, shape, capability) for shape in _aims(name)]
+            print(DEVICES[capability].name, name, flush=True)
     print(table(rows))
     if not options.no_write and not options.only:
         origin = {"triton": triton.__version__, "commit": commit()}
