@@ -1,5 +1,7 @@
 """All that is to be done on a GPU, in stages that each have their time: tests, probes, kernels, layers, a model's step.
 
+The rehearsal (--toy) is the same without a GPU. In stages 1 to 4 and 9 kernels are compiled for Hopper and their PTX
+runs in the emulator; in the others, of which torch.compile makes code, layers and optimizers run the reference.
 Every stage is a process of its own. One that fails or runs out of its time is named, and the next begins; rows are in
 its CSV as they come. ``--stages`` picks some, ``--minutes`` ends before a stage that would not fit, and a stage that an
 earlier call finished in the same folder is not run again. The last lines are a table of ours, the limit and the others.
@@ -16,10 +18,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-TAKES = "27 minutes of a GPU, in three commands of 9"
+TAKES = "32 minutes of a GPU, in four commands of 9"
 MEASURES = ("octavo/kernels/triton",)
 
 ROOT = Path(__file__).parents[1]
@@ -52,12 +55,14 @@ STAGES = {
     ),
     7: Stage("a Llama's step", 210, (_subject("llama_step", "--minutes", "3"),)),
     8: Stage("FSDP2 over NCCL", 60, (("nccl",),)),
+    9: Stage("compute-sanitizer: every kernel once under three tools", 300, (("sanitizer",),)),
 }
 TOY = {
-    1: Stage(STAGES[1].about, 300, (("smoke", "--few"),)),
+    1: STAGES[1]._replace(seconds=300),
     3: Stage(STAGES[3].about, 300, (("tune", "cast", "matmul", "--toy", "--log", "{output}/tune.csv"),)),
-    8: Stage(STAGES[8].about, 120, (("nccl",),)),
+    8: STAGES[8]._replace(seconds=120),
 }
+TOY_TESTS = ("-k", "delayed_update", "--compiled", "sm_90")
 
 
 def toy(number: int) -> Stage:
@@ -90,10 +95,10 @@ def run(command: list[str], seconds: float, log: Path) -> str:
     return "ok" if code == 0 else f"out of its {seconds:.0f} s" if out_of_time else f"failed, exit status {code}"
 
 
-def tests(processes: int, seconds: float, output: Path, select: str) -> str:
+def tests(processes: int, seconds: float, output: Path, options: Sequence[str]) -> str:
     """Run the tests marked ``gpu``, shared out over processes, for most of their time is compiling."""
     deadline = time.monotonic() + seconds
-    collect = [*PYTEST, "--collect-only", "tests", *(["-k", select] if select else [])]
+    collect = [*PYTEST, "--collect-only", "tests", *options]
     listed = subprocess.run(collect, cwd=ROOT, capture_output=True, text=True, check=False)
     names = [line for line in listed.stdout.splitlines() if "::" in line]
     if not names:
@@ -106,7 +111,7 @@ def tests(processes: int, seconds: float, output: Path, select: str) -> str:
             share = Path(folder) / f"{index}.txt"
             share.write_text("\n".join(names[index::processes]))
             with file.open("w") as out:
-                command = [*PYTEST, "-rfE", "--tb=short", f"@{share}"]
+                command = [*PYTEST, "-rfE", "--tb=short", *options, f"@{share}"]
                 running.append(subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, text=True))
         late = 0
         for process in running:
@@ -189,9 +194,8 @@ def main(arguments: list[str]) -> int:
                 )
             done[str(number)] = "; ".join(dict.fromkeys(results))
         else:
-            done[str(number)] = tests(
-                options.processes, seconds, options.output, "delayed_update" if options.toy else ""
-            )
+            select = TOY_TESTS if options.toy else ()
+            done[str(number)] = tests(options.processes, seconds, options.output, select)
         record.write_text(json.dumps(done))
         print(f"--- stage {number}: {done[str(number)]}, {time.monotonic() - began:.0f} s", flush=True)
     print(*summary(options.output), sep="\n")

@@ -6,6 +6,7 @@ import ast
 import csv
 import importlib
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -66,12 +67,18 @@ def stale() -> list[str]:
             if not commit or commit.endswith("+"):
                 lines.append(f"{path.name}: rows of {commit or 'no commit'}: nobody can make them again")
                 continue
-            log = _git("log", "--oneline", f"{commit}..HEAD", "--", *measures)
-            if log is None:
+            changes = commits_since(commit, measures)
+            if changes is None:
                 lines.append(f"{path.name}: rows of {commit}, which this history does not hold")
-            elif log:
-                lines.append(f"{path.name}: rows of {commit}; {len(log.splitlines())} commits changed their code since")
+            elif changes:
+                lines.append(f"{path.name}: rows of {commit}; {len(changes)} commits changed their code since")
     return lines
+
+
+def commits_since(commit: str, measures: Sequence[str]) -> list[str] | None:
+    """Those that changed the code that rows of this commit speak of; None if the history does not hold it."""
+    log = _git("log", "--oneline", f"{commit}..HEAD", "--", *measures)
+    return None if log is None else log.splitlines()
 
 
 def _git(*arguments: str) -> str | None:

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import benchmarks.common.interpreter  # noqa: F401
 from benchmarks.common.measure import LiveTable, write_results
+from benchmarks.common.rehearsal import rehearsed
 from benchmarks.common.roofline import Peaks, floor_seconds, peaks, product_bytes, product_flop
 from benchmarks.kernels.libraries import torchao_product
 from benchmarks.kernels.rivals import RIVALS, rivals_of
@@ -180,6 +180,7 @@ def verdicts(rows: list[Row], main_shape: str) -> int:
     return int(bool(missed))
 
 
+@rehearsed()
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks kernels", description=__doc__)
     parser.add_argument("--toy", action="store_true", help="tiny shapes, with or without a GPU; no aim counts")

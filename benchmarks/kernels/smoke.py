@@ -12,9 +12,9 @@ import time
 import torch
 from torch import nn
 
-import benchmarks.common.interpreter  # noqa: F401
 import octavo
 from benchmarks.common.models import OCTAVO, with_octavo
+from benchmarks.common.rehearsal import rehearsed
 from octavo.tune import cases, products
 from octavo.tune.agreement import sqnr
 from octavo.tune.timing import DEVICE, ON_GPU, describe
@@ -62,14 +62,12 @@ def step(recipe: str) -> str:
     return "" if all(changed) else "an update is not finite, or changes nothing"
 
 
+@rehearsed()
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks smoke", description=__doc__)
     parser.add_argument("--minutes", type=float, default=0.7, help="for compiling ahead, in a process a core")
-    parser.add_argument("--few", action="store_true", help="every fifth case: the rehearsal's")
     options = parser.parse_args(arguments)
     names = [*OCTAVO, *products.PRODUCTS, *cases.CASES]
-    if options.few:
-        names = names[::5]
     start = time.perf_counter()
     if ON_GPU:
         failures = precompile(check, [(name,) for name in names], options.minutes)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-import benchmarks.common.interpreter  # noqa: F401
 from benchmarks.common.measure import provenance
+from benchmarks.common.rehearsal import rehearsed
 from octavo.kernels.triton.tuned import SHIPPED
 from octavo.tune import command
 from octavo.tune.timing import ON_GPU
@@ -15,6 +15,7 @@ TAKES = "a GPU; 10 minutes"
 MEASURES = ("octavo/kernels/triton",)
 
 
+@rehearsed()
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks tune", description=__doc__)
     command.add_options(parser)

@@ -1,13 +1,15 @@
 """Every kernel's compiled PTX run by the emulator on four architectures: right or not, and what its accesses cost.
 
-The cases are those of ``kernels``, and the products. Of each launch: instructions of threads an element; sectors of 32
-bytes that global loads and stores touch, beside the fewest that hold their bytes; shared memory's wavefronts, beside
-the fewest. Tiles are those of large tensors.
+The cases are those of ``kernels``, of ``octavo tune`` and the products. Of each launch, an element: instructions of
+threads; bytes of the sectors of 32 that global loads and stores touch, and how many times the fewest that hold what
+they ask for; shared memory's wavefronts, and how many times the fewest. Tiles are those of large tensors. Rows that
+are of the sources as they are stay: a run that was stopped goes on, and --only makes the named cases anew.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import time
 from collections import defaultdict
@@ -19,19 +21,23 @@ import torch
 import triton
 
 from benchmarks.common.measure import commit, table, write_results
+from benchmarks.common.pages import read
+from benchmarks.subjects import commits_since
 from emulator import Options
-from emulator.counters import Count
+from emulator.counters import SECTOR, Count
 from emulator.parse import Instruction
 from octavo.kernels.triton import launch as launching
-from octavo.tune import cases, products
+from octavo.tune import cases, fused_cases, products
 from octavo.tune.step_cases import CASES as STEPS
 from tests.support.emulated import DEVICES, Done, emulating
 
 TAKES = "40 minutes"
 MEASURES = ("octavo/kernels/triton", "emulator")
 
-SHAPE = (256, 512)
+SHAPE, TALL, WIDE = (256, 512), (1024, 512), (64, 8192)
 PRODUCT = (256, 256, 512)
+NAMES = [*cases.CASES, *fused_cases.ONLY_TUNED, *STEPS, *(name for name in products.PRODUCTS if "Triton" in name)]
+Rows = list[dict[str, object]]
 
 
 def kind_of(key: tuple[Instruction, str]) -> str:
@@ -40,18 +46,29 @@ def kind_of(key: tuple[Instruction, str]) -> str:
     return "shared" if space == "shared" else "store" if one.name.startswith(("st", "red")) else "load"
 
 
-def rows_of(capability: int, name: str) -> list[dict[str, object]]:
+def shape_of(name: str) -> tuple[int, ...]:
+    """Of a case's tensor: groups hold whole tiles, and rows are as long as a model's where a program owns them."""
+    if name in products.PRODUCTS:
+        return PRODUCT
+    return TALL if name.startswith(("grouped", "five")) else WIDE if "norm" in name or "rows" in name else SHAPE
+
+
+def rows_of(capability: int, name: str) -> Rows:
     """A row for each kernel that a case launches."""
-    is_product = name in products.PRODUCTS
-    elements = PRODUCT[0] * PRODUCT[1] if is_product else SHAPE[0] * SHAPE[1]
+    shape = shape_of(name)
+    torch.manual_seed(0)
     began = time.perf_counter()
     with _large_tiles(), emulating(capability, Options(counts=True)) as done:
-        problem = products.wrong(name, PRODUCT) if is_product else cases.wrong(name, cases.inputs(*SHAPE, 1)[0])
+        is_product = name in products.PRODUCTS
+        problem = products.wrong(name, shape) if is_product else cases.wrong(name, cases.inputs(*shape[:2], 1)[0])
     by_kernel: dict[str, list[Done]] = defaultdict(list)
     for one in done:
         by_kernel[one.kernel].append(one)
     seconds = time.perf_counter() - began
-    return [_row(capability, name, kernel, found, elements, problem, seconds) for kernel, found in by_kernel.items()]
+    elements, first = shape[0] * shape[1], {"architecture": f"sm_{capability}", "case": name}
+    first["shape"] = "x".join(map(str, shape))
+    last = {"right": problem or "yes", "case_seconds": f"{seconds:.1f}"}
+    return [first | _counted(kernel, found, elements) | last for kernel, found in by_kernel.items()]
 
 
 @contextmanager
@@ -69,33 +86,37 @@ def _large_tiles() -> Iterator[None]:
         yield
 
 
-def _row(
-    capability: int, case: str, kernel: str, launches: list[Done], elements: int, problem: str, seconds: float
-) -> dict[str, object]:
+def _counted(kernel: str, launches: list[Done], elements: int) -> dict[str, object]:
+    """What one launch of a kernel costs an element."""
     counts: defaultdict[str, Count] = defaultdict(Count)
     for one in launches:
         for key, count in one.launch.counts.items():
             counts[kind_of(key)] += count
-    executed = sum(sum(one.launch.executed) for one in launches)
+    each = len(launches) * elements  # of a launch
 
     def over(kind: str) -> str:
         return f"{counts[kind].got / counts[kind].least:.2f}" if counts[kind].least else ""
 
     return {
-        "architecture": f"sm_{capability}",
-        "case": case,
         "kernel": kernel,
-        "right": problem or "yes",
         "launches": len(launches),
         "programs": launches[0].grid[0],
-        "instructions_an_element": f"{executed / len(launches) / elements:.1f}",
-        "loaded_bytes_an_element": f"{counts['load'].bytes / len(launches) / elements:.2f}",
+        "instructions_an_element": f"{sum(sum(one.launch.executed) for one in launches) / each:.1f}",
+        "loaded_bytes_an_element": f"{counts['load'].got * SECTOR / each:.3f}",
         "load_sectors_by_least": over("load"),
-        "stored_bytes_an_element": f"{counts['store'].bytes / len(launches) / elements:.2f}",
+        "stored_bytes_an_element": f"{counts['store'].got * SECTOR / each:.3f}",
         "store_sectors_by_least": over("store"),
-        "shared_wavefronts_by_least": over("shared"),
-        "case_seconds": f"{seconds:.1f}",
+        "wavefronts_an_element": f"{counts['shared'].got / each:.4f}",
+        "wavefronts_by_least": over("shared"),
     }
+
+
+def committed() -> dict[tuple[int, str], Rows]:
+    """The rows that there are, by capability and case."""
+    found: dict[tuple[int, str], Rows] = defaultdict(list)
+    for row in read("emulated"):
+        found[int(row["architecture"].removeprefix("sm_")), row["case"]].append({**row})
+    return found
 
 
 def main(arguments: list[str]) -> int:
@@ -104,19 +125,20 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--architectures", type=int, nargs="+", choices=DEVICES, default=list(DEVICES))
     parser.add_argument("--no-write", action="store_true", help="print only")
     options = parser.parse_args(arguments)
-    names = [*cases.CASES, *STEPS, *(name for name in products.PRODUCTS if name.endswith("Triton"))]
-    rows: list[dict[str, object]] = []
-    for capability in options.architectures:
-        for name in names:
-            if options.only in name:
-                torch.manual_seed(0)
-                found = rows_of(capability, name)
-                print(*table(found).splitlines()[-len(found) :], sep="\n", flush=True)
-                rows += found
-    wrong = [row for row in rows if row["right"] != "yes"]
-    if not options.no_write and not options.only:
-        print(
-            f"written to {write_results('emulated', rows, origin={'triton': triton.__version__, 'commit': commit()})}"
-        )
-    print(f"{len(rows) - len(wrong)} of {len(rows)} right")
+    found, origin = committed(), {"triton": triton.__version__, "commit": commit()}
+    fresh = {str(row["commit"]) for row in itertools.chain(*found.values())}
+    fresh = {one for one in fresh if commits_since(one, MEASURES) == []}
+    made: Rows = []
+    for capability, name in itertools.product(options.architectures, NAMES):
+        key = capability, name
+        if options.only not in name or (not options.only and {row["commit"] for row in found[key]} & fresh):
+            continue
+        found[key] = [{**row, **origin} for row in rows_of(capability, name)]
+        made += found[key]
+        print(*table(found[key]).splitlines()[1:], sep="\n", flush=True)
+        if not options.no_write:
+            every = itertools.chain.from_iterable(found[one] for one in itertools.product(DEVICES, NAMES))
+            write_results("emulated", [*every], origin=origin)
+    wrong = [row for row in made if row["right"] != "yes"]
+    print(f"{len(made) - len(wrong)} of {len(made)} right")
     return int(bool(wrong))

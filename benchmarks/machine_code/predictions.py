@@ -1,27 +1,36 @@
 """What each kernel should reach of a GPU's memory bandwidth, by its machine code and its grid, without a GPU.
 
 The cases are those of ``kernels``. Each launch of one is compiled as at that shape. Of its code count the loops that
-read tiles (all of it where none does): instructions for each byte read. Its time is the largest of three: its bytes by
+read tiles (all of it where none does): instructions for each byte read. Its time is the largest of four: its bytes by
 copy bandwidth, its instructions by what the schedulers issue, its bytes by what resident programs keep in flight
-(Little: bandwidth = bytes in flight / latency); the last two by the share of multiprocessors that its grid keeps busy.
-The share is that of a copy of the case's least bytes. An aim that is missed is named with its limiter. A measurement
-that contradicts a prediction is a fault of this model: mend it here.
+(Little: bandwidth = bytes in flight / latency), its accesses by the first cache; the last three by the share of
+multiprocessors that its grid keeps busy. Accesses are those that the emulator counted (``emulated``): a store moves
+its whole sectors, for it goes through the first cache; of loads each byte is moved once, for what a warp reads of a
+sector in two requests the first cache has; and that takes four sectors of requests a clock, or one wavefront of shared
+memory. The share is that of a copy of the case's least bytes. An aim that is missed is named with its limiter. A
+measurement that contradicts a prediction is a fault of this model: mend it here.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 import triton
 from torch import Tensor
+from triton.compiler import CompiledKernel
 
 from benchmarks.common.measure import commit, table, write_results
+from benchmarks.common.pages import Row, read
 from benchmarks.machine_code.machine_code import instructions, loops, resources, tile_bytes
 from benchmarks.machine_code.offline import MULTIPROCESSORS, SHARED_MEMORY, Launch, offline
+from emulator.counters import SECTOR
 from octavo.kernels.reference.optimizer_step import WeightUpdate
 from octavo.kernels.triton import KERNELS as OPS
 from octavo.kernels.triton import optimizer_step
@@ -77,15 +86,28 @@ class Prediction(NamedTuple):
     waves: float  # of programs
 
 
-def predict(launch: Launch, written: int, device: Device) -> Prediction:
-    """A launch, which writes so many bytes if its code does."""
-    kernel, read = launch.kernel, launch.read
-    threads, used = 32 * kernel.metadata.num_warps, resources(kernel)
-    hot = [(loop, *tile_bytes(loop)) for loop in loops(kernel)]
+@functools.cache
+def counted() -> Mapping[tuple[str, str, str], Row]:
+    """What the emulator counted, by architecture, case and kernel."""
+    return {(row["architecture"], row["case"], row["kernel"]): row for row in read("emulated")}
+
+
+@functools.lru_cache(maxsize=64)  # the shapes of a case share kernels
+def _code_of(kernel: CompiledKernel) -> tuple[dict[str, int], list[tuple[int, float, float]]]:
+    """A kernel's resources; of each loop that reads tiles, or of all of it: instructions, bytes read and written."""
+    hot = [(len(loop), *tile_bytes(loop)) for loop in loops(kernel)]
     hot = [entry for entry in hot if entry[1]]
-    if not hot:
-        code = instructions(kernel)
-        hot = [(code, *tile_bytes(code))]
+    code = instructions(kernel)
+    return resources(kernel), hot or [(len(code), *tile_bytes(code))]
+
+
+COUNTS = "instructions_an_element", "load_sectors_by_least", "store_sectors_by_least", "wavefronts_by_least"
+
+
+def predict(launch: Launch, counts: Mapping[str, str], written: int, device: Device, elements: int) -> Prediction:
+    """A launch, which writes so many bytes if its code does and nothing was counted."""
+    kernel, read = launch.kernel, launch.read
+    threads, (used, hot) = 32 * kernel.metadata.num_warps, _code_of(kernel)
     registers = -(-used["REG"] // 8) * 8
     shared = SHARED_MEMORY[kernel.metadata.target.arch] // (kernel.metadata.shared + 1024)
     programs = max(1, min(65536 // (registers * threads), 2048 // threads, shared, 32))
@@ -95,16 +117,28 @@ def predict(launch: Launch, written: int, device: Device) -> Prediction:
         return Prediction(device.launch, "launch", 0.0, used["REG"], programs, waves)
     busy = waves / math.ceil(waves) if waves > 1 else min(1.0, grid / device.multiprocessors)
     resident = min(programs, grid / device.multiprocessors)
-    per_byte = sum(len(code) / loaded for code, loaded, _ in hot)
-    moved = read + (written if any(stored for *_, stored in hot) else 0)
+    per_byte = sum(count / loaded for count, loaded, _ in hot)
+    stored = written if any(found for *_, found in hot) else 0.0
+    if counts:
+        stored = float(counts["stored_bytes_an_element"]) * elements
+    clocks = elements * _first_cache_clocks(counts) / device.multiprocessors
     in_flight = resident * threads * max(loaded for _, loaded, _ in hot) * device.multiprocessors
     bounds = {
-        "bandwidth": moved / device.bandwidth,
+        "bandwidth": (read + stored) / device.bandwidth,
         "instructions": read * per_byte / device.issued / busy,
         "bytes in flight": read * device.latency / in_flight,
+        "first cache": clocks / device.clock / busy,
     }
     limiter = max(bounds, key=lambda name: bounds[name])
     return Prediction(bounds[limiter] + device.launch, limiter, per_byte, used["REG"], programs, waves)
+
+
+def _first_cache_clocks(counts: Mapping[str, str]) -> float:
+    """An element's: four sectors of requests, or a wavefront of shared memory, each."""
+    if not counts:
+        return 0.0
+    moved = float(counts["loaded_bytes_an_element"]) + float(counts["stored_bytes_an_element"])
+    return moved / SECTOR / 4 + float(counts["wavefronts_an_element"])
 
 
 def _empty(rows: int, cols: int, seed: int) -> Tensor:
@@ -123,9 +157,11 @@ def row_of(name: str, shape: tuple[int, int], capability: int) -> dict[str, obje
         found = KERNELS[case.op](*arguments)
         outputs = (found,) if isinstance(found, Tensor) else found
         read, written = sum(x.nbytes for x in inputs), sum(x.nbytes for x in outputs)
-        predictions = [predict(launch, written, device) for launch in launches]
+        counts = [counted().get((f"sm_{capability}", name, launch.kernel.name), {}) for launch in launches]
+        elements = math.prod(shape)
+        predictions = [predict(*pair, written, device, elements) for pair in zip(launches, counts, strict=True)]
     seconds = sum(prediction.seconds for prediction in predictions)
-    slowest = max(predictions, key=lambda prediction: prediction.seconds)
+    slowest, costs = max(zip(predictions, counts, strict=True), key=lambda pair: pair[0].seconds)
     return {
         "op": name,
         "shape": "x".join(map(str, shape)),
@@ -138,6 +174,7 @@ def row_of(name: str, shape: tuple[int, int], capability: int) -> dict[str, obje
         "registers": slowest.registers,
         "programs": slowest.programs,
         "waves": f"{slowest.waves:.2f}",
+        **{name: costs.get(name, "") for name in COUNTS},
     }
 
 
@@ -151,13 +188,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--only", default="", help="cases whose name holds this")
     parser.add_argument("--no-write", action="store_true", help="print only")
     options = parser.parse_args(arguments)
-    rows = [
-        row_of(name, shape, capability)
-        for capability in DEVICES
-        for name in CASES
-        for shape in _aims(name)
-        if options.only in name
-    ]
+    rows = []
+    for capability, name in itertools.product(DEVICES, CASES):
+        if options.only in name:
+            rows += [row_of(name, shape, capability) for shape in _aims(name)]
+            print(DEVICES[capability].name, name, flush=True)
     print(table(rows))
     if not options.no_write and not options.only:
         origin = {"triton": triton.__version__, "commit": commit()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import csv
 import importlib
 import itertools
@@ -57,9 +58,8 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def run_apart(*arguments: str | Path, root: Path = ROOT) -> str:
-    """The same of what needs a process of its own, because Triton's kernels are interpreted there."""
+    """The same in a process of its own."""
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    environment.pop("TRITON_INTERPRET", None)  # they set it where there is no GPU
     command = [sys.executable, "-m", "benchmarks", *map(str, arguments)]
     result = subprocess.run(
         command, cwd=root, env=environment, capture_output=True, text=True, check=False, timeout=900
@@ -85,12 +85,14 @@ def assert_numbers(rows: list[dict[str, str]], *columns: str) -> None:
 def test_the_run_on_a_gpu_rehearsed(tmp_path: Path) -> None:
     """All stages, from a copy of the tree without git, as it lies on a machine with a GPU."""
     tree, out = tmp_path / "tree", tmp_path / "out"
-    for name in ("octavo", "benchmarks", "tests"):
+    for name in ("octavo", "emulator", "benchmarks", "tests"):
         shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__", "results", "runs"))
     shutil.copy(ROOT / "pyproject.toml", tree)
     output = run_apart("on_gpu", "--toy", "--processes", "2", "--output", out, root=tree)
     assert [line for line in output.splitlines() if line.startswith("stage ") and not line.endswith(": ok")] == []
     assert " 0 failed" in output and "losses of one rank" in output
+    assert "emulated sm_90: " in output and "26 of 26 cases are their reference" in output
+    assert {row["device"] for row in rows_of(out / "kernels.csv")} == {"emulated-sm-90"}
     check_kernels(out, (out / "kernels.log").read_text())
     check_layer(out)
     check_steps(out / "optimizer_step.csv")
@@ -98,6 +100,43 @@ def test_the_run_on_a_gpu_rehearsed(tmp_path: Path) -> None:
     assert_numbers(rows_of(out / "llama_step.csv"), "ms", "tokens_s", "by_bf16")
     again = run_apart("on_gpu", "--toy", "--output", out, root=tree)
     assert "---" not in again and "stage 7" in again  # what is done is not done again
+
+
+def test_kernels_under_compute_sanitizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By a script in its place: what it finds, and that it is not there, fails the stage."""
+    sanitizer, script = subjects.module_of("sanitizer"), tmp_path / "compute-sanitizer"
+    monkeypatch.setattr(sanitizer, "ON_GPU", True)
+    monkeypatch.setattr(sanitizer.shutil, "which", lambda name: None)
+    assert sanitizer.main([]) == 1 and "there is no compute-sanitizer here" in capsys.readouterr().out
+    monkeypatch.setattr(sanitizer.shutil, "which", lambda name: str(script))
+    script.write_text(f'#!/bin/sh\n[ "$2" = racecheck ] && exit {sanitizer.FOUND}\n[ "$2" = memcheck ]\n')
+    script.chmod(0o755)
+    assert sanitizer.main([]) == 1
+    assert capsys.readouterr().out.split("\n")[:3] == ["memcheck: ok", "racecheck: found faults", "initcheck: status 1"]
+
+
+def test_emulated(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subjects.module_of("emulated"), "SHAPE", (64, 128))
+    output = run("emulated", "--only", "amax", "--architectures", "90", "--no-write")
+    assert "amax_kernel" in output and "1 of 1 right" in output
+
+
+def test_what_was_emulated_stays(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is of the sources as they are is not made again, but if --only names it."""
+    emulated, written = subjects.module_of("emulated"), []
+    row = {"right": "yes", "made": "before", "triton": "", "commit": "new"}
+    known = {(90, "amax"): [row], (90, "cast rows"): [row | {"commit": "old"}], (100, "cast rows"): [row]}
+    monkeypatch.setattr(emulated, "committed", lambda: collections.defaultdict(list, known))
+    monkeypatch.setattr(emulated, "commits_since", lambda commit, measures: [] if commit == "new" else ["a change"])
+    monkeypatch.setattr(emulated, "NAMES", ["amax", "cast rows"])
+    monkeypatch.setattr(emulated, "rows_of", lambda capability, name: [row | {"made": name}])
+    monkeypatch.setattr(emulated, "write_results", lambda subject, rows, origin: written.append(rows))
+    assert emulated.main(["--architectures", "90"]) == 0 and "1 of 1 right" in capsys.readouterr().out
+    assert [one["made"] for one in written[-1]] == ["before", "cast rows", "before"]
+    assert emulated.main(["--architectures", "90", "--only", "amax"]) == 0
+    assert [one["made"] for one in written[-1]] == ["amax", "before", "before"]
 
 
 @pytest.mark.full
@@ -207,9 +246,9 @@ def test_what_if(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_tune(tmp_path: Path) -> None:
+def test_tune(run: Run, tmp_path: Path) -> None:
     before = TABLE.read_bytes()
-    run_apart("tune", "--toy", "--log", tmp_path / "tune.csv")
+    run("tune", "--toy", "--log", tmp_path / "tune.csv")
     assert TABLE.read_bytes() == before
     rows = rows_of(tmp_path / "tune.csv")
     assert_numbers(rows, "us")
@@ -219,10 +258,10 @@ def test_tune(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_tune_writes_a_table(tmp_path: Path) -> None:
-    run_apart("tune", "amax", "--toy", "--output", tmp_path / "configs.json")
+def test_tune_writes_a_table(run: Run, tmp_path: Path) -> None:
+    run("tune", "amax", "--toy", "--output", tmp_path / "configs.json")
     written = (tmp_path / "configs.json").read_text()
-    assert '"measured_on": "cpu' in written
+    assert '"measured_on": "emulated-sm-90' in written
     unchanged = [line.rstrip(",") for line in TABLE.read_text().splitlines() if '"cast_rows"' in line]
     assert all(line in written for line in unchanged)
 

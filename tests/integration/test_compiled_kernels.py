@@ -3,6 +3,7 @@
 import ast
 import csv
 import importlib
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ compiled = importlib.import_module("benchmarks.machine_code.compiled")
 machine_code = importlib.import_module("benchmarks.machine_code.machine_code")
 gpu_host = importlib.import_module("benchmarks.host.gpu_host")
 uncompiled = importlib.import_module("tests.support.uncompiled").uncompiled
+predictions = importlib.import_module("benchmarks.machine_code.predictions")
 predicted_products = importlib.import_module("benchmarks.machine_code.predicted_products")
 launch = importlib.import_module("octavo.kernels.triton.launch")
 
@@ -130,6 +132,21 @@ def test_no_kernel_makes_codes_by_tritons_own_conversion() -> None:
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "to":
                 is_bitcast = any(keyword.arg == "bitcast" for keyword in node.keywords)
                 assert is_bitcast or "float8" not in ast.unparse(node.args), f"{file.name}:{node.lineno}"
+
+
+def test_predictions_are_of_what_was_counted() -> None:
+    """Scattered stores move whole sectors, and wavefronts take the first cache's time."""
+    with compiled.offline(90) as launches:
+        compiled._two_scalings(compiled.MX, (32, 1), True, False).call()
+    counts = {"loaded_bytes_an_element": "4", "stored_bytes_an_element": "2.25", "wavefronts_an_element": "0.05"}
+    elements, device = math.prod(compiled.LARGE), predictions.DEVICES[90]
+    plain, scattered, conflicting = (
+        predictions.predict(launches[0], counts | more, 0, device, elements)
+        for more in ({}, {"stored_bytes_an_element": "4.5"}, {"wavefronts_an_element": "4"})
+    )
+    assert plain.limiter == scattered.limiter == "bandwidth" and conflicting.limiter == "first cache"
+    assert scattered.seconds - plain.seconds == pytest.approx(2.25 * elements / device.bandwidth)
+    assert conflicting.seconds > plain.seconds
 
 
 def kernel_of(capability: int, case: Any) -> Any:

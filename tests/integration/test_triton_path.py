@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -16,6 +16,7 @@ from octavo.autograd import casts, grouped, products
 from octavo.kernels.signatures import SCHEMAS
 from tests.support.fused_cases import SAVED
 from tests.support.helpers import FP8_RECIPES, sqnr
+from tests.support.triton_kernels import in_place_of_reference
 
 pytestmark = pytest.mark.gpu
 
@@ -23,14 +24,7 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture
 def device(kernels: Any) -> Iterator[torch.device]:
     """Where layers run the Triton kernels; without a GPU they are put in the reference's place, laid as on Hopper."""
-    with ExitStack() as stack:
-        if kernels.device.type == "cpu":
-            for name in SCHEMAS:
-                stack.enter_context(mock.patch.object(entries, name, getattr(kernels, name)))
-            for module in (casts, grouped):
-                stack.enter_context(mock.patch.object(module, "needs_transposed_codes", lambda device: True))
-            for module in (casts, products):
-                stack.enter_context(mock.patch.object(module, "contraction_multiple", lambda device: 16))
+    with in_place_of_reference(kernels) if kernels.device.type == "cpu" else nullcontext():
         yield kernels.device
 
 

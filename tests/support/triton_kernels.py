@@ -13,7 +13,7 @@ import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -63,6 +63,25 @@ def running(capability: int | None = None) -> Iterator[TritonKernels]:
     how = nullcontext() if on_gpu else emulating(capability) if capability else _interpreting()
     with how:
         yield load(not on_gpu and not capability)
+
+
+@contextmanager
+def in_place_of_reference(kernels: TritonKernels) -> Iterator[None]:
+    """Layers and optimizers on a CPU run these kernels, laid as on Hopper, but what is compiled."""
+    from octavo import kernels as entries
+    from octavo.autograd import casts, grouped, products
+    from octavo.kernels.signatures import SCHEMAS
+    from octavo.optim import base
+
+    with ExitStack() as stack:
+        for name in SCHEMAS:
+            stack.enter_context(mock.patch.object(entries, name, getattr(kernels, name)))
+        for module in (casts, grouped):
+            stack.enter_context(mock.patch.object(module, "needs_transposed_codes", lambda device: True))
+        for module in (casts, products):
+            stack.enter_context(mock.patch.object(module, "contraction_multiple", lambda device: 16))
+        stack.enter_context(mock.patch.object(base, "optimizer_step", kernels.modules[PACKAGE].optimizer_step))
+        yield
 
 
 def _ours() -> dict[str, ModuleType]:

@@ -93,15 +93,20 @@ ALL_CASES = [
 _launched: dict[tuple[int, str], set[str]] = {}
 
 
+def check(name: str) -> None:
+    """Launch a case's kernels, and compare."""
+    if name in CALLS:
+        CALLS[name](triton_kernels.load(False))
+    elif name in products.PRODUCTS:
+        assert products.wrong(name, PRODUCT) == ""
+    else:
+        assert cases.wrong(name, cases.inputs(*SHAPE, 1)[0]) == ""
+
+
 @pytest.mark.parametrize(("capability", "name"), ALL_CASES)
 def test_it_is_the_reference(capability: int, name: str) -> None:
     with emulating(capability) as launches:
-        if name in CALLS:
-            CALLS[name](triton_kernels.load(False))
-        elif name in products.PRODUCTS:
-            assert products.wrong(name, PRODUCT) == ""
-        else:
-            assert cases.wrong(name, cases.inputs(*SHAPE, 1)[0]) == ""
+        check(name)
     assert launches
     _launched[capability, name] = {launch.kernel for launch in launches}
 
