@@ -191,8 +191,8 @@ def _rewrite_matrix(
     new: Master, values: Tensor, sharded: Tensor | None, same_storage: bool, stands_in: bool, of_all: Tensor | None
 ) -> None:
     """``_rewrite`` of one matrix from its values, float32; not of those of a row that stands in."""
-    if new.amax is not None and new.scale_inv is not None:
-        if same_storage and isinstance(new, Fp8Weight):
+    if isinstance(new, Fp8Weight):
+        if same_storage:
             bound = new.scale_inv * E4M3.max
         elif of_all is not None:
             bound = of_all

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -88,12 +88,10 @@ def check(param: Tensor, settings: Settings, bounds: bool) -> None:
         )
     if param.is_complex() or param.is_sparse:
         raise ValueError("octavo's optimizers are for dense real weights")
-    found = master_of(param, settings.master)  # type: ignore[arg-type]
+    master_of(param, settings.master)  # type: ignore[arg-type]
     check_layout(param)
     if not is_sharded(param):
         return
-    if found.name == "fp16_scaled" and not stored:  # of stored ones its scale is the codes', which ranks agree on
-        raise ValueError("master='fp16_scaled' has one scale, which sharded weights do not share: use 'split24'")
     for moment in settings.moments:
         if param.ndim > 1 and isinstance(moment.format, Format) and moment.granularity == PerTensor():
             raise ValueError(f"{moment} has one scale, which sharded weights do not share: use PerBlock(1, {BLOCK})")
@@ -131,22 +129,6 @@ def with_codes(update: WeightUpdate, gradient: StoredGradient) -> WeightUpdate:
 def bytes_of(tensors: Iterable[Tensor]) -> int:
     """Bytes of all of them together."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def raise_amaxes(updates: Sequence[WeightUpdate]) -> None:
-    """Raise the amaxes of float16 masters to their weights', which may have been written since the last step."""
-    masters = [update.master for update in updates]
-    scaled = {one.weight: one.amax.view(()) for one in masters if one.kind == "fp16_scaled" and one.amax is not None}
-    weights = [weight for weight in scaled if weight.numel()]
-    if not weights:
-        return
-    if weights[0].is_cuda:
-        norms = list(torch._foreach_norm(weights, math.inf, torch.float32))
-    else:  # where that would make all of a weight float32
-        norms = [torch.stack(weight.aminmax()).abs().amax().float() for weight in weights]
-    found = torch.stack(norms)
-    found = torch.where(found.isfinite(), found, 0.0)
-    torch._foreach_maximum_([scaled[weight] for weight in weights], list(found.unbind()))
 
 
 def unscale(gradients: list[Tensor], scale: Tensor, skip: Tensor | None) -> None:
@@ -284,7 +266,7 @@ def bytes_of_state(param: nn.Parameter, weight: Tensor, settings: Settings | Non
 
 def _check_storage(weight: Tensor, state: dict[str, Any]) -> None:
     """Raise RuntimeError for a weight that was stored in FP8, widened, or scaled otherwise since its state was made."""
-    amax = None if "master_scale_inv" in state else state.get("master_amax")  # which weights in FP8 have, one a scale
+    amax = state.get("master_amax")  # which weights in FP8 have, one a scale
     now = weight.scale_inv.shape if isinstance(weight, StoredWeight) else None
     if now != (None if amax is None else amax.shape):
         raise RuntimeError(
