@@ -39,7 +39,7 @@ def coded(update: WeightUpdate) -> WeightUpdate:
 
 def optimizer() -> Iterator[Case]:
     fp8 = NAMED["fp8"]
-    for master, dtype in (("fp32", FP32), ("split32", BF16), ("split24", BF16), ("fp16_scaled", BF16), (None, BF16)):
+    for master, dtype in (("fp32", FP32), ("split32", BF16), ("split24", BF16), (None, BF16)):
         yield _case(f"Adam fp8, {master}", [update(LARGE, fp8, master, dtype, BF16)])
     for name in ("fp32", "bf16"):
         yield _case(f"Adam {name}, split32", [update(LARGE, NAMED[name], "split32", BF16, FP32)])

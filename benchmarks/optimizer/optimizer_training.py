@@ -44,8 +44,7 @@ MEASURES = ("octavo/optim", "octavo/kernels/reference")
 LIMIT = 0.5  # %
 BASE = "torch AdamW, fp32"
 SCHEMES = {BASE: StateConfig()} | {
-    f"fp8, master {master}": StateConfig("fp8", master)
-    for master in ("fp32", "split32", "split24", "fp16_scaled", "none")
+    f"fp8, master {master}": StateConfig("fp8", master) for master in ("fp32", "split32", "split24", "none")
 }
 FULL, AFTER = "all in FP8, updates in backward", "all in FP8"
 OUTSTANDING = {FULL: "64KB", f"{FULL}, 1MB": "1MB", f"{FULL}, 64MB": "64MB"}  # of 3.6 MB of gradients

@@ -36,15 +36,20 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from octavo.distributed import joined_parts, other_blocks
+from octavo.distributed import joined_parts
 from octavo.distributed.dcp_files import METADATA, Reader, TensorPlanner, Writer
 from octavo.distributed.files import reason_of, replacing
+from octavo.distributed.joined_parts import Joined
 from octavo.distributed.ranks import CheckpointError, RankError, Ranks, lost_ranks
 from octavo.errors import first_line
 from octavo.nn.agreement import told_of
 from octavo.nn.recipe_module import RecipeModule
+from octavo.optim.layout import place_of
+from octavo.optim.moment import Moment
+from octavo.optim.state import moment_from
 from octavo.scaling.delayed import delayed_state_dict, load_delayed_state_dict
 from octavo.tensor.collectives import agree
+from octavo.tensor.sharded_weight import like_sharded, on_this_rank
 
 __all__ = ["save_checkpoint", "load_checkpoint", "load_extra"]
 
@@ -142,7 +147,7 @@ def load_checkpoint(
             optimizer.zero_grad()
             begun = get_optimizer_state_dict(model, optimizer)  # steps a new one, where ranks agree on amaxes
             with ranks.together():
-                state["optimizer"], state["others"], more = _optimizer_to_fill(model, optimizer, begun, content, reader)
+                state["optimizer"], state["codes"], more = _optimizer_to_fill(model, optimizer, begun, content, reader)
                 places |= more
         tensors = {name: part[key] for name, (part, key) in places.items()}
         group, alone = ranks.group, ranks.group is None
@@ -153,8 +158,9 @@ def load_checkpoint(
             if optimizer is not None and state["optimizer"] is None:  # it was saved before its first step
                 optimizer.state.clear()
             elif optimizer is not None:
+                for own, name, moment in state["codes"]:
+                    own[name] = _read(moment, own.pop(f"{name}_codes"), own.pop(f"{name}_scale_inv"))
                 own = state["optimizer"]["state"]
-                other_blocks.put(own, state["others"], content["groups"][0].get("octavo"))
                 state["optimizer"]["state"] = joined_parts.part(own, joined_parts.names_of(model))
                 set_optimizer_state_dict(model, optimizer, state["optimizer"])
             load_delayed(model, content["delayed"], ranks)
@@ -271,7 +277,7 @@ def _collect(model: nn.Module, own: Any, optimizer: Optimizer | None) -> tuple[d
 def _model_to_fill(model: nn.Module, own: Any, content: dict[str, Any]) -> tuple[dict[str, Any], Places]:
     """The state dicts to fill, as yet the model's alone, and where in them each tensor lies that the checkpoint names.
 
-    An optimizer that was saved before its first step has None. ``others``: moments that were kept otherwise.
+    An optimizer that was saved before its first step has None.
     """
     parted = joined_parts.names_of(model)
     whole = joined_parts.join(own, parted) if parted else own
@@ -284,31 +290,38 @@ def _model_to_fill(model: nn.Module, own: Any, content: dict[str, Any]) -> tuple
         )
     for name in content["others"].keys() & places.keys():
         own[places.pop(name)[1]] = content["others"][name]
-    return {"model": own, "optimizer": None, "others": {}}, places
+    return {"model": own, "optimizer": None, "codes": []}, places
 
 
 def _optimizer_to_fill(
     model: nn.Module, optimizer: Optimizer, begun: Any, content: dict[str, Any], reader: Reader
-) -> tuple[dict[str, Any], dict[str, Any], Places]:
-    """The state dict of an optimizer that has ``begun``, moments that were kept otherwise, and places as above."""
-    parted, others, places = joined_parts.names_of(model), dict[str, Any](), Places()
+) -> tuple[dict[str, Any], list[tuple[dict[str, Any], str, Moment]], Places]:
+    """The state dict of an optimizer that has ``begun``, places as above, and those moments that come in other codes.
+
+    Each of these with the state that is to have it in float32, and its name.
+    """
+    parted, codes, places = joined_parts.names_of(model), list[tuple[dict[str, Any], str, Moment]](), Places()
     own, kept = joined_parts.join(begun["state"], parted), dict[str, Any]()
+    names, described = getattr(optimizer, "names", ()), content["groups"][0].get("octavo", {"moments": ()})
+    moments = dict(zip(names, map(moment_from, described["moments"]), strict=False))
     for name, keys in content["states"].items():
         here, sizes = own.get(name, {}), {key: reader.size(f"optimizer.{name}.{key}") for key in keys}
-        if (other := other_blocks.OtherMoments.of(here, getattr(optimizer, "names", ()), sizes)) is not None:
-            others[name], here = other, here | other.tensors
+        others = {one: _moment_to_fill(one, here, sizes) for one in names}
+        for tensors in others.values():
+            here = here | tensors
         if not set(keys) <= here.keys():
             raise CheckpointError(
                 f"its optimizer kept {keys} of {name}, which this one does not: give an optimizer of the same "
                 "class and the same parameters"
             )
         kept[name] = {key: here[key] for key in keys}
+        codes += [(kept[name], one, moments[one]) for one, tensors in others.items() if f"{one}_codes" in tensors]
         places |= {f"optimizer.{name}.{key}": (kept[name], key) for key in keys}
     for name in content["others"].keys() & places.keys():
         part, key = places.pop(name)
         part[key] = content["others"][name]
     groups = joined_parts.renamed(content["groups"], parted, False)
-    return {"state": kept, "param_groups": groups}, others, places
+    return {"state": kept, "param_groups": groups}, codes, places
 
 
 def _write_content(folder: str, content: dict[str, Any]) -> None:
@@ -341,6 +354,59 @@ def _read_content(folder: str) -> dict[str, Any]:
             f"{Path(folder) / CONTENT} is damaged or not octavo's ({reason_of(error)}): load another checkpoint"
         ) from error
     return content
+
+
+# --- moments that were saved in other codes than they have here, or in none where they have some ----------------------
+
+
+def _moment_to_fill(name: str, own: dict[str, Any], sizes: dict[str, torch.Size]) -> dict[str, Any]:
+    """Tensors for a moment as it was saved, of a parameter whose state ``own`` has it otherwise; else none.
+
+    ``sizes``: of all that was saved of the parameter.
+    """
+    codes, scales = f"{name}_codes", f"{name}_scale_inv"
+    like, saved = own.get(codes, own.get(name)), [key for key in (name, codes, scales) if key in sizes]
+    if like is None or all(key in own and own[key].shape == sizes[key] for key in saved):
+        return {}
+    if name in sizes:
+        return {name: _empty(like, torch.float32)}
+    return {codes: _empty(like, torch.uint8), scales: _scales(like, sizes[scales])}
+
+
+def _empty(like: Any, dtype: torch.dtype) -> Any:
+    """A tensor of another dtype, in the same parts on the same ranks."""
+    if isinstance(like, Joined):
+        return Joined([_empty(part, dtype) for part in like.parts])
+    own = torch.empty_like(on_this_rank(like), dtype=dtype)
+    return like_sharded(own, like, like.shape) if hasattr(like, "placements") else own
+
+
+def _scales(like: Any, size: torch.Size) -> Any:
+    """The scales of this rank's rows, in all columns; of a vector all."""
+    if like.ndim < 2 or size.numel() == 1:
+        return torch.empty(size, device=like.device)
+    if isinstance(like, Joined):
+        return Joined([_scales(part, torch.Size((part.shape[0], *size[1:]))) for part in like.parts])
+    own = torch.empty(on_this_rank(like).shape[0], *size[1:], device=like.device)
+    if not hasattr(like, "placements"):
+        return own
+    from torch.distributed.tensor import DTensor, Replicate
+
+    placements = [Replicate() if one.is_shard(1) else one for one in like.placements]
+    stride = torch.empty(size, device="meta").stride()
+    return DTensor.from_local(own, like.device_mesh, placements, run_check=False, shape=size, stride=stride)
+
+
+def _read(moment: Moment, codes: Any, scales: Any, first: int = 0) -> Any:
+    """The values in float32, as the codes lie, which begin with element ``first`` of a row."""
+    if isinstance(codes, Joined):
+        own = scales.parts if isinstance(scales, Joined) else [scales] * len(codes.parts)
+        starts = [start if codes.ndim < 2 else 0 for start, _ in codes.pieces()]
+        return Joined([_read(moment, *of_part) for of_part in zip(codes.parts, own, starts, strict=True)])
+    place = place_of(codes)
+    first += place.first_row if codes.ndim < 2 else place.first_col
+    wide = moment.read_codes(on_this_rank(codes), on_this_rank(scales), first)
+    return like_sharded(wide, codes, codes.shape) if hasattr(codes, "placements") else wide
 
 
 # --- delayed state ----------------------------------------------------------------------------------------------------

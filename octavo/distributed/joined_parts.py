@@ -41,7 +41,7 @@ class Joined(Facade):
         """The same again, of the very same parts."""
         return Joined(self.parts)
 
-    def _pieces(self) -> Iterable[tuple[int, Tensor]]:
+    def pieces(self) -> Iterable[tuple[int, Tensor]]:
         """Each part with its first row."""
         start = 0
         for part in self.parts:
@@ -50,7 +50,7 @@ class Joined(Facade):
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
         items = []
-        for start, part in self._pieces():
+        for start, part in self.pieces():
             for item in _create_write_items(fqn, part):
                 assert item.tensor_data is not None
                 chunk = _moved(item.tensor_data.chunk, start)
@@ -60,10 +60,10 @@ class Joined(Facade):
         return items
 
     def __create_chunk_list__(self) -> list[Any]:
-        return [_moved(chunk, start) for start, part in self._pieces() for chunk in _create_chunk_list(part)]
+        return [_moved(chunk, start) for start, part in self.pieces() for chunk in _create_chunk_list(part)]
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
-        for start, part in self._pieces():
+        for start, part in self.pieces():
             for chunk in _create_chunk_list(part):
                 if _moved(chunk, start).offsets == index.offset and 0 not in chunk.sizes:
                     return getattr(part, "_local_tensor", part)

@@ -66,15 +66,13 @@ class Adam(CompactOptimizer):
         kept = moments_of(moments)
         self._clip = clip_update
         self.clip_update = self.will_bound(Settings(kept, self.names, master), stored=False)
-        if master == "fp16_scaled" and not self.clip_update:
-            raise ValueError("master='fp16_scaled' finds its scale by the largest update: leave clip_update on")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults, kept, master, seed, skip_nonfinite, gradient_storage)
 
     def check(self, weight: Tensor, group: dict[str, Any], settings: Settings, bounds: bool) -> None:
         """As any optimizer's; also that the largest update has a bound where a scale comes from it."""
         beta1, beta2 = group["betas"]
-        if (local_stored(weight) is not None or settings.master == "fp16_scaled") and beta1 * beta1 > beta2:
+        if local_stored(weight) is not None and beta1 * beta1 > beta2:
             raise ValueError(
                 f"betas={(beta1, beta2)!r}: the largest update grows without end where beta1^2 > beta2, so it can give "
                 "no scale; use a larger beta2, or float32 weights"
@@ -89,7 +87,7 @@ class Adam(CompactOptimizer):
         """Where it was not told: if anything that it keeps is not exact."""
         if self._clip is not None:
             return self._clip
-        return stored or settings.master == "fp16_scaled" or any(m.format != "fp32" for m in settings.moments)
+        return stored or any(m.format != "fp32" for m in settings.moments)
 
     def _options(self, group: dict[str, Any]) -> AdamGroup:
         beta1, beta2, eps, decay = map(float, (*group["betas"], group["eps"], group["weight_decay"]))  # may be tensors
@@ -110,9 +108,9 @@ class AdamW(Adam):
         moments: "fp8" (2.06 bytes an element), "bf16" (4), "fp32" (8), or two Moments. Of vectors that are sharded,
             "fp32" stands in for codes.
         master: "auto": float32 weights are their own master, bf16 ones have "split32". "split32": bf16 + 16 bits;
-            "split24": bf16 + 8 bits; "fp16_scaled": bf16 + a scaled float16; None: bf16 alone, rounded stochastically;
-            "fp32": float32 weights only. Float32 weights stay as they are under each of them. Weights that are stored
-            in FP8 ("auto": "split16"): code + 8 bits; "split24": code + 16 bits; "fp16_scaled", "fp32", None.
+            "split24": bf16 + 8 bits; None: bf16 alone, rounded stochastically; "fp32": float32 weights only. Float32
+            weights stay as they are under each of them. Weights that are stored in FP8 ("auto": "split16"): code + 8
+            bits; "split24": code + 16 bits; "fp16_scaled": code + float16; "fp32", None.
         clip_update: clip to R_t; by default where moments or master are not exact.
         seed: of stochastic rounding, whose bits depend on it, the step and the element's index alone.
         skip_nonfinite: do nothing in a step of which a gradient is inf or NaN, and don't wait to know (a GradScaler's

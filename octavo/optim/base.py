@@ -312,7 +312,6 @@ class CompactOptimizer(Optimizer):
             updates.setdefault(update.gradient.device, []).append(update)
         groups: Any = [self._options(group) for group in self.param_groups]
         for device, some in updates.items():
-            states.raise_amaxes(some)
             there = [None if x is None else x.to(device, torch.float32, non_blocking=True) for x in (skip, scale)]
             sums = None if self.resolution is None else self.resolution.on(device)
             optimizer_step(some, groups, there[0], there[1], self._plans, sums)

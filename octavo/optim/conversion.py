@@ -19,7 +19,7 @@ from octavo.kernels.reference.master_weights import Fp8Weight, Master
 from octavo.kernels.reference.optimizer_state import BLOCK, pieces
 from octavo.optim import state as states
 from octavo.optim.base import CompactOptimizer
-from octavo.optim.layout import is_apart, with_run
+from octavo.optim.layout import is_apart
 from octavo.optim.masters import master_of
 from octavo.optim.state import Settings, for_kernel, new_master
 from octavo.tensor.parameters import put_into
@@ -157,11 +157,10 @@ def _moments(
     were = before.moments_of(param)
     for name, new in after.moments_of(param).items():
         laid = new.new_state(name, states.local(param).shape, "meta", is_apart(new_param))
-        names = {with_run(key, new_param): each.shape for key, each in laid.items()}
         if new == were[name] and all(
-            key in state and states.local(state[key]).shape == shape for key, shape in names.items()
+            key in state and states.local(state[key]).shape == each.shape for key, each in laid.items()
         ):
-            found |= {key: state[key] for key in names}
+            found |= {key: state[key] for key in laid}
         else:
             found |= states.converted(new_param, name, were[name], new, state)
     return found
@@ -192,8 +191,8 @@ def _rewrite_matrix(
     new: Master, values: Tensor, sharded: Tensor | None, same_storage: bool, stands_in: bool, of_all: Tensor | None
 ) -> None:
     """``_rewrite`` of one matrix from its values, float32; not of those of a row that stands in."""
-    if new.amax is not None and new.scale_inv is not None:
-        if same_storage and isinstance(new, Fp8Weight):
+    if isinstance(new, Fp8Weight):
+        if same_storage:
             bound = new.scale_inv * E4M3.max
         elif of_all is not None:
             bound = of_all

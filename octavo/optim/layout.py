@@ -1,16 +1,13 @@
 """Where the shard of a weight lies in the whole of it, and how what is kept beside it is sharded.
 
 A weight is a matrix of its first dimension by all others. Ranks may share its rows (FSDP2, ColwiseParallel), its
-columns (RowwiseParallel: the second dimension), or both, over as many dimensions of a mesh. Blocks of 128 lie along the
-columns that a rank has: where these are whole blocks of the weight, blocks are those of one rank; else they begin anew
-with each rank's columns. Those of experts in FP8 [E, N, K] begin anew after each K. A vector that is sharded has no
-blocks. After how many columns blocks begin anew, the run, is in the name of a state's scales: shapes do not tell it.
+columns (RowwiseParallel: the second dimension), or both, over as many dimensions of a mesh. Blocks of 128 along a row
+are the same on any number of ranks: of a weight whose blocks ranks would share moments are not in codes.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -20,9 +17,6 @@ from torch import Tensor, nn
 from octavo.kernels.reference.optimizer_state import BLOCK, blocks_of
 from octavo.tensor.sharded_weight import like_sharded, on_this_rank
 from octavo.tensor.stored_weight import local_stored
-
-SCALE_INV = "_scale_inv"
-_RUN = re.compile(SCALE_INV + r"_(\d+)$")
 
 
 class Place(NamedTuple):
@@ -46,8 +40,18 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def is_sharded_vector(param: Tensor) -> bool:
-    """Whether it is one: its blocks would end with a rank's shard, which ends elsewhere for other numbers of ranks."""
+    """Whether it is one: kernels take it as a column, so that an element's index is that of the whole vector."""
     return param.ndim < 2 and is_sharded(param)
+
+
+def ranks_share_blocks(param: Tensor) -> bool:
+    """Whether a block of 128 may lie on several ranks: of a vector, or of columns in no multiples of 128."""
+    inner = math.prod(param.shape[2:])
+    for dim, mesh_dim, _ in sharded_dims(param):
+        if dim == 1:
+            columns = -(-param.shape[1] // param.device_mesh.size(mesh_dim))  # type: ignore[attr-defined]
+            return columns < param.shape[1] and columns * inner % BLOCK != 0
+    return is_sharded_vector(param)
 
 
 def check_layout(param: Tensor) -> None:
@@ -83,40 +87,6 @@ def place_of(param: Tensor) -> Place:
     return Place(row, rest[0] * math.prod(param.shape[2:]) if rest else 0, columns)
 
 
-def run_of(tensor: Tensor) -> int:
-    """After how many of a whole matrix's columns blocks begin anew: a row, or what each rank or expert's row has."""
-    columns, inner = math.prod(tensor.shape[1:]), math.prod(tensor.shape[2:])
-    if is_apart(tensor):
-        return columns if inner % BLOCK == 0 else inner
-    for dim, mesh_dim, _ in sharded_dims(tensor):
-        if dim == 1:
-            run = -(-tensor.shape[1] // tensor.device_mesh.size(mesh_dim)) * inner  # type: ignore[attr-defined]
-            return columns if run % BLOCK == 0 else run
-    return columns
-
-
-def with_run(key: str, param: Tensor) -> str:
-    """A tensor's name in a weight's state: that of scales with the run, where blocks begin anew within a row."""
-    run = run_of(param) if key.endswith(SCALE_INV) else 0
-    return key if run in (0, math.prod(param.shape[1:])) else f"{key}_{run}"
-
-
-def without_run(key: str) -> str:
-    """The name that kernels have for it."""
-    return _RUN.sub(SCALE_INV, key)
-
-
-def run_in(key: str) -> int:
-    """The run that such a name says; 0: a row."""
-    found = _RUN.search(key)
-    return int(found[1]) if found else 0
-
-
-def blocks_in(columns: int, run: int) -> int:
-    """How many blocks a row has that begin anew after ``run`` columns."""
-    return columns if run == 0 else columns // run * blocks_of(run) + blocks_of(columns % run)
-
-
 def like_param(tensor: Tensor, param: Tensor) -> Tensor:
     """A tensor of this rank's state as a sharded one, where the weight is: so that checkpoints can reshard it."""
     own = on_this_rank(param).shape
@@ -126,8 +96,8 @@ def like_param(tensor: Tensor, param: Tensor) -> Tensor:
         return like_sharded(tensor, param, torch.Size((*param.shape, *tensor.shape[param.ndim :])))
     if all(dim == 0 for dim, *_ in sharded_dims(param)):
         return like_sharded(tensor, param, torch.Size((param.shape[0], *tensor.shape[1:])))
-    columns = math.prod(param.shape[1:])  # it has a scale for each block
-    return like_sharded(tensor, param, torch.Size((param.shape[0], blocks_in(columns, run_of(param)))))
+    blocks = blocks_of(math.prod(param.shape[1:]))  # it has a scale for each
+    return like_sharded(tensor, param, torch.Size((param.shape[0], blocks)))
 
 
 def like_gradient(whole: Tensor, local: Tensor) -> Tensor:

@@ -56,6 +56,7 @@ def loaded(
     if described is None and any(str(name).endswith("_codes") for name in given):
         raise ValueError("the state holds codes, but its groups no 'octavo', which says how these are to be read")
     state = states.new_state(param, settings)
+    given = _as_loaded(given, settings.names, state)
     step = given.get("step", 1.0)  # torch's SGD keeps none
     state["step"].copy_(torch.as_tensor(step, dtype=torch.float32))
     lost = take_master(state, given)
@@ -79,7 +80,7 @@ def said(
         before = f"{tuple(map(states.moment_from, described['moments']))}, master {described['master']}"
     now = "; ".join([f"{moments}, master {master}", *sorted({*converted} - {""})])
     if before == now:
-        before, now = "vectors, or blocks, that ranks shared otherwise", "those of these ranks, to nearest"
+        before, now = "other blocks, or moments in codes on one side alone", "as they are kept here, to nearest"
     return f"the optimizer's state was converted: from {before} to {now}"
 
 
@@ -96,6 +97,16 @@ def take_master(state: dict[str, Any], given: dict[str, Any]) -> str | None:
         return None
     was, now = ("none" if some is None else KINDS[int(some)] for some in (kind, own))
     return f"masters that were {was} begin anew as the weights are: {now}"
+
+
+def _as_loaded(given: dict[str, Any], names: Sequence[str], state: dict[str, Any]) -> dict[str, Any]:
+    """A loaded state without the optimizer's own moments, which torch leaves beside those of a full state dict.
+
+    Where a moment is there twice, in codes and not, the one that isn't kept here was loaded.
+    """
+    twice = {name for name in names if name in given and f"{name}_codes" in given}
+    own = {name if name in state else f"{name}_codes" for name in twice}
+    return {key: value for key, value in given.items() if key not in own}
 
 
 def _copy(state: dict[str, Any], given: dict[str, Any], names: list[str]) -> bool:

@@ -5,8 +5,6 @@ Of plain weights (bytes with the weight):
     fp32         a float32 weight is its own master; so is a float16 one under "auto", which is rounded to nearest
     split32      bf16 and a 16-bit remainder (4): together the bits of float32, with which training is the same
     split24      bf16 and an 8-bit remainder (3): the upper 24 bits of float32, the others rounded stochastically
-    fp16_scaled  bf16 and a float16 master with one scale, a power of two (4): MS-AMP's, but the scale is known before
-                 the update; 40 octaves below the largest
     None         bf16 alone (2), rounded stochastically, so that small updates count on average
 
 Of weights in FP8: see kernels/reference/master_weights.py. Remainders of 16 bits are kept as bytes: NCCL and gloo send
@@ -23,13 +21,11 @@ from torch import Tensor, nn
 from octavo.kernels import amax
 from octavo.kernels.reference.master_weights import (
     FLOAT16_FACTOR,
-    FLOAT16_MAX,
     Fp8Weight,
     Master,
     MasterWeight,
     values_with,
 )
-from octavo.numerics import scale_from_amax
 from octavo.tensor.stored_weight import StoredWeight, has_powers_of_two, local_stored
 
 
@@ -50,7 +46,7 @@ class MasterForm:
     dtypes: tuple[torch.dtype, ...] = ()
 
     def new_state(self, weight: Tensor) -> dict[str, Tensor]:
-        """The rest, and of a scaled master its scale_inv and amax, so that it begins as the weight.
+        """The rest, so that the master begins as the weight.
 
         The master of a weight in FP8 begins as what was cast to that, where it is still known; its amax bounds the next
         scale. Without a rest there is nothing to hold it.
@@ -59,15 +55,7 @@ class MasterForm:
             return self._new_state_of_codes(weight)
         if self.rest is None:
             return {}
-        if self.rest != torch.float16:
-            return {"master_rest": _as_kept(torch.zeros(weight.shape, dtype=self.rest, device=weight.device))}
-        largest = weight.detach().abs().amax().float() if weight.numel() else weight.new_zeros((), dtype=torch.float32)
-        scale = scale_from_amax(largest.reshape(1, 1), FLOAT16_MAX, True, 0)
-        return {
-            "master_rest": (weight.detach().float().contiguous() * scale.reshape(())).half(),
-            "master_scale_inv": scale.reciprocal(),
-            "master_amax": largest.reshape(1, 1).clone(),
-        }
+        return {"master_rest": _as_kept(torch.zeros(weight.shape, dtype=self.rest, device=weight.device))}
 
     def _new_state_of_codes(self, weight: StoredWeight) -> dict[str, Tensor]:
         if not has_powers_of_two(weight.scale_inv):
@@ -100,7 +88,7 @@ class MasterForm:
         rest = None if self.rest is None else state["master_rest"].view(self.rest).view(matrix.shape)
         if scale_inv is not None:
             return Fp8Weight(matrix, self.kind, scale_inv, rest, state.get("master_amax"))
-        return MasterWeight(matrix, self.kind, rest, state.get("master_scale_inv"), state.get("master_amax"))
+        return MasterWeight(matrix, self.kind, rest)
 
 
 def _as_kept(rest: Tensor) -> Tensor:
@@ -113,7 +101,6 @@ NAMED: dict[str | None, MasterForm] = {
     "fp32": MasterForm("fp32", "weight", None, (torch.float32,)),
     "split32": MasterForm("split32", "split32", torch.int16, _BF16),
     "split24": MasterForm("split24", "split24", torch.int8, _BF16),
-    "fp16_scaled": MasterForm("fp16_scaled", "fp16_scaled", torch.float16, (torch.bfloat16, torch.float16)),
     None: MasterForm(None, "stochastic", None, _BF16),
 }
 _FLOAT16 = MasterForm("auto", "weight", None, (torch.float16,))
@@ -125,6 +112,7 @@ OF_FP8_WEIGHTS: dict[str | None, MasterForm] = {
     None: MasterForm(None, "fp8_stochastic"),
 }
 KINDS = [form.kind for forms in (NAMED, OF_FP8_WEIGHTS) for form in forms.values()]  # saved states hold places of it
+KINDS.insert(3, "fp16_scaled")  # of bf16 weights, in states that were saved when these had it
 
 
 def master_of(param: nn.Parameter, master: str | None) -> MasterForm:
@@ -133,8 +121,8 @@ def master_of(param: nn.Parameter, master: str | None) -> MasterForm:
     Args:
         param: the weight.
         master: a name of NAMED; or "auto": float32 and float16 weights are their own, bf16 ones have "split32", stored
-            ones "split16". "split16" is 8 bits of remainder: of bf16 weights it is "split24"; and "fp32" of
-            these is "split32".
+            ones "split16". "split16" is 8 bits of remainder: of bf16 weights it is "split24"; "fp32" and "fp16_scaled"
+            of these are "split32".
 
     Raises:
         ValueError: for another name, or a weight of another dtype than the master is for.
@@ -144,15 +132,18 @@ def master_of(param: nn.Parameter, master: str | None) -> MasterForm:
         if wanted not in OF_FP8_WEIGHTS:
             raise ValueError(f"master={master!r}: weights stored in FP8 take {', '.join(map(repr, OF_FP8_WEIGHTS))}")
         return OF_FP8_WEIGHTS[wanted]
+    chosen = master
     if param.dtype == torch.bfloat16:  # of "fp32" it is the same master, half of it the weight
-        master = {"auto": "split32", "fp32": "split32", "split16": "split24"}.get(master or "", master)
+        chosen = {"auto": "split32", "fp32": "split32", "fp16_scaled": "split32", "split16": "split24"}.get(
+            master or "", master
+        )
     elif master == "auto" and param.dtype == torch.float16:
         return _FLOAT16
-    elif master in ("auto", "split16"):
-        master = "fp32"
-    if master not in NAMED:
-        raise ValueError(f"master={master!r}: use 'auto', 'split16', {', '.join(map(repr, NAMED))}")
-    found = NAMED[master]
+    elif master in ("auto", "split16", "fp16_scaled"):
+        chosen = "fp32"
+    if chosen not in NAMED:
+        raise ValueError(f"master={master!r}: use 'auto', 'split16', 'fp16_scaled', {', '.join(map(repr, NAMED))}")
+    found = NAMED[chosen]
     if param.dtype not in found.dtypes:
         if param.dtype == torch.float32:
             return NAMED["fp32"]  # as is: a norm's weight, say, beside bf16 matrices

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from octavo.formats import E4M3, E4M4, Format
 from octavo.granularity import Granularity, PerBlock, PerTensor
-from octavo.kernels.reference.moment_codes import decode_moment
 from octavo.kernels.reference.optimizer_state import BLOCK, MomentTensors, as_matrix_shape, blocks_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -80,8 +79,11 @@ class Moment:
         if not isinstance(self.format, Format):
             return {name: torch.zeros(shape, dtype=DTYPES[self.format], device=device)}
         rows, cols = as_matrix_shape(shape)
-        blocks = shape[1] * blocks_of(shape[2]) if apart else blocks_of(cols)
-        scales = (rows, blocks) if self.granularity != PerTensor() else (rows if apart else 1, 1)
+        scales: tuple[int, ...] = (rows, blocks_of(cols))
+        if self.granularity == PerTensor():
+            scales = (rows if apart else 1, 1)
+        elif apart and shape[1] > 1 and shape[2] % BLOCK:  # blocks are no longer those of a plain weight's rows
+            scales = (*shape[:2], blocks_of(shape[2]))
         state = {
             f"{name}_codes": torch.zeros(shape, dtype=torch.uint8, device=device),
             f"{name}_scale_inv": torch.ones(scales, dtype=torch.float32, device=device),
@@ -108,26 +110,20 @@ class Moment:
             stochastic,
         )
 
-    def read_codes(self, codes: Tensor, scale_inv: Tensor, run: int = 0, first: int = 0) -> Tensor:
-        """Values in float32, of codes' shape, of blocks that begin anew after ``run`` of a row's columns (0: a row).
+    def read_codes(self, codes: Tensor, scale_inv: Tensor, first: int = 0) -> Tensor:
+        """Values in float32, of codes' shape; scales as ``new_state`` makes them.
 
         ``first``: the column that the codes begin with, of rows whose scales are all there.
         """
         assert isinstance(self.format, Format)
-        rows, cols = as_matrix_shape(codes.shape)
-        run = run or first + cols
-        if first == 0 and cols and cols % run == 0:  # each run is a row, and is read piece by piece
-            runs = cols // run
-            blocks = runs * blocks_of(run)  # those behind are of other ranks' columns
-            own = scale_inv[:, :blocks].expand(rows, blocks).reshape(rows * runs, blocks_of(run))
-            matrix = codes.reshape(rows * runs, run)
-            return MomentTensors(matrix, self.format, own, root=self.root).read_all(matrix).view(codes.shape)
-        wide = decode_moment(codes.reshape(rows, cols), self.format)
-        if scale_inv.shape[1] > 1:
-            columns = torch.arange(first, first + cols, device=codes.device)
-            scale_inv = scale_inv[:, columns // run * blocks_of(run) + columns % run // BLOCK]
-        wide.mul_(scale_inv)
-        return (wide.square_() if self.root else wide).view(codes.shape)
+        matrix = codes.flatten(0, 1) if scale_inv.ndim == 3 else codes.reshape(as_matrix_shape(codes.shape))
+        rows, cols = matrix.shape
+        blocks = scale_inv.flatten(0, -2).expand(rows, max(scale_inv.shape[-1], blocks_of(first + cols)))
+        blocks, begun = blocks[:, first // BLOCK :], -first % BLOCK
+        if 0 < begun < cols:  # a block that begins on another rank, and those behind it
+            parts = [self.read_codes(matrix[:, :begun], blocks), self.read_codes(matrix[:, begun:], blocks[:, 1:])]
+            return torch.cat(parts, 1).view(codes.shape)
+        return MomentTensors(matrix, self.format, blocks, root=self.root).read_all(matrix).view(codes.shape)
 
 
 def as_matrix(tensor: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from octavo.optim.state import Settings, holds, local, new_moments, sharded_like
 
 
 class SGD(CompactOptimizer):
-    """torch.optim.SGD, its momentum in few bytes, on weights of any master but "fp16_scaled".
+    """torch.optim.SGD, its momentum in few bytes, on weights of any master.
 
     With ``moments="fp32"`` and float32 weights its results are torch's, bit for bit (foreach=False on a CPU).
 
@@ -60,8 +60,6 @@ class SGD(CompactOptimizer):
         check_not_negative(lr=float(lr), momentum=momentum, weight_decay=weight_decay)
         if nesterov and (momentum == 0.0 or dampening != 0.0):
             raise ValueError("nesterov=True needs a momentum and no dampening")
-        if master == "fp16_scaled":
-            raise ValueError("master='fp16_scaled' finds its scale by the largest update, which SGD does not bound")
         defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
         defaults |= {"nesterov": nesterov, "maximize": maximize}
         super().__init__(params, defaults, self.moments_of(moments), master, seed, skip_nonfinite, gradient_storage)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -13,19 +13,15 @@ from octavo.formats import E4M3, E4M4, E5M2, Format
 from octavo.granularity import PerBlock, PerTensor
 from octavo.kernels.reference.adam import LARGEST_SQUARE
 from octavo.kernels.reference.master_weights import Master
-from octavo.kernels.reference.optimizer_state import BLOCK, MomentTensors, as_matrix_shape, pieces
+from octavo.kernels.reference.optimizer_state import BLOCK, MomentTensors, pieces
 from octavo.kernels.reference.optimizer_step import WeightUpdate
 from octavo.optim.layout import (
-    SCALE_INV,
     check_layout,
     is_apart,
     is_sharded,
     is_sharded_vector,
     like_param,
-    place_of,
-    run_in,
-    with_run,
-    without_run,
+    ranks_share_blocks,
 )
 from octavo.optim.masters import KINDS, master_of
 from octavo.optim.moment import Moment, as_matrix, as_rows_of_matrices
@@ -68,11 +64,13 @@ class Settings(NamedTuple):
     master: str | None
 
     def moments_of(self, param: Tensor) -> dict[str, Moment]:
-        """A parameter's moments by name: float32 in place of codes where it is a sharded vector."""
+        """A parameter's moments by name: not in codes where ranks share blocks, but in bf16, of a vector in float32."""
         found = dict(zip(self.names, self.moments, strict=True))
-        if not is_sharded_vector(param):
-            return found
-        return {name: Moment("fp32") if isinstance(one.format, Format) else one for name, one in found.items()}
+        if ranks_share_blocks(param):
+            for name, one in found.items():
+                if isinstance(one.format, Format):
+                    found[name] = Moment("fp32") if param.ndim < 2 else Moment("bf16", rounding=one.rounding)
+        return found
 
     def in_state(self, state: dict[str, Any]) -> Settings:
         """The same of those moments alone that a state has: SGD's has none before its group has a momentum."""
@@ -90,14 +88,12 @@ def check(param: Tensor, settings: Settings, bounds: bool) -> None:
         )
     if param.is_complex() or param.is_sparse:
         raise ValueError("octavo's optimizers are for dense real weights")
-    found = master_of(param, settings.master)  # type: ignore[arg-type]
+    master_of(param, settings.master)  # type: ignore[arg-type]
     check_layout(param)
     if not is_sharded(param):
         return
-    if found.name == "fp16_scaled" and not stored:  # of stored ones its scale is the codes', which ranks agree on
-        raise ValueError("master='fp16_scaled' has one scale, which sharded weights do not share: use 'split24'")
-    for moment in settings.moments_of(param).values():
-        if isinstance(moment.format, Format) and moment.granularity == PerTensor():
+    for moment in settings.moments:
+        if param.ndim > 1 and isinstance(moment.format, Format) and moment.granularity == PerTensor():
             raise ValueError(f"{moment} has one scale, which sharded weights do not share: use PerBlock(1, {BLOCK})")
 
 
@@ -133,22 +129,6 @@ def with_codes(update: WeightUpdate, gradient: StoredGradient) -> WeightUpdate:
 def bytes_of(tensors: Iterable[Tensor]) -> int:
     """Bytes of all of them together."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def raise_amaxes(updates: Sequence[WeightUpdate]) -> None:
-    """Raise the amaxes of float16 masters to their weights', which may have been written since the last step."""
-    masters = [update.master for update in updates]
-    scaled = {one.weight: one.amax.view(()) for one in masters if one.kind == "fp16_scaled" and one.amax is not None}
-    weights = [weight for weight in scaled if weight.numel()]
-    if not weights:
-        return
-    if weights[0].is_cuda:
-        norms = list(torch._foreach_norm(weights, math.inf, torch.float32))
-    else:  # where that would make all of a weight float32
-        norms = [torch.stack(weight.aminmax()).abs().amax().float() for weight in weights]
-    found = torch.stack(norms)
-    found = torch.where(found.isfinite(), found, 0.0)
-    torch._foreach_maximum_([scaled[weight] for weight in weights], list(found.unbind()))
 
 
 def unscale(gradients: list[Tensor], scale: Tensor, skip: Tensor | None) -> None:
@@ -198,13 +178,7 @@ def as_fp32(name: str, moment: Moment, given: dict[str, Any]) -> Tensor:
         return tensors[name].to(torch.float32)
     if f"{name}_codes" not in tensors or not isinstance(moment.format, Format):
         raise ValueError(f"the state holds neither {name} nor {name}_codes, only {sorted(given)}")
-    key = next(key for key in given if without_run(key) == f"{name}{SCALE_INV}")
-    codes, run, first = tensors[f"{name}_codes"], run_in(key), 0
-    if not hasattr(given[key], "placements"):
-        first = place_of(given[f"{name}_codes"]).first_col  # its rows' scales are all there
-    elif run > (columns := as_matrix_shape(codes.shape)[1]):
-        run = columns  # of the last rank, which has less
-    return moment.read_codes(codes, tensors[key], run, first)
+    return moment.read_codes(tensors[f"{name}_codes"], tensors[f"{name}_scale_inv"])
 
 
 def converted(param: Tensor, name: str, old: Moment, new: Moment, given: dict[str, Any]) -> dict[str, Tensor]:
@@ -214,6 +188,10 @@ def converted(param: Tensor, name: str, old: Moment, new: Moment, given: dict[st
         ValueError: if it is not there, or of another shape.
     """
     values = as_fp32(name, old, given).to(local(param).device)
+    if is_sharded(param) and values.shape == param.shape:  # from a full state dict
+        (chunk, *_) = param.__create_chunk_list__()  # type: ignore[attr-defined]
+        for dim, (first, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+            values = values.narrow(dim, first, size)
     if values.shape != local(param).shape:
         raise ValueError(f"{name} of shape {tuple(values.shape)} does not fit a weight of {tuple(param.shape)}")
     apart = is_apart(param)
@@ -262,7 +240,7 @@ def sharded_like(own: dict[str, Tensor], param: Tensor) -> dict[str, Tensor]:
     shard, found = local_stored(param), dict[str, Tensor]()
     for name, value in own.items():
         if name != "master_amax":
-            found[with_run(name, param)] = like_param(value, param)
+            found[name] = like_param(value, param)
         elif shard is None or shard is param or (shard.granularity == PerTensor() and not is_apart(shard)):
             found[name] = value  # as scale_inv: one for all ranks
         else:
@@ -288,7 +266,7 @@ def bytes_of_state(param: nn.Parameter, weight: Tensor, settings: Settings | Non
 
 def _check_storage(weight: Tensor, state: dict[str, Any]) -> None:
     """Raise RuntimeError for a weight that was stored in FP8, widened, or scaled otherwise since its state was made."""
-    amax = None if "master_scale_inv" in state else state.get("master_amax")  # which weights in FP8 have, one a scale
+    amax = state.get("master_amax")  # which weights in FP8 have, one a scale
     now = weight.scale_inv.shape if isinstance(weight, StoredWeight) else None
     if now != (None if amax is None else amax.shape):
         raise RuntimeError(
@@ -306,7 +284,7 @@ def for_kernel(
     Raises:
         RuntimeError: if the state was made while the weight was stored otherwise.
     """
-    kept = {without_run(name): local(value) for name, value in state.items() if isinstance(value, Tensor)}
+    kept = {name: local(value) for name, value in state.items() if isinstance(value, Tensor)}
     _check_storage(weight, kept)
     master, moments = master_of(param, settings.master), settings.moments_of(param)
     apart = is_apart(weight)

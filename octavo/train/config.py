@@ -173,7 +173,8 @@ class StateConfig(_Checked):
     )
     master: Literal["auto", "fp32", "split32", "split24", "split16", "fp16_scaled", "none"] = option(
         "auto",
-        "weights in bf16 behind a master: split32, split24, split16, fp16_scaled or none (auto, fp32: float32 weights)",
+        "weights in bf16 behind a master: split32, split24, split16 or none (auto, fp32: float32 weights); "
+        "fp16_scaled is for weights in FP8",
     )
     weight_storage: Literal["none", "fp8"] = option(
         "none", "fp8: the blocks' weights live in FP8 (masters split16, split24, ...)"
@@ -281,10 +282,10 @@ class TrainConfig:
             raise ValueError("gradient_storage fp8 rounds gradients before ddp exchanges them: choose shard fsdp")
         self._check_tensor_parallel()
         beta1, beta2 = self.optimizer.beta1, self.optimizer.beta2
-        if beta1 * beta1 > beta2 and (self.state.master == "fp16_scaled" or self.state.weight_storage == "fp8"):
+        if beta1 * beta1 > beta2 and self.state.weight_storage == "fp8":
             raise ValueError(
-                f"beta1 {beta1} and beta2 {beta2}: updates have no bound where beta1^2 is above beta2, and master "
-                "fp16_scaled and weight_storage fp8 need one: choose a larger beta2"
+                f"beta1 {beta1} and beta2 {beta2}: updates have no bound where beta1^2 is above beta2, and "
+                "weight_storage fp8 needs one: choose a larger beta2"
             )
 
     def _check_tensor_parallel(self) -> None:

@@ -40,7 +40,7 @@ def test_version_help_and_info(capsys):
         ("train --recipe fp8", "--recipe: invalid choice: 'fp8'"),
         ("compare --recipes bf16 fp8", "--recipes: invalid choice: 'fp8'"),
         ("train --lr nan", "--lr: invalid value: 'nan' (choose a number above 0"),
-        ("train --beta1 .99 --beta2 .9 --master fp16_scaled", "choose a larger beta2"),
+        ("train --beta1 .99 --beta2 .9 --weight-storage fp8", "choose a larger beta2"),
         ("train --beta1 .99 --beta2 .9 --weight-storage fp8", "choose a larger beta2"),
         ("train --recipe bf16 --schedule bf16-then-fp8@0.5", "switches FP8 layers, and bf16 has none"),
         ("compare --data text.py --dtype bfloat16 --weight-storage fp8", "needs an FP8 recipe, not bf16"),

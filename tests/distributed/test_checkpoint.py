@@ -16,7 +16,8 @@ import octavo
 from octavo.distributed import checkpoint
 from octavo.distributed.checkpoint import load_checkpoint, load_extra, save_checkpoint
 from octavo.distributed.ranks import CheckpointError, Ranks
-from tests.support import stored_checkpoints
+from octavo.optim import Moment
+from tests.support import layout_tasks, stored_checkpoints
 
 WIDTH, HIDDEN, OUTPUTS = 32, 49, 3  # on four ranks uneven, and one has none
 DELAYED = {"delayed": lambda: octavo.recipes.delayed(history_length=3), "dynamic": octavo.recipes.dynamic}
@@ -403,3 +404,65 @@ def test_file_names_are_those_of_the_docstring(model, tmp_path):
     names = sorted(path.name for path in tmp_path.rglob("*"))
     assert names == [".metadata", "__0_0.distcp", "latest", "octavo.pt", "save-00000001"]
     assert all(name in (checkpoint.__doc__ or "") for name in names if name != "save-00000001")
+
+
+# moments that another layout of ranks keeps otherwise
+
+
+def of_layout(pool, layout, *arguments):
+    """What each rank of a layout, data x tensor, has; or of one process, where it is None."""
+    arguments = *arguments[:2], {"lr": 1e-3, "moments": "fp8", "master": "split24"}, arguments[2]
+    return (
+        [layout_tasks.moments(None, *arguments)]
+        if layout is None
+        else pool.run(layout_tasks.moments, layout, *arguments)
+    )
+
+
+@pytest.mark.filterwarnings("ignore:the optimizer's state was converted")
+@pytest.mark.parametrize(
+    ("saved", "read", "width"),
+    [
+        ((2, 2), None, 32),
+        (None, (1, 4), 32),
+        pytest.param((1, 4), (4, 1), 32, marks=pytest.mark.full),
+        pytest.param((1, 4), (2, 2), 32, marks=pytest.mark.full),
+        pytest.param((4, 1), (1, 4), 512, marks=pytest.mark.full),
+        pytest.param((2, 2), None, 512, marks=pytest.mark.full),
+    ],
+)
+def test_moments_in_fp8_go_from_layout_to_layout(pool, saved, read, width, tmp_path):
+    """Weights and masters bit for bit; moments too, but where one side alone has no codes, as ranks would share blocks.
+
+    There they are rounded once more; vectors not where they come from codes, as float32 holds them.
+    """
+    wanted = of_layout(pool, saved, str(tmp_path), True, width)[0]
+    for found in of_layout(pool, read, str(tmp_path), False, width):
+        assert found.keys() == wanted.keys()
+        rounded = set()
+        for name, value in wanted.items():
+            if not torch.equal(found[name], value):
+                rounded.add(name.removeprefix("attention.").rpartition(".")[0])
+                # E4M4 has half of E4M3's steps, and the root of a second moment doubles them
+                step = value.abs() * 2.0**-4 + value.abs().amax(-1, keepdim=True) * 2.0**-16
+                assert ((found[name] - value).abs() <= step * 1.01).all() and "exp_avg" in name, name
+        in_codes = [width == 512 or layout is None or layout[1] == 1 for layout in (saved, read)]
+        matrices = {"out", "mlp.fc2"} if in_codes[0] != in_codes[1] else set()  # whose columns are shared
+        vectors = {"qkv.linear", "qkv.norm", "mlp.fc1", "mlp.norm", "out", "mlp.fc2"} if read is None else set()
+        assert matrices <= rounded <= matrices | vectors
+
+
+def test_what_was_saved_as_it_is_kept_is_filled_in_place():
+    codes, scales = torch.zeros(4, 300, dtype=torch.uint8), torch.ones(4, 3)
+    own = {"m_codes": codes, "m_scale_inv": scales, "step": torch.zeros(())}
+    sizes = {name: value.shape for name, value in own.items()}
+    assert checkpoint._moment_to_fill("m", own, sizes) == checkpoint._moment_to_fill("v", own, sizes) == {}
+    found = checkpoint._moment_to_fill("m", own, {"m": torch.Size((4, 300))})
+    assert found.keys() == {"m"} and found["m"].shape == (4, 300) and found["m"].dtype == torch.float32
+    # one scale, of experts one each
+    found = checkpoint._moment_to_fill("m", own, sizes | {"m_scale_inv": torch.Size((4, 1))})
+    assert found["m_codes"] is not codes
+    found["m_codes"].fill_(0x38)
+    found["m_scale_inv"].copy_(torch.arange(4.0).view(4, 1))
+    values = checkpoint._read(Moment(octavo.E4M3, granularity=octavo.PerTensor()), *found.values())
+    assert torch.equal(values, torch.arange(4.0).view(4, 1).expand(4, 300))

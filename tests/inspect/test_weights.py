@@ -68,7 +68,7 @@ def masters_of(model: nn.Module, optimizer: octavo.optim.AdamW) -> list[torch.Te
 @pytest.mark.parametrize(
     ("storage", "master"),
     [
-        *((None, master) for master in ("split32", "split24", "fp16_scaled")),
+        *((None, master) for master in ("split32", "split24")),
         *(("fp8", master) for master in ("split16", "split24", "fp16_scaled", "fp32")),
         ("fp8 blocks", "split24"),
     ],

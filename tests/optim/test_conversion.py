@@ -15,12 +15,12 @@ from octavo.tensor.stored_weight import StoredWeight, store
 from octavo.tensor.used_gradient import UsedGradient
 
 SHAPE = (130, 300)
-PLAIN = [("plain", master) for master in ("split32", "split24", "fp16_scaled", None)]
+PLAIN = [("plain", master) for master in ("split32", "split24", None)]
 CODES = [(kind, m) for kind in ("tensor", "blocks") for m in ("split16", "split24", "fp16_scaled", "fp32", None)]
 STORAGES = {"plain": None, "tensor": PerTensor(), "blocks": PerBlock(128, 128)}
 # which kinds hold every value of which: significant bits, and whether they reach as far down as float32
 BITS = {"split16": 12, "split24": 20, "fp16_scaled": 11, "fp32": 24, None: 4}
-PLAIN_BITS = {"split32": 24, "split24": 16, "fp16_scaled": 11, None: 8}
+PLAIN_BITS = {"split32": 24, "split24": 16, None: 8}
 
 
 def bits_of(kind: tuple[str, str | None]) -> int:

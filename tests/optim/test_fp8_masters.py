@@ -261,7 +261,7 @@ def test_weights_of_all_kinds_together():
         assert torch.allclose(weights[2], norm, rtol=1e-5, atol=1e-7)
         assert not torch.equal(plain(weights[0]), before[0]) and plain(weights[0]).isfinite().all()
         assert not torch.equal(weights[1], before[1]) or master is None
-        kept = {"split24": torch.int8, "split16": torch.int8, "fp16_scaled": torch.float16, None: None}
+        kept = {"split24": torch.int8, "split16": torch.int8, "fp16_scaled": torch.uint8, None: None}
         rest = optimizer.state[weights[1]].get("master_rest")
         assert (None if rest is None else rest.dtype) == kept.get(master, torch.uint8)  # 16 bits, as bytes
         assert not any(name.startswith("master") for name in optimizer.state[weights[2]])

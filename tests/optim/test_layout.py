@@ -5,15 +5,9 @@ from typing import Any
 
 import pytest
 
-from octavo.optim.layout import blocks_in
 from tests.support import optim_layouts as layouts
 
 MESHES = [(2,), (2, 2)]
-
-
-def test_blocks_of_a_row() -> None:
-    cases = [(300, 300), (300, 150), (300, 100), (128, 64), (5, 2), (0, 0)]
-    assert [blocks_in(*case) for case in cases] == [3, 4, 3, 2, 3, 0]
 
 
 @pytest.mark.parametrize("shape", MESHES, ids=str)
@@ -39,14 +33,21 @@ FP8 = {"moments": "fp8", "master": "split24"}
 )
 def test_whole_blocks_are_those_of_one_rank(layout: str, options: Any, pool: Any) -> None:
     shape = (2,) * len(layouts.LAYOUTS[layout])
-    assert pool.run(layouts.stepped, shape, layout, options, 512) == [[]] * math.prod(shape)
+    assert pool.run(layouts.stepped, shape, layout, options, 512, {}) == [[]] * math.prod(shape)
 
 
 @pytest.mark.parametrize("layout", ["columns", "rows of columns"])
-def test_other_columns_have_blocks_of_their_own(layout: str, pool: Any) -> None:
+def test_columns_that_cut_blocks_have_moments_in_bf16(layout: str, pool: Any) -> None:
+    """Two ranks have 150 columns each: one block and a part of the next."""
     shape = (2,) * len(layouts.LAYOUTS[layout])
-    options = {"moments": layouts.NEAREST}
-    assert pool.run(layouts.stepped, shape, layout, options, 300) == [[]] * math.prod(shape)
+    assert pool.run(layouts.stepped, shape, layout, FP8, 300, {"moments": "bf16"}) == [[]] * math.prod(shape)
+
+
+@pytest.mark.filterwarnings("ignore:the optimizer's state was converted")
+def test_full_state_dicts_go_to_ranks_and_back(pool: Any) -> None:
+    """Float32 and codes hold codes, bf16 to half a step of it."""
+    for found in pool.run(layouts.loaded_full, (2,)):
+        assert max(found[: len(found) // 2]) == 0 and 0 < max(found) < 2.0**-8
 
 
 @pytest.mark.parametrize("shape", MESHES, ids=str)

@@ -1,7 +1,5 @@
 """Masters of plain weights; those of weights in FP8 are tested in test_fp8_masters.py."""
 
-import math
-
 import pytest
 import torch
 from torch import nn
@@ -68,51 +66,22 @@ def test_split24_other_dtypes_are_refused():
     with pytest.raises(ValueError, match=r"master='split24' is for weights of torch.bfloat16, not torch.float16"):
         master_of(nn.Parameter(torch.ones(2, dtype=torch.float16)), "split24")
     with pytest.raises(
-        ValueError, match="master='split8': use 'auto', 'split16', 'fp32', 'split32', 'split24', 'fp16_scaled', None"
+        ValueError, match="master='split8': use 'auto', 'split16', 'fp16_scaled', 'fp32', 'split32', 'split24', None"
     ):
         master_of(nn.Parameter(torch.ones(2)), "split8")
     assert NAMED["split24"].dtypes == (torch.bfloat16,)
     assert master_of(nn.Parameter(torch.ones(2, dtype=torch.bfloat16)), "split16") is NAMED["split24"]
-    assert master_of(nn.Parameter(torch.ones(2)), "split16") is NAMED["fp32"]
-
-
-@pytest.mark.parametrize("size", [1e-30, 1e-4, 1.0, 1e4, 1e30])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_fp16_scaled_it_begins_as_the_weight(dtype, size):
-    p = nn.Parameter((torch.randn(3, 4, 5).clamp(-2, 2) * size).clamp(-6e4, 6e4).to(dtype))
-    if dtype == torch.float16 and size < 1e-4:
-        p.data.zero_()
-    state = master_of(p, "fp16_scaled").new_state(p)
-    rest, scale_inv, amax = (state[f"master_{name}"] for name in ("rest", "scale_inv", "amax"))
-    assert rest.dtype == torch.float16 and rest.shape == p.shape and rest.isfinite().all()
-    assert torch.allclose(rest.float() * scale_inv, p.float(), rtol=0, atol=float(amax) * 2.0**-24)
-    assert float(amax) == float(p.detach().abs().max()) and amax.shape == scale_inv.shape == (1, 1)
-    assert math.log2(float(scale_inv)) % 1 == 0
-    stored = master_of(p, "fp16_scaled").for_kernel(p.detach().view(3, 20), state)
-    assert stored.kind == "fp16_scaled" and stored.rest.shape == (3, 20) and stored.is_random
-
-
-def test_a_state_of_strided_and_of_empty_weights():
-    p = nn.Parameter(torch.randn(4, 3).bfloat16().t())
-    assert master_of(p, "fp16_scaled").new_state(p)["master_rest"].is_contiguous()
-    empty = nn.Parameter(torch.empty(0, 3).bfloat16())
-    assert float(master_of(empty, "fp16_scaled").new_state(empty)["master_amax"]) == 0.0
-
-
-def test_weights_that_grow_a_millionfold_stay_finite():
-    p = nn.Parameter(torch.full((2, 200), 1e-3, dtype=torch.bfloat16))
-    optimizer = AdamW([p], lr=100.0, weight_decay=0.0, moments="fp32", master="fp16_scaled")
-    for _ in range(20):
-        p.grad = -torch.ones_like(p)
-        optimizer.step()
-    assert p.isfinite().all() and float(p.detach().max()) == pytest.approx(2000, rel=0.01)
+    assert master_of(nn.Parameter(torch.ones(2, dtype=torch.bfloat16)), "fp16_scaled") is NAMED["split32"]
+    assert all(master_of(nn.Parameter(torch.ones(2)), name) is NAMED["fp32"] for name in ("split16", "fp16_scaled"))
+    with pytest.raises(ValueError, match=r"master='fp16_scaled' is for weights of .* not torch.float16; use 'auto'"):
+        master_of(nn.Parameter(torch.ones(2, dtype=torch.float16)), "fp16_scaled")
 
 
 @pytest.mark.parametrize("write", ["copy_", "data.copy_", "data ="])
 def test_a_weight_that_was_written_goes_on_from_there(write):
     p = nn.Parameter(torch.randn(2, 200).bfloat16())
-    optimizer = AdamW([p], lr=1e-4, weight_decay=0.0, moments="fp32", master="fp16_scaled")
-    for values in (None, 7e4, 1e-3):  # beyond what the scale of before can hold; far below
+    optimizer = AdamW([p], lr=1e-4, weight_decay=0.0, moments="fp32", master="split32")
+    for values in (None, 7e4, 1e-3):  # far above what it was; far below
         if values is not None:
             new = torch.full((2, 200), values).bfloat16()
             if write == "data =":

@@ -124,7 +124,6 @@ def test_torchs_state_goes_on():
         ({"lr": -1.0}, "lr=-1.0"),
         ({"momentum": -0.1}, "momentum=-0.1"),
         ({"nesterov": True}, "nesterov=True needs"),
-        ({"master": "fp16_scaled"}, "SGD does not bound"),
         ({"momentum": 0.9, "moments": "fp9"}, "moments='fp9'"),
         ({"momentum": 0.9, "moments": Moment(E4M4)}, "has no sign"),
     ],

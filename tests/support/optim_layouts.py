@@ -7,16 +7,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from octavo.formats import E4M3, E4M4
-from octavo.optim import SGD, AdamW, EstimatedNorm, Moment, update_in_backward
+from octavo.optim import SGD, AdamW, EstimatedNorm, update_in_backward
 from octavo.optim.gradient_norms import squared_norms
-from octavo.optim.layout import bytes_of_shard, place_of, run_of, without_run
+from octavo.optim.layout import bytes_of_shard, place_of
 from octavo.optim.resolution import Resolution
 from octavo.optim.state import largest
 from tests.support.parallel_tasks import whole
+from tests.support.trained import moments_of
+
+FULL = StateDictOptions(full_state_dict=True)
 
 LAYOUTS: dict[str, Any] = {  # by dimensions of the mesh
     "rows": [Shard(0)],
@@ -26,7 +33,6 @@ LAYOUTS: dict[str, Any] = {  # by dimensions of the mesh
     "rows of rows": [_StridedShard(0, split_factor=2), Shard(0)],  # FSDP2 over ColwiseParallel
     "rows, replicated": [Shard(0), Replicate()],
 }
-NEAREST = (Moment(E4M3), Moment(E4M4, root=True))
 
 
 def placed(whole: Tensor, mesh: Any, placements: Any) -> DTensor:
@@ -62,46 +68,77 @@ def places(mesh: Any) -> list[str]:
     return wrong
 
 
-def stepped(mesh: Any, layout: str, options: dict[str, Any], columns: int, steps: int = 3) -> list[str]:
-    """What differs, on this rank, of weights, and of the state where blocks coincide, from the same on one rank.
+def mine(whole: Tensor, param: Any) -> Tensor:
+    """This rank's part of a tensor that is sharded as a parameter is."""
+    if not isinstance(param, DTensor):
+        return whole
+    (chunk,) = param.__create_chunk_list__()
+    for dim, (first, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+        whole = whole.narrow(dim, first, size)
+    return whole
 
-    Where they don't, the twin is a weight that has this rank's columns alone.
-    """
+
+def stepped(
+    mesh: Any, layout: str, options: dict[str, Any], columns: int, of_one: dict[str, Any], steps: int = 3
+) -> list[str]:
+    """What differs, on this rank, of weights and state from the same on one rank, with these options changed there."""
     placements, masters = LAYOUTS[layout], options.get("master", "auto")
     dtype = torch.float32 if masters == "auto" else torch.bfloat16
     kind = SGD if "momentum" in options else AdamW
     shapes = [(36, columns), (12, 2, columns // 2)]
     wholes = [torch.randn(shape).to(dtype) for shape in shapes]
     ours = [nn.Parameter(placed(whole, mesh, placements)) for whole in wholes]
-    coincide = all(run_of(param) == param.shape[1:].numel() for param in ours)
 
-    def mine(whole: Tensor, param: Any) -> Tensor:
-        (chunk,) = param.__create_chunk_list__()
-        for dim, (first, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
-            whole = whole.narrow(dim, first, size)
-        return whole
-
-    cut = (lambda whole, _: whole) if coincide else mine
-    twins = [nn.Parameter(cut(whole, param).clone()) for whole, param in zip(wholes, ours, strict=True)]
-    optimizers = [kind(params, lr=0.01, **options) for params in (ours, twins)]
+    twins = [nn.Parameter(whole.clone()) for whole in wholes]
+    optimizers = [kind(params, lr=0.01, **kept) for params, kept in ((ours, options), (twins, options | of_one))]
     for number in range(steps):
         for param, twin in zip(ours, twins, strict=True):
             grad = torch.randn(param.shape) * 10**number
             param.grad = placed(grad.to(dtype), mesh, placements)
-            twin.grad = cut(grad.to(dtype), param).clone()
+            twin.grad = grad.to(dtype)
         for optimizer in optimizers:
             optimizer.step()
     found = []
     for number, (param, twin) in enumerate(zip(ours, twins, strict=True)):
         pairs = {"weight": (param.detach(), twin.detach())}
         states = optimizers[0].state[param], optimizers[1].state[twin]
-        pairs |= {name: (value, states[1][without_run(name)]) for name, value in states[0].items()}
+        pairs |= {name: (value, states[1][name]) for name, value in states[0].items()}
         for name, (one, other) in pairs.items():
-            wanted = mine(other, one) if coincide and isinstance(one, DTensor) else other
-            if not torch.equal(local(one), wanted):
+            if one.shape != other.shape or not torch.equal(local(one), mine(other, one)):
                 found.append(f"{number} {name}")
-            if isinstance(one, DTensor) and coincide and one.shape != other.shape:
-                found.append(f"{number} {name}: {one.shape}")
+    return found
+
+
+def loaded_full(mesh: Any) -> list[float]:
+    """How far moments are, relatively, that ranks load from one rank's full state dict, and one again from theirs."""
+
+    def trained(net: nn.Module) -> AdamW:
+        optimizer = AdamW(net.parameters(), moments="fp8")
+        for param in net.parameters():
+            param.grad = torch.randn(param.shape)
+        optimizer.step()
+        optimizer.zero_grad()
+        return optimizer
+
+    nets, found = [nn.Linear(300, 150), nn.Linear(300, 150)], []
+    alone, back = map(trained, nets)
+    for layout in ("rows", "columns"):
+        net = copy.deepcopy(nets[0])
+        net.weight = nn.Parameter(placed(net.weight.detach(), mesh, LAYOUTS[layout]))
+        net.bias = nn.Parameter(placed(net.bias.detach(), mesh, [Shard(0)]))
+        on_ranks = AdamW(net.parameters(), moments="fp8")
+        set_optimizer_state_dict(
+            net, on_ranks, copy.deepcopy(get_optimizer_state_dict(nets[0], alone, options=FULL)), options=FULL
+        )
+        again = get_optimizer_state_dict(net, on_ranks, options=FULL)
+        if mesh.get_rank() == 0:  # torch gathers on the first rank only
+            set_optimizer_state_dict(nets[1], back, again, options=FULL)
+        for param, of_ranks, other in zip(*(one.parameters() for one in (nets[0], net, nets[1])), strict=True):
+            wanted, loaded, read = moments_of(alone, param), moments_of(on_ranks, of_ranks), moments_of(back, other)
+            for one, part, all_of_it in zip(wanted, loaded, read, strict=True):
+                found.append(float((part - mine(one, of_ranks)).norm() / part.norm()))
+                if mesh.get_rank() == 0:
+                    found.append(float((all_of_it - one).norm() / one.norm()))
     return found
 
 

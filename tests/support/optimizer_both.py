@@ -32,7 +32,7 @@ SCHEMES = {
     "two stages": (Moment(E5M2, **ONE), Moment(E4M3, **ONE)),
     "a root in two stages": (Moment("fp32"), Moment(E4M4, root=True, **ONE, **STOCHASTIC)),
 }
-MASTERS = ["weight", "split32", "split24", "stochastic", "fp16_scaled"]
+MASTERS = ["weight", "split32", "split24", "stochastic"]
 SHAPES = [(1, 1), (1, 31), (3, 31), (5, 128), (0, 5), (2, 300), (9, 256), (5, 0), (7, 16), (1, 1030)]
 GRADIENTS = [torch.float32, torch.bfloat16, torch.float16]
 ADAM = AdamGroup(0.01, 0.9, 0.99, 1e-8, 0.1, False, True, True)
@@ -51,22 +51,20 @@ def update_of(
 ) -> WeightUpdate:
     """A weight with a state of 0, on the CPU; number: of the weight; it is of group number % 2."""
     weight = torch.randn(shape).to(torch.float32 if master == "weight" else torch.bfloat16)
-    rest = scale_inv = amax = None
+    rest = None
     if master == "split32":
         rest = torch.randint(-30000, 30000, shape).to(torch.int16)
     if master == "split24":
         rest = torch.randint(-128, 127, shape).to(torch.int8)
-    if master == "fp16_scaled":
-        amax = (weight.float().abs().max() if weight.numel() else torch.zeros(())).view(1, 1)
-        scale_inv, rest = torch.tensor([[2.0**-13]]), (weight.float() * 2**13).half()
     stored = []
     for index, moment in enumerate(moments):
         stored.append(
             moment.for_kernel(str(index), moment.new_state(str(index), torch.Size(shape), torch.device("cpu")))
         )
     steps, grad = torch.tensor(float(step)), torch.randn(shape).to(gradient)
-    held = MasterWeight(weight, master, rest, scale_inv, amax)
-    return WeightUpdate(held, tuple(stored), grad, steps, number * 77, number % 2, first_row)
+    return WeightUpdate(
+        MasterWeight(weight, master, rest), tuple(stored), grad, steps, number * 77, number % 2, first_row
+    )
 
 
 def moved(update: WeightUpdate, device: torch.device) -> WeightUpdate:

@@ -366,7 +366,7 @@ class Subject:
             return
         if "masters" not in self.optimizers:
             params = list(self.model.parameters())
-            self.optimizers["masters"] = octavo.optim.AdamW(params, lr=0.0, master="fp16_scaled")
+            self.optimizers["masters"] = octavo.optim.AdamW(params, lr=0.0, master="split24")
         before = self.parameter("weight").detach().clone()
         self.optimizers["masters"].step()
         torch.testing.assert_close(self.parameter("weight").detach(), before, rtol=1e-2, atol=1e-4)

@@ -7,7 +7,7 @@ from octavo import E4M3, PerTensor
 from octavo.optim import E4M4, AdamW, Moment
 from octavo.optim.state import as_fp32
 
-MASTERS = ["split32", "split24", "fp16_scaled", None]
+MASTERS = ["split32", "split24", None]
 ONE_SCALE = (
     Moment(E4M3, granularity=PerTensor(), rounding="stochastic"),
     Moment(E4M4, root=True, granularity=PerTensor(), rounding="stochastic", scale="previous"),

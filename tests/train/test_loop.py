@@ -85,7 +85,6 @@ def plain_run():
         ("bf16", "none"),
         ("fp8", "split16", "fp8", "", "fp8"),
         pytest.param(("fp8", "auto"), marks=pytest.mark.full),
-        pytest.param(("fp32", "fp16_scaled"), marks=pytest.mark.full),
         pytest.param(("fp32", "auto", "none", "", "fp8"), marks=pytest.mark.full),
     ],
     ids=", ".join,

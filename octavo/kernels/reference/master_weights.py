@@ -3,15 +3,13 @@
     float32 weight            the master is the weight
     bf16 + 16-bit remainder   all of float32: weight and remainder add up to its bits
     bf16 + 8-bit remainder    its upper 24 bits; the lower 8 are rounded stochastically
-    bf16, float16 master      the master times a power of two, known before the update (bound_after), rounded
-                              stochastically; the weight is that master, rounded to nearest
     bf16 alone                rounded stochastically
 
 A bf16 weight with a remainder is its master rounded to nearest, ties away from zero: so the remainder, master minus
 weight in units of the last bit, always fits.
 
 Each master follows a weight that was given other values, however they were written: a remainder is added to what is
-there, and a float16 master counts only where it rounds to the weight.
+there.
 
 Where a weight lives in FP8, its codes are the master's high part:
 
@@ -39,7 +37,6 @@ from octavo.kernels.reference.moment_codes import decode_moment, encode_moment, 
 from octavo.kernels.reference.optimizer_state import BLOCK, Piece, Scaled, finite_amax, pieces
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
 
-FLOAT16_MAX = 65504.0
 _EXPONENT = 2.0 ** (E4M3.bias - 127)  # of codes against float32
 _LARGEST = 0x7E
 FLOAT16_FACTOR = 128.0  # of the float16 master against codes: it holds that many times as large numbers
@@ -52,28 +49,20 @@ class MasterWeight(Scaled):
 
     Attributes:
         weight: float32, bf16 or float16.
-        kind: "weight" (it is its own master), "split32", "split24", "fp16_scaled" or "stochastic".
-        rest: int16 or int8 remainder, or the float16 master; None for the others.
-        scale_inv: [1, 1] float32 of the float16 master.
-        amax: [1, 1] float32 of the float16 master, no less than the weight's.
+        kind: "weight" (it is its own master), "split32", "split24" or "stochastic".
+        rest: int16 or int8 remainder; None for the others.
         matrices: of experts, how many; a plain weight is one, whatever it holds.
     """
 
     weight: Tensor
     kind: str
     rest: Tensor | None = None
-    scale_inv: Tensor | None = None
-    amax: Tensor | None = None
     matrices: ClassVar[int] = 1
 
     @property
     def is_random(self) -> bool:
         """Whether writing takes random bits."""
-        return self.kind in ("split24", "fp16_scaled", "stochastic")
-
-    def scale_of(self, amax: Tensor) -> Tensor:
-        """The float16 master's, of masters up to this amax."""
-        return scale_from_amax(amax, FLOAT16_MAX, True, 0)
+        return self.kind in ("split24", "stochastic")
 
     def read(self, piece: Piece) -> Tensor:
         """The master in float32: the weight's own piece where it is that, else a fresh tensor."""
@@ -81,10 +70,6 @@ class MasterWeight(Scaled):
         if self.rest is None:
             return weight.to(torch.float32)
         rest = piece.of(self.rest)
-        if self.kind == "fp16_scaled":
-            assert self.scale_inv is not None
-            wide = rest.to(torch.float32).mul_(self.scale_inv.view(1, 1, 1))
-            return torch.where(wide.to(weight.dtype) == weight, wide, weight.to(torch.float32))
         bits = weight.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
         bits.add_(rest.to(torch.int32), alpha=1 if self.kind == "split32" else 1 << 8)
         return bits.view(torch.float32)
@@ -98,15 +83,6 @@ class MasterWeight(Scaled):
                 wide = round_to_bf16(wide, bits16)
             if weight.data_ptr() != wide.data_ptr():
                 weight.copy_(wide)
-            return
-        if self.kind == "fp16_scaled":
-            assert self.scale is not None and bits16 is not None
-            rest = round_to_half(wide.mul_(self.scale.view(1, 1, 1)), bits16)
-            piece.of(self.rest).copy_(rest)
-            # the master as it is stored: rounding may have made it larger
-            wide.copy_(rest).div_(self.scale.view(1, 1, 1))
-            weight.copy_(wide)
-            self.raise_found(finite_amax(wide))
             return
         bits = wide.view(torch.int32)
         finite = bool(torch.isfinite(wide.sum()))

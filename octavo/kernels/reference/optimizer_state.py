@@ -100,8 +100,8 @@ class Scaled:
     Between ``begin`` and ``end`` it is read with the old scale_inv and written with the new scale.
     """
 
-    scale_inv: Tensor | None
-    amax: Tensor | None
+    scale_inv: Tensor | None = None
+    amax: Tensor | None = None
     scale: Tensor | None = None
     found: Tensor | None = None  # the amax of what was written, where the next step asks for it
 

@@ -81,12 +81,6 @@ def read_master(row, place, scale_inv, MASTER: tl.constexpr, EVEN: tl.constexpr)
     """The master's tile in float32."""
     if MASTER.fmt is not None:
         result = read_fp8_master(row, place, scale_inv, MASTER, EVEN)
-    elif MASTER.kind == "fp16_scaled":
-        result = load_float(row, REST, place, MASTER.rest, EVEN) * scale_inv
-        weight_ptr = to_pointer(row[WEIGHT_COLUMN], MASTER.weight, EVEN)
-        weight = load_at(weight_ptr, place).to(tl.float32)
-        rounded = narrow(result, weight_ptr.dtype.element_ty).to(tl.float32)
-        result = tl.where(rounded == weight, result, weight)
     else:
         result = load_float(row, WEIGHT_COLUMN, place, MASTER.weight, EVEN)
         if MASTER.rest is not None:
@@ -107,12 +101,6 @@ def write_master(row, place, w, bits16, scale, MASTER: tl.constexpr, EVEN: tl.co
         store_at(weight_ptr, place, narrow(w, weight_ptr.dtype.element_ty))
     elif MASTER.kind == "stochastic":
         store_at(weight_ptr, place, round_to_bf16(w, bits16))
-    elif MASTER.kind == "fp16_scaled":
-        rest = round_to_half(w * scale, bits16)
-        store_at(to_pointer(row[REST], MASTER.rest, EVEN), place, rest)
-        held = tl.math.div_rn(rest.to(tl.float32), tl.full(w.shape, 1.0, tl.float32) * scale)
-        store_at(weight_ptr, place, narrow(held, weight_ptr.dtype.element_ty))
-        found = largest_inside(finite_abs(held), place)
     else:
         SPARE: tl.constexpr = 16 - MASTER.rest.primitive_bitwidth  # bits that the remainder has no room for
         bits = tl.where(w == w, w.to(tl.int32, bitcast=True), 0x7FC00000)  # a NaN's must not run over into a number's

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from octavo.formats import E4M3
-from octavo.kernels.reference.master_weights import FLOAT16_MAX, Master
+from octavo.kernels.reference.master_weights import Master
 from octavo.kernels.reference.optimizer_state import MomentTensors
 from octavo.kernels.triton.moment_codes import decode_moment, encode_moment, round_to_bf16
 from octavo.kernels.triton.table import to_pointer
@@ -100,16 +100,6 @@ class MasterClass:
         """The Format of a weight in codes, else None."""
         return E4M3 if self.weight == tl.uint8 else None
 
-    @property
-    def is_scaled(self) -> bool:
-        """Whether it is written with a scale that a bound of the update gives."""
-        return self.fmt is not None or self.kind == "fp16_scaled"
-
-    @property
-    def limit(self) -> float:
-        """The most that a scaled one holds, times its scale."""
-        return FLOAT16_MAX if self.fmt is None else E4M3.max
-
 
 @dataclass(frozen=True)
 class TensorClass:
@@ -142,7 +132,7 @@ class TensorClass:
     @property
     def master_has_one_scale(self) -> bool:
         """Whether one scale, which the bound gives, serves the whole master."""
-        return self.master.is_scaled and not self.square
+        return self.master.fmt is not None and not self.square
 
     @property
     def has_one_scale(self) -> bool:

@@ -92,8 +92,8 @@ def scales_of(row, n, found_ptr, square, OF: tl.constexpr, DECOUPLED: tl.constex
     SECOND_MOMENT: tl.constexpr = OF.second
     master = 1.0
     master_inv = 1.0
-    if OF.master.is_scaled:
-        LIMIT: tl.constexpr = OF.master.limit
+    if OF.master.fmt is not None:
+        LIMIT: tl.constexpr = OF.master.fmt.max
         SLACK: tl.constexpr = 1 + 2.0**-20
         amax = tl.load(to_pointer(row[REST + 2], tl.float32, False) + square)
         if DECOUPLED:
@@ -287,7 +287,7 @@ def update_tensor(
             scale_inv_ptr = to_pointer(row[REST + 1], tl.float32, False)
             tl.store(scale_inv_ptr + program, scale_inv_from_scale(scales.master, True))
             tl.store(to_pointer(row[REST + 2], tl.float32, False) + program, largest_w)
-        elif OF.master.is_scaled:
+        elif OF.master.fmt is not None:
             raise_amax(found_ptr + 4 * COUNT, largest_w)
         if program == 0:
             leave_scales(found_ptr, scales, OF, COUNT)

@@ -29,12 +29,11 @@ def any_floats() -> Tensor:
 
 
 def master(kind: str, shape: tuple[int, int] = SHAPE) -> MasterWeight:
-    rest = {"split32": torch.int16, "split24": torch.int8, "fp16_scaled": torch.float16}.get(kind)
+    rest = {"split32": torch.int16, "split24": torch.int8}.get(kind)
     return MasterWeight(
         torch.zeros(shape, dtype=torch.float32 if kind == "weight" else torch.bfloat16),
         kind,
         None if rest is None else torch.zeros(shape, dtype=rest),
-        torch.ones(1, 1) if kind == "fp16_scaled" else None,
     )
 
 
@@ -127,28 +126,6 @@ def test_a_float32_weight_is_its_own_master():
     assert (m.weight == 2.0).all()
 
 
-def test_fp16_scaled_holds_eleven_bits_and_its_amax():
-    x = torch.randn(SHAPE) * torch.rand(SHAPE).mul(-10).exp()
-    m, scale, found = master("fp16_scaled"), torch.full((1, 1), 2.0**12), torch.zeros(1, 1)
-    write(m, x, random16(SHAPE), scale, found)
-    m.scale_inv = 1 / scale
-    assert ((read(m) - x).abs() < x.abs() * 2.0**-10).all()
-    assert abs(float(((read(m) - x) / x).mean())) < 2.0**-11 / x.numel() ** 0.5 * 4
-    assert torch.equal(m.weight, read(m).bfloat16())
-    assert float(found) == float(read(m).abs().max())
-
-
-def test_a_float16_master_counts_only_where_it_rounds_to_the_weight():
-    m, scale = master("fp16_scaled"), torch.full((1, 1), 2.0**12)
-    write(m, torch.randn(SHAPE), random16(SHAPE), scale, torch.zeros(1, 1))
-    m.scale_inv = 1 / scale
-    before = read(m)
-    m.weight[0], m.weight[1, :3] = 7.0, math.nan  # by whom and how, nobody can tell
-    after = read(m)
-    assert (after[0] == 7.0).all() and after[1, :3].isnan().all()
-    assert torch.equal(after[2:], before[2:]) and torch.equal(after[1, 3:], before[1, 3:])
-
-
 def test_only_masters_that_round_take_random_bits():
-    kinds = ["weight", "split32", "split24", "fp16_scaled", "stochastic"]
-    assert [kind for kind in kinds if master(kind).is_random] == ["split24", "fp16_scaled", "stochastic"]
+    kinds = ["weight", "split32", "split24", "stochastic"]
+    assert [kind for kind in kinds if master(kind).is_random] == ["split24", "stochastic"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.reference.sgd import SgdGroup
-from octavo.kernels.reference.step_numbers import adam_max_update, power
+from octavo.kernels.reference.step_numbers import power
 from octavo.optim.moment import NAMED
 from tests.support.optimizer_both import ADAM, MASTERS, OTHER, SCHEMES, SGD, SHAPES, Both, differences, mixed, update_of
 from tests.support.triton_kernels import TritonKernels
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.gpu
 def test_adam(scheme: str, decoupled: bool, clip: bool, kernels: TritonKernels, small: None) -> None:
     groups = [group._replace(decoupled=decoupled, clip=clip) for group in (ADAM, OTHER)]
     shift = list(SCHEMES).index(scheme) + 3 * clip
-    both = Both(kernels, mixed(SCHEMES[scheme], MASTERS if clip else MASTERS[:4], 1, shift), groups)
+    both = Both(kernels, mixed(SCHEMES[scheme], MASTERS, 1, shift), groups)
     both.steps(2)
     assert len(both.plans) == 1
 
@@ -33,7 +33,7 @@ def test_adam(scheme: str, decoupled: bool, clip: bool, kernels: TritonKernels, 
 def test_the_other_rules(decoupled: bool, clip: bool, kernels: TritonKernels, small: None) -> None:
     groups = [group._replace(decoupled=decoupled, clip=clip) for group in (ADAM, OTHER)]
     for scheme in ("fp32", "fp8"):
-        Both(kernels, mixed(SCHEMES[scheme], MASTERS if clip else MASTERS[:4], 1, 5), groups).steps(2)
+        Both(kernels, mixed(SCHEMES[scheme], MASTERS, 1, 5), groups).steps(2)
 
 
 @pytest.mark.parametrize("scheme", ["fp8", pytest.param("two stages", marks=pytest.mark.full)])
@@ -45,8 +45,7 @@ def test_sizes(scheme: str, kernels: TritonKernels) -> None:
 
 @pytest.mark.parametrize("scheme", ["fp8", "previous", "two stages"])
 def test_sizes_in_small_tiles(scheme: str, kernels: TritonKernels, small: None) -> None:
-    masters = itertools.cycle(["split24", "fp16_scaled"])
-    updates = [update_of(s, SCHEMES[scheme], next(masters), number=n) for n, s in enumerate(SHAPES)]
+    updates = [update_of(s, SCHEMES[scheme], "split24", number=n) for n, s in enumerate(SHAPES)]
     Both(kernels, updates, [ADAM, OTHER]).steps(2)
 
 
@@ -54,9 +53,7 @@ def test_sizes_in_small_tiles(scheme: str, kernels: TritonKernels, small: None) 
 def test_betas(betas: tuple[float, float], kernels: TritonKernels) -> None:
     group = ADAM._replace(beta1=betas[0], beta2=betas[1])
     for first in (0, 4000):
-        bounded = math.isfinite(adam_max_update(first + 3, *betas))
-        masters = MASTERS[::2] if bounded else MASTERS[:4:2]
-        updates = [update_of((2, 150), NAMED["fp8"], m, number=2 * n, step=first) for n, m in enumerate(masters)]
+        updates = [update_of((2, 150), NAMED["fp8"], m, number=2 * n, step=first) for n, m in enumerate(MASTERS[::2])]
         Both(kernels, updates, [group]).steps(2, 0.1)
 
 
@@ -74,7 +71,7 @@ def test_betas(betas: tuple[float, float], kernels: TritonKernels) -> None:
 )
 def test_sgd(group: SgdGroup, scheme: str, kernels: TritonKernels, small: None) -> None:
     moments = SCHEMES[scheme][:1] if group.momentum else ()
-    both = Both(kernels, mixed(moments, MASTERS[:4], 1, len(scheme)), [group, group._replace(lr=0.3)])
+    both = Both(kernels, mixed(moments, MASTERS, 1, len(scheme)), [group, group._replace(lr=0.3)])
     both.steps(2)
     assert len(both.plans) == 1
 
@@ -106,21 +103,20 @@ def test_columns_of_longer_rows(row: int, kernels: TritonKernels, small: None) -
 def test_the_last_program_ends_all_of_many_tensors(where: int, kernels: TritonKernels) -> None:
     updates = [update_of((1, 0), SCHEMES["previous"], number=number) for number in range(301)]
     for number in {where, 299}:
-        updates[number] = update_of((2, 3), SCHEMES["previous"], "fp16_scaled", number=number)
+        updates[number] = update_of((2, 3), SCHEMES["previous"], "split24", number=number)
     Both(kernels, updates, [ADAM, OTHER]).steps(2)
 
 
 @pytest.mark.parametrize("scheme", ["fp32", "fp8", "previous", "two stages"])
 def test_a_fault_stays_where_it_is(scheme: str, kernels: TritonKernels) -> None:
-    masters = MASTERS[:4] if scheme == "previous" else MASTERS
-    updates = [update_of((3, 300), SCHEMES[scheme], master, number=n) for n, master in enumerate(masters)]
+    updates = [update_of((3, 300), SCHEMES[scheme], master, number=n) for n, master in enumerate(MASTERS)]
     both, places = Both(kernels, updates, [ADAM, OTHER]), [0, 130, 299]
     both.new_gradients()
     both.step()
     where, faults = (torch.arange(3), torch.tensor(places)), torch.tensor([math.nan, math.inf, -math.inf])
     both.new_gradients(spoil=lambda g: g.index_put_(where, faults))
     both.step()
-    for update in both.ours[:4]:  # a scaled master's weights too
+    for update in both.ours:
         spoilt = ~update.master.weight.cpu().isfinite()
         assert spoilt.nonzero().tolist() == [[row, col] for row, col in enumerate(places)]
     both.new_gradients()
@@ -156,7 +152,7 @@ def test_a_step_is_skipped(kernels: TritonKernels) -> None:
 def test_gradients_are_divided(group: Any, kernels: TritonKernels) -> None:
     scale = torch.tensor(3.0, device=kernels.device)
     moments = NAMED["fp8"][: 1 + (group is ADAM)]
-    both = Both(kernels, mixed(moments, MASTERS[:4], 1, 2), [group, group._replace(maximize=True)])
+    both = Both(kernels, mixed(moments, MASTERS, 1, 2), [group, group._replace(maximize=True)])
     for _ in range(2):
         both.new_gradients()
         both.step(None, scale)

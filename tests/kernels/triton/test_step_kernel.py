@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("fmt", [E4M3, E5M2, E4M4], ids=str)
 def test_scales_of_whole_tensors(fmt: Format, decoupled: bool, kernels: TritonKernels) -> None:
     state = kernels.module("optimizer_state")
-    held = state.MasterClass("fp16_scaled", None, None, True)
+    held = state.MasterClass("fp8_fp16", state.tl.uint8, None, True)
     for amax, decay in ((0.0, 0.1), (1e-30, 0.1), (0.37, 300.0), (5.1e4, 0.1)):  # one that turns weights' signs
         moment, master, inv = (torch.tensor(x, device=kernels.device) for x in (amax, amax / 3, 0.25))
         row = row_of(kernels, FIRST_plus_2=moment, REST_plus_1=inv, REST_plus_2=master)
@@ -31,7 +31,7 @@ def test_scales_of_whole_tensors(fmt: Format, decoupled: bool, kernels: TritonKe
             first = 1.0 if of is None else float(scale_from_amax(of.cpu(), fmt.max, False, 0))
             most = adam_max_update(3, 0.9, 0.99)
             bound = bound_after(master.cpu(), 0.01, most, decay if decoupled else 0.0)
-            assert out.tolist() == [first, float(scale_from_amax(bound, 65504.0, True, 0)), 0.25]
+            assert out.tolist() == [first, float(scale_from_amax(bound, E4M3.max, True, 0)), 0.25]
 
 
 def test_a_scale_is_left_for_each_that_has_one(kernels: TritonKernels) -> None:
@@ -39,7 +39,7 @@ def test_a_scale_is_left_for_each_that_has_one(kernels: TritonKernels) -> None:
     state = kernels.module("optimizer_state")
     for has in ((True, False, True), (False, True, False), (True, True, True)):
         first, second = (state.MomentClass(None, scale="previous" if one else "block") for one in has[:2])
-        master = state.MasterClass("fp16_scaled" if has[2] else "weight", None, None, False)
+        master = state.MasterClass("fp8_fp16" if has[2] else "weight", state.tl.uint8 if has[2] else None, None, False)
         of = state.TensorClass(None, master, first, second)
         work = torch.zeros(13, dtype=torch.int32, device=kernels.device)
         kernels.launch("leave_kernel", 2, work, scales, of, 2)
