@@ -68,13 +68,13 @@ def access(program: Program, one: Instruction, name: str, space: str, count: str
 
 @instruction("ld.param.([bsuf](?:32|64))")
 def parameter(program: Program, one: Instruction, kind: str) -> Run:
-    """A parameter, the same for all lanes."""
+    """A parameter or its low half, the same for all lanes."""
     target, (name, offset) = one.operands
-    if program.parameters.get(name) != np.dtype(TYPES[kind]).itemsize or offset:
+    if program.parameters.get(name, 0) < np.dtype(TYPES[kind]).itemsize or offset:
         raise one.unsupported()
     check_target(one, target, kind)
     return lambda threads, mask: write(
-        threads, mask, target, np.frombuffer(threads.launch.parameters[name], TYPES[kind])
+        threads, mask, target, np.frombuffer(threads.launch.parameters[name], TYPES[kind])[:1]
     )
 
 

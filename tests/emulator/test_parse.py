@@ -174,7 +174,6 @@ UNKNOWN = """
     ld.global.v2.b32 %r1, [%a0]
     ld.global.v4.b128 {%r1, %r2, %r3, %r4}, [%a0]
     ld.global.b32 %h1, [%a0]
-    ld.param.b32 %r1, [kernel_param_0]
     ld.param.b64 %d1, [kernel_param_1]
     ld.shared.b32 %r1, [elsewhere]
     st.async.b32 [%r1], %r2, [%r3]
