@@ -26,11 +26,11 @@ from torch import Tensor
 from octavo import kernels
 from octavo.autograd.casts import State
 from octavo.autograd.grouped import Routing, group_of_rows
-from octavo.autograd.shared_scales import largest
 from octavo.autograd.tap import Tap, count
 from octavo.granularity import ALL
 from octavo.numerics import exponents_of, powers_of, scale_from_amax, scale_inv_from_scale
 from octavo.scaling.recipe import Cast
+from octavo.tensor.collectives import largest
 from octavo.tensor.pair import Operands
 from octavo.tensor.received_rows import ReceivedRows
 
@@ -195,10 +195,10 @@ def _cast_by_group(rows: Tensor, journey: Journey, sending: Sending, amax: Tenso
     """(codes [S, C], scale_inv [E, 1]) of scales that follow from ``amax`` [E] of all ranks, or are delayed."""
     cast = sending.cast
     assert cast is not None
-    scale = scale_from_amax(amax, cast.format.max, cast.power_of_two, cast.margin)
+    delayed = None
     if cast.is_delayed and sending.state is not None:
-        kept = sending.state.in_force(sending.role)[sending.role]
-        scale = torch.where(kept > 0, kept, scale)
+        delayed = sending.state.in_force(sending.role)[sending.role]
+    scale = scale_from_amax(amax, cast.format.max, cast.power_of_two, cast.margin, delayed)
     q = torch.empty(rows.shape, dtype=cast.format.dtype, device=rows.device)
     groups = zip(rows.split(journey.sizes), q.split(journey.sizes), scale.split(1), strict=True)
     if parts := [group for group in groups if len(group[0])]:

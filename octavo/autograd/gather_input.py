@@ -29,13 +29,14 @@ from torch import Tensor
 
 from octavo import kernels
 from octavo.autograd.casts import GRAD_OUTPUT, INPUT, Norm, Pair, State, as_rows, cast_role, cast_to_send
-from octavo.autograd.shared_scales import largest, summed
+from octavo.autograd.shared_scales import agreed_scale
 from octavo.autograd.tap import Tap, count
 from octavo.granularity import ALL
 from octavo.kernels.layouts import contraction_multiple, needs_transposed_codes
 from octavo.kernels.reference.cast import transposed, with_padding
-from octavo.numerics import exponents_of, powers_of, scale_from_amax
+from octavo.numerics import exponents_of, powers_of
 from octavo.scaling.recipe import Cast, Recipe
+from octavo.tensor.collectives import largest, summed
 from octavo.tensor.gathered_input import GatheredGradient, GatheredInput, Wire
 from octavo.tensor.pair import Operands
 
@@ -99,13 +100,9 @@ def _gathered_scales(scale_inv: Tensor, cast: Cast, wire: Wire) -> Tensor:
 
 
 def _scale_of_all(amax: Tensor, cast: Cast, state: State | None, role: int, wire: Wire) -> tuple[Tensor, Tensor]:
-    """(the scales [3] of which a per-tensor cast reads its role's, the amax [1, 1]) of all ranks' rows."""
-    amax = largest(amax, wire.group)
-    scale = scale_from_amax(amax.view(1), cast.format.max, cast.power_of_two, cast.margin).expand(3)
-    if cast.is_delayed and state is not None:
-        known = state.in_force(role)
-        scale = torch.where(known > 0, known, scale)
-    return scale.contiguous(), amax
+    """``agreed_scale`` of all ranks' rows; a delayed one holds where there is one."""
+    delayed = state.in_force(role) if cast.is_delayed and state is not None else None
+    return agreed_scale(amax, cast.arguments, wire.group, delayed)
 
 
 def _operands(pair: Pair, amax: Tensor | None, reader: Reader, role: int, wire: Wire) -> Operands:

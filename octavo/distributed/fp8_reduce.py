@@ -38,7 +38,7 @@ from octavo.kernels.reference.moment_codes import encode_moment
 from octavo.kernels.reference.random_bits import halves, key_of, random_bits
 from octavo.kernels.reference.tiles import multiply_tiles_
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
-from octavo.tensor.collectives import agree, all_gather
+from octavo.tensor.collectives import agree, all_gather, largest
 
 SENT, MEAN, BETWEEN = 0, 1, 2  # the roundings: of gradients, of what is gathered, of servers' means
 _SCALE_BYTES = 4
@@ -227,9 +227,7 @@ class Fp8Reduction:
         """One scale [1, 1], of the largest amax: that the smallest scale is that of a rank without gradients, 1."""
         if self.granularity != PerTensor():
             return None
-        amax = kernels.amax(x, (ALL, ALL))
-        dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
-        return scale_from_amax(amax, self.format.max, True, 0)
+        return scale_from_amax(largest(kernels.amax(x, (ALL, ALL)), group), self.format.max, True, 0)
 
     def _stochastic(self, x: Tensor, scale: Tensor | None, key: int) -> tuple[Tensor, Tensor]:
         """Codes [R, S] and scale_inv."""

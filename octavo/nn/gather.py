@@ -32,7 +32,6 @@ from octavo.tensor.sharded_weight import (
     GatheredWeight,
     attach,
     gather_as_it_is,
-    local_shard,
     on_this_rank,
 )
 from octavo.tensor.stored_weight import StoredWeight, agree_on_scale, agreed, lay_out, local_stored
@@ -188,7 +187,7 @@ class Gather:
         """Note that a forward of the module is about to read the weight."""
         self.for_training, self.delayed_scale = module.training, None
         if module.training and (state := state_of(module)) is not None:  # evaluation takes the weight's own amax
-            module.notice_writes(self.parameter, local_shard(self.parameter))
+            module.notice_writes(self.parameter, on_this_rank(self.parameter))
             self.delayed_scale = state.scale.clone()
 
     def begin_in_fp8(self, module: Any) -> bool:

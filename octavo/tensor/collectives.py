@@ -21,6 +21,30 @@ def all_gather(whole: Tensor, part: Tensor, group: Any, async_op: bool = False) 
     return gather(whole, part, group=group, async_op=async_op)
 
 
+def largest(values: Tensor, *groups: Any, device: torch.device | str | None = None) -> Tensor:
+    """The largest of each of ``values`` over the ranks of process groups: a collective each, in compiled graphs too.
+
+    Args:
+        values: as many on all ranks; they stay as they are.
+        groups: one, or those of each dimension of a mesh; as themselves or, in what may be compiled, by their names.
+        device: where the ranks send from, if ``values`` may lie elsewhere.
+    """
+    found = values if device is None else values.to(device)
+    for group in groups:
+        found = _reduced(found, "max", group)
+    return found.to(values.device)
+
+
+def summed(values: Tensor, group: str) -> Tensor:
+    """The sum of each of ``values`` over the ranks of the process group of this name, in their own dtype."""
+    return _reduced(values, "sum", group)
+
+
+def _reduced(values: Tensor, how: str, group: Any) -> Tensor:
+    functional, name = torch.ops._c10d_functional, group if isinstance(group, str) else group.group_name
+    return functional.wait_tensor(functional.all_reduce(values, how, name))
+
+
 def home_of(group: Any) -> torch.device:
     """Where tensors lie that a process group sends: on the CPU, unless its backend sends an accelerator's only."""
     import torch.distributed as dist
@@ -48,9 +72,7 @@ def agree(told: Mapping[str, object], groups: Iterable[Any]) -> None:
     own = {name: str(value) for name, value in told.items()}
     number = int.from_bytes(hashlib.sha256(repr(own).encode()).digest()[:7])
     found = torch.tensor([number, -number], device=home_of(groups[0]))
-    for group in groups:
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
-    if not int(found.sum()):
+    if not int(largest(found, *groups).sum()):
         return
     every: list[tuple[int, dict[str, str]]] = [(dist.get_rank(), own)]
     for group in groups:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from octavo.errors import OctavoError
 from octavo.granularity import PerBlock, PerTensor
-from octavo.tensor.collectives import all_gather
+from octavo.tensor.collectives import all_gather, largest
 from octavo.tensor.pair import MOVES, PLAIN_LIKE, Facade, Operands, moves
 from octavo.tensor.scaled_tensor import ScaledTensor
 from octavo.tensor.sharded_rows import gathered_whole, padded_rows
@@ -60,7 +60,7 @@ class ShardHooks(Tensor):
         before = getattr(module._modules.get(self.part, module), "before_gather", None)
         if before is None:  # an embedding that shares its weight with a linear layer, or experts that were restored
             return self.gather_without_recipe(mesh, outer_size, module, mp_policy)
-        return before(self.shard(), mesh, outer_size, mp_policy)
+        return before(on_this_rank(self), mesh, outer_size, mp_policy)
 
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[Tensor, ...], metadata: After, param_dtype: torch.dtype, *, out: Any = None
@@ -68,15 +68,11 @@ class ShardHooks(Tensor):
         """The unsharded weight and the tensors whose storage FSDP2 frees; None where ``out`` is refilled."""
         return metadata(all_gather_outputs, param_dtype, out)
 
-    def shard(self) -> Tensor:
-        """This rank's rows, as ``before_gather`` reads them: plain ones, unless they live in FP8."""
-        return self.as_subclass(Tensor)
-
     def gather_without_recipe(
         self, mesh: Any, outer_size: torch.Size, module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], After]:
         """What the first hook returns where the module is none of octavo's: as FSDP2 does without hooks."""
-        return gather_as_it_is(self.shard(), mesh, outer_size, mp_policy)
+        return gather_as_it_is(on_this_rank(self), mesh, outer_size, mp_policy)
 
 
 # FSDP2 asks for the first hook's signature before each call of it
@@ -249,20 +245,15 @@ def attach(param: Any, at: int, part: str = "") -> bool:
 
 
 def on_this_rank(tensor: Tensor) -> Tensor:
-    """This rank's shard of a sharded tensor, with its class; any other tensor as it is."""
-    return getattr(tensor, "_local_tensor", tensor)
+    """This rank's part of a sharded tensor, without FSDP2's hooks where it is plain; any other tensor as it is."""
+    found: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return found.as_subclass(Tensor) if isinstance(found, ShardedWeight) else found
 
 
-def local_shard(param: Tensor) -> Tensor:
-    """The shard of a sharded parameter, as a plain tensor."""
-    return on_this_rank(param).as_subclass(Tensor)
-
-
-def plain(param: Tensor) -> Tensor:
+def plain(param: Any) -> Tensor:
     """A DTensor whose local tensor is plain, over the same storage; anything else as it is."""
-    if not isinstance(on_this_rank(param), ShardedWeight):
-        return param
-    return like_sharded(local_shard(param), param, param.shape)
+    has_hooks = isinstance(getattr(param, "_local_tensor", None), ShardedWeight)
+    return like_sharded(on_this_rank(param), param, param.shape) if has_hooks else param
 
 
 def like_sharded(local: Tensor, param: Tensor, shape: torch.Size, of_columns: int | None = None) -> Tensor:
@@ -299,13 +290,8 @@ def groups_of(param: Tensor) -> tuple[Any, ...]:
 
 
 def largest_of_ranks(values: Tensor, param: Tensor) -> Tensor:
-    """The largest of each of ``values`` over the ranks that share a sharded weight: a collective a dimension."""
-    import torch.distributed as dist
-
-    found = values.to(param.device_mesh.device_type, copy=True)  # type: ignore[attr-defined]
-    for group in groups_of(param):
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
-    return found.to(values.device)
+    """The largest of each of ``values`` over the ranks that share a sharded weight, which all call it."""
+    return largest(values, *groups_of(param), device=param.device_mesh.device_type)  # type: ignore[attr-defined]
 
 
 def gather_alone(param: Tensor, module: nn.Module, mp_policy: Any) -> Any:
@@ -314,7 +300,7 @@ def gather_alone(param: Tensor, module: nn.Module, mp_policy: Any) -> Any:
     ``module``: whose parameter it is; ``mp_policy``: that of its group. Shards without hooks, or
     over more than one dimension of a mesh, are gathered as they are.
     """
-    local, whole = on_this_rank(param), param.device_mesh  # type: ignore[attr-defined]
+    local, whole = getattr(param, "_local_tensor", param), param.device_mesh  # type: ignore[attr-defined]
     if not isinstance(local, ShardHooks) or len(groups_of(param)) > 1:
         return plain(param).full_tensor()  # type: ignore[attr-defined]
     mesh = whole if whole.ndim == 1 else whole[whole.mesh_dim_names[-1]]
@@ -360,7 +346,7 @@ def take_shards(model: nn.Module, params: Iterable[Tensor]) -> None:
             at = param.mesh_info.mesh.ndim - 1
             attach(param.sharded_param, at, getattr(param._sharded_local_tensor, "part", ""))
             # before the first forward this is plain, and torch would ask for its storage, which a facade hasn't
-            param._sharded_param_data = on_this_rank(param.sharded_param)
+            param._sharded_param_data = param.sharded_param._local_tensor
             param.reset_sharded_param()
 
 
