@@ -11,18 +11,17 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from octavo import kernels
-from octavo.autograd.grouped import cast_groups, cast_matrices, received_operands
+from octavo.autograd.grouped import cast_groups, cast_matrices, scales_of_rows, transposed_codes
 from octavo.autograd.shared_scales import Parts, scale_for, shared_amax
 from octavo.granularity import ALL
 from octavo.kernels.layouts import contraction_multiple, needs_transposed_codes
 from octavo.scaling.delayed import State
 from octavo.scaling.recipe import Cast, Recipe, RoleCasts
-from octavo.tensor.gathered_input import GatheredGradient
-from octavo.tensor.pair import Operands
-from octavo.tensor.received_rows import ReceivedRows
+from octavo.tensor.pair import ForProducts, Operands, operands_of
 
 INPUT, WEIGHT, GRAD_OUTPUT = range(3)  # rows of the delayed state
 
@@ -76,10 +75,8 @@ def cast_role(
         wants it (transposed on some devices a strided view).
     """
     casts = recipe.casts[role]
-    if isinstance(x_RC, GatheredGradient):
-        return x_RC.operands
-    if isinstance(x_RC, ReceivedRows):
-        return received_operands(x_RC, casts, role, as_is, transposed, _pad(x_RC, recipe))
+    if isinstance(x_RC, ForProducts):
+        return x_RC.read()
     extras = _pad(x_RC, recipe), column_sum, *activation
     first = casts.as_is if as_is else None
     second = casts.transposed if transposed else None
@@ -96,6 +93,33 @@ def cast_role(
     a = _cast(x_RC, first, scales[0], role, extras, True, False, offsets)
     b = _cast(x_RC, second, scales[1], role, (extras[0], False, *activation), False, True, offsets)
     return a._replace(transposed=b.transposed, amax=b.amax if a.amax is None else a.amax)
+
+
+def operands_of_codes(
+    q_RC: Tensor,
+    scale_inv: Tensor,
+    recipe: Recipe,
+    role: int,
+    transposed: bool,
+    amax: Tensor | None,
+    offsets: Tensor | None = None,
+) -> Operands:
+    """The operands of rows of which there are the codes alone, as the role's first cast has written them.
+
+    Where one cast serves both layouts these are both; else the transposed one is cast from the values of the codes.
+    """
+    casts = recipe.casts[role]
+    cast, second = casts.as_is, casts.transposed if transposed else None
+    assert cast is not None
+    found = operands_of(q_RC, scale_inv, recipe.pads, second is not None and casts.once and offsets is None)
+    laid = found.transposed if second is not None else None
+    if second is not None and not casts.once:
+        scales = (scale_inv, cast.tile) if offsets is None else scales_of_rows(scale_inv, cast.tile, offsets, len(q_RC))
+        values = kernels.dequantize(q_RC, *scales, torch.float32)
+        laid = cast_role(values, recipe, role, False, True, None, offsets=offsets).transposed
+    elif second is not None and offsets is not None and needs_transposed_codes(q_RC.device):
+        laid = transposed_codes(q_RC, offsets, _pad(q_RC, recipe)), scale_inv.t()
+    return Operands(found.as_is, laid, amax if cast.is_delayed else None)
 
 
 def _pad(x: Tensor, recipe: Recipe) -> int:

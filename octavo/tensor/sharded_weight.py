@@ -17,7 +17,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from octavo.errors import OctavoError
 from octavo.granularity import PerBlock, PerTensor
 from octavo.tensor.collectives import all_gather, largest
-from octavo.tensor.pair import MOVES, PLAIN_LIKE, Facade, Operands, moves
+from octavo.tensor.pair import MOVES, PLAIN_LIKE, ForProducts, Operands, moves
 from octavo.tensor.scaled_tensor import ScaledTensor
 from octavo.tensor.sharded_rows import gathered_whole, padded_rows
 
@@ -123,62 +123,27 @@ def gather_as_it_is(
     return (sent,), after
 
 
-class GatheredTensors(NamedTuple):
-    """A gathered weight's tensors: the pairs of both layouts, contraction last, and the amax that a Delayed rule rolls.
+class GatheredWeight(ForProducts):
+    """An unsharded weight, of which FSDP2 frees and refills the tensors of both pairs.
 
-    ``transposed_qdata`` may be a view of ``qdata``.
+    The transposed codes may be a view of the others. ``casts`` is text, as a compiled graph can hold no Cast of a
+    tensor that it has taken out of a DTensor.
     """
 
-    qdata: Tensor
-    scale_inv: Tensor
-    transposed_qdata: Tensor
-    transposed_scale_inv: Tensor
-    found_amax: Tensor
-
-
-class GatheredWeight(Facade):
-    """The facade of an unsharded weight: its values are its tensors', and gradients flow to it.
-
-    Each of GatheredTensors is an attribute; ``casts``: what they were cast by, as text. A compiled graph can hold no
-    Cast of a tensor that it has taken out of a DTensor.
-    """
-
-    qdata: Tensor
-    scale_inv: Tensor
-    transposed_qdata: Tensor
-    transposed_scale_inv: Tensor
-    found_amax: Tensor
-    casts: str
+    refilled = True
     REMEDY = (
         "of a gathered FP8 weight: between unshard and reshard it exists in FP8 only. Read the sharded parameter, or "
         "keep the layer out of FP8 with octavo.recipes.high_precision()"
     )
 
-    @staticmethod
-    def __new__(cls, tensors: GatheredTensors, shape: Any, dtype: torch.dtype, casts: str) -> GatheredWeight:
-        """Make the facade."""
-        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=tensors.qdata.device)
-        self.qdata, self.scale_inv, self.transposed_qdata, self.transposed_scale_inv, self.found_amax = tensors
-        self.casts = casts
-        return self
-
-    def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return list(GatheredTensors._fields), (self.dtype, self.casts)
-
-    @staticmethod
-    def __tensor_unflatten__(
-        inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any
-    ) -> GatheredWeight:
-        dtype, casts = context
-        return GatheredWeight(GatheredTensors(**inner), outer_size, dtype, casts)
-
-    def refill(self, tensors: GatheredTensors) -> None:
-        """Take other tensors of the same shapes: written into the storage that is there, codes and scales together.
+    def refill(self, operands: Operands) -> None:
+        """Take others of the same shapes: written into the storage that is there, codes and scales together.
 
         A forward that saved these tensors for its backward so reads a pair that belongs together, whichever it is.
         """
         written: set[int] = set()
-        for own, new in zip(self.tensors()[:4], tensors[:4], strict=True):
+        self.found_amax = operands.amax
+        for own, new in zip(_pairs(self.read()), _pairs(operands), strict=True):
             address = own.untyped_storage().data_ptr()
             if address == new.untyped_storage().data_ptr() or address in written:
                 continue
@@ -191,30 +156,24 @@ class GatheredWeight(Facade):
                 continue
             with torch.autograd._unsafe_preserve_version_counter(own):
                 own.copy_(new)
-        self.found_amax = tensors.found_amax
 
     def operands(self, reader: Any, transposed: bool) -> Operands:
         """Both pairs, as they were gathered; the module ``reader`` notes that it reads them."""
         reader.gather.read(self, reader)
-        amax = self.found_amax if self.found_amax.numel() else None
-        pairs = (self.qdata, self.scale_inv), (self.transposed_qdata, self.transposed_scale_inv)
-        return Operands(*pairs, amax, refilled=True)
+        return self.read()
 
     def pair(self) -> ScaledTensor:
         """The pair as it lies, where its codes are those of a stored weight: per tensor or in blocks of 128 x 128."""
         granularity = PerTensor() if self.scale_inv.shape[-2:] == (1, 1) else PerBlock(128, 128)
         return ScaledTensor(self.qdata, self.scale_inv, granularity.of_matrices(self.shape), self.dtype)
 
-    def moved(self, move: Any) -> GatheredWeight:
-        """The same again, of the very same tensors."""
-        return GatheredWeight(self.tensors(), self.shape, self.dtype, self.casts)
-
-    def tensors(self) -> GatheredTensors:
-        """The tensors behind it."""
-        return GatheredTensors(*(getattr(self, name) for name in GatheredTensors._fields))
-
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"GatheredWeight({tuple(self.shape)}, {self.dtype}, codes {self.qdata.dtype})"
+
+
+def _pairs(operands: Operands) -> list[Tensor]:
+    """The tensors of both."""
+    return [*operands.as_is, *operands.transposed]  # type: ignore[misc]
 
 
 def _transposed(func: Any, own: GatheredWeight, *dims: int) -> Any:
@@ -222,7 +181,7 @@ def _transposed(func: Any, own: GatheredWeight, *dims: int) -> Any:
     *outer, rows, cols = own.shape
     if {dim % own.ndim for dim in dims} != {own.ndim - 2, own.ndim - 1}:
         return NotImplemented
-    return GatheredWeight(own.tensors(), (*outer, cols, rows), own.dtype, own.casts)
+    return own.moved(shape=(*outer, cols, rows))
 
 
 GatheredWeight.RULES = MOVES | PLAIN_LIKE | {aten.as_strided.default: moves, aten.transpose.int: _transposed}

@@ -29,13 +29,10 @@ from octavo import kernels
 from octavo.errors import UnsupportedOpError
 from octavo.formats import E4M3
 from octavo.granularity import Granularity, PerBlock, PerTensor
-from octavo.kernels.layouts import needs_transposed_codes
-from octavo.kernels.reference.cast import transposed as transpose
-from octavo.kernels.reference.cast import with_padding
 from octavo.kernels.reference.master_weights import remainder_of, values_with
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
 from octavo.tensor.adapters import add_adapter, refuse_subtraction
-from octavo.tensor.pair import COPIES, MOVES, PLAIN_LIKE, Operands, Pair
+from octavo.tensor.pair import COPIES, MOVES, PLAIN_LIKE, Operands, Pair, operands_of
 from octavo.tensor.parameters import put_into
 from octavo.tensor.quantize import quantize
 from octavo.tensor.scaled_tensor import ScaledTensor, dequantized
@@ -194,12 +191,9 @@ class StoredWeight(ShardHooks, Pair):
 
     def operands(self, reader: Any, transposed: bool) -> Operands:
         """Its codes, for the module ``reader``; on some devices also laid out transposed, if backward needs that."""
-        pads, swaps = reader.recipe.pads, reader.stores_transposed
-        if needs_transposed_codes(self.qdata.device) and not transposed and not swaps:
-            return Operands((with_padding(self.qdata, 16 if pads else 1), self.scale_inv))
-        q_NK, q_KN = lay_out(self.qdata, pads)
-        pairs = (q_NK, self.scale_inv), (q_KN, self.scale_inv.mT)
-        return Operands(*(pairs[::-1] if swaps else pairs), refilled=True)
+        swaps = reader.stores_transposed
+        as_is, laid, *_ = operands_of(self.qdata, self.scale_inv, reader.recipe.pads, transposed or swaps)
+        return Operands(laid, as_is, refilled=True) if swaps else Operands(as_is, laid, refilled=True)
 
     def gather_without_recipe(
         self, mesh: Any, outer_size: torch.Size, module: torch.nn.Module, mp_policy: Any
@@ -305,14 +299,6 @@ class StoredWeight(ShardHooks, Pair):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"StoredWeight({tuple(self.shape)}, {self.dtype}, {self.granularity})"
-
-
-def lay_out(q_NK: Tensor, pads: bool) -> tuple[Tensor, Tensor]:
-    """Codes [..., N, K] as products read them: as they lie and transposed, contractions padded as the device wants."""
-    if not needs_transposed_codes(q_NK.device):
-        return q_NK, q_NK.mT
-    pad = 16 if pads else 1
-    return with_padding(q_NK, pad), with_padding(transpose(q_NK), pad)
 
 
 def has_powers_of_two(scale_inv: Tensor) -> bool:
