@@ -24,7 +24,9 @@ MIN_SCALE = 2.0**-126
 _SIGN_AND_EXPONENT = -(1 << 23)  # bits of a float32 above its mantissa
 
 
-def scale_from_amax(amax: Tensor, limit: float, power_of_two: bool, margin: int) -> Tensor:
+def scale_from_amax(
+    amax: Tensor, limit: float, power_of_two: bool, margin: int, delayed: Tensor | None = None
+) -> Tensor:
     """The scale that brings each ``amax`` to the format's largest value; 1 for an amax of 0.
 
     Args:
@@ -32,9 +34,10 @@ def scale_from_amax(amax: Tensor, limit: float, power_of_two: bool, margin: int)
         limit: the format's max (448 or 57344).
         power_of_two: round the scale down to a power of two.
         margin: divide the scale by 2^margin.
+        delayed: scales that hold instead where there is one, which is where they are positive.
 
     Returns:
-        float32, shape of ``amax``.
+        float32, shape of ``amax``, broadcast with that of ``delayed``.
 
     Example:
         >>> import torch
@@ -45,7 +48,8 @@ def scale_from_amax(amax: Tensor, limit: float, power_of_two: bool, margin: int)
     scale = torch.div(torch.full_like(amax, limit * 2.0**-margin), amax)
     if power_of_two:
         scale = floor_power_of_two(scale)
-    return torch.where(amax > 0, scale.clamp(MIN_SCALE, MAX_SCALE), 1.0)
+    scale = torch.where(amax > 0, scale.clamp(MIN_SCALE, MAX_SCALE), 1.0)
+    return scale if delayed is None else torch.where(delayed > 0, delayed, scale)
 
 
 def scale_of(amax: float, limit: float, power_of_two: bool, margin: int, previous: float = 1.0) -> float:

@@ -95,3 +95,8 @@ def test_floor_power_of_two() -> None:
     within = scale <= 2.0**126
     assert numerics.floor_power_of_two_by_comparison(scale[within]).tolist() == expected[within].tolist()
     assert numerics.floor_power_of_two(torch.tensor(math.inf)) == math.inf
+
+
+def test_a_delayed_scale_holds_where_there_is_one():
+    amax, delayed = torch.tensor([1.0, 2.0, 0.0]), torch.tensor([0.0, 3.0, 5.0])
+    assert numerics.scale_from_amax(amax, 448.0, True, 0, delayed).tolist() == [256.0, 3.0, 5.0]

@@ -11,18 +11,17 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from octavo import kernels
-from octavo.autograd.grouped import cast_groups, cast_matrices, received_operands
-from octavo.autograd.shared_scales import Parts, first_scale, shared_amax, shared_scale
+from octavo.autograd.grouped import cast_groups, cast_matrices, scales_of_rows, transposed_codes
+from octavo.autograd.shared_scales import Parts, scale_for, shared_amax
 from octavo.granularity import ALL
 from octavo.kernels.layouts import contraction_multiple, needs_transposed_codes
 from octavo.scaling.delayed import State
 from octavo.scaling.recipe import Cast, Recipe, RoleCasts
-from octavo.tensor.gathered_input import GatheredGradient
-from octavo.tensor.pair import Operands
-from octavo.tensor.received_rows import ReceivedRows
+from octavo.tensor.pair import ForProducts, Operands, operands_of
 
 INPUT, WEIGHT, GRAD_OUTPUT = range(3)  # rows of the delayed state
 
@@ -76,10 +75,8 @@ def cast_role(
         wants it (transposed on some devices a strided view).
     """
     casts = recipe.casts[role]
-    if isinstance(x_RC, GatheredGradient):
-        return x_RC.operands
-    if isinstance(x_RC, ReceivedRows):
-        return received_operands(x_RC, casts, role, as_is, transposed, _pad(x_RC, recipe))
+    if isinstance(x_RC, ForProducts):
+        return x_RC.read()
     extras = _pad(x_RC, recipe), column_sum, *activation
     first = casts.as_is if as_is else None
     second = casts.transposed if transposed else None
@@ -88,8 +85,8 @@ def cast_role(
         layouts = first is not None, second is not None
         if cast is None:
             return Operands()
-        return _cast(x_RC, cast, _scale(x_RC, cast, state, role, activation, parts), role, extras, *layouts, offsets)
-    scales = [_scale(x_RC, cast, state, role, activation, parts) for cast in (first, second)]
+        return _cast(x_RC, cast, scale_for(x_RC, cast, state, role, activation, parts), role, extras, *layouts, offsets)
+    scales = [scale_for(x_RC, cast, state, role, activation, parts) for cast in (first, second)]
     given = first.is_delayed or second.is_delayed or any(scale is not None for scale in scales)
     if not given and offsets is None and x_RC.ndim == 2:
         return _cast_two_scalings(x_RC, first, second, extras)
@@ -98,20 +95,36 @@ def cast_role(
     return a._replace(transposed=b.transposed, amax=b.amax if a.amax is None else a.amax)
 
 
+def operands_of_codes(
+    q_RC: Tensor,
+    scale_inv: Tensor,
+    recipe: Recipe,
+    role: int,
+    transposed: bool,
+    amax: Tensor | None,
+    offsets: Tensor | None = None,
+) -> Operands:
+    """The operands of rows of which there are the codes alone, as the role's first cast has written them.
+
+    Where one cast serves both layouts these are both; else the transposed one is cast from the values of the codes.
+    """
+    casts = recipe.casts[role]
+    cast, second = casts.as_is, casts.transposed if transposed else None
+    assert cast is not None
+    found = operands_of(q_RC, scale_inv, recipe.pads, second is not None and casts.once and offsets is None)
+    laid = found.transposed if second is not None else None
+    if second is not None and not casts.once:
+        scales = (scale_inv, cast.tile) if offsets is None else scales_of_rows(scale_inv, cast.tile, offsets, len(q_RC))
+        values = kernels.dequantize(q_RC, *scales, torch.float32)
+        laid = cast_role(values, recipe, role, False, True, None, offsets=offsets).transposed
+    elif second is not None and offsets is not None and needs_transposed_codes(q_RC.device):
+        laid = transposed_codes(q_RC, offsets, _pad(q_RC, recipe)), scale_inv.t()
+    return Operands(found.as_is, laid, amax if cast.is_delayed else None)
+
+
 def _pad(x: Tensor, recipe: Recipe) -> int:
     """The multiple that both operands of a product are padded to along the contraction."""
     return contraction_multiple(x.device) if recipe.pads else 1
-
-
-def _scale(
-    x_RC: Tensor, cast: Cast, state: State | None, role: int, activation: Activation, parts: Parts | None
-) -> Tensor | None:
-    """The scales [3] of which a cast reads its role's: delayed ones, or what ranks agree on; None: x_RC's own."""
-    if not cast.is_delayed or state is None:
-        return shared_scale(x_RC, cast, role, parts, activation)
-    if parts is None or not parts.begins or not parts.roles[role]:
-        return state.in_force(role)
-    return first_scale(x_RC, state.scale, role, *cast.arguments, parts.group, *activation)
 
 
 def _cast(
@@ -240,14 +253,14 @@ def cast_norm(
         )
         pair = (q2, scale_inv2) if lays else (q2.t(), scale_inv2.t())
         return Operands((q, scale_inv), pair), y if keep else None, mean, rstd
-    delayed_scale = state.in_force(INPUT) if state is not None and first.is_delayed else None
+    delayed_scale = scale_for(x_TK, first, state, INPUT, (), None)
     lays = lays and second is not None and not apart
     q, q_t, scale_inv, amax, mean, rstd, y = kernels.norm_cast(
         x_TK, gamma, beta, *norm, delayed_scale, INPUT, *first.arguments, lays, pad, keep or apart
     )
     found, laid = amax if first.is_delayed else None, None
     if second is not None and apart:  # one is Delayed, the other not
-        other_scale = _scale(y, second, state, INPUT, (), None)
+        other_scale = scale_for(y, second, state, INPUT, (), None)
         _, laid, other_amax, *_ = _cast(y, second, other_scale, INPUT, (pad, False), False, True)
         found = other_amax if found is None else found
     elif second is not None:

@@ -43,11 +43,11 @@ from octavo.autograd.products import (
     to_save,
     unrounded,
 )
-from octavo.autograd.shared_scales import summed
 from octavo.autograd.tap import count
 from octavo.granularity import ALL
 from octavo.kernels.reference.activation import produced
 from octavo.kernels.reference.norm import normalised
+from octavo.tensor.collectives import summed
 
 
 class Chain(NamedTuple):

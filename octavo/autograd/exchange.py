@@ -24,15 +24,15 @@ import torch
 from torch import Tensor
 
 from octavo import kernels
-from octavo.autograd.casts import State
+from octavo.autograd.casts import operands_of_codes
+from octavo.autograd.gather_input import Reader
 from octavo.autograd.grouped import Routing, group_of_rows
-from octavo.autograd.shared_scales import largest
-from octavo.autograd.tap import Tap, count
+from octavo.autograd.tap import count
 from octavo.granularity import ALL
-from octavo.numerics import exponents_of, powers_of, scale_from_amax, scale_inv_from_scale
+from octavo.numerics import scale_from_amax, scale_inv_from_scale
 from octavo.scaling.recipe import Cast
-from octavo.tensor.pair import Operands
-from octavo.tensor.received_rows import ReceivedRows
+from octavo.tensor.collectives import largest, pack, unpack
+from octavo.tensor.pair import ForProducts, Operands
 
 
 class Exchange(NamedTuple):
@@ -54,12 +54,20 @@ class Exchange(NamedTuple):
 
 
 class Sending(NamedTuple):
-    """How rows are cast to be sent: by no cast in high precision; state and tap of the module that is to read them."""
+    """How rows are cast to be sent, by no cast in high precision, and whose products read them, as this role."""
 
     cast: Cast | None
     role: int
-    state: State | None
-    tap: Tap | None
+    reader: Reader
+
+
+class ReceivedRows(ForProducts):
+    """Rows of other ranks in groups, tokens on the way to experts or gradients on the way back."""
+
+    REMEDY = (
+        "of rows that another rank sent in FP8 for this one's experts: only products read them. Take hooks off the "
+        "parts of the experts, or give these a recipe with products in high precision, and rows are sent so"
+    )
 
 
 class Journey(NamedTuple):
@@ -160,18 +168,20 @@ def _send(rows: Tensor, journey: Journey, sending: Sending, amax: Tensor | None)
         q, _, scale_inv, _ = kernels.grouped_cast(
             rows, journey.offsets, None, sending.role, *cast.arguments, True, False, 1
         )
-        of_all, message = scale_inv, torch.cat([q.view(torch.uint8), _as_bytes(scale_inv, cast)], 1)
+        message = pack(q, scale_inv, cast.power_of_two)
     else:
-        q, of_all = _cast_by_group(rows, journey, sending, amax)
-        message, scale_inv = q.view(torch.uint8), of_all[journey.own]
-        largest_amax = amax.amax().view(1, 1) if cast.is_delayed else None
-    if sending.tap is not None:
-        count(sending.tap, sending.role, rows, Operands((q, of_all)), journey.offsets)
-    received = _all_to_all(message, journey.sent, journey.received, journey.exchange)
+        q, scale_inv = _cast_by_group(rows, journey, sending, amax)
+        message, largest_amax = q.view(torch.uint8), amax.amax().view(1, 1)
+    for tap in sending.reader.taps:
+        count(tap, sending.role, rows, Operands((q, scale_inv)), journey.offsets)
+    received = _all_to_all(message, journey.sent, journey.received, journey.exchange)[order]
     if amax is None:
-        scale_inv = _from_bytes(received[:, columns:][order], cast)
-    codes = received[:, :columns][order].view(cast.format.dtype)
-    return ReceivedRows(codes, scale_inv, cast.tile, journey.routing.offsets, largest_amax, rows.dtype)
+        codes, scales = unpack(received, columns, cast.format.dtype, cast.power_of_two)
+    else:
+        codes, scales = received.view(cast.format.dtype), scale_inv[journey.own]
+    recipe, _, needs_dw, _ = sending.reader
+    how = recipe, sending.role, needs_dw, largest_amax, journey.routing.offsets
+    return ReceivedRows(operands_of_codes(codes, scales, *how), codes.shape, rows.dtype)
 
 
 def _bring_back(y: Tensor, journey: Journey) -> Tensor:
@@ -195,10 +205,10 @@ def _cast_by_group(rows: Tensor, journey: Journey, sending: Sending, amax: Tenso
     """(codes [S, C], scale_inv [E, 1]) of scales that follow from ``amax`` [E] of all ranks, or are delayed."""
     cast = sending.cast
     assert cast is not None
-    scale = scale_from_amax(amax, cast.format.max, cast.power_of_two, cast.margin)
-    if cast.is_delayed and sending.state is not None:
-        kept = sending.state.in_force(sending.role)[sending.role]
-        scale = torch.where(kept > 0, kept, scale)
+    delayed = None
+    if cast.is_delayed and sending.reader.state is not None:
+        delayed = sending.reader.state.in_force(sending.role)[sending.role]
+    scale = scale_from_amax(amax, cast.format.max, cast.power_of_two, cast.margin, delayed)
     q = torch.empty(rows.shape, dtype=cast.format.dtype, device=rows.device)
     groups = zip(rows.split(journey.sizes), q.split(journey.sizes), scale.split(1), strict=True)
     if parts := [group for group in groups if len(group[0])]:
@@ -207,15 +217,6 @@ def _cast_by_group(rows: Tensor, journey: Journey, sending: Sending, amax: Tenso
         how = cast.tile, cast.power_of_two, cast.margin
         kernels.multi_tensor_cast(xs, codes, [], *found, scales, 0, *how, None)
     return q, scale_inv_from_scale(scale).unsqueeze(1)
-
-
-def _as_bytes(scale_inv: Tensor, cast: Cast) -> Tensor:
-    """Scales of rows as uint8: powers of two as their exponents, which is exact, in one byte."""
-    return (exponents_of(scale_inv) if cast.power_of_two else scale_inv).contiguous().view(torch.uint8)
-
-
-def _from_bytes(raw: Tensor, cast: Cast) -> Tensor:
-    return powers_of(raw) if cast.power_of_two else raw.contiguous().view(torch.float32)
 
 
 def _split(values: list[int], parts: int) -> list[list[int]]:

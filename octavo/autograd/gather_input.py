@@ -28,16 +28,14 @@ import torch
 from torch import Tensor
 
 from octavo import kernels
-from octavo.autograd.casts import GRAD_OUTPUT, INPUT, Norm, Pair, State, as_rows, cast_role, cast_to_send
-from octavo.autograd.shared_scales import largest, summed
+from octavo.autograd.casts import GRAD_OUTPUT, INPUT, Norm, Pair, State, as_rows, cast_to_send, operands_of_codes
+from octavo.autograd.shared_scales import agreed_scale
 from octavo.autograd.tap import Tap, count
 from octavo.granularity import ALL
-from octavo.kernels.layouts import contraction_multiple, needs_transposed_codes
-from octavo.kernels.reference.cast import transposed, with_padding
-from octavo.numerics import exponents_of, powers_of, scale_from_amax
 from octavo.scaling.recipe import Cast, Recipe
+from octavo.tensor.collectives import bytes_of, largest, scales_from, summed
 from octavo.tensor.gathered_input import GatheredGradient, GatheredInput, Wire
-from octavo.tensor.pair import Operands
+from octavo.tensor.pair import Operands, transposed_pair
 
 
 class Reader(NamedTuple):
@@ -93,19 +91,13 @@ def scattered(x_TC: Tensor, wire: Wire) -> Tensor:
 
 def _gathered_scales(scale_inv: Tensor, cast: Cast, wire: Wire) -> Tensor:
     """All ranks' scales of rows [R, .], powers of two as their exponents, which is exact."""
-    if not cast.power_of_two:
-        return _gathered(scale_inv, wire)
-    return powers_of(_gathered(exponents_of(scale_inv), wire))
+    return scales_from(_gathered(bytes_of(scale_inv, cast.power_of_two), wire), cast.power_of_two)
 
 
 def _scale_of_all(amax: Tensor, cast: Cast, state: State | None, role: int, wire: Wire) -> tuple[Tensor, Tensor]:
-    """(the scales [3] of which a per-tensor cast reads its role's, the amax [1, 1]) of all ranks' rows."""
-    amax = largest(amax, wire.group)
-    scale = scale_from_amax(amax.view(1), cast.format.max, cast.power_of_two, cast.margin).expand(3)
-    if cast.is_delayed and state is not None:
-        known = state.in_force(role)
-        scale = torch.where(known > 0, known, scale)
-    return scale.contiguous(), amax
+    """``agreed_scale`` of all ranks' rows; a delayed one holds where there is one."""
+    delayed = state.in_force(role) if cast.is_delayed and state is not None else None
+    return agreed_scale(amax, cast.arguments, wire.group, delayed)
 
 
 def _operands(pair: Pair, amax: Tensor | None, reader: Reader, role: int, wire: Wire) -> Operands:
@@ -114,18 +106,12 @@ def _operands(pair: Pair, amax: Tensor | None, reader: Reader, role: int, wire: 
     casts = recipe.casts[role]
     cast = casts.as_is
     assert cast is not None
-    q, pad = _gathered(q, wire), contraction_multiple(q.device) if recipe.pads else 1
+    q = _gathered(q, wire)
     if cast.tile != (ALL, ALL):
         scale_inv = _gathered_scales(scale_inv, cast, wire)
-    laid: Pair | None = None
-    if needs_dw and casts.once:
-        laid = with_padding(transposed(q), pad) if needs_transposed_codes(q.device) else q.t(), scale_inv
-    elif needs_dw and not wire.exact:
-        values = kernels.dequantize(q, scale_inv, cast.tile, torch.float32)
-        laid = cast_role(values, recipe, role, False, True, None).transposed
-    # with the strides that products want, see kernels/signatures.py
-    scale_inv = scale_inv.t().contiguous().t() if cast.tile == (1, 128) else scale_inv
-    return Operands((with_padding(q, pad), scale_inv), laid, amax if cast.is_delayed else None)
+    if cast.tile == (1, 128):  # with the strides that products want, see kernels/signatures.py
+        scale_inv = scale_inv.t().contiguous().t()
+    return operands_of_codes(q, scale_inv, recipe, role, needs_dw and (casts.once or not wire.exact), amax)
 
 
 def _gather(rows: Tensor, reader: Reader, role: int, wire: Wire) -> Operands:
@@ -187,8 +173,7 @@ def gathered_transposed(x_RK: Tensor, recipe: Recipe, wire: Wire, tap: Tap | Non
         if wire.memo:
             return wire.memo[0]
     scale_inv = scale_inv if by_column else _gathered_scales(scale_inv, cast, wire)  # [1, K] or [blocks, K]
-    q = transposed(_gathered(q[:own], wire))
-    pair = with_padding(q, contraction_multiple(q.device) if recipe.pads else 1), scale_inv.t()
+    pair = transposed_pair(_gathered(q[:own], wire), scale_inv, recipe.pads)
     if wire.memo is not None:
         wire.memo.append(pair)
     return pair

@@ -16,10 +16,8 @@ from octavo import kernels
 from octavo.granularity import ALL, Tile
 from octavo.kernels.groups import check_offsets, of_equal_groups, padded_columns
 from octavo.kernels.layouts import needs_transposed_codes
-from octavo.kernels.reference.cast import with_padding
-from octavo.scaling.recipe import Cast, RoleCasts
+from octavo.scaling.recipe import Cast
 from octavo.tensor.pair import Operands
-from octavo.tensor.received_rows import ReceivedRows
 
 _ALIGNMENT = 16  # bytes; torch.nn.functional.grouped_mm asks it of strides
 
@@ -49,22 +47,6 @@ def cast_groups(
         (q_CR if lays else q_RC.t(), scale_inv.t()) if transposed else None,
         amax.amax(0, keepdim=True) if cast.is_delayed else None,
     )
-
-
-def received_operands(
-    x: ReceivedRows, casts: RoleCasts, role: int, as_is: bool, transposed: bool, pad: int
-) -> Operands:
-    """The pairs of rows that other ranks sent: their codes; another scaling is cast from the values of these."""
-    laid = None
-    if transposed and casts.once:
-        lays = needs_transposed_codes(x.device)
-        laid = transposed_codes(x.qdata, x.offsets, pad) if lays else x.qdata.t(), x.scale_inv.t()
-    elif transposed:
-        assert casts.transposed is not None
-        scales = scales_of_rows(x.scale_inv, x.scale_tile, x.offsets, x.shape[0])
-        values = kernels.dequantize(x.qdata, *scales, torch.float32)
-        laid = cast_groups(values, x.offsets, None, role, casts.transposed, (False, True), (pad,)).transposed
-    return Operands((with_padding(x.qdata, pad), x.scale_inv) if as_is else None, laid, x.found_amax)
 
 
 def transposed_codes(q_RC: Tensor, offsets: Tensor, pad: int) -> Tensor:

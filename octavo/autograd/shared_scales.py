@@ -18,8 +18,9 @@ from torch import Tensor
 from octavo import kernels
 from octavo.granularity import ALL
 from octavo.numerics import scale_from_amax
-from octavo.scaling.delayed import may_be_empty
+from octavo.scaling.delayed import State, may_be_empty
 from octavo.scaling.recipe import Cast
+from octavo.tensor.collectives import largest
 
 
 class Parts(NamedTuple):
@@ -33,42 +34,55 @@ class Parts(NamedTuple):
     begins: bool = False
 
 
-def largest(values: Tensor, group: str) -> Tensor:
-    """The largest of each of ``values`` over the ranks of a group: a collective, in compiled graphs too."""
-    return _reduced(values, "max", group)
-
-
-def summed(values: Tensor, group: str) -> Tensor:
-    """The sum of each of ``values`` over the ranks of a group, in their own dtype."""
-    return _reduced(values, "sum", group)
-
-
-def _reduced(values: Tensor, how: str, group: str) -> Tensor:
-    functional = torch.ops._c10d_functional
-    return functional.wait_tensor(functional.all_reduce(values, how, group))
-
-
-def shared_scale(
-    x: Tensor, cast: Cast, role: int, parts: Parts | None, activation: Sequence[Any] = ()
+def scale_for(
+    x_RC: Tensor, cast: Cast, state: State | None, role: int, activation: Sequence[Any], parts: Parts | None
 ) -> Tensor | None:
-    """The scale of the whole tensor that x [R, C] is a part of, as casts take a delayed one; None: x has its own.
+    """The scales [3] of which a cast reads its role's: delayed ones, or what ranks agree on; None: x_RC's own.
 
-    ``activation``: see casts.py; the cast's amax is that of what is cast.
+    ``activation``: see casts.py; an amax is that of what is cast.
     """
-    if parts is None or not parts.roles[role] or cast.tile != (ALL, ALL):
+    if parts is not None and not parts.roles[role]:
+        parts = None  # it is whole on each rank
+    if cast.is_delayed and state is not None:
+        if parts is None or not parts.begins:
+            return state.in_force(role)
+        return first_scale(x_RC, state.scale, role, *cast.arguments, parts.group, *activation)
+    if parts is None or cast.tile != (ALL, ALL):
         return None
-    return _scale_of_whole(x, role, cast.arguments, parts.group, activation)
+    return _scale_of_whole(x_RC, role, cast.arguments, parts.group, activation)
 
 
-def _scale_of_whole(x: Tensor, role: int, arguments: tuple[Any, ...], group: str, activation: Sequence[Any]) -> Tensor:
-    """[3], all the same; ``arguments``: the cast's."""
-    dtype, tile, power_of_two, margin = arguments
+def _scale_of_whole(
+    x: Tensor,
+    role: int,
+    arguments: tuple[Any, ...],
+    group: str,
+    activation: Sequence[Any],
+    delayed: Tensor | None = None,
+) -> Tensor:
+    """``agreed_scale`` from the amax of x, or of an activation of it."""
     if activation:
         amax = kernels.cast(x, None, role, *arguments, False, 1, False, *activation)[3]
     else:
-        amax = kernels.amax(x, tile)
-    scale = scale_from_amax(largest(amax.view(1), group), torch.finfo(dtype).max, power_of_two, margin)
-    return scale.expand(3).contiguous()
+        amax = kernels.amax(x, arguments[1])
+    return agreed_scale(amax, arguments, group, delayed)[0]
+
+
+def agreed_scale(
+    amax: Tensor, arguments: Sequence[Any], group: str, delayed: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The scales [3] of which a cast reads its role's, and the amax [1, 1], of the whole of what ranks have parts of.
+
+    Args:
+        amax: [1, 1], of this rank's part.
+        arguments: the cast's.
+        group: the ranks.
+        delayed: [3], which hold where there is one.
+    """
+    dtype, _, power_of_two, margin = arguments
+    amax = largest(amax, group)
+    scale = scale_from_amax(amax.view(1), torch.finfo(dtype).max, power_of_two, margin, delayed)
+    return scale.expand(3).contiguous(), amax
 
 
 @torch.library.custom_op("octavo::first_scale", mutates_args=())
@@ -93,8 +107,7 @@ def first_scale(
     if not may_be_empty(delayed_scale):
         return delayed_scale.clone()
     more = (activation, preactivation, h_scale_inv, h_tile or (ALL, ALL)) if activation else ()
-    agreed = _scale_of_whole(x, role, (dtype, tile, power_of_two, margin), group, more)
-    return torch.where(delayed_scale > 0, delayed_scale, agreed)
+    return _scale_of_whole(x, role, (dtype, tile, power_of_two, margin), group, more, delayed_scale)
 
 
 @first_scale.register_fake

@@ -11,8 +11,7 @@ from octavo.autograd.casts import INPUT
 from octavo.autograd.grouped import rows_of_codes
 from octavo.kernels.layouts import contraction_multiple
 from octavo.scaling.recipe import Recipe
-from octavo.tensor.pair import Operands
-from octavo.tensor.received_rows import ReceivedRows
+from octavo.tensor.pair import ForProducts, Operands
 
 Counts = tuple[Tensor, Tensor]  # sums and extremes: arguments of the op cast_statistics; of groups a row each
 RoleCounts = tuple[Counts | None, Counts | None]  # of the cast as it lies, and of the transposed one if it is another
@@ -36,7 +35,7 @@ def count(tap: Tap, role: int, x_RC: Tensor, operands: Operands, offsets: Tensor
 
     ``offsets``: of rows in groups, see grouped.py. Rows that another rank has sent in FP8 it has counted.
     """
-    if isinstance(x_RC, ReceivedRows):
+    if isinstance(x_RC, ForProducts):
         return
     casts, (first, second) = tap.recipe.casts[role], tap.input if role == INPUT else tap.grad_output
     if first is not None and casts.as_is is not None and operands.as_is is not None:

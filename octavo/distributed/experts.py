@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from octavo.autograd.casts import GRAD_OUTPUT, INPUT, cast_to_send
 from octavo.autograd.exchange import Exchange, Sending, combine, dispatch
+from octavo.autograd.gather_input import Reader
 from octavo.nn.agreement import ask
 from octavo.nn.converted_experts import ConvertedExperts, OfTransformers
 from octavo.nn.experts import Experts
@@ -94,12 +95,17 @@ def _on_their_ranks(
     rows = rows.to(product_dtype(rows, gate_up.operands()[0]))
     (weight, bias), (second, second_bias), exact = gate_up.trains, down.trains, gate_up.exchange.exact
     cast = cast_to_send(gate_up.recipe.input_casts, True, weight, exact)
-    there = Sending(cast, INPUT, state_of(gate_up), gate_up.counting)
+    there = Sending(cast, INPUT, _reader(gate_up, weight))
     needs_dx = rows.requires_grad or weight or bias
     by = None if second_bias else cast_to_send(down.recipe.grad_output_casts, needs_dx, second, exact)
     received, journey = dispatch(rows, offsets, gate_up.exchange, there)
     y = compute(received, journey.routing.offsets)
-    return combine(y, journey, Sending(by, GRAD_OUTPUT, state_of(down), down.counting))
+    return combine(y, journey, Sending(by, GRAD_OUTPUT, _reader(down, second)))
+
+
+def _reader(part: Grouped, needs_dw: bool) -> Reader:
+    tap = part.counting
+    return Reader(part.recipe, state_of(part), needs_dw, () if tap is None else (tap,))
 
 
 def _parts_of(module: nn.Module, name: str) -> list[Grouped]:

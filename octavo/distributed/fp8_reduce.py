@@ -33,15 +33,15 @@ from torch.nn import functional as F
 from octavo import kernels
 from octavo.distributed.levels import own_levels
 from octavo.formats import E4M3, HIGH_PRECISION, Format
-from octavo.granularity import ALL, Granularity, PerBlock, PerTensor, tiles_along
+from octavo.granularity import ALL, Granularity, PerBlock, PerTensor
 from octavo.kernels.reference.moment_codes import encode_moment
 from octavo.kernels.reference.random_bits import halves, key_of, random_bits
 from octavo.kernels.reference.tiles import multiply_tiles_
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
-from octavo.tensor.collectives import agree, all_gather
+from octavo.tensor.collectives import agree, all_gather, largest, pack, unpack
 
 SENT, MEAN, BETWEEN = 0, 1, 2  # the roundings: of gradients, of what is gathered, of servers' means
-_SCALE_BYTES = 4
+_SCALE_BYTES = 4  # which a message has its scales at a multiple of
 _ALIKE = "ranks_per_server", "format", "granularity", "stochastic", "gather_dtype", "error_feedback", "seed"
 
 
@@ -191,7 +191,7 @@ class Fp8Reduction:
             rank: whose x it is, and ``rounding``: SENT, MEAN or BETWEEN; for the bits of stochastic rounding.
 
         Returns:
-            uint8 [R, .]: each row's float32 scale_inv and then its codes, up to a multiple of 4; codes alone where a
+            uint8 [R, .]: each row's codes, up to a multiple of 4, and then its float32 scale_inv; codes alone where a
             scale was agreed on.
         """
         if self.stochastic:
@@ -202,34 +202,21 @@ class Fp8Reduction:
             codes, _, scale_inv, *_ = kernels.cast(x, given, 0, self.format.dtype, self.granularity.tile, True, 0)
         if agreed is not None:
             return codes.view(torch.uint8)
-        start, width = self._places(x.shape[1])
-        message = torch.empty(len(x), width, dtype=torch.uint8, device=x.device)
-        message[:, :start].view(torch.float32).copy_(scale_inv)
-        message[:, start : start + x.shape[1]] = codes.view(torch.uint8)
-        return message
+        return pack(codes, scale_inv, False, _SCALE_BYTES)
 
     def unpack(self, message: Tensor, columns: int, dtype: torch.dtype, agreed: Tensor | None) -> Tensor:
         """Values [R, columns] of ``dtype`` out of what ``pack`` made of as many rows and columns."""
         if agreed is not None:
-            scale_inv, codes = scale_inv_from_scale(agreed), message
+            codes, scale_inv = message.view(self.format.dtype), scale_inv_from_scale(agreed)
         else:
-            start, _ = self._places(columns)
-            scale_inv = message[:, :start].view(torch.float32).contiguous()
-            codes = message[:, start : start + columns].contiguous()
-        return kernels.dequantize(codes.view(self.format.dtype), scale_inv, self.granularity.tile, dtype)
-
-    def _places(self, columns: int) -> tuple[int, int]:
-        """(where codes begin, bytes in all) of a row's message with scales of blocks."""
-        start = _SCALE_BYTES * tiles_along(columns, self.granularity.tile[1])
-        return start, -(-(start + columns) // _SCALE_BYTES) * _SCALE_BYTES
+            codes, scale_inv = unpack(message, columns, self.format.dtype, False, _SCALE_BYTES)
+        return kernels.dequantize(codes, scale_inv, self.granularity.tile, dtype)
 
     def _agreed_scale(self, x: Tensor, group: Any) -> Tensor | None:
         """One scale [1, 1], of the largest amax: that the smallest scale is that of a rank without gradients, 1."""
         if self.granularity != PerTensor():
             return None
-        amax = kernels.amax(x, (ALL, ALL))
-        dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
-        return scale_from_amax(amax, self.format.max, True, 0)
+        return scale_from_amax(largest(kernels.amax(x, (ALL, ALL)), group), self.format.max, True, 0)
 
     def _stochastic(self, x: Tensor, scale: Tensor | None, key: int) -> tuple[Tensor, Tensor]:
         """Codes [R, S] and scale_inv."""

@@ -24,11 +24,11 @@ from torch.distributed.tensor import parallel as torch_parallel
 
 from octavo.autograd.gather_input import scatter_output
 from octavo.distributed.fp8_reduce import Fp8ReduceScatter, Fp8Reduction
-from octavo.nn.agreement import SENDS, ask
+from octavo.nn.agreement import ask
 from octavo.nn.linear import Linear
 from octavo.nn.parted_linear import part
 from octavo.nn.recipe_module import RecipeModule
-from octavo.nn.tensor_parallel import STYLE, Sending, Style, gathered_for, hooks_on
+from octavo.nn.tensor_parallel import STYLE, Sending, Style, gathered_for, hooks_on, sending_of
 from octavo.tensor.gathered_input import GatheredInput
 from octavo.tensor.stored_shards import why_not_cut
 from octavo.tensor.stored_weight import StoredWeight
@@ -87,7 +87,9 @@ _scatter = torch.compiler.disable(scatter_output)
 class _Noted:
     """A style that notes what it does around a module: a fused module does it in its parts' place."""
 
-    def _around(self: Any) -> tuple[Any, ...]:
+    _sending: Sending | None = None
+
+    def _around(self: Any) -> tuple[Any, Any, Any]:
         """The placements of a plain input and of the output, and what makes that of a DTensor."""
         finish = functools.partial(self._prepare_output_fn, self.output_layouts, self.use_local_output)
         return self.input_layouts[0], self.output_layouts[0], finish
@@ -95,7 +97,7 @@ class _Noted:
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
         before = hooks_on(module)
         super()._apply(module, device_mesh)  # type: ignore[misc]
-        module.__dict__[STYLE] = Style(hooks_on(module) - before, *self._around())
+        module.__dict__[STYLE] = Style(hooks_on(module) - before, *self._around(), sending=self._sending)
         return module
 
 
@@ -157,7 +159,7 @@ class SequenceParallel(_Noted, torch_parallel.SequenceParallel):
         for key, trains in trained.items():  # torch's would train what was frozen
             module.get_parameter(key).requires_grad_(trains)
 
-    def _around(self) -> tuple[Any, ...]:
+    def _around(self) -> tuple[Any, Any, Any]:
         return self.sequence_sharding[0], None, functools.partial(self._prepare_output_fn, self.use_local_output)
 
 
@@ -196,10 +198,6 @@ class RowwiseParallel(_Noted, torch_parallel.RowwiseParallel):
 
     def _partition_embedding_fn(self, name: str, module: nn.Module, device_mesh: Any) -> None:
         _shard_parameters(self, module, device_mesh, Shard(0), None)
-
-    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
-        module.__dict__[SENDS] = self._sending
-        return super()._apply(module, device_mesh)
 
 
 class ColwiseParallel(_Noted, torch_parallel.ColwiseParallel):
@@ -240,7 +238,8 @@ class ColwiseParallel(_Noted, torch_parallel.ColwiseParallel):
         if isinstance(mod, RecipeModule):
             if not isinstance(input, DTensor):
                 input = DTensor.from_local(input, device_mesh, input_layouts, run_check=False)
-            if (found := _in_fp8([mod], input, device_mesh, mod.__dict__[SENDS])) is not None:
+            sending = sending_of(mod)
+            if sending is not None and (found := _in_fp8([mod], input, device_mesh, sending)) is not None:
                 return found
         how = input_layouts, desired_input_layouts
         return torch_parallel.ColwiseParallel._prepare_input_fn(*how, mod, (input, *inputs[1:]), device_mesh)
@@ -254,7 +253,6 @@ class ColwiseParallel(_Noted, torch_parallel.ColwiseParallel):
         _shard_parameters(self, module, device_mesh, Shard(1), None)
 
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
-        module.__dict__[SENDS] = self._sending
         if isinstance(module, Linear) and module.splits is not None:
             part(module, device_mesh.size())
         return super()._apply(module, device_mesh)
@@ -294,7 +292,7 @@ class PrepareModuleInput(torch_parallel.PrepareModuleInput):
             readers = [
                 own
                 for own in module.modules()
-                if isinstance(own, RecipeModule) and (sending := own.__dict__.get(SENDS)) is not None
+                if isinstance(own, RecipeModule) and (sending := sending_of(own)) is not None
                 if sending.output is None and own.in_features == input.shape[-1]
             ]
             if (found := _in_fp8(readers, input, mesh, self._sending)) is not None:

@@ -30,7 +30,7 @@ from octavo.kernels.reference.note_faults import FOUND
 from octavo.nn.grouped_linear import Grouped
 from octavo.nn.recipe_module import RecipeModule, device_of
 from octavo.scaling.recipe import ROLES
-from octavo.tensor.sharded_weight import local_shard, on_this_rank
+from octavo.tensor.sharded_weight import on_this_rank
 from octavo.tensor.stored_weight import StoredWeight
 
 BEFORE = 10  # steps that are kept
@@ -303,7 +303,7 @@ def _ends(module: RecipeModule) -> list[Tensor]:
     local = None if weight is None else on_this_rank(weight).detach()
     if local is None or local.numel() == 0:
         return [torch.zeros(1, device=device_of(module))] * 2
-    rows = local.qdata if isinstance(local, StoredWeight) else local_shard(local)
+    rows = local.qdata if isinstance(local, StoredWeight) else local
     if isinstance(module, Grouped):
         rows = rows.transpose(0, 1)
     elif not isinstance(module, nn.Linear):

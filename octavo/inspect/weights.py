@@ -24,7 +24,7 @@ from octavo.numerics import scale_from_amax
 from octavo.optim.base import CompactOptimizer
 from octavo.optim.masters import MasterForm, master_of
 from octavo.optim.state import matrix_of
-from octavo.tensor.sharded_weight import local_shard, on_this_rank
+from octavo.tensor.sharded_weight import on_this_rank
 from octavo.tensor.stored_weight import StoredWeight
 
 # What is recorded of each weight's update: of how many elements of it, of its moments and of its master; sums of
@@ -66,7 +66,7 @@ def _count_experts(module: Grouped, weight: Tensor, counts: RoleCounts) -> None:
     """The same of experts: those of this rank, each of which is here as a whole."""
     local, first = on_this_rank(weight).detach(), first_expert(weight)
     stored = local if isinstance(local, StoredWeight) else None
-    matrices, casts = local_shard(local) if stored is None else stored.dequantize(), module.recipe.weight_casts
+    matrices, casts = local if stored is None else stored.dequantize(), module.recipe.weight_casts
     x, rows = matrices.flatten(0, 1), matrices.shape[1]
     if x.numel() == 0:
         return
@@ -97,7 +97,7 @@ def first_expert(weight: Tensor) -> int:
 
 def _laid(module: RecipeModule, weight: nn.Parameter) -> Tensor:
     """This rank's rows of a weight [N, K]."""
-    shard = local_shard(weight).detach()
+    shard = on_this_rank(weight).detach()
     return shard if isinstance(module, nn.Linear) else shard.t()
 
 
@@ -155,8 +155,6 @@ class _Sample(NamedTuple):
             master = master_of(param, optimizer.settings.master)
             assert master.rest is not None
             rest = _strided(rest.view(master.rest))
-        if not isinstance(weight, StoredWeight):
-            weight = local_shard(param).detach()
         moments = [name for name in state if name.endswith("_codes")]
         codes = [_strided(state[name].view(torch.uint8)) for name in sorted(moments, key=len)]
         return cls(weight, _strided(matrix_of(weight)), master, rest, state, codes if len(codes) == 2 else ())

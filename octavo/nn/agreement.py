@@ -9,15 +9,14 @@ from typing import Any
 import torch
 
 from octavo.nn.stored_weights import weight_of
+from octavo.nn.tensor_parallel import sending_of
 from octavo.tensor.collectives import agree
 from octavo.tensor.stored_weight import local_stored
-
-SENDS = "_sends_tokens"  # on a layer under octavo's ColwiseParallel and RowwiseParallel: its Sending
 
 
 def told_of(module: Any, name: str) -> dict[str, object]:
     """What a RecipeModule was told, by this name: its recipe, how its weight is stored, how it sends tokens."""
-    recipe, sending, exchange = module.recipe, module.__dict__.get(SENDS), getattr(module, "exchange", None)
+    recipe, sending, exchange = module.recipe, sending_of(module), getattr(module, "exchange", None)
     told = {f"recipe.{field.name}": getattr(recipe, field.name) for field in fields(recipe) if field.compare}
     weights = module.gather.parameter, weight_of(module), *getattr(module, "weights", ())  # of splits on several ranks
     weight = next((weight for weight in weights if weight is not None), None)

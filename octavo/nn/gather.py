@@ -25,17 +25,16 @@ from octavo.nn.agreement import ask
 from octavo.nn.gather_group import GatherGroup
 from octavo.scaling.delayed import state_of
 from octavo.step_count import OPTIMIZER_STEPS
+from octavo.tensor.pair import Operands, operands_of
 from octavo.tensor.sharded_rows import gathered_whole, padded_rows
 from octavo.tensor.sharded_weight import (
     After,
-    GatheredTensors,
     GatheredWeight,
     attach,
     gather_as_it_is,
-    local_shard,
     on_this_rank,
 )
-from octavo.tensor.stored_weight import StoredWeight, agree_on_scale, agreed, lay_out, local_stored
+from octavo.tensor.stored_weight import StoredWeight, agree_on_scale, agreed, local_stored
 
 IN_FP8, CAST_AFTER, AS_IT_IS, AS_STORED = "in FP8", "cast after", "as it is", "as stored"
 
@@ -188,7 +187,7 @@ class Gather:
         """Note that a forward of the module is about to read the weight."""
         self.for_training, self.delayed_scale = module.training, None
         if module.training and (state := state_of(module)) is not None:  # evaluation takes the weight's own amax
-            module.notice_writes(self.parameter, local_shard(self.parameter))
+            module.notice_writes(self.parameter, on_this_rank(self.parameter))
             self.delayed_scale = state.scale.clone()
 
     def begin_in_fp8(self, module: Any) -> bool:
@@ -283,9 +282,7 @@ class Gather:
                 )
             read = wide.mT if module.stores_transposed else wide
             operands = cast_role(read, recipe, WEIGHT, True, True, state)
-            assert operands.as_is is not None and operands.transposed is not None
-            tensors = GatheredTensors(*operands.as_is, *operands.transposed, _amax_or_none(operands.amax, wide))
-            return _gathered(tensors, recipe, shape, dtype, wide, out)
+            return _gathered(operands, recipe, shape, dtype, wide, out)
 
         return after
 
@@ -311,11 +308,13 @@ def _send_codes(
         for tensor in (scale_inv, amax):  # made on FSDP2's own stream, and freed before this one has read them
             if tensor is not None and tensor.is_cuda:
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
-        laid, transposed = (q, q.mT) if recipe.is_high_precision else lay_out(q, recipe.pads)
-        pairs = (laid, scales), (transposed, scales.mT)
-        first, second = reversed(pairs) if module.stores_transposed else pairs
-        tensors = GatheredTensors(*first, *second, _amax_or_none(amax, q))
-        return _gathered(tensors, recipe, shape, dtype, q, out)
+        operands = Operands((q, scales), (q.mT, scales.mT))
+        if not recipe.is_high_precision:
+            operands = operands_of(q, scales, recipe.pads)
+        if module.stores_transposed:
+            operands = Operands(operands.transposed, operands.as_is)
+        operands = operands._replace(amax=None if amax is None else amax.to(q.device))
+        return _gathered(operands, recipe, shape, dtype, q, out)
 
     return ((codes,) if has_scale else (codes, scale_inv)), after
 
@@ -327,17 +326,14 @@ def _all_of(codes: Tensor) -> Tensor:
     return codes if storage.nbytes() == raw.numel() else raw.new_empty(0).set_(storage, 0, (storage.nbytes(),))  # type: ignore[call-overload]
 
 
-def _amax_or_none(amax: Tensor | None, like: Tensor) -> Tensor:
-    """The amax to gather beside a weight: an empty tensor where no rule asks for one."""
-    return like.new_empty(0, dtype=torch.float32) if amax is None else amax.to(like.device)
-
-
 def _gathered(
-    tensors: GatheredTensors, recipe: Any, shape: torch.Size, dtype: torch.dtype, received: Tensor, out: Any
+    operands: Operands, recipe: Any, shape: torch.Size, dtype: torch.dtype, received: Tensor, out: Any
 ) -> Any:
     """What the second hook returns: the weight, and the tensors that FSDP2 has to free besides what it ``received``."""
     if out is not None:
-        return on_this_rank(out).refill(tensors)  # type: ignore[attr-defined]
-    own = {codes.untyped_storage().data_ptr(): _all_of(codes) for codes in (tensors.qdata, tensors.transposed_qdata)}
+        return on_this_rank(out).refill(operands)  # type: ignore[attr-defined]
+    assert operands.as_is is not None and operands.transposed is not None
+    codes = operands.as_is[0], operands.transposed[0]
+    own = {one.untyped_storage().data_ptr(): _all_of(one) for one in codes}
     own.pop(received.untyped_storage().data_ptr(), None)
-    return GatheredWeight(tensors, shape, dtype, recipe.weight_key), tuple(own.values())
+    return GatheredWeight(operands, shape, dtype, recipe.weight_key), tuple(own.values())

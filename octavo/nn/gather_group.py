@@ -9,7 +9,6 @@ Under Delayed a weight that was written by other than its optimizer takes the sc
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from typing import Any
 
@@ -23,8 +22,9 @@ from octavo.nn.agreement import ask_of
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
 from octavo.scaling.recipe import Cast
 from octavo.step_count import OPTIMIZER_STEPS
+from octavo.tensor.collectives import largest
 from octavo.tensor.sharded_rows import rows_on_each_rank
-from octavo.tensor.sharded_weight import groups_of, local_shard
+from octavo.tensor.sharded_weight import groups_of, on_this_rank
 
 Gathers = list[Any]  # of octavo.nn.gather.Gather
 
@@ -66,7 +66,7 @@ class GatherGroup:
             other = module.gather
             if not other.begin_in_fp8(module):
                 continue
-            shard, cast = local_shard(other.parameter), module.recipe.weight_casts.as_is
+            shard, cast = on_this_rank(other.parameter), module.recipe.weight_casts.as_is
             together.setdefault((cast, shard.dtype, shard.device), []).append(other)
         if per_tensor := [(cast, found) for (cast, *_), found in together.items() if cast.tile == (ALL, ALL)]:
             _find_scales(per_tensor, mesh)
@@ -95,7 +95,7 @@ def _first(gather: Any, mesh: Any) -> int:
 
 def _amax_of(gather: Any, mesh: Any) -> Tensor:
     """What this rank knows of the amax of each of a weight's matrices: 0 of those that it has nothing of."""
-    shard = local_shard(gather.parameter)
+    shard = on_this_rank(gather.parameter)
     if shard.ndim == 2:
         return kernels.amax(shard, (ALL, ALL)).reshape(1)
     amax = shard.new_zeros(gather.shape[0], dtype=torch.float32)
@@ -107,22 +107,17 @@ def _amax_of(gather: Any, mesh: Any) -> Tensor:
 
 def _find_scales(groups: list[tuple[Cast, Gathers]], mesh: Any) -> None:
     """The scale and global amax of every matrix cast per tensor: one collective, under tensor parallelism two."""
-    import torch.distributed as dist
-
-    amax = torch.cat([_amax_of(gather, mesh) for _, gathers in groups for gather in gathers])
-    home, amax = amax.device, amax.to(mesh.device_type)
-    parameters = [gather.parameter for _, gathers in groups for gather in gathers]
-    for group in dict.fromkeys(itertools.chain.from_iterable(map(groups_of, parameters))):
-        dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
-    found = amax.to(home).split([sum(map(_matrices, gathers)) for _, gathers in groups])
+    gathers = [gather for _, some in groups for gather in some]
+    ranks = dict.fromkeys(group for gather in gathers for group in groups_of(gather.parameter))
+    amax = largest(torch.cat([_amax_of(gather, mesh) for gather in gathers]), *ranks, device=mesh.device_type)
+    found = amax.split([sum(map(_matrices, some)) for _, some in groups])
     for (cast, gathers), own in zip(groups, found, strict=True):
         _take_scales(gathers, own, cast)
 
 
 def _take_scales(gathers: Gathers, amax: Tensor, cast: Cast) -> None:
     """Give gathers of one cast their scales, and the amax of the whole weight, which all its experts' history has."""
-    scale, count = scale_from_amax(amax, cast.format.max, cast.power_of_two, cast.margin), len(gathers)
-    counts, whole = [_matrices(gather) for gather in gathers], amax
+    count, counts, whole, kept = len(gathers), [_matrices(gather) for gather in gathers], amax, None
     if len(amax) > count:
         whole = torch.stack([own.amax() for own in amax.split(counts)])
     if cast.is_delayed:
@@ -141,7 +136,7 @@ def _take_scales(gathers: Gathers, amax: Tensor, cast: Cast) -> None:
         kept = torch.where(written, 0, kept)
         if len(amax) > count:
             kept = torch.cat([own.expand(size) for own, size in zip(kept.split(1), counts, strict=True)])
-        scale = torch.where(kept > 0, kept, scale)
+    scale = scale_from_amax(amax, cast.format.max, cast.power_of_two, cast.margin, kept)
     scale_inv = scale_inv_from_scale(scale)
     split = (scale.split(counts), whole.view(count, 1, 1).unbind(), scale_inv.split(counts))
     for gather, own_scale, own_amax, own_inv in zip(gathers, *split, strict=True):
@@ -154,7 +149,7 @@ def _cast_shards(gathers: Gathers, cast: Cast, mesh: Any) -> None:
     per_tensor = cast.tile == (ALL, ALL)
     shards, codes, scale_inv, scales = (list[Tensor]() for _ in range(4))
     for gather in gathers:
-        shard = local_shard(gather.parameter)
+        shard = on_this_rank(gather.parameter)
         shape = rows_on_each_rank(gather.shape[0], mesh.size()), *gather.shape[1:]
         if gather.codes is None:
             gather.codes = torch.zeros(shape, dtype=torch.uint8, device=shard.device)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from octavo.granularity import PerTensor
+from octavo.tensor.collectives import largest
 from octavo.tensor.sharded_weight import like_sharded, on_this_rank, own_part, plain
 from octavo.tensor.stored_weight import (
     GRANULARITIES,
@@ -107,14 +108,11 @@ def _scales_of_first_rank(weight: Any, own: StoredWeight, given: Tensor | None, 
 
     All ranks call it; the first alone is given them.
     """
-    import torch.distributed as dist
-
     mesh, shape = weight.device_mesh, own.granularity.of_matrices(weight.shape).scale_shape(weight.shape)
     found = torch.zeros(shape, device=mesh.device_type)
     if given is not None and tuple(given.shape) == shape:
         found.copy_(given)
-    for dim in range(mesh.ndim):
-        dist.all_reduce(found, dist.ReduceOp.MAX, mesh.get_group(dim))
+    found = largest(found, *(mesh.get_group(dim) for dim in range(mesh.ndim)))
     if not bool((found > 0).all()):
         raise ValueError(f"{key} holds FP8 codes, but the first rank no {key}{SCALE_INV} of shape {shape}; give both")
     check_scales(found, f"{key}{SCALE_INV}")

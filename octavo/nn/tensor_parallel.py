@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,6 @@ from octavo.autograd.casts import GRAD_OUTPUT, INPUT, State
 from octavo.autograd.gather_input import Reader, arguments_of, can_gather, gather_input
 from octavo.autograd.products import requires_grad
 from octavo.autograd.shared_scales import Parts
-from octavo.nn.agreement import SENDS
 from octavo.nn.inputs import product_dtype
 from octavo.tensor.gathered_input import GatheredInput, Wire
 
@@ -36,10 +36,28 @@ def is_parallel(weight: Tensor) -> bool:
     return getattr(type(weight), "redistribute", None) is not None
 
 
-STYLE = "_octavo_style"  # on a module
+class Sending(NamedTuple):
+    """How a layer's tokens are sent: ``exact`` as of Wire, sums by ``reduce``.
+
+    ``scatter``: autograd's ``scatter_output``, outside of compiled graphs; ``output``: where RowwiseParallel puts sums.
+    """
+
+    exact: bool
+    reduce: Callable[[Tensor, str], Tensor] | None
+    scatter: Callable[..., Tensor]
+    output: Any = None
+
+    def wire(self, mesh: Any, x: Tensor, dim: int, memo: list[Any] | None = None) -> Wire:
+        """The wire of tokens of x along a dimension, over a mesh."""
+        runs = math.prod(x.shape[:dim])
+        return Wire(mesh.get_group().group_name, mesh.size(), runs, self.exact, self.reduce, memo)
 
 
-class Style(NamedTuple):
+STYLE = "_octavo_style"  # on a module: its Style
+
+
+@dataclass(frozen=True)
+class Style:
     """What one of octavo.distributed's styles does around a module, which a fused one does itself in its part's place.
 
     Attributes:
@@ -47,12 +65,16 @@ class Style(NamedTuple):
         input: the placement of a plain input.
         output: the placement that the output is brought to, or None: as it is.
         finish: ``finish(module, output, mesh)``, what the module returns of the DTensor that is its output.
+        sending: of a layer, how its tokens are sent.
+        reads_gathered: whether an input that was gathered in FP8 has reached it.
     """
 
     hooks: int
     input: Any
     output: Any
     finish: Callable[[Any, Any, Any], Any]
+    sending: Sending | None = None
+    reads_gathered: bool = False
 
 
 def hooks_on(module: Any) -> int:
@@ -64,6 +86,12 @@ def hooks_on(module: Any) -> int:
 def style_of(module: Any) -> Style | None:
     """The style of octavo.distributed that a module is under."""
     return module.__dict__.get(STYLE)
+
+
+def sending_of(module: Any) -> Sending | None:
+    """How a layer's tokens are sent, where it is under a style of octavo.distributed that says so."""
+    style = style_of(module)
+    return None if style is None else style.sending
 
 
 class FusedParts(NamedTuple):
@@ -128,7 +156,8 @@ def fused_parts(norm: Any, linears: Sequence[Any], weights: Sequence[Any], input
     x = input.to_local(grad_placements=[placement]) if is_parallel(input) else input
     wire, of_gamma, shape = None, placement, [*x.shape]
     if placement.is_shard():
-        dim, sending = placement.dim % x.ndim, linears[0].__dict__[SENDS]
+        dim, sending = placement.dim % x.ndim, sending_of(linears[0])
+        assert sending is not None
         reader = Reader(linears[0].recipe, None, torch.is_grad_enabled() and weights[0].requires_grad)
         if not can_gather(reader, INPUT, math.prod(x.shape[dim:-1]), sending.exact):
             return None
@@ -193,26 +222,6 @@ class _Elsewhere(torch.autograd.Function):
         return grads[0]
 
 
-class Sending(NamedTuple):
-    """How a layer's tokens are sent: ``exact`` as of Wire, sums by ``reduce``.
-
-    ``scatter``: autograd's ``scatter_output``, outside of compiled graphs; ``output``: where RowwiseParallel puts sums.
-    """
-
-    exact: bool
-    reduce: Callable[[Tensor, str], Tensor] | None
-    scatter: Callable[..., Tensor]
-    output: Any = None
-
-    def wire(self, mesh: Any, x: Tensor, dim: int, memo: list[Any] | None = None) -> Wire:
-        """The wire of tokens of x along a dimension, over a mesh."""
-        runs = math.prod(x.shape[:dim])
-        return Wire(mesh.get_group().group_name, mesh.size(), runs, self.exact, self.reduce, memo)
-
-
-READS = "_reads_gathered"  # on a layer that an input which was gathered in FP8 has reached
-
-
 def gathered_for(readers: Sequence[Any], input: Any, sending: Sending, memo: list[Any] | None) -> GatheredInput | None:
     """The whole of an input [..., K] that is sharded by tokens, in FP8; or None where its readers can't take it so.
 
@@ -221,7 +230,7 @@ def gathered_for(readers: Sequence[Any], input: Any, sending: Sending, memo: lis
     has read such an input before; where none has (a first forward, compiled ones), that which all have, else the
     input's own. ``memo``: see Wire.
     """
-    known = [reader for reader in readers if reader.__dict__.get(READS)]
+    known = [reader for reader in readers if (style := style_of(reader)) is not None and style.reads_gathered]
     reading = known or readers
     first, dim, mesh = reading[0], input.placements[0].dim % input.ndim, input.device_mesh
     recipe, x = first.recipe, input.to_local()
@@ -253,7 +262,7 @@ def _scattered_for(module: Any, y: Tensor, needs_dx: bool, weight: Tensor, bias:
     """
     from torch.distributed.tensor import DTensor, Shard
 
-    sending: Sending | None = module.__dict__.get(SENDS)
+    sending = sending_of(module)
     if sending is None or not isinstance(sending.output, Shard):
         return None
     dim = sending.output.dim % y.ndim
@@ -335,8 +344,9 @@ def _product_of_gathered(module: Any, input: GatheredInput, weight: Any, bias: A
             f"whose weight is sharded {weight.placements}: only layers under octavo.distributed.ColwiseParallel, of "
             "one recipe, share what PrepareModuleInput has gathered"
         )
-    if not torch.compiler.is_compiling():
-        module.__dict__[READS] = True
+    style = style_of(module)
+    if not torch.compiler.is_compiling() and style is not None and not style.reads_gathered:
+        module.__dict__[STYLE] = replace(style, reads_gathered=True)
     parts = Parts(input.wire.group, (False, True, True))
     local = None if bias is None else bias.to_local()
     y = module.local_product(input, weight.to_local(), local, weight, parts)

@@ -25,7 +25,7 @@ from octavo.optim.state import Settings, for_kernel, new_master
 from octavo.tensor.parameters import put_into
 from octavo.tensor.sharded_weight import largest_of_ranks, like_sharded, on_this_rank
 from octavo.tensor.stored_shards import OneScale, why_cut
-from octavo.tensor.stored_weight import StoredWeight, amax_of_ranks, local_stored, store
+from octavo.tensor.stored_weight import StoredWeight, local_stored, store
 
 Common = tuple[OneScale, Tensor]  # what weights with one scale have in common, and the amax [1, 1] of all of them
 Storage = Granularity | None  # of a weight's codes; None: it is a plain tensor
@@ -73,11 +73,11 @@ def common_scales(
             amaxes = []
             for param in params:
                 local, stored = states.local(param.detach()), local_stored(param)
-                values = local.as_subclass(Tensor) if stored is None else stored.before_cast()
+                values = local if stored is None else stored.before_cast()
                 if state := optimizer.state.get(param):
                     master = for_kernel(param, local, state, optimizer.settings.in_state(state))[0]
                     values = master.read_all(master.weight)
-                amaxes.append(amax_of_ranks(values, param))
+                amaxes.append(largest_of_ranks(amax(values, (ALL, ALL)), param))
             found |= dict.fromkeys(params, (OneScale(len(params)), torch.stack(amaxes).amax(0)))
     return found
 

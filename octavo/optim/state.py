@@ -25,7 +25,8 @@ from octavo.optim.layout import (
 )
 from octavo.optim.masters import KINDS, master_of
 from octavo.optim.moment import Moment, as_matrix, as_rows_of_matrices
-from octavo.tensor.sharded_weight import like_sharded
+from octavo.tensor.collectives import largest as largest_of_ranks
+from octavo.tensor.sharded_weight import like_sharded, on_this_rank
 from octavo.tensor.stored_gradient import StoredGradient
 from octavo.tensor.stored_weight import StoredWeight, local_stored
 
@@ -34,13 +35,7 @@ _FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2, E4M4)}
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's shard of a tensor."""
-    if type(tensor) in (Tensor, nn.Parameter):
-        return tensor
-    shard = local_stored(tensor)
-    if shard is not None:
-        return shard  # itself: to_local() makes a view, on whose codes no version is counted
-    to_local = getattr(tensor, "to_local", None)
-    return tensor if to_local is None else to_local()
+    return tensor if type(tensor) in (Tensor, nn.Parameter) else on_this_rank(tensor)
 
 
 def held(weight: Tensor) -> Tensor:
@@ -104,9 +99,7 @@ def largest(gradients: list[Tensor]) -> Tensor:
         found = torch.nn.utils.get_total_norm(some, math.inf, foreach=True).float().nan_to_num(math.inf, math.inf)
     groups = {gradient.device_mesh: None for gradient in gradients if hasattr(gradient, "device_mesh")}
     for mesh in groups:
-        found = found.to(mesh.device_type)
-        for dim in range(mesh.ndim):
-            torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MAX, group=mesh.get_group(dim))
+        found = largest_of_ranks(found.to(mesh.device_type), *(mesh.get_group(dim) for dim in range(mesh.ndim)))
     return found
 
 

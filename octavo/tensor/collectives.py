@@ -1,4 +1,4 @@
-"""torch.distributed's collectives by the names that they have in each release, and what ranks are asked with them."""
+"""torch.distributed's collectives by the names that they have in each release, what ranks ask and in which bytes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from octavo.errors import RanksDifferError
+from octavo.numerics import exponents_of, powers_of
 
 
 def all_gather(whole: Tensor, part: Tensor, group: Any, async_op: bool = False) -> Any:
@@ -19,6 +21,56 @@ def all_gather(whole: Tensor, part: Tensor, group: Any, async_op: bool = False) 
     # torch 2.13 warns of the name that 2.11 has
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(whole, part, group=group, async_op=async_op)
+
+
+def largest(values: Tensor, *groups: Any, device: torch.device | str | None = None) -> Tensor:
+    """The largest of each of ``values`` over the ranks of process groups: a collective each, in compiled graphs too.
+
+    Args:
+        values: as many on all ranks; they stay as they are.
+        groups: one, or those of each dimension of a mesh; as themselves or, in what may be compiled, by their names.
+        device: where the ranks send from, if ``values`` may lie elsewhere.
+    """
+    found = values if device is None else values.to(device)
+    for group in groups:
+        found = _reduced(found, "max", group)
+    return found.to(values.device)
+
+
+def summed(values: Tensor, group: str) -> Tensor:
+    """The sum of each of ``values`` over the ranks of the process group of this name, in their own dtype."""
+    return _reduced(values, "sum", group)
+
+
+def _reduced(values: Tensor, how: str, group: Any) -> Tensor:
+    functional, name = torch.ops._c10d_functional, group if isinstance(group, str) else group.group_name
+    return functional.wait_tensor(functional.all_reduce(values, how, name))
+
+
+def bytes_of(scale_inv: Tensor, power_of_two: bool) -> Tensor:
+    """Scales [R, S] as ranks send them: uint8 [R, S] of powers of two, which is exact, else [R, 4 S]."""
+    scales = exponents_of(scale_inv) if power_of_two else scale_inv
+    return scales.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+
+
+def scales_from(raw: Tensor, power_of_two: bool) -> Tensor:
+    """What ``bytes_of`` was given."""
+    # not contiguous(): of a single row or column that is itself, with any stride and offset
+    return powers_of(raw) if power_of_two else raw.clone(memory_format=torch.contiguous_format).view(torch.float32)
+
+
+def pack(qdata: Tensor, scale_inv: Tensor, power_of_two: bool, multiple: int = 1) -> Tensor:
+    """A pair as a message, uint8: of each row its codes [R, C], zeros up to a multiple, and its scales."""
+    codes = F.pad(qdata.view(torch.uint8), (0, -qdata.shape[1] % multiple))
+    return torch.cat([codes, bytes_of(scale_inv, power_of_two)], 1)
+
+
+def unpack(
+    message: Tensor, columns: int, dtype: torch.dtype, power_of_two: bool, multiple: int = 1
+) -> tuple[Tensor, Tensor]:
+    """The pair that ``pack`` was given, of so many columns and codes of this dtype."""
+    codes = message[:, :columns].contiguous().view(dtype)
+    return codes, scales_from(message[:, columns + -columns % multiple :], power_of_two)
 
 
 def home_of(group: Any) -> torch.device:
@@ -48,9 +100,7 @@ def agree(told: Mapping[str, object], groups: Iterable[Any]) -> None:
     own = {name: str(value) for name, value in told.items()}
     number = int.from_bytes(hashlib.sha256(repr(own).encode()).digest()[:7])
     found = torch.tensor([number, -number], device=home_of(groups[0]))
-    for group in groups:
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
-    if not int(found.sum()):
+    if not int(largest(found, *groups).sum()):
         return
     every: list[tuple[int, dict[str, str]]] = [(dist.get_rank(), own)]
     for group in groups:

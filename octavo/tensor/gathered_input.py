@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from octavo.errors import UnsupportedOpError
-from octavo.tensor.pair import MOVES, Facade, Operands
+from octavo.tensor.pair import ForProducts, Operands
 
-aten = torch.ops.aten
 _REMEDY = (
     "of an input that was gathered in FP8: octavo's layers under octavo.distributed.ColwiseParallel read it. Where "
     "others do too, gather it by torch's own PrepareModuleInput"
@@ -65,28 +64,7 @@ class GatheredInput:
         return self.__torch_function__(getattr(torch.Tensor, name), ())
 
 
-class GatheredGradient(Facade):
-    """The facade of a whole gradient [..., N], on its way to the products: ``operands``, with sums of its columns."""
+class GatheredGradient(ForProducts):
+    """A whole gradient [..., N], on its way to the products, with sums of its columns."""
 
-    operands: Operands
     REMEDY = _REMEDY
-
-    @staticmethod
-    def __new__(cls, operands: Operands, shape: Any, dtype: torch.dtype) -> GatheredGradient:
-        """Make the facade."""
-        assert operands.as_is is not None
-        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=operands.as_is[0].device)
-        self.operands = operands
-        return self
-
-    def moved(self, move: Any, shape: Any = None) -> GatheredGradient:
-        """The same again, of the very same tensors."""
-        return GatheredGradient(self.operands, self.shape if shape is None else shape, self.dtype)
-
-
-def _viewed(func: Any, own: GatheredGradient, shape: Any) -> Any:
-    """The rule of views that leave the features alone."""
-    return own.moved(None, shape) if shape[-1] == own.shape[-1] else NotImplemented
-
-
-GatheredGradient.RULES = {**MOVES, aten.view.default: _viewed}

@@ -4,8 +4,8 @@
     StoredWeight      a parameter that lives in FP8
     StoredGradient    a gradient that waits in FP8
 
-GatheredWeight (two pairs) and UsedGradient (a norm alone) are facades too. Each says in its ``RULES`` what torch may do
-with it. Any other op raises: nothing dequantises silently.
+ForProducts (what products read of it) and UsedGradient (a norm alone) are facades too. Each says in its ``RULES`` what
+torch may do with it. Any other op raises: nothing dequantises silently.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from torch import Tensor
 
 from octavo.errors import UnsupportedOpError
 from octavo.formats import Format, format_of
+from octavo.kernels.layouts import contraction_multiple, needs_transposed_codes
+from octavo.kernels.reference.cast import transposed as transpose
+from octavo.kernels.reference.cast import with_padding
 
 aten = torch.ops.aten
 
@@ -39,6 +42,23 @@ class Operands(NamedTuple):
     amax: Tensor | None = None
     column_sum: Tensor | None = None
     refilled: bool = False
+
+
+def transposed_pair(qdata: Tensor, scale_inv: Tensor, pads: bool) -> tuple[Tensor, Tensor]:
+    """A pair [..., R, C] as the product reads it that contracts R; on some devices a view.
+
+    ``pads``: whether the contraction may be padded, as the device wants it.
+    """
+    if not needs_transposed_codes(qdata.device):
+        return qdata.mT, scale_inv.mT
+    return with_padding(transpose(qdata), contraction_multiple(qdata.device) if pads else 1), scale_inv.mT
+
+
+def operands_of(qdata: Tensor, scale_inv: Tensor, pads: bool, transposed: bool = True) -> Operands:
+    """The operands that one pair [..., R, C] is; ``transposed``: whether that is needed where it is no view."""
+    pad = contraction_multiple(qdata.device) if pads else 1
+    lays = transposed or not needs_transposed_codes(qdata.device)
+    return Operands((with_padding(qdata, pad), scale_inv), transposed_pair(qdata, scale_inv, pads) if lays else None)
 
 
 class Facade(Tensor):
@@ -68,6 +88,75 @@ class Facade(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({tuple(self.shape)}, {self.dtype})"
+
+
+class ForProducts(Facade):
+    """A facade of which there is nothing but what products read, and to which gradients flow.
+
+    Each tensor of its operands is an attribute, or None: so compiled graphs, which hold tensors alone, take it apart.
+
+    Args:
+        operands: with a pair as it lies.
+        shape: of the tensor that they stand for.
+        dtype: that tensor's, and its gradient's.
+        casts: what a weight was cast by, as text.
+    """
+
+    qdata: Tensor
+    scale_inv: Tensor
+    transposed_qdata: Tensor | None
+    transposed_scale_inv: Tensor | None
+    found_amax: Tensor | None
+    column_sum: Tensor | None
+    casts: str
+    refilled: ClassVar[bool] = False
+
+    @staticmethod
+    def __new__(cls, operands: Operands, shape: Sequence[int], dtype: torch.dtype, casts: str = "") -> Self:
+        """Make the facade."""
+        assert operands.as_is is not None
+        self = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=operands.as_is[0].device)
+        tensors = *operands.as_is, *(operands.transposed or (None, None)), operands.amax, operands.column_sum
+        vars(self).update(zip(_TENSORS, tensors, strict=True), casts=casts)
+        return self
+
+    def read(self) -> Operands:
+        """What products read."""
+        second = None
+        if self.transposed_qdata is not None and self.transposed_scale_inv is not None:
+            second = self.transposed_qdata, self.transposed_scale_inv
+        return Operands((self.qdata, self.scale_inv), second, self.found_amax, self.column_sum, self.refilled)
+
+    def moved(self, move: Any = None, shape: Sequence[int] | None = None) -> Self:
+        """The same again, of the very same tensors."""
+        return type(self)(self.read(), self.shape if shape is None else shape, self.dtype, self.casts)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return [name for name in _TENSORS if getattr(self, name) is not None], (self.dtype, self.casts)
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any) -> Self:
+        q, scale_inv, second, second_inv, amax, sums = map(inner.get, _TENSORS)
+        second_pair = None if second is None else (second, second_inv)
+        return cls(Operands((q, scale_inv), second_pair, amax, sums), outer_size, *context)  # type: ignore[arg-type]
+
+
+_TENSORS = "qdata", "scale_inv", "transposed_qdata", "transposed_scale_inv", "found_amax", "column_sum"
+
+
+def _of_other_rows(func: Any, own: ForProducts, shape: Any) -> Any:
+    """The rule of views that leave the features alone."""
+    return own.moved(shape=shape) if shape[-1] == own.shape[-1] else NotImplemented
+
+
+def _same_dtype(func: Any, own: ForProducts, dtype: torch.dtype, *_: Any, **__: Any) -> Any:
+    """The rule of ``rows.to(their dtype)``, which inference mode brings here."""
+    return own if dtype == own.dtype else NotImplemented
+
+
+def _isnan(func: Any, own: ForProducts) -> Tensor:
+    """What torch.autograd.detect_anomaly asks of gradients."""
+    return own.qdata[:, : own.shape[-1]].to(torch.float32).isnan().view(own.shape)
 
 
 class Pair(Facade):
@@ -189,5 +278,12 @@ PLAIN_LIKE: dict[Any, Rule] = dict.fromkeys(_NEW, plain_like)
 
 MOVES: dict[Any, Rule] = dict.fromkeys((aten.detach.default, aten.alias.default), moves)
 COPIES: dict[Any, Rule] = dict.fromkeys((aten.clone.default, aten._to_copy.default), copies)
+
+ForProducts.RULES = {
+    **MOVES,
+    aten.view.default: _of_other_rows,
+    aten.to.dtype: _same_dtype,
+    aten.isnan.default: _isnan,
+}
 
 torch.serialization.add_safe_globals([rebuild_pair])

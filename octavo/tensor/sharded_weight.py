@@ -17,15 +17,15 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from octavo.errors import OctavoError
 from octavo.granularity import PerBlock, PerTensor
-from octavo.tensor.collectives import all_gather
-from octavo.tensor.pair import MOVES, PLAIN_LIKE, Facade, Operands, moves
+from octavo.tensor.collectives import all_gather, largest
+from octavo.tensor.pair import MOVES, PLAIN_LIKE, ForProducts, Operands, moves
 from octavo.tensor.scaled_tensor import ScaledTensor
 from octavo.tensor.sharded_rows import gathered_whole, padded_rows
 
@@ -60,7 +60,7 @@ class ShardHooks(Tensor):
         before = getattr(module._modules.get(self.part, module), "before_gather", None)
         if before is None:  # an embedding that shares its weight with a linear layer, or experts that were restored
             return self.gather_without_recipe(mesh, outer_size, module, mp_policy)
-        return before(self.shard(), mesh, outer_size, mp_policy)
+        return before(on_this_rank(self), mesh, outer_size, mp_policy)
 
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[Tensor, ...], metadata: After, param_dtype: torch.dtype, *, out: Any = None
@@ -68,15 +68,11 @@ class ShardHooks(Tensor):
         """The unsharded weight and the tensors whose storage FSDP2 frees; None where ``out`` is refilled."""
         return metadata(all_gather_outputs, param_dtype, out)
 
-    def shard(self) -> Tensor:
-        """This rank's rows, as ``before_gather`` reads them: plain ones, unless they live in FP8."""
-        return self.as_subclass(Tensor)
-
     def gather_without_recipe(
         self, mesh: Any, outer_size: torch.Size, module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], After]:
         """What the first hook returns where the module is none of octavo's: as FSDP2 does without hooks."""
-        return gather_as_it_is(self.shard(), mesh, outer_size, mp_policy)
+        return gather_as_it_is(on_this_rank(self), mesh, outer_size, mp_policy)
 
 
 # FSDP2 asks for the first hook's signature before each call of it
@@ -127,62 +123,27 @@ def gather_as_it_is(
     return (sent,), after
 
 
-class GatheredTensors(NamedTuple):
-    """A gathered weight's tensors: the pairs of both layouts, contraction last, and the amax that a Delayed rule rolls.
+class GatheredWeight(ForProducts):
+    """An unsharded weight, of which FSDP2 frees and refills the tensors of both pairs.
 
-    ``transposed_qdata`` may be a view of ``qdata``.
+    The transposed codes may be a view of the others. ``casts`` is text, as a compiled graph can hold no Cast of a
+    tensor that it has taken out of a DTensor.
     """
 
-    qdata: Tensor
-    scale_inv: Tensor
-    transposed_qdata: Tensor
-    transposed_scale_inv: Tensor
-    found_amax: Tensor
-
-
-class GatheredWeight(Facade):
-    """The facade of an unsharded weight: its values are its tensors', and gradients flow to it.
-
-    Each of GatheredTensors is an attribute; ``casts``: what they were cast by, as text. A compiled graph can hold no
-    Cast of a tensor that it has taken out of a DTensor.
-    """
-
-    qdata: Tensor
-    scale_inv: Tensor
-    transposed_qdata: Tensor
-    transposed_scale_inv: Tensor
-    found_amax: Tensor
-    casts: str
+    refilled = True
     REMEDY = (
         "of a gathered FP8 weight: between unshard and reshard it exists in FP8 only. Read the sharded parameter, or "
         "keep the layer out of FP8 with octavo.recipes.high_precision()"
     )
 
-    @staticmethod
-    def __new__(cls, tensors: GatheredTensors, shape: Any, dtype: torch.dtype, casts: str) -> GatheredWeight:
-        """Make the facade."""
-        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=tensors.qdata.device)
-        self.qdata, self.scale_inv, self.transposed_qdata, self.transposed_scale_inv, self.found_amax = tensors
-        self.casts = casts
-        return self
-
-    def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return list(GatheredTensors._fields), (self.dtype, self.casts)
-
-    @staticmethod
-    def __tensor_unflatten__(
-        inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any
-    ) -> GatheredWeight:
-        dtype, casts = context
-        return GatheredWeight(GatheredTensors(**inner), outer_size, dtype, casts)
-
-    def refill(self, tensors: GatheredTensors) -> None:
-        """Take other tensors of the same shapes: written into the storage that is there, codes and scales together.
+    def refill(self, operands: Operands) -> None:
+        """Take others of the same shapes: written into the storage that is there, codes and scales together.
 
         A forward that saved these tensors for its backward so reads a pair that belongs together, whichever it is.
         """
         written: set[int] = set()
-        for own, new in zip(self.tensors()[:4], tensors[:4], strict=True):
+        self.found_amax = operands.amax
+        for own, new in zip(_pairs(self.read()), _pairs(operands), strict=True):
             address = own.untyped_storage().data_ptr()
             if address == new.untyped_storage().data_ptr() or address in written:
                 continue
@@ -195,30 +156,24 @@ class GatheredWeight(Facade):
                 continue
             with torch.autograd._unsafe_preserve_version_counter(own):
                 own.copy_(new)
-        self.found_amax = tensors.found_amax
 
     def operands(self, reader: Any, transposed: bool) -> Operands:
         """Both pairs, as they were gathered; the module ``reader`` notes that it reads them."""
         reader.gather.read(self, reader)
-        amax = self.found_amax if self.found_amax.numel() else None
-        pairs = (self.qdata, self.scale_inv), (self.transposed_qdata, self.transposed_scale_inv)
-        return Operands(*pairs, amax, refilled=True)
+        return self.read()
 
     def pair(self) -> ScaledTensor:
         """The pair as it lies, where its codes are those of a stored weight: per tensor or in blocks of 128 x 128."""
         granularity = PerTensor() if self.scale_inv.shape[-2:] == (1, 1) else PerBlock(128, 128)
         return ScaledTensor(self.qdata, self.scale_inv, granularity.of_matrices(self.shape), self.dtype)
 
-    def moved(self, move: Any) -> GatheredWeight:
-        """The same again, of the very same tensors."""
-        return GatheredWeight(self.tensors(), self.shape, self.dtype, self.casts)
-
-    def tensors(self) -> GatheredTensors:
-        """The tensors behind it."""
-        return GatheredTensors(*(getattr(self, name) for name in GatheredTensors._fields))
-
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"GatheredWeight({tuple(self.shape)}, {self.dtype}, codes {self.qdata.dtype})"
+
+
+def _pairs(operands: Operands) -> list[Tensor]:
+    """The tensors of both."""
+    return [*operands.as_is, *operands.transposed]  # type: ignore[misc]
 
 
 def _transposed(func: Any, own: GatheredWeight, *dims: int) -> Any:
@@ -226,7 +181,7 @@ def _transposed(func: Any, own: GatheredWeight, *dims: int) -> Any:
     *outer, rows, cols = own.shape
     if {dim % own.ndim for dim in dims} != {own.ndim - 2, own.ndim - 1}:
         return NotImplemented
-    return GatheredWeight(own.tensors(), (*outer, cols, rows), own.dtype, own.casts)
+    return own.moved(shape=(*outer, cols, rows))
 
 
 GatheredWeight.RULES = MOVES | PLAIN_LIKE | {aten.as_strided.default: moves, aten.transpose.int: _transposed}
@@ -249,20 +204,15 @@ def attach(param: Any, at: int, part: str = "") -> bool:
 
 
 def on_this_rank(tensor: Tensor) -> Tensor:
-    """This rank's shard of a sharded tensor, with its class; any other tensor as it is."""
-    return getattr(tensor, "_local_tensor", tensor)
+    """This rank's part of a sharded tensor, without FSDP2's hooks where it is plain; any other tensor as it is."""
+    found: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return found.as_subclass(Tensor) if isinstance(found, ShardedWeight) else found
 
 
-def local_shard(param: Tensor) -> Tensor:
-    """The shard of a sharded parameter, as a plain tensor."""
-    return on_this_rank(param).as_subclass(Tensor)
-
-
-def plain(param: Tensor) -> Tensor:
+def plain(param: Any) -> Tensor:
     """A DTensor whose local tensor is plain, over the same storage; anything else as it is."""
-    if not isinstance(on_this_rank(param), ShardedWeight):
-        return param
-    return like_sharded(local_shard(param), param, param.shape)
+    has_hooks = isinstance(getattr(param, "_local_tensor", None), ShardedWeight)
+    return like_sharded(on_this_rank(param), param, param.shape) if has_hooks else param
 
 
 def like_sharded(local: Tensor, param: Tensor, shape: torch.Size, of_columns: int | None = None) -> Tensor:
@@ -299,13 +249,8 @@ def groups_of(param: Tensor) -> tuple[Any, ...]:
 
 
 def largest_of_ranks(values: Tensor, param: Tensor) -> Tensor:
-    """The largest of each of ``values`` over the ranks that share a sharded weight: a collective a dimension."""
-    import torch.distributed as dist
-
-    found = values.to(param.device_mesh.device_type, copy=True)  # type: ignore[attr-defined]
-    for group in groups_of(param):
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
-    return found.to(values.device)
+    """The largest of each of ``values`` over the ranks that share a sharded weight, which all call it."""
+    return largest(values, *groups_of(param), device=param.device_mesh.device_type)  # type: ignore[attr-defined]
 
 
 def gather_alone(param: Tensor, module: nn.Module, mp_policy: Any) -> Any:
@@ -314,7 +259,7 @@ def gather_alone(param: Tensor, module: nn.Module, mp_policy: Any) -> Any:
     ``module``: whose parameter it is; ``mp_policy``: that of its group. Shards without hooks, or
     over more than one dimension of a mesh, are gathered as they are.
     """
-    local, whole = on_this_rank(param), param.device_mesh  # type: ignore[attr-defined]
+    local, whole = getattr(param, "_local_tensor", param), param.device_mesh  # type: ignore[attr-defined]
     if not isinstance(local, ShardHooks) or len(groups_of(param)) > 1:
         return plain(param).full_tensor()  # type: ignore[attr-defined]
     mesh = whole if whole.ndim == 1 else whole[whole.mesh_dim_names[-1]]
@@ -360,7 +305,7 @@ def take_shards(model: nn.Module, params: Iterable[Tensor]) -> None:
             at = param.mesh_info.mesh.ndim - 1
             attach(param.sharded_param, at, getattr(param._sharded_local_tensor, "part", ""))
             # before the first forward this is plain, and torch would ask for its storage, which a facade hasn't
-            param._sharded_param_data = on_this_rank(param.sharded_param)
+            param._sharded_param_data = param.sharded_param._local_tensor
             param.reset_sharded_param()
 
 

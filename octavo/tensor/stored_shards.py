@@ -18,10 +18,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from octavo.errors import UnsupportedOpError
 from octavo.granularity import Granularity, PerTensor
-from octavo.kernels.layouts import needs_transposed_codes
-from octavo.kernels.reference.cast import with_padding
-from octavo.tensor.pair import Facade, Rule
-from octavo.tensor.sharded_weight import GatheredTensors, GatheredWeight
+from octavo.tensor.pair import Facade, Rule, operands_of
+from octavo.tensor.sharded_weight import GatheredWeight
 
 aten = torch.ops.aten
 
@@ -206,17 +204,12 @@ def _cat_gathered(func: Any, parts: list[GatheredWeight], dim: int = 0) -> Any:
     first = parts[0]
     if dim != 0:
         return NotImplemented
-    codes = first.qdata.dtype
-    q = torch.cat([part.qdata.view(torch.uint8) for part in parts]).view(codes)
-    laid = q.mT
-    if needs_transposed_codes(q.device):  # without the padding of each
-        laid = torch.cat([part.transposed_qdata.view(torch.uint8)[:, : part.shape[0]] for part in parts], 1).view(codes)
-        padded = any(part.transposed_qdata.shape[1] != part.shape[0] for part in parts)
-        laid = with_padding(laid, 16 if padded else 1)
+    q = torch.cat([part.qdata.view(torch.uint8) for part in parts]).view(first.qdata.dtype)
     scales = first.scale_inv if first.scale_inv.shape == (1, 1) else torch.cat([part.scale_inv for part in parts])
-    shape = sum(part.shape[0] for part in parts), first.shape[1]
-    tensors = GatheredTensors(q, scales, laid, scales.mT, first.found_amax)
-    return GatheredWeight(tensors, shape, first.dtype, first.casts)
+    rows, columns = sum(part.shape[0] for part in parts), first.shape[1]
+    padded = q.shape[1] != columns or any(part.transposed_qdata.shape[1] != part.shape[0] for part in parts)  # type: ignore[union-attr]
+    operands = operands_of(q[:, :columns], scales, padded)._replace(amax=first.found_amax)
+    return GatheredWeight(operands, (rows, columns), first.dtype, first.casts)
 
 
 GatheredWeight.RULES[aten.cat.default] = _cat_gathered

@@ -28,14 +28,11 @@ from torch import Tensor
 from octavo import kernels
 from octavo.errors import UnsupportedOpError
 from octavo.formats import E4M3
-from octavo.granularity import ALL, Granularity, PerBlock, PerTensor
-from octavo.kernels.layouts import needs_transposed_codes
-from octavo.kernels.reference.cast import transposed as transpose
-from octavo.kernels.reference.cast import with_padding
+from octavo.granularity import Granularity, PerBlock, PerTensor
 from octavo.kernels.reference.master_weights import remainder_of, values_with
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
 from octavo.tensor.adapters import add_adapter, refuse_subtraction
-from octavo.tensor.pair import COPIES, MOVES, PLAIN_LIKE, Operands, Pair
+from octavo.tensor.pair import COPIES, MOVES, PLAIN_LIKE, Operands, Pair, operands_of
 from octavo.tensor.parameters import put_into
 from octavo.tensor.quantize import quantize
 from octavo.tensor.scaled_tensor import ScaledTensor, dequantized
@@ -194,16 +191,9 @@ class StoredWeight(ShardHooks, Pair):
 
     def operands(self, reader: Any, transposed: bool) -> Operands:
         """Its codes, for the module ``reader``; on some devices also laid out transposed, if backward needs that."""
-        pads, swaps = reader.recipe.pads, reader.stores_transposed
-        if needs_transposed_codes(self.qdata.device) and not transposed and not swaps:
-            return Operands((with_padding(self.qdata, 16 if pads else 1), self.scale_inv))
-        q_NK, q_KN = lay_out(self.qdata, pads)
-        pairs = (q_NK, self.scale_inv), (q_KN, self.scale_inv.mT)
-        return Operands(*(pairs[::-1] if swaps else pairs), refilled=True)
-
-    def shard(self) -> StoredWeight:
-        """Itself, for FSDP2's hooks."""
-        return self
+        swaps = reader.stores_transposed
+        as_is, laid, *_ = operands_of(self.qdata, self.scale_inv, reader.recipe.pads, transposed or swaps)
+        return Operands(laid, as_is, refilled=True) if swaps else Operands(as_is, laid, refilled=True)
 
     def gather_without_recipe(
         self, mesh: Any, outer_size: torch.Size, module: torch.nn.Module, mp_policy: Any
@@ -311,14 +301,6 @@ class StoredWeight(ShardHooks, Pair):
         return f"StoredWeight({tuple(self.shape)}, {self.dtype}, {self.granularity})"
 
 
-def lay_out(q_NK: Tensor, pads: bool) -> tuple[Tensor, Tensor]:
-    """Codes [..., N, K] as products read them: as they lie and transposed, contractions padded as the device wants."""
-    if not needs_transposed_codes(q_NK.device):
-        return q_NK, q_NK.mT
-    pad = 16 if pads else 1
-    return with_padding(q_NK, pad), with_padding(transpose(q_NK), pad)
-
-
 def has_powers_of_two(scale_inv: Tensor) -> bool:
     """Whether all scales are powers of two, as those of a weight that is trained must be."""
     return scale_inv.is_meta or bool((torch.frexp(scale_inv)[0] == 0.5).all())
@@ -393,12 +375,6 @@ StoredWeight.RULES = {
 torch.serialization.add_safe_globals([StoredWeight, Known, OneScale])
 
 
-def amax_of_ranks(values: Tensor, weight: Tensor) -> Tensor:
-    """The amax [1, 1] of all of a DTensor whose part on this rank has these values; all ranks call it."""
-    own = kernels.amax(values, (ALL, ALL)) if values.numel() else values.new_zeros(1, 1, dtype=torch.float32)
-    return largest_of_ranks(own, weight)
-
-
 def cast_shard(
     values: Tensor, weight: Tensor, granularity: Granularity, keep_rest: bool, amax: Tensor | None = None
 ) -> StoredWeight:
@@ -409,7 +385,8 @@ def cast_shard(
     values = values.detach().contiguous()
     if granularity == PerTensor() and values.ndim == 2:
         tile = granularity.tile
-        scale = scale_from_amax(amax_of_ranks(values, weight) if amax is None else amax, E4M3.max, True, 0)
+        amax = largest_of_ranks(kernels.amax(values, tile), weight) if amax is None else amax
+        scale = scale_from_amax(amax, E4M3.max, True, 0)
         codes, scale_inv = torch.empty_like(values, dtype=E4M3.dtype), scale_inv_from_scale(scale).view(1, 1)
         if values.numel():
             codes, *_ = kernels.cast(values, scale.view(1), 0, E4M3.dtype, tile, True, 0)
@@ -455,7 +432,7 @@ def store(
     ``common``: of a DTensor that has its scale with others, with the largest amax [1, 1] of all of them.
     """
     own, stored = on_this_rank(param), local_stored(param)
-    values = own.as_subclass(Tensor).detach() if stored is None else stored.before_cast()
+    values = own.detach() if stored is None else stored.before_cast()
     if granularity is not None and own is param:
         values = StoredWeight.cast(values, granularity, keep_rest=param.requires_grad)
     elif granularity is not None:

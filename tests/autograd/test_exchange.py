@@ -22,10 +22,10 @@ def mesh():
 @pytest.mark.parametrize("name", FP8_RECIPES)
 def test_layouts_that_a_gpu_wants(mesh, name, monkeypatch):
     """Codes written transposed, contractions padded to 16: as without expert parallelism."""
-    for module in ("casts", "grouped"):
-        monkeypatch.setattr(f"octavo.autograd.{module}.needs_transposed_codes", lambda device: True)
-    for module in ("casts", "products"):
-        monkeypatch.setattr(f"octavo.autograd.{module}.contraction_multiple", lambda device: 16)
+    for module in ("autograd.casts", "autograd.grouped", "tensor.pair"):
+        monkeypatch.setattr(f"octavo.{module}.needs_transposed_codes", lambda device: True)
+    for module in ("autograd.casts", "autograd.products", "tensor.pair"):
+        monkeypatch.setattr(f"octavo.{module}.contraction_multiple", lambda device: 16)
     power_of_two = {"recipe": recipes.rowwise(power_of_two=True)} if name == "rowwise" else {}
     found = []
     for parallel in (False, True):

@@ -10,7 +10,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import octavo
 from octavo import recipes
 from octavo.nn import gather
-from octavo.tensor import stored_weight
+from octavo.tensor import pair
 from octavo.tensor.sharded_weight import GatheredWeight, ShardedWeight
 from tests.support.fsdp_situations import EVEN, RECIPES, SITUATIONS, batch, built, off, sharded_blocks
 from tests.support.helpers import to_fp8
@@ -104,7 +104,8 @@ def gathered(codes):
 
 def test_layouts_of_a_gpu(monkeypatch):
     """Codes transposed and padded to 16, in storage of their own where they differ from what was gathered."""
-    monkeypatch.setattr(stored_weight, "needs_transposed_codes", lambda device: True)
+    monkeypatch.setattr(pair, "needs_transposed_codes", lambda device: True)
+    monkeypatch.setattr(pair, "contraction_multiple", lambda device: 16)
     q = torch.randn(20, 24).to(torch.float8_e4m3fn)
     laid, transposed, inner = gathered(q)
     assert laid.shape == (20, 32) and transposed.shape == (24, 32) and len(inner) == 2
@@ -197,6 +198,10 @@ def test_restore(pool):
     assert pool.run(restored, (2,)) == [True, True]
 
 
+def codes_of(weight):
+    return weight.qdata, weight.transposed_qdata
+
+
 def storage_after_forward(mesh):
     """Bytes that gathered weights hold before forward, after it, and while unsharded."""
     net = sharded_blocks(built(EVEN, "mx"), mesh)
@@ -204,12 +209,12 @@ def storage_after_forward(mesh):
 
     def note(module, *args):
         held[module] = module.weight
-        seen.append(sum(part.untyped_storage().size() for part in module.weight.tensors()[0:3:2]))
+        seen.append(sum(part.untyped_storage().size() for part in codes_of(module.weight)))
 
     for block in net.blocks:
         block.fc1.register_forward_hook(note)
     net(batch(EVEN, 0, 0, 0))
-    after = [part.untyped_storage().size() for weight in held.values() for part in weight.tensors()[0:3:2]]
+    after = [part.untyped_storage().size() for weight in held.values() for part in codes_of(weight)]
     return all(isinstance(weight, GatheredWeight) for weight in held.values()), min(seen), max(after)
 
 

@@ -1,7 +1,8 @@
+import pytest
 import torch
 import torch.distributed as dist
 
-from octavo.tensor.collectives import all_gather
+from octavo.tensor.collectives import all_gather, pack, unpack
 
 
 def gathered(mesh, waits):
@@ -15,3 +16,14 @@ def gathered(mesh, waits):
 def test_parts_lie_in_the_order_of_ranks(pool):
     for waits in (False, True):
         assert pool.run(gathered, (2,), waits) == [[10, 10, 10, 11, 11, 11]] * 2
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize(("rows", "multiple"), [(5, 1), (5, 4), (1, 1), (1, 4)])
+def test_a_message_holds_a_pair(power_of_two, rows, multiple):
+    codes = torch.randint(256, (rows, 7), dtype=torch.uint8).view(torch.float8_e4m3fn)
+    scale_inv = torch.exp2(torch.randint(-126, 127, (2, rows)).float().t()) * (1 if power_of_two else 1.25)
+    message = pack(codes, scale_inv, power_of_two, multiple)
+    assert message.shape == (rows, (8 if multiple == 4 else 7) + (2 if power_of_two else 8))
+    found, scales = unpack(message, 7, torch.float8_e4m3fn, power_of_two, multiple)
+    assert torch.equal(found.view(torch.uint8), codes.view(torch.uint8)) and torch.equal(scales, scale_inv)

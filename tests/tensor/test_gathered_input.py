@@ -39,8 +39,11 @@ def test_a_gradient_comes_to_the_products_as_rows():
     operands = Operands(PAIR, PAIR, None, torch.ones(8))
     own = GatheredGradient(operands, (2, 2, 8), torch.bfloat16)
     rows = own.view(4, 8)
-    assert rows.shape == (4, 8) and rows.dtype == torch.bfloat16 and rows.operands is operands
+    assert rows.shape == (4, 8) and rows.dtype == torch.bfloat16 and rows.read() == operands
+    assert rows.isnan().shape == (4, 8) and not rows.isnan().any() and rows.to(rows.dtype) is rows
     assert own.detach().shape == own.shape
+    with torch.inference_mode():
+        assert rows.to(torch.bfloat16) is rows
     with pytest.raises(octavo.UnsupportedOpError):
         own.view(2, 16)
     with pytest.raises(octavo.UnsupportedOpError):

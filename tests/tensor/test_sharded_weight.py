@@ -7,8 +7,8 @@ from torch import Tensor, nn
 import octavo
 from octavo.errors import OctavoError
 from octavo.tensor import sharded_weight
+from octavo.tensor.pair import Operands
 from octavo.tensor.sharded_weight import (
-    GatheredTensors,
     GatheredWeight,
     ShardedWeight,
     attach,
@@ -91,7 +91,7 @@ def test_the_policys_dtype_is_sent():
 def gathered(scale=2.0, shape=(4, 3)):
     q = torch.arange(12, dtype=torch.float32).view(shape).to(torch.float8_e4m3fn)
     scales = torch.full((1, 1), scale)
-    return GatheredWeight(GatheredTensors(q, scales, q.t(), scales, torch.empty(0)), shape, torch.bfloat16, "casts")
+    return GatheredWeight(Operands((q, scales), (q.t(), scales)), shape, torch.bfloat16, "casts")
 
 
 def test_a_gathered_weight_is_a_leaf_of_its_shape_and_dtype():
@@ -114,7 +114,7 @@ def test_refilled_in_place_for_the_backward_that_saved_it():
     weight, other = gathered(), gathered(3.0)
     other.qdata.view(torch.uint8).fill_(56)  # 1.0
     saved, version = weight.qdata, weight.qdata._version
-    weight.refill(GatheredTensors(other.qdata, other.scale_inv, other.qdata.t(), other.scale_inv, other.found_amax))
+    weight.refill(other.read())
     assert weight.qdata is saved and torch.equal(saved.float(), torch.ones(4, 3)) and saved._version == version
     assert weight.scale_inv.item() == 3.0
 

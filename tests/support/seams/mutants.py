@@ -144,8 +144,8 @@ MUTANTS = [
     ),
     # --- gathers
     Mutant(GATHER, "if for_backward and self.codes is not None:", "if self.codes is not None:", "dynamic", "FSDP2"),
-    Mutant(GROUP, "dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)", "pass", "dynamic", "FSDP2"),
-    Mutant(GROUP, "scale = torch.where(kept > 0, kept, scale)", "pass", "delayed", "FSDP2"),
+    Mutant(GROUP, ", *ranks, device=", ", device=", "dynamic", "FSDP2"),
+    Mutant(GROUP, "cast.margin, kept)", "cast.margin)", "delayed", "FSDP2"),
     Mutant("nn/convert.py", "own.gather.used, own.gather.agreed = None, False", "pass", "schedule", "FSDP2"),
 ]
 
