@@ -32,8 +32,7 @@ from octavo.autograd.casts import GRAD_OUTPUT, INPUT, Norm, Pair, State, as_rows
 from octavo.autograd.shared_scales import largest, summed
 from octavo.autograd.tap import Tap, count
 from octavo.granularity import ALL
-from octavo.kernels.layouts import contraction_multiple, needs_transposed_codes
-from octavo.kernels.reference.cast import transposed, with_padding
+from octavo.kernels.layouts import contraction_multiple, needs_transposed_codes, transposed, with_padding
 from octavo.numerics import exponents_of, powers_of, scale_from_amax
 from octavo.scaling.recipe import Cast, Recipe
 from octavo.tensor.gathered_input import GatheredGradient, GatheredInput, Wire

@@ -15,8 +15,7 @@ from torch.nn import functional as F
 from octavo import kernels
 from octavo.granularity import ALL, Tile
 from octavo.kernels.groups import check_offsets, of_equal_groups, padded_columns
-from octavo.kernels.layouts import needs_transposed_codes
-from octavo.kernels.reference.cast import with_padding
+from octavo.kernels.layouts import needs_transposed_codes, with_padding
 from octavo.scaling.recipe import Cast, RoleCasts
 from octavo.tensor.pair import Operands
 from octavo.tensor.received_rows import ReceivedRows

@@ -35,6 +35,12 @@ class CastSource(NamedTuple):
         h = None if self.preactivation is None else self.preactivation.shape
         return cast_shape(self.x.shape, self.activation, h, self.h_scale_inv is not None)
 
+    def part(self, rows: slice, scale_rows: slice) -> CastSource:
+        """What is cast of some rows, whose scales in h_scale_inv are these."""
+        h = None if self.preactivation is None else self.preactivation[rows]
+        scale_inv = None if self.h_scale_inv is None else self.h_scale_inv[scale_rows]
+        return CastSource(self.x[rows], self.activation, h, scale_inv, self.h_tile)
+
 
 class NormSource(NamedTuple):
     """What is cast: a norm of x."""

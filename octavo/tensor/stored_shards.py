@@ -18,8 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from octavo.errors import UnsupportedOpError
 from octavo.granularity import Granularity, PerTensor
-from octavo.kernels.layouts import needs_transposed_codes
-from octavo.kernels.reference.cast import with_padding
+from octavo.kernels.layouts import needs_transposed_codes, with_padding
 from octavo.tensor.pair import Facade, Rule
 from octavo.tensor.sharded_weight import GatheredTensors, GatheredWeight
 

@@ -29,9 +29,8 @@ from octavo import kernels
 from octavo.errors import UnsupportedOpError
 from octavo.formats import E4M3
 from octavo.granularity import ALL, Granularity, PerBlock, PerTensor
-from octavo.kernels.layouts import needs_transposed_codes
-from octavo.kernels.reference.cast import transposed as transpose
-from octavo.kernels.reference.cast import with_padding
+from octavo.kernels.layouts import needs_transposed_codes, with_padding
+from octavo.kernels.layouts import transposed as transpose
 from octavo.kernels.reference.master_weights import remainder_of, values_with
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
 from octavo.tensor.adapters import add_adapter, refuse_subtraction

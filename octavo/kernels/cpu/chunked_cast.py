@@ -1,4 +1,4 @@
-"""Casts of what is computed first, by chunks of rows that fit a cache: in float32 it is never there as a whole.
+"""What casts write (``written``): of what is computed first, by chunks of rows, in float32 never there as a whole.
 
 Where a scale needs the amax of all rows before the first code, chunks are kept between, as long as they are KEPT
 elements at most, and the rest computed twice.
@@ -6,18 +6,23 @@ elements at most, and the rest computed twice.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from octavo.formats import format_of
 from octavo.granularity import ALL, scale_shape
-from octavo.kernels.reference.amax import amax_and_finiteness, one_amax_and_finiteness
-from octavo.kernels.reference.codes import encode
-from octavo.kernels.reference.tiles import row_slices, tile_rows
+from octavo.kernels.arguments import CastSource, NormSource, Output, Scaling, new_statistics, sums_dtype
+from octavo.kernels.cpu.amax import amax_and_finiteness, one_amax_and_finiteness
+from octavo.kernels.cpu.chunks import row_slices, tile_rows
+from octavo.kernels.cpu.codes import decode, encode
+from octavo.kernels.reference.activation import produced as reference_produced
+from octavo.kernels.reference.cast import Written
+from octavo.kernels.reference.norm import normalise
 from octavo.numerics import scale_from_amax, scale_inv_from_scale, scale_inv_of, scale_of
 
 # 4 MiB. Swiglu's gradient 1024x2816, all of it computed twice, takes 9.3 ms, all of it kept 6.0 ms (1 core, AMD EPYC
@@ -28,8 +33,6 @@ _FEW = 4096  # elements whose arithmetic costs less than a call of torch
 
 _ROUNDING = 1 + 2.0**-20  # a scale of float32 may take its amax past the format's max by its own rounding
 
-Written = tuple[Tensor, Tensor, Tensor]  # (codes, scale_inv, amax)
-
 
 class KnownScaling(NamedTuple):
     """How a tensor is cast; ``scale``: a delayed one, or 0 where it comes from the tensor's own amax."""
@@ -39,6 +42,52 @@ class KnownScaling(NamedTuple):
     power_of_two: bool
     margin: int
     scale: float = 0.0
+
+
+def written(
+    source: CastSource | NormSource, scalings: Sequence[Scaling], output: Output
+) -> tuple[list[Written], tuple[Tensor, ...]]:
+    """``reference.cast.written``."""
+    scales = [0.0 if s.delayed_scale is None else s.delayed_scale.tolist()[s.role] for s in scalings]
+    known, x = [KnownScaling(*s[:4], scale) for s, scale in zip(scalings, scales, strict=True)], source.x
+    if isinstance(source, NormSource):
+        mean, rstd, kept = rest = new_statistics(source, output.keep)
+
+        def normalised(rows: slice) -> Tensor:
+            y, mean_of_rows, rstd[rows] = normalise(*source._replace(x=x[rows]))
+            if mean.numel():
+                mean[rows] = mean_of_rows
+            if output.keep:
+                kept[rows] = y
+            return y
+
+        return cast_in_chunks(normalised, source.shape, 1, known, False, x.device)[0], rest
+    if not source.activation and source.preactivation is None and source.h_scale_inv is None:
+        sums = x.sum(0) if output.column_sum else x.new_empty(0)  # torch adds in float32 and rounds once
+        return [cast_values(x, scaling) for scaling in known], (sums,)
+    unit = max(source.h_tile[0], 1)
+    make = functools.partial(_rows_of, source)
+    pairs, sums = cast_in_chunks(make, source.shape, unit, known, output.column_sum, x.device)
+    return pairs, (sums.to(sums_dtype(x.dtype)),)
+
+
+def produced(*flat: Any) -> Tensor:
+    """``reference.activation.produced``."""
+    source = CastSource(*flat)
+    chunks = row_slices(source.shape, max(source.h_tile[0], 1), source.x.device)
+    if not source.activation or len(chunks) == 1:
+        return reference_produced(*source, decode)
+    values = source.x.new_empty(source.shape, dtype=torch.float32)
+    for rows in chunks:
+        values[rows] = _rows_of(source, rows)
+    return values
+
+
+def _rows_of(source: CastSource, rows: slice) -> Tensor:
+    """Some rows, of whole tiles, of what is cast."""
+    unit = source.h_tile[0]
+    of_scale = slice(None) if unit == ALL else slice(rows.start // unit, -(-rows.stop // unit))
+    return reference_produced(*source.part(rows, of_scale), decode)
 
 
 def cast_values(x: Tensor, scaling: KnownScaling, into: Tensor | None = None, overwrites: bool = False) -> Written:
@@ -91,7 +140,7 @@ def cast_in_chunks(
     ``make`` gives rows of y, float32, from their slice, as a fresh tensor, which is overwritten. Chunks begin at
     multiples of ``unit``.
     """
-    chunks = row_slices(shape, math.lcm(unit, *(s.tile[0] for s in scalings if s.tile[0] != ALL)))
+    chunks = row_slices(shape, math.lcm(unit, *(s.tile[0] for s in scalings if s.tile[0] != ALL)), device)
     sums: Tensor | None = None
     if len(chunks) == 1:
         y = make(chunks[0])

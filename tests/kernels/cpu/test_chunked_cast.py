@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.kernels.reference import chunked_cast, tiles
-from octavo.kernels.reference.chunked_cast import KnownScaling, cast_in_chunks, cast_values
+from octavo.kernels.cpu import chunked_cast, chunks
+from octavo.kernels.cpu.chunked_cast import KnownScaling, cast_in_chunks, cast_values
 from tests.support import definitions
 from tests.support.combinations import each_pair
 from tests.support.definitions import GRANULARITIES, same_bits
@@ -58,7 +58,7 @@ def check(y: Tensor, scaling: KnownScaling, found: tuple[Tensor, Tensor, Tensor]
     fault=[None, math.nan, -math.inf],
 )
 def test_by_the_definition(monkeypatch: pytest.MonkeyPatch, case: dict[str, Any]) -> None:
-    monkeypatch.setattr(tiles, "CHUNK", case["run"])
+    monkeypatch.setattr(chunks, "CHUNK", case["run"])
     monkeypatch.setattr(chunked_cast, "KEPT", case["kept"])
     y = given(case["shape"])
     if case["fault"] is not None and y.numel():
@@ -84,7 +84,7 @@ def test_by_the_definition(monkeypatch: pytest.MonkeyPatch, case: dict[str, Any]
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("scale", [0.25, 2.0**20])
 def test_a_delayed_scale_takes_one_pass_and_clips(monkeypatch: pytest.MonkeyPatch, scale: float, run: int) -> None:
-    monkeypatch.setattr(tiles, "CHUNK", run)
+    monkeypatch.setattr(chunks, "CHUNK", run)
     scaling = KnownScaling(E4M3, ALL, False, 0, scale)
     for y in (given((150, 40)), given((150, 40)).flip(0)):  # the largest in the last run, and in the first
         make = Made(y)
@@ -95,42 +95,11 @@ def test_a_delayed_scale_takes_one_pass_and_clips(monkeypatch: pytest.MonkeyPatc
         assert found[2].item() == y.abs().max()
 
 
-@pytest.mark.parametrize("kept", [0, 1 << 30])
-@pytest.mark.parametrize("fmt", FORMATS, ids=["E4M3", "E5M2"])
-def test_faults_in_some_run(monkeypatch: pytest.MonkeyPatch, fmt: torch.dtype, kept: int) -> None:
-    monkeypatch.setattr(tiles, "CHUNK", 500)
-    monkeypatch.setattr(chunked_cast, "KEPT", kept)
-    for tile in TILES:
-        for row in (0, 70, 149):
-            y = given((150, 40))
-            y[row, :3] = torch.tensor([math.nan, math.inf, -math.inf])
-            (found,), _ = cast_in_chunks(Made(y), (150, 40), 1, [KnownScaling(fmt, tile, False, 0)], False, CPU)
-            check(y, KnownScaling(fmt, tile, False, 0), found)
-
-
-def test_zeros_and_the_largest_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    for run in RUNS:
-        monkeypatch.setattr(tiles, "CHUNK", run)
-        for y in (torch.zeros(40, 50), torch.full((40, 50), definitions.FLOAT32_MAX), torch.full((40, 50), 1e-44)):
-            y[:20] = 0.0
-            for tile in TILES:
-                (found,), _ = cast_in_chunks(Made(y), (40, 50), 1, [KnownScaling(E4M3, tile, False, 0)], False, CPU)
-                check(y, KnownScaling(E4M3, tile, False, 0), found)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_values_of_any_dtype(dtype: torch.dtype) -> None:
-    y = given((33, 20)).to(dtype)
-    for tile in TILES:
-        check(y, KnownScaling(E5M2, tile, True, 0), cast_values(y, KnownScaling(E5M2, tile, True, 0)))
-    check(y, KnownScaling(E4M3, ALL, True, 0, 0.5), cast_values(y, KnownScaling(E4M3, ALL, True, 0, 0.5)))
-
-
 def test_no_run_holds_more_than_its_rows() -> None:
-    shape = 4 * tiles.CHUNK // 256 + 3, 256
+    shape = 4 * chunks.CHUNK // 256 + 3, 256
     make = Made(torch.ones(shape))
     cast_in_chunks(make, shape, 1, [KnownScaling(E4M3, (1, 128), False, 0)], False, CPU)
-    assert [rows.stop - rows.start for rows in make.asked] == [tiles.CHUNK // 256] * 4 + [3]
+    assert [rows.stop - rows.start for rows in make.asked] == [chunks.CHUNK // 256] * 4 + [3]
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=["E4M3", "E5M2"])
