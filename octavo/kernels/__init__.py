@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from octavo.kernels.cpu import KERNELS
-from octavo.kernels.devices import ON_CUDA, produced
+from octavo.kernels.cpu.chunked_cast import produced
+from octavo.kernels.devices import ON_CUDA
 from octavo.kernels.reference.norm import normalised
 from octavo.kernels.signatures import SCHEMAS
 

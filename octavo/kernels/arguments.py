@@ -68,6 +68,11 @@ class Scaling(NamedTuple):
     delayed_scale: Tensor | None = None
     role: int = 0
 
+    @property
+    def known_scale(self) -> float:
+        """The delayed scale, or 0 where it is still to come from the tensor's own amax."""
+        return 0.0 if self.delayed_scale is None else self.delayed_scale.tolist()[self.role]
+
 
 class Output(NamedTuple):
     """What is written: transposed codes too (of two scalings, the second's only so), and what else."""

@@ -1,4 +1,4 @@
-"""Which kernels a device runs: Triton's where FP8 is native, cpu/ on CPUs and other GPUs, elsewhere the reference.
+"""Which kernels a device runs: Triton's where FP8 is native, elsewhere those tuned for CPUs.
 
 An optimizer's step is no op of torch's, for nothing traces or differentiates an optimizer. It follows the same rule:
 Triton converts to E4M3, which moments are kept in, on GPUs with FP8 alone.
@@ -17,8 +17,6 @@ from torch import Tensor
 
 from octavo.kernels.capability import runs_natively
 from octavo.kernels.cpu import KERNELS
-from octavo.kernels.cpu.chunked_cast import produced as produced_in_chunks
-from octavo.kernels.reference.activation import produced as reference_produced
 from octavo.kernels.reference.optimizer_step import AdamGroup, SgdGroup, WeightUpdate
 from octavo.kernels.reference.optimizer_step import optimizer_step as reference_step
 
@@ -72,8 +70,3 @@ def optimizer_step(
         triton.optimizer_step(updates, groups, skip, grad_scale, plans, resolution)
     else:
         reference_step(updates, groups, skip, grad_scale, resolution)
-
-
-def produced(x: Tensor, *how: Any) -> Tensor:
-    """``reference.activation.produced``: what a cast casts, where a product in high precision reads it."""
-    return (produced_in_chunks if x.is_cpu or x.is_cuda else reference_produced)(x, *how)

@@ -61,9 +61,8 @@ from octavo.kernels.arguments import (
     new_sums,
     unpacking,
 )
-from octavo.kernels.cpu import KERNELS as ON_CPU
+from octavo.kernels.cpu import KERNELS
 from octavo.kernels.devices import ON_CUDA
-from octavo.kernels.reference import KERNELS
 
 _CAST = "ScalarType dtype, int[2] tile, bool power_of_two, int margin"
 _SECOND = "ScalarType second_dtype, int[2] second_tile, bool second_power_of_two, int second_margin"
@@ -211,6 +210,5 @@ for _name, _schema in SCHEMAS.items():
     LIBRARY.define(_name + _schema, tags=(torch.Tag.needs_exact_strides,))
     # without gradients: a program of torch.export runs them on weights that require some; its backward warns
     LIBRARY.impl(_name, torch.no_grad()(KERNELS[_name]), "CompositeExplicitAutograd")
-    LIBRARY.impl(_name, torch.no_grad()(ON_CPU[_name]), "CPU")
     LIBRARY.impl(_name, ON_CUDA[_name], "CUDA")
     torch.library.register_fake(f"octavo::{_name}", FAKES[_name], lib=LIBRARY)

@@ -1,7 +1,7 @@
 """The ops as a CPU is fast with them, bit for bit the reference's but for the order of additions; in torch.
 
-In chunks that fit a cache, with scratch that is taken once; products in bfloat16 where that is exact. A GPU without FP8
-runs them too, in larger chunks. What isn't here the reference does as fast.
+In chunks that fit a cache; products in bfloat16 where that is exact. Other devices without FP8 run them too, in larger
+chunks. What isn't here the reference does as fast.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""What casts write (``written``): of what is computed first, by chunks of rows, in float32 never there as a whole.
+"""What casts write (``written``), by chunks of rows: what is computed first is in float32 never there as a whole.
 
 Where a scale needs the amax of all rows before the first code, chunks are kept between, as long as they are KEPT
 elements at most, and the rest computed twice.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,22 +34,11 @@ _FEW = 4096  # elements whose arithmetic costs less than a call of torch
 _ROUNDING = 1 + 2.0**-20  # a scale of float32 may take its amax past the format's max by its own rounding
 
 
-class KnownScaling(NamedTuple):
-    """How a tensor is cast; ``scale``: a delayed one, or 0 where it comes from the tensor's own amax."""
-
-    dtype: torch.dtype
-    tile: Sequence[int]
-    power_of_two: bool
-    margin: int
-    scale: float = 0.0
-
-
 def written(
     source: CastSource | NormSource, scalings: Sequence[Scaling], output: Output
 ) -> tuple[list[Written], tuple[Tensor, ...]]:
     """``reference.cast.written``."""
-    scales = [0.0 if s.delayed_scale is None else s.delayed_scale.tolist()[s.role] for s in scalings]
-    known, x = [KnownScaling(*s[:4], scale) for s, scale in zip(scalings, scales, strict=True)], source.x
+    x = source.x
     if isinstance(source, NormSource):
         mean, rstd, kept = rest = new_statistics(source, output.keep)
 
@@ -61,24 +50,23 @@ def written(
                 kept[rows] = y
             return y
 
-        return cast_in_chunks(normalised, source.shape, 1, known, False, x.device)[0], rest
+        return cast_in_chunks(x, scalings, source.shape, normalised)[0], rest
     if not source.activation and source.preactivation is None and source.h_scale_inv is None:
         sums = x.sum(0) if output.column_sum else x.new_empty(0)  # torch adds in float32 and rounds once
-        return [cast_values(x, scaling) for scaling in known], (sums,)
-    unit = max(source.h_tile[0], 1)
-    make = functools.partial(_rows_of, source)
-    pairs, sums = cast_in_chunks(make, source.shape, unit, known, output.column_sum, x.device)
+        return cast_in_chunks(x, scalings, source.shape)[0], (sums,)
+    make, unit = functools.partial(_rows_of, source), max(source.h_tile[0], 1)
+    pairs, sums = cast_in_chunks(x, scalings, source.shape, make, unit, output.column_sum)
     return pairs, (sums.to(sums_dtype(x.dtype)),)
 
 
 def produced(*flat: Any) -> Tensor:
     """``reference.activation.produced``."""
     source = CastSource(*flat)
-    chunks = row_slices(source.shape, max(source.h_tile[0], 1), source.x.device)
-    if not source.activation or len(chunks) == 1:
+    slices = row_slices(source.shape, max(source.h_tile[0], 1), source.x.device)
+    if not source.activation or len(slices) == 1:
         return reference_produced(*source, decode)
     values = source.x.new_empty(source.shape, dtype=torch.float32)
-    for rows in chunks:
+    for rows in slices:
         values[rows] = _rows_of(source, rows)
     return values
 
@@ -90,35 +78,35 @@ def _rows_of(source: CastSource, rows: slice) -> Tensor:
     return reference_produced(*source.part(rows, of_scale), decode)
 
 
-def cast_values(x: Tensor, scaling: KnownScaling, into: Tensor | None = None, overwrites: bool = False) -> Written:
-    """Cast x [R, C], any float dtype, as it lies; ``into`` and ``overwrites`` as of encode."""
-    dtype, tile, power_of_two, margin, scale = scaling
+def cast_values(x: Tensor, scaling: Scaling, into: Tensor | None = None, overwrites: bool = False) -> Written:
+    """Cast x [R, C], any float dtype, one chunk, as it lies; ``into`` and ``overwrites`` as of encode."""
+    dtype, tile, power_of_two, margin, *_ = scaling
     limit = format_of(dtype).max
     if tile[0] != ALL or tile[1] != ALL:
         amax, all_finite = amax_and_finiteness(x, tile)
         scales = scale_from_amax(amax, limit, power_of_two, margin)
         codes = encode(x, scales, tile, dtype, all_finite, False, into, overwrites)
         return codes, scale_inv_from_scale(scales), amax
+    known = scaling.known_scale
     if into is None and 0 < x.numel() <= _FEW:
-        found = _cast_few(x, scaling, limit)
+        found = _cast_few(x, scaling, known, limit)
         if found is not None:
             return found
     largest, all_finite = one_amax_and_finiteness(x)
-    if scale == 0.0:  # Dynamic, or no history yet: this tensor's own amax
-        scale = scale_of(largest, limit, power_of_two, margin)
+    scale = known or scale_of(largest, limit, power_of_two, margin)
     clips = largest * scale > limit * _ROUNDING
     codes = encode(x, scale, tile, dtype, all_finite, clips, into, overwrites)
-    shape = (1,) * x.ndim
-    return codes, _float32(x, shape, scale_inv_of(scale)), _float32(x, shape, largest)
+    scale_inv, amax = (x.new_full((1, 1), number, dtype=torch.float32) for number in (scale_inv_of(scale), largest))
+    return codes, scale_inv, amax
 
 
-def _cast_few(x: Tensor, scaling: KnownScaling, limit: float) -> Written | None:
+def _cast_few(x: Tensor, scaling: Scaling, known: float, limit: float) -> Written | None:
     """The same with one scale, in the fewest calls; None where x holds a fault."""
     amax = torch.linalg.vector_norm(x, math.inf, keepdim=True, dtype=torch.float32)
     largest = amax.item()
     if not math.isfinite(largest):
         return None
-    value = scaling.scale or scale_of(largest, limit, scaling.power_of_two, scaling.margin)
+    value = known or scale_of(largest, limit, scaling.power_of_two, scaling.margin)
     scale = torch.full_like(amax, value)
     wide = torch.mul(x, scale)  # float32, which a tensor of it makes of bf16
     if largest * value > limit * _ROUNDING:
@@ -128,39 +116,40 @@ def _cast_few(x: Tensor, scaling: KnownScaling, limit: float) -> Written | None:
 
 
 def cast_in_chunks(
-    make: Callable[[slice], Tensor],
+    x: Tensor,
+    scalings: Sequence[Scaling],
     shape: tuple[int, int],
-    unit: int,
-    scalings: Sequence[KnownScaling],
-    column_sum: bool,
-    device: torch.device,
+    make: Callable[[slice], Tensor] | None = None,
+    unit: int = 1,
+    column_sum: bool = False,
 ) -> tuple[list[Written], Tensor]:
-    """Cast y [R, C] of this shape in one or two scalings: (each one's result, column sums [C] float32, or [0]).
+    """Cast x, or y [R, C] of this shape, in one or two scalings: (what each writes, y's column sums [C], or [0]).
 
     ``make`` gives rows of y, float32, from their slice, as a fresh tensor, which is overwritten. Chunks begin at
     multiples of ``unit``.
     """
-    chunks = row_slices(shape, math.lcm(unit, *(s.tile[0] for s in scalings if s.tile[0] != ALL)), device)
-    sums: Tensor | None = None
-    if len(chunks) == 1:
-        y = make(chunks[0])
-        sums = y.sum(0) if column_sum else y.new_empty(0)
-        return [cast_values(y, scaling, None, scaling is scalings[-1]) for scaling in scalings], sums
-    kept = _Kept(make)
-    parts = [_Parts(scaling, shape, device) for scaling in scalings]
+    slices = row_slices(shape, math.lcm(unit, *(s.tile[0] for s in scalings if s.tile[0] != ALL)), x.device)
+    sums = x.new_zeros(shape[1] if column_sum else 0, dtype=torch.float32)
+    if len(slices) == 1:
+        y = make(slices[0]) if make else x
+        if column_sum:
+            sums = y.sum(0)
+        return [
+            cast_values(y, scaling, None, make is not None and scaling is scalings[-1]) for scaling in scalings
+        ], sums
+    kept, parts = _Kept(make or x.__getitem__), [_Part(scaling, shape, x.device) for scaling in scalings]
     if looking := [part for part in parts if part.looks_first]:
-        for y in map(kept.first, chunks):
+        for y in map(kept.first, slices):
             for part in looking:
                 part.look(y)
-    for rows in chunks:
+    for rows in slices:
         y = kept.again(rows)
         if column_sum:
-            sums = y.sum(0) if sums is None else sums.add_(y.sum(0))
+            sums.add_(y.sum(0))
         for part in parts:
-            part.add(y, rows, part is parts[-1])
-        empty = y.new_empty(0)
+            part.add(y, rows, make is not None and part is parts[-1])
         del y  # before the next is made
-    return [(part.codes, part.scale_inv, part.amax) for part in parts], empty if sums is None else sums
+    return [(part.codes, part.scale_inv, part.amax) for part in parts], sums
 
 
 class _Kept:
@@ -183,13 +172,13 @@ class _Kept:
         return self.make(rows) if y is None else y
 
 
-class _Parts:
+class _Part:
     """One scaling's result, as its chunks come."""
 
-    def __init__(self, scaling: KnownScaling, shape: tuple[int, int], device: torch.device) -> None:
+    def __init__(self, scaling: Scaling, shape: tuple[int, int], device: torch.device) -> None:
         grid = scale_shape(shape, scaling.tile)
         self.scaling, self.spans, self.all_finite = scaling, scaling.tile[0] == ALL, True
-        self.looks_first = self.spans and scaling.scale == 0.0  # for the amax of all rows
+        self.looks_first = self.spans and not scaling.known_scale  # for the amax of all rows
         self.codes = torch.empty(shape, dtype=scaling.dtype, device=device)
         self.scale_inv, self.amax = torch.empty(grid, device=device), torch.zeros(grid, device=device)
         self.scale: Tensor | float | None = None
@@ -199,23 +188,19 @@ class _Parts:
         amax, all_finite = amax_and_finiteness(y, self.scaling.tile)
         self.amax, self.all_finite = torch.maximum(self.amax, amax), self.all_finite and all_finite
 
-    def add(self, y: Tensor, rows: slice, is_last: bool) -> None:
-        """Cast a chunk, which the last scaling overwrites."""
-        dtype, tile, power_of_two, margin, _ = self.scaling
+    def add(self, y: Tensor, rows: slice, overwrites: bool) -> None:
+        """Cast a chunk."""
+        dtype, tile, power_of_two, margin, *_ = self.scaling
         if self.looks_first:
             if self.scale is None:
                 scale = scale_from_amax(self.amax, format_of(dtype).max, power_of_two, margin)
                 self.scale_inv, self.scale = scale_inv_from_scale(scale), float(scale) if tile[1] == ALL else scale
             all_finite = self.all_finite or bool(y.isfinite().all())
-            encode(y, self.scale, tile, dtype, all_finite, False, self.codes[rows], is_last)
+            encode(y, self.scale, tile, dtype, all_finite, False, self.codes[rows], overwrites)
             return
-        _, scale_inv, amax = cast_values(y, self.scaling, self.codes[rows], is_last)
+        _, scale_inv, amax = cast_values(y, self.scaling, self.codes[rows], overwrites)
         if self.spans:
             self.scale_inv, self.amax = scale_inv, torch.maximum(self.amax, amax)
         else:
             tile_rows(self.scale_inv, tile, rows).copy_(scale_inv)
             tile_rows(self.amax, tile, rows).copy_(amax)
-
-
-def _float32(like: Tensor, shape: tuple[int, ...], value: float) -> Tensor:
-    return like.new_full(shape, value, dtype=torch.float32)

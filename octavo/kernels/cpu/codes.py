@@ -13,7 +13,6 @@ from torch import Tensor
 
 from octavo.formats import format_of
 from octavo.granularity import ALL
-from octavo.kernels.cpu import chunks
 from octavo.kernels.cpu.chunks import row_slices, tile_rows
 from octavo.kernels.layouts import multiply_tiles_
 from octavo.kernels.reference.codes import with_faults
@@ -32,32 +31,22 @@ def encode(
     into: Tensor | None = None,
     overwrites: bool = False,
 ) -> Tensor:
-    """``reference.codes.encode``.
+    """``reference.codes.encode``, of one chunk.
 
     Args:
         x, scale, tile, dtype: as there; the scale of all may be a number.
         all_finite: whether x is known to hold no inf and no NaN.
         clips: whether the scale may take a finite element past the format's max by more than float32's rounding.
         into: where codes are written, [R, C]; a fresh tensor by default.
-        overwrites: x, contiguous float32 of at most one chunk, is needed no more.
+        overwrites: x, contiguous float32, is needed no more.
     """
     limit = format_of(dtype).max
-    clamps = clips or not all_finite
-    if x.numel() <= chunks.CHUNK:  # one chunk needs no scratch
-        in_place = overwrites and all_finite  # where the faults are is read from x
-        wide = x if in_place else x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-        wide = multiply_tiles_(wide, scale, tile)
-        if clamps:
-            wide.clamp_(-limit, limit)
-        codes = wide.to(dtype, memory_format=torch.contiguous_format) if into is None else into.copy_(wide)
-    else:
-        codes = torch.empty(x.shape, dtype=dtype, device=x.device) if into is None else into
-        slices = row_slices(x.shape, max(tile[0], 1), x.device)
-        scratch = x.new_empty((slices[0].stop, x.shape[1]), dtype=torch.float32)
-        for rows in slices:
-            wide = scratch[: rows.stop - rows.start].copy_(x[rows])
-            wide = multiply_tiles_(wide, scale if isinstance(scale, float) else tile_rows(scale, tile, rows), tile)
-            codes[rows] = wide.clamp_(-limit, limit) if clamps else wide
+    in_place = overwrites and all_finite  # where the faults are is read from x
+    wide = x if in_place else x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    wide = multiply_tiles_(wide, scale, tile)
+    if clips or not all_finite:
+        wide.clamp_(-limit, limit)
+    codes = wide.to(dtype, memory_format=torch.contiguous_format) if into is None else into.copy_(wide)
     return codes if all_finite else with_faults(codes, x)
 
 

@@ -14,9 +14,11 @@ from octavo.kernels.layouts import as_tiles
 
 def amax_of(x: Tensor, tile: Sequence[int]) -> Tensor:
     """An element a tile, float32."""
+    shape = scale_shape(x.shape, tile)
     if x.numel() == 0:
-        return x.new_zeros(scale_shape(x.shape, tile), dtype=torch.float32)
-    return as_tiles(torch.where(x.isfinite(), x, 0).to(torch.float32).abs_(), tile).amax(dim=(1, 3))
+        return x.new_zeros(shape, dtype=torch.float32)
+    x_RC = torch.where(x.isfinite(), x, 0).to(torch.float32).abs_().view(-1, x.shape[-1])
+    return as_tiles(x_RC, tile).amax(dim=(1, 3)).view(shape)
 
 
 def amax(x: Tensor, tile: Sequence[int]) -> Tensor:
