@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import octavo
 from benchmarks.common.measure import table, write_results
+from octavo.kernels.arguments import EXPONENTS, EXTREMES, SUMS
 from octavo.kernels.cpu import chunks
-from octavo.kernels.reference.cast_statistics import EXPONENTS, EXTREMES, SUMS
 from octavo.nn.recipe_module import RecipeModule
 from octavo.train import ModelConfig, TrainConfig, load_corpus
 from octavo.train.trainer import Trainer, build_model, recipe_named

@@ -19,6 +19,17 @@ from octavo.kernels.activations import cast_shape
 from octavo.kernels.groups import check_offsets_kind, grouped_scale_shape, padded_columns
 from octavo.kernels.layouts import padded
 
+# what cast_statistics adds to: reference/cast_statistics.py says what each is
+SUMS = ("elements", "zeros", "flushed", "clipped", "nonfinite", "power", "error")
+EXTREMES = ("amax", "scale_inv", "scale")
+EXPONENTS = 64  # bins of the exponents floor(log2 |x|), zeros and what is not finite left out
+LOWEST = -48  # the first bin's, which holds all below too, as the last all above
+
+# (the largest number's code, the factor by which a number must exceed it to be more than rounded to it)
+LARGEST = {torch.float8_e4m3fn: (0x7E, 464 / 448), torch.float8_e5m2: (0x7B, 61440 / 57344)}
+
+FOUND = ("faulty", "rows", "scale_inv", "amax")  # what note_faults does
+
 
 class CastSource(NamedTuple):
     """What is cast: x itself, an activation of it, or of a preactivation the gradient."""

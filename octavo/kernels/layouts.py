@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -10,6 +11,8 @@ from torch.nn import functional as F
 
 from octavo.granularity import ALL, tiles_along
 from octavo.kernels.capability import runs_natively
+
+BLOCK = 128  # of a row of what optimizers keep: up to so many elements share a scale
 
 
 def needs_transposed_codes(device: torch.device) -> bool:
@@ -89,3 +92,15 @@ def multiply_tiles_(x_RC: Tensor, scale: Tensor | float, tile: Sequence[int]) ->
         return x_RC
     rows, cols = x_RC.shape
     return tiled.flatten(2, 3).flatten(0, 1)[:rows, :cols]
+
+
+def as_matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """(R, C) of a tensor as the kernels see it: its first dimension by all others; vectors are one row."""
+    if len(shape) < 2:
+        return 1, math.prod(shape)
+    return shape[0], math.prod(shape[1:])
+
+
+def blocks_of(cols: int) -> int:
+    """How many blocks a row has."""
+    return -(-cols // BLOCK)

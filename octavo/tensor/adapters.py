@@ -12,7 +12,7 @@ from octavo import kernels
 from octavo.errors import UnsupportedOpError
 from octavo.formats import E4M3
 from octavo.kernels.layouts import multiply_tiles_
-from octavo.kernels.reference.moment_codes import encode_moment
+from octavo.kernels.moment_codes import encode_moment
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
 
 

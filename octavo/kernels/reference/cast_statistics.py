@@ -21,16 +21,9 @@ import torch
 from torch import Tensor
 
 from octavo.formats import format_of
+from octavo.kernels.arguments import EXPONENTS, LARGEST, LOWEST, SUMS
 from octavo.kernels.groups import check_offsets, places
 from octavo.kernels.reference.codes import decode
-
-SUMS = ("elements", "zeros", "flushed", "clipped", "nonfinite", "power", "error")
-EXTREMES = ("amax", "scale_inv", "scale")
-EXPONENTS = 64  # bins of the exponents floor(log2 |x|), zeros and what is not finite left out
-LOWEST = -48  # the first bin's, which holds all below too, as the last all above
-
-# (the largest number's code, the factor by which a number must exceed it to be more than rounded to it)
-LARGEST = {torch.float8_e4m3fn: (0x7E, 464 / 448), torch.float8_e5m2: (0x7B, 61440 / 57344)}
 
 
 def count(
