@@ -31,14 +31,10 @@ def encode(
     into: Tensor | None = None,
     overwrites: bool = False,
 ) -> Tensor:
-    """``reference.codes.encode``, of one chunk.
+    """``reference.codes.encode``, of one chunk; ``into`` [R, C] if that is given. A scale of all may be a number.
 
-    Args:
-        x, scale, tile, dtype: as there; the scale of all may be a number.
-        all_finite: whether x is known to hold no inf and no NaN.
-        clips: whether the scale may take a finite element past the format's max by more than float32's rounding.
-        into: where codes are written, [R, C]; a fresh tensor by default.
-        overwrites: x, contiguous float32, is needed no more.
+    ``all_finite``: whether x is known to be; ``clips``: whether the scale may take an element of it past the format's
+    max by more than float32's rounding; ``overwrites``: whether x, contiguous float32, is needed no more.
     """
     limit = format_of(dtype).max
     in_place = overwrites and all_finite  # where the faults are is read from x

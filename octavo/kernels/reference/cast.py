@@ -1,4 +1,4 @@
-"""Casts: from bf16, fp16 or fp32 to codes, their scale_inv and the amax. The contracts are in signatures.py.
+"""amax, and casts from bf16, fp16 or fp32 to codes, their scale_inv and the amax. Contracts are in signatures.py.
 
 The ops differ in what they return of ``written``, in whose place another device may have a tuned function.
 """
@@ -11,11 +11,21 @@ import torch
 from torch import Tensor
 
 from octavo.formats import format_of
-from octavo.kernels.arguments import CastSource, Commit, NormSource, Output, Scaling, new_statistics, new_sums, no_codes
+from octavo.granularity import Tile, scale_shape
+from octavo.kernels.arguments import (
+    CastSource,
+    Commit,
+    NormSource,
+    Output,
+    Scaling,
+    laid_scales,
+    new_statistics,
+    new_sums,
+    no_codes,
+)
 from octavo.kernels.backward_pass import scales_of_pass
-from octavo.kernels.layouts import transposed, with_padding
+from octavo.kernels.layouts import as_tiles, transposed, with_padding
 from octavo.kernels.reference.activation import produced
-from octavo.kernels.reference.amax import amax_of, laid
 from octavo.kernels.reference.codes import encode
 from octavo.kernels.reference.delayed_update import delayed_update
 from octavo.kernels.reference.norm import normalise
@@ -23,6 +33,27 @@ from octavo.numerics import scale_from_amax, scale_inv_from_scale
 
 Written = tuple[Tensor, Tensor, Tensor]  # (codes, scale_inv, amax)
 Write = Callable[[CastSource | NormSource, Sequence[Scaling], Output], tuple[list[Written], tuple[Tensor, ...]]]
+
+
+def amax_of(x: Tensor, tile: Sequence[int]) -> Tensor:
+    """An element a tile, float32."""
+    shape = scale_shape(x.shape, tile)
+    if x.numel() == 0:
+        return x.new_zeros(shape, dtype=torch.float32)
+    x_RC = torch.where(x.isfinite(), x, 0).to(torch.float32).abs_().view(-1, x.shape[-1])
+    return as_tiles(x_RC, tile).amax(dim=(1, 3)).view(shape)
+
+
+def amax(x: Tensor, tile: Sequence[int]) -> Tensor:
+    """``octavo::amax``; see signatures.py."""
+    return laid(amax_of(x, tile), (tile[0], tile[1]))
+
+
+def laid(found: Tensor, tile: Tile, transpose: bool = False) -> Tensor:
+    """An element a tile as the ops return it."""
+    given = found.t() if transpose else found
+    out = laid_scales(given, found.shape, tile, transpose)
+    return given if not transpose and given.stride() == out.stride() else out.copy_(given)
 
 
 def cast_values(x: Tensor, scaling: Scaling) -> Written:

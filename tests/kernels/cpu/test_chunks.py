@@ -4,12 +4,7 @@ import pytest
 import torch
 
 from octavo.kernels.cpu import chunks
-from octavo.kernels.cpu.chunks import row_slices, tile_rows
-from octavo.kernels.layouts import multiply_tiles_
-from tests.support.definitions import scale_grid
-
-TILES = [(-1, -1), (1, -1), (-1, 1), (1, 128), (128, 128), (3, 5), (128, 1)]
-each_tile = pytest.mark.parametrize("tile", TILES, ids=str)
+from octavo.kernels.cpu.chunks import row_slices
 
 
 @pytest.mark.parametrize("unit", [1, 3, 128])
@@ -24,14 +19,3 @@ def test_slices_of_rows(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int],
     assert all(size == sizes[0] and size % unit == 0 for size in sizes[:-1]) and sizes[-1] <= max(sizes[0], unit)
     assert sizes[0] * shape[1] <= max(runs * 300, unit * shape[1])
     assert len(sizes) == 1 or (sizes[0] + unit) * shape[1] > runs * 300  # no smaller than need be
-
-
-@each_tile
-def test_scales_of_whole_tiles_rows(tile: tuple[int, int]) -> None:
-    x, unit = torch.randn(300, 20), max(tile[0], 1)
-    scale = torch.rand(scale_grid(x.shape, tile))
-    expected = multiply_tiles_(x.clone(), scale, tile)
-    for start, stop in ((0, unit), (0, 300), (unit, 2 * unit), (unit, 300), (300 // unit * unit, 300), (0, 0)):
-        rows = slice(start, min(stop, 300))
-        found = multiply_tiles_(x[rows].clone(), tile_rows(scale, tile, rows), tile)
-        assert torch.equal(found, expected[rows])

@@ -1,4 +1,4 @@
-"""The CPU's product, in chunks and in two dtypes, against the float64 product of what the pairs read."""
+"""What the CPU's product widens at a time, and its largest scales. What it computes tells test_by_the_reference.py."""
 
 import itertools
 from typing import Any
@@ -7,59 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo import PerBlock, PerTensor, kernels
-from octavo.granularity import Granularity
-from octavo.kernels import capability
+from octavo import kernels
 from octavo.kernels.cpu import chunks
-from tests.support import definitions
 from tests.support.definitions import GRANULARITIES, sqnr
-from tests.support.exact_product import E4M3, E5M2, Pair, exact_product, pair, product, uneven
-
-
-def only_rounded_once(result: Tensor, a: Pair, a_g: Granularity, b: Pair, b_g: Granularity, bias: Tensor) -> bool:
-    """Whether a bf16 result is the rounding of some float32 sum of the exact terms.
-
-    However K terms and a bias are added, in float32 each of K additions, and each product with a scale, is off by at
-    most 2^-24 of what it gives: in all by (K + 8) 2^-24 of the sum of the terms' magnitudes. Rounding keeps order.
-    """
-    a_MK, b_NK = definitions.dequantize(*a, a_g.tile), definitions.dequantize(*b, b_g.tile)
-    exact = a_MK @ b_NK.t() + bias.double()
-    off = (a_MK.shape[1] + 8) * 2.0**-24 * (a_MK.abs() @ b_NK.abs().t() + bias.double().abs())
-    low, high = (exact - off).to(torch.bfloat16), (exact + off).to(torch.bfloat16)
-    return bool(((low <= result) & (result <= high)).all())
-
-
-@pytest.mark.parametrize("run", [500, 1 << 18])
-@pytest.mark.parametrize("laid", ["as it is", "transposed"])
-@pytest.mark.parametrize("a_g", GRANULARITIES, ids=str)
-def test_two_dtypes_differ_in_the_order_of_additions_alone(
-    monkeypatch: pytest.MonkeyPatch, a_g: Granularity, laid: str, run: int
-) -> None:
-    monkeypatch.setattr(chunks, "CHUNK", run)
-    scales = itertools.product([a_g, PerBlock(128, 128), PerTensor()], (True, False), (True, False))
-    for b_g, power_of_two, has_bias in scales:
-        a, b = (pair(uneven(rows, 300), g, E4M3, power_of_two) for rows, g in ((37, a_g), (33, b_g)))
-        if laid == "transposed":
-            a, b = ((q.t().contiguous().t(), s.t().contiguous().t()) for q, s in (a, b))
-        bias = torch.randn(33) * 100 if has_bias else torch.zeros(33)
-        for fast in (torch.float32, torch.bfloat16):
-            monkeypatch.setattr(capability, "fast_dtype", lambda device, fast=fast: fast)
-            found = product(a, a_g, b, b_g, torch.bfloat16, bias if has_bias else None)
-            assert only_rounded_once(found, a, a_g, b, b_g, bias.bfloat16()), (fast, b_g)
-
-
-@pytest.mark.parametrize("run", [500, 1 << 18])
-@pytest.mark.parametrize("a_g", GRANULARITIES, ids=str)
-def test_float32_applies_all_before_the_one_rounding(
-    monkeypatch: pytest.MonkeyPatch, a_g: Granularity, run: int
-) -> None:
-    monkeypatch.setattr(chunks, "CHUNK", run)
-    monkeypatch.setattr(capability, "fast_dtype", lambda device: torch.float32)
-    for b_g in GRANULARITIES:
-        a, b, bias = pair(uneven(37, 300), a_g), pair(uneven(33, 300), b_g, E5M2), (torch.randn(33) * 100).bfloat16()
-        a_t, b_t = ((q.t().contiguous().t(), s.t().contiguous().t()) for q, s in (a, b))
-        for x, y in itertools.product([a, a_t], [b, b_t]):
-            assert only_rounded_once(product(x, a_g, y, b_g, torch.bfloat16, bias), a, a_g, b, b_g, bias), b_g
+from tests.support.exact_product import E4M3, E5M2, exact_product, pair, product, uneven
 
 
 @pytest.mark.parametrize("formats", list(itertools.product([E4M3, E5M2], repeat=2)), ids=str)
@@ -82,15 +33,6 @@ def test_no_operand_is_widened_as_a_whole(
         assert sqnr(product(a_t, granularity, b_t, granularity), exact_product(a, granularity, b, granularity)) > 120
         assert max(seen) <= max(500, 20 * granularity.tile[1]), granularity
         seen.clear()
-
-
-@pytest.mark.parametrize("laid", ["as it is", "transposed"])
-def test_rows_in_chunks_of_an_operand_that_is_taller_than_wide(monkeypatch: pytest.MonkeyPatch, laid: str) -> None:
-    monkeypatch.setattr(chunks, "CHUNK", 500)
-    for granularity in GRANULARITIES:
-        a, b = pair(uneven(300, 17), granularity), pair(uneven(5, 17), granularity)
-        given = a if laid == "as it is" else (a[0].t().contiguous().t(), a[1].t().contiguous().t())
-        assert sqnr(product(given, granularity, b, granularity), exact_product(a, granularity, b, granularity)) > 120
 
 
 def test_scales_whose_product_is_as_large_as_float32_holds() -> None:
