@@ -17,6 +17,7 @@ from torch import Tensor
 from octavo.formats import format_of
 from octavo.granularity import ALL, scale_shape
 from octavo.kernels.arguments import CastSource, NormSource, Output, Scaling, new_statistics, sums_dtype
+from octavo.kernels.cpu import chunks
 from octavo.kernels.cpu.chunks import row_slices, tile_rows
 from octavo.kernels.cpu.codes import decode, encode
 from octavo.kernels.layouts import as_tiles
@@ -55,6 +56,8 @@ def written(
         return cast_in_chunks(x, scalings, source.shape, normalised)[0], rest
     if not source.activation and source.preactivation is None and source.h_scale_inv is None:
         sums = x.sum(0) if output.column_sum else x.new_empty(0)  # torch adds in float32 and rounds once
+        if x.numel() <= chunks.CHUNK:
+            return [cast_values(x, scaling) for scaling in scalings], (sums,)
         return cast_in_chunks(x, scalings, source.shape)[0], (sums,)
     make, unit = functools.partial(_rows_of, source), max(source.h_tile[0], 1)
     pairs, sums = cast_in_chunks(x, scalings, source.shape, make, unit, output.column_sum)
@@ -193,6 +196,7 @@ def cast_in_chunks(
         return [
             cast_values(y, scaling, None, make is not None and scaling is scalings[-1]) for scaling in scalings
         ], sums
+    sums = x.new_zeros(shape[1] if column_sum else 0, dtype=torch.float32)
     kept, parts = _Kept(make or x.__getitem__), [_Part(scaling, shape, x.device) for scaling in scalings]
     if looking := [part for part in parts if part.looks_first]:
         for y in map(kept.first, slices):
