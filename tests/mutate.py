@@ -31,16 +31,19 @@ import pytest
 ROOT = Path(__file__).parents[1]
 WARM = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "gfloat", "ml_dtypes")
 APART = ("__init__", "activation", "norm", "resolution")  # held by tolerances, or only put together
-REFERENCE = sorted({path.stem for path in (ROOT / "octavo/kernels/reference").glob("*.py")} - {*APART})
+ROOMS = [path for room in ("reference", "cpu") for path in sorted((ROOT / "octavo/kernels" / room).glob("*.py"))]
+BESIDE = ("layouts", "moment_codes", "random_bits", "step_numbers")
 SOURCES = [
     *("octavo/numerics.py", "octavo/formats.py", "octavo/granularity.py", "octavo/scaling/delayed.py"),
-    *(f"octavo/kernels/reference/{name}.py" for name in REFERENCE),
+    *(str(path.relative_to(ROOT)) for path in ROOMS if path.stem not in APART),
+    *(f"octavo/kernels/{name}.py" for name in BESIDE),
     *(f"octavo/autograd/{name}.py" for name in ("casts", "chain", "products")),
     *(f"octavo/nn/{name}.py" for name in ("weight_writes", "kept_weights")),
 ]
 TESTS = [
     *("tests/test_numerics.py", "tests/test_formats.py", "tests/test_granularity.py", "tests/scaling/test_delayed.py"),
-    *("tests/kernels/reference", "tests/kernels/test_multi_tensor_cast.py", "tests/autograd"),
+    *("tests/kernels/reference", "tests/kernels/cpu", "tests/autograd"),
+    *(f"tests/kernels/test_{name}.py" for name in ("multi_tensor_cast", "codes", *BESIDE)),
     *("tests/nn/test_weight_cache.py", "tests/nn/test_kept_weights.py"),
     *("tests/optim/test_adam.py", "tests/optim/test_sgd.py", "tests/kernels/triton/test_optimizer_step.py"),
 ]

@@ -36,7 +36,7 @@ def mirrors(source: str) -> list[str]:
     """Where a module's tests may lie. A kernel and its reference may share one file, which compares them."""
     folder, _, file = source.removeprefix("octavo").lstrip("/").rpartition("/")
     folders = [folder]
-    if folder in {"kernels/reference", "kernels/triton"}:
+    if folder in {"kernels/reference", "kernels/cpu", "kernels/triton"}:
         folders.append("kernels")
     return [f"tests/{f}/test_{file}".replace("//", "/") for f in folders]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from octavo import E4M3, E5M2
 from octavo.formats import Format
-from octavo.kernels.reference.moment_codes import decode_moment, encode_moment
+from octavo.kernels.moment_codes import decode_moment, encode_moment
 from octavo.kernels.reference.optimizer_state import round_to_bf16
 from octavo.optim import E4M4, AdamW
 from octavo.optim.state import as_fp32

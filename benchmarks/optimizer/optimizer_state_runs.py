@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.optimizer.optimizer_state_rounding import BLOCK, FORMATS, Row, Sizes, read, rounded
 from octavo import E4M3, PerTensor
-from octavo.kernels.reference.step_numbers import adam_max_update, bound_after
+from octavo.kernels.step_numbers import adam_max_update, bound_after
 from octavo.optim import E4M4, AdamW, Moment
 from octavo.train import GPT, Batches, ModelConfig, load_corpus, next_byte_loss
 

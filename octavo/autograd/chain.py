@@ -45,8 +45,6 @@ from octavo.autograd.products import (
 )
 from octavo.autograd.tap import count
 from octavo.granularity import ALL
-from octavo.kernels.reference.activation import produced
-from octavo.kernels.reference.norm import normalised
 from octavo.tensor.collectives import summed
 
 
@@ -103,7 +101,7 @@ def _forward(
     if first.tap is not None and first.wire is None:
         normed = x
         if chain.norm is not None:
-            normed = normalised(x, mean, rstd, gamma, beta, chain.norm.kind, chain.norm.zero_centered)  # type: ignore[arg-type]
+            normed = kernels.normalised(x, mean, rstd, gamma, beta, chain.norm.kind, chain.norm.zero_centered)  # type: ignore[arg-type]
         count(first.tap, INPUT, normed, operands, first.offsets)
     h = output(y, operands, weight, bias, first, chain.dtype)
     saved = to_save(y, operands, weight, first, needs_dx, needs_dw)
@@ -115,7 +113,7 @@ def _forward(
     of_input = (chain.activation,), second.offsets, second.parts
     a = cast_role(h, second.recipe, INPUT, True, needs[5], second.state, False, *of_input)
     if second.tap is not None:
-        count(second.tap, INPUT, produced(h, chain.activation, None), a, second.offsets)
+        count(second.tap, INPUT, kernels.produced(h, chain.activation, None), a, second.offsets)
     result = output(None, a, second_weight, second_bias, second, chain.dtype)
     saved_second = to_save(None, a, second_weight, second, needs_dh, needs[5])
     reads_h = needs_dh or (needs[5] and second.recipe.grad_weight is None)

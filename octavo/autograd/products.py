@@ -38,7 +38,6 @@ from octavo.autograd.tap import Tap, Watch, count
 from octavo.errors import HigherOrderGradientError
 from octavo.granularity import PerBlock, Tile
 from octavo.kernels.layouts import contraction_multiple
-from octavo.kernels.reference.activation import produced
 from octavo.scaling.recipe import Cast, Recipe
 from octavo.tensor.gathered_input import GatheredInput, Wire
 from octavo.tensor.pair import Operands
@@ -217,7 +216,7 @@ def unrounded(
             h_scale_inv, h_tile = scales_of_rows(h_scale_inv, h_tile, offsets, x.shape[0])
         h = kernels.dequantize(x if preactivation is None else preactivation, h_scale_inv, h_tile, torch.float32)
         x, preactivation = (h, None) if preactivation is None else (x, h)
-    return produced(x, activation, preactivation)
+    return kernels.produced(x, activation, preactivation)
 
 
 def gradients(

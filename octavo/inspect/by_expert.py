@@ -19,7 +19,7 @@ from octavo.inspect.files import numpy
 from octavo.inspect.findings import LIMITS, OWN_SQNR
 from octavo.inspect.record import measures_of
 from octavo.inspect.rows import Row
-from octavo.kernels.reference.cast_statistics import SUMS
+from octavo.kernels.arguments import SUMS
 
 _TOLD_BY = ("grad_output", "input", "weight")
 

@@ -26,7 +26,7 @@ from octavo.distributed.ranks import Ranks, whole
 from octavo.errors import OctavoError
 from octavo.inspect.rows import parameter_of, sizes_of
 from octavo.inspect.weights import first_expert
-from octavo.kernels.reference.note_faults import FOUND
+from octavo.kernels.arguments import FOUND
 from octavo.nn.grouped_linear import Grouped
 from octavo.nn.recipe_module import RecipeModule, device_of
 from octavo.scaling.recipe import ROLES

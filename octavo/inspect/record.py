@@ -13,7 +13,7 @@ from octavo.errors import OctavoError, first_line
 from octavo.inspect.files import FORMAT, files_of, numpy, read_lines
 from octavo.inspect.rows import Row
 from octavo.inspect.weights import MOVED
-from octavo.kernels.reference.cast_statistics import EXPONENTS, EXTREMES, LOWEST, SUMS
+from octavo.kernels.arguments import EXPONENTS, EXTREMES, LOWEST, SUMS
 
 MEASURES = {
     "flushed": "share of the numbers that are not 0 whose codes are 0",

@@ -20,7 +20,7 @@ from octavo.formats import E4M3, E5M2, Format
 from octavo.granularity import ALL, Granularity, PerTensor
 from octavo.inspect.files import numpy
 from octavo.inspect.rows import Row
-from octavo.kernels.reference.cast_statistics import LOWEST
+from octavo.kernels.arguments import LOWEST
 from octavo.recipes import blockwise, mx
 from octavo.scaling.recipe import OPERANDS, Cast, Delayed, Dynamic, Recipe
 from octavo.scaling.recipe_map import Rule

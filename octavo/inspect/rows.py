@@ -11,7 +11,7 @@ from torch import nn
 
 from octavo.autograd.casts import WEIGHT
 from octavo.autograd.tap import RoleCounts, Tap
-from octavo.kernels.reference.cast_statistics import EXPONENTS, EXTREMES, SUMS
+from octavo.kernels.arguments import EXPONENTS, EXTREMES, SUMS
 from octavo.nn.candidates import features
 from octavo.nn.grouped_linear import Grouped
 from octavo.nn.parted_linear import PartedLinear

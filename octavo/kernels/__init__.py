@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 
+from octavo.kernels.cpu import KERNELS
+from octavo.kernels.cpu.chunked_cast import produced
 from octavo.kernels.devices import ON_CUDA
-from octavo.kernels.reference import KERNELS
+from octavo.kernels.reference.norm import normalised
 from octavo.kernels.signatures import SCHEMAS
 
 _is_compiling: Callable[[], bool] = torch.compiler.is_compiling
@@ -22,13 +24,13 @@ _modes_active: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 def _entry(name: str) -> Callable[..., Any]:
     op = getattr(torch.ops.octavo, name).default
-    reference, on_cuda = KERNELS[name], ON_CUDA[name]
+    on_cpu, on_cuda = KERNELS[name], ON_CUDA[name]
 
     def call(x: torch.Tensor, *args: Any) -> Any:
         if _is_compiling() or type(x) is not torch.Tensor or _modes_active():
             return op(x, *args)
         if x.is_cpu:
-            return reference(x, *args)
+            return on_cpu(x, *args)
         return on_cuda(x, *args) if x.is_cuda else op(x, *args)
 
     call.__name__, call.__doc__ = name, f"octavo::{name}{SCHEMAS[name]}"
@@ -57,4 +59,4 @@ def multi_tensor_cast(xs: Sequence[torch.Tensor], *args: Any) -> None:
     torch.ops.octavo.multi_tensor_cast(xs, *args)
 
 
-__all__ = list(SCHEMAS)
+__all__ = [*SCHEMAS, "normalised", "produced"]

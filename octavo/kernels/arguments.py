@@ -19,6 +19,17 @@ from octavo.kernels.activations import cast_shape
 from octavo.kernels.groups import check_offsets_kind, grouped_scale_shape, padded_columns
 from octavo.kernels.layouts import padded
 
+# what cast_statistics adds to: reference/cast_statistics.py says what each is
+SUMS = ("elements", "zeros", "flushed", "clipped", "nonfinite", "power", "error")
+EXTREMES = ("amax", "scale_inv", "scale")
+EXPONENTS = 64  # bins of the exponents floor(log2 |x|), zeros and what is not finite left out
+LOWEST = -48  # the first bin's, which holds all below too, as the last all above
+
+# (the largest number's code, the factor by which a number must exceed it to be more than rounded to it)
+LARGEST = {torch.float8_e4m3fn: (0x7E, 464 / 448), torch.float8_e5m2: (0x7B, 61440 / 57344)}
+
+FOUND = ("faulty", "rows", "scale_inv", "amax")  # what note_faults does
+
 
 class CastSource(NamedTuple):
     """What is cast: x itself, an activation of it, or of a preactivation the gradient."""
@@ -34,6 +45,12 @@ class CastSource(NamedTuple):
         """Of what is cast."""
         h = None if self.preactivation is None else self.preactivation.shape
         return cast_shape(self.x.shape, self.activation, h, self.h_scale_inv is not None)
+
+    def part(self, rows: slice, scale_rows: slice) -> CastSource:
+        """What is cast of some rows, whose scales in h_scale_inv are these."""
+        h = None if self.preactivation is None else self.preactivation[rows]
+        scale_inv = None if self.h_scale_inv is None else self.h_scale_inv[scale_rows]
+        return CastSource(self.x[rows], self.activation, h, scale_inv, self.h_tile)
 
 
 class NormSource(NamedTuple):
@@ -61,6 +78,11 @@ class Scaling(NamedTuple):
     margin: int
     delayed_scale: Tensor | None = None
     role: int = 0
+
+    @property
+    def known_scale(self) -> float:
+        """The delayed scale, or 0 where it is still to come from the tensor's own amax."""
+        return 0.0 if self.delayed_scale is None else self.delayed_scale.tolist()[self.role]
 
 
 class Output(NamedTuple):

@@ -41,6 +41,6 @@ def warn_once_if_emulated(device: torch.device) -> None:
         return
     _warned.add(device.type)
     _logger.warning(
-        "no FP8 hardware on %s: octavo emulates it there by its reference kernels, exactly but without its speed",
+        "no FP8 hardware on %s: octavo emulates it there in PyTorch, exactly but without its speed",
         device,
     )

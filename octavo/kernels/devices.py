@@ -1,4 +1,4 @@
-"""Which kernels a device runs: Triton's where FP8 is native, elsewhere the reference.
+"""Which kernels a device runs: Triton's where FP8 is native, elsewhere those tuned for CPUs.
 
 An optimizer's step is no op of torch's, for nothing traces or differentiates an optimizer. It follows the same rule:
 Triton converts to E4M3, which moments are kept in, on GPUs with FP8 alone.
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.capability import runs_natively
-from octavo.kernels.reference import KERNELS
+from octavo.kernels.cpu import KERNELS
 from octavo.kernels.reference.optimizer_step import AdamGroup, SgdGroup, WeightUpdate
 from octavo.kernels.reference.optimizer_step import optimizer_step as reference_step
 
@@ -29,7 +29,7 @@ def triton_kernels() -> ModuleType | None:
     try:
         from octavo.kernels import triton
     except ImportError as error:
-        _logger.warning("Triton can't be imported (%s): GPUs run the reference kernels, slowly", error)
+        _logger.warning("Triton can't be imported (%s): GPUs run the CPU's kernels, slowly", error)
         return None
     return triton
 

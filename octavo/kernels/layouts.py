@@ -1,12 +1,18 @@
-"""Which layouts a device's FP8 product can read."""
+"""How codes lie: in tiles that share a scale, padded, transposed; and which layouts a device's FP8 product can read."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
+from octavo.granularity import ALL, tiles_along
 from octavo.kernels.capability import runs_natively
+
+BLOCK = 128  # of a row of what optimizers keep: up to so many elements share a scale
 
 
 def needs_transposed_codes(device: torch.device) -> bool:
@@ -50,3 +56,51 @@ def padded(size: int, multiple: int) -> int:
     if multiple < 1 or 16 % multiple:
         raise ValueError(f"pad={multiple}: codes are padded to multiples of 1, 2, 4, 8 or 16")
     return -(-size // multiple) * multiple
+
+
+def with_padding(codes: Tensor, pad: int) -> Tensor:
+    """``codes`` with zero codes after each row, up to a multiple of ``pad``."""
+    if pad == 1:
+        return codes
+    missing = padded(codes.shape[-1], pad) - codes.shape[-1]
+    return F.pad(codes.view(torch.uint8), (0, missing)).view(codes.dtype) if missing else codes
+
+
+def transposed(x: Tensor) -> Tensor:
+    """Codes [..., R, C] as a contiguous copy [..., C, R]."""
+    # not contiguous(): of a single row or column that is x itself, and an op's results must not alias
+    return x.view(torch.uint8).mT.clone(memory_format=torch.contiguous_format).view(x.dtype)
+
+
+def as_tiles(x_RC: Tensor, tile: Sequence[int]) -> Tensor:
+    """View [R, C] as [R / r, r, C / c, c]; a copy padded with zeros where a tile is ragged."""
+    rows, cols = x_RC.shape
+    r = rows if tile[0] == ALL else tile[0]
+    c = cols if tile[1] == ALL else tile[1]
+    n_r, n_c = tiles_along(rows, tile[0]), tiles_along(cols, tile[1])
+    if (rows, cols) != (n_r * r, n_c * c):
+        x_RC = F.pad(x_RC, (0, n_c * c - cols, 0, n_r * r - rows))
+    return x_RC.unflatten(1, (n_c, c)).unflatten(0, (n_r, r))
+
+
+def multiply_tiles_(x_RC: Tensor, scale: Tensor | float, tile: Sequence[int]) -> Tensor:
+    """Multiply each tile of [R, C] by its element of scale [R / r, C / c], in place (in a copy if ragged)."""
+    if isinstance(scale, float) or (tile[0] in (ALL, 1) and tile[1] in (ALL, 1)):
+        return x_RC.mul_(scale)
+    tiled = as_tiles(x_RC, tile).mul_(scale[:, None, :, None])
+    if tiled.data_ptr() == x_RC.data_ptr():
+        return x_RC
+    rows, cols = x_RC.shape
+    return tiled.flatten(2, 3).flatten(0, 1)[:rows, :cols]
+
+
+def as_matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """(R, C) of a tensor as the kernels see it: its first dimension by all others; vectors are one row."""
+    if len(shape) < 2:
+        return 1, math.prod(shape)
+    return shape[0], math.prod(shape[1:])
+
+
+def blocks_of(cols: int) -> int:
+    """How many blocks a row has."""
+    return -(-cols // BLOCK)

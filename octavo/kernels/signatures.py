@@ -61,8 +61,8 @@ from octavo.kernels.arguments import (
     new_sums,
     unpacking,
 )
+from octavo.kernels.cpu import KERNELS
 from octavo.kernels.devices import ON_CUDA
-from octavo.kernels.reference import KERNELS
 
 _CAST = "ScalarType dtype, int[2] tile, bool power_of_two, int margin"
 _SECOND = "ScalarType second_dtype, int[2] second_tile, bool second_power_of_two, int second_margin"

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from octavo.kernels.reference.optimizer_state import BLOCK, blocks_of
+from octavo.kernels.layouts import BLOCK, blocks_of
 from octavo.tensor.sharded_weight import like_sharded, on_this_rank
 from octavo.tensor.stored_weight import local_stored
 

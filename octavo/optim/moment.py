@@ -10,7 +10,8 @@ from torch import Tensor
 
 from octavo.formats import E4M3, E4M4, Format
 from octavo.granularity import Granularity, PerBlock, PerTensor
-from octavo.kernels.reference.optimizer_state import BLOCK, MomentTensors, as_matrix_shape, blocks_of
+from octavo.kernels.layouts import BLOCK, as_matrix_shape, blocks_of
+from octavo.kernels.reference.optimizer_state import MomentTensors
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from octavo import kernels
 from octavo.errors import UnsupportedOpError
 from octavo.formats import E4M3
-from octavo.kernels.reference.moment_codes import encode_moment
-from octavo.kernels.reference.tiles import multiply_tiles_
+from octavo.kernels.layouts import multiply_tiles_
+from octavo.kernels.moment_codes import encode_moment
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
 
 

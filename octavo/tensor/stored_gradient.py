@@ -17,7 +17,7 @@ from octavo import kernels
 from octavo.errors import UnsupportedOpError
 from octavo.formats import E4M3
 from octavo.granularity import PerBlock
-from octavo.kernels.reference.optimizer_state import BLOCK, as_matrix_shape
+from octavo.kernels.layouts import BLOCK, as_matrix_shape
 from octavo.tensor.pair import COPIES, DIVISIONS, MOVES, Pair, gradient_rules, moves
 from octavo.tensor.quantize import quantize
 from octavo.tensor.scaled_tensor import ScaledTensor

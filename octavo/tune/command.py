@@ -66,7 +66,7 @@ def _require_gpu() -> None:
     if not torch.cuda.is_available() or not runs_natively(torch.device("cuda", torch.cuda.current_device())):
         raise TuneError("there is nothing to tune here: octavo's kernels run on NVIDIA GPUs with native FP8 (sm_89 on)")
     if triton_kernels() is None:
-        raise TuneError("there is nothing to tune: Triton can't be imported, so GPUs run the reference kernels")
+        raise TuneError("there is nothing to tune: Triton can't be imported, so GPUs run what CPUs do")
 
 
 def tune(output: Path | None, origin: Mapping[str, str], options: argparse.Namespace) -> int:

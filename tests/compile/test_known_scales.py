@@ -9,7 +9,7 @@ from torch import Tensor
 
 import octavo
 from octavo import recipes
-from octavo.kernels.reference import KERNELS
+from octavo.kernels.cpu import KERNELS
 
 pytest.importorskip("triton")
 known_scales = importlib.import_module("octavo.kernels.triton.known_scales")

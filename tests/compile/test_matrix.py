@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import octavo
-from octavo.kernels.reference import KERNELS
+from octavo.kernels.cpu import KERNELS
 from tests.support import compile_cells
 from tests.support.compile_cells import RECIPES, WHATS, Result, built, compiled_step, difference, measure, trained
 

@@ -6,7 +6,7 @@ import pytest
 
 from octavo import E4M3, E5M2, Cast, Delayed, Dynamic, PerTensor
 from octavo.inspect.rows import Row
-from octavo.kernels.reference.cast_statistics import EXPONENTS, EXTREMES, SUMS
+from octavo.kernels.arguments import EXPONENTS, EXTREMES, SUMS
 
 np = pytest.importorskip("numpy")
 

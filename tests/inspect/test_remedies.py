@@ -12,7 +12,7 @@ import octavo
 from octavo import E4M3, E5M2, Cast, Delayed, PerBlock, PerTensor, recipes
 from octavo.inspect.remedies import Exponents, as_text, remedies, together, with_cast
 from octavo.inspect.rows import Row, Table
-from octavo.kernels.reference.cast_statistics import EXPONENTS, LOWEST
+from octavo.kernels.arguments import EXPONENTS, LOWEST
 from octavo.scaling.recipe import OPERANDS
 
 pytest.importorskip("numpy")

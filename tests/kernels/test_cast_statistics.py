@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from octavo.kernels.arguments import EXPONENTS, EXTREMES, LOWEST, SUMS
 from octavo.kernels.reference import KERNELS as REFERENCE
-from octavo.kernels.reference.cast_statistics import EXPONENTS, EXTREMES, LOWEST, SUMS
 from tests.support.combinations import each_pair
 from tests.support.triton_cases import ALL, DTYPES, FORMATS, laid, values_of
 from tests.support.triton_kernels import TritonKernels

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from octavo.kernels import devices
+from octavo.kernels.cpu import KERNELS
 from octavo.kernels.devices import ON_CUDA, kernels_of, triton_kernels
-from octavo.kernels.reference import KERNELS
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def test_a_gpu_with_native_fp8_runs_triton(monkeypatch: pytest.MonkeyPatch) -> N
     assert others == {"scales_of_pass"}, "it has no kernel of ours"
 
 
-def test_any_other_runs_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_other_runs_what_a_cpu_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert kernels_of(0) is KERNELS
 
@@ -45,7 +45,7 @@ def test_an_optimizer_too_steps_by_the_reference_there(monkeypatch: pytest.Monke
     assert seen == [updates]
 
 
-def test_without_triton_it_runs_the_reference_and_says_so(
+def test_without_triton_it_runs_what_a_cpu_runs_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))

@@ -2,7 +2,12 @@ import pytest
 import torch
 
 from octavo.kernels import layouts
-from octavo.kernels.layouts import contraction_multiple, needs_transposed_codes, padded
+from octavo.kernels.layouts import as_tiles, contraction_multiple, multiply_tiles_, needs_transposed_codes, padded
+from tests.support.definitions import scale_grid, tiles_of
+
+TILES = [(-1, -1), (1, -1), (-1, 1), (1, 128), (128, 128), (3, 5), (128, 1)]
+SHAPES = [(1, 1), (17, 130), (128, 256), (6, 10), (5, 0), (0, 5), (0, 0)]
+each_tile = pytest.mark.parametrize("tile", TILES, ids=str)
 
 
 @pytest.fixture(autouse=True)
@@ -44,3 +49,55 @@ def test_padded() -> None:
 def test_other_multiples_are_refused(multiple: int) -> None:
     with pytest.raises(ValueError, match=f"pad={multiple}: .* 1, 2, 4, 8 or 16"):
         padded(10, multiple)
+
+
+@each_tile
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_tile_holds_its_elements_and_zeros(shape: tuple[int, int], tile: tuple[int, int]) -> None:
+    x = torch.randn(shape)
+    tiled = as_tiles(x, tile)
+    assert (tiled.shape[0], tiled.shape[2]) == scale_grid(shape, tile)
+    for i, j, rows, cols in tiles_of(shape, tile):
+        part = x[rows, cols]
+        assert torch.equal(tiled[i, : part.shape[0], j, : part.shape[1]], part)
+        assert tiled[i, :, j, :].count_nonzero() == part.count_nonzero()
+
+
+@each_tile
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_scale_reaches_its_tile_and_no_other(
+    dtype: torch.dtype, shape: tuple[int, int], tile: tuple[int, int]
+) -> None:
+    rows, cols = scale_grid(shape, tile)
+    scale = torch.rand(rows, cols) + 1
+    x = torch.randn(shape).to(dtype)
+    expected = x.clone()
+    for i, j, r, c in tiles_of(shape, tile):
+        expected[r, c] = (x[r, c].float() * scale[i, j]).to(dtype)
+    for laid in (x.clone(), x.t().clone(memory_format=torch.contiguous_format).t()):
+        assert torch.equal(multiply_tiles_(laid, scale, tile), expected)
+
+
+def test_whole_tiles_are_a_view() -> None:
+    x = torch.zeros(6, 10)
+    as_tiles(x, (3, 5))[1, 0, 1] = 1.0
+    assert x[3].tolist() == [0.0] * 5 + [1.0] * 5
+
+
+def test_multiplying_is_in_place_where_no_tile_is_ragged() -> None:
+    for tile in TILES:
+        x = torch.ones(128, 128)
+        whole = all(size < 2 or 128 % size == 0 for size in tile)
+        result = multiply_tiles_(x, torch.full(scale_grid(x.shape, tile), 2.0), tile)
+        assert (result.data_ptr() == x.data_ptr()) == whole
+        assert bool((result == 2).all())
+
+
+@each_tile
+def test_strided_input(tile: tuple[int, int]) -> None:
+    x = torch.randn(10, 12).t()[::2, 1:]
+    tiled = as_tiles(x, tile)
+    for i, j, rows, cols in tiles_of(x.shape, tile):
+        part = x[rows, cols]
+        assert torch.equal(tiled[i, : part.shape[0], j, : part.shape[1]], part)

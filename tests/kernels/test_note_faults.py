@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from octavo.kernels.arguments import FOUND
 from octavo.kernels.reference import KERNELS as REFERENCE
-from octavo.kernels.reference.note_faults import FOUND
 from tests.support.combinations import each_pair
 from tests.support.triton_cases import DTYPES, FORMATS, laid
 from tests.support.triton_kernels import TritonKernels

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from octavo.kernels.reference.step_numbers import adam_max_update
+from octavo.kernels.step_numbers import adam_max_update
 from octavo.optim import Adam, AdamW, Moment
 from tests.support.memory import peak_bytes
 from tests.support.trained import MASTERS, MOMENTS, moments_of, parameter, train

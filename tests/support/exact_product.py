@@ -22,6 +22,14 @@ def exact_product(a: Pair, a_g: Granularity, b: Pair, b_g: Granularity) -> Tenso
     return definitions.dequantize(*a, a_g.tile) @ definitions.dequantize(*b, b_g.tile).t()
 
 
+def product(
+    a: Pair, a_g: Granularity, b: Pair, b_g: Granularity, out: torch.dtype = torch.float32, bias: Tensor | None = None
+) -> Tensor:
+    result = kernels.matmul(*a, a_g.tile, *b, b_g.tile, bias, out, False)
+    assert result.dtype == out and result.is_contiguous()
+    return result
+
+
 def uneven(rows: int, cols: int) -> Tensor:
     """Normal values whose rows and columns differ in size, so that a scale from the wrong tile is seen."""
     return torch.randn(rows, cols) * (1 + torch.arange(cols) // 3 % 4) * (1 + torch.arange(rows) // 5 % 3)[:, None]

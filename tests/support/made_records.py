@@ -10,7 +10,7 @@ import numpy as np
 from octavo import E4M3, E5M2, Cast, Delayed, Dynamic, PerTensor
 from octavo.inspect import Record
 from octavo.inspect.rows import Row
-from octavo.kernels.reference.cast_statistics import EXPONENTS, LOWEST
+from octavo.kernels.arguments import EXPONENTS, LOWEST
 
 CASTS = (  # role, products, format
     ("input", ("output", "grad_weight"), E4M3),

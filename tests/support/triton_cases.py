@@ -13,11 +13,10 @@ from torch.utils._pytree import tree_map
 from octavo.formats import format_of
 from octavo.kernels.activations import activation_of
 from octavo.kernels.backward_pass import backward_pass
+from octavo.kernels.layouts import multiply_tiles_, transposed, with_padding
 from octavo.kernels.reference import KERNELS as REFERENCE
 from octavo.kernels.reference.activation import produced
-from octavo.kernels.reference.cast import transposed, with_padding
 from octavo.kernels.reference.codes import decode
-from octavo.kernels.reference.tiles import multiply_tiles_
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
 from tests.support.definitions import same_bits
 from tests.support.triton_kernels import TritonKernels

@@ -5,8 +5,7 @@ from typing import Any
 
 from octavo.kernels.arguments import unpacking
 from octavo.kernels.backward_pass import scales_of_pass
-from octavo.kernels.reference.amax import amax
-from octavo.kernels.reference.cast import cast, cast_and_commit, cast_two_scalings
+from octavo.kernels.reference.cast import amax, cast, cast_and_commit, cast_two_scalings
 from octavo.kernels.reference.cast_statistics import cast_statistics
 from octavo.kernels.reference.codes import dequantize
 from octavo.kernels.reference.delayed_update import delayed_update

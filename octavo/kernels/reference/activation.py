@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,7 +11,6 @@ from torch import Tensor
 from octavo.granularity import ALL
 from octavo.kernels.activations import activation_of, cast_shape
 from octavo.kernels.reference.codes import decode
-from octavo.kernels.reference.tiles import row_chunks
 
 _TANH = 2 * math.sqrt(2 / math.pi), 0.044715
 _SQRT_HALF = math.sqrt(0.5)
@@ -24,33 +23,18 @@ def produced(
     preactivation: Tensor | None = None,
     h_scale_inv: Tensor | None = None,
     h_tile: Sequence[int] = (ALL, ALL),
+    decode: Callable[..., Tensor] = decode,
 ) -> Tensor:
     """What a cast casts: x itself, or float32 [R, C]; see signatures.py."""
-    shape = cast_shape(
-        x.shape, activation, None if preactivation is None else preactivation.shape, h_scale_inv is not None
-    )
+    cast_shape(x.shape, activation, None if preactivation is None else preactivation.shape, h_scale_inv is not None)
     if not activation:
         return x
-    chunks = row_chunks(h_tile, h_scale_inv, x if preactivation is None else preactivation, x)
-    parts = (
-        _gradient(_wide(h, scale_inv, h_tile), grad.to(torch.float32), activation)
-        if preactivation is not None
-        else _activated(_wide(h, scale_inv, h_tile), activation)
-        for scale_inv, h, grad in chunks
-    )
-    if len(chunks) == 1:
-        return next(parts)
-    result = torch.empty(shape, dtype=torch.float32, device=x.device)
-    for out, part in zip(result.split(len(chunks[0][1])), parts, strict=True):
-        out.copy_(part)
-    return result
-
-
-def _wide(h: Tensor, scale_inv: Tensor | None, tile: Sequence[int]) -> Tensor:
-    """h as float32, a fresh contiguous tensor."""
-    if scale_inv is None:
-        return h.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    return decode(h, torch.float32, scale_inv, tile).contiguous()
+    h = x if preactivation is None else preactivation
+    if h_scale_inv is None:
+        h = h.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    else:
+        h = decode(h, torch.float32, h_scale_inv, h_tile).contiguous()
+    return _activated(h, activation) if preactivation is None else _gradient(h, x.to(torch.float32), activation)
 
 
 def _activated(h: Tensor, activation: str) -> Tensor:

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from octavo.kernels.random_bits import halves
 from octavo.kernels.reference.optimizer_state import MomentTensors
-from octavo.kernels.reference.random_bits import halves
-from octavo.kernels.reference.step_numbers import adam_max_update, bound_after, power
+from octavo.kernels.step_numbers import adam_max_update, bound_after, power
 
 LARGEST_ROOT = 2.0**63  # that moments in codes hold: what is twice as large has no finite square in float32
 LARGEST_SQUARE = LARGEST_ROOT**2

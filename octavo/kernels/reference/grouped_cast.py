@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from octavo.kernels.arguments import CastSource, Groups, Output, Scaling, new_grouped
-from octavo.kernels.groups import Place, check_offsets, places
+from octavo.kernels.groups import check_offsets, places
 from octavo.kernels.reference.cast import cast
 
 
-def grouped_cast(source: CastSource, scaling: Scaling, groups: Groups) -> tuple[Tensor, ...]:
+def grouped_cast(
+    source: CastSource, scaling: Scaling, groups: Groups, cast: Callable[..., tuple[Tensor, ...]] = cast
+) -> tuple[Tensor, ...]:
     """``octavo::grouped_cast``."""
     offsets, as_is, transpose, pad = groups
     q, t, scale_inv, amax = new_grouped(source, scaling, groups)
@@ -24,7 +28,7 @@ def grouped_cast(source: CastSource, scaling: Scaling, groups: Groups) -> tuple[
     for place, of_input in zip(places(ends, scaling.tile[0], pad), inputs, strict=True):
         if place.rows.start == place.rows.stop and scaling.delayed_scale is None:
             continue  # a scale of 1 and an amax of 0, which are there
-        codes, _, found_inv, found, _ = cast(_group(source, of_input), scaling, Output())
+        codes, _, found_inv, found, _ = cast(source.part(of_input.rows, of_input.scale_rows), scaling, Output())
         scale_inv[place.scale_rows], amax[place.scale_rows] = found_inv, found
         raw = codes.view(torch.uint8)
         if as_is:
@@ -32,11 +36,3 @@ def grouped_cast(source: CastSource, scaling: Scaling, groups: Groups) -> tuple[
         if transpose:
             t.view(torch.uint8)[:, place.columns] = raw.t()
     return q, t, scale_inv, amax
-
-
-def _group(source: CastSource, place: Place) -> CastSource:
-    """What one group casts."""
-    x, activation, preactivation, h_scale_inv, h_tile = source
-    h = None if preactivation is None else preactivation[place.rows]
-    of_group = None if h_scale_inv is None else h_scale_inv[place.scale_rows]
-    return CastSource(x[place.rows], activation, h, of_group, h_tile)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -10,7 +12,9 @@ from octavo.kernels.groups import check_offsets, places
 from octavo.kernels.reference.matmul import matmul
 
 
-def grouped_matmul(operands: GroupedOperands, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
+def grouped_matmul(
+    operands: GroupedOperands, out_dtype: torch.dtype, fast_accum: bool, matmul: Callable[..., Tensor] = matmul
+) -> Tensor:
     """``octavo::grouped_matmul``."""
     a, b, offsets, bias, pad = operands
     out = a.codes.new_zeros(operands.shape, dtype=out_dtype)

@@ -33,8 +33,9 @@ import torch
 from torch import Tensor
 
 from octavo.formats import E4M3
-from octavo.kernels.reference.moment_codes import decode_moment, encode_moment, round_to_bf16, round_to_half
-from octavo.kernels.reference.optimizer_state import BLOCK, Piece, Scaled, finite_amax, pieces
+from octavo.kernels.layouts import BLOCK
+from octavo.kernels.moment_codes import decode_moment, encode_moment, round_to_bf16, round_to_half
+from octavo.kernels.reference.optimizer_state import Piece, Scaled, finite_amax, pieces
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
 
 _EXPONENT = 2.0 ** (E4M3.bias - 127)  # of codes against float32

@@ -1,186 +1,46 @@
-"""The product of two pairs, a . b^T, on any device.
+"""The product of two pairs, a . b^T, in float32, in which codes and their products are exact.
 
-Codes are exact in bfloat16 and in float32, so a CPU multiplies them in the one that it multiplies faster: its own
-float8 product (oneDNN) is 2-8 times slower. A scale that is constant along K multiplies the result; one that varies
-along K must multiply the operand first.
-
-All is applied before the one rounding to the result's dtype. torch has no bfloat16 product with a float32 output on a
-CPU, so bfloat16 serves where nothing but one number has to multiply the result: of each operand, its scale is one for
-all, or its scales are powers of two, which operands take exactly. All other products are float32's.
+A scale that is constant along K multiplies the result; one that varies along K must multiply the operand first. All is
+applied before the one rounding to the result's dtype.
 """
 
 from __future__ import annotations
-
-import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from octavo.granularity import ALL
-from octavo.kernels import capability
 from octavo.kernels.arguments import Operands, Pair
-from octavo.kernels.reference import tiles
-from octavo.kernels.reference.codes import decode, decode_apart
-from octavo.kernels.reference.tiles import row_slices, tile_rows
+from octavo.kernels.reference.codes import decode
 from octavo.numerics import MAX_SCALE, MIN_SCALE
-
-_MANTISSA = (1 << 23) - 1  # of a float32's bits
 
 
 def matmul(operands: Operands, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
     """``octavo::matmul``."""
-    a_pair, b_pair, bias = operands
-    a, b = a_pair.codes, b_pair.codes
-    narrow = out_dtype == torch.bfloat16
-    compute = capability.fast_dtype(a.device) if narrow else torch.float32
-    if compute == torch.bfloat16 and not _rounds_once(a_pair, b_pair):
-        compute = torch.float32
-    if bias is not None and not bias.dtype == out_dtype == compute:  # a call of torch is not for nothing
-        bias = bias.to(torch.bfloat16 if narrow else torch.float32).to(compute)
-    if (
-        max(a.numel(), b.numel()) > tiles.CHUNK
-        and compute == torch.float32
-        and lies_transposed(a)
-        and lies_transposed(b)
-    ):
-        return _by_chunks_of_terms(a_pair, b_pair, bias).to(out_dtype)
-    if a.numel() <= tiles.CHUNK:
-        out_MN = a.new_empty((a.shape[0], b.shape[0]), dtype=compute)
-        _multiply(_operand(a_pair, compute), _operand(b_pair, compute), bias, out_MN)
-        return out_MN if compute == out_dtype else out_MN.to(out_dtype)
-    return _by_chunks_of_rows(a_pair, b_pair, bias, compute, out_dtype)
-
-
-def _rounds_once(a: Pair, b: Pair) -> bool:
-    """Whether a bfloat16 product needs no second rounding, and float32 holds the one number that multiplies it."""
-    number = 1.0
-    for pair in (a, b):
-        if _is_single(pair):
-            number *= float(pair.scale_inv)
-        elif (pair.scale_inv.view(torch.int32) & _MANTISSA).any():
-            return False
-    return MIN_SCALE <= number <= MAX_SCALE / 2**16  # decode_apart leaves up to 2^8 of each operand
-
-
-def _is_single(pair: Pair) -> bool:
-    """Whether one scale is for all of an operand."""
-    return pair.tile[1] == ALL and pair.scale_inv.numel() == 1
-
-
-class _Operand(NamedTuple):
-    """An operand [rows, K] to multiply, and what is left to multiply the result with.
-
-    ``rest``: [rows, 1] or [1, 1], or None; ``factor``: a power of two.
-    """
-
-    values: Tensor
-    rest: Tensor | None
-    factor: float
-
-
-def lies_transposed(x: Tensor) -> bool:
-    """Whether columns, and not rows, are contiguous one after the other."""
-    return not x.is_contiguous() and x.t().is_contiguous()
-
-
-def _by_chunks_of_rows(a: Pair, b: Pair, bias: Tensor | None, compute: torch.dtype, out_dtype: torch.dtype) -> Tensor:
-    """In chunks of a's rows, which stay in the cache between reading them and multiplying them.
-
-    Of a transposed operand rows are columns in memory, and chunks larger: there they only keep all of it from being in
-    another dtype at once.
-    """
-    (q, scale_inv, tile), multiplied = a, _operand(b, compute)
-    rows, cols = q.shape[0], b.codes.shape[0]
-    out_MN = q.new_empty((rows, cols), dtype=out_dtype)
-    transposed = lies_transposed(q)
-    unit = 1 if tile[0] == ALL else tile[0]
-    widest = q.shape[1] if compute == out_dtype else max(q.shape[1], cols)
-    chunks = row_slices((rows, widest), unit, 4 if transposed else 1)
-    memory = wide = None
-    for chunk in chunks if transposed or q.is_contiguous() else [slice(0, rows)]:
-        a_chunk = q.t()[:, chunk].contiguous().t() if transposed else q[chunk]
-        if memory is None:
-            memory = q.new_empty(a_chunk.numel(), dtype=compute)
-            wide = None if compute == out_dtype else q.new_empty((len(a_chunk), cols), dtype=compute)
-        pair = Pair(a_chunk, tile_rows(scale_inv, tile, chunk), tile)
-        operand = _operand(pair, compute, memory[: a_chunk.numel()])
-        if wide is None:
-            _multiply(operand, multiplied, bias, out_MN[chunk])
-        else:
-            _multiply(operand, multiplied, bias, wide[: len(a_chunk)])
-            out_MN[chunk].copy_(wide[: len(a_chunk)])
-    return out_MN
-
-
-def _by_chunks_of_terms(a: Pair, b: Pair, bias: Tensor | None) -> Tensor:
-    """In float32, of operands that both lie transposed, as grad_weight's do: some terms of all sums after others.
-
-    So neither operand is ever in float32 as a whole.
-    """
-    rows, cols, terms = a.codes.shape[0], b.codes.shape[0], a.codes.shape[1]
-    unit = math.lcm(*(max(pair.tile[1], 1) for pair in (a, b)))
-    out_MN = a.codes.new_zeros((rows, cols), dtype=torch.float32)
-    memories: list[Tensor] | None = None
-    left = right = None
-    for chunk in row_slices((terms, max(rows, cols)), unit):
-        if memories is None:
-            memories = [pair.codes.new_empty((chunk.stop, len(pair.codes)), dtype=torch.float32) for pair in (a, b)]
-        left, right = (
-            _operand(_terms(pair, chunk), torch.float32, memory[: chunk.stop - chunk.start])
-            for pair, memory in zip((a, b), memories, strict=True)
-        )
-        torch.addmm(out_MN, left.values, right.values.t(), alpha=left.factor * right.factor, out=out_MN)
-    assert left is not None and right is not None
-    _multiply_rests(out_MN, left.rest, right.rest, bias)
-    return out_MN
-
-
-def _terms(pair: Pair, chunk: slice) -> Pair:
-    """Some columns of an operand, whole tiles."""
-    q, scale_inv, tile = pair
-    of_chunk = tile_rows(scale_inv.t(), (tile[1], tile[0]), chunk).t()
-    return Pair(q.t()[chunk].t(), of_chunk, tile)
-
-
-def _operand(pair: Pair, compute: torch.dtype, memory: Tensor | None = None) -> _Operand:
-    q, scale_inv, tile = pair
-    if tile[1] != ALL or (compute == torch.bfloat16 and not _is_single(pair)):
-        return _Operand(decode(q, compute, scale_inv, tile, memory), None, 1.0)
-    values, factor = decode_apart(q, compute, memory)
-    return _Operand(values, scale_inv, factor)
-
-
-def _multiply(a: _Operand, b: _Operand, bias: Tensor | None, out_MN: Tensor) -> None:
-    """Write a . b^T times the scales left, plus bias.
-
-    By out=, because autocast would turn the product into float16, where a sum of codes overflows.
-    """
-    factor, common = a.factor * b.factor, _common_factor(a, b)
-    if common is not None:  # inside the product: one rounding and no second pass over the result
-        start, beta = (out_MN, 0) if bias is None else (bias, 1)
-        torch.addmm(start, a.values, b.values.t(), beta=beta, alpha=common, out=out_MN)
-        return
-    assert out_MN.dtype == torch.float32  # bfloat16 would round here, and again
-    torch.addmm(out_MN, a.values, b.values.t(), beta=0, alpha=factor, out=out_MN)
-    _multiply_rests(out_MN, a.rest, b.rest, bias)
-
-
-def _multiply_rests(wide_MN: Tensor, a_rest: Tensor | None, b_rest: Tensor | None, bias: Tensor | None) -> None:
-    """Multiply float32 rows by a's scales and columns by b's; add bias."""
-    for rest in (a_rest, None if b_rest is None else b_rest.t()):
-        if rest is not None:
-            wide_MN.mul_(rest)
+    a, b, bias = operands
+    out_MN = torch.empty(operands.shape, device=a.codes.device)
+    # by out=, because autocast would turn the product into float16, where a sum of codes overflows
+    torch.mm(_values(a), _values(b).t(), out=out_MN)
+    for scales in result_scales(*(pair.scale_inv if pair.tile[1] == ALL else None for pair in (a, b))):
+        out_MN.mul_(scales)
     if bias is not None:
-        wide_MN.add_(bias)
+        out_MN.add_(bias.to(torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32))
+    return out_MN.to(out_dtype)
 
 
-def _common_factor(a: _Operand, b: _Operand) -> float | None:
-    """The one number that multiplies the whole result; None where there is none, or float32 would not hold it."""
-    factor = a.factor * b.factor
-    for rest in (a.rest, b.rest):
-        if rest is not None:
-            if rest.numel() != 1:
-                return None
-            factor *= float(rest)
-    return factor if MIN_SCALE <= factor <= MAX_SCALE else None
+def _values(pair: Pair) -> Tensor:
+    """An operand [rows, K], with the scales that vary along K."""
+    return pair.codes.to(torch.float32) if pair.tile[1] == ALL else decode(pair.codes, torch.float32, *pair[1:])
+
+
+def result_scales(a_scale_inv: Tensor | None, b_scale_inv: Tensor | None) -> list[Tensor]:
+    """What multiplies the result, one after the other: [M, 1] and [1, N], or one number; of operands that have None.
+
+    Two of one number multiply each other first, where float32 holds their product as a normal number.
+    """
+    scales = [] if a_scale_inv is None else [a_scale_inv]
+    scales += [] if b_scale_inv is None else [b_scale_inv.t()]
+    if len(scales) == 2 and scales[0].numel() == scales[1].numel() == 1:
+        product = scales[0] * scales[1]
+        return [product] if MIN_SCALE <= float(product) <= MAX_SCALE else scales
+    return scales

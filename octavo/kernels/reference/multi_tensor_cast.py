@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -44,6 +44,7 @@ def multi_tensor_cast(
     power_of_two: bool,
     margin: int,
     skip: Tensor | None = None,
+    cast: Callable[..., tuple[Tensor, ...]] = cast,
 ) -> None:
     """``octavo::multi_tensor_cast``."""
     check_multi_tensor_cast((xs, qdata, transposed, scale_inv, amax, delayed_scales), tile)

@@ -17,28 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from octavo.kernels.arguments import NormGradient, NormSource, new_statistics
-from octavo.kernels.reference.chunked_cast import KnownScaling, Written, cast_in_chunks
-from octavo.kernels.reference.tiles import row_slices
-
-
-def cast_norm(
-    source: NormSource, scalings: Sequence[KnownScaling], keep: bool
-) -> tuple[list[Written], tuple[Tensor, Tensor, Tensor]]:
-    """y in each scaling; and mean, rstd, and y itself as the ops return it."""
-    x = source.x
-    mean, rstd, kept = new_statistics(source, keep)
-
-    def make(chunk: slice) -> Tensor:
-        y, mean_of_chunk, rstd[chunk] = normalise(*source._replace(x=x[chunk]))
-        if mean.numel():
-            mean[chunk] = mean_of_chunk
-        if keep:
-            kept[chunk] = y
-        return y
-
-    pairs, _ = cast_in_chunks(make, source.shape, 1, scalings, False, x.device)
-    return pairs, (mean, rstd, kept)
+from octavo.kernels.arguments import NormGradient
 
 
 def normalise(
@@ -74,12 +53,12 @@ def _factor(gamma: Tensor, zero_centered: bool) -> Tensor:
     return wide + 1.0 if zero_centered else wide
 
 
-def norm_backward(gradient: NormGradient) -> tuple[Tensor, Tensor, Tensor]:
-    """``octavo::norm_backward``."""
+def norm_backward(gradient: NormGradient, chunks: Sequence[slice] = (slice(None),)) -> tuple[Tensor, Tensor, Tensor]:
+    """``octavo::norm_backward``, of all rows, or in chunks of them."""
     dy, x, gamma, mean, rstd, kind, zero_centered, with_beta, residual = gradient
     dx = x.new_empty(x.shape)
     sums = torch.zeros(2, x.shape[1], dtype=torch.float32, device=x.device)
-    for chunk in row_slices((x.shape[0], x.shape[1]), 1):
+    for chunk in chunks:
         centre = mean[chunk, None] if kind == "layer_norm" else None
         more = None if residual is None else residual[chunk]
         dx[chunk] = _backward_of_rows(

@@ -3,15 +3,14 @@
 A product carries a fault of its operand's row to the whole row of its result: only where the first element of that is
 not finite is the operand itself looked at, since the element may have overflowed, or the other operand have a fault.
 
-FOUND, float32, a layer's role in a step: the faulty rows and all rows, added up; the largest scale_inv and amax.
+What is found lies in FOUND, float32, a layer's role in a step: the faulty rows and all rows, added up; the largest
+scale_inv and amax.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-FOUND = ("faulty", "rows", "scale_inv", "amax")
 
 
 def note_faults(

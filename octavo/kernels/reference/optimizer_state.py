@@ -8,18 +8,17 @@ of them. Each store knows how to ``read`` a piece as float32 and to ``write`` it
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from octavo.formats import Format
-from octavo.kernels.reference.moment_codes import decode_moment, encode_moment, round_to_bf16
+from octavo.kernels.layouts import BLOCK, blocks_of
+from octavo.kernels.moment_codes import decode_moment, encode_moment, round_to_bf16
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
 
-BLOCK = 128
 PIECE = 1 << 17  # elements: with a dozen of float32 scratches it stays in a CPU's second cache
 
 
@@ -64,18 +63,6 @@ class Piece:
 def counted(count: int, device: torch.device) -> Tensor:
     """0, 1, ..., int32; not to be written to."""
     return torch.arange(count, dtype=torch.int32, device=device)
-
-
-def as_matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """(R, C) of a tensor as the kernels see it: its first dimension by all others; vectors are one row."""
-    if len(shape) < 2:
-        return 1, math.prod(shape)
-    return shape[0], math.prod(shape[1:])
-
-
-def blocks_of(cols: int) -> int:
-    """How many blocks a row has."""
-    return -(-cols // BLOCK)
 
 
 def pieces(rows: int, cols: int, first_row: int = 0, first_col: int = 0, row_length: int = 0) -> Iterator[Piece]:

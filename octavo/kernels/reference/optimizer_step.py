@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from octavo.formats import E4M3
+from octavo.kernels.layouts import BLOCK
+from octavo.kernels.moment_codes import decode_moment
+from octavo.kernels.random_bits import key_of, random_bits
 from octavo.kernels.reference.adam import AdamGroup, AdamStep
 from octavo.kernels.reference.master_weights import Fp8Weight, Master
-from octavo.kernels.reference.moment_codes import decode_moment
-from octavo.kernels.reference.optimizer_state import BLOCK, MomentTensors, Piece, finite_amax, pieces, rows_of
-from octavo.kernels.reference.random_bits import key_of, random_bits
+from octavo.kernels.reference.optimizer_state import MomentTensors, Piece, finite_amax, pieces, rows_of
 from octavo.kernels.reference.resolution import add_resolution
 from octavo.kernels.reference.sgd import SgdGroup, SgdStep
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from octavo.kernels.random_bits import halves
 from octavo.kernels.reference.optimizer_state import MomentTensors
-from octavo.kernels.reference.random_bits import halves
 
 
 class SgdGroup(NamedTuple):

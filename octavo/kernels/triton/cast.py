@@ -21,7 +21,7 @@ from octavo.kernels.arguments import CastSource, Commit, Output, Scaling, sums_d
 from octavo.kernels.backward_pass import backward_pass
 from octavo.kernels.layouts import is_small_block
 from octavo.kernels.reference.activation import produced
-from octavo.kernels.reference.amax import amax as reference_amax
+from octavo.kernels.reference.cast import amax as reference_amax
 from octavo.kernels.reference.cast import cast as reference_cast
 from octavo.kernels.reference.cast import cast_two_scalings as reference_cast_two_scalings
 from octavo.kernels.triton.cast_blocks import cast_by_block

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.granularity import ALL
-from octavo.kernels.reference.cast_statistics import EXPONENTS, LARGEST, LOWEST, SUMS
+from octavo.kernels.arguments import EXPONENTS, LARGEST, LOWEST, SUMS
 from octavo.kernels.triton.groups import locate, on_device
 from octavo.kernels.triton.launch import launch
 from octavo.kernels.triton.tiles import Source, decode, load_tile, raise_amax

@@ -1,4 +1,4 @@
-"""reference/moment_codes.py in Triton: by bits, or by conversions that the GPU has. FMT is an octavo Format."""
+"""kernels/moment_codes.py in Triton: by bits, or by conversions that the GPU has. FMT is an octavo Format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""reference/random_bits.py in Triton."""
+"""kernels/random_bits.py in Triton."""
 
 from __future__ import annotations
 

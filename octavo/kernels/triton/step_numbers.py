@@ -1,4 +1,4 @@
-"""reference/step_numbers.py in Triton: what a step's options and its number make, in float64, rounded to float32 last.
+"""kernels/step_numbers.py in Triton: what a step's options and its number make, in float64, rounded to float32 last.
 
 GROUP, float64 [groups, 8]: Adam's lr, beta1, beta2, eps, weight_decay, maximize, beta1^2 / beta2; or SGD's lr,
 momentum, dampening, weight_decay, nesterov, maximize.

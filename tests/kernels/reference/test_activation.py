@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo import kernels
-from octavo.kernels.reference import tiles
 from octavo.kernels.reference.activation import produced, slope, value
 from octavo.scaling.delayed import State
 from tests.support import definitions
@@ -290,31 +289,6 @@ def test_every_code(fmt: torch.dtype, activation: str) -> None:
         for a, b in zip(found, (produced(wide, activation), produced(dy, activation, wide)), strict=True):
             assert torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
         assert bool(found[0].isnan().any())
-
-
-@each_activation
-@pytest.mark.parametrize("h_tile", [None, ALL, (1, 128), (128, 128), (1, -1)], ids=str)
-def test_in_chunks_of_rows(monkeypatch: pytest.MonkeyPatch, h_tile: tuple[int, int] | None, activation: str) -> None:
-    # What is larger than tiles.CHUNK is worked on in parts, and an element's value must not depend on which. (Of rows
-    # that are no multiple of a CPU's vectors the last elements would, in the last bit: torch computes them one by one.)
-    for how in ("rows", "columns"):
-        for backward in (False, True):
-            (x, arguments), _ = given((131, 64), activation, backward, torch.bfloat16, h_tile, how)
-            expected = produced(x, *arguments)
-            for run in (1, 400):
-                with monkeypatch.context() as patched:
-                    patched.setattr(tiles, "CHUNK", run)
-                    assert same_bits(produced(x, *arguments), expected)
-
-
-def test_larger_than_a_run() -> None:
-    rows = tiles.CHUNK // 512 + 7
-    h = torch.randn(rows, 1024).bfloat16()
-    assert h.numel() > tiles.CHUNK
-    y = produced(h, "swiglu")
-    parts = torch.cat([produced(part, "swiglu") for part in h.split(100)])
-    torch.testing.assert_close(y, parts, rtol=2.0**-22, atol=0.0)  # torch's threads too leave last elements
-    assert bool((off(y, exact(h.double(), "swiglu")) <= 2 * HALF_ULP * (h[:, :512] * h[:, 512:]).abs()).all())
 
 
 def test_without_an_activation_x_itself_is_cast() -> None:

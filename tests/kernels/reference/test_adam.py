@@ -8,12 +8,13 @@ from torch import Tensor
 
 from octavo import E4M3, E5M2
 from octavo.formats import E4M4, Format
+from octavo.kernels.layouts import blocks_of
 from octavo.kernels.reference import optimizer_state
 from octavo.kernels.reference.adam import AdamGroup
 from octavo.kernels.reference.master_weights import Fp8Weight, MasterWeight
-from octavo.kernels.reference.optimizer_state import MomentTensors, blocks_of
+from octavo.kernels.reference.optimizer_state import MomentTensors
 from octavo.kernels.reference.optimizer_step import WeightUpdate, optimizer_step
-from octavo.kernels.reference.step_numbers import adam_max_update, bound_after
+from octavo.kernels.step_numbers import adam_max_update, bound_after
 from octavo.numerics import scale_from_amax
 
 SHAPES = [(1, 1), (3, 31), (5, 128), (4, 300), (2, 1000)]

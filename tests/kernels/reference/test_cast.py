@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from octavo import kernels
-from octavo.kernels.reference import tiles
 from octavo.scaling.delayed import State
 from tests.support import definitions
 from tests.support.casts import ALL, E4M3, E5M2, FORMATS, every_cast, shares_memory
@@ -269,19 +268,6 @@ def test_values_of_float32_at_the_edge_do_not_overflow() -> None:
 
 
 @each_tile
-@pytest.mark.parametrize("run", [1, 400])
-def test_in_chunks_of_rows(monkeypatch: pytest.MonkeyPatch, run: int, tile: tuple[int, int]) -> None:
-    # what is larger than tiles.CHUNK is worked on in parts
-    monkeypatch.setattr(tiles, "CHUNK", run)
-    x = torch.randn(131, 133) * torch.logspace(-1, 1, 131)[:, None]
-    for strided in (x, x.t()):
-        check(strided, E4M3, tile)
-    x[70, 3], x[130, 130] = math.inf, math.nan
-    for fmt in FORMATS:
-        check(x.bfloat16(), fmt, tile, True)
-
-
-@each_tile
 @pytest.mark.parametrize("pad", [1, 2, 16])
 def test_padding_is_codes_of_zero(pad: int, tile: tuple[int, int]) -> None:
     for shape in ((7, 20), (16, 32), (1, 1), (17, 1), (0, 5), (5, 0), (0, 0)):
@@ -330,17 +316,3 @@ def test_no_column_sum_unless_asked_for() -> None:
     for dtype in DTYPES:
         for name, (*_, sums) in every_cast(torch.ones(3, 4, dtype=dtype), ALL):
             assert (sums.shape, sums.dtype) == ((0,), dtype), name
-
-
-@pytest.mark.parametrize("h_tile", [(48, 1), (1, 48), (16, 8)], ids=str)
-def test_an_input_in_codes_is_read_by_its_whole_tiles(monkeypatch: pytest.MonkeyPatch, h_tile: tuple[int, int]) -> None:
-    h = torch.randn(300, 40) * torch.logspace(-2, 2, 300)[:, None]
-    codes, _, scale_inv, *_ = kernels.cast(h, None, 0, E4M3, h_tile, False, 0)
-    found = []
-    for chunk in (500, 1 << 30):
-        monkeypatch.setattr(tiles, "CHUNK", chunk)
-        found.append(
-            kernels.cast(codes, None, 0, E4M3, ALL, False, 0, False, 1, False, "gelu", None, scale_inv, h_tile)
-        )
-    for a, b in zip(*found, strict=True):
-        assert same_bits(a, b)

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from octavo import kernels
-from octavo.kernels.reference import tiles
 from tests.support import definitions
 from tests.support.definitions import GRANULARITIES, all_codes, same_bits, scale_grid
 
@@ -64,17 +63,3 @@ def test_extreme_scales(scale_inv: float, fmt: torch.dtype) -> None:
     value = kernels.dequantize(codes, torch.full((1, 1), scale_inv), (-1, -1), torch.float32)
     assert torch.equal(value.double(), (definitions.read(codes) * scale_inv).float().double())
     assert bool((value[0, 1:] > 0).all())
-
-
-@each_tile
-@each_format
-@pytest.mark.parametrize("run", [1, 300, 20000])
-def test_in_chunks_of_rows(monkeypatch: pytest.MonkeyPatch, run: int, fmt: torch.dtype, tile: tuple[int, int]) -> None:
-    # what is larger than tiles.CHUNK is worked on in parts
-    monkeypatch.setattr(tiles, "CHUNK", run)
-    qdata, scale_inv = random_pair((131, 133), tile, fmt)
-    for codes, scale, laid in ((qdata, scale_inv, tile), (qdata.t(), scale_inv.t(), tile[::-1])):
-        value = kernels.dequantize(codes, scale, laid, torch.bfloat16)
-        expected = definitions.dequantize(codes, scale, laid).float().bfloat16()
-        assert torch.equal(torch.isnan(value), torch.isnan(expected))
-        assert torch.equal(value.nan_to_num(nan=0), expected.nan_to_num(nan=0))

@@ -2,8 +2,9 @@ import pytest
 import torch
 
 from octavo.formats import E4M3
+from octavo.kernels.layouts import blocks_of
 from octavo.kernels.reference.master_weights import MasterWeight
-from octavo.kernels.reference.optimizer_state import MomentTensors, blocks_of
+from octavo.kernels.reference.optimizer_state import MomentTensors
 from octavo.kernels.reference.optimizer_step import WeightUpdate, optimizer_step
 from octavo.kernels.reference.sgd import SgdGroup
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.kernels.reference.step_numbers import adam_max_update, power
+from octavo.kernels.step_numbers import adam_max_update, power
 from tests.support.correct_roots import correct_roots
 from tests.support.triton_kernels import TritonKernels
 

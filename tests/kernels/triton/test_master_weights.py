@@ -5,8 +5,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from octavo.kernels.layouts import blocks_of
 from octavo.kernels.reference.master_weights import MasterWeight
-from octavo.kernels.reference.optimizer_state import blocks_of, pieces
+from octavo.kernels.reference.optimizer_state import pieces
 from tests.support.triton_cases import row_of
 from tests.support.triton_kernels import TritonKernels
 

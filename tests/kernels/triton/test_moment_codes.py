@@ -6,7 +6,7 @@ from torch import Tensor
 
 from octavo import E4M3, E5M2
 from octavo.formats import E4M4, Format
-from octavo.kernels.reference import moment_codes as reference
+from octavo.kernels import moment_codes as reference
 from octavo.kernels.reference.optimizer_state import round_to_bf16
 from tests.support.definitions import same_bits
 from tests.support.triton_kernels import TritonKernels

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.kernels.reference.cast import transposed, with_padding
+from octavo.kernels.layouts import transposed, with_padding
 from octavo.kernels.reference.norm import normalise
 from tests.support.combinations import each_pair
 from tests.support.definitions import same_bits

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from octavo import E4M3, E5M2
 from octavo.formats import E4M4
-from octavo.kernels.reference.optimizer_state import MomentTensors, blocks_of, pieces
+from octavo.kernels.layouts import blocks_of
+from octavo.kernels.reference.optimizer_state import MomentTensors, pieces
 from octavo.numerics import scale_from_amax
 from tests.support.correct_roots import correct_roots
 from tests.support.triton_cases import row_of

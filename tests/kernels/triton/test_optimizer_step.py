@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.reference.sgd import SgdGroup
-from octavo.kernels.reference.step_numbers import power
+from octavo.kernels.step_numbers import power
 from octavo.optim.moment import NAMED
 from tests.support.optimizer_both import ADAM, MASTERS, OTHER, SCHEMES, SGD, SHAPES, Both, differences, mixed, update_of
 from tests.support.triton_kernels import TritonKernels

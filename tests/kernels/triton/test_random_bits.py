@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from octavo.kernels.reference.random_bits import key_of, random_bits
+from octavo.kernels.random_bits import key_of, random_bits
 from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.gpu

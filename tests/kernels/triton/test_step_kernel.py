@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from octavo.formats import E4M3, E4M4, E5M2, Format
-from octavo.kernels.reference.step_numbers import adam_max_update, bound_after
+from octavo.kernels.step_numbers import adam_max_update, bound_after
 from octavo.numerics import scale_from_amax
 from tests.support.triton_cases import row_of
 from tests.support.triton_kernels import TritonKernels

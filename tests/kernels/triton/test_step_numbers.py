@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.kernels.reference.step_numbers import adam_max_update, power, ratio_of
+from octavo.kernels.step_numbers import adam_max_update, power, ratio_of
 from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.gpu

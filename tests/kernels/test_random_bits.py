@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.kernels.reference.random_bits import key_of, random_bits
+from octavo.kernels.random_bits import key_of, random_bits
 
 COUNT = 1 << 18
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from octavo import E4M3, E5M2
 from octavo.formats import E4M4, Format
-from octavo.kernels.reference.moment_codes import decode_moment, encode_moment, round_to_bf16, round_to_half
+from octavo.kernels.moment_codes import decode_moment, encode_moment, round_to_bf16, round_to_half
 from tests.support.definitions import FLOAT32_MAX, FORMAT_INFO, around_codes, same_bits
 
 FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2, E4M4], ids=str)

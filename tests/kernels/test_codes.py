@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from octavo import kernels
-from octavo.kernels.reference.codes import decode
+from octavo.kernels import cpu, reference
 from tests.support.definitions import (
     FLOAT32_MAX,
     all_bfloat16,
@@ -22,6 +22,16 @@ from tests.support.definitions import (
 
 FORMATS = [torch.float8_e4m3fn, torch.float8_e5m2]
 pytestmark = pytest.mark.parametrize("dtype", FORMATS, ids=["E4M3", "E5M2"])
+
+
+@pytest.fixture(autouse=True, params=[reference, cpu], ids=["reference", "cpu"])
+def _by_both(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("cast", "dequantize"):
+        monkeypatch.setattr(kernels, name, request.param.KERNELS[name])
+
+
+def decode(codes: Tensor, out: torch.dtype) -> Tensor:
+    return kernels.dequantize(codes, torch.ones(1, 1), (-1, -1), out)
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.kernels.reference.step_numbers import adam_max_update, bound_after, power, ratio_of
+from octavo.kernels.step_numbers import adam_max_update, bound_after, power, ratio_of
 
 BASES = [0.0, 0.25, 0.5, 0.9, 0.95, 0.99, 0.999, 1 - 1e-7, 1.0, 1.01, 1.62]
 

@@ -1,0 +1,54 @@
+"""The ops as a CPU is fast with them, bit for bit the reference's but for the order of additions; in torch.
+
+In chunks that fit a cache; products in bfloat16 where that is exact. Other devices without FP8 run them too, in larger
+chunks. What isn't here the reference does as fast.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from octavo.kernels import reference
+from octavo.kernels.arguments import NormGradient, unpacking
+from octavo.kernels.cpu.chunked_cast import amax, written
+from octavo.kernels.cpu.chunks import row_slices, tile_rows
+from octavo.kernels.cpu.codes import decode, dequantize
+from octavo.kernels.cpu.matmul import matmul
+from octavo.kernels.reference.cast import cast, cast_and_commit, cast_two_scalings
+from octavo.kernels.reference.cast_statistics import cast_statistics, count
+from octavo.kernels.reference.grouped_cast import grouped_cast
+from octavo.kernels.reference.grouped_matmul import grouped_matmul
+from octavo.kernels.reference.multi_tensor_cast import multi_tensor_cast
+from octavo.kernels.reference.norm import norm_backward
+
+_cast, _cast_two_scalings = (partial(op, write=written) for op in (cast, cast_two_scalings))
+
+
+def _norm_backward(gradient: NormGradient) -> tuple[Tensor, Tensor, Tensor]:
+    return norm_backward(gradient, row_slices(gradient.x.shape, 1, gradient.x.device))
+
+
+def _count(x: Tensor, codes: Tensor, scale_inv: Tensor, tile: Sequence[int], sums: Tensor, extremes: Tensor) -> None:
+    for rows in row_slices(x.shape, max(tile[0], 1), x.device):
+        count(x[rows], codes[rows], tile_rows(scale_inv, tile, rows), tile, sums, extremes, decode)
+
+
+KERNELS: dict[str, Callable[..., Any]] = reference.KERNELS | unpacking(
+    {
+        "amax": amax,
+        "cast": _cast,
+        "cast_two_scalings": _cast_two_scalings,
+        "cast_and_commit": partial(cast_and_commit, write=written),
+        "cast_statistics": partial(cast_statistics, count=_count),
+        "dequantize": dequantize,
+        "grouped_cast": partial(grouped_cast, cast=_cast),
+        "grouped_matmul": partial(grouped_matmul, matmul=matmul),
+        "matmul": matmul,
+        "multi_tensor_cast": partial(multi_tensor_cast, cast=_cast),
+        "norm_cast": _cast,
+        "norm_cast_two_scalings": _cast_two_scalings,
+        "norm_backward": _norm_backward,
+    }
+)
