@@ -130,6 +130,7 @@ class _Run(NamedTuple):
     """What launches find while ``emulating`` lasts."""
 
     options: emulator.Options
+    change: Callable[[str], str]
     done: list[Done]
     unwritten: Unwritten
 
@@ -146,6 +147,7 @@ class _Launcher:
 
     def __call__(self, x: int, y: int, z: int, stream: Any, function: int, *arguments: Any) -> None:
         name, text, shared = _functions[function]
+        text = _runs[-1].change(text)
         given = list(_flattened(self.types.values(), arguments[4:]))  # after two kinds of metadata and two hooks
         values = [_packed(*one) for one in given]
         values += [b"\0" * 8] * (len(emulator.parse(text).parameters) - len(values))  # scratch that is not there
@@ -214,7 +216,10 @@ _runs: list[_Run] = []
 
 @contextmanager
 def emulating(
-    capability: int, options: emulator.Options | None = None, finds_unwritten: bool = True
+    capability: int,
+    options: emulator.Options | None = None,
+    finds_unwritten: bool = True,
+    change: Callable[[str], str] = str,
 ) -> Iterator[list[Done]]:
     """Launch octavo's Triton kernels in the emulator, on CPU tensors; the list takes each launch.
 
@@ -222,6 +227,7 @@ def emulating(
         capability: 89, 90, 100 or 120: what Triton compiles for.
         options: how they run.
         finds_unwritten: raise at reads of global memory that nobody wrote; torch.compile does not work meanwhile.
+        change: what runs in place of a kernel's PTX.
     """
     from triton.backends.nvidia.compiler import CUDABackend
 
@@ -230,7 +236,7 @@ def emulating(
     def other_hash(backend: Any) -> str:  # Triton's cache on disk holds real binaries by the other
         return f"{own_hash(backend)}-emulated"
 
-    _runs.append(_Run(options or emulator.Options(), [], Unwritten()))
+    _runs.append(_Run(options or emulator.Options(), change, [], Unwritten()))
     try:
         with (
             as_gpu(capability, _Launcher, _load_binary, _compiled.setdefault(capability, {})),

@@ -15,15 +15,24 @@ from triton.runtime.jit import JITFunction
 
 from octavo.tune import cases, products
 from tests.kernels import test_cast_statistics, test_multi_tensor_cast, test_note_faults
-from tests.kernels.triton import test_delayed_update, test_grouped_cast, test_grouped_library, test_grouped_matmul
+from tests.kernels.triton import (
+    test_delayed_update,
+    test_grouped_cast,
+    test_grouped_library,
+    test_grouped_matmul,
+    test_matmul,
+    test_resolution,
+)
 from tests.support import triton_kernels
 from tests.support.emulated import emulating
-from tests.support.optimizer_both import ADAM, OTHER, SCHEMES, Both, update_of
+from tests.support.optimizer_both import ADAM, OTHER, SCHEMES, SGD, Both, update_of
+from tests.support.product_cases import BLOCK, SQUARE
 from tests.support.triton_cases import E4M3
 from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs them itself")
 SHAPE = (33, 160)  # of what is cast: several programs, and edges
+SHAPES = {"cast+transpose+sum+commit": (130, 160)}  # sums of columns in several parts
 PRODUCT = (48, 144, 272)  # M, N, K
 CASTS = ["cast+transpose dynamic", "cast rows", "cast rows + columns", "cast 1x128 + 128x1", "cast+transpose 128x128"]
 PRODUCTS = ["tensor . tensor, Triton", "1x128 . 128x128, Triton"]
@@ -41,6 +50,12 @@ def _around_torchs_grouped_product(kernels: TritonKernels) -> None:
     kernels.module("grouped_library")._known.clear()
     test_grouped_library.test_torch_s_product(test_grouped_matmul.rows_in_groups, SIZES, 3, kernels)
     kernels.module("grouped_library")._known.clear()
+
+
+def _extreme_scales(kernels: TritonKernels) -> None:
+    for tiles in ((BLOCK, SQUARE), (BLOCK, BLOCK)):
+        test_matmul.test_scales_whose_product_float32_does_not_hold(-126, 126, 1.5, tiles, kernels)
+        test_matmul.test_scales_whose_product_float32_does_not_hold(-70, -70, 208.0, tiles, kernels)
 
 
 def _cases_of(test: Callable[..., None]) -> dict[str, Any]:
@@ -68,6 +83,12 @@ def _optimizer(kernels: TritonKernels) -> None:
     Both(kernels, updates, [ADAM, OTHER]).steps(1)
 
 
+def _sgd(kernels: TritonKernels) -> None:
+    updates = [update_of((3, 150), SCHEMES["fp8"][:1], number=number) for number in range(2)]
+    groups = [SGD, SGD._replace(nesterov=True)]
+    test_resolution.compare(Both(kernels, test_resolution.half_measured(updates), groups))
+
+
 CALLS: dict[str, Callable[[TritonKernels], None]] = {
     "grouped products": _grouped_products,
     "around torch's grouped product": _around_torchs_grouped_product,
@@ -78,7 +99,10 @@ CALLS: dict[str, Callable[[TritonKernels], None]] = {
         test_cast_statistics.test_the_kernel_counts_groups_as_the_reference, sizes="more groups than rows"
     ),
     "delayed update": _first_case(test_delayed_update.test_update),
+    "delayed update, long history": _first_case(test_delayed_update.test_update, length=100, reduce="most_recent"),
+    "extreme scales": _extreme_scales,
     "optimizer": _optimizer,
+    "optimizer, SGD": _sgd,
     "faults": test_note_faults.test_the_kernel_finds_the_group,
 }
 ONCE = [
@@ -88,25 +112,26 @@ ONCE = [
 ]
 ALL_CASES = [
     *((90, name) for name in (*CASTS, *ONCE, *PRODUCTS, *CALLS)),
-    *((capability, name) for capability in (89, 100, 120) for name in (*CASTS, *PRODUCTS)),
+    *((capability, name) for capability in (89, 100, 120) for name in (*CASTS, *PRODUCTS, "extreme scales")),
 ]
 _launched: dict[tuple[int, str], set[str]] = {}
 
 
-def check(name: str) -> None:
-    """Launch a case's kernels, and compare."""
+def check(name: str, kernels: TritonKernels) -> None:
+    """Hold a case's results against the reference's."""
     if name in CALLS:
-        CALLS[name](triton_kernels.load(False))
+        CALLS[name](kernels)
     elif name in products.PRODUCTS:
-        assert products.wrong(name, PRODUCT) == ""
+        assert kernels.module("octavo.tune.products").wrong(name, PRODUCT) == ""
     else:
-        assert cases.wrong(name, cases.inputs(*SHAPE, 1)[0]) == ""
+        module = kernels.module("octavo.tune.cases")
+        assert module.wrong(name, module.inputs(*SHAPES.get(name, SHAPE), 1)[0]) == ""
 
 
 @pytest.mark.parametrize(("capability", "name"), ALL_CASES)
 def test_it_is_the_reference(capability: int, name: str) -> None:
     with emulating(capability) as launches:
-        check(name)
+        check(name, triton_kernels.load(False))
     assert launches
     _launched[capability, name] = {launch.kernel for launch in launches}
 
