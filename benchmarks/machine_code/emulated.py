@@ -34,7 +34,7 @@ from octavo.tune.timing import describe
 from tests.kernels.triton import test_compiled
 from tests.support.emulated import DEVICES, Done, emulating
 
-TAKES = "40 minutes"
+TAKES = "12 minutes"
 MEASURES = ("octavo/kernels/triton", "emulator")
 
 SHAPE, TALL, WIDE = (256, 512), (1024, 512), (64, 8192)
