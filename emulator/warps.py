@@ -49,11 +49,14 @@ REDUCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {  # of [warps, 32]
     "max": lambda values: values.max(1),
     "min.f32": lambda values: functools.reduce(lambda a, b: extreme(a, b, True, False), values.T),
     "max.f32": lambda values: functools.reduce(lambda a, b: extreme(a, b, False, False), values.T),
+    "max.abs.f32": lambda values: REDUCTIONS["max.f32"](np.abs(values)),
     "ballot": lambda values: np.packbits(values, 1, "little").view(U32)[:, 0],  # a bit for each predicate that holds
 }
 
 
-@instruction("redux.sync.(add|min|max).([su]32)", "redux.sync.(min.f32|max.f32)()", "vote.sync.(ballot).b32()")
+@instruction(
+    "redux.sync.(add|min|max).([su]32)", "redux.sync.(min.f32|max.f32|max.abs.f32)()", "vote.sync.(ballot).b32()"
+)
 def reduce_warp(program: Program, one: Instruction, name: str, kind: str) -> Run:
     """One number of a warp's, which all of its lanes get."""
     target, source, members = one.operands

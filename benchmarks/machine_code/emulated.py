@@ -1,9 +1,10 @@
 """Every kernel's compiled PTX run by the emulator on four architectures: right or not, and what its accesses cost.
 
-The cases are those of ``kernels``, of ``octavo tune`` and the products. Of each launch, an element: instructions of
-threads; bytes of the sectors of 32 that global loads and stores touch, and how many times the fewest that hold what
-they ask for; shared memory's wavefronts, and how many times the fewest. Tiles are those of large tensors. Rows that
-are of the sources as they are stay: a run that was stopped goes on, and --only makes the named cases anew.
+The cases are those of ``kernels``, of ``octavo tune``, the products, and for the other kernels what test_compiled.py
+calls, whose sizes say nothing. Of each launch, an element: instructions of threads; bytes of the sectors of 32 that
+global loads and stores touch, and how many times the fewest that hold what they ask for; shared memory's wavefronts,
+and how many times the fewest. Tiles are those of large tensors. Rows that are of the sources as they are stay: a run
+that was stopped goes on, and --only makes the named cases anew.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import itertools
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from unittest import mock
 
@@ -21,7 +22,7 @@ import torch
 import triton
 
 from benchmarks.common.measure import commit, table, write_results
-from benchmarks.common.pages import read
+from benchmarks.common.pages import Row, markdown, read
 from benchmarks.subjects import commits_since
 from emulator import Options
 from emulator.counters import SECTOR, Count
@@ -29,14 +30,17 @@ from emulator.parse import Instruction
 from octavo.kernels.triton import launch as launching
 from octavo.tune import cases, fused_cases, products
 from octavo.tune.step_cases import CASES as STEPS
+from octavo.tune.timing import describe
+from tests.kernels.triton import test_compiled
 from tests.support.emulated import DEVICES, Done, emulating
 
-TAKES = "40 minutes"
+TAKES = "12 minutes"
 MEASURES = ("octavo/kernels/triton", "emulator")
 
 SHAPE, TALL, WIDE = (256, 512), (1024, 512), (64, 8192)
 PRODUCT = (256, 256, 512)
 NAMES = [*cases.CASES, *fused_cases.ONLY_TUNED, *STEPS, *(name for name in products.PRODUCTS if "Triton" in name)]
+NAMES += test_compiled.CALLS
 Rows = list[dict[str, object]]
 
 
@@ -48,6 +52,8 @@ def kind_of(key: tuple[Instruction, str]) -> str:
 
 def shape_of(name: str) -> tuple[int, ...]:
     """Of a case's tensor: groups hold whole tiles, and rows are as long as a model's where a program owns them."""
+    if name in test_compiled.CALLS:
+        return (0, 0)
     if name in products.PRODUCTS:
         return PRODUCT
     return TALL if name.startswith(("grouped", "five")) else WIDE if "norm" in name or "rows" in name else SHAPE
@@ -59,8 +65,7 @@ def rows_of(capability: int, name: str) -> Rows:
     torch.manual_seed(0)
     began = time.perf_counter()
     with _large_tiles(), emulating(capability, Options(counts=True)) as done:
-        is_product = name in products.PRODUCTS
-        problem = products.wrong(name, shape) if is_product else cases.wrong(name, cases.inputs(*shape[:2], 1)[0])
+        problem = _wrong(name, shape)
     by_kernel: dict[str, list[Done]] = defaultdict(list)
     for one in done:
         by_kernel[one.kernel].append(one)
@@ -69,6 +74,18 @@ def rows_of(capability: int, name: str) -> Rows:
     first["shape"] = "x".join(map(str, shape))
     last = {"right": problem or "yes", "case_seconds": f"{seconds:.1f}"}
     return [first | _counted(kernel, found, elements) | last for kernel, found in by_kernel.items()]
+
+
+def _wrong(name: str, shape: tuple[int, ...]) -> str:
+    if name in test_compiled.CALLS:
+        try:
+            test_compiled.check(name)
+        except AssertionError as error:
+            return describe(error)
+        return ""
+    return (
+        products.wrong(name, shape) if name in products.PRODUCTS else cases.wrong(name, cases.inputs(*shape[:2], 1)[0])
+    )
 
 
 @contextmanager
@@ -92,7 +109,9 @@ def _counted(kernel: str, launches: list[Done], elements: int) -> dict[str, obje
     for one in launches:
         for key, count in one.launch.counts.items():
             counts[kind_of(key)] += count
-    each = len(launches) * elements  # of a launch
+
+    def an_element(value: float, digits: int) -> str:
+        return f"{value / len(launches) / elements:.{digits}f}" if elements else ""
 
     def over(kind: str) -> str:
         return f"{counts[kind].got / counts[kind].least:.2f}" if counts[kind].least else ""
@@ -101,12 +120,12 @@ def _counted(kernel: str, launches: list[Done], elements: int) -> dict[str, obje
         "kernel": kernel,
         "launches": len(launches),
         "programs": launches[0].grid[0],
-        "instructions_an_element": f"{sum(sum(one.launch.executed) for one in launches) / each:.1f}",
-        "loaded_bytes_an_element": f"{counts['load'].got * SECTOR / each:.3f}",
+        "instructions_an_element": an_element(sum(sum(one.launch.executed) for one in launches), 1),
+        "loaded_bytes_an_element": an_element(counts["load"].got * SECTOR, 3),
         "load_sectors_by_least": over("load"),
-        "stored_bytes_an_element": f"{counts['store'].got * SECTOR / each:.3f}",
+        "stored_bytes_an_element": an_element(counts["store"].got * SECTOR, 3),
         "store_sectors_by_least": over("store"),
-        "wavefronts_an_element": f"{counts['shared'].got / each:.4f}",
+        "wavefronts_an_element": an_element(counts["shared"].got, 4),
         "wavefronts_by_least": over("shared"),
     }
 
@@ -117,6 +136,38 @@ def committed() -> dict[tuple[int, str], Rows]:
     for row in read("emulated"):
         found[int(row["architecture"].removeprefix("sm_")), row["case"]].append({**row})
     return found
+
+
+MOST = 1.05  # times the least sectors, of stores
+
+
+def _scattered(rows: Iterable[Row]) -> list[Row]:
+    """The rows of sized cases whose stores touch more sectors than they should."""
+    return [row for row in rows if row["stored_bytes_an_element"] and float(row["store_sectors_by_least"] or 0) > MOST]
+
+
+def _architectures() -> str:
+    """What ran on each, and what cost more than it must."""
+    header = ("architecture", "cases", "kernels", "right", "wavefronts by least, at most", f"stores over {MOST}")
+    lines = []
+    for name, rows in itertools.groupby(read("emulated"), lambda row: row["architecture"]):
+        found = [*rows]
+        counts = (str(len({row[column] for row in found})) for column in ("case", "kernel"))
+        right = f"{sum(row['right'] == 'yes' for row in found)} of {len(found)} rows"
+        wavefronts = max(row["wavefronts_by_least"] for row in found if row["wavefronts_an_element"])
+        lines.append((name, *counts, right, wavefronts, f"{len(_scattered(found))} rows"))
+    return markdown(header, lines)
+
+
+def _scattered_stores() -> str:
+    """Which write more sectors than they must, on Hopper."""
+    header = "case", "kernel", "bytes an element", "by least"
+    columns = "case", "kernel", "stored_bytes_an_element", "store_sectors_by_least"
+    rows = _scattered(row for row in read("emulated") if row["architecture"] == "sm_90")
+    return markdown(header, ([row[column] for column in columns] for row in rows))
+
+
+TABLES = {"emulated": _architectures, "stores": _scattered_stores}
 
 
 def main(arguments: list[str]) -> int:

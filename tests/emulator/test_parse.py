@@ -193,7 +193,6 @@ UNKNOWN = """
     match.any.sync.b32 %r1, %r2, -1
     redux.sync.xor.b32 %r1, %r2, -1
     redux.sync.max.NaN.f32 %r1, %r2, -1
-    redux.sync.max.abs.f32 %r1, %r2, -1
     activemask.b32 %r1
     bar.sync 1
     bar.sync 0, 16

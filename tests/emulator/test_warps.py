@@ -45,6 +45,9 @@ def test_reductions_of_floats_pass_over_nan() -> None:
     got = compute("redux.sync.max.f32", given, -1, target="sm_100a").reshape(4, 32)
     assert (got[:3] == np.nanmax(given[:96].reshape(3, 32), 1, keepdims=True)).all()
     assert (got[3].view(np.uint32) == 0x7FFFFFFF).all()
+    got = compute("redux.sync.max.abs.f32", given, -1, target="sm_100a").reshape(4, 32)
+    assert (got[:3] == np.nanmax(np.abs(given[:96].reshape(3, 32)), 1, keepdims=True)).all()
+    assert (got[3].view(np.uint32) == 0x7FFFFFFF).all()
 
 
 @pytest.mark.parametrize(
