@@ -6,7 +6,7 @@ import pytest
 
 from octavo import recipes
 from octavo.schedule import Phase, PrecisionSchedule
-from octavo.tensor.sharded_weight import ShardedWeight, on_this_rank
+from octavo.tensor.sharded_weight import ShardedWeight
 from octavo.tensor.stored_weight import StoredWeight
 from tests.support.sharded_weights import RECIPES, adamw, average, batch, differences, gradients, held, model, sharded
 
@@ -41,7 +41,7 @@ def steps_beside_whole(mesh: Any, recipe: str, first: str) -> list[str]:
         runs = [held(net, optimizer) for net, optimizer in zip(nets, optimizers, strict=True)]
         found += [f"step {step}: {name}" for name in differences(*runs, mesh)]
         kind = StoredWeight if schedules[0].phase.weight_storage == "fp8" else ShardedWeight
-        found += [name for name, p in nets[0].named_parameters() if not isinstance(on_this_rank(p), kind)]
+        found += [name for name, p in nets[0].named_parameters() if not isinstance(p._local_tensor, kind)]
     return found
 
 

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 import octavo
 from octavo.distributed.ranks import whole
 from octavo.integrations import torchtitan
-from octavo.tensor.sharded_weight import local_shard, own_part
+from octavo.tensor.sharded_weight import on_this_rank, own_part
 
 
 def converter(recipe: str, weight_storage: str | None = None) -> Any:
@@ -106,5 +106,5 @@ def parallel_llama(mesh: Any, recipe: str, compiled: bool) -> tuple[list[float],
     model = built(config, prepare)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            local_shard(parameter).copy_(own_part(alone.get_parameter(name), parameter))
+            on_this_rank(parameter).copy_(own_part(alone.get_parameter(name), parameter))
     return losses_of(alone, 3), losses_of(model, 3)

@@ -31,16 +31,18 @@ def test_every_fault_of_the_tables_is_found() -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "kernel", "number", "found"),
+    ("case", "kernel", "found"),
     [
-        ("cast rows", "cast_rows_kernel", 1, "race"),
-        ("tensor . tensor, Triton", "matmul_kernel", 0, "a copy under way"),
+        ("cast rows", "cast_rows_kernel", "race"),
+        ("tensor . tensor, Triton", "matmul_kernel", "a copy under way"),
     ],
 )
-def test_a_barrier_that_is_left_out(case: str, kernel: str, number: int, found: str) -> None:
+def test_a_barrier_that_is_left_out(case: str, kernel: str, found: str) -> None:
+    """Which one is needed depends on the release of Triton."""
     (one,) = (one for one in kernel_mutants.compiled_kernels([(90, case)]) if one.kernel == kernel)
-    change = functools.partial(kernel_mutants.without, one.text, {number})
-    assert found in kernel_mutants.outcome(case, 90, change=change)
+    count = len(kernel_mutants.BARRIER.findall(one.text))
+    changes = (functools.partial(kernel_mutants.without, one.text, {number}) for number in range(count))
+    assert any(found in kernel_mutants.outcome(case, 90, change=change) for change in changes)
 
 
 @pytest.mark.parametrize("name", ["cast+transpose dynamic", "layernorm gradient + residual"])
