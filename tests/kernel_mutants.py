@@ -80,7 +80,7 @@ def outcome(
 
     torch.manual_seed(0)
     try:
-        with triton_kernels.running() if capability is None else emulating(capability, options, change):
+        with triton_kernels.running() if capability is None else emulating(capability, options, change=change):
             kernels = triton_kernels.load(capability is None)
             check(name, kernels)
             assert_counters_are_zero(kernels)
