@@ -63,8 +63,9 @@ def _signs(name: str, bits: str) -> Function:
 elementwise("(add|sub|mul)(?:.rn)?.(f32|f64|f32x2)", "{1} {1} {1}", _rounded)
 elementwise("(div).rn.(f32|f64)", "{1} {1} {1}", _rounded)
 elementwise("(sqrt).rn.(f32|f64)", "{1} {1}", _rounded)
-elementwise("(add|sub).rn.f32.bf16", "f32 bf16 f32", _rounded)
+elementwise("(add|sub).rn.f32.(bf16|f16)", "f32 {1} f32", _rounded)
 elementwise("fma.rn.(f32|f32x2)", "{0} {0} {0} {0}", lambda kind: numbers.fma32)
+elementwise("fma.rn.f32.(bf16|f16)", "f32 {0} {0} f32", lambda kind: numbers.fma32)
 
 
 def _extremes(name: str, nan: str | None) -> Function:

@@ -116,13 +116,16 @@ def test_pairs_of_float32(name: str) -> None:
     assert (together.view(np.uint32) == bits_of(compute(f"{name}.rn.f32", *values))).all()
 
 
-def test_bf16_and_float32_add_up() -> None:
+@pytest.mark.parametrize(("kind", "dtype"), [("bf16", BF16), ("f16", np.float16)])
+def test_narrow_numbers_and_float32_add_up(kind: str, dtype: type) -> None:
     with np.errstate(all="ignore"):
-        x, y, _ = operands("f32", 1000)
-    x = x.astype(BF16)
+        x, y, z = operands("f32", 1000)
+        x, narrow = x.astype(dtype), y.astype(dtype)
     for name, function in (("add", operator.add), ("sub", operator.sub)):
         exact = [row and function(*row) for row in fractions(x, y)]
-        check(compute(f"{name}.rn.f32.bf16", x, y, out=np.float32), exact, "f32")
+        check(compute(f"{name}.rn.f32.{kind}", x, y, out=np.float32), exact, "f32")
+    exact = [row and row[0] * row[1] + row[2] for row in fractions(x, narrow, z)]
+    check(compute(f"fma.rn.f32.{kind}", x, narrow, z, out=np.float32), exact, "f32")
 
 
 SPECIAL = [0.0, -0.0, 1.0, -1.0, np.inf, -np.inf, np.nan, -np.nan]
