@@ -20,6 +20,7 @@ from torch import Tensor
 
 from octavo.autograd.casts import WEIGHT, State, cast_role
 from octavo.granularity import ALL
+from octavo.kernels.backward_pass import is_running
 from octavo.kernels.layouts import is_small_block
 from octavo.nn.agreement import ask
 from octavo.nn.gather_group import GatherGroup
@@ -242,7 +243,7 @@ class Gather:
             return _send_codes(codes, scale_inv, has_scale, None, module, outer_size, shard.qdata.dtype)
         if kind == AS_IT_IS:
             return gather_as_it_is(shard, mesh, outer_size, mp_policy)
-        for_backward = torch._C._current_graph_task_id() != -1  # also of a forward that a checkpoint computes again
+        for_backward = is_running()  # also of a forward that a checkpoint computes again
         if kind == CAST_AFTER:
             if not for_backward:
                 self.begin(module)

@@ -5,8 +5,6 @@ import torch
 from torch import Tensor, nn
 
 import octavo
-from octavo.errors import OctavoError
-from octavo.tensor import sharded_weight
 from octavo.tensor.pair import Operands
 from octavo.tensor.sharded_weight import (
     GatheredWeight,
@@ -121,8 +119,3 @@ def test_refilled_in_place_for_the_backward_that_saved_it():
 
 def test_a_plain_parameter_is_no_shard():
     assert not attach(nn.Parameter(torch.ones(2, 2)), -1)
-
-
-def test_what_is_private_in_torch_fails_with_the_tested_version():
-    with pytest.raises(OctavoError, match=r"has changed what octavo reads of FSDP2.*tested with torch 2\.11 and 2\.13"):
-        sharded_weight._private(lambda: torch.ones(1)._no_such_thing)
