@@ -25,7 +25,7 @@ from octavo.optim.gradient_norms import GradientNorms
 from octavo.optim.gradients import GradientHooks, living, refuse_ddp
 from octavo.optim.layout import bytes_of_shard, like_gradient, settle_gradient
 from octavo.private import execution_engine, has_scaled
-from octavo.tensor.used_gradient import TWICE, UsedGradient
+from octavo.tensor.stored_gradient import TWICE, UsedGradient
 
 MIB = 1 << 20
 
