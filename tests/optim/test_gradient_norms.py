@@ -1,6 +1,5 @@
 import copy
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -8,7 +7,6 @@ from torch import nn
 
 from octavo.optim import AdamW, EstimatedNorm, LastStepNorm, update_in_backward
 from octavo.optim.gradient_norms import GradientNorms, squared_norms
-from tests.support import in_backward_tasks
 
 
 def params_with(*norms: float) -> list[nn.Parameter]:
@@ -100,14 +98,6 @@ def test_in_float32() -> None:
     gradients = [torch.full((300, 7), 1e-3, dtype=torch.bfloat16), torch.ones(3), torch.ones(0, 2)]
     expected = [float(x.double().square().sum()) for x in gradients]
     assert squared_norms(gradients).tolist() == pytest.approx(expected, rel=1e-6)
-
-
-@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=["sharded", "replicated and sharded"])
-def test_sharded(shape: tuple[int, ...], pool: Any) -> None:
-    found = pool.run(in_backward_tasks.squares_of_sharded, shape)
-    assert len(found) == math.prod(shape)
-    for squares, expected in found:
-        assert squares == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("clip", [LastStepNorm(0.1), EstimatedNorm(0.1)], ids=str)

@@ -1,24 +1,16 @@
 """Gradients kept in FP8: rounded once, summed in float32, and what else is asked of them raises."""
 
-import os
 import weakref
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from octavo.errors import UnsupportedOpError
 from octavo.optim import SGD, Adam, AdamW, update_in_backward
-from octavo.optim.gradients import GradientStorage, refuse_ddp
+from octavo.optim.gradients import GradientStorage
 from octavo.tensor.stored_gradient import StoredGradient
-from tests.support import gradient_tasks
-from tests.support.in_backward_models import assert_same
 from tests.support.kept_gradients import each_kind, grads_of, loss_of, model_of
-from tests.support.pool import free_port
 
 
 @each_kind
@@ -131,32 +123,6 @@ def test_a_second_backward_is_refused(kind: str) -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize("kind", ["bf16", "fp8", "tied"])
-def test_checkpoints(kind: str) -> None:
-    found = []
-    for again in (False, True):
-        model = model_of(kind)
-        optimizer = AdamW(model.parameters(), gradient_storage="fp8")
-        y = torch.randn(8, 144, dtype=torch.bfloat16)
-        for layer in model:
-            y = checkpoint(layer, y, use_reentrant=False) if again else layer(y)
-        y.float().square().mean().backward()
-        optimizer.step()
-        found.append((model, optimizer))
-    assert_same(*found)
-
-
-def test_reentrant_checkpoints_that_share_a_weight_are_refused() -> None:
-    model = model_of("tied")
-    optimizer = AdamW(model.parameters(), gradient_storage="fp8")
-    y = torch.randn(8, 144, dtype=torch.bfloat16, requires_grad=True)
-    for layer in model:
-        y = checkpoint(layer, y, use_reentrant=True)
-    with pytest.raises(UnsupportedOpError, match="use_reentrant=False"):
-        y.float().square().mean().backward()
-    optimizer.zero_grad()
-
-
 def test_what_else_it_could_be_is_refused() -> None:
     params = [nn.Parameter(torch.ones(3))]
     for make in (AdamW, Adam, SGD):
@@ -212,26 +178,3 @@ def test_parameters_that_a_client_replaces_are_followed_and_let_go() -> None:
     gone = weakref.ref(first)
     del first
     assert gone() is None
-
-
-@pytest.fixture
-def group() -> Iterator[None]:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    dist.init_process_group("gloo", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def test_ddp_is_refused(group: None) -> None:
-    model = model_of()
-    optimizer = AdamW(model.parameters(), gradient_storage="fp8")
-    wrapped = nn.parallel.DistributedDataParallel(model)
-    with pytest.raises(RuntimeError, match="fully_shard"):
-        loss_of(wrapped).backward()
-    refuse_ddp(model_of().parameters(), "another model's")
-    del optimizer
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_sharded(dtype: torch.dtype, pool: Any) -> None:
-    assert pool.run(gradient_tasks.sharded_equals, (2,), dtype) == [[], []]

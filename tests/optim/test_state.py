@@ -3,7 +3,6 @@
 import copy
 import io
 import pickle
-from typing import Any
 
 import pytest
 import torch
@@ -16,9 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from octavo import E4M3, E5M2
 from octavo.optim import Adam, AdamW, Moment
-from octavo.optim.layout import bytes_of_shard
 from octavo.optim.state import description, moment_from
-from tests.support import optim_situations as situations
 from tests.support.trained import MASTERS, MOMENTS, ONE_SCALE, moments_of, parameter, train
 
 
@@ -174,42 +171,3 @@ def test_a_description_says_all(moments):
     described = description(pair, None, 3)
     assert tuple(map(moment_from, described["moments"])) == pair
     assert (described["master"], described["seed"]) == ("None", 3)
-
-
-# several ranks
-
-
-@pytest.mark.parametrize("master", ["auto", "split32", "split24", None])
-@pytest.mark.parametrize("moments", ["fp8", "bf16"])
-def test_two_ranks_are_as_one(pool, master, moments):
-    whole = situations.unsharded(moments, master)
-    for found in pool.run(situations.sharded, (2,), moments, master):
-        for name, value in whole.items():
-            assert torch.equal(found[name], value) or (moments == "fp8" and name.endswith("bias")), name
-
-
-@pytest.mark.parametrize(("master", "full"), [("auto", False), ("split24", False), ("split32", True)])
-def test_a_checkpoint_of_two_ranks_goes_on_bit_for_bit(pool, master, full):
-    assert all(pool.run(situations.reloaded, (2,), "fp8", master, full))  # gathered: 16 bits are sent as bytes
-
-
-def test_a_checkpoint_of_one_rank_serves_two_and_back(pool):
-    assert all(pool.run(situations.resharded, (2,)))
-
-
-def test_one_scale_for_sharded_weights_is_refused(pool):
-    assert all(pool.run(situations.refused, (2,)))
-
-
-def part_bytes(mesh: Any) -> list[int]:
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    tensors = [torch.ones(5, 3), torch.ones(1, 3, dtype=torch.bfloat16), torch.ones(4)]
-    found = [distribute_tensor(tensor, mesh, [Shard(0)]) for tensor in tensors]
-    found.append(distribute_tensor(tensors[0], mesh, [Replicate()]))
-    return [bytes_of_shard(tensor) for tensor in found]
-
-
-def test_bytes_of_a_shard_are_the_same_on_all_ranks(pool: Any) -> None:
-    assert pool.run(part_bytes, (4,), seconds=60) == [[24, 6, 4, 60]] * 4
-    assert bytes_of_shard(torch.ones(5, 3)) == 60 and bytes_of_shard(torch.ones(())) == 4
