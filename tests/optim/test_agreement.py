@@ -1,5 +1,6 @@
 """Sharded weights that live in FP8 take the steps of whole ones bit for bit; ranks exchange one number a weight."""
 
+import math
 import warnings
 from typing import Any
 
@@ -9,55 +10,98 @@ import torch.distributed as dist
 from torch import nn
 
 import octavo
-from octavo.optim import Moment
+from octavo.optim import AdamW, Moment
 from octavo.optim.agreement import Agreement, needs_agreement
 from octavo.tensor.stored_weight import local_stored
 from tests.support import sharded_weights as cases
 from tests.support.byte_counter import REDUCE, ByteCounter
 from tests.support.sharded_weights import adamw, differences, held, model, sharded, steps
 
-each_master = pytest.mark.parametrize("master", ["split16", "split24", "fp16_scaled", "fp32", None])
+# Trainings of a model that ``make(seed)`` makes: each returns what is compared.
 
 
-def beside_whole(mesh: Any, recipe: str, master: str | None, moments: Any = "fp8") -> list[str]:
-    """What differs between steps of a sharded model and of the whole one."""
-    runs = []
-    for net in (sharded(recipe, mesh), model(recipe)):
-        optimizer = adamw(net, master, moments)
-        steps(net, optimizer, 0, 3)
-        runs.append(held(net, optimizer))
-    return differences(*runs, mesh)
+def three_steps(make: Any, master: str | None = "auto", moments: Any = "fp8") -> tuple[Any, Any]:
+    net = make()
+    optimizer = adamw(net, master, moments)
+    steps(net, optimizer, 0, 3)
+    return net, optimizer
 
 
-@each_master
-@pytest.mark.parametrize("recipe", ["dynamic", "blockwise"])
-def test_steps_equal_those_of_whole_weights(pool, recipe, master):
-    assert pool.run(beside_whole, (2,), recipe, master, seconds=60) == [[]] * 2
+def gradients_of_some(make: Any) -> tuple[Any, Any]:
+    """Steps in which one weight has no gradient, each time another."""
+    net = make()
+    optimizer, params = adamw(net), list(net.parameters())
+    for step in range(6):
+        cases.gradients(net, step)
+        params[step % 3].grad = None
+        optimizer.step()
+    return net, optimizer
 
 
-@pytest.mark.full
-@each_master
-def test_ranks_without_rows(pool, master):
-    """Of 5 rows the third rank of 4 has one and the fourth none; of 1 row three ranks have none (of 2 one)."""
-    assert pool.run(beside_whole, (4,), "dynamic", master, seconds=60) == [[]] * 4
+def skipped(make: Any) -> tuple[Any, Any]:
+    """A step with a NaN on one rank only."""
+    net = make()
+    params = list(net.parameters())[:2]  # torch finds no largest value of a gradient without elements
+    optimizer = AdamW(params, lr=0.05, skip_nonfinite=True)
+    for step in range(3):
+        cases.gradients(net, step)
+        if step == 1:
+            cases.on_this_rank(params[0].grad)[0].fill_(torch.nan)
+        optimizer.step()
+    return net[:-1], optimizer
 
 
-def test_moments_in_float32(pool):
-    assert pool.run(beside_whole, (2,), "delayed", "auto", "fp32", seconds=60) == [[]] * 2
+def loaded_between(make: Any, plain: bool) -> tuple[Any, Any]:
+    """A state dict of another model is loaded between steps: masters begin anew, on all ranks."""
+    net, other = make(0), make(1)
+    optimizer = adamw(net)
+    steps(net, optimizer, 0, 2)
+    state = other.state_dict()
+    if plain:
+        values = octavo.restore(model("dynamic", 1)).state_dict()
+        state = {name: cases.like(value, other.get_parameter(name)) for name, value in values.items()}
+    net.load_state_dict(state)
+    steps(net, optimizer, 2, 4)
+    return net, optimizer
 
 
-def test_replicas(pool):
-    assert pool.run(replicas, (2, 2), seconds=60) == [[]] * 4
+def loaded_by_another_master(make: Any) -> tuple[Any, Any]:
+    """A state of split24 is loaded into split16: the master begins as the weight, and ranks agree on its amax."""
+    net = make()
+    before, optimizer = adamw(net, "split24"), adamw(net, "split16")
+    steps(net, before, 0, 2)
+    with warnings.catch_warnings(action="ignore"):
+        optimizer.load_state_dict(before.state_dict())
+    steps(net, optimizer, 2, 4)
+    return net, optimizer
 
 
-def replicas(mesh: Any) -> list[str]:
-    """The same under HSDP: a replica's ranks agree among themselves."""
-    runs = []
-    for net in (sharded("dynamic", mesh), model("dynamic")):
-        optimizer = adamw(net)
-        steps(net, optimizer, 0, 3)
-        runs.append(held(net, optimizer))
+def beside_whole(mesh: Any, training: str, recipe: str, *options: Any) -> list[str]:
+    """What differs between a training of a sharded model and of the whole one."""
+    makes = (lambda seed=0: sharded(recipe, mesh, seed)), (lambda seed=0: model(recipe, seed))
+    runs = [held(*globals()[training](make, *options)) for make in makes]
     return differences(*runs, mesh["shard"])
+
+
+MASTERS = ["split16", "split24", "fp16_scaled", "fp32", None]
+CELLS: list[Any] = [((2,), three_steps, recipe, master) for recipe in ("dynamic", "blockwise") for master in MASTERS]
+CELLS += [
+    ((2,), three_steps, "delayed", "auto", "fp32"),
+    ((2, 2), three_steps, "dynamic"),  # a replica's ranks agree among themselves
+    ((2,), gradients_of_some, "dynamic"),
+    ((2,), skipped, "dynamic"),
+    *(((2,), loaded_between, "dynamic", plain) for plain in (False, True)),
+    ((2,), loaded_by_another_master, "dynamic"),
+]
+# of 5 rows the third rank of 4 has one and the fourth none; of 1 row three ranks have none (of 2 one)
+WITHOUT_ROWS: list[Any] = [((4,), three_steps, "dynamic", master) for master in MASTERS]
+WITHOUT_ROWS += [((4,), loaded_between, "dynamic", plain) for plain in (False, True)]
+
+
+@pytest.mark.parametrize("cell", [*CELLS, *(pytest.param(cell, marks=pytest.mark.full) for cell in WITHOUT_ROWS)])
+def test_equal_to_whole_weights(pool, cell):
+    shape, training, *options = cell
+    assert pool.run(beside_whole, shape, training.__name__, *options, seconds=60) == [[]] * math.prod(shape)
 
 
 # --- what is exchanged, and when --------------------------------------------------------------------------------------
@@ -115,69 +159,6 @@ def test_who_waits(pool):
     assert pool.run(waits, (2,), seconds=60) == [[1, 1, 0, 1, 0, 1, 0, True]] * 2
 
 
-def gradients_of_some(mesh: Any) -> list[str]:
-    """Steps in which one weight has no gradient, each time another, beside the same of whole weights."""
-    runs = []
-    for net in (sharded("dynamic", mesh), model("dynamic")):
-        optimizer = adamw(net)
-        params = list(net.parameters())
-        for step in range(6):
-            cases.gradients(net, step)
-            params[step % 3].grad = None
-            optimizer.step()
-        runs.append(held(net, optimizer))
-    return differences(*runs, mesh)
-
-
-def test_weights_without_a_gradient_take_part(pool):
-    assert pool.run(gradients_of_some, (2,), seconds=60) == [[]] * 2
-
-
-def skipped(mesh: Any) -> list[str]:
-    """A step with a NaN on one rank only."""
-    runs = []
-    for net in (sharded("dynamic", mesh), model("dynamic")):
-        params = list(net.parameters())[:2]  # torch finds no largest value of a gradient without elements
-        optimizer = type(adamw(net))(params, lr=0.05, skip_nonfinite=True)
-        for step in range(3):
-            cases.gradients(net, step)
-            if step == 1:
-                cases.on_this_rank(params[0].grad)[0].fill_(torch.nan)
-            optimizer.step()
-        runs.append(held(net[:-1], optimizer))
-    return differences(*runs, mesh)
-
-
-def test_a_step_that_is_skipped(pool):
-    assert pool.run(skipped, (2,), seconds=60) == [[]] * 2
-
-
-# --- weights written otherwise ----------------------------------------------------------------------------------------
-
-
-def loaded_between(mesh: Any, plain: bool) -> list[str]:
-    """A state dict of another model is loaded between steps: masters begin anew, on all ranks."""
-    runs = []
-    for make in (lambda seed: sharded("dynamic", mesh, seed), lambda seed: model("dynamic", seed)):
-        net, other = make(0), make(1)
-        optimizer = adamw(net)
-        steps(net, optimizer, 0, 2)
-        state = other.state_dict()
-        if plain:
-            values = octavo.restore(model("dynamic", 1)).state_dict()
-            state = {name: cases.like(value, other.get_parameter(name)) for name, value in values.items()}
-        net.load_state_dict(state)
-        steps(net, optimizer, 2, 4)
-        runs.append(held(net, optimizer))
-    return differences(*runs, mesh)
-
-
-@pytest.mark.parametrize("plain", [False, True], ids=["stored", "plain"])
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
-def test_what_is_loaded_between_steps(pool, ranks, plain):
-    assert pool.run(loaded_between, (ranks,), plain, seconds=60) == [[]] * ranks
-
-
 # --- which weights ----------------------------------------------------------------------------------------------------
 
 
@@ -199,38 +180,14 @@ def refused(mesh: Any) -> list[str]:
     said = []
     one = (Moment("fp32"), Moment("fp32"))
     net = sharded("dynamic", mesh)
-    for make in (
-        lambda: adamw(net, "split32"),
-        lambda: type(adamw(net))(net.parameters(), clip_update=False),
-        lambda: type(adamw(net))(net.parameters(), betas=(0.99, 0.9)),
-    ):
-        try:
-            make()
-        except ValueError as error:
-            said.append(str(error))
+    for options in ({"master": "split32"}, {"clip_update": False}, {"betas": (0.99, 0.9)}):
+        with pytest.raises(ValueError) as caught:
+            AdamW(net.parameters(), **options)
+        said.append(str(caught.value))
     assert adamw(net, moments=one) is not None and local_stored(net[0].weight) is not None
     return said
 
 
 def test_what_whole_weights_are_refused_sharded_ones_are(pool):
     for said in pool.run(refused, (2,), seconds=60):
-        assert len(said) == 3
         assert "weights stored in FP8 take" in said[0] and "clip_update on" in said[1] and "beta1^2 > beta2" in said[2]
-
-
-def loaded_by_another_master(mesh: Any) -> list[str]:
-    """A state of split24 is loaded into split16: the master begins as the weight, and ranks agree on its amax."""
-    runs = []
-    for net in (sharded("dynamic", mesh), model("dynamic")):
-        before, optimizer = adamw(net, "split24"), adamw(net, "split16")
-        steps(net, before, 0, 2)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            optimizer.load_state_dict(before.state_dict())
-        steps(net, optimizer, 2, 4)
-        runs.append(held(net, optimizer))
-    return differences(*runs, mesh)
-
-
-def test_a_state_that_is_converted(pool):
-    assert pool.run(loaded_by_another_master, (2,), seconds=60) == [[]] * 2
