@@ -201,7 +201,7 @@ def test_parameters_that_a_client_replaces_are_followed_and_let_go() -> None:
     assert gone() is None
 
 
-# --- a step ----------------------------------------------------------------------------------------------------------
+# --- a step -----------------------------------------------------------------------------------------------------------
 
 
 # SGD does not step weights that are stored in FP8
