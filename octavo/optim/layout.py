@@ -173,8 +173,8 @@ class Agreement:
     """What ranks agree on of weights that live in FP8 and are sharded with one scale: the amax of the whole master.
 
     The next scale comes from that amax and the most that a step can add, before the update. Each rank finds the amax of
-    its shard; one collective for each layout, of 4 bytes a weight, finds the largest of all weights. It begins at the end
-    of a step and is waited for at the beginning of the next, so that it runs beside the next forward and backward.
+    its shard; one collective for each layout, of 4 bytes a weight, finds the largest. It begins at the end of a step
+    and is waited for at the beginning of the next: it runs beside the next forward and backward.
 
     All of these weights take part, in their order, whichever had gradients: so ranks never disagree on a collective.
 
