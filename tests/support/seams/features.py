@@ -19,8 +19,8 @@ from octavo import recipes
 from octavo.schedule import Phase, PrecisionSchedule
 from tests.support.helpers import every_layer
 from tests.support.seams.made import WIDTH, Made
+from tests.support.seams.situations import Documented, Verdict
 from tests.support.seams.twins import casts_of
-from tests.support.seams.verdicts import Documented, Verdict
 from tests.support.trained import by_hand
 
 LR = 1e-3

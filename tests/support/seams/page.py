@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 from tests.support.seams.cells import PAGE, verdict_of
 from tests.support.seams.features import FEATURES
-from tests.support.seams.situations import SITUATIONS
-from tests.support.seams.verdicts import Documented, Exact, Refused, Sound, Verdict
+from tests.support.seams.situations import SITUATIONS, Documented, Exact, Refused, Sound, Verdict
 
 HEAD = """# Every feature in every situation
 
