@@ -3,41 +3,16 @@
 import triton
 import triton.language as tl
 
-from octavo.kernels.triton.adam import adam_weight, lerp
 from octavo.kernels.triton.master_weights import read_master, write_master
 from octavo.kernels.triton.moment_codes import decode_moment, encode_moment, round_to_bf16
 from octavo.kernels.triton.optimizer_state import (
-    SECOND,
-    WEIGHT_COLUMN,
     WIDTH,
-    Gradient,
-    Scales,
-    gradient_tile,
     place_of,
-    read_moment,
     store_at,
-    write_moment,
 )
 from octavo.kernels.triton.random_bits import half, random_bits, with_number
-from octavo.kernels.triton.sgd import sgd_moment, sgd_weight
-from octavo.kernels.triton.step_kernel import finish, leave_scales, scales_of
 from octavo.kernels.triton.step_numbers import adam_numbers, corrections, sgd_numbers
-from octavo.kernels.triton.table import find_tensor, pointer, row_of, size, to_pointer
-
-
-@triton.jit
-def find_kernel(table_ptr, tensor_ptr, row_ptr, TENSORS: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr):
-    program = tl.program_id(0)
-    tensor, row = find_tensor(table_ptr, program, TENSORS, WIDTH, FIRST)
-    tl.store(tensor_ptr + program, tensor)
-    tl.store(row_ptr + program, tl.load(row))
-
-
-@triton.jit
-def pointer_kernel(row_ptr, out_ptr, ALIGNED: tl.constexpr):
-    """A column of an address of float32, and one of a size."""
-    tl.store(out_ptr, tl.load(pointer(row_ptr, 1, tl.float32, ALIGNED)))
-    tl.store(out_ptr + 1, size(row_ptr, 2, ALIGNED).to(tl.float32))
+from octavo.kernels.triton.table import row_of
 
 
 @triton.jit
@@ -103,30 +78,6 @@ def place_kernel(
 
 
 @triton.jit
-def moment_kernel(
-    row_ptr,
-    wide_ptr,  # float32, what was read, then what is to be written
-    new_ptr,
-    bits_ptr,
-    scale_ptr,
-    found_ptr,
-    MOMENT: tl.constexpr,
-    EVEN: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
-    """The second moment read, and then new values written."""
-    row = row_of(row_ptr, WIDTH)
-    place = place_of(row, tl.program_id(0), BLOCKS, EVEN, False)
-    store_at(wide_ptr, place, read_moment(row, SECOND, place, MOMENT, EVEN))
-    new = tl.load(new_ptr + place.base + place.offsets, mask=place.inside, other=0.0)
-    bits = tl.load(bits_ptr + place.base + place.offsets, mask=place.inside, other=0)
-    scale = tl.load(scale_ptr)
-    new = tl.sqrt_rn(new) if MOMENT.root else new
-    found = write_moment(row, SECOND, place, new, bits, scale, MOMENT, EVEN)
-    tl.store(found_ptr + tl.program_id(0), found)
-
-
-@triton.jit
 def master_kernel(
     row_ptr,
     wide_ptr,
@@ -149,29 +100,6 @@ def master_kernel(
 
 
 @triton.jit
-def gradient_kernel(
-    row_ptr,
-    gradient_ptr,
-    group_ptr,
-    grad_scale_ptr,
-    out_ptr,
-    OF: tl.constexpr,
-    COUPLED: tl.constexpr,
-):
-    row = row_of(row_ptr, WIDTH)
-    place = place_of(row, tl.program_id(0), 4, OF.even, False)
-    n = adam_numbers(group_ptr, tl.full((), 0, tl.int64), corrections(group_ptr, tl.full((), 1, tl.int64)))
-    grad_scale = None
-    if grad_scale_ptr is not None:
-        grad_scale = tl.load(grad_scale_ptr)
-    weight = to_pointer(row[WEIGHT_COLUMN], tl.float32, OF.even)
-    w = tl.load(weight + place.base + place.offsets, mask=place.inside, other=0)
-    scale_inv = tl.load(gradient_ptr + 1) if OF.gradient_fmt is not None else None
-    gradient = Gradient(tl.load(gradient_ptr), scale_inv, grad_scale)
-    store_at(out_ptr, place, gradient_tile(gradient, place, n, w, OF, True, COUPLED))
-
-
-@triton.jit
 def adam_numbers_kernel(group_ptr, lr_ptr, number_ptr, out_ptr, COUNT: tl.constexpr):
     """The numbers in float64, a row for each of the steps."""
     for i in range(COUNT):
@@ -186,55 +114,3 @@ def sgd_numbers_kernel(group_ptr, lr_ptr, number_ptr, out_ptr, COUNT: tl.constex
         n = sgd_numbers(group_ptr, tl.load(lr_ptr), tl.load(number_ptr + i))
         for k in tl.static_range(len(n)):
             tl.store(out_ptr + len(n) * i + k, n[k].to(tl.float64))
-
-
-@triton.jit
-def lerp_kernel(a_ptr, b_ptr, weight_ptr, out_ptr, IS_SMALL: tl.constexpr, BLOCK: tl.constexpr):
-    i = tl.arange(0, BLOCK)
-    tl.store(out_ptr + i, lerp(tl.load(a_ptr + i), tl.load(b_ptr + i), tl.load(weight_ptr), IS_SMALL))
-
-
-@triton.jit
-def adam_weight_kernel(
-    w_ptr, m_ptr, v_ptr, group_ptr, number_ptr, DECOUPLED: tl.constexpr, CLIP: tl.constexpr, BLOCK: tl.constexpr
-):
-    i = tl.arange(0, BLOCK)
-    n = adam_numbers(group_ptr, tl.full((), 0, tl.int64), corrections(group_ptr, tl.load(number_ptr)))
-    root = tl.sqrt_rn(tl.load(v_ptr + i))
-    w = adam_weight(tl.load(w_ptr + i), tl.load(m_ptr + i), root, n, DECOUPLED, CLIP)
-    tl.store(w_ptr + i, w)
-
-
-@triton.jit
-def sgd_kernel(w_ptr, momentum_ptr, g_ptr, group_ptr, number_ptr, HAS_MOMENTUM: tl.constexpr, BLOCK: tl.constexpr):
-    i = tl.arange(0, BLOCK)
-    n = sgd_numbers(group_ptr, tl.full((), 0, tl.int64), tl.load(number_ptr))
-    g = tl.load(g_ptr + i)
-    momentum = sgd_moment(tl.load(momentum_ptr + i), g, n)
-    tl.store(momentum_ptr + i, momentum)
-    tl.store(w_ptr + i, sgd_weight(tl.load(w_ptr + i), momentum, g, n, HAS_MOMENTUM))
-
-
-@triton.jit
-def scales_kernel(row_ptr, group_ptr, found_ptr, out_ptr, OF: tl.constexpr, DECOUPLED: tl.constexpr):
-    """The first moment's new scale; the master's, and its scale_inv until now."""
-    n = adam_numbers(group_ptr, tl.full((), 0, tl.int64), corrections(group_ptr, tl.full((), 3, tl.int64)))
-    row = row_of(row_ptr, WIDTH)
-    scales = scales_of(row, n, found_ptr, 0, OF, DECOUPLED, 1)
-    tl.store(out_ptr, scales.first)
-    tl.store(out_ptr + 1, scales.master)
-    tl.store(out_ptr + 2, scales.master_inv)
-
-
-@triton.jit
-def leave_kernel(work_ptr, scale_ptr, OF: tl.constexpr, COUNT: tl.constexpr):
-    """Each program leaves a tensor's scales."""
-    k = tl.program_id(0)
-    first, second = tl.load(scale_ptr + 3 * k), tl.load(scale_ptr + 3 * k + 1)
-    scales = Scales(first, second, tl.load(scale_ptr + 3 * k + 2), 1.0)
-    leave_scales(work_ptr + 1 + k, scales, OF, COUNT)
-
-
-@triton.jit
-def finish_kernel(table_ptr, work_ptr, COUNT: tl.constexpr, ANY_ONE: tl.constexpr):
-    finish(table_ptr, work_ptr, COUNT, ANY_ONE)
