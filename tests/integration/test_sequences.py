@@ -62,7 +62,6 @@ class HandWritten:
         self.params = params
 
     def step(self) -> None:
-        """Plain descent."""
         with torch.no_grad():
             for p in self.params:
                 if p.grad is not None:
@@ -156,7 +155,6 @@ class Subject:
         return self.layer._parameters[name]
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """All ranks' parts."""
         part = local_stored(tensor)
         if part is not None and part is not tensor:
             codes = like_sharded(part.qdata.detach().view(torch.uint8), tensor, tensor.shape).full_tensor()  # type: ignore[attr-defined]
@@ -314,7 +312,6 @@ class Subject:
         torch.optim.SGD([other], lr=0.1).step()
 
     def zero_grad(self, to_none: bool = True) -> None:
-        """Clear gradients."""
         self.model.zero_grad(set_to_none=to_none)
         self.gradients = {n: None if to_none or g is None else torch.zeros_like(g) for n, g in self.gradients.items()}
 
@@ -399,7 +396,6 @@ class Subject:
             self.moved()
 
     def replace(self) -> None:
-        """Another parameter."""
         if self.mesh is None and not self.stored:
             self.layer.weight = nn.Parameter(self.random(*self.weight_shape))
             known = self.known
@@ -454,7 +450,6 @@ class Subject:
             vars(self).update(before, swapped=swapped)
 
     def train(self, training: bool = True) -> None:
-        """Training or evaluation."""
         self.model.train(training)
 
     def freeze(self, frozen: bool = True) -> None:
@@ -472,7 +467,6 @@ class Subject:
         self.in_flight = in_flight
 
     def keep(self, anew: bool = True) -> None:
-        """KeptWeights, cast now."""
         if self.mesh is not None or self.stored or self.recipe_name not in ("dynamic", "blockwise") or self.in_flight:
             return
         if anew or self.kept is None:
@@ -497,7 +491,6 @@ class GroupedSubject(Subject):
         super().__init__(recipe, stored=False, dtype=dtype)
 
     def plain(self, dtype: torch.dtype) -> Any:
-        """octavo's already."""
         return Routed(3, IN, OUT, dtype=dtype)
 
     def fresh(self) -> Any:

@@ -2,9 +2,7 @@
 
 import copy
 import gc
-import itertools
 import math
-import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -19,10 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import octavo
 from octavo.optim import AdamW, base, update_in_backward
 from octavo.optim.in_backward import EstimatedNorm, GradientNorms, LastStepNorm, PerParameterNorm, squared_norms
-from octavo.tensor.stored_weight import StoredWeight
 from octavo.tensor.used_gradient import UsedGradient
 from tests.support import sharded_weights as cases
-from tests.support.helpers import every_layer
 from tests.support.pool import free_port
 from tests.support.trained import assert_same, loss_of, model_of
 
@@ -170,58 +166,6 @@ def test_a_launch_a_crossing(threshold: int, in_backward: int, in_all: int, monk
     optimizer.step()
     assert handle.launches == len(calls) == in_all
     assert sum(calls) == 8
-
-
-class Mixed(nn.Module):
-    """10 M parameters in tensors of uneven sizes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        sizes = [512, 1024, 2048, 1024, 1536, 1024, 640]
-        self.embedding = nn.Embedding(128, sizes[0])
-        self.norms = nn.ModuleList(nn.LayerNorm(size) for size in sizes[:-1])
-        self.layers = nn.ModuleList(nn.Linear(*pair) for pair in itertools.pairwise(sizes))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        y = self.embedding(tokens)
-        for norm, layer in zip(self.norms, self.layers, strict=True):
-            y = layer(norm(y))
-        return y
-
-
-def test_bytes_a_parameter() -> None:
-    model = Mixed().bfloat16()
-    octavo.convert(model, octavo.recipes.dynamic(), select=every_layer, weight_storage="fp8")
-    optimizer = AdamW(model.parameters(), moments="fp8", master="auto")
-    handle = update_in_backward(optimizer, 1 << 20)
-    model(torch.arange(16)).float().square().mean().backward()
-    optimizer.step()
-    params = list(model.parameters())
-    kept = [part for p in params for part in ((p.qdata, p.scale_inv) if isinstance(p, StoredWeight) else (p,))]
-    kept += [value for p in params for value in optimizer.state[p].values()]
-    count = sum(p.numel() for p in params)
-    assert 8e6 < count < 12e6 and len({p.numel() for p in params}) > 8
-    assert sum(x.numel() * x.element_size() for x in kept) / count <= 4.15
-    assert handle.most_bytes <= (1 << 20) + 2 * max(p.numel() for p in params)
-
-
-def test_a_scheduler() -> None:
-    found = []
-    for threshold in (None, 0):
-        model = model_of()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        if threshold is not None:
-            update_in_backward(optimizer, threshold)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        torch.manual_seed(1)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            for _ in range(3):
-                train(model, optimizer, 1)
-                scheduler.step()
-        assert scheduler.get_last_lr() == [1e-2 / 8]
-        found.append((model, optimizer))
-    assert_same(*found)
 
 
 def test_remove() -> None:

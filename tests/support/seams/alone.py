@@ -25,7 +25,6 @@ LOOP, MEMORY, COMPILED = "The loop", "Recomputation", "torch.compile and torch.e
 
 @situation("as it is", LOOP)
 def as_it_is(made: Made) -> None:
-    """Forward, backward, step."""
     made.train()
 
 
@@ -199,13 +198,11 @@ def _recomputed(made: Made, **options: Any) -> None:
 
 @situation("checkpointing", MEMORY)
 def checkpointing(made: Made) -> None:
-    """torch.utils.checkpoint, not reentrant."""
     _recomputed(made, use_reentrant=False)
 
 
 @situation("reentrant checkpointing", MEMORY)
 def reentrant(made: Made) -> None:
-    """The older kind."""
     _recomputed(made, use_reentrant=True)
 
 
@@ -241,7 +238,6 @@ def shared(made: Made) -> None:
     },
 )
 def shared_reentrant(made: Made) -> None:
-    """The older kind."""
     _shared(made, reentrant=True)
 
 
@@ -264,7 +260,6 @@ def _two_ahead(made: Made, recompute: bool) -> None:
 
 @situation("two forwards, then two backwards", MEMORY)
 def two_ahead(made: Made) -> None:
-    """As pipelines do."""
     _two_ahead(made, recompute=False)
 
 
@@ -528,7 +523,6 @@ def descent_by_data(made: Made) -> None:
 
 @situation("descent through .data, octavo.nn.invalidate", WRITES, exceptions=NOT_BY_HAND)
 def descent_and_invalidate(made: Made) -> None:
-    """Told of each."""
 
     def invalidate(made: Made) -> None:
         if made.is_library:
@@ -540,7 +534,6 @@ def descent_and_invalidate(made: Made) -> None:
 
 @situation("descent through torch._foreach_", WRITES, exceptions=NOT_BY_HAND)
 def descent_by_foreach(made: Made) -> None:
-    """torch._foreach_sub_."""
     _descend(made, lambda parameter, change: torch.no_grad()(torch._foreach_sub_)([parameter], [change]), Made.wrote)
 
 

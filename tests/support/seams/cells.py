@@ -24,7 +24,6 @@ OPEN: dict[Cell, str] = {}  # cells whose verdict does not hold yet, each with w
 
 
 def all_cells() -> list[Cell]:
-    """By situations."""
     return [(feature, situation) for situation in SITUATIONS for feature in FEATURES]
 
 

@@ -35,7 +35,6 @@ OF_FSDP2 = {"FP8 reduction": REDUCTION, "KeptWeights": NOT_KEPT}
 
 
 def ddp(made: Made, **options: Any) -> None:
-    """Under DistributedDataParallel."""
     if made.is_library:
         made.call = nn.parallel.DistributedDataParallel(made.model, process_group=made.mesh.get_group(), **options)
     made.feature.wrapped(made)

@@ -25,7 +25,6 @@ A machine wrote this page from the table that the tests hold: `tests/integration
 
 
 def shown(verdict: Verdict) -> str:
-    """A cell."""
     return "=" if isinstance(verdict, Exact) else verdict.word
 
 
@@ -39,7 +38,6 @@ def reason(verdict: Verdict) -> str:
 
 
 def lines() -> Iterator[str]:
-    """The page."""
     yield HEAD
     for feature in FEATURES.values():
         if feature.alone is not None:
@@ -70,7 +68,6 @@ def lines() -> Iterator[str]:
 
 
 def page() -> str:
-    """All of it."""
     return "\n".join(lines()).rstrip() + "\n"
 
 

@@ -26,7 +26,6 @@ class Sound:
 
     @property
     def word(self) -> str:
-        """In the table."""
         return f"{self.db:g} dB"
 
 
