@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import emulated, sets, together, triton_kernels
-from tests.support.pool import Pool, prepare
+from tests.support import emulated, sets, triton_kernels
+from tests.support.pool import Pool, guard_together, prepare
 
-together.guard()
+guard_together()
 torch.set_num_threads(1)  # a worker a core; and small tensors gain nothing by two
 
 # What a test of the default set may take: in seconds, or on a slow machine as a share of all tests' seconds. Three

@@ -17,13 +17,14 @@ from contextlib import nullcontext
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 
 import octavo
 from benchmarks.common.measure import table, write_results
 from benchmarks.optimizer.optimizer_convergence import LIMIT, LR, STEPS, model_of, ours, trained
-from tests.support.stored_weights import to_nearest
+from octavo.kernels.reference import master_weights
 
 TAKES = "20 minutes"
 MEASURES = ("octavo/optim", "octavo/tensor/stored_weight.py", "octavo/kernels/reference")
@@ -65,7 +66,9 @@ def one_run(task: Task) -> float:
     octavo.convert(model, octavo.recipes.dynamic(), select=lambda module, name: True, weight_storage="fp8")
     octavo.set_recipe(model, octavo.recipes.high_precision())
     optimizer = ours(scheme.moments, master=scheme.master)(model.parameters(), betas)
-    with to_nearest() if scheme.nearest else nullcontext():
+    encode = master_weights.encode_moment
+    to_nearest = mock.patch.object(master_weights, "encode_moment", lambda y, fmt, bits16: encode(y, fmt, None))
+    with to_nearest if scheme.nearest else nullcontext():
         return trained(model, optimizer, seed, steps)
 
 

@@ -31,7 +31,7 @@ from octavo.train import BASELINE, loop, run
 from octavo.train.trainer import Trainer
 
 TAKES = "30 minutes"
-MEASURES = ("octavo/optim/in_backward.py", "octavo/optim/gradient_norms.py")
+MEASURES = ("octavo/optim/in_backward.py",)
 
 THRESHOLD = SCHEMES[FULL].update_in_backward
 SETTINGS = {"bf16, fp32 AdamW": BASE, "all in FP8": FULL}  # whose recipe and state they have

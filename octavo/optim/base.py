@@ -19,11 +19,9 @@ from octavo.kernels.random_bits import key_of
 from octavo.kernels.reference.adam import AdamGroup
 from octavo.kernels.reference.optimizer_step import WeightUpdate
 from octavo.kernels.reference.sgd import SgdGroup
-from octavo.optim import loading
 from octavo.optim import state as states
-from octavo.optim.agreement import Agreement, agreeing
 from octavo.optim.gradients import GradientStorage
-from octavo.optim.layout import place_of, settle_gradient
+from octavo.optim.layout import Agreement, agreeing, place_of, settle_gradient
 from octavo.optim.masters import master_of
 from octavo.optim.moment import Moment
 from octavo.optim.resolution import Resolution
@@ -417,7 +415,7 @@ class CompactOptimizer(Optimizer):
             state_dict = state_dict if changed is None else changed
         groups = copy.deepcopy(state_dict["param_groups"])
         ids = [index for group in groups for index in group["params"]]
-        described = loading.fit_groups(groups, self)
+        described = states.fit_groups(groups, self)
         self._agreement.finish()
         same = described is None or described == states.description(self.moments, self.master, described["seed"])
         found: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
@@ -425,7 +423,7 @@ class CompactOptimizer(Optimizer):
         for index, param in zip(ids, self.all_params(), strict=True):
             if state_dict["state"].get(index):
                 given = state_dict["state"][index]
-                found[param], how = loading.loaded(param, given, described, same, self._settings_in(given))
+                found[param], how = states.loaded(param, given, described, same, self._settings_in(given))
                 converted += how
         super().__setstate__({"state": found, "param_groups": groups})
         self.forget_kept()
@@ -439,7 +437,7 @@ class CompactOptimizer(Optimizer):
         for beside in filter(None, (self.resolution, self.in_backward)):
             beside.restart()
         if converted:
-            warnings.warn(loading.said(described, self.moments, self.master, converted), stacklevel=2)
+            warnings.warn(states.said(described, self.moments, self.master, converted), stacklevel=2)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 

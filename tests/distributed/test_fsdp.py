@@ -31,8 +31,8 @@ def cells():
     found = []
     for names in itertools.product(*map(enumerate, (RECIPES, SITUATIONS, SHAPES))):
         places, (recipe, situation, shape) = zip(*names, strict=True)
-        # offload needs it, says torch; a weight that stays gathered after evaluation is read by training as it is
-        reshard = sum(places) % 2 == 0 or situation in ("offload", "evaluation in between")
+        # a weight that stays gathered after evaluation is read by training as it is
+        reshard = sum(places) % 2 == 0 or situation == "evaluation in between"
         marks = () if default(recipe, situation, shape) else pytest.mark.full
         name = ", ".join((recipe, situation, shape, "reshard" if reshard else "keep"))
         found.append(pytest.param((recipe, situation, shape, reshard), marks=marks, id=name))

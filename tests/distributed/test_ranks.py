@@ -77,7 +77,7 @@ def collectives_together(mesh):
 
 
 def test_what_runs_together_may_hold_no_collective(pool):
-    """The guard of all tests: tests/support/together.py."""
+    """The guard of all tests: tests/support/pool.py."""
     assert pool.run(collectives_together, (2,)) == [[], []]
 
 

@@ -1,20 +1,118 @@
 """What ranks record together is what one records of all their work."""
 
+import errno
+import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import parallelize_module
 
 import octavo
-from tests.support import inspected
+from octavo import distributed as ours
+from octavo import recipes
+from octavo.inspect.files import RecordWriter
+from tests.support.expert_models import batch, built
+from tests.support.parallel_tasks import Pair, convert, small
 
 np = pytest.importorskip("numpy")
 
 
+# Each records into a folder, where rank 0 leaves the record; without a mesh one rank does the same work alone.
+
+
+def group_of(mesh: Any) -> Any:
+    return None if mesh is None else mesh.get_group()
+
+
+def record_sharded(mesh: Any, name: str, folder: str) -> None:
+    """Two steps under FSDP2, each rank with its rows of one batch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+    octavo.convert(model, getattr(recipes, name)(), select=lambda *_: True)
+    ranks, rank = (1, 0) if mesh is None else (mesh.size(), mesh.get_local_rank())
+    if mesh is not None:
+        fully_shard(model, mesh=mesh)
+    optimizer = octavo.optim.AdamW(model.parameters(), 0.0)  # inputs are cast apart: gradients differ
+    with octavo.inspect.record(model, folder, every=1, group=group_of(mesh), optimizer=optimizer) as recorder:
+        for _ in range(2):
+            model(torch.randn(16, 32).chunk(ranks)[rank]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            recorder.step()
+
+
+def record_on_a_full_disk(mesh: Any, folder: str) -> list[str]:
+    """The same where rank 0 can't write what it counts; what is warned of."""
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with mock.patch.object(RecordWriter, "add_counts", side_effect=full), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        record_sharded(mesh, "dynamic", folder)
+    return [str(each.message) for each in said if "recorded" in str(each.message)]
+
+
+def record_tensor_parallel(mesh: Any, recipe: str, folder: str) -> None:
+    """A step of two layers under tensor and sequence parallelism."""
+    torch.manual_seed(0)
+    model, own = Pair(64, 96, True), slice(None)
+    x, grad = small(3, 64, 64), small(3, 64, 64)
+    convert(model, recipe)
+    if mesh is not None:
+        up = ours.ColwiseParallel(input_layouts=Shard(1), exact=True)
+        parallelize_module(model, mesh, {"up": up, "down": ours.RowwiseParallel(output_layouts=Shard(1))})
+        own = slice(mesh.get_local_rank() * 64 // mesh.size(), (mesh.get_local_rank() + 1) * 64 // mesh.size())
+    with octavo.inspect.record(model, folder, every=1, group=group_of(mesh)) as recorder:
+        model(x[:, own].clone().requires_grad_()).backward(grad[:, own])
+        recorder.step()
+
+
+def record_experts(mesh: Any, recipe: str, folder: str, sharded: bool = False, storage: Any = None) -> tuple[Any, ...]:
+    """A step of experts on several ranks. What a fault of rank 1 is then traced to.
+
+    ``sharded``: by FSDP2, and not computed by the ranks that have them; ``storage``: of their weights.
+    """
+    net, group = built("stored", recipe, 8, storage=storage), group_of(mesh)
+    tokens = [batch(0, rank) for rank in (range(2) if mesh is None else [mesh.get_local_rank()])]
+    if sharded:
+        fully_shard(net, mesh=mesh)
+    elif mesh is not None:
+        ours.expert_parallel(net, mesh, exact=True)
+    with octavo.inspect.record(net, folder, every=1, group=group) as recorder:
+        net(torch.cat(tokens).requires_grad_()).square().sum().backward()
+        recorder.step()
+    if mesh is None:
+        return ()
+    (x,), trace = tokens, octavo.inspect.trace_faults(net, raises=False, group=group)
+    x[3, 5] += torch.nan if mesh.get_local_rank() == 1 else 0
+    net(x.requires_grad_()).square().sum().backward()
+    trace.step()
+    trace.close()
+    chosen = built("stored", recipe, 8).router(batch(0, 1)).topk(2).indices[3].tolist()
+    return trace.fault.layer, trace.fault.role, trace.fault.expert in chosen
+
+
+def faulty_matrix(mesh: Any) -> tuple[Any, ...]:
+    """The fault found in the weight of a layer of one expert, which rank 0 has."""
+    layer = octavo.nn.GroupedLinear(1, 32, 48, bias=False, recipe=recipes.dynamic())
+    fully_shard(layer, mesh=mesh)
+    trace = octavo.inspect.trace_faults(layer, raises=False, group=mesh.get_group())
+    with torch.no_grad():
+        layer.weight.to_local().fill_(torch.nan)
+    for _ in range(2):
+        trace.step()
+    trace.close()
+    return trace.fault.layer, trace.fault.role, trace.fault.expert
+
+
 @pytest.mark.parametrize("recipe", ["dynamic", pytest.param("blockwise", marks=pytest.mark.full)])
 def test_a_sharded_training_leaves_the_record_of_one_rank(recipe: str, pool: Any, tmp_path: Path) -> None:
-    inspected.record_alone(recipe, str(tmp_path / "alone"))
-    pool.run(inspected.record_sharded, (2,), recipe, str(tmp_path / "ranks"))
+    record_sharded(None, recipe, str(tmp_path / "alone"))
+    pool.run(record_sharded, (2,), recipe, str(tmp_path / "ranks"))
     alone, ranks = (octavo.inspect.load(tmp_path / name) for name in ("alone", "ranks"))
     assert (ranks.steps, ranks.rows) == (alone.steps, alone.rows)
     first_input, weights = 0, [at for at, row in enumerate(alone.rows) if row.role == "weight"]
@@ -25,7 +123,7 @@ def test_a_sharded_training_leaves_the_record_of_one_rank(recipe: str, pool: Any
 
 
 def test_a_full_disk_of_one_rank_holds_up_no_other(pool: Any, tmp_path: Path) -> None:
-    first, second = pool.run(inspected.record_on_a_full_disk, (2,), str(tmp_path / "ranks"))
+    first, second = pool.run(record_on_a_full_disk, (2,), str(tmp_path / "ranks"))
     assert len(first) == 1 and "No space left on device; the training goes on" in first[0] and second == []
 
 
@@ -39,8 +137,8 @@ def test_a_full_disk_of_one_rank_holds_up_no_other(pool: Any, tmp_path: Path) ->
 )
 def test_tensor_parallel_ranks_leave_the_record_of_one(recipe: str, pool: Any, tmp_path: Path) -> None:
     """Inputs that are gathered in FP8 are counted by each rank's own tokens; what each rank has whole, by each rank."""
-    inspected.record_whole(recipe, str(tmp_path / "alone"))
-    pool.run(inspected.record_tensor_parallel, (2,), recipe, str(tmp_path / "ranks"))
+    record_tensor_parallel(None, recipe, str(tmp_path / "alone"))
+    pool.run(record_tensor_parallel, (2,), recipe, str(tmp_path / "ranks"))
     alone, ranks = (octavo.inspect.load(tmp_path / name) for name in ("alone", "ranks"))
     assert ranks.rows == alone.rows
     same = [
@@ -64,8 +162,8 @@ def test_tensor_parallel_ranks_leave_the_record_of_one(recipe: str, pool: Any, t
     ],
 )
 def test_experts_on_ranks_leave_the_record_of_one(recipe: str, storage: Any, pool: Any, tmp_path: Path) -> None:
-    inspected.record_all_experts(recipe, str(tmp_path / "alone"), storage)
-    faults = pool.run(inspected.record_experts, (2,), recipe, str(tmp_path / "ranks"), False, storage)
+    record_experts(None, recipe, str(tmp_path / "alone"), False, storage)
+    faults = pool.run(record_experts, (2,), recipe, str(tmp_path / "ranks"), False, storage)
     alone, ranks = (octavo.inspect.load(tmp_path / name) for name in ("alone", "ranks"))
     assert ranks.rows == alone.rows
     for one, other in zip((alone, alone.of_worst), (ranks, ranks.of_worst), strict=True):
@@ -79,8 +177,8 @@ def test_experts_on_ranks_leave_the_record_of_one(recipe: str, storage: Any, poo
 
 
 def test_experts_under_fsdp_have_their_weights_counted_once(pool: Any, tmp_path: Path) -> None:
-    inspected.record_all_experts("rowwise", str(tmp_path / "alone"))
-    faults = pool.run(inspected.record_experts, (2,), "rowwise", str(tmp_path / "ranks"), True)
+    record_experts(None, "rowwise", str(tmp_path / "alone"))
+    faults = pool.run(record_experts, (2,), "rowwise", str(tmp_path / "ranks"), True)
     alone, ranks = (octavo.inspect.load(tmp_path / name) for name in ("alone", "ranks"))
     as_they_lie = [at for at, row in enumerate(alone.rows) if row.role == "weight" or row.products == ("output",)]
     assert len(as_they_lie) == 6
@@ -94,4 +192,4 @@ def test_experts_under_fsdp_have_their_weights_counted_once(pool: Any, tmp_path:
 
 
 def test_a_fault_in_a_matrix_that_one_rank_has(pool: Any) -> None:
-    assert pool.run(inspected.faulty_matrix, (2,)) == [("", "weight", 0)] * 2
+    assert pool.run(faulty_matrix, (2,)) == [("", "weight", 0)] * 2

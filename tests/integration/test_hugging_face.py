@@ -6,7 +6,6 @@ batch. Where it nears 0 instead, the little that is left differs by some percent
 
 import copy
 import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,12 +19,11 @@ from tests.support.helpers import FP8_RECIPES, CountOps, assert_equal, every_lay
 
 transformers = pytest.importorskip("transformers")
 
-from tests.support.tiny_models import MODELS as PLAIN  # noqa: E402
-from tests.support.tiny_models import POSITIONS, VOCABULARY, decoder  # noqa: E402
+from tests.support.tiny_models import DECODER, MODELS, POSITIONS, VOCABULARY, new  # noqa: E402
 
 BATCH, STEPS, LR = 4, 30, 1e-3
 
-MODELS: dict[str, Callable[[], nn.Module]] = PLAIN | {"qwen2, tied": lambda: decoder("Qwen2", tie_word_embeddings=True)}
+MODELS = MODELS | {"qwen2, tied": ("Qwen2", "Qwen2ForCausalLM", DECODER | {"tie_word_embeddings": True})}
 LAYERS = {"llama": 15, "qwen2": 15, "gpt2": 9, "qwen2, tied": 15}  # linear layers, the head among them
 TIED = ("gpt2", "qwen2, tied")
 
@@ -36,7 +34,7 @@ each_recipe = pytest.mark.parametrize("name", FP8_RECIPES)
 def build(kind: str, recipe: Recipe | RecipeMap | None = None) -> nn.Module:
     """The model of a seed, converted if there is a recipe."""
     torch.manual_seed(0)
-    net = MODELS[kind]().train()
+    net = new(*MODELS[kind]).train()
     return net if recipe is None else octavo.convert(net, recipe, select=every_layer)
 
 

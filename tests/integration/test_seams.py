@@ -6,12 +6,11 @@ The lists are in tests/support/seams; a cell is built by one function from a fea
 import pytest
 
 from tests.support.seams import cells
+from tests.support.seams.cells import OPEN
 from tests.support.seams.features import FEATURES
 from tests.support.seams.mutants import MUTANTS, ROOT
-from tests.support.seams.open_defects import OPEN
 from tests.support.seams.page import PAGE, page
-from tests.support.seams.situations import SITUATIONS
-from tests.support.seams.verdicts import Documented
+from tests.support.seams.situations import SITUATIONS, Documented
 from tests.test_docs import broken_link
 
 SAMPLE = cells.sample()

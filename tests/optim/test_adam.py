@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.kernels.step_numbers import adam_max_update
-from octavo.optim import Adam, AdamW, Moment
+from octavo.optim import SGD, Adam, AdamW, Moment
 from tests.support.memory import peak_bytes
 from tests.support.trained import MASTERS, MOMENTS, moments_of, parameter, train
 
@@ -22,33 +22,16 @@ def test_float32_is_torchs_bit_for_bit_in_the_state_too(ours, torchs, decay, max
         params = [parameter(5, 7), parameter(3), parameter(2, 3, 4, 5), parameter(), parameter(1000, 200)]
         groups = [{"params": params[:2]}, {"params": params[2:], "lr": 0.02, "betas": (0.8, 0.9), "eps": 1e-4}]
         optimizer = kind(groups, lr=0.01, weight_decay=decay, maximize=maximize, **options)
-        train(optimizer, 3)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+        for seed in range(3):
+            train(optimizer, 1, seed)
+            schedule.step()
+        assert [group["lr"] for group in optimizer.param_groups] == [0.005, 0.01]
         states = [optimizer.state[p][name] for p in params for name in ("step", "exp_avg", "exp_avg_sq")]
         return [*params, *states]
 
     pairs = zip(trained(ours, moments="fp32"), trained(torchs, foreach=False), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
-
-
-def test_defaults_are_torchs():
-    p = parameter(2)
-    for ours, theirs in ((AdamW([p]), torch.optim.AdamW([p])), (Adam([p]), torch.optim.Adam([p]))):
-        for name in ("lr", "betas", "eps", "weight_decay", "maximize"):
-            assert ours.defaults[name] == theirs.defaults[name]
-
-
-def test_split32_trains_as_float32_weights_do():
-    p = parameter(40, 300, dtype=torch.bfloat16)
-    exact = nn.Parameter(p.detach().float())
-    optimizers = [AdamW([p], lr=1e-4, moments="fp32", master="split32"), AdamW([exact], lr=1e-4, moments="fp32")]
-    for _ in range(20):
-        p.grad = torch.randn(p.shape).bfloat16()
-        exact.grad = p.grad.float()
-        for optimizer in optimizers:
-            optimizer.step()
-    rest = optimizers[0].state[p]["master_rest"]
-    bits = (p.detach().view(torch.int16).int() << 16) + rest.view(torch.int16).squeeze(-1).int()
-    assert torch.equal(bits.view(torch.float32), exact)
 
 
 # the cases
@@ -191,37 +174,6 @@ def test_what_gets_no_gradient_stays_as_it_is(moments):
     assert unused not in optimizer.state
 
 
-@pytest.mark.parametrize("moments", ["fp8", "bf16", "fp32"])
-def test_a_nan_stays_in_its_block(moments):
-    p, clean = parameter(3, 300), None
-    for fault in (False, True):
-        q = nn.Parameter(p.detach().clone())
-        optimizer = AdamW([q], moments=moments)
-        for number in range(4):
-            torch.manual_seed(number)
-            q.grad = torch.randn(3, 300)
-            if fault and number == 1:
-                q.grad[1, 140] = math.nan
-            optimizer.step()
-        clean = q.detach().clone() if clean is None else clean
-    assert q[1, 140].isnan()
-    same = torch.eq(q, clean)
-    same[1, 128:256] = True
-    assert same.all()
-    assert q[1, 128:256].isnan().sum() == 1
-
-
-def test_coupled_decay_enters_the_moments():
-    p = nn.Parameter(torch.full((1, 128), 2.0))
-    p.grad = torch.zeros(1, 128)
-    coupled, decoupled = Adam([p], weight_decay=0.5), AdamW([nn.Parameter(p.detach().clone())], weight_decay=0.5)
-    decoupled.param_groups[0]["params"][0].grad = p.grad
-    coupled.step()
-    decoupled.step()
-    assert torch.allclose(moments_of(coupled, p)[0], torch.tensor(0.1), rtol=0.07)
-    assert (moments_of(decoupled, decoupled.param_groups[0]["params"][0])[0] == 0).all()
-
-
 # shapes and memory
 
 
@@ -259,17 +211,15 @@ def test_strides_do_not_matter(master, moments):
         assert strided.stride() == start.stride()
 
 
-def test_a_state_of_two_bytes():
-    p = parameter(512, 512)
-    optimizer = AdamW([p])
+@pytest.mark.parametrize(
+    ("master", "momentum", "most"),
+    [("auto", None, 2.1), ("auto", 0.9, 1.04), ("split32", None, 4.1), ("split24", None, 3.1), (None, None, 2.1)],
+)
+def test_bytes_of_a_state(master, momentum, most):
+    p = parameter(512, 512, dtype=torch.float32 if master == "auto" else torch.bfloat16)
+    optimizer = AdamW([p], master=master) if momentum is None else SGD([p], lr=0.1, momentum=momentum)
     train(optimizer, 1)
-    size = sum(value.nbytes for value in optimizer.state[p].values())
-    assert size / p.numel() <= 2.1
-    bf16 = parameter(512, 512, dtype=torch.bfloat16)
-    for master, most in (("split32", 4.1), ("split24", 3.1), (None, 2.1)):
-        optimizer = AdamW([bf16], master=master)
-        train(optimizer, 1)
-        assert sum(value.nbytes for value in optimizer.state[bf16].values()) / bf16.numel() <= most
+    assert sum(value.nbytes for value in optimizer.state[p].values() if value.ndim) / p.numel() <= most
 
 
 @pytest.mark.covering(1)
@@ -283,50 +233,7 @@ def test_a_step_needs_little_beside_the_state(master, moments, monkeypatch):
     assert peak_bytes(optimizer.step) < p.numel()  # a quarter of one temporary in float32
 
 
-# groups, schedules, closures
-
-
-def test_groups_and_schedules_and_a_learning_rate_that_is_a_tensor():
-    def trained(as_tensor: bool) -> list[Tensor]:
-        torch.manual_seed(0)
-        a, b = parameter(3, 200), parameter(3, 200)
-        lr = torch.tensor(0.5) if as_tensor else 0.5
-        optimizer = AdamW([{"params": [a]}, {"params": [b], "lr": 0.25, "weight_decay": 0.5}], lr=lr)
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
-        for _ in range(4):
-            train(optimizer, 1)
-            schedule.step()
-        assert [float(group["lr"]) for group in optimizer.param_groups] == [0.125, 0.0625]
-        return [a.detach(), b.detach()]
-
-    assert all(torch.equal(x, y) for x, y in zip(trained(False), trained(True), strict=True))
-
-
-def test_maximize_goes_up():
-    p = parameter(3, 200)
-    down = nn.Parameter(p.detach().clone())
-    start = p.detach().clone()
-    optimizers = [AdamW([p], maximize=True, weight_decay=0.0), AdamW([down], weight_decay=0.0)]
-    p.grad = down.grad = torch.randn(3, 200)
-    for optimizer in optimizers:
-        optimizer.step()
-    assert ((p - start).sign() == p.grad.sign()).all()
-    assert ((down - start).sign() == -p.grad.sign()).all()
-
-
-def test_a_closure_is_called_with_gradients_on():
-    p = parameter(3)
-    optimizer = AdamW([p], lr=0.1)
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = p.square().sum()
-        loss.backward()
-        return loss
-
-    losses = [float(optimizer.step(closure).detach()) for _ in range(3)]
-    assert losses[0] > losses[1] > losses[2]
-    assert optimizer.step() is None
+# what goes around a step
 
 
 def test_a_weight_that_was_written_is_seen_by_autograd():

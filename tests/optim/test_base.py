@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 import octavo
 from octavo.optim import SGD, Adam, AdamW
-from octavo.optim.base import CompactOptimizer
+from octavo.optim.base import CompactOptimizer, Kept, has_moved, was_written
+from octavo.tensor.stored_shards import part_of
+from octavo.tensor.stored_weight import StoredWeight
 
 
 def test_a_step_of_no_optimizer_in_particular():
@@ -184,17 +186,18 @@ def test_what_is_replaced_between_steps_is_noticed(kind: type, what: str) -> Non
 @each_kind
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
 def test_a_copy_steps_on_its_own(kind: type, way: str) -> None:
-    params, optimizer = of(kind, skip_nonfinite=True, seed=5)
+    params, optimizer = of(kind, skip_nonfinite=True, seed=5, moments="bf16", master="split24")
     fill(params, 0)
     optimizer.step()
     both = params, optimizer
     again, other = copy.deepcopy(both) if way == "deepcopy" else pickle.loads(pickle.dumps(both))
     before = kept(params, optimizer)
-    assert other.skip_nonfinite and other.seed == 5
+    for name in ("moments", "master", "seed", "skip_nonfinite", "clip_update", "names"):
+        assert getattr(other, name) == getattr(optimizer, name)
     fill(again, 1)
     other.step()
     assert equal(kept(params, optimizer), before)
-    assert equal(kept(again, other), trained(2, kind, seed=5))
+    assert equal(kept(again, other), trained(2, kind, seed=5, moments="bf16", master="split24"))
     fill(params, 1)
     optimizer.step()
     assert equal(kept(params, optimizer), kept(again, other))
@@ -324,3 +327,32 @@ def test_ranges() -> None:
                 ours([p], **options)
     with pytest.raises(ValueError, match="gradient_storage='fp4': use None or 'fp8'"):
         AdamW([p], gradient_storage="fp4")
+
+
+# what a step keeps of a weight
+
+
+def update_of(held: Tensor) -> Kept:
+    return Kept(None, held, held.data_ptr(), held._version, ())  # type: ignore[arg-type]
+
+
+def test_a_plain_weight_is_known_by_its_address_and_version():
+    weight = torch.ones(4, 4)
+    before = update_of(weight)
+    assert not has_moved(before, weight, weight) and not was_written(before, weight, weight)
+    weight.add_(1)
+    assert was_written(before, weight, weight)
+    other = weight.clone()
+    assert has_moved(before, other, other) and not was_written(before, other, other)
+
+
+def test_a_part_is_known_by_its_codes():
+    part = part_of(StoredWeight.cast(torch.randn(8, 16)), 0, 4)
+    before = update_of(part.qdata)
+    assert not has_moved(before, part, part.qdata) and not was_written(before, part, part.qdata)
+    again = part.qdata.clone()
+    assert has_moved(before, part, again) and not was_written(before, part, again)
+    again.view(torch.uint8)[0, 0] ^= 1
+    assert was_written(before, part, again)
+    part.qdata.view(torch.uint8).add_(0)
+    assert was_written(before, part, part.qdata)

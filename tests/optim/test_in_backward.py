@@ -2,11 +2,10 @@
 
 import copy
 import gc
-import itertools
 import math
-import warnings
 import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -17,30 +16,51 @@ from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo.optim import AdamW, base, update_in_backward
-from octavo.optim.gradient_norms import GradientNorms
-from octavo.optim.in_backward import EstimatedNorm, LastStepNorm, PerParameterNorm
+from octavo.optim.in_backward import EstimatedNorm, GradientNorms, LastStepNorm, PerParameterNorm, squared_norms
 from octavo.tensor.stored_gradient import UsedGradient
-from octavo.tensor.stored_weight import StoredWeight
-from tests.support import in_backward_tasks
-from tests.support.helpers import every_layer
-from tests.support.in_backward_models import (
-    HUGE,
-    WEIGHT,
-    D,
-    assert_close,
-    assert_same,
-    loss_of,
-    model_of,
-    run,
-    train,
-)
+from tests.support import sharded_weights as cases
 from tests.support.pool import free_port
+from tests.support.trained import assert_same, loss_of, model_of
 
+D = 64
+WEIGHT = D * D * 2  # bytes of a bf16 gradient
+HUGE = 1 << 30
 THRESHOLDS = [0, 2 * WEIGHT + 1, HUGE]
 KINDS = ["bf16", "fp32", "fp8", "fp8 in blocks", "tied"]
 
 each_kind = pytest.mark.parametrize("kind", KINDS)
 each_threshold = pytest.mark.parametrize("threshold", THRESHOLDS)
+
+
+def train(model: nn.Sequential, optimizer: Any, steps: int = 3, micro: int = 1, reentrant: bool | None = None) -> None:
+    handle = optimizer.in_backward
+    for _ in range(steps):
+        for number in range(micro):
+            if handle is not None and number < micro - 1:
+                with handle.accumulate():
+                    loss_of(model, reentrant).backward()
+            else:
+                loss_of(model, reentrant).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def run(kind: str, threshold: int | None, clip: Any = None, **options: Any) -> tuple[nn.Sequential, Any]:
+    model = model_of(kind)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    if threshold is not None:
+        update_in_backward(optimizer, threshold, clip)
+    train(model, optimizer, **options)
+    return model, optimizer
+
+
+def assert_close(one: tuple[Any, Any], other: tuple[Any, Any]) -> None:
+    for a, b in zip(one[0].parameters(), other[0].parameters(), strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-7)  # norms are summed in another order
+        for moment in ("exp_avg", "exp_avg_sq"):
+            torch.testing.assert_close(
+                other[1].state[b][moment], one[1].state[a][moment], rtol=1e-4, atol=1e-9, msg=moment
+            )
 
 
 @each_threshold
@@ -50,30 +70,10 @@ def test_equal_to_a_step_after_backward(kind: str, threshold: int, micro: int) -
     assert_same(run(kind, threshold, micro=micro), run(kind, None, micro=micro))
 
 
-@each_threshold
-@pytest.mark.parametrize("kind", ["bf16", "fp8", "tied"])
-def test_checkpoints(kind: str, threshold: int) -> None:
-    assert_same(run(kind, threshold, reentrant=False), run(kind, None, reentrant=False))
-
-
-@each_threshold
-def test_reentrant_checkpoints(threshold: int) -> None:
-    assert_same(run("bf16", threshold, reentrant=True), run("bf16", None, reentrant=True))
-
-
 def test_reentrant_checkpoints_that_share_a_weight() -> None:
     assert_same(run("tied", HUGE, reentrant=True), run("tied", None, reentrant=True))
     with pytest.raises(RuntimeError, match="use_reentrant=False"):
         run("tied", 0, reentrant=True)
-
-
-def test_a_second_backward_is_refused() -> None:
-    model = model_of()
-    optimizer = AdamW(model.parameters())
-    update_in_backward(optimizer, 0)
-    loss_of(model).backward()
-    with pytest.raises(RuntimeError, match=r"within handle\.accumulate\(\)"):
-        loss_of(model).backward()
 
 
 @pytest.mark.parametrize("reentrant", [None, False, True])
@@ -166,58 +166,6 @@ def test_a_launch_a_crossing(threshold: int, in_backward: int, in_all: int, monk
     optimizer.step()
     assert handle.launches == len(calls) == in_all
     assert sum(calls) == 8
-
-
-class Mixed(nn.Module):
-    """10 M parameters in tensors of uneven sizes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        sizes = [512, 1024, 2048, 1024, 1536, 1024, 640]
-        self.embedding = nn.Embedding(128, sizes[0])
-        self.norms = nn.ModuleList(nn.LayerNorm(size) for size in sizes[:-1])
-        self.layers = nn.ModuleList(nn.Linear(*pair) for pair in itertools.pairwise(sizes))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        y = self.embedding(tokens)
-        for norm, layer in zip(self.norms, self.layers, strict=True):
-            y = layer(norm(y))
-        return y
-
-
-def test_bytes_a_parameter() -> None:
-    model = Mixed().bfloat16()
-    octavo.convert(model, octavo.recipes.dynamic(), select=every_layer, weight_storage="fp8")
-    optimizer = AdamW(model.parameters(), moments="fp8", master="auto")
-    handle = update_in_backward(optimizer, 1 << 20)
-    model(torch.arange(16)).float().square().mean().backward()
-    optimizer.step()
-    params = list(model.parameters())
-    kept = [part for p in params for part in ((p.qdata, p.scale_inv) if isinstance(p, StoredWeight) else (p,))]
-    kept += [value for p in params for value in optimizer.state[p].values()]
-    count = sum(p.numel() for p in params)
-    assert 8e6 < count < 12e6 and len({p.numel() for p in params}) > 8
-    assert sum(x.numel() * x.element_size() for x in kept) / count <= 4.15
-    assert handle.most_bytes <= (1 << 20) + 2 * max(p.numel() for p in params)
-
-
-def test_a_scheduler() -> None:
-    found = []
-    for threshold in (None, 0):
-        model = model_of()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        if threshold is not None:
-            update_in_backward(optimizer, threshold)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        torch.manual_seed(1)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            for _ in range(3):
-                train(model, optimizer, 1)
-                scheduler.step()
-        assert scheduler.get_last_lr() == [1e-2 / 8]
-        found.append((model, optimizer))
-    assert_same(*found)
 
 
 def test_remove() -> None:
@@ -473,38 +421,181 @@ def test_frozen_and_unused_parameters() -> None:
     assert_same(*found)
 
 
-@pytest.mark.parametrize("kind", ["bf16", "fp8"])
-def test_saved_and_loaded(kind: str) -> None:
-    expected = run(kind, None, steps=4)
-    model, optimizer = run(kind, 0, steps=2)
-    random = torch.get_rng_state()
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    again = model_of(kind)
-    again.load_state_dict(saved[0])
-    other = AdamW(again.parameters(), lr=1e-2)
-    update_in_backward(other, 0)
-    other.load_state_dict(saved[1])
-    torch.set_rng_state(random)
-    train(again, other, 2)
-    assert_same((again, other), expected)
+CROSSED_EARLY = {"dynamic": 200, "blockwise": 100_000}  # bytes, by the second of three gradients
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_sharded(dtype: torch.dtype, pool: Any) -> None:
-    assert pool.run(in_backward_tasks.sharded_equals, (2,), dtype) == [[], []]
+def stored_equals(mesh: Any, recipe: str, clip: Any = None) -> list[str]:
+    """What differs between updates in backward and a step after it, of sharded weights that live in FP8.
+
+    With micro-batches; the thresholds part ranks' updates differently.
+    """
+    runs = {}
+    for threshold in (*((None,) if clip is None else ()), 0, CROSSED_EARLY[recipe]):
+        net = cases.sharded(recipe, mesh)
+        optimizer = cases.adamw(net)
+        handle = None if threshold is None else update_in_backward(optimizer, threshold, clip)
+        for step in range(2):
+            for last in (False, True):
+                net.set_requires_gradient_sync(last)
+                with nullcontext() if handle is None or last else handle.accumulate():
+                    net(cases.batch(2 * step + last, mesh.get_local_rank())).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        runs[threshold] = cases.held(net, optimizer)
+    expected = next(iter(runs.values()))
+    return [f"{run} {name}" for run, of in runs.items() for name, x in of.items() if not torch.equal(x, expected[name])]
+
+
+def norms_of_ranks(mesh: Any) -> list[float]:
+    """The last step's norm by thresholds; ranks without rows have no bytes of a gradient."""
+    found = []
+    for threshold in (0, CROSSED_EARLY["dynamic"]):
+        net = cases.sharded("dynamic", mesh)
+        optimizer = cases.adamw(net)
+        handle = update_in_backward(optimizer, threshold, LastStepNorm(0.1))
+        for step in range(2):
+            net(cases.batch(step, mesh.get_local_rank())).float().square().mean().backward()
+            optimizer.step()
+        found.append(float(handle.last_norm))  # type: ignore[arg-type]
+    return found
 
 
 @pytest.mark.parametrize(
     ("recipe", "ranks"), [("dynamic", 2), ("blockwise", 2), pytest.param("dynamic", 4, marks=pytest.mark.full)]
 )
 def test_sharded_weights_in_fp8(recipe: str, ranks: int, pool: Any) -> None:
-    assert pool.run(in_backward_tasks.stored_equals, (ranks,), recipe, seconds=60) == [[]] * ranks
+    assert pool.run(stored_equals, (ranks,), recipe, seconds=60) == [[]] * ranks
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_sharded_weights_in_fp8_with_clipped_gradients(ranks: int, pool: Any) -> None:
     clip = PerParameterNorm(0.01)
-    assert pool.run(in_backward_tasks.stored_equals, (ranks,), "dynamic", clip, seconds=60) == [[]] * ranks
-    norms = pool.run(in_backward_tasks.norms_of_ranks, (ranks,), seconds=60)
+    assert pool.run(stored_equals, (ranks,), "dynamic", clip, seconds=60) == [[]] * ranks
+    norms = pool.run(norms_of_ranks, (ranks,), seconds=60)
     assert all(found == norms[0] for found in norms)
     assert norms[0] == pytest.approx([norms[0][0]] * 2, rel=0.05)
+
+
+# --- norms ------------------------------------------------------------------------------------------------------------
+
+
+def params_with(*norms: float) -> list[nn.Parameter]:
+    """Parameters whose gradients have these norms."""
+    found = []
+    for norm in norms:
+        param = nn.Parameter(torch.zeros(4, 4))
+        param.grad = torch.full((4, 4), norm / 4)
+        found.append(param)
+    return found
+
+
+def again(params: list[nn.Parameter], *norms: float) -> list[nn.Parameter]:
+    for param, norm in zip(params, norms, strict=True):
+        param.grad = torch.full((4, 4), norm / 4)
+    return params
+
+
+def test_by_hand() -> None:
+    norms = GradientNorms()
+    a, b, c = params = params_with(6.0, 2.0, 3.0)
+    assert float(norms.last()) == 0.0
+    norms.add([a, b])
+    assert float(norms.estimate()) == pytest.approx(math.sqrt(40))  # nothing is known of the rest
+    norms.add([c])
+    assert float(norms.end_step()) == float(norms.last()) == 7.0
+    again(params, 3.0, 4.0, 5.0)
+    norms.add([a])  # 36 of 49 has become 9
+    assert float(norms.estimate()) == pytest.approx(math.sqrt(9 + 13 * (9 / 36) ** (6 / 7)))
+    norms.add([b])
+    assert float(norms.estimate()) == pytest.approx(math.sqrt(25 + 9 * (25 / 40) ** math.sqrt(40 / 49)))
+    assert float(norms.last()) == 7.0
+    norms.add([c])
+    assert float(norms.estimate()) == pytest.approx(math.sqrt(50))
+    assert float(norms.end_step()) == pytest.approx(math.sqrt(50))
+
+
+def test_gradients_that_do_not_come_and_new_ones() -> None:
+    norms = GradientNorms()
+    a, b, _ = params_with(3.0, 4.0, 0.0)
+    norms.add([a, b])
+    norms.end_step()
+    (new,) = params_with(12.0)
+    norms.add([new])  # says nothing of the others
+    assert float(norms.estimate()) == pytest.approx(13.0)
+    norms.add([a])
+    assert float(norms.estimate()) == pytest.approx(13.0)
+    assert float(norms.end_step()) == pytest.approx(math.sqrt(153.0))  # without b
+    norms.add([b])  # whose last is 0, like a new one's
+    assert float(norms.estimate()) == pytest.approx(13.0)
+
+
+def test_gradients_of_zero() -> None:
+    norms = GradientNorms()
+    a, b = params = params_with(0.0, 5.0)
+    norms.add(params)
+    assert float(norms.end_step()) == 5.0
+    again(params, 1e-3, 5.0)
+    norms.add([a])  # from nothing to something is no growth
+    assert float(norms.estimate()) == pytest.approx(5.0)
+    norms.add([b])
+    norms.end_step()
+    again(params, 10.0, 5.0)
+    norms.add([a])  # 10^4 times as large, but it was next to nothing
+    assert float(norms.estimate()) == pytest.approx(math.hypot(10, 5), rel=2e-3)
+    norms.add([b])
+    norms.end_step()
+    again(params, 0.0, 0.0)
+    norms.add(params)
+    assert float(norms.estimate()) == 0.0 == float(norms.end_step())
+    norms.add(params)
+    assert float(norms.estimate()) == 0.0
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_not_finite_shows(value: float) -> None:
+    norms = GradientNorms()
+    a, b = params = params_with(1.0, 1.0)
+    norms.add(params)
+    norms.end_step()
+    again(params, value, 1.0)
+    norms.add([a])
+    assert not math.isfinite(float(norms.estimate()))
+    norms.add([b])
+    assert not math.isfinite(float(norms.end_step()))
+
+
+def test_in_float32() -> None:
+    gradients = [torch.full((300, 7), 1e-3, dtype=torch.bfloat16), torch.ones(3), torch.ones(0, 2)]
+    expected = [float(x.double().square().sum()) for x in gradients]
+    assert squared_norms(gradients).tolist() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("clip", [LastStepNorm(0.1), EstimatedNorm(0.1)], ids=str)
+def test_what_a_clip_knows_is_saved(clip):
+    def steps(model, optimizer, numbers):
+        for number in numbers:
+            x = torch.randn(8, 16, generator=torch.Generator().manual_seed(number))
+            (model(x) * (number + 1)).square().mean().backward()
+            optimizer.step()
+
+    def begun():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
+        optimizer = AdamW(model.parameters(), 1e-2)
+        return model, optimizer, update_in_backward(optimizer, 500, clip)
+
+    model, optimizer, handle = begun()
+    steps(model, optimizer, range(3))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), handle.state_dict()))
+    steps(model, optimizer, range(3, 6))
+    again, other, loaded = begun()
+    again.load_state_dict(saved[0])
+    other.load_state_dict(saved[1])
+    loaded.load_state_dict(saved[2])
+    assert loaded.last_norm is not None
+    steps(again, other, range(3, 6))
+    for ours, theirs in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert handle.last_norm == loaded.last_norm
+    with pytest.raises(ValueError, match="more parameters than the optimizer's 1"):
+        update_in_backward(AdamW([nn.Parameter(torch.ones(2))])).load_state_dict(saved[2])

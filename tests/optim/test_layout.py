@@ -1,26 +1,144 @@
 """Weights that ranks share by rows, columns or both: what an optimizer makes of them is what one rank does."""
 
+import copy
 import math
+import warnings
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 
-from tests.support import optim_layouts as layouts
+import octavo
+from octavo import E4M3, PerTensor
+from octavo.optim import SGD, AdamW, EstimatedNorm, Moment, update_in_backward
+from octavo.optim.in_backward import squared_norms
+from octavo.optim.layout import Agreement, bytes_of_shard, needs_agreement, place_of
+from octavo.optim.resolution import Resolution
+from octavo.optim.state import largest, local
+from octavo.tensor.stored_weight import local_stored
+from tests.support import sharded_weights as cases
+from tests.support.byte_counter import REDUCE, ByteCounter
+from tests.support.sharded_weights import adamw, differences, held, model, sharded, steps
+from tests.support.trained import moments_of
 
+FULL = StateDictOptions(full_state_dict=True)
 MESHES = [(2,), (2, 2)]
+FP8 = {"moments": "fp8", "master": "split24"}
+LAYOUTS: dict[str, Any] = {  # by dimensions of the mesh
+    "rows": [Shard(0)],
+    "columns": [Shard(1)],
+    "whole": [Replicate()],
+    "rows of columns": [Shard(0), Shard(1)],  # FSDP2 over RowwiseParallel
+    "rows of rows": [_StridedShard(0, split_factor=2), Shard(0)],  # FSDP2 over ColwiseParallel
+    "rows, replicated": [Shard(0), Replicate()],
+}
+
+
+def placed(whole: Tensor, mesh: Any, placements: Any) -> DTensor:
+    """A tensor in this layout; of FSDP2's strided rows this rank's are cut out by hand."""
+    if not any(isinstance(placement, _StridedShard) for placement in placements):
+        return distribute_tensor(whole, mesh, placements, src_data_rank=None)
+    rows = whole.chunk(mesh.size(1))[mesh.get_local_rank(1)].chunk(mesh.size(0))[mesh.get_local_rank(0)]
+    return DTensor.from_local(
+        rows.contiguous(), mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+
+
+def layouts_of(mesh: Any) -> dict[str, Any]:
+    return {name: placements for name, placements in LAYOUTS.items() if len(placements) == mesh.ndim}
+
+
+def mine(whole: Tensor, param: Any) -> Tensor:
+    """This rank's part of a tensor that is sharded as a parameter is."""
+    if not isinstance(param, DTensor):
+        return whole
+    (chunk, *_) = param.__create_chunk_list__() or [None]
+    if chunk is None:
+        return whole[:0]
+    for dim, (first, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+        whole = whole.narrow(dim, first, size)
+    return whole
+
+
+def places(mesh: Any) -> tuple[list[str], list[int], list[int]]:
+    """(layouts whose shards are not where they are said to be; bytes of each shard here, and as they are counted)."""
+    wrong, here, counted = [], [], []
+    for name, placements in layouts_of(mesh).items():
+        for shape in ((8, 6), (7, 5), (6, 4, 3), (4, 1)):
+            count = torch.Size(shape).numel()
+            param = placed(torch.arange(float(count)).view(shape), mesh, placements)
+            place, own = place_of(param), local(param).flatten(1)
+            rows, columns = torch.meshgrid(*map(torch.arange, own.shape), indexing="ij")
+            index = (place.first_row + rows) * place.row_length + place.first_col + columns
+            if not torch.equal(index.float(), own):
+                wrong.append(f"{name} {shape}")
+            here.append(own.numel() * 4)
+            counted.append(bytes_of_shard(param))
+    return wrong, here, counted
 
 
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 def test_shards_are_where_they_are_said_to_be(shape: tuple[int, ...], pool: Any) -> None:
-    assert not any(pool.run(layouts.places, shape))
+    wrong, here, counted = zip(*pool.run(places, shape), strict=True)
+    assert not any(wrong) and list(map(max, zip(*here, strict=True))) == counted[0]
+    assert all(counts == counted[0] for counts in counted) and bytes_of_shard(torch.ones(5, 3)) == 60
 
 
-FP8 = {"moments": "fp8", "master": "split24"}
+def stepped(mesh: Any, layout: str, options: dict[str, Any], columns: int, of_one: dict[str, Any]) -> list[str]:
+    """What differs, on this rank, of weights and state from the same on one rank, with these options changed there.
+
+    After two steps of three an optimizer that has loaded the first one's state takes its place.
+    """
+    placements, masters = LAYOUTS[layout], options.get("master", "auto")
+    dtype = torch.float32 if masters == "auto" else torch.bfloat16
+    kind = SGD if "momentum" in options else AdamW
+    shapes: list[Any] = [(36, columns), (12, 2, columns // 2)]
+    if layout == "rows":  # uneven ones; vectors have no codes on ranks
+        shapes = [(37, columns), (5, 2, columns // 2), (1, columns), *([(7,)] if options["moments"] == "bf16" else [])]
+    wholes = [torch.randn(shape).to(dtype) for shape in shapes]
+    ours = [nn.Parameter(placed(whole, mesh, placements)) for whole in wholes]
+    twins, versions = [nn.Parameter(whole.clone()) for whole in wholes], [param._version for param in ours]
+    optimizers = [kind(params, lr=0.01, **kept) for params, kept in ((ours, options), (twins, options | of_one))]
+    for number in range(3):
+        for param, twin in zip(ours, twins, strict=True):
+            grad = torch.randn(param.shape) * 10**number
+            param.grad = placed(grad.to(dtype), mesh, placements)
+            twin.grad = grad.to(dtype)
+        if number == 2:
+            saved = copy.deepcopy(optimizers[0].state_dict())
+            optimizers[0] = kind(ours, lr=0.01, **options)
+            optimizers[0].load_state_dict(saved)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert all(param._version > version for param, version in zip(ours, versions, strict=True))
+    found = []
+    for number, (param, twin) in enumerate(zip(ours, twins, strict=True)):
+        pairs = {"weight": (param.detach(), twin.detach())}
+        states = optimizers[0].state[param], optimizers[1].state[twin]
+        pairs |= {name: (value, states[1][name]) for name, value in states[0].items()}
+        for name, (one, other) in pairs.items():
+            if one.shape != other.shape or not torch.equal(local(one), mine(other, one)):
+                found.append(f"{number} {name}")
+    return found
 
 
 @pytest.mark.parametrize(
     ("layout", "options"),
     [
+        ("rows", FP8),
+        ("rows", {"moments": "fp8", "master": "split32"}),
+        ("rows", {"moments": "bf16", "master": None}),
+        ("rows", {"moments": "bf16"}),
         ("columns", FP8),
         ("columns", {"moments": "bf16", "master": None, "momentum": 0.9}),
         ("whole", {"moments": "fp8"}),
@@ -32,36 +150,335 @@ FP8 = {"moments": "fp8", "master": "split24"}
     ids=str,
 )
 def test_whole_blocks_are_those_of_one_rank(layout: str, options: Any, pool: Any) -> None:
-    shape = (2,) * len(layouts.LAYOUTS[layout])
-    assert pool.run(layouts.stepped, shape, layout, options, 512, {}) == [[]] * math.prod(shape)
+    shape = (2,) * len(LAYOUTS[layout])
+    assert pool.run(stepped, shape, layout, options, 512, {}) == [[]] * math.prod(shape)
 
 
 @pytest.mark.parametrize("layout", ["columns", "rows of columns"])
 def test_columns_that_cut_blocks_have_moments_in_bf16(layout: str, pool: Any) -> None:
     """Two ranks have 150 columns each: one block and a part of the next."""
-    shape = (2,) * len(layouts.LAYOUTS[layout])
-    assert pool.run(layouts.stepped, shape, layout, FP8, 300, {"moments": "bf16"}) == [[]] * math.prod(shape)
+    shape = (2,) * len(LAYOUTS[layout])
+    assert pool.run(stepped, shape, layout, FP8, 300, {"moments": "bf16"}) == [[]] * math.prod(shape)
+
+
+def loaded_full(mesh: Any, dtype: torch.dtype) -> list[float]:
+    """How far moments are, relatively, that ranks load from one rank's full state dict, and one again from theirs."""
+    options: Any = {"moments": "fp8", "master": "split32"}  # of which 16 bits are sent as bytes
+    nets, trained, found = [nn.Linear(300, 150, dtype=dtype) for _ in range(2)], [], []
+    for net in nets:
+        trained.append(AdamW(net.parameters(), **options))
+        for param in net.parameters():
+            param.grad = torch.randn(param.shape).to(dtype)
+        trained[-1].step()
+        trained[-1].zero_grad()
+    alone, back = trained
+    for layout in ("rows", "columns"):
+        net = copy.deepcopy(nets[0])
+        net.weight = nn.Parameter(placed(net.weight.detach(), mesh, LAYOUTS[layout]))
+        net.bias = nn.Parameter(placed(net.bias.detach(), mesh, [Shard(0)]))
+        on_ranks = AdamW(net.parameters(), **options)
+        set_optimizer_state_dict(
+            net, on_ranks, copy.deepcopy(get_optimizer_state_dict(nets[0], alone, options=FULL)), options=FULL
+        )
+        again = get_optimizer_state_dict(net, on_ranks, options=FULL)
+        if mesh.get_rank() == 0:  # torch gathers on the first rank only
+            set_optimizer_state_dict(nets[1], back, again, options=FULL)
+        for param, of_ranks, other in zip(*(one.parameters() for one in (nets[0], net, nets[1])), strict=True):
+            if dtype == torch.bfloat16:
+                rest = alone.state[param]["master_rest"]
+                assert rest.any() and torch.equal(local(on_ranks.state[of_ranks]["master_rest"]), mine(rest, of_ranks))
+                assert mesh.get_rank() or torch.equal(back.state[other]["master_rest"], rest)
+            wanted, loaded, read = moments_of(alone, param), moments_of(on_ranks, of_ranks), moments_of(back, other)
+            for one, part, all_of_it in zip(wanted, loaded, read, strict=True):
+                found.append(float((part - mine(one, of_ranks)).norm() / part.norm()))
+                if mesh.get_rank() == 0:
+                    found.append(float((all_of_it - one).norm() / one.norm()))
+    return found
 
 
 @pytest.mark.filterwarnings("ignore:the optimizer's state was converted")
 def test_full_state_dicts_go_to_ranks_and_back(pool: Any) -> None:
-    """Float32 and codes hold codes, bf16 to half a step of it."""
-    for found in pool.run(layouts.loaded_full, (2,)):
+    """Float32 and codes hold codes, bf16 to half a step of it; masters of bf16 weights are the same."""
+    assert len(pool.run(loaded_full, (2,), torch.bfloat16)) == 2
+    for found in pool.run(loaded_full, (2,), torch.float32):
         assert max(found[: len(found) // 2]) == 0 and 0 < max(found) < 2.0**-8
+
+
+def norms(mesh: Any) -> tuple[float, float, float]:
+    """The global norm of gradients in all layouts, by the same on one rank; the largest; and that of one NaN."""
+    wholes = [torch.randn(6, 10) for _ in layouts_of(mesh)] + [torch.randn(5)]
+    gradients: list[Tensor] = [placed(w, mesh, p) for w, p in zip(wholes, layouts_of(mesh).values(), strict=False)]
+    gradients.append(wholes[-1])  # of a parameter that is in no plan
+    one = torch.cat([whole.flatten() for whole in wholes])
+    found = squared_norms(gradients).sum().sqrt(), largest(gradients)
+    if mesh.get_rank() == 1:
+        local(gradients[1])[0, 0] = torch.nan
+    return float(found[0] / one.norm()), float(found[1] / one.abs().max()), float(largest(gradients))
 
 
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 def test_norms_count_each_element_once(shape: tuple[int, ...], pool: Any) -> None:
-    for norm, largest, of_a_fault in pool.run(layouts.norms, shape):
-        assert norm == pytest.approx(1, rel=1e-6) and largest == 1 and not math.isfinite(of_a_fault)
+    for norm, most, of_a_fault in pool.run(norms, shape):
+        assert norm == pytest.approx(1, rel=1e-6) and most == 1 and not math.isfinite(of_a_fault)
+
+
+def parallel_block(mesh: Any, in_backward: bool) -> tuple[float, set[str]]:
+    """(The largest difference of a block's weights from one rank's, of the largest update; what torch left partial).
+
+    Norms are in the plan, so torch replicates them, and leaves their gradients as sums over each rank's tokens.
+    """
+    alone = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+    model, before = copy.deepcopy(alone), copy.deepcopy(alone)
+    first, second = ColwiseParallel(input_layouts=Shard(1)), RowwiseParallel(output_layouts=Shard(1))
+    parallelize_module(model, mesh, {"0": SequenceParallel(), "1": first, "3": second})
+    partial: set[str] = set()
+    for name, param in model.named_parameters():
+        note = lambda p, name=name: partial.add(name) if getattr(p.grad, "placements", ()) == (Partial(),) else None  # noqa: E731
+        param.register_post_accumulate_grad_hook(note)
+    optimizers = [AdamW(own.parameters(), lr=0.1, eps=1.0, moments="fp32") for own in (alone, model)]
+    for optimizer in optimizers if in_backward else ():
+        update_in_backward(optimizer, 0, EstimatedNorm(0.5))
+    x, g = torch.randn(4, 16, 32), torch.randn(4, 16, 32)
+    for own, optimizer in zip((alone, model), optimizers, strict=True):
+        rank = slice(None) if own is alone else slice(8 * mesh.get_local_rank(), 8 * mesh.get_local_rank() + 8)
+        for _ in range(2):
+            own(x[:, rank]).backward(g[:, rank])
+            optimizer.step()
+            optimizer.zero_grad()
+    found = dict(model.named_parameters())
+    moved = [(start - end).abs().max() for start, end in zip(before.parameters(), alone.parameters(), strict=True)]
+    wrong = [(found[name].full_tensor() - param).abs().max() for name, param in alone.named_parameters()]
+    return float(max(wrong) / max(moved)), partial
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_a_block_whose_norms_are_replicated(in_backward: bool, pool: Any) -> None:
-    for worst, partial in pool.run(layouts.parallel_block, (2,), in_backward):
+    for worst, partial in pool.run(parallel_block, (2,), in_backward):
         assert worst < 1e-5 and partial == {"0.weight", "0.bias"}
 
 
-def test_other_layouts_are_refused(pool: Any) -> None:
-    for said in pool.run(layouts.refused, (2, 2)):
-        assert len(said) == 2 and all("octavo's optimizers take rows" in text for text in said)
+def refused(mesh: Any) -> list[str]:
+    """What is said to weights that are sharded by other dimensions; and to one scale of all rows."""
+    said, one = [], (Moment(E4M3, granularity=PerTensor()), Moment("fp32"))
+    for shape, placements in (
+        ((4, 4, 4), [Replicate(), Shard(2)]),
+        ((4, 8), [Shard(1), Shard(1)]),
+        ((4, 8), [Replicate(), Shard(0)]),
+    ):
+        with pytest.raises(ValueError) as caught:
+            AdamW([nn.Parameter(placed(torch.ones(shape), mesh, placements))], moments=one)
+        said.append(str(caught.value))
+    return said
+
+
+def test_other_layouts_and_one_scale_are_refused(pool: Any) -> None:
+    for said in pool.run(refused, (2, 2)):
+        assert all("octavo's optimizers take rows" in text for text in said[:2])
+        assert "sharded weights do not share" in said[2]
+
+
+def resolutions(mesh: Any) -> tuple[list[float], list[float]]:
+    """The sums of weights in several layouts, over a mesh (data, tensor) or over data alone, and those of one rank."""
+    data, rows = mesh["replicate"], [Shard(0)]
+    ways = [(data, rows), (mesh, LAYOUTS["rows of columns"]), None, (mesh, [Replicate(), Shard(0)]), (data, rows)]
+    values = [torch.randn(4, 8) for _ in ways]
+    found = []
+    for on_ranks in (True, False):
+        params = []
+        for value, way in zip(values, ways, strict=True):
+            laid, grad = (placed(x, *way) if way and on_ranks else x.clone() for x in (value, value.sin()))
+            params.append(nn.Parameter(laid))
+            params[-1].grad = grad
+        optimizer = AdamW(params, lr=0.01, moments="fp32")
+        optimizer.measure(Resolution(params))
+        optimizer.step()
+        found.append(optimizer.resolution.take().sums().tolist())
+    return found[0], found[1]
+
+
+def test_resolutions_count_each_weight_once_however_ranks_share_it(pool: Any) -> None:
+    for ranks, alone in pool.run(resolutions, (1, 2)):
+        assert ranks == pytest.approx(alone, rel=1e-9) and alone[0] > 0
+
+
+# --- weights that live in FP8: ranks exchange one number a weight -----------------------------------------------------
+
+
+# Trainings of a model that ``make(seed)`` makes: each returns what is compared.
+
+
+def three_steps(make: Any, master: str | None = "auto", moments: Any = "fp8") -> tuple[Any, Any]:
+    net = make()
+    optimizer = adamw(net, master, moments)
+    steps(net, optimizer, 0, 3)
+    return net, optimizer
+
+
+def gradients_of_some(make: Any) -> tuple[Any, Any]:
+    """Steps in which one weight has no gradient, each time another."""
+    net = make()
+    optimizer, params = adamw(net), list(net.parameters())
+    for step in range(6):
+        cases.gradients(net, step)
+        params[step % 3].grad = None
+        optimizer.step()
+    return net, optimizer
+
+
+def skipped(make: Any) -> tuple[Any, Any]:
+    """A step with a NaN on one rank only."""
+    net = make()
+    params = list(net.parameters())[:2]  # torch finds no largest value of a gradient without elements
+    optimizer = AdamW(params, lr=0.05, skip_nonfinite=True)
+    for step in range(3):
+        cases.gradients(net, step)
+        if step == 1:
+            cases.on_this_rank(params[0].grad)[0].fill_(torch.nan)
+        optimizer.step()
+    return net[:-1], optimizer
+
+
+def loaded_between(make: Any, plain: bool) -> tuple[Any, Any]:
+    """A state dict of another model is loaded between steps: masters begin anew, on all ranks."""
+    net, other = make(0), make(1)
+    optimizer = adamw(net)
+    steps(net, optimizer, 0, 2)
+    state = other.state_dict()
+    if plain:
+        values = octavo.restore(model("dynamic", 1)).state_dict()
+        state = {name: cases.like(value, other.get_parameter(name)) for name, value in values.items()}
+    net.load_state_dict(state)
+    steps(net, optimizer, 2, 4)
+    return net, optimizer
+
+
+def loaded_by_another_master(make: Any) -> tuple[Any, Any]:
+    """A state of split24 is loaded into split16: the master begins as the weight, and ranks agree on its amax."""
+    net = make()
+    before, optimizer = adamw(net, "split24"), adamw(net, "split16")
+    steps(net, before, 0, 2)
+    with warnings.catch_warnings(action="ignore"):
+        optimizer.load_state_dict(before.state_dict())
+    steps(net, optimizer, 2, 4)
+    return net, optimizer
+
+
+def beside_whole(mesh: Any, training: str, recipe: str, *options: Any) -> list[str]:
+    """What differs between a training of a sharded model and of the whole one."""
+    makes = (lambda seed=0: sharded(recipe, mesh, seed)), (lambda seed=0: model(recipe, seed))
+    runs = [held(*globals()[training](make, *options)) for make in makes]
+    return differences(*runs, mesh["shard"])
+
+
+MASTERS = ["split16", "split24", "fp16_scaled", "fp32", None]
+CELLS: list[Any] = [((2,), three_steps, recipe, master) for recipe in ("dynamic", "blockwise") for master in MASTERS]
+CELLS += [
+    ((2,), three_steps, "delayed", "auto", "fp32"),
+    ((2, 2), three_steps, "dynamic"),  # a replica's ranks agree among themselves
+    ((2,), gradients_of_some, "dynamic"),
+    ((2,), skipped, "dynamic"),
+    *(((2,), loaded_between, "dynamic", plain) for plain in (False, True)),
+    ((2,), loaded_by_another_master, "dynamic"),
+]
+# of 5 rows the third rank of 4 has one and the fourth none; of 1 row three ranks have none (of 2 one)
+WITHOUT_ROWS: list[Any] = [((4,), three_steps, "dynamic", master) for master in MASTERS]
+WITHOUT_ROWS += [((4,), loaded_between, "dynamic", plain) for plain in (False, True)]
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [*CELLS, *(pytest.param(cell, marks=pytest.mark.full) for cell in WITHOUT_ROWS)],
+    ids=lambda cell: "-".join(str(getattr(part, "__name__", part)) for part in cell),
+)
+def test_equal_to_whole_weights(pool, cell):
+    shape, training, *options = cell
+    assert pool.run(beside_whole, shape, training.__name__, *options, seconds=60) == [[]] * math.prod(shape)
+
+
+# --- what is exchanged, and when --------------------------------------------------------------------------------------
+
+
+def exchanged(mesh: Any, recipe: str) -> list[tuple[int, int]]:
+    """(all-reduces, their bytes) of some steps."""
+    net = sharded(recipe, mesh)
+    optimizer, found = adamw(net), []
+    for step in range(3):
+        with ByteCounter() as counter:
+            steps(net, optimizer, step, step + 1)
+        found.append((counter.calls[REDUCE], counter.bytes[REDUCE]))
+    return found
+
+
+def test_one_number_a_weight_in_one_collective(pool):
+    """The first step has others before it: ranks have the same options (16 bytes), and masters have begun."""
+    assert pool.run(exchanged, (2,), "dynamic", seconds=60) == [[(3, 16 + 24), (1, 12), (1, 12)]] * 2
+    assert pool.run(exchanged, (2,), "blockwise", seconds=60) == [[(1, 16), (0, 0), (0, 0)]] * 2
+    assert pool.run(exchanged, (1,), "dynamic", seconds=60) == [[(0, 0)] * 3]
+
+
+def waits(mesh: Any) -> list[Any]:
+    """Who waits for the exchange of the last step."""
+    net = sharded("dynamic", mesh)
+    optimizer, found = adamw(net), []
+    steps(net, optimizer, 0, 1)
+    agreement = optimizer._agreement
+
+    def under_way() -> int:
+        return len(agreement._under_way)
+
+    found.append(under_way())
+    net(cases.batch(0, 0)).sum().backward()
+    found.append(under_way())
+    optimizer.state_dict()
+    found.append(under_way())
+    steps(net, optimizer, 1, 2)
+    found.append(under_way())
+    optimizer.load_state_dict(optimizer.state_dict())
+    found.append(under_way())
+    steps(net, optimizer, 2, 3)
+    amax = optimizer.state[net[0].weight]["master_amax"]
+    del optimizer
+    found.append(under_way())
+    agreement.__del__()
+    found.append(under_way())
+    each = [torch.empty(1, 1) for _ in range(mesh.size())]
+    dist.all_gather(each, amax, group=mesh.get_group())
+    return [*found, all(torch.equal(other, amax) for other in each)]
+
+
+def test_who_waits(pool):
+    assert pool.run(waits, (2,), seconds=60) == [[1, 1, 0, 1, 0, 1, 0, True]] * 2
+
+
+# --- which weights ----------------------------------------------------------------------------------------------------
+
+
+def who_needs_it(mesh: Any) -> list[bool]:
+    nets = sharded("dynamic", mesh), sharded("blockwise", mesh), model("dynamic")
+    return [needs_agreement(net[0].weight) for net in nets] + [needs_agreement(nn.Parameter(torch.ones(2, 2)))]
+
+
+def test_which_weights_need_it(pool):
+    assert pool.run(who_needs_it, (2,), seconds=60) == [[True, False, False, False]] * 2
+    assert pool.run(who_needs_it, (1,), seconds=60) == [[False] * 4]
+
+
+def test_nothing_under_way_is_nothing_to_wait_for():
+    Agreement().finish()
+
+
+def refused_options(mesh: Any) -> list[str]:
+    said = []
+    one = (Moment("fp32"), Moment("fp32"))
+    net = sharded("dynamic", mesh)
+    for options in ({"master": "split32"}, {"clip_update": False}, {"betas": (0.99, 0.9)}):
+        with pytest.raises(ValueError) as caught:
+            AdamW(net.parameters(), **options)
+        said.append(str(caught.value))
+    assert adamw(net, moments=one) is not None and local_stored(net[0].weight) is not None
+    return said
+
+
+def test_what_whole_weights_are_refused_sharded_ones_are(pool):
+    for said in pool.run(refused_options, (2,), seconds=60):
+        assert "weights stored in FP8 take" in said[0] and "clip_update on" in said[1] and "beta1^2 > beta2" in said[2]

@@ -1,80 +1,69 @@
-"""Masters of plain weights; those of weights in FP8 are tested in test_fp8_masters.py."""
+"""Masters of plain weights, and of weights that live in FP8."""
+
+import copy
+import io
+import math
+import pickle
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from octavo.optim import AdamW
-from octavo.optim.masters import NAMED, master_of
+import octavo
+from octavo import PerBlock, PerTensor, recipes
+from octavo.kernels.reference.optimizer_state import pieces
+from octavo.optim import SGD, Adam, AdamW
+from octavo.optim.masters import NAMED, OF_FP8_WEIGHTS, master_of
+from octavo.optim.state import matrix_of
+from octavo.tensor.stored_weight import StoredWeight
+from tests.support.stored_weights import STORED as RECIPES
+from tests.support.stored_weights import codes, inputs, net, store
 
 
 def test_a_float32_weight_needs_nothing_besides():
     p = nn.Parameter(torch.randn(3, 4))
-    for name in ("auto", *NAMED):
+    for name in ("auto", "split16", "fp16_scaled", *NAMED):
         assert master_of(p, name) is NAMED["fp32"]
     assert NAMED["fp32"].new_state(p) == {}
     stored = NAMED["fp32"].for_kernel(p, {})
     assert stored.kind == "weight" and stored.weight is p and not stored.is_random
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
-def test_fp32_other_dtypes_are_refused(dtype):
-    with pytest.raises(ValueError, match=f"master='fp32' is for weights of torch.float32, not {dtype}; use 'auto'"):
-        master_of(nn.Parameter(torch.ones(2, dtype=dtype)), "fp32")
-
-
-def test_of_bf16_weights_it_is_split32():
-    assert master_of(nn.Parameter(torch.ones(2, dtype=torch.bfloat16)), "fp32") is NAMED["split32"]
-
-
-def test_split32_it_begins_as_the_weight():
+@pytest.mark.parametrize(
+    ("name", "rest", "is_random"),
+    [("split32", (torch.uint8, (3, 4, 5, 2)), False), ("split24", (torch.int8, (3, 4, 5)), True), (None, None, True)],
+)
+def test_of_a_bf16_weight_it_begins_as_the_weight(name, rest, is_random):
     p = nn.Parameter(torch.randn(3, 4, 5).bfloat16())
-    master = master_of(p, "split32")
+    master = master_of(p, name)
+    assert master is NAMED[name]
     state = master.new_state(p)
-    assert list(state) == ["master_rest"]
-    assert state["master_rest"].dtype == torch.uint8 and state["master_rest"].shape == (*p.shape, 2)
-    assert (state["master_rest"] == 0).all()
+    assert {key: (value.dtype, value.shape) for key, value in state.items()} == ({"master_rest": rest} if rest else {})
     stored = master.for_kernel(p.detach().view(3, 20), state)
-    assert stored.kind == "split32" and stored.rest.shape == (3, 20) and stored.is_random is False
-    assert stored.rest.data_ptr() == state["master_rest"].data_ptr()
+    assert stored.kind == (name or "stochastic") and stored.is_random is is_random
+    if rest is None:
+        assert stored.rest is None
+    else:
+        assert not state["master_rest"].any() and stored.rest.shape == (3, 20)
+        assert stored.rest.data_ptr() == state["master_rest"].data_ptr()
 
 
-def test_it_is_what_bf16_weights_have_by_default():
-    p = nn.Parameter(torch.ones(2).bfloat16())
-    assert master_of(p, "auto") is NAMED["split32"]
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
-def test_split32_other_dtypes_are_refused(dtype):
-    with pytest.raises(ValueError, match=f"master='split32' is for weights of torch.bfloat16, not {dtype}"):
-        master_of(nn.Parameter(torch.ones(2, dtype=dtype)), "split32")
-
-
-def test_split24_it_begins_as_the_weight():
-    p = nn.Parameter(torch.randn(3, 4, 5).bfloat16())
-    master = master_of(p, "split24")
-    state = master.new_state(p)
-    assert list(state) == ["master_rest"]
-    assert state["master_rest"].dtype == torch.int8 and state["master_rest"].shape == p.shape
-    assert (state["master_rest"] == 0).all()
-    stored = master.for_kernel(p.detach().view(3, 20), state)
-    assert stored.kind == "split24" and stored.rest.shape == (3, 20) and stored.is_random is True
-    assert stored.rest.data_ptr() == state["master_rest"].data_ptr()
-
-
-def test_split24_other_dtypes_are_refused():
-    with pytest.raises(ValueError, match=r"master='split24' is for weights of torch.bfloat16, not torch.float16"):
-        master_of(nn.Parameter(torch.ones(2, dtype=torch.float16)), "split24")
+def test_names_of_other_weights():
+    bf16 = {"auto": "split32", "fp32": "split32", "fp16_scaled": "split32", "split16": "split24"}
+    for name, found in bf16.items():
+        assert master_of(nn.Parameter(torch.ones(2, dtype=torch.bfloat16)), name) is NAMED[found]
+    for dtype in (torch.float16, torch.float64):
+        for name, of in (("fp32", "float32"), ("split32", "bfloat16"), ("split24", "bfloat16"), (None, "bfloat16")):
+            with pytest.raises(
+                ValueError, match=f"master={name!r} is for weights of torch.{of}, not {dtype}; use 'auto'"
+            ):
+                master_of(nn.Parameter(torch.ones(2, dtype=dtype)), name)
+    with pytest.raises(ValueError, match=r"master='fp16_scaled' is for weights of .* not torch.float16; use 'auto'"):
+        master_of(nn.Parameter(torch.ones(2, dtype=torch.float16)), "fp16_scaled")
     with pytest.raises(
         ValueError, match="master='split8': use 'auto', 'split16', 'fp16_scaled', 'fp32', 'split32', 'split24', None"
     ):
         master_of(nn.Parameter(torch.ones(2)), "split8")
-    assert NAMED["split24"].dtypes == (torch.bfloat16,)
-    assert master_of(nn.Parameter(torch.ones(2, dtype=torch.bfloat16)), "split16") is NAMED["split24"]
-    assert master_of(nn.Parameter(torch.ones(2, dtype=torch.bfloat16)), "fp16_scaled") is NAMED["split32"]
-    assert all(master_of(nn.Parameter(torch.ones(2)), name) is NAMED["fp32"] for name in ("split16", "fp16_scaled"))
-    with pytest.raises(ValueError, match=r"master='fp16_scaled' is for weights of .* not torch.float16; use 'auto'"):
-        master_of(nn.Parameter(torch.ones(2, dtype=torch.float16)), "fp16_scaled")
 
 
 @pytest.mark.parametrize("write", ["copy_", "data.copy_", "data ="])
@@ -93,16 +82,6 @@ def test_a_weight_that_was_written_goes_on_from_there(write):
         assert values is None or torch.allclose(p.detach(), new - 1e-4, rtol=2.0**-7)
 
 
-def test_the_weight_is_all_there_is():
-    p = nn.Parameter(torch.randn(3, 4).bfloat16())
-    master = master_of(p, None)
-    assert master.new_state(p) == {}
-    stored = master.for_kernel(p, {})
-    assert stored.kind == "stochastic" and stored.is_random and stored.rest is None
-    with pytest.raises(ValueError, match=r"master=None is for weights of torch.bfloat16, not torch.float16"):
-        master_of(nn.Parameter(torch.ones(2, dtype=torch.float16)), None)
-
-
 def test_small_updates_count_on_average():
     p = nn.Parameter(torch.ones(4, 1000, dtype=torch.bfloat16))
     optimizer = AdamW([p], lr=2.0**-12, weight_decay=0.0, moments="fp32", master=None)
@@ -110,3 +89,391 @@ def test_small_updates_count_on_average():
     for _ in range(64):  # of a 16th, or a 32nd, of the weight's step each
         optimizer.step()
     assert float(p.detach().float().mean()) == pytest.approx(1 - 2.0**-6, abs=5e-4)
+
+
+# --- of weights in FP8 ------------------------------------------------------------------------------------------------
+
+RESTS = {"split16": torch.int8, "split24": torch.uint8, "fp16_scaled": torch.float16, "fp32": torch.float32, None: None}
+each_master = pytest.mark.parametrize("master", RESTS, ids=str)
+each_granularity = pytest.mark.parametrize("granularity", [PerTensor(), PerBlock(128, 128)], ids=str)
+SHAPE = (130, 300)
+
+
+def parameter(granularity=None, values: Tensor | None = None) -> nn.Parameter:
+    values = torch.randn(SHAPE, dtype=torch.bfloat16) if values is None else values
+    return nn.Parameter(StoredWeight.cast(values, granularity or PerTensor()))
+
+
+def master_values(optimizer, weight: nn.Parameter) -> Tensor:
+    """What the optimizer takes the weight for."""
+    stored = master_of(weight, optimizer.master).for_kernel(
+        matrix_of(weight), optimizer.state[weight], weight.scale_inv
+    )
+    found = torch.full(weight.shape, math.nan)
+    for piece in pieces(*weight.shape):
+        piece.of(found).copy_(stored.read(piece))
+    return found
+
+
+def plain(weight: nn.Parameter) -> Tensor:
+    return weight.detach().dequantize().float()
+
+
+def step(optimizer, gradient: Tensor) -> None:
+    for group in optimizer.param_groups:
+        for weight in group["params"]:
+            weight.grad = gradient.to(weight.dtype)
+    optimizer.step()
+
+
+def tensors(optimizer, *weights: nn.Parameter) -> list[Tensor]:
+    """Copies of all that a step writes."""
+    found = [part for weight in weights for part in (weight.qdata.view(torch.uint8), weight.scale_inv)]
+    found += [value for weight in weights for value in optimizer.state[weight].values()]
+    return [tensor.clone() for tensor in found]
+
+
+def equal(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+# --- a state ----------------------------------------------------------------------------------------------------------
+
+
+@each_granularity
+@each_master
+def test_it_begins_as_the_weight(master, granularity):
+    weight = parameter(granularity)
+    assert master_of(weight, master) is OF_FP8_WEIGHTS[master] and OF_FP8_WEIGHTS[master].name == master
+    state = master_of(weight, master).new_state(weight)
+    assert set(state) == {"master_amax"} | ({"master_rest"} if RESTS[master] else set())
+    assert state["master_amax"].shape == weight.scale_inv.shape
+    assert float(state["master_amax"].max()) == float(plain(weight).abs().max())
+    assert float(state["master_amax"][0, 0]) == float(
+        plain(weight)[:128, :128].abs().max() if granularity != PerTensor() else plain(weight).abs().max()
+    )
+    if RESTS[master]:
+        assert state["master_rest"].dtype == RESTS[master]
+        assert state["master_rest"].shape == ((*SHAPE, 2) if master == "split24" else SHAPE)  # 16 bits, as bytes
+    optimizer = AdamW([weight], lr=0.0, weight_decay=0.0, master=master)
+    optimizer.state[weight] = state
+    assert torch.equal(master_values(optimizer, weight), plain(weight))
+    optimizer.state.clear()
+    step(optimizer, torch.randn(SHAPE))
+    assert torch.equal(plain(weight), master_values(optimizer, weight))
+
+
+@each_master
+def test_an_empty_weight(master):
+    weight = parameter(values=torch.ones(0, 8))
+    optimizer = AdamW([weight], master=master)
+    step(optimizer, torch.ones(0, 8))
+    assert float(optimizer.state[weight]["master_amax"]) == 0.0
+
+
+def test_names():
+    weight = parameter()
+    assert master_of(weight, "auto") is OF_FP8_WEIGHTS["split16"]
+    for name in ("split32", "split8"):
+        with pytest.raises(ValueError, match=f"master='{name}': weights stored in FP8 take 'split16', 'split24'"):
+            AdamW([weight], master=name)
+
+
+@pytest.mark.parametrize("moments", ["fp8", "fp32"])
+def test_who_cannot_bound_the_update_is_refused(moments):
+    weight = parameter()
+    for kind in (AdamW, Adam):
+        assert kind([weight], moments=moments).clip_update is True
+        assert kind([{"params": [weight]}], moments=moments).clip_update is True
+        assert kind([("w", weight)], moments=moments).clip_update is True
+        with pytest.raises(ValueError, match=r"stored in FP8 .* use octavo.optim.AdamW or Adam, with clip_update on"):
+            kind([weight], moments=moments, clip_update=False)
+    optimizer = AdamW([nn.Parameter(torch.ones(3))], moments="fp32")
+    assert optimizer.clip_update is False
+    optimizer.add_param_group({"params": weight})
+    assert optimizer.clip_update is True
+
+
+def test_sgd_is_refused():
+    with pytest.raises(ValueError, match=r"stored in FP8 .* use octavo.optim.AdamW or Adam"):
+        SGD([parameter()], lr=0.1)
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+@each_granularity
+def test_a_float32_master_is_that_of_a_float32_weight(granularity):
+    """Bit for bit, in moments too; and the codes are its cast."""
+    weight = parameter(granularity)
+    wide = nn.Parameter(plain(weight))
+    first, second = AdamW([weight], lr=0.02, master="fp32"), AdamW([wide], lr=0.02, clip_update=True)
+    for _ in range(10):
+        gradient = torch.randn(SHAPE).bfloat16()
+        step(first, gradient)
+        step(second, gradient)
+        assert torch.equal(master_values(first, weight), wide)
+        assert all(torch.equal(first.state[weight][name], value) for name, value in second.state[wide].items())
+    values = wide.detach()
+    assert ((plain(weight) - values).abs() <= values.abs() * 2.0**-4 + values.abs().max() * 2.0**-17).all()
+
+
+GROWTH = 0.999 / 0.9  # gradients that grow so move a weight by as much as any can, at every step
+
+
+@each_granularity
+@each_master
+def test_the_fastest_growth_never_saturates(master, granularity):
+    values = 1e-3 * torch.randn(SHAPE)
+    weight = parameter(granularity, values)
+    exact = nn.Parameter(plain(weight).double())
+    optimizer = AdamW([weight], lr=0.1, weight_decay=0.0, moments="fp32", master=master)
+    torchs = torch.optim.AdamW([exact], lr=0.1, weight_decay=0.0)
+    sign = torch.where(torch.randn(SHAPE) > 0, 1.0, -1.0)
+    for number in range(50):
+        step(optimizer, sign * 1e-3 * GROWTH**number)
+        step(torchs, sign * 1e-3 * GROWTH**number)
+        assert not ((weight.qdata.view(torch.uint8) & 0x7F) == 0x7F).any()
+        bound = 448 * weight.scale_inv.max()
+        assert float(exact.detach().abs().max()) <= float(bound) < 5 * float(exact.detach().abs().max())
+    found, tolerance = master_values(optimizer, weight), {"fp32": 1e-6, "split24": 5e-5, None: 2.0}.get(master, 0.02)
+    assert float(exact.detach().abs().min()) > 6  # from a thousandth
+    assert ((found - exact.detach()).abs() < tolerance * exact.detach().abs()).all()
+    assert abs(float((found / exact.detach()).mean()) - 1) < 1e-3
+    amax = optimizer.state[weight]["master_amax"]
+    assert float(amax.max()) == float(found.abs().max())
+
+
+@each_granularity
+def test_without_a_master_the_mean_is_right(granularity):
+    """Each update is a thirtieth of the codes' distance, so that rounding to nearest would stand still."""
+    start, ulp, lr, steps = 0.3125, 2.0**-5, 1e-3, 10
+    weight = parameter(granularity, torch.full((512, 512), start))
+    optimizer = AdamW([weight], lr=lr, weight_decay=0.0, moments="fp32", master=None)
+    for _ in range(steps):
+        step(optimizer, torch.ones(512, 512))
+    moved = plain(weight) - start
+    sigma = math.sqrt(steps * ulp * lr / weight.numel())
+    assert abs(float(moved.double().mean()) + steps * lr) < 5 * sigma
+    assert 0.6 < float((moved == 0).float().mean()) < 0.9
+
+
+def test_bytes_for_each_parameter():
+    model = store(nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(2)]).bfloat16())
+    for master, most in (("auto", 4.15), ("split24", 5.15), ("fp32", 7.15), (None, 3.15)):
+        optimizer, total = AdamW(model.parameters(), master=master), 0
+        for weight in model.parameters():
+            weight.grad = torch.zeros(512, 512, dtype=torch.bfloat16)
+        optimizer.step()
+        for weight in model.parameters():
+            held = [weight.qdata, weight.scale_inv, *optimizer.state[weight].values()]
+            assert all(type(tensor) is Tensor for tensor in held)
+            total += sum(tensor.untyped_storage().nbytes() for tensor in held)
+        assert most - 0.15 <= total / (2 * 512 * 512) <= most
+
+
+def test_weights_of_all_kinds_together():
+    for master in ("auto", *RESTS):
+        torch.manual_seed(0)
+        weights = [parameter(), nn.Parameter(torch.randn(130).bfloat16()), nn.Parameter(torch.randn(300))]
+        norm = nn.Parameter(weights[2].detach().clone())
+        optimizer = AdamW(weights, lr=0.01, moments="fp32", master=master)
+        torchs = torch.optim.AdamW([norm], lr=0.01)
+        before = [plain(weights[0]), *[weight.detach().clone() for weight in weights[1:]]]
+        for _ in range(3):
+            for weight in weights:
+                weight.grad = torch.randn(weight.shape).to(weight.dtype)
+            norm.grad = weights[2].grad.clone()
+            optimizer.step()
+            torchs.step()
+        assert torch.allclose(weights[2], norm, rtol=1e-5, atol=1e-7)
+        assert not torch.equal(plain(weights[0]), before[0]) and plain(weights[0]).isfinite().all()
+        assert not torch.equal(weights[1], before[1]) or master is None
+        kept = {"split24": torch.int8, "split16": torch.int8, "fp16_scaled": torch.uint8, None: None}
+        rest = optimizer.state[weights[1]].get("master_rest")
+        assert (None if rest is None else rest.dtype) == kept.get(master, torch.uint8)  # 16 bits, as bytes
+        assert not any(name.startswith("master") for name in optimizer.state[weights[2]])
+
+
+# --- saved and loaded -------------------------------------------------------------------------------------------------
+
+
+def through_a_file(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+
+
+@pytest.mark.parametrize("recipe", ["dynamic", "blockwise"])
+@each_master
+def test_training_goes_on_as_if_it_had_not_stopped(master, recipe):
+    def train(model, optimizer, seeds):
+        for seed in seeds:
+            torch.manual_seed(seed)
+            optimizer.zero_grad()
+            model(inputs()).float().square().mean().backward()
+            optimizer.step()
+
+    model = net(recipe)
+    optimizer = AdamW(model.parameters(), lr=1e-2, master=master)
+    train(model, optimizer, range(3))
+    again = net(recipe, seed=1)
+    continued = AdamW(again.parameters(), lr=1e-2, master=master)
+    train(again, continued, [7])  # what it has is replaced
+    again.load_state_dict(through_a_file(model.state_dict()))
+    continued.load_state_dict(through_a_file(optimizer.state_dict()))
+    for each in ((model, optimizer), (again, continued)):
+        train(*each, range(3, 6))
+    assert all(torch.equal(value, codes(again)[name]) for name, value in codes(model).items())
+    for a, b in zip(model.parameters(), again.parameters(), strict=True):
+        assert all(torch.equal(value, continued.state[b][name]) for name, value in optimizer.state[a].items())
+
+
+def test_a_state_of_another_master_begins_as_the_weight():
+    weight = parameter()
+    first = AdamW([weight], lr=1e-2, master="split24")
+    step(first, torch.randn(SHAPE))
+    second = AdamW([weight], lr=1e-2, master="split16")
+    with pytest.warns(UserWarning, match="the optimizer's state was converted"):
+        second.load_state_dict(through_a_file(first.state_dict()))
+    assert torch.equal(master_values(second, weight), plain(weight))
+    assert float(second.state[weight]["master_amax"]) == float(plain(weight).abs().max())
+
+
+# --- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+@each_granularity
+@each_master
+def test_a_fault_in_a_gradient_stays_in_its_element(master, granularity):
+    found, gradient = [], torch.randn(SHAPE)
+    for fault in (0.0, math.nan, math.inf):
+        torch.manual_seed(0)
+        weight = parameter(granularity)
+        optimizer = AdamW([weight], lr=1e-2, moments="fp32", master=master)
+        for number in range(3):
+            one = gradient.clone()
+            one[3, 5] = fault if number == 0 else 0.0
+            step(optimizer, one)
+        values = plain(weight)
+        assert values[3, 5].isnan() == (fault != 0)
+        values[3, 5] = 0.0
+        found.append([values, weight.scale_inv, optimizer.state[weight]["master_amax"]])
+    assert equal(found[0], found[1]) and equal(found[0], found[2])
+
+
+@each_granularity
+def test_a_fault_in_a_weight_stays_in_its_element(granularity):
+    values = 1e-3 * torch.randn(SHAPE)
+    values[3, 5] = math.nan
+    weight = parameter(granularity, values)
+    before = plain(weight).nan_to_num()
+    optimizer = AdamW([weight], lr=0.0)
+    step(optimizer, torch.zeros(SHAPE))
+    found = plain(weight).nan_to_num()
+    assert torch.allclose(found, before, rtol=0.07, atol=float(before.max()) * 2.0**-14)
+
+
+@each_master
+def test_weights_that_were_loaded_later_are_not_lost(master):
+    weight = parameter()
+    optimizer = AdamW([weight], lr=0.0, master=master)
+    step(optimizer, torch.zeros(SHAPE))
+    with torch.no_grad():
+        weight.copy_(values := 100 * torch.randn(SHAPE))
+    before = plain(weight)
+    step(optimizer, torch.zeros(SHAPE))
+    # begun from what was loaded, except without a master, which has only the codes
+    assert torch.allclose(plain(weight), before if master is None else values, rtol=0.07, atol=100 * 2.0**-12)
+
+
+@pytest.mark.parametrize("recipe", ["dynamic", "blockwise"])
+def test_backward_of_a_forward_before_the_step_raises(recipe):
+    layer = store(nn.Linear(256, 128).bfloat16(), RECIPES[recipe]())
+    optimizer = AdamW(layer.parameters())
+    y = layer(inputs(4, 256))
+    versions = layer.weight._version, layer.weight.qdata._version
+    step(AdamW([layer.weight]), torch.ones(128, 256))
+    assert layer.weight._version > versions[0] and layer.weight.qdata._version > versions[1]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    layer(inputs(4, 256)).sum().backward()
+    optimizer.step()
+
+
+def test_moving_to_another_dtype_keeps_the_optimizer_going():
+    model = store(nn.Sequential(nn.Linear(64, 64, bias=False)), recipes.dynamic())
+    optimizer = octavo.optim.AdamW(model.parameters(), lr=1e-2)
+    for dtype in (torch.float32, torch.bfloat16):
+        model.to(dtype)
+        before = codes(model)
+        optimizer.zero_grad()
+        model(inputs(8, 64, dtype=dtype)).sum().backward()
+        optimizer.step()
+        assert any(not torch.equal(value, codes(model)[name]) for name, value in before.items())
+
+
+# --- where masters begin ----------------------------------------------------------------------------------------------
+
+
+def stored_layer(recipe="dynamic"):
+    layer = nn.Linear(256, 256, bias=False).bfloat16()
+    values = layer.weight.detach().clone()
+    octavo.convert(layer, getattr(recipes, recipe)(), select=lambda module, name: True, weight_storage="fp8")
+    return layer, values
+
+
+def begun(layer, master):
+    """The master's values after a step that changes nothing."""
+    optimizer = AdamW(layer.parameters(), lr=0.0, weight_decay=0.0, master=master)
+    layer.weight.grad = torch.ones(256, 256, dtype=torch.bfloat16)
+    optimizer.step()
+    assert layer.weight.rest is None  # which the master has now
+    return master_values(optimizer, layer.weight)
+
+
+@pytest.mark.parametrize("recipe", ["dynamic", "blockwise"])
+@pytest.mark.parametrize("master", [master for master in RESTS if master is not None])
+def test_it_begins_as_the_weight_before_its_cast(master, recipe):
+    layer, values = stored_layer(recipe)
+    codes = plain(layer.weight)
+    found, values = begun(layer, master), values.float()
+    smallest = values.abs().amax() * 2.0**-27  # below which codes and remainders end
+    assert ((found - values).abs() <= values.abs() * 2.0**-10 + smallest).all()
+    assert ((found - values).abs().mean() < (codes - values).abs().mean() * 2.0**-8) or master == "fp16_scaled"
+
+
+@pytest.mark.parametrize(
+    "way", ["copied", "moved", "loaded", "pickled", "evaluated", "frozen for a while", "frozen", "a frozen copy"]
+)
+def test_what_it_begins_from_stays_until_an_optimizer_takes_it_or_nobody_will(way):
+    """As long as it requires gradients, or an optimizer waits for it."""
+    layer, values = stored_layer()
+    x = torch.randn(4, 256, dtype=torch.bfloat16)
+    if way == "copied":
+        layer = copy.deepcopy(layer)
+    elif way == "moved":
+        layer = layer.to(torch.float32).to(torch.bfloat16)
+    elif way == "loaded":
+        values = torch.randn(256, 256).bfloat16()
+        layer.load_state_dict({"weight": values})
+    elif way == "pickled":
+        layer = pickle.loads(pickle.dumps(layer))
+    elif way == "evaluated":
+        octavo.summary(layer, x)
+        with torch.inference_mode():
+            layer(x)
+    elif way == "frozen for a while":
+        AdamW(layer.parameters())
+        layer.requires_grad_(False)(x)
+        layer.to(torch.float32).to(torch.bfloat16).requires_grad_(True)
+    elif way == "frozen":
+        layer.weight.requires_grad = False
+    else:
+        AdamW(layer.parameters())
+        layer = copy.deepcopy(layer).requires_grad_(False)
+    if way in ("frozen", "a frozen copy"):
+        assert layer.weight.rest is None
+    else:
+        values = values.float()
+        assert ((begun(layer, "fp32") - values).abs() <= values.abs() * 2.0**-11 + values.abs().amax() * 2.0**-27).all()

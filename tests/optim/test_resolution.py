@@ -7,7 +7,6 @@ from torch import nn
 
 from octavo.optim import SGD, AdamW
 from octavo.optim.resolution import Reading, Resolution
-from tests.support import optim_layouts
 
 
 def step(optimizer: torch.optim.Optimizer) -> None:
@@ -71,8 +70,3 @@ def test_torchs_step_of_nothing_before_a_state_is_loaded_does_not_count():
     step(optimizer)
     optimizer.load_state_dict(saved)
     assert optimizer.resolution.take().ratio() != 1.0
-
-
-def test_ranks_count_each_weight_once_however_they_share_it(pool):
-    for ranks, alone in pool.run(optim_layouts.resolutions, (1, 2)):
-        assert ranks == pytest.approx(alone, rel=1e-9) and alone[0] > 0

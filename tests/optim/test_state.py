@@ -2,24 +2,22 @@
 
 import copy
 import io
-import pickle
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
 
-from octavo import E4M3, E5M2
-from octavo.optim import Adam, AdamW, Moment
-from octavo.optim.layout import bytes_of_shard
-from octavo.optim.state import description, moment_from
-from tests.support import optim_situations as situations
-from tests.support.trained import MASTERS, MOMENTS, ONE_SCALE, moments_of, parameter, train
+import octavo
+from octavo import E4M3, E5M2, recipes
+from octavo.optim import SGD, AdamW, Moment
+from octavo.optim.state import description, for_kernel, moment_from, new_state
+from octavo.tensor.stored_weight import StoredWeight
+from tests.support.trained import MASTERS, MOMENTS, moments_of, parameter, train
 
 
 @pytest.mark.parametrize("moments", MOMENTS)
@@ -41,20 +39,6 @@ def test_saved_and_loaded_it_goes_on_bit_for_bit(master, moments):
         assert torch.equal(p, q)
         for name, value in optimizer.state[p].items():
             assert torch.equal(value, other.state[q][name]) and value.dtype == other.state[q][name].dtype
-
-
-@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
-def test_a_copied_optimizer_goes_on(way):
-    p = parameter(3, 300, dtype=torch.bfloat16)
-    optimizer = Adam([p], lr=0.01, moments=ONE_SCALE, master="split24", seed=3, clip_update=False)
-    train(optimizer, 2)
-    other = copy.deepcopy(optimizer) if way == "deepcopy" else pickle.loads(pickle.dumps(optimizer))
-    q = other.param_groups[0]["params"][0]
-    assert q is not p
-    train(optimizer, 2, seed=1)
-    train(other, 2, seed=1)
-    assert torch.equal(p, q)
-    assert (other.moments, other.master, other.seed, other.clip_update) == (ONE_SCALE, "split24", 3, False)
 
 
 def test_torchs_loads_ours_and_ours_loads_torchs():
@@ -176,40 +160,183 @@ def test_a_description_says_all(moments):
     assert (described["master"], described["seed"]) == ("None", 3)
 
 
-# several ranks
+# a weight's state, and its storage
 
 
-@pytest.mark.parametrize("master", ["auto", "split32", "split24", None])
-@pytest.mark.parametrize("moments", ["fp8", "bf16"])
-def test_two_ranks_are_as_one(pool, master, moments):
-    whole = situations.unsharded(moments, master)
-    for found in pool.run(situations.sharded, (2,), moments, master):
-        for name, value in whole.items():
-            assert torch.equal(found[name], value) or (moments == "fp8" and name.endswith("bias")), name
+@pytest.mark.parametrize("moments", ["fp8", "bf16", "fp32"])
+@pytest.mark.parametrize("shape", [(5, 200), (7,), (2, 3, 4), ()])
+def test_a_state_has_the_tensors_that_a_step_begins_with(moments, shape):
+    weight = nn.Parameter(torch.randn(shape).bfloat16())
+    optimizer = AdamW([weight], moments=moments, master="split24")
+    mine = new_state(weight, optimizer.settings)
+    weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    begun = optimizer.state[weight]
+    assert {name: (value.dtype, value.shape) for name, value in mine.items()} == {
+        name: (value.dtype, value.shape) for name, value in begun.items()
+    }
 
 
-@pytest.mark.parametrize(("master", "full"), [("auto", False), ("split24", False), ("split32", True)])
-def test_a_checkpoint_of_two_ranks_goes_on_bit_for_bit(pool, master, full):
-    assert all(pool.run(situations.reloaded, (2,), "fp8", master, full))  # gathered: 16 bits are sent as bytes
+def test_stores_are_over_the_states_own_tensors():
+    weight = nn.Parameter(StoredWeight.cast(torch.randn(130, 70).bfloat16()))
+    optimizer = AdamW([weight], master="split16")
+    state = new_state(weight, optimizer.settings)
+    master, moments = for_kernel(weight, weight.detach(), state, optimizer.settings)
+    assert master.weight.data_ptr() == weight.qdata.data_ptr() and master.amax is state["master_amax"]
+    assert master.rest.data_ptr() == state["master_rest"].data_ptr()
+    codes = [state["exp_avg_codes"].data_ptr(), state["exp_avg_sq_codes"].data_ptr()]
+    assert [moment.data.data_ptr() for moment in moments] == codes
 
 
-def test_a_checkpoint_of_one_rank_serves_two_and_back(pool):
-    assert all(pool.run(situations.resharded, (2,)))
+def stepped(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> list[Tensor]:
+    for step in range(steps):
+        model(torch.full((4, 64), 0.1 * step + 1)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [value.view(torch.uint8) for value in model.state_dict().values()]
 
 
-def test_one_scale_for_sharded_weights_is_refused(pool):
-    assert all(pool.run(situations.refused, (2,)))
+def linear() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(64, 64, bias=False)
 
 
-def part_bytes(mesh: Any) -> list[int]:
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    tensors = [torch.ones(5, 3), torch.ones(1, 3, dtype=torch.bfloat16), torch.ones(4)]
-    found = [distribute_tensor(tensor, mesh, [Shard(0)]) for tensor in tensors]
-    found.append(distribute_tensor(tensors[0], mesh, [Replicate()]))
-    return [bytes_of_shard(tensor) for tensor in found]
+def stored(model: nn.Module) -> nn.Module:
+    return octavo.convert(model, recipes.dynamic(), lambda *_: True, weight_storage="fp8")
 
 
-def test_bytes_of_a_shard_are_the_same_on_all_ranks(pool: Any) -> None:
-    assert pool.run(part_bytes, (4,), seconds=60) == [[24, 6, 4, 60]] * 4
-    assert bytes_of_shard(torch.ones(5, 3)) == 60 and bytes_of_shard(torch.ones(())) == 4
+def test_an_optimizer_made_before_the_weights_were_stored_trains_them_as_one_made_after():
+    model = linear()
+    optimizer = AdamW(model.parameters(), 0.1, moments="fp32")
+    assert not optimizer.clip_update
+    trained = stepped(stored(model), optimizer)
+    assert optimizer.clip_update
+    again = stored(linear())
+    expected = stepped(again, AdamW(again.parameters(), 0.1, moments="fp32"))
+    assert all(map(torch.equal, trained, expected))
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda params: torch.optim.AdamW(params), octavo.UnsupportedOpError, "Optimize it with octavo"),
+        (lambda params: SGD(params, 0.1), ValueError, "use octavo.optim.AdamW"),
+        (lambda params: AdamW(params, betas=(0.99, 0.9)), ValueError, "the largest update grows"),
+        (lambda params: AdamW(params, clip_update=False), ValueError, "clip_update on"),
+    ],
+)
+def test_an_optimizer_that_can_not_write_stored_weights_says_so_at_its_next_step(make, error, message):
+    model = linear()
+    optimizer = make(model.parameters())
+    with pytest.raises(error, match=message):
+        stepped(stored(model), optimizer)
+
+
+@pytest.mark.parametrize("master", ["auto", "split16", "fp16_scaled"])
+def test_a_state_is_of_the_storage_it_was_made_for(master):
+    model = linear().bfloat16()
+    optimizer = AdamW(model.parameters(), master=master)
+    for change in (stored, octavo.restore):
+        step_with_ones(model, optimizer)
+        change(model)
+        before = model.state_dict()["weight"].clone()
+        with pytest.raises(RuntimeError, match="not stored as it was"):
+            step_with_ones(model, optimizer)
+        assert torch.equal(model.state_dict()["weight"].view(torch.uint8), before.view(torch.uint8))
+        optimizer.state.clear()
+
+
+def step_with_ones(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model.weight.grad = torch.ones(64, 64).to(model.weight.dtype)
+    optimizer.step()
+
+
+# --- what of a loaded state is taken, converted or refused ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("first", "second"), [("bf16", "stored"), ("stored", "bf16")])
+@pytest.mark.parametrize("master", ["fp16_scaled", "split16"])
+def test_a_master_of_another_storage_is_not_taken_as_it_is(master, first, second):
+    """Names, shapes and dtypes are the same: what is kept is not."""
+    values = torch.randn(64, 128).bfloat16()
+    of = {"bf16": lambda: nn.Parameter(values.clone()), "stored": lambda: nn.Parameter(StoredWeight.cast(values))}
+    before, after = (AdamW([of[how]()], lr=1e-5, weight_decay=0.0, master=master) for how in (first, second))
+    train(before, 3)
+    with pytest.warns(UserWarning, match="masters that were .* begin anew"):
+        after.load_state_dict(before.state_dict())
+    train(after, 1)
+    (weight,) = after.param_groups[0]["params"]
+    end = weight.dequantize() if second == "stored" else weight
+    assert float((end.detach() - values).norm() / values.norm()) < 0.04
+
+
+def test_hooks_see_what_is_loaded_and_saved_and_may_replace_it():
+    p = parameter(3)
+    saved, loaded = AdamW([p], moments="fp32"), AdamW([p], moments="fp32")
+    train(saved, 1)
+    seen = []
+
+    def before(optimizer, state):
+        seen.append(len(state["state"]))
+        return {**state, "state": {0: state["state"][0] | {"exp_avg": torch.full((3,), 7.0)}}}
+
+    loaded.register_load_state_dict_pre_hook(before)
+    loaded.register_load_state_dict_post_hook(lambda optimizer: seen.append(float(optimizer.state[p]["exp_avg"][0])))
+    saved.register_state_dict_post_hook(lambda optimizer, state: seen.append("octavo" in state["param_groups"][0]))
+    loaded.load_state_dict(saved.state_dict())
+    assert seen == [True, 1, 7.0]
+
+
+def test_a_state_that_does_not_fit_changes_nothing():
+    p, q = parameter(4), parameter(6)
+    saved, optimizer = AdamW([p, q], lr=0.5, seed=3), AdamW([p, parameter(5)])
+    train(saved, 1)
+    with pytest.raises(ValueError, match="does not fit"):
+        optimizer.load_state_dict(saved.state_dict())
+    assert not optimizer.state and optimizer.param_groups[0]["lr"] == 1e-3 and optimizer.seed == 0
+    state = saved.state_dict()
+    del state["param_groups"][0]["octavo"]
+    with pytest.raises(ValueError, match="groups no 'octavo', which says how"):
+        AdamW([p, q]).load_state_dict(state)
+
+
+@pytest.mark.parametrize(("ours", "torchs"), [(AdamW, torch.optim.AdamW), (SGD, torch.optim.SGD)])
+def test_options_that_a_state_lacks_stay_the_optimizers(ours, torchs):
+    """Of another library, or of a torch that had none yet."""
+    p = parameter(4)
+    saved = torchs([p], lr=0.5)
+    train(saved, 1)
+    for option, default in (ours([p]).defaults | {"maximize": True}).items():
+        optimizer, state = ours([p], moments="fp32", **{option: default}), saved.state_dict()
+        del state["param_groups"][0][option]
+        optimizer.load_state_dict(state)
+        assert optimizer.param_groups[0][option] == default
+        train(optimizer, 1)
+
+
+def test_a_state_whose_options_do_not_fit_changes_nothing():
+    saved = AdamW([parameter(4)], betas=(0.9, 0.5))
+    train(saved, 1)
+    optimizer = AdamW([nn.Parameter(StoredWeight.cast(torch.ones(128, 128)))])
+    with pytest.raises(ValueError, match="use a larger beta2"):
+        optimizer.load_state_dict(saved.state_dict())
+    assert not optimizer.state and optimizer.param_groups[0]["betas"] == (0.9, 0.999)
+
+
+def test_the_state_of_another_rule_is_refused():
+    p = parameter(3, 300)
+    momentum, adam = SGD([p], momentum=0.9), AdamW([p])
+    train(momentum, 1)
+    train(adam, 1)
+    with pytest.raises(ValueError, match="this optimizer keeps exp_avg, exp_avg_sq"):
+        AdamW([p]).load_state_dict(momentum.state_dict())
+
+
+def test_a_master_that_weights_no_longer_have_begins_anew():
+    p = parameter(2, 200, dtype=torch.bfloat16)
+    before = AdamW([p])
+    train(before, 1)
+    saved = before.state_dict()
+    saved["state"][0]["master_kind"] = torch.tensor(3, dtype=torch.uint8)
+    with pytest.warns(UserWarning, match="masters that were fp16_scaled begin anew as the weights are: split32"):
+        AdamW([p]).load_state_dict(saved)

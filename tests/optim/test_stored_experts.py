@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from octavo import E4M3, E5M2, PerBlock, PerTensor
 from octavo.kernels.reference import optimizer_step as steps
-from octavo.optim import AdamW, Moment, update_in_backward
+from octavo.optim import AdamW, Moment
 from octavo.optim.conversion import change
 from octavo.optim.masters import OF_FP8_WEIGHTS
 from octavo.optim.state import Settings, as_fp32, converted
@@ -80,22 +80,6 @@ def test_as_weights_of_their_own(granularity: Any, master: str | None, moments: 
                 each.step()
                 each.zero_grad()
     assert_same(weight, matrices, optimizer, other)
-
-
-@each_granularity
-def test_an_update_in_backward_is_that_after_it(granularity: Any) -> None:
-    weight, _ = together_and_apart(granularity)
-    after = copy.deepcopy(weight)
-    optimizer, other = (AdamW([one], lr=0.01, moments="fp8") for one in (weight, after))
-    update_in_backward(optimizer, 1)
-    for seed in range(2):
-        grad = torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed))
-        for one, by in ((weight, optimizer), (after, other)):
-            backward(one, grad)
-            by.step()
-            by.zero_grad()
-    assert torch.equal(weight.qdata.view(torch.uint8), after.qdata.view(torch.uint8))
-    assert torch.equal(weight.scale_inv, after.scale_inv)
 
 
 @each_granularity
@@ -210,21 +194,3 @@ def test_gradients_in_codes_belong_to_the_storage(granularity: Any) -> None:
         with pytest.raises(RuntimeError, match=r"experts were stored in FP8, or back .* do it before backward"):
             optimizer.step()
         optimizer.zero_grad()
-
-
-def test_moments_in_codes_follow_the_storage() -> None:
-    """Blocks of a plain weight lie along all of an expert, of a stored one along each of its rows."""
-    weight = nn.Parameter(torch.randn(SHAPE))
-    optimizer = AdamW([weight], lr=0.01, moments="fp8")
-    for _ in range(2):
-        weight.grad = torch.randn(SHAPE)
-        optimizer.step()
-        moment = optimizer.settings.moments[0]
-        values = as_fp32("exp_avg", moment, optimizer.state[weight])
-        change(optimizer, optimizer.settings, {weight: PerBlock(128, 128)})
-        assert optimizer.state[weight]["exp_avg_scale_inv"].shape == (3, 160, 2)
-        torch.testing.assert_close(as_fp32("exp_avg", moment, optimizer.state[weight]), values, rtol=2**-4, atol=1e-3)
-        weight.grad = torch.randn(SHAPE)
-        optimizer.step()
-        change(optimizer, optimizer.settings, {weight: None})
-        assert optimizer.state[weight]["exp_avg_scale_inv"].shape == (3, 160 * 200 // 128)

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-Choice = tuple[str, int]  # an option and which of its values
-
 
 def all_pairs(**options: Sequence[Any]) -> list[dict[str, Any]]:
     """Cases such that any value of one option occurs with any value of another; always the same ones."""

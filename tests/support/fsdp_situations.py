@@ -1,16 +1,17 @@
-"""What sharded training meets, and a training run in each: of a replicated model, or of one under FSDP2."""
+"""What sharded training meets, and a training run in each: of a replicated model, or of one under FSDP2.
+
+What needs no other model or mesh than that of tests/support/seams is held there.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import octavo
 from octavo import recipes
@@ -43,16 +44,10 @@ class Situation:
 
     sizes: tuple[int, int, int] = (256, 512, 40)  # width, hidden, outputs
     depth: int = 2
-    micro_batches: int = 1
-    sync_each: bool = True
-    clip: float | None = None
     frozen: bool = False
     tied: bool = False
     with_embedding: bool = False
     mixed_precision: bool = False
-    offload: bool = False
-    meta: bool = False
-    checkpointed: bool = False
     evaluates: bool = False
     changes_weights: bool = False
 
@@ -61,16 +56,10 @@ SITUATIONS = {
     "even shards": Situation(),
     "uneven shards": Situation(sizes=(49, 97, 3)),
     "a rank without rows": Situation(sizes=(49, 97, 1)),
-    "micro-batches": Situation(micro_batches=2),
-    "micro-batches synced once": Situation(micro_batches=3, sync_each=False),
-    "clipped": Situation(clip=0.05),
     "frozen": Situation(frozen=True),
     "tied": Situation(tied=True),
     "tied to an embedding": Situation(with_embedding=True),
     "mixed precision": Situation(mixed_precision=True),
-    "offload": Situation(offload=True),
-    "meta device": Situation(meta=True),
-    "checkpointed": Situation(checkpointed=True, micro_batches=2),
     "evaluation in between": Situation(evaluates=True),
     "weights written by hand": Situation(changes_weights=True),
 }
@@ -105,7 +94,7 @@ class Net(nn.Module):
         if self.embedding is not None:
             x = x + self.embedding((x.abs().sum(-1).long() * 7) % self.embedding.num_embeddings)
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.situation.checkpointed else block(x)
+            x = block(x)
         return self.head(x)
 
 
@@ -126,25 +115,13 @@ def sharded_blocks(net: Any, mesh: Any) -> Any:
 
 def sharded(situation: Situation, recipe: str, mesh: Any, reshard: bool) -> nn.Module:
     net = built(situation, recipe)
-    plain = {name: value.clone() for name, value in net.state_dict().items()}
-    if situation.meta:
-        with torch.device("meta"):
-            net = built(situation, recipe)
     options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshard}
     if situation.mixed_precision:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    if situation.offload:
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
     if not situation.tied:  # tied weights must be in one group
         for block in net.blocks:
             fully_shard(block, **options)
-    fully_shard(net, **options)
-    if situation.meta:
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
-        net.to_empty(device="cpu")
-        set_model_state_dict(net, plain, options=StateDictOptions(full_state_dict=True))
-    return net
+    return fully_shard(net, **options)
 
 
 def batch(situation: Situation, step: int, micro_batch: int, rank: int) -> Tensor:
@@ -215,23 +192,10 @@ def train(run: Any, situation: Situation) -> dict[str, Tensor]:
     optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-2)
     losses = []
     for step in range(STEPS):
-        sums: dict[str, Tensor] = {}
-        for index in range(situation.micro_batches):
-            last = index == situation.micro_batches - 1
-            if isinstance(run, Sharded):
-                net.set_requires_gradient_sync(last or situation.sync_each)
-            loss = run.loss(batch(situation, step, index, rank))
-            loss.backward()
-            losses.append(loss.detach())
-            if isinstance(run, Replicated) and situation.sync_each and situation.micro_batches > 1:
-                _sum_synced(run, sums)
-        if sums:
-            for name, p in net.named_parameters():
-                p.grad = sums.get(name)
-        else:
-            run.sync()
-        if situation.clip is not None:
-            nn.utils.clip_grad_norm_(net.parameters(), situation.clip, norm_type=math.inf)  # the same in any order
+        loss = run.loss(batch(situation, step, 0, rank))
+        loss.backward()
+        losses.append(loss.detach())
+        run.sync()
         optimizer.step()
         optimizer.zero_grad()
         if situation.evaluates:
@@ -250,15 +214,6 @@ def train(run: Any, situation: Situation) -> dict[str, Tensor]:
     for name, p in net.named_parameters():
         found[name] = (p.full_tensor() if isinstance(run, Sharded) else p).detach().clone()
     return found
-
-
-def _sum_synced(run: Replicated, sums: dict[str, Tensor]) -> None:
-    """Average this micro-batch's gradients and add them up; zeros stay, for a micro-batch that may follow."""
-    for name, p in run.net.named_parameters():
-        if p.grad is not None:
-            averaged = run.averaged(p.grad)
-            sums[name] = averaged if name not in sums else sums[name] + averaged
-            p.grad = torch.zeros_like(p)
 
 
 def compare(mesh: Any, recipe: str, name: str, reshard: bool) -> tuple[float, dict[str, str]]:

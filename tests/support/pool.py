@@ -16,13 +16,12 @@ import socket
 import time
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-
-from tests.support import together
+from torch.utils._python_dispatch import TorchDispatchMode
 
 FEW, MANY = 2, 4
 GROUPS_A_TASK = 1000  # more than any makes
@@ -30,6 +29,43 @@ SECONDS_AFTER_A_FAULT = 5  # in which the others may still tell of theirs
 
 # Imported once, in a process without threads that ranks are forked from: each would take seconds for it.
 PRELOADED = ["tests.support.pool", "torch._inductor.compile_fx", "torch.distributed.fsdp", "octavo.train"]
+
+
+COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}  # namespaces of torch's ops
+HARMLESS = {"wait_tensor"}
+
+
+class NoCollectives(TorchDispatchMode):
+    """Raises where a collective begins; whoever waits for one that all began may.
+
+    What all ranks run together, so that a fault of one ends all, may wait for no other rank.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._opname
+        if func.namespace in COLLECTIVES and name not in HARMLESS:
+            raise AssertionError(
+                f"{name} began inside Ranks.together(): a rank that fails in that block never calls it, and the others "
+                "would wait for it; end the block before it"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def guard_together() -> None:
+    """Have Ranks.together() run its blocks so, in this process."""
+    from octavo.distributed.ranks import Ranks
+
+    together: Any = Ranks.together
+    if getattr(together, "guarded", False):
+        return
+
+    @contextlib.contextmanager
+    def guarded(self: Ranks) -> Iterator[None]:
+        with together(self), NoCollectives():
+            yield
+
+    guarded.guarded = True  # type: ignore[attr-defined]
+    Ranks.together = guarded  # type: ignore[method-assign]
 
 
 def free_port() -> int:
@@ -52,7 +88,7 @@ def _serve(rank: int, world: int, port: int, connection: Any) -> None:
     torch.set_num_threads(1)
     gc.freeze()  # what was imported stays: each collection would look at its 400,000 objects
     warnings.simplefilter("ignore")
-    together.guard()
+    guard_together()
     with contextlib.suppress(KeyboardInterrupt, EOFError):
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world)

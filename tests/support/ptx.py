@@ -29,7 +29,6 @@ HEAD = """
 mov.u32 %t, %tid.x; mov.u32 %c, %ctaid.x; mad.lo.s32 %n, %c, {threads}, %t;
 {loads}
 """
-FIRST_LINE = HEAD.count("\n")  # of a body, less one
 LETTERS = {1: "p", 16: "h", 32: "r", 64: "d"}
 
 

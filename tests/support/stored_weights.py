@@ -1,17 +1,14 @@
 """A small model whose weights are stored in FP8, and what several tests do with it."""
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 import octavo
 from octavo import Recipe, recipes
-from octavo.kernels.reference import master_weights
 from octavo.tensor.stored_weight import StoredWeight, local_stored
 from tests.support.helpers import every_layer, gradients, to_fp8
 
@@ -72,11 +69,3 @@ def codes(model: nn.Module) -> dict[str, Tensor]:
         if isinstance(weight, StoredWeight):
             found |= {name: weight.qdata.view(torch.uint8).clone(), f"{name} scales": weight.scale_inv.clone()}
     return found
-
-
-@contextmanager
-def to_nearest() -> Iterator[None]:
-    """Within it masterless weights get no random bits."""
-    encode = master_weights.encode_moment
-    with mock.patch.object(master_weights, "encode_moment", lambda y, fmt, bits16: encode(y, fmt, None)):
-        yield

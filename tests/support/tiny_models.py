@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,90 +13,50 @@ LAYERS, HEADS = 2, 4
 CLASSES, IMAGE, PATCH = 4, 16, 4
 
 
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": WIDTH,
+    "intermediate_size": FEEDFORWARD,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "max_position_embeddings": POSITIONS,
+}
+DECODER = SIZES | {"num_key_value_heads": 2}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+GPT2 = {"vocab_size": VOCABULARY, "n_positions": POSITIONS, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS}
+GPT2 |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+GPT2 |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0)
+T5 = {"vocab_size": VOCABULARY, "d_model": WIDTH, "d_kv": WIDTH // HEADS, "d_ff": FEEDFORWARD, "num_layers": LAYERS}
+T5 |= {"num_heads": HEADS, "dropout_rate": 0.0, "decoder_start_token_id": 0}
+IMAGES = {name: size for name, size in SIZES.items() if name not in ("vocab_size", "max_position_embeddings")}
+IMAGES |= {"image_size": IMAGE, "patch_size": PATCH, "num_labels": CLASSES}
+
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {  # transformers' names of the configuration and of the model
+    "llama": ("Llama", "LlamaForCausalLM", DECODER),
+    "qwen2": ("Qwen2", "Qwen2ForCausalLM", DECODER),
+    "gpt2": ("GPT2", "GPT2LMHeadModel", GPT2),
+    "bert": ("Bert", "BertForMaskedLM", SIZES | NO_DROPOUT),
+    "t5": ("T5", "T5ForConditionalGeneration", T5),
+    "vit": ("ViT", "ViTForImageClassification", IMAGES | NO_DROPOUT),
+    "mixtral": ("Mixtral", "MixtralForCausalLM", DECODER | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gemma": ("Gemma", "GemmaForCausalLM", DECODER | {"head_dim": WIDTH // HEADS}),
+}
+
+
+def new(config: str, model: str, sizes: dict[str, Any]) -> nn.Module:
+    """A model by the names of MODELS."""
+    return getattr(transformers, model)(getattr(transformers, f"{config}Config")(**sizes))
+
+
 def decoder(name: str, **changes: Any) -> nn.Module:
     """A causal language model of transformers' names for its sizes: "Llama", "Qwen2", "Mixtral", "Gemma"."""
-    sizes = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": WIDTH,
-        "intermediate_size": FEEDFORWARD,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": POSITIONS,
-    }
-    config = getattr(transformers, f"{name}Config")(**sizes | changes)
-    return getattr(transformers, f"{name}ForCausalLM")(config)
-
-
-def gpt2(**changes: Any) -> nn.Module:
-    sizes = {"vocab_size": VOCABULARY, "n_positions": POSITIONS, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS}
-    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    tokens = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **no_dropout, **tokens, **changes))
-
-
-def bert() -> nn.Module:
-    return transformers.BertForMaskedLM(
-        transformers.BertConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=WIDTH,
-            intermediate_size=FEEDFORWARD,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=HEADS,
-            max_position_embeddings=POSITIONS,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-        )
-    )
-
-
-def t5() -> nn.Module:
-    return transformers.T5ForConditionalGeneration(
-        transformers.T5Config(
-            vocab_size=VOCABULARY,
-            d_model=WIDTH,
-            d_kv=WIDTH // HEADS,
-            d_ff=FEEDFORWARD,
-            num_layers=LAYERS,
-            num_heads=HEADS,
-            dropout_rate=0.0,
-            decoder_start_token_id=0,
-        )
-    )
-
-
-def vit() -> nn.Module:
-    return transformers.ViTForImageClassification(
-        transformers.ViTConfig(
-            image_size=IMAGE,
-            patch_size=PATCH,
-            hidden_size=WIDTH,
-            intermediate_size=FEEDFORWARD,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=HEADS,
-            num_labels=CLASSES,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-        )
-    )
-
-
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "llama": lambda: decoder("Llama"),
-    "qwen2": lambda: decoder("Qwen2"),
-    "gpt2": gpt2,
-    "bert": bert,
-    "t5": t5,
-    "vit": vit,
-    "mixtral": lambda: decoder("Mixtral", num_local_experts=4, num_experts_per_tok=2),
-    "gemma": lambda: decoder("Gemma", head_dim=WIDTH // HEADS),
-}
+    return new(name, f"{name}ForCausalLM", DECODER | changes)
 
 
 def build(kind: str) -> nn.Module:
     """The model of a seed."""
     torch.manual_seed(0)
-    return MODELS[kind]().train()
+    return new(*MODELS[kind]).train()
 
 
 def data(kind: str, count: int = 16) -> list[dict[str, Tensor]]:

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.support import together
-from tests.support.pool import free_port
+from tests.support.pool import free_port, guard_together
 
 ROOT = Path(__file__).parents[2]
 RANKS = 2
@@ -54,7 +53,7 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(1)
-    together.guard()
+    guard_together()
     module, task, folder, *arguments = sys.argv[1:]
     found = getattr(importlib.import_module(module), task)(Path(folder), *arguments)
     Path(folder, f"{os.environ['RANK']}.json").write_text(json.dumps(found))

@@ -24,8 +24,8 @@ from tests.support.emulated import emulating
 
 PACKAGE = "octavo.kernels.triton"
 compiled_for: int | None = None  # the compute capability of --compiled
-TESTS = ("tests.support.tile_kernels", "tests.support.optimizer_tile_kernels")
-COPIED = (PACKAGE, "octavo.tune", *TESTS)
+TESTS = "tests.support.tile_kernels"
+COPIED = (PACKAGE, "octavo.tune", TESTS)
 
 
 class TritonKernels:
@@ -45,8 +45,7 @@ class TritonKernels:
 
     def launch(self, name: str, programs: int, *arguments: Any) -> None:
         """Launch a kernel of tests/support as the library launches its own: a tensor first, its constants last."""
-        kernel = next(found for of in TESTS if (found := getattr(self.module(of), name, None)) is not None)
-        self.module("launch").launch(kernel, programs, arguments, num_warps=4)
+        self.module("launch").launch(getattr(self.module(TESTS), name), programs, arguments, num_warps=4)
 
 
 @functools.cache

@@ -33,6 +33,7 @@ SMALL = [(1, 1), (3, 31), (130, 128), (129, 200)]
 ORDINARY = ["weight", "split32", "split24", "stochastic"]
 TWO_STAGES = (Moment(E4M3, granularity=PerTensor()), Moment(E4M3, granularity=PerTensor()))
 SCHEMES = {**NAMED, "two stages": TWO_STAGES}
+TURNED = [ADAM._replace(weight_decay=300.0), OTHER]  # the first turns weights' signs
 COUPLED = [group._replace(decoupled=False) for group in (ADAM, OTHER)]
 
 each_granularity = pytest.mark.parametrize("blocks", [False, True], ids=["tensor", "blocks"])
@@ -88,7 +89,7 @@ def test_all_shapes_in_one_launch(kind: str, blocks: bool, kernels: TritonKernel
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("groups", [[ADAM, OTHER], COUPLED], ids=["decoupled", "coupled"])
+@pytest.mark.parametrize("groups", [TURNED, COUPLED], ids=["decoupled", "coupled"])
 @pytest.mark.parametrize("scheme", ["fp32", "two stages"])
 def test_all_kinds_in_one_launch(scheme: str, groups: list[AdamGroup], kernels: TritonKernels) -> None:
     cells = itertools.product(RESTS, [False, True])

@@ -18,10 +18,10 @@ import octavo
 from octavo import recipes
 from octavo.schedule import Phase, PrecisionSchedule
 from tests.support.helpers import every_layer
-from tests.support.kept_gradients import by_hand
 from tests.support.seams.made import WIDTH, Made
+from tests.support.seams.situations import Documented, Verdict
 from tests.support.seams.twins import casts_of
-from tests.support.seams.verdicts import Documented, Verdict
+from tests.support.trained import by_hand
 
 LR = 1e-3
 SWITCHES_AT = 2  # steps, of the schedule
@@ -109,7 +109,6 @@ class StoredWeights(Feature):
         return nn.Sequential(Part(bias=False), Part(bias=False)).to(self.dtype)
 
     def convert(self, model: nn.Module) -> nn.Module:
-        """In storage too."""
         return octavo.convert(model, self.recipe, every_layer, weight_storage="fp8")
 
     def optimizer(self, made: Made, parameters: Any) -> Any:
@@ -131,7 +130,6 @@ class StoredGradients(Feature):
         )
 
     def accumulating(self, made: Made) -> Any:
-        """The optimizers'."""
         stack = contextlib.ExitStack()
         for optimizer in made.optimizers:
             stack.enter_context(optimizer.accumulate())
@@ -148,7 +146,6 @@ class InBackward(Feature):
     """Updates in backward; a twin steps after it."""
 
     def optimizer(self, made: Made, parameters: Any) -> Any:
-        """Octavo's."""
         if made.role == "float64":
             return super().optimizer(made, parameters)
         return octavo.optim.AdamW(parameters, lr=LR, moments="fp32")
@@ -161,7 +158,6 @@ class InBackward(Feature):
             made.handles = [octavo.optim.update_in_backward(optimizer, 0) for optimizer in made.optimizers]  # type: ignore[attr-defined]
 
     def accumulating(self, made: Made) -> Any:
-        """The handles'."""
         stack = contextlib.ExitStack()
         for handle in made.handles:  # type: ignore[attr-defined]
             stack.enter_context(handle.accumulate())
@@ -178,7 +174,6 @@ class Kept(Feature):
             made.kept.cast()  # type: ignore[attr-defined]
 
     def stepped(self, made: Made, step: int) -> None:
-        """Cast anew."""
         if made.is_library:
             made.kept.cast()  # type: ignore[attr-defined]
 
@@ -187,7 +182,6 @@ class Fused(Feature):
     """RMSNormMLPs; a twin computes their parts one after the other."""
 
     def plain(self) -> nn.Module:
-        """Octavo's already."""
         parts = [octavo.nn.RMSNormMLP(WIDTH, WIDTH, activation="relu", recipe=self.recipe) for _ in range(2)]
         return nn.Sequential(*parts).to(self.dtype)
 
@@ -215,11 +209,9 @@ class Experts(Feature):
     """Mixtures of experts, of GroupedLinear; a twin is a loop over experts."""
 
     def plain(self) -> nn.Module:
-        """Octavo's already."""
         return nn.Sequential(MixturePart(self.recipe), MixturePart(self.recipe)).to(self.dtype)
 
     def half(self, model: Any) -> list[tuple[Tensor, Any]]:
-        """Hidden features."""
         experts, kept = model[1].experts, slice(WIDTH // 4)
         return [(experts.gate_up.weight, (slice(None), kept)), (experts.down.weight, (slice(None), slice(None), kept))]
 
@@ -242,11 +234,9 @@ class Lora(Feature):
     """Adapters over a frozen base in FP8."""
 
     def plain(self) -> nn.Module:
-        """Adapters and base."""
         return nn.Sequential(AdaptedPart(), AdaptedPart()).to(self.dtype)
 
     def convert(self, model: nn.Module) -> nn.Module:
-        """The base alone."""
         return octavo.convert(model, self.recipe, lambda module, name: name.endswith("linear"), weight_storage="fp8")
 
 
@@ -257,7 +247,6 @@ class CompactState(Feature):
     plain = StoredWeights.plain
 
     def optimizer(self, made: Made, parameters: Any) -> Any:
-        """Octavo's."""
         if made.role == "float64":
             return super().optimizer(made, parameters)
         return octavo.optim.AdamW(parameters, lr=LR, moments="fp8", master="split24")
@@ -267,7 +256,6 @@ class Scheduled(Feature):
     """A schedule that goes from blocks to one scale a tensor; a twin's recipe is set by hand."""
 
     def begin(self, made: Made) -> None:
-        """Two phases."""
         if made.role == "twin":
             self._set(made, self.recipe)
         elif made.is_library:
@@ -275,7 +263,6 @@ class Scheduled(Feature):
             made.schedule = PrecisionSchedule(made.model, made.optimizers[0], phases)  # type: ignore[attr-defined]
 
     def stepped(self, made: Made, step: int) -> None:
-        """After the optimizer's."""
         if made.is_library:
             made.schedule.step()  # type: ignore[attr-defined]
         elif made.role == "twin" and step + 1 - made.begun_at == SWITCHES_AT:

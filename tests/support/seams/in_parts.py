@@ -21,8 +21,7 @@ from octavo import distributed as ours
 from tests.support.seams.features import MixturePart
 from tests.support.seams.made import TOKENS, Made
 from tests.support.seams.on_ranks import CUT, FOUR, NOT_KEPT, REDUCTION, TWO, shard
-from tests.support.seams.situations import situation
-from tests.support.seams.verdicts import Documented, Refused, Sound
+from tests.support.seams.situations import Documented, Refused, Sound, situation
 
 PARTS, PIPELINES = "Parts of a layer on each rank", "Pipelines"
 

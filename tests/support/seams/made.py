@@ -107,7 +107,6 @@ class Made:
 
     @property
     def rank(self) -> int:
-        """Of this process."""
         return 0 if self.mesh is None else torch.distributed.get_rank()
 
     def divide(self, mesh: Any) -> None:
@@ -134,7 +133,6 @@ class Made:
         return x.to(torch.float64 if self.role == "float64" else self.feature.dtype)
 
     def loss(self, y: Tensor) -> Tensor:
-        """Of an output."""
         return (y.to(torch.float64 if self.role == "float64" else torch.float32)).square().mean()
 
     def note(self, name: str, tensor: Tensor | None) -> None:

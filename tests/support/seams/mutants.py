@@ -1,4 +1,4 @@
-"""Faults in what joins features, one guard, reset or ignore list each, and the cell of the table that finds it.
+"""Faults in what joins features, one guard, reset or ignore list each, and the cell that finds it: mutants.csv.
 
 ``python -m tests.support.seams.mutants [part of a file's name]`` makes each in a copy of octavo and runs its cell,
 which has to fail; it prints what the cell says. A process is forked for each, which imports octavo anew.
@@ -6,6 +6,7 @@ which has to fail; it prints what the cell says. A process is forked for each, w
 
 from __future__ import annotations
 
+import csv
 import importlib
 import os
 import shutil
@@ -29,125 +30,8 @@ class Mutant(NamedTuple):
     situation: str
 
 
-MODULE, WRITES, PASS = "nn/recipe_module.py", "nn/weight_writes.py", "kernels/backward_pass.py"
-DELAYED, UPDATE, PRODUCTS = "scaling/delayed.py", "kernels/reference/delayed_update.py", "autograd/products.py"
-BACKWARD, GATHER, GROUP = "optim/in_backward.py", "nn/gather.py", "nn/gather_group.py"
-OFTEN, BY_HAND = "one module called 64 times", "descent through torch._foreach_"
-BETWEEN, TOLD = "a recipe set between forward and backward", "descent through .data, octavo.nn.invalidate"
-IN_BACKWARD, STORED = "updates in backward", "FP8 weights"
-MUTANTS = [
-    # --- which recipe, which state
-    Mutant(
-        MODULE, "            drop_delayed_state(self)\n        if", "            pass\n        if", "delayed", BETWEEN
-    ),
-    Mutant(DELAYED, "for name in (STATE, LOADED)", "for name in (LOADED,)", "delayed", BETWEEN),
-    Mutant(MODULE, "linear(input, widened(weight_NK), bias)", "linear(input, weight_NK, bias)", STORED, BETWEEN),
-    Mutant(MODULE, "empty_state(state_of(self), WEIGHT)", "pass", "delayed", BY_HAND),
-    Mutant(MODULE, "empty_state(state_of(self), WEIGHT)", "empty_state(state_of(self))", "delayed", BY_HAND),
-    Mutant(MODULE, "if not self.training:  # the weight", "if False:  #", "delayed", "evaluation between steps"),
-    Mutant(MODULE, '        if f"{prefix}weight" in state_dict:', "        if False:", "delayed", "load_state_dict"),
-    Mutant("nn/using.py", "= state.clone()", "= state", "delayed", "octavo.using between steps"),
-    Mutant(
-        "nn/using.py", "= state.on(device_of(module))", "= state_of(module)", "delayed", "octavo.using between steps"
-    ),
-    Mutant(
-        DELAYED,
-        "return State(*(tensor.clone() for tensor in self))",
-        "return self",
-        "delayed",
-        "octavo.using between steps",
-    ),
-    Mutant(
-        DELAYED,
-        'if self.scale.is_meta or device.type == "meta":',
-        "if False:",
-        "delayed",
-        "meta, to_empty, reset_parameters",
-    ),
-    # --- who wrote a weight
-    Mutant(WRITES, "self._key == _key_of(weight)", "True", "KeptWeights", BY_HAND),
-    Mutant(WRITES, "weight.stride(), version_of(weight),", "weight.stride(),", "KeptWeights", BY_HAND),
-    Mutant(WRITES, "id(weight), OPTIMIZER_STEPS.by_hand(weight)", "id(weight), 0", "delayed", BY_HAND),
-    Mutant(WRITES, "by_step = before[1][0] != place[0]", "by_step = False", "delayed", "as it is"),
-    Mutant(WRITES, 'module.__dict__["kept_operands"] = None', "pass", "KeptWeights", TOLD),
-    Mutant(WRITES, "            empty_state(state_of(module), WEIGHT)", "            pass", "delayed", TOLD),
-    Mutant(
-        "step_count.py",
-        "known.step, known.version = self.count, version_of(parameter)",
-        "known.step = self.count",
-        "delayed",
-        "as it is",
-    ),
-    # --- the backward pass
-    Mutant(PASS, "if task == -1 or _tasks.get(device) != task:", "if task == -1:", "delayed", "as it is"),
-    Mutant(PASS, "if task == -1 or _tasks.get(device) != task:", "if True:", "delayed", OFTEN),
-    Mutant(PASS, "torch.where(rolled, ", "torch.where(rolled & False, ", "delayed", OFTEN),
-    Mutant(
-        DELAYED, "if is_gradient or (not ", "if is_gradient and (not ", "delayed", "one module in three checkpoints"
-    ),
-    Mutant(
-        DELAYED, "if is_gradient or (", "if is_gradient or False and (", "delayed", "one module in three checkpoints"
-    ),
-    Mutant(DELAYED, "SAC_IGNORED_OPS.add(", "(", "delayed", "selective checkpointing"),
-    Mutant(UPDATE, "[max(amax, newest), *older] if raises", "[amax, *older] if raises", "delayed", OFTEN),
-    Mutant(UPDATE, "torch.where(again, before[1], ", "torch.where(again & False, before[1], ", "delayed", OFTEN),
-    Mutant(
-        PRODUCTS, "plan._replace(state=state, commits=False)", "plan._replace(state=state)", "delayed", "backward twice"
-    ),
-    Mutant(
-        PRODUCTS,
-        "if keeps_graph():",
-        "if False:",
-        "delayed",
-        "backward twice",
-    ),
-    Mutant(
-        PRODUCTS,
-        "        return True\n",
-        "        return False\n",
-        "dynamic",
-        "octavo.using between steps",
-    ),
-    # --- weights in FP8
-    Mutant("tensor/stored_shards.py", "(self.rest, False, ", "(None, False, ", STORED, "a pickled module"),
-    # --- updates in backward, gradients in FP8, schedules
-    Mutant(BACKWARD, "        if self._accumulating:", "        if False:", IN_BACKWARD, "accumulation"),
-    Mutant(
-        BACKWARD,
-        "            self._updated.clear()\n            self._pending",
-        "            self._pending",
-        IN_BACKWARD,
-        "an exception in backward",
-    ),
-    Mutant(
-        BACKWARD,
-        "        self._updated.clear()\n        self._unended",
-        "        self._unended",
-        IN_BACKWARD,
-        "as it is",
-    ),
-    Mutant(
-        BACKWARD, 'if getattr(self.optimizer, "found_inf", None) is not None:', "if False:", IN_BACKWARD, "GradScaler"
-    ),
-    Mutant(
-        BACKWARD, "        self._look()\n        self._forget_used()", "        self._look()", IN_BACKWARD, "as it is"
-    ),
-    Mutant(
-        "optim/gradients.py", "        if not self._accumulating:", "        if True:", "FP8 gradients", "accumulation"
-    ),
-    Mutant(
-        "schedule/schedule.py",
-        "phase.from_step is not None and self.steps >= phase.from_step",
-        "phase.from_step is not None and self.steps > phase.from_step",
-        "schedule",
-        "as it is",
-    ),
-    # --- gathers
-    Mutant(GATHER, "if for_backward and self.codes is not None:", "if self.codes is not None:", "dynamic", "FSDP2"),
-    Mutant(GROUP, ", *ranks, device=", ", device=", "dynamic", "FSDP2"),
-    Mutant(GROUP, "cast.margin, kept)", "cast.margin)", "delayed", "FSDP2"),
-    Mutant("nn/convert.py", "own.gather.used, own.gather.agreed = None, False", "pass", "schedule", "FSDP2"),
-]
+with Path(__file__).with_suffix(".csv").open(encoding="utf-8", newline="") as file:
+    MUTANTS = [Mutant(**row) for row in csv.DictReader(file)]
 
 
 def finds(mutant: Mutant, root: Path) -> str:

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 from tests.support.seams.cells import PAGE, verdict_of
 from tests.support.seams.features import FEATURES
-from tests.support.seams.situations import SITUATIONS
-from tests.support.seams.verdicts import Documented, Exact, Refused, Sound, Verdict
+from tests.support.seams.situations import SITUATIONS, Documented, Exact, Refused, Sound, Verdict
 
 HEAD = """# Every feature in every situation
 
@@ -26,7 +25,6 @@ A machine wrote this page from the table that the tests hold: `tests/integration
 
 
 def shown(verdict: Verdict) -> str:
-    """A cell."""
     return "=" if isinstance(verdict, Exact) else verdict.word
 
 
@@ -40,7 +38,6 @@ def reason(verdict: Verdict) -> str:
 
 
 def lines() -> Iterator[str]:
-    """The page."""
     yield HEAD
     for feature in FEATURES.values():
         if feature.alone is not None:
@@ -71,7 +68,6 @@ def lines() -> Iterator[str]:
 
 
 def page() -> str:
-    """All of it."""
     return "\n".join(lines()).rstrip() + "\n"
 
 

@@ -216,7 +216,6 @@ class TwinLinear(nn.Module):
         self.casts = Casts(None if exact else layer.recipe)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Any leading dimensions."""
         if self.casts.recipe is None:
             weight = self.weight.dequantize() if isinstance(self.weight, StoredWeight) else self.weight
             return F.linear(x, weight, self.bias)
@@ -261,7 +260,6 @@ class TwinExperts(nn.Module):
         return _Products.apply(x, weight, None, layer.casts, self.training)  # type: ignore[no-any-return,no-untyped-call]
 
     def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """As the library's."""
         rows = index.reshape(-1)
         x_of_rows = x[:, None].expand(*index.shape, x.shape[1]).reshape(len(rows), x.shape[1])
         result = x.new_zeros(len(rows), x.shape[1])
