@@ -63,8 +63,9 @@ def on_gpu_path(record: bool = False) -> Iterator[list[Launch]]:
         )
         stack.enter_context(mock.patch.object(library_matmul, "_known", {}))
         stack.enter_context(mock.patch.object(library_matmul, "_agrees", lambda *kind: True))
-        stack.enter_context(mock.patch.object(kernels, "KERNELS", devices.ON_CUDA))  # what entries give CPU tensors to
-        for name in devices.ON_CUDA.keys() - {"multi_tensor_cast"}:  # which is called by its op
+        triton_kernels = octavo.kernels.triton.KERNELS
+        stack.enter_context(mock.patch.object(kernels, "KERNELS", triton_kernels))  # what entries give CPU tensors to
+        for name in triton_kernels.keys() - {"multi_tensor_cast"}:  # which is called by its op
             stack.enter_context(mock.patch.object(kernels, name, kernels._entry(name)))
         for module in (layouts, operands):
             stack.enter_context(mock.patch.object(module, "needs_transposed_codes", transposed))
@@ -82,7 +83,8 @@ def casts() -> dict[str, Callable[[], object]]:
     update = recipes.delayed().delayed_update
     tensor = E4M3, TENSOR, False, 0
     both = True, 16, False
-    vectors = E4M3, (1, 128), True, 0, E4M3, (128, 1), True, 0, True, 16, True
+    vectors = None, 0, E4M3, (1, 128), True, 0, True, 16, True
+    second = {"second_dtype": E4M3, "second_tile": (128, 1), "second_power_of_two": True}
     commit = *state, amax, amax, E5M2, False, 0, *update, True, 16, True
     return {
         "cast delayed": lambda: kernels.cast(x, scale, 0, *tensor, False, 16, False),
@@ -90,7 +92,7 @@ def casts() -> dict[str, Callable[[], object]]:
         "cast_transpose dynamic": lambda: kernels.cast(x, None, 0, *tensor, *both),
         "cast rows": lambda: kernels.cast(x, None, 0, E4M3, ROW, False, 0, False, 16, False),
         "cast_transpose 128x128": lambda: kernels.cast(x, None, 0, E4M3, (128, 128), True, 0, *both),
-        "cast_two_scalings 1x128": lambda: kernels.cast_two_scalings(x, *vectors),
+        "cast_two_scalings 1x128": lambda: kernels.cast(x, *vectors, **second),
         "cast_and_commit": lambda: kernels.cast_and_commit(x, *commit),
         "swiglu, cast_transpose delayed": lambda: kernels.cast(gate_up, scale, 0, *tensor, *both, "swiglu"),
         "swiglu gradient, cast_and_commit": lambda: kernels.cast_and_commit(x, *commit, "swiglu", gate_up),
@@ -102,11 +104,11 @@ def norms() -> dict[str, Callable[[], object]]:
     x = torch.randn(SIZE, SIZE, dtype=torch.bfloat16)
     gamma, rows = torch.ones(SIZE, dtype=torch.bfloat16), torch.ones(SIZE)
     scale, *_ = _state()
-    norm = x, gamma, None, "rms_norm", 1e-5, False
+    norm = {"gamma": gamma, "kind": "rms_norm", "eps": 1e-5}
     delayed = scale, 0, E4M3, TENSOR, False, 0, True, 16
     gradient = x, x, gamma, rows.new_empty(0), rows, "rms_norm", False, False, x
     return {
-        "norm_cast delayed": lambda: kernels.norm_cast(*norm, *delayed),
+        "norm_cast delayed": lambda: kernels.cast(x, *delayed, **norm),
         "norm_backward": lambda: kernels.norm_backward(*gradient),
     }
 

@@ -49,6 +49,7 @@ from octavo.granularity import Tile, granularity_of
 from octavo.kernels.arguments import unpacking
 from octavo.kernels.triton import KERNELS
 from octavo.kernels.triton.matmul import triton_matmul
+from octavo.tune import plain_cases
 
 TAKES = "12 minutes"
 MEASURES = ("octavo/kernels/triton",)
@@ -124,10 +125,12 @@ def two_scalings() -> Iterator[Case]:
 
 def _two_scalings(first: Tile, second: Tile, transpose: bool, column_sum: bool, shape: tuple[int, int] = LARGE) -> Case:
     x = tensor(shape)
-    arguments = (x, E4M3, first, True, 0, E4M3, second, True, 0, transpose, PAD, column_sum)
+    arguments = x, None, 0, E4M3, first, True, 0, transpose, PAD, column_sum
     extra = "transposed" if transpose else "", "column sum" if column_sum else ""
     what = describe(first, E4M3, x, f"and {granularity_of(second)} {name_of(E4M3)}", *extra)
-    return Case("cast_two_scalings", what, functools.partial(KERNELS["cast_two_scalings"], *arguments))
+    return Case(
+        "cast_two_scalings", what, functools.partial(KERNELS["cast"], *arguments, **plain_cases.second(second, True))
+    )
 
 
 def commit_cases() -> Iterator[Case]:

@@ -32,6 +32,7 @@ from benchmarks.machine_code.compiled_case import (
 from octavo.granularity import Tile, granularity_of
 from octavo.kernels.activations import ACTIVATIONS
 from octavo.kernels.triton import KERNELS
+from octavo.tune import plain_cases
 
 
 def activations() -> Iterator[Case]:
@@ -100,10 +101,15 @@ def _cast(
 
 def _two_scalings(name: str, gradient: bool, first: Tile, second: Tile) -> Case:
     x, activation = _arguments(name, gradient, LARGE, torch.bfloat16, None)
-    arguments = x, E4M3, first, True, 0, E4M3, second, True, 0, True, PAD, gradient, *activation
+    arguments = x, None, 0, E4M3, first, True, 0, True, PAD, gradient, *activation
     what = describe(first, E4M3, x, f"and {granularity_of(second)} transposed", _words(name, gradient))
     bits = 64 if gradient and first == ROW and ACTIVATIONS[name].gated else 128
-    return Case("cast_two_scalings", what, functools.partial(KERNELS["cast_two_scalings"], *arguments), bits)
+    return Case(
+        "cast_two_scalings",
+        what,
+        functools.partial(KERNELS["cast"], *arguments, **plain_cases.second(second, True)),
+        bits,
+    )
 
 
 def _commit(name: str, shape: tuple[int, int]) -> Case:

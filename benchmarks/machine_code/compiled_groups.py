@@ -106,7 +106,8 @@ def _cast(
     codes = E5M2 if gradient else E4M3
     state = delayed_state()[0] if delayed else None
     power_of_two = tile not in (TENSOR, ROW, COLUMN)
-    arguments = (x, offsets(), state, 0, codes, tile, power_of_two, 0, as_is, transpose, PAD, *extras)
+    groups = {"offsets": offsets(), "as_is": as_is}
+    arguments = x, state, 0, codes, tile, power_of_two, 0, transpose, PAD, False, *extras
     words = (
         "only transposed" if transpose and not as_is else "transposed" if transpose else "",
         "delayed" if delayed else "",
@@ -114,7 +115,7 @@ def _cast(
     )
     what = f"{describe(tile, codes, x, *words)} in {GROUPS} groups"
     bits = 64 if gradient and TENSOR[0] in tile else 128  # with eight codes a thread two tiles fit its registers
-    return Case("grouped_cast", what, functools.partial(KERNELS["grouped_cast"], *arguments), bits)
+    return Case("grouped_cast", what, functools.partial(KERNELS["cast"], *arguments, **groups), bits)
 
 
 _TRITON = unpacking({"grouped_matmul": triton_grouped_matmul})["grouped_matmul"]

@@ -29,6 +29,7 @@ from benchmarks.machine_code.compiled_case import (
 )
 from octavo.granularity import Tile, granularity_of
 from octavo.kernels.triton import KERNELS
+from octavo.tune import plain_cases
 
 LONG = (2048, 32768)  # rows that no tile holds
 
@@ -50,10 +51,11 @@ def norm() -> Iterator[Case]:
             yield _norm_two_scalings(kind, *pair)
 
 
-def _normed(kind: str, shape: tuple[int, int], dtype: torch.dtype) -> tuple[Any, ...]:
-    """What norm_cast takes first."""
+def _normed(kind: str, shape: tuple[int, int], dtype: torch.dtype) -> tuple[torch.Tensor, dict[str, Any]]:
+    """X, and a norm of it as the cast takes it."""
     gamma = torch.empty(shape[1], dtype=dtype)
-    return tensor(shape, dtype), gamma, gamma.clone() if kind == "layer_norm" else None, kind, 1e-5, False
+    beta = gamma.clone() if kind == "layer_norm" else None
+    return tensor(shape, dtype), {"gamma": gamma, "beta": beta, "kind": kind, "eps": 1e-5}
 
 
 def _norm(
@@ -65,17 +67,22 @@ def _norm(
     state: torch.Tensor | None = None,
     keep: bool = False,
 ) -> Case:
-    norm = _normed(kind, shape, dtype)
+    x, norm = _normed(kind, shape, dtype)
     extra = kind, "delayed" * (state is not None), "transposed" * transpose, "and y" * keep
-    call = functools.partial(KERNELS["norm_cast"], *norm, state, 0, E4M3, tile, False, 0, transpose, PAD, keep)
-    return Case("norm_cast", describe(tile, E4M3, norm[0], *extra), call)
+    cast = x, state, 0, E4M3, tile, False, 0, transpose, PAD
+    call = functools.partial(KERNELS["cast"], *cast, **norm, keep=keep)
+    return Case("norm_cast", describe(tile, E4M3, x, *extra), call)
 
 
 def _norm_two_scalings(kind: str, first: Tile, second: Tile) -> Case:
-    norm = _normed(kind, LARGE, BF16)
-    arguments = *norm, E4M3, first, True, 0, E4M3, second, True, 0, True, PAD
-    what = describe(first, E4M3, norm[0], f"and {granularity_of(second)} transposed", kind)
-    return Case("norm_cast_two_scalings", what, functools.partial(KERNELS["norm_cast_two_scalings"], *arguments))
+    x, norm = _normed(kind, LARGE, BF16)
+    arguments = x, None, 0, E4M3, first, True, 0, True, PAD
+    what = describe(first, E4M3, x, f"and {granularity_of(second)} transposed", kind)
+    return Case(
+        "norm_cast_two_scalings",
+        what,
+        functools.partial(KERNELS["cast"], *arguments, **norm, **plain_cases.second(second, True)),
+    )
 
 
 def norm_backward() -> Iterator[Case]:
@@ -83,7 +90,7 @@ def norm_backward() -> Iterator[Case]:
     cases = [("layer_norm", shape, dtype, True) for shape, dtype in itertools.product(shapes, (BF16, FP32))]
     cases += [("rms_norm", shape, BF16, False) for shape in (LARGE, LONG)]
     for kind, shape, dtype, residual in cases:
-        x, gamma, *_ = _normed(kind, shape, dtype)
+        x, gamma = tensor(shape, dtype), torch.empty(shape[1], dtype=dtype)
         rows = torch.empty(shape[0])
         arguments = x, x, gamma, rows, rows, kind, False, kind == "layer_norm", x if residual else None
         what = f"{kind} of {name_of(dtype)} {list(shape)}{' and a residual' * residual}"

@@ -1,23 +1,24 @@
 """From tensors to the pairs that products read: one cast for each role, whatever makes the tensor on the way.
 
 Legend: T tokens, K in features, N out features; a suffix gives the layout, contracted dimension last. An operand is a
-pair (qdata, scale_inv). ``activation``, where it is an argument, stands for the last arguments of the cast ops
-(kernels/signatures.py): empty, or (name, preactivation, h_scale_inv, h_tile), and then what is cast is that activation
-of the tensor, or that activation's gradient.
+pair (qdata, scale_inv). A source is what is cast: a tensor itself, an activation or its gradient (CastSource), or a
+norm (NormSource).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from octavo import kernels
-from octavo.autograd.grouped import cast_groups, cast_matrices, scales_of_rows, transposed_codes
+from octavo.autograd.grouped import cast_matrices, scales_of_rows, transposed_codes
 from octavo.autograd.shared_scales import Parts, scale_for, shared_amax
 from octavo.granularity import ALL
+from octavo.kernels.arguments import CastSource, NormSource
 from octavo.kernels.layouts import contraction_multiple, needs_transposed_codes
 from octavo.scaling.delayed import State
 from octavo.scaling.recipe import Cast, Recipe, RoleCasts
@@ -26,8 +27,7 @@ from octavo.tensor.pair import ForProducts, Operands, operands_of
 INPUT, WEIGHT, GRAD_OUTPUT = range(3)  # rows of the delayed state
 
 Pair = tuple[Tensor, Tensor]  # (qdata, scale_inv)
-Activation = tuple[Any, ...]  # see above
-Extras = tuple[Any, ...]  # (pad, column_sum, *activation): the last arguments of the cast ops
+Source = Tensor | CastSource | NormSource  # see above
 
 
 def as_rows(x: Tensor) -> Tensor:
@@ -47,26 +47,24 @@ def cast_to_send(casts: RoleCasts, as_is: bool, transposed: bool, exact: bool = 
 
 
 def cast_role(
-    x_RC: Tensor,
+    source: Source,
     recipe: Recipe,
     role: int,
     as_is: bool,
     transposed: bool,
     state: State | None,
     column_sum: bool = False,
-    activation: Activation = (),
     offsets: Tensor | None = None,
     parts: Parts | None = None,
 ) -> Operands:
     """Cast a role for the products that need it, reading it once where one kernel can.
 
     Args:
-        x_RC: bf16, fp16 or fp32; a weight of groups is [G, N, K].
+        source: bf16, fp16 or fp32 [R, C], or what is computed of such; a weight of groups is [G, N, K].
         recipe: whose casts of this role (INPUT, WEIGHT or GRAD_OUTPUT) are made; products in high precision need none.
         as_is, transposed: which of the two layouts are needed now.
         state: read by Delayed casts.
-        column_sum: find it in the same read, if a cast reads ``x_RC`` as it lies.
-        activation: see above; C is of what is cast.
+        column_sum: find it in the same read, if a cast reads the source as it lies.
         offsets: of rows in groups, see grouped.py; column sums are not found then.
         parts: how the role lies on several ranks, all of which then call this.
 
@@ -74,25 +72,111 @@ def cast_role(
         pairs laid as their products want them: as_is [R, C'], transposed [C, R'], the contraction padded as the device
         wants it (transposed on some devices a strided view).
     """
-    casts = recipe.casts[role]
-    if isinstance(x_RC, ForProducts):
-        return x_RC.read()
-    extras = _pad(x_RC, recipe), column_sum, *activation
+    if isinstance(source, ForProducts):
+        return source.read()
+    return _cast_layouts(source, recipe, role, as_is, transposed, state, (column_sum, False, offsets), parts)[0]
+
+
+def _cast_layouts(
+    source: Source,
+    recipe: Recipe,
+    role: int,
+    as_is: bool,
+    transposed: bool,
+    state: State | None,
+    how: tuple[bool, bool, Tensor | None],
+    parts: Parts | None = None,
+) -> tuple[Operands, Sequence[Tensor]]:
+    """(The operands, of a norm its mean, rstd and y); ``how``: column_sum, whether y is kept, offsets."""
+    casts, (column_sum, keep, offsets) = recipe.casts[role], how
     first = casts.as_is if as_is else None
     second = casts.transposed if transposed else None
+    x, what = _what(source, keep)
+    pad = _pad(x, recipe)
     if first is None or second is None or casts.once:
         cast = first or second
-        layouts = first is not None, second is not None
         if cast is None:
-            return Operands()
-        return _cast(x_RC, cast, scale_for(x_RC, cast, state, role, activation, parts), role, extras, *layouts, offsets)
-    scales = [scale_for(x_RC, cast, state, role, activation, parts) for cast in (first, second)]
-    given = first.is_delayed or second.is_delayed or any(scale is not None for scale in scales)
-    if not given and offsets is None and x_RC.ndim == 2:
-        return _cast_two_scalings(x_RC, first, second, extras)
-    a = _cast(x_RC, first, scales[0], role, extras, True, False, offsets)
-    b = _cast(x_RC, second, scales[1], role, (extras[0], False, *activation), False, True, offsets)
-    return a._replace(transposed=b.transposed, amax=b.amax if a.amax is None else a.amax)
+            return Operands(), ()
+        call = scale_for(source, cast, state, role, parts), role, pad, column_sum, offsets
+        return _cast(x, what, cast, call, first is not None, second is not None)
+    scale, scale2 = scale_for(source, first, state, role, parts), scale_for(source, second, state, role, parts)
+    given = first.is_delayed or second.is_delayed or scale is not None or scale2 is not None
+    if not given and offsets is None and x.ndim == 2:
+        lays, (activation, named) = needs_transposed_codes(x.device), what
+        how_first = *first.arguments, lays, pad, column_sum, *activation
+        q_RC, q2, scale_inv, scale_inv2, *rest = kernels.cast(x, None, role, *how_first, **named, **second.as_second)
+        pair = (q2, scale_inv2) if lays else (q2.t(), scale_inv2.t())
+        return Operands((q_RC, scale_inv), pair, None, rest[0] if column_sum else None), rest
+    if isinstance(source, NormSource):
+        what = what[0], {**what[1], "keep": True}
+    a, rest = _cast(x, what, first, (scale, role, pad, column_sum, offsets), True, False)
+    if isinstance(source, NormSource):
+        x, what = _what(rest[2])
+    b, _ = _cast(x, what, second, (scale2, role, pad, False, offsets), False, True)
+    return a._replace(transposed=b.transposed, amax=b.amax if a.amax is None else a.amax), rest
+
+
+_What = tuple[Sequence[Any], dict[str, Any]]  # arguments of the op, the last by place and by name; none of x itself
+_Call = tuple[Tensor | None, int, int, bool, Tensor | None]  # scale, role, pad, column_sum, offsets
+
+
+def _what(source: Source, keep: bool = False) -> tuple[Tensor, _What]:
+    """(x, and what says what of it is cast); ``keep``: of a norm, its y too."""
+    if isinstance(source, Tensor):
+        return source, ((), {})
+    if isinstance(source, CastSource):
+        x, *activation = source
+        return x, (activation, {})
+    x, gamma, beta, kind, eps, zero_centered = source
+    of_norm = {"gamma": gamma, "beta": beta, "kind": kind, "eps": eps, "zero_centered": zero_centered, "keep": keep}
+    return x, ((), of_norm)
+
+
+def _cast(
+    x: Tensor,
+    what: _What,
+    cast: Cast,
+    call: _Call,
+    as_is: bool,
+    transposed: bool,
+    commit: tuple[Any, ...] = (),
+) -> tuple[Operands, Sequence[Tensor]]:
+    """Cast by one scaling, in one layout or both; with the amax, if the cast is Delayed.
+
+    ``cast`` is that of x as it lies, unless only the transposed layout is needed. ``commit``: see cast_grad_output.
+    """
+    (activation, named), (scale, role, pad, column_sum, offsets) = what, call
+    if x.ndim == 3:
+        return cast_matrices(x, scale, role, cast, (as_is, transposed), pad), ()
+    lays = transposed and needs_transposed_codes(x.device)
+    is_plain = not activation and not named and offsets is None
+    if lays and not as_is and is_plain and not (commit and column_sum):  # the transposed codes alone
+        laid, _ = _cast(x.t(), what, cast, (scale, role, pad, False, None), True, False, commit)
+        return Operands(None, laid.as_is, laid.amax), ()
+    how = cast.arguments if as_is else cast.arguments_transposed
+    rest: Sequence[Tensor] = ()
+    if commit:
+        *state, update = commit
+        scaling = how[0], how[2], how[3]
+        written = kernels.cast_and_commit(x, *state, *scaling, *update, lays, pad, column_sum, *activation)
+        q_RC, q_CR, scale_inv, *rest = written
+        amax = None
+    elif offsets is not None:
+        how = *how, lays, pad, False, *activation
+        q_RC, q_CR, scale_inv, amax = kernels.cast(x, scale, role, *how, offsets=offsets, as_is=as_is or not lays)
+        amax = amax.amax(0, keepdim=True) if cast.is_delayed else None  # they share one history
+        column_sum = False
+    else:
+        how = *how, lays, pad, column_sum, *activation
+        q_RC, q_CR, scale_inv, amax, *rest = kernels.cast(x, scale, role, *how, **named)
+    whole = offsets is None and cast.tile == (ALL, ALL)  # one scale is its own transpose
+    operands = Operands(
+        (q_RC, scale_inv) if as_is else None,
+        (q_CR if lays else q_RC.t(), scale_inv if whole else scale_inv.t()) if transposed else None,
+        amax if cast.is_delayed else None,
+        rest[0] if column_sum else None,
+    )
+    return operands, rest
 
 
 def operands_of_codes(
@@ -127,93 +211,30 @@ def _pad(x: Tensor, recipe: Recipe) -> int:
     return contraction_multiple(x.device) if recipe.pads else 1
 
 
-def _cast(
-    x_RC: Tensor,
-    cast: Cast,
-    scale: Tensor | None,
-    role: int,
-    extras: Extras,
-    as_is: bool,
-    transposed: bool,
-    offsets: Tensor | None = None,
-) -> Operands:
-    """Cast by one scaling, in one layout or both; with the amax, if the cast is Delayed.
-
-    ``cast`` is that of ``x_RC`` as it lies, unless only the transposed layout is needed.
-    """
-    pad, column_sum, *activation = extras
-    if x_RC.ndim == 3:
-        return cast_matrices(x_RC, scale, role, cast, (as_is, transposed), pad)
-    if offsets is not None:
-        return cast_groups(x_RC, offsets, scale, role, cast, (as_is, transposed), (pad, *activation))
-    lays = transposed and needs_transposed_codes(x_RC.device)
-    if lays and not as_is and not activation:  # the transposed codes alone, without column sums
-        laid = _cast(x_RC.t(), cast, scale, role, (pad, False), True, False)
-        return Operands(None, laid.as_is, laid.amax)
-    how = cast.arguments if as_is else cast.arguments_transposed
-    q_RC, q_CR, scale_inv, amax, sums = kernels.cast(x_RC, scale, role, *how, lays, *extras)
-    whole = cast.tile == (ALL, ALL)  # one scale is its own transpose
-    return Operands(
-        (q_RC, scale_inv) if as_is else None,
-        (q_CR if lays else q_RC.t(), scale_inv if whole else scale_inv.t()) if transposed else None,
-        amax if cast.is_delayed else None,
-        sums if column_sum else None,
-    )
-
-
-def _cast_two_scalings(x_RC: Tensor, first: Cast, second: Cast, extras: Extras) -> Operands:
-    lays = needs_transposed_codes(x_RC.device)
-    q_RC, scale_inv, q2, scale_inv2, sums = kernels.cast_two_scalings(
-        x_RC, *first.arguments, *second.arguments_transposed, lays, *extras
-    )
-    pair = (q2, scale_inv2) if lays else (q2.t(), scale_inv2.t())
-    return Operands((q_RC, scale_inv), pair, None, sums if extras[1] else None)
-
-
 def cast_grad_output(
-    grad_TN: Tensor,
+    source: Source,
     recipe: Recipe,
     as_is: bool,
     transposed: bool,
     state: State | None,
     forward_amax: tuple[Tensor | None, Tensor | None] | None,
     column_sum: bool,
-    activation: Activation = (),
     offsets: Tensor | None = None,
     parts: Parts | None = None,
 ) -> Operands:
     """Cast grad_output and, given the amax of forward's (input, weight), commit the delayed state with all three."""
     casts = recipe.grad_output_casts
-    how = as_is, transposed, state, column_sum, activation, offsets, parts
+    how = as_is, transposed, state, column_sum, offsets, parts
     if state is None or forward_amax is None:
-        return cast_role(grad_TN, recipe, GRAD_OUTPUT, *how)
-    amax_input, amax_weight = forward_amax
-    update = recipe.delayed_update
-    cast = casts.as_is or casts.transposed
+        return cast_role(source, recipe, GRAD_OUTPUT, *how)
+    update, cast = recipe.delayed_update, casts.as_is or casts.transposed
     apart = offsets is not None or parts is not None
     if cast is not None and casts.once and cast.is_delayed and (as_is or transposed) and not apart:
-        lays = transposed and needs_transposed_codes(grad_TN.device)
-        # in a first layer only the transposed codes are needed
-        alone = lays and not as_is and not column_sum and not activation
-        q, q_t, scale_inv, sums = kernels.cast_and_commit(
-            grad_TN.t() if alone else grad_TN,
-            *state,
-            amax_input,
-            amax_weight,
-            cast.format.dtype,
-            cast.power_of_two,
-            cast.margin,
-            *update,
-            lays and not alone,
-            _pad(grad_TN, recipe),
-            column_sum,
-            *activation,
-        )
-        if alone:
-            return Operands(None, (q, scale_inv))
-        return Operands((q, scale_inv), (q_t if lays else q.t(), scale_inv), None, sums if column_sum else None)
-    operands = cast_role(grad_TN, recipe, GRAD_OUTPUT, *how)
-    kernels.delayed_update(*state, *shared_amax((amax_input, amax_weight, operands.amax), parts), *update)
+        x, what = _what(source)
+        call = None, GRAD_OUTPUT, _pad(x, recipe), column_sum, None
+        return _cast(x, what, cast, call, as_is, transposed, (*state, *forward_amax, update))[0]
+    operands = cast_role(source, recipe, GRAD_OUTPUT, *how)
+    kernels.delayed_update(*state, *shared_amax((*forward_amax, operands.amax), parts), *update)
     return operands
 
 
@@ -242,27 +263,6 @@ def cast_norm(
     Returns:
         the pairs, the norm's output y in high precision if it is to be kept, and its rows' mean and rstd.
     """
-    casts, pad = recipe.input_casts, _pad(x_TK, recipe)
-    first, second = casts.as_is, casts.transposed if transposed else None
-    assert first is not None
-    lays = needs_transposed_codes(x_TK.device)
-    apart = second is not None and not casts.once
-    if second is not None and apart and not first.is_delayed and not second.is_delayed:
-        q, scale_inv, q2, scale_inv2, mean, rstd, y = kernels.norm_cast_two_scalings(
-            x_TK, gamma, beta, *norm, *first.arguments, *second.arguments_transposed, lays, pad, keep
-        )
-        pair = (q2, scale_inv2) if lays else (q2.t(), scale_inv2.t())
-        return Operands((q, scale_inv), pair), y if keep else None, mean, rstd
-    delayed_scale = scale_for(x_TK, first, state, INPUT, (), None)
-    lays = lays and second is not None and not apart
-    q, q_t, scale_inv, amax, mean, rstd, y = kernels.norm_cast(
-        x_TK, gamma, beta, *norm, delayed_scale, INPUT, *first.arguments, lays, pad, keep or apart
-    )
-    found, laid = amax if first.is_delayed else None, None
-    if second is not None and apart:  # one is Delayed, the other not
-        other_scale = scale_for(y, second, state, INPUT, (), None)
-        _, laid, other_amax, *_ = _cast(y, second, other_scale, INPUT, (pad, False), False, True)
-        found = other_amax if found is None else found
-    elif second is not None:
-        laid = q_t if lays else q.t(), scale_inv.t()
-    return Operands((q, scale_inv), laid, found), y if keep else None, mean, rstd
+    source, how = NormSource(x_TK, gamma, beta, *norm), (False, keep, None)
+    operands, (mean, rstd, y) = _cast_layouts(source, recipe, INPUT, True, transposed, state, how)
+    return operands, y if keep else None, mean, rstd

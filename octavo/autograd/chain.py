@@ -45,6 +45,7 @@ from octavo.autograd.products import (
 )
 from octavo.autograd.tap import count
 from octavo.granularity import ALL
+from octavo.kernels.arguments import CastSource
 from octavo.tensor.collectives import summed
 
 
@@ -110,8 +111,8 @@ def _forward(
         return h, y, (*of_norm, *saved)
     (second,) = rest
     assert second_weight is not None
-    of_input = (chain.activation,), second.offsets, second.parts
-    a = cast_role(h, second.recipe, INPUT, True, needs[5], second.state, False, *of_input)
+    of_input = False, second.offsets, second.parts
+    a = cast_role(CastSource(h, chain.activation), second.recipe, INPUT, True, needs[5], second.state, *of_input)
     if second.tap is not None:
         count(second.tap, INPUT, kernels.produced(h, chain.activation, None), a, second.offsets)
     result = output(None, a, second_weight, second_bias, second, chain.dtype)
@@ -125,10 +126,7 @@ def _saved_input(h: Tensor, layer: Layer) -> tuple[Tensor | None, Tensor | None]
     cast = layer.recipe.saved
     if cast is None:
         return h, None
-    if layer.offsets is None:
-        q, _, scale_inv, *_ = kernels.cast(h, None, INPUT, *cast.arguments)
-    else:
-        q, _, scale_inv, _ = kernels.grouped_cast(h, layer.offsets, None, INPUT, *cast.arguments)
+    q, _, scale_inv, *_ = kernels.cast(h, None, INPUT, *cast.arguments, offsets=layer.offsets)
     return packed((q, scale_inv), cast)
 
 

@@ -165,9 +165,7 @@ def _send(rows: Tensor, journey: Journey, sending: Sending, amax: Tensor | None)
         return _all_to_all(rows, journey.sent, journey.received, journey.exchange)[order]
     largest_amax = None
     if amax is None:
-        q, _, scale_inv, _ = kernels.grouped_cast(
-            rows, journey.offsets, None, sending.role, *cast.arguments, True, False, 1
-        )
+        q, _, scale_inv, _ = kernels.cast(rows, None, sending.role, *cast.arguments, offsets=journey.offsets)
         message = pack(q, scale_inv, cast.power_of_two)
     else:
         q, scale_inv = _cast_by_group(rows, journey, sending, amax)

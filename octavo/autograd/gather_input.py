@@ -143,13 +143,14 @@ def gather_norm(
         kept, and their mean and rstd.
     """
     casts, scale, amax = recipe.input_casts, None, None
-    cast, source = casts.as_is, (x_RK, gamma, beta, *norm)
+    cast, of_norm = casts.as_is, {"gamma": gamma, "beta": beta, **norm._asdict()}
     assert cast is not None
     if cast.tile == (ALL, ALL):  # the norm is computed twice, and not written in between
-        own = kernels.norm_cast(*source, None, INPUT, *cast.arguments, False)[3]
+        own = kernels.cast(x_RK, None, INPUT, *cast.arguments, **of_norm)[3]
         scale, amax = _scale_of_all(own, cast, state, INPUT, wire)
     keep = keep or (needs_dw and wire.exact and not casts.once)
-    q, _, scale_inv, _, mean, rstd, y = kernels.norm_cast(*source, scale, INPUT, *cast.arguments, False, 1, keep)
+    written = kernels.cast(x_RK, scale, INPUT, *cast.arguments, **of_norm, keep=keep)
+    q, _, scale_inv, _, mean, rstd, y = written
     reader = Reader(recipe, state, needs_dw)
     return _operands((q, scale_inv), amax, reader, INPUT, wire), y if keep else None, mean, rstd
 

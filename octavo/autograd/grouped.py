@@ -22,35 +22,8 @@ from octavo.tensor.pair import Operands
 _ALIGNMENT = 16  # bytes; torch.nn.functional.grouped_mm asks it of strides
 
 
-def cast_groups(
-    x_RC: Tensor,
-    offsets: Tensor,
-    delayed_scale: Tensor | None,
-    role: int,
-    cast: Cast,
-    layouts: tuple[bool, bool],
-    extras: tuple[object, ...],
-) -> Operands:
-    """Cast rows in groups by one scaling, in one layout or both (as they lie, transposed).
-
-    ``extras``: (pad, *activation), the last arguments of the op. The amax that Delayed is to roll is the largest of all
-    groups: they share one history.
-    """
-    as_is, transposed = layouts
-    lays = transposed and needs_transposed_codes(x_RC.device)
-    how = cast.arguments if as_is else cast.arguments_transposed
-    q_RC, q_CR, scale_inv, amax = kernels.grouped_cast(
-        x_RC, offsets, delayed_scale, role, *how, as_is or not lays, lays, *extras
-    )
-    return Operands(
-        (q_RC, scale_inv) if as_is else None,
-        (q_CR if lays else q_RC.t(), scale_inv.t()) if transposed else None,
-        amax.amax(0, keepdim=True) if cast.is_delayed else None,
-    )
-
-
 def transposed_codes(q_RC: Tensor, offsets: Tensor, pad: int) -> Tensor:
-    """Codes of rows in groups transposed [C, Rp] and padded, as ``grouped_cast`` writes them."""
+    """Codes of rows in groups transposed [C, Rp] and padded, as ``cast`` writes them."""
     rows, columns = q_RC.shape
     laid = q_RC.new_zeros(columns, padded_columns(rows, len(offsets), pad), dtype=torch.uint8)
     laid[:, _columns_of_rows(offsets, rows, pad)] = q_RC.view(torch.uint8).t()
@@ -91,9 +64,8 @@ def cast_matrices(
     groups, rows, _ = laid.shape
     ends = torch.arange(rows, groups * rows + 1, rows, dtype=torch.int32, device=laid.device)
     lays = transposed and needs_transposed_codes(laid.device)
-    q, q_t, scale_inv, amax = kernels.grouped_cast(
-        laid.flatten(0, 1), ends, delayed_scale, role, *how, as_is or not lays, lays, pad
-    )
+    written = {"offsets": ends, "as_is": as_is or not lays}
+    q, q_t, scale_inv, amax = kernels.cast(laid.flatten(0, 1), delayed_scale, role, *how, lays, pad, **written)
     pair = pair_t = None
     if as_is or not lays:
         pair = of_equal_groups(q, scale_inv, how[1], laid.shape)
@@ -198,7 +170,7 @@ def group_sums(x_RN: Tensor, offsets: Tensor) -> Tensor:
 
 
 def scales_of_rows(scale_inv: Tensor, tile: Tile, offsets: Tensor, rows: int) -> tuple[Tensor, Tile]:
-    """What ``grouped_cast`` of R rows returned, as a scale for each row, and its tile."""
+    """What ``cast`` of R rows returned, as a scale for each row, and its tile."""
     height = tile[0]
     if height == 1:
         return scale_inv, tile

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo import kernels
-from octavo.autograd.casts import GRAD_OUTPUT, INPUT, Activation, Pair, State, as_rows, cast_grad_output, cast_role
+from octavo.autograd.casts import GRAD_OUTPUT, INPUT, Pair, State, as_rows, cast_grad_output, cast_role
 from octavo.autograd.gather_input import gathered_transposed
 from octavo.autograd.grouped import (
     group_of_rows,
@@ -37,6 +37,7 @@ from octavo.autograd.shared_scales import Parts
 from octavo.autograd.tap import Tap, Watch, count
 from octavo.errors import HigherOrderGradientError
 from octavo.granularity import PerBlock, Tile
+from octavo.kernels.arguments import CastSource
 from octavo.kernels.layouts import contraction_multiple
 from octavo.scaling.recipe import Cast, Recipe
 from octavo.tensor.gathered_input import GatheredInput, Wire
@@ -180,19 +181,19 @@ GradOutput = tuple[Operands, Tensor | None]
 
 
 def cast_gradient(
-    grad_TN: Tensor, saved: Saved, plan: Plan, needs: tuple[bool, bool, bool], activation: Activation = ()
+    grad_TN: Tensor, saved: Saved, plan: Plan, needs: tuple[bool, bool, bool], activation: Sequence[Any] = ()
 ) -> GradOutput:
     """Cast a layer's grad_output for the gradients of (input, weight, bias) that are needed; commit the delayed state.
 
     ``saved`` is what ``to_save`` gave. ``grad_TN`` is the gradient of the layer's output; or of an activation of that
-    output, and then ``activation`` is (name, layer's output, scale_inv or None, tile), see casts.py.
+    output, and then ``activation`` is (name, layer's output, scale_inv or None, tile), see CastSource.
     """
     recipe = plan.recipe
     needs_dx, needs_dw, needs_db = needs
     offsets = saved.offsets
     amax = (saved.x_amax, saved.weight_amax) if plan.commits else None
-    how = activation, offsets, plan.parts
-    g = cast_grad_output(grad_TN, recipe, needs_dx, needs_dw, plan.state, amax, needs_db, *how)
+    source = CastSource(grad_TN, *activation) if activation else grad_TN
+    g = cast_grad_output(source, recipe, needs_dx, needs_dw, plan.state, amax, needs_db, offsets, plan.parts)
     if plan.tap is not None:
         rounded = unrounded(grad_TN, offsets, *activation) if activation else grad_TN
         count(plan.tap, GRAD_OUTPUT, rounded, g, offsets)
@@ -324,7 +325,7 @@ def _operands(
     """(the input to read in high precision, its pairs); of a gathered one: what this rank had of it."""
     if gathered is not None:
         return gathered.shard, gathered.operands
-    how = layer.state, False, (), layer.offsets, layer.parts
+    how = layer.state, False, layer.offsets, layer.parts
     return x_TK, cast_role(x_TK, layer.recipe, INPUT, True, needs_dw, *how)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from octavo import kernels
 from octavo.granularity import ALL
+from octavo.kernels.arguments import CastSource, NormSource
 from octavo.numerics import scale_from_amax
 from octavo.scaling.delayed import State, may_be_empty
 from octavo.scaling.recipe import Cast
@@ -35,21 +36,20 @@ class Parts(NamedTuple):
 
 
 def scale_for(
-    x_RC: Tensor, cast: Cast, state: State | None, role: int, activation: Sequence[Any], parts: Parts | None
+    source: Tensor | CastSource | NormSource, cast: Cast, state: State | None, role: int, parts: Parts | None
 ) -> Tensor | None:
-    """The scales [3] of which a cast reads its role's: delayed ones, or what ranks agree on; None: x_RC's own.
-
-    ``activation``: see casts.py; an amax is that of what is cast.
-    """
+    """The scales [3] of which a cast reads its role's: delayed ones, or what ranks agree on; None: the source's own."""
     if parts is not None and not parts.roles[role]:
         parts = None  # it is whole on each rank
-    if cast.is_delayed and state is not None:
-        if parts is None or not parts.begins:
-            return state.in_force(role)
-        return first_scale(x_RC, state.scale, role, *cast.arguments, parts.group, *activation)
-    if parts is None or cast.tile != (ALL, ALL):
+    delayed = state if cast.is_delayed else None
+    if parts is None or (delayed is not None and not parts.begins):
+        return None if delayed is None else delayed.in_force(role)
+    if cast.tile != (ALL, ALL):
         return None
-    return _scale_of_whole(x_RC, role, cast.arguments, parts.group, activation)
+    x, *activation = (source,) if isinstance(source, Tensor) else source
+    if delayed is not None:
+        return first_scale(x, delayed.scale, role, *cast.arguments, parts.group, *activation)
+    return _scale_of_whole(x, role, cast.arguments, parts.group, activation)
 
 
 def _scale_of_whole(

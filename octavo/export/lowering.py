@@ -31,7 +31,7 @@ _TYPES = {torch.float8_e4m3fn: 17, torch.float8_e5m2: 19}  # TensorProto's FLOAT
 def decompositions(opset: int) -> dict[Any, Callable[..., Any]]:
     """What each octavo op becomes, for torch.export.ExportedProgram.run_decompositions."""
     lowering = _Lowering(opset)
-    ops = {name: getattr(lowering, name) for name in ("amax", "cast", "dequantize", "matmul", "norm_cast")}
+    ops = {name: getattr(lowering, name) for name in ("amax", "cast", "dequantize", "matmul")}
     return {getattr(torch.ops.octavo, name).default: function for name, function in unpacking(ops).items()}
 
 
@@ -42,25 +42,24 @@ class _Lowering:
     def amax(self, x: Tensor, tile: Sequence[int]) -> Tensor:
         return _amax(x, tile)
 
-    def cast(self, source: CastSource, scaling: Scaling, output: Output) -> tuple[Tensor, ...]:
-        if source.preactivation is not None or source.h_scale_inv is not None or output.column_sum:
+    def cast(
+        self,
+        source: CastSource | NormSource,
+        scaling: Scaling,
+        second: Scaling | None,
+        output: Output,
+        offsets: Tensor | None,
+    ) -> list[Tensor]:
+        x, none = source.x, source.x.new_empty(0)
+        if isinstance(source, NormSource):
+            y = _normalised(*source)
+            rest = [none, none, y if output.keep else x.new_empty((0, 0))]
+        elif source.preactivation is not None or source.h_scale_inv is not None or output.column_sum or second:
             raise ExportError("a gradient can't be exported: call the model under torch.no_grad()")
-        y = activate(source.x, source.activation) if source.activation else source.x
-        codes, scale_inv, amax = self._quantized(y, scaling)
-        return codes, no_codes(codes, codes.dtype), scale_inv, amax, source.x.new_empty(0)
-
-    def norm_cast(self, source: NormSource, scaling: Scaling, output: Output) -> tuple[Tensor, ...]:
-        x, gamma, beta, kind, eps, zero_centered = source
-        factor, features = gamma + 1.0 if zero_centered else gamma, (x.shape[1],)
-        if kind == "layer_norm":
-            y = F.layer_norm(x, features, factor, beta, eps)
         else:
-            y = F.rms_norm(x, features, factor, eps)
-            y = y if beta is None else y + beta
+            y, rest = activate(x, source.activation) if source.activation else x, [none]
         codes, scale_inv, amax = self._quantized(y, scaling)
-        none = x.new_empty(0)
-        kept = y if output.keep else x.new_empty((0, 0))
-        return codes, no_codes(codes, codes.dtype), scale_inv, amax, none, none, kept
+        return [codes, no_codes(codes, codes.dtype), scale_inv, amax, *rest]
 
     def _quantized(self, x: Tensor, scaling: Scaling) -> tuple[Tensor, Tensor, Tensor]:
         """(codes, scale_inv, amax)."""
@@ -107,6 +106,14 @@ class _Lowering:
                 inputs.append((scale_inv * 0.0).to(dtype))
         version = BLOCKS_FROM if self.opset >= BLOCKS_FROM else 19
         return onnx_ops.symbolic(op, inputs, attributes, dtype=dtype, shape=x.shape, version=version)
+
+
+def _normalised(x: Tensor, gamma: Tensor, beta: Tensor | None, kind: str, eps: float, zero_centered: bool) -> Tensor:
+    factor, features = gamma + 1.0 if zero_centered else gamma, (x.shape[1],)
+    if kind == "layer_norm":
+        return F.layer_norm(x, features, factor, beta, eps)
+    y = F.rms_norm(x, features, factor, eps)
+    return y if beta is None else y + beta
 
 
 def _repeated(scale_inv: Tensor, times: int, rows: int) -> Tensor:

@@ -15,7 +15,7 @@ from octavo.errors import ExportError, first_line
 from octavo.export.layouts import GATHER
 from octavo.tensor.sharded_weight import on_this_rank
 
-_DELAYED_SCALE = {"cast": 1, "norm_cast": 6}  # the index of that argument
+_DELAYED_SCALE = 1  # the index of that argument of a cast
 
 
 def program_of(model: nn.Module, example_inputs: tuple[Any, ...], dynamic_shapes: Any) -> ExportedProgram:
@@ -95,8 +95,8 @@ def _evaluator(module: fx.GraphModule) -> Callable[[fx.Node], Any]:
 
 def delayed_argument(node: fx.Node) -> int | None:
     """Which argument of a program's node is a delayed scale; None where it is no cast by one."""
-    at = _DELAYED_SCALE.get(node.target._opname) if _is_octavos(node) else None  # type: ignore[union-attr]
-    return at if at is not None and isinstance(node.args[at], fx.Node) else None
+    is_cast = _is_octavos(node) and node.target._opname == "cast"  # type: ignore[union-attr]
+    return _DELAYED_SCALE if is_cast and isinstance(node.args[_DELAYED_SCALE], fx.Node) else None
 
 
 def _replace(module: fx.GraphModule, node: fx.Node, result: Any) -> None:

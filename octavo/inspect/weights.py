@@ -80,7 +80,7 @@ def _count_experts(module: Grouped, weight: Tensor, counts: RoleCounts) -> None:
             pair, tile = (stored.qdata.flatten(0, 1), stored.scale_inv.flatten(0, 1)), stored.granularity.tile
         else:
             delayed, (dtype, _, *how) = module.delayed_scale if cast.is_delayed else None, cast.arguments
-            q, _, scale_inv, _ = kernels.grouped_cast(x, ends, delayed, WEIGHT, dtype, tile, *how, True, False)
+            q, _, scale_inv, _ = kernels.cast(x, delayed, WEIGHT, dtype, tile, *how, offsets=ends)
             pair = q, scale_inv
         kernels.cast_statistics(x, *pair, tile, *here, ends)
 

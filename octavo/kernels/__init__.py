@@ -14,7 +14,7 @@ import torch
 
 from octavo.kernels.cpu import KERNELS
 from octavo.kernels.cpu.chunked_cast import produced
-from octavo.kernels.devices import ON_CUDA
+from octavo.kernels.devices import kernels_of
 from octavo.kernels.reference.norm import normalised
 from octavo.kernels.signatures import SCHEMAS
 
@@ -24,14 +24,16 @@ _modes_active: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 def _entry(name: str) -> Callable[..., Any]:
     op = getattr(torch.ops.octavo, name).default
-    on_cpu, on_cuda = KERNELS[name], ON_CUDA[name]
+    on_cpu = KERNELS[name]
 
-    def call(x: torch.Tensor, *args: Any) -> Any:
+    def call(x: torch.Tensor, *args: Any, **named: Any) -> Any:
         if _is_compiling() or type(x) is not torch.Tensor or _modes_active():
-            return op(x, *args)
+            return op(x, *args, **named)
         if x.is_cpu:
-            return on_cpu(x, *args)
-        return on_cuda(x, *args) if x.is_cuda else op(x, *args)
+            return on_cpu(x, *args, **named)
+        if x.is_cuda:
+            return kernels_of(x.get_device())[name](x, *args, **named)
+        return op(x, *args, **named)
 
     call.__name__, call.__doc__ = name, f"octavo::{name}{SCHEMAS[name]}"
     return call
@@ -39,18 +41,14 @@ def _entry(name: str) -> Callable[..., Any]:
 
 amax = _entry("amax")
 cast = _entry("cast")
-cast_two_scalings = _entry("cast_two_scalings")
 cast_and_commit = _entry("cast_and_commit")
 cast_statistics = _entry("cast_statistics")
 delayed_update = _entry("delayed_update")
 dequantize = _entry("dequantize")
 scales_of_pass = _entry("scales_of_pass")
-grouped_cast = _entry("grouped_cast")
 grouped_matmul = _entry("grouped_matmul")
 matmul = _entry("matmul")
 note_faults = _entry("note_faults")
-norm_cast = _entry("norm_cast")
-norm_cast_two_scalings = _entry("norm_cast_two_scalings")
 norm_backward = _entry("norm_backward")
 
 

@@ -86,12 +86,16 @@ class Scaling(NamedTuple):
 
 
 class Output(NamedTuple):
-    """What is written: transposed codes too (of two scalings, the second's only so), and what else."""
+    """What is written: transposed codes too (of two scalings, the second's only so), and what else.
+
+    ``as_is``: of rows in groups, whether codes as they lie are.
+    """
 
     transpose: bool = False
     pad: int = 1
     column_sum: bool = False
     keep: bool = False
+    as_is: bool = True
 
 
 class Commit(NamedTuple):
@@ -127,15 +131,6 @@ class Operands(NamedTuple):
     def shape(self) -> tuple[int, int]:
         """Of the product."""
         return self.a.codes.shape[0], self.b.codes.shape[0]
-
-
-class Groups(NamedTuple):
-    """Which rows form groups, and what of them a cast writes."""
-
-    offsets: Tensor
-    as_is: bool = True
-    transpose: bool = False
-    pad: int = 1
 
 
 class GroupedOperands(NamedTuple):
@@ -175,26 +170,94 @@ class NormGradient(NamedTuple):
     residual: Tensor | None = None
 
 
-def _cast(x: Tensor, *flat: Any) -> tuple[Any, ...]:
-    return CastSource(x, *flat[9:]), _scaling(*flat[2:6], *flat[:2]), Output(*flat[6:9])
+def _cast(
+    x: Tensor,
+    delayed_scale: Tensor | None,
+    role: int,
+    dtype: torch.dtype,
+    tile: Sequence[int],
+    power_of_two: bool,
+    margin: int,
+    transpose: bool = False,
+    pad: int = 1,
+    column_sum: bool = False,
+    activation: str = "",
+    preactivation: Tensor | None = None,
+    h_scale_inv: Tensor | None = None,
+    h_tile: Sequence[int] = (ALL, ALL),
+    *,
+    kind: str = "",
+    gamma: Tensor | None = None,
+    beta: Tensor | None = None,
+    eps: float = 0.0,
+    zero_centered: bool = False,
+    keep: bool = False,
+    offsets: Tensor | None = None,
+    as_is: bool = True,
+    second_dtype: torch.dtype | None = None,
+    second_tile: Sequence[int] = (ALL, ALL),
+    second_power_of_two: bool = False,
+    second_margin: int = 0,
+) -> tuple[Any, ...]:
+    source: CastSource | NormSource
+    refused = where = ""
+    if gamma is not None:
+        source = NormSource(x, gamma, beta, kind, eps, zero_centered)
+        check_norm(x, gamma, beta, kind)
+        if activation or column_sum or offsets is not None:
+            refused = "activation" if activation else "column_sum" if column_sum else "offsets"
+            where = "a norm is cast"
+    else:
+        source = CastSource(x, activation, preactivation, h_scale_inv, h_tile)
+        if kind or keep:
+            refused, where = "kind" if kind else "keep", "no gamma is given"
+    first, second = Scaling(dtype, (tile[0], tile[1]), power_of_two, margin, delayed_scale, role), None
+    if second_dtype is not None:
+        second = Scaling(second_dtype, (second_tile[0], second_tile[1]), second_power_of_two, second_margin)
+        if delayed_scale is not None or offsets is not None:
+            refused, where = "delayed_scale" if offsets is None else "offsets", "there are two scalings"
+    if offsets is not None:
+        _check_groups(x, h_scale_inv, first, offsets)
+        if column_sum:
+            refused, where = "column_sum", "rows are in groups"
+    elif not as_is:
+        refused, where = "as_is=False", "rows are in no groups: cast x.t()"
+    if refused:
+        raise ValueError(f"{refused} is not taken where {where}")
+    return source, first, second, Output(transpose, pad, column_sum, keep, as_is), offsets
 
 
-def _cast_two_scalings(x: Tensor, *flat: Any) -> tuple[Any, ...]:
-    return CastSource(x, *flat[11:]), _scaling(*flat[:4]), _scaling(*flat[4:8]), Output(*flat[8:11])
+def _check_groups(x: Tensor, h_scale_inv: Tensor | None, scaling: Scaling, offsets: Tensor) -> None:
+    check_offsets_kind(offsets, x.device)
+    if h_scale_inv is None and x.dtype not in HIGH_PRECISION:
+        raise TypeError(f"{x.dtype} is not cast: give bfloat16, float16 or float32")
+    if scaling.delayed_scale is not None and scaling.tile != (ALL, ALL):
+        raise ValueError(f"a delayed scale is one for all, not for tiles of {scaling.tile}: tile is (-1, -1)")
 
 
-def _cast_and_commit(x: Tensor, *flat: Any) -> tuple[Any, ...]:
-    (delayed_scale, *state, dtype, power_of_two, margin), update, output = flat[:8], flat[8:12], flat[12:15]
+def _cast_and_commit(
+    x: Tensor,
+    delayed_scale: Tensor,
+    delayed_amax_history: Tensor,
+    delayed_before: Tensor,
+    amax_input: Tensor | None,
+    amax_weight: Tensor | None,
+    dtype: torch.dtype,
+    power_of_two: bool,
+    margin: int,
+    limits: Sequence[float],
+    powers_of_two: Sequence[bool],
+    margins: Sequence[int],
+    reduce: str,
+    transpose: bool,
+    pad: int = 1,
+    column_sum: bool = False,
+    *activation: Any,
+) -> tuple[Any, ...]:
     scaling = Scaling(dtype, (ALL, ALL), power_of_two, margin, delayed_scale, role=2)
-    return CastSource(x, *flat[15:]), scaling, Commit(delayed_scale, *state, *update), Output(*output)
-
-
-def _norm_cast(*flat: Any) -> tuple[Any, ...]:
-    return _norm(*flat[:6]), _scaling(*flat[8:12], *flat[6:8]), _norm_output(*flat[12:])
-
-
-def _norm_cast_two_scalings(*flat: Any) -> tuple[Any, ...]:
-    return _norm(*flat[:6]), _scaling(*flat[6:10]), _scaling(*flat[10:14]), _norm_output(*flat[14:])
+    state = delayed_scale, delayed_amax_history, delayed_before
+    commit = Commit(*state, amax_input, amax_weight, limits, powers_of_two, margins, reduce)
+    return CastSource(x, *activation), scaling, commit, Output(transpose, pad, column_sum)
 
 
 def _norm_backward(*flat: Any) -> tuple[Any, ...]:
@@ -205,16 +268,6 @@ def _norm_backward(*flat: Any) -> tuple[Any, ...]:
 
 def _matmul(*flat: Any) -> tuple[Any, ...]:
     return _operands(*flat[:7]), *flat[7:]
-
-
-def _grouped_cast(x: Tensor, offsets: Tensor, *flat: Any) -> tuple[Any, ...]:
-    source, scaling = CastSource(x, *flat[9:]), _scaling(*flat[2:6], *flat[:2])
-    check_offsets_kind(offsets, x.device)
-    if source.h_scale_inv is None and x.dtype not in HIGH_PRECISION:
-        raise TypeError(f"{x.dtype} is not cast: give bfloat16, float16 or float32")
-    if scaling.delayed_scale is not None and scaling.tile != (ALL, ALL):
-        raise ValueError(f"a delayed scale is one for all, not for tiles of {scaling.tile}: tile is (-1, -1)")
-    return source, scaling, Groups(offsets, *flat[6:9])
 
 
 def _grouped_matmul(*flat: Any) -> tuple[Any, ...]:
@@ -261,19 +314,9 @@ def check_grouped_operands(operands: GroupedOperands) -> None:
             )
 
 
-def _scaling(dtype: torch.dtype, tile: Sequence[int], *rest: Any) -> Scaling:
-    return Scaling(dtype, (tile[0], tile[1]), *rest)
-
-
 def _operands(*flat: Any) -> Operands:
     a, a_scale_inv, a_tile, b, b_scale_inv, b_tile, bias = flat
     return Operands(Pair(a, a_scale_inv, (a_tile[0], a_tile[1])), Pair(b, b_scale_inv, (b_tile[0], b_tile[1])), bias)
-
-
-def _norm(*flat: Any) -> NormSource:
-    source = NormSource(*flat)
-    check_norm(*source[:4])
-    return source
 
 
 def check_norm(
@@ -300,19 +343,11 @@ def check_norm(
             raise ValueError(f"{name} of shape {list(matrix.shape)} needs the shape of x, {list(x.shape)}")
 
 
-def _norm_output(transpose: bool, pad: int = 1, keep: bool = False) -> Output:
-    return Output(transpose, pad, False, keep)
-
-
-_UNPACK: dict[str, Callable[..., tuple[Any, ...]]] = {
+UNPACK: dict[str, Callable[..., tuple[Any, ...]]] = {
     "cast": _cast,
-    "cast_two_scalings": _cast_two_scalings,
     "cast_and_commit": _cast_and_commit,
-    "norm_cast": _norm_cast,
-    "norm_cast_two_scalings": _norm_cast_two_scalings,
     "norm_backward": _norm_backward,
     "matmul": _matmul,
-    "grouped_cast": _grouped_cast,
     "grouped_matmul": _grouped_matmul,
 }
 
@@ -322,12 +357,12 @@ def unpacking(kernels: dict[str, Callable[..., Any]]) -> dict[str, Callable[...,
 
     def of_flat(kernel: Callable[..., Any], unpack: Callable[..., tuple[Any, ...]]) -> Callable[..., Any]:
         @functools.wraps(kernel)
-        def call(*arguments: Any) -> Any:
-            return kernel(*unpack(*arguments))
+        def call(*arguments: Any, **named: Any) -> Any:
+            return kernel(*unpack(*arguments, **named))
 
         return call
 
-    return {name: of_flat(k, _UNPACK[name]) if name in _UNPACK else k for name, k in kernels.items()}
+    return {name: of_flat(k, UNPACK[name]) if name in UNPACK else k for name, k in kernels.items()}
 
 
 def new_codes(x: Tensor, shape: Sequence[int], dtype: torch.dtype, pad: int, transpose: bool = False) -> Tensor:
@@ -347,13 +382,15 @@ def no_codes(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.new_empty((0, 0), dtype=dtype)
 
 
-def new_grouped(source: CastSource, scaling: Scaling, groups: Groups) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Where a grouped cast's codes, transposed ones, scale_inv and amax go, unwritten."""
-    x, shape, count = source.x, source.shape, groups.offsets.shape[0]
-    codes = new_codes(x, shape, scaling.dtype, groups.pad) if groups.as_is else no_codes(x, scaling.dtype)
+def new_grouped(
+    source: CastSource, scaling: Scaling, output: Output, offsets: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Where codes, transposed ones, scale_inv and amax of rows in groups go, unwritten."""
+    x, shape, count = source.x, source.shape, offsets.shape[0]
+    codes = new_codes(x, shape, scaling.dtype, output.pad) if output.as_is else no_codes(x, scaling.dtype)
     laid = no_codes(x, scaling.dtype)
-    if groups.transpose:
-        laid = laid.new_empty((shape[1], padded_columns(shape[0], count, groups.pad)))
+    if output.transpose:
+        laid = laid.new_empty((shape[1], padded_columns(shape[0], count, output.pad)))
     grid = grouped_scale_shape(shape, count, scaling.tile)
     return codes, laid, laid_scales(x, grid, scaling.tile), laid_scales(x, grid, scaling.tile)
 

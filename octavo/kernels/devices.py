@@ -42,9 +42,9 @@ def kernels_of(index: int) -> dict[str, Callable[..., Any]]:
 
 
 def _on_cuda(name: str) -> Callable[..., Any]:
-    def call(x: Tensor | Sequence[Tensor], *args: Any) -> Any:
+    def call(x: Tensor | Sequence[Tensor], *args: Any, **named: Any) -> Any:
         first = x if isinstance(x, Tensor) else x[0]
-        return kernels_of(first.get_device())[name](x, *args)
+        return kernels_of(first.get_device())[name](x, *args, **named)
 
     return call
 

@@ -64,13 +64,14 @@ from octavo.kernels.arguments import (
 from octavo.kernels.cpu import KERNELS
 from octavo.kernels.devices import ON_CUDA
 
-_CAST = "ScalarType dtype, int[2] tile, bool power_of_two, int margin"
-_SECOND = "ScalarType second_dtype, int[2] second_tile, bool second_power_of_two, int second_margin"
+_SECOND = (
+    "ScalarType? second_dtype=None, int[2] second_tile=[-1, -1], bool second_power_of_two=False, int second_margin=0"
+)
 _EXTRAS = (
     'int pad=1, bool column_sum=False, str activation="", Tensor? preactivation=None, Tensor? h_scale_inv=None, '
     "int[2] h_tile=[-1, -1]"
 )
-_NORM = "Tensor x, Tensor gamma, Tensor? beta, str kind, float eps, bool zero_centered"
+_NORM = 'str kind="", Tensor? gamma=None, Tensor? beta=None, float eps=0.0, bool zero_centered=False, bool keep=False'
 _PRODUCT = "Tensor a, Tensor a_scale_inv, int[2] a_tile, Tensor b, Tensor b_scale_inv, int[2] b_tile, Tensor? bias"
 _STATE = "Tensor(a!) delayed_scale, Tensor(b!) delayed_amax_history, Tensor(c!) delayed_before"
 _UPDATE = "float[3] limits, bool[3] powers_of_two, int[3] margins, str reduce"
@@ -78,14 +79,17 @@ _UPDATE = "float[3] limits, bool[3] powers_of_two, int[3] margins, str reduce"
 SCHEMAS = {
     # amax of each tile
     "amax": "(Tensor x, int[2] tile) -> Tensor",
-    # one scaling: (qdata, transposed qdata or [0, 0], scale_inv, amax, sums); the transposed pair's scale_inv is
-    # scale_inv.t()
-    "cast": f"(Tensor x, Tensor? delayed_scale, int role, {_CAST}, bool transpose=False, {_EXTRAS}) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    # two scalings from one read, Dynamic: (qdata, scale_inv, second qdata, second scale_inv, sums). second_tile is a
-    # tile of x; transpose_second writes the second pair's tensors transposed
-    "cast_two_scalings": f"(Tensor x, {_CAST}, {_SECOND}, bool transpose_second, {_EXTRAS}) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    # one scaling: [qdata, transposed qdata or [0, 0], scale_inv, amax, sums]; the transposed pair's scale_inv is
+    # scale_inv.t().
+    # Two, Dynamic, from one read, with a second_dtype: [qdata, second qdata, scale_inv, second scale_inv, sums].
+    # second_tile is a tile of x; transpose writes the second pair's tensors alone transposed.
+    # Of a norm, with a gamma, mean, rstd and y in place of sums.
+    # Of rows in groups, with offsets, each group's own cast by one scaling: [qdata or [0, 0], transposed qdata [C, Rp]
+    # or [0, 0], scale_inv, amax]. A delayed scale is one for all groups; where it is 0, a group's is that of its own
+    # amax. Codes of rows that are in no group are 0; scales that no group has are 1, their amaxes 0. pad: of C and,
+    # transposed, of each group's rows; as_is=False leaves out the codes as they lie
+    "cast": "(Tensor x, Tensor? delayed_scale, int role, ScalarType dtype, int[2] tile, bool power_of_two, int margin, "
+    f"bool transpose=False, {_EXTRAS}, *, {_NORM}, Tensor? offsets=None, bool as_is=True, {_SECOND}) -> Tensor[]",
     # the delayed cast of grad_output by its scales_of_pass, and delayed_update with the amax it finds: (qdata,
     # transposed qdata or [0, 0], scale_inv, sums)
     "cast_and_commit": f"(Tensor x, {_STATE}, Tensor? amax_input, Tensor? amax_weight, "
@@ -93,7 +97,7 @@ SCHEMAS = {
     "-> (Tensor, Tensor, Tensor, Tensor)",
     # add what the cast of x [R, C] into qdata [R, C'] did to sums [71] and extremes [3]; reference/cast_statistics.py
     # says what they hold. x, qdata and scale_inv have any strides. Rows in groups, which end at offsets [G]: sums
-    # [G, 71] and extremes [G, 3], dense, and scale_inv as grouped_cast returned it for x
+    # [G, 71] and extremes [G, 3], dense, and scale_inv as cast returned it for x
     "cast_statistics": "(Tensor x, Tensor qdata, Tensor scale_inv, int[2] tile, Tensor(a!) sums, "
     "Tensor(b!) extremes, Tensor? offsets=None) -> ()",
     # for each role whose amax is given, the first time in a backward pass: history <- (amax, history[:-1]), and
@@ -122,24 +126,12 @@ SCHEMAS = {
     "multi_tensor_cast": "(Tensor[] xs, Tensor(a!)[] qdata, Tensor(b!)[] transposed, Tensor(c!)[] scale_inv, "
     "Tensor(d!)[] amax, Tensor[] delayed_scales, int role, int[2] tile, bool power_of_two, int margin, "
     "Tensor? skip=None) -> ()",
-    # each group's own cast: (qdata or [0, 0], transposed qdata [C, Rp] or [0, 0], scale_inv, amax). A delayed scale is
-    # one for all groups; where it is 0, a group's is that of its own amax. Codes of rows that are in no group are 0;
-    # scales that no group has are 1, their amaxes 0. pad: of C and, transposed, of each group's rows
-    "grouped_cast": f"(Tensor x, Tensor offsets, Tensor? delayed_scale, int role, {_CAST}, bool as_is=True, "
-    'bool transpose=False, int pad=1, str activation="", Tensor? preactivation=None, Tensor? h_scale_inv=None, '
-    "int[2] h_tile=[-1, -1]) -> (Tensor, Tensor, Tensor, Tensor)",
     # each group's own product, contiguous. Of b [G, N, K]: rows of a [R, K] are in groups -> [R, N], rows in no group
-    # 0; a's scale_inv is as grouped_cast returns it, b's [G, ., .]; bias [G, N]. Of b [K, Rp]: the columns of a [N, Rp]
+    # 0; a's scale_inv is as cast returns it, b's [G, ., .]; bias [G, N]. Of b [K, Rp]: the columns of a [N, Rp]
     # and b are in groups of the sizes that offsets give, each padded to a multiple of pad -> [G, N, K], 0 of a group
-    # without rows; both scale_inv are .t() of what grouped_cast returns. Codes have any strides; the rest as of matmul
+    # without rows; both scale_inv are .t() of what cast returns. Codes have any strides; the rest as of matmul
     "grouped_matmul": "(Tensor a, Tensor a_scale_inv, int[2] a_tile, Tensor b, Tensor b_scale_inv, int[2] b_tile, "
     "Tensor offsets, Tensor? bias, ScalarType out_dtype, bool fast_accum, int pad=1) -> Tensor",
-    # a norm, cast: (qdata, transposed qdata or [0, 0], scale_inv, amax, mean, rstd, y)
-    "norm_cast": f"({_NORM}, Tensor? delayed_scale, int role, {_CAST}, bool transpose, int pad=1, bool keep=False) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    # a norm in two scalings, Dynamic: (qdata, scale_inv, second qdata, second scale_inv, mean, rstd, y)
-    "norm_cast_two_scalings": f"({_NORM}, {_CAST}, {_SECOND}, bool transpose_second, int pad=1, bool keep=False) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     # (dx [R, C] of x's dtype, dgamma [C], dbeta [C] or [0] of gamma's); residual [R, C] is added to dx before it is
     # rounded
     "norm_backward": "(Tensor dy, Tensor x, Tensor gamma, Tensor mean, Tensor rstd, str kind, bool zero_centered, "
@@ -147,30 +139,31 @@ SCHEMAS = {
 }
 
 
-def _rest(source: CastSource | NormSource, output: Output) -> tuple[Tensor, ...]:
-    """What a cast's op returns last."""
-    if isinstance(source, NormSource):
-        return new_statistics(source, output.keep)
-    return (new_sums(source.x, source.shape[1], output.column_sum),)
-
-
-def _fake_cast(source: CastSource | NormSource, scaling: Scaling, output: Output) -> tuple[Tensor, ...]:
-    x, shape = source.x, source.shape
-    scales = [new_scales(x, shape, scaling.tile) for _ in range(2)]
-    return *new_both_codes(x, shape, scaling.dtype, output), *scales, *_rest(source, output)
-
-
-def _fake_two_scalings(
-    source: CastSource | NormSource, first: Scaling, second: Scaling, output: Output
+def _fake_cast(
+    source: CastSource | NormSource,
+    first: Scaling,
+    second: Scaling | None,
+    output: Output,
+    offsets: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     x, shape = source.x, source.shape
-    pair = new_codes(x, shape, first.dtype, output.pad), new_scales(x, shape, first.tile)
-    other = new_codes(x, shape, second.dtype, output.pad, output.transpose)
-    return *pair, other, new_scales(x, shape, second.tile, output.transpose), *_rest(source, output)
+    if offsets is not None:
+        assert isinstance(source, CastSource)
+        return new_grouped(source, first, output, offsets)
+    scale_inv = new_scales(x, shape, first.tile)
+    if second is None:
+        found = *new_both_codes(x, shape, first.dtype, output), scale_inv, new_scales(x, shape, first.tile)
+    else:
+        codes = new_codes(x, shape, first.dtype, output.pad)
+        other = new_codes(x, shape, second.dtype, output.pad, output.transpose)
+        found = codes, other, scale_inv, new_scales(x, shape, second.tile, output.transpose)
+    if isinstance(source, NormSource):
+        return *found, *new_statistics(source, output.keep)
+    return *found, new_sums(x, shape[1], output.column_sum)
 
 
 def _fake_cast_and_commit(source: CastSource, scaling: Scaling, commit: Commit, output: Output) -> tuple[Tensor, ...]:
-    q, t, scale_inv, _, sums = _fake_cast(source, scaling, output)
+    q, t, scale_inv, _, sums = _fake_cast(source, scaling, None, output)
     return q, t, scale_inv, sums
 
 
@@ -187,19 +180,15 @@ FAKES: dict[str, Callable[..., Any]] = unpacking(
     {
         "amax": lambda x, tile: new_scales(x, x.shape, (tile[0], tile[1])),
         "cast": _fake_cast,
-        "cast_two_scalings": _fake_two_scalings,
         "cast_and_commit": _fake_cast_and_commit,
         "cast_statistics": lambda *_: None,
         "delayed_update": lambda *_: None,
         "scales_of_pass": lambda delayed_scale, delayed_before: torch.empty_like(delayed_scale),
         "dequantize": lambda qdata, scale_inv, tile, dtype: qdata.new_empty(qdata.shape, dtype=dtype),
-        "grouped_cast": new_grouped,
         "grouped_matmul": _fake_matmul,
         "matmul": _fake_matmul,
         "multi_tensor_cast": lambda *_: None,
         "note_faults": lambda *_: None,
-        "norm_cast": _fake_cast,
-        "norm_cast_two_scalings": _fake_two_scalings,
         "norm_backward": _fake_norm_backward,
     }
 )

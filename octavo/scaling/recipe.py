@@ -70,6 +70,9 @@ class Delayed:
             raise ValueError(f"reduce={self.reduce!r}: use 'max' or 'most_recent'")
 
 
+_SCALING = ("dtype", "tile", "power_of_two", "margin")  # a cast op's arguments
+
+
 @dataclass(frozen=True)
 class Cast:
     """How one operand of one product is cast.
@@ -101,6 +104,7 @@ class Cast:
     is_delayed: bool = field(init=False, repr=False, compare=False)
     arguments: tuple[Any, ...] = field(init=False, repr=False, compare=False)  # as the cast ops take them
     arguments_transposed: tuple[Any, ...] = field(init=False, repr=False, compare=False)  # of the operand's transpose
+    as_second: dict[str, Any] = field(init=False, repr=False, compare=False)  # those as a second scaling
 
     def __post_init__(self) -> None:
         for name, kind in (("format", Format), ("granularity", Granularity), ("rule", (Dynamic, Delayed))):
@@ -119,7 +123,8 @@ class Cast:
             raise ValueError("Cast: an operand is laid with the contracted dimension last, so its rows are PerRow()")
         dtype, scale = self.format.dtype, (self.power_of_two, self.margin)
         arguments = {"arguments": (dtype, tile, *scale), "arguments_transposed": (dtype, tile[::-1], *scale)}
-        vars(self).update(tile=tile, is_delayed=delayed, **arguments)
+        second = {f"second_{name}": value for name, value in zip(_SCALING, (dtype, tile[::-1], *scale), strict=True)}
+        vars(self).update(tile=tile, is_delayed=delayed, **arguments, as_second=second)
 
     def __repr__(self) -> str:
         power_of_two = ", power_of_two=True" if self.power_of_two else ""

@@ -8,6 +8,7 @@ each of its outputs once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from octavo.kernels.triton import KERNELS as TRITON
 from octavo.kernels.triton import optimizer_step
 from octavo.tune import fused_cases, plain_cases, step_cases
 from octavo.tune.agreement import difference, same_state
-from octavo.tune.plain_cases import E4M3, ROWS, TENSOR, many
+from octavo.tune.plain_cases import E4M3, ROWS, TENSOR, call, many
 from octavo.tune.timing import DEVICE, synchronize
 
 __all__ = ["CASES", "E4M3", "ROWS", "TENSOR", "calls", "inputs", "reads", "wrong"]
@@ -51,10 +52,7 @@ def calls(name: str, xs: Sequence[Tensor]) -> list[Callable[[], Any]]:
     """The Triton kernel on each input."""
     kernel = KERNELS[_ALL[name].op]
 
-    def call(arguments: tuple[Any, ...]) -> Callable[[], Any]:
-        return lambda: kernel(*arguments)
-
-    bound = [call(_arguments(name, x)) for x in xs]
+    bound: list[Callable[[], Any]] = [partial(call, kernel, _arguments(name, x)) for x in xs]
     synchronize()  # the scales' arrival on the host
     return bound
 
@@ -64,7 +62,7 @@ def wrong(name: str, x: Tensor) -> str:
     case = _ALL[name]
     arguments, expected_arguments = _arguments(name, x), _arguments(name, x)
     synchronize()
-    results, expected = KERNELS[case.op](*arguments), DEFINITIONS[case.op](*expected_arguments)
+    results, expected = call(KERNELS[case.op], arguments), call(DEFINITIONS[case.op], expected_arguments)
     results, expected = ((r,) if isinstance(r, Tensor) else tuple(r) for r in (results, expected))
     found = difference(results, expected, case.exact, x.shape[0])
     if not found and not same_state(arguments, expected_arguments, case.exact):

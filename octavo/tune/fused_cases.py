@@ -13,7 +13,7 @@ from torch import Tensor
 
 from octavo.kernels.reference import KERNELS as REFERENCE
 from octavo.kernels.reference.norm import normalise
-from octavo.tune.plain_cases import COLUMNS, E4M3, E5M2, ROWS, TENSOR, UPDATE, Case, delayed_state
+from octavo.tune.plain_cases import COLUMNS, E4M3, E5M2, ROWS, TENSOR, UPDATE, Case, Named, delayed_state, second
 from octavo.tune.timing import DEVICE
 
 SCALE = 16.0  # of products of normal numbers: nothing saturates
@@ -23,7 +23,7 @@ KINDS = {"rmsnorm": "rms_norm", "layernorm": "layer_norm"}
 VECTOR, TALL = (1, 128), (128, 1)
 MX, MX_TALL = (1, 32), (32, 1)
 
-Make = Callable[[], tuple[Any, ...]]  # an op's arguments from the scale or the tile up to the margin
+Make = Callable[[], tuple[Any, ...]]  # an op's arguments from the scale up to the margin
 
 
 def _normal(rows: int, cols: int, seed: int) -> Tensor:
@@ -49,11 +49,7 @@ def _commit() -> tuple[Any, ...]:
     return *delayed_state(SCALE), amax, amax, E5M2, False, 0, *UPDATE, True
 
 
-def _two(tile: Sequence[int], second: Sequence[int], power_of_two: bool = True) -> Make:
-    return lambda: (E4M3, tile, power_of_two, 0, E4M3, second, power_of_two, 0)
-
-
-def _activated(activation: str, op: str, make: Make, reads: int = 1, transpose: bool = True) -> Case:
+def _activated(activation: str, op: str, make: Make, reads: int = 1, transpose: bool = True, **named: Any) -> Case:
     """The cast of an activation."""
 
     def inputs(x: Tensor) -> tuple[Tensor, ...]:
@@ -61,7 +57,7 @@ def _activated(activation: str, op: str, make: Make, reads: int = 1, transpose: 
 
     def arguments(h: Tensor) -> tuple[Any, ...]:
         transposed = (transpose,) if op != "cast_and_commit" else ()
-        return h, *make(), *transposed, 1, False, activation
+        return h, *make(), *transposed, 1, False, activation, Named(named)
 
     return Case(op, arguments, reads, inputs, exact=False)
 
@@ -74,6 +70,7 @@ def _gradient(
     transpose: bool = True,
     column_sum: bool = True,
     saved: Sequence[int] | None = None,
+    **named: Any,
 ) -> Case:
     """The cast of an activation's gradient; ``saved``: the tile of the codes that the activation's input is kept in."""
 
@@ -85,7 +82,7 @@ def _gradient(
     def arguments(dy: Tensor, *h: Any) -> tuple[Any, ...]:
         transposed = (transpose,) if op != "cast_and_commit" else ()
         tile = () if saved is None else (saved,)
-        return dy, *make(), *transposed, 1, column_sum, activation, *h, *tile
+        return dy, *make(), *transposed, 1, column_sum, activation, *h, *tile, Named(named)
 
     return Case(op, arguments, reads, inputs, exact=False)
 
@@ -96,16 +93,17 @@ def _parameters(norm: str, x: Tensor) -> tuple[Tensor, ...]:
     return (wide[0] + 1,) if norm == "rmsnorm" else (wide[0] + 1, wide[1])
 
 
-def _normed(norm: str, op: str, make: Make, transpose: bool = True, reads: int = 1, keep: bool = False) -> Case:
+def _normed(norm: str, make: Make, transpose: bool = True, reads: int = 1, keep: bool = False, **named: Any) -> Case:
     """The cast of a norm."""
 
     def inputs(x: Tensor) -> tuple[Tensor, ...]:
         return x, *_parameters(norm, x)
 
     def arguments(x: Tensor, gamma: Tensor, beta: Tensor | None = None) -> tuple[Any, ...]:
-        return x, gamma, beta, KINDS[norm], EPS, False, *make(), transpose, 1, keep
+        of_norm = {"gamma": gamma, "beta": beta, "kind": KINDS[norm], "eps": EPS, "keep": keep}
+        return x, *make(), transpose, Named(of_norm | named)
 
-    return Case(op, arguments, reads, inputs, exact=False)
+    return Case("cast", arguments, reads, inputs, exact=False)
 
 
 def _norm_gradient(norm: str) -> Case:
@@ -123,22 +121,24 @@ def _norm_gradient(norm: str) -> Case:
     return Case("norm_backward", arguments, 1, inputs, exact=False)
 
 
+_VECTORS = _dynamic(E4M3, VECTOR, True)
+
 CASES = {
     "swiglu + cast+transpose delayed": _activated("swiglu", "cast", _delayed),
     "swiglu + cast+transpose dynamic": _activated("swiglu", "cast", _dynamic(E4M3), 2),
     "gelu_tanh + cast+transpose delayed": _activated("gelu_tanh", "cast", _delayed),
     "gelu + cast+transpose delayed": _activated("gelu", "cast", _delayed),
-    "swiglu + rows + columns": _activated("swiglu", "cast_two_scalings", _two(ROWS, COLUMNS, False), 2),
-    "swiglu + 1x128 + 128x1": _activated("swiglu", "cast_two_scalings", _two(VECTOR, TALL)),
+    "swiglu + rows + columns": _activated("swiglu", "cast", _dynamic(E4M3, ROWS), 2, **second(COLUMNS, False)),
+    "swiglu + 1x128 + 128x1": _activated("swiglu", "cast", _VECTORS, **second(TALL, True)),
     "swiglu gradient + cast+transpose+sum+commit": _gradient("swiglu", "cast_and_commit", _commit),
     "swiglu gradient + cast+transpose+sum dynamic": _gradient("swiglu", "cast", _dynamic(E5M2), 2),
     "gelu gradient + cast+transpose+sum+commit": _gradient("gelu", "cast_and_commit", _commit),
-    "swiglu gradient + 1x128 + 128x1 + sum": _gradient("swiglu", "cast_two_scalings", _two(VECTOR, TALL)),
-    "rmsnorm + cast+transpose delayed": _normed("rmsnorm", "norm_cast", _delayed),
-    "rmsnorm + cast+transpose dynamic": _normed("rmsnorm", "norm_cast", _dynamic(E4M3), reads=2),
-    "layernorm + cast+transpose delayed": _normed("layernorm", "norm_cast", _delayed),
-    "rmsnorm, y kept + cast+transpose delayed": _normed("rmsnorm", "norm_cast", _delayed, keep=True),
-    "rmsnorm + 1x128 + 128x1": _normed("rmsnorm", "norm_cast_two_scalings", _two(VECTOR, TALL)),
+    "swiglu gradient + 1x128 + 128x1 + sum": _gradient("swiglu", "cast", _VECTORS, **second(TALL, True)),
+    "rmsnorm + cast+transpose delayed": _normed("rmsnorm", _delayed),
+    "rmsnorm + cast+transpose dynamic": _normed("rmsnorm", _dynamic(E4M3), reads=2),
+    "layernorm + cast+transpose delayed": _normed("layernorm", _delayed),
+    "rmsnorm, y kept + cast+transpose delayed": _normed("rmsnorm", _delayed, keep=True),
+    "rmsnorm + 1x128 + 128x1": _normed("rmsnorm", _VECTORS, **second(TALL, True)),
     "rmsnorm gradient + residual": _norm_gradient("rmsnorm"),
     "layernorm gradient + residual": _norm_gradient("layernorm"),
 }
@@ -148,8 +148,8 @@ ONLY_TUNED = {
     "swiglu gradient + cast+sum delayed": _gradient("swiglu", "cast", _delayed_gradient, transpose=False),
     "swiglu gradient + rows": _gradient("swiglu", "cast", _dynamic(E4M3, ROWS), transpose=False, column_sum=False),
     "swiglu gradient of codes + cast+transpose+sum+commit": _gradient("swiglu", "cast_and_commit", _commit, saved=MX),
-    "rmsnorm + cast delayed": _normed("rmsnorm", "norm_cast", _delayed, transpose=False),
-    "rmsnorm + rows": _normed("rmsnorm", "norm_cast", _dynamic(E4M3, ROWS), transpose=False),
-    "rmsnorm + 1x128": _normed("rmsnorm", "norm_cast", _dynamic(E4M3, VECTOR, True), transpose=False),
-    "rmsnorm + 1x32 + 32x1": _normed("rmsnorm", "norm_cast_two_scalings", _two(MX, MX_TALL)),
+    "rmsnorm + cast delayed": _normed("rmsnorm", _delayed, transpose=False),
+    "rmsnorm + rows": _normed("rmsnorm", _dynamic(E4M3, ROWS), transpose=False),
+    "rmsnorm + 1x128": _normed("rmsnorm", _dynamic(E4M3, VECTOR, True), transpose=False),
+    "rmsnorm + 1x32 + 32x1": _normed("rmsnorm", _dynamic(E4M3, MX, True), **second(MX_TALL, True)),
 }

@@ -27,13 +27,31 @@ def _x_alone(x: Tensor) -> tuple[Tensor, ...]:
 
 
 class Case(NamedTuple):
-    """An op of the kernels' table, what it reads, made from x [R, C], and its arguments, made from what it reads."""
+    """An op of the kernels' table, what it reads, made from x [R, C], and its arguments, made from what it reads.
+
+    The last argument may be Named.
+    """
 
     op: str
     arguments: Callable[..., tuple[Any, ...]]
     reads: int = 1  # of all that is read
     inputs: Callable[[Tensor], tuple[Tensor, ...]] = _x_alone
     exact: bool = True  # its codes are the reference's; else it may round otherwise on the way to them
+
+
+class Named(dict[str, Any]):
+    """A case's arguments by name."""
+
+
+def call(kernel: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """A kernel's results of a case's arguments."""
+    *flat, last = arguments
+    return kernel(*flat, **last) if isinstance(last, Named) else kernel(*arguments)
+
+
+def second(tile: Sequence[int], power_of_two: bool) -> Named:
+    """A second scaling, in E4M3."""
+    return Named(second_dtype=E4M3, second_tile=tile, second_power_of_two=power_of_two)
 
 
 def delayed_state(scale: float = SCALE) -> tuple[Tensor, Tensor, Tensor]:
@@ -60,7 +78,7 @@ def _grouped(tile: Sequence[int], as_is: bool = True, delayed: bool = False) -> 
     def arguments(x: Tensor) -> tuple[Any, ...]:
         ends = torch.arange(1, 9, device=DEVICE, dtype=torch.int32) * (len(x) // 8)
         cast = delayed_state()[0] if delayed else None, 0, E4M3, tile, tile[0] * tile[1] > 1, 0
-        return x, ends, *cast, as_is, tile[0] != 1, 16
+        return x, *cast, tile[0] != 1, 16, Named(offsets=ends, as_is=as_is)
 
     return arguments
 
@@ -74,8 +92,8 @@ def _commit(x: Tensor) -> tuple[Any, ...]:
     return x, *delayed_state(), amax, amax, E5M2, False, 0, *UPDATE, True, 1, True
 
 
-def _two(tile: Sequence[int], second: Sequence[int], power_of_two: bool) -> Callable[[Tensor], tuple[Any, ...]]:
-    return lambda x: (x, E4M3, tile, power_of_two, 0, E4M3, second, power_of_two, 0, True)
+def _two(tile: Sequence[int], other: Sequence[int], power_of_two: bool) -> Callable[[Tensor], tuple[Any, ...]]:
+    return lambda x: (x, None, 0, E4M3, tile, power_of_two, 0, True, second(other, power_of_two))
 
 
 def _pair(tile: Sequence[int]) -> Callable[[Tensor], tuple[Tensor, ...]]:
@@ -117,15 +135,15 @@ CASES = {
     "five weights at once": Case("many", _weights, reads=2),
     "cast rows": Case("cast", _dynamic(ROWS)),
     "cast columns": Case("cast", _columns, reads=2),
-    "cast rows + columns": Case("cast_two_scalings", _two(ROWS, COLUMNS, False), reads=2),
+    "cast rows + columns": Case("cast", _two(ROWS, COLUMNS, False), reads=2),
     "cast 1x128": Case("cast", _dynamic((1, 128), True)),
-    "cast 1x128 + 128x1": Case("cast_two_scalings", _two((1, 128), (128, 1), True)),
-    "cast 1x32 + 32x1": Case("cast_two_scalings", _two((1, 32), (32, 1), True)),
+    "cast 1x128 + 128x1": Case("cast", _two((1, 128), (128, 1), True)),
+    "cast 1x32 + 32x1": Case("cast", _two((1, 32), (32, 1), True)),
     "cast+transpose 128x128": Case("cast", _dynamic((128, 128), True, True)),
-    "grouped cast+transpose delayed": Case("grouped_cast", _grouped(TENSOR, delayed=True)),
-    "grouped cast columns, transposed": Case("grouped_cast", _grouped(COLUMNS, False), reads=2),
-    "grouped cast 1x128": Case("grouped_cast", _grouped((1, 128))),
-    "grouped cast 128x1, transposed": Case("grouped_cast", _grouped((128, 1), False)),
+    "grouped cast+transpose delayed": Case("cast", _grouped(TENSOR, delayed=True)),
+    "grouped cast columns, transposed": Case("cast", _grouped(COLUMNS, False), reads=2),
+    "grouped cast 1x128": Case("cast", _grouped((1, 128))),
+    "grouped cast 128x1, transposed": Case("cast", _grouped((128, 1), False)),
     "dequantize tensor": _dequantized(TENSOR),
     "dequantize 1x128": _dequantized((1, 128)),
 }

@@ -5,6 +5,7 @@ from octavo import E4M3, Cast, Delayed, Dynamic, PerBlock, PerRow, PerTensor, Re
 from octavo.autograd import casts as module
 from octavo.autograd.casts import GRAD_OUTPUT, INPUT, Norm, cast_grad_output, cast_norm, cast_role, cast_to_send
 from octavo.kernels import dequantize
+from octavo.kernels.arguments import CastSource
 from octavo.scaling.delayed import State
 from octavo.scaling.recipe import RoleCasts
 from octavo.tensor.pair import Operands
@@ -99,10 +100,8 @@ def assert_same_operands(a: Operands, b: Operands, asked: tuple[bool, bool]) -> 
 @pytest.mark.parametrize("activated", [False, True])
 def test_codes_are_the_same_where_transposed_ones_are_laid(recipe, asked, activated, monkeypatch):
     x, recipe = torch.randn(48, 32), recipe()
-    activation = ("gelu_tanh", None, None, (-1, -1)) if activated else ()
-    plain, laid, _ = on_both_devices(
-        monkeypatch, lambda state: cast_role(x, recipe, INPUT, *asked, state, False, activation)
-    )
+    source = CastSource(x, "gelu_tanh") if activated else x
+    plain, laid, _ = on_both_devices(monkeypatch, lambda state: cast_role(source, recipe, INPUT, *asked, state))
     assert_same_operands(plain, laid, asked)
     taken = [cast for wanted, cast in zip(asked, recipe.input_casts[:2], strict=True) if wanted]
     assert (plain.amax is None) == (not any(isinstance(cast.rule, Delayed) for cast in taken))
@@ -114,11 +113,11 @@ def test_codes_are_the_same_where_transposed_ones_are_laid(recipe, asked, activa
 @pytest.mark.parametrize("column_sum", [False, True])
 def test_gradients_commit_and_find_sums_once(recipe, asked, activated, column_sum, monkeypatch):
     grad, recipe = torch.randn(48, 32), recipe()
-    activation = ("gelu_tanh", torch.randn(48, 32), None, (-1, -1)) if activated else ()
+    source = CastSource(grad, "gelu_tanh", torch.randn(48, 32)) if activated else grad
     amax = torch.full((1, 1), 2.0)
     plain, laid, state = on_both_devices(
         monkeypatch,
-        lambda state: cast_grad_output(grad, recipe, *asked, state, (amax, None), column_sum, activation),
+        lambda state: cast_grad_output(source, recipe, *asked, state, (amax, None), column_sum),
     )
     if recipe.delayed is None:
         return

@@ -13,7 +13,7 @@ from octavo.autograd.grouped import (
     scales_of_rows,
     transposed_codes,
 )
-from octavo.kernels import dequantize, grouped_cast
+from octavo.kernels import cast, dequantize
 from tests.support.definitions import same_bits
 from tests.support.groups import SIZES, offsets_of, slices_of
 from tests.support.helpers import FP8_RECIPES, delayed_state
@@ -105,7 +105,7 @@ def test_matrices_are_cast_as_each_alone(name: str, stored: str) -> None:
 @pytest.mark.parametrize("tile", [(-1, -1), (1, -1), (-1, 1), (1, 32), (16, 16)], ids=str)
 def test_scales_of_rows_read_every_group_back(sizes: list[int], rest: int, tile: tuple[int, int]) -> None:
     x, offsets = torch.randn(sum(sizes) + rest, 40), offsets_of(sizes)
-    q, _, scale_inv, _ = grouped_cast(x, offsets, None, 0, torch.float8_e4m3fn, tile, True, 0)
+    q, _, scale_inv, _ = cast(x, None, 0, torch.float8_e4m3fn, tile, True, 0, offsets=offsets)
     found = dequantize(q, *scales_of_rows(scale_inv, tile, offsets, len(x)), torch.float32)
     for of in slices_of(sizes):
         assert torch.allclose(found[of], x[of], rtol=2**-3, atol=2**-9 * x[of].abs().sum().item())
@@ -125,7 +125,7 @@ def test_codes_are_transposed_as_the_cast_does(sizes: list[int], rest: int, pad:
     offsets = offsets_of(sizes)
     x = torch.randn(sum(sizes) + rest, 24)
     x[sum(sizes) :] = 0
-    q, expected, *_ = grouped_cast(x, offsets, None, 0, torch.float8_e4m3fn, (-1, -1), False, 0, True, True, pad)
+    q, expected, *_ = cast(x, None, 0, torch.float8_e4m3fn, (-1, -1), False, 0, True, pad, offsets=offsets)
     found = transposed_codes(q[: sum(sizes), :24], offsets, pad)
     assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8)[:, : found.shape[1]])
     assert not expected.view(torch.uint8)[:, found.shape[1] :].any()

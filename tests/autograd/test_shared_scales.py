@@ -7,15 +7,16 @@ from octavo import E4M3, PerRow, PerTensor
 from octavo.autograd import shared_scales
 from octavo.autograd.casts import GRAD_OUTPUT, INPUT, WEIGHT
 from octavo.autograd.shared_scales import Parts, scale_for, shared_amax
+from octavo.kernels.arguments import CastSource
 from octavo.scaling.recipe import Cast
 from tests.support.parallel_tasks import Pair, parallel, step
 
 
 def test_only_a_scale_per_tensor_of_a_role_in_parts_is_agreed_on():
     parts, x = Parts("no group of this name", (False, True, True)), torch.ones(4, 4)
-    assert scale_for(x, Cast(E4M3, PerTensor()), None, INPUT, (), parts) is None
-    assert scale_for(x, Cast(E4M3, PerRow()), None, GRAD_OUTPUT, (), parts) is None
-    assert scale_for(x, Cast(E4M3, PerTensor()), None, INPUT, (), None) is None
+    assert scale_for(x, Cast(E4M3, PerTensor()), None, INPUT, parts) is None
+    assert scale_for(x, Cast(E4M3, PerRow()), None, GRAD_OUTPUT, parts) is None
+    assert scale_for(x, Cast(E4M3, PerTensor()), None, INPUT, None) is None
     assert shared_amax((None, None), parts) == (None, None)
     assert shared_amax((x,), None) == (x,)
 
@@ -25,8 +26,8 @@ def largest_on_ranks(mesh):
     parts = Parts(mesh.get_group().group_name, (True, True, True))
     x = torch.full((2, 2), float(mesh.get_local_rank() - 3))
     own = x.abs().amax().view(1, 1)
-    scale = scale_for(x, Cast(E4M3, PerTensor()), None, INPUT, (), parts)
-    squared = scale_for(x, Cast(E4M3, PerTensor()), None, INPUT, ("squared_relu", None, None, (-1, -1)), parts)
+    scale = scale_for(x, Cast(E4M3, PerTensor()), None, INPUT, parts)
+    squared = scale_for(CastSource(x, "squared_relu"), Cast(E4M3, PerTensor()), None, INPUT, parts)
     return (
         scale.tolist(),
         squared.tolist(),

@@ -19,9 +19,9 @@ known_scales = importlib.import_module("octavo.kernels.triton.known_scales")
 def test_a_compiled_layer_knows_its_scales_from_the_third_step_on() -> None:
     known: list[list[bool]] = []
 
-    def cast(x: Tensor, *arguments: Any) -> Any:
+    def cast(x: Tensor, *arguments: Any, **named: Any) -> Any:
         known.extend([known_scales.scale_exists(a, role) for role in range(3)] for a in arguments if is_scale(a))
-        return KERNELS["cast"](x, *arguments)
+        return KERNELS["cast"](x, *arguments, **named)
 
     def cast_and_commit(x: Tensor, *arguments: Any) -> Any:
         state = arguments[:3]

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from octavo.scaling.delayed import State
+from tests.support.casts import of_norm, second
 from tests.support.passes import before_of
 
 triton = pytest.importorskip("triton")
@@ -95,10 +96,12 @@ CASES: dict[str, Callable[[Tensor], Any]] = {
     ),
     "rows": lambda x: KERNELS["cast"](x, None, 0, E4M3, ROW, True, 1, False, 16),
     "columns": lambda x: KERNELS["cast"](x.t(), None, 0, E4M3, ROW, False, 0, False, 16),
-    "two rows": lambda x: KERNELS["cast_two_scalings"](x, E4M3, ROW, False, 0, E4M3, (-1, 1), False, 0, True, 16, True),
+    "two rows": lambda x: KERNELS["cast"](
+        x, None, 0, E4M3, ROW, False, 0, True, 16, True, **second(E4M3, (-1, 1), False, 0)
+    ),
     "blocks": lambda x: KERNELS["cast"](x, None, 0, E4M3, (128, 128), True, 0, True, 16),
-    "two blocks": lambda x: KERNELS["cast_two_scalings"](
-        x, E4M3, (1, 128), True, 0, E4M3, (128, 1), True, 0, True, 16, True
+    "two blocks": lambda x: KERNELS["cast"](
+        x, None, 0, E4M3, (1, 128), True, 0, True, 16, True, **second(E4M3, (128, 1), True, 0)
     ),
     "activation": lambda x: KERNELS["cast"](x, states()[0], 0, E4M3, ALL, False, 0, True, 16, False, "swiglu"),
     "its gradient": lambda x: KERNELS["cast_and_commit"](
@@ -106,8 +109,8 @@ CASES: dict[str, Callable[[Tensor], Any]] = {
     ),
     "in rows": lambda x: KERNELS["cast"](x, None, 0, E4M3, ROW, False, 0, False, 16, False, "gelu"),
     "in blocks": lambda x: KERNELS["cast"](x, None, 0, E4M3, (128, 128), True, 0, False, 16, False, "relu"),
-    "norm": lambda x: KERNELS["norm_cast"](
-        x, torch.ones(x.shape[1]), None, "rms_norm", 1e-5, False, states()[0], 0, E4M3, ALL, False, 0, True, 16
+    "norm": lambda x: KERNELS["cast"](
+        x, states()[0], 0, E4M3, ALL, False, 0, True, 16, **of_norm(torch.ones(x.shape[1]), None, "rms_norm")
     ),
     "norm's backward": lambda x: KERNELS["norm_backward"](
         x, x, *torch.ones(1, x.shape[1]), torch.zeros(len(x)), torch.ones(len(x)), "layer_norm", False, True

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from octavo.kernels.reference import KERNELS as REFERENCE
 from octavo.scaling.delayed import State
+from tests.support.casts import second
 from tests.support.passes import before_of
 from tests.support.triton_cases import ALL, E4M3, E5M2, count_launches, update_args
 from tests.support.triton_kernels import TritonKernels
@@ -29,9 +30,9 @@ def state(kernels: TritonKernels) -> State:
     return found
 
 
-def casts(op: str, *scaling: Any) -> Callable[..., Any]:
-    """A call of an op of Dynamic: of (kernels, x, activation)."""
-    return lambda kernels, x, activation: getattr(kernels, op)(x, *scaling, *activation)
+def casts(*scaling: Any, **named: Any) -> Callable[..., Any]:
+    """A Dynamic cast: of (kernels, x, activation)."""
+    return lambda kernels, x, activation: kernels.cast(x, *scaling, *activation, **named)
 
 
 def delayed(kernels: TritonKernels, x: Tensor, activation: tuple[Any, ...]) -> Any:
@@ -52,25 +53,21 @@ def one(tile: tuple[int, int], transpose: bool = False) -> tuple[Any, ...]:
     return None, 0, E4M3, tile, False, 0, transpose, 16
 
 
-def two(tile: tuple[int, int], second_tile: tuple[int, int]) -> tuple[Any, ...]:
-    return E4M3, tile, False, 0, E5M2, second_tile, False, 0, True, 16, True
-
-
 CASTS: dict[str, tuple[Callable[..., Any], list[str]]] = {
     "delayed": (delayed, [TENSOR]),
     "no history": (no_history, [AMAX, TENSOR]),
     "commit": (commits, [TENSOR]),
-    "dynamic": (casts("cast", *one(ALL), True), [AMAX, TENSOR]),
-    "dynamic, both layouts": (casts("cast", *one(ALL, True), True), [AMAX, TENSOR]),
-    "rows": (casts("cast", *one((1, -1)), False), [ROWS]),
-    "rows and column sums": (casts("cast", *one((1, -1)), True), LINES),
-    "rows, both layouts": (casts("cast", *one((1, -1), True), False), LINES),
-    "columns": (casts("cast", *one((-1, 1), True), True), LINES),
-    "blocks": (casts("cast", *one((1, 32), True), True), [BLOCKS]),
-    "square blocks": (casts("cast", *one((32, 32)), True), [BLOCKS]),
-    "other blocks, by the reference": (casts("cast", *one((24, 40)), False), []),
-    "two block scalings": (casts("cast_two_scalings", *two((1, 64), (64, 1))), [BLOCKS]),
-    "rows and columns": (casts("cast_two_scalings", *two((1, -1), (-1, 1))), LINES),
+    "dynamic": (casts(*one(ALL), True), [AMAX, TENSOR]),
+    "dynamic, both layouts": (casts(*one(ALL, True), True), [AMAX, TENSOR]),
+    "rows": (casts(*one((1, -1)), False), [ROWS]),
+    "rows and column sums": (casts(*one((1, -1)), True), LINES),
+    "rows, both layouts": (casts(*one((1, -1), True), False), LINES),
+    "columns": (casts(*one((-1, 1), True), True), LINES),
+    "blocks": (casts(*one((1, 32), True), True), [BLOCKS]),
+    "square blocks": (casts(*one((32, 32)), True), [BLOCKS]),
+    "other blocks, by the reference": (casts(*one((24, 40)), False), []),
+    "two block scalings": (casts(*one((1, 64), True), True, **second(E5M2, (64, 1), False, 0)), [BLOCKS]),
+    "rows and columns": (casts(*one((1, -1), True), True, **second(E5M2, (-1, 1), False, 0)), LINES),
 }
 WHAT = {
     "x": lambda device: (numbers(device), ("",)),
@@ -152,7 +149,7 @@ def test_launches_of_what_octavo_inspect_reads_of_experts(
     kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, ends = numbers(kernels.device), torch.tensor([3, 3, 9], dtype=torch.int32, device=kernels.device)
-    q, _, scale_inv, _ = kernels.grouped_cast(x, ends, None, 0, E5M2, (-1, -1), False, 0)
+    q, _, scale_inv, _ = kernels.cast(x, None, 0, E5M2, (-1, -1), False, 0, offsets=ends)
     sums, extremes = torch.zeros(3, 71, dtype=torch.float64, device=x.device), torch.zeros(3, 3, device=x.device)
     launched = count_launches(kernels, monkeypatch)
     kernels.cast_statistics(x, q, scale_inv, (-1, -1), sums, extremes, ends)

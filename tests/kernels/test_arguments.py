@@ -1,4 +1,4 @@
-"""Flat arguments become values once, in the order that signatures.py gives them."""
+"""Flat arguments become values once, by the names that signatures.py gives them."""
 
 import re
 from typing import Any
@@ -8,6 +8,7 @@ import torch
 
 from octavo.kernels.arguments import (
     CastSource,
+    NormSource,
     Output,
     Pair,
     Scaling,
@@ -16,27 +17,60 @@ from octavo.kernels.arguments import (
     sums_dtype,
     unpacking,
 )
+from tests.support.casts import of_norm, second
 
-E4M3, ALL = torch.float8_e4m3fn, (-1, -1)
+E4M3, E5M2, ALL = torch.float8_e4m3fn, torch.float8_e5m2, (-1, -1)
 
 
-def unpacked(op: str, *flat: Any) -> tuple[Any, ...]:
+def unpacked(op: str, *flat: Any, **named: Any) -> tuple[Any, ...]:
     """What a kernel of this op takes."""
-    return unpacking({op: lambda *values: values})[op](*flat)
+    return unpacking({op: lambda *values: values})[op](*flat, **named)
 
 
 def test_a_cast_takes_values() -> None:
     x, state = torch.ones(2, 3), torch.ones(3)
     found = unpacked("cast", x, state, 1, E4M3, [-1, -1], True, 2, True, 16, True, "relu", x)
-    assert found == (CastSource(x, "relu", x), Scaling(E4M3, ALL, True, 2, state, 1), Output(True, 16, True))
-    assert unpacked("cast", x, state, 1, E4M3, ALL, True, 2)[2] == Output()
-    norm = x, x[0], None, "rms_norm", 1e-5, False
-    *_, output = unpacked("norm_cast", *norm, None, 0, E4M3, ALL, False, 0, False, 16, True)
-    assert output == Output(False, 16, False, True)
+    first, how = Scaling(E4M3, ALL, True, 2, state, 1), Output(True, 16, True)
+    assert found == (CastSource(x, "relu", x), first, None, how, None)
+    dynamic = x, None, 0, E4M3, [-1, -1], True, 2
+    norm, columns = of_norm(state, None, "rms_norm", 1e-3, True), second(E5M2, [-1, 1], False, 3)
+    source, first, other, output, _ = unpacked("cast", *dynamic, False, 16, **norm, **columns, keep=True)
+    assert source == NormSource(x, state, None, "rms_norm", 1e-3, True) and first == Scaling(E4M3, ALL, True, 2)
+    assert other == Scaling(E5M2, (-1, 1), False, 3) and output == Output(False, 16, False, True)
+    ends = torch.tensor([1, 2], dtype=torch.int32)
+    assert unpacked("cast", *dynamic, True, offsets=ends, as_is=False)[3:] == (Output(True, as_is=False), ends)
     operands, *how = unpacked("matmul", x, state, [1, -1], x, state, ALL, None, torch.float32, False)
     assert operands == (Pair(x, state, (1, -1)), Pair(x, state, ALL), None) and operands.shape == (2, 2)
     assert how == [torch.float32, False]
     assert unpacking({"amax": len})["amax"] is len  # takes its arguments as they are
+
+
+NORM = of_norm(torch.ones(2), None, "rms_norm")
+ENDS = torch.tensor([1, 2], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("flat", "named", "said"),
+    [
+        ((False, 1, True), NORM, "column_sum is not taken where a norm is cast"),
+        ((False, 1, False, "relu"), NORM, "activation is not taken where a norm is cast"),
+        ((), NORM | {"offsets": ENDS}, "offsets is not taken where a norm is cast"),
+        ((), {"kind": "rms_norm"}, "kind is not taken where no gamma is given"),
+        ((), {"keep": True}, "keep is not taken where no gamma is given"),
+        ((), second(E5M2, ALL, False, 0) | {"offsets": ENDS}, "offsets is not taken where there are two scalings"),
+        ((False, 1, True), {"offsets": ENDS}, "column_sum is not taken where rows are in groups"),
+        ((True,), {"as_is": False}, r"as_is=False is not taken where rows are in no groups: cast x.t\(\)"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_no_kernel_casts_is_refused(flat: tuple[Any, ...], named: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        unpacked("cast", torch.ones(2, 2), None, 0, E4M3, ALL, False, 0, *flat, **named)
+
+
+def test_two_scalings_are_dynamic() -> None:
+    with pytest.raises(ValueError, match="delayed_scale is not taken where there are two scalings"):
+        unpacked("cast", torch.ones(2, 2), torch.ones(3), 0, E4M3, ALL, False, 0, **second(E5M2, ALL, False, 0))
 
 
 @pytest.mark.parametrize("count", [4, 15])

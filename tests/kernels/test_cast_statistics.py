@@ -96,8 +96,7 @@ def groups_of(case: dict[str, Any]) -> tuple[Any, ...]:
     """Rows in groups and their pairs; the last two rows are in none."""
     offsets = torch.tensor(SIZES[case["sizes"]]).cumsum(0).to(torch.int32)
     x = values_of(case["values"], (int(offsets[-1]) + 2, case["cols"]), case["dtype"])
-    how = case["fmt"], case["tile"], False, 0, True, False
-    q, _, scale_inv, _ = REFERENCE["grouped_cast"](x, offsets, None, 0, *how)
+    q, _, scale_inv, _ = REFERENCE["cast"](x, None, 0, case["fmt"], case["tile"], False, 0, offsets=offsets)
     return x, q, scale_inv, case["tile"], offsets
 
 

@@ -61,7 +61,7 @@ def test_wrong_ends_are_refused_with_the_first_of_them(ends: list[int], said: st
     with pytest.raises(ValueError, match=said):
         check_offsets(offsets, 10)
     with pytest.raises(ValueError, match=said):
-        kernels.grouped_cast(torch.ones(10, 4), offsets, None, 0, torch.float8_e4m3fn, (1, -1), False, 0)
+        kernels.cast(torch.ones(10, 4), None, 0, torch.float8_e4m3fn, (1, -1), False, 0, offsets=offsets)
 
 
 def test_other_padding_is_refused() -> None:
@@ -77,7 +77,7 @@ def test_weights_are_equal_groups(rows: int, tile: tuple[int, int], pad: int) ->
     weight = torch.randn(shape)
     offsets = offsets_of([rows] * 3)
     cast = (torch.float8_e4m3fn, tile, False, 0)
-    q, t, scale_inv, _ = kernels.grouped_cast(weight.flatten(0, 1), offsets, None, 0, *cast, True, True, pad)
+    q, t, scale_inv, _ = kernels.cast(weight.flatten(0, 1), None, 0, *cast, True, pad, offsets=offsets)
     codes, scales = of_equal_groups(q, scale_inv, tile, shape)
     laid, laid_scales = of_equal_groups(t, scale_inv, tile, shape, pad, transposed=True)
     assert scales.shape[1:] == scale_shape(shape[1:], tile)

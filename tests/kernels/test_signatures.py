@@ -18,6 +18,7 @@ from octavo.kernels.groups import of_equal_groups
 from octavo.kernels.reference import KERNELS
 from octavo.kernels.signatures import FAKES, SCHEMAS
 from octavo.scaling.delayed import State
+from tests.support.casts import of_norm, second
 from tests.support.definitions import same_bits
 from tests.support.groups import offsets_of
 from tests.support.passes import one_pass, same_state
@@ -25,6 +26,7 @@ from tests.support.passes import one_pass, same_state
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 TILES = [(-1, -1), (1, -1), (-1, 1), (1, 128), (128, 128), (3, 5)]
 SHAPES = [(7, 12), (1, 6), (6, 1), (0, 5), (5, 0), (1, 1)]
+Case = tuple[str, tuple[Any, ...], dict[str, Any]]  # an op, its arguments by place, and by name
 UPDATE = ([448.0, 448.0, 57344.0], [False, True, False], [0, 0, 1], "max")
 
 
@@ -62,25 +64,23 @@ def produced_by(shape: tuple[int, int], tile: tuple[int, int]) -> list[tuple[Any
     ]
 
 
-def casts(
-    x: Tensor, tile: tuple[int, int], some_extras: list[tuple[tuple[Any, ...], bool]]
-) -> list[tuple[str, tuple[Any, ...]]]:
+def casts(x: Tensor, tile: tuple[int, int], some_extras: list[tuple[tuple[Any, ...], bool]]) -> list[Case]:
     """Arguments for the ops that cast x; of (extras, transpose), extras are those from ``pad`` on."""
-    found: list[tuple[str, tuple[Any, ...]]] = []
+    found: list[Case] = []
     for extras, transpose in some_extras:
         for scale in [None, state()[0]][: 2 if tile == (-1, -1) else 1]:
-            found.append(("cast", (x, scale, 1, E4M3, tile, True, 1, False, *extras)))
-            found.append(("cast", (x, scale, 0, E5M2, tile, False, 0, True, *extras)))
-        second = (E5M2, tile[::-1], True, 1, transpose, *extras)
-        found.append(("cast_two_scalings", (x, E4M3, tile, False, 0, *second)))
+            found.append(("cast", (x, scale, 1, E4M3, tile, True, 1, False, *extras), {}))
+            found.append(("cast", (x, scale, 0, E5M2, tile, False, 0, True, *extras), {}))
+        two = x, None, 0, E4M3, tile, False, 0, transpose, *extras
+        found.append(("cast", two, second(E5M2, tile[::-1], True, 1)))
         amaxes = (torch.ones(1, 1), None)
-        found.append(("cast_and_commit", (x, *state(), *amaxes, E5M2, False, 0, *UPDATE, transpose, *extras)))
+        found.append(("cast_and_commit", (x, *state(), *amaxes, E5M2, False, 0, *UPDATE, transpose, *extras), {}))
     return found
 
 
-def norms(shape: tuple[int, int], tile: tuple[int, int]) -> list[tuple[str, tuple[Any, ...]]]:
+def norms(shape: tuple[int, int], tile: tuple[int, int]) -> list[Case]:
     """Arguments for the ops that have a norm in them."""
-    found: list[tuple[str, tuple[Any, ...]]] = []
+    found: list[Case] = []
     rows, cols = shape
     delayed = state()[0] if tile == (-1, -1) else None
     for x, kind, beta, extras in (
@@ -89,66 +89,66 @@ def norms(shape: tuple[int, int], tile: tuple[int, int]) -> list[tuple[str, tupl
         (inputs(shape, torch.float16)[0], "rms_norm", None, (1, True)),
     ):
         gamma, dy, rstd = torch.randn(cols), torch.randn(cols, rows).t().to(x.dtype), torch.rand(rows)
-        norm = (x, gamma, beta, kind, 1e-5, bool(extras))
-        found.append(("norm_cast", (*norm, delayed, 0, E4M3, tile, True, 0, kind == "layer_norm", *extras)))
-        second = (E5M2, tile[::-1], True, 1, beta is None, *extras)
-        found.append(("norm_cast_two_scalings", (*norm, E4M3, tile, False, 0, *second)))
+        norm = of_norm(gamma, beta, kind, 1e-5, bool(extras)) | ({"keep": True} if extras else {})
+        cast = 0, E4M3, tile, True, 0, kind == "layer_norm", *extras[:1]
+        found.append(("cast", (x, delayed, *cast), norm))
+        found.append(("cast", (x, None, *cast), norm | second(E5M2, tile[::-1], True, 1)))
         mean, residual = rstd if kind == "layer_norm" else rstd[:0], None if extras else dy.clone()
-        found.append(("norm_backward", (dy, x, gamma, mean, rstd, kind, bool(extras), beta is not None, residual)))
+        backward = dy, x, gamma, mean, rstd, kind, bool(extras), beta is not None, residual
+        found.append(("norm_backward", backward, {}))
     return found
 
 
-def grouped(shape: tuple[int, int], tile: tuple[int, int]) -> list[tuple[str, tuple[Any, ...]]]:
+def grouped(shape: tuple[int, int], tile: tuple[int, int]) -> list[Case]:
     """Arguments for the ops on rows in groups, one of which is empty; the last row is in none."""
     cols, pad = shape[1], 16 if tile[1] in (-1, 128) else 1
     offsets = torch.tensor([shape[0] // 3] * 2 + [max(shape[0] - 1, 0)], dtype=torch.int32)
-    found: list[tuple[str, tuple[Any, ...]]] = []
+    found: list[Case] = []
     for scale in [None, state()[0]][: 2 if tile == (-1, -1) else 1]:
         for x, *extras in [(x,) for x in inputs(shape, torch.bfloat16)] + produced_by(shape, (-1, -1))[:4]:
-            written = ((), (False, True, 16), (True, True, 2))[len(extras) % 3]
-            given = (*(written or (True, False, 1)), *extras[2:])  # of the column sums before these, groups have none
-            found.append(("grouped_cast", (x, offsets, scale, 1, E4M3, tile, True, 1, *given)))
-    cast = (None, 0, E4M3, tile, False, 0, True, True, pad)
-    q, t, scale_inv, _ = kernels.grouped_cast(torch.randn(shape), offsets, *cast)
+            as_is, *written = ((True, False, 1), (False, True, 16), (True, True, 2))[len(extras) % 3]
+            given = *written, False, *extras[2:]  # groups have no column sums
+            found.append(("cast", (x, scale, 1, E4M3, tile, True, 1, *given), {"offsets": offsets, "as_is": as_is}))
+    cast = (None, 0, E4M3, tile, False, 0, True, pad)
+    q, t, scale_inv, _ = kernels.cast(torch.randn(shape), *cast, offsets=offsets)
     w = torch.randn(3 * 5, cols)
-    w_codes = of_equal_groups(*kernels.grouped_cast(w, offsets_of([5] * 3), *cast)[::2], tile, (3, 5, cols))
+    w_codes = of_equal_groups(*kernels.cast(w, *cast, offsets=offsets_of([5] * 3))[::2], tile, (3, 5, cols))
     for bias, dtype in ((None, torch.float32), (torch.randn(3, 5), torch.bfloat16)):
-        found.append(("grouped_matmul", (q, scale_inv, tile, w_codes[0], w_codes[1], tile, offsets, bias, dtype, True)))
+        product = q, scale_inv, tile, w_codes[0], w_codes[1], tile, offsets, bias, dtype, True
+        found.append(("grouped_matmul", product, {}))
     laid = t, scale_inv.t(), tile[::-1]
-    found.append(("grouped_matmul", (*laid, *laid, offsets, None, torch.float32, False, pad)))
+    found.append(("grouped_matmul", (*laid, *laid, offsets, None, torch.float32, False, pad), {}))
     return found
 
 
-def cases(shape: tuple[int, int], tile: tuple[int, int]) -> list[tuple[str, tuple[Any, ...]]]:
+def cases(shape: tuple[int, int], tile: tuple[int, int]) -> list[Case]:
     """Arguments for every op."""
-    found: list[tuple[str, tuple[Any, ...]]] = []
+    found: list[Case] = []
     for x in (*inputs(shape, torch.bfloat16), inputs(shape, torch.float32)[0]):
-        found.append(("amax", (x, tile)))
+        found.append(("amax", (x, tile), {}))
         found += casts(x, tile, [((), False), ((16, True), True), ((2,), False)])
     for i, (x, *extras) in enumerate(produced_by(shape, tile)):  # every other op each
         found += casts(x, tile, [(tuple(extras), len(extras) > 4)])[i % 2 :: 2]
     found += norms(shape, tile) + grouped(shape, tile)
-    found.append(("delayed_update", (*state(), torch.ones(1, 1), None, torch.zeros(1, 1), *UPDATE)))
-    found.append(("scales_of_pass", state()[::2]))
+    found.append(("delayed_update", (*state(), torch.ones(1, 1), None, torch.zeros(1, 1), *UPDATE), {}))
+    found.append(("scales_of_pass", state()[::2], {}))
     outputs = kernels.cast(torch.randn(shape), None, 0, E4M3, many_tile(tile), False, 0, True, 16)[:4]
     for delayed_scales in [[], [state()[0]]][: 2 if tile == (-1, -1) else 1]:
         many = (delayed_scales, 1, many_tile(tile), True, 1)
-        found.append(("multi_tensor_cast", ([torch.randn(shape)], *([out] for out in outputs), *many)))
+        found.append(("multi_tensor_cast", ([torch.randn(shape)], *([out] for out in outputs), *many), {}))
     a, b = pair(shape, tile, E4M3), pair((4, shape[1]), tile, E5M2)
-    found.append(
-        ("cast_statistics", (torch.randn(shape), *a, tile, torch.zeros(71, dtype=torch.float64), torch.zeros(3)))
-    )
-    found += [
-        ("note_faults", (torch.randn(shape), a[0], *given, torch.ones(1).int(), torch.zeros(4), torch.zeros(1).int()))
-        for given in ((a[1], None), (None, torch.ones(1)))
-    ]
+    counts = torch.zeros(71, dtype=torch.float64), torch.zeros(3)
+    found.append(("cast_statistics", (torch.randn(shape), *a, tile, *counts), {}))
+    for given in ((a[1], None), (None, torch.ones(1))):
+        notes = torch.ones(1).int(), torch.zeros(4), torch.zeros(1).int()
+        found.append(("note_faults", (torch.randn(shape), a[0], *given, *notes), {}))
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        found.append(("dequantize", (*a, tile, dtype)))
-        found.append(("matmul", (*a, tile, *b, tile, None, dtype, False)))
-    found.append(("dequantize", (a[0].t(), a[1].t(), tile[::-1], torch.bfloat16)))
+        found.append(("dequantize", (*a, tile, dtype), {}))
+        found.append(("matmul", (*a, tile, *b, tile, None, dtype, False), {}))
+    found.append(("dequantize", (a[0].t(), a[1].t(), tile[::-1], torch.bfloat16), {}))
     laid = (b[0].t().contiguous().t(), b[1].t().contiguous().t())
     product = (*a, tile, *laid, tile, torch.randn(4).bfloat16())
-    found.append(("matmul", (*product, torch.bfloat16, True)))
+    found.append(("matmul", (*product, torch.bfloat16, True), {}))
     return found
 
 
@@ -160,6 +160,12 @@ def copied(args: Any, *to: Any) -> Any:
     return tree_map(lambda a: (a.to(*to) if to else a.clone()) if isinstance(a, Tensor) else a, args)
 
 
+def call(function: Any, given: tuple[Any, ...]) -> Any:
+    """Call with arguments by place and by name."""
+    args, named = given
+    return function(*args, **named)
+
+
 def describe(result: Any) -> list[tuple[Any, ...]]:
     return [(t.shape, t.dtype, t.device, t.is_contiguous()) for t in tree_leaves(result) if isinstance(t, Tensor)]
 
@@ -169,15 +175,15 @@ def describe(result: Any) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_fakes_agree_with_what_the_ops_return(shape: tuple[int, int], tile: tuple[int, int]) -> None:
     seen = set()
-    for name, args in cases(shape, tile):
+    for name, *given in cases(shape, tile):
         seen.add(name)
-        call = getattr(kernels, name)
-        real = describe(call(*copied(args)))
-        assert describe(op_of(name)(*copied(args))) == real, name
+        by_name = getattr(kernels, name)
+        real = describe(call(by_name, copied(given)))
+        assert describe(call(op_of(name), copied(given))) == real, name
         with FakeTensorMode() as mode:
-            fake = call(*tree_map(lambda a: mode.from_tensor(a) if isinstance(a, Tensor) else a, args))
+            fake = call(by_name, tree_map(lambda a: mode.from_tensor(a) if isinstance(a, Tensor) else a, given))
             assert describe(fake) == real, name
-        meta = call(*copied(args, "meta"))
+        meta = call(by_name, copied(given, "meta"))
         assert [d[:2] for d in describe(meta)] == [d[:2] for d in real], name
         assert all(d[3] for d in real), f"{name} returns a tensor that is not contiguous"
     assert seen == {*SCHEMAS}
@@ -187,21 +193,22 @@ def test_fakes_agree_with_what_the_ops_return(shape: tuple[int, int], tile: tupl
 @pytest.mark.parametrize("tile", [(-1, -1), (1, -1), (3, 5)], ids=str)
 @pytest.mark.parametrize("shape", [(7, 12), (1, 6), (0, 5)], ids=str)
 def test_opcheck(shape: tuple[int, int], tile: tuple[int, int]) -> None:
-    for name, args in cases(shape, tile):
+    for name, args, named in cases(shape, tile):
         # the schema check compares arguments by allclose, which torch lacks for float8: the references' tests look
         # themselves whether theirs are left alone, test_multi_tensor_cast.py at what is written
-        with_codes = any(isinstance(a, Tensor) and a.dtype in (E4M3, E5M2) for a in tree_leaves(args))
+        with_codes = any(isinstance(a, Tensor) and a.dtype in (E4M3, E5M2) for a in tree_leaves((args, named)))
         utils = ["test_faketensor", *([] if with_codes else ["test_schema"])]
-        torch.library.opcheck(op_of(name), args, test_utils=utils)
+        torch.library.opcheck(op_of(name), args, named, test_utils=utils)
 
 
 def test_opcheck_of_dynamic_shapes() -> None:
     seen = set()
-    for name, args in sorted(cases((7, 12), (1, 5)), key=lambda case: -len(case[1])):  # the most arguments of each op
-        if name not in seen:
-            seen.add(name)
-            torch.library.opcheck(op_of(name), args, test_utils="test_aot_dispatch_dynamic")
-    assert seen == {*SCHEMAS}
+    # the most arguments of each op, and of each kind of cast
+    for name, args, named in sorted(cases((7, 12), (1, 5)), key=lambda case: -len(case[1])):
+        if (name, *named) not in seen:
+            seen.add((name, *named))
+            torch.library.opcheck(op_of(name), args, named, test_utils="test_aot_dispatch_dynamic")
+    assert {name for name, *_ in seen} == {*SCHEMAS}
 
 
 def test_every_op_has_its_parts() -> None:
@@ -213,9 +220,9 @@ def test_every_op_has_its_parts() -> None:
 @pytest.mark.parametrize("tile", [(-1, -1), (3, 5)], ids=str)
 def test_a_call_by_name_is_the_op(tile: tuple[int, int]) -> None:
     # in eager a call by name may leave the dispatcher out; it must not be seen
-    for name, args in cases((7, 12), tile):
-        by_name, by_op = copied(args), copied(args)
-        results = one_pass(partial(getattr(kernels, name), *by_name), partial(op_of(name), *by_op))
+    for name, *given in cases((7, 12), tile):
+        by_name, by_op = copied(given), copied(given)
+        results = one_pass(partial(call, getattr(kernels, name), by_name), partial(call, op_of(name), by_op))
         for a, b in zip(*(tree_leaves((r, x)) for r, x in zip(results, (by_name, by_op), strict=True)), strict=True):
             assert same_bits(a, b) if isinstance(a, Tensor) else a == b, name
 
@@ -224,12 +231,12 @@ def test_a_call_by_name_is_the_op(tile: tuple[int, int]) -> None:
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_no_op_reads_memory_that_it_did_not_write(shape: tuple[int, int], tile: tuple[int, int]) -> None:
-    for name, args in cases(shape, tile):
-        plain = getattr(kernels, name)(*copied(args))
+    for name, *given in cases(shape, tile):
+        plain = call(getattr(kernels, name), copied(given))
         try:
             torch.use_deterministic_algorithms(True)  # fills torch.empty with NaN
             assert shape[0] * shape[1] == 0 or torch.isnan(torch.empty(shape)).all()
-            filled = getattr(kernels, name)(*copied(args))
+            filled = call(getattr(kernels, name), copied(given))
         finally:
             torch.use_deterministic_algorithms(False)
         for a, b in zip(tree_leaves(plain), tree_leaves(filled), strict=True):
@@ -286,9 +293,10 @@ def test_a_gated_block_compiles_in_one_graph() -> None:
     w_pair = kernels.cast(w, None, 0, E4M3, tile, False, 0)[:3:2]
 
     def step(x: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
-        norm = (x, gamma, None, "rms_norm", 1e-5, True)
-        q, _, scale_inv, _, mean, rstd, _ = kernels.norm_cast(*norm, None, 0, E4M3, tile, False, 0, False)
-        two = kernels.norm_cast_two_scalings(*norm, E4M3, (1, -1), False, 0, E4M3, (-1, 1), False, 0, True)
+        norm = of_norm(gamma, None, "rms_norm", 1e-5, True)
+        q, _, scale_inv, _, mean, rstd, _ = kernels.cast(x, None, 0, E4M3, tile, False, 0, **norm)
+        columns = second(E4M3, (-1, 1), False, 0)
+        two = kernels.cast(x, None, 0, E4M3, (1, -1), False, 0, True, **norm, **columns)
         product = (q, scale_inv, tile, *w_pair, tile, None)
         h, _, h_scale_inv, *_ = kernels.cast(
             kernels.matmul(*product, torch.float32, False), None, 0, E4M3, tile, False, 0
@@ -307,13 +315,14 @@ def test_a_gated_block_compiles_in_one_graph() -> None:
 
 def test_groups_of_other_sizes_need_no_other_graph() -> None:
     w = torch.randn(4, 6, 32)
-    weight = kernels.grouped_cast(w.flatten(0, 1), offsets_of([6] * 4), None, 0, E4M3, (128, 128), True, 0)
+    weight = kernels.cast(w.flatten(0, 1), None, 0, E4M3, (128, 128), True, 0, offsets=offsets_of([6] * 4))
     operand = *of_equal_groups(weight[0], weight[2], (128, 128), w.shape), (128, 128)
 
     def step(x: Tensor, offsets: Tensor) -> tuple[Tensor, ...]:
-        q, _, scale_inv, _ = kernels.grouped_cast(x, offsets, None, 0, E4M3, (1, 32), True, 0)
+        q, _, scale_inv, _ = kernels.cast(x, None, 0, E4M3, (1, 32), True, 0, offsets=offsets)
         y = kernels.grouped_matmul(q, scale_inv, (1, 32), *operand, offsets, None, torch.float32, False)
-        _, t, scale_inv, _ = kernels.grouped_cast(x, offsets, None, 0, E4M3, (32, 1), True, 0, False, True, 16)
+        columns = None, 0, E4M3, (32, 1), True, 0, True, 16
+        _, t, scale_inv, _ = kernels.cast(x, *columns, offsets=offsets, as_is=False)
         laid = t, scale_inv.t(), (1, 32)
         return y, kernels.grouped_matmul(*laid, *laid, offsets, None, torch.float32, False, 16)
 

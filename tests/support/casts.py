@@ -15,6 +15,19 @@ E4M3, E5M2 = FORMATS = [torch.float8_e4m3fn, torch.float8_e5m2]
 ALL = (-1, -1)
 
 
+def second(dtype: torch.dtype, tile: Sequence[int], power_of_two: bool, margin: int) -> dict[str, Any]:
+    """A second scaling, as ``cast`` takes it."""
+    scaling = {"second_dtype": dtype, "second_tile": tile}
+    return {**scaling, "second_power_of_two": power_of_two, "second_margin": margin}
+
+
+def of_norm(
+    gamma: Tensor, beta: Tensor | None, kind: str, eps: float = 1e-5, zero_centered: bool = False
+) -> dict[str, Any]:
+    """A norm of what is cast, as ``cast`` takes it."""
+    return {"gamma": gamma, "beta": beta, "kind": kind, "eps": eps, "zero_centered": zero_centered}
+
+
 def shares_memory(a: Tensor, b: Tensor) -> bool:
     return a.numel() > 0 and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
@@ -25,8 +38,8 @@ def every_cast(x: Tensor, tile: Sequence[int], *extras: Any) -> list[tuple[str, 
     found: list[tuple[str, tuple[Tensor, ...]]] = []
     for transpose in (False, True):
         found.append(("cast", kernels.cast(x, None, 0, E4M3, tile, False, 0, transpose, *extras)))
-        second = (E5M2, tile[::-1], True, 1, transpose)
-        found.append(("cast_two_scalings", kernels.cast_two_scalings(x, E4M3, tile, False, 0, *second, *extras)))
+        both = kernels.cast(x, None, 0, E4M3, tile, False, 0, transpose, *extras, **second(E5M2, tile[::-1], True, 1))
+        found.append(("two scalings", both))
         if tuple(tile) == ALL:
             commit = (x, *State.empty(2), None, None, E4M3, False, 0, *update, transpose, *extras)
             found.append(("cast_and_commit", kernels.cast_and_commit(*commit)))

@@ -54,7 +54,7 @@ def assert_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
 
 
 class CountOps(TorchDispatchMode):
-    """Counts the octavo ops called, by name."""
+    """Counts the octavo ops called, by name; casts also by what they cast."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,9 @@ class CountOps(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "octavo":
-            self.calls[func.overloadpacket.__name__] += 1
+            given = kwargs or {}
+            what = "grouped_" * ("offsets" in given) + "norm_" * ("gamma" in given)
+            self.calls[f"{what}{func.overloadpacket.__name__}{'_two_scalings' * ('second_dtype' in given)}"] += 1
         return func(*args, **(kwargs or {}))
 
     @property

@@ -32,11 +32,6 @@ INPUT: dict[str, Any] = {"shape": SHAPES, "dtype": DTYPES, "layout": LAYOUTS, "v
 CAST = INPUT | {"fmt": FORMATS, "power_of_two": [False, True], "margin": [0, 3], "pad": [1, 16]}
 BOTH_LAYOUTS = CAST | {"transpose": [False, True], "column_sum": [False, True]}
 
-RESULTS = {
-    "cast": ["q", "t", "scale_inv", "amax", "sums"],
-    "cast_two_scalings": ["q", "scale_inv", "second", "second_scale_inv", "sums"],
-    "cast_and_commit": ["q", "t", "scale_inv", "sums"],
-}
 ROUNDINGS = 2.0**-20  # what float32's make of an activation or a slope, relative to ``magnitude``
 
 # Smaller tiles than a table has, so that small tensors are several programs in each direction. What is padded to 16
@@ -126,34 +121,49 @@ def to(device: str | torch.device, tree: Any) -> Any:
 
 
 class Run(NamedTuple):
-    """What an op and its reference made of the same arguments, all on one device."""
+    """What an op and its reference made of the same arguments, by their names, all on one device."""
 
     op: str
-    given: tuple[Any, ...]  # the arguments before
-    actual: tuple[Tensor, ...]
-    left: tuple[Any, ...]  # the arguments afterwards
-    expected: tuple[Tensor, ...]
-    right: tuple[Any, ...]  # as the reference left them
+    given: dict[str, Any]  # the arguments before
+    actual: dict[str, Tensor]
+    left: dict[str, Any]  # the arguments afterwards
+    expected: dict[str, Tensor]
+    right: dict[str, Any]  # as the reference left them
 
 
-def run_both(kernels: TritonKernels, op: str, args: tuple[Any, ...], where: str = "cpu") -> Run:
+def run_both(kernels: TritonKernels, op: str, *args: Any, where: str = "cpu", **named: Any) -> Run:
     """Run an op, into poisoned memory, and its reference."""
-    given, right = to(where, args), to(where, args)
-    expected = REFERENCE[op](*right)
+    given, (flat, right) = named_arguments(op, *to(where, args), **to(where, named)), to(where, (args, named))
+    expected, right = REFERENCE[op](*flat, **right), named_arguments(op, *flat, **right)
     with poisoned_memory():
-        actual = getattr(kernels, op)(*args)
+        actual = getattr(kernels, op)(*args, **named)
     for ours, theirs in zip(actual, expected, strict=True):
         assert ours.device.type == kernels.device.type
         assert ours.is_contiguous() if theirs.is_contiguous() else ours.t().is_contiguous()
     assert_counters_are_zero(kernels)
     if op == "cast_and_commit":  # outside of a backward each call is a pass by itself: the kernels' is the last
-        (numbers, _), (old, _) = (named_arguments(op, all_of_it)["delayed_before"] for all_of_it in (right, given))
+        (numbers, _), (old, _) = right["delayed_before"], given["delayed_before"]
         numbers[numbers != old] = backward_pass(args[0].device).item() - 1
-    return Run(op, given, to(where, actual), to(where, args), expected, right)
+    left, found = named_arguments(op, *to(where, args), **to(where, named)), to(where, actual)
+    return Run(op, given, named_results(op, given, found), left, named_results(op, given, expected), right)
+
+
+def named_results(op: str, given: dict[str, Any], results: Sequence[Tensor]) -> dict[str, Tensor]:
+    """What a cast returned, by name."""
+    names = ["q", "t", "scale_inv", "amax"]
+    if given.get("second_dtype") is not None:
+        names = ["q", "second", "scale_inv", "second_scale_inv"]
+    if op == "cast_and_commit":
+        names.remove("amax")
+    if given.get("gamma") is not None:
+        names += ["mean", "rstd", "y"]
+    elif given.get("offsets") is None:
+        names.append("sums")
+    return dict(zip(names, results, strict=True))
 
 
 def check(
-    kernels: TritonKernels, op: str, *args: Any, compare_sums: bool = True, where: str = "cpu"
+    kernels: TritonKernels, op: str, *args: Any, compare_sums: bool = True, where: str = "cpu", **named: Any
 ) -> tuple[Tensor, ...]:
     """Run an op that casts and compare each result and each argument that it may write with the reference's.
 
@@ -163,28 +173,28 @@ def check(
         args: its arguments, tensors on the kernels' device, x first.
         compare_sums: False where a sum may depend on the order.
         where: on which device the reference runs and is compared.
+        named: the op's arguments by name.
 
     Returns:
         the results, on that device.
     """
-    run = run_both(kernels, op, args, where)
-    names = [f"result {i}" for i in range(len(run.actual) - 1)] + [f"argument {i}" for i in range(len(args))]
-    found, right = [*run.actual[:-1], *run.left], [*run.expected[:-1], *run.right]
-    for name, a, b in zip(names, found, right, strict=True):
-        assert not isinstance(a, Tensor) or same_bits(a, b), f"{op}: {name} differs"
-    if compare_sums:
-        given = named_arguments(op, run.given)
-        assert_sums(run.actual[-1], run.expected[-1], produced(given["x"], *given["activation"]))
-    return run.actual
+    run = run_both(kernels, op, *args, where=where, **named)
+    for found, right in ((run.actual, run.expected), (run.left, run.right)):
+        for name, a in found.items():
+            assert name == "sums" or not isinstance(a, Tensor) or same_bits(a, right[name]), f"{op}: {name} differs"
+    if compare_sums and "sums" in run.actual:
+        values = produced(run.given["x"], *run.given["activation"])
+        assert_sums(run.actual["sums"], run.expected["sums"], values)
+    return tuple(run.actual.values())
 
 
 def check_close(
-    kernels: TritonKernels, op: str, *args: Any, compare_sums: bool = True, where: str = "cpu"
+    kernels: TritonKernels, op: str, *args: Any, compare_sums: bool = True, where: str = "cpu", **named: Any
 ) -> tuple[Tensor, ...]:
     """``check`` of an activation, whose kernel rounds otherwise on its way to what is cast; see ``assert_close``."""
-    run = run_both(kernels, op, args, where)
+    run = run_both(kernels, op, *args, where=where, **named)
     assert_close(run, compare_sums)
-    return run.actual
+    return tuple(run.actual.values())
 
 
 def assert_close(run: Run, compare_sums: bool = True) -> None:
@@ -193,18 +203,17 @@ def assert_close(run: Run, compare_sums: bool = True) -> None:
     An amax is wrong by no more than float32's roundings, a scale is that of the amax found, and codes are those of
     values that are wrong by roundings. All else is the same, and the transposed codes are the others, transposed.
     """
-    given, left, right = (named_arguments(run.op, args) for args in (run.given, run.left, run.right))
-    actual, expected = (dict(zip(RESULTS[run.op], results, strict=True)) for results in (run.actual, run.expected))
+    op, given, actual, left, expected, right = run
     x = given["x"], *given["activation"]
     values = Values(produced(*x), magnitude(*x))
-    assert all(a.shape == b.shape and a.dtype == b.dtype for a, b in zip(run.actual, run.expected, strict=True))
-    commits, written = run.op == "cast_and_commit", ()
-    if commits:
-        written = given["delayed_scale"], given["delayed_amax_history"]
-        actual["amax"] = left["delayed_amax_history"][2:, :1]
+    assert all(a.shape == expected[name].shape and a.dtype == expected[name].dtype for name, a in actual.items())
+    written: tuple[str, ...] = ()
+    if op == "cast_and_commit":
+        written = "delayed_scale", "delayed_amax_history"
+        actual = actual | {"amax": left["delayed_amax_history"][2:, :1]}
         assert_committed(left, right)
-    for before, a, b in zip(run.given, run.left, run.right, strict=True):
-        assert not isinstance(a, Tensor) or same_bits(a, b) or any(before is state for state in written)
+    for name, a in left.items():
+        assert not isinstance(a, Tensor) or same_bits(a, right[name]) or name in written
     cols = values.y.shape[1]
     if "t" in expected and expected["t"].numel() > 0:
         assert same_bits(actual["t"], with_padding(transposed(actual["q"][:, :cols]), given["pad"]))
@@ -221,7 +230,7 @@ def assert_close(run: Run, compare_sums: bool = True) -> None:
         assert_sums(actual["sums"], expected["sums"], values.y, values.size)
     if "second" in expected:
         tile = given["second_tile"]
-        if given["transpose_second"]:
+        if given["transpose"]:
             values, tile = Values(values.y.t(), values.size.t()), tile[::-1]
         assert_codes_close(actual["second"], expected["second"], actual["second_scale_inv"], values, tile)
         cast = given["second_dtype"], given["second_power_of_two"], given["second_margin"]
@@ -235,10 +244,10 @@ class Values(NamedTuple):
     size: Tensor  # [R, C] fp64
 
 
-def named_arguments(op: str, args: Sequence[Any]) -> dict[str, Any]:
+def named_arguments(op: str, *args: Any, **by_name: Any) -> dict[str, Any]:
     """An op's arguments by the names of its schema; ``activation`` is all that says what is computed of x."""
     defaults = {a.name: a.default_value for a in getattr(torch.ops.octavo, op).default._schema.arguments}
-    named = defaults | dict(zip(defaults, args, strict=False))
+    named = defaults | dict(zip(defaults, args, strict=False)) | by_name
     if "activation" in named:
         named["activation"] = [named[name] for name in ("activation", "preactivation", "h_scale_inv", "h_tile")]
     return named

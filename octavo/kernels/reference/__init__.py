@@ -5,11 +5,10 @@ from typing import Any
 
 from octavo.kernels.arguments import unpacking
 from octavo.kernels.backward_pass import scales_of_pass
-from octavo.kernels.reference.cast import amax, cast, cast_and_commit, cast_two_scalings
+from octavo.kernels.reference.cast import amax, cast, cast_and_commit
 from octavo.kernels.reference.cast_statistics import cast_statistics
 from octavo.kernels.reference.codes import dequantize
 from octavo.kernels.reference.delayed_update import delayed_update
-from octavo.kernels.reference.grouped_cast import grouped_cast
 from octavo.kernels.reference.grouped_matmul import grouped_matmul
 from octavo.kernels.reference.matmul import matmul
 from octavo.kernels.reference.multi_tensor_cast import multi_tensor_cast
@@ -20,19 +19,15 @@ KERNELS: dict[str, Callable[..., Any]] = unpacking(
     {
         "amax": amax,
         "cast": cast,
-        "cast_two_scalings": cast_two_scalings,
         "cast_and_commit": cast_and_commit,
         "cast_statistics": cast_statistics,
         "delayed_update": delayed_update,
         "dequantize": dequantize,
-        "grouped_cast": grouped_cast,
         "grouped_matmul": grouped_matmul,
         "matmul": matmul,
         "multi_tensor_cast": multi_tensor_cast,
         "note_faults": note_faults,
         "scales_of_pass": scales_of_pass,
-        "norm_cast": cast,
-        "norm_cast_two_scalings": cast_two_scalings,
         "norm_backward": norm_backward,
     }
 )

@@ -19,11 +19,13 @@ from octavo.kernels.arguments import (
     Output,
     Scaling,
     laid_scales,
+    new_grouped,
     new_statistics,
     new_sums,
     no_codes,
 )
 from octavo.kernels.backward_pass import scales_of_pass
+from octavo.kernels.groups import check_offsets, places
 from octavo.kernels.layouts import as_tiles, transposed, with_padding
 from octavo.kernels.reference.activation import produced
 from octavo.kernels.reference.codes import encode
@@ -80,25 +82,57 @@ def written(
     return [cast_values(values, scaling) for scaling in scalings], (sums,)
 
 
+_ONE = Output()
+
+
 def cast(
-    source: CastSource | NormSource, scaling: Scaling, output: Output, write: Write = written
+    source: CastSource | NormSource,
+    first: Scaling,
+    second: Scaling | None = None,
+    output: Output = _ONE,
+    offsets: Tensor | None = None,
+    write: Write = written,
 ) -> tuple[Tensor, ...]:
-    """``octavo::cast`` and ``octavo::norm_cast``."""
-    ((codes, scale_inv, amax),), rest = write(source, [scaling], output)
-    scales = (laid(found, scaling.tile) for found in (scale_inv, amax))
-    other = with_padding(transposed(codes), output.pad) if output.transpose else no_codes(codes, codes.dtype)
-    return with_padding(codes, output.pad), other, *scales, *rest
+    """``octavo::cast``."""
+    if offsets is not None:
+        assert isinstance(source, CastSource)
+        return _cast_groups(source, first, output, offsets, write)
+    scalings = [first] if second is None else [first, second]
+    ((codes, scale_inv, found), *more), rest = write(source, scalings, output)
+    if second is None:
+        other = with_padding(transposed(codes), output.pad) if output.transpose else no_codes(codes, codes.dtype)
+        found = laid(found, first.tile)
+    else:
+        ((other, found, _),) = more
+        other = with_padding(transposed(other) if output.transpose else other, output.pad)
+        found = laid(found, second.tile, output.transpose)
+    return with_padding(codes, output.pad), other, laid(scale_inv, first.tile), found, *rest
 
 
-def cast_two_scalings(
-    source: CastSource | NormSource, first: Scaling, second: Scaling, output: Output, write: Write = written
+def _cast_groups(
+    source: CastSource, scaling: Scaling, output: Output, offsets: Tensor, write: Write
 ) -> tuple[Tensor, ...]:
-    """``octavo::cast_two_scalings`` and ``octavo::norm_cast_two_scalings``."""
-    ((codes, scale_inv, _), (other, other_scale_inv, _)), rest = write(source, [first, second], output)
-    if output.transpose:
-        other = transposed(other)
-    scale_inv, other_scale_inv = laid(scale_inv, first.tile), laid(other_scale_inv, second.tile, output.transpose)
-    return with_padding(codes, output.pad), scale_inv, with_padding(other, output.pad), other_scale_inv, *rest
+    """Each group's own cast."""
+    q, t, scale_inv, amax = new_grouped(source, scaling, output, offsets)
+    rows, cols = source.shape
+    ends = check_offsets(offsets, rows)
+    for codes in (q, t):
+        codes.view(torch.uint8).zero_()
+    scale_inv.fill_(1.0)
+    amax.zero_()
+    inputs = places(ends, source.h_tile[0])
+    for place, of_input in zip(places(ends, scaling.tile[0], output.pad), inputs, strict=True):
+        if place.rows.start == place.rows.stop and scaling.delayed_scale is None:
+            continue  # a scale of 1 and an amax of 0, which are there
+        mine = source.part(of_input.rows, of_input.scale_rows)
+        codes, _, found_inv, found, _ = cast(mine, scaling, write=write)
+        scale_inv[place.scale_rows], amax[place.scale_rows] = found_inv, found
+        raw = codes.view(torch.uint8)
+        if output.as_is:
+            q.view(torch.uint8)[place.rows, :cols] = raw
+        if output.transpose:
+            t.view(torch.uint8)[:, place.columns] = raw.t()
+    return q, t, scale_inv, amax
 
 
 def cast_and_commit(
@@ -106,6 +140,7 @@ def cast_and_commit(
 ) -> tuple[Tensor, ...]:
     """``octavo::cast_and_commit``."""
     in_force = scales_of_pass(commit.delayed_scale, commit.delayed_before)
-    q, t, scale_inv, amax, sums = cast(source, scaling._replace(delayed_scale=in_force), output, write)
+    in_pass = scaling._replace(delayed_scale=in_force)
+    q, t, scale_inv, amax, sums = cast(source, in_pass, None, output, write=write)
     delayed_update(*commit[:5], amax, *commit[5:])
     return q, t, scale_inv, sums

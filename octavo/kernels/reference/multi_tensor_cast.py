@@ -54,7 +54,7 @@ def multi_tensor_cast(
         delayed_scale = delayed_scales[index] if delayed_scales else None
         dtype = qdata[index].dtype
         scaling = Scaling(dtype, (tile[0], tile[1]), power_of_two, margin, delayed_scale, role)
-        codes, other, scales, found, _ = cast(CastSource(x), scaling, Output(bool(transposed)))
+        codes, other, scales, found, _ = cast(CastSource(x), scaling, None, Output(bool(transposed)))
         copy_codes(qdata[index], codes)
         if transposed:
             copy_codes(transposed[index], other)

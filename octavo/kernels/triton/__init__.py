@@ -6,18 +6,16 @@ Casts equal their reference bit for bit; where exp or a row's sum is in it, to f
 from collections.abc import Callable
 from typing import Any
 
-from octavo.kernels.arguments import unpacking
+from octavo.kernels.arguments import UNPACK
 from octavo.kernels.backward_pass import scales_of_pass
-from octavo.kernels.triton.cast import amax, cast, cast_and_commit, cast_two_scalings
+from octavo.kernels.triton.cast import amax, cast, cast_and_commit
 from octavo.kernels.triton.cast_statistics import cast_statistics
 from octavo.kernels.triton.delayed_update import delayed_update
 from octavo.kernels.triton.dequantize import dequantize
-from octavo.kernels.triton.grouped_cast import grouped_cast
 from octavo.kernels.triton.grouped_matmul import grouped_matmul
 from octavo.kernels.triton.launch import on_its_device
 from octavo.kernels.triton.matmul import matmul
 from octavo.kernels.triton.multi_tensor_cast import multi_tensor_cast
-from octavo.kernels.triton.norm import norm_cast, norm_cast_two_scalings
 from octavo.kernels.triton.norm_backward import norm_backward
 from octavo.kernels.triton.note_faults import note_faults
 from octavo.kernels.triton.optimizer_step import optimizer_step
@@ -27,20 +25,16 @@ __all__ = ["KERNELS", "optimizer_step"]
 _KERNELS: dict[str, Callable[..., Any]] = {
     "amax": amax,
     "cast": cast,
-    "cast_two_scalings": cast_two_scalings,
     "cast_and_commit": cast_and_commit,
     "cast_statistics": cast_statistics,
     "delayed_update": delayed_update,
     "dequantize": dequantize,
-    "grouped_cast": grouped_cast,
     "grouped_matmul": grouped_matmul,
     "matmul": matmul,
     "multi_tensor_cast": multi_tensor_cast,
     "note_faults": note_faults,
     "scales_of_pass": scales_of_pass,
-    "norm_cast": norm_cast,
-    "norm_cast_two_scalings": norm_cast_two_scalings,
     "norm_backward": norm_backward,
 }
 
-KERNELS = {name: on_its_device(kernel) for name, kernel in unpacking(_KERNELS).items()}
+KERNELS = {name: on_its_device(kernel, UNPACK.get(name)) for name, kernel in _KERNELS.items()}

@@ -4,60 +4,103 @@
     per row           cast_rows.py      one launch, where x and the codes lie in order and no columns are summed
     per row, column   cast_lines.py     else, and for a scaling of each: two launches, the first for the amaxes
     per block         cast_blocks.py    of powers of two: one launch, for two such scalings too; others: the reference
+    rows in groups    grouped_cast.py
 
-Two other scalings take their launches one after the other.
+Two other scalings take their launches one after the other. A norm and its cast are one launch, of norm_kernels.py,
+where a program that owns rows knows the scales of what it normalises:
+
+    Delayed                        whose scale is known to exist; the amax is gathered on the way
+    per row                        whose amax takes another look at them
+    per block of up to 32 rows     which lie in a program's tile; two such scalings too
+
+All else is a launch for the statistics, with Dynamic the amax too, and then the cast, which normalises for itself. So
+are blocks of more rows: few programs would own so many, and no cache would hold them until they are read again. Tiles
+that no kernel casts so, and tensors without elements, are cast after the reference has normalised.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
-from octavo.granularity import ALL
-from octavo.kernels.arguments import CastSource, Commit, Output, Scaling, sums_dtype
+from octavo.granularity import ALL, Tile
+from octavo.kernels.arguments import CastSource, Commit, NormSource, Output, Scaling, new_statistics, sums_dtype
 from octavo.kernels.backward_pass import backward_pass
 from octavo.kernels.layouts import is_small_block
 from octavo.kernels.reference.activation import produced
 from octavo.kernels.reference.cast import amax as reference_amax
 from octavo.kernels.reference.cast import cast as reference_cast
-from octavo.kernels.reference.cast import cast_two_scalings as reference_cast_two_scalings
 from octavo.kernels.triton.cast_blocks import cast_by_block
-from octavo.kernels.triton.cast_input import CastInput, cast_input
+from octavo.kernels.triton.cast_input import (
+    CastInput,
+    block_scaling_of,
+    cast_input,
+    codes_to,
+    norm_input,
+    rounding_of,
+)
 from octavo.kernels.triton.cast_lines import LINES, cast_by_line
 from octavo.kernels.triton.cast_rows import cast_by_row
 from octavo.kernels.triton.cast_tensor import cast_by_tensor, find_amax
 from octavo.kernels.triton.delayed_update import State, update_of
-from octavo.kernels.triton.known_scales import committed
+from octavo.kernels.triton.grouped_cast import grouped_cast
+from octavo.kernels.triton.known_scales import committed, scale_exists
+from octavo.kernels.triton.launch import Config, config, launch, workspace
+from octavo.kernels.triton.norm_kernels import norm_blocks_kernel, norm_rows_kernel, norm_tensor_kernel
 from octavo.kernels.triton.tiles import Outputs
 
+_MOST_ROWS = 32  # of a block, for one launch: of 4096 rows the programs of 128 would be 32
 
-def cast(source: CastSource, scaling: Scaling, output: Output) -> tuple[Tensor, ...]:
+
+def cast(
+    source: CastSource | NormSource, first: Scaling, second: Scaling | None, output: Output, offsets: Tensor | None
+) -> tuple[Tensor, ...]:
     """``octavo::cast``."""
-    given = cast_input(source)
-    if not given.fits(scaling.tile):
-        return _by_torch(cast, reference_cast, source, scaling, output)
-    q, t = given.both_codes(scaling.dtype, output)
-    out = given.outputs(scaling, q, t)
-    sums = cast_by_tile(given, scaling, out, output.column_sum)
-    return q, t, out.scale_inv, out.amax, sums
+    norm: _Norm | None = None
+    casts: tuple[Callable[..., Any], ...] = _CASTS
+    if isinstance(source, CastSource):
+        if offsets is not None:
+            return grouped_cast(source, first, output, offsets)
+        given = cast_input(source)
+    elif source.x.numel() == 0:
+        return reference_cast(source, first, second, output)
+    else:
+        norm = _norm(source, output)
+        given, casts = norm.given, (norm.by_tile, norm.by_block, norm.by_line)
+    if not (given.fits(first.tile) if second is None else given.fits(first.tile, second.tile)):
+        return _by_torch(source, first, second, output)
+    if second is not None:
+        q, t, scale_inv, found, sums = _two_scalings(given, first, second, output, *casts)
+    else:
+        q, t = given.both_codes(first.dtype, output)
+        out = given.outputs(first, q, t)
+        scale_inv, found, sums = out.scale_inv, out.amax, casts[0](given, first, out, output.column_sum)
+    if norm is None:
+        return q, t, scale_inv, found, sums
+    return q, t, scale_inv, found, *norm.statistics
 
 
-def cast_two_scalings(source: CastSource, first: Scaling, second: Scaling, output: Output) -> tuple[Tensor, ...]:
-    """``octavo::cast_two_scalings``."""
-    given = cast_input(source)
-    if not given.fits(first.tile, second.tile):
-        return _by_torch(cast_two_scalings, reference_cast_two_scalings, source, first, second, output)
-    return two_scalings(given, first, second, output)
+def _by_torch(
+    source: CastSource | NormSource, first: Scaling, second: Scaling | None, output: Output
+) -> tuple[Tensor, ...]:
+    """A cast that no kernel makes: of an activation torch computes that first, all else is the reference's."""
+    if isinstance(source, NormSource) or not source.activation:
+        return reference_cast(source, first, second, output)
+    *results, sums = cast(CastSource(produced(*source)), first, second, output, None)
+    return *results, sums.to(sums_dtype(source.x.dtype))
 
 
 def cast_and_commit(source: CastSource, scaling: Scaling, commit: Commit, output: Output) -> tuple[Tensor, ...]:
     """``octavo::cast_and_commit``."""
     given = cast_input(source)
     if not given.fits(scaling.tile):
-        return _by_torch(cast_and_commit, None, source, scaling, commit, output)
+        *results, sums = cast_and_commit(CastSource(produced(*source)), scaling, commit, output)
+        return *results, sums.to(sums_dtype(source.x.dtype))
     q, t = given.both_codes(scaling.dtype, output)
     own, (amax_input, amax_weight, limits, powers_of_two, margins, reduce) = commit[:3], commit[3:]
     update = update_of(
@@ -82,16 +125,6 @@ def amax(x: Tensor, tile: Sequence[int]) -> Tensor:
     return out.amax
 
 
-def _by_torch(
-    op: Callable[..., Any], reference: Callable[..., Any] | None, source: CastSource, *how: Any
-) -> tuple[Tensor, ...]:
-    """An op of what no kernel casts so: of an activation that torch computes first, of x itself by the reference."""
-    if reference is not None and not source.activation:
-        return tuple(reference(source, *how))
-    *results, sums = op(CastSource(produced(*source)), *how)
-    return *results, sums.to(sums_dtype(source.x.dtype))
-
-
 def cast_by_tile(
     given: CastInput, scaling: Scaling, out: Outputs, column_sum: bool, knows_amax: bool = False
 ) -> Tensor:
@@ -107,20 +140,21 @@ def cast_by_tile(
 
 
 NO_CODES = Scaling(torch.float8_e4m3fn, (ALL, ALL), False, 0)  # for launches that write none
+_CASTS = cast_by_tile, cast_by_block, cast_by_line
 
 
-def two_scalings(
+def _two_scalings(
     given: CastInput,
     first: Scaling,
     second: Scaling,
     output: Output,
-    cast_blocks: Callable[..., Tensor | None] = cast_by_block,
-    cast_lines: Callable[..., Tensor | None] = cast_by_line,
-    cast_first: Callable[..., Tensor | None] = cast_by_tile,
+    by_tile: Callable[..., Tensor | None],
+    by_block: Callable[..., Tensor | None],
+    by_line: Callable[..., Tensor | None],
 ) -> tuple[Any, ...]:
-    """What ``octavo::cast_two_scalings`` returns: of blocks by ``cast_blocks``, of rows and columns by ``cast_lines``.
+    """Both pairs, as ``octavo::cast`` returns them, and the column sums: of blocks, or rows and columns, by one call.
 
-    Of other scalings the first is cast by ``cast_first``, and then the second.
+    Of other scalings the first is cast by ``by_tile``, and then the second.
     """
     q = given.codes(first.dtype, output.pad)
     other = given.codes(second.dtype, output.pad, output.transpose)
@@ -129,13 +163,110 @@ def two_scalings(
     codes: tuple[Tensor | None, Tensor | None] = (None, other) if output.transpose else (other, None)
     other_out = given.outputs(second, *codes, transpose=output.transpose, with_amax=not both_blocks)
     if both_blocks:
-        sums = cast_blocks(given, output.column_sum, (first, out), (second, other_out))
+        sums = by_block(given, output.column_sum, (first, out), (second, other_out))
     elif {first.tile, second.tile} == set(LINES):
-        sums = cast_lines(given, output.column_sum, (first, out), (second, other_out))
+        sums = by_line(given, output.column_sum, (first, out), (second, other_out))
     else:
         # whichever scaling has columns of its own to itself can sum them
         in_second = output.column_sum and second.tile == (ALL, 1)
-        sums = cast_first(given, first, out, output.column_sum and not in_second)
+        sums = by_tile(given, first, out, output.column_sum and not in_second)
         other_sums = cast_by_tile(given, second, other_out, in_second)
         sums = other_sums if in_second else sums
-    return q, out.scale_inv, other, other_out.scale_inv, sums
+    return q, other, out.scale_inv, other_out.scale_inv, sums
+
+
+def _norm(source: NormSource, output: Output) -> _Norm:
+    mean, rstd, y = new_statistics(source, output.keep)
+    return _Norm(norm_input(source, mean, rstd), float(source.eps), (mean, rstd, y), output.keep)
+
+
+class _Norm(NamedTuple):
+    """A norm whose statistics are yet to be found, by the same launch as its cast or by one before."""
+
+    given: CastInput
+    eps: float
+    statistics: tuple[Tensor, Tensor, Tensor]  # (mean, rstd, y), as the ops return them
+    keep: bool
+
+    def by_tile(self, given: CastInput, scaling: Scaling, out: Outputs, column_sum: bool = False) -> None:
+        """``cast_by_tile`` of the norm, and its statistics and y; column sums are not asked for."""
+        tile, delayed_scale = scaling.tile, scaling.delayed_scale
+        if is_small_block(tile):
+            self.by_block(given, column_sum, (scaling, out))
+        elif tile == (1, ALL):
+            self.launch(norm_rows_kernel, "norm_cast", out.codes.t is not None, (out,), (rounding_of(scaling),))
+        elif tile == (ALL, ALL) and delayed_scale is not None and scale_exists(delayed_scale, scaling.role):
+            arguments = out, delayed_scale, workspace(given.x, 2)
+            constants = scaling.role, rounding_of(scaling).e5m2
+            self.launch(norm_tensor_kernel, "norm_cast", out.codes.t is not None, arguments, constants)
+        else:
+            self.find_statistics(out.amax if tile == (ALL, ALL) else None)
+            cast_by_tile(given, scaling, out, column_sum, knows_amax=True)
+
+    def by_block(
+        self,
+        given: CastInput,
+        column_sum: bool,
+        first: tuple[Scaling, Outputs],
+        second: tuple[Scaling, Outputs] | None = None,
+    ) -> None:
+        """``cast_by_block`` of the norm, and its statistics and y."""
+        scaling, out = first
+        second_scaling, second_out = second or (None, None)
+        blocks = scaling.tile, (second_scaling or scaling).tile
+        if max(rows for rows, _ in blocks) > _MOST_ROWS:
+            self.find_statistics(None)
+            cast_by_block(given, column_sum, first, second)
+            return
+        transposes = (out if second_out is None else second_out).codes.t is not None
+        scalings = block_scaling_of(scaling), None if second_scaling is None else block_scaling_of(second_scaling)
+        self.launch(norm_blocks_kernel, "norm_cast_blocks", transposes, (out, second_out), scalings, blocks)
+
+    def by_line(self, given: CastInput, column_sum: bool, *scalings: tuple[Scaling, Outputs]) -> None:
+        """``cast_by_line`` of the norm, and its statistics and y."""
+        self.find_statistics(None)
+        cast_by_line(given, column_sum, *scalings)
+
+    def find_statistics(self, amax: Tensor | None) -> None:
+        """Statistics, y, and unless it is None the amax of what is to be cast [1, 1]."""
+        work = None if amax is None else workspace(self.given.x, 2)
+        arguments = Outputs(codes_to(None), None, amax, 0, 0), None, work
+        self.launch(norm_tensor_kernel, "norm_cast", False, arguments, (0, False))
+
+    def launch(
+        self,
+        kernel: Any,
+        name: str,
+        transposes: bool,
+        arguments: Sequence[Any],
+        constants: Sequence[Any],
+        blocks: tuple[Tile, ...] = (),
+    ) -> None:
+        """Launch a kernel of norm_kernels.py, by a configuration of this name, with its own arguments and constants.
+
+        A tile is to hold whole blocks: (rows, columns) that share a scale, of one or two scalings.
+        """
+        x, rows, cols, norm, function, *_ = self.given
+        name = name if not transposes and x.stride(1) == 1 else f"{name}_transpose"
+        chosen = config(name, (rows * cols).bit_length())
+        block_r, block_c, tiles, num_warps = _tile(chosen, cols, blocks)
+        tiles = tiles if kernel is norm_tensor_kernel else 1  # fewer programs then meet at the shared amax
+        fold = 16 // x.element_size()
+        _, programs, tiling = self.given.tiling(block_r, block_c, tiles, block_c >= cols, fold)
+        first = self.given.source, norm, self.statistics[2] if self.keep else None, self.eps
+        launch(kernel, programs, (*first, *arguments, function.zero_centered, *constants, tiling), num_warps)
+
+
+@functools.lru_cache(maxsize=4096)
+def _tile(chosen: Config, cols: int, blocks: tuple[Tile, ...]) -> Config:
+    """A configuration whose tile has whole blocks, and whole rows where up to 16 warps can hold one."""
+    elements = chosen.block_r * chosen.block_c
+    block_r = max(chosen.block_r, *(rows for rows, _ in blocks), 1)
+    least = max(16, *(size for _, size in blocks), 1)
+    widest = max(triton.next_power_of_2(cols), least)
+    block_c = max(elements // block_r, least)
+    larger = widest // block_c
+    if block_r == 1 and 1 < larger and larger * chosen.num_warps <= 16:
+        return Config(1, widest, chosen.tiles, larger * chosen.num_warps)
+    block_c = min(block_c, widest)
+    return chosen._replace(block_r=max(block_r, elements // block_c), block_c=block_c)

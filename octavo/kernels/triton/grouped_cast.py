@@ -21,9 +21,9 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.granularity import ALL
-from octavo.kernels.arguments import CastSource, Groups, Scaling, new_grouped
+from octavo.kernels.arguments import CastSource, Output, Scaling, new_grouped
 from octavo.kernels.layouts import is_small_block
-from octavo.kernels.reference.grouped_cast import grouped_cast as reference_grouped_cast
+from octavo.kernels.reference.cast import cast as reference_cast
 from octavo.kernels.triton.cast_blocks import encode_blocks, store_block_scales
 from octavo.kernels.triton.cast_input import CastInput, block_scaling_of, cast_input, codes_to, rounding_of
 from octavo.kernels.triton.cast_lines import finish_lines
@@ -322,15 +322,18 @@ class _Grouped(NamedTuple):
         self.given.launch(kernel, programs, num_warps, (self.groups, *arguments), (self.grouping, *constants))
 
 
-def grouped_cast(source: CastSource, scaling: Scaling, groups: Groups) -> tuple[Tensor, ...]:
-    """``octavo::grouped_cast``."""
+def grouped_cast(source: CastSource, scaling: Scaling, output: Output, offsets: Tensor) -> tuple[Tensor, ...]:
+    """``octavo::cast`` of rows in groups."""
     given, tile = cast_input(source), scaling.tile
     if not given.fits(tile) and not (given.rows * given.cols == 0 and is_small_block(tile)):
-        return reference_grouped_cast(source, scaling, groups)
-    q, t, scale_inv, amax = new_grouped(source, scaling, groups)
+        return reference_cast(source, scaling, None, output, offsets)
+    q, t, scale_inv, amax = new_grouped(source, scaling, output, offsets)
     given.clear_padding(q)
     out = Outputs(codes_to(q, t), scale_inv, amax, *scale_inv.stride())
-    grouped = _grouped(given, groups, tile[0], t.shape[1], scale_inv.shape[0])
+    h_tile_r = given.function.tile_r if isinstance(given.h, Input) and given.h.scale_inv is not None else 1
+    ragged = output.transpose or tile[0] != 1 or h_tile_r != 1
+    how = output.pad, tile[0], h_tile_r, ragged, t.shape[1], scale_inv.shape[0]
+    grouped = _Grouped(given, *on_device(offsets, *how))
     if tile == (1, ALL):
         _cast_by_row(grouped, scaling, out)
     elif tile[0] == ALL:
@@ -338,13 +341,6 @@ def grouped_cast(source: CastSource, scaling: Scaling, groups: Groups) -> tuple[
     else:
         _cast_by_block(grouped, scaling, out)
     return q, t, scale_inv, amax
-
-
-def _grouped(given: CastInput, groups: Groups, tile_r: int, columns: int, scale_rows: int) -> _Grouped:
-    h_tile_r = given.function.tile_r if isinstance(given.h, Input) and given.h.scale_inv is not None else 1
-    ragged = groups.transpose or tile_r != 1 or h_tile_r != 1
-    how = groups.pad, tile_r, h_tile_r, ragged, columns, scale_rows
-    return _Grouped(given, *on_device(groups.offsets, *how))
 
 
 def _cast_by_group(grouped: _Grouped, scaling: Scaling, out: Outputs) -> None:

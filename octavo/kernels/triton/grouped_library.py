@@ -17,9 +17,8 @@ from torch.nn import functional as F
 from torch.nn.functional import ScalingType
 
 from octavo.granularity import ALL
-from octavo.kernels.arguments import CastSource, GroupedOperands, Pair, Scaling
-from octavo.kernels.arguments import Groups as Offsets
-from octavo.kernels.reference.grouped_cast import grouped_cast as reference_grouped_cast
+from octavo.kernels.arguments import CastSource, GroupedOperands, Output, Pair, Scaling
+from octavo.kernels.reference.cast import cast as reference_cast
 from octavo.kernels.reference.grouped_matmul import grouped_matmul as reference_grouped_matmul
 from octavo.kernels.triton.groups import fill_part, on_device, sizes_of, tiles_of
 from octavo.kernels.triton.launch import LIBRARY, is_capturing, launch
@@ -100,7 +99,7 @@ def _agrees(device: torch.device, ragged_rows: bool, fast_accum: bool) -> bool:
         x = torch.randn(K if ragged_rows else rows, count, generator=generator)
         codes = x.t().to(scaling.dtype).contiguous()
         if not ragged_rows:  # whose padding is 0
-            codes = reference_grouped_cast(CastSource(x), scaling, Offsets(offsets, False, True, 16))[1]
+            codes = reference_cast(CastSource(x), scaling, None, Output(transpose=True, pad=16), offsets)[1]
         return Pair(codes, torch.exp2(4 * torch.rand(scales, generator=generator)), _ROWS)
 
     if ragged_rows:

@@ -182,15 +182,20 @@ def _is_profiled() -> bool:
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
-def on_its_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Launch where the first argument, a tensor or several, lies, whatever the current device is."""
+def on_its_device(
+    kernel: Callable[..., Any], unpack: Callable[..., tuple[Any, ...]] | None = None
+) -> Callable[..., Any]:
+    """Launch where the first argument, a tensor or several, lies, whatever the current device is.
+
+    ``unpack``: makes the kernel's values of the op's arguments; None: it takes these as they are.
+    """
 
     @functools.wraps(kernel)
-    def call(x: Tensor | Sequence[Tensor], *args: Any) -> Any:
+    def call(x: Tensor | Sequence[Tensor], *args: Any, **named: Any) -> Any:
         first = x if isinstance(x, Tensor) else next(iter(x), None)
         if first is not None and first.is_cuda and first.get_device() != torch._C._cuda_getDevice():
             with torch.cuda.device(first.device):
-                return kernel(x, *args)
-        return kernel(x, *args)
+                return call(x, *args, **named)
+        return kernel(x, *args, **named) if unpack is None else kernel(*unpack(x, *args, **named))
 
     return call

@@ -15,6 +15,7 @@ from octavo.kernels.activations import ACTIVATIONS
 from octavo.kernels.cpu import chunked_cast, chunks
 from octavo.kernels.reference.activation import produced
 from octavo.scaling.delayed import State
+from tests.support.casts import of_norm, second
 from tests.support.combinations import each_pair
 from tests.support.definitions import GRANULARITIES, same_bits
 
@@ -52,9 +53,11 @@ def values(shape: tuple[int, int], dtype: torch.dtype, kind: str, how: str = "ro
     return laid(x, how)
 
 
-def alike(name: str, *arguments: Any, sums: Sequence[int] = ()) -> None:
+def alike(name: str, *arguments: Any, sums: Sequence[int] = (), **named: Any) -> None:
     """Run both; ``sums``: which results are float32 sums, of which chunks add in another order."""
-    found, expected = (kernels.KERNELS[name](*copy.deepcopy(arguments)) for kernels in (cpu, reference))
+    given = arguments, named
+    calls = [(kernels.KERNELS[name], copy.deepcopy(given)) for kernels in (cpu, reference)]
+    found, expected = (kernel(*flat, **by_name) for kernel, (flat, by_name) in calls)
     pairs = [(found, expected)] if isinstance(found, Tensor) else list(zip(found, expected, strict=True))
     for place, (ours, theirs) in enumerate(pairs):
         assert ours.shape == theirs.shape and ours.stride() == theirs.stride()
@@ -75,14 +78,14 @@ def test_casts(case: dict[str, Any]) -> None:
     scaling, rest = (case["fmt"], case["tile"], case["power_of_two"], case["margin"]), (case["pad"], True)
     alike("amax", x, case["tile"])
     alike("cast", x, None, 0, *scaling, case["transpose"], *rest)
-    second = FORMATS[case["fmt"] == E4M3], case["second"], not case["power_of_two"], 0
-    alike("cast_two_scalings", x, *scaling, *second, case["transpose"], *rest)
+    other = second(FORMATS[case["fmt"] == E4M3], case["second"], not case["power_of_two"], 0)
+    alike("cast", x, None, 0, *scaling, case["transpose"], *rest, **other)
     delayed = torch.tensor([0.0, case["delayed"], 0.0])
     alike("cast", x, delayed, 1, case["fmt"], ALL, *scaling[2:], case["transpose"], *rest)
     update = x, *State.empty(2), None, None, case["fmt"], False, 0, [448.0] * 3, [False] * 3, [0] * 3, "max"
     alike("cast_and_commit", *update, case["transpose"])
     offsets = torch.tensor([0, len(x) // 3, len(x)], dtype=torch.int32)
-    alike("grouped_cast", x, offsets, None, 0, *scaling, True, case["transpose"], case["pad"])
+    alike("cast", x, None, 0, *scaling, case["transpose"], case["pad"], offsets=offsets)
     codes, _, scale_inv, *_ = reference.KERNELS["cast"](x, None, 0, *scaling)
     alike("dequantize", laid(codes, case["how"]), scale_inv, case["tile"], case["dtype"])
 
@@ -110,8 +113,8 @@ def test_casts_of_activations(case: dict[str, Any]) -> None:
     source, scaling = (case["activation"], preactivation, *scales), (case["fmt"], case["tile"], True, 0)
     assert same_bits(chunked_cast.produced(x, *source), produced(x, *source))
     alike("cast", x, None, 0, *scaling, case["transpose"], 1, True, *source, sums=[4])
-    second = E5M2, case["second"], False, 0, case["transpose"]
-    alike("cast_two_scalings", x, *scaling, *second, 1, True, *source, sums=[4])
+    other = second(E5M2, case["second"], False, 0)
+    alike("cast", x, None, 0, *scaling, case["transpose"], 1, True, *source, sums=[4], **other)
 
 
 @each_pair(
@@ -126,11 +129,11 @@ def test_casts_of_activations(case: dict[str, Any]) -> None:
 def test_norms(case: dict[str, Any]) -> None:
     x, cols = values(case["size"], case["dtype"], "normal", case["how"]), case["size"][1]
     gamma, beta = torch.rand(cols), torch.randn(cols) if case["affine"] else None
-    norm = x, gamma, beta, case["norm"], 1e-5, case["affine"]
-    scaling, second = (case["fmt"], case["tile"], True, 0), (E5M2, case["second"], False, 0)
-    alike("norm_cast", *norm, None, 0, *scaling, case["transpose"], 1, case["keep"])
-    alike("norm_cast_two_scalings", *norm, *scaling, *second, case["transpose"], 1, case["keep"])
-    *_, mean, rstd, _ = reference.KERNELS["norm_cast"](*norm, None, 0, *scaling, False)
+    norm = of_norm(gamma, beta, case["norm"], 1e-5, case["affine"])
+    cast, other = (None, 0, case["fmt"], case["tile"], True, 0), second(E5M2, case["second"], False, 0)
+    alike("cast", x, *cast, case["transpose"], **norm, keep=case["keep"])
+    alike("cast", x, *cast, case["transpose"], **norm, **other, keep=case["keep"])
+    *_, mean, rstd, _ = reference.KERNELS["cast"](x, *cast, **norm)
     dy = values(case["size"], case["dtype"], "normal")
     how = case["norm"], case["affine"], case["affine"], x if case["keep"] else None
     alike("norm_backward", dy, x, gamma, mean, rstd, *how, sums=[1, 2])

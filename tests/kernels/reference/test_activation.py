@@ -13,7 +13,7 @@ from octavo import kernels
 from octavo.kernels.reference.activation import produced, slope, value
 from octavo.scaling.delayed import State
 from tests.support import definitions
-from tests.support.casts import every_cast
+from tests.support.casts import every_cast, second
 from tests.support.combinations import each_pair
 from tests.support.definitions import FLOAT32_MAX, all_codes, same_bits
 from tests.support.exact_activation import GATED, PLAIN, exact, exact_gradient
@@ -309,13 +309,14 @@ def test_without_an_activation_x_itself_is_cast() -> None:
 )
 def test_wrong_arguments_are_refused(activation: tuple[Any, ...], preactivation: Any, said: str) -> None:
     given = activation if preactivation is None else (*activation, torch.zeros(preactivation))
-    second = (E4M3, ALL, False, 0, False)
     for device in ("cpu", "meta"):
         x = torch.zeros(4, 7, device=device)
         for call in (
             lambda x: kernels.cast(x, None, 0, E4M3, ALL, False, 0, False, 1, False, *given),
             lambda x: kernels.cast(x, None, 0, E4M3, ALL, False, 0, True, 1, False, *given),
-            lambda x: kernels.cast_two_scalings(x, E4M3, ALL, False, 0, *second, 1, False, *given),
+            lambda x: kernels.cast(
+                x, None, 0, E4M3, ALL, False, 0, False, 1, False, *given, **second(E4M3, ALL, False, 0)
+            ),
         ):
             with pytest.raises(ValueError, match=said):
                 call(x)

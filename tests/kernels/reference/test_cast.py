@@ -10,7 +10,7 @@ from torch import Tensor
 from octavo import kernels
 from octavo.scaling.delayed import State
 from tests.support import definitions
-from tests.support.casts import ALL, E4M3, E5M2, FORMATS, every_cast, shares_memory
+from tests.support.casts import ALL, E4M3, E5M2, FORMATS, every_cast, second, shares_memory
 from tests.support.definitions import FLOAT32_MAX, GRANULARITIES, MAX, read, same_bits
 from tests.support.passes import same_state
 
@@ -196,8 +196,8 @@ def test_outputs_share_no_memory(tile: tuple[int, int]) -> None:
         results = [
             kernels.cast(x, delayed, 0, E4M3, tile, False, 0, False, 1, True),
             kernels.cast(x, delayed, 0, E4M3, tile, False, 0, True, 1, True),
-            kernels.cast_two_scalings(x, E4M3, tile, False, 0, E4M3, tile, False, 0, True, 1, True),
-            kernels.cast_two_scalings(x, E4M3, tile, False, 0, E4M3, tile, False, 0, False, 2, True),
+            kernels.cast(x, None, 0, E4M3, tile, False, 0, True, 1, True, **second(E4M3, tile, False, 0)),
+            kernels.cast(x, None, 0, E4M3, tile, False, 0, False, 2, True, **second(E4M3, tile, False, 0)),
             kernels.cast_and_commit(x, *state, torch.ones(1, 1), None, E4M3, False, 0, *update, True, 1, True),
         ]
         for result in results:
@@ -213,20 +213,20 @@ def test_cast_two_scalings(shape: tuple[int, int], transpose_second: bool) -> No
     if x.numel() > 1:
         x.view(-1)[1] = math.inf
     for tile, second_tile in [((1, -1), (-1, 1)), ((1, 128), (128, 1)), ((1, 32), (32, 1)), ((3, 5), (128, 128))]:
-        qdata, scale_inv, second, second_scale_inv, _ = kernels.cast_two_scalings(
-            x, E4M3, tile, False, 1, E5M2, second_tile, True, 2, transpose_second
+        qdata, other, scale_inv, other_scale_inv, _ = kernels.cast(
+            x, None, 0, E4M3, tile, False, 1, transpose_second, **second(E5M2, second_tile, True, 2)
         )
         codes, expected, _ = definitions.cast(x, E4M3, tile, False, 1)
         assert same_bits(qdata.view(torch.uint8), codes) and same_bits(scale_inv, expected)
         codes, expected, _ = definitions.cast(x, E5M2, second_tile, True, 2)
         if transpose_second:
             codes, expected = codes.t(), expected.t()
-        assert (qdata.dtype, second.dtype) == (E4M3, E5M2)
-        assert same_bits(second.view(torch.uint8), codes) and same_bits(second_scale_inv, expected)
+        assert (qdata.dtype, other.dtype) == (E4M3, E5M2)
+        assert same_bits(other.view(torch.uint8), codes) and same_bits(other_scale_inv, expected)
         if tile == (1, 128):
             scale_inv = scale_inv.t()
-            second_scale_inv = second_scale_inv.t() if transpose_second else second_scale_inv
-        assert all(t.is_contiguous() for t in (qdata, scale_inv, second, second_scale_inv))
+            other_scale_inv = other_scale_inv.t() if transpose_second else other_scale_inv
+        assert all(t.is_contiguous() for t in (qdata, scale_inv, other, other_scale_inv))
 
 
 @pytest.mark.parametrize("transpose", [False, True])

@@ -25,9 +25,10 @@ def check(sizes: list[int], rest: int, cols: int, case: dict[str, Any], extras: 
     tile, pad, scale = case["tile"], case["pad"], case["delayed"] if case["tile"] == (-1, -1) else None
     delayed = None if scale is None else torch.tensor([1.0, scale, 1.0])
     cast = (delayed, 1, case["dtype"], tile, case["power_of_two"], case["margin"])
-    q, t, scale_inv, amax = kernels.grouped_cast(x, offsets_of(sizes), *cast, *case["written"], pad, *extras)
-    rows, grid = sum(sizes) + rest, grouped_scale_shape((sum(sizes) + rest, cols), len(sizes), tile)
     as_is, transpose = case["written"]
+    groups = {"offsets": offsets_of(sizes), "as_is": as_is}
+    q, t, scale_inv, amax = kernels.cast(x, *cast, transpose, pad, False, *extras, **groups)
+    rows, grid = sum(sizes) + rest, grouped_scale_shape((sum(sizes) + rest, cols), len(sizes), tile)
     assert scale_inv.shape == amax.shape == grid
     assert q.shape == ((rows, -(-cols // pad) * pad) if as_is else (0, 0))
     assert t.shape == ((cols, padded_columns(rows, len(sizes), pad)) if transpose else (0, 0))
@@ -84,7 +85,7 @@ def test_activations_by_group(case: dict[str, Any]) -> None:
         extras = (case["activation"], h)
     if case["kind"] == "of codes":
         tile = (128, 8)
-        codes, _, scale_inv, _ = kernels.grouped_cast(h, offsets_of(sizes), None, 0, E4M3, tile, False, 0)
+        codes, _, scale_inv, _ = kernels.cast(h, None, 0, E4M3, tile, False, 0, offsets=offsets_of(sizes))
         extras = (case["activation"], codes, scale_inv, tile)
     check(sizes, rest, cols, case, extras, x)
 
@@ -100,6 +101,6 @@ def test_any_sequence_of_sizes(tile: tuple[int, int]) -> None:
 def test_what_is_no_number_to_cast_is_refused() -> None:
     offsets = offsets_of([2, 2])
     with pytest.raises(TypeError, match=r"torch.float64 is not cast: give bfloat16, float16 or float32"):
-        kernels.grouped_cast(torch.ones(4, 4).double(), offsets, None, 0, E4M3, (1, -1), False, 0)
+        kernels.cast(torch.ones(4, 4).double(), None, 0, E4M3, (1, -1), False, 0, offsets=offsets)
     with pytest.raises(ValueError, match=r"a delayed scale is one for all.*\(1, -1\)"):
-        kernels.grouped_cast(torch.ones(4, 4), offsets, torch.ones(3), 0, E4M3, (1, -1), False, 0)
+        kernels.cast(torch.ones(4, 4), torch.ones(3), 0, E4M3, (1, -1), False, 0, offsets=offsets)

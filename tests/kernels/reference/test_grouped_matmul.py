@@ -20,7 +20,7 @@ N, K = 24, 144
 
 def cast(x: Tensor, sizes: list[int], tile: Tile, pad: int, dtype: torch.dtype = E4M3) -> tuple[Tensor, ...]:
     """(codes, transposed, scale_inv)."""
-    return kernels.grouped_cast(x, offsets_of(sizes), None, 0, dtype, tile, False, 0, True, True, pad)[:3]
+    return kernels.cast(x, None, 0, dtype, tile, False, 0, True, pad, offsets=offsets_of(sizes))[:3]
 
 
 def rows_of(sizes: list[int], rest: int, cols: int) -> Tensor:

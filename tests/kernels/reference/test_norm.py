@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from octavo import kernels
 from octavo.kernels.reference.norm import normalise
 from tests.support import definitions
-from tests.support.casts import shares_memory
+from tests.support.casts import of_norm, second, shares_memory
 from tests.support.combinations import each_pair
 from tests.support.definitions import same_bits
 from tests.support.norm_codes import check_codes
@@ -87,8 +87,10 @@ def rounding(dtype: torch.dtype, truth: Tensor) -> Tensor:
 
 
 def cast(norm: Norm, *args: Any, keep: bool = False, pad: int = 1, transpose: bool = False) -> tuple[Tensor, ...]:
-    """norm_cast; args are delayed_scale to margin."""
-    return kernels.norm_cast(*norm, *(args or (None, 0, E4M3, ALL, False, 0)), transpose, pad, keep)
+    """A norm's cast; args are delayed_scale to margin."""
+    x, *norm = norm
+    args = args or (None, 0, E4M3, ALL, False, 0)
+    return kernels.cast(x, *args, transpose, pad, **of_norm(*norm), keep=keep)
 
 
 NORM: dict[str, Any] = {
@@ -255,8 +257,9 @@ def test_norm_cast(case: dict[str, Any]) -> None:
 def test_norm_cast_two_scalings(case: dict[str, Any]) -> None:
     norm, (tile, second_tile), pad = given(**case), case["tiles"], case["pad"]
     y, mean, rstd = normalise(*norm)
-    qdata, scale_inv, second, second_scale_inv, *others = kernels.norm_cast_two_scalings(
-        *norm, E4M3, tile, False, 1, E5M2, second_tile, True, 2, case["transpose"], pad, case["keep"]
+    named = of_norm(*norm[1:]) | second(E5M2, second_tile, True, 2)
+    qdata, other, scale_inv, other_scale_inv, *others = kernels.cast(
+        norm.x, None, 0, E4M3, tile, False, 1, case["transpose"], pad, **named, keep=case["keep"]
     )
     codes, expected, _ = definitions.cast(y, E4M3, tile, False, 1)
     check_codes(qdata, codes, E4M3, pad)
@@ -264,8 +267,8 @@ def test_norm_cast_two_scalings(case: dict[str, Any]) -> None:
     codes, expected, _ = definitions.cast(y, E5M2, second_tile, True, 2)
     if case["transpose"]:
         codes, expected = codes.t(), expected.t()
-    check_codes(second, codes, E5M2, pad)
-    assert same_bits(second_scale_inv, expected) and second_scale_inv.is_contiguous()
+    check_codes(other, codes, E5M2, pad)
+    assert same_bits(other_scale_inv, expected) and other_scale_inv.is_contiguous()
     kept = y.to(norm.x.dtype) if case["keep"] else norm.x.new_empty(0, 0)
     assert all(map(same_bits, others, (mean, rstd, kept)))
 
@@ -298,8 +301,8 @@ def test_results_are_fresh_and_arguments_untouched(shape: tuple[int, int], kind:
     given_back = (dy, *norm[:2], *results[4:6], kind, False, True, residual)
     arguments = [t for t in (*norm, *given_back) if isinstance(t, Tensor)]
     before = [t.clone() for t in arguments]
-    second = (E4M3, ALL, False, 0, True, 1, True)
-    results += kernels.norm_cast_two_scalings(*norm, E4M3, ALL, False, 0, *second)
+    named = of_norm(*norm[1:]) | second(E4M3, ALL, False, 0)
+    results += kernels.cast(norm.x, None, 0, E4M3, ALL, False, 0, True, **named, keep=True)
     results += kernels.norm_backward(*given_back)
     assert all(map(same_bits, arguments, before))
     others = [norm.x, norm.gamma, norm.beta, dy, residual, *results]
@@ -354,14 +357,13 @@ def test_a_row_of_zeros_has_no_fault() -> None:
     ids=str,
 )
 def test_wrong_arguments_are_refused(wrong: dict[str, Any], said: str) -> None:
-    second = (E4M3, ALL, False, 0, False)
     for device in ("cpu", "meta"):
         norm = given((3, 5), "layer_norm")._replace(**wrong)
         norm = Norm(*(a.to(device) if isinstance(a, Tensor) else a for a in norm))
         with pytest.raises(ValueError, match=said):
             cast(norm)
         with pytest.raises(ValueError, match=said):
-            kernels.norm_cast_two_scalings(*norm, E4M3, ALL, False, 0, *second)
+            kernels.cast(norm.x, None, 0, E4M3, ALL, False, 0, **of_norm(*norm[1:]), **second(E4M3, ALL, False, 0))
         if "beta" not in wrong:
             rows = torch.ones(3, device=device)
             with pytest.raises(ValueError, match=said):

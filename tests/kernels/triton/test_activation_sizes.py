@@ -10,6 +10,7 @@ from torch import Tensor
 from octavo.kernels.activations import ACTIVATIONS
 from octavo.kernels.reference import KERNELS as REFERENCE
 from octavo.scaling.delayed import State
+from tests.support.casts import second
 from tests.support.definitions import same_bits
 from tests.support.triton_cases import (
     ALL,
@@ -21,6 +22,8 @@ from tests.support.triton_cases import (
     assert_counters_are_zero,
     check,
     check_close,
+    named_arguments,
+    named_results,
     to,
     update_args,
 )
@@ -80,8 +83,8 @@ def test_every_op(
         compare(kernels, "cast", x, None, 0, E4M3, tile, False, 0, False, 1, False, *arguments, where=DEVICE)
         compare(kernels, "cast", x, None, 0, E5M2, tile, True, 1, True, 16, True, *arguments, where=DEVICE)
     for tile, second_tile in TWO_SCALINGS:
-        scalings = E4M3, tile, True, 0, E5M2, second_tile, False, 0, True, 16, True
-        compare(kernels, "cast_two_scalings", x, *scalings, *arguments, where=DEVICE)
+        cast = None, 0, E4M3, tile, True, 0, True, 16, True
+        compare(kernels, "cast", x, *cast, *arguments, **second(E5M2, second_tile, False, 0), where=DEVICE)
     state = delayed_state()
     for role in (0, 1):
         compare(kernels, "cast", x, state[0], role, E4M3, ALL, False, 0, True, 16, True, *arguments, where=DEVICE)
@@ -111,9 +114,9 @@ def test_of_codes(kernels: TritonKernels, h_tile: tuple[int, int], backward: boo
         for tile in TILES:
             cast = None, 0, E4M3, tile, False, 0, True, 16, True
             check_close(kernels, "cast", x, *cast, *arguments, where=DEVICE)
-        for tiles in TWO_SCALINGS:
-            scalings = E4M3, tiles[0], True, 0, E5M2, tiles[1], False, 0, True, 16, True
-            check_close(kernels, "cast_two_scalings", x, *scalings, *arguments, where=DEVICE)
+        for tile, second_tile in TWO_SCALINGS:
+            cast = None, 0, E4M3, tile, True, 0, True, 16, True
+            check_close(kernels, "cast", x, *cast, *arguments, **second(E5M2, second_tile, False, 0), where=DEVICE)
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "gradient"])
@@ -134,11 +137,7 @@ CAPTURED: dict[str, tuple[str, bool, Callable[[], tuple[Any, ...]]]] = {
     "forward, no history": ("cast", False, lambda: (delayed_state()[0], 1, E4M3, ALL, False, 0, False, 16, False)),
     "gradient, rows": ("cast", True, lambda: (None, 0, E4M3, (1, -1), False, 0, False, 16, True)),
     "gradient, columns": ("cast", True, lambda: (None, 0, E4M3, (-1, 1), True, 0, True, 16, True)),
-    "gradient, blocks": (
-        "cast_two_scalings",
-        True,
-        lambda: (E4M3, (1, 128), True, 0, E5M2, (128, 1), False, 0, True, 16, True),
-    ),
+    "gradient, blocks": ("cast", True, lambda: (None, 0, E4M3, (1, 128), True, 0, True, 16, True)),
     "gradient, commit": ("cast_and_commit", True, lambda: (*delayed_state(), *commits())),
 }
 
@@ -148,17 +147,19 @@ CAPTURED: dict[str, tuple[str, bool, Callable[[], tuple[Any, ...]]]] = {
 def test_in_a_cuda_graph(kernels: TritonKernels, name: str, h_tile: tuple[int, int] | None) -> None:
     op, backward, make_args = CAPTURED[name]
     x, arguments = given((1000, 1024), "swiglu", backward, h_tile)
-    args = x, *make_args(), *arguments
+    args, named = (x, *make_args(), *arguments), {}
+    if name == "gradient, blocks":
+        named = second(E5M2, (128, 1), False, 0)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(2):
-            getattr(kernels, op)(*args)
+            getattr(kernels, op)(*args, **named)
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        results = getattr(kernels, op)(*args)
+        results = getattr(kernels, op)(*args, **named)
     for scale in (1.0, 0.25, 4.0):  # each replay of a commit rolls once
         fresh, of_fresh = given((1000, 1024), "swiglu", backward, h_tile)
         x.copy_(fresh if fresh.element_size() == 1 else fresh * scale)
@@ -166,9 +167,11 @@ def test_in_a_cuda_graph(kernels: TritonKernels, name: str, h_tile: tuple[int, i
             if isinstance(old, Tensor):
                 old.copy_(new)
         before, right = to(DEVICE, args), to(DEVICE, args)
-        expected = REFERENCE[op](*right)
+        expected = REFERENCE[op](*right, **named)
         graph.replay()
         if op == "cast_and_commit":  # each replay is a pass by itself
             right[3][0] = args[3][0]
-        assert_close(Run(op, before, tuple(results), args, expected, right))
+        old, left, of_reference = (named_arguments(op, *values, **named) for values in (before, args, right))
+        ours, theirs = (named_results(op, old, found) for found in (results, expected))
+        assert_close(Run(op, old, ours, left, theirs, of_reference))
         assert_counters_are_zero(kernels)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from octavo.kernels.reference import KERNELS as REFERENCE
 from octavo.scaling.delayed import State
+from tests.support.casts import second
 from tests.support.combinations import each_pair
 from tests.support.definitions import same_bits
 from tests.support.passes import one_pass
@@ -37,9 +38,9 @@ def test_cast_two_scalings(kernels: TritonKernels, monkeypatch: pytest.MonkeyPat
     x = input_of(kernels, monkeypatch, case)
     (tile, second_tile), (fmt, second_fmt) = case["tiles"], case["formats"]
     power_of_two, second_power_of_two = case["powers_of_two"]
-    first, second = (fmt, tile, power_of_two, 1), (second_fmt, second_tile, second_power_of_two, 2)
-    extras = (case["transpose_second"], case["pad"], case["column_sum"])
-    check(kernels, "cast_two_scalings", x, *first, *second, *extras, compare_sums=case["values"] != "edge")
+    cast = None, 0, fmt, tile, power_of_two, 1, case["transpose_second"], case["pad"], case["column_sum"]
+    other = second(second_fmt, second_tile, second_power_of_two, 2)
+    check(kernels, "cast", x, *cast, **other, compare_sums=case["values"] != "edge")
 
 
 @each_pair(

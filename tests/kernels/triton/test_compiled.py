@@ -69,7 +69,7 @@ def _first_case(test: Callable[..., None], **changes: Any) -> Callable[[TritonKe
 
 
 def _grouped_rows(kernels: TritonKernels) -> None:
-    test_grouped_cast.check(kernels, torch.randn(60, 48), SIZES, None, 0, E4M3, (1, -1), False, 0, True, True, 16)
+    test_grouped_cast.check(kernels, torch.randn(60, 48), SIZES, None, 0, E4M3, (1, -1), False, 0)
 
 
 def _weights_in_blocks(kernels: TritonKernels) -> None:

@@ -30,17 +30,32 @@ WRITTEN = [(True, False), (False, True), (True, True), (False, False)]
 DELAYED = [None, 0.0, 3.0]
 
 
-def check(kernels: TritonKernels, x: torch.Tensor, sizes: list[int], *args: Any) -> None:
-    run = run_both(kernels, "grouped_cast", (x, offsets_of(sizes).to(kernels.device), *to(kernels.device, args)))
-    for name, ours, theirs in zip(("q", "t", "scale_inv", "amax"), run.actual, run.expected, strict=True):
-        assert same_bits(ours, theirs), name
+def check(
+    kernels: TritonKernels,
+    x: torch.Tensor,
+    sizes: list[int],
+    *cast: Any,
+    written: tuple[bool, bool] = (True, True),
+    pad: int = 16,
+    activation: tuple[Any, ...] = (),
+) -> None:
+    """A cast of rows in groups; ``written``: codes as they lie, and transposed."""
+    as_is, transpose = written
+    flat = to(kernels.device, (x, *cast, transpose, pad, False, *activation))
+    run = run_both(kernels, "cast", x, *flat[1:], offsets=offsets_of(sizes).to(kernels.device), as_is=as_is)
+    for name, ours in run.actual.items():
+        assert same_bits(ours, run.expected[name]), name
 
 
 def cast_of(case: dict[str, Any]) -> tuple[Any, ...]:
-    """Arguments from delayed_scale to pad."""
+    """Arguments from delayed_scale to margin."""
     tile = case["tile"]
     delayed = None if tile != (-1, -1) or case["delayed"] is None else torch.tensor([1.0, case["delayed"], 1.0])
-    return delayed, 1, case["fmt"], tile, case["power_of_two"], case["margin"], *case["written"], case["pad"]
+    return delayed, 1, case["fmt"], tile, case["power_of_two"], case["margin"]
+
+
+def written_of(case: dict[str, Any]) -> dict[str, Any]:
+    return {"written": case["written"], "pad": case["pad"]}
 
 
 OPTIONS: dict[str, list[Any]] = {
@@ -65,7 +80,7 @@ def test_each_group_is_cast_alone(
         use_small_tiles(kernels, monkeypatch)
     sizes, rest = case["sizes"]
     x = values_of(case["values"], (sum(sizes) + rest, case["cols"]), case["x_dtype"])
-    check(kernels, laid(x, case["layout"], kernels.device), sizes, *cast_of(case))
+    check(kernels, laid(x, case["layout"], kernels.device), sizes, *cast_of(case), **written_of(case))
 
 
 @pytest.mark.full
@@ -82,12 +97,13 @@ def test_activations_by_group(kernels: TritonKernels, monkeypatch: pytest.Monkey
     if kind == "of codes":
         for h_tile in ((-1, -1), (1, 32), (32, 8)):
             cast = None, 0, E4M3, h_tile, False, 0
-            codes, _, scale_inv, _ = torch.ops.octavo.grouped_cast(h, offsets_of(sizes), *cast)
+            codes, _, scale_inv, _ = torch.ops.octavo.cast(h, *cast, offsets=offsets_of(sizes))
             for given in ((x, codes), (codes, None))[: 1 if case["small"] else 2]:
-                args = *cast_of(case), case["activation"], given[1], scale_inv, h_tile
-                check(kernels, given[0].to(kernels.device), sizes, *args)
+                extras = case["activation"], given[1], scale_inv, h_tile
+                how = written_of(case) | {"activation": extras}
+                check(kernels, given[0].to(kernels.device), sizes, *cast_of(case), **how)
         return
-    check(kernels, x.to(kernels.device), sizes, *cast_of(case), *extras)
+    check(kernels, x.to(kernels.device), sizes, *cast_of(case), **written_of(case), activation=extras)
 
 
 @pytest.mark.parametrize("first_seed", [1, pytest.param(3, marks=pytest.mark.full)])
@@ -96,15 +112,16 @@ def test_any_sequence_of_sizes(tile: tuple[int, int], first_seed: int, kernels: 
     for seed in range(first_seed, first_seed + 2):
         sizes, rest = random_sizes(seed)
         x = torch.randn(sum(sizes) + rest, 19).to(kernels.device)
-        check(kernels, x, sizes, None, 0, E4M3, tile, False, 0, True, True, 16)
+        check(kernels, x, sizes, None, 0, E4M3, tile, False, 0)
 
 
 @pytest.mark.parametrize(("sizes", "rest"), SIZES, ids=lambda v: str(v)[:20])
 def test_an_activation_s_gradient_of_codes(sizes: list[int], rest: int, kernels: TritonKernels) -> None:
     h, offsets, h_tile = torch.randn(sum(sizes) + rest, 32), offsets_of(sizes), (32, 8)
-    codes, _, scale_inv, _ = torch.ops.octavo.grouped_cast(h, offsets, None, 0, E4M3, h_tile, False, 0)
+    codes, _, scale_inv, _ = torch.ops.octavo.cast(h, None, 0, E4M3, h_tile, False, 0, offsets=offsets)
     dy, tile = torch.randn(len(h), 16).to(kernels.device), (128, 1)
-    check(kernels, dy, sizes, None, 0, E4M3, tile, False, 0, True, True, 16, "reglu", codes, scale_inv, h_tile)
+    activation = "reglu", codes, scale_inv, h_tile
+    check(kernels, dy, sizes, None, 0, E4M3, tile, False, 0, activation=activation)
 
 
 @pytest.mark.parametrize("scale", [0.0, 3.0])
@@ -112,18 +129,19 @@ def test_a_delayed_scale_is_one_for_all_groups(scale: float, kernels: TritonKern
     for sizes, rest in SIZES:
         x = torch.randn(sum(sizes) + rest, 40).to(kernels.device)
         for transpose in (False, True):
-            check(kernels, x, sizes, torch.tensor([1.0, scale, 1.0]), 1, E4M3, (-1, -1), False, 0, True, transpose, 16)
+            cast = torch.tensor([1.0, scale, 1.0]), 1, E4M3, (-1, -1), False, 0
+            check(kernels, x, sizes, *cast, written=(True, transpose))
 
 
 def test_blocks_of_other_sizes(kernels: TritonKernels) -> None:
-    check(kernels, torch.randn(61, 20).to(kernels.device), [0, 1, 17, 40], None, 0, E4M3, (3, 5), False, 0, True, True)
+    check(kernels, torch.randn(61, 20).to(kernels.device), [0, 1, 17, 40], None, 0, E4M3, (3, 5), False, 0, pad=1)
 
 
 @pytest.mark.parametrize("tile", [(-1, -1), (-1, 1), (1, -1), (128, 128)], ids=str)
 @pytest.mark.parametrize("ends", [[3, 2, 40], [-1, 40, 40], [3, 41, 41], [0, 1 << 30, 40]], ids=str)
 def test_wrong_offsets_are_groups_without_rows(ends: list[int], tile: tuple[int, int], kernels: TritonKernels) -> None:
-    given = torch.randn(40, 20).to(kernels.device), torch.tensor(ends, dtype=torch.int32, device=kernels.device)
-    q, t, scale_inv, amax = kernels.grouped_cast(*given, None, 0, E4M3, tile, False, 0, True, True, 16)
+    x, offsets = torch.randn(40, 20).to(kernels.device), torch.tensor(ends, dtype=torch.int32, device=kernels.device)
+    q, t, scale_inv, amax = kernels.cast(x, None, 0, E4M3, tile, False, 0, True, 16, offsets=offsets)
     assert not q.view(torch.uint8).any() and not t.view(torch.uint8).any()
     assert bool((scale_inv == 1).all()) and not amax.any()
 
@@ -153,7 +171,7 @@ def test_launches(
     if kernels.device.type == "cuda":
         torch.cuda.synchronize()  # the host has seen the scales
     cast = scale if delayed else None, 0, E4M3, tile, False, 0
-    kernels.grouped_cast(x, offsets, *cast)
+    kernels.cast(x, *cast, offsets=offsets)
     found = count_launches(kernels, monkeypatch)
-    kernels.grouped_cast(x, offsets, *cast, True, True, 16)
+    kernels.cast(x, *cast, True, 16, offsets=offsets)
     assert found == launches

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from octavo.kernels.layouts import transposed, with_padding
 from octavo.kernels.reference.norm import normalise
+from tests.support.casts import of_norm, second
 from tests.support.combinations import each_pair
 from tests.support.definitions import same_bits
 from tests.support.passes import before_of
@@ -28,21 +29,17 @@ from tests.support.triton_cases import (
     assert_scales_close,
     count_launches,
     input_of,
-    named_arguments,
     run_both,
 )
 from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.gpu
 
+Norm = dict[str, Any]  # as of_norm makes it
 KINDS = ["layer_norm", "rms_norm"]
 SHAPES = [(0, 17), (17, 0), (1, 270), (17, 127), (150, 17)]
 VALUES = ["varied", "faults", "only faults", "zeros"]
 ROW, COLUMN = (1, -1), (-1, 1)
-RESULTS = {
-    "norm_cast": ["q", "t", "scale_inv", "amax", "mean", "rstd", "y"],
-    "norm_cast_two_scalings": ["q", "scale_inv", "second", "second_scale_inv", "mean", "rstd", "y"],
-}
 
 # (tile, the delayed scale, whether it is known to exist)
 CASTS: list[tuple[tuple[int, int], float | None, bool]] = [(ALL, None, False), (ALL, 0.0, False), (ALL, 0.37, False)]
@@ -63,11 +60,11 @@ NORM: dict[str, Any] = {
 }
 
 
-def norm_of(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, case: dict[str, Any]) -> tuple[Any, ...]:
-    """The arguments that both ops begin with."""
+def norm_of(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, case: dict[str, Any]) -> tuple[Tensor, Norm]:
     x = input_of(kernels, monkeypatch, case)
     gamma, beta = (torch.randn(case["shape"][1]).to(case["of_gamma"]).to(x.device) for _ in range(2))
-    return x, gamma, beta if case["beta"] else None, case["kind"], case["eps"], case["zero_centered"]
+    beta = beta if case["beta"] else None
+    return x, of_norm(gamma, beta, case["kind"], case["eps"], case["zero_centered"])
 
 
 def state_of(kernels: TritonKernels, scale: float, known: bool = True, role: int = 1) -> Tensor:
@@ -84,12 +81,11 @@ def state_of(kernels: TritonKernels, scale: float, known: bool = True, role: int
 
 @each_pair(**NORM, cast=CASTS, fmt=FORMATS, power_of_two=[False, True], margin=[0, 3], transpose=[False, True])
 def test_norm_cast(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, case: dict[str, Any]) -> None:
-    norm = norm_of(kernels, monkeypatch, case)
+    x, norm = norm_of(kernels, monkeypatch, case)
     tile, scale, known = case["cast"]
     state = None if scale is None else state_of(kernels, scale, known)
     cast = state, 1, case["fmt"], tile, case["power_of_two"], case["margin"]
-    extras = case["transpose"], case["pad"], case["keep"]
-    check_norm(kernels, "norm_cast", *norm, *cast, *extras)
+    check_norm(kernels, x, *cast, case["transpose"], case["pad"], **norm, keep=case["keep"])
 
 
 @each_pair(
@@ -100,24 +96,23 @@ def test_norm_cast(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, case
     transpose_second=[False, True],
 )
 def test_norm_cast_two_scalings(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, case: dict[str, Any]) -> None:
-    norm = norm_of(kernels, monkeypatch, case)
-    casts = (arg for i in range(2) for arg in (case["formats"][i], case["tiles"][i], case["powers_of_two"][i], i))
-    extras = case["transpose_second"], case["pad"], case["keep"]
-    check_norm(kernels, "norm_cast_two_scalings", *norm, *casts, *extras)
+    x, norm = norm_of(kernels, monkeypatch, case)
+    first, other = ((case["formats"][i], case["tiles"][i], case["powers_of_two"][i], i) for i in range(2))
+    cast = None, 0, *first, case["transpose_second"], case["pad"]
+    check_norm(kernels, x, *cast, **second(*other), **norm, keep=case["keep"])
 
 
-def check_norm(kernels: TritonKernels, op: str, *args: Any) -> dict[str, Tensor]:
-    """Run an op and compare each result with the reference's, float32 ones but for what roundings make of them."""
-    run = run_both(kernels, op, args)
-    given = named_arguments(op, run.given)
-    actual, expected = (dict(zip(RESULTS[op], results, strict=True)) for results in (run.actual, run.expected))
-    for before, after in zip(run.given, run.left, strict=True):
-        assert not isinstance(before, Tensor) or same_bits(before, after)
-    assert all(a.shape == b.shape and a.dtype == b.dtype for a, b in zip(run.actual, run.expected, strict=True))
+def check_norm(kernels: TritonKernels, *args: Any, **named: Any) -> dict[str, Tensor]:
+    """Cast a norm and compare each result with the reference's, float32 ones but for what roundings make of them."""
+    run = run_both(kernels, "cast", *args, **named)
+    given, actual, expected = run.given, run.actual, run.expected
+    for name, before in given.items():
+        assert not isinstance(before, Tensor) or same_bits(before, run.left[name])
+    assert all(a.shape == expected[name].shape and a.dtype == expected[name].dtype for name, a in actual.items())
     values = assert_statistics(run, actual)
     tile, cast = given["tile"], (given["dtype"], given["power_of_two"], given["margin"])
     assert_codes(actual["q"], expected["q"], actual["scale_inv"], values, tile)
-    if op == "norm_cast":
+    if given["second_dtype"] is None:
         laid_q = with_padding(transposed(actual["q"][:, : given["x"].shape[1]]), given["pad"])
         assert same_bits(actual["t"], laid_q if given["transpose"] else expected["t"])
         state = given["delayed_scale"]
@@ -129,7 +124,7 @@ def check_norm(kernels: TritonKernels, op: str, *args: Any) -> dict[str, Tensor]
     else:
         assert_scales_close(actual["scale_inv"], None, values, tile, *cast)
         tile, cast = given["second_tile"], (given["second_dtype"], given["second_power_of_two"], given["second_margin"])
-        if given["transpose_second"]:
+        if given["transpose"]:
             values, tile = Values(values.y.t(), values.size.t()), tile[::-1]
         assert_codes(actual["second"], expected["second"], actual["second_scale_inv"], values, tile)
         assert_scales_close(actual["second_scale_inv"], None, values, tile, *cast)
@@ -144,7 +139,8 @@ def assert_codes(codes: Tensor, expected: Tensor, *found: Any) -> None:
 
 def assert_statistics(run: Run, actual: dict[str, Tensor]) -> Values:
     """Compare mean, rstd and y with float64."""
-    x, gamma, beta, kind, eps, zero_centered = run.given[:6]
+    x, gamma, beta = run.given["x"], run.given["gamma"], run.given["beta"]
+    kind, eps, zero_centered = run.given["kind"], run.given["eps"], run.given["zero_centered"]
     y, *_ = normalise(x, gamma, beta, kind, eps, zero_centered)
     wide = x.double()
     mean = wide.mean(1) if kind == "layer_norm" else torch.zeros(len(x)).double()
@@ -167,15 +163,16 @@ def assert_statistics(run: Run, actual: dict[str, Tensor]) -> Values:
 
 
 def one_scaling(tile: tuple[int, int], state: Tensor | None = None) -> Callable[..., tuple[Tensor, ...]]:
-    def call(kernels: TritonKernels, *norm: Any) -> tuple[Tensor, ...]:
-        return kernels.norm_cast(*norm, state, 1, E4M3, tile, False, 0, True, 16, True)
+    def call(kernels: TritonKernels, x: Tensor, norm: Norm) -> tuple[Tensor, ...]:
+        return kernels.cast(x, state, 1, E4M3, tile, False, 0, True, 16, **norm, keep=True)
 
     return call
 
 
-def two_scalings(tile: tuple[int, int], second: tuple[int, int]) -> Callable[..., tuple[Tensor, ...]]:
-    def call(kernels: TritonKernels, *norm: Any) -> tuple[Tensor, ...]:
-        return kernels.norm_cast_two_scalings(*norm, E4M3, tile, False, 0, E4M3, second, False, 0, True, 16, True)
+def two_scalings(tile: tuple[int, int], other: tuple[int, int]) -> Callable[..., tuple[Tensor, ...]]:
+    def call(kernels: TritonKernels, x: Tensor, norm: Norm) -> tuple[Tensor, ...]:
+        two = second(E4M3, other, False, 0)
+        return kernels.cast(x, None, 0, E4M3, tile, False, 0, True, 16, **two, **norm, keep=True)
 
     return call
 
@@ -200,7 +197,7 @@ def test_launches(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, name:
     call, expected = LAUNCHES[name]
     x, gamma = torch.randn(40, 48).to(kernels.device), torch.randn(48).to(kernels.device)
     launched = count_launches(kernels, monkeypatch)
-    call(kernels, x, gamma, None, kind, 1e-5, False)
+    call(kernels, x, of_norm(gamma, None, kind))
     assert launched == expected
 
 
@@ -213,16 +210,16 @@ def test_launches_with_a_delayed_scale(kernels: TritonKernels, monkeypatch: pyte
         (state_of(kernels, 0.0), ["norm_tensor_kernel", "cast_tensor_kernel"]),
     ):
         launched.clear()
-        one_scaling(ALL, state)(kernels, x, gamma, None, "rms_norm", 1e-5, False)
+        one_scaling(ALL, state)(kernels, x, of_norm(gamma, None, "rms_norm"))
         assert launched == expected
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_rows(kernels: TritonKernels, kind: str) -> None:
     x, gamma = torch.randn(1000, 17).to(kernels.device), torch.randn(17).to(kernels.device)
-    norm = x, gamma, None, kind, 1e-5, False
-    check_norm(kernels, "norm_cast", *norm, state_of(kernels, 50.0), 1, E4M3, ALL, False, 0, True, 16, True)
-    check_norm(kernels, "norm_cast_two_scalings", *norm, E4M3, ROW, False, 0, E4M3, COLUMN, False, 0, True, 16)
+    norm = of_norm(gamma, None, kind)
+    check_norm(kernels, x, state_of(kernels, 50.0), 1, E4M3, ALL, False, 0, True, 16, **norm, keep=True)
+    check_norm(kernels, x, None, 0, E4M3, ROW, False, 0, True, 16, **norm, **second(E4M3, COLUMN, False, 0))
 
 
 @pytest.mark.parametrize("cast", [CASTS[0], CASTS[3], *CASTS[5:8]], ids=str)
@@ -234,8 +231,9 @@ def test_infinities_made_on_the_way(kernels: TritonKernels, cast: tuple[Any, ...
     gamma[[7, 100, 149]] = torch.tensor([math.inf, -math.inf, math.nan])
     state = None if scale is None else state_of(kernels, scale, known)
     for fmt in FORMATS:
-        norm = x.to(kernels.device), gamma.to(kernels.device), None, "layer_norm", 1e-5, False
-        found = check_norm(kernels, "norm_cast", *norm, state, 1, fmt, tile, False, 0, True, 16, True)
+        norm = of_norm(gamma.to(kernels.device), None, "layer_norm")
+        cast = state, 1, fmt, tile, False, 0, True, 16
+        found = check_norm(kernels, x.to(kernels.device), *cast, **norm, keep=True)
         assert found["amax"].isfinite().all() and (found["amax"] > 0).any()
         values = found["q"][:, :150].float()
         assert not values[:, 7].isfinite().any() and values[:, [6, 8]].isfinite().all()
@@ -245,12 +243,11 @@ def test_parameters_that_are_not_contiguous(kernels: TritonKernels) -> None:
     x = torch.randn(20, 40).to(kernels.device)
     gamma, beta = (torch.randn(40, 3).to(kernels.device)[:, 1] for _ in range(2))
     for tile in (ALL, ROW, (1, 32)):
-        args = x, gamma, beta, "layer_norm", 1e-5, False, None, 0, E4M3, tile, False, 0, True
-        check_norm(kernels, "norm_cast", *args)
+        check_norm(kernels, x, None, 0, E4M3, tile, False, 0, True, **of_norm(gamma, beta, "layer_norm"))
 
 
 def test_tiles(kernels: TritonKernels) -> None:
-    config, tile = kernels.module("launch").Config, kernels.module("norm")._tile
+    config, tile = kernels.module("launch").Config, kernels.module("cast")._tile
     wide, tall = config(1, 4096, 4, 4), config(16, 512, 1, 8)
     for chosen, cols, blocks, expected in (
         (wide, 4096, (), (1, 4096, 4, 4)),
@@ -272,14 +269,14 @@ def test_tiles(kernels: TritonKernels) -> None:
 def test_bad_arguments(kernels: TritonKernels) -> None:
     x, gamma = torch.randn(4, 8).to(kernels.device), torch.randn(8).to(kernels.device)
     cast = None, 0, E4M3, ALL, False, 0, True
-    with pytest.raises(ValueError, match="use 'layer_norm' or 'rms_norm'"):
-        kernels.norm_cast(x, gamma, None, "batch_norm", 1e-5, False, *cast)
-    with pytest.raises(ValueError, match=r"gamma of shape \[7\]: rows of x have 8"):
-        kernels.norm_cast(x, gamma[:7], None, "rms_norm", 1e-5, False, *cast)
-    with pytest.raises(ValueError, match=r"beta of shape \[1, 8\]"):
-        kernels.norm_cast(x, gamma, gamma[None], "rms_norm", 1e-5, False, *cast)
+    for norm, said in (
+        (of_norm(gamma, None, "batch_norm"), "use 'layer_norm' or 'rms_norm'"),
+        (of_norm(gamma[:7], None, "rms_norm"), r"gamma of shape \[7\]: rows of x have 8"),
+        (of_norm(gamma, gamma[None], "rms_norm"), r"beta of shape \[1, 8\]"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            kernels.cast(x, *cast, **norm)
     with pytest.raises(ValueError, match="pad=3"):
-        kernels.norm_cast(x, gamma, None, "rms_norm", 1e-5, False, *cast, 3)
-    two = E4M3, ROW, False, 0, E5M2, COLUMN, False, 0, True
+        kernels.cast(x, *cast, 3, **of_norm(gamma, None, "rms_norm"))
     with pytest.raises(ValueError, match="use 'layer_norm' or 'rms_norm'"):
-        kernels.norm_cast_two_scalings(x, gamma, None, "", 1e-5, False, *two)
+        kernels.cast(x, *cast, **of_norm(gamma, None, ""), **second(E5M2, COLUMN, False, 0))

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.casts import of_norm
 from tests.support.combinations import each_pair
 from tests.support.definitions import same_bits
 from tests.support.triton_cases import (
@@ -119,8 +120,9 @@ def test_finite_differences(kernels: TritonKernels, kind: str) -> None:
     x, dy, gamma, beta = torch.randn(6, 260), torch.randn(6, 260), torch.randn(260), torch.randn(260)
 
     def forward(x: Tensor, gamma: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        norm = *to(kernels.device, (x, gamma, beta)), kind, EPS, True
-        results = kernels.norm_cast(*norm, None, 0, E4M3, ALL, False, 0, False, 1, True)
+        x, *parameters = to(kernels.device, (x, gamma, beta))
+        norm = of_norm(*parameters, kind, EPS, True)
+        results = kernels.cast(x, None, 0, E4M3, ALL, False, 0, **norm, keep=True)
         return results[4:]
 
     mean, rstd, _ = forward(x, gamma, beta)

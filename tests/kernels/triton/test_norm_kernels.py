@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.casts import of_norm
 from tests.support.triton_cases import ALL, E4M3, use_small_tiles
 from tests.support.triton_kernels import TritonKernels
 
@@ -12,9 +13,8 @@ pytestmark = pytest.mark.gpu
 
 def statistics(kernels: TritonKernels, x: Tensor, kind: str = "layer_norm", eps: float = 0.0) -> tuple[Tensor, Tensor]:
     gamma = torch.ones(x.shape[1]).to(kernels.device)
-    *_, mean, rstd, _ = kernels.norm_cast(
-        x.to(kernels.device), gamma, None, kind, eps, False, None, 0, E4M3, ALL, False, 0, True
-    )
+    cast = None, 0, E4M3, ALL, False, 0, True
+    *_, mean, rstd, _ = kernels.cast(x.to(kernels.device), *cast, **of_norm(gamma, None, kind, eps))
     return mean.cpu(), rstd.cpu()
 
 

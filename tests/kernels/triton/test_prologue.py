@@ -12,6 +12,7 @@ from octavo.kernels.activations import ACTIVATIONS
 from octavo.kernels.reference import KERNELS as REFERENCE
 from octavo.scaling.delayed import State
 from tests.support import definitions
+from tests.support.casts import second
 from tests.support.combinations import each_pair
 from tests.support.definitions import all_codes
 from tests.support.exact_activation import GATED, exact, exact_gradient
@@ -97,6 +98,7 @@ def run(
     case: dict[str, Any],
     op: str,
     *args: Any,
+    **named: Any,
 ) -> None:
     """Run an op with these arguments between x and its activation, and compare it with the reference."""
     if case["small"]:
@@ -104,7 +106,7 @@ def run(
     x, activation = given(kernels.device, **case)
     compare = check if case["activation"] in EXACT else check_close
     sums = "edge" not in case["values"]
-    compare(kernels, op, x, *args, case["pad"], case["column_sum"], *activation, compare_sums=sums)
+    compare(kernels, op, x, *args, case["pad"], case["column_sum"], *activation, **named, compare_sums=sums)
 
 
 # a tile, or of the whole tensor the delayed scale
@@ -149,8 +151,8 @@ TILES += [((32, 1), (20, 48))]
 def test_cast_two_scalings(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, case: dict[str, Any]) -> None:
     (tile, second_tile), (fmt, second_fmt) = case["tiles"], case["formats"]
     power_of_two, second_power_of_two = case["powers_of_two"]
-    first, second = (fmt, tile, power_of_two, 1), (second_fmt, second_tile, second_power_of_two, 2)
-    run(kernels, monkeypatch, case, "cast_two_scalings", *first, *second, case["transpose_second"])
+    cast, other = (fmt, tile, power_of_two, 1), second(second_fmt, second_tile, second_power_of_two, 2)
+    run(kernels, monkeypatch, case, "cast", None, 0, *cast, case["transpose_second"], **other)
 
 
 @each_pair(

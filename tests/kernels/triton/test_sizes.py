@@ -9,6 +9,7 @@ from torch import Tensor
 
 from octavo.kernels.reference import KERNELS as REFERENCE
 from octavo.scaling.delayed import State
+from tests.support.casts import second
 from tests.support.definitions import same_bits
 from tests.support.passes import same_state
 from tests.support.triton_cases import (
@@ -43,10 +44,6 @@ def delayed_state() -> State:
     return State(scale, history, State.empty(1, "cuda").before)
 
 
-def two_scalings(tile: tuple[int, int], second_tile: tuple[int, int]) -> tuple[Any, ...]:
-    return E4M3, tile, True, 0, E5M2, second_tile, False, 0, True, 16, True
-
-
 def commits() -> tuple[Any, ...]:
     return torch.full((1, 1), 3.0, device="cuda"), None, E5M2, False, 0, *UPDATE, True, 16, True
 
@@ -62,8 +59,9 @@ def test_every_op(kernels: TritonKernels, shape: tuple[int, int], faults: bool) 
         assert same_bits(kernels.amax(x, tile), REFERENCE["amax"](x, tile))
         check(kernels, "cast", x, None, 0, E4M3, tile, False, 0, where="cuda")
         check(kernels, "cast", x, None, 0, E5M2, tile, True, 1, True, 16, True, where="cuda")
-    for tiles in TWO_SCALINGS:
-        check(kernels, "cast_two_scalings", x, *two_scalings(*tiles), where="cuda")
+    for tile, second_tile in TWO_SCALINGS:
+        scalings = None, 0, E4M3, tile, True, 0, True, 16, True
+        check(kernels, "cast", x, *scalings, **second(E5M2, second_tile, False, 0), where="cuda")
     state = delayed_state()
     for role in (0, 1):
         check(kernels, "cast", x, state.scale, role, E4M3, ALL, False, 0, True, 16, where="cuda")
@@ -92,15 +90,23 @@ def test_more_elements_than_int32_counts(kernels: TritonKernels) -> None:
         del results, expected
 
 
-CAPTURED: dict[str, tuple[str, Callable[[], tuple[Any, ...]]]] = {
-    "Dynamic": ("cast", lambda: (None, 0, E4M3, ALL, False, 0, False, 16, True)),
-    "rows": ("cast", lambda: (None, 0, E4M3, (1, -1), False, 0)),
-    "transpose": ("cast", lambda: (None, 0, E5M2, ALL, True, 0, True, 16, True)),
-    "Delayed": ("cast", lambda: (delayed_state()[0], 0, E4M3, ALL, False, 0, True)),
-    "no history": ("cast", lambda: (delayed_state()[0], 1, E4M3, ALL, False, 0, True)),
-    "two block scalings": ("cast_two_scalings", lambda: two_scalings((1, 128), (128, 1))),
-    "rows and columns": ("cast_two_scalings", lambda: two_scalings((1, -1), (-1, 1))),
-    "commit": ("cast_and_commit", lambda: (*delayed_state(), *commits())),
+CAPTURED: dict[str, tuple[str, Callable[[], tuple[Any, ...]], dict[str, Any]]] = {
+    "Dynamic": ("cast", lambda: (None, 0, E4M3, ALL, False, 0, False, 16, True), {}),
+    "rows": ("cast", lambda: (None, 0, E4M3, (1, -1), False, 0), {}),
+    "transpose": ("cast", lambda: (None, 0, E5M2, ALL, True, 0, True, 16, True), {}),
+    "Delayed": ("cast", lambda: (delayed_state()[0], 0, E4M3, ALL, False, 0, True), {}),
+    "no history": ("cast", lambda: (delayed_state()[0], 1, E4M3, ALL, False, 0, True), {}),
+    "two block scalings": (
+        "cast",
+        lambda: (None, 0, E4M3, (1, 128), True, 0, True, 16, True),
+        second(E5M2, (128, 1), False, 0),
+    ),
+    "rows and columns": (
+        "cast",
+        lambda: (None, 0, E4M3, (1, -1), True, 0, True, 16, True),
+        second(E5M2, (-1, 1), False, 0),
+    ),
+    "commit": ("cast_and_commit", lambda: (*delayed_state(), *commits()), {}),
 }
 
 
@@ -115,17 +121,17 @@ def warm_up(call: Callable[[], Any]) -> None:
 
 @pytest.mark.parametrize("name", CAPTURED)
 def test_in_a_cuda_graph(kernels: TritonKernels, name: str) -> None:
-    op, make_args = CAPTURED[name]
+    op, make_args, named = CAPTURED[name]
     x, args = large((1000, 2048)), make_args()
-    warm_up(lambda: getattr(kernels, op)(x, *args))
+    warm_up(lambda: getattr(kernels, op)(x, *args, **named))
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        results = getattr(kernels, op)(x, *args)
+        results = getattr(kernels, op)(x, *args, **named)
     for _ in range(3):  # each replay of a commit rolls once
         x.copy_(large((1000, 2048)) * torch.rand((), device="cuda"))
         reference_args = to("cuda", (x, *args))
-        expected = REFERENCE[op](*reference_args)
+        expected = REFERENCE[op](*reference_args, **named)
         graph.replay()
         assert all(same_bits(a, b) for a, b in zip(results[:-1], expected[:-1], strict=True))
         assert_sums(results[-1], expected[-1], x)
