@@ -125,7 +125,8 @@ def _what(source: Source, keep: bool = False) -> tuple[Tensor, _What]:
     if isinstance(source, Tensor):
         return source, ((), {})
     if isinstance(source, CastSource):
-        return source[0], (source[1:], {})
+        x, *activation = source
+        return x, (activation, {})
     x, gamma, beta, kind, eps, zero_centered = source
     of_norm = {"gamma": gamma, "beta": beta, "kind": kind, "eps": eps, "zero_centered": zero_centered, "keep": keep}
     return x, ((), of_norm)

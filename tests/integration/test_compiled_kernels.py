@@ -70,7 +70,8 @@ def test_every_configuration_is_compiled() -> None:
 def test_every_op_is_compiled() -> None:
     with compiled.offline(90), uncompiled():  # making a case may launch
         ops = {case.op for cases in compiled.GROUPS.values() for case in cases()}
-    assert ops == {*compiled.KERNELS, "optimizer_step"} - {"scales_of_pass"}  # which has no kernel of ours
+    kinds = {"cast_two_scalings", "grouped_cast", "norm_cast", "norm_cast_two_scalings"}  # of cast, by what it casts
+    assert ops == {*compiled.KERNELS, "optimizer_step", *kinds} - {"scales_of_pass"}  # which has no kernel of ours
 
 
 def test_rows_of_other_groups_and_architectures_stay() -> None:
