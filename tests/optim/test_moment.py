@@ -5,7 +5,7 @@ import torch
 
 from octavo import E4M3, E5M2, PerBlock, PerRow, PerTensor
 from octavo.optim import E4M4, Moment
-from octavo.optim.moment import NAMED, as_matrix, moments_of
+from octavo.optim.moment import NAMED, moments_of
 
 
 def test_names_and_pairs():
@@ -58,15 +58,6 @@ def test_repr():
         "Moment(E5M2, root, PerTensor(), nearest, previous amax)"
     )
     assert repr(Moment("fp32")) == "Moment(fp32, nearest)"
-
-
-@pytest.mark.parametrize(
-    ("shape", "matrix"),
-    [((), (1, 1)), ((5,), (1, 5)), ((2, 3), (2, 3)), ((2, 3, 4), (2, 12)), ((0,), (1, 0)), ((3, 0), (3, 0))],
-)
-def test_a_tensor_as_a_matrix(shape, matrix):
-    x = torch.zeros(shape)
-    assert as_matrix(x).shape == matrix and as_matrix(x).data_ptr() == x.data_ptr()
 
 
 def test_a_new_state_reads_zeros():

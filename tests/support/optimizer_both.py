@@ -1,13 +1,15 @@
 """The optimizer's launch and its reference, each on its own copy of the same weights."""
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
-from octavo import E4M3, E5M2, PerTensor
+from octavo import E4M3, E5M2, PerBlock, PerTensor, quantize
 from octavo.formats import E4M4
 from octavo.kernels.reference.adam import AdamGroup
 from octavo.kernels.reference.master_weights import MasterWeight
@@ -15,8 +17,6 @@ from octavo.kernels.reference.optimizer_step import WeightUpdate
 from octavo.kernels.reference.optimizer_step import optimizer_step as reference
 from octavo.kernels.reference.sgd import SgdGroup
 from octavo.optim.moment import NAMED, Moment
-from tests.support.coded_gradients import put
-from tests.support.correct_roots import correct_roots
 from tests.support.triton_cases import assert_counters_are_zero
 from tests.support.triton_kernels import TritonKernels
 
@@ -98,6 +98,45 @@ def differences(ours: Iterable[WeightUpdate], theirs: Iterable[WeightUpdate]) ->
             if wrong.any():
                 found.append(f"{index} {tuple(a.gradient.shape)} {a.master.kind} {name}: {int(wrong.sum())}")
     return found
+
+
+def put(update: WeightUpdate, g: Tensor) -> None:
+    """Give a weight another gradient; a vector that is seen as [n, 1] has its blocks along it."""
+    if update.gradient_scale_inv is not None:
+        vector = update.gradient_scale_inv.shape[0] != g.shape[0]
+        pair = quantize(g.view(1, -1) if vector else g, E4M3, PerBlock(1, 128))
+        update.gradient_scale_inv.copy_(pair.scale_inv)
+        g = pair.qdata.view(torch.uint8).view(g.shape)
+    update.gradient.copy_(g)
+
+
+def coded(update: WeightUpdate, vector: bool = False) -> WeightUpdate:
+    """With a gradient in codes instead."""
+    rows, cols = update.gradient.shape
+    blocks = (1, -(-rows // 128)) if vector else (rows, -(-cols // 128))
+    codes, scale_inv = torch.zeros(rows, cols, dtype=torch.uint8), torch.ones(blocks)
+    found = update._replace(gradient=codes, gradient_scale_inv=scale_inv)
+    put(found, torch.randn(rows, cols))
+    return found
+
+
+_sqrt = torch.Tensor.sqrt
+
+
+def _correct(x: Tensor) -> Tensor:
+    if x.dtype != torch.float32 or x.is_cuda:
+        return _sqrt(x)
+    return _sqrt(x.double()).float()  # float64 has more than twice float32's bits, so rounding twice rounds once
+
+
+@contextmanager
+def correct_roots() -> Iterator[None]:
+    """Let Tensor.sqrt and sqrt_ of float32 on a CPU be rounded correctly, as by the kernels: 15 % are a bit off."""
+    with (
+        mock.patch.object(torch.Tensor, "sqrt", _correct),
+        mock.patch.object(torch.Tensor, "sqrt_", lambda x: x.copy_(_correct(x))),
+    ):
+        yield
 
 
 class Both:

@@ -11,7 +11,7 @@ from octavo.kernels.reference.master_weights import MasterWeight
 from octavo.kernels.reference.optimizer_step import WeightUpdate, optimizer_step
 from octavo.kernels.reference.sgd import SgdGroup
 from octavo.optim.moment import NAMED
-from tests.support.coded_gradients import coded
+from tests.support.optimizer_both import coded
 
 SHAPES = [(1, 1), (3, 300), (0, 5), (2, 128)]
 ADAM = [

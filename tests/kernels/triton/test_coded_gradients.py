@@ -10,7 +10,6 @@ import torch
 from octavo.formats import E4M3
 from octavo.kernels.reference.optimizer_step import WeightUpdate
 from octavo.optim.moment import NAMED
-from tests.support.coded_gradients import coded
 from tests.support.optimizer_both import (
     ADAM,
     MASTERS,
@@ -19,6 +18,7 @@ from tests.support.optimizer_both import (
     SGD,
     SHAPES,
     Both,
+    coded,
     mixed,
     moved,
     update_of,

@@ -8,8 +8,7 @@ from octavo.kernels.reference.master_weights import Fp8Weight
 from octavo.kernels.reference.optimizer_step import WeightUpdate
 from octavo.kernels.reference.optimizer_step import optimizer_step as reference
 from octavo.tensor.stored_weight import StoredWeight
-from tests.support.correct_roots import correct_roots
-from tests.support.optimizer_both import ADAM, MASTERS, OTHER, SCHEMES, SGD, Both, mixed, update_of
+from tests.support.optimizer_both import ADAM, MASTERS, OTHER, SCHEMES, SGD, Both, correct_roots, mixed, update_of
 from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.gpu
