@@ -68,6 +68,7 @@ class Threads:
         copies, products: asynchronous work: groups of (what ends it, registers that it will write), the last of them
             not committed yet.
         under_way: registers that a product will write; nobody may use them before a wait.
+        waits: [lanes] who found an mbarrier's phase not over, and tries again after all others.
     """
 
     def __init__(self, launch: Launch, program: np.ndarray, thread: np.ndarray) -> None:
@@ -82,6 +83,7 @@ class Threads:
         self.copies: list[list[tuple[Callable[[], None], frozenset[int]]]] = [[]]
         self.products: list[list[tuple[Callable[[], None], frozenset[int]]]] = [[]]
         self.under_way: frozenset[int] = frozenset()
+        self.waits = np.zeros(self.count, bool)
 
     def active(self, mask: Mask) -> np.ndarray:
         """The mask as an array."""

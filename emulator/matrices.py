@@ -285,6 +285,7 @@ def barrier(program: Program, one: Instruction, name: str) -> Run:
                 launch.barriers[key].work.append(launch.products.pop(key[0], []))
             else:
                 found[lane] = launch.barriers[key].passed(int(wide(values, threads.count)[lane]) & 1)
+                threads.waits[lane] = not found[lane]
         if target is not None:
             write(threads, mask, target, found)
         return PAUSE

@@ -117,6 +117,7 @@ class _Programs:
 def _steps(threads: Threads, places: np.ndarray, alive: np.ndarray, blocked: np.ndarray) -> Iterator[str]:
     """Run to the end; stop after atomics, telling PAUSE, and where nobody can go on, telling BARRIER.
 
+    The least advanced lanes run first, but those that loop around an mbarrier's wait last: who ends it may be behind.
     While all lanes are at one place, nothing is kept of where each is.
     """
     launch, instructions, every = threads.launch, threads.launch.program.instructions, threads.count
@@ -124,11 +125,13 @@ def _steps(threads: Threads, places: np.ndarray, alive: np.ndarray, blocked: np.
     for _ in range(launch.options.most):
         here: Mask = None
         if not together:
-            running = alive & ~blocked
+            running = alive & ~blocked & ~threads.waits
             if not running.any():
                 if not alive.any():
                     return
-                yield BARRIER
+                if not threads.waits.any():
+                    yield BARRIER
+                threads.waits[:] = False
                 continue
             place = int(places[running].min())
             here = running & (places == place)
