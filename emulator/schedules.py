@@ -3,47 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
-from emulator.accesses import PAUSE
-from emulator.machine import Launch, Mask, Options, Run, Threads, instruction, prepare, reader
+from emulator.machine import PAUSE, Launch, Mask, Options, Threads, instruction, prepare
 from emulator.memory import GlobalMemory
-from emulator.parse import Fault, Instruction, Program, Unsupported, parse
+from emulator.parse import Fault, Unsupported, parse
 
 AT_ONCE = 4  # programs under way where they run in a random order
 END, BARRIER = "end", "barrier"  # what a closure returns besides None, PAUSE, or where each lane goes on
 
 
-@instruction("bra(?:.uni)?", "brx.idx")
-def branch(program: Program, one: Instruction) -> Run:
-    """A jump, or one to each lane's place of a table."""
-    label = one.operands[-1]
-    if label not in program.tables:
-        place = program.labels[label if label in program.labels else label.partition(":")[2]]
-        return lambda threads, mask: place
-    read, places = reader(one, one.operands[0], "u32"), np.array([program.labels[to] for to in program.tables[label]])
-
-    def jump(threads: Threads, mask: Mask) -> np.ndarray:
-        index = np.where(threads.active(mask), read(threads), 0)
-        if (index >= places.size).any():
-            raise Fault(f"a jump beyond its table: {one}")
-        return places[index]
-
-    return jump
+@instruction("bra(?:.uni)?", "- int")
+def jump(threads: Threads, place: int) -> int:
+    """To another place."""
+    return place
 
 
-@instruction(
-    "(ret|bar.sync|barrier.sync)",
-    "(?:wgmma.fence.sync.aligned|fence.proxy.async.shared::cta|tcgen05.wait::(?:ld|st).sync.aligned)",
-    "tcgen05.(?:dealloc.cta_group::1.sync.aligned.b32|relinquish_alloc_permit.cta_group::1.sync.aligned)",
-)
-def tell(program: Program, one: Instruction, name: str = "") -> Run:
-    """The end of a thread; a barrier of a program's threads; or nothing: memory, and tcgen05.ld, are in order."""
-    if "bar" in name and one.operands not in ([0], [0, program.threads]):
-        raise one.unsupported()
-    told = {"": None, "ret": END}.get(name, BARRIER)
-    return lambda threads, mask: told
+@instruction("brx.idx", "- u32 =")
+def jump_by_table(threads: Threads, places: list[int], index: np.ndarray) -> np.ndarray:
+    """To each lane's place of a table."""
+    index = np.where(threads.active(), index, 0)
+    if (index >= len(places)).any():
+        raise Fault(f"a jump beyond its table: {threads.one}")
+    return np.array(places)[index]
+
+
+@instruction("ret")
+def end(threads: Threads) -> str:
+    """Of a thread."""
+    return END
+
+
+@instruction("(?:bar|barrier).sync", "- 0 int?")
+def meet(threads: Threads, count: int | None = None) -> str:
+    """At a barrier of all of a program's threads."""
+    if count not in (None, threads.launch.program.threads):
+        raise threads.one.unsupported()
+    return BARRIER
+
+
+@instruction("wgmma.fence.sync.aligned|fence.proxy.async.shared::cta|tcgen05.wait::(?:ld|st).sync.aligned")
+@instruction("tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned")
+@instruction("tcgen05.dealloc.cta_group::1.sync.aligned.b32", "- u32 int")
+def nothing(threads: Threads, *given: Any) -> None:
+    """Memory, and tcgen05.ld, are in order."""
 
 
 def run(
@@ -149,9 +154,10 @@ def _steps(threads: Threads, places: np.ndarray, alive: np.ndarray, blocked: np.
         if count == 0:
             continue
         launch.executed[place - 1] += count
-        if threads.under_way and one.registers() & threads.under_way - getattr(one.run, "writes", frozenset()):
+        if threads.under_way & one.registers and not one.name.startswith("wgmma.mma"):
             raise Fault(f"a register that a product under way will write is used before a wait: {one}")
-        found = one.run(threads, None if count == every else mask)  # type: ignore[misc]
+        threads.one, threads.mask = one, None if count == every else mask
+        found = one.run(threads)  # type: ignore[misc]
         if found is None:
             continue
         if found is PAUSE:
@@ -161,7 +167,7 @@ def _steps(threads: Threads, places: np.ndarray, alive: np.ndarray, blocked: np.
         else:
             if together:
                 places[:] = place
-            together, who = False, threads.active(mask)
+            together, who = False, threads.active()
             if found is END:
                 alive &= ~who
             elif found is BARRIER:
