@@ -3,7 +3,7 @@
     parse.py         text to instructions, operands and registers
     values.py        numbers: rounding, NaN, fused multiply-add, FP8, approximate functions
     tensor_cores.py  how each architecture's tensor cores add
-    memory.py        global and shared memory: bounds, alignment, unwritten bytes, races, copies under way, what it costs
+    memory.py        global and shared memory: bounds, alignment, unwritten bytes, races, copies under way, counts
     machine.py       threads that run together: their registers, how an instruction reads and writes them
     arithmetic.py, accesses.py, matrices.py   instructions, each a function and the types of its operands
     schedules.py     which threads run next: all together, or programs or warps in a random order

@@ -46,14 +46,11 @@ ELEMENTS = "(?:.v([24]|8(?!.[a-z]64)))?.([bsuf](?:8|16|32|64))"
 def load_elements(threads: Threads, space: str, count: str, kind: str, address: np.ndarray) -> np.ndarray:
     """One to eight of them."""
     dtype = np.dtype(TYPES[kind])
-    found = load(threads, space, threads.lanes(), address, dtype.itemsize * int(count or 1), threads.one)
-    return found.view(dtype)
+    return load(threads, space, threads.lanes(), address, dtype.itemsize * int(count or 1), threads.one).view(dtype)
 
 
 @instruction(f"st.(global|shared)(?:::cta)?{ELEMENTS}", "- [] {2}*{1}")
-def store_elements(
-    threads: Threads, space: str, count: str, kind: str, address: np.ndarray, values: np.ndarray
-) -> None:
+def store_elements(threads: Threads, space: str, count: str, kind: str, address: Any, values: np.ndarray) -> None:
     """One to eight of them."""
     lanes = threads.lanes()
     store(threads, space, lanes, address, values[lanes].reshape(lanes.size, -1), threads.one)
@@ -76,8 +73,6 @@ CHANGES: dict[str, Callable[..., Any]] = {
     "add.f32": lambda old, x: flushed(flushed(old) + flushed(x)),  # in global memory, by the manual
 }
 ATOMIC = -3  # for all warps' atomics, which do not race with each other
-
-
 GLOBAL = "(global).gpu.(?:relaxed|acq_rel).(add|exch|max(?=.[su])).([bsuf](?:32|64))"
 
 
@@ -127,11 +122,8 @@ def copy(threads: Threads, to: np.ndarray, source: np.ndarray, taken: Any = 16) 
     threads.begun["cp.async"][-1].append((land, frozenset()))
 
 
-@instruction("(cp.async).commit_group")
-@instruction("(wgmma).commit_group.sync.aligned")
-def commit(threads: Threads, name: str) -> None:
-    """What has begun becomes a group."""
-    threads.begun[name].append([])
+for name in ("(cp.async).commit_group", "(wgmma).commit_group.sync.aligned"):  # what has begun becomes a group
+    instruction(name)(lambda threads, name: threads.begun[name].append([]))
 
 
 @instruction("(cp.async).wait_group", "- int")

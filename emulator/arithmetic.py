@@ -17,18 +17,8 @@ from emulator.machine import Threads, elementwise, instruction
 from emulator.values import TYPES, U32, U64, UNSIGNED, canonical, extreme
 
 Function = Callable[..., Any]
-OPERATORS: dict[str, Function] = {
-    **vars(operator),
-    "mul.lo": operator.mul,
-    "and": operator.and_,
-    "or": operator.or_,
-    "not": operator.invert,
-    "min": np.minimum,
-    "max": np.maximum,
-    "div": np.divide,
-    "rem": np.fmod,
-    "sqrt": np.sqrt,
-}
+OPERATORS = vars(operator) | {"mul.lo": operator.mul, "and": operator.and_, "or": operator.or_, "not": operator.invert}
+OPERATORS |= {"min": np.minimum, "max": np.maximum, "div": np.divide, "rem": np.fmod, "sqrt": np.sqrt}
 
 
 def _operator(name: str, *kind: str) -> Function:
@@ -71,7 +61,7 @@ elementwise("fma.rn.(f32|f32x2)", "{0} {0} {0} {0}", lambda kind: numbers.fma32)
 elementwise("fma.rn.f32.(bf16|f16)", "f32 {0} {0} f32", lambda kind: numbers.fma32)
 
 
-def _extremes(name: str, nan: str) -> Function:
+def _extremes(name: str, nan: str = "") -> Function:
     """Of two numbers, or on Blackwell three."""
     return lambda *given: functools.reduce(lambda a, b: extreme(a, b, name == "min", bool(nan)), given)
 
@@ -83,11 +73,9 @@ elementwise("(copysign).f(32)", "b32 b32 b32", _signs)
 elementwise("abs.(?:bf16x2|f16x2)", "b32 b32", lambda: lambda a: a & U32(0x7FFF7FFF))
 
 
-@instruction("(ex2|rcp).approx.ftz.f32", "f32 f32")
-def approximation(threads: Threads, name: str, values: np.ndarray) -> np.ndarray:
-    """With an error that the launch chooses."""
-    return numbers.approximate(name, values, threads.launch.options.approximation)
-
+instruction("(ex2|rcp).approx.ftz.f32", "f32 f32")(
+    lambda threads, name, values: numbers.approximate(name, values, threads.launch.options.approximation)
+)
 
 # --- conversions ------------------------------------------------------------------------------------------------------
 
@@ -136,11 +124,6 @@ def _product(kind: str) -> Function:
     return lambda a, b: np.multiply(a, b, dtype=TYPES[f"{kind}w"])
 
 
-def _high(kind: str) -> Function:
-    """The upper half of a product."""
-    return lambda a, b: (_product(kind)(a, b) >> 32).astype(TYPES[kind])
-
-
 def _shift(name: str, kind: str) -> Function:
     """By up to all bits; signed ones to the right bring in the sign."""
     move, dtype, bits = operator.rshift if name == "shr" else operator.lshift, TYPES[kind], int(kind[1:])
@@ -158,7 +141,9 @@ elementwise(f"(neg|abs).{INTEGER}", "{1} {1}", _operator)
 elementwise("(min|max).relu.s32", "s32 s32 s32", lambda name: lambda a, b: np.maximum(OPERATORS[name](a, b), 0))
 elementwise("div.([su]32|[su]64)", "{0} {0} {0}", lambda kind: _quotient)
 elementwise(f"mad.lo.{INTEGER}", "{0} {0} {0} {0}", lambda kind: lambda a, b, c: a * b + c)
-elementwise("mul.hi.(s32|u32)", "{0} {0} {0}", _high)
+elementwise(
+    "mul.hi.(s32|u32)", "{0} {0} {0}", lambda kind: lambda a, b: (_product(kind)(a, b) >> 32).astype(TYPES[kind])
+)
 elementwise("mul.wide.([su]16|[su]32)", "{0}w {0} {0}", _product)
 elementwise("mad.wide.([su]16|[su]32)", "{0}w {0} {0} {0}w", lambda kind: lambda a, b, c: _product(kind)(a, b) + c)
 elementwise("(shl).b(16|32|64)", "u{1} u{1} u32", lambda name, bits: _shift(name, f"u{bits}"))
@@ -251,9 +236,9 @@ REDUCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {  # of [warps, 32]
     "add": lambda values: values.sum(1, dtype=values.dtype),
     "min": lambda values: values.min(1),
     "max": lambda values: values.max(1),
-    "min.f32": lambda values: functools.reduce(lambda a, b: extreme(a, b, True, False), values.T),
-    "max.f32": lambda values: functools.reduce(lambda a, b: extreme(a, b, False, False), values.T),
-    "max.abs.f32": lambda values: REDUCTIONS["max.f32"](np.abs(values)),
+    "min.f32": lambda values: _extremes("min")(*values.T),
+    "max.f32": lambda values: _extremes("max")(*values.T),
+    "max.abs.f32": lambda values: _extremes("max")(*np.abs(values).T),
     "ballot": lambda values: np.packbits(values, 1, "little").view(U32)[:, 0],  # a bit for each predicate that holds
 }
 

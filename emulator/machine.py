@@ -158,11 +158,9 @@ def write(threads: Threads, mask: Mask, target: Any, values: Any) -> None:
         else:
             kind = "i" if values.dtype.kind == "i" else "u"
             values = values.view(f"{kind}{values.dtype.itemsize}").astype(stored)
-    if values.size == 1:
-        values = np.full(threads.count, values)
     if values.size != threads.count:
         part, values = values, np.empty(threads.count, stored)
-        values[mask] = part
+        values[mask if part.size > 1 else slice(None)] = part
     if mask is not None:
         values = np.where(mask, values, threads.registers[target.number])
     threads.registers[target.number] = np.ascontiguousarray(values)  # a column of several would not be read by halves

@@ -135,14 +135,11 @@ class SharedMemory:
 
     def load(self, units: np.ndarray, size: int, warp: np.ndarray, what: Any, reader: int | None = None) -> np.ndarray:
         """Words [lanes, words of an access] of units [lanes], for warps [lanes]; ``reader`` is noted in their place."""
-        unread = self._state.reshape(-1, size)[units] != WRITTEN
-        if unread.any():
-            coming = (self._state.reshape(-1, size)[units] == COMING).any()
-            why = "a copy under way writes" if coming else "nobody wrote"
-            self._raise(f"{why} shared bytes that are read", unread, units, size, what)
+        states = self._state.reshape(-1, size)[units]
+        self._refuse("a copy under way writes shared bytes that are read", states == COMING, units, size, what)
+        self._refuse("nobody wrote shared bytes that are read", states != WRITTEN, units, size, what)
         others, since = self._others(units, size, warp[:, None])
-        if others.any():
-            self._raise("race: another warp wrote shared bytes that are read", others, units, size, what)
+        self._refuse("race: another warp wrote shared bytes that are read", others, units, size, what)
         if reader != NOBODY:
             now = warp[:, None] if reader is None else reader
             readers, read = self._reader.reshape(-1, size), self._read.reshape(-1, size)
@@ -165,14 +162,13 @@ class SharedMemory:
     ) -> None:
         """A write that may race: now, or (``after`` COMING) of a copy that begins, or (``before``) that ends."""
         states, warps = self._state.reshape(-1, size), warp[:, None]
-        if before != COMING and (coming := states[units] == COMING).any():
-            self._raise("race: a copy under way writes shared bytes that are written", coming, units, size, what)
+        coming = (states[units] == COMING) & (before != COMING)
+        self._refuse("race: a copy under way writes shared bytes that are written", coming, units, size, what)
         states[units] = after
         others, since = self._others(units, size, warps)
         reader, read = self._reader.reshape(-1, size)[units], self._read.reshape(-1, size)[units]
         others |= (read >= since) & (reader != warps) & (reader != GROUP - warps // 4)
-        if others.any():
-            self._raise("race: another warp wrote or read shared bytes that are written", others, units, size, what)
+        self._refuse("race: another warp wrote or read shared bytes that are written", others, units, size, what)
         self._clock += 1
         self._writer.reshape(-1, size)[units], self._written.reshape(-1, size)[units] = warps, self._clock
 
@@ -182,9 +178,10 @@ class SharedMemory:
         written = self._written.reshape(-1, size)[units] >= since
         return written & (self._writer.reshape(-1, size)[units] != warps), since
 
-    def _raise(self, how: str, wrong: np.ndarray, units: np.ndarray, size: int, what: Any) -> None:
-        at = int(units[wrong.any(1)][0] * size % self.stride) - BASE
-        raise Fault(f"{how}, of the {size} at {at}: {what}")
+    def _refuse(self, how: str, wrong: np.ndarray, units: np.ndarray, size: int, what: Any) -> None:
+        if wrong.any():
+            at = int(units[wrong.any(1)][0] * size % self.stride) - BASE
+            raise Fault(f"{how}, of the {size} at {at}: {what}")
 
 
 SECTOR, BANKS = 32, 32

@@ -184,7 +184,4 @@ def _statements(source: str, at: int) -> Iterator[tuple[str, int, str]]:
     raise Unsupported("a brace that does not close")
 
 
-@functools.lru_cache(maxsize=32)
-def parse(text: str) -> Program:
-    """The program of a PTX module, kept."""
-    return Program(text)
+parse = functools.lru_cache(maxsize=32)(Program)  # the program of a PTX module, kept

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
@@ -15,10 +14,14 @@ AT_ONCE = 4  # programs under way where they run in a random order
 END, BARRIER = "end", "barrier"  # what a closure returns besides None, PAUSE, or where each lane goes on
 
 
-@instruction("bra(?:.uni)?", "- int")
-def jump(threads: Threads, place: int) -> int:
-    """To another place."""
-    return place
+instruction("ret")(lambda threads: END)
+instruction("bra(?:.uni)?", "- int")(lambda threads, place: place)
+for name, types in (  # what does nothing: memory, and tcgen05.ld, are in order
+    ("wgmma.fence.sync.aligned|fence.proxy.async.shared::cta|tcgen05.wait::(?:ld|st).sync.aligned", "-"),
+    ("tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned", "-"),
+    ("tcgen05.dealloc.cta_group::1.sync.aligned.b32", "- u32 int"),
+):
+    instruction(name, types)(lambda threads, *given: None)
 
 
 @instruction("brx.idx", "- u32 =")
@@ -30,25 +33,12 @@ def jump_by_table(threads: Threads, places: list[int], index: np.ndarray) -> np.
     return np.array(places)[index]
 
 
-@instruction("ret")
-def end(threads: Threads) -> str:
-    """Of a thread."""
-    return END
-
-
 @instruction("(?:bar|barrier).sync", "- 0 int?")
 def meet(threads: Threads, count: int | None = None) -> str:
     """At a barrier of all of a program's threads."""
     if count not in (None, threads.launch.program.threads):
         raise threads.one.unsupported()
     return BARRIER
-
-
-@instruction("wgmma.fence.sync.aligned|fence.proxy.async.shared::cta|tcgen05.wait::(?:ld|st).sync.aligned")
-@instruction("tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned")
-@instruction("tcgen05.dealloc.cta_group::1.sync.aligned.b32", "- u32 int")
-def nothing(threads: Threads, *given: Any) -> None:
-    """Memory, and tcgen05.ld, are in order."""
 
 
 def run(
@@ -75,48 +65,43 @@ def run(
         launch = Launch(program, grid[0], values, shared, memory, options)
         numbers, random = np.arange(grid[0]), launch.random
         left = [numbers] if options.schedule == "together" else list(random.permutation(numbers)[:, None])
-        under_way: list[_Programs] = []
+        under_way: list[Iterator[str]] = []
         while left or under_way:
             while left and len(under_way) < AT_ONCE:
-                under_way.append(_Programs(launch, left.pop()))
+                under_way.append(_programs(launch, left.pop()))
             some = under_way[random.integers(len(under_way))]
-            if some.have_ended():
+            if next(some, END) is END:
                 under_way.remove(some)
     return launch
 
 
-class _Programs:
+def _programs(launch: Launch, numbers: np.ndarray) -> Iterator[str]:
     """Programs under way: all of a launch, whose threads run together, or one, of which one warp runs at a time."""
-
-    def __init__(self, launch: Launch, numbers: np.ndarray) -> None:
-        self._launch, self._numbers, count, schedule = launch, numbers, launch.program.threads, launch.options.schedule
-        program, thread = np.repeat(numbers, count), np.tile(np.arange(count), numbers.size)
-        # of each thread where it goes on, whether it has not ended, whether it waits at a barrier
-        self._places, alive, self._blocked = np.zeros(program.size, int), program >= 0, program < 0
-        size = 32 if schedule == "warps" else program.size
-        if any(one.name.startswith("wgmma") for one in launch.program.instructions):
-            size = max(size, 128)
-        self._ready: list[Iterator[str]] = []
-        self._waiting: list[Iterator[str]] = []
-        for part in (slice(first, first + size) for first in range(0, program.size, size)):
-            threads = Threads(launch, program[part], thread[part])
-            self._ready.append(_steps(threads, self._places[part], alive[part], self._blocked[part]))
-
-    def have_ended(self) -> bool:
-        """Run one warp until it waits; or all of them, where they run together."""
-        steps = self._ready.pop(self._launch.random.integers(len(self._ready)))
+    count, schedule = launch.program.threads, launch.options.schedule
+    program, thread = np.repeat(numbers, count), np.tile(np.arange(count), numbers.size)
+    # of each thread where it goes on, whether it has not ended, whether it waits at a barrier
+    places, alive, blocked = np.zeros(program.size, int), program >= 0, program < 0
+    size = 32 if schedule == "warps" else program.size
+    if any(one.name.startswith("wgmma") for one in launch.program.instructions):
+        size = max(size, 128)
+    parts = [slice(first, first + size) for first in range(0, program.size, size)]
+    ready = [_steps(Threads(launch, program[at], thread[at]), places[at], alive[at], blocked[at]) for at in parts]
+    waiting: list[Iterator[str]] = []
+    while True:
+        steps = ready.pop(launch.random.integers(len(ready)))
         if told := next(steps, None):
-            (self._ready if told is PAUSE else self._waiting).append(steps)
-        if self._waiting and not self._ready:
-            places, blocked = (each.reshape(self._numbers.size, -1) for each in (self._places, self._blocked))
-            met = (blocked & (places == places[:, :1])).all(1)
+            (ready if told is PAUSE else waiting).append(steps)
+        if waiting and not ready:
+            at, held = (each.reshape(numbers.size, -1) for each in (places, blocked))
+            met = (held & (at == at[:, :1])).all(1)
             if not met.any():
-                at = self._launch.program.instructions[places[blocked][0] - 1]
-                raise Fault(f"a barrier that not all reach: {at}")
-            self._launch.shared.met(self._numbers[met])
-            blocked[met] = False
-            self._ready, self._waiting = self._waiting, []
-        return not self._ready
+                raise Fault(f"a barrier that not all reach: {launch.program.instructions[at[held][0] - 1]}")
+            launch.shared.met(numbers[met])
+            held[met] = False
+            ready, waiting = waiting, []
+        if not ready:
+            return
+        yield PAUSE
 
 
 def _steps(threads: Threads, places: np.ndarray, alive: np.ndarray, blocked: np.ndarray) -> Iterator[str]:

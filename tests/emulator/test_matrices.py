@@ -291,7 +291,7 @@ def test_products_in_tensor_memory(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("schedule", ["together", "programs", "warps"])
 def test_a_wait_that_stands_before_what_it_waits_for(schedule: str) -> None:
-    """As Triton 3.7 lays it: one warp jumps behind the loop in which the others wait already, begins, and comes back."""
+    """As Triton 3.7 lays it: one warp jumps behind the loop in which the others wait, begins, and comes back."""
     one = Tcgen05()
     body = f"{one.begin} setp.lt.u32 %p6, %t, 32; @%p6 bra first; second: {one.wait} {one.look} bra last;"
     out = one.launch(f"{body} first: {one.products} {one.commit} bra second; last:", schedule=schedule, most=3000)
