@@ -3,17 +3,16 @@
     parse.py         text to instructions, operands and registers
     values.py        numbers: rounding, NaN, fused multiply-add, FP8, approximate functions
     tensor_cores.py  how each architecture's tensor cores add
-    memory.py        global and shared memory: bounds, alignment, unwritten bytes, races, copies under way
-    counters.py      32-byte sectors and shared-memory wavefronts
+    memory.py        global and shared memory: bounds, alignment, unwritten bytes, races, copies under way, counts
     machine.py       threads that run together: their registers, how an instruction reads and writes them
-    arithmetic.py, warps.py, accesses.py, matrices.py   instructions, each as a closure
+    arithmetic.py, accesses.py, matrices.py   instructions, each a function and the types of its operands
     schedules.py     which threads run next: all together, or programs or warps in a random order
 
 What is modelled and what is not: docs/emulator.md. It knows numpy and nothing of octavo; the driver that hands Triton's
 launches to it is tests/support/emulated.py.
 """
 
-from emulator import accesses, arithmetic, matrices, warps  # noqa: F401  their instructions
+from emulator import accesses, arithmetic, matrices  # noqa: F401  their instructions
 from emulator.machine import Options
 from emulator.parse import Fault, Program, Unsupported, parse
 from emulator.schedules import run

@@ -7,12 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from emulator.machine import Mask, Run, Threads, check_target, constant, instruction, items, reader, wide, write
+from emulator.machine import Threads, instruction
 from emulator.memory import COMING
-from emulator.parse import SINK, Instruction, Program
+from emulator.parse import Instruction
 from emulator.values import TYPES, flushed
-
-PAUSE = "pause"  # what a closure returns where other warps may run first
 
 
 def _reach(threads: Threads, space: str, lanes: Any, address: np.ndarray, size: int, one: Instruction) -> Any:
@@ -41,41 +39,30 @@ def store(threads: Threads, space: str, lanes: Any, address: np.ndarray, values:
     memory.store(at, size, values.view(f"u{min(size, 8)}"), warps, one)
 
 
-ELEMENTS = "(?:.v([248]))?.([bsuf](?:8|16|32|64))"
+ELEMENTS = "(?:.v([24]|8(?!.[a-z]64)))?.([bsuf](?:8|16|32|64))"
 
 
-@instruction(f"(ld).(global|shared)(?:.nc|.cg|.volatile)?{ELEMENTS}", f"(st).(global|shared)(?:::cta)?{ELEMENTS}")
-def access(program: Program, one: Instruction, name: str, space: str, count: str | None, kind: str) -> Run:
-    """A load or a store of one to eight elements."""
-    memory, values = one.operands if name == "st" else one.operands[::-1]
-    address, values, dtype = reader(one, memory, "[]"), items(values), TYPES[kind]
-    size = np.dtype(dtype).itemsize * len(values)
-    if len(values) != int(count or 1) or size > 32:
-        raise one.unsupported()
-    if name == "ld":
-        check_target(one, values, kind)
-    read = reader(one, values, kind) if name == "st" else None
-
-    def run(threads: Threads, mask: Mask) -> None:
-        lanes, at = threads.lanes(mask), address(threads)
-        if read:
-            store(threads, space, lanes, at, read(threads)[lanes], one)
-        else:
-            write(threads, mask, values, load(threads, space, lanes, at, size, one).view(dtype))
-
-    return run
+@instruction(f"ld.(global|shared)(?:.nc|.cg|.volatile)?{ELEMENTS}", "{2}*{1} []")
+def load_elements(threads: Threads, space: str, count: str, kind: str, address: np.ndarray) -> np.ndarray:
+    """One to eight of them."""
+    dtype = np.dtype(TYPES[kind])
+    return load(threads, space, threads.lanes(), address, dtype.itemsize * int(count or 1), threads.one).view(dtype)
 
 
-@instruction("ld.param.([bsuf](?:32|64))")
-def parameter(program: Program, one: Instruction, kind: str) -> Run:
+@instruction(f"st.(global|shared)(?:::cta)?{ELEMENTS}", "- [] {2}*{1}")
+def store_elements(threads: Threads, space: str, count: str, kind: str, address: Any, values: np.ndarray) -> None:
+    """One to eight of them."""
+    lanes = threads.lanes()
+    store(threads, space, lanes, address, values[lanes].reshape(lanes.size, -1), threads.one)
+
+
+@instruction("ld.param.([bsuf](?:32|64))", "{0} =")
+def parameter(threads: Threads, kind: str, place: Any) -> np.ndarray:
     """A parameter or its low half, the same for all lanes."""
-    target, (name, offset) = one.operands
-    if program.parameters.get(name, 0) < np.dtype(TYPES[kind]).itemsize or offset:
-        raise one.unsupported()
-    check_target(one, target, kind)
-    return lambda threads, mask: write(
-        threads, mask, target, np.frombuffer(threads.launch.parameters[name], TYPES[kind])[:1]
-    )
+    raw, dtype = threads.launch.parameters.get(place.base, b""), np.dtype(TYPES[kind])
+    if len(raw) < dtype.itemsize or place.offset:
+        raise threads.one.unsupported()
+    return np.frombuffer(raw, dtype)[:1]
 
 
 CHANGES: dict[str, Callable[..., Any]] = {
@@ -86,85 +73,64 @@ CHANGES: dict[str, Callable[..., Any]] = {
     "add.f32": lambda old, x: flushed(flushed(old) + flushed(x)),  # in global memory, by the manual
 }
 ATOMIC = -3  # for all warps' atomics, which do not race with each other
+GLOBAL = "(global).gpu.(?:relaxed|acq_rel).(add|exch|max(?=.[su])).([bsuf](?:32|64))"
 
 
-@instruction(
-    "(atom|red).(global).gpu.(?:relaxed|acq_rel).(add|max|exch).([bsuf](?:32|64))",
-    "(atom).(global).relaxed.gpu.(cas).(b32)",
-    "(atom)(?:.relaxed.sys)?.(shared).(add).(u32)",
-)
-def atomic(program: Program, one: Instruction, base: str, space: str, name: str, kind: str) -> Run:
+@instruction(f"red.{GLOBAL}", "- [] {2}", pauses=True)
+@instruction(f"atom.{GLOBAL}", "{2} [] {2}", pauses=True)
+@instruction("atom.(global).relaxed.gpu.(cas).(b32)", "{2} [] {2} {2}", pauses=True)
+@instruction("atom(?:.relaxed.sys)?.(shared).(add).(u32)", "{2} [] {2}", pauses=True)
+def atomic(threads: Threads, space: str, name: str, kind: str, address: np.ndarray, *values: np.ndarray) -> np.ndarray:
     """Read, change and write, one lane after another, in a random order where warps run in one."""
-    target, memory, *given = one.operands if base == "atom" else (SINK, *one.operands)
-    reads, address, dtype = [reader(one, item, kind) for item in given], reader(one, memory, "[]"), TYPES[kind]
-    if len(reads) != 1 + (name == "cas") or (name == "max" and kind[0] not in "su"):
-        raise one.unsupported()
-    change, size = CHANGES.get(f"{name}.{kind}", CHANGES[name]), np.dtype(dtype).itemsize
-
-    def run(threads: Threads, mask: Mask) -> Any:
-        lanes = threads.lanes(mask)
-        if threads.launch.options.schedule != "together":
-            lanes = threads.launch.random.permutation(lanes)
-        memory, at, warps = _reach(threads, space, lanes, address(threads), size, one)
-        warps = np.full_like(warps, ATOMIC)
-        old, places = memory.load(at, size, warps, one).view(dtype)[:, 0], at.tolist()
-        now, found = dict(zip(places, old, strict=True)), np.zeros(threads.count, dtype)
-        values = [wide(read(threads), threads.count) for read in reads]
-        for lane, place in zip(lanes, places, strict=True):
-            found[lane] = now[place]
-            now[place] = change(now[place], *(each[lane] for each in values))
-        new = np.array([[now[place]] for place in places], dtype).view(f"u{size}")
-        memory.store(at, size, new, warps, one)
-        write(threads, mask, items(target)[0], found)
-        return PAUSE
-
-    return run
+    dtype, lanes, one = np.dtype(TYPES[kind]), threads.lanes(), threads.one
+    change, size = CHANGES.get(f"{name}.{kind}", CHANGES[name]), dtype.itemsize
+    if threads.launch.options.schedule != "together":
+        lanes = threads.launch.random.permutation(lanes)
+    memory, at, warps = _reach(threads, space, lanes, address, size, one)
+    warps = np.full_like(warps, ATOMIC)
+    old, places = memory.load(at, size, warps, one).view(dtype)[:, 0], at.tolist()
+    now, found = dict(zip(places, old, strict=True)), np.zeros(threads.count, dtype)
+    for lane, place in zip(lanes, places, strict=True):
+        found[lane] = now[place]
+        now[place] = change(now[place], *(each[lane] for each in values))
+    new = np.array([[now[place]] for place in places], dtype).view(f"u{size}")
+    memory.store(at, size, new, warps, one)
+    return found
 
 
 # --- asynchronous copies ----------------------------------------------------------------------------------------------
 
 
-@instruction("cp.async.cg.shared.global")
-def copy(program: Program, one: Instruction) -> Run:
+@instruction("cp.async.cg.shared.global", "- [] [] 16 u32?")
+def copy(threads: Threads, to: np.ndarray, source: np.ndarray, taken: Any = 16) -> None:
     """16 bytes from global to shared memory, or zeros there; done as late as its thread waits for its group."""
-    to, source, *sizes = one.operands
-    into, at, size = reader(one, to, "[]"), reader(one, source, "[]"), constant(one, sizes[0])
-    read_size = reader(one, sizes[-1], "u32")
-    if size != 16:
-        raise one.unsupported()
+    lanes, one, size = threads.lanes(), threads.one, 16
+    taken = np.broadcast_to(taken, threads.count)
+    some = lanes[taken[lanes] > 0]
+    if (taken[some] != size).any():
+        raise one.unsupported("part of a copy:")
+    shared, units, warps = _reach(threads, "shared", lanes, to, size, one)
+    shared.touch(units, size, warps, one, after=COMING)
 
-    def run(threads: Threads, mask: Mask) -> None:
-        lanes, taken, addresses = threads.lanes(mask), wide(read_size(threads), threads.count), at(threads)
-        some = lanes[taken[lanes] > 0]
-        if (taken[some] != size).any():
-            raise one.unsupported("part of a copy:")
-        shared, units, warps = _reach(threads, "shared", lanes, into(threads), size, one)
-        shared.touch(units, size, warps, one, after=COMING)
+    def land() -> None:
+        raw = np.zeros((threads.count, 2), np.uint64)
+        if some.size:
+            raw[some] = load(threads, "global", some, source, size, one)
+        shared.touch(units, size, warps, one, before=COMING)
+        shared.store(units, size, raw[lanes], warps, one)
 
-        def land() -> None:
-            raw = np.zeros((threads.count, 2), np.uint64)
-            if some.size:
-                raw[some] = load(threads, "global", some, addresses, size, one)
-            shared.touch(units, size, warps, one, before=COMING)
-            shared.store(units, size, raw[lanes], warps, one)
-
-        threads.copies[-1].append((land, frozenset()))
-
-    return run
+    threads.begun["cp.async"][-1].append((land, frozenset()))
 
 
-@instruction("(cp).async.(commit|wait)_group", "(wgmma).(commit|wait)_group.sync.aligned")
-def group(program: Program, one: Instruction, name: str, what: str) -> Run:
-    """What has begun becomes a group; waiting ends the oldest until as many as said are under way."""
-    most = constant(one, one.operands[0]) if what == "wait" else 0
+for name in ("(cp.async).commit_group", "(wgmma).commit_group.sync.aligned"):  # what has begun becomes a group
+    instruction(name)(lambda threads, name: threads.begun[name].append([]))
 
-    def run(threads: Threads, mask: Mask) -> None:
-        begun = threads.copies if name == "cp" else threads.products
-        if what == "commit":
-            begun.append([])
-        while what == "wait" and len(begun) - 1 > most:
-            for end, _ in begun.pop(0):
-                end()
-        threads.under_way = frozenset().union(*(registers for each in threads.products for _, registers in each))
 
-    return run
+@instruction("(cp.async).wait_group", "- int")
+@instruction("(wgmma).wait_group.sync.aligned", "- int")
+def wait(threads: Threads, name: str, most: int) -> None:
+    """The oldest groups end, until as many as said are under way."""
+    while len(threads.begun[name]) - 1 > most:
+        for end, _ in threads.begun[name].pop(0):
+            end()
+    threads.under_way = frozenset().union(*(targets for each in threads.begun["wgmma"] for _, targets in each))

@@ -1,4 +1,7 @@
-"""Instructions that compute each lane's result from its operands: floats, conversions, integers, bits, predicates."""
+"""Instructions that compute each lane's result from its operands: floats, conversions, integers, bits, predicates.
+
+And those in which the lanes of a warp see each other; all 32 take part.
+"""
 
 from __future__ import annotations
 
@@ -10,27 +13,17 @@ from typing import Any
 import numpy as np
 
 import emulator.values as numbers
-from emulator.machine import Mask, Run, Threads, check_target, elementwise, instruction, reader, wide, write
-from emulator.parse import Instruction, Program
+from emulator.machine import Threads, elementwise, instruction
 from emulator.values import TYPES, U32, U64, UNSIGNED, canonical, extreme
 
 Function = Callable[..., Any]
-OPERATORS: dict[str, Function] = {
-    **{
-        name: getattr(operator, name)
-        for name in ("add", "sub", "mul", "eq", "ne", "lt", "le", "gt", "ge", "xor", "neg")
-    },
-    "mul.lo": operator.mul,
-    "and": operator.and_,
-    "or": operator.or_,
-    "not": operator.invert,
-    "min": np.minimum,
-    "max": np.maximum,
-    "div": np.divide,
-    "rem": np.fmod,
-    "sqrt": np.sqrt,
-    "abs": np.abs,
-}
+OPERATORS = vars(operator) | {"mul.lo": operator.mul, "and": operator.and_, "or": operator.or_, "not": operator.invert}
+OPERATORS |= {"min": np.minimum, "max": np.maximum, "div": np.divide, "rem": np.fmod, "sqrt": np.sqrt}
+
+
+def _operator(name: str, *kind: str) -> Function:
+    return OPERATORS[name]
+
 
 # --- floats -----------------------------------------------------------------------------------------------------------
 
@@ -68,29 +61,21 @@ elementwise("fma.rn.(f32|f32x2)", "{0} {0} {0} {0}", lambda kind: numbers.fma32)
 elementwise("fma.rn.f32.(bf16|f16)", "f32 {0} {0} f32", lambda kind: numbers.fma32)
 
 
-def _extremes(name: str, nan: str | None) -> Function:
+def _extremes(name: str, nan: str = "") -> Function:
     """Of two numbers, or on Blackwell three."""
     return lambda *given: functools.reduce(lambda a, b: extreme(a, b, name == "min", bool(nan)), given)
 
 
-elementwise("(min|max)(.NaN)?.f32", "f32 f32 f32 f32", _extremes, fewest=3)
+elementwise("(min|max)(.NaN)?.f32", "f32 f32 f32 f32?", _extremes)
 elementwise("(min|max).NaN.xorsign.abs.f32", "f32 f32 f32", _magnitudes)
 elementwise("(abs|neg).f(32|64)", "b{1} b{1}", _signs)
 elementwise("(copysign).f(32)", "b32 b32 b32", _signs)
 elementwise("abs.(?:bf16x2|f16x2)", "b32 b32", lambda: lambda a: a & U32(0x7FFF7FFF))
 
 
-@instruction("(ex2|rcp).approx.ftz.f32")
-def approximation(program: Program, one: Instruction, name: str) -> Run:
-    """With an error that the launch chooses."""
-    target, source = one.operands
-    read = reader(one, source, "f32")
-
-    def run(threads: Threads, mask: Mask) -> None:
-        write(threads, mask, target, numbers.approximate(name, read(threads), threads.launch.options.approximation))
-
-    return run
-
+instruction("(ex2|rcp).approx.ftz.f32", "f32 f32")(
+    lambda threads, name, values: numbers.approximate(name, values, threads.launch.options.approximation)
+)
 
 # --- conversions ------------------------------------------------------------------------------------------------------
 
@@ -128,26 +113,15 @@ elementwise("cvt.([su](?:8|16|32|64)).([su](?:8|16|32|64))", "{0} {1}", _to)
 # --- integers ---------------------------------------------------------------------------------------------------------
 
 
-def _quotient(kind: str) -> Function:
+def _quotient(a: Any, b: Any) -> Any:
     """Toward zero; by zero all bits."""
-
-    def divide(a: Any, b: Any) -> Any:
-        safe = np.where(b == 0, np.ones_like(b), b)
-        return np.where(
-            b == 0, TYPES[kind](-1 if kind[0] == "s" else ~0 & (1 << int(kind[1:])) - 1), (a - np.fmod(a, safe)) // safe
-        )
-
-    return divide
+    safe = np.where(b == 0, np.ones_like(b), b)
+    return np.where(b == 0, ~np.zeros_like(b), (a - np.fmod(a, safe)) // safe)
 
 
 def _product(kind: str) -> Function:
     """All of it, in a type of twice the bits."""
     return lambda a, b: np.multiply(a, b, dtype=TYPES[f"{kind}w"])
-
-
-def _high(kind: str) -> Function:
-    """The upper half of a product."""
-    return lambda a, b: (_product(kind)(a, b) >> 32).astype(TYPES[kind])
 
 
 def _shift(name: str, kind: str) -> Function:
@@ -162,13 +136,14 @@ def _shift(name: str, kind: str) -> Function:
 
 
 INTEGER = "([su]16|[su]32|[su]64)"
-elementwise(f"(add|sub|mul.lo|min|max).{INTEGER}", "{1} {1} {1}", lambda name, kind: OPERATORS[name])
-elementwise(f"(neg|abs).{INTEGER}", "{1} {1}", lambda name, kind: OPERATORS[name])
+elementwise(f"(add|sub|mul.lo|min|max|rem).{INTEGER}", "{1} {1} {1}", _operator)
+elementwise(f"(neg|abs).{INTEGER}", "{1} {1}", _operator)
 elementwise("(min|max).relu.s32", "s32 s32 s32", lambda name: lambda a, b: np.maximum(OPERATORS[name](a, b), 0))
-elementwise("div.([su]32|[su]64)", "{0} {0} {0}", _quotient)
-elementwise("(rem).([su]32|[su]64)", "{1} {1} {1}", lambda name, kind: OPERATORS[name])
+elementwise("div.([su]32|[su]64)", "{0} {0} {0}", lambda kind: _quotient)
 elementwise(f"mad.lo.{INTEGER}", "{0} {0} {0} {0}", lambda kind: lambda a, b, c: a * b + c)
-elementwise("mul.hi.(s32|u32)", "{0} {0} {0}", _high)
+elementwise(
+    "mul.hi.(s32|u32)", "{0} {0} {0}", lambda kind: lambda a, b: (_product(kind)(a, b) >> 32).astype(TYPES[kind])
+)
 elementwise("mul.wide.([su]16|[su]32)", "{0}w {0} {0}", _product)
 elementwise("mad.wide.([su]16|[su]32)", "{0}w {0} {0} {0}w", lambda kind: lambda a, b, c: _product(kind)(a, b) + c)
 elementwise("(shl).b(16|32|64)", "u{1} u{1} u32", lambda name, bits: _shift(name, f"u{bits}"))
@@ -213,43 +188,72 @@ elementwise(
     "u32 u32 u32 u32",
     lambda: lambda low, high, by: ((high.astype(U64) << U64(32) | low) << (by & U32(31)) >> U64(32)).astype(U32),
 )
-elementwise("(and|or|xor).(b16|b32|b64|pred)", "{1} {1} {1}", lambda name, kind: OPERATORS[name])
-elementwise("(not).(b16|b32|b64|pred)", "{1} {1}", lambda name, kind: OPERATORS[name])
+elementwise("(and|or|xor).(b16|b32|b64|pred)", "{1} {1} {1}", _operator)
+elementwise("(not).(b16|b32|b64|pred)", "{1} {1}", _operator)
 elementwise("selp.[bf](16|32|64)", "b{0} b{0} b{0} pred", lambda bits: lambda a, b, which: np.where(which, a, b))
 
 
 def _compared(name: str, unordered: str, kind: str) -> Function:
-    """A comparison; of floats false for NaN, or true where its name ends with u."""
+    """A comparison of floats: false for NaN, or true where its name ends with u."""
     if name in ("num", "nan"):
         return lambda a, b: ((a != a) | (b != b)) ^ (name == "num")
     function = OPERATORS[name]
-    if kind[0] in "sub" and kind[1].isdigit():
-        return function
     if unordered:
         return lambda a, b: function(a, b) | (a != a) | (b != b)
     return (lambda a, b: function(a, b) & (a == a) & (b == b)) if name == "ne" else function
 
 
-elementwise("setp.(eq|ne)().(b16|b32|b64)", "pred {2} {2}", _compared)
-elementwise(f"setp.(eq|ne|lt|le|gt|ge)().{INTEGER}", "pred {2} {2}", _compared)
+elementwise("setp.(eq|ne).(b16|b32|b64)", "pred {1} {1}", _operator)
+elementwise(f"setp.(eq|ne|lt|le|gt|ge).{INTEGER}", "pred {1} {1}", _operator)
 elementwise("setp.(eq|ne|lt|le|gt|ge)(u?).(f16|bf16|f32|f64)", "pred {2} {2}", _compared)
 elementwise("setp.(num|nan)().(f16|bf16|f32|f64)", "pred {2} {2}", _compared)
-
-
 elementwise("setp.(eq|ne|lt|le|gt|ge)(u?).(f16x2|bf16x2)", "pred|pred {2} {2}", _compared)  # of the lower half first
+elementwise("mov.pred", "pred pred", lambda: np.asarray)
+elementwise("mov.[bu](16|32|64)", "b{0}/ b{0}/", lambda bits: np.ravel)  # or a vector's parts, the first the lowest
+
+# --- a warp -----------------------------------------------------------------------------------------------------------
 
 
-@instruction("mov.(?:[bu](16|32|64)|(pred))")
-def move(program: Program, one: Instruction, digits: str | None, is_predicate: str | None) -> Run:
-    """A register's bits, or the parts of one to a vector and back, the first the lowest."""
-    (target, source), bits = one.operands, int(digits or 1)
-    into, parts = (bits // len(operand) if isinstance(operand, list) else bits for operand in (target, source))
-    read, dtype = reader(one, source, "pred" if is_predicate else f"b{parts}"), UNSIGNED[into]
-    check_target(one, target, "pred" if is_predicate else f"b{into}")
-    if parts == into:
-        return lambda threads, mask: write(threads, mask, target, read(threads))
+def _warps(threads: Threads, members: np.ndarray) -> np.ndarray:
+    """The lanes [warps, 32], of which the instruction has to name all."""
+    lanes = threads.warps()
+    if (members[lanes] != U32(0xFFFFFFFF)).any():
+        raise threads.one.unsupported("some of a warp's lanes:")
+    return lanes
 
-    def run(threads: Threads, mask: Mask) -> None:
-        write(threads, mask, target, wide(read(threads), threads.count).reshape(-1).view(dtype))
 
-    return run
+@instruction("shfl.sync.(bfly|idx).b32", "b32 b32 u32 31 u32")
+@instruction("shfl.sync.(up).b32", "b32 b32 u32 0 u32")
+def shuffle(threads: Threads, mode: str, values: np.ndarray, by: np.ndarray, members: np.ndarray) -> np.ndarray:
+    """Another lane's value."""
+    lanes, lane = _warps(threads, members), np.arange(32, dtype=U32)
+    step = by[lanes] & U32(31)
+    other = {"bfly": lane ^ step, "idx": step, "up": np.where(lane < step, lane, lane - step)}[mode]
+    return values[lanes[:, :1] + other]
+
+
+REDUCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {  # of [warps, 32]
+    "add": lambda values: values.sum(1, dtype=values.dtype),
+    "min": lambda values: values.min(1),
+    "max": lambda values: values.max(1),
+    "min.f32": lambda values: _extremes("min")(*values.T),
+    "max.f32": lambda values: _extremes("max")(*values.T),
+    "max.abs.f32": lambda values: _extremes("max")(*np.abs(values).T),
+    "ballot": lambda values: np.packbits(values, 1, "little").view(U32)[:, 0],  # a bit for each predicate that holds
+}
+
+
+@instruction("redux.sync.(add|min|max).([su]32)", "{1} {1} u32")
+@instruction("redux.sync.(min.f32|max.f32|max.abs.f32)", "f32 f32 u32")
+@instruction("vote.sync.(ballot).b32", "b32 pred u32")
+def reduce_warp(threads: Threads, name: str, *given: Any) -> np.ndarray:
+    """One number of a warp's, which all of its lanes get."""
+    values, members = given[-2:]
+    return np.repeat(REDUCTIONS[name](values[_warps(threads, members)]), 32)
+
+
+@instruction("elect.sync", "u32|pred u32")
+def elect(threads: Threads, members: np.ndarray) -> np.ndarray:
+    """The lowest lane."""
+    _warps(threads, members)
+    return np.stack([np.zeros(threads.count, U32), threads.lane == 0], 1)

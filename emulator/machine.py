@@ -11,14 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from emulator.counters import Count
-from emulator.memory import GlobalMemory, SharedMemory
+from emulator.memory import Count, GlobalMemory, SharedMemory
 from emulator.parse import SINK, Address, Fault, Instruction, Program, Register
 from emulator.values import BITS, TYPES, U32, UNSIGNED, from_bf16
 
 Mask = Any  # bool [lanes], or None for all
 Read = Callable[["Threads"], Any]
-Run = Callable[["Threads", Mask], Any]
+PAUSE = "pause"  # what a closure returns where other warps may run first
 
 
 @dataclass(frozen=True)
@@ -65,9 +64,11 @@ class Threads:
 
     Attributes:
         program: [lanes] which of the grid each lane is of, ``thread`` [lanes] its number there.
-        copies, products: asynchronous work: groups of (what ends it, registers that it will write), the last of them
-            not committed yet.
+        one, mask: the instruction that they execute, and who does.
+        begun: asynchronous work, by "cp.async" and "wgmma": groups of (what ends it, registers that it will write), the
+            last of them not committed yet.
         under_way: registers that a product will write; nobody may use them before a wait.
+        waits: [lanes] who found an mbarrier's phase not over, and tries again after all others.
     """
 
     def __init__(self, launch: Launch, program: np.ndarray, thread: np.ndarray) -> None:
@@ -79,17 +80,25 @@ class Threads:
             self.registers[number] = known[name].astype(U32)
         self.lane = thread % 32
         self.warp = program * (launch.program.threads // 32) + thread // 32
-        self.copies: list[list[tuple[Callable[[], None], frozenset[int]]]] = [[]]
-        self.products: list[list[tuple[Callable[[], None], frozenset[int]]]] = [[]]
+        self.one, self.mask = launch.program.instructions[0], None
+        self.begun: dict[str, list[list[tuple[Callable[[], None], frozenset[int]]]]] = {"cp.async": [[]], "wgmma": [[]]}
         self.under_way: frozenset[int] = frozenset()
+        self.waits = np.zeros(self.count, bool)
 
-    def active(self, mask: Mask) -> np.ndarray:
+    def active(self) -> np.ndarray:
         """The mask as an array."""
-        return np.ones(self.count, bool) if mask is None else mask
+        return np.ones(self.count, bool) if self.mask is None else self.mask
 
-    def lanes(self, mask: Mask) -> np.ndarray:
+    def lanes(self) -> np.ndarray:
         """The numbers of those that take part."""
-        return np.arange(self.count) if mask is None else np.flatnonzero(mask)
+        return np.arange(self.count) if self.mask is None else np.flatnonzero(self.mask)
+
+    def warps(self, size: int = 32) -> np.ndarray:
+        """Lanes [warps, 32] of the warps that take part, each with all of its lanes; or of warpgroups."""
+        there = self.active().reshape(-1, size)
+        if (there.any(1) != there.all(1)).any():
+            raise Fault(f"lanes are missing: {self.one}")
+        return np.flatnonzero(there.all(1))[:, None] * size + np.arange(size)
 
 
 # --- operands ---------------------------------------------------------------------------------------------------------
@@ -131,14 +140,6 @@ def reader(one: Instruction, operand: Any, kind: str) -> Read:
     return lambda threads: threads.registers[number].view(dtype)
 
 
-def check_target(one: Instruction, target: Any, kind: str) -> None:
-    """Raise Unsupported for a result that its register does not hold."""
-    bits = BITS[kind]
-    for part in items(target):
-        if part != SINK and not (isinstance(part, Register) and (part.bits >= bits > 1 or part.bits == bits)):
-            raise one.unsupported(f".{kind} into {part}:")
-
-
 def write(threads: Threads, mask: Mask, target: Any, values: Any) -> None:
     """Write values of any dtype, by their bits, to a register; narrower signed ones by their sign.
 
@@ -157,21 +158,12 @@ def write(threads: Threads, mask: Mask, target: Any, values: Any) -> None:
         else:
             kind = "i" if values.dtype.kind == "i" else "u"
             values = values.view(f"{kind}{values.dtype.itemsize}").astype(stored)
-    if values.size == 1:
-        values = np.full(threads.count, values)
     if values.size != threads.count:
         part, values = values, np.empty(threads.count, stored)
-        values[mask] = part
+        values[mask if part.size > 1 else slice(None)] = part
     if mask is not None:
         values = np.where(mask, values, threads.registers[target.number])
     threads.registers[target.number] = np.ascontiguousarray(values)  # a column of several would not be read by halves
-
-
-def constant(one: Instruction, operand: Any) -> int:
-    """An operand that must be a number."""
-    if not isinstance(operand, int):
-        raise one.unsupported()
-    return operand
 
 
 def items(operand: Any) -> list[Any]:
@@ -179,67 +171,105 @@ def items(operand: Any) -> list[Any]:
     return operand if isinstance(operand, list) else [operand]
 
 
-def whole_warps(threads: Threads, mask: Mask, one: Instruction, size: int = 32) -> np.ndarray:
-    """Lanes [warps, 32] of the warps that take part, each with all of its lanes; or of warpgroups."""
-    there = threads.active(mask).reshape(-1, size)
-    if (there.any(1) != there.all(1)).any():
-        raise Fault(f"lanes are missing: {one}")
-    return np.flatnonzero(there.all(1))[:, None] * size + np.arange(size)
-
-
 # --- instructions -----------------------------------------------------------------------------------------------------
 
-_BUILDERS: list[tuple[re.Pattern[str], Callable[..., Run]]] = []
+AS_IT_IS = ("int", "=")  # types of operands that are not read
+_BUILDERS: list[tuple[re.Pattern[str], Callable[..., Read]]] = []
 
 
-def instruction(*names: str) -> Callable[[Callable[..., Run]], Callable[..., Run]]:
-    """Registers what makes the closures of instructions whose whole names match one of these patterns.
+def register(names: str, build: Callable[..., Read]) -> None:
+    """Let ``build`` make the closures of instructions whose whole names match a pattern.
 
-    A pattern is a regular expression in which a point is a point. What is decorated takes the program, the instruction
-    and the pattern's groups. A modifier that no pattern has is unsupported.
+    A pattern is a regular expression in which a point is a point. What makes a closure takes the instruction and the
+    pattern's groups. A modifier that no pattern has is unsupported.
     """
-
-    def register(build: Callable[..., Run]) -> Callable[..., Run]:
-        for name in names:
-            _BUILDERS.append((re.compile(re.sub(r"\.(?![*+])", r"\\.", name)), build))
-        return build
-
-    return register
+    _BUILDERS.append((re.compile(re.sub(r"\.(?![*+])", r"\\.", names)), build))
 
 
-def elementwise(names: str, types: str, function_of: Callable[..., Callable[..., Any]], fewest: int = 99) -> None:
-    """Registers instructions that compute each lane's result from its operands.
+def _operands(one: Instruction, types: str) -> list[tuple[Any, str]]:
+    """An instruction's target, or SINK, and its operands, each with its type, by ``types`` as of ``instruction``."""
+    kinds, found = types.split(), list[tuple[Any, str]]()
+    operands = one.operands if kinds[0] != "-" else [SINK, *one.operands]
+    if not sum(kind[-1] != "?" for kind in kinds) <= len(operands) <= len(kinds):
+        raise one.unsupported()
+    for operand, optional in zip(operands, kinds, strict=False):
+        kind, how, count = re.fullmatch(r"([^?]+?)(?:([*/])(\d*))?\??", optional).groups("")  # type: ignore[union-attr]
+        parts = kind.split("|") * int(count or 1)
+        if how == "/":
+            parts = [f"b{int(kind[1:]) // len(items(operand))}"] * len(items(operand))
+        is_known = operand == int(kind) if kind.isdigit() else kind != "int" or isinstance(operand, int)
+        if not is_known or (kind != "=" and len(items(operand)) != len(parts)):
+            raise one.unsupported()
+        for part, each in zip(items(operand), parts, strict=True) if not found and kind != "-" else ():
+            bits, held = BITS[each], getattr(part, "bits", 0)
+            if part != SINK and not (held >= bits > 1 or held == bits):
+                raise one.unsupported(f".{each} into {part}:")
+        if not kind.isdigit():
+            found.append((operand, parts[0]))
+    return found
+
+
+def instruction(names: str, types: str = "-", pauses: bool = False) -> Callable[[Callable[..., Any]], Any]:
+    """Registers what executes instructions: a function of the threads, the pattern's groups and the operands.
 
     Args:
-        names: a pattern, as of ``instruction``.
-        types: of the result (of two with | between) and the operands, with the pattern's groups as {0}, {1}, ...
-        function_of: gives, of the groups, the function of arrays.
-        fewest: operands with the result, if the last ones may be left out.
+        names: a pattern, as of ``register``.
+        types: of the result, or "-" without one, and the operands, with the pattern's groups as {0}, {1}, ... A type is
+            one of PTX, of a vector with * and how many parts, with | between theirs, or with / for bits that its parts
+            share; [] for an address; a number for this number; "int" for any; "=" for an operand as it is. The last
+            ones may be left out if they end with "?".
+        pauses: other warps may run after it.
+
+    The function gets operands as they are first, of others an element for each lane; it returns the result's, or those
+    of the mask. Without a result it returns nothing, or what tells the schedule how to go on.
     """
 
-    def build(program: Program, one: Instruction, *groups: str) -> Run:
-        kinds, function = types.format(*groups).split(), function_of(*groups)
-        target, *operands = one.operands
-        results = kinds[0].split("|")
-        fits = min(fewest, len(kinds)) <= len(one.operands) <= len(kinds)
-        if not fits or (len(target) if isinstance(target, list) else 1) != len(results):
-            raise one.unsupported()
-        reads = [reader(one, operand, kind) for operand, kind in zip(operands, kinds[1:], strict=False)]
-        check_target(one, target, results[0])
-        bits = BITS[results[0]]
-        dtype = f"{'i' if kinds[0][0] == 's' else 'u'}{bits // 8}" if bits > 1 else "?"
-        return lambda threads, mask: write(
-            threads, mask, target, np.asarray(function(*[read(threads) for read in reads])).view(dtype)
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        def build(one: Instruction, *groups: str) -> Read:
+            (target, _), *operands = _operands(one, types.format(*groups))
+            given = [*groups, *(operand for operand, kind in operands if kind in AS_IT_IS)]
+            reads = [reader(one, *operand) for operand in operands if operand[1] not in AS_IT_IS]
+
+            def run(threads: Threads) -> Any:
+                try:
+                    found = function(threads, *given, *[wide(read(threads), threads.count) for read in reads])
+                except NotImplementedError as error:  # no rule of tensor cores
+                    raise one.unsupported(f"{error}:") from error
+                if target != SINK:
+                    write(threads, threads.mask, items(target), found)
+                    found = None
+                return PAUSE if pauses else found
+
+            return run
+
+        register(names, build)
+        return function
+
+    return decorate
+
+
+def elementwise(names: str, types: str, function_of: Callable[..., Any]) -> None:
+    """Registers instructions that compute each lane's result from its operands.
+
+    ``function_of`` gives, of the pattern's groups, the function of arrays, or of scalars where an operand is a number.
+    """
+
+    def build(one: Instruction, *groups: str) -> Read:
+        ((target, result), *operands), function = _operands(one, types.format(*groups)), function_of(*groups)
+        reads, bits = [reader(one, *operand) for operand in operands], BITS[result]
+        dtype = f"{'i' if result[0] == 's' else 'u'}{bits // 8}" if bits > 1 else "?"
+        return lambda threads: write(
+            threads, threads.mask, target, np.asarray(function(*[read(threads) for read in reads])).view(dtype)
         )
 
-    instruction(names)(build)
+    register(names, build)
 
 
 @functools.cache
-def _builder(name: str) -> tuple[Callable[..., Run], tuple[str, ...]] | None:
+def _builder(name: str) -> tuple[Callable[..., Read], tuple[str, ...]] | None:
     """What makes an instruction's closure, and the groups that its name gives."""
     found = ((build, pattern.fullmatch(name)) for pattern, build in _BUILDERS)
-    return next(((build, match.groups()) for build, match in found if match), None)
+    return next(((build, match.groups("")) for build, match in found if match), None)
 
 
 def prepare(program: Program) -> None:
@@ -249,6 +279,6 @@ def prepare(program: Program) -> None:
             if (found := _builder(one.name)) is None:
                 raise one.unsupported()
             try:
-                one.run = found[0](program, one, *found[1])
-            except (NotImplementedError, ValueError, KeyError, AttributeError) as error:
-                raise one.unsupported(f"{error}:") from error  # no rule of tensor cores; other operands
+                one.run = found[0](one, *found[1])
+            except (ValueError, KeyError, AttributeError) as error:  # other operands
+                raise one.unsupported(f"{error}:") from error

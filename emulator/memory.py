@@ -1,12 +1,14 @@
 """Global and shared memory: every access in bounds, aligned, of bytes that somebody wrote, and without a race.
 
-An access of 1 to 32 bytes is of words: itself, or of more than 8 bytes several of 8.
+An access of 1 to 32 bytes is of words: itself, or of more than 8 bytes several of 8. What accesses cost is counted in
+requests of warps, 32-byte sectors or shared-memory wavefronts, and the fewest possible.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -133,14 +135,11 @@ class SharedMemory:
 
     def load(self, units: np.ndarray, size: int, warp: np.ndarray, what: Any, reader: int | None = None) -> np.ndarray:
         """Words [lanes, words of an access] of units [lanes], for warps [lanes]; ``reader`` is noted in their place."""
-        unread = self._state.reshape(-1, size)[units] != WRITTEN
-        if unread.any():
-            coming = (self._state.reshape(-1, size)[units] == COMING).any()
-            why = "a copy under way writes" if coming else "nobody wrote"
-            self._raise(f"{why} shared bytes that are read", unread, units, size, what)
+        states = self._state.reshape(-1, size)[units]
+        self._refuse("a copy under way writes shared bytes that are read", states == COMING, units, size, what)
+        self._refuse("nobody wrote shared bytes that are read", states != WRITTEN, units, size, what)
         others, since = self._others(units, size, warp[:, None])
-        if others.any():
-            self._raise("race: another warp wrote shared bytes that are read", others, units, size, what)
+        self._refuse("race: another warp wrote shared bytes that are read", others, units, size, what)
         if reader != NOBODY:
             now = warp[:, None] if reader is None else reader
             readers, read = self._reader.reshape(-1, size), self._read.reshape(-1, size)
@@ -163,14 +162,13 @@ class SharedMemory:
     ) -> None:
         """A write that may race: now, or (``after`` COMING) of a copy that begins, or (``before``) that ends."""
         states, warps = self._state.reshape(-1, size), warp[:, None]
-        if before != COMING and (coming := states[units] == COMING).any():
-            self._raise("race: a copy under way writes shared bytes that are written", coming, units, size, what)
+        coming = (states[units] == COMING) & (before != COMING)
+        self._refuse("race: a copy under way writes shared bytes that are written", coming, units, size, what)
         states[units] = after
         others, since = self._others(units, size, warps)
         reader, read = self._reader.reshape(-1, size)[units], self._read.reshape(-1, size)[units]
         others |= (read >= since) & (reader != warps) & (reader != GROUP - warps // 4)
-        if others.any():
-            self._raise("race: another warp wrote or read shared bytes that are written", others, units, size, what)
+        self._refuse("race: another warp wrote or read shared bytes that are written", others, units, size, what)
         self._clock += 1
         self._writer.reshape(-1, size)[units], self._written.reshape(-1, size)[units] = warps, self._clock
 
@@ -180,6 +178,46 @@ class SharedMemory:
         written = self._written.reshape(-1, size)[units] >= since
         return written & (self._writer.reshape(-1, size)[units] != warps), since
 
-    def _raise(self, how: str, wrong: np.ndarray, units: np.ndarray, size: int, what: Any) -> None:
-        at = int(units[wrong.any(1)][0] * size % self.stride) - BASE
-        raise Fault(f"{how}, of the {size} at {at}: {what}")
+    def _refuse(self, how: str, wrong: np.ndarray, units: np.ndarray, size: int, what: Any) -> None:
+        if wrong.any():
+            at = int(units[wrong.any(1)][0] * size % self.stride) - BASE
+            raise Fault(f"{how}, of the {size} at {at}: {what}")
+
+
+SECTOR, BANKS = 32, 32
+
+
+@dataclass(slots=True)
+class Count:
+    """Of one instruction, or a sum: ``got`` sectors or wavefronts where ``least`` would do for its ``bytes``."""
+
+    requests: int = 0
+    got: int = 0
+    least: int = 0
+    bytes: int = 0
+
+    def sectors(self, warp: np.ndarray, address: np.ndarray, size: int) -> None:
+        """Note global accesses: the distinct sectors of each warp, and as many as its distinct bytes would fill."""
+        key = np.unique((warp << 48) | (address & ((1 << 48) - 1)))
+        counts = np.unique(key >> 48, return_counts=True)[1]
+        self.requests += counts.size
+        self.got += np.unique(np.concatenate([key, key + size - 1]) // SECTOR).size
+        self.least += int((-(-counts * size // SECTOR)).sum())
+        self.bytes += int(counts.sum()) * size
+
+    def wavefronts(self, warp: np.ndarray, lane: np.ndarray, address: np.ndarray, size: int) -> None:
+        """Note shared accesses: 8 bytes by half warps, 16 by quarters, each as often as its worst bank's words."""
+        phases = max(size // 4, 1)
+        group = warp * phases + lane // (BANKS // phases)
+        word = (address >> 2)[:, None] + np.arange(phases)
+        key = np.unique((group[:, None] << 24) + word)
+        bank, depth = np.unique((key >> 24) * BANKS + key % BANKS, return_counts=True)
+        first = np.flatnonzero(np.diff(bank // BANKS, prepend=-1))
+        words = np.unique(key >> 24, return_counts=True)[1]
+        self.requests += np.unique(warp).size
+        self.got += int(np.maximum.reduceat(depth, first).sum())
+        self.least += int((-(-words // BANKS)).sum())
+        self.bytes += address.size * size
+
+    def __add__(self, other: Count) -> Count:
+        return Count(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))

@@ -44,7 +44,7 @@ class Instruction:
     """One line: ``@guard name operands;``, and its closure, ``run``.
 
     An operand is a Register, an Address, a list of such (a vector), a number's bits (negative integers in two's
-    complement), or the name of a parameter or a label.
+    complement), the name of a parameter, or a jump's place among the instructions, or a list of such (a table).
     """
 
     name: str
@@ -53,14 +53,11 @@ class Instruction:
     negated: bool
     text: str
     line: int
+    registers: frozenset[int]  # numbers of all among the operands
     run: Callable[..., Any] | None = None
 
     def __str__(self) -> str:
         return f"line {self.line}: {self.text}"
-
-    def registers(self) -> set[int]:
-        """The numbers of all registers among the operands."""
-        return set(_numbers(self.operands))
 
     def unsupported(self, what: str = "") -> Unsupported:
         """The error to raise."""
@@ -80,8 +77,7 @@ class Program:
         name: the kernel's.
         target: ``sm_90a`` and its like.
         threads: of a program (a thread block).
-        instructions: in their order; ``labels`` says where jumps lead, those of an inner block by it and their name;
-            ``tables`` to which labels jumps with an index lead.
+        instructions: in their order; ``labels`` says where jumps lead, those of an inner block by it and their name.
         parameters: bytes of each, in their order, by name.
         registers: bits of each.
         special: numbers of the registers that begin with a value, by name.
@@ -107,14 +103,23 @@ class Program:
         self._shared = shared[0][1] if shared and shared[0] else ""
         self._bits: dict[str, int] = dict.fromkeys(SPECIAL, 32)
         self._known: dict[str, Register] = {}
+        self._used = set[int]()
         self.instructions: list[Instruction] = []
         self.labels: dict[str, int] = {}
-        self.tables: dict[str, list[str]] = {}
+        self._tables: dict[str, list[str]] = {}
         for statement, line, self._block in _statements(source, head.end()):
             try:
                 self._statement(statement, line)
             except (AttributeError, KeyError, ValueError) as error:
                 raise Unsupported(f"line {line}: {statement}") from error
+        for one in self.instructions:
+            if one.name.startswith("br"):
+                label, is_table = one.operands[-1], one.name == "brx.idx"
+                names = self._tables.get(label, []) if is_table else [label]
+                places = [self.labels.get(name, self.labels.get(name.partition(":")[2], -1)) for name in names]
+                if not places or -1 in places:
+                    raise one.unsupported()
+                one.operands[-1] = places if is_table else places[0]
         last = self.instructions[-1] if self.instructions else None
         if last is None or last.guard is not None or last.name not in ("ret", "bra", "bra.uni"):
             raise Unsupported("a kernel that does not end with ret or a jump")
@@ -125,7 +130,7 @@ class Program:
         if text.endswith(":"):
             self.labels[self._block + text[:-1].strip()] = len(self.instructions)
         elif text.startswith(".branchtargets"):
-            self.tables[next(reversed(self.labels))] = split(text.partition(" ")[2])
+            self._tables[next(reversed(self.labels))] = split(text.partition(" ")[2])
         elif found := re.fullmatch(r"\.reg\s*\.(\w+)\s+(.+)", text):
             for name in split(found[2]):
                 stem, count = re.fullmatch(r"%?([\w$]+)(?:<(\d+)>)?", name).groups()  # type: ignore[union-attr]
@@ -134,14 +139,16 @@ class Program:
                         raise ValueError(each)
         else:
             guard, name, rest = re.fullmatch(r"(?:@(!?%?[\w$]+)\s+)?([a-z][\w.:]*)\s*(.*)", text).groups()  # type: ignore[union-attr]
-            operands = [self._block + rest] if name.startswith("bra") else [self._operand(part) for part in split(rest)]
             where = None if guard is None else self._register(guard.lstrip("!%"))
+            self._used = set()
+            operands = [self._block + rest] if name.startswith("bra") else [self._operand(part) for part in split(rest)]
             negated = bool(guard) and guard[0] == "!"
-            self.instructions.append(Instruction(name, operands, where, negated, text, line))
+            self.instructions.append(Instruction(name, operands, where, negated, text, line, frozenset(self._used)))
 
     def _register(self, name: str) -> Register:
         if name not in self._known:
             self._known[name] = Register(len(self._known), self._bits[name])
+        self._used.add(self._known[name].number)
         return self._known[name]
 
     def _operand(self, text: str) -> Any:
@@ -177,15 +184,4 @@ def _statements(source: str, at: int) -> Iterator[tuple[str, int, str]]:
     raise Unsupported("a brace that does not close")
 
 
-def _numbers(operand: Any) -> Iterator[int]:
-    if isinstance(operand, Register):
-        yield operand.number
-    elif isinstance(operand, (list, Address)):
-        for part in operand:
-            yield from _numbers(part)
-
-
-@functools.lru_cache(maxsize=32)
-def parse(text: str) -> Program:
-    """The program of a PTX module, kept."""
-    return Program(text)
+parse = functools.lru_cache(maxsize=32)(Program)  # the program of a PTX module, kept

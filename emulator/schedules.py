@@ -6,44 +6,39 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from emulator.accesses import PAUSE
-from emulator.machine import Launch, Mask, Options, Run, Threads, instruction, prepare, reader
+from emulator.machine import PAUSE, Launch, Mask, Options, Threads, instruction, prepare
 from emulator.memory import GlobalMemory
-from emulator.parse import Fault, Instruction, Program, Unsupported, parse
+from emulator.parse import Fault, Unsupported, parse
 
 AT_ONCE = 4  # programs under way where they run in a random order
 END, BARRIER = "end", "barrier"  # what a closure returns besides None, PAUSE, or where each lane goes on
 
 
-@instruction("bra(?:.uni)?", "brx.idx")
-def branch(program: Program, one: Instruction) -> Run:
-    """A jump, or one to each lane's place of a table."""
-    label = one.operands[-1]
-    if label not in program.tables:
-        place = program.labels[label if label in program.labels else label.partition(":")[2]]
-        return lambda threads, mask: place
-    read, places = reader(one, one.operands[0], "u32"), np.array([program.labels[to] for to in program.tables[label]])
-
-    def jump(threads: Threads, mask: Mask) -> np.ndarray:
-        index = np.where(threads.active(mask), read(threads), 0)
-        if (index >= places.size).any():
-            raise Fault(f"a jump beyond its table: {one}")
-        return places[index]
-
-    return jump
+instruction("ret")(lambda threads: END)
+instruction("bra(?:.uni)?", "- int")(lambda threads, place: place)
+for name, types in (  # what does nothing: memory, and tcgen05.ld, are in order
+    ("wgmma.fence.sync.aligned|fence.proxy.async.shared::cta|tcgen05.wait::(?:ld|st).sync.aligned", "-"),
+    ("tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned", "-"),
+    ("tcgen05.dealloc.cta_group::1.sync.aligned.b32", "- u32 int"),
+):
+    instruction(name, types)(lambda threads, *given: None)
 
 
-@instruction(
-    "(ret|bar.sync|barrier.sync)",
-    "(?:wgmma.fence.sync.aligned|fence.proxy.async.shared::cta|tcgen05.wait::(?:ld|st).sync.aligned)",
-    "tcgen05.(?:dealloc.cta_group::1.sync.aligned.b32|relinquish_alloc_permit.cta_group::1.sync.aligned)",
-)
-def tell(program: Program, one: Instruction, name: str = "") -> Run:
-    """The end of a thread; a barrier of a program's threads; or nothing: memory, and tcgen05.ld, are in order."""
-    if "bar" in name and one.operands not in ([0], [0, program.threads]):
-        raise one.unsupported()
-    told = {"": None, "ret": END}.get(name, BARRIER)
-    return lambda threads, mask: told
+@instruction("brx.idx", "- u32 =")
+def jump_by_table(threads: Threads, places: list[int], index: np.ndarray) -> np.ndarray:
+    """To each lane's place of a table."""
+    index = np.where(threads.active(), index, 0)
+    if (index >= len(places)).any():
+        raise Fault(f"a jump beyond its table: {threads.one}")
+    return np.array(places)[index]
+
+
+@instruction("(?:bar|barrier).sync", "- 0 int?")
+def meet(threads: Threads, count: int | None = None) -> str:
+    """At a barrier of all of a program's threads."""
+    if count not in (None, threads.launch.program.threads):
+        raise threads.one.unsupported()
+    return BARRIER
 
 
 def run(
@@ -70,53 +65,49 @@ def run(
         launch = Launch(program, grid[0], values, shared, memory, options)
         numbers, random = np.arange(grid[0]), launch.random
         left = [numbers] if options.schedule == "together" else list(random.permutation(numbers)[:, None])
-        under_way: list[_Programs] = []
+        under_way: list[Iterator[str]] = []
         while left or under_way:
             while left and len(under_way) < AT_ONCE:
-                under_way.append(_Programs(launch, left.pop()))
+                under_way.append(_programs(launch, left.pop()))
             some = under_way[random.integers(len(under_way))]
-            if some.have_ended():
+            if next(some, END) is END:
                 under_way.remove(some)
     return launch
 
 
-class _Programs:
+def _programs(launch: Launch, numbers: np.ndarray) -> Iterator[str]:
     """Programs under way: all of a launch, whose threads run together, or one, of which one warp runs at a time."""
-
-    def __init__(self, launch: Launch, numbers: np.ndarray) -> None:
-        self._launch, self._numbers, count, schedule = launch, numbers, launch.program.threads, launch.options.schedule
-        program, thread = np.repeat(numbers, count), np.tile(np.arange(count), numbers.size)
-        # of each thread where it goes on, whether it has not ended, whether it waits at a barrier
-        self._places, alive, self._blocked = np.zeros(program.size, int), program >= 0, program < 0
-        size = 32 if schedule == "warps" else program.size
-        if any(one.name.startswith("wgmma") for one in launch.program.instructions):
-            size = max(size, 128)
-        self._ready: list[Iterator[str]] = []
-        self._waiting: list[Iterator[str]] = []
-        for part in (slice(first, first + size) for first in range(0, program.size, size)):
-            threads = Threads(launch, program[part], thread[part])
-            self._ready.append(_steps(threads, self._places[part], alive[part], self._blocked[part]))
-
-    def have_ended(self) -> bool:
-        """Run one warp until it waits; or all of them, where they run together."""
-        steps = self._ready.pop(self._launch.random.integers(len(self._ready)))
+    count, schedule = launch.program.threads, launch.options.schedule
+    program, thread = np.repeat(numbers, count), np.tile(np.arange(count), numbers.size)
+    # of each thread where it goes on, whether it has not ended, whether it waits at a barrier
+    places, alive, blocked = np.zeros(program.size, int), program >= 0, program < 0
+    size = 32 if schedule == "warps" else program.size
+    if any(one.name.startswith("wgmma") for one in launch.program.instructions):
+        size = max(size, 128)
+    parts = [slice(first, first + size) for first in range(0, program.size, size)]
+    ready = [_steps(Threads(launch, program[at], thread[at]), places[at], alive[at], blocked[at]) for at in parts]
+    waiting: list[Iterator[str]] = []
+    while True:
+        steps = ready.pop(launch.random.integers(len(ready)))
         if told := next(steps, None):
-            (self._ready if told is PAUSE else self._waiting).append(steps)
-        if self._waiting and not self._ready:
-            places, blocked = (each.reshape(self._numbers.size, -1) for each in (self._places, self._blocked))
-            met = (blocked & (places == places[:, :1])).all(1)
+            (ready if told is PAUSE else waiting).append(steps)
+        if waiting and not ready:
+            at, held = (each.reshape(numbers.size, -1) for each in (places, blocked))
+            met = (held & (at == at[:, :1])).all(1)
             if not met.any():
-                at = self._launch.program.instructions[places[blocked][0] - 1]
-                raise Fault(f"a barrier that not all reach: {at}")
-            self._launch.shared.met(self._numbers[met])
-            blocked[met] = False
-            self._ready, self._waiting = self._waiting, []
-        return not self._ready
+                raise Fault(f"a barrier that not all reach: {launch.program.instructions[at[held][0] - 1]}")
+            launch.shared.met(numbers[met])
+            held[met] = False
+            ready, waiting = waiting, []
+        if not ready:
+            return
+        yield PAUSE
 
 
 def _steps(threads: Threads, places: np.ndarray, alive: np.ndarray, blocked: np.ndarray) -> Iterator[str]:
     """Run to the end; stop after atomics, telling PAUSE, and where nobody can go on, telling BARRIER.
 
+    The least advanced lanes run first, but those that loop around an mbarrier's wait last: who ends it may be behind.
     While all lanes are at one place, nothing is kept of where each is.
     """
     launch, instructions, every = threads.launch, threads.launch.program.instructions, threads.count
@@ -124,11 +115,13 @@ def _steps(threads: Threads, places: np.ndarray, alive: np.ndarray, blocked: np.
     for _ in range(launch.options.most):
         here: Mask = None
         if not together:
-            running = alive & ~blocked
+            running = alive & ~blocked & ~threads.waits
             if not running.any():
                 if not alive.any():
                     return
-                yield BARRIER
+                if not threads.waits.any():
+                    yield BARRIER
+                threads.waits[:] = False
                 continue
             place = int(places[running].min())
             here = running & (places == place)
@@ -146,9 +139,10 @@ def _steps(threads: Threads, places: np.ndarray, alive: np.ndarray, blocked: np.
         if count == 0:
             continue
         launch.executed[place - 1] += count
-        if threads.under_way and one.registers() & threads.under_way - getattr(one.run, "writes", frozenset()):
+        if threads.under_way & one.registers and not one.name.startswith("wgmma.mma"):
             raise Fault(f"a register that a product under way will write is used before a wait: {one}")
-        found = one.run(threads, None if count == every else mask)  # type: ignore[misc]
+        threads.one, threads.mask = one, None if count == every else mask
+        found = one.run(threads)  # type: ignore[misc]
         if found is None:
             continue
         if found is PAUSE:
@@ -158,7 +152,7 @@ def _steps(threads: Threads, places: np.ndarray, alive: np.ndarray, blocked: np.
         else:
             if together:
                 places[:] = place
-            together, who = False, threads.active(mask)
+            together, who = False, threads.active()
             if found is END:
                 alive &= ~who
             elif found is BARRIER:

@@ -30,20 +30,15 @@ BITS = {
     kind: 1 if kind == "pred" else np.dtype(dtype).itemsize * (16 if "x2" in kind else 8)
     for kind, dtype in TYPES.items()
 }
-NAN: dict[Any, Any] = {  # what arithmetic makes of any NaN; bf16's is float16's
-    np.dtype(np.float16): U16(0x7FFF),
-    np.dtype(np.float32): U32(0x7FFFFFFF),
-    np.dtype(np.float64): U64(0x7FFFFFFFFFFFFFFF),
-}
 
 
 def canonical(values: Any) -> Any:
-    """An arithmetic result with the one NaN that NVIDIA's units make."""
+    """An arithmetic result with the one NaN that NVIDIA's units make; bf16's is float16's."""
     nan = values != values
     if np.count_nonzero(nan):
         values = np.array(values)
-        bits = NAN[values.dtype]
-        values.view(bits.dtype)[nan] = bits
+        bits = f"i{values.itemsize}"
+        values.view(bits)[nan] = np.iinfo(bits).max  # of float16 0x7FFF, and so on
     return values
 
 

@@ -25,7 +25,7 @@ from benchmarks.common.measure import commit, table, write_results
 from benchmarks.common.pages import Row, markdown, read
 from benchmarks.subjects import commits_since
 from emulator import Options
-from emulator.counters import SECTOR, Count
+from emulator.memory import SECTOR, Count
 from emulator.parse import Instruction
 from octavo.kernels.triton import launch as launching
 from octavo.tune import cases, fused_cases, products

@@ -30,7 +30,7 @@ from benchmarks.common.measure import commit, table, write_results
 from benchmarks.common.pages import Row, read
 from benchmarks.machine_code.machine_code import instructions, loops, resources, tile_bytes
 from benchmarks.machine_code.offline import MULTIPROCESSORS, SHARED_MEMORY, Launch, offline
-from emulator.counters import SECTOR
+from emulator.memory import SECTOR
 from octavo.kernels.reference.optimizer_step import WeightUpdate
 from octavo.kernels.triton import KERNELS as OPS
 from octavo.kernels.triton import optimizer_step

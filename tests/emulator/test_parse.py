@@ -44,7 +44,7 @@ def test_operands() -> None:
     address, (first, second) = store.operands
     assert address.offset == -8 and program.registers[address.base.number] == 32
     assert second == elect.operands[0][0] == SINK
-    assert store.registers() == {address.base.number, first.number}
+    assert store.registers == {address.base.number, first.number}
     assert elect.operands[1] == 255 and move.operands[1] == 0x3F800000
 
 
