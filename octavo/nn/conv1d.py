@@ -14,10 +14,8 @@ class Conv1D(RecipeModule, TransformersConv1D):
     Importing this module needs transformers; convert does it only for a model that already holds a Conv1D.
     """
 
-    weight: Tensor
-    bias: Tensor
+    stores_transposed = True
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] -> [..., N]."""
-        weight_KN = self.weight
-        return self._product(x, weight_KN.t(), self.bias, weight_KN)
+        return self._product(x)

@@ -105,7 +105,7 @@ class ExpertsPart(Grouped):
         return getattr(self.holder, "is_transposed", False)
 
     def own_parameters(self) -> tuple[Parameter, Parameter | None]:
-        """See Grouped."""
+        """See RecipeModule."""
         return getattr(self.holder, self.key), getattr(self.holder, f"{self.key}_bias", None)
 
     def reset_parameters(self) -> None:

@@ -14,16 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from octavo.autograd.casts import as_rows
-from octavo.autograd.chain import Chain, run_chain
 from octavo.autograd.grouped import Routing
-from octavo.autograd.products import requires_grad
 from octavo.kernels.activations import activation_of
 from octavo.nn.activation import activate
-from octavo.nn.fused import runs_alone
-from octavo.nn.grouped_linear import Grouped, GroupedLinear, checked
-from octavo.nn.inputs import refuse_for_fp8
+from octavo.nn.fused import run_alone, run_as_one
+from octavo.nn.grouped_linear import Grouped, GroupedLinear
+from octavo.nn.inputs import grouped_dtype
 from octavo.nn.linear import recipe_for
 from octavo.private import assert_async
+from octavo.nn.tensor_parallel import whole
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap
 
@@ -102,19 +101,12 @@ def feed_forward(
     """
 
     def compute(rows: Tensor, offsets: Tensor) -> Tensor:
-        if activation is None or not all(
-            runs_alone(part) and part.recipe.output is not None for part in (gate_up, down)
-        ):
+        linears = gate_up, down
+        if activation is None or not run_alone(linears):
             return down(between(gate_up(rows, offsets)), offsets)
-        operands = [part.operands() for part in (gate_up, down)]
-        rows = rows.to(checked(rows, operands[0][0], offsets))
-        layers, needs_grad = [], rows.requires_grad
-        for part, (weight, bias, parameter) in zip((gate_up, down), operands, strict=True):
-            refuse_for_fp8(rows, parameter, bias)
-            layers.append(part.grouped_layer(rows, weight, parameter, needs_grad, offsets))
-            needs_grad = needs_grad or weight.requires_grad or requires_grad(bias)
-        parameters = [(weight, bias) for weight, bias, _ in operands]
-        return run_chain(rows, (None, None), parameters, Chain(None, tuple(layers), activation, rows.dtype, False))
+        own = [linear.operands() for linear in linears]
+        dtype = grouped_dtype(rows, own[0][0], offsets)
+        return run_as_one(whole(rows.to(dtype), (None, None), own), None, linears, activation, dtype, offsets=offsets)
 
     if gate_up.elsewhere is not None:
         return gate_up.elsewhere(rows, offsets, gate_up, down, compute)

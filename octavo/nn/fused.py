@@ -13,6 +13,7 @@ parts' own. The parts do run one after the other where something wants to see th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from octavo.nn.linear import Linear, recipe_for
 from octavo.nn.norm import LayerNorm, RMSNorm
 from octavo.nn.parted_linear import PartedLinear
 from octavo.nn.splits import Splits, split_output
-from octavo.nn.tensor_parallel import finished, fused_parts, hooks_on, is_parallel, style_of
+from octavo.nn.tensor_parallel import FusedParts, finished, fused_parts, hooks_on, is_parallel, style_of
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap
 
@@ -37,6 +38,36 @@ def runs_alone(module: nn.Module) -> bool:
     """Whether nobody would notice that a part's forward is not called, besides the style that it is under."""
     style = style_of(module)
     return "forward" not in module.__dict__ and hooks_on(module) == (0 if style is None else style.hooks)
+
+
+def run_alone(linears: Sequence[Any]) -> bool:
+    """The same of all linear layers that could run as one, which need their ``output`` product in FP8."""
+    return all(runs_alone(linear) and linear.recipe.output is not None for linear in linears)
+
+
+def run_as_one(
+    placed: FusedParts,
+    norm: Any,
+    linears: Sequence[Any],
+    activation: str,
+    dtype: torch.dtype,
+    returns_norm: bool = False,
+    offsets: Tensor | None = None,
+) -> Any:
+    """One or two linear layers, behind a norm if there is one, by one chain: its results, of this dtype.
+
+    ``placed``: their input and parameters; ``offsets``: where groups of rows end, of experts.
+    """
+    x, own = placed.input, placed.linears
+    refuse_for_fp8(x, *placed.norm, *(tensor for _, bias, parameter in own for tensor in (parameter, bias)))
+    needs_grad = any(map(requires_grad, (x, *placed.norm)))
+    layers: list[Layer] = []
+    for linear, (weight, bias, parameter), parts in zip(linears, own, placed.parts, strict=True):
+        layers.append(linear.layer_of(x, weight, parameter, needs_grad, parts, offsets))
+        needs_grad = needs_grad or weight.requires_grad or requires_grad(bias)
+    layers[0] = layers[0]._replace(wire=placed.wire)
+    chain = Chain(None if norm is None else norm.norm(), tuple(layers), activation, dtype, returns_norm)
+    return run_chain(x, placed.norm, [(weight, bias) for weight, bias, _ in own], chain, placed.shape[:-1])
 
 
 class Fused(nn.Module):
@@ -54,9 +85,7 @@ class Fused(nn.Module):
         norm, linears = self.norm, self._linears()
         if type(norm) not in (LayerNorm, RMSNorm) or any(type(one) not in (Linear, PartedLinear) for one in linears):
             return False
-        if not all(map(runs_alone, (norm, *linears))):
-            return False
-        return norm.weight is not None and all(linear.recipe.output is not None for linear in linears)
+        return norm.weight is not None and runs_alone(norm) and run_alone(linears)
 
     def _fused(self, input: Tensor, activation: str, returns_norm: bool) -> tuple[Any, Any] | None:
         """(the output of all parts, the norm's or None) by one chain; or None where they run one after the other."""
@@ -71,16 +100,7 @@ class Fused(nn.Module):
         placed = fused_parts(norm, linears, weights, input)
         if placed is None:
             return None
-        x, own = placed.input, placed.linears
-        refuse_for_fp8(x, *placed.norm, *weights, *(bias for _, bias in own))
-        needs_grad = x.requires_grad or norm.weight.requires_grad or requires_grad(norm.bias)
-        layers: list[Layer] = []
-        for linear, weight, (local, bias), parts in zip(linears, weights, own, placed.parts, strict=True):
-            layers.append(linear.layer_of(x, local, weight, needs_grad, parts))
-            needs_grad = needs_grad or weight.requires_grad or requires_grad(bias)
-        layers[0] = layers[0]._replace(wire=placed.wire)
-        chain = Chain(norm.norm(), tuple(layers), activation, dtype, returns_norm)
-        found = run_chain(x, placed.norm, own, chain, placed.shape[:-1])
+        found = run_as_one(placed, norm, linears, activation, dtype, returns_norm)
         return finished(placed, norm, linears[-1], *(found if returns_norm else (found, None)))
 
 

@@ -150,7 +150,7 @@ class Gather:
         if self.shared:
             return Way(AS_IT_IS, "another module shares it")
         experts = parameter.ndim == 3
-        if not experts and not hasattr(module, "in_features"):
+        if not experts and module.stores_transposed:
             return Way(AS_IT_IS, f"{type(module).__name__} stores it transposed")
         if not casts.once:
             return Way(CAST_AFTER, "its two layouts have different scales, and codes of both are bf16's bytes")

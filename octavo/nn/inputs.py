@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 
 from octavo.errors import HigherOrderGradientError
 from octavo.formats import HIGH_PRECISION
+from octavo.kernels.groups import check_offsets_kind
 from octavo.nn.stored_weights import why_unreadable
 from octavo.private import functorch_is_active, in_forward_mode
 
@@ -33,6 +34,23 @@ def product_dtype(input: Tensor, weight_NK: Tensor) -> torch.dtype:
     if autocast and input.dtype in HIGH_PRECISION:  # as autocast itself, which leaves float64 and integers alone
         return torch.get_autocast_dtype(device_type)
     return input.dtype
+
+
+def grouped_dtype(input: Tensor, weight_ENK: Tensor, offsets: Tensor) -> torch.dtype:
+    """The dtype that products with ``input``, rows in groups that end at ``offsets``, compute in.
+
+    Raises:
+        TypeError, ValueError: as octavo.nn.GroupedLinear.
+    """
+    if input.ndim != 2:
+        raise ValueError(f"input of shape {tuple(input.shape)}: rows sorted by expert are [T, K]")
+    dtype = product_dtype(input, weight_ENK)
+    if dtype not in HIGH_PRECISION:
+        raise TypeError(f"experts compute in bfloat16, float16 or float32, not {dtype}")
+    check_offsets_kind(offsets, input.device)
+    if offsets.shape[0] != weight_ENK.shape[0]:
+        raise ValueError(f"offsets of {offsets.shape[0]} experts, but the weight has {weight_ENK.shape[0]}")
+    return dtype
 
 
 # of torch.distributed.pipelining.stage: in torch 2.13, and before it

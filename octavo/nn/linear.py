@@ -67,8 +67,7 @@ class Linear(RecipeModule, nn.Linear):
 
     def forward(self, input: Tensor) -> Any:
         """See the class."""
-        weight = self.weight
-        return split_output(self._product(input, weight, self.bias, weight), self.splits)
+        return split_output(self._product(input), self.splits)
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
         """Load, from separate layers' keys too; the last argument is torch's list of errors."""

@@ -138,8 +138,7 @@ class PartedLinear(Linear):
 
     def forward(self, input: Tensor) -> Any:
         """A DTensor for each split, sharded by its features."""
-        weight = self.weight
-        return self.parted(self._product(input, weight, self.bias, weight))
+        return self.parted(self._product(input))
 
     def parted(self, y: Any) -> Any:
         """The output of all splits, a DTensor, as one for each."""

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from octavo.autograd.casts import WEIGHT, cast_role
+from octavo.autograd.exchange import Exchange
+from octavo.autograd.grouped import grouped_linear
 from octavo.autograd.products import Layer, linear
 from octavo.autograd.shared_scales import Parts
 from octavo.autograd.tap import Tap, Watch
@@ -16,7 +18,7 @@ from octavo.errors import UnsupportedOpError
 from octavo.kernels.capability import warn_once_if_emulated
 from octavo.nn.agreement import ask
 from octavo.nn.gather import Gather
-from octavo.nn.inputs import finds_shapes, product_dtype, refuse_for_fp8
+from octavo.nn.inputs import finds_shapes, grouped_dtype, product_dtype, refuse_for_fp8
 from octavo.nn.stored_weight_files import load_stored, save_plain, whole_pair
 from octavo.nn.stored_weights import check_recipe, moved_stored, weight_of, widened
 from octavo.nn.tensor_parallel import is_parallel, parallel_product
@@ -39,6 +41,28 @@ from octavo.tensor.sharded_weight import GatheredWeight, gather_alone, on_this_r
 from octavo.tensor.stored_weight import StoredWeight, local_stored
 
 
+class _OwnExperts(torch.autograd.Function):
+    """Parameters of a rank's experts; their gradients, which all ranks' tokens add to, are divided by ``ranks``."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return own.view_as(own)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] / ctx.ranks, None
+
+
+# Inference mode is asked for last: there a compiled graph ends.
+def _of_this_rank(parameter: Any, ranks: int) -> Tensor:
+    """What this rank has of its experts' parameter; gradients flow, divided by ``ranks``."""
+    stored = local_stored(parameter)
+    if stored is not None and torch.is_inference_mode_enabled():  # torch makes no view
+        return stored
+    return _OwnExperts.apply(parameter.to_local(), ranks)
+
+
 class RecipeModule(nn.Module):
     """Base of octavo's modules; mixed in before the torch class whose parameters it has."""
 
@@ -48,6 +72,7 @@ class RecipeModule(nn.Module):
     kept_operands: KeptOperands | None
     tap: Tap | None = None  # where the forward and backward of a step that is recorded count casts: octavo.inspect
     watch: Watch | None = None  # where faults are noted: octavo.inspect.trace_faults
+    exchange: Exchange | None = None  # the ranks that hold the experts, whose parameters are DTensors then
     stores_transposed = False  # whether a product reads the weight's parameter with its last two dimensions swapped
 
     def _set_recipe(self, recipe: Recipe) -> None:
@@ -98,7 +123,10 @@ class RecipeModule(nn.Module):
             whole: the one before.
             part: the name of this module as a part of that which owns the weight, if it is not this one.
         """
-        if type(weight) not in (nn.Parameter, GatheredWeight):
+        if self.exchange is not None:  # FSDP2 gathers weights as they are stored
+            if part and (stored := local_stored(weight)) is not None:
+                stored.part = part
+        elif type(weight) not in (nn.Parameter, GatheredWeight):
             if weight is not self.gather.parameter:
                 self.gather.adopt(weight, whole, self, part)
                 check_recipe(self.recipe, weight)
@@ -133,7 +161,21 @@ class RecipeModule(nn.Module):
     @property
     def weight_parameter(self) -> nn.Parameter:
         """The parameter that holds the weight."""
-        return self.get_parameter("weight")
+        holder, key = self.weight_place
+        return holder.get_parameter(key)
+
+    def own_parameters(self) -> tuple[Any, Any]:
+        """Weight and bias or None, as they are stored."""
+        return self.weight, self.bias
+
+    def operands(self) -> tuple[Tensor, Tensor | None, nn.Parameter]:
+        """Weight [N, K] and bias [N] or None, of experts [E, ...]; the parameter that the weight is a view of."""
+        parameter, bias = self.own_parameters()
+        weight = parameter
+        if self.exchange is not None:
+            ranks = self.exchange.size if self.exchange.average else 1
+            weight, bias = _of_this_rank(weight, ranks), None if bias is None else _of_this_rank(bias, ranks)
+        return self._laid(weight), bias, parameter
 
     def weight_name(self, name: str) -> str:
         """The weight's name in a model where this module has that name."""
@@ -224,21 +266,24 @@ class RecipeModule(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         save_plain(destination, f"{prefix}weight", keep_vars)
 
-    def _product(self, input: Tensor, weight_NK: Tensor, bias: Tensor | None, parameter: Tensor) -> Tensor:
-        """input [..., K] . weight^T + bias [N] by this module's recipe.
-
-        ``weight_NK`` is a view of ``parameter``, the leaf.
-        """
-        if is_parallel(parameter):
-            ask([self], parameter.device_mesh)  # type: ignore[attr-defined]
-        dtype = product_dtype(input, weight_NK)
+    def _product(self, input: Tensor, offsets: Tensor | None = None) -> Tensor:
+        """input [..., K] . weight^T + bias [N] by this module's recipe; of rows in groups that end at ``offsets``."""
+        weight, bias, parameter = self.operands()
+        parallel = offsets is None and is_parallel(weight)
+        if parallel:
+            ask([self], weight.device_mesh)  # type: ignore[attr-defined]
+        dtype = product_dtype(input, weight) if offsets is None else grouped_dtype(input, weight, offsets)
         if self.recipe.is_high_precision:
-            return nn.functional.linear(input, widened(weight_NK), bias)
+            weight = widened(weight)
+            if offsets is None:
+                return nn.functional.linear(input, weight, bias)
+            # torch's grouped product does not follow autocast by itself
+            return grouped_linear(input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), offsets)
         if input.dtype != dtype:
             input = input.to(dtype)
-        if is_parallel(parameter):
-            return parallel_product(self, input, weight_NK, bias)
-        return self.local_product(input, weight_NK, bias, parameter)
+        if parallel:
+            return parallel_product(self, input, weight, bias)
+        return self.local_product(input, weight, bias, parameter, None, offsets)
 
     def state_of_input(self) -> State | None:
         """The delayed state that a cast of the next input reads."""
@@ -247,11 +292,18 @@ class RecipeModule(nn.Module):
         return self._state_for(self.weight, self.training, on_this_rank(self.weight).device)  # type: ignore[arg-type]
 
     def local_product(
-        self, input: Tensor, weight_NK: Tensor, bias: Tensor | None, parameter: Tensor, parts: Parts | None = None
+        self,
+        input: Tensor,
+        weight_NK: Tensor,
+        bias: Tensor | None,
+        parameter: Tensor,
+        parts: Parts | None = None,
+        offsets: Tensor | None = None,
     ) -> Tensor:
         """``_product`` in FP8 of one dtype; of what this rank has, where ``parameter`` is in parts on several."""
         refuse_for_fp8(input, parameter, bias)
-        return linear(input, weight_NK, bias, self.layer_of(input, weight_NK, parameter, input.requires_grad, parts))
+        layer = self.layer_of(input, weight_NK, parameter, input.requires_grad, parts, offsets)
+        return linear(input, weight_NK, bias, layer)
 
     def layer_of(
         self,
@@ -260,9 +312,13 @@ class RecipeModule(nn.Module):
         parameter: Tensor,
         needs_input_grad: bool,
         parts: Parts | None = None,
+        offsets: Tensor | None = None,
     ) -> Layer:
-        """What this module brings to its products with ``input``; see ``_product``."""
-        recipe, grad_enabled = self.recipe, torch.is_grad_enabled()
+        """What this module brings to its products with ``input``; ``weight_NK`` is a view of ``parameter``, a leaf."""
+        recipe, grad_enabled, tap = self.recipe, torch.is_grad_enabled(), self.counting
+        if self.exchange is not None:
+            parts = Parts(self.exchange.group, (False,) * 3)
+            tap = None if tap is None else tap.of(self.exchange.part(weight_NK.shape[0]))
         state = self._state_for(parameter, self.training, input.device)
         if parts is not None:  # known now that a weight which was written has lost its history
             parts = parts._replace(begins=state is not None and may_be_empty(state.scale))
@@ -276,7 +332,7 @@ class RecipeModule(nn.Module):
                 )
             training = False  # nothing enters the history
         watch = self.watch if training else None
-        return Layer(weight, recipe, state, training, self.counting, watch, parts=parts)
+        return Layer(weight, recipe, state, training, tap, watch, offsets, parts)
 
     @property
     def counting(self) -> Tap | None:
@@ -321,12 +377,18 @@ class RecipeModule(nn.Module):
         else:
             state = self._state_for(parameter, training, weight.device) if training else None
             kept = self._kept_of(weight) if training else None
-            operands = kept or cast_role(self._laid(weight), self.recipe, WEIGHT, True, False, state)
+            operands = kept or cast_role(self._laid(weight.detach()), self.recipe, WEIGHT, True, False, state)
         assert operands.as_is is not None
         return operands.as_is[0][..., : parameter.shape[-2 if self.stores_transposed else -1]], operands.as_is[1]
 
     def _laid(self, weight: Tensor) -> Tensor:
-        return weight.detach().mT if self.stores_transposed else weight.detach()
+        """A weight as it is stored, as [..., N, K]; of one in FP8 torch makes no view in inference mode."""
+        if not self.stores_transposed:
+            return weight
+        if torch.is_inference_mode_enabled() and local_stored(weight) is not None:
+            with torch.inference_mode(False), torch.no_grad():
+                return weight.transpose(-2, -1)
+        return weight.mT
 
     def _weight_operands(
         self,
@@ -337,6 +399,8 @@ class RecipeModule(nn.Module):
         parts: Parts | None,
     ) -> Operands:
         own: Any = parameter if parts is None else weight_NK
+        if self.exchange is not None and (stored := local_stored(parameter)) is not None:
+            own = stored  # of this rank's experts, as they lie
         operands = getattr(type(own), "operands", None)  # of a weight that is in FP8 already
         if operands is not None:
             return operands(own, self, transposed)

@@ -101,7 +101,7 @@ class FusedParts(NamedTuple):
         mesh: that they lie on, or None: this rank has all.
         input, shape: [..., K], and the whole input's shape.
         norm: gamma and beta [K].
-        linears: a (weight, bias) each.
+        linears: a (weight, bias, the parameter that the weight is a view of) each.
         parts: the roles of each, None without a mesh.
         wire: how the input is gathered, None where it is whole.
     """
@@ -109,10 +109,15 @@ class FusedParts(NamedTuple):
     mesh: Any
     input: Tensor
     shape: list[int]
-    norm: tuple[Tensor, Tensor | None]
-    linears: list[tuple[Tensor, Tensor | None]]
+    norm: tuple[Tensor | None, Tensor | None]
+    linears: list[tuple[Tensor, Tensor | None, Tensor]]
     parts: list[Parts | None]
-    wire: Wire | None
+    wire: Wire | None = None
+
+
+def whole(input: Tensor, norm: tuple[Tensor | None, Tensor | None], linears: Sequence[Any]) -> FusedParts:
+    """What a rank has that has all, ``linears`` as in FusedParts."""
+    return FusedParts(None, input, [*input.shape], norm, [*linears], [None] * len(linears))
 
 
 def _placement(norm: Any, linears: Sequence[Any], weights: Sequence[Any], input: Any) -> Any:
@@ -143,10 +148,7 @@ def fused_parts(norm: Any, linears: Sequence[Any], weights: Sequence[Any], input
     """What a norm and one or two linear layers run as one on; None where ranks have parts that can't, see the file."""
     biases = [linear.bias for linear in linears]
     if not any(map(is_parallel, weights)):
-        of_norm = norm.weight, norm.bias
-        return FusedParts(
-            None, input, [*input.shape], of_norm, [*zip(weights, biases, strict=True)], [None] * len(biases), None
-        )
+        return whole(input, (norm.weight, norm.bias), [*zip(weights, biases, weights, strict=True)])
     from torch.distributed.tensor import Partial
 
     placement, mesh = _placement(norm, linears, weights, input), weights[0].device_mesh
@@ -169,10 +171,10 @@ def fused_parts(norm: Any, linears: Sequence[Any], weights: Sequence[Any], input
     gamma, beta = (
         one.to_local(grad_placements=[of_gamma]) if is_parallel(one) else one for one in (norm.weight, norm.bias)
     )
-    own: list[tuple[Tensor, Tensor | None]] = []
+    own: list[tuple[Tensor, Tensor | None, Tensor]] = []
     for weight, bias in zip(weights, biases, strict=True):
         local = weight.to_local(grad_placements=weight.placements)
-        own.append((local, _local_bias(bias, weight.placements[0].dim == 1, mesh)))
+        own.append((local, _local_bias(bias, weight.placements[0].dim == 1, mesh), weight))
     roles = (False, True, True), (True, True, False)
     parts: list[Parts | None] = [Parts(group, of) for of in roles[: len(linears)]]
     return FusedParts(mesh, x, shape, (gamma, beta), own, parts, wire)
@@ -188,7 +190,7 @@ def finished(placed: FusedParts, norm: Any, last: Any, y: Any, normed: Tensor | 
     assert of_last is not None
     if len(placed.linears) == 2:
         needs_dx = any(map(requires_grad, (placed.input, *placed.norm, *placed.linears[0])))
-        found = _scattered_for(last, y, needs_dx, *placed.linears[1], placed.mesh)
+        found = _scattered_for(last, y, needs_dx, *placed.linears[1][:2], placed.mesh)
         if found is not None:
             return of_last.finish(last, found, placed.mesh), None
     y = spread(y, shape, placed.mesh, Shard(len(shape) - 1) if len(placed.linears) == 1 else Partial())
