@@ -55,6 +55,18 @@ from octavo.train.config import (
 from octavo.train.loop import RECORD, run_in, trained_model
 from octavo_command import INTERRUPTED
 
+EXTRAS = {
+    "cli": ("rich", "matplotlib"),
+    "inspect": ("numpy",),
+    "onnx": ("onnx", "onnxruntime", "onnxscript"),
+    "safetensors": ("safetensors", "huggingface_hub"),
+}
+NATIVE = "native FP8"
+EMULATED = "emulated FP8 (the reference)"
+RUNS = Path("runs")  # where runs go that give no --out
+RECIPE = "dynamic"
+COMPARED = (BASELINE, "dynamic", "delayed")
+
 _METAVARS = {int: "N", float: "X"}
 
 
@@ -109,16 +121,6 @@ def option_errors() -> Iterator[None]:
         names = (own.name for part in hints(TrainConfig).values() for own in dataclasses.fields(part))
         known = "|".join(name for name in names if "_" in name)
         raise TrainError(re.sub(rf"\b({known})\b", lambda found: flag_of(found[0]), str(error))) from error
-
-
-EXTRAS = {
-    "cli": ("rich", "matplotlib"),
-    "inspect": ("numpy",),
-    "onnx": ("onnx", "onnxruntime", "onnxscript"),
-    "safetensors": ("safetensors", "huggingface_hub"),
-}
-NATIVE = "native FP8"
-EMULATED = "emulated FP8 (the reference)"
 
 
 def version(package: str) -> str | None:
@@ -189,11 +191,6 @@ def describe_machine() -> str:
         state = "installed" if not absent else f"pip install octavo[{extra}] ({', '.join(absent)} absent)"
         lines.append(f"  {extra:<11}  {state}")
     return "\n".join(lines)
-
-
-RUNS = Path("runs")  # where runs go that give no --out
-RECIPE = "dynamic"
-COMPARED = (BASELINE, "dynamic", "delayed")
 
 
 @contextlib.contextmanager

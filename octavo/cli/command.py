@@ -1,4 +1,7 @@
-"""What `octavo` does with a command line: runs it, and says faults in one line. They end with 2, Ctrl-C with 130."""
+"""What `octavo` does with a command line: runs it, and says faults in one line. They end with 2, Ctrl-C with 130.
+
+It says what each command takes, with its examples; actions.py carries them out.
+"""
 
 from __future__ import annotations
 

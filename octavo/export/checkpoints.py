@@ -1,4 +1,4 @@
-"""FP8 weights with their scales in safetensors files, under the keys that serving stacks read (export/layouts.py)."""
+"""FP8 weights with their scales, under the keys that servers read (layouts.py): as safetensors files, or one by one."""
 
 from __future__ import annotations
 

@@ -7,6 +7,11 @@ module's own.
     fine-grained         weight [N, K]   weight_scale_inv [ceil(N/128), ceil(K/128)] fp32   transformers, vLLM, SGLang
     compressed-tensors   weight [N, K]   weight_scale [1] or [N, 1] fp32                    compressed-tensors, vLLM
     per-tensor           weight [N, K]   weight_scale [1] fp32                              vLLM, SGLang ("fp8")
+
+In a model all experts' matrices are one parameter, [E, N, K], of which N may be gate and up one behind the other. A
+checkpoint of most models has ``experts.0.gate_proj.weight``, ``experts.0.up_proj.weight``, ... instead, and servers
+read these. transformers knows the names of each of its models, and takes them back in from_pretrained. Those of models
+that it has no rule for, and octavo's own modules, keep their one tensor.
 """
 
 from __future__ import annotations
@@ -29,6 +34,11 @@ from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.stored_weight_files import SCALE_INV
 from octavo.scaling.recipe import Cast
 from octavo.tensor.sharded_weight import on_this_rank, plain
+
+Layers = dict[str, RecipeModule]  # the modules whose output product is in FP8, by name
+BLOCK = 128
+GATHER = "gather the model first (torch.distributed.checkpoint.state_dict)"  # what to do about shards
+Written = Iterator[tuple[str, Tensor, Tensor | None]]  # names, codes or tensors, scales or None
 
 
 def written_names(model: nn.Module, key: str, tensor: Tensor) -> dict[str, Tensor]:
@@ -91,11 +101,6 @@ def why_not_written(module: Grouped) -> str | None:
     return None
 
 
-Layers = dict[str, RecipeModule]  # the modules whose output product is in FP8, by name
-BLOCK = 128
-GATHER = "gather the model first (torch.distributed.checkpoint.state_dict)"  # what to do about shards
-
-
 class Layout(NamedTuple):
     """Where a pair is written.
 
@@ -108,9 +113,6 @@ class Layout(NamedTuple):
     tiles: tuple[Tile, ...]
     recipe: str
     config: Callable[[Layers, list[str]], dict[str, Any]] | None
-
-
-Written = Iterator[tuple[str, Tensor, Tensor | None]]  # names, codes or tensors, scales or None
 
 
 class Entry(NamedTuple):

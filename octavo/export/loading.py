@@ -1,7 +1,8 @@
 """FP8 checkpoints, as they lie on a hub, into a model whose weights live in FP8: codes stay codes.
 
 Read are the layouts of export/layouts.py and their kin: scales of 128 x 128 blocks, of a whole weight or of its rows,
-in float32, bfloat16 or E8M0, under ``weight_scale_inv`` or ``weight_scale``.
+in float32, bfloat16 or E8M0, under ``weight_scale_inv`` or ``weight_scale``. Names may be the hub's,
+where transformers has others in a model of its own.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ from octavo.tensor.parameters import put_into
 from octavo.tensor.scaled_tensor import ScaledTensor
 from octavo.tensor.sharded_weight import on_this_rank
 from octavo.tensor.stored_weight import GRANULARITIES, StoredWeight, local_stored, may_have
+
+SCALES = ("_scale_inv", "_scale")  # after a weight's name
+OF_INPUTS = re.compile(r"\.(input_scale|activation_scale|k_scale|v_scale|q_scale|output_scale)$")  # static casts
+Reader = Callable[[Path], Any]  # an open safetensors file
 
 
 def places_of_experts(model: nn.Module) -> dict[str, dict[str, tuple[int, slice]]]:
@@ -84,11 +89,6 @@ def split_stored(model: nn.Module, state_dict: dict[str, Any]) -> tuple[dict[str
         if weight in others:
             stored[renamed(weight)] = others.pop(weight)
     return stored, others
-
-
-SCALES = ("_scale_inv", "_scale")  # after a weight's name
-OF_INPUTS = re.compile(r"\.(input_scale|activation_scale|k_scale|v_scale|q_scale|output_scale)$")  # static casts
-Reader = Callable[[Path], Any]  # an open safetensors file
 
 
 class _Stored(NamedTuple):

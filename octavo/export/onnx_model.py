@@ -3,7 +3,7 @@
 The model computes as octavo evaluates it in float32: an operand of an FP8 product is a QuantizeLinear and a
 DequantizeLinear, whose y_scale is scale_inv, and the product a Gemm of float32. Nothing is asked of the model: its
 evaluation is traced by torch.export, weights' casts are computed, and octavo's ops become standard ones (lowering.py)
-before torch.onnx translates the rest.
+before torch.onnx translates the rest. In onnxruntime the file is held against octavo's own evaluation.
 """
 
 from __future__ import annotations
@@ -31,6 +31,12 @@ from octavo.export.layouts import GATHER
 from octavo.export.lowering import BLOCKS_FROM, decompositions
 from octavo.formats import HIGH_PRECISION
 from octavo.tensor.sharded_weight import on_this_rank
+
+_DELAYED_SCALE = {"cast": 1, "norm_cast": 6}  # the index of that argument
+OPSETS = range(19, 25)  # the first has float8's QuantizeLinear
+LARGEST_FILE = 2**31 - 2**20  # protobuf takes less than 2 GiB in a file; beyond, weights lie beside it
+_SMALL = 1024  # elements: below, a weight's dtype is no matter
+_STORED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def in_float32(leaf: Any) -> Any:
@@ -98,9 +104,6 @@ def sqnr_in_onnxruntime(model: nn.Module, inputs: Tensor | tuple[Any, ...], path
     if noise == 0.0:
         return float("inf")
     return float(10 * torch.log10(torch.tensor(signal / noise, dtype=torch.float64)))
-
-
-_DELAYED_SCALE = {"cast": 1, "norm_cast": 6}  # the index of that argument
 
 
 def program_of(model: nn.Module, example_inputs: tuple[Any, ...], dynamic_shapes: Any) -> ExportedProgram:
@@ -192,12 +195,6 @@ def _replace(module: fx.GraphModule, node: fx.Node, result: Any) -> None:
         buffer = module.graph.get_attr(name)
     node.replace_all_uses_with(buffer)
     module.graph.erase_node(node)
-
-
-OPSETS = range(19, 25)  # the first has float8's QuantizeLinear
-LARGEST_FILE = 2**31 - 2**20  # protobuf takes less than 2 GiB in a file; beyond, weights lie beside it
-_SMALL = 1024  # elements: below, a weight's dtype is no matter
-_STORED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def to_onnx(

@@ -1,6 +1,10 @@
 """The options of a run: eight frozen dataclasses, checked when built; the CLI's flags are made from their fields.
 
 A field's annotation says what it may be (a Literal: one of these strings), its metadata what it means and its limits.
+As a file, JSON or TOML, they are the `config.json` in a run's folder, and what `octavo train --config` reads. Sections
+are TrainConfig's parts; what a file leaves out has its default:
+
+    {"recipe": "delayed", "model": {"width": 192, "layers": 4}, "optimizer": {"steps": 1000}}
 
 Example:
     >>> from octavo.train import ModelConfig
@@ -28,6 +32,9 @@ from typing import Any, Literal
 from octavo.distributed.files import replacing
 from octavo.errors import OctavoError, first_line
 from octavo.recipes import NAMED
+
+CONFIG_FILE = "config.json"
+_OF_ONE_RUN = ("out", "resume")  # where it lies and that it goes on: not what another run is to repeat
 
 
 class TrainError(OctavoError):
@@ -388,10 +395,6 @@ def check_recipe(name: str) -> str:
     if name not in RECIPES:
         raise ValueError(f"unknown recipe {name!r}: choose from {', '.join(RECIPES)}")
     return name
-
-
-CONFIG_FILE = "config.json"
-_OF_ONE_RUN = ("out", "resume")  # where it lies and that it goes on: not what another run is to repeat
 
 
 def save_options(folder: Path, config: TrainConfig, recipe: str) -> None:

@@ -1,4 +1,4 @@
-"""One run, or several to compare: train, leave a log and a checkpoint, and be able to go on from there exactly."""
+"""One run, or several to compare: train, leave a log and a checkpoint, go on from there exactly, and read it back."""
 
 from __future__ import annotations
 
@@ -41,11 +41,13 @@ from octavo.train.progress import Progress, Recorder, in_words
 from octavo.train.shard import device_name, ranks_of, require_one_process, require_parts
 from octavo.train.trainer import Trainer, build_model, choose_device, recipe_named, require_memory, settle_dtype
 
+FORECAST_AFTER = 4  # steps: the first ones are slow
+
 RECORD = "inspect"  # the folder in a run's
 
 
 class Inspection:
-    """Records a run and watches it for faults.
+    """What `--inspect` adds to a run: a record in its folder, and where a fault came from.
 
     Args:
         trainer: of a model with FP8 layers, loaded.
@@ -87,9 +89,6 @@ class Inspection:
                 self._recorder.event("fault", str(fault))
             self._recorder.close()
         return "" if fault is None else fault.where
-
-
-FORECAST_AFTER = 4  # steps: the first ones are slow
 
 
 @dataclass

@@ -21,6 +21,8 @@ from octavo.nn import Experts, GroupedLinear, RMSNorm, TransformerBlock, rotary_
 from octavo.recipes import high_precision
 from octavo.train.config import VOCABULARY, ModelConfig
 
+HEAD, ROUTER = "head", "router"  # the output layer's name; the last part of the names of layers that choose experts
+
 SPEED = 0.01  # of a bias a step; DeepSeek-V3's is 0.001, of some hundred times as many steps
 
 
@@ -34,7 +36,7 @@ class Router(nn.Linear):
 
 
 class Mixture(nn.Module):
-    """``experts(norm(x))``, each byte by the k experts that its router scores highest.
+    """The MLP of a block as experts: ``experts(norm(x))``, each byte by the k experts that its router scores highest.
 
     Scores are sigmoids, and those of the chosen ones are divided by their sum (DeepSeek-V3, arXiv 2412.19437, eq. 13).
     The router computes in float32, also in autocast: near ties decide which experts compute.
@@ -80,6 +82,10 @@ class Mixture(nn.Module):
 def balance(mixtures: Iterable[Mixture], ranks: Ranks) -> Tensor:
     """After a step: moves every bias by what all ranks chose since the last time, and forgets that.
 
+    So load is balanced as in DeepSeek-V3, without an auxiliary loss (Wang et al. 2024, arXiv 2408.15664): an expert's
+    bias, which decides who is chosen and not what it counts for, rises by a constant where the expert had fewer bytes
+    than the mean, and falls where it had more.
+
     Returns:
         The largest load of an expert of any of the mixtures, by the mean of its mixture's; on the device.
     """
@@ -90,9 +96,6 @@ def balance(mixtures: Iterable[Mixture], ranks: Ranks) -> Tensor:
         mixture.bias += step - step.mean()  # as torchtitan: what all biases share decides nothing, and would drift
         mixture.load.zero_()
     return (loads / means).max()
-
-
-HEAD, ROUTER = "head", "router"  # the output layer's name; the last part of the names of layers that choose experts
 
 
 class GPT(nn.Module):

@@ -1,4 +1,4 @@
-"""How a run shows that it is alive: a bar on a terminal (with rich), else a line every few seconds."""
+"""The steps of a run as rows: their losses, their pace, whether they diverge; and how it shows that it is alive."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from torch import Tensor
 
 from octavo.train.checkpoint import Row
 from octavo.train.config import VOCABULARY, DivergedError, TrainConfig
+
+SECONDS_BETWEEN_LINES = 5.0
 
 RUNAWAY_LOSS = 2 * math.log(VOCABULARY)  # guessing uniformly costs log(256) = 5.5 nats a byte
 RUNAWAY_STEPS = 20
@@ -85,9 +87,6 @@ class Recorder:
         pace = fmean(self._tokens / row.tokens_per_s for row in recent)
         validation = self._batches * pace / 3 if self._validation is None else self._validation
         return steps * (pace + validation / self._eval_every)
-
-
-SECONDS_BETWEEN_LINES = 5.0
 
 
 class Progress:

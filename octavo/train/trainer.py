@@ -40,11 +40,21 @@ from octavo.train.data import Batches, Corpus
 from octavo.train.model import GPT, HEAD, ROUTER, balance, next_byte_loss
 from octavo.train.shard import part_of, shard, syncing
 
+DEFAULT_STATE = StateConfig()
+
 BELOW = 0.06  # auto's threshold, which the default run crosses after three quarters; benchmarks/training/adaptive.py
 
 
 def phases_of(text: str, recipe: Recipe | RecipeMap, steps: int, state: StateConfig) -> list[Phase]:
     """The phases of a run by what --schedule says, or one; ``state`` is how FP8 phases keep weights and state.
+
+        fp8-then-bf16@0.7    the run's recipe, weights and state for 70 % of the steps, then all in high precision
+        bf16-then-fp8@0.3    the other way round
+        dynamic-then-blockwise@0.5-then-bf16@0.9
+        auto                 the run's recipe until updates fall below the weights' resolution, then high precision
+
+    In bf16 (float32 and baseline are the same here) layers compute in high precision, in the run's dtype; weights are
+    plain, and masters and moments float32.
 
     Raises:
         TrainError: for a schedule whose phases begin in no step of the run.
@@ -73,9 +83,6 @@ def _phase(name: str, recipe: Recipe | RecipeMap, state: StateConfig, **trigger:
         return Phase(octavo.recipes.high_precision(), "fp32", "fp32", None, **trigger)
     own = recipe if name == "fp8" else getattr(octavo.recipes, name)()
     return Phase(own, state.moments, or_none(state.master), or_none(state.weight_storage), **trigger)  # type: ignore[arg-type]
-
-
-DEFAULT_STATE = StateConfig()
 
 
 def learning_rate(step: int, config: OptimizerConfig) -> float:

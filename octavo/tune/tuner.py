@@ -3,6 +3,8 @@
 For each kind of kernel and each bucket of sizes, all configurations of a grid are timed in turns on the bucket's
 shapes, and the best few and octavo's own again, longer, on all the cases that share the kind. The best one whose
 results equal the reference's is taken; neighbouring buckets share a configuration where that costs less than 2 %.
+
+KINDS has each row of configs.json: the cases that it serves, the configurations tried, and at which sizes.
 """
 
 from __future__ import annotations
