@@ -84,24 +84,16 @@ def test_there_are_sources() -> None:
     assert SOURCES
 
 
-@pytest.mark.parametrize("source", [name(s) for s in SOURCES if s.name != "__init__.py"])
-def test_tests_mirror_sources(source: str) -> None:
-    exists = [mirror for mirror in mirrors(source) if (ROOT / mirror).is_file()]
-    if source in NO_MIRROR:
-        assert not exists, f"{source} has a test now: take it out of NO_MIRROR"
-    else:
-        assert exists, f"none of {mirrors(source)} exists"
+def test_tests_mirror_sources() -> None:
+    """All but those in NO_MIRROR, which are files and have no test."""
+    sources = [name(source) for source in SOURCES if source.name != "__init__.py"]
+    assert {s for s in sources if not any((ROOT / mirror).is_file() for mirror in mirrors(s))} == NO_MIRROR.keys()
 
 
-def test_exceptions_are_real() -> None:
-    assert [source for source in NO_MIRROR if not (ROOT / source).is_file()] == []
-
-
-@pytest.mark.parametrize("source", SOURCES, ids=name)
-def test_files_and_functions_are_short(source: Path) -> None:
-    code = source.read_text(encoding="utf-8")
-    assert len(code.splitlines()) <= MAX_FILE_LINES
-    assert long_functions(code) == []
+def test_files_and_functions_are_short() -> None:
+    codes = {name(source): source.read_text(encoding="utf-8") for source in SOURCES}
+    assert [source for source, code in codes.items() if len(code.splitlines()) > MAX_FILE_LINES] == []
+    assert {source: found for source, code in codes.items() if (found := long_functions(code))} == {}
 
 
 COPIED_LINES = 10
@@ -158,14 +150,14 @@ def unsafe_reads(code: str) -> list[str]:
 READS_PICKLES = {"octavo/distributed/dcp_files.py": 1, "octavo/distributed/checkpoint.py": 1}
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=name)
-def test_no_file_that_is_read_can_run_code(source: Path) -> None:
-    assert len(unsafe_reads(source.read_text(encoding="utf-8"))) == READS_PICKLES.get(name(source), 0)
+def test_no_file_that_is_read_can_run_code() -> None:
+    found = {name(source): unsafe_reads(source.read_text(encoding="utf-8")) for source in SOURCES}
+    assert {source: len(reads) for source, reads in found.items() if reads} == READS_PICKLES, found
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=name)
-def test_examples_are_short(example: Path) -> None:
-    assert len(example.read_text(encoding="utf-8").splitlines()) <= MAX_EXAMPLE_LINES
+def test_examples_are_short() -> None:
+    lines = {name(example): len(example.read_text(encoding="utf-8").splitlines()) for example in EXAMPLES}
+    assert {example: count for example, count in lines.items() if count > MAX_EXAMPLE_LINES} == {}
 
 
 @pytest.mark.full

@@ -23,9 +23,8 @@ from benchmarks.common.rehearsal import rehearsed
 from benchmarks.common.roofline import Peaks, floor_seconds, peaks, product_bytes, product_flop
 from benchmarks.kernels.libraries import torchao_product
 from benchmarks.kernels.rivals import RIVALS, rivals_of
-from octavo.tune import cases, fused_cases, products
-from octavo.tune.timing import ON_GPU, Deadline, describe, input_sets, timings
-from octavo.tune.workers import precompile
+from octavo.tune import cases, products
+from octavo.tune.timing import ON_GPU, Deadline, describe, input_sets, precompile, timings
 
 TAKES = "a GPU; 4 minutes"
 MEASURES = ("octavo/kernels/triton",)
@@ -33,7 +32,7 @@ MEASURES = ("octavo/kernels/triton",)
 SHAPES = ((16384, 8192), (4096, 4096), (2048, 1408))
 PRODUCT_SHAPES = ((8192, 8192, 8192), (15872, 4096, 4096))
 TOY_SHAPE, TOY_PRODUCT_SHAPES = (128, 128), ((32, 48, 128),)
-TOY_SHAPE_OF = {**dict.fromkeys(fused_cases.CASES, (128, 256)), "five weights at once": (32, 64)}
+TOY_SHAPE_OF = {**dict.fromkeys(cases.FUSED, (128, 256)), "five weights at once": (32, 64)}
 AIM = 0.85  # of copy bandwidth, casts and norms at the first shape
 BUILD_S = 2.0  # to compile one rival that was compiled ahead
 
@@ -170,7 +169,7 @@ def verdicts(rows: list[Row], main_shape: str) -> int:
     for name in missed:
         print(f"FAILED: {name}")
     for row in rows:
-        has_aim = row["op"].startswith("cast") or row["op"] in fused_cases.CASES
+        has_aim = row["op"].startswith("cast") or row["op"] in cases.FUSED
         is_cast = has_aim and row["shape"] == main_shape and row["us"] != "FAILED"
         if is_cast and float(row["of_peak"]) < AIM:
             missed.append(row["op"])

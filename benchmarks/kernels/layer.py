@@ -23,8 +23,7 @@ from benchmarks.common.measure import LiveTable, write_results
 from benchmarks.common.models import with_torchao
 from octavo import kernels, recipes
 from octavo.tune.agreement import sqnr
-from octavo.tune.timing import DEVICE, ON_GPU, Deadline, Timings, describe, timings
-from octavo.tune.workers import precompile
+from octavo.tune.timing import DEVICE, ON_GPU, Deadline, Timings, describe, precompile, timings
 
 TAKES = "a GPU; 1 minute"
 MEASURES = ("octavo/kernels/triton", "octavo/autograd", "octavo/nn/recipe_module.py")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.plain_torch import Work, compiled, transposed
-from octavo.tune import fused_cases
+from octavo.tune import cases
 from octavo.tune.cases import E4M3, inputs
 from octavo.tune.timing import DEVICE, ON_GPU
 
@@ -90,7 +90,7 @@ def _torchao_blocks() -> dict[str, Rival]:
 
 def _starting(prefix: str) -> Iterable[str]:
     """The cases of an activation or of a norm."""
-    return (name for name in fused_cases.CASES if name.startswith(prefix))
+    return (name for name in cases.FUSED if name.startswith(prefix))
 
 
 def liger() -> dict[str, Rival]:
@@ -102,10 +102,10 @@ def liger() -> dict[str, Rival]:
         return LigerSiLUMulFunction.apply(gate, up)
 
     def rmsnorm(x: Tensor, gamma: Tensor) -> Tensor:
-        return LigerRMSNormFunction.apply(x, gamma, fused_cases.EPS)
+        return LigerRMSNormFunction.apply(x, gamma, cases.EPS)
 
     def layernorm(x: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
-        return LigerLayerNormFunction.apply(x, gamma, beta, fused_cases.EPS)
+        return LigerLayerNormFunction.apply(x, gamma, beta, cases.EPS)
 
     def halves(h: Tensor) -> tuple[Tensor, ...]:
         return tuple(half.contiguous() for half in h.chunk(2, 1))
@@ -186,7 +186,7 @@ def transformer_engine() -> dict[str, Rival]:
 
 def _transformer_engine_norms(tex: Any) -> dict[str, Work]:
     """Norms with what casts them, and their gradients."""
-    eps, wide = fused_cases.EPS, tex.DType.kBFloat16
+    eps, wide = cases.EPS, tex.DType.kBFloat16
 
     def rmsnorm(x: Tensor, gamma: Tensor, quantizer: Any) -> Any:
         return tex.rmsnorm_fwd(x, gamma, eps, None, quantizer, wide, 0, False)
@@ -220,7 +220,7 @@ def _quantizers(dtype: Any) -> tuple[Callable[..., Any], ...]:
     from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
 
     def delayed(columnwise: bool = True) -> Any:
-        scale, amax = torch.full((1,), fused_cases.SCALE, device=DEVICE), torch.zeros(1, device=DEVICE)
+        scale, amax = torch.full((1,), cases.FUSED_SCALE, device=DEVICE), torch.zeros(1, device=DEVICE)
         return Float8Quantizer(scale, amax, dtype, rowwise=True, columnwise=columnwise)
 
     def dynamic() -> Any:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
-from octavo.tune import fused_cases
-from octavo.tune.plain_cases import E4M3, E5M2, SCALE
+from octavo.tune.cases import E4M3, E5M2, EPS, FUSED_SCALE, SCALE
 
 Work = Callable[..., Any]
 
@@ -114,7 +113,7 @@ def _normed(write: Callable[[Tensor], tuple[Tensor, ...]], keep: bool = False) -
         if beta is not None:
             mean = n.mean(1)
             n = n - mean[:, None]
-        rstd = torch.rsqrt(n.square().mean(1) + fused_cases.EPS)
+        rstd = torch.rsqrt(n.square().mean(1) + EPS)
         y = n * rstd[:, None] * gamma
         if beta is not None:
             y = y + beta
@@ -145,11 +144,11 @@ def _cast_of(compute: Work, write: Callable[[Tensor], tuple[Tensor, ...]]) -> Wo
 
 
 def _delayed_fused(y: Tensor) -> tuple[Tensor, ...]:
-    return _delayed_transpose(y, fused_cases.SCALE)
+    return _delayed_transpose(y, FUSED_SCALE)
 
 
 def _commit_fused(y: Tensor) -> tuple[Tensor, ...]:
-    return _commit(y, fused_cases.SCALE)
+    return _commit(y, FUSED_SCALE)
 
 
 PLAIN: dict[str, Work] = {

@@ -10,7 +10,7 @@ from torch import Tensor
 from benchmarks.kernels import libraries
 from benchmarks.kernels.libraries import Rival
 from benchmarks.kernels.plain_torch import PLAIN, compiled
-from octavo.tune import fused_cases
+from octavo.tune import cases
 
 RIVALS = ("inductor", "torchao", "liger", "te")
 
@@ -19,7 +19,7 @@ def rivals_of(name: str, toy: bool) -> dict[str, Rival]:
     """Those who have this case, by the names of their columns; what was compiled before is forgotten."""
     torch.compiler.reset()  # a function compiled for more shapes and cases than 8 is refused
     found = {"inductor": Rival(compiled(PLAIN[name], toy))} if name in PLAIN else {}
-    if name in fused_cases.CASES:
+    if name in cases.FUSED:
         others = {"liger": libraries.liger, "te": libraries.transformer_engine}
     else:
         others = {"torchao": functools.partial(libraries.torchao, toy)}

@@ -17,8 +17,7 @@ from benchmarks.common.models import OCTAVO, with_octavo
 from benchmarks.common.rehearsal import rehearsed
 from octavo.tune import cases, products
 from octavo.tune.agreement import sqnr
-from octavo.tune.timing import DEVICE, ON_GPU, describe
-from octavo.tune.workers import precompile
+from octavo.tune.timing import DEVICE, ON_GPU, describe, precompile
 
 TAKES = "a GPU; 1 minute"
 MEASURES = ("octavo/kernels/triton",)

@@ -49,7 +49,7 @@ from octavo.granularity import Tile, granularity_of
 from octavo.kernels.arguments import unpacking
 from octavo.kernels.triton import KERNELS
 from octavo.kernels.triton.matmul import triton_matmul
-from octavo.tune import plain_cases
+from octavo.tune.cases import second as second_scaling
 
 TAKES = "12 minutes"
 MEASURES = ("octavo/kernels/triton",)
@@ -129,7 +129,7 @@ def _two_scalings(first: Tile, second: Tile, transpose: bool, column_sum: bool, 
     extra = "transposed" if transpose else "", "column sum" if column_sum else ""
     what = describe(first, E4M3, x, f"and {granularity_of(second)} {name_of(E4M3)}", *extra)
     return Case(
-        "cast_two_scalings", what, functools.partial(KERNELS["cast"], *arguments, **plain_cases.second(second, True))
+        "cast_two_scalings", what, functools.partial(KERNELS["cast"], *arguments, **second_scaling(second, True))
     )
 
 

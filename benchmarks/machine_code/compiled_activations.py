@@ -32,7 +32,7 @@ from benchmarks.machine_code.compiled_case import (
 from octavo.granularity import Tile, granularity_of
 from octavo.kernels.activations import ACTIVATIONS
 from octavo.kernels.triton import KERNELS
-from octavo.tune import plain_cases
+from octavo.tune.cases import second as second_scaling
 
 
 def activations() -> Iterator[Case]:
@@ -107,7 +107,7 @@ def _two_scalings(name: str, gradient: bool, first: Tile, second: Tile) -> Case:
     return Case(
         "cast_two_scalings",
         what,
-        functools.partial(KERNELS["cast"], *arguments, **plain_cases.second(second, True)),
+        functools.partial(KERNELS["cast"], *arguments, **second_scaling(second, True)),
         bits,
     )
 

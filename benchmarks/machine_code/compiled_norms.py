@@ -29,7 +29,7 @@ from benchmarks.machine_code.compiled_case import (
 )
 from octavo.granularity import Tile, granularity_of
 from octavo.kernels.triton import KERNELS
-from octavo.tune import plain_cases
+from octavo.tune.cases import second as second_scaling
 
 LONG = (2048, 32768)  # rows that no tile holds
 
@@ -81,7 +81,7 @@ def _norm_two_scalings(kind: str, first: Tile, second: Tile) -> Case:
     return Case(
         "norm_cast_two_scalings",
         what,
-        functools.partial(KERNELS["cast"], *arguments, **norm, **plain_cases.second(second, True)),
+        functools.partial(KERNELS["cast"], *arguments, **norm, **second_scaling(second, True)),
     )
 
 

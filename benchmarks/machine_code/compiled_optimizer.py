@@ -18,7 +18,7 @@ from octavo.kernels.reference.sgd import SgdGroup
 from octavo.kernels.triton import optimizer_step
 from octavo.optim.masters import OF_FP8_WEIGHTS
 from octavo.optim.moment import NAMED, Moment
-from octavo.tune.step_cases import ADAM, stored_update, update
+from octavo.tune.cases import ADAM, stored_update, update
 
 SGD = SgdGroup(1e-3, 0.9, 0.0, 0.01, False, False)
 ODD = (1000, 1000)  # rows end within a block

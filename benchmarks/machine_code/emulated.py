@@ -28,8 +28,7 @@ from emulator import Options
 from emulator.memory import SECTOR, Count
 from emulator.parse import Instruction
 from octavo.kernels.triton import launch as launching
-from octavo.tune import cases, fused_cases, products
-from octavo.tune.step_cases import CASES as STEPS
+from octavo.tune import cases, products
 from octavo.tune.timing import describe
 from tests.kernels.triton import test_compiled
 from tests.support.emulated import DEVICES, Done, emulating
@@ -39,7 +38,7 @@ MEASURES = ("octavo/kernels/triton", "emulator")
 
 SHAPE, TALL, WIDE = (256, 512), (1024, 512), (64, 8192)
 PRODUCT = (256, 256, 512)
-NAMES = [*cases.CASES, *fused_cases.ONLY_TUNED, *STEPS, *(name for name in products.PRODUCTS if "Triton" in name)]
+NAMES = [*cases.CASES, *cases.ONLY_TUNED, *cases.STEPS, *(name for name in products.PRODUCTS if "Triton" in name)]
 NAMES += test_compiled.CALLS
 Rows = list[dict[str, object]]
 

@@ -34,7 +34,7 @@ from emulator.memory import SECTOR
 from octavo.kernels.reference.optimizer_step import WeightUpdate
 from octavo.kernels.triton import KERNELS as OPS
 from octavo.kernels.triton import optimizer_step
-from octavo.tune import fused_cases, plain_cases, step_cases
+from octavo.tune import cases
 
 TAKES = "5 minutes"
 MEASURES = ("octavo/kernels/triton",)
@@ -44,12 +44,12 @@ STEP_AIMS = {(1024, 1024): 0.0, (4096, 4096): 0.0, (16384, 8192): 0.85, (32768, 
 
 
 def _step(one: WeightUpdate, plans: dict[Any, Any]) -> tuple[Tensor, ...]:
-    optimizer_step([one], [step_cases.ADAM], plans=plans)
-    return step_cases.stored(one)
+    optimizer_step([one], [cases.ADAM], plans=plans)
+    return cases.stored(one)
 
 
 KERNELS = {**OPS, "step": _step}
-_ALL = plain_cases.CASES | fused_cases.CASES | step_cases.CASES
+_ALL = cases.CASES | cases.STEPS
 CASES = {name: case for name, case in _ALL.items() if case.op in KERNELS}
 
 
@@ -149,12 +149,12 @@ def _empty(rows: int, cols: int, seed: int) -> Tensor:
 def row_of(name: str, shape: tuple[int, int], capability: int) -> dict[str, object]:
     """A case at a shape: its launches together."""
     case, device = CASES[name], DEVICES[capability]
-    unfilled = mock.patch.object(step_cases, "filled", lambda tensor, x=None: tensor)
-    with offline(capability) as launches, mock.patch.object(fused_cases, "_normal", _empty), unfilled:
+    unfilled = mock.patch.object(cases, "filled", lambda tensor, x=None: tensor)
+    with offline(capability) as launches, mock.patch.object(cases, "_normal", _empty), unfilled:
         inputs = case.inputs(torch.empty(shape, dtype=torch.bfloat16))
         arguments = case.arguments(*inputs)
         launches.clear()  # making a state launches too
-        found = plain_cases.call(KERNELS[case.op], arguments)
+        found = cases.call(KERNELS[case.op], arguments)
         outputs = (found,) if isinstance(found, Tensor) else found
         read, written = sum(x.nbytes for x in inputs), sum(x.nbytes for x in outputs)
         counts = [counted().get((f"sm_{capability}", name, launch.kernel.name), {}) for launch in launches]

@@ -37,7 +37,7 @@ from octavo.train import (
 from octavo.train.trainer import build_model, build_optimizer
 
 TAKES = "40 minutes"
-MEASURES = ("octavo/schedule", "octavo/train/phases.py")
+MEASURES = ("octavo/schedule", "octavo/train/trainer.py")
 
 SMALL, DEFAULT = "small", "default"
 DATA = DataConfig(eval_windows=512)

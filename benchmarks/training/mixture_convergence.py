@@ -14,7 +14,7 @@ from benchmarks.training import convergence
 from octavo.train import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
 
 TAKES = "20 minutes"
-MEASURES = ("octavo/kernels/reference", "octavo/recipes.py", "octavo/autograd", "octavo/train/mixture.py")
+MEASURES = ("octavo/kernels/reference", "octavo/recipes.py", "octavo/autograd", "octavo/train/model.py")
 
 STUDY = convergence.Study(
     "mixture_convergence",

@@ -1,6 +1,5 @@
 """The `octavo` command: what is behind `octavo_command`, which is there before torch is."""
 
-from octavo.cli.command import main
-from octavo.cli.commands import parser
+from octavo.cli.command import main, parser
 
 __all__ = ["main", "parser"]

@@ -1,21 +1,313 @@
-"""The other commands: export, plan, inspect, tune, info."""
+"""What each command does, and the flags that are made from the dataclasses of `octavo.train.config`."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
+import importlib.metadata
 import logging
+import os
+import platform
+import re
+import shlex
+import signal
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
-from octavo.cli.options import flag_of, option_errors
+import torch
+
+import octavo
+from octavo.errors import MissingExtraError
+from octavo.kernels.capability import runs_natively
+from octavo.kernels.devices import triton_kernels
+from octavo.train import (
+    GPT,
+    Batches,
+    Hooks,
+    ModelConfig,
+    RunResult,
+    checkpoint,
+    compare,
+    load_corpus,
+    next_byte_loss,
+    progress,
+    report,
+    run,
+    shard,
+    trainer,
+)
+from octavo.train.config import (
+    BASELINE,
+    TrainConfig,
+    TrainError,
+    build,
+    choices,
+    config_of,
+    hints,
+    load_options,
+    remedy,
+)
+from octavo.train.loop import RECORD, run_in, trained_model
+from octavo_command import INTERRUPTED
+
+EXTRAS = {
+    "cli": ("rich", "matplotlib"),
+    "inspect": ("numpy",),
+    "onnx": ("onnx", "onnxruntime", "onnxscript"),
+    "safetensors": ("safetensors", "huggingface_hub"),
+}
+NATIVE = "native FP8"
+EMULATED = "emulated FP8 (the reference)"
+RUNS = Path("runs")  # where runs go that give no --out
+RECIPE = "dynamic"
+COMPARED = (BASELINE, "dynamic", "delayed")
+
+_METAVARS = {int: "N", float: "X"}
+
+
+def add_options(parser: argparse.ArgumentParser, config: type) -> None:
+    """Add a flag for each field of a dataclass; its help is the field's, with the default.
+
+    Only flags that are given become attributes of what the parser returns, so that they win over a file's.
+    """
+    group = parser.add_argument_group((config.__doc__ or config.__name__).splitlines()[0].rstrip("."))
+    for own in dataclasses.fields(config):
+        flag, default, text = flag_of(own.name), own.default, own.metadata["help"].replace("%", "%%")
+        if default is not None and "(default: " not in text:
+            shown = "no" if default == "" or default is False else default
+            text += f" (default: {shown})"
+        common: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text}
+        if isinstance(default, bool):
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, **common)
+            continue
+        if known := choices(config, own.name):
+            group.add_argument(flag, choices=known, **common)
+        else:
+            metavar = own.metadata["metavar"] or _METAVARS[type(default)]
+            group.add_argument(flag, type=_reader(config, own), metavar=metavar, **common)
+
+
+def flag_of(name: str) -> str:
+    """A field's flag."""
+    return "--" + name.replace("_", "-")
+
+
+def _reader(config: type, own: dataclasses.Field[Any]) -> Callable[[str], Any]:
+    kind: Callable[[str], Any] = Path if own.default is None else type(own.default)
+
+    def read(text: str) -> Any:
+        try:
+            value: Any = kind(text) if text else text  # Path("") is the current folder, which nobody asked for
+        except ValueError:
+            value = text
+        if (choice := remedy(config, own, value)) is not None:
+            raise argparse.ArgumentTypeError(f"invalid value: {text!r} (choose {choice})")
+        return value
+
+    return read
+
+
+@contextlib.contextmanager
+def option_errors() -> Iterator[None]:
+    """Makes a ValueError of options a TrainError, in which they are flags where they can be told from other words."""
+    try:
+        yield
+    except ValueError as error:
+        names = (own.name for part in hints(TrainConfig).values() for own in dataclasses.fields(part))
+        known = "|".join(name for name in names if "_" in name)
+        raise TrainError(re.sub(rf"\b({known})\b", lambda found: flag_of(found[0]), str(error))) from error
+
+
+def version(package: str) -> str | None:
+    """The installed version of a package, or None."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def devices() -> list[tuple[str, str, str]]:
+    """Each device as (name for --device, what it is, native or emulated)."""
+    found = [("cpu", f"{platform.machine()}, {torch.get_num_threads()} threads", EMULATED)]
+    for index in range(torch.cuda.device_count()):
+        name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
+        native = runs_natively(torch.device("cuda", index))
+        architecture = "" if torch.version.hip else f", sm_{capability[0]}{capability[1]}"
+        found.append((f"cuda:{index}", name + architecture, NATIVE if native else EMULATED))
+    if torch.backends.mps.is_available():
+        found.append(("mps", "Apple GPU", EMULATED))
+    if torch.xpu.is_available():
+        found += [(f"xpu:{i}", torch.xpu.get_device_name(i), EMULATED) for i in range(torch.xpu.device_count())]
+    return found
+
+
+def products_of(device: torch.device) -> list[str]:
+    """Which FP8 products torch computes on a device, as it has just shown, and which octavo's Triton kernel."""
+    if not runs_natively(device) or triton_kernels() is None:
+        return []
+    from octavo.kernels.triton.library_matmul import library_kinds
+
+    found = library_kinds(device)
+    width = max(map(len, found))
+    owners = {True: "torch's product", False: "octavo's Triton kernel: torch's is not there, or not right"}
+    return ["", f"products on {device}", *(f"  {kind:<{width}}  {owners[right]}" for kind, right in found.items())]
+
+
+def configurations() -> list[str]:
+    """Where the Triton kernels' tiles come from on this machine's GPU."""
+    if not any(runs_natively(torch.device("cuda", index)) for index in range(torch.cuda.device_count())):
+        return []
+    from octavo.kernels.triton.tuned import tuned_file
+
+    path = tuned_file()
+    if path is not None and path.exists():
+        return ["", f"kernels' tiles: tuned on this GPU, {path}"]
+    return ["", "kernels' tiles: octavo's own; `octavo tune` measures the best ones for this GPU in 10 minutes"]
+
+
+def describe_machine() -> str:
+    """Versions, devices, whether FP8 is native, and which extras are there, as text."""
+    versions = {
+        "octavo": octavo.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__ + (f" (CUDA {torch.version.cuda})" if torch.version.cuda else ""),
+        "triton": version("triton") or "absent",
+    }
+    lines = [f"{name:<9}{value}" for name, value in versions.items()]
+    lines += ["", "devices"]
+    rows = devices()
+    widths = [max(len(row[column]) for row in rows) for column in range(2)]
+    lines += [f"  {name:<{widths[0]}}  {what:<{widths[1]}}  {fp8}" for name, what, fp8 in rows]
+    for index in range(torch.cuda.device_count()):
+        lines += products_of(torch.device("cuda", index))
+    lines += [*configurations(), "", "extras"]
+    for extra, packages in EXTRAS.items():
+        absent = [package for package in packages if find_spec(package) is None]
+        state = "installed" if not absent else f"pip install octavo[{extra}] ({', '.join(absent)} absent)"
+        lines.append(f"  {extra:<11}  {state}")
+    return "\n".join(lines)
+
+
+@contextlib.contextmanager
+def signals_to(handler: Callable[..., object], *numbers: int) -> Iterator[None]:
+    """Sets a handler for these signals, and puts back the ones before."""
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
+
+
+def _config(options: argparse.Namespace) -> tuple[TrainConfig, list[str]]:
+    """All options and the recipes, by the command line, or else by the file of --config."""
+    file: dict[str, Any] = {} if options.config is None else load_options(options.config)
+    given = file | vars(options)
+    own, other = ("recipes", "recipe") if options.name == "compare" else ("recipe", "recipes")
+    if own not in given and other in given:
+        raise TrainError(f"{options.config} gives {other}, and octavo {options.name} needs {own}: add --{own}")
+    recipes = [given.get("recipe", RECIPE)] if own == "recipe" else list(given.get("recipes", COMPARED))
+    with option_errors():
+        config = config_of(given)
+        config.require_phases(recipes)
+    return config, recipes
+
+
+def _settled(config: TrainConfig, options: argparse.Namespace, recipes: Sequence[str]) -> TrainConfig:
+    """The options with the dtype that --dtype auto means, and the folder that a missing --out does."""
+    config = trainer.settle_dtype(config, trainer.choose_device(shard.device_name(config)), recipes)
+    names = [config.called(recipe) for recipe in recipes]
+    out = config.run.out or _default_folder(options.name, config.run.resume)
+    if config.run.resume and not any(checkpoint.RunFolder(out / name).holds_run() for name in names):
+        none = f"octavo: nothing to resume: {out} holds no run of {', '.join(names)}"
+        out = config.run.out or _default_folder(options.name, False)
+        print(f"{none}; it begins anew in {out}", file=sys.stderr)
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, out=out))
+
+
+def _default_folder(command: str, resume: bool) -> Path:
+    """runs/COMMAND-001 or the one after the last; the last one there to resume."""
+    numbers = [path.name.removeprefix(f"{command}-") for path in RUNS.glob(f"{command}-*")]
+    last = max((int(number) for number in numbers if number.isdecimal()), default=0)
+    return RUNS / f"{command}-{last + (last == 0 or not resume):03}"
+
+
+def train(options: argparse.Namespace, arguments: list[str]) -> int:
+    """Both `train`, of one recipe, and `compare`, of several."""
+    compares = options.name == "compare"
+    if compares:
+        report.require_plotting()  # before minutes of training
+    config, recipes = _config(options)
+    if compares:
+        shard.require_one_process(config.ranks)
+    with shard.joined(config) as ranks:
+        config = ranks.first(lambda: _settled(config, options, recipes))
+        with _hooks(ranks.rank) as hooks:
+            results = compare(config, recipes, hooks=hooks) if compares else [run(config, recipes[0], hooks=hooks)]
+    if results[-1].interrupted:
+        return INTERRUPTED if ranks.rank > 0 else _stopped(results[-1], config, arguments)
+    return 0 if ranks.rank > 0 else _report(results, config)
+
+
+@contextlib.contextmanager
+def _hooks(rank: int) -> Iterator[Hooks]:
+    """Shows progress. Ctrl-C and SIGTERM stop after the step; before there are steps, and a second Ctrl-C, at once."""
+    reached: set[str] = set()  # "steps" once there are some to stop after, "stop" once a signal has asked for it
+    from_torchrun = "TORCHELASTIC_RUN_ID" in os.environ  # it passes on a Ctrl-C that ranks have seen already
+
+    def note(number: int, frame: types.FrameType | None) -> None:
+        if "steps" not in reached or ("stop" in reached and number == signal.SIGINT and not from_torchrun):
+            raise KeyboardInterrupt
+        if rank == 0 and "stop" not in reached:
+            # not by sys.stderr, which the signal may have found in the middle of a line
+            os.write(2, f"{os.linesep * os.isatty(2)}octavo: stopping after this step{os.linesep}".encode())
+        reached.add("stop")
+
+    with signals_to(note, signal.SIGINT, signal.SIGTERM):
+        shown = progress.choose_progress() if rank == 0 else progress.Progress()
+        yield Hooks(lambda model: reached.add("steps"), should_stop=lambda: "stop" in reached, progress=shown)
+
+
+def _stopped(result: RunResult, config: TrainConfig, arguments: list[str]) -> int:
+    again = [argument for argument in arguments if argument != "--resume"]
+    for flag, value in (("--out", str(config.run.out)), ("--dtype", config.run.dtype)):
+        if not any(argument == flag or argument.startswith(f"{flag}=") for argument in again):
+            again += [flag, value]
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    program = ["octavo"] if config.ranks.shard == "none" else f"torchrun --nproc-per-node {ranks} -m octavo".split()
+    command = shlex.join([*program, *again, "--resume"])
+    print(
+        f"octavo: stopped {result.name} at step {len(result.rows)} of {result.steps}, saved; go on with: {command}",
+        file=sys.stderr,
+    )
+    return INTERRUPTED
+
+
+def _report(results: list[RunResult], config: TrainConfig) -> int:
+    out = config.run.out
+    assert out is not None  # _settled chose one
+    written = [out / "results.csv"]
+    report.write_csv(results, written[0])
+    try:
+        report.plot(results, out / "loss.png")
+        written.append(out / "loss.png")
+    except MissingExtraError as error:  # training needs no extra, and what it came to is worth showing without
+        print(f"octavo: {error}", file=sys.stderr)
+    print(report.table(results))
+    print(f"wrote {' and '.join(str(path) for path in written)}")
+    return 0
 
 
 def export(options: argparse.Namespace, arguments: list[str]) -> int:
     """Writes a run as ONNX, and says how near to octavo it is in onnxruntime."""
-    import torch
-
     from octavo import export
-    from octavo.train import Batches, load_corpus, next_byte_loss, trained
 
-    model = trained.trained_model(options.source)
+    model = trained_model(options.source)
     corpus = load_corpus(options.data)
     corpus.require(model.config)
     tokens, targets = next(Batches(corpus, model.config.context, 16, 0).validation(16))
@@ -36,12 +328,9 @@ def export(options: argparse.Namespace, arguments: list[str]) -> int:
 
 def plan(options: argparse.Namespace, arguments: list[str]) -> int:
     """Says what a training step would take, and whether FP8 pays."""
-    import torch
-
     from octavo.cost import command, estimate, rates_of
     from octavo.cost.estimate import work_of
     from octavo.cost.rates import PlanError
-    from octavo.train import GPT, ModelConfig, config_file
 
     logging.getLogger("octavo").setLevel(logging.ERROR)  # nothing runs here, so nothing is emulated
     sizes = vars(options).keys() & ModelConfig.__dataclass_fields__.keys() - {"context"}
@@ -49,7 +338,7 @@ def plan(options: argparse.Namespace, arguments: list[str]) -> int:
         flags = ", ".join(sorted(map(flag_of, sizes)))
         raise PlanError(f"{flags}: the model's sizes are those of {options.model}: leave out one or the other")
     with option_errors():
-        config = config_file.build(ModelConfig, vars(options))
+        config = build(ModelConfig, vars(options))
     rates, context = rates_of(options.device), config.context
     if options.model is not None:
         model = command.from_hugging_face(options.model)
@@ -69,15 +358,21 @@ def inspect(options: argparse.Namespace, arguments: list[str]) -> int:
     """Says what a record shows, or which layers of a model can't stand FP8."""
     from octavo.inspect.command import inspect_command
     from octavo.inspect.effects import WhatIfError
-    from octavo.inspect.what_if_command import asked, entry_point, what_if_command
-    from octavo.train import checkpoint, inspection, trained
+    from octavo.inspect.what_if_command import Subject, asked, entry_point, what_if_command
 
-    source = options.folder = trained.run_in(options.folder)
-    if (source / inspection.FOLDER / "record.json").exists() and not asked(options):
-        source = options.folder = source / inspection.FOLDER
+    source = options.folder = run_in(options.folder)
+    if (source / RECORD / "record.json").exists() and not asked(options):
+        source = options.folder = source / RECORD
     if source.is_file() or (checkpoint.RunFolder(source).holds_run() and not (source / "record.json").exists()):
-        own = source / inspection.FOLDER
-        subject = trained.trained_subject(source, options.data)
+        own = source / RECORD
+        model, corpus = trained_model(source), load_corpus(options.data)
+        corpus.require(model.config)
+        windows = Batches(corpus, model.config.context, 16, 0)
+        subject = Subject(
+            model,
+            lambda model, batch: next_byte_loss(model(batch[0]), batch[1]),
+            [windows.training(step) for step in range(2)],
+        )
         return what_if_command(options, subject, own if (own / "record.json").exists() else None)
     if source.exists() and (given := asked(options)):
         raise WhatIfError(f"{', '.join(given)}: {source} is a record, and these are for models")
@@ -93,9 +388,7 @@ def tune(options: argparse.Namespace, arguments: list[str]) -> int:
 
 def info(options: argparse.Namespace, arguments: list[str]) -> int:
     """Says what this machine has, and what it does where that is asked for."""
-    from octavo.train import environment
-
-    print(environment.describe())
+    print(describe_machine())
     if options.measure:
         from octavo.cost import command, measure
         from octavo.cost.rates import keep

@@ -1,19 +1,169 @@
-"""What `octavo` does with a command line: runs it, and says faults in one line. They end with 2, Ctrl-C with 130."""
+"""What `octavo` does with a command line: runs it, and says faults in one line. They end with 2, Ctrl-C with 130.
+
+It says what each command takes, with its examples; actions.py carries them out.
+"""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import signal
 import sys
 import threading
 import types
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import NamedTuple, NoReturn
 
-from octavo.cli.commands import parser
-from octavo.cli.training import signals_to
-from octavo_command import FAULT, fault, interrupted
+import octavo
+from octavo.cli import actions
+from octavo.cli.actions import add_options, signals_to
+from octavo.train.config import RECIPES, UNCONVERTED, ModelConfig, TrainConfig, hints
+from octavo_command import COMMANDS, FAULT, fault, interrupted
+from octavo_command import parser as top_parser
+
+
+class Command(NamedTuple):
+    """How a command is carried out, what it takes, and how it is used."""
+
+    run: Callable[[argparse.Namespace, list[str]], int]
+    add_options: Callable[[argparse.ArgumentParser], None]
+    examples: tuple[str, ...]
+
+
+def parser(arguments: Collection[str] | None = None) -> argparse.ArgumentParser:
+    """The parser of `octavo`, with the options of each command.
+
+    Args:
+        arguments: a command line; commands that it doesn't name are left without their options, some of which take
+            time to import (default: all have theirs, for `shtab` to write completions from).
+
+    Example:
+        >>> parser().parse_args(["plan", "--device", "H100", "--tokens", "4096"]).tokens
+        4096
+    """
+    top, commands = top_parser(octavo.__version__)
+    for name, help in COMMANDS.items():
+        run, add, examples = _COMMANDS[name]
+        sub = commands.add_parser(
+            name,
+            help=help,
+            description=f"{help[0].upper()}{help[1:]}.",
+            epilog="\n  ".join(["examples:", *examples]),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        sub.set_defaults(command=run)
+        if arguments is None or name in arguments:
+            add(sub)
+    return top
+
+
+def _train(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "octavo train [OPTIONS]"
+    help = f"how FP8 is used; {_without_fp8()} (default: {actions.RECIPE})"
+    parser.add_argument("--recipe", choices=RECIPES, default=argparse.SUPPRESS, help=help)
+    _run_options(parser)
+
+
+def _compare(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "octavo compare [OPTIONS]"
+    help = f"some of {', '.join(RECIPES)}; {_without_fp8()} (default: {' '.join(actions.COMPARED)})"
+    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=argparse.SUPPRESS, metavar="RECIPE", help=help)
+    _run_options(parser)
+
+
+def _without_fp8() -> str:
+    return f"the first {len(UNCONVERTED)} without FP8: in --dtype, in bfloat16, in float32"
+
+
+def _run_options(parser: argparse.ArgumentParser) -> None:
+    help = "JSON or TOML with options, or a run's folder to take those of; flags win over it"
+    parser.add_argument("--config", type=Path, metavar="FILE", help=help)
+    for config in hints(TrainConfig).values():
+        add_options(parser, config)
+
+
+def _export(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", type=Path, metavar="RUN_OR_CHECKPOINT", help="a run's folder, or its checkpoint.pt")
+    parser.add_argument("--onnx", type=Path, required=True, metavar="FILE", help="the file to write")
+    parser.add_argument("--opset", type=int, default=21, metavar="N", help="of ONNX, 19 to 24 (default: 21)")
+    dtypes = ("bfloat16", "float32")
+    help = "of other weights than FP8 (default: bfloat16)"
+    parser.add_argument("--weights", default="bfloat16", choices=dtypes, help=help)
+    help = "text to check it on (default: Python's own standard library)"
+    parser.add_argument("--data", type=Path, metavar="PATH", help=help)
+
+
+def _plan(parser: argparse.ArgumentParser) -> None:
+    help = "a Hugging Face config.json, or its folder (default: a GPT by the sizes below; CONFIG takes --context)"
+    parser.add_argument("model", nargs="?", type=Path, metavar="CONFIG", help=help)
+    help = "of a step on one device (default: the sequences in 16384, or one if it is longer)"
+    parser.add_argument("--tokens", type=int, metavar="N", help=help)
+    help = "H100, H200 or B200, by published rates (default: this one, by what `octavo info --measure` found)"
+    parser.add_argument("--device", metavar="NAME", help=help)
+    add_options(parser, ModelConfig)
+
+
+def _inspect(parser: argparse.ArgumentParser) -> None:
+    from octavo.inspect import command, what_if_command
+
+    command.add_arguments(parser)
+    what_if_command.add_arguments(parser)
+
+
+def _tune(parser: argparse.ArgumentParser) -> None:
+    from octavo.tune import command
+
+    command.add_options(parser)
+    parser.add_argument("--forget", action="store_true", help="go back to octavo's own")
+
+
+def _info(parser: argparse.ArgumentParser) -> None:
+    help = "measure what this device does: products, casts, copies; keep it for `octavo plan`, and say where FP8 pays"
+    parser.add_argument("--measure", action="store_true", help=help)
+
+
+_COMMANDS = {
+    "train": Command(
+        actions.train,
+        _train,
+        (
+            "octavo train --data corpus/ --recipe delayed --steps 1000",
+            "octavo train --config runs/train-001/delayed --lr 3e-4",
+            "torchrun --nproc-per-node 2 -m octavo train --shard fsdp",
+        ),
+    ),
+    "compare": Command(
+        actions.train,
+        _compare,
+        (
+            "octavo compare --data corpus/ --recipes baseline dynamic mx --out runs/mine",
+            "octavo compare --recipes baseline dynamic mx --out runs/mine --resume",
+        ),
+    ),
+    "export": Command(actions.export, _export, ("octavo export runs/train-001/delayed --onnx model.onnx",)),
+    "plan": Command(
+        actions.plan,
+        _plan,
+        (
+            "octavo plan path/to/config.json --tokens 16384 --context 8192 --device H100",
+            "octavo plan --width 4096 --layers 32 --heads 32 --context 4096 --device B200",
+        ),
+    ),
+    "inspect": Command(
+        actions.inspect,
+        _inspect,
+        (
+            "octavo inspect runs/train-001/dynamic --html report.html",
+            "octavo inspect runs/train-001/dynamic --live",
+            "octavo inspect job:training --recipes dynamic,blockwise --loss 0.1% --write map.json",
+        ),
+    ),
+    "tune": Command(actions.tune, _tune, ("octavo tune", "octavo tune cast amax --minutes 3", "octavo tune --forget")),
+    "info": Command(actions.info, _info, ("octavo info", "octavo info --measure")),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

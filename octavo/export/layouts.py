@@ -7,11 +7,17 @@ module's own.
     fine-grained         weight [N, K]   weight_scale_inv [ceil(N/128), ceil(K/128)] fp32   transformers, vLLM, SGLang
     compressed-tensors   weight [N, K]   weight_scale [1] or [N, 1] fp32                    compressed-tensors, vLLM
     per-tensor           weight [N, K]   weight_scale [1] fp32                              vLLM, SGLang ("fp8")
+
+In a model all experts' matrices are one parameter, [E, N, K], of which N may be gate and up one behind the other. A
+checkpoint of most models has ``experts.0.gate_proj.weight``, ``experts.0.up_proj.weight``, ... instead, and servers
+read these. transformers knows the names of each of its models, and takes them back in from_pretrained. Those of models
+that it has no rule for, and octavo's own modules, keep their one tensor.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -19,7 +25,6 @@ import torch
 from torch import Tensor, nn
 
 from octavo.errors import ExportError
-from octavo.export.experts import why_not_written, written_names, written_pairs
 from octavo.formats import E4M3
 from octavo.granularity import ALL, Tile
 from octavo.nn.converted_experts import ConvertedExperts, ExpertsPart
@@ -33,6 +38,67 @@ from octavo.tensor.sharded_weight import on_this_rank, plain
 Layers = dict[str, RecipeModule]  # the modules whose output product is in FP8, by name
 BLOCK = 128
 GATHER = "gather the model first (torch.distributed.checkpoint.state_dict)"  # what to do about shards
+Written = Iterator[tuple[str, Tensor, Tensor | None]]  # names, codes or tensors, scales or None
+
+
+def written_names(model: nn.Module, key: str, tensor: Tensor) -> dict[str, Tensor]:
+    """What save_pretrained of a transformers model makes of one tensor of its state_dict; of others itself."""
+    transformers = sys.modules.get("transformers")
+    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
+        return {key: tensor}
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(model, {key: tensor})
+
+
+def places_in(model: nn.Module, key: str, shape: torch.Size) -> dict[str, tuple[int, slice]]:
+    """Which expert's rows of a parameter [E, N, K] each tensor is that save_pretrained writes of it, by their names.
+
+    Nothing where it writes the parameter itself, or tensors that are no rows of it.
+    """
+    experts, rows, _ = shape
+    named = written_names(model, key, torch.arange(experts * rows).view(experts, rows, 1))
+    found = {}
+    for name, part in named.items():
+        first = int(part.flatten()[0])
+        if part.ndim != 2 or not torch.equal(part.flatten(), torch.arange(first, first + len(part))):
+            return {}
+        found[name] = first // rows, slice(first % rows, first % rows + len(part))
+    return found
+
+
+def written_pairs(
+    model: nn.Module, key: str, codes: Tensor, scale_inv: Tensor, cast: Cast
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """The pairs that a pair of all experts, codes [E, N, K] and scale_inv [E, ...], is written as, by names.
+
+    Raises:
+        ValueError: where blocks reach from one matrix into the next.
+    """
+    named = written_names(model, key, codes)
+    if list(named) == [key]:
+        return {key: (codes, scale_inv)}
+    joined = len(named) // len(codes)
+    height, rows = cast.tile[0], codes.shape[1] // joined
+    if joined > 1 and height > 1 and rows % height:
+        raise ValueError(
+            f"blocks of {height} rows reach from one of its {joined} matrices of {rows} rows into the next"
+        )
+    scales = written_names(model, key, scale_inv.expand(-1, joined, -1) if height == ALL else scale_inv)
+    whole = cast.tile == (ALL, ALL)
+    return {name: (part, scales[name].reshape(1) if whole else scales[name]) for name, part in named.items()}
+
+
+def why_not_written(module: Grouped) -> str | None:
+    """What keeps an expert matrix in FP8 from being written; or None."""
+    if not isinstance(module, ExpertsPart):
+        return None
+    holder: Any = module.holder
+    if module.stores_transposed:
+        return f"{type(holder).__name__} stores it as [E, K, N], which no reader takes in FP8"
+    if any(part.recipe.output is None for part in holder.parts):
+        return "other matrices of the same experts are not in FP8, and servers read all of them alike"
+    return None
 
 
 class Layout(NamedTuple):
@@ -47,9 +113,6 @@ class Layout(NamedTuple):
     tiles: tuple[Tile, ...]
     recipe: str
     config: Callable[[Layers, list[str]], dict[str, Any]] | None
-
-
-Written = Iterator[tuple[str, Tensor, Tensor | None]]  # names, codes or tensors, scales or None
 
 
 class Entry(NamedTuple):

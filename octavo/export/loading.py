@@ -1,7 +1,8 @@
 """FP8 checkpoints, as they lie on a hub, into a model whose weights live in FP8: codes stay codes.
 
 Read are the layouts of export/layouts.py and their kin: scales of 128 x 128 blocks, of a whole weight or of its rows,
-in float32, bfloat16 or E8M0, under ``weight_scale_inv`` or ``weight_scale``.
+in float32, bfloat16 or E8M0, under ``weight_scale_inv`` or ``weight_scale``. Names may be the hub's,
+where transformers has others in a model of its own.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import json
 import os
 import re
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,19 +22,73 @@ import torch
 from torch import Tensor, nn
 
 from octavo.errors import MissingExtraError
-from octavo.export.hub_names import places_of_experts, renaming
-from octavo.export.layouts import BLOCK
+from octavo.export.layouts import BLOCK, places_in
 from octavo.granularity import Granularity, PerBlock, PerRow, PerTensor
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.stored_weight_files import SCALE_INV, check_scales
 from octavo.tensor.parameters import put_into
 from octavo.tensor.scaled_tensor import ScaledTensor
 from octavo.tensor.sharded_weight import on_this_rank
-from octavo.tensor.stored_weight import GRANULARITIES, StoredWeight, may_have
+from octavo.tensor.stored_weight import GRANULARITIES, StoredWeight, local_stored, may_have
 
 SCALES = ("_scale_inv", "_scale")  # after a weight's name
 OF_INPUTS = re.compile(r"\.(input_scale|activation_scale|k_scale|v_scale|q_scale|output_scale)$")  # static casts
 Reader = Callable[[Path], Any]  # an open safetensors file
+
+
+def places_of_experts(model: nn.Module) -> dict[str, dict[str, tuple[int, slice]]]:
+    """Of the experts of a model that are stored in FP8: what ``places_in`` says of each parameter."""
+    stored = {key: p.shape for key, p in model.named_parameters() if p.ndim == 3 and local_stored(p) is not None}
+    return {key: places_in(model, key, shape) for key, shape in stored.items()}
+
+
+def renaming(model: nn.Module, own: dict[str, Tensor]) -> Callable[[str], str]:
+    """What transformers calls a checkpoint's tensors in a model of its own; else their names."""
+    transformers = sys.modules.get("transformers")
+    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
+        return lambda key: key
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, rename_source_key
+
+    mapping = get_model_conversion_mapping(model)
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    renamings = [entry for entry in mapping if not isinstance(entry, WeightConverter)]
+
+    def renamed(key: str) -> str:
+        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, own)
+        if pattern is not None:
+            raise ValueError(
+                f"{key} is joined with others by transformers ({name}), which is not stored in FP8 in the model: "
+                "octavo.convert(model, recipe, select, weight_storage='fp8') with a select that takes the experts"
+            )
+        return name
+
+    return renamed
+
+
+def split_stored(model: nn.Module, state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Codes and scales of weights that live in FP8, by the names that transformers has for them; and all else as it is.
+
+    Args:
+        model: transformers' own, whose state_dict this is, perhaps by a hub's names.
+        state_dict: left as it is.
+    """
+    renamed = renaming(model, model.state_dict())
+    stored, others = dict[str, Any](), dict(state_dict)
+    for key, places in places_of_experts(model).items():
+        if not places or any(name not in others or others[name].dtype != torch.uint8 for name in places):
+            continue  # values, which from_pretrained joins
+        parts = [(place, others.pop(name)) for name, place in places.items()]
+        experts, rows, columns = model.get_parameter(key).shape
+        codes = stored[key] = parts[0][1].new_empty(experts, rows, 1, columns)
+        for (expert, own), part in parts:
+            codes[expert, own] = part
+    for scale in [name for name in state_dict if name.endswith(SCALE_INV)]:
+        weight = scale.removesuffix(SCALE_INV)
+        stored |= {scale.replace(weight, renamed(weight)): others.pop(scale)}
+        if weight in others:
+            stored[renamed(weight)] = others.pop(weight)
+    return stored, others
 
 
 class _Stored(NamedTuple):

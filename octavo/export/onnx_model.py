@@ -2,8 +2,8 @@
 
 The model computes as octavo evaluates it in float32: an operand of an FP8 product is a QuantizeLinear and a
 DequantizeLinear, whose y_scale is scale_inv, and the product a Gemm of float32. Nothing is asked of the model: its
-evaluation is traced by torch.export, weights' casts are computed (program.py), and octavo's ops become standard ones
-(lowering.py) before torch.onnx translates the rest.
+evaluation is traced by torch.export, weights' casts are computed, and octavo's ops become standard ones (lowering.py)
+before torch.onnx translates the rest. In onnxruntime the file is held against octavo's own evaluation.
 """
 
 from __future__ import annotations
@@ -12,27 +12,189 @@ import contextlib
 import copy
 import importlib
 import logging
+import operator
 import os
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.export import Dim, ExportedProgram
 
 from octavo.errors import ExportError, MissingExtraError, first_line
+from octavo.export.layouts import GATHER
 from octavo.export.lowering import BLOCKS_FROM, decompositions
-from octavo.export.program import delayed_argument, program_of
-from octavo.export.runtime import in_float32
-from octavo.private import pytree
+from octavo.formats import HIGH_PRECISION
+from octavo.private import OpOverload, pytree
+from octavo.tensor.sharded_weight import on_this_rank
 
+_DELAYED_SCALE = 1  # the index of that argument of a cast
 OPSETS = range(19, 25)  # the first has float8's QuantizeLinear
 LARGEST_FILE = 2**31 - 2**20  # protobuf takes less than 2 GiB in a file; beyond, weights lie beside it
 _SMALL = 1024  # elements: below, a weight's dtype is no matter
 _STORED = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def in_float32(leaf: Any) -> Any:
+    """A tensor on the CPU, floats in float32; anything else as it is."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    leaf = leaf.detach().cpu()
+    return leaf.float() if leaf.dtype in HIGH_PRECISION else leaf
+
+
+def run_onnx(path: str | os.PathLike[str], *inputs: Tensor) -> list[Tensor]:
+    """What onnxruntime's CPU provider makes of an ONNX file.
+
+    Args:
+        path: of the file.
+        inputs: its inputs in order; bf16 and fp16 ones as float32.
+
+    Raises:
+        ExportError: where onnxruntime can't load or run it.
+        MissingExtraError: where it is not installed.
+
+    Example:
+        >>> import torch, octavo
+        >>> octavo.export.run_onnx("mlp.onnx", torch.randn(4, 64))[0].shape  # doctest: +SKIP
+        torch.Size([4, 64])
+    """
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise MissingExtraError("onnxruntime is not installed: pip install octavo[onnx]") from error
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4  # what it has to say comes with the exception
+    arrays = [in_float32(x).numpy() for x in inputs]
+    try:
+        session = onnxruntime.InferenceSession(os.fspath(path), options, providers=["CPUExecutionProvider"])
+        found = session.run(None, dict(zip((i.name for i in session.get_inputs()), arrays, strict=True)))
+    except Exception as error:  # its exceptions have no common base but this
+        raise ExportError(f"onnxruntime can't run {os.fspath(path)}: {first_line(error)}") from error
+    return [torch.from_numpy(array) for array in found]
+
+
+def sqnr_in_onnxruntime(model: nn.Module, inputs: Tensor | tuple[Any, ...], path: str | os.PathLike[str]) -> float:
+    """Signal to noise of an exported model's output in onnxruntime, against the model's evaluation in float32.
+
+    Args:
+        model: what was exported; left as it is.
+        inputs: its positional arguments, any sizes that the file takes.
+        path: of the file.
+
+    Returns:
+        dB, of all outputs together; inf where they are equal.
+
+    Example:
+        >>> import torch, octavo
+        >>> octavo.export.sqnr_in_onnxruntime(model, torch.randn(4, 64), "mlp.onnx") > 40  # doctest: +SKIP
+        True
+    """
+    arguments = pytree.tree_map(in_float32, inputs if isinstance(inputs, tuple) else (inputs,))
+    with torch.no_grad():
+        expected = pytree.tree_leaves(copy.deepcopy(model).cpu().float().eval()(*arguments))
+    tensors = [x for x in pytree.tree_leaves(arguments) if isinstance(x, Tensor)]
+    found = run_onnx(path, *tensors)
+    signal = sum(float(y.double().square().sum()) for y in expected)
+    noise = sum(float((y.double() - z).square().sum()) for y, z in zip(expected, found, strict=True))
+    if noise == 0.0:
+        return float("inf")
+    return float(10 * torch.log10(torch.tensor(signal / noise, dtype=torch.float64)))
+
+
+def program_of(model: nn.Module, example_inputs: tuple[Any, ...], dynamic_shapes: Any) -> ExportedProgram:
+    """Put a model on the CPU into evaluation mode, trace it without gradients, and fold the casts of its weights.
+
+    ``dynamic_shapes`` are as torch.export.export takes them; None: each size that the model leaves open.
+
+    Raises:
+        ExportError: where it is sharded over ranks, or torch.export can't trace it.
+    """
+    for name, parameter in model.named_parameters():
+        if on_this_rank(parameter) is not parameter:
+            raise ExportError(f"{name} is sharded: {GATHER}")
+    if dynamic_shapes is None:
+        dynamic_shapes = pytree.tree_map(
+            lambda leaf: dict.fromkeys(range(leaf.ndim), Dim.AUTO) if isinstance(leaf, Tensor) else None, example_inputs
+        )
+    with torch.no_grad():
+        graph = _traced(model.eval(), example_inputs, dynamic_shapes).module()
+        assert isinstance(graph, fx.GraphModule)
+        _fold(graph)
+        return _traced(graph, example_inputs, dynamic_shapes)
+
+
+def _traced(model: nn.Module, example_inputs: tuple[Any, ...], dynamic_shapes: Any) -> ExportedProgram:
+    try:
+        return torch.export.export(model, example_inputs, dynamic_shapes=dynamic_shapes, strict=False)
+    except Exception as error:  # torch documents no type: whatever the model or the tracer raises
+        raise ExportError(f"torch.export can't trace {type(model).__name__}: {first_line(error)}") from error
+
+
+def _fold(module: fx.GraphModule) -> None:
+    """Replace octavo's ops on weights by their results, and delayed casts without a history by dynamic ones."""
+    module.graph.eliminate_dead_code()  # results that nothing reads
+    value = _evaluator(module)
+    for node in list(module.graph.nodes):
+        if not _is_octavos(node):
+            continue
+        results = value(node)
+        if results is None:
+            # a delayed cast without a history takes its input's own amax, in evaluation too
+            if (at := delayed_argument(node)) is not None and value(node.args[at])[node.args[at + 1]] == 0.0:
+                node.update_arg(at, None)
+            continue
+        for user in list(node.users):
+            if user.target is operator.getitem:
+                _replace(module, user, results[user.args[1]])
+        if node.users:
+            _replace(module, node, results)
+    module.graph.eliminate_dead_code()
+    module.delete_all_unused_submodules()
+    module.recompile()
+
+
+def _is_octavos(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target.namespace == "octavo"
+
+
+def _evaluator(module: fx.GraphModule) -> Callable[[fx.Node], Any]:
+    """A function that gives a node's value, or None where it depends on the inputs."""
+    known: dict[fx.Node, Any] = {}
+
+    def value(node: fx.Node) -> Any:
+        if node not in known:
+            known[node] = None
+            if node.op == "get_attr":
+                known[node] = operator.attrgetter(str(node.target))(module)
+            elif node.op == "call_function" and node.all_input_nodes:
+                found = {argument: value(argument) for argument in node.all_input_nodes}
+                if all(result is not None for result in found.values()):
+                    arguments, options = fx.node.map_arg((node.args, node.kwargs), found.__getitem__)
+                    known[node] = node.target(*arguments, **options)  # type: ignore[operator]
+        return known[node]
+
+    return value
+
+
+def delayed_argument(node: fx.Node) -> int | None:
+    """Which argument of a program's node is a delayed scale; None where it is no cast by one."""
+    is_cast = _is_octavos(node) and node.target._opname == "cast"  # type: ignore[union-attr]
+    return _DELAYED_SCALE if is_cast and isinstance(node.args[_DELAYED_SCALE], fx.Node) else None
+
+
+def _replace(module: fx.GraphModule, node: fx.Node, result: Any) -> None:
+    """A buffer in place of a node."""
+    name = f"{node.name}_folded"
+    module.register_buffer(name, result.detach().clone(), persistent=True)
+    with module.graph.inserting_before(node):
+        buffer = module.graph.get_attr(name)
+    node.replace_all_uses_with(buffer)
+    module.graph.erase_node(node)
 
 
 def to_onnx(

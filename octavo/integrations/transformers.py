@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME, Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from octavo.export.hub_names import split_stored
+from octavo.export.loading import split_stored
 from octavo.inspect import Recorder
 from octavo.integrations.accelerate import (
     Following,

@@ -21,8 +21,8 @@ from octavo.nn.fused import run_alone, run_as_one
 from octavo.nn.grouped_linear import Grouped, GroupedLinear
 from octavo.nn.inputs import grouped_dtype
 from octavo.nn.linear import recipe_for
-from octavo.private import assert_async
 from octavo.nn.tensor_parallel import whole
+from octavo.private import assert_async
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap
 

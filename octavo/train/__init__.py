@@ -3,7 +3,9 @@
 from octavo.train.config import (
     BASELINE,
     RECIPES,
+    CheckpointError,
     DataConfig,
+    DivergedError,
     InspectConfig,
     ModelConfig,
     OptimizerConfig,
@@ -11,9 +13,9 @@ from octavo.train.config import (
     RunConfig,
     StateConfig,
     TrainConfig,
+    TrainError,
 )
 from octavo.train.data import Batches, Corpus, load_corpus
-from octavo.train.errors import CheckpointError, DivergedError, TrainError
 from octavo.train.loop import Hooks, RunResult, compare, run
 from octavo.train.model import GPT, next_byte_loss
 

@@ -29,9 +29,7 @@ from octavo.distributed.ranks import CheckpointError as RanksCheckpointError
 from octavo.distributed.ranks import Ranks
 from octavo.errors import first_line
 from octavo.scaling.delayed import delayed_state_dict, load_delayed_state_dict
-from octavo.train import config_file
-from octavo.train.config import TrainConfig
-from octavo.train.errors import CheckpointError
+from octavo.train.config import CONFIG_FILE, CheckpointError, TrainConfig, save_options
 
 FORMAT = 1
 CHECKPOINT = "checkpoint.pt"
@@ -72,7 +70,9 @@ def rows_from_tensor(values: Tensor) -> list[Row]:
 
 
 class RunFolder:
-    """The folder of a run of one process. Of many ranks 0 alone writes the log, and what fails there fails on all.
+    """The folder of a run of one process.
+
+    Of many ranks only rank 0 writes the log, and where that fails all ranks raise its error.
 
     ``saved_step`` is the checkpoint's step, None where none is known.
     """
@@ -203,9 +203,9 @@ class RunFolder:
 
     def write_options(self, config: TrainConfig, recipe: str) -> None:
         """Writes the run's options to `config.json`."""
-        with self.ranks.together(), self._writing(self.path / config_file.NAME):
+        with self.ranks.together(), self._writing(self.path / CONFIG_FILE):
             if self.ranks.rank == 0:
-                config_file.save(self.path, config, recipe)
+                save_options(self.path, config, recipe)
 
     def start_log(self, rows: list[Row]) -> None:
         """Writes the log anew with these rows."""

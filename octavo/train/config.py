@@ -1,6 +1,10 @@
 """The options of a run: eight frozen dataclasses, checked when built; the CLI's flags are made from their fields.
 
 A field's annotation says what it may be (a Literal: one of these strings), its metadata what it means and its limits.
+As a file, JSON or TOML, they are the `config.json` in a run's folder, and what `octavo train --config` reads. Sections
+are TrainConfig's parts; what a file leaves out has its default:
+
+    {"recipe": "delayed", "model": {"width": 192, "layers": 4}, "optimizer": {"steps": 1000}}
 
 Example:
     >>> from octavo.train import ModelConfig
@@ -12,15 +16,47 @@ Example:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 import math
 import re
+import tomllib
 import typing
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
+
+from octavo.distributed.files import replacing
+from octavo.errors import OctavoError, first_line
+from octavo.recipes import NAMED
+
+CONFIG_FILE = "config.json"
+_OF_ONE_RUN = ("out", "resume")  # where it lies and that it goes on: not what another run is to repeat
+
+
+class TrainError(OctavoError):
+    """A run cannot start or go on; the message names the values and the remedy."""
+
+
+class CheckpointError(TrainError):
+    """A checkpoint cannot be written, read or continued."""
+
+
+class DivergedError(TrainError):
+    """The loss or the gradients stopped being finite, or the loss ran away."""
+
+
+@contextlib.contextmanager
+def train_errors(before: str = "") -> Iterator[None]:
+    """Makes a ValueError in the block a TrainError of the same words, ``before`` them."""
+    try:
+        yield
+    except ValueError as error:
+        raise TrainError(f"{before}{error}") from error
+
 
 VOCABULARY = 256  # bytes
 BASELINE = "baseline"  # the model as it is built; such a run is named after its dtype:
@@ -28,7 +64,7 @@ DTYPES = {"bfloat16": "bf16", "float32": "float32"}
 UNCONVERTED = (BASELINE, *DTYPES.values())
 ALONE, FSDP, DDP = "none", "fsdp", "ddp"
 AUTO = "auto"
-RECIPES = (*UNCONVERTED, "dynamic", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise", "mx", "high_precision")
+RECIPES = (*UNCONVERTED, *(name for name in NAMED if name != "default"))
 SMALLEST = math.ulp(0.0)  # above 0
 LARGEST = 2**31 - 1  # torch indexes with int64, but no size below may need it
 
@@ -173,7 +209,7 @@ class StateConfig(_Checked):
     )
     master: Literal["auto", "fp32", "split32", "split24", "split16", "fp16_scaled", "none"] = option(
         "auto",
-        "weights in bf16 behind a master: split32, split24, split16 or none (auto, fp32: float32 weights); "
+        "how a bf16 weight's master is kept: split32, split24, split16 or none (auto, fp32: weights are float32); "
         "fp16_scaled is for weights in FP8",
     )
     weight_storage: Literal["none", "fp8"] = option(
@@ -189,7 +225,9 @@ class StateConfig(_Checked):
         "", "phases of the run: fp8-then-bf16@0.7 (from 70 % of its steps on), or auto", metavar="PHASES"
     )
     recover: int = option(
-        0, "leave out steps whose loss jumps or is not finite, and go on so many in high precision (0: never)", 0
+        0,
+        "skip a step whose loss jumps or is not finite, and compute so many after it in high precision (0: never)",
+        0,
     )
 
     def __post_init__(self) -> None:
@@ -342,7 +380,7 @@ class TrainConfig:
 
 
 def check_schedule(text: str) -> str:
-    """Returns the schedule, or raises ValueError; see phases.py."""
+    """Returns the schedule, or raises ValueError; see trainer.py's phases_of."""
     names = "|".join(("fp8", *RECIPES))
     if text != AUTO and re.fullmatch(rf"({names})(-then-({names})@(0?\.\d+))+", text) is None:
         raise ValueError(
@@ -357,3 +395,77 @@ def check_recipe(name: str) -> str:
     if name not in RECIPES:
         raise ValueError(f"unknown recipe {name!r}: choose from {', '.join(RECIPES)}")
     return name
+
+
+def save_options(folder: Path, config: TrainConfig, recipe: str) -> None:
+    """Write a run's options to `config.json` in its folder; without --out and --resume, which are its own."""
+    sections: dict[str, Any] = {"recipe": recipe}
+    for name, part in vars(config).items():
+        sections[name] = {key: value for key, value in vars(part).items() if key not in _OF_ONE_RUN}
+    with replacing(folder / CONFIG_FILE) as file:
+        file.write(f"{json.dumps(sections, indent=2, default=lambda path: str(path.absolute()))}\n".encode())
+
+
+def load_options(path: Path) -> dict[str, Any]:
+    """The options that a file gives, by their names; `recipe` (a name) and `recipes` (a list of names) among them.
+
+    Args:
+        path: JSON, or TOML where it ends in .toml; or the folder of a run, whose `config.json` it is.
+
+    Raises:
+        TrainError: it can't be read, or holds something that is no option, or a value that an option can't have.
+    """
+    file = path / CONFIG_FILE if path.is_dir() else path
+    try:
+        text = file.read_text(encoding="utf-8")
+        content = tomllib.loads(text) if file.suffix == ".toml" else json.loads(text)
+    except OSError as error:
+        raise TrainError(f"{file}: {error.strerror}: give a run's folder, its {CONFIG_FILE}, or a TOML file") from error
+    except ValueError as error:
+        raise TrainError(f"{file} is neither JSON nor, ending in .toml, TOML: {first_line(error)}") from error
+    known = hints(TrainConfig)
+    if not isinstance(content, dict) or (unknown := content.keys() - known - {"recipe", "recipes"}):
+        held = f"{', '.join(sorted(unknown))} is no section" if isinstance(content, dict) else "it has no sections"
+        raise TrainError(f"{file}: {held}: choose recipe, recipes, {', '.join(known)}")
+    options: dict[str, Any] = {}
+    for section, values in content.items():
+        with train_errors(f"{file}: "):
+            options |= _section(known[section], section, values) if section in known else _recipes(section, values)
+    return options
+
+
+def _recipes(key: str, value: Any) -> dict[str, Any]:
+    names = [value] if key == "recipe" else value
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{key} is {value!r}: choose {'a name' if key == 'recipe' else 'a list of names'}")
+    for name in names:
+        check_recipe(name)
+    return {key: value}
+
+
+def _section(part: type, section: str, values: Any) -> dict[str, Any]:
+    fields = {field.name: field for field in dataclasses.fields(part)}
+    if not isinstance(values, dict) or values.keys() - fields:
+        wrong = sorted(values.keys() - fields) if isinstance(values, dict) else [repr(values)]
+        raise ValueError(f"{section} has no option {', '.join(wrong)}: choose {', '.join(fields)}")
+    found = {}
+    for name, value in values.items():
+        found[name] = Path(value) if fields[name].default is None and isinstance(value, str) and value else value
+        if (choice := remedy(part, fields[name], found[name])) is not None:
+            raise ValueError(f"{section}.{name} is {value!r}: choose {choice}")
+    return found
+
+
+def config_of(options: Mapping[str, Any]) -> TrainConfig:
+    """All options, of some given by name; the others have their defaults.
+
+    Raises:
+        ValueError: options that contradict each other, or that can't be.
+    """
+    return TrainConfig(**{section: build(part, options) for section, part in hints(TrainConfig).items()})
+
+
+def build(part: type, options: Mapping[str, Any]) -> Any:
+    """One part of TrainConfig, of options by name; see `config_of`."""
+    names = (field.name for field in dataclasses.fields(part))
+    return part(**{name: options[name] for name in names if name in options})

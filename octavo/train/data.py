@@ -16,8 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from octavo.train.config import ModelConfig
-from octavo.train.errors import TrainError
+from octavo.train.config import ModelConfig, TrainError
 
 VALIDATION_PART = 0.1
 

@@ -1,9 +1,10 @@
-"""One run, or several to compare: train, leave a log and a checkpoint, and be able to go on from there exactly."""
+"""One run, or several to compare: train, leave a log and a checkpoint, go on from there exactly, and read it back."""
 
 from __future__ import annotations
 
 import contextlib
 import math
+import shutil
 import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
@@ -11,24 +12,83 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from torch import Tensor
 
+import octavo
 from octavo.distributed.ranks import RankError, Ranks, lost_ranks
 from octavo.kernels.capability import fast_dtype
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap
 from octavo.schedule import Switch
-from octavo.train.checkpoint import Content, Identity, Row, RunFolder, ShardedFolder
-from octavo.train.config import ALONE, BASELINE, TrainConfig, check_recipe
+from octavo.train.checkpoint import CHECKPOINT, SHARDED, Content, Identity, Row, RunFolder, ShardedFolder
+from octavo.train.config import (
+    ALONE,
+    BASELINE,
+    RECIPES,
+    CheckpointError,
+    DivergedError,
+    InspectConfig,
+    ModelConfig,
+    StateConfig,
+    TrainConfig,
+    TrainError,
+    check_recipe,
+    train_errors,
+)
 from octavo.train.data import Corpus, load_corpus
-from octavo.train.errors import DivergedError, TrainError, train_errors
-from octavo.train.inspection import Inspection
 from octavo.train.model import GPT
-from octavo.train.progress import Progress, in_words
-from octavo.train.recorder import Recorder
+from octavo.train.progress import Progress, Recorder, in_words
 from octavo.train.shard import device_name, ranks_of, require_one_process, require_parts
 from octavo.train.trainer import Trainer, build_model, choose_device, recipe_named, require_memory, settle_dtype
 
 FORECAST_AFTER = 4  # steps: the first ones are slow
+
+RECORD = "inspect"  # the folder in a run's
+
+
+class Inspection:
+    """What `--inspect` adds to a run: a record in its folder, and where a fault came from.
+
+    Args:
+        trainer: of a model with FP8 layers, loaded.
+        folder: the run's; without one, faults are watched for alone.
+        config: how often.
+        step: steps done before; a run that begins anew drops the record that a killed one left.
+    """
+
+    def __init__(self, trainer: Trainer, folder: Path | None, config: InspectConfig, step: int) -> None:
+        ranks, group = trainer.ranks, trainer.ranks.group
+        self._recorder = None
+        if folder is not None:
+            with ranks.together():
+                if step == 0 and ranks.rank == 0:
+                    shutil.rmtree(folder / RECORD, ignore_errors=True)
+            self._recorder = octavo.inspect.Recorder(
+                trainer.model,
+                folder / RECORD,
+                config.inspect_every,
+                optimizer=trainer.optimizer,
+                schedule=trainer.schedule,
+                step=step,
+                group=group,
+            )
+        self._trace = octavo.inspect.trace_faults(trainer.model, raises=False, step=step, group=group)
+
+    def step(self, loss: Tensor, norm: Tensor, lr: float) -> None:
+        """A step was launched."""
+        self._trace.step(loss, norm)
+        if self._recorder is not None:
+            self._recorder.step(loss, norm, lr=lr)
+
+    def close(self) -> str:
+        """Write what is under way, and leave the model as it was; where the first fault was, if there was one."""
+        self._trace.close()
+        fault = self._trace.fault
+        if self._recorder is not None:
+            if fault is not None:
+                self._recorder.event("fault", str(fault))
+            self._recorder.close()
+        return "" if fault is None else fault.where
 
 
 @dataclass
@@ -389,3 +449,50 @@ class _Run:
 
 def _due(step: int, interval: int) -> bool:
     return interval > 0 and step % interval == 0
+
+
+def run_in(path: Path) -> Path:
+    """The folder of the only run in a folder, as `octavo train` leaves one there; else the path itself."""
+    runs = [] if RunFolder(path).holds_run() else _runs_in(path)
+    return runs[0] if len(runs) == 1 else path
+
+
+def _runs_in(path: Path) -> list[Path]:
+    return sorted(found.parent for name in (CHECKPOINT, SHARDED) for found in path.glob(f"*/{name}"))
+
+
+def trained_model(path: Path) -> GPT:
+    """The model that a run trained, in evaluation mode, with its recipe and delayed state.
+
+    Args:
+        path: the run's folder, that of this run alone, or its checkpoint.pt; of a run on many ranks a folder.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or none that can be read.
+    """
+    path = run_in(path)
+    folder = path.parent if path.name == CHECKPOINT else path
+    sharded = (folder / SHARDED).is_dir() and not (folder / CHECKPOINT).exists()
+    kept = ShardedFolder(folder) if sharded else RunFolder(folder)
+    content = kept.load(None) if sharded or kept.checkpoint.is_file() else None
+    if content is None and not path.exists():
+        raise CheckpointError(f"{path} does not exist: give a run's folder or its {CHECKPOINT}")
+    if content is None:
+        runs = _runs_in(folder)
+        held = f"holds {len(runs)} runs: choose one of {', '.join(map(str, runs))}"
+        none = f"is no run of octavo: give a run's folder or its {CHECKPOINT}"
+        raise CheckpointError(f"{path} {held if runs else none}")
+    identity = content["identity"]
+    recipe = identity.get("recipe")
+    if recipe not in RECIPES:
+        raise CheckpointError(f"{folder} was trained with a recipe of its own, {recipe}: build its model in Python")
+    # a checkpoint of many ranks has the names of the weights' storage; one of one process is read by plain weights too
+    names = [name for name in StateConfig.__dataclass_fields__ if sharded and name in identity]
+    try:
+        # an older checkpoint has no experts
+        sizes = ModelConfig(**{name: identity[name] for name in ModelConfig.__dataclass_fields__ if name in identity})
+        model = build_model(sizes, recipe, 0, StateConfig(**{name: identity[name] for name in names}))
+        kept.fill(model, None)
+    except (KeyError, RuntimeError, ValueError) as error:
+        raise CheckpointError(f"{kept.checkpoint} does not hold this octavo's model: {error}") from error
+    return model.eval()

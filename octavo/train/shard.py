@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from octavo.distributed.ranks import Ranks, lost_ranks
-from octavo.train.config import ALONE, FSDP, RanksConfig, TrainConfig
-from octavo.train.errors import TrainError
+from octavo.train.config import ALONE, FSDP, RanksConfig, TrainConfig, TrainError
 from octavo.train.model import GPT
 
 LAUNCH = "torchrun --nproc-per-node 2 -m octavo train"

@@ -1,36 +1,385 @@
-"""The casts and norms that are timed: how each is called, and that its results are right.
+"""The casts, norms and steps of AdamW that are timed: how each is called, and that its results are right.
 
 A case's arguments are made once for each input; the same go to the Triton kernel and to the reference. The bytes of a
 case are what it must at least move: its inputs once (twice where the scale needs an amax of the whole tensor first) and
 each of its outputs once.
+
+x [R, C], from which inputs are made, has the shape of what is cast. All other numbers are from a seed.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from octavo.granularity import ALL, Granularity, PerBlock
 from octavo.kernels.reference import KERNELS as REFERENCE
+from octavo.kernels.reference.adam import AdamGroup
+from octavo.kernels.reference.norm import normalise
+from octavo.kernels.reference.optimizer_step import WeightUpdate
 from octavo.kernels.reference.optimizer_step import optimizer_step as reference_step
 from octavo.kernels.triton import KERNELS as TRITON
 from octavo.kernels.triton import optimizer_step
-from octavo.tune import fused_cases, plain_cases, step_cases
+from octavo.kernels.triton.launch import config
+from octavo.optim.masters import NAMED as MASTERS
+from octavo.optim.masters import OF_FP8_WEIGHTS
+from octavo.optim.moment import NAMED, Moment, as_matrix
+from octavo.tensor.stored_weight import StoredWeight
 from octavo.tune.agreement import difference, same_state
-from octavo.tune.plain_cases import E4M3, ROWS, TENSOR, call, many
-from octavo.tune.timing import DEVICE, synchronize
+from octavo.tune.timing import DEVICE, ON_GPU, synchronize
 
-__all__ = ["CASES", "E4M3", "ROWS", "TENSOR", "calls", "inputs", "reads", "wrong"]
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+TENSOR, ROWS, COLUMNS = (ALL, ALL), (1, ALL), (ALL, 1)
+VECTOR, TALL = (1, 128), (128, 1)
+MX, MX_TALL = (1, 32), (32, 1)
+UPDATE = ([448.0, 448.0, 57344.0], [False] * 3, [0] * 3, "max")
+SCALE, FUSED_SCALE = 64.0, 16.0  # of normal numbers, and of their products: nothing saturates
+EPS = 1e-5
+GATED = {"swiglu"}
+KINDS = {"rmsnorm": "rms_norm", "layernorm": "layer_norm"}
+ADAM = AdamGroup(1e-3, 0.9, 0.999, 1e-8, 0.01, False, True, True)
+
+# by its path: the function of the same name hides the module
+_history = importlib.import_module("octavo.kernels.triton.known_scales")
+
+Make = Callable[[], tuple[Any, ...]]  # an op's arguments from the scale up to the margin
+
+
+def _x_alone(x: Tensor) -> tuple[Tensor, ...]:
+    return (x,)
+
+
+class Case(NamedTuple):
+    """An op of the kernels' table, what it reads, made from x [R, C], and its arguments, made from what it reads.
+
+    The last argument may be Named.
+    """
+
+    op: str
+    arguments: Callable[..., tuple[Any, ...]]
+    reads: int = 1  # of all that is read
+    inputs: Callable[[Tensor], tuple[Tensor, ...]] = _x_alone
+    exact: bool = True  # its codes are the reference's; else it may round otherwise on the way to them
+
+
+class Named(dict[str, Any]):
+    """A case's arguments by name."""
+
+
+def call(kernel: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """A kernel's results of a case's arguments."""
+    *flat, last = arguments
+    return kernel(*flat, **last) if isinstance(last, Named) else kernel(*arguments)
+
+
+def delayed_state(scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """A delayed state whose scales are known to exist, as after the first steps of training."""
+    scales, history = torch.full((3,), scale, device=DEVICE), torch.full((3, 16), 448 / scale, device=DEVICE)
+    before = torch.stack((torch.zeros_like(scales), scales)).view(torch.int32)  # of no pass
+    _history.committed(scales, history, before, (True, True, True))
+    return scales, history, before
+
+
+# --- a tensor as it is, and what reads codes back ---------------------------------------------------------------------
+
+
+def _delayed(scale: float = FUSED_SCALE, role: int = 0, dtype: torch.dtype = E4M3) -> Make:
+    return lambda: (delayed_state(scale)[0], role, dtype, TENSOR, False, 0)
+
+
+def _dynamic(tile: Sequence[int] = TENSOR, power_of_two: bool = False, dtype: torch.dtype = E4M3) -> Make:
+    return lambda: (None, 0, dtype, tile, power_of_two, 0)
+
+
+def _commit(scale: float = FUSED_SCALE) -> tuple[Any, ...]:
+    amax = torch.full((1, 1), 5.0, device=DEVICE)
+    return *delayed_state(scale), amax, amax, E5M2, False, 0, *UPDATE, True
+
+
+def second(tile: Sequence[int], power_of_two: bool = True) -> Named:
+    """A second scaling, in E4M3."""
+    return Named(second_dtype=E4M3, second_tile=tile, second_power_of_two=power_of_two)
+
+
+def _cast(make: Make, transpose: bool = False, reads: int = 1, **named: Any) -> Case:
+    return Case("cast", lambda x: (x, *make(), transpose, Named(named)), reads)
+
+
+def _grouped(tile: Sequence[int], as_is: bool = True, delayed: bool = False) -> Callable[[Tensor], tuple[Any, ...]]:
+    """Eight groups of equal sizes; transposed codes unless a scale is for a part of a row."""
+    make = _delayed(SCALE) if delayed else _dynamic(tile, tile[0] * tile[1] > 1)
+
+    def arguments(x: Tensor) -> tuple[Any, ...]:
+        ends = torch.arange(1, 9, device=DEVICE, dtype=torch.int32) * (len(x) // 8)
+        return x, *make(), tile[0] != 1, 16, Named(offsets=ends, as_is=as_is)
+
+    return arguments
+
+
+def _dequantized(tile: Sequence[int]) -> Case:
+    def inputs(x: Tensor) -> tuple[Tensor, ...]:
+        return REFERENCE["cast"](x, None, 0, E4M3, tile, False, 0)[:3:2]
+
+    return Case("dequantize", lambda q, scale_inv: (q, scale_inv, tile, torch.bfloat16), inputs=inputs)
+
+
+def _weights(x: Tensor) -> tuple[Any, ...]:
+    """x as five weights of uneven heights, and where their pairs go."""
+    rows = len(x)
+    unit = max(rows // 16, 1)
+    xs = [piece for piece in x.split([unit, 2 * unit, 3 * unit, 4 * unit, rows - 10 * unit]) if len(piece)]
+    outputs = [torch.empty(w.shape, dtype=E4M3, device=DEVICE) for w in xs]
+    transposed = [torch.empty(w.shape[::-1], dtype=E4M3, device=DEVICE) for w in xs]
+    scales = [[torch.empty(1, 1, device=DEVICE) for _ in xs] for _ in range(2)]
+    return x, xs, outputs, transposed, *scales
+
+
+def many(kernel: Callable[..., None]) -> Callable[..., tuple[Tensor, ...]]:
+    """``multi_tensor_cast`` as a function of ``_weights``, with results."""
+
+    def run(x: Tensor, xs: list[Tensor], *outputs: list[Tensor]) -> tuple[Tensor, ...]:
+        kernel(xs, *outputs, [], 1, TENSOR, False, 0, None)
+        return tuple(tensor for group in outputs for tensor in group)
+
+    return run
+
+
+PLAIN = {
+    "amax": Case("amax", lambda x: (x, TENSOR)),
+    "cast delayed": _cast(_delayed(SCALE)),
+    "cast dynamic": _cast(_dynamic(), reads=2),
+    "cast+transpose delayed": _cast(_delayed(SCALE), True),
+    "cast+transpose dynamic": _cast(_dynamic(), True, reads=2),
+    "cast+transpose+sum+commit": Case("cast_and_commit", lambda x: (x, *_commit(SCALE), 1, True)),
+    "five weights at once": Case("many", _weights, reads=2),
+    "cast rows": _cast(_dynamic(ROWS)),
+    "cast columns": Case("cast", lambda x: (x.t(), *_dynamic(ROWS)()), reads=2),
+    "cast rows + columns": _cast(_dynamic(ROWS), True, 2, **second(COLUMNS, False)),
+    "cast 1x128": _cast(_dynamic(VECTOR, True)),
+    "cast 1x128 + 128x1": _cast(_dynamic(VECTOR, True), True, **second(TALL)),
+    "cast 1x32 + 32x1": _cast(_dynamic(MX, True), True, **second(MX_TALL)),
+    "cast+transpose 128x128": _cast(_dynamic((128, 128), True), True),
+    "grouped cast+transpose delayed": Case("cast", _grouped(TENSOR, delayed=True)),
+    "grouped cast columns, transposed": Case("cast", _grouped(COLUMNS, False), reads=2),
+    "grouped cast 1x128": Case("cast", _grouped(VECTOR)),
+    "grouped cast 128x1, transposed": Case("cast", _grouped(TALL, False)),
+    "dequantize tensor": _dequantized(TENSOR),
+    "dequantize 1x128": _dequantized(VECTOR),
+}
+
+
+# --- activations, their gradients, norms and theirs -------------------------------------------------------------------
+
+
+def _normal(rows: int, cols: int, seed: int) -> Tensor:
+    """Normal numbers [rows, cols], bf16."""
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    return torch.randn(rows, cols, dtype=torch.bfloat16, device=DEVICE, generator=generator)
+
+
+def _activated(activation: str, op: str, make: Make, reads: int = 1, transpose: bool = True, **named: Any) -> Case:
+    """The cast of an activation."""
+
+    def inputs(x: Tensor) -> tuple[Tensor, ...]:
+        return (torch.cat((x, _normal(x.shape[0], x.shape[1], 1)), 1),) if activation in GATED else (x,)
+
+    def arguments(h: Tensor) -> tuple[Any, ...]:
+        transposed = (transpose,) if op != "cast_and_commit" else ()
+        return h, *make(), *transposed, 1, False, activation, Named(named)
+
+    return Case(op, arguments, reads, inputs, exact=False)
+
+
+def _gradient(
+    activation: str,
+    op: str,
+    make: Make,
+    reads: int = 1,
+    transpose: bool = True,
+    column_sum: bool = True,
+    saved: Sequence[int] | None = None,
+    **named: Any,
+) -> Case:
+    """The cast of an activation's gradient; ``saved``: the tile of the codes that the activation's input is kept in."""
+
+    def inputs(x: Tensor) -> tuple[Tensor, ...]:
+        rows, cols = x.shape
+        h = (x,) if saved is None else REFERENCE["cast"](x, None, 0, E4M3, saved, False, 0)[:3:2]
+        return _normal(rows, cols // 2 if activation in GATED else cols, 1), *h
+
+    def arguments(dy: Tensor, *h: Any) -> tuple[Any, ...]:
+        transposed = (transpose,) if op != "cast_and_commit" else ()
+        tile = () if saved is None else (saved,)
+        return dy, *make(), *transposed, 1, column_sum, activation, *h, *tile, Named(named)
+
+    return Case(op, arguments, reads, inputs, exact=False)
+
+
+def _parameters(norm: str, x: Tensor) -> tuple[Tensor, ...]:
+    """(gamma, beta), or gamma alone."""
+    wide = 0.1 * _normal(2, x.shape[1], 2)
+    return (wide[0] + 1,) if norm == "rmsnorm" else (wide[0] + 1, wide[1])
+
+
+def _normed(norm: str, make: Make, transpose: bool = True, reads: int = 1, keep: bool = False, **named: Any) -> Case:
+    """The cast of a norm."""
+
+    def inputs(x: Tensor) -> tuple[Tensor, ...]:
+        return x, *_parameters(norm, x)
+
+    def arguments(x: Tensor, gamma: Tensor, beta: Tensor | None = None) -> tuple[Any, ...]:
+        of_norm = {"gamma": gamma, "beta": beta, "kind": KINDS[norm], "eps": EPS, "keep": keep}
+        return x, *make(), transpose, Named(of_norm | named)
+
+    return Case("cast", arguments, reads, inputs, exact=False)
+
+
+def _norm_gradient(norm: str) -> Case:
+    """A norm's gradient, to which that of a residual branch is added."""
+
+    def inputs(x: Tensor) -> tuple[Tensor, ...]:
+        gamma, *beta = _parameters(norm, x)
+        _, mean, rstd = normalise(x, gamma, beta[0] if beta else None, KINDS[norm], EPS, False)
+        return _normal(x.shape[0], x.shape[1], 1), x, gamma, mean, rstd, _normal(x.shape[0], x.shape[1], 3)
+
+    def arguments(dy: Tensor, *others: Tensor) -> tuple[Any, ...]:
+        *saved, residual = others
+        return dy, *saved, KINDS[norm], False, norm == "layernorm", residual
+
+    return Case("norm_backward", arguments, 1, inputs, exact=False)
+
+
+FUSED = {
+    "swiglu + cast+transpose delayed": _activated("swiglu", "cast", _delayed()),
+    "swiglu + cast+transpose dynamic": _activated("swiglu", "cast", _dynamic(), 2),
+    "gelu_tanh + cast+transpose delayed": _activated("gelu_tanh", "cast", _delayed()),
+    "gelu + cast+transpose delayed": _activated("gelu", "cast", _delayed()),
+    "swiglu + rows + columns": _activated("swiglu", "cast", _dynamic(ROWS), 2, **second(COLUMNS, False)),
+    "swiglu + 1x128 + 128x1": _activated("swiglu", "cast", _dynamic(VECTOR, True), **second(TALL)),
+    "swiglu gradient + cast+transpose+sum+commit": _gradient("swiglu", "cast_and_commit", _commit),
+    "swiglu gradient + cast+transpose+sum dynamic": _gradient("swiglu", "cast", _dynamic(dtype=E5M2), 2),
+    "gelu gradient + cast+transpose+sum+commit": _gradient("gelu", "cast_and_commit", _commit),
+    "swiglu gradient + 1x128 + 128x1 + sum": _gradient("swiglu", "cast", _dynamic(VECTOR, True), **second(TALL)),
+    "rmsnorm + cast+transpose delayed": _normed("rmsnorm", _delayed()),
+    "rmsnorm + cast+transpose dynamic": _normed("rmsnorm", _dynamic(), reads=2),
+    "layernorm + cast+transpose delayed": _normed("layernorm", _delayed()),
+    "rmsnorm, y kept + cast+transpose delayed": _normed("rmsnorm", _delayed(), keep=True),
+    "rmsnorm + 1x128 + 128x1": _normed("rmsnorm", _dynamic(VECTOR, True), **second(TALL)),
+    "rmsnorm gradient + residual": _norm_gradient("rmsnorm"),
+    "layernorm gradient + residual": _norm_gradient("layernorm"),
+}
+
+# whose configurations no other case would show
+ONLY_TUNED = {
+    "swiglu gradient + cast+sum delayed": _gradient("swiglu", "cast", _delayed(role=2, dtype=E5M2), transpose=False),
+    "swiglu gradient + rows": _gradient("swiglu", "cast", _dynamic(ROWS), transpose=False, column_sum=False),
+    "swiglu gradient of codes + cast+transpose+sum+commit": _gradient("swiglu", "cast_and_commit", _commit, saved=MX),
+    "rmsnorm + cast delayed": _normed("rmsnorm", _delayed(), transpose=False),
+    "rmsnorm + rows": _normed("rmsnorm", _dynamic(ROWS), transpose=False),
+    "rmsnorm + 1x128": _normed("rmsnorm", _dynamic(VECTOR, True), transpose=False),
+    "rmsnorm + 1x32 + 32x1": _normed("rmsnorm", _dynamic(MX, True), **second(MX_TALL)),
+}
+
+
+# --- steps of AdamW on one weight -------------------------------------------------------------------------------------
+
+
+def update(
+    shape: tuple[int, int], moments: tuple[Moment, ...], master: str | None, dtype: torch.dtype, grad: torch.dtype
+) -> WeightUpdate:
+    """A weight's update, of memory that is never read."""
+    weight = torch.empty(shape, dtype=dtype)
+    state: dict[str, Tensor] = {}
+    for number, moment in enumerate(moments):
+        state |= moment.new_state(str(number), weight.shape, weight.device)
+    small = MASTERS[master].new_state(torch.empty(1, 1, dtype=dtype))
+    if (rest := small.pop("master_rest", None)) is not None:
+        small["master_rest"] = torch.empty(*shape, *rest.shape[2:], dtype=rest.dtype)
+    state |= small
+    stored = tuple(moment.for_kernel(str(number), state) for number, moment in enumerate(moments))
+    kept = MASTERS[master].for_kernel(as_matrix(weight), state)
+    return WeightUpdate(kept, stored, torch.empty(shape, dtype=grad), torch.zeros(()), 1, 0, 0)
+
+
+def stored_update(shape: tuple[int, int], master: str | None, granularity: Granularity) -> WeightUpdate:
+    """The update of a weight that is stored in FP8."""
+    scale_inv = torch.empty(granularity.scale_shape(shape))
+    weight = StoredWeight(torch.empty(shape, dtype=torch.float8_e4m3fn), scale_inv)
+    like = OF_FP8_WEIGHTS[master]
+    state = {"master_amax": torch.empty_like(scale_inv)}
+    if like.rest is not None:
+        rest = torch.empty(shape, dtype=like.rest)
+        state["master_rest"] = rest.view(torch.uint8) if like.rest == torch.int16 else rest  # 16 bits are kept as bytes
+    moments = update(shape, NAMED["fp8"], "split32", torch.bfloat16, torch.bfloat16)
+    kept = like.for_kernel(weight.qdata.view(torch.uint8), state, scale_inv)
+    return moments._replace(master=kept)
+
+
+def _places(one: WeightUpdate) -> list[tuple[Any, str]]:
+    """Where the tensors are that a step reads and writes: (object, attribute's name)."""
+    names = ("weight", "data", "rest", "scale_inv", "amax")
+    parts = one.master, *one.moments
+    return [(part, name) for part in parts for name in names if getattr(part, name, None) is not None]
+
+
+def stored(one: WeightUpdate) -> tuple[Tensor, ...]:
+    """The tensors that a step reads and writes."""
+    return tuple(getattr(part, name) for part, name in _places(one))
+
+
+def filled(tensor: Tensor, x: Tensor | None = None) -> Tensor:
+    """With x, or zeros: a new state."""
+    return tensor.zero_() if x is None else tensor.copy_(x)
+
+
+def _case(make: Callable[[tuple[int, int]], WeightUpdate]) -> Case:
+    def made(x: Tensor) -> WeightUpdate:
+        with torch.device(x.device):
+            return make((x.shape[0], x.shape[1]))
+
+    def inputs(x: Tensor) -> tuple[Tensor, ...]:
+        one = made(x)
+        return filled(one.gradient, x), *map(filled, stored(one))
+
+    def arguments(gradient: Tensor, *tensors: Tensor) -> tuple[Any, ...]:
+        one = made(gradient)._replace(gradient=gradient)
+        for (part, name), tensor in zip(_places(one), tensors, strict=True):
+            setattr(part, name, tensor)
+        return one, {}
+
+    return Case("step", arguments, inputs=inputs, exact=ON_GPU)
+
+
+def stepping(kernel: Callable[..., None], keeps_plans: bool) -> Callable[..., tuple[Tensor, ...]]:
+    """A step as a function of ``_case``'s arguments, with results: what it has written."""
+
+    def run(one: WeightUpdate, plans: dict[Any, dict[Any, Any]]) -> tuple[Tensor, ...]:
+        kept = {"plans": plans.setdefault(config("optimizer_step", 64), {})} if keeps_plans else {}
+        kernel([one], [ADAM], **kept)
+        # torch's roots on a CPU are not always correctly rounded, which a remainder of 16 bits shows
+        return tuple(tensor for tensor in stored(one) if ON_GPU or tensor.dtype != torch.int16)
+
+    return run
+
+
+STEPS = {
+    "AdamW fp8, split32": _case(lambda s: update(s, NAMED["fp8"], "split32", torch.bfloat16, torch.bfloat16)),
+    "AdamW fp8, fp32": _case(lambda s: update(s, NAMED["fp8"], "fp32", torch.float32, torch.bfloat16)),
+    "AdamW fp32, fp32": _case(lambda s: update(s, NAMED["fp32"], "fp32", torch.float32, torch.float32)),
+    "AdamW fp8, E4M3 weight in blocks, split16": _case(lambda s: stored_update(s, "split16", PerBlock(128, 128))),
+}
 
 KERNELS = {**TRITON, "many": many(TRITON["multi_tensor_cast"])}
-KERNELS["step"] = step_cases.stepping(optimizer_step, keeps_plans=True)
+KERNELS["step"] = stepping(optimizer_step, keeps_plans=True)
 DEFINITIONS = {**REFERENCE, "many": many(REFERENCE["multi_tensor_cast"])}
-DEFINITIONS["step"] = step_cases.stepping(reference_step, keeps_plans=False)
-CASES = {**plain_cases.CASES, **fused_cases.CASES}
-_ALL = {**CASES, **fused_cases.ONLY_TUNED, **step_cases.CASES}
+DEFINITIONS["step"] = stepping(reference_step, keeps_plans=False)
+CASES = {**PLAIN, **FUSED}
+_ALL = {**CASES, **ONLY_TUNED, **STEPS}
 
 
 def inputs(rows: int, cols: int, sets: int) -> list[Tensor]:

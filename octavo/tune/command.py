@@ -124,7 +124,7 @@ def tune(output: Path | None, origin: Mapping[str, str], options: argparse.Names
 def _compile_ahead(kinds: Sequence[str], options: argparse.Namespace) -> None:
     """Leave what will be timed in Triton's cache, in half of the time at most."""
     from octavo.tune import tuner
-    from octavo.tune.workers import precompile
+    from octavo.tune.timing import precompile
 
     tasks = [(kind, config, options.toy) for kind in kinds for config in tuner.grid_of(kind, options.toy)]
     failures = precompile(tuner.compile_one, tasks, options.minutes / 2) if tasks else []

@@ -1,12 +1,191 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
 import octavo
-from octavo import recipes
+from octavo import E4M3, PerBlock, PerRow, PerTensor, recipes
 from octavo.errors import ExportError
+from octavo.export import iterate_fp8, to_safetensors
 from octavo.export.layouts import LAYOUTS, entries, scale_shape
+from tests.support.forward_operands import seen_operands
 from tests.support.helpers import to_fp8
+from tests.support.pool import Pool
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+}  # fmt: skip
+GRANULARITIES = {"blockwise": PerBlock(128, 128), "rowwise": PerRow(), "dynamic": PerTensor(), "delayed": PerTensor()}
+IN_HIGH_PRECISION = {"lm_head": None, "*.gate": None}
+
+
+def mixtral(intermediate: int = 256) -> nn.Module:
+    config = transformers.MixtralConfig(intermediate_size=intermediate, num_local_experts=4, **SIZES)
+    return transformers.MixtralForCausalLM(config).bfloat16()
+
+
+def qwen3() -> nn.Module:
+    sizes = {"moe_intermediate_size": 128, "num_experts": 4, "head_dim": 64}
+    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes, **SIZES)).bfloat16()
+
+
+def in_fp8(model: nn.Module, recipe: str) -> nn.Module:
+    own = recipes.rowwise(power_of_two=True) if recipe == "rowwise" else getattr(recipes, recipe)()
+    return octavo.convert(model, octavo.RecipeMap(own, IN_HIGH_PRECISION), lambda module, name: True)
+
+
+def values(codes: Tensor, scale_inv: Tensor) -> Tensor:
+    """What a pair stands for, of any layout."""
+    for dim, size in enumerate(codes.shape if scale_inv.ndim == 2 else ()):
+        scale_inv = scale_inv.repeat_interleave(-(-size // scale_inv.shape[dim]), dim)[
+            (slice(None),) * dim + (slice(size),)
+        ]
+    return codes.float() * scale_inv
+
+
+@pytest.mark.parametrize(
+    ("make", "recipe", "layout"),
+    [
+        (mixtral, "blockwise", "fine-grained"),
+        (qwen3, "rowwise", "compressed-tensors"),
+        pytest.param(mixtral, "dynamic", "per-tensor", marks=pytest.mark.full),
+        pytest.param(qwen3, "delayed", "compressed-tensors", marks=pytest.mark.full),
+    ],
+)
+def test_each_expert_has_the_names_and_the_values_of_its_checkpoint(
+    make: Any, recipe: str, layout: Any, tmp_path: Path
+) -> None:
+    model = make()
+    model.save_pretrained(tmp_path / "plain")
+    plain = load_file(tmp_path / "plain/model.safetensors")
+    written = {name: rest for name, *rest in iterate_fp8(in_fp8(model, recipe).eval(), layout)}
+    assert written.keys() == plain.keys()
+    for name, (tensor, scale_inv) in written.items():
+        if scale_inv is None:
+            assert torch.equal(tensor, plain[name])
+            continue
+        # gate and up of a tensor's one scale have the larger one's; other scales are each matrix's own
+        shared = layout != "fine-grained" and GRANULARITIES[recipe] == PerTensor() and "experts" in name
+        powers = recipe in ("blockwise", "rowwise")
+        alone = octavo.quantize(plain[name], E4M3, GRANULARITIES[recipe], power_of_two=powers)
+        if not shared or ".w2." in name or "down" in name:
+            assert torch.equal(tensor.float(), alone.qdata.float())
+        found = values(tensor, scale_inv)
+        assert (found - plain[name].float()).norm() < 0.03 * plain[name].float().norm()
+    experts = [name for name, (_, scale_inv) in written.items() if "experts" in name and scale_inv is not None]
+    assert len(experts) == 4 * 3
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_codes_are_those_of_the_forward(training: bool) -> None:
+    model = in_fp8(mixtral(), "delayed")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    tokens = torch.randint(64, (2, 8))
+    for _ in range(2):  # so that a delayed scale is an earlier weight's
+        optimizer.zero_grad()
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    model.train(training)
+    pairs = {name: rest for name, *rest in iterate_fp8(model, "per-tensor", fp8_only=True)}
+    with seen_operands() as operands, torch.no_grad():
+        model(input_ids=tokens)
+    gate_up, down = (pair for pair in operands if pair[0].ndim == 3)
+    prefix = "model.layers.0.block_sparse_moe.experts"
+    for expert in range(4):
+        gate, up, last = (pairs[f"{prefix}.{expert}.{name}.weight"] for name in ("w1", "w3", "w2"))
+        assert torch.equal(torch.cat([gate[0], up[0]]).view(torch.uint8), gate_up[0][expert].view(torch.uint8))
+        assert gate[1] == up[1] == gate_up[1][expert].squeeze()
+        assert torch.equal(last[0].view(torch.uint8), down[0][expert].view(torch.uint8))
+        assert last[1] == down[1][expert].squeeze()
+
+
+def test_transformers_reads_the_file(tmp_path: Path) -> None:
+    model = in_fp8(mixtral(), "blockwise").eval()
+    to_safetensors(model, tmp_path / "served", max_shard_bytes=100_000)  # an expert's matrices in several files
+    config = json.loads((tmp_path / "served/config.json").read_text())["quantization_config"]
+    assert config["modules_to_not_convert"] == ["model.layers.0.block_sparse_moe.gate", "lm_head"]
+    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "served", dtype=torch.bfloat16)
+    experts, weight = read.model.layers[0].mlp.experts, model.get_parameter("model.layers.0.mlp.experts.down_proj")
+    for mine, plain in zip(experts.down_proj, weight, strict=True):
+        assert torch.equal(mine, octavo.quantize(plain, E4M3, PerBlock(128, 128), power_of_two=True).dequantize())
+    tokens = torch.randint(64, (1, 8))
+    torch.testing.assert_close(read(tokens).logits, model(tokens).logits, rtol=0.2, atol=0.05)
+
+
+def test_experts_that_stay_in_high_precision_have_the_names_of_their_checkpoint_too() -> None:
+    model = mixtral()
+    layers = octavo.RecipeMap(recipes.blockwise(), {**IN_HIGH_PRECISION, "*.experts": None})
+    octavo.convert(model, layers, lambda module, name: True)
+    names = [name for name, *_ in iterate_fp8(model)]
+    assert "model.layers.0.mlp.experts.gate_up_proj" in names  # those of state_dict, as of any model
+
+
+def test_octavos_own_experts_keep_their_tensors() -> None:
+    experts = octavo.nn.Experts(3, 128, 256, recipe=recipes.blockwise())
+    found = {name: (codes.shape, scale_inv.shape) for name, codes, scale_inv in iterate_fp8(experts)}  # type: ignore[union-attr]
+    assert found == {
+        "gate_up.weight": ((3, 512, 128), (3, 4, 1)),
+        "down.weight": ((3, 128, 256), (3, 1, 2)),
+    }
+
+
+def gpt_oss() -> nn.Module:
+    config = transformers.GptOssConfig(intermediate_size=128, num_local_experts=4, head_dim=64, **SIZES)
+    return transformers.GptOssForCausalLM(config).bfloat16()
+
+
+@pytest.mark.parametrize(
+    ("make", "kept", "says"),
+    [
+        (gpt_oss, {}, r"GptOssExperts stores it as \[E, K, N\], which no reader takes in FP8"),
+        (mixtral, {"*.experts.down": None}, "other matrices of the same experts are not in FP8"),
+        (lambda: mixtral(192), {}, "blocks of 128 rows reach from one of its 2 matrices of 192 rows into the next"),
+    ],
+)
+def test_what_no_server_reads_is_refused(make: Any, kept: dict[str, None], says: str) -> None:
+    layers = octavo.RecipeMap(recipes.blockwise(), {"lm_head": None, **kept})
+    model = octavo.convert(make(), layers, lambda module, name: not name.endswith((".router", ".gate")))
+    with pytest.raises(ExportError, match=says):
+        iterate_fp8(model)
+
+
+def tensors(model: nn.Module) -> list[tuple[str, list[int], float]]:
+    """Names, shapes and something of the values of what is iterated."""
+    parts = [(name, tensor, scale_inv) for name, tensor, scale_inv in iterate_fp8(model)]
+    return [(name, [*t.shape], float(t.float().sum()) + (0.0 if s is None else float(s.sum()))) for name, t, s in parts]
+
+
+def tensors_of_ranks(mesh: Any, how: str) -> list[tuple[str, list[int], float]]:
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model: Any = in_fp8(mixtral(), "blockwise")
+    if how == "expert_parallel, stored":
+        octavo.convert(model, recipes.blockwise(), lambda module, name: ".experts." in name, "fp8")
+        assert sum(hasattr(parameter, "qdata") for parameter in model.parameters()) == 2
+    if how == "fully_shard":
+        fully_shard(model.model.layers[0], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    else:
+        octavo.distributed.expert_parallel(model, mesh)
+    return tensors(model)
+
+
+@pytest.mark.full  # each rank imports transformers' models
+@pytest.mark.parametrize("how", ["fully_shard", "expert_parallel", "expert_parallel, stored"])
+def test_experts_on_several_ranks_are_gathered(pool: Pool, how: str) -> None:
+    torch.manual_seed(0)
+    alone = tensors(in_fp8(mixtral(), "blockwise"))
+    assert pool.run(tensors_of_ranks, (2,), how) == [alone, alone]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

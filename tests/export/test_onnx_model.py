@@ -3,20 +3,25 @@
 import copy
 import functools
 import importlib
+import math
 import sys
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import octavo
 from octavo import recipes
 from octavo.errors import ExportError, MissingExtraError
 from octavo.export import onnx_model, run_onnx, sqnr_in_onnxruntime, to_onnx
+from octavo.export.onnx_model import delayed_argument, program_of
 from octavo.train.config import ModelConfig
-from octavo.train.mixture import Mixture
+from octavo.train.model import Mixture
 from octavo.train.trainer import build_model
 from tests.support.helpers import FP8_RECIPES, sqnr
 
@@ -102,6 +107,7 @@ def test_y_scale_is_scale_inv_and_codes_are_octavos(tmp_path):
     assert values[read.input[0]].raw_data == expected.qdata.view(torch.uint8).numpy().tobytes()
 
 
+@pytest.mark.full  # the default set has it in the program
 def test_delayed_without_a_history_takes_its_own_amax(tmp_path):
     layer = octavo.nn.Linear(K, 40, recipe=recipes.delayed())
     path = to_onnx(layer, torch.randn(2, K), tmp_path / "m.onnx")
@@ -140,10 +146,8 @@ def test_a_recipe_map_and_other_casts(tmp_path):
         assert sqnr_in_onnxruntime(net, torch.randn(rows, K), path) >= 40
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    [pytest.param(r, marks=[] if r == "mx" else pytest.mark.full) for r in FP8_RECIPES],  # it has most scales
-)
+@pytest.mark.full
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
 def test_the_file_is_at_most_three_fifths_of_the_weights_in_bf16(recipe, tmp_path):
     module = octavo.nn.LayerNormLinear(512, 1024, recipe=FP8_RECIPES[recipe](), dtype=torch.bfloat16)
     path = to_onnx(module, torch.randn(2, 512, dtype=torch.bfloat16), tmp_path / "m.onnx")
@@ -215,3 +219,112 @@ def test_the_extra_is_named(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with pytest.raises(MissingExtraError, match=r"pip install octavo\[onnx\]"):
         run_onnx(tmp_path / "m.onnx", torch.randn(2, 4))
+
+
+# --- the traced program -----------------------------------------------------------------------------------------------
+
+X = torch.randn(3, 4, 32)
+
+
+def ops_of(program: torch.export.ExportedProgram) -> list[str]:
+    return [n.target._opname for n in program.graph.nodes if getattr(n.target, "namespace", "") == "octavo"]
+
+
+@pytest.mark.parametrize("recipe", [recipes.dynamic(), recipes.delayed(), recipes.blockwise()], ids=lambda r: r.name)
+def test_weights_are_folded_and_the_rest_computes_the_same(recipe):
+    module = octavo.nn.LayerNormMLP(32, 48, recipe=recipe)
+    module(X).sum().backward()
+    program = program_of(module, (X,), None)
+    assert ops_of(program) == ["cast", "matmul", "cast", "matmul"]
+    folded = [t for t in program.state_dict.values() if t.dtype == torch.float8_e4m3fn]
+    assert sorted(t.numel() for t in folded) == [48 * 32, 96 * 32]
+    module.eval()
+    for shape in ((3, 4, 32), (5, 2, 32)):
+        x = torch.randn(shape)
+        with torch.no_grad():
+            assert torch.equal(program.module()(x), module(x))
+
+
+def test_a_delayed_cast_without_a_history_is_dynamic():
+    layer = octavo.nn.Linear(32, 16, recipe=recipes.delayed())
+    for delayed in (False, True):
+        nodes = program_of(layer, (X,), None).graph.nodes
+        assert any(map(delayed_argument, nodes)) == delayed
+        layer.train()(X).sum().backward()
+
+
+def test_given_shapes_are_kept():
+    batch = torch.export.Dim("batch", max=8)
+    program = program_of(octavo.nn.Linear(32, 16), (X,), ({0: batch},))
+    (x,) = (
+        n.meta["val"]
+        for n in program.graph.nodes
+        if n.op == "placeholder" and n.name in program.graph_signature.user_inputs
+    )
+    assert isinstance(x.shape[0], torch.SymInt) and x.shape[1:] == (4, 32)
+
+
+@pytest.mark.parametrize("name", ["dynamic", "rowwise", "blockwise", "mx"])
+@pytest.mark.parametrize("build", [octavo.nn.Linear, octavo.nn.RMSNormMLP])
+def test_any_number_of_rows(name, build):
+    """By torch.export itself, of weights that require gradients: nothing is cast for a backward."""
+    model = build(256, 256, recipe=getattr(recipes, name)()).eval()
+    rows = torch.export.Dim("rows", min=2, max=4096)
+    program = torch.export.export(model, (torch.randn(16, 256),), dynamic_shapes=({0: rows},))
+    assert not any("two_scalings" in op for op in ops_of(program) if build is octavo.nn.Linear)
+    for count in (2, 130, 1000):
+        x = torch.randn(count, 256)
+        with torch.no_grad():
+            assert torch.equal(program.module()(x), model(x))
+
+
+def test_what_can_not_be_traced_says_why():
+    class Peeks(nn.Module):
+        def forward(self, x: torch.Tensor) -> float:
+            return x.sum().item() if x.sum().item() > 0 else 0.0
+
+    with pytest.raises(ExportError, match=r"torch.export can't trace Peeks: .+"):
+        program_of(Peeks(), (X,), None)
+    with pytest.raises(ExportError, match="can't trace Linear"):
+        program_of(octavo.nn.Linear(16, 16), (X,), None)
+
+
+def test_models_on_several_ranks_are_refused(tmp_path):
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        model = nn.Sequential(octavo.nn.Linear(32, {"q": 32, "k": 32}, recipe=recipes.blockwise()))
+        mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+        parallelize_module(model, mesh, {"0": octavo.distributed.ColwiseParallel()})
+        with pytest.raises(ExportError, match=r"0\.q\.weight is sharded: gather the model first"):
+            program_of(model, (X,), None)
+        with pytest.raises(ExportError, match="its splits are on several ranks: gather the model first"):
+            octavo.export.to_safetensors(model, tmp_path)
+    finally:
+        dist.destroy_process_group()
+
+
+# --- in onnxruntime ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    net = nn.Linear(8, 4, bias=False)
+    return net, to_onnx(net, torch.randn(2, 8), tmp_path_factory.mktemp("onnx") / "m.onnx")
+
+
+def test_it_computes_and_is_compared(exported):
+    net, path = exported
+    x = torch.randn(5, 8, dtype=torch.bfloat16)
+    (y,) = run_onnx(path, x)
+    torch.testing.assert_close(y, net(x.float()).detach())
+    assert sqnr_in_onnxruntime(net, x, path) > 100
+    other = nn.Linear(8, 4, bias=False)
+    other.load_state_dict({"weight": 1.1 * net.weight})
+    assert math.isclose(sqnr_in_onnxruntime(other, x, path), 20 * math.log10(11), rel_tol=1e-4)
+
+
+def test_what_it_can_not_run(exported, tmp_path):
+    with pytest.raises(ExportError, match="can't run"):
+        run_onnx(tmp_path / "none.onnx", torch.randn(2, 8))
+    with pytest.raises(ExportError, match="can't run"):
+        run_onnx(exported[1], torch.randn(2, 9))

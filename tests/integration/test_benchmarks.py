@@ -194,6 +194,7 @@ def test_steps_of_optimizers(run: Run, tmp_path: Path) -> None:
     check_steps(tmp_path / "steps.csv")
 
 
+@pytest.mark.full
 def test_updates_in_backward(run: Run, tmp_path: Path) -> None:
     output = run("update_overlap", "--toy", "--output", tmp_path / "overlap.csv")
     check_overlap(tmp_path / "overlap.csv")
@@ -210,6 +211,7 @@ def test_stored_weights(run: Run, tmp_path: Path) -> None:
     assert rows["split24", "0.95"]["loss"] == rows["fp32", "0.95"]["loss"] != rows["split16", "0.95"]["loss"]
 
 
+@pytest.mark.full
 def test_training_curves(run: Run, tmp_path: Path) -> None:
     output, schemes = tmp_path / "training.csv", ("all in FP8", "fp8, master split24")
     run("optimizer_training", "--toy", "--seeds", "0", "--workers", "1", "--schemes", *schemes, "--output", output)
@@ -226,6 +228,7 @@ def test_training_curves(run: Run, tmp_path: Path) -> None:
     assert len(rows_of(tmp_path / "training_curves.csv")) == 3
 
 
+@pytest.mark.full
 def test_clips_in_backward(run: Run, tmp_path: Path) -> None:
     run("backward_clip", "--toy", "--seeds", "0", "--roundings", "1", "--output", tmp_path / "clip.csv")
     rows = rows_of(tmp_path / "clip.csv")

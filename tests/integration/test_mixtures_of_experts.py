@@ -1,4 +1,4 @@
-"""transformers' mixtures of experts, tiny, train in FP8 as in bf16: in a plain loop, and in its Trainer."""
+"""transformers' mixtures of experts, tiny, train in FP8 as in bf16; tests/integrations has its Trainer."""
 
 import copy
 import functools
@@ -149,36 +149,3 @@ def test_compiled_a_model_is_one_graph(name: str) -> None:
             loss.backward()
             net.zero_grad()
     assert counter.frame_count == 1
-
-
-@pytest.mark.full
-@each_model
-def test_in_transformers_trainer(name: str, tmp_path: Path) -> None:
-    from octavo.integrations.transformers import OctavoCallback
-
-    tokens = batches(4, 0).flatten(0, 1)
-    losses = []
-    for callbacks in ([], [OctavoCallback(recipes.delayed(), select=every_layer)]):
-        trainer = transformers.Trainer(
-            built(name),
-            transformers.TrainingArguments(
-                str(tmp_path),
-                max_steps=8,
-                per_device_train_batch_size=BATCH,
-                bf16=True,
-                use_cpu=True,
-                learning_rate=1e-3,
-                logging_steps=1,
-                save_strategy="no",
-                report_to=[],
-                disable_tqdm=True,
-            ),
-            train_dataset=[{"input_ids": row, "labels": row} for row in tokens],
-            callbacks=callbacks,
-        )
-        trainer.remove_callback(transformers.PrinterCallback)
-        trainer.train()
-        losses.append([row["loss"] for row in trainer.state.log_history if "loss" in row])
-    assert losses[1] == pytest.approx(losses[0], rel=0.01) and losses[1] != losses[0]
-    found = octavo.summary(trainer.model, input_ids=tokens[:BATCH])
-    assert found.flops[0] > 0.9 * found.flops[1]

@@ -21,7 +21,7 @@ from octavo.train.checkpoint import (
     rows_from_tensor,
     rows_to_tensor,
 )
-from octavo.train.trained import trained_model
+from octavo.train.loop import trained_model
 from tests.support.sharded_runs import changed, curve, nearly, train_on
 
 ROWS = [Row(1, 5.5, 1e-3, 1000.0), Row(2, 1 / 3, 2e-3, 2000.0, 4.25)]
@@ -230,10 +230,13 @@ def test_a_full_disk_keeps_the_ranks_checkpoint_before(sharded, parts, monkeypat
 
 
 PHASES = {"schedule": "fp8-then-bf16@0.3-then-fp8@0.6"}  # the run is stopped in the second
-OPTIONS = {"after": {}, "in backward": {"update_in_backward": "4KB"}, "phases": PHASES}
+IN_BACKWARD = {"update_in_backward": "4KB"}
+OPTIONS = {"after": {}, "in backward": IN_BACKWARD, "phases": PHASES, "phases in backward": PHASES | IN_BACKWARD}
 
 
-@pytest.mark.parametrize("how", [pytest.param("after", marks=pytest.mark.full), "in backward", "phases"])
+@pytest.mark.parametrize(
+    "how", [*(pytest.param(how, marks=pytest.mark.full) for how in [*OPTIONS][:-1]), "phases in backward"]
+)
 def test_a_run_whose_weights_live_in_fp8(pool, config, how, tmp_path):
     """Sharded: stopped and gone on with on as many ranks, exactly, and on another number; read by one process."""
     state = StateConfig("fp8", "split16", "fp8", **OPTIONS[how])

@@ -1,11 +1,132 @@
+from __future__ import annotations
+
 import math
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
-from octavo.train import GPT, ModelConfig, next_byte_loss
-from tests.support.helpers import CountOps
+import octavo
+from octavo.distributed.ranks import Ranks
+from octavo.tensor.stored_weight import StoredWeight
+from octavo.train import GPT, CheckpointError, Hooks, ModelConfig, TrainConfig, next_byte_loss, run
+from octavo.train.loop import trained_model
+from octavo.train.model import SPEED, Mixture, balance
+from octavo.train.trainer import build_model
+from tests.support.helpers import CountOps, assert_equal
+from tests.support.pool import Pool
+from tests.support.sharded_runs import changed, curve, nearly, train_on
+
+SIZES = ModelConfig(width=32, layers=2, heads=2, context=16, experts=4, top_k=2)
+
+
+@torch.no_grad()
+def test_it_computes_what_a_loop_over_bytes_does() -> None:
+    mixture, x = Mixture(SIZES), torch.randn(1, 9, 32)
+    mixture.bias += torch.tensor([0.0, 0.3, -0.3, 0.1])
+    h = mixture.norm(x).flatten(0, 1)
+    expected = []
+    for row in h:
+        scores = torch.sigmoid(mixture.router.weight @ row)
+        chosen = sorted(range(4), key=lambda e: -float(scores[e] + mixture.bias[e]))[:2]
+        outputs = []
+        for expert in chosen:
+            gate, up = (mixture.experts.gate_up.weight[expert] @ row).chunk(2)
+            outputs.append(scores[expert] * (mixture.experts.down.weight[expert] @ (F.silu(gate) * up)))
+        expected.append(sum(outputs) / sum(scores[expert] for expert in chosen))
+    torch.testing.assert_close(mixture(x)[0], torch.stack(expected))
+    assert int(mixture.load.sum()) == 9 * 2
+    mixture.eval()(x)
+    assert int(mixture.load.sum()) == 9 * 2  # validation does not count
+
+
+def test_biases_even_out_a_load_that_scores_would_not() -> None:
+    mixture, x = Mixture(SIZES).requires_grad_(False), torch.randn(4, 64, 32) + 1
+    mixture.router.weight[0] = 0.1  # all bytes like the first expert
+    loads = []
+    for _ in range(60):
+        mixture(x)
+        loads.append(float(balance([mixture], Ranks())))
+    assert loads[0] > 1.5 and max(loads[-10:]) < 1.15
+    assert not mixture.load.any() and abs(float(mixture.bias.sum())) < 1e-5
+    assert float(mixture.bias.abs().max()) <= 60 * 2 * SPEED
+
+
+def test_the_router_is_in_float32_and_no_recipe_is_for_it() -> None:
+    model, x = build_model(SIZES, "blockwise", 0), torch.randint(256, (2, 16))
+    in_fp8 = [m.name for m in octavo.summary(model).converted]
+    assert len(in_fp8) == 2 * 4 and not any("router" in name or "head" in name for name in in_fp8)
+    seen = []
+    model.mixtures[0].experts.register_forward_pre_hook(lambda module, args: seen.append(args))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(x).sum().backward()
+    assert seen[0][2].dtype == torch.float32
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("sizes", [SIZES, ModelConfig(48, 1, 3, 8, experts=3, top_k=1)])
+def test_parameters_are_counted_and_a_byte_takes_as_many_as_without_experts(sizes: ModelConfig) -> None:
+    model = GPT(sizes)
+    assert sizes.parameters == sum(p.numel() for p in model.parameters())
+    assert 8 * sizes.width <= 3 * sizes.top_k * sizes.hidden < 8 * sizes.width + 96 * sizes.top_k
+    down = model.mixtures[0].experts.down.weight.detach()
+    assert float(down.std()) == pytest.approx((2 * sizes.layers * sizes.hidden) ** -0.5, rel=0.05)
+
+
+def test_more_chosen_than_there_are_is_refused() -> None:
+    with pytest.raises(ValueError, match="top_k is 2 of 1 experts: choose top_k 1, or more experts"):
+        ModelConfig(experts=1)
+
+
+@pytest.fixture
+def mixed(config: TrainConfig) -> TrainConfig:
+    return changed(config, model={"experts": 4}, optimizer={"steps": 6}, run={"eval_every": 3})
+
+
+IN_FP8 = {"weight_storage": "fp8", "master": "split16", "moments": "fp8"}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "state"),
+    [
+        ("delayed", {}),
+        ("delayed", IN_FP8 | {"update_in_backward": "1MB"}),
+        pytest.param("blockwise", IN_FP8 | {"gradient_storage": "fp8"}, marks=pytest.mark.full),
+        pytest.param("mx", {}, marks=pytest.mark.full),
+    ],
+)
+def test_a_resumed_run_is_the_run_in_one_piece(
+    mixed: TrainConfig, recipe: str, state: dict[str, str], tmp_path: object
+) -> None:
+    mixed = changed(mixed, state=state)
+    whole = run(mixed, recipe)
+    parts = changed(mixed, run={"out": tmp_path})
+    seen: list[object] = []
+    first = run(parts, recipe, hooks=Hooks(on_step=seen.append, should_stop=lambda: len(seen) == 3))
+    assert first.interrupted
+    models: list[GPT] = []
+    second = run(changed(parts, run={"resume": True}), recipe, hooks=Hooks(on_model=models.append))
+    assert curve(second) == curve(whole)
+    read = trained_model(tmp_path / recipe)  # type: ignore[operator]
+    assert all(mixture.bias.any() for mixture in read.mixtures)
+    assert {isinstance(p, StoredWeight) for p in models[0].parameters() if p.ndim == 3} == {bool(state)}
+    assert_equal(dict(read.state_dict()), dict(octavo.restore(models[0]).state_dict()))
+    with pytest.raises(CheckpointError, match="has experts 4, not 0"):
+        run(changed(parts, run={"resume": True}, model={"experts": 0}), recipe)
+
+
+@pytest.mark.parametrize("shard", ["fsdp", pytest.param("ddp", marks=pytest.mark.full)])
+def test_ranks_balance_what_all_of_them_chose(pool: Pool, mixed: TrainConfig, shard: str, tmp_path: object) -> None:
+    config = changed(mixed, run={"dtype": "float32", "out": tmp_path}, ranks={"shard": shard})
+    alone = run(changed(mixed, run={"dtype": "float32"}))
+    ((found, *_), (other, *_)) = pool.run(train_on, (2,), config, "baseline")
+    assert found == other and nearly(found, curve(alone), 1e-4)
+    models: list[GPT] = []
+    run(changed(mixed, run={"dtype": "float32"}), hooks=Hooks(on_model=models.append))
+    of_ranks = trained_model(tmp_path / "float32")  # type: ignore[operator]
+    assert all(torch.equal(a.bias, b.bias) for a, b in zip(of_ranks.mixtures, models[0].mixtures, strict=True))
+
 
 SMALL = ModelConfig(width=32, layers=2, heads=2, context=24)
 

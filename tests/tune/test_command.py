@@ -36,7 +36,7 @@ def tuner(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
     monkeypatch.setattr(module, "tune", tune)
     monkeypatch.setattr("octavo.tune.products.TORCH", ["tensor . tensor"])
-    monkeypatch.setattr("octavo.tune.workers.precompile", lambda function, tasks, minutes: [])
+    monkeypatch.setattr("octavo.tune.timing.precompile", lambda function, tasks, minutes: [])
     return module
 
 

@@ -1,11 +1,13 @@
 """Timing: turns, medians, errors instead of readings, and time that is up."""
 
 import math
+import time
 
 import pytest
 import torch
 
 from octavo.tune import timing
+from octavo.tune.timing import precompile
 
 
 def test_variants_take_turns_and_a_failing_one_has_an_error() -> None:
@@ -46,3 +48,12 @@ def test_inputs_outgrow_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [timing.input_sets(size) for size in (1 << 30, 30 << 20, 1)] == [2, 4, 32]
     monkeypatch.setattr(timing, "ON_GPU", False)
     assert timing.input_sets(1) == 1
+
+
+@pytest.mark.full  # processes that import torch
+def test_failures_are_told_and_time_is_kept() -> None:
+    (line,) = precompile(math.sqrt, [(4.0,), (-1.0,)], 2.0)
+    assert line.startswith("(-1.0,): ValueError")
+    begun = time.monotonic()
+    (line,) = precompile(time.sleep, [(60.0,)], 0.02)
+    assert line.startswith("compiling ahead: TimeoutError") and time.monotonic() - begun < 30

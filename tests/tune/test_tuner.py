@@ -9,6 +9,23 @@ import pytest
 pytestmark = pytest.mark.gpu
 
 
+def test_every_row_of_the_table_is_read_by_the_cases_that_tune_it(tuner: ModuleType) -> None:
+    kinds = tuner.KINDS
+    assert tuner.launch.TABLE.keys() == kinds.keys()
+    unread = {kind: tuner.unaffected(kind, tuner.buckets_of(kind, True)[64][0]) for kind in kinds}
+    assert unread == dict.fromkeys(kinds, "")
+
+
+def test_grids(tuner: ModuleType) -> None:
+    for kind, (cases, configs, buckets) in tuner.KINDS.items():
+        assert len(set(configs)) == len(configs) >= 7 and cases and max(buckets) == 64, kind
+        assert {config.num_warps for config in configs} <= {2, 4, 8, 16}
+        assert all((c.block_r * c.block_c).bit_count() == 1 for c in configs), kind
+
+
+pytestmark = pytest.mark.gpu
+
+
 def test_a_case_that_reads_no_row_of_its_kind_is_named(tuner: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(tuner.KINDS, "amax", tuner.KINDS["amax"]._replace(cases=("amax", "cast delayed")))
     with pytest.raises(ValueError, match="cast delayed is not of this kind"):

@@ -1,0 +1,226 @@
+"""What CONTRIBUTING says has to be touched to add something is enough: one of each is added to a copy, and computes."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ROW = re.compile(r"^\| (an? [a-z ]+?)(?: \(.*?\))? \| (.*) \|$", re.MULTILINE)
+
+# of each addition what is put before a text of a file, or where that is empty, at its end
+ADDED = {
+    "an activation": {
+        "octavo/kernels/activations.py": [('    "relu": Act', '    "square": Activation("square", False),\n')],
+        "octavo/kernels/reference/activation.py": [
+            (
+                '    if function == "relu":\n        return _relu(h)\n',
+                '    if function == "square":\n        return h * h\n',
+            ),
+            (
+                '    if function == "relu":\n        # any',
+                '    if function == "square":\n        return h * h, 2.0 * h\n',
+            ),
+        ],
+        "octavo/kernels/triton/prologue.py": [
+            (
+                '    elif NAME == "squared_relu":\n        result = tl',
+                '    elif NAME == "square":\n        result = h * h\n',
+            ),
+            (
+                '    elif NAME == "squared_relu":\n        result = 2',
+                '    elif NAME == "square":\n        result = 2 * h\n',
+            ),
+        ],
+        "octavo/nn/activation.py": [('    "relu": F', '    "square": lambda h: h * h,\n')],
+    },
+    "a recipe": {
+        "octavo/recipes.py": [
+            ('"dynamic", "delayed", "rowwise"', '"squares", '),
+            (
+                "def dynamic(",
+                "def squares() -> Recipe:\n"
+                "    cast = Cast(E4M3, PerBlock(32, 32), Dynamic(), True)\n"
+                '    return _linear("squares", cast, cast, cast)\n\n\n',
+            ),
+        ],
+    },
+    "a scaling": {
+        "octavo/granularity.py": [
+            (
+                "def granularity_of(",
+                "@dataclass(frozen=True)\n"
+                "class PerSquare(Granularity):\n"
+                "    size: int\n\n"
+                "    @property\n"
+                "    def tile(self) -> Tile:\n"
+                "        return self.size, self.size\n\n"
+                "    def transposed(self) -> Granularity:\n"
+                "        return self\n\n\n",
+            )
+        ],
+        "octavo/scaling/recipe.py": [
+            ("PerBlock, PerRow, PerTensor, Tile", "PerSquare, "),
+            ("PerBlock, Dynamic", "PerSquare, "),
+        ],
+        "octavo/tensor/scaled_tensor.py": [
+            ("PerBlock, PerRow, PerTensor, Tile", "PerSquare, "),
+            ("PerBlock])", "PerSquare, "),
+        ],
+        "octavo/__init__.py": [("PerBlock, PerRow", "PerSquare, "), ('    "PerBlock"', '    "PerSquare",\n')],
+    },
+    "an optimizer": {
+        "octavo/optim/sgd.py": [
+            (
+                "",
+                "\n\nclass Momentum(SGD):\n"
+                "    def __init__(self, params, lr=1e-3, momentum=0.9, **options):\n"
+                "        super().__init__(params, lr, momentum, **options)\n",
+            )
+        ],
+        "octavo/optim/__init__.py": [("SGD\n", "Momentum, "), ('    "SGD",', '    "Momentum",\n')],
+    },
+    "an integration": {
+        "octavo/integrations/NAME.py": [
+            (
+                "",
+                "from octavo.integrations.accelerate import TrainingState, convert_once\n\n\n"
+                "def begin(model, recipe):\n"
+                "    convert_once(model, recipe, lambda module, name: True)\n"
+                "    return TrainingState(model)\n",
+            )
+        ],
+    },
+}
+
+PROGRAMS = {
+    "an activation": """
+        import torch
+        from tests.support.fused_cases import in_float64, in_parts, mlp, results
+        from tests.support.helpers import sqnr
+        for saved in (False, True):
+            module = mlp("layer_norm", "rowwise", activation="square", saved=saved)
+            x, grad = torch.randn(32, 64), torch.randn(32, 64)
+            found, apart = results(module, x, grad), results(in_parts(module), x, grad)
+            truth = results(in_float64(module), x.double(), grad.double())
+            assert found.keys() == truth.keys() and all(sqnr(found[name], truth[name]) > 20 for name in found)
+            assert all(sqnr(found[name], apart[name]) > 20 for name in found)
+    """,
+    "a recipe": """
+        import octavo
+        from octavo import cli
+        from octavo.train import DataConfig, ModelConfig, OptimizerConfig, TrainConfig, run
+        assert cli.parser(["train"]).parse_args(["train", "--recipe", "squares"]).recipe == "squares"
+        tiny = ModelConfig(width=16, layers=1, heads=2, context=16)
+        result = run(TrainConfig(tiny, DataConfig(batch=2, eval_windows=2), OptimizerConfig(steps=2)), "squares")
+        assert result.name == "squares" and result.final_validation < 6
+    """,
+    "a scaling": """
+        import dataclasses, torch, octavo
+        from octavo import Cast, PerBlock, PerSquare
+        from tests.support.helpers import assert_equal, gradients
+        text = str(Cast(octavo.E4M3, PerSquare(32)))
+        assert Cast.of(text).granularity == PerSquare(32), text
+        found = []
+        for granularity in (PerSquare(32), PerBlock(32, 32)):
+            cast = Cast(octavo.E4M3, granularity)
+            torch.manual_seed(0)
+            layer = octavo.nn.Linear(64, 48, recipe=octavo.Recipe(*3 * [(cast, cast)]))
+            y = layer(torch.randn(16, 64))
+            y.square().sum().backward()
+            found.append({"y": y.detach(), **gradients(layer)})
+        assert_equal(*found)
+    """,
+    "an optimizer": """
+        import torch, octavo
+        layer = octavo.nn.Linear(64, 48)
+        optimizer = octavo.optim.Momentum(layer.parameters(), lr=0.1)
+        before = layer.weight.detach().clone()
+        layer(torch.randn(16, 64)).square().sum().backward()
+        optimizer.step()
+        assert not torch.equal(layer.weight, before) and len(optimizer.state) == 2
+    """,
+    "an integration": """
+        import torch, octavo
+        from octavo.integrations.NAME import begin
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+        state = begin(model, octavo.recipes.delayed())
+        model(torch.randn(16, 64)).sum().backward()
+        state.load_state_dict(state.state_dict())
+        assert state.state_dict()["recipes"].popitem()[1] == ["0"]
+    """,
+}
+ON_TRITON = """
+    import torch
+    from octavo.kernels.reference import KERNELS
+    from tests.support.triton_kernels import running
+    x, dy = torch.randn(2, 32, 64)
+    scaling = None, 0, torch.float8_e4m3fn, (1, -1), True, 0, False, 1, False
+    with running() as kernels:
+        for tensors in ((x, *scaling, "square"), (dy, *scaling, "square", x)):
+            on_device = [t.to(kernels.device) if isinstance(t, torch.Tensor) else t for t in tensors]
+            ours, theirs = kernels.cast(*on_device)[0].cpu(), KERNELS["cast"](*tensors)[0]
+            assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+"""
+
+
+def listed() -> dict[str, list[str]]:
+    """The files that CONTRIBUTING names, by what is added."""
+    rows = ROW.findall((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
+    return {what: re.findall(r"`([^`]+/?\w+\.\w+)`", files) for what, files in rows}
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The package, with one of each."""
+    copy = tmp_path_factory.mktemp("copy")
+    shutil.copytree(ROOT / "octavo", copy / "octavo", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "octavo_command.py", copy)
+    for files in ADDED.values():
+        for file, additions in files.items():
+            path = copy / file
+            text = path.read_text(encoding="utf-8") if path.exists() else ""
+            for before, added in additions:
+                assert not before or text.count(before) == 1, (file, before)
+                text = text.replace(before, added + before) if before else text + added
+            path.write_text(text, encoding="utf-8")
+    return copy
+
+
+def run_in(copy: Path, program: str) -> None:
+    code = "if True:\n" + program
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(copy), str(ROOT)]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}\n    import octavo; assert octavo.__file__.startswith({str(copy)!r})"],
+        cwd=copy,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_list_is_short_and_names_what_is_there() -> None:
+    found = listed()
+    assert ADDED.keys() <= found.keys()
+    for what, files in found.items():
+        assert [file for file in files if "NAME" not in file and not (ROOT / file).is_file()] == [], what
+    for what, files in ADDED.items():
+        assert len(found[what]) <= 6 and files.keys() <= {*found[what]}, what
+
+
+def test_what_is_added_computes(copy: Path) -> None:
+    """All in one process, which imports torch once."""
+    run_in(copy, "".join(PROGRAMS.values()).replace("\n        ", "\n    "))
+
+
+@pytest.mark.full
+def test_an_added_activation_on_triton(copy: Path) -> None:
+    pytest.importorskip("triton")
+    run_in(copy, ON_TRITON)
