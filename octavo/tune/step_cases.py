@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from octavo.granularity import Granularity, PerBlock
-from octavo.kernels.reference.adam import AdamGroup
-from octavo.kernels.reference.optimizer_step import WeightUpdate
+from octavo.kernels.reference.optimizer_step import AdamGroup, WeightUpdate
 from octavo.kernels.triton.launch import config
 from octavo.optim.masters import NAMED as MASTERS
 from octavo.optim.masters import OF_FP8_WEIGHTS

@@ -3,7 +3,6 @@
 import triton
 import triton.language as tl
 
-from octavo.kernels.triton.adam import adam_weight, lerp
 from octavo.kernels.triton.master_weights import read_master, write_master
 from octavo.kernels.triton.moment_codes import decode_moment, encode_moment, round_to_bf16
 from octavo.kernels.triton.optimizer_state import (
@@ -18,10 +17,8 @@ from octavo.kernels.triton.optimizer_state import (
     store_at,
     write_moment,
 )
-from octavo.kernels.triton.random_bits import half, random_bits, with_number
-from octavo.kernels.triton.sgd import sgd_moment, sgd_weight
-from octavo.kernels.triton.step_kernel import finish, leave_scales, scales_of
-from octavo.kernels.triton.step_numbers import adam_numbers, corrections, sgd_numbers
+from octavo.kernels.triton.step_kernel import adam_weight, finish, leave_scales, lerp, scales_of, sgd_moment, sgd_weight
+from octavo.kernels.triton.step_numbers import adam_numbers, corrections, half, random_bits, sgd_numbers, with_number
 from octavo.kernels.triton.table import find_tensor, pointer, row_of, size, to_pointer
 
 
