@@ -30,9 +30,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 WARM = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "gfloat", "ml_dtypes")
-APART = ("__init__", "activation", "norm", "resolution")  # held by tolerances, or only put together
+APART = ("__init__", "activation", "norm")  # held by tolerances, or only put together
 ROOMS = [path for room in ("reference", "cpu") for path in sorted((ROOT / "octavo/kernels" / room).glob("*.py"))]
-BESIDE = ("layouts", "moment_codes", "random_bits", "step_numbers")
+BESIDE = ("layouts", "moment_codes", "step_numbers")
 SOURCES = [
     *("octavo/numerics.py", "octavo/formats.py", "octavo/granularity.py", "octavo/scaling/delayed.py"),
     *(str(path.relative_to(ROOT)) for path in ROOMS if path.stem not in APART),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.common.measure import provenance
 from benchmarks.common.rehearsal import rehearsed
-from octavo.kernels.triton.tuned import SHIPPED
+from octavo.kernels.triton.launch import SHIPPED
 from octavo.tune import command
 from octavo.tune.timing import ON_GPU
 

@@ -12,9 +12,7 @@ from torch import Tensor
 from benchmarks.machine_code.compiled_case import BF16, FP32, LARGE, Case, tensor
 from octavo.formats import E4M3, E5M2
 from octavo.granularity import PerBlock, PerTensor
-from octavo.kernels.reference.adam import AdamGroup
-from octavo.kernels.reference.optimizer_step import WeightUpdate
-from octavo.kernels.reference.sgd import SgdGroup
+from octavo.kernels.reference.optimizer_step import AdamGroup, SgdGroup, WeightUpdate
 from octavo.kernels.triton import optimizer_step
 from octavo.optim.masters import OF_FP8_WEIGHTS
 from octavo.optim.moment import NAMED, Moment

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import octavo
 from benchmarks.common.measure import table, write_results
 from octavo.kernels.arguments import EXPONENTS, EXTREMES, SUMS
-from octavo.kernels.cpu import chunks
+from octavo.kernels.cpu import codes
 from octavo.nn.recipe_module import RecipeModule
 from octavo.train import ModelConfig, TrainConfig, load_corpus
 from octavo.train.trainer import Trainer, build_model, recipe_named
@@ -88,8 +88,8 @@ class Ops(TorchDispatchMode):
 
 def ops_of_steps(recipe: str, config: TrainConfig, folder: Path) -> tuple[int, int]:
     """(those of a step, those that recording one adds, in the step before it too, from whose end weights are kept)."""
-    counts, chunk = [], chunks.CHUNK
-    chunks.CHUNK = chunks.CHUNK_ELSEWHERE
+    counts, chunk = [], codes.CHUNK
+    codes.CHUNK = codes.CHUNK_ELSEWHERE
     for every in (10**9, 2):
         own = trainer(recipe, config)
         step = _step(own, octavo.inspect.Recorder(own.model, folder / f"ops {every}", every, optimizer=own.optimizer))
@@ -97,7 +97,7 @@ def ops_of_steps(recipe: str, config: TrainConfig, folder: Path) -> tuple[int, i
         with Ops() as ops:
             step(), step()
         counts.append(ops.count)
-    chunks.CHUNK = chunk
+    codes.CHUNK = chunk
     return counts[0] // 2, counts[1] - counts[0]
 
 

@@ -162,7 +162,7 @@ def configurations() -> list[str]:
     """Where the Triton kernels' tiles come from on this machine's GPU."""
     if not any(runs_natively(torch.device("cuda", index)) for index in range(torch.cuda.device_count())):
         return []
-    from octavo.kernels.triton.tuned import tuned_file
+    from octavo.kernels.triton.launch import tuned_file
 
     path = tuned_file()
     if path is not None and path.exists():

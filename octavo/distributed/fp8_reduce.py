@@ -36,7 +36,7 @@ from octavo.formats import E4M3, HIGH_PRECISION, Format
 from octavo.granularity import ALL, Granularity, PerBlock, PerTensor
 from octavo.kernels.layouts import multiply_tiles_
 from octavo.kernels.moment_codes import encode_moment
-from octavo.kernels.random_bits import halves, key_of, random_bits
+from octavo.kernels.step_numbers import halves, key_of, random_bits
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
 from octavo.tensor.collectives import agree, all_gather, largest, pack, unpack
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from octavo.kernels.reference.adam import AdamGroup
+from octavo.kernels.reference.optimizer_step import AdamGroup
 from octavo.optim.base import CompactOptimizer, check_not_negative, refuse
 from octavo.optim.moment import Moment, moments_of
 from octavo.optim.state import Settings

@@ -15,10 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from octavo.kernels.devices import optimizer_step
-from octavo.kernels.random_bits import key_of
-from octavo.kernels.reference.adam import AdamGroup
-from octavo.kernels.reference.optimizer_step import WeightUpdate
-from octavo.kernels.reference.sgd import SgdGroup
+from octavo.kernels.reference.optimizer_step import AdamGroup, SgdGroup, WeightUpdate
+from octavo.kernels.step_numbers import key_of
 from octavo.optim import state as states
 from octavo.optim.gradients import GradientStorage
 from octavo.optim.layout import Agreement, agreeing, place_of, settle_gradient

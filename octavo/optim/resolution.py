@@ -39,7 +39,7 @@ class Resolution:
         return all(name in own or group.rank() == 0 for name, group in self._groups.items())
 
     def on(self, device: torch.device) -> Tensor:
-        """Where the steps on a device add to: float64 [2], see kernels/reference/resolution.py."""
+        """Where the steps on a device add to: float64 [2], see kernels/reference/optimizer_step.py."""
         if device not in self._sums:
             self._sums[device] = torch.zeros(2, dtype=torch.float64, device=device)
         return self._sums[device]

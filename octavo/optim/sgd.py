@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from octavo.kernels.reference.sgd import SgdGroup
+from octavo.kernels.reference.optimizer_step import SgdGroup
 from octavo.optim.base import CompactOptimizer, Kept, check_not_negative, refuse
 from octavo.optim.moment import NAMED, Moment
 from octavo.optim.state import Settings, holds, local, new_moments, sharded_like

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from octavo.formats import E4M3, E4M4, E5M2, Format
 from octavo.granularity import PerBlock, PerTensor
 from octavo.kernels.layouts import BLOCK
-from octavo.kernels.reference.adam import LARGEST_SQUARE
 from octavo.kernels.reference.master_weights import Master
 from octavo.kernels.reference.optimizer_state import MomentTensors, pieces
-from octavo.kernels.reference.optimizer_step import WeightUpdate
+from octavo.kernels.reference.optimizer_step import LARGEST_SQUARE, WeightUpdate
 from octavo.optim.layout import (
     check_layout,
     is_apart,

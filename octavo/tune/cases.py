@@ -19,9 +19,8 @@ from torch import Tensor
 
 from octavo.granularity import ALL, Granularity, PerBlock
 from octavo.kernels.reference import KERNELS as REFERENCE
-from octavo.kernels.reference.adam import AdamGroup
 from octavo.kernels.reference.norm import normalise
-from octavo.kernels.reference.optimizer_step import WeightUpdate
+from octavo.kernels.reference.optimizer_step import AdamGroup, WeightUpdate
 from octavo.kernels.reference.optimizer_step import optimizer_step as reference_step
 from octavo.kernels.triton import KERNELS as TRITON
 from octavo.kernels.triton import optimizer_step

@@ -47,7 +47,7 @@ def tune_here(options: argparse.Namespace) -> int:
         TuneError: without Triton or a GPU with native FP8.
     """
     _require_gpu()
-    from octavo.kernels.triton.tuned import tuned_file
+    from octavo.kernels.triton.launch import tuned_file
 
     path = tuned_file()
     assert path is not None  # there is a GPU
@@ -134,7 +134,7 @@ def _compile_ahead(kinds: Sequence[str], options: argparse.Namespace) -> None:
 
 def _write(path: Path, origin: Mapping[str, str], found: Mapping[str, Tuned]) -> None:
     """The table with the kinds found replaced, a line a kind."""
-    from octavo.kernels.triton.tuned import table
+    from octavo.kernels.triton.launch import table
 
     old, rows = table(path), {kind: tuned.rows for kind, tuned in found.items()}
     library = rows.pop("library", old["library"])
@@ -158,7 +158,7 @@ def _write_log(path: Path, origin: Mapping[str, str], log: Sequence[Mapping[str,
 
 def _summary(output: Path | None, found: Mapping[str, Tuned]) -> str:
     """What was written, and what it gained."""
-    from octavo.kernels.triton.tuned import SHIPPED, tuned_file
+    from octavo.kernels.triton.launch import SHIPPED, tuned_file
 
     if not found:
         return "nothing was found, nothing is written"

@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.kernels.triton.launch import Config
-from octavo.kernels.triton.tuned import SHIPPED
+from octavo.kernels.triton.launch import SHIPPED, Config
 from octavo.tune import cases, products
 from octavo.tune.timing import ON_GPU, Timings, input_sets, timings
 

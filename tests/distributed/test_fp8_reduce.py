@@ -19,7 +19,7 @@ import octavo
 from octavo import E4M3, E5M2, PerBlock, PerRow, PerTensor
 from octavo.distributed import Fp8ReduceScatter, Fp8Reduction, fp8_reduce_hook
 from octavo.formats import E4M4
-from octavo.kernels.random_bits import key_of, random_bits
+from octavo.kernels.step_numbers import key_of, random_bits
 from tests.support.byte_counter import GATHER, OTHER, REDUCE, ByteCounter
 
 BLOCK = 128

@@ -9,8 +9,7 @@ import torch
 from octavo.kernels import devices as module
 from octavo.kernels.devices import optimizer_step
 from octavo.kernels.reference.master_weights import MasterWeight
-from octavo.kernels.reference.optimizer_step import WeightUpdate
-from octavo.kernels.reference.sgd import SgdGroup
+from octavo.kernels.reference.optimizer_step import SgdGroup, WeightUpdate
 
 GROUPS = [SgdGroup(0.5, 0.0, 0.0, 0.0, False, False)]
 FLAG, SCALE = torch.tensor(0.0), torch.tensor(2.0)

@@ -11,11 +11,9 @@ from torch import Tensor
 
 from octavo import E4M3, E5M2, PerBlock, PerTensor, quantize
 from octavo.formats import E4M4
-from octavo.kernels.reference.adam import AdamGroup
 from octavo.kernels.reference.master_weights import MasterWeight
-from octavo.kernels.reference.optimizer_step import WeightUpdate
+from octavo.kernels.reference.optimizer_step import AdamGroup, SgdGroup, WeightUpdate
 from octavo.kernels.reference.optimizer_step import optimizer_step as reference
-from octavo.kernels.reference.sgd import SgdGroup
 from octavo.optim.moment import NAMED, Moment
 from tests.support.triton_cases import assert_counters_are_zero
 from tests.support.triton_kernels import TritonKernels

@@ -6,8 +6,7 @@ import triton.language as tl
 from octavo.kernels.triton.master_weights import read_master, write_master
 from octavo.kernels.triton.moment_codes import decode_moment, encode_moment, round_to_bf16
 from octavo.kernels.triton.optimizer_state import WIDTH, place_of, store_at
-from octavo.kernels.triton.random_bits import half, random_bits, with_number
-from octavo.kernels.triton.step_numbers import adam_numbers, corrections, sgd_numbers
+from octavo.kernels.triton.step_numbers import adam_numbers, corrections, half, random_bits, sgd_numbers, with_number
 from octavo.kernels.triton.table import row_of
 from octavo.kernels.triton.tiles import (
     decode,

@@ -16,7 +16,7 @@ from octavo import cli
 from octavo.tune import command
 
 pytest.importorskip("triton")
-tuned = importlib.import_module("octavo.kernels.triton.tuned")
+tuned = importlib.import_module("octavo.kernels.triton.launch")
 
 ORIGIN = {"device": "a GPU", "torch": "2", "triton": "3"}
 

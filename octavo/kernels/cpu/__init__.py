@@ -13,8 +13,7 @@ from torch import Tensor
 from octavo.kernels import reference
 from octavo.kernels.arguments import NormGradient, unpacking
 from octavo.kernels.cpu.chunked_cast import amax, written
-from octavo.kernels.cpu.chunks import row_slices, tile_rows
-from octavo.kernels.cpu.codes import decode, dequantize
+from octavo.kernels.cpu.codes import decode, dequantize, row_slices, tile_rows
 from octavo.kernels.cpu.matmul import matmul
 from octavo.kernels.reference.cast import cast, cast_and_commit
 from octavo.kernels.reference.cast_statistics import cast_statistics, count

@@ -17,9 +17,8 @@ from torch import Tensor
 from octavo.formats import format_of
 from octavo.granularity import ALL, scale_shape
 from octavo.kernels.arguments import CastSource, NormSource, Output, Scaling, new_statistics, sums_dtype
-from octavo.kernels.cpu import chunks
-from octavo.kernels.cpu.chunks import row_slices, tile_rows
-from octavo.kernels.cpu.codes import decode, encode
+from octavo.kernels.cpu import codes
+from octavo.kernels.cpu.codes import decode, encode, row_slices, tile_rows
 from octavo.kernels.layouts import as_tiles
 from octavo.kernels.reference.activation import produced as reference_produced
 from octavo.kernels.reference.cast import Written, laid
@@ -56,7 +55,7 @@ def written(
         return cast_in_chunks(x, scalings, source.shape, normalised)[0], rest
     if not source.activation and source.preactivation is None and source.h_scale_inv is None:
         sums = x.sum(0) if output.column_sum else x.new_empty(0)  # torch adds in float32 and rounds once
-        if x.numel() <= chunks.CHUNK:
+        if x.numel() <= codes.CHUNK:
             return [cast_values(x, scaling) for scaling in scalings], (sums,)
         return cast_in_chunks(x, scalings, source.shape)[0], (sums,)
     make, unit = functools.partial(_rows_of, source), max(source.h_tile[0], 1)

@@ -1,4 +1,4 @@
-"""Rounding to float8 codes and reading them back, in chunks with one scratch.
+"""Rounding to float8 codes and reading them back, in chunks of rows that fit a cache, with one scratch.
 
 Reading back goes through the bit patterns: on a CPU torch's float8 -> bfloat16 costs 2 ns an element, this 0.35
 (2048x256: 1808 us against 180 us on 1 core of an AMD EPYC Zen 5), with the same result.
@@ -13,12 +13,29 @@ from torch import Tensor
 
 from octavo.formats import format_of
 from octavo.granularity import ALL
-from octavo.kernels.cpu.chunks import row_slices, tile_rows
 from octavo.kernels.layouts import multiply_tiles_
 from octavo.kernels.reference.codes import with_faults
 
 _SMALL = 4096  # below this, one conversion at 2 ns an element is faster than eight calls
 _FACTOR = {torch.float8_e4m3fn: 256.0, torch.float8_e5m2: 1.0}  # of what codes' bits read as a float16
+# Elements worked on at a time. Fresh memory costs more than arithmetic on a CPU: reading 2048x1408 codes in one piece
+# took 3.5 to 15 ms, depending on what malloc had to fetch from the system, in chunks with one scratch 1.0 ms (1 core,
+# AMD EPYC Zen 5).
+CHUNK = 1 << 18
+CHUNK_ELSEWHERE = 1 << 26  # on a GPU each chunk is more launches, and only memory asks for any: 256 MiB of float32
+
+
+def row_slices(shape: Sequence[int], unit: int, device: torch.device, chunks: int = 1) -> list[slice]:
+    """Rows in chunks of about so many times CHUNK elements, each of whole units but the last."""
+    rows, cols = shape
+    chunk = CHUNK if device.type == "cpu" else CHUNK_ELSEWHERE
+    step = max(chunks * chunk // max(cols, 1) // unit, 1) * unit
+    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)] or [slice(0, 0)]
+
+
+def tile_rows(scales: Tensor, tile: Sequence[int], rows: slice) -> Tensor:
+    """The scales of whole tiles' rows."""
+    return scales if tile[0] == ALL else scales[rows.start // tile[0] : -(-rows.stop // tile[0])]
 
 
 def encode(

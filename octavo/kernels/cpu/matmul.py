@@ -20,9 +20,8 @@ from torch import Tensor
 from octavo.granularity import ALL
 from octavo.kernels import capability
 from octavo.kernels.arguments import Operands, Pair
-from octavo.kernels.cpu import chunks
-from octavo.kernels.cpu.chunks import row_slices, tile_rows
-from octavo.kernels.cpu.codes import decode, decode_apart
+from octavo.kernels.cpu import codes
+from octavo.kernels.cpu.codes import decode, decode_apart, row_slices, tile_rows
 from octavo.kernels.reference.matmul import result_scales
 from octavo.numerics import MAX_SCALE, MIN_SCALE
 
@@ -40,13 +39,13 @@ def matmul(operands: Operands, out_dtype: torch.dtype, fast_accum: bool) -> Tens
     if bias is not None and not bias.dtype == out_dtype == compute:  # a call of torch is not for nothing
         bias = bias.to(torch.bfloat16 if narrow else torch.float32).to(compute)
     if (
-        max(a.numel(), b.numel()) > chunks.CHUNK
+        max(a.numel(), b.numel()) > codes.CHUNK
         and compute == torch.float32
         and lies_transposed(a)
         and lies_transposed(b)
     ):
         return _by_chunks_of_terms(a_pair, b_pair, bias).to(out_dtype)
-    if a.numel() <= chunks.CHUNK:
+    if a.numel() <= codes.CHUNK:
         out_MN = a.new_empty((a.shape[0], b.shape[0]), dtype=compute)
         _multiply(_operand(a_pair, compute), _operand(b_pair, compute), bias, out_MN)
         return out_MN if compute == out_dtype else out_MN.to(out_dtype)

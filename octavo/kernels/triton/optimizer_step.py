@@ -13,12 +13,9 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.layouts import BLOCK, blocks_of
-from octavo.kernels.random_bits import key_of
-from octavo.kernels.reference.adam import AdamGroup
 from octavo.kernels.reference.master_weights import Fp8Weight
-from octavo.kernels.reference.optimizer_step import WeightUpdate
-from octavo.kernels.reference.sgd import SgdGroup
-from octavo.kernels.step_numbers import ratio_of
+from octavo.kernels.reference.optimizer_step import AdamGroup, SgdGroup, WeightUpdate
+from octavo.kernels.step_numbers import key_of, ratio_of
 from octavo.kernels.triton.launch import config, is_capturing, launch, multiprocessors, on_its_device, workspace
 from octavo.kernels.triton.optimizer_state import DTYPES, MasterClass, MomentClass, TensorClass
 from octavo.kernels.triton.step_kernel import StepClass, optimizer_step_kernel

@@ -1,5 +1,8 @@
 """The kernel of an optimizer's step: every tile of every tensor read, updated and written once.
 
+Adam's and SGD's arithmetic and the resolution's sums are those of reference/optimizer_step.py, for a tile; n:
+AdamNumbers or SgdNumbers.
+
 What a launch is compiled for is its StepClass. Each way in which tensors differ, a TensorClass, is compiled apart, and
 a program runs the one of its tensor.
 """
@@ -11,7 +14,6 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from octavo.kernels.triton.adam import adam_moments, adam_weight, saturate
 from octavo.kernels.triton.master_weights import read_master, write_master
 from octavo.kernels.triton.optimizer_state import (
     CLASS,
@@ -36,10 +38,15 @@ from octavo.kernels.triton.optimizer_state import (
     read_moment,
     write_moment,
 )
-from octavo.kernels.triton.random_bits import half, random_bits, with_number
-from octavo.kernels.triton.resolution import add_resolution, resolution_tile
-from octavo.kernels.triton.sgd import sgd_moment, sgd_weight
-from octavo.kernels.triton.step_numbers import adam_numbers, keep_corrections, kept_corrections, sgd_numbers
+from octavo.kernels.triton.step_numbers import (
+    adam_numbers,
+    half,
+    keep_corrections,
+    kept_corrections,
+    random_bits,
+    sgd_numbers,
+    with_number,
+)
 from octavo.kernels.triton.table import find_tensor, row_of, to_pointer
 from octavo.kernels.triton.tiles import finite_abs, is_last_program, raise_amax, scale_from_amax, scale_inv_from_scale
 
@@ -71,6 +78,80 @@ class StepClass:
     def has_one_scale(self) -> bool:
         """Whether any tensor's moment or master has one scale for the whole tensor."""
         return any(tensor.has_one_scale for tensor in self.tensors)
+
+
+@triton.jit
+def lerp(a, b, weight, IS_SMALL: tl.constexpr):
+    """a + weight (b - a), as torch's; IS_SMALL: the weight is known to be below a half."""
+    near = weight < 0.5
+    factor = weight if IS_SMALL else tl.where(near, weight, weight - 1.0)
+    return tl.fma(tl.zeros_like(a) + factor, b - a, a if IS_SMALL else tl.where(near, a, b))
+
+
+@triton.jit
+def adam_moments(m, v, g, n, IS_SMALL: tl.constexpr):
+    """The moments after a gradient; IS_SMALL: as ``lerp``'s."""
+    return lerp(m, g, n.weight1, IS_SMALL), tl.fma(g * n.square, g, v * n.beta2)
+
+
+@triton.jit
+def adam_weight(w, m, root, n, DECOUPLED: tl.constexpr, CLIP: tl.constexpr):
+    """The updated master; unclipped, the operations and their order are torch's. ``root``: of the second moment."""
+    if DECOUPLED:
+        w = w * n.kept
+    if CLIP:
+        u = tl.math.div_rn(m, root * n.correction2_inv + n.eps)
+        u = tl.clamp(u, -n.limit, n.limit, tl.PropagateNan.ALL)
+        result = tl.fma(tl.zeros_like(w) + n.rate, u, w)
+    else:
+        denominator = tl.math.div_rn(root, tl.zeros_like(root) + n.correction2) + n.eps
+        result = w + tl.math.div_rn(m * n.rate, denominator)
+    return result
+
+
+@triton.jit
+def saturate(m, v, FIRST_MOMENT: tl.constexpr, SECOND_MOMENT: tl.constexpr):
+    """What is stored of moments that become codes, v's root where that is, within what codes are for; NaN stays NaN."""
+    MOST: tl.constexpr = 2.0**63
+    if FIRST_MOMENT.fmt is not None:
+        m = tl.clamp(m, -MOST, MOST, tl.PropagateNan.ALL)
+    if SECOND_MOMENT.fmt is not None:
+        v = tl.minimum(v, MOST if SECOND_MOMENT.root else MOST * MOST, tl.PropagateNan.ALL)
+    return m, v
+
+
+@triton.jit
+def sgd_moment(momentum, g, n):
+    """The momentum after a gradient."""
+    return tl.where(n.is_first, g, tl.fma(tl.zeros_like(g) + n.new, g, momentum * n.momentum))
+
+
+@triton.jit
+def sgd_weight(w, momentum, g, n, HAS_MOMENTUM: tl.constexpr):
+    """The updated master."""
+    update = g
+    if HAS_MOMENTUM:
+        update = tl.where(n.nesterov, tl.fma(tl.zeros_like(g) + n.momentum, momentum, g), momentum)
+    return tl.fma(tl.zeros_like(w) + n.lr, update, w)
+
+
+@triton.jit
+def resolution_tile(place, before, after, smallest):
+    """(sum of squares of the updates, of the grid's steps); ``smallest``: of these, 0 for a weight without a scale."""
+    moved = after - before
+    exponent = before.to(tl.int32, bitcast=True) & 0x7F800000
+    grid = tl.maximum(exponent.to(tl.float32, bitcast=True) * 0.125, tl.zeros_like(before) + smallest)
+    is_finite = place.inside & (tl.abs(moved) < float("inf")) & (tl.abs(before) < float("inf"))
+    moved = tl.where(is_finite, moved, 0.0)
+    grid = tl.where(is_finite, grid, 0.0)
+    return tl.sum(tl.sum(moved * moved, 1), 0), tl.sum(tl.sum(grid * grid, 1), 0)
+
+
+@triton.jit
+def add_resolution(sums_ptr, moved, grid):
+    """Add a program's sums to float64 [2]."""
+    tl.atomic_add(sums_ptr, moved.to(tl.float64), sem="relaxed")
+    tl.atomic_add(sums_ptr + 1, grid.to(tl.float64), sem="relaxed")
 
 
 @triton.jit
@@ -302,7 +383,7 @@ def optimizer_step_kernel(
     groups_ptr,  # float64 [groups, 8], see step_numbers.py
     skip_ptr,  # None, or: return at once where it is not 0
     grad_scale_ptr,  # None, or what gradients are divided by
-    resolution_ptr,  # None, or float64 [2], see reference/resolution.py
+    resolution_ptr,  # None, or float64 [2], see reference/optimizer_step.py
     work_ptr,  # int32, zeros: a counter; of each tensor, found amax and new scale of each that has one
     programs,
     tiles,  # a program

@@ -1,4 +1,4 @@
-"""kernels/step_numbers.py in Triton: what a step's options and its number make, in float64, rounded to float32 last.
+"""kernels/step_numbers.py in Triton: random bits, and a step's own numbers, in float64, rounded to float32 last.
 
 GROUP, float64 [groups, 8]: Adam's lr, beta1, beta2, eps, weight_decay, maximize, beta1^2 / beta2; or SGD's lr,
 momentum, dampening, weight_decay, nesterov, maximize.
@@ -19,7 +19,7 @@ KEPT: tl.constexpr = tl.constexpr(7)  # int64 an entry: step number, bits of bet
 
 
 class AdamNumbers(NamedTuple):
-    """A step's numbers in float32: names as in reference/adam.py; ``bound``: lr times R_t."""
+    """A step's numbers in float32: names as in AdamStep; ``bound``: lr times R_t."""
 
     weight1: Any
     beta2: Any
@@ -36,7 +36,7 @@ class AdamNumbers(NamedTuple):
 
 
 class Corrections(NamedTuple):
-    """Adam's of a step in float64: names as in reference/adam.py."""
+    """Adam's of a step in float64: names as in AdamStep."""
 
     correction1: Any
     correction2: Any
@@ -159,3 +159,37 @@ def sgd_numbers(group_ptr, lr_address, number):
         tl.load(group_ptr + 5) != 0,
         number == 1,
     )
+
+
+@triton.jit
+def mixed(x):
+    """Each bit of the result depends on all of x's (lowbias32); uint32."""
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def with_number(key, number):
+    """The key after one more number, an int64, as ``key_of``."""
+    low = number.to(tl.uint32)
+    high = (number >> 32).to(tl.uint32)
+    key = mixed(key * 0x9E3779B1 + low + 0x7F4A7C15)
+    return mixed(key * 0x9E3779B1 + high + 0x7F4A7C15)
+
+
+@triton.jit
+def random_bits(key, start, offsets, LARGE: tl.constexpr):
+    """32 bits, uint32, for each element at ``offsets`` from ``start``, int64. LARGE: indices may pass 2^32."""
+    if LARGE:
+        index = start + offsets.to(tl.int64)
+        low = index.to(tl.uint32) ^ ((index >> 32).to(tl.uint32) * 0x9E3779B9)
+    else:
+        low = start.to(tl.uint32) + offsets.to(tl.uint32)
+    return mixed(low ^ key)
+
+
+@triton.jit
+def half(drawn, UPPER: tl.constexpr):
+    """16 of 32 random bits, int32."""
+    return (drawn >> 16 if UPPER else drawn & 0xFFFF).to(tl.int32)

@@ -12,7 +12,7 @@ from torch import Tensor
 from octavo.granularity import scale_shape
 from octavo.kernels import capability, cpu, reference
 from octavo.kernels.activations import ACTIVATIONS
-from octavo.kernels.cpu import chunked_cast, chunks
+from octavo.kernels.cpu import chunked_cast, codes
 from octavo.kernels.reference.activation import produced
 from octavo.scaling.delayed import State
 from tests.support.casts import of_norm, second
@@ -30,7 +30,7 @@ LIMITS = [(1, 0), (500, 0), (500, 2000), (5000, 1 << 20), (1 << 18, 1 << 20)]  #
 
 @pytest.fixture(autouse=True)
 def _under_its_limits(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "CHUNK", case["limits"][0])
+    monkeypatch.setattr(codes, "CHUNK", case["limits"][0])
     monkeypatch.setattr(chunked_cast, "KEPT", case["limits"][1])
 
 

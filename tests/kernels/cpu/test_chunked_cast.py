@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from octavo.kernels.arguments import Scaling
-from octavo.kernels.cpu import chunked_cast, chunks
+from octavo.kernels.cpu import chunked_cast, codes
 from octavo.kernels.cpu.chunked_cast import cast_in_chunks
 from tests.support.combinations import each_pair
 from tests.support.definitions import GRANULARITIES
@@ -28,7 +28,7 @@ TILES = [g.tile for g in GRANULARITIES]
 def test_rows_are_made_once_or_twice_if_they_were_not_kept(
     monkeypatch: pytest.MonkeyPatch, case: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(chunks, "CHUNK", case["run"])
+    monkeypatch.setattr(codes, "CHUNK", case["run"])
     monkeypatch.setattr(chunked_cast, "KEPT", case["kept"])
     y, asked, delayed = torch.randn(case["shape"]), list[slice](), torch.tensor([case["delayed"]])
     tiles = [tile for tile in (case["tile"], case["second"]) if tile is not None]

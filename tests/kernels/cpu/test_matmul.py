@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from octavo import kernels
-from octavo.kernels.cpu import chunks
+from octavo.kernels.cpu import codes
 from tests.support.definitions import GRANULARITIES, sqnr
 from tests.support.exact_product import E4M3, E5M2, exact_product, pair, product, uneven
 
@@ -17,7 +17,7 @@ from tests.support.exact_product import E4M3, E5M2, exact_product, pair, product
 def test_no_operand_is_widened_as_a_whole(
     monkeypatch: pytest.MonkeyPatch, formats: tuple[torch.dtype, torch.dtype]
 ) -> None:
-    monkeypatch.setattr(chunks, "CHUNK", 500)
+    monkeypatch.setattr(codes, "CHUNK", 500)
     seen: list[int] = []
     addmm = torch.addmm
 

@@ -1,64 +1,347 @@
-"""Many weights' step is each one's own, one after the other."""
+"""A step of many weights: the rules beside torch's optimizers, codes by hand, and each weight's step its own."""
 
+import itertools
+import math
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from octavo.kernels.reference.adam import AdamGroup
-from octavo.kernels.reference.master_weights import MasterWeight
-from octavo.kernels.reference.optimizer_step import WeightUpdate, optimizer_step
-from octavo.kernels.reference.sgd import SgdGroup
-from octavo.optim.moment import NAMED
+from octavo import PerBlock, PerTensor
+from octavo.formats import E4M3, E4M4, E5M2, Format
+from octavo.kernels.layouts import blocks_of
+from octavo.kernels.reference import optimizer_state
+from octavo.kernels.reference.master_weights import Fp8Weight, MasterWeight
+from octavo.kernels.reference.optimizer_state import MomentTensors, pieces
+from octavo.kernels.reference.optimizer_step import AdamGroup, SgdGroup, WeightUpdate, add_resolution, optimizer_step
+from octavo.kernels.step_numbers import adam_max_update, bound_after
+from octavo.numerics import scale_from_amax
+from octavo.tensor.stored_weight import StoredWeight
+from tests.support.combinations import each_pair
+from tests.support.fp8_weights import read
 from tests.support.optimizer_both import coded
 
-SHAPES = [(1, 1), (3, 300), (0, 5), (2, 128)]
 ADAM = [
     AdamGroup(0.01, 0.9, 0.99, 1e-8, 0.1, False, True, True),
     AdamGroup(torch.tensor(0.5), 0.5, 0.9, 1e-6, 0.0, True, False, False),
 ]
 SGD = [SgdGroup(0.1, 0.9, 0.0, 0.01, True, False), SgdGroup(torch.tensor(0.5), 0.5, 0.1, 0.0, False, True)]
+PLAIN = AdamGroup(0.01, 0.9, 0.99, 1e-8, 0.0, False, True, False)
+
+each_rule = pytest.mark.parametrize("groups", [ADAM, SGD], ids=["Adam", "SGD"])
+
+
+def update(
+    group: AdamGroup | SgdGroup,
+    master: Any,
+    grad: Tensor,
+    *moments: MomentTensors,
+    number: int = 1,
+    key: int = 5,
+    first_row: int = 0,
+    **where: Any,
+) -> None:
+    """Step ``number`` of one weight."""
+    done = torch.tensor(float(number - 1))
+    optimizer_step([WeightUpdate(master, moments, grad, done, key, 0, first_row, **where)], [group])
+
+
+def codes(fmt: Format, shape: tuple[int, int], root: bool = False, rounding: bool = True, **one: Any) -> MomentTensors:
+    """``one``: of one scale, by ``per_tensor``, and where that is by ``previous`` amax."""
+    scales = (1, 1) if one.get("per_tensor") else (shape[0], blocks_of(shape[1]))
+    amax = torch.zeros(1, 1) if one.get("previous") else None
+    return MomentTensors(torch.zeros(shape, dtype=torch.uint8), fmt, torch.ones(scales), amax, root, rounding)
+
+
+def fp8(shape: tuple[int, int], count: int = 2) -> tuple[MomentTensors, ...]:
+    return (codes(E4M3, shape), codes(E4M4, shape, root=True))[:count]
+
+
+def fp32(shape: tuple[int, int], count: int = 2) -> tuple[MomentTensors, ...]:
+    return tuple(MomentTensors(torch.zeros(shape)) for _ in range(count))
+
+
+def values(moment: MomentTensors) -> Tensor:
+    """All that is stored, as one piece a row-block."""
+    found = torch.empty(moment.data.shape)
+    for piece in pieces(*moment.data.shape):
+        piece.of(found).copy_(moment.read(piece))
+    return found
+
+
+def master_of(kind: str, weight: Tensor) -> MasterWeight:
+    rest = {"split32": torch.int16, "split24": torch.int8}.get(kind)
+    return MasterWeight(weight, kind, None if rest is None else torch.zeros(weight.shape, dtype=rest))
+
+
+# --- the rules --------------------------------------------------------------------------------------------------------
+
+
+@each_pair(
+    shape=[(1, 1), (3, 31), (5, 128), (4, 300), (2, 1000)],
+    kind=["AdamW", "Adam", "SGD"],
+    decay=[0.0, 0.1],
+    maximize=[False, True],
+    momentum=[(0.9, 0.0, True), (0.9, 0.25, False), (0.0, 0.0, False)],  # with dampening, Nesterov's or not
+)
+def test_float32_is_torchs_bit_for_bit(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizer_state, "PIECE", 512)
+    shape, kind, decay, maximize = case["shape"], case["kind"], case["decay"], case["maximize"]
+    momentum, dampening, nesterov = case["momentum"]
+    theirs = torch.nn.Parameter(torch.randn(shape))
+    options: dict[str, Any] = {"weight_decay": decay, "maximize": maximize, "foreach": False}
+    group: AdamGroup | SgdGroup = SgdGroup(0.01, momentum, dampening, decay, nesterov, maximize)
+    if kind == "SGD":
+        options |= {"momentum": momentum, "dampening": dampening, "nesterov": nesterov}
+        moments = fp32(shape, 1 if momentum else 0)
+    else:
+        options["betas"] = (0.9, 0.99)
+        group = PLAIN._replace(weight_decay=decay, maximize=maximize, decoupled=kind == "AdamW")
+        moments = fp32(shape)
+    optimizer = getattr(torch.optim, kind)([theirs], lr=0.01, **options)
+    ours = theirs.detach().clone()
+    for number in range(1, 6):
+        theirs.grad = torch.randn(shape)
+        before = theirs.grad.clone()
+        optimizer.step()
+        update(group, MasterWeight(ours, "weight"), before, *moments, number=number)
+        assert torch.equal(before, theirs.grad)
+    assert torch.equal(ours, theirs)
+    names = [(), ("momentum_buffer",), ("exp_avg", "exp_avg_sq")][len(moments)]
+    for name, moment in zip(names, moments, strict=True):
+        assert torch.equal(moment.data, optimizer.state[theirs][name])
+
+
+@pytest.mark.parametrize(("kind", "most"), [("split32", 0.0), ("split24", 0.01), ("stochastic", 0.15)])
+def test_the_master_is_updated_and_the_weight_follows(kind: str, most: float) -> None:
+    shape, group = (3, 300), PLAIN._replace(lr=1e-4, clip=True)
+    start = torch.randn(shape).bfloat16()
+    exact, moments, own = start.float(), fp32(shape), fp32(shape)
+    master = master_of(kind, start.clone())
+    for number in range(1, 101):
+        grad = torch.randn(shape) + 0.5
+        update(group, MasterWeight(exact, "weight"), grad, *moments, number=number)
+        update(group, master, grad, *own, number=number)
+    found = read(master)
+    moved, drift = (exact - start.float()).abs().mean(), (found - exact).mean().abs()
+    assert moved > 30 * 1e-4
+    assert drift <= most * moved
+    if kind == "split32":
+        assert torch.equal(found, exact)
+    assert ((master.weight.float() - found).abs() <= found.abs() * 2.0**-8).all()
+
+
+@pytest.mark.covering(1)
+@each_rule
+@pytest.mark.parametrize("kind", ["weight", "split24", "stochastic"])
+@pytest.mark.parametrize("cols", [1, 100, 300])
+@pytest.mark.parametrize("cuts", [(0, 4, 7), (0, 1, 2, 7), (0, 0, 7), None], ids=str)
+def test_parts_on_ranks_are_those_of_the_whole(
+    kind: str, cols: int, cuts: tuple[int, ...] | None, groups: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows, or without cuts rows of whole blocks of columns."""
+    shape, count = (7, cols if cuts else 300), 2 if groups is ADAM else 1
+    weight = torch.randn(shape).to(torch.float32 if kind == "weight" else torch.bfloat16)
+    whole, moments = master_of(kind, weight.clone()), fp8(shape, count)
+    gradients = [torch.randn(shape) for _ in range(3)]
+    for number, grad in enumerate(gradients, 1):
+        update(groups[0], whole, grad, *moments, number=number)
+    monkeypatch.setattr(optimizer_state, "PIECE", 256)  # nor do pieces matter
+    parts = [(slice(*rows), slice(0, shape[1])) for rows in itertools.pairwise(cuts or ())]
+    for part in parts or [(slice(2, 7), slice(128, 300))]:
+        own = master_of(kind, weight[part].clone())
+        stored = fp8(tuple(own.weight.shape), count)
+        where = {"first_row": part[0].start, "first_col": part[1].start, "row_length": shape[1]}
+        for number, grad in enumerate(gradients, 1):
+            update(groups[0], own, grad[part].contiguous(), *stored, number=number, **where)
+        assert torch.equal(own.weight, whole.weight[part])
+        for mine, all_of_it in zip(stored, moments, strict=True):
+            assert torch.equal(mine.data, all_of_it.data[part])
+            assert torch.equal(mine.scale_inv, all_of_it.scale_inv[part[0], part[1].start // 128 :])
+
+
+def test_random_bits_are_those_of_the_key_and_the_step() -> None:
+    def moments_after(number: int, key: int) -> list[Tensor]:
+        moments = fp8((3, 300))
+        torch.manual_seed(1)
+        master = MasterWeight(torch.ones(3, 300), "weight")
+        update(PLAIN, master, torch.randn(3, 300), *moments, number=number, key=key)
+        return [moment.data for moment in moments]
+
+    assert all(map(torch.equal, moments_after(1, 5), moments_after(1, 5)))
+    for other in (moments_after(2, 5), moments_after(1, 6)):
+        assert all((a != b).sum() > 100 for a, b in zip(moments_after(1, 5), other, strict=True))
+
+
+def test_moments_are_rounded_with_bits_of_their_own() -> None:
+    # equal moments would be rounded equally by equal bits
+    grad = torch.rand(3, 300) + 0.5
+    first, second = codes(E4M3, (3, 300)), codes(E4M3, (3, 300))
+    update(PLAIN, MasterWeight(torch.ones(3, 300), "weight"), grad, first, second)
+    ups = [(values(m) / c > grad**p).float() for m, c, p in ((first, 0.1, 1), (second, 0.01, 2))]
+    assert abs(float(torch.corrcoef(torch.stack([u.flatten() for u in ups]))[0, 1])) < 0.15
+
+
+@pytest.mark.parametrize("root", [False, True])
+@pytest.mark.parametrize("both", [False, True])
+def test_one_scale_from_the_current_amax_is_as_by_hand(both: bool, root: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizer_state, "PIECE", 256)
+    shape = (5, 300)
+    first = codes(E5M2, shape, rounding=False, per_tensor=True) if both else MomentTensors(torch.zeros(shape))
+    second = codes(E4M4, shape, root, rounding=False, per_tensor=True)
+    weight = torch.zeros(shape)
+    for number in range(1, 4):
+        grad = torch.randn(shape) * 10.0**-number
+        m, v = values(first).lerp(grad, 1 - 0.9), values(second).mul(0.99).addcmul(grad, grad, value=1 - 0.99)
+        before = weight.clone()
+        update(PLAIN, MasterWeight(weight, "weight"), grad, first, second, number=number)
+        denominator = v.sqrt().div((1 - 0.99**number) ** 0.5).add(1e-8)
+        assert torch.equal(weight, before.addcdiv(m, denominator, value=-0.01 / (1 - 0.9**number)))
+        for moment, wide in ((first, m), (second, v.sqrt() if root else v)):
+            if moment.fmt is None:
+                assert torch.equal(moment.data, wide)
+                continue
+            scale = scale_from_amax(wide.abs().max().view(1, 1), moment.fmt.max, False, 0)
+            assert moment.scale_inv is not None and torch.equal(moment.scale_inv, scale.reciprocal())
+            magnitude = moment.data & 0x7F if moment.fmt.signed else moment.data
+            assert int(magnitude.max()) == moment.fmt.nan_code - (4 if moment.fmt is E5M2 else 1)
+            found = values(moment).pow(0.5 if root and moment is second else 1)
+            assert ((found - wide).abs() <= wide.abs() / 8 + 1e-4 * wide.abs().max()).all()
+
+
+def test_the_previous_amax_scales_the_next_step() -> None:
+    shape, one = (5, 300), {"per_tensor": True, "previous": True}
+    first, second = codes(E4M3, shape, **one), codes(E5M2, shape, True, **one)
+    weight, m = torch.zeros(shape), torch.zeros(shape)
+    for number in range(1, 30):
+        grad = torch.randn(shape)
+        before = first.amax.clone(), second.amax.clone()
+        wide = values(first).lerp(grad, 1 - 0.9)
+        m = m.lerp(grad, 1 - 0.9)
+        update(PLAIN, MasterWeight(weight, "weight"), grad, first, second, number=number)
+        assert torch.equal(first.scale_inv, scale_from_amax(before[0], 448.0, False, 0).reciprocal())
+        assert torch.equal(second.scale_inv, scale_from_amax(before[1], 57344.0, False, 0).reciprocal())
+        assert torch.equal(first.amax, wide.abs().max().view(1, 1))
+    assert float((values(first) - m).norm() / m.norm()) < 0.1
+
+
+def test_sgd_s_scales() -> None:
+    group, grad = SGD[0]._replace(weight_decay=0.0), torch.randn(4, 300)
+    stored = codes(E4M3, (4, 300), rounding=False, per_tensor=True)
+    update(group, MasterWeight(torch.randn(4, 300), "weight"), grad, stored)
+    assert stored.scale_inv.item() == pytest.approx(grad.abs().max().item() / 448, rel=1e-6)
+    stored = codes(E4M3, (1, 8), rounding=False, per_tensor=True, previous=True)
+    stored.amax.fill_(2.0)
+    update(group, MasterWeight(torch.zeros(1, 8), "weight"), torch.full((1, 8), 3.0), stored)
+    assert stored.scale_inv.item() == pytest.approx(2 / 448)
+    assert stored.amax.item() == 3.0
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95), (0.0, 0.9)], ids=str)
+def test_an_update_is_clipped_to_the_bound_which_exact_adam_never_meets(betas: tuple[float, float]) -> None:
+    shape, lr = (2, 200), 2.0**-4
+    group = PLAIN._replace(beta1=betas[0], beta2=betas[1], clip=True)
+    for number in (1, 2, 50) if betas[0] else ():
+        first, second = fp32(shape)
+        first.data.copy_(torch.randn(shape) * 10)  # beside second moments of 0
+        weight = torch.zeros(shape)
+        update(group._replace(lr=lr), MasterWeight(weight, "weight"), torch.zeros(shape), first, second, number=number)
+        assert torch.allclose(weight.abs(), torch.tensor(lr * adam_max_update(number, *betas)))
+        assert torch.equal(weight.sign(), -first.data.sign())
+    clipped, free = torch.zeros(shape), torch.zeros(shape)
+    moments, others = fp32(shape), fp32(shape)
+    for number in range(1, 30):
+        grad = torch.randn(shape) * torch.randn(shape).mul(4).exp()
+        update(group, MasterWeight(clipped, "weight"), grad, *moments, number=number)
+        update(group._replace(clip=False), MasterWeight(free, "weight"), grad, *others, number=number)
+    assert torch.allclose(clipped, free, rtol=1e-5, atol=1e-7)
+
+
+def scaled_master(weight: Tensor) -> Fp8Weight:
+    """A float16 master behind codes, whose scale is 128 times theirs."""
+    amax = weight.abs().max().float().view(1, 1)
+    scale = scale_from_amax(amax, E4M3.max, True, 0)
+    codes = (weight * scale).to(E4M3.dtype).view(torch.uint8)
+    return Fp8Weight(codes, "fp8_fp16", 1 / scale, (weight * scale * 128).half(), amax.clone())
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.5, 30.0])
+def test_a_scaled_master_never_overflows(decay: float) -> None:
+    # one element sees the gradients that move it most, the others none or any
+    beta1, beta2, steps, lr = 0.9, 0.999, 60, 0.1
+    master, moments = scaled_master(torch.randn(2, 200) * 1e-3), fp32((2, 200))
+    group = PLAIN._replace(lr=lr, beta2=beta2, weight_decay=decay, clip=True)
+    for number in range(1, steps + 1):
+        grad = torch.randn(2, 200)
+        grad[0] = (beta1 / beta2) ** (steps - number)
+        bound = float(bound_after(master.amax, lr, adam_max_update(number, beta1, beta2), decay))
+        update(group, master, grad, *moments, number=number)
+        assert master.rest.isfinite().all()
+        held = float((master.rest.float() * master.scale_inv / 128).abs().max())
+        assert float(master.amax) == held <= bound * (1 + 2.0**-10)
+    assert math.log2(float(master.scale_inv)) % 1 == 0
+
+
+def test_a_scaled_master_that_was_rounded_up_does_not_overflow() -> None:
+    # beside a large bound a weight is a subnormal float16, rounded up by 1 %; the next bound is small
+    weight = torch.full((1, 200), 2.0**-50)
+    for factor in torch.linspace(0.5, 1, 60).tolist():
+        master, moments = scaled_master(weight * factor), fp32((1, 200))
+        for number, lr in enumerate((1e-5, 0.0, 0.0), 1):
+            update(PLAIN._replace(lr=lr, clip=True), master, torch.zeros(1, 200), *moments, number=number)
+            assert master.rest.isfinite().all()
+
+
+@each_rule
+def test_gradients_of_other_dtypes_and_empty_ones(groups: list[Any]) -> None:
+    count = 2 if groups is ADAM else 1
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        grad = torch.randn(3, 200).bfloat16()
+        found = []
+        for g in (grad.to(dtype), grad.float()):
+            weight = torch.zeros(3, 200)
+            update(groups[0], MasterWeight(weight, "weight"), g, *fp8((3, 200), count))
+            found.append(weight)
+        assert torch.equal(*found)
+    for shape in ((0, 5), (5, 0)):
+        update(groups[0], MasterWeight(torch.zeros(shape), "weight"), torch.zeros(shape), *fp8(shape, count))
+
+
+# --- many weights -----------------------------------------------------------------------------------------------------
 
 
 def weights(groups: list[Any]) -> list[WeightUpdate]:
     """Equal ones at each call."""
     torch.manual_seed(1)
-    found, moments = [], NAMED["fp8"][: 2 if groups is ADAM else 1]
-    for number, shape in enumerate(SHAPES):
-        device = torch.device("cpu")
-        stored = tuple(
-            m.for_kernel(str(i), m.new_state(str(i), torch.Size(shape), device)) for i, m in enumerate(moments)
-        )
-        master = MasterWeight(torch.randn(shape).bfloat16(), "stochastic")
-        step = torch.tensor(float(number))
+    found = []
+    for number, shape in enumerate([(1, 1), (3, 300), (0, 5), (2, 128)]):
+        master, step = MasterWeight(torch.randn(shape).bfloat16(), "stochastic"), torch.tensor(float(number))
+        stored = fp8(shape, 2 if groups is ADAM else 1)
         found.append(WeightUpdate(master, stored, torch.randn(shape), step, 5 + number, number % 2, 7 * number))
     return found
 
 
-def tensors(updates: list[WeightUpdate]) -> list[Tensor]:
-    return [t for u in updates for t in (u.step, u.master.weight, *(m.data for m in u.moments))]
-
-
 def equal(a: list[WeightUpdate], b: list[WeightUpdate]) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(tensors(a), tensors(b), strict=True))
+    tensors = ([t for u in us for t in (u.step, u.master.weight, *(m.data for m in u.moments))] for us in (a, b))
+    return all(map(torch.equal, *tensors))
 
 
 @pytest.mark.parametrize("divisor", [None, 4.0])
-@pytest.mark.parametrize("groups", [ADAM, SGD], ids=["Adam", "SGD"])
+@each_rule
 def test_each_is_updated_by_its_group(groups: list[Any], divisor: float | None) -> None:
     ours, theirs = weights(groups), weights(groups)
     scale = None if divisor is None else torch.tensor([divisor])
     for _ in range(3):
         optimizer_step(ours, groups, None, scale)
-        for update in theirs:
-            divided = update._replace(group=0, gradient=update.gradient / (divisor or 1.0))
-            optimizer_step([divided], [groups[update.group]])
+        for one in theirs:
+            divided = one._replace(group=0, gradient=one.gradient / (divisor or 1.0))
+            optimizer_step([divided], [groups[one.group]])
     assert equal(ours, theirs) and not equal(ours, weights(groups))
-    assert [float(update.step) for update in ours] == [3.0, 4.0, 5.0, 6.0]
+    assert [float(one.step) for one in ours] == [3.0, 4.0, 5.0, 6.0]
 
 
-@pytest.mark.parametrize("groups", [ADAM, SGD], ids=["Adam", "SGD"])
+@each_rule
 def test_a_flag_that_is_not_0_skips_all(groups: list[Any]) -> None:
     ours, theirs = weights(groups), weights(groups)
     for flag in (torch.tensor(True), torch.tensor([1.0]), torch.tensor(2)):
@@ -69,20 +352,75 @@ def test_a_flag_that_is_not_0_skips_all(groups: list[Any]) -> None:
     assert equal(ours, theirs) and not equal(ours, weights(groups))
 
 
-def test_without_momentum_nothing_is_kept() -> None:
-    update = weights(SGD)[1]._replace(moments=(), master=MasterWeight(torch.ones(3, 300), "weight"))
-    optimizer_step([update], [SGD[0], SgdGroup(0.5, 0.0, 0.0, 0.0, False, False)])
-    assert torch.equal(update.master.weight, 1 - 0.5 * update.gradient)
-
-
-@pytest.mark.parametrize("groups", [ADAM, SGD], ids=["Adam", "SGD"])
+@each_rule
 def test_a_gradient_in_codes_is_what_the_codes_say(groups: list[Any]) -> None:
-    ours, theirs = [coded(update) for update in weights(groups)], weights(groups)
+    ours, theirs = [coded(one) for one in weights(groups)], weights(groups)
     for _ in range(2):
-        for number, update in enumerate(ours):
-            scales = update.gradient_scale_inv.repeat_interleave(128, 1)[:, : update.gradient.shape[1]]
-            wide = update.gradient.view(torch.float8_e4m3fn).float() * scales
+        for number, one in enumerate(ours):
+            scales = one.gradient_scale_inv.repeat_interleave(128, 1)[:, : one.gradient.shape[1]]
+            wide = one.gradient.view(torch.float8_e4m3fn).float() * scales
             theirs[number] = theirs[number]._replace(gradient=wide)
         optimizer_step(ours, groups, None, torch.tensor(2.0))
         optimizer_step(theirs, groups, None, torch.tensor(2.0))
     assert equal(ours, theirs)
+
+
+# --- the resolution ---------------------------------------------------------------------------------------------------
+
+
+def sums_of(before: Tensor, after: Tensor, master: Any) -> list[float]:
+    sums = torch.zeros(2, dtype=torch.float64)
+    for piece in pieces(*before.shape):
+        add_resolution(sums, piece, piece.of(before), piece.of(after), master)
+    return sums.tolist()
+
+
+def step_at(w: float) -> float:
+    """The distance of E4M3's neighbours, with exponents without end."""
+    return 2.0 ** (math.floor(math.log2(abs(w))) - 3) if w else 0.0
+
+
+def test_the_grid_is_that_of_e4m3_at_any_magnitude() -> None:
+    values = [0.0, 1.0, -1.0, 1.9375, 0.06, -3e5, 2.0**-20]
+    w = torch.tensor([values])
+    assert sums_of(w, w, MasterWeight(w, "weight"))[1] == sum(step_at(value) ** 2 for value in values)
+    codes = torch.arange(0x08, 0x7E, dtype=torch.uint8)  # normal ones and their neighbours above
+    found, above = (part.view(torch.float8_e4m3fn).float() for part in (codes, codes + 1))
+    assert [step_at(value) for value in found.tolist()] == (above - found).tolist()
+
+
+@pytest.mark.parametrize("granularity", [PerTensor(), PerBlock(128, 128)], ids=str)
+def test_weights_in_fp8_have_a_smallest_step_by_their_scale(granularity: PerTensor | PerBlock) -> None:
+    stored = StoredWeight.cast(torch.randn(130, 300) * torch.logspace(-8, 0, 300), granularity)
+    master = Fp8Weight(stored.qdata.view(torch.uint8), "fp8_stochastic", stored.scale_inv)
+    w = stored.dequantize().detach()
+    smallest = stored.scale_inv.repeat_interleave(130 if len(stored.scale_inv) == 1 else 128, 0)[:130]
+    smallest = smallest.repeat_interleave(300 if smallest.shape[1] == 1 else 128, 1)[:, :300] * 2.0**-9
+    steps = torch.tensor([[step_at(value) for value in row] for row in w.tolist()])
+    assert (steps < smallest).any() and (steps > smallest).any()
+    expected = torch.maximum(steps, smallest).double().square().sum()
+    assert sums_of(w, w, master)[1] == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_what_is_not_finite_counts_for_nothing() -> None:
+    w = torch.tensor([[1.0, math.nan, math.inf, 2.0, 3.0]])
+    after = torch.tensor([[1.5, 1.0, 1.0, math.nan, -math.inf]])
+    assert sums_of(w, after, MasterWeight(w, "weight")) == [0.25, 0.125**2]
+
+
+@each_rule
+def test_a_step_adds_the_measured_weights_sums(groups: list[Any]) -> None:
+    moments = fp32((5, 300), 2 if groups is ADAM else 1)
+    sums = torch.zeros(2, dtype=torch.float64)
+    for measured in (True, False, True):
+        w = torch.randn(5, 300)
+        before, was = w.clone(), sums.clone()
+        one = WeightUpdate(MasterWeight(w, "weight"), moments, torch.randn(5, 300), torch.tensor(0.0), 0, 0, 0)
+        one = one._replace(measured=measured)
+        optimizer_step([one], groups, None, None, sums)
+        if measured:
+            assert float(sums[0] - was[0]) == pytest.approx(float((w - before).double().square().sum()), rel=1e-5)
+        else:
+            assert torch.equal(sums, was)
+    optimizer_step([one], groups, torch.tensor(1.0), None, sums.fill_(7.0))
+    assert sums.tolist() == [7.0, 7.0]

@@ -21,7 +21,7 @@ from tests.kernels.triton import (
     test_grouped_library,
     test_grouped_matmul,
     test_matmul,
-    test_resolution,
+    test_step_kernel,
 )
 from tests.support import triton_kernels
 from tests.support.emulated import emulating
@@ -86,7 +86,7 @@ def _optimizer(kernels: TritonKernels) -> None:
 def _sgd(kernels: TritonKernels) -> None:
     updates = [update_of((3, 150), SCHEMES["fp8"][:1], number=number) for number in range(2)]
     groups = [SGD, SGD._replace(nesterov=True)]
-    test_resolution.compare(Both(kernels, test_resolution.half_measured(updates), groups))
+    test_step_kernel.compare(Both(kernels, test_step_kernel.half_measured(updates), groups))
 
 
 CALLS: dict[str, Callable[[TritonKernels], None]] = {

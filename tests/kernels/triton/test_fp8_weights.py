@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from octavo import E4M3, PerTensor
-from octavo.kernels.reference.adam import AdamGroup
 from octavo.kernels.reference.master_weights import Fp8Weight
-from octavo.kernels.reference.optimizer_step import WeightUpdate
+from octavo.kernels.reference.optimizer_step import AdamGroup, WeightUpdate
 from octavo.optim.moment import NAMED, Moment
 from tests.support.fp8_weights import RESTS, amax_of, read, store, values_of, weight
 from tests.support.optimizer_both import (

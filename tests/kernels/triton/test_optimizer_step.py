@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.kernels.reference.sgd import SgdGroup
+from octavo.kernels.reference.optimizer_step import SgdGroup
 from octavo.kernels.step_numbers import power
 from octavo.optim.moment import NAMED
 from tests.support.optimizer_both import ADAM, MASTERS, OTHER, SCHEMES, SGD, SHAPES, Both, differences, mixed, update_of

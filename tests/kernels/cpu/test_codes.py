@@ -3,15 +3,15 @@ import itertools
 import pytest
 import torch
 
-from octavo.kernels.cpu import chunks
-from octavo.kernels.cpu.chunks import row_slices
+from octavo.kernels.cpu import codes
+from octavo.kernels.cpu.codes import row_slices
 
 
 @pytest.mark.parametrize("unit", [1, 3, 128])
 @pytest.mark.parametrize("runs", [1, 4])
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0), (1, 1), (17, 130), (1000, 7), (128, 128)], ids=str)
 def test_slices_of_rows(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], runs: int, unit: int) -> None:
-    monkeypatch.setattr(chunks, "CHUNK", 300)
+    monkeypatch.setattr(codes, "CHUNK", 300)
     found = row_slices(shape, unit, torch.device("cpu"), runs)
     assert found[0].start == 0 and found[-1].stop == shape[0]
     assert all(a.stop == b.start for a, b in itertools.pairwise(found))

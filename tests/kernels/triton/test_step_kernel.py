@@ -1,4 +1,4 @@
-"""The resolution's sums in the launch, against the reference's: the order of additions is another."""
+"""The resolution's sums in a step's launch."""
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ pytestmark = pytest.mark.gpu
 
 
 def compare(both: Both, steps: int = 2) -> None:
+    """The resolution's sums in the launch against the reference's: the order of additions is another."""
     device = both.kernels.device
     ours, theirs = (torch.zeros(2, dtype=torch.float64, device=device) for _ in range(2))
     for _ in range(steps):
@@ -35,18 +36,20 @@ def half_measured(updates: list[WeightUpdate]) -> list[WeightUpdate]:
 
 
 @pytest.mark.parametrize("scheme", ["fp8", "fp32", "two stages", "previous"])
-def test_adam(scheme: str, kernels: TritonKernels, small: None) -> None:
+def test_the_resolution_of_adam(scheme: str, kernels: TritonKernels, small: None) -> None:
     compare(Both(kernels, half_measured(mixed(SCHEMES[scheme], MASTERS, 1, 1)), [ADAM, OTHER]))
 
 
-def test_sgd(kernels: TritonKernels, small: None) -> None:
+def test_the_resolution_of_sgd(kernels: TritonKernels, small: None) -> None:
     updates = mixed(SCHEMES["fp8"][:1], MASTERS[:4], 1, 1)
     compare(Both(kernels, half_measured(updates), [SGD, SGD._replace(nesterov=True)]))
 
 
 @pytest.mark.parametrize("small", [128], indirect=True)
 @pytest.mark.parametrize("granularity", [PerTensor(), PerBlock(128, 128)], ids=str)
-def test_weights_in_fp8(granularity: PerTensor | PerBlock, kernels: TritonKernels, small: None) -> None:
+def test_the_resolution_of_weights_in_fp8(
+    granularity: PerTensor | PerBlock, kernels: TritonKernels, small: None
+) -> None:
     updates = []
     for number, shape in enumerate([(130, 300), (7, 16)]):
         values = torch.randn(shape) * torch.logspace(-6, 0, shape[1])
