@@ -3,6 +3,7 @@
 import copy
 import gc
 import math
+import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -599,3 +600,22 @@ def test_what_a_clip_knows_is_saved(clip):
     assert handle.last_norm == loaded.last_norm
     with pytest.raises(ValueError, match="more parameters than the optimizer's 1"):
         update_in_backward(AdamW([nn.Parameter(torch.ones(2))])).load_state_dict(saved[2])
+
+
+def test_a_scheduler() -> None:
+    found = []
+    for threshold in (None, 0):
+        model = model_of()
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        if threshold is not None:
+            update_in_backward(optimizer, threshold)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        torch.manual_seed(1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(3):
+                train(model, optimizer, 1)
+                scheduler.step()
+        assert scheduler.get_last_lr() == [1e-2 / 8]
+        found.append((model, optimizer))
+    assert_same(*found)

@@ -1,9 +1,11 @@
 """Masters of plain weights, and of weights that live in FP8."""
 
 import copy
+import functools
 import io
 import math
 import pickle
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 
 import octavo
 from octavo import PerBlock, PerTensor, recipes
+from octavo.kernels.reference import master_weights
 from octavo.kernels.reference.optimizer_state import pieces
 from octavo.optim import SGD, Adam, AdamW
 from octavo.optim.masters import NAMED, OF_FP8_WEIGHTS, master_of
@@ -200,6 +203,36 @@ def test_sgd_is_refused():
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def regression(recipe: str, master: str | None) -> float:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128)).bfloat16()
+    store(model, RECIPES[recipe]())
+    x = torch.randn(128, 128, dtype=torch.bfloat16)
+    target = torch.tanh(x @ torch.randn(128, 128, dtype=torch.bfloat16) / 12)
+    optimizer = AdamW(model.parameters(), lr=2e-3, master=master)
+    for _ in range(80):
+        optimizer.zero_grad()
+        loss = (model(x) - target).float().square().mean()
+        loss.backward()
+        optimizer.step()
+    return float(loss.detach())
+
+
+MOST_OF_EXACT = [("split16", 1.06), (None, 2.0)]
+MOST_OF_EXACT += [pytest.param(name, 1.06, marks=pytest.mark.full) for name in ("split24", "fp16_scaled")]
+
+
+@pytest.mark.parametrize(
+    "recipe", [*(pytest.param(r, marks=pytest.mark.full) for r in ("dynamic", "delayed")), "blockwise"]
+)
+@pytest.mark.parametrize(("master", "most"), MOST_OF_EXACT)
+def test_each_master_trains(master, most, recipe):
+    exact = regression(recipe, "fp32")
+    assert exact < 2e-3  # from 0.5
+    assert regression(recipe, master) < most * exact
 
 
 @each_granularity
@@ -477,3 +510,21 @@ def test_what_it_begins_from_stays_until_an_optimizer_takes_it_or_nobody_will(wa
     else:
         values = values.float()
         assert ((begun(layer, "fp32") - values).abs() <= values.abs() * 2.0**-11 + values.abs().amax() * 2.0**-27).all()
+
+
+def fitted(weight: nn.Parameter) -> Tensor:
+    optimizer = AdamW([weight], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0, moments="fp32", master=None)
+    for _ in range(20):
+        values = weight.dequantize() if isinstance(weight, StoredWeight) else weight
+        step(optimizer, torch.autograd.grad((values.float().mean(1) - 0.25).square().sum(), weight)[0])
+    return values.detach()
+
+
+def test_small_updates_arrive_on_average():
+    """A fit in steps of a thirtieth of the codes' distance: to nearest, no code ever changes."""
+    start = torch.full((16, 4096), 0.3125)
+    exact, found = fitted(nn.Parameter(start.clone())), fitted(parameter(values=start))
+    assert torch.allclose(found.mean(1), exact.mean(1), atol=2e-3) and (exact < 0.296).all()
+    encode = master_weights.encode_moment
+    with mock.patch.object(master_weights, "encode_moment", lambda y, fmt, bits16: encode(y, fmt, None)):
+        assert torch.equal(fitted(parameter(values=start)), start)

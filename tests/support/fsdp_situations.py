@@ -6,6 +6,7 @@ What needs no other model or mesh than that of tests/support/seams is held there
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ class Situation:
 
     sizes: tuple[int, int, int] = (256, 512, 40)  # width, hidden, outputs
     depth: int = 2
+    clip: float | None = None
     frozen: bool = False
     tied: bool = False
     with_embedding: bool = False
@@ -56,6 +58,7 @@ SITUATIONS = {
     "even shards": Situation(),
     "uneven shards": Situation(sizes=(49, 97, 3)),
     "a rank without rows": Situation(sizes=(49, 97, 1)),
+    "clipped": Situation(clip=0.05),
     "frozen": Situation(frozen=True),
     "tied": Situation(tied=True),
     "tied to an embedding": Situation(with_embedding=True),
@@ -196,6 +199,8 @@ def train(run: Any, situation: Situation) -> dict[str, Tensor]:
         loss.backward()
         losses.append(loss.detach())
         run.sync()
+        if situation.clip is not None:
+            nn.utils.clip_grad_norm_(net.parameters(), situation.clip, norm_type=math.inf)  # the same in any order
         optimizer.step()
         optimizer.zero_grad()
         if situation.evaluates:
