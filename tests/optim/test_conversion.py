@@ -1,4 +1,3 @@
-import math
 from itertools import product
 
 import pytest
@@ -6,13 +5,13 @@ import torch
 from torch import Tensor, nn
 
 from octavo import PerBlock, PerTensor
-from octavo.kernels.reference.optimizer_state import pieces
 from octavo.optim import SGD, AdamW, update_in_backward
 from octavo.optim.conversion import change
 from octavo.optim.masters import master_of
-from octavo.optim.state import Settings, for_kernel
+from octavo.optim.state import Settings
 from octavo.tensor.stored_gradient import UsedGradient
 from octavo.tensor.stored_weight import StoredWeight, store
+from tests.support.trained import master_values, moments_of
 
 SHAPE = (130, 300)
 PLAIN = [("plain", master) for master in ("split32", "split24", None)]
@@ -52,15 +51,6 @@ def only(optimizer) -> nn.Parameter:
     return weight
 
 
-def master_values(optimizer) -> Tensor:
-    weight = only(optimizer)
-    master, _ = for_kernel(weight, weight.detach(), optimizer.state[weight], optimizer.settings)
-    found = torch.full(weight.shape, math.nan)
-    for piece in pieces(*weight.shape):
-        piece.of(found).copy_(master.read(piece))
-    return found
-
-
 def values_of(weight: nn.Parameter) -> Tensor:
     weight = weight.detach()
     return (weight.dequantize() if isinstance(weight, StoredWeight) else weight).float().clone()
@@ -81,10 +71,10 @@ def same_storage(weight: nn.Parameter, kind: tuple[str, str | None]) -> bool:
 @pytest.mark.parametrize(("old", "new"), list(product(PLAIN + CODES, repeat=2)), ids=str)
 def test_every_change_keeps_the_masters_values_as_far_as_the_new_one_has_bits(old, new):
     optimizer = trained(old)
-    now, before, before_weight = only(optimizer), master_values(optimizer), values_of(only(optimizer))
+    now, before, before_weight = only(optimizer), master_values(optimizer, only(optimizer)), values_of(only(optimizer))
     stays = same_storage(now, new)
     changed(optimizer, new)
-    after = master_values(optimizer)
+    after = master_values(optimizer, only(optimizer))
     assert only(optimizer) is now
     assert isinstance(now, StoredWeight) == (new[0] != "plain") and optimizer.master == new[1]
     if bits_of(new) >= bits_of(old):
@@ -96,7 +86,7 @@ def test_every_change_keeps_the_masters_values_as_far_as_the_new_one_has_bits(ol
     if stays and bits_of(new) >= bits_of(old) and not old[1] == "fp16_scaled":  # whose ties go to even
         assert torch.equal(values_of(now), before_weight)
     step(optimizer, torch.randn(SHAPE))
-    moved = (master_values(optimizer) - after).abs()
+    moved = (master_values(optimizer, only(optimizer)) - after).abs()
     assert 0 < moved.max() < 1e-2 or new[1] is None
 
 
@@ -113,16 +103,16 @@ def test_a_change_and_back_loses_nothing_and_trains_on_bit_for_bit(storage):
     for optimizer in (there, stayed):
         step(optimizer, gradient)
     assert torch.equal(values_of(only(there)), values_of(only(stayed)))
-    assert torch.equal(master_values(there), master_values(stayed))
+    assert torch.equal(master_values(there, only(there)), master_values(stayed, only(stayed)))
 
 
 @pytest.mark.parametrize(("old", "new"), list(product(("fp8", "bf16", "fp32"), repeat=2)))
 def test_moments_keep_their_values(old, new):
     optimizer = trained(("plain", "split32"), old)
     weight, state = only(optimizer), dict(optimizer.state[only(optimizer)])
-    before = moments(optimizer)
+    before = moments_of(optimizer, weight)
     changed(optimizer, ("plain", "split32"), new)
-    after = moments(optimizer)
+    after = moments_of(optimizer, weight)
     assert optimizer.state[weight]["step"] is state["step"]
     if old == new:
         assert all(optimizer.state[weight][name] is value for name, value in state.items())
@@ -130,17 +120,6 @@ def test_moments_keep_their_values(old, new):
         limit = {"fp32": 0.0, "bf16": 2.0**-8, "fp8": 2.0**-3}[new] if old != new else 0.0
         assert ((was - now).abs() <= limit * was.abs() + (was.abs().max() * 2.0**-9 if limit > 0.1 else 0)).all()
     assert optimizer.clip_update == (new != "fp32")
-
-
-def moments(optimizer) -> list[Tensor]:
-    weight = only(optimizer)
-    _, moments = for_kernel(weight, weight.detach(), optimizer.state[weight], optimizer.settings)
-    found = []
-    for moment in moments:
-        found.append(torch.empty(weight.shape))
-        for piece in pieces(*weight.shape):
-            piece.of(found[-1]).copy_(moment.read(piece))
-    return found
 
 
 def test_float32_weights_are_their_own_master_before_and_after():
@@ -151,7 +130,7 @@ def test_float32_weights_are_their_own_master_before_and_after():
     change(optimizer, optimizer.settings._replace(master="split24"), {})
     assert torch.equal(weight, before)
     change(optimizer, optimizer.settings._replace(master="fp32"), {weight: PerTensor()})
-    assert torch.equal(master_values(optimizer), before) and weight.dtype == torch.float32
+    assert torch.equal(master_values(optimizer, only(optimizer)), before) and weight.dtype == torch.float32
     change(optimizer, optimizer.settings, {weight: None})
     assert torch.equal(weight, before) and type(weight) is nn.Parameter
 
@@ -229,4 +208,4 @@ def test_a_nan_stays_in_its_element():
     changed(optimizer, ("plain", "split32"))
     assert only(optimizer).isnan().nonzero().tolist() == [[3, 5]]
     changed(optimizer, ("blocks", "split24"))
-    assert master_values(optimizer).isnan().nonzero().tolist() == [[3, 5]]
+    assert master_values(optimizer, only(optimizer)).isnan().nonzero().tolist() == [[3, 5]]

@@ -442,7 +442,7 @@ def test_copies() -> None:
     assert_same((model, optimizer), both)
 
 
-# --- under FSDP2, clipped by the norm of all ---------------------------------------------------------------------------
+# --- under FSDP2, clipped by the norm of all --------------------------------------------------------------------------
 
 
 def sharded_like(part: Tensor, param: nn.Parameter) -> DTensor:

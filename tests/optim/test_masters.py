@@ -14,13 +14,12 @@ from torch import Tensor, nn
 import octavo
 from octavo import PerBlock, PerTensor, recipes
 from octavo.kernels.reference import master_weights
-from octavo.kernels.reference.optimizer_state import pieces
 from octavo.optim import SGD, Adam, AdamW
 from octavo.optim.masters import NAMED, OF_FP8_WEIGHTS, master_of
-from octavo.optim.state import matrix_of
 from octavo.tensor.stored_weight import StoredWeight
 from tests.support.stored_weights import STORED as RECIPES
 from tests.support.stored_weights import codes, inputs, net, store
+from tests.support.trained import master_values
 
 
 def test_a_float32_weight_needs_nothing_besides():
@@ -105,17 +104,6 @@ SHAPE = (130, 300)
 def parameter(granularity=None, values: Tensor | None = None) -> nn.Parameter:
     values = torch.randn(SHAPE, dtype=torch.bfloat16) if values is None else values
     return nn.Parameter(StoredWeight.cast(values, granularity or PerTensor()))
-
-
-def master_values(optimizer, weight: nn.Parameter) -> Tensor:
-    """What the optimizer takes the weight for."""
-    stored = master_of(weight, optimizer.master).for_kernel(
-        matrix_of(weight), optimizer.state[weight], weight.scale_inv
-    )
-    found = torch.full(weight.shape, math.nan)
-    for piece in pieces(*weight.shape):
-        piece.of(found).copy_(stored.read(piece))
-    return found
 
 
 def plain(weight: nn.Parameter) -> Tensor:

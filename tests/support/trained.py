@@ -9,7 +9,8 @@ from torch.utils.checkpoint import checkpoint
 import octavo
 from octavo import E4M3, PerBlock, PerTensor, quantize
 from octavo.optim import E4M4, AdamW, Moment
-from octavo.optim.state import as_fp32
+from octavo.optim.masters import master_of
+from octavo.optim.state import as_fp32, matrix_of
 from octavo.tensor.stored_weight import StoredWeight
 from tests.support.helpers import every_layer
 
@@ -39,6 +40,13 @@ def moments_of(optimizer: AdamW, p: nn.Parameter) -> list[Tensor]:
     """A parameter's, both in float32."""
     names, state = ("exp_avg", "exp_avg_sq"), optimizer.state[p]
     return [as_fp32(name, moment, state).clone() for name, moment in zip(names, optimizer.moments, strict=True)]
+
+
+def master_values(optimizer: AdamW, p: nn.Parameter) -> Tensor:
+    """What the optimizer takes a weight for."""
+    form, scale_inv = master_of(p, optimizer.master), getattr(p, "scale_inv", None)
+    master = form.for_kernel(matrix_of(p.detach()), optimizer.state[p], scale_inv)
+    return master.read_all(master.weight).view(p.shape)
 
 
 class Shaped(nn.Module):
