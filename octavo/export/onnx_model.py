@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from octavo.errors import ExportError, MissingExtraError, first_line
 from octavo.export.lowering import BLOCKS_FROM, decompositions
 from octavo.export.program import delayed_argument, program_of
 from octavo.export.runtime import in_float32
+from octavo.private import pytree
 
 OPSETS = range(19, 25)  # the first has float8's QuantizeLinear
 LARGEST_FILE = 2**31 - 2**20  # protobuf takes less than 2 GiB in a file; beyond, weights lie beside it

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
-from torch.utils import _pytree as pytree
 
 from octavo.errors import ExportError, first_line
 from octavo.export.layouts import GATHER
+from octavo.private import OpOverload, pytree
 from octavo.tensor.sharded_weight import on_this_rank
 
 _DELAYED_SCALE = 1  # the index of that argument of a cast
@@ -71,7 +71,7 @@ def _fold(module: fx.GraphModule) -> None:
 
 
 def _is_octavos(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "octavo"
+    return isinstance(node.target, OpOverload) and node.target.namespace == "octavo"
 
 
 def _evaluator(module: fx.GraphModule) -> Callable[[fx.Node], Any]:

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from octavo.errors import ExportError, MissingExtraError, first_line
 from octavo.formats import HIGH_PRECISION
+from octavo.private import pytree
 
 
 def in_float32(leaf: Any) -> Any:
