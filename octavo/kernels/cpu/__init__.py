@@ -15,13 +15,10 @@ from octavo.kernels.arguments import NormGradient, unpacking
 from octavo.kernels.cpu.chunked_cast import amax, written
 from octavo.kernels.cpu.codes import decode, dequantize, row_slices, tile_rows
 from octavo.kernels.cpu.matmul import matmul
-from octavo.kernels.reference.cast import cast, cast_and_commit
+from octavo.kernels.reference.cast import cast, cast_and_commit, multi_tensor_cast
 from octavo.kernels.reference.cast_statistics import cast_statistics, count
-from octavo.kernels.reference.grouped_matmul import grouped_matmul
-from octavo.kernels.reference.multi_tensor_cast import multi_tensor_cast
+from octavo.kernels.reference.matmul import grouped_matmul
 from octavo.kernels.reference.norm import norm_backward
-
-_cast = partial(cast, write=written)
 
 
 def _norm_backward(gradient: NormGradient) -> tuple[Tensor, Tensor, Tensor]:
@@ -36,13 +33,13 @@ def _count(x: Tensor, codes: Tensor, scale_inv: Tensor, tile: Sequence[int], sum
 KERNELS: dict[str, Callable[..., Any]] = reference.KERNELS | unpacking(
     {
         "amax": amax,
-        "cast": _cast,
+        "cast": partial(cast, write=written),
         "cast_and_commit": partial(cast_and_commit, write=written),
         "cast_statistics": partial(cast_statistics, count=_count),
         "dequantize": dequantize,
         "grouped_matmul": partial(grouped_matmul, matmul=matmul),
         "matmul": matmul,
-        "multi_tensor_cast": partial(multi_tensor_cast, cast=_cast),
+        "multi_tensor_cast": partial(multi_tensor_cast, write=written),
         "norm_backward": _norm_backward,
     }
 )

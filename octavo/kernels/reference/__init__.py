@@ -5,13 +5,11 @@ from typing import Any
 
 from octavo.kernels.arguments import unpacking
 from octavo.kernels.backward_pass import scales_of_pass
-from octavo.kernels.reference.cast import amax, cast, cast_and_commit
+from octavo.kernels.reference.cast import amax, cast, cast_and_commit, multi_tensor_cast
 from octavo.kernels.reference.cast_statistics import cast_statistics
 from octavo.kernels.reference.codes import dequantize
 from octavo.kernels.reference.delayed_update import delayed_update
-from octavo.kernels.reference.grouped_matmul import grouped_matmul
-from octavo.kernels.reference.matmul import matmul
-from octavo.kernels.reference.multi_tensor_cast import multi_tensor_cast
+from octavo.kernels.reference.matmul import grouped_matmul, matmul
 from octavo.kernels.reference.norm import norm_backward
 from octavo.kernels.reference.note_faults import note_faults
 

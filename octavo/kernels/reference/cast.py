@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from octavo.formats import format_of
-from octavo.granularity import Tile, scale_shape
+from octavo.granularity import ALL, Tile, scale_shape
 from octavo.kernels.arguments import (
     CastSource,
     Commit,
@@ -26,7 +27,7 @@ from octavo.kernels.arguments import (
 )
 from octavo.kernels.backward_pass import scales_of_pass
 from octavo.kernels.groups import check_offsets, places
-from octavo.kernels.layouts import as_tiles, transposed, with_padding
+from octavo.kernels.layouts import as_tiles, is_small_block, transposed, with_padding
 from octavo.kernels.reference.activation import produced
 from octavo.kernels.reference.codes import encode
 from octavo.kernels.reference.delayed_update import delayed_update
@@ -144,3 +145,58 @@ def cast_and_commit(
     q, t, scale_inv, amax, sums = cast(source, in_pass, None, output, write=write)
     delayed_update(*commit[:5], amax, *commit[5:])
     return q, t, scale_inv, sums
+
+
+def check_multi_tensor_cast(groups: Sequence[Sequence[Tensor]], tile: Sequence[int]) -> None:
+    """Refuse, by a ValueError, what one launch can't do; groups: the op's lists, in their order."""
+    xs, qdata, transposed, scale_inv, amax, delayed_scales = groups
+    lengths = [len(group) for group in (qdata, scale_inv, amax)]
+    lengths += [len(group) for group in (transposed, delayed_scales) if group]
+    if any(length != len(xs) for length in lengths):
+        raise ValueError(f"the lists are {[len(group) for group in groups]} long; give each tensor its outputs")
+    if tuple(tile) != (ALL, ALL) and not is_small_block(tile):
+        raise ValueError(f"tile={tuple(tile)}: many are cast per tensor or by blocks of powers of two up to 128")
+    for name, tensors in (("xs", xs), ("qdata", qdata)):
+        dtypes = sorted({str(tensor.dtype) for tensor in tensors})
+        if len(dtypes) > 1:
+            raise ValueError(f"{name} have the dtypes {dtypes}; make a call for each")
+    for index, x in enumerate(xs):
+        if x.ndim != 2 or x.stride(1) != 1:
+            raise ValueError(f"xs[{index}] of shape {tuple(x.shape)}, strides {x.stride()}: needs contiguous rows")
+
+
+def multi_tensor_cast(
+    xs: Sequence[Tensor],
+    qdata: Sequence[Tensor],
+    transposed_qdata: Sequence[Tensor],
+    scale_inv: Sequence[Tensor],
+    amax: Sequence[Tensor],
+    delayed_scales: Sequence[Tensor],
+    role: int,
+    tile: Sequence[int],
+    power_of_two: bool,
+    margin: int,
+    skip: Tensor | None = None,
+    write: Write = written,
+) -> None:
+    """``octavo::multi_tensor_cast``."""
+    check_multi_tensor_cast((xs, qdata, transposed_qdata, scale_inv, amax, delayed_scales), tile)
+    if skip is not None and bool(skip):
+        return
+    for index, x in enumerate(xs):
+        delayed_scale = delayed_scales[index] if delayed_scales else None
+        dtype = qdata[index].dtype
+        scaling = Scaling(dtype, (tile[0], tile[1]), power_of_two, margin, delayed_scale, role)
+        output = Output(bool(transposed_qdata))
+        codes, other, scales, found, _ = cast(CastSource(x), scaling, None, output, write=write)
+        _copy_codes(qdata[index], codes)
+        if transposed_qdata:
+            _copy_codes(transposed_qdata[index], other)
+        scale_inv[index].copy_(scales)
+        amax[index].copy_(found)
+
+
+def _copy_codes(out: Tensor, codes: Tensor) -> None:
+    """Write codes to ``out``, whose rows may be longer, with zero codes at their end."""
+    padding = out.shape[1] - codes.shape[1]
+    out.view(torch.uint8).copy_(F.pad(codes.view(torch.uint8), (0, padding)))

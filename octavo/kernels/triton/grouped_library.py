@@ -19,7 +19,7 @@ from torch.nn.functional import ScalingType
 from octavo.granularity import ALL
 from octavo.kernels.arguments import CastSource, GroupedOperands, Output, Pair, Scaling
 from octavo.kernels.reference.cast import cast as reference_cast
-from octavo.kernels.reference.grouped_matmul import grouped_matmul as reference_grouped_matmul
+from octavo.kernels.reference.matmul import grouped_matmul as reference_grouped_matmul
 from octavo.kernels.triton.groups import fill_part, on_device, sizes_of, tiles_of
 from octavo.kernels.triton.launch import LIBRARY, is_capturing, launch
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from octavo.granularity import ALL
 from octavo.kernels.arguments import GroupedOperands, Pair
-from octavo.kernels.reference.grouped_matmul import grouped_matmul as reference_grouped_matmul
+from octavo.kernels.reference.matmul import grouped_matmul as reference_grouped_matmul
 from octavo.kernels.triton.grouped_library import is_right, library_grouped_matmul
 from octavo.kernels.triton.groups import fill_part, locate, on_device, sizes_of, tiles_of
 from octavo.kernels.triton.launch import Config, config, launch

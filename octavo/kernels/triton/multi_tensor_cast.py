@@ -21,7 +21,7 @@ from torch import Tensor
 
 from octavo.granularity import ALL
 from octavo.kernels.arguments import Scaling
-from octavo.kernels.reference.multi_tensor_cast import check_multi_tensor_cast
+from octavo.kernels.reference.cast import check_multi_tensor_cast
 from octavo.kernels.triton.cast_blocks import store_blocks
 from octavo.kernels.triton.cast_input import rounding_of
 from octavo.kernels.triton.cast_tensor import cast_strip, strip_amax
