@@ -125,10 +125,7 @@ class Grouped(RecipeModule):
     ) -> Layer:
         """What this module brings to its products."""
         parts = None if self.exchange is None else Parts(self.exchange.group, (False,) * 3)
-        layer = self.layer_of(input, weight, parameter, needs_input_grad, parts)
-        if layer.tap is not None and self.exchange is not None:
-            layer = layer._replace(tap=layer.tap.of(self.exchange.part(weight.shape[0])))
-        return layer._replace(offsets=offsets)
+        return self.layer_of(input, weight, parameter, needs_input_grad, parts)._replace(offsets=offsets)
 
 
 class GroupedLinear(Grouped):

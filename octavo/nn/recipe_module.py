@@ -12,7 +12,6 @@ from torch.nn.modules.module import _global_parameter_registration_hooks
 from octavo.autograd.casts import WEIGHT, cast_role
 from octavo.autograd.products import Layer, linear
 from octavo.autograd.shared_scales import Parts
-from octavo.autograd.tap import Tap, Watch
 from octavo.errors import UnsupportedOpError
 from octavo.kernels.capability import warn_once_if_emulated
 from octavo.nn.agreement import ask
@@ -46,8 +45,7 @@ class RecipeModule(nn.Module):
     delayed_state: State  # where the recipe is delayed
     weight_writes: WeightWrites
     kept_operands: KeptOperands | None
-    tap: Tap | None = None  # where the forward and backward of a step that is recorded count casts: octavo.inspect
-    watch: Watch | None = None  # where faults are noted: octavo.inspect.trace_faults
+    observer: Any = None  # who sees what forward and backward do: octavo.inspect
     stores_transposed = False  # whether a product reads the weight's parameter with its last two dimensions swapped
 
     def _set_recipe(self, recipe: Recipe) -> None:
@@ -275,16 +273,12 @@ class RecipeModule(nn.Module):
                     "delayed scaling would take for amaxes; give PipelineStage input_args= and output_args="
                 )
             training = False  # nothing enters the history
-        watch = self.watch if training else None
-        return Layer(weight, recipe, state, training, self.counting, watch, parts=parts)
+        return Layer(weight, recipe, state, training, self.observer if training else None, parts=parts)
 
     @property
-    def counting(self) -> Tap | None:
-        """Where a forward now counts its casts; None in evaluation, and where the recipe is another meanwhile."""
-        tap = self.tap
-        if tap is None or tap.recipe is not self.recipe or not (self.training and torch.is_grad_enabled()):
-            return None
-        return tap
+    def observing(self) -> Any:
+        """Who sees what a forward now does; None in evaluation."""
+        return self.observer if self.training and torch.is_grad_enabled() else None
 
     def _state_for(self, parameter: Tensor, training: bool, device: torch.device) -> State | None:
         """The delayed state that a forward reads, the weight's forgotten if it was written by hand; or None."""

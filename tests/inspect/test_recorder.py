@@ -28,7 +28,7 @@ def test_a_recorded_training_is_the_same(name: str, tmp_path: Path) -> None:
     with octavo.inspect.record(recorded, tmp_path, every=2) as recorder:
         assert train(recorded, range(5), recorder) == expected
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), recorded.parameters(), strict=True))
-    assert not any("tap" in module.__dict__ for module in recorded.modules())
+    assert not any("observer" in module.__dict__ for module in recorded.modules())
     found = octavo.inspect.load(tmp_path)
     assert found.steps == [0, 2, 4]
     steps, losses = found.scalars["loss"]
@@ -51,7 +51,7 @@ def test_a_full_disk_ends_the_record_and_not_the_training(tmp_path: Path, monkey
             losses.append(train(recorded, range(1, 3), recorder))
         losses.append(train(recorded, range(3, 6), recorder))
         recorder.event("note", "written nowhere")
-        assert not recorder._scalars and not any("tap" in module.__dict__ for module in recorded.modules())
+        assert not recorder._scalars and not any("observer" in module.__dict__ for module in recorded.modules())
     assert losses == expected and len(called) == 1
     assert octavo.inspect.load(tmp_path).steps == [0]
 
