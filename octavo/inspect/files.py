@@ -4,7 +4,7 @@
     rows-<step>.json    the rows of the counts from this step on: another file begins where recipes change
     counts-<step>.npz   NumPy arrays, a file a recorded step: sums [rows, 7], extremes [rows, 3], exponents [rows, 64]
                         (kernels/reference/cast_statistics.py), moved [weights, 10] (weights.py); of experts what
-                        by_expert.py says
+                        recorder.kept says
     steps.jsonl         a line of JSON a step: {"step": 12, "loss": 1.9, ...}, or what happened in it:
                         {"step": 12, "event": "switch", "text": "fp8: 20 % of the steps"}
 
