@@ -67,9 +67,8 @@ def plan(options: argparse.Namespace, arguments: list[str]) -> int:
 
 def inspect(options: argparse.Namespace, arguments: list[str]) -> int:
     """Says what a record shows, or which layers of a model can't stand FP8."""
-    from octavo.inspect.command import inspect_command
+    from octavo.inspect.command import asked, entry_point, inspect_command, what_if_command
     from octavo.inspect.effects import WhatIfError
-    from octavo.inspect.what_if_command import asked, entry_point, what_if_command
     from octavo.train import checkpoint, inspection, trained
 
     source = options.folder = trained.run_in(options.folder)

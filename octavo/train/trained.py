@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from octavo.inspect.what_if_command import Subject
+from octavo.inspect.command import Subject
 from octavo.train.checkpoint import CHECKPOINT, SHARDED, RunFolder, ShardedFolder
 from octavo.train.config import RECIPES, ModelConfig, StateConfig
 from octavo.train.data import Batches, load_corpus
