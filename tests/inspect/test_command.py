@@ -16,7 +16,6 @@ from octavo.inspect.effects import WhatIfError
 from tests.support.expert_models import Mixture, batch
 
 
-
 def record(folder: Path, steps: range = range(2)) -> None:
     pytest.importorskip("numpy")
     layer = octavo.nn.Linear(32, 32)
