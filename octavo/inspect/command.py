@@ -24,9 +24,8 @@ from octavo.cost.rates import rates_of
 from octavo.distributed.files import replacing, require_place
 from octavo.errors import first_line
 from octavo.inspect.effects import Cost, WhatIf, WhatIfError
-from octavo.inspect.files import files_of
 from octavo.inspect.findings import diagnose
-from octavo.inspect.record import RecordError, load
+from octavo.inspect.record import RecordError, files_of, load
 from octavo.inspect.remedies import together
 from octavo.inspect.report import table, to_html, to_json
 from octavo.inspect.what_if import NAMES, check, compare

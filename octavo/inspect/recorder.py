@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from octavo.distributed.files import reason_of
 from octavo.distributed.ranks import Ranks, whole
-from octavo.inspect.files import RecordWriter, numpy
 from octavo.inspect.findings import LIMITS, OWN_SQNR
-from octavo.inspect.record import by_layer, measures_of, of_weights
+from octavo.inspect.record import RecordWriter, by_layer, measures_of, numpy, of_weights
 from octavo.inspect.rows import Row, Table
 from octavo.inspect.weights import WeightSamples, count_weights
 from octavo.kernels.arguments import SUMS
