@@ -18,6 +18,7 @@ Saved for backward, beside each layer's pairs: the norm's input and row statisti
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -29,7 +30,6 @@ from octavo.autograd.casts import INPUT, WEIGHT, Norm, as_rows, cast_norm, cast_
 from octavo.autograd.gather_input import gather_norm, scattered
 from octavo.autograd.products import (
     Layer,
-    Plan,
     Saved,
     asked,
     cast_gradient,
@@ -43,7 +43,6 @@ from octavo.autograd.products import (
     to_save,
     unrounded,
 )
-from octavo.autograd.tap import count
 from octavo.granularity import ALL
 from octavo.kernels.arguments import CastSource
 from octavo.tensor.collectives import summed
@@ -99,11 +98,9 @@ def _forward(
         operands, y, mean, rstd = cast_norm(*how) if first.wire is None else gather_norm(*how, first.wire)
         if y is not None and y.dtype != chain.dtype:  # to y's own dtype .to() would return y, see _Chain
             y = y.to(chain.dtype)
-    if first.tap is not None and first.wire is None:
-        normed = x
-        if chain.norm is not None:
-            normed = kernels.normalised(x, mean, rstd, gamma, beta, chain.norm.kind, chain.norm.zero_centered)  # type: ignore[arg-type]
-        count(first.tap, INPUT, normed, operands, first.offsets)
+    if first.observer is not None and first.wire is None:
+        source = functools.partial(_input_of, tensors, chain.norm, mean, rstd)
+        first.observer.cast(first.recipe, INPUT, source, operands, first.offsets)
     h = output(y, operands, weight, bias, first, chain.dtype)
     saved = to_save(y, operands, weight, first, needs_dx, needs_dw)
     of_norm = (x, gamma, mean, rstd) if needs_dx and chain.norm is not None else (None,) * 4
@@ -113,12 +110,22 @@ def _forward(
     assert second_weight is not None
     of_input = False, second.offsets, second.parts
     a = cast_role(CastSource(h, chain.activation), second.recipe, INPUT, True, needs[5], second.state, *of_input)
-    if second.tap is not None:
-        count(second.tap, INPUT, kernels.produced(h, chain.activation, None), a, second.offsets)
+    if second.observer is not None:
+        produced = functools.partial(kernels.produced, h, chain.activation, None)
+        second.observer.cast(second.recipe, INPUT, produced, a, second.offsets)
     result = output(None, a, second_weight, second_bias, second, chain.dtype)
     saved_second = to_save(None, a, second_weight, second, needs_dh, needs[5])
     reads_h = needs_dh or (needs[5] and second.recipe.grad_weight is None)
     return result, y, (*of_norm, *saved, *(_saved_input(h, second) if reads_h else (None, None)), *saved_second)
+
+
+def _input_of(tensors: Tensors, norm: Norm | None, mean: Any, rstd: Any) -> Tensor:
+    """What is cast for the first layer, in high precision: for an observer."""
+    x, gamma, beta, *_ = tensors
+    if norm is None:
+        return x
+    assert gamma is not None
+    return kernels.normalised(x, mean, rstd, gamma, beta, norm.kind, norm.zero_centered)
 
 
 def _saved_input(h: Tensor, layer: Layer) -> tuple[Tensor | None, Tensor | None]:
@@ -176,7 +183,7 @@ class _Chain(torch.autograd.Function):
         return dx, dgamma, dbeta if has_beta else None, dw, db, dw2, db2, None
 
 
-def _whole(dx_TK: Tensor | None, plan: Plan) -> Tensor | None:
+def _whole(dx_TK: Tensor | None, plan: Layer) -> Tensor | None:
     """The first layer's gradient, summed where each rank has that of its rows of the weight; of this rank's tokens."""
     if dx_TK is None or plan.parts is None or not plan.parts.roles[WEIGHT]:  # experts on other ranks are whole there
         return dx_TK

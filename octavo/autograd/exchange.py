@@ -27,7 +27,6 @@ from octavo import kernels
 from octavo.autograd.casts import operands_of_codes
 from octavo.autograd.gather_input import Reader
 from octavo.autograd.grouped import Routing, group_of_rows
-from octavo.autograd.tap import count
 from octavo.granularity import ALL
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
 from octavo.private import c10d_ops
@@ -171,8 +170,8 @@ def _send(rows: Tensor, journey: Journey, sending: Sending, amax: Tensor | None)
     else:
         q, scale_inv = _cast_by_group(rows, journey, sending, amax)
         message, largest_amax = q.view(torch.uint8), amax.amax().view(1, 1)
-    for tap in sending.reader.taps:
-        count(tap, sending.role, rows, Operands((q, scale_inv)), journey.offsets)
+    for recipe, observer in sending.reader.observers:
+        observer.cast(recipe, sending.role, lambda: rows, Operands((q, scale_inv)), journey.offsets)
     received = _all_to_all(message, journey.sent, journey.received, journey.exchange)[order]
     if amax is None:
         codes, scales = unpack(received, columns, cast.format.dtype, cast.power_of_two)

@@ -30,7 +30,6 @@ from torch import Tensor
 from octavo import kernels
 from octavo.autograd.casts import GRAD_OUTPUT, INPUT, Norm, Pair, State, as_rows, cast_to_send, operands_of_codes
 from octavo.autograd.shared_scales import agreed_scale
-from octavo.autograd.tap import Tap, count
 from octavo.granularity import ALL
 from octavo.private import c10d_ops
 from octavo.scaling.recipe import Cast, Recipe
@@ -42,13 +41,13 @@ from octavo.tensor.pair import Operands, transposed_pair
 class Reader(NamedTuple):
     """Who reads what is gathered: a recipe's products, with delayed state; ``needs_dw``: grad_weight among them.
 
-    ``taps``: where the cast is counted, of each rank's own tokens.
+    ``observers``: who sees the cast of each rank's own tokens, beside the recipe that is observed.
     """
 
     recipe: Recipe
     state: State | None
     needs_dw: bool
-    taps: Sequence[Tap] = ()
+    observers: Sequence[tuple[Recipe, Any]] = ()
 
 
 def can_gather(reader: Reader, role: int, tokens: int, exact: bool) -> bool:
@@ -119,8 +118,8 @@ def _gather(rows: Tensor, reader: Reader, role: int, wire: Wire) -> Operands:
     if cast.tile == (ALL, ALL):
         scale, amax = _scale_of_all(kernels.amax(rows, cast.tile), cast, reader.state, role, wire)
     q, _, scale_inv, *_ = kernels.cast(rows, scale, role, *cast.arguments)
-    for tap in reader.taps:
-        count(tap, role, rows, Operands((q, scale_inv)))
+    for recipe, observer in reader.observers:
+        observer.cast(recipe, role, lambda: rows, Operands((q, scale_inv)))
     return _operands((q, scale_inv), amax, reader, role, wire)
 
 
@@ -154,12 +153,12 @@ def gather_norm(
     return _operands((q, scale_inv), amax, reader, INPUT, wire), y if keep else None, mean, rstd
 
 
-def gathered_transposed(x_RK: Tensor, recipe: Recipe, wire: Wire, tap: Tap | None = None) -> Pair:
+def gathered_transposed(x_RK: Tensor, recipe: Recipe, wire: Wire, observer: Any = None) -> Pair:
     """The pair of the whole input transposed [K, T], in backward, of this rank's rows.
 
-    ``tap``: where its cast is counted; for that each reader casts anew what the first has gathered for all.
+    For an observer that reads casts each reader casts anew what the first has gathered for all.
     """
-    if wire.memo and tap is None:
+    if wire.memo and (observer is None or observer.counts is None):
         return wire.memo[0]
     cast, rows = recipe.input_casts.transposed, x_RK
     assert cast is not None
@@ -168,8 +167,8 @@ def gathered_transposed(x_RK: Tensor, recipe: Recipe, wire: Wire, tap: Tap | Non
         columns = largest(kernels.amax(rows, (ALL, 1)), wire.group)
         rows = torch.cat([rows, columns.view(1, -1).to(rows.dtype)])
     q, _, scale_inv, *_ = kernels.cast(rows, None, INPUT, *cast.arguments_transposed)
-    if tap is not None:
-        count(tap, INPUT, rows[:own], Operands(None, (q[:own].t(), scale_inv.t())))
+    if observer is not None:
+        observer.cast(recipe, INPUT, lambda: x_RK, Operands(None, (q[:own].t(), scale_inv.t())))
         if wire.memo:
             return wire.memo[0]
     scale_inv = scale_inv if by_column else _gathered_scales(scale_inv, cast, wire)  # [1, K] or [blocks, K]

@@ -15,6 +15,7 @@ Delayed state is committed by backward's cast of grad_output, see scaling/delaye
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -25,16 +26,8 @@ from torch.nn import functional as F
 from octavo import kernels
 from octavo.autograd.casts import GRAD_OUTPUT, INPUT, Pair, State, as_rows, cast_grad_output, cast_role
 from octavo.autograd.gather_input import gathered_transposed
-from octavo.autograd.grouped import (
-    group_of_rows,
-    group_sums,
-    grouped_linear,
-    grouped_mm,
-    padded_ends,
-    scales_of_rows,
-)
+from octavo.autograd.grouped import group_sums, grouped_linear, grouped_mm, scales_of_rows
 from octavo.autograd.shared_scales import Parts
-from octavo.autograd.tap import Tap, Watch, count
 from octavo.errors import HigherOrderGradientError
 from octavo.granularity import PerBlock, Tile
 from octavo.kernels.arguments import CastSource
@@ -48,40 +41,27 @@ from octavo.tensor.pair import Operands
 class Layer(NamedTuple):
     """What a linear layer brings to its products, besides weight and bias themselves.
 
-    ``weight`` is the weight's operands; ``training``: whether backward commits the delayed state; ``tap``: where casts
-    are counted in a step that is recorded; ``watch``: where faults are noted; ``offsets``: where groups of rows end;
-    ``parts``: how roles lie on the ranks of a tensor-parallel group; ``wire``: how the input came from them.
+    ``weight`` is the weight's operands; ``commits``: whether backward commits the delayed state; ``observer``: who
+    sees what casts and products do, see inspect/observer.py; ``offsets``: where groups of rows end; ``parts``: how
+    roles lie on the ranks of a tensor-parallel group; ``wire``: how the input came from them; ``dtypes``: of results,
+    weight and bias, in backward.
     """
 
     weight: Operands
     recipe: Recipe
     state: State | None
-    training: bool
-    tap: Tap | None = None
-    watch: Watch | None = None
+    commits: bool
+    observer: Any = None
     offsets: Tensor | None = None
     parts: Parts | None = None
     wire: Wire | None = None
+    dtypes: tuple[torch.dtype, ...] = ()
 
 
-class Plan(NamedTuple):
-    """What backward must know of a layer that is no tensor to save; dtypes: of results, weight and bias."""
-
-    recipe: Recipe
-    state: State | None
-    commits: bool
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None]
-    tap: Tap | None
-    watch: Watch | None
-    parts: Parts | None
-    wire: Wire | None
-
-
-def plan_of(layer: Layer, dtype: torch.dtype, weight_NK: Tensor, bias: Tensor | None) -> Plan:
-    """The plan of a layer whose results have this dtype."""
-    dtypes = dtype, weight_NK.dtype, None if bias is None else bias.dtype
-    where = layer.tap, layer.watch, layer.parts, layer.wire
-    return Plan(layer.recipe, layer.state, layer.training, dtypes, *where)
+def plan_of(layer: Layer, dtype: torch.dtype, weight_NK: Tensor, bias: Tensor | None) -> Layer:
+    """A layer as backward must know it, whose results have this dtype: without the tensors, which are saved."""
+    dtypes = dtype, weight_NK.dtype, *(() if bias is None else (bias.dtype,))
+    return layer._replace(weight=Operands(), offsets=None, dtypes=dtypes)
 
 
 def output(
@@ -99,10 +79,8 @@ def output(
     else:
         assert x.as_is is not None and layer.weight.as_is is not None
         y_TN = _matmul(recipe, "output", x.as_is, layer.weight.as_is, bias, dtype, layer.offsets)
-    if layer.watch is not None:
-        operand, scale_inv = x.as_is or (x_TK, None)
-        assert operand is not None
-        layer.watch.input.look(y_TN, operand, scale_inv, x.amax, layer.offsets)
+    if layer.observer is not None:
+        layer.observer.product(layer, "output", y_TN, x.as_is or (x_TK, None), layer.offsets, x.amax)
     return y_TN
 
 
@@ -147,7 +125,7 @@ def packed(pair: Pair | None, cast: Cast | None, refilled: bool = False) -> tupl
     return q, scale_inv.to(torch.float8_e8m0fnu) if blocks and cast.power_of_two else scale_inv
 
 
-def later(plan: Plan) -> Plan:
+def later(plan: Layer) -> Layer:
     """The plan for another backward pass of the same forward (retain_graph): it commits nothing, and casts as this."""
     if not plan.commits or plan.state is None or torch.compiler.is_compiling():
         return plan
@@ -182,7 +160,7 @@ GradOutput = tuple[Operands, Tensor | None]
 
 
 def cast_gradient(
-    grad_TN: Tensor, saved: Saved, plan: Plan, needs: tuple[bool, bool, bool], activation: Sequence[Any] = ()
+    grad_TN: Tensor, saved: Saved, plan: Layer, needs: tuple[bool, bool, bool], activation: Sequence[Any] = ()
 ) -> GradOutput:
     """Cast a layer's grad_output for the gradients of (input, weight, bias) that are needed; commit the delayed state.
 
@@ -195,9 +173,9 @@ def cast_gradient(
     amax = (saved.x_amax, saved.weight_amax) if plan.commits else None
     source = CastSource(grad_TN, *activation) if activation else grad_TN
     g = cast_grad_output(source, recipe, needs_dx, needs_dw, plan.state, amax, needs_db, offsets, plan.parts)
-    if plan.tap is not None:
-        rounded = unrounded(grad_TN, offsets, *activation) if activation else grad_TN
-        count(plan.tap, GRAD_OUTPUT, rounded, g, offsets)
+    if plan.observer is not None:
+        produced = functools.partial(unrounded, grad_TN, offsets, *activation) if activation else lambda: grad_TN
+        plan.observer.cast(recipe, GRAD_OUTPUT, produced, g, offsets)
     products = (needs_dx and recipe.grad_input is None) or (needs_dw and recipe.grad_weight is None)
     if not products and (not needs_db or g.column_sum is not None):
         return g, None
@@ -222,11 +200,11 @@ def unrounded(
 
 
 def gradients(
-    g: GradOutput, saved: Saved, plan: Plan, needs: tuple[bool, bool, bool]
+    g: GradOutput, saved: Saved, plan: Layer, needs: tuple[bool, bool, bool]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The gradients of (input, weight, bias) that are needed, from ``cast_gradient`` of the same arguments."""
     x_TK, x_q, x_scale_inv, weight_NK, w_q, w_scale_inv, offsets, _, _ = saved
-    recipe, (dtype, weight_dtype, bias_dtype) = plan.recipe, plan.dtypes
+    recipe, (dtype, weight_dtype, *of_bias) = plan.recipe, plan.dtypes
     needs_dx, needs_dw, needs_db = needs
     (as_is, transposed, _, column_sum, *_), grad_TN = g
     del g  # what is read no more makes room for the next product
@@ -238,7 +216,8 @@ def gradients(
         else:
             assert as_is is not None and w_q is not None and w_scale_inv is not None
             dx_TK = _matmul(recipe, "grad_input", as_is, (w_q, w_scale_inv.to(torch.float32)), None, dtype, offsets)
-        _look(plan, dx_TK, as_is, grad_TN, offsets)
+        if plan.observer is not None:
+            plan.observer.product(plan, "grad_input", dx_TK, as_is or (grad_TN, None), offsets)
     as_is = None
     if needs_dw:
         if recipe.grad_weight is None:
@@ -246,44 +225,19 @@ def gradients(
             dw_NK = _mm(grad_TN.t(), x_TK, offsets).to(weight_dtype)
         else:
             if x_TK is not None and plan.wire is not None:
-                x_q, x_scale_inv = gathered_transposed(x_TK, recipe, plan.wire, plan.tap)
+                x_q, x_scale_inv = gathered_transposed(x_TK, recipe, plan.wire, plan.observer)
             assert transposed is not None and x_q is not None and x_scale_inv is not None
             x = x_q, x_scale_inv.to(torch.float32)
             dw_NK = _matmul(recipe, "grad_weight", transposed, x, None, dtype, offsets).to(weight_dtype)
-        if not needs_dx and offsets is not None:
-            _look_by_group(plan, dw_NK, transposed, grad_TN, offsets)
-        elif not needs_dx:
-            _look(plan, dw_NK, transposed, None if grad_TN is None else grad_TN.t(), None)
+        if plan.observer is not None and not needs_dx:
+            operand = transposed or (None if grad_TN is None else grad_TN.t(), None)
+            plan.observer.product(plan, "grad_weight", dw_NK, operand, offsets)
     if needs_db:
         if column_sum is None:
             assert grad_TN is not None
             column_sum = grad_TN.sum(0) if offsets is None else group_sums(grad_TN, offsets)
-        db_N = column_sum.to(bias_dtype)
+        db_N = column_sum.to(of_bias[0])
     return dx_TK, dw_NK, db_N
-
-
-def _look(plan: Plan, gradient: Tensor, pair: Pair | None, grad: Tensor | None, offsets: Tensor | None) -> None:
-    """Note what a gradient says of the pair, or the tensor, of grad_output that it was computed from."""
-    if plan.watch is None:
-        return
-    operand, scale_inv = (grad, None) if pair is None else pair
-    assert operand is not None
-    amax = plan.state.amax_history[GRAD_OUTPUT, :1] if plan.state is not None and plan.commits else None
-    plan.watch.grad_output.look(gradient, operand, scale_inv, amax, offsets)
-
-
-def _look_by_group(plan: Plan, dw_GNK: Tensor, pair: Pair | None, grad: Tensor | None, offsets: Tensor) -> None:
-    """The same by grad_weight, of which a fault in any row is in a row of its group: all rows of that are looked at."""
-    if plan.watch is None:
-        return
-    operand, pad = grad, 1
-    if pair is not None:
-        operand, pad = pair[0].t(), contraction_multiple(offsets.device) if plan.recipe.pads else 1
-        pair = operand, pair[1].t()
-    assert operand is not None
-    ends = padded_ends(offsets, pad)
-    group = group_of_rows(ends, operand.shape[0]).clamp(max=offsets.shape[0] - 1)
-    _look(plan, dw_GNK[..., 0].sum(-1)[group].unsqueeze(1), pair, operand, ends)
 
 
 def refuse_second_derivatives() -> None:
@@ -344,8 +298,8 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         needs_dx, needs_dw, _ = ctx.needs_input_grad[:3]
         own, x = _operands(x_TK, layer, gathered, needs_dw)
-        if layer.tap is not None and gathered is None:
-            count(layer.tap, INPUT, x_TK, x, layer.offsets)
+        if layer.observer is not None and gathered is None:
+            layer.observer.cast(layer.recipe, INPUT, lambda: x_TK, x, layer.offsets)
         ctx.plan, ctx.given = plan_of(layer, x_TK.dtype, weight_NK, bias), (True, True, bias is not None)
         ctx.save_for_backward(*to_save(own, x, weight_NK, layer, needs_dx, needs_dw))
         return output(own, x, weight_NK, bias, layer, x_TK.dtype)

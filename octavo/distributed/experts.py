@@ -104,8 +104,8 @@ def _on_their_ranks(
 
 
 def _reader(part: Grouped, needs_dw: bool) -> Reader:
-    tap = part.counting
-    return Reader(part.recipe, state_of(part), needs_dw, () if tap is None else (tap,))
+    observer = part.observing
+    return Reader(part.recipe, state_of(part), needs_dw, () if observer is None else ((part.recipe, observer),))
 
 
 def _parts_of(module: nn.Module, name: str) -> list[Grouped]:

@@ -1,24 +1,38 @@
-"""``octavo inspect``: what a record says, printed, and written as HTML and JSON; once, or as a training goes on."""
+"""``octavo inspect``, of a record or of a model.
+
+Of a record: what it says, printed, and written as HTML and JSON; once, or as a training goes on. Of a model: which
+layers can't stand FP8, and the recipes by layer that keep to a budget.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from torch import Tensor, nn
+
+from octavo import recipes
+from octavo.cost.command import columns
+from octavo.cost.rates import rates_of
 from octavo.distributed.files import replacing, require_place
 from octavo.errors import first_line
-from octavo.inspect.files import files_of
+from octavo.inspect.effects import Cost, WhatIf, WhatIfError
 from octavo.inspect.findings import diagnose
-from octavo.inspect.record import RecordError, load
+from octavo.inspect.record import RecordError, files_of, load
 from octavo.inspect.remedies import together
 from octavo.inspect.report import table, to_html, to_json
+from octavo.inspect.what_if import NAMES, check, compare
+from octavo.nn.candidates import MIN_FEATURES, features
+from octavo.nn.recipe_module import RecipeModule
 from octavo.recipes import to_json as to_rules
+from octavo.scaling.recipe_map import RecipeMap
 
 WHAT_IF = "what_if.json"  # in a record's folder
 EVERY = 3.0  # seconds between two looks at a record that grows
@@ -39,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--write", type=Path, metavar="FILE", help=help)
     parser.add_argument("--top", type=at_least(0), default=10, metavar="N", help="findings to print (default: 10)")
     parser.add_argument("--live", action="store_true", help="print anew as the record grows, until interrupted")
+    _add_what_if(parser)
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -110,3 +125,143 @@ def _what_if(options: argparse.Namespace) -> list[dict[str, Any]]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         why = "no what-if: write one by octavo inspect MODEL --json FILE"
         raise RecordError(f"{path} holds {why} ({first_line(error)})") from error
+
+
+RUNS = 500
+
+
+class Subject(NamedTuple):
+    """A model to look at, as ``octavo.inspect.compare`` takes it."""
+
+    model: nn.Module
+    loss: Callable[[nn.Module, Any], Tensor]
+    batches: Iterable[Any]
+
+
+def _add_what_if(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("which layers can't stand FP8, of a model")
+    help = f"recipes to compare, with commas (default: {','.join(NAMES)})"
+    group.add_argument("--recipes", type=_recipes, metavar="NAMES", help=help)
+    budget = group.add_mutually_exclusive_group()
+    budget.add_argument(
+        "--keep", type=at_least(0), metavar="N", help="find a RecipeMap with N layers in high precision"
+    )
+    help = "find the cheapest RecipeMap that raises the predicted loss by at most this share, such as 0.1%%"
+    budget.add_argument("--loss", type=_share, metavar="SHARE", help=help)
+    help = f"of the smallest layers to look at, in and out (default: {MIN_FEATURES}, as octavo.convert)"
+    group.add_argument("--min-features", type=at_least(1), metavar="N", help=help)
+    help = f"most passes with one layer in FP8; effects of other layers are estimated (default: {RUNS})"
+    group.add_argument("--runs", type=at_least(0), metavar="N", help=help)
+    help = "text for batches of a run of octavo train (default: Python's own standard library)"
+    group.add_argument("--data", type=Path, metavar="PATH", help=help)
+    help = "H100, H200 or B200, for costs by published rates (default: this device's, or else an H100's)"
+    group.add_argument("--device", metavar="NAME", help=help)
+
+
+def asked(options: argparse.Namespace) -> list[str]:
+    """The options that ask for a what-if: a run of octavo train may hold a record as well."""
+    names = ("recipes", "keep", "loss", "min_features", "runs", "data", "device")
+    return [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is not None]
+
+
+def _recipes(text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+    if unknown := [name for name in names if name not in NAMES]:
+        raise argparse.ArgumentTypeError(f"no recipe {', '.join(map(repr, unknown))}; there are {', '.join(NAMES)}")
+    return names
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no share: such as 0.1% or 0.001")
+    return share
+
+
+def entry_point(name: str) -> Subject:
+    """What a user's function gives.
+
+    Args:
+        name: ``module:function``, found from the current folder too. The function takes nothing and returns (model,
+            loss, batches): ``loss(model, batch)`` gives the scalar to call backward of, ``batches`` is a list of a few.
+
+    Raises:
+        WhatIfError: where it can't be called, or returns something else.
+    """
+    module, colon, function = name.partition(":")
+    if not colon or not module or not function:
+        raise WhatIfError(f"{name} is no folder of a record or a run; of a model give module:function")
+    sys.path.insert(0, "")
+    try:
+        found = importlib.import_module(module)
+    except ImportError as error:
+        raise WhatIfError(f"{name}: can't import {module}: {first_line(error)}") from error
+    finally:
+        sys.path.remove("")
+    make = getattr(found, function, None)
+    if not callable(make):
+        raise WhatIfError(f"{name}: {module} has no function {function}")
+    made = make()
+    parts = made if isinstance(made, tuple) and len(made) == 3 else (None, None, None)
+    if not isinstance(parts[0], nn.Module) or not callable(parts[1]) or not isinstance(parts[2], Iterable):
+        got = f"({', '.join(type(part).__name__ for part in made)})" if isinstance(made, tuple) else type(made).__name__
+        raise WhatIfError(f"{name} must return (model, loss, batches) with loss(model, batch), but returned {got}")
+    return Subject(*parts)
+
+
+def what_if_command(options: argparse.Namespace, subject: Subject, record: Path | None = None) -> int:
+    """Carries it out, and returns the exit code; ``record``: the folder of the model's, whose page is to show it."""
+    if of_records := [f"--{name}" for name in ("html", "what_if", "live") if getattr(options, name, None)]:
+        raise WhatIfError(
+            f"{', '.join(of_records).replace('_', '-')}: {options.folder} is a model, and these are for records"
+        )
+    if options.write is not None and options.keep is None and options.loss is None:
+        raise WhatIfError("--write needs a budget: --keep N or --loss SHARE")
+    for path in filter(None, (options.json, options.write)):
+        require_place(path)
+    batches, least = list(subject.batches), MIN_FEATURES if options.min_features is None else options.min_features
+
+    def select(module: nn.Module, name: str) -> bool:
+        return isinstance(module, RecipeModule) or min(features(module)) >= least
+
+    found = compare(
+        subject.model,
+        subject.loss,
+        batches,
+        [getattr(recipes, name)() for name in options.recipes or NAMES],
+        select=select,
+        runs=RUNS if options.runs is None else options.runs,
+        rates=None if options.device is None else rates_of(options.device),
+    )
+    print(found)
+    for path in filter(None, (options.json, record and record / WHAT_IF)):
+        print(f"\n{write(path, json.dumps({'what_if': found.rows()}))}")
+    if options.keep is None and options.loss is None:
+        return 0
+    chosen = found.recipe_map(keep=options.keep, loss=options.loss)
+    together = check(subject.model, subject.loss, batches, chosen, select=select)
+    print(f"\n{_summary(found, chosen)}\nmeasured with it: loss {100 * together.loss:+.4f} %, ", end="")
+    print(f"1 - cosine {1 - together.cosine:.2e}, norm {together.norm_ratio:.4f}\n")
+    if costs := found.costs(chosen):
+        print(columns([cost.layer, cost.recipe, _remark(cost)] for cost in costs), end="\n\n")
+    print(text := recipes.to_json(chosen))
+    if options.write is not None:
+        print(f"\n{write_rules(options.write, text)}")
+    return 0
+
+
+def _summary(found: WhatIf, chosen: RecipeMap) -> str:
+    seconds, high = found.seconds(chosen), found.seconds(recipes.high_precision())
+    share = sum(cost.share for cost in found.costs(chosen))
+    loss = f"predicted loss {100 * found.predicted(chosen):.4f} %, {100 * share:.1f} % of the layers' FLOP not in FP8"
+    time = f"{1e3 * seconds:.3f} ms a batch, {1e3 * high:.3f} ms in high precision"
+    many = f"{len(chosen.rules)} exception{'s' * (len(chosen.rules) != 1)} from {chosen.default.name}"
+    return f"{many}: {loss}\nlayers take {time} ({found.rates.device})"
+
+
+def _remark(cost: Cost) -> str:
+    share = f"{100 * cost.share:.1f} % of FLOP, " if cost.share else ""
+    return f"{share}{1e6 * cost.seconds:+.1f} us a batch, predicted loss {-100 * cost.loss:+.4f} %"

@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from octavo.autograd.tap import Notes, Watch
 from octavo.cost.command import columns
 from octavo.distributed.ranks import Ranks, whole
 from octavo.errors import OctavoError
-from octavo.inspect.rows import parameter_of, sizes_of
+from octavo.inspect.observer import Notes, observe
+from octavo.inspect.rows import first_here, parameter_of, sizes_of
 from octavo.inspect.weights import first_expert
 from octavo.kernels.arguments import FOUND
 from octavo.nn.grouped_linear import Grouped
@@ -149,14 +149,14 @@ class FaultTrace:
         # a place for each role, or for each expert of a role, from 1 on
         experts = [max(1, sizes_of(module)[0]) for module in roles]
         self._ends = list(itertools.accumulate(experts))
-        begins = [end - count + 1 + _first_here(m) for end, count, m in zip(self._ends, experts, roles, strict=True)]
+        begins = [end - count + 1 + first_here(m) for end, count, m in zip(self._ends, experts, roles, strict=True)]
         places = torch.tensor(begins, dtype=torch.int32, device=self._device).unsqueeze(1)
         notes = [
             Notes(place, found, self._first[at % len(WATCHED)])
             for at, (place, found) in enumerate(zip(places, self._found, strict=True))
         ]
         for (_, module), *pair in zip(self._layers, notes[::2], notes[1::2], strict=True):
-            module.watch = Watch(*pair)
+            observe(module, notes=tuple(pair))
         self._weights = self._faulty_weight()
 
     def step(self, loss: float | Tensor | None = None, grad_norm: float | Tensor | None = None) -> None:
@@ -178,7 +178,7 @@ class FaultTrace:
     def close(self) -> None:
         """Read what is under way, and leave the model as it was."""
         for _, module in self._layers:
-            module.__dict__.pop("watch", None)
+            observe(module, notes=None)
         self._receive(0, collective=False)
 
     def __enter__(self) -> FaultTrace:
@@ -286,12 +286,6 @@ class FaultTrace:
 
 trace_faults = FaultTrace  # with octavo.inspect.trace_faults(model) as trace: ...
 """The name under which a training calls FaultTrace: ``with octavo.inspect.trace_faults(model) as trace:``."""
-
-
-def _first_here(module: RecipeModule) -> int:
-    """The number of the first expert whose rows this rank computes."""
-    exchange = getattr(module, "exchange", None)
-    return 0 if exchange is None else exchange.part(sizes_of(module)[0] // exchange.size).start
 
 
 def _ends(module: RecipeModule) -> list[Tensor]:

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from octavo.formats import E4M3
-from octavo.inspect.files import numpy
-from octavo.inspect.record import Record
+from octavo.inspect.record import Record, numpy
 from octavo.inspect.remedies import Exponents, as_text, called, outcome, remedies, with_cast, without_fp8
 from octavo.inspect.rows import Row
 from octavo.scaling.recipe import Dynamic

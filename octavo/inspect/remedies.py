@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from octavo.formats import E4M3, E5M2, Format
 from octavo.granularity import ALL, Granularity, PerTensor
-from octavo.inspect.files import numpy
+from octavo.inspect.record import numpy
 from octavo.inspect.rows import Row
 from octavo.kernels.arguments import LOWEST
 from octavo.recipes import blockwise, mx

@@ -14,9 +14,8 @@ from typing import Any
 
 from octavo.errors import MissingExtraError
 from octavo.formats import E4M3, E5M2, Format
-from octavo.inspect.files import numpy
 from octavo.inspect.findings import LIMITS, Finding
-from octavo.inspect.record import MEASURES, OF_WEIGHTS, Record
+from octavo.inspect.record import MEASURES, OF_WEIGHTS, Record, numpy
 from octavo.inspect.rows import Row
 from octavo.recipes import to_json as to_rules
 from octavo.scaling.recipe import ROLES

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from octavo.autograd.casts import WEIGHT
-from octavo.autograd.tap import RoleCounts, Tap
+from octavo.inspect.observer import LayerCounts, RoleCounts, observe
 from octavo.kernels.arguments import EXPONENTS, EXTREMES, SUMS
 from octavo.nn.candidates import features
 from octavo.nn.grouped_linear import Grouped
@@ -85,7 +85,6 @@ class Table:
         rows: in the order of the model's layers.
         sums, extremes: [lines of all rows, ...], as ``cast_statistics`` has them.
         roles: each layer's roles.
-        taps: what each module is given while a step is recorded.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -111,8 +110,7 @@ class Table:
         for _, module, role, casts in planned:
             first, second = (next(places) if cast else None for cast in casts)
             self.roles.append(RecordedRole(module, module.recipe, role, (first, second)))
-        by_layer = zip(*[iter(self.roles)] * len(ROLES), strict=True)
-        self.taps = [(x.module, Tap(x.recipe, x.counts, grad.counts)) for x, _, grad in by_layer]
+        self._is_attached = False
 
     @property
     def weights(self) -> list[RecordedRole]:
@@ -125,11 +123,12 @@ class Table:
 
     def attach(self, on: bool) -> None:
         """Let modules count, or no longer."""
-        for module, tap in self.taps:
-            if on:
-                module.tap = tap
-            else:
-                module.__dict__.pop("tap", None)
+        if not on and not self._is_attached:
+            return
+        self._is_attached = on
+        for x, _, grad in zip(*[iter(self.roles)] * len(ROLES), strict=True):
+            counts = LayerCounts(x.recipe, x.counts, grad.counts, first_here(x.module)) if on else None
+            observe(x.module, counts=counts)
 
 
 def _fp8_layers(model: nn.Module) -> list[tuple[str, RecipeModule]]:
@@ -145,6 +144,12 @@ def sizes_of(module: RecipeModule) -> tuple[int, int, int]:
     experts, *sizes = module.weight_parameter.shape
     columns, rows = sizes if module.stores_transposed else sizes[::-1]
     return experts, columns, rows
+
+
+def first_here(module: RecipeModule) -> int:
+    """The number of the first expert whose rows this rank computes."""
+    exchange = getattr(module, "exchange", None)
+    return 0 if exchange is None else exchange.part(sizes_of(module)[0] // exchange.size).start
 
 
 def _of_experts(module: RecipeModule, role: int) -> tuple[int, int]:

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from octavo import kernels
 from octavo.autograd.casts import WEIGHT
-from octavo.autograd.tap import RoleCounts
 from octavo.distributed.ranks import Ranks
 from octavo.granularity import ALL
+from octavo.inspect.observer import RoleCounts
 from octavo.inspect.rows import RecordedRole, parameter_of
 from octavo.kernels.reference.master_weights import Fp8Weight
 from octavo.kernels.reference.optimizer_state import Piece

@@ -13,7 +13,6 @@ from octavo.autograd.exchange import Exchange
 from octavo.autograd.grouped import grouped_linear
 from octavo.autograd.products import Layer, linear
 from octavo.autograd.shared_scales import Parts
-from octavo.autograd.tap import Tap, Watch
 from octavo.errors import UnsupportedOpError
 from octavo.kernels.capability import warn_once_if_emulated
 from octavo.nn.agreement import ask
@@ -70,8 +69,7 @@ class RecipeModule(nn.Module):
     delayed_state: State  # where the recipe is delayed
     weight_writes: WeightWrites
     kept_operands: KeptOperands | None
-    tap: Tap | None = None  # where the forward and backward of a step that is recorded count casts: octavo.inspect
-    watch: Watch | None = None  # where faults are noted: octavo.inspect.trace_faults
+    observer: Any = None  # who sees what forward and backward do: octavo.inspect
     exchange: Exchange | None = None  # the ranks that hold the experts, whose parameters are DTensors then
     stores_transposed = False  # whether a product reads the weight's parameter with its last two dimensions swapped
 
@@ -315,10 +313,9 @@ class RecipeModule(nn.Module):
         offsets: Tensor | None = None,
     ) -> Layer:
         """What this module brings to its products with ``input``; ``weight_NK`` is a view of ``parameter``, a leaf."""
-        recipe, grad_enabled, tap = self.recipe, torch.is_grad_enabled(), self.counting
+        recipe, grad_enabled = self.recipe, torch.is_grad_enabled()
         if self.exchange is not None:
             parts = Parts(self.exchange.group, (False,) * 3)
-            tap = None if tap is None else tap.of(self.exchange.part(weight_NK.shape[0]))
         state = self._state_for(parameter, self.training, input.device)
         if parts is not None:  # known now that a weight which was written has lost its history
             parts = parts._replace(begins=state is not None and may_be_empty(state.scale))
@@ -331,16 +328,12 @@ class RecipeModule(nn.Module):
                     "delayed scaling would take for amaxes; give PipelineStage input_args= and output_args="
                 )
             training = False  # nothing enters the history
-        watch = self.watch if training else None
-        return Layer(weight, recipe, state, training, tap, watch, offsets, parts)
+        return Layer(weight, recipe, state, training, self.observer if training else None, offsets, parts)
 
     @property
-    def counting(self) -> Tap | None:
-        """Where a forward now counts its casts; None in evaluation, and where the recipe is another meanwhile."""
-        tap = self.tap
-        if tap is None or tap.recipe is not self.recipe or not (self.training and torch.is_grad_enabled()):
-            return None
-        return tap
+    def observing(self) -> Any:
+        """Who sees what a forward now does; None in evaluation."""
+        return self.observer if self.training and torch.is_grad_enabled() else None
 
     def _state_for(self, parameter: Tensor, training: bool, device: torch.device) -> State | None:
         """The delayed state that a forward reads, the weight's forgotten if it was written by hand; or None."""

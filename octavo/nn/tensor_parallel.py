@@ -164,7 +164,7 @@ def fused_parts(norm: Any, linears: Sequence[Any], weights: Sequence[Any], input
         if not can_gather(reader, INPUT, math.prod(x.shape[dim:-1]), sending.exact):
             return None
         # casts are counted of tokens that are written; sums in FP8 end a graph
-        if linears[0].counting is not None or (sending.reduce is not None and torch.compiler.is_compiling()):
+        if _is_counted(linears[0]) or (sending.reduce is not None and torch.compiler.is_compiling()):
             return None
         wire, of_gamma = sending.wire(mesh, x, dim), Partial()
         shape[dim] *= mesh.size()
@@ -197,6 +197,11 @@ def finished(placed: FusedParts, norm: Any, last: Any, y: Any, normed: Tensor | 
     if normed is not None and of_norm is not None:
         normed = of_norm.finish(norm, spread(normed, placed.shape, placed.mesh, of_norm.input), placed.mesh)
     return of_last.finish(last, last.parted(y) if hasattr(last, "parted") else y, placed.mesh), normed
+
+
+def _is_counted(module: Any) -> bool:
+    observer = module.observing
+    return observer is not None and observer.counts is not None
 
 
 def _is_shard(placement: Any, dim: int, last: int) -> bool:
@@ -239,8 +244,8 @@ def gathered_for(readers: Sequence[Any], input: Any, sending: Sending, memo: lis
     if any(arguments_of(reader.recipe) != arguments_of(recipe) for reader in readers) or input.shape[dim] % mesh.size():
         return None
     trains = torch.is_grad_enabled() and any(own.requires_grad for reader in readers for own in reader.parameters())
-    taps = tuple(tap for reader in reading if (tap := reader.counting) is not None)
-    reader = Reader(recipe, first.state_of_input() if known else _state_of_all(readers), trains, taps)
+    observers = [(reader.recipe, observer) for reader in reading if (observer := reader.observing) is not None]
+    reader = Reader(recipe, first.state_of_input() if known else _state_of_all(readers), trains, tuple(observers))
     if not can_gather(reader, INPUT, math.prod(x.shape[dim:-1]), sending.exact):
         return None
     weight = next(own for own in first.parameters() if own.ndim > 1)  # that of one split stands for those of all
@@ -272,7 +277,7 @@ def _scattered_for(module: Any, y: Tensor, needs_dx: bool, weight: Tensor, bias:
         return None
     reader = Reader(module.recipe, module.state_of_input(), weight.requires_grad)
     # a compiled graph takes no facade for a gradient
-    fits = needs_dx and module.tap is None and not torch.compiler.is_compiling()
+    fits = needs_dx and not _is_counted(module) and not torch.compiler.is_compiling()
     fits = fits and can_gather(reader, GRAD_OUTPUT, 0, sending.exact)
     if not fits and sending.reduce is None:
         return None

@@ -2,7 +2,6 @@
 
 from octavo.schedule.phase import Phase
 from octavo.schedule.plan import BudgetError, PhasePlan, Plan
-from octavo.schedule.recovery import Recovery
-from octavo.schedule.schedule import PrecisionSchedule, Switch
+from octavo.schedule.schedule import PrecisionSchedule, Recovery, Switch
 
 __all__ = ["BudgetError", "Phase", "PhasePlan", "Plan", "PrecisionSchedule", "Recovery", "Switch"]

@@ -1,14 +1,29 @@
-"""Phase: what a model computes in and how its weights and state are kept, for a part of a training."""
+"""Phase: what a model computes in and how its weights and state are kept; and from one to the next, in place."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from torch import nn
+from torch.optim import Optimizer
+
+from octavo.granularity import Granularity
+from octavo.nn.convert import gather_anew, set_recipe, storages, stored_now
+from octavo.nn.grouped_linear import Grouped
+from octavo.nn.parted_linear import PartedLinear
+from octavo.nn.recipe_module import RecipeModule
 from octavo.optim import Moment
+from octavo.optim.base import CompactOptimizer
+from octavo.optim.conversion import Common, change, check_change, common_scales
+from octavo.optim.gradients import refuse_ddp
+from octavo.optim.state import Settings
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap
+from octavo.tensor.sharded_weight import on_this_rank, take_shards
+from octavo.tensor.stored_weight import store
 
 SAME: Any = "same"
 TRIGGERS = ("from_step", "from_tokens", "when_lr_below", "when_update_below_resolution")
@@ -78,3 +93,117 @@ class Phase:
         rest = [(field.name, getattr(self, field.name)) for field in fields(self)[1:]]
         kept = [f"{name}={value}" for name, value in rest if value != (None if name in TRIGGERS else SAME)]
         return f"Phase({', '.join([self.name, *kept])})"
+
+
+@dataclass(frozen=True)
+class Target:
+    """A phase in which every "same" has been replaced by what it means.
+
+    Attributes:
+        phase: the phase.
+        settings: how the optimizer keeps weights; None for one of torch's, which keeps its own way.
+        storage: how each weight of an octavo module is stored: its index among ``stored_now(model)`` -> granularity.
+    """
+
+    phase: Phase
+    settings: Settings | None
+    storage: tuple[Granularity | None, ...]
+
+    def moved(self, model: nn.Module) -> dict[nn.Parameter, Granularity | None]:
+        """The model's weights that it stores otherwise than they are now."""
+        now = stored_now(model)
+        then = zip(now.items(), self.storage, strict=True)
+        return {weight: granularity for (weight, own), granularity in then if granularity != own}
+
+
+def targets_of(
+    model: nn.Module, optimizer: Optimizer, phases: Sequence[Phase], after: Target | None = None
+) -> tuple[Target, ...]:
+    """What each phase means, "same" after "same", from ``after`` on, or from what is now; all of them possible.
+
+    Raises:
+        ValueError, TypeError: naming the phase that can't be, and why.
+    """
+    if not any(isinstance(module, RecipeModule) for module in model.modules()):
+        raise ValueError("the model holds no octavo module; call octavo.convert(model, recipe) first")
+    settings = optimizer.settings if isinstance(optimizer, CompactOptimizer) else None
+    now = stored_now(model)
+    if after is not None:
+        settings, now = after.settings, dict(zip(now, after.storage, strict=True))
+    found = []
+    for index, phase in enumerate(phases):
+        try:
+            settings = _settings_of(phase, optimizer, settings)
+            now = storages(model, phase.recipe, phase.weight_storage, now)
+            target = Target(phase, settings, tuple(now.values()))
+            if isinstance(optimizer, CompactOptimizer):
+                assert settings is not None
+                check_change(optimizer, settings, target.moved(model))
+            elif target.moved(model):
+                raise ValueError("weights change their storage with an optimizer of octavo.optim only")
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"phase {index}, {phase}: {error}") from None
+        found.append(target)
+    return tuple(found)
+
+
+def _settings_of(phase: Phase, optimizer: Optimizer, before: Settings | None) -> Settings | None:
+    if isinstance(optimizer, CompactOptimizer) and before is not None:
+        moments = before.moments if phase.moments == SAME else optimizer.moments_of(phase.moments)
+        return Settings(moments, before.names, before.master if phase.master == SAME else phase.master)
+    for name in ("moments", "master", "weight_storage"):
+        if getattr(phase, name) != SAME:
+            raise ValueError(f"{name} changes with an optimizer of octavo.optim only, not {type(optimizer).__name__}")
+    if phase.when_update_below_resolution is not None:
+        raise ValueError("when_update_below_resolution is measured by the optimizers of octavo.optim only")
+    return None
+
+
+def fp8_weights(model: nn.Module) -> list[nn.Parameter]:
+    """The weights that products read in FP8, but not of experts."""
+    modules = [m for m in model.modules() if isinstance(m, RecipeModule) and not isinstance(m, Grouped)]
+    named = (pair for module in modules if not module.recipe.is_high_precision for pair in module.named_parameters())
+    return [param for name, param in named if name.rpartition(".")[2] == "weight"]
+
+
+def refuse_moves(moved: Iterable[nn.Parameter]) -> None:
+    """Raise RuntimeError if DistributedDataParallel holds a weight whose storage is to change."""
+    if found := set(moved):
+        refuse_ddp(
+            found,
+            "DistributedDataParallel keeps the tensors that it was built with, so the storage of weights can't change "
+            "under it; use fully_shard (FSDP2), or phases with the same weight_storage",
+        )
+
+
+def switch(model: nn.Module, optimizer: Optimizer, target: Target) -> None:
+    """Put a model and its optimizer into a phase: one tensor after the other, so that little lies there twice."""
+    moved = target.moved(model)
+    refuse_moves(moved)
+    if any(weight is not on_this_rank(weight) for weight in moved):
+        gather_anew(model)
+    owned = {weight for group in optimizer.param_groups for weight in group["params"]}
+    others = [weight for weight in moved if weight not in owned]  # frozen ones, say
+
+    def stored(weight: nn.Parameter) -> None:
+        if on_this_rank(weight) is not weight:
+            take_shards(model, [weight])
+
+    common: dict[nn.Parameter, Common] = {}
+    if isinstance(optimizer, CompactOptimizer):
+        assert target.settings is not None
+        splits = [module.weights for module in model.modules() if isinstance(module, PartedLinear)]
+        common = common_scales(optimizer, moved, splits)
+        if moved or target.settings != optimizer.settings:
+            change(optimizer, target.settings, moved, stored, common)
+    for weight in others:
+        store(weight, moved[weight], common.get(weight))
+        stored(weight)
+    set_recipe(model, target.phase.recipe)
+
+
+def forget_delayed(model: nn.Module) -> None:
+    """Empty all delayed state: what it has seen of a faulty step, too."""
+    for module in model.modules():
+        if isinstance(module, RecipeModule):
+            module.reset_delayed_state()

@@ -20,7 +20,7 @@ from octavo.optim.conversion import blank
 from octavo.optim.layout import is_apart
 from octavo.optim.state import Settings
 from octavo.private import FakeTensor, FakeTensorMode, pytree
-from octavo.schedule.switch import Target
+from octavo.schedule.phase import Target
 from octavo.tensor.parameters import put_into
 from octavo.tensor.stored_gradient import StoredGradient
 

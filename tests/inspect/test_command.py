@@ -1,19 +1,23 @@
 """``octavo inspect``."""
 
+import argparse
 import json
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import octavo
 from octavo import cli
 from octavo.inspect import command
-
-pytest.importorskip("numpy")
+from octavo.inspect.command import Subject, entry_point, what_if_command
+from octavo.inspect.effects import WhatIfError
+from tests.support.expert_models import Mixture, batch
 
 
 def record(folder: Path, steps: range = range(2)) -> None:
+    pytest.importorskip("numpy")
     layer = octavo.nn.Linear(32, 32)
     with octavo.inspect.record(layer, folder, every=1, step=steps.start) as recorder:
         for _ in steps:
@@ -102,3 +106,148 @@ def test_a_training_is_followed(
         "1 layers, 2 of the steps 0 to 1 recorded, ",
         "1 layers, 3 of the steps 0 to 2 recorded, ",
     ]
+
+
+MODULE = """
+import torch
+
+def training():
+    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 16))
+    return model, lambda model, batch: model(batch).square().mean(), [torch.randn(8, 32)]
+
+def pair():
+    return torch.nn.Linear(2, 2), 3
+
+def nothing():
+    pass
+
+number = 3
+"""
+
+
+def options(*arguments):
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    command.add_arguments(parser)
+    return parser.parse_args(["model", *arguments])
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "what_if_user.py").write_text(MODULE)
+    (tmp_path / "what_if_broken.py").write_text("import there_is_no_such_module")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_entry_point_in_the_current_folder(folder):
+    subject = entry_point("what_if_user:training")
+    assert isinstance(subject.model, nn.Sequential)
+    assert subject.loss(subject.model, *subject.batches).ndim == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("what_if_user", "no folder of a record or a run; of a model give module:function"),
+        (":training", "give module:function"),
+        ("what_if_absent:training", "can't import what_if_absent: No module named 'what_if_absent'"),
+        ("what_if_broken:training", "can't import what_if_broken: No module named 'there_is_no_such_module'"),
+        ("what_if_user:trainig", "what_if_user has no function trainig"),
+        ("what_if_user:number", "has no function number"),
+        ("what_if_user:pair", r"must return \(model, loss, batches\) .* returned \(Linear, int\)"),
+        ("what_if_user:nothing", "returned NoneType"),
+    ],
+)
+def test_wrong_entry_points(folder, name, says):
+    with pytest.raises(WhatIfError, match=says):
+        entry_point(name)
+
+
+@pytest.mark.parametrize("budget", [("--keep", "1"), ("--loss", "0.01%")])
+def test_it_writes_a_map_that_converts_the_model(folder, capsys, budget):
+    subject = entry_point("what_if_user:training")
+    given = options(
+        "--recipes", "dynamic,mx", "--min-features", "16", "--write", "map.json", "--device", "H200", *budget
+    )
+    assert what_if_command(given, subject) == 0
+    printed, written = capsys.readouterr().out, (folder / "map.json").read_text()
+    how = "wrote map.json: octavo.convert(model, octavo.recipes.load('map.json'))"
+    for text in (written, "(all layers)", "mx", "measured with it", "NVIDIA H200", " us a batch, predicted loss", how):
+        assert text in printed
+    model = subject.model
+    assert type(model[0]) is nn.Linear
+    octavo.convert(model, octavo.recipes.load("map.json"), lambda *_: True)
+    names = [model[i].recipe.name for i in (0, 2)]
+    assert names.count("high_precision") == 1 or "--loss" in budget
+    assert isinstance(model[0], octavo.nn.Linear) and isinstance(model[2], octavo.nn.Linear)
+
+
+def test_what_was_found_is_written_for_the_page_of_a_record(folder, capsys):
+    (folder / "record").mkdir()
+    given = options("--recipes", "dynamic,mx", "--min-features", "16")
+    assert what_if_command(given, entry_point("what_if_user:training"), folder / "record") == 0
+    rows = json.loads((folder / "record/what_if.json").read_text())["what_if"]
+    assert [(row["recipe"], row["layer"]) for row in rows[:3]] == [("dynamic", ""), ("mx", ""), ("dynamic", "0")]
+    assert all(row["predicted"] > 0 for row in rows) and "wrote" in capsys.readouterr().out
+
+
+def test_without_a_budget_it_only_shows(folder, capsys):
+    assert what_if_command(options("--min-features", "16"), entry_point("what_if_user:training")) == 0
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in ("dynamic", "delayed", "rowwise", "blockwise", "mx"))
+    assert "rules" not in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--recipes", "dynamic,fast"], "no recipe 'fast'; there are dynamic, delayed"),
+        (["--loss", "much"], "'much' is no share: such as 0.1% or 0.001"),
+        (["--loss=-1%"], "is no share"),
+        (["--loss", "150%"], "is no share"),
+        (["--keep", "2", "--loss", "1%"], "not allowed with"),
+        (["--keep", "-1"], "argument --keep: invalid value: '-1' .choose a whole number from 0 on"),
+        (["--runs", "-2"], "argument --runs: invalid value: '-2'"),
+        (["--min-features", "0"], "argument --min-features: invalid value: '0' .choose a whole number from 1 on"),
+    ],
+)
+def test_wrong_options(arguments, says):
+    with pytest.raises(argparse.ArgumentError, match=says):
+        options(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--write", "x.json"], "needs a budget"),
+        (["--device", "TPU"], "nothing is published of 'TPU'"),
+        ([], "no layer to compare"),
+    ],
+)
+def test_what_can_not_be_done(arguments, says):
+    subject = Subject(nn.Linear(4, 4), lambda model, x: model(x).sum(), [torch.ones(1, 4)])
+    with pytest.raises(octavo.OctavoError, match=says):
+        what_if_command(options(*arguments), subject)
+
+
+@pytest.mark.parametrize("option", ["--json", "--write"])
+def test_a_file_that_can_not_be_is_refused_before_anything_is_computed(option, tmp_path):
+    subject = Subject(nn.Linear(64, 64), lambda model, x: 1 / 0, [torch.ones(1, 64)])
+    for path in (tmp_path, tmp_path / "no" / "x"):
+        with pytest.raises(OSError):
+            what_if_command(options("--keep", "1", option, str(path)), subject)
+
+
+def test_shares():
+    assert options("--loss", "0.1%").loss == pytest.approx(0.001)
+    assert options("--loss", "0.001").loss == 0.001
+
+
+def test_a_map_of_experts_converts_them(folder, capsys):
+    net = Mixture("stored transposed", 4, 48)
+    subject = Subject(net, lambda model, x: model(x).square().mean(), [batch(0, 0)])
+    given = options("--recipes", "dynamic", "--min-features", "16", "--write", "map.json", "--keep", "1")
+    assert what_if_command(given, subject) == 0
+    octavo.convert(net, octavo.recipes.load("map.json"), lambda module, name: name != "router")
+    kept = sorted(part.recipe.is_high_precision for part in (net.experts.gate_up, net.experts.down))
+    assert kept == [False, True]

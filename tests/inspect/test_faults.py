@@ -153,7 +153,7 @@ def test_the_first_fault_is_named(place: str, recipe: str, how: str, value: floa
     assert fault is not None
     assert (fault.layer, fault.role, fault.step) == PLACES[place]
     assert [row["step"] for row in fault.before] == list(range(fault.step + 1))
-    assert not any("watch" in module.__dict__ for module in model.modules())
+    assert not any("observer" in module.__dict__ for module in model.modules())
 
 
 def test_rows_amax_and_scale_before_a_fault() -> None:

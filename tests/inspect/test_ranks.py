@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import octavo
 from octavo import distributed as ours
 from octavo import recipes
-from octavo.inspect.files import RecordWriter
+from octavo.inspect.record import RecordWriter
 from tests.support.expert_models import batch, built
 from tests.support.parallel_tasks import Pair, convert, small
 

@@ -5,8 +5,8 @@ from torch import Tensor, nn
 import octavo
 from octavo import RecipeMap, recipes
 from octavo.schedule import BudgetError, Phase, PrecisionSchedule, Recovery
+from octavo.schedule.phase import switch
 from octavo.schedule.plan import MIB
-from octavo.schedule.switch import switch
 from octavo.tensor.stored_weight import StoredWeight
 from octavo.train import GPT, ModelConfig
 from tests.support.schedule_situations import HIGH, LOW, loss_of, net, optimizer_of

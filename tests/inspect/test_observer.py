@@ -1,4 +1,4 @@
-"""What taps count is what float64 says of the tensors that were cast."""
+"""What an observer counts is what float64 says of the tensors that were cast."""
 
 from pathlib import Path
 
@@ -38,3 +38,18 @@ def test_what_is_recorded_is_what_tensors_say(tmp_path: Path) -> None:
         counted = np.bincount(np.clip(exponents - found.lowest, 0, 63).ravel(), minlength=64)
         assert (found.exponents[0, place] == counted).all()
     assert found.measures["flushed"][0, 0] > 0.1
+
+
+def test_a_record_and_a_trace_of_faults_share_a_layer(tmp_path: Path) -> None:
+    layer, x = octavo.nn.Linear(32, 48, recipe=recipes.delayed()), torch.randn(40, 32)
+    with octavo.inspect.trace_faults(layer, raises=False) as trace:
+        with octavo.inspect.record(layer, tmp_path) as recorder:
+            layer(x).sum().backward()
+            trace.step()
+            recorder.step()
+        assert trace.fault is None and layer.observer.counts is None
+        layer(x * torch.inf).sum().backward()
+        trace.step()
+    assert (trace.fault.step, trace.fault.role) == (1, "input") and trace.fault.before[0]["input amax"] == x.abs().max()
+    assert "observer" not in layer.__dict__
+    assert octavo.inspect.load(tmp_path).measures["amax"][0, 0] == x.abs().max()

@@ -1,0 +1,124 @@
+"""What octavo.inspect sees of a layer: what its casts did is counted, and faults are noted, in the device's tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from octavo import kernels
+from octavo.autograd.casts import GRAD_OUTPUT, INPUT
+from octavo.autograd.grouped import group_of_rows, padded_ends, rows_of_codes
+from octavo.autograd.products import Layer
+from octavo.kernels.layouts import contraction_multiple
+from octavo.nn.recipe_module import RecipeModule
+from octavo.scaling.recipe import Recipe
+from octavo.tensor.pair import ForProducts, Operands
+
+Counts = tuple[Tensor, Tensor]  # sums and extremes: arguments of the op cast_statistics; of groups a row each
+RoleCounts = tuple[Counts | None, Counts | None]  # of the cast as it lies, and of the transposed one if it is another
+
+
+class LayerCounts(NamedTuple):
+    """Where a layer's casts are counted, by role, while it has this recipe; the recorder itself counts a weight's.
+
+    ``first``: the number of the first expert whose products this rank computes.
+    """
+
+    recipe: Recipe
+    input: RoleCounts
+    grad_output: RoleCounts
+    first: int
+
+
+class Notes(NamedTuple):
+    """Where faults of a layer's role are noted: arguments of the op note_faults."""
+
+    place: Tensor
+    found: Tensor
+    first: Tensor
+
+
+class Observer(NamedTuple):
+    """Who sees what a layer's casts and products do, and changes nothing of them.
+
+    ``counts``: in a step that is recorded, else None; ``notes`` of (input, grad_output) where faults are traced.
+    """
+
+    counts: LayerCounts | None = None
+    notes: tuple[Notes, Notes] | None = None
+
+    def cast(
+        self,
+        recipe: Recipe,
+        role: int,
+        source: Callable[[], Tensor],
+        operands: Operands,
+        offsets: Tensor | None = None,
+    ) -> None:
+        """Count what a cast of ``source()``, of the role INPUT or GRAD_OUTPUT, did.
+
+        ``offsets``: of rows in groups, see autograd/grouped.py. Rows that another rank has sent in FP8 it has counted.
+        """
+        if self.counts is None or self.counts.recipe is not recipe:
+            return
+        x_RC = source()
+        if isinstance(x_RC, ForProducts):
+            return
+        casts, (first, second) = recipe.casts[role], self.counts.input if role == INPUT else self.counts.grad_output
+        if first is not None and casts.as_is is not None and operands.as_is is not None:
+            kernels.cast_statistics(x_RC, *operands.as_is, casts.as_is.tile, *self._of(first, offsets), offsets)
+        elif casts.once:  # of a first layer, whose input needs no gradient
+            second = first
+        if second is not None and casts.transposed is not None and operands.transposed is not None:
+            codes, scale_inv = operands.transposed
+            laid = rows_of_codes(codes, offsets, x_RC.shape[0], _pad(x_RC, recipe)), scale_inv.t()
+            kernels.cast_statistics(x_RC, *laid, casts.transposed.tile[::-1], *self._of(second, offsets), offsets)
+
+    def _of(self, counts: Counts, offsets: Tensor | None) -> Counts:
+        """The counts of these groups: of all experts, or of those whose products this rank computes."""
+        (sums, extremes), layer = counts, self.counts
+        assert layer is not None
+        if offsets is None or offsets.shape[0] == sums.shape[0]:
+            return counts
+        here = slice(layer.first, layer.first + offsets.shape[0])
+        return sums[here], extremes[here]
+
+    def product(
+        self,
+        layer: Layer,
+        name: str,
+        result: Tensor,
+        operand: tuple[Tensor, Tensor | None],
+        offsets: Tensor | None,
+        amax: Tensor | None = None,
+    ) -> None:
+        """Note what a product's result says of faults in its operand: a pair, or in high precision (tensor, None).
+
+        "output" says it of the input, of which a Delayed cast has found the ``amax``; "grad_input", or where no other
+        is computed "grad_weight", of grad_output. Of groups' weights a fault in any row is in a row of its group: all
+        rows of that are looked at.
+        """
+        if self.notes is None:
+            return
+        tensor, scale_inv = operand
+        if name != "output" and layer.state is not None and layer.commits:
+            amax = layer.state.amax_history[GRAD_OUTPUT, :1]
+        if name == "grad_weight" and offsets is not None:
+            offsets = padded_ends(offsets, 1 if scale_inv is None else _pad(tensor, layer.recipe))
+            tensor, scale_inv = tensor.t(), None if scale_inv is None else scale_inv.t()
+            group = group_of_rows(offsets, tensor.shape[0]).clamp(max=offsets.shape[0] - 1)
+            result = result[..., 0].sum(-1)[group].unsqueeze(1)
+        kernels.note_faults(result, tensor, scale_inv, amax, *self.notes[name != "output"], offsets)
+
+
+def _pad(x: Tensor, recipe: Recipe) -> int:
+    return contraction_multiple(x.device) if recipe.pads else 1
+
+
+def observe(module: RecipeModule, **parts: Any) -> None:
+    """Set parts of a module's Observer; without any the module has none."""
+    observer = (module.__dict__.pop("observer", None) or Observer())._replace(**parts)
+    if observer != (None, None):
+        module.observer = observer
