@@ -1,7 +1,4 @@
-"""Instructions that compute each lane's result from its operands: floats, conversions, integers, bits, predicates.
-
-And those in which the lanes of a warp see each other; all 32 take part.
-"""
+"""Instructions that compute a lane's result from its operands, and those in which a warp's lanes see each other."""
 
 from __future__ import annotations
 
@@ -19,10 +16,6 @@ from emulator.values import TYPES, U32, U64, UNSIGNED, canonical, extreme
 Function = Callable[..., Any]
 OPERATORS = vars(operator) | {"mul.lo": operator.mul, "and": operator.and_, "or": operator.or_, "not": operator.invert}
 OPERATORS |= {"min": np.minimum, "max": np.maximum, "div": np.divide, "rem": np.fmod, "sqrt": np.sqrt}
-
-
-def _operator(name: str, *kind: str) -> Function:
-    return OPERATORS[name]
 
 
 # --- floats -----------------------------------------------------------------------------------------------------------
@@ -136,8 +129,8 @@ def _shift(name: str, kind: str) -> Function:
 
 
 INTEGER = "([su]16|[su]32|[su]64)"
-elementwise(f"(add|sub|mul.lo|min|max|rem).{INTEGER}", "{1} {1} {1}", _operator)
-elementwise(f"(neg|abs).{INTEGER}", "{1} {1}", _operator)
+elementwise(f"(add|sub|mul.lo|min|max|rem).{INTEGER}", "{1} {1} {1}", OPERATORS.get)
+elementwise(f"(neg|abs).{INTEGER}", "{1} {1}", OPERATORS.get)
 elementwise("(min|max).relu.s32", "s32 s32 s32", lambda name: lambda a, b: np.maximum(OPERATORS[name](a, b), 0))
 elementwise("div.([su]32|[su]64)", "{0} {0} {0}", lambda kind: _quotient)
 elementwise(f"mad.lo.{INTEGER}", "{0} {0} {0} {0}", lambda kind: lambda a, b, c: a * b + c)
@@ -188,8 +181,8 @@ elementwise(
     "u32 u32 u32 u32",
     lambda: lambda low, high, by: ((high.astype(U64) << U64(32) | low) << (by & U32(31)) >> U64(32)).astype(U32),
 )
-elementwise("(and|or|xor).(b16|b32|b64|pred)", "{1} {1} {1}", _operator)
-elementwise("(not).(b16|b32|b64|pred)", "{1} {1}", _operator)
+elementwise("(and|or|xor).(b16|b32|b64|pred)", "{1} {1} {1}", OPERATORS.get)
+elementwise("(not).(b16|b32|b64|pred)", "{1} {1}", OPERATORS.get)
 elementwise("selp.[bf](16|32|64)", "b{0} b{0} b{0} pred", lambda bits: lambda a, b, which: np.where(which, a, b))
 
 
@@ -203,13 +196,15 @@ def _compared(name: str, unordered: str, kind: str) -> Function:
     return (lambda a, b: function(a, b) & (a == a) & (b == b)) if name == "ne" else function
 
 
-elementwise("setp.(eq|ne).(b16|b32|b64)", "pred {1} {1}", _operator)
-elementwise(f"setp.(eq|ne|lt|le|gt|ge).{INTEGER}", "pred {1} {1}", _operator)
+elementwise("setp.(eq|ne).(b16|b32|b64)", "pred {1} {1}", OPERATORS.get)
+elementwise(f"setp.(eq|ne|lt|le|gt|ge).{INTEGER}", "pred {1} {1}", OPERATORS.get)
 elementwise("setp.(eq|ne|lt|le|gt|ge)(u?).(f16|bf16|f32|f64)", "pred {2} {2}", _compared)
 elementwise("setp.(num|nan)().(f16|bf16|f32|f64)", "pred {2} {2}", _compared)
 elementwise("setp.(eq|ne|lt|le|gt|ge)(u?).(f16x2|bf16x2)", "pred|pred {2} {2}", _compared)  # of the lower half first
 elementwise("mov.pred", "pred pred", lambda: np.asarray)
-elementwise("mov.[bu](16|32|64)", "b{0}/ b{0}/", lambda bits: np.ravel)  # or a vector's parts, the first the lowest
+elementwise(
+    "mov.[bu](16|32|64)", "b{0}/ b{0}/", lambda bits: lambda held: held.reshape(-1)
+)  # or a vector's parts, the first the lowest
 
 # --- a warp -----------------------------------------------------------------------------------------------------------
 

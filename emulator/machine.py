@@ -68,7 +68,7 @@ class Threads:
         begun: asynchronous work, by "cp.async" and "wgmma": groups of (what ends it, registers that it will write), the
             last of them not committed yet.
         under_way: registers that a product will write; nobody may use them before a wait.
-        waits: [lanes] who found an mbarrier's phase not over, and tries again after all others.
+        waits: lanes that found an mbarrier's phase not over, and try again after all others.
     """
 
     def __init__(self, launch: Launch, program: np.ndarray, thread: np.ndarray) -> None:
@@ -83,7 +83,7 @@ class Threads:
         self.one, self.mask = launch.program.instructions[0], None
         self.begun: dict[str, list[list[tuple[Callable[[], None], frozenset[int]]]]] = {"cp.async": [[]], "wgmma": [[]]}
         self.under_way: frozenset[int] = frozenset()
-        self.waits = np.zeros(self.count, bool)
+        self.waits: set[int] = set()
 
     def active(self) -> np.ndarray:
         """The mask as an array."""

@@ -251,7 +251,7 @@ def barrier(threads: Threads, name: str, address: np.ndarray, parity: Any = None
             del launch.barriers[key]
         elif name == "try_wait":
             found[lane] = launch.barriers[key].passed(int(parity[lane]) & 1)
-            threads.waits[lane] = not found[lane]
+            (threads.waits.discard if found[lane] else threads.waits.add)(lane)
         else:
             launch.barriers[key].work.append(launch.products.pop(key[0], []))
     return found

@@ -136,8 +136,9 @@ class SharedMemory:
     def load(self, units: np.ndarray, size: int, warp: np.ndarray, what: Any, reader: int | None = None) -> np.ndarray:
         """Words [lanes, words of an access] of units [lanes], for warps [lanes]; ``reader`` is noted in their place."""
         states = self._state.reshape(-1, size)[units]
-        self._refuse("a copy under way writes shared bytes that are read", states == COMING, units, size, what)
-        self._refuse("nobody wrote shared bytes that are read", states != WRITTEN, units, size, what)
+        if (unread := states != WRITTEN).any():
+            self._refuse("a copy under way writes shared bytes that are read", states == COMING, units, size, what)
+            self._refuse("nobody wrote shared bytes that are read", unread, units, size, what)
         others, since = self._others(units, size, warp[:, None])
         self._refuse("race: another warp wrote shared bytes that are read", others, units, size, what)
         if reader != NOBODY:
@@ -162,8 +163,9 @@ class SharedMemory:
     ) -> None:
         """A write that may race: now, or (``after`` COMING) of a copy that begins, or (``before``) that ends."""
         states, warps = self._state.reshape(-1, size), warp[:, None]
-        coming = (states[units] == COMING) & (before != COMING)
-        self._refuse("race: a copy under way writes shared bytes that are written", coming, units, size, what)
+        if before != COMING:
+            coming = states[units] == COMING
+            self._refuse("race: a copy under way writes shared bytes that are written", coming, units, size, what)
         states[units] = after
         others, since = self._others(units, size, warps)
         reader, read = self._reader.reshape(-1, size)[units], self._read.reshape(-1, size)[units]

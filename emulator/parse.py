@@ -53,7 +53,7 @@ class Instruction:
     negated: bool
     text: str
     line: int
-    registers: frozenset[int]  # numbers of all among the operands
+    registers: frozenset[int]  # numbers of all that it names
     run: Callable[..., Any] | None = None
 
     def __str__(self) -> str:
@@ -103,7 +103,6 @@ class Program:
         self._shared = shared[0][1] if shared and shared[0] else ""
         self._bits: dict[str, int] = dict.fromkeys(SPECIAL, 32)
         self._known: dict[str, Register] = {}
-        self._used = set[int]()
         self.instructions: list[Instruction] = []
         self.labels: dict[str, int] = {}
         self._tables: dict[str, list[str]] = {}
@@ -139,8 +138,8 @@ class Program:
                         raise ValueError(each)
         else:
             guard, name, rest = re.fullmatch(r"(?:@(!?%?[\w$]+)\s+)?([a-z][\w.:]*)\s*(.*)", text).groups()  # type: ignore[union-attr]
+            self._used = set[int]()
             where = None if guard is None else self._register(guard.lstrip("!%"))
-            self._used = set()
             operands = [self._block + rest] if name.startswith("bra") else [self._operand(part) for part in split(rest)]
             negated = bool(guard) and guard[0] == "!"
             self.instructions.append(Instruction(name, operands, where, negated, text, line, frozenset(self._used)))

@@ -115,13 +115,15 @@ def _steps(threads: Threads, places: np.ndarray, alive: np.ndarray, blocked: np.
     for _ in range(launch.options.most):
         here: Mask = None
         if not together:
-            running = alive & ~blocked & ~threads.waits
+            running = alive & ~blocked
+            if threads.waits:
+                running[list(threads.waits)] = False
             if not running.any():
                 if not alive.any():
                     return
-                if not threads.waits.any():
+                if not threads.waits:
                     yield BARRIER
-                threads.waits[:] = False
+                threads.waits.clear()
                 continue
             place = int(places[running].min())
             here = running & (places == place)
@@ -139,7 +141,7 @@ def _steps(threads: Threads, places: np.ndarray, alive: np.ndarray, blocked: np.
         if count == 0:
             continue
         launch.executed[place - 1] += count
-        if threads.under_way & one.registers and not one.name.startswith("wgmma.mma"):
+        if threads.under_way and threads.under_way & one.registers and not one.name.startswith("wgmma.mma"):
             raise Fault(f"a register that a product under way will write is used before a wait: {one}")
         threads.one, threads.mask = one, None if count == every else mask
         found = one.run(threads)  # type: ignore[misc]

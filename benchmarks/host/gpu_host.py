@@ -28,7 +28,6 @@ import octavo
 import octavo.kernels.triton
 from benchmarks.common.measure import interleaved, ratio, table, write_results
 from benchmarks.common.models import OCTAVO, with_torchao
-from benchmarks.host.host_overhead import SIZE, steps
 from benchmarks.machine_code.offline import Launch, offline
 from octavo import kernels, recipes
 from octavo.autograd import casts as operands
@@ -41,11 +40,21 @@ MEASURES = ("octavo/kernels/triton", "octavo/autograd", "octavo/nn/recipe_module
 # by its path: the function of the same name hides the module
 library_matmul = importlib.import_module("octavo.kernels.triton.library_matmul")
 
+SIZE = 16
 CAST_AIM, FORWARD_AIM, BOTH_AIM = 25.0, 80.0, 200.0  # us
 TORCHAO = "torchao tensorwise"
 TENSOR, ROW = (-1, -1), (1, -1)
 KEPT = ("dynamic", "delayed", "blockwise")  # recipes whose weight one cast serves
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def steps(layer: nn.Module) -> tuple[Callable[[], object], Callable[[], object]]:
+    """(forward, forward + backward) of a layer whose gradients accumulate."""
+    x = torch.randn(SIZE, SIZE, dtype=torch.bfloat16, requires_grad=True)
+    grad = torch.randn(SIZE, SIZE, dtype=torch.bfloat16)
+    layer(x).backward(grad)
+
+    return lambda: layer(x), lambda: layer(x).backward(grad)
 
 
 def _scaled_mm(a: Tensor, b: Tensor, *args: Any) -> Tensor:
