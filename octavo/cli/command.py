@@ -107,10 +107,9 @@ def _plan(parser: argparse.ArgumentParser) -> None:
 
 
 def _inspect(parser: argparse.ArgumentParser) -> None:
-    from octavo.inspect import command, what_if_command
+    from octavo.inspect import command
 
     command.add_arguments(parser)
-    what_if_command.add_arguments(parser)
 
 
 def _tune(parser: argparse.ArgumentParser) -> None:
