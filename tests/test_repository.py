@@ -150,8 +150,8 @@ def unsafe_reads(code: str) -> list[str]:
     return found
 
 
-# The one unpickler, which refuses what it does not know, and the error that it raises.
-READS_PICKLES = {"octavo/distributed/dcp_files.py": 1, "octavo/distributed/checkpoint.py": 1}
+# The one unpickler, which refuses what it does not know.
+READS_PICKLES = {"octavo/distributed/checkpoint.py": 1}
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=name)

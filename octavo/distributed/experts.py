@@ -91,7 +91,7 @@ def _on_their_ranks(
 ) -> Tensor:
     """What octavo.nn.experts.feed_forward computes, each row where its expert is."""
     assert gate_up.exchange is not None
-    ask([gate_up, down], gate_up.own_parameters()[0].device_mesh)  # type: ignore[attr-defined]
+    ask([gate_up, down], gate_up.own_parameters()[0].device_mesh)
     rows = rows.to(product_dtype(rows, gate_up.operands()[0]))
     (weight, bias), (second, second_bias), exact = gate_up.trains, down.trains, gate_up.exchange.exact
     cast = cast_to_send(gate_up.recipe.input_casts, True, weight, exact)

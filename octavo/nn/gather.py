@@ -26,13 +26,14 @@ from octavo.nn.gather_group import GatherGroup
 from octavo.scaling.delayed import state_of
 from octavo.step_count import OPTIMIZER_STEPS
 from octavo.tensor.pair import Operands, operands_of
-from octavo.tensor.sharded_rows import gathered_whole, padded_rows
 from octavo.tensor.sharded_weight import (
     After,
     GatheredWeight,
     attach,
     gather_as_it_is,
+    gathered_whole,
     on_this_rank,
+    padded_rows,
 )
 from octavo.tensor.stored_weight import StoredWeight, agree_on_scale, agreed, local_stored
 

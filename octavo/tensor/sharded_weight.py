@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any, cast
@@ -27,7 +28,6 @@ from octavo.granularity import PerBlock, PerTensor
 from octavo.tensor.collectives import all_gather, largest
 from octavo.tensor.pair import MOVES, PLAIN_LIKE, ForProducts, Operands, moves
 from octavo.tensor.scaled_tensor import ScaledTensor
-from octavo.tensor.sharded_rows import gathered_whole, padded_rows
 
 aten = torch.ops.aten
 
@@ -336,3 +336,23 @@ def _private(read: Callable[[], Any]) -> Any:
         raise OctavoError(
             f"torch {torch.__version__} has changed what octavo reads of FSDP2 ({error}); tested with {TESTED}"
         ) from error
+
+
+def rows_on_each_rank(rows: int, ranks: int) -> int:
+    """How many rows FSDP2 pads every rank's shard of a matrix to."""
+    return -(-rows // ranks)
+
+
+def padded_rows(shard: Tensor, whole: torch.Size, ranks: int) -> Tensor:
+    """A shard, contiguous, with rows of zeros behind it to as many as each rank's; FSDP2 pads no other dimension."""
+    rows = rows_on_each_rank(whole[0], ranks)
+    if shard.shape[0] == rows or shard.shape[1:] != whole[1:]:
+        return shard.contiguous()
+    padded = shard.new_zeros(rows, *shard.shape[1:])
+    padded[: shard.shape[0]] = shard
+    return padded
+
+
+def gathered_whole(received: Tensor, shape: torch.Size) -> Tensor:
+    """What all ranks' shards are together, without their padding, whichever dimension is sharded."""
+    return received.view(-1)[: math.prod(shape)].view(shape)
