@@ -41,7 +41,7 @@ MUTANTS = [
         MODULE, "            drop_delayed_state(self)\n        if", "            pass\n        if", "delayed", BETWEEN
     ),
     Mutant(DELAYED, "for name in (STATE, LOADED)", "for name in (LOADED,)", "delayed", BETWEEN),
-    Mutant(MODULE, "linear(input, widened(weight_NK), bias)", "linear(input, weight_NK, bias)", STORED, BETWEEN),
+    Mutant(MODULE, "weight = widened(weight)", "pass", STORED, BETWEEN),
     Mutant(MODULE, "empty_state(state_of(self), WEIGHT)", "pass", "delayed", BY_HAND),
     Mutant(MODULE, "empty_state(state_of(self), WEIGHT)", "empty_state(state_of(self))", "delayed", BY_HAND),
     Mutant(MODULE, "if not self.training:  # the weight", "if False:  #", "delayed", "evaluation between steps"),
