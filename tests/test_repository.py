@@ -146,8 +146,8 @@ def unsafe_reads(code: str) -> list[str]:
     return found
 
 
-# The one unpickler, which refuses what it does not know, and the error that it raises.
-READS_PICKLES = {"octavo/distributed/dcp_files.py": 1, "octavo/distributed/checkpoint.py": 1}
+# The one unpickler, which refuses what it does not know.
+READS_PICKLES = {"octavo/distributed/checkpoint.py": 1}
 
 
 def test_no_file_that_is_read_can_run_code() -> None:

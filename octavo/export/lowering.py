@@ -21,7 +21,7 @@ from octavo.errors import ExportError
 from octavo.formats import format_of
 from octavo.granularity import ALL
 from octavo.kernels.arguments import CastSource, NormSource, Operands, Output, Scaling, no_codes, unpacking
-from octavo.nn.activation import activate
+from octavo.nn.fused import activate
 from octavo.numerics import floor_power_of_two_by_comparison, scale_from_amax, scale_inv_from_scale
 
 BLOCKS_FROM = 21  # the opset in which QuantizeLinear got block_size and output_dtype

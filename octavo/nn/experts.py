@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from octavo.autograd.casts import as_rows
 from octavo.autograd.grouped import Routing
 from octavo.kernels.activations import activation_of
-from octavo.nn.activation import activate
-from octavo.nn.fused import run_alone, run_as_one
+from octavo.nn.fused import activate, run_alone, run_as_one
 from octavo.nn.grouped_linear import Grouped, GroupedLinear
 from octavo.nn.inputs import grouped_dtype
 from octavo.nn.linear import recipe_for

@@ -13,25 +13,53 @@ parts' own. The parts do run one after the other where something wants to see th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from octavo.autograd.chain import Chain, run_chain
-from octavo.autograd.products import Layer, requires_grad
+from octavo.autograd.products import requires_grad
 from octavo.kernels.activations import activation_of
-from octavo.nn.activation import activate
 from octavo.nn.agreement import ask
 from octavo.nn.inputs import product_dtype, refuse_for_fp8
-from octavo.nn.linear import Linear, recipe_for
+from octavo.nn.linear import Linear, Splits, recipe_for, split_output
 from octavo.nn.norm import LayerNorm, RMSNorm
 from octavo.nn.parted_linear import PartedLinear
-from octavo.nn.splits import Splits, split_output
 from octavo.nn.tensor_parallel import FusedParts, finished, fused_parts, hooks_on, is_parallel, style_of
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap
+
+_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "squared_relu": lambda h: F.relu(h).square(),
+    "silu": F.silu,
+    "quick_gelu": lambda h: h * (1.702 * h).sigmoid(),
+    "gelu": F.gelu,
+    "gelu_tanh": lambda h: F.gelu(h, approximate="tanh"),
+}
+
+
+def activate(h: Tensor | tuple[Tensor, ...], name: str) -> Tensor:
+    """activation(h) of h [..., C], in its dtype; for a gated one h is (gate | up) [..., 2C], or the two apart.
+
+    Raises:
+        ValueError: for a name that is not in octavo.kernels.activations.ACTIVATIONS.
+
+    Example:
+        >>> import torch
+        >>> activate(torch.tensor([1.0, -1.0, 2.0, 3.0]), "reglu").tolist()
+        [2.0, 0.0]
+    """
+    function, gated = activation_of(name)
+    if isinstance(h, Tensor):
+        if not gated:
+            return _FUNCTIONS[function](h)
+        h = h.chunk(2, dim=-1)
+    gate, up = h
+    return _FUNCTIONS[function](gate) * up
 
 
 def runs_alone(module: nn.Module) -> bool:
@@ -58,10 +86,12 @@ def run_as_one(
 
     ``placed``: their input and parameters; ``offsets``: where groups of rows end, of experts.
     """
-    x, own = placed.input, placed.linears
-    refuse_for_fp8(x, *placed.norm, *(tensor for _, bias, parameter in own for tensor in (parameter, bias)))
-    needs_grad = any(map(requires_grad, (x, *placed.norm)))
-    layers: list[Layer] = []
+    x, own, (gamma, beta) = placed.input, placed.linears, placed.norm
+    read, layers = [gamma, beta], []
+    for _, bias, parameter in own:
+        read += [parameter, bias]
+    refuse_for_fp8(x, *read)
+    needs_grad = x.requires_grad or requires_grad(gamma) or requires_grad(beta)
     for linear, (weight, bias, parameter), parts in zip(linears, own, placed.parts, strict=True):
         layers.append(linear.layer_of(x, weight, parameter, needs_grad, parts, offsets))
         needs_grad = needs_grad or weight.requires_grad or requires_grad(bias)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,7 +10,6 @@ from torch import Tensor, nn
 
 from octavo import recipes
 from octavo.nn.recipe_module import RecipeModule
-from octavo.nn.splits import Splits, checked_splits, merge_keys, split_output
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap, recipe_of
 
@@ -67,7 +67,11 @@ class Linear(RecipeModule, nn.Linear):
 
     def forward(self, input: Tensor) -> Any:
         """See the class."""
-        return split_output(self._product(input), self.splits)
+        return self.parted(self._product(input))
+
+    def parted(self, y: Tensor) -> Any:
+        """The output of all splits as one for each, if there are splits."""
+        return split_output(y, self.splits)
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
         """Load, from separate layers' keys too; the last argument is torch's list of errors."""
@@ -84,3 +88,50 @@ class Linear(RecipeModule, nn.Linear):
 def recipe_for(recipe: Recipe | RecipeMap | None, name: str) -> Recipe:
     """What a module's ``recipe`` argument means for its part of this name; default() where there is none."""
     return recipes.default() if recipe is None else recipe_of(recipe, name)
+
+
+Splits = Mapping[str, int]
+
+
+def checked_splits(out_features: int | Splits) -> tuple[int, dict[str, int] | None]:
+    """(out_features in all, the splits or None) from a module's argument.
+
+    Raises:
+        ValueError: for a name that can't be one of state_dict's, or no split at all.
+
+    Example:
+        >>> checked_splits({"query": 64, "key": 16, "value": 16})
+        (96, {'query': 64, 'key': 16, 'value': 16})
+    """
+    if isinstance(out_features, int):
+        return out_features, None
+    splits = dict(out_features)
+    wrong = [name for name in splits if not name.isidentifier() or name in ("weight", "bias")]
+    if not splits or wrong:
+        raise ValueError(f"out_features={splits!r}: splits need names like 'query', not {wrong or 'none'}")
+    return sum(splits.values()), splits
+
+
+def split_output(output: Tensor, splits: dict[str, int] | None) -> Tensor | tuple[Tensor, ...]:
+    """The output as it is, or a view of it for each split, in their order."""
+    return output if splits is None else output.split(list(splits.values()), dim=-1)
+
+
+def merge_keys(state_dict: dict[str, Tensor], prefix: str, splits: dict[str, int]) -> list[str]:
+    """Join ``<prefix><split>.weight`` and ``.bias``, as separate layers save them, to one key each; in place.
+
+    Only where all of them are there, and the joined one isn't.
+
+    Returns:
+        a line for each of another size than its split; where there is one, nothing is joined.
+    """
+    wrong = []
+    for parameter in ("weight", "bias"):
+        keys = {f"{prefix}{name}.{parameter}": size for name, size in splits.items()}
+        if f"{prefix}{parameter}" in state_dict or not all(key in state_dict for key in keys):
+            continue
+        other = {key: list(state_dict[key].shape) for key, size in keys.items() if state_dict[key].shape[:1] != (size,)}
+        wrong += [f"{key} is {shape}, but its split has {keys[key]} rows" for key, shape in other.items()]
+        if not other:
+            state_dict[f"{prefix}{parameter}"] = torch.cat([state_dict.pop(key) for key in keys])
+    return wrong

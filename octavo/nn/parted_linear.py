@@ -136,12 +136,8 @@ class PartedLinear(Linear):
                 "splits with that scale, a power of two, or load by octavo.distributed.checkpoint"
             )
 
-    def forward(self, input: Tensor) -> Any:
-        """A DTensor for each split, sharded by its features."""
-        return self.parted(self._product(input))
-
     def parted(self, y: Any) -> Any:
-        """The output of all splits, a DTensor, as one for each."""
+        """The output of all splits, a DTensor, as one for each, sharded by its features."""
         from torch.distributed.tensor import DTensor
 
         assert self.splits is not None

@@ -173,7 +173,7 @@ class RecipeModule(nn.Module):
         if self.exchange is not None:
             ranks = self.exchange.size if self.exchange.average else 1
             weight, bias = _of_this_rank(weight, ranks), None if bias is None else _of_this_rank(bias, ranks)
-        return self._laid(weight), bias, parameter
+        return self._laid(weight) if self.stores_transposed else weight, bias, parameter
 
     def weight_name(self, name: str) -> str:
         """The weight's name in a model where this module has that name."""
@@ -287,7 +287,10 @@ class RecipeModule(nn.Module):
         """The delayed state that a cast of the next input reads."""
         if self.recipe.delayed is None:
             return None
-        return self._state_for(self.weight, self.training, on_this_rank(self.weight).device)  # type: ignore[arg-type]
+        weight = weight_of(self)
+        if weight is None:  # it is computed from others, of splits on several ranks at each read: nobody wrote it
+            return self.state_on(device_of(self))
+        return self._state_for(weight, self.training, on_this_rank(weight).device)
 
     def local_product(
         self,

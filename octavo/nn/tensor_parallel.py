@@ -196,7 +196,7 @@ def finished(placed: FusedParts, norm: Any, last: Any, y: Any, normed: Tensor | 
     y = spread(y, shape, placed.mesh, Shard(len(shape) - 1) if len(placed.linears) == 1 else Partial())
     if normed is not None and of_norm is not None:
         normed = of_norm.finish(norm, spread(normed, placed.shape, placed.mesh, of_norm.input), placed.mesh)
-    return of_last.finish(last, last.parted(y) if hasattr(last, "parted") else y, placed.mesh), normed
+    return of_last.finish(last, last.parted(y), placed.mesh), normed
 
 
 def _is_counted(module: Any) -> bool:

@@ -11,7 +11,7 @@ from octavo.autograd.casts import WEIGHT, Norm, cast_norm, cast_role
 from octavo.autograd.chain import Chain, run_chain
 from octavo.autograd.products import Layer, linear
 from octavo.kernels.activations import activation_of
-from octavo.nn.activation import activate
+from octavo.nn.fused import activate
 from tests.support.fused_cases import SAVED
 from tests.support.helpers import FP8_RECIPES, CountOps, delayed_state, sqnr
 

@@ -14,7 +14,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import octavo
 from octavo.distributed import checkpoint
-from octavo.distributed.checkpoint import load_checkpoint, load_extra, save_checkpoint
+from octavo.distributed.checkpoint import (
+    Reader,
+    TensorPlanner,
+    Writer,
+    load_checkpoint,
+    load_extra,
+    save_checkpoint,
+)
 from octavo.distributed.ranks import CheckpointError, Ranks
 from octavo.optim import Moment
 from tests.support import layout_tasks, stored_checkpoints
@@ -466,3 +473,14 @@ def test_what_was_saved_as_it_is_kept_is_filled_in_place():
     found["m_scale_inv"].copy_(torch.arange(4.0).view(4, 1))
     values = checkpoint._read(Moment(octavo.E4M3, granularity=octavo.PerTensor()), *found.values())
     assert torch.equal(values, torch.arange(4.0).view(4, 1).expand(4, 300))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_tensors_come_back_and_nothing_else_does(tmp_path):
+    options = {"no_dist": True}
+    dcp.save({"w": torch.arange(6.0), "text": "a"}, storage_writer=Writer(tmp_path), **options)
+    found = {"w": torch.zeros(6)}
+    dcp.load(found, storage_reader=Reader(str(tmp_path)), planner=TensorPlanner(), **options)
+    assert found["w"].tolist() == list(range(6))
+    with pytest.raises(BaseException, match="is no tensor in this checkpoint"):
+        dcp.load({"text": "b"}, storage_reader=Reader(str(tmp_path)), planner=TensorPlanner(), **options)

@@ -16,8 +16,8 @@ from octavo import recipes
 from octavo.autograd.casts import WEIGHT, cast_role
 from octavo.autograd.chain import Chain, run_chain
 from octavo.autograd.products import Layer
-from octavo.nn.activation import activate
 from octavo.nn.experts import Experts, Routing
+from octavo.nn.fused import activate
 from tests.support.fused_cases import SAVED
 from tests.support.helpers import FP8_RECIPES, CountOps, assert_equal, gradients, sqnr
 

@@ -10,6 +10,8 @@ from torch import nn
 import octavo
 from octavo import HigherOrderGradientError, recipes
 from octavo.kernels.activations import ACTIVATIONS
+from octavo.kernels.reference.activation import produced
+from octavo.nn.fused import activate
 from tests.support.combinations import each_pair
 from tests.support.fused_cases import LINEARS, in_float64, in_parts, linear, mlp, results
 from tests.support.helpers import FP8_RECIPES, CountOps, assert_equal, sqnr
@@ -279,3 +281,36 @@ def test_a_replaced_part_is_split_too():
     layer = octavo.nn.RMSNormLinear(64, {"query": 64, "key": 32}, bias=False)
     layer.linear = torch.nn.Linear(64, 96, bias=False)
     assert [output.shape for output in layer(torch.randn(2, 64))] == [(2, 64), (2, 32)]
+
+
+# activations in plain torch
+
+
+each_activation = pytest.mark.parametrize("name", ACTIVATIONS)
+
+
+@each_activation
+def test_it_is_what_the_casts_compute(name):
+    h = 3 * torch.randn(40, 64)
+    grad = torch.randn(40, 64 // (1 + ACTIVATIONS[name].gated))
+    leaf = h.clone().requires_grad_()
+    y = activate(leaf, name)
+    y.backward(grad)
+    torch.testing.assert_close(y, produced(h, name), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(leaf.grad, produced(grad, name, h), rtol=1e-5, atol=1e-5)
+
+
+@each_activation
+def test_gate_and_up_together_or_apart_in_any_shape(name):
+    h = torch.randn(2, 3, 16, dtype=torch.bfloat16)
+    y = activate(h, name)
+    assert y.dtype == torch.bfloat16
+    assert y.shape == (2, 3, 16 // (1 + ACTIVATIONS[name].gated))
+    if ACTIVATIONS[name].gated:
+        assert torch.equal(activate(h.chunk(2, dim=-1), name), y)
+        assert not torch.equal(activate(h.roll(8, dims=-1), name), y)  # the gate comes first
+
+
+def test_another_name():
+    with pytest.raises(ValueError, match=r"activation='selu': use one of relu, "):
+        activate(torch.ones(2), "selu")

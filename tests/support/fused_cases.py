@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import octavo
 from octavo import E4M3, Cast, PerBlock, Recipe, RecipeMap, recipes
-from octavo.nn.activation import activate
+from octavo.nn.fused import activate
 from tests.support.helpers import FP8_RECIPES, gradients
 
 LINEARS = {"layer_norm": octavo.nn.LayerNormLinear, "rms_norm": octavo.nn.RMSNormLinear}
